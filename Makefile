@@ -1,0 +1,48 @@
+# One command a wish; each does its own set-up, once. See BUILD.md.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: help setup demo server test test-long check parity bench clean
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+## make demo      set up, start a server on the demo model, serve a mixed load, show it live
+demo: $(READY)
+	@$(PY) -m tools.demo $(ARGS)
+
+## make server    a server on the demo model that keeps running (ARGS="--port=... --model=...")
+server: $(READY)
+	@$(PY) -m server.main $(ARGS)
+
+## make test      every check that a change must pass, under 12 minutes on two cores
+test: check
+	@$(PY) -m pytest -m "not long" $(ARGS)
+
+## make test-long the soak tests: minutes each
+test-long: $(READY)
+	@$(PY) -m pytest -m long $(ARGS)
+
+## make check     ruff and pyright
+check: $(READY)
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright
+
+## make parity    compare with transformers live, in an environment of its own, and rewrite the golden files
+parity: $(READY)
+	@tools/parity/run.sh
+
+## make bench     the figures of BUILD.md: host time, attention, static against continuous
+bench: $(READY)
+	@$(PY) -m tools.bench_host && $(PY) -m tools.bench_attention && $(PY) -m tools.compare_batching
+
+## make clean     remove the virtual environments and caches
+clean:
+	rm -rf .venv .venv-parity .cache .pytest_cache .ruff_cache .hypothesis
+
+setup: $(READY)
+
+$(READY): requirements.lock tools/setup_env.sh
+	@tools/setup_env.sh $(VENV) requirements.lock && touch $@

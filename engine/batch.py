@@ -1,0 +1,115 @@
+"""What one step does and what came of it, in counts and ids: the two frozen values between Scheduler and Runner.
+
+Pure Python: no array, no device. Columns rather than rows, so that a step of 256 sequences costs the host little.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Protocol
+
+from engine.sampling_params import SamplingParams
+from engine.shapes import StepShape
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Admission:
+  """A request takes a slot: everything the device must know about it, sent once (again after a preemption).
+
+  Attributes:
+    slot: row of the device-resident per-request arrays, 0..max_num_seqs-1.
+    token_ids: every token known now, prompt and outputs (all of them: a preempted request is re-admitted only when its
+      last value has arrived).
+    num_prompt_tokens: how many of `token_ids` are prompt.
+    block_ids: the block table so far (later growth comes as Batch.new_blocks).
+    params: the request's sampling parameters.
+    seed: resolved seed (never None), 0..2**32-1.
+  """
+
+  slot: int
+  token_ids: Sequence[int]
+  num_prompt_tokens: int
+  block_ids: tuple[int, ...]
+  params: SamplingParams
+  seed: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+  """One step. Row r covers positions [starts[r], starts[r] + counts[r]) of the request in slot slots[r].
+
+  Attributes:
+    step: serial number, from 0.
+    shape: the rung; sum(counts) <= shape.tokens, len(slots) <= shape.rows, sum(num_logits) <= shape.rows.
+    request_ids, slots, starts, counts: a column each, one entry a row.
+    num_logits: logit rows of each row: 0 (a chunk that does not reach the end), 1 (the last position samples) or
+      counts[r] (every position, for prompt logprobs). Logit rows belong to the row's LAST num_logits positions.
+    samples: whether the row's last position yields a new token.
+    token_ids: the row's input tokens, or () where the single input token is last_tokens[slot] on the device.
+    admissions: slots to (re)initialise before the step runs.
+    new_blocks: (slot, index in the table, block id) for tables that grew.
+    num_output_tokens: output tokens each row's request has before this step (for min_tokens), counts leading values.
+  """
+
+  step: int
+  shape: StepShape
+  request_ids: tuple[str, ...]
+  slots: tuple[int, ...]
+  starts: tuple[int, ...]
+  counts: tuple[int, ...]
+  num_logits: tuple[int, ...]
+  samples: tuple[bool, ...]
+  token_ids: tuple[tuple[int, ...], ...]
+  num_output_tokens: tuple[int, ...]
+  admissions: tuple[Admission, ...] = ()
+  new_blocks: tuple[tuple[int, int, int], ...] = ()
+
+  @property
+  def num_tokens(self) -> int:
+    """Useful tokens of the step; shape.tokens minus this is padding."""
+    return sum(self.counts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+  """Natural-log probabilities at one position: of the token there, and of the most likely ones.
+
+  Attributes:
+    token_id: the sampled token, or the prompt's own.
+    logprob: its log probability under the model's unmodified distribution (before temperature, penalties and masks).
+    top: (token id, log probability), most likely first, as many as were asked for.
+  """
+
+  token_id: int
+  logprob: float
+  top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepResult:
+  """Values of a step, by row of its Batch.
+
+  Attributes:
+    tokens: the sampled token of each row; meaningless where Batch.samples is false.
+    bad_rows: rows whose logits held NaN or Inf; their tokens mean nothing.
+    logprobs: row -> one entry for each of its logit rows, only where the request asked for logprobs.
+  """
+
+  tokens: Sequence[int]
+  bad_rows: frozenset[int] = frozenset()
+  logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = dataclasses.field(default_factory=dict)
+
+
+class Launched(Protocol):
+  """A step that the device is working on."""
+
+  def result(self) -> StepResult:
+    """Waits for the step and reads its values."""
+    ...
+
+
+class Runner(Protocol):
+  """The device, as the engine sees it. Steps run in the order of launch."""
+
+  def launch(self, batch: Batch) -> Launched:
+    """Starts a step and returns at once; never compiles."""
+    ...

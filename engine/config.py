@@ -1,0 +1,70 @@
+"""The engine's settings: frozen, checked once, derived values are properties. Pure Python."""
+
+import dataclasses
+
+from engine.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+  """Everything the pure part of the engine must know. Flags are turned into this in the composition root.
+
+  Attributes:
+    vocab_size: token ids are 0..vocab_size-1.
+    max_model_len: longest sequence, prompt and output together, in tokens.
+    num_blocks: KV pool size in blocks (device block 0 is reserved for padding and is not counted here).
+    block_size: tokens a KV block.
+    token_budgets: the shape ladder, tokens a step.
+    max_num_seqs: sequences running at once; also the number of device slots.
+    prefill_chunk: most prompt tokens taken in one step, before growing to the edge of the bucket.
+    max_queued_requests, max_queued_tokens: bounds on what waits (prompt tokens for the second).
+    queue_timeout_s, request_timeout_s: defaults for a request that brings none; 0 is no limit.
+    policy: a name in engine.policy.POLICIES.
+    aging_s: seconds of waiting that are worth one unit of priority (0: no ageing).
+    enable_prefix_caching: share full blocks of equal prefixes.
+    eos_token_ids: end a request unless it ignores them.
+  """
+
+  vocab_size: int
+  max_model_len: int
+  num_blocks: int
+  block_size: int = 16
+  token_budgets: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512)
+  max_num_seqs: int = 64
+  prefill_chunk: int = 512
+  max_queued_requests: int = 256
+  max_queued_tokens: int = 262_144
+  queue_timeout_s: float = 60.0
+  request_timeout_s: float = 600.0
+  policy: str = "fcfs"
+  aging_s: float = 10.0
+  enable_prefix_caching: bool = True
+  eos_token_ids: tuple[int, ...] = ()
+
+  def __post_init__(self):
+    for name in ("vocab_size", "max_model_len", "num_blocks", "block_size", "max_num_seqs", "prefill_chunk",
+                 "max_queued_requests", "max_queued_tokens"):
+      value = getattr(self, name)
+      if value < 1:
+        raise ConfigError(f"{name}={value} must be at least 1; set --{name}")
+    for name in ("queue_timeout_s", "request_timeout_s", "aging_s"):
+      value = getattr(self, name)
+      if not 0 <= value < float("inf"):
+        raise ConfigError(f"{name}={value} must be a finite number of seconds, 0 or more; set --{name}")
+    if self.prefill_chunk > self.token_budgets[-1]:
+      raise ConfigError(f"prefill_chunk={self.prefill_chunk} exceeds the top token budget {self.token_budgets[-1]}; "
+                        "lower --prefill_chunk or extend --token_budgets")
+    bad = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
+    if bad:
+      raise ConfigError(f"eos token ids {bad} are outside the vocabulary 0..{self.vocab_size - 1}; "
+                        "fix the model's generation_config.json")
+
+  @property
+  def max_blocks_per_seq(self) -> int:
+    """Length of a full block table."""
+    return -(-self.max_model_len // self.block_size)
+
+  @property
+  def pool_tokens(self) -> int:
+    """Tokens the whole KV pool holds."""
+    return self.num_blocks * self.block_size

@@ -1,0 +1,57 @@
+"""What a caller can be told: typed errors whose message holds the value, the limit and the remedy. Pure Python."""
+
+
+class EngineError(Exception):
+  """Base of every error that may reach a client; `reason` is a stable machine-readable word."""
+
+  reason = "ENGINE_ERROR"
+
+
+class InvalidRequest(EngineError):
+  """A field is outside what the model or the server accepts. Never worth a retry."""
+
+  reason = "INVALID_REQUEST"
+
+
+class RequestTooLong(InvalidRequest):
+  """Prompt plus max_tokens can never fit the model's length or the KV pool."""
+
+  reason = "REQUEST_TOO_LONG"
+
+
+class DuplicateRequest(EngineError):
+  """A live request already has this id."""
+
+  reason = "DUPLICATE_REQUEST"
+
+
+class Overloaded(EngineError):
+  """A queue bound is reached; the same request may succeed later.
+
+  Attributes:
+    retry_after_s: a guess, in seconds, of when to try again.
+  """
+
+  reason = "OVERLOADED"
+
+  def __init__(self, message: str, retry_after_s: float = 1.0):
+    super().__init__(message)
+    self.retry_after_s = retry_after_s
+
+
+class Unavailable(EngineError):
+  """The engine is starting, draining or dead."""
+
+  reason = "UNAVAILABLE"
+
+
+class ShapeNotOnLadder(EngineError):
+  """A step would need a shape that was never compiled: a mistake of ours, never of a client's."""
+
+  reason = "SHAPE_NOT_ON_LADDER"
+
+
+class ConfigError(EngineError):
+  """Settings that contradict each other or the machine; told before anything is allocated."""
+
+  reason = "CONFIG"

@@ -1,0 +1,112 @@
+"""One generation: what was asked, how far it is, and nothing else. Pure Python; only the Scheduler changes it."""
+
+from collections.abc import Sequence
+import dataclasses
+import enum
+
+from engine.batch import TokenLogprobs
+from engine.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+  """Where a request lives."""
+
+  WAITING = "waiting"
+  RUNNING = "running"
+  FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+  """Why it ended; exactly one ending a request."""
+
+  STOP = "stop"  # end-of-sequence or a stop id was sampled
+  LENGTH = "length"  # max_tokens reached
+  ABORT = "abort"  # the client went away, or asked
+  TIMEOUT = "timeout"  # a queue or total deadline passed
+  ERROR = "error"  # its logits held NaN or Inf, or the engine failed
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Request:
+  """A request and its counters.
+
+  Who owns which token positions (counts lead, values follow):
+    [0, num_cached_tokens)                      served from the prefix cache at the last admission
+    [num_cached_tokens, num_computed_tokens)    computed, or in a launched step
+    [num_computed_tokens, num_tokens)           still to compute
+    [0, len(prompt) + len(output_token_ids))    values known to the host (one step behind num_tokens)
+
+  Attributes:
+    id: unique among live requests.
+    prompt_token_ids: at least one, all inside the vocabulary (checked at admission).
+    params: sampling parameters.
+    priority: lower is served first (vLLM's convention).
+    arrival_time: engine clock, seconds.
+    queue_deadline, deadline: engine clock; None is never. A request must be first scheduled before the first and
+      finished before the second.
+    cache_salt: requests share prefix blocks only within one salt.
+    leader_id: for n > 1, the sibling whose prompt blocks this one shares; it waits until they are computed.
+  """
+
+  id: str
+  prompt_token_ids: Sequence[int]
+  params: SamplingParams
+  priority: int = 0
+  arrival_time: float = 0.0
+  queue_deadline: float | None = None
+  deadline: float | None = None
+  cache_salt: bytes = b""
+  leader_id: str | None = None
+
+  status: RequestStatus = RequestStatus.WAITING
+  finish_reason: FinishReason | None = None
+  seed: int = 0
+  slot: int = -1
+  block_table: list[int] = dataclasses.field(default_factory=list)
+  block_keys: list[bytes] = dataclasses.field(default_factory=list)
+  output_token_ids: list[int] = dataclasses.field(default_factory=list)
+  num_computed_tokens: int = 0
+  num_cached_tokens: int = 0
+  num_in_flight: int = 0  # sampled by launched steps, values not yet known
+  num_preemptions: int = 0
+  first_scheduled_time: float | None = None
+  first_token_time: float | None = None
+
+  @property
+  def num_prompt_tokens(self) -> int:
+    return len(self.prompt_token_ids)
+
+  @property
+  def num_tokens(self) -> int:
+    """Prompt and outputs, those in flight included."""
+    return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
+
+  @property
+  def num_output_tokens(self) -> int:
+    """Outputs, those in flight included."""
+    return len(self.output_token_ids) + self.num_in_flight
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenEvent:
+  """What a step (or an ending) means for one request. The last event of a request has a finish_reason.
+
+  Attributes:
+    request_id: whose.
+    token_ids: new tokens, usually one; a stop token that ended the request is included (the front end drops it).
+    logprobs: one entry a token, where asked for.
+    prompt_logprobs: entries for consecutive prompt tokens from the second on, where asked for.
+    finish_reason: set on the last event only.
+    message: for ERROR and TIMEOUT, what happened, fit for a client.
+    num_cached_tokens: prompt tokens served from the cache when first admitted (set on the last event).
+    stop_token_id: the token that ended it, for STOP.
+  """
+
+  request_id: str
+  token_ids: tuple[int, ...] = ()
+  logprobs: tuple[TokenLogprobs, ...] = ()
+  prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+  finish_reason: FinishReason | None = None
+  message: str = ""
+  num_cached_tokens: int = 0
+  stop_token_id: int | None = None

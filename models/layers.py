@@ -1,0 +1,79 @@
+"""The pieces every decoder is made of. Pure: no page, no batch, no engine is known here.
+
+Axis letters, used in comments all over Sluice:
+  T tokens in the step   S sequences (rows)   D model   F hidden   N query heads   K KV heads
+  G query heads a KV head (N = K * G)   H head size   V vocabulary   P pages   L layers
+
+Parameters are `flax.nnx.Param`s that carry their logical axes as metadata (`axes=`); engine/device/mesh.py maps
+those to mesh axes. Modules are only ever built inside `nnx.eval_shape`, so a declaration allocates nothing.
+"""
+
+import math
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from models.config import ModelConfig, RopeScaling
+
+
+def param(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> nnx.Param:
+  """Declares a parameter of `shape` and `dtype` whose dimensions carry the logical names `axes`."""
+  assert len(shape) == len(axes), (shape, axes)
+  return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
+
+
+class RMSNorm(nnx.Module):
+  """y = x / rms(x) * scale, in f32 (arXiv:1910.07467)."""
+
+  def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+    self.scale = param((size,), (None,), dtype)
+    self.eps = eps
+
+  def __call__(self, x: jax.Array) -> jax.Array:  # [..., size] -> same
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+    return x32.astype(x.dtype) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+
+
+class GatedMLP(nnx.Module):
+  """SwiGLU (arXiv:2002.05202); gate and up are one matmul."""
+
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    d, f = config.model_dim, config.hidden_dim
+    self.gate_up = param((d, 2, f), ("embed", None, "mlp"), dtype)
+    self.down = param((f, d), ("mlp", "embed"), dtype)
+
+  def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
+    d, _, f = self.gate_up.shape
+    both = (x @ self.gate_up[...].reshape(d, 2 * f)).reshape(*x.shape[:-1], 2, f)
+    return (jax.nn.silu(both[..., 0, :]) * both[..., 1, :]) @ self.down[...]
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
+  """Angular frequencies of rotary embedding, f32[H/2] in radians a position (arXiv:2104.09864)."""
+  exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+  freq = 1.0 / (jnp.float32(theta) ** exponent)
+  if scaling is None:
+    return freq
+  if scaling.kind == "linear":
+    return freq / scaling.factor
+  wavelength = 2.0 * math.pi / freq
+  low = scaling.original_max_position / scaling.low_freq_factor
+  high = scaling.original_max_position / scaling.high_freq_factor
+  smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
+      scaling.high_freq_factor - scaling.low_freq_factor)
+  blended = (1.0 - smooth) * freq / scaling.factor + smooth * freq
+  return jnp.where(wavelength > low, freq / scaling.factor, jnp.where(wavelength < high, freq, blended))
+
+
+def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+  """Rotates pairs (i, i + H/2), in f32, as Hugging Face checkpoints expect.
+
+  Args:
+    x: [..., heads, H].
+    cos, sin: f32[..., H/2], one row a token.
+  """
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  cos, sin = cos[..., None, :], sin[..., None, :]
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)

@@ -1,0 +1,124 @@
+"""The dense decoder: Llama 2 and 3, and by their configs Mistral, Qwen2 and Qwen3. Structure only.
+
+How attention reaches past tokens is the caller's: it passes `attend`, a pure function, and one cache a layer, which
+this file hands through unread. Serving passes paged attention, training passes dense causal attention; there is one
+forward for both. Every function works on any leading dimensions (`[T]` in serving, `[B, T]` in training).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from models.config import ModelConfig
+from models.layers import GatedMLP, RMSNorm, param, rope, rope_frequencies
+
+# (q [..., N, H], k [..., K, H], v [..., K, H], cache, meta) -> (out [..., N, H], cache)
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any]]
+
+
+class Attention(nnx.Module):
+  """Grouped-query attention (arXiv:2305.13245). Query, key and value are one matmul.
+
+  `qkv` is [D, K, G + 2, H]: each KV head lies beside its query heads, so the K axis can be split over devices
+  without moving anything.
+  """
+
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    d, k, g, h = config.model_dim, config.num_kv_heads, config.group_size, config.head_dim
+    self.group_size = g
+    self.qkv = param((d, k, g + 2, h), ("embed", "kv_heads", None, None), dtype)
+    self.out = param((k, g, h, d), ("kv_heads", None, None, "embed"), dtype)
+    self.qkv_bias = param((k, g + 2, h), ("kv_heads", None, None), dtype) if config.qkv_bias else None
+    self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype) if config.qk_norm else None
+    self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype) if config.qk_norm else None
+
+  def __call__(self, x, cos, sin, cache, meta, attend: Attend):
+    d, k, _, h = self.qkv.shape
+    g, lead = self.group_size, x.shape[:-1]
+    qkv = (x @ self.qkv[...].reshape(d, -1)).reshape(*lead, k, g + 2, h)
+    if self.qkv_bias is not None:
+      qkv = qkv + jnp.broadcast_to(self.qkv_bias[...], qkv.shape)
+    q, key, value = qkv[..., :g, :].reshape(*lead, k * g, h), qkv[..., g, :], qkv[..., g + 1, :]
+    if self.q_norm is not None and self.k_norm is not None:
+      q, key = self.q_norm(q), self.k_norm(key)
+    q, key = rope(q, cos, sin), rope(key, cos, sin)
+    out, cache = attend(q, key, value, cache, meta)
+    return out.reshape(*lead, k * g * h) @ self.out[...].reshape(-1, d), cache
+
+
+class Block(nnx.Module):
+  """One pre-norm layer."""
+
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    self.attention_norm = RMSNorm(config.model_dim, config.rms_norm_eps, dtype)
+    self.attention = Attention(config, dtype)
+    self.mlp_norm = RMSNorm(config.model_dim, config.rms_norm_eps, dtype)
+    self.mlp = GatedMLP(config, dtype)
+
+  def __call__(self, x, cos, sin, cache, meta, attend: Attend):
+    with jax.named_scope("attention"):
+      out, cache = self.attention(self.attention_norm(x), cos, sin, cache, meta, attend)
+    x = x + out
+    with jax.named_scope("mlp"):
+      return x + self.mlp(self.mlp_norm(x)), cache
+
+
+@partial(jax.jit, static_argnums=(0, 7))
+def _run_block(graphdef, state, x, cos, sin, cache, meta, attend):
+  """One layer as an inner jit: all layers share one trace and one compiled body; a scan would copy the cache."""
+  return nnx.merge(graphdef, state)(x, cos, sin, cache, meta, attend)
+
+
+class Decoder(nnx.Module):
+  """Embedding, layers, final norm and head."""
+
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+    self.config = config
+    self.embed = param((config.vocab_size, config.model_dim), ("vocab", "embed"), dtype)
+    self.layers = nnx.List([Block(config, dtype) for _ in range(config.num_layers)])
+    self.final_norm = RMSNorm(config.model_dim, config.rms_norm_eps, dtype)
+    self.head = None if config.tie_embeddings else param(
+        (config.model_dim, config.vocab_size), ("embed", "vocab"), dtype)
+
+  def hidden(self, tokens: jax.Array, positions: jax.Array, caches: tuple, meta: Any,
+             attend: Attend) -> tuple[jax.Array, tuple]:
+    """Runs the layers.
+
+    Args:
+      tokens: int32[...], ids inside the vocabulary (checked by the host: JAX clamps in silence).
+      positions: int32[...], of the same shape.
+      caches: one opaque value a layer, handed to `attend` and replaced by what it returns.
+      meta: a pytree handed to `attend`.
+      attend: a module-level function (it is static in the compiled layer).
+
+    Returns:
+      Final hidden states [..., D] after the last norm, and the new caches.
+    """
+    config = self.config
+    x = self.embed[...][tokens]
+    angle = positions[..., None].astype(jnp.float32) * jnp.broadcast_to(
+        rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling),
+        (*positions.shape, config.head_dim // 2))
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    new_caches = []
+    for layer, cache in zip(self.layers, caches, strict=True):
+      graphdef, state = nnx.split(layer)
+      x, cache = _run_block(graphdef, state, x, cos, sin, cache, meta, attend)
+      new_caches.append(cache)
+    return self.final_norm(x), tuple(new_caches)
+
+  def logits(self, hidden: jax.Array) -> jax.Array:
+    """[..., D] -> f32[..., V]."""
+    with jax.named_scope("head"):
+      if self.head is None:
+        return jnp.einsum("...d,vd->...v", hidden, self.embed[...], preferred_element_type=jnp.float32)
+      return jnp.einsum("...d,dv->...v", hidden, self.head[...], preferred_element_type=jnp.float32)
+
+
+def abstract(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef, nnx.State]:
+  """The model without arrays: a static graph and a tree of ShapeDtypeStructs with logical axes."""
+  return nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype)))

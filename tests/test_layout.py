@@ -1,0 +1,77 @@
+"""The rules of BUILD.md that a machine can check: import directions, purity, names that resolve to this checkout."""
+
+import ast
+from pathlib import Path
+import subprocess
+import sys
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("engine", "models", "pallas_kernels", "server", "tools")
+# What each room may import besides the standard library. The first match wins.
+ROOMS = (
+  ("engine/device/", {"engine", "models", "pallas_kernels", "jax", "jaxlib", "numpy", "flax", "orbax", "safetensors", "ml_dtypes"}),
+  ("engine/", {"engine"}),
+  ("models/", {"models", "pallas_kernels", "jax", "flax", "numpy"}),
+  ("pallas_kernels/", {"pallas_kernels", "jax", "numpy"}),
+  ("server/main.py", None),
+  ("server/", {"engine", "server", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "jinja2", "tokenizers"}),
+  ("tools/", None),
+)
+
+
+def sources() -> list[str]:
+  return sorted(str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def imports(path: str) -> set[str]:
+  found = set()
+  for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    if isinstance(node, ast.Import):
+      found.update(alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      assert node.level == 0, f"{path}: relative import; import flat (from engine.scheduler import Scheduler)"
+      found.add(node.module or "")
+  return found
+
+
+@pytest.mark.parametrize("path", sources())
+def test_imports_run_one_way(path: str) -> None:
+  allowed = next(allowed for prefix, allowed in ROOMS if path.startswith(prefix))
+  for name in imports(path):
+    top = name.split(".")[0]
+    assert top != "tests", f"{path} imports tests"
+    if not path.startswith("tools/"):
+      assert top != "tools", f"{path} imports {name}: nothing imports tools"
+    if allowed is not None and top not in sys.stdlib_module_names:
+      assert top in allowed, f"{path} may not import {name}"
+    if path.startswith(("engine/", "server/")) and not path.startswith(("engine/device/", "server/main.py")):
+      assert not name.startswith("engine.device"), f"{path} imports {name}: only the composition root may"
+
+
+def test_pure_part_loads_neither_jax_nor_numpy() -> None:
+  modules = [p[:-3].replace("/", ".") for p in sources() if p.startswith("engine/") and "device" not in p]
+  code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\n"
+  code += "print([m for m in ('jax', 'numpy', 'flax', 'grpc') if m in sys.modules])"
+  done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+  assert done.stdout.strip() == "[]"
+
+
+def test_names_resolve_to_this_checkout() -> None:
+  for package in PACKAGES:
+    assert Path(__import__(package).__file__).resolve().is_relative_to(ROOT)
+
+
+def test_packages_are_listed_by_name() -> None:
+  import tomllib
+
+  listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+  present = {str(p.parent.relative_to(ROOT)).replace("/", ".") for pkg in PACKAGES for p in (ROOT / pkg).rglob("__init__.py")}
+  assert set(listed) == present
+
+
+def test_no_init_under_tests_and_engine_init_is_empty() -> None:
+  assert not list((ROOT / "tests").rglob("__init__.py"))
+  assert (ROOT / "engine/__init__.py").read_text() == ""
+  assert (ROOT / "engine/device/__init__.py").read_text() == ""

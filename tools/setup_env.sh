@@ -1,0 +1,28 @@
+#!/bin/sh
+# Makes the checkout's virtual environment from the lock file. Usage: tools/setup_env.sh VENV LOCKFILE
+# With uv where it is installed, else with a Python >= 3.12 on PATH or under pyenv's versions, else one line and exit 1.
+set -eu
+venv=$1 lock=$2
+
+fits() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; }
+
+find_python() {
+  for name in python3.12 python3.13 python3.14 python3 python \
+      "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[3-9]*/bin/python; do
+    if fits "$name"; then echo "$name"; return; fi
+  done
+  return 1
+}
+
+if [ -z "${SLUICE_NO_UV:-}" ] && command -v uv >/dev/null 2>&1; then
+  echo "setting up $venv with uv"
+  uv venv --quiet --allow-existing --python '>=3.12' "$venv"
+  uv pip install --quiet --python "$venv/bin/python" -r "$lock"
+elif python=$(find_python); then
+  echo "setting up $venv with $python (a minute or two, once)"
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -r "$lock"
+else
+  echo "sluice: found neither uv nor a Python >= 3.12 (on PATH or under pyenv): install one of them and run make again" >&2
+  exit 1
+fi
