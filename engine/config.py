@@ -20,6 +20,7 @@ class EngineConfig:
     max_queued_requests, max_queued_tokens: bounds on what waits (prompt tokens for the second).
     queue_timeout_s, request_timeout_s: defaults for a request that brings none; 0 is no limit.
     policy: a name in engine.policy.POLICIES.
+    batching: a name in engine.policy.BATCHING; static pads and runs to completion, only to compare with.
     aging_s: seconds of waiting that are worth one unit of priority (0: no ageing).
     enable_prefix_caching: share full blocks of equal prefixes.
     eos_token_ids: end a request unless it ignores them.
@@ -37,6 +38,7 @@ class EngineConfig:
   queue_timeout_s: float = 60.0
   request_timeout_s: float = 600.0
   policy: str = "fcfs"
+  batching: str = "continuous"
   aging_s: float = 10.0
   enable_prefix_caching: bool = True
   eos_token_ids: tuple[int, ...] = ()

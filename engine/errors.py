@@ -55,3 +55,9 @@ class ConfigError(EngineError):
   """Settings that contradict each other or the machine; told before anything is allocated."""
 
   reason = "CONFIG"
+
+
+class CheckpointError(ConfigError):
+  """A model folder that cannot be served: names the file, the tensor where there is one, and the remedy."""
+
+  reason = "CHECKPOINT"

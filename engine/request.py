@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import enum
+from typing import NamedTuple
 
 from engine.batch import TokenLogprobs
 from engine.sampling_params import SamplingParams
@@ -45,7 +46,16 @@ class Request:
     queue_deadline, deadline: engine clock; None is never. A request must be first scheduled before the first and
       finished before the second.
     cache_salt: requests share prefix blocks only within one salt.
-    leader_id: for n > 1, the sibling whose prompt blocks this one shares; it waits until they are computed.
+    leader_id: for n > 1, the sibling whose prompt blocks this one shares; it waits until they are computed. Submit the
+      leader first: an id that is not live when this request arrives means nothing.
+    rank: place in the policy's order, lower first; fixed on arrival.
+    leader: the live request that leader_id named.
+    stop_ids: tokens that end it.
+    num_sent_tokens: tokens told to the device at the last admission; the input of a later position is on the device.
+    max_computed_tokens: positions that are ever computed: all but the very last token.
+    num_published_blocks: leading blocks of the table that went (or came) through the prefix cache.
+    num_prompt_logprobs: prompt tokens whose log probabilities are reported.
+    num_prompt_cached_tokens: num_cached_tokens of the first admission.
   """
 
   id: str
@@ -71,6 +81,14 @@ class Request:
   num_preemptions: int = 0
   first_scheduled_time: float | None = None
   first_token_time: float | None = None
+  rank: tuple[float, ...] = ()
+  leader: "Request | None" = None
+  stop_ids: frozenset[int] = frozenset()
+  num_sent_tokens: int = 0
+  max_computed_tokens: int = 0
+  num_published_blocks: int = 0
+  num_prompt_logprobs: int = 0
+  num_prompt_cached_tokens: int = 0
 
   @property
   def num_prompt_tokens(self) -> int:
@@ -86,10 +104,47 @@ class Request:
     """Outputs, those in flight included."""
     return len(self.output_token_ids) + self.num_in_flight
 
+  def state(self) -> dict:
+    """Everything as plain JSON values; from_state() is its inverse, but for `leader`, which is given by id."""
+    state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    return state | {
+      "prompt_token_ids": list(self.prompt_token_ids),
+      "output_token_ids": list(self.output_token_ids),
+      "block_table": list(self.block_table),
+      "params": dataclasses.asdict(self.params),
+      "cache_salt": self.cache_salt.hex(),
+      "status": self.status.value,
+      "finish_reason": self.finish_reason and self.finish_reason.value,
+      "block_keys": [key.hex() for key in self.block_keys],
+      "leader": self.leader and self.leader.id,
+      "stop_ids": sorted(self.stop_ids),
+    }
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenEvent:
+  @classmethod
+  def from_state(cls, state: dict) -> "Request":
+    """A request at the same point of its life; the caller resolves `leader`."""
+    params = {name: _tuples(value) for name, value in state["params"].items()}
+    return cls(**state | {
+      "params": SamplingParams(**params),
+      "cache_salt": bytes.fromhex(state["cache_salt"]),
+      "status": RequestStatus(state["status"]),
+      "finish_reason": state["finish_reason"] and FinishReason(state["finish_reason"]),
+      "block_keys": [bytes.fromhex(key) for key in state["block_keys"]],
+      "rank": tuple(state["rank"]),
+      "leader": None,
+      "stop_ids": frozenset(state["stop_ids"]),
+    })
+
+
+def _tuples(value):
+  """JSON has lists where a frozen value has tuples."""
+  return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+class TokenEvent(NamedTuple):
   """What a step (or an ending) means for one request. The last event of a request has a finish_reason.
+
+  A tuple, because a step of 256 sequences makes 256 of them and a frozen dataclass costs four times as much.
 
   Attributes:
     request_id: whose.

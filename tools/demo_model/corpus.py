@@ -348,7 +348,7 @@ def chat(rng: random.Random, tokens: int, weights: dict[str, float] | None = Non
     later place, so that the questions cover all distances up to the length of the chat.
     """
     weights = weights or MIXTURE
-    count = rng.randint(*{256: (2, 6), 512: (3, 8), 1024: (4, 12)}.get(tokens, (6, 18)))
+    count = rng.randint(*{256: (2, 5), 512: (3, 9), 1024: (5, 16)}.get(tokens, (8, 28)))
     known = facts(rng, count)
     asked = 1 if tokens > 512 else rng.choice((1, 2))
     count_recall = count * (5 + 13 * asked) + 8

@@ -1,0 +1,196 @@
+"""From a model folder to an engine that is ready: load, size, compile, warm up, seal. Run once, by whoever composes.
+
+Decides the size of the KV pool and nothing else; settings that contradict each other or the model are refused before
+memory is taken for them.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import os
+import time
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+import jax.numpy as jnp
+
+from engine.config import EngineConfig
+from engine.device import kv_cache
+from engine.device import mesh as mesh_lib
+from engine.device.programs import ProgramSpec, compile_step
+from engine.device.runner import ModelRunner, Progress
+from engine.device.weights import LoadedModel, load_checkpoint
+from engine.engine import Emit, Engine
+from engine.errors import ConfigError
+from engine.scheduler import Scheduler
+from engine.shapes import ShapeLadder
+from models.config import ModelConfig
+
+_CPU_KV_CACHE_MB = 256
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildOptions:
+  """What a user may choose; names as the flags'. Those that EngineConfig has too mean the same there.
+
+  Attributes:
+    model_dir: a Hugging Face or a Sluice folder.
+    dtype: of weights, activations and KV: float32 or bfloat16.
+    kv_cache_mb: memory for KV in MiB, over all devices; 0 takes what is free (on CPU, where nobody knows, 256).
+    num_blocks: exact size of the pool instead; 0 sizes it by memory.
+    max_model_len: 0 is the model's own.
+    num_devices: how many to spread the model over; 0 is all.
+    compile_cache_dir: where compiled programs are kept between starts; "" keeps none.
+  """
+
+  model_dir: str
+  dtype: str = "float32"
+  kv_cache_mb: int = 0
+  num_blocks: int = 0
+  block_size: int = 16
+  token_budgets: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512)
+  max_num_seqs: int = 64
+  max_model_len: int = 0
+  prefill_chunk: int = 512
+  max_queued_requests: int = 256
+  max_queued_tokens: int = 262_144
+  queue_timeout_s: float = 60.0
+  request_timeout_s: float = 600.0
+  policy: str = "fcfs"
+  batching: str = "continuous"
+  aging_s: float = 10.0
+  enable_prefix_caching: bool = True
+  num_devices: int = 1
+  compile_cache_dir: str = ""
+
+  def __post_init__(self):
+    if self.dtype not in _DTYPES:
+      raise ConfigError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}; set --dtype")
+    for name in ("kv_cache_mb", "num_blocks", "max_model_len", "num_devices"):
+      if getattr(self, name) < 0:
+        raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more; set --{name}")
+    if self.kv_cache_mb and self.num_blocks:
+      raise ConfigError(f"kv_cache_mb={self.kv_cache_mb} and num_blocks={self.num_blocks} both size the KV pool; "
+                        "set only one of --kv_cache_mb and --num_blocks")
+    self.engine_config(vocab_size=2**31 - 1, max_model_len=max(1, self.max_model_len), num_blocks=max(1, self.num_blocks),
+                       eos_token_ids=())
+    ShapeLadder(self.token_budgets, self.max_num_seqs)
+
+  def engine_config(self, vocab_size: int, max_model_len: int, num_blocks: int,
+                    eos_token_ids: tuple[int, ...]) -> EngineConfig:
+    """The engine's settings, once the model is known. Raises ConfigError."""
+    known = {"vocab_size": vocab_size, "max_model_len": max_model_len, "num_blocks": num_blocks,
+             "eos_token_ids": eos_token_ids}
+    chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)
+              if field.name not in known}
+    return EngineConfig(**known, **chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+  """An engine that is ready, and what it was made of.
+
+  Attributes:
+    engine: nothing submitted yet; its loop is not running.
+    runner: the device, for `compiles_after_ready`.
+    model: numbers of the decoder.
+    model_name: as the checkpoint calls it.
+    config: the engine's settings.
+    tokenizer_dir: the folder of tokenizer.json, or None where the model has none.
+    load_s, warmup_s: seconds for the weights, and for compiling and the first run of every program.
+  """
+
+  engine: Engine
+  runner: ModelRunner
+  model: ModelConfig
+  model_name: str
+  config: EngineConfig
+  tokenizer_dir: str | None
+  load_s: float
+  warmup_s: float
+
+
+def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable[[], float] = time.monotonic) -> Built:
+  """Makes everything, ready to serve.
+
+  Args:
+    options: what the user chose.
+    progress: called as (what, done, of how many) while it goes on; `what` is "load", "compile" or "warm up".
+    emit, clock: given to the Engine.
+
+  Raises:
+    CheckpointError: the folder is missing or broken.
+    ConfigError: settings do not fit each other, the model or the machine.
+  """
+  if options.compile_cache_dir:
+    _use_compile_cache(options.compile_cache_dir)
+  mesh = mesh_lib.make_mesh(_devices(options.num_devices))
+  dtype = jnp.dtype(options.dtype)
+  started = time.perf_counter()
+  progress("load", 0, 1)
+  loaded = load_checkpoint(options.model_dir, mesh, dtype)
+  jax.block_until_ready(loaded.params)
+  progress("load", 1, 1)
+  load_s = time.perf_counter() - started
+
+  model = loaded.config
+  max_model_len = options.max_model_len or model.max_position
+  if max_model_len > model.max_position:
+    raise ConfigError(f"max_model_len={max_model_len} exceeds the {model.max_position} positions of {loaded.name}; lower "
+                      "--max_model_len, or leave it at 0")
+  ladder = ShapeLadder(options.token_budgets, options.max_num_seqs)
+  started = time.perf_counter()
+  table_width = -(-max_model_len // options.block_size)
+  leaves, tree = jax.tree.flatten(loaded.params)
+
+  def spec(num_blocks: int) -> ProgramSpec:
+    return ProgramSpec(
+        mesh=mesh, model=model, graphdef=loaded.graphdef, params_tree=tree,
+        params=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves),
+        kv=kv_cache.abstract(mesh, model, num_blocks, options.block_size, dtype), block_size=options.block_size,
+        table_width=table_width, num_slots=options.max_num_seqs, num_eos=len(loaded.eos_token_ids))
+
+  num_blocks = options.num_blocks or _size_pool(options, loaded, spec, ladder, table_width, dtype)
+  config = options.engine_config(model.vocab_size, max_model_len, num_blocks, loaded.eos_token_ids)
+  runner = ModelRunner(spec(num_blocks), tuple(leaves), ladder, config.eos_token_ids, progress)
+  runner.warm_up(progress)
+  engine = Engine(Scheduler(config), runner, clock, emit)
+  runner.seal()
+  return Built(engine=engine, runner=runner, model=model, model_name=loaded.name, config=config,
+               tokenizer_dir=loaded.tokenizer_dir, load_s=load_s, warmup_s=time.perf_counter() - started)
+
+
+def _devices(count: int) -> list[jax.Device]:
+  found = jax.devices()
+  if count > len(found):
+    raise ConfigError(f"num_devices={count}, but this machine has {len(found)} ({found[0].platform}); lower --num_devices")
+  return found[:count] if count else found
+
+
+def _size_pool(options: BuildOptions, loaded: LoadedModel, spec: Callable[[int], ProgramSpec], ladder: ShapeLadder,
+               table_width: int, dtype: jnp.dtype) -> int:
+  """Blocks that the memory holds, as many as can be of use."""
+  block_bytes = kv_cache.bytes_per_block(loaded.config, options.block_size, dtype)
+  # Twice what can run at once: the rest keeps prefixes of what ran before.
+  most_useful = options.max_num_seqs * table_width * (2 if options.enable_prefix_caching else 1)
+  available = options.kv_cache_mb * 2**20
+  if not available:
+    mesh = spec(table_width).mesh
+    available = _CPU_KV_CACHE_MB * 2**20
+    if kv_cache.free_bytes(mesh, 0) is not None:
+      analysis = compile_step(spec(table_width), ladder.rungs()[-1]).memory_analysis()
+      available = kv_cache.free_bytes(mesh, analysis.temp_size_in_bytes if analysis else 0) or 0
+  return kv_cache.fit_blocks(available, block_bytes, table_width, most_useful)
+
+
+def _use_compile_cache(folder: str) -> None:
+  """Keeps every compiled program, however small or quick."""
+  try:
+    os.makedirs(folder, exist_ok=True)
+  except OSError as error:
+    raise ConfigError(f"compile_cache_dir={folder}: {error.strerror}; set --compile_cache_dir to a folder that can be "
+                      "written") from error
+  jax.config.update("jax_compilation_cache_dir", folder)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  compilation_cache.reset_cache()  # it may have looked before and found none

@@ -1,0 +1,363 @@
+"""A Batch as one int32 array, and back on the device. Moves numbers only: it decides no shape and knows no model.
+
+One array a step, because every argument of a call costs microseconds and every transfer more. Floats travel as their
+bits. `StepLayout` is the only place that knows an offset: `Packer` writes through it in numpy, `unpack` reads through it
+while a step program is traced.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import enum
+from functools import cached_property
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+import numpy as np
+
+from engine.batch import Admission, Batch
+from engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from engine.shapes import StepShape
+
+_GREEDY_BELOW = 1e-5  # as vLLM: a temperature this low would only overflow
+
+
+class Flag(enum.IntFlag):
+  """What a logit row asks of the sampler; work that no row of a step asks for is skipped."""
+
+  SAMPLE = 1  # its token becomes last_tokens[slot]
+  RANDOM = 2  # temperature above 0
+  TOP_K = 4
+  TOP_P = 8
+  PENALTY = 16
+  BIAS = 32  # logit_bias or allowed_token_ids
+  SUPPRESS = 64  # min_tokens not reached
+  LOGPROB = 128  # of the row's own token
+  TOP_LOGPROBS = 256  # and of the most likely ones
+
+
+class Column(enum.IntEnum):
+  """Per logit row numbers, one int32 line each. The first ones are those of the slot, fixed at admission."""
+
+  SEED = 0
+  TOP_K = 1
+  TEMPERATURE = 2  # f32 bits, as the next five
+  TOP_P = 3
+  MIN_P = 4
+  PRESENCE = 5
+  FREQUENCY = 6
+  REPETITION = 7
+  FLAGS = 8
+  SLOT = 9  # these change from step to step
+  POSITION = 10  # of the token to draw
+  TARGET = 11  # the token to report on; -1 is the one drawn
+  TOKEN = 12  # index of the logit row's token in the packed token axis
+
+
+_NUM_SLOT_COLUMNS = Column.FLAGS + 1
+_FLOATS = slice(Column.TEMPERATURE, Column.FLAGS)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLayout:
+  """Offsets of a step's packed array; static in its program.
+
+  Attributes:
+    shape: the rung.
+    table_width: B, blocks of a full table.
+    num_slots: slots for requests; index num_slots is the padding slot.
+    num_eos: end-of-sequence ids of the model, part of what min_tokens suppresses.
+  """
+
+  shape: StepShape
+  table_width: int
+  num_slots: int
+  num_eos: int
+
+  @property
+  def num_stop_ids(self) -> int:
+    """Ids a row may have to suppress."""
+    return MAX_STOP_TOKEN_IDS + self.num_eos
+
+  @cached_property
+  def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Name -> offset and shape."""
+    t, s = self.shape.tokens, self.shape.rows
+    shapes = {
+        "tokens": (t,),  # an id, or -1 - slot where the id is last_tokens[slot]
+        "positions": (t,),
+        "slot_mapping": (t,),
+        "query_starts": (s + 1,),
+        "kv_lens": (s,),
+        "columns": (len(Column), s),
+        "stop_ids": (s, self.num_stop_ids),
+        "block_tables": (s, self.table_width),
+    }
+    fields, offset = {}, 0
+    for name, shape in shapes.items():
+      fields[name] = (offset, shape)
+      offset += math.prod(shape)
+    return fields
+
+  @cached_property
+  def size(self) -> int:
+    """int32 values in all."""
+    offset, shape = self.fields["block_tables"]
+    return offset + math.prod(shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplingRows:
+  """Sampling parameters of every logit row. `flags` as in Flag; `stop_ids` int32[S, n], -1 where there is none."""
+
+  flags: jax.Array  # int32[S], as all that follow unless said
+  slots: jax.Array
+  seeds: jax.Array  # uint32[S]
+  positions: jax.Array
+  targets: jax.Array
+  top_k: jax.Array
+  temperature: jax.Array  # f32[S], as the next five
+  top_p: jax.Array
+  min_p: jax.Array
+  presence: jax.Array
+  frequency: jax.Array
+  repetition: jax.Array
+  stop_ids: jax.Array
+
+  def has(self, flag: Flag) -> jax.Array:
+    """bool[S]: which rows carry `flag`."""
+    return (self.flags & jnp.int32(int(flag))) != 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelInput:
+  """A step on the device. Rows and logit rows are both S long; padding rows have no token, and the padding slot."""
+
+  tokens: jax.Array  # int32[T]; negative: -1 - slot
+  positions: jax.Array  # int32[T]
+  slot_mapping: jax.Array  # int32[T]
+  query_starts: jax.Array  # int32[S + 1]
+  kv_lens: jax.Array  # int32[S]
+  block_tables: jax.Array  # int32[S, B]
+  logit_tokens: jax.Array  # int32[S], index into the token axis
+  sampling: SamplingRows
+
+
+def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
+  """Static slices of the packed array, int32[layout.size]."""
+
+  def field(name: str) -> jax.Array:
+    offset, shape = layout.fields[name]
+    return lax.slice(packed, (offset,), (offset + math.prod(shape),)).reshape(shape)
+
+  columns = field("columns")
+
+  def real(column: Column) -> jax.Array:
+    return lax.bitcast_convert_type(columns[column], jnp.float32)
+
+  return ModelInput(
+      tokens=field("tokens"), positions=field("positions"), slot_mapping=field("slot_mapping"),
+      query_starts=field("query_starts"), kv_lens=field("kv_lens"), block_tables=field("block_tables"),
+      logit_tokens=columns[Column.TOKEN],
+      sampling=SamplingRows(
+          flags=columns[Column.FLAGS], slots=columns[Column.SLOT],
+          seeds=lax.bitcast_convert_type(columns[Column.SEED], jnp.uint32), positions=columns[Column.POSITION],
+          targets=columns[Column.TARGET], top_k=columns[Column.TOP_K], temperature=real(Column.TEMPERATURE),
+          top_p=real(Column.TOP_P), min_p=real(Column.MIN_P), presence=real(Column.PRESENCE),
+          frequency=real(Column.FREQUENCY), repetition=real(Column.REPETITION), stop_ids=field("stop_ids")))
+
+
+def flags_of(params: SamplingParams) -> Flag:
+  """What a request asks of every row that samples."""
+  flags = Flag.SAMPLE
+  if params.temperature >= _GREEDY_BELOW:
+    flags |= Flag.RANDOM
+    if params.top_k > 0:
+      flags |= Flag.TOP_K
+    if params.top_p < 1.0:
+      flags |= Flag.TOP_P
+  if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0:
+    flags |= Flag.PENALTY
+  if params.logit_bias or params.allowed_token_ids is not None:
+    flags |= Flag.BIAS
+  if params.logprobs is not None:
+    flags |= Flag.LOGPROB
+    if params.logprobs:
+      flags |= Flag.TOP_LOGPROBS
+  return flags
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogitRows:
+  """Which logit rows of a packed step mean what, for reading its output.
+
+  Attributes:
+    last: int32[rows of the batch], each row's last logit row (where it samples).
+    wants: row -> (first logit row, one number of alternatives for each logit row), for rows that want logprobs.
+    targets: int32[logit rows], as sent.
+  """
+
+  last: np.ndarray
+  wants: dict[int, tuple[int, tuple[int, ...]]]
+  targets: np.ndarray
+
+  @property
+  def wants_top(self) -> bool:
+    """Whether the arrays of alternatives must be read at all."""
+    return any(max(numbers) > 0 for _, numbers in self.wants.values())
+
+
+class Packer:
+  """The host's copy of what each slot holds, and the packing of a step from it.
+
+  Changed only by a Batch's admissions and new blocks; packing a step touches numpy arrays as wholes, no token alone.
+  """
+
+  def __init__(self, num_slots: int, table_width: int, block_size: int, eos_token_ids: tuple[int, ...]):
+    self._num_slots, self._table_width, self._block_size = num_slots, table_width, block_size
+    self._eos = eos_token_ids
+    self._block_tables = np.zeros((num_slots + 1, table_width), np.int32)
+    self._columns = np.zeros((_NUM_SLOT_COLUMNS, num_slots + 1), np.int32)
+    self._stop_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
+    self._min_tokens = np.zeros(num_slots + 1, np.int32)
+    self._logprobs: dict[int, SamplingParams] = {}  # slots that want any
+    self._known: dict[int, Sequence[int]] = {}  # tokens of slots that want prompt logprobs
+
+  def layout(self, shape: StepShape) -> StepLayout:
+    """The layout of `shape`'s packed array."""
+    return StepLayout(shape, self._table_width, self._num_slots, len(self._eos))
+
+  def admit(self, admission: Admission) -> None:
+    """Writes a slot anew."""
+    slot, params = admission.slot, admission.params
+    table = self._block_tables[slot]
+    table[:] = 0
+    table[:len(admission.block_ids)] = admission.block_ids
+    column = self._columns[:, slot]
+    column[Column.SEED] = np.uint32(admission.seed & 0xFFFFFFFF).view(np.int32)
+    column[Column.TOP_K] = params.top_k
+    column[_FLOATS] = np.array(
+        (params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
+         params.repetition_penalty), np.float32).view(np.int32)
+    column[Column.FLAGS] = int(flags_of(params))
+    self._min_tokens[slot] = params.min_tokens
+    if params.min_tokens:
+      ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos)
+      self._stop_ids[slot] = -1
+      self._stop_ids[slot, :len(ids)] = ids
+    self._logprobs.pop(slot, None)
+    self._known.pop(slot, None)
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+      self._logprobs[slot] = params
+    if params.prompt_logprobs is not None:
+      self._known[slot] = admission.token_ids
+
+  def pack(self, batch: Batch, layout: StepLayout) -> tuple[np.ndarray, LogitRows]:
+    """The step's array, int32[layout.size], in memory of its own (the device may read it after this returns).
+
+    Admissions of the batch must have been given to `admit` before.
+    """
+    for slot, index, block in batch.new_blocks:
+      self._block_tables[slot, index] = block
+    packed = np.zeros(layout.size, np.int32)
+
+    def field(name: str) -> np.ndarray:
+      offset, shape = layout.fields[name]
+      return packed[offset:offset + math.prod(shape)].reshape(shape)
+
+    columns = field("columns")
+    columns[Column.SLOT] = self._num_slots
+    columns[Column.TARGET] = -1
+    rows = len(batch.slots)
+    if not rows:
+      return packed, LogitRows(np.zeros(0, np.int32), {}, np.zeros(0, np.int32))
+
+    slots = np.array(batch.slots, np.int32)
+    starts = np.array(batch.starts, np.int32)
+    total = batch.num_tokens
+    query_starts = field("query_starts")
+    if total == rows:  # every row has one token
+      row_of_token = slice(None)
+      first = np.arange(rows, dtype=np.int32)
+      ends = first + 1
+      kv_lens, positions = starts + 1, starts
+    else:
+      counts = np.array(batch.counts, np.int32)
+      ends = np.cumsum(counts, dtype=np.int32)
+      first = ends - counts
+      row_of_token = np.repeat(np.arange(rows), counts)
+      kv_lens = starts + counts
+      positions = np.arange(total, dtype=np.int32) + (starts - first)[row_of_token]
+    query_starts[1:rows + 1] = ends
+    query_starts[rows + 1:] = total
+    field("kv_lens")[:rows] = kv_lens
+    field("positions")[:total] = positions
+    tokens = field("tokens")
+    tokens[first] = -1 - slots
+    if any(batch.token_ids):
+      for row, ids in enumerate(batch.token_ids):
+        if ids:
+          tokens[first[row]:ends[row]] = ids
+    np.take(self._block_tables, slots, axis=0, out=field("block_tables")[:rows], mode="clip")
+    pages, offsets = np.divmod(positions, self._block_size)
+    blocks = self._block_tables[slots[row_of_token], pages]
+    field("slot_mapping")[:total] = blocks * self._block_size + offsets
+    return packed, self._pack_logit_rows(batch, layout, packed, slots, kv_lens, ends)
+
+  def _pack_logit_rows(self, batch: Batch, layout: StepLayout, packed: np.ndarray, slots: np.ndarray,
+                       kv_lens: np.ndarray, ends: np.ndarray) -> LogitRows:
+    """Fills `columns` and `stop_ids`; says how to read the output."""
+    rows = len(slots)
+    offset, (height, width) = layout.fields["columns"]
+    columns = packed[offset:offset + height * width].reshape(height, width)
+    samples = np.array(batch.samples, np.bool_)
+    num_logits = np.array(batch.num_logits, np.int32)
+    logit_ends = np.cumsum(num_logits, dtype=np.int32)
+    total = int(logit_ends[-1])
+    last = logit_ends - 1
+    if not total:
+      return LogitRows(last, {}, np.zeros(0, np.int32))
+    row = np.repeat(np.arange(rows), num_logits)
+    back = (logit_ends[row] - 1) - np.arange(total, dtype=np.int32)  # distance from the row's last position
+    final = samples[row] & (back == 0)
+    slot = slots[row]
+    live = columns[:, :total]
+    live[:_NUM_SLOT_COLUMNS] = self._columns[:, slot]
+    live[Column.SLOT] = slot
+    live[Column.POSITION] = kv_lens[row] - back
+    live[Column.TOKEN] = ends[row] - 1 - back
+    flags = live[Column.FLAGS]
+    flags *= final
+    outputs = np.array(batch.num_output_tokens, np.int32)
+    suppress = final & (outputs[row] < self._min_tokens[slot])
+    if suppress.any():
+      flags[suppress] |= int(Flag.SUPPRESS)
+      offset, (height, width) = layout.fields["stop_ids"]
+      packed[offset:offset + total * width].reshape(total, width)[:] = self._stop_ids[slot]
+    wants: dict[int, tuple[int, tuple[int, ...]]] = {}
+    if self._logprobs:
+      for index, slot_of_row in enumerate(batch.slots):
+        params = self._logprobs.get(slot_of_row)
+        if params is not None and num_logits[index]:
+          numbers = self._want_logprobs(index, batch, params, live, int(last[index]))
+          if numbers:
+            wants[index] = int(logit_ends[index]) - len(numbers), numbers
+    return LogitRows(last, wants, live[Column.TARGET])
+
+  def _want_logprobs(self, row: int, batch: Batch, params: SamplingParams, live: np.ndarray,
+                     last: int) -> tuple[int, ...]:
+    """Marks the prompt positions of one row; returns the number of alternatives of each of its logit rows."""
+    first = last - batch.num_logits[row] + 1
+    end = last if batch.samples[row] else last + 1  # the sampled position has no target
+    on_prompt = params.prompt_logprobs is not None and end > first
+    if on_prompt:
+      known = self._known[batch.slots[row]]
+      live[Column.TARGET, first:end] = [known[position] for position in live[Column.POSITION, first:end].tolist()]
+      live[Column.FLAGS, first:end] = int(Flag.LOGPROB | (Flag.TOP_LOGPROBS if params.prompt_logprobs else 0))
+    elif params.logprobs is None:
+      return ()
+    numbers = (params.prompt_logprobs or 0,) * (end - first)
+    return (*numbers, params.logprobs or 0) if batch.samples[row] else numbers

@@ -1,0 +1,169 @@
+"""The one owner of Sluice's own model folder: Orbax weights and digests. Knows no family and no Hugging Face name.
+
+  sluice.json        {"format": 1, "name": ..., "dtype": ..., "crc32": {parameter: digest}}
+  config.json        as Hugging Face has it; tokenizer and generation_config.json likewise
+  weights/           an Orbax PyTree {parameter: array}, OCDBT: a dozen files whatever the model
+  SHA256SUMS         of the above, in the format of `sha256sum --check`; written last
+
+The digests are ours because Orbax and TensorStore keep none of array bytes: a flipped bit would be served.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import shutil
+import tempfile
+from typing import Any
+import zlib
+
+import jax
+import numpy as np
+
+from engine.errors import CheckpointError, ConfigError
+
+MARKER = "sluice.json"
+_SUMS, _WEIGHTS, _FORMAT = "SHA256SUMS", "weights", 1
+
+
+def is_one(folder: pathlib.Path) -> bool:
+  """Whether the folder claims to be Sluice's, complete or not."""
+  return (folder / MARKER).exists() or (folder / _WEIGHTS).is_dir()
+
+
+def name(folder: pathlib.Path) -> str:
+  """The model's name, from a verified folder."""
+  return _marker(folder)["name"]
+
+
+def verify(folder: pathlib.Path) -> None:
+  """Compares every file with its digest.
+
+  Raises:
+    CheckpointError: names the first file that is missing, changed, or not accounted for, and the tensors it damages.
+  """
+  try:
+    lines = (folder / _SUMS).read_text("ascii").splitlines()
+  except (OSError, ValueError) as error:
+    raise CheckpointError(f"{folder / _SUMS}: cannot be read ({error}); the folder is an unfinished conversion or an "
+                          "incomplete copy: make it again") from error
+  sums = {}
+  for line in lines:
+    digest, _, file = line.partition("  ")
+    if len(digest) != 64 or not file or file.startswith("/") or ".." in pathlib.PurePath(file).parts:
+      raise CheckpointError(f"{folder / _SUMS}: line {line[:80]!r} is no digest of a file; copy the folder again")
+    sums[file] = digest
+  for file in sorted(set(_covered(folder)) | {MARKER, "config.json"}):
+    if file not in sums:
+      raise CheckpointError(f"{folder / file}: is not listed in {_SUMS}; the folder is a mixture: make it again")
+  for file, digest in sorted(sums.items()):
+    if not (folder / file).is_file():
+      raise CheckpointError(f"{folder / file}: is missing, though {_SUMS} lists it; copy the folder again")
+    if _sha256(folder / file) != digest:
+      hit = f" (tensors hit: {_damaged(folder)})" if file.startswith(_WEIGHTS) else ""
+      raise CheckpointError(f"{folder / file}: is corrupt{hit}, its SHA-256 is not the one in {_SUMS}; copy the folder "
+                            "again")
+  marker = _marker(folder)
+  if marker.get("format") != _FORMAT or not isinstance(marker.get("name"), str):
+    raise CheckpointError(f"{folder / MARKER}: format={marker.get('format')!r} is not supported; supported is {_FORMAT}: "
+                          "convert the model again with tools/convert_checkpoint.py")
+
+
+def load(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+  """Restores a verified folder straight to the shardings and dtypes of `wanted`, keyed by parameter name."""
+  import orbax.checkpoint as ocp  # costs 0.3 s, and Hugging Face folders do not need it
+
+  directory = (folder / _WEIGHTS).resolve()
+  # Orbax wants room for more than its largest array; beyond that, little is in flight.
+  limit = 1 + max(leaf.size * leaf.dtype.itemsize for leaf in wanted.values()) // 2**29
+  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as checkpointer:
+    try:
+      stored = {key: tuple(entry.shape) for key, entry in checkpointer.metadata(directory).item_metadata.items()}
+    except Exception as error:  # Orbax's errors are of many types, none of them its own
+      raise CheckpointError(f"{directory}: cannot be read as an Orbax checkpoint ({error}); convert the model "
+                            "again") from error
+    for key in sorted(wanted.keys() | stored.keys()):
+      if key not in stored:
+        raise CheckpointError(f"{directory}: tensor {key} is missing; config.json and the weights do not belong together")
+      if key not in wanted:
+        raise CheckpointError(f"{directory}: tensor {key} is not part of the model; config.json and the weights do not "
+                              "belong together")
+      if stored[key] != wanted[key].shape:
+        raise CheckpointError(f"{directory}: tensor {key} has shape {list(stored[key])}, but config.json asks for "
+                              f"{list(wanted[key].shape)}; they do not belong together")
+    arguments = {key: ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype, global_shape=leaf.shape)
+                 for key, leaf in wanted.items()}
+    return checkpointer.restore(directory, args=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments))
+
+
+def save(folder: pathlib.Path, params: dict[str, jax.Array], model_name: str, files: tuple[pathlib.Path, ...]) -> None:
+  """Writes a folder, whole or not at all: it is made beside `folder` and renamed.
+
+  Args:
+    folder: must not exist.
+    params: keyed by parameter name.
+    files: config.json, and whatever else is to lie beside the weights.
+  """
+  import orbax.checkpoint as ocp
+
+  if folder.exists():
+    raise ConfigError(f"{folder}: exists already; give a new folder or remove this one")
+  folder.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
+    draft = pathlib.Path(parent).resolve() / folder.name
+    draft.mkdir()
+    for file in files:
+      shutil.copyfile(file, draft / file.name)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+      checkpointer.save(draft / _WEIGHTS, args=ocp.args.PyTreeSave(params))
+    # Meant for object stores, which cannot rename, and made of a path of this machine. SHA256SUMS does its work.
+    (draft / _WEIGHTS / "commit_success.txt").unlink(missing_ok=True)
+    marker = {"format": _FORMAT, "name": model_name, "dtype": str(next(iter(params.values())).dtype),
+              "crc32": {key: _crc32(np.asarray(value)) for key, value in sorted(params.items())}}
+    (draft / MARKER).write_text(json.dumps(marker, indent=1) + "\n", "utf-8")
+    (draft / _SUMS).write_text("".join(f"{_sha256(draft / file)}  {file}\n" for file in _covered(draft)), "ascii")
+    os.rename(draft, folder)
+
+
+def _covered(folder: pathlib.Path) -> list[str]:
+  """Files whose change would change or break the weights; a chat template or a model card may be edited freely."""
+  weights = [file for file in (folder / _WEIGHTS).rglob("*") if file.is_file()]
+  beside = [file for file in (folder / "config.json", folder / MARKER) if file.is_file()]
+  return sorted(file.relative_to(folder).as_posix() for file in [*weights, *beside])
+
+
+def _marker(folder: pathlib.Path) -> dict[str, Any]:
+  return json.loads((folder / MARKER).read_text("utf-8"))
+
+
+def _sha256(file: pathlib.Path) -> str:
+  with open(file, "rb") as stream:
+    return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _crc32(values: np.ndarray) -> str:
+  return f"{zlib.crc32(np.ascontiguousarray(values).view(np.uint8)):08x}"
+
+
+def _damaged(folder: pathlib.Path) -> str:
+  """Which tensors a corrupt folder has lost: read alone, they fail or are not what was written. For the message only."""
+  import orbax.checkpoint as ocp
+
+  try:
+    written = _marker(folder)["crc32"]
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+      def intact(key: str) -> bool:
+        arguments = {key: ocp.RestoreArgs(restore_type=np.ndarray)}
+        try:
+          values = checkpointer.restore((folder / _WEIGHTS).resolve(), args=ocp.args.PyTreeRestore(
+              item={key: 0}, restore_args=arguments, partial_restore=True))[key]
+        except Exception as error:
+          logging.getLogger(__name__).debug("%s: %s", key, error)
+          return False
+        return _crc32(values) == written[key]
+
+      hit = [key for key in written if not intact(key)]
+  except Exception as error:  # the folder is known to be corrupt: anything may be
+    return f"unknown, {error}"
+  return (", ".join(hit[:5]) + (f" and {len(hit) - 5} more" if len(hit) > 5 else "")) or "none"

@@ -1,0 +1,154 @@
+"""The device programs: pure functions and their compilation ahead of time. No request, no slot table, no I/O.
+
+`step` runs one rung; `write_history` and `write_bias` set one slot's line of the sampler's state. Each is lowered from
+abstract arrays that carry their shardings, so what a program takes and returns always agrees, and nothing is resharded
+or compiled for a second time.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+
+from engine.device import kv_cache, sampler
+from engine.device import mesh as mesh_lib
+from engine.device.model_input import Flag, StepLayout, unpack
+from engine.device.sampler import SlotState
+from engine.shapes import StepShape
+from models.attention import AttentionMeta, paged_attend
+from models.config import ModelConfig
+from pallas_kernels.paged_attention.api import RaggedMeta
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProgramSpec:
+  """Everything static about a set of programs. Compared by identity: there is one per runner.
+
+  Attributes:
+    mesh: where they run.
+    model: numbers of the decoder.
+    graphdef, params_tree: structure of the module and of its nnx.State, whose leaves are `params`.
+    params: the leaves, abstract, with shardings.
+    kv: the KV buffers, abstract, with shardings.
+    block_size, table_width, num_slots, num_eos: as in StepLayout.
+  """
+
+  mesh: Mesh
+  model: ModelConfig
+  graphdef: nnx.GraphDef
+  params_tree: Any
+  params: tuple[jax.ShapeDtypeStruct, ...]
+  kv: tuple[jax.ShapeDtypeStruct, ...]
+  block_size: int
+  table_width: int
+  num_slots: int
+  num_eos: int
+
+  def layout(self, shape: StepShape) -> StepLayout:
+    """The packed array of a rung."""
+    return StepLayout(shape, self.table_width, self.num_slots, self.num_eos)
+
+  def whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """An abstract array that every device holds."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh_lib.replicated(self.mesh))
+
+  @property
+  def last_tokens(self) -> jax.ShapeDtypeStruct:
+    return self.whole((self.num_slots + 1,), jnp.int32)
+
+  @property
+  def slot_state(self) -> SlotState:
+    """Abstract sampler state."""
+    shape = (self.num_slots + 1, self.model.vocab_size)
+    return SlotState(history=self.whole(shape, jnp.int32), bias=self.whole(shape, jnp.float32))  # pyright: ignore
+
+
+@functools.cache
+def _attend(spec: ProgramSpec):
+  """Paged attention; on several devices each runs its own heads, whatever the kernel is made of."""
+  attend = paged_attend(spec.model.sliding_window)
+  if spec.mesh.size == 1:
+    return attend
+  heads = PartitionSpec(None, mesh_lib.AXIS, None)
+  pages = spec.kv[0].sharding.spec  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+  whole = PartitionSpec()
+  return jax.shard_map(attend, mesh=spec.mesh, in_specs=(heads, heads, heads, pages, whole),
+                       out_specs=(heads, pages), check_vma=False)
+
+
+def step(spec: ProgramSpec, layout: StepLayout, params: tuple[jax.Array, ...], kv: kv_cache.Buffers,
+         last_tokens: jax.Array, slot_state: SlotState, packed: jax.Array):
+  """One step of the engine on the device.
+
+  Args:
+    spec, layout: static.
+    params: the model's leaves.
+    kv: one buffer a layer; donated, as the next two are.
+    last_tokens: int32[slots + 1], the newest token of each slot.
+    slot_state: the sampler's memory.
+    packed: int32[layout.size], see model_input.
+
+  Returns:
+    kv, last_tokens and slot_state after the step, and the output: int32[3, S] (tokens, bad, bits of log probabilities)
+    and int32[2, S, 20] (ids of the most likely tokens, bits of their log probabilities).
+  """
+  inputs = unpack(layout, packed)
+  rows = inputs.sampling
+  decoder = nnx.merge(spec.graphdef, jax.tree.unflatten(spec.params_tree, params))
+  waiting = inputs.tokens < 0
+  tokens = jnp.where(waiting, last_tokens[jnp.where(waiting, -1 - inputs.tokens, 0)], inputs.tokens)
+  meta = AttentionMeta(RaggedMeta(inputs.block_tables, inputs.kv_lens, inputs.query_starts), inputs.slot_mapping)
+  hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, _attend(spec))
+  logits = decoder.logits(hidden[inputs.logit_tokens])
+  logits = lax.with_sharding_constraint(logits, mesh_lib.replicated(spec.mesh))
+  with jax.named_scope("sample"):
+    sampled = sampler.sample(logits, rows, slot_state)
+    slot_state = sampler.remember(slot_state, rows, sampled.tokens)
+  slots = jnp.where(rows.has(Flag.SAMPLE), rows.slots, layout.num_slots)
+  last_tokens = last_tokens.at[slots].set(sampled.tokens)
+  output = jnp.stack([sampled.tokens, sampled.bad.astype(jnp.int32),
+                      lax.bitcast_convert_type(sampled.logprobs, jnp.int32)])
+  top = jnp.stack([sampled.top_ids, lax.bitcast_convert_type(sampled.top_logprobs, jnp.int32)])
+  return kv, last_tokens, slot_state, (output, top)
+
+
+def write_line(table: jax.Array, packed: jax.Array) -> jax.Array:
+  """Sets line packed[0] of `table` (int32 or f32[slots + 1, V], donated) to packed[1:], its bits."""
+  line = lax.bitcast_convert_type(packed[1:], table.dtype)
+  return lax.dynamic_update_slice(table, line[None, :], (packed[0], jnp.int32(0)))
+
+
+def pack_line(slot: int, line: np.ndarray) -> np.ndarray:
+  """The argument of `write_line`: int32[1 + V]."""
+  packed = np.empty(line.size + 1, np.int32)
+  packed[0] = slot
+  packed[1:] = line.view(np.int32)
+  return packed
+
+
+def _shardings(tree: Any) -> Any:
+  return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def compile_step(spec: ProgramSpec, shape: StepShape) -> jax.stages.Compiled:
+  """The executable of a rung: (params, kv, last_tokens, slot_state, packed) -> as `step` returns."""
+  layout = spec.layout(shape)
+  whole = mesh_lib.replicated(spec.mesh)
+  program = jax.jit(
+      functools.partial(step, spec, layout), donate_argnums=(1, 2, 3),
+      out_shardings=(_shardings(spec.kv), whole, _shardings(spec.slot_state), (whole, whole)))
+  return program.lower(spec.params, spec.kv, spec.last_tokens, spec.slot_state,
+                       spec.whole((layout.size,), jnp.int32)).compile()
+
+
+def compile_write_line(spec: ProgramSpec, table: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
+  """The executable that sets one line of `table`: (table, packed) -> table."""
+  program = jax.jit(write_line, donate_argnums=0, out_shardings=table.sharding)
+  return program.lower(table, spec.whole((spec.model.vocab_size + 1,), jnp.int32)).compile()
+

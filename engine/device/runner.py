@@ -1,0 +1,170 @@
+"""The device behind the engine's Runner protocol. Calls only executables compiled before; plans nothing.
+
+The arrays that steps hand to each other (KV, last tokens, sampler state) are donated from one call to the next and live
+nowhere else. Steps run in launch order, so a slot written for a new request cannot disturb the launched step of its
+former owner.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.batch import Admission, Batch, StepResult, TokenLogprobs
+from engine.device import kv_cache, programs, sampler
+from engine.device.model_input import Flag, LogitRows, Packer, flags_of
+from engine.device.programs import ProgramSpec
+from engine.device.sampler import SlotState
+from engine.errors import ShapeNotOnLadder
+from engine.shapes import ShapeLadder, StepShape
+
+# (what is being done, how many are done, of how many)
+Progress = Callable[[str, int, int], None]
+
+_COMPILE_THREADS = 2  # tracing holds the interpreter, compiling does not
+
+
+class _CompileCounter:
+  """Counts XLA compilations in this process, whoever asked for them."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self.count = 0
+    jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+  def _on_event(self, event: str, duration: float, **_: object) -> None:
+    del duration
+    if event == "/jax/core/compile/backend_compile_duration":
+      with self._lock:
+        self.count += 1
+
+
+_compiles = _CompileCounter()
+
+
+class LaunchedStep:
+  """A step the device is working on; implements engine.batch.Launched."""
+
+  def __init__(self, output: jax.Array, top: jax.Array, rows: LogitRows):
+    self._output, self._top, self._rows = output, top, rows
+    output.copy_to_host_async()
+    if rows.wants_top:
+      top.copy_to_host_async()
+
+  def result(self) -> StepResult:
+    """Waits for the step and reads its values."""
+    tokens, bad, logprobs = np.asarray(self._output)
+    rows = self._rows
+    bad_rows = frozenset[int]()
+    if bad.any():  # padding rows are never bad in what counts: only logit rows that exist are looked up
+      lines = np.flatnonzero(bad[:len(rows.targets)])
+      bad_rows = frozenset(np.searchsorted(rows.last, lines).tolist())
+    if not rows.wants:
+      return StepResult(tokens[rows.last].tolist(), bad_rows)
+    return StepResult(tokens[rows.last].tolist(), bad_rows, self._read_logprobs(tokens, logprobs.view(np.float32)))
+
+  def _read_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> dict[int, tuple[TokenLogprobs, ...]]:
+    rows = self._rows
+    if rows.wants_top:
+      ids, bits = np.asarray(self._top)
+      top_logprobs = bits.view(np.float32)
+    found = {}
+    for row, (first, numbers) in rows.wants.items():
+      entries = []
+      for line, number in enumerate(numbers, first):
+        token = int(rows.targets[line])
+        top = tuple(zip(ids[line, :number].tolist(), top_logprobs[line, :number].tolist(), strict=True)) if number else ()
+        entries.append(TokenLogprobs(token if token >= 0 else int(tokens[line]), float(logprobs[line]), top))
+      found[row] = tuple(entries)
+    return found
+
+
+class ModelRunner:
+  """Owns the arrays on the device and the executables; implements engine.batch.Runner."""
+
+  def __init__(self, spec: ProgramSpec, params: tuple[jax.Array, ...], ladder: ShapeLadder,
+               eos_token_ids: tuple[int, ...], progress: Progress):
+    """Compiles every rung and allocates the KV buffers.
+
+    Args:
+      spec: of the programs.
+      params: the model's leaves, as spec.params says.
+      ladder: what to compile.
+      eos_token_ids: as many as spec.num_eos; what min_tokens holds back.
+      progress: called from this thread after each program.
+    """
+    self._spec, self._params = spec, params
+    self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids)
+    self._compiles_at_seal: int | None = None
+    self._compile(ladder.rungs(), progress)
+    self._layouts = {shape: spec.layout(shape) for shape in ladder.rungs()}
+    self._kv = kv_cache.allocate(spec.kv)
+    self._last_tokens: jax.Array = jax.device_put(
+        np.zeros(spec.last_tokens.shape, np.int32), spec.last_tokens.sharding)
+    self._slot_state: SlotState = jax.tree.map(
+        lambda leaf: jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)(), spec.slot_state)
+
+  def _compile(self, rungs: tuple[StepShape, ...], progress: Progress) -> None:
+    spec = self._spec
+    total = len(rungs) + 2
+    progress("compile", 0, total)
+    with ThreadPoolExecutor(_COMPILE_THREADS, "compile") as pool:
+      # The largest first: it takes longest.
+      steps = {shape: pool.submit(programs.compile_step, spec, shape) for shape in reversed(rungs)}
+      history = pool.submit(programs.compile_write_line, spec, spec.slot_state.history)
+      bias = pool.submit(programs.compile_write_line, spec, spec.slot_state.bias)
+      for done, future in enumerate(as_completed((*steps.values(), history, bias)), 1):
+        future.result()
+        progress("compile", done, total)
+    self.steps = {shape: steps[shape].result() for shape in rungs}
+    self._write_history, self._write_bias = history.result(), bias.result()
+
+  def warm_up(self, progress: Progress) -> None:
+    """Runs every program once on padding, so that what a first call costs is paid before the server is ready."""
+    padding = self._spec.num_slots
+    for index, shape in enumerate(self.steps):
+      self.launch(Batch(-1, shape, (), (), (), (), (), (), (), ())).result()
+      progress("warm up", index + 1, len(self.steps))
+    vocab = self._spec.model.vocab_size
+    self._set_history(padding, np.zeros(vocab, np.int32))
+    self._set_bias(padding, np.zeros(vocab, np.float32))
+
+  def seal(self) -> None:
+    """From here on a compilation is a mistake, and is counted."""
+    self._compiles_at_seal = _compiles.count
+
+  @property
+  def compiles_after_ready(self) -> int:
+    """Compilations since `seal`, by anything in the process; 0 before."""
+    return 0 if self._compiles_at_seal is None else _compiles.count - self._compiles_at_seal
+
+  def launch(self, batch: Batch) -> LaunchedStep:
+    """Starts a step and returns at once; never compiles."""
+    executable = self.steps.get(batch.shape)
+    if executable is None:
+      raise ShapeNotOnLadder(f"{batch.shape} was never compiled; there are {tuple(self.steps)}")
+    for admission in batch.admissions:
+      self._admit(admission)
+    packed, rows = self._packer.pack(batch, self._layouts[batch.shape])
+    self._kv, self._last_tokens, self._slot_state, (output, top) = executable(
+        self._params, self._kv, self._last_tokens, self._slot_state, packed)
+    return LaunchedStep(output, top, rows)
+
+  def _admit(self, admission: Admission) -> None:
+    self._packer.admit(admission)
+    flags, vocab = flags_of(admission.params), self._spec.model.vocab_size
+    if Flag.PENALTY in flags:
+      self._set_history(admission.slot, sampler.history_row(admission.token_ids, admission.num_prompt_tokens, vocab))
+    if Flag.BIAS in flags:
+      self._set_bias(admission.slot, sampler.bias_row(admission.params, vocab))
+
+  def _set_history(self, slot: int, line: np.ndarray) -> None:
+    state = self._slot_state
+    self._slot_state = SlotState(self._write_history(state.history, programs.pack_line(slot, line)), state.bias)
+
+  def _set_bias(self, slot: int, line: np.ndarray) -> None:
+    state = self._slot_state
+    self._slot_state = SlotState(state.history, self._write_bias(state.bias, programs.pack_line(slot, line)))

@@ -1,0 +1,221 @@
+"""Model folders to parameters on their shardings, one tensor at a time. Decides no shape and no sharding of its own.
+
+Two kinds of folder are read: Hugging Face's (config.json and safetensors) and Sluice's (engine/device/orbax_folder.py).
+Everything that can be wrong is looked for before the first array is made; pickled weights are never opened.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+import numpy as np
+
+from engine.device import orbax_folder
+from engine.device.mesh import shardings
+from engine.device.safetensors_file import StoredTensor, read_header
+from engine.errors import CheckpointError, ConfigError
+from models import llama
+from models.config import ModelConfig
+from models.registry import Piece, config_from_hf, tensors
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+  """A model ready to be merged and run.
+
+  Attributes:
+    params: every leaf is an array on its sharding.
+    eos_token_ids: from generation_config.json, else config.json, else none.
+    tokenizer_dir: the folder, when it holds a tokenizer.json.
+  """
+
+  config: ModelConfig
+  graphdef: nnx.GraphDef
+  params: nnx.State
+  eos_token_ids: tuple[int, ...]
+  tokenizer_dir: str | None
+  name: str
+
+
+def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike) -> LoadedModel:
+  """Loads a model folder of either kind straight to its shardings.
+
+  Host memory above the parameters themselves: about one tensor (Hugging Face) or a gibibyte in flight (Orbax).
+
+  Args:
+    path: the folder.
+    mesh: as made by engine.device.mesh.make_mesh.
+    dtype: of the parameters on the device, bfloat16 or float32, whatever the file holds.
+
+  Raises:
+    CheckpointError: names the file, and the tensor where there is one.
+    ConfigError: dtype is another.
+  """
+  dtype = jnp.dtype(dtype)
+  if dtype not in (jnp.bfloat16, jnp.float32):
+    raise ConfigError(f"dtype={dtype.name} is not supported; choose bfloat16 or float32")
+  folder = pathlib.Path(path)
+  if not folder.is_dir():
+    raise CheckpointError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; --model takes a Hugging "
+                          "Face or Sluice model folder")
+  is_orbax = orbax_folder.is_one(folder)
+  if is_orbax:
+    orbax_folder.verify(folder)
+  raw = _read_json(folder / "config.json")
+  try:
+    config = config_from_hf(raw)
+  except ValueError as error:
+    raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+  eos_token_ids = _eos_token_ids(folder, raw)
+  graphdef, abstract = llama.abstract(config, dtype)
+  leaves, treedef = jax.tree.flatten_with_path(abstract)
+  wanted = {parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for (key, leaf), sharding in zip(leaves, jax.tree.leaves(shardings(mesh, abstract)), strict=True)}
+  arrays = orbax_folder.load(folder, wanted) if is_orbax else _load_safetensors(folder, config, wanted)
+  return LoadedModel(
+      config=config,
+      graphdef=graphdef,
+      params=jax.tree.unflatten(treedef, [arrays[name] for name in wanted]),
+      eos_token_ids=eos_token_ids,
+      tokenizer_dir=str(folder) if (folder / "tokenizer.json").is_file() else None,
+      name=orbax_folder.name(folder) if is_orbax else folder.resolve().name,
+  )
+
+
+def parameter_name(key_path: tuple[Any, ...]) -> str:
+  """A leaf's dotted name, such as `layers.0.attention.qkv`, from its path in the nnx state."""
+  return ".".join(str(key.key) for key in key_path if isinstance(key, jax.tree_util.DictKey))
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
+  try:
+    value = json.loads(file.read_text("utf-8"))
+  except FileNotFoundError:
+    raise CheckpointError(f"{file}: no such file; a model folder needs one") from None
+  except (OSError, ValueError, RecursionError) as error:
+    raise CheckpointError(f"{file}: cannot be read as JSON ({error}); copy it again") from error
+  if not isinstance(value, dict):
+    raise CheckpointError(f"{file}: holds no JSON object; copy it again")
+  return value
+
+
+def _eos_token_ids(folder: pathlib.Path, raw: dict[str, Any]) -> tuple[int, ...]:
+  file = folder / "generation_config.json"
+  source = file if file.is_file() else folder / "config.json"
+  value = _read_json(file).get("eos_token_id") if file.is_file() else None
+  if value is None:
+    source, value = folder / "config.json", raw.get("eos_token_id")
+  ids = value if isinstance(value, list) else [] if value is None else [value]
+  if not all(type(token) is int and token >= 0 for token in ids):
+    raise CheckpointError(f"{source}: eos_token_id={value!r} must be a token id or a list of them")
+  return tuple(ids)
+
+
+def _load_safetensors(folder: pathlib.Path, config: ModelConfig,
+                      wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+  stored = _find_tensors(folder)
+  pieces = tensors(config)
+  _check_tensors(folder, config, stored, {piece.name: piece for parts in pieces.values() for piece in parts})
+  arrays = {}
+  for name, leaf in wanted.items():
+    def read(index: tuple[slice, ...], name=name, leaf=leaf) -> np.ndarray:
+      return _assemble(pieces[name], stored, leaf.shape, leaf.dtype, index)
+    # Waiting keeps one tensor in flight: a queue of transfers would hold the whole model in host memory.
+    arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, read).block_until_ready()
+  return arrays
+
+
+def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
+  """Every tensor of the folder's safetensors files; model.safetensors goes before an index, as in transformers."""
+  if (folder / _SINGLE).exists():
+    return read_header(folder / _SINGLE)
+  index = folder / _INDEX
+  if not index.exists():
+    pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt") for file in folder.glob(kind))
+    if pickles:
+      raise CheckpointError(f"{folder / pickles[0]}: a pickled checkpoint can run code when it is opened, so Sluice never "
+                            "does; save the model again as safetensors")
+    raise CheckpointError(f"{folder}: holds neither {_SINGLE} nor {_INDEX} nor {orbax_folder.MARKER}; it is no model "
+                          "folder")
+  weight_map = _read_json(index).get("weight_map")
+  if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    raise CheckpointError(f"{index}: weight_map must map tensor names to file names; copy the file again")
+  stored: dict[str, StoredTensor] = {}
+  for file in sorted(set(weight_map.values())):
+    if pathlib.PurePath(file).name != file or not file.endswith(".safetensors"):
+      raise CheckpointError(f"{index}: weight_map names {file!r}; only safetensors files beside the index are read")
+    for name, tensor in read_header(folder / file).items():
+      if weight_map.get(name) != file:
+        raise CheckpointError(f"{folder / file}: tensor {name} is here, but {_INDEX} has it in {weight_map.get(name)}; "
+                              "the shards are of different checkpoints: copy them again")
+      stored[name] = tensor
+  for name, file in weight_map.items():
+    if name not in stored:
+      raise CheckpointError(f"{folder / file}: tensor {name} is missing, though {_INDEX} lists it; copy the file again")
+  return stored
+
+
+def _check_tensors(folder: pathlib.Path, config: ModelConfig, stored: dict[str, StoredTensor],
+                   pieces: dict[str, Piece]) -> None:
+  """Refuses missing, extra and misshapen tensors, and drops nothing but what is known to be redundant."""
+  for name, piece in pieces.items():
+    if name not in stored:
+      raise CheckpointError(f"{folder}: tensor {name} of shape {list(piece.shape)} is missing from the checkpoint; "
+                            "config.json and the weights do not belong together, or a file was left out")
+    tensor = stored[name]
+    if tensor.shape != piece.shape:
+      raise CheckpointError(f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for "
+                            f"{list(piece.shape)}; they do not belong together")
+    tensor.check_dtype()
+  extra = sorted(set(stored) - set(pieces))
+  # Old checkpoints store rope's frequencies, which follow from config.json.
+  extra = [name for name in extra if not name.endswith(".rotary_emb.inv_freq")]
+  if config.tie_embeddings and "lm_head.weight" in extra:
+    head, embed = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
+    if head.shape != embed.shape or head.dtype != embed.dtype or not np.array_equal(head.map(), embed.map()):
+      raise CheckpointError(f"{head.file}: tensor lm_head.weight differs from {embed.name}, but config.json says "
+                            "tie_word_embeddings=true; correct one of them")
+    extra.remove("lm_head.weight")
+  if extra:
+    raise CheckpointError(f"{stored[extra[0]].file}: tensor {extra[0]} is not part of a {config.family} model"
+                          f"{f', nor are {len(extra) - 1} others' if len(extra) > 1 else ''}; config.json and the "
+                          "weights do not belong together")
+
+
+def _assemble(pieces: tuple[Piece, ...], stored: dict[str, StoredTensor], shape: tuple[int, ...], dtype: np.dtype,
+              index: tuple[slice, ...]) -> np.ndarray:
+  """One device's part of a parameter; reads only that part of the file.
+
+  Args:
+    pieces: what the parameter of `shape` is made of. Where they are several, their axis is whole in `index`: no
+      mesh axis is ever mapped to it.
+  """
+  out = np.empty([len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)], dtype)
+  for piece in pieces:
+    values = stored[piece.name].map().reshape(piece.split).transpose(piece.order)
+    if len(pieces) == 1:
+      place, part = (), values[index]
+    else:
+      assert out.shape[piece.axis] == shape[piece.axis], (piece, index)
+      place = (slice(None),) * piece.axis + (slice(piece.start, piece.start + piece.size),)
+      part = values[index[:piece.axis] + (slice(None),) + index[piece.axis + 1:]]
+    out[place] = part
+  if not _all_finite(out):
+    bad = [piece.name for piece in pieces if not np.isfinite(stored[piece.name].map().astype(np.float32)).all()]
+    raise CheckpointError(f"{stored[pieces[0].name].file}: tensor {' and '.join(bad)} holds NaN or Inf; the file is "
+                          "corrupt: copy it again")
+  return out
+
+
+def _all_finite(values: np.ndarray) -> bool:
+  """Whether no exponent is all ones; by bits, since ml_dtypes' own test of bfloat16 is many times slower."""
+  kind, mask = (np.uint32, 0x7F80_0000) if values.dtype.itemsize == 4 else (np.uint16, 0x7F80)
+  bits, chunk = values.reshape(-1).view(kind), 1 << 20
+  return not any(((bits[start:start + chunk] & kind(mask)) == kind(mask)).any() for start in range(0, bits.size, chunk))

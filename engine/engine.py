@@ -1,0 +1,230 @@
+"""The loop: joins the scheduler to a device, one step apart. Pure Python; owns the only thread that changes engine state.
+
+Two crossings between threads: submit() and abort() put messages into the inbox, and emit() carries one list of events a step
+out. Every request that submit() accepted gets exactly one event with a finish_reason.
+"""
+
+from collections.abc import Callable
+import contextlib
+import random
+import threading
+
+from engine.batch import Batch, Launched, Runner
+from engine.errors import DuplicateRequest, Unavailable
+from engine.recorder import EngineStats, Recorder, StepRecord
+from engine.request import FinishReason, Request, TokenEvent
+from engine.scheduler import Scheduler, validate_request
+
+IDLE_WAIT_S = 0.2  # longest sleep of an idle loop: bounds the age of the heartbeat and the notice of stop_event
+
+Clock = Callable[[], float]
+Emit = Callable[[list[TokenEvent]], None]
+
+
+class Engine:
+  """Continuous batching with host and device overlapped by one step."""
+
+  def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, emit: Emit):
+    """Args:
+      scheduler: belongs to this engine from now on.
+      runner: the device.
+      clock: seconds, monotonic; deadlines of requests are on it.
+      emit: called on the engine thread with everything a step produced; it must not block.
+    """
+    self.config = scheduler.config
+    self.recorder = Recorder()
+    self.heartbeat = clock()  # of the latest turn of the loop; old means stuck
+    self.dead: BaseException | None = None
+    self._scheduler = scheduler
+    self._runner = runner
+    self._clock = clock
+    self._emit = emit
+    self._lock = threading.Lock()
+    self._wake = threading.Event()
+    self._inbox: list[Callable[[], list[TokenEvent]]] = []
+    self._inbox_requests = 0
+    self._inbox_tokens = 0
+    self._live: set[str] = set()
+    self._accepting = True
+    self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
+    self._last_arrival = 0.0  # when the values of the latest committed step were there
+
+  # Any thread.
+
+  def now(self) -> float:
+    """The clock that deadlines are on, seconds."""
+    return self._clock()
+
+  @property
+  def num_live(self) -> int:
+    """Requests accepted and not ended."""
+    return len(self._live)
+
+  def submit(self, request: Request) -> None:
+    """Accepts a request or says at once why not; its arrival_time is now.
+
+    Raises:
+      InvalidRequest, RequestTooLong: it can never be served.
+      DuplicateRequest: a live request has its id.
+      Overloaded: the queue is full.
+      Unavailable: the engine drains or is dead.
+    """
+    validate_request(self.config, request)
+    request.arrival_time = self._clock()
+    if request.params.seed is None:
+      request.seed = random.getrandbits(32)
+    with self._lock:
+      if self.dead is not None:
+        raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
+      if not self._accepting:
+        raise Unavailable("the server is shutting down and takes no new requests; send it to another one")
+      if request.id in self._live:
+        raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
+      self._scheduler.check_room(request, self._inbox_requests, self._inbox_tokens)
+      self._live.add(request.id)
+      self._inbox.append(lambda: self._add(request))
+      self._inbox_requests += 1
+      self._inbox_tokens += request.num_prompt_tokens
+    self._wake.set()
+
+  def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = "") -> None:
+    """Ends a request; one that is unknown or has ended is ignored, since cancellations race with endings."""
+    self._post(lambda: self._abort(request_id, reason, message))
+
+  def stop_accepting(self) -> None:
+    """From now on submit() raises Unavailable; what is live goes on to its end."""
+    with self._lock:
+      self._accepting = False
+
+  def start_trace(self, path: str) -> None:
+    """Writes the step trace to `path` from the next step on. An unwritable path is told here, by OSError."""
+    open(path, "w", encoding="utf-8").close()
+    self._post(lambda: self._start_trace(path))
+
+  def stop_trace(self) -> None:
+    """Ends the step trace."""
+    self._post(self._stop_trace)
+
+  def stats(self, num_steps: int = 0) -> EngineStats:
+    """A snapshot with the latest `num_steps` step records (at most recorder.RING_STEPS)."""
+    return self.recorder.stats(self._scheduler, len(self._live), num_steps)
+
+  def _post(self, message: Callable[[], list[TokenEvent]]) -> None:
+    with self._lock:
+      self._inbox.append(message)
+    self._wake.set()
+
+  # The engine thread.
+
+  def run(self, stop_event: threading.Event) -> None:
+    """Steps until `stop_event` is set or the engine dies; sleeps when there is nothing to do."""
+    while not stop_event.is_set() and self.dead is None:
+      self._wake.clear()
+      if not self.step():
+        self._wake.wait(IDLE_WAIT_S)
+    self.recorder.stop_trace()
+
+  def step(self) -> bool:
+    """One turn of the loop; returns whether there was anything to do. A failure ends every request and the engine."""
+    self.heartbeat = now = self._clock()
+    if self.dead is not None:
+      return False
+    try:
+      events, active = self._take_messages()
+      events += self._scheduler.expire(now)
+      active = self._turn(events, now) or active or bool(events)
+      if events:
+        self._send(events)
+    except Exception as error:
+      self._die(error)
+      return True
+    return active
+
+  def _turn(self, events: list[TokenEvent], now: float) -> bool:
+    """Plans step n, launches it, and only then waits for the values of step n-1."""
+    launched = self._launch(now)
+    in_flight, self._in_flight = self._in_flight, launched
+    if in_flight is not None:
+      events += self._commit(in_flight)
+    return launched is not None or in_flight is not None
+
+  def _launch(self, now: float) -> tuple[Batch, Launched, StepRecord, float] | None:
+    scheduler = self._scheduler
+    num_preemptions = scheduler.num_preemptions
+    batch = scheduler.schedule(now)
+    self.recorder.trace_schedule(now, batch)
+    if batch is None:
+      return None
+    record = self.recorder.planned(batch, scheduler, now, scheduler.num_preemptions - num_preemptions)
+    launched = self._runner.launch(batch)
+    launch_time = self._clock()
+    return batch, launched, record._replace(host_s=launch_time - now), launch_time
+
+  def _commit(self, in_flight: tuple[Batch, Launched, StepRecord, float]) -> list[TokenEvent]:
+    batch, launched, record, launch_time = in_flight
+    result = launched.result()
+    now = self._clock()
+    record = record._replace(device_s=now - max(launch_time, self._last_arrival))
+    self._last_arrival = now
+    self.recorder.trace_commit(batch, result, now, record)
+    events = self._scheduler.commit(batch, result, now)
+    self.recorder.done(record._replace(commit_s=self._clock() - now))
+    return events
+
+  def _take_messages(self) -> tuple[list[TokenEvent], bool]:
+    """Handles the inbox under the lock, so that what is queued is at every instant in one place and counted once."""
+    events: list[TokenEvent] = []
+    if not self._inbox:
+      return events, False
+    with self._lock:
+      for message in self._inbox:
+        events += message()
+      self._inbox.clear()
+      self._inbox_requests = self._inbox_tokens = 0
+    return events, True
+
+  def _add(self, request: Request) -> list[TokenEvent]:
+    self.recorder.trace_add(request)
+    self._scheduler.add(request)
+    return []
+
+  def _abort(self, request_id: str, reason: FinishReason, message: str) -> list[TokenEvent]:
+    self.recorder.trace_abort(request_id, reason, message)
+    return self._scheduler.abort(request_id, reason, message)
+
+  def _start_trace(self, path: str) -> list[TokenEvent]:
+    self.recorder.start_trace(path, self._scheduler, self._in_flight and self._in_flight[0])
+    return []
+
+  def _stop_trace(self) -> list[TokenEvent]:
+    self.recorder.stop_trace()
+    return []
+
+  def _send(self, events: list[TokenEvent]) -> None:
+    ended = [event.request_id for event in events if event.finish_reason is not None]
+    if ended:
+      with self._lock:
+        self._live.difference_update(ended)
+    self.recorder.emitted(events)
+    self._emit(events)
+
+  def _die(self, error: Exception) -> None:
+    """Gives every live request its ending; nothing is accepted from here on."""
+    with self._lock:
+      self.dead = error
+      self._in_flight = None
+      live = sorted(self._live)
+    message = f"the engine has failed ({type(error).__name__}); send the request again, to another server"
+    # The front end may be what failed: then it has no use for the endings.
+    with contextlib.suppress(Exception):
+      self._send([TokenEvent(request_id, finish_reason=FinishReason.ERROR, message=message) for request_id in live])
+
+
+class PlainEngine(Engine):
+  """The same loop without overlap, for reading and for comparison: step n is planned when all values are known."""
+
+  def _turn(self, events: list[TokenEvent], now: float) -> bool:
+    launched = self._launch(now)
+    if launched is not None:
+      events += self._commit(launched)
+    return launched is not None

@@ -1,0 +1,581 @@
+"""Turns counts into batches and values into events. Pure Python: no clock, no thread, no I/O, no array.
+
+There is no prefill phase and no decode phase, only num_computed_tokens catching up with num_tokens (an idea of vLLM's v1
+scheduler). Planning needs counts alone; token values matter at commit, one step later. Rules that everything rests on:
+
+  - Running requests are taken in the policy's order, and a victim of preemption is the last one in that order, never one
+    already taken in this step: nothing scheduled is undone, and the first in order always advances.
+  - No step both preempts and admits, so a preempted request comes back only after its last value has arrived.
+  - A block is published for sharing when the step that filled it has come back with finite logits: its tokens are known, and
+    no NaN can travel to another request through the cache.
+  - The last known token is never served from the cache: a step must compute at least one position to sample from.
+  - Blocks freed while a launched step still writes to them are safe: steps run in order of launch.
+"""
+
+import bisect
+from collections.abc import Sequence
+import dataclasses
+
+from engine.batch import Admission, Batch, StepResult, TokenLogprobs
+from engine.block_pool import BlockPool, block_key, root_key
+from engine.config import EngineConfig
+from engine.errors import InvalidRequest, Overloaded, RequestTooLong
+from engine.policy import make_gate, make_order
+from engine.request import FinishReason, Request, RequestStatus, TokenEvent
+from engine.shapes import ShapeLadder
+
+
+def validate_request(config: EngineConfig, request: Request) -> None:
+  """Refuses what can never be served, before anything is allocated. Needs no scheduler state; safe on any thread.
+
+  Raises:
+    InvalidRequest: a prompt that is empty or holds ids outside the vocabulary, or sampling values out of range.
+    RequestTooLong: prompt and max_tokens together exceed the model's length or the whole KV pool.
+  """
+  prompt = request.prompt_token_ids
+  if len(prompt) < 1:
+    raise InvalidRequest("the prompt is empty; send at least one token")
+  request.params.validate(config.vocab_size)
+  total = len(prompt) + request.params.max_tokens
+  if total > config.max_model_len:
+    raise RequestTooLong(f"prompt of {len(prompt)} tokens plus max_tokens={request.params.max_tokens} is {total}, but the "
+                         f"model takes {config.max_model_len}; shorten the prompt or lower max_tokens")
+  if total > config.pool_tokens:
+    raise RequestTooLong(f"prompt of {len(prompt)} tokens plus max_tokens={request.params.max_tokens} is {total}, but the KV "
+                         f"pool holds {config.pool_tokens}; lower max_tokens or start the server with a larger pool")
+  if min(prompt) < 0 or max(prompt) >= config.vocab_size:
+    bad = next(token for token in prompt if not 0 <= token < config.vocab_size)
+    raise InvalidRequest(f"prompt token id {bad} is not in the vocabulary; ids of this model are 0 to "
+                         f"{config.vocab_size - 1}")
+
+
+class _Plan:
+  """A step while it is being planned: what is left to give, and the rows that take several tokens."""
+
+  __slots__ = ("tokens_left", "logits_left", "requests", "counts", "admissions", "new_blocks")
+
+  def __init__(self, tokens_left: int, logits_left: int):
+    self.tokens_left = tokens_left  # beyond one for each running request, which is set aside
+    self.logits_left = logits_left  # likewise
+    self.requests: list[Request] = []
+    self.counts: list[int] = []
+    self.admissions: list[Admission] = []
+    self.new_blocks: list[tuple[int, int, int]] = []
+
+  def take(self, request: Request, count: int) -> None:
+    self.requests.append(request)
+    self.counts.append(count)
+
+
+class Scheduler:
+  """The mechanism: blocks, counts, invariants. The policy says who goes first.
+
+  Call order: any of add, abort, expire; then schedule; then commit of the batch before (or of this one, without overlap).
+  At most one batch may be uncommitted when schedule is called, and batches are committed in order.
+  """
+
+  def __init__(self, config: EngineConfig):
+    self.config = config
+    self.ladder = ShapeLadder(config.token_budgets, config.max_num_seqs)
+    self.pool = BlockPool(config.num_blocks)
+    self.num_preemptions = 0
+    self.num_waiting_tokens = 0  # prompt tokens of waiting requests
+    self._order = make_order(config)
+    self._gate = make_gate(config)
+    self._eos = frozenset(config.eos_token_ids)
+    self._requests: dict[str, Request] = {}
+    self._waiting: list[Request] = []  # sorted by rank
+    self._running: list[Request] = []  # sorted by rank
+    self._slots = list(range(config.max_num_seqs - 1, -1, -1))  # free ones; the lowest is handed out first
+    self._launched: dict[int, list[Request]] = {}  # step -> its rows
+    self._num_steps = 0
+    self._num_arrivals = 0
+    self._next_deadline = float("inf")  # no live request has an earlier one
+
+  @property
+  def num_waiting(self) -> int:
+    return len(self._waiting)
+
+  @property
+  def num_running(self) -> int:
+    return len(self._running)
+
+  @property
+  def num_launched(self) -> int:
+    """Batches that are not committed yet."""
+    return len(self._launched)
+
+  def request_ids(self) -> list[str]:
+    """The ids of all live requests."""
+    return list(self._requests)
+
+  # Arrivals and endings.
+
+  def check_room(self, request: Request, requests_ahead: int = 0, tokens_ahead: int = 0) -> None:
+    """Raises Overloaded if the queue, with what is on its way to it, has no room for `request`. Reads two counts only."""
+    num_requests = len(self._waiting) + requests_ahead
+    num_tokens = self.num_waiting_tokens + tokens_ahead
+    config = self.config
+    if num_requests >= config.max_queued_requests:
+      raise Overloaded(f"{num_requests} requests are queued, the limit is {config.max_queued_requests}; try again later")
+    if num_requests and num_tokens + request.num_prompt_tokens > config.max_queued_tokens:
+      raise Overloaded(f"{num_tokens} prompt tokens are queued and this request has {request.num_prompt_tokens}, the limit is "
+                       f"{config.max_queued_tokens}; try again later")
+
+  def add(self, request: Request) -> None:
+    """Queues a new request that validate_request() and check_room() let pass, at its arrival_time."""
+    assert request.id not in self._requests, f"request {request.id!r} is live; the engine refuses duplicates"
+    config = self.config
+    self._num_arrivals += 1
+    request.rank = (*self._order.rank(request), self._num_arrivals)
+    params = request.params
+    request.stop_ids = frozenset(params.stop_token_ids) if params.ignore_eos else self._eos.union(params.stop_token_ids)
+    request.max_computed_tokens = request.num_prompt_tokens + params.max_tokens - 1
+    if params.seed is not None:
+      request.seed = (params.seed ^ (params.seed >> 32)) & 0xFFFFFFFF
+    if request.leader_id is not None:
+      request.leader = self._requests.get(request.leader_id)
+    if request.queue_deadline is None and config.queue_timeout_s:
+      request.queue_deadline = request.arrival_time + config.queue_timeout_s
+    if request.deadline is None and config.request_timeout_s:
+      request.deadline = request.arrival_time + config.request_timeout_s
+    for deadline in (request.queue_deadline, request.deadline):
+      if deadline is not None:
+        self._next_deadline = min(self._next_deadline, deadline)
+    self._requests[request.id] = request
+    self._enqueue(request)
+
+  def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = "") -> list[TokenEvent]:
+    """Ends a request in any state. An unknown or finished id is no error: cancellations race with endings."""
+    request = self._requests.get(request_id)
+    return [] if request is None else [self._finish(request, reason, message=message)]
+
+  def expire(self, now: float) -> list[TokenEvent]:
+    """Ends the requests whose queue deadline or total deadline has passed."""
+    if now < self._next_deadline:
+      return []
+    events = []
+    upcoming = float("inf")
+    for request in list(self._requests.values()):
+      waited = now - request.arrival_time
+      if request.deadline is not None and now >= request.deadline:
+        events.append(self._finish(request, FinishReason.TIMEOUT, message=f"not finished after {waited:.1f} s, its "
+                                   "deadline; ask for fewer tokens or allow more time"))
+        continue
+      if request.first_scheduled_time is None and request.queue_deadline is not None:
+        if now >= request.queue_deadline:
+          events.append(self._finish(request, FinishReason.TIMEOUT, message=f"still queued after {waited:.1f} s, its "
+                                     "queue deadline; try again when the server is less busy"))
+          continue
+        upcoming = min(upcoming, request.queue_deadline)
+      if request.deadline is not None:
+        upcoming = min(upcoming, request.deadline)
+    self._next_deadline = upcoming
+    return events
+
+  # Planning: counts only.
+
+  def schedule(self, now: float) -> Batch | None:
+    """Plans the next step, or None if nothing can run. The batch must be launched before the next call."""
+    config, running, block_size = self.config, self._running, self.config.block_size
+    plan = _Plan(self.ladder.max_tokens - len(running), config.max_num_seqs - len(running))
+    chunk_left = config.prefill_chunk
+    num_preemptions = self.num_preemptions
+    decodes: list[Request] = []
+    starts: list[int] = []
+    # Victims are popped off the end of this very list, behind the request at hand or the request itself, then the last one.
+    for request in running:
+      position = request.num_computed_tokens
+      if position >= request.num_sent_tokens:
+        if position >= request.max_computed_tokens:  # its last value is on its way
+          continue
+        if position % block_size == 0 and not self._cover(request, 1, plan):
+          break
+        request.num_computed_tokens = position + 1
+        request.num_in_flight += 1
+        decodes.append(request)
+        starts.append(position)
+      else:
+        count = min(request.num_sent_tokens - position, chunk_left, plan.tokens_left + 1)
+        if self._reports_prompt(request):
+          count = min(count, plan.logits_left + 1)
+        if count > 0:
+          count = self._cover(request, count, plan)
+          if not count:
+            break
+          chunk_left -= count
+          plan.tokens_left -= count - 1
+          plan.logits_left -= self._num_logits(request, count) - 1
+          plan.take(request, count)
+    num_tokens = len(decodes) + sum(plan.counts)
+    may_admit = self.num_preemptions == num_preemptions
+    if may_admit and self._waiting and self._gate.is_open(len(running)):
+      num_tokens += self._admit(plan, chunk_left, now)
+    if not num_tokens:
+      return None
+    shape = self.ladder.fit(max(num_tokens, self._gate.min_tokens()))
+    if plan.requests and num_tokens < shape.tokens:
+      # The step is padded to the edge of its rung anyway: prompt tokens in the padding are free.
+      num_tokens += self._grow(plan, shape.tokens - num_tokens)
+      if may_admit and self._waiting and num_tokens < shape.tokens and self._gate.is_open(len(running)):
+        self._admit(plan, shape.tokens - num_tokens, now)
+    return self._seal(decodes, starts, plan, shape)
+
+  def _seal(self, decodes: list[Request], starts: list[int], plan: _Plan, shape) -> Batch:
+    """Freezes the plan: decodes first, then rows of several tokens."""
+    num_decodes = len(decodes)
+    rows = decodes + plan.requests
+    num_outputs = [start + 1 - len(request.prompt_token_ids) for request, start in zip(decodes, starts, strict=True)]
+    num_logits, samples, token_ids = [1] * num_decodes, [True] * num_decodes, [()] * num_decodes
+    for request, count in zip(plan.requests, plan.counts, strict=True):
+      start = request.num_computed_tokens
+      end = start + count
+      reaches_end = end == request.num_sent_tokens
+      starts.append(start)
+      num_outputs.append(len(request.output_token_ids))
+      num_logits.append(self._num_logits(request, count))
+      samples.append(reaches_end)
+      token_ids.append(_slice(request, start, end))
+      request.num_computed_tokens = end
+      request.num_in_flight += reaches_end
+    step = self._num_steps
+    self._num_steps = step + 1
+    self._launched[step] = rows
+    return Batch(
+      step=step,
+      shape=shape,
+      request_ids=tuple([request.id for request in rows]),
+      slots=tuple([request.slot for request in rows]),
+      starts=tuple(starts),
+      counts=(1,) * num_decodes + tuple(plan.counts),
+      num_logits=tuple(num_logits),
+      samples=tuple(samples),
+      token_ids=tuple(token_ids),
+      num_output_tokens=tuple(num_outputs),
+      admissions=tuple(plan.admissions),
+      new_blocks=tuple(plan.new_blocks),
+    )
+
+  def _admit(self, plan: _Plan, limit: int, now: float) -> int:
+    """Admits waiting requests in order while tokens (at most `limit`), slots and blocks last; returns the tokens taken.
+
+    Strictly in order: who does not fit is not overtaken, or a long prompt would starve. Only a sibling that waits for its
+    leader's prompt is stepped over.
+    """
+    waiting = self._waiting
+    taken = index = 0
+    while index < len(waiting):
+      count = min(limit - taken, plan.tokens_left)
+      if count <= 0 or plan.logits_left <= 0:
+        return taken  # for want of tokens: the gate stays as it is
+      request = waiting[index]
+      if self._awaits_leader(request):
+        index += 1
+        continue
+      if self._reports_prompt(request):
+        count = min(count, plan.logits_left)
+      count = self._place(request, count) if self._slots else 0
+      if not count:
+        break
+      del waiting[index]
+      self.num_waiting_tokens -= request.num_prompt_tokens
+      bisect.insort(self._running, request, key=_rank)
+      request.status = RequestStatus.RUNNING
+      request.slot = self._slots.pop()
+      if request.first_scheduled_time is None:
+        request.first_scheduled_time = now
+        request.num_prompt_cached_tokens = request.num_cached_tokens
+      plan.admissions.append(Admission(
+        slot=request.slot,
+        token_ids=_slice(request, 0, request.num_sent_tokens),
+        num_prompt_tokens=request.num_prompt_tokens,
+        block_ids=tuple(request.block_table),
+        params=request.params,
+        seed=request.seed,
+      ))
+      plan.take(request, count)
+      taken += count
+      plan.tokens_left -= count
+      plan.logits_left -= self._num_logits(request, count)
+    self._gate.full(len(self._running))
+    return taken
+
+  def _place(self, request: Request, limit: int) -> int:
+    """Gives a waiting request its cached prefix and blocks for up to `limit` more tokens; returns how many, 0 if none.
+
+    It takes blocks for its first chunk but wants to see room for all that is known of it: a request admitted into a full
+    pool would only be preempted.
+    """
+    assert request.num_in_flight == 0, f"request {request.id!r} returns before its last value arrived"
+    block_size, pool = self.config.block_size, self.pool
+    known = request.num_tokens
+    hits: list[int] = []
+    if self.config.enable_prefix_caching and not self._reports_prompt(request):
+      hits = pool.match(self._keys(request, (known - 1) // block_size))
+    if -(-known // block_size) - len(hits) > pool.num_free - pool.num_idle(hits):
+      return 0
+    cached = len(hits) * block_size
+    count = min(known - cached, limit)
+    pool.share(hits)
+    request.block_table = hits + pool.allocate(-(-(cached + count) // block_size) - len(hits))
+    request.num_sent_tokens = known
+    request.num_cached_tokens = request.num_computed_tokens = cached
+    request.num_published_blocks = len(hits)
+    return count
+
+  def _grow(self, plan: _Plan, slack: int) -> int:
+    """Lengthens planned prefill rows by up to `slack` tokens, never at the cost of a preemption; returns the tokens added."""
+    block_size, pool = self.config.block_size, self.pool
+    left = slack
+    for row, request in enumerate(plan.requests):
+      count = plan.counts[row]
+      end = request.num_computed_tokens + count
+      room = (len(request.block_table) + pool.num_free) * block_size - end
+      more = min(request.num_sent_tokens - end, left, plan.tokens_left, room)
+      if self._reports_prompt(request):
+        more = min(more, plan.logits_left)
+      if more > 0:
+        count = self._cover(request, count + more, plan)
+        plan.logits_left -= self._num_logits(request, count) - self._num_logits(request, plan.counts[row])
+        plan.tokens_left -= count - plan.counts[row]
+        left -= count - plan.counts[row]
+        plan.counts[row] = count
+    return slack - left
+
+  def _cover(self, request: Request, count: int, plan: _Plan) -> int:
+    """Extends the block table to hold `count` more tokens and returns how many it now can.
+
+    Takes what is free; preempts, last in order first, only if not even one token fits. Returns 0 if the request itself
+    had to give way.
+    """
+    pool, table, block_size = self.pool, request.block_table, self.config.block_size
+    room = len(table) * block_size - request.num_computed_tokens
+    if room >= count:
+      return count
+    while room == 0 and not pool.num_free:
+      victim = self._running.pop()
+      self._preempt(victim)
+      if victim is request:
+        return 0
+    for block in pool.allocate(min(-(-(count - room) // block_size), pool.num_free)):
+      plan.new_blocks.append((request.slot, len(table), block))
+      table.append(block)
+    return min(count, len(table) * block_size - request.num_computed_tokens)
+
+  def _preempt(self, victim: Request) -> None:
+    """Takes everything away; the request recomputes it when it is admitted again, at its old place in the order."""
+    self.num_preemptions += 1
+    victim.num_preemptions += 1
+    self._take_back(victim)
+    self._enqueue(victim)
+
+  def _awaits_leader(self, request: Request) -> bool:
+    """Whether a sibling would compute what its leader is about to publish."""
+    leader = request.leader
+    return (leader is not None and self.config.enable_prefix_caching and leader.status is not RequestStatus.FINISHED
+            and not leader.output_token_ids)
+
+  def _reports_prompt(self, request: Request) -> bool:
+    """Whether prompt log probabilities are still owed: every position then needs its logits, computed and not cached."""
+    return (request.params.prompt_logprobs is not None
+            and request.num_prompt_logprobs < len(request.prompt_token_ids) - 1)
+
+  def _num_logits(self, request: Request, count: int) -> int:
+    """Logit rows of a row of `count` tokens. One at least, even without sampling: it shows whether the KV is sound, and is
+    free since logits are padded to the rung's rows."""
+    return count if self._reports_prompt(request) else 1
+
+  # Values: what came back.
+
+  def commit(self, batch: Batch, result: StepResult, now: float) -> list[TokenEvent]:
+    """Takes in the values of a launched batch: new tokens, endings, blocks to share.
+
+    Rows of requests that ended meanwhile are dropped; rows of requests preempted meanwhile still bring their token.
+    """
+    rows = self._launched.pop(batch.step)
+    block_size, running = self.config.block_size, RequestStatus.RUNNING
+    sharing = self.config.enable_prefix_caching
+    bad_rows, logprobs = result.bad_rows, result.logprobs
+    events: list[TokenEvent] = []
+    columns = zip(rows, batch.starts, batch.counts, batch.samples, result.tokens, strict=True)
+    for row, (request, start, count, samples, token) in enumerate(columns):
+      if request.status is RequestStatus.FINISHED:
+        continue
+      if bad_rows and row in bad_rows:
+        events.append(self._finish(request, FinishReason.ERROR, message="the model produced NaN or infinite logits for this "
+                                   "request; it alone was stopped, others are unaffected"))
+        continue
+      end = start + count
+      if sharing and end // block_size > request.num_published_blocks and request.status is running:
+        self._publish(request, end // block_size)
+      token_logprobs: tuple[TokenLogprobs, ...] = ()
+      if logprobs and row in logprobs:
+        token_logprobs, prompt_logprobs = self._split_logprobs(request, end, logprobs[row], samples)
+        if prompt_logprobs:
+          events.append(TokenEvent(request.id, prompt_logprobs=prompt_logprobs))
+      if self._reports_prompt(request) and batch.num_logits[row] == count:
+        request.num_prompt_logprobs = max(request.num_prompt_logprobs, min(end, request.num_prompt_tokens - 1))
+      if not samples:
+        continue
+      outputs = request.output_token_ids
+      outputs.append(token)
+      request.num_in_flight -= 1
+      if request.first_token_time is None:
+        request.first_token_time = now
+      if token in request.stop_ids:
+        events.append(self._finish(request, FinishReason.STOP, (token,), token_logprobs, stop_token_id=token))
+      elif len(outputs) >= request.params.max_tokens:
+        events.append(self._finish(request, FinishReason.LENGTH, (token,), token_logprobs))
+      else:
+        events.append(_token_event(TokenEvent, (request.id, (token,), token_logprobs, (), None, "", 0, None)))
+    return events
+
+  def _split_logprobs(self, request: Request, end: int, entries: tuple[TokenLogprobs, ...], samples: bool,
+                      ) -> tuple[tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]:
+    """Sorts a row's entries, the last of which belongs to position end - 1, into (the new token's, the prompt's new ones).
+
+    The entry of position p is about the token at p + 1. A recomputed prompt is reported once only.
+    """
+    params = request.params
+    token_logprobs = entries[-1:] if samples and params.logprobs is not None else ()
+    if params.prompt_logprobs is None:
+      return token_logprobs, ()
+    first = end - len(entries)
+    begin = max(request.num_prompt_logprobs, first)
+    stop = min(end, request.num_prompt_tokens - 1)
+    return token_logprobs, entries[begin - first:stop - first] if begin < stop else ()
+
+  def _publish(self, request: Request, num_blocks: int) -> None:
+    keys = self._keys(request, num_blocks)
+    for index in range(request.num_published_blocks, num_blocks):
+      self.pool.publish(request.block_table[index], keys[index])
+    request.num_published_blocks = num_blocks
+
+  def _keys(self, request: Request, num_blocks: int) -> Sequence[bytes]:
+    """The keys of the first `num_blocks` blocks, all full and of known tokens; each is computed once in a request's life."""
+    keys, block_size = request.block_keys, self.config.block_size
+    while len(keys) < num_blocks:
+      parent = keys[-1] if keys else root_key(request.cache_salt)
+      start = len(keys) * block_size
+      keys.append(block_key(parent, _slice(request, start, start + block_size)))
+    return keys if len(keys) == num_blocks else keys[:num_blocks]
+
+  # Moves between states.
+
+  def _enqueue(self, request: Request) -> None:
+    request.status = RequestStatus.WAITING
+    self.num_waiting_tokens += request.num_prompt_tokens
+    bisect.insort(self._waiting, request, key=_rank)
+
+  def _take_back(self, request: Request) -> None:
+    """Slot and blocks of a request that has left the running list."""
+    self.pool.release(request.block_table)
+    self._slots.append(request.slot)
+    request.block_table = []
+    request.slot = -1
+    request.num_computed_tokens = request.num_cached_tokens = request.num_published_blocks = 0
+    request.num_sent_tokens = 0
+
+  def _finish(self, request: Request, reason: FinishReason, token_ids: tuple[int, ...] = (),
+              logprobs: tuple[TokenLogprobs, ...] = (), message: str = "", stop_token_id: int | None = None) -> TokenEvent:
+    """The one ending of a request."""
+    if request.status is RequestStatus.RUNNING:
+      self._running.remove(request)
+      self._take_back(request)
+    else:
+      self._waiting.remove(request)
+      self.num_waiting_tokens -= request.num_prompt_tokens
+    request.status = RequestStatus.FINISHED
+    request.finish_reason = reason
+    request.leader = None
+    del self._requests[request.id]
+    return TokenEvent(request.id, token_ids, logprobs, (), reason, message, request.num_prompt_cached_tokens, stop_token_id)
+
+  # Snapshots.
+
+  def state(self) -> dict:
+    """Everything that later decisions depend on, as plain JSON values; from_state() is its inverse."""
+    ended = {id(request): request for rows in self._launched.values() for request in rows
+             if request.status is RequestStatus.FINISHED}
+    # Rows are indices: of live requests in the order of arrival, then of those that ended while a step still has them.
+    requests = [*self._requests.values(), *ended.values()]
+    index = {id(request): number for number, request in enumerate(requests)}
+    return {
+      "config": dataclasses.asdict(self.config),
+      "requests": [request.state() for request in requests],
+      "waiting": [index[id(request)] for request in self._waiting],
+      "running": [index[id(request)] for request in self._running],
+      "launched": {str(step): [index[id(request)] for request in rows] for step, rows in self._launched.items()},
+      "slots": list(self._slots),
+      "pool": self.pool.state(),
+      "gate": self._gate.state(),
+      "num_steps": self._num_steps,
+      "num_arrivals": self._num_arrivals,
+      "num_preemptions": self.num_preemptions,
+      "next_deadline": None if self._next_deadline == float("inf") else self._next_deadline,
+    }
+
+  @classmethod
+  def from_state(cls, state: dict) -> "Scheduler":
+    """A scheduler that will decide as the one whose state() this is."""
+    config = {name: tuple(value) if isinstance(value, list) else value for name, value in state["config"].items()}
+    scheduler = cls(EngineConfig(**config))
+    requests = [Request.from_state(item) for item in state["requests"]]
+    live = {request.id: request for request in requests if request.status is not RequestStatus.FINISHED}
+    for request, item in zip(requests, state["requests"], strict=True):
+      request.leader = live.get(item["leader"])
+    scheduler._requests = live
+    scheduler._waiting = [requests[number] for number in state["waiting"]]
+    scheduler._running = [requests[number] for number in state["running"]]
+    scheduler._launched = {int(step): [requests[number] for number in rows] for step, rows in state["launched"].items()}
+    scheduler._slots = state["slots"]
+    scheduler.pool = BlockPool.from_state(state["pool"])
+    scheduler._gate = make_gate(scheduler.config, state["gate"])
+    scheduler._num_steps = state["num_steps"]
+    scheduler._num_arrivals = state["num_arrivals"]
+    scheduler.num_preemptions = state["num_preemptions"]
+    scheduler.num_waiting_tokens = sum(request.num_prompt_tokens for request in scheduler._waiting)
+    scheduler._next_deadline = float("inf") if state["next_deadline"] is None else state["next_deadline"]
+    return scheduler
+
+  def check(self) -> None:
+    """Asserts the invariants between steps; for tests and for an idle engine."""
+    self.pool.check([request.block_table for request in self._running])
+    live = [*self._waiting, *self._running]
+    assert {request.id: request for request in live} == self._requests, "a live request is in no queue, or in two"
+    assert len(live) == len(self._requests), "a request is queued twice"
+    for queue in (self._waiting, self._running):
+      assert all(a.rank < b.rank for a, b in zip(queue, queue[1:], strict=False)), "a queue is out of order"
+    slots = self._slots + [request.slot for request in self._running]
+    assert sorted(slots) == list(range(self.config.max_num_seqs)), "slots were lost or shared"
+    assert self.num_waiting_tokens == sum(request.num_prompt_tokens for request in self._waiting), "queued tokens drifted"
+    in_flight = [request for rows in self._launched.values() for request in rows]
+    for request in self._requests.values():
+      assert 0 <= request.num_in_flight <= in_flight.count(request), f"{request.id!r} counts values that are not on their way"
+    for request in self._waiting:
+      assert request.status is RequestStatus.WAITING and not request.block_table, f"{request.id!r} waits with blocks"
+    for request in self._running:
+      assert request.status is RequestStatus.RUNNING
+      held = len(request.block_table) * self.config.block_size
+      assert request.num_computed_tokens <= held, f"{request.id!r} computed past its blocks"
+      assert held - request.num_computed_tokens < self.config.block_size, f"{request.id!r} holds a block it does not need"
+      assert request.num_published_blocks * self.config.block_size <= request.num_computed_tokens
+
+
+def _rank(request: Request) -> tuple[float, ...]:
+  return request.rank
+
+
+# The class's own __new__ is a Python function; a step makes hundreds.
+_token_event = tuple.__new__
+
+
+def _slice(request: Request, start: int, end: int) -> tuple[int, ...]:
+  """Known tokens [start, end) of prompt and output."""
+  num_prompt = len(request.prompt_token_ids)
+  if end <= num_prompt:
+    return tuple(request.prompt_token_ids[start:end])
+  outputs = request.output_token_ids
+  if start >= num_prompt:
+    return tuple(outputs[start - num_prompt:end - num_prompt])
+  return (*request.prompt_token_ids[start:], *outputs[:end - num_prompt])

@@ -1,0 +1,140 @@
+"""Renders the chat template that comes with a model, in a sandbox with limits. May not tokenize.
+
+A template is a program. It comes from the model's folder, never from a request, and is trusted about as much as the
+weights; the sandbox keeps it from Python's internals, and the limits keep a mistake in it from taking the server down.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import datetime
+import json
+import threading
+import time
+from typing import Any
+
+import jinja2
+from jinja2 import exceptions, sandbox
+
+from engine.errors import ConfigError, InvalidRequest
+
+MAX_TEMPLATE_BYTES = 65_536
+MAX_MESSAGES = 1024
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_RENDER_TIMEOUT_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+  """One turn of a chat."""
+
+  role: str
+  content: str
+
+
+class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
+  """Adds a deadline to every look-up, call and operator, and a limit to repetition ('a' * 10**9 is legal jinja)."""
+
+  intercepted_binops = frozenset(["*", "**", "+", "%"])
+
+  def __init__(self, max_chars: int):
+    # The settings with which Hugging Face templates are written.
+    super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    self._max_chars = max_chars
+    self._thread = threading.local()
+    self.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    self.globals["raise_exception"] = _raise
+    self.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+
+  def start_clock(self) -> None:
+    """Begins this thread's time for a rendering."""
+    self._thread.deadline = time.monotonic() + _RENDER_TIMEOUT_S
+
+  def check_clock(self) -> None:
+    """Raises SecurityError when the time is over."""
+    if time.monotonic() > getattr(self._thread, "deadline", float("inf")):
+      raise exceptions.SecurityError(f"the template ran longer than {_RENDER_TIMEOUT_S:g} s")
+
+  def call(self, *args: Any, **kwargs: Any) -> Any:
+    self.check_clock()
+    return super().call(*args, **kwargs)
+
+  def getitem(self, *args: Any, **kwargs: Any) -> Any:
+    self.check_clock()
+    return super().getitem(*args, **kwargs)
+
+  def getattr(self, *args: Any, **kwargs: Any) -> Any:
+    self.check_clock()
+    return super().getattr(*args, **kwargs)
+
+  def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    self.check_clock()
+    sizes = [len(side) for side in (left, right) if isinstance(side, (str, list, tuple))]
+    counts = [side for side in (left, right) if isinstance(side, int)]
+    too_big = (operator == "*" and sizes and counts and sizes[0] * counts[0] > self._max_chars
+               or operator == "+" and sum(sizes) > self._max_chars
+               or operator == "**" and (not counts or max(map(abs, counts)) > 1024)
+               or operator == "%" and isinstance(left, str))
+    if too_big:
+      raise exceptions.SecurityError(f"operator {operator} in the template is past its limit")
+    return super().call_binop(context, operator, left, right)
+
+
+def _raise(message: object) -> None:
+  """What templates call to refuse messages."""
+  raise jinja2.TemplateError(str(message))
+
+
+class ChatTemplate:
+  """A compiled chat template."""
+
+  def __init__(self, source: str, special_tokens: dict[str, str], max_chars: int):
+    """Args: source: jinja2. special_tokens: names such as bos_token and their text. max_chars: longest rendering.
+
+    Raises:
+      ConfigError: the template is too large or not jinja2.
+    """
+    size = len(source.encode())
+    if size > MAX_TEMPLATE_BYTES:
+      raise ConfigError(f"the chat template has {size} bytes, the limit is {MAX_TEMPLATE_BYTES}; "
+                        "shorten it, or remove it to serve without chat")
+    self._max_chars = max_chars
+    self._special_tokens = special_tokens
+    self._sandbox = _Sandbox(max_chars)
+    try:
+      self._template = self._sandbox.from_string(source)
+    except jinja2.TemplateError as error:
+      raise ConfigError(f"the chat template is not valid jinja2: {str(error):.200}; fix it, or remove it to serve "
+                        "without chat") from error
+
+  def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    """Returns the prompt's text, special tokens spelled out.
+
+    Raises:
+      InvalidRequest: the template refuses the messages, or a limit is passed.
+    """
+    if not messages:
+      raise InvalidRequest("chat.messages=[] is empty: send at least one message")
+    if len(messages) > MAX_MESSAGES:
+      raise InvalidRequest(f"chat.messages has {len(messages)} messages, the limit is {MAX_MESSAGES}: send fewer")
+    for index, message in enumerate(messages):
+      if message.role not in ROLES:
+        # A free role would be a way to spell control tokens: templates build them from it.
+        raise InvalidRequest(f"chat.messages[{index}].role={message.role!r:.40} is unknown: send one of "
+                             f"{', '.join(ROLES)}")
+    pieces, size = [], 0
+    self._sandbox.start_clock()
+    try:
+      for piece in self._template.generate(
+          messages=[dataclasses.asdict(message) for message in messages],
+          add_generation_prompt=add_generation_prompt, tools=None, **self._special_tokens):
+        self._sandbox.check_clock()
+        size += len(piece)
+        if size > self._max_chars:
+          raise exceptions.SecurityError(f"the rendering is longer than {self._max_chars} characters")
+        pieces.append(piece)
+    except jinja2.TemplateError as error:
+      raise InvalidRequest(f"chat: the model's template refuses these messages: {str(error):.200}") from error
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+      raise InvalidRequest("chat: the model's template fails on these messages; send plain alternating turns, or the "
+                           "prompt as text") from error
+    return "".join(pieces)

@@ -1,0 +1,305 @@
+"""A Python client of sluice.v1: plain values in and out, errors as exceptions with a reason. Knows nothing of the engine.
+
+    from server.client import Client
+
+    with Client("127.0.0.1:50051") as client:
+      client.wait_ready()
+      print(client.generate("Once upon a time", max_tokens=40).text)
+      with client.stream([{"role": "user", "content": "Hello"}], temperature=0.7) as stream:
+        for piece in stream:
+          print(piece.text, end="", flush=True)
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import dataclasses
+import time
+from typing import NoReturn, Self, TypedDict, Unpack
+
+from google.rpc import error_details_pb2
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from server.proto import sluice_pb2 as pb
+from server.proto import sluice_pb2_grpc as pb_grpc
+
+type Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Raw text, token ids, or chat messages with "role" and "content"."""
+
+_FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+             "seed", "n", "logit_bias")
+_STOPPING = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
+_OUTPUT = ("logprobs", "prompt_logprobs", "return_text", "return_token_ids", "skip_special_tokens")
+
+
+class SluiceError(Exception):
+  """An RPC that did not end OK.
+
+  Attributes:
+    code: the gRPC status code.
+    reason: a stable word, such as "INVALID_REQUEST", "OVERLOADED", "DRAINING"; empty if the server gave none.
+    retry_after_s: when to try again, if the server said so.
+  """
+
+  def __init__(self, message: str, code: grpc.StatusCode, reason: str = "", retry_after_s: float | None = None):
+    super().__init__(message)
+    self.code = code
+    self.reason = reason
+    self.retry_after_s = retry_after_s
+
+
+class Options(TypedDict, total=False):
+  """Keyword arguments of a generation; what is left out takes the server's default. See sluice.proto for each."""
+
+  model: str
+  request_id: str
+  priority: int
+  cache_salt: str
+  queue_timeout_s: float
+  timeout_s: float
+  temperature: float
+  top_p: float
+  top_k: int
+  min_p: float
+  frequency_penalty: float
+  presence_penalty: float
+  repetition_penalty: float
+  seed: int
+  n: int
+  logit_bias: Mapping[int, float]
+  allowed_token_ids: Sequence[int]
+  max_tokens: int
+  min_tokens: int
+  stop: Sequence[str]
+  stop_token_ids: Sequence[int]
+  ignore_eos: bool
+  logprobs: int
+  prompt_logprobs: int
+  return_text: bool
+  return_token_ids: bool
+  skip_special_tokens: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+  """How one output ended.
+
+  Attributes:
+    reason: "stop" or "length".
+    matched: the stop string, or the stop token's id, or None.
+    prompt_tokens, completion_tokens, cached_tokens: usage.
+    time_to_first_token_s, total_s: seconds, measured by the server.
+  """
+
+  reason: str
+  matched: str | int | None
+  prompt_tokens: int
+  completion_tokens: int
+  cached_tokens: int
+  time_to_first_token_s: float
+  total_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """What is new of one output; `ending` is set on its last piece."""
+
+  index: int
+  text: str
+  token_ids: tuple[int, ...]
+  logprobs: tuple[pb.TokenLogprobs, ...] = ()
+  prompt_logprobs: tuple[pb.TokenLogprobs, ...] = ()
+  ending: Ending | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """One whole output."""
+
+  text: str
+  token_ids: tuple[int, ...]
+  logprobs: tuple[pb.TokenLogprobs, ...]
+  ending: Ending
+
+
+class Stream:
+  """An iterator over pieces, as they are made. Leaving the `with` block, or `cancel`, stops the work on the server."""
+
+  def __init__(self, call):
+    self._call = call
+    self.request_id = ""
+
+  def __iter__(self) -> Iterator[Piece]:
+    finished = 0
+    with _errors():
+      for message in self._call:
+        if message.HasField("started"):
+          self.request_id = message.started.request_id
+        endings = {finished.index: finished for finished in message.finished}
+        for delta in message.deltas:
+          ending = endings.pop(delta.index, None)
+          finished += ending is not None and ending.last
+          yield Piece(delta.index, delta.text, tuple(delta.token_ids), tuple(delta.logprobs),
+                      tuple(delta.prompt_logprobs), _ending(ending) if ending else None)
+        for index, ending in endings.items():
+          finished += ending.last
+          yield Piece(index, "", (), ending=_ending(ending))
+    if finished != 1:
+      raise SluiceError(f"the stream ended OK with {finished} last messages; update client or server",
+                        grpc.StatusCode.INTERNAL, "BROKEN_STREAM")
+
+  def cancel(self) -> None:
+    """Stops the generation; iteration then raises SluiceError with code CANCELLED."""
+    self._call.cancel()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._call.cancel()
+
+
+class Client:
+  """A connection to one server. Threads may share it."""
+
+  def __init__(self, target: str, *, max_message_bytes: int = 64 << 20):
+    """Args: target: HOST:PORT. max_message_bytes: of a response (log probabilities of a long prompt are large)."""
+    self._channel = grpc.insecure_channel(target, options=(("grpc.max_receive_message_length", max_message_bytes),))
+    self._generation = pb_grpc.GenerationServiceStub(self._channel)
+    self._model = pb_grpc.ModelServiceStub(self._channel)
+    self._health = health_pb2_grpc.HealthStub(self._channel)
+
+  def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+    """One output, whole. For n > 1 use `generate_all`.
+
+    Raises:
+      SluiceError: with the server's reason.
+    """
+    return self.generate_all(prompt, **options)[0]
+
+  def generate_all(self, prompt: Prompt, **options: Unpack[Options]) -> list[Completion]:
+    """All n outputs, in order. Raises SluiceError."""
+    with _errors():
+      response = self._generation.GenerateUnary(_request(prompt, options), timeout=options.get("timeout_s"))
+    return [Completion(each.text, tuple(each.token_ids), tuple(each.logprobs), _ending(each.finished))
+            for each in response.completions]
+
+  def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+    """Outputs piece by piece. Errors come while iterating."""
+    return Stream(self._generation.Generate(_request(prompt, options), timeout=options.get("timeout_s")))
+
+  def tokenize(self, text: str) -> list[int]:
+    """Token ids of a text, with the tokenizer's own tokens such as BOS."""
+    with _errors():
+      return list(self._generation.Tokenize(pb.TokenizeRequest(text=text)).token_ids)
+
+  def detokenize(self, token_ids: Sequence[int]) -> str:
+    """Text of token ids, without special tokens."""
+    with _errors():
+      return self._generation.Detokenize(pb.DetokenizeRequest(token_ids=token_ids)).text
+
+  def abort(self, *request_ids: str) -> list[bool]:
+    """Ends live generations; for each id whether it was live."""
+    with _errors():
+      outcomes = self._generation.Abort(pb.AbortRequest(request_ids=request_ids)).outcomes
+    return [outcome == pb.AbortResponse.OUTCOME_ABORTED for outcome in outcomes]
+
+  def model_info(self) -> pb.GetModelInfoResponse:
+    """The served model and its limits."""
+    with _errors():
+      return self._model.GetModelInfo(pb.GetModelInfoRequest())
+
+  def load(self) -> pb.GetLoadResponse:
+    """How busy the server is."""
+    with _errors():
+      return self._model.GetLoad(pb.GetLoadRequest())
+
+  def wait_ready(self, timeout_s: float = 60.0) -> None:
+    """Returns when the server says SERVING. Raises SluiceError, code DEADLINE_EXCEEDED, when it takes too long."""
+    deadline = time.monotonic() + timeout_s
+    request = health_pb2.HealthCheckRequest(service="sluice.v1.GenerationService")
+    while (remaining := deadline - time.monotonic()) > 0:
+      try:
+        answer = self._health.Check(request, timeout=remaining, wait_for_ready=True)
+      except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:  # pyright: ignore[reportAttributeAccessIssue]
+          break
+      else:
+        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+          return
+      time.sleep(min(0.1, max(0.0, remaining)))
+    raise SluiceError(f"the server was not ready within {timeout_s:g} s; see its log, or allow more time",
+                      grpc.StatusCode.DEADLINE_EXCEEDED, "NOT_READY")
+
+  def close(self) -> None:
+    """Ends the connection, and every RPC on it."""
+    self._channel.close()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+
+def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+  """The wire form; raises TypeError for a misspelt option."""
+  unknown = options.keys() - Options.__annotations__.keys()
+  if unknown:
+    raise TypeError(f"unknown options {sorted(unknown)}; known are {sorted(Options.__annotations__)}")
+
+  def chosen(names: tuple[str, ...]) -> dict:
+    return {name: options[name] for name in names if name in options}
+
+  request = pb.GenerateRequest(
+      sampling=pb.SamplingParams(**chosen(_SAMPLING)), stopping=pb.StopParams(**chosen(_STOPPING)),
+      output=pb.OutputParams(**chosen(_OUTPUT)), **chosen(("model", "request_id", "priority", "cache_salt")))
+  if "allowed_token_ids" in options:
+    request.sampling.allowed_token_ids.ids.extend(options["allowed_token_ids"])
+    request.sampling.allowed_token_ids.SetInParent()
+  if "queue_timeout_s" in options:
+    request.queue_timeout.FromNanoseconds(round(1e9 * options["queue_timeout_s"]))
+  if isinstance(prompt, str):
+    request.text = prompt
+  elif all(isinstance(item, int) for item in prompt):
+    request.token_ids.SetInParent()
+    request.token_ids.ids.extend(item for item in prompt if isinstance(item, int))
+  else:
+    request.chat.messages.extend(
+        pb.ChatMessage(role=item["role"], content=item["content"]) for item in prompt if isinstance(item, Mapping))
+  return request
+
+
+def _ending(finished: pb.Finished) -> Ending:
+  kind = finished.WhichOneof("matched")
+  return Ending(
+      reason=_FINISH_REASONS.get(finished.reason, "unspecified"), matched=getattr(finished, kind) if kind else None,
+      prompt_tokens=finished.usage.prompt_tokens, completion_tokens=finished.usage.completion_tokens,
+      cached_tokens=finished.usage.cached_tokens, time_to_first_token_s=finished.timing.time_to_first_token_s,
+      total_s=finished.timing.total_s)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+  """Turns gRPC's errors into SluiceError."""
+  try:
+    yield
+  except grpc.RpcError as error:
+    _raise(error)
+
+
+def _raise(error: grpc.RpcError) -> NoReturn:
+  call = error if isinstance(error, grpc.Call) else None
+  if call is None:
+    raise SluiceError(str(error), grpc.StatusCode.UNKNOWN) from error
+  reason, retry_after_s = "", None
+  status = rpc_status.from_call(call)
+  for detail in status.details if status else ():
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    if detail.Unpack(info):
+      reason = info.reason
+    elif detail.Unpack(retry):
+      retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+  raise SluiceError(call.details() or call.code().name, call.code(), reason, retry_after_s) from error

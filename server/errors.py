@@ -1,0 +1,69 @@
+"""Errors that only a server can have; `server.status` turns these and the engine's into gRPC statuses. No gRPC here."""
+
+from engine.errors import EngineError, InvalidRequest, Unavailable
+
+
+class MalformedRequest(InvalidRequest):
+  """The bytes are not the protobuf message that the method takes."""
+
+  reason = "MALFORMED_REQUEST"
+
+
+class ModelNotFound(EngineError):
+  """Another model than the served one was asked for."""
+
+  reason = "MODEL_NOT_FOUND"
+
+
+class NoTokenizer(EngineError):
+  """Text was sent or asked for, and the model's folder has no tokenizer."""
+
+  reason = "NO_TOKENIZER"
+
+
+class NoChatTemplate(EngineError):
+  """A chat was sent, and the model has no chat template."""
+
+  reason = "NO_CHAT_TEMPLATE"
+
+
+class DeadlineExceeded(EngineError):
+  """The client's deadline, the queue's or the server's has passed."""
+
+  reason = "DEADLINE_EXCEEDED"
+
+
+class AbortedByRequest(EngineError):
+  """Somebody called Abort."""
+
+  reason = "ABORTED_BY_REQUEST"
+
+
+class GenerationFailed(EngineError):
+  """The engine could not go on with this request: NaN logits, or the engine's own failure."""
+
+  reason = "GENERATION_FAILED"
+
+
+class SlowConsumer(EngineError):
+  """The client does not read its stream."""
+
+  reason = "SLOW_CONSUMER"
+
+
+class Starting(Unavailable):
+  """The model is loading or compiling."""
+
+  reason = "STARTING"
+
+
+class Draining(Unavailable):
+  """The server is going down."""
+
+  reason = "DRAINING"
+
+
+class EngineDead(Unavailable):
+  """The engine has failed; the process is about to exit."""
+
+  reason = "ENGINE_DEAD"

@@ -1,0 +1,260 @@
+"""One server's life: bind, say STARTING, serve, watch the engine, drain, end. Knows no model and no flag."""
+
+import asyncio
+from collections.abc import Sequence
+import dataclasses
+import logging
+import socket
+import threading
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.request import TokenEvent
+from server.errors import Draining, EngineDead
+from server.service import GENERATION_SERVICE, MODEL_SERVICE, Backend, Service
+
+# A process has to be told apart from a machine: liveness is "", readiness is each service's name.
+LIVENESS = ""
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# Time for statuses to reach clients after the last generation has ended.
+_FAREWELL_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostOptions:
+  """What the network side may be told. Times in seconds.
+
+  Attributes:
+    host, port: address to bind; port 0 lets the system choose.
+    max_request_bytes: larger messages are RESOURCE_EXHAUSTED.
+    max_concurrent_rpcs: more are RESOURCE_EXHAUSTED at once.
+    keepalive_time_s, keepalive_timeout_s: ping a silent client, and how long to wait for its answer.
+    min_ping_interval_s: clients may ping this often while nothing is sent (a long prefill sends nothing).
+    max_connection_age_s: close connections gracefully after it, so that balancers can rebalance; 0 is never.
+    stream_stall_timeout_s: end a stream whose client takes nothing for this long.
+    drain_delay_s: after SIGTERM, go on accepting while balancers learn that the server is not ready.
+    drain_timeout_s: how long what is running may take to finish then.
+    step_timeout_s: an engine whose loop has not turned for this long is not alive.
+    enable_reflection: answer grpcurl and the like.
+  """
+
+  host: str = "127.0.0.1"
+  port: int = 50051
+  max_request_bytes: int = 4 << 20
+  max_concurrent_rpcs: int = 2048
+  keepalive_time_s: float = 60.0
+  keepalive_timeout_s: float = 20.0
+  min_ping_interval_s: float = 10.0
+  max_connection_age_s: float = 0.0
+  stream_stall_timeout_s: float = 30.0
+  drain_delay_s: float = 0.0
+  drain_timeout_s: float = 30.0
+  step_timeout_s: float = 60.0
+  enable_reflection: bool = True
+
+
+class Host:
+  """A gRPC server and the thread of its engine. All methods but `emit` belong to one event loop."""
+
+  def __init__(self, options: HostOptions):
+    """Must be made inside the running event loop."""
+    self._options = options
+    self._loop = asyncio.get_running_loop()
+    self._service = Service(stream_stall_timeout_s=options.stream_stall_timeout_s)
+    self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+    self._server = _new_server(options)
+    self._backend: Backend | None = None
+    self._thread: threading.Thread | None = None
+    self._stop_engine = threading.Event()
+    self._stop = asyncio.Event()
+    self._hurry = asyncio.Event()
+    self._engine_ended = asyncio.Event()
+
+  async def start(self) -> int:
+    """Binds and answers STARTING; returns the port.
+
+    Raises:
+      ConfigError: the address cannot be bound.
+    """
+    options = self._options
+    _check_free(options.host, options.port)
+    try:
+      port = self._server.add_insecure_port(_address(options.host, options.port))
+    except RuntimeError as error:
+      raise ConfigError(f"cannot listen on {_address(options.host, options.port)}: {error}; choose another --port or "
+                        "--host") from None
+    self._service.register(self._server)
+    health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+    if options.enable_reflection:
+      _add_reflection(self._server)
+    await self._health.set(LIVENESS, _SERVING)
+    await self._set_ready(False)
+    await self._server.start()
+    return port
+
+  def emit(self, events: list[TokenEvent]) -> None:
+    """The engine's way out: one wake of the loop a step. Called on the engine's thread."""
+    self._loop.call_soon_threadsafe(self._dispatch, events)
+
+  async def serve(self, backend: Backend) -> None:
+    """Starts the engine's thread and says ready."""
+    self._backend = backend
+    self._thread = threading.Thread(target=self._run_engine, args=(backend.engine,), name="engine", daemon=True)
+    self._thread.start()
+    self._service.open(backend)
+    await self._set_ready(True)
+
+  def request_stop(self) -> None:
+    """Begins the drain; the second time, ends at once. Safe as a signal handler of the loop."""
+    if self._stop.is_set():
+      self._hurry.set()
+    self._stop.set()
+
+  @property
+  def stopping(self) -> bool:
+    """Whether a stop was asked for."""
+    return self._stop.is_set()
+
+  async def wait_stopped(self) -> int:
+    """Watches the engine until a stop is asked for or the engine ends, then takes everything down.
+
+    Returns:
+      The process's exit code: 0 after a drain, 1 after the engine's death.
+    """
+    watch = asyncio.create_task(self._watch_heartbeat())
+    await _first(self._stop.wait(), self._engine_ended.wait())
+    watch.cancel()
+    if self._engine_ended.is_set():
+      return await self._take_down_dead()
+    await self._drain()
+    return await self._take_down()
+
+  async def _drain(self) -> None:
+    options, backend = self._options, self._backend
+    await self._health.enter_graceful_shutdown()
+    if backend is None:
+      return
+    _log.info("draining: %d live requests, at most %g s", len(backend.generations), options.drain_timeout_s)
+    await _first(asyncio.sleep(options.drain_delay_s), self._hurry.wait(), self._engine_ended.wait())
+    self._service.close(Draining("the server is going down; send the request to another one"))
+    await _first(backend.generations.wait_idle(), asyncio.sleep(options.drain_timeout_s), self._hurry.wait(),
+                 self._engine_ended.wait())
+    if len(backend.generations):
+      _log.warning("drain: ending %d requests that did not finish", len(backend.generations))
+      backend.generations.fail_all(Draining("the server went down before this request was finished; send it again, to "
+                                            "another one"))
+
+  async def _take_down(self) -> int:
+    await self._server.stop(_FAREWELL_S)
+    self._stop_engine.set()
+    if self._thread is not None:
+      await self._loop.run_in_executor(None, self._thread.join, self._options.step_timeout_s)
+    self._service.shutdown()
+    backend = self._backend
+    if backend is not None:
+      stats = backend.engine.stats()
+      _log.info("stopped: %d requests served, %d KV blocks in use", backend.generations.num_finished, stats.blocks_used)
+    return 0
+
+  async def _take_down_dead(self) -> int:
+    backend = self._backend
+    assert backend is not None, "only a serving engine can end"
+    _log.critical("the engine has failed, the server ends", exc_info=backend.engine.dead)
+    error = EngineDead("the engine has failed; send the request again, to another server")
+    self._service.close(error)
+    backend.generations.fail_all(error)
+    await self._health.enter_graceful_shutdown()
+    await self._take_down()
+    return 1
+
+  def _dispatch(self, events: Sequence[TokenEvent]) -> None:
+    assert self._backend is not None, "no request can be submitted before serve()"
+    self._backend.generations.dispatch(events)
+
+  def _run_engine(self, engine: Engine) -> None:
+    try:
+      engine.run(self._stop_engine)
+    finally:
+      if not self._stop_engine.is_set():
+        self._loop.call_soon_threadsafe(self._engine_ended.set)
+
+  async def _watch_heartbeat(self) -> None:
+    """Liveness is that the engine's loop turns, not that gRPC answers."""
+    alive = True
+    while True:
+      await asyncio.sleep(min(1.0, self._options.step_timeout_s / 4))
+      if self._backend is None:
+        continue
+      engine = self._backend.engine
+      age_s = engine.now() - engine.heartbeat
+      if alive != (age_s <= self._options.step_timeout_s):
+        alive = not alive
+        _log.log(logging.WARNING if alive else logging.CRITICAL, "the engine's last turn was %.1f s ago: %s", age_s,
+                 "alive again" if alive else "not alive")
+        await self._health.set(LIVENESS, _SERVING if alive else _NOT_SERVING)
+        await self._set_ready(alive)
+
+  async def _set_ready(self, ready: bool) -> None:
+    for name in (GENERATION_SERVICE, MODEL_SERVICE):
+      await self._health.set(name, _SERVING if ready else _NOT_SERVING)
+
+
+async def _first(*waits) -> None:
+  """Returns when the first of several waits is over, with the others cancelled."""
+  tasks = [asyncio.ensure_future(wait) for wait in waits]
+  try:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+  finally:
+    for task in tasks:
+      task.cancel()
+
+
+def _new_server(options: HostOptions) -> grpc.aio.Server:
+  arguments = {
+      # With port sharing a second server would bind silently and take half of the connections.
+      "grpc.so_reuseport": 0,
+      "grpc.max_receive_message_length": options.max_request_bytes,
+      "grpc.max_send_message_length": -1,
+      "grpc.keepalive_time_ms": round(1000 * options.keepalive_time_s),
+      "grpc.keepalive_timeout_ms": round(1000 * options.keepalive_timeout_s),
+      "grpc.keepalive_permit_without_calls": 1,
+      "grpc.http2.min_recv_ping_interval_without_data_ms": round(1000 * options.min_ping_interval_s),
+      "grpc.http2.max_ping_strikes": 2,
+  }
+  if options.max_connection_age_s:
+    arguments["grpc.max_connection_age_ms"] = round(1000 * options.max_connection_age_s)
+  return grpc.aio.server(options=tuple(arguments.items()), maximum_concurrent_rpcs=options.max_concurrent_rpcs)
+
+
+def _add_reflection(server: grpc.aio.Server) -> None:
+  """v1alpha, and the same under v1's name, which newer tools ask first: the messages are the same on the wire."""
+  names = (GENERATION_SERVICE, MODEL_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+  reflection.enable_server_reflection(names, server)
+  servicer = reflection.aio.ReflectionServicer(names)
+  server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("grpc.reflection.v1.ServerReflection", {
+      "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(
+          servicer.ServerReflectionInfo, request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+          response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString)}),))
+
+
+def _check_free(host: str, port: int) -> None:
+  """gRPC reports a busy port in several log lines; ask the system first and say it in one."""
+  try:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+      probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+      probe.bind(address)
+  except OSError as error:
+    raise ConfigError(f"cannot listen on {_address(host, port)}: {error.strerror}; choose another --port or --host"
+                      ) from None
+
+
+def _address(host: str, port: int) -> str:
+  return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,86 @@
+"""The one table from errors to gRPC statuses, with google.rpc details. May not decide what is an error.
+
+Texts of our own exceptions never leave the server: what is not an EngineError becomes INTERNAL with a number that is
+also in the log.
+"""
+
+import logging
+import re
+import secrets
+from typing import NoReturn
+
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+import grpc
+
+from engine import errors as engine_errors
+from server import errors
+
+DOMAIN = "sluice.v1"
+# Details travel in trailers, of which clients take 8 KiB; grpc-message escapes a byte as three.
+_MAX_MESSAGE_BYTES = 1024
+_DETAILS_KEY = "grpc-status-details-bin"
+# Messages about a field begin with its name, as in "top_p=2.0 is not allowed: ...".
+_FIELD = re.compile(r"(?:the )?([a-z_][a-z_0-9.]*(?:\[\d+\](?:\.[a-z_]+)?)?)(?:=| has | is | of | token | entries|:)")
+
+# From the most special class to the most general.
+_CODES: tuple[tuple[type[engine_errors.EngineError], grpc.StatusCode], ...] = (
+    (engine_errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (engine_errors.DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS),
+    (engine_errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (engine_errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (errors.ModelNotFound, grpc.StatusCode.NOT_FOUND),
+    (errors.NoTokenizer, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.NoChatTemplate, grpc.StatusCode.FAILED_PRECONDITION),
+    (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (errors.AbortedByRequest, grpc.StatusCode.CANCELLED),
+    (errors.SlowConsumer, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.GenerationFailed, grpc.StatusCode.INTERNAL),
+)
+
+_log = logging.getLogger(__name__)
+
+
+def code_of(error: Exception) -> grpc.StatusCode:
+  """The status code of an error; INTERNAL for one that no client should see."""
+  return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
+  """Ends the RPC with the error's status; always raises grpc.aio.AbortError."""
+  code = code_of(error)
+  known = any(isinstance(error, kind) for kind, _ in _CODES)
+  if known and isinstance(error, engine_errors.EngineError):
+    message, reason = _shorten(str(error)), error.reason
+  else:
+    incident = secrets.token_hex(4)
+    _log.error("incident %s: a request failed in our own code", incident, exc_info=error)
+    message, reason = f"internal error, incident {incident} in the server's log", "INTERNAL"
+  details = [_pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))]
+  metadata = []
+  if code is grpc.StatusCode.INVALID_ARGUMENT:
+    field = _FIELD.match(message)
+    details.append(_pack(error_details_pb2.BadRequest(field_violations=[error_details_pb2.BadRequest.FieldViolation(
+        field=field[1] if field else "", description=message)])))
+  if isinstance(error, engine_errors.Overloaded):
+    retry = error_details_pb2.RetryInfo()
+    retry.retry_delay.FromMilliseconds(round(1000 * error.retry_after_s))
+    details.append(_pack(retry))
+    metadata.append(("grpc-retry-pushback-ms", str(round(1000 * error.retry_after_s))))
+  status = status_pb2.Status(code=code.value[0], message=message, details=details)
+  metadata.append((_DETAILS_KEY, status.SerializeToString()))
+  await context.abort(code, message, trailing_metadata=tuple(metadata))
+  raise AssertionError("context.abort returned")
+
+
+def _pack(message) -> any_pb2.Any:
+  packed = any_pb2.Any()
+  packed.Pack(message)
+  return packed
+
+
+def _shorten(message: str) -> str:
+  raw = message.encode("utf-8", "replace")
+  if len(raw) <= _MAX_MESSAGE_BYTES:
+    return message
+  return raw[:_MAX_MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "..."

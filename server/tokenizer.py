@@ -1,0 +1,189 @@
+"""A model's own tokenizer: text and chats to ids, ids to bytes. May not know requests or gRPC.
+
+Text of a chat message is data: a special token spelled in it is encoded letter by letter. A raw text prompt is the
+caller's own, so special tokens in it count.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+
+import tokenizers
+
+from engine.errors import ConfigError, InvalidRequest
+from server.chat_template import ChatTemplate, Message
+from server.text import Detokenizer
+
+# A Unicode noncharacter: it is put inside special tokens that a message spells, so that they cannot be recognised.
+_MARK = "\ufdd0"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+  """Encodes and decodes. All methods may be called from any thread."""
+
+  def __init__(self, folder: pathlib.Path, *, max_prompt_bytes: int = 1 << 20):
+    """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja (the last two need not exist).
+
+    Args:
+      folder: of the model.
+      max_prompt_bytes: longest text that is tokenized (some inputs take a tokenizer more than linear time).
+
+    Raises:
+      ConfigError: a file is missing, broken or of a kind that is not supported.
+    """
+    self._max_prompt_bytes = max_prompt_bytes
+    source = folder / "tokenizer.json"
+    try:
+      text = source.read_text(encoding="utf-8")
+      self._tokenizer = tokenizers.Tokenizer.from_str(text)
+      self._plain = tokenizers.Tokenizer.from_str(text)
+      decoder = json.loads(text).get("decoder")
+    except OSError as error:
+      raise ConfigError(f"{source} cannot be read: {error.strerror}; restore it, or use a folder without a tokenizer "
+                        "to serve token ids only") from error
+    except Exception as error:  # the library raises bare Exception
+      raise ConfigError(f"{source} is not a tokenizer: {str(error):.200}; restore it from its source") from error
+    for each in (self._tokenizer, self._plain):
+      each.no_truncation()
+      each.no_padding()
+    self._plain.encode_special_tokens = True
+    self._piece_bytes = _piece_bytes(decoder, source)
+    added = self._tokenizer.get_added_tokens_decoder()
+    self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+    self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+    special = sorted((added[token_id].content for token_id in self._special_ids), key=len, reverse=True)
+    self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+    self._marked = re.compile("|".join(re.escape(_mark(text)) for text in special) or r"(?!)")
+    self._text_bytes = functools.lru_cache(maxsize=None)(functools.partial(self._bytes_of, skip_special=True))
+    self._all_bytes = functools.lru_cache(maxsize=None)(functools.partial(self._bytes_of, skip_special=False))
+    self._chat = _load_chat_template(folder, max_chars=2 * max_prompt_bytes)
+
+  @property
+  def vocab_size(self) -> int:
+    """Entries, added tokens included."""
+    return self._tokenizer.get_vocab_size()
+
+  @property
+  def has_chat_template(self) -> bool:
+    """Whether `encode_chat` can work."""
+    return self._chat is not None
+
+  def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a raw text; special tokens spelled in it count.
+
+    Raises:
+      InvalidRequest: the text is longer than the limit.
+    """
+    self._check_size(len(text.encode()))
+    return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+  def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    """Token ids of a chat through the model's template.
+
+    Raises:
+      InvalidRequest: there is no template, it refuses the messages, or they are too long.
+    """
+    if self._chat is None:
+      raise InvalidRequest("chat cannot be used: this model has no chat template; send the prompt as text")
+    self._check_size(sum(len(message.content.encode()) for message in messages))
+    rendered = self._chat.render(
+        [dataclasses.replace(message, content=self._special.sub(lambda found: _mark(found[0]), message.content))
+         for message in messages],
+        add_generation_prompt=add_generation_prompt)
+    token_ids, at = [], 0
+    for found in self._marked.finditer(rendered):
+      token_ids += self._tokenizer.encode(rendered[at:found.start()], add_special_tokens=False).ids
+      token_ids += self._plain.encode(found[0].replace(_MARK, "", 1), add_special_tokens=False).ids
+      at = found.end()
+    return token_ids + self._tokenizer.encode(rendered[at:], add_special_tokens=False).ids
+
+  def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """The text of a whole sequence, as the tokenizer's own decoder has it. Ids must not be negative."""
+    return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+  def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+    """A fresh incremental decoder for one sequence."""
+    return Detokenizer(self._text_bytes if skip_special_tokens else self._all_bytes)
+
+  def _bytes_of(self, token_id: int, *, skip_special: bool) -> bytes:
+    if skip_special and token_id in self._special_ids:
+      return b""
+    if token_id in self._added:
+      return self._added[token_id]
+    piece = self._tokenizer.id_to_token(token_id)
+    return b"" if piece is None else self._piece_bytes(piece)
+
+  def _check_size(self, size: int) -> None:
+    if size > self._max_prompt_bytes:
+      raise InvalidRequest(f"prompt has {size} bytes of text, the limit is {self._max_prompt_bytes}: shorten it, or "
+                           "raise --max_prompt_bytes")
+
+
+def _mark(special: str) -> str:
+  return special[:1] + _MARK + special[1:]
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+  """Character -> byte, as GPT-2's encoder.py assigns them: printable bytes stand for themselves."""
+  alphabet = {chr(byte): byte for byte in range(256)
+              if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255}
+  others = [byte for byte in range(256) if byte not in alphabet.values()]
+  alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+  return alphabet
+
+
+def _piece_bytes(decoder: dict | None, source: pathlib.Path) -> Callable[[str], bytes]:
+  """How this tokenizer's pieces spell bytes; raises ConfigError for a kind that is not known."""
+  parts = decoder.get("decoders", [decoder]) if decoder else []
+  kinds = [part["type"] for part in parts]
+  if "ByteLevel" in kinds:
+    alphabet = _byte_level_alphabet()
+
+    def byte_level(piece: str) -> bytes:
+      if all(char in alphabet for char in piece):
+        return bytes(alphabet[char] for char in piece)
+      return piece.encode()
+
+    return byte_level
+  if "ByteFallback" in kinds or "Metaspace" in kinds:
+
+    def sentencepiece(piece: str) -> bytes:
+      byte = _BYTE_PIECE.fullmatch(piece)
+      return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
+
+    return sentencepiece
+  raise ConfigError(f"{source} has a decoder of kind {kinds or None}; byte-level BPE and SentencePiece are supported: "
+                    "use a folder without a tokenizer to serve token ids only")
+
+
+def _load_chat_template(folder: pathlib.Path, max_chars: int) -> ChatTemplate | None:
+  """The template of chat_template.jinja, else of tokenizer_config.json, else None."""
+  config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+  if config_file.exists():
+    try:
+      config = json.loads(config_file.read_text(encoding="utf-8"))
+      source = config.get("chat_template")
+      special = {name: _token_text(config[name]) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+                 if config.get(name)}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+      raise ConfigError(f"{config_file} is broken: {str(error):.200}; restore it from its source") from error
+  else:
+    source, special = None, {}
+  if isinstance(source, list):  # several named ones
+    named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+    source = named.get("default")
+  if template_file.exists():
+    source = template_file.read_text(encoding="utf-8")
+  if source is None:
+    return None
+  if not isinstance(source, str):
+    raise ConfigError(f"{config_file}: chat_template must be text; restore the file from its source")
+  return ChatTemplate(source, special, max_chars)
+
+
+def _token_text(token: str | dict) -> str:
+  return token["content"] if isinstance(token, dict) else str(token)

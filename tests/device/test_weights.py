@@ -1,0 +1,383 @@
+"""Model folders of both kinds: the same bits whichever way they come, and every kind of damage refused by name."""
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from engine.device.mesh import make_mesh
+from engine.device.weights import load_checkpoint, parameter_name
+from engine.errors import CheckpointError, ConfigError
+from tools.convert_checkpoint import convert
+from tools.make_random_model import write_model
+from tools.parity.cases import CASES
+
+# Everything at once: groups of 3, a head size of its own, biases nowhere but norms on query and key.
+RAW = CASES["qwen3"][0] | {"num_hidden_layers": 2}
+BIASED = CASES["qwen2"][0] | {"num_hidden_layers": 2}
+
+
+def load(folder: pathlib.Path, dtype="float32"):
+  return load_checkpoint(str(folder), make_mesh(jax.devices()[:1]), dtype)
+
+
+def arrays(model) -> dict[str, np.ndarray]:
+  return {parameter_name(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(model.params)}
+
+
+def assert_same_bits(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+  assert ours.keys() == theirs.keys()
+  for name, value in ours.items():
+    assert value.dtype == theirs[name].dtype and value.shape == theirs[name].shape, name
+    assert value.tobytes() == theirs[name].tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> pathlib.Path:
+  """Folders that no test changes: hf (one file), shards, biased, orbax."""
+  root = tmp_path_factory.mktemp("models")
+  write_model(root / "hf", RAW, seed=1)
+  write_model(root / "shards", RAW, seed=1, num_shards=3)
+  write_model(root / "biased", BIASED, seed=2, dtype="bfloat16")
+  (root / "hf" / "tokenizer.json").write_text("{}")
+  (root / "hf" / "chat_template.jinja").write_text("{{ messages }}")
+  (root / "hf" / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+  convert(root / "hf", root / "orbax", "bfloat16", name="tiny")
+  return root
+
+
+@pytest.fixture
+def hf(pristine, tmp_path) -> pathlib.Path:
+  return shutil.copytree(pristine / "hf", tmp_path / "hf")
+
+
+@pytest.fixture
+def shards(pristine, tmp_path) -> pathlib.Path:
+  return shutil.copytree(pristine / "shards", tmp_path / "shards")
+
+
+@pytest.fixture
+def orbax(pristine, tmp_path) -> pathlib.Path:
+  return shutil.copytree(pristine / "orbax", tmp_path / "orbax")
+
+
+def edit_json(file: pathlib.Path, **changes) -> None:
+  file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_tensors(file: pathlib.Path, change) -> None:
+  values = load_file(file)
+  change(values)
+  save_file(values, file)
+
+
+def test_fused_parameters_against_the_formula(pristine):
+  """Element by element from the stored tensors: query head k * G + g beside its KV head k."""
+  stored, ours = load_file(pristine / "biased" / "model.safetensors"), arrays(load(pristine / "biased", "bfloat16"))
+  heads, kv, size = BIASED["num_attention_heads"], BIASED["num_key_value_heads"], 16
+  group, layer = heads // kv, "model.layers.1."
+  qkv, bias, out = (ours[f"layers.1.attention.{name}"] for name in ("qkv", "qkv_bias", "out"))
+  for head in range(heads):
+    rows = slice(head * size, (head + 1) * size)
+    k, g = divmod(head, group)
+    np.testing.assert_array_equal(qkv[:, k, g], stored[layer + "self_attn.q_proj.weight"][rows].T)
+    np.testing.assert_array_equal(bias[k, g], stored[layer + "self_attn.q_proj.bias"][rows])
+    np.testing.assert_array_equal(out[k, g], stored[layer + "self_attn.o_proj.weight"][:, rows].T)
+  for k in range(kv):
+    rows = slice(k * size, (k + 1) * size)
+    for place, name in ((group, "k"), (group + 1, "v")):
+      np.testing.assert_array_equal(qkv[:, k, place], stored[layer + f"self_attn.{name}_proj.weight"][rows].T)
+      np.testing.assert_array_equal(bias[k, place], stored[layer + f"self_attn.{name}_proj.bias"][rows])
+  np.testing.assert_array_equal(ours["layers.1.mlp.gate_up"][:, 0], stored[layer + "mlp.gate_proj.weight"].T)
+  np.testing.assert_array_equal(ours["layers.1.mlp.gate_up"][:, 1], stored[layer + "mlp.up_proj.weight"].T)
+  np.testing.assert_array_equal(ours["layers.1.mlp.down"], stored[layer + "mlp.down_proj.weight"].T)
+  np.testing.assert_array_equal(ours["embed"], stored["model.embed_tokens.weight"])
+  assert "head" not in ours  # tied
+
+
+def test_shards_hold_the_same_model(pristine):
+  assert_same_bits(arrays(load(pristine / "shards")), arrays(load(pristine / "hf")))
+
+
+def test_conversion_is_bit_exact(pristine, tmp_path):
+  assert_same_bits(arrays(load(pristine / "orbax", "bfloat16")), arrays(load(pristine / "hf", "bfloat16")))
+  convert(pristine / "hf", tmp_path / "f32", "float32")
+  assert_same_bits(arrays(load(tmp_path / "f32")), arrays(load(pristine / "hf")))
+  convert(pristine / "orbax", tmp_path / "again", "bfloat16")
+  assert_same_bits(arrays(load(tmp_path / "again", "bfloat16")), arrays(load(pristine / "orbax", "bfloat16")))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
+def test_dtypes_are_converted_by_rounding(tmp_path, stored, wanted):
+  write_model(tmp_path / "m", RAW, seed=3, dtype=stored)
+  file = load_file(tmp_path / "m" / "model.safetensors")["lm_head.weight"]
+  assert file.dtype == jnp.dtype(stored)
+  np.testing.assert_array_equal(arrays(load(tmp_path / "m", wanted))["head"], file.T.astype(jnp.dtype(wanted)))
+
+
+def test_what_comes_with_the_weights(pristine):
+  for kind, name in (("hf", "hf"), ("orbax", "tiny")):
+    model = load(pristine / kind)
+    assert (model.name, model.eos_token_ids) == (name, (7, 9))
+    assert model.tokenizer_dir == str(pristine / kind)
+  assert (pristine / "orbax" / "chat_template.jinja").read_text() == "{{ messages }}"
+  assert load(pristine / "shards").tokenizer_dir is None
+  assert load(pristine / "shards").eos_token_ids == ()
+
+
+def test_eos_of_config_json_where_generation_config_has_none(shards):
+  edit_json(shards / "config.json", eos_token_id=5)
+  (shards / "generation_config.json").write_text("{}")
+  assert load(shards).eos_token_ids == (5,)
+  edit_json(shards / "config.json", eos_token_id="</s>")
+  with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id='</s>'"):
+    load(shards)
+
+
+def test_the_converted_folder_is_small(pristine):
+  files = [file for file in (pristine / "orbax").rglob("*") if file.is_file()]
+  weights = sum(value.nbytes for value in arrays(load(pristine / "hf", "bfloat16")).values())
+  assert len(files) < 25
+  assert sum(file.stat().st_size for file in files) < weights + 64 * 1024
+
+
+def test_redundant_tensors_of_other_writers(pristine, tmp_path):
+  """A tied head that is stored all the same, and rope's frequencies."""
+  folder = shutil.copytree(pristine / "biased", tmp_path / "biased")
+  file = folder / "model.safetensors"
+
+  def add(values):
+    values["lm_head.weight"] = values["model.embed_tokens.weight"].copy()
+    values["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+
+  edit_tensors(file, add)
+  assert_same_bits(arrays(load(folder, "bfloat16")), arrays(load(pristine / "biased", "bfloat16")))
+  edit_tensors(file, lambda values: values["lm_head.weight"].__setitem__((3, 4), ml_dtypes.bfloat16(50.0)))
+  with pytest.raises(CheckpointError, match=r"lm_head\.weight differs.*tie_word_embeddings"):
+    load(folder)
+
+
+def test_loading_over_two_devices_gives_the_same(pristine):
+  """In a process of its own, since the number of CPU devices is fixed at start."""
+  script = """
+import hashlib, sys
+import jax, numpy as np
+from engine.device.mesh import make_mesh
+from engine.device.weights import load_checkpoint
+assert len(jax.devices()) == 2
+for path in sys.argv[1:]:
+  leaves = jax.tree.leaves(load_checkpoint(path, make_mesh(), "bfloat16").params)
+  split = sum(leaf.addressable_shards[0].data.size < leaf.size for leaf in leaves)
+  print(split, hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest())
+"""
+  env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+  names = ("hf", "shards", "biased", "orbax")
+  ran = subprocess.run([sys.executable, "-c", script, *(str(pristine / name) for name in names)], env=env, text=True,
+                       capture_output=True, check=False, timeout=120)
+  assert ran.returncode == 0, ran.stderr
+  for name, line in zip(names, ran.stdout.split("\n"), strict=False):
+    leaves = jax.tree.leaves(load(pristine / name, "bfloat16").params)
+    split = 2 * 4 + (1 if name == "biased" else 2) + (2 if name == "biased" else 0)  # four a layer, biases, embed, head
+    assert line == f"{split} {hashlib.sha256(b''.join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest()}"
+
+
+def test_no_folder(tmp_path):
+  with pytest.raises(CheckpointError, match="no such folder"):
+    load(tmp_path / "nowhere")
+  (tmp_path / "file").write_text("x")
+  with pytest.raises(CheckpointError, match="is no folder"):
+    load(tmp_path / "file")
+  (tmp_path / "empty").mkdir()
+  with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+    load(tmp_path / "empty")
+
+
+def test_other_dtypes_are_refused(hf):
+  with pytest.raises(ConfigError, match="dtype=float16"):
+    load(hf, "float16")
+
+
+@pytest.mark.parametrize("text, said", [("{", "as JSON"), ("[]", "no JSON object"), ("\xff", "as JSON"),
+                                        ('{"architectures": ["T5"]}', "T5.*supported are")])
+def test_bad_config_json(hf, text, said):
+  (hf / "config.json").write_bytes(text.encode("latin1"))
+  with pytest.raises(CheckpointError, match=rf"config\.json: .*{said}"):
+    load(hf)
+
+
+@pytest.mark.parametrize("pickled", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickled_weights_are_not_opened(hf, pickled):
+  """The file would make a folder if it were unpickled."""
+  (hf / "model.safetensors").unlink()
+  made = hf / "was_run"
+  (hf / pickled).write_bytes(f"cos\nmkdir\n(V{made}\ntR.".encode())
+  with pytest.raises(CheckpointError, match=rf"{pickled}: a pickled checkpoint"):
+    load(hf)
+  assert not made.exists()
+
+
+def test_weights_left_out(hf):
+  (hf / "model.safetensors").unlink()
+  with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+    load(hf)
+
+
+def test_truncated_anywhere(hf):
+  """From nothing to all but a byte: the file is named always, the tensor that is cut once the header can be read."""
+  file = hf / "model.safetensors"
+  whole = file.read_bytes()
+  header = 8 + int.from_bytes(whole[:8], "little")
+  for size in (0, 4, 8, header // 2, header, header + 1, len(whole) // 2, len(whole) - 1):
+    file.write_bytes(whole[:size])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*tensor (lm_head|model\.).* is truncated" if
+                       size >= header else r"model\.safetensors: "):
+      load(hf)
+  file.write_bytes(whole + b"\0")
+  with pytest.raises(CheckpointError, match=r"model\.safetensors: 1 bytes follow"):
+    load(hf)
+
+
+def test_any_changed_header_is_refused_or_harmless(hf):
+  """Random bytes in the header: never another error, and never other values under a good name."""
+  file, rng = hf / "model.safetensors", np.random.default_rng(0)
+  whole, expected = file.read_bytes(), arrays(load(hf))
+  header, refused = 8 + int.from_bytes(whole[:8], "little"), 0
+  for _ in range(300):
+    damaged = bytearray(whole)
+    for position in rng.integers(header, size=rng.integers(1, 4)):
+      damaged[position] = rng.integers(256)
+    file.write_bytes(damaged)
+    try:
+      found = arrays(load(hf))
+    except CheckpointError as error:
+      assert "model.safetensors" in str(error) or "is missing from the checkpoint" in str(error)
+      refused += 1
+    else:
+      assert_same_bits(found, expected)  # the change was of a space, or of "__metadata__"
+  assert refused > 250
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda t: t.pop("model.norm.weight"), r"tensor model\.norm\.weight of shape \[96\] is missing"),
+    (lambda t: t.update(surprise=np.ones(3, np.float32)), r"model\.safetensors: tensor surprise is not part"),
+    (lambda t: t.update({"model.norm.weight": np.ones(95, np.float32)}), r"model\.norm\.weight has shape \[95\].*\[96\]"),
+    (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].T.copy()}), r"lm_head\.weight has shape \[96, 256\]"),
+    (lambda t: t.update({"model.norm.weight": np.ones(96, np.int8)}), r"model\.norm\.weight has dtype I8; supported"),
+    (lambda t: t.update({"model.norm.weight": np.ones(96, np.float64)}), r"model\.norm\.weight has dtype F64"),
+    (lambda t: t["model.layers.1.mlp.up_proj.weight"].__setitem__((5, 6), np.nan), r"1\.mlp\.up_proj\.weight holds NaN"),
+    (lambda t: t["model.norm.weight"].__setitem__(0, -np.inf), r"model\.norm\.weight holds NaN or Inf"),
+], ids=["missing", "extra", "shape", "transposed", "int8", "f64", "nan", "inf"])
+def test_wrong_tensors(hf, change, said):
+  edit_tensors(hf / "model.safetensors", change)
+  with pytest.raises(CheckpointError, match=said):
+    load(hf)
+
+
+def test_config_of_another_model(hf):
+  edit_json(hf / "config.json", intermediate_size=200)
+  with pytest.raises(CheckpointError, match=r"mlp\.gate_proj\.weight has shape \[208, 96\].*\[200, 96\]"):
+    load(hf)
+
+
+def test_broken_sharding(shards):
+  index, second = shards / "model.safetensors.index.json", shards / "model-00002-of-00003.safetensors"
+  good = index.read_text()
+  weight_map = json.loads(good)["weight_map"]
+  some = next(name for name, file in weight_map.items() if file == second.name)
+
+  for changed, said in (
+      ({**weight_map, some: "model-00001-of-00003.safetensors"}, rf"00002-of-00003\.safetensors: tensor {some} is here, but"),
+      ({**weight_map, "more": second.name}, r"00002-of-00003\.safetensors: tensor more is missing"),
+      ({**weight_map, some: "../../etc/passwd"}, "weight_map names '../../etc/passwd'"),
+      ({**weight_map, some: "pytorch_model.bin"}, "weight_map names 'pytorch_model.bin'"),
+      ([some], "weight_map must map"),
+  ):
+    index.write_text(json.dumps({"weight_map": changed}))
+    with pytest.raises(CheckpointError, match=said):
+      load(shards)
+  index.write_text(good)
+  second.unlink()
+  with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors: cannot be read"):
+    load(shards)
+
+
+def test_orbax_any_flipped_bit_is_refused(orbax):
+  """One bit in every file of the folder that matters, the file named, and of array bytes the tensors too."""
+  files = [file for file in sorted(orbax.rglob("*")) if file.is_file() and file.suffix not in (".jinja",)
+           and file.name not in ("tokenizer.json", "generation_config.json")]
+  assert len(files) > 8
+  rng, named = np.random.default_rng(0), 0
+  for file in files:
+    whole = file.read_bytes()
+    damaged = bytearray(whole)
+    damaged[rng.integers(len(whole))] ^= 1 << int(rng.integers(7))
+    file.write_bytes(damaged)
+    with pytest.raises(CheckpointError) as caught:
+      load(orbax)
+    assert file.name == "SHA256SUMS" or str(file) in str(caught.value)
+    named += "tensors hit: " in str(caught.value) and "attention" in str(caught.value) or "embed" in str(caught.value)
+    file.write_bytes(whole)
+  assert named
+  load(orbax)
+
+
+def test_orbax_truncated_missing_or_foreign_files(orbax):
+  data = max((file for file in (orbax / "weights").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+  whole = data.read_bytes()
+  data.write_bytes(whole[:-1])
+  with pytest.raises(CheckpointError, match=rf"{data.name}: is corrupt \(tensors hit: \w+"):
+    load(orbax)
+  data.unlink()
+  with pytest.raises(CheckpointError, match=rf"{data.name}: is missing"):
+    load(orbax)
+  data.write_bytes(whole)
+  (orbax / "weights" / "d" / "more").write_bytes(b"x")
+  with pytest.raises(CheckpointError, match=r"more: is not listed in SHA256SUMS"):
+    load(orbax)
+  (orbax / "weights" / "d" / "more").unlink()
+  (orbax / "SHA256SUMS").unlink()  # as after an interrupted copy: it is written last
+  with pytest.raises(CheckpointError, match=r"SHA256SUMS: cannot be read"):
+    load(orbax)
+
+
+def resign(folder: pathlib.Path) -> None:
+  """Digests of what is there now, as one who edits a folder on purpose would make them."""
+  lines = [line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()]
+  (folder / "SHA256SUMS").write_text("".join(
+      f"{hashlib.sha256((folder / file).read_bytes()).hexdigest()}  {file}\n" for file in lines))
+
+
+def test_orbax_of_another_model(orbax):
+  for change, said in (({"num_hidden_layers": 3}, r"tensor layers\.2\.attention\.k_norm\.scale is missing"),
+                       ({"num_hidden_layers": 1}, r"tensor layers\.1\.attention\.k_norm\.scale is not part"),
+                       ({"intermediate_size": 200}, r"layers\.0\.mlp\.down has shape \[208, 96\].*\[200, 96\]")):
+    good = (orbax / "config.json").read_text()
+    edit_json(orbax / "config.json", **change)
+    resign(orbax)
+    with pytest.raises(CheckpointError, match=said):
+      load(orbax)
+    (orbax / "config.json").write_text(good)
+  edit_json(orbax / "sluice.json", format=2)
+  resign(orbax)
+  with pytest.raises(CheckpointError, match=r"sluice\.json: format=2 is not supported"):
+    load(orbax)
+
+
+def test_conversion_never_overwrites_and_leaves_nothing_half_done(pristine, hf, tmp_path):
+  with pytest.raises(ConfigError, match="exists already"):
+    convert(pristine / "hf", pristine / "orbax", "bfloat16")
+  edit_tensors(hf / "model.safetensors", lambda values: values.pop("model.norm.weight"))
+  with pytest.raises(CheckpointError):
+    convert(hf, tmp_path / "out", "bfloat16")
+  assert sorted(file.name for file in tmp_path.iterdir()) == ["hf"]

@@ -1,0 +1,76 @@
+"""A tiny random decoder and what a runner needs to serve it; shared by the tests of this folder."""
+
+from collections.abc import Mapping
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.device import kv_cache
+from engine.device import mesh as mesh_lib
+from engine.device.programs import ProgramSpec
+from engine.device.runner import ModelRunner
+from engine.shapes import ShapeLadder
+from models import llama
+from models.attention import dense_causal_attend
+from models.config import ModelConfig
+
+TINY = ModelConfig(family="llama", vocab_size=96, num_layers=2, model_dim=32, hidden_dim=48, num_heads=4, num_kv_heads=2,
+                   head_dim=8, max_position=128)
+EOS = (1,)
+
+
+def random_params(config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> tuple[nnx.GraphDef, nnx.State]:
+  """Weights wide enough that the most likely token is not a matter of rounding."""
+  graphdef, state = llama.abstract(config, dtype)
+  rng = np.random.default_rng(seed)
+
+  def fill(leaf):
+    if len(leaf.shape) == 1:
+      return jnp.ones(leaf.shape, leaf.dtype)
+    fan_in = leaf.shape[0] if leaf.ndim < 4 or leaf.shape[-1] != config.model_dim else int(np.prod(leaf.shape[:-1]))
+    return jnp.asarray(rng.normal(size=leaf.shape) * fan_in**-0.5, leaf.dtype)
+
+  state = jax.tree.map(fill, state)
+  state["embed"][...] = jnp.asarray(rng.normal(size=state["embed"].shape), dtype)
+  return graphdef, state
+
+
+def make_runner(config: ModelConfig = TINY, *, dtype: jnp.dtype = jnp.float32, num_blocks: int = 64, block_size: int = 4,
+                token_budgets: tuple[int, ...] = (8, 32), max_num_seqs: int = 8, max_model_len: int = 64,
+                eos: tuple[int, ...] = EOS, devices=None, model: tuple[nnx.GraphDef, nnx.State] | None = None,
+                progress=lambda *_: None) -> ModelRunner:
+  """A runner over random weights (or `model`), on one device unless `devices` says more."""
+  mesh = mesh_lib.make_mesh(jax.devices()[:1] if devices is None else devices)
+  graphdef, state = model or random_params(config, dtype)
+  state = jax.device_put(state, mesh_lib.shardings(mesh, state))
+  leaves, tree = jax.tree.flatten(state)
+  spec = ProgramSpec(
+      mesh=mesh, model=config, graphdef=graphdef, params_tree=tree,
+      params=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves),
+      kv=kv_cache.abstract(mesh, config, num_blocks, block_size, dtype), block_size=block_size,
+      table_width=-(-max_model_len // block_size), num_slots=max_num_seqs, num_eos=len(eos))
+  return ModelRunner(spec, tuple(leaves), ShapeLadder(token_budgets, max_num_seqs), eos, progress)
+
+
+def dense_logits(model: tuple[nnx.GraphDef, nnx.State], tokens: list[int]) -> np.ndarray:
+  """f32[T, V] of a plain causal forward, no cache."""
+  decoder = nnx.merge(*model)
+  ids = jnp.asarray(tokens, jnp.int32)[None]
+  hidden, _ = decoder.hidden(ids, jnp.arange(len(tokens), dtype=jnp.int32)[None],
+                             (None,) * len(decoder.layers), None, dense_causal_attend())
+  return np.asarray(decoder.logits(hidden)[0])
+
+
+def dense_greedy(model: tuple[nnx.GraphDef, nnx.State], prompt: list[int], count: int,
+                 bias: Mapping[int, float] | None = None) -> list[int]:
+  """The greedy continuation by `dense_logits`, padded to one length so that it compiles once."""
+  tokens = list(prompt)
+  size = len(prompt) + count
+  for _ in range(count):
+    logits = dense_logits(model, tokens + [0] * (size - len(tokens)))[len(tokens) - 1].copy()
+    for token, value in (bias or {}).items():
+      logits[token] += value
+    tokens.append(int(logits.argmax()))
+  return tokens[len(prompt):]

@@ -1,0 +1,40 @@
+"""Command-line parsing shared by the measuring tools: a wrong flag is one line and exit code 2. No measuring here.
+
+argparse rather than absl flags: absl's registry is one per process, and tests import several tools into one.
+"""
+
+import argparse
+from typing import NoReturn
+
+
+class CommandParser(argparse.ArgumentParser):
+  """An ArgumentParser without abbreviations whose errors are one line."""
+
+  def __init__(self, prog: str, description: str | None):
+    super().__init__(prog=prog, description=description, allow_abbrev=False,
+                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+  def error(self, message: str) -> NoReturn:
+    self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+
+def positive_int(text: str) -> int:
+  """A whole number of at least 1, or the error argparse shows."""
+  try:
+    value = int(text)
+  except ValueError:
+    value = 0
+  if value < 1:
+    raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+  return value
+
+
+def positive_float(text: str) -> float:
+  """A number above 0, infinity allowed, or the error argparse shows."""
+  try:
+    value = float(text)
+  except ValueError:
+    value = 0.0
+  if not value > 0:
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+  return value

@@ -1,0 +1,42 @@
+"""Regenerates server/proto/*_pb2*.py from sluice.proto; run from the root. May not touch anything else.
+
+    python -m tools.generate_protos
+"""
+
+import argparse
+import importlib.resources
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROTO = "server/proto/sluice.proto"
+
+
+def generate(out: pathlib.Path) -> list[pathlib.Path]:
+  """Writes the generated modules below `out`, at their import paths; returns the files.
+
+  Paths inside the generated code follow the include root, so it must be the repository's.
+
+  Raises:
+    RuntimeError: protoc refused the file (its complaint is on stderr).
+  """
+  from grpc_tools import protoc  # a development dependency: the server runs without it
+
+  well_known = importlib.resources.files("grpc_tools") / "_proto"
+  arguments = ["protoc", f"-I{ROOT}", f"-I{well_known}", f"--python_out={out}", f"--pyi_out={out}",
+               f"--grpc_python_out={out}", PROTO]
+  if protoc.main(arguments) != 0:
+    raise RuntimeError(f"protoc could not compile {PROTO}; its message is above")
+  return sorted((out / "server/proto").glob("sluice_pb2*"))
+
+
+def main() -> int:
+  """Writes into the repository."""
+  argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+  for path in generate(ROOT):
+    print(path.relative_to(ROOT))
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

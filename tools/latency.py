@@ -1,0 +1,148 @@
+"""What the latency words mean, in one place: TTFT, ITL, TPOT, goodput from token times. Arithmetic only, no clock.
+
+Names are vLLM's (`vllm bench serve`), with two choices stated here because engines differ in them:
+TTFT counts from the INTENDED arrival, so that a client that falls behind cannot hide a stall (coordinated omission), and
+is given from the moment of sending as well; ITL has one entry a token, so a chunk of m tokens is one real gap and m - 1
+zeros, and the gaps between chunks are given beside it. TPOT is (last - first) / (n - 1), for n of at least 2.
+"""
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+import math
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+  """What happened to one request. Times in seconds on one clock.
+
+  Attributes:
+    id: of the request.
+    output_len: tokens that were asked for.
+    intended_s: when it should have been sent.
+    sent_s: when it was sent.
+    chunks: (time, number of tokens) of each message that carried tokens, in order.
+    tokens: the token ids, in order.
+    error: None, or why it failed (a short, stable word first).
+  """
+
+  id: int | str
+  output_len: int
+  intended_s: float
+  sent_s: float
+  chunks: tuple[tuple[float, int], ...]
+  tokens: tuple[int, ...]
+  error: str | None = None
+
+  @property
+  def ok(self) -> bool:
+    """Whether it ended well with exactly the tokens asked for."""
+    return self.error is None and len(self.tokens) == self.output_len
+
+  @property
+  def ttft_s(self) -> float:
+    """First token, from the intended arrival."""
+    return self.chunks[0][0] - self.intended_s
+
+  @property
+  def ttft_from_send_s(self) -> float:
+    """First token, from the moment of sending."""
+    return self.chunks[0][0] - self.sent_s
+
+  @property
+  def e2e_s(self) -> float:
+    """Last token, from the intended arrival."""
+    return self.chunks[-1][0] - self.intended_s
+
+  @property
+  def tpot_s(self) -> float | None:
+    """Mean time of each token after the first; None for a single token."""
+    count = len(self.tokens)
+    return None if count < 2 else (self.chunks[-1][0] - self.chunks[0][0]) / (count - 1)
+
+  @property
+  def chunk_gaps_s(self) -> tuple[float, ...]:
+    """Time between messages."""
+    return tuple(after - before for (before, _), (after, _) in zip(self.chunks, self.chunks[1:], strict=False))
+
+  @property
+  def itl_s(self) -> tuple[float, ...]:
+    """Time between tokens: one entry for each token after the first."""
+    gaps = [0.0] * (self.chunks[0][1] - 1)
+    for gap, (_, count) in zip(self.chunk_gaps_s, self.chunks[1:], strict=True):
+      gaps += [gap] + [0.0] * (count - 1)
+    return tuple(gaps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Objectives:
+  """Latency a user would call good, in seconds; infinity does not count."""
+
+  ttft_s: float = math.inf
+  tpot_s: float = math.inf
+
+  def met(self, outcome: Outcome) -> bool:
+    """A failed request misses; a single token has no TPOT and meets it."""
+    return outcome.ok and outcome.ttft_s <= self.ttft_s and (outcome.tpot_s or 0.0) <= self.tpot_s
+
+
+def percentile(values: Iterable[float], percent: float) -> float | None:
+  """Linear interpolation between closest ranks (numpy's default); None of nothing."""
+  ordered = sorted(values)
+  if not ordered:
+    return None
+  position = (len(ordered) - 1) * percent / 100
+  low = math.floor(position)
+  high = min(low + 1, len(ordered) - 1)
+  return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def _spread(name: str, values: Iterable[float]) -> dict[str, float | None]:
+  """Mean and percentiles of seconds, named and in milliseconds."""
+  ordered = sorted(values)
+  figures = {"mean": math.fsum(ordered) / len(ordered) if ordered else None}
+  figures |= {f"p{percent}": percentile(ordered, percent) for percent in (50, 90, 99)}
+  figures["max"] = ordered[-1] if ordered else None
+  return {f"{name}_{key}_ms": None if value is None else round(value * 1e3, 3) for key, value in figures.items()}
+
+
+def summary(outcomes: Sequence[Outcome], prompt_tokens: int, objectives: Objectives = Objectives()) -> dict[str, Any]:
+  """The figures of a run.
+
+  Args:
+    outcomes: one for each request OFFERED; those that failed count in every share but in no latency percentile.
+    prompt_tokens: total over the requests that ended well.
+    objectives: what goodput counts.
+  """
+  good = [outcome for outcome in outcomes if outcome.ok]
+  # From the first intended arrival to the last token anyone received: a run that only failed lasted no time.
+  end = max((outcome.chunks[-1][0] for outcome in outcomes if outcome.chunks), default=math.nan)
+  wall_s = end - min(outcome.intended_s for outcome in outcomes)
+  wall_s = wall_s if wall_s > 0 else math.nan
+  output_tokens = sum(len(outcome.tokens) for outcome in good)
+  met = sum(objectives.met(outcome) for outcome in outcomes)
+
+  def rate(count: float) -> float | None:
+    return None if math.isnan(wall_s) else round(count / wall_s, 3)
+
+  return {
+      "wall_s": None if math.isnan(wall_s) else round(wall_s, 4),
+      "output_tok_s": rate(output_tokens),
+      "total_tok_s": rate(output_tokens + prompt_tokens),
+      "request_s": rate(len(good)),
+      "requests": len(outcomes),
+      "completed": len(good),
+      "failed": len(outcomes) - len(good),
+      "output_tokens": output_tokens,
+      "prompt_tokens": prompt_tokens,
+      "goodput_request_s": rate(met),
+      "slo_attainment": round(met / len(outcomes), 4),
+      **_spread("ttft", (outcome.ttft_s for outcome in good)),
+      **_spread("ttft_from_send", (outcome.ttft_from_send_s for outcome in good)),
+      **_spread("itl", (gap for outcome in good for gap in outcome.itl_s)),
+      **_spread("chunk_gap", (gap for outcome in good for gap in outcome.chunk_gaps_s)),
+      **_spread("tpot", (outcome.tpot_s for outcome in good if outcome.tpot_s is not None)),
+      **_spread("e2e", (outcome.e2e_s for outcome in good)),
+      **_spread("stall", (max(outcome.itl_s) for outcome in good if outcome.itl_s)),
+      **_spread("send_delay", (outcome.sent_s - outcome.intended_s for outcome in outcomes)),
+  }

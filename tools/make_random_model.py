@@ -1,0 +1,111 @@
+"""Writes a Hugging Face folder with random weights from a seed: for tests, parity and benchmarks. No tokenizer.
+
+  python -m tools.make_random_model --output=/tmp/llama-125m --family=llama --num_layers=12 --model_dim=768 \
+    --num_heads=12 --num_kv_heads=4 --hidden_dim=2048 --vocab_size=32000 --dtype=float32
+"""
+
+import json
+import pathlib
+import sys
+from typing import Any
+import zlib
+
+from absl import app, flags
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from engine.errors import ConfigError
+from models.config import ModelConfig
+from models.registry import FAMILIES, config_from_hf, tensors
+
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+
+
+def random_tensor(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+  """One tensor, f32, scaled so that nothing grows or fades from layer to layer and that no two logits nearly tie.
+
+  The values depend on seed, name and shape alone, not on the order of tensors or the number of files.
+  A matrix keeps the variance of its input. The head, on a normed input, spreads logits by about 4, so greedy gaps
+  (a few hundredths and more) are far above the noise of f32. Norm weights lie around one and biases around zero, not
+  on them, so that a swapped or forgotten one shows.
+  """
+  values = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, np.float32)
+  if name.endswith("norm.weight"):
+    return 1.0 + 0.2 * values
+  if name.endswith(".bias"):
+    return 0.5 * values
+  if name == "model.embed_tokens.weight":
+    return values * (4.0 * config.model_dim**-0.5 if config.tie_embeddings else 1.0)
+  return values * (shape[-1] ** -0.5 * (4.0 if name == "lm_head.weight" else 1.0))
+
+
+def write_model(output: pathlib.Path, raw: dict[str, Any], seed: int, dtype: str = "float32", num_shards: int = 1) -> None:
+  """Writes config.json and the weights.
+
+  Args:
+    output: a folder; made if need be, and must be empty.
+    raw: config.json, in Hugging Face's words.
+    seed: of every value. The same seed and config give the same bytes.
+    dtype: a key of DTYPES.
+    num_shards: over 1, the weights are several files and an index.
+  """
+  config = config_from_hf(raw)
+  if output.exists() and any(output.iterdir()):
+    raise ConfigError(f"{output}: is not empty; give another folder")
+  output.mkdir(parents=True, exist_ok=True)
+  pieces = [piece for parts in tensors(config).values() for piece in parts]
+  shards = [pieces[start::num_shards] for start in range(num_shards)]
+  weight_map, total = {}, 0
+  for number, shard in enumerate(shards, 1):
+    file = "model.safetensors" if num_shards == 1 else f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+    values = {piece.name: random_tensor(config, piece.name, piece.shape, seed).astype(DTYPES[dtype]) for piece in shard}
+    save_file(values, output / file, metadata={"format": "pt"})
+    weight_map |= dict.fromkeys(values, file)
+    total += sum(value.nbytes for value in values.values())
+  if num_shards > 1:
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", "utf-8")
+  (output / "config.json").write_text(json.dumps({**raw, "torch_dtype": dtype}, indent=1) + "\n", "utf-8")
+
+
+def main(argv: list[str]) -> None:
+  """The command line."""
+  if len(argv) > 1:
+    sys.exit(f"unexpected argument {argv[1]!r}; flags are written --name=value")
+  output, family = pathlib.Path(_OUTPUT.value), _FAMILY.value
+  raw = {
+      "architectures": [FAMILIES[family].architecture], "model_type": family, "vocab_size": _VOCAB_SIZE.value,
+      "hidden_size": _MODEL_DIM.value, "intermediate_size": _HIDDEN_DIM.value, "num_hidden_layers": _NUM_LAYERS.value,
+      "num_attention_heads": _NUM_HEADS.value, "num_key_value_heads": _NUM_KV_HEADS.value,
+      "head_dim": _HEAD_DIM.value or _MODEL_DIM.value // _NUM_HEADS.value,
+      "max_position_embeddings": _MAX_POSITION.value, "rope_theta": _ROPE_THETA.value, "rope_scaling": None,
+      "rms_norm_eps": 1e-5, "tie_word_embeddings": _TIE_EMBEDDINGS.value, "hidden_act": "silu",
+      "sliding_window": _SLIDING_WINDOW.value, "use_sliding_window": False, "bos_token_id": None, "eos_token_id": None,
+  }
+  try:
+    write_model(output, raw, _SEED.value, _DTYPE.value, _NUM_SHARDS.value)
+  except (ConfigError, ValueError) as error:
+    sys.exit(str(error))
+  size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
+  print(f"{output}: {family}, {size / 1e6:.1f} MB of {_DTYPE.value} weights in {_NUM_SHARDS.value} file(s), seed {_SEED.value}")
+
+
+if __name__ == "__main__":
+  _OUTPUT = flags.DEFINE_string("output", None, "folder to write; must be new or empty", required=True)
+  _FAMILY = flags.DEFINE_enum("family", "llama", sorted(FAMILIES), "model family")
+  _SEED = flags.DEFINE_integer("seed", 0, "of the weights", lower_bound=0)
+  _DTYPE = flags.DEFINE_enum("dtype", "float32", sorted(DTYPES), "of the weights")
+  _NUM_SHARDS = flags.DEFINE_integer("num_shards", 1, "safetensors files", lower_bound=1)
+  _VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 32_000, "entries", lower_bound=1)
+  _NUM_LAYERS = flags.DEFINE_integer("num_layers", 12, "layers", lower_bound=1)
+  _MODEL_DIM = flags.DEFINE_integer("model_dim", 768, "width", lower_bound=1)
+  _HIDDEN_DIM = flags.DEFINE_integer("hidden_dim", 2048, "width of the feed-forward layer", lower_bound=1)
+  _NUM_HEADS = flags.DEFINE_integer("num_heads", 12, "query heads", lower_bound=1)
+  _NUM_KV_HEADS = flags.DEFINE_integer("num_kv_heads", 4, "key and value heads", lower_bound=1)
+  _HEAD_DIM = flags.DEFINE_integer("head_dim", 0, "head size; 0: width / query heads", lower_bound=0)
+  _MAX_POSITION = flags.DEFINE_integer("max_position", 4096, "longest sequence, tokens", lower_bound=1)
+  _ROPE_THETA = flags.DEFINE_float("rope_theta", 10_000.0, "base of the rotary frequencies")
+  _TIE_EMBEDDINGS = flags.DEFINE_bool("tie_embeddings", False, "whether the head is the embedding")
+  _SLIDING_WINDOW = flags.DEFINE_integer("sliding_window", None, "tokens a Mistral layer sees; none: all")
+  app.run(main)

@@ -1,0 +1,72 @@
+"""Second step of `make parity`: what transformers says, as golden files. Imports nothing of Sluice.
+
+It runs in an environment of its own (tools/parity/requirements.txt, Python 3.11), in float32 with plain ("eager")
+attention. Of a case it keeps, for every position of prompt and greedy continuation: the logits of every eighth entry
+of the vocabulary, the log of the sum of the exponentials of all of them, which any wrong logit moves, and the log
+probability of the token that follows.
+"""
+
+import argparse
+import hashlib
+import json
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+
+STRIDE = 8
+# A smaller gap between the two best logits than this could fall either way in f32; choose another seed then.
+LEAST_GAP = 1e-3
+
+
+def load(folder: pathlib.Path, dtype: torch.dtype) -> torch.nn.Module:
+  model, info = transformers.AutoModelForCausalLM.from_pretrained(
+      folder, dtype=dtype, attn_implementation="eager", output_loading_info=True)
+  assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+  return model.eval()
+
+
+def golden(folder: pathlib.Path) -> dict[str, np.ndarray]:
+  task = json.loads((folder / "prompts.json").read_text())
+  model, rounded = load(folder, torch.float32), load(folder, torch.bfloat16)
+  digest = hashlib.sha256()
+  for file in sorted(folder.glob("*.safetensors")):
+    digest.update(file.read_bytes())
+  out = {"weights_sha256": np.array(digest.hexdigest()), "versions": np.array(
+      f"torch {torch.__version__}, transformers {transformers.__version__}")}
+  squared_error, squared = 0.0, 0.0
+  for number, prompt in enumerate(task["prompts"]):
+    tokens = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                            max_new_tokens=task["new_tokens"], do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert tokens.shape[1] == len(prompt) + task["new_tokens"]
+    logits = model(tokens, use_cache=False).logits[0]
+    best = logits[len(prompt) - 1:-1].topk(2)
+    assert torch.equal(best.indices[:, 0], tokens[0, len(prompt):]), "cached and uncached greedy differ"
+    gap = (best.values[:, 0] - best.values[:, 1]).min().item()
+    assert gap > LEAST_GAP, f"{folder.name}: two best logits are {gap} apart"
+    error = rounded(tokens, use_cache=False).logits[0].float() - logits
+    squared_error, squared = squared_error + error.square().sum().item(), squared + logits.square().sum().item()
+    out |= {f"tokens_{number}": tokens[0].numpy().astype(np.int32), f"prompt_len_{number}": np.array(len(prompt)),
+            f"logits_{number}": logits[:, ::STRIDE].numpy(), f"logsumexp_{number}": logits.logsumexp(-1).numpy(),
+            f"logprobs_{number}": logits[:-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()}
+    print(f"{folder.name}: prompt of {len(prompt)}, least greedy gap {gap:.4f}, logit spread {logits.std().item():.2f}")
+  out["bfloat16_error"] = np.array((squared_error / squared) ** 0.5)
+  print(f"{folder.name}: transformers' own bfloat16 error {out['bfloat16_error']:.4f}")
+  return out
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--checkpoints", type=pathlib.Path, required=True, help="as written by write_checkpoints")
+  parser.add_argument("--output", type=pathlib.Path, required=True, help="folder of the golden files")
+  options = parser.parse_args()
+  options.output.mkdir(parents=True, exist_ok=True)
+  torch.manual_seed(0)
+  with torch.inference_mode():
+    for folder in sorted(path.parent for path in options.checkpoints.glob("*/prompts.json")):
+      np.savez_compressed(options.output / f"{folder.name}.npz", **golden(folder))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,28 @@
+"""First step of `make parity`: writes the checkpoints and prompts that transformers is then run on."""
+
+import json
+import pathlib
+import shutil
+
+from absl import app, flags
+import numpy as np
+
+from tools.parity import cases
+
+
+def main(argv: list[str]) -> None:
+  """The command line."""
+  del argv
+  root = pathlib.Path(_OUTPUT.value)
+  for name in cases.CASES:
+    shutil.rmtree(root / name, ignore_errors=True)
+    cases.write_case(name, root / name)
+    rng = np.random.default_rng(cases.seed(name))
+    prompts = [rng.integers(cases.VOCAB_SIZE, size=length).tolist() for length in cases.PROMPT_LENGTHS]
+    (root / name / "prompts.json").write_text(json.dumps({"prompts": prompts, "new_tokens": cases.NEW_TOKENS}))
+    print(f"wrote {root / name}")
+
+
+if __name__ == "__main__":
+  _OUTPUT = flags.DEFINE_string("output", None, "folder for the checkpoints, made anew", required=True)
+  app.run(main)
