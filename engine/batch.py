@@ -41,8 +41,9 @@ class Batch:
     step: serial number, from 0.
     shape: the rung; sum(counts) <= shape.tokens, len(slots) <= shape.rows, sum(num_logits) <= shape.rows.
     request_ids, slots, starts, counts: a column each, one entry a row.
-    num_logits: logit rows of each row: 0 (a chunk that does not reach the end), 1 (the last position samples) or
-      counts[r] (every position, for prompt logprobs). Logit rows belong to the row's LAST num_logits positions.
+    num_logits: logit rows of each row: 1, or counts[r] (every position, for prompt logprobs). A chunk that does not
+      reach the end has one too, which shows whether its KV is sound; 0 is allowed, and then nothing is known of it.
+      Logit rows belong to the row's LAST num_logits positions.
     samples: whether the row's last position yields a new token.
     token_ids: the row's input tokens, or () where the single input token is last_tokens[slot] on the device.
     admissions: slots to (re)initialise before the step runs.

@@ -1,4 +1,4 @@
-"""Who owns which KV block: free list, reference counts, prefix keys. Pure Python; knows block ids, never their contents.
+"""Who owns which KV block: free list, reference counts, prefix keys. Pure Python; knows block ids, not contents.
 
 Every block is in exactly one of three states:
 
@@ -138,7 +138,7 @@ class BlockPool:
     for block in range(1, self.num_blocks + 1):
       references = self._references[block]
       assert references == held[block], f"block {block} counts {references} references, tables hold {held[block]}"
-      assert (block in self._free) == (references == 0), f"block {block} with {references} references: free list differs"
+      assert (block in self._free) == (references == 0), f"the free list is wrong about block {block}"
     assert len(self._free) + len(held) == self.num_blocks, "blocks were lost or invented"
     assert 0 not in held and 0 not in self._free, "the padding block was handed out"
     keyed = {key: block for block, key in enumerate(self._keys) if key is not None}

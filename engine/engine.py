@@ -1,7 +1,7 @@
-"""The loop: joins the scheduler to a device, one step apart. Pure Python; owns the only thread that changes engine state.
+"""The loop: joins the scheduler to a device, one step apart. Pure Python; one thread alone changes engine state.
 
-Two crossings between threads: submit() and abort() put messages into the inbox, and emit() carries one list of events a step
-out. Every request that submit() accepted gets exactly one event with a finish_reason.
+Two crossings between threads: submit() and abort() put messages into the inbox, and emit() carries one list of events
+a step out. Every request that submit() accepted gets exactly one event with a finish_reason.
 """
 
 from collections.abc import Callable
@@ -131,7 +131,9 @@ class Engine:
       return False
     try:
       events, active = self._take_messages()
-      events += self._scheduler.expire(now)
+      expired = self._scheduler.expire(now)
+      self.recorder.trace_expire(now, expired)
+      events += expired
       active = self._turn(events, now) or active or bool(events)
       if events:
         self._send(events)
@@ -152,7 +154,7 @@ class Engine:
     scheduler = self._scheduler
     num_preemptions = scheduler.num_preemptions
     batch = scheduler.schedule(now)
-    self.recorder.trace_schedule(now, batch)
+    self.recorder.trace_schedule(now, batch, scheduler)
     if batch is None:
       return None
     record = self.recorder.planned(batch, scheduler, now, scheduler.num_preemptions - num_preemptions)
@@ -189,7 +191,7 @@ class Engine:
     return []
 
   def _abort(self, request_id: str, reason: FinishReason, message: str) -> list[TokenEvent]:
-    self.recorder.trace_abort(request_id, reason, message)
+    self.recorder.trace_abort(request_id, reason)
     return self._scheduler.abort(request_id, reason, message)
 
   def _start_trace(self, path: str) -> list[TokenEvent]:

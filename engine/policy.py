@@ -1,8 +1,8 @@
 """Who goes first, and when newcomers may join: order and gate only. Pure Python; touches no block and no budget.
 
-The Scheduler owns the mechanism and asks two questions. The order's rank() decides admissions, who gets blocks first and,
-read from the other end, who is preempted. The gate decides whether anyone may join at all. To add a policy, add a class and
-its name in the table, then tests by literal lists.
+The Scheduler owns the mechanism and asks two questions. The order's rank() decides admissions, who gets blocks first
+and, read from the other end, who is preempted. The gate decides whether anyone may join at all. To add a policy, add a
+class and its name in the table, then tests by literal lists.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ class Continuous:
 
 
 class Static:
-  """Pad and run to completion, to compare with: a wave is admitted, and keeps its width until all of it has finished."""
+  """Pad and run to completion, to compare with: a wave is admitted, and keeps its width until the last one ends."""
 
   def __init__(self, width: int = 0):
     self._width = width  # of the closed wave; 0 while it is still filling

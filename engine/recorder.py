@@ -1,4 +1,4 @@
-"""What happened, as plain data: counters, a ring of step records, and a trace that replays. Pure Python; decides nothing."""
+"""What happened: counters, a ring of step records, and a trace that replays. Pure Python; decides nothing."""
 
 from collections import deque
 import dataclasses
@@ -59,6 +59,7 @@ class EngineStats:
     blocks_used, blocks_free, blocks_cached: of the pool; free ones may still be cached.
     num_steps, num_decode_tokens, num_prefill_tokens, num_padding_tokens, num_cached_tokens, num_preemptions: totals.
     num_output_tokens: tokens that reached requests.
+    steps_by_rung: steps so far by the token budget of their shape.
     finished: endings by reason.
     steps: the latest step records, oldest first.
   """
@@ -79,6 +80,7 @@ class EngineStats:
   num_cached_tokens: int
   num_preemptions: int
   num_output_tokens: int
+  steps_by_rung: dict[int, int]
   finished: dict[FinishReason, int]
   steps: tuple[StepRecord, ...]
 
@@ -94,7 +96,9 @@ class Recorder:
     self.num_padding_tokens = 0
     self.num_cached_tokens = 0
     self.num_output_tokens = 0
+    self.steps_by_rung: dict[int, int] = {}
     self.finished = dict.fromkeys(FinishReason, 0)
+    self.trace_error: OSError | None = None  # why the latest trace ended early
     self._trace: TextIO | None = None
 
   # Counters.
@@ -104,9 +108,9 @@ class Recorder:
     num_tokens = sum(batch.counts)
     prefill_tokens = sum(map(len, batch.token_ids))
     return StepRecord(
-      batch.step, now, batch.shape.tokens, batch.shape.rows, len(batch.slots), num_tokens - prefill_tokens, prefill_tokens,
-      batch.shape.tokens - num_tokens, scheduler.pool.num_used, scheduler.pool.num_cached, scheduler.num_waiting,
-      scheduler.num_running, num_preemptions, 0.0, 0.0, 0.0)
+      batch.step, now, batch.shape.tokens, batch.shape.rows, len(batch.slots), num_tokens - prefill_tokens,
+      prefill_tokens, batch.shape.tokens - num_tokens, scheduler.pool.num_used, scheduler.pool.num_cached,
+      scheduler.num_waiting, scheduler.num_running, num_preemptions, 0.0, 0.0, 0.0)
 
   def done(self, record: StepRecord) -> None:
     """Keeps a complete record."""
@@ -115,6 +119,7 @@ class Recorder:
     self.num_decode_tokens += record.decode_tokens
     self.num_prefill_tokens += record.prefill_tokens
     self.num_padding_tokens += record.padding
+    self.steps_by_rung[record.shape_tokens] = self.steps_by_rung.get(record.shape_tokens, 0) + 1
 
   def emitted(self, events: list[TokenEvent]) -> None:
     """Counts tokens and endings."""
@@ -145,54 +150,78 @@ class Recorder:
       num_cached_tokens=self.num_cached_tokens,
       num_preemptions=scheduler.num_preemptions,
       num_output_tokens=self.num_output_tokens,
+      steps_by_rung=dict(self.steps_by_rung),
       finished=dict(self.finished),
       steps=steps[len(steps) - min(num_steps, len(steps)):],
     )
 
-  # The trace: JSON lines. First the scheduler's complete state, then whatever goes into it and the batches that came out.
+  # The trace: JSON lines. First the scheduler's complete state, then whatever goes into it and what comes out. It holds
+  # the token ids of prompts and answers: as private as the requests themselves.
 
   @property
   def is_tracing(self) -> bool:
     return self._trace is not None
 
   def start_trace(self, path: str, scheduler: Scheduler, in_flight: Batch | None) -> None:
-    """Begins a trace file with a snapshot; a trace in progress ends. Raises OSError."""
+    """Begins a trace with a snapshot; one in progress ends. A file that fails ends the trace, not the engine."""
     self.stop_trace()
-    self._trace = open(path, "w", encoding="utf-8")
+    self.trace_error = None
+    try:
+      self._trace = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by stop_trace()
+    except OSError as error:
+      self.trace_error = error
     self._line({"event": "state", "scheduler": scheduler.state(), "in_flight": in_flight and batch_line(in_flight)})
 
   def stop_trace(self) -> None:
     """Ends and closes the trace, if there is one."""
-    if self._trace is not None:
-      self._trace.close()
-      self._trace = None
+    trace, self._trace = self._trace, None
+    if trace is not None:
+      try:
+        trace.close()
+      except OSError as error:
+        self.trace_error = error
 
   def trace_add(self, request: Request) -> None:
+    """Before the request is queued."""
     if self._trace is not None:
       self._line({"event": "add", "request": request.state()})
 
-  def trace_abort(self, request_id: str, reason: FinishReason, message: str) -> None:
+  def trace_abort(self, request_id: str, reason: FinishReason) -> None:
+    """Before the request is ended."""
     if self._trace is not None:
-      self._line({"event": "abort", "id": request_id, "reason": reason.value, "message": message})
+      self._line({"event": "abort", "id": request_id, "reason": reason.value})
 
-  def trace_schedule(self, now: float, batch: Batch | None) -> None:
-    if self._trace is not None:
+  def trace_expire(self, now: float, events: list[TokenEvent]) -> None:
+    """After deadlines ended requests; a look at the clock that ended none leaves no line."""
+    if self._trace is not None and events:
+      self._line({"event": "expire", "now": now, "ids": [event.request_id for event in events]})
+
+  def trace_schedule(self, now: float, batch: Batch | None, scheduler: Scheduler) -> None:
+    """After planning; an engine without requests leaves no line."""
+    if self._trace is not None and (batch is not None or scheduler.num_waiting or scheduler.num_running):
       self._line({"event": "schedule", "now": now, "batch": batch and batch_line(batch)})
 
   def trace_commit(self, batch: Batch, result: StepResult, now: float, record: StepRecord) -> None:
+    """Before the values are taken in."""
     if self._trace is not None:
-      self._line({"event": "commit", "step": batch.step, "now": now, "tokens": list(result.tokens),
+      self._line({"event": "commit", "step": batch.step, "now": now, "tokens": [int(token) for token in result.tokens],
                   "bad_rows": sorted(result.bad_rows), "host_s": round(record.host_s, 6),
                   "device_s": round(record.device_s, 6)})
 
   def _line(self, value: dict) -> None:
-    assert self._trace is not None
-    self._trace.write(json.dumps(value, separators=(",", ":")) + "\n")
+    if self._trace is not None:
+      try:
+        self._trace.write(json.dumps(value, separators=(",", ":")) + "\n")
+      except OSError as error:
+        self.stop_trace()
+        self.trace_error = error
 
 
 def batch_line(batch: Batch) -> dict:
-  """A batch as the trace keeps it: counts in full, block ids as a digest of admissions and table growth."""
+  """A batch as the trace keeps it: counts in full; block ids, and what is told to the device, as digests."""
   blocks = [[admission.slot, *admission.block_ids] for admission in batch.admissions]
+  told = [[admission.slot, admission.num_prompt_tokens, admission.seed, *admission.token_ids]
+          for admission in batch.admissions]
   return {
     "step": batch.step,
     "shape": [batch.shape.tokens, batch.shape.rows],
@@ -202,5 +231,11 @@ def batch_line(batch: Batch) -> dict:
     "counts": list(batch.counts),
     "num_logits": list(batch.num_logits),
     "samples": [int(samples) for samples in batch.samples],
-    "blocks": hashlib.sha256(json.dumps([blocks, batch.new_blocks]).encode()).hexdigest(),
+    "num_decodes": batch.token_ids.count(()),
+    "blocks": _digest([blocks, batch.new_blocks]),
+    "inputs": _digest([told, batch.token_ids, batch.num_output_tokens]),
   }
+
+
+def _digest(value: list) -> str:
+  return hashlib.sha256(json.dumps(value).encode()).hexdigest()

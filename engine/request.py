@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 import dataclasses
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.batch import TokenLogprobs
 from engine.sampling_params import SamplingParams
@@ -123,7 +123,7 @@ class Request:
   @classmethod
   def from_state(cls, state: dict) -> "Request":
     """A request at the same point of its life; the caller resolves `leader`."""
-    params = {name: _tuples(value) for name, value in state["params"].items()}
+    params: dict[str, Any] = {name: _tuples(value) for name, value in state["params"].items()}
     return cls(**state | {
       "params": SamplingParams(**params),
       "cache_salt": bytes.fromhex(state["cache_salt"]),
@@ -136,7 +136,7 @@ class Request:
     })
 
 
-def _tuples(value):
+def _tuples(value: Any) -> Any:
   """JSON has lists where a frozen value has tuples."""
   return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 

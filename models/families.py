@@ -48,7 +48,8 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
                            "if the weights are of a supported architecture")
   for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size"):
     if raw.get(key):
-      raise UnsupportedModel(f"{key}={raw[key]!r}: mixture-of-experts models are not supported; supported are dense ones")
+      raise UnsupportedModel(f"{key}={raw[key]!r}: mixture-of-experts models are not supported; supported are dense "
+                             "ones")
   for key in ("attention_bias", "mlp_bias"):
     if raw.get(key):
       raise UnsupportedModel(f"{key}={raw[key]!r} is not supported; supported is false (Qwen2 alone has biases, on "
@@ -99,8 +100,8 @@ def _dense(raw: Mapping[str, Any], family: str, *, max_position: int, head_dim: 
   model_dim, num_heads = _read(raw, "hidden_size", int), _read(raw, "num_attention_heads", int)
   if head_dim is None:
     if num_heads < 1 or model_dim % num_heads and raw.get("head_dim") is None:
-      raise UnsupportedModel(f"hidden_size={model_dim} is not a multiple of num_attention_heads={num_heads}, and head_dim "
-                             "is not given")
+      raise UnsupportedModel(f"hidden_size={model_dim} is not a multiple of num_attention_heads={num_heads}, and "
+                             "head_dim is not given")
     head_dim = model_dim // num_heads
   theta, scaling = _rope(raw)
   return ModelConfig(

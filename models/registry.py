@@ -1,4 +1,4 @@
-"""Which models there are, and the names their weights go by in a Hugging Face checkpoint. Opens no file, holds no array.
+"""Which models there are, and the names of their weights in a Hugging Face checkpoint. Opens no file, holds no array.
 
 To add a family of this shape: a function in models/families.py, a line in FAMILIES, an entry in tools/parity/cases.py.
 """

@@ -20,7 +20,7 @@ from engine.errors import ConfigError, InvalidRequest
 MAX_TEMPLATE_BYTES = 65_536
 MAX_MESSAGES = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_RENDER_TIMEOUT_S = 2.0
+_RENDER_TIMEOUT_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

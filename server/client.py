@@ -1,4 +1,4 @@
-"""A Python client of sluice.v1: plain values in and out, errors as exceptions with a reason. Knows nothing of the engine.
+"""A Python client of sluice.v1: plain values in and out, errors as exceptions with a reason. Imports no engine.
 
     from server.client import Client
 
@@ -18,7 +18,7 @@ from typing import NoReturn, Self, TypedDict, Unpack
 
 from google.rpc import error_details_pb2
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_status import rpc_status
 
 from server.proto import sluice_pb2 as pb
@@ -132,7 +132,7 @@ class Stream:
     self.request_id = ""
 
   def __iter__(self) -> Iterator[Piece]:
-    finished = 0
+    num_last = 0
     with _errors():
       for message in self._call:
         if message.HasField("started"):
@@ -140,14 +140,14 @@ class Stream:
         endings = {finished.index: finished for finished in message.finished}
         for delta in message.deltas:
           ending = endings.pop(delta.index, None)
-          finished += ending is not None and ending.last
+          num_last += ending is not None and ending.last
           yield Piece(delta.index, delta.text, tuple(delta.token_ids), tuple(delta.logprobs),
                       tuple(delta.prompt_logprobs), _ending(ending) if ending else None)
         for index, ending in endings.items():
-          finished += ending.last
+          num_last += ending.last
           yield Piece(index, "", (), ending=_ending(ending))
-    if finished != 1:
-      raise SluiceError(f"the stream ended OK with {finished} last messages; update client or server",
+    if num_last != 1:
+      raise SluiceError(f"the stream ended OK with {num_last} last messages; update client or server",
                         grpc.StatusCode.INTERNAL, "BROKEN_STREAM")
 
   def cancel(self) -> None:
@@ -169,7 +169,9 @@ class Client:
     self._channel = grpc.insecure_channel(target, options=(("grpc.max_receive_message_length", max_message_bytes),))
     self._generation = pb_grpc.GenerationServiceStub(self._channel)
     self._model = pb_grpc.ModelServiceStub(self._channel)
-    self._health = health_pb2_grpc.HealthStub(self._channel)
+    self._check_health = self._channel.unary_unary(
+        "/grpc.health.v1.Health/Check", request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString)
 
   def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
     """One output, whole. For n > 1 use `generate_all`.
@@ -222,7 +224,7 @@ class Client:
     request = health_pb2.HealthCheckRequest(service="sluice.v1.GenerationService")
     while (remaining := deadline - time.monotonic()) > 0:
       try:
-        answer = self._health.Check(request, timeout=remaining, wait_for_ready=True)
+        answer = self._check_health(request, timeout=remaining, wait_for_ready=True)
       except grpc.RpcError as error:
         if error.code() is not grpc.StatusCode.UNAVAILABLE:  # pyright: ignore[reportAttributeAccessIssue]
           break

@@ -60,6 +60,7 @@ class _Output:
     shown = self._add_text(token_ids)
     if self._call.return_token_ids:
       self.delta.token_ids.extend(token_ids[:shown])
+    if event.logprobs:
       self.delta.logprobs.extend(map(_logprobs, event.logprobs[:shown]))
     if self._stops.matched is not None:
       self._finish(FinishReason.STOP, stop_string=self._stops.matched)
@@ -133,7 +134,7 @@ class Generation:
       message = pb.GenerateResponse()
       for output in unfinished:
         delta = output.delta
-        if delta.text or delta.token_ids or delta.prompt_logprobs:
+        if delta.text or delta.token_ids or delta.logprobs or delta.prompt_logprobs:
           message.deltas.append(delta)
           output.delta = pb.Delta(index=delta.index)
         if output.finished is not None:
@@ -163,7 +164,7 @@ class Generations:
     self._lingering: set[str] = set()
     self._idle = asyncio.Event()
     self._idle.set()
-    self.num_finished = 0
+    self.num_started = 0
 
   def __len__(self) -> int:
     return len(self._live)
@@ -192,18 +193,17 @@ class Generations:
       for index, params in enumerate(call.params):
         engine_id = leader if index == 0 else self._free_engine_id(f"{request_id}/{index}")
         output = _Output(generation, index, engine_id, call, self._tokenizer, self._clock)
-        self._outputs[engine_id] = output
-        generation.outputs.append(output)
         self._engine.submit(Request(
             id=engine_id, prompt_token_ids=call.prompt_token_ids, params=params, priority=call.priority,
             queue_deadline=None if call.queue_timeout_s is None else now + call.queue_timeout_s,
             deadline=None if limit_s == math.inf else now + limit_s,
             cache_salt=call.cache_salt, leader_id=None if index == 0 else leader))
+        self._outputs[engine_id] = output
+        generation.outputs.append(output)
     except BaseException:
-      refused = generation.outputs.pop()
-      del self._outputs[refused.engine_id]
       self.close(generation)
       raise
+    self.num_started += 1
     return generation
 
   def dispatch(self, events: Sequence[TokenEvent]) -> None:
@@ -220,11 +220,11 @@ class Generations:
       woken[id(generation)] = generation
       error = _error_of(event)
       if error is not None:
-        self._fail(generation, error)
+        self.fail(generation, error)
         continue
       output.take(event)
       if output.finished is not None and event.finish_reason is None:
-        self._abort_output(output)
+        self._abort_output(output, FinishReason.STOP)
     for generation in woken.values():
       generation.wake()
 
@@ -233,18 +233,26 @@ class Generations:
     generation = self._live.get(request_id)
     if generation is None or generation.ended:
       return False
-    self._fail(generation, AbortedByRequest(f"request {request_id} was aborted by an Abort call"))
+    self.fail(generation, AbortedByRequest(f"request {request_id} was aborted by an Abort call"))
     return True
+
+  def fail(self, generation: Generation, error: EngineError) -> None:
+    """Ends a generation with an error, and the engine's work on it; one that has ended stays as it is."""
+    if not generation.ended:
+      generation.error = error
+      for output in generation.outputs:
+        if output.engine_id in self._outputs:
+          self._abort_output(output)
+      generation.wake()
 
   def fail_all(self, error: EngineError) -> None:
     """Ends every live generation with this error."""
     for generation in list(self._live.values()):
-      self._fail(generation, error)
+      self.fail(generation, error)
 
   def close(self, generation: Generation) -> None:
     """Forgets a generation; the engine stops work on what of it is unfinished. Call it exactly once for each start."""
     del self._live[generation.request_id]
-    self.num_finished += 1
     for output in generation.outputs:
       if output.engine_id in self._outputs:
         self._abort_output(output)
@@ -255,19 +263,11 @@ class Generations:
     """Returns when no generation is live."""
     await self._idle.wait()
 
-  def _fail(self, generation: Generation, error: EngineError) -> None:
-    if not generation.ended:
-      generation.error = error
-      for output in generation.outputs:
-        if output.engine_id in self._outputs:
-          self._abort_output(output)
-      generation.wake()
-
-  def _abort_output(self, output: _Output) -> None:
+  def _abort_output(self, output: _Output, reason: FinishReason = FinishReason.ABORT) -> None:
     """The engine's own ending of it, a step or two later, finds nobody."""
     del self._outputs[output.engine_id]
     self._lingering.add(output.engine_id)
-    self._engine.abort(output.engine_id)
+    self._engine.abort(output.engine_id, reason)
 
   def _free_engine_id(self, request_id: str) -> str:
     """`request_id`, or a variant while the engine still holds an ended request of that id."""

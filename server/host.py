@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import logging
 import socket
@@ -38,7 +39,7 @@ class HostOptions:
     keepalive_time_s, keepalive_timeout_s: ping a silent client, and how long to wait for its answer.
     min_ping_interval_s: clients may ping this often while nothing is sent (a long prefill sends nothing).
     max_connection_age_s: close connections gracefully after it, so that balancers can rebalance; 0 is never.
-    stream_stall_timeout_s: end a stream whose client takes nothing for this long.
+    stream_stall_timeout_s: stop the work for a client that takes nothing for this long.
     drain_delay_s: after SIGTERM, go on accepting while balancers learn that the server is not ready.
     drain_timeout_s: how long what is running may take to finish then.
     step_timeout_s: an engine whose loop has not turned for this long is not alive.
@@ -138,7 +139,8 @@ class Host:
 
   async def _drain(self) -> None:
     options, backend = self._options, self._backend
-    await self._health.enter_graceful_shutdown()
+    # Readiness only: a process that drains is alive, and must not be killed for it.
+    await self._set_ready(False)
     if backend is None:
       return
     _log.info("draining: %d live requests, at most %g s", len(backend.generations), options.drain_timeout_s)
@@ -153,6 +155,8 @@ class Host:
 
   async def _take_down(self) -> int:
     await self._server.stop(_FAREWELL_S)
+    if self._backend is not None:
+      await self._wait_engine_idle(self._backend.engine)
     self._stop_engine.set()
     if self._thread is not None:
       await self._loop.run_in_executor(None, self._thread.join, self._options.step_timeout_s)
@@ -160,7 +164,7 @@ class Host:
     backend = self._backend
     if backend is not None:
       stats = backend.engine.stats()
-      _log.info("stopped: %d requests served, %d KV blocks in use", backend.generations.num_finished, stats.blocks_used)
+      _log.info("stopped: %d requests served, %d KV blocks in use", backend.generations.num_started, stats.blocks_used)
     return 0
 
   async def _take_down_dead(self) -> int:
@@ -173,6 +177,13 @@ class Host:
     await self._health.enter_graceful_shutdown()
     await self._take_down()
     return 1
+
+  async def _wait_engine_idle(self, engine: Engine) -> None:
+    """Lets the engine take in the last aborts; a stuck one is not waited for."""
+    with contextlib.suppress(TimeoutError):
+      async with asyncio.timeout(_FAREWELL_S):
+        while engine.num_live and engine.dead is None:
+          await asyncio.sleep(0.005)
 
   def _dispatch(self, events: Sequence[TokenEvent]) -> None:
     assert self._backend is not None, "no request can be submitted before serve()"

@@ -19,6 +19,7 @@ import grpc
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest, Unavailable
+from engine.shapes import ShapeLadder
 from server import status, validation
 from server.errors import DeadlineExceeded, EngineDead, MalformedRequest, SlowConsumer, Starting
 from server.generation import Generation, Generations
@@ -60,7 +61,7 @@ class Service:
   """Both services of sluice.v1. One object a server; its state is who may come in."""
 
   def __init__(self, *, stream_stall_timeout_s: float = 30.0):
-    """Args: stream_stall_timeout_s: a stream whose client takes nothing for this long is ended."""
+    """Args: stream_stall_timeout_s: the work for a client that takes nothing for this long is stopped."""
     self._backend: Backend | None = None
     self._closed: Unavailable | None = Starting("the model is loading; try again when the health check says SERVING")
     self._stream_stall_timeout_s = stream_stall_timeout_s
@@ -107,6 +108,7 @@ class Service:
     backend = self._admit()
     generation = await self._start(backend, request, context)
     # In `finally` alone, and never swallowing CancelledError: that is how gRPC says that the client is gone.
+    loop = asyncio.get_running_loop()
     try:
       first = True
       async for message in generation.messages():
@@ -115,12 +117,14 @@ class Service:
           message.started.CopyFrom(pb.Started(
               request_id=generation.request_id, model=backend.model,
               num_prompt_tokens=generation.outputs[0].num_prompt_tokens))
+        # A blocked write is left alone, for a status could not pass it either. What it must not do is hold pages.
+        stalled = loop.call_later(self._stream_stall_timeout_s, backend.generations.fail, generation, SlowConsumer(
+            f"the client took nothing for {self._stream_stall_timeout_s:g} s; read the stream faster, or use "
+            "GenerateUnary"))
         try:
-          async with asyncio.timeout(self._stream_stall_timeout_s):
-            await context.write(message.SerializeToString())
-        except TimeoutError:
-          raise SlowConsumer(f"the client took nothing for {self._stream_stall_timeout_s:g} s; read the stream faster, "
-                             "or use GenerateUnary") from None
+          await context.write(message.SerializeToString())
+        finally:
+          stalled.cancel()
     finally:
       backend.generations.close(generation)
 
@@ -188,13 +192,17 @@ class Service:
         # Linux counts in KiB.
         peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         compiles_after_ready=backend.compiles_after_ready(),
-        running_requests=stats.num_running, queued_requests=stats.num_waiting, queued_tokens=stats.num_waiting_tokens,
+        # Requests on their way to the scheduler wait, too.
+        running_requests=stats.num_running, queued_requests=max(0, stats.num_live - stats.num_running),
+        queued_tokens=stats.num_waiting_tokens,
         max_num_seqs=stats.max_num_seqs, kv_blocks_total=stats.num_blocks, kv_blocks_in_use=stats.blocks_used,
         kv_blocks_cached=stats.blocks_cached, steps_total=stats.num_steps,
         decode_tokens_total=stats.num_decode_tokens, prefill_tokens_total=stats.num_prefill_tokens,
         padding_tokens_total=stats.num_padding_tokens, output_tokens_total=stats.num_output_tokens,
         preemptions_total=stats.num_preemptions, prefix_hit_tokens_total=stats.num_cached_tokens,
-        requests_finished_total=sum(stats.finished.values()))
+        requests_finished_total=sum(stats.finished.values()),
+        rungs=[pb.RungLoad(tokens=rung.tokens, rows=rung.rows, steps_total=stats.steps_by_rung.get(rung.tokens, 0))
+               for rung in ShapeLadder(backend.config.token_budgets, backend.config.max_num_seqs).rungs()])
 
   # Their common parts.
 

@@ -15,6 +15,7 @@ import tokenizers
 
 from engine.errors import ConfigError, InvalidRequest
 from server.chat_template import ChatTemplate, Message
+from server.errors import NoChatTemplate
 from server.text import Detokenizer
 
 # A Unicode noncharacter: it is put inside special tokens that a message spells, so that they cannot be recognised.
@@ -85,10 +86,11 @@ class Tokenizer:
     """Token ids of a chat through the model's template.
 
     Raises:
-      InvalidRequest: there is no template, it refuses the messages, or they are too long.
+      NoChatTemplate: the model has none.
+      InvalidRequest: the template refuses the messages, or they are too long.
     """
     if self._chat is None:
-      raise InvalidRequest("chat cannot be used: this model has no chat template; send the prompt as text")
+      raise NoChatTemplate("the served model has no chat template; send the prompt as text")
     self._check_size(sum(len(message.content.encode()) for message in messages))
     rendered = self._chat.render(
         [dataclasses.replace(message, content=self._special.sub(lambda found: _mark(found[0]), message.content))
@@ -177,7 +179,10 @@ def _load_chat_template(folder: pathlib.Path, max_chars: int) -> ChatTemplate | 
     named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
     source = named.get("default")
   if template_file.exists():
-    source = template_file.read_text(encoding="utf-8")
+    try:
+      source = template_file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+      raise ConfigError(f"{template_file} is broken: {str(error):.200}; restore it from its source") from error
   if source is None:
     return None
   if not isinstance(source, str):

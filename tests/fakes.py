@@ -1,12 +1,13 @@
 """A device, a clock and an oracle for tests of the pure engine: wrong in every way the real device would be wrong.
 
-The KV at a position is a digest of everything up to it, as in a transformer, and lives at a physical (block, offset): a wrong
-block, a stale one or a lost recompute changes the tokens or trips an assertion. Values exist only at result(): the order of
-launches is the order of execution, and nothing runs before somebody asks for it.
+The KV at a position is a digest of everything up to it, as in a transformer, and lives at a physical (block, offset):
+a wrong block, a stale one or a lost recompute changes the tokens or trips an assertion. Values exist only at result():
+the order of launches is the order of execution, and nothing runs before somebody asks for it.
 """
 
 from collections.abc import Mapping
 import hashlib
+import itertools
 
 from engine.batch import Batch, StepResult, TokenLogprobs
 from engine.config import EngineConfig
@@ -23,14 +24,11 @@ def digest(before: bytes, token: int) -> bytes:
 
 def sample(state: bytes, params: SamplingParams, seed: int, num_output_tokens: int, vocab_size: int,
            eos: tuple[int, ...]) -> int:
-  """The token after a prefix: of its digest, of the seed where there is randomness, with end-of-sequence about 1 in 16."""
+  """The token after a prefix: of its digest, and the seed where there is chance; 1 in 16 is end-of-sequence."""
   draw = state + seed.to_bytes(4, "little") if params.temperature > 0 else state
   value = int.from_bytes(hashlib.blake2b(draw, digest_size=8).digest(), "little")
   ends = set(params.stop_token_ids) | set(() if params.ignore_eos else eos)
-  if eos and value % 16 == 0:
-    token = eos[value // 16 % len(eos)]
-  else:
-    token = value // 16 % vocab_size
+  token = eos[value // 16 % len(eos)] if eos and value % 16 == 0 else value // 16 % vocab_size
   while num_output_tokens < params.min_tokens and token in ends:
     token = (token + 1) % vocab_size
   return token
@@ -48,6 +46,14 @@ class _Slot:
     self.admission = admission
     self.table = list(admission.block_ids)
     self.token_ids = list(admission.token_ids)  # grows by what the device samples
+    self._chain: list[bytes] = []
+
+  def expected(self, position: int) -> bytes:
+    """The digest that `position` must hold; remembered, since the same positions are read at every step."""
+    while len(self._chain) <= position:
+      before = self._chain[-1] if self._chain else ROOT
+      self._chain.append(digest(before, self.token_ids[len(self._chain)]))
+    return self._chain[position]
 
 
 class FakeRunner:
@@ -55,12 +61,14 @@ class FakeRunner:
 
   Attributes:
     shapes: the shapes launched so far.
-    poison: token id that turns the KV of its position, and every position after it in the sequence, into NaN.
+    poison: a token id whose position comes out as NaN, and all that attend to it.
+    poisoned: request id -> position that comes out as NaN when that request computes it, and all that attend to it.
   """
 
-  def __init__(self, config: EngineConfig, poison: int | None = None):
+  def __init__(self, config: EngineConfig, poison: int | None = None, poisoned: Mapping[str, int] | None = None):
     self.config = config
     self.poison = poison
+    self.poisoned = {} if poisoned is None else poisoned
     self.shapes: set = set()
     self.num_steps = 0
     self._slots: dict[int, _Slot] = {}
@@ -113,19 +121,25 @@ class FakeRunner:
     if batch.token_ids[row]:
       assert list(batch.token_ids[row]) == slot.token_ids[start:start + count], "input tokens are not the request's"
     else:
-      assert count == 1 and start == len(slot.token_ids) - 1, f"position {start} is not the last of {len(slot.token_ids)}"
+      assert count == 1 and start == len(slot.token_ids) - 1, f"position {start} is not the last"
       assert start >= slot.admission.num_prompt_tokens, "last_tokens holds no prompt token"
     assert batch.samples[row] == (start + count == len(slot.token_ids)), "samples in the middle, or not at the end"
     assert batch.num_output_tokens[row] == len(slot.token_ids) - slot.admission.num_prompt_tokens
     assert (start + count - 1) // config.block_size < len(slot.table), "the block table is too short"
+    bad_position = self.poisoned.get(batch.request_ids[row], -1)
     for position in range(start):  # every position attends to all before it: all of them are read
-      assert self._at(slot, position) == self._expected(slot, position), f"position {position} holds another prefix"
+      value = self._at(slot, position)
+      if value is None:
+        own = 0 <= bad_position <= position or self.poison in slot.token_ids[:position + 1]
+        assert own, f"NaN at position {position} came from another request"
+      else:
+        assert value == slot.expected(position), f"position {position} holds another prefix"
     state: bytes | None = self._at(slot, start - 1) if start else ROOT
     entries = []
     for position in range(start, start + count):
       token = slot.token_ids[position]
-      bad = state is None or token == self.poison
-      state = None if bad else digest(state, token)  # type: ignore[arg-type]
+      bad = state is None or position == bad_position or token == self.poison
+      state = None if bad else digest(state or ROOT, token)
       place = self._place(slot, position)
       assert place not in writers, f"rows {writers.get(place)} and {row} write the same place"
       writers[place] = row
@@ -155,15 +169,6 @@ class FakeRunner:
     assert place in self._kv, f"position {position} reads {place}, never written"
     return self._kv[place]
 
-  def _expected(self, slot: _Slot, position: int) -> bytes | None:
-    """The digest that position must hold; remembered, since the same positions are checked at every step."""
-    chain: list = slot.__dict__.setdefault("chain", [])
-    while len(chain) <= position:
-      before = chain[-1] if chain else ROOT
-      token = slot.token_ids[len(chain)]
-      chain.append(None if before is None or token == self.poison else digest(before, token))
-    return chain[position]
-
 
 class _FakeLaunched:
   """A step that runs when it is asked for."""
@@ -192,14 +197,13 @@ class VirtualClock:
     self.now += seconds
 
 
-def oracle(config: EngineConfig, request: Request, poison: int | None = None) -> tuple[tuple[int, ...], FinishReason]:
-  """What one request yields when it is served alone, without blocks, batches or schedules: its tokens and its ending."""
-  state: bytes = ROOT
+def oracle(config: EngineConfig, request: Request) -> tuple[tuple[int, ...], FinishReason]:
+  """What one request yields when it is served alone, without blocks, batches or schedules: its tokens and ending."""
+  state = ROOT
   for token in request.prompt_token_ids:
-    if token == poison:
-      return (), FinishReason.ERROR
     state = digest(state, token)
-  params, outputs = request.params, []
+  params = request.params
+  outputs: list[int] = []
   ends = set(params.stop_token_ids) | set(() if params.ignore_eos else config.eos_token_ids)
   while True:
     token = sample(state, params, request.seed, len(outputs), config.vocab_size, config.eos_token_ids)
@@ -208,16 +212,14 @@ def oracle(config: EngineConfig, request: Request, poison: int | None = None) ->
       return tuple(outputs), FinishReason.STOP
     if len(outputs) == params.max_tokens:
       return tuple(outputs), FinishReason.LENGTH
-    if token == poison:
-      return tuple(outputs), FinishReason.ERROR
     state = digest(state, token)
 
 
 def oracle_prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
   """The log probabilities of prompt tokens from the second on."""
-  state, entries = ROOT, []
-  prompt: Mapping | list = list(request.prompt_token_ids)
-  for token, following in zip(prompt, prompt[1:], strict=False):
+  state = ROOT
+  entries = []
+  for token, following in itertools.pairwise(request.prompt_token_ids):
     state = digest(state, token)
     entries.append(logprob(following, state))
   return tuple(entries)

@@ -14,7 +14,7 @@ from server.client import Client, Ending, Options, Prompt, SluiceError
 
 _TARGET = flags.DEFINE_string("target", "127.0.0.1:50051", "HOST:PORT of the server.")
 _PROMPT = flags.DEFINE_string("prompt", None, "Raw text to continue.")
-_CHAT = flags.DEFINE_bool("chat", False, "Chat: --prompt, if given, is the first message; else messages are read line by line.")
+_CHAT = flags.DEFINE_bool("chat", False, "Chat messages: --prompt as the only one, else a conversation.")
 _SYSTEM = flags.DEFINE_string("system", "", "System message of a chat.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "Most tokens to generate.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy. Default: 0 with --chat, else the server's.")
@@ -23,6 +23,9 @@ _SEED = flags.DEFINE_integer("seed", None, "Makes draws repeatable.")
 _STOP = flags.DEFINE_multi_string("stop", [], "Stop string; may be given several times.")
 _TIMEOUT_S = flags.DEFINE_float("timeout_s", None, "Deadline of a request, in seconds.")
 _STATS = flags.DEFINE_bool("stats", True, "Print a line of figures after each answer.")
+
+# What a model writes must not steer the terminal.
+_UNSAFE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 _out = Console(highlight=False, soft_wrap=True)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -60,7 +63,7 @@ def _answer(client: Client, prompt: Prompt) -> tuple[str, bool]:
     try:
       for piece in stream:
         text += piece.text
-        _out.out(piece.text, end="", highlight=False)
+        _out.out(piece.text.translate(_UNSAFE) if _out.is_terminal else piece.text, end="", highlight=False)
         _out.file.flush()
         if piece.ending is not None:
           complete = True
@@ -124,16 +127,18 @@ def _chat(client: Client, first: str | None) -> int:
 
 
 def main(argv: list[str]) -> int:
-  """Returns 0, or 1 when the server refused or failed."""
+  """Returns 0; 1 when the server refused or failed, 2 for bad flags, 130 after Ctrl-C."""
   if len(argv) > 1:
-    raise app.UsageError(f"unexpected argument {argv[1]!r}; send the text as --prompt=...")
-  if _PROMPT.value is None and not _CHAT.value:
-    raise app.UsageError("nothing to do; give --prompt=TEXT, or --chat for a conversation")
+    _err.print(f"error: unexpected argument {argv[1]!r}; send the text as --prompt=TEXT", style="red", markup=False)
+    return 2
+  if not _PROMPT.value and not _CHAT.value:
+    _err.print("error: nothing to do; give --prompt=TEXT, or --chat for a conversation", style="red")
+    return 2
   with Client(_TARGET.value) as client:
     try:
       if _CHAT.value:
         return _chat(client, _PROMPT.value)
-      _, complete = _answer(client, _PROMPT.value)
+      _, complete = _answer(client, _PROMPT.value or "")
       return 0 if complete else 130
     except SluiceError as error:
       _complain(error)

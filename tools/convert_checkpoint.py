@@ -6,7 +6,7 @@
 import pathlib
 import sys
 
-from absl import app, flags, logging
+from absl import app, flags
 import jax
 
 from engine.device import orbax_folder
@@ -15,8 +15,8 @@ from engine.device.weights import load_checkpoint, parameter_name
 from engine.errors import ConfigError
 
 # Beside the weights: what tokenization, chat and stopping need, and what says where the model is from.
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-              "chat_template.jinja", "chat_template.json", "LICENSE", "README.md")
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+              "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "LICENSE", "README.md")
 
 
 def convert(source: pathlib.Path, output: pathlib.Path, dtype: str, name: str | None = None) -> None:
@@ -51,5 +51,4 @@ if __name__ == "__main__":
   _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "of the stored weights")
   _NAME = flags.DEFINE_string("name", None, "the model's name; default: the input folder's")
   jax.config.update("jax_platforms", "cpu")
-  flags.FLAGS.set_default("verbosity", logging.WARNING)  # Orbax tells forty lines of its life
   app.run(main)

@@ -32,7 +32,7 @@ def generate(out: pathlib.Path) -> list[pathlib.Path]:
 
 def main() -> int:
   """Writes into the repository."""
-  argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+  argparse.ArgumentParser(description="Regenerates the modules of server/proto.").parse_args()
   for path in generate(ROOT):
     print(path.relative_to(ROOT))
   return 0

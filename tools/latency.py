@@ -1,9 +1,9 @@
 """What the latency words mean, in one place: TTFT, ITL, TPOT, goodput from token times. Arithmetic only, no clock.
 
 Names are vLLM's (`vllm bench serve`), with two choices stated here because engines differ in them:
-TTFT counts from the INTENDED arrival, so that a client that falls behind cannot hide a stall (coordinated omission), and
-is given from the moment of sending as well; ITL has one entry a token, so a chunk of m tokens is one real gap and m - 1
-zeros, and the gaps between chunks are given beside it. TPOT is (last - first) / (n - 1), for n of at least 2.
+TTFT counts from the INTENDED arrival, so that a client that falls behind cannot hide a stall (coordinated omission),
+and is given from the moment of sending as well; ITL has one entry a token, so a chunk of m tokens is one real gap and
+m - 1 zeros, and the gaps between chunks are given beside it. TPOT is (last - first) / (n - 1), for n of at least 2.
 """
 
 from collections.abc import Iterable, Sequence

@@ -40,7 +40,8 @@ def random_tensor(config: ModelConfig, name: str, shape: tuple[int, ...], seed: 
   return values * (shape[-1] ** -0.5 * (4.0 if name == "lm_head.weight" else 1.0))
 
 
-def write_model(output: pathlib.Path, raw: dict[str, Any], seed: int, dtype: str = "float32", num_shards: int = 1) -> None:
+def write_model(output: pathlib.Path, raw: dict[str, Any], seed: int, dtype: str = "float32",
+                num_shards: int = 1) -> None:
   """Writes config.json and the weights.
 
   Args:
@@ -88,7 +89,8 @@ def main(argv: list[str]) -> None:
   except (ConfigError, ValueError) as error:
     sys.exit(str(error))
   size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
-  print(f"{output}: {family}, {size / 1e6:.1f} MB of {_DTYPE.value} weights in {_NUM_SHARDS.value} file(s), seed {_SEED.value}")
+  print(f"{output}: {family}, {size / 1e6:.1f} MB of {_DTYPE.value} weights in {_NUM_SHARDS.value} file(s), "
+        f"seed {_SEED.value}")
 
 
 if __name__ == "__main__":

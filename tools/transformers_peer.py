@@ -1,6 +1,6 @@
-"""Runs a request file through transformers' continuous batching, in an environment of its own (torch). Imports nothing of Sluice.
+"""Runs a request file through transformers' continuous batching, in torch's own environment. Imports nothing of Sluice.
 
-Started by tools.compare_transformers with that environment's Python; works on Python 3.10 and later. The face is that of
+Started by tools.compare_transformers with that environment's Python (3.10 or later). The face is that of
 tools.bench_offline: a request file in, a token file and one JSON line on standard output out.
 """
 
@@ -10,9 +10,13 @@ import resource
 import sys
 import time
 
-import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
-from transformers.utils import logging
+import torch  # pyright: ignore[reportMissingImports]
+from transformers import (  # pyright: ignore[reportMissingImports]
+  AutoModelForCausalLM,
+  ContinuousBatchingConfig,
+  GenerationConfig,
+)
+from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 
 
 def read_requests(path):
@@ -51,10 +55,10 @@ def main():
   parser.add_argument("--output_tokens", required=True)
   parser.add_argument("--threads", type=int, default=2)
   parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
-  parser.add_argument("--max_requests", type=int, default=0, help="sequences a step at most; 0 leaves it to transformers")
-  parser.add_argument("--max_batch_tokens", type=int, default=0, help="tokens a step at most; 0 leaves it to transformers")
+  parser.add_argument("--max_requests", type=int, default=0, help="sequences a step; 0: transformers decides")
+  parser.add_argument("--max_batch_tokens", type=int, default=0, help="tokens a step; 0: transformers decides")
   parser.add_argument("--page_size", type=int, default=256)
-  parser.add_argument("--compile_level", type=int, default=0, help="0 is eager mode, 1 torch.compile with dynamic shapes")
+  parser.add_argument("--compile_level", type=int, default=0, help="0: eager mode, 1: torch.compile, dynamic shapes")
   args = parser.parse_args()
   logging.set_verbosity_error()
   logging.disable_progress_bar()
@@ -64,7 +68,8 @@ def main():
   requests = read_requests(args.requests)
   total_tokens = sum(len(request["prompt"]) + request["output_len"] for request in requests)
   begin = time.perf_counter()
-  model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation=args.attention).eval()
+  model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation=args.attention)
+  model.eval()
   load_s = time.perf_counter() - begin
   config = ContinuousBatchingConfig(
       page_size=args.page_size, num_blocks=2 * (total_tokens // args.page_size + len(requests)),

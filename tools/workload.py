@@ -1,4 +1,4 @@
-"""Makes and reads request files: lengths, arrival times and token ids from a seed. Standard library only; runs no model.
+"""Makes and reads request files: lengths, arrival times and token ids from a seed. Standard library; runs no model.
 
 A request file is JSON lines. The first may be `{"trace": {...}}`, which says how the rest was made; every other is
 `{"id": 0, "arrival_s": 0.0, "prompt": [token ids], "output_len": 40}`. The same seed gives the same file on every
@@ -6,10 +6,11 @@ machine. Lengths, arrivals and token ids come from streams of their own, so chan
 
   python -m tools.workload --num_requests=64 --prompt_len=lognormal:64:8:512 --output_len=lognormal:64:4:256 \\
       --vocab_size=32000 --output=requests.jsonl
-  python -m tools.workload --trace=benchmarks/traces/azure_conv_500.csv --scale=0.1 --vocab_size=2048 --output=conv.jsonl
+  python -m tools.workload --trace=benchmarks/traces/azure_conv_500.csv --scale=0.1 --vocab_size=2048 \\
+      --output=requests.jsonl
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import csv
 import dataclasses
 import datetime
@@ -78,7 +79,7 @@ def loguniform(low: int, high: int) -> Callable[[random.Random], int]:
 
 
 def parse_lengths(spec: str) -> Callable[[random.Random], int]:
-  """A distribution from its name: `fixed:64`, `uniform:8:64`, `loguniform:20:2000`, `lognormal:MEAN:LOW:HIGH[:SIGMA]`."""
+  """A distribution by name: `fixed:64`, `uniform:8:64`, `loguniform:20:2000`, `lognormal:MEAN:LOW:HIGH[:SIGMA]`."""
   kind, *texts = spec.split(":")
   try:
     if kind == "lognormal" and len(texts) in (3, 4):
@@ -166,7 +167,8 @@ def read_trace(path: str) -> list[tuple[float, int, int]]:
 
 
 def from_trace(rows: Sequence[tuple[float, int, int]], vocab_size: int, seed: int = 0, length_scale: float = 1.0,
-               rate_scale: float = 1.0, num_requests: int | None = None, max_len: int | None = None) -> list[WorkRequest]:
+               rate_scale: float = 1.0, num_requests: int | None = None,
+               max_len: int | None = None) -> list[WorkRequest]:
   """Replays a trace, lengths and arrival rate scaled to the machine.
 
   Args:
@@ -196,6 +198,19 @@ def write_requests(file: TextIO, requests: Iterable[WorkRequest], trace: dict[st
   file.write(json.dumps({"trace": trace}) + "\n")
   for request in requests:
     file.write(json.dumps(dataclasses.asdict(request), separators=(",", ":")) + "\n")
+
+
+def write_tokens(path: str, tokens: Mapping[int | str, Sequence[int]]) -> None:
+  """Writes a line {"id": ..., "tokens": [...]} for each request."""
+  with open(path, "w", encoding="utf-8") as file:
+    for identity, ids in tokens.items():
+      file.write(json.dumps({"id": identity, "tokens": list(ids)}, separators=(",", ":")) + "\n")
+
+
+def read_tokens(path: str) -> dict[int | str, list[int]]:
+  """Reads what write_tokens wrote."""
+  with open(path, encoding="utf-8") as file:
+    return {line["id"]: line["tokens"] for line in map(json.loads, file)}
 
 
 def read_requests(path: str) -> list[WorkRequest]:
@@ -299,9 +314,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with open(args.output, "w", encoding="utf-8") as file:
       write_requests(file, requests, trace)
   prompts, outputs = [len(request.prompt) for request in requests], [request.output_len for request in requests]
-  print(f"{len(requests)} requests over {requests[-1].arrival_s:.1f} s, prompt tokens mean {sum(prompts) / len(prompts):.1f} "
-        f"({min(prompts)} to {max(prompts)}), output tokens mean {sum(outputs) / len(outputs):.1f} "
-        f"({min(outputs)} to {max(outputs)})", file=sys.stderr)
+  print(f"{len(requests)} requests over {requests[-1].arrival_s:.1f} s, prompt tokens mean "
+        f"{sum(prompts) / len(prompts):.1f} ({min(prompts)} to {max(prompts)}), output tokens mean "
+        f"{sum(outputs) / len(outputs):.1f} ({min(outputs)} to {max(outputs)})", file=sys.stderr)
   return 0
 
 

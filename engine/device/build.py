@@ -8,6 +8,7 @@ from collections.abc import Callable
 import dataclasses
 import os
 import time
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -21,6 +22,7 @@ from engine.device.runner import ModelRunner, Progress
 from engine.device.weights import LoadedModel, load_checkpoint
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError
+from engine.policy import make_gate, make_order
 from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
@@ -72,9 +74,11 @@ class BuildOptions:
     if self.kv_cache_mb and self.num_blocks:
       raise ConfigError(f"kv_cache_mb={self.kv_cache_mb} and num_blocks={self.num_blocks} both size the KV pool; "
                         "set only one of --kv_cache_mb and --num_blocks")
-    self.engine_config(vocab_size=2**31 - 1, max_model_len=max(1, self.max_model_len), num_blocks=max(1, self.num_blocks),
-                       eos_token_ids=())
     ShapeLadder(self.token_budgets, self.max_num_seqs)
+    config = self.engine_config(vocab_size=2**31 - 1, max_model_len=max(1, self.max_model_len),
+                                num_blocks=max(1, self.num_blocks), eos_token_ids=())
+    make_order(config)
+    make_gate(config)
 
   def engine_config(self, vocab_size: int, max_model_len: int, num_blocks: int,
                     eos_token_ids: tuple[int, ...]) -> EngineConfig:
@@ -136,8 +140,8 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
   model = loaded.config
   max_model_len = options.max_model_len or model.max_position
   if max_model_len > model.max_position:
-    raise ConfigError(f"max_model_len={max_model_len} exceeds the {model.max_position} positions of {loaded.name}; lower "
-                      "--max_model_len, or leave it at 0")
+    raise ConfigError(f"max_model_len={max_model_len} exceeds the {model.max_position} positions of {loaded.name}; "
+                      "lower --max_model_len, or leave it at 0")
   ladder = ShapeLadder(options.token_budgets, options.max_num_seqs)
   started = time.perf_counter()
   table_width = -(-max_model_len // options.block_size)
@@ -160,10 +164,11 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
                tokenizer_dir=loaded.tokenizer_dir, load_s=load_s, warmup_s=time.perf_counter() - started)
 
 
-def _devices(count: int) -> list[jax.Device]:
+def _devices(count: int) -> list[Any]:
   found = jax.devices()
   if count > len(found):
-    raise ConfigError(f"num_devices={count}, but this machine has {len(found)} ({found[0].platform}); lower --num_devices")
+    raise ConfigError(f"num_devices={count}, but this machine has {len(found)} ({found[0].platform}); "
+                      "lower --num_devices")
   return found[:count] if count else found
 
 
@@ -175,11 +180,14 @@ def _size_pool(options: BuildOptions, loaded: LoadedModel, spec: Callable[[int],
   most_useful = options.max_num_seqs * table_width * (2 if options.enable_prefix_caching else 1)
   available = options.kv_cache_mb * 2**20
   if not available:
-    mesh = spec(table_width).mesh
-    available = _CPU_KV_CACHE_MB * 2**20
-    if kv_cache.free_bytes(mesh, 0) is not None:
-      analysis = compile_step(spec(table_width), ladder.rungs()[-1]).memory_analysis()
-      available = kv_cache.free_bytes(mesh, analysis.temp_size_in_bytes if analysis else 0) or 0
+    trial = spec(table_width)  # what a step needs does not depend on the size of the pool
+    available = kv_cache.free_bytes(trial.mesh, 0)
+    if available is None:
+      available = _CPU_KV_CACHE_MB * 2**20
+    else:
+      analysis = compile_step(trial, ladder.rungs()[-1]).memory_analysis()
+      slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trial.slot_state))
+      available = kv_cache.free_bytes(trial.mesh, slots + (analysis.temp_size_in_bytes if analysis else 0)) or 0
   return kv_cache.fit_blocks(available, block_bytes, table_width, most_useful)
 
 

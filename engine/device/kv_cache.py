@@ -64,9 +64,9 @@ def fit_blocks(available_bytes: int, block_bytes: int, longest_table: int, most_
   """
   fits = available_bytes // block_bytes - 1  # the padding block
   if fits < longest_table:
-    raise ConfigError(f"{available_bytes / 2**20:.0f} MiB hold {max(fits, 0)} KV blocks, but one sequence of the greatest "
-                      f"length needs {longest_table} ({(longest_table + 1) * block_bytes / 2**20:.0f} MiB); raise "
-                      "--kv_cache_mb or lower --max_model_len")
+    raise ConfigError(f"{available_bytes / 2**20:.0f} MiB hold {max(fits, 0)} KV blocks, but one sequence of the "
+                      f"greatest length needs {longest_table} ({(longest_table + 1) * block_bytes / 2**20:.0f} MiB); "
+                      "raise --kv_cache_mb or lower --max_model_len")
   return min(fits, most_useful)
 
 
@@ -75,7 +75,7 @@ def free_bytes(mesh: Mesh, step_bytes: int, reserve_share: float = 0.05) -> int 
 
   Args:
     mesh: the devices; the one with the least memory decides for all.
-    step_bytes: temporary memory of the largest step program, a device.
+    step_bytes: what a device needs besides: temporaries of the largest step program, and the sampler's state.
     reserve_share: share of the limit left alone, for fragmentation and what the runtime allocates by itself.
   """
   left = []

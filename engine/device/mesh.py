@@ -21,8 +21,8 @@ AXIS = "model"
 RULES: dict[str, str | None] = {"vocab": AXIS, "embed": None, "mlp": AXIS, "kv_heads": AXIS}
 
 
-def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """A mesh of the one axis "model" over `devices`, or over all there are."""
+def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
+  """A mesh of the one axis "model" over `devices` (jax.Device), or over all there are."""
   chosen = list(jax.devices() if devices is None else devices)
   if not chosen:
     raise ConfigError("a mesh needs at least one device; set --num_devices to 1 or more")
@@ -49,8 +49,8 @@ def sharding_of(mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[str 
   spec = [RULES[axis] if axis is not None else None for axis in axes]
   for size, axis, mesh_axis in zip(shape, axes, spec, strict=True):
     if mesh_axis is not None and size % mesh.shape[mesh_axis]:
-      raise ConfigError(f"{name}: {axis}={size} does not divide over {mesh.shape[mesh_axis]} devices; set --num_devices "
-                        f"to a divisor of {size}")
+      raise ConfigError(f"{name}: {axis}={size} does not divide over {mesh.shape[mesh_axis]} devices; set "
+                        f"--num_devices to a divisor of {size}")
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 

@@ -1,8 +1,8 @@
 """A Batch as one int32 array, and back on the device. Moves numbers only: it decides no shape and knows no model.
 
 One array a step, because every argument of a call costs microseconds and every transfer more. Floats travel as their
-bits. `StepLayout` is the only place that knows an offset: `Packer` writes through it in numpy, `unpack` reads through it
-while a step program is traced.
+bits. `StepLayout` is the only place that knows an offset: `Packer` writes through it in numpy, `unpack` reads through
+it while a step program is traced.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from functools import cached_property
 import math
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+import jax.numpy as jnp
 import numpy as np
 
 from engine.batch import Admission, Batch
@@ -320,8 +320,11 @@ class Packer:
     last = logit_ends - 1
     if not total:
       return LogitRows(last, {}, np.zeros(0, np.int32))
-    row = np.repeat(np.arange(rows), num_logits)
-    back = (logit_ends[row] - 1) - np.arange(total, dtype=np.int32)  # distance from the row's last position
+    if (num_logits == 1).all():
+      row, back = slice(None), np.int32(0)
+    else:
+      row = np.repeat(np.arange(rows), num_logits)
+      back = (logit_ends[row] - 1) - np.arange(total, dtype=np.int32)  # distance from the row's last position
     final = samples[row] & (back == 0)
     slot = slots[row]
     live = columns[:, :total]
@@ -357,7 +360,7 @@ class Packer:
       known = self._known[batch.slots[row]]
       live[Column.TARGET, first:end] = [known[position] for position in live[Column.POSITION, first:end].tolist()]
       live[Column.FLAGS, first:end] = int(Flag.LOGPROB | (Flag.TOP_LOGPROBS if params.prompt_logprobs else 0))
-    elif params.logprobs is None:
+    elif params.logprobs is None or not batch.samples[row]:
       return ()
     numbers = (params.prompt_logprobs or 0,) * (end - first)
     return (*numbers, params.logprobs or 0) if batch.samples[row] else numbers

@@ -8,6 +8,8 @@
 The digests are ours because Orbax and TensorStore keep none of array bytes: a flipped bit would be served.
 """
 
+from collections.abc import Iterator
+import contextlib
 import hashlib
 import json
 import logging
@@ -66,8 +68,8 @@ def verify(folder: pathlib.Path) -> None:
                             "again")
   marker = _marker(folder)
   if marker.get("format") != _FORMAT or not isinstance(marker.get("name"), str):
-    raise CheckpointError(f"{folder / MARKER}: format={marker.get('format')!r} is not supported; supported is {_FORMAT}: "
-                          "convert the model again with tools/convert_checkpoint.py")
+    raise CheckpointError(f"{folder / MARKER}: format={marker.get('format')!r} is not supported; supported is "
+                          f"{_FORMAT}: convert the model again with tools/convert_checkpoint.py")
 
 
 def load(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -77,7 +79,7 @@ def load(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[
   directory = (folder / _WEIGHTS).resolve()
   # Orbax wants room for more than its largest array; beyond that, little is in flight.
   limit = 1 + max(leaf.size * leaf.dtype.itemsize for leaf in wanted.values()) // 2**29
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as checkpointer:
+  with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as checkpointer:
     try:
       stored = {key: tuple(entry.shape) for key, entry in checkpointer.metadata(directory).item_metadata.items()}
     except Exception as error:  # Orbax's errors are of many types, none of them its own
@@ -85,7 +87,8 @@ def load(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[
                             "again") from error
     for key in sorted(wanted.keys() | stored.keys()):
       if key not in stored:
-        raise CheckpointError(f"{directory}: tensor {key} is missing; config.json and the weights do not belong together")
+        raise CheckpointError(f"{directory}: tensor {key} is missing; config.json and the weights do not belong "
+                              "together")
       if key not in wanted:
         raise CheckpointError(f"{directory}: tensor {key} is not part of the model; config.json and the weights do not "
                               "belong together")
@@ -115,7 +118,7 @@ def save(folder: pathlib.Path, params: dict[str, jax.Array], model_name: str, fi
     draft.mkdir()
     for file in files:
       shutil.copyfile(file, draft / file.name)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
       checkpointer.save(draft / _WEIGHTS, args=ocp.args.PyTreeSave(params))
     # Meant for object stores, which cannot rename, and made of a path of this machine. SHA256SUMS does its work.
     (draft / _WEIGHTS / "commit_success.txt").unlink(missing_ok=True)
@@ -133,6 +136,18 @@ def _covered(folder: pathlib.Path) -> list[str]:
   return sorted(file.relative_to(folder).as_posix() for file in [*weights, *beside])
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+  """Orbax logs forty lines of information for a folder; warnings still come through."""
+  logger = logging.getLogger("absl")
+  level = logger.level
+  logger.setLevel(logging.WARNING)
+  try:
+    yield
+  finally:
+    logger.setLevel(level)
+
+
 def _marker(folder: pathlib.Path) -> dict[str, Any]:
   return json.loads((folder / MARKER).read_text("utf-8"))
 
@@ -147,12 +162,12 @@ def _crc32(values: np.ndarray) -> str:
 
 
 def _damaged(folder: pathlib.Path) -> str:
-  """Which tensors a corrupt folder has lost: read alone, they fail or are not what was written. For the message only."""
+  """Which tensors a corrupt folder has lost: read alone, they fail or are not what was written. For messages only."""
   import orbax.checkpoint as ocp
 
   try:
     written = _marker(folder)["crc32"]
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
       def intact(key: str) -> bool:
         arguments = {key: ocp.RestoreArgs(restore_type=np.ndarray)}
         try:

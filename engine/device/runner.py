@@ -35,8 +35,8 @@ class _CompileCounter:
     self.count = 0
     jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-  def _on_event(self, event: str, duration: float, **_: object) -> None:
-    del duration
+  def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    del duration_secs, kwargs
     if event == "/jax/core/compile/backend_compile_duration":
       with self._lock:
         self.count += 1
@@ -76,7 +76,9 @@ class LaunchedStep:
       entries = []
       for line, number in enumerate(numbers, first):
         token = int(rows.targets[line])
-        top = tuple(zip(ids[line, :number].tolist(), top_logprobs[line, :number].tolist(), strict=True)) if number else ()
+        top = ()
+        if number:
+          top = tuple(zip(ids[line, :number].tolist(), top_logprobs[line, :number].tolist(), strict=True))
         entries.append(TokenLogprobs(token if token >= 0 else int(tokens[line]), float(logprobs[line]), top))
       found[row] = tuple(entries)
     return found
@@ -88,6 +90,8 @@ class ModelRunner:
   def __init__(self, spec: ProgramSpec, params: tuple[jax.Array, ...], ladder: ShapeLadder,
                eos_token_ids: tuple[int, ...], progress: Progress):
     """Compiles every rung and allocates the KV buffers.
+
+    `steps` (the executables by shape), `kv` and `slot_state` may be looked at from outside, for tests and measurements.
 
     Args:
       spec: of the programs.
@@ -101,10 +105,10 @@ class ModelRunner:
     self._compiles_at_seal: int | None = None
     self._compile(ladder.rungs(), progress)
     self._layouts = {shape: spec.layout(shape) for shape in ladder.rungs()}
-    self._kv = kv_cache.allocate(spec.kv)
+    self.kv = kv_cache.allocate(spec.kv)
     self._last_tokens: jax.Array = jax.device_put(
         np.zeros(spec.last_tokens.shape, np.int32), spec.last_tokens.sharding)
-    self._slot_state: SlotState = jax.tree.map(
+    self.slot_state: SlotState = jax.tree.map(
         lambda leaf: jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)(), spec.slot_state)
 
   def _compile(self, rungs: tuple[StepShape, ...], progress: Progress) -> None:
@@ -149,8 +153,8 @@ class ModelRunner:
     for admission in batch.admissions:
       self._admit(admission)
     packed, rows = self._packer.pack(batch, self._layouts[batch.shape])
-    self._kv, self._last_tokens, self._slot_state, (output, top) = executable(
-        self._params, self._kv, self._last_tokens, self._slot_state, packed)
+    self.kv, self._last_tokens, self.slot_state, (output, top) = executable(
+        self._params, self.kv, self._last_tokens, self.slot_state, packed)
     return LaunchedStep(output, top, rows)
 
   def _admit(self, admission: Admission) -> None:
@@ -162,9 +166,9 @@ class ModelRunner:
       self._set_bias(admission.slot, sampler.bias_row(admission.params, vocab))
 
   def _set_history(self, slot: int, line: np.ndarray) -> None:
-    state = self._slot_state
-    self._slot_state = SlotState(self._write_history(state.history, programs.pack_line(slot, line)), state.bias)
+    state = self.slot_state
+    self.slot_state = SlotState(self._write_history(state.history, programs.pack_line(slot, line)), state.bias)
 
   def _set_bias(self, slot: int, line: np.ndarray) -> None:
-    state = self._slot_state
-    self._slot_state = SlotState(state.history, self._write_bias(state.bias, programs.pack_line(slot, line)))
+    state = self.slot_state
+    self.slot_state = SlotState(state.history, self._write_bias(state.bias, programs.pack_line(slot, line)))

@@ -81,8 +81,8 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
   for entry in sorted(_entries(file, header), key=lambda entry: (entry.start, entry.size)):
     begin = 8 + length + entry.start
     if begin != end:
-      raise CheckpointError(f"{file}: tensor {entry.name} begins at byte {begin} where {end} is expected; the header is "
-                            "corrupt: copy the file again")
+      raise CheckpointError(f"{file}: tensor {entry.name} begins at byte {begin} where {end} is expected; the header "
+                            "is corrupt: copy the file again")
     end = begin + entry.size
     if end > size:
       raise CheckpointError(f"{file}: tensor {entry.name} ends at byte {end} of a file of {size}; the file is "
@@ -109,7 +109,8 @@ def _entries(file: pathlib.Path, header: dict[str, Any]) -> Iterator[_Entry]:
       bits = _BITS[dtype] * math.prod(shape)
       whole = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
     except (TypeError, KeyError, ValueError) as error:
-      raise CheckpointError(f"{file}: tensor {name} has a corrupt entry {str(entry)[:200]}; copy the file again") from error
+      raise CheckpointError(f"{file}: tensor {name} has a corrupt entry {str(entry)[:200]}; copy the file "
+                            "again") from error
     if not whole or bits % 8 or stop - start != bits // 8:
       raise CheckpointError(f"{file}: tensor {name} of {dtype}{list(shape)} cannot lie in bytes {start} to {stop}; the "
                             "header is corrupt: copy the file again")

@@ -5,6 +5,7 @@ Everything that can be wrong is looked for before the first array is made; pickl
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
@@ -63,8 +64,8 @@ def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike) -> Loa
     raise ConfigError(f"dtype={dtype.name} is not supported; choose bfloat16 or float32")
   folder = pathlib.Path(path)
   if not folder.is_dir():
-    raise CheckpointError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; --model takes a Hugging "
-                          "Face or Sluice model folder")
+    raise CheckpointError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; --model takes a "
+                          "Hugging Face or Sluice model folder")
   is_orbax = orbax_folder.is_one(folder)
   if is_orbax:
     orbax_folder.verify(folder)
@@ -125,8 +126,7 @@ def _load_safetensors(folder: pathlib.Path, config: ModelConfig,
   _check_tensors(folder, config, stored, {piece.name: piece for parts in pieces.values() for piece in parts})
   arrays = {}
   for name, leaf in wanted.items():
-    def read(index: tuple[slice, ...], name=name, leaf=leaf) -> np.ndarray:
-      return _assemble(pieces[name], stored, leaf.shape, leaf.dtype, index)
+    read = functools.partial(_assemble, pieces[name], stored, leaf.shape, leaf.dtype)
     # Waiting keeps one tensor in flight: a queue of transfers would hold the whole model in host memory.
     arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, read).block_until_ready()
   return arrays
@@ -140,17 +140,19 @@ def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
   if not index.exists():
     pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt") for file in folder.glob(kind))
     if pickles:
-      raise CheckpointError(f"{folder / pickles[0]}: a pickled checkpoint can run code when it is opened, so Sluice never "
-                            "does; save the model again as safetensors")
+      raise CheckpointError(f"{folder / pickles[0]}: a pickled checkpoint can run code when it is opened, so Sluice "
+                            "never does; save the model again as safetensors")
     raise CheckpointError(f"{folder}: holds neither {_SINGLE} nor {_INDEX} nor {orbax_folder.MARKER}; it is no model "
                           "folder")
   weight_map = _read_json(index).get("weight_map")
   if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
     raise CheckpointError(f"{index}: weight_map must map tensor names to file names; copy the file again")
   stored: dict[str, StoredTensor] = {}
-  for file in sorted(set(weight_map.values())):
+  files = sorted(set(weight_map.values()))
+  for file in files:
     if pathlib.PurePath(file).name != file or not file.endswith(".safetensors"):
       raise CheckpointError(f"{index}: weight_map names {file!r}; only safetensors files beside the index are read")
+  for file in files:
     for name, tensor in read_header(folder / file).items():
       if weight_map.get(name) != file:
         raise CheckpointError(f"{folder / file}: tensor {name} is here, but {_INDEX} has it in {weight_map.get(name)}; "
@@ -190,13 +192,14 @@ def _check_tensors(folder: pathlib.Path, config: ModelConfig, stored: dict[str, 
 
 
 def _assemble(pieces: tuple[Piece, ...], stored: dict[str, StoredTensor], shape: tuple[int, ...], dtype: np.dtype,
-              index: tuple[slice, ...]) -> np.ndarray:
+              index: tuple[slice, ...] | None) -> np.ndarray:
   """One device's part of a parameter; reads only that part of the file.
 
   Args:
     pieces: what the parameter of `shape` is made of. Where they are several, their axis is whole in `index`: no
       mesh axis is ever mapped to it.
   """
+  assert index is not None  # JAX's type allows it, for arrays that are none
   out = np.empty([len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)], dtype)
   for piece in pieces:
     values = stored[piece.name].map().reshape(piece.split).transpose(piece.order)

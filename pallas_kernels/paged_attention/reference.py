@@ -1,33 +1,93 @@
 """Paged attention in plain jnp: runs anywhere, is the default on CPU, and is what other implementations must equal.
 
 It may not cost in proportion to the pool, nor to the width of the block table: every loop ends at a value computed
-from the batch, and each pass gathers the pages of a few rows only. README.md tells what else was tried.
+from the batch, and each pass gathers one chunk of one row, small enough for a core's own cache. README.md tells what
+else was tried.
 
-Two kinds of work, one loop nest each. Rows with one query (decode) go in groups of similar length; rows with several
-(prefill chunks) go in tiles of queries. Both walk their keys in chunks of some pages and keep the softmax online
-(arXiv:2205.14135). A chunk that a row does not have is masked, and a masked chunk changes nothing, to the bit; so a
-row's result does not depend on its neighbours.
+Two kinds of work: rows with one query (decode), one row at a time; and rows with several (prefill chunks), one tile
+of queries at a time. Both walk their keys in chunks of some pages and keep the softmax online (arXiv:2205.14135). No
+row shares an operation with another, so a row's result depends neither on its neighbours nor on its place, to the bit.
 """
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+import os
 
-_DECODE_ROWS = 8  # rows of a decode group
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+_CHUNK = 128  # keys a pass, rounded to whole pages: K and V of 4 heads of 64 are 256 KiB in f32
 _TILE = 32  # queries of a prefill tile
-_CHUNK = 128  # keys a pass, rounded to whole pages
+_LANES = min(4, os.cpu_count() or 1)  # loops over decode rows that may run at the same time
 _MASKED = -1e30  # a score no real one reaches; finite, so that masked - masked is 0 and not NaN
 
 
 def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-  """[P, page, 2, K, H]: a token's keys and values lie together, so that it is written with one copy."""
-  return (num_blocks, block_size, 2, num_kv_heads, head_dim)
+  """[P, 2, K, page, H]: a page of one head is contiguous, so gathered pages of a head need no transposition."""
+  return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
 
 def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
   """See api.write_kv."""
-  page = kv.shape[1]
-  return kv.at[slot_mapping // page, slot_mapping % page].set(jnp.stack([k, v], axis=1).astype(kv.dtype))
+  page = kv.shape[3]
+  return kv.at[slot_mapping // page, :, :, slot_mapping % page].set(jnp.stack([k, v], axis=1).astype(kv.dtype))
+
+
+def _load(kv: jax.Array, block_table: jax.Array, chunk: jax.Array, pages: int, which: jax.Array) -> jax.Array:
+  """Keys (`which` 0) or values (1) of a row's `chunk`-th run of `pages` pages, f32[K, C, H]."""
+  num_blocks, _, num_kv_heads, page, head_dim = kv.shape
+  columns = jnp.minimum(chunk * pages + jnp.arange(pages, dtype=jnp.int32), block_table.shape[0] - 1)
+  heads = which * num_kv_heads + jnp.arange(num_kv_heads, dtype=jnp.int32)
+  ids = block_table[columns][None, :] * (2 * num_kv_heads) + heads[:, None]
+  # As [P * 2 * K, page * H] the gather copies long rows. The barrier keeps it a copy: fused into the mask that
+  # follows, it computes an index an element.
+  pages_of_heads = kv.reshape(num_blocks * 2 * num_kv_heads, page * head_dim)
+  loaded = lax.optimization_barrier(pages_of_heads.at[ids.reshape(-1)].get(mode="clip"))
+  return loaded.reshape(num_kv_heads, pages * page, head_dim).astype(jnp.float32)
+
+
+def _start(num_kv_heads: int, queries: int, head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Running maximum, sum of weights and weighted values of no keys at all."""
+  return (jnp.full((num_kv_heads, queries), _MASKED, jnp.float32), jnp.zeros((num_kv_heads, queries), jnp.float32),
+          jnp.zeros((num_kv_heads, queries, head_dim), jnp.float32))
+
+
+def _step(state, queries, kv, block_table, chunk, pages, seen, in_use, soft_cap):
+  """Adds a chunk of keys and values to the online softmax.
+
+  Args:
+    state: see `_start`.
+    queries: f32[K, M, H], scaled.
+    kv, block_table, chunk, pages: see `_load`.
+    seen: bool[M or 1, C], which keys a query sees.
+    in_use: bool[C], which positions hold values at all: whatever lies elsewhere must not meet a weight of 0, since
+      0 * NaN is NaN.
+    soft_cap: see api.
+  """
+  peak, total, acc = state
+  keys = _load(kv, block_table, chunk, pages, jnp.zeros((), jnp.int32))
+  if queries.shape[1] < 16:  # few queries: the wide operand goes first, since the second one is packed anew
+    scores = jnp.einsum("kch,kmh->kcm", keys, queries, preferred_element_type=jnp.float32).transpose(0, 2, 1)
+  else:
+    scores = jnp.einsum("kmh,kch->kmc", queries, keys, preferred_element_type=jnp.float32)
+  if soft_cap is not None:
+    scores = soft_cap * jnp.tanh(scores / soft_cap)
+  seen = jnp.broadcast_to(seen[None], scores.shape)
+  scores = jnp.where(seen, scores, _MASKED)
+  new_peak = jnp.maximum(peak, scores.max(axis=-1))
+  weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0.0)
+  decay = jnp.exp(peak - new_peak)
+  # The index of the values is made to depend on the weights. XLA:CPU would otherwise start both gathers at once on
+  # two threads, and waking one takes longer than the gather (README.md, 2026-11-21).
+  values = _load(kv, block_table, chunk, pages, 1 + (weights[0, 0, 0] * 0.0).astype(jnp.int32))
+  values = jnp.where(jnp.broadcast_to(in_use[None, :, None], values.shape), values, 0.0)
+  acc = acc * decay[..., None] + jnp.einsum("kmc,kch->kmh", weights, values, preferred_element_type=jnp.float32)
+  return new_peak, total * decay + weights.sum(axis=-1), acc
+
+
+def _finish(state) -> jax.Array:
+  """The attention output f32[K, M, H]; zeros for a query that saw nothing."""
+  _, total, acc = state
+  return acc / jnp.where(total == 0.0, 1.0, total)[..., None]
 
 
 def ragged_paged_attention(q: jax.Array, kv: jax.Array, block_tables: jax.Array, kv_lens: jax.Array,
@@ -35,78 +95,50 @@ def ragged_paged_attention(q: jax.Array, kv: jax.Array, block_tables: jax.Array,
                            soft_cap: float | None) -> jax.Array:
   """See api.ragged_paged_attention."""
   num_tokens, num_heads, head_dim = q.shape
-  _, page, _, num_kv_heads, _ = kv.shape
+  _, _, num_kv_heads, page, _ = kv.shape
   num_rows, table_width = block_tables.shape
+  group = num_heads // num_kv_heads
   pages = min(max(1, _CHUNK // page), table_width)
   chunk = pages * page
   counts = query_starts[1:] - query_starts[:-1]
-  grouped = q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-
-  def load(rows, starts):
-    """Keys and values [R, C, K, H] in f32 of pages `starts` and on of `rows`."""
-    columns = jnp.minimum(starts[:, None] + jnp.arange(pages, dtype=jnp.int32)[None, :], table_width - 1)
-    ids = block_tables[jnp.broadcast_to(rows[:, None], columns.shape), columns]
-    both = kv[ids].reshape(rows.shape[0], chunk, 2, num_kv_heads, head_dim).astype(jnp.float32)
-    return both[:, :, 0], both[:, :, 1]
-
-  def capped(scores):
-    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+  grouped = q.reshape(num_tokens, num_kv_heads, group, head_dim)
+  in_chunk = jnp.arange(chunk, dtype=jnp.int32)
 
   def first_seen(positions):
-    """The first key a query at `positions` sees."""
+    """The first key that a query at `positions` sees."""
     return jnp.zeros_like(positions) if sliding_window is None else jnp.maximum(positions - (sliding_window - 1), 0)
 
-  def update(state, queries, keys, values, seen, any_seen):
-    """One online-softmax step: queries [R, K, M, H], seen bool[R, M, C], any_seen bool[R, C]."""
-    peak, total, acc = state
-    scores = capped(jnp.einsum("rkmh,rckh->rkmc", queries, keys, preferred_element_type=jnp.float32))
-    seen = jnp.broadcast_to(seen[:, None], scores.shape)
-    scores = jnp.where(seen, scores, _MASKED)
-    new_peak = jnp.maximum(peak, scores.max(axis=-1))
-    weights = jnp.where(seen, jnp.exp(scores - new_peak[..., None]), 0.0)
-    decay = jnp.exp(peak - new_peak)
-    values = jnp.where(any_seen[:, :, None, None], values, 0.0)
-    acc = acc * decay[..., None] + jnp.einsum("rkmc,rckh->rkmh", weights, values, preferred_element_type=jnp.float32)
-    return new_peak, total * decay + weights.sum(axis=-1), acc
+  # Decode rows, longest first and dealt out in turn, so that the lanes end together. The lanes start together because
+  # all they wait for is one array.
+  num_chunks = jnp.where(counts == 1, -(-kv_lens // chunk) - first_seen(kv_lens - 1) // chunk, 0)
+  order = jnp.argsort(-num_chunks).astype(jnp.int32)
+  num_decodes = jnp.sum((counts == 1).astype(jnp.int32))
+  plan = jnp.concatenate([order, num_decodes[None]])
 
-  def start(rows, queries):
-    shape = (rows, num_kv_heads, queries)
-    return (jnp.full(shape, _MASKED, jnp.float32), jnp.zeros(shape, jnp.float32),
-            jnp.zeros((*shape, head_dim), jnp.float32))
+  def decode_lane(lane):
+    def row_body(index, out):
+      row = plan[index * _LANES + lane]
+      length = kv_lens[row]
+      first = first_seen(length - 1)
+      queries = lax.dynamic_index_in_dim(grouped, query_starts[row], keepdims=False).astype(jnp.float32) * scale
 
-  def finish(state):
-    _, total, acc = state
-    return acc / jnp.where(total == 0.0, 1.0, total)[..., None]
+      def step(j, state):
+        positions = j * chunk + in_chunk
+        seen = (positions >= first) & (positions < length)
+        return _step(state, queries, kv, block_tables[row], j, pages, seen[None], seen, soft_cap)
 
-  # Decode rows, longest first: a group then has rows of about one length.
-  group = min(_DECODE_ROWS, num_rows)
-  first_key = first_seen(kv_lens - 1)
-  num_chunks = jnp.where(counts == 1, (kv_lens + (chunk - 1)) // chunk - first_key // chunk, 0)
-  padded_rows = -(-num_rows // group) * group
-  order = jnp.pad(jnp.argsort(-num_chunks).astype(jnp.int32), (0, padded_rows - num_rows))
+      state = lax.fori_loop(first // chunk, -(-length // chunk), step, _start(num_kv_heads, group, head_dim))
+      return lax.dynamic_update_index_in_dim(out, _finish(state).astype(out.dtype), index, 0)
 
-  def decode_group(index, out):
-    rows = lax.dynamic_slice(order, (index * group,), (group,))
-    live = (counts[rows] == 1) & (index * group + jnp.arange(group, dtype=jnp.int32) < num_rows)
-    lens, first, tokens = jnp.where(live, kv_lens[rows], 0), first_key[rows], query_starts[rows]
-    queries = grouped[tokens].astype(jnp.float32) * scale
+    share = jnp.zeros((-(-num_rows // _LANES), num_kv_heads, group, head_dim), q.dtype)
+    return lax.fori_loop(0, (plan[num_rows] + (_LANES - 1 - lane)) // _LANES, row_body, share)
 
-    def step(j, state):
-      chunks = first // chunk + j
-      positions = (chunks * chunk)[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None, :]
-      seen = (positions >= first[:, None]) & (positions < lens[:, None])
-      keys, values = load(rows, chunks * pages)
-      return update(state, queries, keys, values, seen[:, None, :], seen)
+  decoded = jnp.stack([decode_lane(lane) for lane in range(_LANES)], axis=1)
+  decoded = decoded.reshape(-1, num_kv_heads, group, head_dim)[:num_rows]
 
-    result = finish(lax.fori_loop(0, num_chunks[rows[0]], step, start(group, num_heads // num_kv_heads)))
-    return out.at[jnp.where(live, tokens, num_tokens)].set(result.astype(out.dtype), mode="drop")
-
-  num_decodes = jnp.sum((num_chunks > 0).astype(jnp.int32))
-  out = lax.fori_loop(0, (num_decodes + (group - 1)) // group, decode_group, jnp.zeros_like(grouped))
-
-  # Prefill rows: `tile` queries of one row at a time.
+  # Prefill rows: a tile of queries of one row at a time.
   tile = min(_TILE, num_tokens)
-  num_tiles = jnp.where(counts > 1, (counts + (tile - 1)) // tile, 0)
+  num_tiles = jnp.where(counts > 1, -(-counts // tile), 0)
   tile_ends = jnp.cumsum(num_tiles)
 
   def prefill_tile(index, out):
@@ -120,22 +152,22 @@ def ragged_paged_attention(q: jax.Array, kv: jax.Array, block_tables: jax.Array,
     positions = tokens + offset
     low = first_seen(begin + offset)
     queries = lax.dynamic_slice_in_dim(grouped, at, tile).astype(jnp.float32) * scale
-    queries = queries.transpose(1, 2, 0, 3).reshape(1, num_kv_heads, -1, head_dim)  # [1, K, G * tile, H]
+    queries = queries.transpose(1, 2, 0, 3).reshape(num_kv_heads, group * tile, head_dim)
 
     def step(j, state):
-      keys, values = load(row[None], (j * pages)[None])
-      keyed = j * chunk + jnp.arange(chunk, dtype=jnp.int32)
-      seen = (keyed[None, :] <= positions[:, None]) & mine[:, None] & (
-          keyed[None, :] >= first_seen(positions)[:, None])
-      seen = jnp.tile(seen, (num_heads // num_kv_heads, 1))[None]
-      any_seen = (keyed >= low) & (keyed < end + offset)
-      return update(state, queries, keys, values, seen, any_seen[None])
+      keyed = j * chunk + in_chunk
+      seen = (keyed[None, :] <= positions[:, None]) & (keyed[None, :] >= first_seen(positions)[:, None])
+      seen = jnp.tile(seen & mine[:, None], (group, 1))
+      in_use = (keyed >= low) & (keyed < end + offset)
+      return _step(state, queries, kv, block_tables[row], j, pages, seen, in_use, soft_cap)
 
-    state = lax.fori_loop(low // chunk, (end + offset + (chunk - 1)) // chunk, step,
-                          start(1, num_heads // num_kv_heads * tile))
-    result = finish(state).reshape(num_kv_heads, -1, tile, head_dim).transpose(2, 0, 1, 3).astype(out.dtype)
+    state = lax.fori_loop(low // chunk, -(-(end + offset) // chunk), step,
+                          _start(num_kv_heads, group * tile, head_dim))
+    result = _finish(state).reshape(num_kv_heads, group, tile, head_dim).transpose(2, 0, 1, 3).astype(out.dtype)
     kept = lax.dynamic_slice_in_dim(out, at, tile)
-    return lax.dynamic_update_slice_in_dim(out, jnp.where(mine[:, None, None, None], result, kept), at, 0)
+    mine = jnp.broadcast_to(mine[:, None, None, None], kept.shape)
+    return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, result, kept), at, 0)
 
-  out = lax.fori_loop(0, tile_ends[-1], prefill_tile, out)
-  return out.reshape(q.shape)
+  out = lax.fori_loop(0, tile_ends[-1], prefill_tile, jnp.zeros_like(grouped))
+  owners = jnp.where(jnp.arange(num_rows, dtype=jnp.int32) < num_decodes, query_starts[order], num_tokens)
+  return out.at[owners].set(decoded, mode="drop").reshape(q.shape)

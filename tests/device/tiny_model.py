@@ -1,6 +1,6 @@
 """A tiny random decoder and what a runner needs to serve it; shared by the tests of this folder."""
 
-from collections.abc import Mapping
+from functools import partial
 
 from flax import nnx
 import jax
@@ -16,9 +16,10 @@ from models import llama
 from models.attention import dense_causal_attend
 from models.config import ModelConfig
 
-TINY = ModelConfig(family="llama", vocab_size=96, num_layers=2, model_dim=32, hidden_dim=48, num_heads=4, num_kv_heads=2,
-                   head_dim=8, max_position=128)
+TINY = ModelConfig(family="llama", vocab_size=96, num_layers=2, model_dim=32, hidden_dim=48, num_heads=4,
+                   num_kv_heads=2, head_dim=8, max_position=128)
 EOS = (1,)
+MAX_LEN = 64  # of a sequence
 
 
 def random_params(config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> tuple[nnx.GraphDef, nnx.State]:
@@ -37,9 +38,10 @@ def random_params(config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> tuple
   return graphdef, state
 
 
-def make_runner(config: ModelConfig = TINY, *, dtype: jnp.dtype = jnp.float32, num_blocks: int = 64, block_size: int = 4,
-                token_budgets: tuple[int, ...] = (8, 32), max_num_seqs: int = 8, max_model_len: int = 64,
-                eos: tuple[int, ...] = EOS, devices=None, model: tuple[nnx.GraphDef, nnx.State] | None = None,
+def make_runner(config: ModelConfig = TINY, *, dtype: jnp.dtype = jnp.float32, num_blocks: int = 64,
+                block_size: int = 4, token_budgets: tuple[int, ...] = (8, 32), max_num_seqs: int = 8,
+                max_model_len: int = MAX_LEN, eos: tuple[int, ...] = EOS, devices=None,
+                model: tuple[nnx.GraphDef, nnx.State] | None = None,
                 progress=lambda *_: None) -> ModelRunner:
   """A runner over random weights (or `model`), on one device unless `devices` says more."""
   mesh = mesh_lib.make_mesh(jax.devices()[:1] if devices is None else devices)
@@ -54,23 +56,24 @@ def make_runner(config: ModelConfig = TINY, *, dtype: jnp.dtype = jnp.float32, n
   return ModelRunner(spec, tuple(leaves), ShapeLadder(token_budgets, max_num_seqs), eos, progress)
 
 
+@partial(jax.jit, static_argnums=0)
+def _dense(graphdef, state, ids):
+  decoder = nnx.merge(graphdef, state)
+  positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+  hidden, _ = decoder.hidden(ids, positions, (None,) * len(decoder.layers), None, dense_causal_attend())
+  return decoder.logits(hidden)[0]
+
+
 def dense_logits(model: tuple[nnx.GraphDef, nnx.State], tokens: list[int]) -> np.ndarray:
-  """f32[T, V] of a plain causal forward, no cache."""
-  decoder = nnx.merge(*model)
-  ids = jnp.asarray(tokens, jnp.int32)[None]
-  hidden, _ = decoder.hidden(ids, jnp.arange(len(tokens), dtype=jnp.int32)[None],
-                             (None,) * len(decoder.layers), None, dense_causal_attend())
-  return np.asarray(decoder.logits(hidden)[0])
+  """f32[T, V] of a plain causal forward without a cache, of at most MAX_LEN tokens."""
+  ids = np.zeros((1, MAX_LEN), np.int32)
+  ids[0, :len(tokens)] = tokens
+  return np.asarray(_dense(*model, ids))[:len(tokens)]
 
 
-def dense_greedy(model: tuple[nnx.GraphDef, nnx.State], prompt: list[int], count: int,
-                 bias: Mapping[int, float] | None = None) -> list[int]:
-  """The greedy continuation by `dense_logits`, padded to one length so that it compiles once."""
+def dense_greedy(model: tuple[nnx.GraphDef, nnx.State], prompt: list[int], count: int) -> list[int]:
+  """The greedy continuation by `dense_logits`."""
   tokens = list(prompt)
-  size = len(prompt) + count
   for _ in range(count):
-    logits = dense_logits(model, tokens + [0] * (size - len(tokens)))[len(tokens) - 1].copy()
-    for token, value in (bias or {}).items():
-      logits[token] += value
-    tokens.append(int(logits.argmax()))
+    tokens.append(int(dense_logits(model, tokens)[-1].argmax()))
   return tokens[len(prompt):]

@@ -30,10 +30,14 @@ def case(request, tmp_path_factory):
     return request.param, folder, dict(file)
 
 
-def dense_logits(folder: pathlib.Path, tokens: np.ndarray, dtype) -> np.ndarray:
-  """f32[T, V]: the logits of a whole sequence at once, without a cache."""
+def dense_logits(folder: pathlib.Path, golden: dict[str, np.ndarray], dtype) -> list[np.ndarray]:
+  """f32[T, V] of every sequence, whole, without a cache. What pads the shorter one comes after it, so is not seen."""
   loaded = load_checkpoint(str(folder), make_mesh(jax.devices()[:1]), dtype)
   attend = dense_causal_attend(loaded.config.sliding_window)
+  sequences = [golden[f"tokens_{number}"] for number in range(len(PROMPT_LENGTHS))]
+  tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
+  for row, sequence in zip(tokens, sequences, strict=True):
+    row[:len(sequence)] = sequence
 
   @jax.jit
   def forward(params, tokens, positions):
@@ -41,10 +45,10 @@ def dense_logits(folder: pathlib.Path, tokens: np.ndarray, dtype) -> np.ndarray:
     hidden, _ = model.hidden(tokens, positions, (None,) * loaded.config.num_layers, None, attend)
     return model.logits(hidden)
 
-  batch = jnp.asarray(tokens)[None]
-  positions = jnp.arange(batch.shape[1], dtype=jnp.int32)[None]
+  positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
   with jax.numpy_dtype_promotion("standard"):  # jax.nn.dot_product_attention mixes types in bfloat16
-    return np.asarray(forward(loaded.params, batch, positions)[0])
+    logits = np.asarray(forward(loaded.params, jnp.asarray(tokens), jnp.asarray(positions)))
+  return [row[:len(sequence)] for row, sequence in zip(logits, sequences, strict=True)]
 
 
 def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -60,29 +64,29 @@ def test_the_weights_are_those_of_the_golden_file(case):
   assert digest.hexdigest() == str(golden["weights_sha256"]), f"the seed gives other weights; run make parity ({name})"
 
 
-@pytest.mark.parametrize("number", range(len(PROMPT_LENGTHS)))
-def test_dense_f32(case, number):
+def test_dense_f32(case):
   """Logits at every position, and all 200 greedy tokens (each is the best after the ones before it)."""
   name, folder, golden = case
-  tokens, prompt_len = golden[f"tokens_{number}"], int(golden[f"prompt_len_{number}"])
-  logits = dense_logits(folder, tokens, jnp.float32)
-  error = relative_error(logits[:, ::STRIDE], golden[f"logits_{number}"])
-  total = np.log(np.sum(np.exp(logits.astype(np.float64)), -1))
-  total_error = relative_error(total[:, None], golden[f"logsumexp_{number}"][:, None])
-  print(f"{name}: prompt of {prompt_len}, relative error {error:.2e}, of log sum exp {total_error:.2e}")
-  assert error < 1e-4
-  assert total_error < 1e-4
-  np.testing.assert_array_equal(logits[prompt_len - 1:-1].argmax(-1), tokens[prompt_len:])
+  for number, logits in enumerate(dense_logits(folder, golden, jnp.float32)):
+    tokens, prompt_len = golden[f"tokens_{number}"], int(golden[f"prompt_len_{number}"])
+    error = relative_error(logits[:, ::STRIDE], golden[f"logits_{number}"])
+    total = np.log(np.sum(np.exp(logits.astype(np.float64)), -1))
+    total_error = relative_error(total[:, None], golden[f"logsumexp_{number}"][:, None])
+    print(f"{name}: prompt of {prompt_len}, relative error {error:.2e}, of log sum exp {total_error:.2e}")
+    assert error < 1e-4
+    assert total_error < 1e-4
+    assert len(tokens) == prompt_len + NEW_TOKENS
+    np.testing.assert_array_equal(logits[prompt_len - 1:-1].argmax(-1), tokens[prompt_len:])
 
 
 def test_bfloat16_is_as_near_as_transformers_own(case):
-  """In bfloat16 no two orders of summation agree to more than 2 digits, so the yardstick is transformers' own distance,
-  root mean square, from its float32. It rounds cosines to bfloat16, we do not, so we should not be farther away."""
+  """In bfloat16 no two orders of summation and rounding agree to more than two digits, so the yardstick is how far
+  transformers' own bfloat16 is, root mean square, from its float32. Measured: 0.9 to 1.0 of that, but 1.24 for Qwen2,
+  the one family with biases; the bound leaves room for that and no more."""
   name, folder, golden = case
   squared_error = squared = 0.0
-  for number in range(len(PROMPT_LENGTHS)):
-    theirs = golden[f"logits_{number}"]
-    ours = dense_logits(folder, golden[f"tokens_{number}"], jnp.bfloat16)[:, ::STRIDE]
+  for number, logits in enumerate(dense_logits(folder, golden, jnp.bfloat16)):
+    ours, theirs = logits[:, ::STRIDE], golden[f"logits_{number}"]
     squared_error, squared = squared_error + np.sum((ours - theirs) ** 2), squared + np.sum(theirs**2)
   error = (squared_error / squared) ** 0.5
   print(f"{name}: bfloat16 error {error:.4f}, transformers' own {float(golden['bfloat16_error']):.4f}")
@@ -94,7 +98,7 @@ def test_paged_engine(case):
   first, whose prompt log probabilities must be transformers'."""
   name, folder, golden = case
   events: list[TokenEvent] = []
-  built = build(BuildOptions(model_dir=str(folder), num_blocks=64, token_budgets=(4, 32), max_num_seqs=4,
+  built = build(BuildOptions(model_dir=str(folder), num_blocks=64, token_budgets=(16,), max_num_seqs=4,
                              prefill_chunk=16), lambda *_: None, events.extend)
   prompts = [golden[f"tokens_{number}"][:length].tolist() for number, length in enumerate(PROMPT_LENGTHS)]
   for number, prompt in enumerate(prompts):

@@ -1,9 +1,9 @@
 """Second step of `make parity`: what transformers says, as golden files. Imports nothing of Sluice.
 
-It runs in an environment of its own (tools/parity/requirements.txt, Python 3.11), in float32 with plain ("eager")
-attention. Of a case it keeps, for every position of prompt and greedy continuation: the logits of every eighth entry
-of the vocabulary, the log of the sum of the exponentials of all of them, which any wrong logit moves, and the log
-probability of the token that follows.
+It runs in an environment of its own (tools/parity/run.sh makes it), in float32 with plain ("eager") attention. Of a
+case it keeps, for every position of prompt and greedy continuation: the logits of every eighth entry of the
+vocabulary, the log of the sum of the exponentials of all of them, which any wrong logit moves, and the log probability
+of the token that follows.
 """
 
 import argparse
@@ -12,8 +12,8 @@ import json
 import pathlib
 
 import numpy as np
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 
 STRIDE = 8
 # A smaller gap between the two best logits than this could fall either way in f32; choose another seed then.
@@ -62,10 +62,10 @@ def main() -> None:
   parser.add_argument("--output", type=pathlib.Path, required=True, help="folder of the golden files")
   options = parser.parse_args()
   options.output.mkdir(parents=True, exist_ok=True)
-  torch.manual_seed(0)
+  transformers.utils.logging.disable_progress_bar()
   with torch.inference_mode():
     for folder in sorted(path.parent for path in options.checkpoints.glob("*/prompts.json")):
-      np.savez_compressed(options.output / f"{folder.name}.npz", **golden(folder))
+      np.savez_compressed(options.output / f"{folder.name}.npz", allow_pickle=False, **golden(folder))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,287 @@
+"""The server program: flags, and the one place where all parts are put together. Holds no logic of its own.
+
+    python -m server.main --model=DIR --port=50051
+
+Signals: SIGTERM and SIGINT drain (readiness goes first, what runs may finish), a second one ends at once; SIGUSR1
+switches the step trace on and off. Exit codes: 0 after a drain, 1 when the start failed or the engine died, 2 for bad
+flags.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+import gc
+import ipaddress
+import logging
+import os
+import pathlib
+import signal
+import sys
+import threading
+from typing import Any
+
+from absl import app, flags
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import ConfigError, EngineError
+from engine.policy import BATCHING, POLICIES
+from server.generation import Generations
+from server.host import Host, HostOptions
+from server.service import Backend
+from server.tokenizer import Tokenizer
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# Names are those of BuildOptions, EngineConfig and HostOptions; texts say what a user must know to choose.
+_MODEL = flags.DEFINE_string("model", str(_ROOT / "models" / "demo"), "Model folder, of Hugging Face or of Sluice.")
+_SERVED_MODEL_NAME = flags.DEFINE_string("served_model_name", "", "What clients call it; empty: the model's own name.")
+_BUILD_FLAGS = (
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, activations and KV."),
+    flags.DEFINE_integer("kv_cache_mb", 0, "MiB of KV; 0: what is free (on CPU 256).", lower_bound=0),
+    flags.DEFINE_integer("num_blocks", 0, "KV pool in blocks, instead of --kv_cache_mb; 0: by memory.", lower_bound=0),
+    flags.DEFINE_integer("block_size", EngineConfig.block_size, "Tokens a KV block.", lower_bound=1),
+    flags.DEFINE_integer("max_num_seqs", EngineConfig.max_num_seqs, "Sequences running at once.", lower_bound=1),
+    flags.DEFINE_integer("max_model_len", 0, "Longest prompt and output together, in tokens; 0: the model's.",
+                         lower_bound=0),
+    flags.DEFINE_integer("prefill_chunk", EngineConfig.prefill_chunk, "Most prompt tokens a step takes.",
+                         lower_bound=1),
+    flags.DEFINE_integer("max_queued_requests", EngineConfig.max_queued_requests,
+                         "More are refused, RESOURCE_EXHAUSTED.",
+                         lower_bound=1),
+    flags.DEFINE_integer("max_queued_tokens", EngineConfig.max_queued_tokens, "Prompt tokens that may wait.",
+                         lower_bound=1),
+    flags.DEFINE_float("queue_timeout_s", EngineConfig.queue_timeout_s, "Longest wait in the queue; 0: no limit.",
+                       lower_bound=0),
+    flags.DEFINE_float("request_timeout_s", EngineConfig.request_timeout_s, "Longest a request may take; 0: no limit.",
+                       lower_bound=0),
+    flags.DEFINE_enum("policy", EngineConfig.policy, sorted(POLICIES), "Who goes first."),
+    flags.DEFINE_enum("batching", EngineConfig.batching, sorted(BATCHING), "static is only for comparison."),
+    flags.DEFINE_float("aging_s", EngineConfig.aging_s, "Seconds of waiting worth one unit of priority; 0: none.",
+                       lower_bound=0),
+    flags.DEFINE_bool("enable_prefix_caching", EngineConfig.enable_prefix_caching, "Share KV of equal prefixes."),
+    flags.DEFINE_integer("num_devices", 1, "Devices to spread the model over; 0: all.", lower_bound=0),
+    flags.DEFINE_string("compile_cache_dir", str(pathlib.Path.home() / ".cache" / "sluice" / "programs"),
+                        "Where compiled steps are kept between starts; empty: nowhere."),
+)
+_TOKEN_BUDGETS = flags.DEFINE_list("token_budgets", [str(tokens) for tokens in EngineConfig.token_budgets],
+                                   "The ladder of step sizes, in tokens; one program is compiled for each.")
+_HOST_FLAGS = (
+    flags.DEFINE_string("host", HostOptions.host,
+                        "Address to bind. There is no TLS: keep it local, or behind a proxy."),
+    flags.DEFINE_integer("port", HostOptions.port, "TCP port; 0: a free one.", lower_bound=0, upper_bound=65535),
+    flags.DEFINE_integer("max_request_bytes", HostOptions.max_request_bytes, "Largest message taken.",
+                         lower_bound=1024),
+    flags.DEFINE_integer("max_concurrent_rpcs", HostOptions.max_concurrent_rpcs, "More are refused.", lower_bound=1),
+    flags.DEFINE_float("keepalive_time_s", HostOptions.keepalive_time_s, "Ping a silent client this often.",
+                       lower_bound=1),
+    flags.DEFINE_float("keepalive_timeout_s", HostOptions.keepalive_timeout_s, "Longest wait for a ping's answer.",
+                       lower_bound=1),
+    flags.DEFINE_float("min_ping_interval_s", HostOptions.min_ping_interval_s,
+                       "Clients may ping this often.", lower_bound=0),
+    flags.DEFINE_float("max_connection_age_s", HostOptions.max_connection_age_s, "Close older connections; 0: never.",
+                       lower_bound=0),
+    flags.DEFINE_float("stream_stall_timeout_s", HostOptions.stream_stall_timeout_s,
+                       "Stop the work for a client that takes nothing for this long.", lower_bound=0.1),
+    flags.DEFINE_float("drain_delay_s", HostOptions.drain_delay_s,
+                       "After SIGTERM, go on accepting this long (about 15 behind a balancer).", lower_bound=0),
+    flags.DEFINE_float("drain_timeout_s", HostOptions.drain_timeout_s,
+                       "How long running requests may take to finish then.",
+                       lower_bound=0),
+    flags.DEFINE_float("step_timeout_s", HostOptions.step_timeout_s, "Liveness fails when the engine stands this long.",
+                       lower_bound=0.1),
+    flags.DEFINE_bool("enable_reflection", HostOptions.enable_reflection, "Answer grpcurl and the like."),
+)
+_MAX_PROMPT_BYTES = flags.DEFINE_integer("max_prompt_bytes", 1 << 20, "Longest text that is tokenized.", lower_bound=1)
+_PORT_FILE = flags.DEFINE_string("port_file", "", "File to write the port into, once ready.")
+_TRACE_FILE = flags.DEFINE_string("trace_file", "", "Step trace (JSON lines); each recording begins the file anew.")
+_TRACE_AT_START = flags.DEFINE_bool("trace_at_start", True, "Record from ready on; false: wait for SIGUSR1.")
+
+
+def _say(line: str) -> None:
+  print(line, file=sys.stderr, flush=True)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+  """absl's parsing, with errors in one line."""
+  try:
+    return flags.FLAGS(list(argv))
+  except flags.Error as error:
+    _say(f"error: {' '.join(str(error).removeprefix('ERROR:: ').split())}; --help lists the flags")
+    sys.exit(2)
+
+
+def _values(chosen: Sequence[flags.FlagHolder]) -> dict[str, Any]:
+  return {flag.name: flag.value for flag in chosen}
+
+
+def _token_budgets() -> tuple[int, ...]:
+  try:
+    return tuple(int(tokens) for tokens in _TOKEN_BUDGETS.value)
+  except ValueError:
+    raise ConfigError(f"token_budgets={','.join(_TOKEN_BUDGETS.value)} must be whole numbers; "
+                      "set --token_budgets, for example 8,16,32,64,128,256,512") from None
+
+
+def _print_configuration() -> None:
+  """As lines that work as a --flagfile."""
+  chosen = flags.FLAGS.get_key_flags_for_module(sys.modules[__name__])
+  _say("configuration:\n" + "\n".join(
+      f"  {line}" for line in sorted(flag.serialize() for flag in chosen) if line))
+
+
+def _progress(what: str, done: int, total: int) -> None:
+  _say(f"{what}: {done} of {total}")
+
+
+class _Trace:
+  """The step trace's switch."""
+
+  def __init__(self, engine: Engine, path: str):
+    self._engine = engine
+    self._path = path
+    self._on = False
+
+  def toggle(self) -> None:
+    """Starts or ends a recording."""
+    if not self._path:
+      _say("SIGUSR1: no step trace without --trace_file")
+      return
+    try:
+      if self._on:
+        self._engine.stop_trace()
+      else:
+        self._engine.start_trace(self._path)
+    except OSError as error:
+      _say(f"step trace: {self._path}: {error.strerror}")
+      return
+    self._on = not self._on
+    _say(f"step trace: {'recording to' if self._on else 'closed'} {self._path}")
+
+
+def _start_thread(work: Callable[[], Any]) -> asyncio.Future:
+  """Runs `work` in a daemon thread: unlike an executor's, it cannot keep a stopping process from ending."""
+  loop = asyncio.get_running_loop()
+  future = loop.create_future()
+
+  def settle(result: Any, error: BaseException | None) -> None:
+    if not future.done():
+      future.set_exception(error) if error is not None else future.set_result(result)
+
+  def run() -> None:
+    result, failure = None, None
+    try:
+      result = work()
+    except BaseException as error:
+      failure = error
+    loop.call_soon_threadsafe(settle, result, failure)
+
+  threading.Thread(target=run, name="build", daemon=True).start()
+  return future
+
+
+async def _serve() -> int:
+  """From flags to exit code."""
+  host = Host(HostOptions(**_values(_HOST_FLAGS)))
+  budgets = _token_budgets()
+  if _PORT_FILE.value:
+    pathlib.Path(_PORT_FILE.value).unlink(missing_ok=True)
+  loop = asyncio.get_running_loop()
+  for number in (signal.SIGTERM, signal.SIGINT):
+    loop.add_signal_handler(number, host.request_stop)
+  port = await host.start()
+  address = f"{flags.FLAGS.host}:{port}"
+  _say(f"listening on {address}, loading {_MODEL.value}")
+  stopped = asyncio.create_task(host.wait_stopped())
+
+  def build():
+    # Here and not above: JAX takes seconds to import, and a bad flag should not have to wait for it.
+    from engine.device.build import BuildOptions
+    from engine.device.build import build as build_engine
+
+    options = BuildOptions(model_dir=_MODEL.value, token_budgets=budgets, **_values(_BUILD_FLAGS))
+    # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
+    folder = pathlib.Path(_MODEL.value)
+    tokenizer = None
+    if (folder / "tokenizer.json").is_file():
+      tokenizer = Tokenizer(folder, max_prompt_bytes=_MAX_PROMPT_BYTES.value)
+    return build_engine(options, _progress, host.emit), tokenizer
+
+  building = _start_thread(build)
+  await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
+  if stopped.done():
+    # A compilation cannot be interrupted, and taking down the interpreter under it may crash.
+    _say("stopped while starting")
+    os._exit(stopped.result())
+  try:
+    built, tokenizer = building.result()
+  except BaseException:
+    host.request_stop()
+    await stopped
+    raise
+  name = _SERVED_MODEL_NAME.value or built.model_name
+  generations = Generations(built.engine, tokenizer)
+  trace = _Trace(built.engine, _TRACE_FILE.value)
+  if _TRACE_FILE.value and _TRACE_AT_START.value:
+    trace.toggle()
+  loop.add_signal_handler(signal.SIGUSR1, trace.toggle)
+  # What the start has made stays: the collector need not look at it again while requests wait.
+  gc.collect()
+  gc.freeze()
+  await host.serve(Backend(
+      model=name, engine=built.engine, tokenizer=tokenizer, generations=generations,
+      compiles_after_ready=lambda: built.runner.compiles_after_ready, load_s=built.load_s, warmup_s=built.warmup_s))
+  if _PORT_FILE.value:
+    _write_whole(pathlib.Path(_PORT_FILE.value), f"{port}\n")
+  config = built.config
+  _say(f"model {name}: {config.vocab_size} tokens, length {config.max_model_len}, "
+       f"{'with' if tokenizer else 'without'} tokenizer; KV {config.num_blocks} blocks of {config.block_size}; "
+       f"loaded in {built.load_s:.1f} s, compiled in {built.warmup_s:.1f} s")
+  _say(f"ready on {address}")
+  code = await stopped
+  _say(f"stopped, exit code {code}")
+  return code
+
+
+def _write_whole(path: pathlib.Path, text: str) -> None:
+  """A reader sees all of it or nothing."""
+  part = path.with_name(path.name + ".part")
+  part.write_text(text)
+  part.replace(path)
+
+
+def _is_local(host: str) -> bool:
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return host == "localhost"
+
+
+def _main(argv: Sequence[str]) -> int:
+  if len(argv) > 1:
+    _say(f"error: unexpected argument {argv[1]!r}; flags are written --name=value, and --help lists them")
+    return 2
+  # How long the engine's thread may wait for the interpreter while the loop's writes messages. The default, 5 ms, is
+  # more than a step of a small model takes; with 64 streams this gave about 10 % more tokens a second.
+  sys.setswitchinterval(0.0005)
+  logging.getLogger().setLevel(logging.WARNING)
+  logging.getLogger("server").setLevel(logging.INFO)
+  _print_configuration()
+  if not _is_local(flags.FLAGS.host):
+    _say(f"warning: --host={flags.FLAGS.host} can be reached by others, and there is neither TLS nor authentication")
+  try:
+    return asyncio.run(_serve())
+  except EngineError as error:
+    _say(f"error: {' '.join(str(error).split())}")
+    return 1
+  except OSError as error:
+    _say(f"error: {error.filename or ''}: {error.strerror or error}")
+    return 1
+
+
+def main() -> None:
+  """Entry point; ends the process."""
+  app.run(_main, flags_parser=_parse)
+
+
+if __name__ == "__main__":
+  main()

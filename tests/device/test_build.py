@@ -1,0 +1,97 @@
+"""From a model folder to an engine that serves; and every setting that is refused before anything is allocated."""
+
+import pytest
+
+from engine.device import kv_cache
+from engine.device.build import BuildOptions, build
+from engine.errors import CheckpointError, ConfigError
+from engine.request import Request, TokenEvent
+from engine.sampling_params import SamplingParams
+from tools.make_random_model import write_model
+from tools.parity.cases import CASES
+
+RAW = CASES["llama3"][0] | {"num_hidden_layers": 2}
+SMALL = {"token_budgets": (8, 16), "max_num_seqs": 4, "prefill_chunk": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+  path = tmp_path_factory.mktemp("models") / "tiny"
+  write_model(path, RAW, seed=3)
+  return str(path)
+
+
+def silent(what: str, done: int, total: int) -> None:
+  del what, done, total
+
+
+def no_events(events: list[TokenEvent]) -> None:
+  raise AssertionError(events)
+
+
+def test_serves_and_keeps_compiled_programs(folder, tmp_path):
+  told: list[tuple[str, int, int]] = []
+  events: list[TokenEvent] = []
+  cache = tmp_path / "compiled"
+  built = build(BuildOptions(folder, kv_cache_mb=1, max_model_len=64, compile_cache_dir=str(cache), **SMALL),
+                lambda *progress: told.append(progress), events.extend)
+  assert [what for what, done, total in told if done == total] == ["load", "compile", "warm up"]
+  assert built.config.vocab_size == RAW["vocab_size"] == built.model.vocab_size
+  assert built.config.max_model_len == 64 and built.tokenizer_dir is None and built.model_name == "tiny"
+  block_bytes = 2 * 2 * 16 * RAW["num_key_value_heads"] * built.model.head_dim * 4
+  assert built.config.num_blocks == min(2**20 // block_bytes - 1, 2 * 4 * 64 // 16)
+  built.engine.submit(Request("a", [3, 4, 5], SamplingParams(max_tokens=5, ignore_eos=True)))
+  while built.engine.num_live:
+    built.engine.step()
+  assert sum(len(event.token_ids) for event in events) == 5
+  assert built.runner.compiles_after_ready == 0
+  assert len(list(cache.iterdir())) >= len(SMALL["token_budgets"])
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"dtype": "float16"}, "dtype='float16' is not one of float32, bfloat16"),
+    ({"kv_cache_mb": 5, "num_blocks": 5}, "set only one of"),
+    ({"kv_cache_mb": -1}, "kv_cache_mb=-1 must be 0 or more"),
+    ({"block_size": 0}, "block_size=0 must be at least 1"),
+    ({"token_budgets": (8, 4)}, "strictly increasing"),
+    ({"max_num_seqs": 99}, "max_num_seqs=99 exceeds the top token budget 16"),
+    ({"prefill_chunk": 17}, "prefill_chunk=17 exceeds the top token budget 16"),
+    ({"policy": "nonsense"}, "policy='nonsense' is unknown"),
+    ({"batching": "nonsense"}, "batching='nonsense' is unknown"),
+], ids=str)
+def test_options_that_contradict_each_other(changes, said):
+  with pytest.raises(ConfigError, match=said):
+    BuildOptions("nowhere", **(SMALL | changes))
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"max_model_len": 10**6}, "max_model_len=1000000 exceeds the .* positions of tiny"),
+    ({"num_devices": 64}, "num_devices=64, but this machine has"),
+    ({"kv_cache_mb": 1, "block_size": 8192}, "1 MiB hold .* KV blocks, but one sequence of the greatest length needs"),
+    ({"compile_cache_dir": "/proc/none"}, "compile_cache_dir=/proc/none"),
+], ids=str)
+def test_options_that_do_not_fit_the_model_or_the_machine(folder, changes, said):
+  with pytest.raises(ConfigError, match=said):
+    build(BuildOptions(folder, **(SMALL | changes)), silent, no_events)
+
+
+def test_missing_folder(tmp_path):
+  with pytest.raises(CheckpointError, match="no such folder"):
+    build(BuildOptions(str(tmp_path / "gone"), **SMALL), silent, no_events)
+
+
+def test_the_pool_takes_the_memory_that_is_left(folder, monkeypatch):
+  asked = []
+
+  def free_bytes(mesh, step_bytes):
+    asked.append(step_bytes)
+    return 3 * 2**20 - step_bytes
+
+  monkeypatch.setattr(kv_cache, "free_bytes", free_bytes)
+  options = BuildOptions(folder, max_model_len=256, enable_prefix_caching=False, token_budgets=(8,), max_num_seqs=8,
+                         prefill_chunk=8)
+  config = build(options, silent, no_events).config
+  sampler_state = 2 * 4 * 9 * RAW["vocab_size"]
+  assert asked[0] == 0 and asked[1] > sampler_state
+  block_bytes = 2 * 2 * 16 * RAW["num_key_value_heads"] * (RAW["hidden_size"] // RAW["num_attention_heads"]) * 4
+  assert config.num_blocks == min((3 * 2**20 - asked[1]) // block_bytes - 1, 8 * 256 // 16)

@@ -1,0 +1,96 @@
+"""Placement by logical axes, and the KV pool's arithmetic."""
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+import pytest
+
+from engine.device import kv_cache
+from engine.device import mesh as mesh_lib
+from engine.errors import ConfigError
+from models import llama
+from models.config import ModelConfig
+from tests.device.tiny_model import TINY
+
+
+class FakeMesh:
+  """As much of a mesh of many devices as placement asks for."""
+
+  def __init__(self, size: int):
+    self.shape, self.size = {mesh_lib.AXIS: size}, size
+
+
+def test_every_parameter_has_a_place_in_a_tree_of_the_same_structure():
+  mesh = mesh_lib.make_mesh(jax.devices()[:1])
+  _, state = llama.abstract(TINY, np.dtype(np.float32))
+  placed = mesh_lib.shardings(mesh, state)
+  assert jax.tree.structure(placed) == jax.tree.structure(state)
+  layer = placed["layers"][0]
+  assert layer["attention"]["qkv"].get_value().spec == PartitionSpec(None, "model", None, None)
+  assert layer["mlp"]["down"].get_value().spec == PartitionSpec("model", None)
+  assert placed["embed"].get_value().spec == PartitionSpec("model", None)
+  assert layer["attention_norm"]["scale"].get_value().spec == PartitionSpec(None)
+
+
+def test_what_does_not_divide_is_refused_with_value_and_remedy():
+  with pytest.raises(ConfigError, match="layers.0.mlp.down: mlp=48 does not divide over 5 devices; set "
+                     "--num_devices to a divisor of 48"):
+    mesh_lib.sharding_of(FakeMesh(5), "layers.0.mlp.down", (48, 32), ("mlp", "embed"))
+
+
+def test_no_device_is_refused():
+  with pytest.raises(ConfigError, match="at least one device"):
+    mesh_lib.make_mesh([])
+
+
+def test_a_mesh_is_one_axis():
+  mesh = mesh_lib.make_mesh()
+  assert isinstance(mesh, Mesh) and mesh.axis_names == ("model",) and mesh.size == len(jax.devices())
+
+
+def test_bytes_of_a_block():
+  # 2 layers, K and V, 4 tokens, 2 heads of 8, f32
+  assert kv_cache.bytes_per_block(TINY, 4, np.dtype(np.float32)) == 2 * 2 * 4 * 2 * 8 * 4
+  assert kv_cache.bytes_per_block(TINY, 4, jax.numpy.bfloat16) == 2 * 2 * 4 * 2 * 8 * 2
+
+
+def test_buffers_have_a_padding_block_and_zeros():
+  mesh = mesh_lib.make_mesh(jax.devices()[:1])
+  buffers = kv_cache.allocate(kv_cache.abstract(mesh, TINY, 5, 4, np.dtype(np.float32)))
+  assert len(buffers) == TINY.num_layers
+  assert sum(buffer.nbytes for buffer in buffers) == 6 * kv_cache.bytes_per_block(TINY, 4, np.dtype(np.float32))
+  assert len({buffer.unsafe_buffer_pointer() for buffer in buffers}) == TINY.num_layers
+  assert not any(np.asarray(buffer).any() for buffer in buffers)
+
+
+def test_the_head_axis_is_found_whatever_the_layout():
+  for heads in (1, 2, 3, 16):
+    config = ModelConfig("llama", 64, 1, 32, 32, 2 * heads, heads, 16, 64)
+    shape = kv_cache.api.kv_shape(3, 16, heads, 16)
+    assert shape[kv_cache.head_axis(16, config)] == heads
+
+
+def test_pool_size():
+  assert kv_cache.fit_blocks(1000, 10, longest_table=5, most_useful=10**6) == 99
+  assert kv_cache.fit_blocks(1000, 10, longest_table=5, most_useful=40) == 40
+  assert kv_cache.fit_blocks(1000, 10, longest_table=99, most_useful=200) == 99
+  with pytest.raises(ConfigError, match="hold 99 KV blocks, but one sequence of the greatest length needs 100"):
+    kv_cache.fit_blocks(1000, 10, longest_table=100, most_useful=200)
+
+
+class FakeDevice:
+  def __init__(self, stats):
+    self._stats = stats
+
+  def memory_stats(self):
+    return self._stats
+
+
+def test_free_memory_is_of_the_fullest_device():
+  mesh = FakeMesh(2)
+  mesh.devices = np.array([FakeDevice({"bytes_limit": 1000, "bytes_in_use": 100}),
+                           FakeDevice({"bytes_limit": 1000, "bytes_in_use": 300})])
+  assert kv_cache.free_bytes(mesh, step_bytes=50, reserve_share=0.1) == 2 * (900 - 300 - 50)
+  assert kv_cache.free_bytes(mesh, step_bytes=5000) == 0
+  mesh.devices = np.array([FakeDevice(None)])
+  assert kv_cache.free_bytes(mesh, step_bytes=50) is None

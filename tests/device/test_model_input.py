@@ -1,0 +1,148 @@
+"""Packing against a token-by-token twin: whatever the rows, every number arrives where the device reads it."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine.batch import Admission, Batch
+from engine.device.model_input import Flag, Packer, flags_of, unpack
+from engine.sampling_params import SamplingParams
+from engine.shapes import StepShape
+
+SLOTS, WIDTH, BLOCK = 6, 8, 4
+EOS = (1, 2)
+
+
+def params_of(rng: random.Random) -> SamplingParams:
+  return SamplingParams(
+      temperature=rng.choice((0.0, 0.5)), top_k=rng.choice((0, 3)), top_p=rng.choice((1.0, 0.5)), min_p=rng.random(),
+      presence_penalty=rng.choice((0.0, -1.5)), frequency_penalty=rng.random(), repetition_penalty=0.5 + rng.random(),
+      min_tokens=rng.choice((0, 3)), ignore_eos=rng.random() < 0.5, stop_token_ids=tuple(rng.sample(range(90), 3)),
+      logprobs=rng.choice((None, 0, 4)), prompt_logprobs=rng.choice((None, 0, 7)))
+
+
+class Twin:
+  """One slot, in Python."""
+
+  def __init__(self, rng: random.Random, slot: int, blocks: list[int]):
+    self.slot, self.params, self.seed = slot, params_of(rng), rng.getrandbits(32)
+    self.tokens = [rng.randrange(90) for _ in range(rng.randint(1, WIDTH * BLOCK - 1))]
+    self.table = [blocks.pop() for _ in range(WIDTH)]
+    self.start = 0  # position the next row starts at
+
+
+def make_step(rng: random.Random, shape: StepShape, twins: list[Twin]) -> tuple[Batch, list]:
+  """A batch over some of the slots, and (slot, position, token or None, num logits, samples, outputs) of every row."""
+  rows, tokens_left, logits_left = [], shape.tokens, shape.rows
+  for twin in rng.sample(twins, rng.randint(0, min(len(twins), shape.rows))):
+    waiting = len(twin.tokens) - twin.start
+    count = rng.randint(0, min(waiting, tokens_left, 9)) if waiting > 0 else min(1, tokens_left)
+    if twin.start == WIDTH * BLOCK or not logits_left:
+      continue
+    if not count:
+      continue
+    samples = twin.start + count >= len(twin.tokens)
+    num_logits = count if twin.params.prompt_logprobs is not None and count <= logits_left else 1
+    rows.append((twin, twin.start, count, num_logits, samples, rng.randrange(6)))
+    tokens_left -= count
+    logits_left -= num_logits
+  ids = [tuple(t.tokens[start:start + count]) for t, start, count, *_ in rows]
+  for twin, start, count, *_ in rows:
+    twin.start = start + count
+  starts, counts, num_logits, samples, outputs = (tuple(row[column] for row in rows) for column in range(1, 6))
+  slots = tuple(twin.slot for twin, *_ in rows)
+  return Batch(0, shape, tuple(map(str, slots)), slots, starts, counts, num_logits, samples, tuple(ids), outputs), rows
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_number_arrives(seed):
+  rng = random.Random(seed)
+  shape = StepShape(rng.choice((6, 24, 40)), SLOTS)
+  packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
+  layout = packer.layout(shape)
+  blocks = rng.sample(range(1, 500), SLOTS * WIDTH)
+  twins = [Twin(rng, slot, blocks) for slot in range(SLOTS)]
+  grown = []
+  for twin in twins:
+    known = rng.randint(1, WIDTH)
+    packer.admit(Admission(twin.slot, tuple(twin.tokens), 1, tuple(twin.table[:known]), twin.params, twin.seed))
+    grown += [(twin.slot, index, twin.table[index]) for index in range(known, WIDTH)]
+  for step in range(8):
+    batch, rows = make_step(rng, shape, twins)
+    if step == 0:
+      batch = Batch(*(getattr(batch, name) for name in batch.__slots__[:-1]), new_blocks=tuple(grown))
+    packed, logit_rows = packer.pack(batch, layout)
+    inputs = jax.tree.map(np.asarray, unpack(layout, jnp.asarray(packed)))
+    sampling = inputs.sampling
+    token = line = 0
+    for index, (twin, start, count, num_logits, samples, outputs) in enumerate(rows):
+      params = twin.params
+      assert inputs.query_starts[index] == token and inputs.kv_lens[index] == start + count
+      assert inputs.block_tables[index].tolist() == twin.table
+      for position in range(start, start + count):
+        expected = twin.tokens[position] if position < len(twin.tokens) else -1 - twin.slot
+        assert (inputs.tokens[token], inputs.positions[token]) == (expected, position)
+        assert inputs.slot_mapping[token] == twin.table[position // BLOCK] * BLOCK + position % BLOCK
+        token += 1
+      numbers = []
+      for back in range(num_logits - 1, -1, -1):
+        final = samples and back == 0
+        assert inputs.logit_tokens[line] == token - 1 - back
+        assert sampling.slots[line] == twin.slot and sampling.positions[line] == start + count - back
+        assert int(sampling.seeds[line]) == twin.seed and sampling.top_k[line] == params.top_k
+        for name, value in (("temperature", params.temperature), ("top_p", params.top_p), ("min_p", params.min_p),
+                            ("presence", params.presence_penalty), ("frequency", params.frequency_penalty),
+                            ("repetition", params.repetition_penalty)):
+          assert getattr(sampling, name)[line] == np.float32(value)
+        flags = flags_of(params) if final else Flag(0)
+        if final and outputs < params.min_tokens:
+          flags |= Flag.SUPPRESS
+          stops = [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
+          assert sampling.stop_ids[line].tolist() == stops + [-1] * (layout.num_stop_ids - len(stops))
+        target = -1
+        if not final and params.prompt_logprobs is not None:
+          target = twin.tokens[start + count - back]
+          flags |= Flag.LOGPROB | (Flag.TOP_LOGPROBS if params.prompt_logprobs else Flag(0))
+          numbers.append(params.prompt_logprobs)
+        elif final and (params.logprobs is not None or numbers):
+          numbers.append(params.logprobs or 0)
+        assert Flag(int(sampling.flags[line])) == flags and sampling.targets[line] == target
+        line += 1
+      assert logit_rows.last[index] == line - 1
+      assert logit_rows.wants.get(index, (0, ()))[1] == tuple(numbers)
+      if numbers:
+        assert logit_rows.wants[index][0] == line - len(numbers)
+    # Padding: no token, the padding slot, block 0, nothing asked.
+    rest = len(rows)
+    assert (inputs.query_starts[rest:] == token).all() and not inputs.kv_lens[rest:].any()
+    for name in ("tokens", "positions", "slot_mapping"):
+      assert not getattr(inputs, name)[token:].any()
+    assert not inputs.block_tables[rest:].any() and not sampling.flags[line:].any()
+    assert (sampling.slots[line:] == SLOTS).all() and (sampling.targets[line:] == -1).all()
+
+
+def test_a_slot_forgets_its_former_request():
+  packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
+  layout = packer.layout(StepShape(8, SLOTS))
+  rich = SamplingParams(min_tokens=5, stop_token_ids=(9,), logprobs=3, prompt_logprobs=3, top_k=4,
+                        logit_bias=((4, 1.0),))
+  packer.admit(Admission(2, (5, 6, 7), 3, (11, 12, 13), rich, 99))
+  packer.admit(Admission(2, (5,), 1, (14,), SamplingParams(temperature=0.0), 1))
+  batch = Batch(0, StepShape(8, SLOTS), ("a",), (2,), (0,), (1,), (1,), (True,), ((5,),), (0,))
+  packed, rows = packer.pack(batch, layout)
+  inputs = unpack(layout, jnp.asarray(packed))
+  assert not rows.wants
+  assert int(inputs.sampling.flags[0]) == int(Flag.SAMPLE) and int(inputs.sampling.seeds[0]) == 1
+  assert inputs.block_tables[0].tolist() == [14] + [0] * (WIDTH - 1)
+
+
+def test_each_step_has_memory_of_its_own():
+  """The device may read a step's array after the next one is packed."""
+  packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
+  layout = packer.layout(StepShape(8, SLOTS))
+  empty = Batch(0, layout.shape, (), (), (), (), (), (), (), ())
+  first, second = packer.pack(empty, layout)[0], packer.pack(empty, layout)[0]
+  assert not np.shares_memory(first, second)

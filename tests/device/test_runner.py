@@ -1,0 +1,221 @@
+"""The device behind the real Scheduler and Engine: any schedule gives the tokens of a plain forward pass."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine.batch import Batch
+from engine.engine import PlainEngine
+from engine.errors import ShapeNotOnLadder
+from engine.request import FinishReason, Request
+from engine.sampling_params import SamplingParams
+from engine.shapes import StepShape
+from tests.device.serving import make_engine, serve
+from tests.device.tiny_model import EOS, TINY, dense_greedy, dense_logits, make_runner, random_params
+from tools.soak_compiles import soak
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+  return random_params(TINY, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def runner(model):
+  runner = make_runner(model=model)
+  runner.warm_up(lambda *_: None)
+  return runner
+
+
+@pytest.fixture(scope="module")
+def prompts():
+  rng = np.random.default_rng(7)
+  lengths = (1, 2, 5, 9, 16, 17, 30, 40, 3, 12, 33, 8)
+  return [rng.integers(2, TINY.vocab_size, size=length).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def reference(model, prompts):
+  return [dense_greedy(model, prompt, 12) for prompt in prompts]
+
+
+def tokens_of(served):
+  return [one.tokens for one in served]
+
+
+def test_alone(runner, prompts, reference):
+  for prompt, expected in zip(prompts, reference, strict=True):
+    assert tokens_of(serve(runner, [(prompt, GREEDY)])[0]) == [expected]
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"prefill_chunk": 1}, {"prefill_chunk": 3}, {"prefill_chunk": 8},
+    {"enable_prefix_caching": False}, {"batching": "static"},
+], ids=str)
+def test_together(runner, prompts, reference, changes):
+  served, _ = serve(runner, [(prompt, GREEDY) for prompt in prompts], **changes)
+  assert tokens_of(served) == reference
+  assert {one.finish_reason for one in served} == {FinishReason.LENGTH}
+
+
+def test_preempted_again_and_again(runner, prompts, reference):
+  served, engine = serve(runner, [(prompt, GREEDY) for prompt in prompts], num_blocks=14)
+  assert engine.stats().num_preemptions > 0
+  assert tokens_of(served) == reference
+
+
+def test_without_overlap(runner, prompts, reference):
+  assert tokens_of(serve(runner, [(prompt, GREEDY) for prompt in prompts], engine=PlainEngine)[0]) == reference
+
+
+def test_draws_do_not_depend_on_company_chunks_or_preemption(runner, prompts):
+  choices = [{}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.1}, {"presence_penalty": 1.0, "repetition_penalty": 1.2},
+             {"logit_bias": ((5, 3.0), (6, -100.0))}, {"allowed_token_ids": tuple(range(10, 60))},
+             {"frequency_penalty": 2.0}]
+  requests = [(prompt, SamplingParams(max_tokens=12, ignore_eos=True, seed=index, **choices[index % len(choices)]))
+              for index, prompt in enumerate(prompts)]
+  alone = [serve(runner, [request])[0][0].tokens for request in requests]
+  for changes in ({}, {"prefill_chunk": 3}, {"num_blocks": 14}):
+    assert tokens_of(serve(runner, requests, **changes)[0]) == alone
+
+
+def test_stop_min_tokens_and_ignore_eos(runner, prompts):
+  always_eos, most = ((EOS[0], 100.0),), 20
+  served, _ = serve(runner, [
+      (prompts[3], SamplingParams(most, temperature=0.0, logit_bias=always_eos)),
+      (prompts[3], SamplingParams(most, temperature=0.0, logit_bias=always_eos, min_tokens=5)),
+      (prompts[3], SamplingParams(most, temperature=0.0, logit_bias=always_eos, ignore_eos=True)),
+      (prompts[3], SamplingParams(most, temperature=0.0, logit_bias=((40, 100.0),), stop_token_ids=(40,),
+                                  min_tokens=3)),
+  ])
+  assert [len(one.tokens) for one in served] == [1, 6, most, 4]
+  assert served[0].tokens == [EOS[0]] and EOS[0] not in served[1].tokens[:5] and served[1].tokens[5] == EOS[0]
+  assert set(served[2].tokens) == {EOS[0]}
+  assert 40 not in served[3].tokens[:3] and served[3].tokens[3] == 40
+
+
+def test_penalties_count_tokens_of_earlier_steps(runner, model, prompts):
+  params = SamplingParams(12, temperature=0.0, ignore_eos=True, presence_penalty=2.0, frequency_penalty=2.0)
+  served, _ = serve(runner, [(prompts[2], params)], prefill_chunk=2)
+  tokens = list(prompts[2])
+  for token in served[0].tokens:
+    logits = dense_logits(model, tokens)[len(tokens) - 1].astype(np.float64)
+    for seen in set(tokens[len(prompts[2]):]):
+      logits[seen] -= 2.0 + 2.0 * tokens[len(prompts[2]):].count(seen)
+    assert token == int(logits.argmax())
+    tokens.append(token)
+
+
+def check_logprob(entry, logits, number):
+  """An entry of `number` alternatives against raw logits f32[V]."""
+  expected = logits - np.log(np.exp(logits.astype(np.float64)).sum())
+  np.testing.assert_allclose(entry.logprob, expected[entry.token_id], atol=1e-4)
+  assert len(entry.top) == number
+  np.testing.assert_allclose([value for _, value in entry.top], np.sort(expected)[::-1][:number], atol=1e-4)
+  np.testing.assert_allclose([value for _, value in entry.top], [expected[token] for token, _ in entry.top], atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"prefill_chunk": 3}, {"num_blocks": 16}], ids=str)
+def test_logprobs_of_outputs_and_prompt(runner, model, prompts, changes):
+  wants = [(None, None), (0, None), (20, None), (None, 0), (3, 5), (1, 20)]
+  requests = [(prompts[5 + index], SamplingParams(max_tokens=6, seed=index, ignore_eos=True, logprobs=logprobs,
+                                                  prompt_logprobs=prompt_logprobs))
+              for index, (logprobs, prompt_logprobs) in enumerate(wants)]
+  served, _ = serve(runner, requests, **changes)
+  for (prompt, params), one in zip(requests, served, strict=True):
+    text = prompt + one.tokens
+    logits = dense_logits(model, text)
+    assert [entry.token_id for entry in one.logprobs] == (one.tokens if params.logprobs is not None else [])
+    for position, entry in enumerate(one.logprobs, len(prompt)):
+      check_logprob(entry, logits[position - 1], params.logprobs)
+    on_prompt = prompt[1:] if params.prompt_logprobs is not None else []
+    assert [entry.token_id for entry in one.prompt_logprobs] == on_prompt
+    for position, entry in enumerate(one.prompt_logprobs, 1):
+      check_logprob(entry, logits[position - 1], params.prompt_logprobs)
+
+
+@pytest.mark.parametrize("poison", [0, 50])  # 0 is also what padding tokens are
+def test_nan_ends_its_own_request_alone(model, prompts, reference, poison):
+  graphdef, state = model
+  state = jax.tree.map(lambda leaf: leaf, state)
+  state["embed"] = state["embed"].replace(state["embed"].get_value().at[poison].set(jnp.nan))
+  runner = make_runner(model=(graphdef, state), token_budgets=(32,))
+  clean = [(prompt, expected) for prompt, expected in zip(prompts, reference, strict=True)
+           if poison not in prompt and poison not in expected]
+  assert len(clean) > 6
+  requests = [(prompt, GREEDY) for prompt, _ in clean]
+  requests[2:2] = [([9, 8, poison, 7], GREEDY), ([poison] * 20, GREEDY)]
+  for changes in ({}, {"num_blocks": 14}, {"prefill_chunk": 2}):
+    served, _ = serve(runner, requests, **changes)
+    assert [one.finish_reason for one in served[2:4]] == [FinishReason.ERROR] * 2
+    assert tokens_of(served[:2] + served[4:]) == [expected for _, expected in clean]
+
+
+def test_donation_updates_kv_in_place(runner, prompts):
+  kv_bytes = sum(buffer.nbytes for buffer in runner.kv)
+  state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.slot_state))
+  before = [buffer.unsafe_buffer_pointer() for buffer in (*runner.kv, *jax.tree.leaves(runner.slot_state))]
+  params = SamplingParams(max_tokens=4, presence_penalty=1.0, logit_bias=((4, 1.0),))
+  serve(runner, [(prompt, params) for prompt in prompts])
+  assert [buffer.unsafe_buffer_pointer() for buffer in (*runner.kv, *jax.tree.leaves(runner.slot_state))] == before
+  for executable in runner.steps.values():
+    assert executable.memory_analysis().alias_size_in_bytes >= kv_bytes + state_bytes
+
+
+def test_a_shape_that_was_not_compiled_is_an_error(runner):
+  with pytest.raises(ShapeNotOnLadder, match="tokens=9"):
+    runner.launch(Batch(0, StepShape(9, 8), (), (), (), (), (), (), (), ()))
+
+
+def test_nothing_compiles_in_ten_thousand_steps_of_anything(runner):
+  inbox = []
+  engine = make_engine(runner, inbox.extend, num_blocks=24, policy="priority", queue_timeout_s=0.0)
+  runner.seal()
+  soaked = soak(engine, inbox, num_steps=10_000, seed=1)
+  assert min(soaked.requests, soaked.aborts, soaked.preemptions) > 100 and not soaked.errors
+  assert runner.compiles_after_ready == 0
+  jax.jit(lambda x: x + 1)(jnp.float32(1)).block_until_ready()
+  assert runner.compiles_after_ready > 0, "the counter counts"
+
+
+def test_bf16_stays_near_f32(model, prompts):
+  graphdef, state = model
+  half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
+  runner = make_runner(model=(graphdef, half), dtype=jnp.bfloat16, token_budgets=(32,))
+  params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
+  requests = [(prompt, params) for prompt in prompts[4:8]]
+  served, _ = serve(runner, requests)
+  for (prompt, _), one in zip(requests, served, strict=True):
+    logits = dense_logits(model, prompt).astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    got = np.array([entry.logprob for entry in one.prompt_logprobs])
+    wanted = expected[np.arange(len(prompt) - 1), prompt[1:]]
+    assert np.abs(got - wanted).mean() < 0.1
+
+
+def test_submitting_from_another_step_keeps_slots_apart(runner, prompts, reference):
+  """Requests join while others run, so slots are reused by requests of every kind."""
+  found: dict[str, list[int]] = {}
+  engine = make_engine(runner, lambda events: [found[event.request_id].extend(event.token_ids) for event in events])
+  order = random.Random(0)
+  rich = SamplingParams(max_tokens=9, presence_penalty=2.0, logit_bias=((9, 50.0),), min_tokens=2)
+  expected = {}
+  for index in range(60):
+    which = order.randrange(len(prompts))
+    plain = index % 2 == 0
+    params = GREEDY if plain else rich
+    found[str(index)] = []
+    engine.submit(Request(str(index), prompts[which], params, seed=index))
+    if plain:
+      expected[str(index)] = reference[which]
+    for _ in range(order.randrange(4)):
+      engine.step()
+  while engine.num_live:
+    engine.step()
+  assert engine.dead is None
+  assert {name: found[name] for name in expected} == expected

@@ -1,0 +1,239 @@
+"""Every sampling parameter against a straightforward numpy twin, and the promises about rows and draws."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine.batch import Admission, Batch
+from engine.device import sampler
+from engine.device.model_input import Packer, unpack
+from engine.device.sampler import SlotState
+from engine.sampling_params import SamplingParams
+from engine.shapes import StepShape
+
+V, SLOTS, EOS = 300, 7, (3, 4)  # V is no multiple of a chunk
+SHAPE = StepShape(8, 8)
+
+
+@jax.jit
+def run(logits, packed, history, bias):
+  rows = unpack(Packer(SLOTS, 4, 4, EOS).layout(SHAPE), packed).sampling
+  state = SlotState(history, bias)
+  sampled = sampler.sample(logits, rows, state)
+  return sampled, sampler.remember(state, rows, sampled.tokens).history
+
+
+@dataclasses.dataclass
+class Row:
+  """One request in the middle of its life."""
+
+  params: SamplingParams
+  prompt: tuple[int, ...] = (5, 6, 7)
+  outputs: tuple[int, ...] = (8, 8, 9)
+  seed: int = 0
+  slot: int | None = None
+
+
+def draw(rows: list[Row], logits: np.ndarray):
+  """Samples one token a row, through admission and packing as in serving."""
+  packer = Packer(SLOTS, 4, 4, EOS)
+  history, bias = np.zeros((SLOTS + 1, V), np.int32), np.full((SLOTS + 1, V), np.nan, np.float32)
+  slots = tuple(index if row.slot is None else row.slot for index, row in enumerate(rows))
+  for slot, row in zip(slots, rows, strict=True):
+    tokens = row.prompt + row.outputs
+    row.params.validate(V)
+    packer.admit(Admission(slot, tokens, len(row.prompt), (1, 2, 3), row.params, row.seed))
+    history[slot] = sampler.history_row(tokens, len(row.prompt), V)
+    bias[slot] = sampler.bias_row(row.params, V)
+  ones = (1,) * len(rows)
+  batch = Batch(0, SHAPE, tuple(map(str, slots)), slots, tuple(len(row.prompt + row.outputs) - 1 for row in rows), ones,
+                ones, (True,) * len(rows), ((),) * len(rows), tuple(len(row.outputs) for row in rows))
+  packed, _ = packer.pack(batch, packer.layout(SHAPE))
+  padded = np.zeros((SHAPE.rows, V), np.float32)
+  padded[:len(rows)] = logits
+  sampled, after = run(padded, packed, history, bias)
+  return jax.tree.map(lambda x: np.asarray(x)[:len(rows)], sampled), np.asarray(after) - history, slots
+
+
+def processed(row: Row, logits: np.ndarray) -> np.ndarray:
+  """Penalties, bias and masks in f64."""
+  x, params = logits.astype(np.float64), row.params
+  for token in set(row.prompt + row.outputs):
+    x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+  for token in set(row.outputs):
+    x[token] -= params.frequency_penalty * row.outputs.count(token) + params.presence_penalty
+  for token, value in params.logit_bias:
+    x[token] += value
+  if params.allowed_token_ids is not None:
+    x[[token for token in range(V) if token not in params.allowed_token_ids]] = -np.inf
+  if len(row.outputs) < params.min_tokens:
+    ends = [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
+    masked = x.copy()
+    masked[ends] = -np.inf
+    x = masked if masked.max() > -np.inf else x
+  return x
+
+
+def distribution(row: Row, logits: np.ndarray) -> np.ndarray:
+  """Unnormalised weights a draw is made from, f64[V], by sorting."""
+  params = row.params
+  z = processed(row, logits)
+  z = (z - z.max()) / params.temperature
+  weights = np.exp(z)
+  if params.top_k:
+    weights[z < np.sort(z)[::-1][min(params.top_k, V) - 1]] = 0
+  if params.top_p < 1:
+    order = np.argsort(-weights, kind="stable")
+    reached = np.cumsum(weights[order]) >= params.top_p * weights.sum()
+    weights[weights < weights[order[int(np.argmax(reached))]]] = 0
+  weights[weights < params.min_p] = 0
+  return weights
+
+
+def uniform(row: Row) -> float:
+  key = jax.random.fold_in(jax.random.key(np.uint32(row.seed)), len(row.prompt + row.outputs))
+  return (int(jax.random.key_data(key)[0]) >> 8) / 2**24
+
+
+RANDOM = [
+    {}, {"temperature": 0.3}, {"temperature": 40.0}, {"top_k": 1}, {"top_k": 5}, {"top_k": 299}, {"top_k": 10**6},
+    {"top_p": 1e-6}, {"top_p": 0.3}, {"top_p": 0.95}, {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 20, "top_p": 0.7},
+    {"top_k": 20, "top_p": 0.7, "min_p": 0.2, "temperature": 1.7}, {"allowed_token_ids": (7, 70, 299)},
+    {"allowed_token_ids": tuple(range(50)), "top_k": 100, "top_p": 0.9}, {"logit_bias": ((11, 4.0), (12, -100.0))},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3}, {"repetition_penalty": 0.5},
+    {"min_tokens": 4, "stop_token_ids": (10, 11)}, {"min_tokens": 3, "stop_token_ids": (10, 11)},
+]
+
+
+@pytest.mark.parametrize("choice", RANDOM, ids=str)
+def test_draw_is_the_inverse_of_the_cumulative_distribution(choice):
+  rng = np.random.default_rng(len(str(choice)))
+  for trial in range(8):
+    rows = [Row(SamplingParams(**choice), seed=int(seed)) for seed in rng.integers(2**32, size=7)]
+    logits = (rng.normal(size=(7, V)) * 3).astype(np.float32)
+    logits[:, list(EOS)] += 4.0  # min_tokens must matter
+    sampled, _, _ = draw(rows, logits)
+    for row, line, token in zip(rows, logits, sampled.tokens, strict=True):
+      weights = distribution(row, line)
+      assert weights[token] > 0, (trial, token)
+      share = np.cumsum(weights) / weights.sum()
+      before = share[token] - weights[token] / weights.sum()
+      assert before - 1e-5 <= uniform(row) <= share[token] + 1e-5
+
+
+@pytest.mark.parametrize("choice", RANDOM, ids=str)
+def test_greedy_takes_the_most_likely_of_what_is_left(choice):
+  greedy = {"temperature": 0.0} | {name: value for name, value in choice.items() if name != "temperature"}
+  rng = np.random.default_rng(1)
+  rows = [Row(SamplingParams(**greedy), outputs=(8, 8, 9, int(token))) for token in rng.integers(V, size=7)]
+  logits = rng.normal(size=(7, V)).astype(np.float32) * 3
+  logits[:, 8] = logits.max() + 0.5  # penalties must matter
+  logits[:, 4] = logits.max() + 0.1  # and min_tokens
+  sampled, _, _ = draw(rows, logits)
+  assert sampled.tokens.tolist() == [int(processed(row, line).argmax()) for row, line in zip(rows, logits, strict=True)]
+
+
+def test_truncation_keeps_all_tokens_of_equal_probability():
+  logits = np.full((1, V), -5.0, np.float32)
+  logits[0, [10, 20, 30]] = 1.0
+  seen = {int(draw([Row(SamplingParams(top_k=2), seed=seed)], logits)[0].tokens[0]) for seed in range(40)}
+  assert seen == {10, 20, 30}
+
+
+def test_draws_follow_the_distribution():
+  logits = np.log(np.arange(1, V + 1, dtype=np.float32))[None].repeat(7, 0)
+  counts = np.zeros(V)
+  for start in range(0, 7 * 300, 7):
+    rows = [Row(SamplingParams(), seed=start + index) for index in range(7)]
+    np.add.at(counts, draw(rows, logits)[0].tokens, 1)
+  expected = np.arange(1, V + 1) / (V * (V + 1) / 2) * counts.sum()
+  groups = np.arange(V) // 30
+  seen, wanted = np.bincount(groups, counts), np.bincount(groups, expected)
+  chi2 = ((seen - wanted)**2 / wanted).sum()
+  assert chi2 < 27.9  # 9 degrees of freedom, p = 0.001; the seeds are fixed
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+  rng = np.random.default_rng(2)
+  line = rng.normal(size=V).astype(np.float32)
+  me = Row(SamplingParams(temperature=2.0, top_p=0.9), seed=77)
+  alone = int(draw([me], line[None])[0].tokens[0])
+  others = [Row(SamplingParams(**choice), seed=index) for index, choice in enumerate(RANDOM[8:14])]
+  for place in range(7):
+    rows = others[:place] + [me] + others[place:]
+    logits = rng.normal(size=(7, V)).astype(np.float32)
+    logits[place] = line
+    assert int(draw(rows, logits)[0].tokens[place]) == alone
+  later = [dataclasses.replace(me, outputs=(8,) * count) for count in range(7)]
+  assert len(set(draw(later, np.stack([line] * 7))[0].tokens.tolist())) > 3
+
+
+def test_a_bad_row_is_reported_and_touches_no_other():
+  rng = np.random.default_rng(3)
+  rows = [Row(SamplingParams(**choice, logprobs=2), seed=index) for index, choice in enumerate(RANDOM[:7])]
+  logits = rng.normal(size=(7, V)).astype(np.float32)
+  clean, _, _ = draw(rows, logits)
+  for value in (np.nan, np.inf, -np.inf):
+    broken = logits.copy()
+    broken[2, 17] = value
+    sampled, _, _ = draw(rows, broken)
+    assert sampled.bad.tolist() == [False, False, True, False, False, False, False]
+    for got, wanted in zip(jax.tree.leaves(sampled), jax.tree.leaves(clean), strict=True):
+      assert np.isfinite(got).all()
+      np.testing.assert_array_equal(np.delete(got, 2, 0), np.delete(wanted, 2, 0))
+
+
+def test_extreme_values_stay_finite():
+  extremes = [{"repetition_penalty": 1e-38}, {"temperature": 1e-4}, {"temperature": 1e-30}, {"temperature": 100.0},
+              {"top_p": 1e-38}, {"min_p": 1.0}, {"logit_bias": tuple((token, -100.0) for token in range(V))}]
+  rows = [Row(SamplingParams(**choice)) for choice in extremes]
+  logits = np.random.default_rng(4).normal(size=(7, V)).astype(np.float32) * 1e3
+  sampled, _, _ = draw(rows, logits)
+  assert not sampled.bad.any()
+  best = logits.argmax(1)
+  assert [int(sampled.tokens[index]) for index in (1, 2, 4, 5)] == [int(best[index]) for index in (1, 2, 4, 5)]
+
+
+def test_min_tokens_gives_way_where_only_ends_are_allowed():
+  row = Row(SamplingParams(min_tokens=9, max_tokens=9, allowed_token_ids=(3, 50), stop_token_ids=(50,)))
+  sampled, _, _ = draw([row], np.zeros((1, V), np.float32))
+  assert int(sampled.tokens[0]) in (3, 50) and not sampled.bad[0]
+
+
+def test_counts_are_kept_only_for_rows_with_penalties():
+  rows = [Row(SamplingParams(temperature=0.0, presence_penalty=1.0)), Row(SamplingParams(temperature=0.0))]
+  logits = np.zeros((2, V), np.float32)
+  logits[:, 40] = 5.0
+  sampled, change, slots = draw(rows, logits)
+  assert sampled.tokens.tolist() == [40, 40]
+  assert change[slots[0], 40] == 1 and change[slots[0]].sum() == 1
+  assert not change[slots[1]].any()
+
+
+def test_logprobs_are_of_the_unmodified_distribution():
+  rng = np.random.default_rng(5)
+  logits = (rng.normal(size=(2, V)) * 3).astype(np.float32)
+  rows = [Row(SamplingParams(temperature=3.0, top_k=4, logit_bias=((9, 50.0),), logprobs=20)),
+          Row(SamplingParams(temperature=0.0))]
+  sampled, _, _ = draw(rows, logits)
+  assert int(sampled.tokens[0]) == 9
+  wanted = logits[0] - np.log(np.exp(logits[0].astype(np.float64)).sum())
+  order = np.argsort(-wanted, kind="stable")[:20]
+  np.testing.assert_allclose(sampled.logprobs[0], wanted[9], rtol=1e-5)
+  assert sampled.top_ids[0].tolist() == order.tolist()
+  np.testing.assert_allclose(sampled.top_logprobs[0], wanted[order], rtol=1e-5)
+
+
+def test_a_vocabulary_smaller_than_the_list_of_alternatives():
+  logits = jnp.asarray(np.random.default_rng(6).normal(size=(8, 11)), jnp.float32)
+  packer = Packer(SLOTS, 4, 4, ())
+  packer.admit(Admission(0, (1,), 1, (1,), SamplingParams(logprobs=11), 0))
+  batch = Batch(0, SHAPE, ("a",), (0,), (0,), (1,), (1,), (True,), ((1,),), (0,))
+  packed, _ = packer.pack(batch, packer.layout(SHAPE))
+  rows = unpack(packer.layout(SHAPE), jnp.asarray(packed)).sampling
+  state = SlotState(jnp.zeros((SLOTS + 1, 11), jnp.int32), jnp.zeros((SLOTS + 1, 11), jnp.float32))
+  sampled = jax.jit(sampler.sample)(logits, rows, state)
+  assert sorted(sampled.top_ids[0, :11].tolist()) == list(range(11))

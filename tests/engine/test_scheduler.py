@@ -1,0 +1,508 @@
+"""The scheduler's rules one by one, as literal lists of counts. What holds under any load is in test_world.py."""
+
+import dataclasses
+
+import pytest
+
+from engine.batch import Batch, StepResult, TokenLogprobs
+from engine.config import EngineConfig
+from engine.errors import ConfigError, InvalidRequest, Overloaded, RequestTooLong
+from engine.request import FinishReason, Request, RequestStatus, TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler, validate_request
+
+CONFIG = EngineConfig(vocab_size=100, max_model_len=64, num_blocks=64, block_size=4, token_budgets=(4, 8, 16, 32),
+                      max_num_seqs=8, prefill_chunk=16, queue_timeout_s=0.0, request_timeout_s=0.0, eos_token_ids=(1,))
+
+
+def make(request_id: str, prompt: int | list[int], max_tokens: int = 8, **fields) -> Request:
+  """`prompt` as a number is that many different tokens."""
+  params = fields.pop("params", {})
+  tokens = list(range(10, 10 + prompt)) if isinstance(prompt, int) else prompt
+  return Request(request_id, tokens, SamplingParams(max_tokens=max_tokens, **params), **fields)
+
+
+class Driver:
+  """Feeds a scheduler without overlap; every sampled token is 50 unless told otherwise."""
+
+  def __init__(self, *requests: Request, config: EngineConfig = CONFIG, **changes):
+    self.scheduler = Scheduler(dataclasses.replace(config, **changes))
+    self.now = 0.0
+    for request in requests:
+      self.scheduler.add(request)
+
+  def plan(self) -> Batch:
+    batch = self.scheduler.schedule(self.now)
+    assert batch is not None
+    self.scheduler.check()
+    return batch
+
+  def commit(self, batch: Batch, *, tokens: dict[str, int] | None = None, bad: tuple[str, ...] = (),
+             logprobs: dict[int, tuple[TokenLogprobs, ...]] | None = None) -> list[TokenEvent]:
+    values = [(tokens or {}).get(request_id, 50) for request_id in batch.request_ids]
+    bad_rows = frozenset(batch.request_ids.index(request_id) for request_id in bad)
+    events = self.scheduler.commit(batch, StepResult(values, bad_rows, logprobs or {}), self.now)
+    self.scheduler.check()
+    return events
+
+  def step(self, **values) -> dict[str, int]:
+    """One step; request id -> count."""
+    batch = self.plan()
+    self.commit(batch, **values)
+    return counts(batch)
+
+
+def counts(batch: Batch) -> dict[str, int]:
+  return dict(zip(batch.request_ids, batch.counts, strict=True))
+
+
+# Budgets and shapes.
+
+
+def test_prompts_then_decodes():
+  driver = Driver(make("a", 5), make("b", 3))
+  assert driver.step() == {"a": 5, "b": 3}
+  assert driver.step() == {"a": 1, "b": 1}
+
+
+def test_a_long_prompt_is_taken_in_chunks_and_never_stalls_a_decode():
+  driver = Driver(make("a", 2))
+  driver.step()
+  driver.scheduler.add(make("b", 40))
+  # 1 decode + a chunk of 16 needs the rung of 32: the chunk grows to its edge.
+  assert driver.step() == {"a": 1, "b": 31}
+  assert driver.step() == {"a": 1, "b": 9}
+  assert driver.step() == {"a": 1, "b": 1}
+
+
+def test_a_chunk_that_fills_its_rung_does_not_grow():
+  driver = Driver(make("a", 40), prefill_chunk=16)
+  batch = driver.plan()
+  assert (batch.counts, batch.shape.tokens, batch.samples) == ((16,), 16, (False,))
+
+
+def test_growth_admits_more_when_running_prompts_are_done():
+  driver = Driver(make("a", 6), make("b", 6), prefill_chunk=5)
+  # The chunk of 5 needs the rung of 8: "a" grows to its end at 6, and "b" gets the 2 tokens left.
+  batch = driver.plan()
+  assert counts(batch) == {"a": 6, "b": 2}
+  assert batch.samples == (True, False)
+
+
+def test_the_budget_is_shared_in_order():
+  driver = Driver(make("a", 20), make("b", 20), make("c", [9] * 20), prefill_chunk=32)
+  assert driver.step() == {"a": 20, "b": 12}
+  assert driver.step() == {"a": 1, "b": 8, "c": 20}
+
+
+def test_rows_are_bounded_by_slots():
+  driver = Driver(*(make(f"r{number}", 1) for number in range(5)), max_num_seqs=3)
+  assert driver.step() == {"r0": 1, "r1": 1, "r2": 1}
+  assert driver.step() == {"r0": 1, "r1": 1, "r2": 1}
+  assert (driver.scheduler.num_running, driver.scheduler.num_waiting) == (3, 2)
+
+
+def test_columns_of_a_mixed_step():
+  driver = Driver(make("a", 5))
+  driver.step()
+  driver.scheduler.add(make("b", 3))
+  batch = driver.plan()
+  assert batch.request_ids == ("a", "b")
+  assert batch.slots == (0, 1)
+  assert batch.starts == (5, 0)
+  assert batch.counts == (1, 3)
+  assert batch.token_ids == ((), (10, 11, 12))
+  assert batch.num_output_tokens == (1, 0)
+  assert batch.num_logits == (1, 1)
+  assert batch.samples == (True, True)
+  assert [(admission.slot, admission.token_ids, admission.block_ids) for admission in batch.admissions] == [
+    (1, (10, 11, 12), (3,))]
+  assert batch.step == 1 and batch.num_tokens == 4 and batch.shape.tokens == 4
+
+
+def test_a_table_grows_when_the_position_needs_it():
+  driver = Driver(make("a", 3))
+  grown = []
+  for _ in range(7):
+    batch = driver.plan()
+    grown.append(batch.new_blocks)
+    driver.commit(batch)
+  assert grown == [(), (), ((0, 1, 2),), (), (), (), ((0, 2, 3),)]
+
+
+def test_nothing_to_do_is_no_batch():
+  assert Driver().scheduler.schedule(0.0) is None
+
+
+# Overlap: planning needs no values.
+
+
+def test_plans_ahead_of_the_values_and_stops_at_the_length():
+  driver = Driver(make("a", 2, max_tokens=3))
+  scheduler = driver.scheduler
+  first = driver.plan()
+  second = driver.plan()
+  assert (second.starts, second.token_ids, second.num_output_tokens) == ((2,), ((),), (1,))
+  assert [event.token_ids for event in driver.commit(first)] == [(50,)]
+  third = driver.plan()
+  assert third.starts == (3,)
+  driver.commit(second)
+  assert scheduler.schedule(0.0) is None, "the length is a count: no row is wasted on it"
+  event, = driver.commit(third)
+  assert event.finish_reason is FinishReason.LENGTH and event.token_ids == (50,)
+  assert scheduler.num_running == 0
+
+
+def test_a_stop_wastes_one_row_that_is_dropped():
+  driver = Driver(make("a", 2))
+  first, second = driver.plan(), driver.plan()
+  event, = driver.commit(first, tokens={"a": 1})
+  assert (event.finish_reason, event.stop_token_id) == (FinishReason.STOP, 1)
+  assert driver.commit(second) == []
+
+
+def test_a_slot_and_an_id_are_used_again_while_the_old_row_is_in_flight():
+  driver = Driver(make("a", 2), max_num_seqs=1)
+  first, second = driver.plan(), driver.plan()
+  driver.commit(first, tokens={"a": 1})
+  driver.scheduler.add(make("a", 3))
+  third = driver.plan()
+  assert third.slots == (0,) and third.admissions[0].token_ids == (10, 11, 12)
+  assert driver.commit(second) == []
+  assert [event.token_ids for event in driver.commit(third)] == [(50,)]
+
+
+# Endings.
+
+
+@pytest.mark.parametrize("params, token, reason", [
+  ({}, 1, FinishReason.STOP),
+  ({"ignore_eos": True}, 1, None),
+  ({"stop_token_ids": (7,)}, 7, FinishReason.STOP),
+  ({"stop_token_ids": (7,), "ignore_eos": True}, 7, FinishReason.STOP),
+  ({}, 7, None),
+])
+def test_stop_tokens(params: dict, token: int, reason: FinishReason | None):
+  driver = Driver(make("a", 2, params=params))
+  event, = driver.commit(driver.plan(), tokens={"a": token})
+  assert (event.token_ids, event.finish_reason) == ((token,), reason)
+  assert event.stop_token_id == (token if reason else None)
+
+
+def test_nan_ends_its_request_alone_and_publishes_nothing():
+  driver = Driver(make("a", 20), make("b", [9] * 4), prefill_chunk=32)
+  event, other = driver.commit(driver.plan(), bad=("a",))
+  assert event.finish_reason is FinishReason.ERROR and "NaN" in event.message and not event.token_ids
+  assert other == TokenEvent("b", (50,))
+  assert driver.scheduler.pool.num_cached == 1, "the block of b"
+
+
+def test_nan_in_the_middle_of_a_prompt_is_noticed_with_its_chunk():
+  driver = Driver(make("a", 40), prefill_chunk=16)
+  batch = driver.plan()
+  assert (batch.samples, batch.num_logits) == ((False,), (1,))
+  event, = driver.commit(batch, bad=("a",))
+  assert event.finish_reason is FinishReason.ERROR
+  assert driver.scheduler.pool.num_cached == 0
+
+
+@pytest.mark.parametrize("state", ["waiting", "running", "in flight", "preempted", "unknown"])
+def test_abort_in_every_state(state: str):
+  driver = Driver(make("a", 6, max_tokens=26), make("b", 6, max_tokens=26), num_blocks=8)
+  scheduler = driver.scheduler
+  batch = None
+  match state:
+    case "running":
+      driver.step()
+    case "in flight":
+      batch = driver.plan()
+    case "preempted":
+      while not scheduler.num_preemptions:
+        driver.step()
+    case "unknown":
+      assert scheduler.abort("nobody") == []
+  event, = scheduler.abort("b", FinishReason.STOP, "stop string")
+  assert (event.request_id, event.finish_reason, event.message) == ("b", FinishReason.STOP, "stop string")
+  assert scheduler.abort("b") == [], "a second abort is nothing"
+  scheduler.check()
+  if batch:
+    assert [event.request_id for event in driver.commit(batch)] == ["a"]
+  while scheduler.num_running + scheduler.num_waiting:
+    driver.step()
+  assert scheduler.pool.num_used == 0
+
+
+def test_deadlines():
+  driver = Driver(make("a", 4, deadline=5.0), make("b", 4, queue_deadline=2.0), make("c", 4, queue_deadline=2.0),
+                  max_num_seqs=2)
+  driver.step()
+  scheduler = driver.scheduler
+  assert scheduler.expire(1.99) == []
+  event, = scheduler.expire(2.0)
+  assert (event.request_id, event.finish_reason) == ("c", FinishReason.TIMEOUT)
+  assert "still queued after 2.0 s" in event.message
+  event, = scheduler.expire(5.0)
+  assert (event.request_id, event.finish_reason) == ("a", FinishReason.TIMEOUT)
+  assert "not finished after 5.0 s" in event.message
+  assert scheduler.expire(100.0) == [], "b was scheduled in time and has no other deadline"
+  scheduler.check()
+
+
+def test_default_deadlines_come_from_the_settings():
+  first, second = make("a", 4, arrival_time=1.0), make("b", 4, arrival_time=1.0, queue_deadline=9.0)
+  Driver(first, second, queue_timeout_s=2.0, request_timeout_s=3.0)
+  assert (first.queue_deadline, first.deadline) == (3.0, 4.0)
+  assert (second.queue_deadline, second.deadline) == (9.0, 4.0)
+
+
+# Order and preemption.
+
+
+def test_first_come_first_served_by_arrival_not_by_call():
+  driver = Driver(make("late", 5, arrival_time=2.0), make("early", 5, arrival_time=1.0))
+  assert list(driver.step()) == ["early", "late"]
+
+
+def test_priority_and_ageing():
+  requests = [make("patient", 16, priority=1, arrival_time=0.0), make("urgent", 16, priority=0, arrival_time=5.0),
+              make("later", 16, priority=0, arrival_time=30.0)]
+  order = ["urgent", "patient", "later"]  # 10 s are worth one unit: patient counts as 1.0, urgent 0.5, later 3.0
+  driver = Driver(*requests, policy="priority", aging_s=10.0, max_num_seqs=1)
+  seen = []
+  while driver.scheduler.num_running + driver.scheduler.num_waiting:
+    seen += [request_id for request_id in driver.step() if request_id not in seen]
+  assert seen == order
+
+
+def test_priority_without_ageing_is_strict():
+  driver = Driver(make("low", 16, priority=1, arrival_time=0.0), make("high", 16, priority=0, arrival_time=1e6),
+                  policy="priority", aging_s=0.0)
+  assert list(driver.step()) == ["high"]
+
+
+def test_who_does_not_fit_is_not_overtaken():
+  driver = Driver(make("a", 20, max_tokens=4), make("big", 20, max_tokens=4), make("small", 2, max_tokens=4),
+                  num_blocks=6, prefill_chunk=32)
+  assert driver.step() == {"a": 20}
+
+
+def test_preempts_the_last_in_order_and_brings_it_back_with_all_its_tokens():
+  driver = Driver(make("a", 6, max_tokens=18), make("b", [90] * 6, max_tokens=18), num_blocks=6)
+  scheduler = driver.scheduler
+  b = scheduler._requests["b"]
+  history = []
+  while scheduler.num_running + scheduler.num_waiting:
+    history.append(driver.step())
+  alone = history.index({"a": 1})
+  assert history[:alone] == [{"a": 6, "b": 6}] + [{"a": 1, "b": 1}] * 6, "12 tokens each fill the 6 blocks"
+  assert b.num_preemptions == scheduler.num_preemptions == 1
+  # b comes back when a has ended: 13 tokens are known; its first block but the last token's may still be cached.
+  back = next(step for step in history[alone:] if "b" in step)
+  assert "a" not in back and 1 <= back["b"] <= 13
+  assert len(b.output_token_ids) == 18 and scheduler.pool.num_used == 0
+
+
+def test_the_victims_value_on_its_way_is_kept():
+  driver = Driver(make("a", 4, max_tokens=12), make("b", 4, max_tokens=12), num_blocks=4, enable_prefix_caching=False)
+  scheduler = driver.scheduler
+  b = scheduler._requests["b"]
+  batch = driver.plan()
+  while not scheduler.num_preemptions:
+    previous, batch = batch, driver.plan()
+    if not scheduler.num_preemptions:
+      driver.commit(previous)
+  assert b.status is RequestStatus.WAITING and b.num_in_flight == 1
+  known = len(b.output_token_ids)
+  driver.commit(previous)
+  assert (len(b.output_token_ids), b.num_in_flight, b.status) == (known + 1, 0, RequestStatus.WAITING)
+
+
+# Prefix cache.
+
+
+def test_full_blocks_are_shared_but_never_the_last_token():
+  driver = Driver(make("a", 8))
+  driver.step()
+  driver.scheduler.add(make("b", 8))
+  batch = driver.plan()
+  assert counts(batch) == {"a": 1, "b": 4}, "8 tokens are 2 full blocks, of which 1 is served"
+  assert batch.starts[1] == 4 and batch.admissions[0].block_ids[0] == 1
+  driver.commit(batch)
+  driver.scheduler.add(make("c", 9))
+  assert driver.step()["c"] == 1, "of 9 tokens both full blocks are served"
+
+
+def test_a_block_is_found_only_after_its_step_has_come_back():
+  driver = Driver(make("a", 8))
+  first = driver.plan()
+  driver.scheduler.add(make("b", 9))
+  second = driver.plan()
+  assert counts(second) == {"a": 1, "b": 9}
+  driver.commit(first)
+  driver.scheduler.add(make("c", 9))
+  assert counts(driver.plan())["c"] == 1
+
+
+def test_generated_text_is_found_by_the_next_turn():
+  driver = Driver(make("a", 6, max_tokens=8))
+  for _ in range(8):
+    driver.step()
+  assert driver.scheduler.num_running == 0
+  driver.scheduler.add(make("b", [*range(10, 16), *[50] * 8, 60, 61]))
+  assert driver.step() == {"b": 4}, "13 of 14 tokens were computed: 3 full blocks"
+
+
+def test_salts_do_not_share():
+  driver = Driver(make("a", 8, cache_salt=b"one"))
+  driver.step()
+  driver.scheduler.add(make("b", 8, cache_salt=b"two"))
+  assert driver.step()["b"] == 8
+  driver.scheduler.add(make("c", 8, cache_salt=b"one"))
+  assert driver.step()["c"] == 4
+
+
+def test_without_prefix_caching_nothing_is_shared():
+  driver = Driver(make("a", 8), enable_prefix_caching=False)
+  driver.step()
+  driver.scheduler.add(make("b", 8))
+  assert driver.step()["b"] == 8
+  assert driver.scheduler.pool.num_cached == 0
+
+
+def test_siblings_wait_for_their_leader_and_share_its_blocks():
+  driver = Driver(make("a", 20), make("a1", 20, leader_id="a"), make("a2", 20, leader_id="a"), make("z", 2))
+  assert driver.step() == {"a": 16}
+  assert driver.step() == {"a": 4, "z": 2}
+  batch = driver.plan()
+  assert counts(batch) == {"a": 1, "z": 1, "a1": 4, "a2": 4}
+  tables = [admission.block_ids for admission in batch.admissions]
+  assert tables[0][:4] == tables[1][:4] and tables[0][4] != tables[1][4]
+  event = driver.scheduler.abort("a1")[0]
+  assert event.num_cached_tokens == 16
+
+
+def test_siblings_go_on_when_their_leader_is_gone():
+  driver = Driver(make("a", 20), make("a1", 20, leader_id="a"))
+  driver.step()
+  driver.scheduler.abort("a")
+  driver.scheduler.add(make("x", [9] * 4, leader_id="never heard of"))
+  assert driver.step() == {"a1": 4, "x": 4}, "what the leader had computed is found"
+
+
+# Prompt log probabilities.
+
+
+def entries(batch: Batch, row: int) -> tuple[TokenLogprobs, ...]:
+  """One a logit row, whose number is the position it belongs to."""
+  end = batch.starts[row] + batch.counts[row]
+  return tuple(TokenLogprobs(50, float(position), ()) for position in range(end - batch.num_logits[row], end))
+
+
+def test_prompt_logprobs_are_limited_by_logit_rows_and_told_once_each():
+  request = make("a", 20, params={"prompt_logprobs": 2, "logprobs": 1})
+  driver = Driver(request, make("b", 3), max_num_seqs=8)
+  told, sizes, answers = [], [], []
+  while len(request.output_token_ids) < 2:
+    batch = driver.plan()
+    row = batch.request_ids.index("a")
+    assert sum(batch.num_logits) <= batch.shape.rows
+    sizes.append((batch.counts[row], batch.num_logits[row]))
+    for event in driver.commit(batch, logprobs={row: entries(batch, row)}):
+      told += [entry.logprob for entry in event.prompt_logprobs]
+      answers += [entry.logprob for entry in event.logprobs]
+  assert told == list(range(19)), "of the second prompt token and on"
+  assert answers == [19.0, 20.0]
+  assert sizes == [(8, 8), (8, 8), (4, 4), (1, 1)], "and b has to wait for a row of logits"
+
+
+def test_prompt_logprobs_do_not_read_the_cache():
+  driver = Driver(make("a", 9))
+  driver.step()
+  driver.scheduler.add(make("b", 9, params={"prompt_logprobs": 0}))
+  batch = driver.plan()
+  assert batch.starts[1] == 0 and batch.num_logits[1] == batch.counts[1] == 7
+
+
+# Admission.
+
+
+@pytest.mark.parametrize("request_, error, message", [
+  (make("a", []), InvalidRequest, "the prompt is empty"),
+  (make("a", [5, 100]), InvalidRequest, "prompt token id 100 is not in the vocabulary; ids of this model are 0 to 99"),
+  (make("a", [-1]), InvalidRequest, "prompt token id -1"),
+  (make("a", 60, max_tokens=5), RequestTooLong, "60 tokens plus max_tokens=5 is 65, but the model takes 64"),
+  (make("a", 4, params={"temperature": float("nan")}), InvalidRequest, "temperature=nan"),
+])
+def test_refuses_with_value_limit_and_remedy(request_: Request, error: type[Exception], message: str):
+  with pytest.raises(error, match=message.replace("+", r"\+")):
+    validate_request(CONFIG, request_)
+
+
+def test_refuses_what_the_pool_can_never_hold():
+  config = dataclasses.replace(CONFIG, num_blocks=4)
+  validate_request(config, make("a", 10, max_tokens=6))
+  with pytest.raises(RequestTooLong, match="10 tokens plus max_tokens=7 is 17, but the KV pool holds 16"):
+    validate_request(config, make("a", 10, max_tokens=7))
+
+
+def test_what_just_fits_the_pool_runs_to_its_end():
+  driver = Driver(make("a", 10, max_tokens=6), num_blocks=4)
+  for _ in range(6):
+    driver.step()
+  assert driver.scheduler.num_running == 0
+
+
+def test_the_queue_is_bounded_in_requests_and_in_prompt_tokens():
+  driver = Driver(make("a", 10), make("b", 10), max_queued_requests=3, max_queued_tokens=25)
+  scheduler = driver.scheduler
+  scheduler.check_room(make("c", 5))
+  with pytest.raises(Overloaded, match="20 prompt tokens are queued and this request has 6, the limit is 25") as caught:
+    scheduler.check_room(make("c", 6))
+  assert caught.value.retry_after_s > 0
+  with pytest.raises(Overloaded, match="3 requests are queued, the limit is 3"):
+    scheduler.check_room(make("c", 1), requests_ahead=1)
+  driver.step()
+  scheduler.check_room(make("c", 25))
+  assert Driver(max_queued_tokens=5).scheduler.check_room(make("c", 9)) is None, "an empty queue takes any prompt"
+
+
+def test_retry_after_follows_the_pace_of_admissions():
+  driver = Driver(*(make(f"r{number}", 4, max_tokens=1) for number in range(6)), max_num_seqs=1, max_queued_requests=1)
+  for _ in range(5):
+    driver.step()
+    driver.now += 2.5
+  with pytest.raises(Overloaded) as caught:
+    driver.scheduler.check_room(make("c", 1))
+  assert caught.value.retry_after_s == pytest.approx(2.5)
+
+
+def test_unknown_policy_names_the_choices():
+  with pytest.raises(ConfigError, match="policy='lifo' is unknown; set --policy to one of fcfs, priority"):
+    Driver(policy="lifo")
+  with pytest.raises(ConfigError, match="batching='waves' is unknown; set --batching to one of continuous, static"):
+    Driver(batching="waves")
+
+
+# Static batching, to compare with.
+
+
+def test_static_runs_a_wave_to_completion_at_its_first_width():
+  lengths = [2, 2, 2, 6, 3]
+  driver = Driver(*(make(f"r{number}", 2, max_tokens=length) for number, length in enumerate(lengths)), max_num_seqs=4,
+                  token_budgets=(2, 4, 8), prefill_chunk=8, batching="static")
+  steps = []
+  while driver.scheduler.num_running + driver.scheduler.num_waiting:
+    batch = driver.plan()
+    steps.append((batch.shape.tokens, len(batch.slots)))
+    driver.commit(batch)
+  assert steps == [(8, 4), (4, 4), (4, 1), (4, 1), (4, 1), (4, 1), (2, 1), (2, 1), (2, 1)]
+
+
+def test_a_static_wave_may_take_several_steps_to_fill():
+  driver = Driver(*(make(f"r{number}", 6, max_tokens=4) for number in range(4)), max_num_seqs=3, token_budgets=(4, 8),
+                  prefill_chunk=8, batching="static", enable_prefix_caching=False)
+  assert driver.step() == {"r0": 6, "r1": 2}
+  assert driver.step() == {"r0": 1, "r1": 4, "r2": 3}
+  assert driver.step() == {"r0": 1, "r1": 1, "r2": 3}
+  assert driver.step() == {"r0": 1, "r1": 1, "r2": 1}
+  assert driver.scheduler.num_waiting == 1

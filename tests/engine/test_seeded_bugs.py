@@ -1,0 +1,130 @@
+"""A test of the tests: every bug of this list, put into the source, must be caught by the world's checks.
+
+A bug is a (file, old text, new text); the old text must occur exactly once, so that the list cannot rot silently.
+"""
+
+import dataclasses
+from pathlib import Path
+import types
+
+import pytest
+
+from engine.errors import EngineError
+from tests.engine.world import run_world
+
+ENGINE = Path(__file__).resolve().parents[2] / "engine"
+WORLDS = 80  # most worlds that a bug may survive before it counts as missed
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+  name: str
+  file: str
+  old: str
+  new: str
+
+
+BUGS = (
+  Bug("the last token is served from the cache", "scheduler", "(known - 1) // block_size", "known // block_size"),
+  Bug("a block is published before it is full", "scheduler", "self._publish(request, end // block_size)",
+      "self._publish(request, -(-end // block_size))"),
+  Bug("a block is published when planned", "scheduler", "      request.num_computed_tokens = end\n",
+      "      request.num_computed_tokens = end\n      self._publish(request, end // self.config.block_size)\n"),
+  Bug("a key does not depend on what is before the block", "block_pool", 'sha256(parent + array', 'sha256(array'),
+  Bug("a key does not depend on the salt", "block_pool", '\\0" + salt)', '\\0")'),
+  Bug("the row of a finished request is taken in", "scheduler",
+      "if request.status is finished:\n        continue", "if False:\n        continue"),
+  Bug("a shared block stays in the free list", "block_pool", "        del self._free[block]\n", "        pass\n"),
+  Bug("sharing does not count", "block_pool", "self._references[block] += 1", "self._references[block] = 1"),
+  Bug("a reused block is still found by its old key", "block_pool", "        del self._by_key[key]\n",
+      "        pass\n"),
+  Bug("a block table grows one token late", "scheduler", "if position % block_size == 0 and not",
+      "if position % block_size == 1 and not"),
+  Bug("a step both preempts and admits", "scheduler", "may_admit = self.num_preemptions == num_preemptions",
+      "may_admit = True"),
+  Bug("running prompts are not charged to the budget", "scheduler", "          plan.tokens_left -= count - 1\n", ""),
+  Bug("admitted prompts are not charged to the budget", "scheduler",
+      "      taken += count\n      plan.tokens_left -= count\n", "      taken += count\n"),
+  Bug("no token is set aside for decodes", "scheduler", "_Plan(self.ladder.max_tokens - len(running),",
+      "_Plan(self.ladder.max_tokens,"),
+  Bug("the chunk is not limited", "scheduler", "          chunk_left -= count\n", ""),
+  Bug("growth goes past the edge of the rung", "scheduler", "        left -= count - plan.counts[row]\n", ""),
+  Bug("logit rows are not charged", "scheduler", "count = min(count, plan.logits_left + 1)", "pass"),
+  Bug("prompt log probabilities are read past the cache", "scheduler",
+      "and not self._reports_prompt(request):\n      hits",
+      "and True:\n      hits"),
+  Bug("prompt log probabilities are told twice", "scheduler", "begin = max(request.num_prompt_logprobs, first)",
+      "begin = first"),
+  Bug("a request is not restarted when preempted", "scheduler",
+      "request.num_computed_tokens = request.num_cached_tokens = request.num_sent_tokens = 0",
+      "request.num_cached_tokens = request.num_sent_tokens = 0"),
+  Bug("what is sent to the device is forgotten", "scheduler", "    request.num_sent_tokens = known\n",
+      "    request.num_sent_tokens = request.num_prompt_tokens\n"),
+  Bug("a preempted request goes to the end of the queue", "scheduler",
+      "bisect.insort(self._waiting, request, key=_rank)", "self._waiting.append(request)"),
+  Bug("the victim is the oldest", "scheduler", "victim = self._running.pop()", "victim = self._running.pop(0)"),
+  Bug("a preempted request publishes blocks it has lost", "scheduler", " and request.status is running:", ":"),
+  Bug("values on their way are not counted down", "scheduler", "      request.num_in_flight -= 1\n", ""),
+  Bug("NaN is published with a chunk", "scheduler", "return count if self._reports_prompt(request) else 1",
+      "return count if self._reports_prompt(request) else int(request.num_computed_tokens + count == "
+      "request.num_sent_tokens)"),
+  Bug("NaN does not end the request", "scheduler", "if bad_rows and row in bad_rows:", "if False:"),
+  Bug("a stop id is ignored", "scheduler", "if token in request.stop_ids:", "if token in self._eos:"),
+  Bug("ignore_eos is ignored", "scheduler", "frozenset() if params.ignore_eos else", "frozenset() if False else"),
+  Bug("max_tokens is one too many", "scheduler", "elif end >= request.max_computed_tokens:",
+      "elif end > request.max_computed_tokens:"),
+  Bug("one position too many is computed", "scheduler", "num_prompt_tokens + params.max_tokens - 1",
+      "num_prompt_tokens + params.max_tokens"),
+  Bug("blocks of an ended request leak", "scheduler", "    self.pool.release(request.block_table)\n", ""),
+  Bug("the slot of an ended request leaks", "scheduler", "    self._slots.append(request.slot)\n", ""),
+  Bug("an abort does not reach a waiting request", "scheduler", "return [] if request is None else",
+      "return [] if request is None or request.status is RequestStatus.WAITING else"),
+  Bug("the total deadline is ignored", "scheduler", "if request.deadline is not None and now >= request.deadline:",
+      "if False:"),
+  Bug("the queue deadline is ignored", "scheduler", "if now >= request.queue_deadline:", "if False:"),
+  Bug("a deadline holds for a second only", "scheduler", "    self._next_deadline = upcoming\n",
+      "    self._next_deadline = float('inf')\n"),
+  Bug("a sibling starts before its leader is done", "scheduler", "if self._awaits_leader(request):", "if False:"),
+  Bug("who does not fit is overtaken", "scheduler", "      if not count:\n        break\n      del waiting",
+      "      if not count:\n        index += 1\n        continue\n      del waiting"),
+  Bug("what can never fit is accepted", "scheduler", "if total > config.pool_tokens:", "if False:"),
+  Bug("the queue is not bounded", "scheduler", "if num_requests >= config.max_queued_requests:", "if False:"),
+  Bug("a table is released twice", "block_pool", "left = self._references[block] - 1",
+      "left = max(0, self._references[block] - 2)"),
+  Bug("a cached block is handed out as if it were free", "block_pool", "      if key is not None:\n",
+      "      if False:\n"),
+)
+
+
+def seeded(bug: Bug) -> tuple[type, types.ModuleType]:
+  """The Scheduler class with the bug in it, and its module."""
+  modules = {}
+  for name in ("block_pool", "scheduler"):
+    source = (ENGINE / f"{name}.py").read_text()
+    if bug.file == name:
+      assert source.count(bug.old) == 1, f"{bug.old!r} occurs {source.count(bug.old)} times in {name}.py"
+      source = source.replace(bug.old, bug.new)
+    module = modules[name] = types.ModuleType(f"seeded_{name}")
+    exec(compile(source, f"seeded {name}.py", "exec"), module.__dict__)
+  for name in ("BlockPool", "block_key", "root_key"):
+    setattr(modules["scheduler"], name, getattr(modules["block_pool"], name))
+  return modules["scheduler"].Scheduler, modules["scheduler"]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+  scheduler_class, module = seeded(bug)
+  monkeypatch.setattr("engine.engine.validate_request", module.validate_request)
+  for seed in range(WORLDS):
+    try:
+      run_world(seed, scheduler_class=scheduler_class)
+    except (AssertionError, EngineError, KeyError, IndexError, ValueError):
+      return
+  pytest.fail(f"{WORLDS} worlds did not notice: {bug.name}")
+
+
+def test_no_bug_is_not_caught() -> None:
+  """The machinery itself raises nothing: the unchanged source, loaded the same way, survives."""
+  scheduler_class, _ = seeded(Bug("none", "", "", ""))
+  for seed in range(5):
+    run_world(seed, scheduler_class=scheduler_class)

@@ -1,0 +1,344 @@
+"""A small random world around an engine: clients, a fake device, a virtual clock, and everything that must always hold.
+
+Every operation is followed by the checks of _watch() and _after_step(); every ending is compared with the oracle, which
+serves the request alone. The world knows what it asked for, so it can tell a right ending from a wrong one.
+"""
+
+import dataclasses
+import itertools
+import random
+
+from engine.batch import Batch
+from engine.block_pool import BlockPool, block_key, root_key
+from engine.config import EngineConfig
+from engine.engine import Engine, PlainEngine
+from engine.errors import Overloaded, RequestTooLong
+from engine.request import FinishReason, Request, RequestStatus, TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from tests.fakes import FakeRunner, VirtualClock, oracle, oracle_prompt_logprobs
+
+VOCAB = 40
+EOS = (1, 2)
+MAX_MODEL_LEN = 48
+
+
+def random_config(rng: random.Random) -> EngineConfig:
+  """Small pools, odd block sizes, short ladders: where things go wrong."""
+  block_size = rng.choice((1, 2, 3, 4, 8))
+  budgets = rng.choice(((4, 8, 16, 32), (8, 32), (5, 11, 24), (16,)))
+  return EngineConfig(
+    vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, block_size=block_size,
+    num_blocks=-(-rng.randint(MAX_MODEL_LEN - 8, 2 * MAX_MODEL_LEN) // block_size),
+    token_budgets=budgets, max_num_seqs=rng.randint(1, min(8, budgets[-1])),
+    prefill_chunk=rng.choice((rng.randint(1, budgets[-1]), budgets[-1])), max_queued_requests=8, max_queued_tokens=160,
+    queue_timeout_s=rng.choice((0.0, 5.0)), request_timeout_s=rng.choice((0.0, 20.0)),
+    policy=rng.choice(("fcfs", "priority")), aging_s=rng.choice((0.0, 1.0)),
+    batching=rng.choice(("continuous", "continuous", "continuous", "static")),
+    enable_prefix_caching=rng.random() < 0.85, eos_token_ids=EOS,
+  )
+
+
+@dataclasses.dataclass
+class Client:
+  """What the world asked for, and what it got so far."""
+
+  request: Request
+  poison: int | None
+  aborted: bool = False
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list = dataclasses.field(default_factory=list)
+  prompt_logprobs: list = dataclasses.field(default_factory=list)
+
+
+class World:
+  """Attributes: num_ops, num_ended, and the totals that show that the rare paths were taken."""
+
+  def __init__(self, seed: int, scheduler_class: type[Scheduler] = Scheduler, config: EngineConfig | None = None,
+               engine_class: type[Engine] | None = None):
+    self.rng = rng = random.Random(seed)
+    self.config = config or random_config(rng)
+    self.clock = VirtualClock()
+    self.poisoned: dict[str, int] = {}
+    self.runner = FakeRunner(self.config, poisoned=self.poisoned)
+    self.scheduler = scheduler_class(self.config)
+    self._schedule = self.scheduler.schedule
+    self.scheduler.schedule = self._watch  # type: ignore[method-assign]
+    self.engine = (engine_class or rng.choice((Engine, PlainEngine)))(
+      self.scheduler, self.runner, self.clock, self._take)
+    self.clients: dict[str, Client] = {}
+    self.histories = [tuple(rng.randrange(VOCAB) for _ in range(24)) for _ in range(3)]
+    self.serial = itertools.count()
+    self.num_ops = self.num_ended = self.num_siblings = self.num_grown = 0
+    self.endings = dict.fromkeys(FinishReason, 0)
+
+  # Operations.
+
+  def submit(self) -> None:
+    """A request: often on a known prefix, an earlier answer, or as the sibling of a live one."""
+    self.num_ops += 1
+    rng = self.rng
+    request_id, leader = f"r{next(self.serial)}", None
+    history = rng.choice(self.histories)
+    prompt = history[:rng.randint(0, min(len(history), 36))] + tuple(
+      rng.randrange(VOCAB) for _ in range(rng.randint(0, 5)))
+    salt = rng.choice((b"", b"", b"", b"tenant"))
+    if self.clients and rng.random() < 0.3:
+      leader = rng.choice(list(self.clients.values())).request
+      prompt, salt = tuple(leader.prompt_token_ids), leader.cache_salt
+    prompt = prompt or (rng.randrange(VOCAB),)
+    max_tokens = rng.choice((1, rng.randint(1, 24), 24, min(40, MAX_MODEL_LEN - len(prompt)), MAX_MODEL_LEN))
+    too_long = len(prompt) + max_tokens > min(MAX_MODEL_LEN, self.config.pool_tokens)
+    params = SamplingParams(
+      max_tokens=max_tokens, temperature=rng.choice((0.0, 1.0)), seed=rng.choice((None, -5, 2**40)),
+      min_tokens=rng.randint(0, min(max_tokens, 4)), ignore_eos=rng.random() < 0.8,
+      stop_token_ids=rng.choice(((), (), (5,), (6, 7, 8))), logprobs=rng.choice((None, None, None, 0)),
+      prompt_logprobs=rng.choice((None, None, None, None, None, 0)))
+    now = self.clock()
+    request = Request(
+      request_id, prompt, params, priority=rng.randint(-2, 2), cache_salt=salt,
+      queue_deadline=rng.choice((None, None, None, now + rng.uniform(0, 2))),
+      deadline=rng.choice((None, None, None, now + rng.uniform(0, 4))), leader_id=leader.id if leader else None)
+    poison = rng.randrange(len(prompt) + 3) if rng.random() < 0.05 else None
+    queued = self.scheduler.num_waiting + self.engine._inbox_requests
+    queued_tokens = self.scheduler.num_waiting_tokens + self.engine._inbox_tokens
+    room = queued < self.config.max_queued_requests and (
+      not queued or queued_tokens + len(prompt) <= self.config.max_queued_tokens)
+    try:
+      self.engine.submit(request)
+    except RequestTooLong:
+      assert too_long, "refused what fits"
+      return
+    except Overloaded as error:
+      assert not room and error.retry_after_s > 0, "refused although there is room"
+      return
+    assert room, "accepted into a full queue"
+    assert not too_long, "accepted what can never fit"
+    if poison is not None:
+      self.poisoned[request_id] = poison
+    self.num_siblings += leader is not None
+    self.clients[request_id] = Client(request, poison)
+
+  def abort(self) -> None:
+    """The end of a live request, whatever it is doing; now and then of one that nobody knows."""
+    self.num_ops += 1
+    if self.clients and self.rng.random() < 0.95:
+      client = self.rng.choice(list(self.clients.values()))
+      client.aborted = True
+      self.engine.abort(client.request.id)
+    else:
+      self.engine.abort("nobody")
+
+  def advance(self) -> None:
+    """Time passes."""
+    self.num_ops += 1
+    self.clock.advance(self.rng.choice((0.01, 0.1, 1.0)))
+
+  def step(self) -> bool:
+    """One turn of the engine."""
+    self.num_ops += 1
+    active = self.engine.step()
+    if self.engine.dead is not None:
+      raise self.engine.dead
+    self._after_step()
+    return active
+
+  def random_op(self) -> None:
+    """Any of them."""
+    draw = self.rng.random()
+    if draw < 0.2:
+      self.submit()
+    elif draw < 0.22:
+      self.abort()
+    elif draw < 0.28:
+      self.advance()
+    else:
+      self.step()
+
+  def drain(self) -> None:
+    """Runs until nothing is left, then looks for leaks."""
+    for _ in range(4000):
+      if not self.step():
+        break
+    else:
+      raise AssertionError(f"no end in sight for {list(self.clients)}")
+    assert not self.clients, f"{list(self.clients)} never ended"
+    assert self.scheduler.pool.num_used == 0, "blocks leaked"
+    assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_launched == 0
+    assert self.engine.num_live == 0
+    assert self.runner.shapes <= set(self.scheduler.ladder.rungs())
+
+  # What must hold.
+
+  def _watch(self, now: float) -> Batch | None:
+    """schedule(), with a look before and after."""
+    scheduler = self.scheduler
+    running, waiting = list(scheduler._running), list(scheduler._waiting)
+    computed = {request.id: request.num_computed_tokens for request in running}
+    batch = self._schedule(now)
+    victims = [request for request in running if request.status is RequestStatus.WAITING]
+    admitted = [request for request in waiting if request.status is RequestStatus.RUNNING]
+    kept = [request for request in running if request.status is RequestStatus.RUNNING]
+    assert not (victims and admitted), "a step both preempts and admits"
+    assert all(victim.rank > request.rank for victim in victims for request in kept), "a victim was not the last"
+    for request in (*kept, *admitted):
+      last = request.num_prompt_tokens + request.params.max_tokens - 1
+      assert request.num_computed_tokens <= last, "computes a position whose token nobody wants"
+    working = [request for request in running if computed[request.id] < request.max_computed_tokens]
+    if batch is None:
+      assert all(request in victims for request in working), "nothing runs although something could"
+      return None
+    rows = dict(zip(batch.request_ids, batch.counts, strict=True))
+    assert not any(victim.id in rows for victim in victims), "a victim was already taken in this step"
+    if working and working[0] is running[0]:
+      assert working[0].id in rows, "the first in order does not advance"
+    for request in kept:
+      if request.num_sent_tokens <= computed[request.id] < request.max_computed_tokens:
+        assert rows.get(request.id) == 1, "a decode is stalled"
+    num_decodes = batch.token_ids.count(())
+    num_prefill = sum(batch.counts) - num_decodes
+    if self.config.batching == "continuous":
+      base = num_decodes + min(num_prefill, self.config.prefill_chunk)
+      assert batch.shape == scheduler.ladder.fit(base), "prefill beyond the chunk takes more than the padding"
+    self.num_grown += num_prefill > self.config.prefill_chunk
+    for request in admitted:
+      leader = self._leader(request)
+      if leader is not None and self.config.enable_prefix_caching:
+        assert leader.status is RequestStatus.FINISHED or leader.output_token_ids, "a sibling started before its leader"
+      for other in scheduler._waiting:
+        behind = other in waiting and other.rank < request.rank
+        assert not behind or scheduler._awaits_leader(other), "the queue was overtaken"
+    return batch
+
+  def _leader(self, request: Request) -> Request | None:
+    client = self.clients.get(request.leader_id or "")
+    return client.request if client else None
+
+  def _after_step(self) -> None:
+    scheduler, now = self.scheduler, self.clock()
+    scheduler.check()
+    salts: dict[int, bytes] = {}
+    for request in scheduler._running:
+      assert request.num_cached_tokens < request.num_prompt_tokens + len(request.output_token_ids)
+      for block in request.block_table:
+        assert salts.setdefault(block, request.cache_salt) == request.cache_salt, "a block is shared across salts"
+    for request in (*scheduler._waiting, *scheduler._running):
+      assert request.deadline is None or now < request.deadline, "a deadline was ignored"
+      waits = request.first_scheduled_time is None and request.queue_deadline is not None
+      assert not waits or now < request.queue_deadline, "a queue deadline was ignored"
+    for client in self.clients.values():
+      assert not client.aborted, "an aborted request lives on"
+
+  def _take(self, events: list[TokenEvent]) -> None:
+    for event in events:
+      client = self.clients[event.request_id]  # a second ending, or a token after it, is a KeyError
+      client.tokens += event.token_ids
+      client.logprobs += event.logprobs
+      client.prompt_logprobs += event.prompt_logprobs
+      if event.finish_reason is not None:
+        del self.clients[event.request_id]
+        self._ended(client, event)
+
+  def _ended(self, client: Client, event: TokenEvent) -> None:
+    request, now = client.request, self.clock()
+    self.num_ended += 1
+    self.endings[event.finish_reason] += 1
+    tokens, reason = oracle(self.config, request)
+    got = tuple(client.tokens)
+    if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+      assert (got, event.finish_reason) == (tokens, reason), "not the tokens of the request alone"
+      if request.params.prompt_logprobs is not None:
+        assert tuple(client.prompt_logprobs) == oracle_prompt_logprobs(request)
+      if request.params.logprobs is not None:
+        assert tuple(entry.token_id for entry in client.logprobs) == tokens
+      # Bad values may be missed only where a good cached copy made computing them unnecessary.
+      computed = range(request.num_prompt_tokens - 1, request.num_prompt_tokens + len(got) - 1)
+      assert client.poison not in computed or request.num_preemptions, "NaN went unnoticed"
+      assert event.stop_token_id == (got[-1] if reason is FinishReason.STOP else None)
+    else:
+      assert got == tokens[:len(got)] and len(got) <= len(tokens), "not the tokens of the request alone"
+      match event.finish_reason:
+        case FinishReason.ABORT:
+          assert client.aborted
+        case FinishReason.TIMEOUT:
+          late = request.deadline is not None and now >= request.deadline
+          queued = request.queue_deadline is not None and now >= request.queue_deadline
+          assert late or (queued and not got), "ended before its deadline"
+        case FinishReason.ERROR:
+          assert client.poison is not None
+          before = max(0, client.poison - request.num_prompt_tokens + 1)
+          # A preempted request may find the position in the cache once, and have to compute it the next time.
+          assert len(got) <= before or request.num_preemptions, "NaN was noticed late"
+    history = (*request.prompt_token_ids, *got)
+    self.histories[self.rng.randrange(3)] = history if len(history) < 30 else history[:self.rng.randint(12, 30)]
+
+
+def run_world(seed: int, num_ops: int = 120, scheduler_class: type[Scheduler] = Scheduler) -> World:
+  """A world lived through: random operations, then drained."""
+  world = World(seed, scheduler_class)
+  for _ in range(num_ops):
+    world.random_op()
+  world.drain()
+  return world
+
+
+class PoolWorld:
+  """Tables that come and go on a pool, against a plain model: who holds what, and what each block's content is."""
+
+  def __init__(self, seed: int, num_blocks: int):
+    self.rng = random.Random(seed)
+    self.pool = BlockPool(num_blocks)
+    self.tables: list[tuple[list[int], list[bytes]]] = []  # blocks, and the keys that name their contents
+    self.content: dict[int, bytes] = {}
+
+  def open(self, length: int) -> None:
+    """A table of `length` blocks, its cached prefix shared; if it does not fit, nothing."""
+    keys = [root_key(self.rng.choice((b"", b"tenant")))]
+    for _ in range(length):
+      keys.append(block_key(keys[-1], (self.rng.randrange(2),)))
+    keys = keys[1:]
+    found = self.pool.match(keys)
+    assert [self.content[block] for block in found] == keys[:len(found)], "found a block of other content"
+    missing = length - len(found)
+    if missing > self.pool.num_free - self.pool.num_idle(found):
+      return
+    self.pool.share(found)
+    fresh = self.pool.allocate(missing)
+    held = {block for table, _ in self.tables for block in table} | set(found)
+    assert len(set(fresh)) == missing and not held & set(fresh), "handed out a block that is held"
+    self.content.update(zip(fresh, keys[len(found):], strict=True))
+    self.tables.append((found + fresh, keys))
+
+  def publish(self) -> None:
+    """Some table's blocks are full."""
+    if self.tables:
+      table, keys = self.rng.choice(self.tables)
+      for block, key in zip(table, keys, strict=True):
+        self.pool.publish(block, key)
+      assert len(self.pool.match(keys)) == len(keys), "published blocks are not found"
+
+  def close(self) -> None:
+    """Some table goes."""
+    if self.tables:
+      table, _ = self.tables.pop(self.rng.randrange(len(self.tables)))
+      self.pool.release(table)
+
+  def close_all(self) -> None:
+    """All of them go; nothing may be left."""
+    while self.tables:
+      self.close()
+    self.check()
+    assert self.pool.num_used == 0, "blocks leaked"
+
+  def check(self) -> None:
+    self.pool.check([table for table, _ in self.tables])
+
+  def random_op(self) -> None:
+    match self.rng.randrange(3):
+      case 0:
+        self.open(self.rng.randint(1, 6))
+      case 1:
+        self.publish()
+      case 2:
+        self.close()
+    self.check()

@@ -1,0 +1,210 @@
+"""A whole server in the test's process: real sockets, real gRPC, the real engine loop; only the device is a fake."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+import contextlib
+import dataclasses
+import pathlib
+import threading
+import time
+
+from google.rpc import error_details_pb2
+import grpc
+from grpc_status import rpc_status
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.scheduler import Scheduler
+from server.generation import Generations
+from server.host import Host, HostOptions
+from server.proto import sluice_pb2 as pb
+from server.proto import sluice_pb2_grpc as pb_grpc
+from server.service import Backend
+from server.tokenizer import Tokenizer
+from tests.fakes import FakeRunner
+
+SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+END = SPECIAL.index("<|end|>")
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message['content'] == 'refuse me' %}{{ raise_exception('no such content') }}{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+
+
+def write_tokenizer(folder: pathlib.Path) -> None:
+  """A byte-level BPE of a few hundred entries with a chat template, made in milliseconds."""
+  tokenizer = tokenizers.Tokenizer(models.BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+  tokenizer.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=SPECIAL, show_progress=False,
+                                initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+  text = "the cat sat on the mat and the dog ran to the park, naïve café 😀 日本"
+  tokenizer.train_from_iterator([text] * 20, trainer)
+  tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
+  tokenizer.save(str(folder / "tokenizer.json"))
+  (folder / "tokenizer_config.json").write_text('{"bos_token": "<|bos|>", "eos_token": {"content": "<|end|>"}}')
+  (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+class SlowRunner(FakeRunner):
+  """The fake device at a pace: each step waits for `pace` to allow it, so that a test can act in the middle.
+
+  Attributes:
+    seconds: how long a step takes at least.
+    go: cleared, no step ends.
+    fail: set, the next step raises it.
+  """
+
+  def __init__(self, config: EngineConfig, poison: int | None = None):
+    super().__init__(config, poison)
+    self.seconds = 0.0
+    self.go = threading.Event()
+    self.go.set()
+    self.fail: Exception | None = None
+
+  def run_until(self, launched) -> None:
+    self.go.wait(30)
+    if self.seconds:
+      time.sleep(self.seconds)
+    if self.fail is not None:
+      raise self.fail
+    super().run_until(launched)
+
+
+@dataclasses.dataclass
+class Served:
+  """A running server and its insides."""
+
+  address: str
+  host: Host
+  engine: Engine
+  runner: SlowRunner
+  generations: Generations
+  channel: grpc.Channel
+  loop: asyncio.AbstractEventLoop
+  thread: threading.Thread
+  exit_code: list[int]
+
+  @property
+  def generation(self) -> pb_grpc.GenerationServiceStub:
+    return pb_grpc.GenerationServiceStub(self.channel)
+
+  @property
+  def model(self) -> pb_grpc.ModelServiceStub:
+    return pb_grpc.ModelServiceStub(self.channel)
+
+  def stop(self) -> None:
+    """SIGTERM's effect."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+      self.loop.call_soon_threadsafe(self.host.request_stop)
+
+  def wait_until(self, condition: Callable[[], bool]) -> None:
+    """Returns when the condition holds; fails after a long while."""
+    for _ in range(12_000):
+      if condition():
+        return
+      time.sleep(0.005)
+    raise AssertionError("the condition never came to hold")
+
+  def wait_for_steps(self, count: int) -> None:
+    """Lets the engine finish this many more steps."""
+    before = self.engine.recorder.num_steps
+    self.wait_until(lambda: self.engine.recorder.num_steps >= before + count)
+
+  @property
+  def blocks_in_use(self) -> int:
+    return self.engine.stats().blocks_used
+
+
+@contextlib.contextmanager
+def running(tokenizer: Tokenizer | None, *, host: HostOptions | None = None, config: EngineConfig | None = None,
+            poison: int | None = None, serve: bool = True) -> Iterator[Served]:
+  """Runs a server in a thread until the block ends, then drains it and checks that no page is left."""
+  config = config or EngineConfig(vocab_size=400, max_model_len=512, num_blocks=256, block_size=8, max_num_seqs=64,
+                                  token_budgets=(8, 64, 128), prefill_chunk=64, eos_token_ids=(END,))
+  host_options = dataclasses.replace(host or HostOptions(), port=(host.port if host and host.port != 50051 else 0))
+  started = threading.Event()
+  box: list[Served] = []
+  failure: list[BaseException] = []
+
+  async def run() -> None:
+    server = Host(host_options)
+    port = await server.start()
+    runner = SlowRunner(config, poison)
+    engine = Engine(Scheduler(config), runner, time.monotonic, server.emit)
+    generations = Generations(engine, tokenizer)
+    if serve:
+      await server.serve(Backend(model="tiny", engine=engine, tokenizer=tokenizer, generations=generations,
+                                 compiles_after_ready=lambda: 0, load_s=0.5, warmup_s=0.25))
+    address = f"127.0.0.1:{port}"
+    box.append(Served(address, server, engine, runner, generations, grpc.insecure_channel(address),
+                      asyncio.get_running_loop(), threading.current_thread(), []))
+    started.set()
+    box[0].exit_code.append(await server.wait_stopped())
+
+  def main() -> None:
+    try:
+      asyncio.run(run())
+    except BaseException as error:
+      failure.append(error)
+      started.set()
+
+  thread = threading.Thread(target=main, name="server")
+  thread.start()
+  started.wait(30)
+  if failure:
+    thread.join()
+    raise failure[0]
+  served = box[0]
+  try:
+    yield served
+  finally:
+    served.runner.go.set()
+    served.channel.close()
+    served.stop()
+    thread.join(30)
+    assert not thread.is_alive(), "the server did not stop"
+    if failure:
+      raise failure[0]
+  if served.engine.dead is None:
+    assert served.blocks_in_use == 0, "pages leaked"
+    assert served.engine.num_live == 0, "requests leaked"
+  assert len(served.generations) == 0
+
+
+def generate(server: Served, **fields) -> list[pb.GenerateResponse]:
+  """All messages of a streamed generation."""
+  return list(server.generation.Generate(pb.GenerateRequest(**fields), timeout=30))
+
+
+def text_of(messages: list[pb.GenerateResponse], index: int = 0) -> str:
+  """The concatenated text of one index."""
+  return "".join(delta.text for message in messages for delta in message.deltas if delta.index == index)
+
+
+def token_ids_of(messages: list[pb.GenerateResponse], index: int = 0) -> list[int]:
+  """The concatenated token ids of one index."""
+  return [token for message in messages for delta in message.deltas if delta.index == index
+          for token in delta.token_ids]
+
+
+def endings_of(messages: list[pb.GenerateResponse]) -> list[pb.Finished]:
+  """All endings, in order of arrival."""
+  return [finished for message in messages for finished in message.finished]
+
+
+def reason_of(error: grpc.RpcError) -> str:
+  """The ErrorInfo reason of a status."""
+  return detail_of(error, error_details_pb2.ErrorInfo).reason
+
+
+def detail_of(error: grpc.RpcError, kind):
+  """The status detail of this kind; fails where there is none."""
+  for detail in rpc_status.from_call(error).details:
+    found = kind()
+    if detail.Unpack(found):
+      return found
+  raise AssertionError(f"no {kind.DESCRIPTOR.full_name} in the status details")

@@ -1,0 +1,244 @@
+"""Every bad input gets its status, its reason and a message with value, limit and remedy; and harms nobody."""
+
+from collections.abc import Iterator
+
+from google.rpc import error_details_pb2
+import grpc
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import pytest
+
+from server.proto import sluice_pb2 as pb
+from tests.server.harness import Served, detail_of, endings_of, generate, reason_of, running
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+IDS = pb.TokenIds(ids=[7, 8, 9])
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer) -> Iterator[Served]:
+  """One server for all: after every bad request it must still serve."""
+  with running(tokenizer) as served:
+    yield served
+
+
+@pytest.fixture(scope="module")
+def textless() -> Iterator[Served]:
+  """A server without a tokenizer."""
+  with running(None) as served:
+    yield served
+
+
+def sampling(**fields):
+  return {"token_ids": IDS, "sampling": pb.SamplingParams(**fields)}
+
+
+def stopping(**fields):
+  return {"token_ids": IDS, "stopping": pb.StopParams(**fields)}
+
+
+def output(**fields):
+  return {"token_ids": IDS, "output": pb.OutputParams(**fields)}
+
+
+BAD_REQUESTS = {
+    # Prompts.
+    "no prompt": ({}, "prompt", "prompt is missing: send text, token_ids or chat"),
+    "empty text": ({"text": ""}, "prompt", "prompt is empty"),
+    "empty ids": ({"token_ids": pb.TokenIds()}, "prompt", "prompt is empty; send at least one token"),
+    "empty chat": ({"chat": pb.ChatPrompt()}, "chat.messages", "send at least one message"),
+    "chat role": ({"chat": pb.ChatPrompt(messages=[pb.ChatMessage(role="end|><|user", content="x")])},
+                  "chat.messages[0].role", "send one of system"),
+    "refused chat": ({"chat": pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="refuse me")])}, "chat",
+                     "refuses these messages: no such content"),
+    "prompt id too large": ({"token_ids": pb.TokenIds(ids=[7, 400])}, "prompt", "400 is not in .* 0 to 399"),
+    "prompt id negative": ({"token_ids": pb.TokenIds(ids=[-1])}, "prompt", "-1 is not in .* 0 to 399"),
+    "prompt id huge": ({"token_ids": pb.TokenIds(ids=[2**31 - 1])}, "prompt", "2147483647 is not in"),
+    "too long": ({"token_ids": pb.TokenIds(ids=[7] * 510), "stopping": pb.StopParams(max_tokens=3)}, "prompt",
+                 "prompt of 510 tokens plus max_tokens=3 is 513, but the model takes 512; shorten"),
+    "far too long": ({"token_ids": pb.TokenIds(ids=[7] * 100_000)}, "prompt", "the model takes 512"),
+    "too much text": ({"text": "a" * ((1 << 20) + 1)}, "prompt", "1048577 bytes of text, the limit is 1048576"),
+    # Sampling values.
+    "temperature below 0": (sampling(temperature=-0.5), "temperature", "-0.5 .* from 0 to 100"),
+    "temperature NaN": (sampling(temperature=NAN), "temperature", "nan"),
+    "temperature infinite": (sampling(temperature=INF), "temperature", "inf"),
+    "top_p 0": (sampling(top_p=0.0), "top_p", "above 0 to 1"),
+    "top_p above 1": (sampling(top_p=1.5), "top_p", "1.5 is not allowed"),
+    "top_p NaN": (sampling(top_p=NAN), "top_p", "nan"),
+    "top_k negative": (sampling(top_k=-2), "top_k", "-2 .* from 0"),
+    "min_p above 1": (sampling(min_p=2.0), "min_p", "from 0 to 1"),
+    "min_p NaN": (sampling(min_p=NAN), "min_p", "nan"),
+    "presence_penalty": (sampling(presence_penalty=2.5), "presence_penalty", "from -2 to 2"),
+    "frequency_penalty": (sampling(frequency_penalty=-INF), "frequency_penalty", "from -2 to 2"),
+    "repetition_penalty 0": (sampling(repetition_penalty=0.0), "repetition_penalty", "above 0"),
+    "repetition_penalty NaN": (sampling(repetition_penalty=NAN), "repetition_penalty", "nan"),
+    "n 0": (sampling(n=0), "n", "n=0 is not allowed: send a whole number from 1 to 16"),
+    "n 17": (sampling(n=17), "n", "n=17 .* from 1 to 16"),
+    "n huge": (sampling(n=2**31 - 1), "n", "n=2147483647"),
+    "logit_bias id": (sampling(logit_bias={400: 1.0}), "logit_bias", "400 .* 0 to 399"),
+    "logit_bias negative id": (sampling(logit_bias={-1: 1.0}), "logit_bias", "-1"),
+    "logit_bias value": (sampling(logit_bias={7: 101.0}), "logit_bias[7]", "from -100 to 100"),
+    "logit_bias NaN": (sampling(logit_bias={7: NAN}), "logit_bias[7]", "nan"),
+    "logit_bias entries": (sampling(logit_bias=dict.fromkeys(range(1025), 1.0)), "logit_bias", "1025 .* most 1024"),
+    "allowed ids": (sampling(allowed_token_ids=pb.TokenIds(ids=[7, 401])), "allowed_token_ids", "401 .* 0 to 399"),
+    "no allowed ids": (sampling(allowed_token_ids=pb.TokenIds()), "allowed_token_ids", "at least one id"),
+    # Stopping.
+    "max_tokens 0": (stopping(max_tokens=0), "max_tokens", "0 .* from 1"),
+    "max_tokens negative": (stopping(max_tokens=-1), "max_tokens", "-1 .* from 1"),
+    "max_tokens huge": (stopping(max_tokens=2**31 - 1), "prompt", "the model takes 512"),
+    "min_tokens above max_tokens": (stopping(max_tokens=4, min_tokens=5), "min_tokens", "5 .* from 0 to 4"),
+    "min_tokens negative": (stopping(min_tokens=-1), "min_tokens", "-1"),
+    "20 stop strings": (stopping(stop=[f"s{index}" for index in range(20)]), "stop", "20 strings, the limit is 16"),
+    "empty stop string": (stopping(stop=["a", ""]), "stop[1]", "0 bytes, allowed are 1 to 256"),
+    "long stop string": (stopping(stop=["é" * 129]), "stop[0]", "258 bytes"),
+    "stop id": (stopping(stop_token_ids=[400]), "stop_token_ids", "400 .* 0 to 399"),
+    "stop ids": (stopping(stop_token_ids=[7] * 17), "stop_token_ids", "17 .* most 16"),
+    # Output and the rest.
+    "logprobs 21": (output(logprobs=21), "logprobs", "21 .* from 0 to 20"),
+    "logprobs negative": (output(logprobs=-1), "logprobs", "-1"),
+    "prompt_logprobs 21": (output(prompt_logprobs=21), "prompt_logprobs", "21 .* from 0 to 20"),
+    "request id": ({"token_ids": IDS, "request_id": "a b"}, "request_id", "1 to 128 of A-Z"),
+    "request id with slash": ({"token_ids": IDS, "request_id": "a/1"}, "request_id", "1 to 128 of A-Z"),
+    "long request id": ({"token_ids": IDS, "request_id": "a" * 129}, "request_id", "1 to 128 of A-Z"),
+    "cache salt": ({"token_ids": IDS, "cache_salt": "s" * 129}, "cache_salt", "129 bytes, the limit is 128"),
+}
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_request(server, name, method):
+  fields, field, said = BAD_REQUESTS[name]
+  with pytest.raises(grpc.RpcError, match="(?s)INVALID_ARGUMENT.*" + said) as caught:
+    answer = getattr(server.generation, method)(pb.GenerateRequest(**fields), timeout=30)
+    list(answer)
+  error = caught.value
+  assert error.code() is INVALID
+  assert reason_of(error) in ("INVALID_REQUEST", "REQUEST_TOO_LONG")
+  violation = detail_of(error, error_details_pb2.BadRequest).field_violations[0]
+  assert (violation.field, violation.description) == (field, error.details())
+  assert len(error.details()) < 400, "an error must not send the prompt back"
+  assert server.engine.num_live == 0 and server.blocks_in_use == 0
+
+
+def test_the_server_serves_after_all_that(server):
+  assert endings_of(generate(server, token_ids=IDS, stopping=pb.StopParams(max_tokens=5)))[-1].last
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateUnary", "Tokenize", "Detokenize"])
+def test_unknown_model(server, method):
+  request = {"Tokenize": pb.TokenizeRequest(model="gpt", text="a"), "Detokenize": pb.DetokenizeRequest(model="gpt")}
+  with pytest.raises(grpc.RpcError, match="model='gpt' is not served here; send 'tiny'") as caught:
+    list(getattr(server.generation, method)(request.get(method, pb.GenerateRequest(model="gpt", token_ids=IDS))))
+  assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+  assert reason_of(caught.value) == "MODEL_NOT_FOUND"
+
+
+def test_queue_timeout_must_be_positive(server):
+  for seconds in (0, -1):
+    request = pb.GenerateRequest(token_ids=IDS)
+    request.queue_timeout.seconds = seconds
+    request.queue_timeout.SetInParent()
+    with pytest.raises(grpc.RpcError, match="queue_timeout=.* send more than 0"):
+      server.generation.GenerateUnary(request)
+
+
+@pytest.mark.parametrize("method, raw", [
+    ("GenerationService/Generate", b"\xff\xff\xff"),
+    ("GenerationService/GenerateUnary", b"\x0a\xff"),
+    ("GenerationService/GenerateUnary", b"\x1a\x02\xff\xfe"),  # text that is not UTF-8
+    ("GenerationService/Abort", b"\x07"),
+    ("GenerationService/Tokenize", b"\x12\x05a"),
+    ("GenerationService/Detokenize", b"\x0a\x01\xff"),
+    ("ModelService/GetModelInfo", b"\xff"),
+    ("ModelService/GetLoad", b"\xff"),
+])
+def test_malformed_protobuf(server, method, raw):
+  call = server.channel.unary_unary(f"/sluice.v1.{method}")
+  with pytest.raises(grpc.RpcError, match="bytes are no sluice.v1.") as caught:
+    call(raw, timeout=30)
+  assert caught.value.code() is INVALID
+  assert reason_of(caught.value) == "MALFORMED_REQUEST"
+
+
+def test_random_bytes_are_refused_or_served(server):
+  call = server.channel.unary_stream("/sluice.v1.GenerationService/Generate")
+  allowed = {INVALID, grpc.StatusCode.NOT_FOUND}
+  seed = pb.GenerateRequest(token_ids=IDS, request_id="abc", sampling=pb.SamplingParams(temperature=1.0, n=2),
+                            stopping=pb.StopParams(max_tokens=3, stop=["x"])).SerializeToString()
+
+  @settings(max_examples=200, deadline=None)
+  @given(at=st.integers(0, len(seed)), drop=st.integers(0, 4), put=st.binary(max_size=6))
+  def mutate(at, drop, put):
+    try:
+      list(call(seed[:at] + put + seed[at + drop:], timeout=30))
+    except grpc.RpcError as error:
+      assert error.code() in allowed, error
+
+  mutate()
+
+
+def test_oversize_message(server):
+  with pytest.raises(grpc.RpcError, match="larger than max") as caught:
+    list(server.generation.Generate(pb.GenerateRequest(text="a" * (5 << 20))))
+  assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_unknown_method(server):
+  with pytest.raises(grpc.RpcError) as caught:
+    server.channel.unary_unary("/sluice.v1.GenerationService/Nonsense")(b"")
+  assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("ids, said", [([], "0 entries, allowed are 1 to 256"), (["a"] * 257, "257 entries"),
+                                       (["a", "b c"], "request_id='b c'")])
+def test_bad_abort(server, ids, said):
+  with pytest.raises(grpc.RpcError, match=said) as caught:
+    server.generation.Abort(pb.AbortRequest(request_ids=ids))
+  assert caught.value.code() is INVALID
+
+
+def test_bad_tokenize_and_detokenize(server):
+  for request, said in ((pb.TokenizeRequest(), "prompt is missing"), (pb.TokenizeRequest(text=""), "prompt is empty")):
+    with pytest.raises(grpc.RpcError, match=said):
+      server.generation.Tokenize(request)
+  for token_id in (-1, 400, 2**31 - 1):
+    with pytest.raises(grpc.RpcError, match=f"token_ids={token_id} is not allowed: .* 0 to 399"):
+      server.generation.Detokenize(pb.DetokenizeRequest(token_ids=[7, token_id]))
+
+
+@pytest.mark.parametrize("fields, said", [
+    ({"text": "hello"}, "prompt.text needs a tokenizer"),
+    ({"chat": pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x")])}, "prompt.chat needs a tokenizer"),
+    (stopping(stop=["x"]), "stopping.stop needs a tokenizer"),
+    (output(return_text=True), "output.return_text needs a tokenizer"),
+])
+def test_a_model_without_a_tokenizer(textless, fields, said):
+  with pytest.raises(grpc.RpcError, match=said + ", and the served model has none; send and ask for") as caught:
+    generate(textless, **fields)
+  assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+  assert reason_of(caught.value) == "NO_TOKENIZER"
+  with pytest.raises(grpc.RpcError, match="Detokenize needs a tokenizer"):
+    textless.generation.Detokenize(pb.DetokenizeRequest(token_ids=[1]))
+
+
+def test_a_model_without_a_tokenizer_serves_ids(textless):
+  messages = generate(textless, token_ids=IDS, stopping=pb.StopParams(max_tokens=5, ignore_eos=True))
+  assert sum(len(delta.token_ids) for message in messages for delta in message.deltas) == 5
+  assert not any(delta.text for message in messages for delta in message.deltas)
+  info = textless.model.GetModelInfo(pb.GetModelInfoRequest())
+  assert not info.has_tokenizer and not info.has_chat_template
+
+
+def test_our_own_mistakes_stay_inside(server, monkeypatch, caplog):
+  def broken(*_, **__):
+    raise ValueError("secret of ours")
+
+  monkeypatch.setattr(server.generations, "start", broken)
+  for method in ("Generate", "GenerateUnary"):
+    with pytest.raises(grpc.RpcError, match="internal error, incident [0-9a-f]{8} in the server's log") as caught:
+      list(getattr(server.generation, method)(pb.GenerateRequest(token_ids=IDS)))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert reason_of(caught.value) == "INTERNAL"
+    assert "secret" not in str(caught.value)
+  assert caplog.text.count("ValueError: secret of ours") == 2

@@ -1,0 +1,203 @@
+"""The server as a process: flags, signals, exit codes, and a real (random) model behind the socket."""
+
+from concurrent.futures import ThreadPoolExecutor
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from server.client import Client, SluiceError
+from tools.demo_model.skills import SKILLS, is_correct, make_instances
+from tools.make_random_model import write_model
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEMO = ROOT / "models" / "demo"
+RAW = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 400, "hidden_size": 32,
+       "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+       "head_dim": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+       "tie_word_embeddings": True, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
+SMALL = ("--token_budgets=8", "--max_num_seqs=4", "--prefill_chunk=8", "--kv_cache_mb=4", "--compile_cache_dir=")
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer_dir, tmp_path_factory) -> pathlib.Path:
+  folder = tmp_path_factory.mktemp("model") / "tiny"
+  write_model(folder, RAW, seed=1)
+  for path in tokenizer_dir.iterdir():
+    shutil.copy(path, folder)
+  return folder
+
+
+def start(*arguments: str) -> subprocess.Popen:
+  return subprocess.Popen([sys.executable, "-m", "server.main", *arguments], cwd=ROOT, stderr=subprocess.PIPE,
+                          text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+
+
+def wait_for_file(path: pathlib.Path, process: subprocess.Popen) -> str:
+  """The text of a file that a process is about to write."""
+  for _ in range(4800):
+    if path.exists():
+      return path.read_text()
+    assert process.poll() is None, process.communicate()[1]
+    time.sleep(0.05)
+  raise AssertionError(f"{path} never came")
+
+
+def test_a_life(model, tmp_path):
+  port_file, trace, flagfile = tmp_path / "port", tmp_path / "trace.jsonl", tmp_path / "flags"
+  port_file.write_text("stale")
+  flagfile.write_text("\n".join((*SMALL, "--served_model_name=named", "--notrace_at_start")))
+  process = start(f"--model={model}", "--port=0", f"--port_file={port_file}", f"--flagfile={flagfile}",
+                  f"--trace_file={trace}")
+  while port_file.exists() and port_file.read_text() == "stale":
+    assert process.poll() is None, process.communicate()[1]
+    time.sleep(0.01)
+  port = wait_for_file(port_file, process).strip()
+  with Client(f"127.0.0.1:{port}") as client:
+    assert client.model_info().model == "named"
+    whole = client.generate([{"role": "user", "content": "the cat"}], temperature=0.0, max_tokens=50, ignore_eos=True)
+    assert len(whole.token_ids) == 50
+    again = client.generate([{"role": "user", "content": "the cat"}], temperature=0.0, max_tokens=50, ignore_eos=True)
+    assert again.token_ids == whole.token_ids
+    assert not trace.exists()
+    process.send_signal(signal.SIGUSR1)
+    wait_for_file(trace, process)
+    client.generate("the", max_tokens=5, ignore_eos=True)
+    process.send_signal(signal.SIGUSR1)
+    # A second server on the port says so in one line; this one does not mind.
+    second = start(f"--model={model}", f"--port={port}", *SMALL)
+    said = second.communicate(timeout=60)[1]
+    assert second.returncode == 1
+    assert said.splitlines()[-1] == (
+        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port or --host")
+    assert client.load().compiles_after_ready == 0
+    with client.stream("the", max_tokens=2000, ignore_eos=True) as stream:
+      pieces = iter(stream)
+      tokens = len(next(pieces).token_ids)
+      process.send_signal(signal.SIGTERM)
+      rest = list(pieces)
+    assert tokens + sum(len(piece.token_ids) for piece in rest) == 2000 and rest[-1].ending is not None
+  said = process.communicate(timeout=60)[1]
+  assert process.returncode == 0, said
+  assert said.count("configuration:") == 1 and "--served_model_name=named" in said
+  assert f"ready on 127.0.0.1:{port}\n" in said and "compile: 1 of" in said
+  assert "0 KV blocks in use" in said and said.endswith("stopped, exit code 0\n")
+  assert "Traceback" not in said
+  events = [json.loads(line)["event"] for line in trace.read_text().splitlines()]
+  assert events[0] == "state" and events.count("commit") >= 5
+
+
+@pytest.mark.skipif(not DEMO.is_dir(), reason="the demo model's weights are not in models/demo")
+def test_the_demo_model_answers_through_the_socket(tmp_path):
+  """Its checked skills, alone and many at once, through chat template, engine and detokenisation."""
+  port_file = tmp_path / "port"
+  process = start("--port=0", f"--port_file={port_file}", "--token_budgets=16,256", "--max_num_seqs=16",
+                  "--prefill_chunk=256", "--compile_cache_dir=")
+  with Client(f"127.0.0.1:{wait_for_file(port_file, process).strip()}") as client:
+    instances = [instance for skill in SKILLS for instance in make_instances(skill, 4, seed=11)]
+
+    def answer(instance) -> str:
+      return client.generate(instance.messages, temperature=0.0, max_tokens=200).text
+
+    with ThreadPoolExecutor(16) as pool:
+      together = list(pool.map(answer, instances))
+    assert sum(map(is_correct, instances, together)) >= len(instances) - 2, together
+    assert [answer(instance) for instance in instances[::4]] == together[::4]
+  process.send_signal(signal.SIGTERM)
+  process.communicate(timeout=60)
+  assert process.returncode == 0
+
+
+def test_while_starting(model):
+  """Clients are told, and a signal is obeyed."""
+  process = start(f"--model={model}", "--port=0", *SMALL)
+  assert process.stderr is not None
+  address = next(line.split()[2].rstrip(",") for line in process.stderr if line.startswith("listening on"))
+  with Client(address) as client:
+    with pytest.raises(SluiceError) as caught:
+      client.generate("the")
+    assert caught.value.reason == "STARTING"
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+  assert process.returncode == 0 and said.endswith("stopped while starting\n"), said
+
+
+BAD_STARTS = {
+    ("--nonsense=1",): (2, "error: Unknown command line flag 'nonsense'; --help lists the flags"),
+    ("--port=abc",): (2, "error: flag --port=abc: invalid literal"),
+    ("--port=70000",): (2, "error: flag --port=70000: "),
+    ("--block_size=0",): (2, "error: flag --block_size=0: 0 is not a positive integer"),
+    ("--queue_timeout_s=-1",): (2, "error: flag --queue_timeout_s=-1: "),
+    ("--policy=random",): (2, "error: flag --policy=random: value should be one of"),
+    ("--flagfile=/does/not/exist",): (2, "error: Unable to open flagfile"),
+    ("positional",): (2, "error: unexpected argument 'positional'"),
+    ("--port=0", "--token_budgets=8,x"): (1, "error: token_budgets=8,x must be whole numbers"),
+    ("--port=0", "--token_budgets=64,8", "--prefill_chunk=8"): (1, "error: token budgets (64, 8) must be strictly"),
+    ("--port=0", "--num_blocks=8", "--kv_cache_mb=8"): (1, "error: kv_cache_mb=8 and num_blocks=8 both size the KV"),
+    ("--port=0", "--model=/does/not/exist"): (1, "error: /does/not/exist"),
+    ("--port=0", "--model=EMPTY"): (1, "error: "),
+    ("--port=0", "--model=CUT", *SMALL): (1, "error: "),
+    ("--port=0", "--model=BAD_TOKENIZER", *SMALL): (1, "error: "),
+    ("--host=not.a.host.invalid",): (1, "error: cannot listen on not.a.host.invalid"),
+}
+
+
+# Runs all of them in one process, since importing takes far longer than refusing.
+_ONE_AFTER_ANOTHER = """
+import contextlib, io, json, sys
+from absl import flags
+from absl.testing import flagsaver
+from server import main
+outcomes = []
+for arguments in json.load(sys.stdin):
+  flags.FLAGS.unparse_flags()
+  with flagsaver.flagsaver(), contextlib.redirect_stderr(io.StringIO()) as said:
+    try:
+      code = main._main(main._parse(["server", *arguments]))
+    except SystemExit as ended:
+      code = ended.code
+  outcomes.append((code, said.getvalue()))
+json.dump(outcomes, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def bad_starts(model, tmp_path_factory) -> dict[tuple[str, ...], tuple[int, str]]:
+  """Exit code and stderr of each."""
+  root = tmp_path_factory.mktemp("bad")
+  (root / "EMPTY").mkdir()
+  cut = shutil.copytree(model, root / "CUT")
+  weights = (cut / "model.safetensors").read_bytes()
+  (cut / "model.safetensors").write_bytes(weights[:len(weights) // 2])
+  shutil.copytree(model, root / "BAD_TOKENIZER")
+  (root / "BAD_TOKENIZER" / "tokenizer.json").write_text("{}")
+  cases = [[argument.replace("--model=", f"--model={root}/") if argument[8:].isupper() else argument
+            for argument in arguments] for arguments in BAD_STARTS]
+  process = subprocess.run([sys.executable, "-c", _ONE_AFTER_ANOTHER], input=json.dumps(cases), cwd=ROOT, text=True,
+                           capture_output=True, timeout=300, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+  assert process.returncode == 0, process.stderr
+  return dict(zip(BAD_STARTS, json.loads(process.stdout), strict=True))
+
+
+@pytest.mark.parametrize("arguments", BAD_STARTS, ids=" ".join)
+def test_bad_start(bad_starts, arguments):
+  code, said = bad_starts[arguments]
+  wanted_code, wanted = BAD_STARTS[arguments]
+  errors = [line for line in said.splitlines() if line.startswith("error: ")]
+  assert code == wanted_code, said
+  assert len(errors) == 1 and errors[0].startswith(wanted), said
+  assert "Traceback" not in said
+  if "configuration" not in said:
+    assert len(said.splitlines()) == 1, said
+
+
+def test_a_bad_flag_of_the_real_program():
+  process = start("--nonsense=1")
+  assert process.communicate(timeout=60)[1] == "error: Unknown command line flag 'nonsense'; --help lists the flags\n"
+  assert process.returncode == 2

@@ -1,0 +1,111 @@
+"""Measures what a step costs the host: planning, packing and dispatch, taking values in; prints one JSON line.
+
+  python -m tools.bench_host [--model=DIR] [--num_seqs=256] [--steps=300]
+
+All sequences decode, so that every step has `num_seqs` rows. Without a model only the scheduler is measured. With one,
+a step is launched when the device is idle: launch is packing and dispatch alone, not the wait for a busy device.
+schedule_and_launch is what stands between two steps of the device; commit runs while the next one computes.
+"""
+
+from collections.abc import Sequence
+import gc
+import json
+import sys
+import time
+
+from engine.batch import StepResult
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from tools.arguments import CommandParser, positive_int
+
+_PROMPT_TOKENS = 32
+_TOKEN = 7  # what every sequence is made of, and continues with
+
+
+def fill(scheduler: Scheduler, num_seqs: int, max_tokens: int) -> None:
+  """Queues the sequences; their prompts differ in length, so that they do not ask for blocks in the same step."""
+  for number in range(num_seqs):
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    scheduler.add(Request(f"request-{number}", [_TOKEN] * (_PROMPT_TOKENS + number % 16), params))
+
+
+def percentiles(seconds: list[float], name: str) -> dict[str, float]:
+  """Median and 99th percentile in microseconds, under names that begin with `name`."""
+  ordered = sorted(seconds)
+  return {f"{name}_p50_us": round(1e6 * ordered[len(ordered) // 2], 1),
+          f"{name}_p99_us": round(1e6 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], 1)}
+
+
+def measure(scheduler: Scheduler, runner, num_seqs: int, steps: int) -> dict[str, float]:
+  """Runs until `steps` steps of nothing but decodes are timed.
+
+  Args:
+    runner: an engine.batch.Runner, or None to make values up.
+  """
+  plan, launch, commit, both = [], [], [], []
+  fill(scheduler, num_seqs, steps + 64)
+  while len(plan) < steps:
+    start = time.perf_counter()
+    batch = scheduler.schedule(0.0)
+    planned = time.perf_counter()
+    assert batch is not None, "the sequences ended before the measurement did"
+    launched = runner and runner.launch(batch)
+    dispatched = time.perf_counter()
+    result = launched.result() if launched else StepResult((_TOKEN,) * len(batch.slots))
+    arrived = time.perf_counter()
+    scheduler.commit(batch, result, 0.0)
+    done = time.perf_counter()
+    if batch.counts == (1,) * num_seqs:
+      plan.append(planned - start)
+      launch.append(dispatched - planned)
+      commit.append(done - arrived)
+      both.append(dispatched - start)
+  measured = percentiles(plan, "schedule") | percentiles(commit, "commit")
+  if runner:
+    measured |= percentiles(launch, "launch") | percentiles(both, "schedule_and_launch")
+  return measured
+
+
+def config_for(num_seqs: int, steps: int, block_size: int) -> EngineConfig:
+  """Settings under which all sequences run at once and are never preempted."""
+  length = _PROMPT_TOKENS + 16 + steps + 64
+  return EngineConfig(
+    vocab_size=32_000, max_model_len=length, block_size=block_size, num_blocks=num_seqs * -(-length // block_size),
+    token_budgets=(num_seqs, 2 * num_seqs), max_num_seqs=num_seqs, prefill_chunk=2 * num_seqs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """The command line; returns the exit code."""
+  parser = CommandParser("python -m tools.bench_host", "Measure the host's share of a step of decodes.")
+  parser.add_argument("--model", help="model folder; without it only the scheduler is measured")
+  parser.add_argument("--num_seqs", type=positive_int, default=256, help="sequences that decode at once, at least 2")
+  parser.add_argument("--steps", type=positive_int, default=300, help="steps to time")
+  parser.add_argument("--block_size", type=positive_int, default=16, help="tokens a KV block")
+  args = parser.parse_args(arguments)
+  config = config_for(max(2, args.num_seqs), args.steps, args.block_size)
+  runner = None
+  if args.model:
+    # Imported here: without a model the tool needs no jax.
+    from engine.device.build import BuildOptions, build
+    options = BuildOptions(
+      model_dir=args.model, num_blocks=config.num_blocks, block_size=config.block_size,
+      token_budgets=config.token_budgets, max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len,
+      prefill_chunk=config.prefill_chunk)
+    try:
+      built = build(options, lambda *_: None, lambda _: None)
+    except EngineError as error:
+      print(error, file=sys.stderr)
+      return 2
+    config, runner = built.config, built.runner
+    gc.collect()
+    gc.freeze()  # as the server does: what the model is made of is not looked at again
+  measured = measure(Scheduler(config), runner, config.max_num_seqs, args.steps)
+  print(json.dumps({"num_seqs": config.max_num_seqs, "steps": args.steps} | measured))
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

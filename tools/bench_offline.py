@@ -1,0 +1,188 @@
+"""Runs a request file through the engine in this process, as fast as it goes; prints one JSON line. No network here.
+
+  python -m tools.bench_offline --model=DIR --requests=FILE.jsonl --output_tokens=OUT.jsonl
+
+Greedy, exactly output_len tokens a request, end-of-sequence ignored. All requests are there at the start (--realtime
+honours their arrival times instead). Standard output carries the JSON line alone; the rest goes to standard error.
+"""
+
+import argparse
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import gc
+import json
+import resource
+import sys
+import time
+from typing import Any
+
+from engine.device.build import BuildOptions, Built, build
+from engine.errors import ConfigError, EngineError
+from engine.request import FinishReason, Request, TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.scheduler import validate_request
+from tools.arguments import CommandParser
+from tools.latency import Outcome, summary
+from tools.workload import WorkRequest, read_requests, write_tokens
+
+# A benchmark waits as long as it takes: nothing is refused and nothing times out.
+UNBOUNDED = {"max_queued_requests": 1 << 30, "max_queued_tokens": 1 << 40, "queue_timeout_s": 0.0,
+             "request_timeout_s": 0.0}
+
+
+def add_build_arguments(parser: CommandParser) -> None:
+  """A flag for each field of BuildOptions, except the model and what UNBOUNDED decides."""
+  for field in dataclasses.fields(BuildOptions):
+    if field.name == "model_dir" or field.name in UNBOUNDED:
+      continue
+    parse = {bool: _boolean, tuple: _budgets}.get(type(field.default), type(field.default))
+    parser.add_argument(f"--{field.name}", type=parse, default=field.default, help="as the server's flag")
+
+
+def _boolean(text: str) -> bool:
+  if text.lower() not in ("true", "false", "1", "0"):
+    raise argparse.ArgumentTypeError(f"{text!r} must be true or false")
+  return text.lower() in ("true", "1")
+
+
+def _budgets(text: str) -> tuple[int, ...]:
+  try:
+    return tuple(int(item) for item in text.split(","))
+  except ValueError:
+    raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between") from None
+
+
+def build_options(args: argparse.Namespace) -> BuildOptions:
+  """The options of add_build_arguments, with nothing bounded."""
+  names = {field.name for field in dataclasses.fields(BuildOptions)} - {"model_dir"} - UNBOUNDED.keys()
+  return BuildOptions(model_dir=args.model, **{name: getattr(args, name) for name in names}, **UNBOUNDED)
+
+
+class OfflineRun:
+  """One engine and everything it emits, by request."""
+
+  def __init__(self, options: BuildOptions):
+    """Builds the engine; progress goes to standard error. Raises EngineError."""
+    self._chunks: dict[str, list[tuple[float, int]]] = {}
+    self._tokens: dict[str, list[int]] = {}
+    self._endings: dict[str, TokenEvent] = {}
+    self.built: Built = build(options, progress=_progress, emit=self._emit)
+
+  def _emit(self, events: list[TokenEvent]) -> None:
+    now = time.monotonic()
+    for event in events:
+      if event.token_ids:
+        self._chunks[event.request_id].append((now, len(event.token_ids)))
+        self._tokens[event.request_id] += event.token_ids
+      if event.finish_reason is not None:
+        self._endings[event.request_id] = event
+
+  def serve(self, requests: Sequence[WorkRequest], *, realtime: bool = False) -> list[Outcome]:
+    """Runs all requests to their ends.
+
+    Args:
+      requests: with unique ids.
+      realtime: submit each at its arrival_s; otherwise all at the start.
+
+    Raises:
+      EngineError: a request can never be served; told before any is.
+    """
+    engine = self.built.engine
+    prepared = [_engine_request(request) for request in requests]
+    for work, request in zip(requests, prepared, strict=True):
+      try:
+        validate_request(self.built.config, request)
+      except EngineError as error:
+        raise ConfigError(f"request id {work.id!r}: {error}") from error
+    self._chunks = {request.id: [] for request in prepared}
+    self._tokens = {request.id: [] for request in prepared}
+    self._endings = {}
+    waiting = sorted(zip(requests, prepared, strict=True), key=lambda pair: pair[0].arrival_s if realtime else 0.0)
+    waiting.reverse()
+    sent: dict[str, float] = {}
+    gc.collect()
+    gc.freeze()  # the model's objects are permanent: no collection of them in the middle of a run
+    start = time.monotonic()
+    while len(self._endings) < len(requests):
+      while waiting and (not realtime or start + waiting[-1][0].arrival_s <= time.monotonic()):
+        request = waiting.pop()[1]
+        sent[request.id] = time.monotonic()
+        engine.submit(request)
+      if not engine.step() and waiting and not engine.num_live:
+        time.sleep(max(0.0, start + waiting[-1][0].arrival_s - time.monotonic()))
+      if engine.dead is not None:
+        raise engine.dead
+    return [self._outcome(work, request.id, start + work.arrival_s if realtime else start, sent[request.id])
+            for work, request in zip(requests, prepared, strict=True)]
+
+  def _outcome(self, work: WorkRequest, name: str, intended_s: float, sent_s: float) -> Outcome:
+    ending = self._endings[name]
+    error = None if ending.finish_reason is FinishReason.LENGTH else f"{ending.finish_reason}: {ending.message}"
+    return Outcome(work.id, work.output_len, intended_s, sent_s, tuple(self._chunks[name]), tuple(self._tokens[name]),
+                   error)
+
+
+def _engine_request(request: WorkRequest) -> Request:
+  return Request(id=f"{type(request.id).__name__}-{request.id}", prompt_token_ids=request.prompt,
+                 params=SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True))
+
+
+def _progress(what: str, done: int, total: int) -> None:
+  print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+
+
+def run(options: BuildOptions, requests: Sequence[WorkRequest], *, realtime: bool = False,
+        trace_file: str = "") -> tuple[list[Outcome], dict[str, Any]]:
+  """Builds, runs once, and returns what came of each request and the figures of the JSON line."""
+  offline = OfflineRun(options)
+  engine = offline.built.engine
+  if trace_file:
+    engine.start_trace(trace_file)
+  outcomes = offline.serve(requests, realtime=realtime)
+  engine.recorder.stop_trace()
+  stats = engine.stats()
+  useful = stats.num_decode_tokens + stats.num_prefill_tokens
+  prompt_tokens = sum(len(request.prompt) for request, outcome in zip(requests, outcomes, strict=True) if outcome.ok)
+  figures = summary(outcomes, prompt_tokens) | {
+      "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+      "load_s": round(offline.built.load_s, 3),
+      "warmup_s": round(offline.built.warmup_s, 3),
+      "compiles_after_ready": offline.built.runner.compiles_after_ready,
+      "padding_share": round(stats.num_padding_tokens / (stats.num_padding_tokens + useful), 5),
+      "steps": stats.num_steps,
+      "decode_tokens": stats.num_decode_tokens,
+      "prefill_tokens": stats.num_prefill_tokens,
+      "preemptions": stats.num_preemptions,
+      "prefix_hit_tokens": stats.num_cached_tokens,
+      "batching": options.batching,
+      "steps_by_rung": dict(sorted(stats.steps_by_rung.items())),
+  }
+  return outcomes, figures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; exit code 1 with one line for a model or request that cannot be served."""
+  parser = CommandParser("tools.bench_offline", __doc__)
+  parser.add_argument("--model", required=True, help="a Hugging Face or a Sluice folder")
+  parser.add_argument("--requests", required=True, help="request file (JSON lines)")
+  parser.add_argument("--output_tokens", default="", help="file for the generated tokens")
+  parser.add_argument("--realtime", action="store_true", help="submit each request at its arrival_s")
+  parser.add_argument("--trace_file", default="", help="step trace (JSON lines) to write; costs time")
+  add_build_arguments(parser)
+  args = parser.parse_args(argv)
+  try:
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints is not the JSON line
+      requests = read_requests(args.requests)
+      outcomes, figures = run(build_options(args), requests, realtime=args.realtime, trace_file=args.trace_file)
+      if args.output_tokens:
+        write_tokens(args.output_tokens, {outcome.id: outcome.tokens for outcome in outcomes})
+  except (EngineError, OSError) as error:
+    print(f"tools.bench_offline: {' '.join(str(error).split())}", file=sys.stderr)
+    return 1
+  print(json.dumps(figures), flush=True)
+  return 0 if figures["failed"] == 0 else 1
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,59 @@
+"""What the comparisons share: a tool run as a user runs it, medians, the machine in words. Measures nothing itself."""
+
+from collections.abc import Sequence
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+from engine.errors import ConfigError
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def run_tool(command: Sequence[str], what: str) -> dict[str, Any]:
+  """Runs a command that prints one JSON line and returns it; its progress goes to our standard error.
+
+  Raises:
+    ConfigError: it failed, or printed something else.
+  """
+  print(f"{what} ...", file=sys.stderr, flush=True)
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  try:
+    if done.returncode:
+      raise ValueError
+    return json.loads(done.stdout.strip().splitlines()[-1])
+  except (ValueError, IndexError) as error:
+    tail = " | ".join(done.stderr.strip().splitlines()[-5:])
+    raise ConfigError(f"{what}: {' '.join(command)} ended with exit code {done.returncode}: {tail}") from error
+
+
+def median_of(runs: Sequence[dict[str, Any]], name: str) -> float:
+  """The median of one figure over runs."""
+  return statistics.median(run[name] for run in runs)
+
+
+def machine() -> dict[str, Any]:
+  """Cores and instruction set, in words that mean something on another machine."""
+  model, vector = platform.machine(), ""
+  try:
+    for line in pathlib.Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+      key, _, value = line.partition(":")
+      if key.strip() == "model name":
+        model = value.strip()
+      elif key.strip() == "flags":
+        flags = set(value.split())
+        vector = next((name for name in ("avx512f", "avx2", "avx") if name in flags), "")
+  except OSError:
+    pass
+  return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "vector": vector, "python": platform.python_version()}
+
+
+def write_result(path: str, result: dict[str, Any]) -> None:
+  """Keeps a result as indented JSON."""
+  if path:
+    pathlib.Path(path).write_text(json.dumps(result, indent=1) + "\n", "utf-8")

@@ -1,0 +1,131 @@
+"""Replays a step trace through the scheduler and says where, if anywhere, it would now decide otherwise.
+
+`python -m tools.replay TRACE` rebuilds the scheduler from the trace's first line, feeds it what the engine fed it, and
+compares every batch: shape, rows, counts, block ids, inputs. Exit code 0 if all are the same, 1 at the first
+difference, 2 if the file is no trace. Standard library and the pure engine only.
+"""
+
+from collections.abc import Iterable
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from engine.batch import Batch, StepResult
+from engine.recorder import batch_line
+from engine.request import FinishReason, Request
+from engine.scheduler import Scheduler
+from engine.shapes import StepShape
+from tools.arguments import CommandParser
+
+
+class NotATrace(Exception):
+  """The file does not hold what Recorder writes; the message names the line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+  """Attributes: num_batches compared, num_lines read, difference: the first one in words, or None."""
+
+  num_batches: int
+  num_lines: int
+  difference: str | None
+
+
+def replay(lines: Iterable[str]) -> Replayed:
+  """Feeds the lines of a trace to a scheduler of their own, up to the first difference.
+
+  Raises:
+    NotATrace: a line that is no JSON, is cut off, or does not follow from those before it.
+  """
+  scheduler: Scheduler | None = None
+  launched: dict[int, Batch] = {}
+  num_batches = number = 0
+  for number, line in enumerate(lines, 1):
+    try:
+      entry = json.loads(line)
+      if number == 1:
+        scheduler, launched = _begin(entry)
+        continue
+      assert scheduler is not None
+      difference = _feed(entry, scheduler, launched)
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+      raise NotATrace(f"line {number}: {type(error).__name__}: {error}") from error
+    num_batches += entry["event"] == "schedule" and entry["batch"] is not None
+    if difference:
+      return Replayed(num_batches, number, f"line {number}: {difference}")
+  if scheduler is None:
+    raise NotATrace("the file is empty")
+  return Replayed(num_batches, number, None)
+
+
+def _begin(entry: dict[str, Any]) -> tuple[Scheduler, dict[int, Batch]]:
+  if entry["event"] != "state":
+    raise ValueError(f"a trace begins with the scheduler's state, not with {entry['event']!r}")
+  in_flight = entry["in_flight"] and _batch(entry["in_flight"])
+  return Scheduler.from_state(entry["scheduler"]), {in_flight.step: in_flight} if in_flight else {}
+
+
+def _feed(entry: dict[str, Any], scheduler: Scheduler, launched: dict[int, Batch]) -> str | None:
+  """One line; returns a difference in words."""
+  match entry["event"]:
+    case "add":
+      scheduler.add(Request.from_state(entry["request"]))
+    case "abort":
+      scheduler.abort(entry["id"], FinishReason(entry["reason"]))
+    case "expire":
+      ids = [event.request_id for event in scheduler.expire(entry["now"])]
+      if ids != entry["ids"]:
+        return f"requests past their deadline were {entry['ids']}, are now {ids}"
+    case "schedule":
+      batch = scheduler.schedule(entry["now"])
+      if batch is not None:
+        launched[batch.step] = batch
+      return _compare(entry["batch"], batch and batch_line(batch))
+    case "commit":
+      result = StepResult(entry["tokens"], frozenset(entry["bad_rows"]))
+      scheduler.commit(launched.pop(entry["step"]), result, entry["now"])
+    case unknown:
+      raise ValueError(f"unknown event {unknown!r}")
+  return None
+
+
+def _compare(recorded: dict[str, Any] | None, replayed: dict[str, Any] | None) -> str | None:
+  if recorded is None or replayed is None:
+    return None if recorded == replayed else f"the batch was {recorded}, is now {replayed}"
+  for name, value in recorded.items():
+    if replayed[name] != value:
+      return f"step {recorded['step']}: {name} was {value}, is now {replayed[name]}"
+  return None
+
+
+def _batch(line: dict[str, Any]) -> Batch:
+  """The batch that was in flight when the trace began, as far as commit() looks at it."""
+  decodes = line["num_decodes"]
+  return Batch(
+    step=line["step"], shape=StepShape(*line["shape"]), request_ids=tuple(line["ids"]), slots=tuple(line["slots"]),
+    starts=tuple(line["starts"]), counts=tuple(line["counts"]), num_logits=tuple(line["num_logits"]),
+    samples=tuple(map(bool, line["samples"])), num_output_tokens=(0,) * len(line["ids"]),
+    token_ids=((),) * decodes + tuple((0,) * count for count in line["counts"][decodes:]))
+
+
+def main(arguments: list[str] | None = None) -> int:
+  """The command line; returns the exit code."""
+  parser = CommandParser("python -m tools.replay", "Replay a step trace through the scheduler and compare all batches.")
+  parser.add_argument("trace", help="a file that the engine's start_trace() wrote")
+  path = parser.parse_args(arguments).trace
+  try:
+    with open(path, encoding="utf-8") as file:
+      replayed = replay(file)
+  except (OSError, NotATrace) as error:
+    print(f"{path} cannot be replayed: {error}", file=sys.stderr)
+    return 2
+  if replayed.difference:
+    print(f"{replayed.num_batches - 1} batches are the same, then they differ. {replayed.difference}")
+    return 1
+  print(f"{replayed.num_batches} batches are the same ({replayed.num_lines} lines)")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
