@@ -44,8 +44,16 @@ class EngineConfig:
   eos_token_ids: tuple[int, ...] = ()
 
   def __post_init__(self):
-    for name in ("vocab_size", "max_model_len", "num_blocks", "block_size", "max_num_seqs", "prefill_chunk",
-                 "max_queued_requests", "max_queued_tokens"):
+    for name in (
+      "vocab_size",
+      "max_model_len",
+      "num_blocks",
+      "block_size",
+      "max_num_seqs",
+      "prefill_chunk",
+      "max_queued_requests",
+      "max_queued_tokens",
+    ):
       value = getattr(self, name)
       if value < 1:
         raise ConfigError(f"{name}={value} must be at least 1; set --{name}")
@@ -54,12 +62,16 @@ class EngineConfig:
       if not 0 <= value < float("inf"):
         raise ConfigError(f"{name}={value} must be a finite number of seconds, 0 or more; set --{name}")
     if self.prefill_chunk > self.token_budgets[-1]:
-      raise ConfigError(f"prefill_chunk={self.prefill_chunk} exceeds the top token budget {self.token_budgets[-1]}; "
-                        "lower --prefill_chunk or extend --token_budgets")
+      raise ConfigError(
+        f"prefill_chunk={self.prefill_chunk} exceeds the top token budget {self.token_budgets[-1]}; "
+        "lower --prefill_chunk or extend --token_budgets"
+      )
     bad = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
     if bad:
-      raise ConfigError(f"eos token ids {bad} are outside the vocabulary 0..{self.vocab_size - 1}; "
-                        "fix the model's generation_config.json")
+      raise ConfigError(
+        f"eos token ids {bad} are outside the vocabulary 0..{self.vocab_size - 1}; "
+        "fix the model's generation_config.json"
+      )
 
   @property
   def max_blocks_per_seq(self) -> int:

@@ -26,10 +26,10 @@ class Engine:
 
   def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, emit: Emit):
     """Args:
-      scheduler: belongs to this engine from now on.
-      runner: the device.
-      clock: seconds, monotonic; deadlines of requests are on it.
-      emit: called on the engine thread with everything a step produced; it must not block.
+    scheduler: belongs to this engine from now on.
+    runner: the device.
+    clock: seconds, monotonic; deadlines of requests are on it.
+    emit: called on the engine thread with everything a step produced; it must not block.
     """
     self.config = scheduler.config
     self.recorder = Recorder()

@@ -108,9 +108,23 @@ class Recorder:
     num_tokens = sum(batch.counts)
     prefill_tokens = sum(map(len, batch.token_ids))
     return StepRecord(
-      batch.step, now, batch.shape.tokens, batch.shape.rows, len(batch.slots), num_tokens - prefill_tokens,
-      prefill_tokens, batch.shape.tokens - num_tokens, scheduler.pool.num_used, scheduler.pool.num_cached,
-      scheduler.num_waiting, scheduler.num_running, num_preemptions, 0.0, 0.0, 0.0)
+      batch.step,
+      now,
+      batch.shape.tokens,
+      batch.shape.rows,
+      len(batch.slots),
+      num_tokens - prefill_tokens,
+      prefill_tokens,
+      batch.shape.tokens - num_tokens,
+      scheduler.pool.num_used,
+      scheduler.pool.num_cached,
+      scheduler.num_waiting,
+      scheduler.num_running,
+      num_preemptions,
+      0.0,
+      0.0,
+      0.0,
+    )
 
   def done(self, record: StepRecord) -> None:
     """Keeps a complete record."""
@@ -152,7 +166,7 @@ class Recorder:
       num_output_tokens=self.num_output_tokens,
       steps_by_rung=dict(self.steps_by_rung),
       finished=dict(self.finished),
-      steps=steps[len(steps) - min(num_steps, len(steps)):],
+      steps=steps[len(steps) - min(num_steps, len(steps)) :],
     )
 
   # The trace: JSON lines. First the scheduler's complete state, then whatever goes into it and what comes out. It holds
@@ -204,9 +218,17 @@ class Recorder:
   def trace_commit(self, batch: Batch, result: StepResult, now: float, record: StepRecord) -> None:
     """Before the values are taken in."""
     if self._trace is not None:
-      self._line({"event": "commit", "step": batch.step, "now": now, "tokens": [int(token) for token in result.tokens],
-                  "bad_rows": sorted(result.bad_rows), "host_s": round(record.host_s, 6),
-                  "device_s": round(record.device_s, 6)})
+      self._line(
+        {
+          "event": "commit",
+          "step": batch.step,
+          "now": now,
+          "tokens": [int(token) for token in result.tokens],
+          "bad_rows": sorted(result.bad_rows),
+          "host_s": round(record.host_s, 6),
+          "device_s": round(record.device_s, 6),
+        }
+      )
 
   def _line(self, value: dict) -> None:
     if self._trace is not None:
@@ -220,8 +242,10 @@ class Recorder:
 def batch_line(batch: Batch) -> dict:
   """A batch as the trace keeps it: counts in full; block ids, and what is told to the device, as digests."""
   blocks = [[admission.slot, *admission.block_ids] for admission in batch.admissions]
-  told = [[admission.slot, admission.num_prompt_tokens, admission.seed, *admission.token_ids]
-          for admission in batch.admissions]
+  told = [
+    [admission.slot, admission.num_prompt_tokens, admission.seed, *admission.token_ids]
+    for admission in batch.admissions
+  ]
   return {
     "step": batch.step,
     "shape": [batch.shape.tokens, batch.shape.rows],

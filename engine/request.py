@@ -124,16 +124,19 @@ class Request:
   def from_state(cls, state: dict) -> "Request":
     """A request at the same point of its life; the caller resolves `leader`."""
     params: dict[str, Any] = {name: _tuples(value) for name, value in state["params"].items()}
-    return cls(**state | {
-      "params": SamplingParams(**params),
-      "cache_salt": bytes.fromhex(state["cache_salt"]),
-      "status": RequestStatus(state["status"]),
-      "finish_reason": state["finish_reason"] and FinishReason(state["finish_reason"]),
-      "block_keys": [bytes.fromhex(key) for key in state["block_keys"]],
-      "rank": tuple(state["rank"]),
-      "leader": None,
-      "stop_ids": frozenset(state["stop_ids"]),
-    })
+    return cls(
+      **state
+      | {
+        "params": SamplingParams(**params),
+        "cache_salt": bytes.fromhex(state["cache_salt"]),
+        "status": RequestStatus(state["status"]),
+        "finish_reason": state["finish_reason"] and FinishReason(state["finish_reason"]),
+        "block_keys": [bytes.fromhex(key) for key in state["block_keys"]],
+        "rank": tuple(state["rank"]),
+        "leader": None,
+        "stop_ids": frozenset(state["stop_ids"]),
+      }
+    )
 
 
 def _tuples(value: Any) -> Any:

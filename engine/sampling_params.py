@@ -63,13 +63,21 @@ class SamplingParams:
       check(inside, name, value, f"send a finite number {'above' if open_low else 'from'} {low:g} to {high:g}")
 
     def whole(name: str, value: int, low: int, high: int) -> None:
-      check(isinstance(value, int) and not isinstance(value, bool) and low <= value <= high, name, value,
-            f"send a whole number from {low} to {high}")
+      check(
+        isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
+        name,
+        value,
+        f"send a whole number from {low} to {high}",
+      )
 
     def token_ids(name: str, ids: tuple[int, ...]) -> None:
       for token in ids:
-        check(isinstance(token, int) and 0 <= token < vocab_size, name, token,
-              f"token ids of this model are 0 to {vocab_size - 1}")
+        check(
+          isinstance(token, int) and 0 <= token < vocab_size,
+          name,
+          token,
+          f"token ids of this model are 0 to {vocab_size - 1}",
+        )
 
     whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
     whole("min_tokens", self.min_tokens, 0, self.max_tokens)
@@ -80,17 +88,29 @@ class SamplingParams:
     number("presence_penalty", -2.0, 2.0)
     number("frequency_penalty", -2.0, 2.0)
     number("repetition_penalty", 0.0, 100.0, open_low=True)
-    check(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias entries", len(self.logit_bias),
-          f"send at most {MAX_LOGIT_BIAS}")
+    check(
+      len(self.logit_bias) <= MAX_LOGIT_BIAS,
+      "logit_bias entries",
+      len(self.logit_bias),
+      f"send at most {MAX_LOGIT_BIAS}",
+    )
     token_ids("logit_bias", tuple(token for token, _ in self.logit_bias))
     for token, bias in self.logit_bias:
-      check(math.isfinite(bias) and -100 <= bias <= 100, f"logit_bias[{token}]", bias,
-            "send a finite number from -100 to 100")
+      check(
+        math.isfinite(bias) and -100 <= bias <= 100,
+        f"logit_bias[{token}]",
+        bias,
+        "send a finite number from -100 to 100",
+      )
     if self.allowed_token_ids is not None:
       check(len(self.allowed_token_ids) > 0, "allowed_token_ids", (), "send at least one id, or leave it unset")
       token_ids("allowed_token_ids", self.allowed_token_ids)
-    check(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids entries", len(self.stop_token_ids),
-          f"send at most {MAX_STOP_TOKEN_IDS}")
+    check(
+      len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+      "stop_token_ids entries",
+      len(self.stop_token_ids),
+      f"send at most {MAX_STOP_TOKEN_IDS}",
+    )
     token_ids("stop_token_ids", self.stop_token_ids)
     if self.seed is not None:
       whole("seed", self.seed, -(2**63), 2**63 - 1)

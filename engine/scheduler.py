@@ -40,15 +40,20 @@ def validate_request(config: EngineConfig, request: Request) -> None:
   request.params.validate(config.vocab_size)
   total = len(prompt) + request.params.max_tokens
   if total > config.max_model_len:
-    raise RequestTooLong(f"prompt of {len(prompt)} tokens plus max_tokens={request.params.max_tokens} is {total}, but "
-                         f"the model takes {config.max_model_len}; shorten the prompt or lower max_tokens")
+    raise RequestTooLong(
+      f"prompt of {len(prompt)} tokens plus max_tokens={request.params.max_tokens} is {total}, but "
+      f"the model takes {config.max_model_len}; shorten the prompt or lower max_tokens"
+    )
   if total > config.pool_tokens:
-    raise RequestTooLong(f"prompt of {len(prompt)} tokens plus max_tokens={request.params.max_tokens} is {total}, but "
-                         f"the KV pool holds {config.pool_tokens}; lower max_tokens or serve with a larger pool")
+    raise RequestTooLong(
+      f"prompt of {len(prompt)} tokens plus max_tokens={request.params.max_tokens} is {total}, but "
+      f"the KV pool holds {config.pool_tokens}; lower max_tokens or serve with a larger pool"
+    )
   if min(prompt) < 0 or max(prompt) >= config.vocab_size:
     bad = next(token for token in prompt if not 0 <= token < config.vocab_size)
-    raise InvalidRequest(f"prompt token id {bad} is not in the vocabulary; ids of this model are 0 to "
-                         f"{config.vocab_size - 1}")
+    raise InvalidRequest(
+      f"prompt token id {bad} is not in the vocabulary; ids of this model are 0 to {config.vocab_size - 1}"
+    )
 
 
 class _Plan:
@@ -121,12 +126,17 @@ class Scheduler:
     config = self.config
     if num_requests >= config.max_queued_requests:
       wait = self._place_interval()
-      raise Overloaded(f"{num_requests} requests are queued, the limit is {config.max_queued_requests}; try again in "
-                       f"{wait:.1f} s", wait)
+      raise Overloaded(
+        f"{num_requests} requests are queued, the limit is {config.max_queued_requests}; try again in {wait:.1f} s",
+        wait,
+      )
     if num_requests and num_tokens + request.num_prompt_tokens > config.max_queued_tokens:
       wait = self._place_interval()
-      raise Overloaded(f"{num_tokens} prompt tokens are queued and this request has {request.num_prompt_tokens}, the "
-                       f"limit is {config.max_queued_tokens}; try again in {wait:.1f} s", wait)
+      raise Overloaded(
+        f"{num_tokens} prompt tokens are queued and this request has {request.num_prompt_tokens}, the "
+        f"limit is {config.max_queued_tokens}; try again in {wait:.1f} s",
+        wait,
+      )
 
   def _place_interval(self) -> float:
     """A guess of when the queue has a place again, seconds: the mean time between the latest admissions."""
@@ -173,13 +183,23 @@ class Scheduler:
     for request in list(self._requests.values()):
       waited = now - request.arrival_time
       if request.deadline is not None and now >= request.deadline:
-        events.append(self._finish(request, FinishReason.TIMEOUT, message=f"not finished after {waited:.1f} s, its "
-                                   "deadline; ask for fewer tokens or allow more time"))
+        events.append(
+          self._finish(
+            request,
+            FinishReason.TIMEOUT,
+            message=f"not finished after {waited:.1f} s, its deadline; ask for fewer tokens or allow more time",
+          )
+        )
         continue
       if request.first_scheduled_time is None and request.queue_deadline is not None:
         if now >= request.queue_deadline:
-          events.append(self._finish(request, FinishReason.TIMEOUT, message=f"still queued after {waited:.1f} s, its "
-                                     "queue deadline; try again when the server is less busy"))
+          events.append(
+            self._finish(
+              request,
+              FinishReason.TIMEOUT,
+              message=f"still queued after {waited:.1f} s, its queue deadline; try again when the server is less busy",
+            )
+          )
           continue
         upcoming = min(upcoming, request.queue_deadline)
       if request.deadline is not None:
@@ -301,14 +321,16 @@ class Scheduler:
       if request.first_scheduled_time is None:
         request.first_scheduled_time = now
         request.num_prompt_cached_tokens = request.num_cached_tokens
-      plan.admissions.append(Admission(
-        slot=request.slot,
-        token_ids=_slice(request, 0, request.num_sent_tokens),
-        num_prompt_tokens=request.num_prompt_tokens,
-        block_ids=tuple(request.block_table),
-        params=request.params,
-        seed=request.seed,
-      ))
+      plan.admissions.append(
+        Admission(
+          slot=request.slot,
+          token_ids=_slice(request, 0, request.num_sent_tokens),
+          num_prompt_tokens=request.num_prompt_tokens,
+          block_ids=tuple(request.block_table),
+          params=request.params,
+          seed=request.seed,
+        )
+      )
       plan.take(request, count)
       taken += count
       plan.tokens_left -= count
@@ -389,13 +411,18 @@ class Scheduler:
   def _awaits_leader(self, request: Request) -> bool:
     """Whether a sibling would compute what its leader is about to publish."""
     leader = request.leader
-    return (leader is not None and self.config.enable_prefix_caching and leader.status is not RequestStatus.FINISHED
-            and not leader.output_token_ids)
+    return (
+      leader is not None
+      and self.config.enable_prefix_caching
+      and leader.status is not RequestStatus.FINISHED
+      and not leader.output_token_ids
+    )
 
   def _reports_prompt(self, request: Request) -> bool:
     """Whether prompt log probabilities are still owed: every position then needs its logits, so none is cached."""
-    return (request.params.prompt_logprobs is not None
-            and request.num_prompt_logprobs < len(request.prompt_token_ids) - 1)
+    return (
+      request.params.prompt_logprobs is not None and request.num_prompt_logprobs < len(request.prompt_token_ids) - 1
+    )
 
   def _num_logits(self, request: Request, count: int) -> int:
     """Logit rows of a row of `count` tokens.
@@ -421,8 +448,14 @@ class Scheduler:
       if request.status is finished:
         continue
       if bad_rows and row in bad_rows:
-        events.append(self._finish(request, FinishReason.ERROR, message="the model produced NaN or infinite logits for "
-                                   "this request; it alone was stopped, others are unaffected"))
+        events.append(
+          self._finish(
+            request,
+            FinishReason.ERROR,
+            message="the model produced NaN or infinite logits for "
+            "this request; it alone was stopped, others are unaffected",
+          )
+        )
         continue
       end = start + count
       if sharing and (inputs or end % block_size == 0) and request.status is running:
@@ -450,8 +483,13 @@ class Scheduler:
         events.append(_token_event(TokenEvent, (request.id, (token,), token_logprobs, (), None, "", 0, None)))
     return events
 
-  def _split_logprobs(self, request: Request, end: int, entries: tuple[TokenLogprobs, ...], samples: bool,
-                      ) -> tuple[tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]:
+  def _split_logprobs(
+    self,
+    request: Request,
+    end: int,
+    entries: tuple[TokenLogprobs, ...],
+    samples: bool,
+  ) -> tuple[tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]:
     """Sorts a row's entries, the last of which belongs to position end - 1: the new token's, the prompt's new ones.
 
     The entry of position p is about the token at p + 1. A recomputed prompt is reported once only.
@@ -463,7 +501,7 @@ class Scheduler:
     first = end - len(entries)
     begin = max(request.num_prompt_logprobs, first)
     stop = min(end, request.num_prompt_tokens - 1)
-    return token_logprobs, entries[begin - first:stop - first] if begin < stop else ()
+    return token_logprobs, entries[begin - first : stop - first] if begin < stop else ()
 
   def _publish(self, request: Request, num_blocks: int) -> None:
     keys = self._keys(request, num_blocks)
@@ -495,9 +533,15 @@ class Scheduler:
     request.slot = -1
     request.num_computed_tokens = request.num_cached_tokens = request.num_sent_tokens = 0
 
-  def _finish(self, request: Request, reason: FinishReason, token_ids: tuple[int, ...] = (),
-              logprobs: tuple[TokenLogprobs, ...] = (), message: str = "",
-              stop_token_id: int | None = None) -> TokenEvent:
+  def _finish(
+    self,
+    request: Request,
+    reason: FinishReason,
+    token_ids: tuple[int, ...] = (),
+    logprobs: tuple[TokenLogprobs, ...] = (),
+    message: str = "",
+    stop_token_id: int | None = None,
+  ) -> TokenEvent:
     """The one ending of a request."""
     if request.status is RequestStatus.RUNNING:
       self._running.remove(request)
@@ -509,15 +553,20 @@ class Scheduler:
     request.finish_reason = reason
     request.leader = None
     del self._requests[request.id]
-    return TokenEvent(request.id, token_ids, logprobs, (), reason, message, request.num_prompt_cached_tokens,
-                      stop_token_id)
+    return TokenEvent(
+      request.id, token_ids, logprobs, (), reason, message, request.num_prompt_cached_tokens, stop_token_id
+    )
 
   # Snapshots.
 
   def state(self) -> dict:
     """Everything that later decisions depend on, as plain JSON values; from_state() is its inverse."""
-    ended = {id(request): request for rows in self._launched.values() for request in rows
-             if request.status is RequestStatus.FINISHED}
+    ended = {
+      id(request): request
+      for rows in self._launched.values()
+      for request in rows
+      if request.status is RequestStatus.FINISHED
+    }
     # Rows are indices: of live requests in the order of arrival, then of those that ended while a step still has them.
     requests = [*self._requests.values(), *ended.values()]
     index = {id(request): number for number, request in enumerate(requests)}
@@ -539,8 +588,9 @@ class Scheduler:
   @classmethod
   def from_state(cls, state: dict) -> "Scheduler":
     """A scheduler that will decide as the one whose state() this is."""
-    config: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
-                              for name, value in state["config"].items()}
+    config: dict[str, Any] = {
+      name: tuple(value) if isinstance(value, list) else value for name, value in state["config"].items()
+    }
     scheduler = cls(EngineConfig(**config))
     requests = [Request.from_state(item) for item in state["requests"]]
     live = {request.id: request for request in requests if request.status is not RequestStatus.FINISHED}
@@ -602,5 +652,5 @@ def _slice(request: Request, start: int, end: int) -> tuple[int, ...]:
     return tuple(request.prompt_token_ids[start:end])
   outputs = request.output_token_ids
   if start >= num_prompt:
-    return tuple(outputs[start - num_prompt:end - num_prompt])
-  return (*request.prompt_token_ids[start:], *outputs[:end - num_prompt])
+    return tuple(outputs[start - num_prompt : end - num_prompt])
+  return (*request.prompt_token_ids[start:], *outputs[: end - num_prompt])

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.api import RaggedMeta

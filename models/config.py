@@ -45,14 +45,23 @@ class ModelConfig:
   sliding_window: int | None = None
 
   def __post_init__(self):
-    for name in ("vocab_size", "num_layers", "model_dim", "hidden_dim", "num_heads", "num_kv_heads",
-                 "head_dim", "max_position"):
+    for name in (
+      "vocab_size",
+      "num_layers",
+      "model_dim",
+      "hidden_dim",
+      "num_heads",
+      "num_kv_heads",
+      "head_dim",
+      "max_position",
+    ):
       value = getattr(self, name)
       if not isinstance(value, int) or value < 1:
         raise ValueError(f"model config: {name}={value!r} must be a positive integer")
     if self.num_heads % self.num_kv_heads:
-      raise ValueError(f"model config: num_heads={self.num_heads} is not a multiple of "
-                       f"num_kv_heads={self.num_kv_heads}")
+      raise ValueError(
+        f"model config: num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+      )
     if self.head_dim % 2:
       raise ValueError(f"model config: head_dim={self.head_dim} must be even for rotary embedding")
     if self.sliding_window is not None and self.sliding_window < 1:

@@ -41,19 +41,25 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
   """Settings that change the arithmetic and that no supported family has."""
   if raw.get("quantization_config") is not None:
     method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], Mapping) else None
-    raise UnsupportedModel(f"quantization_config (quant_method={method!r}) is not supported; supported are unquantised "
-                           "bfloat16, float16 and float32 weights")
+    raise UnsupportedModel(
+      f"quantization_config (quant_method={method!r}) is not supported; supported are unquantised "
+      "bfloat16, float16 and float32 weights"
+    )
   if raw.get("auto_map"):
-    raise UnsupportedModel("auto_map asks to run code from the model folder, which Sluice never does; remove auto_map "
-                           "if the weights are of a supported architecture")
+    raise UnsupportedModel(
+      "auto_map asks to run code from the model folder, which Sluice never does; remove auto_map "
+      "if the weights are of a supported architecture"
+    )
   for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size"):
     if raw.get(key):
-      raise UnsupportedModel(f"{key}={raw[key]!r}: mixture-of-experts models are not supported; supported are dense "
-                             "ones")
+      raise UnsupportedModel(
+        f"{key}={raw[key]!r}: mixture-of-experts models are not supported; supported are dense ones"
+      )
   for key in ("attention_bias", "mlp_bias"):
     if raw.get(key):
-      raise UnsupportedModel(f"{key}={raw[key]!r} is not supported; supported is false (Qwen2 alone has biases, on "
-                             "query, key and value)")
+      raise UnsupportedModel(
+        f"{key}={raw[key]!r} is not supported; supported is false (Qwen2 alone has biases, on query, key and value)"
+      )
   act = _read(raw, "hidden_act", str, "silu")
   if act not in ("silu", "swish"):
     raise UnsupportedModel(f"hidden_act={act!r} is not supported; supported is 'silu'")
@@ -74,8 +80,9 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
   theta = _positive(raw, "rope_theta", 10_000.0)
   theta = _positive(scaling, "rope_theta", theta)
   if any(isinstance(value, Mapping) for value in scaling.values()):
-    raise UnsupportedModel(f"rope parameters by layer type ({', '.join(scaling)}) are not supported; supported is one "
-                           "set for all layers")
+    raise UnsupportedModel(
+      f"rope parameters by layer type ({', '.join(scaling)}) are not supported; supported is one set for all layers"
+    )
   partial = _read(scaling, "partial_rotary_factor", float, 1.0)
   if partial != 1.0:
     raise UnsupportedModel(f"rope partial_rotary_factor={partial} is not supported; supported is 1.0")
@@ -88,39 +95,49 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     low, high = _positive(scaling, "low_freq_factor"), _positive(scaling, "high_freq_factor")
     if low >= high:
       raise UnsupportedModel(f"llama3 rope scaling: low_freq_factor={low} must be below high_freq_factor={high}")
-    return theta, RopeScaling("llama3", _positive(scaling, "factor"), low, high,
-                              _read(scaling, "original_max_position_embeddings", int))
+    return theta, RopeScaling(
+      "llama3", _positive(scaling, "factor"), low, high, _read(scaling, "original_max_position_embeddings", int)
+    )
   raise UnsupportedModel(f"rope type {kind!r} is not supported; supported are 'default', 'linear' and 'llama3'")
 
 
-def _dense(raw: Mapping[str, Any], family: str, *, max_position: int, head_dim: int | None = None,
-           qkv_bias: bool = False, qk_norm: bool = False, sliding_window: int | None = None) -> ModelConfig:
+def _dense(
+  raw: Mapping[str, Any],
+  family: str,
+  *,
+  max_position: int,
+  head_dim: int | None = None,
+  qkv_bias: bool = False,
+  qk_norm: bool = False,
+  sliding_window: int | None = None,
+) -> ModelConfig:
   """What all families share; the keywords are what differs: defaults of absent keys, and fixed traits."""
   _refuse_unsupported(raw)
   model_dim, num_heads = _read(raw, "hidden_size", int), _read(raw, "num_attention_heads", int)
   if head_dim is None:
     if num_heads < 1 or model_dim % num_heads and raw.get("head_dim") is None:
-      raise UnsupportedModel(f"hidden_size={model_dim} is not a multiple of num_attention_heads={num_heads}, and "
-                             "head_dim is not given")
+      raise UnsupportedModel(
+        f"hidden_size={model_dim} is not a multiple of num_attention_heads={num_heads}, and head_dim is not given"
+      )
     head_dim = model_dim // num_heads
   theta, scaling = _rope(raw)
   return ModelConfig(
-      family=family,
-      vocab_size=_read(raw, "vocab_size", int),
-      num_layers=_read(raw, "num_hidden_layers", int),
-      model_dim=model_dim,
-      hidden_dim=_read(raw, "intermediate_size", int),
-      num_heads=num_heads,
-      num_kv_heads=_read(raw, "num_key_value_heads", int, num_heads),
-      head_dim=_read(raw, "head_dim", int, head_dim),
-      max_position=_read(raw, "max_position_embeddings", int, max_position),
-      rope_theta=theta,
-      rope_scaling=scaling,
-      rms_norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
-      tie_embeddings=_read(raw, "tie_word_embeddings", bool, False),
-      qkv_bias=qkv_bias,
-      qk_norm=qk_norm,
-      sliding_window=sliding_window,
+    family=family,
+    vocab_size=_read(raw, "vocab_size", int),
+    num_layers=_read(raw, "num_hidden_layers", int),
+    model_dim=model_dim,
+    hidden_dim=_read(raw, "intermediate_size", int),
+    num_heads=num_heads,
+    num_kv_heads=_read(raw, "num_key_value_heads", int, num_heads),
+    head_dim=_read(raw, "head_dim", int, head_dim),
+    max_position=_read(raw, "max_position_embeddings", int, max_position),
+    rope_theta=theta,
+    rope_scaling=scaling,
+    rms_norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
+    tie_embeddings=_read(raw, "tie_word_embeddings", bool, False),
+    qkv_bias=qkv_bias,
+    qk_norm=qk_norm,
+    sliding_window=sliding_window,
   )
 
 
@@ -148,8 +165,10 @@ def _qwen_window(raw: Mapping[str, Any]) -> int | None:
     return None
   if types == ["sliding_attention"] * layers:
     return window
-  raise UnsupportedModel("use_sliding_window=true with a window in some layers only is not supported; supported is the "
-                         "same attention in every layer")
+  raise UnsupportedModel(
+    "use_sliding_window=true with a window in some layers only is not supported; supported is the "
+    "same attention in every layer"
+  )
 
 
 def qwen2(raw: Mapping[str, Any]) -> ModelConfig:

@@ -62,7 +62,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
   low = scaling.original_max_position / scaling.low_freq_factor
   high = scaling.original_max_position / scaling.high_freq_factor
   smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
-      scaling.high_freq_factor - scaling.low_freq_factor)
+    scaling.high_freq_factor - scaling.low_freq_factor
+  )
   blended = (1.0 - smooth) * freq / scaling.factor + smooth * freq
   return jnp.where(wavelength > low, freq / scaling.factor, jnp.where(wavelength < high, freq, blended))
 

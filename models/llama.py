@@ -81,11 +81,13 @@ class Decoder(nnx.Module):
     self.embed = param((config.vocab_size, config.model_dim), ("vocab", "embed"), dtype)
     self.layers = nnx.List([Block(config, dtype) for _ in range(config.num_layers)])
     self.final_norm = RMSNorm(config.model_dim, config.rms_norm_eps, dtype)
-    self.head = None if config.tie_embeddings else param(
-        (config.model_dim, config.vocab_size), ("embed", "vocab"), dtype)
+    self.head = (
+      None if config.tie_embeddings else param((config.model_dim, config.vocab_size), ("embed", "vocab"), dtype)
+    )
 
-  def hidden(self, tokens: jax.Array, positions: jax.Array, caches: tuple, meta: Any,
-             attend: Attend) -> tuple[jax.Array, tuple]:
+  def hidden(
+    self, tokens: jax.Array, positions: jax.Array, caches: tuple, meta: Any, attend: Attend
+  ) -> tuple[jax.Array, tuple]:
     """Runs the layers.
 
     Args:
@@ -101,8 +103,9 @@ class Decoder(nnx.Module):
     config = self.config
     x = self.embed[...][tokens]
     angle = positions[..., None].astype(jnp.float32) * jnp.broadcast_to(
-        rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling),
-        (*positions.shape, config.head_dim // 2))
+      rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling),
+      (*positions.shape, config.head_dim // 2),
+    )
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     new_caches = []
     for layer, cache in zip(self.layers, caches, strict=True):

@@ -23,10 +23,10 @@ class Family:
 
 # Keyed by config.json's `model_type`, which is also ModelConfig.family.
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", families.llama),
-    "mistral": Family("MistralForCausalLM", families.mistral),
-    "qwen2": Family("Qwen2ForCausalLM", families.qwen2),
-    "qwen3": Family("Qwen3ForCausalLM", families.qwen3),
+  "llama": Family("LlamaForCausalLM", families.llama),
+  "mistral": Family("MistralForCausalLM", families.mistral),
+  "qwen2": Family("Qwen2ForCausalLM", families.qwen2),
+  "qwen3": Family("Qwen3ForCausalLM", families.qwen3),
 }
 
 
@@ -38,12 +38,16 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     ValueError: the sizes contradict each other.
   """
   names = raw.get("architectures") or []
-  found = [family for key, family in FAMILIES.items()
-           if family.architecture in names or (not names and key == raw.get("model_type"))]
+  found = [
+    family
+    for key, family in FAMILIES.items()
+    if family.architecture in names or (not names and key == raw.get("model_type"))
+  ]
   if len(found) != 1:
     asked = f"architectures={names!r}" if names else f"model_type={raw.get('model_type')!r} without architectures"
-    raise UnsupportedModel(f"{asked} is not supported; supported are "
-                           f"{', '.join(family.architecture for family in FAMILIES.values())}")
+    raise UnsupportedModel(
+      f"{asked} is not supported; supported are {', '.join(family.architecture for family in FAMILIES.values())}"
+    )
   return found[0].read_config(raw)
 
 
@@ -93,28 +97,32 @@ def tensors(config: ModelConfig) -> dict[str, tuple[Piece, ...]]:
     return (Piece(name, (rows, columns), (rows, columns), (1, 0)),)
 
   heads = (("q", n, g, 0), ("k", k, 1, g), ("v", k, 1, g + 1))  # name, heads, heads a KV head, place beside it
-  out = {"embed": (Piece("model.embed_tokens.weight", (v, d), (v, d), (0, 1)),),
-         "final_norm.scale": vector("model.norm.weight", d)}
+  out = {
+    "embed": (Piece("model.embed_tokens.weight", (v, d), (v, d), (0, 1)),),
+    "final_norm.scale": vector("model.norm.weight", d),
+  }
   if not config.tie_embeddings:
     out["head"] = transposed("lm_head.weight", v, d)
   for layer in range(config.num_layers):
     ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
     out[f"{ours}.attention_norm.scale"] = vector(f"{theirs}.input_layernorm.weight", d)
     out[f"{ours}.attention.qkv"] = tuple(
-        Piece(f"{theirs}.self_attn.{name}_proj.weight", (count * h, d), (k, beside, h, d), (3, 0, 1, 2), 2, start)
-        for name, count, beside, start in heads)
-    out[f"{ours}.attention.out"] = (
-        Piece(f"{theirs}.self_attn.o_proj.weight", (d, n * h), (d, k, g, h), (1, 2, 3, 0)),)
+      Piece(f"{theirs}.self_attn.{name}_proj.weight", (count * h, d), (k, beside, h, d), (3, 0, 1, 2), 2, start)
+      for name, count, beside, start in heads
+    )
+    out[f"{ours}.attention.out"] = (Piece(f"{theirs}.self_attn.o_proj.weight", (d, n * h), (d, k, g, h), (1, 2, 3, 0)),)
     if config.qkv_bias:
       out[f"{ours}.attention.qkv_bias"] = tuple(
-          Piece(f"{theirs}.self_attn.{name}_proj.bias", (count * h,), (k, beside, h), (0, 1, 2), 1, start)
-          for name, count, beside, start in heads)
+        Piece(f"{theirs}.self_attn.{name}_proj.bias", (count * h,), (k, beside, h), (0, 1, 2), 1, start)
+        for name, count, beside, start in heads
+      )
     if config.qk_norm:
       out[f"{ours}.attention.q_norm.scale"] = vector(f"{theirs}.self_attn.q_norm.weight", h)
       out[f"{ours}.attention.k_norm.scale"] = vector(f"{theirs}.self_attn.k_norm.weight", h)
     out[f"{ours}.mlp_norm.scale"] = vector(f"{theirs}.post_attention_layernorm.weight", d)
     out[f"{ours}.mlp.gate_up"] = tuple(
-        Piece(f"{theirs}.mlp.{name}_proj.weight", (f, d), (f, 1, d), (2, 1, 0), 1, start)
-        for start, name in enumerate(("gate", "up")))
+      Piece(f"{theirs}.mlp.{name}_proj.weight", (f, d), (f, 1, d), (2, 1, 0), 1, start)
+      for start, name in enumerate(("gate", "up"))
+    )
     out[f"{ours}.mlp.down"] = transposed(f"{theirs}.mlp.down_proj.weight", d, f)
   return out

@@ -70,10 +70,18 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
     self.check_clock()
     sizes = [len(side) for side in (left, right) if isinstance(side, (str, list, tuple))]
     counts = [side for side in (left, right) if isinstance(side, int)]
-    too_big = (operator == "*" and sizes and counts and sizes[0] * counts[0] > self._max_chars
-               or operator == "+" and sum(sizes) > self._max_chars
-               or operator == "**" and (not counts or max(map(abs, counts)) > 1024)
-               or operator == "%" and isinstance(left, str))
+    too_big = (
+      operator == "*"
+      and sizes
+      and counts
+      and sizes[0] * counts[0] > self._max_chars
+      or operator == "+"
+      and sum(sizes) > self._max_chars
+      or operator == "**"
+      and (not counts or max(map(abs, counts)) > 1024)
+      or operator == "%"
+      and isinstance(left, str)
+    )
     if too_big:
       raise exceptions.SecurityError(f"operator {operator} in the template is past its limit")
     return super().call_binop(context, operator, left, right)
@@ -95,16 +103,19 @@ class ChatTemplate:
     """
     size = len(source.encode())
     if size > MAX_TEMPLATE_BYTES:
-      raise ConfigError(f"the chat template has {size} bytes, the limit is {MAX_TEMPLATE_BYTES}; "
-                        "shorten it, or remove it to serve without chat")
+      raise ConfigError(
+        f"the chat template has {size} bytes, the limit is {MAX_TEMPLATE_BYTES}; "
+        "shorten it, or remove it to serve without chat"
+      )
     self._max_chars = max_chars
     self._special_tokens = special_tokens
     self._sandbox = _Sandbox(max_chars)
     try:
       self._template = self._sandbox.from_string(source)
     except jinja2.TemplateError as error:
-      raise ConfigError(f"the chat template is not valid jinja2: {str(error):.200}; fix it, or remove it to serve "
-                        "without chat") from error
+      raise ConfigError(
+        f"the chat template is not valid jinja2: {str(error):.200}; fix it, or remove it to serve without chat"
+      ) from error
 
   def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
     """Returns the prompt's text, special tokens spelled out.
@@ -119,14 +130,18 @@ class ChatTemplate:
     for index, message in enumerate(messages):
       if message.role not in ROLES:
         # A free role would be a way to spell control tokens: templates build them from it.
-        raise InvalidRequest(f"chat.messages[{index}].role={message.role!r:.40} is unknown: send one of "
-                             f"{', '.join(ROLES)}")
+        raise InvalidRequest(
+          f"chat.messages[{index}].role={message.role!r:.40} is unknown: send one of {', '.join(ROLES)}"
+        )
     pieces, size = [], 0
     self._sandbox.start_clock()
     try:
       for piece in self._template.generate(
-          messages=[dataclasses.asdict(message) for message in messages],
-          add_generation_prompt=add_generation_prompt, tools=None, **self._special_tokens):
+        messages=[dataclasses.asdict(message) for message in messages],
+        add_generation_prompt=add_generation_prompt,
+        tools=None,
+        **self._special_tokens,
+      ):
         self._sandbox.check_clock()
         size += len(piece)
         if size > self._max_chars:
@@ -135,6 +150,7 @@ class ChatTemplate:
     except jinja2.TemplateError as error:
       raise InvalidRequest(f"chat: the model's template refuses these messages: {str(error):.200}") from error
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-      raise InvalidRequest("chat: the model's template fails on these messages; send plain alternating turns, or the "
-                           "prompt as text") from error
+      raise InvalidRequest(
+        "chat: the model's template fails on these messages; send plain alternating turns, or the prompt as text"
+      ) from error
     return "".join(pieces)

@@ -1,13 +1,13 @@
 """A Python client of sluice.v1: plain values in and out, errors as exceptions with a reason. Imports no engine.
 
-    from server.client import Client
+from server.client import Client
 
-    with Client("127.0.0.1:50051") as client:
-      client.wait_ready()
-      print(client.generate("Once upon a time", max_tokens=40).text)
-      with client.stream([{"role": "user", "content": "Hello"}], temperature=0.7) as stream:
-        for piece in stream:
-          print(piece.text, end="", flush=True)
+with Client("127.0.0.1:50051") as client:
+  client.wait_ready()
+  print(client.generate("Once upon a time", max_tokens=40).text)
+  with client.stream([{"role": "user", "content": "Hello"}], temperature=0.7) as stream:
+    for piece in stream:
+      print(piece.text, end="", flush=True)
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +28,18 @@ type Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Raw text, token ids, or chat messages with "role" and "content"."""
 
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-             "seed", "n", "logit_bias")
+_SAMPLING = (
+  "temperature",
+  "top_p",
+  "top_k",
+  "min_p",
+  "frequency_penalty",
+  "presence_penalty",
+  "repetition_penalty",
+  "seed",
+  "n",
+  "logit_bias",
+)
 _STOPPING = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
 _OUTPUT = ("logprobs", "prompt_logprobs", "return_text", "return_token_ids", "skip_special_tokens")
 
@@ -141,14 +151,23 @@ class Stream:
         for delta in message.deltas:
           ending = endings.pop(delta.index, None)
           num_last += ending is not None and ending.last
-          yield Piece(delta.index, delta.text, tuple(delta.token_ids), tuple(delta.logprobs),
-                      tuple(delta.prompt_logprobs), _ending(ending) if ending else None)
+          yield Piece(
+            delta.index,
+            delta.text,
+            tuple(delta.token_ids),
+            tuple(delta.logprobs),
+            tuple(delta.prompt_logprobs),
+            _ending(ending) if ending else None,
+          )
         for index, ending in endings.items():
           num_last += ending.last
           yield Piece(index, "", (), ending=_ending(ending))
     if num_last != 1:
-      raise SluiceError(f"the stream ended OK with {num_last} last messages; update client or server",
-                        grpc.StatusCode.INTERNAL, "BROKEN_STREAM")
+      raise SluiceError(
+        f"the stream ended OK with {num_last} last messages; update client or server",
+        grpc.StatusCode.INTERNAL,
+        "BROKEN_STREAM",
+      )
 
   def cancel(self) -> None:
     """Stops the generation; iteration then raises SluiceError with code CANCELLED."""
@@ -170,8 +189,10 @@ class Client:
     self._generation = pb_grpc.GenerationServiceStub(self._channel)
     self._model = pb_grpc.ModelServiceStub(self._channel)
     self._check_health = self._channel.unary_unary(
-        "/grpc.health.v1.Health/Check", request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-        response_deserializer=health_pb2.HealthCheckResponse.FromString)
+      "/grpc.health.v1.Health/Check",
+      request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+      response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
 
   def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
     """One output, whole. For n > 1 use `generate_all`.
@@ -185,8 +206,10 @@ class Client:
     """All n outputs, in order. Raises SluiceError."""
     with _errors():
       response = self._generation.GenerateUnary(_request(prompt, options), timeout=options.get("timeout_s"))
-    return [Completion(each.text, tuple(each.token_ids), tuple(each.logprobs), _ending(each.finished))
-            for each in response.completions]
+    return [
+      Completion(each.text, tuple(each.token_ids), tuple(each.logprobs), _ending(each.finished))
+      for each in response.completions
+    ]
 
   def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
     """Outputs piece by piece. Errors come while iterating."""
@@ -232,8 +255,11 @@ class Client:
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
           return
       time.sleep(min(0.1, max(0.0, remaining)))
-    raise SluiceError(f"the server was not ready within {timeout_s:g} s; see its log, or allow more time",
-                      grpc.StatusCode.DEADLINE_EXCEEDED, "NOT_READY")
+    raise SluiceError(
+      f"the server was not ready within {timeout_s:g} s; see its log, or allow more time",
+      grpc.StatusCode.DEADLINE_EXCEEDED,
+      "NOT_READY",
+    )
 
   def close(self) -> None:
     """Ends the connection, and every RPC on it."""
@@ -256,8 +282,11 @@ def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     return {name: options[name] for name in names if name in options}
 
   request = pb.GenerateRequest(
-      sampling=pb.SamplingParams(**chosen(_SAMPLING)), stopping=pb.StopParams(**chosen(_STOPPING)),
-      output=pb.OutputParams(**chosen(_OUTPUT)), **chosen(("model", "request_id", "priority", "cache_salt")))
+    sampling=pb.SamplingParams(**chosen(_SAMPLING)),
+    stopping=pb.StopParams(**chosen(_STOPPING)),
+    output=pb.OutputParams(**chosen(_OUTPUT)),
+    **chosen(("model", "request_id", "priority", "cache_salt")),
+  )
   if "allowed_token_ids" in options:
     request.sampling.allowed_token_ids.ids.extend(options["allowed_token_ids"])
     request.sampling.allowed_token_ids.SetInParent()
@@ -270,17 +299,22 @@ def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     request.token_ids.ids.extend(item for item in prompt if isinstance(item, int))
   else:
     request.chat.messages.extend(
-        pb.ChatMessage(role=item["role"], content=item["content"]) for item in prompt if isinstance(item, Mapping))
+      pb.ChatMessage(role=item["role"], content=item["content"]) for item in prompt if isinstance(item, Mapping)
+    )
   return request
 
 
 def _ending(finished: pb.Finished) -> Ending:
   kind = finished.WhichOneof("matched")
   return Ending(
-      reason=_FINISH_REASONS.get(finished.reason, "unspecified"), matched=getattr(finished, kind) if kind else None,
-      prompt_tokens=finished.usage.prompt_tokens, completion_tokens=finished.usage.completion_tokens,
-      cached_tokens=finished.usage.cached_tokens, time_to_first_token_s=finished.timing.time_to_first_token_s,
-      total_s=finished.timing.total_s)
+    reason=_FINISH_REASONS.get(finished.reason, "unspecified"),
+    matched=getattr(finished, kind) if kind else None,
+    prompt_tokens=finished.usage.prompt_tokens,
+    completion_tokens=finished.usage.completion_tokens,
+    cached_tokens=finished.usage.cached_tokens,
+    time_to_first_token_s=finished.timing.time_to_first_token_s,
+    total_s=finished.timing.total_s,
+  )
 
 
 @contextlib.contextmanager

@@ -23,8 +23,15 @@ _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FI
 class _Output:
   """One index of a generation: from token events to the delta and the ending that are not yet sent."""
 
-  def __init__(self, generation: "Generation", index: int, engine_id: str, call: Call, tokenizer: Tokenizer | None,
-               clock: Callable[[], float]):
+  def __init__(
+    self,
+    generation: "Generation",
+    index: int,
+    engine_id: str,
+    call: Call,
+    tokenizer: Tokenizer | None,
+    clock: Callable[[], float],
+  ):
     self.generation = generation
     self.engine_id = engine_id
     self.delta = pb.Delta(index=index)
@@ -90,10 +97,18 @@ class _Output:
   def _finish(self, reason: FinishReason, *, stop_token_id: int | None = None, stop_string: str | None = None) -> None:
     num_prompt_tokens = self.num_prompt_tokens
     self.finished = pb.Finished(
-        index=self.delta.index, reason=_REASONS[reason], stop_token_id=stop_token_id, stop_string=stop_string,
-        usage=pb.Usage(prompt_tokens=num_prompt_tokens, completion_tokens=self._num_tokens,
-                       total_tokens=num_prompt_tokens + self._num_tokens, cached_tokens=self._num_cached_tokens),
-        timing=pb.Timing(time_to_first_token_s=self._first_token_s, total_s=self._clock() - self._started))
+      index=self.delta.index,
+      reason=_REASONS[reason],
+      stop_token_id=stop_token_id,
+      stop_string=stop_string,
+      usage=pb.Usage(
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=self._num_tokens,
+        total_tokens=num_prompt_tokens + self._num_tokens,
+        cached_tokens=self._num_cached_tokens,
+      ),
+      timing=pb.Timing(time_to_first_token_s=self._first_token_s, total_s=self._clock() - self._started),
+    )
 
 
 class Generation:
@@ -193,11 +208,18 @@ class Generations:
       for index, params in enumerate(call.params):
         engine_id = leader if index == 0 else self._free_engine_id(f"{request_id}/{index}")
         output = _Output(generation, index, engine_id, call, self._tokenizer, self._clock)
-        self._engine.submit(Request(
-            id=engine_id, prompt_token_ids=call.prompt_token_ids, params=params, priority=call.priority,
+        self._engine.submit(
+          Request(
+            id=engine_id,
+            prompt_token_ids=call.prompt_token_ids,
+            params=params,
+            priority=call.priority,
             queue_deadline=None if call.queue_timeout_s is None else now + call.queue_timeout_s,
             deadline=None if limit_s == math.inf else now + limit_s,
-            cache_salt=call.cache_salt, leader_id=None if index == 0 else leader))
+            cache_salt=call.cache_salt,
+            leader_id=None if index == 0 else leader,
+          )
+        )
         self._outputs[engine_id] = output
         generation.outputs.append(output)
     except BaseException:
@@ -290,5 +312,7 @@ def _error_of(event: TokenEvent) -> EngineError | None:
 
 def _logprobs(entry) -> pb.TokenLogprobs:
   return pb.TokenLogprobs(
-      token_id=entry.token_id, logprob=entry.logprob,
-      top=[pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top])
+    token_id=entry.token_id,
+    logprob=entry.logprob,
+    top=[pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
+  )

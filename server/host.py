@@ -89,8 +89,9 @@ class Host:
     try:
       port = self._server.add_insecure_port(_address(options.host, options.port))
     except RuntimeError as error:
-      raise ConfigError(f"cannot listen on {_address(options.host, options.port)}: {error}; choose another --port or "
-                        "--host") from None
+      raise ConfigError(
+        f"cannot listen on {_address(options.host, options.port)}: {error}; choose another --port or --host"
+      ) from None
     self._service.register(self._server)
     health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
     if options.enable_reflection:
@@ -146,12 +147,17 @@ class Host:
     _log.info("draining: %d live requests, at most %g s", len(backend.generations), options.drain_timeout_s)
     await _first(asyncio.sleep(options.drain_delay_s), self._hurry.wait(), self._engine_ended.wait())
     self._service.close(Draining("the server is going down; send the request to another one"))
-    await _first(backend.generations.wait_idle(), asyncio.sleep(options.drain_timeout_s), self._hurry.wait(),
-                 self._engine_ended.wait())
+    await _first(
+      backend.generations.wait_idle(),
+      asyncio.sleep(options.drain_timeout_s),
+      self._hurry.wait(),
+      self._engine_ended.wait(),
+    )
     if len(backend.generations):
       _log.warning("drain: ending %d requests that did not finish", len(backend.generations))
-      backend.generations.fail_all(Draining("the server went down before this request was finished; send it again, to "
-                                            "another one"))
+      backend.generations.fail_all(
+        Draining("the server went down before this request was finished; send it again, to another one")
+      )
 
   async def _take_down(self) -> int:
     await self._server.stop(_FAREWELL_S)
@@ -207,8 +213,12 @@ class Host:
       age_s = engine.now() - engine.heartbeat
       if alive != (age_s <= self._options.step_timeout_s):
         alive = not alive
-        _log.log(logging.WARNING if alive else logging.CRITICAL, "the engine's last turn was %.1f s ago: %s", age_s,
-                 "alive again" if alive else "not alive")
+        _log.log(
+          logging.WARNING if alive else logging.CRITICAL,
+          "the engine's last turn was %.1f s ago: %s",
+          age_s,
+          "alive again" if alive else "not alive",
+        )
         await self._health.set(LIVENESS, _SERVING if alive else _NOT_SERVING)
         await self._set_ready(alive)
 
@@ -229,15 +239,15 @@ async def _first(*waits) -> None:
 
 def _new_server(options: HostOptions) -> grpc.aio.Server:
   arguments = {
-      # With port sharing a second server would bind silently and take half of the connections.
-      "grpc.so_reuseport": 0,
-      "grpc.max_receive_message_length": options.max_request_bytes,
-      "grpc.max_send_message_length": -1,
-      "grpc.keepalive_time_ms": round(1000 * options.keepalive_time_s),
-      "grpc.keepalive_timeout_ms": round(1000 * options.keepalive_timeout_s),
-      "grpc.keepalive_permit_without_calls": 1,
-      "grpc.http2.min_recv_ping_interval_without_data_ms": round(1000 * options.min_ping_interval_s),
-      "grpc.http2.max_ping_strikes": 2,
+    # With port sharing a second server would bind silently and take half of the connections.
+    "grpc.so_reuseport": 0,
+    "grpc.max_receive_message_length": options.max_request_bytes,
+    "grpc.max_send_message_length": -1,
+    "grpc.keepalive_time_ms": round(1000 * options.keepalive_time_s),
+    "grpc.keepalive_timeout_ms": round(1000 * options.keepalive_timeout_s),
+    "grpc.keepalive_permit_without_calls": 1,
+    "grpc.http2.min_recv_ping_interval_without_data_ms": round(1000 * options.min_ping_interval_s),
+    "grpc.http2.max_ping_strikes": 2,
   }
   if options.max_connection_age_s:
     arguments["grpc.max_connection_age_ms"] = round(1000 * options.max_connection_age_s)
@@ -249,10 +259,20 @@ def _add_reflection(server: grpc.aio.Server) -> None:
   names = (GENERATION_SERVICE, MODEL_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
   reflection.enable_server_reflection(names, server)
   servicer = reflection.aio.ReflectionServicer(names)
-  server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("grpc.reflection.v1.ServerReflection", {
-      "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(
-          servicer.ServerReflectionInfo, request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-          response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString)}),))
+  server.add_generic_rpc_handlers(
+    (
+      grpc.method_handlers_generic_handler(
+        "grpc.reflection.v1.ServerReflection",
+        {
+          "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(
+            servicer.ServerReflectionInfo,
+            request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+          )
+        },
+      ),
+    )
+  )
 
 
 def _check_free(host: str, port: int) -> None:
@@ -263,8 +283,9 @@ def _check_free(host: str, port: int) -> None:
       probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
       probe.bind(address)
   except OSError as error:
-    raise ConfigError(f"cannot listen on {_address(host, port)}: {error.strerror}; choose another --port or --host"
-                      ) from None
+    raise ConfigError(
+      f"cannot listen on {_address(host, port)}: {error.strerror}; choose another --port or --host"
+    ) from None
 
 
 def _address(host: str, port: int) -> str:

@@ -36,60 +36,81 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _MODEL = flags.DEFINE_string("model", str(_ROOT / "models" / "demo"), "Model folder, of Hugging Face or of Sluice.")
 _SERVED_MODEL_NAME = flags.DEFINE_string("served_model_name", "", "What clients call it; empty: the model's own name.")
 _BUILD_FLAGS = (
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, activations and KV."),
-    flags.DEFINE_integer("kv_cache_mb", 0, "MiB of KV; 0: what is free (on CPU 256).", lower_bound=0),
-    flags.DEFINE_integer("num_blocks", 0, "KV pool in blocks, instead of --kv_cache_mb; 0: by memory.", lower_bound=0),
-    flags.DEFINE_integer("block_size", EngineConfig.block_size, "Tokens a KV block.", lower_bound=1),
-    flags.DEFINE_integer("max_num_seqs", EngineConfig.max_num_seqs, "Sequences running at once.", lower_bound=1),
-    flags.DEFINE_integer("max_model_len", 0, "Longest prompt and output together, in tokens; 0: the model's.",
-                         lower_bound=0),
-    flags.DEFINE_integer("prefill_chunk", EngineConfig.prefill_chunk, "Most prompt tokens a step takes.",
-                         lower_bound=1),
-    flags.DEFINE_integer("max_queued_requests", EngineConfig.max_queued_requests,
-                         "More are refused, RESOURCE_EXHAUSTED.",
-                         lower_bound=1),
-    flags.DEFINE_integer("max_queued_tokens", EngineConfig.max_queued_tokens, "Prompt tokens that may wait.",
-                         lower_bound=1),
-    flags.DEFINE_float("queue_timeout_s", EngineConfig.queue_timeout_s, "Longest wait in the queue; 0: no limit.",
-                       lower_bound=0),
-    flags.DEFINE_float("request_timeout_s", EngineConfig.request_timeout_s, "Longest a request may take; 0: no limit.",
-                       lower_bound=0),
-    flags.DEFINE_enum("policy", EngineConfig.policy, sorted(POLICIES), "Who goes first."),
-    flags.DEFINE_enum("batching", EngineConfig.batching, sorted(BATCHING), "static is only for comparison."),
-    flags.DEFINE_float("aging_s", EngineConfig.aging_s, "Seconds of waiting worth one unit of priority; 0: none.",
-                       lower_bound=0),
-    flags.DEFINE_bool("enable_prefix_caching", EngineConfig.enable_prefix_caching, "Share KV of equal prefixes."),
-    flags.DEFINE_integer("num_devices", 1, "Devices to spread the model over; 0: all.", lower_bound=0),
-    flags.DEFINE_string("compile_cache_dir", str(pathlib.Path.home() / ".cache" / "sluice" / "programs"),
-                        "Where compiled steps are kept between starts; empty: nowhere."),
+  flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, activations and KV."),
+  flags.DEFINE_integer("kv_cache_mb", 0, "MiB of KV; 0: what is free (on CPU 256).", lower_bound=0),
+  flags.DEFINE_integer("num_blocks", 0, "KV pool in blocks, instead of --kv_cache_mb; 0: by memory.", lower_bound=0),
+  flags.DEFINE_integer("block_size", EngineConfig.block_size, "Tokens a KV block.", lower_bound=1),
+  flags.DEFINE_integer("max_num_seqs", EngineConfig.max_num_seqs, "Sequences running at once.", lower_bound=1),
+  flags.DEFINE_integer(
+    "max_model_len", 0, "Longest prompt and output together, in tokens; 0: the model's.", lower_bound=0
+  ),
+  flags.DEFINE_integer("prefill_chunk", EngineConfig.prefill_chunk, "Most prompt tokens a step takes.", lower_bound=1),
+  flags.DEFINE_integer(
+    "max_queued_requests", EngineConfig.max_queued_requests, "More are refused, RESOURCE_EXHAUSTED.", lower_bound=1
+  ),
+  flags.DEFINE_integer(
+    "max_queued_tokens", EngineConfig.max_queued_tokens, "Prompt tokens that may wait.", lower_bound=1
+  ),
+  flags.DEFINE_float(
+    "queue_timeout_s", EngineConfig.queue_timeout_s, "Longest wait in the queue; 0: no limit.", lower_bound=0
+  ),
+  flags.DEFINE_float(
+    "request_timeout_s", EngineConfig.request_timeout_s, "Longest a request may take; 0: no limit.", lower_bound=0
+  ),
+  flags.DEFINE_enum("policy", EngineConfig.policy, sorted(POLICIES), "Who goes first."),
+  flags.DEFINE_enum("batching", EngineConfig.batching, sorted(BATCHING), "static is only for comparison."),
+  flags.DEFINE_float(
+    "aging_s", EngineConfig.aging_s, "Seconds of waiting worth one unit of priority; 0: none.", lower_bound=0
+  ),
+  flags.DEFINE_bool("enable_prefix_caching", EngineConfig.enable_prefix_caching, "Share KV of equal prefixes."),
+  flags.DEFINE_integer("num_devices", 1, "Devices to spread the model over; 0: all.", lower_bound=0),
+  flags.DEFINE_string(
+    "compile_cache_dir",
+    str(pathlib.Path.home() / ".cache" / "sluice" / "programs"),
+    "Where compiled steps are kept between starts; empty: nowhere.",
+  ),
 )
-_TOKEN_BUDGETS = flags.DEFINE_list("token_budgets", [str(tokens) for tokens in EngineConfig.token_budgets],
-                                   "The ladder of step sizes, in tokens; one program is compiled for each.")
+_TOKEN_BUDGETS = flags.DEFINE_list(
+  "token_budgets",
+  [str(tokens) for tokens in EngineConfig.token_budgets],
+  "The ladder of step sizes, in tokens; one program is compiled for each.",
+)
 _HOST_FLAGS = (
-    flags.DEFINE_string("host", HostOptions.host,
-                        "Address to bind. There is no TLS: keep it local, or behind a proxy."),
-    flags.DEFINE_integer("port", HostOptions.port, "TCP port; 0: a free one.", lower_bound=0, upper_bound=65535),
-    flags.DEFINE_integer("max_request_bytes", HostOptions.max_request_bytes, "Largest message taken.",
-                         lower_bound=1024),
-    flags.DEFINE_integer("max_concurrent_rpcs", HostOptions.max_concurrent_rpcs, "More are refused.", lower_bound=1),
-    flags.DEFINE_float("keepalive_time_s", HostOptions.keepalive_time_s, "Ping a silent client this often.",
-                       lower_bound=1),
-    flags.DEFINE_float("keepalive_timeout_s", HostOptions.keepalive_timeout_s, "Longest wait for a ping's answer.",
-                       lower_bound=1),
-    flags.DEFINE_float("min_ping_interval_s", HostOptions.min_ping_interval_s,
-                       "Clients may ping this often.", lower_bound=0),
-    flags.DEFINE_float("max_connection_age_s", HostOptions.max_connection_age_s, "Close older connections; 0: never.",
-                       lower_bound=0),
-    flags.DEFINE_float("stream_stall_timeout_s", HostOptions.stream_stall_timeout_s,
-                       "Stop the work for a client that takes nothing for this long.", lower_bound=0.1),
-    flags.DEFINE_float("drain_delay_s", HostOptions.drain_delay_s,
-                       "After SIGTERM, go on accepting this long (about 15 behind a balancer).", lower_bound=0),
-    flags.DEFINE_float("drain_timeout_s", HostOptions.drain_timeout_s,
-                       "How long running requests may take to finish then.",
-                       lower_bound=0),
-    flags.DEFINE_float("step_timeout_s", HostOptions.step_timeout_s, "Liveness fails when the engine stands this long.",
-                       lower_bound=0.1),
-    flags.DEFINE_bool("enable_reflection", HostOptions.enable_reflection, "Answer grpcurl and the like."),
+  flags.DEFINE_string("host", HostOptions.host, "Address to bind. There is no TLS: keep it local, or behind a proxy."),
+  flags.DEFINE_integer("port", HostOptions.port, "TCP port; 0: a free one.", lower_bound=0, upper_bound=65535),
+  flags.DEFINE_integer("max_request_bytes", HostOptions.max_request_bytes, "Largest message taken.", lower_bound=1024),
+  flags.DEFINE_integer("max_concurrent_rpcs", HostOptions.max_concurrent_rpcs, "More are refused.", lower_bound=1),
+  flags.DEFINE_float(
+    "keepalive_time_s", HostOptions.keepalive_time_s, "Ping a silent client this often.", lower_bound=1
+  ),
+  flags.DEFINE_float(
+    "keepalive_timeout_s", HostOptions.keepalive_timeout_s, "Longest wait for a ping's answer.", lower_bound=1
+  ),
+  flags.DEFINE_float(
+    "min_ping_interval_s", HostOptions.min_ping_interval_s, "Clients may ping this often.", lower_bound=0
+  ),
+  flags.DEFINE_float(
+    "max_connection_age_s", HostOptions.max_connection_age_s, "Close older connections; 0: never.", lower_bound=0
+  ),
+  flags.DEFINE_float(
+    "stream_stall_timeout_s",
+    HostOptions.stream_stall_timeout_s,
+    "Stop the work for a client that takes nothing for this long.",
+    lower_bound=0.1,
+  ),
+  flags.DEFINE_float(
+    "drain_delay_s",
+    HostOptions.drain_delay_s,
+    "After SIGTERM, go on accepting this long (about 15 behind a balancer).",
+    lower_bound=0,
+  ),
+  flags.DEFINE_float(
+    "drain_timeout_s", HostOptions.drain_timeout_s, "How long running requests may take to finish then.", lower_bound=0
+  ),
+  flags.DEFINE_float(
+    "step_timeout_s", HostOptions.step_timeout_s, "Liveness fails when the engine stands this long.", lower_bound=0.1
+  ),
+  flags.DEFINE_bool("enable_reflection", HostOptions.enable_reflection, "Answer grpcurl and the like."),
 )
 _MAX_PROMPT_BYTES = flags.DEFINE_integer("max_prompt_bytes", 1 << 20, "Longest text that is tokenized.", lower_bound=1)
 _PORT_FILE = flags.DEFINE_string("port_file", "", "File to write the port into, once ready.")
@@ -118,15 +139,16 @@ def _token_budgets() -> tuple[int, ...]:
   try:
     return tuple(int(tokens) for tokens in _TOKEN_BUDGETS.value)
   except ValueError:
-    raise ConfigError(f"token_budgets={','.join(_TOKEN_BUDGETS.value)} must be whole numbers; "
-                      "set --token_budgets, for example 8,16,32,64,128,256,512") from None
+    raise ConfigError(
+      f"token_budgets={','.join(_TOKEN_BUDGETS.value)} must be whole numbers; "
+      "set --token_budgets, for example 8,16,32,64,128,256,512"
+    ) from None
 
 
 def _print_configuration() -> None:
   """As lines that work as a --flagfile."""
   chosen = flags.FLAGS.get_key_flags_for_module(sys.modules[__name__])
-  _say("configuration:\n" + "\n".join(
-      f"  {line}" for line in sorted(flag.serialize() for flag in chosen) if line))
+  _say("configuration:\n" + "\n".join(f"  {line}" for line in sorted(flag.serialize() for flag in chosen) if line))
 
 
 def _progress(what: str, done: int, total: int) -> None:
@@ -227,15 +249,25 @@ async def _serve() -> int:
   # What the start has made stays: the collector need not look at it again while requests wait.
   gc.collect()
   gc.freeze()
-  await host.serve(Backend(
-      model=name, engine=built.engine, tokenizer=tokenizer, generations=generations,
-      compiles_after_ready=lambda: built.runner.compiles_after_ready, load_s=built.load_s, warmup_s=built.warmup_s))
+  await host.serve(
+    Backend(
+      model=name,
+      engine=built.engine,
+      tokenizer=tokenizer,
+      generations=generations,
+      compiles_after_ready=lambda: built.runner.compiles_after_ready,
+      load_s=built.load_s,
+      warmup_s=built.warmup_s,
+    )
+  )
   if _PORT_FILE.value:
     _write_whole(pathlib.Path(_PORT_FILE.value), f"{port}\n")
   config = built.config
-  _say(f"model {name}: {config.vocab_size} tokens, length {config.max_model_len}, "
-       f"{'with' if tokenizer else 'without'} tokenizer; KV {config.num_blocks} blocks of {config.block_size}; "
-       f"loaded in {built.load_s:.1f} s, compiled in {built.warmup_s:.1f} s")
+  _say(
+    f"model {name}: {config.vocab_size} tokens, length {config.max_model_len}, "
+    f"{'with' if tokenizer else 'without'} tokenizer; KV {config.num_blocks} blocks of {config.block_size}; "
+    f"loaded in {built.load_s:.1f} s, compiled in {built.warmup_s:.1f} s"
+  )
   _say(f"ready on {address}")
   code = await stopped
   _say(f"stopped, exit code {code}")

@@ -87,20 +87,21 @@ class Service:
     """Adds the services to a server that has not started."""
     unary, stream = self._unary, self._stream
     services = {
-        GENERATION_SERVICE: {
-            "Generate": stream(pb.GenerateRequest, self._generate),
-            "GenerateUnary": unary(pb.GenerateRequest, self._generate_unary),
-            "Abort": unary(pb.AbortRequest, self._abort),
-            "Tokenize": unary(pb.TokenizeRequest, self._tokenize),
-            "Detokenize": unary(pb.DetokenizeRequest, self._detokenize),
-        },
-        MODEL_SERVICE: {
-            "GetModelInfo": unary(pb.GetModelInfoRequest, self._get_model_info),
-            "GetLoad": unary(pb.GetLoadRequest, self._get_load),
-        },
+      GENERATION_SERVICE: {
+        "Generate": stream(pb.GenerateRequest, self._generate),
+        "GenerateUnary": unary(pb.GenerateRequest, self._generate_unary),
+        "Abort": unary(pb.AbortRequest, self._abort),
+        "Tokenize": unary(pb.TokenizeRequest, self._tokenize),
+        "Detokenize": unary(pb.DetokenizeRequest, self._detokenize),
+      },
+      MODEL_SERVICE: {
+        "GetModelInfo": unary(pb.GetModelInfoRequest, self._get_model_info),
+        "GetLoad": unary(pb.GetLoadRequest, self._get_load),
+      },
     }
-    server.add_generic_rpc_handlers(tuple(
-        grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items()))
+    server.add_generic_rpc_handlers(
+      tuple(grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items())
+    )
 
   # The RPCs.
 
@@ -114,13 +115,23 @@ class Service:
       async for message in generation.messages():
         if first:
           first = False
-          message.started.CopyFrom(pb.Started(
-              request_id=generation.request_id, model=backend.model,
-              num_prompt_tokens=generation.outputs[0].num_prompt_tokens))
+          message.started.CopyFrom(
+            pb.Started(
+              request_id=generation.request_id,
+              model=backend.model,
+              num_prompt_tokens=generation.outputs[0].num_prompt_tokens,
+            )
+          )
         # A blocked write is left alone, for a status could not pass it either. What it must not do is hold pages.
-        stalled = loop.call_later(self._stream_stall_timeout_s, backend.generations.fail, generation, SlowConsumer(
+        stalled = loop.call_later(
+          self._stream_stall_timeout_s,
+          backend.generations.fail,
+          generation,
+          SlowConsumer(
             f"the client took nothing for {self._stream_stall_timeout_s:g} s; read the stream faster, or use "
-            "GenerateUnary"))
+            "GenerateUnary"
+          ),
+        )
         try:
           await context.write(message.SerializeToString())
         finally:
@@ -128,8 +139,9 @@ class Service:
     finally:
       backend.generations.close(generation)
 
-  async def _generate_unary(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
-                            ) -> pb.GenerateUnaryResponse:
+  async def _generate_unary(
+    self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+  ) -> pb.GenerateUnaryResponse:
     backend = self._admit()
     generation = await self._start(backend, request, context)
     try:
@@ -137,34 +149,45 @@ class Service:
     finally:
       backend.generations.close(generation)
     response = pb.GenerateUnaryResponse(
-        request_id=generation.request_id, model=backend.model,
-        num_prompt_tokens=generation.outputs[0].num_prompt_tokens,
-        prompt_logprobs=generation.outputs[0].delta.prompt_logprobs)
+      request_id=generation.request_id,
+      model=backend.model,
+      num_prompt_tokens=generation.outputs[0].num_prompt_tokens,
+      prompt_logprobs=generation.outputs[0].delta.prompt_logprobs,
+    )
     for output in generation.outputs:
       delta = output.delta
-      response.completions.add(text=delta.text, token_ids=delta.token_ids, logprobs=delta.logprobs,
-                               finished=output.finished)
+      response.completions.add(
+        text=delta.text, token_ids=delta.token_ids, logprobs=delta.logprobs, finished=output.finished
+      )
     response.completions[-1].finished.last = True
     return response
 
   async def _abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
     backend = self._opened()
     if not 1 <= len(request.request_ids) <= validation.MAX_ABORTS:
-      raise InvalidRequest(f"request_ids has {len(request.request_ids)} entries, allowed are 1 to "
-                           f"{validation.MAX_ABORTS}: send them in several calls")
+      raise InvalidRequest(
+        f"request_ids has {len(request.request_ids)} entries, allowed are 1 to "
+        f"{validation.MAX_ABORTS}: send them in several calls"
+      )
     for request_id in request.request_ids:
       validation.check_request_id(request_id)
-    return pb.AbortResponse(outcomes=[
-        pb.AbortResponse.OUTCOME_ABORTED if backend.generations.abort(request_id)
-        else pb.AbortResponse.OUTCOME_NOT_FOUND for request_id in request.request_ids])
+    return pb.AbortResponse(
+      outcomes=[
+        pb.AbortResponse.OUTCOME_ABORTED
+        if backend.generations.abort(request_id)
+        else pb.AbortResponse.OUTCOME_NOT_FOUND
+        for request_id in request.request_ids
+      ]
+    )
 
   async def _tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
     backend = self._opened()
     validation.check_model(request.model, backend.model)
     return pb.TokenizeResponse(token_ids=await self._prompt_token_ids(request, backend.tokenizer))
 
-  async def _detokenize(self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
-                        ) -> pb.DetokenizeResponse:
+  async def _detokenize(
+    self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+  ) -> pb.DetokenizeResponse:
     backend = self._opened()
     validation.check_model(request.model, backend.model)
     tokenizer = validation.need_tokenizer(backend.tokenizer, "Detokenize")
@@ -173,36 +196,56 @@ class Service:
     text = await self._in_pool(lambda: tokenizer.decode(list(request.token_ids), skip_special_tokens=skip))
     return pb.DetokenizeResponse(text=text)
 
-  async def _get_model_info(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
-                            ) -> pb.GetModelInfoResponse:
+  async def _get_model_info(
+    self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
+  ) -> pb.GetModelInfoResponse:
     backend = self._opened()
     config, tokenizer = backend.config, backend.tokenizer
     return pb.GetModelInfoResponse(
-        model=backend.model, vocab_size=config.vocab_size, max_model_len=config.max_model_len,
-        eos_token_ids=config.eos_token_ids, has_tokenizer=tokenizer is not None,
-        has_chat_template=tokenizer is not None and tokenizer.has_chat_template, token_budgets=config.token_budgets,
-        max_num_seqs=config.max_num_seqs, block_size=config.block_size, num_blocks=config.num_blocks,
-        server_version=_version())
+      model=backend.model,
+      vocab_size=config.vocab_size,
+      max_model_len=config.max_model_len,
+      eos_token_ids=config.eos_token_ids,
+      has_tokenizer=tokenizer is not None,
+      has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+      token_budgets=config.token_budgets,
+      max_num_seqs=config.max_num_seqs,
+      block_size=config.block_size,
+      num_blocks=config.num_blocks,
+      server_version=_version(),
+    )
 
   async def _get_load(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
     backend = self._opened()
     stats = backend.engine.stats()
     return pb.GetLoadResponse(
-        uptime_s=time.monotonic() - self._ready_at, load_s=backend.load_s, warmup_s=backend.warmup_s,
-        # Linux counts in KiB.
-        peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        compiles_after_ready=backend.compiles_after_ready(),
-        # Requests on their way to the scheduler wait, too.
-        running_requests=stats.num_running, queued_requests=max(0, stats.num_live - stats.num_running),
-        queued_tokens=stats.num_waiting_tokens,
-        max_num_seqs=stats.max_num_seqs, kv_blocks_total=stats.num_blocks, kv_blocks_in_use=stats.blocks_used,
-        kv_blocks_cached=stats.blocks_cached, steps_total=stats.num_steps,
-        decode_tokens_total=stats.num_decode_tokens, prefill_tokens_total=stats.num_prefill_tokens,
-        padding_tokens_total=stats.num_padding_tokens, output_tokens_total=stats.num_output_tokens,
-        preemptions_total=stats.num_preemptions, prefix_hit_tokens_total=stats.num_cached_tokens,
-        requests_finished_total=sum(stats.finished.values()),
-        rungs=[pb.RungLoad(tokens=rung.tokens, rows=rung.rows, steps_total=stats.steps_by_rung.get(rung.tokens, 0))
-               for rung in ShapeLadder(backend.config.token_budgets, backend.config.max_num_seqs).rungs()])
+      uptime_s=time.monotonic() - self._ready_at,
+      load_s=backend.load_s,
+      warmup_s=backend.warmup_s,
+      # Linux counts in KiB.
+      peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+      compiles_after_ready=backend.compiles_after_ready(),
+      # Requests on their way to the scheduler wait, too.
+      running_requests=stats.num_running,
+      queued_requests=max(0, stats.num_live - stats.num_running),
+      queued_tokens=stats.num_waiting_tokens,
+      max_num_seqs=stats.max_num_seqs,
+      kv_blocks_total=stats.num_blocks,
+      kv_blocks_in_use=stats.blocks_used,
+      kv_blocks_cached=stats.blocks_cached,
+      steps_total=stats.num_steps,
+      decode_tokens_total=stats.num_decode_tokens,
+      prefill_tokens_total=stats.num_prefill_tokens,
+      padding_tokens_total=stats.num_padding_tokens,
+      output_tokens_total=stats.num_output_tokens,
+      preemptions_total=stats.num_preemptions,
+      prefix_hit_tokens_total=stats.num_cached_tokens,
+      requests_finished_total=sum(stats.finished.values()),
+      rungs=[
+        pb.RungLoad(tokens=rung.tokens, rows=rung.rows, steps_total=stats.steps_by_rung.get(rung.tokens, 0))
+        for rung in ShapeLadder(backend.config.token_budgets, backend.config.max_num_seqs).rungs()
+      ],
+    )
 
   # Their common parts.
 
@@ -218,8 +261,9 @@ class Service:
       raise self._closed
     return self._opened()
 
-  async def _start(self, backend: Backend, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
-                   ) -> Generation:
+  async def _start(
+    self, backend: Backend, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+  ) -> Generation:
     """Checks and submits. Nothing awaits between submission and return, so the caller's `finally` cannot be missed."""
     validation.check_model(request.model, backend.model)
     prompt = await self._prompt_token_ids(request, backend.tokenizer)
@@ -230,8 +274,9 @@ class Service:
     self._admit()  # a drain may have begun while the prompt was tokenized
     return backend.generations.start(call, remaining)
 
-  async def _prompt_token_ids(self, request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer: Tokenizer | None
-                              ) -> list[int]:
+  async def _prompt_token_ids(
+    self, request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer: Tokenizer | None
+  ) -> list[int]:
     if request.WhichOneof("prompt") == "chat" or len(request.text) > _INLINE_CHARS:
       return await self._in_pool(lambda: validation.prompt_token_ids(request, tokenizer))
     return validation.prompt_token_ids(request, tokenizer)
@@ -239,30 +284,38 @@ class Service:
   async def _in_pool(self, work: Callable[[], Any]) -> Any:
     return await asyncio.get_running_loop().run_in_executor(self._text_pool, work)
 
-  def _unary(self, kind: type[protobuf_message.Message], method: Callable[[Any, Any], Awaitable[Any]]
-             ) -> grpc.RpcMethodHandler:
+  def _unary(
+    self, kind: type[protobuf_message.Message], method: Callable[[Any, Any], Awaitable[Any]]
+  ) -> grpc.RpcMethodHandler:
     async def handle(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
       return (await _guard(kind, method, raw, context)).SerializeToString()
 
     return grpc.unary_unary_rpc_method_handler(handle)
 
-  def _stream(self, kind: type[protobuf_message.Message], method: Callable[[Any, Any], Awaitable[None]]
-              ) -> grpc.RpcMethodHandler:
+  def _stream(
+    self, kind: type[protobuf_message.Message], method: Callable[[Any, Any], Awaitable[None]]
+  ) -> grpc.RpcMethodHandler:
     async def handle(raw: bytes, context: grpc.aio.ServicerContext) -> None:
       await _guard(kind, method, raw, context)
 
     return grpc.unary_stream_rpc_method_handler(handle)
 
 
-async def _guard(kind: type[protobuf_message.Message], method: Callable[[Any, Any], Awaitable[Any]], raw: bytes,
-                 context: grpc.aio.ServicerContext) -> Any:
+async def _guard(
+  kind: type[protobuf_message.Message],
+  method: Callable[[Any, Any], Awaitable[Any]],
+  raw: bytes,
+  context: grpc.aio.ServicerContext,
+) -> Any:
   """Parses and calls; whatever goes wrong leaves as a status."""
   try:
     try:
       request = kind.FromString(raw)
     except protobuf_message.DecodeError:
-      raise MalformedRequest(f"the {len(raw)} bytes are no {kind.DESCRIPTOR.full_name}; generate the client from this "
-                             "server's proto (reflection has it)") from None
+      raise MalformedRequest(
+        f"the {len(raw)} bytes are no {kind.DESCRIPTOR.full_name}; generate the client from this "
+        "server's proto (reflection has it)"
+      ) from None
     return await method(request, context)
   except grpc.aio.AbortError:
     raise

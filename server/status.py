@@ -25,17 +25,17 @@ _FIELD = re.compile(r"(?:the )?([a-z_][a-z_0-9.]*(?:\[\d+\](?:\.[a-z_]+)?)?)(?:=
 
 # From the most special class to the most general.
 _CODES: tuple[tuple[type[engine_errors.EngineError], grpc.StatusCode], ...] = (
-    (engine_errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
-    (engine_errors.DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS),
-    (engine_errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (engine_errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
-    (errors.ModelNotFound, grpc.StatusCode.NOT_FOUND),
-    (errors.NoTokenizer, grpc.StatusCode.FAILED_PRECONDITION),
-    (errors.NoChatTemplate, grpc.StatusCode.FAILED_PRECONDITION),
-    (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (errors.AbortedByRequest, grpc.StatusCode.CANCELLED),
-    (errors.SlowConsumer, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (errors.GenerationFailed, grpc.StatusCode.INTERNAL),
+  (engine_errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+  (engine_errors.DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS),
+  (engine_errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+  (engine_errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+  (errors.ModelNotFound, grpc.StatusCode.NOT_FOUND),
+  (errors.NoTokenizer, grpc.StatusCode.FAILED_PRECONDITION),
+  (errors.NoChatTemplate, grpc.StatusCode.FAILED_PRECONDITION),
+  (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+  (errors.AbortedByRequest, grpc.StatusCode.CANCELLED),
+  (errors.SlowConsumer, grpc.StatusCode.RESOURCE_EXHAUSTED),
+  (errors.GenerationFailed, grpc.StatusCode.INTERNAL),
 )
 
 _log = logging.getLogger(__name__)
@@ -60,8 +60,15 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn
   metadata = []
   if code is grpc.StatusCode.INVALID_ARGUMENT:
     field = _FIELD.match(message)
-    details.append(_pack(error_details_pb2.BadRequest(field_violations=[error_details_pb2.BadRequest.FieldViolation(
-        field=field[1] if field else "", description=message)])))
+    details.append(
+      _pack(
+        error_details_pb2.BadRequest(
+          field_violations=[
+            error_details_pb2.BadRequest.FieldViolation(field=field[1] if field else "", description=message)
+          ]
+        )
+      )
+    )
   if isinstance(error, engine_errors.Overloaded):
     retry = error_details_pb2.RetryInfo()
     retry.retry_delay.FromMilliseconds(round(1000 * error.retry_after_s))
@@ -83,4 +90,4 @@ def _shorten(message: str) -> str:
   raw = message.encode("utf-8", "replace")
   if len(raw) <= _MAX_MESSAGE_BYTES:
     return message
-  return raw[:_MAX_MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "..."
+  return raw[: _MAX_MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "..."

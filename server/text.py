@@ -61,9 +61,9 @@ class StopStrings:
         self._states[index] = state
       if complete:
         self.matched = complete
-        seen = self._held + text[:at + 1]
+        seen = self._held + text[: at + 1]
         self._held = ""
-        return seen[:len(seen) - len(complete)]
+        return seen[: len(seen) - len(complete)]
     seen = self._held + text
     shown = len(seen) - max(self._states)
     self._held = seen[shown:]

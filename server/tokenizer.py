@@ -44,8 +44,10 @@ class Tokenizer:
       self._plain = tokenizers.Tokenizer.from_str(text)
       decoder = json.loads(text).get("decoder")
     except OSError as error:
-      raise ConfigError(f"{source} cannot be read: {error.strerror}; restore it, or use a folder without a tokenizer "
-                        "to serve token ids only") from error
+      raise ConfigError(
+        f"{source} cannot be read: {error.strerror}; restore it, or use a folder without a tokenizer "
+        "to serve token ids only"
+      ) from error
     except Exception as error:  # the library raises bare Exception
       raise ConfigError(f"{source} is not a tokenizer: {str(error):.200}; restore it from its source") from error
     for each in (self._tokenizer, self._plain):
@@ -93,12 +95,15 @@ class Tokenizer:
       raise NoChatTemplate("the served model has no chat template; send the prompt as text")
     self._check_size(sum(len(message.content.encode()) for message in messages))
     rendered = self._chat.render(
-        [dataclasses.replace(message, content=self._special.sub(lambda found: _mark(found[0]), message.content))
-         for message in messages],
-        add_generation_prompt=add_generation_prompt)
+      [
+        dataclasses.replace(message, content=self._special.sub(lambda found: _mark(found[0]), message.content))
+        for message in messages
+      ],
+      add_generation_prompt=add_generation_prompt,
+    )
     token_ids, at = [], 0
     for found in self._marked.finditer(rendered):
-      token_ids += self._tokenizer.encode(rendered[at:found.start()], add_special_tokens=False).ids
+      token_ids += self._tokenizer.encode(rendered[at : found.start()], add_special_tokens=False).ids
       token_ids += self._plain.encode(found[0].replace(_MARK, "", 1), add_special_tokens=False).ids
       at = found.end()
     return token_ids + self._tokenizer.encode(rendered[at:], add_special_tokens=False).ids
@@ -121,8 +126,10 @@ class Tokenizer:
 
   def _check_size(self, size: int) -> None:
     if size > self._max_prompt_bytes:
-      raise InvalidRequest(f"prompt has {size} bytes of text, the limit is {self._max_prompt_bytes}: shorten it, or "
-                           "raise --max_prompt_bytes")
+      raise InvalidRequest(
+        f"prompt has {size} bytes of text, the limit is {self._max_prompt_bytes}: shorten it, or "
+        "raise --max_prompt_bytes"
+      )
 
 
 def _mark(special: str) -> str:
@@ -131,8 +138,7 @@ def _mark(special: str) -> str:
 
 def _byte_level_alphabet() -> dict[str, int]:
   """Character -> byte, as GPT-2's encoder.py assigns them: printable bytes stand for themselves."""
-  alphabet = {chr(byte): byte for byte in range(256)
-              if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255}
+  alphabet = {chr(byte): byte for byte in range(256) if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255}
   others = [byte for byte in range(256) if byte not in alphabet.values()]
   alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
   return alphabet
@@ -158,8 +164,10 @@ def _piece_bytes(decoder: dict | None, source: pathlib.Path) -> Callable[[str], 
       return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
 
     return sentencepiece
-  raise ConfigError(f"{source} has a decoder of kind {kinds or None}; byte-level BPE and SentencePiece are supported: "
-                    "use a folder without a tokenizer to serve token ids only")
+  raise ConfigError(
+    f"{source} has a decoder of kind {kinds or None}; byte-level BPE and SentencePiece are supported: "
+    "use a folder without a tokenizer to serve token ids only"
+  )
 
 
 def _load_chat_template(folder: pathlib.Path, max_chars: int) -> ChatTemplate | None:
@@ -169,8 +177,11 @@ def _load_chat_template(folder: pathlib.Path, max_chars: int) -> ChatTemplate | 
     try:
       config = json.loads(config_file.read_text(encoding="utf-8"))
       source = config.get("chat_template")
-      special = {name: _token_text(config[name]) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-                 if config.get(name)}
+      special = {
+        name: _token_text(config[name])
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        if config.get(name)
+      }
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
       raise ConfigError(f"{config_file} is broken: {str(error):.200}; restore it from its source") from error
   else:

@@ -104,12 +104,13 @@ def prompt_token_ids(request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer
     return tokenizer.encode(request.text, add_special_tokens=add_special_tokens)
   chat = request.chat
   return tokenizer.encode_chat(
-      messages(chat),
-      add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True)
+    messages(chat), add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+  )
 
 
-def generate_call(request: pb.GenerateRequest, config: EngineConfig, tokenizer: Tokenizer | None,
-                  prompt: list[int]) -> Call:
+def generate_call(
+  request: pb.GenerateRequest, config: EngineConfig, tokenizer: Tokenizer | None, prompt: list[int]
+) -> Call:
   """Checks what the engine's own validation at submit does not.
 
   Args:
@@ -139,16 +140,17 @@ def generate_call(request: pb.GenerateRequest, config: EngineConfig, tokenizer: 
   if not 1 <= n <= MAX_N:
     raise InvalidRequest(f"n={n} is not allowed: send a whole number from 1 to {MAX_N}")
   return Call(
-      request_id=request.request_id,
-      prompt_token_ids=tuple(prompt),
-      params=tuple(_for_index(params, index) for index in range(n)),
-      stop_strings=stops,
-      return_text=tokenizer is not None and (output.return_text or not output.HasField("return_text")),
-      return_token_ids=output.return_token_ids or not output.HasField("return_token_ids"),
-      skip_special_tokens=output.skip_special_tokens or not output.HasField("skip_special_tokens"),
-      priority=request.priority,
-      queue_timeout_s=_queue_timeout_s(request),
-      cache_salt=salt)
+    request_id=request.request_id,
+    prompt_token_ids=tuple(prompt),
+    params=tuple(_for_index(params, index) for index in range(n)),
+    stop_strings=stops,
+    return_text=tokenizer is not None and (output.return_text or not output.HasField("return_text")),
+    return_token_ids=output.return_token_ids or not output.HasField("return_token_ids"),
+    skip_special_tokens=output.skip_special_tokens or not output.HasField("skip_special_tokens"),
+    priority=request.priority,
+    queue_timeout_s=_queue_timeout_s(request),
+    cache_salt=salt,
+  )
 
 
 def _check_stop_strings(stops: tuple[str, ...]) -> None:
@@ -157,8 +159,9 @@ def _check_stop_strings(stops: tuple[str, ...]) -> None:
   for index, stop in enumerate(stops):
     size = len(stop.encode())
     if not 1 <= size <= MAX_STOP_BYTES:
-      raise InvalidRequest(f"stop[{index}] has {size} bytes, allowed are 1 to {MAX_STOP_BYTES}: leave it out or "
-                           "shorten it")
+      raise InvalidRequest(
+        f"stop[{index}] has {size} bytes, allowed are 1 to {MAX_STOP_BYTES}: leave it out or shorten it"
+      )
 
 
 def _queue_timeout_s(request: pb.GenerateRequest) -> float | None:
@@ -166,8 +169,9 @@ def _queue_timeout_s(request: pb.GenerateRequest) -> float | None:
     return None
   seconds = request.queue_timeout.seconds + request.queue_timeout.nanos / 1e9
   if seconds <= 0:
-    raise InvalidRequest(f"queue_timeout={seconds:g} s is not allowed: send more than 0, or leave it out for the "
-                         "server's default")
+    raise InvalidRequest(
+      f"queue_timeout={seconds:g} s is not allowed: send more than 0, or leave it out for the server's default"
+    )
   return seconds
 
 
@@ -175,18 +179,23 @@ def _sampling_params(request: pb.GenerateRequest, config: EngineConfig, prompt_l
   """What was set, and defaults for the rest."""
   values = {}
   for message, names in (
-      (request.sampling, ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
-                          "repetition_penalty", "seed")),
-      (request.stopping, ("max_tokens", "min_tokens", "ignore_eos")),
-      (request.output, ("logprobs", "prompt_logprobs"))):
+    (
+      request.sampling,
+      ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),
+    ),
+    (request.stopping, ("max_tokens", "min_tokens", "ignore_eos")),
+    (request.output, ("logprobs", "prompt_logprobs")),
+  ):
     values.update({name: getattr(message, name) for name in names if message.HasField(name)})
   values.setdefault("max_tokens", max(1, min(DEFAULT_MAX_TOKENS, config.max_model_len - prompt_len)))
   sampling = request.sampling
   if sampling.HasField("allowed_token_ids"):
     values["allowed_token_ids"] = tuple(sampling.allowed_token_ids.ids)
   return SamplingParams(
-      logit_bias=tuple(sorted(sampling.logit_bias.items())), stop_token_ids=tuple(request.stopping.stop_token_ids),
-      **values)
+    logit_bias=tuple(sorted(sampling.logit_bias.items())),
+    stop_token_ids=tuple(request.stopping.stop_token_ids),
+    **values,
+  )
 
 
 def _for_index(params: SamplingParams, index: int) -> SamplingParams:

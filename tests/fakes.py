@@ -22,8 +22,9 @@ def digest(before: bytes, token: int) -> bytes:
   return hashlib.blake2b(before + token.to_bytes(8, "little"), digest_size=16).digest()
 
 
-def sample(state: bytes, params: SamplingParams, seed: int, num_output_tokens: int, vocab_size: int,
-           eos: tuple[int, ...]) -> int:
+def sample(
+  state: bytes, params: SamplingParams, seed: int, num_output_tokens: int, vocab_size: int, eos: tuple[int, ...]
+) -> int:
   """The token after a prefix: of its digest, and the seed where there is chance; 1 in 16 is end-of-sequence."""
   draw = state + seed.to_bytes(4, "little") if params.temperature > 0 else state
   value = int.from_bytes(hashlib.blake2b(draw, digest_size=8).digest(), "little")
@@ -92,8 +93,15 @@ class FakeRunner:
   def _execute(self, batch: Batch) -> StepResult:
     config = self.config
     num_rows = len(batch.slots)
-    for column in (batch.request_ids, batch.starts, batch.counts, batch.num_logits, batch.samples, batch.token_ids,
-                   batch.num_output_tokens):
+    for column in (
+      batch.request_ids,
+      batch.starts,
+      batch.counts,
+      batch.num_logits,
+      batch.samples,
+      batch.token_ids,
+      batch.num_output_tokens,
+    ):
       assert len(column) == num_rows, "columns differ in length"
     assert len(set(batch.slots)) == num_rows == len(set(batch.request_ids)), "a request has two rows"
     assert 1 <= sum(batch.counts) <= batch.shape.tokens, "more tokens than the rung holds"
@@ -119,7 +127,7 @@ class FakeRunner:
     assert count >= 1, "a row without tokens"
     assert 0 <= batch.num_logits[row] <= count
     if batch.token_ids[row]:
-      assert list(batch.token_ids[row]) == slot.token_ids[start:start + count], "input tokens are not the request's"
+      assert list(batch.token_ids[row]) == slot.token_ids[start : start + count], "input tokens are not the request's"
     else:
       assert count == 1 and start == len(slot.token_ids) - 1, f"position {start} is not the last"
       assert start >= slot.admission.num_prompt_tokens, "last_tokens holds no prompt token"
@@ -130,7 +138,7 @@ class FakeRunner:
     for position in range(start):  # every position attends to all before it: all of them are read
       value = self._at(slot, position)
       if value is None:
-        own = 0 <= bad_position <= position or self.poison in slot.token_ids[:position + 1]
+        own = 0 <= bad_position <= position or self.poison in slot.token_ids[: position + 1]
         assert own, f"NaN at position {position} came from another request"
       else:
         assert value == slot.expected(position), f"position {position} holds another prefix"
@@ -151,8 +159,9 @@ class FakeRunner:
     token = 0
     if batch.samples[row]:
       if state is not None:
-        token = sample(state, params, slot.admission.seed, batch.num_output_tokens[row], config.vocab_size,
-                       config.eos_token_ids)
+        token = sample(
+          state, params, slot.admission.seed, batch.num_output_tokens[row], config.vocab_size, config.eos_token_ids
+        )
       slot.token_ids.append(token)
     if params.logprobs is not None or params.prompt_logprobs is not None:
       known = slot.token_ids

@@ -11,12 +11,18 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("engine", "models", "pallas_kernels", "server", "tools")
 # What each room may import besides the standard library. The first match wins.
 ROOMS = (
-  ("engine/device/", {"engine", "models", "pallas_kernels", "jax", "jaxlib", "numpy", "flax", "orbax", "safetensors", "ml_dtypes"}),
+  (
+    "engine/device/",
+    {"engine", "models", "pallas_kernels", "jax", "jaxlib", "numpy", "flax", "orbax", "safetensors", "ml_dtypes"},
+  ),
   ("engine/", {"engine"}),
   ("models/", {"models", "pallas_kernels", "jax", "flax", "numpy"}),
   ("pallas_kernels/", {"pallas_kernels", "jax", "numpy"}),
   ("server/main.py", None),
-  ("server/", {"engine", "server", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "jinja2", "tokenizers"}),
+  (
+    "server/",
+    {"engine", "server", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "jinja2", "tokenizers"},
+  ),
   ("tools/", None),
 )
 
@@ -67,7 +73,9 @@ def test_packages_are_listed_by_name() -> None:
   import tomllib
 
   listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-  present = {str(p.parent.relative_to(ROOT)).replace("/", ".") for pkg in PACKAGES for p in (ROOT / pkg).rglob("__init__.py")}
+  present = {
+    str(p.parent.relative_to(ROOT)).replace("/", ".") for pkg in PACKAGES for p in (ROOT / pkg).rglob("__init__.py")
+  }
   assert set(listed) == present
 
 

@@ -35,8 +35,10 @@ def fill(scheduler: Scheduler, num_seqs: int, max_tokens: int) -> None:
 def percentiles(seconds: list[float], name: str) -> dict[str, float]:
   """Median and 99th percentile in microseconds, under names that begin with `name`."""
   ordered = sorted(seconds)
-  return {f"{name}_p50_us": round(1e6 * ordered[len(ordered) // 2], 1),
-          f"{name}_p99_us": round(1e6 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], 1)}
+  return {
+    f"{name}_p50_us": round(1e6 * ordered[len(ordered) // 2], 1),
+    f"{name}_p99_us": round(1e6 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], 1),
+  }
 
 
 def measure(scheduler: Scheduler, runner, num_seqs: int, steps: int) -> dict[str, float]:
@@ -73,8 +75,14 @@ def config_for(num_seqs: int, steps: int, block_size: int) -> EngineConfig:
   """Settings under which all sequences run at once and are never preempted."""
   length = _PROMPT_TOKENS + 16 + steps + 64
   return EngineConfig(
-    vocab_size=32_000, max_model_len=length, block_size=block_size, num_blocks=num_seqs * -(-length // block_size),
-    token_budgets=(num_seqs, 2 * num_seqs), max_num_seqs=num_seqs, prefill_chunk=2 * num_seqs)
+    vocab_size=32_000,
+    max_model_len=length,
+    block_size=block_size,
+    num_blocks=num_seqs * -(-length // block_size),
+    token_budgets=(num_seqs, 2 * num_seqs),
+    max_num_seqs=num_seqs,
+    prefill_chunk=2 * num_seqs,
+  )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,10 +98,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if args.model:
     # Imported here: without a model the tool needs no jax.
     from engine.device.build import BuildOptions, build
+
     options = BuildOptions(
-      model_dir=args.model, num_blocks=config.num_blocks, block_size=config.block_size,
-      token_budgets=config.token_budgets, max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len,
-      prefill_chunk=config.prefill_chunk)
+      model_dir=args.model,
+      num_blocks=config.num_blocks,
+      block_size=config.block_size,
+      token_budgets=config.token_budgets,
+      max_num_seqs=config.max_num_seqs,
+      max_model_len=config.max_model_len,
+      prefill_chunk=config.prefill_chunk,
+    )
     try:
       built = build(options, lambda *_: None, lambda _: None)
     except EngineError as error:

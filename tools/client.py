@@ -1,8 +1,8 @@
 """Talks to a running server from a terminal: one prompt, or a chat that streams. May not import the engine.
 
-    python -m tools.client --prompt="Once upon a time" --max_tokens=60
-    python -m tools.client --chat                      # interactive; Ctrl-C stops an answer, Ctrl-D leaves
-    echo "What is 2 plus 3?" | python -m tools.client --chat
+python -m tools.client --prompt="Once upon a time" --max_tokens=60
+python -m tools.client --chat                      # interactive; Ctrl-C stops an answer, Ctrl-D leaves
+echo "What is 2 plus 3?" | python -m tools.client --chat
 """
 
 import sys
@@ -49,8 +49,10 @@ def _figures(ending: Ending) -> str:
   seconds = max(ending.total_s - ending.time_to_first_token_s, 1e-9)
   rate = (ending.completion_tokens - 1) / seconds if ending.completion_tokens > 1 else 0.0
   cached = f" ({ending.cached_tokens} cached)" if ending.cached_tokens else ""
-  return (f"{ending.prompt_tokens} prompt tokens{cached}, {ending.completion_tokens} generated, first after "
-          f"{1000 * ending.time_to_first_token_s:.0f} ms, then {rate:.0f} tokens/s, ended by {ending.reason}")
+  return (
+    f"{ending.prompt_tokens} prompt tokens{cached}, {ending.completion_tokens} generated, first after "
+    f"{1000 * ending.time_to_first_token_s:.0f} ms, then {rate:.0f} tokens/s, ended by {ending.reason}"
+  )
 
 
 def _answer(client: Client, prompt: Prompt) -> tuple[str, bool]:
@@ -91,8 +93,10 @@ def _chat(client: Client, first: str | None) -> int:
   messages = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
   interactive = sys.stdin.isatty() and first is None
   if interactive:
-    _err.print(f"Talking to [bold]{client.model_info().model}[/bold]. Ctrl-C stops an answer, Ctrl-D leaves, /reset "
-               "forgets the conversation.")
+    _err.print(
+      f"Talking to [bold]{client.model_info().model}[/bold]. Ctrl-C stops an answer, Ctrl-D leaves, /reset "
+      "forgets the conversation."
+    )
   failed = False
   while True:
     if first is None:
@@ -112,7 +116,7 @@ def _chat(client: Client, first: str | None) -> int:
       line = first
     line = line.strip()
     if line == "/reset":
-      del messages[int(bool(_SYSTEM.value)):]
+      del messages[int(bool(_SYSTEM.value)) :]
     elif line:
       messages.append({"role": "user", "content": line})
       try:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """The command: a table on standard error, one JSON line on standard output."""
   parser = CommandParser("tools.compare_batching", __doc__)
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
-  parser.add_argument("--num_requests", type=positive_int, default=192)
+  parser.add_argument("--num_requests", type=positive_int, default=384)
   parser.add_argument("--scale", type=positive_float, default=0.25, help="output lengths are 20 to 2,000 times this")
   parser.add_argument("--prompt_len", default="uniform:8:32", help="distribution of prompt lengths")
   parser.add_argument("--max_num_seqs", type=positive_int, default=32, help="slots")

@@ -65,14 +65,22 @@ def prepare(folder: pathlib.Path, num_requests: int, seed: int) -> dict[str, Any
   return description
 
 
+def peer_flags(setting: str) -> list[str]:
+  """Flags of transformers_peer.py from ATTENTION:MAX_REQUESTS:MAX_BATCH_TOKENS:COMPILE_LEVEL."""
+  parts = setting.split(":")
+  if len(parts) != 4 or parts[0] not in ("sdpa", "eager") or not all(part.isdecimal() for part in parts[1:]):
+    raise ConfigError(f"peer_settings has {setting!r}; write ATTENTION:MAX_REQUESTS:MAX_BATCH_TOKENS:COMPILE_LEVEL, "
+                      "for example sdpa:32:0:0")
+  names = ("attention", "max_requests", "max_batch_tokens", "compile_level")
+  return [f"--{name}={part}" for name, part in zip(names, parts, strict=True)]
+
+
 def run_peer(args: Any, folder: pathlib.Path, setting: str) -> dict[str, Any]:
-  """One run of transformers; `setting` is ATTENTION:MAX_REQUESTS:COMPILE_LEVEL."""
-  attention, max_requests, compile_level = setting.split(":")
+  """One run of transformers; for `setting` see peer_flags."""
   return run_tool(
       [args.peer_python, str(ROOT / "tools" / "transformers_peer.py"), f"--model={folder / 'model'}",
        f"--requests={folder / 'requests.jsonl'}", f"--output_tokens={folder / 'peer.jsonl'}",
-       f"--threads={args.threads}", f"--attention={attention}", f"--max_requests={max_requests}",
-       f"--compile_level={compile_level}"], f"transformers, {setting}")
+       f"--threads={args.threads}", *peer_flags(setting)], f"transformers, {setting}")
 
 
 def run_sluice(args: Any, folder: pathlib.Path) -> dict[str, Any]:
@@ -89,8 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = CommandParser("tools.compare_transformers", __doc__)
   parser.add_argument("--peer_python", default=str(ROOT / ".venv-parity" / "bin" / "python"),
                       help="a Python with torch and transformers; make parity makes one")
-  parser.add_argument("--peer_settings", default="sdpa:16:0,sdpa:32:0,sdpa:64:0",
-                      help="candidates ATTENTION:MAX_REQUESTS:COMPILE_LEVEL; the fastest is used")
+  parser.add_argument("--peer_settings", default="sdpa:16:0:0,sdpa:32:0:0,sdpa:64:0:0,sdpa:32:256:0,eager:32:0:0",
+                      help="candidates ATTENTION:MAX_REQUESTS:MAX_BATCH_TOKENS:COMPILE_LEVEL (0: transformers' own "
+                           "choice, no torch.compile); the fastest is used")
   parser.add_argument("--threads", type=positive_int, default=2, help="of torch; XLA takes every core it sees")
   parser.add_argument("--num_requests", type=positive_int, default=64)
   parser.add_argument("--max_num_seqs", type=positive_int, default=64, help="Sluice: sequences at once")
@@ -106,8 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not pathlib.Path(args.peer_python).exists():
       raise ConfigError(f"peer_python={args.peer_python} is not there; run make parity, or pass a Python that has "
                         "torch and transformers")
+    settings = args.peer_settings.split(",")
+    for setting in settings:
+      peer_flags(setting)
     description = prepare(folder, args.num_requests, args.seed)
-    search = {setting: _told(run_peer(args, folder, setting)) for setting in args.peer_settings.split(",")}
+    search = {setting: _told(run_peer(args, folder, setting)) for setting in settings}
     best = max(search, key=lambda setting: search[setting]["output_tok_s"])
     ours, theirs = [], [search[best]]
     for number in range(args.rounds):

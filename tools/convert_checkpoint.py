@@ -1,6 +1,6 @@
 """Converts a Hugging Face folder to Sluice's own (Orbax): smaller in files, checked by digests, ready to be sharded.
 
-  python -m tools.convert_checkpoint --input=HF_FOLDER --output=NEW_FOLDER --dtype=bfloat16
+python -m tools.convert_checkpoint --input=HF_FOLDER --output=NEW_FOLDER --dtype=bfloat16
 """
 
 import pathlib
@@ -15,8 +15,17 @@ from engine.device.weights import load_checkpoint, parameter_name
 from engine.errors import ConfigError
 
 # Beside the weights: what tokenization, chat and stopping need, and what says where the model is from.
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-              "special_tokens_map.json", "chat_template.jinja", "chat_template.json", "LICENSE", "README.md")
+COMPANIONS = (
+  "config.json",
+  "generation_config.json",
+  "tokenizer.json",
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "chat_template.jinja",
+  "chat_template.json",
+  "LICENSE",
+  "README.md",
+)
 
 
 def convert(source: pathlib.Path, output: pathlib.Path, dtype: str, name: str | None = None) -> None:

@@ -118,6 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = [f"--model={args.model}", f"--max_num_seqs={args.max_num_seqs}", *SERVER_FLAGS]
   if args.compile_cache_dir is not None:
     arguments.append(f"--compile_cache_dir={args.compile_cache_dir}")
+  for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does: the server must not outlive the demo
+    signal.signal(number, signal.default_int_handler)
   server = ServerProcess(arguments)
   try:
     return _show(server, args, started_s)
@@ -135,6 +137,7 @@ def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> 
   # Here and not above: the server is starting meanwhile.
   import asyncio
 
+  import grpc
   from rich.console import Console
   from rich.live import Live
 
@@ -172,8 +175,8 @@ def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> 
       asyncio.run(run_with_lines())
   except KeyboardInterrupt:
     pass  # what is known so far is shown below
-  except SluiceError as error:
-    raise StartFailed(str(error)) from error
+  except (SluiceError, grpc.RpcError) as error:
+    raise StartFailed(f"it no longer answers: {server.last_words()}") from error
   if not load.ended or not load.samples or not first:
     raise StartFailed(f"no request was answered: {server.last_words()}")
   console.print(closing(load, first[0], load.samples[-1][1].warmup_s, console.width))

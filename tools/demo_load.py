@@ -112,7 +112,11 @@ class Load:
     self._ids = itertools.count()
 
   async def run(self, on_first_token: Callable[[], None]) -> None:
-    """Keeps as many requests alive as the phase wants; returns when the time is over and the last has ended."""
+    """Keeps as many requests alive as the phase wants; returns when the time is over and the last has ended.
+
+    Raises:
+      grpc.aio.AioRpcError: the server no longer answers.
+    """
     async with grpc.aio.insecure_channel(self._target) as channel:
       generation, model = pb_grpc.GenerationServiceStub(channel), pb_grpc.ModelServiceStub(channel)
       poll = asyncio.create_task(self._poll(model))
@@ -120,11 +124,13 @@ class Load:
       tasks: set[asyncio.Task[None]] = set()
       try:
         while (share := (time.monotonic() - self.started_s) / self.seconds) < 1:
-          while len(tasks) < wanted_live(share):
+          while not poll.done() and len(tasks) < wanted_live(share):
             task = asyncio.create_task(self._send(generation, next(self._asks), on_first_token))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             await asyncio.sleep(0.02)  # users do not come in one instant
+          if poll.done():
+            await poll  # it only ends by failing: the server is gone
           await asyncio.sleep(0.05)
         await asyncio.gather(*tasks)
         await asyncio.sleep(2 * POLL_S)

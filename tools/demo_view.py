@@ -24,7 +24,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 def _bar(share: float, width: int) -> Text:
   filled = round(min(max(share, 0.0), 1.0) * width)
-  return Text("█" * filled, "green").append("░" * (width - filled), "bright_black")
+  return Text().append("█" * filled, "green").append("░" * (width - filled), "bright_black")
 
 
 def _framed(title: str, content: RenderableType, height: int) -> Panel:
@@ -69,7 +69,7 @@ class View:
     load = self._load
     gone = 0.0 if load.started_s is None else min(time.monotonic() - load.started_s, load.seconds)
     clock = f"{gone:4.0f} of {load.seconds:.0f} s "
-    text = Text(" Sluice ", "bold reverse").append(f" {self._title}", "bold")
+    text = Text().append(" Sluice ", "bold reverse").append(f" {self._title}", "bold")
     text.truncate(max(0, width - len(clock) - 1), overflow="ellipsis", pad=True)
     return text.append(clock.rjust(width - len(text)), "dim")
 
@@ -111,7 +111,7 @@ class View:
     mark, style = {True: ("✓ ", "bold green"), False: ("✗ ", "bold red"), None: ("  ", "")}[stream.right]
     if stream.error:
       mark, style = "! ", "bold red"
-    line = Text(f"{NAMES.get(kind, kind):8}", COLORS[kind]).append(mark, style)
+    line = Text().append(f"{NAMES.get(kind, kind):8}", COLORS[kind]).append(mark, style)
     room = max(4, width - len(line))
     text = " ".join((stream.error or stream.text).split())
     if not text and not ended:
@@ -142,18 +142,19 @@ class View:
     meter = width - 19
 
     def fact(name: str, value: str | Text, style: str = "bold") -> Text:
-      line = Text(f"{name:10}", "dim")
+      line = Text().append(f"{name:10}", "dim")
       return line.append_text(value) if isinstance(value, Text) else line.append(value, style)
 
     head = [
-        fact("tokens/s", Text(f"{rates.get('output_s', 0):6,.0f} ", "bold").append(
+        fact("tokens/s", Text().append(f"{rates.get('output_s', 0):6,.0f} ", "bold").append(
             _spark(self._output_rates, width - 18), "green")),
         fact("decode", f"{rates.get('decode_s', 0):6,.0f} /s"),
         fact("prefill", f"{rates.get('prefill_s', 0):6,.0f} /s"),
         fact("padding", f"{rates.get('padding_share', 0):6.0%} of computed"),
     ]
     rungs = [Text("steps by bucket, last 2 s", "dim")] + [
-        Text(f"{tokens:5} ", "bold" if share else "dim").append_text(_bar(share, width - 12)).append(f" {share:4.0%}")
+        Text().append(f"{tokens:5} ", "bold" if share else "dim").append_text(_bar(share, width - 12)).append(
+            f" {share:4.0%}")
         for tokens, share in load.recent_rungs()]
     use = [
         fact("slots", _bar(now.running_requests / max(1, now.max_num_seqs), meter).append(

@@ -1,6 +1,6 @@
 """Regenerates server/proto/*_pb2*.py from sluice.proto; run from the root. May not touch anything else.
 
-    python -m tools.generate_protos
+python -m tools.generate_protos
 """
 
 import argparse
@@ -23,8 +23,15 @@ def generate(out: pathlib.Path) -> list[pathlib.Path]:
   from grpc_tools import protoc  # a development dependency: the server runs without it
 
   well_known = importlib.resources.files("grpc_tools") / "_proto"
-  arguments = ["protoc", f"-I{ROOT}", f"-I{well_known}", f"--python_out={out}", f"--pyi_out={out}",
-               f"--grpc_python_out={out}", PROTO]
+  arguments = [
+    "protoc",
+    f"-I{ROOT}",
+    f"-I{well_known}",
+    f"--python_out={out}",
+    f"--pyi_out={out}",
+    f"--grpc_python_out={out}",
+    PROTO,
+  ]
   if protoc.main(arguments) != 0:
     raise RuntimeError(f"protoc could not compile {PROTO}; its message is above")
   return sorted((out / "server/proto").glob("sluice_pb2*"))

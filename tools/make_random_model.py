@@ -40,8 +40,9 @@ def random_tensor(config: ModelConfig, name: str, shape: tuple[int, ...], seed: 
   return values * (shape[-1] ** -0.5 * (4.0 if name == "lm_head.weight" else 1.0))
 
 
-def write_model(output: pathlib.Path, raw: dict[str, Any], seed: int, dtype: str = "float32",
-                num_shards: int = 1) -> None:
+def write_model(
+  output: pathlib.Path, raw: dict[str, Any], seed: int, dtype: str = "float32", num_shards: int = 1
+) -> None:
   """Writes config.json and the weights.
 
   Args:
@@ -76,21 +77,35 @@ def main(argv: list[str]) -> None:
     sys.exit(f"unexpected argument {argv[1]!r}; flags are written --name=value")
   output, family = pathlib.Path(_OUTPUT.value), _FAMILY.value
   raw = {
-      "architectures": [FAMILIES[family].architecture], "model_type": family, "vocab_size": _VOCAB_SIZE.value,
-      "hidden_size": _MODEL_DIM.value, "intermediate_size": _HIDDEN_DIM.value, "num_hidden_layers": _NUM_LAYERS.value,
-      "num_attention_heads": _NUM_HEADS.value, "num_key_value_heads": _NUM_KV_HEADS.value,
-      "head_dim": _HEAD_DIM.value or _MODEL_DIM.value // _NUM_HEADS.value,
-      "max_position_embeddings": _MAX_POSITION.value, "rope_theta": _ROPE_THETA.value, "rope_scaling": None,
-      "rms_norm_eps": 1e-5, "tie_word_embeddings": _TIE_EMBEDDINGS.value, "hidden_act": "silu",
-      "sliding_window": _SLIDING_WINDOW.value, "use_sliding_window": False, "bos_token_id": None, "eos_token_id": None,
+    "architectures": [FAMILIES[family].architecture],
+    "model_type": family,
+    "vocab_size": _VOCAB_SIZE.value,
+    "hidden_size": _MODEL_DIM.value,
+    "intermediate_size": _HIDDEN_DIM.value,
+    "num_hidden_layers": _NUM_LAYERS.value,
+    "num_attention_heads": _NUM_HEADS.value,
+    "num_key_value_heads": _NUM_KV_HEADS.value,
+    "head_dim": _HEAD_DIM.value or _MODEL_DIM.value // _NUM_HEADS.value,
+    "max_position_embeddings": _MAX_POSITION.value,
+    "rope_theta": _ROPE_THETA.value,
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": _TIE_EMBEDDINGS.value,
+    "hidden_act": "silu",
+    "sliding_window": _SLIDING_WINDOW.value,
+    "use_sliding_window": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
   }
   try:
     write_model(output, raw, _SEED.value, _DTYPE.value, _NUM_SHARDS.value)
   except (ConfigError, ValueError) as error:
     sys.exit(str(error))
   size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
-  print(f"{output}: {family}, {size / 1e6:.1f} MB of {_DTYPE.value} weights in {_NUM_SHARDS.value} file(s), "
-        f"seed {_SEED.value}")
+  print(
+    f"{output}: {family}, {size / 1e6:.1f} MB of {_DTYPE.value} weights in {_NUM_SHARDS.value} file(s), "
+    f"seed {_SEED.value}"
+  )
 
 
 if __name__ == "__main__":

@@ -103,10 +103,17 @@ def _batch(line: dict[str, Any]) -> Batch:
   """The batch that was in flight when the trace began, as far as commit() looks at it."""
   decodes = line["num_decodes"]
   return Batch(
-    step=line["step"], shape=StepShape(*line["shape"]), request_ids=tuple(line["ids"]), slots=tuple(line["slots"]),
-    starts=tuple(line["starts"]), counts=tuple(line["counts"]), num_logits=tuple(line["num_logits"]),
-    samples=tuple(map(bool, line["samples"])), num_output_tokens=(0,) * len(line["ids"]),
-    token_ids=((),) * decodes + tuple((0,) * count for count in line["counts"][decodes:]))
+    step=line["step"],
+    shape=StepShape(*line["shape"]),
+    request_ids=tuple(line["ids"]),
+    slots=tuple(line["slots"]),
+    starts=tuple(line["starts"]),
+    counts=tuple(line["counts"]),
+    num_logits=tuple(line["num_logits"]),
+    samples=tuple(map(bool, line["samples"])),
+    num_output_tokens=(0,) * len(line["ids"]),
+    token_ids=((),) * decodes + tuple((0,) * count for count in line["counts"][decodes:]),
+  )
 
 
 def main(arguments: list[str] | None = None) -> int:

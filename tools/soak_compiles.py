@@ -51,14 +51,21 @@ def random_params(rng: random.Random, vocab_size: int, max_tokens: int) -> Sampl
     return tuple(rng.sample(range(vocab_size), rng.randint(1, min(most, vocab_size))))
 
   choices = {
-      "temperature": lambda: rng.choice((0.0, 0.2, 1.0, 3.0)), "top_k": lambda: rng.randint(1, vocab_size),
-      "top_p": lambda: rng.uniform(0.01, 1.0), "min_p": lambda: rng.uniform(0.0, 1.0),
-      "presence_penalty": lambda: rng.uniform(-2, 2), "frequency_penalty": lambda: rng.uniform(-2, 2),
-      "repetition_penalty": lambda: rng.uniform(0.1, 2),
-      "logit_bias": lambda: tuple((token, rng.uniform(-100, 100)) for token in ids(20)),
-      "allowed_token_ids": lambda: ids(50), "min_tokens": lambda: rng.randint(0, max_tokens),
-      "stop_token_ids": lambda: ids(16), "ignore_eos": lambda: True, "seed": lambda: rng.getrandbits(63),
-      "logprobs": lambda: rng.randint(0, 20), "prompt_logprobs": lambda: rng.randint(0, 20),
+    "temperature": lambda: rng.choice((0.0, 0.2, 1.0, 3.0)),
+    "top_k": lambda: rng.randint(1, vocab_size),
+    "top_p": lambda: rng.uniform(0.01, 1.0),
+    "min_p": lambda: rng.uniform(0.0, 1.0),
+    "presence_penalty": lambda: rng.uniform(-2, 2),
+    "frequency_penalty": lambda: rng.uniform(-2, 2),
+    "repetition_penalty": lambda: rng.uniform(0.1, 2),
+    "logit_bias": lambda: tuple((token, rng.uniform(-100, 100)) for token in ids(20)),
+    "allowed_token_ids": lambda: ids(50),
+    "min_tokens": lambda: rng.randint(0, max_tokens),
+    "stop_token_ids": lambda: ids(16),
+    "ignore_eos": lambda: True,
+    "seed": lambda: rng.getrandbits(63),
+    "logprobs": lambda: rng.randint(0, 20),
+    "prompt_logprobs": lambda: rng.randint(0, 20),
   }
   plain = rng.random() < 0.3
   chosen = {} if plain else {name: make() for name, make in choices.items() if rng.random() < 0.4}
@@ -68,7 +75,7 @@ def random_params(rng: random.Random, vocab_size: int, max_tokens: int) -> Sampl
 def random_request(rng: random.Random, config: EngineConfig, name: str) -> Request:
   """A request of any length that fits; a third of them share a prefix."""
   longest = min(config.max_model_len, config.pool_tokens)
-  total = min(longest, int(2 * longest**rng.random()) + 1)
+  total = min(longest, int(2 * longest ** rng.random()) + 1)
   num_prompt = rng.randint(1, max(1, total - 1))
   prompt = [rng.randrange(config.vocab_size) for _ in range(num_prompt)]
   if rng.random() < 0.33:
@@ -127,18 +134,31 @@ def main(argv: list[str]) -> int:
   inbox: list[TokenEvent] = []
   try:
     built = build(
-        BuildOptions(model_dir=_MODEL.value, num_blocks=_NUM_BLOCKS.value, max_model_len=_MAX_MODEL_LEN.value,
-                     token_budgets=(8, 16, 32, 64), max_num_seqs=16, prefill_chunk=48, policy="priority",
-                     request_timeout_s=0.0, queue_timeout_s=0.0),
-        lambda what, done, total: print(f"{what} {done}/{total}", file=sys.stderr), inbox.extend)
+      BuildOptions(
+        model_dir=_MODEL.value,
+        num_blocks=_NUM_BLOCKS.value,
+        max_model_len=_MAX_MODEL_LEN.value,
+        token_budgets=(8, 16, 32, 64),
+        max_num_seqs=16,
+        prefill_chunk=48,
+        policy="priority",
+        request_timeout_s=0.0,
+        queue_timeout_s=0.0,
+      ),
+      lambda what, done, total: print(f"{what} {done}/{total}", file=sys.stderr),
+      inbox.extend,
+    )
     started = time.perf_counter()
     soaked = soak(built.engine, inbox, _NUM_STEPS.value, _SEED.value)
   except EngineError as error:
     print(error, file=sys.stderr)
     return 2
   compiles = built.runner.compiles_after_ready
-  print(json.dumps(dataclasses.asdict(soaked) | {
-      "compiles_after_ready": compiles, "wall_s": round(time.perf_counter() - started, 1)}))
+  print(
+    json.dumps(
+      dataclasses.asdict(soaked) | {"compiles_after_ready": compiles, "wall_s": round(time.perf_counter() - started, 1)}
+    )
+  )
   return 1 if compiles or soaked.errors else 0
 
 

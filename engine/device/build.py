@@ -72,21 +72,33 @@ class BuildOptions:
       if getattr(self, name) < 0:
         raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more; set --{name}")
     if self.kv_cache_mb and self.num_blocks:
-      raise ConfigError(f"kv_cache_mb={self.kv_cache_mb} and num_blocks={self.num_blocks} both size the KV pool; "
-                        "set only one of --kv_cache_mb and --num_blocks")
+      raise ConfigError(
+        f"kv_cache_mb={self.kv_cache_mb} and num_blocks={self.num_blocks} both size the KV pool; "
+        "set only one of --kv_cache_mb and --num_blocks"
+      )
     ShapeLadder(self.token_budgets, self.max_num_seqs)
-    config = self.engine_config(vocab_size=2**31 - 1, max_model_len=max(1, self.max_model_len),
-                                num_blocks=max(1, self.num_blocks), eos_token_ids=())
+    config = self.engine_config(
+      vocab_size=2**31 - 1,
+      max_model_len=max(1, self.max_model_len),
+      num_blocks=max(1, self.num_blocks),
+      eos_token_ids=(),
+    )
     make_order(config)
     make_gate(config)
 
-  def engine_config(self, vocab_size: int, max_model_len: int, num_blocks: int,
-                    eos_token_ids: tuple[int, ...]) -> EngineConfig:
+  def engine_config(
+    self, vocab_size: int, max_model_len: int, num_blocks: int, eos_token_ids: tuple[int, ...]
+  ) -> EngineConfig:
     """The engine's settings, once the model is known. Raises ConfigError."""
-    known = {"vocab_size": vocab_size, "max_model_len": max_model_len, "num_blocks": num_blocks,
-             "eos_token_ids": eos_token_ids}
-    chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig)
-              if field.name not in known}
+    known = {
+      "vocab_size": vocab_size,
+      "max_model_len": max_model_len,
+      "num_blocks": num_blocks,
+      "eos_token_ids": eos_token_ids,
+    }
+    chosen = {
+      field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig) if field.name not in known
+    }
     return EngineConfig(**known, **chosen)
 
 
@@ -140,8 +152,10 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
   model = loaded.config
   max_model_len = options.max_model_len or model.max_position
   if max_model_len > model.max_position:
-    raise ConfigError(f"max_model_len={max_model_len} exceeds the {model.max_position} positions of {loaded.name}; "
-                      "lower --max_model_len, or leave it at 0")
+    raise ConfigError(
+      f"max_model_len={max_model_len} exceeds the {model.max_position} positions of {loaded.name}; "
+      "lower --max_model_len, or leave it at 0"
+    )
   ladder = ShapeLadder(options.token_budgets, options.max_num_seqs)
   started = time.perf_counter()
   table_width = -(-max_model_len // options.block_size)
@@ -149,10 +163,17 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
 
   def spec(num_blocks: int) -> ProgramSpec:
     return ProgramSpec(
-        mesh=mesh, model=model, graphdef=loaded.graphdef, params_tree=tree,
-        params=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves),
-        kv=kv_cache.abstract(mesh, model, num_blocks, options.block_size, dtype), block_size=options.block_size,
-        table_width=table_width, num_slots=options.max_num_seqs, num_eos=len(loaded.eos_token_ids))
+      mesh=mesh,
+      model=model,
+      graphdef=loaded.graphdef,
+      params_tree=tree,
+      params=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves),
+      kv=kv_cache.abstract(mesh, model, num_blocks, options.block_size, dtype),
+      block_size=options.block_size,
+      table_width=table_width,
+      num_slots=options.max_num_seqs,
+      num_eos=len(loaded.eos_token_ids),
+    )
 
   num_blocks = options.num_blocks or _size_pool(options, loaded, spec, ladder, table_width, dtype)
   config = options.engine_config(model.vocab_size, max_model_len, num_blocks, loaded.eos_token_ids)
@@ -160,20 +181,35 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
   runner.warm_up(progress)
   engine = Engine(Scheduler(config), runner, clock, emit)
   runner.seal()
-  return Built(engine=engine, runner=runner, model=model, model_name=loaded.name, config=config,
-               tokenizer_dir=loaded.tokenizer_dir, load_s=load_s, warmup_s=time.perf_counter() - started)
+  return Built(
+    engine=engine,
+    runner=runner,
+    model=model,
+    model_name=loaded.name,
+    config=config,
+    tokenizer_dir=loaded.tokenizer_dir,
+    load_s=load_s,
+    warmup_s=time.perf_counter() - started,
+  )
 
 
 def _devices(count: int) -> list[Any]:
   found = jax.devices()
   if count > len(found):
-    raise ConfigError(f"num_devices={count}, but this machine has {len(found)} ({found[0].platform}); "
-                      "lower --num_devices")
+    raise ConfigError(
+      f"num_devices={count}, but this machine has {len(found)} ({found[0].platform}); lower --num_devices"
+    )
   return found[:count] if count else found
 
 
-def _size_pool(options: BuildOptions, loaded: LoadedModel, spec: Callable[[int], ProgramSpec], ladder: ShapeLadder,
-               table_width: int, dtype: jnp.dtype) -> int:
+def _size_pool(
+  options: BuildOptions,
+  loaded: LoadedModel,
+  spec: Callable[[int], ProgramSpec],
+  ladder: ShapeLadder,
+  table_width: int,
+  dtype: jnp.dtype,
+) -> int:
   """Blocks that the memory holds, as many as can be of use."""
   block_bytes = kv_cache.bytes_per_block(loaded.config, options.block_size, dtype)
   # Twice what can run at once: the rest keeps prefixes of what ran before.
@@ -196,8 +232,9 @@ def _use_compile_cache(folder: str) -> None:
   try:
     os.makedirs(folder, exist_ok=True)
   except OSError as error:
-    raise ConfigError(f"compile_cache_dir={folder}: {error.strerror}; set --compile_cache_dir to a folder that can be "
-                      "written") from error
+    raise ConfigError(
+      f"compile_cache_dir={folder}: {error.strerror}; set --compile_cache_dir to a folder that can be written"
+    ) from error
   jax.config.update("jax_compilation_cache_dir", folder)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -33,8 +33,9 @@ def head_axis(block_size: int, model: ModelConfig) -> int:
   return axis
 
 
-def abstract(mesh: Mesh, model: ModelConfig, num_blocks: int, block_size: int,
-             dtype: jnp.dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
+def abstract(
+  mesh: Mesh, model: ModelConfig, num_blocks: int, block_size: int, dtype: jnp.dtype
+) -> tuple[jax.ShapeDtypeStruct, ...]:
   """The buffers of a pool of `num_blocks`, one a layer, split over KV heads, without memory."""
   shape = api.kv_shape(num_blocks + 1, block_size, model.num_kv_heads, model.head_dim)
   axis = head_axis(block_size, model)
@@ -64,9 +65,11 @@ def fit_blocks(available_bytes: int, block_bytes: int, longest_table: int, most_
   """
   fits = available_bytes // block_bytes - 1  # the padding block
   if fits < longest_table:
-    raise ConfigError(f"{available_bytes / 2**20:.0f} MiB hold {max(fits, 0)} KV blocks, but one sequence of the "
-                      f"greatest length needs {longest_table} ({(longest_table + 1) * block_bytes / 2**20:.0f} MiB); "
-                      "raise --kv_cache_mb or lower --max_model_len")
+    raise ConfigError(
+      f"{available_bytes / 2**20:.0f} MiB hold {max(fits, 0)} KV blocks, but one sequence of the "
+      f"greatest length needs {longest_table} ({(longest_table + 1) * block_bytes / 2**20:.0f} MiB); "
+      "raise --kv_cache_mb or lower --max_model_len"
+    )
   return min(fits, most_useful)
 
 

@@ -49,8 +49,10 @@ def sharding_of(mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[str 
   spec = [RULES[axis] if axis is not None else None for axis in axes]
   for size, axis, mesh_axis in zip(shape, axes, spec, strict=True):
     if mesh_axis is not None and size % mesh.shape[mesh_axis]:
-      raise ConfigError(f"{name}: {axis}={size} does not divide over {mesh.shape[mesh_axis]} devices; set "
-                        f"--num_devices to a divisor of {size}")
+      raise ConfigError(
+        f"{name}: {axis}={size} does not divide over {mesh.shape[mesh_axis]} devices; set "
+        f"--num_devices to a divisor of {size}"
+      )
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -58,7 +60,12 @@ def shardings(mesh: Mesh, state: nnx.State) -> Any:
   """A tree of the structure of `state` (arrays or ShapeDtypeStructs) with a NamedSharding at every parameter."""
   variables, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
   placed = [
-      sharding_of(mesh, jax.tree_util.keystr(path, simple=True, separator="."), variable.get_value().shape,
-                  variable.get_metadata()["axes"]) for path, variable in variables
+    sharding_of(
+      mesh,
+      jax.tree_util.keystr(path, simple=True, separator="."),
+      variable.get_value().shape,
+      variable.get_metadata()["axes"],
+    )
+    for path, variable in variables
   ]
   return jax.tree.unflatten(jax.tree.structure(state), placed)

@@ -85,14 +85,14 @@ class StepLayout:
     """Name -> offset and shape."""
     t, s = self.shape.tokens, self.shape.rows
     shapes = {
-        "tokens": (t,),  # an id, or -1 - slot where the id is last_tokens[slot]
-        "positions": (t,),
-        "slot_mapping": (t,),
-        "query_starts": (s + 1,),
-        "kv_lens": (s,),
-        "columns": (len(Column), s),
-        "stop_ids": (s, self.num_stop_ids),
-        "block_tables": (s, self.table_width),
+      "tokens": (t,),  # an id, or -1 - slot where the id is last_tokens[slot]
+      "positions": (t,),
+      "slot_mapping": (t,),
+      "query_starts": (s + 1,),
+      "kv_lens": (s,),
+      "columns": (len(Column), s),
+      "stop_ids": (s, self.num_stop_ids),
+      "block_tables": (s, self.table_width),
     }
     fields, offset = {}, 0
     for name, shape in shapes.items():
@@ -159,15 +159,29 @@ def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
     return lax.bitcast_convert_type(columns[column], jnp.float32)
 
   return ModelInput(
-      tokens=field("tokens"), positions=field("positions"), slot_mapping=field("slot_mapping"),
-      query_starts=field("query_starts"), kv_lens=field("kv_lens"), block_tables=field("block_tables"),
-      logit_tokens=columns[Column.TOKEN],
-      sampling=SamplingRows(
-          flags=columns[Column.FLAGS], slots=columns[Column.SLOT],
-          seeds=lax.bitcast_convert_type(columns[Column.SEED], jnp.uint32), positions=columns[Column.POSITION],
-          targets=columns[Column.TARGET], top_k=columns[Column.TOP_K], temperature=real(Column.TEMPERATURE),
-          top_p=real(Column.TOP_P), min_p=real(Column.MIN_P), presence=real(Column.PRESENCE),
-          frequency=real(Column.FREQUENCY), repetition=real(Column.REPETITION), stop_ids=field("stop_ids")))
+    tokens=field("tokens"),
+    positions=field("positions"),
+    slot_mapping=field("slot_mapping"),
+    query_starts=field("query_starts"),
+    kv_lens=field("kv_lens"),
+    block_tables=field("block_tables"),
+    logit_tokens=columns[Column.TOKEN],
+    sampling=SamplingRows(
+      flags=columns[Column.FLAGS],
+      slots=columns[Column.SLOT],
+      seeds=lax.bitcast_convert_type(columns[Column.SEED], jnp.uint32),
+      positions=columns[Column.POSITION],
+      targets=columns[Column.TARGET],
+      top_k=columns[Column.TOP_K],
+      temperature=real(Column.TEMPERATURE),
+      top_p=real(Column.TOP_P),
+      min_p=real(Column.MIN_P),
+      presence=real(Column.PRESENCE),
+      frequency=real(Column.FREQUENCY),
+      repetition=real(Column.REPETITION),
+      stop_ids=field("stop_ids"),
+    ),
+  )
 
 
 def flags_of(params: SamplingParams) -> Flag:
@@ -235,19 +249,27 @@ class Packer:
     slot, params = admission.slot, admission.params
     table = self._block_tables[slot]
     table[:] = 0
-    table[:len(admission.block_ids)] = admission.block_ids
+    table[: len(admission.block_ids)] = admission.block_ids
     column = self._columns[:, slot]
     column[Column.SEED] = np.uint32(admission.seed & 0xFFFFFFFF).view(np.int32)
     column[Column.TOP_K] = params.top_k
     column[_FLOATS] = np.array(
-        (params.temperature, params.top_p, params.min_p, params.presence_penalty, params.frequency_penalty,
-         params.repetition_penalty), np.float32).view(np.int32)
+      (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+      ),
+      np.float32,
+    ).view(np.int32)
     column[Column.FLAGS] = int(flags_of(params))
     self._min_tokens[slot] = params.min_tokens
     if params.min_tokens:
       ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos)
       self._stop_ids[slot] = -1
-      self._stop_ids[slot, :len(ids)] = ids
+      self._stop_ids[slot, : len(ids)] = ids
     self._logprobs.pop(slot, None)
     self._known.pop(slot, None)
     if params.logprobs is not None or params.prompt_logprobs is not None:
@@ -266,7 +288,7 @@ class Packer:
 
     def field(name: str) -> np.ndarray:
       offset, shape = layout.fields[name]
-      return packed[offset:offset + math.prod(shape)].reshape(shape)
+      return packed[offset : offset + math.prod(shape)].reshape(shape)
 
     columns = field("columns")
     columns[Column.SLOT] = self._num_slots
@@ -291,8 +313,8 @@ class Packer:
       row_of_token = np.repeat(np.arange(rows), counts)
       kv_lens = starts + counts
       positions = np.arange(total, dtype=np.int32) + (starts - first)[row_of_token]
-    query_starts[1:rows + 1] = ends
-    query_starts[rows + 1:] = total
+    query_starts[1 : rows + 1] = ends
+    query_starts[rows + 1 :] = total
     field("kv_lens")[:rows] = kv_lens
     field("positions")[:total] = positions
     tokens = field("tokens")
@@ -300,19 +322,20 @@ class Packer:
     if any(batch.token_ids):
       for row, ids in enumerate(batch.token_ids):
         if ids:
-          tokens[first[row]:ends[row]] = ids
+          tokens[first[row] : ends[row]] = ids
     np.take(self._block_tables, slots, axis=0, out=field("block_tables")[:rows], mode="clip")
     pages, offsets = np.divmod(positions, self._block_size)
     blocks = self._block_tables[slots[row_of_token], pages]
     field("slot_mapping")[:total] = blocks * self._block_size + offsets
     return packed, self._pack_logit_rows(batch, layout, packed, slots, kv_lens, ends)
 
-  def _pack_logit_rows(self, batch: Batch, layout: StepLayout, packed: np.ndarray, slots: np.ndarray,
-                       kv_lens: np.ndarray, ends: np.ndarray) -> LogitRows:
+  def _pack_logit_rows(
+    self, batch: Batch, layout: StepLayout, packed: np.ndarray, slots: np.ndarray, kv_lens: np.ndarray, ends: np.ndarray
+  ) -> LogitRows:
     """Fills `columns` and `stop_ids`; says how to read the output."""
     rows = len(slots)
     offset, (height, width) = layout.fields["columns"]
-    columns = packed[offset:offset + height * width].reshape(height, width)
+    columns = packed[offset : offset + height * width].reshape(height, width)
     samples = np.array(batch.samples, np.bool_)
     num_logits = np.array(batch.num_logits, np.int32)
     logit_ends = np.cumsum(num_logits, dtype=np.int32)
@@ -339,7 +362,7 @@ class Packer:
     if suppress.any():
       flags[suppress] |= int(Flag.SUPPRESS)
       offset, (height, width) = layout.fields["stop_ids"]
-      packed[offset:offset + total * width].reshape(total, width)[:] = self._stop_ids[slot]
+      packed[offset : offset + total * width].reshape(total, width)[:] = self._stop_ids[slot]
     wants: dict[int, tuple[int, tuple[int, ...]]] = {}
     if self._logprobs:
       for index, slot_of_row in enumerate(batch.slots):
@@ -350,8 +373,9 @@ class Packer:
             wants[index] = int(logit_ends[index]) - len(numbers), numbers
     return LogitRows(last, wants, live[Column.TARGET])
 
-  def _want_logprobs(self, row: int, batch: Batch, params: SamplingParams, live: np.ndarray,
-                     last: int) -> tuple[int, ...]:
+  def _want_logprobs(
+    self, row: int, batch: Batch, params: SamplingParams, live: np.ndarray, last: int
+  ) -> tuple[int, ...]:
     """Marks the prompt positions of one row; returns the number of alternatives of each of its logit rows."""
     first = last - batch.num_logits[row] + 1
     end = last if batch.samples[row] else last + 1  # the sampled position has no target

@@ -48,8 +48,10 @@ def verify(folder: pathlib.Path) -> None:
   try:
     lines = (folder / _SUMS).read_text("ascii").splitlines()
   except (OSError, ValueError) as error:
-    raise CheckpointError(f"{folder / _SUMS}: cannot be read ({error}); the folder is an unfinished conversion or an "
-                          "incomplete copy: make it again") from error
+    raise CheckpointError(
+      f"{folder / _SUMS}: cannot be read ({error}); the folder is an unfinished conversion or an "
+      "incomplete copy: make it again"
+    ) from error
   sums = {}
   for line in lines:
     digest, _, file = line.partition("  ")
@@ -64,12 +66,15 @@ def verify(folder: pathlib.Path) -> None:
       raise CheckpointError(f"{folder / file}: is missing, though {_SUMS} lists it; copy the folder again")
     if _sha256(folder / file) != digest:
       hit = f" (tensors hit: {_damaged(folder)})" if file.startswith(_WEIGHTS) else ""
-      raise CheckpointError(f"{folder / file}: is corrupt{hit}, its SHA-256 is not the one in {_SUMS}; copy the folder "
-                            "again")
+      raise CheckpointError(
+        f"{folder / file}: is corrupt{hit}, its SHA-256 is not the one in {_SUMS}; copy the folder again"
+      )
   marker = _marker(folder)
   if marker.get("format") != _FORMAT or not isinstance(marker.get("name"), str):
-    raise CheckpointError(f"{folder / MARKER}: format={marker.get('format')!r} is not supported; supported is "
-                          f"{_FORMAT}: convert the model again with tools/convert_checkpoint.py")
+    raise CheckpointError(
+      f"{folder / MARKER}: format={marker.get('format')!r} is not supported; supported is "
+      f"{_FORMAT}: convert the model again with tools/convert_checkpoint.py"
+    )
 
 
 def load(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -83,20 +88,27 @@ def load(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[
     try:
       stored = {key: tuple(entry.shape) for key, entry in checkpointer.metadata(directory).item_metadata.items()}
     except Exception as error:  # Orbax's errors are of many types, none of them its own
-      raise CheckpointError(f"{directory}: cannot be read as an Orbax checkpoint ({error}); convert the model "
-                            "again") from error
+      raise CheckpointError(
+        f"{directory}: cannot be read as an Orbax checkpoint ({error}); convert the model again"
+      ) from error
     for key in sorted(wanted.keys() | stored.keys()):
       if key not in stored:
-        raise CheckpointError(f"{directory}: tensor {key} is missing; config.json and the weights do not belong "
-                              "together")
+        raise CheckpointError(
+          f"{directory}: tensor {key} is missing; config.json and the weights do not belong together"
+        )
       if key not in wanted:
-        raise CheckpointError(f"{directory}: tensor {key} is not part of the model; config.json and the weights do not "
-                              "belong together")
+        raise CheckpointError(
+          f"{directory}: tensor {key} is not part of the model; config.json and the weights do not belong together"
+        )
       if stored[key] != wanted[key].shape:
-        raise CheckpointError(f"{directory}: tensor {key} has shape {list(stored[key])}, but config.json asks for "
-                              f"{list(wanted[key].shape)}; they do not belong together")
-    arguments = {key: ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype, global_shape=leaf.shape)
-                 for key, leaf in wanted.items()}
+        raise CheckpointError(
+          f"{directory}: tensor {key} has shape {list(stored[key])}, but config.json asks for "
+          f"{list(wanted[key].shape)}; they do not belong together"
+        )
+    arguments = {
+      key: ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype, global_shape=leaf.shape)
+      for key, leaf in wanted.items()
+    }
     return checkpointer.restore(directory, args=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments))
 
 
@@ -122,8 +134,12 @@ def save(folder: pathlib.Path, params: dict[str, jax.Array], model_name: str, fi
       checkpointer.save(draft / _WEIGHTS, args=ocp.args.PyTreeSave(params))
     # Meant for object stores, which cannot rename, and made of a path of this machine. SHA256SUMS does its work.
     (draft / _WEIGHTS / "commit_success.txt").unlink(missing_ok=True)
-    marker = {"format": _FORMAT, "name": model_name, "dtype": str(next(iter(params.values())).dtype),
-              "crc32": {key: _crc32(np.asarray(value)) for key, value in sorted(params.items())}}
+    marker = {
+      "format": _FORMAT,
+      "name": model_name,
+      "dtype": str(next(iter(params.values())).dtype),
+      "crc32": {key: _crc32(np.asarray(value)) for key, value in sorted(params.items())},
+    }
     (draft / MARKER).write_text(json.dumps(marker, indent=1) + "\n", "utf-8")
     (draft / _SUMS).write_text("".join(f"{_sha256(draft / file)}  {file}\n" for file in _covered(draft)), "ascii")
     os.rename(draft, folder)
@@ -168,11 +184,14 @@ def _damaged(folder: pathlib.Path) -> str:
   try:
     written = _marker(folder)["crc32"]
     with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+
       def intact(key: str) -> bool:
         arguments = {key: ocp.RestoreArgs(restore_type=np.ndarray)}
         try:
-          values = checkpointer.restore((folder / _WEIGHTS).resolve(), args=ocp.args.PyTreeRestore(
-              item={key: 0}, restore_args=arguments, partial_restore=True))[key]
+          values = checkpointer.restore(
+            (folder / _WEIGHTS).resolve(),
+            args=ocp.args.PyTreeRestore(item={key: 0}, restore_args=arguments, partial_restore=True),
+          )[key]
         except Exception as error:
           logging.getLogger(__name__).debug("%s: %s", key, error)
           return False

@@ -78,12 +78,20 @@ def _attend(spec: ProgramSpec):
   heads = PartitionSpec(None, mesh_lib.AXIS, None)
   pages = spec.kv[0].sharding.spec  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
   whole = PartitionSpec()
-  return jax.shard_map(attend, mesh=spec.mesh, in_specs=(heads, heads, heads, pages, whole),
-                       out_specs=(heads, pages), check_vma=False)
+  return jax.shard_map(
+    attend, mesh=spec.mesh, in_specs=(heads, heads, heads, pages, whole), out_specs=(heads, pages), check_vma=False
+  )
 
 
-def step(spec: ProgramSpec, layout: StepLayout, params: tuple[jax.Array, ...], kv: kv_cache.Buffers,
-         last_tokens: jax.Array, slot_state: SlotState, packed: jax.Array):
+def step(
+  spec: ProgramSpec,
+  layout: StepLayout,
+  params: tuple[jax.Array, ...],
+  kv: kv_cache.Buffers,
+  last_tokens: jax.Array,
+  slot_state: SlotState,
+  packed: jax.Array,
+):
   """One step of the engine on the device.
 
   Args:
@@ -112,8 +120,9 @@ def step(spec: ProgramSpec, layout: StepLayout, params: tuple[jax.Array, ...], k
     slot_state = sampler.remember(slot_state, rows, sampled.tokens)
   slots = jnp.where(rows.has(Flag.SAMPLE), rows.slots, layout.num_slots)
   last_tokens = last_tokens.at[slots].set(sampled.tokens)
-  output = jnp.stack([sampled.tokens, sampled.bad.astype(jnp.int32),
-                      lax.bitcast_convert_type(sampled.logprobs, jnp.int32)])
+  output = jnp.stack(
+    [sampled.tokens, sampled.bad.astype(jnp.int32), lax.bitcast_convert_type(sampled.logprobs, jnp.int32)]
+  )
   top = jnp.stack([sampled.top_ids, lax.bitcast_convert_type(sampled.top_logprobs, jnp.int32)])
   return kv, last_tokens, slot_state, (output, top)
 
@@ -146,14 +155,16 @@ def compile_step(spec: ProgramSpec, shape: StepShape) -> jax.stages.Compiled:
   layout = spec.layout(shape)
   whole = mesh_lib.replicated(spec.mesh)
   program = jax.jit(
-      functools.partial(step, spec, layout), donate_argnums=(1, 2, 3),
-      out_shardings=(_shardings(spec.kv), whole, _shardings(spec.slot_state), (whole, whole)))
-  return program.lower(spec.params, spec.kv, spec.last_tokens, spec.slot_state,
-                       spec.whole((layout.size,), jnp.int32)).compile(_compiler_options(spec.mesh))
+    functools.partial(step, spec, layout),
+    donate_argnums=(1, 2, 3),
+    out_shardings=(_shardings(spec.kv), whole, _shardings(spec.slot_state), (whole, whole)),
+  )
+  return program.lower(
+    spec.params, spec.kv, spec.last_tokens, spec.slot_state, spec.whole((layout.size,), jnp.int32)
+  ).compile(_compiler_options(spec.mesh))
 
 
 def compile_write_line(spec: ProgramSpec, table: Any) -> jax.stages.Compiled:
   """The executable that sets one line of the abstract `table`: (table, packed) -> table."""
   program = jax.jit(write_line, donate_argnums=0, out_shardings=table.sharding)
   return program.lower(table, spec.whole((spec.model.vocab_size + 1,), jnp.int32)).compile(_compiler_options(spec.mesh))
-

@@ -60,7 +60,7 @@ class LaunchedStep:
     rows = self._rows
     bad_rows = frozenset[int]()
     if bad.any():  # padding rows are never bad in what counts: only logit rows that exist are looked up
-      lines = np.flatnonzero(bad[:len(rows.targets)])
+      lines = np.flatnonzero(bad[: len(rows.targets)])
       bad_rows = frozenset(np.searchsorted(rows.last, lines).tolist())
     if not rows.wants:
       return StepResult(tokens[rows.last].tolist(), bad_rows)
@@ -87,8 +87,14 @@ class LaunchedStep:
 class ModelRunner:
   """Owns the arrays on the device and the executables; implements engine.batch.Runner."""
 
-  def __init__(self, spec: ProgramSpec, params: tuple[jax.Array, ...], ladder: ShapeLadder,
-               eos_token_ids: tuple[int, ...], progress: Progress):
+  def __init__(
+    self,
+    spec: ProgramSpec,
+    params: tuple[jax.Array, ...],
+    ladder: ShapeLadder,
+    eos_token_ids: tuple[int, ...],
+    progress: Progress,
+  ):
     """Compiles every rung and allocates the KV buffers.
 
     `steps` (the executables by shape), `kv` and `slot_state` may be looked at from outside, for tests and measurements.
@@ -106,10 +112,10 @@ class ModelRunner:
     self._compile(ladder.rungs(), progress)
     self._layouts = {shape: spec.layout(shape) for shape in ladder.rungs()}
     self.kv = kv_cache.allocate(spec.kv)
-    self._last_tokens: jax.Array = jax.device_put(
-        np.zeros(spec.last_tokens.shape, np.int32), spec.last_tokens.sharding)
+    self._last_tokens: jax.Array = jax.device_put(np.zeros(spec.last_tokens.shape, np.int32), spec.last_tokens.sharding)
     self.slot_state: SlotState = jax.tree.map(
-        lambda leaf: jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)(), spec.slot_state)
+      lambda leaf: jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)(), spec.slot_state
+    )
 
   def _compile(self, rungs: tuple[StepShape, ...], progress: Progress) -> None:
     spec = self._spec
@@ -154,7 +160,8 @@ class ModelRunner:
       self._admit(admission)
     packed, rows = self._packer.pack(batch, self._layouts[batch.shape])
     self.kv, self._last_tokens, self.slot_state, (output, top) = executable(
-        self._params, self.kv, self._last_tokens, self.slot_state, packed)
+      self._params, self.kv, self._last_tokens, self.slot_state, packed
+    )
     return LaunchedStep(output, top, rows)
 
   def _admit(self, admission: Admission) -> None:

@@ -39,8 +39,9 @@ class StoredTensor:
   def check_dtype(self) -> None:
     """Raises CheckpointError unless the dtype is one that `map` can read."""
     if self.dtype not in _DTYPES:
-      raise CheckpointError(f"{self.file}: tensor {self.name} has dtype {self.dtype}; supported are "
-                            f"{', '.join(_DTYPES)}")
+      raise CheckpointError(
+        f"{self.file}: tensor {self.name} has dtype {self.dtype}; supported are {', '.join(_DTYPES)}"
+      )
 
   def map(self) -> np.ndarray:
     """The values, as a read-only map of the file that lives as long as the array does. Not for empty tensors."""
@@ -48,9 +49,28 @@ class StoredTensor:
 
 
 # Bits of every dtype that the format knows; only those in _DTYPES can be read.
-_BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-         "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
-         "C64": 64}
+_BITS = {
+  "BOOL": 8,
+  "U8": 8,
+  "I8": 8,
+  "F8_E5M2": 8,
+  "F8_E4M3": 8,
+  "F8_E8M0": 8,
+  "F4": 4,
+  "F6_E2M3": 6,
+  "F6_E3M2": 6,
+  "U16": 16,
+  "I16": 16,
+  "F16": 16,
+  "BF16": 16,
+  "U32": 32,
+  "I32": 32,
+  "F32": 32,
+  "U64": 64,
+  "I64": 64,
+  "F64": 64,
+  "C64": 64,
+}
 
 
 def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
@@ -65,8 +85,10 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
       stream.seek(0)
       length = int.from_bytes(stream.read(8), "little")
       if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-        raise CheckpointError(f"{file}: {size} bytes cannot hold the header of {length} bytes that it announces; the "
-                              "file is truncated or no safetensors file: copy it again")
+        raise CheckpointError(
+          f"{file}: {size} bytes cannot hold the header of {length} bytes that it announces; the "
+          "file is truncated or no safetensors file: copy it again"
+        )
       text = stream.read(length)
   except OSError as error:
     raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
@@ -81,12 +103,15 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
   for entry in sorted(_entries(file, header), key=lambda entry: (entry.start, entry.size)):
     begin = 8 + length + entry.start
     if begin != end:
-      raise CheckpointError(f"{file}: tensor {entry.name} begins at byte {begin} where {end} is expected; the header "
-                            "is corrupt: copy the file again")
+      raise CheckpointError(
+        f"{file}: tensor {entry.name} begins at byte {begin} where {end} is expected; the header "
+        "is corrupt: copy the file again"
+      )
     end = begin + entry.size
     if end > size:
-      raise CheckpointError(f"{file}: tensor {entry.name} ends at byte {end} of a file of {size}; the file is "
-                            "truncated: copy it again")
+      raise CheckpointError(
+        f"{file}: tensor {entry.name} ends at byte {end} of a file of {size}; the file is truncated: copy it again"
+      )
     out[entry.name] = StoredTensor(file, entry.name, entry.dtype, entry.shape, begin)
   if end != size:
     raise CheckpointError(f"{file}: {size - end} bytes follow the last tensor; the file is corrupt: copy it again")
@@ -109,11 +134,14 @@ def _entries(file: pathlib.Path, header: dict[str, Any]) -> Iterator[_Entry]:
       bits = _BITS[dtype] * math.prod(shape)
       whole = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
     except (TypeError, KeyError, ValueError) as error:
-      raise CheckpointError(f"{file}: tensor {name} has a corrupt entry {str(entry)[:200]}; copy the file "
-                            "again") from error
+      raise CheckpointError(
+        f"{file}: tensor {name} has a corrupt entry {str(entry)[:200]}; copy the file again"
+      ) from error
     if not whole or bits % 8 or stop - start != bits // 8:
-      raise CheckpointError(f"{file}: tensor {name} of {dtype}{list(shape)} cannot lie in bytes {start} to {stop}; the "
-                            "header is corrupt: copy the file again")
+      raise CheckpointError(
+        f"{file}: tensor {name} of {dtype}{list(shape)} cannot lie in bytes {start} to {stop}; the "
+        "header is corrupt: copy the file again"
+      )
     yield _Entry(name, dtype, shape, start, stop - start)
 
 

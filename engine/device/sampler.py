@@ -238,8 +238,11 @@ def sample(logits: jax.Array, rows: SamplingRows, state: SlotState) -> Sampled:
   nothing = jnp.zeros(logits.shape[0], jnp.float32)
   logprobs, norm = lax.cond(jnp.any(rows.has(Flag.LOGPROB)), own, lambda: (nothing, nothing))
   top_ids, top_logprobs = lax.cond(
-      jnp.any(rows.has(Flag.TOP_LOGPROBS)), top, lambda _: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)),
-      norm)
+    jnp.any(rows.has(Flag.TOP_LOGPROBS)),
+    top,
+    lambda _: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)),
+    norm,
+  )
   return Sampled(tokens, bad, logprobs, top_ids, top_logprobs)
 
 

@@ -64,8 +64,10 @@ def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike) -> Loa
     raise ConfigError(f"dtype={dtype.name} is not supported; choose bfloat16 or float32")
   folder = pathlib.Path(path)
   if not folder.is_dir():
-    raise CheckpointError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; --model takes a "
-                          "Hugging Face or Sluice model folder")
+    raise CheckpointError(
+      f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; --model takes a "
+      "Hugging Face or Sluice model folder"
+    )
   is_orbax = orbax_folder.is_one(folder)
   if is_orbax:
     orbax_folder.verify(folder)
@@ -77,16 +79,18 @@ def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike) -> Loa
   eos_token_ids = _eos_token_ids(folder, raw)
   graphdef, abstract = llama.abstract(config, dtype)
   leaves, treedef = jax.tree.flatten_with_path(abstract)
-  wanted = {parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            for (key, leaf), sharding in zip(leaves, jax.tree.leaves(shardings(mesh, abstract)), strict=True)}
+  wanted = {
+    parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    for (key, leaf), sharding in zip(leaves, jax.tree.leaves(shardings(mesh, abstract)), strict=True)
+  }
   arrays = orbax_folder.load(folder, wanted) if is_orbax else _load_safetensors(folder, config, wanted)
   return LoadedModel(
-      config=config,
-      graphdef=graphdef,
-      params=jax.tree.unflatten(treedef, [arrays[name] for name in wanted]),
-      eos_token_ids=eos_token_ids,
-      tokenizer_dir=str(folder) if (folder / "tokenizer.json").is_file() else None,
-      name=orbax_folder.name(folder) if is_orbax else folder.resolve().name,
+    config=config,
+    graphdef=graphdef,
+    params=jax.tree.unflatten(treedef, [arrays[name] for name in wanted]),
+    eos_token_ids=eos_token_ids,
+    tokenizer_dir=str(folder) if (folder / "tokenizer.json").is_file() else None,
+    name=orbax_folder.name(folder) if is_orbax else folder.resolve().name,
   )
 
 
@@ -119,8 +123,9 @@ def _eos_token_ids(folder: pathlib.Path, raw: dict[str, Any]) -> tuple[int, ...]
   return tuple(ids)
 
 
-def _load_safetensors(folder: pathlib.Path, config: ModelConfig,
-                      wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def _load_safetensors(
+  folder: pathlib.Path, config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
   stored = _find_tensors(folder)
   pieces = tensors(config)
   _check_tensors(folder, config, stored, {piece.name: piece for parts in pieces.values() for piece in parts})
@@ -140,10 +145,13 @@ def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
   if not index.exists():
     pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt") for file in folder.glob(kind))
     if pickles:
-      raise CheckpointError(f"{folder / pickles[0]}: a pickled checkpoint can run code when it is opened, so Sluice "
-                            "never does; save the model again as safetensors")
-    raise CheckpointError(f"{folder}: holds neither {_SINGLE} nor {_INDEX} nor {orbax_folder.MARKER}; it is no model "
-                          "folder")
+      raise CheckpointError(
+        f"{folder / pickles[0]}: a pickled checkpoint can run code when it is opened, so Sluice "
+        "never does; save the model again as safetensors"
+      )
+    raise CheckpointError(
+      f"{folder}: holds neither {_SINGLE} nor {_INDEX} nor {orbax_folder.MARKER}; it is no model folder"
+    )
   weight_map = _read_json(index).get("weight_map")
   if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
     raise CheckpointError(f"{index}: weight_map must map tensor names to file names; copy the file again")
@@ -155,8 +163,10 @@ def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
   for file in files:
     for name, tensor in read_header(folder / file).items():
       if weight_map.get(name) != file:
-        raise CheckpointError(f"{folder / file}: tensor {name} is here, but {_INDEX} has it in {weight_map.get(name)}; "
-                              "the shards are of different checkpoints: copy them again")
+        raise CheckpointError(
+          f"{folder / file}: tensor {name} is here, but {_INDEX} has it in {weight_map.get(name)}; "
+          "the shards are of different checkpoints: copy them again"
+        )
       stored[name] = tensor
   for name, file in weight_map.items():
     if name not in stored:
@@ -164,17 +174,22 @@ def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
   return stored
 
 
-def _check_tensors(folder: pathlib.Path, config: ModelConfig, stored: dict[str, StoredTensor],
-                   pieces: dict[str, Piece]) -> None:
+def _check_tensors(
+  folder: pathlib.Path, config: ModelConfig, stored: dict[str, StoredTensor], pieces: dict[str, Piece]
+) -> None:
   """Refuses missing, extra and misshapen tensors, and drops nothing but what is known to be redundant."""
   for name, piece in pieces.items():
     if name not in stored:
-      raise CheckpointError(f"{folder}: tensor {name} of shape {list(piece.shape)} is missing from the checkpoint; "
-                            "config.json and the weights do not belong together, or a file was left out")
+      raise CheckpointError(
+        f"{folder}: tensor {name} of shape {list(piece.shape)} is missing from the checkpoint; "
+        "config.json and the weights do not belong together, or a file was left out"
+      )
     tensor = stored[name]
     if tensor.shape != piece.shape:
-      raise CheckpointError(f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for "
-                            f"{list(piece.shape)}; they do not belong together")
+      raise CheckpointError(
+        f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for "
+        f"{list(piece.shape)}; they do not belong together"
+      )
     tensor.check_dtype()
   extra = sorted(set(stored) - set(pieces))
   # Old checkpoints store rope's frequencies, which follow from config.json.
@@ -182,17 +197,26 @@ def _check_tensors(folder: pathlib.Path, config: ModelConfig, stored: dict[str, 
   if config.tie_embeddings and "lm_head.weight" in extra:
     head, embed = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
     if head.shape != embed.shape or head.dtype != embed.dtype or not np.array_equal(head.map(), embed.map()):
-      raise CheckpointError(f"{head.file}: tensor lm_head.weight differs from {embed.name}, but config.json says "
-                            "tie_word_embeddings=true; correct one of them")
+      raise CheckpointError(
+        f"{head.file}: tensor lm_head.weight differs from {embed.name}, but config.json says "
+        "tie_word_embeddings=true; correct one of them"
+      )
     extra.remove("lm_head.weight")
   if extra:
-    raise CheckpointError(f"{stored[extra[0]].file}: tensor {extra[0]} is not part of a {config.family} model"
-                          f"{f', nor are {len(extra) - 1} others' if len(extra) > 1 else ''}; config.json and the "
-                          "weights do not belong together")
+    raise CheckpointError(
+      f"{stored[extra[0]].file}: tensor {extra[0]} is not part of a {config.family} model"
+      f"{f', nor are {len(extra) - 1} others' if len(extra) > 1 else ''}; config.json and the "
+      "weights do not belong together"
+    )
 
 
-def _assemble(pieces: tuple[Piece, ...], stored: dict[str, StoredTensor], shape: tuple[int, ...], dtype: np.dtype,
-              index: tuple[slice, ...] | None) -> np.ndarray:
+def _assemble(
+  pieces: tuple[Piece, ...],
+  stored: dict[str, StoredTensor],
+  shape: tuple[int, ...],
+  dtype: np.dtype,
+  index: tuple[slice, ...] | None,
+) -> np.ndarray:
   """One device's part of a parameter; reads only that part of the file.
 
   Args:
@@ -208,12 +232,13 @@ def _assemble(pieces: tuple[Piece, ...], stored: dict[str, StoredTensor], shape:
     else:
       assert out.shape[piece.axis] == shape[piece.axis], (piece, index)
       place = (slice(None),) * piece.axis + (slice(piece.start, piece.start + piece.size),)
-      part = values[index[:piece.axis] + (slice(None),) + index[piece.axis + 1:]]
+      part = values[index[: piece.axis] + (slice(None),) + index[piece.axis + 1 :]]
     out[place] = part
   if not _all_finite(out):
     bad = [piece.name for piece in pieces if not np.isfinite(stored[piece.name].map().astype(np.float32)).all()]
-    raise CheckpointError(f"{stored[pieces[0].name].file}: tensor {' and '.join(bad)} holds NaN or Inf; the file is "
-                          "corrupt: copy it again")
+    raise CheckpointError(
+      f"{stored[pieces[0].name].file}: tensor {' and '.join(bad)} holds NaN or Inf; the file is corrupt: copy it again"
+    )
   return out
 
 
@@ -221,4 +246,6 @@ def _all_finite(values: np.ndarray) -> bool:
   """Whether no exponent is all ones; by bits, since ml_dtypes' own test of bfloat16 is many times slower."""
   kind, mask = (np.uint32, 0x7F80_0000) if values.dtype.itemsize == 4 else (np.uint16, 0x7F80)
   bits, chunk = values.reshape(-1).view(kind), 1 << 20
-  return not any(((bits[start:start + chunk] & kind(mask)) == kind(mask)).any() for start in range(0, bits.size, chunk))
+  return not any(
+    ((bits[start : start + chunk] & kind(mask)) == kind(mask)).any() for start in range(0, bits.size, chunk)
+  )

@@ -9,15 +9,12 @@ of queries at a time. Both walk their keys in chunks of some pages and keep the 
 row shares an operation with another, so a row's result depends neither on its neighbours nor on its place, to the bit.
 """
 
-import os
-
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-_CHUNK = 128  # keys a pass, rounded to whole pages: K and V of 4 heads of 64 are 256 KiB in f32
-_TILE = 32  # queries of a prefill tile
-_LANES = min(4, os.cpu_count() or 1)  # loops over decode rows that may run at the same time
+_CHUNK = 64  # keys a pass, rounded to whole pages: 128 KiB of K and V for 4 heads of 64 in f32
+_TILE = 16  # queries of a prefill tile
 _MASKED = -1e30  # a score no real one reaches; finite, so that masked - masked is 0 and not NaN
 
 
@@ -65,7 +62,7 @@ def _step(state, queries, kv, block_table, chunk, pages, seen, in_use, soft_cap)
   """
   peak, total, acc = state
   keys = _load(kv, block_table, chunk, pages, jnp.zeros((), jnp.int32))
-  if queries.shape[1] < 16:  # few queries: the wide operand goes first, since the second one is packed anew
+  if queries.shape[1] < 16:  # few queries: the keys go first, since the second operand is packed anew
     scores = jnp.einsum("kch,kmh->kcm", keys, queries, preferred_element_type=jnp.float32).transpose(0, 2, 1)
   else:
     scores = jnp.einsum("kmh,kch->kmc", queries, keys, preferred_element_type=jnp.float32)
@@ -108,33 +105,24 @@ def ragged_paged_attention(q: jax.Array, kv: jax.Array, block_tables: jax.Array,
     """The first key that a query at `positions` sees."""
     return jnp.zeros_like(positions) if sliding_window is None else jnp.maximum(positions - (sliding_window - 1), 0)
 
-  # Decode rows, longest first and dealt out in turn, so that the lanes end together. The lanes start together because
-  # all they wait for is one array.
-  num_chunks = jnp.where(counts == 1, -(-kv_lens // chunk) - first_seen(kv_lens - 1) // chunk, 0)
-  order = jnp.argsort(-num_chunks).astype(jnp.int32)
-  num_decodes = jnp.sum((counts == 1).astype(jnp.int32))
-  plan = jnp.concatenate([order, num_decodes[None]])
+  # Decode rows, one at a time. They are brought to the front, since a turn for nothing is not free.
+  decodes_first = jnp.argsort(counts != 1).astype(jnp.int32)
 
-  def decode_lane(lane):
-    def row_body(index, out):
-      row = plan[index * _LANES + lane]
-      length = kv_lens[row]
-      first = first_seen(length - 1)
-      queries = lax.dynamic_index_in_dim(grouped, query_starts[row], keepdims=False).astype(jnp.float32) * scale
+  def decode_row(index, out):
+    row = decodes_first[index]
+    length, token = kv_lens[row], query_starts[row]
+    first = first_seen(length - 1)
+    queries = lax.dynamic_index_in_dim(grouped, token, keepdims=False).astype(jnp.float32) * scale
 
-      def step(j, state):
-        positions = j * chunk + in_chunk
-        seen = (positions >= first) & (positions < length)
-        return _step(state, queries, kv, block_tables[row], j, pages, seen[None], seen, soft_cap)
+    def step(j, state):
+      positions = j * chunk + in_chunk
+      seen = (positions >= first) & (positions < length)
+      return _step(state, queries, kv, block_tables[row], j, pages, seen[None], seen, soft_cap)
 
-      state = lax.fori_loop(first // chunk, -(-length // chunk), step, _start(num_kv_heads, group, head_dim))
-      return lax.dynamic_update_index_in_dim(out, _finish(state).astype(out.dtype), index, 0)
+    state = lax.fori_loop(first // chunk, -(-length // chunk), step, _start(num_kv_heads, group, head_dim))
+    return lax.dynamic_update_index_in_dim(out, _finish(state).astype(out.dtype), token, 0)
 
-    share = jnp.zeros((-(-num_rows // _LANES), num_kv_heads, group, head_dim), q.dtype)
-    return lax.fori_loop(0, (plan[num_rows] + (_LANES - 1 - lane)) // _LANES, row_body, share)
-
-  decoded = jnp.stack([decode_lane(lane) for lane in range(_LANES)], axis=1)
-  decoded = decoded.reshape(-1, num_kv_heads, group, head_dim)[:num_rows]
+  out = lax.fori_loop(0, jnp.sum((counts == 1).astype(jnp.int32)), decode_row, jnp.zeros_like(grouped))
 
   # Prefill rows: a tile of queries of one row at a time.
   tile = min(_TILE, num_tokens)
@@ -168,6 +156,4 @@ def ragged_paged_attention(q: jax.Array, kv: jax.Array, block_tables: jax.Array,
     mine = jnp.broadcast_to(mine[:, None, None, None], kept.shape)
     return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, result, kept), at, 0)
 
-  out = lax.fori_loop(0, tile_ends[-1], prefill_tile, jnp.zeros_like(grouped))
-  owners = jnp.where(jnp.arange(num_rows, dtype=jnp.int32) < num_decodes, query_starts[order], num_tokens)
-  return out.at[owners].set(decoded, mode="drop").reshape(q.shape)
+  return lax.fori_loop(0, tile_ends[-1], prefill_tile, out).reshape(q.shape)

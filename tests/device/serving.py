@@ -32,9 +32,16 @@ class Served:
 
 def config_for(runner: ModelRunner, **changes) -> EngineConfig:
   """Settings that agree with make_runner's defaults; the scheduler may use less of the pool than there is."""
-  settings = {"vocab_size": TINY.vocab_size, "max_model_len": 64, "num_blocks": 64, "block_size": 4,
-              "token_budgets": tuple(shape.tokens for shape in runner.steps), "max_num_seqs": 8, "prefill_chunk": 32,
-              "eos_token_ids": EOS}
+  settings = {
+    "vocab_size": TINY.vocab_size,
+    "max_model_len": 64,
+    "num_blocks": 64,
+    "block_size": 4,
+    "token_budgets": tuple(shape.tokens for shape in runner.steps),
+    "max_num_seqs": 8,
+    "prefill_chunk": 32,
+    "eos_token_ids": EOS,
+  }
   return EngineConfig(**(settings | changes))
 
 
@@ -44,8 +51,9 @@ def make_engine(runner: ModelRunner, emit: Callable[[list[TokenEvent]], None], e
   return engine(Scheduler(config_for(runner, **changes)), runner, lambda: float(next(clock)) * 1e-6, emit)
 
 
-def serve(runner: ModelRunner, requests: Iterable[tuple[list[int], SamplingParams]], engine=Engine, **changes
-          ) -> tuple[list[Served], Engine]:
+def serve(
+  runner: ModelRunner, requests: Iterable[tuple[list[int], SamplingParams]], engine=Engine, **changes
+) -> tuple[list[Served], Engine]:
   """Submits all requests at once and steps until every one has ended."""
   served: dict[str, Served] = {}
 

@@ -33,8 +33,11 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
   told: list[tuple[str, int, int]] = []
   events: list[TokenEvent] = []
   cache = tmp_path / "compiled"
-  built = build(BuildOptions(folder, kv_cache_mb=1, max_model_len=64, compile_cache_dir=str(cache), **SMALL),
-                lambda *progress: told.append(progress), events.extend)
+  built = build(
+    BuildOptions(folder, kv_cache_mb=1, max_model_len=64, compile_cache_dir=str(cache), **SMALL),
+    lambda *progress: told.append(progress),
+    events.extend,
+  )
   assert [what for what, done, total in told if done == total] == ["load", "compile", "warm up"]
   assert built.config.vocab_size == RAW["vocab_size"] == built.model.vocab_size
   assert built.config.max_model_len == 64 and built.tokenizer_dir is None and built.model_name == "tiny"
@@ -48,7 +51,9 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
   assert len(list(cache.iterdir())) >= len(SMALL["token_budgets"])
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [
     ({"dtype": "float16"}, "dtype='float16' is not one of float32, bfloat16"),
     ({"kv_cache_mb": 5, "num_blocks": 5}, "set only one of"),
     ({"kv_cache_mb": -1}, "kv_cache_mb=-1 must be 0 or more"),
@@ -58,18 +63,24 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
     ({"prefill_chunk": 17}, "prefill_chunk=17 exceeds the top token budget 16"),
     ({"policy": "nonsense"}, "policy='nonsense' is unknown"),
     ({"batching": "nonsense"}, "batching='nonsense' is unknown"),
-], ids=str)
+  ],
+  ids=str,
+)
 def test_options_that_contradict_each_other(changes, said):
   with pytest.raises(ConfigError, match=said):
     BuildOptions("nowhere", **(SMALL | changes))
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(
+  ("changes", "said"),
+  [
     ({"max_model_len": 10**6}, "max_model_len=1000000 exceeds the .* positions of tiny"),
     ({"num_devices": 64}, "num_devices=64, but this machine has"),
     ({"kv_cache_mb": 1, "block_size": 8192}, "1 MiB hold .* KV blocks, but one sequence of the greatest length needs"),
     ({"compile_cache_dir": "/proc/none"}, "compile_cache_dir=/proc/none"),
-], ids=str)
+  ],
+  ids=str,
+)
 def test_options_that_do_not_fit_the_model_or_the_machine(folder, changes, said):
   with pytest.raises(ConfigError, match=said):
     build(BuildOptions(folder, **(SMALL | changes)), silent, no_events)
@@ -88,8 +99,9 @@ def test_the_pool_takes_the_memory_that_is_left(folder, monkeypatch):
     return 3 * 2**20 - step_bytes
 
   monkeypatch.setattr(kv_cache, "free_bytes", free_bytes)
-  options = BuildOptions(folder, max_model_len=256, enable_prefix_caching=False, token_budgets=(8,), max_num_seqs=8,
-                         prefill_chunk=8)
+  options = BuildOptions(
+    folder, max_model_len=256, enable_prefix_caching=False, token_budgets=(8,), max_num_seqs=8, prefill_chunk=8
+  )
   config = build(options, silent, no_events).config
   sampler_state = 2 * 4 * 9 * RAW["vocab_size"]
   assert asked[0] == 0 and asked[1] > sampler_state

@@ -33,8 +33,9 @@ def test_every_parameter_has_a_place_in_a_tree_of_the_same_structure():
 
 
 def test_what_does_not_divide_is_refused_with_value_and_remedy():
-  with pytest.raises(ConfigError, match="layers.0.mlp.down: mlp=48 does not divide over 5 devices; set "
-                     "--num_devices to a divisor of 48"):
+  with pytest.raises(
+    ConfigError, match="layers.0.mlp.down: mlp=48 does not divide over 5 devices; set --num_devices to a divisor of 48"
+  ):
     mesh_lib.sharding_of(FakeMesh(5), "layers.0.mlp.down", (48, 32), ("mlp", "embed"))
 
 
@@ -88,8 +89,9 @@ class FakeDevice:
 
 def test_free_memory_is_of_the_fullest_device():
   mesh = FakeMesh(2)
-  mesh.devices = np.array([FakeDevice({"bytes_limit": 1000, "bytes_in_use": 100}),
-                           FakeDevice({"bytes_limit": 1000, "bytes_in_use": 300})])
+  mesh.devices = np.array(
+    [FakeDevice({"bytes_limit": 1000, "bytes_in_use": 100}), FakeDevice({"bytes_limit": 1000, "bytes_in_use": 300})]
+  )
   assert kv_cache.free_bytes(mesh, step_bytes=50, reserve_share=0.1) == 2 * (900 - 300 - 50)
   assert kv_cache.free_bytes(mesh, step_bytes=5000) == 0
   mesh.devices = np.array([FakeDevice(None)])

@@ -18,10 +18,19 @@ EOS = (1, 2)
 
 def params_of(rng: random.Random) -> SamplingParams:
   return SamplingParams(
-      temperature=rng.choice((0.0, 0.5)), top_k=rng.choice((0, 3)), top_p=rng.choice((1.0, 0.5)), min_p=rng.random(),
-      presence_penalty=rng.choice((0.0, -1.5)), frequency_penalty=rng.random(), repetition_penalty=0.5 + rng.random(),
-      min_tokens=rng.choice((0, 3)), ignore_eos=rng.random() < 0.5, stop_token_ids=tuple(rng.sample(range(90), 3)),
-      logprobs=rng.choice((None, 0, 4)), prompt_logprobs=rng.choice((None, 0, 7)))
+    temperature=rng.choice((0.0, 0.5)),
+    top_k=rng.choice((0, 3)),
+    top_p=rng.choice((1.0, 0.5)),
+    min_p=rng.random(),
+    presence_penalty=rng.choice((0.0, -1.5)),
+    frequency_penalty=rng.random(),
+    repetition_penalty=0.5 + rng.random(),
+    min_tokens=rng.choice((0, 3)),
+    ignore_eos=rng.random() < 0.5,
+    stop_token_ids=tuple(rng.sample(range(90), 3)),
+    logprobs=rng.choice((None, 0, 4)),
+    prompt_logprobs=rng.choice((None, 0, 7)),
+  )
 
 
 class Twin:
@@ -49,7 +58,7 @@ def make_step(rng: random.Random, shape: StepShape, twins: list[Twin]) -> tuple[
     rows.append((twin, twin.start, count, num_logits, samples, rng.randrange(6)))
     tokens_left -= count
     logits_left -= num_logits
-  ids = [tuple(t.tokens[start:start + count]) for t, start, count, *_ in rows]
+  ids = [tuple(t.tokens[start : start + count]) for t, start, count, *_ in rows]
   for twin, start, count, *_ in rows:
     twin.start = start + count
   starts, counts, num_logits, samples, outputs = (tuple(row[column] for row in rows) for column in range(1, 6))
@@ -93,9 +102,14 @@ def test_every_number_arrives(seed):
         assert inputs.logit_tokens[line] == token - 1 - back
         assert sampling.slots[line] == twin.slot and sampling.positions[line] == start + count - back
         assert int(sampling.seeds[line]) == twin.seed and sampling.top_k[line] == params.top_k
-        for name, value in (("temperature", params.temperature), ("top_p", params.top_p), ("min_p", params.min_p),
-                            ("presence", params.presence_penalty), ("frequency", params.frequency_penalty),
-                            ("repetition", params.repetition_penalty)):
+        for name, value in (
+          ("temperature", params.temperature),
+          ("top_p", params.top_p),
+          ("min_p", params.min_p),
+          ("presence", params.presence_penalty),
+          ("frequency", params.frequency_penalty),
+          ("repetition", params.repetition_penalty),
+        ):
           assert getattr(sampling, name)[line] == np.float32(value)
         flags = flags_of(params) if final else Flag(0)
         if final and outputs < params.min_tokens:
@@ -127,8 +141,9 @@ def test_every_number_arrives(seed):
 def test_a_slot_forgets_its_former_request():
   packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
   layout = packer.layout(StepShape(8, SLOTS))
-  rich = SamplingParams(min_tokens=5, stop_token_ids=(9,), logprobs=3, prompt_logprobs=3, top_k=4,
-                        logit_bias=((4, 1.0),))
+  rich = SamplingParams(
+    min_tokens=5, stop_token_ids=(9,), logprobs=3, prompt_logprobs=3, top_k=4, logit_bias=((4, 1.0),)
+  )
   packer.admit(Admission(2, (5, 6, 7), 3, (11, 12, 13), rich, 99))
   packer.admit(Admission(2, (5,), 1, (14,), SamplingParams(temperature=0.0), 1))
   batch = Batch(0, StepShape(8, SLOTS), ("a",), (2,), (0,), (1,), (1,), (True,), ((5,),), (0,))

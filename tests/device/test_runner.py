@@ -53,10 +53,18 @@ def test_alone(runner, prompts, reference):
     assert tokens_of(serve(runner, [(prompt, GREEDY)])[0]) == [expected]
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"prefill_chunk": 1}, {"prefill_chunk": 3}, {"prefill_chunk": 8},
-    {"enable_prefix_caching": False}, {"batching": "static"},
-], ids=str)
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {},
+    {"prefill_chunk": 1},
+    {"prefill_chunk": 3},
+    {"prefill_chunk": 8},
+    {"enable_prefix_caching": False},
+    {"batching": "static"},
+  ],
+  ids=str,
+)
 def test_together(runner, prompts, reference, changes):
   served, _ = serve(runner, [(prompt, GREEDY) for prompt in prompts], **changes)
   assert tokens_of(served) == reference
@@ -74,11 +82,20 @@ def test_without_overlap(runner, prompts, reference):
 
 
 def test_draws_do_not_depend_on_company_chunks_or_preemption(runner, prompts):
-  choices = [{}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.1}, {"presence_penalty": 1.0, "repetition_penalty": 1.2},
-             {"logit_bias": ((5, 3.0), (6, -100.0))}, {"allowed_token_ids": tuple(range(10, 60))},
-             {"frequency_penalty": 2.0}]
-  requests = [(prompt, SamplingParams(max_tokens=12, ignore_eos=True, seed=index, **choices[index % len(choices)]))
-              for index, prompt in enumerate(prompts)]
+  choices = [
+    {},
+    {"top_p": 0.8},
+    {"top_k": 7},
+    {"min_p": 0.1},
+    {"presence_penalty": 1.0, "repetition_penalty": 1.2},
+    {"logit_bias": ((5, 3.0), (6, -100.0))},
+    {"allowed_token_ids": tuple(range(10, 60))},
+    {"frequency_penalty": 2.0},
+  ]
+  requests = [
+    (prompt, SamplingParams(max_tokens=12, ignore_eos=True, seed=index, **choices[index % len(choices)]))
+    for index, prompt in enumerate(prompts)
+  ]
   alone = [serve(runner, [request])[0][0].tokens for request in requests]
   for changes in ({}, {"prefill_chunk": 3}, {"num_blocks": 14}):
     assert tokens_of(serve(runner, requests, **changes)[0]) == alone
@@ -86,13 +103,18 @@ def test_draws_do_not_depend_on_company_chunks_or_preemption(runner, prompts):
 
 def test_stop_min_tokens_and_ignore_eos(runner, prompts):
   always_eos, most = ((EOS[0], 100.0),), 20
-  served, _ = serve(runner, [
+  served, _ = serve(
+    runner,
+    [
       (prompts[3], SamplingParams(most, temperature=0.0, logit_bias=always_eos)),
       (prompts[3], SamplingParams(most, temperature=0.0, logit_bias=always_eos, min_tokens=5)),
       (prompts[3], SamplingParams(most, temperature=0.0, logit_bias=always_eos, ignore_eos=True)),
-      (prompts[3], SamplingParams(most, temperature=0.0, logit_bias=((40, 100.0),), stop_token_ids=(40,),
-                                  min_tokens=3)),
-  ])
+      (
+        prompts[3],
+        SamplingParams(most, temperature=0.0, logit_bias=((40, 100.0),), stop_token_ids=(40,), min_tokens=3),
+      ),
+    ],
+  )
   assert [len(one.tokens) for one in served] == [1, 6, most, 4]
   assert served[0].tokens == [EOS[0]] and EOS[0] not in served[1].tokens[:5] and served[1].tokens[5] == EOS[0]
   assert set(served[2].tokens) == {EOS[0]}
@@ -105,8 +127,8 @@ def test_penalties_count_tokens_of_earlier_steps(runner, model, prompts):
   tokens = list(prompts[2])
   for token in served[0].tokens:
     logits = dense_logits(model, tokens)[len(tokens) - 1].astype(np.float64)
-    for seen in set(tokens[len(prompts[2]):]):
-      logits[seen] -= 2.0 + 2.0 * tokens[len(prompts[2]):].count(seen)
+    for seen in set(tokens[len(prompts[2]) :]):
+      logits[seen] -= 2.0 + 2.0 * tokens[len(prompts[2]) :].count(seen)
     assert token == int(logits.argmax())
     tokens.append(token)
 
@@ -123,9 +145,13 @@ def check_logprob(entry, logits, number):
 @pytest.mark.parametrize("changes", [{}, {"prefill_chunk": 3}, {"num_blocks": 16}], ids=str)
 def test_logprobs_of_outputs_and_prompt(runner, model, prompts, changes):
   wants = [(None, None), (0, None), (20, None), (None, 0), (3, 5), (1, 20)]
-  requests = [(prompts[5 + index], SamplingParams(max_tokens=6, seed=index, ignore_eos=True, logprobs=logprobs,
-                                                  prompt_logprobs=prompt_logprobs))
-              for index, (logprobs, prompt_logprobs) in enumerate(wants)]
+  requests = [
+    (
+      prompts[5 + index],
+      SamplingParams(max_tokens=6, seed=index, ignore_eos=True, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+    )
+    for index, (logprobs, prompt_logprobs) in enumerate(wants)
+  ]
   served, _ = serve(runner, requests, **changes)
   for (prompt, params), one in zip(requests, served, strict=True):
     text = prompt + one.tokens
@@ -145,8 +171,11 @@ def test_nan_ends_its_own_request_alone(model, prompts, reference, poison):
   state = jax.tree.map(lambda leaf: leaf, state)
   state["embed"] = state["embed"].replace(state["embed"].get_value().at[poison].set(jnp.nan))
   runner = make_runner(model=(graphdef, state), token_budgets=(32,))
-  clean = [(prompt, expected) for prompt, expected in zip(prompts, reference, strict=True)
-           if poison not in prompt and poison not in expected]
+  clean = [
+    (prompt, expected)
+    for prompt, expected in zip(prompts, reference, strict=True)
+    if poison not in prompt and poison not in expected
+  ]
   assert len(clean) > 6
   requests = [(prompt, GREEDY) for prompt, _ in clean]
   requests[2:2] = [([9, 8, poison, 7], GREEDY), ([poison] * 20, GREEDY)]

@@ -49,13 +49,23 @@ def draw(rows: list[Row], logits: np.ndarray):
     history[slot] = sampler.history_row(tokens, len(row.prompt), V)
     bias[slot] = sampler.bias_row(row.params, V)
   ones = (1,) * len(rows)
-  batch = Batch(0, SHAPE, tuple(map(str, slots)), slots, tuple(len(row.prompt + row.outputs) - 1 for row in rows), ones,
-                ones, (True,) * len(rows), ((),) * len(rows), tuple(len(row.outputs) for row in rows))
+  batch = Batch(
+    0,
+    SHAPE,
+    tuple(map(str, slots)),
+    slots,
+    tuple(len(row.prompt + row.outputs) - 1 for row in rows),
+    ones,
+    ones,
+    (True,) * len(rows),
+    ((),) * len(rows),
+    tuple(len(row.outputs) for row in rows),
+  )
   packed, _ = packer.pack(batch, packer.layout(SHAPE))
   padded = np.zeros((SHAPE.rows, V), np.float32)
-  padded[:len(rows)] = logits
+  padded[: len(rows)] = logits
   sampled, after = run(padded, packed, history, bias)
-  return jax.tree.map(lambda x: np.asarray(x)[:len(rows)], sampled), np.asarray(after) - history, slots
+  return jax.tree.map(lambda x: np.asarray(x)[: len(rows)], sampled), np.asarray(after) - history, slots
 
 
 def processed(row: Row, logits: np.ndarray) -> np.ndarray:
@@ -99,12 +109,27 @@ def uniform(row: Row) -> float:
 
 
 RANDOM = [
-    {}, {"temperature": 0.3}, {"temperature": 40.0}, {"top_k": 1}, {"top_k": 5}, {"top_k": 299}, {"top_k": 10**6},
-    {"top_p": 1e-6}, {"top_p": 0.3}, {"top_p": 0.95}, {"min_p": 0.05}, {"min_p": 1.0}, {"top_k": 20, "top_p": 0.7},
-    {"top_k": 20, "top_p": 0.7, "min_p": 0.2, "temperature": 1.7}, {"allowed_token_ids": (7, 70, 299)},
-    {"allowed_token_ids": tuple(range(50)), "top_k": 100, "top_p": 0.9}, {"logit_bias": ((11, 4.0), (12, -100.0))},
-    {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3}, {"repetition_penalty": 0.5},
-    {"min_tokens": 4, "stop_token_ids": (10, 11)}, {"min_tokens": 3, "stop_token_ids": (10, 11)},
+  {},
+  {"temperature": 0.3},
+  {"temperature": 40.0},
+  {"top_k": 1},
+  {"top_k": 5},
+  {"top_k": 299},
+  {"top_k": 10**6},
+  {"top_p": 1e-6},
+  {"top_p": 0.3},
+  {"top_p": 0.95},
+  {"min_p": 0.05},
+  {"min_p": 1.0},
+  {"top_k": 20, "top_p": 0.7},
+  {"top_k": 20, "top_p": 0.7, "min_p": 0.2, "temperature": 1.7},
+  {"allowed_token_ids": (7, 70, 299)},
+  {"allowed_token_ids": tuple(range(50)), "top_k": 100, "top_p": 0.9},
+  {"logit_bias": ((11, 4.0), (12, -100.0))},
+  {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.3},
+  {"repetition_penalty": 0.5},
+  {"min_tokens": 4, "stop_token_ids": (10, 11)},
+  {"min_tokens": 3, "stop_token_ids": (10, 11)},
 ]
 
 
@@ -152,7 +177,7 @@ def test_draws_follow_the_distribution():
   expected = np.arange(1, V + 1) / (V * (V + 1) / 2) * counts.sum()
   groups = np.arange(V) // 30
   seen, wanted = np.bincount(groups, counts), np.bincount(groups, expected)
-  chi2 = ((seen - wanted)**2 / wanted).sum()
+  chi2 = ((seen - wanted) ** 2 / wanted).sum()
   assert chi2 < 27.9  # 9 degrees of freedom, p = 0.001; the seeds are fixed
 
 
@@ -187,8 +212,15 @@ def test_a_bad_row_is_reported_and_touches_no_other():
 
 
 def test_extreme_values_stay_finite():
-  extremes = [{"repetition_penalty": 1e-38}, {"temperature": 1e-4}, {"temperature": 1e-30}, {"temperature": 100.0},
-              {"top_p": 1e-38}, {"min_p": 1.0}, {"logit_bias": tuple((token, -100.0) for token in range(V))}]
+  extremes = [
+    {"repetition_penalty": 1e-38},
+    {"temperature": 1e-4},
+    {"temperature": 1e-30},
+    {"temperature": 100.0},
+    {"top_p": 1e-38},
+    {"min_p": 1.0},
+    {"logit_bias": tuple((token, -100.0) for token in range(V))},
+  ]
   rows = [Row(SamplingParams(**choice)) for choice in extremes]
   logits = np.random.default_rng(4).normal(size=(7, V)).astype(np.float32) * 1e3
   sampled, _, _ = draw(rows, logits)
@@ -216,8 +248,10 @@ def test_counts_are_kept_only_for_rows_with_penalties():
 def test_logprobs_are_of_the_unmodified_distribution():
   rng = np.random.default_rng(5)
   logits = (rng.normal(size=(2, V)) * 3).astype(np.float32)
-  rows = [Row(SamplingParams(temperature=3.0, top_k=4, logit_bias=((9, 50.0),), logprobs=20)),
-          Row(SamplingParams(temperature=0.0))]
+  rows = [
+    Row(SamplingParams(temperature=3.0, top_k=4, logit_bias=((9, 50.0),), logprobs=20)),
+    Row(SamplingParams(temperature=0.0)),
+  ]
   sampled, _, _ = draw(rows, logits)
   assert int(sampled.tokens[0]) == 9
   wanted = logits[0] - np.log(np.exp(logits[0].astype(np.float64)).sum())

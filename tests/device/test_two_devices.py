@@ -34,8 +34,9 @@ print(json.dumps([tokens(jax.devices()[:1]), tokens(jax.devices())]))
 
 def test_two_devices_give_the_tokens_of_one():
   environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-  done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True,
-                        check=False)
+  done = subprocess.run(
+    [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+  )
   assert done.returncode == 0, done.stderr[-4000:]
   one, two = json.loads(done.stdout.splitlines()[-1])
   assert one["tokens"] == two["tokens"]

@@ -183,8 +183,14 @@ for path in sys.argv[1:]:
 """
   env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
   names = ("hf", "shards", "biased", "orbax")
-  ran = subprocess.run([sys.executable, "-c", script, *(str(pristine / name) for name in names)], env=env, text=True,
-                       capture_output=True, check=False, timeout=120)
+  ran = subprocess.run(
+    [sys.executable, "-c", script, *(str(pristine / name) for name in names)],
+    env=env,
+    text=True,
+    capture_output=True,
+    check=False,
+    timeout=120,
+  )
   assert ran.returncode == 0, ran.stderr
   for name, line in zip(names, ran.stdout.split("\n"), strict=False):
     leaves = jax.tree.leaves(load(pristine / name, "bfloat16").params)
@@ -208,8 +214,10 @@ def test_other_dtypes_are_refused(hf):
     load(hf, "float16")
 
 
-@pytest.mark.parametrize("text, said", [("{", "as JSON"), ("[]", "no JSON object"), ("\xff", "as JSON"),
-                                        ('{"architectures": ["T5"]}', "T5.*supported are")])
+@pytest.mark.parametrize(
+  "text, said",
+  [("{", "as JSON"), ("[]", "no JSON object"), ("\xff", "as JSON"), ('{"architectures": ["T5"]}', "T5.*supported are")],
+)
 def test_bad_config_json(hf, text, said):
   (hf / "config.json").write_bytes(text.encode("latin1"))
   with pytest.raises(CheckpointError, match=rf"config\.json: .*{said}"):
@@ -240,8 +248,12 @@ def test_truncated_anywhere(hf):
   header = 8 + int.from_bytes(whole[:8], "little")
   for size in (0, 4, 8, header // 2, header, header + 1, len(whole) // 2, len(whole) - 1):
     file.write_bytes(whole[:size])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*tensor (lm_head|model\.).* is truncated" if
-                       size >= header else r"model\.safetensors: "):
+    with pytest.raises(
+      CheckpointError,
+      match=r"model\.safetensors: .*tensor (lm_head|model\.).* is truncated"
+      if size >= header
+      else r"model\.safetensors: ",
+    ):
       load(hf)
   file.write_bytes(whole + b"\0")
   with pytest.raises(CheckpointError, match=r"model\.safetensors: 1 bytes follow"):
@@ -268,7 +280,9 @@ def test_any_changed_header_is_refused_or_harmless(hf):
   assert refused > 250
 
 
-@pytest.mark.parametrize("change, said", [
+@pytest.mark.parametrize(
+  "change, said",
+  [
     (lambda t: t.pop("model.norm.weight"), r"tensor model\.norm\.weight of shape \[96\] is missing"),
     (lambda t: t.update(surprise=np.ones(3, np.float32)), r"model\.safetensors: tensor surprise is not part"),
     (lambda t: t.update({"model.norm.weight": np.ones(95, np.float32)}), r"norm\.weight has shape \[95\].*\[96\]"),
@@ -277,7 +291,9 @@ def test_any_changed_header_is_refused_or_harmless(hf):
     (lambda t: t.update({"model.norm.weight": np.ones(96, np.float64)}), r"model\.norm\.weight has dtype F64"),
     (lambda t: t["model.layers.1.mlp.up_proj.weight"].__setitem__((5, 6), np.nan), r"1\.mlp\.up_proj\.weight holds"),
     (lambda t: t["model.norm.weight"].__setitem__(0, -np.inf), r"model\.norm\.weight holds NaN or Inf"),
-], ids=["missing", "extra", "shape", "transposed", "int8", "f64", "nan", "inf"])
+  ],
+  ids=["missing", "extra", "shape", "transposed", "int8", "f64", "nan", "inf"],
+)
 def test_wrong_tensors(hf, change, said):
   edit_tensors(hf / "model.safetensors", change)
   with pytest.raises(CheckpointError, match=said):
@@ -297,11 +313,11 @@ def test_broken_sharding(shards):
   some = next(name for name, file in weight_map.items() if file == second.name)
 
   for changed, said in (
-      ({**weight_map, some: "model-00001-of-00003.safetensors"}, rf"00002-of-00003.*: tensor {some} is here, but"),
-      ({**weight_map, "more": second.name}, r"00002-of-00003\.safetensors: tensor more is missing"),
-      ({**weight_map, some: "../../etc/passwd"}, "weight_map names '../../etc/passwd'"),
-      ({**weight_map, some: "pytorch_model.bin"}, "weight_map names 'pytorch_model.bin'"),
-      ([some], "weight_map must map"),
+    ({**weight_map, some: "model-00001-of-00003.safetensors"}, rf"00002-of-00003.*: tensor {some} is here, but"),
+    ({**weight_map, "more": second.name}, r"00002-of-00003\.safetensors: tensor more is missing"),
+    ({**weight_map, some: "../../etc/passwd"}, "weight_map names '../../etc/passwd'"),
+    ({**weight_map, some: "pytorch_model.bin"}, "weight_map names 'pytorch_model.bin'"),
+    ([some], "weight_map must map"),
   ):
     index.write_text(json.dumps({"weight_map": changed}))
     with pytest.raises(CheckpointError, match=said):
@@ -314,8 +330,13 @@ def test_broken_sharding(shards):
 
 def test_orbax_any_flipped_bit_is_refused(orbax):
   """One bit in every file of the folder that matters, the file named, and of array bytes the tensors too."""
-  files = [file for file in sorted(orbax.rglob("*")) if file.is_file() and file.suffix not in (".jinja",)
-           and file.name not in ("tokenizer.json", "generation_config.json")]
+  files = [
+    file
+    for file in sorted(orbax.rglob("*"))
+    if file.is_file()
+    and file.suffix not in (".jinja",)
+    and file.name not in ("tokenizer.json", "generation_config.json")
+  ]
   assert len(files) > 8
   rng, named = np.random.default_rng(0), 0
   for file in files:
@@ -354,14 +375,17 @@ def test_orbax_truncated_missing_or_foreign_files(orbax):
 def resign(folder: pathlib.Path) -> None:
   """Digests of what is there now, as one who edits a folder on purpose would make them."""
   lines = [line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()]
-  (folder / "SHA256SUMS").write_text("".join(
-      f"{hashlib.sha256((folder / file).read_bytes()).hexdigest()}  {file}\n" for file in lines))
+  (folder / "SHA256SUMS").write_text(
+    "".join(f"{hashlib.sha256((folder / file).read_bytes()).hexdigest()}  {file}\n" for file in lines)
+  )
 
 
 def test_orbax_of_another_model(orbax):
-  for change, said in (({"num_hidden_layers": 3}, r"tensor layers\.2\.attention\.k_norm\.scale is missing"),
-                       ({"num_hidden_layers": 1}, r"tensor layers\.1\.attention\.k_norm\.scale is not part"),
-                       ({"intermediate_size": 200}, r"layers\.0\.mlp\.down has shape \[208, 96\].*\[200, 96\]")):
+  for change, said in (
+    ({"num_hidden_layers": 3}, r"tensor layers\.2\.attention\.k_norm\.scale is missing"),
+    ({"num_hidden_layers": 1}, r"tensor layers\.1\.attention\.k_norm\.scale is not part"),
+    ({"intermediate_size": 200}, r"layers\.0\.mlp\.down has shape \[208, 96\].*\[200, 96\]"),
+  ):
     good = (orbax / "config.json").read_text()
     edit_json(orbax / "config.json", **change)
     resign(orbax)
@@ -385,12 +409,25 @@ def test_conversion_never_overwrites_and_leaves_nothing_half_done(pristine, hf, 
 
 def test_the_command_lines(tmp_path):
   """As a user types them: a model, its conversion, and one line with exit code 1 where something is wrong."""
-  def run(module: str, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", f"tools.{module}", *arguments], text=True, capture_output=True,
-                          check=False, timeout=120)
 
-  made = run("make_random_model", f"--output={tmp_path / 'hf'}", "--family=qwen3", "--num_layers=1", "--model_dim=32",
-             "--num_heads=4", "--num_kv_heads=2", "--hidden_dim=48", "--vocab_size=64", "--num_shards=2", "--seed=5")
+  def run(module: str, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+      [sys.executable, "-m", f"tools.{module}", *arguments], text=True, capture_output=True, check=False, timeout=120
+    )
+
+  made = run(
+    "make_random_model",
+    f"--output={tmp_path / 'hf'}",
+    "--family=qwen3",
+    "--num_layers=1",
+    "--model_dim=32",
+    "--num_heads=4",
+    "--num_kv_heads=2",
+    "--hidden_dim=48",
+    "--vocab_size=64",
+    "--num_shards=2",
+    "--seed=5",
+  )
   assert made.returncode == 0, made.stderr
   convert_it = ("convert_checkpoint", f"--input={tmp_path / 'hf'}", f"--output={tmp_path / 'out'}", "--name=mine")
   converted = run(*convert_it)

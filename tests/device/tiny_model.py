@@ -16,8 +16,17 @@ from models import llama
 from models.attention import dense_causal_attend
 from models.config import ModelConfig
 
-TINY = ModelConfig(family="llama", vocab_size=96, num_layers=2, model_dim=32, hidden_dim=48, num_heads=4,
-                   num_kv_heads=2, head_dim=8, max_position=128)
+TINY = ModelConfig(
+  family="llama",
+  vocab_size=96,
+  num_layers=2,
+  model_dim=32,
+  hidden_dim=48,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  max_position=128,
+)
 EOS = (1,)
 MAX_LEN = 64  # of a sequence
 
@@ -38,21 +47,37 @@ def random_params(config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> tuple
   return graphdef, state
 
 
-def make_runner(config: ModelConfig = TINY, *, dtype: jnp.dtype = jnp.float32, num_blocks: int = 64,
-                block_size: int = 4, token_budgets: tuple[int, ...] = (8, 32), max_num_seqs: int = 8,
-                max_model_len: int = MAX_LEN, eos: tuple[int, ...] = EOS, devices=None,
-                model: tuple[nnx.GraphDef, nnx.State] | None = None,
-                progress=lambda *_: None) -> ModelRunner:
+def make_runner(
+  config: ModelConfig = TINY,
+  *,
+  dtype: jnp.dtype = jnp.float32,
+  num_blocks: int = 64,
+  block_size: int = 4,
+  token_budgets: tuple[int, ...] = (8, 32),
+  max_num_seqs: int = 8,
+  max_model_len: int = MAX_LEN,
+  eos: tuple[int, ...] = EOS,
+  devices=None,
+  model: tuple[nnx.GraphDef, nnx.State] | None = None,
+  progress=lambda *_: None,
+) -> ModelRunner:
   """A runner over random weights (or `model`), on one device unless `devices` says more."""
   mesh = mesh_lib.make_mesh(jax.devices()[:1] if devices is None else devices)
   graphdef, state = model or random_params(config, dtype)
   state = jax.device_put(state, mesh_lib.shardings(mesh, state))
   leaves, tree = jax.tree.flatten(state)
   spec = ProgramSpec(
-      mesh=mesh, model=config, graphdef=graphdef, params_tree=tree,
-      params=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves),
-      kv=kv_cache.abstract(mesh, config, num_blocks, block_size, dtype), block_size=block_size,
-      table_width=-(-max_model_len // block_size), num_slots=max_num_seqs, num_eos=len(eos))
+    mesh=mesh,
+    model=config,
+    graphdef=graphdef,
+    params_tree=tree,
+    params=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves),
+    kv=kv_cache.abstract(mesh, config, num_blocks, block_size, dtype),
+    block_size=block_size,
+    table_width=-(-max_model_len // block_size),
+    num_slots=max_num_seqs,
+    num_eos=len(eos),
+  )
   return ModelRunner(spec, tuple(leaves), ShapeLadder(token_budgets, max_num_seqs), eos, progress)
 
 
@@ -67,8 +92,8 @@ def _dense(graphdef, state, ids):
 def dense_logits(model: tuple[nnx.GraphDef, nnx.State], tokens: list[int]) -> np.ndarray:
   """f32[T, V] of a plain causal forward without a cache, of at most MAX_LEN tokens."""
   ids = np.zeros((1, MAX_LEN), np.int32)
-  ids[0, :len(tokens)] = tokens
-  return np.asarray(_dense(*model, ids))[:len(tokens)]
+  ids[0, : len(tokens)] = tokens
+  return np.asarray(_dense(*model, ids))[: len(tokens)]
 
 
 def dense_greedy(model: tuple[nnx.GraphDef, nnx.State], prompt: list[int], count: int) -> list[int]:
@@ -76,4 +101,4 @@ def dense_greedy(model: tuple[nnx.GraphDef, nnx.State], prompt: list[int], count
   tokens = list(prompt)
   for _ in range(count):
     tokens.append(int(dense_logits(model, tokens)[-1].argmax()))
-  return tokens[len(prompt):]
+  return tokens[len(prompt) :]

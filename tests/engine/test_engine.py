@@ -16,8 +16,16 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from tests.fakes import FakeRunner, VirtualClock, oracle
 
-CONFIG = EngineConfig(vocab_size=50, max_model_len=64, num_blocks=40, block_size=4, token_budgets=(4, 8, 16),
-                      max_num_seqs=4, prefill_chunk=8, eos_token_ids=(1,))
+CONFIG = EngineConfig(
+  vocab_size=50,
+  max_model_len=64,
+  num_blocks=40,
+  block_size=4,
+  token_budgets=(4, 8, 16),
+  max_num_seqs=4,
+  prefill_chunk=8,
+  eos_token_ids=(1,),
+)
 
 
 def make(request_id: str, num_prompt: int = 5, max_tokens: int = 6, **params) -> Request:
@@ -36,8 +44,9 @@ class Front:
     self.calls.append(events)
 
   def tokens(self, request_id: str) -> tuple[int, ...]:
-    return tuple(token for events in self.calls for event in events if event.request_id == request_id
-                 for token in event.token_ids)
+    return tuple(
+      token for events in self.calls for event in events if event.request_id == request_id for token in event.token_ids
+    )
 
   def endings(self) -> dict[str, list[FinishReason]]:
     found: dict[str, list[FinishReason]] = {}
@@ -46,8 +55,11 @@ class Front:
     return found
 
 
-def serve(engine_class: type[Engine] = Engine, config: EngineConfig = CONFIG, runner: FakeRunner | None = None,
-          ) -> tuple[Engine, Front, VirtualClock]:
+def serve(
+  engine_class: type[Engine] = Engine,
+  config: EngineConfig = CONFIG,
+  runner: FakeRunner | None = None,
+) -> tuple[Engine, Front, VirtualClock]:
   front, clock = Front(), VirtualClock()
   return engine_class(Scheduler(config), runner or FakeRunner(config), clock, front), front, clock
 
@@ -84,12 +96,18 @@ def test_overlap_changes_no_token_and_no_ending():
       engine, front, _ = serve(engine_class, config)
       for number in range(20):
         if rng.random() < 0.7:
-          engine.submit(Request(f"r{number}", [3] * rng.randint(1, 9) + [rng.randrange(50)], SamplingParams(
-            max_tokens=rng.randint(1, 30), seed=rng.randrange(9), logprobs=rng.choice((None, 0)))))
+          engine.submit(
+            Request(
+              f"r{number}",
+              [3] * rng.randint(1, 9) + [rng.randrange(50)],
+              SamplingParams(max_tokens=rng.randint(1, 30), seed=rng.randrange(9), logprobs=rng.choice((None, 0))),
+            )
+          )
         engine.step()
       finish(engine)
-      answers.append({request_id: (front.tokens(request_id), reasons)
-                      for request_id, reasons in front.endings().items()})
+      answers.append(
+        {request_id: (front.tokens(request_id), reasons) for request_id, reasons in front.endings().items()}
+      )
       assert engine.stats().blocks_used == 0
     assert answers[0] == answers[1]
     assert len(answers[0]) > 5
@@ -112,8 +130,10 @@ class Order(FakeRunner):
 
 
 def test_the_overlapped_loop_launches_before_it_reads_and_the_plain_one_does_not():
-  for engine_class, expected in ((Engine, ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]),
-                                 (PlainEngine, ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2"])):
+  for engine_class, expected in (
+    (Engine, ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]),
+    (PlainEngine, ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2"]),
+  ):
     runner = Order(CONFIG)
     engine, _, _ = serve(engine_class, runner=runner)
     engine.submit(make("a", max_tokens=3))
@@ -177,8 +197,9 @@ def test_an_abort_frees_its_blocks_within_one_step():
 
 
 def test_deadlines_are_kept_between_steps():
-  engine, front, clock = serve(config=dataclasses.replace(CONFIG, max_num_seqs=1, request_timeout_s=3.0,
-                                                         queue_timeout_s=1.0))
+  engine, front, clock = serve(
+    config=dataclasses.replace(CONFIG, max_num_seqs=1, request_timeout_s=3.0, queue_timeout_s=1.0)
+  )
   engine.submit(make("a", max_tokens=50))
   engine.submit(make("b"))
   engine.step()

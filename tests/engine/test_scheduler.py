@@ -11,8 +11,18 @@ from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, validate_request
 
-CONFIG = EngineConfig(vocab_size=100, max_model_len=64, num_blocks=64, block_size=4, token_budgets=(4, 8, 16, 32),
-                      max_num_seqs=8, prefill_chunk=16, queue_timeout_s=0.0, request_timeout_s=0.0, eos_token_ids=(1,))
+CONFIG = EngineConfig(
+  vocab_size=100,
+  max_model_len=64,
+  num_blocks=64,
+  block_size=4,
+  token_budgets=(4, 8, 16, 32),
+  max_num_seqs=8,
+  prefill_chunk=16,
+  queue_timeout_s=0.0,
+  request_timeout_s=0.0,
+  eos_token_ids=(1,),
+)
 
 
 def make(request_id: str, prompt: int | list[int], max_tokens: int = 8, **fields) -> Request:
@@ -37,8 +47,14 @@ class Driver:
     self.scheduler.check()
     return batch
 
-  def commit(self, batch: Batch, *, tokens: dict[str, int] | None = None, bad: tuple[str, ...] = (),
-             logprobs: dict[int, tuple[TokenLogprobs, ...]] | None = None) -> list[TokenEvent]:
+  def commit(
+    self,
+    batch: Batch,
+    *,
+    tokens: dict[str, int] | None = None,
+    bad: tuple[str, ...] = (),
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] | None = None,
+  ) -> list[TokenEvent]:
     values = [(tokens or {}).get(request_id, 50) for request_id in batch.request_ids]
     bad_rows = frozenset(batch.request_ids.index(request_id) for request_id in bad)
     events = self.scheduler.commit(batch, StepResult(values, bad_rows, logprobs or {}), self.now)
@@ -116,7 +132,8 @@ def test_columns_of_a_mixed_step():
   assert batch.num_logits == (1, 1)
   assert batch.samples == (True, True)
   assert [(admission.slot, admission.token_ids, admission.block_ids) for admission in batch.admissions] == [
-    (1, (10, 11, 12), (3,))]
+    (1, (10, 11, 12), (3,))
+  ]
   assert batch.step == 1 and batch.num_tokens == 4 and batch.shape.tokens == 4
 
 
@@ -148,7 +165,7 @@ def test_plans_ahead_of_the_values_and_stops_at_the_length():
   assert third.starts == (3,)
   driver.commit(second)
   assert scheduler.schedule(0.0) is None, "the length is a count: no row is wasted on it"
-  event, = driver.commit(third)
+  (event,) = driver.commit(third)
   assert event.finish_reason is FinishReason.LENGTH and event.token_ids == (50,)
   assert scheduler.num_running == 0
 
@@ -156,7 +173,7 @@ def test_plans_ahead_of_the_values_and_stops_at_the_length():
 def test_a_stop_wastes_one_row_that_is_dropped():
   driver = Driver(make("a", 2))
   first, second = driver.plan(), driver.plan()
-  event, = driver.commit(first, tokens={"a": 1})
+  (event,) = driver.commit(first, tokens={"a": 1})
   assert (event.finish_reason, event.stop_token_id) == (FinishReason.STOP, 1)
   assert driver.commit(second) == []
 
@@ -175,16 +192,19 @@ def test_a_slot_and_an_id_are_used_again_while_the_old_row_is_in_flight():
 # Endings.
 
 
-@pytest.mark.parametrize("params, token, reason", [
-  ({}, 1, FinishReason.STOP),
-  ({"ignore_eos": True}, 1, None),
-  ({"stop_token_ids": (7,)}, 7, FinishReason.STOP),
-  ({"stop_token_ids": (7,), "ignore_eos": True}, 7, FinishReason.STOP),
-  ({}, 7, None),
-])
+@pytest.mark.parametrize(
+  "params, token, reason",
+  [
+    ({}, 1, FinishReason.STOP),
+    ({"ignore_eos": True}, 1, None),
+    ({"stop_token_ids": (7,)}, 7, FinishReason.STOP),
+    ({"stop_token_ids": (7,), "ignore_eos": True}, 7, FinishReason.STOP),
+    ({}, 7, None),
+  ],
+)
 def test_stop_tokens(params: dict, token: int, reason: FinishReason | None):
   driver = Driver(make("a", 2, params=params))
-  event, = driver.commit(driver.plan(), tokens={"a": token})
+  (event,) = driver.commit(driver.plan(), tokens={"a": token})
   assert (event.token_ids, event.finish_reason) == ((token,), reason)
   assert event.stop_token_id == (token if reason else None)
 
@@ -201,7 +221,7 @@ def test_nan_in_the_middle_of_a_prompt_is_noticed_with_its_chunk():
   driver = Driver(make("a", 40), prefill_chunk=16)
   batch = driver.plan()
   assert (batch.samples, batch.num_logits) == ((False,), (1,))
-  event, = driver.commit(batch, bad=("a",))
+  (event,) = driver.commit(batch, bad=("a",))
   assert event.finish_reason is FinishReason.ERROR
   assert driver.scheduler.pool.num_cached == 0
 
@@ -221,7 +241,7 @@ def test_abort_in_every_state(state: str):
         driver.step()
     case "unknown":
       assert scheduler.abort("nobody") == []
-  event, = scheduler.abort("b", FinishReason.STOP, "stop string")
+  (event,) = scheduler.abort("b", FinishReason.STOP, "stop string")
   assert (event.request_id, event.finish_reason, event.message) == ("b", FinishReason.STOP, "stop string")
   assert scheduler.abort("b") == [], "a second abort is nothing"
   scheduler.check()
@@ -233,15 +253,16 @@ def test_abort_in_every_state(state: str):
 
 
 def test_deadlines():
-  driver = Driver(make("a", 4, deadline=5.0), make("b", 4, queue_deadline=2.0), make("c", 4, queue_deadline=2.0),
-                  max_num_seqs=2)
+  driver = Driver(
+    make("a", 4, deadline=5.0), make("b", 4, queue_deadline=2.0), make("c", 4, queue_deadline=2.0), max_num_seqs=2
+  )
   driver.step()
   scheduler = driver.scheduler
   assert scheduler.expire(1.99) == []
-  event, = scheduler.expire(2.0)
+  (event,) = scheduler.expire(2.0)
   assert (event.request_id, event.finish_reason) == ("c", FinishReason.TIMEOUT)
   assert "still queued after 2.0 s" in event.message
-  event, = scheduler.expire(5.0)
+  (event,) = scheduler.expire(5.0)
   assert (event.request_id, event.finish_reason) == ("a", FinishReason.TIMEOUT)
   assert "not finished after 5.0 s" in event.message
   assert scheduler.expire(100.0) == [], "b was scheduled in time and has no other deadline"
@@ -264,8 +285,11 @@ def test_first_come_first_served_by_arrival_not_by_call():
 
 
 def test_priority_and_ageing():
-  requests = [make("patient", 16, priority=1, arrival_time=0.0), make("urgent", 16, priority=0, arrival_time=5.0),
-              make("later", 16, priority=0, arrival_time=30.0)]
+  requests = [
+    make("patient", 16, priority=1, arrival_time=0.0),
+    make("urgent", 16, priority=0, arrival_time=5.0),
+    make("later", 16, priority=0, arrival_time=30.0),
+  ]
   order = ["urgent", "patient", "later"]  # 10 s are worth one unit: patient counts as 1.0, urgent 0.5, later 3.0
   driver = Driver(*requests, policy="priority", aging_s=10.0, max_num_seqs=1)
   seen = []
@@ -275,14 +299,23 @@ def test_priority_and_ageing():
 
 
 def test_priority_without_ageing_is_strict():
-  driver = Driver(make("low", 16, priority=1, arrival_time=0.0), make("high", 16, priority=0, arrival_time=1e6),
-                  policy="priority", aging_s=0.0)
+  driver = Driver(
+    make("low", 16, priority=1, arrival_time=0.0),
+    make("high", 16, priority=0, arrival_time=1e6),
+    policy="priority",
+    aging_s=0.0,
+  )
   assert list(driver.step()) == ["high"]
 
 
 def test_who_does_not_fit_is_not_overtaken():
-  driver = Driver(make("a", 20, max_tokens=4), make("big", 20, max_tokens=4), make("small", 2, max_tokens=4),
-                  num_blocks=6, prefill_chunk=32)
+  driver = Driver(
+    make("a", 20, max_tokens=4),
+    make("big", 20, max_tokens=4),
+    make("small", 2, max_tokens=4),
+    num_blocks=6,
+    prefill_chunk=32,
+  )
   assert driver.step() == {"a": 20}
 
 
@@ -426,13 +459,20 @@ def test_prompt_logprobs_do_not_read_the_cache():
 # Admission.
 
 
-@pytest.mark.parametrize("request_, error, message", [
-  (make("a", []), InvalidRequest, "the prompt is empty"),
-  (make("a", [5, 100]), InvalidRequest, "prompt token id 100 is not in the vocabulary; ids of this model are 0 to 99"),
-  (make("a", [-1]), InvalidRequest, "prompt token id -1"),
-  (make("a", 60, max_tokens=5), RequestTooLong, "60 tokens plus max_tokens=5 is 65, but the model takes 64"),
-  (make("a", 4, params={"temperature": float("nan")}), InvalidRequest, "temperature=nan"),
-])
+@pytest.mark.parametrize(
+  "request_, error, message",
+  [
+    (make("a", []), InvalidRequest, "the prompt is empty"),
+    (
+      make("a", [5, 100]),
+      InvalidRequest,
+      "prompt token id 100 is not in the vocabulary; ids of this model are 0 to 99",
+    ),
+    (make("a", [-1]), InvalidRequest, "prompt token id -1"),
+    (make("a", 60, max_tokens=5), RequestTooLong, "60 tokens plus max_tokens=5 is 65, but the model takes 64"),
+    (make("a", 4, params={"temperature": float("nan")}), InvalidRequest, "temperature=nan"),
+  ],
+)
 def test_refuses_with_value_limit_and_remedy(request_: Request, error: type[Exception], message: str):
   with pytest.raises(error, match=message.replace("+", r"\+")):
     validate_request(CONFIG, request_)
@@ -488,8 +528,13 @@ def test_unknown_policy_names_the_choices():
 
 def test_static_runs_a_wave_to_completion_at_its_first_width():
   lengths = [2, 2, 2, 6, 3]
-  driver = Driver(*(make(f"r{number}", 2, max_tokens=length) for number, length in enumerate(lengths)), max_num_seqs=4,
-                  token_budgets=(2, 4, 8), prefill_chunk=8, batching="static")
+  driver = Driver(
+    *(make(f"r{number}", 2, max_tokens=length) for number, length in enumerate(lengths)),
+    max_num_seqs=4,
+    token_budgets=(2, 4, 8),
+    prefill_chunk=8,
+    batching="static",
+  )
   steps = []
   while driver.scheduler.num_running + driver.scheduler.num_waiting:
     batch = driver.plan()
@@ -499,8 +544,14 @@ def test_static_runs_a_wave_to_completion_at_its_first_width():
 
 
 def test_a_static_wave_may_take_several_steps_to_fill():
-  driver = Driver(*(make(f"r{number}", 6, max_tokens=4) for number in range(4)), max_num_seqs=3, token_budgets=(4, 8),
-                  prefill_chunk=8, batching="static", enable_prefix_caching=False)
+  driver = Driver(
+    *(make(f"r{number}", 6, max_tokens=4) for number in range(4)),
+    max_num_seqs=3,
+    token_budgets=(4, 8),
+    prefill_chunk=8,
+    batching="static",
+    enable_prefix_caching=False,
+  )
   assert driver.step() == {"r0": 6, "r1": 2}
   assert driver.step() == {"r0": 1, "r1": 4, "r2": 3}
   assert driver.step() == {"r0": 1, "r1": 1, "r2": 3}

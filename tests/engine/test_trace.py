@@ -28,8 +28,9 @@ def traced(path: Path, seed: int, before: int, engine_class: type[Engine] = Engi
 
 @pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
 @pytest.mark.parametrize("before", [0, 40, 41, 90])
-def test_replays_from_any_moment(tmp_path: Path, before: int, engine_class: type[Engine],
-                                 capsys: pytest.CaptureFixture) -> None:
+def test_replays_from_any_moment(
+  tmp_path: Path, before: int, engine_class: type[Engine], capsys: pytest.CaptureFixture
+) -> None:
   path = tmp_path / "trace.jsonl"
   num_preemptions = 0
   for seed in range(6):
@@ -61,7 +62,7 @@ def test_a_changed_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) 
   entry = json.loads(lines[at])
   entry["batch"]["blocks"] = "0" * 64
   changed = tmp_path / "changed.jsonl"
-  changed.write_text("".join([*lines[:at], json.dumps(entry) + "\n", *lines[at + 1:]]))
+  changed.write_text("".join([*lines[:at], json.dumps(entry) + "\n", *lines[at + 1 :]]))
   assert replay.main([str(changed)]) == 1
   out = capsys.readouterr().out
   assert f"line {at + 1}: step {entry['batch']['step']}: blocks was 0000" in out
@@ -76,11 +77,14 @@ def test_a_scheduler_that_decides_otherwise_is_told(tmp_path: Path, monkeypatch:
   assert " was " in replayed.difference and ", is now " in replayed.difference
 
 
-@pytest.mark.parametrize("text, complaint", [
-  ("", "the file is empty"),
-  ("{", "line 1"),
-  ('{"event": "add"}\n', "begins with the scheduler's state"),
-])
+@pytest.mark.parametrize(
+  "text, complaint",
+  [
+    ("", "the file is empty"),
+    ("{", "line 1"),
+    ('{"event": "add"}\n', "begins with the scheduler's state"),
+  ],
+)
 def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, complaint: str, capsys: pytest.CaptureFixture) -> None:
   path = tmp_path / "trace.jsonl"
   path.write_text(text)

@@ -124,8 +124,9 @@ def soak(num_ops: int) -> None:
   examples = num_ops // (200 * (steps - 1)) + 2  # a run may end early
   while Soak.num_ops < num_ops:
     # No shrinking: a burst is opaque to it. The failing seed is a World to run by itself.
-    run_state_machine_as_test(Soak, settings=settings(
-      HYPOTHESIS, max_examples=examples, stateful_step_count=steps, phases=(Phase.generate,)))
+    run_state_machine_as_test(
+      Soak, settings=settings(HYPOTHESIS, max_examples=examples, stateful_step_count=steps, phases=(Phase.generate,))
+    )
   print(f"{Soak.num_ops} random operations on scheduler and pool, 0 pages leaked")
 
 

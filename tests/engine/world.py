@@ -28,14 +28,22 @@ def random_config(rng: random.Random) -> EngineConfig:
   block_size = rng.choice((1, 2, 3, 4, 8))
   budgets = rng.choice(((4, 8, 16, 32), (8, 32), (5, 11, 24), (16,)))
   return EngineConfig(
-    vocab_size=VOCAB, max_model_len=MAX_MODEL_LEN, block_size=block_size,
+    vocab_size=VOCAB,
+    max_model_len=MAX_MODEL_LEN,
+    block_size=block_size,
     num_blocks=-(-rng.randint(MAX_MODEL_LEN - 8, 2 * MAX_MODEL_LEN) // block_size),
-    token_budgets=budgets, max_num_seqs=rng.randint(1, min(8, budgets[-1])),
-    prefill_chunk=rng.choice((rng.randint(1, budgets[-1]), budgets[-1])), max_queued_requests=8, max_queued_tokens=160,
-    queue_timeout_s=rng.choice((0.0, 5.0)), request_timeout_s=rng.choice((0.0, 20.0)),
-    policy=rng.choice(("fcfs", "priority")), aging_s=rng.choice((0.0, 1.0)),
+    token_budgets=budgets,
+    max_num_seqs=rng.randint(1, min(8, budgets[-1])),
+    prefill_chunk=rng.choice((rng.randint(1, budgets[-1]), budgets[-1])),
+    max_queued_requests=8,
+    max_queued_tokens=160,
+    queue_timeout_s=rng.choice((0.0, 5.0)),
+    request_timeout_s=rng.choice((0.0, 20.0)),
+    policy=rng.choice(("fcfs", "priority")),
+    aging_s=rng.choice((0.0, 1.0)),
     batching=rng.choice(("continuous", "continuous", "continuous", "static")),
-    enable_prefix_caching=rng.random() < 0.85, eos_token_ids=EOS,
+    enable_prefix_caching=rng.random() < 0.85,
+    eos_token_ids=EOS,
   )
 
 
@@ -54,8 +62,13 @@ class Client:
 class World:
   """Attributes: num_ops, num_ended, and the totals that show that the rare paths were taken."""
 
-  def __init__(self, seed: int, scheduler_class: type[Scheduler] = Scheduler, config: EngineConfig | None = None,
-               engine_class: type[Engine] | None = None):
+  def __init__(
+    self,
+    seed: int,
+    scheduler_class: type[Scheduler] = Scheduler,
+    config: EngineConfig | None = None,
+    engine_class: type[Engine] | None = None,
+  ):
     self.rng = rng = random.Random(seed)
     self.config = config or random_config(rng)
     self.clock = VirtualClock()
@@ -65,7 +78,8 @@ class World:
     self._schedule = self.scheduler.schedule
     self.scheduler.schedule = self._watch  # type: ignore[method-assign]
     self.engine = (engine_class or rng.choice((Engine, PlainEngine)))(
-      self.scheduler, self.runner, self.clock, self._take)
+      self.scheduler, self.runner, self.clock, self._take
+    )
     self.clients: dict[str, Client] = {}
     self.histories = [tuple(rng.randrange(VOCAB) for _ in range(24)) for _ in range(3)]
     self.serial = itertools.count()
@@ -80,8 +94,9 @@ class World:
     rng = self.rng
     request_id, leader = f"r{next(self.serial)}", None
     history = rng.choice(self.histories)
-    prompt = history[:rng.randint(0, min(len(history), 36))] + tuple(
-      rng.randrange(VOCAB) for _ in range(rng.randint(0, 5)))
+    prompt = history[: rng.randint(0, min(len(history), 36))] + tuple(
+      rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))
+    )
     salt = rng.choice((b"", b"", b"", b"tenant"))
     if self.clients and rng.random() < 0.3:
       leader = rng.choice(list(self.clients.values())).request
@@ -90,20 +105,32 @@ class World:
     max_tokens = rng.choice((1, rng.randint(1, 24), 24, min(40, MAX_MODEL_LEN - len(prompt)), MAX_MODEL_LEN))
     too_long = len(prompt) + max_tokens > min(MAX_MODEL_LEN, self.config.pool_tokens)
     params = SamplingParams(
-      max_tokens=max_tokens, temperature=rng.choice((0.0, 1.0)), seed=rng.choice((None, -5, 2**40)),
-      min_tokens=rng.randint(0, min(max_tokens, 4)), ignore_eos=rng.random() < 0.8,
-      stop_token_ids=rng.choice(((), (), (5,), (6, 7, 8))), logprobs=rng.choice((None, None, None, 0)),
-      prompt_logprobs=rng.choice((None, None, None, None, None, 0)))
+      max_tokens=max_tokens,
+      temperature=rng.choice((0.0, 1.0)),
+      seed=rng.choice((None, -5, 2**40)),
+      min_tokens=rng.randint(0, min(max_tokens, 4)),
+      ignore_eos=rng.random() < 0.8,
+      stop_token_ids=rng.choice(((), (), (5,), (6, 7, 8))),
+      logprobs=rng.choice((None, None, None, 0)),
+      prompt_logprobs=rng.choice((None, None, None, None, None, 0)),
+    )
     now = self.clock()
     request = Request(
-      request_id, prompt, params, priority=rng.randint(-2, 2), cache_salt=salt,
+      request_id,
+      prompt,
+      params,
+      priority=rng.randint(-2, 2),
+      cache_salt=salt,
       queue_deadline=rng.choice((None, None, None, now + rng.uniform(0, 2))),
-      deadline=rng.choice((None, None, None, now + rng.uniform(0, 4))), leader_id=leader.id if leader else None)
+      deadline=rng.choice((None, None, None, now + rng.uniform(0, 4))),
+      leader_id=leader.id if leader else None,
+    )
     poison = rng.randrange(len(prompt) + 3) if rng.random() < 0.05 else None
     queued = self.scheduler.num_waiting + self.engine._inbox_requests
     queued_tokens = self.scheduler.num_waiting_tokens + self.engine._inbox_tokens
     room = queued < self.config.max_queued_requests and (
-      not queued or queued_tokens + len(prompt) <= self.config.max_queued_tokens)
+      not queued or queued_tokens + len(prompt) <= self.config.max_queued_tokens
+    )
     try:
       self.engine.submit(request)
     except RequestTooLong:
@@ -256,7 +283,7 @@ class World:
       assert client.poison not in computed or request.num_preemptions, "NaN went unnoticed"
       assert event.stop_token_id == (got[-1] if reason is FinishReason.STOP else None)
     else:
-      assert got == tokens[:len(got)] and len(got) <= len(tokens), "not the tokens of the request alone"
+      assert got == tokens[: len(got)] and len(got) <= len(tokens), "not the tokens of the request alone"
       match event.finish_reason:
         case FinishReason.ABORT:
           assert client.aborted
@@ -270,7 +297,7 @@ class World:
           # A preempted request may find the position in the cache once, and have to compute it the next time.
           assert len(got) <= before or request.num_preemptions, "NaN was noticed late"
     history = (*request.prompt_token_ids, *got)
-    self.histories[self.rng.randrange(3)] = history if len(history) < 30 else history[:self.rng.randint(12, 30)]
+    self.histories[self.rng.randrange(3)] = history if len(history) < 30 else history[: self.rng.randint(12, 30)]
 
 
 def run_world(seed: int, num_ops: int = 120, scheduler_class: type[Scheduler] = Scheduler) -> World:
@@ -298,7 +325,7 @@ class PoolWorld:
       keys.append(block_key(keys[-1], (self.rng.randrange(2),)))
     keys = keys[1:]
     found = self.pool.match(keys)
-    assert [self.content[block] for block in found] == keys[:len(found)], "found a block of other content"
+    assert [self.content[block] for block in found] == keys[: len(found)], "found a block of other content"
     missing = length - len(found)
     if missing > self.pool.num_free - self.pool.num_idle(found):
       return
@@ -306,7 +333,7 @@ class PoolWorld:
     fresh = self.pool.allocate(missing)
     held = {block for table, _ in self.tables for block in table} | set(found)
     assert len(set(fresh)) == missing and not held & set(fresh), "handed out a block that is held"
-    self.content.update(zip(fresh, keys[len(found):], strict=True))
+    self.content.update(zip(fresh, keys[len(found) :], strict=True))
     self.tables.append((found + fresh, keys))
 
   def publish(self) -> None:

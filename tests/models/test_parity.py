@@ -37,7 +37,7 @@ def dense_logits(folder: pathlib.Path, golden: dict[str, np.ndarray], dtype) -> 
   sequences = [golden[f"tokens_{number}"] for number in range(len(PROMPT_LENGTHS))]
   tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
   for row, sequence in zip(tokens, sequences, strict=True):
-    row[:len(sequence)] = sequence
+    row[: len(sequence)] = sequence
 
   @jax.jit
   def forward(params, tokens, positions):
@@ -48,7 +48,7 @@ def dense_logits(folder: pathlib.Path, golden: dict[str, np.ndarray], dtype) -> 
   positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
   with jax.numpy_dtype_promotion("standard"):  # jax.nn.dot_product_attention mixes types in bfloat16
     logits = np.asarray(forward(loaded.params, jnp.asarray(tokens), jnp.asarray(positions)))
-  return [row[:len(sequence)] for row, sequence in zip(logits, sequences, strict=True)]
+  return [row[: len(sequence)] for row, sequence in zip(logits, sequences, strict=True)]
 
 
 def relative_error(ours: np.ndarray, theirs: np.ndarray) -> float:
@@ -76,7 +76,7 @@ def test_dense_f32(case):
     assert error < 1e-4
     assert total_error < 1e-4
     assert len(tokens) == prompt_len + NEW_TOKENS
-    np.testing.assert_array_equal(logits[prompt_len - 1:-1].argmax(-1), tokens[prompt_len:])
+    np.testing.assert_array_equal(logits[prompt_len - 1 : -1].argmax(-1), tokens[prompt_len:])
 
 
 def test_bfloat16_is_as_near_as_transformers_own(case):
@@ -98,18 +98,22 @@ def test_paged_engine(case):
   first, whose prompt log probabilities must be transformers'."""
   name, folder, golden = case
   events: list[TokenEvent] = []
-  built = build(BuildOptions(model_dir=str(folder), num_blocks=64, token_budgets=(16,), max_num_seqs=4,
-                             prefill_chunk=16), lambda *_: None, events.extend)
+  built = build(
+    BuildOptions(model_dir=str(folder), num_blocks=64, token_budgets=(16,), max_num_seqs=4, prefill_chunk=16),
+    lambda *_: None,
+    events.extend,
+  )
   prompts = [golden[f"tokens_{number}"][:length].tolist() for number, length in enumerate(PROMPT_LENGTHS)]
   for number, prompt in enumerate(prompts):
     built.engine.submit(Request(f"greedy{number}", prompt, SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)))
-  built.engine.submit(Request("whole", golden["tokens_0"].tolist(), SamplingParams(
-      max_tokens=1, temperature=0.0, prompt_logprobs=0)))
+  built.engine.submit(
+    Request("whole", golden["tokens_0"].tolist(), SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+  )
   while built.engine.num_live:
     assert built.engine.step()
   for number, prompt in enumerate(prompts):
     tokens = [token for event in events if event.request_id == f"greedy{number}" for token in event.token_ids]
-    np.testing.assert_array_equal(tokens, golden[f"tokens_{number}"][len(prompt):])
+    np.testing.assert_array_equal(tokens, golden[f"tokens_{number}"][len(prompt) :])
   whole = [entry for event in events if event.request_id == "whole" for entry in event.prompt_logprobs]
   difference = np.abs(np.array([entry.logprob for entry in whole]) - golden["logprobs_0"])
   error = np.max(difference / np.abs(golden["logits_0"]).max(-1)[:-1])

@@ -12,47 +12,137 @@ from models.registry import FAMILIES, config_from_hf, tensors
 from tools.parity.cases import CASES
 
 # As published, what Sluice does not read left in.
-LLAMA_2_7B_EARLY = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
-                    "intermediate_size": 11008, "max_position_embeddings": 2048, "model_type": "llama",
-                    "num_attention_heads": 32, "num_hidden_layers": 32, "pad_token_id": 0, "rms_norm_eps": 1e-06,
-                    "tie_word_embeddings": False, "torch_dtype": "float16", "use_cache": True, "vocab_size": 32000}
-LLAMA_3_1_8B = {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-                "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096,
-                "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
-                "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
-                "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
-                "tie_word_embeddings": False, "vocab_size": 128256}
-MISTRAL_7B_V01 = {"architectures": ["MistralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
-                  "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
-                  "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-                  "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000}
-QWEN2_5_05B = {"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 896,
-               "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
-               "model_type": "qwen2", "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
-               "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
-               "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936}
-QWEN3_06B = {"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
-             "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
-             "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
-             "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
-             "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936}
+LLAMA_2_7B_EARLY = {
+  "architectures": ["LlamaForCausalLM"],
+  "hidden_act": "silu",
+  "hidden_size": 4096,
+  "intermediate_size": 11008,
+  "max_position_embeddings": 2048,
+  "model_type": "llama",
+  "num_attention_heads": 32,
+  "num_hidden_layers": 32,
+  "pad_token_id": 0,
+  "rms_norm_eps": 1e-06,
+  "tie_word_embeddings": False,
+  "torch_dtype": "float16",
+  "use_cache": True,
+  "vocab_size": 32000,
+}
+LLAMA_3_1_8B = {
+  "architectures": ["LlamaForCausalLM"],
+  "attention_bias": False,
+  "attention_dropout": 0.0,
+  "eos_token_id": [128001, 128008, 128009],
+  "hidden_act": "silu",
+  "hidden_size": 4096,
+  "intermediate_size": 14336,
+  "max_position_embeddings": 131072,
+  "mlp_bias": False,
+  "model_type": "llama",
+  "num_attention_heads": 32,
+  "num_hidden_layers": 32,
+  "num_key_value_heads": 8,
+  "pretraining_tp": 1,
+  "rms_norm_eps": 1e-05,
+  "rope_scaling": {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+  },
+  "rope_theta": 500000.0,
+  "tie_word_embeddings": False,
+  "vocab_size": 128256,
+}
+MISTRAL_7B_V01 = {
+  "architectures": ["MistralForCausalLM"],
+  "hidden_act": "silu",
+  "hidden_size": 4096,
+  "intermediate_size": 14336,
+  "max_position_embeddings": 32768,
+  "model_type": "mistral",
+  "num_attention_heads": 32,
+  "num_hidden_layers": 32,
+  "num_key_value_heads": 8,
+  "rms_norm_eps": 1e-05,
+  "rope_theta": 10000.0,
+  "sliding_window": 4096,
+  "tie_word_embeddings": False,
+  "vocab_size": 32000,
+}
+QWEN2_5_05B = {
+  "architectures": ["Qwen2ForCausalLM"],
+  "hidden_act": "silu",
+  "hidden_size": 896,
+  "intermediate_size": 4864,
+  "max_position_embeddings": 32768,
+  "max_window_layers": 24,
+  "model_type": "qwen2",
+  "num_attention_heads": 14,
+  "num_hidden_layers": 24,
+  "num_key_value_heads": 2,
+  "rms_norm_eps": 1e-06,
+  "rope_theta": 1000000.0,
+  "sliding_window": 32768,
+  "tie_word_embeddings": True,
+  "use_mrope": False,
+  "use_sliding_window": False,
+  "vocab_size": 151936,
+}
+QWEN3_06B = {
+  "architectures": ["Qwen3ForCausalLM"],
+  "attention_bias": False,
+  "head_dim": 128,
+  "hidden_act": "silu",
+  "hidden_size": 1024,
+  "intermediate_size": 3072,
+  "max_position_embeddings": 40960,
+  "max_window_layers": 28,
+  "model_type": "qwen3",
+  "num_attention_heads": 16,
+  "num_hidden_layers": 28,
+  "num_key_value_heads": 8,
+  "rms_norm_eps": 1e-06,
+  "rope_scaling": None,
+  "rope_theta": 1000000,
+  "sliding_window": None,
+  "tie_word_embeddings": True,
+  "use_sliding_window": False,
+  "vocab_size": 151936,
+}
 
 
 def without(raw: dict, *keys: str) -> dict:
   return {key: value for key, value in raw.items() if key not in keys}
 
 
-@pytest.mark.parametrize("raw, expected", [
+@pytest.mark.parametrize(
+  "raw, expected",
+  [
     (LLAMA_2_7B_EARLY, ModelConfig("llama", 32000, 32, 4096, 11008, 32, 32, 128, 2048, rms_norm_eps=1e-6)),
-    (LLAMA_3_1_8B, ModelConfig("llama", 128256, 32, 4096, 14336, 32, 8, 128, 131072, 500_000.0,
-                               RopeScaling("llama3", 8.0, 1.0, 4.0, 8192))),
+    (
+      LLAMA_3_1_8B,
+      ModelConfig(
+        "llama", 128256, 32, 4096, 14336, 32, 8, 128, 131072, 500_000.0, RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+      ),
+    ),
     (MISTRAL_7B_V01, ModelConfig("mistral", 32000, 32, 4096, 14336, 32, 8, 128, 32768, sliding_window=4096)),
-    (QWEN2_5_05B, ModelConfig("qwen2", 151936, 24, 896, 4864, 14, 2, 64, 32768, 1e6, rms_norm_eps=1e-6,
-                              tie_embeddings=True, qkv_bias=True)),
-    (QWEN3_06B, ModelConfig("qwen3", 151936, 28, 1024, 3072, 16, 8, 128, 40960, 1e6, rms_norm_eps=1e-6,
-                            tie_embeddings=True, qk_norm=True)),
-], ids=["llama2", "llama3.1", "mistral", "qwen2.5", "qwen3"])
+    (
+      QWEN2_5_05B,
+      ModelConfig(
+        "qwen2", 151936, 24, 896, 4864, 14, 2, 64, 32768, 1e6, rms_norm_eps=1e-6, tie_embeddings=True, qkv_bias=True
+      ),
+    ),
+    (
+      QWEN3_06B,
+      ModelConfig(
+        "qwen3", 151936, 28, 1024, 3072, 16, 8, 128, 40960, 1e6, rms_norm_eps=1e-6, tie_embeddings=True, qk_norm=True
+      ),
+    ),
+  ],
+  ids=["llama2", "llama3.1", "mistral", "qwen2.5", "qwen3"],
+)
 def test_published_configs(raw, expected):
   assert config_from_hf(raw) == expected
 
@@ -60,14 +150,17 @@ def test_published_configs(raw, expected):
 LINEAR = {"factor": 4.0}
 
 
-@pytest.mark.parametrize("change, theta, scaling", [
+@pytest.mark.parametrize(
+  "change, theta, scaling",
+  [
     ({}, 10_000.0, None),
     ({"rope_scaling": None, "rope_theta": 5e5}, 5e5, None),
     ({"rope_scaling": LINEAR | {"type": "linear"}}, 10_000.0, RopeScaling("linear", 4.0)),
     ({"rope_scaling": LINEAR | {"rope_type": "linear", "type": "linear"}}, 10_000.0, RopeScaling("linear", 4.0)),
     ({"rope_parameters": LINEAR | {"rope_type": "linear", "rope_theta": 5e5}}, 5e5, RopeScaling("linear", 4.0)),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),
-])
+  ],
+)
 def test_rope_spellings(change, theta, scaling):
   config = config_from_hf(LLAMA_2_7B_EARLY | change)
   assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
@@ -92,7 +185,9 @@ def test_model_type_stands_in_for_architectures():
   assert config_from_hf(without(QWEN3_06B, "architectures")) == config_from_hf(QWEN3_06B)
 
 
-@pytest.mark.parametrize("change, said", [
+@pytest.mark.parametrize(
+  "change, said",
+  [
     ({"architectures": ["GemmaForCausalLM"]}, r"GemmaForCausalLM.*LlamaForCausalLM, MistralForCausalLM, Qwen2"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ({"architectures": None, "model_type": "mixtral"}, "mixtral"),
@@ -100,8 +195,18 @@ def test_model_type_stands_in_for_architectures():
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "'yarn'"),
     ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor=0.0 must be a positive"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0,
-                       "original_max_position_embeddings": 8192}}, "low_freq_factor=4.0"),
+    (
+      {
+        "rope_scaling": {
+          "rope_type": "llama3",
+          "factor": 8.0,
+          "low_freq_factor": 4.0,
+          "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192,
+        }
+      },
+      "low_freq_factor=4.0",
+    ),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "by layer type"),
     ({"attention_bias": True}, "attention_bias=True"),
     ({"mlp_bias": True}, "mlp_bias=True"),
@@ -118,7 +223,8 @@ def test_model_type_stands_in_for_architectures():
     ({"num_attention_heads": 30}, "not a multiple"),
     ({"num_key_value_heads": 5}, "num_kv_heads=5"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
-])
+  ],
+)
 def test_unsupported_is_refused_by_name(change, said):
   with pytest.raises(ValueError, match=said):
     config_from_hf(LLAMA_2_7B_EARLY | change)
@@ -129,8 +235,9 @@ def test_the_tensor_map_is_the_decoder(name):
   """Every parameter has its tensors, and they fill its shape exactly; nothing else is asked for."""
   config = config_from_hf(CASES[name][0])
   assert config.family in FAMILIES
-  shapes = {parameter_name(path): leaf.shape
-            for path, leaf in jax.tree.leaves_with_path(llama.abstract(config, jnp.float32)[1])}
+  shapes = {
+    parameter_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(llama.abstract(config, jnp.float32)[1])
+  }
   pieces = tensors(config)
   assert set(pieces) == set(shapes)
   for parameter, parts in pieces.items():

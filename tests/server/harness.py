@@ -28,10 +28,11 @@ from tests.fakes import FakeRunner
 SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 END = SPECIAL.index("<|end|>")
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['content'] == 'refuse me' %}{{ raise_exception('no such content') }}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}")
+  "{{ bos_token }}{% for message in messages %}"
+  "{% if message['content'] == 'refuse me' %}{{ raise_exception('no such content') }}{% endif %}"
+  "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
 def write_tokenizer(folder: pathlib.Path) -> None:
@@ -39,8 +40,9 @@ def write_tokenizer(folder: pathlib.Path) -> None:
   tokenizer = tokenizers.Tokenizer(models.BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
   tokenizer.decoder = decoders.ByteLevel()
-  trainer = trainers.BpeTrainer(vocab_size=384, special_tokens=SPECIAL, show_progress=False,
-                                initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+  trainer = trainers.BpeTrainer(
+    vocab_size=384, special_tokens=SPECIAL, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+  )
   text = "the cat sat on the mat and the dog ran to the park, naïve café 😀 日本"
   tokenizer.train_from_iterator([text] * 20, trainer)
   tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
@@ -120,11 +122,25 @@ class Served:
 
 
 @contextlib.contextmanager
-def running(tokenizer: Tokenizer | None, *, host: HostOptions | None = None, config: EngineConfig | None = None,
-            poison: int | None = None, serve: bool = True) -> Iterator[Served]:
+def running(
+  tokenizer: Tokenizer | None,
+  *,
+  host: HostOptions | None = None,
+  config: EngineConfig | None = None,
+  poison: int | None = None,
+  serve: bool = True,
+) -> Iterator[Served]:
   """Runs a server in a thread until the block ends, then drains it and checks that no page is left."""
-  config = config or EngineConfig(vocab_size=400, max_model_len=512, num_blocks=256, block_size=8, max_num_seqs=64,
-                                  token_budgets=(8, 64, 128), prefill_chunk=64, eos_token_ids=(END,))
+  config = config or EngineConfig(
+    vocab_size=400,
+    max_model_len=512,
+    num_blocks=256,
+    block_size=8,
+    max_num_seqs=64,
+    token_budgets=(8, 64, 128),
+    prefill_chunk=64,
+    eos_token_ids=(END,),
+  )
   host_options = dataclasses.replace(host or HostOptions(), port=(host.port if host and host.port != 50051 else 0))
   started = threading.Event()
   box: list[Served] = []
@@ -137,11 +153,31 @@ def running(tokenizer: Tokenizer | None, *, host: HostOptions | None = None, con
     engine = Engine(Scheduler(config), runner, time.monotonic, server.emit)
     generations = Generations(engine, tokenizer)
     if serve:
-      await server.serve(Backend(model="tiny", engine=engine, tokenizer=tokenizer, generations=generations,
-                                 compiles_after_ready=lambda: 0, load_s=0.5, warmup_s=0.25))
+      await server.serve(
+        Backend(
+          model="tiny",
+          engine=engine,
+          tokenizer=tokenizer,
+          generations=generations,
+          compiles_after_ready=lambda: 0,
+          load_s=0.5,
+          warmup_s=0.25,
+        )
+      )
     address = f"127.0.0.1:{port}"
-    box.append(Served(address, server, engine, runner, generations, grpc.insecure_channel(address),
-                      asyncio.get_running_loop(), threading.current_thread(), []))
+    box.append(
+      Served(
+        address,
+        server,
+        engine,
+        runner,
+        generations,
+        grpc.insecure_channel(address),
+        asyncio.get_running_loop(),
+        threading.current_thread(),
+        [],
+      )
+    )
     started.set()
     box[0].exit_code.append(await server.wait_stopped())
 
@@ -187,8 +223,9 @@ def text_of(messages: list[pb.GenerateResponse], index: int = 0) -> str:
 
 def token_ids_of(messages: list[pb.GenerateResponse], index: int = 0) -> list[int]:
   """The concatenated token ids of one index."""
-  return [token for message in messages for delta in message.deltas if delta.index == index
-          for token in delta.token_ids]
+  return [
+    token for message in messages for delta in message.deltas if delta.index == index for token in delta.token_ids
+  ]
 
 
 def endings_of(messages: list[pb.GenerateResponse]) -> list[pb.Finished]:

@@ -43,65 +43,74 @@ def output(**fields):
 
 
 BAD_REQUESTS = {
-    # Prompts.
-    "no prompt": ({}, "prompt", "prompt is missing: send text, token_ids or chat"),
-    "empty text": ({"text": ""}, "prompt", "prompt is empty"),
-    "empty ids": ({"token_ids": pb.TokenIds()}, "prompt", "prompt is empty; send at least one token"),
-    "empty chat": ({"chat": pb.ChatPrompt()}, "chat.messages", "send at least one message"),
-    "chat role": ({"chat": pb.ChatPrompt(messages=[pb.ChatMessage(role="end|><|user", content="x")])},
-                  "chat.messages[0].role", "send one of system"),
-    "refused chat": ({"chat": pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="refuse me")])}, "chat",
-                     "refuses these messages: no such content"),
-    "prompt id too large": ({"token_ids": pb.TokenIds(ids=[7, 400])}, "prompt", "400 is not in .* 0 to 399"),
-    "prompt id negative": ({"token_ids": pb.TokenIds(ids=[-1])}, "prompt", "-1 is not in .* 0 to 399"),
-    "prompt id huge": ({"token_ids": pb.TokenIds(ids=[2**31 - 1])}, "prompt", "2147483647 is not in"),
-    "too long": ({"token_ids": pb.TokenIds(ids=[7] * 510), "stopping": pb.StopParams(max_tokens=3)}, "prompt",
-                 "prompt of 510 tokens plus max_tokens=3 is 513, but the model takes 512; shorten"),
-    "far too long": ({"token_ids": pb.TokenIds(ids=[7] * 100_000)}, "prompt", "the model takes 512"),
-    "too much text": ({"text": "a" * ((1 << 20) + 1)}, "prompt", "1048577 bytes of text, the limit is 1048576"),
-    # Sampling values.
-    "temperature below 0": (sampling(temperature=-0.5), "temperature", "-0.5 .* from 0 to 100"),
-    "temperature NaN": (sampling(temperature=NAN), "temperature", "nan"),
-    "temperature infinite": (sampling(temperature=INF), "temperature", "inf"),
-    "top_p 0": (sampling(top_p=0.0), "top_p", "above 0 to 1"),
-    "top_p above 1": (sampling(top_p=1.5), "top_p", "1.5 is not allowed"),
-    "top_p NaN": (sampling(top_p=NAN), "top_p", "nan"),
-    "top_k negative": (sampling(top_k=-2), "top_k", "-2 .* from 0"),
-    "min_p above 1": (sampling(min_p=2.0), "min_p", "from 0 to 1"),
-    "min_p NaN": (sampling(min_p=NAN), "min_p", "nan"),
-    "presence_penalty": (sampling(presence_penalty=2.5), "presence_penalty", "from -2 to 2"),
-    "frequency_penalty": (sampling(frequency_penalty=-INF), "frequency_penalty", "from -2 to 2"),
-    "repetition_penalty 0": (sampling(repetition_penalty=0.0), "repetition_penalty", "above 0"),
-    "repetition_penalty NaN": (sampling(repetition_penalty=NAN), "repetition_penalty", "nan"),
-    "n 0": (sampling(n=0), "n", "n=0 is not allowed: send a whole number from 1 to 16"),
-    "n 17": (sampling(n=17), "n", "n=17 .* from 1 to 16"),
-    "n huge": (sampling(n=2**31 - 1), "n", "n=2147483647"),
-    "logit_bias id": (sampling(logit_bias={400: 1.0}), "logit_bias", "400 .* 0 to 399"),
-    "logit_bias negative id": (sampling(logit_bias={-1: 1.0}), "logit_bias", "-1"),
-    "logit_bias value": (sampling(logit_bias={7: 101.0}), "logit_bias[7]", "from -100 to 100"),
-    "logit_bias NaN": (sampling(logit_bias={7: NAN}), "logit_bias[7]", "nan"),
-    "logit_bias entries": (sampling(logit_bias=dict.fromkeys(range(1025), 1.0)), "logit_bias", "1025 .* most 1024"),
-    "allowed ids": (sampling(allowed_token_ids=pb.TokenIds(ids=[7, 401])), "allowed_token_ids", "401 .* 0 to 399"),
-    "no allowed ids": (sampling(allowed_token_ids=pb.TokenIds()), "allowed_token_ids", "at least one id"),
-    # Stopping.
-    "max_tokens 0": (stopping(max_tokens=0), "max_tokens", "0 .* from 1"),
-    "max_tokens negative": (stopping(max_tokens=-1), "max_tokens", "-1 .* from 1"),
-    "max_tokens huge": (stopping(max_tokens=2**31 - 1), "prompt", "the model takes 512"),
-    "min_tokens above max_tokens": (stopping(max_tokens=4, min_tokens=5), "min_tokens", "5 .* from 0 to 4"),
-    "min_tokens negative": (stopping(min_tokens=-1), "min_tokens", "-1"),
-    "20 stop strings": (stopping(stop=[f"s{index}" for index in range(20)]), "stop", "20 strings, the limit is 16"),
-    "empty stop string": (stopping(stop=["a", ""]), "stop[1]", "0 bytes, allowed are 1 to 256"),
-    "long stop string": (stopping(stop=["é" * 129]), "stop[0]", "258 bytes"),
-    "stop id": (stopping(stop_token_ids=[400]), "stop_token_ids", "400 .* 0 to 399"),
-    "stop ids": (stopping(stop_token_ids=[7] * 17), "stop_token_ids", "17 .* most 16"),
-    # Output and the rest.
-    "logprobs 21": (output(logprobs=21), "logprobs", "21 .* from 0 to 20"),
-    "logprobs negative": (output(logprobs=-1), "logprobs", "-1"),
-    "prompt_logprobs 21": (output(prompt_logprobs=21), "prompt_logprobs", "21 .* from 0 to 20"),
-    "request id": ({"token_ids": IDS, "request_id": "a b"}, "request_id", "1 to 128 of A-Z"),
-    "request id with slash": ({"token_ids": IDS, "request_id": "a/1"}, "request_id", "1 to 128 of A-Z"),
-    "long request id": ({"token_ids": IDS, "request_id": "a" * 129}, "request_id", "1 to 128 of A-Z"),
-    "cache salt": ({"token_ids": IDS, "cache_salt": "s" * 129}, "cache_salt", "129 bytes, the limit is 128"),
+  # Prompts.
+  "no prompt": ({}, "prompt", "prompt is missing: send text, token_ids or chat"),
+  "empty text": ({"text": ""}, "prompt", "prompt is empty"),
+  "empty ids": ({"token_ids": pb.TokenIds()}, "prompt", "prompt is empty; send at least one token"),
+  "empty chat": ({"chat": pb.ChatPrompt()}, "chat.messages", "send at least one message"),
+  "chat role": (
+    {"chat": pb.ChatPrompt(messages=[pb.ChatMessage(role="end|><|user", content="x")])},
+    "chat.messages[0].role",
+    "send one of system",
+  ),
+  "refused chat": (
+    {"chat": pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="refuse me")])},
+    "chat",
+    "refuses these messages: no such content",
+  ),
+  "prompt id too large": ({"token_ids": pb.TokenIds(ids=[7, 400])}, "prompt", "400 is not in .* 0 to 399"),
+  "prompt id negative": ({"token_ids": pb.TokenIds(ids=[-1])}, "prompt", "-1 is not in .* 0 to 399"),
+  "prompt id huge": ({"token_ids": pb.TokenIds(ids=[2**31 - 1])}, "prompt", "2147483647 is not in"),
+  "too long": (
+    {"token_ids": pb.TokenIds(ids=[7] * 510), "stopping": pb.StopParams(max_tokens=3)},
+    "prompt",
+    "prompt of 510 tokens plus max_tokens=3 is 513, but the model takes 512; shorten",
+  ),
+  "far too long": ({"token_ids": pb.TokenIds(ids=[7] * 100_000)}, "prompt", "the model takes 512"),
+  "too much text": ({"text": "a" * ((1 << 20) + 1)}, "prompt", "1048577 bytes of text, the limit is 1048576"),
+  # Sampling values.
+  "temperature below 0": (sampling(temperature=-0.5), "temperature", "-0.5 .* from 0 to 100"),
+  "temperature NaN": (sampling(temperature=NAN), "temperature", "nan"),
+  "temperature infinite": (sampling(temperature=INF), "temperature", "inf"),
+  "top_p 0": (sampling(top_p=0.0), "top_p", "above 0 to 1"),
+  "top_p above 1": (sampling(top_p=1.5), "top_p", "1.5 is not allowed"),
+  "top_p NaN": (sampling(top_p=NAN), "top_p", "nan"),
+  "top_k negative": (sampling(top_k=-2), "top_k", "-2 .* from 0"),
+  "min_p above 1": (sampling(min_p=2.0), "min_p", "from 0 to 1"),
+  "min_p NaN": (sampling(min_p=NAN), "min_p", "nan"),
+  "presence_penalty": (sampling(presence_penalty=2.5), "presence_penalty", "from -2 to 2"),
+  "frequency_penalty": (sampling(frequency_penalty=-INF), "frequency_penalty", "from -2 to 2"),
+  "repetition_penalty 0": (sampling(repetition_penalty=0.0), "repetition_penalty", "above 0"),
+  "repetition_penalty NaN": (sampling(repetition_penalty=NAN), "repetition_penalty", "nan"),
+  "n 0": (sampling(n=0), "n", "n=0 is not allowed: send a whole number from 1 to 16"),
+  "n 17": (sampling(n=17), "n", "n=17 .* from 1 to 16"),
+  "n huge": (sampling(n=2**31 - 1), "n", "n=2147483647"),
+  "logit_bias id": (sampling(logit_bias={400: 1.0}), "logit_bias", "400 .* 0 to 399"),
+  "logit_bias negative id": (sampling(logit_bias={-1: 1.0}), "logit_bias", "-1"),
+  "logit_bias value": (sampling(logit_bias={7: 101.0}), "logit_bias[7]", "from -100 to 100"),
+  "logit_bias NaN": (sampling(logit_bias={7: NAN}), "logit_bias[7]", "nan"),
+  "logit_bias entries": (sampling(logit_bias=dict.fromkeys(range(1025), 1.0)), "logit_bias", "1025 .* most 1024"),
+  "allowed ids": (sampling(allowed_token_ids=pb.TokenIds(ids=[7, 401])), "allowed_token_ids", "401 .* 0 to 399"),
+  "no allowed ids": (sampling(allowed_token_ids=pb.TokenIds()), "allowed_token_ids", "at least one id"),
+  # Stopping.
+  "max_tokens 0": (stopping(max_tokens=0), "max_tokens", "0 .* from 1"),
+  "max_tokens negative": (stopping(max_tokens=-1), "max_tokens", "-1 .* from 1"),
+  "max_tokens huge": (stopping(max_tokens=2**31 - 1), "prompt", "the model takes 512"),
+  "min_tokens above max_tokens": (stopping(max_tokens=4, min_tokens=5), "min_tokens", "5 .* from 0 to 4"),
+  "min_tokens negative": (stopping(min_tokens=-1), "min_tokens", "-1"),
+  "20 stop strings": (stopping(stop=[f"s{index}" for index in range(20)]), "stop", "20 strings, the limit is 16"),
+  "empty stop string": (stopping(stop=["a", ""]), "stop[1]", "0 bytes, allowed are 1 to 256"),
+  "long stop string": (stopping(stop=["é" * 129]), "stop[0]", "258 bytes"),
+  "stop id": (stopping(stop_token_ids=[400]), "stop_token_ids", "400 .* 0 to 399"),
+  "stop ids": (stopping(stop_token_ids=[7] * 17), "stop_token_ids", "17 .* most 16"),
+  # Output and the rest.
+  "logprobs 21": (output(logprobs=21), "logprobs", "21 .* from 0 to 20"),
+  "logprobs negative": (output(logprobs=-1), "logprobs", "-1"),
+  "prompt_logprobs 21": (output(prompt_logprobs=21), "prompt_logprobs", "21 .* from 0 to 20"),
+  "request id": ({"token_ids": IDS, "request_id": "a b"}, "request_id", "1 to 128 of A-Z"),
+  "request id with slash": ({"token_ids": IDS, "request_id": "a/1"}, "request_id", "1 to 128 of A-Z"),
+  "long request id": ({"token_ids": IDS, "request_id": "a" * 129}, "request_id", "1 to 128 of A-Z"),
+  "cache salt": ({"token_ids": IDS, "cache_salt": "s" * 129}, "cache_salt", "129 bytes, the limit is 128"),
 }
 
 
@@ -143,7 +152,9 @@ def test_queue_timeout_must_be_positive(server):
       server.generation.GenerateUnary(request)
 
 
-@pytest.mark.parametrize("method, raw", [
+@pytest.mark.parametrize(
+  "method, raw",
+  [
     ("GenerationService/Generate", b"\xff\xff\xff"),
     ("GenerationService/GenerateUnary", b"\x0a\xff"),
     ("GenerationService/GenerateUnary", b"\x1a\x02\xff\xfe"),  # text that is not UTF-8
@@ -152,7 +163,8 @@ def test_queue_timeout_must_be_positive(server):
     ("GenerationService/Detokenize", b"\x0a\x01\xff"),
     ("ModelService/GetModelInfo", b"\xff"),
     ("ModelService/GetLoad", b"\xff"),
-])
+  ],
+)
 def test_malformed_protobuf(server, method, raw):
   call = server.channel.unary_unary(f"/sluice.v1.{method}")
   with pytest.raises(grpc.RpcError, match="bytes are no sluice.v1.") as caught:
@@ -164,14 +176,18 @@ def test_malformed_protobuf(server, method, raw):
 def test_random_bytes_are_refused_or_served(server):
   call = server.channel.unary_stream("/sluice.v1.GenerationService/Generate")
   allowed = {INVALID, grpc.StatusCode.NOT_FOUND}
-  seed = pb.GenerateRequest(token_ids=IDS, request_id="abc", sampling=pb.SamplingParams(temperature=1.0, n=2),
-                            stopping=pb.StopParams(max_tokens=3, stop=["x"])).SerializeToString()
+  seed = pb.GenerateRequest(
+    token_ids=IDS,
+    request_id="abc",
+    sampling=pb.SamplingParams(temperature=1.0, n=2),
+    stopping=pb.StopParams(max_tokens=3, stop=["x"]),
+  ).SerializeToString()
 
   @settings(max_examples=200, deadline=None)
   @given(at=st.integers(0, len(seed)), drop=st.integers(0, 4), put=st.binary(max_size=6))
   def mutate(at, drop, put):
     try:
-      list(call(seed[:at] + put + seed[at + drop:], timeout=30))
+      list(call(seed[:at] + put + seed[at + drop :], timeout=30))
     except grpc.RpcError as error:
       assert error.code() in allowed, error
 
@@ -190,8 +206,10 @@ def test_unknown_method(server):
   assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.parametrize("ids, said", [([], "0 entries, allowed are 1 to 256"), (["a"] * 257, "257 entries"),
-                                       (["a", "b c"], "request_id='b c'")])
+@pytest.mark.parametrize(
+  "ids, said",
+  [([], "0 entries, allowed are 1 to 256"), (["a"] * 257, "257 entries"), (["a", "b c"], "request_id='b c'")],
+)
 def test_bad_abort(server, ids, said):
   with pytest.raises(grpc.RpcError, match=said) as caught:
     server.generation.Abort(pb.AbortRequest(request_ids=ids))
@@ -207,12 +225,15 @@ def test_bad_tokenize_and_detokenize(server):
       server.generation.Detokenize(pb.DetokenizeRequest(token_ids=[7, token_id]))
 
 
-@pytest.mark.parametrize("fields, said", [
+@pytest.mark.parametrize(
+  "fields, said",
+  [
     ({"text": "hello"}, "prompt.text needs a tokenizer"),
     ({"chat": pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x")])}, "prompt.chat needs a tokenizer"),
     (stopping(stop=["x"]), "stopping.stop needs a tokenizer"),
     (output(return_text=True), "output.return_text needs a tokenizer"),
-])
+  ],
+)
 def test_a_model_without_a_tokenizer(textless, fields, said):
   with pytest.raises(grpc.RpcError, match=said + ", and the served model has none; send and ask for") as caught:
     generate(textless, **fields)

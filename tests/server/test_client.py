@@ -39,11 +39,33 @@ def test_all_ways_to_ask_say_the_same(client, tokenizer):
 
 def test_every_option_arrives(client):
   first = client.generate("the", **GREEDY)
-  cut = client.generate("the", stop=[first.text[3:6]], request_id="r-1", model="tiny", priority=2, cache_salt="s",
-                        queue_timeout_s=9.5, timeout_s=30, top_p=1.0, top_k=0, min_p=0.0, frequency_penalty=0.0,
-                        presence_penalty=0.0, repetition_penalty=1.0, seed=1, logit_bias={5: 0.5},
-                        allowed_token_ids=range(400), min_tokens=1, stop_token_ids=[399], logprobs=0, prompt_logprobs=0,
-                        return_text=True, return_token_ids=True, skip_special_tokens=False, **GREEDY)
+  cut = client.generate(
+    "the",
+    stop=[first.text[3:6]],
+    request_id="r-1",
+    model="tiny",
+    priority=2,
+    cache_salt="s",
+    queue_timeout_s=9.5,
+    timeout_s=30,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    frequency_penalty=0.0,
+    presence_penalty=0.0,
+    repetition_penalty=1.0,
+    seed=1,
+    logit_bias={5: 0.5},
+    allowed_token_ids=range(400),
+    min_tokens=1,
+    stop_token_ids=[399],
+    logprobs=0,
+    prompt_logprobs=0,
+    return_text=True,
+    return_token_ids=True,
+    skip_special_tokens=False,
+    **GREEDY,
+  )
   assert cut.ending.reason == "stop" and cut.ending.matched == first.text[3:6]
   assert len(cut.logprobs) == len(cut.token_ids)
   assert len(client.generate_all("the", n=3, max_tokens=4)) == 3
@@ -81,8 +103,15 @@ def test_leaving_a_stream_stops_the_work(client, served):
 
 
 def command(served, *arguments: str, text: str = "") -> subprocess.CompletedProcess:
-  return subprocess.run([sys.executable, "-m", "tools.client", f"--target={served.address}", *arguments], cwd=ROOT,
-                        input=text, capture_output=True, text=True, timeout=60, check=False)
+  return subprocess.run(
+    [sys.executable, "-m", "tools.client", f"--target={served.address}", *arguments],
+    cwd=ROOT,
+    input=text,
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+  )
 
 
 def test_command_line(served, client):
@@ -98,6 +127,9 @@ def test_command_line(served, client):
 
 
 def test_wait_ready_waits(tokenizer):
-  with (running(tokenizer, serve=False) as starting, Client(starting.address) as client,
-        pytest.raises(SluiceError, match="not ready within 0.3 s")):
+  with (
+    running(tokenizer, serve=False) as starting,
+    Client(starting.address) as client,
+    pytest.raises(SluiceError, match="not ready within 0.3 s"),
+  ):
     client.wait_ready(0.3)

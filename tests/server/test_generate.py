@@ -27,15 +27,16 @@ def greedy(**fields) -> pb.SamplingParams:
 
 
 def test_a_stream_carries_the_tokens_and_their_text(served, tokenizer):
-  messages = generate(served, token_ids=IDS, sampling=greedy(), request_id="mine",
-                      stopping=pb.StopParams(max_tokens=40, ignore_eos=True))
+  messages = generate(
+    served, token_ids=IDS, sampling=greedy(), request_id="mine", stopping=pb.StopParams(max_tokens=40, ignore_eos=True)
+  )
   wanted, _ = expected(served.engine.config, max_tokens=40, ignore_eos=True)
   assert token_ids_of(messages) == list(wanted)
   assert tokenizer.decode(wanted).removesuffix("\ufffd") == text_of(messages).removesuffix("\ufffd")
   started = [message.started for message in messages if message.HasField("started")]
   assert started == [pb.Started(request_id="mine", model="tiny", num_prompt_tokens=4)]
   assert messages[0].HasField("started")
-  finished, = endings_of(messages)
+  (finished,) = endings_of(messages)
   assert finished.reason == pb.FINISH_REASON_LENGTH and finished.last and finished.WhichOneof("matched") is None
   assert finished.usage == pb.Usage(prompt_tokens=4, completion_tokens=40, total_tokens=44)
   assert 0 < finished.timing.time_to_first_token_s <= finished.timing.total_s
@@ -51,19 +52,27 @@ def test_the_unary_twin_says_the_same(served):
     assert completion.text == text_of(messages, index)
     assert list(completion.token_ids) == token_ids_of(messages, index)
     assert completion.finished.index == index
-    streamed, = (finished for finished in endings_of(messages) if finished.index == index)
+    (streamed,) = (finished for finished in endings_of(messages) if finished.index == index)
     assert completion.finished.reason == streamed.reason
     assert completion.finished.usage.completion_tokens == streamed.usage.completion_tokens
   assert [completion.finished.last for completion in response.completions] == [False, True]
 
 
 def test_end_of_sequence_is_reported_and_not_part_of_the_output(served):
-  prompt = next((7, start) for start in range(5, 400)
-                if expected(served.engine.config, (7, start), max_tokens=30)[1] is FinishReason.STOP)
+  prompt = next(
+    (7, start)
+    for start in range(5, 400)
+    if expected(served.engine.config, (7, start), max_tokens=30)[1] is FinishReason.STOP
+  )
   wanted, _ = expected(served.engine.config, prompt, max_tokens=30)
-  messages = generate(served, token_ids=pb.TokenIds(ids=prompt), sampling=greedy(),
-                      output=pb.OutputParams(skip_special_tokens=False), stopping=pb.StopParams(max_tokens=30))
-  finished, = endings_of(messages)
+  messages = generate(
+    served,
+    token_ids=pb.TokenIds(ids=prompt),
+    sampling=greedy(),
+    output=pb.OutputParams(skip_special_tokens=False),
+    stopping=pb.StopParams(max_tokens=30),
+  )
+  (finished,) = endings_of(messages)
   assert token_ids_of(messages) == list(wanted[:-1])
   assert "<|end|>" not in text_of(messages)
   assert finished.reason == pb.FINISH_REASON_STOP and finished.stop_token_id == END == wanted[-1]
@@ -73,26 +82,34 @@ def test_end_of_sequence_is_reported_and_not_part_of_the_output(served):
 def test_a_stop_token_of_the_request(served):
   wanted, _ = expected(served.engine.config, max_tokens=20, ignore_eos=True)
   stop = wanted[9]
-  messages = generate(served, token_ids=IDS, sampling=greedy(),
-                      stopping=pb.StopParams(max_tokens=20, ignore_eos=True, stop_token_ids=[stop]))
-  finished, = endings_of(messages)
+  messages = generate(
+    served,
+    token_ids=IDS,
+    sampling=greedy(),
+    stopping=pb.StopParams(max_tokens=20, ignore_eos=True, stop_token_ids=[stop]),
+  )
+  (finished,) = endings_of(messages)
   assert finished.stop_token_id == stop
-  assert token_ids_of(messages) == list(wanted[:wanted.index(stop)])
+  assert token_ids_of(messages) == list(wanted[: wanted.index(stop)])
 
 
 def test_stop_strings_end_text_and_work(served, tokenizer):
   wanted, _ = expected(served.engine.config, max_tokens=400, ignore_eos=True)
   whole = tokenizer.decode(wanted)
-  stops = [whole[start:start + 3] for start in range(60) if "\ufffd" not in whole[start:start + 3]]
+  stops = [whole[start : start + 3] for start in range(60) if "\ufffd" not in whole[start : start + 3]]
   assert len(stops) > 10
   for stop in stops:
-    messages = generate(served, token_ids=IDS, sampling=greedy(),
-                        stopping=pb.StopParams(max_tokens=400, ignore_eos=True, stop=["never seen", stop]))
-    finished, = endings_of(messages)
-    assert text_of(messages) == whole[:whole.index(stop)]
+    messages = generate(
+      served,
+      token_ids=IDS,
+      sampling=greedy(),
+      stopping=pb.StopParams(max_tokens=400, ignore_eos=True, stop=["never seen", stop]),
+    )
+    (finished,) = endings_of(messages)
+    assert text_of(messages) == whole[: whole.index(stop)]
     assert finished.reason == pb.FINISH_REASON_STOP and finished.stop_string == stop
     ids = token_ids_of(messages)
-    assert ids == list(wanted[:len(ids)]) and finished.usage.completion_tokens == len(ids)
+    assert ids == list(wanted[: len(ids)]) and finished.usage.completion_tokens == len(ids)
     assert stop in tokenizer.decode(ids) and stop not in tokenizer.decode(ids[:-1])
   served.wait_until(lambda: served.engine.num_live == 0)
   assert served.engine.stats().finished[FinishReason.STOP] > 0, "the engine must not go on for nobody"
@@ -101,9 +118,13 @@ def test_stop_strings_end_text_and_work(served, tokenizer):
 def test_stop_strings_wait_for_min_tokens(served, tokenizer):
   wanted, _ = expected(served.engine.config, max_tokens=20, min_tokens=10, ignore_eos=True)
   first = tokenizer.decode(wanted[:1])
-  messages = generate(served, token_ids=IDS, sampling=greedy(),
-                      stopping=pb.StopParams(max_tokens=20, min_tokens=10, ignore_eos=True, stop=[first]))
-  finished, = endings_of(messages)
+  messages = generate(
+    served,
+    token_ids=IDS,
+    sampling=greedy(),
+    stopping=pb.StopParams(max_tokens=20, min_tokens=10, ignore_eos=True, stop=[first]),
+  )
+  (finished,) = endings_of(messages)
   assert finished.usage.completion_tokens >= 10
   assert text_of(messages).startswith(first)
 
@@ -111,48 +132,77 @@ def test_stop_strings_wait_for_min_tokens(served, tokenizer):
 def test_a_stop_string_that_only_begins_is_given_out_at_the_end(served, tokenizer):
   wanted, _ = expected(served.engine.config, max_tokens=12, ignore_eos=True)
   whole = tokenizer.decode(wanted)
-  messages = generate(served, token_ids=IDS, sampling=greedy(),
-                      stopping=pb.StopParams(max_tokens=12, ignore_eos=True, stop=[whole[-3:] + "never"]))
+  messages = generate(
+    served,
+    token_ids=IDS,
+    sampling=greedy(),
+    stopping=pb.StopParams(max_tokens=12, ignore_eos=True, stop=[whole[-3:] + "never"]),
+  )
   assert text_of(messages).removesuffix("\ufffd") == whole.removesuffix("\ufffd")
   assert endings_of(messages)[0].reason == pb.FINISH_REASON_LENGTH
 
 
 def test_n_outputs_share_the_prompt_and_end_one_by_one(served):
   prompt = tuple(range(10, 74))
-  messages = generate(served, token_ids=pb.TokenIds(ids=prompt), sampling=pb.SamplingParams(n=5, seed=3),
-                      stopping=pb.StopParams(max_tokens=25))
+  messages = generate(
+    served,
+    token_ids=pb.TokenIds(ids=prompt),
+    sampling=pb.SamplingParams(n=5, seed=3),
+    stopping=pb.StopParams(max_tokens=25),
+  )
   endings = endings_of(messages)
   assert sorted(finished.index for finished in endings) == list(range(5))
   assert [finished.last for finished in endings] == [False] * 4 + [True]
   assert len({tuple(token_ids_of(messages, index)) for index in range(5)}) == 5
   assert [sum(finished.usage.cached_tokens > 0 for finished in endings)] == [4], "followers must share the prompt"
   for index in range(5):
-    alone = generate(served, token_ids=pb.TokenIds(ids=prompt), sampling=pb.SamplingParams(seed=3 + index),
-                     stopping=pb.StopParams(max_tokens=25))
+    alone = generate(
+      served,
+      token_ids=pb.TokenIds(ids=prompt),
+      sampling=pb.SamplingParams(seed=3 + index),
+      stopping=pb.StopParams(max_tokens=25),
+    )
     assert token_ids_of(alone) == token_ids_of(messages, index)
     indexes = [finished.index for message in messages for finished in message.finished if finished.index == index]
     assert indexes == [index]
-    ended = next(at for at, message in enumerate(messages)
-                 if index in [finished.index for finished in message.finished])
-    assert not any(delta.index == index for message in messages[ended + 1:] for delta in message.deltas)
+    ended = next(
+      at for at, message in enumerate(messages) if index in [finished.index for finished in message.finished]
+    )
+    assert not any(delta.index == index for message in messages[ended + 1 :] for delta in message.deltas)
 
 
 def test_seeds_repeat_and_their_absence_does_not(served):
   def once(**fields):
-    return token_ids_of(generate(served, token_ids=IDS, sampling=pb.SamplingParams(**fields),
-                                 stopping=pb.StopParams(max_tokens=20, ignore_eos=True)))
+    return token_ids_of(
+      generate(
+        served,
+        token_ids=IDS,
+        sampling=pb.SamplingParams(**fields),
+        stopping=pb.StopParams(max_tokens=20, ignore_eos=True),
+      )
+    )
 
   assert once(seed=-(2**63)) == once(seed=-(2**63))
   assert once(seed=2**63 - 1, n=1) != once(seed=5)
   assert once() != once()
-  assert len(generate(served, token_ids=IDS, sampling=pb.SamplingParams(seed=2**63 - 1, n=3),
-                      stopping=pb.StopParams(max_tokens=3))) > 0
+  assert (
+    len(
+      generate(
+        served, token_ids=IDS, sampling=pb.SamplingParams(seed=2**63 - 1, n=3), stopping=pb.StopParams(max_tokens=3)
+      )
+    )
+    > 0
+  )
 
 
 def test_logprobs_and_prompt_logprobs(served):
-  messages = generate(served, token_ids=IDS, sampling=greedy(n=2),
-                      output=pb.OutputParams(logprobs=0, prompt_logprobs=0),
-                      stopping=pb.StopParams(max_tokens=9, ignore_eos=True))
+  messages = generate(
+    served,
+    token_ids=IDS,
+    sampling=greedy(n=2),
+    output=pb.OutputParams(logprobs=0, prompt_logprobs=0),
+    stopping=pb.StopParams(max_tokens=9, ignore_eos=True),
+  )
   request = Request("alone", PROMPT, SamplingParams(prompt_logprobs=0))
   for index in range(2):
     deltas = [delta for message in messages for delta in message.deltas if delta.index == index]
@@ -165,18 +215,27 @@ def test_logprobs_and_prompt_logprobs(served):
 
 
 def test_what_is_not_wanted_is_not_sent(served):
-  messages = generate(served, token_ids=IDS, output=pb.OutputParams(return_token_ids=False, return_text=False),
-                      stopping=pb.StopParams(max_tokens=9, stop=["zzz"]))
+  messages = generate(
+    served,
+    token_ids=IDS,
+    output=pb.OutputParams(return_token_ids=False, return_text=False),
+    stopping=pb.StopParams(max_tokens=9, stop=["zzz"]),
+  )
   assert not any(message.deltas for message in messages) and len(endings_of(messages)) == 1
-  messages = generate(served, token_ids=IDS, stopping=pb.StopParams(max_tokens=9, ignore_eos=True),
-                      output=pb.OutputParams(return_token_ids=False, return_text=False, logprobs=0))
+  messages = generate(
+    served,
+    token_ids=IDS,
+    stopping=pb.StopParams(max_tokens=9, ignore_eos=True),
+    output=pb.OutputParams(return_token_ids=False, return_text=False, logprobs=0),
+  )
   assert sum(len(delta.logprobs) for message in messages for delta in message.deltas) == 9
 
 
 def test_a_slow_reader_gets_fewer_and_larger_messages_and_all_tokens(served):
   wanted, _ = expected(served.engine.config, max_tokens=400, ignore_eos=True)
-  call = served.generation.Generate(pb.GenerateRequest(
-      token_ids=IDS, sampling=greedy(), stopping=pb.StopParams(max_tokens=400, ignore_eos=True)))
+  call = served.generation.Generate(
+    pb.GenerateRequest(token_ids=IDS, sampling=greedy(), stopping=pb.StopParams(max_tokens=400, ignore_eos=True))
+  )
   served.wait_until(lambda: served.engine.num_live == 0 and served.engine.recorder.num_output_tokens == 400)
   assert token_ids_of(list(call)) == list(wanted)
 
@@ -184,8 +243,12 @@ def test_a_slow_reader_gets_fewer_and_larger_messages_and_all_tokens(served):
 def test_64_concurrent_streams_are_each_as_if_alone(served):
   def one(number):
     prompt = (7, 5 + number)
-    messages = generate(served, token_ids=pb.TokenIds(ids=prompt), sampling=greedy(),
-                        stopping=pb.StopParams(max_tokens=40, ignore_eos=True))
+    messages = generate(
+      served,
+      token_ids=pb.TokenIds(ids=prompt),
+      sampling=greedy(),
+      stopping=pb.StopParams(max_tokens=40, ignore_eos=True),
+    )
     assert sum(finished.last for finished in endings_of(messages)) == 1
     return token_ids_of(messages) == list(expected(served.engine.config, prompt, max_tokens=40, ignore_eos=True)[0])
 
@@ -204,8 +267,13 @@ def test_request_ids_are_unique_while_live_and_free_afterwards(served):
   served.runner.go.set()
   assert len(endings_of(list(call))) == 1
   for _ in range(20):  # at once again, also where a stop string ended it and the engine learns of it later
-    generate(served, token_ids=IDS, request_id="same", sampling=greedy(),
-             stopping=pb.StopParams(max_tokens=300, ignore_eos=True, stop=list("aeinot ,<0")))
+    generate(
+      served,
+      token_ids=IDS,
+      request_id="same",
+      sampling=greedy(),
+      stopping=pb.StopParams(max_tokens=300, ignore_eos=True, stop=list("aeinot ,<0")),
+    )
 
 
 def test_tokenize_detokenize_and_model_info(served, tokenizer):
@@ -227,8 +295,10 @@ def test_tokenize_detokenize_and_model_info(served, tokenizer):
 
 def test_load_counts(served):
   served.runner.go.clear()
-  calls = [served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(
-      max_tokens=5, ignore_eos=True))) for _ in range(3)]
+  calls = [
+    served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=5, ignore_eos=True)))
+    for _ in range(3)
+  ]
 
   def live(load):
     return load.running_requests + load.queued_requests
@@ -250,10 +320,12 @@ def test_load_counts(served):
 def test_nan_ends_one_stream_alone(tokenizer):
   with running(tokenizer, poison=99) as served:
     served.runner.go.clear()
-    healthy = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, sampling=greedy(),
-                                                            stopping=pb.StopParams(max_tokens=8, ignore_eos=True)))
-    sick = served.generation.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7, 99]),
-                                                         sampling=greedy(n=2), request_id="sick"))
+    healthy = served.generation.Generate(
+      pb.GenerateRequest(token_ids=IDS, sampling=greedy(), stopping=pb.StopParams(max_tokens=8, ignore_eos=True))
+    )
+    sick = served.generation.Generate(
+      pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7, 99]), sampling=greedy(n=2), request_id="sick")
+    )
     served.wait_until(lambda: len(served.generations) == 2)
     served.runner.go.set()
     with pytest.raises(grpc.RpcError, match="NaN or infinite logits") as caught:
@@ -268,8 +340,12 @@ def test_one_wake_of_the_loop_a_step(served, monkeypatch):
   dispatch = served.generations.dispatch
   monkeypatch.setattr(served.generations, "dispatch", lambda events: (batches.append(len(events)), dispatch(events)))
   served.runner.go.clear()
-  calls = [served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(
-      max_tokens=10, ignore_eos=True))) for _ in range(8)]
+  calls = [
+    served.generation.Generate(
+      pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=10, ignore_eos=True))
+    )
+    for _ in range(8)
+  ]
   served.wait_until(lambda: served.engine.num_live == 8)
   readers = [threading.Thread(target=list, args=(call,)) for call in calls]
   for reader in readers:

@@ -68,8 +68,9 @@ def test_cancel_frees_the_pages_within_two_steps(paced):
 
 
 def test_cancel_of_a_unary_call(paced):
-  call = paced.generation.GenerateUnary.future(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER,
-                                                                  sampling=pb.SamplingParams(n=3)))
+  call = paced.generation.GenerateUnary.future(
+    pb.GenerateRequest(token_ids=IDS, stopping=FOREVER, sampling=pb.SamplingParams(n=3))
+  )
   paced.wait_for_steps(3)
   paced.runner.go.clear()
   call.cancel()
@@ -132,8 +133,15 @@ def test_the_clients_deadline_frees_the_pages_within_two_steps(paced):
 
 
 def test_a_deadline_in_the_queue_never_runs(tokenizer):
-  config = EngineConfig(vocab_size=400, max_model_len=512, num_blocks=256, block_size=8, max_num_seqs=1,
-                        token_budgets=(8, 64), prefill_chunk=64)
+  config = EngineConfig(
+    vocab_size=400,
+    max_model_len=512,
+    num_blocks=256,
+    block_size=8,
+    max_num_seqs=1,
+    token_budgets=(8, 64),
+    prefill_chunk=64,
+  )
   with running(tokenizer, config=config) as served:
     served.runner.seconds = 0.002
     first = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
@@ -150,8 +158,16 @@ def test_a_deadline_in_the_queue_never_runs(tokenizer):
 
 
 def test_the_servers_own_limit_on_a_request(tokenizer):
-  config = EngineConfig(vocab_size=400, max_model_len=512, num_blocks=256, block_size=8, token_budgets=(8, 64),
-                        prefill_chunk=64, max_num_seqs=8, request_timeout_s=0.2)
+  config = EngineConfig(
+    vocab_size=400,
+    max_model_len=512,
+    num_blocks=256,
+    block_size=8,
+    token_budgets=(8, 64),
+    prefill_chunk=64,
+    max_num_seqs=8,
+    request_timeout_s=0.2,
+  )
   with running(tokenizer, config=config) as served:
     served.runner.seconds = 0.005
     for timeout in (None, 1000):  # a client cannot buy more time
@@ -164,8 +180,11 @@ def test_abort(paced):
   call, first = begin(paced, request_id="mine", sampling=pb.SamplingParams(n=2))
   assert first.started.request_id == "mine"
   answer = paced.generation.Abort(pb.AbortRequest(request_ids=["mine", "unknown", "mine"]))
-  assert list(answer.outcomes) == [pb.AbortResponse.OUTCOME_ABORTED, pb.AbortResponse.OUTCOME_NOT_FOUND,
-                                   pb.AbortResponse.OUTCOME_NOT_FOUND]
+  assert list(answer.outcomes) == [
+    pb.AbortResponse.OUTCOME_ABORTED,
+    pb.AbortResponse.OUTCOME_NOT_FOUND,
+    pb.AbortResponse.OUTCOME_NOT_FOUND,
+  ]
   with pytest.raises(grpc.RpcError, match="request mine was aborted by an Abort call") as caught:
     list(call)
   assert caught.value.code() is grpc.StatusCode.CANCELLED
@@ -175,8 +194,16 @@ def test_abort(paced):
 
 
 def test_overload_is_told_at_once_with_when_to_retry(tokenizer):
-  config = EngineConfig(vocab_size=400, max_model_len=512, num_blocks=256, block_size=8, token_budgets=(8, 64),
-                        prefill_chunk=64, max_num_seqs=1, max_queued_requests=2)
+  config = EngineConfig(
+    vocab_size=400,
+    max_model_len=512,
+    num_blocks=256,
+    block_size=8,
+    token_budgets=(8, 64),
+    prefill_chunk=64,
+    max_num_seqs=1,
+    max_queued_requests=2,
+  )
   with running(tokenizer, config=config) as served:
     served.runner.seconds = 0.002
     running_call = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
@@ -197,8 +224,16 @@ def test_overload_is_told_at_once_with_when_to_retry(tokenizer):
 
 
 def test_n_outputs_are_admitted_all_or_none(tokenizer):
-  config = EngineConfig(vocab_size=400, max_model_len=512, num_blocks=256, block_size=8, token_budgets=(8, 64),
-                        prefill_chunk=64, max_num_seqs=2, max_queued_requests=3)
+  config = EngineConfig(
+    vocab_size=400,
+    max_model_len=512,
+    num_blocks=256,
+    block_size=8,
+    token_budgets=(8, 64),
+    prefill_chunk=64,
+    max_num_seqs=2,
+    max_queued_requests=3,
+  )
   with running(tokenizer, config=config) as served:
     served.runner.go.clear()
     with pytest.raises(grpc.RpcError, match="requests are queued, the limit is 3"):
@@ -279,10 +314,12 @@ def test_liveness_is_that_the_engine_turns(tokenizer, caplog):
 def test_starting_is_told(tokenizer):
   with running(tokenizer, serve=False) as served:
     assert (health(served, ""), health(served, READINESS)) == (SERVING, NOT_SERVING)
-    for call in (lambda: generate(served, token_ids=IDS),
-                 lambda: served.generation.Abort(pb.AbortRequest(request_ids=["a"])),
-                 lambda: served.model.GetModelInfo(pb.GetModelInfoRequest()),
-                 lambda: served.model.GetLoad(pb.GetLoadRequest())):
+    for call in (
+      lambda: generate(served, token_ids=IDS),
+      lambda: served.generation.Abort(pb.AbortRequest(request_ids=["a"])),
+      lambda: served.model.GetModelInfo(pb.GetModelInfoRequest()),
+      lambda: served.model.GetLoad(pb.GetLoadRequest()),
+    ):
       with pytest.raises(grpc.RpcError, match="the model is loading; try again") as caught:
         call()
       assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason_of(caught.value) == "STARTING"
@@ -296,11 +333,15 @@ def test_health_of_an_unknown_service(served):
 
 def test_a_second_server_on_the_port_is_refused(served):
   port = int(served.address.rsplit(":", 1)[1])
-  with (pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another"),
-        running(None, host=HostOptions(port=port))):
+  with (
+    pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another"),
+    running(None, host=HostOptions(port=port)),
+  ):
     pass
-  with pytest.raises(ConfigError, match="cannot listen on nowhere.invalid:"), running(
-      None, host=HostOptions(host="nowhere.invalid")):
+  with (
+    pytest.raises(ConfigError, match="cannot listen on nowhere.invalid:"),
+    running(None, host=HostOptions(host="nowhere.invalid")),
+  ):
     pass
   generate(served, token_ids=IDS, stopping=pb.StopParams(max_tokens=2))
 
@@ -320,14 +361,28 @@ def test_more_rpcs_than_allowed_are_refused_at_once(tokenizer):
 
 def test_a_client_that_stops_reading(tokenizer):
   """Once its window is full the work for it stops, pages and all; when it reads again it is told."""
-  config = EngineConfig(vocab_size=400, max_model_len=4096, num_blocks=8192, block_size=8, token_budgets=(8, 64),
-                        prefill_chunk=64, max_num_seqs=16)
+  config = EngineConfig(
+    vocab_size=400,
+    max_model_len=4096,
+    num_blocks=8192,
+    block_size=8,
+    token_budgets=(8, 64),
+    prefill_chunk=64,
+    max_num_seqs=16,
+  )
   host, window = HostOptions(stream_stall_timeout_s=0.2), (("grpc.http2.bdp_probe", 0),)  # of 64 KiB
-  with (running(tokenizer, config=config, host=host) as served,
-        grpc.insecure_channel(served.address, options=window) as channel):
-    stalled = pb_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(
-        token_ids=IDS, sampling=pb.SamplingParams(n=16), output=pb.OutputParams(logprobs=0),
-        stopping=pb.StopParams(max_tokens=4000, ignore_eos=True)))
+  with (
+    running(tokenizer, config=config, host=host) as served,
+    grpc.insecure_channel(served.address, options=window) as channel,
+  ):
+    stalled = pb_grpc.GenerationServiceStub(channel).Generate(
+      pb.GenerateRequest(
+        token_ids=IDS,
+        sampling=pb.SamplingParams(n=16),
+        output=pb.OutputParams(logprobs=0),
+        stopping=pb.StopParams(max_tokens=4000, ignore_eos=True),
+      )
+    )
     served.wait_until(lambda: served.engine.stats().finished[FinishReason.ABORT] == 16)
     assert served.blocks_in_use == 0
     generate(served, token_ids=IDS, stopping=pb.StopParams(max_tokens=5))  # nobody else is harmed
@@ -338,16 +393,28 @@ def test_a_client_that_stops_reading(tokenizer):
 
 def test_clients_of_all_kinds_at_once(tokenizer):
   """Cancels, deadlines, aborts, duplicates and mistakes between streams that must be token-exact."""
-  config = EngineConfig(vocab_size=400, max_model_len=256, num_blocks=40, block_size=8, token_budgets=(8, 64),
-                        prefill_chunk=64, max_num_seqs=8, max_queued_requests=1000)
+  config = EngineConfig(
+    vocab_size=400,
+    max_model_len=256,
+    num_blocks=40,
+    block_size=8,
+    token_budgets=(8, 64),
+    prefill_chunk=64,
+    max_num_seqs=8,
+    max_queued_requests=1000,
+  )
 
   def behave(seed: int) -> str:
     rng = random.Random(seed)
     prompt = [rng.randrange(5, 400) for _ in range(rng.randrange(1, 40))]
     stopping = pb.StopParams(max_tokens=rng.randrange(1, 60), ignore_eos=True)
     sampling = pb.SamplingParams(temperature=0.0, n=rng.choice((1, 1, 3)))
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), stopping=stopping, sampling=sampling,
-                                 request_id=f"r{seed // 2}" if rng.random() < 0.2 else f"u{seed}")
+    request = pb.GenerateRequest(
+      token_ids=pb.TokenIds(ids=prompt),
+      stopping=stopping,
+      sampling=sampling,
+      request_id=f"r{seed // 2}" if rng.random() < 0.2 else f"u{seed}",
+    )
     kind = rng.choice(("stream", "stream", "cancel", "deadline", "abort", "mistake", "stop"))
     if kind == "mistake":
       request.sampling.top_p = 7.0
@@ -363,8 +430,12 @@ def test_clients_of_all_kinds_at_once(tokenizer):
         if kind == "abort" and rng.random() < 0.2:
           served.generation.Abort(pb.AbortRequest(request_ids=[request.request_id]))
     except grpc.RpcError as error:
-      assert error.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED,
-                              grpc.StatusCode.ALREADY_EXISTS, INVALID), error
+      assert error.code() in (
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.ALREADY_EXISTS,
+        INVALID,
+      ), error
       # A client's own cancel or deadline may come between the last message and the status.
       assert kind in ("cancel", "deadline") or not any(finished.last for finished in endings_of(messages))
       return kind
@@ -373,7 +444,7 @@ def test_clients_of_all_kinds_at_once(tokenizer):
     wanted, _ = oracle(config, Request("alone", tuple(prompt), params))
     for index in range(sampling.n):
       ids = token_ids_of(messages, index)
-      assert ids == list(wanted) or kind == "stop" and ids == list(wanted[:len(ids)])
+      assert ids == list(wanted) or kind == "stop" and ids == list(wanted[: len(ids)])
     return "exact"
 
   with running(tokenizer, config=config) as served:
@@ -390,11 +461,13 @@ def test_reflection_speaks_both_versions(served):
   request = reflection_pb2.ServerReflectionRequest
   for version in ("v1", "v1alpha"):
     call = served.channel.stream_stream(
-        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-        request_serializer=request.SerializeToString,
-        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString)
-    services, symbol = call(iter([request(list_services=""),
-                                  request(file_containing_symbol="sluice.v1.GenerationService")]))
+      f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+      request_serializer=request.SerializeToString,
+      response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    services, symbol = call(
+      iter([request(list_services=""), request(file_containing_symbol="sluice.v1.GenerationService")])
+    )
     names = {service.name for service in services.list_services_response.service}
     assert {"sluice.v1.GenerationService", "sluice.v1.ModelService", "grpc.health.v1.Health"} <= names
     assert symbol.file_descriptor_response.file_descriptor_proto

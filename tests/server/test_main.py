@@ -18,10 +18,24 @@ from tools.make_random_model import write_model
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
-RAW = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 400, "hidden_size": 32,
-       "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-       "head_dim": 16, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-       "tie_word_embeddings": True, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
+RAW = {
+  "architectures": ["LlamaForCausalLM"],
+  "model_type": "llama",
+  "vocab_size": 400,
+  "hidden_size": 32,
+  "intermediate_size": 64,
+  "num_hidden_layers": 1,
+  "num_attention_heads": 2,
+  "num_key_value_heads": 1,
+  "head_dim": 16,
+  "max_position_embeddings": 4096,
+  "rms_norm_eps": 1e-5,
+  "rope_theta": 10000.0,
+  "tie_word_embeddings": True,
+  "hidden_act": "silu",
+  "bos_token_id": 1,
+  "eos_token_id": 2,
+}
 SMALL = ("--token_budgets=8", "--max_num_seqs=4", "--prefill_chunk=8", "--kv_cache_mb=4", "--compile_cache_dir=")
 
 
@@ -35,8 +49,13 @@ def model(tokenizer_dir, tmp_path_factory) -> pathlib.Path:
 
 
 def start(*arguments: str) -> subprocess.Popen:
-  return subprocess.Popen([sys.executable, "-m", "server.main", *arguments], cwd=ROOT, stderr=subprocess.PIPE,
-                          text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+  return subprocess.Popen(
+    [sys.executable, "-m", "server.main", *arguments],
+    cwd=ROOT,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+  )
 
 
 def wait_for_file(path: pathlib.Path, process: subprocess.Popen) -> str:
@@ -53,8 +72,9 @@ def test_a_life(model, tmp_path):
   port_file, trace, flagfile = tmp_path / "port", tmp_path / "trace.jsonl", tmp_path / "flags"
   port_file.write_text("stale")
   flagfile.write_text("\n".join((*SMALL, "--served_model_name=named", "--notrace_at_start")))
-  process = start(f"--model={model}", "--port=0", f"--port_file={port_file}", f"--flagfile={flagfile}",
-                  f"--trace_file={trace}")
+  process = start(
+    f"--model={model}", "--port=0", f"--port_file={port_file}", f"--flagfile={flagfile}", f"--trace_file={trace}"
+  )
   while port_file.exists() and port_file.read_text() == "stale":
     assert process.poll() is None, process.communicate()[1]
     time.sleep(0.01)
@@ -75,7 +95,8 @@ def test_a_life(model, tmp_path):
     said = second.communicate(timeout=60)[1]
     assert second.returncode == 1
     assert said.splitlines()[-1] == (
-        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port or --host")
+      f"error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port or --host"
+    )
     assert client.load().compiles_after_ready == 0
     with client.stream("the", max_tokens=2000, ignore_eos=True) as stream:
       pieces = iter(stream)
@@ -97,8 +118,14 @@ def test_a_life(model, tmp_path):
 def test_the_demo_model_answers_through_the_socket(tmp_path):
   """Its checked skills, alone and many at once, through chat template, engine and detokenisation."""
   port_file = tmp_path / "port"
-  process = start("--port=0", f"--port_file={port_file}", "--token_budgets=16,256", "--max_num_seqs=16",
-                  "--prefill_chunk=256", "--compile_cache_dir=")
+  process = start(
+    "--port=0",
+    f"--port_file={port_file}",
+    "--token_budgets=16,256",
+    "--max_num_seqs=16",
+    "--prefill_chunk=256",
+    "--compile_cache_dir=",
+  )
   with Client(f"127.0.0.1:{wait_for_file(port_file, process).strip()}") as client:
     instances = [instance for skill in SKILLS for instance in make_instances(skill, 4, seed=11)]
 
@@ -129,22 +156,22 @@ def test_while_starting(model):
 
 
 BAD_STARTS = {
-    ("--nonsense=1",): (2, "error: Unknown command line flag 'nonsense'; --help lists the flags"),
-    ("--port=abc",): (2, "error: flag --port=abc: invalid literal"),
-    ("--port=70000",): (2, "error: flag --port=70000: "),
-    ("--block_size=0",): (2, "error: flag --block_size=0: 0 is not a positive integer"),
-    ("--queue_timeout_s=-1",): (2, "error: flag --queue_timeout_s=-1: "),
-    ("--policy=random",): (2, "error: flag --policy=random: value should be one of"),
-    ("--flagfile=/does/not/exist",): (2, "error: Unable to open flagfile"),
-    ("positional",): (2, "error: unexpected argument 'positional'"),
-    ("--port=0", "--token_budgets=8,x"): (1, "error: token_budgets=8,x must be whole numbers"),
-    ("--port=0", "--token_budgets=64,8", "--prefill_chunk=8"): (1, "error: token budgets (64, 8) must be strictly"),
-    ("--port=0", "--num_blocks=8", "--kv_cache_mb=8"): (1, "error: kv_cache_mb=8 and num_blocks=8 both size the KV"),
-    ("--port=0", "--model=/does/not/exist"): (1, "error: /does/not/exist"),
-    ("--port=0", "--model=EMPTY"): (1, "error: "),
-    ("--port=0", "--model=CUT", *SMALL): (1, "error: "),
-    ("--port=0", "--model=BAD_TOKENIZER", *SMALL): (1, "error: "),
-    ("--host=not.a.host.invalid",): (1, "error: cannot listen on not.a.host.invalid"),
+  ("--nonsense=1",): (2, "error: Unknown command line flag 'nonsense'; --help lists the flags"),
+  ("--port=abc",): (2, "error: flag --port=abc: invalid literal"),
+  ("--port=70000",): (2, "error: flag --port=70000: "),
+  ("--block_size=0",): (2, "error: flag --block_size=0: 0 is not a positive integer"),
+  ("--queue_timeout_s=-1",): (2, "error: flag --queue_timeout_s=-1: "),
+  ("--policy=random",): (2, "error: flag --policy=random: value should be one of"),
+  ("--flagfile=/does/not/exist",): (2, "error: Unable to open flagfile"),
+  ("positional",): (2, "error: unexpected argument 'positional'"),
+  ("--port=0", "--token_budgets=8,x"): (1, "error: token_budgets=8,x must be whole numbers"),
+  ("--port=0", "--token_budgets=64,8", "--prefill_chunk=8"): (1, "error: token budgets (64, 8) must be strictly"),
+  ("--port=0", "--num_blocks=8", "--kv_cache_mb=8"): (1, "error: kv_cache_mb=8 and num_blocks=8 both size the KV"),
+  ("--port=0", "--model=/does/not/exist"): (1, "error: /does/not/exist"),
+  ("--port=0", "--model=EMPTY"): (1, "error: "),
+  ("--port=0", "--model=CUT", *SMALL): (1, "error: "),
+  ("--port=0", "--model=BAD_TOKENIZER", *SMALL): (1, "error: "),
+  ("--host=not.a.host.invalid",): (1, "error: cannot listen on not.a.host.invalid"),
 }
 
 
@@ -174,13 +201,23 @@ def bad_starts(model, tmp_path_factory) -> dict[tuple[str, ...], tuple[int, str]
   (root / "EMPTY").mkdir()
   cut = shutil.copytree(model, root / "CUT")
   weights = (cut / "model.safetensors").read_bytes()
-  (cut / "model.safetensors").write_bytes(weights[:len(weights) // 2])
+  (cut / "model.safetensors").write_bytes(weights[: len(weights) // 2])
   shutil.copytree(model, root / "BAD_TOKENIZER")
   (root / "BAD_TOKENIZER" / "tokenizer.json").write_text("{}")
-  cases = [[argument.replace("--model=", f"--model={root}/") if argument[8:].isupper() else argument
-            for argument in arguments] for arguments in BAD_STARTS]
-  process = subprocess.run([sys.executable, "-c", _ONE_AFTER_ANOTHER], input=json.dumps(cases), cwd=ROOT, text=True,
-                           capture_output=True, timeout=300, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+  cases = [
+    [argument.replace("--model=", f"--model={root}/") if argument[8:].isupper() else argument for argument in arguments]
+    for arguments in BAD_STARTS
+  ]
+  process = subprocess.run(
+    [sys.executable, "-c", _ONE_AFTER_ANOTHER],
+    input=json.dumps(cases),
+    cwd=ROOT,
+    text=True,
+    capture_output=True,
+    timeout=300,
+    check=False,
+    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+  )
   assert process.returncode == 0, process.stderr
   return dict(zip(BAD_STARTS, json.loads(process.stdout), strict=True))
 

@@ -35,7 +35,7 @@ def test_invalid_bytes_become_what_the_standard_says(data, cuts):
   text = "".join(detokenizer.push(piece) for piece in split(data, cuts))
   whole = data.decode("utf-8", "replace")
   # A character that never became whole is not shown at all (two signs, where its two bytes could never become one).
-  assert whole.startswith(text) and whole[len(text):] in ("", "\ufffd", "\ufffd\ufffd")
+  assert whole.startswith(text) and whole[len(text) :] in ("", "\ufffd", "\ufffd\ufffd")
 
 
 @settings(max_examples=200, deadline=None)
@@ -55,7 +55,7 @@ def test_any_tokens_give_what_the_tokenizer_itself_decodes(tokenizer, data):
   detokenizer = tokenizer.detokenizer(skip_special_tokens=skip)
   text = "".join(detokenizer.push((token_id,)) for token_id in token_ids)
   whole = tokenizer.decode(token_ids, skip_special_tokens=skip)
-  assert whole.startswith(text) and whole[len(text):] in ("", "\ufffd", "\ufffd\ufffd")
+  assert whole.startswith(text) and whole[len(text) :] in ("", "\ufffd", "\ufffd\ufffd")
 
 
 def cut_offline(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -64,7 +64,7 @@ def cut_offline(text: str, stops: list[str]) -> tuple[str, str | None]:
     complete = [stop for stop in stops if text[:end].endswith(stop)]
     if complete:
       longest = max(complete, key=len)
-      return text[:end - len(longest)], longest
+      return text[: end - len(longest)], longest
   return text, None
 
 

@@ -19,14 +19,16 @@ def template(source: str, max_chars: int = 10_000) -> ChatTemplate:
 
 
 def render(source: str, *contents: str, max_chars: int = 10_000) -> str:
-  return template(source, max_chars).render([Message("user", content) for content in contents],
-                                            add_generation_prompt=True)
+  return template(source, max_chars).render(
+    [Message("user", content) for content in contents], add_generation_prompt=True
+  )
 
 
 def test_chat_uses_the_template_and_adds_nothing(tokenizer):
   ids = tokenizer.encode_chat([Message("system", "be"), Message("user", "the cat")])
   assert tokenizer.decode(ids, skip_special_tokens=False) == (
-      "<|bos|><|system|>be<|end|><|user|>the cat<|end|><|assistant|>")
+    "<|bos|><|system|>be<|end|><|user|>the cat<|end|><|assistant|>"
+  )
   assert ids.count(SPECIAL.index("<|bos|>")) == 1
   closed = tokenizer.encode_chat([Message("user", "the cat")], add_generation_prompt=False)
   assert closed[-1] == SPECIAL.index("<|end|>")
@@ -52,12 +54,16 @@ def test_roles_cannot_spell_control_tokens(tokenizer, role):
     tokenizer.encode_chat([Message(role, "x")])
 
 
-@pytest.mark.parametrize("source, said", [
+@pytest.mark.parametrize(
+  "source, said",
+  [
     ("{{ raise_exception('turns must alternate') }}", "turns must alternate"),
     ("{{ messages[0].__class__.__mro__ }}", "refuses"),
     ("{% for i in range(100000000) %}x{% endfor %}", "fails on these messages"),
-    ("{% for i in range(99999) %}{% for j in range(99999) %}{% set x = [i][0] %}{% endfor %}{% endfor %}",
-     "longer than 1 s"),
+    (
+      "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = [i][0] %}{% endfor %}{% endfor %}",
+      "longer than 1 s",
+    ),
     ("{% for i in range(9999) %}{{ 'abcdefghij' }}{% endfor %}", "longer than 10000"),
     ("{{ 'a' * 1000000000 }}", "past its limit"),
     ("{{ 9 ** 99999999 }}", "past its limit"),
@@ -66,15 +72,18 @@ def test_roles_cannot_spell_control_tokens(tokenizer, role):
     ("{{ messages[7].content.x.y }}", "refuses"),
     ("{{ 1 + 'a' }}", "fails on these messages"),
     ("{{ 1 / 0 }}", "fails on these messages"),
-])
+  ],
+)
 def test_a_template_cannot_escape_or_exhaust(source, said):
   with pytest.raises(InvalidRequest, match=said):
     render(source, "hello")
 
 
 def test_templates_as_they_are_written_work():
-  source = ("{%- for m in messages %}\n  {%- if loop.index0 == 1 %}{% break %}{% endif %}\n"
-            "{{- m['content'] | trim }}{{ m | tojson }}\n{%- endfor %}{{ 2 * 3 }}{{ 'a' + 'b' }}")
+  source = (
+    "{%- for m in messages %}\n  {%- if loop.index0 == 1 %}{% break %}{% endif %}\n"
+    "{{- m['content'] | trim }}{{ m | tojson }}\n{%- endfor %}{{ 2 * 3 }}{{ 'a' + 'b' }}"
+  )
   assert render(source, " é ", "never") == 'é{"role": "user", "content": " é "}6ab'
 
 
@@ -97,8 +106,9 @@ def test_pathological_text_of_the_largest_size_is_tokenized(tokenizer):
 def test_sentencepiece_pieces(tmp_path):
   vocab = {"<unk>": 0, "▁the": 1, "▁cat": 2, "s": 3, "<0xE2>": 4, "<0x82>": 5, "<0xAC>": 6}
   made = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-  made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                    decoders.Strip(" ", 1, 0)])
+  made.decoder = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+  )
   made.save(str(tmp_path / "tokenizer.json"))
   tokenizer = Tokenizer(tmp_path)
   detokenizer = tokenizer.detokenizer()
@@ -112,14 +122,18 @@ def test_named_templates_and_template_files(tokenizer_dir, tmp_path):
   folder = shutil.copytree(tokenizer_dir, tmp_path / "model")
   (folder / "chat_template.jinja").unlink()
   assert not Tokenizer(folder).has_chat_template
-  config = {"bos_token": {"content": "<|bos|>"}, "chat_template": [
-      {"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ bos_token }}yes"}]}
+  config = {
+    "bos_token": {"content": "<|bos|>"},
+    "chat_template": [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ bos_token }}yes"}],
+  }
   (folder / "tokenizer_config.json").write_text(json.dumps(config))
   tokenizer = Tokenizer(folder)
   assert tokenizer.decode(tokenizer.encode_chat([Message("user", "x")]), skip_special_tokens=False) == "<|bos|>yes"
 
 
-@pytest.mark.parametrize("name, text, said", [
+@pytest.mark.parametrize(
+  "name, text, said",
+  [
     ("tokenizer.json", "{", "tokenizer.json is not a tokenizer"),
     ("tokenizer.json", '{"model": {"type": "Nonsense"}}', "tokenizer.json is not a tokenizer"),
     ("tokenizer_config.json", "[]", "tokenizer_config.json is broken"),
@@ -128,7 +142,8 @@ def test_named_templates_and_template_files(tokenizer_dir, tmp_path):
     ("chat_template.jinja", "{% for %}", "not valid jinja2"),
     ("chat_template.jinja", "x" * 70_000, "70000 bytes, the limit is 65536"),
     ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja is broken"),
-])
+  ],
+)
 def test_broken_files_are_named(tokenizer_dir, tmp_path, name, text, said):
   folder = shutil.copytree(tokenizer_dir, tmp_path / "model")
   (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())

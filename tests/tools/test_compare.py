@@ -5,7 +5,7 @@ import pytest
 from engine.errors import ConfigError
 from tests.tools.conftest import VOCAB_SIZE, json_line, run_module
 from tools.compare_batching import slot_bound
-from tools.compare_transformers import agreement
+from tools.compare_transformers import agreement, peer_flags
 
 
 def test_the_bound_of_idle_slots_on_paper():
@@ -47,6 +47,14 @@ def test_static_batching_takes_the_steps_that_the_bound_says(tiny_model, compile
   assert result["static_steps"] <= result["static"]["steps"] <= result["static_steps"] + 15
   assert result["continuous_steps"] <= result["continuous"]["steps"] <= result["continuous_steps"] + 15
   assert result["static"]["compiles_after_ready"] == result["continuous"]["compiles_after_ready"] == 0
+
+
+def test_a_peer_setting_becomes_flags_or_is_refused():
+  assert peer_flags("sdpa:32:256:0") == ["--attention=sdpa", "--max_requests=32", "--max_batch_tokens=256",
+                                         "--compile_level=0"]
+  for wrong in ("", "sdpa:32", "flash:32:0:0", "sdpa:-1:0:0", "sdpa:x:0:0"):
+    with pytest.raises(ConfigError, match="peer_settings"):
+      peer_flags(wrong)
 
 
 def test_a_missing_peer_is_one_line(tmp_path):

@@ -52,78 +52,84 @@ write wrong year yesterday yet young your
 """.split()
 
 CHAT_TEMPLATE = (
-    "{{ '<|bos|>' }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+  "{{ '<|bos|>' }}{% for message in messages %}"
+  "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+  "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
 
 def _sample_texts(seed: int = 0) -> list[str]:
-    """Text that contains every word of the grammar, many times in all its spellings."""
-    rng = random.Random(seed)
-    texts = []
-    for _ in range(300):
-        for turn in corpus.chat(rng, 1024):
-            texts += [turn.user, turn.answer or ""]
-        texts.append(corpus.Story(rng).text())
-    return texts
+  """Text that contains every word of the grammar, many times in all its spellings."""
+  rng = random.Random(seed)
+  texts = []
+  for _ in range(300):
+    for turn in corpus.chat(rng, 1024):
+      texts += [turn.user, turn.answer or ""]
+    texts.append(corpus.Story(rng).text())
+  return texts
 
 
 def common_words() -> list[str]:
-    """Word spellings (with the leading space, where there is one) that must be single tokens."""
-    found = set()
-    for text in _sample_texts():
-        found.update(re.findall(r" ?[A-Za-z]+", text))
-    for group in (corpus.NAMES, corpus.CITIES, corpus.WORDS, corpus.VALUES):
-        found.update(group)
-        found.update(" " + word for word in group)
-    return sorted(found)
+  """Word spellings (with the leading space, where there is one) that must be single tokens."""
+  found = set()
+  for text in _sample_texts():
+    found.update(re.findall(r" ?[A-Za-z]+", text))
+  for group in (corpus.NAMES, corpus.CITIES, corpus.WORDS, corpus.VALUES):
+    found.update(group)
+    found.update(" " + word for word in group)
+  return sorted(found)
 
 
 def train() -> tokenizers.Tokenizer:
-    """Returns the trained tokenizer; raises ValueError if a common word is not one token."""
-    tok = tokenizers.Tokenizer(models.BPE())
-    tok.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-    ])
-    tok.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=SPECIAL, show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    words = common_words()
-    extra = [" " + word for word in _EXTRA_WORDS] * 10
-    # Each word alone, often enough that no rare one loses against pieces of the others.
-    tok.train_from_iterator(_sample_texts() + words * 100 + extra, trainer)
-    split = [w for w in words if len(tok.encode(w).ids) != 1]
-    if split or tok.get_vocab_size() != VOCAB_SIZE:
-        raise ValueError(f"{tok.get_vocab_size()} entries, split words: {split}")
-    tok.post_processor = processors.TemplateProcessing(
-        single="<|bos|> $A", special_tokens=[("<|bos|>", SPECIAL.index("<|bos|>"))])
-    return tok
+  """Returns the trained tokenizer; raises ValueError if a common word is not one token."""
+  tok = tokenizers.Tokenizer(models.BPE())
+  tok.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Digits(individual_digits=True),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    ]
+  )
+  tok.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=VOCAB_SIZE,
+    special_tokens=SPECIAL,
+    show_progress=False,
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+  )
+  words = common_words()
+  extra = [" " + word for word in _EXTRA_WORDS] * 10
+  # Each word alone, often enough that no rare one loses against pieces of the others.
+  tok.train_from_iterator(_sample_texts() + words * 100 + extra, trainer)
+  split = [w for w in words if len(tok.encode(w).ids) != 1]
+  if split or tok.get_vocab_size() != VOCAB_SIZE:
+    raise ValueError(f"{tok.get_vocab_size()} entries, split words: {split}")
+  tok.post_processor = processors.TemplateProcessing(
+    single="<|bos|> $A", special_tokens=[("<|bos|>", SPECIAL.index("<|bos|>"))]
+  )
+  return tok
 
 
 def save(tok: tokenizers.Tokenizer, folder: pathlib.Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tok.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|bos|>",
-        "eos_token": "<|end|>",
-        "pad_token": "<|pad|>",
-        "model_max_length": 4096,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+  """Writes tokenizer.json and tokenizer_config.json into `folder`."""
+  folder.mkdir(parents=True, exist_ok=True)
+  tok.save(str(folder / "tokenizer.json"))
+  config = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<|bos|>",
+    "eos_token": "<|end|>",
+    "pad_token": "<|pad|>",
+    "model_max_length": 4096,
+    "clean_up_tokenization_spaces": False,
+    "chat_template": CHAT_TEMPLATE,
+  }
+  (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main(_) -> None:
-    """Trains and saves."""
-    save(train(), pathlib.Path(flags.FLAGS.folder))
+  """Trains and saves."""
+  save(train(), pathlib.Path(flags.FLAGS.folder))
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("folder", None, "Where the tokenizer files go.", required=True)
-    app.run(main)
+  flags.DEFINE_string("folder", None, "Where the tokenizer files go.", required=True)
+  app.run(main)

@@ -15,250 +15,259 @@ import threading
 import time
 
 from absl import app, flags, logging
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 import tokenizers
 
+from models import llama
+from models.registry import config_from_hf, tensors
 from tools.demo_model import corpus, skills
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 640,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "torch_dtype": "bfloat16",
+  "architectures": ["LlamaForCausalLM"],
+  "model_type": "llama",
+  "vocab_size": 2048,
+  "hidden_size": 256,
+  "num_hidden_layers": 4,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 64,
+  "intermediate_size": 640,
+  "hidden_act": "silu",
+  "rms_norm_eps": 1e-5,
+  "rope_theta": 10000.0,
+  "rope_scaling": None,
+  "max_position_embeddings": 4096,
+  "tie_word_embeddings": True,
+  "attention_bias": False,
+  "mlp_bias": False,
+  "bos_token_id": 1,
+  "eos_token_id": 2,
+  "pad_token_id": 0,
+  "torch_dtype": "bfloat16",
 }
 PAD, BOS, END, ASSISTANT = 0, 1, 2, 5
 ROW_TOKENS = (256, 512, 1024, 2048)
-STORY_WEIGHT, USER_WEIGHT = 0.5, 0.1
+# Loss weights of text that is random by nature; the answers of skills, which are not, weigh 1.
+STORY_WEIGHT, USER_WEIGHT = 0.1, 0.02
 
 Params = dict[str, jax.Array]
+MODEL = config_from_hf(CONFIG)
+GRAPH, ABSTRACT = llama.abstract(MODEL, jnp.dtype(jnp.float32))
 
 
 def _layer(i: int, name: str) -> str:
-    return f"model.layers.{i}.{name}.weight"
+  return f"model.layers.{i}.{name}.weight"
 
 
 def init_params(seed: int) -> Params:
-    """Fresh float32 weights; matrices are [out, in] as Hugging Face stores them."""
-    rng = np.random.default_rng(seed)
-    d, f, h = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
-    q, kv = CONFIG["num_attention_heads"] * h, CONFIG["num_key_value_heads"] * h
-    shapes = {"self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d),
-              "self_attn.o_proj": (d, q), "mlp.gate_proj": (f, d), "mlp.up_proj": (f, d),
-              "mlp.down_proj": (d, f)}
-    params = {"model.embed_tokens.weight": rng.normal(0, 0.02, (CONFIG["vocab_size"], d)),
-              "model.norm.weight": np.ones(d)}
-    for i in range(CONFIG["num_hidden_layers"]):
-        for name, shape in shapes.items():
-            scale = 0.1 if name in ("self_attn.o_proj", "mlp.down_proj") else 0.5
-            params[_layer(i, name)] = rng.normal(0, scale / shape[1] ** 0.5, shape)
-        params[_layer(i, "input_layernorm")] = np.ones(d)
-        params[_layer(i, "post_attention_layernorm")] = np.ones(d)
-    return {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
+  """Fresh float32 weights; matrices are [out, in] as Hugging Face stores them."""
+  rng = np.random.default_rng(seed)
+  d, f, h = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
+  q, kv = CONFIG["num_attention_heads"] * h, CONFIG["num_key_value_heads"] * h
+  shapes = {
+    "self_attn.q_proj": (q, d),
+    "self_attn.k_proj": (kv, d),
+    "self_attn.v_proj": (kv, d),
+    "self_attn.o_proj": (d, q),
+    "mlp.gate_proj": (f, d),
+    "mlp.up_proj": (f, d),
+    "mlp.down_proj": (d, f),
+  }
+  params = {
+    "model.embed_tokens.weight": rng.normal(0, 0.02, (CONFIG["vocab_size"], d)),
+    "model.norm.weight": np.ones(d),
+  }
+  for i in range(CONFIG["num_hidden_layers"]):
+    for name, shape in shapes.items():
+      scale = 0.1 if name in ("self_attn.o_proj", "mlp.down_proj") else 0.5
+      params[_layer(i, name)] = rng.normal(0, scale / shape[1] ** 0.5, shape)
+    params[_layer(i, "input_layernorm")] = np.ones(d)
+    params[_layer(i, "post_attention_layernorm")] = np.ones(d)
+  return {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
 
 
-def _rms_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-    scale = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + CONFIG["rms_norm_eps"])
-    return x * scale * weight
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: None, meta: None, chunk: int = 256):
+  """Causal attention of whole rows: q [B, T, N, H], k and v [B, T, K, H] -> [B, T, N, H].
+
+  Queries go in chunks, each against its past only: half the work, and no [T, T] mask.
+  """
+  b, t, n, h = q.shape
+  kv = k.shape[2]
+  q = q.reshape(b, t, kv, n // kv, h).transpose(0, 2, 3, 1, 4) * h**-0.5
+  k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+  outs = []
+  for start in range(0, t, chunk):
+    end = min(start + chunk, t)
+    scores = jnp.einsum("bkgqh,bksh->bkgqs", q[:, :, :, start:end], k[:, :, :end])
+    allowed = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
+    probs = jax.nn.softmax(jnp.where(allowed, scores, -1e30), -1)
+    outs.append(jnp.einsum("bkgqs,bksh->bkgqh", probs, v[:, :, :end]))
+  out = jnp.concatenate(outs, 3).transpose(0, 3, 1, 2, 4).reshape(b, t, n, h)
+  return out, cache
 
 
-def _rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates [B, T, heads, H] by cos and sin [B, T, 1, H/2]."""
-    a, b = jnp.split(x, 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+def decoder(params: Params) -> llama.Decoder:
+  """The model that is served, over weights under their Hugging Face names."""
 
+  def assemble(path: tuple, _) -> jax.Array:
+    name = ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+    pieces = tensors(MODEL)[name]
+    parts = [params[p.name].reshape(p.split).transpose(p.order) for p in pieces]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, pieces[0].axis)
 
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, chunk: int = 256) -> jax.Array:
-    """Causal attention: q [B, N, T, H], k and v [B, K, T, H] -> [B, N, T, H].
-
-    Queries go in chunks, each against its past only: half the work, and no [T, T] mask.
-    """
-    b, n, t, h = q.shape
-    kv = k.shape[1]
-    q = q.reshape(b, kv, n // kv, t, h) * h**-0.5
-    outs = []
-    for start in range(0, t, chunk):
-        end = min(start + chunk, t)
-        scores = jnp.einsum("bkgqh,bksh->bkgqs", q[:, :, :, start:end], k[:, :, :end])
-        allowed = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
-        probs = jax.nn.softmax(jnp.where(allowed, scores, -1e30), -1)
-        outs.append(jnp.einsum("bkgqs,bksh->bkgqh", probs, v[:, :, :end]))
-    return jnp.concatenate(outs, 3).reshape(b, n, t, h)
+  return nnx.merge(GRAPH, jax.tree_util.tree_map_with_path(assemble, ABSTRACT))
 
 
 def forward(params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """Final hidden states.
+  """Final hidden states.
 
-    Args:
-      params: weights under their Hugging Face names.
-      tokens: int32[B, T].
-      positions: int32[B, T], strictly increasing along T.
+  Args:
+    params: weights under their Hugging Face names.
+    tokens: int32[B, T].
+    positions: int32[B, T], strictly increasing along T.
 
-    Returns:
-      f32[B, T, D], after the last norm.
-    """
-    b, t = tokens.shape
-    h = CONFIG["head_dim"]
-    x = params["model.embed_tokens.weight"][tokens.reshape(-1)]  # [B*T, D]: plain matmuls.
-    frequency = CONFIG["rope_theta"] ** (-jnp.arange(0, h, 2, dtype=jnp.float32) / h)
-    angle = positions[..., None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
-    for i in range(CONFIG["num_hidden_layers"]):
-        w = lambda name, i=i: params[_layer(i, name)]
-        y = _rms_norm(x, w("input_layernorm"))
-        project = lambda name, y=y, w=w: (y @ w(f"self_attn.{name}_proj").T).reshape(b, t, -1, h)
-        q, k, v = _rope(project("q"), cos, sin), _rope(project("k"), cos, sin), project("v")
-        out = _attention(*(z.transpose(0, 2, 1, 3) for z in (q, k, v)))
-        x = x + out.transpose(0, 2, 1, 3).reshape(b * t, -1) @ w("self_attn.o_proj").T
-        y = _rms_norm(x, w("post_attention_layernorm"))
-        gate = jax.nn.silu(y @ w("mlp.gate_proj").T)
-        x = x + (gate * (y @ w("mlp.up_proj").T)) @ w("mlp.down_proj").T
-    return _rms_norm(x, params["model.norm.weight"]).reshape(b, t, -1)
+  Returns:
+    f32[B, T, D], after the last norm.
+  """
+  caches = (None,) * MODEL.num_layers
+  return decoder(params).hidden(tokens, positions, caches, None, _attend)[0]
 
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
-    """[..., D] -> [..., V]."""
-    return hidden @ params["model.embed_tokens.weight"].T
+  """[..., D] -> [..., V]."""
+  return decoder(params).logits(hidden)
 
 
 def loss_fn(params: Params, batch: dict[str, jax.Array]) -> jax.Array:
-    """Weighted mean cross-entropy of the next token."""
-    hidden = forward(params, batch["tokens"][:, :-1], batch["positions"][:, :-1])
-    out = logits(params, hidden.reshape(-1, hidden.shape[-1]))
-    is_target = jnp.arange(out.shape[-1]) == batch["tokens"][:, 1:].reshape(-1, 1)
-    loss = jax.nn.logsumexp(out, -1) - jnp.sum(jnp.where(is_target, out, 0), -1)
-    weight = batch["weights"][:, 1:].reshape(-1)
-    return jnp.sum(loss * weight) / jnp.sum(weight)
+  """Weighted mean cross-entropy of the next token."""
+  hidden = forward(params, batch["tokens"][:, :-1], batch["positions"][:, :-1])
+  out = logits(params, hidden.reshape(-1, hidden.shape[-1]))
+  is_target = jnp.arange(out.shape[-1]) == batch["tokens"][:, 1:].reshape(-1, 1)
+  loss = jax.nn.logsumexp(out, -1) - jnp.sum(jnp.where(is_target, out, 0), -1)
+  weight = batch["weights"][:, 1:].reshape(-1)
+  return jnp.sum(loss * weight) / jnp.sum(weight)
 
 
 def _is_muon(name: str) -> bool:
-    return name.endswith("_proj.weight")
+  return name.endswith("_proj.weight")
 
 
 def _orthogonalize(g: jax.Array, steps: int = 5) -> jax.Array:
-    """The nearest semi-orthogonal matrix, roughly (Newton-Schulz, Muon's coefficients)."""
-    transpose = g.shape[0] > g.shape[1]
-    x = g.T if transpose else g
-    x = x / (jnp.linalg.norm(x) + 1e-7)
-    for _ in range(steps):
-        a = x @ x.T
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
-    return x.T if transpose else x
+  """The nearest semi-orthogonal matrix, roughly (Newton-Schulz, Muon's coefficients)."""
+  transpose = g.shape[0] > g.shape[1]
+  x = g.T if transpose else g
+  x = x / (jnp.linalg.norm(x) + 1e-7)
+  for _ in range(steps):
+    a = x @ x.T
+    x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
+  return x.T if transpose else x
 
 
 def init_optimizer(params: Params) -> dict[str, Params]:
-    """Momentum of all weights, and second moments of those that Adam handles."""
-    return {"m": {name: jnp.zeros_like(p) for name, p in params.items()},
-            "v": {name: jnp.zeros_like(p) for name, p in params.items() if not _is_muon(name)}}
+  """Momentum of all weights, and second moments of those that Adam handles."""
+  return {
+    "m": {name: jnp.zeros_like(p) for name, p in params.items()},
+    "v": {name: jnp.zeros_like(p) for name, p in params.items() if not _is_muon(name)},
+  }
 
 
-def _update(params: Params, state: dict[str, Params], batch: dict[str, jax.Array],
-            step: jax.Array, scale: jax.Array):
-    """One step: Muon for the layers' matrices, Adam for embedding and norms."""
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-    new_params, m, v = {}, {}, {}
-    for name, p in params.items():
-        g = grads[name]
-        if _is_muon(name):
-            m[name] = 0.95 * state["m"][name] + g
-            direction = _orthogonalize(g + 0.95 * m[name])
-            direction *= max(1.0, p.shape[0] / p.shape[1]) ** 0.5
-            new_params[name] = p * (1 - scale * 0.02 * 0.01) - scale * 0.02 * direction
-        else:
-            m[name] = 0.9 * state["m"][name] + 0.1 * g
-            v[name] = 0.99 * state["v"][name] + 0.01 * g * g
-            mean, square = m[name] / (1 - 0.9 ** step), v[name] / (1 - 0.99 ** step)
-            new_params[name] = p - scale * 3e-3 * mean / (jnp.sqrt(square) + 1e-10)
-    return new_params, {"m": m, "v": v}, loss
+def _update(params: Params, state: dict[str, Params], batch: dict[str, jax.Array], step: jax.Array, scale: jax.Array):
+  """One step: Muon for the layers' matrices, Adam for embedding and norms."""
+  loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+  new_params, m, v = {}, {}, {}
+  for name, p in params.items():
+    g = grads[name]
+    if _is_muon(name):
+      m[name] = 0.95 * state["m"][name] + g
+      direction = _orthogonalize(g + 0.95 * m[name])
+      direction *= max(1.0, p.shape[0] / p.shape[1]) ** 0.5
+      new_params[name] = p * (1 - scale * 0.02 * 0.01) - scale * 0.02 * direction
+    else:
+      m[name] = 0.9 * state["m"][name] + 0.1 * g
+      v[name] = 0.99 * state["v"][name] + 0.01 * g * g
+      mean, square = m[name] / (1 - 0.9**step), v[name] / (1 - 0.99**step)
+      new_params[name] = p - scale * 3e-3 * mean / (jnp.sqrt(square) + 1e-10)
+  return new_params, {"m": m, "v": v}, loss
 
 
 update = jax.jit(_update, donate_argnums=(0, 1))
 
 
 class Data:
-    """Batches of rows, made from seeded chats by one background thread."""
+  """Batches of rows, made from seeded chats by one background thread."""
 
-    def __init__(self, tok: tokenizers.Tokenizer, batch_tokens: int, seed: int,
-                 weights: dict[str, float]):
-        self._tok, self._batch_tokens, self._weights = tok, batch_tokens, weights
-        self._rng = random.Random(seed)
-        self._queues = {t: queue.Queue(4) for t in ROW_TOKENS}
-        for t in ROW_TOKENS:
-            threading.Thread(target=self._fill, args=(t, random.Random(seed * 10 + t)),
-                             daemon=True).start()
+  def __init__(
+    self, tok: tokenizers.Tokenizer, batch_tokens: int, seed: int, weights: dict[str, float], row_shares: list[float]
+  ):
+    self._row_shares = row_shares
+    self._tok, self._batch_tokens, self._weights = tok, batch_tokens, weights
+    self._rng = random.Random(seed)
+    self._queues = {t: queue.Queue(4) for t in ROW_TOKENS}
+    for t in ROW_TOKENS:
+      threading.Thread(target=self._fill, args=(t, random.Random(seed * 10 + t)), daemon=True).start()
 
-    def _fill(self, tokens: int, rng: random.Random) -> None:
-        while True:
-            self._queues[tokens].put(self.make(tokens, rng))
+  def _fill(self, tokens: int, rng: random.Random) -> None:
+    while True:
+      self._queues[tokens].put(self.make(tokens, rng))
 
-    def get(self, progress: float) -> dict[str, np.ndarray]:
-        """A batch of a row length drawn for this part (0..1) of the training."""
-        if progress < 0.2:
-            shares = (80, 15, 5, 0)
-        elif progress < 0.55:
-            shares = (40, 25, 20, 15)
-        else:
-            shares = (20, 20, 30, 30)
-        return self._queues[self._rng.choices(ROW_TOKENS, shares)[0]].get()
+  def get(self, progress: float) -> dict[str, np.ndarray]:
+    """A batch of a row length drawn for this part (0..1) of the training."""
+    if self._row_shares:
+      shares = self._row_shares
+    elif progress < 0.2:
+      shares = (80, 15, 5, 0)
+    elif progress < 0.55:
+      shares = (40, 25, 20, 15)
+    else:
+      shares = (20, 20, 30, 30)
+    return self._queues[self._rng.choices(ROW_TOKENS, shares)[0]].get()
 
-    def make(self, tokens: int, rng: random.Random) -> dict[str, np.ndarray]:
-        """Returns tokens and positions int32[B, T] and weights f32[B, T], with B*T constant."""
-        rows = self._batch_tokens // tokens
-        shape = (rows, tokens + 1)
-        batch = {"tokens": np.full(shape, PAD, np.int32), "weights": np.zeros(shape, np.float32),
-                 "positions": np.tile(np.arange(tokens + 1, dtype=np.int32), (rows, 1))}
-        for row in range(rows):
-            turns = corpus.chat(rng, tokens, self._weights)
-            texts = [turn.text() for turn in turns]
-            kinds = [turn.kind for turn in turns]
-            if rng.random() < 0.08:
-                texts.insert(0, corpus.Story(rng).text() + corpus.END)
-                kinds.insert(0, "plain")
-            encoded = self._tok.encode_batch(texts, add_special_tokens=False)
-            ids, weights, starts = [BOS], [0.0], []
-            for item, kind in zip(encoded, kinds, strict=True):
-                starts.append(len(ids))
-                inside = kind == "plain"
-                high = STORY_WEIGHT if kind in ("plain", "story") else 1.0
-                for token in item.ids:
-                    ids.append(token)
-                    weights.append(high if inside else USER_WEIGHT)
-                    inside = (inside or token == ASSISTANT) and token != END
-            size = min(len(ids), tokens + 1)
-            batch["tokens"][row, :size] = ids[:size]
-            batch["weights"][row, :size] = weights[:size]
-            self._jump(batch["positions"][row], starts, rng)
-        return batch
+  def make(self, tokens: int, rng: random.Random) -> dict[str, np.ndarray]:
+    """Returns tokens and positions int32[B, T] and weights f32[B, T], with B*T constant."""
+    rows = self._batch_tokens // tokens
+    shape = (rows, tokens + 1)
+    batch = {
+      "tokens": np.full(shape, PAD, np.int32),
+      "weights": np.zeros(shape, np.float32),
+      "positions": np.tile(np.arange(tokens + 1, dtype=np.int32), (rows, 1)),
+    }
+    for row in range(rows):
+      turns = corpus.chat(rng, tokens, self._weights)
+      texts = [turn.text() for turn in turns]
+      kinds = [turn.kind for turn in turns]
+      if rng.random() < 0.08:
+        texts.insert(0, corpus.Story(rng).text() + corpus.END)
+        kinds.insert(0, "plain")
+      encoded = self._tok.encode_batch(texts, add_special_tokens=False)
+      ids, weights, starts = [BOS], [0.0], []
+      for item, kind in zip(encoded, kinds, strict=True):
+        starts.append(len(ids))
+        inside = kind == "plain"
+        high = STORY_WEIGHT if kind in ("plain", "story") else 1.0
+        for token in item.ids:
+          ids.append(token)
+          weights.append(high if inside else USER_WEIGHT)
+          inside = (inside or token == ASSISTANT) and token != END
+      size = min(len(ids), tokens + 1)
+      batch["tokens"][row, :size] = ids[:size]
+      batch["weights"][row, :size] = weights[:size]
+      self._jump(batch["positions"][row], starts, rng)
+    return batch
 
-    def _jump(self, positions: np.ndarray, starts: list[int], rng: random.Random) -> None:
-        """Adds gaps between turns of a short row, so that it shows long distances cheaply."""
-        tokens = len(positions) - 1
-        if tokens > 1024 or rng.random() < 0.5:
-            return
-        room = 3900 - tokens
-        for _ in range(rng.randint(1, 3)):
-            gap = min(room, int(1500 ** rng.uniform(0.3, 1)))
-            positions[rng.choice(starts):] += gap
-            room -= gap
+  def _jump(self, positions: np.ndarray, starts: list[int], rng: random.Random) -> None:
+    """Adds gaps between turns of a short row, so that it shows long distances cheaply."""
+    tokens = len(positions) - 1
+    if tokens > 1024 or rng.random() < 0.5:
+      return
+    room = 3900 - tokens
+    for _ in range(rng.randint(1, 3)):
+      gap = min(room, int(1500 ** rng.uniform(0.3, 1)))
+      positions[rng.choice(starts) :] += gap
+      room -= gap
 
 
 _hidden = jax.jit(forward)
@@ -266,222 +275,234 @@ _hidden = jax.jit(forward)
 
 @jax.jit
 def _matches(params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-    """bool[B, T-1]: whether the most likely next token is the one that follows."""
-    out = logits(params, forward(params, tokens, positions))
-    return jnp.argmax(out[:, :-1], -1) == tokens[:, 1:]
+  """bool[B, T-1]: whether the most likely next token is the one that follows."""
+  out = logits(params, forward(params, tokens, positions))
+  return jnp.argmax(out[:, :-1], -1) == tokens[:, 1:]
 
 
 def chat_ids(tok: tokenizers.Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a conversation, up to and including the mark that the assistant speaks."""
-    text = corpus.BOS + "".join(f"<|{m['role']}|>{m['content']}{corpus.END}" for m in messages)
-    return tok.encode(text + "<|assistant|>", add_special_tokens=False).ids
+  """Token ids of a conversation, up to and including the mark that the assistant speaks."""
+  text = corpus.BOS + "".join(f"<|{m['role']}|>{m['content']}{corpus.END}" for m in messages)
+  return tok.encode(text + "<|assistant|>", add_special_tokens=False).ids
 
 
-def accuracy(params: Params, tok: tokenizers.Tokenizer,
-             instances: list[skills.SkillInstance]) -> float:
-    """Share of instances that greedy decoding answers exactly.
+def accuracy(params: Params, tok: tokenizers.Tokenizer, instances: list[skills.SkillInstance]) -> float:
+  """Share of instances that greedy decoding answers exactly.
 
-    Greedy decoding gives the expected answer if and only if every token of the answer (and the end
-    after it) is the most likely one given the answer's part before it: one forward is enough.
-    """
-    correct = 0
-    pairs = []
-    for instance in instances:
-        prompt = chat_ids(tok, instance.messages)
-        answer = tok.encode(instance.answer, add_special_tokens=False).ids + [END]
-        pairs.append((prompt, answer))
-    longest = max(len(p) + len(a) for p, a in pairs)
-    width = next(w for w in (128, 256, 512, 1024, 2048, 4096) if w >= longest)
-    rows = max(1, 4096 // width)
-    positions = jnp.tile(jnp.arange(width, dtype=jnp.int32), (rows, 1))
-    for start in range(0, len(pairs), rows):
-        group = pairs[start : start + rows]
-        tokens = np.full((rows, width), PAD, np.int32)
-        for row, (prompt, answer) in enumerate(group):
-            tokens[row, : len(prompt) + len(answer)] = prompt + answer
-        good = np.asarray(_matches(params, tokens, positions))
-        for row, (prompt, answer) in enumerate(group):
-            correct += bool(good[row, len(prompt) - 1 : len(prompt) + len(answer) - 1].all())
-    return correct / len(instances)
+  Greedy decoding gives the expected answer if and only if every token of the answer (and the end
+  after it) is the most likely one given the answer's part before it: one forward is enough.
+  """
+  correct = 0
+  pairs = []
+  for instance in instances:
+    prompt = chat_ids(tok, instance.messages)
+    answer = tok.encode(instance.answer, add_special_tokens=False).ids + [END]
+    pairs.append((prompt, answer))
+  longest = max(len(p) + len(a) for p, a in pairs)
+  width = next(w for w in (128, 256, 512, 1024, 2048, 4096) if w >= longest)
+  rows = max(1, 4096 // width)
+  positions = jnp.tile(jnp.arange(width, dtype=jnp.int32), (rows, 1))
+  for start in range(0, len(pairs), rows):
+    group = pairs[start : start + rows]
+    tokens = np.full((rows, width), PAD, np.int32)
+    for row, (prompt, answer) in enumerate(group):
+      tokens[row, : len(prompt) + len(answer)] = prompt + answer
+    good = np.asarray(_matches(params, tokens, positions))
+    for row, (prompt, answer) in enumerate(group):
+      correct += bool(good[row, len(prompt) - 1 : len(prompt) + len(answer) - 1].all())
+  return correct / len(instances)
 
 
 def evaluate(params: Params, tok: tokenizers.Tokenizer, count: int, seed: int) -> dict[str, float]:
-    """Accuracy per skill on unseen instances."""
-    result = {}
-    for skill in skills.SKILLS:
-        if skill != "recall":
-            result[skill] = accuracy(params, tok, skills.make_instances(skill, count, seed))
-            continue
-        for distance in (100, 500, 1000, 1500):
-            instances = skills.make_instances(skill, count, seed, distance)
-            result[f"recall_{distance}"] = accuracy(params, tok, instances)
-    return result
+  """Accuracy per skill on unseen instances."""
+  result = {}
+  for skill in skills.SKILLS:
+    if skill != "recall":
+      result[skill] = accuracy(params, tok, skills.make_instances(skill, count, seed))
+      continue
+    for distance in (100, 500, 1000, 1500):
+      instances = skills.make_instances(skill, count, seed, distance)
+      result[f"recall_{distance}"] = accuracy(params, tok, instances)
+  return result
 
 
-def generate(params: Params, tok: tokenizers.Tokenizer, messages: list[dict[str, str]],
-             seed: int, limit: int = 160, temperature: float = 0.7) -> str:
-    """Samples one answer with full forwards of a fixed length; for looking at, slow."""
-    rng = np.random.default_rng(seed)
-    ids = chat_ids(tok, messages)
-    width, prompt = 256, len(ids)
-    positions = jnp.arange(width, dtype=jnp.int32)[None]
-    while len(ids) < min(width, prompt + limit) and (len(ids) == prompt or ids[-1] != END):
-        tokens = np.full((1, width), PAD, np.int32)
-        tokens[0, : len(ids)] = ids
-        hidden = _hidden(params, tokens, positions)[0, len(ids) - 1]
-        scores = np.asarray(logits(params, hidden), np.float64) / temperature
-        ids.append(int(np.argmax(scores + rng.gumbel(size=scores.shape))))
-    return tok.decode(ids[prompt:])
+def generate(
+  params: Params,
+  tok: tokenizers.Tokenizer,
+  messages: list[dict[str, str]],
+  seed: int,
+  limit: int = 160,
+  temperature: float = 0.7,
+) -> str:
+  """Samples one answer with full forwards of a fixed length; for looking at, slow."""
+  rng = np.random.default_rng(seed)
+  ids = chat_ids(tok, messages)
+  width, prompt = 256, len(ids)
+  positions = jnp.arange(width, dtype=jnp.int32)[None]
+  while len(ids) < min(width, prompt + limit) and (len(ids) == prompt or ids[-1] != END):
+    tokens = np.full((1, width), PAD, np.int32)
+    tokens[0, : len(ids)] = ids
+    hidden = _hidden(params, tokens, positions)[0, len(ids) - 1]
+    scores = np.asarray(logits(params, hidden), np.float64) / temperature
+    ids.append(int(np.argmax(scores + rng.gumbel(size=scores.shape))))
+  return tok.decode(ids[prompt:])
 
 
 def _write_atomically(path: pathlib.Path, write) -> None:
-    """Calls `write(temporary path)`, then moves the result to `path`."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    os.replace(temporary, path)
+  """Calls `write(temporary path)`, then moves the result to `path`."""
+  temporary = path.with_name(path.name + ".tmp")
+  write(temporary)
+  os.replace(temporary, path)
 
 
 def save(path: pathlib.Path, params: Params, state: dict[str, Params], meta: dict) -> None:
-    """Writes weights, optimizer state and counters, atomically."""
-    arrays = {name: np.asarray(p) for name, p in params.items()}
-    for part, tree in state.items():
-        arrays |= {f"{part}/{name}": np.asarray(p) for name, p in tree.items()}
-    arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
+  """Writes weights, optimizer state and counters, atomically."""
+  arrays = {name: np.asarray(p) for name, p in params.items()}
+  for part, tree in state.items():
+    arrays |= {f"{part}/{name}": np.asarray(p) for name, p in tree.items()}
+  arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
 
-    def write(temporary):
-        with open(temporary, "wb") as file:
-            np.savez(file, **arrays)
+  def write(temporary):
+    with open(temporary, "wb") as file:
+      np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
 
-    _write_atomically(path, write)
+  _write_atomically(path, write)
 
 
 def load(path: pathlib.Path) -> tuple[Params, dict[str, Params], dict]:
-    """Reads what `save` wrote."""
-    with np.load(path) as file:
-        arrays = dict(file)
-    meta = json.loads(arrays.pop("meta").tobytes())
-    state: dict[str, Params] = {"m": {}, "v": {}}
-    params = {}
-    for name, value in arrays.items():
-        part, slash, rest = name.partition("/")
-        (state[part] if slash else params)[rest if slash else name] = jnp.asarray(value)
-    return params, state, meta
+  """Reads what `save` wrote."""
+  with np.load(path) as file:
+    arrays = dict(file)
+  meta = json.loads(arrays.pop("meta").tobytes())
+  state: dict[str, Params] = {"m": {}, "v": {}}
+  params = {}
+  for name, value in arrays.items():
+    part, slash, rest = name.partition("/")
+    (state[part] if slash else params)[rest if slash else name] = jnp.asarray(value)
+  return params, state, meta
 
 
 def export(folder: pathlib.Path, params: Params) -> None:
-    """Writes the model as a Hugging Face folder (the tokenizer's files are already there)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: np.asarray(p.astype(jnp.bfloat16)) for name, p in params.items()}
-    _write_atomically(folder / "model.safetensors", lambda path: safetensors.numpy.save_file(
-        weights, path, metadata={"format": "pt"}))
-    generation = {"bos_token_id": BOS, "eos_token_id": END, "pad_token_id": PAD,
-                  "do_sample": True, "temperature": 0.7}
-    for name, value in (("config.json", CONFIG), ("generation_config.json", generation)):
-        text = json.dumps(value, indent=2) + "\n"
-        _write_atomically(folder / name, lambda path, text=text: path.write_text(text))
+  """Writes the model as a Hugging Face folder (the tokenizer's files are already there)."""
+  folder.mkdir(parents=True, exist_ok=True)
+  weights = {name: np.asarray(p.astype(jnp.bfloat16)) for name, p in params.items()}
+  _write_atomically(
+    folder / "model.safetensors", lambda path: safetensors.numpy.save_file(weights, path, metadata={"format": "pt"})
+  )
+  generation = {"bos_token_id": BOS, "eos_token_id": END, "pad_token_id": PAD, "do_sample": True, "temperature": 0.7}
+  for name, value in (("config.json", CONFIG), ("generation_config.json", generation)):
+    text = json.dumps(value, indent=2) + "\n"
+    _write_atomically(folder / name, lambda path, text=text: path.write_text(text))
 
 
 def _seconds_until(clock: str) -> float:
-    """Seconds until the next HH:MM UTC; infinite for an empty string."""
-    if not clock:
-        return float("inf")
-    now = datetime.datetime.now(datetime.UTC)
-    hour, minute = map(int, clock.split(":"))
-    then = now.replace(hour=hour, minute=minute, second=0)
-    return (then - now).total_seconds() % 86400
+  """Seconds until the next HH:MM UTC; infinite for an empty string."""
+  if not clock:
+    return float("inf")
+  now = datetime.datetime.now(datetime.UTC)
+  hour, minute = map(int, clock.split(":"))
+  then = now.replace(hour=hour, minute=minute, second=0)
+  return (then - now).total_seconds() % 86400
 
 
 def train(tok: tokenizers.Tokenizer, work: pathlib.Path, folder: pathlib.Path) -> Params:
-    """Trains until the time is used up; returns the last weights."""
-    f = flags.FLAGS
-    checkpoint = work / "checkpoint.npz"
-    params = init_params(0)
-    state = init_optimizer(params)
-    meta = {"step": 0, "seconds": 0.0, "tokens": 0}
-    if f.resume and checkpoint.exists():
-        params, state, meta = load(checkpoint)
-    weights = corpus.MIXTURE | json.loads(f.mixture)
-    data = Data(tok, f.batch_tokens, meta["step"], weights)
-    budget = f.minutes * 60
-    end = time.monotonic() + _seconds_until(f.deadline)
-    saved = evaluated = exported = meta["seconds"]
-    losses: dict[int, list[float]] = {t: [] for t in ROW_TOKENS}
-    waited = 0.0
-    while True:
-        begin = time.monotonic()
-        # The time left is that of the budget of seconds spent in steps, or that of the clock.
-        left = min(budget - meta["seconds"], end - begin)
-        if left <= 0:
-            break
-        total = meta["seconds"] + left
-        progress = meta["seconds"] / total
-        scale = min(1.0, (meta["step"] + 1) / 50, (1 - progress) / f.decay)
-        batch = data.get(progress)
-        waited += time.monotonic() - begin
-        params, state, loss = update(params, state, batch, jnp.float32(meta["step"] + 1),
-                                     jnp.float32(scale))
-        losses[batch["tokens"].shape[1] - 1].append(float(loss))
-        meta["step"] += 1
-        meta["tokens"] += f.batch_tokens
-        meta["seconds"] += min(20.0, time.monotonic() - begin)
-        if meta["step"] % 50 == 0 or meta["step"] == 10:
-            means = {t: round(float(np.mean(x)), 4) for t, x in losses.items() if x}
-            logging.info("step %d, %.1fM tokens, %.0f tokens/s, lr x%.3f, waited %.1f s, loss %s",
-                         meta["step"], meta["tokens"] / 1e6, meta["tokens"] / meta["seconds"],
-                         scale, waited, means)
-            losses = {t: [] for t in ROW_TOKENS}
-        if meta["seconds"] - saved > 180:
-            saved = meta["seconds"]
-            save(checkpoint, params, state, meta)
-        if meta["seconds"] - evaluated > f.eval_seconds:
-            evaluated = meta["seconds"]
-            begin = time.monotonic()
-            report = {**meta, **evaluate(params, tok, 24, meta["step"])}
-            meta["seconds"] += min(60.0, time.monotonic() - begin)
-            logging.info("eval %s (%.1f s)", json.dumps(report), time.monotonic() - begin)
-            with open(work / "accuracy.jsonl", "a") as file:
-                file.write(json.dumps(report) + "\n")
-        if meta["seconds"] - exported > 900:
-            exported = meta["seconds"]
-            export(folder, params)
-    save(checkpoint, params, state, meta)
-    export(folder, params)
-    logging.info("end: %s", json.dumps(meta))
-    return params
+  """Trains until the time is used up; returns the last weights."""
+  f = flags.FLAGS
+  checkpoint = work / "checkpoint.npz"
+  params = init_params(0)
+  state = init_optimizer(params)
+  meta = {"step": 0, "seconds": 0.0, "tokens": 0}
+  if f.resume and checkpoint.exists():
+    params, state, meta = load(checkpoint)
+  weights = corpus.MIXTURE | json.loads(f.mixture)
+  data = Data(tok, f.batch_tokens, meta["step"], weights, [float(share) for share in f.row_shares])
+  budget = f.minutes * 60
+  end = time.monotonic() + _seconds_until(f.deadline)
+  saved = evaluated = exported = meta["seconds"]
+  losses: dict[int, list[float]] = {t: [] for t in ROW_TOKENS}
+  waited = 0.0
+  while True:
+    begin = time.monotonic()
+    # The time left is that of the budget of seconds spent in steps, or that of the clock.
+    left = min(budget - meta["seconds"], end - begin)
+    if left <= 0:
+      break
+    total = meta["seconds"] + left
+    progress = meta["seconds"] / total
+    scale = min(1.0, (meta["step"] + 1) / 50, (1 - progress) / f.decay)
+    batch = data.get(progress)
+    waited += time.monotonic() - begin
+    params, state, loss = update(params, state, batch, jnp.float32(meta["step"] + 1), jnp.float32(scale))
+    losses[batch["tokens"].shape[1] - 1].append(float(loss))
+    meta["step"] += 1
+    meta["tokens"] += f.batch_tokens
+    meta["seconds"] += min(20.0, time.monotonic() - begin)
+    if meta["step"] % 50 == 0 or meta["step"] == 10:
+      means = {t: round(float(np.mean(x)), 4) for t, x in losses.items() if x}
+      logging.info(
+        "step %d, %.1fM tokens, %.0f tokens/s, lr x%.3f, waited %.1f s, loss %s",
+        meta["step"],
+        meta["tokens"] / 1e6,
+        meta["tokens"] / meta["seconds"],
+        scale,
+        waited,
+        means,
+      )
+      losses = {t: [] for t in ROW_TOKENS}
+    if meta["seconds"] - saved > 180:
+      saved = meta["seconds"]
+      save(checkpoint, params, state, meta)
+    if meta["seconds"] - evaluated > f.eval_seconds:
+      evaluated = meta["seconds"]
+      begin = time.monotonic()
+      report = {**meta, **evaluate(params, tok, 24, meta["step"])}
+      meta["seconds"] += min(60.0, time.monotonic() - begin)
+      logging.info("eval %s (%.1f s)", json.dumps(report), time.monotonic() - begin)
+      with open(work / "accuracy.jsonl", "a") as file:
+        file.write(json.dumps(report) + "\n")
+    if meta["seconds"] - exported > 900:
+      exported = meta["seconds"]
+      export(folder, params)
+  save(checkpoint, params, state, meta)
+  export(folder, params)
+  logging.info("end: %s", json.dumps(meta))
+  return params
 
 
 def main(_) -> None:
-    """Trains, unless only an evaluation or an export is asked for."""
-    f = flags.FLAGS
-    work, folder = pathlib.Path(f.work), pathlib.Path(f.export)
-    tok = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    work.mkdir(parents=True, exist_ok=True)
-    if f.eval_only:
-        params, _, meta = load(work / "checkpoint.npz")
-        params = {n: p.astype(jnp.bfloat16).astype(jnp.float32) for n, p in params.items()}
-        export(folder, params)
-    else:
-        params, meta = train(tok, work, folder), {}
-    if f.eval_count:
-        report = meta | {"instances": f.eval_count} | evaluate(params, tok, f.eval_count, 1_000_003)
-        (work / "eval.json").write_text(json.dumps(report, indent=2) + "\n")
-        logging.info("final: %s", json.dumps(report))
-    for seed in range(f.samples):
-        logging.info("sample: %s", generate(params, tok, [
-            {"role": "user", "content": "Tell me a story about Mira and a kite."}], seed))
+  """Trains, unless only an evaluation or an export is asked for."""
+  f = flags.FLAGS
+  work, folder = pathlib.Path(f.work), pathlib.Path(f.export)
+  tok = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+  work.mkdir(parents=True, exist_ok=True)
+  if f.eval_only:
+    params, _, meta = load(work / "checkpoint.npz")
+    params = {n: p.astype(jnp.bfloat16).astype(jnp.float32) for n, p in params.items()}
+    export(folder, params)
+  else:
+    params, meta = train(tok, work, folder), {}
+  if f.eval_count:
+    report = meta | {"instances": f.eval_count} | evaluate(params, tok, f.eval_count, 1_000_003)
+    (work / "eval.json").write_text(json.dumps(report, indent=2) + "\n")
+    logging.info("final: %s", json.dumps(report))
+  for seed in range(f.samples):
+    logging.info(
+      "sample: %s", generate(params, tok, [{"role": "user", "content": "Tell me a story about Mira and a kite."}], seed)
+    )
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("work", None, "Folder of checkpoints and logs.", required=True)
-    flags.DEFINE_string("export", None, "Hugging Face folder; holds the tokenizer.", required=True)
-    flags.DEFINE_float("minutes", 105, "Training time, of which the end is the decay.")
-    flags.DEFINE_string("deadline", "", "HH:MM (UTC) at which training ends in any case.")
-    flags.DEFINE_float("decay", 0.35, "Share of the time in which the learning rate falls to 0.")
-    flags.DEFINE_integer("batch_tokens", 4096, "Tokens per step.")
-    flags.DEFINE_string("mixture", "{}", "JSON: changed shares of corpus.MIXTURE.")
-    flags.DEFINE_float("eval_seconds", 420, "Time between evaluations.")
-    flags.DEFINE_integer("eval_count", 0, "Instances per skill of a final evaluation.")
-    flags.DEFINE_integer("samples", 0, "Stories to sample at the end.")
-    flags.DEFINE_bool("resume", False, "Continue from the checkpoint.")
-    flags.DEFINE_bool("eval_only", False, "Only export and evaluate the checkpoint.")
-    app.run(main)
+  flags.DEFINE_string("work", None, "Folder of checkpoints and logs.", required=True)
+  flags.DEFINE_string("export", None, "Hugging Face folder; holds the tokenizer.", required=True)
+  flags.DEFINE_float("minutes", 105, "Training time, of which the end is the decay.")
+  flags.DEFINE_string("deadline", "", "HH:MM (UTC) at which training ends in any case.")
+  flags.DEFINE_float("decay", 0.35, "Share of the time in which the learning rate falls to 0.")
+  flags.DEFINE_integer("batch_tokens", 4096, "Tokens per step.")
+  flags.DEFINE_string("mixture", "{}", "JSON: changed shares of corpus.MIXTURE.")
+  flags.DEFINE_list("row_shares", [], "Shares of rows of 256, 512, 1024 and 2048 tokens, instead of the curriculum.")
+  flags.DEFINE_float("eval_seconds", 420, "Time between evaluations.")
+  flags.DEFINE_integer("eval_count", 0, "Instances per skill of a final evaluation.")
+  flags.DEFINE_integer("samples", 0, "Stories to sample at the end.")
+  flags.DEFINE_bool("resume", False, "Continue from the checkpoint.")
+  flags.DEFINE_bool("eval_only", False, "Only export and evaluate the checkpoint.")
+  app.run(main)

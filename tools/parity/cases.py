@@ -13,9 +13,20 @@ PROMPT_LENGTHS = (61, 9)
 NEW_TOKENS = 200
 VOCAB_SIZE = 256
 
-_SHAPE = {"vocab_size": VOCAB_SIZE, "hidden_size": 96, "intermediate_size": 208, "num_hidden_layers": 4,
-          "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-          "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
+_SHAPE = {
+  "vocab_size": VOCAB_SIZE,
+  "hidden_size": 96,
+  "intermediate_size": 208,
+  "num_hidden_layers": 4,
+  "num_attention_heads": 6,
+  "num_key_value_heads": 2,
+  "max_position_embeddings": 512,
+  "rms_norm_eps": 1e-5,
+  "hidden_act": "silu",
+  "tie_word_embeddings": False,
+  "bos_token_id": None,
+  "eos_token_id": None,
+}
 
 
 def _config(architecture: str, model_type: str, **changes: Any) -> dict[str, Any]:
@@ -24,20 +35,56 @@ def _config(architecture: str, model_type: str, **changes: Any) -> dict[str, Any
 
 # name -> (config.json, number of safetensors files)
 CASES: dict[str, tuple[dict[str, Any], int]] = {
-    # As the first ones were: as many KV heads as query heads, neither rope nor head size spelled out. The epsilon is
-    # large enough to be seen.
-    "llama2": (_config("LlamaForCausalLM", "llama", num_key_value_heads=6, rms_norm_eps=1e-2), 1),
-    # An original length of 64 puts these frequencies in all three bands: kept, blended and stretched.
-    "llama3": (_config("LlamaForCausalLM", "llama", rope_theta=500_000.0, rope_scaling={
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64}), 3),
-    "llama_linear": (_config("LlamaForCausalLM", "llama", rope_parameters={
-        "rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}), 1),
-    "mistral": (_config("MistralForCausalLM", "mistral", sliding_window=24, head_dim=32, rope_theta=10_000.0), 2),
-    "qwen2": (_config("Qwen2ForCausalLM", "qwen2", tie_word_embeddings=True, rope_theta=1_000_000.0, rms_norm_eps=1e-6,
-                      use_sliding_window=False, sliding_window=24, max_window_layers=2), 1),
-    "qwen3": (_config("Qwen3ForCausalLM", "qwen3", head_dim=32, rms_norm_eps=1e-6, attention_bias=False,
-                      rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0}), 2),
+  # As the first ones were: as many KV heads as query heads, neither rope nor head size spelled out. The epsilon is
+  # large enough to be seen.
+  "llama2": (_config("LlamaForCausalLM", "llama", num_key_value_heads=6, rms_norm_eps=1e-2), 1),
+  # An original length of 64 puts these frequencies in all three bands: kept, blended and stretched.
+  "llama3": (
+    _config(
+      "LlamaForCausalLM",
+      "llama",
+      rope_theta=500_000.0,
+      rope_scaling={
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+      },
+    ),
+    3,
+  ),
+  "llama_linear": (
+    _config(
+      "LlamaForCausalLM", "llama", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
+    ),
+    1,
+  ),
+  "mistral": (_config("MistralForCausalLM", "mistral", sliding_window=24, head_dim=32, rope_theta=10_000.0), 2),
+  "qwen2": (
+    _config(
+      "Qwen2ForCausalLM",
+      "qwen2",
+      tie_word_embeddings=True,
+      rope_theta=1_000_000.0,
+      rms_norm_eps=1e-6,
+      use_sliding_window=False,
+      sliding_window=24,
+      max_window_layers=2,
+    ),
+    1,
+  ),
+  "qwen3": (
+    _config(
+      "Qwen3ForCausalLM",
+      "qwen3",
+      head_dim=32,
+      rms_norm_eps=1e-6,
+      attention_bias=False,
+      rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    ),
+    2,
+  ),
 }
 
 

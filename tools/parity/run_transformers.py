@@ -22,7 +22,8 @@ LEAST_GAP = 1e-3
 
 def load(folder: pathlib.Path, dtype: torch.dtype) -> torch.nn.Module:
   model, info = transformers.AutoModelForCausalLM.from_pretrained(
-      folder, dtype=dtype, attn_implementation="eager", output_loading_info=True)
+    folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
+  )
   assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
   return model.eval()
 
@@ -33,23 +34,35 @@ def golden(folder: pathlib.Path) -> dict[str, np.ndarray]:
   digest = hashlib.sha256()
   for file in sorted(folder.glob("*.safetensors")):
     digest.update(file.read_bytes())
-  out = {"weights_sha256": np.array(digest.hexdigest()), "versions": np.array(
-      f"torch {torch.__version__}, transformers {transformers.__version__}")}
+  out = {
+    "weights_sha256": np.array(digest.hexdigest()),
+    "versions": np.array(f"torch {torch.__version__}, transformers {transformers.__version__}"),
+  }
   squared_error, squared = 0.0, 0.0
   for number, prompt in enumerate(task["prompts"]):
-    tokens = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                            max_new_tokens=task["new_tokens"], do_sample=False, eos_token_id=None, pad_token_id=0)
+    tokens = model.generate(
+      torch.tensor([prompt]),
+      attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+      max_new_tokens=task["new_tokens"],
+      do_sample=False,
+      eos_token_id=None,
+      pad_token_id=0,
+    )
     assert tokens.shape[1] == len(prompt) + task["new_tokens"]
     logits = model(tokens, use_cache=False).logits[0]
-    best = logits[len(prompt) - 1:-1].topk(2)
-    assert torch.equal(best.indices[:, 0], tokens[0, len(prompt):]), "cached and uncached greedy differ"
+    best = logits[len(prompt) - 1 : -1].topk(2)
+    assert torch.equal(best.indices[:, 0], tokens[0, len(prompt) :]), "cached and uncached greedy differ"
     gap = (best.values[:, 0] - best.values[:, 1]).min().item()
     assert gap > LEAST_GAP, f"{folder.name}: two best logits are {gap} apart"
     error = rounded(tokens, use_cache=False).logits[0].float() - logits
     squared_error, squared = squared_error + error.square().sum().item(), squared + logits.square().sum().item()
-    out |= {f"tokens_{number}": tokens[0].numpy().astype(np.int32), f"prompt_len_{number}": np.array(len(prompt)),
-            f"logits_{number}": logits[:, ::STRIDE].numpy(), f"logsumexp_{number}": logits.logsumexp(-1).numpy(),
-            f"logprobs_{number}": logits[:-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()}
+    out |= {
+      f"tokens_{number}": tokens[0].numpy().astype(np.int32),
+      f"prompt_len_{number}": np.array(len(prompt)),
+      f"logits_{number}": logits[:, ::STRIDE].numpy(),
+      f"logsumexp_{number}": logits.logsumexp(-1).numpy(),
+      f"logprobs_{number}": logits[:-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].numpy(),
+    }
     print(f"{folder.name}: prompt of {len(prompt)}, least greedy gap {gap:.4f}, logit spread {logits.std().item():.2f}")
   out["bfloat16_error"] = np.array((squared_error / squared) ** 0.5)
   print(f"{folder.name}: transformers' own bfloat16 error {out['bfloat16_error']:.4f}")

@@ -1,0 +1,133 @@
+"""The demo model's skills, end to end: right only if attention, paging, chunking, reuse and preemption are right.
+
+A skill's answer is checked as text, by what was asked; and every way of scheduling must give the very same tokens.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from engine.device.build import BuildOptions, Built, build
+from engine.engine import Engine, PlainEngine
+from engine.request import FinishReason, Request, TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from server.chat_template import Message
+from server.tokenizer import Tokenizer
+from tools.demo_model.skills import SKILLS, SkillInstance, is_correct, make_instances
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+PER_SKILL = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
+
+
+@pytest.fixture(scope="module")
+def built() -> Built:
+  options = BuildOptions(
+    model_dir=str(DEMO),
+    token_budgets=(8, 32, 128),
+    max_num_seqs=32,
+    prefill_chunk=128,
+    num_blocks=1024,
+    max_model_len=2048,
+  )
+  return build(options, lambda *_: None, lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+  return Tokenizer(DEMO)
+
+
+@pytest.fixture(scope="module")
+def instances() -> list[SkillInstance]:
+  """Unseen ones of every skill; recall from 100 to 1,000 tokens back."""
+  found = [instance for skill in SKILLS if skill != "recall" for instance in make_instances(skill, PER_SKILL, 77)]
+  for distance in (100, 300, 600, 1000):
+    found += make_instances("recall", PER_SKILL // 4, 77, distance)
+  return found
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer, instances: list[SkillInstance]) -> list[list[int]]:
+  return [tokenizer.encode_chat([Message(**message) for message in instance.messages]) for instance in instances]
+
+
+def serve(
+  built: Built, prompts: list[list[int]], *, at_once: int, loop: type[Engine] = Engine, **changes
+) -> tuple[list[list[int]], Scheduler]:
+  """Greedy answers, `at_once` requests live at a time, under changed settings on the same executables and pool."""
+  scheduler = Scheduler(dataclasses.replace(built.config, queue_timeout_s=0.0, request_timeout_s=0.0, **changes))
+  answers: list[list[int]] = [[] for _ in prompts]
+
+  def emit(events: list[TokenEvent]) -> None:
+    for event in events:
+      answers[int(event.request_id)] += event.token_ids
+      assert event.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH), event
+
+  engine = loop(scheduler, built.runner, lambda: 0.0, emit)
+  todo = list(enumerate(prompts))
+  while todo or engine.num_live:
+    while todo and engine.num_live < at_once:
+      index, prompt = todo.pop(0)
+      engine.submit(Request(str(index), prompt, GREEDY))
+    engine.step()
+    assert engine.dead is None, engine.dead
+  scheduler.check()
+  return answers, scheduler
+
+
+@pytest.fixture(scope="module")
+def alone(built: Built, prompts: list[list[int]]) -> list[list[int]]:
+  return serve(built, prompts, at_once=1, enable_prefix_caching=False)[0]
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_skill(skill: str, tokenizer: Tokenizer, instances: list[SkillInstance], alone: list[list[int]]) -> None:
+  start = SKILLS.index(skill) * PER_SKILL
+  right = [is_correct(instance, tokenizer.decode(answer)) for instance, answer in zip(instances, alone, strict=True)][
+    start : start + PER_SKILL
+  ]
+  assert len(right) == PER_SKILL
+  assert sum(right) >= PER_SKILL - 1, f"{skill}: {sum(right)} of {PER_SKILL} right"
+
+
+def test_full_batch_answers_the_same(built: Built, prompts: list[list[int]], alone: list[list[int]]) -> None:
+  answers, scheduler = serve(built, prompts, at_once=32)
+  assert answers == alone
+  assert scheduler.num_preemptions == 0
+
+
+def test_without_overlap_answers_the_same(built: Built, prompts: list[list[int]], alone: list[list[int]]) -> None:
+  assert serve(built, prompts, at_once=32, loop=PlainEngine)[0] == alone
+
+
+@pytest.mark.parametrize("chunk", [7, 24, 100])
+def test_any_chunk_size_answers_the_same(
+  built: Built, prompts: list[list[int]], alone: list[list[int]], chunk: int
+) -> None:
+  assert serve(built, prompts, at_once=32, prefill_chunk=chunk)[0] == alone
+
+
+def test_constant_preemption_answers_the_same(built: Built, prompts: list[list[int]], alone: list[list[int]]) -> None:
+  longest = max(map(len, prompts)) + GREEDY.max_tokens
+  num_blocks = -(-longest // built.config.block_size) + 1
+  short = [index for index, prompt in enumerate(prompts) if len(prompt) < 100]
+  long = [index for index, prompt in enumerate(prompts) if len(prompt) >= 100]
+  # Short ones first: many run at once, outgrow the pool together, and the long ones need nearly all of it.
+  order = short + long
+  answers, scheduler = serve(built, [prompts[index] for index in order], at_once=32, num_blocks=num_blocks)
+  assert answers == [alone[index] for index in order]
+  assert scheduler.num_preemptions > 0
+
+
+def test_prefix_reuse_answers_the_same(built: Built, prompts: list[list[int]], alone: list[list[int]]) -> None:
+  answers, scheduler = serve(built, prompts + prompts, at_once=32)
+  assert answers == alone + alone
+  hits = sum(len(prompt) - 1 >= built.config.block_size for prompt in prompts)
+  assert hits > 0
+
+
+def test_nothing_compiled(built: Built) -> None:
+  assert built.runner.compiles_after_ready == 0
