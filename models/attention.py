@@ -1,4 +1,4 @@
-"""How a decoder's layer reaches past tokens: serving's paged attention and training's dense one. No batch is planned here."""
+"""How a layer reaches past tokens: paged attention in serving, dense in training. No batch is planned here."""
 
 from collections.abc import Callable
 import dataclasses
@@ -33,8 +33,9 @@ def paged_attend(sliding_window: int | None = None, soft_cap: float | None = Non
 
   def attend(q, k, v, cache, meta: AttentionMeta):  # q [T, N, H], k and v [T, K, H] -> [T, N, H], cache
     cache = api.write_kv(cache, k, v, meta.slot_mapping)
-    out = api.ragged_paged_attention(q, cache, meta.ragged, scale=q.shape[-1] ** -0.5, sliding_window=sliding_window,
-                                     soft_cap=soft_cap)
+    out = api.ragged_paged_attention(
+      q, cache, meta.ragged, scale=q.shape[-1] ** -0.5, sliding_window=sliding_window, soft_cap=soft_cap
+    )
     return out, cache
 
   return attend
@@ -50,6 +51,7 @@ def dense_causal_attend(sliding_window: int | None = None) -> Callable:
   def attend(q, k, v, cache, meta):  # q [B, T, N, H], k and v [B, T, K, H] -> [B, T, N, H], cache
     del meta
     return jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, local_window_size=None if sliding_window is None else (sliding_window - 1, 0)), cache
+      q, k, v, is_causal=True, local_window_size=None if sliding_window is None else (sliding_window - 1, 0)
+    ), cache
 
   return attend

@@ -1,8 +1,8 @@
 """What a model calls for attention over paged keys and values; it may not compute anything itself.
 
-An implementation is a module with `kv_shape`, `write_kv` and `ragged_paged_attention` of the signatures in
-`reference.py`. It owns the layout of the KV buffer: callers treat a buffer as opaque and get its shape from
-`kv_shape`. Choosing happens here, once, at trace time.
+An implementation is a module with the public functions of `reference.py`, of the same signatures. It owns the layout
+of the KV buffer: callers treat a buffer as opaque and get its shape from `kv_shape`. Choosing happens here, once, at
+trace time.
 """
 
 import dataclasses
@@ -47,8 +47,12 @@ def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int)
     num_kv_heads: K.
     head_dim: H.
   """
-  for name, value in (("num_blocks", num_blocks), ("block_size", block_size), ("num_kv_heads", num_kv_heads),
-                      ("head_dim", head_dim)):
+  for name, value in (
+    ("num_blocks", num_blocks),
+    ("block_size", block_size),
+    ("num_kv_heads", num_kv_heads),
+    ("head_dim", head_dim),
+  ):
     if value < 1:
       raise ValueError(f"paged attention: {name}={value} must be at least 1")
   return _implementation().kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
@@ -67,13 +71,21 @@ def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array)
     The buffer with the tokens written.
   """
   if k.shape != v.shape or slot_mapping.shape != k.shape[:1]:
-    raise ValueError(f"write_kv: k {k.shape}, v {v.shape} and slot_mapping {slot_mapping.shape} must be [T, K, H], "
-                     "[T, K, H] and [T]")
+    raise ValueError(
+      f"write_kv: k {k.shape}, v {v.shape} and slot_mapping {slot_mapping.shape} must be [T, K, H], [T, K, H] and [T]"
+    )
   return _implementation().write_kv(kv, k, v, slot_mapping)
 
 
-def ragged_paged_attention(q: jax.Array, kv: jax.Array, meta: RaggedMeta, *, scale: float,
-                           sliding_window: int | None = None, soft_cap: float | None = None) -> jax.Array:
+def ragged_paged_attention(
+  q: jax.Array,
+  kv: jax.Array,
+  meta: RaggedMeta,
+  *,
+  scale: float,
+  sliding_window: int | None = None,
+  soft_cap: float | None = None,
+) -> jax.Array:
   """Causal attention of every packed token over its row's paged keys and values.
 
   Args:
@@ -91,14 +103,31 @@ def ragged_paged_attention(q: jax.Array, kv: jax.Array, meta: RaggedMeta, *, sca
     raise ValueError(f"paged attention: sliding_window={sliding_window} must be at least 1, or None")
   if soft_cap is not None and soft_cap <= 0:
     raise ValueError(f"paged attention: soft_cap={soft_cap} must be above 0, or None")
+  num_kv_heads = _implementation().num_kv_heads(kv)
+  if q.shape[1] % num_kv_heads:
+    raise ValueError(
+      f"paged attention: {q.shape[1]} query heads are not a multiple of the {num_kv_heads} KV heads of the buffer"
+    )
   rows = meta.kv_lens.shape[0]
   if meta.block_tables.ndim != 2 or meta.block_tables.shape[0] != rows or meta.query_starts.shape != (rows + 1,):
-    raise ValueError(f"paged attention: block_tables {meta.block_tables.shape}, kv_lens {meta.kv_lens.shape} and "
-                     f"query_starts {meta.query_starts.shape} must be [S, B], [S] and [S + 1]")
-  for name, array in (("block_tables", meta.block_tables), ("kv_lens", meta.kv_lens),
-                      ("query_starts", meta.query_starts)):
+    raise ValueError(
+      f"paged attention: block_tables {meta.block_tables.shape}, kv_lens {meta.kv_lens.shape} and "
+      f"query_starts {meta.query_starts.shape} must be [S, B], [S] and [S + 1]"
+    )
+  for name, array in (
+    ("block_tables", meta.block_tables),
+    ("kv_lens", meta.kv_lens),
+    ("query_starts", meta.query_starts),
+  ):
     if array.dtype != jnp.int32:
       raise ValueError(f"paged attention: {name} has dtype {array.dtype}; it must be int32")
   return _implementation().ragged_paged_attention(
-      q, kv, meta.block_tables, meta.kv_lens, meta.query_starts, scale=scale, sliding_window=sliding_window,
-      soft_cap=soft_cap)
+    q,
+    kv,
+    meta.block_tables,
+    meta.kv_lens,
+    meta.query_starts,
+    scale=scale,
+    sliding_window=sliding_window,
+    soft_cap=soft_cap,
+  )

@@ -33,6 +33,8 @@ WORDS = (
   "park home big small old new hot cold fast slow"
 ).split()
 
+ALL_WORDS = sorted({*WORDS, *VALUES, *CITIES, *NAMES})
+
 ADJECTIVES = "kind brave happy clever curious quiet young gentle funny little".split()
 COLORS = "red blue green yellow white golden".split()
 PLACES = "park forest garden village beach market river lake hill farm".split()
@@ -47,14 +49,15 @@ DAYS = "morning day evening afternoon".split()
 WEATHER = "sunny windy cold warm rainy bright".split()
 
 MIXTURE = {
-  "story": 0.25,
+  "story": 0.20,
   "recall": 0.25,
-  "copy": 0.15,
-  "reverse": 0.12,
-  "arithmetic": 0.13,
+  "echo": 0.12,
+  "copy": 0.10,
+  "reverse": 0.11,
+  "arithmetic": 0.12,
   "json": 0.10,
 }  # Shares of the training tokens, approximately.
-_MEAN_TOKENS = {"story": 115, "copy": 23, "reverse": 17, "arithmetic": 16, "json": 48, "talk": 20}
+_MEAN_TOKENS = {"story": 115, "echo": 95, "copy": 23, "reverse": 17, "arithmetic": 16, "json": 48, "talk": 20}
 
 BOS, END = "<|bos|>", "<|end|>"
 
@@ -294,13 +297,28 @@ def story_turns(rng: random.Random) -> list[Turn]:
 
 
 def _words(rng: random.Random, low: int, high: int) -> list[str]:
-  return rng.sample(WORDS, rng.randint(low, high))
+  """Different words, names, cities and values among them: recall and JSON use what copying teaches about a word."""
+  count = rng.randint(low, high)
+  if rng.random() < 0.3:
+    pairs = zip(rng.sample(NAMES, count), rng.sample(VALUES, count), strict=True)
+    return [word for pair in pairs for word in pair][:count]
+  return rng.sample(WORDS if rng.random() < 0.4 else ALL_WORDS, count)
 
 
 def copy_turn(rng: random.Random) -> Turn:
   """The same words again."""
   words = " ".join(_words(rng, 3, 12))
   return Turn("copy", f"Copy: {words}", words)
+
+
+def echo_turn(rng: random.Random) -> Turn:
+  """A list, then pieces of it in any order: no fixed distance helps, only finding the same word again."""
+  words = _words(rng, 12, 30)
+  pieces = []
+  for _ in range(rng.randint(8, 14)):
+    start = rng.randrange(len(words) - 3)
+    pieces.append(" ".join(words[start : start + rng.randint(2, 6)]))
+  return Turn("echo", f"Words: {' '.join(words)}", ", ".join(pieces))
 
 
 def reverse_turn(rng: random.Random) -> Turn:
@@ -330,7 +348,13 @@ def json_turn(rng: random.Random) -> Turn:
   return Turn("json", f"Make JSON: {sentence}", f'{{"name": "{name}", "age": {age}, "city": "{city}"}}')
 
 
-_MAKERS = {"copy": copy_turn, "reverse": reverse_turn, "arithmetic": arithmetic_turn, "json": json_turn}
+_MAKERS = {
+  "echo": echo_turn,
+  "copy": copy_turn,
+  "reverse": reverse_turn,
+  "arithmetic": arithmetic_turn,
+  "json": json_turn,
+}
 
 
 def skill_turn(kind: str, rng: random.Random, held_out: bool) -> Turn:
@@ -404,9 +428,9 @@ def chat(rng: random.Random, tokens: int, weights: dict[str, float] | None = Non
   later place, so that the questions cover all distances up to the length of the chat.
   """
   weights = weights or MIXTURE
-  count = rng.randint(*{256: (3, 8), 512: (5, 12), 1024: (6, 18)}.get(tokens, (8, 28)))
+  count = rng.randint(*{256: (1, 5), 512: (3, 10), 1024: (6, 18)}.get(tokens, (8, 28)))
   known = facts(rng, count)
-  asked = 1 if tokens > 512 else rng.choice((1, 2))
+  asked = 1 if tokens > 512 else rng.choice((1, 2, 3))
   count_recall = count * (5 + 13 * asked) + 8
   turns: list[Turn] = []
   size = count_recall

@@ -1,0 +1,145 @@
+"""Batches that every implementation is tested and timed on; it may not import an implementation.
+
+A spec is a geometry; `make` fills it with seeded numbers. Rows are (queries, length): length counts the row's positions
+with its queries, which are the last ones.
+"""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgSpec:
+  """One call of ragged_paged_attention, without numbers.
+
+  Attributes:
+    name: for test ids and tables.
+    rows: (queries, length) of each used row, in batch order.
+    num_tokens: T; what the rows do not use is padding.
+    num_rows: S.
+    block_size, table_width: tokens a block, and blocks a row of the table (B).
+    num_heads, num_kv_heads, head_dim: N, K, H.
+    sliding_window, soft_cap: see api.
+    dtype: of q, k, v and the buffer.
+    shared_blocks: leading blocks that all rows long enough have in common (a cached prefix).
+    spare_blocks: blocks of the pool that no row uses.
+  """
+
+  name: str
+  rows: tuple[tuple[int, int], ...]
+  num_tokens: int
+  num_rows: int
+  block_size: int = 16
+  table_width: int = 24
+  num_heads: int = 6
+  num_kv_heads: int = 2
+  head_dim: int = 64
+  sliding_window: int | None = None
+  soft_cap: float | None = None
+  dtype: str = "float32"
+  shared_blocks: int = 0
+  spare_blocks: int = 3
+
+  def __str__(self) -> str:
+    return self.name
+
+  @property
+  def scale(self) -> float:
+    """Factor on q.k."""
+    return self.head_dim**-0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+  """A spec's numbers, on the host and in f32 (rounded to the spec's dtype by the caller).
+
+  Attributes:
+    q: [T, N, H]; padding tokens hold NaN.
+    keys, values: [length, K, H] of each used row.
+    block_tables, kv_lens, query_starts: see api.RaggedMeta; entries past a row's blocks name a spare block.
+    num_blocks: physical blocks, block 0 included.
+  """
+
+  q: np.ndarray
+  keys: tuple[np.ndarray, ...]
+  values: tuple[np.ndarray, ...]
+  block_tables: np.ndarray
+  kv_lens: np.ndarray
+  query_starts: np.ndarray
+  num_blocks: int
+
+  def slots(self, row: int, block_size: int) -> np.ndarray:
+    """Where each position of `row` is stored, int32[length]."""
+    positions = np.arange(self.kv_lens[row])
+    return (self.block_tables[row, positions // block_size] * block_size + positions % block_size).astype(np.int32)
+
+
+def make(spec: ArgSpec, seed: int = 0) -> Arguments:
+  """Seeded normal numbers and a random block table without repetition, but for the shared prefix."""
+  rng = np.random.default_rng(seed)
+  page, num_blocks = spec.block_size, 1 + spec.spare_blocks
+  tables = []
+  for _, length in spec.rows:
+    shared = tables[0][: spec.shared_blocks] if tables and length >= spec.shared_blocks * page else []
+    own = -(-length // page) - len(shared)
+    tables.append([*shared, *range(num_blocks, num_blocks + own)])
+    num_blocks += own
+  ids = np.concatenate([[0], rng.permutation(np.arange(1, num_blocks))]).astype(np.int32)  # block 0 is padding's
+  block_tables = np.full((spec.num_rows, spec.table_width), ids[1], np.int32)
+  kv_lens, query_starts = np.zeros(spec.num_rows, np.int32), np.zeros(spec.num_rows + 1, np.int32)
+  keys, values, token = [], [], 0
+  q = np.full((spec.num_tokens, spec.num_heads, spec.head_dim), np.nan, np.float32)
+  for row, (queries, length) in enumerate(spec.rows):
+    block_tables[row, : len(tables[row])] = ids[tables[row]]
+    kv_lens[row] = length
+    for each in (keys, values):
+      each.append(rng.standard_normal((length, spec.num_kv_heads, spec.head_dim), np.float32))
+      if row and spec.shared_blocks and tables[row][:1] == tables[0][:1]:
+        each[row][: spec.shared_blocks * page] = each[0][: spec.shared_blocks * page]
+    q[token : token + queries] = rng.standard_normal((queries, spec.num_heads, spec.head_dim), np.float32)
+    token += queries
+    query_starts[row + 1] = token
+  query_starts[len(spec.rows) + 1 :] = token
+  return Arguments(q, tuple(keys), tuple(values), block_tables, kv_lens, query_starts, num_blocks)
+
+
+_MIXED = ((1, 5), (1, 300), (7, 7), (0, 0), (1, 1), (40, 140), (1, 16), (1, 17), (2, 65))
+
+CONFORMANCE = (
+  ArgSpec("nothing", (), 8, 4),
+  ArgSpec("one_row_of_one_token", ((1, 1),), 2, 2),
+  ArgSpec("decode", ((1, 3), (1, 64), (1, 65), (1, 380), (1, 16)), 8, 8),
+  ArgSpec("full_prefill_no_padding", ((33, 33),), 33, 1),
+  ArgSpec("mixed", _MIXED, 64, 12),
+  ArgSpec("mixed_window", _MIXED, 64, 12, sliding_window=50),
+  ArgSpec("window_of_one", ((1, 90), (20, 90)), 24, 2, sliding_window=1),
+  ArgSpec("soft_cap", _MIXED, 64, 12, soft_cap=2.0),
+  ArgSpec("shared_prefix", ((1, 50), (1, 40), (10, 50), (1, 33)), 16, 4, shared_blocks=2),
+  ArgSpec("page_8_head_128", _MIXED, 64, 12, block_size=8, table_width=40, head_dim=128, num_heads=2, num_kv_heads=2),
+  ArgSpec("page_128_one_kv_head", _MIXED, 64, 12, block_size=128, table_width=3, num_heads=8, num_kv_heads=1),
+  ArgSpec("table_no_multiple_of_a_chunk", ((1, 79), (5, 80)), 8, 2, table_width=5),
+  ArgSpec("odd_sizes", ((1, 31), (11, 50)), 13, 3, block_size=10, table_width=7, head_dim=18, num_heads=5,
+          num_kv_heads=5),
+  ArgSpec("bfloat16", _MIXED, 64, 12, dtype="bfloat16"),
+  ArgSpec("long", ((1, 2500), (30, 1800)), 32, 2, table_width=160, num_heads=4),
+)  # fmt: skip
+
+
+def _model_125m(name: str, rows: tuple[tuple[int, int], ...], num_tokens: int, num_rows: int) -> ArgSpec:
+  """A Llama-shaped layer of 125M parameters: 12 query heads, 4 KV heads of 64, tables of 2,048 positions."""
+  return ArgSpec(name, rows, num_tokens, num_rows, table_width=128, num_heads=12, num_kv_heads=4)
+
+
+BENCHMARK = (
+  _model_125m("1 row, 5 long", ((1, 5),), 8, 8),
+  _model_125m("8 rows, 128 long", ((1, 128),) * 8, 8, 8),
+  _model_125m("8 rows, 1000 long", ((1, 1000),) * 8, 8, 8),
+  _model_125m("64 rows, 128 long", ((1, 128),) * 64, 64, 64),
+  _model_125m("64 rows, 256 long", ((1, 256),) * 64, 64, 64),
+  _model_125m("64 rows, 512 long", ((1, 512),) * 64, 64, 64),
+  _model_125m("prefill of 256", ((256, 256),), 256, 64),
+  _model_125m("prefill of 256 after 500", ((256, 756),), 256, 64),
+  _model_125m("8 prefills of 64", ((64, 64),) * 8, 512, 64),
+  _model_125m("64 rows, 200 long + prefill of 256", (*((1, 200),) * 63, (256, 256)), 512, 64),
+)

@@ -1,0 +1,134 @@
+"""The plain jnp implementation: the conformance suite, what holds for it alone, and bugs that the suite must catch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import api, arg_specs, reference
+from pallas_kernels.paged_attention.arg_specs import ArgSpec
+from tests.kernels import conformance
+
+
+class TestReference(conformance.Conformance):
+  implementation = reference
+
+
+def test_memory_grows_neither_with_the_pool_nor_with_the_table() -> None:
+  """Nothing of the pool's or the table's size is ever made: the temporaries of the compiled program stay the same."""
+
+  def temporaries(spec: ArgSpec) -> int:
+    inputs = conformance.operands(reference, spec, arg_specs.make(spec))
+    return conformance.attend(reference, spec).lower(*inputs).compile().memory_analysis().temp_size_in_bytes
+
+  rows = ((1, 30), (20, 40))
+  small = temporaries(ArgSpec("small", rows, 32, 4, table_width=8))
+  large = temporaries(ArgSpec("large", rows, 32, 4, table_width=512, spare_blocks=4000))
+  row_of_table = 4 * (512 - 8)
+  assert large <= small + 8 * row_of_table
+
+
+def _off_by_one(state, queries, kv, tables, chunks, pages, seen, in_use, soft_cap, *, original):
+  return original(state, queries, kv, tables, chunks, pages, jnp.roll(seen, 1, -1), in_use, soft_cap)
+
+
+def _tail_unmasked(state, queries, kv, tables, chunks, pages, seen, in_use, soft_cap, *, original):
+  return original(state, queries, kv, tables, chunks, pages, seen, jnp.ones_like(in_use), soft_cap)
+
+
+def _wrong_page(kv, tables, chunks, pages, which, *, original):
+  return original(kv, jnp.roll(tables, 1, axis=1), chunks, pages, which)
+
+
+def _next_chunk_not_read(kv, tables, chunks, pages, which, *, original):
+  return original(kv, tables, jnp.zeros_like(chunks), pages, which)
+
+
+def _keys_for_values(kv, tables, chunks, pages, which, *, original):
+  return original(kv, tables, chunks, pages, jnp.zeros_like(which))
+
+
+def _sum_not_used(state, *, original):
+  del original
+  return state[2]
+
+
+def _peak_starts_too_high(shape, head_dim, *, original):
+  peak, *rest = original(shape, head_dim)
+  return jnp.full_like(peak, 200.0), *rest
+
+
+def _written_one_slot_late(kv, k, v, slots, *, original):
+  return original(kv, k, v, slots + 1)
+
+
+@pytest.mark.parametrize(
+  ("name", "bug"),
+  [
+    ("_step", _off_by_one),
+    ("_step", _tail_unmasked),
+    ("_load", _wrong_page),
+    ("_load", _next_chunk_not_read),
+    ("_load", _keys_for_values),
+    ("_finish", _sum_not_used),
+    ("_start", _peak_starts_too_high),
+    ("write_kv", _written_one_slot_late),
+  ],
+  ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_seeded_bug_is_caught(name: str, bug, monkeypatch: pytest.MonkeyPatch) -> None:
+  spec = ArgSpec("bugs", ((1, 70), (20, 90)), 24, 2)
+  conformance.check(reference, spec)
+  original = getattr(reference, name)
+  monkeypatch.setattr(reference, name, lambda *args: bug(*args, original=original))
+  with pytest.raises(AssertionError):
+    conformance.check(reference, spec)
+
+
+def _meta(rows: int = 2, **changes) -> api.RaggedMeta:
+  arrays = {
+    "block_tables": jnp.zeros((rows, 4), jnp.int32),
+    "kv_lens": jnp.ones(rows, jnp.int32),
+    "query_starts": jnp.arange(rows + 1, dtype=jnp.int32),
+  }
+  return api.RaggedMeta(**(arrays | changes))
+
+
+class TestApi:
+  def test_equals_the_implementation(self) -> None:
+    spec = ArgSpec("api", ((1, 20), (5, 9)), 8, 3)
+    arguments = arg_specs.make(spec)
+    q, kv, tables, lens, starts = conformance.operands(reference, spec, arguments)
+    out = api.ragged_paged_attention(q, kv, api.RaggedMeta(tables, lens, starts), scale=spec.scale)
+    np.testing.assert_allclose(np.asarray(out), conformance.oracle(spec, arguments), rtol=0, atol=1e-5)
+
+  def test_meta_is_a_pytree(self) -> None:
+    assert len(jax.tree.leaves(_meta())) == 3
+
+  @pytest.mark.parametrize(
+    ("meta", "options", "words"),
+    [
+      (_meta(), {"sliding_window": 0}, "sliding_window=0"),
+      (_meta(), {"soft_cap": -1.0}, "soft_cap=-1.0"),
+      (_meta(query_starts=jnp.zeros(2, jnp.int32)), {}, "query_starts"),
+      (_meta(kv_lens=jnp.ones(2, jnp.float32)), {}, "must be int32"),
+    ],
+  )
+  def test_bad_arguments_are_named(self, meta: api.RaggedMeta, options: dict, words: str) -> None:
+    q, kv = jnp.zeros((2, 4, 8)), jnp.zeros(api.kv_shape(4, 8, 2, 8))
+    with pytest.raises(ValueError, match=words):
+      api.ragged_paged_attention(q, kv, meta, scale=1.0, **options)
+
+  def test_heads_that_do_not_divide_are_named(self) -> None:
+    q, kv = jnp.zeros((2, 5, 8)), jnp.zeros(api.kv_shape(4, 8, 2, 8))
+    with pytest.raises(ValueError, match="5 query heads"):
+      api.ragged_paged_attention(q, kv, _meta(), scale=1.0)
+
+  def test_bad_sizes_are_named(self) -> None:
+    with pytest.raises(ValueError, match="block_size=0"):
+      api.kv_shape(4, 0, 2, 8)
+
+  def test_bad_write_is_named(self) -> None:
+    kv, k = jnp.zeros(api.kv_shape(4, 8, 2, 8)), jnp.zeros((3, 2, 8))
+    with pytest.raises(ValueError, match="slot_mapping"):
+      api.write_kv(kv, k, k, jnp.zeros(2, jnp.int32))
