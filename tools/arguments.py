@@ -11,8 +11,9 @@ class CommandParser(argparse.ArgumentParser):
   """An ArgumentParser without abbreviations whose errors are one line."""
 
   def __init__(self, prog: str, description: str | None):
-    super().__init__(prog=prog, description=description, allow_abbrev=False,
-                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    super().__init__(
+      prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
 
   def error(self, message: str) -> NoReturn:
     self.exit(2, f"{self.prog}: {message}; see --help\n")

@@ -27,8 +27,12 @@ from tools.latency import Outcome, summary
 from tools.workload import WorkRequest, read_requests, write_tokens
 
 # A benchmark waits as long as it takes: nothing is refused and nothing times out.
-UNBOUNDED = {"max_queued_requests": 1 << 30, "max_queued_tokens": 1 << 40, "queue_timeout_s": 0.0,
-             "request_timeout_s": 0.0}
+UNBOUNDED = {
+  "max_queued_requests": 1 << 30,
+  "max_queued_tokens": 1 << 40,
+  "queue_timeout_s": 0.0,
+  "request_timeout_s": 0.0,
+}
 
 
 def add_build_arguments(parser: CommandParser) -> None:
@@ -113,27 +117,34 @@ class OfflineRun:
         time.sleep(max(0.0, start + waiting[-1][0].arrival_s - time.monotonic()))
       if engine.dead is not None:
         raise engine.dead
-    return [self._outcome(work, request.id, start + work.arrival_s if realtime else start, sent[request.id])
-            for work, request in zip(requests, prepared, strict=True)]
+    return [
+      self._outcome(work, request.id, start + work.arrival_s if realtime else start, sent[request.id])
+      for work, request in zip(requests, prepared, strict=True)
+    ]
 
   def _outcome(self, work: WorkRequest, name: str, intended_s: float, sent_s: float) -> Outcome:
     ending = self._endings[name]
     error = None if ending.finish_reason is FinishReason.LENGTH else f"{ending.finish_reason}: {ending.message}"
-    return Outcome(work.id, work.output_len, intended_s, sent_s, tuple(self._chunks[name]), tuple(self._tokens[name]),
-                   error)
+    return Outcome(
+      work.id, work.output_len, intended_s, sent_s, tuple(self._chunks[name]), tuple(self._tokens[name]), error
+    )
 
 
 def _engine_request(request: WorkRequest) -> Request:
-  return Request(id=f"{type(request.id).__name__}-{request.id}", prompt_token_ids=request.prompt,
-                 params=SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True))
+  return Request(
+    id=f"{type(request.id).__name__}-{request.id}",
+    prompt_token_ids=request.prompt,
+    params=SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True),
+  )
 
 
 def _progress(what: str, done: int, total: int) -> None:
   print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
 
 
-def run(options: BuildOptions, requests: Sequence[WorkRequest], *, realtime: bool = False,
-        trace_file: str = "") -> tuple[list[Outcome], dict[str, Any]]:
+def run(
+  options: BuildOptions, requests: Sequence[WorkRequest], *, realtime: bool = False, trace_file: str = ""
+) -> tuple[list[Outcome], dict[str, Any]]:
   """Builds, runs once, and returns what came of each request and the figures of the JSON line."""
   offline = OfflineRun(options)
   engine = offline.built.engine
@@ -145,18 +156,18 @@ def run(options: BuildOptions, requests: Sequence[WorkRequest], *, realtime: boo
   useful = stats.num_decode_tokens + stats.num_prefill_tokens
   prompt_tokens = sum(len(request.prompt) for request, outcome in zip(requests, outcomes, strict=True) if outcome.ok)
   figures = summary(outcomes, prompt_tokens) | {
-      "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
-      "load_s": round(offline.built.load_s, 3),
-      "warmup_s": round(offline.built.warmup_s, 3),
-      "compiles_after_ready": offline.built.runner.compiles_after_ready,
-      "padding_share": round(stats.num_padding_tokens / (stats.num_padding_tokens + useful), 5),
-      "steps": stats.num_steps,
-      "decode_tokens": stats.num_decode_tokens,
-      "prefill_tokens": stats.num_prefill_tokens,
-      "preemptions": stats.num_preemptions,
-      "prefix_hit_tokens": stats.num_cached_tokens,
-      "batching": options.batching,
-      "steps_by_rung": dict(sorted(stats.steps_by_rung.items())),
+    "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+    "load_s": round(offline.built.load_s, 3),
+    "warmup_s": round(offline.built.warmup_s, 3),
+    "compiles_after_ready": offline.built.runner.compiles_after_ready,
+    "padding_share": round(stats.num_padding_tokens / (stats.num_padding_tokens + useful), 5),
+    "steps": stats.num_steps,
+    "decode_tokens": stats.num_decode_tokens,
+    "prefill_tokens": stats.num_prefill_tokens,
+    "preemptions": stats.num_preemptions,
+    "prefix_hit_tokens": stats.num_cached_tokens,
+    "batching": options.batching,
+    "steps_by_rung": dict(sorted(stats.steps_by_rung.items())),
   }
   return outcomes, figures
 

@@ -61,13 +61,16 @@ async def _send_all(target: str, requests: list[WorkRequest], timeout_s: float, 
 
 def _message(request: WorkRequest) -> pb.GenerateRequest:
   return pb.GenerateRequest(
-      token_ids=pb.TokenIds(ids=request.prompt), sampling=pb.SamplingParams(temperature=0.0),
-      stopping=pb.StopParams(max_tokens=request.output_len, ignore_eos=True),
-      output=pb.OutputParams(return_text=False, return_token_ids=True))
+    token_ids=pb.TokenIds(ids=request.prompt),
+    sampling=pb.SamplingParams(temperature=0.0),
+    stopping=pb.StopParams(max_tokens=request.output_len, ignore_eos=True),
+    output=pb.OutputParams(return_text=False, return_token_ids=True),
+  )
 
 
-async def _send(stub: Any, request: WorkRequest, message: pb.GenerateRequest, intended_s: float,
-                timeout_s: float) -> Outcome:
+async def _send(
+  stub: Any, request: WorkRequest, message: pb.GenerateRequest, intended_s: float, timeout_s: float
+) -> Outcome:
   chunks: list[tuple[float, int]] = []
   tokens: list[int] = []
   error = None
@@ -125,18 +128,23 @@ def drive(target: str, requests: Sequence[WorkRequest], num_clients: int, timeou
 
 def server_figures(before: pb.GetLoadResponse, after: pb.GetLoadResponse) -> dict[str, Any]:
   """What the server did in between, and what its start took."""
-  change = {name: getattr(after, f"{name}_total") - getattr(before, f"{name}_total")
-            for name in (*COUNTERS, "padding_tokens")}
+  change = {
+    name: getattr(after, f"{name}_total") - getattr(before, f"{name}_total") for name in (*COUNTERS, "padding_tokens")
+  }
   computed = change["decode_tokens"] + change["prefill_tokens"] + change["padding_tokens"]
   return {
-      "peak_rss_mb": round(after.peak_rss_bytes / 2**20, 1), "load_s": round(after.load_s, 3),
-      "warmup_s": round(after.warmup_s, 3), "compiles_after_ready": after.compiles_after_ready,
-      "padding_share": round(change["padding_tokens"] / computed, 5) if computed else None,
-      **{name: change[name] for name in COUNTERS}}
+    "peak_rss_mb": round(after.peak_rss_bytes / 2**20, 1),
+    "load_s": round(after.load_s, 3),
+    "warmup_s": round(after.warmup_s, 3),
+    "compiles_after_ready": after.compiles_after_ready,
+    "padding_share": round(change["padding_tokens"] / computed, 5) if computed else None,
+    **{name: change[name] for name in COUNTERS},
+  }
 
 
-def run(target: str, requests: Sequence[WorkRequest], num_clients: int, timeout_s: float,
-        objectives: Objectives) -> tuple[list[Outcome], dict[str, Any]]:
+def run(
+  target: str, requests: Sequence[WorkRequest], num_clients: int, timeout_s: float, objectives: Objectives
+) -> tuple[list[Outcome], dict[str, Any]]:
   """Drives the server and returns what came of each request and the figures of the JSON line."""
   with Client(target) as client:
     before = client.load()
@@ -145,7 +153,9 @@ def run(target: str, requests: Sequence[WorkRequest], num_clients: int, timeout_
   prompt_tokens = sum(len(request.prompt) for request, outcome in zip(requests, outcomes, strict=True) if outcome.ok)
   errors = Counter(outcome.error.split(":")[0] for outcome in outcomes if outcome.error)
   return outcomes, summary(outcomes, prompt_tokens, objectives) | server_figures(before, after) | {
-      "errors": dict(sorted(errors.items())), "clients": num_clients}
+    "errors": dict(sorted(errors.items())),
+    "clients": num_clients,
+  }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

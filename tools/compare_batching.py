@@ -21,8 +21,22 @@ from tools.arguments import CommandParser, positive_float, positive_int
 from tools.measure import ROOT, machine, median_of, run_tool, write_result
 
 MODES = ("static", "continuous")
-FIGURES = ("output_tok_s", "total_tok_s", "wall_s", "padding_share", "steps", "decode_tokens", "prefill_tokens",
-           "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "warmup_s", "peak_rss_mb", "compiles_after_ready")
+FIGURES = (
+  "output_tok_s",
+  "total_tok_s",
+  "wall_s",
+  "padding_share",
+  "steps",
+  "decode_tokens",
+  "prefill_tokens",
+  "ttft_p50_ms",
+  "ttft_p99_ms",
+  "itl_p50_ms",
+  "itl_p99_ms",
+  "warmup_s",
+  "peak_rss_mb",
+  "compiles_after_ready",
+)
 
 
 def slot_bound(output_lens: Sequence[int], num_slots: int) -> dict[str, float]:
@@ -39,16 +53,20 @@ def slot_bound(output_lens: Sequence[int], num_slots: int) -> dict[str, float]:
     bound_endless: the ratio for an endless queue: steps of static, over all tokens spread evenly over the slots.
     idle_slot_share: of static's slot-steps, how many do nothing.
   """
-  waves = [output_lens[start:start + num_slots] for start in range(0, len(output_lens), num_slots)]
+  waves = [output_lens[start : start + num_slots] for start in range(0, len(output_lens), num_slots)]
   static_steps = sum(map(max, waves))
   ends = [0] * num_slots
   for length in output_lens:
     heapq.heapreplace(ends, ends[0] + length)
   continuous_steps = max(ends)
   even_steps = sum(output_lens) / num_slots
-  return {"static_steps": static_steps, "continuous_steps": continuous_steps,
-          "bound": round(static_steps / continuous_steps, 3), "bound_endless": round(static_steps / even_steps, 3),
-          "idle_slot_share": round(1 - even_steps / static_steps, 4)}
+  return {
+    "static_steps": static_steps,
+    "continuous_steps": continuous_steps,
+    "bound": round(static_steps / continuous_steps, 3),
+    "bound_endless": round(static_steps / even_steps, 3),
+    "idle_slot_share": round(1 - even_steps / static_steps, 4),
+  }
 
 
 def compare(args: Any, requests_file: str) -> dict[str, list[dict[str, Any]]]:
@@ -57,14 +75,27 @@ def compare(args: Any, requests_file: str) -> dict[str, list[dict[str, Any]]]:
   for number in range(args.rounds):
     for mode in MODES:
       figures = run_tool(
-          [sys.executable, "-m", "tools.bench_offline", f"--model={args.model}", f"--requests={requests_file}",
-           f"--batching={mode}", f"--max_num_seqs={args.max_num_seqs}", "--enable_prefix_caching=false",
-           f"--token_budgets={args.token_budgets}", f"--prefill_chunk={args.token_budgets.split(',')[-1]}",
-           f"--kv_cache_mb={args.kv_cache_mb}", f"--compile_cache_dir={args.compile_cache_dir}"],
-          f"{mode} batching, round {number + 1} of {args.rounds}")
+        [
+          sys.executable,
+          "-m",
+          "tools.bench_offline",
+          f"--model={args.model}",
+          f"--requests={requests_file}",
+          f"--batching={mode}",
+          f"--max_num_seqs={args.max_num_seqs}",
+          "--enable_prefix_caching=false",
+          f"--token_budgets={args.token_budgets}",
+          f"--prefill_chunk={args.token_budgets.split(',')[-1]}",
+          f"--kv_cache_mb={args.kv_cache_mb}",
+          f"--compile_cache_dir={args.compile_cache_dir}",
+        ],
+        f"{mode} batching, round {number + 1} of {args.rounds}",
+      )
       if figures["preemptions"]:
-        raise ConfigError(f"{mode} batching preempted {figures['preemptions']} times, so the modes are not comparable; "
-                          "raise --kv_cache_mb")
+        raise ConfigError(
+          f"{mode} batching preempted {figures['preemptions']} times, so the modes are not comparable; "
+          "raise --kv_cache_mb"
+        )
       print(f"  {figures['output_tok_s']:.1f} output tokens/s", file=sys.stderr)
       runs[mode].append(figures)
   return runs
@@ -88,8 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser.parse_args(argv)
   low, high = (max(1, round(limit * args.scale)) for limit in (20, 2000))
   try:
-    requests = workload.synthetic(args.num_requests, args.prompt_len, f"loguniform:{low}:{high}", args.vocab_size,
-                                  args.seed)
+    requests = workload.synthetic(
+      args.num_requests, args.prompt_len, f"loguniform:{low}:{high}", args.vocab_size, args.seed
+    )
     bound = slot_bound([request.output_len for request in requests], args.max_num_seqs)
     with tempfile.TemporaryDirectory() as folder:
       path = str(pathlib.Path(folder) / "requests.jsonl")
@@ -101,10 +133,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
   figures = {mode: {name: median_of(runs[mode], name) for name in FIGURES} for mode in MODES}
   result = {
-      "ratio": round(figures["continuous"]["output_tok_s"] / figures["static"]["output_tok_s"], 3), **bound, **figures,
-      "workload": {"num_requests": args.num_requests, "output_len": f"loguniform:{low}:{high}",
-                   "scale": args.scale, "prompt_len": args.prompt_len, "slots": args.max_num_seqs, "seed": args.seed},
-      "rounds": {mode: [run["output_tok_s"] for run in runs[mode]] for mode in MODES}, "machine": machine()}
+    "ratio": round(figures["continuous"]["output_tok_s"] / figures["static"]["output_tok_s"], 3),
+    **bound,
+    **figures,
+    "workload": {
+      "num_requests": args.num_requests,
+      "output_len": f"loguniform:{low}:{high}",
+      "scale": args.scale,
+      "prompt_len": args.prompt_len,
+      "slots": args.max_num_seqs,
+      "seed": args.seed,
+    },
+    "rounds": {mode: [run["output_tok_s"] for run in runs[mode]] for mode in MODES},
+    "machine": machine(),
+  }
   _print_table(result)
   write_result(args.output, result)
   print(json.dumps(result))
@@ -115,11 +157,15 @@ def _print_table(result: dict[str, Any]) -> None:
   lines = ["", f"{'':14}{'output tok/s':>14}{'wall s':>10}{'steps':>9}{'padding':>10}{'TTFT p50 ms':>14}"]
   for mode in MODES:
     row = result[mode]
-    lines.append(f"{mode:14}{row['output_tok_s']:14.1f}{row['wall_s']:10.1f}{row['steps']:9.0f}"
-                 f"{row['padding_share']:10.1%}{row['ttft_p50_ms']:14.0f}")
-  lines.append(f"continuous / static: {result['ratio']:.2f} times the tokens a second; idle slots allow "
-               f"{result['bound']:.2f} on these requests, {result['bound_endless']:.2f} with an endless queue "
-               f"(static leaves {result['idle_slot_share']:.0%} of slot-steps idle)")
+    lines.append(
+      f"{mode:14}{row['output_tok_s']:14.1f}{row['wall_s']:10.1f}{row['steps']:9.0f}"
+      f"{row['padding_share']:10.1%}{row['ttft_p50_ms']:14.0f}"
+    )
+  lines.append(
+    f"continuous / static: {result['ratio']:.2f} times the tokens a second; idle slots allow "
+    f"{result['bound']:.2f} on these requests, {result['bound_endless']:.2f} with an endless queue "
+    f"(static leaves {result['idle_slot_share']:.0%} of slot-steps idle)"
+  )
   print("\n".join(lines), file=sys.stderr)
 
 

@@ -22,10 +22,24 @@ from tools.measure import ROOT, machine, median_of, run_tool, write_result
 PROMPT_LEN, OUTPUT_LEN = "lognormal:64:8:512", "lognormal:64:4:256"
 VOCAB_SIZE = 32_000
 MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 768,
-    "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
-    "head_dim": 64, "max_position_embeddings": 2048, "rope_theta": 10_000.0, "rope_scaling": None, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False, "hidden_act": "silu", "bos_token_id": None, "eos_token_id": None}
+  "architectures": ["LlamaForCausalLM"],
+  "model_type": "llama",
+  "vocab_size": VOCAB_SIZE,
+  "hidden_size": 768,
+  "intermediate_size": 2048,
+  "num_hidden_layers": 12,
+  "num_attention_heads": 12,
+  "num_key_value_heads": 4,
+  "head_dim": 64,
+  "max_position_embeddings": 2048,
+  "rope_theta": 10_000.0,
+  "rope_scaling": None,
+  "rms_norm_eps": 1e-5,
+  "tie_word_embeddings": False,
+  "hidden_act": "silu",
+  "bos_token_id": None,
+  "eos_token_id": None,
+}
 
 
 def agreement(ours: Mapping[int | str, Sequence[int]], theirs: Mapping[int | str, Sequence[int]]) -> dict[str, Any]:
@@ -43,9 +57,10 @@ def agreement(ours: Mapping[int | str, Sequence[int]], theirs: Mapping[int | str
       raise ConfigError(f"request {identity!r}: {len(tokens)} tokens against {len(other)}; both must be forced")
     prefixes[identity] = next((at for at, (a, b) in enumerate(zip(tokens, other, strict=True)) if a != b), len(tokens))
   return {
-      "identical_requests": round(sum(prefixes[key] == len(ours[key]) for key in ours) / len(ours), 4),
-      "agreeing_prefix": round(sum(prefixes.values()) / sum(map(len, ours.values())), 4),
-      "differing_requests": [key for key in ours if prefixes[key] < len(ours[key])]}
+    "identical_requests": round(sum(prefixes[key] == len(ours[key]) for key in ours) / len(ours), 4),
+    "agreeing_prefix": round(sum(prefixes.values()) / sum(map(len, ours.values())), 4),
+    "differing_requests": [key for key in ours if prefixes[key] < len(ours[key])],
+  }
 
 
 def prepare(folder: pathlib.Path, num_requests: int, seed: int) -> dict[str, Any]:
@@ -57,9 +72,14 @@ def prepare(folder: pathlib.Path, num_requests: int, seed: int) -> dict[str, Any
     print("writing a random model of 125M parameters ...", file=sys.stderr, flush=True)
     write_model(folder / "model", dict(MODEL), seed=0)
   requests = workload.synthetic(num_requests, PROMPT_LEN, OUTPUT_LEN, VOCAB_SIZE, seed)
-  description = {"num_requests": num_requests, "prompt_len": PROMPT_LEN, "output_len": OUTPUT_LEN, "seed": seed,
-                 "prompt_tokens": sum(len(request.prompt) for request in requests),
-                 "output_tokens": sum(request.output_len for request in requests)}
+  description = {
+    "num_requests": num_requests,
+    "prompt_len": PROMPT_LEN,
+    "output_len": OUTPUT_LEN,
+    "seed": seed,
+    "prompt_tokens": sum(len(request.prompt) for request in requests),
+    "output_tokens": sum(request.output_len for request in requests),
+  }
   with open(folder / "requests.jsonl", "w", encoding="utf-8") as file:
     workload.write_requests(file, requests, description)
   return description
@@ -69,8 +89,10 @@ def peer_flags(setting: str) -> list[str]:
   """Flags of transformers_peer.py from ATTENTION:MAX_REQUESTS:MAX_BATCH_TOKENS:COMPILE_LEVEL."""
   parts = setting.split(":")
   if len(parts) != 4 or parts[0] not in ("sdpa", "eager") or not all(part.isdecimal() for part in parts[1:]):
-    raise ConfigError(f"peer_settings has {setting!r}; write ATTENTION:MAX_REQUESTS:MAX_BATCH_TOKENS:COMPILE_LEVEL, "
-                      "for example sdpa:32:0:0")
+    raise ConfigError(
+      f"peer_settings has {setting!r}; write ATTENTION:MAX_REQUESTS:MAX_BATCH_TOKENS:COMPILE_LEVEL, "
+      "for example sdpa:32:0:0"
+    )
   names = ("attention", "max_requests", "max_batch_tokens", "compile_level")
   return [f"--{name}={part}" for name, part in zip(names, parts, strict=True)]
 
@@ -78,28 +100,52 @@ def peer_flags(setting: str) -> list[str]:
 def run_peer(args: Any, folder: pathlib.Path, setting: str) -> dict[str, Any]:
   """One run of transformers; for `setting` see peer_flags."""
   return run_tool(
-      [args.peer_python, str(ROOT / "tools" / "transformers_peer.py"), f"--model={folder / 'model'}",
-       f"--requests={folder / 'requests.jsonl'}", f"--output_tokens={folder / 'peer.jsonl'}",
-       f"--threads={args.threads}", *peer_flags(setting)], f"transformers, {setting}")
+    [
+      args.peer_python,
+      str(ROOT / "tools" / "transformers_peer.py"),
+      f"--model={folder / 'model'}",
+      f"--requests={folder / 'requests.jsonl'}",
+      f"--output_tokens={folder / 'peer.jsonl'}",
+      f"--threads={args.threads}",
+      *peer_flags(setting),
+    ],
+    f"transformers, {setting}",
+  )
 
 
 def run_sluice(args: Any, folder: pathlib.Path) -> dict[str, Any]:
   """One run of tools.bench_offline."""
   return run_tool(
-      [sys.executable, "-m", "tools.bench_offline", f"--model={folder / 'model'}",
-       f"--requests={folder / 'requests.jsonl'}", f"--output_tokens={folder / 'sluice.jsonl'}",
-       f"--max_num_seqs={args.max_num_seqs}", f"--token_budgets={args.token_budgets}",
-       f"--prefill_chunk={args.prefill_chunk}", f"--compile_cache_dir={folder / 'programs'}"], "sluice")
+    [
+      sys.executable,
+      "-m",
+      "tools.bench_offline",
+      f"--model={folder / 'model'}",
+      f"--requests={folder / 'requests.jsonl'}",
+      f"--output_tokens={folder / 'sluice.jsonl'}",
+      f"--max_num_seqs={args.max_num_seqs}",
+      f"--token_budgets={args.token_budgets}",
+      f"--prefill_chunk={args.prefill_chunk}",
+      f"--compile_cache_dir={folder / 'programs'}",
+    ],
+    "sluice",
+  )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command: progress and a table on standard error, one JSON line on standard output."""
   parser = CommandParser("tools.compare_transformers", __doc__)
-  parser.add_argument("--peer_python", default=str(ROOT / ".venv-parity" / "bin" / "python"),
-                      help="a Python with torch and transformers; make parity makes one")
-  parser.add_argument("--peer_settings", default="sdpa:16:0:0,sdpa:32:0:0,sdpa:64:0:0,sdpa:32:256:0,eager:32:0:0",
-                      help="candidates ATTENTION:MAX_REQUESTS:MAX_BATCH_TOKENS:COMPILE_LEVEL (0: transformers' own "
-                           "choice, no torch.compile); the fastest is used")
+  parser.add_argument(
+    "--peer_python",
+    default=str(ROOT / ".venv-parity" / "bin" / "python"),
+    help="a Python with torch and transformers; make parity makes one",
+  )
+  parser.add_argument(
+    "--peer_settings",
+    default="sdpa:16:0:0,sdpa:32:0:0,sdpa:64:0:0,sdpa:32:256:0,eager:32:0:0",
+    help="candidates ATTENTION:MAX_REQUESTS:MAX_BATCH_TOKENS:COMPILE_LEVEL (0: transformers' own "
+    "choice, no torch.compile); the fastest is used",
+  )
   parser.add_argument("--threads", type=positive_int, default=2, help="of torch; XLA takes every core it sees")
   parser.add_argument("--num_requests", type=positive_int, default=64)
   parser.add_argument("--max_num_seqs", type=positive_int, default=64, help="Sluice: sequences at once")
@@ -113,8 +159,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   folder = pathlib.Path(args.work)
   try:
     if not pathlib.Path(args.peer_python).exists():
-      raise ConfigError(f"peer_python={args.peer_python} is not there; run make parity, or pass a Python that has "
-                        "torch and transformers")
+      raise ConfigError(
+        f"peer_python={args.peer_python} is not there; run make parity, or pass a Python that has "
+        "torch and transformers"
+      )
     settings = args.peer_settings.split(",")
     for setting in settings:
       peer_flags(setting)
@@ -132,15 +180,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
   rates = {"sluice": median_of(ours, "output_tok_s"), "transformers": median_of(theirs, "output_tok_s")}
   result = {
-      "ratio": round(rates["sluice"] / rates["transformers"], 3), "output_tok_s": rates, "agreement": same,
-      "peer_setting": best, "peer_search": {setting: run["output_tok_s"] for setting, run in search.items()},
-      "rounds": {name: [run["output_tok_s"] for run in runs] for name, runs in
-                 (("sluice", ours), ("transformers", theirs))},
-      "sluice": ours[-1], "transformers": theirs[-1], "threads": args.threads, "workload": description,
-      "machine": machine()}
-  print(f"\nsluice {rates['sluice']:.1f}, transformers {rates['transformers']:.1f} output tokens/s ({best}): ratio "
-        f"{result['ratio']:.2f}; {same['identical_requests']:.1%} of requests identical, "
-        f"{same['agreeing_prefix']:.1%} of tokens before a first difference", file=sys.stderr)
+    "ratio": round(rates["sluice"] / rates["transformers"], 3),
+    "output_tok_s": rates,
+    "agreement": same,
+    "peer_setting": best,
+    "peer_search": {setting: run["output_tok_s"] for setting, run in search.items()},
+    "rounds": {
+      name: [run["output_tok_s"] for run in runs] for name, runs in (("sluice", ours), ("transformers", theirs))
+    },
+    "sluice": ours[-1],
+    "transformers": theirs[-1],
+    "threads": args.threads,
+    "workload": description,
+    "machine": machine(),
+  }
+  print(
+    f"\nsluice {rates['sluice']:.1f}, transformers {rates['transformers']:.1f} output tokens/s ({best}): ratio "
+    f"{result['ratio']:.2f}; {same['identical_requests']:.1%} of requests identical, "
+    f"{same['agreeing_prefix']:.1%} of tokens before a first difference",
+    file=sys.stderr,
+  )
   write_result(args.output, result)
   print(json.dumps(result))
   return 0

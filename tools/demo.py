@@ -53,9 +53,14 @@ class ServerProcess:
     self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     # Its own process group: Ctrl-C is for the demo, which then drains the server.
     self._process = subprocess.Popen(
-        [sys.executable, "-m", "server.main", "--port=0", f"--port_file={self._folder.name}/port", *arguments],
-        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        process_group=0)
+      [sys.executable, "-m", "server.main", "--port=0", f"--port_file={self._folder.name}/port", *arguments],
+      cwd=ROOT,
+      stdin=subprocess.DEVNULL,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.PIPE,
+      text=True,
+      process_group=0,
+    )
     threading.Thread(target=self._read, name="server-log", daemon=True).start()
 
   def _read(self) -> None:
@@ -168,8 +173,11 @@ def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> 
         console.print(plain_line(load), soft_wrap=True)
     await work
 
-  screen = (Live(get_renderable=lambda: view, console=console, screen=True, refresh_per_second=6)
-            if console.is_terminal else contextlib.nullcontext())
+  screen = (
+    Live(get_renderable=lambda: view, console=console, screen=True, refresh_per_second=6)
+    if console.is_terminal
+    else contextlib.nullcontext()
+  )
   try:
     with screen:
       asyncio.run(run_with_lines())
@@ -182,8 +190,11 @@ def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> 
   console.print(closing(load, first[0], load.samples[-1][1].warmup_s, console.width))
   python = pathlib.Path(sys.executable)
   python = python.relative_to(ROOT) if python.is_relative_to(ROOT) else python
-  console.print(f"\nKeep a server running (or: make server):\n  {python} -m server.main --port=50051\n"
-                f"Talk to it:\n  {python} -m tools.client --target=127.0.0.1:50051 --chat", soft_wrap=True)
+  console.print(
+    f"\nKeep a server running (or: make server):\n  {python} -m server.main --port=50051\n"
+    f"Talk to it:\n  {python} -m tools.client --target=127.0.0.1:50051 --chat",
+    soft_wrap=True,
+  )
   failed = sum(stream.error is not None for stream in load.ended)
   return 0 if not failed and not load.samples[-1][1].compiles_after_ready else 1
 
@@ -202,6 +213,7 @@ def _wait_with_progress(server: ServerProcess, console: Console) -> str:
   from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
   if not console.is_terminal:
+
     def tell(what: str, done: int, total: int) -> None:
       if done in (0, total):
         console.print(f"{STAGES[what]}: {done} of {total}")

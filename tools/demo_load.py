@@ -20,12 +20,12 @@ CHECKED = ("copy", "reverse", "arithmetic", "json", "recall")
 MIXTURE = {"story": 0.34, "recall": 0.14, "talk": 0.1, "copy": 0.1, "reverse": 0.1, "arithmetic": 0.12, "json": 0.1}
 # How stories are drawn: every sampling parameter at work in one batch.
 STORY_SAMPLING = (
-    pb.SamplingParams(temperature=0.7),
-    pb.SamplingParams(temperature=1.0, top_p=0.9),
-    pb.SamplingParams(temperature=0.9, top_k=20),
-    pb.SamplingParams(temperature=1.0, min_p=0.1),
-    pb.SamplingParams(temperature=0.7, repetition_penalty=1.1, presence_penalty=0.2),
-    pb.SamplingParams(temperature=0.0),
+  pb.SamplingParams(temperature=0.7),
+  pb.SamplingParams(temperature=1.0, top_p=0.9),
+  pb.SamplingParams(temperature=0.9, top_k=20),
+  pb.SamplingParams(temperature=1.0, min_p=0.1),
+  pb.SamplingParams(temperature=0.7, repetition_penalty=1.1, presence_penalty=0.2),
+  pb.SamplingParams(temperature=0.0),
 )
 GREEDY = pb.SamplingParams(temperature=0.0)
 # (share of the time gone, requests alive at once): calm, busy, more than there are slots, calm again.
@@ -147,8 +147,10 @@ class Load:
 
   async def _send(self, generation, ask: Ask, on_first_token: Callable[[], None]) -> None:
     request = pb.GenerateRequest(
-        chat=pb.ChatPrompt(messages=[pb.ChatMessage(role=role, content=content) for role, content in ask.messages]),
-        sampling=ask.sampling, stopping=pb.StopParams(max_tokens=ask.max_tokens))
+      chat=pb.ChatPrompt(messages=[pb.ChatMessage(role=role, content=content) for role, content in ask.messages]),
+      sampling=ask.sampling,
+      stopping=pb.StopParams(max_tokens=ask.max_tokens),
+    )
     stream = Stream(next(self._ids), ask, time.monotonic())
     self.live.append(stream)
     try:
@@ -188,10 +190,15 @@ class Load:
       begin_s, begin = samples[-2]
     passed = end_s - begin_s
     decode, prefill, padding, output = (
-        getattr(end, name) - getattr(begin, name)
-        for name in ("decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "output_tokens_total"))
-    return {"decode_s": decode / passed, "prefill_s": prefill / passed, "output_s": output / passed,
-            "padding_share": padding / max(1, decode + prefill + padding)}
+      getattr(end, name) - getattr(begin, name)
+      for name in ("decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "output_tokens_total")
+    )
+    return {
+      "decode_s": decode / passed,
+      "prefill_s": prefill / passed,
+      "output_s": output / passed,
+      "padding_share": padding / max(1, decode + prefill + padding),
+    }
 
   def recent_rungs(self) -> list[tuple[int, float]]:
     """(tokens of the rung, its share of the last seconds' steps), smallest first."""
@@ -215,6 +222,15 @@ class Load:
 
   def outcomes(self) -> list[Outcome]:
     """For tools.latency: what ended, with made-up token ids (only their number matters there)."""
-    return [Outcome(stream.id, sum(count for _, count in stream.chunks), stream.sent_s, stream.sent_s,
-                    tuple(stream.chunks), (0,) * sum(count for _, count in stream.chunks),
-                    stream.error or (None if stream.chunks else "EMPTY")) for stream in self.ended]
+    return [
+      Outcome(
+        stream.id,
+        sum(count for _, count in stream.chunks),
+        stream.sent_s,
+        stream.sent_s,
+        tuple(stream.chunks),
+        (0,) * sum(count for _, count in stream.chunks),
+        stream.error or (None if stream.chunks else "EMPTY"),
+      )
+      for stream in self.ended
+    ]

@@ -13,8 +13,15 @@ from server.proto import sluice_pb2 as pb
 from tools.demo_load import Load, Stream
 from tools.latency import percentile, summary
 
-COLORS = {"story": "magenta", "talk": "cyan", "copy": "green", "reverse": "yellow", "arithmetic": "blue",
-          "json": "bright_cyan", "recall": "bright_red"}
+COLORS = {
+  "story": "magenta",
+  "talk": "cyan",
+  "copy": "green",
+  "reverse": "yellow",
+  "arithmetic": "blue",
+  "json": "bright_cyan",
+  "recall": "bright_red",
+}
 NAMES = {"arithmetic": "arith."}
 STORY_SHARE = 0.5  # of the lines
 # An ended stream stays on the screen for the first, and for the second if nobody needs its line.
@@ -61,8 +68,9 @@ class View:
     grid.add_column(ratio=1)
     grid.add_column(width=side)
     grid.add_row(
-        _framed("streams", self._streams(width - side - 4, body - 2), body),
-        _framed("engine", self._engine(side - 4, body - 2), body))
+      _framed("streams", self._streams(width - side - 4, body - 2), body),
+      _framed("engine", self._engine(side - 4, body - 2), body),
+    )
     yield Group(self._header(width), grid, self._footer(width))
 
   def _header(self, width: int) -> Text:
@@ -93,11 +101,16 @@ class View:
     newest = [stream for stream in tuple(load.live) if id(stream) not in shown]
     # Stories last long and would take every line; the others should be seen, too.
     room = int(STORY_SHARE * rows) - sum(stream is not None and stream.ask.kind == "story" for stream in lines)
-    stories = [stream for stream in newest if stream.ask.kind == "story"][:max(0, room)]
+    stories = [stream for stream in newest if stream.ask.kind == "story"][: max(0, room)]
     newest = [stream for stream in newest if stream.ask.kind != "story" or stream in stories]
-    free = sorted((index for index, stream in enumerate(lines)
-                   if stream is None or (stream.ended_s and now - stream.ended_s > VERDICT_S)),
-                  key=lambda index: (stream.ended_s or 0.0) if (stream := lines[index]) else 0.0)
+    free = sorted(
+      (
+        index
+        for index, stream in enumerate(lines)
+        if stream is None or (stream.ended_s and now - stream.ended_s > VERDICT_S)
+      ),
+      key=lambda index: (stream.ended_s or 0.0) if (stream := lines[index]) else 0.0,
+    )
     for index, stream in zip(free, newest, strict=False):
       lines[index] = stream
     self._lines = lines
@@ -118,7 +131,7 @@ class View:
       question = " ".join(stream.ask.messages[-1][1].split())
       return line.append(f"· {question}"[:room], "dim italic")
     cursor = "" if ended else "▌"
-    tail = text[-(room - len(cursor)):]
+    tail = text[-(room - len(cursor)) :]
     if len(tail) < len(text):
       tail = "…" + tail[1:]
     line.append(tail, "dim" if ended else "").append(cursor, COLORS[kind])
@@ -146,32 +159,47 @@ class View:
       return line.append_text(value) if isinstance(value, Text) else line.append(value, style)
 
     head = [
-        fact("tokens/s", Text().append(f"{rates.get('output_s', 0):6,.0f} ", "bold").append(
-            _spark(self._output_rates, width - 18), "green")),
-        fact("decode", f"{rates.get('decode_s', 0):6,.0f} /s"),
-        fact("prefill", f"{rates.get('prefill_s', 0):6,.0f} /s"),
-        fact("padding", f"{rates.get('padding_share', 0):6.0%} of computed"),
+      fact(
+        "tokens/s",
+        Text()
+        .append(f"{rates.get('output_s', 0):6,.0f} ", "bold")
+        .append(_spark(self._output_rates, width - 18), "green"),
+      ),
+      fact("decode", f"{rates.get('decode_s', 0):6,.0f} /s"),
+      fact("prefill", f"{rates.get('prefill_s', 0):6,.0f} /s"),
+      fact("padding", f"{rates.get('padding_share', 0):6.0%} of computed"),
     ]
     rungs = [Text("steps by bucket, last 2 s", "dim")] + [
-        Text().append(f"{tokens:5} ", "bold" if share else "dim").append_text(_bar(share, width - 12)).append(
-            f" {share:4.0%}")
-        for tokens, share in load.recent_rungs()]
+      Text()
+      .append(f"{tokens:5} ", "bold" if share else "dim")
+      .append_text(_bar(share, width - 12))
+      .append(f" {share:4.0%}")
+      for tokens, share in load.recent_rungs()
+    ]
     use = [
-        fact("slots", _bar(now.running_requests / max(1, now.max_num_seqs), meter).append(
-            f" {now.running_requests}/{now.max_num_seqs}")),
-        fact("queue", f"{now.queued_requests}", "bold yellow" if now.queued_requests else "bold"),
-        fact("KV pages", _bar(now.kv_blocks_in_use / max(1, now.kv_blocks_total), meter).append(
-            f" {now.kv_blocks_in_use}/{now.kv_blocks_total}")),
+      fact(
+        "slots",
+        _bar(now.running_requests / max(1, now.max_num_seqs), meter).append(
+          f" {now.running_requests}/{now.max_num_seqs}"
+        ),
+      ),
+      fact("queue", f"{now.queued_requests}", "bold yellow" if now.queued_requests else "bold"),
+      fact(
+        "KV pages",
+        _bar(now.kv_blocks_in_use / max(1, now.kv_blocks_total), meter).append(
+          f" {now.kv_blocks_in_use}/{now.kv_blocks_total}"
+        ),
+      ),
     ]
     latency = [
-        fact("TTFT", f"p50 {_milliseconds(ttft, 50)} p99 {_milliseconds(ttft, 99)} ms"),
-        fact("ITL", f"p50 {_milliseconds(gaps, 50)} p99 {_milliseconds(gaps, 99)} ms"),
+      fact("TTFT", f"p50 {_milliseconds(ttft, 50)} p99 {_milliseconds(ttft, 99)} ms"),
+      fact("ITL", f"p50 {_milliseconds(gaps, 50)} p99 {_milliseconds(gaps, 99)} ms"),
     ]
     totals = [
-        fact("skills", f"{right} of {checked} right"),
-        fact("prefixes", f"{now.prefix_hit_tokens_total:,} reused"),
-        fact("preempted", f"{now.preemptions_total}"),
-        fact("compiles", f"{now.compiles_after_ready} since ready", "bold red" if now.compiles_after_ready else "bold"),
+      fact("skills", f"{right} of {checked} right"),
+      fact("prefixes", f"{now.prefix_hit_tokens_total:,} reused"),
+      fact("preempted", f"{now.preemptions_total}"),
+      fact("compiles", f"{now.compiles_after_ready} since ready", "bold red" if now.compiles_after_ready else "bold"),
     ]
     groups = [head, rungs, use, latency, totals]
     spare = rows - sum(map(len, groups))
@@ -192,11 +220,13 @@ def plain_line(load: Load) -> str:
   now, rates = load.samples[-1][1] if load.samples else pb.GetLoadResponse(), load.rates()
   gone = 0.0 if load.started_s is None else time.monotonic() - load.started_s
   right, checked = (sum(column) for column in zip(*load.score().values(), strict=True))
-  return (f"{gone:5.1f} s: {now.running_requests} running, {now.queued_requests} queued, "
-          f"{rates.get('output_s', 0):.0f} tokens/s, padding {rates.get('padding_share', 0):.0%}, "
-          f"KV {now.kv_blocks_in_use}/{now.kv_blocks_total}, "
-          f"TTFT p50 {_milliseconds(tuple(load.recent_ttft_s), 50)} ms, ITL p50 "
-          f"{_milliseconds(tuple(load.recent_gap_s), 50)} ms, {len(load.ended)} done, {right} of {checked} right")
+  return (
+    f"{gone:5.1f} s: {now.running_requests} running, {now.queued_requests} queued, "
+    f"{rates.get('output_s', 0):.0f} tokens/s, padding {rates.get('padding_share', 0):.0%}, "
+    f"KV {now.kv_blocks_in_use}/{now.kv_blocks_total}, "
+    f"TTFT p50 {_milliseconds(tuple(load.recent_ttft_s), 50)} ms, ITL p50 "
+    f"{_milliseconds(tuple(load.recent_gap_s), 50)} ms, {len(load.ended)} done, {right} of {checked} right"
+  )
 
 
 def closing(load: Load, first_token_s: float, compile_s: float, width: int) -> RenderableType:
@@ -226,8 +256,11 @@ def closing(load: Load, first_token_s: float, compile_s: float, width: int) -> R
   row("requests", f"{len(load.ended) - len(failed)} answered, {len(failed)} failed", "bold red" if failed else "")
   by_kind = ", ".join(f"{kind} {good}/{of}" for kind, (good, of) in score.items())
   row("skills", f"{right} of {checked} right: {by_kind}")
-  row("throughput", f"{figures['output_tok_s'] or 0:,.0f} output tokens/s over {figures['wall_s'] or 0:.0f} s "
-                    f"({now.decode_tokens_total:,} decoded, {now.prefill_tokens_total:,} prefilled)")
+  row(
+    "throughput",
+    f"{figures['output_tok_s'] or 0:,.0f} output tokens/s over {figures['wall_s'] or 0:.0f} s "
+    f"({now.decode_tokens_total:,} decoded, {now.prefill_tokens_total:,} prefilled)",
+  )
   for name, key in (("TTFT", "ttft"), ("ITL", "itl")):
     values = [figures[f"{key}_{at}_ms"] for at in ("p50", "p90", "p99")]
     if None not in values:

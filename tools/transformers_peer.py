@@ -72,32 +72,51 @@ def main():
   model.eval()
   load_s = time.perf_counter() - begin
   config = ContinuousBatchingConfig(
-      page_size=args.page_size, num_blocks=2 * (total_tokens // args.page_size + len(requests)),
-      max_batch_tokens=args.max_batch_tokens or None, max_requests_per_batch=args.max_requests or None,
-      allow_block_sharing=False, default_compile_level=args.compile_level)
-  generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0,
-                                max_new_tokens=max(request["output_len"] for request in requests))
+    page_size=args.page_size,
+    num_blocks=2 * (total_tokens // args.page_size + len(requests)),
+    max_batch_tokens=args.max_batch_tokens or None,
+    max_requests_per_batch=args.max_requests or None,
+    allow_block_sharing=False,
+    default_compile_level=args.compile_level,
+  )
+  generation = GenerationConfig(
+    do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(request["output_len"] for request in requests)
+  )
   begin = time.perf_counter()
-  with model.continuous_batching_context_manager(generation_config=generation, continuous_batching_config=config,
-                                                 block=True, timeout=30) as manager:
+  with model.continuous_batching_context_manager(
+    generation_config=generation, continuous_batching_config=config, block=True, timeout=30
+  ) as manager:
     # The same file with outputs of at most 4 tokens: every code path, and every shape class torch.compile may want.
     generate(manager, [{**request, "output_len": min(4, request["output_len"])} for request in requests], "warm")
     warmup_s = time.perf_counter() - begin
     wall_s, tokens = generate(manager, requests, "run")
   for request in requests:
     if len(tokens[request["id"]]) != request["output_len"]:
-      raise SystemExit(f"transformers gave {len(tokens[request['id']])} tokens for request {request['id']}, "
-                       f"not {request['output_len']}")
+      raise SystemExit(
+        f"transformers gave {len(tokens[request['id']])} tokens for request {request['id']}, "
+        f"not {request['output_len']}"
+      )
   with open(args.output_tokens, "w", encoding="utf-8") as file:
     for request in requests:
       file.write(json.dumps({"id": request["id"], "tokens": tokens[request["id"]]}) + "\n")
   output_tokens = sum(map(len, tokens.values()))
-  print(json.dumps({
-      "wall_s": round(wall_s, 4), "output_tok_s": round(output_tokens / wall_s, 3),
-      "total_tok_s": round(total_tokens / wall_s, 3), "load_s": round(load_s, 3), "warmup_s": round(warmup_s, 3),
-      "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
-      "settings": {name: getattr(args, name) for name in ("threads", "attention", "max_requests", "max_batch_tokens",
-                                                          "page_size", "compile_level")}}), flush=True)
+  print(
+    json.dumps(
+      {
+        "wall_s": round(wall_s, 4),
+        "output_tok_s": round(output_tokens / wall_s, 3),
+        "total_tok_s": round(total_tokens / wall_s, 3),
+        "load_s": round(load_s, 3),
+        "warmup_s": round(warmup_s, 3),
+        "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        "settings": {
+          name: getattr(args, name)
+          for name in ("threads", "attention", "max_requests", "max_batch_tokens", "page_size", "compile_level")
+        },
+      }
+    ),
+    flush=True,
+  )
   return 0
 
 

@@ -55,8 +55,9 @@ def _clipped_lognormal_mean(mu: float, sigma: float, low: float, high: float) ->
   below = _normal_cdf((math.log(low) - mu) / sigma)
   above = 1 - _normal_cdf((math.log(high) - mu) / sigma)
   inside = math.exp(mu + sigma * sigma / 2) * (
-      _normal_cdf((math.log(high) - mu - sigma * sigma) / sigma)
-      - _normal_cdf((math.log(low) - mu - sigma * sigma) / sigma))
+    _normal_cdf((math.log(high) - mu - sigma * sigma) / sigma)
+    - _normal_cdf((math.log(low) - mu - sigma * sigma) / sigma)
+  )
   return low * below + inside + high * above
 
 
@@ -93,8 +94,10 @@ def parse_lengths(spec: str) -> Callable[[random.Random], int]:
       return loguniform(*numbers)
   except ValueError:
     pass
-  raise ConfigError(f"length distribution {spec!r} is unknown; use fixed:64, uniform:8:64, loguniform:20:2000 or "
-                    "lognormal:MEAN:LOW:HIGH[:SIGMA], with lengths of at least 1")
+  raise ConfigError(
+    f"length distribution {spec!r} is unknown; use fixed:64, uniform:8:64, loguniform:20:2000 or "
+    "lognormal:MEAN:LOW:HIGH[:SIGMA], with lengths of at least 1"
+  )
 
 
 # --- Arrivals ---------------------------------------------------------------------------------------------------------
@@ -126,17 +129,27 @@ def _with_tokens(lengths: Iterable[tuple[float, int, int]], vocab_size: int, see
     raise ConfigError(f"vocab_size={vocab_size} must be at least 1; pass the model's")
   rng = random.Random(f"{seed}/tokens")
   vocabulary = range(vocab_size)
-  return [WorkRequest(index, arrival_s, tuple(rng.choices(vocabulary, k=prompt_len)), output_len)
-          for index, (arrival_s, prompt_len, output_len) in enumerate(lengths)]
+  return [
+    WorkRequest(index, arrival_s, tuple(rng.choices(vocabulary, k=prompt_len)), output_len)
+    for index, (arrival_s, prompt_len, output_len) in enumerate(lengths)
+  ]
 
 
-def synthetic(num_requests: int, prompt_len: str, output_len: str, vocab_size: int, seed: int = 0,
-              rate: float = math.inf, burstiness: float = 1.0) -> list[WorkRequest]:
+def synthetic(
+  num_requests: int,
+  prompt_len: str,
+  output_len: str,
+  vocab_size: int,
+  seed: int = 0,
+  rate: float = math.inf,
+  burstiness: float = 1.0,
+) -> list[WorkRequest]:
   """Requests whose lengths follow two distributions (see parse_lengths) and whose arrivals follow a rate."""
   draw_prompt, draw_output = parse_lengths(prompt_len), parse_lengths(output_len)
   prompt_rng, output_rng = random.Random(f"{seed}/prompt_len"), random.Random(f"{seed}/output_len")
-  rows = ((time, draw_prompt(prompt_rng), draw_output(output_rng))
-          for time in arrivals(num_requests, rate, burstiness, seed))
+  rows = (
+    (time, draw_prompt(prompt_rng), draw_output(output_rng)) for time in arrivals(num_requests, rate, burstiness, seed)
+  )
   return _with_tokens(rows, vocab_size, seed)
 
 
@@ -156,19 +169,29 @@ def read_trace(path: str) -> list[tuple[float, int, int]]:
     if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= columns:
       # Seven digits of a second; fromisoformat reads six and drops the rest.
       times = [datetime.datetime.fromisoformat(row["TIMESTAMP"]) for row in rows]
-      return [((time - times[0]).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-              for time, row in zip(times, rows, strict=True)]
+      return [
+        ((time - times[0]).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        for time, row in zip(times, rows, strict=True)
+      ]
     if {"num_prefill_tokens", "num_decode_tokens"} <= columns:
       return [(0.0, int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in rows]
   except (ValueError, TypeError) as error:
     raise ConfigError(f"trace {path} has a row that cannot be read: {error}; repair or remove it") from error
-  raise ConfigError(f"trace {path} has columns {sorted(columns)}; known are TIMESTAMP,ContextTokens,GeneratedTokens "
-                    "and num_prefill_tokens,num_decode_tokens")
+  raise ConfigError(
+    f"trace {path} has columns {sorted(columns)}; known are TIMESTAMP,ContextTokens,GeneratedTokens "
+    "and num_prefill_tokens,num_decode_tokens"
+  )
 
 
-def from_trace(rows: Sequence[tuple[float, int, int]], vocab_size: int, seed: int = 0, length_scale: float = 1.0,
-               rate_scale: float = 1.0, num_requests: int | None = None,
-               max_len: int | None = None) -> list[WorkRequest]:
+def from_trace(
+  rows: Sequence[tuple[float, int, int]],
+  vocab_size: int,
+  seed: int = 0,
+  length_scale: float = 1.0,
+  rate_scale: float = 1.0,
+  num_requests: int | None = None,
+  max_len: int | None = None,
+) -> list[WorkRequest]:
   """Replays a trace, lengths and arrival rate scaled to the machine.
 
   Args:
@@ -180,6 +203,7 @@ def from_trace(rows: Sequence[tuple[float, int, int]], vocab_size: int, seed: in
     num_requests: only the first so many.
     max_len: prompt and output together are cut to this many tokens, the prompt first; None leaves them.
   """
+
   def scaled(row: tuple[float, int, int]) -> tuple[float, int, int]:
     prompt, output = (max(1, round(length * length_scale)) for length in row[1:])
     if max_len is not None:
@@ -250,12 +274,20 @@ def _parse_line(line: str, where: str, *, first: bool) -> WorkRequest | None:
     raise ConfigError(f"{where} lacks {error}; a line is {form}") from error
   whole = (int,)
   problems = [
-      (type(identity) not in (int, str), "id", identity, "a whole number or a string"),
-      (type(arrival_s) not in (int, float) or not 0 <= arrival_s < math.inf, "arrival_s", arrival_s,
-       "a finite number of seconds, 0 or more"),
-      (type(output_len) not in whole or output_len < 1, "output_len", output_len, "a whole number of at least 1"),
-      (not isinstance(prompt, list) or not prompt or any(type(token) not in whole or token < 0 for token in prompt),
-       "prompt", prompt, "a list of at least one token id"),
+    (type(identity) not in (int, str), "id", identity, "a whole number or a string"),
+    (
+      type(arrival_s) not in (int, float) or not 0 <= arrival_s < math.inf,
+      "arrival_s",
+      arrival_s,
+      "a finite number of seconds, 0 or more",
+    ),
+    (type(output_len) not in whole or output_len < 1, "output_len", output_len, "a whole number of at least 1"),
+    (
+      not isinstance(prompt, list) or not prompt or any(type(token) not in whole or token < 0 for token in prompt),
+      "prompt",
+      prompt,
+      "a list of at least one token id",
+    ),
   ]
   for wrong, name, got, wanted in problems:
     if wrong:
@@ -269,8 +301,9 @@ def _parse_line(line: str, where: str, *, first: bool) -> WorkRequest | None:
 def add_shape_arguments(parser: CommandParser) -> None:
   """The flags that describe a workload, shared with bench_serving."""
   parser.add_argument("--trace", help="a public trace (CSV) to replay instead of the two distributions")
-  parser.add_argument("--scale", type=positive_float, default=1.0,
-                      help="with --trace: lengths and arrival rate are multiplied by this")
+  parser.add_argument(
+    "--scale", type=positive_float, default=1.0, help="with --trace: lengths and arrival rate are multiplied by this"
+  )
   parser.add_argument("--rate_scale", type=positive_float, help="with --trace: arrival rate factor instead of --scale")
   parser.add_argument("--num_requests", type=positive_int, help="how many (default: 64, or the whole trace)")
   parser.add_argument("--prompt_len", default="lognormal:64:8:512", help="distribution of prompt lengths, in tokens")
@@ -286,15 +319,28 @@ def from_arguments(args: Any, vocab_size: int, max_len: int | None = None) -> tu
   if args.trace:
     rate_scale = args.rate_scale if args.rate_scale is not None else args.scale
     max_len = args.max_len or max_len
-    requests = from_trace(read_trace(args.trace), vocab_size, args.seed, args.scale, rate_scale, args.num_requests,
-                          max_len)
-    return requests, {"trace": args.trace, "length_scale": args.scale, "rate_scale": rate_scale, "max_len": max_len,
-                      "seed": args.seed, "num_requests": len(requests)}
-  requests = synthetic(args.num_requests or 64, args.prompt_len, args.output_len, vocab_size, args.seed, args.rate,
-                       args.burstiness)
-  return requests, {"prompt_len": args.prompt_len, "output_len": args.output_len, "seed": args.seed,
-                    "rate": args.rate if args.rate < math.inf else "inf", "burstiness": args.burstiness,
-                    "num_requests": len(requests)}
+    requests = from_trace(
+      read_trace(args.trace), vocab_size, args.seed, args.scale, rate_scale, args.num_requests, max_len
+    )
+    return requests, {
+      "trace": args.trace,
+      "length_scale": args.scale,
+      "rate_scale": rate_scale,
+      "max_len": max_len,
+      "seed": args.seed,
+      "num_requests": len(requests),
+    }
+  requests = synthetic(
+    args.num_requests or 64, args.prompt_len, args.output_len, vocab_size, args.seed, args.rate, args.burstiness
+  )
+  return requests, {
+    "prompt_len": args.prompt_len,
+    "output_len": args.output_len,
+    "seed": args.seed,
+    "rate": args.rate if args.rate < math.inf else "inf",
+    "burstiness": args.burstiness,
+    "num_requests": len(requests),
+  }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -314,9 +360,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with open(args.output, "w", encoding="utf-8") as file:
       write_requests(file, requests, trace)
   prompts, outputs = [len(request.prompt) for request in requests], [request.output_len for request in requests]
-  print(f"{len(requests)} requests over {requests[-1].arrival_s:.1f} s, prompt tokens mean "
-        f"{sum(prompts) / len(prompts):.1f} ({min(prompts)} to {max(prompts)}), output tokens mean "
-        f"{sum(outputs) / len(outputs):.1f} ({min(outputs)} to {max(outputs)})", file=sys.stderr)
+  print(
+    f"{len(requests)} requests over {requests[-1].arrival_s:.1f} s, prompt tokens mean "
+    f"{sum(prompts) / len(prompts):.1f} ({min(prompts)} to {max(prompts)}), output tokens mean "
+    f"{sum(outputs) / len(outputs):.1f} ({min(outputs)} to {max(outputs)})",
+    file=sys.stderr,
+  )
   return 0
 
 

@@ -49,7 +49,7 @@ def _load(kv: jax.Array, tables: jax.Array, chunks: jax.Array, pages: int, which
   return loaded.reshape(tables.shape[0], heads, pages * page, head_dim).astype(jnp.float32)
 
 
-def _start(shape: tuple[int, int, int], head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _start(shape: tuple[int, ...], head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Running maximum, sum of weights [R, K, M] and weighted values [R, K, M, H] of no keys at all."""
   return (
     jnp.full(shape, _MASKED, jnp.float32),

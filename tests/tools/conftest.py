@@ -19,12 +19,29 @@ VOCAB_SIZE = 96
 def tiny_model(tmp_path_factory) -> str:
   """A two-layer model most of whose tokens end a sequence, so that forced lengths are really forced."""
   folder = tmp_path_factory.mktemp("model") / "tiny"
-  write_model(folder, {
-      "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 32,
-      "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-      "head_dim": 16, "max_position_embeddings": 256, "rope_theta": 10_000.0, "rope_scaling": None,
-      "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu", "bos_token_id": None,
-      "eos_token_id": list(range(8))}, seed=0)
+  write_model(
+    folder,
+    {
+      "architectures": ["LlamaForCausalLM"],
+      "model_type": "llama",
+      "vocab_size": VOCAB_SIZE,
+      "hidden_size": 32,
+      "intermediate_size": 64,
+      "num_hidden_layers": 2,
+      "num_attention_heads": 2,
+      "num_key_value_heads": 1,
+      "head_dim": 16,
+      "max_position_embeddings": 256,
+      "rope_theta": 10_000.0,
+      "rope_scaling": None,
+      "rms_norm_eps": 1e-5,
+      "tie_word_embeddings": False,
+      "hidden_act": "silu",
+      "bos_token_id": None,
+      "eos_token_id": list(range(8)),
+    },
+    seed=0,
+  )
   return str(folder)
 
 
@@ -36,8 +53,15 @@ def compile_cache(tmp_path_factory) -> str:
 
 def run_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
   """Runs `python -m module arguments` from the root and waits."""
-  return subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True,
-                        timeout=300, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False)
+  return subprocess.run(
+    [sys.executable, "-m", module, *arguments],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=300,
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    check=False,
+  )
 
 
 def json_line(done: subprocess.CompletedProcess[str]) -> dict:

@@ -25,8 +25,10 @@ def test_naive_equals_ours() -> None:
   )
 
 
-def test_prints_every_line(capsys) -> None:
-  assert bench_attention.main(["--seconds=0.001", "--batches=1"]) == 0
-  lines = capsys.readouterr().out.splitlines()
-  assert sum("x floor" in line for line in lines) == 3
-  assert [line.split()[0] for line in lines if line.startswith("  ")] == ["128", "1024", "8192", "8", "128", "1024"]
+def test_a_line_holds_our_time_and_the_floor() -> None:
+  spec = arg_specs.BENCHMARK[1]
+  name, best, median, naive, held, floor, ratio = bench_attention.line("name", spec, 100, 0.001, 1e7).split()
+  assert name == "name" and 0 < float(best) <= float(median) and float(naive) > 0
+  assert float(held) == round(8 * 128 * 2 * 4 * 64 * 4 / 1e6, 2)
+  assert float(floor) == round(8 * 128 * 2 * 4 * 64 * 4 / 1e7, 3)
+  assert abs(float(ratio) - float(best) / float(floor)) < 0.1

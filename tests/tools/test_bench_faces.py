@@ -12,8 +12,16 @@ import pytest
 from tests.tools.conftest import ENGINE_FLAGS, ROOT, VOCAB_SIZE, json_line, run_module
 from tools import workload
 
-OFFLINE_FIELDS = {"wall_s", "output_tok_s", "total_tok_s", "peak_rss_mb", "load_s", "warmup_s", "compiles_after_ready",
-                  "padding_share"}
+OFFLINE_FIELDS = {
+  "wall_s",
+  "output_tok_s",
+  "total_tok_s",
+  "peak_rss_mb",
+  "load_s",
+  "warmup_s",
+  "compiles_after_ready",
+  "padding_share",
+}
 ONLINE_FIELDS = OFFLINE_FIELDS | {"ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "tpot_p50_ms"}
 
 
@@ -31,8 +39,15 @@ def requests_file(requests, tmp_path_factory) -> str:
 
 
 def offline(model, requests_file, output, cache, *flags):
-  return run_module("tools.bench_offline", f"--model={model}", f"--requests={requests_file}",
-                    f"--output_tokens={output}", f"--compile_cache_dir={cache}", *ENGINE_FLAGS, *flags)
+  return run_module(
+    "tools.bench_offline",
+    f"--model={model}",
+    f"--requests={requests_file}",
+    f"--output_tokens={output}",
+    f"--compile_cache_dir={cache}",
+    *ENGINE_FLAGS,
+    *flags,
+  )
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +84,9 @@ def test_offline_writes_exactly_the_tokens_asked_for(offline_run, requests):
   assert tokens & set(range(8)), "no end-of-sequence token came up, so the test cannot tell that they are ignored"
 
 
-def test_how_requests_are_scheduled_does_not_change_their_tokens(offline_run, tiny_model, compile_cache, requests_file,
-                                                                  tmp_path):
+def test_how_requests_are_scheduled_does_not_change_their_tokens(
+  offline_run, tiny_model, compile_cache, requests_file, tmp_path
+):
   _, output = offline_run
   static = offline(tiny_model, requests_file, tmp_path / "static.jsonl", compile_cache, "--batching=static")
   assert json_line(static)["batching"] == "static"
@@ -81,11 +97,14 @@ def test_how_requests_are_scheduled_does_not_change_their_tokens(offline_run, ti
   assert (tmp_path / "realtime.jsonl").read_text("utf-8") == expected
 
 
-@pytest.mark.parametrize(("line", "complaint"), [
+@pytest.mark.parametrize(
+  ("line", "complaint"),
+  [
     ('{"id": 0, "arrival_s": 0, "prompt": [96], "output_len": 4}', "96"),
     ('{"id": 0, "arrival_s": 0, "prompt": [1], "output_len": 400}', "256"),
     ('{"id": 0, "arrival_s": 0, "prompt": [], "output_len": 4}', "prompt"),
-])
+  ],
+)
 def test_offline_refuses_what_can_never_run_in_one_line(tiny_model, compile_cache, tmp_path, line, complaint):
   (tmp_path / "requests.jsonl").write_text(line + "\n", "utf-8")
   done = offline(tiny_model, tmp_path / "requests.jsonl", tmp_path / "out.jsonl", compile_cache)
@@ -112,9 +131,20 @@ def server(tiny_model, compile_cache, tmp_path_factory):
   port_file = folder / "port"
   with open(folder / "log", "w", encoding="utf-8") as log:
     process = subprocess.Popen(
-        [sys.executable, "-m", "server.main", f"--model={tiny_model}", "--port=0", f"--port_file={port_file}",
-         f"--compile_cache_dir={compile_cache}", *ENGINE_FLAGS], cwd=ROOT, stderr=log,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"})
+      [
+        sys.executable,
+        "-m",
+        "server.main",
+        f"--model={tiny_model}",
+        "--port=0",
+        f"--port_file={port_file}",
+        f"--compile_cache_dir={compile_cache}",
+        *ENGINE_FLAGS,
+      ],
+      cwd=ROOT,
+      stderr=log,
+      env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
   try:
     deadline = time.monotonic() + 240
     while not port_file.exists():
@@ -128,8 +158,13 @@ def server(tiny_model, compile_cache, tmp_path_factory):
 
 def test_serving_gives_the_same_tokens_and_the_online_figures(server, offline_run, requests, requests_file, tmp_path):
   _, expected = offline_run
-  done = run_module("tools.bench_serving", f"--target={server}", f"--requests={requests_file}",
-                    f"--output_tokens={tmp_path / 'tokens.jsonl'}", "--slo_ttft_ms=600000")
+  done = run_module(
+    "tools.bench_serving",
+    f"--target={server}",
+    f"--requests={requests_file}",
+    f"--output_tokens={tmp_path / 'tokens.jsonl'}",
+    "--slo_ttft_ms=600000",
+  )
   assert done.returncode == 0, done.stderr
   figures = json_line(done)
   assert figures.keys() >= ONLINE_FIELDS
@@ -153,9 +188,16 @@ def test_a_refused_request_is_a_miss_and_leaves_the_others_alone(server, tmp_pat
 
 
 def test_serving_makes_requests_for_the_served_model(server):
-  figures = json_line(run_module(
-      "tools.bench_serving", f"--target={server}", "--trace=benchmarks/traces/azure_conv_500.csv", "--scale=0.1",
-      "--rate_scale=50", "--num_requests=12"))
+  figures = json_line(
+    run_module(
+      "tools.bench_serving",
+      f"--target={server}",
+      "--trace=benchmarks/traces/azure_conv_500.csv",
+      "--scale=0.1",
+      "--rate_scale=50",
+      "--num_requests=12",
+    )
+  )
   assert figures["completed"] == 12
   assert figures["workload"]["length_scale"] == 0.1
   assert figures["workload"]["rate_scale"] == 50
@@ -171,6 +213,8 @@ def test_serving_without_a_server_is_one_line(tmp_path):
 
 
 def test_importing_the_client_side_loads_no_jax():
-  code = ("import sys, tools.bench_serving, tools.workload, tools.demo, tools.demo_view, tools.compare_batching;"
-          "sys.exit('jax' in sys.modules or 'numpy' in sys.modules)")
+  code = (
+    "import sys, tools.bench_serving, tools.workload, tools.demo, tools.demo_view, tools.compare_batching;"
+    "sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+  )
   assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0, pathlib.Path(code)

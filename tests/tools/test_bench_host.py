@@ -9,7 +9,7 @@ from tools import bench_host
 
 def test_prints_one_json_line(capsys: pytest.CaptureFixture):
   assert bench_host.main(["--num_seqs=8", "--steps=40", "--block_size=4"]) == 0
-  line, = capsys.readouterr().out.splitlines()
+  (line,) = capsys.readouterr().out.splitlines()
   measured = json.loads(line)
   assert set(measured) == {"num_seqs", "steps", "schedule_p50_us", "schedule_p99_us", "commit_p50_us", "commit_p99_us"}
   assert (measured["num_seqs"], measured["steps"]) == (8, 40)

@@ -20,8 +20,13 @@ def test_the_bound_of_idle_slots_on_paper():
 
 
 def test_equal_lengths_leave_nothing_to_gain():
-  assert slot_bound([7] * 12, 4) == {"static_steps": 21, "continuous_steps": 21, "bound": 1.0, "bound_endless": 1.0,
-                                     "idle_slot_share": 0.0}
+  assert slot_bound([7] * 12, 4) == {
+    "static_steps": 21,
+    "continuous_steps": 21,
+    "bound": 1.0,
+    "bound_endless": 1.0,
+    "idle_slot_share": 0.0,
+  }
 
 
 def test_agreement_counts_up_to_the_first_difference():
@@ -38,9 +43,18 @@ def test_outputs_of_different_length_are_not_comparable():
 
 def test_static_batching_takes_the_steps_that_the_bound_says(tiny_model, compile_cache):
   done = run_module(
-      "tools.compare_batching", f"--model={tiny_model}", "--num_requests=20", "--max_num_seqs=4", "--scale=0.05",
-      "--rounds=1", f"--vocab_size={VOCAB_SIZE}", "--kv_cache_mb=16", "--token_budgets=4,64",
-      "--prompt_len=uniform:2:9", f"--compile_cache_dir={compile_cache}")
+    "tools.compare_batching",
+    f"--model={tiny_model}",
+    "--num_requests=20",
+    "--max_num_seqs=4",
+    "--scale=0.05",
+    "--rounds=1",
+    f"--vocab_size={VOCAB_SIZE}",
+    "--kv_cache_mb=16",
+    "--token_budgets=4,64",
+    "--prompt_len=uniform:2:9",
+    f"--compile_cache_dir={compile_cache}",
+  )
   result = json_line(done)
   assert result["bound"] > 1.5
   # Prompts fit a step beside the decodes: a wave of n tokens takes n steps, and some to fill the slots.
@@ -50,8 +64,12 @@ def test_static_batching_takes_the_steps_that_the_bound_says(tiny_model, compile
 
 
 def test_a_peer_setting_becomes_flags_or_is_refused():
-  assert peer_flags("sdpa:32:256:0") == ["--attention=sdpa", "--max_requests=32", "--max_batch_tokens=256",
-                                         "--compile_level=0"]
+  assert peer_flags("sdpa:32:256:0") == [
+    "--attention=sdpa",
+    "--max_requests=32",
+    "--max_batch_tokens=256",
+    "--compile_level=0",
+  ]
   for wrong in ("", "sdpa:32", "flash:32:0:0", "sdpa:-1:0:0", "sdpa:x:0:0"):
     with pytest.raises(ConfigError, match="peer_settings"):
       peer_flags(wrong)

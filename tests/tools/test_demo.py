@@ -57,14 +57,30 @@ def load_in_flight() -> Load:
   failed = Stream(99, load.live[0].ask, now - 1, ended_s=now, error="UNAVAILABLE: gone")
   load.ended.append(failed)
   rungs = [pb.RungLoad(tokens=tokens, rows=min(tokens, 32), steps_total=tokens) for tokens in (8, 16, 32, 64, 256)]
-  figures = {"max_num_seqs": 32, "running_requests": 30, "queued_requests": 12, "kv_blocks_total": 640,
-             "kv_blocks_in_use": 600, "rungs": rungs}
+  figures = {
+    "max_num_seqs": 32,
+    "running_requests": 30,
+    "queued_requests": 12,
+    "kv_blocks_total": 640,
+    "kv_blocks_in_use": 600,
+    "rungs": rungs,
+  }
   load.samples.append((now - 1.5, pb.GetLoadResponse(**figures)))
   for rung in rungs:
     rung.steps_total *= 3
-  load.samples.append((now - 0.5, pb.GetLoadResponse(
-      **figures, decode_tokens_total=1500, prefill_tokens_total=300, padding_tokens_total=200, output_tokens_total=1400,
-      steps_total=90)))
+  load.samples.append(
+    (
+      now - 0.5,
+      pb.GetLoadResponse(
+        **figures,
+        decode_tokens_total=1500,
+        prefill_tokens_total=300,
+        padding_tokens_total=200,
+        output_tokens_total=1400,
+        steps_total=90,
+      ),
+    )
+  )
   load.recent_ttft_s.extend([0.05, 0.15])
   load.recent_gap_s.extend([0.01, 0.02, 0.03])
   return load
@@ -146,15 +162,37 @@ def test_the_plain_line_and_the_summary_tell_the_same_story():
 
 def test_the_demo_without_a_terminal(tmp_path, compile_cache):
   folder = tmp_path / "chatty"
-  write_model(folder, {
-      "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 384, "hidden_size": 32,
-      "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-      "head_dim": 16, "max_position_embeddings": 8192, "rope_theta": 10_000.0, "rope_scaling": None,
-      "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2},
-              seed=0)
+  write_model(
+    folder,
+    {
+      "architectures": ["LlamaForCausalLM"],
+      "model_type": "llama",
+      "vocab_size": 384,
+      "hidden_size": 32,
+      "intermediate_size": 64,
+      "num_hidden_layers": 1,
+      "num_attention_heads": 2,
+      "num_key_value_heads": 1,
+      "head_dim": 16,
+      "max_position_embeddings": 8192,
+      "rope_theta": 10_000.0,
+      "rope_scaling": None,
+      "rms_norm_eps": 1e-5,
+      "tie_word_embeddings": True,
+      "hidden_act": "silu",
+      "bos_token_id": 1,
+      "eos_token_id": 2,
+    },
+    seed=0,
+  )
   write_tokenizer(pathlib.Path(folder))
-  done = run_module("tools.demo", f"--model={folder}", "--seconds=4", f"--compile_cache_dir={compile_cache}",
-                    f"--screenshot={tmp_path / 'view.svg'}")
+  done = run_module(
+    "tools.demo",
+    f"--model={folder}",
+    "--seconds=4",
+    f"--compile_cache_dir={compile_cache}",
+    f"--screenshot={tmp_path / 'view.svg'}",
+  )
   assert done.returncode == 0, done.stdout + done.stderr
   assert "\x1b" not in done.stdout
   assert "compiling step programs: 7 of 7" in done.stdout

@@ -7,8 +7,9 @@ from tools.latency import Objectives, Outcome, percentile, summary
 
 def outcome(chunks, *, intended_s=0.0, sent_s=0.0, output_len=None, error=None, identity=0) -> Outcome:
   count = sum(number for _, number in chunks)
-  return Outcome(identity, count if output_len is None else output_len, intended_s, sent_s, tuple(chunks),
-                 tuple(range(count)), error)
+  return Outcome(
+    identity, count if output_len is None else output_len, intended_s, sent_s, tuple(chunks), tuple(range(count)), error
+  )
 
 
 # Wanted at 1 s, sent at 1.5 s; tokens at 2, 3, then three at once at 4.5, and one at 5.

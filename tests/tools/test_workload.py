@@ -44,8 +44,21 @@ def test_fixed_and_uniform_lengths():
   assert set(draws("uniform:2:4", 200)) == {2, 3, 4}
 
 
-@pytest.mark.parametrize("spec", ["", "fixed", "fixed:0", "fixed:1:2", "uniform:4:2", "lognormal:64:8",
-                                  "loguniform:0:5", "lognormal:600:8:512", "gauss:3:4", "fixed:x"])
+@pytest.mark.parametrize(
+  "spec",
+  [
+    "",
+    "fixed",
+    "fixed:0",
+    "fixed:1:2",
+    "uniform:4:2",
+    "lognormal:64:8",
+    "loguniform:0:5",
+    "lognormal:600:8:512",
+    "gauss:3:4",
+    "fixed:x",
+  ],
+)
 def test_unknown_distributions_are_refused(spec):
   with pytest.raises(ConfigError):
     workload.parse_lengths(spec)
@@ -66,8 +79,9 @@ def test_an_infinite_rate_is_one_burst():
   assert workload.arrivals(5, math.inf, 1.0, 0) == [0.0] * 5
 
 
-@pytest.mark.parametrize(("rate", "burstiness"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0),
-                                                  (1.0, math.inf)])
+@pytest.mark.parametrize(
+  ("rate", "burstiness"), [(0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf)]
+)
 def test_impossible_rates_are_refused(rate, burstiness):
   with pytest.raises(ConfigError):
     workload.arrivals(3, rate, burstiness, 0)
@@ -110,12 +124,22 @@ def test_a_trace_is_scaled_to_the_machine():
   scaled = workload.from_trace(rows, vocab_size=50, length_scale=0.1, rate_scale=0.5, max_len=120)
   # Ten percent of the lengths and at least 1, half as often, and together no more than 120: the prompt gives way.
   assert [(request.arrival_s, len(request.prompt), request.output_len) for request in scaled] == [
-      (0.0, 100, 10), (20.0, 1, 1), (40.0, 60, 60)]
+    (0.0, 100, 10),
+    (20.0, 1, 1),
+    (40.0, 60, 60),
+  ]
   assert workload.from_trace(rows, 50, num_requests=2)[-1].output_len == 1
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,2\n",
-                                  "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,2\n"])
+@pytest.mark.parametrize(
+  "text",
+  [
+    "",
+    "a,b\n1,2\n",
+    "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,2\n",
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,2\n",
+  ],
+)
 def test_other_tables_are_not_traces(tmp_path, text):
   (tmp_path / "trace.csv").write_text(text, "utf-8")
   with pytest.raises(ConfigError, match="trace"):
@@ -146,11 +170,23 @@ def test_a_request_file_needs_no_description(tmp_path):
 GOOD = {"id": 1, "arrival_s": 0.0, "prompt": [1, 2], "output_len": 3}
 
 
-@pytest.mark.parametrize(("change", "complaint"), [
-    ({"id": None}, "id=None"), ({"id": True}, "id=True"), ({"arrival_s": -1}, "arrival_s=-1"),
-    ({"arrival_s": math.nan}, "arrival_s=nan"), ({"arrival_s": "0"}, "arrival_s='0'"), ({"prompt": []}, "prompt="),
-    ({"prompt": [1.5]}, "prompt="), ({"prompt": [-1]}, "prompt="), ({"prompt": "text"}, "prompt="),
-    ({"output_len": 0}, "output_len=0"), ({"output_len": 2.0}, "output_len=2.0"), ({"id": 0}, "occurs twice")])
+@pytest.mark.parametrize(
+  ("change", "complaint"),
+  [
+    ({"id": None}, "id=None"),
+    ({"id": True}, "id=True"),
+    ({"arrival_s": -1}, "arrival_s=-1"),
+    ({"arrival_s": math.nan}, "arrival_s=nan"),
+    ({"arrival_s": "0"}, "arrival_s='0'"),
+    ({"prompt": []}, "prompt="),
+    ({"prompt": [1.5]}, "prompt="),
+    ({"prompt": [-1]}, "prompt="),
+    ({"prompt": "text"}, "prompt="),
+    ({"output_len": 0}, "output_len=0"),
+    ({"output_len": 2.0}, "output_len=2.0"),
+    ({"id": 0}, "occurs twice"),
+  ],
+)
 def test_a_broken_line_is_named(tmp_path, change, complaint):
   path = tmp_path / "requests.jsonl"
   path.write_text(json.dumps(GOOD | {"id": 0}) + "\n" + json.dumps(GOOD | change) + "\n", "utf-8")
@@ -175,15 +211,26 @@ def test_a_missing_file_is_one_clear_error(tmp_path):
 
 def test_the_command_writes_what_the_reader_reads(tmp_path, capsys):
   path = tmp_path / "requests.jsonl"
-  assert workload.main(["--num_requests=5", "--vocab_size=10", "--prompt_len=fixed:3", "--output_len=fixed:2",
-                        f"--output={path}"]) == 0
+  assert (
+    workload.main(
+      ["--num_requests=5", "--vocab_size=10", "--prompt_len=fixed:3", "--output_len=fixed:2", f"--output={path}"]
+    )
+    == 0
+  )
   assert workload.read_requests(str(path)) == workload.synthetic(5, "fixed:3", "fixed:2", 10)
   assert "5 requests" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [["--vocab_size=10"], ["--vocab_size=0", "--output=-"], ["--nonsense"],
-                                   ["--vocab_size=10", "--output=-", "--prompt_len=fixed:0"],
-                                   ["--vocab_size=10", "--output=-", "--trace=/nowhere.csv"]])
+@pytest.mark.parametrize(
+  "flags",
+  [
+    ["--vocab_size=10"],
+    ["--vocab_size=0", "--output=-"],
+    ["--nonsense"],
+    ["--vocab_size=10", "--output=-", "--prompt_len=fixed:0"],
+    ["--vocab_size=10", "--output=-", "--trace=/nowhere.csv"],
+  ],
+)
 def test_bad_flags_are_one_line(capsys, flags):
   with pytest.raises(SystemExit) as caught:
     workload.main(flags)

@@ -22,6 +22,8 @@ import numpy as np
 import safetensors.numpy
 import tokenizers
 
+from engine.device.mesh import make_mesh
+from engine.device.weights import load_checkpoint, parameter_name
 from models import llama
 from models.registry import config_from_hf, tensors
 from tools.demo_model import corpus, skills
@@ -117,12 +119,24 @@ def decoder(params: Params) -> llama.Decoder:
   """The model that is served, over weights under their Hugging Face names."""
 
   def assemble(path: tuple, _) -> jax.Array:
-    name = ".".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
-    pieces = tensors(MODEL)[name]
+    pieces = tensors(MODEL)[parameter_name(path)]
     parts = [params[p.name].reshape(p.split).transpose(p.order) for p in pieces]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, pieces[0].axis)
 
   return nnx.merge(GRAPH, jax.tree_util.tree_map_with_path(assemble, ABSTRACT))
+
+
+def read_weights(folder: str) -> Params:
+  """Float32 weights of a model folder (Hugging Face's or Sluice's) under their Hugging Face names; undoes `decoder`."""
+  loaded = load_checkpoint(folder, make_mesh(jax.devices()[:1]), jnp.dtype(jnp.float32))
+  if loaded.config != MODEL:
+    raise ValueError(f"{folder} is {loaded.config}, but this script trains {MODEL}")
+  params = {}
+  for path, value in jax.tree_util.tree_leaves_with_path(loaded.params):
+    for piece in tensors(MODEL)[parameter_name(path)]:
+      part = jax.lax.slice_in_dim(value, piece.start, piece.start + piece.size, axis=piece.axis)
+      params[piece.name] = part.transpose(np.argsort(piece.order)).reshape(piece.shape)
+  return params
 
 
 def forward(params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
@@ -413,7 +427,7 @@ def train(tok: tokenizers.Tokenizer, work: pathlib.Path, folder: pathlib.Path) -
   """Trains until the time is used up; returns the last weights."""
   f = flags.FLAGS
   checkpoint = work / "checkpoint.npz"
-  params = init_params(0)
+  params = read_weights(f.init) if f.init else init_params(0)
   state = init_optimizer(params)
   meta = {"step": 0, "seconds": 0.0, "tokens": 0}
   if f.resume and checkpoint.exists():
@@ -480,13 +494,13 @@ def main(_) -> None:
   tok = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
   work.mkdir(parents=True, exist_ok=True)
   if f.eval_only:
-    params, _, meta = load(work / "checkpoint.npz")
-    params = {n: p.astype(jnp.bfloat16).astype(jnp.float32) for n, p in params.items()}
-    export(folder, params)
+    params = read_weights(f.init or f.export)
   else:
-    params, meta = train(tok, work, folder), {}
+    params = train(tok, work, folder)
+    # What ships is bfloat16; that is what is judged.
+    params = {name: value.astype(jnp.bfloat16).astype(jnp.float32) for name, value in params.items()}
   if f.eval_count:
-    report = meta | {"instances": f.eval_count} | evaluate(params, tok, f.eval_count, 1_000_003)
+    report = {"instances": f.eval_count} | evaluate(params, tok, f.eval_count, 1_000_003)
     (work / "eval.json").write_text(json.dumps(report, indent=2) + "\n")
     logging.info("final: %s", json.dumps(report))
   for seed in range(f.samples):
@@ -507,6 +521,7 @@ if __name__ == "__main__":
   flags.DEFINE_float("eval_seconds", 420, "Time between evaluations.")
   flags.DEFINE_integer("eval_count", 0, "Instances per skill of a final evaluation.")
   flags.DEFINE_integer("samples", 0, "Stories to sample at the end.")
+  flags.DEFINE_string("init", "", "Model folder to start from, instead of random weights.")
   flags.DEFINE_bool("resume", False, "Continue from the checkpoint.")
-  flags.DEFINE_bool("eval_only", False, "Only export and evaluate the checkpoint.")
+  flags.DEFINE_bool("eval_only", False, "Only evaluate --init, or else --export.")
   app.run(main)
