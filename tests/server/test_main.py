@@ -114,7 +114,6 @@ def test_a_life(model, tmp_path):
   assert events[0] == "state" and events.count("commit") >= 5
 
 
-@pytest.mark.skipif(not DEMO.is_dir(), reason="the demo model's weights are not in models/demo")
 def test_the_demo_model_answers_through_the_socket(tmp_path):
   """Its checked skills, alone and many at once, through chat template, engine and detokenisation."""
   port_file = tmp_path / "port"
