@@ -1,0 +1,161 @@
+"""Which piece of a ragged step each GPU thread block works on; decided on the host, sent as data. numpy only.
+
+A step's kernels have a fixed grid and find their work in an int32 array that travels with the step: what changes is its
+contents, so nothing recompiles. Rows of few queries (decode, speculation, a chunk's short tail) go to the decode
+kernel, which reads the keys of one row once for all its queries and splits long rows over thread blocks (Flash-Decoding,
+https://pytorch.org/blog/flash-decoding); the others go to the prefill kernel in tiles of queries.
+
+A row is split every `split_blocks` blocks, whatever its neighbours are, and parts are combined in order: so a row's
+result does not depend on the batch, to the bit. Balance comes from the parts being small and the longest starting first.
+"""
+
+import dataclasses
+from functools import cached_property
+
+import numpy as np
+
+ROWS_PER_TILE = 128  # (query, head of the group) pairs a tile of the prefill kernel: two warpgroups of 64
+_DECODE_ROWS = 64  # the same for the decode kernel: one warpgroup
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+  """Everything static about a step's attention on one device.
+
+  Attributes:
+    tokens, rows, table_width: T, S, B of the rung.
+    block_size: tokens a block of KV.
+    num_heads, num_kv_heads, head_dim: N, K, H, on this device.
+    sliding_window: as in api.ragged_paged_attention.
+  """
+
+  tokens: int
+  rows: int
+  table_width: int
+  block_size: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  sliding_window: int | None = None
+
+  @property
+  def group(self) -> int:
+    """G, query heads that share a KV head."""
+    return self.num_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """The layout of a rung's work list, and its making.
+
+  The array, int32[size], is four pieces:
+    counts [2]: how many decode items and prefill items there are.
+    decode_items [max_decode_items, 2]: (row, split).
+    first_slots [S]: where the partial results of a row's splits begin; split i is at first_slots[row] + i.
+    prefill_items [max_prefill_items, 2]: (row, first token); row -1 is padding to be filled with zeros.
+  Every token of the step is in exactly one decode row, prefill item or padding item.
+
+  Attributes:
+    geometry: of the rung.
+    split_blocks: blocks a split.
+    decode_queries: rows of 1 to this many queries are decoded; those of more are prefilled.
+  """
+
+  geometry: Geometry
+  split_blocks: int
+  decode_queries: int = 4
+
+  def __post_init__(self):
+    if self.split_blocks < 1 or not 1 <= self.decode_queries <= _DECODE_ROWS // self.geometry.group:
+      raise ValueError(
+        f"split_blocks={self.split_blocks} must be at least 1, and decode_queries={self.decode_queries} within "
+        f"1..{_DECODE_ROWS // self.geometry.group} for groups of {self.geometry.group} heads"
+      )
+
+  @property
+  def max_splits(self) -> int:
+    """The most splits of one row; 1 means that nothing is ever combined."""
+    return -(-self.geometry.table_width // self.split_blocks)
+
+  @property
+  def max_decode_items(self) -> int:
+    """Also the number of slots for partial results."""
+    return self.geometry.rows * self.max_splits
+
+  @property
+  def tile_tokens(self) -> int:
+    """Tokens a prefill item has at most."""
+    return ROWS_PER_TILE // self.geometry.group
+
+  @property
+  def max_prefill_items(self) -> int:
+    """All the tiles there can be: whole ones, one more a prefilled row, and those of the padding."""
+    tokens, rows = self.geometry.tokens, self.geometry.rows
+    return tokens // self.tile_tokens + min(rows, tokens // (self.decode_queries + 1)) + 1
+
+  @cached_property
+  def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Name -> offset and shape."""
+    shapes = {
+      "counts": (2,),
+      "decode_items": (self.max_decode_items, 2),
+      "first_slots": (self.geometry.rows,),
+      "prefill_items": (self.max_prefill_items, 2),
+    }
+    fields, offset = {}, 0
+    for name, shape in shapes.items():
+      fields[name] = offset, shape
+      offset += int(np.prod(shape))
+    return fields
+
+  @property
+  def size(self) -> int:
+    """int32 values in all."""
+    offset, shape = self.fields["prefill_items"]
+    return offset + int(np.prod(shape))
+
+  def split(self, array):
+    """The pieces of an int32[size], numpy's or jax's, by name."""
+    found = {}
+    for name, (offset, shape) in self.fields.items():
+      found[name] = array[offset : offset + int(np.prod(shape))].reshape(shape)
+    return found
+
+  def make(self, query_starts: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:
+    """The work of a step.
+
+    Args:
+      query_starts: int32[S + 1], kv_lens: int32[S], as in api.RaggedMeta.
+
+    Returns:
+      int32[size].
+    """
+    geometry = self.geometry
+    packed = np.zeros(self.size, np.int32)
+    pieces = self.split(packed)  # views
+    counts = np.diff(query_starts)
+    first = np.maximum(kv_lens - counts - ((geometry.sliding_window or geometry.table_width * geometry.block_size) - 1), 0)
+    blocks = -(-kv_lens // geometry.block_size) - first // geometry.block_size
+
+    rows = np.flatnonzero((counts > 0) & (counts <= self.decode_queries))
+    splits = -(-blocks[rows] // self.split_blocks)
+    pieces["first_slots"][rows] = np.cumsum(splits) - splits
+    row = np.repeat(rows, splits)
+    split = np.arange(len(row)) - np.repeat(np.cumsum(splits) - splits, splits)
+    length = np.minimum(blocks[row] - split * self.split_blocks, self.split_blocks)
+    order = np.argsort(-length, kind="stable")
+    pieces["decode_items"][: len(row)] = np.stack([row, split], 1)[order]
+
+    rows = np.flatnonzero(counts > self.decode_queries)
+    tiles = -(-counts[rows] // self.tile_tokens)
+    tiled = np.repeat(rows, tiles)
+    number = np.arange(len(tiled)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    token = query_starts[tiled] + number * self.tile_tokens
+    end = np.minimum(token + self.tile_tokens, query_starts[tiled + 1])
+    walk = kv_lens[tiled] - query_starts[tiled + 1] + end  # keys the tile's last query sees, but for the window
+    order = np.argsort(-walk, kind="stable")
+    padding = np.arange(query_starts[-1], geometry.tokens, self.tile_tokens)
+    items = np.concatenate([np.stack([tiled, token], 1)[order], np.stack([np.full_like(padding, -1), padding], 1)])
+    pieces["prefill_items"][: len(items)] = items
+    pieces["counts"][:] = len(row), len(items)
+    return packed
