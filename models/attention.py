@@ -1,4 +1,8 @@
-"""How a layer reaches past tokens: paged attention in serving, dense in training. No batch is planned here."""
+"""How a layer reaches past tokens: paged attention in serving, dense in training. No batch is planned here.
+
+An `attend` takes the projections of a layer as one array, before rotary embedding: on a GPU one kernel rotates and
+stores them. It is static in the compiled layer, so equal arguments must give the same function object.
+"""
 
 from collections.abc import Callable
 import dataclasses
@@ -6,8 +10,9 @@ import functools
 
 import jax
 
+from models.layers import rotate
 from pallas_kernels.paged_attention import api
-from pallas_kernels.paged_attention.api import RaggedMeta
+from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
 
 
 @jax.tree_util.register_dataclass
@@ -25,16 +30,22 @@ class AttentionMeta:
 
 
 @functools.cache
-def paged_attend(sliding_window: int | None = None, soft_cap: float | None = None) -> Callable:
-  """Serving's `attend`: stores this step's keys and values, then attends over the row's pages.
+def paged_attend(attention: PagedAttention) -> Callable:
+  """Serving's `attend`: stores this step's keys and values, then attends over the rows' pages."""
 
-  The same arguments give the same function object: it is static in compiled layers.
-  """
-
-  def attend(q, k, v, cache, meta: AttentionMeta):  # q [T, N, H], k and v [T, K, H] -> [T, N, H], cache
-    cache = api.write_kv(cache, k, v, meta.slot_mapping)
+  def attend(qkv, cos, sin, cache, meta: AttentionMeta):  # qkv [T, K, G + 2, H] -> [T, N, H], cache
+    if attention.fused:
+      return attention.attend(qkv, cos, sin, cache, meta.ragged, meta.slot_mapping)
+    q, k, v = rotate(qkv, cos, sin)
+    cache = api.write_kv(cache, k, v, meta.slot_mapping, attention.implementation)
     out = api.ragged_paged_attention(
-      q, cache, meta.ragged, scale=q.shape[-1] ** -0.5, sliding_window=sliding_window, soft_cap=soft_cap
+      q,
+      cache,
+      meta.ragged,
+      scale=attention.scale,
+      sliding_window=attention.geometry.sliding_window,
+      soft_cap=attention.soft_cap,
+      name=attention.implementation,
     )
     return out, cache
 
@@ -43,13 +54,11 @@ def paged_attend(sliding_window: int | None = None, soft_cap: float | None = Non
 
 @functools.cache
 def dense_causal_attend(sliding_window: int | None = None) -> Callable:
-  """Training's and parity's `attend`: whole sequences [B, T], no cache (pass None), differentiable.
+  """Training's and parity's `attend`: whole sequences [B, T], no cache (pass None), differentiable."""
 
-  The same argument gives the same function object.
-  """
-
-  def attend(q, k, v, cache, meta):  # q [B, T, N, H], k and v [B, T, K, H] -> [B, T, N, H], cache
+  def attend(qkv, cos, sin, cache, meta):  # qkv [B, T, K, G + 2, H] -> [B, T, N, H], cache
     del meta
+    q, k, v = rotate(qkv, cos, sin)
     return jax.nn.dot_product_attention(
       q, k, v, is_causal=True, local_window_size=None if sliding_window is None else (sliding_window - 1, 0)
     ), cache

@@ -78,3 +78,18 @@ def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   cos, sin = cos[..., None, :], sin[..., None, :]
   return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def rotate(qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Splits a layer's projections and rotates queries and keys.
+
+  Args:
+    qkv: [..., K, G + 2, H]: of each KV head its queries, its key, its value.
+    cos, sin: f32[..., H/2], one row a token.
+
+  Returns:
+    q [..., N, H], k [..., K, H], v [..., K, H].
+  """
+  q = qkv[..., :-2, :]
+  q = q.reshape(*q.shape[:-3], -1, q.shape[-1])
+  return rope(q, cos, sin), rope(qkv[..., -2, :], cos, sin), qkv[..., -1, :]

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig
-from models.layers import GatedMLP, RMSNorm, param, rope, rope_frequencies
+from models.layers import GatedMLP, RMSNorm, param, rope_frequencies
 
-# (q [..., N, H], k [..., K, H], v [..., K, H], cache, meta) -> (out [..., N, H], cache)
+# (qkv [..., K, G + 2, H], cos [..., H / 2], sin, cache, meta) -> (out [..., N, H], cache)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any]]
 
 
@@ -42,11 +42,10 @@ class Attention(nnx.Module):
     qkv = (x @ self.qkv[...].reshape(d, -1)).reshape(*lead, k, g + 2, h)
     if self.qkv_bias is not None:
       qkv = qkv + jnp.broadcast_to(self.qkv_bias[...], qkv.shape)
-    q, key, value = qkv[..., :g, :].reshape(*lead, k * g, h), qkv[..., g, :], qkv[..., g + 1, :]
     if self.q_norm is not None and self.k_norm is not None:
-      q, key = self.q_norm(q), self.k_norm(key)
-    q, key = rope(q, cos, sin), rope(key, cos, sin)
-    out, cache = attend(q, key, value, cache, meta)
+      normed = self.q_norm(qkv[..., :g, :]), self.k_norm(qkv[..., g : g + 1, :])
+      qkv = jnp.concatenate([*normed, qkv[..., g + 1 :, :]], axis=-2)
+    out, cache = attend(qkv, cos, sin, cache, meta)
     return out.reshape(*lead, k * g * h) @ self.out[...].reshape(-1, d), cache
 
 

@@ -36,10 +36,15 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _MODEL = flags.DEFINE_string("model", str(_ROOT / "models" / "demo"), "Model folder, of Hugging Face or of Sluice.")
 _SERVED_MODEL_NAME = flags.DEFINE_string("served_model_name", "", "What clients call it; empty: the model's own name.")
 _BUILD_FLAGS = (
-  flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights, activations and KV."),
+  flags.DEFINE_enum(
+    "dtype", "auto", ["auto", "float32", "bfloat16"], "Of weights, activations and KV; auto: float32 on CPU."
+  ),
+  flags.DEFINE_enum(
+    "attention", "auto", ["auto", "reference", "gpu", "tpu"], "Paged attention; auto: the platform's own kernels."
+  ),
   flags.DEFINE_integer("kv_cache_mb", 0, "MiB of KV; 0: what is free (on CPU 256).", lower_bound=0),
   flags.DEFINE_integer("num_blocks", 0, "KV pool in blocks, instead of --kv_cache_mb; 0: by memory.", lower_bound=0),
-  flags.DEFINE_integer("block_size", EngineConfig.block_size, "Tokens a KV block.", lower_bound=1),
+  flags.DEFINE_integer("block_size", 0, "Tokens a KV block; 0: what the attention likes best.", lower_bound=0),
   flags.DEFINE_integer("max_num_seqs", EngineConfig.max_num_seqs, "Sequences running at once.", lower_bound=1),
   flags.DEFINE_integer(
     "max_model_len", 0, "Longest prompt and output together, in tokens; 0: the model's.", lower_bound=0
@@ -266,6 +271,7 @@ async def _serve() -> int:
   _say(
     f"model {name}: {config.vocab_size} tokens, length {config.max_model_len}, "
     f"{'with' if tokenizer else 'without'} tokenizer; KV {config.num_blocks} blocks of {config.block_size}; "
+    f"attention {built.attention}; "
     f"loaded in {built.load_s:.1f} s, compiled in {built.warmup_s:.1f} s"
   )
   _say(f"ready on {address}")

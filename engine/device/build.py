@@ -26,9 +26,10 @@ from engine.policy import make_gate, make_order
 from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
+from pallas_kernels.paged_attention import api
 
 _CPU_KV_CACHE_MB = 256
-_DTYPES = ("float32", "bfloat16")
+_DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,9 @@ class BuildOptions:
 
   Attributes:
     model_dir: a Hugging Face or a Sluice folder.
-    dtype: of weights, activations and KV: float32 or bfloat16.
+    dtype: of weights, activations and KV: float32 or bfloat16; auto is float32 on CPU, bfloat16 elsewhere.
+    attention: name of the paged attention (pallas_kernels.paged_attention.api.IMPLEMENTATIONS); auto is the platform's.
+    block_size: tokens a KV block; 0 is what the attention likes best.
     kv_cache_mb: memory for KV in MiB, over all devices; 0 takes what is free (on CPU, where nobody knows, 256).
     num_blocks: exact size of the pool instead; 0 sizes it by memory.
     max_model_len: 0 is the model's own.
@@ -46,10 +49,11 @@ class BuildOptions:
   """
 
   model_dir: str
-  dtype: str = "float32"
+  dtype: str = "auto"
+  attention: str = "auto"
   kv_cache_mb: int = 0
   num_blocks: int = 0
-  block_size: int = EngineConfig.block_size
+  block_size: int = 0
   token_budgets: tuple[int, ...] = EngineConfig.token_budgets
   max_num_seqs: int = EngineConfig.max_num_seqs
   max_model_len: int = 0
@@ -68,7 +72,11 @@ class BuildOptions:
   def __post_init__(self):
     if self.dtype not in _DTYPES:
       raise ConfigError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}; set --dtype")
-    for name in ("kv_cache_mb", "num_blocks", "max_model_len", "num_devices"):
+    if self.attention not in ("auto", *api.IMPLEMENTATIONS):
+      raise ConfigError(
+        f"attention={self.attention!r} is not one of auto, {', '.join(api.IMPLEMENTATIONS)}; set --attention"
+      )
+    for name in ("kv_cache_mb", "num_blocks", "block_size", "max_model_len", "num_devices"):
       if getattr(self, name) < 0:
         raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more; set --{name}")
     if self.kv_cache_mb and self.num_blocks:
@@ -81,19 +89,21 @@ class BuildOptions:
       vocab_size=2**31 - 1,
       max_model_len=max(1, self.max_model_len),
       num_blocks=max(1, self.num_blocks),
+      block_size=max(1, self.block_size),
       eos_token_ids=(),
     )
     make_order(config)
     make_gate(config)
 
   def engine_config(
-    self, vocab_size: int, max_model_len: int, num_blocks: int, eos_token_ids: tuple[int, ...]
+    self, vocab_size: int, max_model_len: int, num_blocks: int, block_size: int, eos_token_ids: tuple[int, ...]
   ) -> EngineConfig:
-    """The engine's settings, once the model is known. Raises ConfigError."""
+    """The engine's settings, once the model and the device are known. Raises ConfigError."""
     known = {
       "vocab_size": vocab_size,
       "max_model_len": max_model_len,
       "num_blocks": num_blocks,
+      "block_size": block_size,
       "eos_token_ids": eos_token_ids,
     }
     chosen = {
@@ -109,6 +119,7 @@ class Built:
   Attributes:
     engine: nothing submitted yet; its loop is not running.
     runner: the device, for `compiles_after_ready`.
+    attention: name of the paged attention in use.
     model: numbers of the decoder.
     model_name: as the checkpoint calls it.
     config: the engine's settings.
@@ -118,6 +129,7 @@ class Built:
 
   engine: Engine
   runner: ModelRunner
+  attention: str
   model: ModelConfig
   model_name: str
   config: EngineConfig
@@ -141,7 +153,12 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
   if options.compile_cache_dir:
     _use_compile_cache(options.compile_cache_dir)
   mesh = mesh_lib.make_mesh(_devices(options.num_devices))
-  dtype = jnp.dtype(options.dtype)
+  device = mesh.devices.flat[0]
+  attention = _choose_attention(options.attention, device.platform)
+  dtype = jnp.dtype(
+    ("float32" if device.platform == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
+  )
+  block_size = options.block_size or api.preferred_block_size(attention)
   started = time.perf_counter()
   progress("load", 0, 1)
   loaded = load_checkpoint(options.model_dir, mesh, dtype)
@@ -158,7 +175,7 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
     )
   ladder = ShapeLadder(options.token_budgets, options.max_num_seqs)
   started = time.perf_counter()
-  table_width = -(-max_model_len // options.block_size)
+  table_width = -(-max_model_len // block_size)
   leaves, tree = jax.tree.flatten(loaded.params)
 
   def spec(num_blocks: int) -> ProgramSpec:
@@ -168,15 +185,18 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
       graphdef=loaded.graphdef,
       params_tree=tree,
       params=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves),
-      kv=kv_cache.abstract(mesh, model, num_blocks, options.block_size, dtype),
-      block_size=options.block_size,
+      kv=kv_cache.abstract(mesh, model, num_blocks, block_size, dtype, attention),
+      block_size=block_size,
       table_width=table_width,
       num_slots=options.max_num_seqs,
       num_eos=len(loaded.eos_token_ids),
+      attention=attention,
+      device_kind=device.device_kind,
     )
 
-  num_blocks = options.num_blocks or _size_pool(options, loaded, spec, ladder, table_width, dtype)
-  config = options.engine_config(model.vocab_size, max_model_len, num_blocks, loaded.eos_token_ids)
+  _check_attention(spec(table_width), ladder, dtype)
+  num_blocks = options.num_blocks or _size_pool(options, loaded, spec, ladder)
+  config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, loaded.eos_token_ids)
   runner = ModelRunner(spec(num_blocks), tuple(leaves), ladder, config.eos_token_ids, progress)
   runner.warm_up(progress)
   engine = Engine(Scheduler(config), runner, clock, emit)
@@ -184,6 +204,7 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
   return Built(
     engine=engine,
     runner=runner,
+    attention=attention,
     model=model,
     model_name=loaded.name,
     config=config,
@@ -202,16 +223,29 @@ def _devices(count: int) -> list[Any]:
   return found[:count] if count else found
 
 
+def _choose_attention(requested: str, platform: str) -> str:
+  try:
+    return api.choose(requested, platform)
+  except NotImplementedError as error:
+    raise ConfigError(str(error)) from error
+
+
+def _check_attention(spec: ProgramSpec, ladder: ShapeLadder, dtype: jnp.dtype) -> None:
+  """Refuses before anything compiles what the attention kernels cannot do; never falls back unasked."""
+  try:
+    for shape in ladder.rungs():
+      api.check_supported(spec.attention, spec.attention_of(shape).geometry, dtype)
+  except NotImplementedError as error:
+    raise ConfigError(f"{error}; or set --attention=reference, which runs anywhere, slowly") from error
+
+
 def _size_pool(
-  options: BuildOptions,
-  loaded: LoadedModel,
-  spec: Callable[[int], ProgramSpec],
-  ladder: ShapeLadder,
-  table_width: int,
-  dtype: jnp.dtype,
+  options: BuildOptions, loaded: LoadedModel, spec: Callable[[int], ProgramSpec], ladder: ShapeLadder
 ) -> int:
   """Blocks that the memory holds, as many as can be of use."""
-  block_bytes = kv_cache.bytes_per_block(loaded.config, options.block_size, dtype)
+  smallest = spec(1)
+  table_width = smallest.table_width
+  block_bytes = kv_cache.bytes_per_block(loaded.config, smallest.block_size, smallest.kv[0].dtype, smallest.attention)
   # Twice what can run at once: the rest keeps prefixes of what ran before.
   most_useful = options.max_num_seqs * table_width * (2 if options.enable_prefix_caching else 1)
   available = options.kv_cache_mb * 2**20

@@ -16,29 +16,29 @@ from pallas_kernels.paged_attention import api
 Buffers = tuple[jax.Array, ...]
 
 
-def bytes_per_block(model: ModelConfig, block_size: int, dtype: jnp.dtype) -> int:
-  """Bytes of one block over all layers, on all devices together."""
-  shape = api.kv_shape(1, block_size, model.num_kv_heads, model.head_dim)
+def bytes_per_block(model: ModelConfig, block_size: int, dtype: jnp.dtype, attention: str = "reference") -> int:
+  """Bytes of one block over all layers, on all devices together; `attention` is the implementation's name."""
+  shape = api.kv_shape(1, block_size, model.num_kv_heads, model.head_dim, attention)
   size = jnp.dtype(dtype).itemsize
   for extent in shape:
     size *= extent
   return size * model.num_layers
 
 
-def head_axis(block_size: int, model: ModelConfig) -> int:
+def head_axis(block_size: int, model: ModelConfig, attention: str = "reference") -> int:
   """Which dimension of a buffer counts KV heads: the layout is the kernel's secret, but this one must be split."""
-  once = api.kv_shape(3, block_size, model.num_kv_heads, model.head_dim)
-  twice = api.kv_shape(3, block_size, 2 * model.num_kv_heads, model.head_dim)
+  once = api.kv_shape(3, block_size, model.num_kv_heads, model.head_dim, attention)
+  twice = api.kv_shape(3, block_size, 2 * model.num_kv_heads, model.head_dim, attention)
   (axis,) = [i for i, (a, b) in enumerate(zip(once, twice, strict=True)) if a != b]
   return axis
 
 
 def abstract(
-  mesh: Mesh, model: ModelConfig, num_blocks: int, block_size: int, dtype: jnp.dtype
+  mesh: Mesh, model: ModelConfig, num_blocks: int, block_size: int, dtype: jnp.dtype, attention: str = "reference"
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
   """The buffers of a pool of `num_blocks`, one a layer, split over KV heads, without memory."""
-  shape = api.kv_shape(num_blocks + 1, block_size, model.num_kv_heads, model.head_dim)
-  axis = head_axis(block_size, model)
+  shape = api.kv_shape(num_blocks + 1, block_size, model.num_kv_heads, model.head_dim, attention)
+  axis = head_axis(block_size, model, attention)
   names = tuple("kv_heads" if i == axis else None for i in range(len(shape)))
   sharding = mesh_lib.sharding_of(mesh, "KV cache", shape, names)
   return (jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),) * model.num_layers

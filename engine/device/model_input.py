@@ -19,6 +19,7 @@ import numpy as np
 from engine.batch import Admission, Batch
 from engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from engine.shapes import StepShape
+from pallas_kernels.paged_attention.plan import Plan
 
 _GREEDY_BELOW = 1e-5  # as vLLM: a temperature this low would only overflow
 
@@ -68,12 +69,14 @@ class StepLayout:
     table_width: B, blocks of a full table.
     num_slots: slots for requests; index num_slots is the padding slot.
     num_eos: end-of-sequence ids of the model, part of what min_tokens suppresses.
+    plan: what the host computes for the attention kernels of this rung, if they want anything.
   """
 
   shape: StepShape
   table_width: int
   num_slots: int
   num_eos: int
+  plan: Plan | None = None
 
   @property
   def num_stop_ids(self) -> int:
@@ -92,6 +95,7 @@ class StepLayout:
       "kv_lens": (s,),
       "columns": (len(Column), s),
       "stop_ids": (s, self.num_stop_ids),
+      "plan": (self.plan.size if self.plan else 0,),
       "block_tables": (s, self.table_width),
     }
     fields, offset = {}, 0
@@ -142,6 +146,7 @@ class ModelInput:
   query_starts: jax.Array  # int32[S + 1]
   kv_lens: jax.Array  # int32[S]
   block_tables: jax.Array  # int32[S, B]
+  plan: jax.Array  # int32[layout.plan.size], or int32[0]
   logit_tokens: jax.Array  # int32[S], index into the token axis
   sampling: SamplingRows
 
@@ -165,6 +170,7 @@ def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
     query_starts=field("query_starts"),
     kv_lens=field("kv_lens"),
     block_tables=field("block_tables"),
+    plan=field("plan"),
     logit_tokens=columns[Column.TOKEN],
     sampling=SamplingRows(
       flags=columns[Column.FLAGS],
@@ -295,6 +301,8 @@ class Packer:
     columns[Column.TARGET] = -1
     rows = len(batch.slots)
     if not rows:
+      if layout.plan:
+        field("plan")[:] = layout.plan.make(field("query_starts"), field("kv_lens"))
       return packed, LogitRows(np.zeros(0, np.int32), {}, np.zeros(0, np.int32))
 
     slots = np.array(batch.slots, np.int32)
@@ -327,6 +335,8 @@ class Packer:
     pages, offsets = np.divmod(positions, self._block_size)
     blocks = self._block_tables[slots[row_of_token], pages]
     field("slot_mapping")[:total] = blocks * self._block_size + offsets
+    if layout.plan:
+      field("plan")[:] = layout.plan.make(query_starts, field("kv_lens"))
     return packed, self._pack_logit_rows(batch, layout, packed, slots, kv_lens, ends)
 
   def _pack_logit_rows(

@@ -23,7 +23,8 @@ from engine.device.sampler import SlotState
 from engine.shapes import StepShape
 from models.attention import AttentionMeta, paged_attend
 from models.config import ModelConfig
-from pallas_kernels.paged_attention.api import RaggedMeta
+from pallas_kernels.paged_attention.api import PagedAttention
+from pallas_kernels.paged_attention.plan import Geometry
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +38,8 @@ class ProgramSpec:
     params: the leaves, abstract, with shardings.
     kv: the KV buffers, abstract, with shardings.
     block_size, table_width, num_slots, num_eos: as in StepLayout.
+    attention: name of the implementation (pallas_kernels.paged_attention.api), whose layout `kv` has.
+    device_kind: as JAX calls the devices; decides tuned settings of kernels.
   """
 
   mesh: Mesh
@@ -49,10 +52,27 @@ class ProgramSpec:
   table_width: int
   num_slots: int
   num_eos: int
+  attention: str = "reference"
+  device_kind: str = ""
+
+  def attention_of(self, shape: StepShape) -> PagedAttention:
+    """The attention of a rung, as one device runs it: on several, each has its own heads."""
+    model, devices = self.model, self.mesh.size
+    geometry = Geometry(
+      tokens=shape.tokens,
+      rows=shape.rows,
+      table_width=self.table_width,
+      block_size=self.block_size,
+      num_heads=model.num_heads // devices,
+      num_kv_heads=model.num_kv_heads // devices,
+      head_dim=model.head_dim,
+      sliding_window=model.sliding_window,
+    )
+    return PagedAttention(self.attention, geometry, scale=model.head_dim**-0.5, device_kind=self.device_kind)
 
   def layout(self, shape: StepShape) -> StepLayout:
     """The packed array of a rung."""
-    return StepLayout(shape, self.table_width, self.num_slots, self.num_eos)
+    return StepLayout(shape, self.table_width, self.num_slots, self.num_eos, self.attention_of(shape).plan)
 
   def whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """An abstract array that every device holds."""
@@ -70,16 +90,16 @@ class ProgramSpec:
 
 
 @functools.cache
-def _attend(spec: ProgramSpec):
+def _attend(spec: ProgramSpec, attention: PagedAttention):
   """Paged attention; on several devices each runs its own heads, whatever the kernel is made of."""
-  attend = paged_attend(spec.model.sliding_window)
+  attend = paged_attend(attention)
   if spec.mesh.size == 1:
     return attend
-  heads = PartitionSpec(None, mesh_lib.AXIS, None)
+  heads = PartitionSpec(None, mesh_lib.AXIS)
   pages = spec.kv[0].sharding.spec  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
   whole = PartitionSpec()
   return jax.shard_map(
-    attend, mesh=spec.mesh, in_specs=(heads, heads, heads, pages, whole), out_specs=(heads, pages), check_vma=False
+    attend, mesh=spec.mesh, in_specs=(heads, whole, whole, pages, whole), out_specs=(heads, pages), check_vma=False
   )
 
 
@@ -111,8 +131,10 @@ def step(
   decoder = nnx.merge(spec.graphdef, jax.tree.unflatten(spec.params_tree, params))
   waiting = inputs.tokens < 0
   tokens = jnp.where(waiting, last_tokens[jnp.where(waiting, -1 - inputs.tokens, 0)], inputs.tokens)
-  meta = AttentionMeta(RaggedMeta(inputs.block_tables, inputs.kv_lens, inputs.query_starts), inputs.slot_mapping)
-  hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, _attend(spec))
+  attention = spec.attention_of(layout.shape)
+  rows_of_step = attention.meta(inputs.block_tables, inputs.kv_lens, inputs.query_starts, inputs.plan)
+  meta = AttentionMeta(rows_of_step, inputs.slot_mapping)
+  hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, _attend(spec, attention))
   logits = decoder.logits(hidden[inputs.logit_tokens])
   logits = lax.with_sharding_constraint(logits, mesh_lib.replicated(spec.mesh))
   with jax.named_scope("sample"):

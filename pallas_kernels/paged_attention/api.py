@@ -1,17 +1,60 @@
 """What a model calls for attention over paged keys and values; it may not compute anything itself.
 
-An implementation is a module with the public functions of `reference.py`, of the same signatures. It owns the layout
-of the KV buffer: callers treat a buffer as opaque and get its shape from `kv_shape`. Choosing happens here, once, at
-trace time.
+An implementation is a module of this folder with the functions that `reference.py` has: `kv_shape`, `num_kv_heads`,
+`write_kv`, `ragged_paged_attention`. It owns the layout of the KV buffer: callers treat a buffer as opaque and get its
+shape from `kv_shape`. It may have besides
+
+  check_supported(geometry, dtype)                  refuses, with NotImplementedError, what it cannot do
+  attend(qkv, cos, sin, kv, ...)                    rotary embedding, KV write and attention as one (gpu.py)
+  make_plan(geometry, device_kind) -> Plan          host-made work lists that travel with every step (plan.py)
+  prepare(block_tables, kv_lens, query_starts, ...) what all layers of a step need, computed once on the device
+
+Choosing happens here, by name, before anything is compiled.
 """
 
 import dataclasses
+from functools import cached_property
+import importlib
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.plan import Geometry, Plan
+
+# By name; imported when first used, since a GPU's needs what a TPU's machine may lack.
+IMPLEMENTATIONS = ("reference", "gpu", "tpu")
+_OF_PLATFORM = {"cpu": "reference", "gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
+
+
+def implementation(name: str) -> ModuleType:
+  """The module of an implementation; ValueError for a name that is none."""
+  if name not in IMPLEMENTATIONS:
+    raise ValueError(f"paged attention: implementation {name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+  return importlib.import_module(f"pallas_kernels.paged_attention.{name}")
+
+
+def choose(requested: str, platform: str) -> str:
+  """The implementation for a platform ("cpu", "gpu", "tpu"): `requested`, or with "auto" the platform's own.
+
+  Raises:
+    NotImplementedError: the platform has none of its own.
+  """
+  if requested != "auto":
+    implementation(requested)
+    return requested
+  if platform not in _OF_PLATFORM:
+    raise NotImplementedError(
+      f"paged attention: no implementation for platform {platform!r}; supported are {', '.join(_OF_PLATFORM)}, and "
+      "--attention=reference runs anywhere, slowly"
+    )
+  return _OF_PLATFORM[platform]
+
+
+def preferred_block_size(name: str) -> int:
+  """Tokens a KV block that an implementation is best at."""
+  return getattr(implementation(name), "PREFERRED_BLOCK_SIZE", 16)
 
 
 @jax.tree_util.register_dataclass
@@ -27,18 +70,113 @@ class RaggedMeta:
     block_tables: int32[S, B], ids of physical blocks; entries past a row's length are never read (0 by custom).
     kv_lens: int32[S], positions of the row including those written in this step.
     query_starts: int32[S + 1], not decreasing.
+    work: what the implementation made of these for all layers (see `PagedAttention.meta`), or None.
   """
 
   block_tables: jax.Array
   kv_lens: jax.Array
   query_starts: jax.Array
+  work: Any = None
 
 
-def _implementation() -> ModuleType:
-  return reference
+@dataclasses.dataclass(frozen=True)
+class PagedAttention:
+  """The attention of one compiled step: an implementation and everything static about its calls. Hashable.
+
+  Attributes:
+    implementation: a name of IMPLEMENTATIONS.
+    geometry: shapes, on one device.
+    scale: factor on q.k, usually H ** -0.5.
+    soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv:2408.00118); None leaves them.
+    device_kind: as JAX calls it, for tuned settings.
+  """
+
+  implementation: str
+  geometry: Geometry
+  scale: float
+  soft_cap: float | None = None
+  device_kind: str = ""
+
+  @property
+  def _module(self) -> ModuleType:
+    return implementation(self.implementation)
+
+  @cached_property
+  def plan(self) -> Plan | None:
+    """What the host computes for every step of this shape; None where the implementation needs nothing."""
+    make_plan = getattr(self._module, "make_plan", None)
+    return make_plan(self.geometry, self.device_kind) if make_plan else None
+
+  @property
+  def fused(self) -> bool:
+    """Whether `attend` may be called; otherwise rotary embedding is the caller's, then write_kv and the rest."""
+    return hasattr(self._module, "attend")
+
+  def meta(
+    self, block_tables: jax.Array, kv_lens: jax.Array, query_starts: jax.Array, plan: jax.Array | None = None
+  ) -> RaggedMeta:
+    """The rows of a step, with what all its layers share computed once.
+
+    Args:
+      block_tables, kv_lens, query_starts: see RaggedMeta.
+      plan: int32[self.plan.size], of `self.plan.make`; None where there is no plan.
+    """
+    prepare = getattr(self._module, "prepare", None)
+    if self.plan is not None:
+      work = self.plan.split(plan)
+    else:
+      work = prepare(self.geometry, block_tables, kv_lens, query_starts) if prepare else None
+    return RaggedMeta(block_tables, kv_lens, query_starts, work)
+
+  def attend(
+    self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, kv: jax.Array, meta: RaggedMeta, slot_mapping: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Rotary embedding, KV write and attention of a layer, where the implementation has them as one.
+
+    Args:
+      qkv: [T, K, G + 2, H]; the G query heads of a KV head, its key, its value, before rotary embedding.
+      cos, sin: f32[T, H / 2].
+      kv: a buffer of `kv_shape`; updated in place where the caller's jit donates it.
+      meta: of `self.meta`.
+      slot_mapping: see `write_kv`.
+
+    Returns:
+      [T, N, H] of qkv's dtype, zeros at padding tokens; and the buffer.
+    """
+    return self._module.attend(
+      qkv,
+      cos,
+      sin,
+      kv,
+      meta.block_tables,
+      meta.kv_lens,
+      meta.query_starts,
+      slot_mapping,
+      meta.work,
+      plan=self.plan,
+      scale=self.scale,
+      sliding_window=self.geometry.sliding_window,
+      soft_cap=self.soft_cap,
+      device_kind=self.device_kind,
+    )
 
 
-def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+def check_supported(name: str, geometry: Geometry, dtype: Any) -> None:
+  """Raises NotImplementedError, with the value and what is supported, for what an implementation cannot do.
+
+  Args:
+    name: of IMPLEMENTATIONS.
+    geometry: heads, head size and block size are looked at.
+    dtype: of q, k, v and the buffer.
+  """
+  check = getattr(implementation(name), "check_supported", None)
+  if check:  # the reference takes everything
+    check(geometry, jnp.dtype(dtype))
+
+
+def kv_shape(
+  num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, name: str = "reference"
+) -> tuple[int, ...]:
   """Shape of one layer's KV buffer.
 
   Args:
@@ -46,19 +184,20 @@ def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int)
     block_size: tokens a block.
     num_kv_heads: K.
     head_dim: H.
+    name: of the implementation.
   """
-  for name, value in (
+  for what, value in (
     ("num_blocks", num_blocks),
     ("block_size", block_size),
     ("num_kv_heads", num_kv_heads),
     ("head_dim", head_dim),
   ):
     if value < 1:
-      raise ValueError(f"paged attention: {name}={value} must be at least 1")
-  return _implementation().kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
+      raise ValueError(f"paged attention: {what}={value} must be at least 1")
+  return implementation(name).kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
 
 
-def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, name: str = "reference") -> jax.Array:
   """Stores this step's keys and values; in place where the caller's jit donates `kv`.
 
   Args:
@@ -66,6 +205,7 @@ def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array)
     k, v: [T, K, H].
     slot_mapping: int32[T], block id * block_size + offset in the block; padding tokens map into block 0, whose
       content is never read.
+    name: of the implementation.
 
   Returns:
     The buffer with the tokens written.
@@ -74,7 +214,7 @@ def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array)
     raise ValueError(
       f"write_kv: k {k.shape}, v {v.shape} and slot_mapping {slot_mapping.shape} must be [T, K, H], [T, K, H] and [T]"
     )
-  return _implementation().write_kv(kv, k, v, slot_mapping)
+  return implementation(name).write_kv(kv, k, v, slot_mapping)
 
 
 def ragged_paged_attention(
@@ -85,6 +225,8 @@ def ragged_paged_attention(
   scale: float,
   sliding_window: int | None = None,
   soft_cap: float | None = None,
+  name: str = "reference",
+  **static: Any,
 ) -> jax.Array:
   """Causal attention of every packed token over its row's paged keys and values.
 
@@ -94,16 +236,19 @@ def ragged_paged_attention(
     meta: the rows.
     scale: factor on q.k, usually H ** -0.5.
     sliding_window: a query sees its last `sliding_window` positions, itself included; None sees all.
-    soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv:2408.00118); None leaves them.
+    soft_cap: as in PagedAttention.
+    name: of the implementation.
+    static: what only that implementation takes (`plan` of gpu.py).
 
   Returns:
     [T, N, H] of q's dtype; zeros at padding tokens.
   """
+  module = implementation(name)
   if sliding_window is not None and sliding_window < 1:
     raise ValueError(f"paged attention: sliding_window={sliding_window} must be at least 1, or None")
   if soft_cap is not None and soft_cap <= 0:
     raise ValueError(f"paged attention: soft_cap={soft_cap} must be above 0, or None")
-  num_kv_heads = _implementation().num_kv_heads(kv)
+  num_kv_heads = module.num_kv_heads(kv)
   if q.shape[1] % num_kv_heads:
     raise ValueError(
       f"paged attention: {q.shape[1]} query heads are not a multiple of the {num_kv_heads} KV heads of the buffer"
@@ -114,14 +259,15 @@ def ragged_paged_attention(
       f"paged attention: block_tables {meta.block_tables.shape}, kv_lens {meta.kv_lens.shape} and "
       f"query_starts {meta.query_starts.shape} must be [S, B], [S] and [S + 1]"
     )
-  for name, array in (
+  for what, array in (
     ("block_tables", meta.block_tables),
     ("kv_lens", meta.kv_lens),
     ("query_starts", meta.query_starts),
   ):
     if array.dtype != jnp.int32:
-      raise ValueError(f"paged attention: {name} has dtype {array.dtype}; it must be int32")
-  return _implementation().ragged_paged_attention(
+      raise ValueError(f"paged attention: {what} has dtype {array.dtype}; it must be int32")
+  work = {} if meta.work is None else {"work": meta.work}
+  return module.ragged_paged_attention(
     q,
     kv,
     meta.block_tables,
@@ -130,4 +276,6 @@ def ragged_paged_attention(
     scale=scale,
     sliding_window=sliding_window,
     soft_cap=soft_cap,
+    **work,
+    **static,
   )

@@ -54,10 +54,11 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
-    ({"dtype": "float16"}, "dtype='float16' is not one of float32, bfloat16"),
+    ({"dtype": "float16"}, "dtype='float16' is not one of auto, float32, bfloat16"),
     ({"kv_cache_mb": 5, "num_blocks": 5}, "set only one of"),
     ({"kv_cache_mb": -1}, "kv_cache_mb=-1 must be 0 or more"),
-    ({"block_size": 0}, "block_size=0 must be at least 1"),
+    ({"block_size": -1}, "block_size=-1 must be 0 or more"),
+    ({"attention": "cuda"}, "attention='cuda' is not one of auto, reference, gpu, tpu"),
     ({"token_budgets": (8, 4)}, "strictly increasing"),
     ({"max_num_seqs": 99}, "max_num_seqs=99 exceeds the top token budget 16"),
     ({"prefill_chunk": 17}, "prefill_chunk=17 exceeds the top token budget 16"),

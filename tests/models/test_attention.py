@@ -8,23 +8,34 @@ import numpy as np
 import pytest
 
 from models.attention import AttentionMeta, dense_causal_attend, paged_attend
+from models.layers import rope
 from pallas_kernels.paged_attention import api
+from pallas_kernels.paged_attention.plan import Geometry
 
 _LENGTH, _PAGE, _HEADS, _KV_HEADS, _HEAD_DIM = 40, 8, 6, 2, 16
 
 
 def _sequence() -> tuple[jax.Array, jax.Array, jax.Array]:
+  """A layer's projections, and the angles of each position."""
   rng = np.random.default_rng(0)
-  shapes = ((_LENGTH, _HEADS, _HEAD_DIM), (_LENGTH, _KV_HEADS, _HEAD_DIM), (_LENGTH, _KV_HEADS, _HEAD_DIM))
-  return tuple(jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in shapes)
+  qkv = rng.standard_normal((_LENGTH, _KV_HEADS, _HEADS // _KV_HEADS + 2, _HEAD_DIM), np.float32)
+  angle = np.arange(_LENGTH, dtype=np.float32)[:, None] * 10.0 ** -np.arange(_HEAD_DIM // 2, dtype=np.float32)
+  return jnp.asarray(qkv), jnp.asarray(np.cos(angle)), jnp.asarray(np.sin(angle))
+
+
+def _attention(window: int | None, rows: int = 2) -> api.PagedAttention:
+  geometry = Geometry(24, rows, 5, _PAGE, _HEADS, _KV_HEADS, _HEAD_DIM, window)
+  return api.PagedAttention("reference", geometry, scale=_HEAD_DIM**-0.5)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_chunks_over_pages_equal_the_whole_sequence(window: int | None) -> None:
-  q, k, v = _sequence()
-  whole, _ = dense_causal_attend(window)(q[None], k[None], v[None], None, None)
+  sequence = _sequence()
+  whole, _ = dense_causal_attend(window)(*(x[None] for x in sequence), None, None)
   blocks = np.array([4, 2, 6, 1, 3], np.int32)
-  layer = functools.partial(jax.jit, static_argnums=5)(lambda q, k, v, kv, meta, attend: attend(q, k, v, kv, meta))
+  layer = functools.partial(jax.jit, static_argnums=5)(
+    lambda qkv, cos, sin, kv, meta, attend: attend(qkv, cos, sin, kv, meta)
+  )
   kv = jnp.full(api.kv_shape(8, _PAGE, _KV_HEADS, _HEAD_DIM), jnp.nan)
   done, parts = 0, []
   for size in (17, 1, 20, 1, 1):  # in a step of 24 tokens: the rest is padding
@@ -32,13 +43,13 @@ def test_chunks_over_pages_equal_the_whole_sequence(window: int | None) -> None:
     done += size
     slots = np.zeros(24, np.int32)
     slots[:size] = blocks[positions // _PAGE] * _PAGE + positions % _PAGE
-    padded = [jnp.zeros((24, *x.shape[1:])).at[:size].set(x[positions]) for x in (q, k, v)]
-    ragged = api.RaggedMeta(
+    padded = [jnp.zeros((24, *x.shape[1:])).at[:size].set(x[positions]) for x in sequence]
+    ragged = _attention(window).meta(
       jnp.asarray(np.stack([blocks, np.zeros_like(blocks)])),
       jnp.array([done, 0], jnp.int32),
       jnp.array([0, size, size], jnp.int32),
     )
-    out, kv = layer(*padded, kv, AttentionMeta(ragged, jnp.asarray(slots)), paged_attend(window))
+    out, kv = layer(*padded, kv, AttentionMeta(ragged, jnp.asarray(slots)), paged_attend(_attention(window)))
     parts.append(np.asarray(out[:size]))
   np.testing.assert_allclose(np.concatenate(parts), np.asarray(whole[0]), rtol=0, atol=1e-5)
   assert layer._cache_size() == 1
@@ -46,12 +57,25 @@ def test_chunks_over_pages_equal_the_whole_sequence(window: int | None) -> None:
 
 def test_the_same_arguments_give_the_same_function() -> None:
   """It is static in compiled layers: another object would compile another layer."""
-  assert paged_attend(5) is paged_attend(5)
-  assert paged_attend(5) is not paged_attend(6)
+  assert paged_attend(_attention(5)) is paged_attend(_attention(5))
+  assert paged_attend(_attention(5)) is not paged_attend(_attention(6))
   assert dense_causal_attend() is dense_causal_attend()
 
 
+def test_the_reference_rotates_before_it_stores() -> None:
+  """Keys lie in the buffer rotated, values as they came."""
+  qkv, cos, sin = _sequence()
+  kv = jnp.zeros(api.kv_shape(8, _PAGE, _KV_HEADS, _HEAD_DIM))
+  ragged = _attention(None).meta(jnp.ones((2, 5), jnp.int32), jnp.array([1, 0]), jnp.array([0, 1, 1]))
+  slots = jnp.zeros(24, jnp.int32).at[0].set(_PAGE)
+  at = 7  # a position whose angles are not 0
+  three = (jnp.zeros((24, *x.shape[1:])).at[0].set(x[at]) for x in (qkv, cos, sin))
+  _, kv = paged_attend(_attention(None))(*three, kv, AttentionMeta(ragged, slots))
+  np.testing.assert_array_equal(kv[1, 0, :, 0], rope(qkv[at, :, -2], cos[at], sin[at]))
+  np.testing.assert_array_equal(kv[1, 1, :, 0], qkv[at, :, -1])
+
+
 def test_dense_attention_is_differentiable() -> None:
-  q, k, v = (x[None] for x in _sequence())
-  gradient = jax.grad(lambda q: dense_causal_attend(3)(q, k, v, None, None)[0].sum())(q)
+  sequence = [x[None] for x in _sequence()]
+  gradient = jax.grad(lambda qkv: dense_causal_attend(3)(qkv, *sequence[1:], None, None)[0].sum())(sequence[0])
   assert np.isfinite(np.asarray(gradient)).all() and np.asarray(gradient).any()

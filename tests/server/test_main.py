@@ -158,7 +158,7 @@ BAD_STARTS = {
   ("--nonsense=1",): (2, "error: Unknown command line flag 'nonsense'; --help lists the flags"),
   ("--port=abc",): (2, "error: flag --port=abc: invalid literal"),
   ("--port=70000",): (2, "error: flag --port=70000: "),
-  ("--block_size=0",): (2, "error: flag --block_size=0: 0 is not a positive integer"),
+  ("--block_size=-1",): (2, "error: flag --block_size=-1: -1 is not a non-negative integer"),
   ("--queue_timeout_s=-1",): (2, "error: flag --queue_timeout_s=-1: "),
   ("--policy=random",): (2, "error: flag --policy=random: value should be one of"),
   ("--flagfile=/does/not/exist",): (2, "error: Unable to open flagfile"),
