@@ -1,0 +1,482 @@
+"""Paged attention as Pallas kernels for TPU v5e and v6e; it may not know of engines or models.
+
+The buffer is [P, K, page, W]: a line of W lanes holds a position's key and, behind it, its value, so that one copy
+brings both and heads of 64 fill the 128 lanes of a register (apart, each would be padded to 128). Where H is no
+multiple of 128 the key and value of a line are never parted: queries have zeros where the values lie, weights times
+whole lines give the output in the values' lanes, and the matrix unit is 128 wide anyhow.
+
+Attention is one kernel without a grid: it walks a list of query tiles made on the device from `query_starts`. A tile
+is one query (decode) or a run of queries of one row; it walks the row's pages in chunks and keeps the softmax online
+(arXiv:2205.14135). Copies of the next chunk, of the next tile's queries and of the last tile's output go on meanwhile.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+# None of these is measured: no TPU was at hand.
+_CHUNK = 256  # keys a pass
+_TILE_ROWS = 256  # (query, head of the group) pairs a tile
+_WRITE_TOKENS = 512  # new tokens in VMEM at a time
+_RING = 16  # windows on their way in `write_kv`, half of them to be read, half to be written
+_VMEM_BYTES = 64 * 2**20  # of 128 MiB
+_LANES = 128
+_MASKED = -1e30  # a score no real one reaches; finite, so that masked - masked is 0 and not NaN
+
+Interpret = bool | pltpu.InterpretParams
+
+
+def _lines(head_dim: int) -> tuple[int, slice, slice]:
+  """Lanes of a line, and which of them are multiplied with queries and with weights."""
+  if head_dim % _LANES == 0:
+    return 2 * head_dim, slice(0, head_dim), slice(head_dim, 2 * head_dim)
+  width = -(-2 * head_dim // _LANES) * _LANES
+  return width, slice(0, width), slice(0, width)
+
+
+def _window(dtype: jnp.dtype) -> int:
+  """Positions that one hardware tile holds, the least that can be copied."""
+  return 32 // jnp.dtype(dtype).itemsize
+
+
+def check_supported(head_dim: int, dtype: jnp.dtype, block_size: int, group: int) -> None:
+  """Raises NotImplementedError, naming the value, for what the kernels do not do.
+
+  Args:
+    head_dim: H.
+    dtype: of queries and buffer.
+    block_size: tokens a block.
+    group: query heads a KV head.
+  """
+  del head_dim  # any; padded to a register's lanes
+  if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+    raise NotImplementedError(f"paged attention on TPU: dtype {jnp.dtype(dtype)}; bfloat16 and float32 are supported")
+  if block_size % _window(dtype):
+    raise NotImplementedError(
+      f"paged attention on TPU: block_size={block_size}; multiples of {_window(dtype)} are supported for "
+      f"{jnp.dtype(dtype)}"
+    )
+  if group > _TILE_ROWS:
+    raise NotImplementedError(
+      f"paged attention on TPU: {group} query heads a KV head; up to {_TILE_ROWS} are supported"
+    )
+
+
+def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+  """[P, K, page, W]: a page is contiguous, and so is a head's part of it."""
+  return (num_blocks, num_kv_heads, block_size, _lines(head_dim)[0])
+
+
+def num_kv_heads(kv: jax.Array) -> int:
+  """K of a buffer."""
+  return kv.shape[1]
+
+
+def _runs(slots: jax.Array, page: int, window: int, tokens: int) -> tuple[jax.Array, ...]:
+  """Cuts the new tokens into runs that lie side by side within one window of the buffer; padding is left out.
+
+  Args:
+    slots: int32[T].
+    page, window: tokens a block, and a hardware tile.
+    tokens: new tokens in VMEM at a time; no run crosses a multiple of it.
+
+  Returns:
+    First token, number of tokens and first slot of each run, int32[T] of which the first n count, and where the runs of
+    each multiple of `tokens` begin, int32[1 + multiples].
+  """
+  size = slots.shape[0]
+  index = jnp.arange(size, dtype=jnp.int32)
+  edges = jnp.arange(0, size + tokens, tokens, dtype=jnp.int32)
+  starts = (slots != jnp.roll(slots, 1) + 1) | (slots % window == 0) | (index % tokens == 0)
+  real = slots >= page
+  (begins,) = jnp.nonzero(starts & real, size=size, fill_value=size + tokens)
+  (lasts,) = jnp.nonzero(jnp.roll(starts, -1).at[-1].set(True) & real, size=size, fill_value=0)
+  begins = begins.astype(jnp.int32)
+  firsts = jnp.sum((begins[None, :] < edges[:, None]).astype(jnp.int32), axis=1)
+  return begins, lasts.astype(jnp.int32) + 1 - begins, slots.at[begins].get(mode="clip"), firsts
+
+
+def _write_kernel(begins, counts, slots, firsts, new, _, kv, windows, reads, writes):
+  """Puts the runs of one block of new tokens into their windows: read, merge, write.
+
+  Args:
+    begins, counts, slots, firsts: see `_runs`, in SMEM.
+    new: [K, tokens, W], the block.
+    kv: the buffer, in HBM.
+    windows: [ring, K, window, W].
+    reads, writes: a semaphore for each place of the ring.
+  """
+  ring, _, window, _ = windows.shape
+  tokens, page = new.shape[1], kv.shape[2]
+  first, stop = firsts[pl.program_id(0)], firsts[pl.program_id(0) + 1]
+
+  def place(run):
+    offset = pl.multiple_of(slots[run] % page // window * window, window)
+    return kv.at[slots[run] // page, :, pl.ds(offset, window)]
+
+  def read(run):
+    return pltpu.make_async_copy(place(run), windows.at[run % ring], reads.at[run % ring])
+
+  def write(run):
+    return pltpu.make_async_copy(windows.at[run % ring], place(run), writes.at[run % ring])
+
+  def merge(run, carry):
+    @pl.when(run + ring // 2 < stop)
+    def _():
+      @pl.when(run - ring // 2 >= first)
+      def _():
+        write(run - ring // 2).wait()
+
+      read(run + ring // 2).start()
+
+    read(run).wait()
+    # The run lies within two aligned windows of the new tokens; they are turned until it lies as in the buffer.
+    token = begins[run] - pl.program_id(0) * tokens
+    aligned = pl.multiple_of(jnp.minimum(token // window * window, tokens - 2 * window), window)
+    offset = slots[run] % window
+    pair = new[:, pl.ds(aligned, 2 * window), :].astype(jnp.float32)
+    turned = pltpu.roll(pair, (offset - (token - aligned) + 2 * window) % (2 * window), 1)[:, :window]
+    position = lax.broadcasted_iota(jnp.int32, turned.shape, 1)
+    mine = (position >= offset) & (position < offset + counts[run])
+    old = windows[run % ring]
+    windows[run % ring] = jnp.where(mine, turned, old.astype(jnp.float32)).astype(old.dtype)
+    write(run).start()
+    return carry
+
+  def each(begin, end, act: Callable) -> None:
+    lax.fori_loop(begin, end, lambda run, carry: (act(run), carry)[1], 0)
+
+  each(first, jnp.minimum(first + ring // 2, stop), lambda run: read(run).start())
+  lax.fori_loop(first, stop, merge, 0)
+  each(jnp.maximum(stop - ring, first), stop, lambda run: write(run).wait())
+
+
+def write_kv(
+  kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, interpret: Interpret = False
+) -> jax.Array:
+  """See api.write_kv. Tokens of one block must be consecutive positions, in order, as a row's are; padding is skipped.
+
+  Args:
+    interpret: how to run on a machine without a TPU.
+  """
+  _, heads, page, width = kv.shape
+  head_dim, window = k.shape[2], _window(kv.dtype)
+  check_supported(head_dim, kv.dtype, page, 1)
+  tokens = min(_WRITE_TOKENS, -(-k.shape[0] // (2 * window)) * 2 * window)
+  blocks = -(-k.shape[0] // tokens)
+  new = jnp.concatenate([k, v], axis=2).astype(kv.dtype).transpose(1, 0, 2)
+  new = jnp.pad(new, ((0, 0), (0, blocks * tokens - k.shape[0]), (0, width - 2 * head_dim)))
+  return pl.pallas_call(
+    _write_kernel,
+    out_shape=jax.ShapeDtypeStruct(kv.shape, kv.dtype),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=4,
+      grid=(blocks,),
+      in_specs=[
+        pl.BlockSpec((heads, tokens, width), lambda block, *_: (0, block, 0)),
+        pl.BlockSpec(memory_space=pl.ANY),
+      ],
+      out_specs=pl.BlockSpec(memory_space=pl.ANY),
+      scratch_shapes=[
+        pltpu.VMEM((_RING, heads, window, width), kv.dtype),
+        pltpu.SemaphoreType.DMA((_RING,)),
+        pltpu.SemaphoreType.DMA((_RING,)),
+      ],
+    ),
+    input_output_aliases={5: 0},
+    compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=_VMEM_BYTES),
+    name="write_kv",
+    interpret=interpret,
+  )(*_runs(slot_mapping, page, window, tokens), new, kv)
+
+
+class _Tile(NamedTuple):
+  """A run of queries of one row, as scalars.
+
+  Attributes:
+    row: which one.
+    begin, stop: its tokens.
+    offset: from token to position.
+    end: keys that its last query sees, counted from position 0.
+    first_page: the first page that any of its queries sees, in the row's table.
+    chunks: passes over its keys; at least 1.
+    decodes: it is the only query of its row.
+  """
+
+  row: jax.Array
+  begin: jax.Array
+  stop: jax.Array
+  offset: jax.Array
+  end: jax.Array
+  first_page: jax.Array
+  chunks: jax.Array
+  decodes: jax.Array
+
+
+def _attention_kernel(
+  rows,
+  begins,
+  count,
+  tables,
+  lens,
+  starts,
+  q,
+  kv,
+  out,
+  kv_chunks,
+  q_tiles,
+  out_tiles,
+  queries,
+  peaks,
+  totals,
+  accs,
+  kv_copied,
+  q_copied,
+  out_copied,
+  *,
+  group: int,
+  keys_at: slice,
+  values_at: slice,
+  scale: float,
+  sliding_window: int | None,
+  soft_cap: float | None,
+):
+  """Attention of all tiles, one after the other.
+
+  Args:
+    rows, begins, count: int32[I], int32[I], int32[1]: row and first token of the tiles, and how many there are.
+    tables, lens, starts: see api.RaggedMeta; all of these are in SMEM.
+    q, kv, out: in HBM: [T, N, Wq], the buffer and [T, N, Wo].
+    kv_chunks: [2, K, pages, page, W].
+    q_tiles, out_tiles: [2, tile, N, Wq], [2, tile, N, Wo].
+    queries: [K, tile * G, Wq], the tile's by head.
+    peaks, totals: f32[K, tile * G, 128], running maximum and sum of weights, the same in all lanes.
+    accs: f32[K, tile * G, Wo], weighted values.
+    kv_copied, q_copied, out_copied: two semaphores each.
+    group, keys_at, values_at: G, and see `_lines`.
+  """
+  _, heads, pages, page, width = kv_chunks.shape
+  chunk, most = pages * page, q_tiles.shape[1]
+  dtype = kv.dtype
+  precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+  def tile_of(index) -> _Tile:
+    row, begin = rows[index], begins[index]
+    row_stop = starts[row + 1]
+    stop, offset = jnp.minimum(begin + most, row_stop), lens[row] - row_stop
+    low = 0 if sliding_window is None else jnp.maximum(begin + offset - (sliding_window - 1), 0)
+    first_page = low // page
+    last_page = pl.cdiv(stop + offset, page)
+    chunks = pl.cdiv(last_page - first_page, pages)
+    return _Tile(row, begin, stop, offset, stop + offset, first_page, chunks, row_stop - starts[row] == 1)
+
+  def kv_copies(tile: _Tile, number, slot, act: Callable) -> None:
+    """Starts or awaits the pages of chunk `number` of a tile."""
+    first = tile.first_page + number * pages
+
+    def copy(i, carry):
+      source = kv.at[tables[tile.row, first + i]]
+      act(pltpu.make_async_copy(source, kv_chunks.at[slot, :, i], kv_copied.at[slot]))
+      return carry
+
+    lax.fori_loop(0, jnp.minimum(pl.cdiv(tile.end, page) - first, pages), copy, 0)
+
+  def first_loaded(tile: _Tile, size: int):
+    """The first token of a tile's copy in VMEM: a whole tile, moved back where it would end behind the tokens."""
+    return tile.begin if size == 1 else jnp.minimum(tile.begin, q.shape[0] - size)
+
+  def by_size(tile: _Tile, act: Callable[[int], None]) -> None:
+    """Calls `act` with the number of queries to work on: 1, or a tile's most."""
+    pl.when(tile.decodes)(lambda: act(1))
+    pl.when(jnp.logical_not(tile.decodes))(lambda: act(most))
+
+  def q_copy(tile: _Tile, size: int, slot):
+    source = q.at[pl.ds(first_loaded(tile, size), size)]
+    return pltpu.make_async_copy(source, q_tiles.at[slot, pl.ds(0, size)], q_copied.at[slot])
+
+  def out_copy(tile: _Tile, size: int, slot):
+    tokens = 1 if size == 1 else tile.stop - tile.begin
+    source = out_tiles.at[slot, pl.ds(tile.begin - first_loaded(tile, size), tokens)]
+    return pltpu.make_async_copy(source, out.at[pl.ds(tile.begin, tokens)], out_copied.at[slot])
+
+  def clear_tail(tile: _Tile, number, slot) -> None:
+    """Zeroes what lies behind the last key, in keys and values: a weight of 0 times NaN would be NaN."""
+    left = tile.end - tile.first_page * page - number * chunk
+
+    @pl.when(left < chunk)
+    def _():
+      for head in range(heads):
+        lines = kv_chunks[slot, head].astype(jnp.float32).reshape(chunk, width)
+        lines = jnp.where(lax.broadcasted_iota(jnp.int32, lines.shape, 0) < left, lines, 0.0)
+        kv_chunks[slot, head] = lines.reshape(pages, page, width).astype(dtype)
+
+  def attend_chunk(tile: _Tile, size: int, number, slot) -> None:
+    shape = (size * group, chunk)
+    position = first_loaded(tile, size) + tile.offset + lax.broadcasted_iota(jnp.int32, shape, 0) // group
+    key = tile.first_page * page + number * chunk + lax.broadcasted_iota(jnp.int32, shape, 1)
+    seen = key <= position
+    if sliding_window is not None:
+      seen &= key > position - sliding_window
+    of_tile = pl.ds(0, size * group)
+    for head in range(heads):
+      lines = kv_chunks[slot, head].reshape(chunk, width)
+      scores = lax.dot_general(
+        queries[head, of_tile],
+        lines[:, keys_at],
+        (((1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+      )
+      scores *= scale
+      if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+      scores = jnp.where(seen, scores, _MASKED)
+      peak = peaks[head, of_tile]
+      new_peak = jnp.maximum(peak, scores.max(axis=1, keepdims=True))
+      # A query that has seen nothing yet counts masked keys with weight 1; its first key makes the decay of that 0.
+      weights = jnp.exp(scores - new_peak[:, :1])
+      decay = jnp.exp(peak - new_peak)
+      peaks[head, of_tile] = new_peak
+      totals[head, of_tile] = totals[head, of_tile] * decay + weights.sum(axis=1, keepdims=True)
+      accs[head, of_tile] = accs[head, of_tile] * decay[:, :1] + jnp.dot(
+        weights.astype(dtype), lines[:, values_at], precision=precision, preferred_element_type=jnp.float32
+      )
+
+  def start_tile(tile: _Tile, index, slot) -> None:
+    by_size(tile, lambda size: q_copy(tile, size, index % 2).start())
+    kv_copies(tile, 0, slot, lambda copy: copy.start())
+
+  def run_tile(index, done):
+    """Works on one tile; `done` counts the chunks before it, so that chunks alternate between the two places."""
+    tile = tile_of(index)
+
+    def next_chunk(number, slot) -> None:
+      @pl.when(number < tile.chunks)
+      def _():
+        kv_copies(tile, number, slot, lambda copy: copy.start())
+
+      @pl.when((number == tile.chunks) & (index + 1 < count[0]))
+      def _():
+        start_tile(tile_of(index + 1), index + 1, slot)
+
+    def run(size: int) -> None:
+      of_tile = pl.ds(0, size * group)
+      q_copy(tile, size, index % 2).wait()
+      for head in range(heads):
+        mine = q_tiles[index % 2, :size, head * group : (head + 1) * group]
+        queries[head, of_tile] = mine.reshape(size * group, -1)
+        peaks[head, of_tile] = jnp.full((size * group, _LANES), _MASKED, jnp.float32)
+        totals[head, of_tile] = jnp.zeros((size * group, _LANES), jnp.float32)
+        accs[head, of_tile] = jnp.zeros((size * group, accs.shape[2]), jnp.float32)
+
+      def step(number, carry):
+        slot = (done + number) % 2
+        next_chunk(number + 1, 1 - slot)
+        kv_copies(tile, number, slot, lambda copy: copy.wait())
+        clear_tail(tile, number, slot)
+        attend_chunk(tile, size, number, slot)
+        return carry
+
+      lax.fori_loop(0, tile.chunks, step, 0)
+      pl.when(index >= 2)(lambda: await_out(index - 2))
+      for head in range(heads):
+        result = accs[head, of_tile] / totals[head, of_tile][:, :1]
+        out_tiles[index % 2, :size, head * group : (head + 1) * group] = result.astype(out.dtype).reshape(
+          size, group, -1
+        )
+      out_copy(tile, size, index % 2).start()
+
+    by_size(tile, run)
+    return done + tile.chunks
+
+  def await_out(index) -> None:
+    tile = tile_of(index)
+    by_size(tile, lambda size: out_copy(tile, size, index % 2).wait())
+
+  pl.when(count[0] > 0)(lambda: start_tile(tile_of(0), 0, 0))
+  lax.fori_loop(0, count[0], run_tile, 0)
+  pl.when(count[0] > 1)(lambda: await_out(count[0] - 2))
+  pl.when(count[0] > 0)(lambda: await_out(count[0] - 1))
+
+
+def _tiles(query_starts: jax.Array, num_tokens: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Cuts every row's queries into tiles of `size`: row int32[I] and first token int32[I] of each, and int32[1] of them."""
+  num_rows = query_starts.shape[0] - 1
+  per_row = (query_starts[1:] - query_starts[:-1] + (size - 1)) // size
+  ends = jnp.cumsum(per_row)
+  # A row of n queries has at most n / size + 1 tiles, and rows with queries are at most T.
+  index = jnp.arange(num_tokens // size + min(num_rows, num_tokens), dtype=jnp.int32)
+  rows = jnp.minimum(jnp.sum((ends[None, :] <= index[:, None]).astype(jnp.int32), axis=1), num_rows - 1)
+  return rows, query_starts[rows] + (index - (ends - per_row)[rows]) * size, ends[-1:]
+
+
+def ragged_paged_attention(
+  q: jax.Array,
+  kv: jax.Array,
+  block_tables: jax.Array,
+  kv_lens: jax.Array,
+  query_starts: jax.Array,
+  *,
+  scale: float,
+  sliding_window: int | None,
+  soft_cap: float | None,
+  interpret: Interpret = False,
+) -> jax.Array:
+  """See api.ragged_paged_attention; `interpret` tells how to run on a machine without a TPU."""
+  num_tokens, num_heads, head_dim = q.shape
+  _, heads, page, width = kv.shape
+  group = num_heads // heads
+  check_supported(head_dim, kv.dtype, page, group)
+  _, keys_at, values_at = _lines(head_dim)
+  lanes = keys_at.stop - keys_at.start  # of a query, and of an output
+  size = min(max(1, _TILE_ROWS // group), num_tokens)
+  pages = max(1, _CHUNK // page)
+  tile = (size, num_heads, lanes)
+  rows_of_tile = (heads, size * group)
+  scratch = [
+    pltpu.VMEM((2, heads, pages, page, width), kv.dtype),
+    pltpu.VMEM((2, *tile), kv.dtype),
+    pltpu.VMEM((2, *tile), q.dtype),
+    pltpu.VMEM((*rows_of_tile, lanes), kv.dtype),
+    pltpu.VMEM((*rows_of_tile, _LANES), jnp.float32),
+    pltpu.VMEM((*rows_of_tile, _LANES), jnp.float32),
+    pltpu.VMEM((*rows_of_tile, lanes), jnp.float32),
+    *[pltpu.SemaphoreType.DMA((2,))] * 3,
+  ]
+  out = pl.pallas_call(
+    functools.partial(
+      _attention_kernel,
+      group=group,
+      keys_at=keys_at,
+      values_at=values_at,
+      scale=scale,
+      sliding_window=sliding_window,
+      soft_cap=soft_cap,
+    ),
+    out_shape=jax.ShapeDtypeStruct((num_tokens, num_heads, lanes), q.dtype),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=6,
+      in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+      out_specs=pl.BlockSpec(memory_space=pl.ANY),
+      scratch_shapes=scratch,
+    ),
+    compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES),
+    name="ragged_paged_attention",
+    interpret=interpret,
+  )(
+    *_tiles(query_starts, num_tokens, size),
+    block_tables,
+    kv_lens,
+    query_starts,
+    jnp.pad(q, ((0, 0), (0, 0), (0, lanes - head_dim))).astype(kv.dtype),
+    kv,
+  )
+  out = out[:, :, lanes - head_dim :] if lanes == head_dim else out[:, :, head_dim : 2 * head_dim]
+  used = jnp.arange(num_tokens, dtype=jnp.int32) < query_starts[-1]
+  return jnp.where(used[:, None, None], out, 0)
