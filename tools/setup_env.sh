@@ -15,8 +15,9 @@ find_python() {
 }
 
 if [ -z "${SLUICE_NO_UV:-}" ] && command -v uv >/dev/null 2>&1; then
-  echo "setting up $venv with uv"
-  uv venv --quiet --allow-existing --python '>=3.12' "$venv"
+  python=$(find_python) || python=3.12  # uv brings one where the machine has none
+  echo "setting up $venv with uv and $python"
+  uv venv --quiet --allow-existing --python "$python" "$venv"
   uv pip install --quiet --python "$venv/bin/python" -r "$lock"
 elif python=$(find_python); then
   echo "setting up $venv with $python (a minute or two, once)"
