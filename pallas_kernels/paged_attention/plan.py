@@ -16,6 +16,8 @@ import numpy as np
 
 ROWS_PER_TILE = 128  # (query, head of the group) pairs a tile of the prefill kernel: two warpgroups of 64
 _DECODE_ROWS = 64  # the same for the decode kernel: one warpgroup
+_DECODE_QUERIES = 4  # rows of so many are still bound by memory in the decode kernel, whose tile has 64 rows anyway
+_MOST_DECODE_ITEMS = 2048  # that a rung's work list has room for: it travels with every step, 8 bytes an item
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,3 +161,22 @@ class Plan:
     pieces["prefill_items"][: len(items)] = items
     pieces["counts"][:] = len(row), len(items)
     return packed
+
+
+def make_plan(geometry: Geometry, split_tokens: int) -> Plan:
+  """The plan of a rung.
+
+  Args:
+    geometry: of the rung.
+    split_tokens: positions a split has at least. It is doubled while the rung could have more than 2048 decode items:
+      a rung of many rows has enough to do without short splits.
+
+  Raises:
+    ValueError: a group has more than 64 query heads.
+  """
+  split_blocks = -(-split_tokens // geometry.block_size)
+  while split_blocks < geometry.table_width and (
+    geometry.rows * -(-geometry.table_width // split_blocks) > _MOST_DECODE_ITEMS
+  ):
+    split_blocks *= 2
+  return Plan(geometry, split_blocks, min(_DECODE_QUERIES, _DECODE_ROWS // geometry.group))
