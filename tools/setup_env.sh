@@ -9,7 +9,8 @@ fits() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 1
 find_python() {
   for name in python3.12 python3.13 python3.14 python3 python \
       "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[3-9]*/bin/python; do
-    if fits "$name"; then echo "$name"; return; fi
+    # The interpreter itself: uv takes neither a shim of pyenv nor the python of another environment by name.
+    if fits "$name"; then "$name" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))'; return; fi
   done
   return 1
 }
