@@ -2,11 +2,11 @@
 
 A step's kernels have a fixed grid and find their work in an int32 array that travels with the step: what changes is its
 contents, so nothing recompiles. Rows of few queries (decode, speculation, a chunk's short tail) go to the decode
-kernel, which reads the keys of one row once for all its queries and splits long rows over thread blocks (Flash-Decoding,
-https://pytorch.org/blog/flash-decoding); the others go to the prefill kernel in tiles of queries.
+kernel, which reads the keys of one row once for all its queries and splits long rows over thread blocks
+(Flash-Decoding, https://pytorch.org/blog/flash-decoding); the others go to the prefill kernel in tiles of queries.
 
 A row is split every `split_blocks` blocks, whatever its neighbours are, and parts are combined in order: so a row's
-result does not depend on the batch, to the bit. Balance comes from the parts being small and the longest starting first.
+result does not depend on the batch, to the bit. Balance comes from the parts being small and the longest going first.
 """
 
 import dataclasses
@@ -136,7 +136,8 @@ class Plan:
     packed = np.zeros(self.size, np.int32)
     pieces = self.split(packed)  # views
     counts = np.diff(query_starts)
-    first = np.maximum(kv_lens - counts - ((geometry.sliding_window or geometry.table_width * geometry.block_size) - 1), 0)
+    window = geometry.sliding_window or geometry.table_width * geometry.block_size
+    first = np.maximum(kv_lens - counts - (window - 1), 0)
     blocks = -(-kv_lens // geometry.block_size) - first // geometry.block_size
 
     rows = np.flatnonzero((counts > 0) & (counts <= self.decode_queries))
