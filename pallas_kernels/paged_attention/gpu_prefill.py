@@ -23,10 +23,6 @@ _LANES = 64  # bf16 values in a line of a swizzled tile, 128 bytes
 _MASKED = -(2.0**100)
 
 
-def _wgmma_or_add(interpret, acc, value):
-  """Makes `value` the content of the accumulator; the interpreter cannot, so there it is added in the end."""
-
-
 def prefill(
   q: jax.Array,
   kv: jax.Array,
@@ -75,7 +71,7 @@ def prefill(
 
       @pl.when(wg < 2)
       def _compute():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(232, action="increase")
         rows = pl.ds(wg * _HALF, _HALF)
         wg_position = first_position + lax.div(wg * _HALF, group)
 
@@ -94,7 +90,7 @@ def prefill(
           new_m = jnp.maximum(m, s.max(axis=1) * factor)
           decay = jnp.exp2(m - new_m)
           p = jnp.exp2(s * factor - lax.broadcast_in_dim(new_m, s.shape, [0]))
-          return p.astype(dtype), decay, new_m, l * decay + p.sum(axis=1)
+          return p, decay, new_m, l * decay + p.sum(axis=1)
 
         def qk(acc, slot):
           for slab in range(slabs):
@@ -109,8 +105,29 @@ def prefill(
           else:
             plgpu.wgmma(acc, p, v_s.at[slot])
 
-        def with_accumulator(o, f):
-          """f(acc, finish) """
+        def operand(p):
+          return lax.optimization_barrier(lax.optimization_barrier(p).astype(dtype))
+
+        def accumulate(f, o, like):
+          """f(accumulator of scores, accumulator of values that holds o) -> what f returns, which is as `like`."""
+          s_type = plgpu.ACC((_HALF, keys), jnp.float32)
+          if interpret is not None:
+
+            def scoped(s_acc, o_acc):
+              results = f(s_acc, o_acc)
+              return o + o_acc[...], results
+
+            return pl.run_scoped(scoped, s_type, plgpu.ACC(o.shape, jnp.float32))
+
+          def stateful(refs):
+            s_acc, o_acc, result_refs = refs
+            results = f(s_acc, o_acc)
+            for ref, result in zip(result_refs, results, strict=True):
+              ref[...] = result
+
+          zero = plgpu.layout_cast(jnp.zeros((_HALF, keys), jnp.float32), plgpu.Layout.WGMMA)
+          _, o, results = pl.run_state(stateful)((plgpu.ACC.init(zero), plgpu.ACC.init(o), like))
+          return o, results
 
         @pl.when(is_row)
         def _():
@@ -121,11 +138,11 @@ def prefill(
 
           plgpu.barrier_wait(k_full.at[0])
 
-          def first(s_acc):
-            @pl.when(wg == 1)
-            def _():
-              plgpu.barrier_wait(turn.at[1])
+          @pl.when(wg == 1)
+          def _():
+            plgpu.barrier_wait(turn.at[1])
 
+          def first(s_acc):
             qk(s_acc, 0)
             plgpu.barrier_arrive(turn.at[1 - wg])
             return s_acc[...]
@@ -133,6 +150,7 @@ def prefill(
           s = pl.run_scoped(first, plgpu.ACC((_HALF, keys), jnp.float32))
           plgpu.barrier_arrive(k_free.at[0])
           p, _, m, l = scores_of(s, lo, m, l, masked=True)
+          p = operand(p)
 
           def step(i, carry, masked):
             o, p, m, l = carry
@@ -141,22 +159,18 @@ def prefill(
             plgpu.barrier_wait(v_full.at[before])
             plgpu.barrier_wait(turn.at[wg])
 
-            def both(o_acc, s_acc):
-              if interpret is None:
-                o_acc[...] = o
+            def both(s_acc, o_acc):
               qk(s_acc, slot)
               pv(o_acc, p, before)
               plgpu.barrier_arrive(turn.at[1 - wg])
               s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
               plgpu.barrier_arrive(k_free.at[slot])
-              new_p, decay, new_m, new_l = scores_of(s, i, m, l, masked)
-              new_o = o_acc[...]
-              plgpu.barrier_arrive(v_free.at[before])
-              if interpret is not None:
-                new_o += o
-              return new_o * lax.broadcast_in_dim(decay, o.shape, [0]), new_p, new_m, new_l
+              return scores_of(s, i, m, l, masked)
 
-            return pl.run_scoped(both, plgpu.ACC(o.shape, jnp.float32), plgpu.ACC((_HALF, keys), jnp.float32))
+            like = jnp.zeros((_HALF, keys), jnp.float32)
+            o, (new_p, decay, m, l) = accumulate(both, o, (plgpu.layout_cast(like, plgpu.Layout.WGMMA), m, m, l))
+            plgpu.barrier_arrive(v_free.at[before])
+            return o * lax.broadcast_in_dim(decay, o.shape, [0]), operand(new_p), m, l
 
           carry = o, p, m, l
           at = lo + 1
@@ -176,13 +190,11 @@ def prefill(
           def _():
             plgpu.barrier_wait(turn.at[0])
 
-          def final(o_acc):
-            if interpret is None:
-              o_acc[...] = o
+          def final(_, o_acc):
             pv(o_acc, p, last)
-            return o_acc[...] if interpret is None else o_acc[...] + o
+            return ()
 
-          o = pl.run_scoped(final, plgpu.ACC(o.shape, jnp.float32))
+          o, _ = accumulate(final, o, ())
           plgpu.barrier_arrive(v_free.at[last])
           o = o * lax.broadcast_in_dim(1.0 / l, o.shape, [0])
           o_s[rows] = o.astype(dtype)
@@ -196,7 +208,7 @@ def prefill(
 
       @pl.when(wg == 2)
       def _bring():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(40, action="decrease")
         pages = lax.div(kv_len + (page - 1), page)
 
         @pl.when(is_row)
