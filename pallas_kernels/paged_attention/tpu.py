@@ -20,6 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.plan import Geometry
+
 # None of these is measured: no TPU was at hand.
 _CHUNK = 256  # keys a pass
 _TILE_ROWS = 256  # (query, head of the group) pairs a tile
@@ -45,26 +47,23 @@ def _window(dtype: jnp.dtype) -> int:
   return 32 // jnp.dtype(dtype).itemsize
 
 
-def check_supported(head_dim: int, dtype: jnp.dtype, block_size: int, group: int) -> None:
-  """Raises NotImplementedError, naming the value, for what the kernels do not do.
+def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
+  """Raises NotImplementedError, naming the value, for what the kernels do not do. Any head size will do.
 
   Args:
-    head_dim: H.
+    geometry: of a step.
     dtype: of queries and buffer.
-    block_size: tokens a block.
-    group: query heads a KV head.
   """
-  del head_dim  # any; padded to a register's lanes
-  if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
-    raise NotImplementedError(f"paged attention on TPU: dtype {jnp.dtype(dtype)}; bfloat16 and float32 are supported")
-  if block_size % _window(dtype):
+  dtype = jnp.dtype(dtype)
+  if dtype not in (jnp.bfloat16, jnp.float32):
+    raise NotImplementedError(f"paged attention on TPU: dtype {dtype}; bfloat16 and float32 are supported")
+  if geometry.block_size % _window(dtype):
     raise NotImplementedError(
-      f"paged attention on TPU: block_size={block_size}; multiples of {_window(dtype)} are supported for "
-      f"{jnp.dtype(dtype)}"
+      f"paged attention on TPU: block_size={geometry.block_size} for {dtype}; multiples of {_window(dtype)} will do"
     )
-  if group > _TILE_ROWS:
+  if geometry.group > _TILE_ROWS:
     raise NotImplementedError(
-      f"paged attention on TPU: {group} query heads a KV head; up to {_TILE_ROWS} are supported"
+      f"paged attention on TPU: {geometry.group} query heads a KV head; up to {_TILE_ROWS} are supported"
     )
 
 
@@ -167,22 +166,21 @@ def write_kv(
   """
   _, heads, page, width = kv.shape
   head_dim, window = k.shape[2], _window(kv.dtype)
-  check_supported(head_dim, kv.dtype, page, 1)
   tokens = min(_WRITE_TOKENS, -(-k.shape[0] // (2 * window)) * 2 * window)
   blocks = -(-k.shape[0] // tokens)
   new = jnp.concatenate([k, v], axis=2).astype(kv.dtype).transpose(1, 0, 2)
   new = jnp.pad(new, ((0, 0), (0, blocks * tokens - k.shape[0]), (0, width - 2 * head_dim)))
   return pl.pallas_call(
     _write_kernel,
-    out_shape=jax.ShapeDtypeStruct(kv.shape, kv.dtype),
+    out_shape=pltpu.HBM(kv.shape, kv.dtype),  # left free, XLA would carry a small pool to VMEM and back
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=4,
       grid=(blocks,),
       in_specs=[
         pl.BlockSpec((heads, tokens, width), lambda block, *_: (0, block, 0)),
-        pl.BlockSpec(memory_space=pl.ANY),
+        pl.BlockSpec(memory_space=pltpu.HBM),
       ],
-      out_specs=pl.BlockSpec(memory_space=pl.ANY),
+      out_specs=pl.BlockSpec(memory_space=pltpu.HBM),
       scratch_shapes=[
         pltpu.VMEM((_RING, heads, window, width), kv.dtype),
         pltpu.SemaphoreType.DMA((_RING,)),
@@ -406,7 +404,7 @@ def _attention_kernel(
 
 
 def _tiles(query_starts: jax.Array, num_tokens: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Cuts every row's queries into tiles of `size`: row int32[I] and first token int32[I] of each, and int32[1] of them."""
+  """Cuts every row's queries into tiles of `size`: row and first token of each, int32[I] each, and int32[1] of them."""
   num_rows = query_starts.shape[0] - 1
   per_row = (query_starts[1:] - query_starts[:-1] + (size - 1)) // size
   ends = jnp.cumsum(per_row)
@@ -432,7 +430,6 @@ def ragged_paged_attention(
   num_tokens, num_heads, head_dim = q.shape
   _, heads, page, width = kv.shape
   group = num_heads // heads
-  check_supported(head_dim, kv.dtype, page, group)
   _, keys_at, values_at = _lines(head_dim)
   lanes = keys_at.stop - keys_at.start  # of a query, and of an output
   size = min(max(1, _TILE_ROWS // group), num_tokens)
@@ -462,7 +459,7 @@ def ragged_paged_attention(
     out_shape=jax.ShapeDtypeStruct((num_tokens, num_heads, lanes), q.dtype),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=6,
-      in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+      in_specs=[pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.HBM)],
       out_specs=pl.BlockSpec(memory_space=pl.ANY),
       scratch_shapes=scratch,
     ),
@@ -475,7 +472,7 @@ def ragged_paged_attention(
     kv_lens,
     query_starts,
     jnp.pad(q, ((0, 0), (0, 0), (0, lanes - head_dim))).astype(kv.dtype),
-    kv,
+    pltpu.with_memory_space_constraint(kv, pltpu.HBM),
   )
   out = out[:, :, lanes - head_dim :] if lanes == head_dim else out[:, :, head_dim : 2 * head_dim]
   used = jnp.arange(num_tokens, dtype=jnp.int32) < query_starts[-1]
