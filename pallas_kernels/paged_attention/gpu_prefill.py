@@ -90,7 +90,7 @@ def prefill(
           new_m = jnp.maximum(m, s.max(axis=1) * factor)
           decay = jnp.exp2(m - new_m)
           p = jnp.exp2(s * factor - lax.broadcast_in_dim(new_m, s.shape, [0]))
-          return p, decay, new_m, l * decay + p.sum(axis=1)
+          return lax.optimization_barrier((p, decay, new_m, l * decay + p.sum(axis=1)))
 
         def qk(acc, slot):
           for slab in range(slabs):
