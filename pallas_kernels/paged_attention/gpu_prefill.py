@@ -46,15 +46,16 @@ def prefill(
   chunk = min(page, keys)
   chunks = keys // chunk
   slabs = head_dim // _LANES
+  sizes = [1 << bit for bit in reversed(range(plan.tile_tokens.bit_length()))]
   dtype = q.dtype
   factor = math.log2(math.e) * (scale if soft_cap is None else soft_cap)
   row_layout = plgpu.Layout.WGMMA.reduce(1)
 
   def body(q_g, kv_g, tables_g, lens_g, starts_g, counts_g, items_g, out_g, scratch, barriers):
-    q_in, q_s, k_s, v_s, o_s, p_s = scratch
+    lines, q_s, k_s, v_s, p_s = scratch
     q_full, k_full, v_full, k_free, v_free, turn, tail_full, out_full = barriers
-    if q_in is None:
-      q_in = q_s
+    if lines is None:
+      lines = q_s
     item, head, wg = lax.axis_index("item"), lax.axis_index("head"), lax.axis_index("wg")
 
     @pl.when(item < counts_g[1])
@@ -197,11 +198,14 @@ def prefill(
           o, _ = accumulate(final, o, ())
           plgpu.barrier_arrive(v_free.at[last])
           o = o * lax.broadcast_in_dim(1.0 / l, o.shape, [0])
-          o_s[rows] = o.astype(dtype)
+          o = o.astype(dtype)
+          for slab in range(slabs):
+            q_s[slab, rows] = o[:, slab * _LANES : (slab + 1) * _LANES]
 
         @pl.when(jnp.logical_not(is_row))
         def _():
-          o_s[rows] = plgpu.layout_cast(jnp.zeros((_HALF, head_dim), dtype), plgpu.Layout.WGMMA)
+          for slab in range(slabs):
+            q_s[slab, rows] = plgpu.layout_cast(jnp.zeros((_HALF, _LANES), dtype), plgpu.Layout.WGMMA)
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(out_full)
@@ -215,7 +219,7 @@ def prefill(
         def _():
           for slab in range(slabs):
             lanes = pl.ds(slab * _LANES, _LANES)
-            plgpu.copy_gmem_to_smem(q_g.at[head, pl.ds(token * group, ROWS_PER_TILE), lanes], q_in.at[slab], q_full)
+            plgpu.copy_gmem_to_smem(q_g.at[head, pl.ds(token * group, ROWS_PER_TILE), lanes], lines.at[slab], q_full)
 
         @pl.loop(lo, hi)
         def _(i):
@@ -280,9 +284,21 @@ def prefill(
 
         plgpu.barrier_wait(out_full)
 
-        @pl.loop(0, count)
-        def _(t):
-          plgpu.copy_smem_to_gmem(o_s.at[pl.ds(t * group, group)], out_g.at[token + t, pl.ds(head * group, group)])
+        for size in sizes:
+          done = count & ~(2 * size - 1)
+
+          @pl.when((count & size) != 0)
+          def _(size=size, done=done):
+            for slab in range(slabs):
+              lanes = pl.ds(slab * _LANES, _LANES)
+              heads = pl.ds(head * group, group)
+              if interpret is None:
+                source = lines.at[slab, pl.ds(done * group, size * group)].reshape(size, group, _LANES)
+                plgpu.copy_smem_to_gmem(source, out_g.at[pl.ds(token + done, size), heads, lanes])
+              else:  # which knows no reshape
+                for t in range(size):
+                  source = lines.at[slab, pl.ds((done + t) * group, group)]
+                  plgpu.copy_smem_to_gmem(source, out_g.at[token + done + t, heads, lanes])
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -294,8 +310,8 @@ def prefill(
     q_scratch = plgpu.RefUnion(q_lines, q_tiled)
 
   def entry(*refs):
-    refs, (q_refs, k_s, v_s, o_s, p_s), barriers = refs[:-13], refs[-13:-8], refs[-8:]
-    body(*refs, (*q_refs, k_s, v_s, o_s, p_s), barriers)
+    refs, (q_refs, k_s, v_s, p_s), barriers = refs[:-12], refs[-12:-8], refs[-8:]
+    body(*refs, (*q_refs, k_s, v_s, p_s), barriers)
 
   return plgpu.kernel(
     entry,
@@ -308,7 +324,6 @@ def prefill(
       q_scratch,
       plgpu.SMEM((stages, keys, head_dim), dtype, transforms=tiled),
       plgpu.SMEM((stages, keys, head_dim), dtype, transforms=tiled),
-      plgpu.SMEM((ROWS_PER_TILE, head_dim), dtype),
       plgpu.SMEM((2, _HALF, keys), dtype, transforms=tiled) if interpret is not None else None,
       plgpu.Barrier(num_arrivals=slabs),
       plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
