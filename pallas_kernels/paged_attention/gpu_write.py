@@ -1,0 +1,125 @@
+"""Rotary embedding and the KV write of a layer in one Hopper kernel; it may not touch a slot that no token has.
+
+It moves each byte once where separate programs would do so three times: projections come in by TMA, are rotated in
+registers (arXiv:2104.09864) and leave by TMA, queries packed as the attention kernels want them, keys and values straight
+to their places in the donated buffer. It runs once a layer on 8 to some thousand tokens, so what counts is the latency
+of one thread block: all copies in are waited for at once, and of the copies out only that they have read their source.
+"""
+
+import functools
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.tuning import Tuning
+
+_THREADS = 128  # of a thread block: one warpgroup
+_MOST_BYTES = 128 * 1024  # of shared memory a thread block
+_UNROLLED = 8  # heads of a group that are rotated without a loop
+
+
+def _tile_tokens(write_tokens: int, group: int, head_dim: int) -> int:
+  """Tokens a thread block: as told, but fewer for large groups."""
+  tokens = write_tokens
+  while tokens > 4 and tokens * (group + 2) * head_dim * 2 > _MOST_BYTES:
+    tokens //= 2
+  return tokens
+
+
+def _layout(tokens: int, half: int):
+  """How [tokens, half] lies over the threads: as long vectors of neighbours as there is work for all of them."""
+  vector = min(tokens * half // _THREADS, 8)
+  per_warp = _THREADS * vector // half // 4  # rows that one vector of each of its threads covers
+  if per_warp == 1:
+    return plgpu.Layout.TILED(plgpu.Tiling(((4, half), (vector,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+  tiling = plgpu.Tiling(((4 * per_warp, half), (per_warp, half), (vector,)))
+  return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def _body(page: int, num_tokens: int, qkv, cos, sin, slots, kv, q, queries, new, cosines, sines, ready):
+  """A tile of tokens of one KV head; `kv` is the buffer."""
+  tokens, group, head_dim = queries.shape
+  half = head_dim // 2
+  layout = _layout(tokens, half)
+  head, start = lax.axis_index("head"), lax.axis_index("tile") * tokens
+  here = pl.ds(start, tokens)
+  plgpu.copy_gmem_to_smem(qkv.at[here, head, pl.ds(group, 2)], new, ready)
+  plgpu.copy_gmem_to_smem(cos.at[here], cosines.at[:, 0], ready)
+  plgpu.copy_gmem_to_smem(sin.at[here], sines.at[:, 0], ready)
+  plgpu.copy_gmem_to_smem(qkv.at[here, head, pl.ds(0, group)], queries, ready)
+  # Read while the copies are under way.
+  places = [slots[jnp.minimum(start + i, num_tokens - 1)] for i in range(tokens)]
+  plgpu.barrier_wait(ready)
+  c, s = (plgpu.load(ref.at[:, 0], layout=layout, optimized=False) for ref in (cosines, sines))
+
+  def rotate(ref, row):
+    low, high = ref.at[:, row, pl.ds(0, half)], ref.at[:, row, pl.ds(half, half)]
+    x, y = (plgpu.load(part, layout=layout, optimized=False).astype(jnp.float32) for part in (low, high))
+    low[...] = (x * c - y * s).astype(ref.dtype)
+    high[...] = (y * c + x * s).astype(ref.dtype)
+
+  rotate(new, 0)
+  if group <= _UNROLLED:
+    for row in range(group):
+      rotate(queries, row)
+  else:
+    pl.loop(0, group)(functools.partial(rotate, queries))
+  plgpu.commit_smem()
+  for i, place in enumerate(places):
+
+    @pl.when(start + i < num_tokens)
+    def _(i=i, place=place):
+      plgpu.copy_smem_to_gmem(new.at[i], kv.at[lax.div(place, page), head, :, lax.rem(place, page)], commit_group=False)
+
+  plgpu.copy_smem_to_gmem(queries, q.at[head, here])
+  plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def rotate_and_write(
+  qkv: jax.Array,
+  cos: jax.Array,
+  sin: jax.Array,
+  kv: jax.Array,
+  slot_mapping: jax.Array,
+  *,
+  tuning: Tuning,
+  interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Rotates queries and keys, packs the queries, and stores keys and values.
+
+  Args:
+    qkv: bf16[T, K, G + 2, H]; of each KV head its G query heads, its key, its value.
+    cos, sin: f32[T, H / 2].
+    kv: bf16[P, K, 2, page, H]; updated in place where the caller's jit donates it.
+    slot_mapping: int32[T], block * page + offset. Those of padding tokens lie in block 0; where tokens share a slot it
+      is undefined which of them is kept.
+    tuning: see tuning.py.
+    interpret: for a machine without a GPU.
+
+  Returns:
+    q, bf16[K, T * G, H], row t * G + g of a head being its query head g of token t; and the buffer.
+  """
+  num_tokens, heads, rows, head_dim = qkv.shape
+  group = rows - 2
+  tokens = _tile_tokens(tuning.write_tokens, group, head_dim)
+  ref = jax.new_ref(kv)
+  q = plgpu.kernel(
+    functools.partial(_body, kv.shape[3], num_tokens),
+    out_type=jax.ShapeDtypeStruct((heads, num_tokens, group, head_dim), qkv.dtype),
+    grid=(pl.cdiv(num_tokens, tokens), heads),
+    grid_names=("tile", "head"),
+    scratch_types=[
+      plgpu.SMEM((tokens, group, head_dim), qkv.dtype),
+      plgpu.SMEM((tokens, 2, head_dim), qkv.dtype),
+      plgpu.SMEM((tokens, 1, head_dim // 2), jnp.float32),
+      plgpu.SMEM((tokens, 1, head_dim // 2), jnp.float32),
+      plgpu.Barrier(num_arrivals=4),
+    ],
+    # Every thread reads and writes values of its own only, so loads and stores need no barriers between them.
+    compiler_params=plgpu.CompilerParams(lowering_semantics=tuning.lowering, unsafe_no_auto_barriers=True),
+    interpret=interpret,
+  )(qkv, cos, sin, slot_mapping, ref)
+  return q.reshape(heads, num_tokens * group, head_dim), jax.freeze(ref)
