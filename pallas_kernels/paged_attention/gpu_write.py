@@ -1,9 +1,10 @@
 """Rotary embedding and the KV write of a layer in one Hopper kernel; it may not touch a slot that no token has.
 
 It moves each byte once where separate programs would do so three times: projections come in by TMA, are rotated in
-registers (arXiv:2104.09864) and leave by TMA, queries packed as the attention kernels want them, keys and values straight
-to their places in the donated buffer. It runs once a layer on 8 to some thousand tokens, so what counts is the latency
-of one thread block: all copies in are waited for at once, and of the copies out only that they have read their source.
+registers (arXiv:2104.09864) and leave by TMA, queries packed as the attention kernels want them, keys and values
+straight to their places in the donated buffer. It runs once a layer on 8 to some thousand tokens, so what counts is the
+latency of one thread block: all copies in are waited for at once, and of the copies out only that they have read their
+source.
 """
 
 import functools
