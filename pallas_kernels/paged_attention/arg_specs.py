@@ -75,9 +75,8 @@ class Arguments:
     return (self.block_tables[row, positions // block_size] * block_size + positions % block_size).astype(np.int32)
 
 
-def make(spec: ArgSpec, seed: int = 0) -> Arguments:
-  """Seeded normal numbers and a random block table without repetition, but for the shared prefix."""
-  rng = np.random.default_rng(seed)
+def place(spec: ArgSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+  """Where the rows lie: block_tables, kv_lens, query_starts and num_blocks, as in Arguments."""
   page, num_blocks = spec.block_size, 1 + spec.spare_blocks
   tables = []
   for _, length in spec.rows:
@@ -88,19 +87,27 @@ def make(spec: ArgSpec, seed: int = 0) -> Arguments:
   ids = np.concatenate([[0], rng.permutation(np.arange(1, num_blocks))]).astype(np.int32)  # block 0 is padding's
   block_tables = np.full((spec.num_rows, spec.table_width), ids[1], np.int32)
   kv_lens, query_starts = np.zeros(spec.num_rows, np.int32), np.zeros(spec.num_rows + 1, np.int32)
-  keys, values, token = [], [], 0
-  q = np.full((spec.num_tokens, spec.num_heads, spec.head_dim), np.nan, np.float32)
   for row, (queries, length) in enumerate(spec.rows):
     block_tables[row, : len(tables[row])] = ids[tables[row]]
     kv_lens[row] = length
+    query_starts[row + 1] = query_starts[row] + queries
+  query_starts[len(spec.rows) + 1 :] = query_starts[len(spec.rows)]
+  return block_tables, kv_lens, query_starts, num_blocks
+
+
+def make(spec: ArgSpec, seed: int = 0) -> Arguments:
+  """Seeded normal numbers and a random block table without repetition, but for the shared prefix."""
+  rng = np.random.default_rng(seed)
+  block_tables, kv_lens, query_starts, num_blocks = place(spec, rng)
+  shared = spec.shared_blocks * spec.block_size
+  keys, values = [], []
+  q = np.full((spec.num_tokens, spec.num_heads, spec.head_dim), np.nan, np.float32)
+  for row, (queries, length) in enumerate(spec.rows):
     for each in (keys, values):
       each.append(rng.standard_normal((length, spec.num_kv_heads, spec.head_dim), np.float32))
-      if row and spec.shared_blocks and tables[row][:1] == tables[0][:1]:
-        each[row][: spec.shared_blocks * page] = each[0][: spec.shared_blocks * page]
-    q[token : token + queries] = rng.standard_normal((queries, spec.num_heads, spec.head_dim), np.float32)
-    token += queries
-    query_starts[row + 1] = token
-  query_starts[len(spec.rows) + 1 :] = token
+      if row and shared and block_tables[row, 0] == block_tables[0, 0]:
+        each[row][:shared] = each[0][:shared]
+    q[slice(*query_starts[row : row + 2])] = rng.standard_normal((queries, spec.num_heads, spec.head_dim), np.float32)
   return Arguments(q, tuple(keys), tuple(values), block_tables, kv_lens, query_starts, num_blocks)
 
 
@@ -142,4 +149,29 @@ BENCHMARK = (
   _model_125m("prefill of 256 after 500", ((256, 756),), 256, 64),
   _model_125m("8 prefills of 64", ((64, 64),) * 8, 512, 64),
   _model_125m("64 rows, 200 long + prefill of 256", (*((1, 200),) * 63, (256, 256)), 512, 64),
+)
+
+
+def _llama_8b(name: str, rows: tuple[tuple[int, int], ...], num_tokens: int, **changes) -> ArgSpec:
+  """A layer of Llama-3-8B: 32 query heads, 8 KV heads of 128, bf16, up to 64 rows of up to 16,384 positions."""
+  settings = {"num_rows": 64, "block_size": 64, "table_width": 256, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+  return ArgSpec(name, rows, num_tokens, dtype="bfloat16", **(settings | changes))
+
+
+# 64 lengths from 16,384 down to 128 by Zipf's law, in no order.
+_ZIPF = tuple((1, round(16384 * (1 + (rank * 37 + 20) % 64) ** (-7 / 6))) for rank in range(64))
+
+GPU_BENCHMARK = (
+  _llama_8b("decode 32 x 4096", ((1, 4096),) * 32, 32, num_rows=32),
+  _llama_8b("decode 64 zipf", _ZIPF, 64),
+  _llama_8b("decode 1 x 16384", ((1, 16384),), 8, num_rows=8),
+  _llama_8b("prefill 1 x 4096", ((4096, 4096),), 4096),
+  _llama_8b("prefill 4 x 4096", ((4096, 4096),) * 4, 16384),
+  _llama_8b("prefill 512 of 4096", ((512, 4096),), 512),
+  _llama_8b("decode 63 x 1024 + prefill 449", (*((1, 1024),) * 63, (449, 949)), 512),
+  _llama_8b("decode 8 x 1024", ((1, 1024),) * 8, 8, num_rows=8),
+  _llama_8b("decode 64 x 1024", ((1, 1024),) * 64, 64),
+  _llama_8b("verify 32 x 4 of 4096", ((4, 4096),) * 32, 128),
+  _llama_8b("decode 32 x 8192, window 4096", ((1, 8192),) * 32, 32, num_rows=32, sliding_window=4096),
+  _llama_8b("decode 32 x 4096, heads of 64", ((1, 4096),) * 32, 32, num_rows=32, head_dim=64),
 )
