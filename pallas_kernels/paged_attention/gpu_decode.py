@@ -1,0 +1,496 @@
+"""Attention of rows with few queries on Hopper (Pallas Mosaic GPU); it may not write tokens of other rows.
+
+One work item is one split of one row for one KV head (Flash-Decoding, split KV: https://pytorch.org/blog/flash-decoding).
+A producer warpgroup copies its pages by TMA into a ring of stages; a compute warpgroup multiplies them with the row's
+queries, whose G heads of the group are packed as rows of one 64-row tile (GQA, arXiv:2305.13245), with an online
+softmax (FlashAttention, arXiv:2205.14135). Which (row, split) there are comes as data, see plan.py.
+
+A row of several splits leaves partial results, which a second kernel adds up in order: no result depends on timing.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.plan import Plan
+from pallas_kernels.paged_attention.tuning import Tuning
+
+_ROWS = 64  # (query, head of the group) pairs of a tile: what one warpgroup's wgmma takes
+_KEYS = 64  # keys of a tile
+_PART_COLUMNS = 32  # of a partial result that are staged at a time, since SMEM is short: one tile of _TILED_F32
+_LOG2E = math.log2(math.e)
+_FLOOR = -1e30  # below every score; finite, so that a difference of two is 0 and not NaN
+_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+_TILED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+_WGMMA = plgpu.Layout.WGMMA
+_PER_ROW = _WGMMA.reduce(1)
+# For 8 rows of a partial result: a warp has 2 rows, a row 16 lanes, a lane 16 bytes.
+_CHUNK = plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def _i32(x) -> jax.Array:
+  return jnp.asarray(x, jnp.int32)
+
+
+def _div(x, y: int) -> jax.Array:
+  return lax.div(x, _i32(y))
+
+
+def _cdiv(x, y: int) -> jax.Array:
+  return _div(x + _i32(y - 1), y)
+
+
+def _over_rows(x: jax.Array, columns: int, layout) -> jax.Array:
+  """[rows] -> [rows, columns], a number a row."""
+  return plgpu.layout_cast(lax.broadcast_in_dim(x, (x.shape[0], columns), [0]), layout)
+
+
+class _Row(NamedTuple):
+  """Where a row's queries and keys are; scalars.
+
+  Attributes:
+    index: its number.
+    begin, count: its tokens in the packed axis.
+    length: positions.
+    position: of its first query.
+    first_block: the first block of its table that any of its queries sees.
+    splits: items it is cut into.
+  """
+
+  index: Any
+  begin: Any
+  count: Any
+  length: Any
+  position: Any
+  first_block: Any
+  splits: Any
+
+
+class _Item(NamedTuple):
+  """One split of a row for one KV head; scalars.
+
+  Attributes:
+    row, split, head: of the item.
+    low, high: the positions it covers; its tiles begin at `low`.
+    tiles: their number.
+  """
+
+  row: _Row
+  split: Any
+  head: Any
+  low: Any
+  high: Any
+  tiles: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+  """What is static about a call.
+
+  Attributes:
+    plan: of the rung.
+    scale, soft_cap: see api.
+    tuning: see tuning.py.
+    interpreted: whether the interpreter runs the kernel, which takes no registers as left operand of wgmma.
+  """
+
+  plan: Plan
+  scale: float
+  soft_cap: float | None
+  tuning: Tuning
+  interpreted: bool
+
+  @property
+  def part_rows(self) -> int:
+    """Rows of a partial result: those of the most queries, as whole tiles of 8."""
+    return -(-self.plan.decode_queries * self.plan.geometry.group // 8) * 8
+
+  @property
+  def copies(self) -> int:
+    """Pages that make a tile of keys; a tile of a longer page is a part of one."""
+    return max(1, _KEYS // self.plan.geometry.block_size)
+
+  def row(self, index, kv_lens, query_starts) -> _Row:
+    """The row's extent, as plan.py computes it."""
+    geometry = self.plan.geometry
+    begin, length = query_starts[index], kv_lens[index]
+    count = query_starts[index + 1] - begin
+    position = length - count
+    first_block = _i32(0)
+    if geometry.sliding_window is not None:
+      first_block = _div(jnp.maximum(position - (geometry.sliding_window - 1), 0), geometry.block_size)
+    splits = _cdiv(_cdiv(length, geometry.block_size) - first_block, self.plan.split_blocks)
+    return _Row(index, begin, count, length, position, first_block, splits)
+
+  def item(self, number, items, kv_lens, query_starts) -> _Item:
+    """Work item `number`: neighbours are neighbouring heads, whose pages lie together in memory."""
+    geometry = self.plan.geometry
+    index, head = _div(number, geometry.num_kv_heads), lax.rem(number, _i32(geometry.num_kv_heads))
+    row, split = self.row(items[index, 0], kv_lens, query_starts), items[index, 1]
+    span = self.plan.split_blocks * geometry.block_size
+    low = row.first_block * geometry.block_size + split * span
+    high = jnp.minimum(low + span, row.length)
+    if geometry.sliding_window is not None and geometry.block_size > _KEYS:
+      first_seen = jnp.maximum(row.position - (geometry.sliding_window - 1), 0)
+      low = jnp.maximum(low, _div(first_seen, _KEYS) * _KEYS)  # not the part of a page that nothing sees
+    return _Item(row, split, head, low, high, _cdiv(high - low, _KEYS))
+
+
+def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, counts, items, first_slots, out, *refs):
+  """See `decode`. The grid is the SMs; an SM holds some pairs of a compute and a producer warpgroup.
+
+  Two pairs of one thread block do what two thread blocks of an SM would: while one multiplies or ends an item, the
+  other's copies keep the memory busy. Thread blocks of their own are not to be had: ptxas gives a kernel at launch as
+  many registers as `set_max_registers` asks for, as far as its own threads leave them.
+
+  By the size of things copies bound this kernel: at 4.8 TB/s an SM gets 64 keys and values of 128 bf16 in 1,600 cycles,
+  and a pair needs about 1,000 for them. So nothing overlaps within a pair, and 64 rows for a few queries are no loss.
+  """
+  plan, geometry, stages = call.plan, call.plan.geometry, call.tuning.decode_stages
+  group, size, page = geometry.group, geometry.head_dim, geometry.block_size
+  if plan.max_splits > 1:
+    parts, part_sums, *refs = refs
+  q_buffers, k_ring, v_ring, staging, weight_buffers, q_ready, k_ready, v_ready, k_free, v_free = refs
+
+  warpgroup, pairs = lax.axis_index("warpgroup"), call.tuning.decode_ctas_per_sm
+  pair = lax.rem(warpgroup, _i32(pairs))
+  q_buffer, q_ready = q_buffers.at[pair], q_ready.at[pair]
+  # Few items go to as many SMs. A pair knows its items from the start, so that its producer runs ahead across them.
+  start, step = pair * call.tuning.num_sms + lax.axis_index("sm"), call.tuning.num_sms * pairs
+  num_items = _cdiv(jnp.maximum(counts[0] * geometry.num_kv_heads - start, 0), step)
+
+  def item_of(n) -> _Item:
+    return call.item(start + n * step, items, kv_lens, query_starts)
+
+  def stage_of(tile):
+    return pair * stages + lax.rem(tile, _i32(stages))
+
+  @pl.when(warpgroup < pairs)
+  def _compute():
+    # With the producers' registers this is all that an SM has (of 256 a thread that can be named).
+    plgpu.set_max_registers(216 if pairs > 1 else 248, action="increase")
+
+    def load_queries(n):
+      """Only the row's own rows of the tile are copied: the others' results go nowhere."""
+      item = item_of(n)
+      rows = pl.ds(item.row.begin * group, call.part_rows)
+      plgpu.copy_gmem_to_smem(q.at[item.head, rows], q_buffer.at[pl.ds(0, call.part_rows)], q_ready)
+
+    @pl.when(num_items > 0)
+    def _():
+      load_queries(_i32(0))
+
+    def run_item(n, tiles_before):
+      item = item_of(n)
+      plgpu.barrier_wait(q_ready)
+      if plan.decode_queries > 1:
+        rows = plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_PER_ROW)
+        position = item.row.position + _div(rows, group)
+        end = jnp.minimum(position + 1, item.high)
+      else:
+        position = plgpu.layout_cast(jnp.full((_ROWS,), item.row.position), _PER_ROW)
+        end = plgpu.layout_cast(jnp.full((_ROWS,), item.high), _PER_ROW)
+
+      def run_tile(i, carry):
+        acc, peak, total = carry
+        stage, base = stage_of(tiles_before + i), item.low + i * _KEYS
+        plgpu.barrier_wait(k_ready.at[stage])
+
+        def multiply_keys(ref):
+          plgpu.wgmma(ref, q_buffer, k_ring.at[stage].transpose((1, 0)))
+          return ref[...]
+
+        scores = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef((_ROWS, _KEYS), jnp.float32))
+        plgpu.barrier_arrive(k_free.at[stage])
+
+        # The last product with these queries is done: those of the next item come while this one ends. A copy begins
+        # with a barrier of the warpgroup, so no warp is still multiplying.
+        @pl.when((i + 1 == item.tiles) & (n + 1 < num_items))
+        def _():
+          load_queries(n + 1)
+
+        # What remains is a factor that is applied with the subtraction of the peak, as one instruction.
+        factor = call.scale * _LOG2E
+        if call.soft_cap is not None:
+          # tanh by exp2: the instruction for tanh is off by 5e-4 of the cap.
+          scores = 1.0 - 2.0 / (jnp.exp2(scores * (2.0 * factor / call.soft_cap)) + 1.0)
+          factor = call.soft_cap * _LOG2E
+
+        def mask(scores):
+          keys = plgpu.broadcasted_iota(jnp.int32, (_ROWS, _KEYS), 1, layout=_WGMMA)
+          seen = keys < _over_rows(end - base, _KEYS, _WGMMA)
+          if geometry.sliding_window is not None:
+            seen &= keys > _over_rows(position - geometry.sliding_window - base, _KEYS, _WGMMA)
+          return jnp.where(seen, scores, -jnp.inf)
+
+        # Only where some query does not see all keys: the first query at the end, the last at the window's start.
+        edge = base + _KEYS > jnp.minimum(item.row.position + 1, item.high)
+        if geometry.sliding_window is not None:
+          edge |= base < item.row.length - geometry.sliding_window
+        scores = lax.cond(edge, mask, lambda scores: scores, scores)
+
+        new_peak = jnp.maximum(peak, scores.max(axis=1) * factor)
+        decay = jnp.exp2(peak - new_peak)
+        weights = jnp.exp2(scores * factor - _over_rows(new_peak, _KEYS, _WGMMA))
+        total = total * decay + weights.sum(axis=1)
+        acc = acc * _over_rows(decay, size, _WGMMA)
+        weights = weights.astype(jnp.bfloat16)
+        plgpu.barrier_wait(v_ready.at[stage])
+
+        @pl.when(base + _KEYS > item.high)
+        def _():
+          # Values past the end may be NaN, and 0 * NaN is NaN. A piece at a time: registers are short here.
+          keys = plgpu.broadcasted_iota(jnp.int32, (_KEYS, 64), 0, layout=_WGMMA)
+          for column in range(0, size, 64):
+            values = v_ring.at[stage, :, pl.ds(column, 64)]
+            loaded = plgpu.load(values, layout=_WGMMA)
+            values[...] = jnp.where(keys < item.high - base, loaded, jnp.zeros_like(loaded))
+          plgpu.commit_smem()
+
+        acc = _add_values(call, acc, weights, v_ring.at[stage], weight_buffers, pair)
+        plgpu.barrier_arrive(v_free.at[stage])
+        return acc, new_peak, total
+
+      nothing = (
+        plgpu.layout_cast(jnp.zeros((_ROWS, size), jnp.float32), _WGMMA),
+        plgpu.layout_cast(jnp.full((_ROWS,), _FLOOR, jnp.float32), _PER_ROW),
+        plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _PER_ROW),
+      )
+      acc, peak, total = lax.fori_loop(0, item.tiles, run_tile, nothing)
+      # The key of the peak has weight 1, so this changes the sum only where no key of the split was seen: 0.
+      total = jnp.maximum(total, 1.0)
+      acc = acc * _over_rows(1.0 / total, size, _WGMMA)
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the item before has staged
+
+      def write_out():
+        # Not tiled as the operands are: the rows of a token need not be 8, and those of others may not be written.
+        result = staging[0].at[pair]
+        result[...] = acc.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+
+        @pl.loop(0, item.row.count)
+        def _(token):
+          rows = pl.ds(item.head * group, group)
+          plgpu.copy_smem_to_gmem(result.at[pl.ds(token * group, group)], out.at[item.row.begin + token, rows])
+
+      def write_part():
+        part, part_sum = staging[1].at[pair], staging[2].at[pair]
+        slot = first_slots[item.row.index] + item.split
+        part_sum[...] = peak + jnp.log2(total)
+        for column in range(0, size, _PART_COLUMNS):
+          columns = pl.ds(column, _PART_COLUMNS)
+          if column:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+          part[...] = acc[:, column : column + _PART_COLUMNS]
+          plgpu.commit_smem()
+
+          @pl.loop(0, _cdiv(item.row.count * group, 8))
+          def _(chunk, columns=columns):
+            rows = pl.ds(chunk * 8, 8)
+            plgpu.copy_smem_to_gmem(part.at[rows], parts.at[slot, item.head, rows, columns])
+
+        plgpu.copy_smem_to_gmem(part_sum, part_sums.at[slot, item.head])
+
+      if plan.max_splits == 1:
+        write_out()
+      else:
+        pl.when(item.row.splits == 1)(write_out)
+        pl.when(item.row.splits > 1)(write_part)
+      return tiles_before + item.tiles
+
+    lax.fori_loop(0, num_items, run_item, _i32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+  @pl.when(warpgroup >= pairs)
+  def _produce():
+    plgpu.set_max_registers(40, action="decrease")
+    rows = min(page, _KEYS)
+
+    def run_item(n, tiles_before):
+      item = item_of(n)
+      last_block = _div(item.high - 1, page)
+
+      def run_tile(i, _):
+        tile, base = tiles_before + i, item.low + i * _KEYS
+        stage, at = stage_of(tile), lax.rem(base, _i32(page))
+        # Loaded before the wait, which hides it. A tile that the item does not fill has its last page several times:
+        # every tile has as many copies.
+        blocks = [
+          tables[item.row.index, jnp.minimum(_div(base, page) + piece, last_block)] for piece in range(call.copies)
+        ]
+        for which, ring, ready, free in ((0, k_ring, k_ready, k_free), (1, v_ring, v_ready, v_free)):
+          pl.when(tile >= stages)(functools.partial(plgpu.barrier_wait, free.at[stage]))
+          for piece, block in enumerate(blocks):
+            source = (
+              kv.at[block, item.head, which] if page <= _KEYS else kv.at[block, item.head, which, pl.ds(at, rows)]
+            )
+            plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(piece * rows, rows)], ready.at[stage])
+
+      lax.fori_loop(0, item.tiles, run_tile, None)
+      return tiles_before + item.tiles
+
+    tiles = lax.fori_loop(0, num_items, run_item, _i32(0))
+
+    # Every arrival is waited for: the interpreter insists, and it costs nothing.
+    @pl.loop(jnp.maximum(tiles - stages, 0), tiles)
+    def _(tile):
+      plgpu.barrier_wait(k_free.at[stage_of(tile)])
+      plgpu.barrier_wait(v_free.at[stage_of(tile)])
+
+
+def _add_values(call: _Call, acc, weights, values, weight_buffers, pair) -> Any:
+  """acc + weights @ values. The weights stay in registers, but for the interpreter, which wants them in SMEM."""
+  if not call.interpreted:
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.WGMMAAccumulatorRef.init(acc))
+  buffer = weight_buffers[0].at[pair]
+  buffer[...] = weights
+  plgpu.commit_smem()
+
+  def multiply(ref):
+    plgpu.wgmma(ref, buffer, values)
+    return ref[...]
+
+  return acc + pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
+
+
+def _combine_kernel(call: _Call, kv_lens, query_starts, first_slots, parts, part_sums, out, staging):
+  """Adds up the partial results of a row, for one KV head; leaves at once where the row has none."""
+  group, size = call.plan.geometry.group, call.plan.geometry.head_dim
+  head = lax.axis_index("head")
+  row = call.row(lax.axis_index("row"), kv_lens, query_starts)
+  at_once = min(4, call.plan.max_splits)  # loads on their way
+
+  @pl.when((row.splits > 1) & (row.count > 0) & (row.count <= call.plan.decode_queries))
+  def _():
+    first_slot = first_slots[row.index]
+
+    @pl.loop(0, _cdiv(row.count * group, 8))
+    def _(chunk):
+      rows = pl.ds(chunk * 8, 8)
+
+      def add(i, carry):
+        loaded = []
+        for j in range(at_once):
+          split = i * at_once + j
+          slot = first_slot + jnp.minimum(split, row.splits - 1)
+          part_sum = plgpu.load(part_sums.at[slot, head, rows], layout=_CHUNK.reduce(1), optimized=False)
+          part = plgpu.load(parts.at[slot, head, rows], layout=_CHUNK, optimized=False)
+          loaded.append((jnp.where(split < row.splits, part_sum, _FLOOR), part))
+        acc, peak, total = carry
+        for part_sum, part in loaded:
+          new_peak = jnp.maximum(peak, part_sum)
+          decay, weight = jnp.exp2(peak - new_peak), jnp.exp2(part_sum - new_peak)
+          acc = acc * _over_rows(decay, size, _CHUNK) + part * _over_rows(weight, size, _CHUNK)
+          total = total * decay + weight
+          peak = new_peak
+        return acc, peak, total
+
+      nothing = (
+        plgpu.layout_cast(jnp.zeros((8, size), jnp.float32), _CHUNK),
+        plgpu.layout_cast(jnp.full((8,), _FLOOR, jnp.float32), _CHUNK.reduce(1)),
+        plgpu.layout_cast(jnp.zeros((8,), jnp.float32), _CHUNK.reduce(1)),
+      )
+      acc, _, total = lax.fori_loop(0, _cdiv(row.splits, at_once), add, nothing)
+      staging[rows] = (acc / _over_rows(total, size, _CHUNK)).astype(jnp.bfloat16)
+
+    plgpu.commit_smem()
+
+    @pl.loop(0, row.count)
+    def _(token):
+      rows = pl.ds(head * group, group)
+      plgpu.copy_smem_to_gmem(staging.at[pl.ds(token * group, group)], out.at[row.begin + token, rows])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def decode(
+  q: jax.Array,
+  kv: jax.Array,
+  block_tables: jax.Array,
+  kv_lens: jax.Array,
+  query_starts: jax.Array,
+  pieces: dict[str, jax.Array],
+  out: jax.Array,
+  *,
+  plan: Plan,
+  scale: float,
+  sliding_window: int | None,
+  soft_cap: float | None,
+  tuning: Tuning,
+  interpret: Any = None,
+) -> jax.Array:
+  """Attention of the rows of 1 to `plan.decode_queries` queries.
+
+  Args:
+    q: bf16[K, T*G, H]; row t*G + g of KV head k is query head k*G + g of token t.
+    kv: bf16[P, K, 2, page, H]: keys, values.
+    block_tables, kv_lens, query_starts: see api.RaggedMeta.
+    pieces: of `plan.split`.
+    out: bf16[T, N, H]; written in place where the caller's jit has no other use for it.
+    plan, scale, sliding_window, soft_cap: see api; the scale is positive.
+    tuning: see tuning.py.
+    interpret: None, or plgpu.InterpretGPUParams to run on a CPU.
+
+  Returns:
+    `out` with the tokens of those rows written, the others as they were.
+
+  Raises:
+    ValueError: the plan was made for another sliding window.
+  """
+  geometry = plan.geometry
+  if sliding_window != geometry.sliding_window:
+    raise ValueError(f"decode: sliding_window={sliding_window}, but the plan's is {geometry.sliding_window}")
+  call = _Call(plan, scale, soft_cap, tuning, interpret is not None)
+  split, heads, size = plan.max_splits > 1, geometry.num_kv_heads, geometry.head_dim
+  pairs, stages = tuning.decode_ctas_per_sm, tuning.decode_ctas_per_sm * tuning.decode_stages
+  smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)
+  options = {
+    "compiler_params": plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    **({} if interpret is None else {"interpret": interpret}),
+  }
+  staging, parts = [smem((pairs, _ROWS, size))], ()
+  if split:
+    staging.append(plgpu.SMEM((pairs, _ROWS, _PART_COLUMNS), jnp.float32, transforms=_TILED_F32))
+    staging.append(plgpu.SMEM((pairs, _ROWS), jnp.float32))
+    parts = (
+      jax.ShapeDtypeStruct((plan.max_decode_items, heads, call.part_rows, size), jnp.float32),
+      jax.ShapeDtypeStruct((plan.max_decode_items, heads, _ROWS), jnp.float32),  # log2 of the sums of weights
+    )
+  ref = jax.new_ref(out)
+  parts = plgpu.kernel(
+    functools.partial(_decode_kernel, call),
+    out_type=parts,
+    grid=(tuning.num_sms,),
+    grid_names=("sm",),
+    num_threads=2 * pairs,
+    thread_name="warpgroup",
+    scratch_types=[
+      smem((pairs, _ROWS, size), transforms=_TILED),
+      smem((stages, _KEYS, size), transforms=_TILED),
+      smem((stages, _KEYS, size), transforms=_TILED),
+      staging,
+      [smem((pairs, _ROWS, _KEYS), transforms=_TILED)] if call.interpreted else [],
+      plgpu.Barrier(num_barriers=pairs),
+      plgpu.Barrier(num_barriers=stages, num_arrivals=call.copies),
+      plgpu.Barrier(num_barriers=stages, num_arrivals=call.copies),
+      plgpu.Barrier(num_barriers=stages),
+      plgpu.Barrier(num_barriers=stages),
+    ],
+    **options,
+  )(q, kv, block_tables, kv_lens, query_starts, pieces["counts"], pieces["decode_items"], pieces["first_slots"], ref)
+  if split:
+    plgpu.kernel(
+      functools.partial(_combine_kernel, call),
+      grid=(geometry.rows, heads),
+      grid_names=("row", "head"),
+      scratch_types=[smem((call.part_rows, size))],
+      **options,
+    )(kv_lens, query_starts, pieces["first_slots"], *parts, ref)
+  return jax.freeze(ref)
