@@ -1,0 +1,163 @@
+"""Rotary embedding and KV write on GPU, in Pallas' interpreter with its race detector, against models/layers.py."""
+
+import dataclasses
+from pathlib import Path
+import types
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.layers import rotate
+from pallas_kernels.paged_attention import gpu_write
+from pallas_kernels.paged_attention.tuning import tuning_for
+
+RACES = plgpu.InterpretGPUParams(detect_races=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A call: T, how many of those tokens are padding, K, G, H, tokens a block, tokens a tile (None: as tuned)."""
+
+  tokens: int
+  padding: int = 0
+  heads: int = 2
+  group: int = 2
+  head_dim: int = 64
+  page: int = 16
+  tile: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+  """Operands of a case: random numbers, tokens at random slots, padding in block 0, a buffer of distinct values."""
+
+  qkv: jax.Array
+  cos: jax.Array
+  sin: jax.Array
+  kv: jax.Array
+  slots: jax.Array
+
+
+def numbers(case: Case) -> Numbers:
+  rng = np.random.default_rng(case.tokens)
+  blocks = -(-case.tokens // case.page) + 3
+  slots = rng.permutation(np.arange(case.page, blocks * case.page))[: case.tokens]
+  slots[case.tokens - case.padding :] = rng.permutation(case.page)[: case.padding]
+  angles = rng.uniform(0, 2 * np.pi, (case.tokens, case.head_dim // 2))
+  return Numbers(
+    jnp.asarray(rng.standard_normal((case.tokens, case.heads, case.group + 2, case.head_dim)), jnp.bfloat16),
+    jnp.asarray(np.cos(angles), jnp.float32),
+    jnp.asarray(np.sin(angles), jnp.float32),
+    jnp.asarray(rng.standard_normal((blocks, case.heads, 2, case.page, case.head_dim)), jnp.bfloat16),
+    jnp.asarray(slots, jnp.int32),
+  )
+
+
+def f32(x: jax.Array) -> np.ndarray:
+  return np.asarray(x.astype(jnp.float32))
+
+
+def check(case: Case, module=gpu_write) -> None:
+  """Runs a case and compares it with models/layers.py and a plain scatter."""
+  given = numbers(case)
+  tuning = tuning_for("", case.head_dim, case.page)
+  if case.tile:
+    tuning = dataclasses.replace(tuning, write_tokens=case.tile)
+  run = jax.jit(lambda *args: module.rotate_and_write(*args, tuning=tuning, interpret=RACES))
+  q, kv = run(given.qkv, given.cos, given.sin, given.kv, given.slots)
+  assert q.dtype == kv.dtype == jnp.bfloat16
+
+  queries, keys, values = rotate(given.qkv, given.cos, given.sin)
+  # Of two products that are added one may be rounded to f32 before, or not (a fused multiply-add, as on the GPU; on the
+  # CPU it is LLVM's choice). That moves a result by 2^-23 of the products at most, so now and then to the next number
+  # of bf16. Values are copied.
+  close = {"rtol": 2.0**-7, "atol": 1e-6}
+  packed = queries.reshape(case.tokens, case.heads, case.group, -1).transpose(1, 0, 2, 3)
+  np.testing.assert_allclose(f32(q), f32(packed).reshape(q.shape), **close)
+  assert (f32(q) == f32(packed).reshape(q.shape)).mean() > 0.99
+  want, real = f32(given.kv).copy(), slice(0, case.tokens - case.padding)
+  block, offset = np.divmod(np.asarray(given.slots[real]), case.page)
+  want[block, :, 0, offset], want[block, :, 1, offset] = f32(keys[real]), f32(values[real])
+  # All the buffer but block 0, so: what no token has is as before.
+  np.testing.assert_allclose(f32(kv)[1:, :, 0], want[1:, :, 0], **close)
+  np.testing.assert_array_equal(f32(kv)[1:, :, 1], want[1:, :, 1])
+
+
+def check_without_races(case: Case, capfd: pytest.CaptureFixture[str], module=gpu_write) -> None:
+  check(case, module)
+  assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    Case(8),
+    Case(1, heads=1),
+    Case(8, padding=8),
+    Case(13, padding=3, group=3, page=32),
+    Case(20, padding=1, heads=1, group=1, head_dim=128, page=128),
+    Case(9, group=5, head_dim=128, page=64, tile=4),
+    Case(17, heads=1, group=12, head_dim=256, tile=16),
+    Case(5, heads=1, group=64, head_dim=256, tile=32),
+    Case(35, padding=2, heads=1, tile=32),
+  ],
+  ids=str,
+)
+def test_equals_rotate_and_scatter(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+  check_without_races(case, capfd)
+
+
+def test_padding_may_hold_nan_and_share_a_slot() -> None:
+  """Only its own rows of q and block 0 may tell of it. No race detector: to share a slot is a race, and a wanted one."""
+  case = Case(12, padding=5, tile=8)
+  given = numbers(case)
+  tuning = dataclasses.replace(tuning_for("", case.head_dim, case.page), write_tokens=8)
+  run = jax.jit(lambda *args: gpu_write.rotate_and_write(*args, tuning=tuning, interpret=plgpu.InterpretGPUParams()))
+  q, kv = run(given.qkv.at[7:].set(jnp.nan), given.cos, given.sin, given.kv, given.slots.at[7:].set(0))
+  assert np.isfinite(f32(q).reshape(case.heads, case.tokens, -1)[:, :7]).all()
+  assert np.isfinite(f32(kv)[1:]).all()
+
+
+# What is put out of order, the text, and what it becomes; the text occurs once, so that the list cannot rot silently.
+BUGS = (
+  ("sine with the other sign", "(x * c - y * s)", "(x * c + y * s)"),
+  ("halves swapped", "y * c + x * s", "x * c + y * s"),
+  ("the key is not rotated", "  rotate(new, 0)\n", ""),
+  ("the value is rotated", "rotate(new, 0)", "rotate(new, 1)"),
+  ("the last head of a group is not rotated", "for row in range(group)", "for row in range(group - 1)"),
+  ("angles of the first tile", "cos.at[here]", "cos.at[pl.ds(0, tokens)]"),
+  ("the page before", "lax.div(place, page)", "(lax.div(place, page) - 1)"),
+  ("the slot after", "lax.rem(place, page)", "lax.rem(place + 1, page)"),
+  ("another token's slot", "slots[jnp.minimum(start + i,", "slots[jnp.minimum(start + i + 1,"),
+  ("queries of the first head only", "q.at[head, here]", "q.at[0, here]"),
+  ("keys of the first head only", "page), head, :", "page), 0, :"),
+  ("what is past the end is stored", "start + i < num_tokens", "start + i >= 0"),
+  ("nothing waits for the copies in", "  plgpu.barrier_wait(ready)\n", ""),
+  ("one copy in is not waited for", "num_arrivals=4", "num_arrivals=3"),
+  ("copies out start before the numbers are there", "  plgpu.commit_smem()\n", ""),
+)
+
+
+def seeded(old: str, new: str) -> types.ModuleType:
+  """gpu_write with a change in its source."""
+  source = Path(gpu_write.__file__).read_text()
+  assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
+  module = types.ModuleType("seeded_gpu_write")
+  exec(compile(source.replace(old, new), "seeded gpu_write.py", "exec"), module.__dict__)
+  return module
+
+
+SUBJECT = Case(11, tile=8)
+
+
+@pytest.mark.parametrize(("name", "old", "new"), BUGS, ids=lambda value: value.replace(" ", "-")[:40])
+def test_seeded_bug_is_caught(name: str, old: str, new: str, capfd: pytest.CaptureFixture[str]) -> None:
+  with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+    check_without_races(SUBJECT, capfd, seeded(old, new))
+
+
+def test_no_bug_is_not_caught(capfd: pytest.CaptureFixture[str]) -> None:
+  check_without_races(SUBJECT, capfd, seeded("_THREADS = 128", "_THREADS = 128 "))
