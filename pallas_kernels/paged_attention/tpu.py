@@ -31,8 +31,6 @@ _VMEM_BYTES = 64 * 2**20  # of 128 MiB
 _LANES = 128
 _MASKED = -1e30  # a score no real one reaches; finite, so that masked - masked is 0 and not NaN
 
-Interpret = bool | pltpu.InterpretParams
-
 
 def _lines(head_dim: int) -> tuple[int, slice, slice]:
   """Lanes of a line, and which of them are multiplied with queries and with weights."""
@@ -156,14 +154,8 @@ def _write_kernel(begins, counts, slots, firsts, new, _, kv, windows, reads, wri
   each(jnp.maximum(stop - ring, first), stop, lambda run: write(run).wait())
 
 
-def write_kv(
-  kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array, *, interpret: Interpret = False
-) -> jax.Array:
-  """See api.write_kv. Tokens of one block must be consecutive positions, in order, as a row's are; padding is skipped.
-
-  Args:
-    interpret: how to run on a machine without a TPU.
-  """
+def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+  """See api.write_kv. A block's tokens must be consecutive positions in order, as a row's are; padding is skipped."""
   _, heads, page, width = kv.shape
   head_dim, window = k.shape[2], _window(kv.dtype)
   tokens = min(_WRITE_TOKENS, -(-k.shape[0] // (2 * window)) * 2 * window)
@@ -190,7 +182,6 @@ def write_kv(
     input_output_aliases={5: 0},
     compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=_VMEM_BYTES),
     name="write_kv",
-    interpret=interpret,
   )(*_runs(slot_mapping, page, window, tokens), new, kv)
 
 
@@ -346,58 +337,60 @@ def _attention_kernel(
         weights.astype(dtype), lines[:, values_at], precision=precision, preferred_element_type=jnp.float32
       )
 
-  def start_tile(tile: _Tile, index, slot) -> None:
+  def start_tile(index, slot) -> None:
+    """Starts the copies that a tile needs before anything else: its queries and its first chunk."""
+    tile = tile_of(index)
     by_size(tile, lambda size: q_copy(tile, size, index % 2).start())
     kv_copies(tile, 0, slot, lambda copy: copy.start())
-
-  def run_tile(index, done):
-    """Works on one tile; `done` counts the chunks before it, so that chunks alternate between the two places."""
-    tile = tile_of(index)
-
-    def next_chunk(number, slot) -> None:
-      @pl.when(number < tile.chunks)
-      def _():
-        kv_copies(tile, number, slot, lambda copy: copy.start())
-
-      @pl.when((number == tile.chunks) & (index + 1 < count[0]))
-      def _():
-        start_tile(tile_of(index + 1), index + 1, slot)
-
-    def run(size: int) -> None:
-      of_tile = pl.ds(0, size * group)
-      q_copy(tile, size, index % 2).wait()
-      for head in range(heads):
-        mine = q_tiles[index % 2, :size, head * group : (head + 1) * group]
-        queries[head, of_tile] = mine.reshape(size * group, -1)
-        peaks[head, of_tile] = jnp.full((size * group, _LANES), _MASKED, jnp.float32)
-        totals[head, of_tile] = jnp.zeros((size * group, _LANES), jnp.float32)
-        accs[head, of_tile] = jnp.zeros((size * group, accs.shape[2]), jnp.float32)
-
-      def step(number, carry):
-        slot = (done + number) % 2
-        next_chunk(number + 1, 1 - slot)
-        kv_copies(tile, number, slot, lambda copy: copy.wait())
-        clear_tail(tile, number, slot)
-        attend_chunk(tile, size, number, slot)
-        return carry
-
-      lax.fori_loop(0, tile.chunks, step, 0)
-      pl.when(index >= 2)(lambda: await_out(index - 2))
-      for head in range(heads):
-        result = accs[head, of_tile] / totals[head, of_tile][:, :1]
-        out_tiles[index % 2, :size, head * group : (head + 1) * group] = result.astype(out.dtype).reshape(
-          size, group, -1
-        )
-      out_copy(tile, size, index % 2).start()
-
-    by_size(tile, run)
-    return done + tile.chunks
 
   def await_out(index) -> None:
     tile = tile_of(index)
     by_size(tile, lambda size: out_copy(tile, size, index % 2).wait())
 
-  pl.when(count[0] > 0)(lambda: start_tile(tile_of(0), 0, 0))
+  def begin_tile(tile: _Tile, index, size: int) -> None:
+    q_copy(tile, size, index % 2).wait()
+    of_tile = pl.ds(0, size * group)
+    for head in range(heads):
+      of_head = q_tiles[index % 2, :size, head * group : (head + 1) * group]
+      queries[head, of_tile] = of_head.reshape(size * group, -1)
+      peaks[head, of_tile] = jnp.full((size * group, _LANES), _MASKED, jnp.float32)
+      totals[head, of_tile] = jnp.zeros((size * group, _LANES), jnp.float32)
+      accs[head, of_tile] = jnp.zeros((size * group, accs.shape[2]), jnp.float32)
+
+  def end_tile(tile: _Tile, index, size: int) -> None:
+    of_tile = pl.ds(0, size * group)
+    for head in range(heads):
+      result = (accs[head, of_tile] / totals[head, of_tile][:, :1]).astype(out.dtype)
+      out_tiles[index % 2, :size, head * group : (head + 1) * group] = result.reshape(size, group, -1)
+    out_copy(tile, size, index % 2).start()
+
+  def run_tile(index, done):
+    """Works on one tile; `done` counts the chunks before it, so that chunks alternate between the two places."""
+    tile = tile_of(index)
+    pl.when(index >= 2)(lambda: await_out(index - 2))
+    by_size(tile, lambda size: begin_tile(tile, index, size))
+
+    def step(number, carry):
+      slot = (done + number) % 2
+
+      @pl.when(number + 1 < tile.chunks)
+      def _():
+        kv_copies(tile, number + 1, 1 - slot, lambda copy: copy.start())
+
+      @pl.when((number + 1 == tile.chunks) & (index + 1 < count[0]))
+      def _():
+        start_tile(index + 1, 1 - slot)
+
+      kv_copies(tile, number, slot, lambda copy: copy.wait())
+      clear_tail(tile, number, slot)
+      by_size(tile, lambda size: attend_chunk(tile, size, number, slot))
+      return carry
+
+    lax.fori_loop(0, tile.chunks, step, 0)
+    by_size(tile, lambda size: end_tile(tile, index, size))
+    return done + tile.chunks
+
+  pl.when(count[0] > 0)(lambda: start_tile(0, 0))
   lax.fori_loop(0, count[0], run_tile, 0)
   pl.when(count[0] > 1)(lambda: await_out(count[0] - 2))
   pl.when(count[0] > 0)(lambda: await_out(count[0] - 1))
@@ -424,9 +417,8 @@ def ragged_paged_attention(
   scale: float,
   sliding_window: int | None,
   soft_cap: float | None,
-  interpret: Interpret = False,
 ) -> jax.Array:
-  """See api.ragged_paged_attention; `interpret` tells how to run on a machine without a TPU."""
+  """See api.ragged_paged_attention."""
   num_tokens, num_heads, head_dim = q.shape
   _, heads, page, width = kv.shape
   group = num_heads // heads
@@ -465,7 +457,6 @@ def ragged_paged_attention(
     ),
     compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_VMEM_BYTES),
     name="ragged_paged_attention",
-    interpret=interpret,
   )(
     *_tiles(query_starts, num_tokens, size),
     block_tables,
