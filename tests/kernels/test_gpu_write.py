@@ -111,7 +111,7 @@ def test_equals_rotate_and_scatter(case: Case, capfd: pytest.CaptureFixture[str]
 
 
 def test_padding_may_hold_nan_and_share_a_slot() -> None:
-  """Only its own rows of q and block 0 may tell of it. No race detector: to share a slot is a race, and a wanted one."""
+  """Only its own rows of q and block 0 may tell of it. No race detector: to share a slot is a race, a wanted one."""
   case = Case(12, padding=5, tile=8)
   given = numbers(case)
   tuning = dataclasses.replace(tuning_for("", case.head_dim, case.page), write_tokens=8)
