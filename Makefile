@@ -4,8 +4,10 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+DEVICE_VENV := .venv-device
+DEVICE_READY := $(DEVICE_VENV)/.ready
 
-.PHONY: help setup demo server test test-long check parity bench clean
+.PHONY: help setup demo server test test-long check check-device parity bench clean setup-device
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -30,6 +32,10 @@ test-long: $(READY)
 check: $(READY)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright
 
+## make check-device  compile every step for an H200 and for TPUs with none of them here, and check the outcome (ARGS=--small)
+check-device: $(DEVICE_READY)
+	@$(DEVICE_VENV)/bin/python -m tools.check_device $(ARGS)
+
 ## make parity    compare with transformers live, in an environment of its own, and rewrite the golden files
 parity: $(READY)
 	@tools/parity/run.sh
@@ -40,9 +46,14 @@ bench: $(READY)
 
 ## make clean     remove the virtual environments and caches
 clean:
-	rm -rf .venv .venv-parity .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-device .venv-parity .cache .pytest_cache .ruff_cache .hypothesis
 
 setup: $(READY)
 
+setup-device: $(DEVICE_READY)
+
 $(READY): requirements.lock tools/setup_env.sh
 	@tools/setup_env.sh $(VENV) requirements.lock && touch $@
+
+$(DEVICE_READY): requirements-device.lock tools/setup_env.sh $(READY)
+	@tools/setup_env.sh $(DEVICE_VENV) requirements-device.lock $(VENV) && touch $@

@@ -1,0 +1,91 @@
+"""Compiles a model's steps for one target, each at two depths, and writes down what the compilers say. Judges nothing.
+
+A process of its own, started by tools.check_device with the environment of targets.environment. Writes facts.jsonl, one
+object a rung, into --out; standard error carries a line "@@ TOKENS" before each rung, then what ptxas prints.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+
+from engine.device import programs as device_programs
+from engine.device.programs import ProgramSpec
+from engine.shapes import ShapeLadder, StepShape
+from tools.check_device import facts, programs, targets
+
+
+def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dict[str, Any]:
+  """Facts of one program; the keys are those of judge.Rung where they have the same names."""
+  before = set(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
+  started = time.perf_counter()
+  compiled = device_programs.compile_step(spec, shape)
+  seconds = time.perf_counter() - started
+  hlo, memory = compiled.as_text(), compiled.memory_analysis()
+  assert hlo is not None and memory is not None, "compile-only devices say both"
+  aliased, sizes = facts.aliased(hlo), facts.argument_bytes(hlo)
+  donated = (spec.kv, spec.last_tokens, spec.slot_state)
+  # Smaller ones are norms, which any vector may equal in size; to move one costs nothing.
+  weights = {size for size in programs.shard_sizes(spec.params) if size >= 2**16}
+  found = {
+    "seconds": round(seconds, 2),
+    "kv_bytes": programs.shard_bytes(spec.kv),
+    "kv_device_bytes": sum(sizes[number] for number in aliased[: len(spec.kv)]),
+    "donated_arrays": len(jax.tree.leaves(donated)),
+    "aliased_arrays": len(aliased),
+    "donated_bytes": sum(sizes[number] for number in aliased),
+    "alias_bytes": memory.alias_size_in_bytes,
+    "argument_bytes": memory.argument_size_in_bytes,
+    "temp_bytes": memory.temp_size_in_bytes,
+    "temp_limit": programs.temp_limit(spec, shape),
+    "moved": facts.moved(hlo, set(programs.shard_sizes(spec.kv)), weights),
+  }
+  for path in set(dump.glob("*thunk_sequence_after_thunk_passes.txt")) - before:
+    if ".jit_step." not in path.name:
+      continue
+    sequence = facts.thunks(path.read_text("utf-8"))
+    names = facts.thunk_names(path.with_name(path.name.split(".thunk_")[0] + ".thunk_metadata.txt").read_text("utf-8"))
+    origin = facts.op_names(hlo)
+    found["outside"] = [thunk.kind for thunk in sequence if thunk.depth == 0 and thunk.kind != "kCommandBuffer"]
+    found["command_buffers"] = sum(thunk.kind == "kCommandBuffer" for thunk in sequence)
+    found["launches"] = [
+      (thunk.kind, names.get(thunk.number, ""), origin.get(names.get(thunk.number, ""), ""))
+      for thunk in facts.launches(sequence)
+    ]
+  return found
+
+
+def main() -> None:
+  """The command line."""
+  parser = argparse.ArgumentParser(prog="python -m tools.check_device.compile", description=__doc__)
+  parser.add_argument("--target", required=True, choices=sorted(targets.TARGETS))
+  parser.add_argument("--model", required=True)
+  parser.add_argument("--attention", required=True)
+  parser.add_argument("--token_budgets", required=True)
+  parser.add_argument("--out", required=True, type=pathlib.Path)
+  args = parser.parse_args()
+  target, case = targets.TARGETS[args.target], programs.case(args.model)
+  devices = targets.devices(target)
+  layers = case.model.num_layers
+  budgets = tuple(int(budget) for budget in args.token_budgets.split(","))
+  ladder = ShapeLadder(budgets, min(case.max_num_seqs, budgets[-1]))
+  deep, shallow = (programs.make_spec(case, devices, args.attention, count) for count in (layers, layers // 2))
+  with (args.out / "facts.jsonl").open("w") as out, targets.tracing_for(target, devices[0]):
+    for shape in ladder.rungs():
+      os.write(sys.stderr.fileno(), f"\n@@ {shape.tokens}\n".encode())
+      found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers}
+      found |= compile_rung(deep, shape, args.out)
+      if target.platform == "cuda":
+        found["shallow_layers"] = layers // 2
+        found["shallow_launches"] = len(compile_rung(shallow, shape, args.out)["launches"])
+      out.write(json.dumps(found) + "\n")
+      out.flush()
+
+
+if __name__ == "__main__":
+  main()

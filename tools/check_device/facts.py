@@ -1,0 +1,203 @@
+"""What compiled programs say about themselves, read from the compilers' texts. Pure: compiles and judges nothing.
+
+Texts: optimised HLO (`compiled.as_text()`), XLA:GPU's thunk sequence (what is launched, in order; dumped with
+--xla_dump_to) and what ptxas prints of a Mosaic GPU kernel (MOSAIC_GPU_DUMP_PTXAS=1).
+"""
+
+from collections.abc import Collection, Sequence
+import dataclasses
+import math
+import re
+
+# Opcodes that compute nothing: what consists of these alone only moves values.
+_MOVES = frozenset(
+  "parameter constant bitcast copy copy-start transpose reshape convert slice dynamic-slice pad concatenate reverse "
+  "broadcast tuple get-tuple-element gather iota".split()
+)
+_FREE = frozenset("parameter constant bitcast tuple get-tuple-element broadcast iota".split())
+# These write into their operand, or hand on what others made; where one may not, XLA puts a copy before it.
+_IN_PLACE = frozenset(
+  "scatter dynamic-update-slice custom-call while conditional call async-start async-done opt-barrier copy-done".split()
+)
+_CONTAINERS = frozenset("kCommandBuffer kSequential kWhile kConditional kDynamicSlice kAsyncStart kAsyncDone".split())
+
+_DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
+_THUNK = re.compile(r"^( *)(\d+): (k\w+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One of HLO.
+
+  Attributes:
+    opcode: such as "fusion".
+    arrays: (dtype, elements, layout) of each array of the result.
+    is_root: of its computation.
+    calls: the computation of a fusion, or "".
+    text: the line, without what follows the operands.
+  """
+
+  name: str
+  opcode: str
+  arrays: tuple[tuple[str, int, str], ...]
+  is_root: bool
+  calls: str
+  text: str
+
+
+def _closing(text: str, start: int) -> int:
+  """Index behind the bracket that closes the one at `start`."""
+  depth = 0
+  for index in range(start, len(text)):
+    depth += {"(": 1, ")": -1}.get(text[index], 0)
+    if not depth:
+      return index + 1
+  return len(text)
+
+
+def computations(hlo: str) -> dict[str, list[Instruction]]:
+  """Name -> instructions, of a module's text."""
+  found: dict[str, list[Instruction]] = {}
+  current: list[Instruction] | None = None
+  for line in hlo.splitlines():
+    if head := _COMPUTATION.match(line):
+      current = found.setdefault(head[1], [])
+    elif line.startswith("}"):
+      current = None
+    elif current is not None and (match := _INSTRUCTION.match(line)):
+      start = match.end()
+      end = _closing(line, start) if line[start] == "(" else line.find(" ", start)
+      opcode = _OPCODE.match(line, end)
+      if opcode is None:
+        continue
+      arrays = tuple(
+        (dtype, math.prod(int(extent) for extent in shape.split(",") if extent), layout)
+        for dtype, shape, layout in _ARRAY.findall(line[start:end])
+      )
+      calls = re.search(r"calls=%?([\w.\-]+)", line)
+      text = line[match.start(2) : _closing(line, opcode.end() - 1)]
+      current.append(Instruction(match[2], opcode[1], arrays, bool(match[1]), calls[1] if calls else "", text))
+  return found
+
+
+def moved(hlo: str, kv_sizes: Collection[int], weight_sizes: Collection[int]) -> list[str]:
+  """Instructions that make a new array as large as a KV buffer or a weight, where the old one should have been used.
+
+  Of a KV buffer's size: whatever is not known to write in place. Of a weight's: what moves values and computes nothing,
+  a fusion by what it is made of (an activation may have a weight's size), unless the new array lies in a TPU's vector
+  memory (memory space 1 of its layout): that is a prefetch, and how a weight is read there.
+
+  Args:
+    hlo: the module's text.
+    kv_sizes, weight_sizes: elements on one device.
+  """
+  module = computations(hlo)
+  fused = {one.calls for body in module.values() for one in body if one.opcode == "fusion"}
+  found = []
+  for name, body in module.items():
+    for one in body if name not in fused else ():
+      opcodes = {inner.opcode for inner in module.get(one.calls, ())} or {one.opcode}
+      moves = opcodes <= _MOVES and not opcodes <= _FREE
+      replaces = not opcodes & _IN_PLACE and not opcodes <= _FREE
+      arrays = one.arrays[:1] if one.opcode == "copy-start" else one.arrays
+      if (replaces and any(size in kv_sizes for _, size, _ in arrays)) or (
+        moves and any(size in weight_sizes and "S(1)" not in layout for _, size, layout in arrays)
+      ):
+        found.append(one.text)
+  return found
+
+
+def aliased(hlo: str) -> list[int]:
+  """Numbers of the arguments whose place a result takes, in ascending order."""
+  head = hlo.split("entry_computation_layout", 1)[0]
+  return sorted(int(number) for number in re.findall(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, \w+-alias\)", head))
+
+
+def argument_bytes(hlo: str) -> list[int]:
+  """Bytes that each argument of the program takes on one device, what a TPU's tiles pad it with included.
+
+  The tile of a layout such as {1,0:T(8,128)(2,1)} rounds up the two dimensions that come first in it; a second tile
+  only orders what is inside the first.
+  """
+  types = hlo.split("entry_computation_layout={(", 1)[1].split(")->", 1)[0]
+  found = []
+  for dtype, shape, layout in _ARRAY.findall(types):
+    extents = [int(extent) for extent in shape.split(",") if extent]
+    minor_to_major = [int(axis) for axis in re.findall(r"\d+", layout.split(":")[0])]
+    tile = re.search(r"T\(([\d,]+)\)", layout)
+    if tile:
+      for axis, size in zip(minor_to_major, reversed([int(size) for size in tile[1].split(",")]), strict=False):
+        extents[axis] = -(-extents[axis] // size) * size
+    found.append(math.prod(extents) * _DTYPE_BYTES[dtype])
+  return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Thunk:
+  """One line of a thunk sequence.
+
+  Attributes:
+    number: as printed.
+    depth: columns it is indented by; 0 is the step itself.
+    kind: such as "kCommandBuffer".
+  """
+
+  number: int
+  depth: int
+  kind: str
+
+
+def thunks(text: str) -> list[Thunk]:
+  """The lines of a thunk sequence, in order."""
+  return [
+    Thunk(int(match[2]), len(match[1]), match[3])
+    for match in (_THUNK.match(line) for line in text.splitlines())
+    if match is not None
+  ]
+
+
+def thunk_names(metadata: str) -> dict[int, str]:
+  """The HLO instruction of each thunk by its number, from XLA's thunk metadata."""
+  found = {}
+  for block in metadata.split("thunk_metadata {")[1:]:
+    name, number = re.search(r'profile_annotation: "([^"]*)"', block), re.search(r"thunk_id: (\d+)", block)
+    if name and number:
+      found[int(number[1])] = name[1]
+  return found
+
+
+def op_names(hlo: str) -> dict[str, str]:
+  """Instruction -> where in the Python program it comes from."""
+  return dict(re.findall(r'^\s+(?:ROOT )?%?([\w.\-]+) = .*metadata=\{[^}]*?op_name="([^"]*)"', hlo, re.MULTILINE))
+
+
+def launches(sequence: Sequence[Thunk]) -> list[Thunk]:
+  """What reaches the device: kernels, copies, library calls. A loop's body counts once, every branch of a condition."""
+  return [thunk for thunk in sequence if thunk.kind not in _CONTAINERS]
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelUse:
+  """What ptxas says of a kernel: registers a thread, bytes spilled (stores and loads)."""
+
+  name: str
+  registers: int
+  spill_bytes: int
+
+
+def kernel_uses(ptxas: str) -> list[KernelUse]:
+  """Every kernel that ptxas reported on, in order."""
+  found = []
+  for part in ptxas.split("Compiling entry function ")[1:]:
+    name = re.match(r"'([^']+)'", part)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
+    registers = re.search(r"Used (\d+) registers", part)
+    if not (name and spills and registers):
+      raise ValueError(f"ptxas printed what is not understood: {part[:200]!r}")
+    found.append(KernelUse(name[1], int(registers[1]), int(spills[1]) + int(spills[2])))
+  return found

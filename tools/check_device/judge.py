@@ -1,0 +1,79 @@
+"""What must hold of every compiled rung, and the table of what does. Pure: it reads facts, it makes none."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tools.check_device.facts import KernelUse
+
+MAX_LAUNCHES_A_LAYER = 11
+_SHOWN = 5  # copies that are printed; there may be some a layer
+
+
+def launches_a_layer(rung: Mapping[str, Any]) -> float:
+  """From the same program at two depths: what both have besides their layers cancels out."""
+  return (len(rung["launches"]) - rung["shallow_launches"]) / (rung["layers"] - rung["shallow_layers"])
+
+
+def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[str]:
+  """What is wrong with a rung, a line each.
+
+  Args:
+    rung: as tools.check_device.compile writes it. What only GPUs have is looked at where it is there.
+    kernels: what ptxas said of the kernels that this rung was the first to need.
+  """
+  found = []
+  if rung["aliased_arrays"] != rung["donated_arrays"]:
+    found.append(f"{rung['aliased_arrays']} of {rung['donated_arrays']} donated arrays are updated in place")
+  elif rung["kv_device_bytes"] != rung["kv_bytes"]:
+    found.append(f"KV takes {rung['kv_device_bytes']} bytes on the device, padded from {rung['kv_bytes']}")
+  if rung["alias_bytes"] != rung["donated_bytes"]:
+    found.append(f"{rung['alias_bytes']} bytes are updated in place, but what is donated has {rung['donated_bytes']}")
+  for text in rung["moved"][:_SHOWN]:
+    found.append(f"copies a KV buffer or a weight: {text[:200]}")
+  if len(rung["moved"]) > _SHOWN:
+    found.append(f"copies a KV buffer or a weight {len(rung['moved']) - _SHOWN} times more; --out lists them")
+  if rung["temp_bytes"] > rung["temp_limit"]:
+    found.append(f"{rung['temp_bytes']} bytes of temporaries are over {rung['temp_limit']}")
+  if "launches" in rung:
+    if rung["command_buffers"] != 1 or rung["outside"]:
+      found.append(
+        f"{rung['command_buffers']} command buffers instead of one, and outside of them: "
+        f"{', '.join(sorted(set(rung['outside']))) or 'nothing'}"
+      )
+    if launches_a_layer(rung) > MAX_LAUNCHES_A_LAYER:
+      found.append(f"{launches_a_layer(rung):g} launches a layer are over {MAX_LAUNCHES_A_LAYER}")
+  for kernel in kernels:
+    if kernel.spill_bytes:
+      found.append(f"kernel {kernel.name} spills {kernel.spill_bytes} bytes ({kernel.registers} registers)")
+  return found
+
+
+def layer_launches(rung: Mapping[str, Any]) -> list[str]:
+  """The launches of a layer in the middle, in order: kind, instruction, and where in the program that comes from."""
+  first = next((i for i, (_, _, origin) in enumerate(rung["launches"]) if "_run_block" in origin), 0)
+  count = round(launches_a_layer(rung))
+  start = first + (rung["layers"] // 2) * count
+  return [
+    f"{kind:13s} {name:40s} {origin.removeprefix('jit(step)/')}".rstrip()
+    for kind, name, origin in rung["launches"][start : start + count]
+  ]
+
+
+def table(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
+  """A line a rung. Registers and spills are the largest of the kernels that ptxas compiled for the rung."""
+  lines = [
+    f"{'target':7s} {'model':10s} {'rung':>8s} {'compile s':>9s} {'aliased MiB':>11s} {'moved':>5s} {'temp MiB':>8s} "
+    f"{'limit':>6s} {'buffers':>7s} {'a layer':>7s} {'regs':>4s} {'spill':>5s}  wrong"
+  ]
+  for rung in rungs:
+    kernels = rung["kernels"]
+    gpu = "launches" in rung
+    lines.append(
+      f"{rung['target']:7s} {rung['model']:10s} {rung['tokens']:4d}x{rung['rows']:<3d} {rung['seconds']:9.1f} "
+      f"{rung['alias_bytes'] / 2**20:11.1f} {len(rung['moved']):5d} {rung['temp_bytes'] / 2**20:8.1f} "
+      f"{rung['temp_limit'] / 2**20:6.0f} {rung['command_buffers'] if gpu else '-':>7} "
+      f"{format(launches_a_layer(rung), 'g') if gpu else '-':>7s} "
+      f"{max((kernel['registers'] for kernel in kernels), default='-'):>4} "
+      f"{max((kernel['spill_bytes'] for kernel in kernels), default='-'):>5}  {len(rung['violations']) or ''}".rstrip()
+    )
+  return lines

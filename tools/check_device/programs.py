@@ -1,0 +1,135 @@
+"""Which programs are compiled: models by name, as the engine would describe them, without arrays. Compiles nothing."""
+
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from engine.device import kv_cache
+from engine.device import mesh as mesh_lib
+from engine.device.programs import ProgramSpec
+from engine.shapes import StepShape
+from models import llama
+from models.config import ModelConfig
+from models.registry import config_from_hf
+from pallas_kernels.paged_attention import api
+
+DTYPE = jnp.dtype("bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A model and the sizes it is served with.
+
+  Attributes:
+    model: numbers of the decoder.
+    max_model_len: of a sequence, in tokens.
+    pool_tokens: the KV pool, in tokens.
+    max_num_seqs: rows of the largest steps.
+  """
+
+  model: ModelConfig
+  max_model_len: int
+  pool_tokens: int
+  max_num_seqs: int = 64
+
+
+def case(name: str) -> Case:
+  """The cases by name: tiny, demo, llama3-8b. No array of tiny's steps has the size of a weight or of a KV buffer."""
+  if name == "tiny":
+    model = ModelConfig(
+      family="llama",
+      vocab_size=3072,
+      num_layers=3,
+      model_dim=384,
+      hidden_dim=896,
+      num_heads=16,
+      num_kv_heads=4,
+      head_dim=128,
+      max_position=1024,
+    )
+    return Case(model, max_model_len=1024, pool_tokens=16_384)
+  if name == "demo":
+    model = config_from_hf(json.loads(pathlib.Path("models/demo/config.json").read_text("utf-8")))
+    return Case(model, max_model_len=4096, pool_tokens=65_536)
+  if name == "llama3-8b":
+    model = ModelConfig(
+      family="llama",
+      vocab_size=128_256,
+      num_layers=32,
+      model_dim=4096,
+      hidden_dim=14_336,
+      num_heads=32,
+      num_kv_heads=8,
+      head_dim=128,
+      max_position=8192,
+      rope_theta=500_000.0,
+    )
+    return Case(model, max_model_len=8192, pool_tokens=131_072)
+  raise ValueError(f"model {name!r} is not one of tiny, demo, llama3-8b")
+
+
+def make_spec(case: Case, devices: list[Any], attention: str, num_layers: int) -> ProgramSpec:
+  """What engine.device.build makes of a checkpoint, with no checkpoint.
+
+  Args:
+    case: the model.
+    devices: to compile for.
+    attention: name of the implementation.
+    num_layers: instead of the model's own.
+  """
+  model = dataclasses.replace(case.model, num_layers=num_layers)
+  mesh = mesh_lib.make_mesh(devices)
+  block_size = api.preferred_block_size(attention)
+  graphdef, state = llama.abstract(model, DTYPE)
+  leaves, tree = jax.tree.flatten(state)
+  shardings = jax.tree.leaves(mesh_lib.shardings(mesh, state))
+  return ProgramSpec(
+    mesh=mesh,
+    model=model,
+    graphdef=graphdef,
+    params_tree=tree,
+    params=tuple(
+      jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+      for leaf, sharding in zip(leaves, shardings, strict=True)
+    ),
+    kv=kv_cache.abstract(mesh, model, case.pool_tokens // block_size, block_size, DTYPE, attention),
+    block_size=block_size,
+    table_width=-(-case.max_model_len // block_size),
+    num_slots=case.max_num_seqs,
+    num_eos=1,
+    attention=attention,
+    device_kind=devices[0].device_kind,
+  )
+
+
+def shard_sizes(leaves: Any) -> list[int]:
+  """Elements of each abstract array on one device."""
+  return [math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(leaves)]
+
+
+def shard_bytes(leaves: Any) -> int:
+  """Bytes of abstract arrays on one device."""
+  leaves = jax.tree.leaves(leaves)
+  return sum(size * leaf.dtype.itemsize for size, leaf in zip(shard_sizes(leaves), leaves, strict=True))
+
+
+def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
+  """Bytes that a step may need for its intermediate values on one device; a copy of a large weight or of KV is more.
+
+  Of a layer, everything between two of its kernels at once, and that twice; of the sampler, eight arrays of the logits'
+  size in f32 (several stages of filtering are alive together, and a sort holds four); of attention, its partial
+  results in f32; and 4 MiB for what is small, and for the alignment of each.
+  """
+  model, devices = spec.model, spec.mesh.size
+  heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // devices
+  layer = 2 * model.model_dim + heads + model.num_heads * model.head_dim // devices + 3 * model.hidden_dim // devices
+  plan = spec.attention_of(shape).plan
+  slots = plan.max_decode_items if plan else 0
+  partials = slots * (model.num_heads // devices) * (model.head_dim + 2) * 4
+  logits = shape.rows * model.vocab_size * 4
+  return 2 * shape.tokens * layer * DTYPE.itemsize + 8 * logits + partials + 4 * 2**20

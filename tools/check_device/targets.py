@@ -1,0 +1,127 @@
+"""Devices that are not there: topologies to compile for, from numbers and names alone. Nothing can run on them.
+
+jax is imported inside the functions that need it: only once `environment()` holds does it find these devices.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import pathlib
+from typing import Any
+
+# Data sheet and CUDA occupancy figures of an H200 SXM. XLA reads them to choose tiles and fusions, and its cost model
+# needs the throughputs: per SM and clock, units times operations. Types are numbered as in xla_data.proto.
+_SCALAR_UNITS = {4: (64, 1), 8: (64, 1), 10: (128, 2), 11: (128, 1), 12: (64, 1), 16: (128, 2)}
+_MATRIX_OPS = {2: 1024, 6: 1024, 10: 512, 11: 256, 12: 32, 16: 512, 19: 1024, 20: 1024}
+_H200 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info {{ major: 9 minor: 10 }}
+gpu_device_info {{
+  name: "NVIDIA H200"  device_vendor: "NVIDIA Corporation"  model_str: "sm_90a, 132 SMs"
+  platform_version: "Compute Capability 9.0a"
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  driver_version: "13.0.0"  runtime_version: "13.0.0"  compile_time_toolkit_version: "13.0.0"  dnn_version: "9.10.0"
+  device_address_bits: 64  ecc_enabled: true
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: {clock}
+  device_memory_size: {memory_bytes}  memory_bandwidth: 4800000000000  l2_cache_size: 52428800
+  pcie_bandwidth: 64000000000
+  threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024  thread_dim_limit_y: 1024  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  shared_memory_per_core: 233472  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448
+  scalar_unit_description {{ {scalar} }}
+  matrix_unit_description {{ {matrix} }}
+}}
+"""
+
+
+def _h200() -> str:
+  """The target configuration of XLA, as text proto."""
+
+  def rates(units: dict[int, tuple[int, int]]) -> str:
+    return " ".join(
+      f"rate_infos {{ key: {kind} value {{ clock_rate_ghz: 1.98 units_per_core: {count} ops_per_clock: {ops} }} }}"
+      for kind, (count, ops) in units.items()
+    )
+
+  return _H200.format(
+    clock=1.98,
+    memory_bytes=141 * 2**30,
+    scalar=rates(_SCALAR_UNITS),
+    matrix=rates({kind: (4, ops) for kind, ops in _MATRIX_OPS.items()}),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """A machine to compile for.
+
+  Attributes:
+    name: as the command line has it.
+    platform: "cuda" or "tpu".
+    topology: JAX's name of it.
+    chips: how many devices the model is spread over.
+  """
+
+  name: str
+  platform: str
+  topology: str
+  chips: int = 1
+
+  @property
+  def attention(self) -> str:
+    """The name of the paged attention that is this platform's own."""
+    return {"cuda": "gpu", "tpu": "tpu"}[self.platform]
+
+
+TARGETS = {
+  target.name: target
+  for target in (
+    Target("h200", "cuda", "1x1x1"),
+    Target("v5e", "tpu", "v5e:2x2"),
+    Target("v5e-4", "tpu", "v5e:2x2", chips=4),
+    Target("v6e", "tpu", "v6e:1x1"),
+  )
+}
+
+
+def environment(target: Target, dump: pathlib.Path) -> dict[str, str]:
+  """Environment variables that a process which compiles for `target` must start with; XLA's dump goes into `dump`."""
+  common = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+  if target.platform == "cuda":
+    return common | {"XLA_FLAGS": f"--xla_dump_to={dump}", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+  # Without these libtpu asks the metadata server of a cloud machine.
+  return common | {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+
+
+def devices(target: Target) -> list[Any]:
+  """The compile-only jax.Devices of `target`. Raises ImportError or RuntimeError where the plugin is missing."""
+  from jax.experimental import topologies
+
+  if target.platform == "cuda":
+    topology = topologies.get_topology_desc(platform="cuda", topology=target.topology, target_config=_h200())
+  else:
+    x, y = (int(extent) for extent in target.topology.split(":")[1].split("x"))
+    topology = topologies.get_topology_desc(
+      platform="tpu",
+      topology_name=target.topology,
+      chips_per_host_bounds=(x, y, 1),
+      chip_config_name="default",
+      num_slices=1,
+    )
+  return list(topology.devices[: target.chips])
+
+
+@contextlib.contextmanager
+def tracing_for(target: Target, device: Any) -> Iterator[None]:
+  """While open, Pallas kernels are traced for `device` rather than for the process's own backend."""
+  from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+  if target.platform == "cuda":
+    yield
+    return
+  kind = AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
+  with use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
+    yield
