@@ -43,13 +43,13 @@ def compile_all(target: Target, model: str, attention: str, budgets: str) -> lis
     out = pathlib.Path(folder)
     command = [sys.executable, "-m", "tools.check_device.compile", f"--target={target.name}", f"--model={model}"]
     command += [f"--attention={attention}", f"--token_budgets={budgets}", f"--out={out}"]
-    with (out / "stderr").open("wb") as stderr:
-      done = subprocess.run(command, stderr=stderr, env=os.environ | environment(target, out), check=False)
-    said = (out / "stderr").read_text("utf-8", "replace")
+    done = subprocess.run(
+      command, env=os.environ | environment(target, out), capture_output=True, encoding="utf-8", errors="replace"
+    )
     if done.returncode:
-      raise CompileError(f"exit code {done.returncode}:\n" + "\n".join(said.rstrip().splitlines()[-8:]))
+      raise CompileError(f"exit code {done.returncode}:\n" + "\n".join(done.stderr.rstrip().splitlines()[-8:]))
     rungs = [json.loads(line) for line in (out / "facts.jsonl").read_text("utf-8").splitlines()]
-  parts = said.split("\n@@ ")[1:]
+  parts = done.stdout.split("\n@@ ")[1:]
   for rung, part in zip(rungs, parts, strict=True):
     rung["kernels"] = [dataclasses.asdict(kernel) for kernel in facts.kernel_uses(part)]
   return rungs

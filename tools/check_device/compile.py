@@ -1,14 +1,13 @@
 """Compiles a model's steps for one target, each at two depths, and writes down what the compilers say. Judges nothing.
 
 A process of its own, started by tools.check_device with the environment of targets.environment. Writes facts.jsonl, one
-object a rung, into --out; standard error carries a line "@@ TOKENS" before each rung, then what ptxas prints.
+object a rung, into --out; a line "@@ TOKENS" on standard output comes before what ptxas prints there of a rung.
 """
 
 import argparse
+import ctypes
 import json
-import os
 import pathlib
-import sys
 import time
 from typing import Any
 
@@ -50,7 +49,7 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
       continue
     sequence = facts.thunks(path.read_text("utf-8"))
     names = facts.thunk_names(path.with_name(path.name.split(".thunk_")[0] + ".thunk_metadata.txt").read_text("utf-8"))
-    origin = facts.op_names(hlo)
+    origin = facts.origins(hlo)
     found["outside"] = [thunk.kind for thunk in sequence if thunk.depth == 0 and thunk.kind != "kCommandBuffer"]
     found["command_buffers"] = sum(thunk.kind == "kCommandBuffer" for thunk in sequence)
     found["launches"] = [
@@ -77,7 +76,8 @@ def main() -> None:
   deep, shallow = (programs.make_spec(case, devices, args.attention, count) for count in (layers, layers // 2))
   with (args.out / "facts.jsonl").open("w") as out, targets.tracing_for(target, devices[0]):
     for shape in ladder.rungs():
-      os.write(sys.stderr.fileno(), f"\n@@ {shape.tokens}\n".encode())
+      ctypes.CDLL(None).fflush(None)  # ptxas's words go through C's own buffer
+      print(f"\n@@ {shape.tokens}", flush=True)
       found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers}
       found |= compile_rung(deep, shape, args.out)
       if target.platform == "cuda":

@@ -19,12 +19,12 @@ _FREE = frozenset("parameter constant bitcast tuple get-tuple-element broadcast 
 _IN_PLACE = frozenset(
   "scatter dynamic-update-slice custom-call while conditional call async-start async-done opt-barrier copy-done".split()
 )
-_CONTAINERS = frozenset("kCommandBuffer kSequential kWhile kConditional kDynamicSlice kAsyncStart kAsyncDone".split())
+_CONTAINERS = frozenset("kCommandBuffer kSequential kWhile kConditional".split())
 
 _DTYPE_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _THUNK = re.compile(r"^( *)(\d+): (k\w+)")
@@ -37,16 +37,16 @@ class Instruction:
   Attributes:
     opcode: such as "fusion".
     arrays: (dtype, elements, layout) of each array of the result.
-    is_root: of its computation.
     calls: the computation of a fusion, or "".
+    origin: where in the Python program it comes from, or "".
     text: the line, without what follows the operands.
   """
 
   name: str
   opcode: str
   arrays: tuple[tuple[str, int, str], ...]
-  is_root: bool
   calls: str
+  origin: str
   text: str
 
 
@@ -80,8 +80,11 @@ def computations(hlo: str) -> dict[str, list[Instruction]]:
         for dtype, shape, layout in _ARRAY.findall(line[start:end])
       )
       calls = re.search(r"calls=%?([\w.\-]+)", line)
-      text = line[match.start(2) : _closing(line, opcode.end() - 1)]
-      current.append(Instruction(match[2], opcode[1], arrays, bool(match[1]), calls[1] if calls else "", text))
+      text = line[match.start(1) : _closing(line, opcode.end() - 1)]
+      origin = re.search(r'metadata=\{[^}]*?op_name="([^"]*)"', line)
+      current.append(
+        Instruction(match[1], opcode[1], arrays, calls[1] if calls else "", origin[1] if origin else "", text)
+      )
   return found
 
 
@@ -171,14 +174,29 @@ def thunk_names(metadata: str) -> dict[int, str]:
   return found
 
 
-def op_names(hlo: str) -> dict[str, str]:
-  """Instruction -> where in the Python program it comes from."""
-  return dict(re.findall(r'^\s+(?:ROOT )?%?([\w.\-]+) = .*metadata=\{[^}]*?op_name="([^"]*)"', hlo, re.MULTILINE))
+def origins(hlo: str) -> dict[str, str]:
+  """Instruction -> where in the Python program it comes from; for a fusion that does not say, what is in it."""
+  module = computations(hlo)
+  return {
+    one.name: one.origin or next((inner.origin for inner in reversed(module.get(one.calls, ())) if inner.origin), "")
+    for body in module.values()
+    for one in body
+  }
 
 
 def launches(sequence: Sequence[Thunk]) -> list[Thunk]:
-  """What reaches the device: kernels, copies, library calls. A loop's body counts once, every branch of a condition."""
-  return [thunk for thunk in sequence if thunk.kind not in _CONTAINERS]
+  """What reaches the device: kernels, copies, library calls. A loop's body counts once, every branch of a condition.
+
+  A call on slices of its operands (kDynamicSliceFusion) is one launch: its own line follows, indented.
+  """
+  found, inside = [], None
+  for thunk in sequence:
+    if inside is not None and thunk.depth > inside:
+      continue
+    inside = thunk.depth if thunk.kind == "kDynamicSliceFusion" else None
+    if thunk.kind not in _CONTAINERS:
+      found.append(thunk)
+  return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,9 +53,11 @@ def layer_launches(rung: Mapping[str, Any]) -> list[str]:
   first = next((i for i, (_, _, origin) in enumerate(rung["launches"]) if "_run_block" in origin), 0)
   count = round(launches_a_layer(rung))
   start = first + (rung["layers"] // 2) * count
+  layer = rung["launches"][start : start + count]
+  begin = next((i for i in range(count) if "/attention" in layer[i][2] and "/attention" not in layer[i - 1][2]), 0)
   return [
-    f"{kind:13s} {name:40s} {origin.removeprefix('jit(step)/')}".rstrip()
-    for kind, name, origin in rung["launches"][start : start + count]
+    f"{kind:19s} {name:34s} {origin.removeprefix('jit(step)/')}".rstrip()
+    for kind, name, origin in layer[begin:] + layer[:begin]
   ]
 
 
