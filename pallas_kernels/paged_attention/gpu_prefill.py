@@ -1,9 +1,12 @@
-"""Attention of rows of many queries over their pages, for Hopper; it may not write tokens of rows it was not given.
+"""Attention of rows of many queries over their pages, for Hopper; it may not write tokens it was not given.
 
-One thread block works on one item of the plan and one KV head: 128 packed rows, (query, head of the group) pairs. A
-warpgroup brings pages into a ring of tiles, two others compute 64 rows each in the manner of FlashAttention-3
-(arXiv:2407.08608): the scores of the next tile are multiplied while the softmax of this one is computed, and the two
-take turns at the tensor core.
+A thread block takes one item of the plan and one KV head: 128 packed rows, that is (query, head of the group) pairs.
+One warpgroup brings pages into a ring of tiles; two others compute 64 packed rows each as in FlashAttention-3
+(arXiv:2407.08608): the scores of a tile are multiplied along with the values of the tile before, the softmax may run
+under the latter, and the two warpgroups take turns at the tensor core.
+
+All that a row's result depends on is its own queries, pages and length: tiles of keys lie at fixed positions, and a
+row's items start at its first query. So results equal to the bit whatever else is in the batch.
 """
 
 import math
@@ -15,12 +18,41 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.plan import ROWS_PER_TILE, Plan
+from pallas_kernels.paged_attention.tuning import Tuning
 
 _HALF = ROWS_PER_TILE // 2  # packed rows a compute warpgroup
-_LANES = 64  # bf16 values in a line of a swizzled tile, 128 bytes
-# The score of a key that is not seen: finite, so that a row of nothing else gives no NaN; a power of two, so that its
-# product with any scale is exact and (masked - largest masked) is 0 also when multiplied and subtracted at once.
+_LANES = 64  # bf16 values in a line of 128 bytes, which is what TMA and wgmma swizzle
+# The score of a key that is not seen. Finite, so that a tile of which a row sees nothing gives no NaN (what it adds is
+# forgotten at the first key seen: exp2 of about -1e29 is 0). A power of two, so that its product with any factor is
+# exact, and the difference from the row's maximum 0 even where the compiler fuses product and difference.
 _MASKED = -(2.0**100)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+  """By exp2, to f32 rounding: the device's own tanh instruction is good to 2^-11, which a cap of 50 makes 2.4%."""
+  root = lax.rsqrt(1.0 + jnp.exp2((2 * math.log2(math.e)) * x))
+  return 1.0 - 2.0 * root * root
+
+
+def _check(plan: Plan, q: jax.Array, kv: jax.Array, scale: float, tuning: Tuning) -> None:
+  geometry, keys = plan.geometry, tuning.prefill_tile_keys
+  page, head_dim, group = geometry.block_size, geometry.head_dim, geometry.group
+  if q.dtype != jnp.bfloat16 or kv.dtype != jnp.bfloat16:
+    raise NotImplementedError(f"prefill on GPU: q is {q.dtype} and kv {kv.dtype}; both must be bfloat16")
+  if head_dim % _LANES or head_dim > 256 or group > _HALF:
+    raise NotImplementedError(
+      f"prefill on GPU: head_dim={head_dim} must be 64, 128, 192 or 256, and {group} heads a group at most {_HALF}"
+    )
+  if page % 8 or (keys % page and page % keys):
+    raise NotImplementedError(f"prefill on GPU: block_size={page} must be 8 or more, a power of two")
+  if keys % 64 or keys > 128 or tuning.prefill_stages < 1 or scale <= 0:
+    raise ValueError(
+      f"prefill on GPU: prefill_tile_keys={keys} must be 64 or 128, prefill_stages={tuning.prefill_stages} at least 1 "
+      f"and scale={scale} above 0"
+    )
+  shapes = (geometry.num_heads // group, geometry.tokens * group, head_dim), (kv.shape[1], 2, page, head_dim)
+  if (q.shape, kv.shape[1:]) != shapes or kv.shape[1] != q.shape[0]:
+    raise ValueError(f"prefill on GPU: q {q.shape} and kv {kv.shape} do not fit {geometry}")
 
 
 def prefill(
@@ -35,297 +67,336 @@ def prefill(
   scale: float,
   sliding_window: int | None,
   soft_cap: float | None,
-  tuning,
-  interpret=None,
+  tuning: Tuning,
+  interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
+  """Causal attention of the plan's prefill items.
+
+  Args:
+    q: bf16[K, T * G, H], row t * G + g of head k is query head k * G + g of token t. Rows of padding may hold anything.
+    kv: bf16[P, K, 2, page, H], keys and values; what is past a row's length may be NaN.
+    block_tables, kv_lens, query_starts: see api.RaggedMeta.
+    pieces: `plan.split` of the plan's array.
+    plan: the layout of the work.
+    scale, sliding_window, soft_cap: see api.ragged_paged_attention; scale is above 0.
+    tuning: prefill_stages, prefill_tile_keys and lowering.
+    interpret: how to run on a CPU; None compiles for the GPU.
+
+  Returns:
+    bf16[T, N, H] with the tokens of the prefilled rows and zeros at padding; other tokens are undefined.
+
+  Raises:
+    NotImplementedError: the dtype, head size, group or block size is not supported.
+    ValueError: arguments contradict each other.
+  """
+  _check(plan, q, kv, scale, tuning)
   geometry = plan.geometry
   group, head_dim, page = geometry.group, geometry.head_dim, geometry.block_size
-  num_blocks, num_kv_heads = kv.shape[:2]
-  num_tokens, table_width = geometry.tokens, geometry.table_width
   keys, stages = tuning.prefill_tile_keys, tuning.prefill_stages
-  chunk = min(page, keys)
+  num_blocks, num_kv_heads = kv.shape[:2]
+  chunk = min(page, keys)  # keys that one copy brings: a page, or a tile of a larger one
   chunks = keys // chunk
-  slabs = head_dim // _LANES
-  sizes = [1 << bit for bit in reversed(range(plan.tile_tokens.bit_length()))]
-  dtype = q.dtype
+  slabs = [(slab, pl.ds(slab * _LANES, _LANES)) for slab in range(head_dim // _LANES)]
+  # A score times `factor` is the exponent of 2 that the softmax takes.
   factor = math.log2(math.e) * (scale if soft_cap is None else soft_cap)
-  row_layout = plgpu.Layout.WGMMA.reduce(1)
+  f32, dtype, per_row, per_score = jnp.float32, q.dtype, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
 
-  def body(q_g, kv_g, tables_g, lens_g, starts_g, counts_g, items_g, out_g, scratch, barriers):
-    lines, q_s, k_s, v_s, p_s = scratch
+  def body(q_g, kv_g, tables_g, lens_g, starts_g, counts_g, items_g, out_g, tile_refs, k_s, v_s, p_s, *barriers):
+    # The tile of queries, and of the output in the end, [slab, packed row, 64]. `lines` and `tile` are two views of the
+    # same bytes. TMA needs the first: as tiles of 8 rows, a copy could only start at a multiple of 8 rows.
+    lines, tile = tile_refs if interpret is None else (tile_refs[0], tile_refs[0])
     q_full, k_full, v_full, k_free, v_free, turn, tail_full, out_full = barriers
-    if lines is None:
-      lines = q_s
     item, head, wg = lax.axis_index("item"), lax.axis_index("head"), lax.axis_index("wg")
+    row, token = items_g[item, 0], items_g[item, 1]
+
+    def slot_of(i, first):
+      return lax.rem(i - first, stages)
+
+    def bring(is_row, row, token, kv_len, lowest, first, end):
+      """Fills the tile of queries and, in turns, the ring's tiles of keys and of values."""
+
+      @pl.when(is_row)
+      def _():
+        for slab, lanes in slabs:
+          plgpu.copy_gmem_to_smem(q_g.at[head, pl.ds(token * group, ROWS_PER_TILE), lanes], lines.at[slab], q_full)
+
+      @pl.loop(first, end)
+      def _(i):
+        slot, reused = slot_of(i, first), i - first >= stages
+        # Blocks of which no key exists, or none is seen, are read from past the pool's end: TMA fills in zeros.
+        sources = []
+        for start in range(0, keys, chunk):
+          key = i * keys + start
+          index = lax.div(key, page)
+          exists = index * page < kv_len
+          if sliding_window is not None:
+            exists &= (index + 1) * page > lowest
+          block = tables_g[row, jnp.minimum(index, geometry.table_width - 1)]
+          sources.append((start, jnp.where(exists, block, num_blocks), key - index * page))
+
+        def copy(which, ring, full):
+          for start, block, offset in sources:
+            page_g = kv_g.at[block, head, which]
+            if chunk < page:
+              page_g = kv_g.at[block, head, which, pl.ds(offset, chunk)]
+            plgpu.copy_gmem_to_smem(page_g, ring.at[slot, pl.ds(start, chunk)], full)
+
+        @pl.when(reused)
+        def _():
+          plgpu.barrier_wait(k_free.at[slot])
+
+        copy(0, k_s, k_full.at[slot])
+
+        @pl.when(reused)
+        def _():
+          plgpu.barrier_wait(v_free.at[slot])
+
+        held = kv_len - i * keys  # keys from the tile's first to the row's end
+        cut = (held < keys) & (lax.rem(held, page) != 0)  # the row ends inside a block of this tile
+
+        @pl.when(jnp.logical_not(cut))
+        def _():
+          copy(1, v_s, v_full.at[slot])
+
+        @pl.when(cut)
+        def _():
+          # What lies past the end would meet a weight of 0, and 0 * NaN is NaN; for keys the mask is enough. The values
+          # arrive at a barrier of their own, and at the usual one when clean: others read the tile only then.
+          copy(1, v_s, tail_full)
+          plgpu.barrier_wait(tail_full)
+          for start in range(0, keys, _HALF):
+
+            @pl.when(held < start + _HALF)
+            def _(start=start):
+              exists = plgpu.broadcasted_iota(jnp.int32, (_HALF, _LANES), 0, layout=per_score) < held - start
+              for _, lanes in slabs:
+                values = v_s.at[slot, pl.ds(start, _HALF), lanes]
+                loaded = plgpu.load(values, layout=per_score)
+                values[...] = jnp.where(exists, loaded, jnp.zeros_like(loaded))
+
+          plgpu.commit_smem()
+          for _ in sources:
+            plgpu.barrier_arrive(v_full.at[slot])
+
+      @pl.loop(jnp.maximum(end - stages, first), end)
+      def _(i):  # nobody may leave a barrier that others still arrive at
+        plgpu.barrier_wait(k_free.at[slot_of(i, first)])
+        plgpu.barrier_wait(v_free.at[slot_of(i, first)])
+
+    def store(token, count):
+      """Copies the first `count` tokens of the tile out, in runs of powers of two: no other tokens are touched."""
+      heads = pl.ds(head * group, group)
+      for bit in reversed(range(plan.tile_tokens.bit_length())):
+        run = 1 << bit
+
+        @pl.when((count & run) != 0)
+        def _(run=run):
+          done = count & ~(2 * run - 1)
+          for slab, lanes in slabs:
+            if interpret is None:
+              source = lines.at[slab, pl.ds(done * group, run * group)].reshape(run, group, _LANES)
+              plgpu.copy_smem_to_gmem(source, out_g.at[pl.ds(token + done, run), heads, lanes])
+            else:  # it knows no reshaped source
+              for t in range(run):
+                source = lines.at[slab, pl.ds((done + t) * group, group)]
+                plgpu.copy_smem_to_gmem(source, out_g.at[token + done + t, heads, lanes])
+
+      plgpu.wait_smem_to_gmem(0)
+
+    def compute(is_row, position, first, end):
+      """Attends for 64 packed rows and leaves the result in place of the queries."""
+      rows = pl.ds(wg * _HALF, _HALF)
+
+      @pl.when(is_row)
+      def _():
+        out = attend(rows, position, first, end).astype(dtype)
+        for slab, lanes in slabs:
+          tile[slab, rows] = out[:, lanes.start : lanes.start + _LANES]
+
+      @pl.when(jnp.logical_not(is_row))
+      def _():
+        for slab, _ in slabs:
+          tile[slab, rows] = plgpu.layout_cast(jnp.zeros((_HALF, _LANES), dtype), per_score)
+
+      plgpu.commit_smem()
+      plgpu.barrier_arrive(out_full)
+
+    def multiply_keys(scores_acc, rows, slot):
+      for slab, lanes in slabs:
+        plgpu.wgmma(scores_acc, tile.at[slab, rows], k_s.at[slot, :, lanes].transpose((1, 0)))
+
+    def multiply_values(out_acc, weights, slot):
+      if interpret is None:
+        plgpu.wgmma(out_acc, weights, v_s.at[slot])
+      else:  # it takes no operand from registers
+        p_s[wg] = weights
+        plgpu.commit_smem()
+        plgpu.wgmma(out_acc, p_s.at[wg], v_s.at[slot])
+
+    def accumulate(f, out, like):
+      """Calls f(accumulator of scores, accumulator that holds `out`).
+
+      Returns:
+        What the second then holds, and what f returned: a tuple, of the shapes of `like`.
+      """
+      if interpret is not None:  # an accumulator starts at zero there
+        types = plgpu.ACC((_HALF, keys), f32), plgpu.ACC(out.shape, f32)
+
+        def from_zero(scores_acc, out_acc):
+          results = f(scores_acc, out_acc)
+          return out + out_acc[...], results
+
+        return pl.run_scoped(from_zero, *types)
+
+      def in_place(refs):
+        scores_acc, out_acc, result_refs = refs
+        for ref, result in zip(result_refs, f(scores_acc, out_acc), strict=True):
+          ref[...] = result
+
+      zeros = plgpu.layout_cast(jnp.zeros((_HALF, keys), f32), per_score)
+      # The scores go first. Whatever makes an accumulator must be done before the fence of another: ptxas would else
+      # run the products one by one.
+      _, out, results = pl.run_state(in_place)((plgpu.ACC.init(zeros), plgpu.ACC.init(out), like))
+      return out, results
+
+    def attend(rows, position, first, end):
+      """f32[64, H]: attention of the warpgroup's packed rows over tiles first..end of keys, at least one."""
+
+      def softmax(scores, i, peak, total, masked):
+        """Weights of tile i's keys, what to multiply older sums with, and the new maximum and sum."""
+        if soft_cap is not None:
+          scores = _tanh(scores * (scale / soft_cap))
+        if masked:
+          packed = plgpu.broadcasted_iota(jnp.int32, (_HALF,), 0, layout=per_row) + wg * _HALF
+          edge = lax.broadcast_in_dim(lax.div(packed, group) + (position - i * keys), scores.shape, [0])
+          key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=per_score)
+          seen = key <= edge
+          if sliding_window is not None:
+            seen &= key > edge - sliding_window
+          scores = jnp.where(seen, scores, _MASKED)
+        new_peak = jnp.maximum(peak, scores.max(axis=1) * factor)
+        decay = jnp.exp2(peak - new_peak)
+        weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
+        # The barrier keeps all this before the wait that follows.
+        return lax.optimization_barrier((weights, decay, new_peak, total * decay + weights.sum(axis=1)))
+
+      def operand(weights):
+        # Rounded only now: the last product, just waited for, was reading the registers of the last operand. Without
+        # the barriers LLVM moves the rounding to before the wait, or f32 through the loop.
+        return lax.optimization_barrier(lax.optimization_barrier(weights).astype(dtype))
+
+      def first_scores(scores_acc):
+        multiply_keys(scores_acc, rows, 0)
+        plgpu.barrier_arrive(turn.at[1 - wg])
+        return scores_acc[...]
+
+      def step(i, carry, masked):
+        """Scores of tile i, and the values of the tile before."""
+        out, weights, peak, total = carry
+        slot, before = slot_of(i, first), slot_of(i - 1, first)
+        plgpu.barrier_wait(k_full.at[slot])
+        plgpu.barrier_wait(v_full.at[before])
+        plgpu.barrier_wait(turn.at[wg])
+
+        def products(scores_acc, out_acc):
+          multiply_keys(scores_acc, rows, slot)
+          multiply_values(out_acc, weights, before)
+          plgpu.barrier_arrive(turn.at[1 - wg])
+          scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
+          plgpu.barrier_arrive(k_free.at[slot])
+          return softmax(scores, i, peak, total, masked)
+
+        any_weights = plgpu.layout_cast(jnp.zeros((_HALF, keys), f32), per_score)
+        out, (new_weights, decay, peak, total) = accumulate(products, out, (any_weights, peak, peak, total))
+        plgpu.barrier_arrive(v_free.at[before])
+        return out * lax.broadcast_in_dim(decay, out.shape, [0]), operand(new_weights), peak, total
+
+      peak = plgpu.layout_cast(jnp.full((_HALF,), _MASKED, f32), per_row)
+      total = plgpu.layout_cast(jnp.zeros((_HALF,), f32), per_row)
+      out = plgpu.layout_cast(jnp.zeros((_HALF, head_dim), f32), per_score)
+      plgpu.barrier_wait(q_full)
+      plgpu.barrier_wait(k_full.at[0])
+
+      @pl.when(wg == 1)
+      def _():
+        plgpu.barrier_wait(turn.at[1])
+
+      scores = pl.run_scoped(first_scores, plgpu.ACC((_HALF, keys), f32))
+      plgpu.barrier_arrive(k_free.at[0])
+      weights, _, peak, total = softmax(scores, first, peak, total, masked=True)
+      carry = out, operand(weights), peak, total
+
+      # Tiles at the window's start are masked, then come those seen whole, then those at the causal edge.
+      at = first + 1
+      if sliding_window is not None:
+        last_position = position + lax.div(wg * _HALF + (_HALF - 1), group)
+        in_window = lax.div(jnp.maximum(last_position - (sliding_window - 1), 0) + (keys - 1), keys)
+        begin_whole = jnp.clip(in_window, at, jnp.maximum(end, at))
+        carry = lax.fori_loop(at, begin_whole, lambda i, carry: step(i, carry, masked=True), carry)
+        at = begin_whole
+      below_edge = lax.div(position + lax.div(wg * _HALF, group) + 1, keys)
+      end_whole = jnp.maximum(jnp.minimum(below_edge, end), at)
+      carry = lax.fori_loop(at, end_whole, lambda i, carry: step(i, carry, masked=False), carry)
+      carry = lax.fori_loop(end_whole, end, lambda i, carry: step(i, carry, masked=True), carry)
+
+      out, weights, _, total = carry
+      slot = slot_of(end - 1, first)
+      plgpu.barrier_wait(v_full.at[slot])
+
+      @pl.when(wg == 0)
+      def _():
+        plgpu.barrier_wait(turn.at[0])  # for the other's last step: as many waits as arrivals
+
+      def last_values(_, out_acc):
+        multiply_values(out_acc, weights, slot)
+        return ()
+
+      out, _ = accumulate(last_values, out, ())
+      plgpu.barrier_arrive(v_free.at[slot])
+      return out * lax.broadcast_in_dim(1.0 / total, out.shape, [0])
 
     @pl.when(item < counts_g[1])
     def _():
-      row, token = items_g[item, 0], items_g[item, 1]
       is_row = row >= 0
-      row = jnp.maximum(row, 0)
-      row_end, kv_len = starts_g[row + 1], lens_g[row]
-      count = jnp.minimum(jnp.where(is_row, row_end, num_tokens) - token, plan.tile_tokens)
-      first_position = kv_len - row_end + token
-      lowest = 0 if sliding_window is None else jnp.maximum(first_position - (sliding_window - 1), 0)
-      lo = 0 if sliding_window is None else lax.div(lowest, keys)
-      hi = jnp.where(is_row, lax.div(first_position + count - 1, keys) + 1, lo)
+      of_row = jnp.maximum(row, 0)
+      row_end, kv_len = starts_g[of_row + 1], lens_g[of_row]
+      count = jnp.minimum(jnp.where(is_row, row_end, geometry.tokens) - token, plan.tile_tokens)
+      position = kv_len - row_end + token  # of the first query
+      lowest = 0 if sliding_window is None else jnp.maximum(position - (sliding_window - 1), 0)  # key seen
+      first = lax.div(jnp.int32(lowest), keys)  # tile of keys
+      end = jnp.where(is_row, lax.div(position + (count - 1), keys) + 1, first)
 
       @pl.when(wg < 2)
-      def _compute():
+      def _():
         plgpu.set_max_registers(232, action="increase")
-        rows = pl.ds(wg * _HALF, _HALF)
-        wg_position = first_position + lax.div(wg * _HALF, group)
-
-        def scores_of(s, i, m, l, masked):
-          """p in the operand's dtype, the decay of what was, the new maximum and sum."""
-          if soft_cap is not None:
-            s = jnp.tanh(s * (scale / soft_cap))
-          if masked:
-            token_of_row = lax.div(plgpu.broadcasted_iota(jnp.int32, (_HALF,), 0, layout=row_layout) + wg * _HALF, group)
-            edge = lax.broadcast_in_dim(token_of_row + (first_position - i * keys), s.shape, [0])
-            key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
-            seen = key <= edge
-            if sliding_window is not None:
-              seen &= key > edge - sliding_window
-            s = jnp.where(seen, s, _MASKED)
-          new_m = jnp.maximum(m, s.max(axis=1) * factor)
-          decay = jnp.exp2(m - new_m)
-          p = jnp.exp2(s * factor - lax.broadcast_in_dim(new_m, s.shape, [0]))
-          return lax.optimization_barrier((p, decay, new_m, l * decay + p.sum(axis=1)))
-
-        def qk(acc, slot):
-          for slab in range(slabs):
-            lanes = pl.ds(slab * _LANES, _LANES)
-            plgpu.wgmma(acc, q_s.at[slab, rows], k_s.at[slot, :, lanes].transpose((1, 0)))
-
-        def pv(acc, p, slot):
-          if interpret is not None:
-            p_s[wg] = p
-            plgpu.commit_smem()
-            plgpu.wgmma(acc, p_s.at[wg], v_s.at[slot])
-          else:
-            plgpu.wgmma(acc, p, v_s.at[slot])
-
-        def operand(p):
-          return lax.optimization_barrier(lax.optimization_barrier(p).astype(dtype))
-
-        def accumulate(f, o, like):
-          """f(accumulator of scores, accumulator of values that holds o) -> what f returns, which is as `like`."""
-          s_type = plgpu.ACC((_HALF, keys), jnp.float32)
-          if interpret is not None:
-
-            def scoped(s_acc, o_acc):
-              results = f(s_acc, o_acc)
-              return o + o_acc[...], results
-
-            return pl.run_scoped(scoped, s_type, plgpu.ACC(o.shape, jnp.float32))
-
-          def stateful(refs):
-            s_acc, o_acc, result_refs = refs
-            results = f(s_acc, o_acc)
-            for ref, result in zip(result_refs, results, strict=True):
-              ref[...] = result
-
-          zero = plgpu.layout_cast(jnp.zeros((_HALF, keys), jnp.float32), plgpu.Layout.WGMMA)
-          _, o, results = pl.run_state(stateful)((plgpu.ACC.init(zero), plgpu.ACC.init(o), like))
-          return o, results
-
-        @pl.when(is_row)
-        def _():
-          plgpu.barrier_wait(q_full)
-          m = plgpu.layout_cast(jnp.full((_HALF,), _MASKED, jnp.float32), row_layout)
-          l = plgpu.layout_cast(jnp.zeros((_HALF,), jnp.float32), row_layout)
-          o = plgpu.layout_cast(jnp.zeros((_HALF, head_dim), jnp.float32), plgpu.Layout.WGMMA)
-
-          plgpu.barrier_wait(k_full.at[0])
-
-          @pl.when(wg == 1)
-          def _():
-            plgpu.barrier_wait(turn.at[1])
-
-          def first(s_acc):
-            qk(s_acc, 0)
-            plgpu.barrier_arrive(turn.at[1 - wg])
-            return s_acc[...]
-
-          s = pl.run_scoped(first, plgpu.ACC((_HALF, keys), jnp.float32))
-          plgpu.barrier_arrive(k_free.at[0])
-          p, _, m, l = scores_of(s, lo, m, l, masked=True)
-          p = operand(p)
-
-          def step(i, carry, masked):
-            o, p, m, l = carry
-            slot, before = lax.rem(i - lo, stages), lax.rem(i - lo - 1, stages)
-            plgpu.barrier_wait(k_full.at[slot])
-            plgpu.barrier_wait(v_full.at[before])
-            plgpu.barrier_wait(turn.at[wg])
-
-            def both(s_acc, o_acc):
-              qk(s_acc, slot)
-              pv(o_acc, p, before)
-              plgpu.barrier_arrive(turn.at[1 - wg])
-              s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-              plgpu.barrier_arrive(k_free.at[slot])
-              return scores_of(s, i, m, l, masked)
-
-            like = jnp.zeros((_HALF, keys), jnp.float32)
-            o, (new_p, decay, m, l) = accumulate(both, o, (plgpu.layout_cast(like, plgpu.Layout.WGMMA), m, m, l))
-            plgpu.barrier_arrive(v_free.at[before])
-            return o * lax.broadcast_in_dim(decay, o.shape, [0]), operand(new_p), m, l
-
-          carry = o, p, m, l
-          at = lo + 1
-          if sliding_window is not None:
-            past = lax.div(jnp.maximum(wg_position + lax.div(wg * _HALF + _HALF - 1, group) - lax.div(wg * _HALF, group) - sliding_window + 1, 0) + keys - 1, keys)
-            whole = jnp.clip(past, at, jnp.maximum(hi, at))
-            carry = lax.fori_loop(at, whole, lambda i, c: step(i, c, True), carry)
-            at = whole
-          whole = jnp.maximum(jnp.minimum(lax.div(wg_position + 1, keys), hi), at)
-          carry = lax.fori_loop(at, whole, lambda i, c: step(i, c, False), carry)
-          o, p, m, l = lax.fori_loop(whole, hi, lambda i, c: step(i, c, True), carry)
-
-          last = lax.rem(hi - 1 - lo, stages)
-          plgpu.barrier_wait(v_full.at[last])
-
-          @pl.when(wg == 0)
-          def _():
-            plgpu.barrier_wait(turn.at[0])
-
-          def final(_, o_acc):
-            pv(o_acc, p, last)
-            return ()
-
-          o, _ = accumulate(final, o, ())
-          plgpu.barrier_arrive(v_free.at[last])
-          o = o * lax.broadcast_in_dim(1.0 / l, o.shape, [0])
-          o = o.astype(dtype)
-          for slab in range(slabs):
-            q_s[slab, rows] = o[:, slab * _LANES : (slab + 1) * _LANES]
-
-        @pl.when(jnp.logical_not(is_row))
-        def _():
-          for slab in range(slabs):
-            q_s[slab, rows] = plgpu.layout_cast(jnp.zeros((_HALF, _LANES), dtype), plgpu.Layout.WGMMA)
-
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(out_full)
+        compute(is_row, position, first, end)
 
       @pl.when(wg == 2)
-      def _bring():
+      def _():
         plgpu.set_max_registers(40, action="decrease")
-        pages = lax.div(kv_len + (page - 1), page)
-
-        @pl.when(is_row)
-        def _():
-          for slab in range(slabs):
-            lanes = pl.ds(slab * _LANES, _LANES)
-            plgpu.copy_gmem_to_smem(q_g.at[head, pl.ds(token * group, ROWS_PER_TILE), lanes], lines.at[slab], q_full)
-
-        @pl.loop(lo, hi)
-        def _(i):
-          slot = lax.rem(i - lo, stages)
-          sources = []
-          for c in range(chunks):
-            position = i * keys + c * chunk
-            index = lax.div(position, page)
-            used = index < pages
-            if sliding_window is not None:
-              used &= index >= lax.div(lowest, page)
-            block = jnp.where(used, tables_g[row, jnp.minimum(index, table_width - 1)], num_blocks)
-            sources.append((block, position - index * page))
-
-          def copy(which, ring, full):
-            for c, (block, offset) in enumerate(sources):
-              source = kv_g.at[block, head, which]
-              if chunk != page:
-                source = kv_g.at[block, head, which, pl.ds(offset, chunk)]
-              plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(c * chunk, chunk)], full)
-
-          @pl.when(i - lo >= stages)
-          def _():
-            plgpu.barrier_wait(k_free.at[slot])
-
-          copy(0, k_s, k_full.at[slot])
-
-          @pl.when(i - lo >= stages)
-          def _():
-            plgpu.barrier_wait(v_free.at[slot])
-
-          held = kv_len - i * keys
-          ragged = (held < keys) & (lax.rem(held, page) != 0)
-
-          @pl.when(jnp.logical_not(ragged))
-          def _():
-            copy(1, v_s, v_full.at[slot])
-
-          @pl.when(ragged)
-          def _():
-            copy(1, v_s, tail_full)
-            plgpu.barrier_wait(tail_full)
-            for block in range(keys // 64):
-
-              @pl.when(held < (block + 1) * 64)
-              def _(block=block):
-                for slab in range(slabs):
-                  at = v_s.at[slot, pl.ds(block * 64, 64), pl.ds(slab * _LANES, _LANES)]
-                  values = plgpu.load(at, layout=plgpu.Layout.WGMMA)
-                  key = plgpu.broadcasted_iota(jnp.int32, (64, _LANES), 0, layout=plgpu.Layout.WGMMA)
-                  at[...] = jnp.where(key < held - block * 64, values, jnp.zeros_like(values))
-
-            plgpu.commit_smem()
-            for _ in range(chunks):
-              plgpu.barrier_arrive(v_full.at[slot])
-
-        @pl.loop(jnp.maximum(hi - stages, lo), hi)
-        def _(i):
-          slot = lax.rem(i - lo, stages)
-          plgpu.barrier_wait(k_free.at[slot])
-          plgpu.barrier_wait(v_free.at[slot])
-
+        bring(is_row, of_row, token, kv_len, lowest, first, end)
         plgpu.barrier_wait(out_full)
+        store(token, count)
 
-        for size in sizes:
-          done = count & ~(2 * size - 1)
-
-          @pl.when((count & size) != 0)
-          def _(size=size, done=done):
-            for slab in range(slabs):
-              lanes = pl.ds(slab * _LANES, _LANES)
-              heads = pl.ds(head * group, group)
-              if interpret is None:
-                source = lines.at[slab, pl.ds(done * group, size * group)].reshape(size, group, _LANES)
-                plgpu.copy_smem_to_gmem(source, out_g.at[pl.ds(token + done, size), heads, lanes])
-              else:  # which knows no reshape
-                for t in range(size):
-                  source = lines.at[slab, pl.ds((done + t) * group, group)]
-                  plgpu.copy_smem_to_gmem(source, out_g.at[token + done + t, heads, lanes])
-
-        plgpu.wait_smem_to_gmem(0)
-
-  tiled = (plgpu.TilingTransform((8, _LANES)), plgpu.SwizzleTransform(128))
-  q_tiled = plgpu.SMEM((slabs, ROWS_PER_TILE, _LANES), dtype, transforms=tiled)
-  q_scratch = [None, q_tiled]
+  swizzle = plgpu.SwizzleTransform(128)
+  tiled = (plgpu.TilingTransform((8, _LANES)), swizzle)
+  tile_shape = (len(slabs), ROWS_PER_TILE, _LANES)
+  tile_types = [plgpu.SMEM(tile_shape, dtype, transforms=tiled)]
   if interpret is None:
-    q_lines = plgpu.SMEM((slabs, ROWS_PER_TILE, _LANES), dtype, transforms=(plgpu.SwizzleTransform(128),))
-    q_scratch = plgpu.RefUnion(q_lines, q_tiled)
-
-  def entry(*refs):
-    refs, (q_refs, k_s, v_s, p_s), barriers = refs[:-12], refs[-12:-8], refs[-8:]
-    body(*refs, (*q_refs, k_s, v_s, p_s), barriers)
-
+    tile_types = plgpu.RefUnion(plgpu.SMEM(tile_shape, dtype, transforms=(swizzle,)), *tile_types)
   return plgpu.kernel(
-    entry,
-    out_type=jax.ShapeDtypeStruct((num_tokens, geometry.num_heads, head_dim), dtype),
-    grid=(plan.max_prefill_items, num_kv_heads),
+    body,
+    out_type=jax.ShapeDtypeStruct((geometry.tokens, geometry.num_heads, head_dim), dtype),
+    grid=(plan.max_prefill_items, num_kv_heads),  # heads vary fastest: the items start in the plan's order
     grid_names=("item", "head"),
     num_threads=3,
     thread_name="wg",
     scratch_types=[
-      q_scratch,
+      tile_types,
       plgpu.SMEM((stages, keys, head_dim), dtype, transforms=tiled),
       plgpu.SMEM((stages, keys, head_dim), dtype, transforms=tiled),
-      plgpu.SMEM((2, _HALF, keys), dtype, transforms=tiled) if interpret is not None else None,
-      plgpu.Barrier(num_arrivals=slabs),
+      None if interpret is None else plgpu.SMEM((2, _HALF, keys), dtype, transforms=tiled),
+      plgpu.Barrier(num_arrivals=len(slabs)),
       plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
       plgpu.Barrier(num_arrivals=chunks, num_barriers=stages),
       plgpu.Barrier(num_arrivals=2, num_barriers=stages),
