@@ -11,13 +11,30 @@ result does not depend on the batch, to the bit. Balance comes from the parts be
 
 import dataclasses
 from functools import cached_property
+import math
 
 import numpy as np
 
 ROWS_PER_TILE = 128  # (query, head of the group) pairs a tile of the prefill kernel: two warpgroups of 64
 _DECODE_ROWS = 64  # the same for the decode kernel: one warpgroup
 _DECODE_QUERIES = 4  # rows of so many are still bound by memory in the decode kernel, whose tile has 64 rows anyway
+# int32 values, 128 bytes. XLA hands a kernel a pointer into the packed array where it can (slices of a multiple of 128
+# bytes, wherever they begin), and the kernel's loads are of up to 16 bytes at once, at multiples of their size.
+ALIGNMENT = 32
 _MOST_DECODE_ITEMS = 2048  # that a rung's work list has room for: it travels with every step, 8 bytes an item
+
+
+def place(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+  """Puts int32 arrays one after the other, each at a multiple of ALIGNMENT.
+
+  Returns:
+    name -> offset and shape; and how many values there are in all, a multiple of ALIGNMENT.
+  """
+  fields, offset = {}, 0
+  for name, shape in shapes.items():
+    fields[name] = offset, shape
+    offset += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
+  return fields, offset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +67,7 @@ class Geometry:
 class Plan:
   """The layout of a rung's work list, and its making.
 
-  The array, int32[size], is four pieces:
+  The array, int32[size], is four pieces (itself placed at a multiple of ALIGNMENT):
     counts [2]: how many decode items and prefill items there are.
     decode_items [max_decode_items, 2]: (row, split).
     first_slots [S]: where the partial results of a row's splits begin; split i is at first_slots[row] + i.
@@ -96,31 +113,31 @@ class Plan:
     return tokens // self.tile_tokens + min(rows, tokens // (self.decode_queries + 1)) + 1
 
   @cached_property
+  def _placed(self) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
+    return place(
+      {
+        "counts": (2,),
+        "decode_items": (self.max_decode_items, 2),
+        "first_slots": (self.geometry.rows,),
+        "prefill_items": (self.max_prefill_items, 2),
+      }
+    )
+
+  @property
   def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Name -> offset and shape."""
-    shapes = {
-      "counts": (2,),
-      "decode_items": (self.max_decode_items, 2),
-      "first_slots": (self.geometry.rows,),
-      "prefill_items": (self.max_prefill_items, 2),
-    }
-    fields, offset = {}, 0
-    for name, shape in shapes.items():
-      fields[name] = offset, shape
-      offset += int(np.prod(shape))
-    return fields
+    return self._placed[0]
 
   @property
   def size(self) -> int:
     """int32 values in all."""
-    offset, shape = self.fields["prefill_items"]
-    return offset + int(np.prod(shape))
+    return self._placed[1]
 
   def split(self, array):
     """The pieces of an int32[size], numpy's or jax's, by name."""
     found = {}
     for name, (offset, shape) in self.fields.items():
-      found[name] = array[offset : offset + int(np.prod(shape))].reshape(shape)
+      found[name] = array[offset : offset + math.prod(shape)].reshape(shape)
     return found
 
   def make(self, query_starts: np.ndarray, kv_lens: np.ndarray) -> np.ndarray:
