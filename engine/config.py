@@ -20,7 +20,8 @@ class EngineConfig:
     max_queued_requests, max_queued_tokens: bounds on what waits (prompt tokens for the second).
     queue_timeout_s, request_timeout_s: defaults for a request that brings none; 0 is no limit.
     policy: a name in engine.policy.POLICIES.
-    batching: a name in engine.policy.BATCHING; static pads and runs to completion, only to compare with.
+    batching: a name in engine.batching.BATCHING.
+    dynamic_window_s, dynamic_max_batch: with dynamic batching, how long a wave waits for company, and its most rows.
     aging_s: seconds of waiting that are worth one unit of priority (0: no ageing).
     enable_prefix_caching: share full blocks of equal prefixes.
     eos_token_ids: end a request unless it ignores them.
@@ -38,7 +39,9 @@ class EngineConfig:
   queue_timeout_s: float = 60.0
   request_timeout_s: float = 600.0
   policy: str = "fcfs"
-  batching: str = "continuous"
+  batching: str = "chunked"
+  dynamic_window_s: float = 0.05
+  dynamic_max_batch: int = 64
   aging_s: float = 10.0
   enable_prefix_caching: bool = True
   eos_token_ids: tuple[int, ...] = ()
@@ -53,11 +56,12 @@ class EngineConfig:
       "prefill_chunk",
       "max_queued_requests",
       "max_queued_tokens",
+      "dynamic_max_batch",
     ):
       value = getattr(self, name)
       if value < 1:
         raise ConfigError(f"{name}={value} must be at least 1; set --{name}")
-    for name in ("queue_timeout_s", "request_timeout_s", "aging_s"):
+    for name in ("queue_timeout_s", "request_timeout_s", "aging_s", "dynamic_window_s"):
       value = getattr(self, name)
       if not 0 <= value < float("inf"):
         raise ConfigError(f"{name}={value} must be a finite number of seconds, 0 or more; set --{name}")

@@ -22,7 +22,7 @@ Emit = Callable[[list[TokenEvent]], None]
 
 
 class Engine:
-  """Continuous batching with host and device overlapped by one step."""
+  """Serves requests in batches, with host and device overlapped by one step."""
 
   def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, emit: Emit):
     """Args:
@@ -121,7 +121,8 @@ class Engine:
     while not stop_event.is_set() and self.dead is None:
       self._wake.clear()
       if not self.step():
-        self._wake.wait(IDLE_WAIT_S)
+        opens_at = self._scheduler.opens_at()
+        self._wake.wait(IDLE_WAIT_S if opens_at is None else min(IDLE_WAIT_S, max(0.0, opens_at - self._clock())))
     self.recorder.stop_trace()
 
   def step(self) -> bool:

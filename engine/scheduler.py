@@ -19,10 +19,11 @@ import dataclasses
 from typing import Any
 
 from engine.batch import Admission, Batch, StepResult, TokenLogprobs
+from engine.batching import make_batching
 from engine.block_pool import BlockPool, block_key, root_key
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, Overloaded, RequestTooLong
-from engine.policy import make_gate, make_order
+from engine.policy import make_order
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.shapes import ShapeLadder, StepShape
 
@@ -88,7 +89,7 @@ class Scheduler:
     self.num_preemptions = 0
     self.num_waiting_tokens = 0  # prompt tokens of waiting requests
     self._order = make_order(config)
-    self._gate = make_gate(config)
+    self._batching = make_batching(config)
     self._eos = frozenset(config.eos_token_ids)
     self._requests: dict[str, Request] = {}
     self._waiting: list[Request] = []  # sorted by rank
@@ -112,6 +113,11 @@ class Scheduler:
   def num_launched(self) -> int:
     """Batches that are not committed yet."""
     return len(self._launched)
+
+  def opens_at(self) -> float | None:
+    """When waiting requests may join though nothing else happens, on the clock of `schedule`; None if never so."""
+    oldest = self._waiting[0].arrival_time if self._waiting else 0.0
+    return self._batching.opens_at(len(self._running), len(self._waiting), oldest)
 
   def request_ids(self) -> list[str]:
     """The ids of all live requests."""
@@ -213,7 +219,8 @@ class Scheduler:
     """Plans the next step, or None if nothing can run. The batch must be launched before the next call."""
     config, running, block_size = self.config, self._running, self.config.block_size
     plan = _Plan(self.ladder.max_tokens - len(running), config.max_num_seqs - len(running))
-    chunk_left = config.prefill_chunk
+    batching = self._batching
+    chunk_left, row_limit = batching.chunk_limit, batching.row_limit()
     num_preemptions = self.num_preemptions
     decodes: list[Request] = []
     starts: list[int] = []
@@ -230,7 +237,7 @@ class Scheduler:
         decodes.append(request)
         starts.append(position)
       else:
-        count = min(request.num_sent_tokens - position, chunk_left, plan.tokens_left + 1)
+        count = min(request.num_sent_tokens - position, chunk_left, row_limit, plan.tokens_left + 1)
         if self._reports_prompt(request):
           count = min(count, plan.logits_left + 1)
         if count > 0:
@@ -243,15 +250,15 @@ class Scheduler:
           plan.take(request, count)
     num_tokens = len(decodes) + sum(plan.counts)
     may_admit = self.num_preemptions == num_preemptions
-    if may_admit and self._waiting and self._gate.is_open(len(running)):
+    if may_admit:
       num_tokens += self._admit(plan, chunk_left, now)
     if not num_tokens:
       return None
-    shape = self.ladder.fit(max(num_tokens, self._gate.min_tokens()))
-    if plan.requests and num_tokens < shape.tokens:
+    shape = self.ladder.fit(batching.step_tokens(num_tokens, max(plan.counts, default=1), len(running)))
+    if batching.fills_padding and plan.requests and num_tokens < shape.tokens:
       # The step is padded to the edge of its rung anyway: prompt tokens in the padding are free.
       num_tokens += self._grow(plan, shape.tokens - num_tokens)
-      if may_admit and self._waiting and num_tokens < shape.tokens and self._gate.is_open(len(running)):
+      if may_admit:
         self._admit(plan, shape.tokens - num_tokens, now)
     return self._seal(decodes, starts, plan, shape)
 
@@ -297,22 +304,29 @@ class Scheduler:
     Strictly in order: who does not fit is not overtaken, or a long prompt would starve. Only a sibling that waits for
     its leader's prompt is stepped over.
     """
-    waiting = self._waiting
+    waiting, batching = self._waiting, self._batching
+    if not waiting or limit <= 0:
+      return 0
+    places = batching.places(len(self._running), len(waiting), waiting[0].arrival_time, now)
+    if places <= 0:
+      return 0
+    row_limit = batching.row_limit()
     taken = index = 0
-    while index < len(waiting) and self._slots:
-      count = min(limit - taken, plan.tokens_left)
+    while index < len(waiting) and self._slots and places:
+      count = min(limit - taken, row_limit, plan.tokens_left)
       if count <= 0 or plan.logits_left <= 0:
-        return taken  # for want of tokens: the gate stays as it is
+        break
       request = waiting[index]
       if self._awaits_leader(request):
         index += 1
         continue
       if self._reports_prompt(request):
         count = min(count, plan.logits_left)
-      count = self._place(request, count)
+      count = self._place(request, count, whole=batching.whole_prompts and bool(plan.requests))
       if not count:
         break
       del waiting[index]
+      places -= 1
       self.num_waiting_tokens -= request.num_prompt_tokens
       bisect.insort(self._running, request, key=_rank)
       request.status = RequestStatus.RUNNING
@@ -335,11 +349,12 @@ class Scheduler:
       taken += count
       plan.tokens_left -= count
       plan.logits_left -= self._num_logits(request, count)
-    self._gate.full(len(self._running))
     return taken
 
-  def _place(self, request: Request, limit: int) -> int:
+  def _place(self, request: Request, limit: int, whole: bool) -> int:
     """Gives a waiting request its cached prefix, and blocks for up to `limit` more tokens; returns how many, 0 if none.
+
+    With `whole` it is all of its tokens or none.
 
     It takes blocks for its first chunk but wants to see room for all that is known of it, and for every running request
     to grow by a block: a request admitted into a full pool would soon be preempted, and computed twice. (200 requests
@@ -351,12 +366,19 @@ class Scheduler:
     hits: list[int] = []
     if self.config.enable_prefix_caching and not self._reports_prompt(request):
       hits = pool.match(self._keys(request, (known - 1) // block_size))
-    if -(-known // block_size) - len(hits) > pool.num_free - pool.num_idle(hits) - len(self._running):
-      return 0
     cached = len(hits) * block_size
     count = min(known - cached, limit)
+    if whole and count < known - cached:
+      return 0
+    if self._batching.reserves:
+      wanted = held = request.num_prompt_tokens + request.params.max_tokens
+      growth = 0
+    else:
+      wanted, held, growth = known, cached + count, len(self._running)
+    if -(-wanted // block_size) - len(hits) > pool.num_free - pool.num_idle(hits) - growth:
+      return 0
     pool.share(hits)
-    request.block_table = hits + pool.allocate(-(-(cached + count) // block_size) - len(hits))
+    request.block_table = hits + pool.allocate(-(-held // block_size) - len(hits))
     request.num_sent_tokens = known
     request.num_cached_tokens = request.num_computed_tokens = cached
     request.num_published_blocks = len(hits)
@@ -578,7 +600,7 @@ class Scheduler:
       "launched": {str(step): [index[id(request)] for request in rows] for step, rows in self._launched.items()},
       "slots": list(self._slots),
       "pool": self.pool.state(),
-      "gate": self._gate.state(),
+      "batching": self._batching.state(),
       "num_steps": self._num_steps,
       "num_arrivals": self._num_arrivals,
       "num_preemptions": self.num_preemptions,
@@ -602,7 +624,7 @@ class Scheduler:
     scheduler._launched = {int(step): [requests[number] for number in rows] for step, rows in state["launched"].items()}
     scheduler._slots = state["slots"]
     scheduler.pool = BlockPool.from_state(state["pool"])
-    scheduler._gate = make_gate(scheduler.config, state["gate"])
+    scheduler._batching = make_batching(scheduler.config, state["batching"])
     scheduler._num_steps = state["num_steps"]
     scheduler._num_arrivals = state["num_arrivals"]
     scheduler.num_preemptions = state["num_preemptions"]
@@ -633,7 +655,8 @@ class Scheduler:
       assert request.status is RequestStatus.RUNNING
       held = len(request.block_table) * self.config.block_size
       assert request.num_computed_tokens <= held, f"{request.id!r} computed past its blocks"
-      assert held - request.num_computed_tokens < self.config.block_size, f"{request.id!r} holds a block too many"
+      spare = held - request.num_computed_tokens
+      assert self._batching.reserves or spare < self.config.block_size, f"{request.id!r} holds a block too many"
       assert request.num_published_blocks * self.config.block_size <= request.num_computed_tokens
 
 

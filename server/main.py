@@ -21,10 +21,11 @@ from typing import Any
 
 from absl import app, flags
 
+from engine.batching import BATCHING
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
-from engine.policy import BATCHING, POLICIES
+from engine.policy import POLICIES
 from server.generation import Generations
 from server.host import Host, HostOptions
 from server.service import Backend
@@ -63,7 +64,18 @@ _BUILD_FLAGS = (
     "request_timeout_s", EngineConfig.request_timeout_s, "Longest a request may take; 0: no limit.", lower_bound=0
   ),
   flags.DEFINE_enum("policy", EngineConfig.policy, sorted(POLICIES), "Who goes first."),
-  flags.DEFINE_enum("batching", EngineConfig.batching, sorted(BATCHING), "static is only for comparison."),
+  flags.DEFINE_enum(
+    "batching", EngineConfig.batching, BATCHING, "How requests form batches; others than chunked to compare."
+  ),
+  flags.DEFINE_float(
+    "dynamic_window_s",
+    EngineConfig.dynamic_window_s,
+    "With --batching=dynamic: longest wait for company.",
+    lower_bound=0,
+  ),
+  flags.DEFINE_integer(
+    "dynamic_max_batch", EngineConfig.dynamic_max_batch, "With --batching=dynamic: most rows of a batch.", lower_bound=1
+  ),
   flags.DEFINE_float(
     "aging_s", EngineConfig.aging_s, "Seconds of waiting worth one unit of priority; 0: none.", lower_bound=0
   ),

@@ -14,6 +14,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 
+from engine.batching import make_batching
 from engine.config import EngineConfig
 from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
@@ -22,7 +23,7 @@ from engine.device.runner import ModelRunner, Progress
 from engine.device.weights import LoadedModel, load_checkpoint
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError
-from engine.policy import make_gate, make_order
+from engine.policy import make_order
 from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
@@ -64,6 +65,8 @@ class BuildOptions:
   request_timeout_s: float = EngineConfig.request_timeout_s
   policy: str = EngineConfig.policy
   batching: str = EngineConfig.batching
+  dynamic_window_s: float = EngineConfig.dynamic_window_s
+  dynamic_max_batch: int = EngineConfig.dynamic_max_batch
   aging_s: float = EngineConfig.aging_s
   enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
   num_devices: int = 1
@@ -93,7 +96,7 @@ class BuildOptions:
       eos_token_ids=(),
     )
     make_order(config)
-    make_gate(config)
+    make_batching(config)
 
   def engine_config(
     self, vocab_size: int, max_model_len: int, num_blocks: int, block_size: int, eos_token_ids: tuple[int, ...]

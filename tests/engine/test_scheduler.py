@@ -519,11 +519,11 @@ def test_retry_after_follows_the_pace_of_admissions():
 def test_unknown_policy_names_the_choices():
   with pytest.raises(ConfigError, match="policy='lifo' is unknown; set --policy to one of fcfs, priority"):
     Driver(policy="lifo")
-  with pytest.raises(ConfigError, match="batching='waves' is unknown; set --batching to one of continuous, static"):
+  with pytest.raises(ConfigError, match="batching='waves' is unknown; set --batching to one of chunked, continuous"):
     Driver(batching="waves")
 
 
-# Static batching, to compare with.
+# Other ways of batching, to compare with.
 
 
 def test_static_runs_a_wave_to_completion_at_its_first_width():
@@ -543,17 +543,71 @@ def test_static_runs_a_wave_to_completion_at_its_first_width():
   assert steps == [(8, 4), (4, 4), (4, 1), (4, 1), (4, 1), (4, 1), (2, 1), (2, 1), (2, 1)]
 
 
-def test_a_static_wave_may_take_several_steps_to_fill():
+def test_a_static_wave_pays_for_its_longest_prompt_in_every_row():
+  """Prompts of 1, 4, 20 and 40 are padded to 4 rows of 40: in a step's 32 tokens, 8 of each row."""
   driver = Driver(
-    *(make(f"r{number}", 6, max_tokens=4) for number in range(4)),
-    max_num_seqs=3,
-    token_budgets=(4, 8),
-    prefill_chunk=8,
+    *(make(f"r{number}", length, max_tokens=2) for number, length in enumerate((1, 4, 20, 40))),
+    max_num_seqs=4,
+    token_budgets=(4, 8, 16, 32),
+    prefill_chunk=16,
     batching="static",
     enable_prefix_caching=False,
   )
-  assert driver.step() == {"r0": 6, "r1": 2}
-  assert driver.step() == {"r0": 1, "r1": 4, "r2": 3}
-  assert driver.step() == {"r0": 1, "r1": 1, "r2": 3}
-  assert driver.step() == {"r0": 1, "r1": 1, "r2": 1}
-  assert driver.scheduler.num_waiting == 1
+  steps = []
+  while driver.scheduler.num_running + driver.scheduler.num_waiting:
+    batch = driver.plan()
+    steps.append((batch.shape.tokens, max(batch.counts), batch.num_tokens))
+    driver.commit(batch)
+  assert steps == [(32, 8, 21), (32, 8, 18), (32, 8, 12), (32, 8, 9), (32, 8, 8), (4, 1, 1)]
+
+
+def test_a_static_wave_reserves_for_all_its_tokens_and_nothing_is_preempted():
+  driver = Driver(
+    *(make(f"r{number}", 4, max_tokens=12) for number in range(4)), num_blocks=9, batching="static", max_num_seqs=4
+  )
+  assert driver.step() == {"r0": 4, "r1": 4}, "two requests of 16 tokens fit 36"
+  while driver.scheduler.num_running:
+    driver.step()
+  assert driver.step() == {"r2": 4, "r3": 4}
+  assert driver.scheduler.num_preemptions == 0
+
+
+def test_a_dynamic_wave_waits_for_company_up_to_its_window():
+  settings = {"batching": "dynamic", "dynamic_window_s": 0.05, "dynamic_max_batch": 3}
+  driver = Driver(make("a", 2, max_tokens=2, arrival_time=1.0), **settings)
+  driver.now = 1.04
+  assert driver.scheduler.schedule(driver.now) is None
+  assert driver.scheduler.opens_at() == pytest.approx(1.05)
+  driver.scheduler.add(make("b", 2, max_tokens=3, arrival_time=1.04))
+  driver.now = 1.05
+  assert driver.step() == {"a": 2, "b": 2}
+  driver.scheduler.add(make("c", 2, arrival_time=1.05))
+  assert driver.scheduler.opens_at() is None, "a wave runs, and time alone will not end it"
+  assert [driver.step(), driver.step()] == [{"a": 1, "b": 1}, {"b": 1}]
+  driver.now = 1.06
+  assert driver.scheduler.schedule(driver.now) is None, "a new wave, a new window"
+  for request_id in "de":
+    driver.scheduler.add(make(request_id, 2, arrival_time=1.06))
+  assert driver.step() == {"c": 2, "d": 2, "e": 2}, "full: there is nothing to wait for"
+
+
+def test_continuous_takes_prompts_whole():
+  driver = Driver(
+    make("a", 20),
+    make("b", 20),
+    make("c", 5),
+    batching="continuous",
+    token_budgets=(4, 32),
+    prefill_chunk=8,
+    enable_prefix_caching=False,
+  )
+  assert driver.step() == {"a": 20}, "b does not fit, and is not overtaken"
+  assert driver.step() == {"a": 1, "b": 20, "c": 5}
+
+
+def test_continuous_cuts_only_what_no_step_can_hold():
+  driver = Driver(
+    make("a", 40), make("b", 5), batching="continuous", token_budgets=(4, 32), enable_prefix_caching=False
+  )
+  assert driver.step() == {"a": 32}
+  assert driver.step() == {"a": 8, "b": 5}

@@ -13,7 +13,7 @@ from engine.errors import EngineError
 from tests.engine.world import run_world
 
 ENGINE = Path(__file__).resolve().parents[2] / "engine"
-WORLDS = 80  # most worlds that a bug may survive before it counts as missed
+WORLDS = 160  # most worlds that a bug may survive before it counts as missed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +164,16 @@ BUGS = (
   ),
   Bug("what can never fit is accepted", "scheduler", "if total > config.pool_tokens:", "if False:"),
   Bug("the queue is not bounded", "scheduler", "if num_requests >= config.max_queued_requests:", "if False:"),
+  Bug("a wave stays open", "batching", "if num_running or (", "if ("),
+  Bug("a wave does not reserve", "batching", "  reserves = True\n", "  reserves = False\n"),
+  Bug(
+    "a wave pays for its prompts alone",
+    "batching",
+    "self._width * longest_row",
+    "self._width",
+  ),
+  Bug("a dynamic wave never starts", "batching", "now < oldest_arrival + self._window_s", "True"),
+  Bug("several prompts are cut", "scheduler", "    if whole and count < known - cached:\n      return 0\n", ""),
   Bug(
     "a table is released twice",
     "block_pool",
@@ -179,7 +189,7 @@ BUGS = (
 def seeded(bug: Bug) -> tuple[type, types.ModuleType]:
   """The Scheduler class with the bug in it, and its module."""
   modules = {}
-  for name in ("block_pool", "scheduler"):
+  for name in ("block_pool", "batching", "scheduler"):
     source = (ENGINE / f"{name}.py").read_text()
     if bug.file == name:
       assert source.count(bug.old) == 1, f"{bug.old!r} occurs {source.count(bug.old)} times in {name}.py"
@@ -188,6 +198,7 @@ def seeded(bug: Bug) -> tuple[type, types.ModuleType]:
     exec(compile(source, f"seeded {name}.py", "exec"), module.__dict__)
   for name in ("BlockPool", "block_key", "root_key"):
     setattr(modules["scheduler"], name, getattr(modules["block_pool"], name))
+  modules["scheduler"].__dict__["make_batching"] = modules["batching"].make_batching
   return modules["scheduler"].Scheduler, modules["scheduler"]
 
 

@@ -41,7 +41,9 @@ def random_config(rng: random.Random) -> EngineConfig:
     request_timeout_s=rng.choice((0.0, 20.0)),
     policy=rng.choice(("fcfs", "priority")),
     aging_s=rng.choice((0.0, 1.0)),
-    batching=rng.choice(("continuous", "continuous", "continuous", "static")),
+    batching=rng.choice(("chunked", "chunked", "chunked", "continuous", "dynamic", "static")),
+    dynamic_window_s=rng.choice((0.0, 0.5)),
+    dynamic_max_batch=rng.randint(1, 8),
     enable_prefix_caching=rng.random() < 0.85,
     eos_token_ids=EOS,
   )
@@ -85,6 +87,7 @@ class World:
     self.serial = itertools.count()
     self.num_ops = self.num_ended = self.num_siblings = self.num_grown = 0
     self.endings = dict.fromkeys(FinishReason, 0)
+    self.wave_width, self.wave_closed = 0, False
 
   # Operations.
 
@@ -186,7 +189,11 @@ class World:
     """Runs until nothing is left, then looks for leaks."""
     for _ in range(4000):
       if not self.step():
-        break
+        opens_at = self.scheduler.opens_at()
+        if opens_at is None:
+          break
+        assert opens_at > self.clock.now, "nothing joins although the window has passed"
+        self.clock.now = opens_at
     else:
       raise AssertionError(f"no end in sight for {list(self.clients)}")
     assert not self.clients, f"{list(self.clients)} never ended"
@@ -224,10 +231,21 @@ class World:
         assert rows.get(request.id) == 1, "a decode is stalled"
     num_decodes = batch.token_ids.count(())
     num_prefill = sum(batch.counts) - num_decodes
-    if self.config.batching == "continuous":
+    if self.config.batching == "chunked":
       base = num_decodes + min(num_prefill, self.config.prefill_chunk)
       assert batch.shape == scheduler.ladder.fit(base), "prefill beyond the chunk takes more than the padding"
-    self.num_grown += num_prefill > self.config.prefill_chunk
+      self.num_grown += num_prefill > self.config.prefill_chunk
+    elif self.config.batching == "continuous":
+      parts = [row for row, ids in enumerate(batch.token_ids) if ids and not batch.samples[row]]
+      assert parts in ([], [num_decodes]), "a prompt is cut though it could wait for a step of its own"
+    else:
+      assert not victims, "what was reserved is preempted"
+      if not running:
+        self.wave_width, self.wave_closed = 0, False
+      assert not (admitted and self.wave_closed), "a request joins a wave that runs"
+      self.wave_closed = not admitted
+      self.wave_width = max(self.wave_width, len(scheduler._running))
+      assert batch.shape.tokens >= self.wave_width * max(batch.counts), "the wave's padding is not paid for"
     for request in admitted:
       leader = self._leader(request)
       if leader is not None and self.config.enable_prefix_caching:

@@ -1,0 +1,135 @@
+"""When waiting requests may join, and how much of a prompt a step takes: the ways of batching. Decides nothing else.
+
+All of them run on one mechanism (the Scheduler), the same executables, pages and sampler, so that they can be compared.
+Every step is selective batching (Orca, OSDI 2022): linear layers see packed tokens, attention sees requests.
+
+  static       a wave fills all places, is padded to its widest and longest, and runs until its last request ends; KV
+               is reserved for prompt and max_tokens (FasterTransformer)
+  dynamic      the same, but a wave waits up to a window for company (Triton's dynamic batching)
+  continuous   requests join and leave at every step, prompts in one piece (Orca, early vLLM)
+  chunked      the same, prompts in chunks and into the padding (Sarathi-Serve, OSDI 2024; vLLM V1): the default
+"""
+
+from typing import Protocol
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+
+_ALL = 1 << 30
+
+
+class Batching(Protocol):
+  """What the Scheduler asks while it plans.
+
+  Attributes:
+    reserves: a request takes blocks for its prompt and max_tokens when it joins, and is never preempted.
+    whole_prompts: a prompt joins only if all of it fits the step, unless the step has no other prompt.
+    fills_padding: prompt tokens may take what a step has to be padded with.
+    chunk_limit: most prompt tokens of a step.
+  """
+
+  reserves: bool
+  whole_prompts: bool
+  fills_padding: bool
+  chunk_limit: int
+
+  def places(self, num_running: int, num_waiting: int, oldest_arrival: float, now: float) -> int:
+    """How many waiting requests may join now. Asked before admissions of a step, when any wait."""
+    ...
+
+  def row_limit(self) -> int:
+    """Most prompt tokens that one row takes in a step."""
+    ...
+
+  def step_tokens(self, num_tokens: int, longest_row: int, num_running: int) -> int:
+    """The tokens a step of `num_tokens` is padded to, before the ladder rounds it up. Asked once a step."""
+    ...
+
+  def opens_at(self, num_running: int, num_waiting: int, oldest_arrival: float) -> float | None:
+    """The time at which requests that wait may join, if nothing else happens before; None if time changes nothing."""
+    ...
+
+  def state(self) -> list[int]:
+    """What it remembers, for a trace; make_batching() takes it back."""
+    ...
+
+
+class Continuous:
+  """Iteration-level batching: requests join and leave at every step."""
+
+  reserves = False
+
+  def __init__(self, chunk_limit: int, whole_prompts: bool):
+    self.chunk_limit = chunk_limit
+    self.whole_prompts = whole_prompts
+    self.fills_padding = not whole_prompts
+
+  def places(self, num_running: int, num_waiting: int, oldest_arrival: float, now: float) -> int:
+    return _ALL
+
+  def row_limit(self) -> int:
+    return _ALL
+
+  def step_tokens(self, num_tokens: int, longest_row: int, num_running: int) -> int:
+    return num_tokens
+
+  def opens_at(self, num_running: int, num_waiting: int, oldest_arrival: float) -> float | None:
+    return None
+
+  def state(self) -> list[int]:
+    return []
+
+
+class Waves:
+  """Request-level batching: one batch at a time, padded, run to completion.
+
+  A prompt as long as the longest of the wave is paid for in every row: rows take at most `_row_limit` tokens a step, so
+  that the padded step fits the ladder, and the step is charged width * longest row.
+  """
+
+  reserves = True
+  whole_prompts = False
+  fills_padding = False
+
+  def __init__(self, max_tokens: int, max_width: int, window_s: float, state: list[int]):
+    self.chunk_limit = self._max_tokens = max_tokens
+    self._max_width, self._window_s = max_width, window_s
+    self._width, self._row_limit = state or (0, 0)  # rows of the wave at its start, and tokens of one in a step
+
+  def places(self, num_running: int, num_waiting: int, oldest_arrival: float, now: float) -> int:
+    if num_running or (num_waiting < self._max_width and now < oldest_arrival + self._window_s):
+      return 0
+    self._width, self._row_limit = 0, self._max_tokens // min(num_waiting, self._max_width)
+    return self._max_width
+
+  def row_limit(self) -> int:
+    return self._row_limit
+
+  def step_tokens(self, num_tokens: int, longest_row: int, num_running: int) -> int:
+    self._width = self._width or num_running
+    return max(num_tokens, self._width * longest_row)
+
+  def opens_at(self, num_running: int, num_waiting: int, oldest_arrival: float) -> float | None:
+    return oldest_arrival + self._window_s if num_waiting and not num_running else None
+
+  def state(self) -> list[int]:
+    return [self._width, self._row_limit]
+
+
+BATCHING = ("chunked", "continuous", "dynamic", "static")
+
+
+def make_batching(config: EngineConfig, state: list[int] | None = None) -> Batching:
+  """What `config.batching` names, remembering `state`; raises ConfigError."""
+  most = config.token_budgets[-1]
+  match config.batching:
+    case "chunked":
+      return Continuous(config.prefill_chunk, whole_prompts=False)
+    case "continuous":
+      return Continuous(most, whole_prompts=True)
+    case "dynamic":
+      width = min(config.dynamic_max_batch, config.max_num_seqs)
+      return Waves(most, width, config.dynamic_window_s, state or [])
+    case "static":
+      return Waves(most, config.max_num_seqs, 0.0, state or [])
+  raise ConfigError(f"batching={config.batching!r} is unknown; set --batching to one of {', '.join(BATCHING)}")
