@@ -158,6 +158,9 @@ def read_trace(path: str) -> list[tuple[float, int, int]]:
 
   Reads Azure's LLM inference traces (`TIMESTAMP,ContextTokens,GeneratedTokens`) and length lists without times
   (`num_prefill_tokens,num_decode_tokens,...`, every arrival 0).
+
+  Raises:
+    ConfigError: no such file, missing columns, a negative length, or times that go back.
   """
   try:
     with open(path, newline="", encoding="utf-8") as file:
@@ -169,18 +172,52 @@ def read_trace(path: str) -> list[tuple[float, int, int]]:
     if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= columns:
       # Seven digits of a second; fromisoformat reads six and drops the rest.
       times = [datetime.datetime.fromisoformat(row["TIMESTAMP"]) for row in rows]
-      return [
+      found = [
         ((time - times[0]).total_seconds(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         for time, row in zip(times, rows, strict=True)
       ]
-    if {"num_prefill_tokens", "num_decode_tokens"} <= columns:
-      return [(0.0, int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in rows]
+    elif {"num_prefill_tokens", "num_decode_tokens"} <= columns:
+      found = [(0.0, int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])) for row in rows]
+    else:
+      raise ConfigError(
+        f"trace {path} has columns {sorted(columns)}; known are TIMESTAMP,ContextTokens,GeneratedTokens "
+        "and num_prefill_tokens,num_decode_tokens"
+      )
   except (ValueError, TypeError) as error:
     raise ConfigError(f"trace {path} has a row that cannot be read: {error}; repair or remove it") from error
-  raise ConfigError(
-    f"trace {path} has columns {sorted(columns)}; known are TIMESTAMP,ContextTokens,GeneratedTokens "
-    "and num_prefill_tokens,num_decode_tokens"
-  )
+  if not found:
+    raise ConfigError(f"trace {path} has no rows; give one with at least one request")
+  before = 0.0
+  for number, (arrival_s, *lengths) in enumerate(found, 1):
+    if min(lengths) < 0:
+      raise ConfigError(
+        f"trace {path}, row {number}: a length of {min(lengths)} tokens is below 0; repair or remove the row"
+      )
+    if arrival_s < before:
+      raise ConfigError(
+        f"trace {path}, row {number}: it arrives {before - arrival_s:.3f} s before the row above it; sort rows by time"
+      )
+    before = arrival_s
+  return found
+
+
+def scale_rows(
+  rows: Sequence[tuple[float, int, int]],
+  length_scale: float = 1.0,
+  rate_scale: float = 1.0,
+  num_requests: int | None = None,
+  max_len: int | None = None,
+) -> list[tuple[float, int, int]]:
+  """Rows of a trace with lengths and arrival rate scaled to a machine; the arguments are those of from_trace."""
+
+  def scaled(row: tuple[float, int, int]) -> tuple[float, int, int]:
+    prompt, output = (max(1, round(length * length_scale)) for length in row[1:])
+    if max_len is not None:
+      output = min(output, max_len - 1)
+      prompt = min(prompt, max_len - output)
+    return row[0] / rate_scale, prompt, output
+
+  return [scaled(row) for row in rows[:num_requests]]
 
 
 def from_trace(
@@ -203,15 +240,7 @@ def from_trace(
     num_requests: only the first so many.
     max_len: prompt and output together are cut to this many tokens, the prompt first; None leaves them.
   """
-
-  def scaled(row: tuple[float, int, int]) -> tuple[float, int, int]:
-    prompt, output = (max(1, round(length * length_scale)) for length in row[1:])
-    if max_len is not None:
-      output = min(output, max_len - 1)
-      prompt = min(prompt, max_len - output)
-    return row[0] / rate_scale, prompt, output
-
-  return _with_tokens((scaled(row) for row in rows[:num_requests]), vocab_size, seed)
+  return _with_tokens(scale_rows(rows, length_scale, rate_scale, num_requests, max_len), vocab_size, seed)
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------

@@ -146,6 +146,20 @@ def test_other_tables_are_not_traces(tmp_path, text):
     workload.read_trace(str(tmp_path / "trace.csv"))
 
 
+@pytest.mark.parametrize(
+  ("rows", "complaint"),
+  [
+    ("2023-11-16 18:15:46,5,2\n2023-11-16 18:15:47,-5,2\n", "row 2: a length of -5 tokens"),
+    ("2023-11-16 18:15:46,5,2\n2023-11-16 18:15:45,5,2\n", "row 2: it arrives 1.000 s before the row above it; sort"),
+    ("", "no rows"),
+  ],
+)
+def test_a_trace_that_cannot_have_happened_is_refused(tmp_path, rows, complaint):
+  (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows, "utf-8")
+  with pytest.raises(ConfigError, match=complaint):
+    workload.read_trace(str(tmp_path / "trace.csv"))
+
+
 def test_a_file_of_lengths_alone_arrives_at_once(tmp_path):
   (tmp_path / "lengths.csv").write_text("num_prefill_tokens,num_decode_tokens,pd_ratio\n74,918,0.1\n", "utf-8")
   assert workload.read_trace(str(tmp_path / "lengths.csv")) == [(0.0, 74, 918)]
