@@ -28,6 +28,7 @@ _TILE_ROWS = 256  # (query, head of the group) pairs a tile
 _WRITE_TOKENS = 512  # new tokens in VMEM at a time
 _RING = 16  # windows on their way in `write_kv`, half of them to be read, half to be written
 _VMEM_BYTES = 64 * 2**20  # of 128 MiB
+_TABLE_BYTES = 960 * 2**10  # of 1 MiB of scalar memory; tiles, lengths and the program's own need the rest
 _LANES = 128
 _MASKED = -1e30  # a score no real one reaches; finite, so that masked - masked is 0 and not NaN
 
@@ -62,6 +63,12 @@ def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
   if geometry.group > _TILE_ROWS:
     raise NotImplementedError(
       f"paged attention on TPU: {geometry.group} query heads a KV head; up to {_TILE_ROWS} are supported"
+    )
+  rows, width = geometry.rows, geometry.table_width
+  if 4 * (-(-rows // 8) * 8) * (-(-width // _LANES) * _LANES) > _TABLE_BYTES:
+    raise NotImplementedError(
+      f"paged attention on TPU: {rows} block tables of {width} entries exceed the {_TABLE_BYTES // 1024} KiB of scalar "
+      "memory that they may have; take larger blocks, shorter sequences or fewer at a time"
     )
 
 

@@ -1,0 +1,215 @@
+"""The TPU kernels in Pallas' simulator of a TPU: the conformance suite, races, and bugs that these checks must notice.
+
+The simulator fills fresh memory with NaN, carries a copy out only when it is awaited, and refuses reads out of bounds;
+so a wait that is missing shows as NaN. That the kernels compile for TPUs is checked elsewhere, with the whole step.
+"""
+
+from collections.abc import Callable, Iterator
+import dataclasses
+from pathlib import Path
+import types
+
+import jax
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import api, arg_specs, tpu
+from pallas_kernels.paged_attention.arg_specs import ArgSpec
+from pallas_kernels.paged_attention.plan import Geometry
+from tests.kernels import conformance
+
+
+@pytest.fixture(autouse=True)
+def simulated() -> Iterator[None]:
+  """Every kernel runs in the simulator; what a failed one left behind is dropped."""
+  with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+    yield
+  pltpu.reset_tpu_interpret_mode_state()
+
+
+def geometry(spec: ArgSpec) -> Geometry:
+  names = ("table_width", "block_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window")
+  return Geometry(tokens=spec.num_tokens, rows=spec.num_rows, **{name: getattr(spec, name) for name in names})
+
+
+def scattered(kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
+  """What `write_kv` must do, in plain jnp; the simulator takes a second for a thousand tokens."""
+  page, width = kv.shape[2:]
+  lines = jnp.concatenate([k, v], axis=2)
+  lines = jnp.pad(lines, ((0, 0), (0, 0), (0, width - lines.shape[2]))).astype(kv.dtype)
+  return kv.at[slots // page, :, slots % page].set(lines)
+
+
+def with_write(module: types.ModuleType, write: Callable) -> types.ModuleType:
+  other = types.ModuleType(module.__name__)
+  other.__dict__.update(module.__dict__, write_kv=write)
+  return other
+
+
+def check(module: types.ModuleType, spec: ArgSpec) -> None:
+  """Compares one call over a buffer filled by `scattered` with the oracle.
+
+  In bf16 weights are rounded to 8 bits before they meet the values, as the matrix unit wants them: relative errors of
+  up to 2^-9, of either sign, in a sum whose weights add up to 1. The result is rounded once more.
+  """
+  arguments = arg_specs.make(spec)
+  inputs = conformance.operands(with_write(module, jax.jit(scattered)), spec, arguments)
+  out = conformance.attend(module, spec)(*inputs)
+  assert out.dtype == jnp.dtype(spec.dtype)
+  result = np.asarray(out.astype(jnp.float32))
+  relative, absolute = (2.0**-8, 4e-3) if spec.dtype == "bfloat16" else (0.0, 1e-5)
+  np.testing.assert_allclose(result, conformance.oracle(spec, arguments), rtol=relative, atol=absolute)
+  assert not result[arguments.query_starts[-1] :].any(), "padding tokens must give zeros"
+
+
+def check_write(module: types.ModuleType, spec: ArgSpec, padding: int = 5) -> None:
+  """Compares `write_kv` with `scattered`, bit for bit, over a buffer that held something before; block 0 is free."""
+  arguments, rng = arg_specs.make(spec), np.random.default_rng(1)
+  shape = tpu.kv_shape(arguments.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+  kv = jnp.asarray(rng.standard_normal(shape, np.float32)).astype(spec.dtype)
+  slots = np.concatenate([arguments.slots(row, spec.block_size) for row in range(len(spec.rows))])
+  # As in a step: of each row the last positions only, then padding, which is NaN.
+  ends = np.cumsum(arguments.kv_lens[: len(spec.rows)])
+  chosen = np.concatenate([np.arange(end - new, end) for end, (new, _) in zip(ends, spec.rows, strict=True)])
+  keys, values = (
+    jnp.asarray(np.pad(np.concatenate(x)[chosen], ((0, padding), (0, 0), (0, 0)), constant_values=np.nan))
+    for x in (arguments.keys, arguments.values)
+  )
+  slots = jnp.asarray(np.pad(slots[chosen], (0, padding)))
+  result, wanted = (np.asarray(jax.jit(f)(kv, keys, values, slots)) for f in (module.write_kv, scattered))
+  np.testing.assert_array_equal(result[1:], wanted[1:])
+
+
+class TestTpu(conformance.Conformance):
+  implementation = with_write(tpu, jax.jit(tpu.write_kv))
+
+  @pytest.mark.parametrize("spec", arg_specs.CONFORMANCE, ids=str)
+  def test_equals_dense_attention(self, spec: ArgSpec) -> None:
+    if spec.block_size % 8:
+      with pytest.raises(NotImplementedError, match=f"block_size={spec.block_size}"):
+        api.check_supported("tpu", geometry(spec), spec.dtype)
+    else:
+      api.check_supported("tpu", geometry(spec), spec.dtype)
+      check(tpu, spec)
+
+  def test_random_batches_in_one_executable(self) -> None:
+    self.implementation = with_write(tpu, jax.jit(scattered))
+    super().test_random_batches_in_one_executable()
+
+  def test_write_is_in_place_when_donated(self) -> None:
+    """The simulator copies what it is given; that the compiled program does not is checked with the whole step."""
+    kv = jnp.zeros(tpu.kv_shape(4, 16, 2, 64))
+    k, slots = jnp.ones((8, 2, 64)), jnp.arange(16, 24, dtype=jnp.int32)
+    (call,) = [eqn for eqn in jax.make_jaxpr(tpu.write_kv)(kv, k, k, slots).eqns if eqn.primitive.name == "pallas_call"]
+    assert call.params["input_output_aliases"] == ((5, 0),)
+    assert call.invars[5].aval.shape == kv.shape
+
+
+_ROWS = ((1, 30), (40, 90), (1, 64), (3, 20), (1, 17), (2, 2))
+WRITE = ArgSpec("write", (*_ROWS, *((1, 16 + i) for i in range(20)), (40, 40)), 128, 32)
+
+ATTENTION = ArgSpec("bugs", _ROWS, 50, 6, table_width=6, num_heads=3, num_kv_heads=1, sliding_window=70, soft_cap=5.0)
+
+
+class TestWrite:
+  @pytest.mark.parametrize(
+    "spec",
+    [
+      WRITE,
+      dataclasses.replace(WRITE, dtype="bfloat16", block_size=32),
+      ArgSpec("more_than_fits_at_once", ((1100, 1100), (1, 40)), 1101, 2, table_width=90, num_kv_heads=1),
+      ArgSpec("head_128", ((1, 9), (20, 20)), 21, 2, head_dim=128, block_size=8),
+    ],
+    ids=["f32", "bf16", "more_than_fits_at_once", "head_128"],
+  )
+  def test_equals_a_scatter(self, spec: ArgSpec) -> None:
+    check_write(tpu, spec)
+
+
+class TestSupport:
+  @pytest.mark.parametrize(
+    ("change", "dtype", "words"),
+    [
+      ({}, "float16", "dtype float16"),
+      ({"block_size": 8}, "bfloat16", "block_size=8"),
+      ({"num_heads": 514}, "bfloat16", "257 query heads"),
+      ({"num_rows": 256, "table_width": 2048}, "bfloat16", "256 block tables of 2048"),
+    ],
+  )
+  def test_what_is_not_supported_is_named(self, change: dict, dtype: str, words: str) -> None:
+    with pytest.raises(NotImplementedError, match=words):
+      api.check_supported("tpu", geometry(dataclasses.replace(ArgSpec("", (), 8, 8), **change)), dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+  """Text of tpu.py and what it is replaced by; it must occur exactly once, so that the list cannot rot silently."""
+
+  name: str
+  old: str
+  new: str
+
+
+WRITE_BUGS = (
+  Bug("a window is not awaited", "    read(run).wait()\n", ""),
+  Bug("the last windows are not sent", "lambda run: write(run).wait())\n", "lambda run: None)\n"),
+  Bug("a window is filled anew while it is sent", "        write(run - ring // 2).wait()\n", "        pass\n"),
+  Bug("one position too many is written", "position < offset + counts[run]", "position <= offset + counts[run]"),
+  Bug("a run is not turned", "(offset - (token - aligned) + 2 * window)", "(2 * window)"),
+  Bug("runs go on over the end of a window", "(slots % window == 0)", "(slots % page == 0)"),
+)
+
+ATTENTION_BUGS = (
+  Bug("pages are not awaited", "lambda copy: copy.wait())\n", "lambda copy: None)\n"),
+  Bug("queries are not awaited", "    q_copy(tile, size, index % 2).wait()\n", ""),
+  Bug("the last output is not awaited", "(lambda: await_out(count[0] - 1))", "(lambda: None)"),
+  Bug("output is overwritten before it is sent", "(lambda: await_out(index - 2))", "(lambda: None)"),
+  Bug("the pages are those of the row's begin", "tables[tile.row, first + i]", "tables[tile.row, i]"),
+  Bug("all chunks go to one place", "kv_chunks.at[slot, :, i]", "kv_chunks.at[0, :, i]"),
+  Bug("a query does not see itself", "seen = key <= position", "seen = key < position"),
+  Bug("the window is one too wide", "key > position - sliding_window", "key >= position - sliding_window"),
+  Bug("the tail is not cleared", "@pl.when(left < chunk)", "@pl.when(left < 0)"),
+  Bug("sums do not decay", "totals[head, of_tile] * decay + ", "totals[head, of_tile] + "),
+  Bug("queries count from a tile that was not moved", "position = first_loaded(tile, size)", "position = tile.begin"),
+  Bug("a row's last tile is left out", "+ (size - 1)) // size", "+ (size - 1) // 2) // size"),
+)
+
+
+def seeded(bug: Bug) -> types.ModuleType:
+  """The module with a bug in it, and with chunks and tiles so small that short rows have several."""
+  source = Path(tpu.__file__).read_text()
+  assert source.count(bug.old) == 1, f"{bug.old!r} occurs {source.count(bug.old)} times in tpu.py"
+  module = types.ModuleType("seeded_tpu")
+  exec(compile(source.replace(bug.old, bug.new), "seeded tpu.py", "exec"), module.__dict__)
+  module.__dict__.update(_CHUNK=32, _TILE_ROWS=32)
+  return module
+
+
+NO_BUG = Bug("none", '"""Paged attention as Pallas', '"""Paged attention as Pallas')
+
+
+def races_of(bug: Bug, run: Callable, spec: ArgSpec) -> bool:
+  """Whether the simulator sees two accesses that nothing orders; wrong numbers are not looked at."""
+  with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True)):
+    run(seeded(bug), spec)
+  assert simulator.races is not None
+  return simulator.races.races_found
+
+
+@pytest.mark.parametrize(("run", "spec"), [(check_write, WRITE), (check, ATTENTION)], ids=["write", "attention"])
+def test_no_race(run: Callable, spec: ArgSpec) -> None:
+  """And small tiles and chunks give what large ones do."""
+  assert not races_of(NO_BUG, run, spec)
+
+
+@pytest.mark.parametrize(
+  ("bug", "run", "spec"),
+  [(bug, check_write, WRITE) for bug in WRITE_BUGS] + [(bug, check, ATTENTION) for bug in ATTENTION_BUGS],
+  ids=lambda value: value.name.replace(" ", "-") if isinstance(value, Bug) else "",
+)
+def test_seeded_bug_is_caught(bug: Bug, run: Callable, spec: ArgSpec) -> None:
+  with pytest.raises(AssertionError):
+    run(seeded(bug), spec)
