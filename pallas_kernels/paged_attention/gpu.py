@@ -5,6 +5,7 @@ A layer is three kernels, four where long rows of few queries are split: rotary 
 them read a plan made on the host (plan.py) and none moves the buffer or the output.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,11 @@ PREFERRED_BLOCK_SIZE = 64  # one tile of keys, one copy
 _BLOCK_SIZES = (16, 32, 64, 128)
 _HEAD_DIMS = (64, 128)
 _LARGEST_GROUP = 64  # packed rows of a decode tile
+# Jitted for itself, since a layer is then lowered, and its kernels compiled, once a program and not once a layer: every
+# lowering of a kernel gets a name of its own, which is part of what the compiler's cache goes by.
+_jit = functools.partial(
+  jax.jit, static_argnames=("plan", "scale", "sliding_window", "soft_cap", "device_kind", "interpret")
+)
 
 
 def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -76,6 +82,7 @@ def _attend_packed(
   return decode(q, kv, block_tables, kv_lens, query_starts, work, out, **static)
 
 
+@_jit
 def ragged_paged_attention(
   q: jax.Array,
   kv: jax.Array,
@@ -120,6 +127,7 @@ def ragged_paged_attention(
   )
 
 
+@_jit
 def attend(
   qkv: jax.Array,
   cos: jax.Array,
