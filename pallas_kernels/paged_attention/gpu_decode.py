@@ -175,7 +175,7 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, counts, it
   @pl.when(warpgroup < pairs)
   def _compute():
     # With the producers' registers this is all that an SM has (of 256 a thread that can be named).
-    plgpu.set_max_registers(216 if pairs > 1 else 248, action="increase")
+    plgpu.set_max_registers(216 if pairs > 1 else 240, action="increase")
 
     def load_queries(n):
       """Only the row's own rows of the tile are copied: the others' results go nowhere."""

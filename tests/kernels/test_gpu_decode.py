@@ -1,0 +1,259 @@
+"""The decode kernel on GPU, in Pallas' interpreter with its race detector, against dense attention in f64.
+
+Unused pages, positions past a row's end and the queries of padding hold NaN, as everywhere (conformance.py).
+"""
+
+import dataclasses
+from pathlib import Path
+import types
+
+import jax
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import arg_specs, gpu_decode
+from pallas_kernels.paged_attention.arg_specs import ArgSpec, Arguments
+from pallas_kernels.paged_attention.plan import Geometry, Plan
+from pallas_kernels.paged_attention.tuning import tuning_for
+from tests.kernels import conformance
+
+RACES = plgpu.InterpretGPUParams(detect_races=True)
+UNTOUCHED = 7.0  # what `out` holds before
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A batch, how it is planned and how the kernel is set.
+
+  Attributes:
+    spec: the batch; rows of more than `queries` queries are not the decode kernel's.
+    split_blocks, queries: see plan.Plan.
+    sms, pairs, stages: a grid small enough that a pair has several items, and a ring that all of them share.
+  """
+
+  spec: ArgSpec
+  split_blocks: int
+  queries: int = 4
+  sms: int = 1
+  pairs: int = 2
+  stages: int = 2
+
+  def __str__(self) -> str:
+    return self.spec.name
+
+  @property
+  def plan(self) -> Plan:
+    spec = self.spec
+    geometry = Geometry(
+      spec.num_tokens,
+      spec.num_rows,
+      spec.table_width,
+      spec.block_size,
+      spec.num_heads,
+      spec.num_kv_heads,
+      spec.head_dim,
+      spec.sliding_window,
+    )
+    return Plan(geometry, self.split_blocks, self.queries)
+
+
+def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks: int, **changes) -> Case:
+  """One KV head of 64, tables of 256 positions, and room for a few tokens and rows that are not used."""
+  of_case = {key: changes.pop(key) for key in ("queries", "sms", "pairs", "stages") if key in changes}
+  heads = changes.pop("kv_heads", 1)
+  spec = ArgSpec(
+    name,
+    rows,
+    sum(queries for queries, _ in rows) + changes.pop("padding", 2),
+    len(rows) + 1,
+    block_size=page,
+    table_width=256 // page,
+    num_heads=changes.pop("group", 2) * heads,
+    num_kv_heads=heads,
+    dtype="bfloat16",
+    **{"head_dim": 64} | changes,
+  )
+  return Case(spec, split_blocks, **of_case)
+
+
+_ROWS = ((1, 150), (3, 200), (1, 64), (5, 9), (0, 0), (4, 4), (2, 129))
+CASES = (
+  _case("one_split", _ROWS, 64, 4, kv_heads=2),
+  _case("splits", _ROWS, 64, 1, kv_heads=2, head_dim=128, group=4),
+  _case("page_16", _ROWS, 16, 4, pairs=1, sms=3, stages=3),
+  _case("page_16_splits_within_a_tile", ((1, 150), (2, 99), (1, 5)), 16, 3),
+  _case("page_32_window", _ROWS, 32, 2, sliding_window=50),
+  _case("page_128_window", _ROWS, 128, 1, sliding_window=40),
+  _case("window_of_one", ((1, 90), (3, 200)), 64, 1, sliding_window=1),
+  _case("soft_cap", ((1, 150), (3, 70)), 64, 2, soft_cap=2.0),
+  _case("group_of_3", ((1, 150), (4, 70), (2, 200)), 64, 2, group=3),
+  _case("group_of_64", ((1, 150), (1, 1)), 64, 2, group=64, queries=1),
+  _case("fewer_rows_of_q_than_a_tile", ((1, 130),), 64, 1, group=1, padding=0, pairs=1),
+  _case("nothing", ((5, 20),), 64, 1),
+)
+
+
+def operands(case: Case, arguments: Arguments) -> tuple:
+  """On the device, packed as the kernel wants them; what no row uses is NaN."""
+  spec, page = case.spec, case.spec.block_size
+  q = arguments.q.reshape(spec.num_tokens, spec.num_kv_heads, -1, spec.head_dim).transpose(1, 0, 2, 3)
+  kv = np.full((arguments.num_blocks, spec.num_kv_heads, 2, page, spec.head_dim), np.nan, np.float32)
+  for row, (keys, values) in enumerate(zip(arguments.keys, arguments.values, strict=True)):
+    block, offset = np.divmod(arguments.slots(row, page), page)
+    kv[block, :, 0, offset], kv[block, :, 1, offset] = keys, values
+  return (
+    jnp.asarray(q.reshape(spec.num_kv_heads, -1, spec.head_dim)).astype(jnp.bfloat16),
+    jnp.asarray(kv).astype(jnp.bfloat16),
+    jnp.asarray(arguments.block_tables),
+    jnp.asarray(arguments.kv_lens),
+    jnp.asarray(arguments.query_starts),
+    case.plan.split(jnp.asarray(case.plan.make(arguments.query_starts, arguments.kv_lens))),
+    jnp.full((spec.num_tokens, spec.num_heads, spec.head_dim), UNTOUCHED, jnp.bfloat16),
+  )
+
+
+def program(case: Case, module=gpu_decode):
+  """The call, jitted."""
+  tuning = dataclasses.replace(
+    tuning_for("", case.spec.head_dim, case.spec.block_size),
+    num_sms=case.sms,
+    decode_ctas_per_sm=case.pairs,
+    decode_stages=case.stages,
+  )
+
+  def run(*args):
+    return module.decode(
+      *args,
+      plan=case.plan,
+      scale=case.spec.scale,
+      sliding_window=case.spec.sliding_window,
+      soft_cap=case.spec.soft_cap,
+      tuning=tuning,
+      interpret=RACES,
+    )
+
+  return jax.jit(run)
+
+
+def f32(x: jax.Array) -> np.ndarray:
+  return np.asarray(x.astype(jnp.float32))
+
+
+def check(case: Case, capfd: pytest.CaptureFixture[str], module=gpu_decode) -> None:
+  """Runs a case, compares the decoded tokens with dense attention, the others with what was there; no races."""
+  arguments = arg_specs.make(case.spec)
+  out = f32(program(case, module)(*operands(case, arguments)))
+  want = conformance.oracle(case.spec, arguments)
+  counts = np.diff(arguments.query_starts)
+  decoded = np.zeros(case.spec.num_tokens, bool)
+  for row in np.flatnonzero((counts > 0) & (counts <= case.queries)):
+    decoded[slice(*arguments.query_starts[row : row + 2])] = True
+  # The result is rounded to bf16, and so were the weights, of 8 bits each; the latter errors average out.
+  np.testing.assert_allclose(out[decoded], want[decoded], rtol=2.0**-8, atol=4e-3)
+  np.testing.assert_array_equal(out[~decoded], UNTOUCHED)
+  assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_dense_attention(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+  check(case, capfd)
+
+
+def test_a_row_depends_neither_on_neighbours_nor_on_its_place_nor_on_the_order_of_items() -> None:
+  """Bit for bit, in one executable, over three splits and two queries."""
+  subject, run, results = (2, 150), None, []
+  companies = ([], []), ([(1, 7)], [(1, 200)]), ([(3, 90), (5, 9), (1, 64)], [(1, 1)])
+  for number, (before, after) in enumerate(companies):
+    rows = (*before, subject, *after)
+    used = sum(-(-length // 64) for _, length in rows)
+    spec = ArgSpec("company", rows, 16, 6, 64, 4, 2, 1, 64, dtype="bfloat16", spare_blocks=20 - used)
+    case, at = Case(spec, 1), len(before)
+    arguments = arg_specs.make(spec, number)
+    here = slice(*arguments.query_starts[at : at + 2])
+    fixed = arg_specs.make(ArgSpec("subject", (subject,), 2, 1, 64, 4, 2, 1, 64))
+    arguments.q[here] = fixed.q
+    arguments.keys[at][:], arguments.values[at][:] = fixed.keys[0], fixed.values[0]
+    for row in range(len(rows)):
+      if row != at and number == 2:
+        arguments.keys[row][:], arguments.values[row][:] = np.nan, np.nan
+    given = operands(case, arguments)
+    run = run or program(case)
+    results.append(f32(run(*given))[here])
+    pieces = given[5]
+    items = int(pieces["counts"][0])
+    backwards = pieces | {"decode_items": pieces["decode_items"].at[:items].set(pieces["decode_items"][:items][::-1])}
+    results.append(f32(run(*given[:5], backwards, given[6]))[here])
+  assert np.isfinite(results[0]).all()
+  for other in results[1:]:
+    np.testing.assert_array_equal(other, results[0])
+
+
+def test_a_plan_for_another_window_is_refused() -> None:
+  case = _case("window", ((1, 9),), 64, 4)
+  given = operands(case, arg_specs.make(case.spec))
+  tuning = tuning_for("", 64, 64)
+  with pytest.raises(ValueError, match="sliding_window=5"):
+    gpu_decode.decode(*given, plan=case.plan, scale=1.0, sliding_window=5, soft_cap=None, tuning=tuning)
+
+
+_SPLIT = _case("splits", ((1, 150), (2, 129)), 64, 1, stages=2, pairs=1)
+_WHOLE = _case("whole", ((2, 192), (1, 200), (1, 20)), 64, 4, pairs=1, kv_heads=2)
+_SMALL_PAGES = _case("small_pages", ((1, 150),), 32, 8, pairs=1)
+_LARGE_PAGES = _case("large_pages", ((1, 250),), 128, 2, pairs=1, sliding_window=100)
+_CAPPED = _case("capped", ((1, 100),), 64, 4, pairs=1, soft_cap=2.0)
+
+# A case, what is put out of order, the text, and what it becomes; the text occurs once, so that no bug rots silently.
+BUGS = (
+  (_SMALL_PAGES, "wrong page", "_div(base, page) + piece", "_div(base, page)"),
+  (_LARGE_PAGES, "wrong half of a page", "which, pl.ds(at, rows)]", "which, pl.ds(0, rows)]"),
+  (_LARGE_PAGES, "the window one too long", "seen &= keys > ", "seen &= keys >= "),
+  (_WHOLE, "a query does not see itself", "end = jnp.minimum(position + 1,", "end = jnp.minimum(position,"),
+  (_WHOLE, "later keys are seen", "jnp.minimum(item.row.position + 1, item.high)", "item.high"),
+  (_WHOLE, "wrong head", "head = _div(number, geometry.num_kv_heads), lax.rem(number, _i32(geometry.num_kv_heads))",
+   "head = _div(number, geometry.num_kv_heads), _i32(0)"),
+  (_WHOLE, "nothing waits for keys", "        plgpu.barrier_wait(k_ready.at[stage])\n", ""),
+  (_WHOLE, "nothing waits for values", "        plgpu.barrier_wait(v_ready.at[stage])\n", ""),
+  (_WHOLE, "nothing waits for queries", "      plgpu.barrier_wait(q_ready)\n", ""),
+  (_WHOLE, "nothing waits for a free stage", "pl.when(tile >= stages)(", "pl.when(tile < 0)("),
+  (_WHOLE, "always the first stage", "k_ring.at[stage].transpose", "k_ring.at[pair * stages].transpose"),
+  (_WHOLE, "queries of the next item too early", "(i + 1 == item.tiles) &", "(i == 0) &"),
+  (_WHOLE, "values past the end", "base + _KEYS > item.high)\n        def", "base > item.high)\n        def"),
+  (_WHOLE, "a value past the end", "keys < item.high - base, loaded", "keys <= item.high - base, loaded"),
+  (_WHOLE, "sums are not rescaled", "acc = acc * _over_rows(decay, size, _WGMMA)", "acc = acc * 1.0"),
+  (_WHOLE, "a token too many", "@pl.loop(0, item.row.count)", "@pl.loop(0, item.row.count + 1)"),
+  (_WHOLE, "staged anew before it is copied",
+   "      plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the item before has staged\n", ""),
+  (_WHOLE, "copied before it is staged",
+   "result[...] = acc.astype(jnp.bfloat16)\n        plgpu.commit_smem()\n", "result[...] = acc.astype(jnp.bfloat16)\n"),
+  (_SPLIT, "a key of the next split", "jnp.minimum(low + span, row.length)", "jnp.minimum(low + span + 1, row.length)"),
+  (_SPLIT, "wrong weight of a part", "part * _over_rows(weight,", "part * _over_rows(decay,"),
+  (_SPLIT, "sum of a part not used", "part_sum[...] = peak + jnp.log2(total)", "part_sum[...] = peak"),
+  (_SPLIT, "parts of another row", "slot = first_slot + jnp", "slot = jnp"),
+  (_CAPPED, "the cap not given back", "factor = call.soft_cap * _LOG2E", "factor = _LOG2E"),
+)  # fmt: skip
+
+
+def seeded(old: str, new: str) -> types.ModuleType:
+  """The kernel's module with a bug in it."""
+  source = Path(gpu_decode.__file__).read_text()
+  assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
+  module = types.ModuleType("seeded_gpu_decode")
+  exec(compile(source.replace(old, new), "seeded gpu_decode.py", "exec"), module.__dict__)
+  return module
+
+
+@pytest.mark.parametrize(("case", "name", "old", "new"), BUGS, ids=[bug[1].replace(" ", "-") for bug in BUGS])
+def test_seeded_bug_is_caught(case: Case, name: str, old: str, new: str, capfd: pytest.CaptureFixture[str]) -> None:
+  try:
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+      check(case, capfd, seeded(old, new))
+  finally:
+    reset_gpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize("case", [_WHOLE, _SPLIT, _SMALL_PAGES, _LARGE_PAGES, _CAPPED], ids=str)
+def test_no_bug_is_not_caught(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+  check(case, capfd, seeded("_KEYS = 64", "_KEYS = 64 "))
