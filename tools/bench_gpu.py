@@ -1,0 +1,266 @@
+"""Measures the GPU attention kernels on one GPU: are they right, how near the device's own ceilings, which settings.
+
+  python -m tools.bench_gpu --out=DIR [--minutes=9.5] [--only=check,time] [--match=REGEX] [--dry_run=interpret|compile]
+  python -m tools.bench_gpu --merge=DIR/tuning.json
+
+Stages: ceilings (read-only reduction, copy, bf16 matmul), check (every kernel on every arg spec against dense attention
+in f32), time (each beside the ceilings; cuDNN's dense attention beside prefill), peers (torch, FlashInfer), step (whole
+decode steps of Llama-3-8B), sweep (settings of the kernels). Each job runs in a process that may hang or die without
+the others. Into DIR go, after every job, results.jsonl, and at the end table.txt and tuning.json, which --merge puts
+into pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed.
+
+A dry run needs no GPU: `interpret` runs tiny sizes through the GPU interpreter on a CPU (its times mean nothing),
+`compile` compiles everything for an H200 that is not there.
+"""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+from tools.arguments import CommandParser, positive_float
+from tools.gpu import protocol, report, sweep
+from tools.gpu.protocol import Job, Record
+from tools.measure import ROOT
+
+STAGES = ("ceilings", "check", "time", "peers", "step", "sweep")
+# The share of the time after which a stage starts no further jobs: the last one gets what the others leave.
+_ENDS = {"ceilings": 0.2, "check": 0.5, "time": 0.75, "peers": 0.85, "step": 0.95, "sweep": 1.0}
+_BATCH = 8  # jobs that are compiled beside each other
+_PATIENCE_S = {"device": 120.0, "interpret": 300.0, "compile": 600.0}
+_TUNING = ROOT / "pallas_kernels" / "paged_attention" / "tuning.py"
+
+_DECODED = (
+  "decode 32 x 4096",
+  "decode 64 zipf",
+  "decode 1 x 16384",
+  "decode 64 x 1024",
+  "decode 8 x 1024",
+  "verify 32 x 4 of 4096",
+  "decode 32 x 8192, window 4096",
+  "decode 32 x 4096, heads of 64",
+)
+_PREFILLED = ("prefill 1 x 4096", "prefill 4 x 4096", "prefill 512 of 4096")
+_PROMPTS = _PREFILLED[:2]
+
+
+def _timings() -> list[Job]:
+  pairs = [("decode", name) for name in _DECODED[:3]]
+  pairs += [(op, name) for name in _PROMPTS for op in ("prefill", "dense")]
+  pairs += [("prefill", _PREFILLED[2]), ("write", "decode 64 x 1024"), ("write", "prefill 1 x 4096")]
+  pairs += [("decode", name) for name in _DECODED[3:]]
+  pairs += [("attend", name) for name in ("decode 64 x 1024", "decode 63 x 1024 + prefill 449", "prefill 1 x 4096")]
+  return [{"kind": "time", "op": op, "spec": name} for op, name in pairs]
+
+
+def _checks() -> list[Job]:
+  import jax.numpy as jnp
+
+  from pallas_kernels.paged_attention import arg_specs, gpu
+  from tools.gpu import cases
+
+  found: list[Job] = []
+  for spec in (*arg_specs.GPU_BENCHMARK, *arg_specs.CONFORMANCE):
+    try:
+      gpu.check_supported(cases.geometry(spec), jnp.bfloat16)
+    except NotImplementedError:
+      continue
+    found.append({"kind": "check", "op": "parts", "spec": spec.name})
+  found += [{"kind": "check", "op": "attend", "spec": spec.name} for spec in arg_specs.GPU_BENCHMARK[:7]]
+  return found
+
+
+def jobs_of(stage: str) -> list[Job]:
+  """What a stage does; the sweep's jobs follow from its results."""
+  if stage == "ceilings":
+    ways = ("rows", "all", "sum")
+    read: list[Job] = [{"kind": "ceiling", "what": "read", "way": way} for way in ways]
+    return [*read, {"kind": "ceiling", "what": "copy"}, {"kind": "ceiling", "what": "matmul"}]
+  if stage == "check":
+    return _checks()
+  if stage == "time":
+    return _timings()
+  if stage == "peers":
+    pairs: list[Job] = [{"kind": "peer", "what": what} for what in ("read", "copy", "matmul")]
+    pairs += [{"kind": "peer", "what": what, "spec": name} for name in _PROMPTS for what in ("cudnn", "flash")]
+    pairs += [{"kind": "peer", "what": what, "spec": _DECODED[0]} for what in ("flash", "efficient", "cudnn")]
+    pairs += [{"kind": "peer", "what": "flashinfer", "spec": name} for name in (*_DECODED[:3], *_PROMPTS)]
+    return pairs
+  if stage == "step":
+    return [{"kind": "step", "rows": rows, "context": 1024} for rows in (64, 8)]
+  return []
+
+
+@dataclasses.dataclass
+class Run:
+  """One run: its time, its workers and its files.
+
+  Attributes:
+    out: folder for the files.
+    mode: "device", "interpret" or "compile".
+    seconds: for all of it, from `started` (time.monotonic()) on.
+    match: jobs whose description does not contain it are left out.
+  """
+
+  out: pathlib.Path
+  mode: str
+  seconds: float
+  match: re.Pattern[str]
+  started: float = dataclasses.field(default_factory=time.monotonic)
+  records: list[Record] = dataclasses.field(default_factory=list)
+
+  def __post_init__(self):
+    self.out.mkdir(parents=True, exist_ok=True)
+    self._files = contextlib.ExitStack()
+    self._log = self._files.enter_context(open(self.out / "log.txt", "w", encoding="utf-8"))
+    self._results = self._files.enter_context(open(self.out / "results.jsonl", "w", encoding="utf-8"))
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # torch's process wants memory as well
+    if self.mode != "device":
+      environment["JAX_PLATFORMS"] = "cpu"
+    python, patience = sys.executable, _PATIENCE_S[self.mode]
+    ours = [python, "-m", "tools.gpu.worker", self.mode]
+    self.worker = protocol.Worker(ours, environment, self._log, patience)
+    self.peer = protocol.Worker([python, "-m", "tools.gpu.torch_peer"], environment, self._log, patience)
+
+  def close(self) -> None:
+    """Ends the workers and closes the files."""
+    for worker in (self.worker, self.peer):
+      worker.close()
+    self._files.close()
+
+  def write(self, **line: Any) -> None:
+    """Adds a line to results.jsonl."""
+    self._results.write(json.dumps(line) + "\n")
+    self._results.flush()
+
+  def do(self, jobs: Sequence[Job], share: float) -> Iterator[Record]:
+    """Runs jobs in batches until this share of the time is spent; every job gets a record."""
+    jobs = [job for job in jobs if self.match.search(report.describe(job))]
+    soft, hard = self.started + share * self.seconds, self.started + self.seconds
+    while jobs:
+      batch, jobs = jobs[:_BATCH], jobs[_BATCH:]
+      if time.monotonic() >= soft:
+        found = ({"job": job, "ok": False, "error": protocol.OUT_OF_TIME} for job in batch)
+      else:
+        worker = self.peer if batch[0]["kind"] == "peer" else self.worker
+        found = worker.run(batch, hard)
+      for record in found:
+        self.records.append(record)
+        self.write(**record)
+        state = f"{record['figures'].get('us', 0):.1f} us" if record["ok"] else record["error"].splitlines()[0][:160]
+        print(f"{time.monotonic() - self.started:6.1f} s  {report.describe(record['job'])}: {state}", file=sys.stderr)
+        yield record
+
+  def sweep(self) -> tuple[list[str], dict[str, Any]]:
+    """Varies the settings until the time is spent; returns lines for the table and what goes into tuning.json."""
+    from pallas_kernels.paged_attention.tuning import tuning_for
+
+    kind, lines = self.worker.hello.get("device", ""), []
+    start = dataclasses.asdict(tuning_for(kind, 128, 64))
+    current = start | {"lowering": start["lowering"].name, "block_size": 64}
+    for factor in sweep.FACTORS:
+      records = list(self.do(sweep.jobs(factor, current), 1.0))
+      if not records:
+        continue
+      chosen, ratio = sweep.choose(factor, current, records)
+      changed = {name: value for name, value in chosen.items() if value != current[name]}
+      timed = sum(record["ok"] for record in records)
+      lines.append(
+        f"{factor.name}: {timed} of {len(records)} timed; "
+        + ("unknown" if ratio is None else f"{changed} takes {ratio:.3f} of the time" if changed else "as it is")
+      )
+      if factor.name != "block size":  # which size is best is for the caller of the kernels to say
+        current = chosen
+    tuning = {name: value for name, value in current.items() if name != "block_size"}
+    return lines, {"device_kind": kind, "head_dim": 128, "block_size": 64, "tuning": tuning}
+
+
+def _commit() -> str:
+  """Of this checkout; where git does not know it, what SLUICE_COMMIT says."""
+  if shutil.which("git"):
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if not done.returncode:
+      return done.stdout.strip()
+  return os.environ.get("SLUICE_COMMIT", "unknown")
+
+
+def _clocks() -> str:
+  """What nvidia-smi says of the card as it is, or why not."""
+  query = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
+  if not shutil.which("nvidia-smi"):
+    return "no nvidia-smi"
+  command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+  try:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+  except subprocess.TimeoutExpired:
+    return "nvidia-smi did not answer"
+  return (done.stdout or done.stderr).strip()
+
+
+def merge(path: pathlib.Path) -> None:
+  """Puts a run's tuning.json into tuning.py."""
+  found = json.loads(path.read_text("utf-8"))
+  _TUNING.write_text(sweep.merged(_TUNING.read_text("utf-8"), **found), "utf-8")
+  print(f"{_TUNING}: the settings of {found['device_kind']} for heads of {found['head_dim']} are from {path}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """The command line; returns the exit code."""
+  parser = CommandParser("python -m tools.bench_gpu", "Check and time the attention kernels on a GPU.")
+  parser.add_argument(
+    "--out", type=pathlib.Path, default=pathlib.Path(".cache/bench_gpu"), help="folder for the results"
+  )
+  parser.add_argument("--minutes", type=positive_float, default=9.5, help="for everything")
+  parser.add_argument("--only", default=",".join(STAGES), help="stages")
+  parser.add_argument("--match", type=re.compile, default="", help="regular expression for the jobs to do")
+  parser.add_argument("--dry_run", choices=("interpret", "compile"), help="on a machine without a GPU")
+  parser.add_argument("--merge", type=pathlib.Path, help="put this tuning.json into tuning.py, and do nothing else")
+  args = parser.parse_args(arguments)
+  if args.merge:
+    merge(args.merge)
+    return 0
+  stages = args.only.split(",")
+  if unknown := set(stages) - set(STAGES):
+    parser.error(f"--only: {', '.join(sorted(unknown))} is not one of {', '.join(STAGES)}")
+  run = Run(args.out, args.dry_run or "device", 60 * args.minutes, re.compile(args.match))
+  meta: dict[str, Any] = {
+    "mode": run.mode,
+    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    "commit": _commit(),
+    "clocks_before": _clocks(),
+  }
+  lines: list[str] = []
+  try:
+    run.write(meta=meta)
+    for stage in STAGES:
+      if stage in stages and not (stage == "peers" and args.dry_run):
+        for _ in run.do(jobs_of(stage), _ENDS[stage]):
+          pass
+        if stage == "time":
+          meta["clocks_after_time"] = _clocks()
+    if "sweep" in stages:
+      lines, suggestion = run.sweep()
+      (run.out / "tuning.json").write_text(json.dumps(suggestion, indent=1) + "\n", "utf-8")
+  finally:
+    run.close()
+    meta |= run.worker.hello | run.peer.hello | {"minutes": (time.monotonic() - run.started) / 60}
+    meta["processes"] = run.worker.starts
+    (run.out / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
+    text = report.table(meta, run.records, lines)
+    (run.out / "table.txt").write_text("\n".join(text) + "\n", "utf-8")
+    print("\n".join(text), flush=True)
+  return int(any(report.failed(record) for record in run.records))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,290 @@
+"""Numbers for the GPU kernels' specs, made on the device, and what must come out of them. Times nothing.
+
+Keys and values that no row uses are NaN, so are the projections of padding tokens and every output before it is
+written: whatever reads or forgets one shows. The oracle is dense attention in f32 by numpy, row by row, on the numbers
+that the kernel got.
+"""
+
+from collections.abc import Iterable
+import dataclasses
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paged_attention import arg_specs
+from pallas_kernels.paged_attention.arg_specs import ArgSpec
+from pallas_kernels.paged_attention.plan import Geometry
+
+_ROPE_THETA = 500_000.0
+# bf16 keeps 8 bits of what is computed in f32, and weights are rounded before they meet the values.
+_ABSOLUTE, _RELATIVE, _NORM = 4e-3, 2.0**-8, 5e-3
+
+
+class Wrong(Exception):
+  """A kernel's result is not what it must be; says where and by how much."""
+
+
+def shrunk(spec: ArgSpec) -> ArgSpec:
+  """A spec of the same kind that the interpreter runs in seconds."""
+  rows = []
+  for queries, length in spec.rows[:4]:
+    few = queries if queries <= 4 else max(5, queries // 256)
+    rows.append((few, few if queries == length else max(few, length // 64)))
+  window = spec.sliding_window and max(1, spec.sliding_window // 64)
+  return dataclasses.replace(
+    spec,
+    rows=tuple(rows),
+    num_tokens=sum(queries for queries, _ in rows) + 3,
+    num_rows=len(rows) + 1,
+    block_size=16,
+    table_width=-(-max(length for _, length in rows) // 16) + 1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    sliding_window=window,
+  )
+
+
+def with_blocks_of(spec: ArgSpec, block_size: int) -> ArgSpec:
+  """The same rows over blocks of another size."""
+  positions = spec.block_size * spec.table_width
+  return dataclasses.replace(spec, block_size=block_size, table_width=-(-positions // block_size))
+
+
+def geometry(spec: ArgSpec) -> Geometry:
+  """What the kernels' plan is made for."""
+  return Geometry(
+    tokens=spec.num_tokens,
+    rows=spec.num_rows,
+    table_width=spec.table_width,
+    block_size=spec.block_size,
+    num_heads=spec.num_heads,
+    num_kv_heads=spec.num_kv_heads,
+    head_dim=spec.head_dim,
+    sliding_window=spec.sliding_window,
+  )
+
+
+def read_bytes(spec: ArgSpec) -> int:
+  """Of keys and values that the rows' queries see: the least that attention reads."""
+  seen = 0
+  for queries, length in spec.rows:
+    seen += min(length, queries + spec.sliding_window - 1) if spec.sliding_window and queries else length
+  return seen * spec.num_kv_heads * 2 * spec.head_dim * 2
+
+
+def flops(spec: ArgSpec) -> int:
+  """Of the two products, for the pairs of query and key that are seen."""
+  pairs = 0
+  for queries, length in spec.rows:
+    positions = np.arange(length - queries, length) + 1
+    pairs += int(np.minimum(positions, spec.sliding_window or length).sum())
+  return pairs * spec.num_heads * spec.head_dim * 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A spec laid out `copies` times over one pool, so that repeated calls read other memory.
+
+  Attributes:
+    spec: dtype bfloat16.
+    copies: of the rows.
+    seed: of the layout and of the numbers.
+  """
+
+  spec: ArgSpec
+  copies: int = 1
+  seed: int = 0
+
+  @cached_property
+  def _placed(self) -> tuple[np.ndarray, np.ndarray, int]:
+    spec, rows = self.spec, len(self.spec.rows)
+    several = dataclasses.replace(spec, rows=spec.rows * self.copies, num_rows=max(1, rows * self.copies))
+    tables, _, _, num_blocks = arg_specs.place(several, np.random.default_rng(self.seed))
+    unused = arg_specs.place(dataclasses.replace(spec, rows=()), np.random.default_rng(self.seed))[0]
+    layouts = np.stack([unused] * self.copies)
+    layouts[:, :rows] = tables[: rows * self.copies].reshape(self.copies, rows, -1)
+    lens, starts = arg_specs.place(spec, np.random.default_rng(self.seed))[1:3]
+    return layouts, np.stack([np.concatenate([lens, starts])]), num_blocks
+
+  @property
+  def tables(self) -> np.ndarray:
+    """int32[copies, S, B]."""
+    return self._placed[0]
+
+  @property
+  def kv_lens(self) -> np.ndarray:
+    """int32[S]."""
+    return self._placed[1][0, : self.spec.num_rows]
+
+  @property
+  def query_starts(self) -> np.ndarray:
+    """int32[S + 1]."""
+    return self._placed[1][0, self.spec.num_rows :]
+
+  @property
+  def num_blocks(self) -> int:
+    return self._placed[2]
+
+  @cached_property
+  def positions(self) -> np.ndarray:
+    """int32[T], of each token in its row; 0 at padding."""
+    found = np.zeros(self.spec.num_tokens, np.int32)
+    for row, (queries, length) in enumerate(self.spec.rows):
+      found[self.query_starts[row] :][:queries] = np.arange(length - queries, length)
+    return found
+
+  @cached_property
+  def slots(self) -> np.ndarray:
+    """int32[copies, T], where a token's key and value are stored; 0 at padding."""
+    page, counts = self.spec.block_size, [queries for queries, _ in self.spec.rows]
+    rows, used = np.repeat(np.arange(len(counts)), counts), sum(counts)
+    found = np.zeros((self.copies, self.spec.num_tokens), np.int32)
+    at = self.positions[:used]
+    found[:, :used] = self.tables[:, rows, at // page] * page + at % page
+    return found
+
+  @cached_property
+  def angles(self) -> np.ndarray:
+    """f32[T, H / 2], by which token and pair are rotated."""
+    half = self.spec.head_dim // 2
+    frequencies = _ROPE_THETA ** (-np.arange(half, dtype=np.float64) / half)
+    return (self.positions[:, None] * frequencies).astype(np.float32)
+
+  def kv_shape(self) -> tuple[int, ...]:
+    """Of the pool, the GPU kernels' layout: [P, K, 2, page, H]."""
+    spec = self.spec
+    return self.num_blocks, spec.num_kv_heads, 2, spec.block_size, spec.head_dim
+
+  def _valid(self, before: bool) -> np.ndarray:
+    """bool[P, page]: which places of the pool hold numbers, before or after this step's tokens are written."""
+    page = self.spec.block_size
+    valid = np.zeros((self.num_blocks, page), bool)
+    for row, (queries, length) in enumerate(self.spec.rows):
+      at = np.arange(length - queries if before else length)
+      valid[self.tables[:, row, at // page], at % page] = True
+    return valid
+
+  def pool(self, before: bool) -> jax.Array:
+    """bf16, normal numbers where `_valid`, NaN elsewhere."""
+    return _fill(self.kv_shape(), jax.random.key(self.seed), jnp.asarray(self._valid(before)))
+
+  def qkv(self, copy: int) -> jax.Array:
+    """bf16[T, K, G + 2, H]: normal numbers, NaN at padding."""
+    spec = self.spec
+    shape = spec.num_tokens, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads + 2, spec.head_dim
+    return _padded(shape, jax.random.key(1000 + 31 * self.seed + copy), int(self.query_starts[-1]))
+
+  def packed_queries(self, copy: int) -> jax.Array:
+    """bf16[K, T * G, H], as the attention kernels take them: of `qkv`, not rotated."""
+    spec = self.spec
+    group = spec.num_heads // spec.num_kv_heads
+    q = self.qkv(copy)[:, :, :group].transpose(1, 0, 2, 3)
+    return q.reshape(spec.num_kv_heads, -1, spec.head_dim)
+
+  def sampled(self, most: int) -> np.ndarray:
+    """Tokens to compare: all of a row that has few; else every so many, and the last.
+
+    13 and its multiples walk through all places of a tile.
+    """
+    found = []
+    for row, (queries, _) in enumerate(self.spec.rows):
+      step = max(1, 13 * round(queries / (13 * most))) if queries > most else 1
+      at = np.unique(np.append(np.arange(0, queries, step), queries - 1)) if queries else np.arange(0)
+      found.append(self.query_starts[row] + at)
+    return np.concatenate(found).astype(np.int64) if found else np.zeros(0, np.int64)
+
+  def rotated(self, vectors: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """f32 [n, ..., H] of `tokens`, rotated in split halves."""
+    angle = self.angles[tokens].reshape(len(tokens), *(1,) * (vectors.ndim - 2), -1)
+    low, high = np.split(vectors, 2, axis=-1)
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+  def attention(self, kv: jax.Array, queries: np.ndarray, tokens: np.ndarray, copy: int = 0) -> np.ndarray:
+    """What attention must return for some tokens.
+
+    Args:
+      kv: the pool with this step's keys and values.
+      queries: f32[n, N, H], rotated, of `tokens` (ascending).
+    """
+    spec, out = self.spec, np.zeros(queries.shape, np.float32)
+    for row, (_, length) in enumerate(spec.rows):
+      mine = (tokens >= self.query_starts[row]) & (tokens < self.query_starts[row + 1])
+      if mine.any():
+        blocks = -(-length // spec.block_size)
+        pages = np.asarray(kv[jnp.asarray(self.tables[copy, row, :blocks])]).astype(np.float32)
+        keys, values = pages.transpose(2, 1, 0, 3, 4).reshape(2, spec.num_kv_heads, -1, spec.head_dim)[:, :, :length]
+        out[mine] = _dense(queries[mine], keys, values, self.positions[tokens[mine]], spec)
+    return out
+
+
+@partial(jax.jit, static_argnums=0)
+def _fill(shape: tuple[int, ...], key: jax.Array, valid: jax.Array) -> jax.Array:
+  numbers = jax.random.normal(key, shape, jnp.bfloat16)
+  return jnp.where(valid[:, None, None, :, None], numbers, jnp.bfloat16(jnp.nan))
+
+
+@partial(jax.jit, static_argnums=(0, 2))
+def _padded(shape: tuple[int, ...], key: jax.Array, used: int) -> jax.Array:
+  token = jnp.arange(shape[0], dtype=jnp.int32)[:, None, None, None]
+  return jnp.where(token < used, jax.random.normal(key, shape, jnp.bfloat16), jnp.bfloat16(jnp.nan))
+
+
+def _dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.ndarray, spec: ArgSpec) -> np.ndarray:
+  """Attention of queries [n, N, H] at `positions` over keys and values [K, L, H], in f32, a KV head at a time."""
+  out, (heads, length) = np.zeros(q.shape, np.float32), keys.shape[:2]
+  group = spec.num_heads // heads
+  key = np.arange(length)[None, None, :]
+  seen = key <= positions[:, None, None]
+  if spec.sliding_window is not None:
+    seen &= key > positions[:, None, None] - spec.sliding_window
+  for head in range(heads):
+    here = slice(head * group, (head + 1) * group)
+    scores = (q[:, here].reshape(-1, spec.head_dim) @ keys[head].T).reshape(len(q), group, length) * np.float32(
+      spec.scale
+    )
+    if spec.soft_cap is not None:
+      scores = spec.soft_cap * np.tanh(scores / spec.soft_cap)
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out[:, here] = (weights.reshape(-1, length) @ values[head]).reshape(len(q), group, -1)
+  return out
+
+
+def rounded(array: np.ndarray) -> np.ndarray:
+  """The f32 numbers that bf16 keeps."""
+  return array.astype(jnp.bfloat16).astype(np.float32)
+
+
+def compare(what: str, found: np.ndarray, expected: np.ndarray, tokens: np.ndarray) -> float:
+  """The relative error in norm of [n, ...] at `tokens`.
+
+  Raises:
+    Wrong: it is too large, or an element is off by more than rounding explains, or is no number.
+  """
+  found = found.astype(np.float32)
+  if not found.size:
+    return 0.0
+  if not np.isfinite(found).all():
+    bad = ~np.isfinite(found).reshape(len(found), -1).all(1)
+    raise Wrong(f"{what}: {bad.sum()} of {len(bad)} tokens hold NaN or Inf, the first is token {tokens[bad.argmax()]}")
+  off = np.abs(found - expected)
+  norm = float(np.linalg.norm(off) / max(np.linalg.norm(expected), 1e-30))
+  over = off - (_ABSOLUTE + _RELATIVE * np.abs(expected))
+  if over.max() > 0 or not norm < _NORM:
+    at = np.unravel_index(over.argmax(), over.shape)
+    wrong = int((over.reshape(len(over), -1).max(1) > 0).sum())
+    raise Wrong(
+      f"{what}: error {norm:.1e} of the norm, {wrong} of {len(over)} tokens off; worst at token {tokens[at[0]]}, "
+      f"index {tuple(int(i) for i in at[1:])}: {found[at]:.5f} and not {expected[at]:.5f}"
+    )
+  return norm
+
+
+def tokens_of(out: jax.Array, tokens: Iterable[int] | np.ndarray) -> np.ndarray:
+  """Some tokens of a device array [T, ...], f32 on the host."""
+  return np.asarray(out[jnp.asarray(np.asarray(tokens, np.int32))]).astype(np.float32)

@@ -1,0 +1,477 @@
+"""What a worker can be asked to do on a GPU: ceilings, checks, timings, the dense peer, the whole step.
+
+A job is a JSON object; `prepare` turns it into something to compile and to run (protocol.Prepared). Kinds:
+
+  {"kind": "ceiling", "what": "read", "way": "rows" | "all" | "sum"}
+  {"kind": "ceiling", "what": "copy" | "matmul"}
+  {"kind": "check", "op": "parts" | "attend", "spec": NAME}
+  {"kind": "time", "op": "decode" | "prefill" | "write" | "attend" | "dense", "spec": NAME}
+      and for a sweep: "tuning": {field: value}, "block_size": tokens
+  {"kind": "step", "rows": B, "context": tokens}
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+import numpy as np
+
+from pallas_kernels.paged_attention import arg_specs, gpu, gpu_decode, gpu_prefill, gpu_write
+from pallas_kernels.paged_attention import plan as plan_lib
+from pallas_kernels.paged_attention.arg_specs import ArgSpec
+from pallas_kernels.paged_attention.tuning import Tuning, tuning_for
+from tools.gpu import cases, timing
+from tools.gpu.cases import Case, Wrong
+from tools.gpu.protocol import Job, Prepared
+
+_COLD_BYTES = 2**28  # inputs rotate over at least so much: several times an L2 cache
+_CALL_US = 400.0  # a program lasts about this, so that the host keeps ahead of it
+_MOST_CALLS = 64  # of a kernel in a program
+_BYTES_A_US, _FLOPS_A_US = 3.5e6, 4e8  # a guess of what a kernel does, to choose the number of calls
+_SERIAL = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}  # calls of one program must not overlap
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """Where jobs run.
+
+  Attributes:
+    device: the GPU, or in a dry run the CPU or a GPU that is not there.
+    mode: "device", "interpret" (tiny sizes through the GPU interpreter) or "compile" (nothing runs).
+    effort: of timings.
+  """
+
+  device: Any
+  mode: str
+  effort: timing.Effort = timing.Effort()
+
+  @property
+  def tiny(self) -> bool:
+    return self.mode == "interpret"
+
+  @property
+  def interpret(self) -> plgpu.InterpretGPUParams | None:
+    return plgpu.InterpretGPUParams() if self.tiny else None
+
+  def abstract(self, tree: Any) -> Any:
+    """ShapeDtypeStructs on the device for arrays or for other ones."""
+    place = SingleDeviceSharding(self.device)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
+
+  def spec(self, name: str) -> ArgSpec:
+    """Of the specs by name, in bf16 and of the size that this setting can run."""
+    for one in (*arg_specs.GPU_BENCHMARK, *arg_specs.CONFORMANCE):
+      if one.name == name:
+        large = one in arg_specs.GPU_BENCHMARK
+        return cases.shrunk(one) if self.tiny and large else dataclasses.replace(one, dtype="bfloat16")
+    raise ValueError(f"no spec is called {name!r}")
+
+  def tuning(self, spec: ArgSpec, changes: dict[str, Any]) -> Tuning:
+    """The table's settings with some replaced."""
+    changes = dict(changes)
+    if "lowering" in changes:
+      changes["lowering"] = plgpu.LoweringSemantics[changes["lowering"]]
+    if self.tiny:
+      changes = {"split_tokens": 64, **changes, "num_sms": 2}  # the interpreter takes as long for idle thread blocks
+    return dataclasses.replace(tuning_for(self.device.device_kind, spec.head_dim, spec.block_size), **changes)
+
+  def prepared(
+    self, program: Callable, arguments: tuple, run: Callable, donate: tuple[int, ...] = (), serial: bool = True
+  ) -> Prepared:
+    """Lowers here, compiles in whatever thread; `run` gets the executable. Where nothing can run, `run` is left out."""
+    lowered = jax.jit(program, donate_argnums=donate, keep_unused=True).lower(*self.abstract(arguments))
+    options = _SERIAL if serial and not self.tiny else None
+
+    def compile_it():
+      compiled = lowered.compile(options)
+      return compiled, _facts(compiled)
+
+    def run_it(found):
+      compiled, facts = found
+      return facts | ({} if self.mode == "compile" else run(compiled))
+
+    return Prepared(compile_it, run_it)
+
+
+def _facts(compiled: jax.stages.Compiled) -> dict[str, Any]:
+  """What compiling tells: bytes of intermediate values and of results in place of arguments, and copies."""
+  memory = compiled.memory_analysis()
+  return {
+    "temp_bytes": memory.temp_size_in_bytes if memory else None,
+    "alias_bytes": memory.alias_size_in_bytes if memory else None,
+    "copies": len(re.findall(r" copy\(", compiled.as_text() or "")),
+  }
+
+
+# --- ceilings ---------------------------------------------------------------------------------------------------------
+
+
+def _ceiling(job: Job, setting: Setting) -> Prepared:
+  what, small = job["what"], setting.tiny
+  if what == "matmul":
+    size, times = (256, 2) if small else (8192, 4)
+    matrix = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
+
+    def multiply(carry, left, right):
+      return tuple(x @ right for x in left)
+
+    def time_it(compiled):
+      left, right = [_normal(matrix, key) for key in range(times)], _normal(matrix, 99)
+      carry = tuple(_nan(matrix) for _ in range(times))
+      _, found = timing.measure(compiled, carry, (tuple(left), right), times, setting.effort)
+      return found | {"flops_per_s": 2e6 * size**3 / found["us"]}
+
+    return setting.prepared(multiply, ((matrix,) * times, (matrix,) * times, matrix), time_it, donate=(0,))
+
+  rows, columns = (64, 1024) if small else (2**15, 2**15)
+  array = jax.ShapeDtypeStruct((rows, columns), jnp.float32 if what == "read" else jnp.bfloat16)
+  size = rows * columns * array.dtype.itemsize
+  if what == "copy":
+
+    def copy(carry, x):
+      return x + jnp.bfloat16(1)
+
+    def time_copy(compiled):
+      _, found = timing.measure(compiled, _normal(array, 0), (_normal(array, 1),), 1, setting.effort)
+      return found | {"bytes_per_s": 2e6 * size / found["us"]}
+
+    return setting.prepared(copy, (array, array), time_copy, donate=(0,))
+
+  kinds = {"rows": lambda x: x.max(1), "all": lambda x: x.max()[None], "sum": lambda x: x.sum(1)}
+
+  def read(carry, x):
+    return kinds[job["way"]](x)
+
+  def time_read(compiled):
+    x = _normal(array, 0)
+    carry = jnp.zeros(1 if job["way"] == "all" else rows, jnp.float32)
+    _, found = timing.measure(compiled, carry, (x,), 1, setting.effort)
+    return found | {"bytes_per_s": 1e6 * size / found["us"]}
+
+  result = jax.ShapeDtypeStruct((1 if job["way"] == "all" else rows,), jnp.float32)
+  return setting.prepared(read, (result, array), time_read, donate=(0,))
+
+
+def _normal(like: jax.ShapeDtypeStruct, seed: int) -> jax.Array:
+  return _random(like.shape, like.dtype, jax.random.key(seed))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _random(shape: tuple[int, ...], dtype: Any, key: jax.Array) -> jax.Array:
+  return jax.random.normal(key, shape, dtype)
+
+
+# --- the kernels ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernels:
+  """The kernels' calls on one spec. `rows` of a call: block_tables, kv_lens, query_starts, packed plan."""
+
+  setting: Setting
+  spec: ArgSpec
+  tuning: Tuning
+  whole: bool  # gpu.attend is called, which takes its settings from the table
+
+  @functools.cached_property
+  def plan(self) -> plan_lib.Plan:
+    geometry = cases.geometry(self.spec)
+    if self.whole:
+      return gpu.make_plan(geometry, self.setting.device.device_kind)
+    return plan_lib.make_plan(geometry, self.tuning.split_tokens)
+
+  @functools.cached_property
+  def _static(self) -> dict[str, Any]:
+    return {
+      "plan": self.plan,
+      "scale": self.spec.scale,
+      "sliding_window": self.spec.sliding_window,
+      "soft_cap": self.spec.soft_cap,
+      "tuning": self.tuning,
+      "interpret": self.setting.interpret,
+    }
+
+  @property
+  def output(self) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((self.spec.num_tokens, self.spec.num_heads, self.spec.head_dim), jnp.bfloat16)
+
+  @property
+  def queries(self) -> jax.ShapeDtypeStruct:
+    spec = self.spec
+    rows = spec.num_tokens * (spec.num_heads // spec.num_kv_heads)
+    return jax.ShapeDtypeStruct((spec.num_kv_heads, rows, spec.head_dim), jnp.bfloat16)
+
+  # An inner jit is traced once, however often a program calls it.
+  @functools.cached_property
+  def write(self) -> Callable:
+    return jax.jit(functools.partial(gpu_write.rotate_and_write, tuning=self.tuning, interpret=self.setting.interpret))
+
+  @functools.cached_property
+  def prefill(self) -> Callable:
+    def call(q, kv, tables, lens, starts, work):
+      return gpu_prefill.prefill(q, kv, tables, lens, starts, self.plan.split(work), **self._static)
+
+    return jax.jit(call)
+
+  @functools.cached_property
+  def decode(self) -> Callable:
+    def call(q, kv, tables, lens, starts, work, out):
+      return gpu_decode.decode(q, kv, tables, lens, starts, self.plan.split(work), out, **self._static)
+
+    return jax.jit(call)
+
+  @functools.cached_property
+  def attend(self) -> Callable:
+    def call(qkv, cos, sin, kv, tables, lens, starts, slots, work):
+      return gpu.attend(
+        qkv,
+        cos,
+        sin,
+        kv,
+        tables,
+        lens,
+        starts,
+        slots,
+        self.plan.split(work),
+        plan=self.plan,
+        scale=self.spec.scale,
+        sliding_window=self.spec.sliding_window,
+        soft_cap=self.spec.soft_cap,
+        device_kind=self.setting.device.device_kind,
+        interpret=self.setting.interpret,
+      )
+
+    return jax.jit(call)
+
+
+def _kernels(job: Job, setting: Setting) -> _Kernels:
+  spec = setting.spec(job["spec"])
+  if "block_size" in job:
+    spec = cases.with_blocks_of(spec, job["block_size"])
+  return _Kernels(setting, spec, setting.tuning(spec, job.get("tuning", {})), job["op"] == "attend")
+
+
+def _rows(kernels: _Kernels, case: Case) -> tuple[jax.Array, ...]:
+  """kv_lens, query_starts and the plan, which all copies share."""
+  work = kernels.plan.make(case.query_starts, case.kv_lens)
+  return tuple(jnp.asarray(x) for x in (case.kv_lens, case.query_starts, work))
+
+
+def _angles(case: Case) -> tuple[jax.Array, jax.Array]:
+  return jnp.asarray(np.cos(case.angles)), jnp.asarray(np.sin(case.angles))
+
+
+def _nan(like: jax.ShapeDtypeStruct) -> jax.Array:
+  return jnp.full(like.shape, jnp.nan, like.dtype)
+
+
+def _host_queries(case: Case, tokens: np.ndarray, copy: int = 0) -> np.ndarray:
+  """f32[n, N, H]: the rotated queries of `tokens`, as bf16 keeps them."""
+  spec = case.spec
+  projected = cases.tokens_of(case.qkv(copy), tokens)[:, :, :-2]
+  return cases.rounded(case.rotated(projected, tokens)).reshape(-1, spec.num_heads, spec.head_dim)
+
+
+def _check_written(case: Case, kv: jax.Array, tokens: np.ndarray, copy: int = 0) -> float:
+  """That the slots of `tokens` hold their rotated keys and their values."""
+  page = case.spec.block_size
+  slots = jnp.asarray(case.slots[copy, tokens])
+  found = np.asarray(kv[slots // page, :, :, slots % page]).astype(np.float32)  # [n, K, 2, H]
+  projected = cases.tokens_of(case.qkv(copy), tokens)
+  keys = cases.rounded(case.rotated(projected[:, :, -2], tokens))
+  cases.compare("keys in the pool", found[:, :, 0], keys, tokens)
+  return cases.compare("values in the pool", found[:, :, 1], projected[:, :, -1], tokens)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _changed(before: jax.Array, after: jax.Array, slots: jax.Array, page: int) -> jax.Array:
+  """Values outside block 0 and `slots` whose bits differ."""
+  at = slots // page, slice(None), slice(None), slots % page
+  expected = before.at[at].set(after[at])
+  same = jax.lax.bitcast_convert_type(expected, jnp.uint16) == jax.lax.bitcast_convert_type(after, jnp.uint16)
+  return jnp.sum(jnp.logical_not(same[1:]).astype(jnp.int32))
+
+
+def _check(job: Job, setting: Setting) -> Prepared:
+  kernels = _kernels(job, setting)
+  case, spec, whole = Case(kernels.spec), kernels.spec, job["op"] == "attend"
+  qkv = jax.eval_shape(lambda: case.qkv(0))
+  half = jax.ShapeDtypeStruct((spec.num_tokens, spec.head_dim // 2), jnp.float32)
+  kv = jax.ShapeDtypeStruct(case.kv_shape(), jnp.bfloat16)
+  ints = jnp.int32
+  lens, starts = jax.ShapeDtypeStruct((spec.num_rows,), ints), jax.ShapeDtypeStruct((spec.num_rows + 1,), ints)
+  tables = jax.ShapeDtypeStruct((spec.num_rows, spec.table_width), ints)
+  slots = jax.ShapeDtypeStruct((spec.num_tokens,), ints)
+  work = jax.ShapeDtypeStruct((kernels.plan.size,), ints)
+
+  def program(kv, unwritten, qkv, cos, sin, tables, lens, starts, slots, work):
+    if whole:
+      out, kv = kernels.attend(qkv, cos, sin, kv, tables, lens, starts, slots, work)
+      return kv, out
+    q, kv = kernels.write(qkv, cos, sin, kv, slots)
+    out = kernels.prefill(q, kv, tables, lens, starts, work)
+    return kv, kernels.decode(q, kv, tables, lens, starts, work, out), q
+
+  def run(compiled):
+    rest = (case.qkv(0), *_angles(case), jnp.asarray(case.tables[0]))
+    lens, starts, work = _rows(kernels, case)
+    rest = (*rest, lens, starts, jnp.asarray(case.slots[0]), work)
+    after, out, *queries = compiled(case.pool(before=True), _nan(kernels.output), *rest)
+    used = int(case.query_starts[-1])
+    tokens, figures = case.sampled(256), {}
+    expected_queries = _host_queries(case, tokens)
+    if queries:
+      by_token = queries[0].reshape(spec.num_kv_heads, spec.num_tokens, -1, spec.head_dim).transpose(1, 0, 2, 3)
+      found = cases.tokens_of(by_token.reshape(spec.num_tokens, spec.num_heads, spec.head_dim), tokens)
+      figures["query_error"] = cases.compare("rotated queries", found, expected_queries, tokens)
+    figures["value_error"] = _check_written(case, after, tokens)
+    changed = int(_changed(case.pool(before=True), after, jnp.asarray(case.slots[0]), spec.block_size))
+    if changed:
+      raise Wrong(f"the write changed {changed} values of the pool outside its slots")
+    expected = case.attention(after, expected_queries, tokens)
+    figures["error"] = cases.compare("attention", cases.tokens_of(out, tokens), expected, tokens)
+    if not bool(jnp.isfinite(out[:used]).all()):
+      raise Wrong("attention: a token that was not sampled holds NaN or Inf")
+    if bool((out[used:] != 0).any()):
+      raise Wrong("attention: padding tokens must give zeros")
+    again, out_again, *_ = compiled(case.pool(before=True), _nan(kernels.output), *rest)
+    if not np.array_equal(np.asarray(out).view(np.uint16), np.asarray(out_again).view(np.uint16)):
+      raise Wrong("attention: the same call gave other bits, so there is a race")
+    return figures | {"tokens_compared": len(tokens)}
+
+  arguments = (kv, kernels.output, qkv, half, half, tables, lens, starts, slots, work)
+  return setting.prepared(program, arguments, run, donate=(0, 1), serial=False)
+
+
+def _number_of_calls(op: str, spec: ArgSpec, tiny: bool) -> int:
+  """Calls a program: as many as make it last, and as make its inputs larger than a cache."""
+  if tiny:
+    return 2
+  tokens = spec.num_tokens * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * 2
+  touched = {"decode": cases.read_bytes(spec), "write": 2 * tokens}.get(op, cases.read_bytes(spec) + 2 * tokens)
+  us = max(3.0, touched / _BYTES_A_US, 0.0 if op == "write" else cases.flops(spec) / _FLOPS_A_US)
+  return int(min(max(2, np.ceil(_CALL_US / us), np.ceil(_COLD_BYTES / touched)), _MOST_CALLS))
+
+
+def _time(job: Job, setting: Setting) -> Prepared:
+  if job["op"] == "dense":
+    return _dense(job, setting)
+  kernels, op = _kernels(job, setting), job["op"]
+  spec = kernels.spec
+  times = _number_of_calls(op, spec, setting.tiny)
+  case = Case(spec, copies=times, seed=1)
+  result = kernels.queries if op == "write" else kernels.output
+
+  def inputs() -> list[tuple]:
+    """Of each call, what it does not share with the others."""
+    tables = [jnp.asarray(table) for table in case.tables]
+    if op in ("decode", "prefill"):
+      return [(case.packed_queries(copy), tables[copy]) for copy in range(times)]
+    slots = [jnp.asarray(slots) for slots in case.slots]
+    return [(case.qkv(copy), tables[copy], slots[copy]) for copy in range(times)]
+
+  def shared() -> tuple:
+    return (*_angles(case), *_rows(kernels, case))
+
+  def program(carry, calls, cos, sin, lens, starts, work):
+    kv, outs = carry
+    results = []
+    for out, call in zip(outs, calls, strict=True):
+      if op == "decode":
+        results.append(kernels.decode(call[0], kv, call[1], lens, starts, work, out))
+      elif op == "prefill":
+        results.append(kernels.prefill(call[0], kv, call[1], lens, starts, work))
+      elif op == "write":
+        made, kv = kernels.write(call[0], cos, sin, kv, call[2])
+        results.append(made)
+      else:
+        made, kv = kernels.attend(call[0], cos, sin, kv, call[1], lens, starts, call[2], work)
+        results.append(made)
+    return kv, tuple(results)
+
+  def run(compiled):
+    operands = inputs(), *shared()
+    carry = case.pool(before=False), tuple(_nan(result) for _ in range(times))
+    carry, found = timing.measure(compiled, carry, operands, times, setting.effort)
+    if setting.mode == "device" and "tuning" not in job:
+      try:
+        carry, kernels_us = timing.kernel_times(compiled, carry, operands, times)
+        found["kernels_us"], found["kernels"] = sum(kernels_us.values()), kernels_us
+      except Exception as error:  # the profiler is a second opinion
+        found["kernels_error"] = f"{type(error).__name__}: {error}"[:300]
+    found["error"] = _spot_check(op, kernels, case, carry[0], carry[1][-1], times - 1)
+    return found | {"times": times, "bytes": cases.read_bytes(spec), "flops": cases.flops(spec)}
+
+  abstract_calls = jax.eval_shape(inputs)
+  pool = jax.ShapeDtypeStruct(case.kv_shape(), jnp.bfloat16)
+  arguments = ((pool, (result,) * times), abstract_calls, *jax.eval_shape(shared))
+  return setting.prepared(program, arguments, run, donate=(0,))
+
+
+def _spot_check(op: str, kernels: _Kernels, case: Case, kv: jax.Array, result: jax.Array, copy: int) -> float:
+  """The error of some tokens of a call: what is timed must be right."""
+  spec = case.spec
+  decoded = np.repeat(
+    [queries <= kernels.plan.decode_queries for queries, _ in spec.rows], [queries for queries, _ in spec.rows]
+  )
+  tokens = case.sampled(8)
+  if op in ("decode", "prefill"):
+    tokens = tokens[decoded[tokens] == (op == "decode")]
+  tokens = np.unique(tokens[np.linspace(0, len(tokens) - 1, 24).astype(int)])
+  if op == "write":
+    by_token = result.reshape(spec.num_kv_heads, spec.num_tokens, -1, spec.head_dim).transpose(1, 0, 2, 3)
+    found = cases.tokens_of(by_token.reshape(spec.num_tokens, spec.num_heads, spec.head_dim), tokens)
+    cases.compare("rotated queries", found, _host_queries(case, tokens, copy), tokens)
+    return _check_written(case, kv, tokens, copy)
+  if op == "attend":
+    queries = _host_queries(case, tokens, copy)
+  else:
+    packed = case.packed_queries(copy).reshape(spec.num_kv_heads, spec.num_tokens, -1, spec.head_dim)
+    queries = cases.tokens_of(packed.transpose(1, 0, 2, 3), tokens).reshape(-1, spec.num_heads, spec.head_dim)
+  expected = case.attention(kv, queries, tokens, copy)
+  return cases.compare("attention", cases.tokens_of(result, tokens), expected, tokens)
+
+
+def _dense(job: Job, setting: Setting) -> Prepared:
+  """Causal attention over plain arrays by cuDNN, of a spec whose rows are whole prompts of one length."""
+  spec, times = setting.spec(job["spec"]), 2 if setting.tiny else 4
+  length, batch = spec.rows[0][1], len(spec.rows)
+  if set(spec.rows) != {(length, length)}:
+    raise ValueError(f"{spec.name}: rows are not prompts of one length")
+  q = jax.ShapeDtypeStruct((batch, length, spec.num_heads, spec.head_dim), jnp.bfloat16)
+  kv = jax.ShapeDtypeStruct((batch, length, spec.num_kv_heads, spec.head_dim), jnp.bfloat16)
+
+  def program(carry, calls):
+    attend = functools.partial(
+      jax.nn.dot_product_attention, is_causal=True, implementation="xla" if setting.tiny else "cudnn"
+    )
+    return tuple(attend(*call) for call in calls)
+
+  def run(compiled):
+    calls = tuple(tuple(_normal(x, 3 * time + i) for i, x in enumerate((q, kv, kv))) for time in range(times))
+    _, found = timing.measure(compiled, tuple(_nan(q) for _ in range(times)), (calls,), times, setting.effort)
+    return found | {"times": times, "flops": cases.flops(spec)}
+
+  return setting.prepared(program, ((q,) * times, ((q, kv, kv),) * times), run, donate=(0,))
+
+
+def _step(job: Job, setting: Setting) -> Prepared:
+  from tools.gpu import step  # needs what the kernels do not: flax
+
+  return step.prepare(job["rows"], job["context"], setting)
+
+
+_KINDS = {"ceiling": _ceiling, "check": _check, "time": _time, "step": _step}
+
+
+def prepare(job: Job, setting: Setting) -> Prepared:
+  """What the worker compiles and runs. Raises ValueError for a job that is none."""
+  if job.get("kind") not in _KINDS:
+    raise ValueError(f"job {job} is of no kind of {', '.join(_KINDS)}")
+  return _KINDS[job["kind"]](job, setting)

@@ -1,0 +1,215 @@
+"""Runs jobs in a process that may hang or die, and goes on with the others in a fresh one. Knows neither jax nor a job.
+
+A kernel that was never run can stop a GPU for good or leave the process unable to use it. So a benchmark talks to a
+worker over pipes: it sends lists of jobs (JSON objects, one list a line) and gets an event a line back, and a worker
+that gives no sign of life is killed. The job that it was at is reported as failed, with a reason.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+Job = dict[str, Any]
+Record = dict[str, Any]
+OUT_OF_TIME = "out of time"
+_SPOILT = 3  # exit code of a worker that reported a failure and cannot go on after it
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """A job that may be compiled beside others and is then run alone.
+
+  Attributes:
+    compile: called in a thread of its own.
+    run: called with what `compile` returned; returns the job's figures.
+  """
+
+  compile: Callable[[], Any]
+  run: Callable[[Any], dict[str, Any]]
+
+
+def _text(error: BaseException) -> str:
+  return f"{type(error).__name__}: {error}"[:2000]
+
+
+def serve(
+  hello: Mapping[str, Any], prepare: Callable[[Job], Prepared], usable: Callable[[], bool], threads: int = 8
+) -> int:
+  """The worker's side: does what comes on standard input until it ends; returns the exit code.
+
+  Args:
+    hello: sent first.
+    prepare: from a job to what can be compiled and run; called in this thread.
+    usable: asked after a failure; if the process is spoilt, it ends, and a new one goes on.
+    threads: that compile.
+  """
+  events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+  os.dup2(2, 1)  # whatever a library prints belongs into the log
+
+  def tell(**event: Any) -> None:
+    events.write(json.dumps(event) + "\n")
+
+  tell(event="ready", hello=dict(hello))
+  for line in sys.stdin:
+    jobs: list[Job] = json.loads(line)
+    found: dict[int, tuple[Prepared, Any, float]] = {}
+    errors: dict[int, str] = {}
+    with ThreadPoolExecutor(threads) as pool:
+      waiting = {}
+      for number, job in enumerate(jobs):
+        tell(event="prepare", number=number)
+        try:
+          prepared = prepare(job)
+        except Exception as error:
+          errors[number] = _text(error)
+          continue
+        waiting[pool.submit(_timed, prepared.compile)] = number, prepared
+      for future in as_completed(waiting):
+        number, prepared = waiting[future]
+        try:
+          found[number] = prepared, *future.result()
+        except Exception as error:
+          errors[number] = _text(error)
+        tell(event="compiled", number=number)
+    for number, job in enumerate(jobs):
+      record: Record = {"job": job, "ok": False}
+      if number in found:
+        prepared, compiled, record["compile_s"] = found.pop(number)
+        tell(event="begin", number=number)
+        try:
+          record["figures"], record["run_s"] = _timed(lambda p=prepared, c=compiled: p.run(c))
+          record["ok"] = True
+        except Exception as error:
+          errors[number] = _text(error)
+        del prepared, compiled
+      if number in errors:
+        record["error"] = errors[number]
+      tell(event="end", number=number, record=record)
+      if number in errors and not usable():
+        return _SPOILT
+    tell(event="idle")
+  return 0
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+  start = time.monotonic()
+  result = call()
+  return result, round(time.monotonic() - start, 3)
+
+
+class Worker:
+  """The benchmark's side: a process that is started when needed, and anew after it was lost."""
+
+  def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: TextIO, patience_s: float):
+    """Args: log: gets the process's standard error. patience_s: without an event for so long, it hangs."""
+    self._command, self._environment, self._log, self._patience_s = command, environment, log, patience_s
+    self._process: subprocess.Popen[str] | None = None
+    self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    self.hello: dict[str, Any] = {}
+    self.starts = 0
+
+  def _start(self) -> subprocess.Popen[str]:
+    self.starts += 1
+    process = subprocess.Popen(
+      self._command,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=self._log,
+      text=True,
+      env=dict(self._environment),
+      start_new_session=True,
+    )
+    self._process, events = process, queue.Queue()
+    self._events = events
+
+    def read() -> None:
+      assert process.stdout is not None
+      with process.stdout:
+        for line in process.stdout:
+          events.put(json.loads(line))
+      events.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return process
+
+  def close(self) -> None:
+    """Ends the process, whatever it is doing."""
+    if self._process is not None:
+      with contextlib.suppress(ProcessLookupError):
+        os.killpg(self._process.pid, signal.SIGKILL)
+      self._process.wait()
+      if self._process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+          self._process.stdin.close()
+      self._process = None
+
+  def run(self, jobs: Sequence[Job], deadline: float) -> Iterator[Record]:
+    """One record for each job, in the order in which they end.
+
+    Args:
+      jobs: compiled beside each other, then run one by one.
+      deadline: time.monotonic() after which nothing goes on; what is left is reported as OUT_OF_TIME.
+    """
+    pending, alone = list(jobs), False
+    while pending:
+      batch = pending[:1] if alone else list(pending)
+      reason, at = "", None
+      for kind, value in self._batch(batch, deadline):
+        if kind == "end":
+          pending.remove(value["job"])
+          yield value
+        elif kind == "begin":
+          at = value
+        else:
+          reason = value
+      if reason == OUT_OF_TIME:
+        self.close()
+        yield from ({"job": job, "ok": False, "error": OUT_OF_TIME} for job in pending)
+        return
+      if reason:
+        self.close()
+        culprit = batch[0] if len(batch) == 1 else None if at is None else batch[at]
+        if culprit is not None and culprit in pending:
+          pending.remove(culprit)
+          yield {"job": culprit, "ok": False, "error": reason}
+        alone = alone or culprit is None  # nobody knows which of them it was
+
+  def _batch(self, batch: list[Job], deadline: float) -> Iterator[tuple[str, Any]]:
+    """Sends the jobs; yields ("begin", number), ("end", record), and at last ("lost", reason) if it went wrong."""
+    process = self._process or self._start()
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # its end comes as an event
+      process.stdin.write(json.dumps(batch) + "\n")
+      process.stdin.flush()
+    while True:
+      left = deadline - time.monotonic()
+      try:
+        event = self._events.get(timeout=max(0.0, min(left, self._patience_s)))
+      except queue.Empty:
+        hangs = deadline - time.monotonic() > 0
+        yield "lost", f"no sign of life for {self._patience_s:.0f} s: hangs" if hangs else OUT_OF_TIME
+        return
+      if event is None:
+        code = process.wait()
+        self.close()
+        if code != _SPOILT:
+          yield "lost", f"the process ended with code {code}"
+        return
+      if event["event"] == "ready":
+        self.hello = event["hello"]
+      elif event["event"] == "begin":
+        yield "begin", event["number"]
+      elif event["event"] == "end":
+        yield "end", event["record"]
+      elif event["event"] == "idle":
+        return

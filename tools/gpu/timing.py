@@ -1,0 +1,80 @@
+"""Device time of a compiled program, by many calls that wait for each other; knows nothing of kernels.
+
+The program takes and gives back its buffers (donated, so each call waits for the one before) and does its work several
+times over different inputs, so that neither the host's time for a call nor the L2 cache is measured.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import glob
+import math
+import os
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import jax
+
+_MOST_CALLS = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+  """How much a timing takes: how many samples, and the shortest of them in seconds."""
+
+  samples: int = 7
+  least_s: float = 0.05
+
+
+def measure(program: Callable, carry: Any, operands: Sequence[Any], times: int, effort: Effort) -> tuple[Any, dict]:
+  """Times `carry = program(carry, *operands)`.
+
+  Args:
+    program: compiled; may do its work `times` times.
+    carry: donated to each call.
+    operands: the same for each call.
+
+  Returns:
+    The last carry, and microseconds of one of the `times`: the median of several samples, the least and the greatest,
+    and what the host took to ask for it: near the median, the host was the slower one and the device had to wait.
+  """
+  for _ in range(min(3, effort.samples)):
+    carry = program(carry, *operands)
+  jax.block_until_ready(carry)
+  start = time.perf_counter()
+  carry = jax.block_until_ready(program(carry, *operands))
+  calls = min(math.ceil(effort.least_s / (time.perf_counter() - start)), _MOST_CALLS)
+  found, asked = [], []
+  for _ in range(effort.samples):
+    start = time.perf_counter()
+    for _ in range(calls):
+      carry = program(carry, *operands)
+    asked.append(time.perf_counter() - start)
+    jax.block_until_ready(carry)
+    found.append(time.perf_counter() - start)
+  unit = 1e6 / (calls * times)
+  return carry, {
+    "us": statistics.median(found) * unit,
+    "us_least": min(found) * unit,
+    "us_most": max(found) * unit,
+    "host_us": statistics.median(asked) * unit,
+    "calls": calls,
+  }
+
+
+def kernel_times(program: Callable, carry: Any, operands: Sequence[Any], times: int) -> tuple[Any, dict[str, float]]:
+  """Microseconds of each kernel by name, as the profiler sees them, for one of the `times`; for cross-checking."""
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      carry = jax.block_until_ready(program(carry, *operands))
+    found: dict[str, float] = {}
+    for file in glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True):
+      for plane in jax.profiler.ProfileData.from_file(file).planes:
+        if not plane.name.startswith("/device:GPU"):
+          continue
+        for line in plane.lines:
+          if line.name.startswith("Stream"):
+            for event in line.events:
+              found[event.name] = found.get(event.name, 0.0) + event.duration_ns / (1e3 * times)
+  return carry, found
