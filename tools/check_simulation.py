@@ -1,0 +1,212 @@
+"""Serves the same requests for real and in the simulator, and prints how far the two are apart. Tunes neither.
+
+  python -m tools.check_simulation [--model=DIR] [--costs=FILE] [--output=FILE]
+
+Three loads: the Azure conversation sample with lengths and rate scaled to a small machine, a synthetic Poisson load,
+and the Azure sample all at once (which shows the throughput; that of the others is their arrivals'). Each is served by
+the real engine in a process of its own (tools.bench_offline), --rounds times; then by the simulator, under the same
+settings and with the cost table of --costs, or one that is measured first. With --over_grpc the real side is a server
+driven by tools.bench_serving, whose clients and front end share the machine: steps take longer there, so the table's
+device part then comes from the step trace of a warm-up load of that server. Exit code 1 when a difference is above
+--tolerance: throughput 0.10, percentiles 0.15 unless the flags say otherwise.
+"""
+
+from collections.abc import Sequence
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+from tools import workload
+from tools.arguments import CommandParser, positive_float, positive_int
+from tools.measure import ROOT, machine, median_of, run_tool, write_result
+from tools.workload import WorkRequest
+
+SAMPLE = ROOT / "benchmarks" / "traces" / "azure_conv_500.csv"
+THROUGHPUT = ("output_tok_s", "total_tok_s")
+LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
+OTHERS = ("steps", "padding_share", "tpot_p50_ms", "e2e_p50_ms")
+_READY_S = 120.0
+
+
+def loads(args: Any, vocab_size: int) -> dict[str, tuple[list[WorkRequest], bool]]:
+  """Requests by the name of the load, and whether their arrival times count."""
+  rows = workload.read_trace(args.trace)
+  azure = workload.from_trace(rows, vocab_size, 0, args.scale, args.rate_scale, args.num_requests, args.max_len)
+  poisson = workload.synthetic(
+    args.num_requests, "lognormal:64:8:512", "lognormal:64:4:256", vocab_size, seed=1, rate=args.rate
+  )
+  return {"azure": (azure, True), "poisson": (poisson, True), "azure at once": (azure, False)}
+
+
+# --- The real side ----------------------------------------------------------------------------------------------------
+
+
+class Server:
+  """A server of our own on a free port; stops with the block."""
+
+  def __init__(self, flags: Sequence[str], folder: pathlib.Path):
+    self._command = [sys.executable, "-m", "server.main", "--port=0", *flags]
+    self._folder = folder
+
+  def __enter__(self) -> str:
+    port_file = self._folder / "port"
+    with open(self._folder / "server.log", "w", encoding="utf-8") as log:
+      self._process = subprocess.Popen(
+        [*self._command, f"--port_file={port_file}"], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
+      )
+    waited_until = time.monotonic() + _READY_S
+    while not port_file.exists():
+      if self._process.poll() is not None or time.monotonic() > waited_until:
+        self._process.kill()
+        tail = (self._folder / "server.log").read_text("utf-8").strip().splitlines()[-1:]
+        raise ConfigError(f"the server did not become ready: {' '.join(tail)}")
+      time.sleep(0.1)
+    return f"127.0.0.1:{port_file.read_text('utf-8').strip()}"
+
+  def __exit__(self, *exc: object) -> None:
+    self._process.send_signal(signal.SIGTERM)
+    self._process.wait()
+
+
+def _requests_file(requests: Sequence[WorkRequest], path: pathlib.Path) -> str:
+  with open(path, "w", encoding="utf-8") as file:
+    workload.write_requests(file, requests, {"made_by": "tools.check_simulation"})
+  return str(path)
+
+
+def offline(args: Any, flags: Sequence[str], path: str, realtime: bool, what: str) -> dict[str, Any]:
+  """One run of the engine in a process of its own."""
+  command = [sys.executable, "-m", "tools.bench_offline", f"--model={args.model}", f"--requests={path}", *flags]
+  return run_tool(command + ["--realtime"] * realtime, what)
+
+
+def online(target: str, path: str, what: str) -> dict[str, Any]:
+  """One run of the server."""
+  command = [sys.executable, "-m", "tools.bench_serving", f"--target={target}", f"--requests={path}", "--clients=1"]
+  return run_tool(command, what)
+
+
+# --- Both sides -------------------------------------------------------------------------------------------------------
+
+
+def compare(name: str, real: list[dict[str, Any]], simulated: dict[str, Any], args: Any, timed: bool) -> dict[str, Any]:
+  """Medians of the real runs beside the simulated figures; differences as shares of the real ones."""
+  rows, worst = {}, True
+  for figure in (*THROUGHPUT, *LATENCIES, *OTHERS):
+    measured, modelled = median_of(real, figure), simulated[figure]
+    difference = modelled / measured - 1 if measured else 0.0
+    # All at once, TTFT and ITL are the queue's; they are shown, and throughput is what counts.
+    limit = args.throughput_tolerance if figure in THROUGHPUT else None
+    if figure in LATENCIES and timed:
+      limit = args.tolerance
+    worst = worst and (limit is None or abs(difference) <= limit)
+    rows[figure] = {
+      "measured": measured,
+      "simulated": modelled,
+      "difference": round(difference, 4),
+      "limit": limit,
+      "runs": [run[figure] for run in real],
+    }
+  print(f"\n{name:20}{'measured':>12}{'simulated':>12}{'difference':>12}{'limit':>8}", file=sys.stderr)
+  for figure, row in rows.items():
+    limit_text = f"{row['limit']:8.0%}" if row["limit"] else ""
+    print(
+      f"{figure:20}{row['measured']:12.4g}{row['simulated']:12.4g}{row['difference']:+12.1%}{limit_text}",
+      file=sys.stderr,
+    )
+  return {"within": worst, "figures": rows}
+
+
+def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
+  """Measures and simulates all loads. Raises ConfigError."""
+  build = [f"--compile_cache_dir={args.compile_cache_dir}", f"--num_blocks={args.num_blocks}"]
+  build += [f"--token_budgets={args.token_budgets}", f"--max_num_seqs={args.max_num_seqs}"]
+  build += [f"--prefill_chunk={args.prefill_chunk}", f"--max_model_len={args.max_model_len}"]
+  unbounded = ["--max_queued_requests=1000000000", "--max_queued_tokens=1000000000"]
+  unbounded += ["--queue_timeout_s=0", "--request_timeout_s=0"]
+  files = {
+    name: (_requests_file(requests, folder / f"load{number}.jsonl"), timed)
+    for number, (name, (requests, timed)) in enumerate(loads(args, args.vocab_size).items())
+  }
+  costs = args.costs or str(folder / "costs.json")
+  measure = [sys.executable, "-m", "tools.measure_costs", f"--model={args.model}", f"--output={costs}", *build]
+  measure += [f"--max_context={args.max_context}"]
+  real: dict[str, list[dict[str, Any]]] = {name: [] for name in files}
+  if args.over_grpc:
+    trace = folder / "steps.jsonl"
+    warm_up = workload.synthetic(
+      args.num_requests, "lognormal:100:8:400", "lognormal:40:4:200", args.vocab_size, seed=9, rate=args.rate
+    )
+    warm_up_file = _requests_file(warm_up, folder / "warm_up.jsonl")
+    server = [f"--model={args.model}", *build, *unbounded]
+    with Server([*server, f"--trace_file={trace}"], folder) as target:
+      online(target, warm_up_file, "warm-up load, whose steps make the cost table")
+    with Server(server, folder) as target:
+      for number in range(args.rounds):
+        for name, (path, _) in files.items():
+          if name != "azure at once":
+            real[name].append(online(target, path, f"{name} over gRPC, round {number + 1} of {args.rounds}"))
+    del files["azure at once"], real["azure at once"]
+    if not args.costs:
+      run_tool([*measure, f"--step_trace={trace}"], "cost table")
+  else:
+    if not args.costs:
+      run_tool(measure, "cost table")
+    for number in range(args.rounds):
+      for name, (path, timed) in files.items():
+        real[name].append(offline(args, build, path, timed, f"{name}, round {number + 1} of {args.rounds}"))
+  result: dict[str, Any] = {}
+  for name, (path, timed) in files.items():
+    command = [sys.executable, "-m", "tools.simulate", f"--costs={costs}", f"--requests={path}", *build[1:], *unbounded]
+    if not timed:
+      command.append("--at_once")
+    result[name] = compare(name, real[name], run_tool(command, f"{name}, simulated"), args, timed)
+  table = json.loads(pathlib.Path(costs).read_text("utf-8"))
+  table.pop("points", None)
+  return {"loads": result, "costs": table, "over_grpc": args.over_grpc, "machine": machine()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; exit code 1 when a difference is above its limit, 2 with one line for bad input."""
+  parser = CommandParser("tools.check_simulation", __doc__)
+  parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
+  parser.add_argument("--costs", default="", help="cost table; empty: measure one first")
+  parser.add_argument("--trace", default=str(SAMPLE), help="a public trace (CSV)")
+  parser.add_argument("--scale", type=positive_float, default=0.1, help="lengths of the trace are multiplied by this")
+  parser.add_argument("--rate_scale", type=positive_float, default=6.0, help="so many times the trace's rate")
+  parser.add_argument("--rate", type=positive_float, default=15.0, help="of the Poisson load, requests a second")
+  parser.add_argument("--num_requests", type=positive_int, default=400, help="of each load")
+  parser.add_argument("--max_len", type=positive_int, default=1024, help="the trace is cut to so many tokens a request")
+  parser.add_argument("--rounds", type=positive_int, default=3, help="real runs of each load; their median counts")
+  parser.add_argument("--over_grpc", action="store_true", help="the real side is a server and its clients")
+  parser.add_argument("--throughput_tolerance", type=positive_float, default=0.10)
+  parser.add_argument("--tolerance", type=positive_float, default=0.15, help="of percentiles of TTFT and ITL")
+  parser.add_argument("--token_budgets", default="8,16,32,64,128,256,512", help="as the server's flag")
+  parser.add_argument("--prefill_chunk", type=positive_int, default=512, help="as the server's flag")
+  parser.add_argument("--max_num_seqs", type=positive_int, default=64, help="as the server's flag")
+  parser.add_argument("--max_model_len", type=positive_int, default=2048, help="as the server's flag")
+  parser.add_argument("--num_blocks", type=positive_int, default=4096, help="as the server's flag")
+  parser.add_argument("--max_context", type=positive_int, default=1024, help="longest context the table is made for")
+  parser.add_argument("--vocab_size", type=positive_int, default=2048, help="token ids of prompts are below this")
+  parser.add_argument("--compile_cache_dir", default=str(pathlib.Path.home() / ".cache" / "sluice" / "programs"))
+  parser.add_argument("--output", default="", help="also write the result here")
+  args = parser.parse_args(argv)
+  try:
+    with tempfile.TemporaryDirectory() as folder:
+      result = check(args, pathlib.Path(folder))
+  except (EngineError, OSError) as error:
+    print(f"tools.check_simulation: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+  write_result(args.output, result)
+  print(json.dumps(result), flush=True)
+  return 0 if all(load["within"] for load in result["loads"].values()) else 1
+
+
+if __name__ == "__main__":
+  sys.exit(main())

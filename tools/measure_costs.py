@@ -1,0 +1,320 @@
+"""Measures what steps take on this machine's device, and writes the cost table that the simulator reads. Fits no trace.
+
+  python -m tools.measure_costs --model=DIR --output=costs.json        about a minute
+  python -m tools.measure_costs --model=DIR --step_trace=FILE --output=costs.json
+  python -m tools.measure_costs --roofline=config.json --tflops=989 --gb_s=4800 --output=costs.json
+
+Every rung of the ladder runs steps made by hand: decodes of short, long and mixed contexts, prompts at their beginning
+and at their end, both together, half-empty ones; two in flight, as the engine keeps them. The best median of --rounds
+counts.
+Then the real engine runs a small load: it gives the host's part, and the factor by which steps take longer there
+(`engine_over_table`), which the table has in it. With --step_trace the device's part comes from steps that a server recorded, whose device shared
+the machine with front end and clients. --roofline writes the table of a part that is not at hand, and measures nothing.
+"""
+
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from engine.batch import Admission, Batch, Launched, Runner
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import ConfigError, EngineError
+from engine.recorder import StepRecord
+from engine.request import Request, TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.shapes import ShapeLadder, StepShape
+from tools.arguments import CommandParser, positive_float, positive_int
+from tools.bench_offline import add_build_arguments, build_options
+from tools.measure import ROOT, machine
+from tools.step_costs import (
+  HostCosts,
+  Point,
+  StepCosts,
+  Work,
+  fit,
+  fit_host,
+  points_of,
+  read_step_trace,
+  roofline,
+  work_of,
+)
+
+_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+_TOKEN = 7
+Rows = list[tuple[int, int]]  # (first position, tokens) of each
+
+
+def made_steps(shape: StepShape, max_len: int) -> list[Rows]:
+  """The steps that are run on one rung: rows that fit it, with positions below `max_len`."""
+  t, s = shape.tokens, shape.rows
+  half = max(1, s // 2)
+  steps: list[Rows] = [
+    [(min(15, max_len - 1), 1)] * s,
+    [(max_len // 8, 1)] * s,
+    [(max_len // 2, 1)] * half,
+    [(max_len * row // (2 * s), 1) for row in range(s)],
+    _prompts(t, s, max_len, at_end=False),
+    _prompts(t, s, max_len, at_end=True),
+  ]
+  if t >= 16 and s >= 4:
+    steps.append([(0, min(t // 4, max_len))] * 4)
+  if t - half > 1:
+    steps.append([(max_len // 4, 1)] * half + _prompts(t - half, s - half or 1, max_len, at_end=False)[: s - half])
+  return steps
+
+
+def _prompts(tokens: int, most_rows: int, max_len: int, *, at_end: bool) -> Rows:
+  """`tokens` prompt tokens in as few rows as hold them, at the beginning or the end of the longest sequence."""
+  rows: Rows = []
+  while tokens > 0 and len(rows) < most_rows:
+    count = min(tokens, max_len)
+    rows.append((max_len - count if at_end else 0, count))
+    tokens -= count
+  return rows
+
+
+class HandMade:
+  """Launches steps that no scheduler planned."""
+
+  def __init__(self, runner: Runner, config: EngineConfig):
+    self._runner, self._config = runner, config
+
+  def batch(self, shape: StepShape, rows: Rows, *, admit: bool) -> Batch:
+    """A step of `rows`, one slot each; with `admit` it brings block tables, whose blocks repeat in a small pool."""
+    config, next_block, admissions = self._config, 0, []
+    for slot, (start, count) in enumerate(rows):
+      needed = -(-(start + count) // config.block_size)
+      blocks = tuple((next_block + index) % config.num_blocks + 1 for index in range(needed))
+      next_block += needed
+      admissions.append(Admission(slot, (_TOKEN,), 1, blocks, _PARAMS, 0))
+    numbers = tuple(range(len(rows)))
+    return Batch(
+      step=-1,
+      shape=shape,
+      request_ids=tuple(map(str, numbers)),
+      slots=numbers,
+      starts=tuple(start for start, _ in rows),
+      counts=tuple(count for _, count in rows),
+      num_logits=(1,) * len(rows),
+      samples=(True,) * len(rows),
+      token_ids=tuple(() if count == 1 else (_TOKEN,) * count for _, count in rows),
+      num_output_tokens=(0,) * len(rows),
+      admissions=tuple(admissions) if admit else (),
+    )
+
+  def times(self, shape: StepShape, rows: Rows, seconds: float) -> list[float]:
+    """Times of steps with two in flight, for about `seconds` and for three steps at least."""
+    in_flight = self._runner.launch(self.batch(shape, rows, admit=True))
+    batch = self.batch(shape, rows, admit=False)
+    times: list[float] = []
+    started = last = time.perf_counter()
+    while len(times) < 4 or (last - started < seconds and len(times) < 200):
+      launched = self._runner.launch(batch)
+      in_flight.result()
+      now = time.perf_counter()
+      times.append(now - last)
+      in_flight, last = launched, now
+    in_flight.result()
+    return times[1:]  # the first has the admissions
+
+
+def measure_device(runner: Runner, config: EngineConfig, max_context: int, seconds: float, rounds: int) -> list[Point]:
+  """Runs made_steps on every rung.
+
+  Args:
+    max_context: positions stay below this.
+    seconds: for each kind of step in each round.
+    rounds: over all kinds. The best round counts, by its median: what disturbs a machine makes steps longer only.
+  """
+  made = HandMade(runner, config)
+  shapes = ShapeLadder(config.token_budgets, config.max_num_seqs).rungs()
+  kinds = [(shape, rows) for shape in shapes for rows in made_steps(shape, max_context)]
+  times: list[list[float]] = [[] for _ in kinds]
+  for number in range(rounds):
+    _progress("measure steps", number, rounds)
+    for found, (shape, rows) in zip(times, kinds, strict=True):
+      found.append(statistics.median(made.times(shape, rows, seconds)))
+  return [
+    Point(shape.tokens, work_of(*zip(*rows, strict=True)), min(found))
+    for found, (shape, rows) in zip(times, kinds, strict=True)
+  ]
+
+
+class Watched:
+  """A runner that notes what every step holds: rows, prefill tokens, admissions, work."""
+
+  def __init__(self, runner: Runner):
+    self._runner = runner
+    self.seen: dict[int, tuple[int, int, int, Work]] = {}
+
+  def launch(self, batch: Batch) -> Launched:
+    """Passes it on."""
+    work = work_of(batch.starts, batch.counts)
+    self.seen[batch.step] = len(batch.slots), sum(map(len, batch.token_ids)), len(batch.admissions), work
+    return self._runner.launch(batch)
+
+
+def run_engine(runner: Runner, config: EngineConfig, max_context: int) -> tuple[list[StepRecord], Watched]:
+  """Runs the real engine on requests of many lengths; every number of rows up to all slots occurs."""
+  watched = Watched(runner)
+  live: set[str] = set()
+
+  def emit(events: list[TokenEvent]) -> None:
+    live.difference_update(event.request_id for event in events if event.finish_reason is not None)
+
+  engine = Engine(Scheduler(config), watched, time.monotonic, emit)
+  slots = config.max_num_seqs
+  longest = max(1, min(max_context // 4, config.pool_tokens // slots // 2, 256))
+  records: dict[int, StepRecord] = {}
+  for turn, requests in enumerate((slots, 2 * slots, max(1, slots // 4))):
+    for number in range(requests):
+      prompt = 1 + (number * 37 + turn) % longest
+      output = 1 + (number * 11) % min(longest, 64)
+      live.add(f"{turn}/{number}")
+      params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+      engine.submit(Request(f"{turn}/{number}", (_TOKEN,) * prompt, params, cache_salt=f"{turn}/{number}".encode()))
+    while live:
+      engine.step()
+      if engine.dead is not None:
+        raise engine.dead
+      if engine.recorder.steps:
+        records[engine.recorder.steps[-1].step] = engine.recorder.steps[-1]
+  return list(records.values()), watched
+
+
+def measure_host(records: Sequence[StepRecord], watched: Watched) -> HostCosts:
+  """The host's costs from steps of the real engine, without the slowest hundredth: those are the machine's."""
+  launches = [(*watched.seen[record.step][:3], record.host_s) for record in records]
+  commits = [(watched.seen[record.step][0], record.commit_s) for record in records if record.commit_s > 0]
+  launches.sort(key=lambda entry: entry[-1])
+  commits.sort(key=lambda entry: entry[-1])
+  return fit_host(launches[: len(launches) - len(launches) // 100], commits[: len(commits) - len(commits) // 100])
+
+
+def engine_over_table(costs: StepCosts, records: Sequence[StepRecord], watched: Watched) -> float:
+  """Device time of the real engine's steps over what the table says of them, the median."""
+  return statistics.median(
+    record.device_s / costs.seconds(record.shape_tokens, watched.seen[record.step][3]) for record in records
+  )
+
+
+def _commit() -> str:
+  done = subprocess.run(
+    ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+  )
+  return done.stdout.strip() or "unknown"
+
+
+def _progress(what: str, done: int, total: int) -> None:
+  print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+
+
+def measure(args: Any) -> StepCosts:
+  """The table of args.model on this machine's device."""
+  # Imported here, as far as that goes: bad flags should not have to wait for it.
+  import jax
+
+  from engine.device import kv_cache
+  from engine.device.build import build
+
+  built = build(build_options(args), _progress, lambda events: None)
+  config, runner, model = built.config, built.runner, built.model
+  max_context = min(args.max_context or config.max_model_len, config.max_model_len, config.pool_tokens)
+  recorded = read_step_trace(args.step_trace) if args.step_trace else []
+  points = points_of(recorded) or measure_device(runner, config, max_context, args.seconds, args.rounds)
+  table, error = fit(points)
+  _progress("measure the host", 0, 1)
+  records, watched = run_engine(runner, config, max_context)
+  dtype = runner.kv[0].dtype
+  about = {
+    "source": f"step trace {args.step_trace}" if recorded else "measured",
+    "device": built.runner.kv[0].devices().pop().device_kind,
+    "machine": machine(),
+    "model": built.model_name,
+    "dtype": str(dtype),
+    "attention": built.attention,
+    "jax": jax.__version__,
+    "commit": _commit(),
+    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    "max_num_seqs": config.max_num_seqs,
+    "block_size": config.block_size,
+    "max_model_len": config.max_model_len,
+    "max_context": max_context,
+    "fit": error | {"points": len(points)},
+  }
+  if not recorded:
+    about["points"] = [[point.tokens, *point.work, round(point.seconds, 7)] for point in points]
+  block_bytes = kv_cache.bytes_per_block(model, config.block_size, dtype, built.attention)
+  costs = StepCosts(**table, host=measure_host(records, watched), kv_bytes_per_token=block_bytes // config.block_size)
+  if not recorded:
+    # In the engine the host plans while the device works; where they share cores, both take longer for it.
+    factor = engine_over_table(costs, records, watched)
+    costs = costs.scaled(factor)
+    about["engine_over_table"] = round(factor, 4)
+  return dataclasses.replace(costs, about=about)
+
+
+def estimate(args: Any) -> StepCosts:
+  """The table of a part that is not at hand."""
+  try:
+    with open(args.roofline, encoding="utf-8") as file:
+      model = json.load(file)
+  except (OSError, ValueError) as error:
+    raise ConfigError(f"model config {args.roofline} cannot be read ({error}); give a config.json") from error
+  return roofline(
+    model,
+    tflops=args.tflops,
+    gb_s=args.gb_s,
+    compute_efficiency=args.compute_efficiency,
+    bandwidth_efficiency=args.bandwidth_efficiency,
+    overhead_s=args.overhead_ms / 1e3,
+    max_tokens=args.max_tokens,
+  )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; exit code 2 with one line for what cannot be measured."""
+  parser = CommandParser("tools.measure_costs", __doc__)
+  parser.add_argument("--output", required=True, help="cost table (JSON) to write")
+  parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
+  parser.add_argument("--max_context", type=positive_int, help="longest context that matters (default: the model's)")
+  parser.add_argument("--seconds", type=positive_float, default=0.2, help="for each kind of step in each round")
+  parser.add_argument("--rounds", type=positive_int, default=3, help="times that all kinds of steps are measured")
+  parser.add_argument("--step_trace", default="", help="take the device's part from these recorded steps instead")
+  parser.add_argument("--roofline", default="", help="measure nothing: a Llama-shaped config.json, for the flags below")
+  parser.add_argument("--tflops", type=positive_float, default=989.0, help="roofline: peak, 10^12 operations a second")
+  parser.add_argument("--gb_s", type=positive_float, default=4800.0, help="roofline: peak, 10^9 bytes a second")
+  parser.add_argument("--compute_efficiency", type=positive_float, default=0.7, help="roofline: share of --tflops")
+  parser.add_argument("--bandwidth_efficiency", type=positive_float, default=0.9, help="roofline: share of --gb_s")
+  parser.add_argument("--overhead_ms", type=positive_float, default=0.5, help="roofline: of every step")
+  parser.add_argument("--max_tokens", type=positive_int, default=8192, help="roofline: the largest rung")
+  add_build_arguments(parser)
+  args = parser.parse_args(argv)
+  try:
+    with contextlib.redirect_stdout(sys.stderr):
+      costs = estimate(args) if args.roofline else measure(args)
+    costs.save(args.output)
+  except (EngineError, OSError) as error:
+    print(f"tools.measure_costs: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+  print(json.dumps({"output": args.output, "host": dataclasses.asdict(costs.host)} | _short(costs)), flush=True)
+  return 0
+
+
+def _short(costs: StepCosts) -> dict[str, Any]:
+  """What the printed line says of a table: milliseconds a rung, and how good the fit is."""
+  about = {name: costs.about[name] for name in ("source", "device", "fit", "engine_over_table") if name in costs.about}
+  return about | {"rung_ms": {tokens: round(seconds * 1e3, 3) for tokens, seconds in costs.rung_s}}
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,421 @@
+"""What a step takes, as a table with five slopes: made by tools.measure_costs, read by the simulator. Knows no device.
+
+Standard library only. The time of a step on the device is
+
+  rung_s[T]                      linear layers, logits and sampling of T padded tokens: a look-up, since shapes are few
+  + decode_row_s * rows          attention of rows with one token, and
+  + decode_key_s * keys          the keys they walk: position + 1 each
+  + prefill_token_s * tokens     attention of rows with several tokens,
+  + prefill_key_s * keys         the keys they read: start + n each, and
+  + prefill_pair_s * pairs       the (query, key) pairs that causality leaves: n * start + n * (n + 1) / 2
+
+and the host takes a constant, a slope a row, a slope a prefill token and a slope an admission to plan, pack and
+dispatch, and a constant and a slope a row to take values in. Least squares on RELATIVE errors, slopes not negative: a
+step of 2 ms matters as much as one of 200.
+"""
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any, NamedTuple
+
+from engine.errors import ConfigError
+
+FORMAT = "sluice step costs 1"
+_OUTLIER = 0.1  # relative error from which a measured step is taken for disturbed
+_REWEIGHTINGS = 8
+_WORK = ("decode_row_s", "decode_key_s", "prefill_token_s", "prefill_key_s", "prefill_pair_s")
+
+
+class Work(NamedTuple):
+  """What the attention of a step does; see the module."""
+
+  decode_rows: int
+  decode_keys: int
+  prefill_tokens: int
+  prefill_keys: int
+  prefill_pairs: int
+
+
+def work_of(starts: Sequence[int], counts: Sequence[int]) -> Work:
+  """The work of rows that cover positions [starts[r], starts[r] + counts[r])."""
+  rows = len(counts)
+  if sum(counts) == rows:
+    return Work(rows, sum(starts) + rows, 0, 0, 0)
+  decode_rows = decode_keys = tokens = keys = pairs = 0
+  for start, count in zip(starts, counts, strict=True):
+    if count == 1:
+      decode_rows += 1
+      decode_keys += start + 1
+    else:
+      tokens += count
+      keys += start + count
+      pairs += count * start + count * (count + 1) // 2
+  return Work(decode_rows, decode_keys, tokens, keys, pairs)
+
+
+class Point(NamedTuple):
+  """A measured step: the rung's tokens, its work, seconds on the device."""
+
+  tokens: int
+  work: Work
+  seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCosts:
+  """Seconds of the host's part of a step.
+
+  Attributes:
+    launch_s, launch_row_s, launch_token_s, launch_admission_s: plan, pack and dispatch: constant, a row, a prefill
+      token, an admitted request.
+    commit_s, commit_row_s: taking values in: constant, a row.
+  """
+
+  launch_s: float = 0.0
+  launch_row_s: float = 0.0
+  launch_token_s: float = 0.0
+  launch_admission_s: float = 0.0
+  commit_s: float = 0.0
+  commit_row_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+  """The cost table of one model on one device.
+
+  Attributes:
+    rung_s: (tokens, seconds) by increasing tokens; between two the time is interpolated.
+    decode_row_s, decode_key_s, prefill_token_s, prefill_key_s, prefill_pair_s: see the module.
+    host: the host's part.
+    kv_bytes_per_token: of the whole model, for transfers of KV.
+    about: device, model, dtype, versions, how it was measured, error of the fit; plain JSON values.
+  """
+
+  rung_s: tuple[tuple[int, float], ...]
+  decode_row_s: float = 0.0
+  decode_key_s: float = 0.0
+  prefill_token_s: float = 0.0
+  prefill_key_s: float = 0.0
+  prefill_pair_s: float = 0.0
+  host: HostCosts = HostCosts()
+  kv_bytes_per_token: int = 0
+  about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    tokens = [tokens for tokens, _ in self.rung_s]
+    if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
+      raise ConfigError(f"rung_s names the rungs {tokens}; they must be increasing and at least 1, measure again")
+    values = [seconds for _, seconds in self.rung_s] + [getattr(self, name) for name in _WORK]
+    values += dataclasses.astuple(self.host)
+    bad = [value for value in values if not 0 <= value < math.inf]
+    if bad:
+      raise ConfigError(f"a cost of {bad[0]!r} s is not a finite time of 0 or more; measure again")
+    object.__setattr__(self, "_known", dict(self.rung_s))
+
+  def rung(self, tokens: int) -> float:
+    """Seconds of a step padded to `tokens`, attention not included; a rung below the smallest costs what it costs.
+
+    Raises:
+      ConfigError: more tokens than were measured.
+    """
+    known: dict[int, float] = self._known  # type: ignore[attr-defined]
+    found = known.get(tokens)
+    if found is None:
+      index = bisect.bisect_left(self.rung_s, (tokens,))
+      if index == len(self.rung_s):
+        raise ConfigError(
+          f"a step of {tokens} tokens is above {self.rung_s[-1][0]}, the largest that the cost table has; "
+          "measure with --token_budgets that reach it, or lower the budgets"
+        )
+      above, above_s = self.rung_s[index]
+      below, below_s = self.rung_s[max(0, index - 1)]
+      share = (tokens - below) / (above - below) if above > below else 1.0
+      found = known[tokens] = below_s + (above_s - below_s) * share
+    return found
+
+  def attention(self, work: Work) -> float:
+    """Seconds of a step that depend on what is in it, not on its shape."""
+    return (
+      self.decode_row_s * work.decode_rows
+      + self.decode_key_s * work.decode_keys
+      + self.prefill_token_s * work.prefill_tokens
+      + self.prefill_key_s * work.prefill_keys
+      + self.prefill_pair_s * work.prefill_pairs
+    )
+
+  def seconds(self, tokens: int, work: Work) -> float:
+    """Seconds of a step on the device: `tokens` is the rung's budget."""
+    return self.rung(tokens) + self.attention(work)
+
+  def launch_seconds(self, rows: int, prefill_tokens: int, admissions: int) -> float:
+    """Seconds of the host to plan, pack and dispatch a step."""
+    host = self.host
+    return (
+      host.launch_s
+      + host.launch_row_s * rows
+      + host.launch_token_s * prefill_tokens
+      + host.launch_admission_s * admissions
+    )
+
+  def commit_seconds(self, rows: int) -> float:
+    """Seconds of the host to take in the values of a step."""
+    return self.host.commit_s + self.host.commit_row_s * rows
+
+  def scaled(self, factor: float) -> "StepCosts":
+    """The table of a device that takes `factor` times as long; the host stays as it is."""
+    slopes = {name: getattr(self, name) * factor for name in _WORK}
+    return dataclasses.replace(self, rung_s=tuple((tokens, s * factor) for tokens, s in self.rung_s), **slopes)
+
+  # Files.
+
+  def save(self, path: str) -> None:
+    """Writes JSON that load() reads."""
+    value = {
+      "format": FORMAT,
+      **self.about,
+      "rung_s": {str(tokens): seconds for tokens, seconds in self.rung_s},
+      **{name: getattr(self, name) for name in _WORK},
+      "host": dataclasses.asdict(self.host),
+      "kv_bytes_per_token": self.kv_bytes_per_token,
+    }
+    pathlib.Path(path).write_text(json.dumps(value, indent=1) + "\n", "utf-8")
+
+  @classmethod
+  def load(cls, path: str) -> "StepCosts":
+    """Reads what save() wrote.
+
+    Raises:
+      ConfigError: no such file, or it is no cost table.
+    """
+    remedy = "make one with python -m tools.measure_costs --model=DIR --output=FILE"
+    try:
+      value = json.loads(pathlib.Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+      raise ConfigError(f"cost table {path} cannot be read ({error}); {remedy}") from error
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+      raise ConfigError(f"{path} is no cost table of the format {FORMAT!r}; {remedy}")
+    try:
+      del value["format"]
+      rungs = sorted((int(tokens), float(seconds)) for tokens, seconds in value.pop("rung_s").items())
+      slopes = {name: float(value.pop(name)) for name in _WORK}
+      host = HostCosts(**{name: float(seconds) for name, seconds in value.pop("host").items()})
+      return cls(
+        tuple(rungs), **slopes, host=host, kv_bytes_per_token=int(value.pop("kv_bytes_per_token")), about=value
+      )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+      raise ConfigError(f"cost table {path} is damaged ({type(error).__name__}: {error}); {remedy}") from error
+
+
+# --- Fitting ----------------------------------------------------------------------------------------------------------
+
+
+def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+  """The x >= 0 for which row . x / value is near 1, not led astray by a few disturbed values.
+
+  Columns that want to be negative are dropped one by one. Errors above _OUTLIER count by their size rather than its
+  square (Huber's loss, by reweighting). Normal equations with columns scaled to length 1, which is precise enough for
+  a dozen columns that are not parallel.
+
+  Args:
+    rows: of equal length.
+    values: one a row, all above 0.
+  """
+  scaled = [[entry / value for entry in row] for row, value in zip(rows, values, strict=True)]
+  weights = [1.0] * len(scaled)
+  solution = [0.0] * len(rows[0])
+  for _ in range(_REWEIGHTINGS):
+    solution = _nonnegative(scaled, weights)
+    errors = [abs(math.fsum(a * b for a, b in zip(row, solution, strict=True)) - 1) for row in scaled]
+    weights = [_OUTLIER / max(error, _OUTLIER) for error in errors]
+  return solution
+
+
+def _nonnegative(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
+  """The x >= 0 with a small sum of weight * (row . x - 1)^2."""
+  width = len(rows[0])
+  norms = [math.sqrt(math.fsum(row[column] ** 2 for row in rows)) for column in range(width)]
+  active = [column for column in range(width) if norms[column] > 0]
+  result = [0.0] * width
+  while active:
+    lines = [[row[column] / norms[column] for column in active] for row in rows]
+    matrix = []
+    for a in range(len(active)):
+      products = [weight * line[a] for weight, line in zip(weights, lines, strict=True)]
+      matrix.append(
+        [math.fsum(p * line[b] for p, line in zip(products, lines, strict=True)) for b in range(len(active))]
+      )
+      matrix[a][a] += 1e-9  # parallel columns share, rather than divide by zero
+      matrix[a].append(math.fsum(products))
+    solution = _solve(matrix)
+    lowest = min(range(len(active)), key=lambda index: solution[index])
+    if solution[lowest] >= 0:
+      for column, entry in zip(active, solution, strict=True):
+        result[column] = entry / norms[column]
+      break
+    del active[lowest]
+  return result
+
+
+def _solve(matrix: list[list[float]]) -> list[float]:
+  """Gauss-Jordan elimination with row exchange on [A | b]; A is regular."""
+  size = len(matrix)
+  for column in range(size):
+    pivot = max(range(column, size), key=lambda row: abs(matrix[row][column]))
+    matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
+    for row in range(size):
+      if row != column:
+        factor = matrix[row][column] / matrix[column][column]
+        matrix[row] = [entry - factor * other for entry, other in zip(matrix[row], matrix[column], strict=True)]
+  return [matrix[row][size] / matrix[row][row] for row in range(size)]
+
+
+def fit(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, float]]:
+  """The device's part of a table from measured steps.
+
+  Returns:
+    `rung_s` and the five slopes, as StepCosts takes them; and the error of the fit: `mean_error` and `worst_error`,
+    shares of the measured time.
+
+  Raises:
+    ConfigError: fewer steps than numbers to find.
+  """
+  rungs = sorted({point.tokens for point in points})
+  if len(points) < len(rungs) + len(_WORK):
+    raise ConfigError(f"{len(points)} steps cannot tell {len(rungs) + len(_WORK)} costs apart; measure more steps")
+  rows = [[float(point.tokens == rung) for rung in rungs] + [float(value) for value in point.work] for point in points]
+  solution = least_squares(rows, [point.seconds for point in points])
+  modelled = [math.fsum(a * b for a, b in zip(row, solution, strict=True)) for row in rows]
+  errors = [abs(got / point.seconds - 1) for got, point in zip(modelled, points, strict=True)]
+  table = {"rung_s": tuple(zip(rungs, solution, strict=False))}
+  table |= dict(zip(_WORK, solution[len(rungs) :], strict=True))
+  return table, {"mean_error": round(math.fsum(errors) / len(errors), 4), "worst_error": round(max(errors), 4)}
+
+
+def fit_host(launches: Sequence[tuple[int, int, int, float]], commits: Sequence[tuple[int, float]]) -> HostCosts:
+  """The host's part from measured steps.
+
+  Args:
+    launches: rows, prefill tokens, admissions, seconds of planning, packing and dispatch.
+    commits: rows, seconds of taking values in.
+  """
+  launch = least_squares([(1.0, *map(float, entry[:3])) for entry in launches], [entry[3] for entry in launches])
+  commit = least_squares([(1.0, float(rows)) for rows, _ in commits], [seconds for _, seconds in commits])
+  return HostCosts(*launch, *commit)
+
+
+# --- A part that is not at hand ---------------------------------------------------------------------------------------
+
+
+def roofline(
+  model: Mapping[str, Any],
+  *,
+  tflops: float,
+  gb_s: float,
+  compute_efficiency: float,
+  bandwidth_efficiency: float,
+  overhead_s: float,
+  max_tokens: int,
+  bytes_per_value: int = 2,
+) -> StepCosts:
+  """A table from a model's shape and a device's peaks, for what nobody measured; it says so in `about`.
+
+  A step streams all weights once and multiplies T tokens by them: the longer of the two, and a constant (launches,
+  sampling). Attention adds the keys and values it reads, or the products it makes. (Roofline: Williams et al., 2009.)
+
+  Args:
+    model: a Llama-shaped config.json of Hugging Face.
+    tflops, gb_s: the device's peaks; the efficiencies are the shares of them that kernels reach.
+    overhead_s: of every step.
+    max_tokens: the largest rung.
+    bytes_per_value: of weights and KV.
+
+  Raises:
+    ConfigError: the config lacks a field.
+  """
+  try:
+    hidden, layers, heads = (model[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    kv_heads = model.get("num_key_value_heads") or heads
+    head_dim = model.get("head_dim") or hidden // heads
+    intermediate, vocab = model["intermediate_size"], model["vocab_size"]
+  except KeyError as error:
+    raise ConfigError(f"the model's config lacks {error}; give a Llama-shaped config.json") from error
+  layer = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * intermediate
+  weights = layers * layer + vocab * hidden
+  flops, bandwidth = tflops * 1e12 * compute_efficiency, gb_s * 1e9 * bandwidth_efficiency
+  stream_s, token_s = weights * bytes_per_value / bandwidth, 2 * layers * layer / flops
+  knee = min(max(1, math.ceil(stream_s / token_s)), max_tokens)
+  rungs = {tokens: max(stream_s, tokens * token_s) + overhead_s for tokens in (1, knee, max_tokens)}
+  kv_bytes = 2 * layers * kv_heads * head_dim * bytes_per_value
+  return StepCosts(
+    tuple(sorted(rungs.items())),
+    decode_key_s=kv_bytes / bandwidth,
+    prefill_key_s=kv_bytes / bandwidth,
+    prefill_pair_s=4 * layers * heads * head_dim / flops,
+    kv_bytes_per_token=kv_bytes,
+    about={
+      "source": "roofline, not measured",
+      "weights": weights,
+      "tflops": tflops,
+      "gb_s": gb_s,
+      "compute_efficiency": compute_efficiency,
+      "bandwidth_efficiency": bandwidth_efficiency,
+      "overhead_s": overhead_s,
+      "knee_tokens": knee,
+    },
+  )
+
+
+# --- Recorded steps ---------------------------------------------------------------------------------------------------
+
+
+class RecordedStep(NamedTuple):
+  """A step of a step trace. Seconds are None for a step whose values never came."""
+
+  step: int
+  tokens: int
+  starts: tuple[int, ...]
+  counts: tuple[int, ...]
+  host_s: float | None
+  device_s: float | None
+
+
+def read_step_trace(path: str) -> list[RecordedStep]:
+  """The steps of a file that the engine's start_trace() wrote, in order.
+
+  Raises:
+    ConfigError: no such file, or no step trace.
+  """
+  steps: dict[int, RecordedStep] = {}
+  number = 0
+  try:
+    with open(path, encoding="utf-8") as file:
+      for line in file:
+        number += 1
+        entry = json.loads(line)
+        batch = entry["batch"] if entry["event"] == "schedule" else None
+        if batch is not None:
+          steps[batch["step"]] = RecordedStep(
+            batch["step"], batch["shape"][0], tuple(batch["starts"]), tuple(batch["counts"]), None, None
+          )
+        elif entry["event"] == "commit" and entry["step"] in steps:
+          times = {name: float(entry[name]) for name in ("host_s", "device_s")}
+          steps[entry["step"]] = steps[entry["step"]]._replace(**times)
+  except OSError as error:
+    raise ConfigError(f"step trace {path} cannot be read: {error.strerror}; check the path") from error
+  except (ValueError, KeyError, TypeError, IndexError) as error:
+    raise ConfigError(
+      f"{path}, line {number} is no line of a step trace ({type(error).__name__}: {error}); record one with "
+      "--trace_file of the server or of tools.bench_offline"
+    ) from error
+  if not steps:
+    raise ConfigError(f"step trace {path} holds no step; record one with --trace_file while requests run")
+  return list(steps.values())
+
+
+def points_of(steps: Iterable[RecordedStep]) -> list[Point]:
+  """Measured points of recorded steps; steps without a time are left out."""
+  return [Point(s.tokens, work_of(s.starts, s.counts), s.device_s) for s in steps if s.device_s]
