@@ -10,6 +10,7 @@ row's items start at its first query. So results equal to the bit whatever else 
 """
 
 import math
+from typing import Any
 
 import jax
 from jax import lax
@@ -34,7 +35,7 @@ def _tanh(x: jax.Array) -> jax.Array:
   return 1.0 - 2.0 * root * root
 
 
-def _check(plan: Plan, q: jax.Array, kv: jax.Array, scale: float, tuning: Tuning) -> None:
+def _check(q: jax.Array, kv: jax.Array, plan: Plan, scale: float, sliding_window: int | None, tuning: Tuning) -> None:
   geometry, keys = plan.geometry, tuning.prefill_tile_keys
   page, head_dim, group = geometry.block_size, geometry.head_dim, geometry.group
   if q.dtype != jnp.bfloat16 or kv.dtype != jnp.bfloat16:
@@ -50,9 +51,11 @@ def _check(plan: Plan, q: jax.Array, kv: jax.Array, scale: float, tuning: Tuning
       f"prefill on GPU: prefill_tile_keys={keys} must be 64 or 128, prefill_stages={tuning.prefill_stages} at least 1 "
       f"and scale={scale} above 0"
     )
-  shapes = (geometry.num_heads // group, geometry.tokens * group, head_dim), (kv.shape[1], 2, page, head_dim)
-  if (q.shape, kv.shape[1:]) != shapes or kv.shape[1] != q.shape[0]:
-    raise ValueError(f"prefill on GPU: q {q.shape} and kv {kv.shape} do not fit {geometry}")
+  shapes = (geometry.num_kv_heads, geometry.tokens * group, head_dim), (geometry.num_kv_heads, 2, page, head_dim)
+  if (q.shape, kv.shape[1:]) != shapes or sliding_window != geometry.sliding_window:
+    raise ValueError(
+      f"prefill on GPU: q {q.shape}, kv {kv.shape} and sliding_window={sliding_window} do not fit {geometry}"
+    )
 
 
 def prefill(
@@ -89,7 +92,7 @@ def prefill(
     NotImplementedError: the dtype, head size, group or block size is not supported.
     ValueError: arguments contradict each other.
   """
-  _check(plan, q, kv, scale, tuning)
+  _check(q, kv, plan, scale, sliding_window, tuning)
   geometry = plan.geometry
   group, head_dim, page = geometry.group, geometry.head_dim, geometry.block_size
   keys, stages = tuning.prefill_tile_keys, tuning.prefill_stages
@@ -240,7 +243,7 @@ def prefill(
         What the second then holds, and what f returned: a tuple, of the shapes of `like`.
       """
       if interpret is not None:  # an accumulator starts at zero there
-        types = plgpu.ACC((_HALF, keys), f32), plgpu.ACC(out.shape, f32)
+        types = plgpu.WGMMAAccumulatorRef((_HALF, keys), f32), plgpu.WGMMAAccumulatorRef(out.shape, f32)
 
         def from_zero(scores_acc, out_acc):
           results = f(scores_acc, out_acc)
@@ -256,7 +259,9 @@ def prefill(
       zeros = plgpu.layout_cast(jnp.zeros((_HALF, keys), f32), per_score)
       # The scores go first. Whatever makes an accumulator must be done before the fence of another: ptxas would else
       # run the products one by one.
-      _, out, results = pl.run_state(in_place)((plgpu.ACC.init(zeros), plgpu.ACC.init(out), like))
+      start = plgpu.WGMMAAccumulatorRef.init
+      run: Any = pl.run_state(in_place)  # a program over references, typed as of arrays only
+      _, out, results = run((start(zeros), start(out), like))
       return out, results
 
     def attend(rows, position, first, end):
@@ -321,7 +326,7 @@ def prefill(
       def _():
         plgpu.barrier_wait(turn.at[1])
 
-      scores = pl.run_scoped(first_scores, plgpu.ACC((_HALF, keys), f32))
+      scores = pl.run_scoped(first_scores, plgpu.WGMMAAccumulatorRef((_HALF, keys), f32))
       plgpu.barrier_arrive(k_free.at[0])
       weights, _, peak, total = softmax(scores, first, peak, total, masked=True)
       carry = out, operand(weights), peak, total
@@ -378,8 +383,8 @@ def prefill(
         plgpu.barrier_wait(out_full)
         store(token, count)
 
-  swizzle = plgpu.SwizzleTransform(128)
-  tiled = (plgpu.TilingTransform((8, _LANES)), swizzle)
+  swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+  tiled = (plgpu.TilingTransform((8, _LANES)), swizzle)  # pyright: ignore[reportAbstractUsage]
   tile_shape = (len(slabs), ROWS_PER_TILE, _LANES)
   tile_types = [plgpu.SMEM(tile_shape, dtype, transforms=tiled)]
   if interpret is None:
@@ -406,5 +411,5 @@ def prefill(
       plgpu.Barrier(num_arrivals=2),
     ],
     compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=tuning.lowering),
-    **({} if interpret is None else {"interpret": interpret}),
+    interpret=interpret,
   )(q, kv, block_tables, kv_lens, query_starts, pieces["counts"], pieces["prefill_items"])

@@ -1,0 +1,265 @@
+"""The prefill kernel in Pallas' GPU interpreter, with its detection of races, against dense attention in f64.
+
+Unused pages, what lies past a row's end in its last page and the queries of padding are NaN, as in conformance.py.
+"""
+
+from collections.abc import Iterator
+import dataclasses
+import os
+from pathlib import Path
+import threading
+import types
+from typing import Any
+
+# The interpreter blocks a thread of XLA's pool a warpgroup; a pool of two cores has none left for the third.
+os.environ.setdefault("NPROC", "8")
+
+import jax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.paged_attention import arg_specs, gpu_prefill
+from pallas_kernels.paged_attention.arg_specs import ArgSpec, Arguments
+from pallas_kernels.paged_attention.plan import Geometry, Plan
+from pallas_kernels.paged_attention.tuning import tuning_for
+from tests.kernels import conformance
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN, which is on purpose
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+DECODED = 2  # rows of at most so many queries are none of this kernel's business
+
+
+class _Impatient(threading.Condition):
+  """A deadlock of the kernel fails the test instead of waiting for ever."""
+
+  def wait(self, timeout: float | None = None) -> bool:
+    if not super().wait(timeout=20.0 if timeout is None else timeout):
+      raise TimeoutError("a warpgroup waits for ever")
+    return True
+
+
+@pytest.fixture(autouse=True)
+def no_hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+  names = vars(threading) | {"Condition": _Impatient}
+  monkeypatch.setattr(shared_memory, "threading", types.SimpleNamespace(**names))
+  yield
+  gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def plan_of(spec: ArgSpec) -> Plan:
+  geometry = Geometry(
+    spec.num_tokens,
+    spec.num_rows,
+    spec.table_width,
+    spec.block_size,
+    spec.num_heads,
+    spec.num_kv_heads,
+    spec.head_dim,
+    spec.sliding_window,
+  )
+  return Plan(geometry, split_blocks=8, decode_queries=min(DECODED, 64 // geometry.group))
+
+
+def operands(spec: ArgSpec, arguments: Arguments) -> tuple[jax.Array, ...]:
+  """q, kv, block_tables, kv_lens, query_starts and the plan's array, in the kernel's layouts."""
+  heads, page = spec.num_kv_heads, spec.block_size
+  kv = np.full((arguments.num_blocks, heads, 2, page, spec.head_dim), np.nan, np.float32)
+  for row, (keys, values) in enumerate(zip(arguments.keys, arguments.values, strict=True)):
+    block, offset = np.divmod(arguments.slots(row, page), page)
+    kv[block, :, 0, offset], kv[block, :, 1, offset] = keys, values
+  q = arguments.q.reshape(spec.num_tokens, heads, -1, spec.head_dim).swapaxes(0, 1).reshape(heads, -1, spec.head_dim)
+  plan = plan_of(spec).make(arguments.query_starts, arguments.kv_lens)
+  integers = (arguments.block_tables, arguments.kv_lens, arguments.query_starts, plan)
+  return jnp.asarray(q).astype(spec.dtype), jnp.asarray(kv).astype(spec.dtype), *(jnp.asarray(x) for x in integers)
+
+
+def prefill(spec: ArgSpec, module: types.ModuleType = gpu_prefill, **tuning: Any):
+  """The kernel, jitted, on `operands`."""
+  plan = plan_of(spec)
+  tuned = dataclasses.replace(tuning_for("", spec.head_dim, spec.block_size), **tuning)
+
+  def run(q, kv, block_tables, kv_lens, query_starts, packed):
+    return module.prefill(
+      q,
+      kv,
+      block_tables,
+      kv_lens,
+      query_starts,
+      plan.split(packed),
+      plan=plan,
+      scale=spec.scale,
+      sliding_window=spec.sliding_window,
+      soft_cap=spec.soft_cap,
+      tuning=tuned,
+      interpret=INTERPRET,
+    )
+
+  return jax.jit(run)
+
+
+def check(spec: ArgSpec, module: types.ModuleType = gpu_prefill, **tuning: Any) -> None:
+  """One call: numbers, zeros at padding, nothing written at rows of few queries (the interpreter's NaN), no race."""
+  arguments = arg_specs.make(spec)
+  out = np.asarray(prefill(spec, module, **tuning)(*operands(spec, arguments)).astype(jnp.float32))
+  assert not gpu_callbacks.get_races().races_found
+  counts = np.diff(arguments.query_starts)
+  mine = np.repeat(counts > plan_of(spec).decode_queries, counts)
+  mine = np.concatenate([mine, np.ones(spec.num_tokens - len(mine), bool)])
+  want = conformance.oracle(spec, arguments)
+  # Weights and result are rounded to bf16: 2^-9 of the result, and of the numbers that cancel in it.
+  np.testing.assert_allclose(out[mine], want[mine], rtol=2.0**-8, atol=4e-3)
+  assert not out[arguments.query_starts[-1] :].any(), "padding tokens must give zeros"
+  assert np.isnan(out[~mine]).all(), "a token of another row is written"
+
+
+def _spec(
+  name: str, rows: tuple[tuple[int, int], ...], num_tokens: int, page: int, group: int = 4, **changes
+) -> ArgSpec:
+  width = -(-max([1, *(length for _, length in rows)]) // page) + 1
+  kv_heads = changes.pop("num_kv_heads", 1)
+  return ArgSpec(
+    name,
+    rows,
+    num_tokens,
+    len(rows) + 2,
+    block_size=page,
+    table_width=width,
+    num_heads=group * kv_heads,
+    num_kv_heads=kv_heads,
+    dtype="bfloat16",
+    **changes,
+  )
+
+
+_MIXED = ((1, 5), (7, 7), (2, 30), (40, 140), (1, 16), (0, 0), (9, 128))
+
+SPECS = (
+  (_spec("nothing", (), 8, 16), {}),
+  (_spec("no_padding", ((3, 3),), 3, 16), {}),
+  (_spec("mixed", _MIXED, 64, 16, num_kv_heads=2), {}),
+  (_spec("window", _MIXED, 64, 32, group=3, sliding_window=50), {"prefill_tile_keys": 64, "prefill_stages": 2}),
+  (_spec("window_of_one", ((20, 90),), 24, 16, sliding_window=1), {"prefill_tile_keys": 64}),
+  (_spec("many_tiles", ((33, 600),), 40, 64, head_dim=128), {"prefill_stages": 2, "prefill_tile_keys": 64}),
+  (_spec("one_stage", ((9, 300),), 12, 32, sliding_window=140), {"prefill_stages": 1, "prefill_tile_keys": 64}),
+  (_spec("half_a_page_a_tile", ((5, 170),), 6, 128, group=5, soft_cap=2.0), {"prefill_tile_keys": 64}),
+  (_spec("group_of_64", ((3, 70),), 4, 64, group=64), {}),
+  (_spec("group_of_1", ((140, 140),), 150, 64, group=1), {}),
+  (_spec("head_of_256", ((4, 100),), 6, 64, group=2, head_dim=256), {}),
+)
+
+
+@pytest.mark.parametrize(("spec", "tuning"), SPECS, ids=[spec.name for spec, _ in SPECS])
+def test_equals_dense_attention(spec: ArgSpec, tuning: dict[str, Any]) -> None:
+  check(spec, **tuning)
+
+
+def test_a_row_depends_neither_on_neighbours_nor_on_its_place_nor_on_the_order_of_items() -> None:
+  """Bit for bit, in one executable; once beside rows full of NaN, once with the items in reverse."""
+  subject, program, results = (37, 150), None, []
+  for number, (before, after) in enumerate((((), ()), (((1, 300), (5, 40)), ()), (((3, 20),), ((20, 200), (2, 9))))):
+    rows = (*before, subject, *after)
+    used = sum(-(-length // 16) for _, length in rows)
+    spec = ArgSpec("company", rows, 64, 5, 16, 20, 4, 1, 64, dtype="bfloat16", spare_blocks=60 - used)
+    arguments = arg_specs.make(spec, number)
+    at = len(before)
+    begin, end = arguments.query_starts[at : at + 2]
+    fixed = arg_specs.make(ArgSpec("subject", (subject,), subject[0], 1, 16, 20, 4, 1, 64))
+    arguments.q[begin:end] = fixed.q
+    arguments.keys[at][:], arguments.values[at][:] = fixed.keys[0], fixed.values[0]
+    for row in range(len(rows)):
+      if row != at and number == 2:
+        arguments.keys[row][:], arguments.values[row][:] = np.nan, np.nan
+    *inputs, packed = operands(spec, arguments)
+    if number == 1:
+      pieces = plan_of(spec).split(np.array(packed))
+      items = pieces["prefill_items"][: pieces["counts"][1]]
+      order, (offset, _) = items[::-1].copy(), plan_of(spec).fields["prefill_items"]
+      packed = packed.at[offset : offset + order.size].set(order.reshape(-1))
+    program = program or prefill(spec)
+    results.append(np.asarray(program(*inputs, packed).astype(jnp.float32))[begin:end])
+  assert np.isfinite(results[0]).all()
+  for other in results[1:]:
+    np.testing.assert_array_equal(other, results[0])
+
+
+@pytest.mark.parametrize(
+  ("changes", "tuning", "error", "message"),
+  [
+    ({"dtype": "float32"}, {}, NotImplementedError, "must be bfloat16"),
+    ({"head_dim": 96}, {}, NotImplementedError, "head_dim=96"),
+    ({"block_size": 48}, {}, NotImplementedError, "block_size=48"),
+    ({"num_heads": 65}, {}, NotImplementedError, "65 heads a group"),
+    ({}, {"prefill_tile_keys": 96}, ValueError, "prefill_tile_keys=96"),
+  ],
+)
+def test_what_is_not_supported_is_refused(changes, tuning, error, message) -> None:
+  spec = dataclasses.replace(_spec("refused", ((5, 20),), 8, 16), **changes)
+  plan = dataclasses.replace(plan_of(dataclasses.replace(spec, num_heads=4)), geometry=plan_of(spec).geometry)
+  shape = spec.num_kv_heads, spec.num_tokens * spec.num_heads, spec.head_dim
+  q, kv = jnp.zeros(shape, spec.dtype), jnp.zeros((3, 1, 2, spec.block_size, spec.head_dim), spec.dtype)
+  tuned = dataclasses.replace(tuning_for("", 64, 16), **tuning)
+  none = jnp.zeros(0, jnp.int32)
+  options = {"scale": 1.0, "sliding_window": None, "soft_cap": None, "tuning": tuned, "interpret": INTERPRET}
+  with pytest.raises(error, match=message):
+    gpu_prefill.prefill(q, kv, none, none, none, {}, plan=plan, **options)
+
+
+# Two items of a row, the second of 5 tokens; three tiles each, two stages, pages of two sizes of copy, a window that
+# begins inside a tile, an end inside a page, a row of another kernel right behind, and padding.
+_SEEDED = _spec("seeded", ((37, 183), (1, 9)), 40, 32, sliding_window=90)
+_TUNING: dict[str, Any] = {"prefill_tile_keys": 64, "prefill_stages": 2}
+
+BUGS = (
+  ("the page after", "tables_g[row, jnp.minimum(index,", "tables_g[row, jnp.minimum(index + 1,"),
+  ("pages of no key are read", "jnp.where(exists, block, num_blocks)", "block"),
+  ("a copy brings the wrong part", "ring.at[slot, pl.ds(start, chunk)]", "ring.at[slot, pl.ds(0, chunk)]"),
+  ("keys are taken for values", "copy(1, v_s, v_full", "copy(0, v_s, v_full"),
+  ("a query sees the next key", "seen = key <= edge", "seen = key <= edge + 1"),
+  ("a query does not see its own key", "seen = key <= edge", "seen = key < edge"),
+  ("the window is one too long", "key > edge - sliding_window", "key >= edge - sliding_window"),
+  ("the walk begins a tile late", "first = lax.div(jnp.int32(lowest), keys)", "first = lax.div(lowest, keys) + 1"),
+  ("the edge is reached too late", "position + lax.div(wg * _HALF, group) + 1, keys)", "position + 64, keys)"),
+  ("the window is left too early", "in_window = lax.div(", "in_window = 0 * lax.div("),
+  ("values past the end are not cleaned", "cut = (held < keys)", "cut = (held < 0)"),
+  ("values are cleaned up to one too far", "< held - start", "<= held - start"),
+  ("values are handed out before they are clean", "copy(1, v_s, tail_full)", "copy(1, v_s, v_full.at[slot])"),
+  ("values of the wrong stage", "multiply_values(out_acc, weights, before)", "multiply_values(out_acc, weights, slot)"),
+  ("values are not waited for", "    plgpu.barrier_wait(v_full.at[before])\n", ""),
+  ("the first keys are not waited for", "      plgpu.barrier_wait(k_full.at[0])\n", ""),
+  ("queries are not waited for", "      plgpu.barrier_wait(q_full)\n", ""),
+  ("keys overwrite keys in use", "i - first >= stages", "i - first >= stages + 1"),
+  ("values are not given back", "        plgpu.barrier_arrive(v_free.at[before])\n", ""),
+  ("values are given back too early", "          multiply_keys(scores_acc, rows, slot)\n          multiply_values",
+   "          multiply_keys(scores_acc, rows, slot)\n          plgpu.barrier_arrive(v_free.at[before])\n"
+   "          multiply_values"),
+  ("the other warpgroup never gets its turn", "        plgpu.barrier_arrive(turn.at[1 - wg])\n        return",
+   "        return"),
+  ("older sums do not decay", "return out * lax.broadcast_in_dim(decay, out.shape, [0])", "return out"),
+  ("the sum of weights does not decay", "total * decay + weights", "total + weights"),
+  ("all of the tile is written", "store(token, count)\n\n", "store(token, jnp.int32(plan.tile_tokens))\n\n"),
+  ("a run of tokens is written at the wrong place", "done = count & ~(2 * run - 1)", "done = count & ~(run - 1)"),
+  ("the result is not handed to TMA", "      plgpu.commit_smem()\n      plgpu.barrier_arrive(out_full)",
+   "      plgpu.barrier_arrive(out_full)"),
+  ("the result is stored before it is there", "        plgpu.barrier_wait(out_full)\n        store(token, count)\n",
+   "        store(token, count)\n        plgpu.barrier_wait(out_full)\n"),
+  ("padding is not zero", "jnp.zeros((_HALF, _LANES), dtype)", "jnp.ones((_HALF, _LANES), dtype)"),
+  ("an idle block does not exit", "item < counts_g[1]", "item <= counts_g[1]"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), [bug[1:] for bug in BUGS], ids=[bug[0].replace(" ", "_") for bug in BUGS])
+def test_seeded_bug_is_caught(old: str, new: str) -> None:
+  source = Path(gpu_prefill.__file__).read_text()
+  assert source.count(old) == 1, f"{old!r} must occur once"
+  module = types.ModuleType("seeded")
+  exec(compile(source.replace(old, new), "seeded", "exec"), vars(module))
+  with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+    check(_SEEDED, module, **_TUNING)
+
+
+def test_the_kernel_without_a_bug_passes() -> None:
+  check(_SEEDED, **_TUNING)
