@@ -4,7 +4,7 @@ Pages that no row uses, and positions past a row's length in its last page, hold
 shows. The oracle is dense attention in f64.
 """
 
-import functools
+import dataclasses
 from types import ModuleType
 
 import jax
@@ -14,6 +14,7 @@ import pytest
 
 from pallas_kernels.paged_attention import arg_specs
 from pallas_kernels.paged_attention.arg_specs import ArgSpec, Arguments
+from pallas_kernels.paged_attention.plan import Geometry, Plan
 
 
 def dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, spec: ArgSpec) -> np.ndarray:
@@ -59,16 +60,52 @@ def filled(implementation: ModuleType, spec: ArgSpec, arguments: Arguments) -> j
   return implementation.write_kv(kv, keys, values, jnp.asarray(slots))
 
 
+def geometry(spec: ArgSpec) -> Geometry:
+  """What is static about a spec."""
+  return Geometry(
+    tokens=spec.num_tokens,
+    rows=spec.num_rows,
+    table_width=spec.table_width,
+    block_size=spec.block_size,
+    num_heads=spec.num_heads,
+    num_kv_heads=spec.num_kv_heads,
+    head_dim=spec.head_dim,
+    sliding_window=spec.sliding_window,
+  )
+
+
+def plan_of(implementation: ModuleType, spec: ArgSpec) -> Plan | None:
+  """The plan that an implementation wants made on the host, if any."""
+  make_plan = getattr(implementation, "make_plan", None)
+  return make_plan(geometry(spec), "") if make_plan else None
+
+
 def attend(implementation: ModuleType, spec: ArgSpec):
-  """The call as serving makes it: jitted, with everything dynamic but the geometry."""
-  return jax.jit(
-    functools.partial(
-      implementation.ragged_paged_attention,
+  """The call as serving makes it: jitted, with everything dynamic but the geometry. Takes `operands`."""
+  plan = plan_of(implementation, spec)
+
+  def call(q, kv, block_tables, kv_lens, query_starts, *packed):
+    planned = {"plan": plan, "work": plan.split(*packed)} if plan else {}
+    return implementation.ragged_paged_attention(
+      q,
+      kv,
+      block_tables,
+      kv_lens,
+      query_starts,
       scale=spec.scale,
       sliding_window=spec.sliding_window,
       soft_cap=spec.soft_cap,
+      **planned,
     )
-  )
+
+  return jax.jit(call)
+
+
+def rows_of(implementation: ModuleType, spec: ArgSpec, kv_lens: np.ndarray, query_starts: np.ndarray) -> tuple:
+  """What tells of a batch's rows: their lengths and starts, and the plan's array where there is a plan."""
+  plan = plan_of(implementation, spec)
+  packed = [plan.make(query_starts, kv_lens)] if plan else []
+  return tuple(jnp.asarray(x) for x in (kv_lens, query_starts, *packed))
 
 
 def operands(implementation: ModuleType, spec: ArgSpec, arguments: Arguments) -> tuple[jax.Array, ...]:
@@ -77,37 +114,51 @@ def operands(implementation: ModuleType, spec: ArgSpec, arguments: Arguments) ->
     jnp.asarray(arguments.q).astype(spec.dtype),
     filled(implementation, spec, arguments),
     jnp.asarray(arguments.block_tables),
-    jnp.asarray(arguments.kv_lens),
-    jnp.asarray(arguments.query_starts),
+    *rows_of(implementation, spec, arguments.kv_lens, arguments.query_starts),
   )
 
 
-def check(implementation: ModuleType, spec: ArgSpec, seed: int = 0) -> None:
+def f32(x: jax.Array) -> np.ndarray:
+  """On the host, in a dtype that numpy knows."""
+  return np.asarray(x.astype(jnp.float32))
+
+
+def check(implementation: ModuleType, spec: ArgSpec, seed: int = 0, atol: float = 1e-5) -> None:
   """Compares one call with the oracle."""
   arguments = arg_specs.make(spec, seed)
   out = attend(implementation, spec)(*operands(implementation, spec, arguments))
   assert out.dtype == jnp.dtype(spec.dtype)
-  # f32: sums of at most some thousand terms of order 1 whose weights sum to 1, each rounded to 6e-8. bf16: arithmetic
-  # is f32 as well, and the result is rounded once, to 8 bits.
-  relative = 2.0**-8 if spec.dtype == "bfloat16" else 0.0
-  np.testing.assert_allclose(np.asarray(out.astype(jnp.float32)), oracle(spec, arguments), rtol=relative, atol=1e-5)
-  padding = np.asarray(out.astype(jnp.float32))[arguments.query_starts[-1] :]
-  assert not padding.any(), "padding tokens must give zeros"
+  np.testing.assert_allclose(f32(out), oracle(spec, arguments), rtol=relative(spec.dtype), atol=atol)
+  assert not f32(out)[arguments.query_starts[-1] :].any(), "padding tokens must give zeros"
+
+
+def relative(dtype: str) -> float:
+  """Of the result's own rounding, to 8 bits in bf16."""
+  return 2.0**-8 if dtype == "bfloat16" else 0.0
 
 
 class Conformance:
-  """Inherit as `class TestX(Conformance): implementation = module`."""
+  """Inherit as `class TestX(Conformance): implementation = module`.
+
+  Attributes:
+    implementation: the module.
+    dtype: of all but the first test, whose specs have their own.
+    atol: how far a result may be off besides its own rounding. As it is here: sums of at most some thousand terms of
+      order 1 whose weights sum to 1, all in f32, each rounded to 6e-8.
+  """
 
   implementation: ModuleType
+  dtype: str = "float32"
+  atol: float = 1e-5
 
   @pytest.mark.parametrize("spec", arg_specs.CONFORMANCE, ids=str)
   def test_equals_dense_attention(self, spec: ArgSpec) -> None:
-    check(self.implementation, spec)
+    check(self.implementation, spec, atol=self.atol)
 
   def test_random_batches_in_one_executable(self) -> None:
     """Any mix of rows runs in one compiled program: bounds are values, not shapes."""
     rng = np.random.default_rng(7)
-    geometry = ArgSpec("random", (), 48, 10, table_width=12)
+    geometry = ArgSpec("random", (), 48, 10, table_width=12, dtype=self.dtype)
     program = None
     for seed in range(10):
       budget, rows = 48, []
@@ -117,11 +168,12 @@ class Conformance:
         budget -= queries
       # The same number of blocks for every draw, since the pool is a shape.
       used = sum(-(-length // 16) for _, length in rows)
-      spec = ArgSpec("random", tuple(rows), 48, 10, table_width=12, spare_blocks=121 - used)
+      spec = dataclasses.replace(geometry, rows=tuple(rows), spare_blocks=121 - used)
       arguments = arg_specs.make(spec, seed)
       inputs = operands(self.implementation, spec, arguments)
       program = program or attend(self.implementation, geometry).lower(*inputs).compile()
-      np.testing.assert_allclose(np.asarray(program(*inputs)), oracle(spec, arguments), rtol=0, atol=1e-5)
+      close = {"rtol": relative(self.dtype), "atol": self.atol}
+      np.testing.assert_allclose(f32(program(*inputs)), oracle(spec, arguments), **close)
 
   @pytest.mark.parametrize("queries", [1, 20], ids=["decode", "prefill"])
   def test_a_row_depends_neither_on_neighbours_nor_on_its_place(self, queries: int) -> None:
@@ -136,7 +188,7 @@ class Conformance:
     for number, (before, after) in enumerate(companies):
       rows = (*before, subject, *after)
       used = sum(-(-length // 16) for _, length in rows)
-      spec = ArgSpec("company", rows, 64, 8, spare_blocks=100 - used)
+      spec = ArgSpec("company", rows, 64, 8, spare_blocks=100 - used, dtype=self.dtype)
       arguments = arg_specs.make(spec, number)
       at = len(before)
       begin, end = arguments.query_starts[at : at + 2]
@@ -149,41 +201,44 @@ class Conformance:
           arguments.values[row][:] = np.nan
       inputs = operands(self.implementation, spec, arguments)
       program = program or attend(self.implementation, spec).lower(*inputs).compile()
-      results.append(np.asarray(program(*inputs))[begin:end])
+      results.append(f32(program(*inputs))[begin:end])
     assert np.isfinite(results[0]).all()
     for other in results[1:]:
       np.testing.assert_array_equal(other, results[0])
 
   def test_chunks_of_any_size_give_the_whole(self) -> None:
     """A prompt in chunks (the last of one token) equals the prompt at once."""
-    length, spec = 150, ArgSpec("whole", ((150, 150),), 160, 2)
+    length, spec = 150, ArgSpec("whole", ((150, 150),), 160, 2, dtype=self.dtype)
     arguments = arg_specs.make(spec)
     inputs = operands(self.implementation, spec, arguments)
     program = attend(self.implementation, spec).lower(*inputs).compile()
-    whole, parts, done = np.asarray(program(*inputs))[:length], [], 0
+    whole, parts, done = f32(program(*inputs))[:length], [], 0
     for size in (16, 1, 37, 64, 31, 1):
       q = np.full_like(arguments.q, np.nan)
       q[:size] = arguments.q[done : done + size]
       done += size
       lens, starts = np.array([done, 0], np.int32), np.array([0, size, size], np.int32)
-      parts.append(np.asarray(program(jnp.asarray(q), *inputs[1:3], jnp.asarray(lens), jnp.asarray(starts)))[:size])
+      rows = rows_of(self.implementation, spec, lens, starts)
+      parts.append(f32(program(jnp.asarray(q).astype(self.dtype), *inputs[1:3], *rows))[:size])
     assert done == length
-    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=0, atol=1e-5)
+    # Both may be off, and to different sides.
+    close = {"rtol": 2 * relative(self.dtype), "atol": 2 * self.atol}
+    np.testing.assert_allclose(np.concatenate(parts), whole, **close)
 
   def test_write_keeps_the_rest_and_padding_touches_block_0_only(self) -> None:
-    spec = ArgSpec("write", ((1, 40), (1, 20)), 8, 4)
+    spec = ArgSpec("write", ((1, 40), (1, 20)), 8, 4, dtype=self.dtype)
     arguments = arg_specs.make(spec)
     before = filled(self.implementation, spec, arguments)
-    k = jnp.ones((6, spec.num_kv_heads, spec.head_dim))
+    k = jnp.ones((6, spec.num_kv_heads, spec.head_dim), self.dtype)
     after = self.implementation.write_kv(before, k, 2 * k, jnp.arange(6, dtype=jnp.int32))
-    zeroed = np.asarray(after).copy()
-    zeroed[0] = np.asarray(before)[0]
-    np.testing.assert_array_equal(zeroed, np.asarray(before))
+    zeroed = f32(after).copy()
+    zeroed[0] = f32(before)[0]
+    np.testing.assert_array_equal(zeroed, f32(before))
 
   def test_write_is_in_place_when_donated(self) -> None:
     """The compiled program aliases the pool, holds no second one, and hands back the same memory."""
-    kv = jnp.zeros(self.implementation.kv_shape(256, 16, 2, 64))
-    k, slots = jnp.ones((8, 2, 64)), jnp.arange(16, 24, dtype=jnp.int32)
+    kv = jnp.zeros(self.implementation.kv_shape(256, 16, 2, 64), self.dtype)
+    k, slots = jnp.ones((8, 2, 64), self.dtype), jnp.arange(16, 24, dtype=jnp.int32)
     program = jax.jit(self.implementation.write_kv, donate_argnums=0).lower(kv, k, k, slots).compile()
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == kv.nbytes
