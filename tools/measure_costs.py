@@ -6,10 +6,10 @@
 
 Every rung of the ladder runs steps made by hand: decodes of short, long and mixed contexts, prompts at their beginning
 and at their end, both together, half-empty ones; two in flight, as the engine keeps them. The best median of --rounds
-counts.
-Then the real engine runs a small load: it gives the host's part, and the factor by which steps take longer there
-(`engine_over_table`), which the table has in it. With --step_trace the device's part comes from steps that a server recorded, whose device shared
-the machine with front end and clients. --roofline writes the table of a part that is not at hand, and measures nothing.
+counts. Then the real engine runs a small load: it gives the host's part, and the factor by which steps take longer
+there (`engine_over_table`), which the table has in it. With --step_trace the device's part comes from steps that a
+server recorded, whose device shared the machine with front end and clients. --roofline writes the table of a part that
+is not at hand, and measures nothing.
 """
 
 from collections.abc import Sequence
