@@ -22,7 +22,12 @@ class EngineConfig:
     policy: a name in engine.policy.POLICIES.
     batching: a name in engine.batching.BATCHING.
     dynamic_window_s, dynamic_max_batch: with dynamic batching, how long a wave waits for company, and its most rows.
-    aging_s: seconds of waiting that are worth one unit of priority (0: no ageing).
+    admission: a name in engine.admission.ADMISSION.
+    aging_s: with policy priority, seconds of waiting that are worth one unit of priority (0: no ageing).
+    sjf_aging_tokens_per_s: with policy sjf, what a second of waiting is worth in max_tokens (0: no ageing).
+    tier_share: with policy tiers, the part of slots and of prompt tokens a step that batch work may not take.
+    tier_delay_s: with policy tiers, how long after a batch request an interactive one may arrive and still go first.
+    tier_long_context: with policy tiers, batch rows longer than this make way for interactive ones (0: none does).
     enable_prefix_caching: share full blocks of equal prefixes.
     eos_token_ids: end a request unless it ignores them.
   """
@@ -42,7 +47,12 @@ class EngineConfig:
   batching: str = "chunked"
   dynamic_window_s: float = 0.05
   dynamic_max_batch: int = 64
+  admission: str = "queue"
   aging_s: float = 10.0
+  sjf_aging_tokens_per_s: float = 50.0
+  tier_share: float = 0.25
+  tier_delay_s: float = 30.0
+  tier_long_context: int = 0
   enable_prefix_caching: bool = True
   eos_token_ids: tuple[int, ...] = ()
 
@@ -61,10 +71,19 @@ class EngineConfig:
       value = getattr(self, name)
       if value < 1:
         raise ConfigError(f"{name}={value} must be at least 1; set --{name}")
-    for name in ("queue_timeout_s", "request_timeout_s", "aging_s", "dynamic_window_s"):
+    for name in ("queue_timeout_s", "request_timeout_s", "aging_s", "dynamic_window_s", "tier_delay_s"):
       value = getattr(self, name)
       if not 0 <= value < float("inf"):
         raise ConfigError(f"{name}={value} must be a finite number of seconds, 0 or more; set --{name}")
+    if not 0 <= self.sjf_aging_tokens_per_s < float("inf"):
+      raise ConfigError(
+        f"sjf_aging_tokens_per_s={self.sjf_aging_tokens_per_s} must be finite and 0 or more; set "
+        "--sjf_aging_tokens_per_s"
+      )
+    if not 0 <= self.tier_share < 1:
+      raise ConfigError(f"tier_share={self.tier_share} must be at least 0 and below 1; set --tier_share")
+    if self.tier_long_context < 0:
+      raise ConfigError(f"tier_long_context={self.tier_long_context} must be 0 or more; set --tier_long_context")
     if self.prefill_chunk > self.token_budgets[-1]:
       raise ConfigError(
         f"prefill_chunk={self.prefill_chunk} exceeds the top token budget {self.token_budgets[-1]}; "

@@ -149,7 +149,8 @@ class Engine:
     in_flight, self._in_flight = self._in_flight, launched
     if in_flight is not None:
       events += self._commit(in_flight)
-    return launched is not None or in_flight is not None
+    # A step may be empty although requests run: one made way for another, which then was preempted.
+    return launched is not None or in_flight is not None or self._scheduler.num_running > 0
 
   def _launch(self, now: float) -> tuple[Batch, Launched, StepRecord, float] | None:
     scheduler = self._scheduler
@@ -230,4 +231,4 @@ class PlainEngine(Engine):
     launched = self._launch(now)
     if launched is not None:
       events += self._commit(launched)
-    return launched is not None
+    return launched is not None or self._scheduler.num_running > 0

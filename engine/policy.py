@@ -1,26 +1,73 @@
-"""Who goes first: order only. Pure Python; touches no block and no budget.
+"""Who goes first, and how much of a step anyone may have: order and shares only. Pure Python; touches no block.
 
-The Scheduler owns the mechanism and asks. The order's rank() decides admissions, who gets blocks first and, read from
-the other end, who is preempted. To add a policy, add a class and its name in the table, then tests by literal lists.
+The Scheduler owns the mechanism and asks. rank() is a total order that never changes: it decides who gets blocks first
+and, read from the other end, who is preempted; candidates() decides who is admitted, by rank unless a policy says
+otherwise. To add a policy, add a class and its name in the table, then tests by literal lists.
+
+  fcfs      first come, first served
+  priority  lower numbers first, with ageing
+  sjf       fewest declared max_tokens first, with ageing: short answers do not wait behind long ones
+  fair      the tenant that has had least goes first (Virtual Token Counter, OSDI 2024)
+  tiers     interactive requests (priority 0 or less) have a share of every step and of the slots to themselves
 """
 
+from collections import deque
+from collections.abc import Iterator
 import dataclasses
-from typing import Protocol
+from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.request import Request
 
 
-class Order(Protocol):
-  """A total order of requests that does not change with time, so that queues stay sorted once sorted."""
+class Policy:
+  """What the Scheduler asks; as it stands here, everything is strictly by rank and nobody has a share."""
 
   def rank(self, request: Request) -> tuple[float, ...]:
-    """Lower goes first. The Scheduler adds the order of arrival to break ties."""
-    ...
+    """Lower goes first. The Scheduler adds the order of arrival to break ties. Asked once, on arrival."""
+    raise NotImplementedError
+
+  def candidates(self, waiting: list[Request]) -> Iterator[Request]:
+    """The waiting requests in the order in which they may join. `waiting` is sorted by rank, and loses who joined."""
+    return iter(tuple(waiting))
+
+  def begin(self, running: list[Request], waiting: list[Request]) -> None:
+    """A step is about to be planned."""
+
+  def holds(self, request: Request) -> bool:
+    """Whether a running request is left out of this step."""
+    return False
+
+  def grant(self, request: Request, count: int) -> int:
+    """Of `count` prompt tokens that there is room for, how many the request may have in this step."""
+    return count
+
+  def may_join(self, request: Request) -> bool:
+    """Whether a waiting request may have a slot; who is stepped over keeps its place."""
+    return True
+
+  def arrived(self, request: Request) -> None:
+    """A new request is queued."""
+
+  def ended(self, request: Request) -> None:
+    """A request has ended."""
+
+  def ran(self, requests: list[Request], counts: tuple[int, ...], tokens: int) -> None:
+    """A step of a rung of `tokens` is planned, of `counts[i]` tokens of `requests[i]`."""
+
+  def measured(self, tokens: int, seconds: float) -> None:
+    """A step of a rung of `tokens` took this long."""
+
+  def state(self) -> dict[str, Any]:
+    """What it remembers between steps, as plain JSON values, for a trace."""
+    return {}
+
+  def restore(self, state: dict[str, Any]) -> None:
+    """Takes back what `state` gave."""
 
 
-class Fcfs:
+class Fcfs(Policy):
   """First come, first served; priority is ignored."""
 
   def rank(self, request: Request) -> tuple[float, ...]:
@@ -28,7 +75,7 @@ class Fcfs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Priority:
+class Priority(Policy):
   """Lower priority number first; waiting `aging_s` seconds is worth one unit, so nobody starves.
 
   At time t a request counts as priority - (t - arrival) / aging_s. The t is common to all, so the order is that of
@@ -42,14 +89,174 @@ class Priority:
     return (request.priority + aged, request.arrival_time)
 
 
-POLICIES = ("fcfs", "priority")
+@dataclasses.dataclass(frozen=True)
+class ShortestJobFirst(Policy):
+  """Fewest max_tokens first; a second of waiting is worth `aging_tokens_per_s` of them.
+
+  A request for n tokens is overtaken only by what arrives within n / aging_tokens_per_s seconds after it.
+  """
+
+  aging_tokens_per_s: float
+
+  def rank(self, request: Request) -> tuple[float, ...]:
+    return (request.params.max_tokens + request.arrival_time * self.aging_tokens_per_s, request.arrival_time)
 
 
-def make_order(config: EngineConfig) -> Order:
-  """The order that `config.policy` names; raises ConfigError."""
+_GUESSED_TOKEN_S = 1e-3  # of a rung that was never measured
+
+
+class Fair(Policy):
+  """Admits for the tenant that has used least (Virtual Token Counter, Sheng et al., OSDI 2024).
+
+  What is counted is not tokens but seconds: each token of a step is charged its part of what steps of that rung have
+  lately taken, so a tenant pays for the padding and the prefill that its requests cause. A tenant that was away comes
+  back no poorer than the poorest of those that stayed: what it did not use is not saved up.
+  """
+
+  def __init__(self):
+    self._used: dict[str, float] = {}  # seconds, by tenant
+    self._live: dict[str, int] = {}  # requests, by tenant; those without are absent
+    self._step_s: dict[int, float] = {}  # by rung
+    self._per_token_s = _GUESSED_TOKEN_S  # of the latest step
+
+  def rank(self, request: Request) -> tuple[float, ...]:
+    return (request.arrival_time,)
+
+  def candidates(self, waiting: list[Request]) -> Iterator[Request]:
+    queues: dict[str, deque[Request]] = {}
+    for request in waiting:
+      queues.setdefault(request.tenant, deque()).append(request)
+    used = {name: self._used[name] for name in queues}
+    while queues:
+      tenant = min(queues, key=lambda name: (used[name], queues[name][0].rank))
+      request = queues[tenant].popleft()
+      if not queues[tenant]:
+        del queues[tenant]
+      yield request
+      used[tenant] += request.num_prompt_tokens * self._per_token_s  # until ran() knows what it really is
+
+  def arrived(self, request: Request) -> None:
+    tenant = request.tenant
+    if tenant not in self._live:
+      self._used[tenant] = max(self._used.get(tenant, 0.0), self._floor())
+    self._live[tenant] = self._live.get(tenant, 0) + 1
+
+  def ended(self, request: Request) -> None:
+    left = self._live[request.tenant] - 1
+    if left:
+      self._live[request.tenant] = left
+      return
+    del self._live[request.tenant]
+    floor = self._floor()  # whoever has used no more would come back with as much: its name need not be kept
+    self._used = {name: used for name, used in self._used.items() if name in self._live or used > floor > 0.0}
+
+  def _floor(self) -> float:
+    return min((self._used[name] for name in self._live), default=0.0)
+
+  def ran(self, requests: list[Request], counts: tuple[int, ...], tokens: int) -> None:
+    self._per_token_s = self._step_s.get(tokens, _GUESSED_TOKEN_S * tokens) / sum(counts)
+    for request, count in zip(requests, counts, strict=True):
+      self._used[request.tenant] += count * self._per_token_s
+
+  def measured(self, tokens: int, seconds: float) -> None:
+    known = self._step_s.get(tokens)
+    self._step_s[tokens] = seconds if known is None else known + 0.1 * (seconds - known)
+
+  def state(self) -> dict[str, Any]:
+    return {
+      "used": dict(self._used),
+      "live": dict(self._live),
+      "step_s": list(self._step_s.items()),
+      "per_token_s": self._per_token_s,
+    }
+
+  def restore(self, state: dict[str, Any]) -> None:
+    self._used, self._live = dict(state["used"]), dict(state["live"])
+    self._step_s = dict(state["step_s"])
+    self._per_token_s = state["per_token_s"]
+
+
+class Tiers(Policy):
+  """Two latency tiers: interactive requests have priority 0 or less, batch work has more.
+
+  Of the slots, and of a step's prompt tokens while interactive requests are live, `share` is for interactive requests
+  alone. Batch rows of more than `long_context` tokens make a step slow for all, so while interactive requests run they
+  take part in one step of `_LONG_PERIOD`. A batch request is overtaken only by what arrives within `delay_s` after it.
+  """
+
+  def __init__(self, config: EngineConfig):
+    self._delay_s = config.tier_delay_s
+    self._long_context = config.tier_long_context or config.max_model_len
+    self._batch_slots = max(1, int(config.max_num_seqs * (1.0 - config.tier_share)))
+    self._batch_tokens = max(1, int(config.prefill_chunk * (1.0 - config.tier_share)))
+    self._step = 0
+    # Of the step at hand:
+    self._slots_left = self._tokens_left = 0
+    self._interactive_runs = False
+
+  def rank(self, request: Request) -> tuple[float, ...]:
+    return (request.arrival_time + (self._delay_s if _is_batch(request) else 0.0),)
+
+  def begin(self, running: list[Request], waiting: list[Request]) -> None:
+    self._step += 1
+    num_batch = sum(map(_is_batch, running))
+    self._interactive_runs = any(
+      not _is_batch(request) and request.num_computed_tokens < request.max_computed_tokens for request in running
+    )
+    self._slots_left = self._batch_slots - num_batch
+    shared = num_batch < len(running) or not all(map(_is_batch, waiting))
+    self._tokens_left = self._batch_tokens if shared else _EVERYTHING
+
+  def holds(self, request: Request) -> bool:
+    return (
+      self._interactive_runs
+      and self._step % _LONG_PERIOD != 0
+      and _is_batch(request)
+      and request.num_computed_tokens > self._long_context
+    )
+
+  def grant(self, request: Request, count: int) -> int:
+    if not _is_batch(request):
+      return count
+    granted = min(count, self._tokens_left)
+    self._tokens_left -= granted
+    return granted
+
+  def may_join(self, request: Request) -> bool:
+    if not _is_batch(request):
+      return True
+    self._slots_left -= 1
+    return self._slots_left >= 0
+
+  def state(self) -> dict[str, Any]:
+    return {"step": self._step}
+
+  def restore(self, state: dict[str, Any]) -> None:
+    self._step = state["step"]
+
+
+_LONG_PERIOD = 4
+_EVERYTHING = 1 << 30
+
+
+def _is_batch(request: Request) -> bool:
+  return request.priority > 0
+
+
+POLICIES = ("fair", "fcfs", "priority", "sjf", "tiers")
+
+
+def make_policy(config: EngineConfig) -> Policy:
+  """What `config.policy` names; raises ConfigError."""
   match config.policy:
     case "fcfs":
       return Fcfs()
     case "priority":
       return Priority(config.aging_s)
+    case "sjf":
+      return ShortestJobFirst(config.sjf_aging_tokens_per_s)
+    case "fair":
+      return Fair()
+    case "tiers":
+      return Tiers(config)
   raise ConfigError(f"policy={config.policy!r} is unknown; set --policy to one of {', '.join(POLICIES)}")

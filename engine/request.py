@@ -46,6 +46,7 @@ class Request:
     queue_deadline, deadline: engine clock; None is never. A request must be first scheduled before the first and
       finished before the second.
     cache_salt: requests share prefix blocks only within one salt.
+    tenant: whose share it counts to, under policy fair.
     leader_id: for n > 1, the sibling whose prompt blocks this one shares; it waits until they are computed. Submit the
       leader first: an id that is not live when this request arrives means nothing.
     rank: place in the policy's order, lower first; fixed on arrival.
@@ -66,6 +67,7 @@ class Request:
   queue_deadline: float | None = None
   deadline: float | None = None
   cache_salt: bytes = b""
+  tenant: str = ""
   leader_id: str | None = None
 
   status: RequestStatus = RequestStatus.WAITING

@@ -13,17 +13,17 @@ v1 scheduler). Planning needs counts alone; token values matter at commit, one s
 """
 
 import bisect
-from collections import deque
 from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
+from engine.admission import AdmissionControl
 from engine.batch import Admission, Batch, StepResult, TokenLogprobs
 from engine.batching import make_batching
 from engine.block_pool import BlockPool, block_key, root_key
 from engine.config import EngineConfig
-from engine.errors import InvalidRequest, Overloaded, RequestTooLong
-from engine.policy import make_order
+from engine.errors import InvalidRequest, RequestTooLong
+from engine.policy import make_policy
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.shapes import ShapeLadder, StepShape
 
@@ -88,7 +88,8 @@ class Scheduler:
     self.pool = BlockPool(config.num_blocks)
     self.num_preemptions = 0
     self.num_waiting_tokens = 0  # prompt tokens of waiting requests
-    self._order = make_order(config)
+    self._policy = make_policy(config)
+    self._admission = AdmissionControl(config)
     self._batching = make_batching(config)
     self._eos = frozenset(config.eos_token_ids)
     self._requests: dict[str, Request] = {}
@@ -96,7 +97,8 @@ class Scheduler:
     self._running: list[Request] = []  # sorted by rank
     self._slots = list(range(config.max_num_seqs - 1, -1, -1))  # free ones; the lowest is handed out first
     self._launched: dict[int, list[Request]] = {}  # step -> its rows
-    self._admission_times: deque[float] = deque(maxlen=16)
+    self._times: dict[int, float] = {}  # step -> when it was planned
+    self._last_commit = 0.0
     self._num_steps = 0
     self._num_arrivals = 0
     self._next_deadline = float("inf")  # no live request has an earlier one
@@ -127,35 +129,16 @@ class Scheduler:
 
   def check_room(self, request: Request, requests_ahead: int = 0, tokens_ahead: int = 0) -> None:
     """Raises Overloaded if the queue, with what is on its way to it, has no room for `request`. Only reads counts."""
-    num_requests = len(self._waiting) + requests_ahead
-    num_tokens = self.num_waiting_tokens + tokens_ahead
-    config = self.config
-    if num_requests >= config.max_queued_requests:
-      wait = self._place_interval()
-      raise Overloaded(
-        f"{num_requests} requests are queued, the limit is {config.max_queued_requests}; try again in {wait:.1f} s",
-        wait,
-      )
-    if num_requests and num_tokens + request.num_prompt_tokens > config.max_queued_tokens:
-      wait = self._place_interval()
-      raise Overloaded(
-        f"{num_tokens} prompt tokens are queued and this request has {request.num_prompt_tokens}, the "
-        f"limit is {config.max_queued_tokens}; try again in {wait:.1f} s",
-        wait,
-      )
-
-  def _place_interval(self) -> float:
-    """A guess of when the queue has a place again, seconds: the mean time between the latest admissions."""
-    times = tuple(self._admission_times)
-    mean = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 1.0
-    return min(max(mean, 0.1), 60.0)
+    self._admission.check(
+      request, len(self._waiting) + requests_ahead, self.num_waiting_tokens + tokens_ahead, bool(self._slots)
+    )
 
   def add(self, request: Request) -> None:
     """Queues a new request that validate_request() and check_room() let pass, at its arrival_time."""
     assert request.id not in self._requests, f"request {request.id!r} is live; the engine refuses duplicates"
     config = self.config
     self._num_arrivals += 1
-    request.rank = (*self._order.rank(request), self._num_arrivals)
+    request.rank = (*self._policy.rank(request), self._num_arrivals)
     params = request.params
     request.stop_ids = frozenset() if params.ignore_eos else self._eos  # one object for all: cache lines
     if params.stop_token_ids:
@@ -173,6 +156,7 @@ class Scheduler:
       if deadline is not None:
         self._next_deadline = min(self._next_deadline, deadline)
     self._requests[request.id] = request
+    self._policy.arrived(request)
     self._enqueue(request)
 
   def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = "") -> list[TokenEvent]:
@@ -221,6 +205,8 @@ class Scheduler:
     plan = _Plan(self.ladder.max_tokens - len(running), config.max_num_seqs - len(running))
     batching = self._batching
     chunk_left, row_limit = batching.chunk_limit, batching.row_limit()
+    policy = self._policy
+    policy.begin(running, self._waiting)
     num_preemptions = self.num_preemptions
     decodes: list[Request] = []
     starts: list[int] = []
@@ -228,7 +214,7 @@ class Scheduler:
     for request in running:
       position = request.num_computed_tokens
       if position >= request.num_sent_tokens:
-        if position >= request.max_computed_tokens:  # its last value is on its way
+        if position >= request.max_computed_tokens or policy.holds(request):  # or its last value is on its way
           continue
         if position % block_size == 0 and not self._cover(request, 1, plan):
           break
@@ -240,6 +226,8 @@ class Scheduler:
         count = min(request.num_sent_tokens - position, chunk_left, row_limit, plan.tokens_left + 1)
         if self._reports_prompt(request):
           count = min(count, plan.logits_left + 1)
+        if count > 0:
+          count = policy.grant(request, count)
         if count > 0:
           count = self._cover(request, count, plan)
           if not count:
@@ -260,6 +248,7 @@ class Scheduler:
       num_tokens += self._grow(plan, shape.tokens - num_tokens)
       if may_admit:
         self._admit(plan, shape.tokens - num_tokens, now)
+    self._times[self._num_steps] = now
     return self._seal(decodes, starts, plan, shape)
 
   def _seal(self, decodes: list[Request], starts: list[int], plan: _Plan, shape: StepShape) -> Batch:
@@ -283,13 +272,15 @@ class Scheduler:
     step = self._num_steps
     self._num_steps = step + 1
     self._launched[step] = rows
+    all_counts = (1,) * num_decodes + tuple(plan.counts)
+    self._policy.ran(rows, all_counts, shape.tokens)
     return Batch(
       step=step,
       shape=shape,
       request_ids=tuple([request.id for request in rows]),
       slots=tuple([request.slot for request in rows]),
       starts=tuple(starts),
-      counts=(1,) * num_decodes + tuple(plan.counts),
+      counts=all_counts,
       num_logits=tuple(num_logits),
       samples=tuple(samples),
       token_ids=tuple(token_ids),
@@ -302,36 +293,37 @@ class Scheduler:
     """Admits waiting requests in order while tokens (at most `limit`), slots and blocks last; returns tokens taken.
 
     Strictly in order: who does not fit is not overtaken, or a long prompt would starve. Only a sibling that waits for
-    its leader's prompt is stepped over.
+    its leader's prompt is stepped over, and whom the policy gives nothing now.
     """
-    waiting, batching = self._waiting, self._batching
-    if not waiting or limit <= 0:
+    waiting, batching, policy = self._waiting, self._batching, self._policy
+    if not waiting or not self._slots or limit <= 0:
       return 0
     places = batching.places(len(self._running), len(waiting), waiting[0].arrival_time, now)
     if places <= 0:
       return 0
     row_limit = batching.row_limit()
-    taken = index = 0
-    while index < len(waiting) and self._slots and places:
+    taken = 0
+    for request in policy.candidates(waiting):
       count = min(limit - taken, row_limit, plan.tokens_left)
-      if count <= 0 or plan.logits_left <= 0:
+      if count <= 0 or plan.logits_left <= 0 or not self._slots or not places:
         break
-      request = waiting[index]
-      if self._awaits_leader(request):
-        index += 1
+      if self._awaits_leader(request) or not policy.may_join(request):
         continue
       if self._reports_prompt(request):
         count = min(count, plan.logits_left)
+      count = policy.grant(request, count)
+      if not count:
+        continue
       count = self._place(request, count, whole=batching.whole_prompts and bool(plan.requests))
       if not count:
         break
-      del waiting[index]
+      del waiting[bisect.bisect_left(waiting, request.rank, key=_rank)]
       places -= 1
       self.num_waiting_tokens -= request.num_prompt_tokens
       bisect.insort(self._running, request, key=_rank)
       request.status = RequestStatus.RUNNING
       request.slot = self._slots.pop()
-      self._admission_times.append(now)
+      self._admission.admitted(now)
       if request.first_scheduled_time is None:
         request.first_scheduled_time = now
         request.num_prompt_cached_tokens = request.num_cached_tokens
@@ -461,6 +453,10 @@ class Scheduler:
     Rows of requests that ended meanwhile are dropped; rows of requests preempted meanwhile still bring their token.
     """
     rows = self._launched.pop(batch.step)
+    seconds = now - max(self._times.pop(batch.step), self._last_commit)
+    self._last_commit = now
+    self._policy.measured(batch.shape.tokens, seconds)
+    self._admission.measured(seconds)
     block_size, sharing = self.config.block_size, self.config.enable_prefix_caching
     running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
     bad_rows, logprobs = result.bad_rows, result.logprobs
@@ -572,6 +568,7 @@ class Scheduler:
       self._waiting.remove(request)
       self.num_waiting_tokens -= request.num_prompt_tokens
     request.status = RequestStatus.FINISHED
+    self._policy.ended(request)
     request.finish_reason = reason
     request.leader = None
     del self._requests[request.id]
@@ -601,6 +598,9 @@ class Scheduler:
       "slots": list(self._slots),
       "pool": self.pool.state(),
       "batching": self._batching.state(),
+      "policy": self._policy.state(),
+      "times": list(self._times.items()),
+      "last_commit": self._last_commit,
       "num_steps": self._num_steps,
       "num_arrivals": self._num_arrivals,
       "num_preemptions": self.num_preemptions,
@@ -625,6 +625,9 @@ class Scheduler:
     scheduler._slots = state["slots"]
     scheduler.pool = BlockPool.from_state(state["pool"])
     scheduler._batching = make_batching(scheduler.config, state["batching"])
+    scheduler._policy.restore(state["policy"])
+    scheduler._times = dict(state["times"])
+    scheduler._last_commit = state["last_commit"]
     scheduler._num_steps = state["num_steps"]
     scheduler._num_arrivals = state["num_arrivals"]
     scheduler.num_preemptions = state["num_preemptions"]

@@ -67,6 +67,7 @@ class Options(TypedDict, total=False):
   request_id: str
   priority: int
   cache_salt: str
+  tenant: str
   queue_timeout_s: float
   timeout_s: float
   temperature: float
@@ -285,7 +286,7 @@ def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     sampling=pb.SamplingParams(**chosen(_SAMPLING)),
     stopping=pb.StopParams(**chosen(_STOPPING)),
     output=pb.OutputParams(**chosen(_OUTPUT)),
-    **chosen(("model", "request_id", "priority", "cache_salt")),
+    **chosen(("model", "request_id", "priority", "cache_salt", "tenant")),
   )
   if "allowed_token_ids" in options:
     request.sampling.allowed_token_ids.ids.extend(options["allowed_token_ids"])

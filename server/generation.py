@@ -217,6 +217,7 @@ class Generations:
             queue_deadline=None if call.queue_timeout_s is None else now + call.queue_timeout_s,
             deadline=None if limit_s == math.inf else now + limit_s,
             cache_salt=call.cache_salt,
+            tenant=call.tenant,
             leader_id=None if index == 0 else leader,
           )
         )

@@ -21,6 +21,7 @@ from typing import Any
 
 from absl import app, flags
 
+from engine.admission import ADMISSION
 from engine.batching import BATCHING
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -75,6 +76,34 @@ _BUILD_FLAGS = (
   ),
   flags.DEFINE_integer(
     "dynamic_max_batch", EngineConfig.dynamic_max_batch, "With --batching=dynamic: most rows of a batch.", lower_bound=1
+  ),
+  flags.DEFINE_enum(
+    "admission", EngineConfig.admission, ADMISSION, "goodput also refuses what would miss its deadline."
+  ),
+  flags.DEFINE_float(
+    "sjf_aging_tokens_per_s",
+    EngineConfig.sjf_aging_tokens_per_s,
+    "With --policy=sjf: max_tokens that a second of waiting is worth.",
+    lower_bound=0,
+  ),
+  flags.DEFINE_float(
+    "tier_share",
+    EngineConfig.tier_share,
+    "With --policy=tiers: part of slots and prompt tokens that batch work (priority above 0) may not take.",
+    lower_bound=0,
+    upper_bound=0.99,
+  ),
+  flags.DEFINE_float(
+    "tier_delay_s",
+    EngineConfig.tier_delay_s,
+    "With --policy=tiers: how much later an interactive request may come and go first.",
+    lower_bound=0,
+  ),
+  flags.DEFINE_integer(
+    "tier_long_context",
+    EngineConfig.tier_long_context,
+    "With --policy=tiers: batch rows of more tokens make way for interactive ones; 0: none.",
+    lower_bound=0,
   ),
   flags.DEFINE_float(
     "aging_s", EngineConfig.aging_s, "Seconds of waiting worth one unit of priority; 0: none.", lower_bound=0

@@ -21,6 +21,7 @@ MAX_STOP_BYTES = 256
 MAX_ABORTS = 256
 DEFAULT_MAX_TOKENS = 256
 _MAX_SALT_BYTES = 128
+_MAX_TENANT_BYTES = 128
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -36,7 +37,7 @@ class Call:
     return_text, return_token_ids, skip_special_tokens: what to send.
     priority: lower first.
     queue_timeout_s: the client's, or None.
-    cache_salt: may be empty.
+    cache_salt, tenant: may be empty.
   """
 
   request_id: str
@@ -49,6 +50,7 @@ class Call:
   priority: int
   queue_timeout_s: float | None
   cache_salt: bytes
+  tenant: str
 
 
 def check_model(asked: str, served: str) -> None:
@@ -128,6 +130,10 @@ def generate_call(
   salt = request.cache_salt.encode()
   if len(salt) > _MAX_SALT_BYTES:
     raise InvalidRequest(f"cache_salt has {len(salt)} bytes, the limit is {_MAX_SALT_BYTES}: shorten it")
+  if len(request.tenant.encode()) > _MAX_TENANT_BYTES:
+    raise InvalidRequest(
+      f"tenant has {len(request.tenant.encode())} bytes, the limit is {_MAX_TENANT_BYTES}: shorten it"
+    )
   output = request.output
   if output.return_text:
     need_tokenizer(tokenizer, "output.return_text")
@@ -150,6 +156,7 @@ def generate_call(
     priority=request.priority,
     queue_timeout_s=_queue_timeout_s(request),
     cache_salt=salt,
+    tenant=request.tenant,
   )
 
 

@@ -14,6 +14,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 
+from engine.admission import AdmissionControl
 from engine.batching import make_batching
 from engine.config import EngineConfig
 from engine.device import kv_cache
@@ -23,7 +24,7 @@ from engine.device.runner import ModelRunner, Progress
 from engine.device.weights import LoadedModel, load_checkpoint
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError
-from engine.policy import make_order
+from engine.policy import make_policy
 from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
@@ -67,7 +68,12 @@ class BuildOptions:
   batching: str = EngineConfig.batching
   dynamic_window_s: float = EngineConfig.dynamic_window_s
   dynamic_max_batch: int = EngineConfig.dynamic_max_batch
+  admission: str = EngineConfig.admission
   aging_s: float = EngineConfig.aging_s
+  sjf_aging_tokens_per_s: float = EngineConfig.sjf_aging_tokens_per_s
+  tier_share: float = EngineConfig.tier_share
+  tier_delay_s: float = EngineConfig.tier_delay_s
+  tier_long_context: int = EngineConfig.tier_long_context
   enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
   num_devices: int = 1
   compile_cache_dir: str = ""
@@ -95,7 +101,8 @@ class BuildOptions:
       block_size=max(1, self.block_size),
       eos_token_ids=(),
     )
-    make_order(config)
+    make_policy(config)
+    AdmissionControl(config)
     make_batching(config)
 
   def engine_config(

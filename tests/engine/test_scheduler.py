@@ -61,6 +61,11 @@ class Driver:
     self.scheduler.check()
     return events
 
+  @staticmethod
+  def commit_values(scheduler: Scheduler, batch: Batch, now: float) -> list[TokenEvent]:
+    """Values for a batch of any scheduler."""
+    return scheduler.commit(batch, StepResult([50] * len(batch.slots)), now)
+
   def step(self, **values) -> dict[str, int]:
     """One step; request id -> count."""
     batch = self.plan()
@@ -517,7 +522,9 @@ def test_retry_after_follows_the_pace_of_admissions():
 
 
 def test_unknown_policy_names_the_choices():
-  with pytest.raises(ConfigError, match="policy='lifo' is unknown; set --policy to one of fcfs, priority"):
+  with pytest.raises(
+    ConfigError, match="policy='lifo' is unknown; set --policy to one of fair, fcfs, priority, sjf, tiers"
+  ):
     Driver(policy="lifo")
   with pytest.raises(ConfigError, match="batching='waves' is unknown; set --batching to one of chunked, continuous"):
     Driver(batching="waves")

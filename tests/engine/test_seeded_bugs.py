@@ -155,15 +155,19 @@ BUGS = (
     "    self._next_deadline = upcoming\n",
     "    self._next_deadline = float('inf')\n",
   ),
-  Bug("a sibling starts before its leader is done", "scheduler", "if self._awaits_leader(request):", "if False:"),
+  Bug("a sibling starts before its leader is done", "scheduler", "if self._awaits_leader(request) or", "if"),
   Bug(
     "who does not fit is overtaken",
     "scheduler",
     "      if not count:\n        break\n      del waiting",
-    "      if not count:\n        index += 1\n        continue\n      del waiting",
+    "      if not count:\n        continue\n      del waiting",
   ),
   Bug("what can never fit is accepted", "scheduler", "if total > config.pool_tokens:", "if False:"),
-  Bug("the queue is not bounded", "scheduler", "if num_requests >= config.max_queued_requests:", "if False:"),
+  Bug("the queue is not bounded", "admission", "if num_requests >= config.max_queued_requests:", "if False:"),
+  Bug(
+    "batch work takes all slots", "policy", "self._slots_left = self._batch_slots - num_batch", "self._slots_left = 99"
+  ),
+  Bug("long batch rows starve", "policy", "and self._step % _LONG_PERIOD != 0\n", ""),
   Bug("a wave stays open", "batching", "if num_running or (", "if ("),
   Bug("a wave does not reserve", "batching", "  reserves = True\n", "  reserves = False\n"),
   Bug(
@@ -189,7 +193,7 @@ BUGS = (
 def seeded(bug: Bug) -> tuple[type, types.ModuleType]:
   """The Scheduler class with the bug in it, and its module."""
   modules = {}
-  for name in ("block_pool", "batching", "scheduler"):
+  for name in ("block_pool", "batching", "policy", "admission", "scheduler"):
     source = (ENGINE / f"{name}.py").read_text()
     if bug.file == name:
       assert source.count(bug.old) == 1, f"{bug.old!r} occurs {source.count(bug.old)} times in {name}.py"
@@ -198,7 +202,8 @@ def seeded(bug: Bug) -> tuple[type, types.ModuleType]:
     exec(compile(source, f"seeded {name}.py", "exec"), module.__dict__)
   for name in ("BlockPool", "block_key", "root_key"):
     setattr(modules["scheduler"], name, getattr(modules["block_pool"], name))
-  modules["scheduler"].__dict__["make_batching"] = modules["batching"].make_batching
+  for module, name in (("batching", "make_batching"), ("policy", "make_policy"), ("admission", "AdmissionControl")):
+    setattr(modules["scheduler"], name, getattr(modules[module], name))
   return modules["scheduler"].Scheduler, modules["scheduler"]
 
 

@@ -39,7 +39,11 @@ def random_config(rng: random.Random) -> EngineConfig:
     max_queued_tokens=160,
     queue_timeout_s=rng.choice((0.0, 5.0)),
     request_timeout_s=rng.choice((0.0, 20.0)),
-    policy=rng.choice(("fcfs", "priority")),
+    policy=rng.choice(("fcfs", "fcfs", "priority", "priority", "sjf", "fair", "tiers")),
+    sjf_aging_tokens_per_s=rng.choice((0.0, 5.0)),
+    tier_share=rng.choice((0.0, 0.3, 0.9)),
+    tier_delay_s=rng.choice((0.0, 3.0)),
+    tier_long_context=rng.choice((0, 10)),
     aging_s=rng.choice((0.0, 1.0)),
     batching=rng.choice(("chunked", "chunked", "chunked", "continuous", "dynamic", "static")),
     dynamic_window_s=rng.choice((0.0, 0.5)),
@@ -88,6 +92,7 @@ class World:
     self.num_ops = self.num_ended = self.num_siblings = self.num_grown = 0
     self.endings = dict.fromkeys(FinishReason, 0)
     self.wave_width, self.wave_closed = 0, False
+    self.left_out: dict[str, int] = {}  # steps in a row that a running request had no part in
 
   # Operations.
 
@@ -124,6 +129,7 @@ class World:
       params,
       priority=rng.randint(-2, 2),
       cache_salt=salt,
+      tenant=rng.choice(("", "a", "b")),
       queue_deadline=rng.choice((None, None, None, now + rng.uniform(0, 2))),
       deadline=rng.choice((None, None, None, now + rng.uniform(0, 4))),
       leader_id=leader.id if leader else None,
@@ -220,13 +226,25 @@ class World:
       assert request.num_computed_tokens <= last, "computes a position whose token nobody wants"
     working = [request for request in running if computed[request.id] < request.max_computed_tokens]
     if batch is None:
-      assert all(request in victims for request in working), "nothing runs although something could"
+      idle = [request for request in working if not self._may_be_held(request, computed[request.id])]
+      assert all(request in victims for request in idle), "nothing runs although something could"
       return None
     rows = dict(zip(batch.request_ids, batch.counts, strict=True))
     assert not any(victim.id in rows for victim in victims), "a victim was already taken in this step"
-    if working and working[0] is running[0]:
+    tiers = self.config.policy == "tiers"
+    if working and working[0] is running[0] and not (tiers and working[0].priority > 0):
       assert working[0].id in rows, "the first in order does not advance"
+    if tiers:
+      batch_slots = max(1, int(self.config.max_num_seqs * (1 - self.config.tier_share)))
+      assert sum(request.priority > 0 for request in scheduler._running) <= batch_slots, "batch work takes all slots"
+      for request in working:
+        left_out = self.left_out.get(request.id, 0) + 1 if request in kept and request.id not in rows else 0
+        self.left_out[request.id] = left_out
+        prefills = request.num_sent_tokens > computed[request.id]
+        assert prefills or left_out < 4, f"{request.id} starves"
     for request in kept:
+      if self._may_be_held(request, computed[request.id]):
+        continue
       if request.num_sent_tokens <= computed[request.id] < request.max_computed_tokens:
         assert rows.get(request.id) == 1, "a decode is stalled"
     num_decodes = batch.token_ids.count(())
@@ -252,8 +270,20 @@ class World:
         assert leader.status is RequestStatus.FINISHED or leader.output_token_ids, "a sibling started before its leader"
       for other in scheduler._waiting:
         behind = other in waiting and other.rank < request.rank
+        if self.config.policy == "fair":
+          behind = behind and other.tenant == request.tenant
+        elif tiers:
+          behind = behind and not (other.priority > 0 >= request.priority)
         assert not behind or scheduler._awaits_leader(other), "the queue was overtaken"
     return batch
+
+  def _may_be_held(self, request: Request, computed: int) -> bool:
+    """Whether it is a long batch row, which makes way for interactive ones."""
+    return (
+      self.config.policy == "tiers"
+      and request.priority > 0
+      and computed > (self.config.tier_long_context or MAX_MODEL_LEN)
+    )
 
   def _leader(self, request: Request) -> Request | None:
     client = self.clients.get(request.leader_id or "")

@@ -110,6 +110,7 @@ BAD_REQUESTS = {
   "request id": ({"token_ids": IDS, "request_id": "a b"}, "request_id", "1 to 128 of A-Z"),
   "request id with slash": ({"token_ids": IDS, "request_id": "a/1"}, "request_id", "1 to 128 of A-Z"),
   "long request id": ({"token_ids": IDS, "request_id": "a" * 129}, "request_id", "1 to 128 of A-Z"),
+  "tenant": ({"token_ids": IDS, "tenant": "t" * 129}, "tenant", "129 bytes, the limit is 128"),
   "cache salt": ({"token_ids": IDS, "cache_salt": "s" * 129}, "cache_salt", "129 bytes, the limit is 128"),
 }
 

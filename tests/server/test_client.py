@@ -46,6 +46,7 @@ def test_every_option_arrives(client):
     model="tiny",
     priority=2,
     cache_salt="s",
+    tenant="t",
     queue_timeout_s=9.5,
     timeout_s=30,
     top_p=1.0,

@@ -1,0 +1,93 @@
+"""Whether the queue takes one more request, and what to tell whom it turns away. Reads counts; changes no queue.
+
+"queue" bounds what waits. "goodput" also turns away, at once and with the wait it predicts, a request that would miss
+its deadline: work that comes too late is done for nobody (goodput: DistServe, OSDI 2024).
+"""
+
+from collections import deque
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, Overloaded
+from engine.request import Request
+
+ADMISSION = ("queue", "goodput")
+
+_NEWEST = 0.1  # weight of the latest step in the mean step time
+
+
+class AdmissionControl:
+  """Bounds on the queue, and a guess of the wait from the pace of late. Counts are the caller's."""
+
+  def __init__(self, config: EngineConfig):
+    if config.admission not in ADMISSION:
+      raise ConfigError(f"admission={config.admission!r} is unknown; set --admission to one of {', '.join(ADMISSION)}")
+    self._config = config
+    self._times: deque[float] = deque(maxlen=16)  # of the latest admissions to a slot
+    self._step_s = 0.0  # mean of late; 0 is not known yet
+
+  def admitted(self, now: float) -> None:
+    """A request got a slot."""
+    self._times.append(now)
+
+  def measured(self, seconds: float) -> None:
+    """A step took this long."""
+    self._step_s += (seconds - self._step_s) * (_NEWEST if self._step_s else 1.0)
+
+  def check(self, request: Request, num_requests: int, num_tokens: int, has_slot: bool) -> None:
+    """Raises Overloaded if the queue has no room for `request`, or would keep it past its deadline.
+
+    Args:
+      num_requests, num_tokens: that wait already, and their prompt tokens.
+      has_slot: whether a request could start at once if none waited.
+    """
+    config = self._config
+    if num_requests >= config.max_queued_requests:
+      wait = self._interval()
+      raise Overloaded(
+        f"{num_requests} requests are queued, the limit is {config.max_queued_requests}; try again in {wait:.1f} s",
+        wait,
+      )
+    if num_requests and num_tokens + request.num_prompt_tokens > config.max_queued_tokens:
+      wait = self._interval()
+      raise Overloaded(
+        f"{num_tokens} prompt tokens are queued and this request has {request.num_prompt_tokens}, the "
+        f"limit is {config.max_queued_tokens}; try again in {wait:.1f} s",
+        wait,
+      )
+    if config.admission == "goodput":
+      self._check_deadlines(request, num_requests, num_tokens, has_slot)
+
+  def _check_deadlines(self, request: Request, num_requests: int, num_tokens: int, has_slot: bool) -> None:
+    config = self._config
+    start, finish = self.predict(request, num_requests, num_tokens, has_slot)
+    for name, predicted, deadline, default in (
+      ("start", start, request.queue_deadline, config.queue_timeout_s),
+      ("finish", finish, request.deadline, config.request_timeout_s),
+    ):
+      allowed = deadline - request.arrival_time if deadline is not None else default or float("inf")
+      if predicted > allowed:
+        retry_after = min(max(predicted - allowed, 0.1), 60.0)
+        raise Overloaded(
+          f"this request would {name} in about {predicted:.1f} s, its deadline is in {allowed:.1f} s; "
+          f"try again in {retry_after:.1f} s or allow more time",
+          retry_after,
+        )
+
+  def predict(self, request: Request, num_requests: int, num_tokens: int, has_slot: bool) -> tuple[float, float]:
+    """Seconds until `request` would get a slot, and until its last token if it uses all of max_tokens.
+
+    It starts when those before it have got their slots, at the pace of the latest admissions, and their prompts are
+    computed, a chunk a step; from then on every token takes a mean step. Nothing is known before the first steps: 0.
+    """
+    chunk = self._config.prefill_chunk
+    start = num_tokens / chunk * self._step_s
+    if num_requests or not has_slot:
+      start = max(start, (num_requests + 1) * self._interval(unknown=0.0))
+    steps = -(-request.num_prompt_tokens // chunk) + request.params.max_tokens - 1
+    return start, start + steps * self._step_s
+
+  def _interval(self, unknown: float = 1.0) -> float:
+    """Mean time between the latest admissions, seconds: about when the queue has a place again."""
+    times = tuple(self._times)
+    mean = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else unknown
+    return min(max(mean, 0.1), 60.0) if unknown or len(times) > 1 else 0.0
