@@ -40,10 +40,8 @@ def _check(q: jax.Array, kv: jax.Array, plan: Plan, scale: float, sliding_window
   page, head_dim, group = geometry.block_size, geometry.head_dim, geometry.group
   if q.dtype != jnp.bfloat16 or kv.dtype != jnp.bfloat16:
     raise NotImplementedError(f"prefill on GPU: q is {q.dtype} and kv {kv.dtype}; both must be bfloat16")
-  if head_dim % _LANES or head_dim > 256 or group > _HALF:
-    raise NotImplementedError(
-      f"prefill on GPU: head_dim={head_dim} must be 64, 128, 192 or 256, and {group} heads a group at most {_HALF}"
-    )
+  if head_dim % _LANES or head_dim > 256:
+    raise NotImplementedError(f"prefill on GPU: head_dim={head_dim} must be 64, 128, 192 or 256")
   if page % 8 or (keys % page and page % keys):
     raise NotImplementedError(f"prefill on GPU: block_size={page} must be 8 or more, a power of two")
   if keys % 64 or keys > 128 or tuning.prefill_stages < 1 or scale <= 0:
@@ -106,7 +104,8 @@ def prefill(
 
   def body(q_g, kv_g, tables_g, lens_g, starts_g, counts_g, items_g, out_g, tile_refs, k_s, v_s, p_s, *barriers):
     # The tile of queries, and of the output in the end, [slab, packed row, 64]. `lines` and `tile` are two views of the
-    # same bytes. TMA needs the first: as tiles of 8 rows, a copy could only start at a multiple of 8 rows.
+    # same bytes. TMA needs the first: cut into tiles of 8 rows, an array can be copied from multiples of 8 rows only
+    # (Lane lowering then compiles to wrong addresses, Warpgroup lowering refuses).
     lines, tile = tile_refs if interpret is None else (tile_refs[0], tile_refs[0])
     q_full, k_full, v_full, k_free, v_free, turn, tail_full, out_full = barriers
     item, head, wg = lax.axis_index("item"), lax.axis_index("head"), lax.axis_index("wg")
@@ -200,7 +199,9 @@ def prefill(
               source = lines.at[slab, pl.ds(done * group, run * group)].reshape(run, group, _LANES)
               plgpu.copy_smem_to_gmem(source, out_g.at[pl.ds(token + done, run), heads, lanes])
             else:  # it knows no reshaped source
-              for t in range(run):
+
+              @pl.loop(0, run)
+              def _(t, slab=slab, lanes=lanes):
                 source = lines.at[slab, pl.ds((done + t) * group, group)]
                 plgpu.copy_smem_to_gmem(source, out_g.at[token + done + t, heads, lanes])
 
