@@ -4,10 +4,12 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# A GPU's machine brings its own JAX: the lock's environment is for CPUs.
+PYTHON ?= python3
 DEVICE_VENV := .venv-device
 DEVICE_READY := $(DEVICE_VENV)/.ready
 
-.PHONY: help setup demo server test test-long check check-device parity bench clean setup-device
+.PHONY: help setup demo server test test-long check check-device parity bench gpu clean setup-device
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -43,6 +45,10 @@ parity: $(READY)
 ## make bench     the figures of BUILD.md: host time, attention, static against continuous
 bench: $(READY)
 	@$(PY) -m tools.bench_host && $(PY) -m tools.bench_attention && $(PY) -m tools.compare_batching
+
+## make gpu       on a machine with a Hopper GPU: check and time the attention kernels, sweep their settings (PYTHON=, ARGS=)
+gpu:
+	@$(PYTHON) -m tools.bench_gpu $(ARGS)
 
 ## make clean     remove the virtual environments and caches
 clean:

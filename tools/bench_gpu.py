@@ -14,7 +14,6 @@ A dry run needs no GPU: `interpret` runs tiny sizes through the GPU interpreter 
 """
 
 from collections.abc import Iterator, Sequence
-import contextlib
 import dataclasses
 import datetime
 import json
@@ -22,10 +21,11 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from tools.arguments import CommandParser, positive_float
 from tools.gpu import protocol, report, sweep
@@ -36,7 +36,7 @@ STAGES = ("ceilings", "check", "time", "peers", "step", "sweep")
 # The share of the time after which a stage starts no further jobs: the last one gets what the others leave.
 _ENDS = {"ceilings": 0.2, "check": 0.5, "time": 0.75, "peers": 0.85, "step": 0.95, "sweep": 1.0}
 _BATCH = 8  # jobs that are compiled beside each other
-_PATIENCE_S = {"device": 120.0, "interpret": 300.0, "compile": 600.0}
+_PATIENCE_S = {"device": 90.0, "interpret": 300.0, "compile": 600.0}
 _TUNING = ROOT / "pallas_kernels" / "paged_attention" / "tuning.py"
 
 _DECODED = (
@@ -105,13 +105,14 @@ class Run:
   """One run: its time, its workers and its files.
 
   Attributes:
-    out: folder for the files.
+    log, results: what the processes say, and a JSON line for each job.
     mode: "device", "interpret" or "compile".
     seconds: for all of it, from `started` (time.monotonic()) on.
     match: jobs whose description does not contain it are left out.
   """
 
-  out: pathlib.Path
+  log: TextIO
+  results: TextIO
   mode: str
   seconds: float
   match: re.Pattern[str]
@@ -119,40 +120,36 @@ class Run:
   records: list[Record] = dataclasses.field(default_factory=list)
 
   def __post_init__(self):
-    self.out.mkdir(parents=True, exist_ok=True)
-    self._files = contextlib.ExitStack()
-    self._log = self._files.enter_context(open(self.out / "log.txt", "w", encoding="utf-8"))
-    self._results = self._files.enter_context(open(self.out / "results.jsonl", "w", encoding="utf-8"))
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # torch's process wants memory as well
     if self.mode != "device":
       environment["JAX_PLATFORMS"] = "cpu"
     python, patience = sys.executable, _PATIENCE_S[self.mode]
     ours = [python, "-m", "tools.gpu.worker", self.mode]
-    self.worker = protocol.Worker(ours, environment, self._log, patience)
-    self.peer = protocol.Worker([python, "-m", "tools.gpu.torch_peer"], environment, self._log, patience)
+    self.worker = protocol.Worker(ours, environment, self.log, patience)
+    self.peer = protocol.Worker([python, "-m", "tools.gpu.torch_peer"], environment, self.log, patience)
 
   def close(self) -> None:
-    """Ends the workers and closes the files."""
+    """Ends the workers."""
     for worker in (self.worker, self.peer):
       worker.close()
-    self._files.close()
 
   def write(self, **line: Any) -> None:
     """Adds a line to results.jsonl."""
-    self._results.write(json.dumps(line) + "\n")
-    self._results.flush()
+    self.results.write(json.dumps(line) + "\n")
+    self.results.flush()
 
   def do(self, jobs: Sequence[Job], share: float) -> Iterator[Record]:
     """Runs jobs in batches until this share of the time is spent; every job gets a record."""
     jobs = [job for job in jobs if self.match.search(report.describe(job))]
-    soft, hard = self.started + share * self.seconds, self.started + self.seconds
     while jobs:
       batch, jobs = jobs[:_BATCH], jobs[_BATCH:]
-      if time.monotonic() >= soft:
+      hard = self.started + self.seconds
+      if time.monotonic() >= self.started + share * self.seconds:
         found = ({"job": job, "ok": False, "error": protocol.OUT_OF_TIME} for job in batch)
+      elif batch[0]["kind"] == "peer":
+        found = self._peers(batch, hard)
       else:
-        worker = self.peer if batch[0]["kind"] == "peer" else self.worker
-        found = worker.run(batch, hard)
+        found = self.worker.run(batch, hard)
       for record in found:
         self.records.append(record)
         self.write(**record)
@@ -160,11 +157,22 @@ class Run:
         print(f"{time.monotonic() - self.started:6.1f} s  {report.describe(record['job'])}: {state}", file=sys.stderr)
         yield record
 
-  def sweep(self) -> tuple[list[str], dict[str, Any]]:
-    """Varies the settings until the time is spent; returns lines for the table and what goes into tuning.json."""
+  def _peers(self, batch: Sequence[Job], deadline: float) -> list[Record]:
+    try:
+      return list(self.peer.run(batch, deadline))
+    except protocol.DidNotStart as error:  # torch is not there
+      return [{"job": job, "ok": False, "error": str(error)} for job in batch]
+
+  def sweep(self) -> tuple[list[str], dict[str, Any] | None]:
+    """Varies the settings until the time is spent; returns lines for the table and what goes into tuning.json.
+
+    Where not one factor could be judged there is nothing to be written.
+    """
     from pallas_kernels.paged_attention.tuning import tuning_for
 
-    kind, lines = self.worker.hello.get("device", ""), []
+    if not self.worker.hello:  # no job has run yet
+      list(self.worker.run([{"kind": "ceiling", "what": "copy"}], self.started + self.seconds))
+    kind, lines, judged = self.worker.hello.get("device", ""), [], False
     start = dataclasses.asdict(tuning_for(kind, 128, 64))
     current = start | {"lowering": start["lowering"].name, "block_size": 64}
     for factor in sweep.FACTORS:
@@ -172,6 +180,7 @@ class Run:
       if not records:
         continue
       chosen, ratio = sweep.choose(factor, current, records)
+      judged |= ratio is not None
       changed = {name: value for name, value in chosen.items() if value != current[name]}
       timed = sum(record["ok"] for record in records)
       lines.append(
@@ -181,7 +190,7 @@ class Run:
       if factor.name != "block size":  # which size is best is for the caller of the kernels to say
         current = chosen
     tuning = {name: value for name, value in current.items() if name != "block_size"}
-    return lines, {"device_kind": kind, "head_dim": 128, "block_size": 64, "tuning": tuning}
+    return lines, {"device_kind": kind, "head_dim": 128, "block_size": 64, "tuning": tuning} if judged else None
 
 
 def _commit() -> str:
@@ -232,7 +241,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
   stages = args.only.split(",")
   if unknown := set(stages) - set(STAGES):
     parser.error(f"--only: {', '.join(sorted(unknown))} is not one of {', '.join(STAGES)}")
-  run = Run(args.out, args.dry_run or "device", 60 * args.minutes, re.compile(args.match))
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the workers must not outlive it
+  args.out.mkdir(parents=True, exist_ok=True)
+  with (
+    open(args.out / "log.txt", "w", encoding="utf-8") as log,
+    open(args.out / "results.jsonl", "w", encoding="utf-8") as results,
+  ):
+    run = Run(log, results, args.dry_run or "device", 60 * args.minutes, re.compile(args.match))
+    try:
+      return measure(run, stages, args.out)
+    except protocol.DidNotStart as error:
+      print(f"{error}: {args.out / 'log.txt'}", file=sys.stderr)
+      return 2
+
+
+def measure(run: Run, stages: Sequence[str], out: pathlib.Path) -> int:
+  """Runs the stages, writes the files, prints the table; returns the exit code."""
   meta: dict[str, Any] = {
     "mode": run.mode,
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -243,21 +267,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
   try:
     run.write(meta=meta)
     for stage in STAGES:
-      if stage in stages and not (stage == "peers" and args.dry_run):
+      if stage in stages and not (stage == "peers" and run.mode != "device"):
         for _ in run.do(jobs_of(stage), _ENDS[stage]):
           pass
         if stage == "time":
           meta["clocks_after_time"] = _clocks()
     if "sweep" in stages:
       lines, suggestion = run.sweep()
-      (run.out / "tuning.json").write_text(json.dumps(suggestion, indent=1) + "\n", "utf-8")
+      if suggestion:
+        (out / "tuning.json").write_text(json.dumps(suggestion, indent=1) + "\n", "utf-8")
   finally:
     run.close()
     meta |= run.worker.hello | run.peer.hello | {"minutes": (time.monotonic() - run.started) / 60}
     meta["processes"] = run.worker.starts
-    (run.out / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
+    (out / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
     text = report.table(meta, run.records, lines)
-    (run.out / "table.txt").write_text("\n".join(text) + "\n", "utf-8")
+    (out / "table.txt").write_text("\n".join(text) + "\n", "utf-8")
     print("\n".join(text), flush=True)
   return int(any(report.failed(record) for record in run.records))
 

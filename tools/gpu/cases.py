@@ -99,15 +99,15 @@ class Case:
   seed: int = 0
 
   @cached_property
-  def _placed(self) -> tuple[np.ndarray, np.ndarray, int]:
+  def _placed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     spec, rows = self.spec, len(self.spec.rows)
-    several = dataclasses.replace(spec, rows=spec.rows * self.copies, num_rows=max(1, rows * self.copies))
+    several = dataclasses.replace(spec, rows=spec.rows * self.copies, num_rows=rows * self.copies + 1)
     tables, _, _, num_blocks = arg_specs.place(several, np.random.default_rng(self.seed))
-    unused = arg_specs.place(dataclasses.replace(spec, rows=()), np.random.default_rng(self.seed))[0]
-    layouts = np.stack([unused] * self.copies)
-    layouts[:, :rows] = tables[: rows * self.copies].reshape(self.copies, rows, -1)
-    lens, starts = arg_specs.place(spec, np.random.default_rng(self.seed))[1:3]
-    return layouts, np.stack([np.concatenate([lens, starts])]), num_blocks
+    layouts = np.empty((self.copies, spec.num_rows, spec.table_width), np.int32)
+    layouts[:, :rows] = tables[:-1].reshape(self.copies, rows, -1)
+    layouts[:, rows:] = tables[-1]  # as of a row that is not used: a spare block
+    _, lens, starts, _ = arg_specs.place(spec, np.random.default_rng(self.seed))
+    return layouts, lens, starts, num_blocks
 
   @property
   def tables(self) -> np.ndarray:
@@ -117,16 +117,16 @@ class Case:
   @property
   def kv_lens(self) -> np.ndarray:
     """int32[S]."""
-    return self._placed[1][0, : self.spec.num_rows]
+    return self._placed[1]
 
   @property
   def query_starts(self) -> np.ndarray:
     """int32[S + 1]."""
-    return self._placed[1][0, self.spec.num_rows :]
+    return self._placed[2]
 
   @property
   def num_blocks(self) -> int:
-    return self._placed[2]
+    return self._placed[3]
 
   @cached_property
   def positions(self) -> np.ndarray:
@@ -152,6 +152,11 @@ class Case:
     half = self.spec.head_dim // 2
     frequencies = _ROPE_THETA ** (-np.arange(half, dtype=np.float64) / half)
     return (self.positions[:, None] * frequencies).astype(np.float32)
+
+  @property
+  def nbytes(self) -> int:
+    """Of the pool."""
+    return 2 * int(np.prod(self.kv_shape()))
 
   def kv_shape(self) -> tuple[int, ...]:
     """Of the pool, the GPU kernels' layout: [P, K, 2, page, H]."""

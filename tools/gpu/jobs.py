@@ -31,6 +31,7 @@ from tools.gpu.cases import Case, Wrong
 from tools.gpu.protocol import Job, Prepared
 
 _COLD_BYTES = 2**28  # inputs rotate over at least so much: several times an L2 cache
+_MOST_POOL_BYTES = 2**32
 _CALL_US = 400.0  # a program lasts about this, so that the host keeps ahead of it
 _MOST_CALLS = 64  # of a kernel in a program
 _BYTES_A_US, _FLOPS_A_US = 3.5e6, 4e8  # a guess of what a kernel does, to choose the number of calls
@@ -365,16 +366,21 @@ def _time(job: Job, setting: Setting) -> Prepared:
   kernels, op = _kernels(job, setting), job["op"]
   spec = kernels.spec
   times = _number_of_calls(op, spec, setting.tiny)
-  case = Case(spec, copies=times, seed=1)
+  copies = min(times, max(2, _MOST_POOL_BYTES // max(1, Case(spec).nbytes)))
+  case, last = Case(spec, copies, seed=1), (times - 1) % copies
   result = kernels.queries if op == "write" else kernels.output
 
   def inputs() -> list[tuple]:
     """Of each call, what it does not share with the others."""
-    tables = [jnp.asarray(table) for table in case.tables]
-    if op in ("decode", "prefill"):
-      return [(case.packed_queries(copy), tables[copy]) for copy in range(times)]
-    slots = [jnp.asarray(slots) for slots in case.slots]
-    return [(case.qkv(copy), tables[copy], slots[copy]) for copy in range(times)]
+    tables, slots = ([jnp.asarray(x) for x in each] for each in (case.tables, case.slots))
+    found = []
+    for number in range(times):
+      copy = number % copies
+      if op in ("decode", "prefill"):
+        found.append((case.packed_queries(copy), tables[copy]))
+      else:
+        found.append((case.qkv(copy), tables[copy], slots[copy]))
+    return found
 
   def shared() -> tuple:
     return (*_angles(case), *_rows(kernels, case))
@@ -405,7 +411,7 @@ def _time(job: Job, setting: Setting) -> Prepared:
         found["kernels_us"], found["kernels"] = sum(kernels_us.values()), kernels_us
       except Exception as error:  # the profiler is a second opinion
         found["kernels_error"] = f"{type(error).__name__}: {error}"[:300]
-    found["error"] = _spot_check(op, kernels, case, carry[0], carry[1][-1], times - 1)
+    found["error"] = _spot_check(op, kernels, case, carry[0], carry[1][-1], last)
     return found | {"times": times, "bytes": cases.read_bytes(spec), "flops": cases.flops(spec)}
 
   abstract_calls = jax.eval_shape(inputs)

@@ -6,7 +6,7 @@ that gives no sign of life is killed. The job that it was at is reported as fail
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 import contextlib
 import dataclasses
 import json
@@ -22,7 +22,12 @@ from typing import Any, TextIO
 Job = dict[str, Any]
 Record = dict[str, Any]
 OUT_OF_TIME = "out of time"
+_HEARTBEAT_S = 5.0
 _SPOILT = 3  # exit code of a worker that reported a failure and cannot go on after it
+
+
+class DidNotStart(Exception):
+  """The worker's process ended before it could take a job: something it needs is missing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,27 +69,31 @@ def serve(
     jobs: list[Job] = json.loads(line)
     found: dict[int, tuple[Prepared, Any, float]] = {}
     errors: dict[int, str] = {}
+    lower_s: dict[int, float] = {}
     with ThreadPoolExecutor(threads) as pool:
       waiting = {}
       for number, job in enumerate(jobs):
         tell(event="prepare", number=number)
         try:
-          prepared = prepare(job)
+          prepared, lower_s[number] = _timed(lambda job=job: prepare(job))
         except Exception as error:
           errors[number] = _text(error)
           continue
         waiting[pool.submit(_timed, prepared.compile)] = number, prepared
-      for future in as_completed(waiting):
-        number, prepared = waiting[future]
-        try:
-          found[number] = prepared, *future.result()
-        except Exception as error:
-          errors[number] = _text(error)
-        tell(event="compiled", number=number)
+      while waiting:
+        done, _ = wait(waiting, timeout=_HEARTBEAT_S, return_when=FIRST_COMPLETED)
+        for future in done:
+          number, prepared = waiting.pop(future)
+          try:
+            found[number] = prepared, *future.result()
+          except Exception as error:
+            errors[number] = _text(error)
+        tell(event="compiling", left=len(waiting))  # slow is not dead: it is a kernel that may hang
     for number, job in enumerate(jobs):
       record: Record = {"job": job, "ok": False}
       if number in found:
         prepared, compiled, record["compile_s"] = found.pop(number)
+        record["lower_s"] = lower_s[number]
         tell(event="begin", number=number)
         try:
           record["figures"], record["run_s"] = _timed(lambda p=prepared, c=compiled: p.run(c))
@@ -117,9 +126,11 @@ class Worker:
     self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
     self.hello: dict[str, Any] = {}
     self.starts = 0
+    self._ready = False
 
   def _start(self) -> subprocess.Popen[str]:
     self.starts += 1
+    self._ready = False
     process = subprocess.Popen(
       self._command,
       stdin=subprocess.PIPE,
@@ -159,6 +170,9 @@ class Worker:
     Args:
       jobs: compiled beside each other, then run one by one.
       deadline: time.monotonic() after which nothing goes on; what is left is reported as OUT_OF_TIME.
+
+    Raises:
+      DidNotStart: there is no use in trying.
     """
     pending, alone = list(jobs), False
     while pending:
@@ -202,11 +216,13 @@ class Worker:
       if event is None:
         code = process.wait()
         self.close()
+        if not self._ready:
+          raise DidNotStart(f"{' '.join(self._command)} ended with code {code} before it took a job; see its log")
         if code != _SPOILT:
           yield "lost", f"the process ended with code {code}"
         return
       if event["event"] == "ready":
-        self.hello = event["hello"]
+        self.hello, self._ready = event["hello"], True
       elif event["event"] == "begin":
         yield "begin", event["number"]
       elif event["event"] == "end":

@@ -10,6 +10,11 @@ MOST_LINES = 40
 _MOST_FAILURES = 8
 
 
+def _timed(record: Record) -> bool:
+  """Whether there is a time, of the settings as they are."""
+  return record["ok"] and "us" in record["figures"] and "tuning" not in record["job"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Results:
   """The records of a run, looked up by what their jobs asked for."""
@@ -17,9 +22,9 @@ class Results:
   records: Sequence[Record]
 
   def figures(self, **job: Any) -> dict[str, Any] | None:
-    """Of the first job that succeeded and has these values, and is not a sweep's; None if there is none."""
+    """Of the first job that was timed and has these values, and is not a sweep's; None if there is none."""
     for record in self.records:
-      if record["ok"] and "tuning" not in record["job"] and job.items() <= record["job"].items():
+      if _timed(record) and job.items() <= record["job"].items():
         return record["figures"]
     return None
 
@@ -64,7 +69,7 @@ def _decodes(results: Results) -> list[str]:
   lines = [_row("decode attention", "us", "kernels us", "share of read", "target", "torch us", "flashinfer")]
   for record in results.records:
     job = record["job"]
-    if job.get("kind") == "time" and job["op"] == "decode" and "tuning" not in job and record["ok"]:
+    if job["kind"] == "time" and job["op"] == "decode" and _timed(record):
       found, name = record["figures"], job["spec"]
       share = _ratio(found["bytes"] / found["us"] * 1e6, bandwidth)
       goal = _verdict(share, *targets[name]) if name in targets else ""
@@ -102,7 +107,7 @@ def _prefills(results: Results) -> list[str]:
   lines = [_row("paged causal prefill", "us", "TFLOP/s", "of cuDNN", "target", "torch us", "flashinfer")]
   for record in results.records:
     job = record["job"]
-    if job.get("kind") == "time" and job["op"] == "prefill" and "tuning" not in job and record["ok"]:
+    if job["kind"] == "time" and job["op"] == "prefill" and _timed(record):
       found, name = record["figures"], job["spec"]
       dense = results.figures(kind="time", op="dense", spec=name)
       share = _ratio(dense["us"] if dense else None, found["us"])
@@ -116,12 +121,12 @@ def _others(results: Results) -> list[str]:
   lines = [_row("rotary and write; whole layer; step", "us", "kernels us", "of its floor", "target")]
   for record in results.records:
     job = record["job"]
-    if not record["ok"] or "tuning" in job:
+    if not _timed(record):
       continue
     found = record["figures"]
     if job["kind"] == "time" and job["op"] in ("write", "attend"):
       lines.append(_row(f"{job['op']}: {job['spec']}", f"{found['us']:.1f}", _number(found.get("kernels_us"), ".1f")))
-    elif job["kind"] == "step" and "us" in found:
+    elif job["kind"] == "step":
       floor = results.read_bandwidth and found["bytes"] / results.read_bandwidth * 1e6
       over = _ratio(found["us"], floor)
       name = f"step: {job['rows']} x {job['context']}, Llama-3-8B"
@@ -154,7 +159,8 @@ def _checks(results: Results) -> str:
 def failed(record: Record) -> bool:
   """Whether something of ours went wrong: not a peer, no setting of a sweep that does not fit, no lack of time."""
   job = record["job"]
-  return not (record["ok"] or record["error"] == OUT_OF_TIME or job["kind"] == "peer" or "tuning" in job)
+  theirs = job["kind"] == "peer" or job.get("op") == "dense"
+  return not (record["ok"] or record["error"] == OUT_OF_TIME or theirs or "tuning" in job)
 
 
 def _failures(results: Results) -> list[str]:
