@@ -79,19 +79,29 @@ def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks:
   return Case(spec, split_blocks, **of_case)
 
 
-_ROWS = ((1, 150), (3, 200), (1, 64), (5, 9), (0, 0), (4, 4), (2, 129))
+# Those that the seeded bugs are put to are small.
+_WHOLE = _case("whole", ((2, 128), (1, 130), (1, 20)), 64, 4, pairs=1, kv_heads=2)
+_SPLIT = _case("split", ((1, 150), (2, 129)), 64, 1, pairs=1)
+_SMALL_PAGES = _case("page_32", ((1, 150),), 32, 8, pairs=1)
+_LARGE_PAGES = _case("page_128_window", ((1, 250),), 128, 2, pairs=1, sliding_window=100)
+_CAPPED = _case("soft_cap", ((1, 100),), 64, 4, pairs=1, soft_cap=2.0)
+_ROWS = ((1, 150), (3, 130), (5, 9), (0, 0), (1, 64))
 CASES = (
-  _case("one_split", _ROWS, 64, 4, kv_heads=2),
-  _case("splits", _ROWS, 64, 1, kv_heads=2, head_dim=128, group=4),
+  _WHOLE,
+  _SPLIT,
+  _SMALL_PAGES,
+  _LARGE_PAGES,
+  _CAPPED,
+  _case("head_128", _ROWS, 64, 2, head_dim=128, group=4),
   _case("page_16", _ROWS, 16, 4, pairs=1, sms=3, stages=3),
-  _case("page_16_splits_within_a_tile", ((1, 150), (2, 99), (1, 5)), 16, 3),
-  _case("page_32_window", _ROWS, 32, 2, sliding_window=50),
-  _case("page_128_window", _ROWS, 128, 1, sliding_window=40),
+  _case("page_16_splits_within_a_tile", ((1, 99), (2, 70), (1, 5)), 16, 3),
+  _case("page_32_window", ((3, 130), (5, 9), (1, 20)), 32, 2, sliding_window=50),
+  _case("page_128_window_at_splits", ((3, 200), (1, 90)), 128, 1, sliding_window=140),
   _case("window_of_one", ((1, 90), (3, 200)), 64, 1, sliding_window=1),
-  _case("soft_cap", ((1, 150), (3, 70)), 64, 2, soft_cap=2.0),
+  _case("soft_cap_at_splits", ((3, 150),), 64, 2, soft_cap=20.0),
   _case("group_of_3", ((1, 150), (4, 70), (2, 200)), 64, 2, group=3),
   _case("group_of_64", ((1, 150), (1, 1)), 64, 2, group=64, queries=1),
-  _case("fewer_rows_of_q_than_a_tile", ((1, 130),), 64, 1, group=1, padding=0, pairs=1),
+  _case("fewer_rows_of_q_than_a_tile", ((1, 70),), 64, 1, group=1, padding=0, pairs=1),
   _case("nothing", ((5, 20),), 64, 1),
 )
 
@@ -165,7 +175,7 @@ def test_equals_dense_attention(case: Case, capfd: pytest.CaptureFixture[str]) -
 def test_a_row_depends_neither_on_neighbours_nor_on_its_place_nor_on_the_order_of_items() -> None:
   """Bit for bit, in one executable, over three splits and two queries."""
   subject, run, results = (2, 150), None, []
-  companies = ([], []), ([(1, 7)], [(1, 200)]), ([(3, 90), (5, 9), (1, 64)], [(1, 1)])
+  companies = ([], []), ([(3, 90), (5, 9), (1, 64)], [(1, 1)])
   for number, (before, after) in enumerate(companies):
     rows = (*before, subject, *after)
     used = sum(-(-length // 64) for _, length in rows)
@@ -177,7 +187,7 @@ def test_a_row_depends_neither_on_neighbours_nor_on_its_place_nor_on_the_order_o
     arguments.q[here] = fixed.q
     arguments.keys[at][:], arguments.values[at][:] = fixed.keys[0], fixed.values[0]
     for row in range(len(rows)):
-      if row != at and number == 2:
+      if row != at and number == 1:
         arguments.keys[row][:], arguments.values[row][:] = np.nan, np.nan
     given = operands(case, arguments)
     run = run or program(case)
@@ -198,12 +208,6 @@ def test_a_plan_for_another_window_is_refused() -> None:
   with pytest.raises(ValueError, match="sliding_window=5"):
     gpu_decode.decode(*given, plan=case.plan, scale=1.0, sliding_window=5, soft_cap=None, tuning=tuning)
 
-
-_SPLIT = _case("splits", ((1, 150), (2, 129)), 64, 1, stages=2, pairs=1)
-_WHOLE = _case("whole", ((2, 192), (1, 200), (1, 20)), 64, 4, pairs=1, kv_heads=2)
-_SMALL_PAGES = _case("small_pages", ((1, 150),), 32, 8, pairs=1)
-_LARGE_PAGES = _case("large_pages", ((1, 250),), 128, 2, pairs=1, sliding_window=100)
-_CAPPED = _case("capped", ((1, 100),), 64, 4, pairs=1, soft_cap=2.0)
 
 # A case, what is put out of order, the text, and what it becomes; the text occurs once, so that no bug rots silently.
 BUGS = (
@@ -254,6 +258,5 @@ def test_seeded_bug_is_caught(case: Case, name: str, old: str, new: str, capfd: 
     reset_gpu_interpret_mode_state()
 
 
-@pytest.mark.parametrize("case", [_WHOLE, _SPLIT, _SMALL_PAGES, _LARGE_PAGES, _CAPPED], ids=str)
-def test_no_bug_is_not_caught(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
-  check(case, capfd, seeded("_KEYS = 64", "_KEYS = 64 "))
+def test_no_bug_is_not_caught(capfd: pytest.CaptureFixture[str]) -> None:
+  check(_SPLIT, capfd, seeded("_KEYS = 64", "_KEYS = 64 "))
