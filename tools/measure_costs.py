@@ -247,6 +247,7 @@ def measure(args: Any) -> StepCosts:
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     "max_num_seqs": config.max_num_seqs,
     "block_size": config.block_size,
+    "num_blocks": config.num_blocks,
     "max_model_len": config.max_model_len,
     "max_context": max_context,
     "fit": error | {"points": len(points)},

@@ -1,0 +1,205 @@
+"""The cost table: what a step is made of, the fit, files, and one measured on a tiny model."""
+
+import json
+import random
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from tests.tools.conftest import ENGINE_FLAGS, json_line, run_module
+from tools.latency import Objectives
+from tools.simulation import Collector, Fleet, Simulation, made_up
+from tools.step_costs import (
+  HostCosts,
+  Point,
+  StepCosts,
+  Work,
+  fit,
+  fit_host,
+  least_squares,
+  points_of,
+  read_step_trace,
+  roofline,
+  work_of,
+)
+
+TABLE = StepCosts(
+  ((8, 1e-3), (64, 5e-3)),
+  decode_row_s=1e-5,
+  decode_key_s=1e-7,
+  prefill_token_s=2e-6,
+  prefill_key_s=3e-7,
+  prefill_pair_s=1e-9,
+  host=HostCosts(1e-4, 1e-6, 1e-7, 1e-5, 5e-5, 2e-6),
+  kv_bytes_per_token=4096,
+  about={"source": "made up", "device": "none"},
+)
+LLAMA_8B = {
+  "hidden_size": 4096,
+  "num_hidden_layers": 32,
+  "num_attention_heads": 32,
+  "num_key_value_heads": 8,
+  "head_dim": 128,
+  "intermediate_size": 14336,
+  "vocab_size": 128256,
+}
+
+
+def test_work_counts_keys_and_pairs_under_the_causal_mask():
+  assert work_of((9, 0), (1, 1)) == Work(2, 11, 0, 0, 0)
+  # A row of 3 tokens behind 10: they see 11, 12 and 13 keys.
+  assert work_of((4, 10), (1, 3)) == Work(1, 5, 3, 13, 36)
+  assert work_of((), ()) == Work(0, 0, 0, 0, 0)
+
+
+def test_a_step_costs_its_rung_and_its_attention():
+  assert TABLE.seconds(8, Work(2, 300, 0, 0, 0)) == pytest.approx(1e-3 + 2e-5 + 3e-5)
+  assert TABLE.seconds(64, Work(0, 0, 50, 50, 1275)) == pytest.approx(5e-3 + 1e-4 + 1.5e-5 + 1.275e-6)
+  assert TABLE.launch_seconds(10, 100, 2) == pytest.approx(1e-4 + 1e-5 + 1e-5 + 2e-5)
+  assert TABLE.commit_seconds(10) == pytest.approx(7e-5)
+
+
+def test_rungs_between_measured_ones_are_interpolated_and_never_extrapolated():
+  assert TABLE.rung(36) == pytest.approx(3e-3)
+  assert TABLE.rung(2) == TABLE.rung(8) == 1e-3
+  with pytest.raises(ConfigError, match="65 tokens is above 64.*--token_budgets"):
+    TABLE.rung(65)
+
+
+def test_the_fit_finds_the_costs_that_made_the_points():
+  rng = random.Random(3)
+  points = []
+  for _ in range(60):
+    tokens = rng.choice((8, 64))
+    work = Work(*(rng.randrange(1, most) for most in (tokens, 9000, 60, 4000, 100_000)))
+    points.append(Point(tokens, work, TABLE.seconds(tokens, work)))
+  table, error = fit(points)
+  found = StepCosts(**table)
+  assert error["worst_error"] < 1e-3
+  for name in ("decode_row_s", "decode_key_s", "prefill_token_s", "prefill_key_s", "prefill_pair_s"):
+    assert getattr(found, name) == pytest.approx(getattr(TABLE, name), rel=1e-2)
+  assert found.rung(8) == pytest.approx(1e-3, rel=1e-2)
+  # A tenth of the points disturbed by a factor of 3 hardly moves it.
+  disturbed = [
+    point._replace(seconds=point.seconds * (3 if index % 10 == 0 else 1)) for index, point in enumerate(points)
+  ]
+  robust = StepCosts(**fit(disturbed)[0])
+  assert robust.seconds(64, Work(30, 3000, 0, 0, 0)) == pytest.approx(
+    TABLE.seconds(64, Work(30, 3000, 0, 0, 0)), rel=0.05
+  )
+
+
+def test_costs_are_never_negative():
+  assert least_squares([(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)], [3.0, 2.0, 1.0])[1] == 0.0
+  host = fit_host([(rows, 0, 0, 1e-3 + rows * 1e-5) for rows in range(1, 20)], [(rows, 1e-4) for rows in range(1, 20)])
+  assert host.launch_s == pytest.approx(1e-3, rel=1e-3)
+  assert host.launch_row_s == pytest.approx(1e-5, rel=1e-2)
+  assert host.launch_admission_s == 0.0
+  assert host.commit_row_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_too_few_steps_cannot_be_fitted():
+  with pytest.raises(ConfigError, match="3 steps cannot tell 6 costs apart"):
+    fit([Point(8, Work(1, 1, 0, 0, 0), 1.0)] * 3)
+
+
+def test_a_table_comes_back_from_its_file(tmp_path):
+  TABLE.save(str(tmp_path / "costs.json"))
+  assert StepCosts.load(str(tmp_path / "costs.json")) == TABLE
+
+
+@pytest.mark.parametrize(
+  ("change", "complaint"),
+  [
+    ({"format": "other"}, "no cost table"),
+    ({"rung_s": {}}, "rung_s names the rungs"),
+    ({"rung_s": {"x": 1}}, "damaged"),
+    ({"rung_s": {"8": -1}}, "-1.0 s is not a finite time"),
+    ({"decode_key_s": "nan"}, "not a finite time"),
+    ({"host": {"launch": 1}}, "damaged"),
+    ({"kv_bytes_per_token": None}, "damaged"),
+  ],
+)
+def test_a_damaged_table_is_one_clear_error(tmp_path, change, complaint):
+  path = tmp_path / "costs.json"
+  TABLE.save(str(path))
+  path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | change), "utf-8")
+  with pytest.raises(ConfigError, match=complaint):
+    StepCosts.load(str(path))
+
+
+def test_a_roofline_streams_weights_or_multiplies():
+  table = roofline(
+    LLAMA_8B, tflops=989, gb_s=4800, compute_efficiency=0.7, bandwidth_efficiency=0.9, overhead_s=5e-4, max_tokens=8192
+  )
+  # 7.5 billion weights of 2 bytes at 4.32 TB/s; then 14.0 GFLOP a token at 692 TFLOP/s.
+  assert table.rung(1) == pytest.approx(5e-4 + 7.505e9 * 2 / 4.32e12, rel=1e-3)
+  assert table.rung(8192) == pytest.approx(5e-4 + 8192 * 2 * 6.979e9 / 692.3e12, rel=1e-3)
+  assert table.rung(table.about["knee_tokens"]) == pytest.approx(table.rung(1), rel=0.01)
+  assert table.kv_bytes_per_token == 131_072
+  with pytest.raises(ConfigError, match="hidden_size"):
+    roofline({}, tflops=1, gb_s=1, compute_efficiency=1, bandwidth_efficiency=1, overhead_s=0, max_tokens=8)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"event": "other"}', "[]", '{"event": "schedule"}'])
+def test_what_is_no_step_trace_is_refused(tmp_path, text):
+  (tmp_path / "steps.jsonl").write_text(text, "utf-8")
+  with pytest.raises(ConfigError, match="step trace"):
+    read_step_trace(str(tmp_path / "steps.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_model, compile_cache, tmp_path_factory) -> dict:
+  path = tmp_path_factory.mktemp("costs") / "costs.json"
+  done = run_module(
+    "tools.measure_costs",
+    f"--model={tiny_model}",
+    f"--output={path}",
+    "--seconds=0.005",
+    "--rounds=1",
+    f"--compile_cache_dir={compile_cache}",
+    *ENGINE_FLAGS,
+  )
+  assert done.returncode == 0, done.stderr
+  return {"line": json_line(done), "path": str(path)}
+
+
+def test_the_command_measures_every_rung_and_names_the_device(measured):
+  table = StepCosts.load(measured["path"])
+  assert [tokens for tokens, _ in table.rung_s] == [8, 32]
+  assert table.seconds(32, Work(8, 80, 0, 0, 0)) > 0
+  assert table.host.launch_s + table.host.launch_row_s > 0
+  for name in ("device", "model", "dtype", "jax", "commit", "date", "machine", "fit", "points"):
+    assert table.about[name], name
+  assert table.kv_bytes_per_token == 2 * 2 * 16 * 4  # keys and values of two layers, one head of 16, float32
+  assert table.about["num_blocks"] == 128
+  assert measured["line"]["rung_ms"].keys() == {"8", "32"}
+
+
+def test_recorded_steps_make_points(tmp_path):
+  path = str(tmp_path / "steps.jsonl")
+  config = EngineConfig(
+    vocab_size=10, max_model_len=64, num_blocks=8, token_budgets=(8, 64), max_num_seqs=8, prefill_chunk=64
+  )
+  simulation = Simulation(config, TABLE, Fleet(), Collector(Objectives()))
+  simulation.replicas[0].engine.start_trace(path)
+  simulation.run(made_up([(0.0, 3, 4)]))
+  simulation.replicas[0].engine.recorder.stop_trace()
+  points = points_of(read_step_trace(path))
+  assert [(point.tokens, point.work) for point in points] == [
+    (8, Work(0, 0, 3, 3, 6)),
+    (8, Work(1, 4, 0, 0, 0)),
+    (8, Work(1, 5, 0, 0, 0)),
+    (8, Work(1, 6, 0, 0, 0)),
+  ]
+  # The recorder writes microseconds; a step is timed from the launch, or from the end of the one before.
+  for point in points:
+    assert point.seconds == pytest.approx(TABLE.seconds(8, point.work), abs=2e-6)
+
+
+def test_a_bad_flag_or_model_is_one_line_and_exit_code_2(tmp_path):
+  done = run_module("tools.measure_costs", "--model=/nowhere", f"--output={tmp_path}/costs.json")
+  assert done.returncode == 2
+  assert "/nowhere" in done.stderr.splitlines()[-1]
+  assert "Traceback" not in done.stderr
