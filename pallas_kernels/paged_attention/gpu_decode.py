@@ -174,7 +174,7 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, counts, it
 
   @pl.when(warpgroup < pairs)
   def _compute():
-    # With the producers' registers this is all that an SM has (of 256 a thread that can be named).
+    # Two pairs with 216 and 40 a thread take all registers of an SM; one pair could have more than it needs.
     plgpu.set_max_registers(216 if pairs > 1 else 240, action="increase")
 
     def load_queries(n):
