@@ -29,8 +29,9 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
   assert hlo is not None and memory is not None, "compile-only devices say both"
   aliased, sizes = facts.aliased(hlo), facts.argument_bytes(hlo)
   donated = (spec.kv, spec.last_tokens, spec.slot_state)
-  # Smaller ones are norms, which any vector may equal in size; to move one costs nothing.
-  weights = {size for size in programs.shard_sizes(spec.params) if size >= 2**16}
+  # Not norms: any vector may have their size, and to move one costs nothing.
+  matrices = [leaf for leaf in spec.params if len(leaf.shape) > 1]
+  weights, whole = set(programs.shard_sizes(matrices)), {leaf.size for leaf in matrices}
   found = {
     "seconds": round(seconds, 2),
     "kv_bytes": programs.shard_bytes(spec.kv),
@@ -42,7 +43,7 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
     "argument_bytes": memory.argument_size_in_bytes,
     "temp_bytes": memory.temp_size_in_bytes,
     "temp_limit": programs.temp_limit(spec, shape),
-    "moved": facts.moved(hlo, set(programs.shard_sizes(spec.kv)), weights),
+    "moved": facts.moved(hlo, set(programs.shard_sizes(spec.kv)), weights, whole),
   }
   for path in set(dump.glob("*thunk_sequence_after_thunk_passes.txt")) - before:
     if ".jit_step." not in path.name:
@@ -71,9 +72,10 @@ def main() -> None:
   target, case = targets.TARGETS[args.target], programs.case(args.model)
   devices = targets.devices(target)
   layers = case.model.num_layers
+  few = min(2, layers // 2)
   budgets = tuple(int(budget) for budget in args.token_budgets.split(","))
   ladder = ShapeLadder(budgets, min(case.max_num_seqs, budgets[-1]))
-  deep, shallow = (programs.make_spec(case, devices, args.attention, count) for count in (layers, layers // 2))
+  deep, shallow = (programs.make_spec(case, devices, args.attention, count) for count in (layers, few))
   with (args.out / "facts.jsonl").open("w") as out, targets.tracing_for(target, devices[0]):
     for shape in ladder.rungs():
       ctypes.CDLL(None).fflush(None)  # ptxas's words go through C's own buffer
@@ -81,7 +83,7 @@ def main() -> None:
       found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers}
       found |= compile_rung(deep, shape, args.out)
       if target.platform == "cuda":
-        found["shallow_layers"] = layers // 2
+        found["shallow_layers"] = few
         found["shallow_launches"] = len(compile_rung(shallow, shape, args.out)["launches"])
       out.write(json.dumps(found) + "\n")
       out.flush()

@@ -88,22 +88,30 @@ def computations(hlo: str) -> dict[str, list[Instruction]]:
   return found
 
 
-def moved(hlo: str, kv_sizes: Collection[int], weight_sizes: Collection[int]) -> list[str]:
+def moved(
+  hlo: str, kv_sizes: Collection[int], weight_sizes: Collection[int], whole_sizes: Collection[int] = ()
+) -> list[str]:
   """Instructions that make a new array as large as a KV buffer or a weight, where the old one should have been used.
 
   Of a KV buffer's size: whatever is not known to write in place. Of a weight's: what moves values and computes nothing,
   a fusion by what it is made of (an activation may have a weight's size), unless the new array lies in a TPU's vector
-  memory (memory space 1 of its layout): that is a prefetch, and how a weight is read there.
+  memory (memory space 1 of its layout): that is a prefetch, and how a weight is read there. Of the size of a weight
+  that is split over devices: what gathers it from them, also inside of a fusion.
 
   Args:
     hlo: the module's text.
     kv_sizes, weight_sizes: elements on one device.
+    whole_sizes: elements of the weights on all devices together.
   """
   module = computations(hlo)
   fused = {one.calls for body in module.values() for one in body if one.opcode == "fusion"}
   found = []
   for name, body in module.items():
-    for one in body if name not in fused else ():
+    for one in body:
+      if one.opcode.startswith("all-gather") and any(size in whole_sizes for _, size, _ in one.arrays):
+        found.append(one.text)
+      if name in fused:
+        continue
       opcodes = {inner.opcode for inner in module.get(one.calls, ())} or {one.opcode}
       moves = opcodes <= _MOVES and not opcodes <= _FREE
       replaces = not opcodes & _IN_PLACE and not opcodes <= _FREE

@@ -29,9 +29,9 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
   if rung["alias_bytes"] != rung["donated_bytes"]:
     found.append(f"{rung['alias_bytes']} bytes are updated in place, but what is donated has {rung['donated_bytes']}")
   for text in rung["moved"][:_SHOWN]:
-    found.append(f"copies a KV buffer or a weight: {text[:200]}")
+    found.append(f"moves a KV buffer or a weight: {text[:200]}")
   if len(rung["moved"]) > _SHOWN:
-    found.append(f"copies a KV buffer or a weight {len(rung['moved']) - _SHOWN} times more; --out lists them")
+    found.append(f"moves a KV buffer or a weight {len(rung['moved']) - _SHOWN} times more; --out lists them")
   if rung["temp_bytes"] > rung["temp_limit"]:
     found.append(f"{rung['temp_bytes']} bytes of temporaries are over {rung['temp_limit']}")
   if "launches" in rung:

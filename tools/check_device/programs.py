@@ -69,7 +69,7 @@ def case(name: str) -> Case:
       max_position=8192,
       rope_theta=500_000.0,
     )
-    return Case(model, max_model_len=8192, pool_tokens=131_072)
+    return Case(model, max_model_len=8192, pool_tokens=65_536)
   raise ValueError(f"model {name!r} is not one of tiny, demo, llama3-8b")
 
 
