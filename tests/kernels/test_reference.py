@@ -28,12 +28,20 @@ def test_memory_grows_neither_with_the_pool_nor_with_the_table() -> None:
   assert large <= small + 8 * row_of_table
 
 
-def _off_by_one(state, queries, kv, tables, chunks, pages, seen, in_use, soft_cap, *, original):
-  return original(state, queries, kv, tables, chunks, pages, jnp.roll(seen, 1, -1), in_use, soft_cap)
+def _off_by_one(*args, original, seen=None, **masks):
+  return original(*args, seen=None if seen is None else jnp.roll(seen, 1, -1), **masks)
 
 
-def _tail_unmasked(state, queries, kv, tables, chunks, pages, seen, in_use, soft_cap, *, original):
-  return original(state, queries, kv, tables, chunks, pages, seen, jnp.ones_like(in_use), soft_cap)
+def _tail_unmasked(*args, original, in_use=None, **masks):
+  return original(*args, in_use=None if in_use is None else jnp.ones_like(in_use), **masks)
+
+
+def _past_the_end_of_a_shorter_row(*args, original, live=None, **masks):
+  return original(*args, live=None if live is None else jnp.ones_like(live), **masks)
+
+
+def _a_query_left_out(queries, keys, *, original):
+  return original((queries[0], *queries[:-1]) if isinstance(queries, tuple) else queries, keys)
 
 
 def _wrong_page(kv, tables, chunks, pages, which, *, original):
@@ -67,6 +75,8 @@ def _written_one_slot_late(kv, k, v, slots, *, original):
   [
     ("_step", _off_by_one),
     ("_step", _tail_unmasked),
+    ("_step", _past_the_end_of_a_shorter_row),
+    ("_scores", _a_query_left_out),
     ("_load", _wrong_page),
     ("_load", _next_chunk_not_read),
     ("_load", _keys_for_values),
@@ -77,10 +87,10 @@ def _written_one_slot_late(kv, k, v, slots, *, original):
   ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_seeded_bug_is_caught(name: str, bug, monkeypatch: pytest.MonkeyPatch) -> None:
-  spec = ArgSpec("bugs", ((1, 70), (20, 90)), 24, 2)
+  spec = ArgSpec("bugs", ((1, 70), (1, 200), (20, 90)), 24, 3)
   conformance.check(reference, spec)
   original = getattr(reference, name)
-  monkeypatch.setattr(reference, name, lambda *args: bug(*args, original=original))
+  monkeypatch.setattr(reference, name, lambda *args, **named: bug(*args, original=original, **named))
   with pytest.raises(AssertionError):
     conformance.check(reference, spec)
 

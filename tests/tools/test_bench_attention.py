@@ -1,12 +1,18 @@
 """The attention benchmark: its naive version is right, and its tables have every line."""
 
 import dataclasses
+import json
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from engine.device.build import Built
+from engine.errors import ConfigError
 from pallas_kernels.paged_attention import api, arg_specs
 from tools import bench_attention
+from tools.compare_transformers import MODEL
+from tools.make_random_model import write_model
 
 
 def test_naive_equals_ours() -> None:
@@ -32,3 +38,48 @@ def test_a_line_holds_our_time_and_the_floor() -> None:
   assert float(held) == round(8 * 128 * 2 * 4 * 64 * 4 / 1e6, 2)
   assert float(floor) == round(8 * 128 * 2 * 4 * 64 * 4 / 1e7, 3)
   assert abs(float(ratio) - float(best) / float(floor)) < 0.1
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+  folder = tmp_path_factory.mktemp("model") / "tiny"
+  changes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+  write_model(folder, {**MODEL, **changes, "num_attention_heads": 2, "num_key_value_heads": 1}, seed=0)
+  return str(folder)
+
+
+def loops(built: Built) -> int:
+  (program,) = built.runner.steps.values()
+  return (program.as_text() or "").count(" while(")
+
+
+def test_the_step_without_attention_has_none_and_the_other_has(tiny) -> None:
+  """Both are the engine's own step; what one holds less is the attention, and neither is taken for the other."""
+  found = bench_attention.share(tiny, 4, 40, 16, 0.01)
+  assert found["steps"] >= 5 and found["step_ms"] > 0
+  assert found["model"] == "tiny" and found["attention"] == "reference"
+  real = bench_attention.build_step(tiny, 4, 40, 16)
+  with bench_attention.without_attention(real.attention) as name:
+    without = bench_attention.build_step(tiny, 4, 40, 16, name)
+  assert loops(without) <= loops(real) - 4  # of groups and of chunks, in decode and in prefill
+  assert name not in api.IMPLEMENTATIONS
+
+
+def test_rows_lie_anywhere_and_nowhere_twice(tiny) -> None:
+  built = bench_attention.build_step(tiny, 4, 40, 16)
+  batch = bench_attention.decodes(built, 4, 40)
+  blocks = [block for admission in batch.admissions for block in admission.block_ids]
+  assert sorted(blocks) == list(range(1, 13)) and blocks != sorted(blocks)
+  assert batch.starts == (39,) * 4
+
+
+def test_a_context_that_the_model_does_not_have_is_refused(tiny) -> None:
+  with pytest.raises(ConfigError, match="context=4000 exceeds the 2048 positions of tiny"):
+    bench_attention.share(tiny, 2, 4000, 16, 0.01)
+
+
+def test_share_is_printed_in_words_and_as_json(tiny, capsys) -> None:
+  assert bench_attention.main(["--share", f"--model={tiny}", "--rows=2", "--context=20", "--seconds=0.01"]) == 0
+  words, line = capsys.readouterr().out.splitlines()
+  found = json.loads(line)
+  assert f"{100 * found['share']:.1f} %" in words and found["rows"] == 2 and found["context"] == 20
