@@ -111,8 +111,8 @@ def prefill(
     item, head, wg = lax.axis_index("item"), lax.axis_index("head"), lax.axis_index("wg")
     row, token = items_g[item, 0], items_g[item, 1]
 
-    def slot_of(i, first):
-      return lax.rem(i - first, stages)
+    def slot_of(number):
+      return lax.rem(number, stages)
 
     def bring(is_row, row, token, kv_len, lowest, first, end):
       """Fills the tile of queries and, in turns, the ring's tiles of keys and of values."""
@@ -124,7 +124,7 @@ def prefill(
 
       @pl.loop(first, end)
       def _(i):
-        slot, reused = slot_of(i, first), i - first >= stages
+        slot, reused = slot_of(i - first), i - first >= stages
         # Blocks of which no key exists, or none is seen, are read from past the pool's end: TMA fills in zeros.
         sources = []
         for start in range(0, keys, chunk):
@@ -182,8 +182,8 @@ def prefill(
 
       @pl.loop(jnp.maximum(end - stages, first), end)
       def _(i):  # nobody may leave a barrier that others still arrive at
-        plgpu.barrier_wait(k_free.at[slot_of(i, first)])
-        plgpu.barrier_wait(v_free.at[slot_of(i, first)])
+        plgpu.barrier_wait(k_free.at[slot_of(i - first)])
+        plgpu.barrier_wait(v_free.at[slot_of(i - first)])
 
     def store(token, count):
       """Copies the first `count` tokens of the tile out, in runs of powers of two: no other tokens are touched."""
@@ -207,13 +207,13 @@ def prefill(
 
       plgpu.wait_smem_to_gmem(0)
 
-    def compute(is_row, position, first, end):
+    def compute(is_row, position, tiles):
       """Attends for 64 packed rows and leaves the result in place of the queries."""
       rows = pl.ds(wg * _HALF, _HALF)
 
       @pl.when(is_row)
       def _():
-        out = attend(rows, position, first, end).astype(dtype)
+        out = attend(rows, position, tiles).astype(dtype)
         for slab, lanes in slabs:
           tile[slab, rows] = out[:, lanes.start : lanes.start + _LANES]
 
@@ -265,8 +265,11 @@ def prefill(
       _, out, results = run((start(zeros), start(out), like))
       return out, results
 
-    def attend(rows, position, first, end):
-      """f32[64, H]: attention of the warpgroup's packed rows over tiles first..end of keys, at least one."""
+    def attend(rows, position, tiles):
+      """f32[64, H]: attention of the warpgroup's packed rows over `tiles` tiles of keys, at least one.
+
+      `position` is that of the item's first query, counted from the first key of the first tile.
+      """
 
       def softmax(scores, i, peak, total, masked):
         """Weights of tile i's keys, what to multiply older sums with, and the new maximum and sum."""
@@ -299,7 +302,7 @@ def prefill(
       def step(i, carry, masked):
         """Scores of tile i, and the values of the tile before."""
         out, weights, peak, total = carry
-        slot, before = slot_of(i, first), slot_of(i - 1, first)
+        slot, before = slot_of(i), slot_of(i - 1)
         plgpu.barrier_wait(k_full.at[slot])
         plgpu.barrier_wait(v_full.at[before])
         plgpu.barrier_wait(turn.at[wg])
@@ -329,24 +332,24 @@ def prefill(
 
       scores = pl.run_scoped(first_scores, plgpu.WGMMAAccumulatorRef((_HALF, keys), f32))
       plgpu.barrier_arrive(k_free.at[0])
-      weights, _, peak, total = softmax(scores, first, peak, total, masked=True)
+      weights, _, peak, total = softmax(scores, jnp.int32(0), peak, total, masked=True)
       carry = out, operand(weights), peak, total
 
       # Tiles at the window's start are masked, then come those seen whole, then those at the causal edge.
-      at = first + 1
+      at = jnp.int32(1)
       if sliding_window is not None:
         last_position = position + lax.div(wg * _HALF + (_HALF - 1), group)
         in_window = lax.div(jnp.maximum(last_position - (sliding_window - 1), 0) + (keys - 1), keys)
-        begin_whole = jnp.clip(in_window, at, jnp.maximum(end, at))
+        begin_whole = jnp.clip(in_window, at, tiles)
         carry = lax.fori_loop(at, begin_whole, lambda i, carry: step(i, carry, masked=True), carry)
         at = begin_whole
       below_edge = lax.div(position + lax.div(wg * _HALF, group) + 1, keys)
-      end_whole = jnp.maximum(jnp.minimum(below_edge, end), at)
+      end_whole = jnp.clip(below_edge, at, tiles)
       carry = lax.fori_loop(at, end_whole, lambda i, carry: step(i, carry, masked=False), carry)
-      carry = lax.fori_loop(end_whole, end, lambda i, carry: step(i, carry, masked=True), carry)
+      carry = lax.fori_loop(end_whole, tiles, lambda i, carry: step(i, carry, masked=True), carry)
 
       out, weights, _, total = carry
-      slot = slot_of(end - 1, first)
+      slot = slot_of(tiles - 1)
       plgpu.barrier_wait(v_full.at[slot])
 
       @pl.when(wg == 0)
@@ -375,7 +378,8 @@ def prefill(
       @pl.when(wg < 2)
       def _():
         plgpu.set_max_registers(232, action="increase")
-        compute(is_row, position, first, end)
+        # Behind a barrier, else what they are made of takes registers through the loops.
+        compute(is_row, *lax.optimization_barrier((position - first * keys, end - first)))
 
       @pl.when(wg == 2)
       def _():
