@@ -7,11 +7,13 @@ and the Azure sample all at once (which shows the throughput; that of the others
 the real engine in a process of its own (tools.bench_offline), --rounds times; then by the simulator, under the same
 settings and with the cost table of --costs, or one that is measured first. With --over_grpc the real side is a server
 driven by tools.bench_serving, whose clients and front end share the machine: steps take longer there, so the table's
-device part then comes from the step trace of a warm-up load of that server. Exit code 1 when a difference is above
+device part then comes from the step trace of a warm-up load of that server, and what a request spends outside the
+engine is the difference of measured and simulated median TTFT of that load. Exit code 1 when a difference is above
 --tolerance: throughput 0.10, percentiles 0.15 unless the flags say otherwise.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import json
 import pathlib
 import signal
@@ -25,6 +27,7 @@ from engine.errors import ConfigError, EngineError
 from tools import workload
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.measure import ROOT, machine, median_of, run_tool, write_result
+from tools.step_costs import StepCosts
 from tools.workload import WorkRequest
 
 SAMPLE = ROOT / "benchmarks" / "traces" / "azure_conv_500.csv"
@@ -32,6 +35,7 @@ THROUGHPUT = ("output_tok_s", "total_tok_s")
 LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
 OTHERS = ("steps", "padding_share", "tpot_p50_ms", "e2e_p50_ms")
 _READY_S = 120.0
+_SETTINGS = ("token_budgets", "prefill_chunk", "max_num_seqs", "max_model_len")  # flags that both sides take
 
 
 def loads(args: Any, vocab_size: int) -> dict[str, tuple[list[WorkRequest], bool]]:
@@ -42,6 +46,16 @@ def loads(args: Any, vocab_size: int) -> dict[str, tuple[list[WorkRequest], bool
     args.num_requests, "lognormal:64:8:512", "lognormal:64:4:256", vocab_size, seed=1, rate=args.rate
   )
   return {"azure": (azure, True), "poisson": (poisson, True), "azure at once": (azure, False)}
+
+
+def warm_up(args: Any) -> list[WorkRequest]:
+  """A load like the others, and at its end prompts that together fill the largest step several times."""
+  mixed = workload.synthetic(
+    args.num_requests, "lognormal:100:8:400", "lognormal:40:4:200", args.vocab_size, seed=9, rate=args.rate
+  )
+  end_s, top = mixed[-1].arrival_s, int(args.token_budgets.split(",")[-1])
+  prompt = tuple(token % args.vocab_size for token in range(min(top, args.max_model_len - 8)))
+  return mixed + [WorkRequest(f"long{number}", end_s, prompt, 4) for number in range(8)]
 
 
 # --- The real side ----------------------------------------------------------------------------------------------------
@@ -56,6 +70,7 @@ class Server:
 
   def __enter__(self) -> str:
     port_file = self._folder / "port"
+    port_file.unlink(missing_ok=True)  # of a server before
     with open(self._folder / "server.log", "w", encoding="utf-8") as log:
       self._process = subprocess.Popen(
         [*self._command, f"--port_file={port_file}"], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
@@ -123,50 +138,56 @@ def compare(name: str, real: list[dict[str, Any]], simulated: dict[str, Any], ar
   return {"within": worst, "figures": rows}
 
 
+def simulated(costs: str, path: str, timed: bool, flags: Sequence[str], what: str) -> dict[str, Any]:
+  """One run of the simulator."""
+  command = [sys.executable, "-m", "tools.simulate", f"--costs={costs}", f"--requests={path}", *flags]
+  return run_tool(command + ["--at_once"] * (not timed), what)
+
+
 def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
   """Measures and simulates all loads. Raises ConfigError."""
-  build = [f"--compile_cache_dir={args.compile_cache_dir}", f"--num_blocks={args.num_blocks}"]
-  build += [f"--token_budgets={args.token_budgets}", f"--max_num_seqs={args.max_num_seqs}"]
-  build += [f"--prefill_chunk={args.prefill_chunk}", f"--max_model_len={args.max_model_len}"]
+  cache = f"--compile_cache_dir={args.compile_cache_dir}"
+  # Rounds repeat their prompts: with a prefix cache the second one would be another load.
+  settings = ["--enable_prefix_caching=false", f"--num_blocks={args.num_blocks}"]
+  settings += [f"--{name}={getattr(args, name)}" for name in _SETTINGS]
   unbounded = ["--max_queued_requests=1000000000", "--max_queued_tokens=1000000000"]
   unbounded += ["--queue_timeout_s=0", "--request_timeout_s=0"]
+  all_loads = {name: load for name, load in loads(args, args.vocab_size).items() if load[1] or not args.over_grpc}
   files = {
     name: (_requests_file(requests, folder / f"load{number}.jsonl"), timed)
-    for number, (name, (requests, timed)) in enumerate(loads(args, args.vocab_size).items())
+    for number, (name, (requests, timed)) in enumerate(all_loads.items())
   }
   costs = args.costs or str(folder / "costs.json")
-  measure = [sys.executable, "-m", "tools.measure_costs", f"--model={args.model}", f"--output={costs}", *build]
-  measure += [f"--max_context={args.max_context}"]
+  measure = [sys.executable, "-m", "tools.measure_costs", f"--model={args.model}", f"--output={costs}", cache]
+  measure += [*settings, f"--max_context={args.max_context}"]
   real: dict[str, list[dict[str, Any]]] = {name: [] for name in files}
   if args.over_grpc:
+    server = [f"--model={args.model}", cache, *settings, *unbounded]
+    warm_up_file = _requests_file(warm_up(args), folder / "warm_up.jsonl")
     trace = folder / "steps.jsonl"
-    warm_up = workload.synthetic(
-      args.num_requests, "lognormal:100:8:400", "lognormal:40:4:200", args.vocab_size, seed=9, rate=args.rate
-    )
-    warm_up_file = _requests_file(warm_up, folder / "warm_up.jsonl")
-    server = [f"--model={args.model}", *build, *unbounded]
     with Server([*server, f"--trace_file={trace}"], folder) as target:
-      online(target, warm_up_file, "warm-up load, whose steps make the cost table")
+      warm = online(target, warm_up_file, "warm-up load, whose steps make the cost table")
     with Server(server, folder) as target:
       for number in range(args.rounds):
         for name, (path, _) in files.items():
-          if name != "azure at once":
-            real[name].append(online(target, path, f"{name} over gRPC, round {number + 1} of {args.rounds}"))
-    del files["azure at once"], real["azure at once"]
+          real[name].append(online(target, path, f"{name} over gRPC, round {number + 1} of {args.rounds}"))
     if not args.costs:
       run_tool([*measure, f"--step_trace={trace}"], "cost table")
+      modelled = simulated(costs, warm_up_file, True, [*settings, *unbounded], "warm-up load, simulated")
+      front_s = max(0.0, warm["ttft_p50_ms"] - modelled["ttft_p50_ms"]) / 1e3
+      table = StepCosts.load(costs)
+      dataclasses.replace(table, host=dataclasses.replace(table.host, front_s=front_s)).save(costs)
   else:
     if not args.costs:
       run_tool(measure, "cost table")
     for number in range(args.rounds):
       for name, (path, timed) in files.items():
-        real[name].append(offline(args, build, path, timed, f"{name}, round {number + 1} of {args.rounds}"))
+        what = f"{name}, round {number + 1} of {args.rounds}"
+        real[name].append(offline(args, [cache, *settings], path, timed, what))
   result: dict[str, Any] = {}
   for name, (path, timed) in files.items():
-    command = [sys.executable, "-m", "tools.simulate", f"--costs={costs}", f"--requests={path}", *build[1:], *unbounded]
-    if not timed:
-      command.append("--at_once")
-    result[name] = compare(name, real[name], run_tool(command, f"{name}, simulated"), args, timed)
+    figures = simulated(costs, path, timed, [*settings, *unbounded], f"{name}, simulated")
+    result[name] = compare(name, real[name], figures, args, timed)
   table = json.loads(pathlib.Path(costs).read_text("utf-8"))
   table.pop("points", None)
   return {"loads": result, "costs": table, "over_grpc": args.over_grpc, "machine": machine()}

@@ -506,9 +506,9 @@ class Simulation:
       arrivals: in order of arrival_s, ids unique.
     """
     turns, landings, collector = self._turns, self._landings, self.collector
-    index, never = 0, (math.inf,)
+    index, never, front_s = 0, (math.inf,), self.costs.host.front_s
     while collector.misses <= give_up_after:
-      arrival_s = arrivals[index].arrival_s if index < len(arrivals) else math.inf
+      arrival_s = arrivals[index].arrival_s + front_s if index < len(arrivals) else math.inf
       landing_s = (landings[0] if landings else never)[0]
       turn_s = (turns[0] if turns else never)[0]
       if turn_s < min(arrival_s, landing_s):
@@ -519,7 +519,7 @@ class Simulation:
         if replica.landing:
           self._land_what_fits(replica, replica.clock.now)
       elif index < len(arrivals) and arrival_s <= landing_s:
-        self._arrive(arrivals[index])
+        self._arrive(arrivals[index], arrival_s)
         index += 1
       elif landings:
         when, _, arrival, replica, prompt = heapq.heappop(landings)
@@ -529,8 +529,7 @@ class Simulation:
         return True
     return False
 
-  def _arrive(self, arrival: Arrival) -> None:
-    now = arrival.arrival_s
+  def _arrive(self, arrival: Arrival, now: float) -> None:
     while self._endings and self._endings[0][0] <= now:
       self.replicas[heapq.heappop(self._endings)[1]].load -= 1
     self.collector.offered(arrival)

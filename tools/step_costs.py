@@ -73,6 +73,7 @@ class HostCosts:
     launch_s, launch_row_s, launch_token_s, launch_admission_s: plan, pack and dispatch: constant, a row, a prefill
       token, an admitted request.
     commit_s, commit_row_s: taking values in: constant, a row.
+    front_s: what a request spends outside the engine before its first token: client, network, front end.
   """
 
   launch_s: float = 0.0
@@ -81,6 +82,7 @@ class HostCosts:
   launch_admission_s: float = 0.0
   commit_s: float = 0.0
   commit_row_s: float = 0.0
+  front_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
