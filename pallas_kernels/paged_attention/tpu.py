@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.plan import Geometry
 
 # None of these is measured: no TPU was at hand.
+PREFERRED_BLOCK_SIZE = 32  # half the copies and half the scalar memory of 16, where devices have few heads each
 _CHUNK = 256  # keys a pass
 _TILE_ROWS = 256  # (query, head of the group) pairs a tile
 _WRITE_TOKENS = 512  # new tokens in VMEM at a time
