@@ -483,6 +483,10 @@ class Simulation:
     costs: of every device.
     """
     costs.rung(config.token_budgets[-1])  # a ladder above the table is told before anything runs
+    if config.batching == "disaggregated" and not fleet.is_split:
+      raise ConfigError(
+        "batching='disaggregated' needs engines for both parts; set --prefill_replicas and --decode_replicas"
+      )
     if fleet.is_split:
       config = dataclasses.replace(config, enable_prefix_caching=True)
       if not costs.kv_bytes_per_token:

@@ -360,6 +360,16 @@ def roofline(
     kv_bytes_per_token=kv_bytes,
     about={
       "source": "roofline, not measured",
+      "model": model.get("_name_or_path") or "unnamed",
+      "shape": {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": intermediate,
+        "vocab_size": vocab,
+      },
       "weights": weights,
       "tflops": tflops,
       "gb_s": gb_s,

@@ -121,7 +121,8 @@ def test_two_runs_are_the_same():
 
 @pytest.mark.parametrize("batching", BATCHING)
 def test_every_way_of_batching_serves_everything(batching):
-  figures = run(LOAD[:60], config(batching=batching)).figures()
+  fleet = Fleet(prefill_replicas=1, decode_replicas=1) if batching == "disaggregated" else ALONE
+  figures = run(LOAD[:60], config(batching=batching), fleet=fleet).figures()
   assert figures["completed"] == 60
   assert figures["output_tokens"] == sum(arrival.output_len for arrival in LOAD[:60])
 
