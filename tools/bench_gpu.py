@@ -4,16 +4,18 @@
   python -m tools.bench_gpu --merge=DIR/tuning.json
 
 Stages: ceilings (read-only reduction, copy, bf16 matmul), check (every kernel on every arg spec against dense attention
-in f32), time (each beside the ceilings; cuDNN's dense attention beside prefill), peers (torch, FlashInfer), step (whole
-decode steps of Llama-3-8B), sweep (settings of the kernels). Each job runs in a process that may hang or die without
-the others. Into DIR go, after every job, results.jsonl, and at the end table.txt and tuning.json, which --merge puts
-into pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed.
+in f32), time (each beside the ceilings; cuDNN's dense attention beside prefill), profile (what the profiler says of
+some), peers (torch, FlashInfer), step (whole decode steps of Llama-3-8B), sweep (settings of the kernels). Each job
+runs in a process that may hang or die without the others. Into DIR go, after every job, results.jsonl, and at the end
+table.txt and tuning.json, which --merge puts into pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a
+kernel failed.
 
 A dry run needs no GPU: `interpret` runs tiny sizes through the GPU interpreter on a CPU (its times mean nothing),
 `compile` compiles everything for an H200 that is not there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -32,9 +34,9 @@ from tools.gpu import protocol, report, sweep
 from tools.gpu.protocol import Job, Record
 from tools.measure import ROOT
 
-STAGES = ("ceilings", "check", "time", "peers", "step", "sweep")
+STAGES = ("ceilings", "check", "time", "profile", "peers", "step", "sweep")
 # The share of the time after which a stage starts no further jobs: the last one gets what the others leave.
-_ENDS = {"ceilings": 0.2, "check": 0.5, "time": 0.75, "peers": 0.85, "step": 0.95, "sweep": 1.0}
+_ENDS = {"ceilings": 0.2, "check": 0.5, "time": 0.7, "profile": 0.75, "peers": 0.85, "step": 0.93, "sweep": 1.0}
 _BATCH = 8  # jobs that are compiled beside each other
 _PATIENCE_S = {"device": 90.0, "interpret": 300.0, "compile": 600.0}
 _TUNING = ROOT / "pallas_kernels" / "paged_attention" / "tuning.py"
@@ -89,6 +91,9 @@ def jobs_of(stage: str) -> list[Job]:
     return _checks()
   if stage == "time":
     return _timings()
+  if stage == "profile":
+    chosen = ("decode", _DECODED[0]), ("decode", _DECODED[2]), ("prefill", _PROMPTS[0]), ("attend", "decode 64 x 1024")
+    return [{"kind": "profile", "op": op, "spec": name} for op, name in chosen]
   if stage == "peers":
     pairs: list[Job] = [{"kind": "peer", "what": what} for what in ("read", "copy", "matmul")]
     pairs += [{"kind": "peer", "what": what, "spec": name} for name in _PROMPTS for what in ("cudnn", "flash")]
@@ -138,7 +143,7 @@ class Run:
     self.results.write(json.dumps(line) + "\n")
     self.results.flush()
 
-  def do(self, jobs: Sequence[Job], share: float) -> Iterator[Record]:
+  def do(self, jobs: Sequence[Job], share: float) -> Generator[Record]:
     """Runs jobs in batches until this share of the time is spent; every job gets a record."""
     jobs = [job for job in jobs if self.match.search(report.describe(job))]
     while jobs:
@@ -267,9 +272,11 @@ def measure(run: Run, stages: Sequence[str], out: pathlib.Path) -> int:
   try:
     run.write(meta=meta)
     for stage in STAGES:
-      if stage in stages and not (stage == "peers" and run.mode != "device"):
-        for _ in run.do(jobs_of(stage), _ENDS[stage]):
-          pass
+      if stage in stages and not (stage in ("profile", "peers") and run.mode != "device"):
+        with contextlib.closing(run.do(jobs_of(stage), _ENDS[stage])) as records:
+          for record in records:
+            if stage == "profile" and not record["ok"]:
+              break  # where the profiler fails or hangs once, it will again
         if stage == "time":
           meta["clocks_after_time"] = _clocks()
     if "sweep" in stages:

@@ -76,6 +76,14 @@ def test_nothing_goes_on_after_the_deadline() -> None:
   assert found[1]["error"] == found[2]["error"] == protocol.OUT_OF_TIME
 
 
+def test_who_stops_listening_gets_a_fresh_process_for_the_next_jobs() -> None:
+  worker = _worker()
+  records = worker.run([{"n": 0, "do": "ok"}, {"n": 1, "do": "sleep"}], time.monotonic() + 300)
+  assert next(records)["job"]["n"] == 0
+  records.close()
+  assert _run(worker, "ok")[0]["ok"] and worker.starts == 2
+
+
 def test_a_process_that_cannot_start_is_told_at_once() -> None:
   with pytest.raises(protocol.DidNotStart, match="code 4"):
     _run(_worker(code="raise SystemExit(4)"), "ok")
@@ -105,7 +113,7 @@ def test_every_job_names_a_spec_and_shares_rise() -> None:
   made = [job for stage in bench_gpu.STAGES for job in bench_gpu.jobs_of(stage)]
   made += sweep.jobs(sweep.FACTORS[0], {"split_tokens": 256, "block_size": 64})
   assert {job["spec"] for job in made if "spec" in job} <= names
-  assert {job["kind"] for job in made} == {"ceiling", "check", "time", "peer", "step"}
+  assert {job["kind"] for job in made} == {"ceiling", "check", "time", "profile", "peer", "step"}
   assert [bench_gpu._ENDS[stage] for stage in bench_gpu.STAGES] == sorted(bench_gpu._ENDS.values())
   checked = {job["spec"] for job in made if job["kind"] == "check"}
   assert {spec.name for spec in arg_specs.GPU_BENCHMARK} <= checked and "mixed_window" in checked
@@ -313,7 +321,7 @@ _META = {"mode": "device", "minutes": 1.0, "commit": "abc", "date": "today", "de
 
 
 def _decode_record(spec: str, us: float, held: float) -> dict:
-  return _timed({"kind": "time", "op": "decode", "spec": spec}, us, bytes=held, kernels_us=us)
+  return _timed({"kind": "time", "op": "decode", "spec": spec}, us, bytes=held)
 
 
 def test_the_table_shows_shares_of_the_best_bandwidth_and_verdicts() -> None:
@@ -321,6 +329,11 @@ def test_the_table_shows_shares_of_the_best_bandwidth_and_verdicts() -> None:
     _timed({"kind": "ceiling", "what": "read", "way": "all"}, 1.0, bytes_per_s=3e12),
     _timed({"kind": "peer", "what": "read"}, 1.0, bytes_per_s=4e12),
     _decode_record("decode 32 x 4096", 100.0, 4e8 * 0.86),
+    {
+      "job": {"kind": "profile", "op": "decode", "spec": "decode 32 x 4096"},
+      "ok": True,
+      "figures": {"kernels_us": 97.0},
+    },
     _decode_record("decode 64 zipf", 100.0, 4e8 * 0.69),
     _decode_record("decode 1 x 16384", 20.0, 4e6 * 10),
     _timed({"kind": "time", "op": "prefill", "spec": "prefill 1 x 4096"}, 200.0, flops=1e11),
@@ -331,7 +344,7 @@ def test_the_table_shows_shares_of_the_best_bandwidth_and_verdicts() -> None:
   ]
   lines = report.table(_META, records, ["split: as it is"])
   by_name = {line[:34].strip(): line[34:].split() for line in lines}
-  assert by_name["decode 32 x 4096"][:6] == ["100.0", "100.0", "0.86", "0.85", "(0.92)", "+"]
+  assert by_name["decode 32 x 4096"][:6] == ["100.0", "97.0", "0.86", "0.85", "(0.92)", "+"]
   assert by_name["decode 64 zipf"][2:6] == ["0.69", "0.7", "(0.8)", "no"]
   assert by_name["decode 1 x 16384"][3:6] == ["25.0", "us", "+"]
   assert by_name["prefill 1 x 4096"][:7] == ["200.0", "500", "0.95", "0.75", "(0.9)", "++", "180.0"]

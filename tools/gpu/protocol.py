@@ -165,7 +165,7 @@ class Worker:
       self._process = None
 
   def run(self, jobs: Sequence[Job], deadline: float) -> Iterator[Record]:
-    """One record for each job, in the order in which they end.
+    """One record for each job, in the order in which they end. Whoever stops listening ends the process.
 
     Args:
       jobs: compiled beside each other, then run one by one.
@@ -178,14 +178,18 @@ class Worker:
     while pending:
       batch = pending[:1] if alone else list(pending)
       reason, at = "", None
-      for kind, value in self._batch(batch, deadline):
-        if kind == "end":
-          pending.remove(value["job"])
-          yield value
-        elif kind == "begin":
-          at = value
-        else:
-          reason = value
+      try:
+        for kind, value in self._batch(batch, deadline):
+          if kind == "end":
+            pending.remove(value["job"])
+            yield value
+          elif kind == "begin":
+            at = value
+          else:
+            reason = value
+      except GeneratorExit:  # nobody wants the rest, which the process is at
+        self.close()
+        raise
       if reason == OUT_OF_TIME:
         self.close()
         yield from ({"job": job, "ok": False, "error": OUT_OF_TIME} for job in pending)

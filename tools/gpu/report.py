@@ -64,6 +64,11 @@ def _verdict(value: float | None, target: float, stretch: float, at_most: bool =
   return f"{target:g} ({stretch:g}) " + ("++" if met(stretch) else "+" if met(target) else "no")
 
 
+def _kernels_us(results: Results, job: Mapping[str, Any]) -> float | None:
+  """What the profiler saw of a timed job's kernels."""
+  return results.best("kernels_us", kind="profile", op=job["op"], spec=job["spec"])
+
+
 def _decodes(results: Results) -> list[str]:
   bandwidth, targets = results.read_bandwidth, {"decode 32 x 4096": (0.85, 0.92), "decode 64 zipf": (0.70, 0.80)}
   lines = [_row("decode attention", "us", "kernels us", "share of read", "target", "torch us", "flashinfer")]
@@ -80,7 +85,7 @@ def _decodes(results: Results) -> list[str]:
         _row(
           name,
           f"{found['us']:.1f}",
-          _number(found.get("kernels_us"), ".1f"),
+          _number(_kernels_us(results, job), ".1f"),
           _number(share),
           goal,
           *_peers(results, name),
@@ -125,7 +130,7 @@ def _others(results: Results) -> list[str]:
       continue
     found = record["figures"]
     if job["kind"] == "time" and job["op"] in ("write", "attend"):
-      lines.append(_row(f"{job['op']}: {job['spec']}", f"{found['us']:.1f}", _number(found.get("kernels_us"), ".1f")))
+      lines.append(_row(f"{job['op']}: {job['spec']}", f"{found['us']:.1f}", _number(_kernels_us(results, job), ".1f")))
     elif job["kind"] == "step":
       floor = results.read_bandwidth and found["bytes"] / results.read_bandwidth * 1e6
       over = _ratio(found["us"], floor)
@@ -159,7 +164,7 @@ def _checks(results: Results) -> str:
 def failed(record: Record) -> bool:
   """Whether something of ours went wrong: not a peer, no setting of a sweep that does not fit, no lack of time."""
   job = record["job"]
-  theirs = job["kind"] == "peer" or job.get("op") == "dense"
+  theirs = job["kind"] in ("peer", "profile") or job.get("op") == "dense"
   return not (record["ok"] or record["error"] == OUT_OF_TIME or theirs or "tuning" in job)
 
 
@@ -169,8 +174,13 @@ def _failures(results: Results) -> list[str]:
     for record in results.records
     if failed(record)
   ]
+  lines += [
+    f"copies: {describe(record['job'])}: its program copies {record['figures']['copies']} arrays: do not trust its time"
+    for record in results.records
+    if _timed(record) and record["figures"].get("copies") and record["job"]["kind"] == "time"
+  ]
   more = len(lines) - _MOST_FAILURES
-  return lines[:_MOST_FAILURES] + ([f"failed: {more} more, see results.jsonl"] if more > 0 else [])
+  return lines[:_MOST_FAILURES] + ([f"and {more} more, see results.jsonl"] if more > 0 else [])
 
 
 def describe(job: Mapping[str, Any]) -> str:

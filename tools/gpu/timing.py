@@ -63,11 +63,16 @@ def measure(program: Callable, carry: Any, operands: Sequence[Any], times: int, 
   }
 
 
-def kernel_times(program: Callable, carry: Any, operands: Sequence[Any], times: int) -> tuple[Any, dict[str, float]]:
-  """Microseconds of each kernel by name, as the profiler sees them, for one of the `times`; for cross-checking."""
+def kernel_times(program: Callable, carry: Any, operands: Sequence[Any], times: int) -> dict[str, float]:
+  """Microseconds of each kernel by name, as the profiler sees them, for one of the `times`; for cross-checking.
+
+  Raises:
+    RuntimeError: it saw none.
+  """
+  carry = jax.block_until_ready(program(carry, *operands))
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
-      carry = jax.block_until_ready(program(carry, *operands))
+      jax.block_until_ready(program(carry, *operands))
     found: dict[str, float] = {}
     for file in glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True):
       for plane in jax.profiler.ProfileData.from_file(file).planes:
@@ -77,4 +82,6 @@ def kernel_times(program: Callable, carry: Any, operands: Sequence[Any], times: 
           if line.name.startswith("Stream"):
             for event in line.events:
               found[event.name] = found.get(event.name, 0.0) + event.duration_ns / (1e3 * times)
-  return carry, found
+  if not found:
+    raise RuntimeError("the profile has no kernel of a GPU")
+  return found

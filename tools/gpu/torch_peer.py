@@ -82,11 +82,19 @@ def _dense(torch, spec: ArgSpec, backend: str) -> dict[str, float]:
   sets = [
     (numbers(spec.num_heads, queries), *(numbers(spec.num_kv_heads, length) for _ in range(2))) for _ in range(_COPIES)
   ]
+
+  def attend(qkv, shared: bool):
+    return scaled_dot_product_attention(*qkv, is_causal=queries > 1, enable_gqa=shared)
+
   with attention.sdpa_kernel(chosen):
-    return _measure(
-      torch,
-      [lambda qkv=qkv: scaled_dot_product_attention(*qkv, is_causal=queries > 1, enable_gqa=True) for qkv in sets],
-    )
+    try:
+      return _measure(torch, [lambda qkv=qkv: attend(qkv, shared=True) for qkv in sets])
+    except RuntimeError:  # the backend knows no groups; a prompt's time does not depend on them
+      if queries == 1:
+        raise
+      group = spec.num_heads // spec.num_kv_heads
+      sets = [(q, *(x.repeat_interleave(group, dim=1) for x in kv)) for q, *kv in sets]
+      return _measure(torch, [lambda qkv=qkv: attend(qkv, shared=False) for qkv in sets])
 
 
 def _flashinfer(torch, spec: ArgSpec) -> dict[str, float]:
