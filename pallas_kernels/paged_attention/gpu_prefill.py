@@ -364,8 +364,8 @@ def prefill(
       plgpu.barrier_arrive(v_free.at[slot])
       return out * lax.broadcast_in_dim(1.0 / total, out.shape, [0])
 
-    @pl.when(item < counts_g[1])
-    def _():
+    def work():
+      """The item's numbers; read by each warpgroup for itself, so that they take no register of both."""
       is_row = row >= 0
       of_row = jnp.maximum(row, 0)
       row_end, kv_len = starts_g[of_row + 1], lens_g[of_row]
@@ -374,19 +374,24 @@ def prefill(
       lowest = 0 if sliding_window is None else jnp.maximum(position - (sliding_window - 1), 0)  # key seen
       first = lax.div(jnp.int32(lowest), keys)  # tile of keys
       end = jnp.where(is_row, lax.div(position + (count - 1), keys) + 1, first)
+      return is_row, of_row, kv_len, count, position, lowest, first, end
 
-      @pl.when(wg < 2)
-      def _():
-        plgpu.set_max_registers(232, action="increase")
-        # Behind a barrier, else what they are made of takes registers through the loops.
-        compute(is_row, *lax.optimization_barrier((position - first * keys, end - first)))
+    busy = item < counts_g[1]
 
-      @pl.when(wg == 2)
-      def _():
-        plgpu.set_max_registers(40, action="decrease")
-        bring(is_row, of_row, token, kv_len, lowest, first, end)
-        plgpu.barrier_wait(out_full)
-        store(token, count)
+    @pl.when(busy & (wg < 2))
+    def _():
+      plgpu.set_max_registers(232, action="increase")
+      is_row, *_, position, _, first, end = work()
+      # Behind a barrier, else what they are made of takes registers through the loops.
+      compute(is_row, *lax.optimization_barrier((position - first * keys, end - first)))
+
+    @pl.when(busy & (wg == 2))
+    def _():
+      plgpu.set_max_registers(40, action="decrease")
+      is_row, of_row, kv_len, count, _, lowest, first, end = work()
+      bring(is_row, of_row, token, kv_len, lowest, first, end)
+      plgpu.barrier_wait(out_full)
+      store(token, count)
 
   swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
   tiled = (plgpu.TilingTransform((8, _LANES)), swizzle)  # pyright: ignore[reportAbstractUsage]
