@@ -200,8 +200,9 @@ def table(meta: Mapping[str, Any], records: Sequence[Record], sweep: Sequence[st
     sweep: a line a factor.
   """
   results = Results(records)
+  dry = "" if meta["mode"] == "device" else " (dry: no time means anything)"
   head = (
-    f"{meta.get('device', 'no device')}, {meta['mode']} run of {meta['minutes']:.1f} min, jax {meta.get('jax', '-')}, "
+    f"{meta.get('device', 'no device')}, {meta['mode']} run{dry} of {meta['minutes']:.1f} min, jax {meta.get('jax', '-')}, "
     f"commit {meta['commit']}, {meta['date']}"
   )
   parts: list[Callable[[Results], list[str]]] = [_decodes, _prefills, _others]
