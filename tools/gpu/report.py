@@ -202,8 +202,8 @@ def table(meta: Mapping[str, Any], records: Sequence[Record], sweep: Sequence[st
   results = Results(records)
   dry = "" if meta["mode"] == "device" else " (dry: no time means anything)"
   head = (
-    f"{meta.get('device', 'no device')}, {meta['mode']} run{dry} of {meta['minutes']:.1f} min, jax {meta.get('jax', '-')}, "
-    f"commit {meta['commit']}, {meta['date']}"
+    f"{meta.get('device', 'no device')}, {meta['mode']} run{dry} of {meta['minutes']:.1f} min, "
+    f"jax {meta.get('jax', '-')}, commit {meta['commit']}, {meta['date']}"
   )
   parts: list[Callable[[Results], list[str]]] = [_decodes, _prefills, _others]
   lines = [head, _ceilings(results), _checks(results)]
