@@ -22,9 +22,9 @@ from tools.check_device import facts, programs, targets
 def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dict[str, Any]:
   """Facts of one program; the keys are those of judge.Rung where they have the same names."""
   before = set(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
-  started = time.perf_counter()
+  started, cpu_started = time.perf_counter(), time.process_time()
   compiled = device_programs.compile_step(spec, shape)
-  seconds = time.perf_counter() - started
+  seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
   hlo, memory = compiled.as_text(), compiled.memory_analysis()
   assert hlo is not None and memory is not None, "compile-only devices say both"
   aliased, sizes = facts.aliased(hlo), facts.argument_bytes(hlo)
@@ -34,6 +34,7 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
   weights, whole = set(programs.shard_sizes(matrices)), {leaf.size for leaf in matrices}
   found = {
     "seconds": round(seconds, 2),
+    "cpu_seconds": round(cpu_seconds, 2),
     "kv_bytes": programs.shard_bytes(spec.kv),
     "kv_device_bytes": sum(sizes[number] for number in aliased[: len(spec.kv)]),
     "donated_arrays": len(jax.tree.leaves(donated)),

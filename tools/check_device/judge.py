@@ -63,19 +63,27 @@ def layer_launches(rung: Mapping[str, Any]) -> list[str]:
 
 def table(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
   """A line a rung. Registers and spills are the largest of the kernels that ptxas compiled for the rung."""
-  lines = [
-    f"{'target':7s} {'model':10s} {'rung':>8s} {'compile s':>9s} {'aliased MiB':>11s} {'moved':>5s} {'temp MiB':>8s} "
-    f"{'limit':>6s} {'buffers':>7s} {'a layer':>7s} {'regs':>4s} {'spill':>5s}  wrong"
-  ]
+  names = ("target", "model", "rung", "compile s", "CPU s", "aliased MiB", "moved", "temp MiB", "limit MiB", "buffers")
+  rows: list[tuple[str, ...]] = [(*names, "a layer", "registers", "spilled", "wrong")]
   for rung in rungs:
-    kernels = rung["kernels"]
-    gpu = "launches" in rung
-    lines.append(
-      f"{rung['target']:7s} {rung['model']:10s} {rung['tokens']:4d}x{rung['rows']:<3d} {rung['seconds']:9.1f} "
-      f"{rung['alias_bytes'] / 2**20:11.1f} {len(rung['moved']):5d} {rung['temp_bytes'] / 2**20:8.1f} "
-      f"{rung['temp_limit'] / 2**20:6.0f} {rung['command_buffers'] if gpu else '-':>7} "
-      f"{format(launches_a_layer(rung), 'g') if gpu else '-':>7s} "
-      f"{max((kernel['registers'] for kernel in kernels), default='-'):>4} "
-      f"{max((kernel['spill_bytes'] for kernel in kernels), default='-'):>5}  {len(rung['violations']) or ''}".rstrip()
+    gpu, kernels = "launches" in rung, rung["kernels"]
+    rows.append(
+      (
+        rung["target"],
+        rung["model"],
+        f"{rung['tokens']}x{rung['rows']}",
+        f"{rung['seconds']:.1f}",
+        f"{rung['cpu_seconds']:.1f}",
+        f"{rung['alias_bytes'] / 2**20:.1f}",
+        str(len(rung["moved"])),
+        f"{rung['temp_bytes'] / 2**20:.1f}",
+        f"{rung['temp_limit'] / 2**20:.0f}",
+        str(rung["command_buffers"]) if gpu else "-",
+        f"{launches_a_layer(rung):g}" if gpu else "-",
+        str(max((kernel["registers"] for kernel in kernels), default="-")),
+        str(max((kernel["spill_bytes"] for kernel in kernels), default="-")),
+        str(len(rung["violations"])),
+      )
     )
-  return lines
+  widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+  return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
