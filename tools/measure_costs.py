@@ -7,8 +7,8 @@
 Every rung of the ladder runs steps made by hand: decodes of short, long and mixed contexts, prompts at their beginning
 and at their end, both together, half-empty ones; two in flight, as the engine keeps them. The best median of --rounds
 counts. Then the real engine runs a small load: it gives the host's part, and the factor by which steps take longer
-there (`engine_over_table`), which the table has in it. With --step_trace the device's part comes from steps that a
-server recorded, whose device shared the machine with front end and clients. --roofline writes the table of a part that
+there (`engine_over_table`), which the table has in it. With --step_trace the device's part and the planning of the
+host's come from steps that a server recorded, which shared the machine with front end and clients. --roofline writes the table of a part that
 is not at hand, and measures nothing.
 """
 
@@ -255,7 +255,17 @@ def measure(args: Any) -> StepCosts:
   if not recorded:
     about["points"] = [[point.tokens, *point.work, round(point.seconds, 7)] for point in points]
   block_bytes = kv_cache.bytes_per_block(model, config.block_size, dtype, built.attention)
-  costs = StepCosts(**table, host=measure_host(records, watched), kv_bytes_per_token=block_bytes // config.block_size)
+  host = measure_host(records, watched)
+  if recorded:
+    # Commits are the engine's above: a step trace has no time of them.
+    launches = [
+      (len(step.counts), sum(count for count in step.counts if count > 1), 0, step.host_s)
+      for step in recorded
+      if step.host_s
+    ]
+    traced = fit_host(launches, [(1, 1.0)])
+    host = dataclasses.replace(traced, commit_s=host.commit_s, commit_row_s=host.commit_row_s)
+  costs = StepCosts(**table, host=host, kv_bytes_per_token=block_bytes // config.block_size)
   if not recorded:
     # In the engine the host plans while the device works; where they share cores, both take longer for it.
     factor = engine_over_table(costs, records, watched)

@@ -26,7 +26,7 @@ from engine.errors import ConfigError
 
 FORMAT = "sluice step costs 1"
 _OUTLIER = 0.1  # relative error from which a measured step is taken for disturbed
-_REWEIGHTINGS = 8
+_REWEIGHTINGS = 12
 _WORK = ("decode_row_s", "decode_key_s", "prefill_token_s", "prefill_key_s", "prefill_pair_s")
 
 
@@ -216,28 +216,33 @@ class StepCosts:
 
 
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-  """The x >= 0 for which row . x / value is near 1, not led astray by a few disturbed values.
+  """The x >= 0 for which value / (row . x) is near 1, not led astray by a few disturbed values.
 
-  Columns that want to be negative are dropped one by one. Errors above _OUTLIER count by their size rather than its
-  square (Huber's loss, by reweighting). Normal equations with columns scaled to length 1, which is precise enough for
-  a dozen columns that are not parallel.
+  Errors are relative to what is modelled, which is found by repetition: relative to what was measured, a value that a
+  busy machine made twice as large would count for less than one half as large, and the result would be too small.
+  Errors above _OUTLIER count by their size rather than its square (Huber's loss, by reweighting). Columns that want to
+  be negative are dropped one by one. Normal equations with columns scaled to length 1, which is precise enough for a
+  dozen columns that are not parallel.
 
   Args:
-    rows: of equal length.
+    rows: of equal length, no entry below 0.
     values: one a row, all above 0.
   """
-  scaled = [[entry / value for entry in row] for row, value in zip(rows, values, strict=True)]
-  weights = [1.0] * len(scaled)
+  floor = min(values) / 100
+  modelled, weights = list(values), [1.0] * len(values)
   solution = [0.0] * len(rows[0])
   for _ in range(_REWEIGHTINGS):
-    solution = _nonnegative(scaled, weights)
-    errors = [abs(math.fsum(a * b for a, b in zip(row, solution, strict=True)) - 1) for row in scaled]
+    scaled = [[entry / scale for entry in row] for row, scale in zip(rows, modelled, strict=True)]
+    targets = [value / scale for value, scale in zip(values, modelled, strict=True)]
+    solution = _nonnegative(scaled, targets, weights)
+    modelled = [max(math.fsum(a * b for a, b in zip(row, solution, strict=True)), floor) for row in rows]
+    errors = [abs(value / scale - 1) for value, scale in zip(values, modelled, strict=True)]
     weights = [_OUTLIER / max(error, _OUTLIER) for error in errors]
   return solution
 
 
-def _nonnegative(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
-  """The x >= 0 with a small sum of weight * (row . x - 1)^2."""
+def _nonnegative(rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float]) -> list[float]:
+  """The x >= 0 with a small sum of weight * (row . x - target)^2."""
   width = len(rows[0])
   norms = [math.sqrt(math.fsum(row[column] ** 2 for row in rows)) for column in range(width)]
   active = [column for column in range(width) if norms[column] > 0]
@@ -251,7 +256,7 @@ def _nonnegative(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> l
         [math.fsum(p * line[b] for p, line in zip(products, lines, strict=True)) for b in range(len(active))]
       )
       matrix[a][a] += 1e-9  # parallel columns share, rather than divide by zero
-      matrix[a].append(math.fsum(products))
+      matrix[a].append(math.fsum(p * target for p, target in zip(products, targets, strict=True)))
     solution = _solve(matrix)
     lowest = min(range(len(active)), key=lambda index: solution[index])
     if solution[lowest] >= 0:

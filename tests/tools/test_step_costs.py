@@ -99,6 +99,15 @@ def test_costs_are_never_negative():
   assert host.commit_row_s == pytest.approx(0.0, abs=1e-9)
 
 
+def test_noise_does_not_make_costs_too_small():
+  rng = random.Random(5)
+  rows = [(1.0, float(rng.randint(1, 50))) for _ in range(2000)]
+  # Times spread by a factor of 1.6 either way around 2 + 0.1 n.
+  values = [(2 + 0.1 * n) * rng.lognormvariate(0, 0.5) for _, n in rows]
+  found = least_squares(rows, values)
+  assert found[0] + found[1] * 25 == pytest.approx(4.5, rel=0.1)
+
+
 def test_too_few_steps_cannot_be_fitted():
   with pytest.raises(ConfigError, match="3 steps cannot tell 6 costs apart"):
     fit([Point(8, Work(1, 1, 0, 0, 0), 1.0)] * 3)
