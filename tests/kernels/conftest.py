@@ -1,0 +1,33 @@
+"""What tests of GPU kernels need of Pallas' interpreter."""
+
+from collections.abc import Iterator
+import os
+import threading
+import types
+
+# The interpreter blocks a thread of XLA's pool a warpgroup; a pool of two cores has none left for the third.
+os.environ.setdefault("NPROC", "8")
+
+import jax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+import pytest
+
+
+class _Impatient(threading.Condition):
+  """A deadlock of the kernel fails the test instead of waiting for ever."""
+
+  def wait(self, timeout: float | None = None) -> bool:
+    if not super().wait(timeout=60.0 if timeout is None else timeout):
+      raise TimeoutError("a warpgroup waits for ever")
+    return True
+
+
+@pytest.fixture
+def gpu_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+  """Compiles quickly, since nearly all the time goes into compiling what runs once; does not hang; leaves no state."""
+  names = vars(threading) | {"Condition": _Impatient}
+  monkeypatch.setattr(shared_memory, "threading", types.SimpleNamespace(**names))
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+  gpu_callbacks.reset_gpu_interpret_mode_state()
