@@ -8,8 +8,8 @@ Every rung of the ladder runs steps made by hand: decodes of short, long and mix
 and at their end, both together, half-empty ones; two in flight, as the engine keeps them. The best median of --rounds
 counts. Then the real engine runs a small load: it gives the host's part, and the factor by which steps take longer
 there (`engine_over_table`), which the table has in it. With --step_trace the device's part and the planning of the
-host's come from steps that a server recorded, which shared the machine with front end and clients. --roofline writes the table of a part that
-is not at hand, and measures nothing.
+host's come from steps that a server recorded, which shared the machine with front end and clients. --roofline writes
+the table of a part that is not at hand, and measures nothing.
 """
 
 from collections.abc import Sequence
@@ -38,6 +38,7 @@ from tools.measure import ROOT, machine
 from tools.step_costs import (
   HostCosts,
   Point,
+  RecordedStep,
   StepCosts,
   Work,
   fit,
@@ -191,9 +192,14 @@ def run_engine(runner: Runner, config: EngineConfig, max_context: int) -> tuple[
   return list(records.values()), watched
 
 
-def measure_host(records: Sequence[StepRecord], watched: Watched) -> HostCosts:
-  """The host's costs from steps of the real engine, without the slowest hundredth: those are the machine's."""
+def measure_host(records: Sequence[StepRecord], watched: Watched, recorded: Sequence[RecordedStep]) -> HostCosts:
+  """The host's costs from steps of the real engine, without the slowest hundredth: those are the machine's.
+
+  Planning and dispatch come from `recorded` steps, where there are any; a step trace has no commit times.
+  """
   launches = [(*watched.seen[record.step][:3], record.host_s) for record in records]
+  if recorded:
+    launches = [(len(s.counts), work_of(s.starts, s.counts).prefill_tokens, 0, s.host_s) for s in recorded if s.host_s]
   commits = [(watched.seen[record.step][0], record.commit_s) for record in records if record.commit_s > 0]
   launches.sort(key=lambda entry: entry[-1])
   commits.sort(key=lambda entry: entry[-1])
@@ -255,16 +261,7 @@ def measure(args: Any) -> StepCosts:
   if not recorded:
     about["points"] = [[point.tokens, *point.work, round(point.seconds, 7)] for point in points]
   block_bytes = kv_cache.bytes_per_block(model, config.block_size, dtype, built.attention)
-  host = measure_host(records, watched)
-  if recorded:
-    # Commits are the engine's above: a step trace has no time of them.
-    launches = [
-      (len(step.counts), sum(count for count in step.counts if count > 1), 0, step.host_s)
-      for step in recorded
-      if step.host_s
-    ]
-    traced = fit_host(launches, [(1, 1.0)])
-    host = dataclasses.replace(traced, commit_s=host.commit_s, commit_row_s=host.commit_row_s)
+  host = measure_host(records, watched, recorded)
   costs = StepCosts(**table, host=host, kv_bytes_per_token=block_bytes // config.block_size)
   if not recorded:
     # In the engine the host plans while the device works; where they share cores, both take longer for it.
