@@ -57,7 +57,7 @@ def interpreted(races: bool = False) -> types.ModuleType:
 INTERPRETED = interpreted()
 
 
-# A run in the interpreter takes seconds. These are parts of `mixed`, of the last spec here and of the kernels' own tests.
+# A run in the interpreter takes seconds. These are parts of `mixed`, of the last spec here, of the kernels' own tests.
 LEFT_OUT = ("decode", "bfloat16", "mixed_window", "window_of_one", "soft_cap")
 SPECS = (
   *(dataclasses.replace(spec, dtype="bfloat16") for spec in arg_specs.CONFORMANCE if spec.name not in LEFT_OUT),
