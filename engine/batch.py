@@ -5,7 +5,7 @@ Pure Python: no array, no device. Columns rather than rows, so that a step of 25
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
@@ -23,6 +23,7 @@ class Admission:
     block_ids: the block table so far (later growth comes as Batch.new_blocks).
     params: the request's sampling parameters.
     seed: resolved seed (never None), 0..2**32-1.
+    imported: KV of the first blocks of `block_ids`, from another runner's export(); None where there is none.
   """
 
   slot: int
@@ -31,6 +32,7 @@ class Admission:
   block_ids: tuple[int, ...]
   params: SamplingParams
   seed: int
+  imported: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

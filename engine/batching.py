@@ -8,6 +8,7 @@ Every step is selective batching (Orca, OSDI 2022): linear layers see packed tok
   dynamic      the same, but a wave waits up to a window for company (Triton's dynamic batching)
   continuous   requests join and leave at every step, prompts in one piece (Orca, early vLLM)
   chunked      the same, prompts in chunks and into the padding (Sarathi-Serve, OSDI 2024; vLLM V1): the default
+  disaggregated  chunked, but prompts and decodes run on different devices (engine/disaggregated.py)
 """
 
 from typing import Protocol
@@ -116,14 +117,14 @@ class Waves:
     return [self._width, self._row_limit]
 
 
-BATCHING = ("chunked", "continuous", "dynamic", "static")
+BATCHING = ("chunked", "continuous", "disaggregated", "dynamic", "static")
 
 
 def make_batching(config: EngineConfig, state: list[int] | None = None) -> Batching:
   """What `config.batching` names, remembering `state`; raises ConfigError."""
   most = config.token_budgets[-1]
   match config.batching:
-    case "chunked":
+    case "chunked" | "disaggregated":
       return Continuous(config.prefill_chunk, whole_prompts=False)
     case "continuous":
       return Continuous(most, whole_prompts=True)

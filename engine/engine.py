@@ -87,6 +87,15 @@ class Engine:
       self._inbox_tokens += request.num_prompt_tokens
     self._wake.set()
 
+  def take_over(self, request: Request) -> None:
+    """Accepts a request that another engine began, with its arrival_time; what was accepted once is not refused."""
+    with self._lock:
+      if self.dead is not None:
+        raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
+      self._live.add(request.id)
+      self._inbox.append(lambda: self._add(request))
+    self._wake.set()
+
   def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = "") -> None:
     """Ends a request; one that is unknown or has ended is ignored, since cancellations race with endings."""
     self._post(lambda: self._abort(request_id, reason, message))
@@ -139,7 +148,7 @@ class Engine:
       if events:
         self._send(events)
     except Exception as error:
-      self._die(error)
+      self.fail(error)
       return True
     return active
 
@@ -212,8 +221,8 @@ class Engine:
     self.recorder.emitted(events)
     self._emit(events)
 
-  def _die(self, error: Exception) -> None:
-    """Gives every live request its ending; nothing is accepted from here on."""
+  def fail(self, error: Exception) -> None:
+    """Gives every live request its ending; nothing is accepted from here on. Engine thread only."""
     with self._lock:
       self.dead = error
       self._in_flight = None

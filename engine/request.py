@@ -57,6 +57,9 @@ class Request:
     num_published_blocks: leading blocks of the table that went (or came) through the prefix cache.
     num_prompt_logprobs: prompt tokens whose log probabilities are reported.
     num_prompt_cached_tokens: num_cached_tokens of the first admission.
+    num_transferred_tokens: leading positions whose KV another engine computed and `transfer` holds; 0 once taken in.
+    transfer: what the runner takes them from.
+    final_blocks: the block table it had when it ended; whole until the next step is planned.
   """
 
   id: str
@@ -91,6 +94,9 @@ class Request:
   num_published_blocks: int = 0
   num_prompt_logprobs: int = 0
   num_prompt_cached_tokens: int = 0
+  num_transferred_tokens: int = 0
+  transfer: Any = None
+  final_blocks: tuple[int, ...] = ()
 
   @property
   def num_prompt_tokens(self) -> int:
@@ -119,6 +125,8 @@ class Request:
       "finish_reason": self.finish_reason and self.finish_reason.value,
       "block_keys": [key.hex() for key in self.block_keys],
       "leader": self.leader and self.leader.id,
+      "transfer": None,
+      "final_blocks": list(self.final_blocks),
       "stop_ids": sorted(self.stop_ids),
     }
 
@@ -136,6 +144,7 @@ class Request:
         "block_keys": [bytes.fromhex(key) for key in state["block_keys"]],
         "rank": tuple(state["rank"]),
         "leader": None,
+        "final_blocks": tuple(state["final_blocks"]),
         "stop_ids": frozenset(state["stop_ids"]),
       }
     )

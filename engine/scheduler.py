@@ -335,8 +335,10 @@ class Scheduler:
           block_ids=tuple(request.block_table),
           params=request.params,
           seed=request.seed,
+          imported=request.transfer,
         )
       )
+      request.num_transferred_tokens, request.transfer = 0, None
       plan.take(request, count)
       taken += count
       plan.tokens_left -= count
@@ -356,9 +358,10 @@ class Scheduler:
     block_size, pool = self.config.block_size, self.pool
     known = request.num_tokens
     hits: list[int] = []
-    if self.config.enable_prefix_caching and not self._reports_prompt(request):
+    transferred = request.num_transferred_tokens
+    if self.config.enable_prefix_caching and not transferred and not self._reports_prompt(request):
       hits = pool.match(self._keys(request, (known - 1) // block_size))
-    cached = len(hits) * block_size
+    cached = transferred or len(hits) * block_size
     count = min(known - cached, limit)
     if whole and count < known - cached:
       return 0
@@ -562,6 +565,7 @@ class Scheduler:
   ) -> TokenEvent:
     """The one ending of a request."""
     if request.status is RequestStatus.RUNNING:
+      request.final_blocks = tuple(request.block_table)
       self._running.remove(request)
       self._take_back(request)
     else:

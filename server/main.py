@@ -110,6 +110,9 @@ _BUILD_FLAGS = (
   ),
   flags.DEFINE_bool("enable_prefix_caching", EngineConfig.enable_prefix_caching, "Share KV of equal prefixes."),
   flags.DEFINE_integer("num_devices", 1, "Devices to spread the model over; 0: all.", lower_bound=0),
+  flags.DEFINE_integer(
+    "prefill_devices", 0, "With --batching=disaggregated: how many of them do prefill; 0: half.", lower_bound=0
+  ),
   flags.DEFINE_string(
     "compile_cache_dir",
     str(pathlib.Path.home() / ".cache" / "sluice" / "programs"),

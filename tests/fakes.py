@@ -84,6 +84,12 @@ class FakeRunner:
     self._queue.append(launched)
     return launched
 
+  def export(self, block_ids: tuple[int, ...]) -> tuple[list[bytes | None], ...]:
+    """The digests of these blocks after all that was launched."""
+    if self._queue:
+      self.run_until(self._queue[-1])
+    return tuple([self._kv.get((block, offset)) for offset in range(self.config.block_size)] for block in block_ids)
+
   def run_until(self, launched: "_FakeLaunched") -> None:
     """Executes queued steps in order of launch, up to and with `launched`."""
     while launched.values is None:
@@ -111,6 +117,9 @@ class FakeRunner:
     for admission in batch.admissions:
       assert 0 <= admission.slot < config.max_num_seqs and 0 <= admission.seed < 2**32
       self._slots[admission.slot] = _Slot(admission)
+      for block, content in zip(admission.block_ids, admission.imported or (), strict=False):
+        for offset in range(config.block_size):
+          self._kv[block, offset] = content[offset]
     for slot, index, block in batch.new_blocks:
       assert index == len(self._slots[slot].table), "a block table has a gap"
       self._slots[slot].table.append(block)

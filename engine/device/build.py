@@ -22,6 +22,7 @@ from engine.device import mesh as mesh_lib
 from engine.device.programs import ProgramSpec, compile_step
 from engine.device.runner import ModelRunner, Progress
 from engine.device.weights import LoadedModel, load_checkpoint
+from engine.disaggregated import DisaggregatedEngine
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError
 from engine.policy import make_policy
@@ -47,6 +48,7 @@ class BuildOptions:
     num_blocks: exact size of the pool instead; 0 sizes it by memory.
     max_model_len: 0 is the model's own.
     num_devices: how many to spread the model over; 0 is all.
+    prefill_devices: with batching disaggregated, how many of them do prefill; 0 is half of them.
     compile_cache_dir: where compiled programs are kept between starts; "" keeps none.
   """
 
@@ -76,6 +78,7 @@ class BuildOptions:
   tier_long_context: int = EngineConfig.tier_long_context
   enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
   num_devices: int = 1
+  prefill_devices: int = 0
   compile_cache_dir: str = ""
 
   def __post_init__(self):
@@ -85,7 +88,7 @@ class BuildOptions:
       raise ConfigError(
         f"attention={self.attention!r} is not one of auto, {', '.join(api.IMPLEMENTATIONS)}; set --attention"
       )
-    for name in ("kv_cache_mb", "num_blocks", "block_size", "max_model_len", "num_devices"):
+    for name in ("kv_cache_mb", "num_blocks", "block_size", "max_model_len", "num_devices", "prefill_devices"):
       if getattr(self, name) < 0:
         raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more; set --{name}")
     if self.kv_cache_mb and self.num_blocks:
@@ -128,7 +131,7 @@ class Built:
 
   Attributes:
     engine: nothing submitted yet; its loop is not running.
-    runner: the device, for `compiles_after_ready`.
+    runner: the device (that of decodes, if there are two), for `compiles_after_ready`.
     attention: name of the paged attention in use.
     model: numbers of the decoder.
     model_name: as the checkpoint calls it.
@@ -137,7 +140,7 @@ class Built:
     load_s, warmup_s: seconds for the weights, and for compiling and the first run of every program.
   """
 
-  engine: Engine
+  engine: Engine | DisaggregatedEngine
   runner: ModelRunner
   attention: str
   model: ModelConfig
@@ -146,6 +149,17 @@ class Built:
   tokenizer_dir: str | None
   load_s: float
   warmup_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+  """A model on some of the devices, ready to run."""
+
+  scheduler: Scheduler
+  runner: ModelRunner
+  loaded: LoadedModel
+  attention: str
+  load_s: float
 
 
 def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable[[], float] = time.monotonic) -> Built:
@@ -162,8 +176,43 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
   """
   if options.compile_cache_dir:
     _use_compile_cache(options.compile_cache_dir)
-  mesh = mesh_lib.make_mesh(_devices(options.num_devices))
-  device = mesh.devices.flat[0]
+  devices = _devices(options.num_devices)
+  started = time.perf_counter()
+  if options.batching == "disaggregated":
+    num_prefill = options.prefill_devices or len(devices) // 2
+    if not 0 < num_prefill < len(devices):
+      raise ConfigError(
+        f"batching=disaggregated splits {len(devices)} devices into {num_prefill} for prefill and "
+        f"{len(devices) - num_prefill} for decode, and each side needs one; set --num_devices and --prefill_devices"
+      )
+    first = _build_side(options, devices[:num_prefill], progress)
+    side = _build_side(options, devices[num_prefill:], progress)
+    first.runner.connect(side.runner)
+    engine = DisaggregatedEngine((first.scheduler, first.runner), (side.scheduler, side.runner), clock, emit)
+    first.runner.seal()
+    load_s = first.load_s + side.load_s
+  else:
+    side = _build_side(options, devices, progress)
+    engine = Engine(side.scheduler, side.runner, clock, emit)
+    load_s = side.load_s
+  side.runner.seal()
+  return Built(
+    engine=engine,
+    runner=side.runner,
+    attention=side.attention,
+    model=side.loaded.config,
+    model_name=side.loaded.name,
+    config=side.scheduler.config,
+    tokenizer_dir=side.loaded.tokenizer_dir,
+    load_s=load_s,
+    warmup_s=time.perf_counter() - started - load_s,
+  )
+
+
+def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -> _Side:
+  """Loads, sizes, compiles and warms up; on several devices the model is spread over them."""
+  mesh = mesh_lib.make_mesh(devices)
+  device = devices[0]
   attention = _choose_attention(options.attention, device.platform)
   dtype = jnp.dtype(
     ("float32" if device.platform == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
@@ -184,7 +233,6 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
       "lower --max_model_len, or leave it at 0"
     )
   ladder = ShapeLadder(options.token_budgets, options.max_num_seqs)
-  started = time.perf_counter()
   table_width = -(-max_model_len // block_size)
   leaves, tree = jax.tree.flatten(loaded.params)
 
@@ -209,19 +257,7 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
   config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, loaded.eos_token_ids)
   runner = ModelRunner(spec(num_blocks), tuple(leaves), ladder, config.eos_token_ids, progress)
   runner.warm_up(progress)
-  engine = Engine(Scheduler(config), runner, clock, emit)
-  runner.seal()
-  return Built(
-    engine=engine,
-    runner=runner,
-    attention=attention,
-    model=model,
-    model_name=loaded.name,
-    config=config,
-    tokenizer_dir=loaded.tokenizer_dir,
-    load_s=load_s,
-    warmup_s=time.perf_counter() - started,
-  )
+  return _Side(Scheduler(config), runner, loaded, attention, load_s)
 
 
 def _devices(count: int) -> list[Any]:

@@ -5,7 +5,7 @@ nowhere else. Steps run in launch order, so a slot written for a new request can
 former owner.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 import threading
 
@@ -18,6 +18,7 @@ from engine.device import kv_cache, programs, sampler
 from engine.device.model_input import Flag, LogitRows, Packer, flags_of
 from engine.device.programs import ProgramSpec
 from engine.device.sampler import SlotState
+from engine.device.transfer import BlockTransfer, Exported
 from engine.errors import ShapeNotOnLadder
 from engine.shapes import ShapeLadder, StepShape
 
@@ -114,6 +115,8 @@ class ModelRunner:
     self._away = spec.mesh.devices.flat[0].platform != "cpu"
     self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids)
     self._compiles_at_seal: int | None = None
+    self._outgoing: BlockTransfer | None = None
+    self._incoming: BlockTransfer | None = None
     self._compile(ladder.rungs(), progress)
     self._layouts = {shape: spec.layout(shape) for shape in ladder.rungs()}
     self.kv = kv_cache.allocate(spec.kv)
@@ -147,6 +150,17 @@ class ModelRunner:
     self._set_history(padding, np.zeros(vocab, np.int32))
     self._set_bias(padding, np.zeros(vocab, np.float32))
 
+  def connect(self, target: "ModelRunner") -> None:
+    """Lets KV blocks travel to `target`, by export() here and admissions there. Compiles: do it before seal()."""
+    self._outgoing = target._incoming = BlockTransfer(self._spec, target._spec)
+    # Once there and back: what a first copy costs is paid before the server is ready. Block 0 is nobody's.
+    target.kv = self._outgoing.write(target.kv, (0,), self.export((0,)))
+
+  def export(self, block_ids: Sequence[int]) -> Exported:
+    """A copy of these blocks as the launched steps leave them, on its way to the connected runner."""
+    assert self._outgoing is not None, "export() needs connect() first"
+    return self._outgoing.read(self.kv, block_ids)
+
   def seal(self) -> None:
     """From here on a compilation is a mistake, and is counted."""
     self._compiles_at_seal = _compiles.count
@@ -174,6 +188,9 @@ class ModelRunner:
 
   def _admit(self, admission: Admission) -> None:
     self._packer.admit(admission)
+    if admission.imported is not None:
+      assert self._incoming is not None, "blocks arrive from a runner that is not connected"
+      self.kv = self._incoming.write(self.kv, admission.block_ids, admission.imported)
     flags, vocab = flags_of(admission.params), self._spec.model.vocab_size
     if Flag.PENALTY in flags:
       self._set_history(admission.slot, sampler.history_row(admission.token_ids, admission.num_prompt_tokens, vocab))

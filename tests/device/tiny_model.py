@@ -58,6 +58,7 @@ def make_runner(
   max_model_len: int = MAX_LEN,
   eos: tuple[int, ...] = EOS,
   devices=None,
+  attention: str = "reference",
   model: tuple[nnx.GraphDef, nnx.State] | None = None,
   progress=lambda *_: None,
 ) -> ModelRunner:
@@ -72,11 +73,12 @@ def make_runner(
     graphdef=graphdef,
     params_tree=tree,
     params=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves),
-    kv=kv_cache.abstract(mesh, config, num_blocks, block_size, dtype),
+    kv=kv_cache.abstract(mesh, config, num_blocks, block_size, dtype, attention),
     block_size=block_size,
     table_width=-(-max_model_len // block_size),
     num_slots=max_num_seqs,
     num_eos=len(eos),
+    attention=attention,
   )
   return ModelRunner(spec, tuple(leaves), ShapeLadder(token_budgets, max_num_seqs), eos, progress)
 
