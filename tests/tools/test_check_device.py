@@ -72,6 +72,7 @@ def test_what_moves_kv_or_a_weight_is_found(line):
     "%a = bf16[256,512]{1,0:T(8,128)(2,1)S(1)} copy(%w)",  # a prefetch
     "%a = (bf16[256,512]{1,0:S(1)}, bf16[256,512]{1,0}, u32[]) copy-start(%w)",
     "%a = bf16[256,512]{1,0} add(%x, %x)",  # an activation of a weight's size
+    "%a = f32[64,2048]{1,0} copy(%x)",  # logits of a weight's size
     "%a = bf16[64,64]{1,0} copy(%x)",
     "%a = bf16[512,256]{1,0} fusion(%w), kind=kCustom, calls=%fused_computation",
   ],

@@ -96,7 +96,8 @@ def moved(
   Of a KV buffer's size: whatever is not known to write in place. Of a weight's: what moves values and computes nothing,
   a fusion by what it is made of (an activation may have a weight's size), unless the new array lies in a TPU's vector
   memory (memory space 1 of its layout): that is a prefetch, and how a weight is read there. Of the size of a weight
-  that is split over devices: what gathers it from them, also inside of a fusion.
+  that is split over devices: what gathers it from them, also inside of a fusion. Weights are bf16: logits, which are
+  f32, may have the size of one.
 
   Args:
     hlo: the module's text.
@@ -117,7 +118,11 @@ def moved(
       replaces = not opcodes & _IN_PLACE and not opcodes <= _FREE
       arrays = one.arrays[:1] if one.opcode == "copy-start" else one.arrays
       if (replaces and any(size in kv_sizes for _, size, _ in arrays)) or (
-        moves and any(size in weight_sizes and "S(1)" not in layout for _, size, layout in arrays)
+        moves
+        and any(
+          size in weight_sizes and "S(1)" not in layout and (dtype == "bf16" or "convert" in opcodes)
+          for dtype, size, layout in arrays
+        )
       ):
         found.append(one.text)
   return found
