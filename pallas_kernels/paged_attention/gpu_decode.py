@@ -24,11 +24,17 @@ from pallas_kernels.paged_attention.tuning import Tuning
 
 _ROWS = 64  # (query, head of the group) pairs of a tile: what one warpgroup's wgmma takes
 _KEYS = 64  # keys of a tile
+_COLUMNS = 64  # bf16 values in a line of 128 bytes, which is what TMA and wgmma swizzle
 _PART_COLUMNS = 32  # of a partial result that are staged at a time, since SMEM is short: one tile of _TILED_F32
 _LOG2E = math.log2(math.e)
-_FLOOR = -1e30  # below every score; finite, so that a difference of two is 0 and not NaN
-_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-_TILED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+# Below every score; finite, so that a difference of two is 0 and not NaN. It is a maximum only and never multiplied (a
+# key that is not seen has -inf), so nothing of it is rounded where the compiler fuses a product with a difference.
+_FLOOR = -(2.0**100)
+_SWIZZLED = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+# What TMA copies from or to a tiled array must begin at a whole tile: the row of the slice is cut into tile and row of
+# the tile, and of each tile a copy takes what is left from that row on and then zeros. No error tells of it here.
+_TILED = (plgpu.TilingTransform((8, _COLUMNS)), _SWIZZLED)  # pyright: ignore[reportAbstractUsage]
+_TILED_F32 = (plgpu.TilingTransform((8, 32)), _SWIZZLED)  # pyright: ignore[reportAbstractUsage]
 _WGMMA = plgpu.Layout.WGMMA
 _PER_ROW = _WGMMA.reduce(1)
 # For 8 rows of a partial result: a warp has 2 rows, a row 16 lanes, a lane 16 bytes.
@@ -157,11 +163,14 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, counts, it
   group, size, page = geometry.group, geometry.head_dim, geometry.block_size
   if plan.max_splits > 1:
     parts, part_sums, *refs = refs
-  q_buffers, k_ring, v_ring, staging, weight_buffers, q_ready, k_ready, v_ready, k_free, v_free = refs
+  q_views, k_ring, v_ring, staging, weight_buffers, q_ready, k_ready, v_ready, k_free, v_free = refs
 
   warpgroup, pairs = lax.axis_index("warpgroup"), call.tuning.decode_ctas_per_sm
   pair = lax.rem(warpgroup, _i32(pairs))
-  q_buffer, q_ready = q_buffers.at[pair], q_ready.at[pair]
+  # The queries, [slab of columns, row, column], as TMA brings them from any row on, and as wgmma takes them: the same
+  # bytes, since 64 columns are one tile wide.
+  q_lines, q_tiles, q_ready = q_views[0].at[pair], q_views[-1].at[pair], q_ready.at[pair]
+  slabs = [(slab, pl.ds(slab * _COLUMNS, _COLUMNS)) for slab in range(size // _COLUMNS)]
   # Few items go to as many SMs. A pair knows its items from the start, so that its producer runs ahead across them.
   start, step = pair * call.tuning.num_sms + lax.axis_index("sm"), call.tuning.num_sms * pairs
   num_items = _cdiv(jnp.maximum(counts[0] * geometry.num_kv_heads - start, 0), step)
@@ -181,7 +190,8 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, counts, it
       """Only the row's own rows of the tile are copied: the others' results go nowhere."""
       item = item_of(n)
       rows = pl.ds(item.row.begin * group, call.part_rows)
-      plgpu.copy_gmem_to_smem(q.at[item.head, rows], q_buffer.at[pl.ds(0, call.part_rows)], q_ready)
+      for slab, columns in slabs:
+        plgpu.copy_gmem_to_smem(q.at[item.head, rows, columns], q_lines.at[slab, pl.ds(0, call.part_rows)], q_ready)
 
     @pl.when(num_items > 0)
     def _():
@@ -204,7 +214,8 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, counts, it
         plgpu.barrier_wait(k_ready.at[stage])
 
         def multiply_keys(ref):
-          plgpu.wgmma(ref, q_buffer, k_ring.at[stage].transpose((1, 0)))
+          for slab, columns in slabs:
+            plgpu.wgmma(ref, q_tiles.at[slab], k_ring.at[stage, :, columns].transpose((1, 0)))
           return ref[...]
 
         scores = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef((_ROWS, _KEYS), jnp.float32))
@@ -247,9 +258,9 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, counts, it
         @pl.when(base + _KEYS > item.high)
         def _():
           # Values past the end may be NaN, and 0 * NaN is NaN. A piece at a time: registers are short here.
-          keys = plgpu.broadcasted_iota(jnp.int32, (_KEYS, 64), 0, layout=_WGMMA)
-          for column in range(0, size, 64):
-            values = v_ring.at[stage, :, pl.ds(column, 64)]
+          keys = plgpu.broadcasted_iota(jnp.int32, (_KEYS, _COLUMNS), 0, layout=_WGMMA)
+          for _, columns in slabs:
+            values = v_ring.at[stage, :, columns]
             loaded = plgpu.load(values, layout=_WGMMA)
             values[...] = jnp.where(keys < item.high - base, loaded, jnp.zeros_like(loaded))
           plgpu.commit_smem()
@@ -463,6 +474,10 @@ def decode(
       jax.ShapeDtypeStruct((plan.max_decode_items, heads, call.part_rows, size), jnp.float32),
       jax.ShapeDtypeStruct((plan.max_decode_items, heads, _ROWS), jnp.float32),  # log2 of the sums of weights
     )
+  q_shape = pairs, size // _COLUMNS, _ROWS, _COLUMNS
+  q_views = [smem(q_shape, transforms=_TILED)]  # enough for the interpreter, which tiles nothing and has no unions
+  if interpret is None:
+    q_views = plgpu.RefUnion(smem(q_shape, transforms=(_SWIZZLED,)), *q_views)
   ref = jax.new_ref(out)
   parts = plgpu.kernel(
     functools.partial(_decode_kernel, call),
@@ -472,12 +487,12 @@ def decode(
     num_threads=2 * pairs,
     thread_name="warpgroup",
     scratch_types=[
-      smem((pairs, _ROWS, size), transforms=_TILED),
+      q_views,
       smem((stages, _KEYS, size), transforms=_TILED),
       smem((stages, _KEYS, size), transforms=_TILED),
       staging,
       [smem((pairs, _ROWS, _KEYS), transforms=_TILED)] if call.interpreted else [],
-      plgpu.Barrier(num_barriers=pairs),
+      plgpu.Barrier(num_barriers=pairs, num_arrivals=size // _COLUMNS),
       plgpu.Barrier(num_barriers=stages, num_arrivals=call.copies),
       plgpu.Barrier(num_barriers=stages, num_arrivals=call.copies),
       plgpu.Barrier(num_barriers=stages),

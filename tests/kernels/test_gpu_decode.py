@@ -1,5 +1,7 @@
 """The decode kernel on GPU, in Pallas' interpreter with its race detector, against dense attention in f64.
 
+The interpreter knows nothing of how arrays lie in shared memory, so what depends on that is checked where Pallas lowers
+the kernel, which takes no GPU.
 Unused pages, positions past a row's end and the queries of padding hold NaN, as everywhere (conformance.py).
 """
 
@@ -9,6 +11,7 @@ import types
 
 import jax
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import reset_gpu_interpret_mode_state
+from jax.experimental.mosaic.gpu import launch_context, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -125,7 +128,7 @@ def operands(case: Case, arguments: Arguments) -> tuple:
   )
 
 
-def program(case: Case, module=gpu_decode):
+def program(case: Case, module=gpu_decode, interpret: plgpu.InterpretGPUParams | None = RACES):
   """The call, jitted."""
   tuning = dataclasses.replace(
     tuning_for("", case.spec.head_dim, case.spec.block_size),
@@ -142,7 +145,7 @@ def program(case: Case, module=gpu_decode):
       sliding_window=case.spec.sliding_window,
       soft_cap=case.spec.soft_cap,
       tuning=tuning,
-      interpret=RACES,
+      interpret=interpret,
     )
 
   return jax.jit(run)
@@ -209,6 +212,42 @@ def test_a_plan_for_another_window_is_refused() -> None:
     gpu_decode.decode(*given, plan=case.plan, scale=1.0, sliding_window=5, soft_cap=None, tuning=tuning)
 
 
+def unaligned_copies(case: Case, monkeypatch: pytest.MonkeyPatch, module=gpu_decode) -> list[str]:
+  """Lowers the kernel for a GPU, and returns the offsets of copies between tiles and memory that may be amid a tile.
+
+  For a copy from or to a tiled array, Pallas cuts each offset of the slice in two, tile and place in the tile
+  (TileTransform), and gives both to TMA. TMA then takes of every tile what comes from that place on, and zeros for the
+  rest: right for multiples of the tile only, and so wrong for queries, whose row is any multiple of the group's size.
+  Warpgroup lowering asks for a proof of that, Lane lowering, which this kernel is pinned to, for none. So this asks.
+  """
+  found, transform = [], launch_context.TileTransform.transform_index
+
+  def checked(self, idx):
+    offsets = zip(idx[-len(self.tiling) :], self.tiling, strict=True)
+    found.extend(f"{i.owner} by {tile}" for i, tile in offsets if not utils.is_known_divisible(i, tile))
+    checked.calls += 1
+    return transform(self, idx)
+
+  checked.calls = 0
+  monkeypatch.setattr(launch_context.TileTransform, "transform_index", checked)
+  given = operands(case, arg_specs.make(case.spec))
+  program(case, module, interpret=None).trace(*given).lower(lowering_platforms=("cuda",))
+  assert checked.calls >= 2, "keys and values are copied into tiles"
+  return found
+
+
+@pytest.mark.parametrize("name", ["split", "page_128_window", "page_16", "group_of_3", "fewer_rows_of_q_than_a_tile"])
+def test_copies_begin_at_whole_tiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  case = next(case for case in CASES if case.spec.name == name)
+  assert not unaligned_copies(case, monkeypatch)
+
+
+def test_queries_copied_into_tiles_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+  tiled = seeded("smem(q_shape, transforms=(_SWIZZLED,))", "smem(q_shape, transforms=_TILED)")
+  case = _case("whole_tiles", ((1, 150), (2, 129)), 64, 1, padding=1)  # else Pallas refuses q for its length already
+  assert unaligned_copies(case, monkeypatch, tiled)
+
+
 # A case, what is put out of order, the text, and what it becomes; the text occurs once, so that no bug rots silently.
 BUGS = (
   (_SMALL_PAGES, "wrong page", "_div(base, page) + piece", "_div(base, page)"),
@@ -222,7 +261,7 @@ BUGS = (
   (_WHOLE, "nothing waits for values", "        plgpu.barrier_wait(v_ready.at[stage])\n", ""),
   (_WHOLE, "nothing waits for queries", "      plgpu.barrier_wait(q_ready)\n", ""),
   (_WHOLE, "nothing waits for a free stage", "pl.when(tile >= stages)(", "pl.when(tile < 0)("),
-  (_WHOLE, "always the first stage", "k_ring.at[stage].transpose", "k_ring.at[pair * stages].transpose"),
+  (_WHOLE, "always the first stage", "k_ring.at[stage, :, columns]", "k_ring.at[pair * stages, :, columns]"),
   (_WHOLE, "queries of the next item too early", "(i + 1 == item.tiles) &", "(i == 0) &"),
   (_WHOLE, "values past the end", "base + _KEYS > item.high)\n        def", "base > item.high)\n        def"),
   (_WHOLE, "a value past the end", "keys < item.high - base, loaded", "keys <= item.high - base, loaded"),
