@@ -45,8 +45,8 @@ class GatedMLP(nnx.Module):
     self.down = param((f, d), ("mlp", "embed"), dtype)
 
   def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
-    d, _, f = self.gate_up.shape
-    both = (x @ self.gate_up[...].reshape(d, 2 * f)).reshape(*x.shape[:-1], 2, f)
+    # Not x @ gate_up.reshape(D, 2F): that copies the weight on a TPU, and gathers it where F is split over devices.
+    both = jnp.einsum("...d,dcf->...cf", x, self.gate_up[...])
     return (jax.nn.silu(both[..., 0, :]) * both[..., 1, :]) @ self.down[...]
 
 

@@ -3,8 +3,8 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Threads of XLA's pool: the GPU interpreter blocks one for each warpgroup that waits, and with as few as there are cores
-# it can wait for ever.
+# Threads of XLA's pool: the GPU interpreter blocks one for each warpgroup that waits, and with only as many as there
+# are cores it can wait for ever.
 os.environ.setdefault("NPROC", "8")
 
 import jax

@@ -19,7 +19,7 @@ import numpy as np
 from engine.batch import Admission, Batch
 from engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from engine.shapes import StepShape
-from pallas_kernels.paged_attention.plan import Plan
+from pallas_kernels.paged_attention.plan import Plan, place
 
 _GREEDY_BELOW = 1e-5  # as vLLM: a temperature this low would only overflow
 
@@ -85,7 +85,7 @@ class StepLayout:
 
   @cached_property
   def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Name -> offset and shape."""
+    """Name -> offset and shape; aligned, since XLA hands kernels pointers to slices of the array."""
     t, s = self.shape.tokens, self.shape.rows
     shapes = {
       "tokens": (t,),  # an id, or -1 - slot where the id is last_tokens[slot]
@@ -98,11 +98,7 @@ class StepLayout:
       "plan": (self.plan.size if self.plan else 0,),
       "block_tables": (s, self.table_width),
     }
-    fields, offset = {}, 0
-    for name, shape in shapes.items():
-      fields[name] = (offset, shape)
-      offset += math.prod(shape)
-    return fields
+    return place(shapes)[0]
 
   @cached_property
   def size(self) -> int:

@@ -13,7 +13,7 @@ from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from engine.device import kv_cache, sampler
@@ -136,6 +136,8 @@ def step(
   meta = AttentionMeta(rows_of_step, inputs.slot_mapping)
   hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, _attend(spec, attention))
   logits = decoder.logits(hidden[inputs.logit_tokens])
+  # In two steps: asked for whole logits at once, XLA would rather gather the head than what comes out of it.
+  logits = lax.with_sharding_constraint(logits, NamedSharding(spec.mesh, PartitionSpec(None, mesh_lib.AXIS)))
   logits = lax.with_sharding_constraint(logits, mesh_lib.replicated(spec.mesh))
   with jax.named_scope("sample"):
     sampled = sampler.sample(logits, rows, slot_state)
@@ -167,9 +169,20 @@ def _shardings(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _compiler_options(mesh: Mesh) -> dict[str, bool | int] | None:
-  """On a CPU, LLVM at -O1: a fifth less time to compile, and steps as fast as at -O3 (matmuls are a library's)."""
-  return {"xla_backend_optimization_level": 1} if mesh.devices.flat[0].platform == "cpu" else None
+def _compiler_options(mesh: Mesh) -> dict[str, bool | int | str] | None:
+  """What a step is compiled with, by platform.
+
+  CPU: LLVM at -O1: a fifth less time to compile, and steps as fast as at -O3 (matmuls are a library's).
+  GPU: loops inside command buffers, since the sampler's would cut a step into four; and matmuls by cuBLASLt, which
+  takes the residual add along: 11 launches a layer at Llama-3-8B shapes, 14 with XLA's own (`make check-device`).
+  """
+  match mesh.devices.flat[0].platform:
+    case "cpu":
+      return {"xla_backend_optimization_level": 1}
+    case "gpu" | "cuda":
+      buffers = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+      return {"xla_gpu_enable_command_buffer": buffers, "xla_gpu_enable_triton_gemm": False}
+  return None
 
 
 def compile_step(spec: ProgramSpec, shape: StepShape) -> jax.stages.Compiled:

@@ -21,7 +21,8 @@ _DECODE_QUERIES = 4  # rows of so many are still bound by memory in the decode k
 # int32 values, 128 bytes. XLA hands a kernel a pointer into the packed array where it can (slices of a multiple of 128
 # bytes, wherever they begin), and the kernel's loads are of up to 16 bytes at once, at multiples of their size.
 ALIGNMENT = 32
-_MOST_DECODE_ITEMS = 2048  # that a rung's work list has room for: it travels with every step, 8 bytes an item
+# That a rung has room for. Each has a partial result a KV head: 64 MiB in all for 8 KV heads of 128 and groups of 4.
+_MOST_DECODE_ITEMS = 1024
 
 
 def place(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, tuple[int, ...]]], int]:
@@ -186,7 +187,7 @@ def make_plan(geometry: Geometry, split_tokens: int) -> Plan:
 
   Args:
     geometry: of the rung.
-    split_tokens: positions a split has at least. It is doubled while the rung could have more than 2048 decode items:
+    split_tokens: positions a split has at least. It is doubled while the rung could have more than 1024 decode items:
       a rung of many rows has enough to do without short splits.
 
   Raises:

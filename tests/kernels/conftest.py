@@ -1,12 +1,8 @@
 """What tests of GPU kernels need of Pallas' interpreter."""
 
 from collections.abc import Iterator
-import os
 import threading
 import types
-
-# The interpreter blocks a thread of XLA's pool a warpgroup; a pool of two cores has none left for the third.
-os.environ.setdefault("NPROC", "8")
 
 import jax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
