@@ -1,0 +1,60 @@
+"""The engine's own steps with the attention of GPU and TPU, in Pallas' interpreters: plan, packing and kernels fit.
+
+Greedy tokens of a small random model, of prompts in chunks beside decodes, against those of the reference.
+"""
+
+import dataclasses
+import functools
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import pytest
+
+from engine.sampling_params import SamplingParams
+from pallas_kernels.paged_attention import gpu
+from tests.device.serving import serve
+from tests.device.tiny_model import TINY, make_runner, random_params
+from tests.kernels.test_gpu import small_grid
+
+MODEL = dataclasses.replace(TINY, num_layers=1, head_dim=64, num_heads=4, num_kv_heads=2)
+REQUESTS = [
+  (list(range(2, 40)), SamplingParams(3, temperature=0.0, ignore_eos=True)),
+  (list(range(50, 53)), SamplingParams(5, temperature=0.0, ignore_eos=True)),
+]
+
+
+def tokens(attention: str) -> list[list[int]]:
+  dtype = jnp.bfloat16
+  runner = make_runner(
+    MODEL,
+    dtype=dtype,
+    num_blocks=8,
+    block_size=16,
+    token_budgets=(24,),
+    max_num_seqs=2,
+    attention=attention,
+    model=random_params(MODEL, dtype),
+  )
+  served, _ = serve(
+    runner, REQUESTS, num_blocks=8, block_size=16, max_num_seqs=2, prefill_chunk=24, enable_prefix_caching=False
+  )
+  return [one.tokens for one in served]
+
+
+@pytest.mark.usefixtures("gpu_interpreter")
+def test_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+  expected = tokens("reference")
+  monkeypatch.setattr(gpu, "tuning_for", small_grid)
+  monkeypatch.setattr(gpu, "attend", functools.partial(gpu.attend, interpret=plgpu.InterpretGPUParams()))
+  assert tokens("gpu") == expected
+
+
+def test_tpu() -> None:
+  expected = tokens("reference")
+  pltpu.set_tpu_interpret_mode(pltpu.InterpretParams())
+  try:
+    assert tokens("tpu") == expected
+  finally:
+    pltpu.set_tpu_interpret_mode(None)
+    pltpu.reset_tpu_interpret_mode_state()
