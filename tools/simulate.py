@@ -267,7 +267,9 @@ def add_fleet_arguments(parser: CommandParser) -> None:
   """Who serves."""
   parser.add_argument("--replicas", type=positive_int, default=1, help="engines behind the router")
   parser.add_argument("--router", choices=sorted(ROUTERS), default=Fleet.router, help="who gets a request")
-  parser.add_argument("--prefill_replicas", type=int, default=0, help="disaggregated: engines for prompts")
+  parser.add_argument(
+    "--prefill_replicas", type=int, default=0, help="disaggregated: engines for prompts (0: --replicas)"
+  )
   parser.add_argument("--decode_replicas", type=int, default=0, help="disaggregated: engines for the tokens after them")
   parser.add_argument("--transfer_gb_s", type=positive_float, default=50.0, help="disaggregated: 10^9 bytes a second")
   parser.add_argument("--transfer_latency_ms", type=float, default=0.0, help="disaggregated: of each transfer")
@@ -275,14 +277,11 @@ def add_fleet_arguments(parser: CommandParser) -> None:
 
 def fleet_from(args: Any) -> Fleet:
   """The fleet that the flags describe. Raises ConfigError."""
-  return Fleet(
-    args.replicas,
-    args.router,
-    args.prefill_replicas,
-    args.decode_replicas,
-    args.transfer_gb_s * 1e9,
-    args.transfer_latency_ms / 1e3,
-  )
+  prefill, decode = args.prefill_replicas, args.decode_replicas
+  if args.batching == "disaggregated" and not prefill and not decode:
+    prefill = decode = args.replicas
+  latency_s = args.transfer_latency_ms / 1e3
+  return Fleet(args.replicas, args.router, prefill, decode, args.transfer_gb_s * 1e9, latency_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

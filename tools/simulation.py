@@ -9,13 +9,13 @@ routers, transfers of KV. Sampled tokens are zeros; requests end by their length
 Events are taken in the order of time. A replica's turn is one event at its beginning; what arrives while it lasts is
 seen by its next turn, as by a real engine's thread. A router knows how many requests each replica still has.
 
-Disaggregated serving (DistServe, OSDI 2024; Splitwise, ISCA 2024): a prefill replica runs a request for one token; its
-KV then takes bytes / bandwidth, one transfer at a time leaving a replica, and enters the cache of a decode replica that
-has room for it. Tokens beyond the last full block are computed again there: at most block_size of them.
+Disaggregated serving is that of engine/disaggregated.py between replicas: a prefill replica runs a request for one
+token; its KV then takes bytes / bandwidth, one transfer at a time leaving a replica; and a decode replica takes the
+request over as the engine there does, with its KV, when it has a slot and room.
 """
 
 import bisect
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 import dataclasses
 import heapq
@@ -28,10 +28,10 @@ from engine.batch import Batch, StepResult
 from engine.block_pool import block_key, root_key
 from engine.config import EngineConfig
 from engine.engine import IDLE_WAIT_S, Engine
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, Overloaded
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, validate_request
 from tools.latency import Objectives, Outcome, percentile
 from tools.step_costs import StepCosts, work_of
 
@@ -47,6 +47,7 @@ class Arrival(NamedTuple):
     prompt: token ids; `bytes` are cheap where their values do not matter.
     output_len: exactly how many tokens it gets.
     salt: requests share prefixes only within one.
+    tenant: whose share it counts to, under policy fair.
   """
 
   id: int | str
@@ -54,6 +55,12 @@ class Arrival(NamedTuple):
   prompt: Sequence[int]
   output_len: int
   salt: bytes = b""
+  tenant: str = ""
+
+  def request(self, output_len: int) -> Request:
+    """What an engine is asked for."""
+    params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True, seed=0)
+    return Request(str(self.id), self.prompt, params, cache_salt=self.salt, tenant=self.tenant)
 
 
 def made_up(rows: Sequence[tuple[float, int, int]]) -> list[Arrival]:
@@ -150,21 +157,13 @@ class Replica:
     self.is_scheduled = False  # a turn of it is among the events to come
     self.load = 0  # requests sent and not ended, as the router knows it
     self.link_free_at = 0.0
-    self.landing: deque[tuple[Arrival, Sequence[int], int]] = deque()  # KV that waits for room, with its prompt
-    self._promised_blocks = 0  # of requests that have landed and do not run yet
 
   def _take_events(self, events: list[TokenEvent]) -> None:
     self.runner.settle()
     self._emit(self, self.clock.now, events)
 
-  def submit(self, arrival: Arrival, prompt: Sequence[int], output_len: int, now: float) -> None:
+  def submit(self, request: Request, now: float) -> None:
     """Posts a request at `now`, which may lie within the turn at hand. Raises EngineError, as the engine does."""
-    request = Request(
-      str(arrival.id),
-      prompt,
-      SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True, seed=0),
-      cache_salt=arrival.salt,
-    )
     clock = self.clock
     turn = clock.now
     clock.now = now
@@ -173,14 +172,22 @@ class Replica:
     finally:
       clock.now = max(turn, now)
 
+  def take_over(self, arrival: Arrival, arrival_s: float, first_token_s: float, now: float) -> None:
+    """Posts at `now` a request that arrived at `arrival_s` and got its first token elsewhere, with its KV."""
+    request = arrival.request(arrival.output_len)
+    request.arrival_time, request.first_token_time = arrival_s, first_token_s
+    request.first_scheduled_time = first_token_s  # it waits in no queue that could time out
+    request.output_token_ids = [0]
+    request.num_transferred_tokens = request.num_prompt_tokens
+    self.engine.take_over(request)
+    self.clock.now = max(self.clock.now, now)
+
   def turn(self) -> bool:
     """One turn of the loop; returns whether there will be another without new requests."""
     active = self.engine.step()
     self.runner.settle()
     if self.engine.dead is not None:
       raise self.engine.dead
-    if not self.scheduler.num_waiting:
-      self._promised_blocks = 0
     if active:
       return True
     if not self.engine.num_live:
@@ -189,29 +196,6 @@ class Replica:
     sleep = IDLE_WAIT_S if opens_at is None else min(IDLE_WAIT_S, opens_at - self.clock.now)
     self.clock.now += max(sleep, _TICK_S)
     return True
-
-  # KV that arrives from elsewhere.
-
-  def has_room(self, num_tokens: int) -> bool:
-    """Whether a sequence of so many known tokens would be admitted by the next turn."""
-    scheduler = self.scheduler
-    if scheduler.num_running + scheduler.num_waiting >= self.config.max_num_seqs:
-      return False
-    blocks = -(-num_tokens // self.config.block_size)
-    return blocks + self._promised_blocks + scheduler.num_running <= scheduler.pool.num_free
-
-  def land(self, arrival: Arrival, prompt: Sequence[int]) -> None:
-    """Puts the KV of `prompt`'s full blocks into the cache, where the request will find it."""
-    pool, size = self.scheduler.pool, self.config.block_size
-    keys = _keys(arrival, prompt, len(prompt) // size, size)
-    blocks = pool.match(keys)
-    missing = keys[len(blocks) :]
-    pool.share(blocks)
-    for key in missing:
-      blocks += pool.allocate(1)
-      pool.publish(blocks[-1], key)
-    pool.release(blocks)
-    self._promised_blocks += -(-(len(prompt) + 1) // size)
 
 
 # --- Routers ----------------------------------------------------------------------------------------------------------
@@ -479,7 +463,7 @@ class Simulation:
 
   def __init__(self, config: EngineConfig, costs: StepCosts, fleet: Fleet, collector: Collector):
     """Args:
-    config: of every engine; disaggregated serving turns prefix caching on, which is where arriving KV goes.
+    config: of every engine.
     costs: of every device.
     """
     costs.rung(config.token_budgets[-1])  # a ladder above the table is told before anything runs
@@ -487,10 +471,8 @@ class Simulation:
       raise ConfigError(
         "batching='disaggregated' needs engines for both parts; set --prefill_replicas and --decode_replicas"
       )
-    if fleet.is_split:
-      config = dataclasses.replace(config, enable_prefix_caching=True)
-      if not costs.kv_bytes_per_token:
-        raise ConfigError("the cost table has no kv_bytes_per_token, which transfers of KV need; measure again")
+    if fleet.is_split and not costs.kv_bytes_per_token:
+      raise ConfigError("the cost table has no kv_bytes_per_token, which transfers of KV need; measure again")
     self.config, self.costs, self.fleet, self.collector = config, costs, fleet, collector
     count = fleet.prefill_replicas + fleet.decode_replicas if fleet.is_split else fleet.replicas
     self.replicas = [Replica(index, config, costs, self._take_events) for index in range(count)]
@@ -500,7 +482,7 @@ class Simulation:
     self._tracks: dict[str, _Track] = {}
     self._turns: list[tuple[float, int]] = []  # (when, replica)
     self._endings: list[tuple[float, int]] = []  # (when, replica): what its router learns then
-    self._landings: list[tuple[float, int, Arrival, Replica, Sequence[int]]] = []  # (when, serial, what, where, prompt)
+    self._landings: list[tuple[float, int, Arrival, Replica]] = []  # (when, serial, what, where)
     self._serials = itertools.count()
 
   def run(self, arrivals: Sequence[Arrival], give_up_after: float = math.inf) -> bool:
@@ -520,15 +502,14 @@ class Simulation:
         replica.is_scheduled = replica.turn()
         if replica.is_scheduled:
           heapq.heappush(turns, (replica.clock.now, replica.index))
-        if replica.landing:
-          self._land_what_fits(replica, replica.clock.now)
       elif index < len(arrivals) and arrival_s <= landing_s:
         self._arrive(arrivals[index], arrival_s)
         index += 1
       elif landings:
-        when, _, arrival, replica, prompt = heapq.heappop(landings)
-        replica.landing.append((arrival, prompt, arrival.output_len - 1))
-        self._land_what_fits(replica, when)
+        when, _, arrival, replica = heapq.heappop(landings)
+        first_token_s = self._tracks[str(arrival.id)].times[0]
+        replica.take_over(arrival, arrival.arrival_s + front_s, first_token_s, when)
+        self._wake(replica)
       else:
         return True
     return False
@@ -538,23 +519,23 @@ class Simulation:
       self.replicas[heapq.heappop(self._endings)[1]].load -= 1
     self.collector.offered(arrival)
     track = _Track(arrival)
-    replica = self._router.choose(arrival, self._front)
-    first = 1 if self.fleet.is_split else arrival.output_len
-    if self._submit(replica, track, arrival.prompt, first, now):
-      self._tracks[str(arrival.id)] = track
-
-  def _submit(self, replica: Replica, track: _Track, prompt: Sequence[int], output_len: int, now: float) -> bool:
-    """Sends a request to a replica and wakes it; a refusal ends the request. Returns whether it was accepted."""
     try:
-      replica.submit(track.arrival, prompt, output_len, now)
+      if self.fleet.is_split:
+        self._check_decoders(arrival)
+      request = arrival.request(1 if self.fleet.is_split else arrival.output_len)
+      replica = self._router.choose(arrival, self._front)
+      replica.submit(request, now)
     except EngineError as error:
       self.collector.ended(track, error.reason)
-      return False
+      return
+    self._tracks[request.id] = track
     replica.load += 1
+    self._wake(replica)
+
+  def _wake(self, replica: Replica) -> None:
     if not replica.is_scheduled:
       replica.is_scheduled = True
       heapq.heappush(self._turns, (replica.clock.now, replica.index))
-    return True
 
   def _take_events(self, replica: Replica, now: float, events: list[TokenEvent]) -> None:
     tracks = self._tracks
@@ -579,29 +560,22 @@ class Simulation:
 
   # Disaggregated serving.
 
+  def _check_decoders(self, arrival: Arrival) -> None:
+    """Refuses what could not go on after its first token, as DisaggregatedEngine.submit does."""
+    validate_request(self.config, arrival.request(arrival.output_len))
+    count = len(self._decoders)
+    backlog = sum(replica.load for replica in self._decoders) - count * self.config.max_num_seqs
+    if backlog >= count * self.config.max_queued_requests:
+      raise Overloaded(f"{backlog} requests wait to be decoded; raise max_queued_requests", 1.0)
+
   def _send_kv(self, replica: Replica, arrival: Arrival, now: float) -> None:
     """The prompt's KV leaves a prefill replica, when its link is free."""
     fleet, size = self.fleet, len(arrival.prompt) * self.costs.kv_bytes_per_token
-    leaves = max(now, replica.link_free_at)
-    replica.link_free_at = leaves + size / fleet.transfer_bytes_s
+    replica.link_free_at = max(now, replica.link_free_at) + size / fleet.transfer_bytes_s
     target = self._decode_router.choose(arrival, self._decoders)
-    more = b"\0" if isinstance(arrival.prompt, bytes) else (0,)
-    prompt = arrival.prompt + more  # type: ignore[operator]
+    target.load += 1
     when = replica.link_free_at + fleet.transfer_latency_s
-    heapq.heappush(self._landings, (when, next(self._serials), arrival, target, prompt))
-
-  def _land_what_fits(self, replica: Replica, now: float) -> None:
-    """Hands a decode replica the requests whose KV has come and has room, in order."""
-    while replica.landing:
-      arrival, prompt, output_len = replica.landing[0]
-      idle = not replica.engine.num_live
-      if not idle and not replica.has_room(len(prompt)):
-        return
-      replica.landing.popleft()
-      replica.land(arrival, prompt[:-1])
-      track = self._tracks[str(arrival.id)]
-      if not self._submit(replica, track, prompt, output_len, max(now, replica.clock.now)):
-        del self._tracks[str(arrival.id)]
+    heapq.heappush(self._landings, (when, next(self._serials), arrival, target))
 
   # Figures.
 

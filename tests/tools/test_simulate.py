@@ -207,11 +207,34 @@ SPLIT = Fleet(prefill_replicas=1, decode_replicas=1, transfer_bytes_s=200.0, tra
 def test_kv_travels_between_the_first_token_and_the_second():
   small = config(token_budgets=(8, 32), prefill_chunk=32)
   simulation = run([Arrival(0, 0.0, bytes(20), 3)], small, SECONDS, SPLIT)
-  # 20 tokens of 100 bytes at 200 bytes/s take 10 s, and 0.5 s of latency: it lands at 12.61. One full block of 16 is
-  # there; the other 4 tokens and the first output are computed, in a step of 8.
+  # 20 tokens of 100 bytes at 200 bytes/s take 10 s, and 0.5 s of latency: it lands at 12.61, and only the token that
+  # the first device sampled is computed there.
   assert times(simulation)[0] == pytest.approx([2.11, 2.11 + 10.5 + 1.11, 2.11 + 10.5 + 2.11])
-  assert simulation.figures()["prefix_hit_tokens"] == 16
-  assert [replica.engine.stats().num_prefill_tokens for replica in simulation.replicas] == [20, 5]
+  assert simulation.figures()["prefix_hit_tokens"] == 0
+  assert [replica.engine.stats().num_prefill_tokens for replica in simulation.replicas] == [20, 1]
+
+
+def test_a_request_that_comes_with_its_kv_waits_for_room():
+  # Each needs 2 blocks and grows to 3 of 4; the second joins when the first has ended, 2 tokens later.
+  small = config(token_budgets=(8, 32), prefill_chunk=32, num_blocks=4, max_model_len=64)
+  fleet = Fleet(prefill_replicas=1, decode_replicas=1, transfer_bytes_s=1e9)
+  simulation = run([Arrival(0, 0.0, bytes(31), 4), Arrival(1, 0.0, bytes(31), 4)], small, SECONDS, fleet)
+  first, second = (times(simulation)[name] for name in (0, 1))
+  assert first[0] < second[0] < first[-1] < second[1]
+  assert simulation.figures()["preemptions"] == 0
+
+
+def test_a_sum_of_tokens_that_no_decode_replica_holds_is_refused_at_once():
+  fleet = Fleet(prefill_replicas=1, decode_replicas=1)
+  figures = run([Arrival(0, 0.0, bytes(60), 10)], config(num_blocks=4), fleet=fleet).figures()
+  assert (figures["steps"], figures["errors"]) == (0, {"REQUEST_TOO_LONG": 1})
+
+
+def test_a_crowd_before_the_decode_replicas_is_refused():
+  fleet = Fleet(prefill_replicas=1, decode_replicas=1)
+  slow = [Arrival(number, 3.0 * number, bytes(4), 400) for number in range(8)]
+  few = config(token_budgets=(8, 32), prefill_chunk=32, max_num_seqs=2, max_queued_requests=3)
+  assert run(slow, few, SECONDS, fleet).figures()["errors"] == {"OVERLOADED": 3}
 
 
 def test_a_link_carries_one_transfer_at_a_time():
@@ -307,6 +330,14 @@ def test_a_rate_replaces_the_times_of_a_trace(costs_file, capsys):
   assert figures["workload"]["rate"] == 1000
 
 
+def test_disaggregated_batching_has_one_engine_for_each_part(costs_file, capsys):
+  code, out, _ = call(capsys, f"--costs={costs_file}", "--batching=disaggregated", "--num_requests=20", *ENGINE)
+  figures = json.loads(out)
+  assert code == 0
+  assert (figures["replicas"], figures["completed"]) == (2, 20)
+  assert (figures["fleet"]["prefill_replicas"], figures["fleet"]["decode_replicas"]) == (1, 1)
+
+
 def test_a_trace_end_to_end_keeps_its_order():
   rows = simulate.repeated([(0.0, 1, 2), (3.0, 4, 5)], 2)
   assert rows == [(0.0, 1, 2), (3.0, 4, 5), (6.0, 1, 2), (9.0, 4, 5)]
@@ -339,6 +370,7 @@ TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,2\n"
     (["--policy=sideways"], "sideways"),
     (["--router=sideways"], "sideways"),
     (["--prefill_replicas=1"], "decode_replicas=0"),
+    (["--batching=disaggregated", "--prefill_replicas=1"], "decode_replicas=0"),
     (["--attainment=1.5"], "attainment=1.5"),
     (["--find_replicas", "--slo_ttft_ms=0.1"], "cannot be met"),
     (["--num_blocks=4", "--kv_cache_mb=4"], "set only one"),
