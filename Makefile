@@ -24,7 +24,7 @@ server: $(READY)
 
 ## make test      every check that a change must pass, under 12 minutes on two cores
 test: check
-	@$(PY) -m pytest -m "not long" $(ARGS)
+	@$(PY) -m pytest -m "not long" -n 2 --dist loadfile $(ARGS)
 
 ## make test-long the soak tests: minutes each
 test-long: $(READY)
