@@ -314,6 +314,14 @@ def test_load_counts(served):
   assert load.output_tokens_total == 15 and load.requests_finished_total == 3 and live(load) == 0
   assert [(rung.tokens, rung.rows) for rung in load.rungs] == [(8, 8), (64, 64), (128, 64)]
   assert sum(rung.steps_total for rung in load.rungs) == load.steps_total > 0
+  assert sum(rung.padding_tokens_total for rung in load.rungs) == load.padding_tokens_total
+  assert not load.steps, "steps come only when asked for"
+  steps = served.model.GetLoad(pb.GetLoadRequest(steps_after_s=0)).steps
+  assert [step.step for step in steps] == list(range(load.steps_total)) and steps[-1].time <= load.now_s
+  assert sum(step.decode_tokens + step.prefill_tokens for step in steps) == (
+    load.decode_tokens_total + load.prefill_tokens_total
+  )
+  assert served.model.GetLoad(pb.GetLoadRequest(steps_after_s=steps[-2].time)).steps == steps[-1:]
   assert load.peak_rss_bytes > 1 << 20 and load.uptime_s > 0 and load.compiles_after_ready == 0
 
 

@@ -115,7 +115,7 @@ def test_offline_refuses_what_can_never_run_in_one_line(tiny_model, compile_cach
   assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("flags", [("--model=/nowhere",), ("--batching=dynamic",), ("--max_num_seqs=0",)])
+@pytest.mark.parametrize("flags", [("--model=/nowhere",), ("--batching=lockstep",), ("--max_num_seqs=0",)])
 def test_offline_says_what_is_wrong_with_a_flag(tiny_model, requests_file, flags):
   done = run_module("tools.bench_offline", f"--model={tiny_model}", f"--requests={requests_file}", *flags)
   assert done.returncode == 1
