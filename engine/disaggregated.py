@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from engine.batch import Runner
 from engine.engine import Clock, Emit, Engine
 from engine.errors import ConfigError, DuplicateRequest, Overloaded, Unavailable
-from engine.recorder import EngineStats, Recorder
+from engine.recorder import EngineStats, Recorder, RungTotals, latest
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, validate_request
@@ -74,6 +74,7 @@ class DisaggregatedEngine:
     self._export: Callable[[tuple[int, ...]], Any] = prefill[1].export
     self.prefill = engine_class(*prefill, clock, self._on_prefill)
     self.decode = engine_class(*decode, clock, self._on_decode)
+    self.prefill.recorder.side, self.decode.recorder.side = "prefill", "decode"
     self._num_handed_over = 0
 
   # What an Engine has, on any thread.
@@ -148,13 +149,22 @@ class DisaggregatedEngine:
     self.prefill.stop_trace()
     self.decode.stop_trace()
 
+  def keep_all(self) -> None:
+    """See Engine.keep_all."""
+    self.prefill.keep_all()
+    self.decode.keep_all()
+
   def stats(self, num_steps: int = 0) -> EngineStats:
-    """Both sides together: sums, and the latest steps of either in order of time."""
+    """Both sides together: sums, and the latest records of either in order of time.
+
+    A request has a record of each side it was on; the first ends when it is handed over.
+    """
     first, rest = self.prefill.stats(num_steps), self.decode.stats(num_steps)
     finished = {reason: count + rest.finished[reason] for reason, count in first.finished.items()}
     finished[FinishReason.LENGTH] -= self._num_handed_over  # their prefill parts
-    rungs = {tokens: first.steps_by_rung.get(tokens, 0) for tokens in rest.steps_by_rung | first.steps_by_rung}
-    steps = sorted((*first.steps, *rest.steps), key=lambda record: record.time)
+    rungs = dict(first.rungs)
+    for tokens, totals in rest.rungs.items():
+      rungs[tokens] = totals.plus(rungs.get(tokens, RungTotals()))
     summed = {
       field.name: getattr(first, field.name) + getattr(rest, field.name)
       for field in dataclasses.fields(EngineStats)
@@ -165,9 +175,10 @@ class DisaggregatedEngine:
       | {
         "num_live": self.num_live,
         "num_cached_tokens": first.num_cached_tokens,
-        "steps_by_rung": {tokens: count + rest.steps_by_rung.get(tokens, 0) for tokens, count in rungs.items()},
+        "rungs": rungs,
         "finished": finished,
-        "steps": tuple(steps[len(steps) - min(num_steps, len(steps)) :]),
+        "steps": latest(sorted((*first.steps, *rest.steps), key=lambda record: record.time), num_steps),
+        "requests": latest(sorted((*first.requests, *rest.requests), key=lambda record: record.end), num_steps),
       }
     )
 

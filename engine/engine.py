@@ -114,8 +114,12 @@ class Engine:
     """Ends the step trace."""
     self._post(self._stop_trace)
 
+  def keep_all(self) -> None:
+    """Keeps all records from now on; for runs that end. Before the first step."""
+    self.recorder.keep_all()
+
   def stats(self, num_steps: int = 0) -> EngineStats:
-    """A snapshot with the latest `num_steps` step records (at most recorder.RING_STEPS)."""
+    """A snapshot with the latest `num_steps` records of steps and requests (of recorder.RING_STEPS that are kept)."""
     return self.recorder.stats(self._scheduler, len(self._live), num_steps)
 
   def _post(self, message: Callable[[], list[TokenEvent]]) -> None:
@@ -147,6 +151,9 @@ class Engine:
       active = self._turn(events, now) or active or bool(events)
       if events:
         self._send(events)
+      ended = self._scheduler.take_ended()
+      if ended:
+        self.recorder.ended(ended, self._clock())
     except Exception as error:
       self.fail(error)
       return True

@@ -1,9 +1,11 @@
 """What happened: counters, a ring of step records, and a trace that replays. Pure Python; decides nothing."""
 
 from collections import deque
+from collections.abc import Sequence
 import dataclasses
 import hashlib
 import json
+import operator
 from typing import NamedTuple, TextIO
 
 from engine.batch import Batch, StepResult
@@ -11,19 +13,33 @@ from engine.request import FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
 
 RING_STEPS = 1024
+KV_PERIOD = 16  # a look at 256 requests takes 20 us, which not every step should pay
 
 
 class StepRecord(NamedTuple):
   """One step. Times in seconds; counts after planning it.
 
+  What a step is padded to is useful tokens and padding; a slot is idle that has no row though a request waits for one.
+  Idle slots stand beside padding, not in it: under static batching, padding holds their places, elsewhere nothing does.
+  Linear layers work on shape_tokens tokens; attention works on decode_keys + prefill_pairs pairs of query and key.
+
   Attributes:
-    step: serial number.
+    step: serial number, of this engine.
+    side: which engine of several in one process: "", "prefill" or "decode".
     time: engine clock when it was planned.
     shape_tokens, shape_rows: the rung.
     num_rows: sequences in it.
-    decode_tokens, prefill_tokens: useful tokens, of rows that read their input on the device and of the others.
+    decode_rows: rows that read their input on the device.
+    decode_tokens, prefill_tokens: useful tokens, of those rows and of the others; decode tokens beyond one a row would
+      be speculative.
+    decode_keys: keys that the decode rows attend to, position + 1 each.
+    prefill_pairs: pairs of query and key that causality leaves to the other rows.
     padding: shape_tokens minus useful tokens.
+    idle_slots: slots without a row while as many requests wait.
     blocks_used, blocks_cached: of the pool; cached ones may also be used.
+    kv_tokens: tokens with KV that running requests hold, and
+    kv_slots: room for tokens in their blocks: the rest is fragmentation. Shared blocks count once a holder. Looked up
+      every KV_PERIOD steps when more than KV_PERIOD requests run; in between as at the latest look.
     num_waiting, num_running: requests.
     num_preemptions: in this step.
     host_s: planning, packing and dispatch.
@@ -32,21 +48,71 @@ class StepRecord(NamedTuple):
   """
 
   step: int
+  side: str
   time: float
   shape_tokens: int
   shape_rows: int
   num_rows: int
+  decode_rows: int
   decode_tokens: int
   prefill_tokens: int
+  decode_keys: int
+  prefill_pairs: int
   padding: int
+  idle_slots: int
   blocks_used: int
   blocks_cached: int
+  kv_tokens: int
+  kv_slots: int
   num_waiting: int
   num_running: int
   num_preemptions: int
   host_s: float
   device_s: float
   commit_s: float
+
+
+class RequestRecord(NamedTuple):
+  """One request that ended. Times on the engine's clock, seconds; None for what did not happen.
+
+  Attributes:
+    id: its own.
+    side: as in StepRecord.
+    reason: its ending, a FinishReason's value.
+    arrival, first_scheduled, first_token, end: times.
+    prompt_tokens, cached_tokens, output_tokens: asked, found in the cache at first admission, given.
+    lost_tokens: computed and lost to preemptions.
+    num_preemptions: how often it had to begin anew.
+  """
+
+  id: str
+  side: str
+  reason: str
+  arrival: float
+  first_scheduled: float | None
+  first_token: float | None
+  end: float
+  prompt_tokens: int
+  cached_tokens: int
+  output_tokens: int
+  lost_tokens: int
+  num_preemptions: int
+
+
+class RungTotals(NamedTuple):
+  """Totals of the steps of one token budget; counts and seconds as in StepRecord."""
+
+  steps: int = 0
+  decode_tokens: int = 0
+  prefill_tokens: int = 0
+  padding: int = 0
+  idle_slots: int = 0
+  host_s: float = 0.0
+  device_s: float = 0.0
+
+  def plus(self, other: "RungTotals") -> "RungTotals":
+    """Both together."""
+    return RungTotals._make(map(operator.add, self, other))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,9 +125,12 @@ class EngineStats:
     blocks_used, blocks_free, blocks_cached: of the pool; free ones may still be cached.
     num_steps, num_decode_tokens, num_prefill_tokens, num_padding_tokens, num_cached_tokens, num_preemptions: totals.
     num_output_tokens: tokens that reached requests.
-    steps_by_rung: steps so far by the token budget of their shape.
+    num_lost_tokens: computed and lost to preemptions, of requests that ended.
+    num_idle_slots: see StepRecord; summed over steps.
+    rungs: totals by the token budget of a step's shape.
     finished: endings by reason.
     steps: the latest step records, oldest first.
+    requests: records of the latest requests that ended, oldest first, as many at most.
   """
 
   num_waiting: int
@@ -80,46 +149,82 @@ class EngineStats:
   num_cached_tokens: int
   num_preemptions: int
   num_output_tokens: int
-  steps_by_rung: dict[int, int]
+  num_lost_tokens: int
+  num_idle_slots: int
+  rungs: dict[int, RungTotals]
   finished: dict[FinishReason, int]
   steps: tuple[StepRecord, ...]
+  requests: tuple[RequestRecord, ...]
+
+  @property
+  def steps_by_rung(self) -> dict[int, int]:
+    """Steps so far by the token budget of their shape."""
+    return {tokens: totals.steps for tokens, totals in self.rungs.items()}
 
 
 class Recorder:
   """Always on: totals and the latest steps. On demand: the trace. Written by the engine thread alone."""
 
-  def __init__(self):
+  def __init__(self, side: str = ""):
+    """Args: side: names this engine in its records, where a process has several."""
+    self.side = side
     self.steps: deque[StepRecord] = deque(maxlen=RING_STEPS)
+    self.requests: deque[RequestRecord] = deque(maxlen=RING_STEPS)
     self.num_steps = 0
     self.num_decode_tokens = 0
     self.num_prefill_tokens = 0
     self.num_padding_tokens = 0
     self.num_cached_tokens = 0
     self.num_output_tokens = 0
-    self.steps_by_rung: dict[int, int] = {}
+    self.num_lost_tokens = 0
+    self.num_idle_slots = 0
+    self.rungs: dict[int, RungTotals] = {}
     self.finished = dict.fromkeys(FinishReason, 0)
     self.trace_error: OSError | None = None  # why the latest trace ended early
     self._trace: TextIO | None = None
+    self._kv_usage = 0, 0
+
+  def keep_all(self) -> None:
+    """Records of steps and requests stay from now on, also beyond RING_STEPS; for runs that end."""
+    self.steps, self.requests = deque(self.steps), deque(self.requests)
 
   # Counters.
 
   def planned(self, batch: Batch, scheduler: Scheduler, now: float, num_preemptions: int) -> StepRecord:
     """The record of a step that was just launched; the times come with done()."""
-    num_tokens = sum(batch.counts)
-    prefill_tokens = sum(map(len, batch.token_ids))
+    counts, starts = batch.counts, batch.starts
+    num_rows, num_tokens = len(counts), sum(counts)
+    decode_rows = batch.token_ids.count(())  # the leading ones
+    prefill_tokens = prefill_pairs = 0
+    if decode_rows == num_rows:
+      decode_keys = sum(starts) + num_tokens
+    else:
+      decode_keys = sum(starts[:decode_rows]) + sum(counts[:decode_rows])
+      for start, count in zip(starts[decode_rows:], counts[decode_rows:], strict=True):
+        prefill_tokens += count
+        prefill_pairs += count * start + count * (count + 1) // 2
+    num_waiting, num_running = scheduler.num_waiting, scheduler.num_running
+    if num_running <= KV_PERIOD or batch.step % KV_PERIOD == 0:
+      self._kv_usage = scheduler.kv_usage()
     return StepRecord(
       batch.step,
+      self.side,
       now,
       batch.shape.tokens,
       batch.shape.rows,
-      len(batch.slots),
+      num_rows,
+      decode_rows,
       num_tokens - prefill_tokens,
       prefill_tokens,
+      decode_keys,
+      prefill_pairs,
       batch.shape.tokens - num_tokens,
+      min(scheduler.config.max_num_seqs - num_rows, num_waiting),
       scheduler.pool.num_used,
       scheduler.pool.num_cached,
-      scheduler.num_waiting,
-      scheduler.num_running,
+      *self._kv_usage,
+      num_waiting,
+      num_running,
       num_preemptions,
       0.0,
       0.0,
@@ -133,7 +238,18 @@ class Recorder:
     self.num_decode_tokens += record.decode_tokens
     self.num_prefill_tokens += record.prefill_tokens
     self.num_padding_tokens += record.padding
-    self.steps_by_rung[record.shape_tokens] = self.steps_by_rung.get(record.shape_tokens, 0) + 1
+    self.num_idle_slots += record.idle_slots
+    rung = self.rungs.get(record.shape_tokens)
+    steps, decodes, prefills, padding, idle, host_s, device_s = rung or (0, 0, 0, 0, 0, 0.0, 0.0)
+    self.rungs[record.shape_tokens] = RungTotals(
+      steps + 1,
+      decodes + record.decode_tokens,
+      prefills + record.prefill_tokens,
+      padding + record.padding,
+      idle + record.idle_slots,
+      host_s + record.host_s,
+      device_s + record.device_s,
+    )
 
   def emitted(self, events: list[TokenEvent]) -> None:
     """Counts tokens and endings."""
@@ -143,10 +259,30 @@ class Recorder:
         self.finished[event.finish_reason] += 1
         self.num_cached_tokens += event.num_cached_tokens
 
+  def ended(self, requests: list[Request], now: float) -> None:
+    """Keeps a record of each request that ended in this turn of the loop."""
+    for request in requests:
+      self.num_lost_tokens += request.num_lost_tokens
+      self.requests.append(
+        RequestRecord(
+          request.id,
+          self.side,
+          request.finish_reason.value if request.finish_reason else "",
+          request.arrival_time,
+          request.first_scheduled_time,
+          request.first_token_time,
+          now,
+          request.num_prompt_tokens,
+          request.num_prompt_cached_tokens,
+          len(request.output_token_ids),
+          request.num_lost_tokens,
+          request.num_preemptions,
+        )
+      )
+
   def stats(self, scheduler: Scheduler, num_live: int, num_steps: int) -> EngineStats:
     """A snapshot with the latest `num_steps` records."""
     pool = scheduler.pool
-    steps = tuple(self.steps)
     return EngineStats(
       num_waiting=scheduler.num_waiting,
       num_waiting_tokens=scheduler.num_waiting_tokens,
@@ -164,9 +300,12 @@ class Recorder:
       num_cached_tokens=self.num_cached_tokens,
       num_preemptions=scheduler.num_preemptions,
       num_output_tokens=self.num_output_tokens,
-      steps_by_rung=dict(self.steps_by_rung),
+      num_lost_tokens=self.num_lost_tokens,
+      num_idle_slots=self.num_idle_slots,
+      rungs=dict(self.rungs),
       finished=dict(self.finished),
-      steps=steps[len(steps) - min(num_steps, len(steps)) :],
+      steps=latest(tuple(self.steps), num_steps),
+      requests=latest(tuple(self.requests), num_steps),
     )
 
   # The trace: JSON lines. First the scheduler's complete state, then whatever goes into it and what comes out. It holds
@@ -237,6 +376,11 @@ class Recorder:
       except OSError as error:
         self.stop_trace()
         self.trace_error = error
+
+
+def latest[T](records: Sequence[T], count: int) -> tuple[T, ...]:
+  """The last `count`, or all if they are fewer."""
+  return tuple(records[max(0, len(records) - count) :])
 
 
 def batch_line(batch: Batch) -> dict:

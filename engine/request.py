@@ -84,6 +84,7 @@ class Request:
   num_cached_tokens: int = 0
   num_in_flight: int = 0  # sampled by launched steps, values not yet known
   num_preemptions: int = 0
+  num_lost_tokens: int = 0  # computed and lost to preemptions
   first_scheduled_time: float | None = None
   first_token_time: float | None = None
   rank: tuple[float, ...] = ()

@@ -101,6 +101,7 @@ class Scheduler:
     self._last_commit = 0.0
     self._num_steps = 0
     self._num_arrivals = 0
+    self._ended: list[Request] = []  # since take_ended()
     self._next_deadline = float("inf")  # no live request has an earlier one
 
   @property
@@ -120,6 +121,17 @@ class Scheduler:
     """When waiting requests may join though nothing else happens, on the clock of `schedule`; None if never so."""
     oldest = self._waiting[0].arrival_time if self._waiting else 0.0
     return self._batching.opens_at(len(self._running), len(self._waiting), oldest)
+
+  def kv_usage(self) -> tuple[int, int]:
+    """Tokens with KV that running requests hold, and tokens that their blocks have room for; see StepRecord."""
+    running = self._running
+    tokens = sum([request.num_computed_tokens for request in running])
+    return tokens, sum([len(request.block_table) for request in running]) * self.config.block_size
+
+  def take_ended(self) -> list[Request]:
+    """The requests that ended since the last call, in order."""
+    ended, self._ended = self._ended, []
+    return ended
 
   def request_ids(self) -> list[str]:
     """The ids of all live requests."""
@@ -422,6 +434,7 @@ class Scheduler:
     """Takes everything away; the request recomputes it when it is admitted again, at its old place in the order."""
     self.num_preemptions += 1
     victim.num_preemptions += 1
+    victim.num_lost_tokens += victim.num_computed_tokens - victim.num_cached_tokens
     self._take_back(victim)
     self._enqueue(victim)
 
@@ -575,6 +588,7 @@ class Scheduler:
     self._policy.ended(request)
     request.finish_reason = reason
     request.leader = None
+    self._ended.append(request)
     del self._requests[request.id]
     return TokenEvent(
       request.id, token_ids, logprobs, (), reason, message, request.num_prompt_cached_tokens, stop_token_id

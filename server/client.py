@@ -237,10 +237,10 @@ class Client:
     with _errors():
       return self._model.GetModelInfo(pb.GetModelInfoRequest())
 
-  def load(self) -> pb.GetLoadResponse:
-    """How busy the server is."""
+  def load(self, steps_after_s: float | None = None) -> pb.GetLoadResponse:
+    """How busy the server is; with the records of steps planned after a time on the engine's clock, if one is given."""
     with _errors():
-      return self._model.GetLoad(pb.GetLoadRequest())
+      return self._model.GetLoad(pb.GetLoadRequest(steps_after_s=steps_after_s))
 
   def wait_ready(self, timeout_s: float = 60.0) -> None:
     """Returns when the server says SERVING. Raises SluiceError, code DEADLINE_EXCEEDED, when it takes too long."""

@@ -19,6 +19,7 @@ import grpc
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest, Unavailable
+from engine.recorder import RING_STEPS, RungTotals
 from engine.shapes import ShapeLadder
 from server import status, validation
 from server.errors import DeadlineExceeded, EngineDead, MalformedRequest, SlowConsumer, Starting
@@ -213,11 +214,14 @@ class Service:
       block_size=config.block_size,
       num_blocks=config.num_blocks,
       server_version=_version(),
+      batching=config.batching,
     )
 
   async def _get_load(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
     backend = self._opened()
-    stats = backend.engine.stats()
+    wants_steps = request.HasField("steps_after_s")
+    stats = backend.engine.stats(RING_STEPS if wants_steps else 0)
+    nothing = RungTotals()
     return pb.GetLoadResponse(
       uptime_s=time.monotonic() - self._ready_at,
       load_s=backend.load_s,
@@ -242,9 +246,24 @@ class Service:
       prefix_hit_tokens_total=stats.num_cached_tokens,
       requests_finished_total=sum(stats.finished.values()),
       rungs=[
-        pb.RungLoad(tokens=rung.tokens, rows=rung.rows, steps_total=stats.steps_by_rung.get(rung.tokens, 0))
+        pb.RungLoad(
+          tokens=rung.tokens,
+          rows=rung.rows,
+          steps_total=totals.steps,
+          decode_tokens_total=totals.decode_tokens,
+          prefill_tokens_total=totals.prefill_tokens,
+          padding_tokens_total=totals.padding,
+          idle_slots_total=totals.idle_slots,
+          host_s_total=totals.host_s,
+          device_s_total=totals.device_s,
+        )
         for rung in ShapeLadder(backend.config.token_budgets, backend.config.max_num_seqs).rungs()
+        for totals in (stats.rungs.get(rung.tokens, nothing),)
       ],
+      idle_slots_total=stats.num_idle_slots,
+      lost_tokens_total=stats.num_lost_tokens,
+      now_s=backend.engine.now(),
+      steps=[pb.StepLoad(**step._asdict()) for step in stats.steps if step.time > request.steps_after_s],
     )
 
   # Their common parts.

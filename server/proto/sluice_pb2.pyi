@@ -305,7 +305,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "vocab_size", "max_model_len", "eos_token_ids", "has_tokenizer", "has_chat_template", "token_budgets", "max_num_seqs", "block_size", "num_blocks", "server_version")
+    __slots__ = ("model", "vocab_size", "max_model_len", "eos_token_ids", "has_tokenizer", "has_chat_template", "token_budgets", "max_num_seqs", "block_size", "num_blocks", "server_version", "batching")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -317,6 +317,7 @@ class GetModelInfoResponse(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BATCHING_FIELD_NUMBER: _ClassVar[int]
     model: str
     vocab_size: int
     max_model_len: int
@@ -328,14 +329,17 @@ class GetModelInfoResponse(_message.Message):
     block_size: int
     num_blocks: int
     server_version: str
-    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: _Optional[bool] = ..., has_chat_template: _Optional[bool] = ..., token_budgets: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., server_version: _Optional[str] = ...) -> None: ...
+    batching: str
+    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: _Optional[bool] = ..., has_chat_template: _Optional[bool] = ..., token_budgets: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., server_version: _Optional[str] = ..., batching: _Optional[str] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("steps_after_s",)
+    STEPS_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    steps_after_s: float
+    def __init__(self, steps_after_s: _Optional[float] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("uptime_s", "load_s", "warmup_s", "peak_rss_bytes", "compiles_after_ready", "running_requests", "queued_requests", "queued_tokens", "max_num_seqs", "kv_blocks_total", "kv_blocks_in_use", "kv_blocks_cached", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "output_tokens_total", "preemptions_total", "prefix_hit_tokens_total", "requests_finished_total", "rungs")
+    __slots__ = ("uptime_s", "load_s", "warmup_s", "peak_rss_bytes", "compiles_after_ready", "running_requests", "queued_requests", "queued_tokens", "max_num_seqs", "kv_blocks_total", "kv_blocks_in_use", "kv_blocks_cached", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "output_tokens_total", "preemptions_total", "prefix_hit_tokens_total", "requests_finished_total", "rungs", "idle_slots_total", "lost_tokens_total", "now_s", "steps")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     WARMUP_S_FIELD_NUMBER: _ClassVar[int]
@@ -357,6 +361,10 @@ class GetLoadResponse(_message.Message):
     PREFIX_HIT_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FINISHED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     RUNGS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    LOST_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NOW_S_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     load_s: float
     warmup_s: float
@@ -378,14 +386,80 @@ class GetLoadResponse(_message.Message):
     prefix_hit_tokens_total: int
     requests_finished_total: int
     rungs: _containers.RepeatedCompositeFieldContainer[RungLoad]
-    def __init__(self, uptime_s: _Optional[float] = ..., load_s: _Optional[float] = ..., warmup_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., requests_finished_total: _Optional[int] = ..., rungs: _Optional[_Iterable[_Union[RungLoad, _Mapping]]] = ...) -> None: ...
+    idle_slots_total: int
+    lost_tokens_total: int
+    now_s: float
+    steps: _containers.RepeatedCompositeFieldContainer[StepLoad]
+    def __init__(self, uptime_s: _Optional[float] = ..., load_s: _Optional[float] = ..., warmup_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., requests_finished_total: _Optional[int] = ..., rungs: _Optional[_Iterable[_Union[RungLoad, _Mapping]]] = ..., idle_slots_total: _Optional[int] = ..., lost_tokens_total: _Optional[int] = ..., now_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepLoad, _Mapping]]] = ...) -> None: ...
 
 class RungLoad(_message.Message):
-    __slots__ = ("tokens", "rows", "steps_total")
+    __slots__ = ("tokens", "rows", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "idle_slots_total", "host_s_total", "device_s_total")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PADDING_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    IDLE_SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    HOST_S_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_S_TOTAL_FIELD_NUMBER: _ClassVar[int]
     tokens: int
     rows: int
     steps_total: int
-    def __init__(self, tokens: _Optional[int] = ..., rows: _Optional[int] = ..., steps_total: _Optional[int] = ...) -> None: ...
+    decode_tokens_total: int
+    prefill_tokens_total: int
+    padding_tokens_total: int
+    idle_slots_total: int
+    host_s_total: float
+    device_s_total: float
+    def __init__(self, tokens: _Optional[int] = ..., rows: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., idle_slots_total: _Optional[int] = ..., host_s_total: _Optional[float] = ..., device_s_total: _Optional[float] = ...) -> None: ...
+
+class StepLoad(_message.Message):
+    __slots__ = ("step", "side", "time", "shape_tokens", "shape_rows", "num_rows", "decode_rows", "decode_tokens", "prefill_tokens", "decode_keys", "prefill_pairs", "padding", "idle_slots", "blocks_used", "blocks_cached", "kv_tokens", "kv_slots", "num_waiting", "num_running", "num_preemptions", "host_s", "device_s", "commit_s")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_KEYS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    IDLE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    HOST_S_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_S_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_S_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    side: str
+    time: float
+    shape_tokens: int
+    shape_rows: int
+    num_rows: int
+    decode_rows: int
+    decode_tokens: int
+    prefill_tokens: int
+    decode_keys: int
+    prefill_pairs: int
+    padding: int
+    idle_slots: int
+    blocks_used: int
+    blocks_cached: int
+    kv_tokens: int
+    kv_slots: int
+    num_waiting: int
+    num_running: int
+    num_preemptions: int
+    host_s: float
+    device_s: float
+    commit_s: float
+    def __init__(self, step: _Optional[int] = ..., side: _Optional[str] = ..., time: _Optional[float] = ..., shape_tokens: _Optional[int] = ..., shape_rows: _Optional[int] = ..., num_rows: _Optional[int] = ..., decode_rows: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_keys: _Optional[int] = ..., prefill_pairs: _Optional[int] = ..., padding: _Optional[int] = ..., idle_slots: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., kv_slots: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., host_s: _Optional[float] = ..., device_s: _Optional[float] = ..., commit_s: _Optional[float] = ...) -> None: ...
