@@ -246,6 +246,9 @@ class DisaggregatedEngine:
       self._outer_emit(events)
 
 
+AnyEngine = Engine | DisaggregatedEngine
+
+
 class _Either(threading.Event):
   """Set when another event is, or a condition holds."""
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import math
 import secrets
 
-from engine.engine import Engine
+from engine.disaggregated import AnyEngine
 from engine.errors import DuplicateRequest, EngineError
 from engine.request import FinishReason, Request, TokenEvent
 from server.errors import AbortedByRequest, DeadlineExceeded, GenerationFailed
@@ -166,7 +166,7 @@ class Generation:
 class Generations:
   """All live generations of a server, by request id and by the engine's ids."""
 
-  def __init__(self, engine: Engine, tokenizer: Tokenizer | None):
+  def __init__(self, engine: AnyEngine, tokenizer: Tokenizer | None):
     """Args: engine: gets the requests; its clock is the one deadlines are on. tokenizer: of the model, or None."""
     self._engine = engine
     self._tokenizer = tokenizer

@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from engine.engine import Engine
+from engine.disaggregated import AnyEngine
 from engine.errors import ConfigError
 from engine.request import TokenEvent
 from server.errors import Draining, EngineDead
@@ -184,7 +184,7 @@ class Host:
     await self._take_down()
     return 1
 
-  async def _wait_engine_idle(self, engine: Engine) -> None:
+  async def _wait_engine_idle(self, engine: AnyEngine) -> None:
     """Lets the engine take in the last aborts; a stuck one is not waited for."""
     with contextlib.suppress(TimeoutError):
       async with asyncio.timeout(_FAREWELL_S):
@@ -195,7 +195,7 @@ class Host:
     assert self._backend is not None, "no request can be submitted before serve()"
     self._backend.generations.dispatch(events)
 
-  def _run_engine(self, engine: Engine) -> None:
+  def _run_engine(self, engine: AnyEngine) -> None:
     try:
       engine.run(self._stop_engine)
     finally:

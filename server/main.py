@@ -24,7 +24,7 @@ from absl import app, flags
 from engine.admission import ADMISSION
 from engine.batching import BATCHING
 from engine.config import EngineConfig
-from engine.engine import Engine
+from engine.disaggregated import AnyEngine
 from engine.errors import ConfigError, EngineError
 from engine.policy import POLICIES
 from server.generation import Generations
@@ -207,7 +207,7 @@ def _progress(what: str, done: int, total: int) -> None:
 class _Trace:
   """The step trace's switch."""
 
-  def __init__(self, engine: Engine, path: str):
+  def __init__(self, engine: AnyEngine, path: str):
     self._engine = engine
     self._path = path
     self._on = False

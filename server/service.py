@@ -17,7 +17,7 @@ from google.protobuf import message as protobuf_message
 import grpc
 
 from engine.config import EngineConfig
-from engine.engine import Engine
+from engine.disaggregated import AnyEngine
 from engine.errors import InvalidRequest, Unavailable
 from engine.recorder import RING_STEPS, RungTotals
 from engine.shapes import ShapeLadder
@@ -46,7 +46,7 @@ class Backend:
   """
 
   model: str
-  engine: Engine
+  engine: AnyEngine
   tokenizer: Tokenizer | None
   generations: Generations
   compiles_after_ready: Callable[[], int]

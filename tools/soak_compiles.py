@@ -16,7 +16,7 @@ from absl import app, flags
 
 from engine.config import EngineConfig
 from engine.device.build import BuildOptions, build
-from engine.engine import Engine
+from engine.disaggregated import AnyEngine
 from engine.errors import EngineError
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
@@ -84,7 +84,7 @@ def random_request(rng: random.Random, config: EngineConfig, name: str) -> Reque
   return Request(name, prompt, params, priority=rng.randint(-2, 2), seed=(params.seed or 0) & 0xFFFFFFFF)
 
 
-def soak(engine: Engine, inbox: list[TokenEvent], num_steps: int, seed: int) -> Soaked:
+def soak(engine: AnyEngine, inbox: list[TokenEvent], num_steps: int, seed: int) -> Soaked:
   """Steps `engine` under random traffic, then lets what is live end.
 
   Args:

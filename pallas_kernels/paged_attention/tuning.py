@@ -2,8 +2,8 @@
 
 Nothing here has been timed on a device yet: the values follow from what fits. A Hopper SM has 227 KiB of shared memory
 for its thread blocks and 65,536 registers, and a kernel that reads memory wants 36 KB on their way per SM (4.8 TB/s
-times 1 us over 132 SMs). A split of 512 tokens writes and reads back 3 % of what it reads of keys and values (8 KV heads
-of 128, groups of 4), and one sequence of 16K tokens still is work for every SM.
+times 1 us over 132 SMs). A split of 512 tokens writes and reads back 3 % of what it reads of keys and values (8 KV
+heads of 128, groups of 4), and one sequence of 16K tokens still is work for every SM.
 """
 
 import dataclasses
