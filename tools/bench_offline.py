@@ -19,11 +19,15 @@ from typing import Any
 
 from engine.device.build import BuildOptions, Built, build
 from engine.errors import ConfigError, EngineError
+from engine.recorder import EngineStats
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import validate_request
+from tools.accounting import Flops, account, table
 from tools.arguments import CommandParser
 from tools.latency import Outcome, summary
+from tools.measure import machine
+from tools.run_file import Run, write_run
 from tools.workload import WorkRequest, read_requests, write_tokens
 
 # A benchmark waits as long as it takes: nothing is refused and nothing times out.
@@ -144,15 +148,17 @@ def _progress(what: str, done: int, total: int) -> None:
 
 def run(
   options: BuildOptions, requests: Sequence[WorkRequest], *, realtime: bool = False, trace_file: str = ""
-) -> tuple[list[Outcome], dict[str, Any]]:
-  """Builds, runs once, and returns what came of each request and the figures of the JSON line."""
+) -> tuple[list[Outcome], dict[str, Any], EngineStats]:
+  """Builds, runs once, and returns what came of each request, the figures of the JSON line, and all step records."""
   offline = OfflineRun(options)
-  engine = offline.built.engine
+  engine, config = offline.built.engine, offline.built.config
+  engine.keep_all()
   if trace_file:
     engine.start_trace(trace_file)
   outcomes = offline.serve(requests, realtime=realtime)
-  engine.recorder.stop_trace()
-  stats = engine.stats()
+  engine.stop_trace()
+  engine.step()  # the order to stop is a message like any other
+  stats = engine.stats(sys.maxsize)
   useful = stats.num_decode_tokens + stats.num_prefill_tokens
   prompt_tokens = sum(len(request.prompt) for request, outcome in zip(requests, outcomes, strict=True) if outcome.ok)
   figures = summary(outcomes, prompt_tokens) | {
@@ -166,10 +172,41 @@ def run(
     "prefill_tokens": stats.num_prefill_tokens,
     "preemptions": stats.num_preemptions,
     "prefix_hit_tokens": stats.num_cached_tokens,
+    "idle_slots": stats.num_idle_slots,
+    "lost_tokens": stats.num_lost_tokens,
     "batching": options.batching,
     "steps_by_rung": dict(sorted(stats.steps_by_rung.items())),
+    "account": account(stats.steps, config.block_size, config.num_blocks, Flops.of_model(options.model_dir)),
   }
-  return outcomes, figures
+  return outcomes, figures, stats
+
+
+def keep_run(
+  path: str,
+  args: argparse.Namespace,
+  requests: Sequence[WorkRequest],
+  outcomes: Sequence[Outcome],
+  figures: dict[str, Any],
+  stats: EngineStats,
+) -> None:
+  """Writes the run file."""
+  kv = figures["account"]["kv"]
+  about = {
+    "tool": "tools.bench_offline",
+    "label": args.label or args.batching,
+    "batching": args.batching,
+    "model": args.model,
+    "workload": {"requests_file": args.requests, "num_requests": len(requests), "realtime": args.realtime},
+    "slots": args.max_num_seqs,
+    "block_size": kv["block_size"],
+    "num_blocks": kv["num_blocks"],
+    "token_budgets": list(args.token_budgets),
+    "slo": {},
+    "machine": machine(),
+  }
+  start_s = min(outcome.intended_s for outcome in outcomes)
+  prompt_lens = tuple(len(request.prompt) for request in requests)
+  write_run(path, Run(about, figures, tuple(outcomes), prompt_lens, stats.steps), start_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,12 +217,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--output_tokens", default="", help="file for the generated tokens")
   parser.add_argument("--realtime", action="store_true", help="submit each request at its arrival_s")
   parser.add_argument("--trace_file", default="", help="step trace (JSON lines) to write; costs time")
+  parser.add_argument("--run_file", default="", help="keeps requests and steps here, for tools.bench_report")
+  parser.add_argument("--label", default="", help="in --run_file: name of the run; empty: --batching")
   add_build_arguments(parser)
   args = parser.parse_args(argv)
   try:
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints is not the JSON line
       requests = read_requests(args.requests)
-      outcomes, figures = run(build_options(args), requests, realtime=args.realtime, trace_file=args.trace_file)
+      outcomes, figures, stats = run(build_options(args), requests, realtime=args.realtime, trace_file=args.trace_file)
+      print(table(figures["account"]))
+      if args.run_file:
+        keep_run(args.run_file, args, requests, outcomes, figures, stats)
       if args.output_tokens:
         write_tokens(args.output_tokens, {outcome.id: outcome.tokens for outcome in outcomes})
   except (EngineError, OSError) as error:

@@ -3,37 +3,57 @@
   python -m tools.bench_serving --target=HOST:PORT --requests=FILE.jsonl
   python -m tools.bench_serving --target=HOST:PORT --trace=benchmarks/traces/azure_conv_500.csv --scale=0.1
   python -m tools.bench_serving --target=HOST:PORT --num_requests=200 --rate=4 --burstiness=0.5
+  python -m tools.bench_serving --target=HOST:PORT --trace=FILE.csv --scale=0.1 --rate=8 --warmup_requests=20 \\
+      --num_prefixes=4 --prefix_len=32 --slo_ttft_ms=500 --slo_tpot_ms=50 --run_file=chunked_8.jsonl
 
 Open loop: a request is sent at its intended time whatever became of those before it, and latencies count from that
 time (tools.latency has every definition). A refused or failed request is a miss in goodput and attainment, and is in
-no percentile. Greedy, exactly output_len tokens a request, end-of-sequence ignored. Server-side figures are
-differences of GetLoad.
+no percentile. Greedy, exactly output_len tokens a request, end-of-sequence ignored. --warmup_requests are served to
+their end before the measured ones begin, and told apart, under `warmup_load`. Server-side figures are differences of
+GetLoad; with --run_file or --account its step records are read twice a second during the load, and kept with a row a
+request in the format of tools.run_file, which tools.bench_report turns into pages and plots.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
 import contextlib
+import dataclasses
 import json
 import math
 import multiprocessing
 from multiprocessing.connection import Connection
 import sys
+import threading
 import time
 from typing import Any
 
 import grpc
 
 from engine.errors import ConfigError
+from engine.recorder import StepRecord
 from server.client import Client, SluiceError
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tools import workload
+from tools.accounting import Flops, account, padding_by_request, table
 from tools.arguments import CommandParser, positive_float, positive_int
-from tools.latency import Objectives, Outcome, summary
+from tools.latency import Objectives, Outcome, percentile, summary
+from tools.measure import machine
+from tools.run_file import Run, write_run
 from tools.workload import WorkRequest, read_requests, write_tokens
 
-COUNTERS = ("steps", "decode_tokens", "prefill_tokens", "preemptions", "prefix_hit_tokens")
+COUNTERS = (
+  "steps",
+  "decode_tokens",
+  "prefill_tokens",
+  "preemptions",
+  "prefix_hit_tokens",
+  "idle_slots",
+  "lost_tokens",
+)
+RUNG_COUNTERS = ("steps", "decode_tokens", "prefill_tokens", "padding_tokens", "idle_slots", "host_s", "device_s")
+POLL_S = 0.5  # between two looks at the step records: the server keeps about a thousand
 START_DELAY_S = 0.2  # between the order to start and the first intended arrival: every process has heard it by then
 
 
@@ -126,12 +146,74 @@ def drive(target: str, requests: Sequence[WorkRequest], num_clients: int, timeou
   return [outcomes[request.id] for request in requests]
 
 
+class StepCollector(contextlib.AbstractContextManager["StepCollector"]):
+  """Reads the server's step records while a block runs, in a thread of its own."""
+
+  def __init__(self, client: Client):
+    self._client = client
+    self._found: dict[tuple[str, int], StepRecord] = {}
+    self._done = threading.Event()
+    self._failure: SluiceError | None = None
+
+  def __enter__(self) -> "StepCollector":
+    before = time.monotonic()
+    self._start_s = self._client.load().now_s
+    self._offset_s = (before + time.monotonic()) / 2 - self._start_s  # from the server's clock to ours
+    self._thread = threading.Thread(target=self._poll, name="steps")
+    self._thread.start()
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self._done.set()
+    self._thread.join()
+
+  def _poll(self) -> None:
+    last = False
+    try:
+      while not last:
+        last = self._done.wait(POLL_S)
+        self._read()
+    except SluiceError as error:
+      self._failure = error
+
+  def _read(self) -> None:
+    # Of two engines in one process, each goes on from where it was seen last.
+    newest: dict[str, float] = {}
+    for record in self._found.values():
+      newest[record.side] = max(record.time, newest.get(record.side, 0.0))
+    after = min(newest.values(), default=self._start_s)
+    for step in self._client.load(after).steps:
+      record = StepRecord(**{name: getattr(step, name) for name in StepRecord._fields})
+      self._found[record.side, record.step] = record
+
+  def records(self) -> tuple[StepRecord, ...]:
+    """All steps planned during the block, in order, on our clock. Raises SluiceError if the server went away."""
+    if self._failure is not None:
+      raise self._failure
+    ordered = sorted(self._found.values(), key=lambda record: (record.time, record.step))
+    return tuple(record._replace(time=record.time + self._offset_s) for record in ordered)
+
+
+def missed_steps(steps: Sequence[StepRecord]) -> int:
+  """Steps between the first and the last of each side that are not among `steps`."""
+  missed = 0
+  for side in {step.side for step in steps}:
+    numbers = [step.step for step in steps if step.side == side]
+    missed += max(numbers) - min(numbers) + 1 - len(numbers)
+  return missed
+
+
 def server_figures(before: pb.GetLoadResponse, after: pb.GetLoadResponse) -> dict[str, Any]:
   """What the server did in between, and what its start took."""
   change = {
     name: getattr(after, f"{name}_total") - getattr(before, f"{name}_total") for name in (*COUNTERS, "padding_tokens")
   }
   computed = change["decode_tokens"] + change["prefill_tokens"] + change["padding_tokens"]
+  rungs = {}
+  for old, new in zip(before.rungs, after.rungs, strict=True):
+    counts = {name: getattr(new, f"{name}_total") - getattr(old, f"{name}_total") for name in RUNG_COUNTERS}
+    if counts["steps"]:
+      rungs[str(new.tokens)] = {name: round(count, 6) for name, count in counts.items()}
   return {
     "peak_rss_mb": round(after.peak_rss_bytes / 2**20, 1),
     "load_s": round(after.load_s, 3),
@@ -139,23 +221,105 @@ def server_figures(before: pb.GetLoadResponse, after: pb.GetLoadResponse) -> dic
     "compiles_after_ready": after.compiles_after_ready,
     "padding_share": round(change["padding_tokens"] / computed, 5) if computed else None,
     **{name: change[name] for name in COUNTERS},
+    "by_rung": rungs,
   }
+
+
+def split_warmup(requests: Sequence[WorkRequest], count: int) -> tuple[list[WorkRequest], list[WorkRequest]]:
+  """The first `count` to arrive, and the others, whose first then arrives at 0.
+
+  Raises:
+    ConfigError: nothing would be left to measure.
+  """
+  if count >= len(requests):
+    raise ConfigError(f"warmup_requests={count} leaves none of {len(requests)} requests to measure; lower it")
+  ordered = sorted(requests, key=lambda request: request.arrival_s)
+  rest, begin = ordered[count:], ordered[count].arrival_s if count else 0.0
+  return ordered[:count], [dataclasses.replace(request, arrival_s=request.arrival_s - begin) for request in rest]
 
 
 def run(
-  target: str, requests: Sequence[WorkRequest], num_clients: int, timeout_s: float, objectives: Objectives
-) -> tuple[list[Outcome], dict[str, Any]]:
-  """Drives the server and returns what came of each request and the figures of the JSON line."""
-  with Client(target) as client:
-    before = client.load()
+  client: Client,
+  target: str,
+  requests: Sequence[WorkRequest],
+  num_clients: int,
+  timeout_s: float,
+  objectives: Objectives,
+  with_steps: bool = False,
+) -> tuple[list[Outcome], dict[str, Any], tuple[StepRecord, ...]]:
+  """Drives the server and returns what came of each request, the figures of the JSON line, and steps if asked for."""
+  before = client.load()
+  steps: tuple[StepRecord, ...] = ()
+  if with_steps:
+    with StepCollector(client) as collector:
+      outcomes = drive(target, requests, num_clients, timeout_s)
+    steps = collector.records()
+  else:
     outcomes = drive(target, requests, num_clients, timeout_s)
-    after = client.load()
+  after = client.load()
   prompt_tokens = sum(len(request.prompt) for request, outcome in zip(requests, outcomes, strict=True) if outcome.ok)
   errors = Counter(outcome.error.split(":")[0] for outcome in outcomes if outcome.error)
-  return outcomes, summary(outcomes, prompt_tokens, objectives) | server_figures(before, after) | {
-    "errors": dict(sorted(errors.items())),
-    "clients": num_clients,
+  figures = summary(outcomes, prompt_tokens, objectives) | server_figures(before, after)
+  return outcomes, figures | {"errors": dict(sorted(errors.items())), "clients": num_clients}, steps
+
+
+def accounted(
+  steps: Sequence[StepRecord], outcomes: Sequence[Outcome], block_size: int, num_blocks: int, model: str
+) -> dict[str, Any]:
+  """The account of the steps of a load, with the padding that fell on each of its requests."""
+  if not steps:
+    raise ConfigError("the server ran no step, so there is nothing to account for; send requests that it accepts")
+  figures = account(steps, block_size, num_blocks, Flops.of_model(model) if model else None)
+  spans = [(outcome.sent_s, outcome.chunks[-1][0]) for outcome in outcomes if outcome.ok]
+  padding = padding_by_request(steps, spans)
+  shares = {f"p{percent}": percentile(padding, percent) for percent in (50, 99)}
+  return figures | {
+    "padding_tokens_per_request": {name: value and round(value, 2) for name, value in shares.items()},
+    "steps_missed": missed_steps(steps),
   }
+
+
+def measure(
+  client: Client, info: pb.GetModelInfoResponse, args: Any, requests: list[WorkRequest], description: dict[str, Any]
+) -> dict[str, Any]:
+  """Warm-up, load, files; returns the JSON line."""
+  objectives = Objectives(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3, args.slo_e2e_ms / 1e3)
+  first: list[Outcome] = []
+  warm: dict[str, Any] = {}
+  measured: Sequence[WorkRequest] = requests
+  if args.warmup_requests > 0:
+    warm_up, measured = split_warmup(requests, args.warmup_requests)
+    first, figures, _ = run(client, args.target, warm_up, args.clients, args.timeout_s, objectives)
+    warm = {"warmup_load": figures}
+  wants_steps = bool(args.account or args.run_file)
+  outcomes, figures, steps = run(client, args.target, measured, args.clients, args.timeout_s, objectives, wants_steps)
+  figures |= warm | {"workload": description, "batching": info.batching}
+  if wants_steps:
+    figures["account"] = accounted(steps, outcomes, info.block_size, info.num_blocks, args.model)
+    print(table(figures["account"]), file=sys.stderr)
+  if args.output_tokens:
+    by_id = {outcome.id: outcome.tokens for outcome in (*first, *outcomes)}
+    write_tokens(args.output_tokens, {request.id: by_id[request.id] for request in requests})
+  if args.run_file:
+    about = {
+      "tool": "tools.bench_serving",
+      "label": args.label or info.batching,
+      "batching": info.batching,
+      "model": info.model,
+      "workload": description,
+      "slots": info.max_num_seqs,
+      "block_size": info.block_size,
+      "num_blocks": info.num_blocks,
+      "token_budgets": list(info.token_budgets),
+      "slo": {name: limit for name, limit in dataclasses.asdict(objectives).items() if limit < math.inf},
+      "machine": machine(),
+    }
+    start_s = min(outcome.intended_s for outcome in outcomes)
+    prompt_lens = tuple(len(request.prompt) for request in measured)
+    write_run(args.run_file, Run(about, figures, tuple(outcomes), prompt_lens, steps), start_s)
+  for outcome in [outcome for outcome in (*first, *outcomes) if outcome.error][:3]:
+    print(f"request {outcome.id!r} failed: {outcome.error}", file=sys.stderr)
+  return figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,26 +333,27 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--timeout_s", type=positive_float, default=600.0, help="deadline of each request")
   parser.add_argument("--slo_ttft_ms", type=positive_float, default=math.inf, help="goodput: time to first token")
   parser.add_argument("--slo_tpot_ms", type=positive_float, default=math.inf, help="goodput: time per output token")
+  parser.add_argument("--slo_e2e_ms", type=positive_float, default=math.inf, help="goodput: time to the last token")
+  parser.add_argument("--warmup_requests", type=int, default=0, help="so many first ones are served before, and apart")
+  parser.add_argument("--account", action="store_true", help="reads the server's step records and sums them up")
+  parser.add_argument("--model", default="", help="with --account or --run_file: model folder, to count FLOPs")
+  parser.add_argument("--run_file", default="", help="keeps requests and steps here, for tools.bench_report")
+  parser.add_argument("--label", default="", help="in --run_file: name of the run; empty: the server's --batching")
   args = parser.parse_args(argv)
   try:
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), Client(args.target) as client:
+      if not args.requests:
+        client.wait_ready(30)
+      info = client.model_info()
       if args.requests:
         requests, description = read_requests(args.requests), {"requests_file": args.requests}
       else:
-        with Client(args.target) as client:
-          client.wait_ready(30)
-          info = client.model_info()
         requests, description = workload.from_arguments(args, info.vocab_size, info.max_model_len)
-      objectives = Objectives(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3)
-      outcomes, figures = run(args.target, requests, args.clients, args.timeout_s, objectives)
-      if args.output_tokens:
-        write_tokens(args.output_tokens, {outcome.id: outcome.tokens for outcome in outcomes})
-      for outcome in [outcome for outcome in outcomes if outcome.error][:3]:
-        print(f"request {outcome.id!r} failed: {outcome.error}", file=sys.stderr)
+      figures = measure(client, info, args, requests, description)
   except (ConfigError, SluiceError, OSError) as error:
     print(f"tools.bench_serving: {' '.join(str(error).split())}", file=sys.stderr)
     return 1
-  print(json.dumps(figures | {"workload": description}), flush=True)
+  print(json.dumps(figures), flush=True)
   return 0 if figures["completed"] else 1
 
 

@@ -22,7 +22,7 @@ class Outcome:
     intended_s: when it should have been sent.
     sent_s: when it was sent.
     chunks: (time, number of tokens) of each message that carried tokens, in order.
-    tokens: the token ids, in order.
+    tokens: the token ids, in order; empty where nobody asked for them.
     error: None, or why it failed (a short, stable word first).
   """
 
@@ -31,13 +31,18 @@ class Outcome:
   intended_s: float
   sent_s: float
   chunks: tuple[tuple[float, int], ...]
-  tokens: tuple[int, ...]
+  tokens: tuple[int, ...] = ()
   error: str | None = None
+
+  @property
+  def num_tokens(self) -> int:
+    """Tokens that came."""
+    return sum(count for _, count in self.chunks)
 
   @property
   def ok(self) -> bool:
     """Whether it ended well with exactly the tokens asked for."""
-    return self.error is None and len(self.tokens) == self.output_len
+    return self.error is None and self.num_tokens == self.output_len
 
   @property
   def ttft_s(self) -> float:
@@ -57,7 +62,7 @@ class Outcome:
   @property
   def tpot_s(self) -> float | None:
     """Mean time of each token after the first; None for a single token."""
-    count = len(self.tokens)
+    count = self.num_tokens
     return None if count < 2 else (self.chunks[-1][0] - self.chunks[0][0]) / (count - 1)
 
   @property
@@ -80,10 +85,13 @@ class Objectives:
 
   ttft_s: float = math.inf
   tpot_s: float = math.inf
+  e2e_s: float = math.inf
 
   def met(self, outcome: Outcome) -> bool:
     """A failed request misses; a single token has no TPOT and meets it."""
-    return outcome.ok and outcome.ttft_s <= self.ttft_s and (outcome.tpot_s or 0.0) <= self.tpot_s
+    if not outcome.ok or outcome.ttft_s > self.ttft_s or outcome.e2e_s > self.e2e_s:
+      return False
+    return (outcome.tpot_s or 0.0) <= self.tpot_s
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:
@@ -119,7 +127,7 @@ def summary(outcomes: Sequence[Outcome], prompt_tokens: int, objectives: Objecti
   end = max((outcome.chunks[-1][0] for outcome in outcomes if outcome.chunks), default=math.nan)
   wall_s = end - min(outcome.intended_s for outcome in outcomes)
   wall_s = wall_s if wall_s > 0 else math.nan
-  output_tokens = sum(len(outcome.tokens) for outcome in good)
+  output_tokens = sum(outcome.num_tokens for outcome in good)
   met = sum(objectives.met(outcome) for outcome in outcomes)
 
   def rate(count: float) -> float | None:

@@ -243,6 +243,26 @@ def from_trace(
   return _with_tokens(scale_rows(rows, length_scale, rate_scale, num_requests, max_len), vocab_size, seed)
 
 
+def share_prefixes(
+  requests: Sequence[WorkRequest], num_prefixes: int, prefix_len: int, vocab_size: int, seed: int = 0
+) -> list[WorkRequest]:
+  """Lets prompts begin alike, as behind a system prompt: lengths and arrivals stay as they are.
+
+  Args:
+    requests: whose first tokens are replaced.
+    num_prefixes: so many beginnings; each request draws one.
+    prefix_len: tokens of a beginning; a shorter prompt takes all but its last token from it.
+    vocab_size, seed: of the made-up tokens and the draw, which come from a stream of their own.
+  """
+  rng = random.Random(f"{seed}/prefixes")
+  prefixes = [tuple(rng.choices(range(vocab_size), k=prefix_len)) for _ in range(num_prefixes)]
+  changed = []
+  for request in requests:
+    prefix = prefixes[rng.randrange(num_prefixes)][: len(request.prompt) - 1]
+    changed.append(dataclasses.replace(request, prompt=prefix + request.prompt[len(prefix) :]))
+  return changed
+
+
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
@@ -337,39 +357,48 @@ def add_shape_arguments(parser: CommandParser) -> None:
   parser.add_argument("--num_requests", type=positive_int, help="how many (default: 64, or the whole trace)")
   parser.add_argument("--prompt_len", default="lognormal:64:8:512", help="distribution of prompt lengths, in tokens")
   parser.add_argument("--output_len", default="lognormal:64:4:256", help="distribution of forced output lengths")
-  parser.add_argument("--rate", type=positive_float, default=math.inf, help="requests a second; inf is one burst")
+  parser.add_argument(
+    "--rate",
+    type=positive_float,
+    default=math.inf,
+    help="requests a second; inf is one burst, or the times that the --trace has",
+  )
   parser.add_argument("--burstiness", type=positive_float, default=1.0, help="1 is Poisson, below 1 burstier (gamma)")
   parser.add_argument("--max_len", type=positive_int, help="with --trace: cut prompt + output to so many tokens")
+  parser.add_argument("--num_prefixes", type=positive_int, help="prompts begin with one of so many shared prefixes")
+  parser.add_argument("--prefix_len", type=positive_int, default=64, help="with --num_prefixes: their tokens")
   parser.add_argument("--seed", type=int, default=0, help="of lengths, arrivals and token ids")
 
 
 def from_arguments(args: Any, vocab_size: int, max_len: int | None = None) -> tuple[list[WorkRequest], dict[str, Any]]:
-  """Requests and their description from the flags of add_shape_arguments."""
+  """Requests and their description from the flags of add_shape_arguments.
+
+  A finite rate with a trace keeps the trace's lengths and draws the times anew.
+  """
   if args.trace:
     rate_scale = args.rate_scale if args.rate_scale is not None else args.scale
     max_len = args.max_len or max_len
-    requests = from_trace(
-      read_trace(args.trace), vocab_size, args.seed, args.scale, rate_scale, args.num_requests, max_len
+    rows = scale_rows(read_trace(args.trace), args.scale, rate_scale, args.num_requests, max_len)
+    about = {"trace": args.trace, "length_scale": args.scale, "rate_scale": rate_scale, "max_len": max_len}
+    if args.rate < math.inf:
+      times = arrivals(len(rows), args.rate, args.burstiness, args.seed)
+      rows = [(arrival_s, *row[1:]) for arrival_s, row in zip(times, rows, strict=True)]
+      about |= {"rate": args.rate, "burstiness": args.burstiness, "rate_scale": None}
+    requests = _with_tokens(rows, vocab_size, args.seed)
+  else:
+    requests = synthetic(
+      args.num_requests or 64, args.prompt_len, args.output_len, vocab_size, args.seed, args.rate, args.burstiness
     )
-    return requests, {
-      "trace": args.trace,
-      "length_scale": args.scale,
-      "rate_scale": rate_scale,
-      "max_len": max_len,
-      "seed": args.seed,
-      "num_requests": len(requests),
+    about = {
+      "prompt_len": args.prompt_len,
+      "output_len": args.output_len,
+      "rate": args.rate if args.rate < math.inf else "inf",
+      "burstiness": args.burstiness,
     }
-  requests = synthetic(
-    args.num_requests or 64, args.prompt_len, args.output_len, vocab_size, args.seed, args.rate, args.burstiness
-  )
-  return requests, {
-    "prompt_len": args.prompt_len,
-    "output_len": args.output_len,
-    "seed": args.seed,
-    "rate": args.rate if args.rate < math.inf else "inf",
-    "burstiness": args.burstiness,
-    "num_requests": len(requests),
-  }
+  if args.num_prefixes:
+    requests = share_prefixes(requests, args.num_prefixes, args.prefix_len, vocab_size, args.seed)
+    about |= {"num_prefixes": args.num_prefixes, "prefix_len": args.prefix_len}
+  return requests, about | {"seed": args.seed, "num_requests": len(requests)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.tools.conftest import ENGINE_FLAGS, ROOT, VOCAB_SIZE, json_line, run_module
 from tools import workload
+from tools.run_file import read_run
 
 OFFLINE_FIELDS = {
   "wall_s",
@@ -201,6 +202,43 @@ def test_serving_makes_requests_for_the_served_model(server):
   assert figures["completed"] == 12
   assert figures["workload"]["length_scale"] == 0.1
   assert figures["workload"]["rate_scale"] == 50
+
+
+def test_a_run_is_kept_with_its_steps_and_without_its_warm_up(server, requests, requests_file, tiny_model, tmp_path):
+  done = run_module(
+    "tools.bench_serving",
+    f"--target={server}",
+    f"--requests={requests_file}",
+    "--warmup_requests=4",
+    f"--model={tiny_model}",
+    f"--run_file={tmp_path / 'run.jsonl'}",
+    "--slo_e2e_ms=600000",
+  )
+  figures = json_line(done)
+  assert (figures["warmup_load"]["completed"], figures["completed"]) == (4, len(requests) - 4)
+  run = read_run(str(tmp_path / "run.jsonl"))
+  assert (run.label, run.about["slots"], run.about["slo"]) == ("chunked", 8, {"e2e_s": 600.0})
+  assert [outcome.id for outcome in run.outcomes] == [request.id for request in requests[4:]]
+  assert min(outcome.intended_s for outcome in run.outcomes) == 0
+  # The steps that the server counted for the load are those that were read, and the account is theirs.
+  account = figures["account"]
+  assert len(run.steps) == figures["steps"] == account["steps"] and account["steps_missed"] == 0
+  assert sum(step.decode_tokens for step in run.steps) == figures["decode_tokens"]
+  assert {rung: row["padding_tokens"] for rung, row in account["by_rung"].items()} == {
+    rung: row["padding_tokens"] for rung, row in figures["by_rung"].items()
+  }
+  assert 0 < account["padding_flops_share"] < 1
+  last_token = max(outcome.chunks[-1][0] for outcome in run.outcomes)
+  assert all(0 < step.time < last_token for step in run.steps), "steps and requests are on one clock"
+
+
+def test_an_offline_run_is_kept_with_all_its_steps(tiny_model, compile_cache, requests_file, requests, tmp_path):
+  path = tmp_path / "run.jsonl"
+  done = offline(tiny_model, requests_file, tmp_path / "out", compile_cache, f"--run_file={path}", "--label=mine")
+  figures, run = json_line(done), read_run(str(path))
+  assert run.label == "mine" and len(run.outcomes) == len(requests)
+  assert len(run.steps) == figures["steps"] == figures["account"]["steps"]
+  assert figures["account"]["padding_share"] == figures["padding_share"]
 
 
 def test_serving_without_a_server_is_one_line(tmp_path):

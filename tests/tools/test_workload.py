@@ -250,3 +250,38 @@ def test_bad_flags_are_one_line(capsys, flags):
     workload.main(flags)
   assert caught.value.code == 2
   assert capsys.readouterr().err.count("\n") == 1
+
+
+def flags(*changed: str):
+  parser = workload.CommandParser("test", None)
+  workload.add_shape_arguments(parser)
+  return parser.parse_args(changed)
+
+
+def test_shared_prefixes_leave_lengths_and_times_alone():
+  plain, _ = workload.from_arguments(flags("--num_requests=60", "--prompt_len=uniform:1:40", "--rate=5"), 1000)
+  shared, about = workload.from_arguments(
+    flags("--num_requests=60", "--prompt_len=uniform:1:40", "--rate=5", "--num_prefixes=3", "--prefix_len=16"), 1000
+  )
+  assert (about["num_prefixes"], about["prefix_len"]) == (3, 16)
+  for before, after in zip(plain, shared, strict=True):
+    assert (after.arrival_s, len(after.prompt), after.output_len) == (
+      before.arrival_s,
+      len(before.prompt),
+      before.output_len,
+    )
+    assert after.prompt[16:] == before.prompt[16:] and after.prompt[-1] == before.prompt[-1]
+  beginnings = {request.prompt[:16] for request in shared if len(request.prompt) > 16}
+  assert len(beginnings) == 3
+  short = [request.prompt[:-1] for request in shared if 1 < len(request.prompt) < 17]
+  assert short and all(any(prefix[: len(start)] == start for prefix in beginnings) for start in short)
+
+
+def test_a_rate_gives_a_trace_new_times_and_keeps_its_lengths():
+  own, _ = workload.from_arguments(flags(f"--trace={AZURE}", "--scale=0.1", "--num_requests=50"), 100)
+  drawn, about = workload.from_arguments(
+    flags(f"--trace={AZURE}", "--scale=0.1", "--num_requests=50", "--rate=20", "--burstiness=0.5"), 100
+  )
+  assert [(len(r.prompt), r.output_len) for r in drawn] == [(len(r.prompt), r.output_len) for r in own]
+  assert [r.arrival_s for r in drawn] == workload.arrivals(50, 20.0, 0.5, 0)
+  assert (about["rate"], about["burstiness"], about["rate_scale"]) == (20.0, 0.5, None)

@@ -1,0 +1,188 @@
+"""Where the steps of a run went: useful, padded and idle tokens by rung, FLOPs, KV, time. Sums records; runs nothing.
+
+A step is padded to its rung: useful tokens and padding are what it computes. A slot without a row while a request waits
+is idle. In FLOPs, linear layers count by token (padding included), the output head by row of logits, attention by pair
+of query and key (padding has none); an idle slot would have computed a token like the decode rows beside it. That is
+what these layers are given to do: what a kernel does beyond it is the kernel's affair.
+"""
+
+import bisect
+from collections.abc import Iterable, Sequence
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.recorder import StepRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+  """What a decoder computes, in floating-point operations; a multiply-add is two.
+
+  Attributes:
+    token: linear layers, for each token of the padded step.
+    row: the output head, for each row of logits of the padded step.
+    pair: attention, for each pair of query and key.
+  """
+
+  token: float
+  row: float
+  pair: float
+
+  @classmethod
+  def of_model(cls, folder: str) -> "Flops":
+    """From the config.json of a Llama-shaped model folder.
+
+    Raises:
+      ConfigError: there is none, or it lacks a field.
+    """
+    path = pathlib.Path(folder) / "config.json"
+    try:
+      config = json.loads(path.read_text("utf-8"))
+      hidden, layers, heads = (config[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+      head_dim = config.get("head_dim") or hidden // heads
+      kv_heads = config.get("num_key_value_heads") or heads
+      layer = hidden * head_dim * (2 * heads + 2 * kv_heads) + 3 * hidden * config["intermediate_size"]
+      return cls(2 * layers * layer, 2 * hidden * config["vocab_size"], 4 * layers * heads * head_dim)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+      raise ConfigError(
+        f"{path} does not tell a model's sizes ({type(error).__name__}: {error}); give a Llama-shaped model folder"
+      ) from error
+
+  def useful(self, step: StepRecord) -> float:
+    """Of the tokens that requests asked for."""
+    tokens, pairs = step.decode_tokens + step.prefill_tokens, step.decode_keys + step.prefill_pairs
+    return tokens * self.token + step.num_rows * self.row + pairs * self.pair
+
+  def padding(self, step: StepRecord) -> float:
+    """Of the rest of the rung."""
+    return step.padding * self.token + (step.shape_rows - step.num_rows) * self.row
+
+  def idle(self, step: StepRecord) -> float:
+    """Of one more token in each idle slot, with the mean context of the step's decode rows."""
+    context = step.decode_keys / step.decode_rows if step.decode_rows else 1.0
+    return step.idle_slots * (self.token + self.row + context * self.pair)
+
+
+def _share(part: float, whole: float) -> float | None:
+  return round(part / whole, 5) if whole else None
+
+
+def _sums(steps: Sequence[StepRecord], flops: Flops | None) -> dict[str, Any]:
+  useful = sum(step.decode_tokens + step.prefill_tokens for step in steps)
+  padding, idle = sum(step.padding for step in steps), sum(step.idle_slots for step in steps)
+  device_s = sum(step.device_s for step in steps)
+  sums = {
+    "steps": len(steps),
+    "useful_tokens": useful,
+    "padding_tokens": padding,
+    "idle_slots": idle,
+    "padding_share": _share(padding, useful + padding),
+    "device_s": round(device_s, 6),
+    "host_s": round(sum(step.host_s + step.commit_s for step in steps), 6),
+  }
+  if flops is not None:
+    useful_flops, padding_flops = sum(map(flops.useful, steps)), sum(map(flops.padding, steps))
+    sums |= {
+      "useful_flops": useful_flops,
+      "padding_flops": padding_flops,
+      "idle_flops": sum(map(flops.idle, steps)),
+      "padding_flops_share": _share(padding_flops, useful_flops + padding_flops),
+      "useful_flop_s": round(useful_flops / device_s) if device_s else None,
+    }
+  return sums
+
+
+def account(
+  steps: Sequence[StepRecord], block_size: int, num_blocks: int, flops: Flops | None = None
+) -> dict[str, Any]:
+  """The account of a run as plain JSON values.
+
+  Args:
+    steps: its records, at least one.
+    block_size, num_blocks: of the KV pool; of the decode side, where there are two.
+    flops: of the model; without it, no figure is weighted.
+
+  Returns:
+    Totals; `by_rung`, the same by token budget; `composition`, shares of useful tokens, and of steps that hold
+    only decodes, only prefills, or both; `kv`: occupancy is the share of blocks in use, fragmentation the share of
+    the room in running requests' blocks that no token fills (means and largest over steps); `host_share`, of the time
+    of a step that the host takes when nothing overlaps.
+  """
+  rungs = sorted({step.shape_tokens for step in steps})
+  totals = _sums(steps, flops)
+  decode_rows = sum(step.decode_rows for step in steps)
+  decodes, prefills = (sum(getattr(step, name) for step in steps) for name in ("decode_tokens", "prefill_tokens"))
+  useful = decodes + prefills
+  kinds = [(step.decode_tokens > 0, step.prefill_tokens > 0) for step in steps]
+  kv_steps = [step for step in steps if step.side != "prefill"] or steps
+  occupied = [step.blocks_used / num_blocks for step in kv_steps]
+  wasted = [1 - step.kv_tokens / step.kv_slots for step in kv_steps if step.kv_slots]
+  return totals | {
+    "host_share": _share(totals["host_s"], totals["host_s"] + totals["device_s"]),
+    "composition": {
+      "decode_tokens": _share(decode_rows, useful),
+      "speculative_tokens": _share(decodes - decode_rows, useful),
+      "prefill_tokens": _share(prefills, useful),
+      "decode_steps": _share(kinds.count((True, False)), len(steps)),
+      "prefill_steps": _share(kinds.count((False, True)), len(steps)),
+      "mixed_steps": _share(kinds.count((True, True)), len(steps)),
+      "mean_rows": round(sum(step.num_rows for step in steps) / len(steps), 3),
+    },
+    "kv": {
+      "block_size": block_size,
+      "num_blocks": num_blocks,
+      "occupancy_mean": round(sum(occupied) / len(occupied), 5),
+      "occupancy_max": round(max(occupied), 5),
+      "fragmentation_mean": round(sum(wasted) / len(wasted), 5) if wasted else None,
+      "fragmentation_max": round(max(wasted), 5) if wasted else None,
+    },
+    "by_rung": {str(rung): _sums([step for step in steps if step.shape_tokens == rung], flops) for rung in rungs},
+  }
+
+
+def table(accounted: dict[str, Any]) -> str:
+  """What account() returned, to read in a terminal."""
+  weighted = "useful_flops" in accounted
+  head = f"{'rung':>8}{'steps':>9}{'useful':>11}{'padding':>11}{'share':>8}{'idle':>9}{'device s':>10}{'host s':>9}"
+  lines = [head + (f"{'padding of FLOPs':>18}" if weighted else "")]
+  for name, row in (*accounted["by_rung"].items(), ("all", accounted)):
+    lines.append(
+      f"{name:>8}{row['steps']:9,}{row['useful_tokens']:11,}{row['padding_tokens']:11,}{_percent(row['padding_share']):>8}"
+      f"{row['idle_slots']:9,}{row['device_s']:10.2f}{row['host_s']:9.2f}"
+      + (f"{_percent(row['padding_flops_share']):>18}" if weighted else "")
+    )
+  mix, kv = accounted["composition"], accounted["kv"]
+  lines.append(
+    f"tokens: decode {_percent(mix['decode_tokens'])}, prefill {_percent(mix['prefill_tokens'])}, speculative "
+    f"{_percent(mix['speculative_tokens'])}; steps with both {_percent(mix['mixed_steps'])}; {mix['mean_rows']} "
+    "rows a step"
+  )
+  lines.append(
+    f"KV blocks in use: mean {_percent(kv['occupancy_mean'])}, most {_percent(kv['occupancy_max'])}; unfilled room in "
+    f"them: mean {_percent(kv['fragmentation_mean'])}; host {_percent(accounted['host_share'])} of host and device time"
+  )
+  return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+  return "-" if share is None else f"{share:.1%}"
+
+
+def padding_by_request(steps: Iterable[StepRecord], spans: Sequence[tuple[float, float]]) -> list[float]:
+  """Tokens of padding that fall on each request, were a step's padding shared evenly by its rows.
+
+  Args:
+    steps: records of one engine.
+    spans: when each request was in the batch: first planned, ended; on the clock of the steps.
+
+  Returns:
+    One number a span: the sum over the steps planned within it.
+  """
+  ordered = sorted(steps, key=lambda step: step.time)
+  times, sums = [step.time for step in ordered], [0.0]
+  for step in ordered:
+    sums.append(sums[-1] + step.padding / step.num_rows)
+  return [sums[bisect.bisect_left(times, end)] - sums[bisect.bisect_left(times, begin)] for begin, end in spans]

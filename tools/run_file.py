@@ -1,0 +1,171 @@
+"""Keeps a run for tools.bench_report: figures, a row a request, a row a step. Reads and writes; measures nothing.
+
+A run file is JSON lines. The first is
+
+  {"format": "sluice run 1", "about": {...}, "figures": {...}, "request_fields": [...], "step_fields": [...]}
+
+where `about` says what ran (label, batching, workload, slots, block_size, num_blocks, SLOs, machine) and `figures` is
+the JSON line that the tool printed. Every other line is a request, {"r": [values of request_fields]}, or a step,
+{"s": [values of step_fields]}. Times are seconds since the start of the measured load, of requests and steps alike; a
+warm-up is in neither. Request fields: id, prompt_len, output_len, intended_s, sent_s, error (null or text), chunks
+([[seconds, tokens], ...], one entry a message). Step fields are those of engine/recorder.py's StepRecord. A reader goes
+by the names, so that fields can be added. No prompt and no token is in it.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.recorder import StepRecord
+from tools.latency import Outcome
+
+FORMAT = "sluice run 1"
+REQUEST_FIELDS = ("id", "prompt_len", "output_len", "intended_s", "sent_s", "error", "chunks")
+_MICRO = 6  # digits of a second that are kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A run as its file has it; see the module.
+
+  Attributes:
+    about, figures: plain JSON values.
+    outcomes: of the measured requests, without token ids.
+    prompt_lens: of the same requests.
+    steps: records, possibly none.
+  """
+
+  about: dict[str, Any]
+  figures: dict[str, Any]
+  outcomes: tuple[Outcome, ...]
+  prompt_lens: tuple[int, ...]
+  steps: tuple[StepRecord, ...]
+
+  @property
+  def label(self) -> str:
+    """What it is called beside others."""
+    return str(self.about.get("label") or "run")
+
+
+def write_run(path: str, run: Run, start_s: float) -> None:
+  """Writes a run whose times are on a clock that said `start_s` when the load began."""
+  head = {
+    "format": FORMAT,
+    "about": run.about,
+    "figures": run.figures,
+    "request_fields": REQUEST_FIELDS,
+    "step_fields": StepRecord._fields,
+  }
+  with open(path, "w", encoding="utf-8") as file:
+    file.write(json.dumps(head) + "\n")
+    for outcome, prompt_len in zip(run.outcomes, run.prompt_lens, strict=True):
+      row = [
+        outcome.id,
+        prompt_len,
+        outcome.output_len,
+        round(outcome.intended_s - start_s, _MICRO),
+        round(outcome.sent_s - start_s, _MICRO),
+        outcome.error,
+        [[round(time - start_s, _MICRO), count] for time, count in outcome.chunks],
+      ]
+      file.write(json.dumps({"r": row}, separators=(",", ":")) + "\n")
+    for step in run.steps:
+      row = [
+        round(value, _MICRO) if isinstance(value, float) else value for value in step._replace(time=step.time - start_s)
+      ]
+      file.write(json.dumps({"s": row}, separators=(",", ":")) + "\n")
+
+
+def read_run(path: str) -> Run:
+  """Reads what write_run() wrote.
+
+  Raises:
+    ConfigError: no such file, or it is no run file.
+  """
+  remedy = "make one with --run_file of tools.bench_serving or tools.bench_offline"
+  try:
+    lines = pathlib.Path(path).read_text("utf-8").splitlines()
+  except (OSError, UnicodeDecodeError) as error:
+    raise ConfigError(f"run {path} cannot be read ({error}); {remedy}") from error
+  number, outcomes, prompt_lens, steps = 1, [], [], []
+  try:
+    head = json.loads(lines[0])
+    if head["format"] != FORMAT:
+      raise ValueError(f"format {head['format']!r:.40} is unknown")
+    for line in lines[1:]:
+      number += 1
+      entry = json.loads(line)
+      if "r" in entry:
+        row = dict(zip(head["request_fields"], entry["r"], strict=True))
+        chunks = tuple((float(time), int(count)) for time, count in row["chunks"])
+        outcomes.append(
+          Outcome(row["id"], row["output_len"], row["intended_s"], row["sent_s"], chunks, error=row["error"])
+        )
+        prompt_lens.append(row["prompt_len"])
+      else:
+        row = dict(zip(head["step_fields"], entry["s"], strict=True))
+        steps.append(StepRecord(**{name: row[name] for name in StepRecord._fields}))
+    return Run(head["about"], head["figures"], tuple(outcomes), tuple(prompt_lens), tuple(steps))
+  except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
+    raise ConfigError(
+      f"{path}, line {number} is not of a run file ({type(error).__name__}: {error}); {remedy}"
+    ) from error
+
+
+def steps_of_trace(path: str, side: str = "") -> tuple[StepRecord, ...]:
+  """The steps of a step trace (the engine's start_trace) as records.
+
+  What a trace does not hold is 0: idle slots, KV, queues, and the time of commits.
+
+  Raises:
+    ConfigError: no such file, or no step trace.
+  """
+  found: dict[int, StepRecord] = {}
+  number = 0
+  try:
+    with open(path, encoding="utf-8") as file:
+      for line in file:
+        number += 1
+        entry = json.loads(line)
+        if entry["event"] == "schedule" and entry["batch"] is not None:
+          found[entry["batch"]["step"]] = _record(entry["batch"], float(entry["now"]), side)
+        elif entry["event"] == "commit" and entry["step"] in found:
+          times = {name: float(entry[name]) for name in ("host_s", "device_s")}
+          found[entry["step"]] = found[entry["step"]]._replace(**times)
+  except OSError as error:
+    raise ConfigError(f"step trace {path} cannot be read: {error.strerror}; check the path") from error
+  except (ValueError, KeyError, TypeError, IndexError) as error:
+    raise ConfigError(
+      f"{path}, line {number} is no line of a step trace ({type(error).__name__}: {error}); record one with "
+      "--trace_file of the server or of tools.bench_offline"
+    ) from error
+  if not found:
+    raise ConfigError(f"step trace {path} holds no step; record one with --trace_file while requests run")
+  first = min(step.time for step in found.values())
+  return tuple(step._replace(time=step.time - first) for step in found.values())
+
+
+def _record(batch: dict[str, Any], now: float, side: str) -> StepRecord:
+  starts: Sequence[int] = batch["starts"]
+  counts: Sequence[int] = batch["counts"]
+  decodes = batch["num_decodes"]
+  pairs = [count * start + count * (count + 1) // 2 for start, count in zip(starts, counts, strict=True)]
+  values: dict[str, Any] = dict.fromkeys(StepRecord._fields, 0) | {
+    "step": batch["step"],
+    "side": side,
+    "time": now,
+    "shape_tokens": batch["shape"][0],
+    "shape_rows": batch["shape"][1],
+    "num_rows": len(counts),
+    "decode_rows": decodes,
+    "decode_tokens": sum(counts[:decodes]),
+    "prefill_tokens": sum(counts[decodes:]),
+    "decode_keys": sum(pairs[:decodes]),
+    "prefill_pairs": sum(pairs[decodes:]),
+    "padding": batch["shape"][0] - sum(counts),
+    "num_running": len(counts),
+  }
+  return StepRecord(**values)
