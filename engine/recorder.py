@@ -13,7 +13,7 @@ from engine.request import FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
 
 RING_STEPS = 1024
-KV_PERIOD = 16  # a look at 256 requests takes 20 us, which not every step should pay
+KV_ROWS = 16  # requests looked at a step, on average: a look at 256 takes 20 us, which not every step should pay
 
 
 class StepRecord(NamedTuple):
@@ -39,7 +39,7 @@ class StepRecord(NamedTuple):
     blocks_used, blocks_cached: of the pool; cached ones may also be used.
     kv_tokens: tokens with KV that running requests hold, and
     kv_slots: room for tokens in their blocks: the rest is fragmentation. Shared blocks count once a holder. Looked up
-      every KV_PERIOD steps when more than KV_PERIOD requests run; in between as at the latest look.
+      every (num_running / KV_ROWS)-th step; in between as at the latest look.
     num_waiting, num_running: requests.
     num_preemptions: in this step.
     host_s: planning, packing and dispatch.
@@ -204,7 +204,7 @@ class Recorder:
         prefill_tokens += count
         prefill_pairs += count * start + count * (count + 1) // 2
     num_waiting, num_running = scheduler.num_waiting, scheduler.num_running
-    if num_running <= KV_PERIOD or batch.step % KV_PERIOD == 0:
+    if batch.step % (num_running // KV_ROWS or 1) == 0:
       self._kv_usage = scheduler.kv_usage()
     return StepRecord(
       batch.step,

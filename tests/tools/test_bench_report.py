@@ -1,0 +1,147 @@
+"""The report of made-up runs: what is put side by side, what is drawn, and a page that needs nothing else."""
+
+import base64
+import math
+import re
+
+import pytest
+
+from engine.recorder import StepRecord
+from tests.tools.test_accounting import step
+from tools import bench_report
+from tools.bench_report import (
+  main,
+  offered_load,
+  padding_share,
+  plot_goodput,
+  plot_padding,
+  plot_throughput,
+  prepared,
+  side_by_side,
+)
+from tools.latency import Objectives, Outcome
+from tools.run_file import Run, write_run
+
+
+def made_up(label: str, rate: float, ttft_s: float = 0.1, failed: int = 0, steps: tuple[StepRecord, ...] = ()) -> Run:
+  """Ten requests at an even rate, four tokens each, a tenth of a second apart."""
+  outcomes = []
+  for number in range(10):
+    arrival_s = number / rate
+    if number < failed:
+      outcomes.append(Outcome(number, 4, arrival_s, arrival_s, (), (), "RESOURCE_EXHAUSTED: full"))
+    else:
+      chunks = tuple((arrival_s + ttft_s + 0.1 * token, 1) for token in range(4))
+      outcomes.append(Outcome(number, 4, arrival_s, arrival_s, chunks))
+  about = {"label": label, "workload": {"rate": rate}, "num_blocks": 10, "block_size": 8, "slo": {"ttft_s": 0.15}}
+  return Run(about, {}, tuple(outcomes), (5,) * 10, steps)
+
+
+STEPS = tuple(
+  step(number, 0.1 * number, prefill_tokens=4 * (number % 3 == 0), padding=5 - 4 * (number % 3 == 0))
+  for number in range(30)
+)
+
+
+def test_figures_count_the_objectives_of_the_run_or_those_given():
+  slow, quick = made_up("a", 5.0, ttft_s=0.2), made_up("b", 5.0, failed=3)
+  met = {one.label: one.figures["slo_attainment"] for one in prepared([slow, quick], Objectives())}
+  assert met == {"a": 0.0, "b": 0.7}
+  met = {one.label: one.figures["slo_attainment"] for one in prepared([slow, quick], Objectives(ttft_s=1.0))}
+  assert met == {"a": 1.0, "b": 0.7}
+
+
+def test_side_by_side_is_the_highest_load_that_most_share():
+  runs = [
+    made_up(label, rate) for label, rate in (("chunked", 8.0), ("static", 8.0), ("chunked", 4.0), ("static", 4.0))
+  ]
+  beside = side_by_side(prepared([*runs, made_up("chunked", 16.0)], Objectives()))
+  assert [(one.label, one.load) for one in beside] == [("static", 8.0), ("chunked", 8.0)]
+  assert side_by_side([]) == []
+
+
+def test_a_burst_has_no_rate():
+  burst = made_up("a", math.inf)
+  assert offered_load(burst) == math.inf and offered_load(made_up("a", 8.0)) == pytest.approx(8.0)
+
+
+def test_lines_are_labels_and_points_are_runs():
+  shown = prepared([made_up("static", 4.0), made_up("chunked", 8.0, failed=4), made_up("chunked", 4.0)], Objectives())
+  figure = plot_goodput(shown)
+  lines = {str(line.get_label()): line for line in figure.axes[0].get_lines()}
+  assert lines.keys() == {"all met", "static", "chunked"}
+  assert list(lines["chunked"].get_xdata()) == pytest.approx([4.0, 8.0])
+  attainment = {str(line.get_label()): list(line.get_ydata()) for line in figure.axes[1].get_lines()}
+  assert attainment == {"static": [1.0], "chunked": [1.0, 0.6]}
+  ttft = plot_throughput(shown).axes[0].get_lines()
+  assert [list(line.get_ydata()) for line in ttft] == [pytest.approx([100.0]), pytest.approx([100.0, 100.0])]
+
+
+def test_bars_stack_to_what_a_rung_computed():
+  wide = step(30, 9.0, shape_tokens=64, prefill_tokens=50, padding=11)
+  figure = plot_padding({"chunked": (*STEPS, wide), "static": STEPS})
+  heights = [patch.get_height() for patch in figure.axes[0].patches]  # decode, prefill, padding; two rungs each
+  assert heights == [30 * 3, 3, 10 * 4, 50, 20 * 5 + 10, 11]
+  assert padding_share((*STEPS, wide)) == (110 + 11) / (30 * 8 + 64)
+  assert padding_share(()) is None
+
+
+def test_a_way_of_batching_keeps_its_color():
+  few, many = bench_report._style(["chunked"]), bench_report._style(["mine", *bench_report._ORDER])
+  assert few["chunked"] == many["chunked"] and len({color for color, _ in many.values()}) == 6
+
+
+@pytest.mark.parametrize("value", [0.00123, 0.5, 7, 99.4, 1234, 56_789, 2_345_678])
+def test_numbers_on_axes_are_short(value):
+  text = bench_report._number(value)
+  assert len(text) <= 7 and "e" not in text
+  factor = {"k": 1e3, "M": 1e6}.get(text[-1], 1)
+  assert float(text.rstrip("kM").replace(",", "")) * factor == pytest.approx(value, rel=0.01)
+
+
+def test_the_page_holds_its_plots_and_needs_nothing_else(tmp_path, capsys):
+  files = []
+  for label, rate in (("static", 4.0), ("chunked <b>", 4.0)):
+    files.append(str(tmp_path / f"{len(files)}.jsonl"))
+    write_run(files[-1], made_up(label, rate, failed=1, steps=STEPS), start_s=0.0)
+  assert main([*files, f"--output={tmp_path / 'out'}", "--title=A & B"]) == 0
+  page, *plots = capsys.readouterr().out.split()
+  assert {plot.rsplit("/", 1)[1] for plot in plots} == {
+    f"{name}.png"
+    for name in "throughput_latency goodput_load modes cdf padding kv steps_static steps_chunked__b_".split()
+  }
+  text = (tmp_path / "out" / "report.html").read_text("utf-8")
+  assert (
+    page.endswith("report.html")
+    and "A &amp; B" in text
+    and "chunked &lt;b&gt;" in text
+    and "chunked <b>" not in text
+  )
+  sources = re.findall(r'src="([^"]*)"', text)
+  embedded = [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in sources]
+  on_disk = {(tmp_path / "out" / plot.rsplit("/", 1)[1]).read_bytes() for plot in plots}
+  assert set(embedded) == on_disk and all(image.startswith(b"\x89PNG") for image in embedded)
+  assert "http" not in text and "<script" not in text
+
+
+def test_runs_without_steps_or_with_one_burst_make_a_page(tmp_path, capsys):
+  write_run(str(tmp_path / "run"), made_up("a", math.inf), start_s=0.0)
+  assert main([str(tmp_path / "run"), f"--output={tmp_path / 'out'}"]) == 0
+  names = [path.rsplit("/", 1)[1] for path in capsys.readouterr().out.split()]
+  assert names == ["report.html", "throughput_latency.png", "modes.png", "cdf.png"]
+
+
+@pytest.mark.parametrize(
+  ("arguments", "complaint"),
+  [([], "nothing to report"), (["nowhere.jsonl"], "nowhere.jsonl"), (["--step_trace=a=nowhere"], "nowhere")],
+)
+def test_bad_input_is_one_line(arguments, complaint, capsys):
+  assert main(arguments) == 2
+  captured = capsys.readouterr()
+  assert captured.out == "" and captured.err.count("\n") == 1 and complaint in captured.err
+
+
+def test_a_run_of_failures_only_makes_a_page_too(tmp_path):
+  write_run(str(tmp_path / "run"), made_up("a", 4.0, failed=10), start_s=0.0)
+  assert main([str(tmp_path / "run"), f"--output={tmp_path / 'out'}"]) == 0
+  assert "0%" in (tmp_path / "out" / "report.html").read_text("utf-8")
