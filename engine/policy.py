@@ -198,7 +198,6 @@ class Tiers(Policy):
     return (request.arrival_time + (self._delay_s if _is_batch(request) else 0.0),)
 
   def begin(self, running: list[Request], waiting: list[Request]) -> None:
-    self._step += 1
     num_batch = sum(map(_is_batch, running))
     self._interactive_runs = any(
       not _is_batch(request) and request.num_computed_tokens < request.max_computed_tokens for request in running
@@ -227,6 +226,9 @@ class Tiers(Policy):
       return True
     self._slots_left -= 1
     return self._slots_left >= 0
+
+  def ran(self, requests: list[Request], counts: tuple[int, ...], tokens: int) -> None:
+    self._step += 1  # steps, not looks at an empty queue: those leave no line in a trace
 
   def state(self) -> dict[str, Any]:
     return {"step": self._step}
