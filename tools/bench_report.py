@@ -267,6 +267,8 @@ def plot_modes(shown: Sequence[Shown]) -> Figure:
     axis.set_title(title, fontsize=10)
     axis.grid(False, axis="x")
     axis.margins(y=0.15)
+    if name == "padding":
+      axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
   return figure
 
 
@@ -343,12 +345,14 @@ def plot_steps(label: str, steps: Sequence[StepRecord]) -> Figure:
   axes[1].stackplot(times, rates, colors=(_DECODE, _PREFILL, _PADDING), labels=names, step="mid")
   axes[1].set_ylabel("tokens a second")
   axes[1].yaxis.set_major_formatter(lambda value, _: _number(value))
-  for name, values, color in (
-    ("rows of the step", [step.num_rows for step in steps], _DECODE),
-    ("waiting", [step.num_waiting for step in steps], _PREFILL),
-    ("idle slots", [step.idle_slots for step in steps], "#d55e00"),
-  ):
-    axes[2].plot([step.time for step in steps], values, color=color, linewidth=1.0, label=name)
+  for side in sorted({step.side for step in steps}):
+    found = [step for step in steps if step.side == side]
+    where = f", {side} side" if side else ""
+    dashes = "--" if side == "prefill" else "-"
+    for name, color in (("num_rows", _DECODE), ("num_waiting", _PREFILL), ("idle_slots", "#d55e00")):
+      text = {"num_rows": "rows of the step", "num_waiting": "waiting", "idle_slots": "idle slots"}[name] + where
+      values = [getattr(step, name) for step in found]
+      axes[2].plot([step.time for step in found], values, dashes, color=color, linewidth=1.0, label=text)
   axes[2].set_ylabel("requests, slots")
   axes[2].yaxis.set_major_locator(MaxNLocator(integer=True))
   axes[2].set_xlabel("seconds")
@@ -491,6 +495,20 @@ def _conditions(shown: Sequence[Shown]) -> str:
   return f"<details><summary>What ran</summary><ul class='note'>{items}</ul></details>"
 
 
+def _likeness(beside: Sequence[Shown]) -> str:
+  """Whether runs that are put side by side had the same requests."""
+  offered = {
+    tuple(
+      (length, outcome.output_len, round(outcome.intended_s, 3))
+      for length, outcome in zip(one.run.prompt_lens, one.run.outcomes, strict=True)
+    )
+    for one in beside
+  }
+  if len(offered) == 1:
+    return "All had requests of the same lengths at the same times."
+  return "Their requests differ in length, number or time, so that the bars differ for that reason too."
+
+
 def make_report(
   shown: Sequence[Shown], traces: Mapping[str, Sequence[StepRecord]], folder: pathlib.Path, title: str
 ) -> list[pathlib.Path]:
@@ -520,7 +538,7 @@ def make_report(
   at = f"at {beside[0].load:.3g} requests a second" if beside else ""
   if beside:
     at = "all at once" if math.isinf(beside[0].load) else at
-    add("modes", f"Side by side, {at}", "The same requests for all.", plot_modes(beside))
+    add("modes", f"Side by side, {at}", _likeness(beside), plot_modes(beside))
     caption = "The share of requests (of tokens, in the third) up to a time."
     add("cdf", f"Distributions, {at}", caption, plot_cdfs(beside))
   steps: dict[str, Sequence[StepRecord]] = {one.label: one.run.steps for one in beside if one.run.steps}

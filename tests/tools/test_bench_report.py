@@ -1,9 +1,11 @@
 """The report of made-up runs: what is put side by side, what is drawn, and a page that needs nothing else."""
 
 import base64
+import dataclasses
 import math
 import re
 
+import numpy as np
 import pytest
 
 from engine.recorder import StepRecord
@@ -15,6 +17,7 @@ from tools.bench_report import (
   padding_share,
   plot_goodput,
   plot_padding,
+  plot_steps,
   plot_throughput,
   prepared,
   side_by_side,
@@ -58,6 +61,21 @@ def test_side_by_side_is_the_highest_load_that_most_share():
   beside = side_by_side(prepared([*runs, made_up("chunked", 16.0)], Objectives()))
   assert [(one.label, one.load) for one in beside] == [("static", 8.0), ("chunked", 8.0)]
   assert side_by_side([]) == []
+
+
+def test_what_is_side_by_side_says_whether_it_had_the_same_requests():
+  same = prepared([made_up("a", 8.0), made_up("b", 8.0, failed=2)], Objectives())
+  assert "same lengths" in bench_report._likeness(same)
+  other = dataclasses.replace(made_up("b", 8.0), prompt_lens=(6,) * 10)
+  assert "differ" in bench_report._likeness(prepared([made_up("a", 8.0), other], Objectives()))
+
+
+def test_each_side_of_a_disaggregated_run_has_its_own_lines():
+  prefill = [record._replace(side="prefill", num_rows=1) for record in STEPS]
+  decode = [record._replace(side="decode", num_rows=3) for record in STEPS]
+  lines = plot_steps("a", prefill + decode).axes[2].get_lines()
+  rows = {str(line.get_label()): set(np.asarray(line.get_ydata())) for line in lines}
+  assert rows["rows of the step, prefill side"] == {1} and rows["rows of the step, decode side"] == {3}
 
 
 def test_a_burst_has_no_rate():
@@ -112,10 +130,7 @@ def test_the_page_holds_its_plots_and_needs_nothing_else(tmp_path, capsys):
   }
   text = (tmp_path / "out" / "report.html").read_text("utf-8")
   assert (
-    page.endswith("report.html")
-    and "A &amp; B" in text
-    and "chunked &lt;b&gt;" in text
-    and "chunked <b>" not in text
+    page.endswith("report.html") and "A &amp; B" in text and "chunked &lt;b&gt;" in text and "chunked <b>" not in text
   )
   sources = re.findall(r'src="([^"]*)"', text)
   embedded = [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in sources]
