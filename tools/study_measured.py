@@ -241,7 +241,7 @@ def measure_long_prompts(args: Any) -> dict[str, Any]:
   lasts_s = 1.3 * (load.first_s + load.num_long * load.every_s)
   most = bench.built.config.max_model_len - load.context
   load = dataclasses.replace(load, steady_tokens=min(most, math.ceil(lasts_s / token_s)))
-  about["steady_tokens"] = load.steady_tokens
+  found["about"]["steady_tokens"] = load.steady_tokens
   for name, mode, chunk in (
     ("inline", "continuous", load.prompt),
     ("chunked", "chunked", load.chunk),
