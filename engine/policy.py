@@ -128,7 +128,8 @@ class Fair(Policy):
       queues.setdefault(request.tenant, deque()).append(request)
     used = {name: self._used[name] for name in queues}
     while queues:
-      tenant = min(queues, key=lambda name: (used[name], queues[name][0].rank))
+      # Equals, as who comes back and the poorest of those who stayed: who has fewer requests goes first.
+      tenant = min(queues, key=lambda name: (used[name], self._live[name], queues[name][0].rank))
       request = queues[tenant].popleft()
       if not queues[tenant]:
         del queues[tenant]

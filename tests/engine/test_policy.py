@@ -44,7 +44,7 @@ def tenant(name: str, number: int, arrival: float = 0.0) -> Request:
 def test_tenants_take_turns_whatever_they_queued():
   requests = [tenant("big", number) for number in range(6)] + [tenant("small", number) for number in range(2)]
   driver = Driver(*requests, policy="fair", max_num_seqs=1, enable_prefix_caching=False)
-  assert order_of_service(driver)[:4] == ["big0", "small0", "big1", "small1"]
+  assert order_of_service(driver)[:4] == ["small0", "big0", "small1", "big1"]
 
 
 def test_what_a_tenant_did_not_use_is_not_saved_up():
