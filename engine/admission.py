@@ -89,5 +89,6 @@ class AdmissionControl:
   def _interval(self, unknown: float = 1.0) -> float:
     """Mean time between the latest admissions, seconds: about when the queue has a place again."""
     times = tuple(self._times)
-    mean = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else unknown
-    return min(max(mean, 0.1), 60.0) if unknown or len(times) > 1 else 0.0
+    if len(times) < 2:
+      return unknown
+    return min(max((times[-1] - times[0]) / (len(times) - 1), 0.1), 60.0)

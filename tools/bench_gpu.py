@@ -68,12 +68,11 @@ def _checks() -> list[Job]:
   import jax.numpy as jnp
 
   from pallas_kernels.paged_attention import arg_specs, gpu
-  from tools.gpu import cases
 
   found: list[Job] = []
   for spec in (*arg_specs.GPU_BENCHMARK, *arg_specs.CONFORMANCE):
     try:
-      gpu.check_supported(cases.geometry(spec), jnp.bfloat16)
+      gpu.check_supported(spec.geometry, jnp.bfloat16)
     except NotImplementedError:
       continue
     found.append({"kind": "check", "op": "parts", "spec": spec.name})

@@ -21,6 +21,7 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.recorder import StepRecord
 from tools.latency import Outcome
+from tools.step_costs import parse_step_trace
 
 FORMAT = "sluice run 1"
 REQUEST_FIELDS = ("id", "prompt_len", "output_len", "intended_s", "sent_s", "error", "chunks")
@@ -123,29 +124,9 @@ def steps_of_trace(path: str, side: str = "") -> tuple[StepRecord, ...]:
   Raises:
     ConfigError: no such file, or no step trace.
   """
-  found: dict[int, StepRecord] = {}
-  number = 0
-  try:
-    with open(path, encoding="utf-8") as file:
-      for line in file:
-        number += 1
-        entry = json.loads(line)
-        if entry["event"] == "schedule" and entry["batch"] is not None:
-          found[entry["batch"]["step"]] = _record(entry["batch"], float(entry["now"]), side)
-        elif entry["event"] == "commit" and entry["step"] in found:
-          times = {name: float(entry[name]) for name in ("host_s", "device_s")}
-          found[entry["step"]] = found[entry["step"]]._replace(**times)
-  except OSError as error:
-    raise ConfigError(f"step trace {path} cannot be read: {error.strerror}; check the path") from error
-  except (ValueError, KeyError, TypeError, IndexError) as error:
-    raise ConfigError(
-      f"{path}, line {number} is no line of a step trace ({type(error).__name__}: {error}); record one with "
-      "--trace_file of the server or of tools.bench_offline"
-    ) from error
-  if not found:
-    raise ConfigError(f"step trace {path} holds no step; record one with --trace_file while requests run")
-  first = min(step.time for step in found.values())
-  return tuple(step._replace(time=step.time - first) for step in found.values())
+  found = parse_step_trace(path, lambda batch, now: _record(batch, now, side))
+  first = min(step.time for step in found)
+  return tuple(step._replace(time=step.time - first) for step in found)
 
 
 def _record(batch: dict[str, Any], now: float, side: str) -> StepRecord:

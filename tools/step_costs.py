@@ -15,7 +15,7 @@ step of 2 ms matters as much as one of 200.
 """
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import json
 import math
@@ -400,24 +400,25 @@ class RecordedStep(NamedTuple):
   device_s: float | None
 
 
-def read_step_trace(path: str) -> list[RecordedStep]:
+def parse_step_trace[Step](path: str, make: Callable[[dict[str, Any], float], Step]) -> list[Step]:
   """The steps of a file that the engine's start_trace() wrote, in order.
+
+  Args:
+    make: a step of its batch, as engine.recorder.batch_line has it, and the time it was planned. What it makes has the
+      fields host_s and device_s, which are set where the step's values came.
 
   Raises:
     ConfigError: no such file, or no step trace.
   """
-  steps: dict[int, RecordedStep] = {}
+  steps: dict[int, Any] = {}
   number = 0
   try:
     with open(path, encoding="utf-8") as file:
       for line in file:
         number += 1
         entry = json.loads(line)
-        batch = entry["batch"] if entry["event"] == "schedule" else None
-        if batch is not None:
-          steps[batch["step"]] = RecordedStep(
-            batch["step"], batch["shape"][0], tuple(batch["starts"]), tuple(batch["counts"]), None, None
-          )
+        if entry["event"] == "schedule" and entry["batch"] is not None:
+          steps[entry["batch"]["step"]] = make(entry["batch"], float(entry["now"]))
         elif entry["event"] == "commit" and entry["step"] in steps:
           times = {name: float(entry[name]) for name in ("host_s", "device_s")}
           steps[entry["step"]] = steps[entry["step"]]._replace(**times)
@@ -431,6 +432,16 @@ def read_step_trace(path: str) -> list[RecordedStep]:
   if not steps:
     raise ConfigError(f"step trace {path} holds no step; record one with --trace_file while requests run")
   return list(steps.values())
+
+
+def read_step_trace(path: str) -> list[RecordedStep]:
+  """The steps of a step trace with what a cost depends on. Raises ConfigError, as parse_step_trace."""
+
+  def make(batch: dict[str, Any], now: float) -> RecordedStep:
+    del now
+    return RecordedStep(batch["step"], batch["shape"][0], tuple(batch["starts"]), tuple(batch["counts"]), None, None)
+
+  return parse_step_trace(path, make)
 
 
 def points_of(steps: Iterable[RecordedStep]) -> list[Point]:

@@ -8,6 +8,8 @@ import dataclasses
 
 import numpy as np
 
+from pallas_kernels.paged_attention.plan import Geometry
+
 
 @dataclasses.dataclass(frozen=True)
 class ArgSpec:
@@ -43,6 +45,20 @@ class ArgSpec:
 
   def __str__(self) -> str:
     return self.name
+
+  @property
+  def geometry(self) -> Geometry:
+    """What is static about the call."""
+    return Geometry(
+      tokens=self.num_tokens,
+      rows=self.num_rows,
+      table_width=self.table_width,
+      block_size=self.block_size,
+      num_heads=self.num_heads,
+      num_kv_heads=self.num_kv_heads,
+      head_dim=self.head_dim,
+      sliding_window=self.sliding_window,
+    )
 
   @property
   def scale(self) -> float:

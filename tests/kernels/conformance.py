@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels.paged_attention import arg_specs
 from pallas_kernels.paged_attention.arg_specs import ArgSpec, Arguments
-from pallas_kernels.paged_attention.plan import Geometry, Plan
+from pallas_kernels.paged_attention.plan import Plan
 
 _POOL = 140  # blocks of a batch that shares an executable with others
 
@@ -63,24 +63,10 @@ def filled(implementation: ModuleType, spec: ArgSpec, arguments: Arguments) -> j
   return implementation.write_kv(kv, keys, values, jnp.asarray(slots))
 
 
-def geometry(spec: ArgSpec) -> Geometry:
-  """What is static about a spec."""
-  return Geometry(
-    tokens=spec.num_tokens,
-    rows=spec.num_rows,
-    table_width=spec.table_width,
-    block_size=spec.block_size,
-    num_heads=spec.num_heads,
-    num_kv_heads=spec.num_kv_heads,
-    head_dim=spec.head_dim,
-    sliding_window=spec.sliding_window,
-  )
-
-
 def plan_of(implementation: ModuleType, spec: ArgSpec) -> Plan | None:
   """The plan that an implementation wants made on the host, if any."""
   make_plan = getattr(implementation, "make_plan", None)
-  return make_plan(geometry(spec), "") if make_plan else None
+  return make_plan(spec.geometry, "") if make_plan else None
 
 
 def attend(implementation: ModuleType, spec: ArgSpec):

@@ -77,9 +77,9 @@ class TestGpu(conformance.Conformance):
   def test_equals_dense_attention(self, spec: ArgSpec) -> None:
     if spec.block_size not in (16, 32, 64, 128):
       with pytest.raises(NotImplementedError, match="head_dim=18|block_size=8"):
-        api.check_supported("gpu", conformance.geometry(spec), spec.dtype)
+        api.check_supported("gpu", spec.geometry, spec.dtype)
       return
-    api.check_supported("gpu", conformance.geometry(spec), spec.dtype)
+    api.check_supported("gpu", spec.geometry, spec.dtype)
     spec = conformance.with_room(spec) if spec.name in ROOMY else spec
     arguments = arg_specs.make(spec)
     out = conformance.run(INTERPRETED, spec, *conformance.operands(INTERPRETED, spec, arguments))
@@ -112,7 +112,7 @@ def test_a_layer_rotates_writes_and_attends(capfd: pytest.CaptureFixture[str]) -
       all_of_row[row][length - queries :] = new[tokens]
 
   module = interpreted(races=True)
-  plan = gpu.make_plan(conformance.geometry(spec), "")
+  plan = gpu.make_plan(spec.geometry, "")
   lens, starts, packed = conformance.rows_of(module, spec, arguments.kv_lens, arguments.query_starts)
   out, kv = module.attend(
     qkv,
@@ -141,7 +141,7 @@ def test_a_layer_rotates_writes_and_attends(capfd: pytest.CaptureFixture[str]) -
 def test_kernels_are_lowered_once_a_program() -> None:
   """And not once a layer: compiling them takes seconds."""
   spec = ArgSpec("layers", (), 16, 8, 64, 4, 8, 2, 128)
-  geometry = conformance.geometry(spec)
+  geometry = spec.geometry
   plan = gpu.make_plan(geometry, "")
   assert plan.max_splits > 1, "so that there is a combine kernel"
 
@@ -186,4 +186,4 @@ def test_kernels_are_lowered_once_a_program() -> None:
 def test_what_is_not_supported_is_named(change: dict, dtype: str, words: str) -> None:
   spec = dataclasses.replace(ArgSpec("", (), 8, 8), **change)
   with pytest.raises(NotImplementedError, match=words):
-    api.check_supported("gpu", conformance.geometry(spec), dtype)
+    api.check_supported("gpu", spec.geometry, dtype)

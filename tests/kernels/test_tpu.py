@@ -18,7 +18,6 @@ import pytest
 
 from pallas_kernels.paged_attention import api, arg_specs, tpu
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
-from pallas_kernels.paged_attention.plan import Geometry
 from tests.kernels import conformance
 
 
@@ -28,11 +27,6 @@ def simulated() -> Iterator[None]:
   with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
     yield
   pltpu.reset_tpu_interpret_mode_state()
-
-
-def geometry(spec: ArgSpec) -> Geometry:
-  names = ("table_width", "block_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window")
-  return Geometry(tokens=spec.num_tokens, rows=spec.num_rows, **{name: getattr(spec, name) for name in names})
 
 
 def scattered(kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
@@ -93,9 +87,9 @@ class TestTpu(conformance.Conformance):
   def test_equals_dense_attention(self, spec: ArgSpec) -> None:
     if spec.block_size % 8:
       with pytest.raises(NotImplementedError, match=f"block_size={spec.block_size}"):
-        api.check_supported("tpu", geometry(spec), spec.dtype)
+        api.check_supported("tpu", spec.geometry, spec.dtype)
     else:
-      api.check_supported("tpu", geometry(spec), spec.dtype)
+      api.check_supported("tpu", spec.geometry, spec.dtype)
       check(tpu, spec)
 
   def test_chunks_of_any_size_give_the_whole(self) -> None:
@@ -148,7 +142,7 @@ class TestSupport:
   )
   def test_what_is_not_supported_is_named(self, change: dict, dtype: str, words: str) -> None:
     with pytest.raises(NotImplementedError, match=words):
-      api.check_supported("tpu", geometry(dataclasses.replace(ArgSpec("", (), 8, 8), **change)), dtype)
+      api.check_supported("tpu", dataclasses.replace(ArgSpec("", (), 8, 8), **change).geometry, dtype)
 
 
 @dataclasses.dataclass(frozen=True)

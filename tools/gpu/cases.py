@@ -15,7 +15,6 @@ import numpy as np
 
 from pallas_kernels.paged_attention import arg_specs
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
-from pallas_kernels.paged_attention.plan import Geometry
 
 _ROPE_THETA = 500_000.0
 # bf16 keeps 8 bits of what is computed in f32, and weights are rounded before they meet the values.
@@ -51,20 +50,6 @@ def with_blocks_of(spec: ArgSpec, block_size: int) -> ArgSpec:
   """The same rows over blocks of another size."""
   positions = spec.block_size * spec.table_width
   return dataclasses.replace(spec, block_size=block_size, table_width=-(-positions // block_size))
-
-
-def geometry(spec: ArgSpec) -> Geometry:
-  """What the kernels' plan is made for."""
-  return Geometry(
-    tokens=spec.num_tokens,
-    rows=spec.num_rows,
-    table_width=spec.table_width,
-    block_size=spec.block_size,
-    num_heads=spec.num_heads,
-    num_kv_heads=spec.num_kv_heads,
-    head_dim=spec.head_dim,
-    sliding_window=spec.sliding_window,
-  )
 
 
 def read_bytes(spec: ArgSpec) -> int:

@@ -184,7 +184,7 @@ class _Kernels:
 
   @functools.cached_property
   def plan(self) -> plan_lib.Plan:
-    geometry = cases.geometry(self.spec)
+    geometry = self.spec.geometry
     if self.whole:
       return gpu.make_plan(geometry, self.setting.device.device_kind)
     return plan_lib.make_plan(geometry, self.tuning.split_tokens)
