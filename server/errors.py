@@ -27,6 +27,18 @@ class NoChatTemplate(EngineError):
   reason = "NO_CHAT_TEMPLATE"
 
 
+class Unauthenticated(EngineError):
+  """No API key, or one that is not in the file."""
+
+  reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(EngineError):
+  """A known caller may not do this."""
+
+  reason = "PERMISSION_DENIED"
+
+
 class DeadlineExceeded(EngineError):
   """The client's deadline, the queue's or the server's has passed."""
 

@@ -29,6 +29,8 @@ _CODES: tuple[tuple[type[engine_errors.EngineError], grpc.StatusCode], ...] = (
   (engine_errors.DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS),
   (engine_errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
   (engine_errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
+  (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+  (errors.PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
   (errors.ModelNotFound, grpc.StatusCode.NOT_FOUND),
   (errors.NoTokenizer, grpc.StatusCode.FAILED_PRECONDITION),
   (errors.NoChatTemplate, grpc.StatusCode.FAILED_PRECONDITION),
