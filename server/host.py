@@ -179,6 +179,7 @@ class Host:
     _log.critical("the engine has failed, the server ends", exc_info=backend.engine.dead)
     error = EngineDead("the engine has failed; send the request again, to another server")
     self._service.close(error)
+    self._service.ready = self._service.alive = False
     backend.generations.fail_all(error)
     await self._health.enter_graceful_shutdown()
     await self._take_down()
@@ -219,10 +220,12 @@ class Host:
           age_s,
           "alive again" if alive else "not alive",
         )
+        self._service.alive = alive
         await self._health.set(LIVENESS, _SERVING if alive else _NOT_SERVING)
         await self._set_ready(alive)
 
   async def _set_ready(self, ready: bool) -> None:
+    self._service.ready = ready
     for name in (GENERATION_SERVICE, MODEL_SERVICE):
       await self._health.set(name, _SERVING if ready else _NOT_SERVING)
 

@@ -69,6 +69,9 @@ class Service:
     # Two threads: tokenizing a long prompt must not stop the loop, and must not take all cores either.
     self._text_pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="tokenize")
     self._ready_at = 0.0
+    # For probes. Not ready while draining or not alive; not alive when the engine's loop stands or has failed.
+    self.ready = False
+    self.alive = True
 
   def open(self, backend: Backend) -> None:
     """Begins to serve."""
@@ -107,7 +110,7 @@ class Service:
   # The RPCs.
 
   async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-    backend = self._admit()
+    backend = self.admit()
     generation = await self._start(backend, request, context)
     # In `finally` alone, and never swallowing CancelledError: that is how gRPC says that the client is gone.
     loop = asyncio.get_running_loop()
@@ -143,7 +146,7 @@ class Service:
   async def _generate_unary(
     self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
   ) -> pb.GenerateUnaryResponse:
-    backend = self._admit()
+    backend = self.admit()
     generation = await self._start(backend, request, context)
     try:
       await generation.wait_ended()
@@ -164,7 +167,7 @@ class Service:
     return response
 
   async def _abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-    backend = self._opened()
+    backend = self.opened()
     if not 1 <= len(request.request_ids) <= validation.MAX_ABORTS:
       raise InvalidRequest(
         f"request_ids has {len(request.request_ids)} entries, allowed are 1 to "
@@ -182,25 +185,25 @@ class Service:
     )
 
   async def _tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
-    backend = self._opened()
+    backend = self.opened()
     validation.check_model(request.model, backend.model)
     return pb.TokenizeResponse(token_ids=await self._prompt_token_ids(request, backend.tokenizer))
 
   async def _detokenize(
     self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
   ) -> pb.DetokenizeResponse:
-    backend = self._opened()
+    backend = self.opened()
     validation.check_model(request.model, backend.model)
     tokenizer = validation.need_tokenizer(backend.tokenizer, "Detokenize")
     validation.check_token_ids("token_ids", request.token_ids, backend.config.vocab_size)
     skip = request.skip_special_tokens or not request.HasField("skip_special_tokens")
-    text = await self._in_pool(lambda: tokenizer.decode(list(request.token_ids), skip_special_tokens=skip))
+    text = await self.in_pool(lambda: tokenizer.decode(list(request.token_ids), skip_special_tokens=skip))
     return pb.DetokenizeResponse(text=text)
 
   async def _get_model_info(
     self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
   ) -> pb.GetModelInfoResponse:
-    backend = self._opened()
+    backend = self.opened()
     config, tokenizer = backend.config, backend.tokenizer
     return pb.GetModelInfoResponse(
       model=backend.model,
@@ -218,7 +221,7 @@ class Service:
     )
 
   async def _get_load(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
-    backend = self._opened()
+    backend = self.opened()
     wants_steps = request.HasField("steps_after_s")
     stats = backend.engine.stats(RING_STEPS if wants_steps else 0)
     nothing = RungTotals()
@@ -266,19 +269,19 @@ class Service:
       steps=[pb.StepLoad(**step._asdict()) for step in stats.steps if step.time > request.steps_after_s],
     )
 
-  # Their common parts.
+  # Their common parts; those without an underscore are also what the HTTP side goes through.
 
-  def _opened(self) -> Backend:
+  def opened(self) -> Backend:
     """The backend, also while draining; raises what keeps the server shut."""
     if self._backend is None or isinstance(self._closed, EngineDead):
       raise self._closed or Starting("the model is loading")
     return self._backend
 
-  def _admit(self) -> Backend:
+  def admit(self) -> Backend:
     """The backend, for new work."""
     if self._closed is not None:
       raise self._closed
-    return self._opened()
+    return self.opened()
 
   async def _start(
     self, backend: Backend, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
@@ -290,17 +293,18 @@ class Service:
     remaining = context.time_remaining()
     if remaining is not None and remaining <= 0:
       raise DeadlineExceeded("the deadline had passed before the request was queued; allow more time")
-    self._admit()  # a drain may have begun while the prompt was tokenized
+    self.admit()  # a drain may have begun while the prompt was tokenized
     return backend.generations.start(call, remaining)
 
   async def _prompt_token_ids(
     self, request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer: Tokenizer | None
   ) -> list[int]:
     if request.WhichOneof("prompt") == "chat" or len(request.text) > _INLINE_CHARS:
-      return await self._in_pool(lambda: validation.prompt_token_ids(request, tokenizer))
+      return await self.in_pool(lambda: validation.prompt_token_ids(request, tokenizer))
     return validation.prompt_token_ids(request, tokenizer)
 
-  async def _in_pool(self, work: Callable[[], Any]) -> Any:
+  async def in_pool(self, work: Callable[[], Any]) -> Any:
+    """Runs `work`, which takes long for a long text, away from the loop."""
     return await asyncio.get_running_loop().run_in_executor(self._text_pool, work)
 
   def _unary(
