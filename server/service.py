@@ -216,7 +216,7 @@ class Service:
       max_num_seqs=config.max_num_seqs,
       block_size=config.block_size,
       num_blocks=config.num_blocks,
-      server_version=_version(),
+      server_version=server_version(),
       batching=config.batching,
     )
 
@@ -346,7 +346,8 @@ async def _guard(
     await status.abort(context, error)
 
 
-def _version() -> str:
+def server_version() -> str:
+  """Of the installed package."""
   try:
     return metadata.version("sluice-serve")
   except metadata.PackageNotFoundError:

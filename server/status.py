@@ -53,7 +53,7 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn
   code = code_of(error)
   known = any(isinstance(error, kind) for kind, _ in _CODES)
   if known and isinstance(error, engine_errors.EngineError):
-    message, reason = _shorten(str(error)), error.reason
+    message, reason = shorten(str(error)), error.reason
   else:
     incident = secrets.token_hex(4)
     _log.error("incident %s: a request failed in our own code", incident, exc_info=error)
@@ -61,12 +61,11 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn
   details = [_pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))]
   metadata = []
   if code is grpc.StatusCode.INVALID_ARGUMENT:
-    field = _FIELD.match(message)
     details.append(
       _pack(
         error_details_pb2.BadRequest(
           field_violations=[
-            error_details_pb2.BadRequest.FieldViolation(field=field[1] if field else "", description=message)
+            error_details_pb2.BadRequest.FieldViolation(field=field_of(message) or "", description=message)
           ]
         )
       )
@@ -88,7 +87,14 @@ def _pack(message) -> any_pb2.Any:
   return packed
 
 
-def _shorten(message: str) -> str:
+def field_of(message: str) -> str | None:
+  """The field that a message of an InvalidRequest is about, if it names one."""
+  found = _FIELD.match(message)
+  return found[1] if found else None
+
+
+def shorten(message: str) -> str:
+  """A message as long as clients can take."""
   raw = message.encode("utf-8", "replace")
   if len(raw) <= _MAX_MESSAGE_BYTES:
     return message
