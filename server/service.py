@@ -267,6 +267,7 @@ class Service:
       lost_tokens_total=stats.num_lost_tokens,
       now_s=backend.engine.now(),
       steps=[pb.StepLoad(**step._asdict()) for step in stats.steps if step.time > request.steps_after_s],
+      requests=[pb.RequestLoad(**ended._asdict()) for ended in stats.requests if ended.end > request.steps_after_s],
     )
 
   # Their common parts; those without an underscore are also what the HTTP side goes through.

@@ -339,7 +339,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self, steps_after_s: _Optional[float] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("uptime_s", "load_s", "warmup_s", "peak_rss_bytes", "compiles_after_ready", "running_requests", "queued_requests", "queued_tokens", "max_num_seqs", "kv_blocks_total", "kv_blocks_in_use", "kv_blocks_cached", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "output_tokens_total", "preemptions_total", "prefix_hit_tokens_total", "requests_finished_total", "rungs", "idle_slots_total", "lost_tokens_total", "now_s", "steps")
+    __slots__ = ("uptime_s", "load_s", "warmup_s", "peak_rss_bytes", "compiles_after_ready", "running_requests", "queued_requests", "queued_tokens", "max_num_seqs", "kv_blocks_total", "kv_blocks_in_use", "kv_blocks_cached", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "output_tokens_total", "preemptions_total", "prefix_hit_tokens_total", "requests_finished_total", "rungs", "idle_slots_total", "lost_tokens_total", "now_s", "steps", "requests")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     WARMUP_S_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +365,7 @@ class GetLoadResponse(_message.Message):
     LOST_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     NOW_S_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     load_s: float
     warmup_s: float
@@ -390,7 +391,8 @@ class GetLoadResponse(_message.Message):
     lost_tokens_total: int
     now_s: float
     steps: _containers.RepeatedCompositeFieldContainer[StepLoad]
-    def __init__(self, uptime_s: _Optional[float] = ..., load_s: _Optional[float] = ..., warmup_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., requests_finished_total: _Optional[int] = ..., rungs: _Optional[_Iterable[_Union[RungLoad, _Mapping]]] = ..., idle_slots_total: _Optional[int] = ..., lost_tokens_total: _Optional[int] = ..., now_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepLoad, _Mapping]]] = ...) -> None: ...
+    requests: _containers.RepeatedCompositeFieldContainer[RequestLoad]
+    def __init__(self, uptime_s: _Optional[float] = ..., load_s: _Optional[float] = ..., warmup_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., requests_finished_total: _Optional[int] = ..., rungs: _Optional[_Iterable[_Union[RungLoad, _Mapping]]] = ..., idle_slots_total: _Optional[int] = ..., lost_tokens_total: _Optional[int] = ..., now_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepLoad, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RequestLoad, _Mapping]]] = ...) -> None: ...
 
 class RungLoad(_message.Message):
     __slots__ = ("tokens", "rows", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "idle_slots_total", "host_s_total", "device_s_total")
@@ -463,3 +465,31 @@ class StepLoad(_message.Message):
     device_s: float
     commit_s: float
     def __init__(self, step: _Optional[int] = ..., side: _Optional[str] = ..., time: _Optional[float] = ..., shape_tokens: _Optional[int] = ..., shape_rows: _Optional[int] = ..., num_rows: _Optional[int] = ..., decode_rows: _Optional[int] = ..., decode_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_keys: _Optional[int] = ..., prefill_pairs: _Optional[int] = ..., padding: _Optional[int] = ..., idle_slots: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., kv_slots: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., host_s: _Optional[float] = ..., device_s: _Optional[float] = ..., commit_s: _Optional[float] = ...) -> None: ...
+
+class RequestLoad(_message.Message):
+    __slots__ = ("id", "side", "reason", "arrival", "first_scheduled", "first_token", "end", "prompt_tokens", "cached_tokens", "output_tokens", "lost_tokens", "num_preemptions")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SIDE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SCHEDULED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    side: str
+    reason: str
+    arrival: float
+    first_scheduled: float
+    first_token: float
+    end: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    lost_tokens: int
+    num_preemptions: int
+    def __init__(self, id: _Optional[str] = ..., side: _Optional[str] = ..., reason: _Optional[str] = ..., arrival: _Optional[float] = ..., first_scheduled: _Optional[float] = ..., first_token: _Optional[float] = ..., end: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., lost_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ...) -> None: ...

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 import threading
+import time
 
 import grpc
 import pytest
@@ -323,6 +324,40 @@ def test_load_counts(served):
   )
   assert served.model.GetLoad(pb.GetLoadRequest(steps_after_s=steps[-2].time)).steps == steps[-1:]
   assert load.peak_rss_bytes > 1 << 20 and load.uptime_s > 0 and load.compiles_after_ready == 0
+
+
+def test_load_tells_of_requests_that_ended(served):
+  def ended(after_s: float) -> list[pb.RequestLoad]:
+    return list(served.model.GetLoad(pb.GetLoadRequest(steps_after_s=after_s)).requests)
+
+  for name, count in (("one", 3), ("two", 4)):
+    generate(served, request_id=name, token_ids=IDS, stopping=pb.StopParams(max_tokens=count, ignore_eos=True))
+  served.wait_until(lambda: len(ended(0)) == 2)  # kept just after its last token is sent
+  one, two = ended(0)
+  assert [(record.id, record.reason, record.output_tokens) for record in (one, two)] == [
+    ("one", "length", 3),
+    ("two", "length", 4),
+  ]
+  assert one.prompt_tokens == 4 and one.arrival <= one.first_scheduled <= one.first_token <= one.end
+  assert ended(one.end) == [two]
+  assert not served.model.GetLoad(pb.GetLoadRequest()).requests, "they come only when asked for"
+  # One that ended before its first step: those times are unset.
+  served.runner.go.clear()
+  first = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=2)))
+  served.wait_until(lambda: served.engine.stats().num_running == 1)
+  request = pb.GenerateRequest(request_id="late", token_ids=IDS)
+  request.queue_timeout.FromMilliseconds(1)
+  late = served.generation.Generate(request)
+  served.wait_until(lambda: served.engine.num_live == 2)
+  time.sleep(0.01)
+  served.runner.go.set()
+  list(first)
+  with pytest.raises(grpc.RpcError):
+    list(late)
+  served.wait_until(lambda: len(ended(two.end)) == 2)
+  record = next(record for record in ended(two.end) if record.id == "late")
+  assert record.reason == "timeout" and record.end > record.arrival
+  assert not record.HasField("first_scheduled") and not record.HasField("first_token")
 
 
 def test_nan_ends_one_stream_alone(tokenizer):
