@@ -16,6 +16,8 @@ from engine.disaggregated import AnyEngine
 from engine.errors import ConfigError
 from engine.request import TokenEvent
 from server.errors import Draining, EngineDead
+from server.http.app import HttpOptions, make_app
+from server.http.listener import Listener
 from server.service import GENERATION_SERVICE, MODEL_SERVICE, Backend, Service
 
 # A process has to be told apart from a machine: liveness is "", readiness is each service's name.
@@ -44,6 +46,8 @@ class HostOptions:
     drain_timeout_s: how long what is running may take to finish then.
     step_timeout_s: an engine whose loop has not turned for this long is not alive.
     enable_reflection: answer grpcurl and the like.
+    http_host, http_port: address of the HTTP side; an empty host is `host`, port -1 is no HTTP.
+    http_allowed_hosts, strict_requests: as in HttpOptions.
   """
 
   host: str = "127.0.0.1"
@@ -59,10 +63,18 @@ class HostOptions:
   drain_timeout_s: float = 30.0
   step_timeout_s: float = 60.0
   enable_reflection: bool = True
+  http_host: str = ""
+  http_port: int = -1
+  http_allowed_hosts: tuple[str, ...] = ()
+  strict_requests: bool = False
 
 
 class Host:
-  """A gRPC server and the thread of its engine. All methods but `emit` belong to one event loop."""
+  """A gRPC server, an HTTP server and the thread of their engine. All methods but `emit` belong to one event loop.
+
+  Attributes:
+    http_port: where HTTP listens, once started; -1 is nowhere.
+  """
 
   def __init__(self, options: HostOptions):
     """Must be made inside the running event loop."""
@@ -71,6 +83,8 @@ class Host:
     self._service = Service(stream_stall_timeout_s=options.stream_stall_timeout_s)
     self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
     self._server = _new_server(options)
+    self._http: Listener | None = None
+    self.http_port = -1
     self._backend: Backend | None = None
     self._thread: threading.Thread | None = None
     self._stop_engine = threading.Event()
@@ -98,8 +112,25 @@ class Host:
       _add_reflection(self._server)
     await self._health.set(LIVENESS, _SERVING)
     await self._set_ready(False)
+    await self._start_http()
     await self._server.start()
     return port
+
+  async def _start_http(self) -> None:
+    options = self._options
+    if options.http_port < 0:
+      return
+    http_options = HttpOptions(
+      host=options.http_host or options.host,
+      port=options.http_port,
+      max_body_bytes=options.max_request_bytes,
+      max_requests=options.max_concurrent_rpcs,
+      stream_stall_timeout_s=options.stream_stall_timeout_s,
+      allowed_hosts=tuple(options.http_allowed_hosts),
+      strict_requests=options.strict_requests,
+    )
+    self._http = Listener(make_app(self._service, http_options), http_options)
+    self.http_port = await self._http.start()
 
   def emit(self, events: list[TokenEvent]) -> None:
     """The engine's way out: one wake of the loop a step. Called on the engine's thread."""
@@ -160,7 +191,10 @@ class Host:
       )
 
   async def _take_down(self) -> int:
-    await self._server.stop(_FAREWELL_S)
+    farewells = [self._server.stop(_FAREWELL_S)]
+    if self._http is not None:
+      farewells.append(self._http.stop(_FAREWELL_S))
+    await asyncio.gather(*farewells)
     if self._backend is not None:
       await self._wait_engine_idle(self._backend.engine)
     self._stop_engine.set()

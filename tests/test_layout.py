@@ -19,6 +19,7 @@ ROOMS = (
   ("models/", {"models", "pallas_kernels", "jax", "flax", "numpy"}),
   ("pallas_kernels/", {"pallas_kernels", "jax", "numpy"}),
   ("server/main.py", None),
+  ("server/http/", {"engine", "server", "google", "h11", "starlette", "uvicorn"}),
   (
     "server/",
     {"engine", "server", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "jinja2", "tokenizers"},

@@ -1,0 +1,188 @@
+"""The HTTP application: which path is answered by what, and the guard around all of them. Knows no socket.
+
+The guard sees every request first and every error last: request ids, credentials, the Host header, the number of
+requests at once, header sizes; and whatever goes wrong leaves as OpenAI's error object, never as a Python text.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import email.utils
+import re
+import secrets
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.errors import Overloaded
+from server.auth import ApiKeys
+from server.http.errors import Answer, Refused, answer
+from server.http.exchange import ClientGone
+from server.service import Service, server_version
+
+# Answered without a key, for probes have none.
+PROBES = ("/health", "/ready")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HttpOptions:
+  """What the HTTP side may be told. Times in seconds.
+
+  Attributes:
+    host, port: address to bind; port 0 lets the system choose.
+    max_body_bytes: larger bodies are 413.
+    max_header_bytes: more headers are 431.
+    max_requests: more at once are 429.
+    max_connections: more are closed at once.
+    head_timeout_s, body_timeout_s: how long a client may take to send a request's headers, and its body.
+    idle_timeout_s: a connection without a request is closed after it.
+    stream_stall_timeout_s: stop the work for a client that takes nothing for this long, and cut its connection.
+    strict_requests: unknown fields are 400, instead of ignored and named in a header.
+    allowed_hosts: what the Host header may say, "*" for anything. Empty: local names alone, where the address is a
+      local one and no key is asked for (a page of somebody's site must not reach the model through DNS rebinding),
+      else anything.
+  """
+
+  host: str = "127.0.0.1"
+  port: int = 8000
+  max_body_bytes: int = 4 << 20
+  max_header_bytes: int = 16 << 10
+  max_requests: int = 2048
+  max_connections: int = 4096
+  head_timeout_s: float = 10.0
+  body_timeout_s: float = 30.0
+  idle_timeout_s: float = 75.0
+  stream_stall_timeout_s: float = 30.0
+  strict_requests: bool = False
+  allowed_hosts: tuple[str, ...] = ()
+
+
+def make_app(
+  service: Service,
+  options: HttpOptions | None = None,
+  *,
+  api_keys: ApiKeys | None = None,
+  extra_routes: Sequence[BaseRoute] = (),
+  public_paths: Sequence[str] = (),
+) -> ASGIApp:
+  """The application.
+
+  Args:
+    service: what serves, or says why not; the gRPC side goes through the same.
+    options: limits; None takes the defaults.
+    api_keys: who may call; None lets everybody.
+    extra_routes: of other pages, behind the same guard.
+    public_paths: of those that are answered without a key, besides the probes.
+  """
+  options = options or HttpOptions()
+  router = Router([*_probes(service), *extra_routes], redirect_slashes=False)
+  return _Guard(router, options, api_keys, frozenset((*PROBES, *public_paths)))
+
+
+def _probes(service: Service) -> list[Route]:
+  async def health(request: Request) -> Response:
+    """Alive: the process need not be killed. True while loading and draining, too."""
+    return JSONResponse({"status": "ok" if service.alive else "dead"}, 200 if service.alive else 503)
+
+  async def ready(request: Request) -> Response:
+    """Requests can be sent here."""
+    return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
+
+  async def version(request: Request) -> Response:
+    return JSONResponse({"version": server_version()})
+
+  return [Route("/health", health), Route("/ready", ready), Route("/version", version)]
+
+
+class _Guard:
+  """ASGI middleware; see the module."""
+
+  def __init__(self, app: ASGIApp, options: HttpOptions, api_keys: ApiKeys | None, public_paths: frozenset[str]):
+    self._app = app
+    self._options = options
+    self._api_keys = api_keys
+    self._public_paths = public_paths
+    self._allowed_hosts = _allowed_hosts(options, api_keys)
+    self._num_requests = 0
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    assert scope["type"] == "http", "neither WebSocket nor lifespan is switched on"
+    headers = Headers(scope=scope)
+    request_id = headers.get("x-request-id", "")
+    if not _REQUEST_ID.fullmatch(request_id):
+      request_id = f"req-{secrets.token_hex(16)}"
+    state = scope.setdefault("state", {})
+    started = False
+
+    async def send_more(message: Message) -> None:
+      nonlocal started
+      if message["type"] == "http.response.start":
+        started = True
+        message["headers"] = [
+          *message.get("headers", ()),
+          (b"x-request-id", request_id.encode()),
+          (b"x-content-type-options", b"nosniff"),
+          (b"date", email.utils.formatdate(usegmt=True).encode()),
+        ]
+      await send(message)
+
+    scope["app"] = self  # has the router raise its 404 and 405 instead of answering them
+    self._num_requests += 1
+    try:
+      self._check(scope, headers)
+      await self._app(scope, receive, send_more)
+    except ClientGone:
+      pass
+    except Exception as error:
+      said = answer(error)
+      if not started:
+        await _error_response(said)(scope, receive, send_more)
+      elif "abort" in state:
+        state["abort"]()  # half an answer must not look like a whole one
+    finally:
+      self._num_requests -= 1
+
+  def _check(self, scope: Scope, headers: Headers) -> None:
+    options = self._options
+    size = sum(len(name) + len(value) for name, value in headers.raw)
+    if size > options.max_header_bytes:
+      raise Refused(431, f"the headers have {size} bytes, the limit is {options.max_header_bytes}: send fewer")
+    host = headers.get("host", "")
+    if self._allowed_hosts is not None and _host_name(host) not in self._allowed_hosts:
+      raise Refused(
+        403,
+        f"the Host header {host!r:.80} is not one of this server's names; call it as 127.0.0.1 or localhost, or name "
+        "the host in --http_allowed_hosts",
+        code="host_not_allowed",
+      )
+    state = scope["state"]
+    state["tenant"] = ""
+    path = scope["path"]
+    if self._api_keys is not None and path not in self._public_paths:
+      state["tenant"] = self._api_keys.check(headers.get("authorization"), headers.get("x-api-key"))
+    if self._num_requests > options.max_requests and path not in PROBES:
+      raise Overloaded(f"{options.max_requests} requests are being served, which is the limit; try again later")
+
+
+def _error_response(said: Answer) -> Response:
+  return JSONResponse(said.body, said.status, said.headers)
+
+
+def _allowed_hosts(options: HttpOptions, api_keys: ApiKeys | None) -> frozenset[str] | None:
+  """None is any."""
+  if "*" in options.allowed_hosts:
+    return None
+  if options.allowed_hosts:
+    return frozenset(host.lower() for host in options.allowed_hosts)
+  local = options.host in ("localhost", "::1") or options.host.startswith("127.")
+  return frozenset((*_LOCAL_HOSTS, options.host)) if local and api_keys is None else None
+
+
+def _host_name(host: str) -> str:
+  """Without the port."""
+  name, colon, port = host.rpartition(":")
+  return (name if colon and port.isdigit() else host).lower()
