@@ -22,7 +22,7 @@ import stat
 from typing import Self
 
 from engine.errors import ConfigError
-from server.errors import Unauthenticated
+from server.errors import PermissionDenied, Unauthenticated
 
 # Shorter keys can be guessed; more or longer ones are another file than this.
 MIN_KEY_CHARS = 16
@@ -118,6 +118,25 @@ class ApiKeys:
     else:
       self._refused = None
       _log.info("API keys were read again: %d", len(self))
+
+
+def bind_tenant(asked: str, of_key: str | None) -> str:
+  """Whose request it is: the key's tenant where keys are asked for, else what the request says.
+
+  Args:
+    asked: the request's own word; may be empty.
+    of_key: from `ApiKeys`, or None where there are none.
+
+  Raises:
+    PermissionDenied: the request says it is somebody else's.
+  """
+  if of_key is None:
+    return asked
+  if asked not in ("", of_key):
+    raise PermissionDenied(
+      f"tenant={asked!r:.80} is not that of this API key; leave it empty, the key says whose it is"
+    )
+  return of_key
 
 
 def _read(path: pathlib.Path) -> _Loaded:

@@ -27,6 +27,12 @@ class NoChatTemplate(EngineError):
   reason = "NO_CHAT_TEMPLATE"
 
 
+class UnknownMethod(EngineError):
+  """No such method here."""
+
+  reason = "UNKNOWN_METHOD"
+
+
 class Unauthenticated(EngineError):
   """No API key, or one that is not in the file."""
 
@@ -37,6 +43,12 @@ class PermissionDenied(EngineError):
   """A known caller may not do this."""
 
   reason = "PERMISSION_DENIED"
+
+
+class NotConfigured(EngineError):
+  """The server was started without what this needs."""
+
+  reason = "NOT_CONFIGURED"
 
 
 class DeadlineExceeded(EngineError):
@@ -64,9 +76,10 @@ class SlowConsumer(EngineError):
 
 
 class Starting(Unavailable):
-  """The model is loading or compiling."""
+  """The model is loading or compiling; `retry_after_s` is when asking again makes sense."""
 
   reason = "STARTING"
+  retry_after_s = 1.0
 
 
 class Draining(Unavailable):

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 import contextlib
 import dataclasses
+import ipaddress
 import logging
 import socket
 import threading
@@ -15,15 +16,22 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from engine.disaggregated import AnyEngine
 from engine.errors import ConfigError
 from engine.request import TokenEvent
+from server.access_log import AccessLog
+from server.admin import ADMIN_SERVICE, CHANNELZ_SERVICE, AdminActions, AdminService
+from server.auth import ApiKeys
 from server.errors import Draining, EngineDead
 from server.http.app import HttpOptions, make_app
 from server.http.listener import Listener
+from server.interceptors import HEALTH_METHODS, REFLECTION_METHODS, CallInterceptor
 from server.service import GENERATION_SERVICE, MODEL_SERVICE, Backend, Service
+from server.tls import Certificates, make_certificates
 
 # A process has to be told apart from a machine: liveness is "", readiness is each service's name.
 LIVENESS = ""
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# Calls beside the limited ones: probes, and calls that are about to be refused.
+_SPARE_RPCS = 1024
 # Time for statuses to reach clients after the last generation has ended.
 _FAREWELL_S = 2.0
 
@@ -36,16 +44,27 @@ class HostOptions:
 
   Attributes:
     host, port: address to bind; port 0 lets the system choose.
-    max_request_bytes: larger messages are RESOURCE_EXHAUSTED.
+    max_request_bytes, max_response_bytes: larger messages are RESOURCE_EXHAUSTED.
+    max_metadata_bytes: the same for a call's metadata.
     max_concurrent_rpcs: more are RESOURCE_EXHAUSTED at once.
+    max_concurrent_streams: calls on one connection; gRPC's clients keep further ones to themselves until one ends.
     keepalive_time_s, keepalive_timeout_s: ping a silent client, and how long to wait for its answer.
     min_ping_interval_s: clients may ping this often while nothing is sent (a long prefill sends nothing).
+    max_connection_idle_s: close connections without a call for this long; 0 is never.
     max_connection_age_s: close connections gracefully after it, so that balancers can rebalance; 0 is never.
+    max_connection_age_grace_s: how long the calls on such a connection may still take.
     stream_stall_timeout_s: stop the work for a client that takes nothing for this long.
     drain_delay_s: after SIGTERM, go on accepting while balancers learn that the server is not ready.
     drain_timeout_s: how long what is running may take to finish then.
     step_timeout_s: an engine whose loop has not turned for this long is not alive.
     enable_reflection: answer grpcurl and the like.
+    api_key_file: calls need one of its keys, all but those of health; empty: none is asked for.
+    open_reflection: reflection needs no key either.
+    tls_cert_file, tls_key_file, tls_client_ca_file: as in Certificates; empty: no TLS, no certificates of clients.
+    access_log: a file, or "-" for standard error, that gets a line for each call; empty: none is written.
+    admin_host, admin_port: address of the admin service; port -1 is none. Beyond this machine it uses the same TLS.
+    admin_api_key_file: as api_key_file, for the admin service; the keys of users are not good there.
+    enable_channelz: collect gRPC's own statistics, and give them on the admin port.
     http_host, http_port: address of the HTTP side; an empty host is `host`, port -1 is no HTTP.
     http_allowed_hosts, strict_requests: as in HttpOptions.
   """
@@ -53,16 +72,31 @@ class HostOptions:
   host: str = "127.0.0.1"
   port: int = 50051
   max_request_bytes: int = 4 << 20
+  max_response_bytes: int = 64 << 20
+  max_metadata_bytes: int = 16 << 10
   max_concurrent_rpcs: int = 2048
+  max_concurrent_streams: int = 1024
   keepalive_time_s: float = 60.0
   keepalive_timeout_s: float = 20.0
   min_ping_interval_s: float = 10.0
+  max_connection_idle_s: float = 1800.0
   max_connection_age_s: float = 0.0
+  max_connection_age_grace_s: float = 600.0
   stream_stall_timeout_s: float = 30.0
   drain_delay_s: float = 0.0
   drain_timeout_s: float = 30.0
   step_timeout_s: float = 60.0
   enable_reflection: bool = True
+  api_key_file: str = ""
+  open_reflection: bool = False
+  tls_cert_file: str = ""
+  tls_key_file: str = ""
+  tls_client_ca_file: str = ""
+  access_log: str = ""
+  admin_host: str = "127.0.0.1"
+  admin_port: int = -1
+  admin_api_key_file: str = ""
+  enable_channelz: bool = False
   http_host: str = ""
   http_port: int = -1
   http_allowed_hosts: tuple[str, ...] = ()
@@ -74,15 +108,39 @@ class Host:
 
   Attributes:
     http_port: where HTTP listens, once started; -1 is nowhere.
+    admin_port: where the admin service listens, once started; -1 is nowhere.
   """
 
-  def __init__(self, options: HostOptions):
-    """Must be made inside the running event loop."""
+  def __init__(self, options: HostOptions, admin: AdminActions | None = None):
+    """Must be made inside the running event loop.
+
+    Args:
+      options: flags' values.
+      admin: what the admin service may do; needed where it has a port.
+
+    Raises:
+      ConfigError: a file of keys or certificates cannot be used, or the admin service would be open to others.
+    """
     self._options = options
     self._loop = asyncio.get_running_loop()
     self._service = Service(stream_stall_timeout_s=options.stream_stall_timeout_s)
     self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-    self._server = _new_server(options)
+    self._keys = ApiKeys.load(options.api_key_file) if options.api_key_file else None
+    self._certificates = make_certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
+    self._access_log = AccessLog(options.access_log) if options.access_log else None
+    open_methods = (HEALTH_METHODS, REFLECTION_METHODS) if options.open_reflection else (HEALTH_METHODS,)
+    self._server = _new_server(
+      options,
+      CallInterceptor(
+        keys=self._keys,
+        open_methods=open_methods,
+        max_concurrent_rpcs=options.max_concurrent_rpcs,
+        access_log=self._access_log,
+      ),
+    )
+    self._admin = admin
+    self._admin_server: grpc.aio.Server | None = None
+    self.admin_port = -1
     self._http: Listener | None = None
     self.http_port = -1
     self._backend: Backend | None = None
@@ -99,22 +157,47 @@ class Host:
       ConfigError: the address cannot be bound.
     """
     options = self._options
-    _check_free(options.host, options.port)
-    try:
-      port = self._server.add_insecure_port(_address(options.host, options.port))
-    except RuntimeError as error:
-      raise ConfigError(
-        f"cannot listen on {_address(options.host, options.port)}: {error}; choose another --port or --host"
-      ) from None
+    port = _bind(self._server, options.host, options.port, "", self._certificates)
     self._service.register(self._server)
     health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
     if options.enable_reflection:
-      _add_reflection(self._server)
+      _add_reflection(self._server, GENERATION_SERVICE, MODEL_SERVICE)
     await self._health.set(LIVENESS, _SERVING)
     await self._set_ready(False)
     await self._start_http()
+    await self._start_admin()
     await self._server.start()
     return port
+
+  async def _start_admin(self) -> None:
+    """A server of its own: no key and no load of a user reaches it, and it answers until the end of a drain."""
+    options = self._options
+    if options.admin_port < 0:
+      return
+    assert self._admin is not None, "an admin port needs its actions"
+    keys = ApiKeys.load(options.admin_api_key_file) if options.admin_api_key_file else None
+    local = is_local(options.admin_host)
+    if not local and (keys is None or self._certificates is None):
+      raise ConfigError(
+        f"admin_host={options.admin_host} can be reached by others, who could stop the server; give "
+        "--admin_api_key_file, --tls_cert_file and --tls_key_file, or keep it at 127.0.0.1"
+      )
+    server = _new_server(options, CallInterceptor(keys=keys, access_log=self._access_log))
+    self.admin_port = _bind(
+      server, options.admin_host, options.admin_port, "admin_", None if local else self._certificates
+    )
+    AdminService(self._admin, self._begin_drain).register(server, enable_channelz=options.enable_channelz)
+    health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+    if options.enable_reflection:
+      _add_reflection(server, ADMIN_SERVICE, *([CHANNELZ_SERVICE] if options.enable_channelz else []))
+    await server.start()
+    self._admin_server = server
+
+  def _begin_drain(self) -> int:
+    """Unlike a second signal, never makes it end early. Returns the live requests."""
+    if not self.stopping:
+      self.request_stop()
+    return len(self._backend.generations) if self._backend is not None else 0
 
   async def _start_http(self) -> None:
     options = self._options
@@ -129,7 +212,7 @@ class Host:
       allowed_hosts=tuple(options.http_allowed_hosts),
       strict_requests=options.strict_requests,
     )
-    self._http = Listener(make_app(self._service, http_options), http_options)
+    self._http = Listener(make_app(self._service, http_options, api_keys=self._keys), http_options)
     self.http_port = await self._http.start()
 
   def emit(self, events: list[TokenEvent]) -> None:
@@ -195,12 +278,16 @@ class Host:
     if self._http is not None:
       farewells.append(self._http.stop(_FAREWELL_S))
     await asyncio.gather(*farewells)
+    if self._admin_server is not None:
+      await self._admin_server.stop(None)
     if self._backend is not None:
       await self._wait_engine_idle(self._backend.engine)
     self._stop_engine.set()
     if self._thread is not None:
       await self._loop.run_in_executor(None, self._thread.join, self._options.step_timeout_s)
     self._service.shutdown()
+    if self._access_log is not None:
+      self._access_log.close()
     backend = self._backend
     if backend is not None:
       stats = backend.engine.stats()
@@ -274,26 +361,40 @@ async def _first(*waits) -> None:
       task.cancel()
 
 
-def _new_server(options: HostOptions) -> grpc.aio.Server:
+def _new_server(options: HostOptions, interceptor: CallInterceptor) -> grpc.aio.Server:
   arguments = {
     # With port sharing a second server would bind silently and take half of the connections.
     "grpc.so_reuseport": 0,
     "grpc.max_receive_message_length": options.max_request_bytes,
-    "grpc.max_send_message_length": -1,
+    "grpc.max_send_message_length": options.max_response_bytes,
+    # The first is where gRPC begins to refuse at random, the second where it always does.
+    "grpc.max_metadata_size": options.max_metadata_bytes,
+    "grpc.absolute_max_metadata_size": options.max_metadata_bytes,
+    "grpc.max_concurrent_streams": options.max_concurrent_streams,
     "grpc.keepalive_time_ms": round(1000 * options.keepalive_time_s),
     "grpc.keepalive_timeout_ms": round(1000 * options.keepalive_timeout_s),
     "grpc.keepalive_permit_without_calls": 1,
     "grpc.http2.min_recv_ping_interval_without_data_ms": round(1000 * options.min_ping_interval_s),
     "grpc.http2.max_ping_strikes": 2,
+    "grpc.enable_channelz": int(options.enable_channelz),
   }
+  if options.max_connection_idle_s:
+    arguments["grpc.max_connection_idle_ms"] = round(1000 * options.max_connection_idle_s)
   if options.max_connection_age_s:
     arguments["grpc.max_connection_age_ms"] = round(1000 * options.max_connection_age_s)
-  return grpc.aio.server(options=tuple(arguments.items()), maximum_concurrent_rpcs=options.max_concurrent_rpcs)
+    arguments["grpc.max_connection_age_grace_ms"] = round(1000 * options.max_connection_age_grace_s)
+  return grpc.aio.server(
+    interceptors=(interceptor,),
+    options=tuple(arguments.items()),
+    # gRPC's own limit says neither why nor when to retry, and would refuse probes of health: it is for what the
+    # interceptor does not see, and leaves room for it.
+    maximum_concurrent_rpcs=options.max_concurrent_rpcs + _SPARE_RPCS,
+  )
 
 
-def _add_reflection(server: grpc.aio.Server) -> None:
+def _add_reflection(server: grpc.aio.Server, *services: str) -> None:
   """v1alpha, and the same under v1's name, which newer tools ask first: the messages are the same on the wire."""
-  names = (GENERATION_SERVICE, MODEL_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+  names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
   reflection.enable_server_reflection(names, server)
   servicer = reflection.aio.ReflectionServicer(names)
   server.add_generic_rpc_handlers(
@@ -312,7 +413,27 @@ def _add_reflection(server: grpc.aio.Server) -> None:
   )
 
 
-def _check_free(host: str, port: int) -> None:
+def is_local(host: str) -> bool:
+  """Whether only this machine reaches what is bound there."""
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return host == "localhost"
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int, flag: str, certificates: Certificates | None) -> int:
+  """The bound port. `flag` is what stands before "host" and "port" in the names of the flags."""
+  _check_free(host, port, flag)
+  address = _address(host, port)
+  try:
+    if certificates is not None:
+      return server.add_secure_port(address, certificates.credentials())
+    return server.add_insecure_port(address)
+  except RuntimeError as error:
+    raise ConfigError(f"cannot listen on {address}: {error}; choose another --{flag}port or --{flag}host") from None
+
+
+def _check_free(host: str, port: int, flag: str) -> None:
   """gRPC reports a busy port in several log lines; ask the system first and say it in one."""
   try:
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -321,7 +442,7 @@ def _check_free(host: str, port: int) -> None:
       probe.bind(address)
   except OSError as error:
     raise ConfigError(
-      f"cannot listen on {_address(host, port)}: {error.strerror}; choose another --port or --host"
+      f"cannot listen on {_address(host, port)}: {error.strerror}; choose another --{flag}port or --{flag}host"
     ) from None
 
 

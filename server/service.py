@@ -1,11 +1,10 @@
-"""The RPCs: bytes in, bytes out, every error a status. May not touch the engine except through `Backend`.
+"""The RPCs: a message in, messages out, errors raised. May not touch the engine except through `Backend`.
 
-Handlers take raw bytes: with gRPC's own deserialisers a malformed message would be answered UNKNOWN with a Python
-exception's text in it. The same wrapper keeps every other exception's text inside.
+Keys, request ids and the way from an error to a status are the interceptor's, without which no server may run these.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 import concurrent.futures
 import dataclasses
 from importlib import metadata
@@ -21,8 +20,9 @@ from engine.disaggregated import AnyEngine
 from engine.errors import InvalidRequest, Unavailable
 from engine.recorder import RING_STEPS, RungTotals
 from engine.shapes import ShapeLadder
-from server import status, validation
-from server.errors import DeadlineExceeded, EngineDead, MalformedRequest, SlowConsumer, Starting
+from server import interceptors, validation
+from server.auth import bind_tenant
+from server.errors import DeadlineExceeded, EngineDead, SlowConsumer, Starting
 from server.generation import Generation, Generations
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
@@ -89,18 +89,17 @@ class Service:
 
   def register(self, server: grpc.aio.Server) -> None:
     """Adds the services to a server that has not started."""
-    unary, stream = self._unary, self._stream
     services = {
       GENERATION_SERVICE: {
-        "Generate": stream(pb.GenerateRequest, self._generate),
-        "GenerateUnary": unary(pb.GenerateRequest, self._generate_unary),
-        "Abort": unary(pb.AbortRequest, self._abort),
-        "Tokenize": unary(pb.TokenizeRequest, self._tokenize),
-        "Detokenize": unary(pb.DetokenizeRequest, self._detokenize),
+        "Generate": _stream(pb.GenerateRequest, self._generate),
+        "GenerateUnary": _unary(pb.GenerateRequest, self._generate_unary),
+        "Abort": _unary(pb.AbortRequest, self._abort),
+        "Tokenize": _unary(pb.TokenizeRequest, self._tokenize),
+        "Detokenize": _unary(pb.DetokenizeRequest, self._detokenize),
       },
       MODEL_SERVICE: {
-        "GetModelInfo": unary(pb.GetModelInfoRequest, self._get_model_info),
-        "GetLoad": unary(pb.GetLoadRequest, self._get_load),
+        "GetModelInfo": _unary(pb.GetModelInfoRequest, self._get_model_info),
+        "GetLoad": _unary(pb.GetLoadRequest, self._get_load),
       },
     }
     server.add_generic_rpc_handlers(
@@ -119,6 +118,7 @@ class Service:
       async for message in generation.messages():
         if first:
           first = False
+          await interceptors.send_headers(context)
           message.started.CopyFrom(
             pb.Started(
               request_id=generation.request_id,
@@ -137,9 +137,11 @@ class Service:
           ),
         )
         try:
-          await context.write(message.SerializeToString())
+          await context.write(message)
         finally:
           stalled.cancel()
+        if message.finished:
+          _note_ended(message.finished)
     finally:
       backend.generations.close(generation)
 
@@ -164,6 +166,7 @@ class Service:
         text=delta.text, token_ids=delta.token_ids, logprobs=delta.logprobs, finished=output.finished
       )
     response.completions[-1].finished.last = True
+    _note_ended([completion.finished for completion in response.completions])
     return response
 
   async def _abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
@@ -290,12 +293,16 @@ class Service:
     """Checks and submits. Nothing awaits between submission and return, so the caller's `finally` cannot be missed."""
     validation.check_model(request.model, backend.model)
     prompt = await self._prompt_token_ids(request, backend.tokenizer)
+    caller = interceptors.current()
+    request.tenant = bind_tenant(request.tenant, caller.tenant)
     call = validation.generate_call(request, backend.config, backend.tokenizer, prompt)
     remaining = context.time_remaining()
     if remaining is not None and remaining <= 0:
       raise DeadlineExceeded("the deadline had passed before the request was queued; allow more time")
     self.admit()  # a drain may have begun while the prompt was tokenized
-    return backend.generations.start(call, remaining)
+    generation = backend.generations.start(call, remaining)
+    caller.notes.update(generation_id=generation.request_id, prompt_tokens=len(prompt))
+    return generation
 
   async def _prompt_token_ids(
     self, request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer: Tokenizer | None
@@ -308,43 +315,28 @@ class Service:
     """Runs `work`, which takes long for a long text, away from the loop."""
     return await asyncio.get_running_loop().run_in_executor(self._text_pool, work)
 
-  def _unary(
-    self, kind: type[protobuf_message.Message], method: Callable[[Any, Any], Awaitable[Any]]
-  ) -> grpc.RpcMethodHandler:
-    async def handle(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
-      return (await _guard(kind, method, raw, context)).SerializeToString()
 
-    return grpc.unary_unary_rpc_method_handler(handle)
-
-  def _stream(
-    self, kind: type[protobuf_message.Message], method: Callable[[Any, Any], Awaitable[None]]
-  ) -> grpc.RpcMethodHandler:
-    async def handle(raw: bytes, context: grpc.aio.ServicerContext) -> None:
-      await _guard(kind, method, raw, context)
-
-    return grpc.unary_stream_rpc_method_handler(handle)
+def _note_ended(endings: Iterable[pb.Finished]) -> None:
+  """For the access log: the tokens of outputs that came to their end."""
+  notes = interceptors.current().notes
+  notes["output_tokens"] = notes.get("output_tokens", 0) + sum(ended.usage.completion_tokens for ended in endings)
 
 
-async def _guard(
-  kind: type[protobuf_message.Message],
-  method: Callable[[Any, Any], Awaitable[Any]],
-  raw: bytes,
-  context: grpc.aio.ServicerContext,
-) -> Any:
-  """Parses and calls; whatever goes wrong leaves as a status."""
-  try:
-    try:
-      request = kind.FromString(raw)
-    except protobuf_message.DecodeError:
-      raise MalformedRequest(
-        f"the {len(raw)} bytes are no {kind.DESCRIPTOR.full_name}; generate the client from this "
-        "server's proto (reflection has it)"
-      ) from None
-    return await method(request, context)
-  except grpc.aio.AbortError:
-    raise
-  except Exception as error:
-    await status.abort(context, error)
+def _unary(
+  kind: type[protobuf_message.Message], method: Callable[[Any, Any], Awaitable[protobuf_message.Message]]
+) -> grpc.RpcMethodHandler:
+  return grpc.unary_unary_rpc_method_handler(method, kind.FromString, _serialize)
+
+
+def _stream(
+  kind: type[protobuf_message.Message], method: Callable[[Any, Any], Awaitable[None]]
+) -> grpc.RpcMethodHandler:
+  """Of a method that writes by itself."""
+  return grpc.unary_stream_rpc_method_handler(method, kind.FromString, _serialize)
+
+
+def _serialize(message: protobuf_message.Message) -> bytes:
+  return message.SerializeToString()
 
 
 def server_version() -> str:

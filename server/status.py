@@ -4,10 +4,10 @@ Texts of our own exceptions never leave the server: what is not an EngineError b
 also in the log.
 """
 
+import dataclasses
 import logging
 import re
 import secrets
-from typing import NoReturn
 
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
@@ -31,7 +31,9 @@ _CODES: tuple[tuple[type[engine_errors.EngineError], grpc.StatusCode], ...] = (
   (engine_errors.Unavailable, grpc.StatusCode.UNAVAILABLE),
   (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
   (errors.PermissionDenied, grpc.StatusCode.PERMISSION_DENIED),
+  (errors.UnknownMethod, grpc.StatusCode.UNIMPLEMENTED),
   (errors.ModelNotFound, grpc.StatusCode.NOT_FOUND),
+  (errors.NotConfigured, grpc.StatusCode.FAILED_PRECONDITION),
   (errors.NoTokenizer, grpc.StatusCode.FAILED_PRECONDITION),
   (errors.NoChatTemplate, grpc.StatusCode.FAILED_PRECONDITION),
   (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
@@ -48,18 +50,36 @@ def code_of(error: Exception) -> grpc.StatusCode:
   return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
-async def abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
-  """Ends the RPC with the error's status; always raises grpc.aio.AbortError."""
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """How an RPC that failed ends.
+
+  Attributes:
+    code, message: the status.
+    reason: of the ErrorInfo among the details.
+    metadata: trailing, with the details and, where a retry makes sense, the pushback.
+  """
+
+  code: grpc.StatusCode
+  message: str
+  reason: str
+  metadata: tuple[tuple[str, str | bytes], ...]
+
+
+def answer(error: Exception) -> Answer:
+  """The status of an error. One that no client should see goes to the log, under a number that the client gets."""
   code = code_of(error)
   known = any(isinstance(error, kind) for kind, _ in _CODES)
+  info = error_details_pb2.ErrorInfo(domain=DOMAIN)
   if known and isinstance(error, engine_errors.EngineError):
-    message, reason = shorten(str(error)), error.reason
+    message, info.reason = shorten(str(error)), error.reason
   else:
     incident = secrets.token_hex(4)
     _log.error("incident %s: a request failed in our own code", incident, exc_info=error)
-    message, reason = f"internal error, incident {incident} in the server's log", "INTERNAL"
-  details = [_pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))]
-  metadata = []
+    message, info.reason = f"internal error, incident {incident} in the server's log", "INTERNAL"
+    info.metadata["incident"] = incident
+  details = [_pack(info)]
+  metadata: list[tuple[str, str | bytes]] = []
   if code is grpc.StatusCode.INVALID_ARGUMENT:
     details.append(
       _pack(
@@ -70,15 +90,16 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn
         )
       )
     )
-  if isinstance(error, engine_errors.Overloaded):
+  if isinstance(error, engine_errors.Overloaded | errors.Starting):
+    retry_ms = round(1000 * error.retry_after_s)
     retry = error_details_pb2.RetryInfo()
-    retry.retry_delay.FromMilliseconds(round(1000 * error.retry_after_s))
+    retry.retry_delay.FromMilliseconds(retry_ms)
     details.append(_pack(retry))
-    metadata.append(("grpc-retry-pushback-ms", str(round(1000 * error.retry_after_s))))
+    # A6: a client with a retry policy waits this long, if no header was sent yet.
+    metadata.append(("grpc-retry-pushback-ms", str(retry_ms)))
   status = status_pb2.Status(code=code.value[0], message=message, details=details)
   metadata.append((_DETAILS_KEY, status.SerializeToString()))
-  await context.abort(code, message, trailing_metadata=tuple(metadata))
-  raise AssertionError("context.abort returned")
+  return Answer(code, message, info.reason, tuple(metadata))
 
 
 def _pack(message) -> any_pb2.Any:

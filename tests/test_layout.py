@@ -22,7 +22,18 @@ ROOMS = (
   ("server/http/", {"engine", "server", "google", "h11", "starlette", "uvicorn"}),
   (
     "server/",
-    {"engine", "server", "grpc", "grpc_health", "grpc_reflection", "grpc_status", "google", "jinja2", "tokenizers"},
+    {
+      "engine",
+      "server",
+      "grpc",
+      "grpc_channelz",
+      "grpc_health",
+      "grpc_reflection",
+      "grpc_status",
+      "google",
+      "jinja2",
+      "tokenizers",
+    },
   ),
   ("tools/", None),
 )

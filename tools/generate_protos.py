@@ -1,4 +1,4 @@
-"""Regenerates server/proto/*_pb2*.py from sluice.proto; run from the root. May not touch anything else.
+"""Regenerates server/proto/*_pb2*.py from the .proto files beside them; run from the root. May not touch anything else.
 
 python -m tools.generate_protos
 """
@@ -9,7 +9,7 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PROTO = "server/proto/sluice.proto"
+PROTOS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "server" / "proto").glob("*.proto"))
 
 
 def generate(out: pathlib.Path) -> list[pathlib.Path]:
@@ -30,11 +30,11 @@ def generate(out: pathlib.Path) -> list[pathlib.Path]:
     f"--python_out={out}",
     f"--pyi_out={out}",
     f"--grpc_python_out={out}",
-    PROTO,
+    *PROTOS,
   ]
   if protoc.main(arguments) != 0:
-    raise RuntimeError(f"protoc could not compile {PROTO}; its message is above")
-  return sorted((out / "server/proto").glob("sluice_pb2*"))
+    raise RuntimeError(f"protoc could not compile {', '.join(PROTOS)}; its message is above")
+  return sorted((out / "server/proto").glob("*_pb2*"))
 
 
 def main() -> int:

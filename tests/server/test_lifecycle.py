@@ -351,9 +351,11 @@ def test_more_rpcs_than_allowed_are_refused_at_once(tokenizer):
     served.runner.go.clear()
     calls = [served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER)) for _ in range(2)]
     served.wait_until(lambda: len(served.generations) == 2)
-    with pytest.raises(grpc.RpcError, match="limit exceeded") as caught:
+    with pytest.raises(grpc.RpcError, match="2 calls are in progress, the limit is 2; try again in 1 s") as caught:
       generate(served, token_ids=IDS)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason_of(caught.value) == "OVERLOADED"
+    assert dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+    assert health(served, "") == SERVING, "probes are not among them"
     for call in calls:
       call.cancel()
     served.runner.go.set()

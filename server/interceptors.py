@@ -1,0 +1,212 @@
+"""What every RPC goes through: key, limit, request id, opaque errors, access log. Knows no method of the services.
+
+A call that is refused here, and one whose handler fails before it has written, sends no header but a status alone, so
+that a client with a retry policy may try again.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+import contextlib
+import contextvars
+import dataclasses
+import re
+import secrets
+import time
+from typing import Any
+
+import grpc
+
+from engine.errors import EngineError, Overloaded
+from server import status
+from server.access_log import AccessLog
+from server.auth import ApiKeys
+from server.errors import MalformedRequest, UnknownMethod
+
+REQUEST_ID = "x-request-id"
+HEALTH_METHODS = "/grpc.health.v1.Health/"
+REFLECTION_METHODS = "/grpc.reflection."
+_REQUEST_ID_VALUE = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_OVERLOAD_RETRY_S = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+  """One RPC, as the access log and the handlers know it.
+
+  Attributes:
+    method: as on the wire, "/package.Service/Method".
+    request_id: the client's `x-request-id`, or ours.
+    tenant: of its API key; None where no key was asked for.
+    notes: what a handler adds to the log line: names and counts.
+  """
+
+  method: str
+  request_id: str
+  tenant: str | None = None
+  notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def headers(self) -> tuple[tuple[str, str], ...]:
+    """Metadata that every answer carries."""
+    return ((REQUEST_ID, self.request_id),)
+
+
+_current: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
+
+
+def current() -> Call:
+  """The RPC whose handler is running."""
+  return _current.get()
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+  """Stands before every handler of a server. All of it runs on the server's event loop."""
+
+  def __init__(
+    self,
+    *,
+    keys: ApiKeys | None = None,
+    open_methods: tuple[str, ...] = (HEALTH_METHODS,),
+    max_concurrent_rpcs: int | None = None,
+    access_log: AccessLog | None = None,
+  ):
+    """What to ask of calls.
+
+    Args:
+      keys: who may call; None: everybody.
+      open_methods: beginnings of methods that need no key.
+      max_concurrent_rpcs: more at a time are refused; probes of health do not count.
+      access_log: gets a line for each call but those of health; None: none is written.
+    """
+    self._keys = keys
+    self._open_methods = open_methods
+    self._max_concurrent_rpcs = max_concurrent_rpcs
+    self._access_log = access_log
+    self._num_calls = 0
+
+  async def intercept_service(
+    self,
+    continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+    handler_call_details: grpc.HandlerCallDetails,
+  ) -> grpc.RpcMethodHandler:
+    """The handler, wrapped; or one that refuses."""
+    metadata = dict(handler_call_details.invocation_metadata or ())
+    request_id = metadata.get(REQUEST_ID)
+    if not isinstance(request_id, str) or not _REQUEST_ID_VALUE.fullmatch(request_id):
+      request_id = secrets.token_hex(16)
+    call = Call(handler_call_details.method, request_id)
+    handler = await continuation(handler_call_details)
+    try:
+      self._check(call, metadata)
+      if handler is None:
+        raise UnknownMethod(f"method={call.method!r:.120} is not served here; reflection lists what is")
+    except EngineError as error:
+      return self._refusal(call, error)
+    return self._wrapped(call, handler)
+
+  def _check(self, call: Call, metadata: dict[str, Any]) -> None:
+    if self._keys is not None and not call.method.startswith(self._open_methods):
+      call.tenant = self._keys.check(metadata.get("authorization"), metadata.get("x-api-key"))
+    limit = self._max_concurrent_rpcs
+    if limit is not None and self._num_calls >= limit and not call.method.startswith(HEALTH_METHODS):
+      raise Overloaded(
+        f"{self._num_calls} calls are in progress, the limit is {limit}; try again in {_OVERLOAD_RETRY_S:g} s",
+        _OVERLOAD_RETRY_S,
+      )
+
+  def _refusal(self, call: Call, error: EngineError) -> grpc.RpcMethodHandler:
+    """Fits a method of any kind, for it reads no message."""
+
+    async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+      async with self._running(call, context):
+        raise error
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+  def _wrapped(self, call: Call, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    """The handler with bytes instead of a request: gRPC itself would answer what it cannot parse with an exception's
+    text."""
+    parse, serialize = handler.request_deserializer, handler.response_serializer
+    # Any, since the stubs know handlers of the threaded server only.
+    behaviour: Any
+    if handler.request_streaming:
+      behaviour = handler.stream_stream
+      assert handler.response_streaming, "no method takes a stream and gives one message"
+
+      async def stream_stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async with self._running(call, context):
+          async for response in behaviour((_parsed(parse, raw) async for raw in requests), context):
+            yield response
+
+      return grpc.stream_stream_rpc_method_handler(stream_stream, None, serialize)
+    if handler.response_streaming:
+      behaviour = handler.unary_stream
+
+      async def unary_stream(raw: bytes, context: grpc.aio.ServicerContext) -> None:
+        async with self._running(call, context):
+          await behaviour(_parsed(parse, raw), context)
+
+      return grpc.unary_stream_rpc_method_handler(unary_stream, None, serialize)
+    behaviour = handler.unary_unary
+    assert serialize is not None, "what is sent is bytes"
+
+    async def unary_unary(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+      async with self._running(call, context):
+        return serialize(await behaviour(_parsed(parse, raw), context))
+      raise AssertionError("not reached")
+
+    return grpc.unary_unary_rpc_method_handler(unary_unary)
+
+  @contextlib.asynccontextmanager
+  async def _running(self, call: Call, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Around a handler: whatever goes wrong leaves as a status, and every call leaves a line."""
+    _current.set(call)
+    context.set_trailing_metadata(call.headers)
+    is_probe = call.method.startswith(HEALTH_METHODS)
+    self._num_calls += not is_probe
+    started = time.monotonic()
+    code, reason = "OK", None
+    try:
+      yield
+    except asyncio.CancelledError:
+      # How gRPC says that nobody waits any more. Swallowing it would leak the call.
+      code = "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
+      raise
+    except grpc.aio.AbortError:
+      code = "ABORTED_BY_HANDLER"
+      raise
+    except Exception as error:
+      answer = status.answer(error)
+      code, reason = answer.code.name, answer.reason
+      await context.abort(answer.code, answer.message, answer.metadata + call.headers)
+    finally:
+      self._num_calls -= not is_probe
+      if self._access_log is not None and not is_probe:
+        self._access_log.write(
+          request_id=call.request_id,
+          method=call.method,
+          peer=context.peer(),
+          tenant=call.tenant,
+          code=code,
+          reason=reason,
+          duration_s=round(time.monotonic() - started, 6),
+          **call.notes,
+        )
+
+
+async def send_headers(context: grpc.aio.ServicerContext) -> None:
+  """Sends the initial metadata. From here on no client may retry, so call it with the first message, not before."""
+  await context.send_initial_metadata(current().headers)
+
+
+def _parsed(parse: Callable[[bytes], Any] | None, raw: bytes) -> Any:
+  if parse is None:
+    return raw
+  try:
+    return parse(raw)
+  except Exception:
+    kind = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
+    raise MalformedRequest(
+      f"the {len(raw)} bytes are no {kind.full_name if kind else 'request of this method'}; generate the client from "
+      "this server's proto (reflection has it)"
+    ) from None

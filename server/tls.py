@@ -1,0 +1,137 @@
+"""The server's certificate, read again when its files change. Knows no request; says nothing of a key but its path."""
+
+import logging
+import os
+import pathlib
+import ssl
+import stat
+
+import grpc
+
+from engine.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+type _Signature = tuple[tuple[int, ...] | None, ...]
+
+
+class Certificates:
+  """Certificate, key and, for mutual TLS, the authority that clients' certificates must come from.
+
+  gRPC asks at each handshake. Files that have changed are checked and taken; if they do not fit together, which they do
+  not while one of two is replaced, the old ones stay in use and the reason is logged once. Connections that are open
+  keep what they were made with: --max_connection_age_s ends them.
+  """
+
+  def __init__(self, cert_file: str, key_file: str, client_ca_file: str = ""):
+    """Reads the files.
+
+    Args:
+      cert_file: PEM, the server's certificate first, then intermediate ones.
+      key_file: PEM, without a passphrase.
+      client_ca_file: PEM of authorities; given, a client must present a certificate of theirs.
+
+    Raises:
+      ConfigError: with the file and the reason.
+    """
+    self._cert_file = pathlib.Path(cert_file)
+    self._key_file = pathlib.Path(key_file)
+    self._client_ca_file = pathlib.Path(client_ca_file) if client_ca_file else None
+    self._seen = self._signature()
+    self._initial = self._read()
+
+  def credentials(self) -> grpc.ServerCredentials:
+    """For add_secure_port."""
+    return grpc.dynamic_ssl_server_credentials(
+      self._initial,
+      self._renewed,  # pyright: ignore[reportArgumentType]  (the stub forgot None)
+      require_client_authentication=self._client_ca_file is not None,
+    )
+
+  def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+    """What to use from now on, or None for what was used before. Called on gRPC's threads, one at a time."""
+    signature = self._signature()
+    if signature == self._seen:
+      return None
+    self._seen = signature
+    try:
+      configuration = self._read()
+    except ConfigError as error:
+      _log.error("the certificate stays as it was: %s", error)
+      return None
+    _log.info("the certificate was read again from %s", self._cert_file)
+    return configuration
+
+  def _signature(self) -> _Signature:
+    """Tells whether a file has changed, be it by a write or by another file in its place."""
+    return tuple(_file_signature(path) for path in (self._cert_file, self._key_file, self._client_ca_file) if path)
+
+  def _read(self) -> grpc.ServerCertificateConfiguration:
+    certificate = _read_pem("tls_cert_file", self._cert_file)
+    key = _read_pem("tls_key_file", self._key_file)
+    mode = stat.S_IMODE(os.stat(self._key_file).st_mode)
+    if mode & 0o007:
+      raise ConfigError(
+        f"tls_key_file={self._key_file} has mode {mode:04o}, which opens it to every user of this machine; chmod 600 "
+        f"{self._key_file}"
+      )
+    # gRPC would take anything here and fail each handshake; OpenSSL says what is wrong.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+      context.load_cert_chain(self._cert_file, self._key_file, password=_no_passphrase)
+    except (ssl.SSLError, OSError, ValueError) as error:
+      raise ConfigError(
+        f"tls_cert_file={self._cert_file} and tls_key_file={self._key_file} cannot be used together "
+        f"({_reason(error)}); give a PEM certificate and its own PEM key, without a passphrase"
+      ) from None
+    authorities = None
+    if self._client_ca_file is not None:
+      authorities = _read_pem("tls_client_ca_file", self._client_ca_file)
+      try:
+        context.load_verify_locations(self._client_ca_file)
+      except (ssl.SSLError, OSError) as error:
+        raise ConfigError(
+          f"tls_client_ca_file={self._client_ca_file} cannot be used ({_reason(error)}); give PEM certificates"
+        ) from None
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], authorities)
+
+
+def make_certificates(cert_file: str, key_file: str, client_ca_file: str) -> Certificates | None:
+  """From three flags; None without TLS.
+
+  Raises:
+    ConfigError: one was given without those it needs, or a file cannot be used.
+  """
+  if not (cert_file or key_file or client_ca_file):
+    return None
+  if not (cert_file and key_file):
+    raise ConfigError(
+      f"tls_cert_file={cert_file!r}, tls_key_file={key_file!r}, tls_client_ca_file={client_ca_file!r}: TLS needs "
+      "--tls_cert_file and --tls_key_file together; --tls_client_ca_file adds to them"
+    )
+  return Certificates(cert_file, key_file, client_ca_file)
+
+
+def _read_pem(flag: str, path: pathlib.Path) -> bytes:
+  try:
+    return path.read_bytes()
+  except OSError as error:
+    raise ConfigError(f"{flag}={path} cannot be read: {error.strerror}") from None
+
+
+def _file_signature(path: pathlib.Path) -> tuple[int, ...] | None:
+  try:
+    status = os.stat(path)
+  except OSError:
+    return None
+  return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _no_passphrase() -> str:
+  """Instead of asking at the terminal."""
+  raise ValueError("the key has a passphrase")
+
+
+def _reason(error: Exception) -> str:
+  """OpenSSL's word for it, such as KEY_VALUES_MISMATCH; it has no secrets in it."""
+  return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
