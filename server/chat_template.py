@@ -4,7 +4,7 @@ A template is a program. It comes from the model's folder, never from a request,
 weights; the sandbox keeps it from Python's internals, and the limits keep a mistake in it from taking the server down.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import datetime
 import json
@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import jinja2
-from jinja2 import exceptions, sandbox
+from jinja2 import exceptions, meta, sandbox
 
 from engine.errors import ConfigError, InvalidRequest
 
@@ -25,10 +25,16 @@ _RENDER_TIMEOUT_S = 1.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-  """One turn of a chat."""
+  """One turn of a chat.
+
+  Attributes:
+    role, content: as templates know them.
+    more: further fields of the turn, such as tool_calls and tool_call_id: plain JSON values.
+  """
 
   role: str
   content: str
+  more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
@@ -93,7 +99,11 @@ def _raise(message: object) -> None:
 
 
 class ChatTemplate:
-  """A compiled chat template."""
+  """A compiled chat template.
+
+  Attributes:
+    variables: names that it reads, such as "messages", "tools" and what a model's author invented.
+  """
 
   def __init__(self, source: str, special_tokens: dict[str, str], max_chars: int):
     """Args: source: jinja2. special_tokens: names such as bos_token and their text. max_chars: longest rendering.
@@ -112,17 +122,40 @@ class ChatTemplate:
     self._sandbox = _Sandbox(max_chars)
     try:
       self._template = self._sandbox.from_string(source)
+      self.variables = frozenset(meta.find_undeclared_variables(self._sandbox.parse(source)))
     except jinja2.TemplateError as error:
       raise ConfigError(
         f"the chat template is not valid jinja2: {str(error):.200}; fix it, or remove it to serve without chat"
       ) from error
 
-  def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+  def render(
+    self,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+  ) -> str:
     """Returns the prompt's text, special tokens spelled out.
 
+    Args:
+      messages: the turns.
+      add_generation_prompt: whether to open the assistant's turn.
+      tools: that the model may call, as JSON values; None is none.
+      variables: values for names that the template reads. The template's own names are not among them.
+
     Raises:
-      InvalidRequest: the template refuses the messages, or a limit is passed.
+      InvalidRequest: the template refuses the messages, knows no such variable, or a limit is passed.
     """
+    if tools is not None and "tools" not in self.variables:
+      raise InvalidRequest("tools are not supported: the model's chat template does not know them; leave them out")
+    own = {"messages", "add_generation_prompt", "tools", *self._special_tokens, *self._sandbox.globals}
+    for name in variables or ():
+      if name in own or name not in self.variables:
+        known = ", ".join(sorted(self.variables - own)) or "none"
+        raise InvalidRequest(
+          f"chat_template_kwargs.{name:.40} is not a variable of the model's chat template; those are: {known:.200}"
+        )
     if not messages:
       raise InvalidRequest("chat.messages=[] is empty: send at least one message")
     if len(messages) > MAX_MESSAGES:
@@ -137,10 +170,11 @@ class ChatTemplate:
     self._sandbox.start_clock()
     try:
       for piece in self._template.generate(
-        messages=[dataclasses.asdict(message) for message in messages],
+        messages=[{**message.more, "role": message.role, "content": message.content} for message in messages],
         add_generation_prompt=add_generation_prompt,
-        tools=None,
+        tools=tools,
         **self._special_tokens,
+        **(variables or {}),
       ):
         self._sandbox.check_clock()
         size += len(piece)

@@ -4,12 +4,12 @@ Text of a chat message is data: a special token spelled in it is encoded letter 
 caller's own, so special tokens in it count.
 """
 
-from collections.abc import Callable, Sequence
-import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import json
 import pathlib
 import re
+from typing import Any
 
 import tokenizers
 
@@ -84,8 +84,15 @@ class Tokenizer:
     self._check_size(len(text.encode()))
     return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-  def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-    """Token ids of a chat through the model's template.
+  def encode_chat(
+    self,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+  ) -> list[int]:
+    """Token ids of a chat through the model's template; the arguments are those of `ChatTemplate.render`.
 
     Raises:
       NoChatTemplate: the model has none.
@@ -93,13 +100,14 @@ class Tokenizer:
     """
     if self._chat is None:
       raise NoChatTemplate("the served model has no chat template; send the prompt as text")
-    self._check_size(sum(len(message.content.encode()) for message in messages))
+    sizes = [len(message.content.encode()) for message in messages]
+    sizes += [len(json.dumps(value)) for value in (tools, *(message.more for message in messages)) if value]
+    self._check_size(sum(sizes))
     rendered = self._chat.render(
-      [
-        dataclasses.replace(message, content=self._special.sub(lambda found: _mark(found[0]), message.content))
-        for message in messages
-      ],
+      [Message(message.role, self._defused(message.content), self._defused(message.more)) for message in messages],
       add_generation_prompt=add_generation_prompt,
+      tools=self._defused(tools),
+      variables=variables,
     )
     token_ids, at = [], 0
     for found in self._marked.finditer(rendered):
@@ -115,6 +123,20 @@ class Tokenizer:
   def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
     """A fresh incremental decoder for one sequence."""
     return Detokenizer(self._text_bytes if skip_special_tokens else self._all_bytes)
+
+  def token_bytes(self, token_id: int) -> bytes:
+    """What one token stands for, special ones included; perhaps only a part of a character."""
+    return self._all_bytes(token_id)
+
+  def _defused(self, value: Any) -> Any:
+    """A JSON value with a mark in every special token that its texts spell."""
+    if isinstance(value, str):
+      return self._special.sub(lambda found: _mark(found[0]), value)
+    if isinstance(value, Mapping):
+      return {self._defused(key): self._defused(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence):
+      return [self._defused(inner) for inner in value]
+    return value
 
   def _bytes_of(self, token_id: int, *, skip_special: bool) -> bytes:
     if skip_special and token_id in self._special_ids:
