@@ -1,4 +1,4 @@
-"""Where the steps of a run went: useful, padded and idle tokens by rung, FLOPs, KV, time. Sums records; runs nothing.
+"""Where the steps and requests of a run spent it: tokens by rung, FLOPs, KV, time. Sums records; runs nothing.
 
 A step is padded to its rung: useful tokens and padding are what it computes. A slot without a row while a request waits
 is idle. In FLOPs, linear layers count by token (padding included), the output head by row of logits, attention by pair
@@ -7,14 +7,16 @@ what these layers are given to do: what a kernel does beyond it is the kernel's 
 """
 
 import bisect
+from collections import Counter
 from collections.abc import Iterable, Sequence
 import dataclasses
 import json
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
-from engine.recorder import StepRecord
+from engine.recorder import RequestRecord, StepRecord
+from tools.latency import percentile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,3 +188,79 @@ def padding_by_request(steps: Iterable[StepRecord], spans: Sequence[tuple[float,
   for step in ordered:
     sums.append(sums[-1] + step.padding / step.num_rows)
   return [sums[bisect.bisect_left(times, end)] - sums[bisect.bisect_left(times, begin)] for begin, end in spans]
+
+
+# --- Requests ---------------------------------------------------------------------------------------------------------
+
+
+def whole_requests(records: Iterable[RequestRecord]) -> list[RequestRecord]:
+  """One record a request, in the order of their ends: of two sides the later, with what both lost to preemptions."""
+  found: dict[str, RequestRecord] = {}
+  for record in sorted(records, key=lambda record: record.end):
+    before = found.pop(record.id, None)
+    if before is not None:
+      record = record._replace(
+        lost_tokens=before.lost_tokens + record.lost_tokens,
+        num_preemptions=before.num_preemptions + record.num_preemptions,
+      )
+    found[record.id] = record
+  return list(found.values())
+
+
+class Phases(NamedTuple):
+  """Seconds of a request in the engine; None for what did not happen.
+
+  Attributes:
+    queue: from its arrival to the step that it joined first.
+    prefill: from there to its first token.
+    decode: from there to its end.
+  """
+
+  queue: float | None
+  prefill: float | None
+  decode: float | None
+
+
+def phases(record: RequestRecord) -> Phases:
+  """Where a request spent its time. A preempted one may queue again: that is part of where it was."""
+  scheduled, first = record.first_scheduled, record.first_token
+  return Phases(
+    None if scheduled is None else scheduled - record.arrival,
+    None if scheduled is None or first is None else first - scheduled,
+    None if first is None else record.end - first,
+  )
+
+
+def account_requests(records: Sequence[RequestRecord]) -> dict[str, Any]:
+  """What whole_requests() say together, as plain JSON values: phases in milliseconds, tokens, preemptions."""
+  spent = [phases(record) for record in records]
+  figures: dict[str, Any] = {"requests": len(records)}
+  for name in Phases._fields:
+    values = [value for phase in spent if (value := getattr(phase, name)) is not None]
+    for percent in (50, 99):
+      value = percentile(values, percent)
+      figures[f"{name}_p{percent}_ms"] = None if value is None else round(value * 1e3, 3)
+  cached, prompts = (sum(getattr(record, name) for record in records) for name in ("cached_tokens", "prompt_tokens"))
+  return figures | {
+    "cached_tokens": cached,
+    "cached_share": _share(cached, prompts),
+    "preempted_requests": sum(record.num_preemptions > 0 for record in records),
+    "preemptions": sum(record.num_preemptions for record in records),
+    "lost_tokens": sum(record.lost_tokens for record in records),
+    "reasons": dict(sorted(Counter(record.reason for record in records).items())),
+  }
+
+
+def request_table(accounted: dict[str, Any]) -> str:
+  """What account_requests() returned, to read in a terminal."""
+
+  def spread(name: str) -> str:
+    p50, p99 = (accounted[f"{name}_p{percent}_ms"] for percent in (50, 99))
+    return "-" if p50 is None else f"{p50:,.1f} and {p99:,.1f} ms"
+
+  return (
+    f"{accounted['requests']:,} requests in the engine, p50 and p99: queue {spread('queue')}, prefill "
+    f"{spread('prefill')}, decode {spread('decode')}; prompt tokens from the cache "
+    f"{_percent(accounted['cached_share'])}; {accounted['preempted_requests']} preempted, "
+    f"{accounted['lost_tokens']:,} tokens lost by it"
+  )

@@ -23,7 +23,7 @@ from engine.recorder import EngineStats
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import validate_request
-from tools.accounting import Flops, account, table
+from tools.accounting import Flops, account, account_requests, request_table, table, whole_requests
 from tools.arguments import CommandParser
 from tools.latency import Outcome, summary
 from tools.measure import machine
@@ -177,6 +177,7 @@ def run(
     "batching": options.batching,
     "steps_by_rung": dict(sorted(stats.steps_by_rung.items())),
     "account": account(stats.steps, config.block_size, config.num_blocks, Flops.of_model(options.model_dir)),
+    "account_requests": account_requests(whole_requests(stats.requests)),
   }
   return outcomes, figures, stats
 
@@ -206,7 +207,8 @@ def keep_run(
   }
   start_s = min(outcome.intended_s for outcome in outcomes)
   prompt_lens = tuple(len(request.prompt) for request in requests)
-  write_run(path, Run(about, figures, tuple(outcomes), prompt_lens, stats.steps), start_s)
+  served = tuple(whole_requests(stats.requests))
+  write_run(path, Run(about, figures, tuple(outcomes), prompt_lens, stats.steps, served), start_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -225,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints is not the JSON line
       requests = read_requests(args.requests)
       outcomes, figures, stats = run(build_options(args), requests, realtime=args.realtime, trace_file=args.trace_file)
-      print(table(figures["account"]))
+      print(f"{table(figures['account'])}\n{request_table(figures['account_requests'])}")
       if args.run_file:
         keep_run(args.run_file, args, requests, outcomes, figures, stats)
       if args.output_tokens:

@@ -11,386 +11,24 @@ show up where steps do. Needs matplotlib, which the `dev` extra has. Exit code 2
 
 import argparse
 import base64
-from collections.abc import Callable, Iterable, Mapping, Sequence
-import dataclasses
+from collections.abc import Mapping, Sequence
 import html
 import math
 import pathlib
 import sys
-from typing import Any, Literal
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, PercentFormatter
 
-from engine.batching import BATCHING
 from engine.errors import ConfigError
 from engine.recorder import StepRecord
+from tools import report_plots as plots
 from tools.arguments import CommandParser, positive_float
-from tools.latency import Objectives, Outcome, percentile, summary
-from tools.run_file import Run, read_run, steps_of_trace
+from tools.latency import Objectives
+from tools.report_runs import Shown, likeness, prepared, side_by_side
+from tools.run_file import read_run, steps_of_trace
 
-_ORDER = ("static", "dynamic", "continuous", "chunked", "disaggregated")  # from the oldest idea to the newest
-_COLORS = (
-  "#0072b2",
-  "#d55e00",
-  "#009e73",
-  "#cc79a7",
-  "#e69f00",
-  "#56b4e9",
-  "#6f4e7c",
-  "#555555",
-)  # after Okabe and Ito
-_MARKERS = "osD^vPX*"
-_DECODE, _PREFILL, _PADDING, _MIXED = "#0072b2", "#e69f00", "#d0d0d0", "#cc79a7"
-_SHORTEST = 1e-4  # seconds, on axes of times: zeros, of tokens in one chunk, have no place on a logarithmic one
 _DPI = 150
-_BINS = 120  # of time, in plots of steps
-assert set(_ORDER) == set(BATCHING)
-
-
-@dataclasses.dataclass(frozen=True)
-class Shown:
-  """A run and what the report says of it.
-
-  Attributes:
-    run: as it was kept.
-    load: requests a second that were offered; infinite for a burst.
-    figures: of tools.latency.summary, with the report's objectives.
-  """
-
-  run: Run
-  load: float
-  figures: dict[str, Any]
-
-  @property
-  def label(self) -> str:
-    return self.run.label
-
-
-def offered_load(run: Run) -> float:
-  """Requests a second over the time in which they were to arrive; infinite if that is no time."""
-  times = [outcome.intended_s for outcome in run.outcomes]
-  span = max(times) - min(times)
-  return (len(times) - 1) / span if span > 0 else math.inf
-
-
-def nominal_load(run: Run) -> float:
-  """The rate that was asked for, where there was one; else what was offered."""
-  rate = (run.about.get("workload") or {}).get("rate")
-  return float(rate) if isinstance(rate, int | float) else offered_load(run)
-
-
-def objectives_of(run: Run, given: Objectives) -> Objectives:
-  """`given` where it limits anything, else the run's own."""
-  return given if given != Objectives() else Objectives(**(run.about.get("slo") or {}))
-
-
-def prepared(runs: Iterable[Run], given: Objectives) -> list[Shown]:
-  """Runs by label and load, with their figures."""
-  shown = []
-  for run in runs:
-    lens = zip(run.outcomes, run.prompt_lens, strict=True)
-    prompt_tokens = sum(length for outcome, length in lens if outcome.ok)
-    figures = summary(run.outcomes, prompt_tokens, objectives_of(run, given))
-    shown.append(Shown(run, nominal_load(run), figures))
-  return sorted(shown, key=lambda one: (_rank(one.label), one.label, one.load))
-
-
-def _rank(label: str) -> int:
-  return _ORDER.index(label) if label in _ORDER else len(_ORDER)
-
-
-def side_by_side(shown: Sequence[Shown]) -> list[Shown]:
-  """One run a label, all at one load: the highest of those that most labels share."""
-  by_load: dict[str, dict[str, Shown]] = {}
-  for one in shown:
-    by_load.setdefault(f"{one.load:.3g}", {})[one.label] = one
-  best = max(by_load.values(), key=lambda found: (len(found), max(one.load for one in found.values())), default={})
-  return list(best.values())
-
-
-# --- Plots ------------------------------------------------------------------------------------------------------------
-
-
-def _style(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
-  """Color and marker of each label; a way of batching has the same in every plot."""
-  distinct = sorted(set(labels), key=lambda label: (_rank(label), label))
-  free = [index for index in range(len(_COLORS)) if index >= len(_ORDER) or _ORDER[index] not in distinct]
-  style, others = {}, 0
-  for label in distinct:
-    index = _rank(label)
-    if index == len(_ORDER):
-      index, others = free[others % len(free)], others + 1
-    style[label] = _COLORS[index], _MARKERS[index]
-  return style
-
-
-def _figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.5) -> tuple[Figure, list[Axes]]:
-  figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-  axes = figure.subplots(rows, columns, squeeze=False)
-  flat = [axis for line in axes for axis in line]
-  for axis in flat:
-    axis.grid(True, color="#e6e6e6", linewidth=0.8)
-    axis.set_axisbelow(True)
-    for side in ("top", "right"):
-      axis.spines[side].set_visible(False)
-  return figure, flat
-
-
-def _log_axis(axis: Axes, which: Literal["x", "y"]) -> None:
-  """Logarithmic, with a few plain numbers at its ticks; for an axis whose data are drawn."""
-  if which == "x":
-    axis.set_xscale("log")
-  else:
-    axis.set_yscale("log")
-  scaled, (low, high) = (axis.xaxis, axis.get_xlim()) if which == "x" else (axis.yaxis, axis.get_ylim())
-  scaled.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 150 * low else (1.0,)))
-  scaled.set_major_formatter(lambda value, _: _number(value))
-  scaled.set_minor_formatter(NullFormatter())
-  axis.tick_params(axis=which, labelsize=8)
-
-
-def _legend_below(figure: Figure, axis: Axes) -> None:
-  handles, labels = axis.get_legend_handles_labels()
-  if handles:
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
-
-
-def _series(shown: Sequence[Shown], name: str) -> dict[str, list[tuple[Shown, float]]]:
-  lines: dict[str, list[tuple[Shown, float]]] = {}
-  for one in shown:
-    value = one.figures.get(name)
-    if value is not None:
-      lines.setdefault(one.label, []).append((one, value))
-  return lines
-
-
-def plot_throughput(shown: Sequence[Shown]) -> Figure:
-  """Latency over throughput; each point is a run, with the load that was offered."""
-  figure, axes = _figure(3)
-  style = _style(one.label for one in shown)
-  names = {
-    "ttft_p99_ms": "TTFT p99, ms",
-    "itl_p99_ms": "time between tokens p99, ms",
-    "tpot_p50_ms": "time per output token p50, ms",
-  }
-  for axis, (name, title) in zip(axes, names.items(), strict=True):
-    for label, points in _series(shown, name).items():
-      color, marker = style[label]
-      x, y = [one.figures["output_tok_s"] for one, _ in points], [value for _, value in points]
-      axis.plot(x, y, color=color, marker=marker, label=label, linewidth=1.6, markersize=6)
-    axis.set_xlabel("output tokens a second")
-    axis.set_title(title, fontsize=11)
-    _log_axis(axis, "y")
-    axis.set_xlim(left=0)
-  _legend_below(figure, axes[0])
-  return figure
-
-
-def plot_goodput(shown: Sequence[Shown]) -> Figure:
-  """Requests that met their objectives, and their share, over the load offered."""
-  figure, axes = _figure(2)
-  finite = [one for one in shown if math.isfinite(offered_load(one.run))]
-  style = _style(one.label for one in shown)
-  top = max((offered_load(one.run) for one in finite), default=1.0)
-  axes[0].plot([0, top], [0, top], color="#999999", linestyle=":", linewidth=1.2, label="all met")
-  for axis, name in zip(axes, ("goodput_request_s", "slo_attainment"), strict=True):
-    for label, points in _series(finite, name).items():
-      color, marker = style[label]
-      x, y = [offered_load(one.run) for one, _ in points], [value for _, value in points]
-      axis.plot(x, y, color=color, marker=marker, label=label, linewidth=1.6, markersize=6)
-    axis.set_xlabel("requests a second offered")
-    axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
-  axes[0].set_title("goodput, requests a second", fontsize=11)
-  axes[1].set_title("requests that met their objectives", fontsize=11)
-  axes[1].set_ylim(0, 1.05)
-  axes[1].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-  _legend_below(figure, axes[0])
-  return figure
-
-
-def plot_cdfs(shown: Sequence[Shown]) -> Figure:
-  """What share of requests, or tokens, was at least so quick."""
-  figure, axes = _figure(4, width=3.7)
-  style = _style(one.label for one in shown)
-  kinds: dict[str, Callable[[Outcome], Iterable[float | None]]] = {
-    "TTFT, s": lambda outcome: (outcome.ttft_s,),
-    "time per output token, s": lambda outcome: (outcome.tpot_s,),
-    "time between tokens, s": lambda outcome: outcome.itl_s,
-    "whole answer, s": lambda outcome: (outcome.e2e_s,),
-  }
-  for axis, (title, values_of) in zip(axes, kinds.items(), strict=True):
-    lowest: list[float] = []  # what nearly all exceed: single quick ones would stretch the axis
-    for one in shown:
-      values = sorted(
-        value for outcome in one.run.outcomes if outcome.ok for value in values_of(outcome) if value is not None
-      )
-      shares = [(index + 1) / len(values) for index in range(len(values))]
-      times = [max(value, _SHORTEST) for value in values]
-      lowest += [max(value, _SHORTEST) for value in (percentile(values, 4),) if value is not None]
-      axis.step(times, shares, where="post", color=style[one.label][0], label=one.label)
-    axis.set_xscale("log")
-    if lowest:
-      axis.set_xlim(left=min(lowest) / 1.5)
-    _log_axis(axis, "x")
-    axis.set_ylim(0, 1.02)
-    axis.set_title(title, fontsize=11)
-    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-  _legend_below(figure, axes[0])
-  return figure
-
-
-def plot_modes(shown: Sequence[Shown]) -> Figure:
-  """One bar a run for each figure that matters."""
-  figure, axes = _figure(4, rows=2, width=3.7, height=2.9)
-  style = _style(one.label for one in shown)
-  names = {
-    "output_tok_s": "output tokens a second",
-    "goodput_request_s": "goodput, requests a second",
-    "ttft_p50_ms": "TTFT p50, ms",
-    "ttft_p99_ms": "TTFT p99, ms",
-    "tpot_p99_ms": "time per output token p99, ms",
-    "itl_p99_ms": "time between tokens p99, ms",
-    "stall_p99_ms": "longest gap of a request p99, ms",
-    "padding": "padding, share of computed tokens",
-  }
-  for axis, (name, title) in zip(axes, names.items(), strict=True):
-    values = [padding_share(one.run.steps) if name == "padding" else one.figures[name] for one in shown]
-    positions = range(len(shown))
-    bars = axis.bar(positions, [value or 0.0 for value in values], color=[style[one.label][0] for one in shown])
-    texts = ["-" if value is None else f"{value:.0%}" if name == "padding" else _number(value) for value in values]
-    axis.bar_label(bars, texts, fontsize=8, padding=2)
-    axis.set_xticks(list(positions), [one.label for one in shown], rotation=25, ha="right", fontsize=8)
-    axis.tick_params(axis="y", labelsize=8)
-    axis.set_title(title, fontsize=10)
-    axis.grid(False, axis="x")
-    axis.margins(y=0.15)
-    if name == "padding":
-      axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-  return figure
-
-
-def padding_share(steps: Sequence[StepRecord]) -> float | None:
-  """Of all tokens that steps computed; None without steps."""
-  computed = sum(step.shape_tokens for step in steps)
-  return sum(step.padding for step in steps) / computed if computed else None
-
-
-def plot_padding(steps: Mapping[str, Sequence[StepRecord]]) -> Figure:
-  """Tokens of all steps of a rung, by what they were; a panel a label, the same axis for all."""
-  columns = min(len(steps), 3)
-  rows = math.ceil(len(steps) / columns)
-  figure, axes = _figure(columns, rows, height=3.0)
-  rungs = sorted({step.shape_tokens for records in steps.values() for step in records})
-  top = 0
-  for axis, (label, records) in zip(axes, steps.items(), strict=False):
-    base = [0] * len(rungs)
-    parts = {
-      "decode": (_DECODE, lambda step: step.decode_tokens),
-      "prefill": (_PREFILL, lambda step: step.prefill_tokens),
-      "padding": (_PADDING, lambda step: step.padding),
-    }
-    for name, (color, count) in parts.items():
-      heights = [sum(count(step) for step in records if step.shape_tokens == rung) for rung in rungs]
-      axis.bar(range(len(rungs)), heights, bottom=base, color=color, label=name, width=0.75)
-      base = [below + height for below, height in zip(base, heights, strict=True)]
-    for position, rung in enumerate(rungs):
-      share = padding_share([step for step in records if step.shape_tokens == rung])
-      if share is not None:
-        axis.annotate(f"{share:.0%}", (position, base[position]), ha="center", va="bottom", fontsize=8, color="#555555")
-    top = max(top, *base)
-    axis.set_xticks(range(len(rungs)), [str(rung) for rung in rungs])
-    axis.set_xlabel("rung, tokens")
-    axis.set_title(f"{label}: {padding_share(records):.0%} padding", fontsize=11)
-    axis.grid(False, axis="x")
-  for axis in axes[: len(steps)]:
-    axis.set_ylim(0, top * 1.1)
-    axis.yaxis.set_major_formatter(lambda value, _: _number(value))
-  for axis in axes[len(steps) :]:
-    axis.set_visible(False)
-  axes[0].set_ylabel("tokens computed")
-  _legend_below(figure, axes[0])
-  return figure
-
-
-def plot_steps(label: str, steps: Sequence[StepRecord]) -> Figure:
-  """A run over time: how long steps took, what they held, and how full the engine was."""
-  figure, axes = _figure(1, rows=3, width=9.5, height=2.3)
-  begin = min(step.time for step in steps)
-  end = max(step.time for step in steps)
-  width = max(end - begin, 1e-9) / _BINS
-  kinds = {
-    "only decodes": (_DECODE, [step for step in steps if not step.prefill_tokens]),
-    "only prefill": (_PREFILL, [step for step in steps if not step.decode_tokens]),
-    "both": (_MIXED, [step for step in steps if step.decode_tokens and step.prefill_tokens]),
-  }
-  for name, (color, found) in kinds.items():
-    axes[0].scatter(
-      [step.time for step in found], [step.device_s * 1e3 for step in found], s=5, color=color, label=name, linewidths=0
-    )
-  _log_axis(axes[0], "y")
-  axes[0].set_ylabel("device, ms a step")
-  axes[0].set_title(f"{label}: {len(steps):,} steps", fontsize=11)
-  bins: list[list[StepRecord]] = [[] for _ in range(_BINS)]
-  for step in steps:
-    bins[min(int((step.time - begin) / width), _BINS - 1)].append(step)
-  times = [begin + (index + 0.5) * width for index in range(_BINS)]
-  rates = [
-    [sum(getattr(step, name) for step in found) / width for found in bins]
-    for name in ("decode_tokens", "prefill_tokens", "padding")
-  ]
-  names = ("decode", "prefill", "padding")
-  axes[1].stackplot(times, rates, colors=(_DECODE, _PREFILL, _PADDING), labels=names, step="mid")
-  axes[1].set_ylabel("tokens a second")
-  axes[1].yaxis.set_major_formatter(lambda value, _: _number(value))
-  for side in sorted({step.side for step in steps}):
-    found = [step for step in steps if step.side == side]
-    where = f", {side} side" if side else ""
-    dashes = "--" if side == "prefill" else "-"
-    for name, color in (("num_rows", _DECODE), ("num_waiting", _PREFILL), ("idle_slots", "#d55e00")):
-      text = {"num_rows": "rows of the step", "num_waiting": "waiting", "idle_slots": "idle slots"}[name] + where
-      values = [getattr(step, name) for step in found]
-      axes[2].plot([step.time for step in found], values, dashes, color=color, linewidth=1.0, label=text)
-  axes[2].set_ylabel("requests, slots")
-  axes[2].yaxis.set_major_locator(MaxNLocator(integer=True))
-  axes[2].set_xlabel("seconds")
-  for axis in axes:
-    axis.set_xlim(begin, end if end > begin else begin + 1)
-    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), frameon=False, fontsize=8, markerscale=2)
-  return figure
-
-
-def plot_kv(steps: Mapping[str, Sequence[StepRecord]], num_blocks: Mapping[str, int]) -> Figure:
-  """KV blocks in use over time, and how much of the room in them is filled."""
-  figure, axes = _figure(2)
-  style = _style(steps)
-  for label, records in steps.items():
-    found = [step for step in records if step.side != "prefill" and step.kv_slots] or list(records)
-    times = [step.time for step in found]
-    used = [step.blocks_used / num_blocks[label] for step in found]
-    filled = [step.kv_tokens / step.kv_slots if step.kv_slots else 0.0 for step in found]
-    axes[0].plot(times, used, color=style[label][0], label=label, linewidth=1.2)
-    axes[1].plot(times, filled, color=style[label][0], linewidth=1.2)
-  axes[0].set_title("KV blocks in use", fontsize=11)
-  axes[1].set_title("of their room filled with tokens", fontsize=11)
-  for axis in axes:
-    axis.set_xlabel("seconds")
-    axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-  axes[1].set_ylim(0, 1.05)
-  _legend_below(figure, axes[0])
-  return figure
-
-
-def _number(value: float) -> str:
-  """Three digits that matter, and no exponent."""
-  if value >= 1e6:
-    return f"{value / 1e6:.3g}M"
-  if value >= 1e4:
-    return f"{value / 1e3:.3g}k"
-  return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+_OF_A_RATE = ("rate", "seed", "num_requests")  # not among the conditions: the table has a row a rate
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------
@@ -481,7 +119,9 @@ def _conditions(shown: Sequence[Shown]) -> str:
   lines: dict[str, list[str]] = {}
   for one in shown:
     about = one.run.about
-    workload = ", ".join(f"{name} {value}" for name, value in (about.get("workload") or {}).items() if name != "rate")
+    workload = ", ".join(
+      f"{name} {value}" for name, value in (about.get("workload") or {}).items() if name not in _OF_A_RATE
+    )
     machine = ", ".join(str(value) for value in (about.get("machine") or {}).values() if value)
     objectives = ", ".join(f"{name} {value:g}" for name, value in (about.get("slo") or {}).items()) or "none"
     text = (
@@ -493,20 +133,6 @@ def _conditions(shown: Sequence[Shown]) -> str:
     f"<li><b>{html.escape(', '.join(names))}</b>: {html.escape(text)}</li>" for text, names in lines.items()
   )
   return f"<details><summary>What ran</summary><ul class='note'>{items}</ul></details>"
-
-
-def _likeness(beside: Sequence[Shown]) -> str:
-  """Whether runs that are put side by side had the same requests."""
-  offered = {
-    tuple(
-      (length, outcome.output_len, round(outcome.intended_s, 3))
-      for length, outcome in zip(one.run.prompt_lens, one.run.outcomes, strict=True)
-    )
-    for one in beside
-  }
-  if len(offered) == 1:
-    return "All had requests of the same lengths at the same times."
-  return "Their requests differ in length, number or time, so that the bars differ for that reason too."
 
 
 def make_report(
@@ -525,22 +151,30 @@ def make_report(
       "throughput_latency",
       "Throughput against latency",
       "Each point is a run; along a line the load that is offered grows. Right and low is good.",
-      plot_throughput(shown),
+      plots.plot_throughput(shown),
     )
     if any(math.isfinite(one.load) for one in shown):
       add(
         "goodput_load",
         "Goodput against load",
         "Requests that met their objectives; those that failed or were refused did not.",
-        plot_goodput(shown),
+        plots.plot_goodput(shown),
       )
   beside = side_by_side(shown)
   at = f"at {beside[0].load:.3g} requests a second" if beside else ""
   if beside:
     at = "all at once" if math.isinf(beside[0].load) else at
-    add("modes", f"Side by side, {at}", _likeness(beside), plot_modes(beside))
+    add("modes", f"Side by side, {at}", likeness(beside), plots.plot_modes(beside))
     caption = "The share of requests (of tokens, in the third) up to a time."
-    add("cdf", f"Distributions, {at}", caption, plot_cdfs(beside))
+    add("cdf", f"Distributions, {at}", caption, plots.plot_cdfs(beside))
+  served = [one for one in beside if one.run.served]
+  if served:
+    add(
+      "phases",
+      f"Where requests spent their time, {at}",
+      "In the engine: from arrival to the first step, from there to the first token, from there to the end.",
+      plots.plot_phases(served),
+    )
   steps: dict[str, Sequence[StepRecord]] = {one.label: one.run.steps for one in beside if one.run.steps}
   blocks = {one.label: int(one.run.about.get("num_blocks") or 0) for one in beside}
   steps |= traces
@@ -549,16 +183,18 @@ def make_report(
       "padding",
       f"Padding by rung{', ' + at if at else ''}",
       "All tokens that steps of a rung computed; the number above is the share of padding.",
-      plot_padding(steps),
+      plots.plot_padding(steps),
     )
   held = {label: records for label, records in steps.items() if blocks.get(label)}
   if held:
     caption = "Of the decode side, where prefill and decode have pools of their own."
-    add("kv", f"KV cache, {at}", caption, plot_kv(held, blocks))
+    add("kv", f"KV cache, {at}", caption, plots.plot_kv(held, blocks))
   for label, records in steps.items():
     name = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in label)
     caption = "Device time of each step; tokens a second by kind; rows, queue and idle slots."
-    add(f"steps_{name}", f"Steps over time: {label}{', ' + at if at else ''}", caption, plot_steps(label, records))
+    add(
+      f"steps_{name}", f"Steps over time: {label}{', ' + at if at else ''}", caption, plots.plot_steps(label, records)
+    )
   target = folder / "report.html"
   target.write_text(page(title, shown, images), "utf-8")
   return [target, *(path for _, _, path in images)]

@@ -10,8 +10,10 @@ Open loop: a request is sent at its intended time whatever became of those befor
 time (tools.latency has every definition). A refused or failed request is a miss in goodput and attainment, and is in
 no percentile. Greedy, exactly output_len tokens a request, end-of-sequence ignored. --warmup_requests are served to
 their end before the measured ones begin, and told apart, under `warmup_load`. Server-side figures are differences of
-GetLoad; with --run_file or --account its step records are read twice a second during the load, and kept with a row a
-request in the format of tools.run_file, which tools.bench_report turns into pages and plots.
+GetLoad; with --run_file or --account its records of steps and of ended requests are read twice a second during the
+load: `account` and `account_requests` (time in queue, prefill and decode, cached tokens, preemptions) sum them up, and
+the run file keeps them beside a row a request, in the format of tools.run_file, which tools.bench_report turns into
+pages and plots.
 """
 
 import asyncio
@@ -31,16 +33,16 @@ from typing import Any
 import grpc
 
 from engine.errors import ConfigError
-from engine.recorder import StepRecord
+from engine.recorder import RequestRecord, StepRecord
 from server.client import Client, SluiceError
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tools import workload
-from tools.accounting import Flops, account, padding_by_request, table
+from tools.accounting import Flops, account, account_requests, padding_by_request, request_table, table, whole_requests
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.latency import Objectives, Outcome, percentile, summary
 from tools.measure import machine
-from tools.run_file import Run, write_run
+from tools.run_file import Run, shifted, write_run
 from tools.workload import WorkRequest, read_requests, write_tokens
 
 COUNTERS = (
@@ -147,11 +149,12 @@ def drive(target: str, requests: Sequence[WorkRequest], num_clients: int, timeou
 
 
 class StepCollector(contextlib.AbstractContextManager["StepCollector"]):
-  """Reads the server's step records while a block runs, in a thread of its own."""
+  """Reads the server's records of steps and ended requests while a block runs, in a thread of its own."""
 
   def __init__(self, client: Client):
     self._client = client
     self._found: dict[tuple[str, int], StepRecord] = {}
+    self._ended: dict[tuple[str, str, float], RequestRecord] = {}
     self._done = threading.Event()
     self._failure: SluiceError | None = None
 
@@ -182,9 +185,14 @@ class StepCollector(contextlib.AbstractContextManager["StepCollector"]):
     for record in self._found.values():
       newest[record.side] = max(record.time, newest.get(record.side, 0.0))
     after = min(newest.values(), default=self._start_s)
-    for step in self._client.load(after).steps:
+    load = self._client.load(after)
+    for step in load.steps:
       record = StepRecord(**{name: getattr(step, name) for name in StepRecord._fields})
       self._found[record.side, record.step] = record
+    for request in load.requests:
+      values = {name: getattr(request, name) for name in RequestRecord._fields}
+      values |= {name: None for name in ("first_scheduled", "first_token") if not request.HasField(name)}
+      self._ended[request.side, request.id, request.end] = RequestRecord(**values)
 
   def records(self) -> tuple[StepRecord, ...]:
     """All steps planned during the block, in order, on our clock. Raises SluiceError if the server went away."""
@@ -192,6 +200,10 @@ class StepCollector(contextlib.AbstractContextManager["StepCollector"]):
       raise self._failure
     ordered = sorted(self._found.values(), key=lambda record: (record.time, record.step))
     return tuple(record._replace(time=record.time + self._offset_s) for record in ordered)
+
+  def served(self) -> tuple[RequestRecord, ...]:
+    """One record for each request that ended during the block, on our clock."""
+    return tuple(shifted(record, self._offset_s) for record in whole_requests(self._ended.values()))
 
 
 def missed_steps(steps: Sequence[StepRecord]) -> int:
@@ -246,21 +258,22 @@ def run(
   timeout_s: float,
   objectives: Objectives,
   with_steps: bool = False,
-) -> tuple[list[Outcome], dict[str, Any], tuple[StepRecord, ...]]:
-  """Drives the server and returns what came of each request, the figures of the JSON line, and steps if asked for."""
+) -> tuple[list[Outcome], dict[str, Any], tuple[StepRecord, ...], tuple[RequestRecord, ...]]:
+  """Drives the server and returns what came of each request, the figures of the JSON line, and records if asked for."""
   before = client.load()
   steps: tuple[StepRecord, ...] = ()
+  served: tuple[RequestRecord, ...] = ()
   if with_steps:
     with StepCollector(client) as collector:
       outcomes = drive(target, requests, num_clients, timeout_s)
-    steps = collector.records()
+    steps, served = collector.records(), collector.served()
   else:
     outcomes = drive(target, requests, num_clients, timeout_s)
   after = client.load()
   prompt_tokens = sum(len(request.prompt) for request, outcome in zip(requests, outcomes, strict=True) if outcome.ok)
   errors = Counter(outcome.error.split(":")[0] for outcome in outcomes if outcome.error)
   figures = summary(outcomes, prompt_tokens, objectives) | server_figures(before, after)
-  return outcomes, figures | {"errors": dict(sorted(errors.items())), "clients": num_clients}, steps
+  return outcomes, figures | {"errors": dict(sorted(errors.items())), "clients": num_clients}, steps, served
 
 
 def accounted(
@@ -289,14 +302,17 @@ def measure(
   measured: Sequence[WorkRequest] = requests
   if args.warmup_requests > 0:
     warm_up, measured = split_warmup(requests, args.warmup_requests)
-    first, figures, _ = run(client, args.target, warm_up, args.clients, args.timeout_s, objectives)
+    first, figures, _, _ = run(client, args.target, warm_up, args.clients, args.timeout_s, objectives)
     warm = {"warmup_load": figures}
   wants_steps = bool(args.account or args.run_file)
-  outcomes, figures, steps = run(client, args.target, measured, args.clients, args.timeout_s, objectives, wants_steps)
+  outcomes, figures, steps, served = run(
+    client, args.target, measured, args.clients, args.timeout_s, objectives, wants_steps
+  )
   figures |= warm | {"workload": description, "batching": info.batching}
   if wants_steps:
     figures["account"] = accounted(steps, outcomes, info.block_size, info.num_blocks, args.model)
-    print(table(figures["account"]), file=sys.stderr)
+    figures["account_requests"] = account_requests(served)
+    print(f"{table(figures['account'])}\n{request_table(figures['account_requests'])}", file=sys.stderr)
   if args.output_tokens:
     by_id = {outcome.id: outcome.tokens for outcome in (*first, *outcomes)}
     write_tokens(args.output_tokens, {request.id: by_id[request.id] for request in requests})
@@ -316,7 +332,7 @@ def measure(
     }
     start_s = min(outcome.intended_s for outcome in outcomes)
     prompt_lens = tuple(len(request.prompt) for request in measured)
-    write_run(args.run_file, Run(about, figures, tuple(outcomes), prompt_lens, steps), start_s)
+    write_run(args.run_file, Run(about, figures, tuple(outcomes), prompt_lens, steps, served), start_s)
   for outcome in [outcome for outcome in (*first, *outcomes) if outcome.error][:3]:
     print(f"request {outcome.id!r} failed: {outcome.error}", file=sys.stderr)
   return figures
@@ -335,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--slo_tpot_ms", type=positive_float, default=math.inf, help="goodput: time per output token")
   parser.add_argument("--slo_e2e_ms", type=positive_float, default=math.inf, help="goodput: time to the last token")
   parser.add_argument("--warmup_requests", type=int, default=0, help="so many first ones are served before, and apart")
-  parser.add_argument("--account", action="store_true", help="reads the server's step records and sums them up")
+  parser.add_argument("--account", action="store_true", help="reads the server's records and sums them up")
   parser.add_argument("--model", default="", help="with --account or --run_file: model folder, to count FLOPs")
   parser.add_argument("--run_file", default="", help="keeps requests and steps here, for tools.bench_report")
   parser.add_argument("--label", default="", help="in --run_file: name of the run; empty: the server's --batching")

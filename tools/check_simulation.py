@@ -16,17 +16,15 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import pathlib
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from typing import Any
 
-from engine.errors import ConfigError, EngineError
+from engine.errors import EngineError
 from tools import workload
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.measure import ROOT, machine, median_of, run_tool, write_result
+from tools.server_process import ServerProcess
 from tools.step_costs import StepCosts
 from tools.workload import WorkRequest
 
@@ -34,7 +32,6 @@ SAMPLE = ROOT / "benchmarks" / "traces" / "azure_conv_500.csv"
 THROUGHPUT = ("output_tok_s", "total_tok_s")
 LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
 OTHERS = ("steps", "padding_share", "tpot_p50_ms", "e2e_p50_ms")
-_READY_S = 120.0
 _SETTINGS = ("token_budgets", "prefill_chunk", "max_num_seqs", "max_model_len")  # flags that both sides take
 
 
@@ -59,34 +56,6 @@ def warm_up(args: Any) -> list[WorkRequest]:
 
 
 # --- The real side ----------------------------------------------------------------------------------------------------
-
-
-class Server:
-  """A server of our own on a free port; stops with the block."""
-
-  def __init__(self, flags: Sequence[str], folder: pathlib.Path):
-    self._command = [sys.executable, "-m", "server.main", "--port=0", *flags]
-    self._folder = folder
-
-  def __enter__(self) -> str:
-    port_file = self._folder / "port"
-    port_file.unlink(missing_ok=True)  # of a server before
-    with open(self._folder / "server.log", "w", encoding="utf-8") as log:
-      self._process = subprocess.Popen(
-        [*self._command, f"--port_file={port_file}"], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-      )
-    waited_until = time.monotonic() + _READY_S
-    while not port_file.exists():
-      if self._process.poll() is not None or time.monotonic() > waited_until:
-        self._process.kill()
-        tail = (self._folder / "server.log").read_text("utf-8").strip().splitlines()[-1:]
-        raise ConfigError(f"the server did not become ready: {' '.join(tail)}")
-      time.sleep(0.1)
-    return f"127.0.0.1:{port_file.read_text('utf-8').strip()}"
-
-  def __exit__(self, *exc: object) -> None:
-    self._process.send_signal(signal.SIGTERM)
-    self._process.wait()
 
 
 def _requests_file(requests: Sequence[WorkRequest], path: pathlib.Path) -> str:
@@ -165,12 +134,13 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
     server = [f"--model={args.model}", cache, *settings, *unbounded]
     warm_up_file = _requests_file(warm_up(args), folder / "warm_up.jsonl")
     trace = folder / "steps.jsonl"
-    with Server([*server, f"--trace_file={trace}"], folder) as target:
-      warm = online(target, warm_up_file, "warm-up load, whose steps make the cost table")
-    with Server(server, folder) as target:
+    log = folder / "server.log"
+    with ServerProcess([*server, f"--trace_file={trace}"], log) as running:
+      warm = online(running.target, warm_up_file, "warm-up load, whose steps make the cost table")
+    with ServerProcess(server, log) as running:
       for number in range(args.rounds):
         for name, (path, _) in files.items():
-          real[name].append(online(target, path, f"{name} over gRPC, round {number + 1} of {args.rounds}"))
+          real[name].append(online(running.target, path, f"{name} over gRPC, round {number + 1} of {args.rounds}"))
     if not args.costs:
       run_tool([*measure, f"--step_trace={trace}"], "cost table")
       modelled = simulated(costs, warm_up_file, True, [*settings, *unbounded], "warm-up load, simulated")

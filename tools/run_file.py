@@ -2,14 +2,17 @@
 
 A run file is JSON lines. The first is
 
-  {"format": "sluice run 1", "about": {...}, "figures": {...}, "request_fields": [...], "step_fields": [...]}
+  {"format": "sluice run 1", "about": {...}, "figures": {...}, "request_fields": [...], "step_fields": [...],
+   "served_fields": [...]}
 
 where `about` says what ran (label, batching, workload, slots, block_size, num_blocks, SLOs, machine) and `figures` is
-the JSON line that the tool printed. Every other line is a request, {"r": [values of request_fields]}, or a step,
-{"s": [values of step_fields]}. Times are seconds since the start of the measured load, of requests and steps alike; a
-warm-up is in neither. Request fields: id, prompt_len, output_len, intended_s, sent_s, error (null or text), chunks
-([[seconds, tokens], ...], one entry a message). Step fields are those of engine/recorder.py's StepRecord. A reader goes
-by the names, so that fields can be added. No prompt and no token is in it.
+the JSON line that the tool printed. Every other line is a request as its client saw it, {"r": [values of
+request_fields]}, a step, {"s": [values of step_fields]}, or a request as the engine saw it, {"e": [values of
+served_fields]}. Times are seconds since the start of the measured load everywhere; a warm-up is in none. Request
+fields: id, prompt_len, output_len, intended_s, sent_s, error (null or text), chunks ([[seconds, tokens], ...], one
+entry a message). Step fields are those of engine/recorder.py's StepRecord, served fields those of its RequestRecord. A
+reader goes by the names, so that fields can be added, and takes a file without served requests. No prompt and no token
+is in it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +22,7 @@ import pathlib
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.recorder import StepRecord
+from engine.recorder import RequestRecord, StepRecord
 from tools.latency import Outcome
 from tools.step_costs import parse_step_trace
 
@@ -37,6 +40,7 @@ class Run:
     outcomes: of the measured requests, without token ids.
     prompt_lens: of the same requests.
     steps: records, possibly none.
+    served: what the engine says of the requests that it ended, possibly nothing.
   """
 
   about: dict[str, Any]
@@ -44,6 +48,7 @@ class Run:
   outcomes: tuple[Outcome, ...]
   prompt_lens: tuple[int, ...]
   steps: tuple[StepRecord, ...]
+  served: tuple[RequestRecord, ...] = ()
 
   @property
   def label(self) -> str:
@@ -59,6 +64,7 @@ def write_run(path: str, run: Run, start_s: float) -> None:
     "figures": run.figures,
     "request_fields": REQUEST_FIELDS,
     "step_fields": StepRecord._fields,
+    "served_fields": RequestRecord._fields,
   }
   with open(path, "w", encoding="utf-8") as file:
     file.write(json.dumps(head) + "\n")
@@ -74,10 +80,20 @@ def write_run(path: str, run: Run, start_s: float) -> None:
       ]
       file.write(json.dumps({"r": row}, separators=(",", ":")) + "\n")
     for step in run.steps:
-      row = [
-        round(value, _MICRO) if isinstance(value, float) else value for value in step._replace(time=step.time - start_s)
-      ]
-      file.write(json.dumps({"s": row}, separators=(",", ":")) + "\n")
+      file.write(_row("s", step._replace(time=step.time - start_s)))
+    for record in run.served:
+      file.write(_row("e", shifted(record, -start_s)))
+
+
+def _row(kind: str, record: Sequence[Any]) -> str:
+  row = [round(value, _MICRO) if isinstance(value, float) else value for value in record]
+  return json.dumps({kind: row}, separators=(",", ":")) + "\n"
+
+
+def shifted(record: RequestRecord, seconds: float) -> RequestRecord:
+  """The record on a clock that says `seconds` more."""
+  times = {name: getattr(record, name) for name in ("arrival", "first_scheduled", "first_token", "end")}
+  return record._replace(**{name: time + seconds for name, time in times.items() if time is not None})
 
 
 def read_run(path: str) -> Run:
@@ -91,7 +107,7 @@ def read_run(path: str) -> Run:
     lines = pathlib.Path(path).read_text("utf-8").splitlines()
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"run {path} cannot be read ({error}); {remedy}") from error
-  number, outcomes, prompt_lens, steps = 1, [], [], []
+  number, outcomes, prompt_lens, steps, served = 1, [], [], [], []
   try:
     head = json.loads(lines[0])
     if head["format"] != FORMAT:
@@ -106,10 +122,13 @@ def read_run(path: str) -> Run:
           Outcome(row["id"], row["output_len"], row["intended_s"], row["sent_s"], chunks, error=row["error"])
         )
         prompt_lens.append(row["prompt_len"])
+      elif "e" in entry:
+        row = dict(zip(head["served_fields"], entry["e"], strict=True))
+        served.append(RequestRecord(**{name: row[name] for name in RequestRecord._fields}))
       else:
         row = dict(zip(head["step_fields"], entry["s"], strict=True))
         steps.append(StepRecord(**{name: row[name] for name in StepRecord._fields}))
-    return Run(head["about"], head["figures"], tuple(outcomes), tuple(prompt_lens), tuple(steps))
+    return Run(head["about"], head["figures"], tuple(outcomes), tuple(prompt_lens), tuple(steps), tuple(served))
   except (IndexError, KeyError, TypeError, ValueError, AttributeError) as error:
     raise ConfigError(
       f"{path}, line {number} is not of a run file ({type(error).__name__}: {error}); {remedy}"

@@ -7,11 +7,20 @@ import pytest
 from engine.config import EngineConfig
 from engine.engine import PlainEngine
 from engine.errors import ConfigError
-from engine.recorder import StepRecord
+from engine.recorder import RequestRecord, StepRecord
 from engine.scheduler import Scheduler
 from tests.engine.test_engine import Front, make
 from tests.fakes import FakeRunner, VirtualClock
-from tools.accounting import Flops, account, padding_by_request, table
+from tools.accounting import (
+  Flops,
+  account,
+  account_requests,
+  padding_by_request,
+  phases,
+  request_table,
+  table,
+  whole_requests,
+)
 from tools.latency import Outcome
 from tools.run_file import Run, read_run, steps_of_trace, write_run
 
@@ -41,6 +50,22 @@ def step(number: int, time: float, **changed) -> StepRecord:
     "commit_s": 0.1,
   }
   return StepRecord(**values | changed)
+
+
+def served(name: str, end: float, **changed) -> RequestRecord:
+  """Of a request that waited one second, had its first token a second later, and ended two seconds after that."""
+  values = dict.fromkeys(RequestRecord._fields, 0) | {
+    "id": name,
+    "side": "",
+    "reason": "length",
+    "arrival": end - 4.0,
+    "first_scheduled": end - 3.0,
+    "first_token": end - 2.0,
+    "end": end,
+    "prompt_tokens": 10,
+    "output_tokens": 5,
+  }
+  return RequestRecord(**values | changed)
 
 
 DECODES = step(0, 1.0)
@@ -125,13 +150,15 @@ OUTCOMES = (
 def test_a_run_comes_back_without_its_tokens(tmp_path):
   path = str(tmp_path / "run.jsonl")
   steps = (step(0, 10.5), step(1, 11.5, side="decode"))
-  write_run(path, Run({"label": "a"}, {"output_tok_s": 2.0}, OUTCOMES, (5, 6), steps), start_s=10.0)
+  ended = (served("x", 14.5), served("y", 14.5, first_scheduled=None, first_token=None))
+  write_run(path, Run({"label": "a"}, {"output_tok_s": 2.0}, OUTCOMES, (5, 6), steps, ended), start_s=10.0)
   run = read_run(path)
   assert (run.label, run.figures, run.prompt_lens) == ("a", {"output_tok_s": 2.0}, (5, 6))
   assert run.outcomes[0] == Outcome(7, 3, 0.0, 0.25, ((1.0, 1), (2.5, 2)))
   assert run.outcomes[0].ok and run.outcomes[0].tpot_s == OUTCOMES[0].tpot_s
   assert run.outcomes[1].error == "RESOURCE_EXHAUSTED: full"
   assert run.steps == (step(0, 0.5), step(1, 1.5, side="decode"))
+  assert run.served == (served("x", 4.5), served("y", 4.5, first_scheduled=None, first_token=None))
 
 
 def test_a_reader_goes_by_the_names_of_fields(tmp_path):
@@ -191,3 +218,27 @@ def test_what_is_no_step_trace_is_refused(tmp_path):
   (tmp_path / "trace").write_text("", "utf-8")
   with pytest.raises(ConfigError, match="holds no step"):
     steps_of_trace(str(tmp_path / "trace"))
+
+
+def test_where_requests_spent_their_time():
+  records = [
+    served("a", 10.0, cached_tokens=8),
+    served("b", 20.0, arrival=13.0, num_preemptions=2, lost_tokens=7),
+    served("late", 30.0, first_scheduled=None, first_token=None, reason="timeout", output_tokens=0),
+  ]
+  assert phases(records[1]) == (4.0, 1.0, 2.0) and phases(records[2]) == (None, None, None)
+  figures = account_requests(records)
+  assert (figures["requests"], figures["queue_p50_ms"], figures["prefill_p99_ms"]) == (3, 2500.0, 1000.0)
+  assert (figures["cached_tokens"], figures["cached_share"]) == (8, round(8 / 30, 5))
+  assert (figures["preempted_requests"], figures["preemptions"], figures["lost_tokens"]) == (1, 2, 7)
+  assert figures["reasons"] == {"length": 2, "timeout": 1}
+  assert "queue 2,500.0 and 3,970.0 ms" in request_table(figures) and "1 preempted" in request_table(figures)
+  assert "queue -" in request_table(account_requests([]))
+
+
+def test_a_request_of_two_sides_is_one():
+  prefill = served("a", 8.0, side="prefill", output_tokens=1, num_preemptions=1, lost_tokens=3)
+  decode = served("a", 10.0, side="decode", num_preemptions=1, lost_tokens=4)
+  found = whole_requests([decode, served("b", 9.0), prefill])
+  assert [record.id for record in found] == ["b", "a"]
+  assert found[1] == decode._replace(num_preemptions=2, lost_tokens=7)

@@ -9,20 +9,12 @@ import numpy as np
 import pytest
 
 from engine.recorder import StepRecord
-from tests.tools.test_accounting import step
-from tools import bench_report
-from tools.bench_report import (
-  main,
-  offered_load,
-  padding_share,
-  plot_goodput,
-  plot_padding,
-  plot_steps,
-  plot_throughput,
-  prepared,
-  side_by_side,
-)
+from tests.tools.test_accounting import served, step
+from tools import report_plots
+from tools.bench_report import main
 from tools.latency import Objectives, Outcome
+from tools.report_plots import plot_goodput, plot_padding, plot_phases, plot_steps, plot_throughput
+from tools.report_runs import MODES, likeness, offered_load, padding_share, prepared, side_by_side
 from tools.run_file import Run, write_run
 
 
@@ -65,9 +57,9 @@ def test_side_by_side_is_the_highest_load_that_most_share():
 
 def test_what_is_side_by_side_says_whether_it_had_the_same_requests():
   same = prepared([made_up("a", 8.0), made_up("b", 8.0, failed=2)], Objectives())
-  assert "same lengths" in bench_report._likeness(same)
+  assert "same lengths" in likeness(same)
   other = dataclasses.replace(made_up("b", 8.0), prompt_lens=(6,) * 10)
-  assert "differ" in bench_report._likeness(prepared([made_up("a", 8.0), other], Objectives()))
+  assert "differ" in likeness(prepared([made_up("a", 8.0), other], Objectives()))
 
 
 def test_each_side_of_a_disaggregated_run_has_its_own_lines():
@@ -104,14 +96,22 @@ def test_bars_stack_to_what_a_rung_computed():
   assert padding_share(()) is None
 
 
+def test_phases_stack_to_the_time_in_the_engine():
+  records = tuple(served(str(number), 10.0 + number) for number in range(9)) + (served("slow", 50.0, arrival=26.0),)
+  run = dataclasses.replace(made_up("a", 8.0), served=records)
+  mean, slowest = plot_phases(prepared([run], Objectives())).axes
+  assert [patch.get_width() for patch in mean.patches] == pytest.approx([(9 * 1 + 21) / 10, 1.0, 2.0])
+  assert [patch.get_width() for patch in slowest.patches] == pytest.approx([21.0, 1.0, 2.0])
+
+
 def test_a_way_of_batching_keeps_its_color():
-  few, many = bench_report._style(["chunked"]), bench_report._style(["mine", *bench_report._ORDER])
+  few, many = report_plots._style(["chunked"]), report_plots._style(["mine", *MODES])
   assert few["chunked"] == many["chunked"] and len({color for color, _ in many.values()}) == 6
 
 
 @pytest.mark.parametrize("value", [0.00123, 0.5, 7, 99.4, 1234, 56_789, 2_345_678])
 def test_numbers_on_axes_are_short(value):
-  text = bench_report._number(value)
+  text = report_plots._number(value)
   assert len(text) <= 7 and "e" not in text
   factor = {"k": 1e3, "M": 1e6}.get(text[-1], 1)
   assert float(text.rstrip("kM").replace(",", "")) * factor == pytest.approx(value, rel=0.01)
@@ -121,12 +121,13 @@ def test_the_page_holds_its_plots_and_needs_nothing_else(tmp_path, capsys):
   files = []
   for label, rate in (("static", 4.0), ("chunked <b>", 4.0)):
     files.append(str(tmp_path / f"{len(files)}.jsonl"))
-    write_run(files[-1], made_up(label, rate, failed=1, steps=STEPS), start_s=0.0)
+    run = dataclasses.replace(made_up(label, rate, failed=1, steps=STEPS), served=(served("1", 5.0),))
+    write_run(files[-1], run, start_s=0.0)
   assert main([*files, f"--output={tmp_path / 'out'}", "--title=A & B"]) == 0
   page, *plots = capsys.readouterr().out.split()
   assert {plot.rsplit("/", 1)[1] for plot in plots} == {
     f"{name}.png"
-    for name in "throughput_latency goodput_load modes cdf padding kv steps_static steps_chunked__b_".split()
+    for name in "throughput_latency goodput_load modes cdf phases padding kv steps_static steps_chunked__b_".split()
   }
   text = (tmp_path / "out" / "report.html").read_text("utf-8")
   assert (

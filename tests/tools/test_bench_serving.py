@@ -8,10 +8,10 @@ import grpc
 import pytest
 
 from engine.errors import ConfigError
-from engine.recorder import StepRecord
+from engine.recorder import RequestRecord, StepRecord
 from server.client import SluiceError
 from server.proto import sluice_pb2 as pb
-from tests.tools.test_accounting import step
+from tests.tools.test_accounting import served, step
 from tools import bench_serving
 from tools.bench_serving import StepCollector, missed_steps, server_figures, split_warmup
 from tools.latency import Objectives, Outcome
@@ -33,13 +33,18 @@ class FakeServer:
   def __init__(self, kept: int):
     self.kept, self.now, self.asked = kept, 100.0, []
     self.records: list[StepRecord] = [step(number, 90.0 + number, side="decode") for number in range(5)]
+    self.ended: list[RequestRecord] = [served("before", 90.0)]
 
   def load(self, steps_after_s: float | None = None) -> Any:
     if steps_after_s is None:
       return SimpleNamespace(now_s=self.now)
     self.asked.append(steps_after_s)
     found = [record for record in self.records if record.time > steps_after_s][-self.kept :]
-    return SimpleNamespace(steps=[pb.StepLoad(**record._asdict()) for record in found])
+    ended = [record for record in self.ended if record.end > steps_after_s]
+    return SimpleNamespace(
+      steps=[pb.StepLoad(**record._asdict()) for record in found],
+      requests=[pb.RequestLoad(**record._asdict()) for record in ended],
+    )
 
 
 def test_every_step_of_the_block_is_collected_once_from_both_sides(monkeypatch):
@@ -61,6 +66,24 @@ def test_every_step_of_the_block_is_collected_once_from_both_sides(monkeypatch):
   assert times == sorted(times)
   # On this process' clock: the server said 100 when the block began, which is now.
   assert abs(times[0] - 0.5 - time.monotonic()) < 60
+
+
+def test_requests_that_ended_in_the_block_are_collected_once(monkeypatch):
+  monkeypatch.setattr(bench_serving, "POLL_S", 0.001)
+  server = FakeServer(kept=8)
+  with StepCollector(server) as collector:  # type: ignore[arg-type]
+    server.ended.append(served("a", 101.0, side="prefill", lost_tokens=2, num_preemptions=1))
+    while len(server.asked) < 2:
+      time.sleep(0.001)
+    server.ended += [served("a", 104.0, side="decode", lost_tokens=3), served("b", 103.0, first_scheduled=None)]
+  found = collector.served()
+  assert [(record.id, record.side, record.lost_tokens, record.num_preemptions) for record in found] == [
+    ("b", "", 0, 0),
+    ("a", "decode", 5, 1),
+  ]
+  assert found[0].first_scheduled is None
+  assert found[1].end - found[1].arrival == pytest.approx(4.0), "all times are on one clock"
+  assert abs(found[1].end - 4.0 - time.monotonic()) < 60, "and it is this process' one"
 
 
 def test_a_server_that_goes_away_is_told(monkeypatch):

@@ -1,0 +1,84 @@
+"""A real server in a process of its own, as long as a block lasts. Starts it and takes it down; sends no request."""
+
+from collections.abc import Mapping, Sequence
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from engine.errors import ConfigError
+from tools.measure import ROOT
+
+READY_S = 240.0  # a cold start compiles every rung
+_STOP_S = 15.0  # what a drain may take; then it is killed
+
+
+class ServerProcess:
+  """A server on a free port of this machine; it goes down with the block, however that ends."""
+
+  def __init__(self, flags: Sequence[str], log: pathlib.Path, environment: Mapping[str, str] | None = None):
+    """Args:
+    flags: of server.main, without port and port file.
+    log: file for what it says; written anew.
+    environment: variables beside those of this process.
+    """
+    self._flags, self._log, self._environment = flags, log, environment or {}
+
+  def __enter__(self) -> "ServerProcess":
+    """Returns once it serves.
+
+    Raises:
+      ConfigError: it ended instead, or took too long; with its own last words.
+    """
+    with tempfile.TemporaryDirectory(prefix="sluice-server-") as folder, open(self._log, "w", encoding="utf-8") as log:
+      port_file = pathlib.Path(folder) / "port"
+      self._process = subprocess.Popen(
+        [sys.executable, "-m", "server.main", "--port=0", f"--port_file={port_file}", *self._flags],
+        cwd=ROOT,
+        env={**os.environ, **self._environment},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        process_group=0,  # Ctrl-C is for us, who then stop it
+      )
+      try:
+        deadline = time.monotonic() + READY_S
+        while not port_file.exists():
+          if not self.is_alive:
+            raise ConfigError(f"the server did not start: {self.last_words()}")
+          if time.monotonic() > deadline:
+            raise ConfigError(f"the server was not ready after {READY_S:g} s: {self.last_words()}")
+          time.sleep(0.1)
+        self.target = f"127.0.0.1:{port_file.read_text('utf-8').strip()}"
+      except BaseException:
+        self._stop()
+        raise
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._stop()
+
+  def _stop(self) -> None:
+    if self.is_alive:
+      self._process.send_signal(signal.SIGTERM)
+    try:
+      self._process.wait(_STOP_S)
+    except BaseException as error:
+      self._process.kill()
+      self._process.wait()
+      if not isinstance(error, subprocess.TimeoutExpired):
+        raise
+
+  @property
+  def is_alive(self) -> bool:
+    """Whether the process runs."""
+    return self._process.poll() is None
+
+  def last_words(self) -> str:
+    """The most telling line of its log."""
+    lines = self._log.read_text("utf-8", errors="replace").strip().splitlines()
+    errors = [line for line in lines if line.startswith("error")]
+    return (errors or lines or ["it said nothing"])[-1]
