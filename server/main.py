@@ -10,7 +10,6 @@ flags.
 import asyncio
 from collections.abc import Callable, Sequence
 import gc
-import ipaddress
 import logging
 import os
 import pathlib
@@ -27,8 +26,10 @@ from engine.config import EngineConfig
 from engine.disaggregated import AnyEngine
 from engine.errors import ConfigError, EngineError
 from engine.policy import POLICIES
+from server.admin import AdminActions
+from server.errors import NotConfigured, Starting
 from server.generation import Generations
-from server.host import Host, HostOptions
+from server.host import Host, HostOptions, is_local
 from server.service import Backend
 from server.tokenizer import Tokenizer
 
@@ -125,10 +126,20 @@ _TOKEN_BUDGETS = flags.DEFINE_list(
   "The ladder of step sizes, in tokens; one program is compiled for each.",
 )
 _HOST_FLAGS = (
-  flags.DEFINE_string("host", HostOptions.host, "Address to bind. There is no TLS: keep it local, or behind a proxy."),
+  flags.DEFINE_string("host", HostOptions.host, "Address to bind. Beyond this machine, give it TLS and API keys."),
   flags.DEFINE_integer("port", HostOptions.port, "TCP port; 0: a free one.", lower_bound=0, upper_bound=65535),
   flags.DEFINE_integer("max_request_bytes", HostOptions.max_request_bytes, "Largest message taken.", lower_bound=1024),
+  flags.DEFINE_integer("max_response_bytes", HostOptions.max_response_bytes, "Largest message sent.", lower_bound=1024),
+  flags.DEFINE_integer(
+    "max_metadata_bytes", HostOptions.max_metadata_bytes, "Largest metadata of a call.", lower_bound=1024
+  ),
   flags.DEFINE_integer("max_concurrent_rpcs", HostOptions.max_concurrent_rpcs, "More are refused.", lower_bound=1),
+  flags.DEFINE_integer(
+    "max_concurrent_streams",
+    HostOptions.max_concurrent_streams,
+    "Calls at once on one connection; clients keep further ones to themselves.",
+    lower_bound=1,
+  ),
   flags.DEFINE_float(
     "keepalive_time_s", HostOptions.keepalive_time_s, "Ping a silent client this often.", lower_bound=1
   ),
@@ -139,7 +150,19 @@ _HOST_FLAGS = (
     "min_ping_interval_s", HostOptions.min_ping_interval_s, "Clients may ping this often.", lower_bound=0
   ),
   flags.DEFINE_float(
+    "max_connection_idle_s",
+    HostOptions.max_connection_idle_s,
+    "Close connections without a call for this long; 0: never.",
+    lower_bound=0,
+  ),
+  flags.DEFINE_float(
     "max_connection_age_s", HostOptions.max_connection_age_s, "Close older connections; 0: never.", lower_bound=0
+  ),
+  flags.DEFINE_float(
+    "max_connection_age_grace_s",
+    HostOptions.max_connection_age_grace_s,
+    "How long the calls on such a connection may still take.",
+    lower_bound=0,
   ),
   flags.DEFINE_float(
     "stream_stall_timeout_s",
@@ -160,6 +183,27 @@ _HOST_FLAGS = (
     "step_timeout_s", HostOptions.step_timeout_s, "Liveness fails when the engine stands this long.", lower_bound=0.1
   ),
   flags.DEFINE_bool("enable_reflection", HostOptions.enable_reflection, "Answer grpcurl and the like."),
+  flags.DEFINE_string(
+    "api_key_file",
+    HostOptions.api_key_file,
+    "Keys, one a line with its tenant if it has one, # for comments; all calls but health need one. Read again when it "
+    "changes.",
+  ),
+  flags.DEFINE_bool("open_reflection", HostOptions.open_reflection, "With API keys: reflection needs none."),
+  flags.DEFINE_string("tls_cert_file", HostOptions.tls_cert_file, "PEM certificate; read again when it changes."),
+  flags.DEFINE_string("tls_key_file", HostOptions.tls_key_file, "Its PEM key."),
+  flags.DEFINE_string(
+    "tls_client_ca_file", HostOptions.tls_client_ca_file, "PEM authorities; clients need a certificate of theirs."
+  ),
+  flags.DEFINE_string(
+    "access_log", HostOptions.access_log, "File for a line of JSON a call, without prompt or output; - is stderr."
+  ),
+  flags.DEFINE_string("admin_host", HostOptions.admin_host, "Address of the admin service."),
+  flags.DEFINE_integer(
+    "admin_port", HostOptions.admin_port, "Its port; 0: a free one; -1: none.", lower_bound=-1, upper_bound=65535
+  ),
+  flags.DEFINE_string("admin_api_key_file", HostOptions.admin_api_key_file, "As --api_key_file, for it alone."),
+  flags.DEFINE_bool("enable_channelz", HostOptions.enable_channelz, "gRPC's own statistics, on the admin port."),
 )
 _MAX_PROMPT_BYTES = flags.DEFINE_integer("max_prompt_bytes", 1 << 20, "Longest text that is tokenized.", lower_bound=1)
 _PORT_FILE = flags.DEFINE_string("port_file", "", "File to write the port into, once ready.")
@@ -194,10 +238,10 @@ def _token_budgets() -> tuple[int, ...]:
     ) from None
 
 
-def _print_configuration() -> None:
-  """As lines that work as a --flagfile."""
+def _configuration() -> list[str]:
+  """Lines that work as a --flagfile. No flag is a secret: keys are in files."""
   chosen = flags.FLAGS.get_key_flags_for_module(sys.modules[__name__])
-  _say("configuration:\n" + "\n".join(f"  {line}" for line in sorted(flag.serialize() for flag in chosen) if line))
+  return [line for line in sorted(flag.serialize() for flag in chosen) if line]
 
 
 def _progress(what: str, done: int, total: int) -> None:
@@ -207,26 +251,40 @@ def _progress(what: str, done: int, total: int) -> None:
 class _Trace:
   """The step trace's switch."""
 
-  def __init__(self, engine: AnyEngine, path: str):
-    self._engine = engine
+  def __init__(self, path: str):
+    self.engine: AnyEngine | None = None
     self._path = path
     self._on = False
 
   def toggle(self) -> None:
-    """Starts or ends a recording."""
+    """Starts or ends a recording, on a signal."""
+    try:
+      self.set(not self._on)
+    except EngineError as error:
+      _say(f"SIGUSR1: {error}")
+
+  def set(self, on: bool) -> str:
+    """Starts a recording anew, or ends it; returns the file's path.
+
+    Raises:
+      NotConfigured: there is no file for it, or it cannot be written.
+      Starting: there is no engine yet.
+    """
     if not self._path:
-      _say("SIGUSR1: no step trace without --trace_file")
-      return
+      raise NotConfigured("no step trace without --trace_file")
+    if self.engine is None:
+      raise Starting("the model is loading; the step trace begins with it")
     try:
       if self._on:
-        self._engine.stop_trace()
-      else:
-        self._engine.start_trace(self._path)
+        self.engine.stop_trace()
+      self._on = False
+      if on:
+        self.engine.start_trace(self._path)
     except OSError as error:
-      _say(f"step trace: {self._path}: {error.strerror}")
-      return
-    self._on = not self._on
-    _say(f"step trace: {'recording to' if self._on else 'closed'} {self._path}")
+      raise NotConfigured(f"step trace: {self._path}: {error.strerror}") from None
+    self._on = on
+    _say(f"step trace: {'recording to' if on else 'closed'} {self._path}")
+    return self._path
 
 
 def _start_thread(work: Callable[[], Any]) -> asyncio.Future:
@@ -252,7 +310,8 @@ def _start_thread(work: Callable[[], Any]) -> asyncio.Future:
 
 async def _serve() -> int:
   """From flags to exit code."""
-  host = Host(HostOptions(**_values(_HOST_FLAGS)))
+  trace = _Trace(_TRACE_FILE.value)
+  host = Host(HostOptions(**_values(_HOST_FLAGS)), AdminActions(flags=_configuration, set_trace=trace.set))
   budgets = _token_budgets()
   if _PORT_FILE.value:
     pathlib.Path(_PORT_FILE.value).unlink(missing_ok=True)
@@ -262,6 +321,8 @@ async def _serve() -> int:
   port = await host.start()
   address = f"{flags.FLAGS.host}:{port}"
   _say(f"listening on {address}, loading {_MODEL.value}")
+  if host.admin_port >= 0:
+    _say(f"admin service on {flags.FLAGS.admin_host}:{host.admin_port}")
   stopped = asyncio.create_task(host.wait_stopped())
 
   def build():
@@ -291,7 +352,7 @@ async def _serve() -> int:
     raise
   name = _SERVED_MODEL_NAME.value or built.model_name
   generations = Generations(built.engine, tokenizer)
-  trace = _Trace(built.engine, _TRACE_FILE.value)
+  trace.engine = built.engine
   if _TRACE_FILE.value and _TRACE_AT_START.value:
     trace.toggle()
   loop.add_signal_handler(signal.SIGUSR1, trace.toggle)
@@ -331,11 +392,18 @@ def _write_whole(path: pathlib.Path, text: str) -> None:
   part.replace(path)
 
 
-def _is_local(host: str) -> bool:
-  try:
-    return ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    return host == "localhost"
+def _warn_of_exposure() -> None:
+  """Says what is missing where others can reach the server."""
+  values = flags.FLAGS
+  if is_local(values.host):
+    return
+  missing = []
+  if not values.tls_cert_file:
+    missing.append("what is sent can be read and changed on its way (--tls_cert_file, --tls_key_file)")
+  if not (values.api_key_file or values.tls_client_ca_file):
+    missing.append("anybody may call (--api_key_file or --tls_client_ca_file)")
+  if missing:
+    _say(f"warning: --host={values.host} can be reached by others, and {', and '.join(missing)}")
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -347,9 +415,8 @@ def _main(argv: Sequence[str]) -> int:
   sys.setswitchinterval(0.0005)
   logging.getLogger().setLevel(logging.WARNING)
   logging.getLogger("server").setLevel(logging.INFO)
-  _print_configuration()
-  if not _is_local(flags.FLAGS.host):
-    _say(f"warning: --host={flags.FLAGS.host} can be reached by others, and there is neither TLS nor authentication")
+  _say("configuration:\n" + "\n".join(f"  {line}" for line in _configuration()))
+  _warn_of_exposure()
   try:
     return asyncio.run(_serve())
   except EngineError as error:
