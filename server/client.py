@@ -13,8 +13,10 @@ with Client("127.0.0.1:50051") as client:
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import os
+import pathlib
 import time
-from typing import NoReturn, Self, TypedDict, Unpack
+from typing import Any, NoReturn, Self, TypedDict, Unpack
 
 from google.rpc import error_details_pb2
 import grpc
@@ -51,13 +53,22 @@ class SluiceError(Exception):
     code: the gRPC status code.
     reason: a stable word, such as "INVALID_REQUEST", "OVERLOADED", "DRAINING"; empty if the server gave none.
     retry_after_s: when to try again, if the server said so.
+    request_id: the call's name in the server's access log; empty if no server answered.
   """
 
-  def __init__(self, message: str, code: grpc.StatusCode, reason: str = "", retry_after_s: float | None = None):
+  def __init__(
+    self,
+    message: str,
+    code: grpc.StatusCode,
+    reason: str = "",
+    retry_after_s: float | None = None,
+    request_id: str = "",
+  ):
     super().__init__(message)
     self.code = code
     self.reason = reason
     self.retry_after_s = retry_after_s
+    self.request_id = request_id
 
 
 class Options(TypedDict, total=False):
@@ -184,9 +195,38 @@ class Stream:
 class Client:
   """A connection to one server. Threads may share it."""
 
-  def __init__(self, target: str, *, max_message_bytes: int = 64 << 20):
-    """Args: target: HOST:PORT. max_message_bytes: of a response (log probabilities of a long prompt are large)."""
-    self._channel = grpc.insecure_channel(target, options=(("grpc.max_receive_message_length", max_message_bytes),))
+  def __init__(
+    self,
+    target: str,
+    *,
+    max_message_bytes: int = 64 << 20,
+    api_key: str | None = None,
+    tls: bool = False,
+    tls_ca_file: str = "",
+    tls_cert_file: str = "",
+    tls_key_file: str = "",
+  ):
+    """Connects when first used.
+
+    Args:
+      target: HOST:PORT.
+      max_message_bytes: of a response (log probabilities of a long prompt are large).
+      api_key: sent with every call; None takes the environment's SLUICE_API_KEY, if there is one.
+      tls: encrypt, and check the server against the authorities that gRPC ships; any of the files below implies it.
+      tls_ca_file: PEM authorities to check the server against instead.
+      tls_cert_file, tls_key_file: PEM certificate and key, for a server that wants to see one.
+
+    Raises:
+      OSError: a file cannot be read.
+    """
+    options = (("grpc.max_receive_message_length", max_message_bytes),)
+    api_key = os.environ.get("SLUICE_API_KEY") if api_key is None else api_key
+    self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+    if tls or tls_ca_file or tls_cert_file or tls_key_file:
+      credentials = grpc.ssl_channel_credentials(_bytes(tls_ca_file), _bytes(tls_key_file), _bytes(tls_cert_file))
+      self._channel = grpc.secure_channel(target, credentials, options)
+    else:
+      self._channel = grpc.insecure_channel(target, options)
     self._generation = pb_grpc.GenerationServiceStub(self._channel)
     self._model = pb_grpc.ModelServiceStub(self._channel)
     self._check_health = self._channel.unary_unary(
@@ -206,7 +246,9 @@ class Client:
   def generate_all(self, prompt: Prompt, **options: Unpack[Options]) -> list[Completion]:
     """All n outputs, in order. Raises SluiceError."""
     with _errors():
-      response = self._generation.GenerateUnary(_request(prompt, options), timeout=options.get("timeout_s"))
+      response = self._generation.GenerateUnary(
+        _request(prompt, options), timeout=options.get("timeout_s"), metadata=self._metadata
+      )
     return [
       Completion(each.text, tuple(each.token_ids), tuple(each.logprobs), _ending(each.finished))
       for each in response.completions
@@ -214,33 +256,35 @@ class Client:
 
   def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
     """Outputs piece by piece. Errors come while iterating."""
-    return Stream(self._generation.Generate(_request(prompt, options), timeout=options.get("timeout_s")))
+    return Stream(
+      self._generation.Generate(_request(prompt, options), timeout=options.get("timeout_s"), metadata=self._metadata)
+    )
 
   def tokenize(self, text: str) -> list[int]:
     """Token ids of a text, with the tokenizer's own tokens such as BOS."""
     with _errors():
-      return list(self._generation.Tokenize(pb.TokenizeRequest(text=text)).token_ids)
+      return list(self._generation.Tokenize(pb.TokenizeRequest(text=text), metadata=self._metadata).token_ids)
 
   def detokenize(self, token_ids: Sequence[int]) -> str:
     """Text of token ids, without special tokens."""
     with _errors():
-      return self._generation.Detokenize(pb.DetokenizeRequest(token_ids=token_ids)).text
+      return self._generation.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), metadata=self._metadata).text
 
   def abort(self, *request_ids: str) -> list[bool]:
     """Ends live generations; for each id whether it was live."""
     with _errors():
-      outcomes = self._generation.Abort(pb.AbortRequest(request_ids=request_ids)).outcomes
+      outcomes = self._generation.Abort(pb.AbortRequest(request_ids=request_ids), metadata=self._metadata).outcomes
     return [outcome == pb.AbortResponse.OUTCOME_ABORTED for outcome in outcomes]
 
   def model_info(self) -> pb.GetModelInfoResponse:
     """The served model and its limits."""
     with _errors():
-      return self._model.GetModelInfo(pb.GetModelInfoRequest())
+      return self._model.GetModelInfo(pb.GetModelInfoRequest(), metadata=self._metadata)
 
   def load(self, steps_after_s: float | None = None) -> pb.GetLoadResponse:
     """How busy the server is; with the records of steps planned after a time on the engine's clock, if one is given."""
     with _errors():
-      return self._model.GetLoad(pb.GetLoadRequest(steps_after_s=steps_after_s))
+      return self._model.GetLoad(pb.GetLoadRequest(steps_after_s=steps_after_s), metadata=self._metadata)
 
   def wait_ready(self, timeout_s: float = 60.0) -> None:
     """Returns when the server says SERVING. Raises SluiceError, code DEADLINE_EXCEEDED, when it takes too long."""
@@ -327,6 +371,10 @@ def _errors() -> Iterator[None]:
     _raise(error)
 
 
+def _bytes(path: str) -> bytes | None:
+  return pathlib.Path(path).read_bytes() if path else None
+
+
 def _raise(error: grpc.RpcError) -> NoReturn:
   call = error if isinstance(error, grpc.Call) else None
   if call is None:
@@ -339,4 +387,6 @@ def _raise(error: grpc.RpcError) -> NoReturn:
       reason = info.reason
     elif detail.Unpack(retry):
       retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
-  raise SluiceError(call.details() or call.code().name, call.code(), reason, retry_after_s) from error
+  trailing: Any = call.trailing_metadata() or ()
+  request_id = next((value for name, value in trailing if name == "x-request-id"), "")
+  raise SluiceError(call.details() or call.code().name, call.code(), reason, retry_after_s, request_id) from error

@@ -13,6 +13,11 @@ from rich.console import Console
 from server.client import Client, Ending, Options, Prompt, SluiceError
 
 _TARGET = flags.DEFINE_string("target", "127.0.0.1:50051", "HOST:PORT of the server.")
+_API_KEY = flags.DEFINE_string("api_key", None, "Better in the environment, as SLUICE_API_KEY: others see flags.")
+_TLS = flags.DEFINE_bool("tls", False, "Encrypt; the files below imply it.")
+_TLS_CA_FILE = flags.DEFINE_string("tls_ca_file", "", "PEM authorities of the server; empty: the usual ones.")
+_TLS_CERT_FILE = flags.DEFINE_string("tls_cert_file", "", "PEM certificate, for a server that asks for one.")
+_TLS_KEY_FILE = flags.DEFINE_string("tls_key_file", "", "Its PEM key.")
 _PROMPT = flags.DEFINE_string("prompt", None, "Raw text to continue.")
 _CHAT = flags.DEFINE_bool("chat", False, "Chat messages: --prompt as the only one, else a conversation.")
 _SYSTEM = flags.DEFINE_string("system", "", "System message of a chat.")
@@ -138,7 +143,19 @@ def main(argv: list[str]) -> int:
   if not _PROMPT.value and not _CHAT.value:
     _err.print("error: nothing to do; give --prompt=TEXT, or --chat for a conversation", style="red")
     return 2
-  with Client(_TARGET.value) as client:
+  try:
+    client = Client(
+      _TARGET.value,
+      api_key=_API_KEY.value,
+      tls=_TLS.value,
+      tls_ca_file=_TLS_CA_FILE.value,
+      tls_cert_file=_TLS_CERT_FILE.value,
+      tls_key_file=_TLS_KEY_FILE.value,
+    )
+  except OSError as error:
+    _err.print(f"error: {error.filename}: {error.strerror}", style="red", markup=False)
+    return 2
+  with client:
     try:
       if _CHAT.value:
         return _chat(client, _PROMPT.value)
