@@ -148,7 +148,7 @@ class ChatTemplate:
       InvalidRequest: the template refuses the messages, knows no such variable, or a limit is passed.
     """
     if tools is not None and "tools" not in self.variables:
-      raise InvalidRequest("tools are not supported: the model's chat template does not know them; leave them out")
+      raise InvalidRequest("tools is not supported: the model's chat template does not know them; leave them out")
     own = {"messages", "add_generation_prompt", "tools", *self._special_tokens, *self._sandbox.globals}
     for name in variables or ():
       if name in own or name not in self.variables:

@@ -20,8 +20,9 @@ from server.access_log import AccessLog
 from server.admin import ADMIN_SERVICE, CHANNELZ_SERVICE, AdminActions, AdminService
 from server.auth import ApiKeys
 from server.errors import Draining, EngineDead
-from server.http.app import HttpOptions, make_app
+from server.http.app import make_app
 from server.http.listener import Listener
+from server.http.options import HttpOptions
 from server.interceptors import HEALTH_METHODS, REFLECTION_METHODS, CallInterceptor
 from server.service import GENERATION_SERVICE, MODEL_SERVICE, Backend, Service
 from server.tls import Certificates, make_certificates

@@ -5,7 +5,6 @@ requests at once, header sizes; and whatever goes wrong leaves as OpenAI's error
 """
 
 from collections.abc import Sequence
-import dataclasses
 import email.utils
 import re
 import secrets
@@ -20,45 +19,15 @@ from engine.errors import Overloaded
 from server.auth import ApiKeys
 from server.http.errors import Answer, Refused, answer
 from server.http.exchange import ClientGone
+from server.http.generate import Endpoints
+from server.http.options import HttpOptions
+from server.http.texts import Texts
 from server.service import Service, server_version
 
 # Answered without a key, for probes have none.
 PROBES = ("/health", "/ready")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HttpOptions:
-  """What the HTTP side may be told. Times in seconds.
-
-  Attributes:
-    host, port: address to bind; port 0 lets the system choose.
-    max_body_bytes: larger bodies are 413.
-    max_header_bytes: more headers are 431.
-    max_requests: more at once are 429.
-    max_connections: more are closed at once.
-    head_timeout_s, body_timeout_s: how long a client may take to send a request's headers, and its body.
-    idle_timeout_s: a connection without a request is closed after it.
-    stream_stall_timeout_s: stop the work for a client that takes nothing for this long, and cut its connection.
-    strict_requests: unknown fields are 400, instead of ignored and named in a header.
-    allowed_hosts: what the Host header may say, "*" for anything. Empty: local names alone, where the address is a
-      local one and no key is asked for (a page of somebody's site must not reach the model through DNS rebinding),
-      else anything.
-  """
-
-  host: str = "127.0.0.1"
-  port: int = 8000
-  max_body_bytes: int = 4 << 20
-  max_header_bytes: int = 16 << 10
-  max_requests: int = 2048
-  max_connections: int = 4096
-  head_timeout_s: float = 10.0
-  body_timeout_s: float = 30.0
-  idle_timeout_s: float = 75.0
-  stream_stall_timeout_s: float = 30.0
-  strict_requests: bool = False
-  allowed_hosts: tuple[str, ...] = ()
 
 
 def make_app(
@@ -79,7 +48,18 @@ def make_app(
     public_paths: of those that are answered without a key, besides the probes.
   """
   options = options or HttpOptions()
-  router = Router([*_probes(service), *extra_routes], redirect_slashes=False)
+  endpoints, texts = Endpoints(service, options), Texts(service, options)
+  routes = [
+    *_probes(service),
+    Route("/v1/models", texts.models),
+    Route("/v1/models/{model:path}", texts.model),
+    Route("/v1/completions", endpoints.completions, methods=["POST"]),
+    Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+    Route("/tokenize", texts.tokenize, methods=["POST"]),
+    Route("/detokenize", texts.detokenize, methods=["POST"]),
+    *extra_routes,
+  ]
+  router = Router(routes, redirect_slashes=False)
   return _Guard(router, options, api_keys, frozenset((*PROBES, *public_paths)))
 
 

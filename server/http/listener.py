@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from uvicorn.server import ServerState
 
 from engine.errors import ConfigError
-from server.http.app import HttpOptions
+from server.http.options import HttpOptions
 
 _BACKLOG = 2048
 _STOP_POLL_S = 0.005

@@ -1,0 +1,563 @@
+"""/v1/completions and /v1/chat/completions: from a body to generations, and from them to one answer or a stream.
+
+What a request may ask for is checked by `server.validation` and the engine, as for gRPC. A request may have several
+prompts, each a generation of its own; they begin together or not at all, and end together when the client goes away.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+import contextlib
+import dataclasses
+import re
+import secrets
+import time
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.config import EngineConfig
+from engine.errors import InvalidRequest
+from server import validation
+from server.chat_template import Message
+from server.errors import SlowConsumer
+from server.generation import Generation, Generations
+from server.http import asked as common
+from server.http.asked import Asked
+from server.http.errors import UnsupportedField
+from server.http.exchange import DONE, EventStream, JSONAnswer, event, read_object, unless_gone
+from server.http.fields import Fields, kind_of, parse
+from server.http.options import HttpOptions
+from server.http.replies import ChatChoice, Choice, Echo, TextChoice, TokenNames, usage
+from server.proto import sluice_pb2 as pb
+from server.service import Backend, Service
+from server.tokenizer import Tokenizer
+
+MAX_PROMPTS = 256
+MAX_TOOLS = 128
+# OpenAI's default for completions; a chat may use all that is left of the model's length.
+_DEFAULT_COMPLETION_TOKENS = 16
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_KWARG_TEXT = re.compile(r"[A-Za-z0-9_-]{0,32}")
+_INLINE_CHARS = 2048
+# What a turn may have besides role and content; templates of models with tools read these.
+_TURN_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Prompt:
+  """One prompt of a request.
+
+  Attributes:
+    token_ids: at least one.
+    text: as it is echoed.
+  """
+
+  token_ids: Sequence[int]
+  text: str = ""
+
+
+class _Running:
+  """The generations of one request. Each is closed exactly once."""
+
+  def __init__(self, generations: Generations):
+    self._generations = generations
+    self.live: list[Generation] = []
+
+  def start(self, call: validation.Call) -> None:
+    self.live.append(self._generations.start(call, None))
+
+  def close(self) -> None:
+    while self.live:
+      self._generations.close(self.live.pop())
+
+  def fail_slow(self, timeout_s: float) -> None:
+    error = SlowConsumer(f"the client took nothing for {timeout_s:g} s; read the stream faster, or do not stream")
+    for generation in self.live:
+      self._generations.fail(generation, error)
+
+  async def messages(self) -> AsyncGenerator[tuple[int, pb.GenerateResponse]]:
+    """(place of the prompt, what came), from all of them as it comes.
+
+    At most one message a prompt is taken ahead of the reader; the rest waits, merged, where it is.
+    """
+    if len(self.live) == 1:
+      async for message in self.live[0].messages():
+        yield 0, message
+      return
+    sources = [generation.messages() for generation in self.live]
+    pulls = {asyncio.ensure_future(anext(source, None)): place for place, source in enumerate(sources)}
+    try:
+      while pulls:
+        done, _ = await asyncio.wait(pulls, return_when=asyncio.FIRST_COMPLETED)
+        for pull in done:
+          place, message = pulls.pop(pull), pull.result()
+          if message is None:
+            continue
+          yield place, message
+          pulls[asyncio.ensure_future(anext(sources[place], None))] = place
+    finally:
+      for pull in pulls:
+        pull.cancel()
+      await asyncio.gather(*pulls, return_exceptions=True)
+
+
+class Endpoints:
+  """Both endpoints; they differ in their fields and in how choices are written."""
+
+  def __init__(self, service: Service, options: HttpOptions):
+    self._service = service
+    self._options = options
+
+  async def completions(self, request: Request) -> Response:
+    """POST /v1/completions."""
+    backend, fields = await self._begin(request)
+    asked = common.read(fields, request.state.tenant)
+    prompt = fields.take("prompt")
+    add_special_tokens = fields.flag("add_special_tokens")
+    echo = bool(fields.flag("echo"))
+    logprobs = fields.whole("logprobs")
+    if fields.text("suffix"):
+      raise UnsupportedField("suffix is not supported: there is no infilling; leave it out")
+    best_of = fields.whole("best_of")
+    if best_of is not None and best_of != asked.n:
+      raise UnsupportedField(f"best_of={best_of} is not supported: send the same as n={asked.n}, or leave it out")
+    common.finish(fields, asked, strict=self._options.strict_requests)
+    stopping, output = asked.request.stopping, asked.request.output
+    only_echo = echo and stopping.max_tokens == 0 and stopping.HasField("max_tokens")
+    if only_echo:
+      # Scoring: the prompt's logprobs come with a first token, which is then left out.
+      stopping.max_tokens = 1
+    if logprobs is not None:
+      output.logprobs = logprobs
+      if echo:
+        output.prompt_logprobs = logprobs
+    prompts = await self._prompts(backend, prompt, add_special_tokens, asked, echo=echo)
+    if not stopping.HasField("max_tokens"):
+      room = backend.config.max_model_len - max(len(each.token_ids) for each in prompts)
+      stopping.max_tokens = max(1, min(_DEFAULT_COMPLETION_TOKENS, room))
+    names = TokenNames(backend.tokenizer, as_ids=asked.token_ids_as_names)
+    choices: list[Choice] = []
+    echoes: list[Echo | None] = []
+    for place, each in enumerate(prompts):
+      echoed = Echo(each.text, each.token_ids, logprobs=logprobs is not None) if echo else None
+      echoes.append(echoed)
+      choices += (
+        TextChoice(
+          place * asked.n + index,
+          names,
+          logprobs=logprobs is not None,
+          token_ids=asked.return_token_ids,
+          echo=echoed,
+          only_echo=only_echo,
+        )
+        for index in range(asked.n)
+      )
+    return await self._answer(
+      request, backend, asked, prompts, choices, echoes, "cmpl", "text_completion", only_echo=only_echo
+    )
+
+  async def chat(self, request: Request) -> Response:
+    """POST /v1/chat/completions."""
+    backend, fields = await self._begin(request)
+    # OpenAI's newer name wins over the older one.
+    newer = fields.whole("max_completion_tokens")
+    asked = common.read(fields, request.state.tenant)
+    stopping, output = asked.request.stopping, asked.request.output
+    if newer is not None:
+      stopping.max_tokens = newer
+    logprobs, top = bool(fields.flag("logprobs")), fields.whole("top_logprobs")
+    if top and not logprobs:
+      raise InvalidRequest(f"top_logprobs={top} is allowed with logprobs=true alone: send both")
+    if logprobs:
+      output.logprobs = top or 0
+    chat = read_chat(fields)
+    common.finish(fields, asked, strict=self._options.strict_requests)
+    validation.check_model(asked.model, backend.model)
+    tokenizer = validation.need_tokenizer(backend.tokenizer, "messages")
+    prompts = [_Prompt(await self._service.in_pool(lambda: chat.token_ids(tokenizer)))]
+    if not stopping.HasField("max_tokens"):
+      stopping.max_tokens = _room(backend.config, len(prompts[0].token_ids))
+    names = TokenNames(tokenizer, as_ids=asked.token_ids_as_names)
+    choices: list[Choice] = [
+      ChatChoice(index, names, logprobs=logprobs, token_ids=asked.return_token_ids) for index in range(asked.n)
+    ]
+    return await self._answer(request, backend, asked, prompts, choices, [None], "chatcmpl", "chat.completion")
+
+  async def _begin(self, request: Request) -> tuple[Backend, Fields]:
+    """The body's fields, unless new work is not let in: then nothing is read."""
+    self._service.admit()
+    options = self._options
+    values = await read_object(
+      request, self._service, max_bytes=options.max_body_bytes, timeout_s=options.body_timeout_s
+    )
+    return self._service.admit(), Fields(values)
+
+  async def _prompts(
+    self, backend: Backend, prompt: Any, add_special_tokens: bool | None, asked: Asked, *, echo: bool
+  ) -> list[_Prompt]:
+    validation.check_model(asked.model, backend.model)
+    given = _given_prompts(prompt)
+    skip = asked.request.output.skip_special_tokens
+
+    def tokenize() -> list[_Prompt]:
+      prompts = []
+      for each in given:
+        if isinstance(each, str):
+          wanted = pb.TokenizeRequest(text=each, add_special_tokens=add_special_tokens)
+          prompts.append(_Prompt(validation.prompt_token_ids(wanted, backend.tokenizer), each))
+          continue
+        text = ""
+        if echo and backend.tokenizer is not None:
+          validation.check_token_ids("prompt", each, backend.config.vocab_size)
+          text = backend.tokenizer.decode(each, skip_special_tokens=skip)
+        prompts.append(_Prompt(each, text))
+      return prompts
+
+    if sum(map(len, given)) > _INLINE_CHARS:
+      return await self._service.in_pool(tokenize)
+    return tokenize()
+
+  async def _answer(
+    self,
+    request: Request,
+    backend: Backend,
+    asked: Asked,
+    prompts: Sequence[_Prompt],
+    choices: Sequence[Choice],
+    echoes: Sequence[Echo | None],
+    prefix: str,
+    kind: str,
+    *,
+    only_echo: bool = False,
+  ) -> Response:
+    """Starts the generations and answers from them.
+
+    Args:
+      request: its body has been read.
+      backend: what serves.
+      asked: the shared fields.
+      prompts: one generation each.
+      choices: asked.n for each prompt, in order.
+      echoes: one for each prompt.
+      prefix: of the answer's id.
+      kind: the answer's "object".
+      only_echo: outputs are not wanted.
+    """
+    answer_id = f"{prefix}-{asked.request.request_id or secrets.token_hex(16)}"
+    calls = []
+    for place, prompt in enumerate(prompts):
+      asked.request.request_id = answer_id if len(prompts) == 1 else f"{answer_id}-{place}"
+      calls.append(validation.generate_call(asked.request, backend.config, backend.tokenizer, list(prompt.token_ids)))
+    frame = {"id": answer_id, "object": kind, "created": int(time.time()), "model": backend.model}
+    reply = _Reply(asked, prompts, choices, echoes, frame, only_echo=only_echo)
+    self._service.admit()  # a drain may have begun while the prompt was tokenized
+    running = _Running(backend.generations)
+    with contextlib.ExitStack() as cleanup:
+      cleanup.callback(running.close)
+      for call in calls:
+        running.start(call)
+      if not asked.stream:
+        await unless_gone(request.receive, _wait_ended(running.live))
+        return JSONAnswer(reply.whole(running.live), headers=asked.headers)
+      # Nothing awaits between here and the response's own call, which closes.
+      cleanup.pop_all()
+    stall_s = self._options.stream_stall_timeout_s
+    return EventStream(
+      reply.events(running),
+      stall_timeout_s=stall_s,
+      stalled=lambda: running.fail_slow(stall_s),
+      close=running.close,
+      headers=asked.headers,
+    )
+
+
+class _Reply:
+  """An answer while it is written."""
+
+  def __init__(
+    self,
+    asked: Asked,
+    prompts: Sequence[_Prompt],
+    choices: Sequence[Choice],
+    echoes: Sequence[Echo | None],
+    frame: dict[str, Any],
+    *,
+    only_echo: bool,
+  ):
+    self._asked = asked
+    self._prompts = prompts
+    self._choices = choices
+    self._echoes = echoes
+    self._frame = frame
+    self._only_echo = only_echo
+    self._is_chat = isinstance(choices[0], ChatChoice)
+    self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    self._num_tokens = 0
+    self._num_cached_tokens = 0
+
+  def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
+    """The answer of generations that have ended."""
+    n = self._asked.n
+    written = []
+    for place, generation in enumerate(generations):
+      self._take_echo(place, generation.outputs[0].delta)
+      for index, output in enumerate(generation.outputs):
+        assert output.finished is not None, "the generation has ended"
+        self._count(place, output.finished)
+        choice = self._choices[place * n + index].whole(output.delta, output.finished)
+        if self._asked.return_token_ids and not self._is_chat:
+          choice["prompt_token_ids"] = list(self._prompts[place].token_ids)
+        written.append(choice)
+    frame = {**self._frame, "choices": written, "usage": self._usage()}
+    if self._asked.return_token_ids and self._is_chat:
+      frame["prompt_token_ids"] = list(self._prompts[0].token_ids)
+    return frame
+
+  async def events(self, running: _Running) -> AsyncGenerator[bytes]:
+    """The same as chunks: one event for each choice that has news, all of a step's in one item."""
+    asked = self._asked
+    frame = self._frame | ({"object": "chat.completion.chunk"} if self._is_chat else {})
+    if asked.include_usage:
+      frame["usage"] = None
+    told_prompt: set[int] = set()
+    async with contextlib.aclosing(running.messages()) as messages:
+      async for place, message in messages:
+        parts = []
+        for index, delta, finished in _by_index(message):
+          if index == 0:
+            self._take_echo(place, delta)
+          at = place * asked.n + index
+          choice = self._choices[at].chunk(delta, finished)
+          if finished is not None:
+            self._count(place, finished)
+          if choice is None:
+            continue
+          chunk = {**frame, "choices": [choice]}
+          if asked.return_token_ids and at not in told_prompt:
+            told_prompt.add(at)
+            (chunk if self._is_chat else choice)["prompt_token_ids"] = list(self._prompts[place].token_ids)
+          if asked.continuous_usage:
+            chunk["usage"] = usage(len(self._prompts[place].token_ids), self._choices[at].num_tokens, 0)
+          parts.append(event(chunk))
+        if parts:
+          yield b"".join(parts)
+    if asked.include_usage:
+      yield event({**frame, "choices": [], "usage": self._usage()})
+    yield DONE
+
+  def _take_echo(self, place: int, delta: pb.Delta | None) -> None:
+    echo = self._echoes[place]
+    if echo is not None and delta is not None:
+      echo.take(delta.prompt_logprobs)
+
+  def _count(self, place: int, finished: pb.Finished) -> None:
+    if not self._only_echo:
+      self._num_tokens += finished.usage.completion_tokens
+    if finished.index == 0:
+      self._num_cached_tokens += finished.usage.cached_tokens
+
+  def _usage(self) -> dict[str, Any]:
+    return usage(self._num_prompt_tokens, self._num_tokens, self._num_cached_tokens)
+
+
+def _by_index(message: pb.GenerateResponse) -> list[tuple[int, pb.Delta | None, pb.Finished | None]]:
+  """What a message says of each index: its delta, its ending, or both."""
+  deltas = {delta.index: delta for delta in message.deltas}
+  endings = {finished.index: finished for finished in message.finished}
+  return [(index, deltas.get(index), endings.get(index)) for index in sorted(deltas.keys() | endings.keys())]
+
+
+async def _wait_ended(generations: Sequence[Generation]) -> None:
+  """Returns when all have ended; the first error among them is raised when its turn comes."""
+  for generation in generations:
+    await generation.wait_ended()
+
+
+def _room(config: EngineConfig, num_prompt_tokens: int) -> int:
+  """Tokens that a prompt leaves."""
+  return max(1, min(config.max_model_len, config.pool_tokens) - num_prompt_tokens)
+
+
+# Prompts of completions.
+
+
+def _given_prompts(prompt: Any) -> list[str | list[int]]:
+  """One or several texts or lists of token ids.
+
+  Raises:
+    InvalidRequest: none of these.
+  """
+  wanted = "send a string, a list of strings, a list of token ids, or a list of lists of token ids"
+  if prompt is None:
+    raise InvalidRequest(f"prompt is missing: {wanted}")
+  if isinstance(prompt, str):
+    return [prompt]
+  if not isinstance(prompt, list):
+    raise InvalidRequest(f"prompt is {kind_of(prompt)}: {wanted}")
+  if not prompt:
+    raise InvalidRequest(f"prompt is an empty list: {wanted}")
+  if _are_ids(prompt):
+    return [prompt]
+  if not all(isinstance(each, str) for each in prompt) and not all(
+    isinstance(each, list) and _are_ids(each) for each in prompt
+  ):
+    raise InvalidRequest(f"prompt is a list of other things, or of several kinds: {wanted}")
+  if len(prompt) > MAX_PROMPTS:
+    raise InvalidRequest(f"prompt has {len(prompt)} entries, the limit is {MAX_PROMPTS}: send several requests")
+  return prompt
+
+
+def _are_ids(values: list[Any]) -> bool:
+  return all(type(value) is int for value in values)
+
+
+# Messages of chats.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chat:
+  """What the model's template gets."""
+
+  messages: list[Message]
+  add_generation_prompt: bool
+  tools: list[dict[str, Any]] | None
+  variables: dict[str, Any]
+
+  def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode_chat(
+      self.messages,
+      add_generation_prompt=self.add_generation_prompt,
+      tools=self.tools,
+      variables=self.variables,
+    )
+
+
+def read_chat(fields: Fields) -> Chat:
+  """Takes the fields of a chat's prompt.
+
+  Raises:
+    InvalidRequest: a value of the wrong kind.
+    UnsupportedField: not text, or another template than the model's.
+  """
+  if fields.take("chat_template") is not None:
+    raise UnsupportedField("chat_template is not supported: the template is the model's own; leave it out")
+  if fields.flag("continue_final_message"):
+    raise UnsupportedField("continue_final_message is not supported: send the prompt to /v1/completions")
+  if fields.flag("add_special_tokens"):
+    raise UnsupportedField("add_special_tokens is not supported: the model's template writes them; leave it out")
+  modalities = fields.take("modalities")
+  if modalities is not None and modalities != ["text"]:
+    raise UnsupportedField('modalities is not supported: the model writes text; leave it out, or send ["text"]')
+  if fields.take("audio") is not None:
+    raise UnsupportedField("audio is not supported: the model writes text; leave it out")
+  messages = fields.list_of("messages", dict, "messages")
+  if messages is None:
+    raise InvalidRequest("messages is missing: send a list of messages with role and content")
+  open_turn = fields.flag("add_generation_prompt")
+  return Chat(
+    [_message(index, Fields(message, f"messages[{index}].")) for index, message in enumerate(messages)],
+    True if open_turn is None else open_turn,
+    _tools(fields),
+    _variables(fields),
+  )
+
+
+def _message(index: int, fields: Fields) -> Message:
+  role = fields.text("role")
+  if role is None:
+    raise InvalidRequest(f"messages[{index}].role is missing: send system, user or assistant")
+  content = fields.take("content")
+  if isinstance(content, list):
+    content = "\n".join(_part(f"messages[{index}].content[{at}]", part) for at, part in enumerate(content))
+  elif content is not None and not isinstance(content, str):
+    fields.wrong("content", content, "a string or a list of text parts")
+  more = {name: value for name in _TURN_FIELDS if (value := fields.take(name)) is not None}
+  if content is None and not more.get("tool_calls"):
+    raise InvalidRequest(f"messages[{index}].content is missing: send a string")
+  return Message(role, content or "", _parsed_calls(index, more))
+
+
+def _part(where: str, part: Any) -> str:
+  if not isinstance(part, dict):
+    raise InvalidRequest(f'{where} is {kind_of(part)}: send parts like {{"type": "text", "text": "..."}}')
+  kind, text = part.get("type"), part.get("text")
+  if kind not in ("text", "input_text"):
+    raise UnsupportedField(f"{where} has a type that is not supported: this model reads parts of type text alone")
+  if not isinstance(text, str):
+    raise InvalidRequest(f"{where}.text is {kind_of(text)}: send a string")
+  return text
+
+
+def _parsed_calls(index: int, more: dict[str, Any]) -> dict[str, Any]:
+  """Templates read arguments of tool calls as objects; OpenAI sends their JSON text."""
+  calls = more.get("tool_calls")
+  if calls is None:
+    return more
+
+  def wrong() -> NoReturn:
+    raise InvalidRequest(
+      f"messages[{index}].tool_calls is not a list of calls: send each with type function, and a function with a name "
+      "and arguments as JSON text"
+    )
+
+  if not isinstance(calls, list):
+    wrong()
+  parsed = []
+  for call in calls:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+      wrong()
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+      try:
+        arguments = _arguments(arguments)
+      except InvalidRequest:
+        wrong()
+    parsed.append({**call, "function": {**function, "arguments": arguments}})
+  return {**more, "tool_calls": parsed}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+  return parse(text.encode())
+
+
+def _tools(fields: Fields) -> list[dict[str, Any]] | None:
+  tools = fields.list_of("tools", dict, "tools")
+  choice = fields.take("tool_choice")
+  if fields.take("functions") is not None or fields.take("function_call") is not None:
+    raise UnsupportedField("functions is not supported: send tools, which took their place")
+  if choice not in (None, "none", "auto"):
+    raise UnsupportedField(
+      "tool_choice is not supported but as none and auto: to force a call needs structured output, which is not there "
+      "yet"
+    )
+  if not tools or choice == "none":
+    return None
+  if len(tools) > MAX_TOOLS:
+    raise InvalidRequest(f"tools has {len(tools)} entries, the limit is {MAX_TOOLS}: send fewer")
+  for index, tool in enumerate(tools):
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if tool.get("type") != "function" or not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+      raise InvalidRequest(
+        f"tools[{index}] is not a function with a name: send type function, and a function with a name of 1 to 64 of "
+        "A-Z a-z 0-9 _ -"
+      )
+  return tools
+
+
+def _variables(fields: Fields) -> dict[str, Any]:
+  """chat_template_kwargs: switches that a template knows, such as enable_thinking."""
+  values = fields.take("chat_template_kwargs")
+  if values is None:
+    return {}
+  if not isinstance(values, dict):
+    fields.wrong("chat_template_kwargs", values, "an object")
+  for name, value in values.items():
+    if isinstance(value, dict | list) or isinstance(value, str) and not _KWARG_TEXT.fullmatch(value):
+      raise InvalidRequest(
+        "chat_template_kwargs has a value that is not taken: send true, false, numbers, or a word of at most 32 "
+        f"letters{f' for {name}' if name.isidentifier() and len(name) < 40 else ''}"
+      )
+  return values

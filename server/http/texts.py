@@ -1,0 +1,90 @@
+"""The small endpoints: which model is served, and its tokenizer over HTTP. Starts no generation."""
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import InvalidRequest
+from server import validation
+from server.http.exchange import JSONAnswer, read_object
+from server.http.fields import Fields
+from server.http.generate import read_chat
+from server.http.options import HttpOptions
+from server.http.replies import TokenNames
+from server.proto import sluice_pb2 as pb
+from server.service import Backend, Service
+
+
+class Texts:
+  """/v1/models, /tokenize and /detokenize; the last two as vLLM has them."""
+
+  def __init__(self, service: Service, options: HttpOptions):
+    self._service = service
+    self._options = options
+    self._created = int(time.time())
+
+  async def models(self, request: Request) -> Response:
+    """GET /v1/models."""
+    return JSONAnswer({"object": "list", "data": [self._model(self._service.opened())]})
+
+  async def model(self, request: Request) -> Response:
+    """GET /v1/models/NAME."""
+    backend = self._service.opened()
+    validation.check_model(request.path_params["model"], backend.model)
+    return JSONAnswer(self._model(backend))
+
+  def _model(self, backend: Backend) -> dict[str, Any]:
+    return {
+      "id": backend.model,
+      "object": "model",
+      "created": self._created,
+      "owned_by": "sluice",
+      "max_model_len": backend.config.max_model_len,
+    }
+
+  async def tokenize(self, request: Request) -> Response:
+    """POST /tokenize: {"prompt"} or {"messages"} -> {"tokens", "count", "max_model_len"}."""
+    backend, fields = await self._begin(request)
+    prompt, wants_names = fields.text("prompt"), bool(fields.flag("return_token_strs"))
+    if prompt is not None:
+      add_special_tokens = fields.flag("add_special_tokens")
+      wanted = pb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
+      token_ids = await self._service.in_pool(lambda: validation.prompt_token_ids(wanted, backend.tokenizer))
+    else:
+      chat = read_chat(fields)
+      tokenizer = validation.need_tokenizer(backend.tokenizer, "messages")
+      token_ids = await self._service.in_pool(lambda: chat.token_ids(tokenizer))
+    said: dict[str, Any] = {
+      "tokens": token_ids,
+      "count": len(token_ids),
+      "max_model_len": backend.config.max_model_len,
+    }
+    if wants_names:
+      names = TokenNames(backend.tokenizer, as_ids=False)
+      said["token_strs"] = [names.name(token_id) for token_id in token_ids]
+    return JSONAnswer(said)
+
+  async def detokenize(self, request: Request) -> Response:
+    """POST /detokenize: {"tokens"} -> {"prompt"}."""
+    backend, fields = await self._begin(request)
+    token_ids = fields.list_of("tokens", int, "token ids")
+    if token_ids is None:
+      raise InvalidRequest("tokens is missing: send a list of token ids")
+    tokenizer = validation.need_tokenizer(backend.tokenizer, "tokens")
+    validation.check_token_ids("tokens", token_ids, backend.config.vocab_size)
+    # vLLM keeps special tokens here, so that a prompt comes back as it was.
+    skip = bool(fields.flag("skip_special_tokens"))
+    text = await self._service.in_pool(lambda: tokenizer.decode(token_ids, skip_special_tokens=skip))
+    return JSONAnswer({"prompt": text})
+
+  async def _begin(self, request: Request) -> tuple[Backend, Fields]:
+    backend = self._service.opened()
+    options = self._options
+    values = await read_object(
+      request, self._service, max_bytes=options.max_body_bytes, timeout_s=options.body_timeout_s
+    )
+    fields = Fields(values)
+    validation.check_model(fields.text("model") or "", backend.model)
+    return backend, fields
