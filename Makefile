@@ -3,6 +3,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV := .venv
 PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 # A GPU's machine brings its own JAX: the lock's environment is for CPUs.
 PYTHON ?= python3
@@ -52,13 +53,17 @@ gpu:
 
 ## make clean     remove the virtual environments and caches
 clean:
-	rm -rf .venv .venv-device .venv-parity .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-device .venv-parity pallas_kernels/built .cache .pytest_cache .ruff_cache .hypothesis
 
 setup: $(READY)
 
 setup-device: $(DEVICE_READY)
 
-$(READY): requirements.lock tools/setup_env.sh
+# The C++ kernels are built again when their sources change; a machine without a compiler is told, and goes on.
+$(READY): $(INSTALLED) $(wildcard pallas_kernels/*.h pallas_kernels/*/*.cc) pallas_kernels/native.py
+	@$(PY) -m pallas_kernels.native && touch $@
+
+$(INSTALLED): requirements.lock tools/setup_env.sh
 	@tools/setup_env.sh $(VENV) requirements.lock && touch $@
 
 $(DEVICE_READY): requirements-device.lock tools/setup_env.sh $(READY)

@@ -43,7 +43,10 @@ _BUILD_FLAGS = (
     "dtype", "auto", ["auto", "float32", "bfloat16"], "Of weights, activations and KV; auto: float32 on CPU."
   ),
   flags.DEFINE_enum(
-    "attention", "auto", ["auto", "reference", "gpu", "tpu"], "Paged attention; auto: the platform's own kernels."
+    "attention",
+    "auto",
+    ["auto", "reference", "cpu", "gpu", "tpu"],
+    "Paged attention; auto: the platform's own kernels.",
   ),
   flags.DEFINE_integer("kv_cache_mb", 0, "MiB of KV; 0: what is free (on CPU 256).", lower_bound=0),
   flags.DEFINE_integer("num_blocks", 0, "KV pool in blocks, instead of --kv_cache_mb; 0: by memory.", lower_bound=0),
@@ -376,7 +379,7 @@ async def _serve() -> int:
   _say(
     f"model {name}: {config.vocab_size} tokens, length {config.max_model_len}, "
     f"{'with' if tokenizer else 'without'} tokenizer; KV {config.num_blocks} blocks of {config.block_size}; "
-    f"attention {built.attention}; "
+    f"attention {built.attention}{built.attention_reason and f' ({built.attention_reason})'}; "
     f"loaded in {built.load_s:.1f} s, compiled in {built.warmup_s:.1f} s"
   )
   _say(f"ready on {address}")

@@ -4,9 +4,9 @@
   python -m tools.bench_attention --share [--model=DIR] [--rows=32] [--context=256] [--seconds=60]
 
 The first prints milliseconds a layer (the best and the median of several calls of a program of four layers) for the
-batches of pallas_kernels/paged_attention/arg_specs.py, beside two others: a naive version that gathers every row's
-whole block table, where that fits in 2 GiB, and the floor, the batch's keys and values over the read bandwidth of one
-core measured in the same run.
+batches of pallas_kernels/paged_attention/arg_specs.py, by the C++ kernel and by XLA's loops, beside two others: a naive
+version that gathers every row's whole block table, where that fits in 2 GiB, and the floor, the batch's keys and values
+over the read bandwidth of all cores measured in the same run.
 
 The second prints attention's share of a step of decodes, as a line of words and one of JSON. It times the engine's own
 step program, warm and through its runner, in three forms that take turns: with `context` positions a row; with one
@@ -15,9 +15,11 @@ outputs are the queries and nothing is stored. Without --model, a random Llama o
 """
 
 from collections.abc import Callable, Iterator, Sequence
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -59,9 +61,11 @@ def best_and_median(call: Callable[[], object], seconds: float) -> tuple[float, 
 
 
 def read_bandwidth(seconds: float) -> float:
-  """Bytes a millisecond that one core reads from memory: the maximum of 256 MiB."""
-  array = np.ones(2**26, np.float32)
-  return array.nbytes / best_and_median(array.max, seconds)[0]
+  """Bytes a millisecond that all cores together read from memory: the maximum of 256 MiB each."""
+  arrays = [np.ones(2**26, np.float32) for _ in range(os.cpu_count() or 1)]
+  with concurrent.futures.ThreadPoolExecutor(len(arrays)) as pool:
+    best, _ = best_and_median(lambda: list(pool.map(np.max, arrays)), seconds)
+  return sum(array.nbytes for array in arrays) / best
 
 
 def naive(q, kv, meta: api.RaggedMeta, *, scale: float):
@@ -101,32 +105,49 @@ def operands(spec: ArgSpec, num_blocks: int) -> tuple[jax.Array, api.RaggedMeta]
   return jnp.asarray(np.nan_to_num(arguments.q)), meta
 
 
-def measure(spec: ArgSpec, num_blocks: int, seconds: float) -> tuple[float, float, float | None]:
-  """Milliseconds a layer: ours, best and median, and the naive version's best, or None where it is left out."""
+def ours(name: str, spec: ArgSpec, num_blocks: int, seconds: float) -> tuple[float, float]:
+  """Milliseconds a layer of an implementation, best and median."""
   q, meta = operands(spec, num_blocks)
   num_blocks = max(num_blocks, int(meta.block_tables.max()) + 1)
-  kv = jnp.ones(api.kv_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim))
-  ours = layers(lambda q, kv, meta: api.ragged_paged_attention(q, kv, meta, scale=spec.scale))
-  best, median = best_and_median(lambda: ours(q, kv, meta).block_until_ready(), seconds)
-  gathered = kv.nbytes // num_blocks * spec.table_width * spec.num_rows
+  kv = jnp.ones(api.kv_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, name))
+  program = layers(lambda q, kv, meta: api.ragged_paged_attention(q, kv, meta, scale=spec.scale, name=name))
+  best, median = best_and_median(lambda: program(q, kv, meta).block_until_ready(), seconds)
+  return best / _LAYERS, median / _LAYERS
+
+
+def naive_best(spec: ArgSpec, num_blocks: int, seconds: float) -> float | None:
+  """Milliseconds a layer of the naive version, or None where it is left out."""
+  q, meta = operands(spec, num_blocks)
+  num_blocks = max(num_blocks, int(meta.block_tables.max()) + 1)
+  page = 2 * spec.block_size * spec.num_kv_heads * spec.head_dim
+  gathered = 4 * page * spec.table_width * spec.num_rows
   if {queries for queries, _ in spec.rows} != {1} or len(spec.rows) != spec.num_tokens or gathered > _NAIVE_LIMIT:
-    return best / _LAYERS, median / _LAYERS, None
-  kv = kv.reshape(num_blocks, spec.block_size, 2, spec.num_kv_heads, spec.head_dim)
-  other = layers(lambda q, kv, meta: naive(q, kv, meta, scale=spec.scale))
-  return (
-    best / _LAYERS,
-    median / _LAYERS,
-    best_and_median(lambda: other(q, kv, meta).block_until_ready(), seconds)[0] / _LAYERS,
-  )
+    return None
+  kv = jnp.ones((num_blocks, spec.block_size, 2, spec.num_kv_heads, spec.head_dim))
+  program = layers(lambda q, kv, meta: naive(q, kv, meta, scale=spec.scale))
+  return best_and_median(lambda: program(q, kv, meta).block_until_ready(), seconds)[0] / _LAYERS
 
 
-def line(name: str, spec: ArgSpec, num_blocks: int, seconds: float, bandwidth: float) -> str:
-  """A line of a table."""
-  best, median, other = measure(spec, num_blocks, seconds)
+def implementations() -> tuple[str, ...]:
+  """Those that run on a CPU: the C++ kernel, where it is built, and XLA's."""
+  spec = arg_specs.BENCHMARK[0]
+  try:
+    api.check_supported("cpu", spec.geometry, spec.dtype)
+  except NotImplementedError as error:
+    print(error, file=sys.stderr)
+    return ("reference",)
+  return ("cpu", "reference")
+
+
+def line(names: Sequence[str], title: str, spec: ArgSpec, num_blocks: int, seconds: float, bandwidth: float) -> str:
+  """A line of a table; the floor's factor is the first implementation's."""
+  times = [ours(name, spec, num_blocks, seconds) for name in names]
+  other = naive_best(spec, num_blocks, seconds)
   held = sum(length for _, length in spec.rows) * 2 * spec.num_kv_heads * spec.head_dim * 4
   floor = held / bandwidth
+  columns = "".join(f" {best:9.3f} {median:9.3f}" for best, median in times)
   shown = "       -" if other is None else f"{other:8.2f}"
-  return f"{name:34s} {best:8.3f} {median:8.3f} {shown} {held / 1e6:8.2f} {floor:8.3f} {best / floor:8.1f}"
+  return f"{title:34s}{columns} {shown} {held / 1e6:8.2f} {floor:8.3f} {times[0][0] / floor:8.1f}"
 
 
 @contextlib.contextmanager
@@ -142,6 +163,12 @@ def without_attention(name: str) -> Iterator[str]:
     write_kv=lambda kv, k, v, slot_mapping: kv,
     ragged_paged_attention=lambda q, *rows, **static: q,
   )
+  if hasattr(of, "attend"):  # which also rotates: that counts as attention's then
+
+    def attend(qkv, cos, sin, kv, *rows, **static):
+      return qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3]), kv
+
+    nothing.attend = attend
   with (
     mock.patch.dict(sys.modules, {f"{api.__package__}.nothing": nothing}),
     mock.patch.object(api, "IMPLEMENTATIONS", (*api.IMPLEMENTATIONS, "nothing")),
@@ -187,7 +214,9 @@ def decodes(built: Built, rows: int, length: int) -> Batch:
   )
 
 
-def share(model_dir: str, rows: int, context: int, block_size: int, seconds: float) -> dict[str, Any]:
+def share(
+  model_dir: str, rows: int, context: int, block_size: int, seconds: float, attention: str = "auto"
+) -> dict[str, Any]:
   """Attention's share of a step of `rows` decodes with `context` positions each.
 
   Returns:
@@ -197,8 +226,8 @@ def share(model_dir: str, rows: int, context: int, block_size: int, seconds: flo
     which other work on the machine disturbs less, but which does not count what keeps only one core busy as double.
     steps: of each form.
   """
-  block_size = block_size or api.preferred_block_size(api.choose("auto", jax.default_backend()))
-  real = build_step(model_dir, rows, context, block_size)
+  block_size = block_size or api.preferred_block_size(api.candidates(attention, jax.default_backend())[0])
+  real = build_step(model_dir, rows, context, block_size, attention)
   if context > real.config.max_model_len:
     raise ConfigError(f"context={context} exceeds the {real.config.max_model_len} positions of {real.model_name}")
   with without_attention(real.attention) as nothing:
@@ -221,7 +250,7 @@ def share(model_dir: str, rows: int, context: int, block_size: int, seconds: flo
   wall = {form: [1e3 * each for each, _ in values] for form, values in times.items()}
   median = {form: statistics.median(values) for form, values in wall.items()}
   processor = {form: statistics.median(each for _, each in values) for form, values in times.items()}
-  attention = median["step"] - median["without"]
+  taken = median["step"] - median["without"]
   return {
     "model": real.model_name,
     "attention": real.attention,
@@ -230,9 +259,9 @@ def share(model_dir: str, rows: int, context: int, block_size: int, seconds: flo
     "block_size": block_size,
     "steps": len(times["step"]),
     "step_ms": round(median["step"], 2),
-    "attention_ms": round(attention, 2),
+    "attention_ms": round(taken, 2),
     "walk_ms": round(median["step"] - median["short"], 2),
-    "share": round(attention / median["step"], 4),
+    "share": round(taken / median["step"], 4),
     "share_of_best": round(1 - min(wall["without"]) / min(wall["step"]), 4),
     "share_of_processor": round(1 - processor["without"] / processor["step"], 4),
     "machine": machine(),
@@ -277,20 +306,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
   args.seconds = args.seconds or (60.0 if args.share else 0.5)
   if args.share:
     return print_share(args)
-  bandwidth = read_bandwidth(args.seconds)
-  print(f"12 query and 4 KV heads of 64, f32, blocks of 16; one core reads {bandwidth / 1e6:.1f} GB/s")
-  head = f"{'best':>8s} {'median':>8s} {'naive':>8s} {'KV MB':>8s} {'floor':>8s} {'x floor':>8s}"
-  print(f"\n{'batch (ms a layer)':34s} {head}")
+  names, bandwidth = implementations(), read_bandwidth(args.seconds)
+  print(f"12 query and 4 KV heads of 64, f32, blocks of 16; all cores read {bandwidth / 1e6:.1f} GB/s")
+  head = "".join(f" {name:>9s} {'median':>9s}" for name in names)
+  head += f" {'naive':>8s} {'KV MB':>8s} {'floor':>8s} {'x floor':>8s}"
+  print(f"\n{'batch (ms a layer, best)':34s}{head}")
   for spec in arg_specs.BENCHMARK[: args.batches]:
-    print(line(spec.name, spec, _POOL_BLOCKS, args.seconds, bandwidth), flush=True)
+    print(line(names, spec.name, spec, _POOL_BLOCKS, args.seconds, bandwidth), flush=True)
   rows = dataclasses.replace(arg_specs.BENCHMARK[1], name="")
-  print(f"\n{'8 rows, 128 long, by pool':34s} {head}")
+  print(f"\n{'8 rows, 128 long, by pool':34s}{head}")
   for num_blocks in (128, 1024, 8192):
-    print(line(f"  {num_blocks} blocks", rows, num_blocks, args.seconds, bandwidth), flush=True)
-  print(f"\n{'8 rows, 128 long, by table width':34s} {head}")
+    print(line(names, f"  {num_blocks} blocks", rows, num_blocks, args.seconds, bandwidth), flush=True)
+  print(f"\n{'8 rows, 128 long, by table width':34s}{head}")
   for width in (8, 128, 1024):
     spec = dataclasses.replace(rows, table_width=width)
-    print(line(f"  {width} blocks, {16 * width} tokens", spec, _POOL_BLOCKS, args.seconds, bandwidth), flush=True)
+    title = f"  {width} blocks, {16 * width} tokens"
+    print(line(names, title, spec, _POOL_BLOCKS, args.seconds, bandwidth), flush=True)
   return 0
 
 

@@ -30,6 +30,7 @@ from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
 from pallas_kernels.paged_attention import api
+from pallas_kernels.paged_attention.plan import Geometry
 
 _CPU_KV_CACHE_MB = 256
 _DTYPES = ("auto", "float32", "bfloat16")
@@ -133,6 +134,7 @@ class Built:
     engine: nothing submitted yet; its loop is not running.
     runner: the device (that of decodes, if there are two), for `compiles_after_ready`.
     attention: name of the paged attention in use.
+    attention_reason: why it is not the platform's best, or "".
     model: numbers of the decoder.
     model_name: as the checkpoint calls it.
     config: the engine's settings.
@@ -143,6 +145,7 @@ class Built:
   engine: Engine | DisaggregatedEngine
   runner: ModelRunner
   attention: str
+  attention_reason: str
   model: ModelConfig
   model_name: str
   config: EngineConfig
@@ -159,6 +162,7 @@ class _Side:
   runner: ModelRunner
   loaded: LoadedModel
   attention: str
+  attention_reason: str
   load_s: float
 
 
@@ -200,6 +204,7 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
     engine=engine,
     runner=side.runner,
     attention=side.attention,
+    attention_reason=side.attention_reason,
     model=side.loaded.config,
     model_name=side.loaded.name,
     config=side.scheduler.config,
@@ -213,11 +218,10 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
   """Loads, sizes, compiles and warms up; on several devices the model is spread over them."""
   mesh = mesh_lib.make_mesh(devices)
   device = devices[0]
-  attention = _choose_attention(options.attention, device.platform)
+  candidates = _attention_candidates(options.attention, device.platform)
   dtype = jnp.dtype(
     ("float32" if device.platform == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
   )
-  block_size = options.block_size or api.preferred_block_size(attention)
   started = time.perf_counter()
   progress("load", 0, 1)
   loaded = load_checkpoint(options.model_dir, mesh, dtype)
@@ -226,6 +230,10 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
   load_s = time.perf_counter() - started
 
   model = loaded.config
+  attention, attention_reason = api.choose(
+    candidates, lambda name: api.check_supported(name, _geometry(model, options.block_size, name), dtype)
+  )
+  block_size = options.block_size or api.preferred_block_size(attention)
   max_model_len = options.max_model_len or model.max_position
   if max_model_len > model.max_position:
     raise ConfigError(
@@ -257,7 +265,7 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
   config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, loaded.eos_token_ids)
   runner = ModelRunner(spec(num_blocks), tuple(leaves), ladder, config.eos_token_ids, progress)
   runner.warm_up(progress)
-  return _Side(Scheduler(config), runner, loaded, attention, load_s)
+  return _Side(Scheduler(config), runner, loaded, attention, attention_reason, load_s)
 
 
 def _devices(count: int) -> list[Any]:
@@ -269,11 +277,25 @@ def _devices(count: int) -> list[Any]:
   return found[:count] if count else found
 
 
-def _choose_attention(requested: str, platform: str) -> str:
+def _attention_candidates(requested: str, platform: str) -> tuple[str, ...]:
   try:
-    return api.choose(requested, platform)
+    return api.candidates(requested, platform)
   except NotImplementedError as error:
     raise ConfigError(str(error)) from error
+
+
+def _geometry(model: ModelConfig, block_size: int, attention: str) -> Geometry:
+  """What of a step's attention is known before there is a ladder."""
+  return Geometry(
+    tokens=1,
+    rows=1,
+    table_width=1,
+    block_size=block_size or api.preferred_block_size(attention),
+    num_heads=model.num_heads,
+    num_kv_heads=model.num_kv_heads,
+    head_dim=model.head_dim,
+    sliding_window=model.sliding_window,
+  )
 
 
 def _check_attention(spec: ProgramSpec, ladder: ShapeLadder, dtype: jnp.dtype) -> None:

@@ -5,13 +5,14 @@ An implementation is a module of this folder with the functions that `reference.
 shape from `kv_shape`. It may have besides
 
   check_supported(geometry, dtype)                  refuses, with NotImplementedError, what it cannot do
-  attend(qkv, cos, sin, kv, ...)                    rotary embedding, KV write and attention as one (gpu.py)
+  attend(qkv, cos, sin, kv, ...)                    rotary embedding, KV write and attention as one (gpu.py, cpu.py)
   make_plan(geometry, device_kind) -> Plan          host-made work lists that travel with every step (plan.py)
   prepare(block_tables, kv_lens, query_starts, ...) what all layers of a step need, computed once on the device
 
 Choosing happens here, by name, before anything is compiled.
 """
 
+from collections.abc import Callable
 import dataclasses
 from functools import cached_property
 import importlib
@@ -24,8 +25,9 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.plan import Geometry, Plan
 
 # By name; imported when first used, since a GPU's needs what a TPU's machine may lack.
-IMPLEMENTATIONS = ("reference", "gpu", "tpu")
-_OF_PLATFORM = {"cpu": "reference", "gpu": "gpu", "cuda": "gpu", "tpu": "tpu"}
+IMPLEMENTATIONS = ("reference", "cpu", "gpu", "tpu")
+# Best first. A CPU's second is as whole as its first, only slower: so there, and there alone, "auto" may take it.
+_OF_PLATFORM = {"cpu": ("cpu", "reference"), "gpu": ("gpu",), "cuda": ("gpu",), "tpu": ("tpu",)}
 
 
 def implementation(name: str) -> ModuleType:
@@ -35,21 +37,39 @@ def implementation(name: str) -> ModuleType:
   return importlib.import_module(f"pallas_kernels.paged_attention.{name}")
 
 
-def choose(requested: str, platform: str) -> str:
-  """The implementation for a platform ("cpu", "gpu", "tpu"): `requested`, or with "auto" the platform's own.
+def candidates(requested: str, platform: str) -> tuple[str, ...]:
+  """The implementations for a platform ("cpu", "gpu", "tpu"), best first: `requested`, or with "auto" its own.
 
   Raises:
     NotImplementedError: the platform has none of its own.
   """
   if requested != "auto":
     implementation(requested)
-    return requested
+    return (requested,)
   if platform not in _OF_PLATFORM:
     raise NotImplementedError(
       f"paged attention: no implementation for platform {platform!r}; supported are {', '.join(_OF_PLATFORM)}, and "
       "--attention=reference runs anywhere, slowly"
     )
   return _OF_PLATFORM[platform]
+
+
+def choose(names: tuple[str, ...], check: Callable[[str], None]) -> tuple[str, str]:
+  """The first of `candidates` that can do the work, and why those before it cannot ("" for the first).
+
+  Args:
+    check: `check_supported` of a name for the work at hand. Not called for the last, which is taken unseen: whoever
+      builds the programs checks them anyway.
+  """
+  reasons = []
+  for name in names[:-1]:
+    try:
+      check(name)
+    except NotImplementedError as error:
+      reasons.append(str(error))
+      continue
+    return name, "; ".join(reasons)
+  return names[-1], "; ".join(reasons)
 
 
 def preferred_block_size(name: str) -> int:

@@ -1,4 +1,4 @@
-"""The engine's own steps with the attention of GPU and TPU, in Pallas' interpreters: plan, packing and kernels fit.
+"""The engine's own steps with the attention of CPU, and of GPU and TPU in Pallas' interpreters: all parts fit.
 
 Greedy tokens of a small random model, of prompts in chunks beside decodes, against those of the reference.
 """
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from engine.sampling_params import SamplingParams
+from pallas_kernels import native
 from pallas_kernels.paged_attention import gpu
 from tests.device.serving import serve
 from tests.device.tiny_model import TINY, make_runner, random_params
@@ -24,8 +25,7 @@ REQUESTS = [
 ]
 
 
-def tokens(attention: str) -> list[list[int]]:
-  dtype = jnp.bfloat16
+def tokens(attention: str, dtype=jnp.bfloat16) -> list[list[int]]:
   runner = make_runner(
     MODEL,
     dtype=dtype,
@@ -48,6 +48,13 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(gpu, "tuning_for", small_grid)
   monkeypatch.setattr(gpu, "attend", functools.partial(gpu.attend, interpret=plgpu.InterpretGPUParams()))
   assert tokens("gpu") == expected
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_cpu(dtype) -> None:
+  native.build("paged_attention")
+  assert tokens("cpu", dtype) == tokens("reference", dtype)
 
 
 def test_tpu() -> None:

@@ -33,8 +33,9 @@ def test_naive_equals_ours() -> None:
 
 def test_a_line_holds_our_time_and_the_floor() -> None:
   spec = arg_specs.BENCHMARK[1]
-  name, best, median, naive, held, floor, ratio = bench_attention.line("name", spec, 100, 0.001, 1e7).split()
-  assert name == "name" and 0 < float(best) <= float(median) and float(naive) > 0
+  title, *columns = bench_attention.line(("reference", "reference"), "name", spec, 100, 0.001, 1e7).split()
+  best, median, _, _, naive, held, floor, ratio = columns
+  assert title == "name" and 0 < float(best) <= float(median) and float(naive) > 0
   assert float(held) == round(8 * 128 * 2 * 4 * 64 * 4 / 1e6, 2)
   assert float(floor) == round(8 * 128 * 2 * 4 * 64 * 4 / 1e7, 3)
   assert abs(float(ratio) - float(best) / float(floor)) < 0.1
@@ -55,14 +56,19 @@ def loops(built: Built) -> int:
 
 def test_the_step_without_attention_has_none_and_the_other_has(tiny) -> None:
   """Both are the engine's own step; what one holds less is the attention, and neither is taken for the other."""
-  found = bench_attention.share(tiny, 4, 40, 16, 0.01)
+  found = bench_attention.share(tiny, 4, 40, 16, 0.01, "reference")
   assert found["steps"] >= 5 and found["step_ms"] > 0
   assert found["model"] == "tiny" and found["attention"] == "reference"
-  real = bench_attention.build_step(tiny, 4, 40, 16)
+  real = bench_attention.build_step(tiny, 4, 40, 16, "reference")
   with bench_attention.without_attention(real.attention) as name:
     without = bench_attention.build_step(tiny, 4, 40, 16, name)
   assert loops(without) <= loops(real) - 4  # of groups and of chunks, in decode and in prefill
   assert name not in api.IMPLEMENTATIONS
+
+
+def test_what_an_engine_takes_by_itself_is_what_is_measured(tiny) -> None:
+  found = bench_attention.share(tiny, 2, 20, 0, 0.01)
+  assert found["block_size"] == 16 and found["attention"] == bench_attention.implementations()[0]
 
 
 def test_rows_lie_anywhere_and_nowhere_twice(tiny) -> None:

@@ -1,0 +1,120 @@
+// What the CPU kernels share: vectors of 16 floats, element types, and work spread over XLA's own threads.
+// Vectors are the compiler's (GCC and Clang), so one source serves AVX-512, AVX2, NEON and the rest; which instructions
+// are used is chosen when it is compiled (native.py).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace sluice {
+
+namespace ffi = xla::ffi;
+
+constexpr int kLanes = 16;
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t IntVec __attribute__((vector_size(64)));
+typedef uint16_t HalfVec __attribute__((vector_size(32)));
+typedef uint32_t WideVec __attribute__((vector_size(64)));
+
+inline Vec load(const float* from) {
+  Vec v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+inline Vec all(float x) { return Vec{} + x; }
+
+// bfloat16: the upper half of a float.
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline Vec load(const Bf16* from) {
+  HalfVec half;
+  std::memcpy(&half, from, sizeof half);
+  WideVec wide = __builtin_convertvector(half, WideVec) << 16;
+  Vec v;
+  std::memcpy(&v, &wide, sizeof v);
+  return v;
+}
+// Rounds to nearest, ties to even; NaN stays NaN.
+inline uint16_t round_to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if (x != x) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline float value(float x) { return x; }
+inline float value(Bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+inline void assign(float& to, float x) { to = x; }
+inline void assign(Bf16& to, float x) { to.bits = round_to_bf16(x); }
+
+inline float max_of(Vec v) {
+  float most = v[0];
+  for (int i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
+  return most;
+}
+inline float sum_of(Vec v) {
+  float half[8];
+  for (int i = 0; i < 8; ++i) half[i] = v[i] + v[i + 8];
+  return ((half[0] + half[4]) + (half[2] + half[6])) + ((half[1] + half[5]) + (half[3] + half[7]));
+}
+
+// e^x for x <= 0, exactly 1 at 0 and 0 below -87; elsewhere within 2 units of the last place.
+inline Vec exp_of_negative(Vec x) {
+  const Vec low = all(-87.3f);
+  const IntVec vanishes = x < low;
+  x = vanishes ? low : x;
+  const Vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const Vec n = (x * 1.44269504f + magic) - magic;
+  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  Vec scale;
+  std::memcpy(&scale, &exponent, sizeof scale);
+  return vanishes ? Vec{} : p * scale;
+}
+
+// Calls work(i) for every i below `count`, on the calling thread and on XLA's. Returns when all are done. A thread that
+// comes too late finds nothing left, so nobody waits for one that is busy elsewhere.
+template <typename Work>
+void spread(ffi::ThreadPool& threads, int64_t count, bool worth_it, const Work& work) {
+  const int64_t helpers = worth_it ? std::min<int64_t>(threads.num_threads(), count) - 1 : 0;
+  if (helpers <= 0) {
+    for (int64_t i = 0; i < count; ++i) work(i);
+    return;
+  }
+  struct State {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto state = std::make_shared<State>();
+  auto help = [state, count, &work] {  // `work` is touched only while an i is left, that is before this call returns
+    for (int64_t i; (i = state->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      work(i);
+      state->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  for (int64_t i = 0; i < helpers; ++i) threads.Schedule([help] { help(); });
+  help();
+  for (int spins = 0; state->done.load(std::memory_order_acquire) < count; ++spins) {
+    if (spins > 1000) std::this_thread::yield();
+  }
+}
+
+}  // namespace sluice

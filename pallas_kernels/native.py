@@ -1,0 +1,132 @@
+"""Builds and finds the C++ kernels for CPUs. May not decide who uses them: a kernel's folder does.
+
+  python -m pallas_kernels.native           builds what this machine's processor runs, unless it is there already
+
+Each `cpu.cc` of a kernel's folder becomes one shared library in pallas_kernels/built/, whose name holds the instruction
+set and a digest of sources, flags and jaxlib's version: a library of other sources is never loaded. Building needs a
+C++17 compiler (CXX, c++, g++ or clang++) and takes some seconds; nothing is built when something is imported.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_BUILT = _ROOT / "pallas_kernels" / "built"
+SOURCES = {"paged_attention": "pallas_kernels/paged_attention/cpu.cc"}
+_HEADERS = ("pallas_kernels/native.h",)
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno")
+# What /proc/cpuinfo must list for a level of the x86-64 psABI (beyond what every such processor has); best first.
+_LEVELS = {
+  "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+  "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
+  "x86-64-v2": {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"},
+}
+
+
+class NativeMissing(Exception):
+  """There is no library for this machine and these sources; the text says why, and what to do."""
+
+
+@functools.cache
+def level() -> str:
+  """The instruction set to build for: an x86-64 level, or the machine's name where there are none."""
+  if platform.machine() not in ("x86_64", "AMD64"):
+    return platform.machine()
+  try:
+    text = pathlib.Path("/proc/cpuinfo").read_text()
+  except OSError:
+    return "x86-64"
+  line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+  flags = set(line.partition(":")[2].split())
+  return next((name for name, needed in _LEVELS.items() if needed <= flags), "x86-64")
+
+
+def _flags() -> list[str]:
+  return [*_FLAGS, f"-march={level()}"] if level().startswith("x86-64") else list(_FLAGS)
+
+
+@functools.cache
+def path(name: str) -> pathlib.Path:
+  """Where the library of `name`, a key of SOURCES, is once it is built."""
+  digest = hashlib.sha256(repr((_flags(), importlib.metadata.version("jaxlib"))).encode())
+  for file in (SOURCES[name], *_HEADERS):
+    digest.update((_ROOT / file).read_bytes())
+  return _BUILT / f"{name}-{level()}-{digest.hexdigest()[:16]}.so"
+
+
+def compiler() -> str | None:
+  """The C++ compiler's path, or None."""
+  for candidate in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+    if candidate and (found := shutil.which(candidate)):
+      return found
+  return None
+
+
+def build(name: str) -> pathlib.Path:
+  """Compiles the library of `name`, if it is not there, and returns its path.
+
+  Raises:
+    NativeMissing: no compiler was found, or it failed (its first error is in the text).
+  """
+  wanted = path(name)
+  if wanted.exists():
+    return wanted
+  chosen = compiler()
+  if chosen is None:
+    raise NativeMissing(
+      f"native {name}: no C++ compiler (CXX, c++, g++, clang++): install one and run make setup again"
+    )
+  import jax.ffi  # here, and not above: whoever asks for a path need not wait for it
+
+  _BUILT.mkdir(exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=_BUILT) as folder:
+    part = pathlib.Path(folder) / wanted.name
+    command = [chosen, *_flags(), f"-I{jax.ffi.include_dir()}", f"-I{_ROOT}", SOURCES[name], "-o", str(part)]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    if done.returncode:
+      first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:300])
+      raise NativeMissing(f"native {name}: {chosen} failed: {first}")
+    part.replace(wanted)  # whole or not at all
+  for old in _BUILT.glob(f"{name}-{level()}-*.so"):
+    if old != wanted:
+      old.unlink(missing_ok=True)
+  return wanted
+
+
+@functools.cache
+def load(name: str) -> ctypes.CDLL:
+  """The library of `name`.
+
+  Raises:
+    NativeMissing: it was not built, or for other sources, or cannot be loaded.
+  """
+  file = path(name)
+  if not file.exists():
+    raise NativeMissing(f"native {name} is not built for {level()} and these sources: run make setup")
+  try:
+    return ctypes.CDLL(str(file))
+  except OSError as error:
+    raise NativeMissing(f"native {name} cannot be loaded: {error}") from error
+
+
+def main() -> int:
+  """Builds everything; a machine that cannot is told in one line, and is no failure: XLA does the work there."""
+  for name in SOURCES:
+    try:
+      build(name)
+    except NativeMissing as error:
+      print(f"sluice: {error}; CPU attention falls back to XLA's, which is slower", file=sys.stderr)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,452 @@
+// Paged attention on a CPU: reads each page that a row holds once, where it lies. cpu.py says how it is called.
+//
+// A page of a KV head is K transposed, [H, page], then V, [page, H]: so both products of attention are sums of
+// broadcast times vector, 16 keys or 16 values wide, and need no sum over lanes. Keys go by in blocks of 64 positions,
+// always the same ones whatever step a query is in, with the softmax kept online (arXiv:2205.14135). A query's sums have
+// the same terms in the same order in whatever tile it is, so its result depends on nothing but its row, to the bit.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "pallas_kernels/native.h"
+
+namespace sluice {
+namespace {
+
+constexpr int kBlock = 64;              // keys a pass
+constexpr int kGroups = kBlock / kLanes;
+constexpr int kMostQueries = 48;        // (token, head of the group) pairs a tile
+constexpr int kMostHeadDim = 256;
+constexpr float kMasked = -1e30f;       // a score no real one reaches; finite, so that masked - masked is not NaN
+#if defined(__AVX512F__)
+constexpr int kRegisterGroups = 4, kRegisterRows = 6;  // 24 accumulators of 32 registers
+#else
+constexpr int kRegisterGroups = 1, kRegisterRows = 4;
+#endif
+
+struct Sizes {
+  int64_t tokens, rows, table_width, heads, group, head_dim;
+  int64_t width;  // head_dim in whole vectors
+  int64_t page, num_blocks;
+  float scale, soft_cap;  // soft_cap 0: none
+  int64_t window;         // 0: none
+};
+
+struct Rows {
+  const int32_t *tables, *lengths, *starts;
+};
+
+// c[m][j] (+)= sum over k of a[m][k] * b(k)[j], for R rows and V vectors of 16.
+template <int R, int V, typename RowOf>
+void product(const float* a, int64_t a_stride, const RowOf& row_of, int count, float* c, int64_t c_stride, bool add) {
+  Vec sums[R][V];
+#pragma GCC unroll 8
+  for (int m = 0; m < R; ++m)
+#pragma GCC unroll 4
+    for (int j = 0; j < V; ++j) sums[m][j] = add ? load(c + m * c_stride + j * kLanes) : Vec{};
+  for (int k = 0; k < count; ++k) {
+    Vec row[V];
+#pragma GCC unroll 4
+    for (int j = 0; j < V; ++j) row[j] = load(row_of(k, j));
+#pragma GCC unroll 8
+    for (int m = 0; m < R; ++m)
+#pragma GCC unroll 4
+      for (int j = 0; j < V; ++j) sums[m][j] += a[m * a_stride + k] * row[j];
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < R; ++m)
+#pragma GCC unroll 4
+    for (int j = 0; j < V; ++j) store(c + m * c_stride + j * kLanes, sums[m][j]);
+}
+
+template <int V, typename RowOf>
+void product_of_rows(int rows, const float* a, int64_t a_stride, const RowOf& row_of, int count, float* c,
+                     int64_t c_stride, bool add) {
+  for (int m = 0; m < rows; m += kRegisterRows) {
+    const float* from = a + m * a_stride;
+    float* to = c + m * c_stride;
+    switch (std::min(rows - m, kRegisterRows)) {
+      case 1: product<1, V>(from, a_stride, row_of, count, to, c_stride, add); break;
+      case 2: product<2, V>(from, a_stride, row_of, count, to, c_stride, add); break;
+      case 3: product<3, V>(from, a_stride, row_of, count, to, c_stride, add); break;
+      case 4: product<4, V>(from, a_stride, row_of, count, to, c_stride, add); break;
+#if defined(__AVX512F__)
+      case 5: product<5, V>(from, a_stride, row_of, count, to, c_stride, add); break;
+      default: product<6, V>(from, a_stride, row_of, count, to, c_stride, add); break;
+#endif
+    }
+  }
+}
+
+// The same over `groups` vectors, as many at once as the registers hold; row_of(k, j) gives the address of vector j.
+template <typename RowOf>
+void matmul(int rows, int groups, const float* a, int64_t a_stride, const RowOf& row_of, int count, float* c,
+            int64_t c_stride, bool add) {
+  int done = 0;
+  auto part = [&](int k, int j) { return row_of(k, done + j); };
+  for (; groups - done >= kRegisterGroups; done += kRegisterGroups)
+    product_of_rows<kRegisterGroups>(rows, a, a_stride, part, count, c + done * kLanes, c_stride, add);
+  for (; done < groups; ++done) product_of_rows<1>(rows, a, a_stride, part, count, c + done * kLanes, c_stride, add);
+}
+
+// What one thread needs besides its registers.
+struct alignas(64) Scratch {
+  float queries[kMostQueries * kMostHeadDim];
+  float out[kMostQueries * kMostHeadDim];
+  float scores[kMostQueries * kBlock];
+  float keys[kMostHeadDim * kBlock];    // where a block of keys is not read in place: f32, [H, 64]
+  float values[kBlock * kMostHeadDim];  // [64, H], H in whole vectors
+  float peak[kMostQueries], total[kMostQueries];
+};
+
+// The pages of one row and KV head.
+template <typename E>
+struct Pages {
+  const E* pool;
+  const int32_t* table;
+  int64_t heads, head, half;  // half: elements of K, or of V, of a page
+  const E* keys(int64_t column) const { return pool + (table[column] * heads + head) * 2 * half; }
+  const E* values(int64_t column) const { return keys(column) + half; }
+};
+
+// Scores of a block of keys [M, 64], and then its values added to the output; see the top.
+template <typename E>
+void attend_tile(const Sizes& size, const Pages<E>& pages, int64_t first_position, int queries, Scratch& s) {
+  const int64_t H = size.head_dim, W = size.width, page = size.page;
+  const int M = queries * static_cast<int>(size.group);
+  const int64_t last = first_position + queries - 1;
+  const int64_t low = size.window ? std::max<int64_t>(0, first_position - size.window + 1) : 0;
+  const bool whole_vectors = page % kLanes == 0 && H == W;
+  const bool in_place = std::is_same_v<E, float> && whole_vectors;
+  std::fill_n(s.peak, M, kMasked);
+  std::fill_n(s.total, M, 0.0f);
+  std::fill_n(s.out, M * W, 0.0f);
+  for (int64_t begin = low / kBlock * kBlock; begin <= last; begin += kBlock) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, last + 1 - begin));
+    const int from = static_cast<int>(std::max<int64_t>(0, low - begin));  // positions before it may hold anything
+    const int groups = (count + kLanes - 1) / kLanes;
+    // Where the keys are, 16 positions a vector, and the row of values of each position.
+    const float* key_group[kGroups];
+    const float* value_row[kBlock];
+    int64_t key_stride = page;
+    if (in_place) {
+      for (int j = 0; j < groups; ++j) {
+        const int64_t position = begin + j * kLanes;
+        key_group[j] = reinterpret_cast<const float*>(pages.keys(position / page)) + position % page;
+      }
+      for (int i = from; i < count;) {
+        const int64_t position = begin + i, offset = position % page;
+        const float* rows = reinterpret_cast<const float*>(pages.values(position / page)) + offset * H;
+        for (int stop = std::min<int64_t>(count, i + page - offset); i < stop; ++i, rows += H) value_row[i] = rows;
+      }
+    } else {
+      key_stride = kBlock;
+      for (int j = 0; j < kGroups; ++j) key_group[j] = s.keys + j * kLanes;
+      for (int i = from; i < count; ++i) {
+        const int64_t position = begin + i, offset = position % page;
+        const E* row = pages.values(position / page) + offset * H;
+        float* to = s.values + i * W;
+        value_row[i] = to;
+        if (whole_vectors) {
+          for (int64_t h = 0; h < H; h += kLanes) store(to + h, load(row + h));
+        } else {
+          for (int64_t h = 0; h < W; ++h) to[h] = h < H ? value(row[h]) : 0.0f;
+        }
+      }
+      for (int i = 0; i < count; i += whole_vectors ? kLanes : 1) {
+        const int64_t position = begin + i, offset = position % page;
+        const E* column = pages.keys(position / page) + offset;
+        float* to = s.keys + i;
+        if (whole_vectors) {
+          for (int64_t h = 0; h < H; ++h) store(to + h * kBlock, load(column + h * page));
+        } else {
+          for (int64_t h = 0; h < H; ++h) to[h * kBlock] = value(column[h * page]);
+        }
+      }
+    }
+    matmul(M, groups, s.queries, H, [&](int h, int j) { return key_group[j] + h * key_stride; }, static_cast<int>(H),
+           s.scores, kBlock, false);
+    // Online softmax. Only blocks at an edge of what a query sees need a mask.
+    const bool masked = begin + groups * kLanes - 1 > first_position || (size.window && begin <= last - size.window);
+    for (int m = 0; m < M; ++m) {
+      float* scores = s.scores + m * kBlock;
+      const int64_t position = first_position + m / size.group;
+      const int32_t most = static_cast<int32_t>(position - begin);
+      const int32_t least = size.window ? static_cast<int32_t>(std::max<int64_t>(position - size.window + 1 - begin, -1)) : -1;
+      IntVec seen[kGroups];
+      Vec peak = all(s.peak[m]);
+      for (int j = 0; j < groups; ++j) {
+        Vec x = load(scores + j * kLanes);
+        if (size.soft_cap != 0.0f) {  // cap * tanh(x / cap)
+          const Vec y = x / size.soft_cap;
+          const Vec e = exp_of_negative((y < 0.0f ? y : -y) * 2.0f);
+          const Vec t = (1.0f - e) / (1.0f + e);
+          x = (y < 0.0f ? -t : t) * size.soft_cap;
+        }
+        if (masked) {
+          const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+          const IntVec key = lane + j * kLanes;
+          seen[j] = (key <= most) & (key >= least);
+          x = seen[j] ? x : all(kMasked);
+        }
+        store(scores + j * kLanes, x);
+        peak = x > peak ? x : peak;
+      }
+      const float top = max_of(peak);
+      Vec sum{};
+      for (int j = 0; j < groups; ++j) {
+        Vec weight = exp_of_negative(load(scores + j * kLanes) - top);
+        if (masked) weight = seen[j] ? weight : Vec{};
+        store(scores + j * kLanes, weight);
+        sum += weight;
+      }
+      const float decay = exp_of_negative(all(s.peak[m] - top))[0];
+      s.peak[m] = top;
+      s.total[m] = s.total[m] * decay + sum_of(sum);
+      if (decay != 1.0f)
+        for (int64_t h = 0; h < W; h += kLanes) store(s.out + m * W + h, load(s.out + m * W + h) * decay);
+    }
+    matmul(M, static_cast<int>(W / kLanes), s.scores + from, kBlock,
+           [&](int k, int j) { return value_row[from + k] + j * kLanes; }, count - from, s.out, W, true);
+  }
+}
+
+// One piece of work: some queries of a row.
+struct Tile {
+  int32_t row, token, queries;
+  int64_t cost;
+};
+
+// Q is where queries come from: query(token, head, g) gives H elements; E the pool's elements.
+template <typename Q, typename E>
+struct Attention {
+  const Sizes& size;
+  const Rows& rows;
+  const Q* queries;
+  int64_t token_stride, head_stride;  // in elements
+  const float *cos, *sin;             // nullptr: no rotation
+  const E* pool;
+  Q* out;
+
+  std::vector<Tile> tiles() const {
+    const int most = static_cast<int>(std::max<int64_t>(1, kMostQueries / size.group));
+    std::vector<Tile> all;
+    for (int32_t row = 0; row < size.rows; ++row) {
+      for (int32_t token = rows.starts[row]; token < rows.starts[row + 1]; token += most) {
+        const int32_t count = std::min(most, rows.starts[row + 1] - token);
+        const int64_t seen = rows.lengths[row] - rows.starts[row + 1] + token + count;
+        all.push_back({row, token, count, (size.window ? std::min(seen, size.window + count) : seen) * (4 + count)});
+      }
+    }
+    return all;
+  }
+
+  void load_queries(const Tile& tile, int64_t head, float* to) const {
+    const int64_t H = size.head_dim, half = H / 2;
+    for (int32_t token = tile.token; token < tile.token + tile.queries; ++token) {
+      for (int64_t g = 0; g < size.group; ++g, to += H) {
+        const Q* from = queries + token * token_stride + head * head_stride + g * H;
+        if (cos == nullptr) {
+          for (int64_t h = 0; h < H; ++h) to[h] = value(from[h]) * size.scale;
+          continue;
+        }
+        const float *c = cos + token * half, *d = sin + token * half;
+        for (int64_t h = 0; h < half; ++h) {
+          Q first, second;  // rounded as the layer's dtype would round them
+          assign(first, value(from[h]) * c[h] - value(from[h + half]) * d[h]);
+          assign(second, value(from[h + half]) * c[h] + value(from[h]) * d[h]);
+          to[h] = value(first) * size.scale;
+          to[h + half] = value(second) * size.scale;
+        }
+      }
+    }
+  }
+
+  void run(const Tile& tile, int64_t head) const {
+    static thread_local std::unique_ptr<Scratch> scratch(new Scratch);
+    Scratch& s = *scratch;
+    const int64_t H = size.head_dim;
+    load_queries(tile, head, s.queries);
+    const Pages<E> pages{pool, rows.tables + tile.row * size.table_width, size.heads, head, size.page * H};
+    const int64_t first = rows.lengths[tile.row] - (rows.starts[tile.row + 1] - tile.token);
+    attend_tile(size, pages, first, tile.queries, s);
+    const float* from = s.out;
+    for (int32_t token = tile.token, m = 0; token < tile.token + tile.queries; ++token) {
+      for (int64_t g = 0; g < size.group; ++g, ++m, from += size.width) {
+        Q* to = out + (token * size.heads * size.group + head * size.group + g) * H;
+        const float total = s.total[m] == 0.0f ? 1.0f : s.total[m];
+        for (int64_t h = 0; h < H; ++h) assign(to[h], from[h] / total);
+      }
+    }
+  }
+};
+
+// Rows that contradict themselves would read or write outside of the buffers.
+std::string fault_of(const Sizes& size, const Rows& rows) {
+  if (rows.starts[0] != 0) return "query_starts[0] is not 0";
+  for (int64_t row = 0; row < size.rows; ++row) {
+    const int64_t count = rows.starts[row + 1] - rows.starts[row], length = rows.lengths[row];
+    if (count < 0 || rows.starts[row + 1] > size.tokens) return "query_starts of row " + std::to_string(row);
+    if (count == 0) continue;
+    if (length < count || length > size.table_width * size.page)
+      return "kv_lens[" + std::to_string(row) + "]=" + std::to_string(length);
+    const int64_t low = size.window ? std::max<int64_t>(0, length - count - size.window + 1) / kBlock * kBlock : 0;
+    for (int64_t column = low / size.page; column * size.page < length; ++column) {
+      const int32_t block = rows.tables[row * size.table_width + column];
+      if (block < 0 || block >= size.num_blocks)
+        return "block_tables[" + std::to_string(row) + "][" + std::to_string(column) + "]=" + std::to_string(block);
+    }
+  }
+  return "";
+}
+
+ffi::Error invalid(const std::string& what) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "paged attention: " + what + " does not fit the buffers");
+}
+
+template <typename Q, typename E>
+ffi::Error attend(ffi::ThreadPool& threads, const Attention<Q, E>& attention) {
+  const Sizes& size = attention.size;
+  std::vector<Tile> tiles = attention.tiles();
+  // The longest first, so that threads end at about the same time.
+  std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) { return a.cost > b.cost; });
+  int64_t cost = 0;
+  for (const Tile& tile : tiles) cost += tile.cost;
+  const bool worth_it = cost * size.heads * size.head_dim * size.group > 200000;
+  spread(threads, static_cast<int64_t>(tiles.size()) * size.heads, worth_it,
+         [&](int64_t i) { attention.run(tiles[i / size.heads], i % size.heads); });
+  const int64_t width = size.heads * size.group * size.head_dim, used = attention.rows.starts[size.rows];
+  std::memset(static_cast<void*>(attention.out + used * width), 0, (size.tokens - used) * width * sizeof(Q));
+  return ffi::Error::Success();
+}
+
+// Stores the keys (rotated) and values of the tokens in use.
+template <typename Q, typename E>
+void write(ffi::ThreadPool& threads, const Sizes& size, const Q* qkv, const float* cos, const float* sin,
+           const int32_t* slots, int64_t used, E* pool) {
+  const int64_t H = size.head_dim, half = H / 2, page = size.page, wide = size.group + 2;
+  constexpr int64_t kTokens = 16;  // a piece of work
+  spread(threads, (used + kTokens - 1) / kTokens, used * size.heads * H > 100000, [&](int64_t piece) {
+    for (int64_t token = piece * kTokens; token < std::min(used, (piece + 1) * kTokens); ++token) {
+      const int64_t block = slots[token] / page, offset = slots[token] % page;
+      const float *c = cos + token * half, *d = sin + token * half;
+      for (int64_t head = 0; head < size.heads; ++head) {
+        const Q* key = qkv + ((token * size.heads + head) * wide + size.group) * H;
+        const Q* values = key + H;
+        E* keys_to = pool + (block * size.heads + head) * 2 * page * H + offset;
+        E* values_to = pool + ((block * size.heads + head) * 2 + 1) * page * H + offset * H;
+        for (int64_t h = 0; h < half; ++h) {
+          Q first, second;
+          assign(first, value(key[h]) * c[h] - value(key[h + half]) * d[h]);
+          assign(second, value(key[h + half]) * c[h] + value(key[h]) * d[h]);
+          assign(keys_to[h * page], value(first));
+          assign(keys_to[(h + half) * page], value(second));
+        }
+        for (int64_t h = 0; h < H; ++h) assign(values_to[h], value(values[h]));
+      }
+    }
+  });
+}
+
+// Calls f(Q{}, E{}) for the element types of two buffers.
+template <typename F>
+ffi::Error by_dtype(ffi::DataType q, ffi::DataType kv, const F& f) {
+  const bool q32 = q == ffi::F32, kv32 = kv == ffi::F32;
+  if ((!q32 && q != ffi::BF16) || (!kv32 && kv != ffi::BF16))
+    return ffi::Error(ffi::ErrorCode::kUnimplemented, "paged attention: float32 and bfloat16 only");
+  if (q32) return kv32 ? f(float{}, float{}) : f(float{}, Bf16{});
+  return kv32 ? f(Bf16{}, float{}) : f(Bf16{}, Bf16{});
+}
+
+// `heads`, `group`, `head_dim` are the queries'; the pool is [P, K, 2, page * H].
+Sizes sizes_of(int64_t tokens, int64_t heads, int64_t group, int64_t head_dim, const ffi::AnyBuffer& kv,
+               const ffi::Buffer<ffi::S32>& tables, float scale, float soft_cap, int64_t window) {
+  return {tokens, static_cast<int64_t>(tables.dimensions()[0]), static_cast<int64_t>(tables.dimensions()[1]), heads,
+          group, head_dim, (head_dim + kLanes - 1) / kLanes * kLanes,
+          static_cast<int64_t>(kv.dimensions()[3]) / head_dim,
+          static_cast<int64_t>(kv.dimensions()[0]), scale, soft_cap, window};
+}
+
+// q [T, N, H], kv, block_tables, kv_lens, query_starts -> out [T, N, H].
+ffi::Error attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer kv, ffi::Buffer<ffi::S32> tables,
+                     ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> starts, ffi::Result<ffi::AnyBuffer> out,
+                     float scale, float soft_cap, int64_t window) {
+  const int64_t heads = kv.dimensions()[1], group = q.dimensions()[1] / heads, head_dim = q.dimensions()[2];
+  const Sizes size = sizes_of(q.dimensions()[0], heads, group, head_dim, kv, tables, scale, soft_cap, window);
+  const Rows rows{tables.typed_data(), lengths.typed_data(), starts.typed_data()};
+  if (std::string fault = fault_of(size, rows); !fault.empty()) return invalid(fault);
+  return by_dtype(q.element_type(), kv.element_type(), [&](auto q_type, auto kv_type) {
+    using Q = decltype(q_type);
+    using E = decltype(kv_type);
+    return attend(threads, Attention<Q, E>{size, rows, static_cast<const Q*>(q.untyped_data()),
+                                           heads * group * head_dim, group * head_dim, nullptr, nullptr,
+                                           static_cast<const E*>(kv.untyped_data()),
+                                           static_cast<Q*>(out->untyped_data())});
+  });
+}
+
+// qkv [T, K, G + 2, H], cos and sin [T, H / 2], kv, block_tables, kv_lens, query_starts, slots [T] -> out, kv (the same
+// memory).
+ffi::Error fused(ffi::ThreadPool threads, ffi::AnyBuffer qkv, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                 ffi::AnyBuffer kv, ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lengths,
+                 ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> slots, ffi::Result<ffi::AnyBuffer> out,
+                 ffi::Result<ffi::AnyBuffer> kv_out, float scale, float soft_cap, int64_t window) {
+  const int64_t heads = qkv.dimensions()[1], group = qkv.dimensions()[2] - 2, head_dim = qkv.dimensions()[3];
+  const Sizes size = sizes_of(qkv.dimensions()[0], heads, group, head_dim, kv, tables, scale, soft_cap, window);
+  const Rows rows{tables.typed_data(), lengths.typed_data(), starts.typed_data()};
+  if (std::string fault = fault_of(size, rows); !fault.empty()) return invalid(fault);
+  const int64_t used = rows.starts[size.rows];
+  for (int64_t token = 0; token < used; ++token) {
+    const int32_t slot = slots.typed_data()[token];
+    if (slot < 0 || slot >= size.num_blocks * size.page)
+      return invalid("slot_mapping[" + std::to_string(token) + "]=" + std::to_string(slot));
+  }
+  if (kv_out->untyped_data() != kv.untyped_data())  // a caller that does not donate
+    std::memcpy(kv_out->untyped_data(), kv.untyped_data(), kv.size_bytes());
+  return by_dtype(qkv.element_type(), kv.element_type(), [&](auto q_type, auto kv_type) {
+    using Q = decltype(q_type);
+    using E = decltype(kv_type);
+    const Q* from = static_cast<const Q*>(qkv.untyped_data());
+    E* pool = static_cast<E*>(kv_out->untyped_data());
+    write(threads, size, from, cos.typed_data(), sin.typed_data(), slots.typed_data(), used, pool);
+    return attend(threads, Attention<Q, E>{size, rows, from, heads * (group + 2) * head_dim, (group + 2) * head_dim,
+                                           cos.typed_data(), sin.typed_data(), pool,
+                                           static_cast<Q*>(out->untyped_data())});
+  });
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePagedAttention, attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePagedAttend, fused,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window"));
+
+}  // namespace sluice

@@ -1,0 +1,289 @@
+"""The C++ kernel for CPUs: the conformance suite, its fused form, what it refuses, and bugs that these must catch."""
+
+import ctypes
+import dataclasses
+import os
+import pathlib
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.layers import rotate
+from pallas_kernels import native
+from pallas_kernels.paged_attention import api, arg_specs, cpu, reference
+from pallas_kernels.paged_attention.api import PagedAttention
+from pallas_kernels.paged_attention.arg_specs import ArgSpec
+from tests.kernels import conformance
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's attention serves here")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built() -> None:
+  native.build("paged_attention")
+
+
+class TestFloat32(conformance.Conformance):
+  implementation = cpu
+
+
+class TestBfloat16(conformance.Conformance):
+  implementation = cpu
+  dtype = "bfloat16"
+
+
+def test_a_query_gives_the_same_bits_in_any_chunk() -> None:
+  """More than the suite asks: the sums of a query do not know how many others are in the step."""
+  spec = ArgSpec("whole", ((150, 150),), 160, 2)
+  arguments = arg_specs.make(spec)
+  inputs = conformance.operands(cpu, spec, arguments)
+  whole, done = conformance.run(cpu, spec, *inputs), 0
+  for size in (16, 1, 37, 64, 31, 1):
+    q = np.zeros_like(arguments.q)
+    q[:size] = arguments.q[done : done + size]
+    done += size
+    rows = conformance.rows_of(cpu, spec, np.array([done, 0], np.int32), np.array([0, size, size], np.int32))
+    part = conformance.run(cpu, spec, jnp.asarray(q), *inputs[1:3], *rows)[:size]
+    np.testing.assert_array_equal(part, whole[done - size : done])
+
+
+# --- Rotary embedding, KV write and attention in one ------------------------------------------------------------------
+
+_FUSED = [
+  ArgSpec("mixed", ((1, 40), (1, 129), (7, 7), (20, 90), (1, 1)), 40, 8),
+  ArgSpec("mixed_bf16", ((1, 40), (1, 129), (7, 7), (20, 90), (1, 1)), 40, 8, dtype="bfloat16"),
+  ArgSpec("many_threads", ((1, 300),) * 6 + ((60, 200),), 70, 8, num_heads=8, num_kv_heads=4),
+  ArgSpec("page_8_head_24", ((1, 40), (13, 30)), 16, 3, block_size=8, num_heads=3, num_kv_heads=3, head_dim=24),
+  ArgSpec("window_soft_cap", ((1, 140), (13, 130)), 16, 3, sliding_window=33, soft_cap=8.0),
+]
+
+
+def _inputs(spec: ArgSpec):
+  """A step whose keys and values before it are in a buffer of NaN: made for the reference and for the kernel."""
+  arguments, rng = arg_specs.make(spec), np.random.default_rng(3)
+  group = spec.num_heads // spec.num_kv_heads
+  shape = (spec.num_tokens, spec.num_kv_heads, group + 2, spec.head_dim)
+  qkv = jnp.asarray(rng.standard_normal(shape, np.float32)).astype(spec.dtype)
+  angle = rng.uniform(0, 6, (spec.num_tokens, spec.head_dim // 2)).astype(np.float32)
+  slots = np.zeros(spec.num_tokens, np.int32)
+  before = ([], [], [])
+  for row, (queries, length) in enumerate(spec.rows):
+    places, begin = arguments.slots(row, spec.block_size), arguments.query_starts[row]
+    slots[begin : begin + queries] = places[length - queries :]
+    for kept, part in zip(before, (arguments.keys[row], arguments.values[row], places), strict=True):
+      kept.append(part[: length - queries])
+
+  def kv(module):
+    buffer = jnp.full(
+      module.kv_shape(arguments.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim), jnp.nan, spec.dtype
+    )
+    k, v, places = (np.concatenate(parts) for parts in before)
+    return module.write_kv(buffer, jnp.asarray(k), jnp.asarray(v), jnp.asarray(places))
+
+  rows = (arguments.block_tables, arguments.kv_lens, arguments.query_starts)
+  return qkv, jnp.cos(angle), jnp.sin(angle), kv, tuple(map(jnp.asarray, rows)), jnp.asarray(slots)
+
+
+def _fused(spec: ArgSpec, donate: bool = True):
+  attention = PagedAttention("cpu", spec.geometry, scale=spec.scale, soft_cap=spec.soft_cap)
+  assert attention.fused and attention.plan is None
+
+  def call(qkv, cos, sin, kv, tables, lens, starts, slots):
+    return attention.attend(qkv, cos, sin, kv, attention.meta(tables, lens, starts), slots)
+
+  return jax.jit(call, donate_argnums=3 if donate else ())
+
+
+def check_fused(spec: ArgSpec) -> None:
+  """Equals rotary embedding, write and attention by the reference: outputs, and every page that a row holds."""
+  qkv, cos, sin, kv, rows, slots = _inputs(spec)
+  out, written = _fused(spec)(qkv, cos, sin, kv(cpu), *rows, slots)
+  q, k, v = rotate(qkv, cos, sin)
+  expected_kv = reference.write_kv(kv(reference), k, v, slots)
+  expected = reference.ragged_paged_attention(
+    q, expected_kv, *rows, scale=spec.scale, sliding_window=spec.sliding_window, soft_cap=spec.soft_cap
+  )
+  used = int(rows[2][-1])
+  exact = spec.dtype == "float32"
+  close = {"rtol": 0 if exact else 2.0**-7, "atol": 1e-5 if exact else 2e-2}
+  np.testing.assert_allclose(conformance.f32(out)[:used], conformance.f32(expected)[:used], **close)
+  assert not conformance.f32(out)[used:].any(), "padding tokens must give zeros"
+  # Both layouts, as [P, K, page, H] of keys and values.
+  blocks, heads, page, size = expected_kv.shape[0], spec.num_kv_heads, spec.block_size, spec.head_dim
+  ours = conformance.f32(written).reshape(blocks, heads, 2, -1)[1:]
+  theirs = conformance.f32(expected_kv)[1:]
+  np.testing.assert_allclose(
+    ours[:, :, 0].reshape(-1, heads, size, page).swapaxes(2, 3), theirs[:, 0], rtol=close["rtol"], atol=1e-5
+  )
+  np.testing.assert_array_equal(ours[:, :, 1].reshape(-1, heads, page, size), theirs[:, 1])
+
+
+@pytest.mark.parametrize("spec", _FUSED, ids=str)
+def test_fused_equals_its_three_parts(spec: ArgSpec) -> None:
+  check_fused(spec)
+
+
+def test_fused_is_in_place_when_donated_and_harmless_otherwise() -> None:
+  spec = _FUSED[0]
+  qkv, cos, sin, kv, rows, slots = _inputs(spec)
+  buffer = kv(cpu)
+  program = _fused(spec).lower(qkv, cos, sin, buffer, *rows, slots).compile()
+  memory = program.memory_analysis()
+  assert memory.alias_size_in_bytes == buffer.nbytes
+  assert memory.temp_size_in_bytes < buffer.nbytes // 10
+  before, address = conformance.f32(buffer).copy(), buffer.unsafe_buffer_pointer()
+  _, kept = _fused(spec, donate=False)(qkv, cos, sin, buffer, *rows, slots)
+  np.testing.assert_array_equal(conformance.f32(buffer), before)
+  _, written = program(qkv, cos, sin, buffer, *rows, slots)
+  assert written.unsafe_buffer_pointer() == address
+  np.testing.assert_array_equal(conformance.f32(written)[1:], conformance.f32(kept)[1:])
+
+
+# --- What it refuses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("index", "value", "words"),
+  [
+    (1, [[0, 9999, 0, 0], [1, 1, 1, 1]], r"block_tables\[0\]\[1\]=9999"),
+    (1, [[0, -1, 0, 0], [1, 1, 1, 1]], r"block_tables\[0\]\[1\]=-1"),
+    (2, [65, 0], r"kv_lens\[0\]=65"),
+    (2, [0, 0], r"kv_lens\[0\]=0"),
+    (3, [0, 3, 3], "query_starts of row 0"),
+    (3, [1, 1, 1], r"query_starts\[0\]"),
+  ],
+)
+def test_rows_that_do_not_fit_are_an_error_and_no_access(index: int, value: list, words: str) -> None:
+  """A host that plans wrongly must not read or write somewhere else in the process."""
+  spec = ArgSpec("bad", ((1, 20),), 2, 2, table_width=4)
+  operands = list(conformance.operands(cpu, spec, arg_specs.make(spec)))
+  operands[index + 1] = jnp.asarray(value, jnp.int32)
+  with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+    conformance.attend(cpu, spec)(*operands).block_until_ready()
+
+
+def test_a_slot_outside_of_the_pool_is_an_error() -> None:
+  spec = _FUSED[0]
+  qkv, cos, sin, kv, rows, slots = _inputs(spec)
+  with pytest.raises(jax.errors.JaxRuntimeError, match=r"slot_mapping\[2\]=1000000"):
+    jax.block_until_ready(_fused(spec)(qkv, cos, sin, kv(cpu), *rows, slots.at[2].set(1_000_000)))
+
+
+@pytest.mark.parametrize(
+  ("changes", "dtype", "words"),
+  [
+    ({"head_dim": 512}, "float32", "head_dim=512 is over 256"),
+    ({"num_heads": 98}, "float32", "49 query heads a KV head are over 48"),
+    ({}, "float16", "dtype float16 is neither"),
+  ],
+)
+def test_what_it_cannot_do_is_named(changes: dict, dtype: str, words: str) -> None:
+  geometry = dataclasses.replace(_FUSED[0].geometry, **changes)
+  with pytest.raises(NotImplementedError, match=words):
+    api.check_supported("cpu", geometry, dtype)
+
+
+class TestWithoutALibrary:
+  @pytest.fixture(autouse=True)
+  def nothing_built(self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "_BUILT", tmp_path / "built")
+    native.path.cache_clear()
+    native.load.cache_clear()
+    yield
+    native.path.cache_clear()
+    native.load.cache_clear()
+
+  def test_auto_takes_the_reference_and_says_why(self) -> None:
+    def check(name: str) -> None:
+      api.check_supported(name, _FUSED[0].geometry, "float32")
+
+    name, reason = api.choose(api.candidates("auto", "cpu"), check)
+    assert name == "reference" and "not built" in reason and "make setup" in reason
+    assert api.candidates("cpu", "cpu") == ("cpu",)
+    with pytest.raises(NotImplementedError, match="not built"):
+      check("cpu")
+
+  def test_no_compiler_is_one_line_and_no_failure(self, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert native.main() == 0
+    assert "no C++ compiler" in capsys.readouterr().err
+
+  def test_a_compiler_that_fails_is_quoted(self, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(native, "_FLAGS", (*native._FLAGS, "-include", "/nowhere.h"))
+    assert native.main() == 0
+    assert "nowhere.h" in capsys.readouterr().err
+    assert list(native._BUILT.iterdir()) == []
+
+
+def test_other_sources_are_another_library(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  before = native.path("paged_attention")
+  source = tmp_path / "cpu.cc"
+  source.write_text((native._ROOT / native.SOURCES["paged_attention"]).read_text() + "\n")
+  monkeypatch.setitem(native.SOURCES, "paged_attention", str(source))
+  native.path.cache_clear()
+  assert native.path("paged_attention") != before
+  monkeypatch.undo()
+  native.path.cache_clear()
+  assert native.path("paged_attention") == before
+
+
+# --- Seeded bugs ------------------------------------------------------------------------------------------------------
+
+_SOURCE = native._ROOT / native.SOURCES["paged_attention"]
+_ROTATED = "assign(second, value(key[h + half]) * c[h] "
+_BUGS = {
+  "mask_off_by_one": ("<int32_t>(position - begin)", "<int32_t>(position + 1 - begin)"),
+  "window_off_by_one": ("position - size.window + 1 - begin, -1)", "position - size.window - begin, -1)"),
+  "wrong_page": ("pool + (table[column] *", "pool + (table[column ? column - 1 : 0] *"),
+  "wrong_head": ("* heads + head) * 2 * half", "* heads + (head + 1) % heads) * 2 * half"),
+  "total_not_decayed": ("s.total[m] * decay + sum_of(sum)", "s.total[m] + sum_of(sum)"),
+  "output_not_decayed": ("if (decay != 1.0f)", "if (decay != decay)"),
+  "last_value_left_out": ("j * kLanes; }, count - from, s.out", "j * kLanes; }, count - from - 1, s.out"),
+  "padding_left_alone": ("size.tokens - used) * width * sizeof(Q)", "0) * width * sizeof(Q)"),
+  "keys_rotated_wrongly": (_ROTATED + "+", _ROTATED + "-"),
+  "written_one_late": ("offset = slots[token] % page;", "offset = (slots[token] + 1) % page;"),
+  "only_a_first_piece_written": ("constexpr int64_t kTokens = 16;", "constexpr int64_t kTokens = 16; used = 16;"),
+}
+
+
+def _with_bug(name: str, folder: pathlib.Path) -> ctypes.CDLL:
+  """The library of the changed source; unoptimized, since compiling is what takes time."""
+  right, wrong = _BUGS[name]
+  text = _SOURCE.read_text()
+  assert text.count(right) == 1, f"{right!r} is not once in {_SOURCE.name}"
+  (folder / "cpu.cc").write_text(text.replace(right, wrong))
+  compiler = native.compiler()
+  assert compiler
+  paths = [f"-I{jax.ffi.include_dir()}", f"-I{native._ROOT}"]
+  command = [compiler, "-std=c++17", "-O0", "-w", "-fPIC", "-shared", f"-march={native.level()}", *paths, "cpu.cc"]
+  if not native.level().startswith("x86-64"):
+    command.remove(f"-march={native.level()}")
+  subprocess.run([*command, "-o", "cpu.so"], cwd=folder, check=True, env=os.environ | {"LC_ALL": "C"})
+  return ctypes.CDLL(str(folder / "cpu.so"))
+
+
+def _checks() -> None:
+  check_fused(_FUSED[0])
+  check_fused(_FUSED[2])
+  check_fused(_FUSED[4])
+  spec = ArgSpec("bugs", ((1, 70), (1, 200), (20, 90)), 24, 3)
+  conformance.check(cpu, spec)
+
+
+@pytest.mark.parametrize("name", _BUGS)
+def test_seeded_bug_is_caught(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  library = _with_bug(name, tmp_path)
+  for constant, entry in (("_ATTENTION", "SluicePagedAttention"), ("_ATTEND", "SluicePagedAttend")):
+    target = f"{name}_{entry}"
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, entry)), platform="cpu")
+    monkeypatch.setattr(cpu, constant, target)
+  with pytest.raises(AssertionError):
+    _checks()
+
+
+def test_without_a_bug_the_same_checks_pass() -> None:
+  _checks()
