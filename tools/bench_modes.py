@@ -52,13 +52,22 @@ def _rates(text: str) -> list[float]:
   return rates
 
 
+def _flags(text: str) -> list[str]:
+  try:
+    return shlex.split(text)
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(f"{text!r} must be flags with spaces between: {error}") from None
+
+
 def server_flags(args: Any, mode: str) -> list[str]:
   """Of the server of a mode; --server_flags come last, and win."""
   flags = [f"--model={args.model}", f"--batching={mode}", f"--compile_cache_dir={args.compile_cache_dir}"]
-  flags += [f"--{name}={getattr(args, name)}" for name in ("max_num_seqs", "token_budgets", "prefill_chunk")]
+  flags += [f"--max_num_seqs={args.max_num_seqs}", f"--token_budgets={args.token_budgets}"]
+  # Only chunks beside decodes need be small; the other ways take what a step holds.
+  flags.append(f"--prefill_chunk={args.prefill_chunk if mode == 'chunked' else args.token_budgets.split(',')[-1]}")
   if mode == "disaggregated":
     flags += [f"--num_devices={args.num_devices}", f"--prefill_devices={args.prefill_devices}"]
-  return flags + shlex.split(args.server_flags)
+  return flags + args.server_flags
 
 
 def environment(args: Any, mode: str) -> dict[str, str]:
@@ -72,7 +81,7 @@ def environment(args: Any, mode: str) -> dict[str, str]:
 def load_command(args: Any, target: str, mode: str, number: int, path: pathlib.Path) -> list[str]:
   """tools.bench_serving at the rate of this number; the requests do not depend on the mode."""
   rate = args.rates[number]
-  command = [sys.executable, "-m", "tools.bench_serving", f"--target={target}", *shlex.split(args.load)]
+  command = [sys.executable, "-m", "tools.bench_serving", f"--target={target}", *args.load]
   command += [f"--num_requests={args.warmup_requests + max(1, round(rate * args.seconds))}", f"--rate={rate:g}"]
   command += [f"--warmup_requests={args.warmup_requests}", f"--seed={args.seed + number}", f"--clients={args.clients}"]
   command += [f"--slo_ttft_ms={args.slo_ttft_ms}", f"--slo_tpot_ms={args.slo_tpot_ms}"]
@@ -124,10 +133,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   """The command."""
   parser = CommandParser("tools.bench_modes", __doc__)
   parser.add_argument("--modes", type=_modes, default=",".join(MODES), help="ways of batching, with commas between")
-  parser.add_argument("--rates", type=_rates, default="4,8,16,24", help="requests a second, with commas between")
-  parser.add_argument("--seconds", type=positive_float, default=12.0, help="how long requests arrive at each rate")
+  parser.add_argument("--rates", type=_rates, default="8,16,32,48", help="requests a second, with commas between")
+  parser.add_argument("--seconds", type=positive_float, default=10.0, help="how long requests arrive at each rate")
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
-  parser.add_argument("--load", default=_LOAD, help="flags of tools.bench_serving that say what requests are like")
+  parser.add_argument(
+    "--load", type=_flags, default=_LOAD, help="flags of tools.bench_serving that say what requests are like"
+  )
   parser.add_argument("--slo_ttft_ms", type=positive_float, default=500.0, help="goodput: time to first token")
   parser.add_argument("--slo_tpot_ms", type=positive_float, default=50.0, help="goodput: time per output token")
   parser.add_argument("--warmup_requests", type=positive_int, default=4, help="before each load, told apart")
@@ -135,10 +146,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--seed", type=int, default=0, help="of the first rate's requests; the next has the next")
   parser.add_argument("--max_num_seqs", type=positive_int, default=32, help="as the server's flag")
   parser.add_argument("--token_budgets", default="8,16,32,64,128,256,512", help="as the server's flag")
-  parser.add_argument("--prefill_chunk", type=positive_int, default=64, help="as the server's flag; where it counts")
+  parser.add_argument("--prefill_chunk", type=positive_int, default=64, help="most prompt tokens a step, if chunked")
   parser.add_argument("--num_devices", type=positive_int, default=2, help="of disaggregated serving")
   parser.add_argument("--prefill_devices", type=positive_int, default=1, help="of them, for prompts")
-  parser.add_argument("--server_flags", default="", help="more flags of every server, in one text")
+  parser.add_argument("--server_flags", type=_flags, default="", help="more flags of every server, in one text")
   parser.add_argument("--compile_cache_dir", default=str(pathlib.Path.home() / ".cache" / "sluice" / "programs"))
   parser.add_argument("--output", default="modes", help="folder for runs, logs and report")
   args = parser.parse_args(argv)
@@ -148,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     folder.mkdir(parents=True, exist_ok=True)
     runs, left_out = sweep(args, folder)
-  except (OSError, ValueError) as error:  # ValueError: quotation marks of a text of flags
+  except OSError as error:
     _say(f"tools.bench_modes: {' '.join(str(error).split())}")
     return 2
   except KeyboardInterrupt:

@@ -12,10 +12,12 @@ show up where steps do. Needs matplotlib, which the `dev` extra has. Exit code 2
 import argparse
 import base64
 from collections.abc import Mapping, Sequence
+import dataclasses
 import html
 import math
 import pathlib
 import sys
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -37,45 +39,58 @@ _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1180px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 9px; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
+th, td { padding: 3px 8px; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } th { border-bottom: 2px solid #888; vertical-align: bottom; }
+th { white-space: normal; } tr.first td { border-top: 1px solid #888; }
 .wide { overflow-x: auto; } img { max-width: 100%; } .note { color: #555; max-width: 60em; }
 """
 
-_COLUMNS: tuple[tuple[str, str, str], ...] = (
+# Of a run's figures: title, name, form.
+_LATENCY: tuple[tuple[str, str, str], ...] = (
   ("ok", "completed", "{:,.0f}"),
   ("of", "requests", "{:,.0f}"),
   ("output tok/s", "output_tok_s", "{:,.1f}"),
   ("goodput req/s", "goodput_request_s", "{:.2f}"),
   ("met SLO", "slo_attainment", "{:.0%}"),
   ("TTFT p50 ms", "ttft_p50_ms", "{:,.1f}"),
-  ("TTFT p99 ms", "ttft_p99_ms", "{:,.1f}"),
+  ("p99", "ttft_p99_ms", "{:,.1f}"),
   ("TPOT p50 ms", "tpot_p50_ms", "{:,.1f}"),
-  ("TPOT p99 ms", "tpot_p99_ms", "{:,.1f}"),
+  ("p99", "tpot_p99_ms", "{:,.1f}"),
   ("ITL p99 ms", "itl_p99_ms", "{:,.1f}"),
   ("chunk gap p99 ms", "chunk_gap_p99_ms", "{:,.1f}"),
   ("stall p99 ms", "stall_p99_ms", "{:,.1f}"),
 )
+# Of the accounts of its steps and requests: title, path, form.
+_ACCOUNT: tuple[tuple[str, str, str], ...] = (
+  ("padding", "account.padding_share", "{:.1%}"),
+  ("of FLOPs", "account.padding_flops_share", "{:.1%}"),
+  ("idle slot-steps", "account.idle_slots", "{:,}"),
+  ("KV most", "account.kv.occupancy_max", "{:.1%}"),
+  ("KV unfilled", "account.kv.fragmentation_mean", "{:.1%}"),
+  ("host", "account.host_share", "{:.1%}"),
+  ("queue p50 ms", "account_requests.queue_p50_ms", "{:,.1f}"),
+  ("p99", "account_requests.queue_p99_ms", "{:,.1f}"),
+  ("prefill p99 ms", "account_requests.prefill_p99_ms", "{:,.1f}"),
+  ("decode p99 ms", "account_requests.decode_p99_ms", "{:,.1f}"),
+  ("prompt cached", "account_requests.cached_share", "{:.1%}"),
+  ("preempted", "account_requests.preempted_requests", "{:,}"),
+)
 
 
-def _row(one: Shown) -> str:
-  cells = [html.escape(one.label), "burst" if math.isinf(one.load) else f"{one.load:.3g}"]
-  for _, name, form in _COLUMNS:
-    value = one.figures.get(name)
-    cells.append("-" if value is None else form.format(value))
-  account = one.run.figures.get("account") or {}
-  kv = account.get("kv") or {}
-  for share in (
-    account.get("padding_share"),
-    account.get("padding_flops_share"),
-    kv.get("occupancy_max"),
-    kv.get("fragmentation_mean"),
-    account.get("host_share"),
-  ):
-    cells.append("-" if share is None else f"{share:.1%}")
-  idle = account.get("idle_slots")
-  cells.append("-" if idle is None else f"{idle:,}")
-  return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+def _table(shown: Sequence[Shown], columns: Sequence[tuple[str, str, str]]) -> str:
+  head = "".join(f"<th>{html.escape(title)}</th>" for title in ("run", "req/s", *(column[0] for column in columns)))
+  lines = []
+  for index, one in enumerate(shown):
+    cells = [html.escape(one.label), "burst" if math.isinf(one.load) else f"{one.load:.3g}"]
+    for _, path, form in columns:
+      value: Any = one.run.figures | one.figures
+      for name in path.split("."):
+        value = (value or {}).get(name)
+      cells.append("-" if value is None else form.format(value))
+    first = index == 0 or shown[index - 1].label != one.label
+    lines.append(f"<tr{' class=first' * first}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+  rows = "\n".join(lines)
+  return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
 
 
 def page(title: str, shown: Sequence[Shown], images: Sequence[tuple[str, str, pathlib.Path]]) -> str:
@@ -86,20 +101,23 @@ def page(title: str, shown: Sequence[Shown], images: Sequence[tuple[str, str, pa
     shown: the runs of the table.
     images: heading, caption and PNG file of each plot.
   """
-  titles = ["run", "req/s offered", *(column for column, _, _ in _COLUMNS)]
-  titles += ["padding", "of FLOPs", "KV most", "KV unfilled", "host", "idle slot-steps"]
   parts = [f"<h1>{html.escape(title)}</h1>"]
   if shown:
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in titles)
-    rows = "\n".join(_row(one) for one in shown)
-    parts.append(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>')
+    parts.append(_table(shown, _LATENCY))
     parts.append(
-      '<p class="note">Latencies count from the intended arrival; a request that failed or was refused misses its '
-      "objectives and is in no percentile; a chunk of m tokens is one gap and m - 1 zeros in ITL (chunk gap: between "
-      "messages); stall is a request's longest gap. Padding is the share of the tokens that steps computed, beside it "
-      "weighted by FLOPs; KV unfilled is the room in running requests' blocks that no token fills; an idle slot-step "
-      "is a slot without a row in a step while a request waits for one.</p>"
+      '<p class="note">TTFT is the time from the intended arrival to the first token, TPOT the mean time of each token '
+      "after it, ITL the time between tokens, stall the longest such time of a request. A request that failed or was "
+      "refused misses its objectives and is in no percentile. A chunk of m tokens is one gap and m - 1 zeros in ITL; "
+      "chunk gap is the time between messages.</p>"
     )
+    if any(one.run.steps or one.run.served for one in shown):
+      parts.append(_table(shown, _ACCOUNT))
+      parts.append(
+        '<p class="note">Padding is the share of the tokens that steps computed, beside it weighted by FLOPs. An idle '
+        "slot-step is a slot without a row in a step while a request waits for one. KV most is the largest share of "
+        "the pool in use, KV unfilled the room in running requests' blocks that no token fills. Host is its share of "
+        "host and device time. Queue, prefill and decode are a request's phases in the engine.</p>"
+      )
     parts.append(_conditions(shown))
   for heading, caption, path in images:
     data = base64.b64encode(path.read_bytes()).decode()
@@ -135,6 +153,16 @@ def _conditions(shown: Sequence[Shown]) -> str:
   return f"<details><summary>What ran</summary><ul class='note'>{items}</ul></details>"
 
 
+def _objectives(shown: Sequence[Shown]) -> str:
+  """What they were, where all had the same."""
+  found = {one.objectives for one in shown}
+  if len(found) > 1:
+    return ", which differ from run to run"
+  limits = {name: limit for name, limit in dataclasses.asdict(found.pop()).items() if limit < math.inf}
+  texts = [f"{name.removesuffix('_s').upper()} at most {limit * 1e3:g} ms" for name, limit in limits.items()]
+  return f" ({', '.join(texts)})" if texts else " (none were set, so all did that ended well)"
+
+
 def make_report(
   shown: Sequence[Shown], traces: Mapping[str, Sequence[StepRecord]], folder: pathlib.Path, title: str
 ) -> list[pathlib.Path]:
@@ -157,7 +185,7 @@ def make_report(
       add(
         "goodput_load",
         "Goodput against load",
-        "Requests that met their objectives; those that failed or were refused did not.",
+        f"Requests that met their objectives{_objectives(shown)}; those that failed or were refused did not.",
         plots.plot_goodput(shown),
       )
   beside = side_by_side(shown)
@@ -189,11 +217,13 @@ def make_report(
   if held:
     caption = "Of the decode side, where prefill and decode have pools of their own."
     add("kv", f"KV cache, {at}", caption, plots.plot_kv(held, blocks))
-  for label, records in steps.items():
-    name = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in label)
-    caption = "Device time of each step; tokens a second by kind; rows, queue and idle slots."
+  labels = list(steps)
+  for first in range(0, len(labels), plots.MOST_COLUMNS):
     add(
-      f"steps_{name}", f"Steps over time: {label}{', ' + at if at else ''}", caption, plots.plot_steps(label, records)
+      f"steps_{first // plots.MOST_COLUMNS + 1}",
+      f"Steps over time{', ' + at if at else ''}",
+      "Device time of each step; tokens a second by kind; rows, queue, and slots that idle while requests wait.",
+      plots.plot_steps({label: steps[label] for label in labels[first : first + plots.MOST_COLUMNS]}),
     )
   target = folder / "report.html"
   target.write_text(page(title, shown, images), "utf-8")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -28,6 +28,8 @@ _DECODE, _PREFILL, _PADDING, _MIXED = "#0072b2", "#e69f00", "#d0d0d0", "#cc79a7"
 _PHASES = {"queue": "#d0d0d0", "prefill": _PREFILL, "decode": _DECODE}
 _SHORTEST = 1e-4  # seconds, on axes of times: zeros, of tokens in one chunk, have no place on a logarithmic one
 _BINS = 120  # of time, in plots of steps
+_WIDTH = 13.5  # inches of every figure, so that a page shows all with letters of one size
+MOST_COLUMNS = 5  # of plot_steps
 
 
 def _style(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -43,8 +45,10 @@ def _style(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
   return style
 
 
-def _figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.5) -> tuple[Figure, list[Axes]]:
-  figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+def _figure(columns: int, rows: int = 1, height: float = 3.5) -> tuple[Figure, list[Axes]]:
+  """A figure with so many axes, row by row; the height is of a row, in inches."""
+  figure = Figure(figsize=(_WIDTH, height * rows), layout="constrained")
+  figure.get_layout_engine().set(h_pad=0.1, w_pad=0.08)  # type: ignore[union-attr]
   axes = figure.subplots(rows, columns, squeeze=False)
   flat = [axis for line in axes for axis in line]
   for axis in flat:
@@ -130,7 +134,7 @@ def plot_goodput(shown: Sequence[Shown]) -> Figure:
 
 def plot_cdfs(shown: Sequence[Shown]) -> Figure:
   """What share of requests, or tokens, was at least so quick."""
-  figure, axes = _figure(4, width=3.7)
+  figure, axes = _figure(4)
   style = _style(one.label for one in shown)
   kinds: dict[str, Callable[[Outcome], Iterable[float | None]]] = {
     "TTFT, s": lambda outcome: (outcome.ttft_s,),
@@ -161,7 +165,7 @@ def plot_cdfs(shown: Sequence[Shown]) -> Figure:
 
 def plot_modes(shown: Sequence[Shown]) -> Figure:
   """One bar a run for each figure that matters."""
-  figure, axes = _figure(4, rows=2, width=3.7, height=2.9)
+  figure, axes = _figure(4, rows=2, height=2.7)
   style = _style(one.label for one in shown)
   names = {
     "output_tok_s": "output tokens a second",
@@ -191,7 +195,7 @@ def plot_modes(shown: Sequence[Shown]) -> Figure:
 
 def plot_phases(shown: Sequence[Shown]) -> Figure:
   """Where requests spent their time in the engine: the mean on the left, those who waited longest on the right."""
-  figure, axes = _figure(2, height=0.5 + 0.42 * len(shown) + 1.0, width=6.4)
+  figure, axes = _figure(2, height=1.2 + 0.36 * len(shown))
   titles = ("mean of all requests, s", "mean of the slowest tenth, s")
   for axis, title, share in zip(axes, titles, (1.0, 0.1), strict=True):
     left = [0.0] * len(shown)
@@ -220,7 +224,7 @@ def _mean_phase(one: Shown, name: str, share: float) -> float:
 
 def plot_padding(steps: Mapping[str, Sequence[StepRecord]]) -> Figure:
   """Tokens of all steps of a rung, by what they were; a panel a label, the same axis for all."""
-  columns = min(len(steps), 3)
+  columns = len(steps) if len(steps) <= MOST_COLUMNS else 4
   rows = math.ceil(len(steps) / columns)
   figure, axes = _figure(columns, rows, height=3.0)
   rungs = sorted({step.shape_tokens for records in steps.values() for step in records})
@@ -239,9 +243,9 @@ def plot_padding(steps: Mapping[str, Sequence[StepRecord]]) -> Figure:
     for position, rung in enumerate(rungs):
       share = padding_share([step for step in records if step.shape_tokens == rung])
       if share is not None:
-        axis.annotate(f"{share:.0%}", (position, base[position]), ha="center", va="bottom", fontsize=8, color="#555555")
+        axis.annotate(f"{share:.0%}", (position, base[position]), ha="center", va="bottom", fontsize=7, color="#555555")
     top = max(top, *base)
-    axis.set_xticks(range(len(rungs)), [str(rung) for rung in rungs])
+    axis.set_xticks(range(len(rungs)), [str(rung) for rung in rungs], fontsize=8)
     axis.set_xlabel("rung, tokens")
     axis.set_title(f"{label}: {padding_share(records):.0%} padding", fontsize=11)
     axis.grid(False, axis="x")
@@ -255,66 +259,102 @@ def plot_padding(steps: Mapping[str, Sequence[StepRecord]]) -> Figure:
   return figure
 
 
-def plot_steps(label: str, steps: Sequence[StepRecord]) -> Figure:
-  """A run over time: how long steps took, what they held, and how full the engine was."""
-  figure, axes = _figure(1, rows=3, width=9.5, height=2.3)
-  begin = min(step.time for step in steps)
-  end = max(step.time for step in steps)
-  width = max(end - begin, 1e-9) / _BINS
+def plot_steps(steps: Mapping[str, Sequence[StepRecord]]) -> Figure:
+  """Runs over time, a column a label: how long steps took, what they held, and how full the engine was."""
+  columns = len(steps)
+  figure, axes = _figure(columns, rows=3, height=2.5)
+  rows = [axes[columns * row : columns * (row + 1)] for row in range(3)]
+  for index, (label, records) in enumerate(steps.items()):
+    _step_times(rows[0][index], records)
+    rows[0][index].set_title(f"{label}: {len(records):,} steps", fontsize=11)
+    _composition(rows[1][index], records)
+    _fullness(rows[2][index], records)
+    rows[2][index].set_xlabel("seconds")
+  begin = min(step.time for records in steps.values() for step in records)
+  end = max(step.time for records in steps.values() for step in records)
+  for row, title in zip(rows, ("device, ms a step", "tokens a second", "requests, slots"), strict=True):
+    row[0].set_ylabel(title)
+    low, high = min(axis.get_ylim()[0] for axis in row), max(axis.get_ylim()[1] for axis in row)
+    named: dict[str, Any] = {}
+    for index, axis in enumerate(row):
+      axis.set_xlim(begin, end if end > begin else begin + 1)
+      axis.set_ylim(low, high)
+      axis.tick_params(labelsize=8, labelleft=index == 0)
+      named |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    row[-1].legend(
+      named.values(),
+      named.keys(),
+      loc="upper left",
+      bbox_to_anchor=(1.0, 1.02),
+      frameon=False,
+      fontsize=8,
+      markerscale=3,
+    )
+  for axis in rows[0]:
+    _log_axis(axis, "y")
+    axis.tick_params(labelleft=axis is rows[0][0])
+  return figure
+
+
+def _step_times(axis: Axes, steps: Sequence[StepRecord]) -> None:
   kinds = {
     "only decodes": (_DECODE, [step for step in steps if not step.prefill_tokens]),
     "only prefill": (_PREFILL, [step for step in steps if not step.decode_tokens]),
     "both": (_MIXED, [step for step in steps if step.decode_tokens and step.prefill_tokens]),
   }
   for name, (color, found) in kinds.items():
-    axes[0].scatter(
-      [step.time for step in found], [step.device_s * 1e3 for step in found], s=5, color=color, label=name, linewidths=0
-    )
-  _log_axis(axes[0], "y")
-  axes[0].set_ylabel("device, ms a step")
-  axes[0].set_title(f"{label}: {len(steps):,} steps", fontsize=11)
+    times, seconds = [step.time for step in found], [step.device_s * 1e3 for step in found]
+    axis.plot(times, seconds, "o", color=color, label=name, markersize=2, markeredgewidth=0)
+  axis.set_yscale("log")
+
+
+def _composition(axis: Axes, steps: Sequence[StepRecord]) -> None:
+  times, width, bins = _binned(steps)
+  kinds = {"decode_tokens": _DECODE, "prefill_tokens": _PREFILL, "padding": _PADDING}
+  rates = [[sum(getattr(step, name) for step in found) / width for found in bins] for name in kinds]
+  labels = [name.removesuffix("_tokens") for name in kinds]
+  axis.stackplot(times, rates, colors=list(kinds.values()), labels=labels, step="mid")
+  axis.yaxis.set_major_formatter(lambda value, _: _number(value))
+
+
+def _fullness(axis: Axes, steps: Sequence[StepRecord]) -> None:
+  # As many slots idle as requests wait, often: the one line is seen beneath the other.
+  names = {"num_waiting": ("waiting", _PREFILL, 2.5), "idle_slots": ("idle slots", "#d55e00", 1.0)}
+  names |= {"num_rows": ("rows of the step", _DECODE, 1.0)}
+  for side in sorted({step.side for step in steps}):
+    found = [step for step in steps if step.side == side]
+    where, dashes = (", prefill side", "--") if side == "prefill" else ("", "-")
+    for name, (text, color, width) in names.items():
+      values = [getattr(step, name) for step in found]
+      axis.plot([step.time for step in found], values, dashes, color=color, linewidth=width, label=text + where)
+  axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _binned(steps: Sequence[StepRecord]) -> tuple[list[float], float, list[list[StepRecord]]]:
+  """The time of a run in _BINS parts: their middles, their length, and the steps planned in each."""
+  begin, end = min(step.time for step in steps), max(step.time for step in steps)
+  width = max(end - begin, 1e-9) / _BINS
   bins: list[list[StepRecord]] = [[] for _ in range(_BINS)]
   for step in steps:
     bins[min(int((step.time - begin) / width), _BINS - 1)].append(step)
-  times = [begin + (index + 0.5) * width for index in range(_BINS)]
-  rates = [
-    [sum(getattr(step, name) for step in found) / width for found in bins]
-    for name in ("decode_tokens", "prefill_tokens", "padding")
-  ]
-  names = ("decode", "prefill", "padding")
-  axes[1].stackplot(times, rates, colors=(_DECODE, _PREFILL, _PADDING), labels=names, step="mid")
-  axes[1].set_ylabel("tokens a second")
-  axes[1].yaxis.set_major_formatter(lambda value, _: _number(value))
-  for side in sorted({step.side for step in steps}):
-    found = [step for step in steps if step.side == side]
-    where = f", {side} side" if side else ""
-    dashes = "--" if side == "prefill" else "-"
-    for name, color in (("num_rows", _DECODE), ("num_waiting", _PREFILL), ("idle_slots", "#d55e00")):
-      text = {"num_rows": "rows of the step", "num_waiting": "waiting", "idle_slots": "idle slots"}[name] + where
-      values = [getattr(step, name) for step in found]
-      axes[2].plot([step.time for step in found], values, dashes, color=color, linewidth=1.0, label=text)
-  axes[2].set_ylabel("requests, slots")
-  axes[2].yaxis.set_major_locator(MaxNLocator(integer=True))
-  axes[2].set_xlabel("seconds")
-  for axis in axes:
-    axis.set_xlim(begin, end if end > begin else begin + 1)
-    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), frameon=False, fontsize=8, markerscale=2)
-  return figure
+  return [begin + (index + 0.5) * width for index in range(_BINS)], width, bins
 
 
 def plot_kv(steps: Mapping[str, Sequence[StepRecord]], num_blocks: Mapping[str, int]) -> Figure:
-  """KV blocks in use over time, and how much of the room in them is filled."""
+  """KV blocks in use over time, and how much of the room in them is filled: means of each part of the time."""
   figure, axes = _figure(2)
   style = _style(steps)
   for label, records in steps.items():
-    found = [step for step in records if step.side != "prefill" and step.kv_slots] or list(records)
-    times = [step.time for step in found]
-    used = [step.blocks_used / num_blocks[label] for step in found]
-    filled = [step.kv_tokens / step.kv_slots if step.kv_slots else 0.0 for step in found]
-    axes[0].plot(times, used, color=style[label][0], label=label, linewidth=1.2)
-    axes[1].plot(times, filled, color=style[label][0], linewidth=1.2)
+    times, _, bins = _binned([step for step in records if step.side != "prefill" and step.kv_slots] or records)
+    parts = [(time, found) for time, found in zip(times, bins, strict=True) if found]
+    used = [sum(step.blocks_used for step in found) / len(found) / num_blocks[label] for _, found in parts]
+    room = [(sum(step.kv_tokens for step in found), sum(step.kv_slots for step in found)) for _, found in parts]
+    filled = [tokens / slots if slots else 0.0 for tokens, slots in room]
+    times = [time for time, _ in parts]
+    axes[0].plot(times, used, color=style[label][0], label=label, linewidth=1.4)
+    axes[1].plot(times, filled, color=style[label][0], linewidth=1.4)
   axes[0].set_title("KV blocks in use", fontsize=11)
-  axes[1].set_title("of their room filled with tokens", fontsize=11)
+  axes[1].set_title("share of the room in them that tokens fill", fontsize=11)
   for axis in axes:
     axis.set_xlabel("seconds")
     axis.set_ylim(bottom=0)

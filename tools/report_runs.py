@@ -21,11 +21,13 @@ class Shown:
   Attributes:
     run: as it was kept.
     load: requests a second that were offered; infinite for a burst.
-    figures: of tools.latency.summary, with the report's objectives.
+    objectives: what counts as good in this report.
+    figures: of tools.latency.summary, with them.
   """
 
   run: Run
   load: float
+  objectives: Objectives
   figures: dict[str, Any]
 
   @property
@@ -57,8 +59,8 @@ def prepared(runs: Iterable[Run], given: Objectives) -> list[Shown]:
   for run in runs:
     lens = zip(run.outcomes, run.prompt_lens, strict=True)
     prompt_tokens = sum(length for outcome, length in lens if outcome.ok)
-    figures = summary(run.outcomes, prompt_tokens, objectives_of(run, given))
-    shown.append(Shown(run, nominal_load(run), figures))
+    objectives = objectives_of(run, given)
+    shown.append(Shown(run, nominal_load(run), objectives, summary(run.outcomes, prompt_tokens, objectives)))
   return sorted(shown, key=lambda one: (rank(one.label), one.label, one.load))
 
 

@@ -65,9 +65,17 @@ def test_what_is_side_by_side_says_whether_it_had_the_same_requests():
 def test_each_side_of_a_disaggregated_run_has_its_own_lines():
   prefill = [record._replace(side="prefill", num_rows=1) for record in STEPS]
   decode = [record._replace(side="decode", num_rows=3) for record in STEPS]
-  lines = plot_steps("a", prefill + decode).axes[2].get_lines()
+  lines = plot_steps({"a": prefill + decode}).axes[2].get_lines()
   rows = {str(line.get_label()): set(np.asarray(line.get_ydata())) for line in lines}
-  assert rows["rows of the step, prefill side"] == {1} and rows["rows of the step, decode side"] == {3}
+  assert rows["rows of the step, prefill side"] == {1} and rows["rows of the step"] == {3}
+
+
+def test_steps_of_several_runs_share_their_axes():
+  slow = [record._replace(time=2 * record.time, device_s=10 * record.device_s) for record in STEPS]
+  axes = plot_steps({"a": STEPS, "b": slow}).axes
+  for left, right in zip(axes[::2], axes[1::2], strict=True):
+    assert left.get_ylim() == right.get_ylim() and left.get_xlim() == right.get_xlim() == (0.0, slow[-1].time)
+  assert [axis.get_title() for axis in axes[:2]] == ["a: 30 steps", "b: 30 steps"]
 
 
 def test_a_burst_has_no_rate():
@@ -126,8 +134,7 @@ def test_the_page_holds_its_plots_and_needs_nothing_else(tmp_path, capsys):
   assert main([*files, f"--output={tmp_path / 'out'}", "--title=A & B"]) == 0
   page, *plots = capsys.readouterr().out.split()
   assert {plot.rsplit("/", 1)[1] for plot in plots} == {
-    f"{name}.png"
-    for name in "throughput_latency goodput_load modes cdf phases padding kv steps_static steps_chunked__b_".split()
+    f"{name}.png" for name in "throughput_latency goodput_load modes cdf phases padding kv steps_1".split()
   }
   text = (tmp_path / "out" / "report.html").read_text("utf-8")
   assert (
