@@ -213,7 +213,8 @@ class Host:
       allowed_hosts=tuple(options.http_allowed_hosts),
       strict_requests=options.strict_requests,
     )
-    self._http = Listener(make_app(self._service, http_options, api_keys=self._keys), http_options)
+    app = make_app(self._service, http_options, api_keys=self._keys, access_log=self._access_log)
+    self._http = Listener(app, http_options, self._certificates)
     self.http_port = await self._http.start()
 
   def emit(self, events: list[TokenEvent]) -> None:

@@ -35,6 +35,8 @@ from server.tokenizer import Tokenizer
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
+_DEFAULT_HTTP_PORT = 8000
+
 # Names are those of BuildOptions, EngineConfig and HostOptions; texts say what a user must know to choose.
 _MODEL = flags.DEFINE_string("model", str(_ROOT / "models" / "demo"), "Model folder, of Hugging Face or of Sluice.")
 _SERVED_MODEL_NAME = flags.DEFINE_string("served_model_name", "", "What clients call it; empty: the model's own name.")
@@ -208,6 +210,27 @@ _HOST_FLAGS = (
   flags.DEFINE_string("admin_api_key_file", HostOptions.admin_api_key_file, "As --api_key_file, for it alone."),
   flags.DEFINE_bool("enable_channelz", HostOptions.enable_channelz, "gRPC's own statistics, on the admin port."),
 )
+_HTTP_FLAGS = (
+  flags.DEFINE_string("http_host", HostOptions.http_host, "Address of the HTTP side; empty: that of --host."),
+  flags.DEFINE_list(
+    "http_allowed_hosts",
+    [],
+    "What the Host header may say; * is anything. Empty: local names alone, if the address is local and there are no "
+    "API keys, so that no web page can reach the model through DNS; else anything.",
+  ),
+  flags.DEFINE_bool(
+    "strict_requests", HostOptions.strict_requests, "HTTP: refuse unknown fields, instead of naming them in a header."
+  ),
+)
+_HTTP_PORT = flags.DEFINE_integer(
+  "http_port",
+  None,
+  f"Port of the OpenAI-compatible HTTP side; 0: a free one; -1: no HTTP. Default {_DEFAULT_HTTP_PORT}, or a free one "
+  "with --port=0.",
+  lower_bound=-1,
+  upper_bound=65535,
+)
+_HTTP_PORT_FILE = flags.DEFINE_string("http_port_file", "", "File to write the HTTP port into, once ready.")
 _MAX_PROMPT_BYTES = flags.DEFINE_integer("max_prompt_bytes", 1 << 20, "Longest text that is tokenized.", lower_bound=1)
 _PORT_FILE = flags.DEFINE_string("port_file", "", "File to write the port into, once ready.")
 _TRACE_FILE = flags.DEFINE_string("trace_file", "", "Step trace (JSON lines); each recording begins the file anew.")
@@ -311,19 +334,30 @@ def _start_thread(work: Callable[[], Any]) -> asyncio.Future:
   return future
 
 
+def _http_port() -> int:
+  """Whoever lets the system choose one port wants no fixed one beside it."""
+  if _HTTP_PORT.value is not None:
+    return _HTTP_PORT.value
+  return 0 if flags.FLAGS.port == 0 else _DEFAULT_HTTP_PORT
+
+
 async def _serve() -> int:
   """From flags to exit code."""
   trace = _Trace(_TRACE_FILE.value)
-  host = Host(HostOptions(**_values(_HOST_FLAGS)), AdminActions(flags=_configuration, set_trace=trace.set))
+  options = HostOptions(**_values(_HOST_FLAGS), **_values(_HTTP_FLAGS), http_port=_http_port())
+  host = Host(options, AdminActions(flags=_configuration, set_trace=trace.set))
   budgets = _token_budgets()
-  if _PORT_FILE.value:
-    pathlib.Path(_PORT_FILE.value).unlink(missing_ok=True)
+  for port_file in (_PORT_FILE.value, _HTTP_PORT_FILE.value):
+    if port_file:
+      pathlib.Path(port_file).unlink(missing_ok=True)
   loop = asyncio.get_running_loop()
   for number in (signal.SIGTERM, signal.SIGINT):
     loop.add_signal_handler(number, host.request_stop)
   port = await host.start()
   address = f"{flags.FLAGS.host}:{port}"
   _say(f"listening on {address}, loading {_MODEL.value}")
+  if host.http_port >= 0:
+    _say(f"HTTP on {flags.FLAGS.http_host or flags.FLAGS.host}:{host.http_port}")
   if host.admin_port >= 0:
     _say(f"admin service on {flags.FLAGS.admin_host}:{host.admin_port}")
   stopped = asyncio.create_task(host.wait_stopped())
@@ -373,6 +407,8 @@ async def _serve() -> int:
       warmup_s=built.warmup_s,
     )
   )
+  if _HTTP_PORT_FILE.value and host.http_port >= 0:
+    _write_whole(pathlib.Path(_HTTP_PORT_FILE.value), f"{host.http_port}\n")
   if _PORT_FILE.value:
     _write_whole(pathlib.Path(_PORT_FILE.value), f"{port}\n")
   config = built.config
@@ -398,7 +434,9 @@ def _write_whole(path: pathlib.Path, text: str) -> None:
 def _warn_of_exposure() -> None:
   """Says what is missing where others can reach the server."""
   values = flags.FLAGS
-  if is_local(values.host):
+  hosts = [values.host, values.http_host] if values.http_host and _http_port() >= 0 else [values.host]
+  exposed = [host for host in hosts if not is_local(host)]
+  if not exposed:
     return
   missing = []
   if not values.tls_cert_file:
@@ -406,7 +444,7 @@ def _warn_of_exposure() -> None:
   if not (values.api_key_file or values.tls_client_ca_file):
     missing.append("anybody may call (--api_key_file or --tls_client_ca_file)")
   if missing:
-    _say(f"warning: --host={values.host} can be reached by others, and {', and '.join(missing)}")
+    _say(f"warning: {' and '.join(exposed)} can be reached by others, and {', and '.join(missing)}")
 
 
 def _main(argv: Sequence[str]) -> int:

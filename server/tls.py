@@ -48,6 +48,37 @@ class Certificates:
       require_client_authentication=self._client_ca_file is not None,
     )
 
+  def context(self) -> ssl.SSLContext:
+    """For asyncio; `renew` keeps it current."""
+    self._context_seen = self._signature()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    if self._client_ca_file is not None:
+      context.verify_mode = ssl.CERT_REQUIRED
+    self._load(context)
+    return context
+
+  def renew(self, context: ssl.SSLContext) -> None:
+    """Before a handshake: takes files that have changed and fit together. Authorities of clients are only added."""
+    signature = self._signature()
+    if signature == self._context_seen:
+      return
+    self._context_seen = signature
+    try:
+      self._read()
+      self._load(context)
+    except ConfigError as error:
+      _log.error("the certificate of the HTTP side stays as it was: %s", error)
+
+  def _load(self, context: ssl.SSLContext) -> None:
+    try:
+      context.load_cert_chain(self._cert_file, self._key_file, password=_no_passphrase)
+      if self._client_ca_file is not None:
+        context.load_verify_locations(self._client_ca_file)
+    except (ssl.SSLError, OSError, ValueError) as error:
+      raise ConfigError(f"tls_cert_file={self._cert_file} cannot be used ({_reason(error)})") from None
+
   def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
     """What to use from now on, or None for what was used before. Called on gRPC's threads, one at a time."""
     signature = self._signature()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import email.utils
 import re
 import secrets
+import time
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -16,6 +17,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import Overloaded
+from server.access_log import AccessLog
 from server.auth import ApiKeys
 from server.http.errors import Answer, Refused, answer
 from server.http.exchange import ClientGone
@@ -27,6 +29,8 @@ from server.service import Service, server_version
 # Answered without a key, for probes have none.
 PROBES = ("/health", "/ready")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# nginx's number for a client that did not wait for its answer; it only stands in the access log.
+_CLIENT_GONE = 499
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -35,6 +39,7 @@ def make_app(
   options: HttpOptions | None = None,
   *,
   api_keys: ApiKeys | None = None,
+  access_log: AccessLog | None = None,
   extra_routes: Sequence[BaseRoute] = (),
   public_paths: Sequence[str] = (),
 ) -> ASGIApp:
@@ -44,6 +49,7 @@ def make_app(
     service: what serves, or says why not; the gRPC side goes through the same.
     options: limits; None takes the defaults.
     api_keys: who may call; None lets everybody.
+    access_log: gets a line for each request but those of probes.
     extra_routes: of other pages, behind the same guard.
     public_paths: of those that are answered without a key, besides the probes.
   """
@@ -60,7 +66,7 @@ def make_app(
     *extra_routes,
   ]
   router = Router(routes, redirect_slashes=False)
-  return _Guard(router, options, api_keys, frozenset((*PROBES, *public_paths)))
+  return _Guard(router, options, api_keys, access_log, frozenset((*PROBES, *public_paths)))
 
 
 def _probes(service: Service) -> list[Route]:
@@ -81,10 +87,18 @@ def _probes(service: Service) -> list[Route]:
 class _Guard:
   """ASGI middleware; see the module."""
 
-  def __init__(self, app: ASGIApp, options: HttpOptions, api_keys: ApiKeys | None, public_paths: frozenset[str]):
+  def __init__(
+    self,
+    app: ASGIApp,
+    options: HttpOptions,
+    api_keys: ApiKeys | None,
+    access_log: AccessLog | None,
+    public_paths: frozenset[str],
+  ):
     self._app = app
     self._options = options
     self._api_keys = api_keys
+    self._access_log = access_log
     self._public_paths = public_paths
     self._allowed_hosts = _allowed_hosts(options, api_keys)
     self._num_requests = 0
@@ -96,12 +110,14 @@ class _Guard:
     if not _REQUEST_ID.fullmatch(request_id):
       request_id = f"req-{secrets.token_hex(16)}"
     state = scope.setdefault("state", {})
-    started = False
+    state.update(tenant="", notes={})
+    started = time.monotonic()
+    status, code = 0, None
 
     async def send_more(message: Message) -> None:
-      nonlocal started
+      nonlocal status
       if message["type"] == "http.response.start":
-        started = True
+        status = message["status"]
         message["headers"] = [
           *message.get("headers", ()),
           (b"x-request-id", request_id.encode()),
@@ -111,20 +127,33 @@ class _Guard:
       await send(message)
 
     scope["app"] = self  # has the router raise its 404 and 405 instead of answering them
-    self._num_requests += 1
+    is_probe = scope["path"] in PROBES
+    self._num_requests += not is_probe
     try:
       self._check(scope, headers)
       await self._app(scope, receive, send_more)
     except ClientGone:
-      pass
+      status = _CLIENT_GONE
     except Exception as error:
       said = answer(error)
-      if not started:
+      code = said.body["error"]["code"]
+      if not status:
         await _error_response(said)(scope, receive, send_more)
       elif "abort" in state:
         state["abort"]()  # half an answer must not look like a whole one
     finally:
-      self._num_requests -= 1
+      self._num_requests -= not is_probe
+      if self._access_log is not None and not is_probe:
+        self._access_log.write(
+          request_id=request_id,
+          method=f"{scope['method']} {scope['path']}",
+          peer=":".join(map(str, scope["client"] or ())),
+          tenant=state["tenant"] or None,
+          code=status or _CLIENT_GONE,
+          reason=code,
+          duration_s=round(time.monotonic() - started, 6),
+          **state["notes"],
+        )
 
   def _check(self, scope: Scope, headers: Headers) -> None:
     options = self._options
@@ -139,13 +168,11 @@ class _Guard:
         "the host in --http_allowed_hosts",
         code="host_not_allowed",
       )
-    state = scope["state"]
-    state["tenant"] = ""
     path = scope["path"]
     if self._api_keys is not None and path not in self._public_paths:
-      state["tenant"] = self._api_keys.check(headers.get("authorization"), headers.get("x-api-key"))
-    if self._num_requests > options.max_requests and path not in PROBES:
-      raise Overloaded(f"{options.max_requests} requests are being served, which is the limit; try again later")
+      scope["state"]["tenant"] = self._api_keys.check(headers.get("authorization"), headers.get("x-api-key"))
+    if self._num_requests > options.max_requests:
+      raise Overloaded(f"{options.max_requests} requests are in progress, which is the limit; try again later")
 
 
 def _error_response(said: Answer) -> Response:

@@ -257,6 +257,9 @@ class Endpoints:
       cleanup.callback(running.close)
       for call in calls:
         running.start(call)
+      notes = request.state.notes
+      notes.update(generation_id=answer_id, prompt_tokens=reply.num_prompt_tokens)
+      reply.notes = notes
       if not asked.stream:
         await unless_gone(request.receive, _wait_ended(running.live))
         return JSONAnswer(reply.whole(running.live), headers=asked.headers)
@@ -273,7 +276,12 @@ class Endpoints:
 
 
 class _Reply:
-  """An answer while it is written."""
+  """An answer while it is written.
+
+  Attributes:
+    num_prompt_tokens: of all prompts.
+    notes: for the access log; gets the tokens of outputs that came to their end.
+  """
 
   def __init__(
     self,
@@ -292,9 +300,10 @@ class _Reply:
     self._frame = frame
     self._only_echo = only_echo
     self._is_chat = isinstance(choices[0], ChatChoice)
-    self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     self._num_tokens = 0
     self._num_cached_tokens = 0
+    self.notes: dict[str, Any] = {}
 
   def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
     """The answer of generations that have ended."""
@@ -304,7 +313,7 @@ class _Reply:
       self._take_echo(place, generation.outputs[0].delta)
       for index, output in enumerate(generation.outputs):
         assert output.finished is not None, "the generation has ended"
-        self._count(place, output.finished)
+        self._count(output.finished)
         choice = self._choices[place * n + index].whole(output.delta, output.finished)
         if self._asked.return_token_ids and not self._is_chat:
           choice["prompt_token_ids"] = list(self._prompts[place].token_ids)
@@ -330,7 +339,7 @@ class _Reply:
           at = place * asked.n + index
           choice = self._choices[at].chunk(delta, finished)
           if finished is not None:
-            self._count(place, finished)
+            self._count(finished)
           if choice is None:
             continue
           chunk = {**frame, "choices": [choice]}
@@ -351,14 +360,15 @@ class _Reply:
     if echo is not None and delta is not None:
       echo.take(delta.prompt_logprobs)
 
-  def _count(self, place: int, finished: pb.Finished) -> None:
+  def _count(self, finished: pb.Finished) -> None:
     if not self._only_echo:
       self._num_tokens += finished.usage.completion_tokens
+      self.notes["output_tokens"] = self._num_tokens
     if finished.index == 0:
       self._num_cached_tokens += finished.usage.cached_tokens
 
   def _usage(self) -> dict[str, Any]:
-    return usage(self._num_prompt_tokens, self._num_tokens, self._num_cached_tokens)
+    return usage(self.num_prompt_tokens, self._num_tokens, self._num_cached_tokens)
 
 
 def _by_index(message: pb.GenerateResponse) -> list[tuple[int, pb.Delta | None, pb.Finished | None]]:

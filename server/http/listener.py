@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import socket
-import ssl
 import sys
 from typing import Any
 
@@ -21,6 +20,7 @@ from uvicorn.server import ServerState
 
 from engine.errors import ConfigError
 from server.http.options import HttpOptions
+from server.tls import Certificates
 
 _BACKLOG = 2048
 _STOP_POLL_S = 0.005
@@ -98,10 +98,11 @@ class _Protocol(H11Protocol):
 class Listener:
   """A listening socket and its connections. Belongs to one event loop."""
 
-  def __init__(self, app: ASGIApp, options: HttpOptions, tls: ssl.SSLContext | None = None):
-    """Args: app: gets the requests. options: address and limits. tls: None is plain text."""
+  def __init__(self, app: ASGIApp, options: HttpOptions, certificates: Certificates | None = None):
+    """Args: app: gets the requests. options: address and limits. certificates: for TLS; None is plain text."""
     self._options = options
-    self._tls = tls
+    self._certificates = certificates
+    self._tls = None if certificates is None else certificates.context()
     self._state = ServerState()
     self._server: asyncio.Server | None = None
     self._config = Config(
@@ -162,4 +163,7 @@ class Listener:
       await asyncio.sleep(0)
 
   def _protocol(self) -> Any:
+    """Of a new connection, before its handshake."""
+    if self._certificates is not None and self._tls is not None:
+      self._certificates.renew(self._tls)
     return _Protocol(self._options, self._config, self._state)
