@@ -13,7 +13,13 @@ requests arrive before the next one. So a request trace is simulated again with 
 the steps of that simulation, and so on for --iterations. The ladder whose own simulation is nearest to its ideal (the
 same steps without padding) wins; powers of two of as many rungs are a candidate too. A step trace cannot be asked
 again: what is printed then is the approximation. Device seconds hardly tell ladders apart, since a device with anything
-to do is busy; mean TPOT does. Tuned is the ladder alone: --max_tokens, the step's budget, is also the prefill chunk.
+to do is busy; mean TPOT does.
+
+With a cost table the prefill chunk is chosen too: the largest that keeps a step of decodes and the end of the longest
+prompt within --gap_factor times a step of decodes alone, both with as many of them as the steps at hand have. That is
+what a prompt's arrival does to the gap between other requests' tokens. Chunks grow to the edge of a rung, so the chunk
+follows from the largest rung that is quick enough, and of requests no larger step is simulated; --gap_factor=inf tunes
+for throughput alone, and the chunk is then the step's budget, --max_tokens.
 """
 
 import bisect
@@ -24,17 +30,32 @@ import dataclasses
 import json
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.shapes import ShapeLadder
-from tools.arguments import CommandParser, positive_int
+from tools.arguments import CommandParser, positive_float, positive_int
 from tools.latency import Objectives
 from tools.simulate import add_engine_arguments, add_request_arguments, arrivals_from, engine_config
 from tools.simulation import Arrival, Collector, Fleet, Simulation
 from tools.step_costs import StepCosts, read_step_trace, work_of
+
+
+class Running(NamedTuple):
+  """What a prompt meets when it arrives.
+
+  Attributes:
+    rows, most_rows: decodes of a step that has any, the mean and the 99th percentile.
+    context: keys of each, the mean.
+    longest_prompt: tokens.
+  """
+
+  rows: int
+  most_rows: int
+  context: int
+  longest_prompt: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +65,28 @@ class Steps:
   Attributes:
     useful: number of steps by their useful tokens.
     attention_s: seconds of attention of all of them.
+    decodes: number of steps by their decode rows, those without left out.
+    decode_keys: of all decode rows together.
+    longest_prompt: tokens.
   """
 
   useful: Mapping[int, int]
   attention_s: float = 0.0
+  decodes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+  decode_keys: int = 0
+  longest_prompt: int = 0
+
+  def running(self) -> Running | None:
+    """None where nothing was decoded, or there was no prompt."""
+    if not self.decodes or not self.longest_prompt:
+      return None
+    count, total = sum(self.decodes.values()), sum(rows * steps for rows, steps in self.decodes.items())
+    left = count / 100  # so many steps may have more rows
+    for most_rows in sorted(self.decodes, reverse=True):
+      left -= self.decodes[most_rows]
+      if left < 0:
+        break
+    return Running(round(total / count), most_rows, round(self.decode_keys / total), self.longest_prompt)
 
   def time(self, costs: StepCosts, ladder: Sequence[int]) -> float:
     """Modelled device seconds, were these the steps of `ladder`, whose top holds them all."""
@@ -116,6 +155,56 @@ def best_ladder(useful: Mapping[int, int], costs: StepCosts, max_rungs: int, run
   return tuple(reversed(ladder))
 
 
+class Chunk(NamedTuple):
+  """A prefill chunk, and what a step with it takes.
+
+  Attributes:
+    tokens: the chunk.
+    step_tokens: the rung of a step of decodes and prompt.
+    step_s, decode_s: seconds of that step, and of one of decodes alone.
+  """
+
+  tokens: int
+  step_tokens: int
+  step_s: float
+  decode_s: float
+
+
+def largest_chunk(costs: StepCosts, ladder: Sequence[int], running: Running, factor: float) -> Chunk:
+  """The largest chunk whose steps take at most `factor` times a step of decodes alone.
+
+  A step with a chunk is filled to the edge of its rung, whatever the chunk; so it is the largest rung that is looked
+  for, and the chunk is what most_rows decodes leave of it. The prompt is at its end, where attention is dearest.
+
+  Raises:
+    ConfigError: none does.
+  """
+
+  def seconds(rung: int, rows: int, prompt: int) -> float:
+    starts, counts = [max(0, running.context - 1)] * rows, [1] * rows
+    if prompt:
+      starts, counts = [*starts, running.longest_prompt - prompt], [*counts, prompt]
+    return costs.seconds(rung, work_of(starts, counts))
+
+  decode_s = seconds(ladder[bisect.bisect_left(ladder, running.rows)], running.rows, 0)
+  found = None
+  for rung in ladder:
+    left = rung - running.most_rows
+    if left < 1:
+      continue
+    chunk = Chunk(left, rung, seconds(rung, running.most_rows, min(left, running.longest_prompt)), decode_s)
+    if found is None or chunk.step_s <= factor * decode_s:
+      found = chunk
+  if found is None or found.step_s > factor * decode_s:
+    least = found.step_s / decode_s if found else math.inf
+    raise ConfigError(
+      f"gap_factor={factor:g} cannot be kept: even the smallest step with a prompt beside {running.most_rows} decodes "
+      f"takes {least:.3g} times the {decode_s * 1e3:.3g} ms of {running.rows} decodes alone; raise --gap_factor, or "
+      "keep prompts apart with --batching=disaggregated"
+    )
+  return found
+
+
 # --- Where steps come from --------------------------------------------------------------------------------------------
 
 
@@ -123,26 +212,40 @@ def simulated_steps(config: EngineConfig, costs: StepCosts, arrivals: Sequence[A
   """The steps of the trace under `config`, and the mean TPOT in milliseconds. Raises EngineError."""
   simulation = Simulation(config, costs, Fleet(), Collector(Objectives()))
   useful: Counter[int] = Counter()
-  attention_s = 0.0
+  decodes: Counter[int] = Counter()
+  attention_s, decode_keys = 0.0, 0
 
   def watch(batch: Batch, seconds: float) -> None:
-    nonlocal attention_s
+    nonlocal attention_s, decode_keys
     useful[batch.num_tokens] += 1
     attention_s += seconds - costs.rung(batch.shape.tokens)
+    rows = batch.token_ids.count(())
+    if rows:
+      decodes[rows] += 1
+      decode_keys += sum(batch.starts[:rows]) + rows
 
   simulation.replicas[0].runner.watch = watch
   simulation.run(arrivals)
   figures = simulation.figures()
   if figures["errors"]:
     print(f"note: {figures['failed']} requests were not served ({figures['errors']})", file=sys.stderr)
-  return Steps(useful, attention_s), figures["tpot_mean_ms"]
+  longest = max(len(arrival.prompt) for arrival in arrivals)
+  return Steps(useful, attention_s, decodes, decode_keys, longest), figures["tpot_mean_ms"]
 
 
 def recorded_steps(path: str, costs: StepCosts) -> Steps:
   """The steps of a step trace. Raises ConfigError."""
   steps = read_step_trace(path)
   useful = Counter(sum(step.counts) for step in steps)
-  return Steps(useful, math.fsum(costs.attention(work_of(step.starts, step.counts)) for step in steps))
+  works = [work_of(step.starts, step.counts) for step in steps]
+  ends = [start + count for step in steps for start, count in zip(step.starts, step.counts, strict=True) if count > 1]
+  return Steps(
+    useful,
+    math.fsum(map(costs.attention, works)),
+    Counter(work.decode_rows for work in works if work.decode_rows),
+    sum(work.decode_keys for work in works),
+    max(ends, default=0),
+  )
 
 
 def tokens_only(max_tokens: int) -> StepCosts:
@@ -196,6 +299,13 @@ def tune_simulated(
   return [*best_first, fine_row | {"token_budgets": None}]
 
 
+def limited(config: EngineConfig, chunk: Chunk, rungs: Sequence[int]) -> tuple[EngineConfig, list[int]]:
+  """Settings and candidates under which no step is larger than the chunk allows, or all slots' decodes need."""
+  top = rungs[bisect.bisect_left(rungs, max(chunk.step_tokens, config.max_num_seqs))]
+  kept = [rung for rung in rungs if rung <= top]
+  return dataclasses.replace(config, token_budgets=tuple(kept), prefill_chunk=chunk.tokens), kept
+
+
 def tune_recorded(steps: Steps, costs: StepCosts, max_rungs: int, rungs: Sequence[int]) -> list[dict[str, Any]]:
   """The best ladder for recorded steps, and powers of two on the same steps."""
   ladder = best_ladder(steps.useful, costs, max_rungs, rungs)
@@ -205,12 +315,12 @@ def tune_recorded(steps: Steps, costs: StepCosts, max_rungs: int, rungs: Sequenc
   ]
 
 
-def write_flagfile(path: str, ladder: Sequence[int], max_num_seqs: int, about: str) -> None:
+def write_flagfile(path: str, ladder: Sequence[int], prefill_chunk: int, max_num_seqs: int, about: str) -> None:
   """Writes what the server and the simulator take as --flagfile."""
   lines = [
     f"# {about}",
     f"--token_budgets={','.join(map(str, ladder))}",
-    f"--prefill_chunk={ladder[-1]}",
+    f"--prefill_chunk={prefill_chunk}",
     f"--max_num_seqs={max_num_seqs}",
   ]
   with open(path, "w", encoding="utf-8") as file:
@@ -226,6 +336,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--max_tokens", type=positive_int, default=2048, help="budget of a step, the top rung")
   parser.add_argument("--align", type=positive_int, default=8, help="rungs are multiples of this, or powers of two")
   parser.add_argument("--iterations", type=positive_int, default=3, help="with requests: simulations of tuned ladders")
+  parser.add_argument(
+    "--gap_factor",
+    type=positive_float,
+    default=3.0,
+    help="with --costs: most that a prompt may lengthen the step of the requests beside it; inf: no limit",
+  )
   parser.add_argument("--output", default="", help="flag file to write, for --flagfile of the server")
   add_request_arguments(parser)
   add_engine_arguments(parser)
@@ -237,6 +353,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rungs = candidates(args.max_tokens, args.align)
     costs.rung(args.max_tokens)
     args.token_budgets, args.prefill_chunk = tuple(rungs), args.max_tokens
+    with_chunk = bool(args.costs) and args.gap_factor < math.inf
+    running = None
     if args.step_trace:
       max_num_seqs = args.max_num_seqs or EngineConfig.max_num_seqs
       steps = recorded_steps(args.step_trace, costs)
@@ -246,6 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
           f"the step trace has a step of {largest} tokens, above max_tokens={args.max_tokens}; raise --max_tokens"
         )
       ShapeLadder(tuple(rungs), max_num_seqs)
+      running = steps.running() if with_chunk else None
       found = tune_recorded(steps, costs, args.max_rungs, rungs)
     else:
       if not args.costs:
@@ -255,18 +374,30 @@ def main(argv: Sequence[str] | None = None) -> int:
       max_num_seqs = config.max_num_seqs
       arrivals, _ = arrivals_from(args, config.max_model_len)
       with contextlib.redirect_stdout(sys.stderr):
+        if with_chunk:
+          running = simulated_steps(config, costs, arrivals)[0].running()
+        if running:
+          config, rungs = limited(config, largest_chunk(costs, rungs, running, args.gap_factor), rungs)
         found = tune_simulated(config, costs, arrivals, args.max_rungs, rungs, args.iterations)
+    ladder = found[0]["token_budgets"]
+    chunk = largest_chunk(costs, ladder, running, args.gap_factor) if running else None
     if args.output:
       source = args.step_trace or args.trace or args.requests
       about = f"Ladder of python -m tools.tune_ladder for {source}, cost table {args.costs or 'none: tokens'}."
-      write_flagfile(args.output, found[0]["token_budgets"], max_num_seqs, about)
+      write_flagfile(args.output, ladder, chunk.tokens if chunk else ladder[-1], max_num_seqs, about)
   except (EngineError, OSError) as error:
     print(f"tools.tune_ladder: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
   _print_table(found)
-  print(
-    json.dumps({"ladder": found[0]["token_budgets"], "ladders": found, "costs": args.costs or "tokens"}), flush=True
-  )
+  result = {"ladder": ladder, "ladders": found, "costs": args.costs or "tokens", "prefill_chunk": ladder[-1]}
+  if chunk and running:
+    print(
+      f"prefill_chunk={chunk.tokens}: a step of {chunk.step_tokens} tokens takes {chunk.step_s * 1e3:.3g} ms, "
+      f"{chunk.step_s / chunk.decode_s:.2f} times the {chunk.decode_s * 1e3:.3g} ms of {running.rows} decodes alone",
+      file=sys.stderr,
+    )
+    result |= {"prefill_chunk": chunk.tokens, "chunk": chunk._asdict() | running._asdict()}
+  print(json.dumps(result), flush=True)
   return 0
 
 

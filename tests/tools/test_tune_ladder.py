@@ -9,12 +9,13 @@ import sys
 
 import pytest
 
+from engine.errors import ConfigError
 from tests.tools.conftest import ROOT
 from tools import simulate, tune_ladder
 from tools.latency import Objectives
 from tools.simulation import Collector, Fleet, Simulation, made_up
 from tools.step_costs import StepCosts, roofline
-from tools.tune_ladder import Steps, best_ladder, candidates, powers_of_two, tokens_only
+from tools.tune_ladder import Chunk, Running, Steps, best_ladder, candidates, largest_chunk, powers_of_two, tokens_only
 
 AZURE = str(ROOT / "benchmarks" / "traces" / "azure_conv_500.csv")
 # An 8B model on a part of the H200's peaks.
@@ -91,7 +92,8 @@ def tuned(tmp_path_factory):
   folder = tmp_path_factory.mktemp("ladder")
   H200.save(str(folder / "costs.json"))
   command = [sys.executable, "-m", "tools.tune_ladder", f"--costs={folder}/costs.json", f"--trace={AZURE}"]
-  command += ["--rate_scale=4", "--num_requests=250", "--iterations=1", f"--output={folder}/ladder.flags", *MODEL]
+  command += ["--rate_scale=4", "--num_requests=250", "--iterations=1", "--gap_factor=inf"]
+  command += [f"--output={folder}/ladder.flags", *MODEL]
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
   return folder, json.loads(done.stdout)
 
@@ -143,6 +145,60 @@ def test_recorded_steps_are_tuned_as_they_were(tmp_path, capsys):
   code, out, err = call(capsys, *flags, "--max_tokens=64")
   assert (code, out, err.count("\n")) == (2, "", 1)
   assert "above max_tokens=64; raise --max_tokens" in err
+
+
+# A step of decodes, and one that a prompt fills, by hand: a millisecond for 8 tokens, two for 16, ...
+BY_HAND = StepCosts(
+  ((8, 1e-3), (16, 2e-3), (32, 3e-3), (64, 5e-3)), decode_key_s=1e-5, prefill_token_s=1e-5, prefill_pair_s=1e-6
+)
+
+
+def test_the_largest_chunk_by_hand():
+  running = Running(rows=4, most_rows=6, context=10, longest_prompt=100)
+  # Alone: 1 ms, and 4 * 10 keys of 10 us. With a prompt in 16 tokens: 2 ms, 6 * 10 keys, 10 tokens of 10 us, and their
+  # 10 * 90 + 55 pairs of 1 us. In 32: 3 ms, 26 tokens with 26 * 74 + 351 pairs. In 64: 58 with 58 * 42 + 1711.
+  decode_s = 1e-3 + 40e-5
+  step_s = {16: 2e-3 + 60e-5 + 10e-5 + 955e-6, 32: 3e-3 + 60e-5 + 26e-5 + 2275e-6, 64: 5e-3 + 60e-5 + 58e-5 + 4147e-6}
+  ladder = (8, 16, 32, 64)
+  for factor, tokens, chosen in ((2.7, 10, 16), (4.3, 10, 16), (4.4, 26, 32), (7.3, 26, 32), (7.4, 58, 64)):
+    chunk = largest_chunk(BY_HAND, ladder, running, factor)
+    assert chunk == Chunk(tokens, chosen, pytest.approx(step_s[chosen]), pytest.approx(decode_s))
+  # Of 8 tokens, 6 decodes leave 2: 1 ms, 60 keys, 2 tokens with 2 * 98 + 3 pairs.
+  assert largest_chunk(BY_HAND, ladder, running, 1.4).tokens == 2
+  with pytest.raises(ConfigError, match=r"gap_factor=1\.2 .* takes 1\.3 times the 1\.4 ms of 4 decodes alone; raise"):
+    largest_chunk(BY_HAND, ladder, running, 1.2)
+  with pytest.raises(ConfigError, match="beside 64 decodes takes inf times"):
+    largest_chunk(BY_HAND, ladder, running._replace(most_rows=64), 3.0)
+
+
+def test_what_runs_is_told_by_the_steps():
+  steps = Steps({8: 200}, decodes=Counter({1: 98, 5: 99, 7: 3}), decode_keys=6140, longest_prompt=30)
+  assert steps.running() == Running(rows=3, most_rows=7, context=10, longest_prompt=30)
+  steps = Steps({8: 200}, decodes=Counter({1: 98, 5: 100, 7: 2}), decode_keys=6120, longest_prompt=30)
+  assert steps.running() == Running(rows=3, most_rows=5, context=10, longest_prompt=30)
+  assert Steps({8: 200}).running() is None
+
+
+def test_the_chunk_is_in_the_file_and_no_step_is_larger(tmp_path, capsys):
+  H200.save(str(tmp_path / "costs.json"))
+  flags = [f"--costs={tmp_path}/costs.json", f"--trace={AZURE}", "--rate_scale=4", "--num_requests=100", *MODEL]
+  flags += ["--iterations=1", f"--output={tmp_path}/ladder.flags"]
+  code, out, err = call(capsys, *flags)
+  assert code == 0, err
+  result = json.loads(out)
+  chunk, ladder = result["chunk"], result["ladder"]
+  assert result["prefill_chunk"] == chunk["tokens"] == chunk["step_tokens"] - chunk["most_rows"]
+  assert 1 < chunk["step_s"] / chunk["decode_s"] <= 3
+  assert chunk["step_tokens"] == ladder[-1] < 2048
+  assert f"prefill_chunk={chunk['tokens']}: a step of {ladder[-1]} tokens takes" in err
+  assert f"--prefill_chunk={chunk['tokens']}" in (tmp_path / "ladder.flags").read_text("utf-8").splitlines()
+  # The next larger rung would be too much.
+  running = Running(*(chunk[name] for name in Running._fields))
+  larger = largest_chunk(H200, [*ladder, ladder[-1] + 8], running, 1000.0)
+  assert larger.step_tokens == ladder[-1] + 8 and larger.step_s > 3 * larger.decode_s
+  code, out, err = call(capsys, *flags, "--gap_factor=1")
+  assert (code, out, err.count("\n")) == (2, "", 1)
+  assert "gap_factor=1 cannot be kept" in err
 
 
 def parse(flags):
