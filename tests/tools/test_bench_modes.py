@@ -28,7 +28,7 @@ def test_two_modes_side_by_side_and_one_that_does_not_start(tiny_model, compile_
   )
   assert done.returncode == 1, "something was left out"
   result = json.loads(done.stdout)
-  assert result["left_out"].keys() == {"disaggregated"} and "prefill_devices=2" in result["left_out"]["disaggregated"]
+  assert result["left_out"].keys() == {"disaggregated"} and "0 for decode" in result["left_out"]["disaggregated"]
   (said,) = [line for line in done.stderr.splitlines() if "left out" in line]
   assert said.startswith("tools.bench_modes: disaggregated left out: ")
   assert [(run["mode"], run["rate"]) for run in result["runs"]] == [
