@@ -230,6 +230,10 @@ def test_a_run_is_kept_with_its_steps_and_without_its_warm_up(server, requests, 
   assert 0 < account["padding_flops_share"] < 1
   last_token = max(outcome.chunks[-1][0] for outcome in run.outcomes)
   assert all(0 < step.time < last_token for step in run.steps), "steps and requests are on one clock"
+  # And the engine tells of the same requests.
+  assert figures["account_requests"]["requests"] == len(run.served) == len(requests) - 4
+  assert sorted(record.output_tokens for record in run.served) == sorted(request.output_len for request in requests[4:])
+  assert all(record.arrival < min(record.end, last_token) for record in run.served)
 
 
 def test_an_offline_run_is_kept_with_all_its_steps(tiny_model, compile_cache, requests_file, requests, tmp_path):
@@ -238,6 +242,7 @@ def test_an_offline_run_is_kept_with_all_its_steps(tiny_model, compile_cache, re
   figures, run = json_line(done), read_run(str(path))
   assert run.label == "mine" and len(run.outcomes) == len(requests)
   assert len(run.steps) == figures["steps"] == figures["account"]["steps"]
+  assert len(run.served) == figures["account_requests"]["requests"] == len(requests)
   assert figures["account"]["padding_share"] == figures["padding_share"]
 
 
