@@ -16,10 +16,11 @@ again: what is printed then is the approximation. Device seconds hardly tell lad
 to do is busy; mean TPOT does.
 
 With a cost table the prefill chunk is chosen too: the largest that keeps a step of decodes and the end of the longest
-prompt within --gap_factor times a step of decodes alone, both with as many of them as the steps at hand have. That is
-what a prompt's arrival does to the gap between other requests' tokens. Chunks grow to the edge of a rung, so the chunk
-follows from the largest rung that is quick enough, and of requests no larger step is simulated; --gap_factor=inf tunes
-for throughput alone, and the chunk is then the step's budget, --max_tokens.
+prompt within --gap_factor times a step of decodes alone, both with the running batch: as many decodes as a decoded
+token of the steps at hand has around it, on average. That is what a prompt's arrival does to the gap between other
+requests' tokens. Chunks grow to the edge of a rung, so the chunk follows from the largest rung that is quick enough, and
+of requests no larger step is simulated, unless all slots' decodes need one; --gap_factor=inf tunes for throughput
+alone, and the chunk is then the step's budget, --max_tokens.
 """
 
 import bisect
@@ -47,13 +48,12 @@ class Running(NamedTuple):
   """What a prompt meets when it arrives.
 
   Attributes:
-    rows, most_rows: decodes of a step that has any, the mean and the 99th percentile.
+    rows: decodes of a step, the mean over decoded tokens: a step of twenty counts twenty times.
     context: keys of each, the mean.
     longest_prompt: tokens.
   """
 
   rows: int
-  most_rows: int
   context: int
   longest_prompt: int
 
@@ -80,13 +80,9 @@ class Steps:
     """None where nothing was decoded, or there was no prompt."""
     if not self.decodes or not self.longest_prompt:
       return None
-    count, total = sum(self.decodes.values()), sum(rows * steps for rows, steps in self.decodes.items())
-    left = count / 100  # so many steps may have more rows
-    for most_rows in sorted(self.decodes, reverse=True):
-      left -= self.decodes[most_rows]
-      if left < 0:
-        break
-    return Running(round(total / count), most_rows, round(self.decode_keys / total), self.longest_prompt)
+    total = sum(rows * steps for rows, steps in self.decodes.items())
+    squares = sum(rows * rows * steps for rows, steps in self.decodes.items())
+    return Running(round(squares / total), round(self.decode_keys / total), self.longest_prompt)
 
   def time(self, costs: StepCosts, ladder: Sequence[int]) -> float:
     """Modelled device seconds, were these the steps of `ladder`, whose top holds them all."""
@@ -174,33 +170,33 @@ def largest_chunk(costs: StepCosts, ladder: Sequence[int], running: Running, fac
   """The largest chunk whose steps take at most `factor` times a step of decodes alone.
 
   A step with a chunk is filled to the edge of its rung, whatever the chunk; so it is the largest rung that is looked
-  for, and the chunk is what most_rows decodes leave of it. The prompt is at its end, where attention is dearest.
+  for, and the chunk is what the decodes leave of it. The prompt is at its end, where attention is dearest.
 
   Raises:
     ConfigError: none does.
   """
 
-  def seconds(rung: int, rows: int, prompt: int) -> float:
-    starts, counts = [max(0, running.context - 1)] * rows, [1] * rows
+  def seconds(rung: int, prompt: int) -> float:
+    starts, counts = [max(0, running.context - 1)] * running.rows, [1] * running.rows
     if prompt:
       starts, counts = [*starts, running.longest_prompt - prompt], [*counts, prompt]
     return costs.seconds(rung, work_of(starts, counts))
 
-  decode_s = seconds(ladder[bisect.bisect_left(ladder, running.rows)], running.rows, 0)
+  decode_s = seconds(ladder[bisect.bisect_left(ladder, running.rows)], 0)
   found = None
   for rung in ladder:
-    left = rung - running.most_rows
+    left = rung - running.rows
     if left < 1:
       continue
-    chunk = Chunk(left, rung, seconds(rung, running.most_rows, min(left, running.longest_prompt)), decode_s)
+    chunk = Chunk(left, rung, seconds(rung, min(left, running.longest_prompt)), decode_s)
     if found is None or chunk.step_s <= factor * decode_s:
       found = chunk
   if found is None or found.step_s > factor * decode_s:
     least = found.step_s / decode_s if found else math.inf
     raise ConfigError(
-      f"gap_factor={factor:g} cannot be kept: even the smallest step with a prompt beside {running.most_rows} decodes "
-      f"takes {least:.3g} times the {decode_s * 1e3:.3g} ms of {running.rows} decodes alone; raise --gap_factor, or "
-      "keep prompts apart with --batching=disaggregated"
+      f"gap_factor={factor:g} cannot be kept: even the smallest step with a prompt beside {running.rows} decodes takes "
+      f"{least:.3g} times the {decode_s * 1e3:.3g} ms of those alone; raise --gap_factor, or keep prompts apart with "
+      "--batching=disaggregated"
     )
   return found
 

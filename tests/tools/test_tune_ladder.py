@@ -154,28 +154,26 @@ BY_HAND = StepCosts(
 
 
 def test_the_largest_chunk_by_hand():
-  running = Running(rows=4, most_rows=6, context=10, longest_prompt=100)
-  # Alone: 1 ms, and 4 * 10 keys of 10 us. With a prompt in 16 tokens: 2 ms, 6 * 10 keys, 10 tokens of 10 us, and their
+  running = Running(rows=6, context=10, longest_prompt=100)
+  # Alone: 1 ms, and 6 * 10 keys of 10 us. With a prompt in 16 tokens: 2 ms, the keys, 10 tokens of 10 us, and their
   # 10 * 90 + 55 pairs of 1 us. In 32: 3 ms, 26 tokens with 26 * 74 + 351 pairs. In 64: 58 with 58 * 42 + 1711.
-  decode_s = 1e-3 + 40e-5
+  decode_s = 1e-3 + 60e-5
   step_s = {16: 2e-3 + 60e-5 + 10e-5 + 955e-6, 32: 3e-3 + 60e-5 + 26e-5 + 2275e-6, 64: 5e-3 + 60e-5 + 58e-5 + 4147e-6}
   ladder = (8, 16, 32, 64)
-  for factor, tokens, chosen in ((2.7, 10, 16), (4.3, 10, 16), (4.4, 26, 32), (7.3, 26, 32), (7.4, 58, 64)):
+  for factor, tokens, chosen in ((2.3, 10, 16), (3.8, 10, 16), (3.9, 26, 32), (6.4, 26, 32), (6.5, 58, 64)):
     chunk = largest_chunk(BY_HAND, ladder, running, factor)
     assert chunk == Chunk(tokens, chosen, pytest.approx(step_s[chosen]), pytest.approx(decode_s))
   # Of 8 tokens, 6 decodes leave 2: 1 ms, 60 keys, 2 tokens with 2 * 98 + 3 pairs.
-  assert largest_chunk(BY_HAND, ladder, running, 1.4).tokens == 2
-  with pytest.raises(ConfigError, match=r"gap_factor=1\.2 .* takes 1\.3 times the 1\.4 ms of 4 decodes alone; raise"):
-    largest_chunk(BY_HAND, ladder, running, 1.2)
+  assert largest_chunk(BY_HAND, ladder, running, 1.2).tokens == 2
+  with pytest.raises(ConfigError, match=r"gap_factor=1\.1 .* beside 6 decodes takes 1\.14 times the 1\.6 ms .*; raise"):
+    largest_chunk(BY_HAND, ladder, running, 1.1)
   with pytest.raises(ConfigError, match="beside 64 decodes takes inf times"):
-    largest_chunk(BY_HAND, ladder, running._replace(most_rows=64), 3.0)
+    largest_chunk(BY_HAND, ladder, running._replace(rows=64), 3.0)
 
 
 def test_what_runs_is_told_by_the_steps():
-  steps = Steps({8: 200}, decodes=Counter({1: 98, 5: 99, 7: 3}), decode_keys=6140, longest_prompt=30)
-  assert steps.running() == Running(rows=3, most_rows=7, context=10, longest_prompt=30)
-  steps = Steps({8: 200}, decodes=Counter({1: 98, 5: 100, 7: 2}), decode_keys=6120, longest_prompt=30)
-  assert steps.running() == Running(rows=3, most_rows=5, context=10, longest_prompt=30)
+  steps = Steps({8: 30}, decodes=Counter({1: 20, 10: 10}), decode_keys=1200, longest_prompt=30)
+  assert steps.running() == Running(rows=round((20 + 1000) / 120), context=10, longest_prompt=30)
   assert Steps({8: 200}).running() is None
 
 
@@ -187,7 +185,7 @@ def test_the_chunk_is_in_the_file_and_no_step_is_larger(tmp_path, capsys):
   assert code == 0, err
   result = json.loads(out)
   chunk, ladder = result["chunk"], result["ladder"]
-  assert result["prefill_chunk"] == chunk["tokens"] == chunk["step_tokens"] - chunk["most_rows"]
+  assert result["prefill_chunk"] == chunk["tokens"] == chunk["step_tokens"] - chunk["rows"]
   assert 1 < chunk["step_s"] / chunk["decode_s"] <= 3
   assert chunk["step_tokens"] == ladder[-1] < 2048
   assert f"prefill_chunk={chunk['tokens']}: a step of {ladder[-1]} tokens takes" in err
