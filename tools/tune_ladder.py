@@ -18,8 +18,8 @@ to do is busy; mean TPOT does.
 With a cost table the prefill chunk is chosen too: the largest that keeps a step of decodes and the end of the longest
 prompt within --gap_factor times a step of decodes alone, both with the running batch: as many decodes as a decoded
 token of the steps at hand has around it, on average. That is what a prompt's arrival does to the gap between other
-requests' tokens. Chunks grow to the edge of a rung, so the chunk follows from the largest rung that is quick enough, and
-of requests no larger step is simulated, unless all slots' decodes need one; --gap_factor=inf tunes for throughput
+requests' tokens. Chunks grow to the edge of a rung, so the chunk follows from the largest rung that is quick enough,
+and of requests no larger step is simulated, unless all slots' decodes need one; --gap_factor=inf tunes for throughput
 alone, and the chunk is then the step's budget, --max_tokens.
 """
 
