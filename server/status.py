@@ -21,7 +21,7 @@ DOMAIN = "sluice.v1"
 _MAX_MESSAGE_BYTES = 1024
 _DETAILS_KEY = "grpc-status-details-bin"
 # Messages about a field begin with its name, as in "top_p=2.0 is not allowed: ...".
-_FIELD = re.compile(r"(?:the )?([a-z_][a-z_0-9.]*(?:\[\d+\](?:\.[a-z_]+)?)?)(?:=| has | is | of | token | entries|:)")
+_FIELD = re.compile(r"(?:the )?([a-z_][a-z_0-9.]*(?:\[\d+\](?:\.[a-z_]+)?)*)(?:=| has | is | of | token | entries|:)")
 
 # From the most special class to the most general.
 _CODES: tuple[tuple[type[engine_errors.EngineError], grpc.StatusCode], ...] = (

@@ -160,7 +160,11 @@ class _Guard:
     size = sum(len(name) + len(value) for name, value in headers.raw)
     if size > options.max_header_bytes:
       raise Refused(431, f"the headers have {size} bytes, the limit is {options.max_header_bytes}: send fewer")
-    host = headers.get("host", "")
+    if scope["http_version"] not in ("1.0", "1.1"):
+      raise Refused(505, "this is not a version of HTTP that is spoken here; send HTTP/1.1")
+    host, path = headers.get("host", ""), scope["path"]
+    if path in PROBES:
+      return
     if self._allowed_hosts is not None and _host_name(host) not in self._allowed_hosts:
       raise Refused(
         403,
@@ -168,7 +172,6 @@ class _Guard:
         "the host in --http_allowed_hosts",
         code="host_not_allowed",
       )
-    path = scope["path"]
     if self._api_keys is not None and path not in self._public_paths:
       scope["state"]["tenant"] = self._api_keys.check(headers.get("authorization"), headers.get("x-api-key"))
     if self._num_requests > options.max_requests:

@@ -4,14 +4,19 @@ A `Choice` is fed everything once and in order, so its chunks concatenate to its
 """
 
 from collections.abc import Iterable, Sequence
+import math
 from typing import Any
 
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
 
 # JSON has no infinity; vLLM and others write this for a probability of 0.
-MIN_LOGPROB = -9999.0
+_ZERO_LOGPROB = -9999.0
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+def _finite(logprob: float) -> float:
+  return logprob if math.isfinite(logprob) else _ZERO_LOGPROB
 
 
 class TokenNames:
@@ -114,7 +119,7 @@ class ChatChoice(Choice):
   def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
     return {
       "token": self._names.name(token_id),
-      "logprob": max(logprob, MIN_LOGPROB),
+      "logprob": _finite(logprob),
       "bytes": list(self._names.bytes_of(token_id)),
     }
 
@@ -163,7 +168,7 @@ class TextChoice(Choice):
       self._offset += len(name)
     return {
       "text_offset": offsets,
-      "token_logprobs": [None if entry is None else max(entry.logprob, MIN_LOGPROB) for _, entry in tokens],
+      "token_logprobs": [None if entry is None else _finite(entry.logprob) for _, entry in tokens],
       "tokens": names,
       "top_logprobs": [None if entry is None else self._top(entry) for _, entry in tokens],
     }
@@ -172,7 +177,7 @@ class TextChoice(Choice):
     """By name, most likely first; of several tokens with one name the most likely. The chosen one is always there."""
     top: dict[str, float] = {}
     for token_id, logprob in [*((top.token_id, top.logprob) for top in entry.top), (entry.token_id, entry.logprob)]:
-      top.setdefault(self._names.name(token_id), max(logprob, MIN_LOGPROB))
+      top.setdefault(self._names.name(token_id), _finite(logprob))
     return top
 
 

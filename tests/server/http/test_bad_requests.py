@@ -1,0 +1,303 @@
+"""Every bad body and every bad byte gets its status and one clear error object; nothing is queued and nobody harmed."""
+
+import json
+import re
+import socket
+
+import httpx
+import pytest
+
+from server.host import HostOptions
+from tests.server.harness import running
+from tests.server.http.conftest import url_of
+
+IDS = [7, 8, 9]
+CHAT = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+def completion(**fields):
+  return "/v1/completions", {"prompt": IDS, **fields}
+
+
+def chat(**fields):
+  return "/v1/chat/completions", {"messages": CHAT, **fields}
+
+
+def message(**fields):
+  return chat(messages=[fields])
+
+
+# Name: (path, body), param, part of the message.
+BAD_BODIES = {
+  # Prompts.
+  "no prompt": (("/v1/completions", {}), "prompt", "prompt is missing: send a string"),
+  "empty prompt": (completion(prompt=""), "prompt", "prompt is empty"),
+  "empty list": (completion(prompt=[]), "prompt", "prompt is an empty list"),
+  "list of an empty list": (completion(prompt=[[]]), "prompt", "prompt is empty"),
+  "prompt number": (completion(prompt=3), "prompt", "prompt is a number"),
+  "mixed prompts": (completion(prompt=["a", [7]]), "prompt", "of several kinds"),
+  "half an id": (completion(prompt=[7, 8.5]), "prompt", "other things"),
+  "an id of words": (completion(prompt=[[7, "a"]]), "prompt", "other things"),
+  "boolean ids": (completion(prompt=[True, False]), "prompt", "other things"),
+  "id outside": (completion(prompt=[400]), "prompt", "400 is not in the vocabulary"),
+  "negative id": (completion(prompt=[-1]), "prompt", "-1 is not in the vocabulary"),
+  "huge id": (completion(prompt=[10**30]), "prompt", "is not in the vocabulary"),
+  "id outside with echo": (completion(prompt=[400], echo=True), "prompt", "400"),
+  "257 prompts": (completion(prompt=["a"] * 257), "prompt", "257 entries, the limit is 256"),
+  "too long": (completion(prompt=[7] * 510, max_tokens=3), "prompt", "the model takes 512"),
+  # Values.
+  "temperature": (completion(temperature=-1), "temperature", "from 0 to 100"),
+  "temperature huge": (completion(temperature=1e300), "temperature", "inf"),
+  "temperature text": (completion(temperature="hot"), "temperature", "temperature is a string: send a number"),
+  "temperature boolean": (completion(temperature=True), "temperature", "is a boolean"),
+  "top_p 0": (completion(top_p=0), "top_p", "above 0 to 1"),
+  "top_k": (completion(top_k=-2), "top_k", "-2"),
+  "top_k fraction": (completion(top_k=1.5), "top_k", "send a whole number"),
+  "n 0": (completion(n=0), "n", "1 to 16"),
+  "n huge": (completion(n=2**40), "n", "n=1099511627776 is not allowed"),
+  "n of many digits": (completion(n=10**200), "n", "more than 30 digits"),
+  "max_tokens 0": (completion(max_tokens=0), "max_tokens", "from 1"),
+  "max_tokens 0 in chat": (chat(max_completion_tokens=0), "max_tokens", "from 1"),
+  "max_tokens huge": (completion(max_tokens=2**31 - 1), "prompt", "the model takes 512"),
+  "max_tokens list": (completion(max_tokens=[1]), "max_tokens", "is a list"),
+  "min_tokens": (completion(max_tokens=4, min_tokens=5), "min_tokens", "from 0 to 4"),
+  "seed": (completion(seed=2**63), "seed", "is not allowed"),
+  "stop number": (completion(stop=3), "stop", "send a string or a list of strings"),
+  "stop numbers": (completion(stop=["a", 3]), "stop", "send a string or a list of strings"),
+  "empty stop": (completion(stop=[""]), "stop[0]", "0 bytes, allowed are 1 to 256"),
+  "17 stops": (completion(stop=list("abcdefghijklmnopq")), "stop", "17 strings, the limit is 16"),
+  "stop ids": (completion(stop_token_ids=[400]), "stop_token_ids", "0 to 399"),
+  "stop ids of 40 bits": (completion(stop_token_ids=[2**40]), "stop_token_ids", "32 bits"),
+  "logit_bias list": (completion(logit_bias=[1]), "logit_bias", "send an object"),
+  "logit_bias key": (completion(logit_bias={"a": 1}), "logit_bias", "a key that is not a token id"),
+  "logit_bias value": (completion(logit_bias={"7": "1"}), "logit_bias[7]", "send a number"),
+  "logit_bias range": (completion(logit_bias={"7": 101}), "logit_bias[7]", "-100 to 100"),
+  "logit_bias id": (completion(logit_bias={"400": 1}), "logit_bias", "0 to 399"),
+  "no allowed ids": (completion(allowed_token_ids=[]), "allowed_token_ids", "at least one id"),
+  "logprobs 21": (completion(logprobs=21), "logprobs", "from 0 to 20"),
+  "logprobs of chat": (chat(logprobs=3), "logprobs", "send true or false"),
+  "top_logprobs 21": (chat(logprobs=True, top_logprobs=21), "logprobs", "from 0 to 20"),
+  "top_logprobs alone": (chat(top_logprobs=2), "top_logprobs", "with logprobs=true alone"),
+  "stream text": (completion(stream="yes"), "stream", "true or false"),
+  "stream_options alone": (completion(stream_options={"include_usage": True}), "stream_options", "stream=true"),
+  "stream_options list": (completion(stream=True, stream_options=[]), "stream_options", "send an object"),
+  "include_usage": (
+    completion(stream=True, stream_options={"include_usage": 1}),
+    "stream_options.include_usage",
+    "true or false",
+  ),
+  "request_id": (completion(request_id="a b"), "request_id", "1 to 128 of A-Z"),
+  "cache_salt": (completion(cache_salt="s" * 129), "cache_salt", "129 bytes, the limit is 128"),
+  "model number": (completion(model=3), "model", "send a string"),
+  # What is not built.
+  "suffix": (completion(suffix="x"), "suffix", "no infilling"),
+  "best_of": (completion(best_of=2), "best_of", "send the same as n=1"),
+  "beam": (completion(use_beam_search=True), "use_beam_search", "no beam search"),
+  "json_object": (chat(response_format={"type": "json_object"}), "response_format", "not there yet"),
+  "json_schema": (completion(response_format={"type": "json_schema"}), "response_format", "not there yet"),
+  "response_format": (chat(response_format={"type": "xml"}), "response_format.type", 'send {"type": "text"}'),
+  "response_format text": (chat(response_format="text"), "response_format", "send an object"),
+  "guided_regex": (completion(guided_regex="a*"), "guided_regex", "not there yet"),
+  "structured": (completion(structured_outputs={"regex": "a*"}), "structured_outputs", "not there yet"),
+  "template": (chat(chat_template="{{ x }}"), "chat_template", "the model's own"),
+  "kwargs": (chat(chat_template_kwargs={"messages": 1}), "chat_template_kwargs.messages", "is not a variable"),
+  "kwargs object": (chat(chat_template_kwargs={"a": {}}), "chat_template_kwargs", "numbers, or a word"),
+  "tools": (chat(tools=[TOOL]), "tools", "template does not know them"),
+  "forced tool": (chat(tools=[TOOL], tool_choice="required"), "tool_choice", "not there yet"),
+  "nameless tool": (chat(tools=[{"type": "function"}]), "tools[0]", "a function with a name"),
+  "functions": (chat(functions=[]), "functions", "send tools"),
+  "audio": (chat(modalities=["audio"]), "modalities", "the model writes text"),
+  # Messages.
+  "no messages": (("/v1/chat/completions", {}), "messages", "messages is missing"),
+  "empty messages": (chat(messages=[]), "messages", "send at least one message"),
+  "messages text": (chat(messages="hi"), "messages", "a list of messages"),
+  "message text": (chat(messages=["hi"]), "messages[0]", "a list of messages"),
+  "no role": (message(content="a"), "messages[0].role", "send system, user or assistant"),
+  "role": (message(role="end|><|user", content="a"), "messages[0].role", "send one of system"),
+  "no content": (message(role="user"), "messages[0].content", "send a string"),
+  "content number": (message(role="user", content=3), "messages[0].content", "list of text parts"),
+  "image": (message(role="user", content=[{"type": "image_url"}]), "messages[0].content[0]", "of type text alone"),
+  "part without text": (
+    message(role="user", content=[{"type": "text"}]),
+    "messages[0].content[0].text",
+    "send a string",
+  ),
+  "part text": (message(role="user", content=["a"]), "messages[0].content[0]", "send parts like"),
+  "calls": (message(role="assistant", tool_calls=[{"id": "1"}]), "messages[0].tool_calls", "a list of calls"),
+  "refused by template": (message(role="user", content="refuse me"), "chat", "refuses these messages"),
+  # The tokenizer.
+  "tokenize nothing": (("/tokenize", {}), "messages", "messages is missing"),
+  "tokenize number": (("/tokenize", {"prompt": 3}), "prompt", "send a string"),
+  "detokenize nothing": (("/detokenize", {}), "tokens", "tokens is missing"),
+  "detokenize text": (("/detokenize", {"tokens": ["a"]}), "tokens[0]", "a list of token ids"),
+  "detokenize outside": (("/detokenize", {"tokens": [400]}), "tokens", "0 to 399"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+def test_bad_body(server, http, name):
+  (path, body), param, said = BAD_BODIES[name]
+  answer = http.post(path, json=body)
+  assert answer.status_code == 400, answer.text
+  error = answer.json()["error"]
+  assert said in error["message"] and len(error["message"]) < 400
+  assert (error["type"], error["param"]) == ("invalid_request_error", param)
+  assert error["code"] in (None, "context_length_exceeded", "unsupported_parameter")
+  assert answer.headers["x-request-id"]
+  assert len(server.generations) == 0 and server.engine.num_live == 0
+
+
+JSON = {"content-type": "application/json"}
+DEEP = b'{"prompt":"a","metadata":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001
+# Name: body, headers, status, part of the message.
+BAD_BYTES = {
+  "empty": (b"", JSON, 400, "the body is empty"),
+  "not JSON": (b"{", JSON, 400, "the body is not JSON: .* at line 1, column 2"),
+  "a list": (b"[]", JSON, 400, "the body is a list; send one JSON object"),
+  "null": (b"null", JSON, 400, "the body is null"),
+  "two objects": (b"{}{}", JSON, 400, "not JSON"),
+  "not UTF-8": (b'{"prompt":"\xff"}', JSON, 400, "not UTF-8 from byte 11 on"),
+  "UTF-16": ('{"prompt":"a"}'.encode("utf-16"), JSON, 400, "not UTF-8"),
+  "BOM": (b'\xef\xbb\xbf{"prompt":"a"}', JSON, 400, "not JSON"),
+  "NaN": (b'{"prompt":"a","temperature":NaN}', JSON, 400, "the body has NaN"),
+  "infinity": (b'{"prompt":"a","temperature":-Infinity}', JSON, 400, "the body has -Infinity"),
+  "too large a number": (b'{"prompt":"a","temperature":1e999}', JSON, 400, "temperature=inf"),
+  "a million digits": (b'{"prompt":"a","n":' + b"1" * 1_000_000 + b"}", JSON, 400, "too many digits"),
+  "a key twice": (b'{"prompt":"a","n":1,"n":2}', JSON, 400, "same key twice"),
+  "half a surrogate": (b'{"prompt":"\\ud800"}', JSON, 400, "half of a surrogate"),
+  "half a surrogate as key": (b'{"prompt":"a","\\uDFFF":1}', JSON, 400, "half of a surrogate"),
+  "deep": (DEEP, JSON, 400, "nested too deeply, the limit is 64"),
+  "65 levels": (b'{"prompt":"a","metadata":' + b"[" * 65 + b"]" * 65 + b"}", JSON, 400, "nested too deeply"),
+  "control character": (b'{"prompt":"a\nb"}', JSON, 400, "Invalid control character"),
+  "no type": (b"{}", {"content-type": ""}, 415, "Content-Type: application/json"),
+  "form": (b"a=b", {"content-type": "application/x-www-form-urlencoded"}, 415, "Content-Type: application/json"),
+  "charset": (b"{}", {"content-type": "application/json; charset=latin-1"}, 415, "charset='latin-1'"),
+  "gzip": (b"{}", JSON | {"content-encoding": "gzip"}, 415, "content-encoding='gzip'"),
+  "5 MiB": (b" " * (5 << 20), JSON, 413, "5242880 bytes, the limit is 4194304"),
+  "long text": (json.dumps({"prompt": "a" * ((1 << 20) + 1)}).encode(), JSON, 400, "the limit is 1048576"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BYTES)
+def test_bad_bytes(server, http, name):
+  body, headers, status, said = BAD_BYTES[name]
+  answer = http.post("/v1/completions", content=body, headers=headers)
+  assert answer.status_code == status, answer.text
+  error = answer.json()["error"]
+  assert re.search(said, error["message"]) and len(error["message"]) < 400
+  assert error["type"] == "invalid_request_error"
+  assert server.engine.num_live == 0
+
+
+def test_pairs_of_surrogates_and_nul_are_characters(http):
+  answer = http.post("/tokenize", content=b'{"prompt":"\\ud83d\\ude00\\u0000"}', headers=JSON)
+  assert answer.status_code == 200
+  assert http.post("/detokenize", json={"tokens": answer.json()["tokens"][1:]}).json() == {"prompt": "\U0001f600\0"}
+
+
+def test_a_body_without_an_announced_length_is_cut_off_at_the_limit(http):
+  sent = []
+
+  def pieces():
+    for _ in range(100):
+      sent.append(1)
+      yield b" " * 65536
+
+  answer = http.post("/v1/completions", content=pieces(), headers=JSON)
+  assert answer.status_code == 413 and "more than 4194304 bytes" in answer.json()["error"]["message"]
+
+
+def test_unknown_fields_are_named_in_a_header(http):
+  body = {"prompt": IDS, "max_tokens": 1, "user": "me", "tempreature": 1, "a b": 1, "top_p": None}
+  answer = http.post("/v1/completions", json=body)
+  assert answer.status_code == 200
+  assert answer.headers["x-sluice-ignored-fields"] == "tempreature, and 1 more"
+  assert "x-sluice-ignored-fields" not in http.post("/v1/completions", json={"prompt": IDS, "max_tokens": 1}).headers
+
+
+def test_unknown_fields_are_refused_on_demand(tokenizer):
+  with running(tokenizer, host=HostOptions(http_port=0, strict_requests=True)) as server:
+    answer = httpx.post(f"{url_of(server)}/v1/completions", json={"prompt": IDS, "tempreature": 1})
+  assert answer.status_code == 400
+  assert answer.json()["error"]["param"] == "tempreature"
+
+
+def test_paths_methods_and_hosts(http):
+  missing = http.get("/v1/nothing")
+  assert missing.status_code == 404 and "no such path" in missing.json()["error"]["message"]
+  wrong = http.get("/v1/completions")
+  assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+  foreign = http.get("/v1/models", headers={"host": "evil.example"})
+  assert foreign.status_code == 403 and foreign.json()["error"]["code"] == "host_not_allowed"
+  assert http.get("/v1/models", headers={"host": "LOCALHOST:80"}).status_code == 200
+  assert http.head("/health").status_code == 200
+  assert "access-control-allow-origin" not in http.get("/v1/models", headers={"origin": "http://evil.example"}).headers
+
+
+def test_an_id_that_could_not_stand_in_a_log_is_replaced(http):
+  assert http.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+  assert http.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req-")
+
+
+def exchange(server, data: bytes) -> bytes:
+  """What a connection answers to these bytes until it is closed."""
+  with socket.create_connection(("127.0.0.1", server.host.http_port), timeout=30) as connection:
+    connection.sendall(data)
+    received = b""
+    while piece := connection.recv(65536):
+      received += piece
+    return received
+
+
+RAW = {
+  "junk": (b"\x16\x03\x01\x02\x00junk\r\n\r\n", 400),
+  "no version": (b"GET /health\r\n\r\n", 400),
+  "HTTP/2 preface": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 505),
+  "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400),
+  "bad length": (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n", 400),
+  "two lengths": (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+    400,
+  ),
+  "bad chunk": (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+    400,
+  ),
+  "other coding": (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
+    501,
+  ),
+  "endless header": (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * (1 << 20), 431),
+  "many headers": (
+    b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + b"x: y\r\n" * 10_000 + b"\r\n",
+    431,
+  ),
+  "space before colon": (b"GET /health HTTP/1.1\r\nhost : localhost\r\n\r\n", 400),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_bytes_that_are_no_request(server, name):
+  data, status = RAW[name]
+  try:
+    answer = exchange(server, data)
+  except (ConnectionResetError, BrokenPipeError):
+    assert name == "endless header", "a whole request must be answered"
+    return
+  head, _, body = answer.partition(b"\r\n\r\n")
+  assert head.startswith(b"HTTP/1.1 %d" % status), answer[:300]
+  assert json.JSONDecoder().raw_decode(body.decode())[0]["error"]["message"]
+
+
+def test_two_requests_at_once_on_one_connection(server):
+  one = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+  last = b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+  answer = exchange(server, one + last)
+  assert answer.count(b"HTTP/1.1 200") == 2 and answer.index(b"ok") < answer.index(b"true")
+
+
+def test_the_server_serves_after_all_that(server, http):
+  answer = http.post("/v1/completions", json={"prompt": IDS, "max_tokens": 5, "ignore_eos": True})
+  assert answer.json()["usage"]["completion_tokens"] == 5
