@@ -15,12 +15,26 @@ import jax
 import jax.numpy as jnp
 
 from models.config import ModelConfig, RopeScaling
+from pallas_kernels.packed_matmul import api as packed_matmul
 
 
 def param(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> nnx.Param:
   """Declares a parameter of `shape` and `dtype` whose dimensions carry the logical names `axes`."""
   assert len(shape) == len(axes), (shape, axes)
   return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
+
+
+def matrix(
+  shape: tuple[int, ...], axes: tuple[str | None, ...], num_inputs: int, dtype: jnp.dtype, packed: bool
+) -> nnx.Param:
+  """Declares a weight whose first `num_inputs` dimensions meet the input and whose others are the output.
+
+  Packed, it is one matrix [inputs, outputs] in the layout of pallas_kernels/packed_matmul, for one device.
+  """
+  if not packed:
+    return param(shape, axes, dtype)
+  sizes = math.prod(shape[:num_inputs]), math.prod(shape[num_inputs:])
+  return param(packed_matmul.packed_shape(*sizes), (None, None, None), dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -39,12 +53,18 @@ class RMSNorm(nnx.Module):
 class GatedMLP(nnx.Module):
   """SwiGLU (arXiv:2002.05202); gate and up are one matmul."""
 
-  def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype, packed: bool = False):
     d, f = config.model_dim, config.hidden_dim
-    self.gate_up = param((d, 2, f), ("embed", None, "mlp"), dtype)
-    self.down = param((f, d), ("mlp", "embed"), dtype)
+    self.gate_up = matrix((d, 2, f), ("embed", None, "mlp"), 1, dtype, packed)
+    self.down = matrix((f, d), ("mlp", "embed"), 1, dtype, packed)
+    self.sizes = (d, f)
+    self.packed = packed
 
   def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
+    if self.packed:
+      d, f = self.sizes
+      both = packed_matmul.matmul(x, self.gate_up[...], 2 * f)
+      return packed_matmul.matmul(jax.nn.silu(both[..., :f]) * both[..., f:], self.down[...], d)
     # Not x @ gate_up.reshape(D, 2F): that copies the weight on a TPU, and gathers it where F is split over devices.
     both = jnp.einsum("...d,dcf->...cf", x, self.gate_up[...])
     return (jax.nn.silu(both[..., 0, :]) * both[..., 1, :]) @ self.down[...]

@@ -21,7 +21,10 @@ import tempfile
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _BUILT = _ROOT / "pallas_kernels" / "built"
-SOURCES = {"paged_attention": "pallas_kernels/paged_attention/cpu.cc"}
+SOURCES = {
+  "packed_matmul": "pallas_kernels/packed_matmul/cpu.cc",
+  "paged_attention": "pallas_kernels/paged_attention/cpu.cc",
+}
 _HEADERS = ("pallas_kernels/native.h",)
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno")
 # What /proc/cpuinfo must list for a level of the x86-64 psABI (beyond what every such processor has); best first.
@@ -71,6 +74,27 @@ def compiler() -> str | None:
   return None
 
 
+def compile_library(source: pathlib.Path, library: pathlib.Path, more_flags: tuple[str, ...] = ()) -> pathlib.Path:
+  """Compiles a C++ file for this machine into `library`, and returns that.
+
+  Raises:
+    NativeMissing: no compiler was found, or it failed (its first error is in the text).
+  """
+  chosen = compiler()
+  if chosen is None:
+    raise NativeMissing(
+      f"{source.parent.name}: no C++ compiler (CXX, c++, g++, clang++): install one, run make setup again"
+    )
+  import jax.ffi  # here, and not above: whoever asks for a path need not wait for it
+
+  paths = [f"-I{jax.ffi.include_dir()}", f"-I{_ROOT}", str(source), "-o", str(library)]
+  done = subprocess.run([chosen, *_flags(), *more_flags, *paths], cwd=_ROOT, capture_output=True, text=True)
+  if done.returncode:
+    first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:300])
+    raise NativeMissing(f"{source.parent.name}: {chosen} failed: {first}")
+  return library
+
+
 def build(name: str) -> pathlib.Path:
   """Compiles the library of `name`, if it is not there, and returns its path.
 
@@ -80,21 +104,9 @@ def build(name: str) -> pathlib.Path:
   wanted = path(name)
   if wanted.exists():
     return wanted
-  chosen = compiler()
-  if chosen is None:
-    raise NativeMissing(
-      f"native {name}: no C++ compiler (CXX, c++, g++, clang++): install one and run make setup again"
-    )
-  import jax.ffi  # here, and not above: whoever asks for a path need not wait for it
-
   _BUILT.mkdir(exist_ok=True)
   with tempfile.TemporaryDirectory(dir=_BUILT) as folder:
-    part = pathlib.Path(folder) / wanted.name
-    command = [chosen, *_flags(), f"-I{jax.ffi.include_dir()}", f"-I{_ROOT}", SOURCES[name], "-o", str(part)]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
-    if done.returncode:
-      first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:300])
-      raise NativeMissing(f"native {name}: {chosen} failed: {first}")
+    part = compile_library(_ROOT / SOURCES[name], pathlib.Path(folder) / wanted.name)
     part.replace(wanted)  # whole or not at all
   for old in _BUILT.glob(f"{name}-{level()}-*.so"):
     if old != wanted:
@@ -124,7 +136,7 @@ def main() -> int:
     try:
       build(name)
     except NativeMissing as error:
-      print(f"sluice: {error}; CPU attention falls back to XLA's, which is slower", file=sys.stderr)
+      print(f"sluice: {error}; XLA's own does its work, more slowly", file=sys.stderr)
   return 0
 
 

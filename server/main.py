@@ -50,6 +50,9 @@ _BUILD_FLAGS = (
     ["auto", "reference", "cpu", "gpu", "tpu"],
     "Paged attention; auto: the platform's own kernels.",
   ),
+  flags.DEFINE_enum(
+    "matmul", "auto", ["auto", "xla", "packed"], "Weights as they are, or packed at load; auto: packed on one CPU."
+  ),
   flags.DEFINE_integer("kv_cache_mb", 0, "MiB of KV; 0: what is free (on CPU 256).", lower_bound=0),
   flags.DEFINE_integer("num_blocks", 0, "KV pool in blocks, instead of --kv_cache_mb; 0: by memory.", lower_bound=0),
   flags.DEFINE_integer("block_size", 0, "Tokens a KV block; 0: what the attention likes best.", lower_bound=0),
@@ -415,9 +418,11 @@ async def _serve() -> int:
   _say(
     f"model {name}: {config.vocab_size} tokens, length {config.max_model_len}, "
     f"{'with' if tokenizer else 'without'} tokenizer; KV {config.num_blocks} blocks of {config.block_size}; "
-    f"attention {built.attention}{built.attention_reason and f' ({built.attention_reason})'}; "
+    f"attention {built.attention}, matmul {built.matmul}; "
     f"loaded in {built.load_s:.1f} s, compiled in {built.warmup_s:.1f} s"
   )
+  for reason in built.fallbacks:
+    _say(f"note: {reason}; slower than it could be")
   _say(f"ready on {address}")
   code = await stopped
   _say(f"stopped, exit code {code}")

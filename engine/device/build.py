@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from engine.admission import AdmissionControl
 from engine.batching import make_batching
@@ -29,11 +30,13 @@ from engine.policy import make_policy
 from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
+from pallas_kernels.packed_matmul import api as packed_matmul
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
 
 _CPU_KV_CACHE_MB = 256
 _DTYPES = ("auto", "float32", "bfloat16")
+_MATMULS = ("auto", "xla", "packed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,8 @@ class BuildOptions:
     model_dir: a Hugging Face or a Sluice folder.
     dtype: of weights, activations and KV: float32 or bfloat16; auto is float32 on CPU, bfloat16 elsewhere.
     attention: name of the paged attention (pallas_kernels.paged_attention.api.IMPLEMENTATIONS); auto is the platform's.
+    matmul: xla, or packed: weights are laid out at load for a kernel (pallas_kernels/packed_matmul), on one CPU; auto:
+      packed where that can be.
     block_size: tokens a KV block; 0 is what the attention likes best.
     kv_cache_mb: memory for KV in MiB, over all devices; 0 takes what is free (on CPU, where nobody knows, 256).
     num_blocks: exact size of the pool instead; 0 sizes it by memory.
@@ -56,6 +61,7 @@ class BuildOptions:
   model_dir: str
   dtype: str = "auto"
   attention: str = "auto"
+  matmul: str = "auto"
   kv_cache_mb: int = 0
   num_blocks: int = 0
   block_size: int = 0
@@ -89,6 +95,8 @@ class BuildOptions:
       raise ConfigError(
         f"attention={self.attention!r} is not one of auto, {', '.join(api.IMPLEMENTATIONS)}; set --attention"
       )
+    if self.matmul not in _MATMULS:
+      raise ConfigError(f"matmul={self.matmul!r} is not one of {', '.join(_MATMULS)}; set --matmul")
     for name in ("kv_cache_mb", "num_blocks", "block_size", "max_model_len", "num_devices", "prefill_devices"):
       if getattr(self, name) < 0:
         raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more; set --{name}")
@@ -134,7 +142,8 @@ class Built:
     engine: nothing submitted yet; its loop is not running.
     runner: the device (that of decodes, if there are two), for `compiles_after_ready`.
     attention: name of the paged attention in use.
-    attention_reason: why it is not the platform's best, or "".
+    matmul: "xla" or "packed".
+    fallbacks: why one of them is not the platform's best, a line each.
     model: numbers of the decoder.
     model_name: as the checkpoint calls it.
     config: the engine's settings.
@@ -145,7 +154,8 @@ class Built:
   engine: Engine | DisaggregatedEngine
   runner: ModelRunner
   attention: str
-  attention_reason: str
+  matmul: str
+  fallbacks: tuple[str, ...]
   model: ModelConfig
   model_name: str
   config: EngineConfig
@@ -162,7 +172,8 @@ class _Side:
   runner: ModelRunner
   loaded: LoadedModel
   attention: str
-  attention_reason: str
+  matmul: str
+  fallbacks: tuple[str, ...]
   load_s: float
 
 
@@ -204,7 +215,8 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
     engine=engine,
     runner=side.runner,
     attention=side.attention,
-    attention_reason=side.attention_reason,
+    matmul=side.matmul,
+    fallbacks=side.fallbacks,
     model=side.loaded.config,
     model_name=side.loaded.name,
     config=side.scheduler.config,
@@ -224,7 +236,8 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
   )
   started = time.perf_counter()
   progress("load", 0, 1)
-  loaded = load_checkpoint(options.model_dir, mesh, dtype)
+  matmul, matmul_reason = _choose_matmul(options.matmul, mesh, dtype)
+  loaded = load_checkpoint(options.model_dir, mesh, dtype, matmul == "packed")
   jax.block_until_ready(loaded.params)
   progress("load", 1, 1)
   load_s = time.perf_counter() - started
@@ -265,7 +278,8 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
   config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, loaded.eos_token_ids)
   runner = ModelRunner(spec(num_blocks), tuple(leaves), ladder, config.eos_token_ids, progress)
   runner.warm_up(progress)
-  return _Side(Scheduler(config), runner, loaded, attention, attention_reason, load_s)
+  fallbacks = tuple(reason for reason in (attention_reason, matmul_reason) if reason)
+  return _Side(Scheduler(config), runner, loaded, attention, matmul, fallbacks, load_s)
 
 
 def _devices(count: int) -> list[Any]:
@@ -282,6 +296,26 @@ def _attention_candidates(requested: str, platform: str) -> tuple[str, ...]:
     return api.candidates(requested, platform)
   except NotImplementedError as error:
     raise ConfigError(str(error)) from error
+
+
+def _choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, str]:
+  """How weights are multiplied by, and why not packed where one would expect that ("" elsewhere)."""
+  if requested == "xla":
+    return "xla", ""
+  platform = mesh.devices.flat[0].platform
+  expected, reason = platform == "cpu" and mesh.size == 1, ""
+  if expected:
+    try:
+      packed_matmul.check_supported(dtype)
+    except NotImplementedError as error:
+      reason = str(error)
+  else:
+    reason = f"packed matmul: only on one device of platform cpu, not on {mesh.size} of {platform}"
+  if not reason:
+    return "packed", ""
+  if requested == "packed":
+    raise ConfigError(f"{reason}; set --matmul=xla")
+  return "xla", reason if expected else ""
 
 
 def _geometry(model: ModelConfig, block_size: int, attention: str) -> Geometry:

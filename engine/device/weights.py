@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from engine.device import orbax_folder
-from engine.device.mesh import shardings
+from engine.device.mesh import replicated, shardings
 from engine.device.safetensors_file import StoredTensor, read_header
 from engine.errors import CheckpointError, ConfigError
 from models import llama
@@ -45,7 +45,7 @@ class LoadedModel:
   name: str
 
 
-def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike) -> LoadedModel:
+def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike, packed: bool = False) -> LoadedModel:
   """Loads a model folder of either kind straight to its shardings.
 
   Host memory above the parameters themselves: about one tensor (Hugging Face) or a gibibyte in flight (Orbax).
@@ -54,6 +54,7 @@ def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike) -> Loa
     path: the folder.
     mesh: as made by engine.device.mesh.make_mesh.
     dtype: of the parameters on the device, bfloat16 or float32, whatever the file holds.
+    packed: lay weights out for pallas_kernels/packed_matmul; for a mesh of one CPU.
 
   Raises:
     CheckpointError: names the file, and the tensor where there is one.
@@ -84,6 +85,14 @@ def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike) -> Loa
     for (key, leaf), sharding in zip(leaves, jax.tree.leaves(shardings(mesh, abstract)), strict=True)
   }
   arrays = orbax_folder.load(folder, wanted) if is_orbax else _load_safetensors(folder, config, wanted)
+  if packed:
+    graphdef, abstract = llama.abstract(config, dtype, packed=True)
+    leaves, treedef = jax.tree.flatten_with_path(abstract)
+    for key, leaf in leaves:  # one at a time: the layout as it was read goes before the next is made
+      name = parameter_name(key)
+      if arrays[name].shape != leaf.shape:
+        array = arrays.pop(name)
+        arrays[name] = jax.device_put(llama.pack(name, np.asarray(array), leaf.shape), replicated(mesh))
   return LoadedModel(
     config=config,
     graphdef=graphdef,

@@ -7,6 +7,7 @@ from engine.device.build import BuildOptions, build
 from engine.errors import CheckpointError, ConfigError
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
+from pallas_kernels import native
 from tools.make_random_model import write_model
 from tools.parity.cases import CASES
 
@@ -58,7 +59,8 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
     ({"kv_cache_mb": 5, "num_blocks": 5}, "set only one of"),
     ({"kv_cache_mb": -1}, "kv_cache_mb=-1 must be 0 or more"),
     ({"block_size": -1}, "block_size=-1 must be 0 or more"),
-    ({"attention": "cuda"}, "attention='cuda' is not one of auto, reference, gpu, tpu"),
+    ({"attention": "cuda"}, "attention='cuda' is not one of auto, reference, cpu, gpu, tpu"),
+    ({"matmul": "fast"}, "matmul='fast' is not one of auto, xla, packed"),
     ({"token_budgets": (8, 4)}, "strictly increasing"),
     ({"max_num_seqs": 99}, "max_num_seqs=99 exceeds the top token budget 16"),
     ({"prefill_chunk": 17}, "prefill_chunk=17 exceeds the top token budget 16"),
@@ -85,6 +87,32 @@ def test_options_that_contradict_each_other(changes, said):
 def test_options_that_do_not_fit_the_model_or_the_machine(folder, changes, said):
   with pytest.raises(ConfigError, match=said):
     build(BuildOptions(folder, **(SMALL | changes)), silent, no_events)
+
+
+@pytest.mark.parametrize("built_here", [True, False])
+def test_kernels_are_the_best_there_are_and_what_is_not_there_is_said(folder, built_here, monkeypatch):
+  if not built_here:
+    monkeypatch.setattr(native, "load", nothing_built)
+  elif native.compiler() is None:
+    pytest.skip("no C++ compiler")
+  found = build(BuildOptions(folder, **SMALL), silent, no_events)
+  assert (found.attention, found.matmul) == (("cpu", "packed") if built_here else ("reference", "xla"))
+  assert len(found.fallbacks) == (0 if built_here else 2)
+  assert all("not built" in reason for reason in found.fallbacks)
+  chosen = build(BuildOptions(folder, **SMALL, attention="reference", matmul="xla"), silent, no_events)
+  assert (chosen.attention, chosen.matmul, chosen.fallbacks) == ("reference", "xla", ())
+
+
+def nothing_built(name):
+  raise native.NativeMissing(f"native {name} is not built")
+
+
+@pytest.mark.parametrize("option", ["attention", "matmul"])
+def test_what_was_asked_for_and_is_not_built_is_refused(folder, option, monkeypatch):
+  monkeypatch.setattr(native, "load", nothing_built)
+  chosen = {"attention": "cpu"} if option == "attention" else {"matmul": "packed"}
+  with pytest.raises(ConfigError, match=f"not built.*set --{option}"):
+    build(BuildOptions(folder, **SMALL, **chosen), silent, no_events)
 
 
 def test_missing_folder(tmp_path):

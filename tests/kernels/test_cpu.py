@@ -2,9 +2,7 @@
 
 import ctypes
 import dataclasses
-import os
 import pathlib
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -256,14 +254,7 @@ def _with_bug(name: str, folder: pathlib.Path) -> ctypes.CDLL:
   text = _SOURCE.read_text()
   assert text.count(right) == 1, f"{right!r} is not once in {_SOURCE.name}"
   (folder / "cpu.cc").write_text(text.replace(right, wrong))
-  compiler = native.compiler()
-  assert compiler
-  paths = [f"-I{jax.ffi.include_dir()}", f"-I{native._ROOT}"]
-  command = [compiler, "-std=c++17", "-O0", "-w", "-fPIC", "-shared", f"-march={native.level()}", *paths, "cpu.cc"]
-  if not native.level().startswith("x86-64"):
-    command.remove(f"-march={native.level()}")
-  subprocess.run([*command, "-o", "cpu.so"], cwd=folder, check=True, env=os.environ | {"LC_ALL": "C"})
-  return ctypes.CDLL(str(folder / "cpu.so"))
+  return ctypes.CDLL(str(native.compile_library(folder / "cpu.cc", folder / "cpu.so", ("-O0", "-w"))))
 
 
 def _checks() -> None:

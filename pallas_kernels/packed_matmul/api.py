@@ -1,0 +1,73 @@
+"""Matmuls over weights that are packed once, at load, for CPUs (cpu.cc). May not choose: whoever loads a model does.
+
+`pack` changes the layout, `matmul` multiplies by it. XLA's own matmul, for weights as they lie, is the reference, and
+what serves on other platforms, on several devices, and where there is no compiler.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import native
+
+COLUMNS = 32  # kColumns
+_MATMUL = "sluice_packed_matmul"  # name of the custom call
+
+
+def check_supported(dtype: jnp.dtype) -> None:
+  """Raises NotImplementedError, with the reason, where weights of `dtype` cannot be multiplied packed."""
+  if jnp.dtype(dtype) not in (jnp.dtype("float32"), jnp.dtype("bfloat16")):
+    raise NotImplementedError(f"packed matmul: dtype {dtype} is neither float32 nor bfloat16")
+  try:
+    native.load("packed_matmul")
+  except native.NativeMissing as error:
+    raise NotImplementedError(f"packed matmul: {error}") from error
+
+
+@functools.cache
+def _register() -> None:
+  """Tells XLA of the library's entry, once. Raises NativeMissing."""
+  entry = native.load("packed_matmul").SluicePackedMatmul
+  jax.ffi.register_ffi_target(_MATMUL, jax.ffi.pycapsule(entry), platform="cpu")
+
+
+def packed_shape(inputs: int, outputs: int) -> tuple[int, int, int]:
+  """[ceil(N / 32), D, 32] of a matrix [D, N]."""
+  return (-(-outputs // COLUMNS), inputs, COLUMNS)
+
+
+def pack(weight: np.ndarray) -> np.ndarray:
+  """[D, ...] -> [ceil(N / 32), D, 32], where N is the product of what follows D; the last columns may be padding."""
+  inputs, outputs = weight.shape[0], math.prod(weight.shape[1:])
+  blocks, _, columns = packed_shape(inputs, outputs)
+  packed = np.zeros((blocks, inputs, columns), weight.dtype)
+  matrix = weight.reshape(inputs, outputs)
+  whole = outputs // columns
+  packed[:whole] = matrix[:, : whole * columns].reshape(inputs, whole, columns).transpose(1, 0, 2)
+  if whole < blocks:
+    packed[whole, :, : outputs - whole * columns] = matrix[:, whole * columns :]
+  return packed
+
+
+def matmul(x: jax.Array, packed: jax.Array, outputs: int, dtype: jnp.dtype | None = None) -> jax.Array:
+  """x [..., D] times the matrix [D, N] that `packed` was made of: [..., N], summed in f32.
+
+  Args:
+    x: of the packed matrix's dtype.
+    packed: of `pack`.
+    outputs: N.
+    dtype: of the result: x's, or float32.
+
+  Raises:
+    NativeMissing: the library is not built.
+    ValueError: the shapes do not fit.
+  """
+  if packed.shape != packed_shape(x.shape[-1], outputs):
+    raise ValueError(f"packed matmul: x {x.shape} and {packed.shape} do not make {outputs} outputs")
+  _register()
+  rows = math.prod(x.shape[:-1])
+  call = jax.ffi.ffi_call(_MATMUL, jax.ShapeDtypeStruct((rows, outputs), dtype or x.dtype))
+  return call(x.reshape(rows, x.shape[-1]), packed).reshape(*x.shape[:-1], outputs)

@@ -1,0 +1,140 @@
+// x [M, D] times a matrix packed once, when it was loaded, as [N / 32, D, 32]. api.py says how it is called.
+//
+// XLA's matmul on a CPU packs the matrix anew at every call, which for a step of few rows takes longer than the product.
+// A block of 32 columns lies in one piece: a tile of rows streams over it with all sums in registers, and while the
+// later tiles of a block run, the next block is fetched. Every element of the result is one sum, from the first term to
+// the last, whatever M is and wherever its row lies: so it has the same bits alone and in any batch.
+#include <algorithm>
+#include <vector>
+
+#include "pallas_kernels/native.h"
+
+namespace sluice {
+namespace {
+
+constexpr int kColumns = 32;
+#if defined(__AVX512F__)
+constexpr int kVectors = 2, kRows = 12;  // 24 sums of 32 registers
+#else
+constexpr int kVectors = 1, kRows = 4;
+#endif
+
+// y[R, columns of kVectors] = x [R, D] times the columns at w (whose rows are 32 apart).
+template <int R, typename W>
+void product(const float* x, int64_t D, const W* w, float (*y)[kColumns], const char* ahead) {
+  Vec sums[R][kVectors];
+#pragma GCC unroll 16
+  for (int m = 0; m < R; ++m)
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) sums[m][j] = Vec{};
+  for (int64_t k = 0; k < D; ++k, w += kColumns) {
+    if (ahead) __builtin_prefetch(ahead + k * 64, 0, 2);
+    Vec row[kVectors];
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) row[j] = load(w + j * kLanes);
+#pragma GCC unroll 16
+    for (int m = 0; m < R; ++m)
+#pragma GCC unroll 2
+      for (int j = 0; j < kVectors; ++j) sums[m][j] += x[m * D + k] * row[j];
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < R; ++m)
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) store(y[m] + j * kLanes, sums[m][j]);
+}
+
+template <typename W>
+void product_of(int rows, const float* x, int64_t D, const W* w, float (*y)[kColumns], const char* ahead) {
+  switch (rows) {
+    case 1: return product<1, W>(x, D, w, y, ahead);
+    case 2: return product<2, W>(x, D, w, y, ahead);
+    case 3: return product<3, W>(x, D, w, y, ahead);
+    case 4: return product<4, W>(x, D, w, y, ahead);
+#if defined(__AVX512F__)
+    case 5: return product<5, W>(x, D, w, y, ahead);
+    case 6: return product<6, W>(x, D, w, y, ahead);
+    case 7: return product<7, W>(x, D, w, y, ahead);
+    case 8: return product<8, W>(x, D, w, y, ahead);
+    case 9: return product<9, W>(x, D, w, y, ahead);
+    case 10: return product<10, W>(x, D, w, y, ahead);
+    case 11: return product<11, W>(x, D, w, y, ahead);
+    case 12: return product<12, W>(x, D, w, y, ahead);
+#endif
+  }
+}
+
+// All rows of one block of columns.
+template <typename W, typename O>
+void block_of(const float* x, int64_t M, int64_t D, const W* w, bool another, O* y, int64_t N, int64_t columns) {
+  const int64_t half = D * kColumns * static_cast<int64_t>(sizeof(W)) / 2;
+  // Rows a tile as even as they can be: 16 rows are 8 and 8, not 12 and 4.
+  const int64_t tiles = (M + kRows - 1) / kRows, rows = (M + tiles - 1) / tiles;
+  float result[kRows][kColumns];
+  for (int64_t m = 0, tile = 0; m < M; m += rows, ++tile) {
+    const int count = static_cast<int>(std::min(rows, M - m));
+    // The next block follows in memory: its first half during the second tile, the rest during the third.
+    const char* next = reinterpret_cast<const char*>(w + D * kColumns);
+    const char* ahead = another && (tile == 1 || tile == 2) ? next + (tile - 1) * half : nullptr;
+    for (int j = 0; j < kColumns; j += kVectors * kLanes)
+      product_of(count, x + m * D, D, w + j, reinterpret_cast<float(*)[kColumns]>(&result[0][j]), j ? nullptr : ahead);
+    for (int i = 0; i < count; ++i) {
+      O* to = y + (m + i) * N;
+      for (int64_t n = 0; n < columns; ++n) assign(to[n], result[i][n]);
+    }
+  }
+}
+
+template <typename X, typename W, typename O>
+ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const W* w, int64_t blocks, O* y,
+                    int64_t N) {
+  const float* rows;
+  static thread_local std::vector<float> converted;
+  if constexpr (std::is_same_v<X, float>) {
+    rows = x;
+  } else {
+    converted.resize(M * D);
+    for (int64_t i = 0; i < M * D; ++i) converted[i] = value(x[i]);
+    rows = converted.data();
+  }
+  // Runs of blocks: long enough for the next one to be worth fetching, short enough for threads to end together.
+  const bool worth_it = M * D * N > 500000;
+  const int64_t run = std::clamp<int64_t>(blocks / 16, 1, 16);
+  spread(threads, (blocks + run - 1) / run, worth_it, [=](int64_t piece) {
+    const int64_t stop = std::min(blocks, (piece + 1) * run);
+    for (int64_t block = piece * run; block < stop; ++block) {
+      block_of(rows, M, D, w + block * D * kColumns, block + 1 < blocks, y + block * kColumns, N,
+               std::min<int64_t>(kColumns, N - block * kColumns));
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// x [M, D], w [ceil(N / 32), D, 32] -> y [M, N], each float32 or bfloat16.
+ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+  const int64_t M = x.dimensions()[0], D = x.dimensions()[1], blocks = w.dimensions()[0], N = y->dimensions()[1];
+  if (w.dimensions()[1] != D || (N + kColumns - 1) / kColumns != blocks || y->dimensions()[0] != M)
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: shapes do not fit each other");
+  auto with = [&](auto x_type, auto w_type, auto y_type) {
+    using X = decltype(x_type);
+    using W = decltype(w_type);
+    using O = decltype(y_type);
+    return multiply(threads, static_cast<const X*>(x.untyped_data()), M, D, static_cast<const W*>(w.untyped_data()),
+                    blocks, static_cast<O*>(y->untyped_data()), N);
+  };
+  const auto x_type = x.element_type(), w_type = w.element_type(), y_type = y->element_type();
+  if (x_type == ffi::F32 && w_type == ffi::F32 && y_type == ffi::F32) return with(float{}, float{}, float{});
+  if (x_type == ffi::BF16 && w_type == ffi::BF16 && y_type == ffi::BF16) return with(Bf16{}, Bf16{}, Bf16{});
+  if (x_type == ffi::BF16 && w_type == ffi::BF16 && y_type == ffi::F32) return with(Bf16{}, Bf16{}, float{});
+  return ffi::Error(ffi::ErrorCode::kUnimplemented, "packed matmul: float32, or bfloat16 times bfloat16");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());
+
+}  // namespace sluice

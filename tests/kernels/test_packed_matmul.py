@@ -1,0 +1,139 @@
+"""Matmuls over packed weights: right for every shape, the same bits in any batch, and a whole model on them."""
+
+import ctypes
+import dataclasses
+import pathlib
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import llama
+from models.config import ModelConfig
+from pallas_kernels import native
+from pallas_kernels.packed_matmul import api
+from tests.device.tiny_model import TINY, dense_logits, random_params
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's matmul serves here")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built() -> None:
+  native.build("packed_matmul")
+
+
+def numbers(rows: int, inputs: int, outputs: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+  rng = np.random.default_rng(rows)
+  x = rng.standard_normal((rows, inputs), np.float32)
+  w = rng.standard_normal((inputs, outputs), np.float32) * inputs**-0.5
+  return jnp.asarray(x).astype(dtype), jnp.asarray(w).astype(dtype)
+
+
+def check(rows: int, inputs: int, outputs: int, dtype: str = "float32", result: str | None = None) -> None:
+  """Against f64: sums of at most some thousand terms in f32, and the result's own rounding."""
+  x, w = numbers(rows, inputs, outputs, dtype)
+  packed = jnp.asarray(api.pack(np.asarray(w)))
+  y = api.matmul(x, packed, outputs, None if result is None else jnp.dtype(result))
+  assert y.shape == (rows, outputs) and y.dtype == jnp.dtype(result or dtype)
+  expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+  relative = 2.0**-8 if y.dtype == jnp.bfloat16 else 0.0
+  np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=relative, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 12, 13, 16, 24, 25, 37, 100])
+def test_any_number_of_rows(rows: int) -> None:
+  check(rows, 96, 160)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 31), (64, 33), (300, 1000), (2048, 64)])
+@pytest.mark.parametrize(("dtype", "result"), [("float32", None), ("bfloat16", None), ("bfloat16", "float32")])
+def test_any_matrix(inputs: int, outputs: int, dtype: str, result: str | None) -> None:
+  check(14, inputs, outputs, dtype, result)
+
+
+def test_threads() -> None:
+  """Large enough to be spread, with runs of several blocks and a last one that is not full."""
+  check(70, 256, 2050)
+
+
+def test_a_row_has_the_same_bits_in_any_batch() -> None:
+  x, w = numbers(40, 128, 640, "float32")
+  packed = jnp.asarray(api.pack(np.asarray(w)))
+  whole = np.asarray(api.matmul(x, packed, 640))
+  for begin, count in ((0, 1), (39, 1), (3, 2), (7, 12), (20, 13)):
+    np.testing.assert_array_equal(
+      np.asarray(api.matmul(x[begin : begin + count], packed, 640)), whole[begin : begin + count]
+    )
+
+
+def test_leading_dimensions() -> None:
+  x, w = numbers(6, 32, 50, "float32")
+  packed = jnp.asarray(api.pack(np.asarray(w)))
+  flat = np.asarray(api.matmul(x, packed, 50))
+  np.testing.assert_array_equal(np.asarray(api.matmul(x.reshape(2, 3, 32), packed, 50)), flat.reshape(2, 3, 50))
+
+
+def test_what_does_not_fit_is_named() -> None:
+  x, w = numbers(2, 32, 50, "float32")
+  packed = jnp.asarray(api.pack(np.asarray(w)))
+  with pytest.raises(ValueError, match="do not make 70 outputs"):
+    api.matmul(x, packed, 70)
+  with pytest.raises(ValueError, match=r"x \(2, 31\)"):
+    api.matmul(x[:, :31], packed, 50)
+  with pytest.raises(NotImplementedError, match="dtype float16"):
+    api.check_supported(jnp.dtype("float16"))
+
+
+# --- A model ----------------------------------------------------------------------------------------------------------
+
+
+def packed_model(config: ModelConfig, dtype: jnp.dtype, state: nnx.State) -> tuple[nnx.GraphDef, nnx.State]:
+  graphdef, abstract = llama.abstract(config, dtype, packed=True)
+  plain = {jax.tree_util.keystr(key): leaf for key, leaf in jax.tree.leaves_with_path(state)}
+
+  def pack(key, leaf):
+    name = "embed" if "embed" in jax.tree_util.keystr(key) else ""
+    return jnp.asarray(llama.pack(name, np.asarray(plain[jax.tree_util.keystr(key)]), leaf.shape))
+
+  return graphdef, jax.tree.map_with_path(pack, abstract)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
+def test_a_model_gives_the_same_logits(changes: dict) -> None:
+  config = dataclasses.replace(TINY, **changes)
+  graphdef, state = random_params(config, jnp.float32)
+  tokens = list(range(2, 30))
+  expected = dense_logits((graphdef, state), tokens)
+  found = dense_logits(packed_model(config, jnp.float32, state), tokens)
+  assert np.abs(expected).max() > 1
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+# --- Seeded bugs ------------------------------------------------------------------------------------------------------
+
+_SOURCE = native._ROOT / native.SOURCES["packed_matmul"]
+_COLUMNS = "std::min<int64_t>(kColumns, N - block * kColumns)"
+_BUGS = {
+  "last_term_left_out": ("k < D; ++k", "k + 1 < D; ++k"),
+  "wrong_row": ("x[m * D + k] * row[j]", "x[(m ? m - 1 : 0) * D + k] * row[j]"),
+  "rows_of_a_tile_left_out": ("std::min(rows, M - m)", "std::min<int64_t>(rows - (m > 0), M - m)"),
+  "blocks_of_a_run_left_out": ("std::min(blocks, (piece + 1) * run)", "std::min(blocks, piece * run + 1)"),
+  "last_column_left_out": (_COLUMNS, _COLUMNS.replace("N -", "N - 1 -")),
+}
+
+
+@pytest.mark.parametrize("name", _BUGS)
+def test_seeded_bug_is_caught(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  right, wrong = _BUGS[name]
+  text = _SOURCE.read_text()
+  assert text.count(right) == 1, f"{right!r} is not once in {_SOURCE.name}"
+  (tmp_path / "cpu.cc").write_text(text.replace(right, wrong))
+  library = native.compile_library(tmp_path / "cpu.cc", tmp_path / "cpu.so", ("-O0", "-w"))
+  entry = ctypes.CDLL(str(library)).SluicePackedMatmul
+  jax.ffi.register_ffi_target(f"packed_{name}", jax.ffi.pycapsule(entry), platform="cpu")
+  monkeypatch.setattr(api, "_MATMUL", f"packed_{name}")
+  with pytest.raises(AssertionError):
+    check(14, 64, 33)
+    check(70, 64, 2050)
