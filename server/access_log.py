@@ -1,5 +1,6 @@
 """One line of JSON a call, for whoever counts and searches calls. Never a prompt, an output, a key or an error text."""
 
+import contextlib
 import datetime
 import json
 import logging
@@ -43,7 +44,8 @@ class AccessLog:
 
   def close(self) -> None:
     """Lets go of the file."""
-    self._handler.close()
+    with contextlib.suppress(OSError):  # what a full disk did not take before, it does not take now
+      self._handler.close()
 
 
 class _Watched(handlers.WatchedFileHandler):

@@ -375,6 +375,8 @@ def _new_server(options: HostOptions, interceptor: CallInterceptor) -> grpc.aio.
     "grpc.max_concurrent_streams": options.max_concurrent_streams,
     "grpc.keepalive_time_ms": round(1000 * options.keepalive_time_s),
     "grpc.keepalive_timeout_ms": round(1000 * options.keepalive_timeout_s),
+    # Other pings than keepalive's (they measure bandwidth) keep it from being sent, and wait a minute by default.
+    "grpc.http2.ping_timeout_ms": round(1000 * options.keepalive_timeout_s),
     "grpc.keepalive_permit_without_calls": 1,
     "grpc.http2.min_recv_ping_interval_without_data_ms": round(1000 * options.min_ping_interval_s),
     "grpc.http2.max_ping_strikes": 2,

@@ -164,7 +164,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     context.set_trailing_metadata(call.headers)
     is_probe = call.method.startswith(HEALTH_METHODS)
     self._num_calls += not is_probe
-    started = time.monotonic()
+    started, peer = time.monotonic(), context.peer()  # later it may be gone
     code, reason = "OK", None
     try:
       yield
@@ -185,7 +185,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._access_log.write(
           request_id=call.request_id,
           method=call.method,
-          peer=context.peer(),
+          peer=peer,
           tenant=call.tenant,
           code=code,
           reason=reason,

@@ -34,9 +34,7 @@ class Authority:
     replace(cert_file, certificate.public_bytes(serialization.Encoding.PEM))
     replace(
       key_file,
-      key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-      ),
+      key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
     )
     return cert_file, key_file
 

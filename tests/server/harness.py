@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduler import Scheduler
+from server.admin import AdminActions
 from server.generation import Generations
 from server.host import Host, HostOptions
 from server.proto import sluice_pb2 as pb
@@ -129,6 +130,7 @@ def running(
   config: EngineConfig | None = None,
   poison: int | None = None,
   serve: bool = True,
+  admin: AdminActions | None = None,
 ) -> Iterator[Served]:
   """Runs a server in a thread until the block ends, then drains it and checks that no page is left."""
   config = config or EngineConfig(
@@ -147,7 +149,7 @@ def running(
   failure: list[BaseException] = []
 
   async def run() -> None:
-    server = Host(host_options)
+    server = Host(host_options, admin)
     port = await server.start()
     runner = SlowRunner(config, poison)
     engine = Engine(Scheduler(config), runner, time.monotonic, server.emit)

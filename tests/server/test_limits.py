@@ -1,0 +1,276 @@
+"""Limits of the wire: sizes, streams, pings, ages of connections, floods and junk. Nobody else may be harmed."""
+
+import socket
+import struct
+
+from google.rpc import error_details_pb2
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+import pytest
+
+from engine.config import EngineConfig
+from server.host import HostOptions
+from server.proto import sluice_pb2 as pb
+from server.proto import sluice_pb2_grpc as pb_grpc
+from tests.server import http2
+from tests.server.harness import detail_of, endings_of, generate, reason_of, running, token_ids_of
+
+IDS = pb.TokenIds(ids=[7, 8, 9])
+FOREVER = pb.StopParams(max_tokens=400, ignore_eos=True)
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def assert_serves(served) -> None:
+  assert endings_of(generate(served, token_ids=IDS, stopping=pb.StopParams(max_tokens=5)))[-1].last
+  stub = health_pb2_grpc.HealthStub(served.channel)
+  assert stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+  assert served.engine.num_live == 0 and len(served.generations) == 0
+
+
+def test_a_message_larger_than_allowed(tokenizer):
+  with running(tokenizer, host=HostOptions(max_request_bytes=2000)) as served:
+    generate(served, token_ids=pb.TokenIds(ids=[7] * 400), stopping=pb.StopParams(max_tokens=1))
+    for method in (served.generation.GenerateUnary, served.generation.Generate):
+      with pytest.raises(grpc.RpcError, match=r"Received message larger than max \(\d+ vs. 2000\)") as caught:
+        list(method(pb.GenerateRequest(text="a" * 2001)))
+      assert caught.value.code() is EXHAUSTED
+    assert_serves(served)
+
+
+def test_a_message_that_is_large_only_unpacked(served):
+  """64 MiB in 64 KiB of gzip; its size counts unpacked."""
+  with grpc.insecure_channel(served.address, compression=grpc.Compression.Gzip) as channel:
+    stub = pb_grpc.GenerationServiceStub(channel)
+    with pytest.raises(grpc.RpcError) as caught:
+      stub.GenerateUnary(pb.GenerateRequest(text="a" * (64 << 20)))
+    assert caught.value.code() is EXHAUSTED
+    stub.GenerateUnary(pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=1)))
+  assert_serves(served)
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
+def test_an_answer_larger_than_allowed(tokenizer, method):
+  with running(tokenizer, host=HostOptions(max_response_bytes=300)) as served:
+    request = pb.GenerateRequest(
+      token_ids=IDS,
+      sampling=pb.SamplingParams(n=16),
+      output=pb.OutputParams(logprobs=0),
+      stopping=pb.StopParams(max_tokens=20, ignore_eos=True),
+    )
+    with pytest.raises(grpc.RpcError, match=r"Sent message larger than max \(\d+ vs. 300\)") as caught:
+      answer = getattr(served.generation, method)(request)
+      for _ in answer if method == "Generate" else ():
+        pass
+    assert caught.value.code() is EXHAUSTED
+    served.wait_until(lambda: len(served.generations) == 0 and served.engine.num_live == 0)
+    assert_serves(served)
+
+
+@pytest.mark.parametrize(
+  "metadata",
+  [(("x-large", "a" * 20_000),), tuple((f"x-{index}", "") for index in range(10_000))],
+  ids=["large", "many"],
+)
+def test_more_metadata_than_allowed(served, metadata):
+  small = (("x-large", "a" * 12_000),)
+  served.generation.GenerateUnary(
+    pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=1)), metadata=small
+  )
+  with pytest.raises(grpc.RpcError) as caught:
+    served.generation.GenerateUnary(pb.GenerateRequest(token_ids=IDS), metadata=metadata)
+  assert caught.value.code() is EXHAUSTED
+  assert_serves(served)
+
+
+def test_the_settings_on_the_wire(tokenizer):
+  options = HostOptions(max_concurrent_streams=17, max_metadata_bytes=5000)
+  with running(tokenizer, host=options) as served, http2.Connection(served.address) as connection:
+    connection.send(http2.PREFACE, http2.frame(http2.SETTINGS))
+    settings = dict(struct.iter_unpack(">HI", connection.wait_for(http2.SETTINGS)))
+  assert settings[http2.MAX_CONCURRENT_STREAMS] == 17
+  assert settings[http2.MAX_HEADER_LIST_SIZE] == 5000
+
+
+def test_more_streams_than_a_connection_may_have_wait_in_the_client(tokenizer):
+  with running(tokenizer, host=HostOptions(max_concurrent_streams=2)) as served:
+    served.runner.go.clear()
+    request = pb.GenerateRequest(token_ids=IDS, stopping=FOREVER)
+    calls = [served.generation.GenerateUnary.future(request) for _ in range(4)]
+    served.wait_until(lambda: len(served.generations) == 2)
+    with grpc.insecure_channel(served.address, (("grpc.use_local_subchannel_pool", 1),)) as other:
+      calls.append(pb_grpc.GenerationServiceStub(other).GenerateUnary.future(request))
+      served.wait_until(lambda: len(served.generations) == 3)
+      served.runner.go.set()
+      assert [len(call.result(60).completions[0].token_ids) for call in calls] == [400] * 5
+
+
+def test_an_old_connection_is_closed_and_its_call_may_end(tokenizer):
+  options = HostOptions(max_connection_age_s=0.1, max_connection_age_grace_s=60)
+  with running(tokenizer, host=options) as served:
+    served.runner.seconds = 0.002
+    with http2.Connection(served.address) as connection:
+      connection.send(http2.PREFACE, http2.frame(http2.SETTINGS))
+      assert b"max_age" in connection.wait_for(http2.GOAWAY)
+    call = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
+    assert len(token_ids_of(list(call))) == 400
+    assert_serves(served)  # over another connection, which the caller does not notice
+
+
+def test_a_connection_whose_grace_is_over_is_cut(tokenizer):
+  options = HostOptions(max_connection_age_s=0.1, max_connection_age_grace_s=0.1)
+  with running(tokenizer, host=options) as served:
+    call = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
+    next(call)
+    served.runner.go.clear()
+    with pytest.raises(grpc.RpcError) as caught:
+      list(call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    served.runner.go.set()
+    served.wait_until(lambda: len(served.generations) == 0 and served.engine.num_live == 0)
+
+
+def test_an_idle_connection_is_closed(tokenizer):
+  with (
+    running(tokenizer, host=HostOptions(max_connection_idle_s=0.1)) as served,
+    http2.Connection(served.address) as connection,
+  ):
+    connection.send(http2.PREFACE, http2.frame(http2.SETTINGS))
+    assert b"idle" in connection.wait_for(http2.GOAWAY)
+
+
+def test_a_client_that_answers_no_ping_is_gone(tokenizer):
+  """As a machine that lost its power: its stream ends, and its pages come back."""
+  options = HostOptions(keepalive_time_s=1, keepalive_timeout_s=0.1)
+  with running(tokenizer, host=options) as served, http2.Connection(served.address) as connection:
+    served.runner.go.clear()
+    connection.send(
+      http2.PREFACE,
+      http2.frame(http2.SETTINGS),
+      http2.frame(http2.SETTINGS, http2.ACK),
+      http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers("/sluice.v1.GenerationService/Generate")),
+      http2.frame(http2.DATA, http2.END_STREAM, 1, message(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))),
+    )
+    served.wait_until(lambda: len(served.generations) == 1)
+    served.wait_until(lambda: len(served.generations) == 0)
+    assert http2.PING in {kind for kind, *_ in connection.frames()}
+    served.runner.go.set()
+    served.wait_until(lambda: served.engine.num_live == 0)
+
+
+def test_a_flood_of_pings_is_calmed(served):
+  with http2.Connection(served.address) as connection:
+    connection.send(http2.PREFACE, http2.frame(http2.SETTINGS))
+    for _ in range(10):
+      connection.send(http2.frame(http2.PING, payload=b"12345678"))
+    code = struct.unpack(">I", connection.wait_for(http2.GOAWAY)[4:8])[0]
+    assert code == http2.ENHANCE_YOUR_CALM
+  assert_serves(served)
+
+
+def test_streams_opened_and_reset_at_once(served):
+  """Rapid reset: whatever of them arrived is cancelled, and a stream beside them has every token."""
+  served.runner.seconds = 0.002
+  beside = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
+  next(beside)
+  opening = http2.headers("/sluice.v1.GenerationService/Generate")
+  body = message(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
+  with http2.Connection(served.address) as connection:
+    connection.send(http2.PREFACE, http2.frame(http2.SETTINGS), http2.frame(http2.SETTINGS, http2.ACK))
+    for stream in range(1, 4001, 2):
+      connection.send(
+        http2.frame(http2.HEADERS, http2.END_HEADERS, stream, opening),
+        http2.frame(http2.DATA, http2.END_STREAM, stream, body),
+        http2.frame(http2.RST_STREAM, 0, stream, struct.pack(">I", 8)),
+      )
+  assert len(token_ids_of(list(beside))) == 399
+  served.wait_until(lambda: len(served.generations) == 0 and served.engine.num_live == 0)
+  assert_serves(served)
+
+
+def test_headers_without_end(served):
+  """A flood of CONTINUATION frames costs its own stream, or the connection, and nothing else."""
+  with http2.Connection(served.address) as connection:
+    connection.send(http2.PREFACE, http2.frame(http2.SETTINGS), http2.frame(http2.SETTINGS, http2.ACK))
+    connection.send(http2.frame(http2.HEADERS, 0, 1, http2.headers("/sluice.v1.GenerationService/Generate")))
+    for index in range(2000):
+      connection.send(http2.frame(http2.CONTINUATION, 0, 1, http2.block({f"x-{index}": "a" * 100})))
+    connection.send(http2.frame(http2.CONTINUATION, http2.END_HEADERS, 1))
+    for kind, *_ in connection.frames():
+      if kind == http2.RST_STREAM:
+        break
+  assert_serves(served)
+
+
+@pytest.mark.parametrize(
+  "junk",
+  [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\1" * 500, b"\xff" * 5000],
+  ids=["HTTP/1.1", "TLS", "bytes"],
+)
+def test_what_is_no_http2_is_hung_up_on(served, junk, capfd):
+  host, port = served.address.rsplit(":", 1)
+  for _ in range(20):
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+      try:
+        connection.sendall(junk)
+        while connection.recv(65536):
+          pass
+      except ConnectionResetError:
+        pass
+  assert_serves(served)
+  assert len(capfd.readouterr().err) < 2000
+
+
+def test_a_refusal_is_such_that_a_client_may_retry(tokenizer):
+  """No header goes before it, so a client with a retry policy obeys the pushback and gets its answer in the end."""
+  config = EngineConfig(
+    vocab_size=400,
+    max_model_len=512,
+    num_blocks=256,
+    block_size=8,
+    token_budgets=(8, 64),
+    prefill_chunk=64,
+    max_num_seqs=1,
+    max_queued_requests=1,
+  )
+  policy = """{"methodConfig": [{"name": [{}], "retryPolicy": {"maxAttempts": 5, "initialBackoff": "0.1s",
+    "maxBackoff": "1s", "backoffMultiplier": 2, "retryableStatusCodes": ["RESOURCE_EXHAUSTED"]}}]}"""
+  with (
+    running(tokenizer, config=config) as served,
+    grpc.insecure_channel(served.address, (("grpc.service_config", policy),)) as channel,
+  ):
+    served.runner.go.clear()
+    first = [served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER)) for _ in range(2)]
+    served.wait_until(lambda: len(served.generations) == 2)
+    refused = []
+    start = served.generations.start
+
+    def watched(*arguments):
+      try:
+        return start(*arguments)
+      except Exception as error:
+        refused.append(error)
+        served.runner.go.set()
+        raise
+
+    served.generations.start = watched
+    stub = pb_grpc.GenerationServiceStub(channel)
+    call = stub.Generate(pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=5)), timeout=60)
+    assert len(token_ids_of(list(call))) == 5
+    assert len(refused) >= 1
+    for each in first:
+      each.cancel()
+
+
+def test_starting_says_when_to_retry(tokenizer):
+  with running(tokenizer, serve=False) as served:
+    with pytest.raises(grpc.RpcError) as caught:
+      generate(served, token_ids=IDS)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason_of(caught.value) == "STARTING"
+    assert detail_of(caught.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
+    assert dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+
+
+def message(request: pb.GenerateRequest) -> bytes:
+  """As gRPC frames it."""
+  raw = request.SerializeToString()
+  return b"\0" + struct.pack(">I", len(raw)) + raw
