@@ -10,9 +10,12 @@ import subprocess
 import sys
 import time
 
+from absl.testing import flagsaver
 import pytest
 
+from server import main
 from server.client import Client, SluiceError
+from server.errors import NotConfigured, Starting
 from tools.demo_model.skills import SKILLS, is_correct, make_instances
 from tools.make_random_model import write_model
 
@@ -171,6 +174,17 @@ BAD_STARTS = {
   ("--port=0", "--model=CUT", *SMALL): (1, "error: "),
   ("--port=0", "--model=BAD_TOKENIZER", *SMALL): (1, "error: "),
   ("--host=not.a.host.invalid",): (1, "error: cannot listen on not.a.host.invalid"),
+  ("--port=0", "--api_key_file=/does/not/exist"): (1, "error: api_key_file=/does/not/exist cannot be read: No such"),
+  ("--port=0", "--api_key_file=/dev/null"): (1, "error: api_key_file=/dev/null is not a regular file"),
+  ("--port=0", "--tls_cert_file=/does/not/exist"): (1, "error: tls_cert_file='/does/not/exist', tls_key_file='', "),
+  ("--port=0", "--tls_cert_file=/dev/null", "--tls_key_file=/dev/null"): (1, "error: tls_key_file=/dev/null has mode"),
+  ("--port=0", "--access_log=/does/not/exist"): (1, "error: access_log=/does/not/exist cannot be opened: No such file"),
+  ("--port=0", "--admin_port=0", "--admin_host=0.0.0.0"): (
+    1,
+    "error: admin_host=0.0.0.0 can be reached by others",
+  ),
+  ("--port=0", "--admin_port=-2"): (2, "error: flag --admin_port=-2: "),
+  ("--port=0", "--max_metadata_bytes=10"): (2, "error: flag --max_metadata_bytes=10: "),
 }
 
 
@@ -231,6 +245,60 @@ def test_bad_start(bad_starts, arguments):
   assert "Traceback" not in said
   if "configuration" not in said:
     assert len(said.splitlines()) == 1, said
+
+
+@pytest.mark.parametrize(
+  "arguments, wanted",
+  [
+    (("--host=127.0.0.1",), ()),
+    (("--host=localhost",), ()),
+    (("--host=0.0.0.0",), ("can be read and changed on its way", "anybody may call")),
+    (("--host=0.0.0.0", "--api_key_file=keys"), ("can be read and changed on its way",)),
+    (("--host=::", "--tls_cert_file=cert"), ("anybody may call",)),
+    (("--host=0.0.0.0", "--tls_cert_file=cert", "--api_key_file=keys"), ()),
+    (("--host=0.0.0.0", "--tls_cert_file=cert", "--tls_client_ca_file=ca"), ()),
+  ],
+)
+def test_the_warning_says_what_is_missing(arguments, wanted, capfd):
+  with flagsaver.flagsaver():
+    main._parse(["server", *arguments])
+    main._warn_of_exposure()
+  said = capfd.readouterr().err
+  assert len(said.splitlines()) == bool(wanted)
+  assert [text for text in ("can be read and changed on its way", "anybody may call") if text in said] == list(wanted)
+
+
+def test_the_switch_of_the_step_trace(capfd):
+  class Engine:
+    def __init__(self):
+      self.calls = []
+
+    def start_trace(self, path):
+      if path == "/nowhere":
+        raise FileNotFoundError(2, "No such file or directory")
+      self.calls.append("start")
+
+    def stop_trace(self):
+      self.calls.append("stop")
+
+  with pytest.raises(NotConfigured, match="no step trace without --trace_file"):
+    main._Trace("").set(True)
+  trace = main._Trace("/some/file")
+  with pytest.raises(Starting):
+    trace.set(True)
+  trace.engine = engine = Engine()
+  assert [trace.set(on) for on in (True, True, False, False)] == ["/some/file"] * 4
+  assert engine.calls == ["start", "stop", "start", "stop"]
+  trace.toggle()
+  trace.toggle()
+  assert engine.calls[4:] == ["start", "stop"]
+  broken = main._Trace("/nowhere")
+  broken.engine = engine
+  with pytest.raises(NotConfigured, match="step trace: /nowhere: No such file or directory"):
+    broken.set(True)
+  capfd.readouterr()
+  broken.toggle()
+  assert capfd.readouterr().err == "SIGUSR1: step trace: /nowhere: No such file or directory\n"
 
 
 def test_a_bad_flag_of_the_real_program():

@@ -5,6 +5,8 @@ import os
 import pathlib
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 
 import grpc
@@ -24,6 +26,7 @@ from server.proto import sluice_pb2 as pb
 from tests.server.certificates import Authority, replace
 from tests.server.harness import generate, reason_of, running
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 IDS = pb.TokenIds(ids=[7, 8, 9])
 FEW = pb.StopParams(max_tokens=3, ignore_eos=True)
 FOREVER = pb.StopParams(max_tokens=400, ignore_eos=True)
@@ -212,6 +215,41 @@ def test_mutual_tls(tokenizer, folder, authority):
     assert_unreachable(Client(served.address, tls_ca_file=str(authority.file), **files))
     authority.issue("expired", days=(-10, -1))
     assert_unreachable(secure(served, authority, "expired"))
+
+
+def test_the_command_line_client(tokenizer, folder, authority):
+  options = tls(folder, tls_client_ca_file=str(authority.file), api_key_file=str(folder / "keys"))
+  files = [
+    f"--{name}={folder / file}"
+    for name, file in (("tls_ca_file", "ca.pem"), ("tls_cert_file", "client.pem"), ("tls_key_file", "client.key"))
+  ]
+  with running(tokenizer, host=options) as served:
+    for arguments, key, code, said in (
+      (files, KEY, 0, "tokens/s"),
+      (files, "wrong", 1, "UNAUTHENTICATED UNAUTHENTICATED: the API key is not known here"),
+      ([*files, f"--api_key={KEY}"], "wrong", 0, "tokens/s"),
+      (files[:1], KEY, 1, "UNAVAILABLE: "),
+      (["--tls_ca_file=/nowhere/ca"], KEY, 2, "error: /nowhere/ca: No such file or directory"),
+    ):
+      done = subprocess.run(
+        [
+          sys.executable,
+          "-m",
+          "tools.client",
+          f"--target={served.address}",
+          "--prompt=the",
+          "--max_tokens=3",
+          *arguments,
+        ],
+        cwd=ROOT,
+        env=os.environ | {"SLUICE_API_KEY": key},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+      )
+      assert done.returncode == code and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+      assert KEY not in done.stderr
 
 
 def test_an_expired_server_is_not_trusted(tokenizer, tmp_path):
