@@ -26,7 +26,8 @@ from engine.errors import ConfigError, EngineError
 from tools import workload
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.latency import Objectives
-from tools.simulation import ROUTERS, Arrival, Collector, Fleet, Simulation, made_up
+from tools.replica import ROUTERS, Arrival, made_up
+from tools.simulation import Collector, Fleet, Simulation
 from tools.step_costs import StepCosts, Work
 
 VOCAB_SIZE = 2**31 - 1  # token ids are not looked at

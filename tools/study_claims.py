@@ -20,7 +20,8 @@ from tools.arguments import CommandParser, positive_float, positive_int
 from tools.compare_batching import slot_bound
 from tools.latency import Objectives, Outcome, percentile
 from tools.measure import ROOT
-from tools.simulation import Arrival, Collector, Fleet, Simulation, made_up
+from tools.replica import Arrival, made_up
+from tools.simulation import Collector, Fleet, Simulation
 from tools.step_costs import StepCosts
 
 Rows = list[tuple[int, int]]  # (prompt tokens, output tokens)

@@ -39,8 +39,9 @@ from engine.errors import ConfigError, EngineError
 from engine.shapes import ShapeLadder
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.latency import Objectives
+from tools.replica import Arrival
 from tools.simulate import add_engine_arguments, add_request_arguments, arrivals_from, engine_config
-from tools.simulation import Arrival, Collector, Fleet, Simulation
+from tools.simulation import Collector, Fleet, Simulation
 from tools.step_costs import StepCosts, read_step_trace, work_of
 
 

@@ -13,7 +13,8 @@ from engine.errors import ConfigError
 from tests.tools.conftest import ENGINE_FLAGS, ROOT, json_line, run_module
 from tools import simulate, workload
 from tools.latency import Objectives, summary
-from tools.simulation import Arrival, Collector, Fleet, Simulation, made_up
+from tools.replica import Arrival, made_up
+from tools.simulation import Collector, Fleet, Simulation
 from tools.step_costs import HostCosts, StepCosts
 
 AZURE = str(ROOT / "benchmarks" / "traces" / "azure_conv_500.csv")

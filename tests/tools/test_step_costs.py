@@ -9,7 +9,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from tests.tools.conftest import ENGINE_FLAGS, json_line, run_module
 from tools.latency import Objectives
-from tools.simulation import Collector, Fleet, Simulation, made_up
+from tools.replica import made_up
+from tools.simulation import Collector, Fleet, Simulation
 from tools.step_costs import (
   HostCosts,
   Point,

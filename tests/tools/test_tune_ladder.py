@@ -13,7 +13,8 @@ from engine.errors import ConfigError
 from tests.tools.conftest import ROOT
 from tools import simulate, tune_ladder
 from tools.latency import Objectives
-from tools.simulation import Collector, Fleet, Simulation, made_up
+from tools.replica import made_up
+from tools.simulation import Collector, Fleet, Simulation
 from tools.step_costs import StepCosts, roofline
 from tools.tune_ladder import Chunk, Running, Steps, best_ladder, candidates, largest_chunk, powers_of_two, tokens_only
 
