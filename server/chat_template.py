@@ -102,6 +102,7 @@ class ChatTemplate:
   """A compiled chat template.
 
   Attributes:
+    source: as it came.
     variables: names that it reads, such as "messages", "tools" and what a model's author invented.
   """
 
@@ -117,6 +118,7 @@ class ChatTemplate:
         f"the chat template has {size} bytes, the limit is {MAX_TEMPLATE_BYTES}; "
         "shorten it, or remove it to serve without chat"
       )
+    self.source = source
     self._max_chars = max_chars
     self._special_tokens = special_tokens
     self._sandbox = _Sandbox(max_chars)

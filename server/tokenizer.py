@@ -24,7 +24,11 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-  """Encodes and decodes. All methods may be called from any thread."""
+  """Encodes and decodes. All methods may be called from any thread.
+
+  Attributes:
+    special_tokens: names such as "bos_token" and their text, from tokenizer_config.json.
+  """
 
   def __init__(self, folder: pathlib.Path, *, max_prompt_bytes: int = 1 << 20):
     """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja (the last two need not exist).
@@ -63,7 +67,7 @@ class Tokenizer:
     self._marked = re.compile("|".join(re.escape(_mark(text)) for text in special) or r"(?!)")
     self._text_bytes = functools.lru_cache(maxsize=None)(functools.partial(self._bytes_of, skip_special=True))
     self._all_bytes = functools.lru_cache(maxsize=None)(functools.partial(self._bytes_of, skip_special=False))
-    self._chat = _load_chat_template(folder, max_chars=2 * max_prompt_bytes)
+    self.special_tokens, self._chat = _load_chat_template(folder, max_chars=2 * max_prompt_bytes)
 
   @property
   def vocab_size(self) -> int:
@@ -74,6 +78,11 @@ class Tokenizer:
   def has_chat_template(self) -> bool:
     """Whether `encode_chat` can work."""
     return self._chat is not None
+
+  @property
+  def chat_template(self) -> str | None:
+    """The template's source, or None."""
+    return None if self._chat is None else self._chat.source
 
   def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Token ids of a raw text; special tokens spelled in it count.
@@ -192,8 +201,8 @@ def _piece_bytes(decoder: dict | None, source: pathlib.Path) -> Callable[[str], 
   )
 
 
-def _load_chat_template(folder: pathlib.Path, max_chars: int) -> ChatTemplate | None:
-  """The template of chat_template.jinja, else of tokenizer_config.json, else None."""
+def _load_chat_template(folder: pathlib.Path, max_chars: int) -> tuple[dict[str, str], ChatTemplate | None]:
+  """Special tokens, and the template of chat_template.jinja, else of tokenizer_config.json, else None."""
   config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
   if config_file.exists():
     try:
@@ -217,10 +226,10 @@ def _load_chat_template(folder: pathlib.Path, max_chars: int) -> ChatTemplate | 
     except (OSError, ValueError) as error:
       raise ConfigError(f"{template_file} is broken: {str(error):.200}; restore it from its source") from error
   if source is None:
-    return None
+    return special, None
   if not isinstance(source, str):
     raise ConfigError(f"{config_file}: chat_template must be text; restore the file from its source")
-  return ChatTemplate(source, special, max_chars)
+  return special, ChatTemplate(source, special, max_chars)
 
 
 def _token_text(token: str | dict) -> str:

@@ -62,6 +62,7 @@ def make_app(
     Route("/v1/completions", endpoints.completions, methods=["POST"]),
     Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
     Route("/tokenize", texts.tokenize, methods=["POST"]),
+    Route("/tokenizer_info", texts.tokenizer_info),
     Route("/detokenize", texts.detokenize, methods=["POST"]),
     *extra_routes,
   ]

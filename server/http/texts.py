@@ -18,7 +18,7 @@ from server.service import Backend, Service
 
 
 class Texts:
-  """/v1/models, /tokenize and /detokenize; the last two as vLLM has them."""
+  """/v1/models, and /tokenize, /detokenize and /tokenizer_info as vLLM has them."""
 
   def __init__(self, service: Service, options: HttpOptions):
     self._service = service
@@ -43,6 +43,19 @@ class Texts:
       "owned_by": "sluice",
       "max_model_len": backend.config.max_model_len,
     }
+
+  async def tokenizer_info(self, request: Request) -> Response:
+    """GET /tokenizer_info: what a harness needs to know of a tokenizer that it has not got."""
+    backend = self._service.opened()
+    tokenizer = validation.need_tokenizer(backend.tokenizer, "tokenizer_info")
+    return JSONAnswer(
+      {
+        **tokenizer.special_tokens,
+        "vocab_size": tokenizer.vocab_size,
+        "chat_template": tokenizer.chat_template,
+        "model_max_length": backend.config.max_model_len,
+      }
+    )
 
   async def tokenize(self, request: Request) -> Response:
     """POST /tokenize: {"prompt"} or {"messages"} -> {"tokens", "count", "max_model_len"}."""

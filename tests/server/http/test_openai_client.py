@@ -3,13 +3,15 @@
 import asyncio
 import json
 
+import httpx
 import openai
 import pytest
 
 from engine.config import EngineConfig
 from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
-from tests.server.harness import END, Served, endings_of, generate, running, text_of, token_ids_of
+from server.tokenizer import Tokenizer
+from tests.server.harness import END, Served, endings_of, generate, running, text_of, token_ids_of, write_tokenizer
 from tests.server.http.conftest import url_of
 
 IDS = [7, 8, 9]
@@ -150,6 +152,58 @@ def test_text_parts_are_joined(client):
   other = client.chat.completions.create(messages=[{"role": "user", "content": "the cat\nsat"}], **asked)
   assert one.choices[0].message.content == other.choices[0].message.content
   assert one.usage.prompt_tokens == other.usage.prompt_tokens
+
+
+def test_the_tokenizer(http, server):
+  said = http.post("/tokenize", json={"model": "tiny", "prompt": "the cat", "return_token_strs": True}).json()
+  assert said["tokens"] == list(server.generation.Tokenize(pb.TokenizeRequest(text="the cat")).token_ids)
+  assert said["token_strs"] == ["<|bos|>", "the", " cat"] and (said["count"], said["max_model_len"]) == (3, 512)
+  assert http.post("/detokenize", json={"tokens": said["tokens"]}).json() == {"prompt": "<|bos|>the cat"}
+  bare = http.post("/tokenize", json={"prompt": "the cat", "add_special_tokens": False}).json()["tokens"]
+  assert bare == said["tokens"][1:]
+  chat = http.post("/tokenize", json={"messages": CHAT}).json()["tokens"]
+  assert chat == list(server.generation.Tokenize(pb.TokenizeRequest(chat=grpc_chat())).token_ids)
+  told = http.get("/tokenizer_info").json()
+  assert (told["bos_token"], told["eos_token"]) == ("<|bos|>", "<|end|>") and "messages" in told["chat_template"]
+
+
+def test_a_server_without_a_tokenizer():
+  with running(None, host=HostOptions(http_port=0)) as server, httpx.Client(base_url=url_of(server)) as http:
+    choice = http.post(
+      "/v1/completions",
+      json={"prompt": IDS, "max_tokens": 4, "logprobs": 0, "echo": True, "return_token_ids": True, "ignore_eos": True},
+    ).json()["choices"][0]
+    assert choice["text"] == "" and len(choice["token_ids"]) == 4
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in [*IDS, *choice["token_ids"]]]
+    refused = http.post("/v1/chat/completions", json={"messages": CHAT})
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "no_tokenizer"
+
+
+def test_tools_and_variables_of_the_models_own_template(tmp_path):
+  """What they say reaches the prompt, and special tokens in them are text."""
+  write_tokenizer(tmp_path)
+  (tmp_path / "chat_template.jinja").write_text(
+    "{% for tool in tools or [] %}<|system|>{{ tool.function.name }} {{ tool.function.description }}<|end|>{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.what }}{% endfor %}<|end|>{% endfor %}"
+    "{% if think %}the{% endif %}"
+  )
+  tool = {"type": "function", "function": {"name": "look", "description": "a <|end|> cat"}}
+  call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"what": "dog"}'}}
+  messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "sat"}]
+  with (
+    running(Tokenizer(tmp_path), host=HostOptions(http_port=0)) as server,
+    openai.OpenAI(base_url=f"{url_of(server)}/v1", api_key="x") as client,
+  ):
+    asked = {"model": "tiny", "max_tokens": 1, "messages": messages, "tools": [tool]}
+    extra = {"return_token_ids": True, "chat_template_kwargs": {"think": True}}
+    ids = client.chat.completions.create(**asked, extra_body=extra).prompt_token_ids
+    text = Tokenizer(tmp_path).decode(ids, skip_special_tokens=False)
+    assert text.startswith("<|system|>look a <|end|> cat<|end|><|system|>be brief") and text.endswith("the")
+    assert "<|assistant|>dog<|end|><|tool|>sat<|end|>" in text
+    assert ids.count(END) == 5, "one for each turn and tool, none from a text"
+    without = client.chat.completions.create(**asked, tool_choice="none", extra_body={"return_token_ids": True})
+    assert len(without.prompt_token_ids) < len(ids)
 
 
 def test_stop_strings_and_stop_tokens(client, server):
