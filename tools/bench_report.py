@@ -4,9 +4,10 @@
   python -m tools.bench_report --step_trace=chunked=steps.jsonl --output=report
 
 Runs are the files of --run_file (tools.run_file has the format). Runs of one label are one line in the plots over load,
-and what is side by side is side by side at one load: the highest that most labels share. Goodput counts the objectives
-that a run was made with, or those given here for all. Step traces (--trace_file of the server) have steps only, and
-show up where steps do. Needs matplotlib, which the `dev` extra has. Exit code 2 with one line for bad input.
+and what is side by side is side by side at one load: of those that most labels share, where the best has most goodput.
+Goodput counts the objectives that a run was made with, or those given here for all. Step traces (--trace_file of the
+server) have steps only, and show up where steps do. Needs matplotlib, which the `dev` extra has. Exit code 2 with one
+line for bad input.
 """
 
 import argparse

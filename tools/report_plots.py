@@ -67,7 +67,7 @@ def _log_axis(axis: Axes, which: Literal["x", "y"]) -> None:
     axis.set_yscale("log")
   scaled, (low, high) = (axis.xaxis, axis.get_xlim()) if which == "x" else (axis.yaxis, axis.get_ylim())
   scaled.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 150 * low else (1.0,)))
-  scaled.set_major_formatter(lambda value, _: _number(value))
+  scaled.set_major_formatter(_plain)
   scaled.set_minor_formatter(NullFormatter())
   axis.tick_params(axis=which, labelsize=8)
 
@@ -188,8 +188,7 @@ def plot_modes(shown: Sequence[Shown]) -> Figure:
     axis.set_title(title, fontsize=10)
     axis.grid(False, axis="x")
     axis.margins(y=0.15)
-    if name == "padding":
-      axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0) if name == "padding" else _plain)
   return figure
 
 
@@ -251,7 +250,7 @@ def plot_padding(steps: Mapping[str, Sequence[StepRecord]]) -> Figure:
     axis.grid(False, axis="x")
   for axis in axes[: len(steps)]:
     axis.set_ylim(0, top * 1.1)
-    axis.yaxis.set_major_formatter(lambda value, _: _number(value))
+    axis.yaxis.set_major_formatter(_plain)
   for axis in axes[len(steps) :]:
     axis.set_visible(False)
   axes[0].set_ylabel("tokens computed")
@@ -314,7 +313,7 @@ def _composition(axis: Axes, steps: Sequence[StepRecord]) -> None:
   rates = [[sum(getattr(step, name) for step in found) / width for found in bins] for name in kinds]
   labels = [name.removesuffix("_tokens") for name in kinds]
   axis.stackplot(times, rates, colors=list(kinds.values()), labels=labels, step="mid")
-  axis.yaxis.set_major_formatter(lambda value, _: _number(value))
+  axis.yaxis.set_major_formatter(_plain)
 
 
 def _fullness(axis: Axes, steps: Sequence[StepRecord]) -> None:
@@ -358,10 +357,15 @@ def plot_kv(steps: Mapping[str, Sequence[StepRecord]], num_blocks: Mapping[str, 
   for axis in axes:
     axis.set_xlabel("seconds")
     axis.set_ylim(bottom=0)
-    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0))
   axes[1].set_ylim(0, 1.05)
   _legend_below(figure, axes[0])
   return figure
+
+
+def _plain(value: float, _: float) -> str:
+  """A formatter of ticks."""
+  return _number(value)
 
 
 def _number(value: float) -> str:

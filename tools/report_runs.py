@@ -70,12 +70,19 @@ def rank(label: str) -> int:
 
 
 def side_by_side(shown: Sequence[Shown]) -> list[Shown]:
-  """One run a label, all at one load: the highest of those that most labels share."""
+  """One run a label, all at one load: of those that most labels share, where the best of them has most goodput.
+
+  Below it all do well, far above it none does.
+  """
   by_load: dict[str, dict[str, Shown]] = {}
   for one in shown:
     by_load.setdefault(f"{one.load:.3g}", {})[one.label] = one
-  best = max(by_load.values(), key=lambda found: (len(found), max(one.load for one in found.values())), default={})
-  return list(best.values())
+
+  def merit(found: dict[str, Shown]) -> tuple[float, ...]:
+    goodput = max(one.figures["goodput_request_s"] or 0.0 for one in found.values())
+    return len(found), goodput, max(one.load for one in found.values())
+
+  return list(max(by_load.values(), key=merit, default={}).values())
 
 
 def padding_share(steps: Sequence[StepRecord]) -> float | None:

@@ -46,12 +46,15 @@ def test_figures_count_the_objectives_of_the_run_or_those_given():
   assert met == {"a": 1.0, "b": 0.7}
 
 
-def test_side_by_side_is_the_highest_load_that_most_share():
+def test_side_by_side_is_where_most_share_a_load_and_one_does_best():
   runs = [
     made_up(label, rate) for label, rate in (("chunked", 8.0), ("static", 8.0), ("chunked", 4.0), ("static", 4.0))
   ]
   beside = side_by_side(prepared([*runs, made_up("chunked", 16.0)], Objectives()))
   assert [(one.label, one.load) for one in beside] == [("static", 8.0), ("chunked", 8.0)]
+  # At 16 both have more to do, and hardly do any of it well.
+  overload = [made_up("chunked", 16.0, failed=8), made_up("static", 16.0, failed=9)]
+  assert {one.load for one in side_by_side(prepared([*runs, *overload], Objectives()))} == {8.0}
   assert side_by_side([]) == []
 
 
