@@ -26,6 +26,7 @@ from server.http.options import HttpOptions
 from server.interceptors import HEALTH_METHODS, REFLECTION_METHODS, CallInterceptor
 from server.service import GENERATION_SERVICE, MODEL_SERVICE, Backend, Service
 from server.tls import Certificates, make_certificates
+from server.vllm_engine import VLLM_SERVICE, VllmEngine
 
 # A process has to be told apart from a machine: liveness is "", readiness is each service's name.
 LIVENESS = ""
@@ -61,6 +62,7 @@ class HostOptions:
     enable_reflection: answer grpcurl and the like.
     api_key_file: calls need one of its keys, all but those of health; empty: none is asked for.
     open_reflection: reflection needs no key either.
+    enable_vllm_api: also answer vllm.grpc.engine.VllmEngine, for routers made for it.
     tls_cert_file, tls_key_file, tls_client_ca_file: as in Certificates; empty: no TLS, no certificates of clients.
     access_log: a file, or "-" for standard error, that gets a line for each call; empty: none is written.
     admin_host, admin_port: address of the admin service; port -1 is none. Beyond this machine it uses the same TLS.
@@ -90,6 +92,7 @@ class HostOptions:
   enable_reflection: bool = True
   api_key_file: str = ""
   open_reflection: bool = False
+  enable_vllm_api: bool = False
   tls_cert_file: str = ""
   tls_key_file: str = ""
   tls_client_ca_file: str = ""
@@ -161,8 +164,11 @@ class Host:
     port = _bind(self._server, options.host, options.port, "", self._certificates)
     self._service.register(self._server)
     health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+    if options.enable_vllm_api:
+      VllmEngine(self._service).register(self._server)
     if options.enable_reflection:
-      _add_reflection(self._server, GENERATION_SERVICE, MODEL_SERVICE)
+      vllm = (VLLM_SERVICE,) if options.enable_vllm_api else ()
+      _add_reflection(self._server, GENERATION_SERVICE, MODEL_SERVICE, *vllm)
     await self._health.set(LIVENESS, _SERVING)
     await self._set_ready(False)
     await self._start_http()

@@ -191,6 +191,9 @@ _HOST_FLAGS = (
     "step_timeout_s", HostOptions.step_timeout_s, "Liveness fails when the engine stands this long.", lower_bound=0.1
   ),
   flags.DEFINE_bool("enable_reflection", HostOptions.enable_reflection, "Answer grpcurl and the like."),
+  flags.DEFINE_bool(
+    "enable_vllm_api", HostOptions.enable_vllm_api, "Also answer vllm.grpc.engine.VllmEngine, for routers made for it."
+  ),
   flags.DEFINE_string(
     "api_key_file",
     HostOptions.api_key_file,

@@ -4,7 +4,7 @@ Keys, request ids and the way from an error to a status are the interceptor's, w
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 import concurrent.futures
 import dataclasses
 from importlib import metadata
@@ -109,16 +109,24 @@ class Service:
   # The RPCs.
 
   async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    await self.stream(request, context, lambda message: (message,))
+
+  async def stream(
+    self,
+    request: pb.GenerateRequest,
+    context: grpc.aio.ServicerContext,
+    translate: Callable[[pb.GenerateResponse], Iterable[protobuf_message.Message]],
+  ) -> None:
+    """Generates, and writes what `translate` makes of each message. What a method of another protocol does, too."""
     backend = self.admit()
     generation = await self._start(backend, request, context)
     # In `finally` alone, and never swallowing CancelledError: that is how gRPC says that the client is gone.
     loop = asyncio.get_running_loop()
     try:
-      first = True
+      first, sent = True, False
       async for message in generation.messages():
         if first:
           first = False
-          await interceptors.send_headers(context)
           message.started.CopyFrom(
             pb.Started(
               request_id=generation.request_id,
@@ -137,7 +145,11 @@ class Service:
           ),
         )
         try:
-          await context.write(message)
+          for answer in translate(message):
+            if not sent:
+              sent = True
+              await interceptors.send_headers(context)
+            await context.write(answer)
         finally:
           stalled.cancel()
         if message.finished:
@@ -170,27 +182,29 @@ class Service:
     return response
 
   async def _abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-    backend = self.opened()
-    if not 1 <= len(request.request_ids) <= validation.MAX_ABORTS:
-      raise InvalidRequest(
-        f"request_ids has {len(request.request_ids)} entries, allowed are 1 to "
-        f"{validation.MAX_ABORTS}: send them in several calls"
-      )
-    for request_id in request.request_ids:
-      validation.check_request_id(request_id)
     return pb.AbortResponse(
       outcomes=[
-        pb.AbortResponse.OUTCOME_ABORTED
-        if backend.generations.abort(request_id)
-        else pb.AbortResponse.OUTCOME_NOT_FOUND
-        for request_id in request.request_ids
+        pb.AbortResponse.OUTCOME_ABORTED if aborted else pb.AbortResponse.OUTCOME_NOT_FOUND
+        for aborted in self.abort(request.request_ids)
       ]
     )
+
+  def abort(self, request_ids: Sequence[str]) -> list[bool]:
+    """Ends live generations; returns, for each id, whether it was one. Raises InvalidRequest for a bad list."""
+    backend = self.opened()
+    if not 1 <= len(request_ids) <= validation.MAX_ABORTS:
+      raise InvalidRequest(
+        f"request_ids has {len(request_ids)} entries, allowed are 1 to {validation.MAX_ABORTS}: send them in several "
+        "calls"
+      )
+    for request_id in request_ids:
+      validation.check_request_id(request_id)
+    return [backend.generations.abort(request_id) for request_id in request_ids]
 
   async def _tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
     backend = self.opened()
     validation.check_model(request.model, backend.model)
-    return pb.TokenizeResponse(token_ids=await self._prompt_token_ids(request, backend.tokenizer))
+    return pb.TokenizeResponse(token_ids=await self.prompt_token_ids(request, backend.tokenizer))
 
   async def _detokenize(
     self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
@@ -229,7 +243,7 @@ class Service:
     stats = backend.engine.stats(RING_STEPS if wants_steps else 0)
     nothing = RungTotals()
     return pb.GetLoadResponse(
-      uptime_s=time.monotonic() - self._ready_at,
+      uptime_s=self.uptime_s,
       load_s=backend.load_s,
       warmup_s=backend.warmup_s,
       # Linux counts in KiB.
@@ -273,6 +287,11 @@ class Service:
       requests=[pb.RequestLoad(**ended._asdict()) for ended in stats.requests if ended.end > request.steps_after_s],
     )
 
+  @property
+  def uptime_s(self) -> float:
+    """Seconds since ready."""
+    return time.monotonic() - self._ready_at
+
   # Their common parts; those without an underscore are also what the HTTP side goes through.
 
   def opened(self) -> Backend:
@@ -292,7 +311,7 @@ class Service:
   ) -> Generation:
     """Checks and submits. Nothing awaits between submission and return, so the caller's `finally` cannot be missed."""
     validation.check_model(request.model, backend.model)
-    prompt = await self._prompt_token_ids(request, backend.tokenizer)
+    prompt = await self.prompt_token_ids(request, backend.tokenizer)
     caller = interceptors.current()
     request.tenant = bind_tenant(request.tenant, caller.tenant)
     call = validation.generate_call(request, backend.config, backend.tokenizer, prompt)
@@ -304,9 +323,10 @@ class Service:
     caller.notes.update(generation_id=generation.request_id, prompt_tokens=len(prompt))
     return generation
 
-  async def _prompt_token_ids(
+  async def prompt_token_ids(
     self, request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer: Tokenizer | None
   ) -> list[int]:
+    """Of a prompt of any kind; away from the loop where it takes long. Raises as `validation.prompt_token_ids`."""
     if request.WhichOneof("prompt") == "chat" or len(request.text) > _INLINE_CHARS:
       return await self.in_pool(lambda: validation.prompt_token_ids(request, tokenizer))
     return validation.prompt_token_ids(request, tokenizer)

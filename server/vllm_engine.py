@@ -1,0 +1,261 @@
+"""vllm.grpc.engine.VllmEngine on top of sluice.v1, for routers made for vLLM. Translates; decides nothing of its own.
+
+A generation becomes one of sluice.v1 and takes the same way: the same checks, deadlines, errors and limits. What this
+side of the protocol cannot say or Sluice cannot do is refused by the field's name or number.
+"""
+
+from collections.abc import Sequence
+import datetime
+
+from google.protobuf import message as protobuf_message
+from google.protobuf import unknown_fields
+import grpc
+
+from engine.errors import InvalidRequest
+from server.proto import sluice_pb2 as pb
+from server.proto import vllm_engine_pb2 as vllm_pb
+from server.service import Service, server_version
+
+VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
+_FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+# Of these 0 means unset, since the published message gives them no presence.
+_ZERO_IS_UNSET = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "n")
+
+
+class VllmEngine:
+  """One object a server."""
+
+  def __init__(self, service: Service):
+    """Args: service: does the work."""
+    self._service = service
+
+  def register(self, server: grpc.aio.Server) -> None:
+    """Adds the service to a server that has not started."""
+    methods = {
+      "HealthCheck": (self._health_check, vllm_pb.HealthCheckRequest, vllm_pb.HealthCheckResponse),
+      "Abort": (self._abort, vllm_pb.AbortRequest, vllm_pb.AbortResponse),
+      "GetModelInfo": (self._get_model_info, vllm_pb.GetModelInfoRequest, vllm_pb.GetModelInfoResponse),
+      "GetServerInfo": (self._get_server_info, vllm_pb.GetServerInfoRequest, vllm_pb.GetServerInfoResponse),
+      "GetLoads": (self._get_loads, vllm_pb.GetLoadsRequest, vllm_pb.GetLoadsResponse),
+    }
+    handlers = {
+      name: grpc.unary_unary_rpc_method_handler(method, request.FromString, response.SerializeToString)
+      for name, (method, request, response) in methods.items()
+    }
+    handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
+      self._generate, vllm_pb.GenerateRequest.FromString, vllm_pb.GenerateResponse.SerializeToString
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(VLLM_SERVICE, handlers),))
+
+  async def _generate(self, request: vllm_pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    backend = self._service.admit()
+    _refuse_unknown(request, "request")
+    _refuse_unknown(request.sampling_params, "sampling_params")
+    if request.data_parallel_rank:
+      raise InvalidRequest(f"data_parallel_rank={request.data_parallel_rank} does not exist: leave it out")
+    kind = request.WhichOneof("input")
+    if kind is None:
+      raise InvalidRequest("input is missing: send tokenized or text")
+    asked = pb.GenerateRequest(request_id=request.request_id)
+    if kind == "text":
+      asked.text = request.text
+      # As ids, for max_tokens depends on their number.
+      prompt: Sequence[int] = await self._service.prompt_token_ids(asked, backend.tokenizer)
+    else:
+      prompt = request.tokenized.input_ids
+    if any(token_id >= 2**31 for token_id in prompt):
+      raise InvalidRequest(
+        f"prompt has a token id of 2147483648 or more; token ids of this model are 0 to {backend.config.vocab_size - 1}"
+      )
+    asked.token_ids.SetInParent()
+    asked.token_ids.ids.extend(prompt)
+    _translate(request.sampling_params, asked, backend.config.max_model_len - len(prompt))
+    await self._service.stream(asked, context, _Translator(request, prompt).take)
+
+  async def _health_check(
+    self, request: vllm_pb.HealthCheckRequest, context: grpc.aio.ServicerContext
+  ) -> vllm_pb.HealthCheckResponse:
+    ready = self._service.ready
+    return vllm_pb.HealthCheckResponse(healthy=ready, message="ready" if ready else "starting, draining or dead")
+
+  async def _abort(self, request: vllm_pb.AbortRequest, context: grpc.aio.ServicerContext) -> vllm_pb.AbortResponse:
+    self._service.abort(request.request_ids)
+    return vllm_pb.AbortResponse()
+
+  async def _get_model_info(
+    self, request: vllm_pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
+  ) -> vllm_pb.GetModelInfoResponse:
+    backend = self._service.opened()
+    config = backend.config
+    return vllm_pb.GetModelInfoResponse(
+      model_path=backend.model,
+      is_generation=True,
+      max_context_length=config.max_model_len,
+      vocab_size=config.vocab_size,
+      served_model_name=backend.model,
+      eos_token_ids=config.eos_token_ids,
+      max_req_input_len=config.max_model_len,
+    )
+
+  async def _get_server_info(
+    self, request: vllm_pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
+  ) -> vllm_pb.GetServerInfoResponse:
+    backend = self._service.opened()
+    return vllm_pb.GetServerInfoResponse(
+      active_requests=len(backend.generations),
+      uptime_seconds=self._service.uptime_s,
+      server_type="vllm-grpc",  # the protocol's name, by which routers know it
+      data_parallel_size=1,
+      block_size=backend.config.block_size,
+      max_num_seqs=backend.config.max_num_seqs,
+    )
+
+  async def _get_loads(
+    self, request: vllm_pb.GetLoadsRequest, context: grpc.aio.ServicerContext
+  ) -> vllm_pb.GetLoadsResponse:
+    backend = self._service.opened()
+    stats = backend.engine.stats()
+    block_size = backend.config.block_size
+    waiting = max(0, stats.num_live - stats.num_running)
+    load = vllm_pb.SchedulerLoad(
+      num_running_reqs=stats.num_running,
+      num_waiting_reqs=waiting,
+      num_total_reqs=stats.num_running + waiting,
+      num_used_tokens=stats.blocks_used * block_size,
+      max_total_num_tokens=stats.num_blocks * block_size,
+      token_usage=stats.blocks_used / max(1, stats.num_blocks),
+      max_running_requests=stats.max_num_seqs,
+      num_waiting_uncached_tokens=stats.num_waiting_tokens,
+    )
+    return vllm_pb.GetLoadsResponse(
+      timestamp=datetime.datetime.now(datetime.UTC).isoformat(),
+      version=server_version(),
+      dp_rank_count=1,
+      loads=[load],
+    )
+
+
+class _Translator:
+  """The answer to one request: chunks of each index and its completion, or its completion alone."""
+
+  def __init__(self, request: vllm_pb.GenerateRequest, prompt: Sequence[int]):
+    self._stream = request.stream
+    self._prompt = prompt
+    self._stop_token_ids = set(request.sampling_params.stop_token_ids)
+    self._with_top = request.sampling_params.logprobs > 0
+    self._with_prompt_top = request.sampling_params.prompt_logprobs > 0
+    self._prompt_logprobs: list[pb.TokenLogprobs] = []
+    self._pending: dict[int, pb.Delta] = {}
+
+  def take(self, message: pb.GenerateResponse) -> list[vllm_pb.GenerateResponse]:
+    """What to send for this message, in order."""
+    answers = []
+    finished = {ending.index: ending for ending in message.finished}
+    for delta in message.deltas:
+      self._prompt_logprobs.extend(delta.prompt_logprobs)
+      pending = self._pending.setdefault(delta.index, pb.Delta())
+      pending.token_ids.extend(delta.token_ids)
+      pending.logprobs.extend(delta.logprobs)
+      if self._stream and delta.index not in finished and pending.token_ids:
+        answers.append(self._chunk(delta.index, self._pending.pop(delta.index), 0))
+    for index, ending in finished.items():
+      delta = self._pending.pop(index, None) or pb.Delta()
+      if ending.HasField("stop_token_id"):
+        delta.token_ids.append(ending.stop_token_id)  # which is part of the output there
+      if self._stream:
+        answers.append(self._chunk(index, delta, ending.usage.cached_tokens))
+      answers.append(self._complete(ending, delta))
+    return answers
+
+  def _chunk(self, index: int, delta: pb.Delta, cached_tokens: int) -> vllm_pb.GenerateResponse:
+    return vllm_pb.GenerateResponse(
+      chunk=vllm_pb.GenerateStreamChunk(
+        token_ids=delta.token_ids,
+        prompt_tokens=len(self._prompt),
+        completion_tokens=len(delta.token_ids),
+        cached_tokens=cached_tokens,
+        output_logprobs=self._output_logprobs(delta),
+        input_logprobs=self._input_logprobs(index),
+        index=index,
+      )
+    )
+
+  def _complete(self, ending: pb.Finished, delta: pb.Delta) -> vllm_pb.GenerateResponse:
+    complete = vllm_pb.GenerateComplete(
+      output_ids=delta.token_ids,
+      finish_reason=_FINISH_REASONS[ending.reason],
+      prompt_tokens=len(self._prompt),
+      completion_tokens=len(delta.token_ids),
+      cached_tokens=ending.usage.cached_tokens,
+      output_logprobs=self._output_logprobs(delta),
+      input_logprobs=self._input_logprobs(ending.index),
+      index=ending.index,
+    )
+    if ending.HasField("stop_string"):
+      complete.matched_stop_str = ending.stop_string
+    elif ending.stop_token_id in self._stop_token_ids:  # and not for the model's own end
+      complete.matched_token_id = ending.stop_token_id
+    return vllm_pb.GenerateResponse(complete=complete)
+
+  def _output_logprobs(self, delta: pb.Delta) -> vllm_pb.OutputLogProbs | None:
+    if not delta.logprobs:
+      return None
+    return vllm_pb.OutputLogProbs(
+      token_logprobs=[each.logprob for each in delta.logprobs],
+      token_ids=[each.token_id for each in delta.logprobs],
+      top_logprobs=[_top(each) for each in delta.logprobs] if self._with_top else (),
+    )
+
+  def _input_logprobs(self, index: int) -> vllm_pb.InputLogProbs | None:
+    """Once, with index 0."""
+    if index or not self._prompt_logprobs:
+      return None
+    entries, self._prompt_logprobs = self._prompt_logprobs, []
+    nothing = vllm_pb.InputTokenLogProb()
+    return vllm_pb.InputLogProbs(
+      token_logprobs=[nothing, *(vllm_pb.InputTokenLogProb(value=each.logprob) for each in entries)],
+      token_ids=self._prompt,
+      top_logprobs=[vllm_pb.TopLogProbs(), *map(_top, entries)] if self._with_prompt_top else (),
+    )
+
+
+def _top(entry: pb.TokenLogprobs) -> vllm_pb.TopLogProbs:
+  return vllm_pb.TopLogProbs(
+    values=[each.logprob for each in entry.top], token_ids=[each.token_id for each in entry.top]
+  )
+
+
+def _translate(params: vllm_pb.SamplingParams, asked: pb.GenerateRequest, room: int) -> None:
+  """Fills in sampling, stopping and output; `room` is what the prompt leaves of the model's length, in tokens."""
+  for name in ("top_k", "n", "min_tokens", "max_tokens", "stop_token_ids"):
+    values = getattr(params, name)
+    for value in (values,) if isinstance(values, int) else values:
+      if value >= 2**31:
+        raise InvalidRequest(f"{name}={value} is not allowed: send less than 2147483648")
+  sampling, stopping, output = asked.sampling, asked.stopping, asked.output
+  if params.HasField("temperature"):
+    sampling.temperature = params.temperature
+  for name in _ZERO_IS_UNSET:
+    if getattr(params, name):
+      setattr(sampling, name, getattr(params, name))
+  if params.HasField("seed"):
+    sampling.seed = params.seed
+  sampling.logit_bias.update(params.logit_bias)
+  stopping.max_tokens = params.max_tokens if params.HasField("max_tokens") else max(1, room)
+  stopping.min_tokens = params.min_tokens
+  stopping.ignore_eos = params.ignore_eos
+  stopping.stop.extend(params.stop)
+  stopping.stop_token_ids.extend(params.stop_token_ids)
+  output.return_text = False
+  for name in ("logprobs", "prompt_logprobs"):
+    if params.HasField(name):
+      setattr(output, name, getattr(params, name))
+
+
+def _refuse_unknown(message: protobuf_message.Message, what: str) -> None:
+  """A field that the published protocol has and Sluice has not is a wish that would not be granted."""
+  numbers = sorted({field.field_number for field in unknown_fields.UnknownFieldSet(message)})
+  if numbers:
+    raise InvalidRequest(
+      f"{what} has field {numbers[0]} of {message.DESCRIPTOR.full_name}, which is not supported here: leave it out"
+    )
