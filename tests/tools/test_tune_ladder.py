@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from tests.tools.conftest import ROOT
 from tools import simulate, tune_ladder
@@ -16,7 +17,19 @@ from tools.latency import Objectives
 from tools.replica import made_up
 from tools.simulation import Collector, Fleet, Simulation
 from tools.step_costs import StepCosts, roofline
-from tools.tune_ladder import Chunk, Running, Steps, best_ladder, candidates, largest_chunk, powers_of_two, tokens_only
+from tools.study_claims import LongPrompts, large_config, simulated
+from tools.tune_ladder import (
+  Chunk,
+  Running,
+  Steps,
+  best_ladder,
+  candidates,
+  largest_chunk,
+  limited,
+  powers_of_two,
+  simulated_steps,
+  tokens_only,
+)
 
 AZURE = str(ROOT / "benchmarks" / "traces" / "azure_conv_500.csv")
 # An 8B model on a part of the H200's peaks.
@@ -198,6 +211,23 @@ def test_the_chunk_is_in_the_file_and_no_step_is_larger(tmp_path, capsys):
   code, out, err = call(capsys, *flags, "--gap_factor=1")
   assert (code, out, err.count("\n")) == (2, "", 1)
   assert "gap_factor=1 cannot be kept" in err
+
+
+def test_gaps_between_tokens_stay_within_the_factor_while_long_prompts_arrive():
+  load = LongPrompts(num_steady=24, context=200, steady_tokens=300, num_long=4, prompt=4000, first_s=0.3, every_s=0.2)
+  rungs = candidates(2048, 8)
+  whole = large_config(token_budgets=tuple(rungs), prefill_chunk=2048, max_num_seqs=28)
+  running = simulated_steps(whole, H200, made_up(load.rows(quiet=False)))[0].running()
+  assert running is not None and running.rows == 24 and running.longest_prompt == 4000
+  chunked, _ = limited(whole, largest_chunk(H200, rungs, running, 3.0), rungs)
+
+  def p99_ms(config: EngineConfig, quiet: bool) -> float:
+    _, outcomes = simulated(config, H200, made_up(load.rows(quiet)))
+    return load.gaps(outcomes)["gap_p99_ms"]
+
+  quiet_ms = p99_ms(chunked, quiet=True)
+  assert 2 * quiet_ms < p99_ms(chunked, quiet=False) <= 3.1 * quiet_ms, "the host's part is not in the factor"
+  assert p99_ms(whole, quiet=False) > 6 * quiet_ms
 
 
 def parse(flags):
