@@ -135,23 +135,27 @@ def page(title: str, shown: Sequence[Shown], images: Sequence[tuple[str, str, pa
 
 def _conditions(shown: Sequence[Shown]) -> str:
   """What ran, each different condition once."""
-  lines: dict[str, list[str]] = {}
+  runs: dict[str, dict[str, list[str]]] = {}
   for one in shown:
     about = one.run.about
     workload = ", ".join(
-      f"{name} {value}" for name, value in (about.get("workload") or {}).items() if name not in _OF_A_RATE
+      f"{name} {value}"
+      for name, value in (about.get("workload") or {}).items()
+      if value is not None and name not in _OF_A_RATE
     )
-    machine = ", ".join(str(value) for value in (about.get("machine") or {}).values() if value)
-    objectives = ", ".join(f"{name} {value:g}" for name, value in (about.get("slo") or {}).items()) or "none"
+    machine = about.get("machine") or {}
     text = (
       f"model {about.get('model')}; workload: {workload}; {about.get('slots')} slots, {about.get('num_blocks')} "
-      f"KV blocks of {about.get('block_size')}, rungs {about.get('token_budgets')}; objectives: {objectives}; {machine}"
+      f"KV blocks of {about.get('block_size')}, rungs {', '.join(map(str, about.get('token_budgets') or ()))}; "
+      f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('vector')}, Python {machine.get('python')}"
     )
-    lines.setdefault(text, []).append(f"{one.label} at {one.load:.3g}")
-  items = "".join(
-    f"<li><b>{html.escape(', '.join(names))}</b>: {html.escape(text)}</li>" for text, names in lines.items()
-  )
-  return f"<details><summary>What ran</summary><ul class='note'>{items}</ul></details>"
+    load = "all at once" if math.isinf(one.load) else f"{one.load:.3g}"
+    runs.setdefault(text, {}).setdefault(one.label, []).append(load)
+  items = []
+  for text, loads in runs.items():
+    names = "; ".join(f"{label} at {', '.join(found)}" for label, found in loads.items())
+    items.append(f"<li><b>{html.escape('all' if len(runs) == 1 else names)}</b>: {html.escape(text)}</li>")
+  return f"<details><summary>What ran</summary><ul class='note'>{''.join(items)}</ul></details>"
 
 
 def _objectives(shown: Sequence[Shown]) -> str:

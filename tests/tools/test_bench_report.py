@@ -171,3 +171,17 @@ def test_a_run_of_failures_only_makes_a_page_too(tmp_path):
   write_run(str(tmp_path / "run"), made_up("a", 4.0, failed=10), start_s=0.0)
   assert main([str(tmp_path / "run"), f"--output={tmp_path / 'out'}"]) == 0
   assert "0%" in (tmp_path / "out" / "report.html").read_text("utf-8")
+
+
+def test_the_page_says_what_ran_each_condition_once(tmp_path):
+  runs = [made_up("static", 4.0), made_up("chunked", 4.0), made_up("chunked", 8.0)]
+  files = []
+  for number, run in enumerate(runs):
+    files.append(str(tmp_path / f"{number}.jsonl"))
+    write_run(files[-1], run, start_s=0.0)
+  assert main([*files, f"--output={tmp_path}"]) == 0
+  assert (tmp_path / "report.html").read_text("utf-8").count("<li><b>all</b>") == 1
+  write_run(files[0], dataclasses.replace(runs[0], about=runs[0].about | {"slots": 7}), start_s=0.0)
+  assert main([*files, f"--output={tmp_path}"]) == 0
+  text = (tmp_path / "report.html").read_text("utf-8")
+  assert "<b>static at 4</b>" in text and "<b>chunked at 4, 8</b>" in text and "7 slots" in text
