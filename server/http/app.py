@@ -17,6 +17,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import Overloaded
+from server import tracing
 from server.access_log import AccessLog
 from server.auth import ApiKeys
 from server.http.errors import Answer, Refused, answer
@@ -112,6 +113,7 @@ class _Guard:
       request_id = f"req-{secrets.token_hex(16)}"
     state = scope.setdefault("state", {})
     state.update(tenant="", notes={})
+    tracing.came_from(headers, tracing.CHAT if scope["path"] == "/v1/chat/completions" else tracing.TEXT_COMPLETION)
     started = time.monotonic()
     status, code = 0, None
 

@@ -173,7 +173,9 @@ class EventStream(Response):
       except Exception as error:
         if first or isinstance(error, _Stalled):
           raise
-        await self._send(send, event(answer(error).body))
+        said = answer(error)
+        scope["state"]["notes"]["stream_error"] = said.body["error"]["code"]
+        await self._send(send, event(said.body))
       await self._send(send, b"", last=True)
     except _Stalled:
       # The system's buffer is full of what was never read: a polite close would wait for it.

@@ -100,6 +100,8 @@ class _Running:
       for pull in pulls:
         pull.cancel()
       await asyncio.gather(*pulls, return_exceptions=True)
+      for source in sources:
+        await source.aclose()  # pyright: ignore[reportAttributeAccessIssue]  (an async generator)
 
 
 class Endpoints:

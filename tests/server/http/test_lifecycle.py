@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from engine.config import EngineConfig
 from engine.request import FinishReason
 from server.host import HostOptions
 from server.http.app import make_app
@@ -199,6 +200,53 @@ def test_what_does_not_fit_the_drain_is_told_so(tokenizer):
     assert error["code"] == "draining" and "went down before" in error["message"]
     server.thread.join(30)
     assert server.exit_code == [0]
+
+
+def test_errors_of_one_request_have_their_status(tokenizer):
+  """A poisoned request, one that waits too long, and one that somebody aborts; of streams before their first token."""
+  config = EngineConfig(
+    vocab_size=400, max_model_len=512, num_blocks=256, block_size=8, max_num_seqs=1, token_budgets=(8, 64),
+    prefill_chunk=64, queue_timeout_s=0.2,
+  )  # fmt: skip
+  with (
+    running(tokenizer, host=HostOptions(http_port=0), config=config, poison=13) as server,
+    openai.OpenAI(base_url=f"{url_of(server)}/v1", api_key="x", timeout=60) as client,
+  ):
+    asked = {"model": "tiny", "max_tokens": 400}
+    for stream in (False, True):
+      with pytest.raises(openai.InternalServerError) as poisoned:
+        client.completions.create(**asked, prompt=[7, 13, 8], stream=stream)
+      assert (poisoned.value.status_code, poisoned.value.code) == (500, "generation_failed")
+      assert server.generations.num_started == 1 + stream, "and it was not sent again"
+    server.runner.seconds = 0.005
+    with client.completions.create(**asked, prompt=IDS, stream=True, extra_body={"ignore_eos": True}) as running_one:
+      next(iter(running_one))
+      for stream in (False, True):
+        with pytest.raises(openai.InternalServerError) as late:
+          client.completions.create(**asked, prompt=IDS, stream=stream)
+        assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
+    answers = []
+
+    def ask():
+      extra = {"request_id": "a", "ignore_eos": True}
+      with pytest.raises(openai.APIStatusError) as aborted:
+        client.completions.create(**asked, prompt=IDS, extra_body=extra)
+      answers.append(aborted.value)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    server.wait_until(lambda: server.generation.Abort(pb.AbortRequest(request_ids=["cmpl-a"])).outcomes == [1])
+    thread.join()
+    assert (answers[0].status_code, answers[0].code) == (499, "aborted_by_request")
+
+
+def test_of_several_prompts_one_failure_is_told(tokenizer):
+  with running(tokenizer, host=HostOptions(http_port=0), poison=13) as server:
+    for stream in (False, True):
+      body = {"prompt": [IDS, [7, 13], [7, 13, 13]], "max_tokens": 400, "ignore_eos": True, "stream": stream}
+      answer = httpx.post(f"{url_of(server)}/v1/completions", json=body, timeout=60)
+      assert '"code":"generation_failed"' in answer.text and "[DONE]" not in answer.text
+      server.wait_until(lambda: server.engine.num_live == 0)
 
 
 def test_the_engines_death_is_told_to_streams_and_others(paced):
