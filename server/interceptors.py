@@ -17,16 +17,18 @@ from typing import Any
 import grpc
 
 from engine.errors import EngineError, Overloaded
-from server import status
+from server import status, tracing
 from server.access_log import AccessLog
 from server.auth import ApiKeys
-from server.errors import MalformedRequest, UnknownMethod
+from server.errors import DeadlineExceeded, MalformedRequest, UnknownMethod
 
 REQUEST_ID = "x-request-id"
 HEALTH_METHODS = "/grpc.health.v1.Health/"
 REFLECTION_METHODS = "/grpc.reflection."
 _REQUEST_ID_VALUE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _OVERLOAD_RETRY_S = 1.0
+# A call without its message holds a place among the concurrent ones.
+_MESSAGE_TIMEOUT_S = 60.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -124,8 +126,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     return grpc.stream_stream_rpc_method_handler(refuse)
 
   def _wrapped(self, call: Call, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    """The handler with bytes instead of a request: gRPC itself would answer what it cannot parse with an exception's
-    text."""
+    """The handler behind one that reads bytes.
+
+    gRPC itself would answer what it cannot parse with an exception's text, and a call whose message never came, or only
+    half of it, not at all.
+    """
     parse, serialize = handler.request_deserializer, handler.response_serializer
     # Any, since the stubs know handlers of the threaded server only.
     behaviour: Any
@@ -142,25 +147,26 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     if handler.response_streaming:
       behaviour = handler.unary_stream
 
-      async def unary_stream(raw: bytes, context: grpc.aio.ServicerContext) -> None:
+      async def unary_stream(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         async with self._running(call, context):
-          await behaviour(_parsed(parse, raw), context)
+          await behaviour(_parsed(parse, await _read(context)), context)
 
-      return grpc.unary_stream_rpc_method_handler(unary_stream, None, serialize)
+      return grpc.stream_stream_rpc_method_handler(unary_stream, None, serialize)
     behaviour = handler.unary_unary
     assert serialize is not None, "what is sent is bytes"
 
-    async def unary_unary(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    async def unary_unary(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
       async with self._running(call, context):
-        return serialize(await behaviour(_parsed(parse, raw), context))
+        return serialize(await behaviour(_parsed(parse, await _read(context)), context))
       raise AssertionError("not reached")
 
-    return grpc.unary_unary_rpc_method_handler(unary_unary)
+    return grpc.stream_unary_rpc_method_handler(unary_unary)
 
   @contextlib.asynccontextmanager
   async def _running(self, call: Call, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     """Around a handler: whatever goes wrong leaves as a status, and every call leaves a line."""
     _current.set(call)
+    tracing.came_from(dict(context.invocation_metadata() or ()))
     context.set_trailing_metadata(call.headers)
     is_probe = call.method.startswith(HEALTH_METHODS)
     self._num_calls += not is_probe
@@ -197,6 +203,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 async def send_headers(context: grpc.aio.ServicerContext) -> None:
   """Sends the initial metadata. From here on no client may retry, so call it with the first message, not before."""
   await context.send_initial_metadata(current().headers)
+
+
+async def _read(context: Any) -> bytes:
+  """The one message of a call."""
+  try:
+    async with asyncio.timeout(_MESSAGE_TIMEOUT_S):
+      raw = await context.read()
+  except TimeoutError:
+    raise DeadlineExceeded(
+      f"the request's message did not arrive within {_MESSAGE_TIMEOUT_S:g} s; send it with the call"
+    ) from None
+  if raw is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]  (missing in the stubs)
+    raise MalformedRequest("the call ended without a whole message; send one, framed as its length says")
+  return raw
 
 
 def _parsed(parse: Callable[[bytes], Any] | None, raw: bytes) -> Any:

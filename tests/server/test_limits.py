@@ -1,7 +1,9 @@
 """Limits of the wire: sizes, streams, pings, ages of connections, floods and junk. Nobody else may be harmed."""
 
+import re
 import socket
 import struct
+import threading
 
 from google.rpc import error_details_pb2
 import grpc
@@ -9,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import pytest
 
 from engine.config import EngineConfig
+from server import interceptors
 from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
@@ -119,9 +122,8 @@ def test_an_old_connection_is_closed_and_its_call_may_end(tokenizer):
 def test_a_connection_whose_grace_is_over_is_cut(tokenizer):
   options = HostOptions(max_connection_age_s=0.1, max_connection_age_grace_s=0.1)
   with running(tokenizer, host=options) as served:
-    call = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
-    next(call)
     served.runner.go.clear()
+    call = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
     with pytest.raises(grpc.RpcError) as caught:
       list(call)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -220,6 +222,79 @@ def test_what_is_no_http2_is_hung_up_on(served, junk, capfd):
   assert len(capfd.readouterr().err) < 2000
 
 
+GOOD = pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=3, ignore_eos=True)).SerializeToString()
+FRAMED = b"\0" + struct.pack(">I", len(GOOD)) + GOOD
+INVALID, DEADLINE, UNIMPLEMENTED, TOO_LARGE, INTERNAL = b"3", b"4", b"12", b"8", b"13"
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
+@pytest.mark.parametrize(
+  "fields, body, status",
+  [
+    ({}, FRAMED, b"0"),
+    ({}, b"", INVALID),
+    ({}, b"\0\0", INVALID),
+    ({}, b"\0\0\0\1\0too short", INVALID),
+    ({}, b"\0\xff\xff\xff\xfftoo long", TOO_LARGE),
+    ({}, b"\1" + FRAMED[1:], INTERNAL),  # from gRPC's core, as all of this kind
+    ({"grpc-encoding": "gzip"}, b"\1\0\0\0\5abcde", INTERNAL),
+    ({"grpc-timeout": "0S"}, FRAMED, DEADLINE),
+    ({"grpc-timeout": "99999999H"}, FRAMED, b"0"),
+    ({"grpc-timeout": "soon"}, FRAMED, INTERNAL),
+    ({"x-bin": "!!!"}, FRAMED, INTERNAL),
+    ({"X-Upper": "a"}, FRAMED, INTERNAL),
+    ({":path": "nonsense"}, FRAMED, UNIMPLEMENTED),
+  ],
+)
+def test_calls_that_no_library_would_make(quiet, method, fields, body, status):
+  """Each is answered, none waits for ever, and only the good ones reach the engine."""
+  started = quiet.generations.num_started
+  opening = http2.headers(f"/sluice.v1.GenerationService/{method}", **fields)
+  with http2.Connection(quiet.address) as connection:
+    connection.send(
+      http2.PREFACE,
+      http2.frame(http2.SETTINGS),
+      http2.frame(http2.SETTINGS, http2.ACK),
+      http2.frame(http2.HEADERS, http2.END_HEADERS, 1, opening),
+      http2.frame(http2.DATA, http2.END_STREAM, 1, body),
+    )
+    answer = b""
+    for kind, flags, _, payload in connection.frames():
+      if kind == http2.HEADERS:
+        answer += payload
+        if flags & http2.END_STREAM:
+          break
+  assert re.findall(rb"grpc-status.(\d+)", answer) == [status]
+  assert quiet.generations.num_started - started == (status == b"0")
+  assert_serves(quiet)
+
+
+@pytest.fixture(scope="module")
+def quiet(tokenizer):
+  with running(tokenizer) as served:
+    yield served
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
+def test_a_call_whose_message_never_comes(quiet, monkeypatch, method):
+  monkeypatch.setattr(interceptors, "_MESSAGE_TIMEOUT_S", 0.05)
+  never = threading.Event()
+
+  def messages():
+    never.wait(30)
+    return iter(())
+
+  def lazily():
+    yield from messages()
+
+  call = quiet.channel.stream_stream(f"/sluice.v1.GenerationService/{method}")(lazily())
+  with pytest.raises(grpc.RpcError, match="message did not arrive within 0.05 s; send it with the call") as caught:
+    list(call)
+  never.set()
+  assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED and reason_of(caught.value) == "DEADLINE_EXCEEDED"
+  assert_serves(quiet)
+
+
 def test_a_refusal_is_such_that_a_client_may_retry(tokenizer):
   """No header goes before it, so a client with a retry policy obeys the pushback and gets its answer in the end."""
   config = EngineConfig(
@@ -239,7 +314,9 @@ def test_a_refusal_is_such_that_a_client_may_retry(tokenizer):
     grpc.insecure_channel(served.address, (("grpc.service_config", policy),)) as channel,
   ):
     served.runner.go.clear()
-    first = [served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER)) for _ in range(2)]
+    first = [served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))]
+    served.wait_until(lambda: served.engine.stats().num_running == 1)
+    first.append(served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER)))
     served.wait_until(lambda: len(served.generations) == 2)
     refused = []
     start = served.generations.start
