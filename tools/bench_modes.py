@@ -29,7 +29,7 @@ from tools.accounting import Flops
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.measure import ROOT, run_tool
 from tools.report_runs import MODES
-from tools.server_process import ServerProcess
+from tools.server_process import RunningServer
 
 _LOAD = "--trace=benchmarks/traces/azure_conv_500.csv --scale=0.2 --max_len=1000"
 _SHOWN = ("completed", "requests", "output_tok_s", "goodput_request_s", "slo_attainment", "ttft_p99_ms", "itl_p99_ms")
@@ -108,7 +108,7 @@ def sweep(args: Any, folder: pathlib.Path) -> tuple[list[dict[str, Any]], dict[s
   for mode in args.modes:
     _say(f"{mode}: starting a server ...")
     try:
-      with ServerProcess(server_flags(args, mode), folder / f"{mode}.log", environment(args, mode)) as server:
+      with RunningServer(server_flags(args, mode), folder / f"{mode}.log", environment(args, mode)) as server:
         for number, rate in enumerate(args.rates):
           path = folder / f"{mode}_{rate:g}.jsonl"
           what = f"{mode} at {rate:g} requests a second"

@@ -24,7 +24,7 @@ from engine.errors import EngineError
 from tools import workload
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.measure import ROOT, machine, median_of, run_tool, write_result
-from tools.server_process import ServerProcess
+from tools.server_process import RunningServer
 from tools.step_costs import StepCosts
 from tools.workload import WorkRequest
 
@@ -135,9 +135,9 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
     warm_up_file = _requests_file(warm_up(args), folder / "warm_up.jsonl")
     trace = folder / "steps.jsonl"
     log = folder / "server.log"
-    with ServerProcess([*server, f"--trace_file={trace}"], log) as running:
+    with RunningServer([*server, f"--trace_file={trace}"], log) as running:
       warm = online(running.target, warm_up_file, "warm-up load, whose steps make the cost table")
-    with ServerProcess(server, log) as running:
+    with RunningServer(server, log) as running:
       for number in range(args.rounds):
         for name, (path, _) in files.items():
           real[name].append(online(running.target, path, f"{name} over gRPC, round {number + 1} of {args.rounds}"))

@@ -16,7 +16,7 @@ READY_S = 240.0  # a cold start compiles every rung
 _STOP_S = 15.0  # what a drain may take; then it is killed
 
 
-class ServerProcess:
+class RunningServer:
   """A server on a free port of this machine; it goes down with the block, however that ends."""
 
   def __init__(self, flags: Sequence[str], log: pathlib.Path, environment: Mapping[str, str] | None = None):
@@ -27,7 +27,7 @@ class ServerProcess:
     """
     self._flags, self._log, self._environment = flags, log, environment or {}
 
-  def __enter__(self) -> "ServerProcess":
+  def __enter__(self) -> "RunningServer":
     """Returns once it serves.
 
     Raises:
