@@ -56,6 +56,11 @@ class BlockPool:
     """Blocks that can be found by their key, used or not."""
     return len(self._by_key)
 
+  def states(self) -> bytes:
+    """Of each block, in order: 0 free, 1 cached, 2 used. For displays: from any thread, and costs a look at each."""
+    free, by_key = set(self._free), set(self._by_key.values())
+    return bytes(2 if block not in free else block in by_key for block in range(1, self.num_blocks + 1))
+
   def match(self, keys: Iterable[bytes]) -> list[int]:
     """The blocks of the longest cached prefix of `keys`. Takes no reference: call share() before allocate()."""
     found = []

@@ -182,6 +182,10 @@ class DisaggregatedEngine:
       }
     )
 
+  def block_states(self) -> bytes:
+    """See BlockPool.states; those of the prefill side come first."""
+    return self.prefill.block_states() + self.decode.block_states()
+
   # The loops.
 
   def run(self, stop_event: threading.Event) -> None:

@@ -122,6 +122,10 @@ class Engine:
     """A snapshot with the latest `num_steps` records of steps and requests (of recorder.RING_STEPS that are kept)."""
     return self.recorder.stats(self._scheduler, len(self._live), num_steps)
 
+  def block_states(self) -> bytes:
+    """See BlockPool.states."""
+    return self._scheduler.pool.states()
+
   def _post(self, message: Callable[[], list[TokenEvent]]) -> None:
     with self._lock:
       self._inbox.append(message)

@@ -10,14 +10,19 @@ import secrets
 
 from engine.disaggregated import AnyEngine
 from engine.errors import DuplicateRequest, EngineError
+from engine.recorder import RING_STEPS
 from engine.request import FinishReason, Request, TokenEvent
 from server.errors import AbortedByRequest, DeadlineExceeded, GenerationFailed
+from server.observations import Observations
 from server.proto import sluice_pb2 as pb
 from server.text import Detokenizer, StopStrings
 from server.tokenizer import Tokenizer
+from server.tracing import Span, Tracer
 from server.validation import Call
 
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
+# The engine keeps its latest RING_STEPS records of requests; looked at this often, none is missed.
+_LOOK_UP_ENDINGS = RING_STEPS // 4
 
 
 class _Output:
@@ -34,6 +39,7 @@ class _Output:
   ):
     self.generation = generation
     self.engine_id = engine_id
+    self.last_token_at: float | None = None  # on the engine's clock, of the dispatch that brought it
     self.delta = pb.Delta(index=index)
     self.finished: pb.Finished | None = None
     self._call = call
@@ -52,6 +58,19 @@ class _Output:
   @property
   def num_prompt_tokens(self) -> int:
     return len(self._call.prompt_token_ids)
+
+  @property
+  def num_tokens(self) -> int:
+    return self._num_tokens
+
+  @property
+  def num_cached_tokens(self) -> int:
+    return self._num_cached_tokens
+
+  @property
+  def first_token_s(self) -> float | None:
+    """Seconds from submission; None before it."""
+    return self._first_token_s if self.last_token_at is not None else None
 
   def take(self, event: TokenEvent) -> None:
     """Adds an event of this request; sets `finished` when it is the last, or completes a stop string."""
@@ -118,6 +137,7 @@ class Generation:
     self.request_id = request_id
     self.outputs: list[_Output] = []
     self.error: EngineError | None = None
+    self.span: Span | None = None
     self._news = asyncio.Event()
 
   @property
@@ -166,8 +186,16 @@ class Generation:
 class Generations:
   """All live generations of a server, by request id and by the engine's ids."""
 
-  def __init__(self, engine: AnyEngine, tokenizer: Tokenizer | None):
-    """Args: engine: gets the requests; its clock is the one deadlines are on. tokenizer: of the model, or None."""
+  def __init__(self, engine: AnyEngine, tokenizer: Tokenizer | None, *, tracer: Tracer | None = None):
+    """Args:
+    engine: gets the requests; its clock is the one deadlines are on.
+    tokenizer: of the model, or None.
+    tracer: gets a span for each generation; None: there are none.
+    """
+    self.observations = Observations()
+    self._tracer = tracer
+    self._dispatched_at = 0.0
+    self._endings_to_look_up = 0
     self._engine = engine
     self._tokenizer = tokenizer
     self._clock = engine.now
@@ -227,29 +255,66 @@ class Generations:
       self.close(generation)
       raise
     self.num_started += 1
+    if self._tracer is not None:
+      generation.span = self._tracer.begin(request_id, call)
     return generation
 
   def dispatch(self, events: Sequence[TokenEvent]) -> None:
     """Hands a step's events to their generations, each of which is woken once."""
     woken: dict[int, Generation] = {}
+    now, before = self._clock(), self._dispatched_at
+    num_steady = 0
     for event in events:
       output = self._outputs.get(event.request_id)
       if event.finish_reason is not None:
         self._outputs.pop(event.request_id, None)
         self._lingering.discard(event.request_id)
+        self._endings_to_look_up += 1
       if output is None:
         continue
+      if event.token_ids:
+        # Nearly all had their last token in the step before: their gaps are one number.
+        last = output.last_token_at
+        if last == before:
+          num_steady += 1
+        elif last is not None:
+          self.observations.gap(now - last, 1)
+        output.last_token_at = now
       generation = output.generation
       woken[id(generation)] = generation
       error = _error_of(event)
       if error is not None:
         self.fail(generation, error)
         continue
+      is_first = output.num_tokens == 0
       output.take(event)
-      if output.finished is not None and event.finish_reason is None:
-        self._abort_output(output, FinishReason.STOP)
+      if is_first and output.first_token_s is not None:
+        self.observations.first_token(output.first_token_s)
+      if output.finished is not None:
+        self._observe_finished(output.finished)
+        if event.finish_reason is None:
+          self._abort_output(output, FinishReason.STOP)
     for generation in woken.values():
       generation.wake()
+    if num_steady:
+      self.observations.gap(now - before, num_steady)
+    self._dispatched_at = now
+    if self._endings_to_look_up >= _LOOK_UP_ENDINGS:
+      self.look_up_endings()
+
+  def look_up_endings(self) -> None:
+    """Brings `observations` up to date with what only the engine knows of requests that ended."""
+    self._endings_to_look_up = 0
+    self.observations.queued(self._engine.stats(RING_STEPS).requests)
+
+  def _observe_finished(self, finished: pb.Finished) -> None:
+    usage, timing = finished.usage, finished.timing
+    self.observations.finished(
+      seconds=timing.total_s,
+      first_token_s=timing.time_to_first_token_s,
+      num_prompt_tokens=usage.prompt_tokens,
+      num_tokens=usage.completion_tokens,
+    )
 
   def abort(self, request_id: str) -> bool:
     """Ends a live generation as its owner's wish; returns whether there was one."""
@@ -276,6 +341,8 @@ class Generations:
   def close(self, generation: Generation) -> None:
     """Forgets a generation; the engine stops work on what of it is unfinished. Call it exactly once for each start."""
     del self._live[generation.request_id]
+    if generation.span is not None:
+      generation.span.end(generation.outputs, generation.error)
     for output in generation.outputs:
       if output.engine_id in self._outputs:
         self._abort_output(output)

@@ -16,14 +16,17 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from engine.disaggregated import AnyEngine
 from engine.errors import ConfigError
 from engine.request import TokenEvent
-from server.access_log import AccessLog
 from server.admin import ADMIN_SERVICE, CHANNELZ_SERVICE, AdminActions, AdminService
 from server.auth import ApiKeys
+from server.call_log import CallLog
 from server.errors import Draining, EngineDead
 from server.http.app import make_app
 from server.http.listener import Listener
 from server.http.options import HttpOptions
 from server.interceptors import HEALTH_METHODS, REFLECTION_METHODS, CallInterceptor
+from server.metrics import Metrics
+from server.page.feed import Feed
+from server.page.routes import PUBLIC_PATHS, routes
 from server.service import GENERATION_SERVICE, MODEL_SERVICE, Backend, Service
 from server.tls import Certificates, make_certificates
 from server.vllm_engine import VLLM_SERVICE, VllmEngine
@@ -70,6 +73,7 @@ class HostOptions:
     enable_channelz: collect gRPC's own statistics, and give them on the admin port.
     http_host, http_port: address of the HTTP side; an empty host is `host`, port -1 is no HTTP.
     http_allowed_hosts, strict_requests: as in HttpOptions.
+    vllm_metric_names: /metrics also has vLLM's names.
   """
 
   host: str = "127.0.0.1"
@@ -105,6 +109,7 @@ class HostOptions:
   http_port: int = -1
   http_allowed_hosts: tuple[str, ...] = ()
   strict_requests: bool = False
+  vllm_metric_names: bool = False
 
 
 class Host:
@@ -131,7 +136,8 @@ class Host:
     self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
     self._keys = ApiKeys.load(options.api_key_file) if options.api_key_file else None
     self._certificates = make_certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
-    self._access_log = AccessLog(options.access_log) if options.access_log else None
+    self._access_log = CallLog(options.access_log)
+    self._feed = Feed(self._service)
     open_methods = (HEALTH_METHODS, REFLECTION_METHODS) if options.open_reflection else (HEALTH_METHODS,)
     self._server = _new_server(
       options,
@@ -219,7 +225,15 @@ class Host:
       allowed_hosts=tuple(options.http_allowed_hosts),
       strict_requests=options.strict_requests,
     )
-    app = make_app(self._service, http_options, api_keys=self._keys, access_log=self._access_log)
+    metrics = Metrics(self._service, self._access_log, vllm_names=options.vllm_metric_names)
+    app = make_app(
+      self._service,
+      http_options,
+      api_keys=self._keys,
+      access_log=self._access_log,
+      extra_routes=routes(self._service, metrics, self._feed, stream_stall_timeout_s=options.stream_stall_timeout_s),
+      public_paths=PUBLIC_PATHS,
+    )
     self._http = Listener(app, http_options, self._certificates)
     self.http_port = await self._http.start()
 
@@ -282,6 +296,7 @@ class Host:
       )
 
   async def _take_down(self) -> int:
+    self._feed.close()
     farewells = [self._server.stop(_FAREWELL_S)]
     if self._http is not None:
       farewells.append(self._http.stop(_FAREWELL_S))
@@ -294,8 +309,7 @@ class Host:
     if self._thread is not None:
       await self._loop.run_in_executor(None, self._thread.join, self._options.step_timeout_s)
     self._service.shutdown()
-    if self._access_log is not None:
-      self._access_log.close()
+    self._access_log.close()
     backend = self._backend
     if backend is not None:
       stats = backend.engine.stats()

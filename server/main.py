@@ -10,7 +10,6 @@ flags.
 import asyncio
 from collections.abc import Callable, Sequence
 import gc
-import logging
 import os
 import pathlib
 import signal
@@ -26,11 +25,12 @@ from engine.config import EngineConfig
 from engine.disaggregated import AnyEngine
 from engine.errors import ConfigError, EngineError
 from engine.policy import POLICIES
+from server import logs, tracing
 from server.admin import AdminActions
 from server.errors import NotConfigured, Starting
 from server.generation import Generations
 from server.host import Host, HostOptions, is_local
-from server.service import Backend
+from server.service import Backend, server_version
 from server.tokenizer import Tokenizer
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -227,7 +227,17 @@ _HTTP_FLAGS = (
   flags.DEFINE_bool(
     "strict_requests", HostOptions.strict_requests, "HTTP: refuse unknown fields, instead of naming them in a header."
   ),
+  flags.DEFINE_bool(
+    "vllm_metric_names", HostOptions.vllm_metric_names, "/metrics also has vLLM's names, for what was made for vLLM."
+  ),
 )
+_OTLP_ENDPOINT = flags.DEFINE_string(
+  "otlp_endpoint",
+  "",
+  "Send an OpenTelemetry span for each generation to this collector, such as http://127.0.0.1:4317; https:// is TLS. "
+  "Needs the extra otel.",
+)
+_LOG_FORMAT = flags.DEFINE_enum("log_format", "text", logs.FORMATS, "Of the program's own lines on standard error.")
 _HTTP_PORT = flags.DEFINE_integer(
   "http_port",
   None,
@@ -243,8 +253,8 @@ _TRACE_FILE = flags.DEFINE_string("trace_file", "", "Step trace (JSON lines); ea
 _TRACE_AT_START = flags.DEFINE_bool("trace_at_start", True, "Record from ready on; false: wait for SIGUSR1.")
 
 
-def _say(line: str) -> None:
-  print(line, file=sys.stderr, flush=True)
+_LINES = logs.Lines()
+_say = _LINES.say
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
@@ -353,6 +363,8 @@ async def _serve() -> int:
   options = HostOptions(**_values(_HOST_FLAGS), **_values(_HTTP_FLAGS), http_port=_http_port())
   host = Host(options, AdminActions(flags=_configuration, set_trace=trace.set))
   budgets = _token_budgets()
+  if _OTLP_ENDPOINT.value:
+    tracing.check(_OTLP_ENDPOINT.value)
   for port_file in (_PORT_FILE.value, _HTTP_PORT_FILE.value):
     if port_file:
       pathlib.Path(port_file).unlink(missing_ok=True)
@@ -394,7 +406,8 @@ async def _serve() -> int:
     await stopped
     raise
   name = _SERVED_MODEL_NAME.value or built.model_name
-  generations = Generations(built.engine, tokenizer)
+  tracer = tracing.Tracer(_OTLP_ENDPOINT.value, name, server_version()) if _OTLP_ENDPOINT.value else None
+  generations = Generations(built.engine, tokenizer, tracer=tracer)
   trace.engine = built.engine
   if _TRACE_FILE.value and _TRACE_AT_START.value:
     trace.toggle()
@@ -428,6 +441,8 @@ async def _serve() -> int:
     _say(f"note: {reason}; slower than it could be")
   _say(f"ready on {address}")
   code = await stopped
+  if tracer is not None:
+    tracer.shutdown()
   _say(f"stopped, exit code {code}")
   return code
 
@@ -462,8 +477,7 @@ def _main(argv: Sequence[str]) -> int:
   # How long the engine's thread may wait for the interpreter while the loop's writes messages. The default, 5 ms, is
   # more than a step of a small model takes; with 64 streams this gave about 10 % more tokens a second.
   sys.setswitchinterval(0.0005)
-  logging.getLogger().setLevel(logging.WARNING)
-  logging.getLogger("server").setLevel(logging.INFO)
+  _LINES.set_up(_LOG_FORMAT.value)
   _say("configuration:\n" + "\n".join(f"  {line}" for line in _configuration()))
   _warn_of_exposure()
   try:

@@ -20,7 +20,7 @@ from engine.disaggregated import AnyEngine
 from engine.errors import InvalidRequest, Unavailable
 from engine.recorder import RING_STEPS, RungTotals
 from engine.shapes import ShapeLadder
-from server import interceptors, validation
+from server import interceptors, tracing, validation
 from server.auth import bind_tenant
 from server.errors import DeadlineExceeded, EngineDead, SlowConsumer, Starting
 from server.generation import Generation, Generations
@@ -313,6 +313,8 @@ class Service:
     validation.check_model(request.model, backend.model)
     prompt = await self.prompt_token_ids(request, backend.tokenizer)
     caller = interceptors.current()
+    if request.WhichOneof("prompt") == "chat":
+      tracing.is_chat()
     request.tenant = bind_tenant(request.tenant, caller.tenant)
     call = validation.generate_call(request, backend.config, backend.tokenizer, prompt)
     remaining = context.time_remaining()

@@ -19,6 +19,7 @@ ROOMS = (
   ("models/", {"models", "pallas_kernels", "jax", "flax", "numpy"}),
   ("pallas_kernels/", {"pallas_kernels", "jax", "numpy"}),
   ("server/main.py", None),
+  ("server/page/", {"engine", "server", "starlette"}),
   ("server/http/", {"engine", "server", "google", "h11", "starlette", "uvicorn"}),
   (
     "server/",
@@ -32,6 +33,8 @@ ROOMS = (
       "grpc_status",
       "google",
       "jinja2",
+      "opentelemetry",
+      "prometheus_client",
       "tokenizers",
     },
   ),

@@ -1,0 +1,245 @@
+"""Prometheus' view of the server, made when it is asked for. Counts nothing itself: it reads what others have counted.
+
+Names follow Prometheus' rules: a prefix, base units, `_total` on counters, `_ratio` for shares. The three gauges that
+the model server protocol of Kubernetes' Gateway API Inference Extension asks for are `sluice_requests_waiting`
+(TotalQueuedRequests), `sluice_requests_running` (TotalRunningRequests) and `sluice_kv_cache_usage_ratio`
+(KVCacheUtilization); its endpoint picker takes their names by flag, or knows vLLM's, which are given on demand.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from engine.errors import Unavailable
+from engine.recorder import EngineStats, RungTotals
+from engine.shapes import ShapeLadder
+from server.call_log import CallLog
+from server.observations import Histogram, Observations
+from server.service import Backend, Service, server_version
+
+# vLLM's name -> ours, of everything that is the same thing.
+_VLLM_GAUGES = {
+  "vllm:num_requests_waiting": "sluice_requests_waiting",
+  "vllm:num_requests_running": "sluice_requests_running",
+  "vllm:kv_cache_usage_perc": "sluice_kv_cache_usage_ratio",
+}
+_VLLM_COUNTERS = {
+  "vllm:prompt_tokens": "sluice_prefill_tokens",
+  "vllm:generation_tokens": "sluice_output_tokens",
+  "vllm:num_preemptions": "sluice_preemptions",
+  "vllm:prefix_cache_hits": "sluice_prefix_cache_hit_tokens",
+}
+_VLLM_HISTOGRAMS = {
+  "vllm:time_to_first_token_seconds": "sluice_time_to_first_token_seconds",
+  "vllm:inter_token_latency_seconds": "sluice_inter_token_latency_seconds",
+  "vllm:request_time_per_output_token_seconds": "sluice_time_per_output_token_seconds",
+  "vllm:e2e_request_latency_seconds": "sluice_request_duration_seconds",
+  "vllm:request_queue_time_seconds": "sluice_request_queue_time_seconds",
+  "vllm:request_prompt_tokens": "sluice_request_prompt_tokens",
+  "vllm:request_generation_tokens": "sluice_request_output_tokens",
+}
+
+
+class Metrics:
+  """Of one server."""
+
+  def __init__(self, service: Service, calls: CallLog, *, vllm_names: bool = False):
+    """Args:
+    service: what serves, or does not yet.
+    calls: counts of the calls to it.
+    vllm_names: also give vLLM's names, for what was made for vLLM.
+    """
+    self._service = service
+    self._registry = CollectorRegistry()
+    self._registry.register(_Collector(service, calls, vllm_names))
+    ProcessCollector(registry=self._registry)
+
+  def look_up(self) -> None:
+    """Before an exposition, on the event loop's thread: brings what is read up to date."""
+    backend = _backend(self._service)
+    if backend is not None:
+      backend.generations.look_up_endings()
+
+  def exposition(self, accept: str = "") -> tuple[bytes, str]:
+    """All metrics; any thread.
+
+    Args:
+      accept: the header of whoever asks.
+
+    Returns:
+      The text, in Prometheus' or OpenMetrics' format, and its content type.
+    """
+    encode, content_type = choose_encoder(accept)
+    return encode(self._registry), content_type
+
+
+class _Collector(Collector):
+  def __init__(self, service: Service, calls: CallLog, vllm_names: bool):
+    self._service = service
+    self._calls = calls
+    self._vllm_names = vllm_names
+
+  def describe(self) -> Iterable[Metric]:
+    """None: a registry that asks would have them all made at registration."""
+    return []
+
+  def collect(self) -> Iterator[Metric]:
+    """Everything, as of now."""
+    yield from self._of_server()
+    backend = _backend(self._service)
+    if backend is None:
+      return
+    stats = backend.engine.stats()
+    families = [
+      *_gauges(backend, stats),
+      *_counters(backend, stats),
+      *_rungs(backend, stats.rungs),
+      *_histograms(backend.generations.observations),
+    ]
+    yield from families
+    if self._vllm_names:
+      yield from _vllm(backend, stats, families)
+
+  def _of_server(self) -> Iterator[Metric]:
+    yield _gauge("sluice_ready", "Whether requests are taken: 0 while loading and draining.", int(self._service.ready))
+    yield _gauge("sluice_alive", "Whether the engine's loop turns.", int(self._service.alive))
+    info = GaugeMetricFamily("sluice_build_info", "Of the running server; always 1.", labels=["version"])
+    info.add_metric([server_version()], 1)
+    yield info
+    calls = CounterMetricFamily(
+      "sluice_calls", "Calls that ended, by their status.", labels=["protocol", "method", "code"]
+    )
+    for labels, count in list(self._calls.calls.items()):
+      calls.add_metric(labels, count)
+    yield calls
+    failed = CounterMetricFamily(
+      "sluice_calls_failed", "Calls that were refused or failed, by the reason.", labels=["protocol", "reason"]
+    )
+    for labels, count in list(self._calls.failed.items()):
+      failed.add_metric(labels, count)
+    yield failed
+
+
+def _backend(service: Service) -> Backend | None:
+  try:
+    return service.opened()
+  except Unavailable:
+    return None
+
+
+def _gauges(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
+  config = backend.config
+  yield _gauge("sluice_requests_waiting", "Requests in the queue.", max(0, stats.num_live - stats.num_running))
+  yield _gauge("sluice_requests_running", "Requests in the batch.", stats.num_running)
+  yield _gauge("sluice_kv_cache_usage_ratio", "Share of KV blocks held, 0 to 1.", stats.blocks_used / stats.num_blocks)
+  yield _gauge("sluice_requests_waiting_prompt_tokens", "Prompt tokens in the queue.", stats.num_waiting_tokens)
+  yield _gauge("sluice_requests_running_limit", "Requests that fit into the batch.", stats.max_num_seqs)
+  yield _gauge("sluice_kv_blocks", "KV blocks of the pool.", stats.num_blocks)
+  yield _gauge("sluice_kv_blocks_used", "KV blocks that requests hold.", stats.blocks_used)
+  yield _gauge("sluice_kv_blocks_cached", "KV blocks in the prefix cache, held or not.", stats.blocks_cached)
+  yield _gauge("sluice_kv_block_size_tokens", "Tokens of a KV block.", config.block_size)
+  yield _gauge("sluice_generations_live", "Generations that a client waits for.", len(backend.generations))
+  yield _gauge(
+    "sluice_engine_heartbeat_age_seconds",
+    "Since the engine's loop last turned.",
+    max(0.0, backend.engine.now() - backend.engine.heartbeat),
+  )
+  yield _gauge("sluice_model_load_seconds", "What loading the weights took.", backend.load_s)
+  yield _gauge("sluice_warmup_seconds", "What compiling all steps took.", backend.warmup_s)
+  info = GaugeMetricFamily("sluice_model_info", "Of what is served; always 1.", labels=["model", "batching"])
+  info.add_metric([backend.model, config.batching], 1)
+  yield info
+
+
+def _counters(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
+  yield _counter("sluice_compiles", "XLA compilations since ready; any is a mistake.", backend.compiles_after_ready())
+  yield _counter("sluice_generations", "Generations that were accepted.", backend.generations.num_started)
+  yield _counter("sluice_decode_tokens", "Tokens computed by rows that decode.", stats.num_decode_tokens)
+  yield _counter("sluice_prefill_tokens", "Prompt tokens computed, again after preemptions.", stats.num_prefill_tokens)
+  yield _counter("sluice_padding_tokens", "Tokens computed for nobody, to fill a shape.", stats.num_padding_tokens)
+  yield _counter("sluice_output_tokens", "Tokens that reached requests.", stats.num_output_tokens)
+  yield _counter("sluice_prefix_cache_hit_tokens", "Prompt tokens found in the cache.", stats.num_cached_tokens)
+  yield _counter("sluice_lost_tokens", "Tokens computed and lost to preemptions.", stats.num_lost_tokens)
+  yield _counter("sluice_preemptions", "Requests that had to begin anew.", stats.num_preemptions)
+  yield _counter("sluice_idle_slots", "Slots without a row while a request waited, summed.", stats.num_idle_slots)
+  finished = CounterMetricFamily("sluice_requests_finished", "Requests of the engine that ended.", labels=["reason"])
+  for reason, count in stats.finished.items():
+    finished.add_metric([reason.value], count)
+  yield finished
+
+
+def _rungs(backend: Backend, totals: dict[int, RungTotals]) -> Iterator[Metric]:
+  """By the shape of steps. Every rung of the ladder has its series from the start."""
+  steps = CounterMetricFamily("sluice_steps", "Steps by the token budget of their shape.", labels=["rung"])
+  tokens = CounterMetricFamily("sluice_step_tokens", "What the steps were filled with.", labels=["rung", "kind"])
+  host = CounterMetricFamily("sluice_step_host_seconds", "Planning, packing and dispatch.", labels=["rung"])
+  device = CounterMetricFamily("sluice_step_device_seconds", "From launch to the values.", labels=["rung"])
+  for shape in ShapeLadder(backend.config.token_budgets, backend.config.max_num_seqs).rungs():
+    rung, total = str(shape.tokens), totals.get(shape.tokens, RungTotals())
+    steps.add_metric([rung], total.steps)
+    tokens.add_metric([rung, "decode"], total.decode_tokens)
+    tokens.add_metric([rung, "prefill"], total.prefill_tokens)
+    tokens.add_metric([rung, "padding"], total.padding)
+    host.add_metric([rung], total.host_s)
+    device.add_metric([rung], total.device_s)
+  yield from (steps, tokens, host, device)
+
+
+def _histograms(seen: Observations) -> Iterator[Metric]:
+  for name, text, histogram in (
+    ("sluice_time_to_first_token_seconds", "From submission to the first token.", seen.time_to_first_token),
+    ("sluice_inter_token_latency_seconds", "Between a request's tokens.", seen.inter_token),
+    ("sluice_time_per_output_token_seconds", "A request's mean after its first token.", seen.per_output_token),
+    ("sluice_request_duration_seconds", "From submission to the last token.", seen.end_to_end),
+    ("sluice_request_queue_time_seconds", "From submission to the first step, of ended requests.", seen.queue),
+    ("sluice_request_prompt_tokens", "Lengths of prompts.", seen.prompt_tokens),
+    ("sluice_request_output_tokens", "Lengths of outputs.", seen.output_tokens),
+  ):
+    family = HistogramMetricFamily(name, text)
+    family.add_metric([], *_buckets(histogram))
+    yield family
+
+
+def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
+  counts, total = list(histogram.counts), histogram.total
+  buckets: list[tuple[str, float]] = []
+  below = 0
+  for bound, count in zip((*map(str, histogram.bounds), "+Inf"), counts, strict=True):
+    below += count
+    buckets.append((bound, below))
+  return buckets, total
+
+
+def _vllm(backend: Backend, stats: EngineStats, families: list[Metric]) -> Iterator[Metric]:
+  """The same samples under vLLM's names and labels."""
+  ours = {family.name: family for family in families}
+  labels = {"model_name": backend.model, "engine": "0"}
+  for names in (_VLLM_GAUGES, _VLLM_COUNTERS, _VLLM_HISTOGRAMS):
+    for name, of in names.items():
+      family = ours[of]
+      alias = Metric(name, f"vLLM's name of {of}.", family.type)
+      for sample in family.samples:
+        alias.add_sample(name + sample.name.removeprefix(of), labels | sample.labels, sample.value)
+      yield alias
+  success = CounterMetricFamily(
+    "vllm:request_success", "vLLM's name of sluice_requests_finished.", labels=[*labels, "finished_reason"]
+  )
+  for reason, count in stats.finished.items():
+    success.add_metric([*labels.values(), reason.value], count)
+  yield success
+  info = GaugeMetricFamily(
+    "vllm:cache_config_info", "Of the KV pool; always 1.", labels=["engine", "block_size", "num_gpu_blocks"]
+  )
+  info.add_metric(["0", str(backend.config.block_size), str(stats.num_blocks)], 1)
+  yield info
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+  return GaugeMetricFamily(name, text, value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+  return CounterMetricFamily(name, text, value)

@@ -1,0 +1,150 @@
+"""What the live page shows, as one JSON text a tick that all its readers share. Changes nothing, and knows no HTTP.
+
+Without readers nothing runs. A slow reader misses ticks; it never makes a queue.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+import json
+from typing import Any
+
+from engine.errors import Overloaded, Unavailable
+from engine.shapes import ShapeLadder
+from server.observations import percentiles
+from server.service import Backend, Service, server_version
+
+_TICK_S = 0.25
+# The map of the KV pool costs a look at every block.
+_MAP_TICKS = 4
+_MAP_CELLS = 1024
+_MAX_READERS = 16
+_MAX_STEPS = 64
+_SHARES = (0.5, 0.9, 0.99)
+
+
+class Feed:
+  """Ticks for the readers of one server's page. Belongs to one event loop."""
+
+  def __init__(self, service: Service, *, tick_s: float = _TICK_S, max_readers: int = _MAX_READERS):
+    """Args:
+    service: what serves, or does not yet.
+    tick_s: seconds between two messages.
+    max_readers: more are refused.
+    """
+    self._service = service
+    self._tick_s = tick_s
+    self._max_readers = max_readers
+    self._num_readers = 0
+    self._message = b""
+    self._news = asyncio.Event()
+    self._ticker: asyncio.Task | None = None
+    self._closed = False
+    self._num_ticks = 0
+    self._seen_until = 0.0
+
+  @property
+  def num_readers(self) -> int:
+    return self._num_readers
+
+  async def messages(self) -> AsyncGenerator[bytes]:
+    """A JSON object a tick, from now on until close(); what a reader did not take in time is left out.
+
+    Raises:
+      Overloaded: there are too many readers.
+    """
+    if self._num_readers >= self._max_readers:
+      raise Overloaded(f"{self._max_readers} pages are watching already, which is the limit; close one, and try again")
+    self._num_readers += 1
+    try:
+      if self._ticker is None:
+        self._num_ticks = 0
+        self._tick()
+        self._ticker = asyncio.create_task(self._run())
+      while not self._closed:
+        news = self._news
+        yield self._message
+        await news.wait()
+    finally:
+      self._num_readers -= 1
+      if not self._num_readers and self._ticker is not None:
+        self._ticker.cancel()
+        self._ticker = None
+
+  def close(self) -> None:
+    """Ends every reader, so that a server that goes down need not wait for them."""
+    self._closed = True
+    self._news.set()
+
+  async def _run(self) -> None:
+    while not self._closed:
+      await asyncio.sleep(self._tick_s)
+      self._tick()
+
+  def _tick(self) -> None:
+    self._message = json.dumps(self._snapshot(), separators=(",", ":")).encode()
+    self._num_ticks += 1
+    news, self._news = self._news, asyncio.Event()
+    news.set()
+
+  def _snapshot(self) -> dict[str, Any]:
+    service = self._service
+    try:
+      backend = service.opened()
+    except Unavailable as error:
+      return {"state": error.reason.lower(), "version": server_version()}
+    state = "ready" if service.ready else "draining" if service.alive else "stuck"
+    return {"state": state, "version": server_version(), "interval_s": self._tick_s, **self._of(backend)}
+
+  def _of(self, backend: Backend) -> dict[str, Any]:
+    engine, config = backend.engine, backend.config
+    stats = engine.stats(4 * _MAX_STEPS)
+    steps = [step for step in stats.steps if step.time > self._seen_until][-_MAX_STEPS:]
+    if steps:
+      self._seen_until = steps[-1].time
+    seen = backend.generations.observations
+    empty = (0, 0, 0, 0, 0, 0.0, 0.0)
+    return {
+      "now_s": engine.now(),
+      "uptime_s": self._service.uptime_s,
+      "model": backend.model,
+      "batching": config.batching,
+      "text": backend.tokenizer is not None,
+      "chat": backend.tokenizer is not None and backend.tokenizer.has_chat_template,
+      "max_model_len": config.max_model_len,
+      "running": stats.num_running,
+      "running_limit": stats.max_num_seqs,
+      "waiting": max(0, stats.num_live - stats.num_running),
+      "waiting_tokens": stats.num_waiting_tokens,
+      "finished": {reason.value: count for reason, count in stats.finished.items()},
+      "output_tokens": stats.num_output_tokens,
+      "prefill_tokens": stats.num_prefill_tokens,
+      "cached_tokens": stats.num_cached_tokens,
+      "preemptions": stats.num_preemptions,
+      "compiles": backend.compiles_after_ready(),
+      "first_token_s": percentiles([(value, 1) for value in seen.recent_first], _SHARES),
+      "gap_s": percentiles(seen.recent_gaps, _SHARES),
+      "kv": {
+        "blocks": stats.num_blocks,
+        "block_size": config.block_size,
+        "used": stats.blocks_used,
+        "cached": stats.blocks_cached,
+        "map": _cells(engine.block_states()) if self._num_ticks % _MAP_TICKS == 0 else None,
+      },
+      # tokens, rows; steps, decode, prefill, padding tokens, idle slots, host and device seconds so far
+      "rungs": [
+        [shape.tokens, shape.rows, *(stats.rungs.get(shape.tokens) or empty)]
+        for shape in ShapeLadder(config.token_budgets, config.max_num_seqs).rungs()
+      ],
+      # rung, decode, prefill, padding tokens, device seconds
+      "steps": [
+        [step.shape_tokens, step.decode_tokens, step.prefill_tokens, step.padding, round(step.device_s, 6)]
+        for step in steps
+      ],
+    }
+
+
+def _cells(states: bytes) -> list[list[int]]:
+  """(held, cached and not held, all) of each cell of the map; a cell is one block, or a few neighbours."""
+  size = -(-len(states) // _MAP_CELLS) or 1
+  cells = [states[start : start + size] for start in range(0, len(states), size)]
+  return [[cell.count(2), cell.count(1), len(cell)] for cell in cells]

@@ -1,0 +1,78 @@
+"""The operator's paths of the HTTP side: the live page with its data, and the metrics. No state of their own.
+
+The page is three files of ours, and its policy lets the browser load nothing else.
+"""
+
+from collections.abc import AsyncGenerator
+from importlib import resources
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from server.http.exchange import EventStream
+from server.metrics import Metrics
+from server.page.feed import Feed
+from server.service import Service
+
+_FILES = {
+  "/": ("page.html", "text/html; charset=utf-8"),
+  "/page.css": ("page.css", "text/css; charset=utf-8"),
+  "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+# The files tell nothing about the server; what they ask for needs a key, where there are keys.
+PUBLIC_PATHS = tuple(_FILES)
+_HEADERS = {
+  "content-security-policy": (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+  ),
+  "referrer-policy": "no-referrer",
+  "cross-origin-opener-policy": "same-origin",
+  "cross-origin-resource-policy": "same-origin",
+  # A page of an older version must not talk to a newer server.
+  "cache-control": "no-cache",
+}
+
+
+def routes(service: Service, metrics: Metrics, feed: Feed, *, stream_stall_timeout_s: float = 30.0) -> list[Route]:
+  """What to mount.
+
+  Args:
+    service: lends its threads.
+    metrics: what /metrics gives.
+    feed: what /live gives.
+    stream_stall_timeout_s: a reader of /live that takes nothing for this long is cut off.
+  """
+
+  async def show_metrics(request: Request) -> Response:
+    metrics.look_up()
+    text, content_type = await service.in_pool(lambda: metrics.exposition(request.headers.get("accept", "")))
+    return Response(text, headers={"content-type": content_type, "cache-control": "no-store"})
+
+  async def live(request: Request) -> Response:
+    return EventStream(_events(feed), stall_timeout_s=stream_stall_timeout_s, stalled=lambda: None, close=lambda: None)
+
+  return [
+    *(_static(path, name, kind) for path, (name, kind) in _FILES.items()),
+    Route("/metrics", show_metrics),
+    Route("/live", live),
+  ]
+
+
+async def _events(feed: Feed) -> AsyncGenerator[bytes]:
+  messages = feed.messages()
+  try:
+    async for message in messages:
+      yield b"data: " + message + b"\n\n"
+  finally:
+    await messages.aclose()
+
+
+def _static(path: str, name: str, kind: str) -> Route:
+  content = resources.files("server.page").joinpath(name).read_bytes()
+
+  async def show(request: Request) -> Response:
+    return Response(content, headers={"content-type": kind, **_HEADERS})
+
+  return Route(path, show)
