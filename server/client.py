@@ -282,7 +282,7 @@ class Client:
       return self._model.GetModelInfo(pb.GetModelInfoRequest(), metadata=self._metadata)
 
   def load(self, steps_after_s: float | None = None) -> pb.GetLoadResponse:
-    """How busy the server is; with the records of steps planned after a time on the engine's clock, if one is given."""
+    """How busy the server is; given a time on the engine's clock, with steps planned and requests ended after it."""
     with _errors():
       return self._model.GetLoad(pb.GetLoadRequest(steps_after_s=steps_after_s), metadata=self._metadata)
 
