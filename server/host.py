@@ -133,7 +133,9 @@ class Host:
     """
     self._options = options
     self._loop = asyncio.get_running_loop()
-    self._service = Service(stream_stall_timeout_s=options.stream_stall_timeout_s)
+    self._service = Service(
+      stream_stall_timeout_s=options.stream_stall_timeout_s, strict_requests=options.strict_requests
+    )
     self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
     self._keys = ApiKeys.load(options.api_key_file) if options.api_key_file else None
     self._certificates = make_certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)

@@ -225,7 +225,7 @@ _HTTP_FLAGS = (
     "API keys, so that no web page can reach the model through DNS; else anything.",
   ),
   flags.DEFINE_bool(
-    "strict_requests", HostOptions.strict_requests, "HTTP: refuse unknown fields, instead of naming them in a header."
+    "strict_requests", HostOptions.strict_requests, "Refuse unknown fields, instead of naming them in a header."
   ),
   flags.DEFINE_bool(
     "vllm_metric_names", HostOptions.vllm_metric_names, "/metrics also has vLLM's names, for what was made for vLLM."

@@ -31,6 +31,7 @@ from server.tokenizer import Tokenizer
 GENERATION_SERVICE = "sluice.v1.GenerationService"
 MODEL_SERVICE = "sluice.v1.ModelService"
 _INLINE_CHARS = 2048
+_MAX_IGNORED_CHARS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +63,15 @@ class Backend:
 class Service:
   """Both services of sluice.v1. One object a server; its state is who may come in."""
 
-  def __init__(self, *, stream_stall_timeout_s: float = 30.0):
-    """Args: stream_stall_timeout_s: the work for a client that takes nothing for this long is stopped."""
+  def __init__(self, *, stream_stall_timeout_s: float = 30.0, strict_requests: bool = False):
+    """What to be strict about.
+
+    Args:
+      stream_stall_timeout_s: the work for a client that takes nothing for this long is stopped.
+      strict_requests: a generation with unknown fields is refused, instead of served without them and with their names
+        in the metadata.
+    """
+    self._strict_requests = strict_requests
     self._backend: Backend | None = None
     self._closed: Unavailable | None = Starting("the model is loading; try again when the health check says SERVING")
     self._stream_stall_timeout_s = stream_stall_timeout_s
@@ -315,6 +323,12 @@ class Service:
     self, backend: Backend, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
   ) -> Generation:
     """Checks and submits. Nothing awaits between submission and return, so the caller's `finally` cannot be missed."""
+    unknown = validation.unknown_fields(request)
+    if self._strict_requests:
+      validation.refuse_unknown_fields(unknown)
+    elif unknown:
+      ignored = ",".join(unknown)[:_MAX_IGNORED_CHARS]
+      context.set_trailing_metadata((*context.trailing_metadata(), ("x-sluice-ignored-fields", ignored)))
     validation.check_model(request.model, backend.model)
     prompt = await self.prompt_token_ids(request, backend.tokenizer)
     caller = interceptors.current()

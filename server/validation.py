@@ -7,6 +7,9 @@ only what the engine cannot know: names, ids, texts, stop strings and counts of 
 import dataclasses
 import re
 
+from google.protobuf import message as protobuf_message
+from google.protobuf import unknown_fields as protobuf_unknown
+
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.sampling_params import SamplingParams
@@ -51,6 +54,24 @@ class Call:
   queue_timeout_s: float | None
   cache_salt: bytes
   tenant: str
+
+
+def unknown_fields(message: protobuf_message.Message) -> list[str]:
+  """Fields that the message came with and this server's proto has not, as "sluice.v1.SamplingParams.99"."""
+  found = {
+    f"{message.DESCRIPTOR.full_name}.{field.field_number}" for field in protobuf_unknown.UnknownFieldSet(message)
+  }
+  for field, value in message.ListFields():
+    if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+      for each in value if field.is_repeated else (value,):
+        found.update(unknown_fields(each))
+  return sorted(found)
+
+
+def refuse_unknown_fields(unknown: list[str]) -> None:
+  """Raises InvalidRequest if there are any: each is a wish that would not be granted."""
+  if unknown:
+    raise InvalidRequest(f"{unknown[0]} is not a field that this server knows: leave it out")
 
 
 def check_model(asked: str, served: str) -> None:

@@ -7,11 +7,10 @@ side of the protocol cannot say or Sluice cannot do is refused by the field's na
 from collections.abc import Sequence
 import datetime
 
-from google.protobuf import message as protobuf_message
-from google.protobuf import unknown_fields
 import grpc
 
 from engine.errors import InvalidRequest
+from server import validation
 from server.proto import sluice_pb2 as pb
 from server.proto import vllm_engine_pb2 as vllm_pb
 from server.service import Service, server_version
@@ -49,8 +48,7 @@ class VllmEngine:
 
   async def _generate(self, request: vllm_pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
     backend = self._service.admit()
-    _refuse_unknown(request, "request")
-    _refuse_unknown(request.sampling_params, "sampling_params")
+    validation.refuse_unknown_fields(validation.unknown_fields(request))
     if request.data_parallel_rank:
       raise InvalidRequest(f"data_parallel_rank={request.data_parallel_rank} does not exist: leave it out")
     kind = request.WhichOneof("input")
@@ -250,12 +248,3 @@ def _translate(params: vllm_pb.SamplingParams, asked: pb.GenerateRequest, room: 
   for name in ("logprobs", "prompt_logprobs"):
     if params.HasField(name):
       setattr(output, name, getattr(params, name))
-
-
-def _refuse_unknown(message: protobuf_message.Message, what: str) -> None:
-  """A field that the published protocol has and Sluice has not is a wish that would not be granted."""
-  numbers = sorted({field.field_number for field in unknown_fields.UnknownFieldSet(message)})
-  if numbers:
-    raise InvalidRequest(
-      f"{what} has field {numbers[0]} of {message.DESCRIPTOR.full_name}, which is not supported here: leave it out"
-    )

@@ -1,6 +1,8 @@
 """Every bad input gets its status, its reason and a message with value, limit and remedy; and harms nobody."""
 
 from collections.abc import Iterator
+import itertools
+import random
 
 from google.rpc import error_details_pb2
 import grpc
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
+from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from tests.server.harness import Served, detail_of, endings_of, generate, reason_of, running
 
@@ -264,3 +267,125 @@ def test_our_own_mistakes_stay_inside(server, monkeypatch, caplog):
     assert reason_of(caught.value) == "INTERNAL"
     assert "secret" not in str(caught.value)
   assert caplog.text.count("ValueError: secret of ours") == 2
+
+
+UNKNOWN = pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=2)).SerializeToString()
+UNKNOWN += b"\xa0\x06\x01" + b"\x32\x03\xf8\x06\x01"  # field 100 of the request, 111 of its sampling parameters
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
+def test_unknown_fields_are_named(server, method):
+  call = server.channel.stream_stream(f"/sluice.v1.GenerationService/{method}")(iter([UNKNOWN]), timeout=30)
+  assert list(call)
+  ignored = dict(call.trailing_metadata())["x-sluice-ignored-fields"]
+  assert ignored == "sluice.v1.GenerateRequest.100,sluice.v1.SamplingParams.111"
+  known = server.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=2)))
+  list(known)
+  assert "x-sluice-ignored-fields" not in dict(known.trailing_metadata())
+
+
+def test_unknown_fields_are_refused_where_that_is_wished(tokenizer):
+  with running(tokenizer, host=HostOptions(strict_requests=True)) as served:
+    with pytest.raises(grpc.RpcError, match="sluice.v1.GenerateRequest.100 is not a field that this server") as caught:
+      list(served.channel.unary_stream("/sluice.v1.GenerationService/Generate")(UNKNOWN, timeout=30))
+    assert caught.value.code() is INVALID
+    field = detail_of(caught.value, error_details_pb2.BadRequest).field_violations[0].description
+    assert field == caught.value.details()
+    generate(
+      served, token_ids=IDS, sampling=pb.SamplingParams(logit_bias={7: 1.0}), stopping=pb.StopParams(max_tokens=2)
+    )
+
+
+EDGES = {
+  "temperature": (-0.0, 1e-45, 1e-30, 100.0),
+  "top_p": (1e-45, 1.0),
+  "top_k": (0, 1, 2**31 - 1),
+  "min_p": (-0.0, 1e-45, 1.0),
+  "frequency_penalty": (-2.0, 2.0),
+  "presence_penalty": (-2.0, 2.0),
+  "repetition_penalty": (1e-45, 1.0),
+  "seed": (-(2**63), 0, 2**63 - 1),
+  "n": (1, 16),
+}
+
+
+def test_values_at_the_edges_are_served(server):
+  """On the line is inside; the fake device draws no conclusions from them, the sampler's own tests do."""
+  for name, values in EDGES.items():
+    for value in values:
+      messages = generate(
+        server, **sampling(**{name: value}) | {"stopping": pb.StopParams(max_tokens=2, ignore_eos=True)}
+      )
+      assert endings_of(messages)[-1].last, (name, value)
+
+
+def test_pairs_of_all_parameters(server):
+  """Every value of every parameter beside every value of every other: each is served, and to its end."""
+  choices = {
+    ("sampling", "temperature"): (0.0, 1.5),
+    ("sampling", "top_p"): (0.5, 1.0),
+    ("sampling", "top_k"): (0, 5),
+    ("sampling", "min_p"): (0.0, 0.2),
+    ("sampling", "frequency_penalty"): (0.0, 1.0),
+    ("sampling", "presence_penalty"): (0.0, -1.0),
+    ("sampling", "repetition_penalty"): (1.0, 1.3),
+    ("sampling", "seed"): (None, -5),
+    ("sampling", "n"): (1, 3),
+    ("sampling", "logit_bias"): ({}, {7: -100.0, 399: 100.0}),
+    ("sampling", "allowed_token_ids"): (None, pb.TokenIds(ids=[7, 8, 300])),
+    ("stopping", "max_tokens"): (1, 6),
+    ("stopping", "min_tokens"): (0, 1),
+    ("stopping", "stop"): ((), ("a", "the")),
+    ("stopping", "stop_token_ids"): ((), (9, 10)),
+    ("stopping", "ignore_eos"): (False, True),
+    ("output", "logprobs"): (None, 20),
+    ("output", "prompt_logprobs"): (None, 3),
+    ("output", "return_text"): (False, True),
+    ("output", "return_token_ids"): (False, True),
+    ("output", "skip_special_tokens"): (False, True),
+  }
+  wanted = {
+    frozenset(((one, i), (other, j)))
+    for one, other in itertools.combinations(choices, 2)
+    for i in range(2)
+    for j in range(2)
+  }
+  rng = random.Random(5)
+  while wanted:
+    picks = {name: rng.randrange(2) for name in choices}
+    for (one, i), (other, j) in (tuple(pair) for pair in itertools.islice(wanted, 1)):
+      picks[one], picks[other] = i, j
+    wanted -= {frozenset(pair) for pair in itertools.combinations(picks.items(), 2)}
+    fields = {}
+    for (group, name), pick in picks.items():
+      if choices[group, name][pick] is not None:
+        fields.setdefault(group, {})[name] = choices[group, name][pick]
+    messages = generate(
+      server,
+      token_ids=IDS,
+      sampling=pb.SamplingParams(**fields["sampling"]),
+      stopping=pb.StopParams(**fields["stopping"]),
+      output=pb.OutputParams(**fields["output"]),
+    )
+    assert len(endings_of(messages)) == fields["sampling"]["n"] and endings_of(messages)[-1].last, fields
+  assert server.engine.num_live == 0
+
+
+def test_prompts_of_nothing_but_blanks_or_bos_are_served(server):
+  few = pb.StopParams(max_tokens=2, ignore_eos=True)
+  for prompt in ({"text": "   \n\t"}, {"text": "\0"}, {"text": "<|bos|>"}, {"token_ids": pb.TokenIds(ids=[1])}):
+    assert endings_of(generate(server, stopping=few, **prompt))[-1].last
+  both = pb.GenerateRequest(text="the", stopping=few).SerializeToString()
+  both += pb.GenerateRequest(token_ids=IDS).SerializeToString()
+  (first, *_) = server.channel.unary_stream("/sluice.v1.GenerationService/Generate")(both, timeout=30)
+  assert pb.GenerateResponse.FromString(first).started.num_prompt_tokens == 3, "of a oneof the last one counts"
+
+
+def test_reflection_may_be_off(tokenizer):
+  with running(tokenizer, host=HostOptions(enable_reflection=False)) as served:
+    for version in ("v1", "v1alpha"):
+      with pytest.raises(grpc.RpcError, match="is not served here") as caught:
+        list(
+          served.channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")(iter([b""]))
+        )
+      assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

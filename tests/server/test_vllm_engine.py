@@ -185,12 +185,12 @@ BAD = {
   ),
   "media": (
     vllm_pb.GenerateRequest(tokenized=vllm_pb.TokenizedInput(input_ids=IDS)).SerializeToString() + b"\x3a\x00",
-    "request has field 7 of vllm.grpc.engine.GenerateRequest, which is not supported here",
+    "vllm.grpc.engine.GenerateRequest.7 is not a field that this server knows: leave it out",
   ),
   "constraint": (
     vllm_pb.GenerateRequest(tokenized=vllm_pb.TokenizedInput(input_ids=IDS)).SerializeToString()
     + b"\x22\x05\x8a\x01\x02a*",
-    "sampling_params has field 17 of vllm.grpc.engine.SamplingParams, which is not supported here",
+    "vllm.grpc.engine.SamplingParams.17 is not a field that this server knows",
   ),
   "malformed": (b"\xff\xff", "the 2 bytes are no vllm.grpc.engine.GenerateRequest"),
 }
