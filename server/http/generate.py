@@ -136,8 +136,8 @@ class Endpoints:
         output.prompt_logprobs = logprobs
     prompts = await self._prompts(backend, prompt, add_special_tokens, asked, echo=echo)
     if not stopping.HasField("max_tokens"):
-      room = backend.config.max_model_len - max(len(each.token_ids) for each in prompts)
-      stopping.max_tokens = max(1, min(_DEFAULT_COMPLETION_TOKENS, room))
+      room = _room(backend.config, max(len(each.token_ids) for each in prompts))
+      stopping.max_tokens = min(_DEFAULT_COMPLETION_TOKENS, room)
     names = TokenNames(backend.tokenizer, as_ids=asked.token_ids_as_names)
     choices: list[Choice] = []
     echoes: list[Echo | None] = []
@@ -246,6 +246,12 @@ class Endpoints:
       kind: the answer's "object".
       only_echo: outputs are not wanted.
     """
+    limit = backend.config.max_queued_requests
+    if len(choices) > limit:
+      raise InvalidRequest(
+        f"prompt has {len(prompts)} entries of n={asked.n} outputs, but at most {limit} requests may wait here: send "
+        "several requests, or raise --max_queued_requests"
+      )
     answer_id = f"{prefix}-{asked.request.request_id or secrets.token_hex(16)}"
     calls = []
     for place, prompt in enumerate(prompts):

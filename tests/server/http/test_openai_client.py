@@ -1,7 +1,10 @@
 """The real openai client gets what gRPC gives, token by token, and its own exception types."""
 
 import asyncio
+import contextlib
 import json
+import select
+import socket
 
 import httpx
 import openai
@@ -328,15 +331,32 @@ def test_overload_is_a_rate_limit_with_a_time(tokenizer):
     eos_token_ids=(END,),
     max_queued_requests=2,
   )
-  with running(tokenizer, host=HostOptions(http_port=0), config=config) as server:
+  with (
+    running(tokenizer, host=HostOptions(http_port=0), config=config) as server,
+    openai.OpenAI(base_url=f"{url_of(server)}/v1", api_key="x", max_retries=0, timeout=30) as client,
+    contextlib.ExitStack() as cleanup,
+  ):
+    with pytest.raises(openai.BadRequestError, match="3 entries of n=1 outputs, but at most 2 requests may wait"):
+      client.completions.create(model="tiny", prompt=["a"] * 3)
     server.runner.go.clear()
-    with openai.OpenAI(base_url=f"{url_of(server)}/v1", api_key="x", max_retries=0, timeout=30) as client:
-      with pytest.raises(openai.RateLimitError, match="2 requests are queued, the limit is 2") as caught:
-        client.completions.create(model="tiny", prompt=["a"] * 100)
-      assert caught.value.type == "rate_limit_error"
-      assert int(caught.value.response.headers["retry-after"]) >= 1
-      assert int(caught.value.response.headers["retry-after-ms"]) >= 1
-      assert len(server.generations) == 0, "of several prompts all begin, or none"
+    content = json.dumps({"prompt": [IDS, IDS], "max_tokens": 9}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n"
+    connections = []
+    for _ in range(3):
+      connection = socket.create_connection(("127.0.0.1", server.host.http_port), timeout=30)
+      connections.append(cleanup.enter_context(connection))
+      connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + content)
+      # The first runs: the engine has planned two steps, and waits for the first one.
+      server.wait_until(lambda: server.runner.num_steps == 2)
+    # The second fills the queue; the third is answered, with a refusal.
+    assert select.select(connections, [], [], 30)[0]
+    with pytest.raises(openai.RateLimitError, match="requests are queued, the limit is 2") as caught:
+      client.completions.create(model="tiny", prompt=[IDS, IDS])
+    assert caught.value.type == "rate_limit_error"
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    assert int(caught.value.response.headers["retry-after-ms"]) >= 1
+    assert len(server.generations) == 4, "of several prompts all begin, or none"
+    server.runner.go.set()
 
 
 def test_keys(tokenizer, tmp_path):
