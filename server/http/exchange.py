@@ -16,7 +16,8 @@ from server.service import Service
 
 # Smaller bodies are parsed in the loop: handing them to a thread would take longer.
 _INLINE_BYTES = 16 << 10
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+# Strict: what JSON cannot say is our mistake, not the client's puzzle.
+encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class ClientGone(Exception):
@@ -104,17 +105,17 @@ async def _wait_gone(receive: Receive) -> None:
 
 
 class JSONAnswer(Response):
-  """A JSON body. Strict: what JSON cannot say is our mistake, not the client's puzzle."""
+  """A JSON body: a value, or the bytes that `encode` has made of one."""
 
   media_type = "application/json"
 
   def render(self, content: Any) -> bytes:
-    return _encode(content).encode()
+    return content if isinstance(content, bytes) else encode(content).encode()
 
 
 def event(payload: dict[str, Any]) -> bytes:
   """One server-sent event (HTML standard, section 9.2)."""
-  return b"data: " + _encode(payload).encode() + b"\n\n"
+  return b"data: " + encode(payload).encode() + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"

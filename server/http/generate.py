@@ -25,7 +25,7 @@ from server.generation import Generation, Generations
 from server.http import asked as common
 from server.http.asked import Asked
 from server.http.errors import UnsupportedField
-from server.http.exchange import DONE, EventStream, JSONAnswer, event, read_object, unless_gone
+from server.http.exchange import DONE, EventStream, JSONAnswer, encode, event, read_object, unless_gone
 from server.http.fields import Fields, kind_of, parse
 from server.http.options import HttpOptions
 from server.http.replies import ChatChoice, Choice, Echo, TextChoice, TokenNames, usage
@@ -39,7 +39,9 @@ MAX_TOOLS = 128
 _DEFAULT_COMPLETION_TOKENS = 16
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _KWARG_TEXT = re.compile(r"[A-Za-z0-9_-]{0,32}")
+# More than these are tokenized, and written, away from the loop.
 _INLINE_CHARS = 2048
+_INLINE_LOGPROBS = 256
 # What a turn may have besides role and content; templates of models with tools read these.
 _TURN_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 
@@ -270,7 +272,11 @@ class Endpoints:
       reply.notes = notes
       if not asked.stream:
         await unless_gone(request.receive, _wait_ended(running.live))
-        return JSONAnswer(reply.whole(running.live), headers=asked.headers)
+        generations = list(running.live)
+        if _num_logprobs(generations) <= _INLINE_LOGPROBS:
+          return JSONAnswer(reply.whole(generations), headers=asked.headers)
+        body = await self._service.in_pool(lambda: reply.whole(generations))
+        return JSONAnswer(body, headers=asked.headers)
       # Nothing awaits between here and the response's own call, which closes.
       cleanup.pop_all()
     stall_s = self._options.stream_stall_timeout_s
@@ -313,8 +319,8 @@ class _Reply:
     self._num_cached_tokens = 0
     self.notes: dict[str, Any] = {}
 
-  def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
-    """The answer of generations that have ended."""
+  def whole(self, generations: Sequence[Generation]) -> bytes:
+    """The JSON of generations that have ended. Takes long where they have many logprobs."""
     n = self._asked.n
     written = []
     for place, generation in enumerate(generations):
@@ -325,11 +331,12 @@ class _Reply:
         choice = self._choices[place * n + index].whole(output.delta, output.finished)
         if self._asked.return_token_ids and not self._is_chat:
           choice["prompt_token_ids"] = list(self._prompts[place].token_ids)
-        written.append(choice)
-    frame = {**self._frame, "choices": written, "usage": self._usage()}
+        # One at a time: the encoder lets no other thread run until it has finished.
+        written.append(encode(choice))
+    rest: dict[str, Any] = {"usage": self._usage()}
     if self._asked.return_token_ids and self._is_chat:
-      frame["prompt_token_ids"] = list(self._prompts[0].token_ids)
-    return frame
+      rest["prompt_token_ids"] = list(self._prompts[0].token_ids)
+    return f'{encode(self._frame)[:-1]},"choices":[{",".join(written)}],{encode(rest)[1:]}'.encode()
 
   async def events(self, running: _Running) -> AsyncGenerator[bytes]:
     """The same as chunks: one event for each choice that has news, all of a step's in one item."""
@@ -384,6 +391,11 @@ def _by_index(message: pb.GenerateResponse) -> list[tuple[int, pb.Delta | None, 
   deltas = {delta.index: delta for delta in message.deltas}
   endings = {finished.index: finished for finished in message.finished}
   return [(index, deltas.get(index), endings.get(index)) for index in sorted(deltas.keys() | endings.keys())]
+
+
+def _num_logprobs(generations: Sequence[Generation]) -> int:
+  deltas = [output.delta for generation in generations for output in generation.outputs]
+  return sum(len(delta.logprobs) + len(delta.prompt_logprobs) for delta in deltas)
 
 
 async def _wait_ended(generations: Sequence[Generation]) -> None:

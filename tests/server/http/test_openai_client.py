@@ -256,6 +256,21 @@ def test_scoring_with_echo_alone(client, server):
       assert len(answer.choices[1].logprobs.tokens) == 1 and answer.choices[1].finish_reason == "length"
 
 
+def test_many_logprobs_are_whole(client):
+  """They are written by another thread."""
+  answer = client.completions.create(
+    model="tiny",
+    prompt=[[7] * 200, [8] * 200],
+    max_tokens=50,
+    n=2,
+    echo=True,
+    logprobs=0,
+    extra_body={"ignore_eos": True},
+  )
+  assert [len(choice.logprobs.tokens) for choice in answer.choices] == [250] * 4
+  assert answer.usage.completion_tokens == 200
+
+
 def test_many_async_streams_are_exact(server):
   wanted = {}
   for seed in range(64):
