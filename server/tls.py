@@ -37,14 +37,35 @@ class Certificates:
     self._cert_file = pathlib.Path(cert_file)
     self._key_file = pathlib.Path(key_file)
     self._client_ca_file = pathlib.Path(client_ca_file) if client_ca_file else None
-    self._seen = self._signature()
-    self._initial = self._read()
+    self._read()
 
   def credentials(self) -> grpc.ServerCredentials:
-    """For add_secure_port."""
+    """For one add_secure_port; each has its own view of what it has seen.
+
+    Raises:
+      ConfigError: as at the start.
+    """
+    seen = self._signature()
+    initial = self._read()
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+      """What to use from now on, or None for what was used before. Called on gRPC's threads."""
+      nonlocal seen
+      signature = self._signature()
+      if signature == seen:
+        return None
+      seen = signature
+      try:
+        configuration = self._read()
+      except ConfigError as error:
+        _log.error("the certificate stays as it was: %s", error)
+        return None
+      _log.info("the certificate was read again from %s", self._cert_file)
+      return configuration
+
     return grpc.dynamic_ssl_server_credentials(
-      self._initial,
-      self._renewed,  # pyright: ignore[reportArgumentType]  (the stub forgot None)
+      initial,
+      renewed,  # pyright: ignore[reportArgumentType]  (the stub forgot None)
       require_client_authentication=self._client_ca_file is not None,
     )
 
@@ -78,20 +99,6 @@ class Certificates:
         context.load_verify_locations(self._client_ca_file)
     except (ssl.SSLError, OSError, ValueError) as error:
       raise ConfigError(f"tls_cert_file={self._cert_file} cannot be used ({_reason(error)})") from None
-
-  def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-    """What to use from now on, or None for what was used before. Called on gRPC's threads, one at a time."""
-    signature = self._signature()
-    if signature == self._seen:
-      return None
-    self._seen = signature
-    try:
-      configuration = self._read()
-    except ConfigError as error:
-      _log.error("the certificate stays as it was: %s", error)
-      return None
-    _log.info("the certificate was read again from %s", self._cert_file)
-    return configuration
 
   def _signature(self) -> _Signature:
     """Tells whether a file has changed, be it by a write or by another file in its place."""

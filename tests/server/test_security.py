@@ -545,6 +545,13 @@ def test_an_admin_service_for_others_needs_tls_and_keys(folder, authority):
     with grpc.secure_channel(f"127.0.0.1:{served.host.admin_port}", credentials) as channel:
       stub = admin_pb2_grpc.AdminServiceStub(channel)
       assert stub.GetConfig(admin_pb2.GetConfigRequest(), metadata=(("x-api-key", ADMIN_KEY),)).flags
+    # One certificate for two ports, and both see the new one.
+    authority.issue("server")
+    admin_address = f"127.0.0.1:{served.host.admin_port}"
+    serials = [served_serial(address, authority) for address in (served.address, admin_address)]
+    authority.issue("server")
+    newer = [served_serial(address, authority) for address in (served.address, admin_address)]
+    assert serials[0] == serials[1] != newer[0] == newer[1]
 
 
 def test_keys_and_calls_at_once(tokenizer, folder, tmp_path):
