@@ -8,9 +8,9 @@ from starlette.responses import Response
 
 from engine.errors import InvalidRequest
 from server import validation
+from server.http.chats import read_chat
 from server.http.exchange import JSONAnswer, read_object
 from server.http.fields import Fields
-from server.http.generate import read_chat
 from server.http.options import HttpOptions
 from server.http.replies import TokenNames
 from server.proto import sluice_pb2 as pb
