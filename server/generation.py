@@ -70,7 +70,7 @@ class _Output:
   @property
   def first_token_s(self) -> float | None:
     """Seconds from submission; None before it."""
-    return self._first_token_s if self.last_token_at is not None else None
+    return self._first_token_s if self._num_tokens else None
 
   def take(self, event: TokenEvent) -> None:
     """Adds an event of this request; sets `finished` when it is the last, or completes a stop string."""
@@ -263,7 +263,7 @@ class Generations:
     """Hands a step's events to their generations, each of which is woken once."""
     woken: dict[int, Generation] = {}
     now, before = self._clock(), self._dispatched_at
-    num_steady = 0
+    num_steady, firsts = 0, []
     for event in events:
       output = self._outputs.get(event.request_id)
       if event.finish_reason is not None:
@@ -273,11 +273,13 @@ class Generations:
       if output is None:
         continue
       if event.token_ids:
-        # Nearly all had their last token in the step before: their gaps are one number.
+        # Nearly all had their last token in the dispatch before: their gaps are one number, and one object.
         last = output.last_token_at
-        if last == before:
+        if last is before:
           num_steady += 1
-        elif last is not None:
+        elif last is None:
+          firsts.append(output)
+        else:
           self.observations.gap(now - last, 1)
         output.last_token_at = now
       generation = output.generation
@@ -286,16 +288,16 @@ class Generations:
       if error is not None:
         self.fail(generation, error)
         continue
-      is_first = output.num_tokens == 0
       output.take(event)
-      if is_first and output.first_token_s is not None:
-        self.observations.first_token(output.first_token_s)
       if output.finished is not None:
         self._observe_finished(output.finished)
         if event.finish_reason is None:
           self._abort_output(output, FinishReason.STOP)
     for generation in woken.values():
       generation.wake()
+    for output in firsts:
+      if output.first_token_s is not None:
+        self.observations.first_token(output.first_token_s)
     if num_steady:
       self.observations.gap(now - before, num_steady)
     self._dispatched_at = now

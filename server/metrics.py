@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from engine.errors import Unavailable
@@ -73,6 +74,9 @@ class Metrics:
       The text, in Prometheus' or OpenMetrics' format, and its content type.
     """
     encode, content_type = choose_encoder(accept)
+    if content_type.startswith("application/openmetrics-text"):
+      # All names are plain, and need no escaping; prometheus_client's own would turn vLLM's colons into underscores.
+      return openmetrics.generate_latest(self._registry, escaping=openmetrics.ALLOWUTF8), content_type
     return encode(self._registry), content_type
 
 

@@ -182,7 +182,10 @@ function rungRow(tokens) {
       part.className = kind;
       return part;
     });
-    cellsOf[0].textContent = `${grouped.format(tokens)} tokens`;
+    const unit = document.createElement("span");
+    unit.className = "unit";
+    unit.textContent = " tokens";
+    cellsOf[0].append(grouped.format(tokens), unit);
     $("rungs").append(row);
     rows.set(tokens, { row, bar, parts, useful: cellsOf[2], steps: cellsOf[3], device: cellsOf[4] });
   }
@@ -217,7 +220,6 @@ function since(tick, age) {
 
 function show(tick) {
   setState(tick.state);
-  set("version", `Sluice ${tick.version}`);
   if (tick.model === undefined) return;
   if (ticks.length && tick.output_tokens < ticks[ticks.length - 1].output_tokens) ticks = [];
   const second = since(tick, 1.1);
@@ -227,7 +229,7 @@ function show(tick) {
   while (tick.now_s - ticks[0].now_s > CHART_S) ticks.shift();
   set("model", tick.model);
   $("model").title = `${tick.model}, ${tick.batching} batching, up ${duration(tick.uptime_s)}`;
-  set("version", `Sluice ${tick.version}, ${tick.batching} batching, up ${duration(tick.uptime_s)}`);
+  set("version", `Version ${tick.version}, ${tick.batching} batching, up ${duration(tick.uptime_s)}`);
   if (elapsed > 0) {
     set("output-rate", rate(tick.rate));
     set("prefill-rate", rate((tick.prefill_tokens - second.prefill_tokens) / elapsed));
@@ -397,10 +399,9 @@ async function play(text) {
   if (first !== null) parts.push(`first token after ${seconds((first - began) / 1000)}`);
   if (usage) {
     parts.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens in ${seconds(total)}`);
-    if (usage.completion_tokens > 1 && first !== null) {
-      const streamed = (performance.now() - first) / 1000;
-      parts.push(`${rate((usage.completion_tokens - 1) / Math.max(streamed, 0.001))} tokens/s`);
-    }
+    const streamed = first === null ? 0 : (performance.now() - first) / 1000;
+    // A rate needs a while to be one.
+    if (streamed > 0.05) parts.push(`${rate((usage.completion_tokens - 1) / streamed)} tokens/s`);
   }
   if (reason) parts.push(`ended: ${reason}`);
   set("played", parts.join(", ") || "nothing came");
