@@ -75,6 +75,12 @@ class SlowConsumer(EngineError):
   reason = "SLOW_CONSUMER"
 
 
+class AnswerTooLarge(EngineError):
+  """One message of the answer is larger than may be sent."""
+
+  reason = "ANSWER_TOO_LARGE"
+
+
 class Starting(Unavailable):
   """The model is loading or compiling; `retry_after_s` is when asking again makes sense."""
 

@@ -148,6 +148,7 @@ class Host:
         keys=self._keys,
         open_methods=open_methods,
         max_concurrent_rpcs=options.max_concurrent_rpcs,
+        max_response_bytes=options.max_response_bytes,
         access_log=self._access_log,
       ),
     )

@@ -20,7 +20,7 @@ from engine.errors import EngineError, Overloaded
 from server import status, tracing
 from server.access_log import AccessLog
 from server.auth import ApiKeys
-from server.errors import DeadlineExceeded, MalformedRequest, UnknownMethod
+from server.errors import AnswerTooLarge, DeadlineExceeded, MalformedRequest, UnknownMethod
 
 REQUEST_ID = "x-request-id"
 HEALTH_METHODS = "/grpc.health.v1.Health/"
@@ -70,6 +70,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     keys: ApiKeys | None = None,
     open_methods: tuple[str, ...] = (HEALTH_METHODS,),
     max_concurrent_rpcs: int | None = None,
+    max_response_bytes: int | None = None,
     access_log: AccessLog | None = None,
   ):
     """What to ask of calls.
@@ -78,11 +79,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
       keys: who may call; None: everybody.
       open_methods: beginnings of methods that need no key.
       max_concurrent_rpcs: more at a time are refused; probes of health do not count.
+      max_response_bytes: of one message; a larger one ends its call.
       access_log: gets a line for each call but those of health; None: none is written.
     """
     self._keys = keys
     self._open_methods = open_methods
     self._max_concurrent_rpcs = max_concurrent_rpcs
+    self._max_response_bytes = max_response_bytes
     self._access_log = access_log
     self._num_calls = 0
 
@@ -131,7 +134,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     gRPC itself would answer what it cannot parse with an exception's text, and a call whose message never came, or only
     half of it, not at all.
     """
-    parse, serialize = handler.request_deserializer, handler.response_serializer
+    parse, serialize = handler.request_deserializer, self._serializer(handler)
     # Any, since the stubs know handlers of the threaded server only.
     behaviour: Any
     if handler.request_streaming:
@@ -153,7 +156,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
       return grpc.stream_stream_rpc_method_handler(unary_stream, None, serialize)
     behaviour = handler.unary_unary
-    assert serialize is not None, "what is sent is bytes"
 
     async def unary_unary(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
       async with self._running(call, context):
@@ -161,6 +163,24 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
       raise AssertionError("not reached")
 
     return grpc.stream_unary_rpc_method_handler(unary_unary)
+
+  def _serializer(self, handler: grpc.RpcMethodHandler) -> Callable[[Any], bytes]:
+    """The handler's, with an error of ours where gRPC would tear the call down."""
+    serialize, limit = handler.response_serializer, self._max_response_bytes
+    assert serialize is not None, "what is sent is bytes"
+    if limit is None:
+      return serialize
+
+    def checked(message: Any) -> bytes:
+      raw = serialize(message)
+      if len(raw) > limit:
+        raise AnswerTooLarge(
+          f"a message of {len(raw)} bytes cannot be sent, the limit is {limit}; ask for fewer tokens, outputs or log "
+          "probabilities, or for a stream"
+        )
+      return raw
+
+    return checked
 
   @contextlib.asynccontextmanager
   async def _running(self, call: Call, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
@@ -180,6 +200,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
       raise
     except grpc.aio.AbortError:
       code = "ABORTED_BY_HANDLER"
+      raise
+    except grpc.aio.InternalError:
+      # The connection went away under a write: no status can pass it either.
+      code = "CANCELLED"
       raise
     except Exception as error:
       answer = status.answer(error)

@@ -39,6 +39,7 @@ _CODES: tuple[tuple[type[engine_errors.EngineError], grpc.StatusCode], ...] = (
   (errors.DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
   (errors.AbortedByRequest, grpc.StatusCode.CANCELLED),
   (errors.SlowConsumer, grpc.StatusCode.RESOURCE_EXHAUSTED),
+  (errors.AnswerTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
   (errors.GenerationFailed, grpc.StatusCode.INTERNAL),
 )
 

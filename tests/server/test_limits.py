@@ -52,7 +52,7 @@ def test_a_message_that_is_large_only_unpacked(served):
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
-def test_an_answer_larger_than_allowed(tokenizer, method):
+def test_an_answer_larger_than_allowed(tokenizer, method, caplog):
   with running(tokenizer, host=HostOptions(max_response_bytes=300)) as served:
     request = pb.GenerateRequest(
       token_ids=IDS,
@@ -60,13 +60,16 @@ def test_an_answer_larger_than_allowed(tokenizer, method):
       output=pb.OutputParams(logprobs=0),
       stopping=pb.StopParams(max_tokens=20, ignore_eos=True),
     )
-    with pytest.raises(grpc.RpcError, match=r"Sent message larger than max \(\d+ vs. 300\)") as caught:
+    with pytest.raises(
+      grpc.RpcError, match=r"message of \d+ bytes cannot be sent, the limit is 300; ask for"
+    ) as caught:
       answer = getattr(served.generation, method)(request)
       for _ in answer if method == "Generate" else ():
         pass
-    assert caught.value.code() is EXHAUSTED
+    assert caught.value.code() is EXHAUSTED and reason_of(caught.value) == "ANSWER_TOO_LARGE"
     served.wait_until(lambda: len(served.generations) == 0 and served.engine.num_live == 0)
     assert_serves(served)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize(
