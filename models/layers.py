@@ -38,16 +38,32 @@ def matrix(
 
 
 class RMSNorm(nnx.Module):
-  """y = x / rms(x) * scale, in f32 (arXiv:1910.07467)."""
+  """y = x / rms(x) * scale, in f32 (arXiv:1910.07467).
 
-  def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+  Ordered, the squares are added halves onto halves: XLA's own reduction adds those of few rows in another order than
+  those of many, so that a row's last bits depend on the batch.
+  """
+
+  def __init__(self, size: int, eps: float, dtype: jnp.dtype, ordered: bool = False):
     self.scale = param((size,), (None,), dtype)
     self.eps = eps
+    self.ordered = ordered
 
   def __call__(self, x: jax.Array) -> jax.Array:  # [..., size] -> same
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+    squares = x32 * x32
+    mean = _ordered_sum(squares) / x.shape[-1] if self.ordered else jnp.mean(squares, axis=-1, keepdims=True)
+    x32 = x32 * jax.lax.rsqrt(mean + self.eps)
     return x32.astype(x.dtype) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
+
+
+def _ordered_sum(x: jax.Array) -> jax.Array:  # [..., n] -> [..., 1]
+  size = 1 << (x.shape[-1] - 1).bit_length()
+  x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+  while size > 1:
+    size //= 2
+    x = x[..., :size] + x[..., size:]
+  return x
 
 
 class GatedMLP(nnx.Module):
@@ -60,13 +76,13 @@ class GatedMLP(nnx.Module):
     self.sizes = (d, f)
     self.packed = packed
 
-  def __call__(self, x: jax.Array) -> jax.Array:  # [..., D] -> [..., D]
+  def __call__(self, x: jax.Array, norm: RMSNorm) -> jax.Array:  # [..., D] -> [..., D]
     if self.packed:
       d, f = self.sizes
-      both = packed_matmul.matmul(x, self.gate_up[...], 2 * f)
+      both = packed_matmul.matmul(x, self.gate_up[...], 2 * f, norm=(norm.scale[...], norm.eps))
       return packed_matmul.matmul(jax.nn.silu(both[..., :f]) * both[..., f:], self.down[...], d)
     # Not x @ gate_up.reshape(D, 2F): that copies the weight on a TPU, and gathers it where F is split over devices.
-    both = jnp.einsum("...d,dcf->...cf", x, self.gate_up[...])
+    both = jnp.einsum("...d,dcf->...cf", norm(x), self.gate_up[...])
     return (jax.nn.silu(both[..., 0, :]) * both[..., 1, :]) @ self.down[...]
 
 

@@ -36,13 +36,16 @@ class Attention(nnx.Module):
     self.qkv = matrix((d, k, g + 2, h), ("embed", "kv_heads", None, None), 1, dtype, packed)
     self.out = matrix((k, g, h, d), ("kv_heads", None, None, "embed"), 3, dtype, packed)
     self.qkv_bias = param((k, g + 2, h), ("kv_heads", None, None), dtype) if config.qkv_bias else None
-    self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype) if config.qk_norm else None
-    self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype) if config.qk_norm else None
+    self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype, packed) if config.qk_norm else None
+    self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype, packed) if config.qk_norm else None
 
-  def __call__(self, x, cos, sin, cache, meta, attend: Attend):
+  def __call__(self, x, norm: RMSNorm, cos, sin, cache, meta, attend: Attend):
     (d, k, g, h), lead = self.sizes, x.shape[:-1]
     outputs = k * (g + 2) * h
-    qkv = packed_matmul.matmul(x, self.qkv[...], outputs) if self.packed else x @ self.qkv[...].reshape(d, outputs)
+    if self.packed:
+      qkv = packed_matmul.matmul(x, self.qkv[...], outputs, norm=(norm.scale[...], norm.eps))
+    else:
+      qkv = norm(x) @ self.qkv[...].reshape(d, outputs)
     qkv = qkv.reshape(*lead, k, g + 2, h)
     if self.qkv_bias is not None:
       qkv = qkv + jnp.broadcast_to(self.qkv_bias[...], qkv.shape)
@@ -67,10 +70,10 @@ class Block(nnx.Module):
 
   def __call__(self, x, cos, sin, cache, meta, attend: Attend):
     with jax.named_scope("attention"):
-      out, cache = self.attention(self.attention_norm(x), cos, sin, cache, meta, attend)
+      out, cache = self.attention(x, self.attention_norm, cos, sin, cache, meta, attend)
     x = x + out
     with jax.named_scope("mlp"):
-      return x + self.mlp(self.mlp_norm(x)), cache
+      return x + self.mlp(x, self.mlp_norm), cache
 
 
 @partial(jax.jit, static_argnums=(0, 7))
@@ -110,7 +113,7 @@ class Decoder(nnx.Module):
       attend: a module-level function (it is static in the compiled layer).
 
     Returns:
-      Final hidden states [..., D] after the last norm, and the new caches.
+      Hidden states [..., D] as the last layer leaves them, for `logits`; and the new caches.
     """
     config = self.config
     if self.packed and self.head is None:
@@ -127,14 +130,17 @@ class Decoder(nnx.Module):
       graphdef, state = nnx.split(layer)
       x, cache = _run_block(graphdef, state, x, cos, sin, cache, meta, attend)
       new_caches.append(cache)
-    return self.final_norm(x), tuple(new_caches)
+    return x, tuple(new_caches)
 
   def logits(self, hidden: jax.Array) -> jax.Array:
-    """[..., D] -> f32[..., V]."""
+    """[..., D] of `hidden` -> f32[..., V]: the final norm, and the head."""
     with jax.named_scope("head"):
       if self.packed:
-        weight = self.embed if self.head is None else self.head
-        return packed_matmul.matmul(hidden, weight[...], self.config.vocab_size, jnp.float32)
+        weight, norm = self.embed if self.head is None else self.head, self.final_norm
+        return packed_matmul.matmul(
+          hidden, weight[...], self.config.vocab_size, dtype=jnp.float32, norm=(norm.scale[...], norm.eps)
+        )
+      hidden = self.final_norm(hidden)
       if self.head is None:
         return jnp.einsum("...d,vd->...v", hidden, self.embed[...], preferred_element_type=jnp.float32)
       return jnp.einsum("...d,dv->...v", hidden, self.head[...], preferred_element_type=jnp.float32)

@@ -52,7 +52,14 @@ def pack(weight: np.ndarray) -> np.ndarray:
   return packed
 
 
-def matmul(x: jax.Array, packed: jax.Array, outputs: int, dtype: jnp.dtype | None = None) -> jax.Array:
+def matmul(
+  x: jax.Array,
+  packed: jax.Array,
+  outputs: int,
+  *,
+  dtype: jnp.dtype | None = None,
+  norm: tuple[jax.Array, float] | None = None,
+) -> jax.Array:
   """x [..., D] times the matrix [D, N] that `packed` was made of: [..., N], summed in f32.
 
   Args:
@@ -60,14 +67,19 @@ def matmul(x: jax.Array, packed: jax.Array, outputs: int, dtype: jnp.dtype | Non
     packed: of `pack`.
     outputs: N.
     dtype: of the result: x's, or float32.
+    norm: scale [D] of x's dtype and epsilon of a root-mean-square norm (arXiv:1910.07467) that x goes through first.
 
   Raises:
     NativeMissing: the library is not built.
     ValueError: the shapes do not fit.
   """
-  if packed.shape != packed_shape(x.shape[-1], outputs):
+  inputs = x.shape[-1]
+  if packed.shape != packed_shape(inputs, outputs):
     raise ValueError(f"packed matmul: x {x.shape} and {packed.shape} do not make {outputs} outputs")
+  scale, epsilon = (jnp.zeros(0, x.dtype), 0.0) if norm is None else norm
+  if norm is not None and scale.shape != (inputs,):
+    raise ValueError(f"packed matmul: the norm's scale {scale.shape} does not fit x {x.shape}")
   _register()
   rows = math.prod(x.shape[:-1])
   call = jax.ffi.ffi_call(_MATMUL, jax.ShapeDtypeStruct((rows, outputs), dtype or x.dtype))
-  return call(x.reshape(rows, x.shape[-1]), packed).reshape(*x.shape[:-1], outputs)
+  return call(x.reshape(rows, inputs), packed, scale, epsilon=np.float32(epsilon)).reshape(*x.shape[:-1], outputs)

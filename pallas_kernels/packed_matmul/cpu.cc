@@ -2,9 +2,10 @@
 //
 // XLA's matmul on a CPU packs the matrix anew at every call, which for a step of few rows takes longer than the product.
 // A block of 32 columns lies in one piece: a tile of rows streams over it with all sums in registers, and while the
-// later tiles of a block run, the next block is fetched. Every element of the result is one sum, from the first term to
+// later tiles of a block run, the next block is fetched. The norm before a matmul is done on the way. Every element of the result is one sum, from the first term to
 // the last, whatever M is and wherever its row lies: so it has the same bits alone and in any batch.
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "pallas_kernels/native.h"
@@ -84,20 +85,49 @@ void block_of(const float* x, int64_t M, int64_t D, const W* w, bool another, O*
   }
 }
 
+// A row in f32, through the norm if there is a scale. Rounded as layers of the model's dtype would round it.
+template <typename X>
+void prepare(const X* x, int64_t D, const X* scale, float epsilon, float* to) {
+  if (scale == nullptr) {
+    for (int64_t k = 0; k < D; ++k) to[k] = value(x[k]);
+    return;
+  }
+  Vec squares{};
+  int64_t k = 0;
+  for (; k + kLanes <= D; k += kLanes) {
+    const Vec v = load(x + k);
+    squares += v * v;
+  }
+  float sum = sum_of(squares);
+  for (; k < D; ++k) sum += value(x[k]) * value(x[k]);
+  const float factor = 1.0f / std::sqrt(sum / static_cast<float>(D) + epsilon);
+  for (k = 0; k < D; ++k) {
+    X normed, scaled;
+    assign(normed, value(x[k]) * factor);
+    assign(scaled, value(normed) * value(scale[k]));
+    to[k] = value(scaled);
+  }
+}
+
 template <typename X, typename W, typename O>
-ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const W* w, int64_t blocks, O* y,
-                    int64_t N) {
+ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon,
+                    const W* w, int64_t blocks, O* y, int64_t N) {
+  const bool worth_it = M * D * N > 500000;
   const float* rows;
-  static thread_local std::vector<float> converted;
-  if constexpr (std::is_same_v<X, float>) {
-    rows = x;
+  static thread_local std::vector<float> prepared;
+  if (std::is_same_v<X, float> && scale == nullptr) {
+    rows = reinterpret_cast<const float*>(x);
   } else {
-    converted.resize(M * D);
-    for (int64_t i = 0; i < M * D; ++i) converted[i] = value(x[i]);
-    rows = converted.data();
+    prepared.resize(M * D);
+    float* to = prepared.data();
+    constexpr int64_t kPiece = 16;
+    spread(threads, (M + kPiece - 1) / kPiece, worth_it && M * D > 100000, [=](int64_t piece) {
+      for (int64_t m = piece * kPiece; m < std::min(M, (piece + 1) * kPiece); ++m)
+        prepare(x + m * D, D, scale, epsilon, to + m * D);
+    });
+    rows = to;
   }
   // Runs of blocks: long enough for the next one to be worth fetching, short enough for threads to end together.
-  const bool worth_it = M * D * N > 500000;
   const int64_t run = std::clamp<int64_t>(blocks / 16, 1, 16);
   spread(threads, (blocks + run - 1) / run, worth_it, [=](int64_t piece) {
     const int64_t stop = std::min(blocks, (piece + 1) * run);
@@ -109,22 +139,28 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
   return ffi::Error::Success();
 }
 
-// x [M, D], w [ceil(N / 32), D, 32] -> y [M, N], each float32 or bfloat16.
-ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+// x [M, D], w [ceil(N / 32), D, 32], scale [D] or [0] -> y [M, N], each float32 or bfloat16.
+ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale,
+                  ffi::Result<ffi::AnyBuffer> y, float epsilon) {
   const int64_t M = x.dimensions()[0], D = x.dimensions()[1], blocks = w.dimensions()[0], N = y->dimensions()[1];
-  if (w.dimensions()[1] != D || (N + kColumns - 1) / kColumns != blocks || y->dimensions()[0] != M)
+  const bool normed = scale.dimensions()[0] != 0;
+  if (w.dimensions()[1] != D || (N + kColumns - 1) / kColumns != blocks || y->dimensions()[0] != M ||
+      (normed && scale.dimensions()[0] != x.dimensions()[1]))
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: shapes do not fit each other");
   auto with = [&](auto x_type, auto w_type, auto y_type) {
     using X = decltype(x_type);
     using W = decltype(w_type);
     using O = decltype(y_type);
-    return multiply(threads, static_cast<const X*>(x.untyped_data()), M, D, static_cast<const W*>(w.untyped_data()),
-                    blocks, static_cast<O*>(y->untyped_data()), N);
+    return multiply(threads, static_cast<const X*>(x.untyped_data()), M, D,
+                    normed ? static_cast<const X*>(scale.untyped_data()) : nullptr, epsilon,
+                    static_cast<const W*>(w.untyped_data()), blocks, static_cast<O*>(y->untyped_data()), N);
   };
   const auto x_type = x.element_type(), w_type = w.element_type(), y_type = y->element_type();
-  if (x_type == ffi::F32 && w_type == ffi::F32 && y_type == ffi::F32) return with(float{}, float{}, float{});
-  if (x_type == ffi::BF16 && w_type == ffi::BF16 && y_type == ffi::BF16) return with(Bf16{}, Bf16{}, Bf16{});
-  if (x_type == ffi::BF16 && w_type == ffi::BF16 && y_type == ffi::F32) return with(Bf16{}, Bf16{}, float{});
+  if (scale.element_type() == x_type) {
+    if (x_type == ffi::F32 && w_type == ffi::F32 && y_type == ffi::F32) return with(float{}, float{}, float{});
+    if (x_type == ffi::BF16 && w_type == ffi::BF16 && y_type == ffi::BF16) return with(Bf16{}, Bf16{}, Bf16{});
+    if (x_type == ffi::BF16 && w_type == ffi::BF16 && y_type == ffi::F32) return with(Bf16{}, Bf16{}, float{});
+  }
   return ffi::Error(ffi::ErrorCode::kUnimplemented, "packed matmul: float32, or bfloat16 times bfloat16");
 }
 
@@ -135,6 +171,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("epsilon"));
 
 }  // namespace sluice

@@ -12,6 +12,7 @@ import pytest
 
 from models import llama
 from models.config import ModelConfig
+from models.layers import RMSNorm
 from pallas_kernels import native
 from pallas_kernels.packed_matmul import api
 from tests.device.tiny_model import TINY, dense_logits, random_params
@@ -35,7 +36,7 @@ def check(rows: int, inputs: int, outputs: int, dtype: str = "float32", result: 
   """Against f64: sums of at most some thousand terms in f32, and the result's own rounding."""
   x, w = numbers(rows, inputs, outputs, dtype)
   packed = jnp.asarray(api.pack(np.asarray(w)))
-  y = api.matmul(x, packed, outputs, None if result is None else jnp.dtype(result))
+  y = api.matmul(x, packed, outputs, dtype=None if result is None else jnp.dtype(result))
   assert y.shape == (rows, outputs) and y.dtype == jnp.dtype(result or dtype)
   expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
   relative = 2.0**-8 if y.dtype == jnp.bfloat16 else 0.0
@@ -68,6 +69,23 @@ def test_a_row_has_the_same_bits_in_any_batch() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 64), (9, 100), (200, 768)], ids=str)
+def test_the_norm_before_it(shape: tuple[int, int], dtype: str) -> None:
+  x, w = numbers(*shape, 96, dtype)
+  x = x * jnp.asarray(5.0, dtype)
+  scale = jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, shape[1])).astype(dtype)
+  norm = RMSNorm(shape[1], 1e-5, jnp.dtype(dtype))
+  norm.scale[...] = scale
+  packed = jnp.asarray(api.pack(np.asarray(w)))
+  found = api.matmul(x, packed, 96, dtype=jnp.float32, norm=(scale, 1e-5))
+  expected = np.asarray(norm(x), np.float64) @ np.asarray(w, np.float64)
+  # In bf16 a factor that is off in its last bit rounds some numbers the other way.
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 if dtype == "float32" else 3e-2)
+  row = np.asarray(api.matmul(x[-1:], packed, 96, dtype=jnp.float32, norm=(scale, 1e-5)))
+  np.testing.assert_array_equal(row[0], np.asarray(found)[-1])
+
+
 def test_leading_dimensions() -> None:
   x, w = numbers(6, 32, 50, "float32")
   packed = jnp.asarray(api.pack(np.asarray(w)))
@@ -80,6 +98,8 @@ def test_what_does_not_fit_is_named() -> None:
   packed = jnp.asarray(api.pack(np.asarray(w)))
   with pytest.raises(ValueError, match="do not make 70 outputs"):
     api.matmul(x, packed, 70)
+  with pytest.raises(ValueError, match=r"scale \(5,\) does not fit"):
+    api.matmul(x, packed, 50, norm=(jnp.ones(5), 1e-5))
   with pytest.raises(ValueError, match=r"x \(2, 31\)"):
     api.matmul(x[:, :31], packed, 50)
   with pytest.raises(NotImplementedError, match="dtype float16"):
@@ -116,12 +136,27 @@ def test_a_model_gives_the_same_logits(changes: dict) -> None:
 _SOURCE = native._ROOT / native.SOURCES["packed_matmul"]
 _COLUMNS = "std::min<int64_t>(kColumns, N - block * kColumns)"
 _BUGS = {
-  "last_term_left_out": ("k < D; ++k", "k + 1 < D; ++k"),
+  "last_term_left_out": ("k < D; ++k, w +=", "k + 1 < D; ++k, w +="),
+  "epsilon_left_out": ("static_cast<float>(D) + epsilon", "static_cast<float>(D)"),
+  "scale_left_out": ("value(normed) * value(scale[k])", "value(normed)"),
   "wrong_row": ("x[m * D + k] * row[j]", "x[(m ? m - 1 : 0) * D + k] * row[j]"),
   "rows_of_a_tile_left_out": ("std::min(rows, M - m)", "std::min<int64_t>(rows - (m > 0), M - m)"),
   "blocks_of_a_run_left_out": ("std::min(blocks, (piece + 1) * run)", "std::min(blocks, piece * run + 1)"),
   "last_column_left_out": (_COLUMNS, _COLUMNS.replace("N -", "N - 1 -")),
 }
+
+
+def check_norm() -> None:
+  """With numbers so small that epsilon counts."""
+  x, w = numbers(3, 40, 20, "float32")
+  x, scale = x * 1e-3, jnp.linspace(0.5, 2, 40)
+  normed = x / jnp.sqrt(jnp.mean(x * x, axis=1, keepdims=True) + 1e-5) * scale[None]
+  found = api.matmul(x, jnp.asarray(api.pack(np.asarray(w))), 20, norm=(scale, 1e-5))
+  np.testing.assert_allclose(found, np.asarray(normed) @ np.asarray(w), rtol=0, atol=1e-5)
+
+
+def test_without_a_bug_the_same_checks_pass() -> None:
+  check_norm()
 
 
 @pytest.mark.parametrize("name", _BUGS)
@@ -137,3 +172,4 @@ def test_seeded_bug_is_caught(name: str, tmp_path: pathlib.Path, monkeypatch: py
   with pytest.raises(AssertionError):
     check(14, 64, 33)
     check(70, 64, 2050)
+    check_norm()
