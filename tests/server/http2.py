@@ -77,6 +77,10 @@ class Connection:
         return payload
     raise AssertionError(f"the server closed the connection without a frame of kind {wanted}")
 
+  def reset_on_close(self) -> None:
+    """Closing then sends RST, as the kernel does for a killed process with unread data."""
+    self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
   def _take(self, size: int) -> bytes | None:
     while len(self._rest) < size:
       try:

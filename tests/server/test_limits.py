@@ -1,9 +1,12 @@
 """Limits of the wire: sizes, streams, pings, ages of connections, floods and junk. Nobody else may be harmed."""
 
+import os
+import random
 import re
 import socket
 import struct
 import threading
+import time
 
 from google.rpc import error_details_pb2
 import grpc
@@ -193,6 +196,30 @@ def test_streams_opened_and_reset_at_once(served):
   assert len(token_ids_of(list(beside))) == 399
   served.wait_until(lambda: len(served.generations) == 0 and served.engine.num_live == 0)
   assert_serves(served)
+
+
+def test_connections_that_break_leave_nothing_behind(served, caplog):
+  """Half of them reset, at any moment: no request, no descriptor and no word of an error stays."""
+  served.runner.seconds = 0.001
+  rng = random.Random(3)
+  body = message(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
+  descriptors = len(os.listdir("/proc/self/fd"))
+  for _ in range(100):
+    with http2.Connection(served.address) as connection:
+      opening = http2.headers(f"/sluice.v1.GenerationService/{rng.choice(('Generate', 'GenerateUnary'))}")
+      connection.send(
+        http2.PREFACE,
+        http2.frame(http2.SETTINGS),
+        http2.frame(http2.HEADERS, http2.END_HEADERS, 1, opening),
+        http2.frame(http2.DATA, http2.END_STREAM, 1, body),
+      )
+      time.sleep(rng.random() * 0.01)
+      if rng.random() < 0.5:
+        connection.reset_on_close()
+  served.wait_until(lambda: len(served.generations) == 0 and served.engine.num_live == 0)
+  served.wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+  assert served.generations.num_started > 0
+  assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_headers_without_end(served):

@@ -507,6 +507,35 @@ def test_the_admin_service(tokenizer):
     assert served.exit_code == [0]
 
 
+def test_the_admin_command(tokenizer, folder):
+  options = HostOptions(admin_port=0, admin_api_key_file=str(folder / "admin_keys"))
+  with running(tokenizer, host=options, admin=Actions().actions) as served:
+    for command, key, code, said in (
+      ("config", ADMIN_KEY, 0, "--model=tiny\n--api_key_file=/etc/keys\n"),
+      ("trace_on", ADMIN_KEY, 0, "step trace: recording to /tmp/trace\n"),
+      ("nonsense", ADMIN_KEY, 2, "error: give one of config, trace_on, trace_off, drain\n"),
+      (
+        "drain",
+        KEY,
+        1,
+        "UNAUTHENTICATED: the API key is not known here; check the key, and that it is for this server\n",
+      ),
+      ("drain", ADMIN_KEY, 0, "draining, 0 live requests\n"),
+    ):
+      done = subprocess.run(
+        [sys.executable, "-m", "tools.admin", f"--target=127.0.0.1:{served.host.admin_port}", command],
+        cwd=ROOT,
+        env=os.environ | {"SLUICE_ADMIN_API_KEY": key},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+      )
+      assert (done.returncode, done.stdout + done.stderr) == (code, said)
+    served.thread.join(30)
+    assert served.exit_code == [0]
+
+
 def test_channelz_is_on_the_admin_port_where_wanted(tokenizer):
   with (
     running(tokenizer, host=HostOptions(admin_port=0, enable_channelz=True), admin=Actions().actions) as served,

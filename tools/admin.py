@@ -1,0 +1,68 @@
+"""Asks a running server's admin port: its settings, the step trace, a drain. May not import the engine.
+
+python -m tools.admin config                 # the settings in force, as a --flagfile
+python -m tools.admin trace_on               # trace_off
+python -m tools.admin drain                  # as SIGTERM does
+"""
+
+import os
+import pathlib
+import sys
+
+from absl import app, flags
+import grpc
+
+from server.proto import admin_pb2 as pb
+from server.proto import admin_pb2_grpc as pb_grpc
+
+_TARGET = flags.DEFINE_string("target", "127.0.0.1:50052", "HOST:PORT that the server was given as --admin_port.")
+_TLS_CA_FILE = flags.DEFINE_string("tls_ca_file", "", "PEM authorities of the server; given, the connection is TLS.")
+_TLS_CERT_FILE = flags.DEFINE_string("tls_cert_file", "", "PEM certificate, for a server that asks for one.")
+_TLS_KEY_FILE = flags.DEFINE_string("tls_key_file", "", "Its PEM key.")
+_TIMEOUT_S = flags.DEFINE_float("timeout_s", 10.0, "Longest wait for the answer, in seconds.")
+_COMMANDS = ("config", "trace_on", "trace_off", "drain")
+
+
+def _channel() -> grpc.Channel:
+  paths = (_TLS_CA_FILE.value, _TLS_KEY_FILE.value, _TLS_CERT_FILE.value)
+  if not any(paths):
+    return grpc.insecure_channel(_TARGET.value)
+  contents = (pathlib.Path(path).read_bytes() if path else None for path in paths)
+  return grpc.secure_channel(_TARGET.value, grpc.ssl_channel_credentials(*contents))
+
+
+def _ask(channel: grpc.Channel, command: str) -> str:
+  """Does one command; returns what to print."""
+  stub = pb_grpc.AdminServiceStub(channel)
+  key = os.environ.get("SLUICE_ADMIN_API_KEY")
+  options = {"timeout": _TIMEOUT_S.value, "metadata": (("authorization", f"Bearer {key}"),) if key else ()}
+  if command == "config":
+    return "\n".join(stub.GetConfig(pb.GetConfigRequest(), **options).flags)
+  if command == "drain":
+    live = stub.Drain(pb.DrainRequest(), **options).live_requests
+    return f"draining, {live} live requests"
+  on = command == "trace_on"
+  path = stub.SetTrace(pb.SetTraceRequest(on=on), **options).path
+  return f"step trace: {'recording to' if on else 'closed'} {path}"
+
+
+def main(argv: list[str]) -> int:
+  """Returns 0; 1 when the server refused or is not there, 2 for a bad command line."""
+  if len(argv) != 2 or argv[1] not in _COMMANDS:
+    print(f"error: give one of {', '.join(_COMMANDS)}", file=sys.stderr)
+    return 2
+  try:
+    with _channel() as channel:
+      print(_ask(channel, argv[1]))
+  except OSError as error:
+    print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+    return 2
+  except grpc.RpcError as error:
+    call = error if isinstance(error, grpc.Call) else None
+    print(f"{call.code().name}: {call.details()}" if call else f"error: {error}", file=sys.stderr)
+    return 1
+  return 0
+
+
+if __name__ == "__main__":
+  app.run(main)
