@@ -15,6 +15,7 @@ v1 scheduler). Planning needs counts alone; token values matter at commit, one s
 import bisect
 from collections.abc import Sequence
 import dataclasses
+import operator
 from typing import Any
 
 from engine.admission import AdmissionControl
@@ -23,7 +24,7 @@ from engine.batching import make_batching
 from engine.block_pool import BlockPool, block_key, root_key
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, RequestTooLong
-from engine.policy import make_policy
+from engine.policy import Policy, make_policy
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.shapes import ShapeLadder, StepShape
 
@@ -75,6 +76,26 @@ class _Plan:
     self.counts.append(count)
 
 
+class _DecodeColumns:
+  """What a Batch says of rows that decode and that no step changes; made anew when other requests decode.
+
+  It is the same for as long as these requests decode in these slots: one that lost its slot comes back with a row of
+  several tokens or of a known one, so that at least one step has other decodes.
+  """
+
+  __slots__ = ("requests", "request_ids", "slots", "ones", "samples", "token_ids", "before_outputs")
+
+  def __init__(self, requests: list[Request]):
+    num_rows = len(requests)
+    self.requests = requests
+    self.request_ids = tuple([request.id for request in requests])
+    self.slots = tuple([request.slot for request in requests])
+    self.ones = (1,) * num_rows
+    self.samples = (True,) * num_rows
+    self.token_ids: tuple[tuple[int, ...], ...] = ((),) * num_rows
+    self.before_outputs = [len(request.prompt_token_ids) - 1 for request in requests]
+
+
 class Scheduler:
   """The mechanism: blocks, counts, invariants. The policy says who goes first.
 
@@ -89,6 +110,8 @@ class Scheduler:
     self.num_preemptions = 0
     self.num_waiting_tokens = 0  # prompt tokens of waiting requests
     self._policy = make_policy(config)
+    # None where the policy holds nobody back: a call for each of 256 rows takes 10 us.
+    self._holds = None if type(self._policy).holds is Policy.holds else self._policy.holds
     self._admission = AdmissionControl(config)
     self._batching = make_batching(config)
     self._eos = frozenset(config.eos_token_ids)
@@ -101,6 +124,7 @@ class Scheduler:
     self._last_commit = 0.0
     self._num_steps = 0
     self._num_arrivals = 0
+    self._decodes = _DecodeColumns([])  # of the latest step
     self._ended: list[Request] = []  # since take_ended()
     self._next_deadline = float("inf")  # no live request has an earlier one
 
@@ -217,7 +241,7 @@ class Scheduler:
     plan = _Plan(self.ladder.max_tokens - len(running), config.max_num_seqs - len(running))
     batching = self._batching
     chunk_left, row_limit = batching.chunk_limit, batching.row_limit()
-    policy = self._policy
+    policy, holds = self._policy, self._holds
     policy.begin(running, self._waiting)
     num_preemptions = self.num_preemptions
     decodes: list[Request] = []
@@ -226,7 +250,8 @@ class Scheduler:
     for request in running:
       position = request.num_computed_tokens
       if position >= request.num_sent_tokens:
-        if position >= request.max_computed_tokens or policy.holds(request):  # or its last value is on its way
+        # Or its last value is on its way.
+        if position >= request.max_computed_tokens or (holds is not None and holds(request)):
           continue
         if position % block_size == 0 and not self._cover(request, 1, plan):
           break
@@ -265,38 +290,49 @@ class Scheduler:
 
   def _seal(self, decodes: list[Request], starts: list[int], plan: _Plan, shape: StepShape) -> Batch:
     """Freezes the plan: decodes first, then rows of several tokens."""
-    num_decodes = len(decodes)
-    rows = decodes + plan.requests
-    num_outputs = [start + 1 - len(request.prompt_token_ids) for request, start in zip(decodes, starts, strict=True)]
-    num_logits, samples = [1] * num_decodes, [True] * num_decodes
-    token_ids: list[tuple[int, ...]] = [()] * num_decodes
+    columns = self._decodes
+    if decodes != columns.requests:
+      columns = self._decodes = _DecodeColumns(decodes)
+    rows, request_ids, slots = columns.requests, columns.request_ids, columns.slots
+    counts = num_logits = columns.ones
+    samples, token_ids = columns.samples, columns.token_ids
+    num_outputs = tuple(map(operator.sub, starts, columns.before_outputs))
+    more_logits, more_samples, more_token_ids, more_outputs = [], [], [], []
     for request, count in zip(plan.requests, plan.counts, strict=True):
       start = request.num_computed_tokens
       end = start + count
       reaches_end = end == request.num_sent_tokens
       starts.append(start)
-      num_outputs.append(len(request.output_token_ids))
-      num_logits.append(self._num_logits(request, count))
-      samples.append(reaches_end)
-      token_ids.append(_slice(request, start, end))
+      more_logits.append(self._num_logits(request, count))
+      more_samples.append(reaches_end)
+      more_token_ids.append(_slice(request, start, end))
+      more_outputs.append(len(request.output_token_ids))
       request.num_computed_tokens = end
       request.num_in_flight += reaches_end
+    if plan.requests:
+      rows = rows + plan.requests
+      request_ids += tuple([request.id for request in plan.requests])
+      slots += tuple([request.slot for request in plan.requests])
+      counts += tuple(plan.counts)
+      num_logits += tuple(more_logits)
+      samples += tuple(more_samples)
+      token_ids += tuple(more_token_ids)
+      num_outputs += tuple(more_outputs)
     step = self._num_steps
     self._num_steps = step + 1
     self._launched[step] = rows
-    all_counts = (1,) * num_decodes + tuple(plan.counts)
-    self._policy.ran(rows, all_counts, shape.tokens)
+    self._policy.ran(rows, counts, shape.tokens)
     return Batch(
       step=step,
       shape=shape,
-      request_ids=tuple([request.id for request in rows]),
-      slots=tuple([request.slot for request in rows]),
+      request_ids=request_ids,
+      slots=slots,
       starts=tuple(starts),
-      counts=all_counts,
-      num_logits=tuple(num_logits),
-      samples=tuple(samples),
-      token_ids=tuple(token_ids),
-      num_output_tokens=tuple(num_outputs),
+      counts=counts,
+      num_logits=num_logits,
+      samples=samples,
+      token_ids=token_ids,
+      num_output_tokens=num_outputs,
       admissions=tuple(plan.admissions),
       new_blocks=tuple(plan.new_blocks),
     )

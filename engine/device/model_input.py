@@ -186,6 +186,12 @@ def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
   )
 
 
+def _field(layout: StepLayout, packed: np.ndarray, name: str) -> np.ndarray:
+  """A field of a packed array, as a view."""
+  offset, shape = layout.fields[name]
+  return packed[offset : offset + math.prod(shape)].reshape(shape)
+
+
 def flags_of(params: SamplingParams) -> Flag:
   """What a request asks of every row that samples."""
   flags = Flag.SAMPLE
@@ -214,16 +220,73 @@ class LogitRows:
     last: int32[rows of the batch], each row's last logit row (where it samples).
     wants: row -> (first logit row, one number of alternatives for each logit row), for rows that want logprobs.
     targets: int32[logit rows], as sent.
+    plain: every row samples from the one logit row it has, and min_tokens holds nothing back.
   """
 
   last: np.ndarray
   wants: dict[int, tuple[int, tuple[int, ...]]]
   targets: np.ndarray
+  plain: bool = False
 
   @property
   def wants_top(self) -> bool:
     """Whether the arrays of alternatives must be read at all."""
     return any(max(numbers) > 0 for _, numbers in self.wants.values())
+
+
+class _Decodes:
+  """The latest packed step, of nothing but decodes; the next one is made from it while its rows are the same.
+
+  The device may still read the array: the next step gets one of its own, a sum, and then what begins a new block.
+  """
+
+  def __init__(self, batch: Batch, layout: StepLayout, packed: np.ndarray, rows: LogitRows):
+    """Args: packed, rows: as `Packer.pack` returned them for `batch`."""
+    self.rows = rows
+    self._layout, self._packed, self._key = layout, packed, self._key_of(batch)
+    self._total = sum(batch.starts)
+    # What follows is made by the first repetition.
+    self._advance: np.ndarray | None = None  # int32[layout.size]: what a step adds, 1 where a position is counted
+    self._row_of: dict[int, int] = {}  # slot -> row
+
+  @staticmethod
+  def _key_of(batch: Batch) -> tuple:
+    """What batches of the same decodes have in common; equal at once where they have the very same columns."""
+    return batch.slots, batch.counts, batch.num_logits, batch.samples, batch.token_ids
+
+  def next(self, batch: Batch, layout: StepLayout, block_size: int) -> np.ndarray | None:
+    """The array of `batch` in memory of its own, or None if it is not the same rows, one position on."""
+    starts, slots = batch.starts, batch.slots
+    rows, total = len(starts), sum(starts)
+    if (
+      layout is not self._layout
+      or batch.admissions
+      or self._key_of(batch) != self._key
+      or total != self._total + rows  # a measurement may launch one batch again and again
+    ):
+      return None
+    if self._advance is None:
+      self._advance = advance = np.zeros(layout.size, np.int32)
+      for name in ("positions", "slot_mapping", "kv_lens"):
+        _field(layout, advance, name)[:rows] = 1
+      _field(layout, advance, "columns")[Column.POSITION, :rows] = 1
+      self._row_of = {slot: row for row, slot in enumerate(slots)}
+    packed = self._packed + self._advance
+    self._packed, self._total = packed, total
+    tables = _field(layout, packed, "block_tables")
+    for slot, index, block in batch.new_blocks:
+      row = self._row_of.get(slot)
+      if row is not None:
+        tables[row, index] = block
+    # The few rows that begin a block: right after a step of the device, each kind of numpy call costs 20 us.
+    slot_mapping = _field(layout, packed, "slot_mapping")
+    for row in [row for row, start in enumerate(starts) if start % block_size == 0]:
+      slot_mapping[row] = tables[row, starts[row] // block_size] * block_size
+    if layout.plan:
+      _field(layout, packed, "plan")[:] = layout.plan.make(
+        _field(layout, packed, "query_starts"), _field(layout, packed, "kv_lens")
+      )
+    return packed
 
 
 class Packer:
@@ -241,6 +304,7 @@ class Packer:
     self._min_tokens = np.zeros(num_slots + 1, np.int32)
     self._logprobs: dict[int, SamplingParams] = {}  # slots that want any
     self._known: dict[int, Sequence[int]] = {}  # tokens of slots that want prompt logprobs
+    self._decodes: _Decodes | None = None  # the latest step, if another may repeat it
 
   def layout(self, shape: StepShape) -> StepLayout:
     """The layout of `shape`'s packed array."""
@@ -248,6 +312,7 @@ class Packer:
 
   def admit(self, admission: Admission) -> None:
     """Writes a slot anew."""
+    self._decodes = None
     slot, params = admission.slot, admission.params
     table = self._block_tables[slot]
     table[:] = 0
@@ -286,11 +351,22 @@ class Packer:
     """
     for slot, index, block in batch.new_blocks:
       self._block_tables[slot, index] = block
+    decodes = self._decodes
+    if decodes is not None:
+      packed = decodes.next(batch, layout, self._block_size)
+      if packed is not None:
+        return packed, decodes.rows
     packed = np.zeros(layout.size, np.int32)
+    rows = self._pack(batch, layout, packed)
+    repeats = rows.plain and not any(batch.token_ids)
+    self._decodes = _Decodes(batch, layout, packed, rows) if repeats else None
+    return packed, rows
+
+  def _pack(self, batch: Batch, layout: StepLayout, packed: np.ndarray) -> LogitRows:
+    """Fills a zeroed array."""
 
     def field(name: str) -> np.ndarray:
-      offset, shape = layout.fields[name]
-      return packed[offset : offset + math.prod(shape)].reshape(shape)
+      return _field(layout, packed, name)
 
     columns = field("columns")
     columns[Column.SLOT] = self._num_slots
@@ -299,7 +375,7 @@ class Packer:
     if not rows:
       if layout.plan:
         field("plan")[:] = layout.plan.make(field("query_starts"), field("kv_lens"))
-      return packed, LogitRows(np.zeros(0, np.int32), {}, np.zeros(0, np.int32))
+      return LogitRows(np.zeros(0, np.int32), {}, np.zeros(0, np.int32))
 
     slots = np.array(batch.slots, np.int32)
     starts = np.array(batch.starts, np.int32)
@@ -333,15 +409,14 @@ class Packer:
     field("slot_mapping")[:total] = blocks * self._block_size + offsets
     if layout.plan:
       field("plan")[:] = layout.plan.make(query_starts, field("kv_lens"))
-    return packed, self._pack_logit_rows(batch, layout, packed, slots, kv_lens, ends)
+    return self._pack_logit_rows(batch, layout, packed, slots, kv_lens, ends)
 
   def _pack_logit_rows(
     self, batch: Batch, layout: StepLayout, packed: np.ndarray, slots: np.ndarray, kv_lens: np.ndarray, ends: np.ndarray
   ) -> LogitRows:
     """Fills `columns` and `stop_ids`; says how to read the output."""
     rows = len(slots)
-    offset, (height, width) = layout.fields["columns"]
-    columns = packed[offset : offset + height * width].reshape(height, width)
+    columns = _field(layout, packed, "columns")
     samples = np.array(batch.samples, np.bool_)
     num_logits = np.array(batch.num_logits, np.int32)
     logit_ends = np.cumsum(num_logits, dtype=np.int32)
@@ -365,10 +440,10 @@ class Packer:
     flags *= final
     outputs = np.array(batch.num_output_tokens, np.int32)
     suppress = final & (outputs[row] < self._min_tokens[slot])
-    if suppress.any():
+    suppresses = bool(suppress.any())
+    if suppresses:
       flags[suppress] |= int(Flag.SUPPRESS)
-      offset, (height, width) = layout.fields["stop_ids"]
-      packed[offset : offset + total * width].reshape(total, width)[:] = self._stop_ids[slot]
+      _field(layout, packed, "stop_ids")[:total] = self._stop_ids[slot]
     wants: dict[int, tuple[int, tuple[int, ...]]] = {}
     if self._logprobs:
       for index, slot_of_row in enumerate(batch.slots):
@@ -377,7 +452,8 @@ class Packer:
           numbers = self._want_logprobs(index, batch, params, live, int(last[index]))
           if numbers:
             wants[index] = int(logit_ends[index]) - len(numbers), numbers
-    return LogitRows(last, wants, live[Column.TARGET])
+    plain = not suppresses and total == rows and bool(final.all())
+    return LogitRows(last, wants, live[Column.TARGET], plain)
 
   def _want_logprobs(
     self, row: int, batch: Batch, params: SamplingParams, live: np.ndarray, last: int

@@ -1,16 +1,24 @@
 """Packing against a token-by-token twin: whatever the rows, every number arrives where the device reads it."""
 
+from pathlib import Path
 import random
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.batch import Admission, Batch
+from engine.batch import Admission, Batch, Launched
+from engine.config import EngineConfig
+from engine.device import model_input
 from engine.device.model_input import Flag, Packer, flags_of, unpack
+from engine.engine import Engine
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
+from tests.engine.world import World
+from tests.fakes import FakeRunner
 
 SLOTS, WIDTH, BLOCK = 6, 8, 4
 EOS = (1, 2)
@@ -161,3 +169,111 @@ def test_each_step_has_memory_of_its_own():
   empty = Batch(0, layout.shape, (), (), (), (), (), (), (), ())
   first, second = packer.pack(empty, layout)[0], packer.pack(empty, layout)[0]
   assert not np.shares_memory(first, second)
+
+
+class PackingRunner:
+  """Packs what the fake device runs twice: as a runner does, step after step, and by a packer that repeats nothing."""
+
+  def __init__(self, config: EngineConfig, fake: FakeRunner, packer_class: type[Packer]):
+    width = -(-config.max_model_len // config.block_size)
+    self.fake = fake
+    self.packer = packer_class(config.max_num_seqs, width, config.block_size, config.eos_token_ids)
+    self.fresh = Packer(config.max_num_seqs, width, config.block_size, config.eos_token_ids)
+    self.layouts = {}
+    self.launched: list[tuple[np.ndarray, np.ndarray]] = []  # what the device may still read, and what it must find
+    self.num_repeated = 0
+
+  def launch(self, batch: Batch) -> Launched:
+    layout = self.layouts.setdefault(batch.shape, self.packer.layout(batch.shape))
+    for admission in batch.admissions:
+      self.packer.admit(admission)
+      self.fresh.admit(admission)
+    before = self.packer._decodes
+    packed, rows = self.packer.pack(batch, layout)
+    self.num_repeated += before is not None and self.packer._decodes is before
+    self.fresh._decodes = None
+    expected, expected_rows = self.fresh.pack(batch, layout)
+    np.testing.assert_array_equal(packed, expected)
+    np.testing.assert_array_equal(rows.last, expected_rows.last)
+    np.testing.assert_array_equal(rows.targets, expected_rows.targets)
+    assert (rows.wants, rows.plain) == (expected_rows.wants, expected_rows.plain)
+    self.launched = [*self.launched[-2:], (packed, expected)]
+    for array, written in self.launched:
+      np.testing.assert_array_equal(array, written)
+    return self.fake.launch(batch)
+
+
+def pack_a_world(seed: int, packer_class: type[Packer] = Packer) -> int:
+  """A random life with preemptions, aborts and slots that change hands; returns how many steps were repeated."""
+  world = World(seed, engine_class=Engine)
+  runner = world.engine._runner = PackingRunner(world.config, world.runner, packer_class)
+  for _ in range(120):
+    world.random_op()
+  world.drain()
+  return runner.num_repeated
+
+
+def test_a_repeated_step_equals_a_fresh_one():
+  assert sum(pack_a_world(seed) for seed in range(40)) > 200
+
+
+@pytest.mark.parametrize(
+  "old, new",
+  [
+    ("        tables[row, index] = block\n", "        pass\n"),
+    ("if start % block_size == 0]", "if False]"),
+    ('"positions", "slot_mapping", "kv_lens"', '"positions", "slot_mapping"'),
+    ('      _field(layout, advance, "columns")[Column.POSITION, :rows] = 1\n', ""),
+    ("packed = self._packed + self._advance\n", "packed = np.add(self._packed, self._advance, out=self._packed)\n"),
+    ("plain = not suppresses and ", "plain = "),
+  ],
+)
+def test_a_bug_in_repeating_is_caught(old: str, new: str):
+  source = Path(model_input.__file__).read_text()
+  assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
+  module = types.ModuleType("seeded_model_input")
+  sys.modules[module.__name__] = module
+  try:
+    exec(compile(source.replace(old, new), "seeded model_input.py", "exec"), module.__dict__)
+    with pytest.raises(AssertionError):
+      for seed in range(60):
+        pack_a_world(seed, module.Packer)
+  finally:
+    del sys.modules[module.__name__]
+
+
+def test_only_the_same_decodes_one_position_on_are_repeated():
+  """Other rows, though as many and as far; and one batch launched many times, as measurements do."""
+  packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
+  layout = packer.layout(StepShape(8, SLOTS))
+  params = SamplingParams(temperature=0.0)
+  for slot in (1, 2, 3):
+    packer.admit(Admission(slot, (5, 6), 2, (10 * slot + 1, 10 * slot + 2), params, 1))
+
+  def make(*rows: tuple[int, int], token_ids: tuple[int, ...] = ()) -> Batch:
+    slots, starts = zip(*rows, strict=True)
+    ones = (max(1, len(token_ids)),) * len(rows)
+    ids = tuple(map(str, slots))
+    return Batch(
+      0, layout.shape, ids, slots, starts, ones, (1,) * len(rows), (True,) * len(rows), (token_ids,) * len(rows), ones
+    )
+
+  for batch in (
+    make((1, 2), (2, 3)),
+    make((1, 2), (2, 3)),
+    make((2, 3), (1, 4)),
+    make((2, 4), (3, 5)),
+    make((2, 5), (3, 6)),
+    make((1, 1), token_ids=(7, 8)),
+    make((1, 2), token_ids=(7, 8)),
+  ):
+    inputs = unpack(layout, jnp.asarray(packer.pack(batch, layout)[0]))
+    count = batch.counts[0]
+    for row, (slot, start) in enumerate(zip(batch.slots, batch.starts, strict=True)):
+      token = row * count
+      positions = list(range(start, start + count))
+      assert inputs.positions[token : token + count].tolist() == positions
+      assert int(inputs.kv_lens[row]) == start + count
+      blocks = [10 * slot + 1 + position // BLOCK for position in positions]
+      places = [block * BLOCK + position % BLOCK for block, position in zip(blocks, positions, strict=True)]
+      assert inputs.slot_mapping[token : token + count].tolist() == places

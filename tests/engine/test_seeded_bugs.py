@@ -38,6 +38,12 @@ BUGS = (
     "      request.num_computed_tokens = end\n",
     "      request.num_computed_tokens = end\n      self._publish(request, end // self.config.block_size)\n",
   ),
+  Bug(
+    "columns of other requests' decodes are kept",
+    "scheduler",
+    "if decodes != columns.requests:",
+    "if len(decodes) != len(columns.requests):",
+  ),
   Bug("a key does not depend on what is before the block", "block_pool", "sha256(parent + array", "sha256(array"),
   Bug("a key does not depend on the salt", "block_pool", '\\0" + salt)', '\\0")'),
   Bug(
