@@ -1,12 +1,12 @@
-"""Measures what a step costs the host: planning, packing and dispatch, taking values in; prints one JSON line.
+"""Measures what a step costs the host: planning, packing, dispatch, taking values in; prints one JSON line.
 
   python -m tools.bench_host [--model=DIR] [--num_seqs=256] [--steps=300]
 
 All sequences decode, so that every step has `num_seqs` rows. Without a model only the scheduler is measured. With one,
-a step is launched when the device is idle: launch is packing and dispatch alone, not the wait for a busy device.
-schedule_and_launch is what stands between two steps of the device; commit runs while the next one computes. It is told
-in wall time and in processor time of the scheduling thread: on a CPU the launched step competes for the cores at once,
-and wall time has what the thread waited for one.
+a step is launched when the device is idle: dispatch is the call of the executable, not the wait for a busy device.
+schedule_and_launch (schedule, pack and dispatch) is what stands between two steps of the device; read and commit run
+while the next one computes. Each part is told on the clock and in processor time of the scheduling thread: on a CPU the
+launched step competes for the cores at once, and the clock has what the thread waited for one.
 """
 
 from collections.abc import Sequence
@@ -34,47 +34,84 @@ def fill(scheduler: Scheduler, num_seqs: int, max_tokens: int) -> None:
     scheduler.add(Request(f"request-{number}", [_TOKEN] * (_PROMPT_TOKENS + number % 16), params))
 
 
-def percentiles(seconds: list[float], name: str) -> dict[str, float]:
-  """Median and 99th percentile in microseconds, under names that begin with `name`."""
-  ordered = sorted(seconds)
-  return {
-    f"{name}_p50_us": round(1e6 * ordered[len(ordered) // 2], 1),
-    f"{name}_p99_us": round(1e6 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], 1),
-  }
+Moment = tuple[float, float]  # the clock and the thread's processor time, seconds
+
+
+def moment() -> Moment:
+  """Now."""
+  return time.perf_counter(), time.thread_time()
+
+
+class Parts:
+  """Durations of the parts of steps, on the clock and in processor time."""
+
+  def __init__(self):
+    self._seconds: dict[str, list[tuple[float, float]]] = {}
+
+  def add(self, part: str, begin: Moment, end: Moment) -> None:
+    """One duration of `part`."""
+    self._seconds.setdefault(part, []).append((end[0] - begin[0], end[1] - begin[1]))
+
+  def percentiles(self) -> dict[str, float]:
+    """Median and 99th percentile of each part in microseconds."""
+    measured = {}
+    for part, seconds in self._seconds.items():
+      for name, column in zip((part, f"{part}_processor"), zip(*seconds, strict=True), strict=True):
+        ordered = sorted(column)
+        measured[f"{name}_p50_us"] = round(1e6 * ordered[len(ordered) // 2], 1)
+        measured[f"{name}_p99_us"] = round(1e6 * ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], 1)
+    return measured
 
 
 def measure(scheduler: Scheduler, runner, num_seqs: int, steps: int) -> dict[str, float]:
   """Runs until `steps` steps of nothing but decodes are timed.
 
   Args:
-    runner: an engine.batch.Runner, or None to make values up.
+    runner: an engine.device.runner.ModelRunner, or None to make values up.
   """
-  plan, launch, commit, both, busy = [], [], [], [], []
+  parts = Parts()
+  dispatched: list[Moment] = []
+
+  def timed(executable):
+    def call(*arguments):
+      dispatched.append(moment())
+      results = executable(*arguments)
+      dispatched.append(moment())
+      return results
+
+    return call
+
+  if runner:
+    runner.steps = {shape: timed(executable) for shape, executable in runner.steps.items()}
   fill(scheduler, num_seqs, steps + 64)
-  while len(plan) < steps:
-    began = time.thread_time()
-    start = time.perf_counter()
+  num_timed = 0
+  while num_timed < steps:
+    dispatched.clear()
+    began = moment()
     batch = scheduler.schedule(0.0)
-    planned = time.perf_counter()
+    planned = moment()
     assert batch is not None, "the sequences ended before the measurement did"
     launched = runner and runner.launch(batch)
-    dispatched = time.perf_counter()
-    stopped = time.thread_time()
+    stopped = moment()
+    if launched:
+      launched.wait()
+    arrived = moment()
     result = launched.result() if launched else StepResult((_TOKEN,) * len(batch.slots))
-    arrived = time.perf_counter()
+    read = moment()
     scheduler.commit(batch, result, 0.0)
-    done = time.perf_counter()
-    if batch.counts == (1,) * num_seqs:
-      plan.append(planned - start)
-      launch.append(dispatched - planned)
-      commit.append(done - arrived)
-      both.append(dispatched - start)
-      busy.append(stopped - began)
-  measured = percentiles(plan, "schedule") | percentiles(commit, "commit")
-  if runner:
-    measured |= percentiles(launch, "launch") | percentiles(both, "schedule_and_launch")
-    measured |= percentiles(busy, "schedule_and_launch_processor")
-  return measured
+    done = moment()
+    if batch.counts != (1,) * num_seqs:
+      continue
+    num_timed += 1
+    parts.add("schedule", began, planned)
+    if dispatched:
+      called, returned = dispatched
+      parts.add("pack", planned, called)
+      parts.add("dispatch", called, returned)
+      parts.add("schedule_and_launch", began, stopped)
+      parts.add("read", arrived, read)
+    parts.add("commit", read, done)
+  return parts.percentiles()
 
 
 def config_for(num_seqs: int, steps: int, block_size: int) -> EngineConfig:

@@ -25,6 +25,7 @@ from engine.shapes import ShapeLadder, StepShape
 # (what is being done, how many are done, of how many)
 Progress = Callable[[str, int, int], None]
 
+_NO_ROWS: frozenset[int] = frozenset()
 _COMPILE_THREADS = 2  # tracing holds the interpreter, compiling does not
 
 
@@ -58,6 +59,10 @@ class LaunchedStep:
     if self._rows.wants_top:
       self._top.copy_to_host_async()
 
+  def wait(self) -> None:
+    """Waits for the step, reading nothing; for measurements."""
+    self._output.block_until_ready()
+
   def result(self) -> StepResult:
     """Waits for the step and reads its values."""
     output = np.asarray(self._output)
@@ -65,7 +70,7 @@ class LaunchedStep:
     num_logits = len(rows.targets)
     # One call for both, and lists from here on: right after a step of the device, each kind of numpy call costs 20 us.
     drawn, bad = output[:2, :num_logits].tolist()
-    bad_rows = frozenset[int]()
+    bad_rows = _NO_ROWS
     if any(bad):
       bad_rows = frozenset(np.searchsorted(rows.last, np.flatnonzero(bad)).tolist())
     tokens = drawn if rows.plain else output[0, rows.last].tolist()

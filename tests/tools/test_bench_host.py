@@ -7,11 +7,17 @@ import pytest
 from tools import bench_host
 
 
+def names(*parts: str) -> set[str]:
+  return {
+    f"{part}{kind}_{percentile}_us" for part in parts for kind in ("", "_processor") for percentile in ("p50", "p99")
+  }
+
+
 def test_prints_one_json_line(capsys: pytest.CaptureFixture):
   assert bench_host.main(["--num_seqs=8", "--steps=40", "--block_size=4"]) == 0
   (line,) = capsys.readouterr().out.splitlines()
   measured = json.loads(line)
-  assert set(measured) == {"num_seqs", "steps", "schedule_p50_us", "schedule_p99_us", "commit_p50_us", "commit_p99_us"}
+  assert set(measured) == {"num_seqs", "steps", *names("schedule", "commit")}
   assert (measured["num_seqs"], measured["steps"]) == (8, 40)
 
 
