@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from engine.scheduler import Scheduler
+from tests.device.tiny_model import make_runner
 from tools import bench_host
 
 
@@ -24,3 +26,17 @@ def test_prints_one_json_line(capsys: pytest.CaptureFixture):
 def test_refuses_a_folder_that_is_no_model(tmp_path, capsys: pytest.CaptureFixture):
   assert bench_host.main([f"--model={tmp_path}"]) == 2
   assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_tells_the_parts_of_a_device_step():
+  config = bench_host.config_for(8, steps=4, block_size=4)
+  runner = make_runner(
+    num_blocks=config.num_blocks,
+    block_size=config.block_size,
+    token_budgets=config.token_budgets,
+    max_model_len=config.max_model_len,
+  )
+  measured = bench_host.measure(Scheduler(config), runner, num_seqs=8, steps=4)
+  assert set(measured) == names("schedule", "pack", "dispatch", "schedule_and_launch", "read", "commit")
+  clock = [measured[f"{part}_p50_us"] for part in ("schedule", "pack", "dispatch")]
+  assert all(part > 0 for part in clock)
