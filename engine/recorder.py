@@ -11,6 +11,7 @@ from typing import NamedTuple, TextIO
 from engine.batch import Batch, StepResult
 from engine.request import FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
+from engine.snapshot import state_of
 
 RING_STEPS = 1024
 KV_ROWS = 16  # requests looked at a step, on average: a look at 256 takes 20 us, which not every step should pay
@@ -323,7 +324,7 @@ class Recorder:
       self._trace = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by stop_trace()
     except OSError as error:
       self.trace_error = error
-    self._line({"event": "state", "scheduler": scheduler.state(), "in_flight": in_flight and batch_line(in_flight)})
+    self._line({"event": "state", "scheduler": state_of(scheduler), "in_flight": in_flight and batch_line(in_flight)})
 
   def stop_trace(self) -> None:
     """Ends and closes the trace, if there is one."""

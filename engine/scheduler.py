@@ -14,9 +14,7 @@ v1 scheduler). Planning needs counts alone; token values matter at commit, one s
 
 import bisect
 from collections.abc import Sequence
-import dataclasses
 import operator
-from typing import Any
 
 from engine.admission import AdmissionControl
 from engine.batch import Admission, Batch, StepResult, TokenLogprobs
@@ -630,64 +628,7 @@ class Scheduler:
       request.id, token_ids, logprobs, (), reason, message, request.num_prompt_cached_tokens, stop_token_id
     )
 
-  # Snapshots.
-
-  def state(self) -> dict:
-    """Everything that later decisions depend on, as plain JSON values; from_state() is its inverse."""
-    ended = {
-      id(request): request
-      for rows in self._launched.values()
-      for request in rows
-      if request.status is RequestStatus.FINISHED
-    }
-    # Rows are indices: of live requests in the order of arrival, then of those that ended while a step still has them.
-    requests = [*self._requests.values(), *ended.values()]
-    index = {id(request): number for number, request in enumerate(requests)}
-    return {
-      "config": dataclasses.asdict(self.config),
-      "requests": [request.state() for request in requests],
-      "waiting": [index[id(request)] for request in self._waiting],
-      "running": [index[id(request)] for request in self._running],
-      "launched": {str(step): [index[id(request)] for request in rows] for step, rows in self._launched.items()},
-      "slots": list(self._slots),
-      "pool": self.pool.state(),
-      "batching": self._batching.state(),
-      "policy": self._policy.state(),
-      "times": list(self._times.items()),
-      "last_commit": self._last_commit,
-      "num_steps": self._num_steps,
-      "num_arrivals": self._num_arrivals,
-      "num_preemptions": self.num_preemptions,
-      "next_deadline": None if self._next_deadline == float("inf") else self._next_deadline,
-    }
-
-  @classmethod
-  def from_state(cls, state: dict) -> "Scheduler":
-    """A scheduler that will decide as the one whose state() this is."""
-    config: dict[str, Any] = {
-      name: tuple(value) if isinstance(value, list) else value for name, value in state["config"].items()
-    }
-    scheduler = cls(EngineConfig(**config))
-    requests = [Request.from_state(item) for item in state["requests"]]
-    live = {request.id: request for request in requests if request.status is not RequestStatus.FINISHED}
-    for request, item in zip(requests, state["requests"], strict=True):
-      request.leader = live.get(item["leader"])
-    scheduler._requests = live
-    scheduler._waiting = [requests[number] for number in state["waiting"]]
-    scheduler._running = [requests[number] for number in state["running"]]
-    scheduler._launched = {int(step): [requests[number] for number in rows] for step, rows in state["launched"].items()}
-    scheduler._slots = state["slots"]
-    scheduler.pool = BlockPool.from_state(state["pool"])
-    scheduler._batching = make_batching(scheduler.config, state["batching"])
-    scheduler._policy.restore(state["policy"])
-    scheduler._times = dict(state["times"])
-    scheduler._last_commit = state["last_commit"]
-    scheduler._num_steps = state["num_steps"]
-    scheduler._num_arrivals = state["num_arrivals"]
-    scheduler.num_preemptions = state["num_preemptions"]
-    scheduler.num_waiting_tokens = sum(request.num_prompt_tokens for request in scheduler._waiting)
-    scheduler._next_deadline = float("inf") if state["next_deadline"] is None else state["next_deadline"]
-    return scheduler
+  # For tests.
 
   def check(self) -> None:
     """Asserts the invariants between steps; for tests and for an idle engine."""

@@ -16,6 +16,7 @@ from engine.recorder import batch_line
 from engine.request import FinishReason, Request
 from engine.scheduler import Scheduler
 from engine.shapes import StepShape
+from engine.snapshot import restore
 from tools.arguments import CommandParser
 
 
@@ -63,7 +64,7 @@ def _begin(entry: dict[str, Any]) -> tuple[Scheduler, dict[int, Batch]]:
   if entry["event"] != "state":
     raise ValueError(f"a trace begins with the scheduler's state, not with {entry['event']!r}")
   in_flight = entry["in_flight"] and _batch(entry["in_flight"])
-  return Scheduler.from_state(entry["scheduler"]), {in_flight.step: in_flight} if in_flight else {}
+  return restore(entry["scheduler"]), {in_flight.step: in_flight} if in_flight else {}
 
 
 def _feed(entry: dict[str, Any], scheduler: Scheduler, launched: dict[int, Batch]) -> str | None:

@@ -1,0 +1,71 @@
+"""A Scheduler as plain JSON values, and back: how a trace begins. Decides nothing, and keeps no reference to either.
+
+Beside scheduler.py the one file that knows the attributes of a Scheduler: whatever later decisions depend on is here.
+"""
+
+import dataclasses
+from typing import Any
+
+from engine.batching import make_batching
+from engine.block_pool import BlockPool
+from engine.config import EngineConfig
+from engine.request import Request, RequestStatus
+from engine.scheduler import Scheduler
+
+
+def state_of(scheduler: Scheduler) -> dict:
+  """Everything that later decisions depend on, as plain JSON values; restore() is its inverse."""
+  ended = {
+    id(request): request
+    for rows in scheduler._launched.values()
+    for request in rows
+    if request.status is RequestStatus.FINISHED
+  }
+  # Rows are indices: of live requests in the order of arrival, then of those that ended while a step still has them.
+  requests = [*scheduler._requests.values(), *ended.values()]
+  index = {id(request): number for number, request in enumerate(requests)}
+  return {
+    "config": dataclasses.asdict(scheduler.config),
+    "requests": [request.state() for request in requests],
+    "waiting": [index[id(request)] for request in scheduler._waiting],
+    "running": [index[id(request)] for request in scheduler._running],
+    "launched": {str(step): [index[id(request)] for request in rows] for step, rows in scheduler._launched.items()},
+    "slots": list(scheduler._slots),
+    "pool": scheduler.pool.state(),
+    "batching": scheduler._batching.state(),
+    "policy": scheduler._policy.state(),
+    "times": list(scheduler._times.items()),
+    "last_commit": scheduler._last_commit,
+    "num_steps": scheduler._num_steps,
+    "num_arrivals": scheduler._num_arrivals,
+    "num_preemptions": scheduler.num_preemptions,
+    "next_deadline": None if scheduler._next_deadline == float("inf") else scheduler._next_deadline,
+  }
+
+
+def restore(state: dict) -> Scheduler:
+  """A scheduler that will decide as the one whose state_of() this is."""
+  config: dict[str, Any] = {
+    name: tuple(value) if isinstance(value, list) else value for name, value in state["config"].items()
+  }
+  scheduler = Scheduler(EngineConfig(**config))
+  requests = [Request.from_state(item) for item in state["requests"]]
+  live = {request.id: request for request in requests if request.status is not RequestStatus.FINISHED}
+  for request, item in zip(requests, state["requests"], strict=True):
+    request.leader = live.get(item["leader"])
+  scheduler._requests = live
+  scheduler._waiting = [requests[number] for number in state["waiting"]]
+  scheduler._running = [requests[number] for number in state["running"]]
+  scheduler._launched = {int(step): [requests[number] for number in rows] for step, rows in state["launched"].items()}
+  scheduler._slots = state["slots"]
+  scheduler.pool = BlockPool.from_state(state["pool"])
+  scheduler._batching = make_batching(scheduler.config, state["batching"])
+  scheduler._policy.restore(state["policy"])
+  scheduler._times = dict(state["times"])
+  scheduler._last_commit = state["last_commit"]
+  scheduler._num_steps = state["num_steps"]
+  scheduler._num_arrivals = state["num_arrivals"]
+  scheduler.num_preemptions = state["num_preemptions"]
+  scheduler.num_waiting_tokens = sum(request.num_prompt_tokens for request in scheduler._waiting)
+  scheduler._next_deadline = float("inf") if state["next_deadline"] is None else state["next_deadline"]
+  return scheduler
