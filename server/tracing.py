@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import importlib.util
 import os
+import threading
 import time
 from typing import Any, Protocol
 import urllib.parse
@@ -169,10 +170,10 @@ class Tracer:
     resource = {"service.version": version}
     if "OTEL_SERVICE_NAME" not in os.environ:
       resource["service.name"] = "sluice"
-    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
+    self._exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
     # Its own: nothing global, so that two servers in one process do not share their spans.
     self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
-    self._provider.add_span_processor(BatchSpanProcessor(exporter))
+    self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
     self._tracer = self._provider.get_tracer("sluice", version)
     self._propagator = TraceContextTextMapPropagator()
     self._kind = SpanKind.SERVER
@@ -213,7 +214,11 @@ class Tracer:
 
   def shutdown(self) -> None:
     """Sends what is queued, for a few seconds at most."""
-    self._provider.force_flush(round(1000 * _FLUSH_S))
+    # The SDK's own timeouts add up where the collector does not answer, and its threads are not ours to wait for.
+    flush = threading.Thread(target=self._provider.force_flush, name="flush spans", daemon=True)
+    flush.start()
+    flush.join(_FLUSH_S)
+    self._exporter.shutdown()
     self._provider.shutdown()
 
 

@@ -229,7 +229,8 @@ function show(tick) {
   while (tick.now_s - ticks[0].now_s > CHART_S) ticks.shift();
   set("model", tick.model);
   $("model").title = `${tick.model}, ${tick.batching} batching, up ${duration(tick.uptime_s)}`;
-  set("version", `Version ${tick.version}, ${tick.batching} batching, up ${duration(tick.uptime_s)}`);
+  const version = tick.version === "not installed" ? "From a checkout" : `Version ${tick.version}`;
+  set("version", `${version}, ${tick.batching} batching, up ${duration(tick.uptime_s)}`);
   if (elapsed > 0) {
     set("output-rate", rate(tick.rate));
     set("prefill-rate", rate((tick.prefill_tokens - second.prefill_tokens) / elapsed));
