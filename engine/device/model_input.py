@@ -245,9 +245,11 @@ class _Decodes:
     self.rows = rows
     self._layout, self._packed, self._key = layout, packed, self._key_of(batch)
     self._total = sum(batch.starts)
+    self._num_repeated = 0
     # What follows is made by the first repetition.
     self._advance: np.ndarray | None = None  # int32[layout.size]: what a step adds, 1 where a position is counted
     self._row_of: dict[int, int] = {}  # slot -> row
+    self._begins: list[list[int]] = []  # the rows that begin a block, by number of repetitions modulo block size
 
   @staticmethod
   def _key_of(batch: Batch) -> tuple:
@@ -271,17 +273,21 @@ class _Decodes:
         _field(layout, advance, name)[:rows] = 1
       _field(layout, advance, "columns")[Column.POSITION, :rows] = 1
       self._row_of = {slot: row for row, slot in enumerate(slots)}
+      self._begins = [[] for _ in range(block_size)]
+      for row, start in enumerate(starts):
+        self._begins[(1 - start) % block_size].append(row)
     packed = self._packed + self._advance
     self._packed, self._total = packed, total
-    tables = _field(layout, packed, "block_tables")
+    self._num_repeated += 1
+    # The few values that are no sum, one by one: right after a step of the device, each kind of numpy call costs 20 us.
+    tables, (_, width) = layout.fields["block_tables"]
     for slot, index, block in batch.new_blocks:
       row = self._row_of.get(slot)
       if row is not None:
-        tables[row, index] = block
-    # The few rows that begin a block: right after a step of the device, each kind of numpy call costs 20 us.
-    slot_mapping = _field(layout, packed, "slot_mapping")
-    for row in [row for row, start in enumerate(starts) if start % block_size == 0]:
-      slot_mapping[row] = tables[row, starts[row] // block_size] * block_size
+        packed[tables + row * width + index] = block
+    slot_mapping, _ = layout.fields["slot_mapping"]
+    for row in self._begins[self._num_repeated % block_size]:
+      packed[slot_mapping + row] = packed[tables + row * width + starts[row] // block_size] * block_size
     if layout.plan:
       _field(layout, packed, "plan")[:] = layout.plan.make(
         _field(layout, packed, "query_starts"), _field(layout, packed, "kv_lens")

@@ -220,8 +220,8 @@ def test_a_repeated_step_equals_a_fresh_one():
 @pytest.mark.parametrize(
   "old, new",
   [
-    ("        tables[row, index] = block\n", "        pass\n"),
-    ("if start % block_size == 0]", "if False]"),
+    ("        packed[tables + row * width + index] = block\n", "        pass\n"),
+    ("self._begins[(1 - start) % block_size]", "self._begins[(2 - start) % block_size]"),
     ('"positions", "slot_mapping", "kv_lens"', '"positions", "slot_mapping"'),
     ('      _field(layout, advance, "columns")[Column.POSITION, :rows] = 1\n', ""),
     ("packed = self._packed + self._advance\n", "packed = np.add(self._packed, self._advance, out=self._packed)\n"),
