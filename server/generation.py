@@ -266,10 +266,12 @@ class Generations:
     num_steady, firsts = 0, []
     for event in events:
       output = self._outputs.get(event.request_id)
+      error = None
       if event.finish_reason is not None:
         self._outputs.pop(event.request_id, None)
         self._lingering.discard(event.request_id)
         self._endings_to_look_up += 1
+        error = _error_of(event)
       if output is None:
         continue
       if event.token_ids:
@@ -284,7 +286,6 @@ class Generations:
         output.last_token_at = now
       generation = output.generation
       woken[id(generation)] = generation
-      error = _error_of(event)
       if error is not None:
         self.fail(generation, error)
         continue
@@ -370,7 +371,7 @@ class Generations:
 
 
 def _error_of(event: TokenEvent) -> EngineError | None:
-  """The error that an event stands for, if any."""
+  """The error that a request's last event stands for, if any."""
   if event.finish_reason is FinishReason.TIMEOUT:
     return DeadlineExceeded(event.message or "the request's deadline has passed; allow more time, or ask for less")
   if event.finish_reason is FinishReason.ERROR:
