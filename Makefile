@@ -31,9 +31,9 @@ test: check
 test-long: $(READY)
 	@$(PY) -m pytest -m long $(ARGS)
 
-## make check     ruff and pyright
+## make check     ruff, pyright, buf
 check: $(READY)
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright && $(PY) -m tools.check_protos
 
 ## make check-device  compile every step for an H200 and for TPUs with none of them here, and check the outcome (ARGS=--small)
 check-device: $(DEVICE_READY)
