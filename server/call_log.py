@@ -19,6 +19,8 @@ _HTTP_PATHS = (
   "/detokenize",
   "/live",
   "/metrics",
+  "/page.css",
+  "/page.js",
   "/tokenize",
   "/tokenizer_info",
   "/v1/chat/completions",
@@ -29,6 +31,7 @@ _HTTP_PATHS = (
 _HTTP_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
+_CLIENT_GONE = 499
 # Different endings that are told apart; all of ours are fewer.
 _MAX_SERIES = 256
 _OTHER = "other"
@@ -58,7 +61,8 @@ class CallLog(AccessLog):
     """Counts a call, and adds its line."""
     code, reason = fields["code"], fields.get("reason")
     protocol, method = _name(fields["method"])
-    if reason is None and isinstance(code, int) and code >= 400:
+    # Whoever closes a page or a stream has refused nothing.
+    if reason is None and isinstance(code, int) and code >= 400 and code != _CLIENT_GONE:
       reason = f"http_{code}"
     _count(self.calls, (protocol, method, str(code)), (protocol, _OTHER, _OTHER))
     if reason is not None:

@@ -15,7 +15,7 @@ function count(value) {
 }
 
 function rate(value) {
-  return value > 0 && value < 10 ? value.toFixed(1) : count(value);
+  return value > 0 && value < 9.95 ? value.toFixed(1) : count(value);
 }
 
 function seconds(value) {
@@ -334,6 +334,7 @@ function line(className, text) {
   element.className = className;
   element.textContent = text;
   $("talk").append(element);
+  $("talk").scrollTop = $("talk").scrollHeight;
   return element;
 }
 

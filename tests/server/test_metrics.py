@@ -212,9 +212,16 @@ def test_no_vllm_names_unless_asked_and_a_server_that_loads():
 def test_series_are_bounded():
   log = CallLog()
   for number in range(1000):
-    log.write(method="POST /v1/completions", code=number + 400, reason=f"r{number}")
+    log.write(method="POST /v1/completions", code=number + 500, reason=f"r{number}")
   assert len(log.calls) <= 257 and len(log.failed) <= 257
   assert sum(log.calls.values()) == 1000 == sum(log.failed.values())
+
+
+def test_clients_that_leave_have_not_failed():
+  log = CallLog()
+  log.write(method="GET /live", code=499)
+  log.write(method="/sluice.v1.GenerationService/Generate", code="CANCELLED")
+  assert sum(log.calls.values()) == 2 and not log.failed
 
 
 def test_histogram_counts_as_prometheus_defines_it():

@@ -260,6 +260,7 @@ def test_errors_are_shown_and_markup_stays_text(chromium, tokenizer):
     page.fill("#max_tokens", "512")
     page.click("#send")
     assert "max" in wait_for_text(page, ".talk .error", ".")
+    assert page.evaluate("(e => e.scrollTop + e.clientHeight >= e.scrollHeight - 1)(document.querySelector('#talk'))")
 
 
 def test_a_key_is_asked_for_and_used(chromium, tokenizer, tmp_path):
