@@ -224,6 +224,8 @@ class World:
     for request in (*kept, *admitted):
       last = request.num_prompt_tokens + request.params.max_tokens - 1
       assert request.num_computed_tokens <= last, "computes a position whose token nobody wants"
+    for request in (*victims, *admitted):
+      self.left_out.pop(request.id, None)
     working = [request for request in running if computed[request.id] < request.max_computed_tokens]
     if batch is None:
       idle = [request for request in working if not self._may_be_held(request, computed[request.id])]
