@@ -61,6 +61,7 @@ def restore(state: dict) -> Scheduler:
   scheduler.pool = BlockPool.from_state(state["pool"])
   scheduler._batching = make_batching(scheduler.config, state["batching"])
   scheduler._policy.restore(state["policy"])
+  scheduler._num_constrained = sum(request.constraint is not None for request in live.values())
   scheduler._times = dict(state["times"])
   scheduler._last_commit = state["last_commit"]
   scheduler._num_steps = state["num_steps"]

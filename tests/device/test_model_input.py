@@ -1,6 +1,7 @@
 """Packing against a token-by-token twin: whatever the rows, every number arrives where the device reads it."""
 
 from pathlib import Path
+import dataclasses
 import random
 import sys
 import types
