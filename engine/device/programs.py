@@ -1,7 +1,7 @@
 """The device programs: pure functions and their compilation ahead of time. No request, no slot table, no I/O.
 
-`step` runs one rung; `write_line` sets one slot's line of the sampler's history or bias, `write_masks` the lines of some
-slots of its masks. Each is lowered from abstract arrays that carry their shardings, so what a program takes and returns
+`step` runs one rung; `write_line` sets one slot's line of the sampler's history or bias, `write_masks` those of a few
+slots in its masks. Each is lowered from abstract arrays that carry their shardings, so what a program takes and returns
 always agrees, and nothing is resharded or compiled for a second time.
 """
 

@@ -51,8 +51,10 @@ def test_every_draw_is_one_of_the_schema(server: Served, name: str):
   schema, is_valid = SCHEMAS[name]
   for seed in (0, 100):
     texts, endings = ask(server, 16, seed, json_schema=json.dumps(schema | COMPACT))
-    assert all(ending.reason == pb.FINISH_REASON_STOP for ending in endings)
-    assert all(is_valid(json.loads(text)) for text in texts), texts
+    whole = [texts[ending.index] for ending in endings if ending.reason == pb.FINISH_REASON_STOP]
+    # A tree may be deeper than max_tokens; everything else has an end.
+    assert len(whole) == 16 or name == "tree"
+    assert all(is_valid(json.loads(text)) for text in whole), whole
 
 
 def test_every_draw_matches(server: Served):

@@ -93,7 +93,11 @@ BAD_REQUESTS = {
     "nested too deeply: it has more than 64 levels",
   ),
   "very deep schema": (constraint(json_schema="[" * 30_000), "constraint.json_schema", "more than 64 levels"),
-  "chain of references": (constraint(json_schema=chain(700)), "constraint.json_schema", "701 references in 4 levels, and the limit is 512"),
+  "chain of references": (
+    constraint(json_schema=chain(700)),
+    "constraint.json_schema",
+    "701 references in 4 levels, .* is 512 for",
+  ),
   "lookaround": (constraint(regex="(?=a)b"), "constraint.regex", "look-around, .* is not supported; correct"),
   "back reference": (constraint(regex="(a)\\1"), "constraint.regex", "backreferences are not supported"),
   "open group": (constraint(regex="("), "constraint.regex", "unclosed group"),
