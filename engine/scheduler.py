@@ -10,7 +10,7 @@ v1 scheduler). Planning needs counts alone; token values matter at commit, one s
     known, and no NaN can travel to another request through the cache.
   - The last known token is never served from the cache: a step must compute at least one position to sample from.
   - A constrained request has no row while one of its tokens is in flight: which tokens may follow is known only when
-    the constraint has taken it. Overlapped, it decodes in every other step; nobody else waits for it.
+    the constraint has taken it. Overlapped, all of them decode together in every other step; nobody else waits.
   - Blocks freed while a launched step still writes to them are safe: steps run in order of launch.
 """
 
@@ -132,6 +132,7 @@ class Scheduler:
     self._num_steps = 0
     self._num_arrivals = 0
     self._num_constrained = 0  # live requests with a constraint
+    self._constrained_step = -1  # the latest in which a constrained request decoded
     self._decodes = _DecodeColumns([])  # of the latest step
     self._ended: list[Request] = []  # since take_ended()
     self._next_deadline = float("inf")  # no live request has an earlier one
@@ -251,6 +252,8 @@ class Scheduler:
     batching = self._batching
     chunk_left, row_limit = batching.chunk_limit, batching.row_limit()
     policy, holds, constrained = self._policy, self._holds, self._num_constrained
+    # Who joins waits a step for the others: rows spread over both steps of two would make both dearer.
+    held = self._constrained_step in self._launched
     policy.begin(running, self._waiting)
     num_preemptions = self.num_preemptions
     decodes: list[Request] = []
@@ -262,7 +265,7 @@ class Scheduler:
         # Or its last value is on its way.
         if position >= request.max_computed_tokens or (holds is not None and holds(request)):
           continue
-        if constrained and request.num_in_flight and request.constraint is not None:
+        if constrained and request.constraint is not None and (held or request.num_in_flight):
           continue  # until the constraint has taken the token in flight
         if position % block_size == 0 and not self._cover(request, 1, plan):
           break
@@ -339,6 +342,8 @@ class Scheduler:
         ]
       )
     step = self._num_steps
+    if masks and masks[0][0] < len(decodes):
+      self._constrained_step = step
     self._num_steps = step + 1
     self._launched[step] = rows
     self._policy.ran(rows, counts, shape.tokens)

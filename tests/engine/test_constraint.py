@@ -107,6 +107,22 @@ def test_a_constrained_row_decodes_in_every_other_step_and_the_others_in_each():
   assert not any(batch.masks for batch in rows[True])
 
 
+def test_constrained_rows_keep_step():
+  """One that joins while the others rest waits until they go on; then all decode together."""
+  runner = FakeRunner(CONFIG)
+  engine, front, _ = serve(config=CONFIG, runner=runner)
+  batches, launch = [], runner.launch
+  runner.launch = lambda batch: batches.append(batch) or launch(batch)
+  params = SamplingParams(max_tokens=10, ignore_eos=True)
+  for name in "abc":
+    engine.submit(Request(name, [3, 4], params, constraint=FakeConstraint(50)))
+    engine.step()
+  finish(engine)
+  together = [batch.request_ids for batch in batches if len(batch.request_ids) == 3]
+  assert len(together) >= 8, [batch.request_ids for batch in batches]
+  assert all(len(front.tokens(name)) == 10 for name in "abc")
+
+
 @pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
 def test_a_constraint_that_fails_ends_its_request_alone(engine_class: type[Engine]):
   engine, front, _ = serve(engine_class, CONFIG)
