@@ -30,6 +30,8 @@ MAX_GRAMMAR_COLONS = 512
 MAX_CHOICES = 1024
 MAX_CHOICES_BYTES = 32 << 10
 _MAX_REASON_CHARS = 200
+# Between the tokens of JSON: enough for an indented text. A model may otherwise write spaces until max_tokens.
+_WHITESPACE = r"[ \t\r]?|\r?\n[ \t]{0,32}"
 # What compiling may cost, and what one token may (tens of milliseconds, once: then the request ends), in llguidance's
 # own units. Of the 250,000 lexer states that it allows by default each has 1 to 2 kB.
 _LIMITS = llguidance.LLParserLimits(
@@ -229,7 +231,7 @@ def _json_object(constraint: pb.OutputConstraint) -> str:
 
 def _from_schema(schema: Any) -> str:
   # Written anew, for the compiler pastes the text between others.
-  return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+  return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _WHITESPACE})
 
 
 def _regex(constraint: pb.OutputConstraint) -> str:
