@@ -230,8 +230,17 @@ def _json_object(constraint: pb.OutputConstraint) -> str:
 
 
 def _from_schema(schema: Any) -> str:
-  # Written anew, for the compiler pastes the text between others.
-  return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults={"whitespace_pattern": _WHITESPACE})
+  if schema is True:
+    schema = {}
+  text = json.dumps(schema)  # written anew, for the compiler pastes it between others
+  if not isinstance(schema, dict):
+    return llguidance.LLMatcher.grammar_from_json_schema(text)  # refused when it is compiled
+  try:
+    return llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
+  except ValueError:
+    raise InvalidRequest(
+      "constraint.json_schema is not one that can be followed: x-guidance has options that do not exist; leave it out"
+    ) from None
 
 
 def _regex(constraint: pb.OutputConstraint) -> str:
