@@ -66,5 +66,5 @@ $(READY): $(INSTALLED) $(wildcard pallas_kernels/*.h pallas_kernels/*/*.cc) pall
 $(INSTALLED): requirements.lock tools/setup_env.sh
 	@tools/setup_env.sh $(VENV) requirements.lock && touch $@
 
-$(DEVICE_READY): requirements-device.lock tools/setup_env.sh $(READY)
+$(DEVICE_READY): requirements-device.lock tools/setup_env.sh $(INSTALLED)
 	@tools/setup_env.sh $(DEVICE_VENV) requirements-device.lock $(VENV) && touch $@

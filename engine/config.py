@@ -36,7 +36,7 @@ class EngineConfig:
   max_model_len: int
   num_blocks: int
   block_size: int = 16
-  token_budgets: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512)
+  token_budgets: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 384, 512)
   max_num_seqs: int = 64
   prefill_chunk: int = 512
   max_queued_requests: int = 256

@@ -27,7 +27,7 @@ class ShapeLadder:
     if not token_budgets or list(token_budgets) != sorted(set(token_budgets)) or token_budgets[0] < 2:
       raise ConfigError(
         f"token budgets {token_budgets} must be strictly increasing and start at 2 or more; "
-        "set --token_budgets, for example 8,16,32,64,128,256,512"
+        "set --token_budgets, for example 8,16,32,64,128,256,384,512"
       )
     if max_num_seqs < 1:
       raise ConfigError(f"max_num_seqs={max_num_seqs} must be at least 1; set --max_num_seqs")

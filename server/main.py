@@ -276,7 +276,7 @@ def _token_budgets() -> tuple[int, ...]:
   except ValueError:
     raise ConfigError(
       f"token_budgets={','.join(_TOKEN_BUDGETS.value)} must be whole numbers; "
-      "set --token_budgets, for example 8,16,32,64,128,256,512"
+      "set --token_budgets, for example 8,16,32,64,128,256,384,512"
     ) from None
 
 

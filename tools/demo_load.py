@@ -124,14 +124,13 @@ class Load:
       tasks: set[asyncio.Task[None]] = set()
       try:
         while (share := (time.monotonic() - self.started_s) / self.seconds) < 1:
-          while not poll.done() and len(tasks) < wanted_live(share):
+          if poll.done():
+            await poll  # it only ends by failing: the server is gone
+          if len(tasks) < wanted_live(share):
             task = asyncio.create_task(self._send(generation, next(self._asks), on_first_token))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-            await asyncio.sleep(0.02)  # users do not come in one instant
-          if poll.done():
-            await poll  # it only ends by failing: the server is gone
-          await asyncio.sleep(0.05)
+          await asyncio.sleep(0.02)  # users do not come in one instant
         await asyncio.gather(*tasks)
         await asyncio.sleep(2 * POLL_S)
         self.samples.append((time.monotonic(), await model.GetLoad(pb.GetLoadRequest())))

@@ -6,13 +6,12 @@ Prints one JSON line: steps, requests, aborts, preemptions, errors, compiles_aft
 anything compiled or a request failed.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import json
 import random
 import sys
 import time
-
-from absl import app, flags
 
 from engine.config import EngineConfig
 from engine.device.build import BuildOptions, build
@@ -20,12 +19,7 @@ from engine.disaggregated import AnyEngine
 from engine.errors import EngineError
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
-
-_MODEL = flags.DEFINE_string("model", "models/demo", "A Hugging Face or Sluice model folder.")
-_NUM_STEPS = flags.DEFINE_integer("num_steps", 10_000, "Steps to run.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the traffic.")
-_NUM_BLOCKS = flags.DEFINE_integer("num_blocks", 96, "KV blocks: few, so that preemption is common.", lower_bound=1)
-_MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 512, "Longest sequence, in tokens.", lower_bound=8)
+from tools.arguments import CommandParser, positive_int
 
 
 @dataclasses.dataclass
@@ -127,17 +121,22 @@ def soak(engine: AnyEngine, inbox: list[TokenEvent], num_steps: int, seed: int) 
   return soaked
 
 
-def main(argv: list[str]) -> int:
-  if len(argv) > 1:
-    print(f"unexpected argument {argv[1]!r}; see --help", file=sys.stderr)
-    return 2
+def main(arguments: Sequence[str] | None = None) -> int:
+  """The command line; returns the exit code."""
+  parser = CommandParser("python -m tools.soak_compiles", "Count what compiles under random requests.")
+  parser.add_argument("--model", default="models/demo", help="a Hugging Face or Sluice model folder")
+  parser.add_argument("--num_steps", type=positive_int, default=10_000, help="steps to run")
+  parser.add_argument("--seed", type=int, default=0, help="of the traffic")
+  parser.add_argument("--num_blocks", type=positive_int, default=96, help="KV blocks: few, so preemption is common")
+  parser.add_argument("--max_model_len", type=positive_int, default=512, help="longest sequence, in tokens")
+  args = parser.parse_args(arguments)
   inbox: list[TokenEvent] = []
   try:
     built = build(
       BuildOptions(
-        model_dir=_MODEL.value,
-        num_blocks=_NUM_BLOCKS.value,
-        max_model_len=_MAX_MODEL_LEN.value,
+        model_dir=args.model,
+        num_blocks=args.num_blocks,
+        max_model_len=args.max_model_len,
         token_budgets=(8, 16, 32, 64),
         max_num_seqs=16,
         prefill_chunk=48,
@@ -149,7 +148,7 @@ def main(argv: list[str]) -> int:
       inbox.extend,
     )
     started = time.perf_counter()
-    soaked = soak(built.engine, inbox, _NUM_STEPS.value, _SEED.value)
+    soaked = soak(built.engine, inbox, args.num_steps, args.seed)
   except EngineError as error:
     print(error, file=sys.stderr)
     return 2
@@ -163,4 +162,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  sys.exit(main())

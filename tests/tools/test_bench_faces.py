@@ -65,8 +65,9 @@ def test_offline_prints_one_json_line_with_the_named_figures(offline_run, reques
   assert figures.keys() >= OFFLINE_FIELDS
   output_tokens = sum(request.output_len for request in requests)
   prompt_tokens = sum(len(request.prompt) for request in requests)
-  assert figures["output_tok_s"] * figures["wall_s"] == pytest.approx(output_tokens, rel=1e-3)
-  assert figures["total_tok_s"] * figures["wall_s"] == pytest.approx(output_tokens + prompt_tokens, rel=1e-3)
+  # wall_s is rounded to a tenth of a millisecond, and a run of a tiny model takes some tens of them.
+  assert figures["output_tok_s"] * figures["wall_s"] == pytest.approx(output_tokens, rel=1e-2)
+  assert figures["total_tok_s"] * figures["wall_s"] == pytest.approx(output_tokens + prompt_tokens, rel=1e-2)
   assert figures["compiles_after_ready"] == 0
   assert figures["completed"] == len(requests)
   assert 0 < figures["padding_share"] < 1
