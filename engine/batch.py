@@ -23,6 +23,7 @@ class Admission:
     block_ids: the block table so far (later growth comes as Batch.new_blocks).
     params: the request's sampling parameters.
     seed: resolved seed (never None), 0..2**32-1.
+    constrained: each of its sampling rows comes with a mask.
     imported: KV of the first blocks of `block_ids`, from another runner's export(); None where there is none.
   """
 
@@ -32,6 +33,7 @@ class Admission:
   block_ids: tuple[int, ...]
   params: SamplingParams
   seed: int
+  constrained: bool = False
   imported: Any = None
 
 
@@ -51,6 +53,7 @@ class Batch:
     admissions: slots to (re)initialise before the step runs.
     new_blocks: (slot, index in the table, block id) for tables that grew.
     num_output_tokens: output tokens each row's request has before this step (for min_tokens), counts leading values.
+    masks: (row, allowed tokens as Constraint.allowed() has them), for each sampling row of a constrained request.
   """
 
   step: int
@@ -65,6 +68,7 @@ class Batch:
   num_output_tokens: tuple[int, ...]
   admissions: tuple[Admission, ...] = ()
   new_blocks: tuple[tuple[int, int, int], ...] = ()
+  masks: tuple[tuple[int, bytes], ...] = ()
 
   @property
   def num_tokens(self) -> int:

@@ -276,4 +276,5 @@ def _part(request: Request, params: SamplingParams) -> Request:
     cache_salt=request.cache_salt,
     tenant=request.tenant,
     leader_id=request.leader_id,
+    constraint=request.constraint,  # shared: one side at a time has the request
   )

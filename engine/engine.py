@@ -190,8 +190,9 @@ class Engine:
     now = self._clock()
     record = record._replace(device_s=now - max(launch_time, self._last_arrival))
     self._last_arrival = now
-    self.recorder.trace_commit(batch, result, now, record)
-    events = self._scheduler.commit(batch, result, now)
+    verdicts = self._scheduler.judge(batch, result)
+    self.recorder.trace_commit(batch, result, now, record, verdicts)
+    events = self._scheduler.commit(batch, result, now, verdicts)
     self.recorder.done(record._replace(commit_s=self._clock() - now))
     return events
 

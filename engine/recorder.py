@@ -9,6 +9,7 @@ import operator
 from typing import NamedTuple, TextIO
 
 from engine.batch import Batch, StepResult
+from engine.constraint import Verdicts
 from engine.request import FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
 from engine.snapshot import state_of
@@ -355,7 +356,7 @@ class Recorder:
     if self._trace is not None and (batch is not None or scheduler.num_waiting or scheduler.num_running):
       self._line({"event": "schedule", "now": now, "batch": batch and batch_line(batch)})
 
-  def trace_commit(self, batch: Batch, result: StepResult, now: float, record: StepRecord) -> None:
+  def trace_commit(self, batch: Batch, result: StepResult, now: float, record: StepRecord, verdicts: Verdicts) -> None:
     """Before the values are taken in."""
     if self._trace is not None:
       self._line(
@@ -368,6 +369,7 @@ class Recorder:
           "host_s": round(record.host_s, 6),
           "device_s": round(record.device_s, 6),
         }
+        | ({"done": sorted(verdicts.done), "failed": sorted(verdicts.failed.items())} if any(verdicts) else {})
       )
 
   def _line(self, value: dict) -> None:

@@ -6,6 +6,7 @@ import enum
 from typing import Any, NamedTuple
 
 from engine.batch import TokenLogprobs
+from engine.constraint import Constraint, Recorded
 from engine.sampling_params import SamplingParams
 
 
@@ -20,11 +21,11 @@ class RequestStatus(enum.Enum):
 class FinishReason(enum.Enum):
   """Why it ended; exactly one ending a request."""
 
-  STOP = "stop"  # end-of-sequence or a stop id was sampled
+  STOP = "stop"  # end-of-sequence or a stop id was sampled, or a constrained output is complete
   LENGTH = "length"  # max_tokens reached
   ABORT = "abort"  # the client went away, or asked
   TIMEOUT = "timeout"  # a queue or total deadline passed
-  ERROR = "error"  # its logits held NaN or Inf, or the engine failed
+  ERROR = "error"  # its logits held NaN or Inf, its constraint could not go on, or the engine failed
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -49,6 +50,7 @@ class Request:
     tenant: whose share it counts to, under policy fair.
     leader_id: for n > 1, the sibling whose prompt blocks this one shares; it waits until they are computed. Submit the
       leader first: an id that is not live when this request arrives means nothing.
+    constraint: what its output must look like; None is anything. Its state follows output_token_ids.
     rank: place in the policy's order, lower first; fixed on arrival.
     leader: the live request that leader_id named.
     stop_ids: tokens that end it.
@@ -72,6 +74,7 @@ class Request:
   cache_salt: bytes = b""
   tenant: str = ""
   leader_id: str | None = None
+  constraint: Constraint | None = None
 
   status: RequestStatus = RequestStatus.WAITING
   finish_reason: FinishReason | None = None
@@ -126,6 +129,7 @@ class Request:
       "finish_reason": self.finish_reason and self.finish_reason.value,
       "block_keys": [key.hex() for key in self.block_keys],
       "leader": self.leader and self.leader.id,
+      "constraint": self.constraint is not None,
       "transfer": None,
       "final_blocks": list(self.final_blocks),
       "stop_ids": sorted(self.stop_ids),
@@ -145,6 +149,7 @@ class Request:
         "block_keys": [bytes.fromhex(key) for key in state["block_keys"]],
         "rank": tuple(state["rank"]),
         "leader": None,
+        "constraint": Recorded() if state.get("constraint") else None,
         "final_blocks": tuple(state["final_blocks"]),
         "stop_ids": frozenset(state["stop_ids"]),
       }
@@ -169,7 +174,7 @@ class TokenEvent(NamedTuple):
     finish_reason: set on the last event only.
     message: for ERROR and TIMEOUT, what happened, fit for a client.
     num_cached_tokens: prompt tokens served from the cache when first admitted (set on the last event).
-    stop_token_id: the token that ended it, for STOP.
+    stop_token_id: the token that ended it, for STOP; None where a constrained output was complete without one.
   """
 
   request_id: str

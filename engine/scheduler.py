@@ -9,6 +9,8 @@ v1 scheduler). Planning needs counts alone; token values matter at commit, one s
   - A block is published for sharing when the step that filled it has come back with finite logits: its tokens are
     known, and no NaN can travel to another request through the cache.
   - The last known token is never served from the cache: a step must compute at least one position to sample from.
+  - A constrained request has no row while one of its tokens is in flight: which tokens may follow is known only when
+    the constraint has taken it. Overlapped, all of them decode together in every other step; nobody else waits.
   - Blocks freed while a launched step still writes to them are safe: steps run in order of launch.
 """
 
@@ -21,6 +23,7 @@ from engine.batch import Admission, Batch, StepResult, TokenLogprobs
 from engine.batching import make_batching
 from engine.block_pool import BlockPool, block_key, root_key
 from engine.config import EngineConfig
+from engine.constraint import NO_VERDICTS, ConstraintFailed, Verdicts
 from engine.errors import InvalidRequest, RequestTooLong
 from engine.policy import Policy, make_policy
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
@@ -31,13 +34,19 @@ def validate_request(config: EngineConfig, request: Request) -> None:
   """Refuses what can never be served, before anything is allocated. Needs no scheduler state; safe on any thread.
 
   Raises:
-    InvalidRequest: a prompt that is empty or holds ids outside the vocabulary, or sampling values out of range.
+    InvalidRequest: a prompt that is empty or holds ids outside the vocabulary, sampling values out of range, or values
+      that contradict each other.
     RequestTooLong: prompt and max_tokens together exceed the model's length or the whole KV pool.
   """
   prompt = request.prompt_token_ids
   if len(prompt) < 1:
     raise InvalidRequest("the prompt is empty; send at least one token")
   request.params.validate(config.vocab_size)
+  if request.constraint is not None and request.params.allowed_token_ids is not None:
+    raise InvalidRequest(
+      "allowed_token_ids is not allowed together with an output constraint, which might then allow no token at all: "
+      "leave one of them out"
+    )
   total = len(prompt) + request.params.max_tokens
   if total > config.max_model_len:
     raise RequestTooLong(
@@ -122,6 +131,8 @@ class Scheduler:
     self._last_commit = 0.0
     self._num_steps = 0
     self._num_arrivals = 0
+    self._num_constrained = 0  # live requests with a constraint
+    self._constrained_step = -1  # the latest in which a constrained request decoded
     self._decodes = _DecodeColumns([])  # of the latest step
     self._ended: list[Request] = []  # since take_ended()
     self._next_deadline = float("inf")  # no live request has an earlier one
@@ -190,6 +201,7 @@ class Scheduler:
       if deadline is not None:
         self._next_deadline = min(self._next_deadline, deadline)
     self._requests[request.id] = request
+    self._num_constrained += request.constraint is not None
     self._policy.arrived(request)
     self._enqueue(request)
 
@@ -239,7 +251,9 @@ class Scheduler:
     plan = _Plan(self.ladder.max_tokens - len(running), config.max_num_seqs - len(running))
     batching = self._batching
     chunk_left, row_limit = batching.chunk_limit, batching.row_limit()
-    policy, holds = self._policy, self._holds
+    policy, holds, constrained = self._policy, self._holds, self._num_constrained
+    # Who joins waits a step for the others: rows spread over both steps of two would make both dearer.
+    held = self._constrained_step in self._launched
     policy.begin(running, self._waiting)
     num_preemptions = self.num_preemptions
     decodes: list[Request] = []
@@ -251,6 +265,8 @@ class Scheduler:
         # Or its last value is on its way.
         if position >= request.max_computed_tokens or (holds is not None and holds(request)):
           continue
+        if constrained and request.constraint is not None and (held or request.num_in_flight):
+          continue  # until the constraint has taken the token in flight
         if position % block_size == 0 and not self._cover(request, 1, plan):
           break
         request.num_computed_tokens = position + 1
@@ -316,7 +332,18 @@ class Scheduler:
       samples += tuple(more_samples)
       token_ids += tuple(more_token_ids)
       num_outputs += tuple(more_outputs)
+    masks: tuple[tuple[int, bytes], ...] = ()
+    if self._num_constrained:
+      masks = tuple(
+        [
+          (row, request.constraint.allowed())
+          for row, request in enumerate(rows)
+          if request.constraint is not None and samples[row]
+        ]
+      )
     step = self._num_steps
+    if masks and masks[0][0] < len(decodes):
+      self._constrained_step = step
     self._num_steps = step + 1
     self._launched[step] = rows
     self._policy.ran(rows, counts, shape.tokens)
@@ -333,6 +360,7 @@ class Scheduler:
       num_output_tokens=num_outputs,
       admissions=tuple(plan.admissions),
       new_blocks=tuple(plan.new_blocks),
+      masks=masks,
     )
 
   def _admit(self, plan: _Plan, limit: int, now: float) -> int:
@@ -381,6 +409,7 @@ class Scheduler:
           block_ids=tuple(request.block_table),
           params=request.params,
           seed=request.seed,
+          constrained=request.constraint is not None,
           imported=request.transfer,
         )
       )
@@ -497,11 +526,37 @@ class Scheduler:
 
   # Values: what came back.
 
-  def commit(self, batch: Batch, result: StepResult, now: float) -> list[TokenEvent]:
+  def judge(self, batch: Batch, result: StepResult) -> Verdicts:
+    """Shows the new tokens of a launched batch to the constraints of their requests; call it once, before `commit`.
+
+    Apart from commit(), so that a trace can hold what constraints said, and a replay needs none of them.
+    """
+    if not batch.masks:
+      return NO_VERDICTS
+    rows = self._launched[batch.step]
+    done, failed = [], {}
+    for row, _ in batch.masks:
+      request = rows[row]
+      constraint = request.constraint
+      if constraint is None or request.status is RequestStatus.FINISHED or row in result.bad_rows:
+        continue
+      try:
+        constraint.accept(result.tokens[row])
+      except ConstraintFailed as error:
+        failed[row] = str(error)
+      except Exception:  # another's code, which must harm this request alone
+        failed[row] = "the output constraint failed on a token; send the request without it"
+      else:
+        if constraint.is_done:
+          done.append(row)
+    return Verdicts(frozenset(done), failed)
+
+  def commit(self, batch: Batch, result: StepResult, now: float, verdicts: Verdicts = NO_VERDICTS) -> list[TokenEvent]:
     """Takes in the values of a launched batch: new tokens, endings, blocks to share.
 
     Rows of requests that ended meanwhile are dropped; rows of requests preempted meanwhile still bring their token.
     """
+    done, failed = verdicts.done or None, verdicts.failed or None
     rows = self._launched.pop(batch.step)
     seconds = now - max(self._times.pop(batch.step), self._last_commit)
     self._last_commit = now
@@ -525,6 +580,9 @@ class Scheduler:
           )
         )
         continue
+      if failed and row in failed:
+        events.append(self._finish(request, FinishReason.ERROR, message=failed[row]))
+        continue
       end = start + count
       if sharing and (inputs or end % block_size == 0) and request.status is running:
         self._publish(request, end // block_size)
@@ -545,6 +603,8 @@ class Scheduler:
         request.first_token_time = now
       if token in request.stop_ids:
         events.append(self._finish(request, FinishReason.STOP, (token,), token_logprobs, stop_token_id=token))
+      elif done and row in done:
+        events.append(self._finish(request, FinishReason.STOP, (token,), token_logprobs))
       elif end >= request.max_computed_tokens:
         events.append(self._finish(request, FinishReason.LENGTH, (token,), token_logprobs))
       else:
@@ -623,6 +683,7 @@ class Scheduler:
     request.finish_reason = reason
     request.leader = None
     self._ended.append(request)
+    self._num_constrained -= request.constraint is not None
     del self._requests[request.id]
     return TokenEvent(
       request.id, token_ids, logprobs, (), reason, message, request.num_prompt_cached_tokens, stop_token_id
@@ -642,6 +703,8 @@ class Scheduler:
     assert sorted(slots) == list(range(self.config.max_num_seqs)), "slots were lost or shared"
     queued_tokens = sum(request.num_prompt_tokens for request in self._waiting)
     assert self.num_waiting_tokens == queued_tokens, "queued tokens drifted"
+    constrained = sum(request.constraint is not None for request in live)
+    assert self._num_constrained == constrained, "constrained requests are miscounted"
     in_flight = [request for rows in self._launched.values() for request in rows]
     for request in self._requests.values():
       assert 0 <= request.num_in_flight <= in_flight.count(request), f"{request.id!r} awaits values nobody computes"

@@ -38,6 +38,7 @@ def state_of(scheduler: Scheduler) -> dict:
     "last_commit": scheduler._last_commit,
     "num_steps": scheduler._num_steps,
     "num_arrivals": scheduler._num_arrivals,
+    "constrained_step": scheduler._constrained_step,
     "num_preemptions": scheduler.num_preemptions,
     "next_deadline": None if scheduler._next_deadline == float("inf") else scheduler._next_deadline,
   }
@@ -61,6 +62,8 @@ def restore(state: dict) -> Scheduler:
   scheduler.pool = BlockPool.from_state(state["pool"])
   scheduler._batching = make_batching(scheduler.config, state["batching"])
   scheduler._policy.restore(state["policy"])
+  scheduler._constrained_step = state.get("constrained_step", -1)
+  scheduler._num_constrained = sum(request.constraint is not None for request in live.values())
   scheduler._times = dict(state["times"])
   scheduler._last_commit = state["last_commit"]
   scheduler._num_steps = state["num_steps"]

@@ -43,6 +43,8 @@ _SAMPLING = (
   "logit_bias",
 )
 _STOPPING = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
+# Of these at most one.
+_CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
 _OUTPUT = ("logprobs", "prompt_logprobs", "return_text", "return_token_ids", "skip_special_tokens")
 
 
@@ -92,6 +94,11 @@ class Options(TypedDict, total=False):
   n: int
   logit_bias: Mapping[int, float]
   allowed_token_ids: Sequence[int]
+  json_schema: str
+  json_object: bool
+  regex: str
+  choice: Sequence[str]
+  grammar: str
   max_tokens: int
   min_tokens: int
   stop: Sequence[str]
@@ -318,7 +325,7 @@ class Client:
 
 
 def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-  """The wire form; raises TypeError for a misspelt option."""
+  """The wire form; raises TypeError for a misspelt option, or two constraints."""
   unknown = options.keys() - Options.__annotations__.keys()
   if unknown:
     raise TypeError(f"unknown options {sorted(unknown)}; known are {sorted(Options.__annotations__)}")
@@ -335,6 +342,13 @@ def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
   if "allowed_token_ids" in options:
     request.sampling.allowed_token_ids.ids.extend(options["allowed_token_ids"])
     request.sampling.allowed_token_ids.SetInParent()
+  constraint = chosen(_CONSTRAINTS)
+  if len(constraint) > 1:
+    raise TypeError(f"{' and '.join(constraint)} cannot be asked for together")
+  if "choice" in constraint:
+    constraint["choice"] = pb.Choices(values=constraint["choice"])
+  if constraint:
+    request.constraint.CopyFrom(pb.OutputConstraint(**constraint))
   if "queue_timeout_s" in options:
     request.queue_timeout.FromNanoseconds(round(1e9 * options["queue_timeout_s"]))
   if isinstance(prompt, str):

@@ -247,6 +247,7 @@ class Generations:
             cache_salt=call.cache_salt,
             tenant=call.tenant,
             leader_id=None if index == 0 else leader,
+            constraint=call.constraints[index] if call.constraints else None,
           )
         )
         self._outputs[engine_id] = output

@@ -23,6 +23,7 @@ from engine.recorder import RING_STEPS, RungTotals
 from engine.shapes import ShapeLadder
 from server import interceptors, tracing, validation
 from server.auth import bind_tenant
+from server.constraints import ConstraintCompiler
 from server.errors import DeadlineExceeded, EngineDead, SlowConsumer, Starting
 from server.generation import Generation, Generations
 from server.proto import sluice_pb2 as pb
@@ -73,6 +74,7 @@ class Service:
     """
     self._strict_requests = strict_requests
     self._backend: Backend | None = None
+    self._compiler: ConstraintCompiler | None = None
     self._closed: Unavailable | None = Starting("the model is loading; try again when the health check says SERVING")
     self._stream_stall_timeout_s = stream_stall_timeout_s
     # Two threads: tokenizing a long prompt must not stop the loop, and must not take all cores either.
@@ -85,6 +87,9 @@ class Service:
   def open(self, backend: Backend) -> None:
     """Begins to serve."""
     self._backend = backend
+    if backend.tokenizer is not None:
+      config = backend.config
+      self._compiler = ConstraintCompiler(backend.tokenizer, config.vocab_size, config.eos_token_ids)
     self._closed = None
     self._ready_at = time.monotonic()
 
@@ -336,6 +341,7 @@ class Service:
       tracing.is_chat()
     request.tenant = bind_tenant(request.tenant, caller.tenant)
     call = validation.generate_call(request, backend.config, backend.tokenizer, prompt)
+    (call,) = await self.constrained(request, [call])
     remaining = context.time_remaining()
     if remaining is not None and remaining <= 0:
       raise DeadlineExceeded("the deadline had passed before the request was queued; allow more time")
@@ -351,6 +357,22 @@ class Service:
     if request.WhichOneof("prompt") == "chat" or len(request.text) > _INLINE_CHARS:
       return await self.in_pool(lambda: validation.prompt_token_ids(request, tokenizer))
     return validation.prompt_token_ids(request, tokenizer)
+
+  async def constrained(self, request: pb.GenerateRequest, calls: Sequence[validation.Call]) -> list[validation.Call]:
+    """The calls, with constraints for their outputs if `request` asks for one; compiled away from the loop.
+
+    Raises:
+      InvalidRequest: the constraint cannot be followed.
+    """
+    compiler = self._compiler
+    if not request.HasField("constraint") or compiler is None:
+      return list(calls)
+
+    def compile_all() -> list[validation.Call]:
+      grammar = compiler.compile(request.constraint)
+      return [dataclasses.replace(call, constraints=tuple(grammar.copy() for _ in call.params)) for call in calls]
+
+    return await self.in_pool(compile_all)
 
   async def in_pool(self, work: Callable[[], Any]) -> Any:
     """Runs `work`, which takes long for a long text, away from the loop."""

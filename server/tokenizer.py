@@ -75,6 +75,11 @@ class Tokenizer:
     return self._tokenizer.get_vocab_size()
 
   @property
+  def special_token_ids(self) -> frozenset[int]:
+    """Ids of tokens that are not text."""
+    return self._special_ids
+
+  @property
   def has_chat_template(self) -> bool:
     """Whether `encode_chat` can work."""
     return self._chat is not None
@@ -92,6 +97,10 @@ class Tokenizer:
     """
     self._check_size(len(text.encode()))
     return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+  def encode_plain(self, text: str) -> list[int]:
+    """Token ids of a text in which special tokens are letters. For our own texts: no limit is checked."""
+    return self._plain.encode(text, add_special_tokens=False).ids
 
   def encode_chat(
     self,

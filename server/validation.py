@@ -11,6 +11,7 @@ from google.protobuf import message as protobuf_message
 from google.protobuf import unknown_fields as protobuf_unknown
 
 from engine.config import EngineConfig
+from engine.constraint import Constraint
 from engine.errors import InvalidRequest
 from engine.sampling_params import SamplingParams
 from server.chat_template import Message
@@ -41,6 +42,7 @@ class Call:
     priority: lower first.
     queue_timeout_s: the client's, or None.
     cache_salt, tenant: may be empty.
+    constraints: one for each of the n outputs, or none at all.
   """
 
   request_id: str
@@ -54,6 +56,7 @@ class Call:
   queue_timeout_s: float | None
   cache_salt: bytes
   tenant: str
+  constraints: tuple[Constraint, ...] = ()
 
 
 def unknown_fields(message: protobuf_message.Message) -> list[str]:
@@ -156,6 +159,8 @@ def generate_call(
       f"tenant has {len(request.tenant.encode())} bytes, the limit is {_MAX_TENANT_BYTES}: shorten it"
     )
   output = request.output
+  if request.HasField("constraint"):
+    need_tokenizer(tokenizer, "constraint")
   if output.return_text:
     need_tokenizer(tokenizer, "output.return_text")
   stops = tuple(request.stopping.stop)

@@ -11,6 +11,7 @@ import itertools
 
 from engine.batch import Batch, StepResult, TokenLogprobs
 from engine.config import EngineConfig
+from engine.constraint import ConstraintFailed
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
 
@@ -22,14 +23,58 @@ def digest(before: bytes, token: int) -> bytes:
   return hashlib.blake2b(before + token.to_bytes(8, "little"), digest_size=16).digest()
 
 
+def tokens_of(mask: bytes) -> list[int]:
+  """The tokens that a mask allows."""
+  bits = int.from_bytes(mask, "little")
+  return [token for token in range(8 * len(mask)) if bits >> token & 1]
+
+
+class FakeConstraint:
+  """Allows about half of the tokens, which ones is a digest of all tokens before: one wrong or lost shows at once."""
+
+  def __init__(self, vocab_size: int, length: int | None = None, fails_after: int | None = None):
+    """Args: length: of a complete output; None: it never is. fails_after: so many tokens, with the text "enough"."""
+    self._vocab_size, self._length, self._fails_after = vocab_size, length, fails_after
+    self._state = ROOT
+    self.tokens: list[int] = []
+
+  @property
+  def is_done(self) -> bool:
+    return len(self.tokens) == self._length
+
+  def allowed(self) -> bytes:
+    num_words = -(-self._vocab_size // 32)
+    bits = hashlib.shake_128(self._state).digest(4 * num_words)
+    mask = int.from_bytes(bits, "little") & ((1 << self._vocab_size) - 1) | 1 << self._state[0] % self._vocab_size
+    return mask.to_bytes(4 * num_words, "little")
+
+  def accept(self, token: int) -> None:
+    assert not self.is_done and token in tokens_of(self.allowed()), f"{token} is not allowed after {self.tokens}"
+    self._state = digest(self._state, token)
+    self.tokens.append(token)
+    if len(self.tokens) == self._fails_after:
+      raise ConstraintFailed("enough")
+
+
 def sample(
-  state: bytes, params: SamplingParams, seed: int, num_output_tokens: int, vocab_size: int, eos: tuple[int, ...]
+  state: bytes,
+  params: SamplingParams,
+  seed: int,
+  num_output_tokens: int,
+  vocab_size: int,
+  eos: tuple[int, ...],
+  mask: bytes | None = None,
 ) -> int:
   """The token after a prefix: of its digest, and the seed where there is chance; 1 in 16 is end-of-sequence."""
   draw = state + seed.to_bytes(4, "little") if params.temperature > 0 else state
   value = int.from_bytes(hashlib.blake2b(draw, digest_size=8).digest(), "little")
   ends = set(params.stop_token_ids) | set(() if params.ignore_eos else eos)
   token = eos[value // 16 % len(eos)] if eos and value % 16 == 0 else value // 16 % vocab_size
+  if mask is not None:
+    choices = tokens_of(mask)
+    if num_output_tokens < params.min_tokens:
+      choices = [token for token in choices if token not in ends] or choices
+    return token if token in choices else choices[value // 16 % len(choices)]
   while num_output_tokens < params.min_tokens and token in ends:
     token = (token + 1) % vocab_size
   return token
@@ -75,6 +120,7 @@ class FakeRunner:
     self._slots: dict[int, _Slot] = {}
     self._kv: dict[tuple[int, int], bytes | None] = {}  # (block, offset) -> digest; None is NaN
     self._queue: list[_FakeLaunched] = []
+    self._masks: dict[int, bytes] = {}  # of the step that runs
 
   def launch(self, batch: Batch) -> "_FakeLaunched":
     assert batch.step == self.num_steps, f"step {batch.step} launched after {self.num_steps - 1}"
@@ -123,6 +169,8 @@ class FakeRunner:
     for slot, index, block in batch.new_blocks:
       assert index == len(self._slots[slot].table), "a block table has a gap"
       self._slots[slot].table.append(block)
+    self._masks = dict(batch.masks)
+    assert list(self._masks) == sorted(self._masks), "masks are out of order, or twice"
     writers = {}
     tokens, bad_rows, logprobs = [], set(), {}
     for row in range(num_rows):
@@ -143,6 +191,9 @@ class FakeRunner:
     assert batch.samples[row] == (start + count == len(slot.token_ids)), "samples in the middle, or not at the end"
     assert batch.num_output_tokens[row] == len(slot.token_ids) - slot.admission.num_prompt_tokens
     assert (start + count - 1) // config.block_size < len(slot.table), "the block table is too short"
+    mask = self._masks.get(row)
+    wants_mask = slot.admission.constrained and batch.samples[row]
+    assert (mask is not None) == wants_mask, "a mask is missing, or nobody asked for it"
     bad_position = self.poisoned.get(batch.request_ids[row], -1)
     for position in range(start):  # every position attends to all before it: all of them are read
       value = self._at(slot, position)
@@ -169,7 +220,13 @@ class FakeRunner:
     if batch.samples[row]:
       if state is not None:
         token = sample(
-          state, params, slot.admission.seed, batch.num_output_tokens[row], config.vocab_size, config.eos_token_ids
+          state,
+          params,
+          slot.admission.seed,
+          batch.num_output_tokens[row],
+          config.vocab_size,
+          config.eos_token_ids,
+          mask,
         )
       slot.token_ids.append(token)
     if params.logprobs is not None or params.prompt_logprobs is not None:
@@ -216,7 +273,10 @@ class VirtualClock:
 
 
 def oracle(config: EngineConfig, request: Request) -> tuple[tuple[int, ...], FinishReason]:
-  """What one request yields when it is served alone, without blocks, batches or schedules: its tokens and ending."""
+  """What one request yields when it is served alone, without blocks, batches or schedules: its tokens and ending.
+
+  A constraint is used up by it.
+  """
   state = ROOT
   for token in request.prompt_token_ids:
     state = digest(state, token)
@@ -224,9 +284,13 @@ def oracle(config: EngineConfig, request: Request) -> tuple[tuple[int, ...], Fin
   outputs: list[int] = []
   ends = set(params.stop_token_ids) | set(() if params.ignore_eos else config.eos_token_ids)
   while True:
-    token = sample(state, params, request.seed, len(outputs), config.vocab_size, config.eos_token_ids)
+    constraint = request.constraint
+    mask = None if constraint is None else constraint.allowed()
+    token = sample(state, params, request.seed, len(outputs), config.vocab_size, config.eos_token_ids, mask)
     outputs.append(token)
-    if token in ends:
+    if constraint is not None:
+      constraint.accept(token)
+    if token in ends or (constraint is not None and constraint.is_done):
       return tuple(outputs), FinishReason.STOP
     if len(outputs) == params.max_tokens:
       return tuple(outputs), FinishReason.LENGTH

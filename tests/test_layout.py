@@ -33,6 +33,7 @@ ROOMS = (
       "grpc_status",
       "google",
       "jinja2",
+      "llguidance",
       "opentelemetry",
       "prometheus_client",
       "tokenizers",

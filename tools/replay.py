@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from engine.batch import Batch, StepResult
+from engine.constraint import Verdicts
 from engine.recorder import batch_line
 from engine.request import FinishReason, Request
 from engine.scheduler import Scheduler
@@ -85,7 +86,8 @@ def _feed(entry: dict[str, Any], scheduler: Scheduler, launched: dict[int, Batch
       return _compare(entry["batch"], batch and batch_line(batch))
     case "commit":
       result = StepResult(entry["tokens"], frozenset(entry["bad_rows"]))
-      scheduler.commit(launched.pop(entry["step"]), result, entry["now"])
+      verdicts = Verdicts(frozenset(entry.get("done", ())), dict(entry.get("failed", ())))
+      scheduler.commit(launched.pop(entry["step"]), result, entry["now"], verdicts)
     case unknown:
       raise ValueError(f"unknown event {unknown!r}")
   return None

@@ -36,6 +36,7 @@ class Flag(enum.IntFlag):
   SUPPRESS = 64  # min_tokens not reached
   LOGPROB = 128  # of the row's own token
   TOP_LOGPROBS = 256  # and of the most likely ones
+  MASK = 512  # only tokens of the slot's mask
 
 
 class Column(enum.IntEnum):
@@ -337,7 +338,7 @@ class Packer:
       ),
       np.float32,
     ).view(np.int32)
-    column[Column.FLAGS] = int(flags_of(params))
+    column[Column.FLAGS] = int(flags_of(params) | (Flag.MASK if admission.constrained else 0))
     self._min_tokens[slot] = params.min_tokens
     if params.min_tokens:
       ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos)

@@ -1,10 +1,11 @@
 """The device programs: pure functions and their compilation ahead of time. No request, no slot table, no I/O.
 
-`step` runs one rung; `write_history` and `write_bias` set one slot's line of the sampler's state. Each is lowered from
-abstract arrays that carry their shardings, so what a program takes and returns always agrees, and nothing is resharded
-or compiled for a second time.
+`step` runs one rung; `write_line` sets one slot's line of the sampler's history or bias, `write_masks` those of a few
+slots in its masks. Each is lowered from abstract arrays that carry their shardings, so what a program takes and returns
+always agrees, and nothing is resharded or compiled for a second time.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -25,6 +26,8 @@ from models.attention import AttentionMeta, paged_attend
 from models.config import ModelConfig
 from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.plan import Geometry
+
+MASK_LINES = 8  # of one call of `write_masks`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,8 +88,12 @@ class ProgramSpec:
   @property
   def slot_state(self) -> SlotState:
     """Abstract sampler state."""
-    shape = (self.num_slots + 1, self.model.vocab_size)
-    return SlotState(history=self.whole(shape, jnp.int32), bias=self.whole(shape, jnp.float32))  # pyright: ignore
+    lines, vocab = self.num_slots + 1, self.model.vocab_size
+    return SlotState(
+      history=self.whole((lines, vocab), jnp.int32),  # pyright: ignore
+      bias=self.whole((lines, vocab), jnp.float32),  # pyright: ignore
+      mask=self.whole((lines, -(-vocab // 32)), jnp.int32),  # pyright: ignore
+    )
 
 
 @functools.cache
@@ -165,6 +172,30 @@ def pack_line(slot: int, line: np.ndarray) -> np.ndarray:
   return packed
 
 
+def write_masks(table: jax.Array, packed: jax.Array) -> jax.Array:
+  """Sets line packed[i, 0] of `table` (int32[slots + 1, W], donated) to packed[i, 1:], for each i.
+
+  Several lines a call, for a step has a new one for each of its constrained rows, and a call costs more than a line.
+  """
+  return table.at[packed[:, 0]].set(packed[:, 1:])
+
+
+def pack_masks(lines: Sequence[tuple[int, bytes]], padding: int, width: int) -> np.ndarray:
+  """The argument of `write_masks`: int32[MASK_LINES, 1 + W].
+
+  Args:
+    lines: (slot, little-endian words), at most MASK_LINES.
+    padding: the slot that nobody reads, for the rest.
+    width: W.
+  """
+  packed = np.zeros((MASK_LINES, 1 + width), np.int32)
+  packed[:, 0] = padding
+  for index, (slot, mask) in enumerate(lines):
+    packed[index, 0] = slot
+    packed[index, 1:] = np.frombuffer(mask, "<i4")
+  return packed
+
+
 def _shardings(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
@@ -203,3 +234,11 @@ def compile_write_line(spec: ProgramSpec, table: Any) -> jax.stages.Compiled:
   """The executable that sets one line of the abstract `table`: (table, packed) -> table."""
   program = jax.jit(write_line, donate_argnums=0, out_shardings=table.sharding)
   return program.lower(table, spec.whole((spec.model.vocab_size + 1,), jnp.int32)).compile(_compiler_options(spec.mesh))
+
+
+def compile_write_masks(spec: ProgramSpec) -> jax.stages.Compiled:
+  """The executable that sets lines of the masks: (table, packed) -> table."""
+  table = spec.slot_state.mask
+  program = jax.jit(write_masks, donate_argnums=0, out_shardings=table.sharding)
+  packed = spec.whole((MASK_LINES, 1 + table.shape[1]), jnp.int32)
+  return program.lower(table, packed).compile(_compiler_options(spec.mesh))

@@ -7,6 +7,7 @@ former owner.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+import dataclasses
 import threading
 
 import jax
@@ -135,18 +136,19 @@ class ModelRunner:
 
   def _compile(self, rungs: tuple[StepShape, ...], progress: Progress) -> None:
     spec = self._spec
-    total = len(rungs) + 2
+    total = len(rungs) + 3
     progress("compile", 0, total)
     with ThreadPoolExecutor(_COMPILE_THREADS, "compile") as pool:
       # The largest first: it takes longest.
       steps = {shape: pool.submit(programs.compile_step, spec, shape) for shape in reversed(rungs)}
       history = pool.submit(programs.compile_write_line, spec, spec.slot_state.history)
       bias = pool.submit(programs.compile_write_line, spec, spec.slot_state.bias)
-      for done, future in enumerate(as_completed((*steps.values(), history, bias)), 1):
+      masks = pool.submit(programs.compile_write_masks, spec)
+      for done, future in enumerate(as_completed((*steps.values(), history, bias, masks)), 1):
         future.result()
         progress("compile", done, total)
     self.steps = {shape: steps[shape].result() for shape in rungs}
-    self._write_history, self._write_bias = history.result(), bias.result()
+    self._write_history, self._write_bias, self._write_masks = history.result(), bias.result(), masks.result()
 
   def warm_up(self, progress: Progress) -> None:
     """Runs every program once on padding, so that what a first call costs is paid before the server is ready."""
@@ -157,6 +159,7 @@ class ModelRunner:
     vocab = self._spec.model.vocab_size
     self._set_history(padding, np.zeros(vocab, np.int32))
     self._set_bias(padding, np.zeros(vocab, np.float32))
+    self._set_masks([])
 
   def connect(self, target: "ModelRunner") -> None:
     """Lets KV blocks travel to `target`, by export() here and admissions there. Compiles: do it before seal()."""
@@ -185,6 +188,9 @@ class ModelRunner:
       raise ShapeNotOnLadder(f"{batch.shape} was never compiled; there are {tuple(self.steps)}")
     for admission in batch.admissions:
       self._admit(admission)
+    for first in range(0, len(batch.masks), programs.MASK_LINES):
+      lines = batch.masks[first : first + programs.MASK_LINES]
+      self._set_masks([(batch.slots[row], mask) for row, mask in lines])
     packed, rows = self._packer.pack(batch, self._layouts[batch.shape])
     self.kv, self._last_tokens, self.slot_state, (output, top) = executable(
       self._params, self.kv, self._last_tokens, self.slot_state, packed
@@ -207,8 +213,15 @@ class ModelRunner:
 
   def _set_history(self, slot: int, line: np.ndarray) -> None:
     state = self.slot_state
-    self.slot_state = SlotState(self._write_history(state.history, programs.pack_line(slot, line)), state.bias)
+    history = self._write_history(state.history, programs.pack_line(slot, line))
+    self.slot_state = dataclasses.replace(state, history=history)
 
   def _set_bias(self, slot: int, line: np.ndarray) -> None:
     state = self.slot_state
-    self.slot_state = SlotState(state.history, self._write_bias(state.bias, programs.pack_line(slot, line)))
+    self.slot_state = dataclasses.replace(state, bias=self._write_bias(state.bias, programs.pack_line(slot, line)))
+
+  def _set_masks(self, lines: Sequence[tuple[int, bytes]]) -> None:
+    """Of (slot, allowed tokens), at most programs.MASK_LINES."""
+    state = self.slot_state
+    packed = programs.pack_masks(lines, self._spec.num_slots, state.mask.shape[1])
+    self.slot_state = dataclasses.replace(state, mask=self._write_masks(state.mask, packed))

@@ -1,8 +1,9 @@
 """From logits to tokens, on the device, every parameter a per-row array. Pure; knows no model and no batch.
 
-Order, as in vLLM: penalties, then logit_bias and allowed ids, then min_tokens; the greedy token is the most likely of
-what is left. For a draw: temperature, then top_k, then top_p on what top_k left (renormalised), then min_p. Tokens of
-equal probability at a limit are all kept. Log probabilities are of the model's own distribution, before all of this.
+Order, as in vLLM: penalties, then logit_bias and allowed ids, then the mask of an output constraint, then min_tokens
+(which yields where the constraint leaves nothing but an ending); the greedy token is the most likely of what is left.
+For a draw: temperature, then top_k, then top_p on what top_k left (renormalised), then min_p. Tokens of equal
+probability at a limit are all kept. Log probabilities are of the model's own distribution, before all of this.
 
 Work that no row of the step asks for is skipped by `lax.cond` on the rows' flags, so one program serves every mixture.
 Truncation searches a threshold by bisection and a draw inverts the cumulative distribution in two levels: on a CPU a
@@ -37,10 +38,13 @@ class SlotState:
     history: int32[slots + 1, V], how often a token was generated, plus _PROMPT_BIT where the prompt holds it. Only kept
       for requests with penalties.
     bias: f32[slots + 1, V], added to the logits; -inf where a token is not allowed. Only for requests that ask.
+    mask: int32[slots + 1, ceil(V / 32)], the tokens that an output constraint allows next: token t is bit t % 32 of
+      word t // 32. Only for constrained requests, and written anew before each of their draws.
   """
 
   history: jax.Array
   bias: jax.Array
+  mask: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -106,6 +110,13 @@ def _penalise(x: jax.Array, rows: SamplingRows, history: jax.Array) -> jax.Array
   x = x - _column(rows.frequency, x) * count.astype(jnp.float32)
   x = jnp.where(count > 0, x - _column(rows.presence, x), x)
   return jnp.clip(x, -_HUGE, _HUGE)
+
+
+def _only_masked(x: jax.Array, words: jax.Array) -> jax.Array:  # f32[S, V], int32[S, W] -> f32[S, V]
+  """Forbids the tokens whose bit is 0."""
+  bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]
+  allowed = (bits & jnp.int32(1)).reshape(x.shape[0], -1)[:, : x.shape[1]]
+  return jnp.where(allowed != 0, x, -jnp.inf)
 
 
 def _suppress(x: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -216,6 +227,7 @@ def sample(logits: jax.Array, rows: SamplingRows, state: SlotState) -> Sampled:
   logits = jnp.where(_column(bad, logits), 0.0, logits)
   x = _where_any(rows, Flag.PENALTY, lambda x: _penalise(x, rows, state.history), logits)
   x = _where_any(rows, Flag.BIAS, lambda x: x + state.bias[rows.slots], x)
+  x = _where_any(rows, Flag.MASK, lambda x: _only_masked(x, state.mask[rows.slots]), x)
   x = _where_any(rows, Flag.SUPPRESS, lambda x: _suppress(x, rows), x)
   best = _argmax(x)
   tokens = lax.cond(jnp.any(rows.has(Flag.RANDOM)), lambda: _draw(x, rows, best), lambda: best)

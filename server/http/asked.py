@@ -6,7 +6,9 @@ change nothing here are ignored; what nobody has heard of is ignored and named i
 """
 
 import dataclasses
+import json
 import re
+from typing import Any
 
 from engine.errors import InvalidRequest
 from server import validation
@@ -27,7 +29,6 @@ _HARMLESS = (
   "parallel_tool_calls",
   "spaces_between_special_tokens",
 )
-_NOT_YET = "structured output is not there yet"
 # Name, the values besides null that change nothing, and what to say about the others.
 _UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
   ("use_beam_search", (False,), "there is no beam search; leave it out"),
@@ -39,11 +40,14 @@ _UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
   ("logits_processors", ([],), "code from requests is not run; leave it out"),
   ("prompt_embeds", (), "send text or token ids"),
   ("kv_transfer_params", ({},), "leave it out"),
-  ("guided_json", (), _NOT_YET),
-  ("guided_regex", (), _NOT_YET),
-  ("guided_choice", (), _NOT_YET),
-  ("guided_grammar", (), _NOT_YET),
-  ("structured_outputs", ({},), _NOT_YET),
+  ("guided_whitespace_pattern", (), "put the whitespace into the grammar, or leave it out"),
+)
+# vLLM's names of constraints in `structured_outputs`, and those of sluice.v1; older clients send them as guided_NAME.
+_CONSTRAINTS = (
+  ("json", "json_schema"),
+  ("regex", "regex"),
+  ("choice", "choice"),
+  ("grammar", "grammar"),
 )
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_NAMED = 16
@@ -102,6 +106,7 @@ def read(fields: Fields, tenant: str) -> Asked:
     request.priority = priority
   _read_sampling(fields, request.sampling)
   _read_stopping(fields, request.stopping)
+  _read_constraint(fields, request)
   skip = fields.flag("skip_special_tokens")
   request.output.skip_special_tokens = True if skip is None else skip
   stream = bool(fields.flag("stream"))
@@ -137,7 +142,6 @@ def finish(fields: Fields, asked: Asked, *, strict: bool) -> None:
     value = fields.take(name)
     if value is not None and not any(value == same and type(value) is type(same) for same in harmless):
       raise UnsupportedField(f"{name} is not supported: {remedy}")
-  _check_response_format(fields)
   asked.ignored += tuple(fields.unknown())
   if strict and asked.ignored:
     name = asked.ignored[0]
@@ -148,15 +152,68 @@ def finish(fields: Fields, asked: Asked, *, strict: bool) -> None:
     )
 
 
-def _check_response_format(fields: Fields) -> None:
+def _read_constraint(fields: Fields, request: pb.GenerateRequest) -> None:
+  """What the output must look like, by OpenAI's name or by vLLM's; at most one of them."""
+  found = [(f"guided_{name}", kind, fields.take(f"guided_{name}")) for name, kind in _CONSTRAINTS]
+  structured = fields.inner("structured_outputs")
+  if structured is not None:
+    found += [(f"structured_outputs.{name}", kind, structured.take(name)) for name, kind in _CONSTRAINTS]
+    if structured.flag("json_object"):
+      found.append(("structured_outputs.json_object", "json_object", True))
+    for name in structured.unknown():
+      # Switches of vLLM's backends, off: as here.
+      if structured.take(name) is not False:
+        shown = f".{name}" if _NAME.fullmatch(name) else ""
+        raise UnsupportedField(
+          f"structured_outputs{shown} is not supported: send one of json, json_object, regex, choice and grammar"
+        )
+  found.append(_response_format(fields))
+  found = [(name, kind, value) for name, kind, value in found if value is not None]
+  if len(found) > 1:
+    raise InvalidRequest(f"{found[1][0]} is not allowed beside {found[0][0]}: send one of them")
+  for name, kind, value in found:
+    _set_constraint(request.constraint, name, kind, value)
+
+
+def _response_format(fields: Fields) -> tuple[str, str, Any]:
+  """(name, kind, value); the value is None where nothing is asked for."""
   form = fields.inner("response_format")
+  nothing = "response_format", "", None
   if form is None:
-    return
+    return nothing
   kind = form.text("type")
-  if kind in ("json_object", "json_schema", "structural_tag"):
-    raise UnsupportedField(f"response_format of type {kind!r} is not supported: {_NOT_YET}; ask for JSON in the prompt")
-  if kind != "text":
-    raise InvalidRequest('response_format.type is not one that exists: send {"type": "text"}')
+  if kind == "text":
+    return nothing
+  if kind == "json_object":
+    return "response_format", "json_object", True
+  if kind == "structural_tag":
+    raise UnsupportedField("response_format of type 'structural_tag' is not supported: send a json_schema")
+  if kind != "json_schema":
+    raise InvalidRequest("response_format.type is not one that exists: send text, json_object or json_schema")
+  inner = form.inner("json_schema")
+  schema = None if inner is None else inner.take("schema")
+  if schema is None:
+    raise InvalidRequest("response_format.json_schema.schema is missing: send a JSON schema")
+  return "response_format.json_schema.schema", "json_schema", schema
+
+
+def _set_constraint(constraint: pb.OutputConstraint, name: str, kind: str, value: Any) -> None:
+  match kind:
+    case "json_object":
+      constraint.json_object = True
+    case "json_schema":
+      if not isinstance(value, str | dict):
+        raise InvalidRequest(f"{name} is {kind_of(value)}: send a JSON schema, as an object or its text")
+      constraint.json_schema = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    case "choice":
+      if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise InvalidRequest(f"{name} is not a list of strings: send one")
+      constraint.choice.values.extend(value)
+      constraint.choice.SetInParent()
+    case _:
+      if not isinstance(value, str):
+        raise InvalidRequest(f"{name} is {kind_of(value)}: send a string")
+      setattr(constraint, kind, value)
 
 
 def _read_sampling(fields: Fields, sampling: pb.SamplingParams) -> None:

@@ -127,8 +127,8 @@ def _tools(fields: Fields) -> list[dict[str, Any]] | None:
     raise UnsupportedField("functions is not supported: send tools, which took their place")
   if choice not in (None, "none", "auto"):
     raise UnsupportedField(
-      "tool_choice is not supported but as none and auto: to force a call needs structured output, which is not there "
-      "yet"
+      "tool_choice is not supported but as none and auto: forced calls are not there yet; send the call's schema as "
+      "response_format"
     )
   if not tools or choice == "none":
     return None

@@ -67,7 +67,7 @@ _TABLE: tuple[tuple[type[engine_errors.EngineError], tuple[int, str, str | None]
 # The openai client repeats these by itself, and the answer would be the same, or the work twice as long.
 _NOT_WORTH_A_RETRY = (408, 409, 500, 501, 504)
 # Names of sluice.v1 in messages that HTTP callers know without the first part.
-_PREFIXES = ("chat.", "output.", "stopping.", "sampling.")
+_PREFIXES = ("chat.", "constraint.", "output.", "stopping.", "sampling.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -252,6 +252,7 @@ class Endpoints:
     for place, prompt in enumerate(prompts):
       asked.request.request_id = answer_id if len(prompts) == 1 else f"{answer_id}-{place}"
       calls.append(validation.generate_call(asked.request, backend.config, backend.tokenizer, list(prompt.token_ids)))
+    calls = await self._service.constrained(asked.request, calls)
     frame = {"id": answer_id, "object": kind, "created": int(time.time()), "model": backend.model}
     reply = _Reply(asked, prompts, choices, echoes, frame, only_echo=only_echo)
     self._service.admit()  # a drain may have begun while the prompt was tokenized

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from engine.batch import Batch
-from engine.engine import PlainEngine
+from engine.engine import Engine, PlainEngine
 from engine.errors import ShapeNotOnLadder
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from tests.device.serving import make_engine, serve
 from tests.device.tiny_model import EOS, TINY, dense_greedy, dense_logits, make_runner, random_params
+from tests.fakes import FakeConstraint
+from tests.fakes import tokens_of as allowed_by
 from tools.soak_compiles import soak
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -194,6 +196,54 @@ def test_donation_updates_kv_in_place(runner, prompts):
   assert [buffer.unsafe_buffer_pointer() for buffer in (*runner.kv, *jax.tree.leaves(runner.slot_state))] == before
   for executable in runner.steps.values():
     assert executable.memory_analysis().alias_size_in_bytes >= kv_bytes + state_bytes
+
+
+def constrained_greedy(model, prompt, count):
+  """By the plain forward pass and the constraint's own masks."""
+  constraint, tokens = FakeConstraint(TINY.vocab_size), list(prompt)
+  for _ in range(count):
+    allowed = allowed_by(constraint.allowed())
+    logits = dense_logits(model, tokens)[-1][allowed]
+    tokens.append(allowed[int(logits.argmax())])
+    constraint.accept(tokens[-1])
+  return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_blocks": 14}, {"prefill_chunk": 3}], ids=str)
+@pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
+def test_constrained_beside_others(runner, model, prompts, reference, engine_class, changes):
+  seen: dict[str, list[int]] = {}
+
+  def emit(events):
+    for event in events:
+      seen.setdefault(event.request_id, []).extend(event.token_ids)
+
+  runner.seal()
+  engine = make_engine(runner, emit, engine_class, **changes)
+  for index, prompt in enumerate(prompts):
+    constraint = FakeConstraint(TINY.vocab_size) if index != 3 else None
+    engine.submit(Request(str(index), prompt, GREEDY, constraint=constraint))
+  while engine.num_live:
+    engine.step()
+    assert engine.dead is None, engine.dead
+  for index, prompt in enumerate(prompts):
+    wanted = reference[index] if index == 3 else constrained_greedy(model, prompt, 12)
+    assert seen[str(index)] == wanted
+  assert runner.compiles_after_ready == 0
+
+
+def test_masks_of_more_rows_than_one_call_takes(runner):
+  """Each line of each call goes to its own slot, and the padding slot takes the rest."""
+  words = runner.slot_state.mask.shape[1]
+  rng = np.random.default_rng(5)
+  lines = [(slot, rng.integers(-(2**31), 2**31, words, dtype=np.int32)) for slot in (5, 0, 7)]
+  before = np.asarray(runner.slot_state.mask).copy()
+  runner._set_masks([(slot, line.tobytes()) for slot, line in lines])
+  after = np.asarray(runner.slot_state.mask)
+  for slot, line in lines:
+    assert np.array_equal(after[slot], line)
+  untouched = [slot for slot in range(8) if slot not in (5, 0, 7)]
+  assert np.array_equal(after[untouched], before[untouched])
 
 
 def test_a_shape_that_was_not_compiled_is_an_error(runner):

@@ -19,9 +19,9 @@ SHAPE = StepShape(8, 8)
 
 
 @jax.jit
-def run(logits, packed, history, bias):
+def run(logits, packed, history, bias, mask):
   rows = unpack(Packer(SLOTS, 4, 4, EOS).layout(SHAPE), packed).sampling
-  state = SlotState(history, bias)
+  state = SlotState(history, bias, mask)
   sampled = sampler.sample(logits, rows, state)
   return sampled, sampler.remember(state, rows, sampled.tokens).history
 
@@ -35,17 +35,23 @@ class Row:
   outputs: tuple[int, ...] = (8, 8, 9)
   seed: int = 0
   slot: int | None = None
+  allowed: tuple[int, ...] | None = None  # by an output constraint
 
 
 def draw(rows: list[Row], logits: np.ndarray):
   """Samples one token a row, through admission and packing as in serving."""
   packer = Packer(SLOTS, 4, 4, EOS)
   history, bias = np.zeros((SLOTS + 1, V), np.int32), np.full((SLOTS + 1, V), np.nan, np.float32)
+  mask = np.zeros((SLOTS + 1, -(-V // 32)), np.int32)  # nothing is allowed where nobody says so
   slots = tuple(index if row.slot is None else row.slot for index, row in enumerate(rows))
   for slot, row in zip(slots, rows, strict=True):
     tokens = row.prompt + row.outputs
     row.params.validate(V)
-    packer.admit(Admission(slot, tokens, len(row.prompt), (1, 2, 3), row.params, row.seed))
+    constrained = row.allowed is not None
+    packer.admit(Admission(slot, tokens, len(row.prompt), (1, 2, 3), row.params, row.seed, constrained))
+    if row.allowed is not None:
+      bits = sum(1 << token for token in row.allowed)
+      mask[slot] = np.frombuffer(bits.to_bytes(4 * mask.shape[1], "little"), "<i4")
     history[slot] = sampler.history_row(tokens, len(row.prompt), V)
     bias[slot] = sampler.bias_row(row.params, V)
   ones = (1,) * len(rows)
@@ -64,7 +70,7 @@ def draw(rows: list[Row], logits: np.ndarray):
   packed, _ = packer.pack(batch, packer.layout(SHAPE))
   padded = np.zeros((SHAPE.rows, V), np.float32)
   padded[: len(rows)] = logits
-  sampled, after = run(padded, packed, history, bias)
+  sampled, after = run(padded, packed, history, bias, mask)
   return jax.tree.map(lambda x: np.asarray(x)[: len(rows)], sampled), np.asarray(after) - history, slots
 
 
@@ -79,6 +85,8 @@ def processed(row: Row, logits: np.ndarray) -> np.ndarray:
     x[token] += value
   if params.allowed_token_ids is not None:
     x[[token for token in range(V) if token not in params.allowed_token_ids]] = -np.inf
+  if row.allowed is not None:
+    x[[token for token in range(V) if token not in row.allowed]] = -np.inf
   if len(row.outputs) < params.min_tokens:
     ends = [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
     masked = x.copy()
@@ -235,6 +243,45 @@ def test_min_tokens_gives_way_where_only_ends_are_allowed():
   assert int(sampled.tokens[0]) in (3, 50) and not sampled.bad[0]
 
 
+@pytest.mark.parametrize("choice", [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"presence_penalty": 2.0}, {"logit_bias": ((31, -100.0), (8, 100.0))}], ids=str)
+def test_only_tokens_of_the_mask_are_drawn(choice, more):
+  # Edges of words, the sign bit, the last token; and one token alone.
+  masks = [(0,), (31,), (32,), (V - 1,), (31, 32, 63, 64, 95), tuple(range(0, V, 7)), tuple(range(V))]
+  params = SamplingParams(**choice, **more)
+  rng = np.random.default_rng(3)
+  for trial in range(6):
+    rows = [Row(params, seed=trial + 10 * index, allowed=mask) for index, mask in enumerate(masks)]
+    logits = rng.normal(size=(7, V)).astype(np.float32) * 3
+    sampled, _, _ = draw(rows, logits)
+    for row, line, token in zip(rows, logits, sampled.tokens.tolist(), strict=True):
+      assert token in (row.allowed or ())
+      if params.temperature:
+        assert distribution(row, line)[token] > 0
+      else:
+        assert token == int(processed(row, line).argmax())
+
+
+def test_a_mask_touches_no_other_row():
+  rng = np.random.default_rng(4)
+  logits = rng.normal(size=(7, V)).astype(np.float32)
+  plain = [Row(SamplingParams(logprobs=3), seed=index) for index in range(7)]
+  masked = [dataclasses.replace(row, allowed=(index,)) if index % 2 else row for index, row in enumerate(plain)]
+  before, after = draw(plain, logits)[0], draw(masked, logits)[0]
+  for index in range(7):
+    assert after.tokens[index] == (index if index % 2 else before.tokens[index])
+  # The alternatives are those of the model.
+  assert np.array_equal(before.top_ids, after.top_ids) and np.array_equal(before.top_logprobs, after.top_logprobs)
+
+
+def test_min_tokens_gives_way_where_a_mask_leaves_only_ends():
+  logits = np.zeros((2, V), np.float32)
+  params = SamplingParams(min_tokens=9, max_tokens=9)
+  rows = [Row(params, allowed=(3, 4)), Row(params, allowed=(3, 50))]
+  tokens = draw(rows, logits)[0].tokens.tolist()
+  assert tokens[0] in (3, 4) and tokens[1] == 50
+
+
 def test_counts_are_kept_only_for_rows_with_penalties():
   rows = [Row(SamplingParams(temperature=0.0, presence_penalty=1.0)), Row(SamplingParams(temperature=0.0))]
   logits = np.zeros((2, V), np.float32)
@@ -268,6 +315,7 @@ def test_a_vocabulary_smaller_than_the_list_of_alternatives():
   batch = Batch(0, SHAPE, ("a",), (0,), (0,), (1,), (1,), (True,), ((1,),), (0,))
   packed, _ = packer.pack(batch, packer.layout(SHAPE))
   rows = unpack(packer.layout(SHAPE), jnp.asarray(packed)).sampling
-  state = SlotState(jnp.zeros((SLOTS + 1, 11), jnp.int32), jnp.zeros((SLOTS + 1, 11), jnp.float32))
+  lines = (SLOTS + 1, 11)
+  state = SlotState(jnp.zeros(lines, jnp.int32), jnp.zeros(lines, jnp.float32), jnp.zeros((SLOTS + 1, 1), jnp.int32))
   sampled = jax.jit(sampler.sample)(logits, rows, state)
   assert sorted(sampled.top_ids[0, :11].tolist()) == list(range(11))

@@ -14,6 +14,7 @@ from grpc_status import rpc_status
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from engine.batch import Runner
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduler import Scheduler
@@ -131,8 +132,12 @@ def running(
   poison: int | None = None,
   serve: bool = True,
   admin: AdminActions | None = None,
+  device: Runner | None = None,
 ) -> Iterator[Served]:
-  """Runs a server in a thread until the block ends, then drains it and checks that no page is left."""
+  """Runs a server in a thread until the block ends, then drains it and checks that no page is left.
+
+  With `device`, a real one that agrees with `config`, the fake one stands idle.
+  """
   config = config or EngineConfig(
     vocab_size=400,
     max_model_len=512,
@@ -152,7 +157,7 @@ def running(
     server = Host(host_options, admin)
     port = await server.start()
     runner = SlowRunner(config, poison)
-    engine = Engine(Scheduler(config), runner, time.monotonic, server.emit)
+    engine = Engine(Scheduler(config), device or runner, time.monotonic, server.emit)
     generations = Generations(engine, tokenizer)
     if serve:
       await server.serve(

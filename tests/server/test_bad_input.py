@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import itertools
+import json
 import random
 
 from google.rpc import error_details_pb2
@@ -45,7 +46,83 @@ def output(**fields):
   return {"token_ids": IDS, "output": pb.OutputParams(**fields)}
 
 
+def constraint(**fields):
+  return {"token_ids": IDS, "constraint": pb.OutputConstraint(**fields)}
+
+
+def choice(*values: str):
+  return constraint(choice=pb.Choices(values=values))
+
+
+def chain(length: int) -> str:
+  """A schema of references, each one level below the last."""
+  links = {f"r{n}": {"items": {"$ref": f"#/$defs/r{n + 1}"}} for n in range(length)}
+  return json.dumps({"$ref": "#/$defs/r0", "$defs": links | {f"r{length}": {"type": "string"}}})
+
+
 BAD_REQUESTS = {
+  # Constraints.
+  "no constraint": (constraint(), "constraint", "has no kind: send json_schema"),
+  "json_object false": (constraint(json_object=False), "constraint.json_object", "send true, or leave"),
+  "empty schema": (constraint(json_schema=""), "constraint.json_schema", "0 bytes, allowed are 1 to 32768"),
+  "large schema": (constraint(json_schema=" " * 32769), "constraint.json_schema", "32769 bytes, allowed are 1 to"),
+  "no JSON": (constraint(json_schema="{'a': 1}"), "constraint.json_schema", "is not JSON: .* line 1, column 2"),
+  "NaN in a schema": (constraint(json_schema='{"minimum": NaN}'), "constraint.json_schema", "is not JSON"),
+  "a schema after a schema": (
+    constraint(json_schema='{}}, {"lark_grammar": "start: /x/"}, {"json_schema": {}'),
+    "constraint.json_schema",
+    "is not JSON: Extra data",
+  ),
+  "list schema": (constraint(json_schema="[]"), "constraint.json_schema", "must be an object or boolean"),
+  "schema of no type": (constraint(json_schema='{"type": "objekt"}'), "constraint.json_schema", "Invalid type: objekt"),
+  "schema keyword": (
+    constraint(json_schema='{"uniqueItems": true}'),
+    "constraint.json_schema",
+    "Unimplemented keys: .*uniqueItems",
+  ),
+  "no value": (constraint(json_schema="false"), "constraint.json_schema", "Unsatisfiable schema"),
+  "endless schema": (
+    constraint(json_schema='{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}'),
+    "constraint.json_schema",
+    "allows no output, or one that takes more work",
+  ),
+  "schema elsewhere": (constraint(json_schema='{"$ref": "http://x/y"}'), "constraint.json_schema", "does not fetch"),
+  "deep schema": (
+    constraint(json_schema='{"items":' * 64 + "{}" + "}" * 64),
+    "constraint.json_schema",
+    "nested too deeply: it has more than 64 levels",
+  ),
+  "very deep schema": (constraint(json_schema="[" * 30_000), "constraint.json_schema", "more than 64 levels"),
+  "chain of references": (
+    constraint(json_schema=chain(700)),
+    "constraint.json_schema",
+    "701 references in 4 levels, .* is 512 for",
+  ),
+  "lookaround": (constraint(regex="(?=a)b"), "constraint.regex", "look-around, .* is not supported; correct"),
+  "back reference": (constraint(regex="(a)\\1"), "constraint.regex", "backreferences are not supported"),
+  "open group": (constraint(regex="("), "constraint.regex", "unclosed group"),
+  "deep regex": (constraint(regex="(" * 4000 + ")" * 4000), "constraint.regex", "exceed the maximum number of nested"),
+  "long regex": (constraint(regex="a" * 8193), "constraint.regex", "8193 bytes, allowed are 1 to 8192"),
+  "no choices": (choice(), "constraint.choice", "0 strings, allowed are 1 to 1024"),
+  "many choices": (choice(*["a"] * 1025), "constraint.choice", "1025 strings, allowed are 1 to 1024"),
+  "empty choice": (choice("a", ""), "constraint.choice", "has an empty string: leave it out"),
+  "long choices": (choice("a" * 20_000, "b" * 20_000), "constraint.choice", "40000 bytes, the limit is 32768"),
+  "no grammar": (constraint(grammar="what"), "constraint.grammar", "and is not GBNF either: Expected ::="),
+  "unknown rule": (constraint(grammar='start: "a" b'), "constraint.grammar", 'unknown name: "b"'),
+  "GBNF without root": (constraint(grammar='a ::= "b"'), "constraint.grammar", "No 'root' rule"),
+  "deep GBNF": (constraint(grammar="root ::= " + "(" * 4000), "constraint.grammar", "is not GBNF either"),
+  "deep grammar": (constraint(grammar="start: " + "(" * 4000), "constraint.grammar", "too deeply nested"),
+  "many rules": (
+    constraint(grammar="start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(520)) + 'r520: "a"'),
+    "constraint.grammar",
+    "522 colons, .* the limit is 512",
+  ),
+  "schema in a grammar": (constraint(grammar="start: %json {}"), "constraint.grammar", "%json, which is not taken"),
+  "constraint and allowed ids": (
+    constraint(regex="a*") | {"sampling": pb.SamplingParams(allowed_token_ids=pb.TokenIds(ids=[7]))},
+    "allowed_token_ids",
+    "together with an output constraint",
+  ),
   # Prompts.
   "no prompt": ({}, "prompt", "prompt is missing: send text, token_ids or chat"),
   "empty text": ({"text": ""}, "prompt", "prompt is empty"),

@@ -37,6 +37,14 @@ def test_all_ways_to_ask_say_the_same(client, tokenizer):
   assert client.generate(chat, **GREEDY).ending.prompt_tokens == len(ids) + 3
 
 
+def test_outputs_under_a_constraint(client):
+  assert client.generate("the", choice=["yes", "no"]).text in ("yes", "no")
+  assert client.generate("the", regex="[ab]{4}").text.strip("ab") == ""
+  assert client.generate("the", json_schema='{"type": "boolean"}').text in ("true", "false")
+  with pytest.raises(TypeError, match="choice and regex|regex and choice"):
+    client.generate("the", choice=["yes"], regex="a")
+
+
 def test_every_option_arrives(client):
   first = client.generate("the", **GREEDY)
   cut = client.generate(

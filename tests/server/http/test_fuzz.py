@@ -9,6 +9,7 @@ COMMON = (
   "model temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty seed n stop "
   "stop_token_ids max_tokens min_tokens ignore_eos logit_bias allowed_token_ids logprobs skip_special_tokens priority "
   "cache_salt request_id stream stream_options return_token_ids return_tokens_as_token_ids response_format "
+  "guided_json guided_regex guided_choice guided_grammar structured_outputs "
   "user unheard_of add_special_tokens best_of suffix echo"
 ).split()
 CHAT = (

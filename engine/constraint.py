@@ -1,0 +1,63 @@
+"""What the engine knows of a constrained output: which tokens may come next, and whether it is complete. Pure Python.
+
+The grammar itself belongs to whoever submits the request; nothing here may look into it. Its state follows the tokens
+of the output alone, so a preemption, which recomputes KV, leaves it as it is.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+
+class ConstraintFailed(Exception):
+  """The constraint cannot go on: a limit is reached or no token is left. The message is fit for a client."""
+
+
+class Constraint(Protocol):
+  """One output's constraint. Its request's owner makes it; from submission on the engine's thread alone calls it."""
+
+  @property
+  def is_done(self) -> bool:
+    """The output is complete and nothing can follow."""
+    ...
+
+  def allowed(self) -> bytes:
+    """Which tokens may be the next: little-endian int32 words, ceil(V / 32) of them, token t is bit t % 32 of t // 32.
+
+    Cheap and repeatable: the work is done by `accept`. Never empty while not done.
+    """
+    ...
+
+  def accept(self, token: int) -> None:
+    """Takes the next token of the output.
+
+    Raises:
+      ConstraintFailed: it is not allowed, or nothing could follow although the output is not complete.
+    """
+    ...
+
+
+class Recorded:
+  """Stands for the constraint of a request in a trace: what became of it is recorded with each commit."""
+
+  is_done = False
+
+  def allowed(self) -> bytes:
+    return b""
+
+  def accept(self, token: int) -> None:
+    raise AssertionError("the constraint of a replayed request is never asked")
+
+
+class Verdicts(NamedTuple):
+  """What constraints say to the tokens of a step, by row of its Batch.
+
+  Attributes:
+    done: rows whose output is complete with its token.
+    failed: rows whose constraint cannot go on, and why.
+  """
+
+  done: frozenset[int] = frozenset()
+  failed: Mapping[int, str] = {}
+
+
+NO_VERDICTS = Verdicts()
