@@ -27,7 +27,7 @@ from engine.engine import Emit
 from engine.errors import ConfigError, EngineError
 from engine.fake_build import build_fake
 from engine.policy import POLICIES
-from server import logs, tracing
+from server import logs, tracing, watchdog
 from server.admin import AdminActions
 from server.errors import NotConfigured, Starting
 from server.generation import Generations
@@ -190,7 +190,16 @@ _HOST_FLAGS = (
     "drain_timeout_s", HostOptions.drain_timeout_s, "How long running requests may take to finish then.", lower_bound=0
   ),
   flags.DEFINE_float(
-    "step_timeout_s", HostOptions.step_timeout_s, "Liveness fails when the engine stands this long.", lower_bound=0.1
+    "step_timeout_s",
+    HostOptions.step_timeout_s,
+    "An engine or an event loop that stands this long ends the server; 0: nothing is watched.",
+    lower_bound=0,
+  ),
+  flags.DEFINE_float(
+    "watchdog_grace_s",
+    HostOptions.watchdog_grace_s,
+    "From there to the hard end of the process, for clients to be told.",
+    lower_bound=0.1,
   ),
   flags.DEFINE_bool("enable_reflection", HostOptions.enable_reflection, "Answer grpcurl and the like."),
   flags.DEFINE_bool(
@@ -395,7 +404,8 @@ async def _serve() -> int:
   """From flags to exit code."""
   trace = _Trace(_TRACE_FILE.value)
   options = HostOptions(**_values(_HOST_FLAGS), **_values(_HTTP_FLAGS), http_port=_http_port())
-  host = Host(options, AdminActions(flags=_configuration, set_trace=trace.set))
+  host = Host(options, AdminActions(flags=_configuration, set_trace=trace.set), may_exit=True)
+  watchdog.watch_threads(host.fail)
   budgets = _token_budgets()
   if _OTLP_ENDPOINT.value:
     tracing.check(_OTLP_ENDPOINT.value)
@@ -465,6 +475,10 @@ async def _serve() -> int:
   if tracer is not None:
     tracer.shutdown()
   _say(f"stopped, exit code {code}")
+  if code:
+    # What has failed may hold up whatever the interpreter does at its end.
+    watchdog.exit_now(code)
+  watchdog.exit_soon(options.watchdog_grace_s)
   return code
 
 
@@ -508,6 +522,10 @@ def _main(argv: Sequence[str]) -> int:
     return 1
   except OSError as error:
     _say(f"error: {error.filename or ''}: {error.strerror or error}")
+    return 1
+  except SystemExit as error:
+    # A task's: nothing of ours ends the program this way.
+    _say(f"error: something called exit({error.code}) in the server")
     return 1
 
 
