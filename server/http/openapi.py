@@ -101,7 +101,7 @@ def _common() -> dict[str, Any]:
     ),
     "return_token_ids": _FLAG,
     "return_tokens_as_token_ids": _FLAG,
-    "request_id": {"type": "string", "pattern": validation.REQUEST_ID.pattern},
+    "request_id": {"type": "string", "pattern": f"^{validation.REQUEST_ID.pattern}$"},
     "cache_salt": _said(
       {"type": "string", "maxLength": 128}, "Prefixes are shared with requests of the same one alone."
     ),
