@@ -45,6 +45,7 @@ class Engine:
     self._inbox_requests = 0
     self._inbox_tokens = 0
     self._live: set[str] = set()
+    self.num_accepted = 0  # requests so far
     self._accepting = True
     self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
     self._last_arrival = 0.0  # when the values of the latest committed step were there
@@ -82,6 +83,7 @@ class Engine:
         raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
       self._scheduler.check_room(request, self._inbox_requests, self._inbox_tokens)
       self._live.add(request.id)
+      self.num_accepted += 1
       self._inbox.append(lambda: self._add(request))
       self._inbox_requests += 1
       self._inbox_tokens += request.num_prompt_tokens
@@ -93,6 +95,7 @@ class Engine:
       if self.dead is not None:
         raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
       self._live.add(request.id)
+      self.num_accepted += 1
       self._inbox.append(lambda: self._add(request))
     self._wake.set()
 
