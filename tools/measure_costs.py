@@ -39,7 +39,6 @@ from tools.arguments import CommandParser, positive_float, positive_int
 from tools.bench_offline import add_build_arguments, build_options
 from tools.measure import ROOT, machine
 from tools.step_costs import (
-  HostCosts,
   Point,
   RecordedStep,
   StepCosts,
@@ -49,6 +48,7 @@ from tools.step_costs import (
   points_of,
   read_step_trace,
   roofline,
+  with_launch_spread,
   work_of,
 )
 
@@ -227,8 +227,10 @@ def _raise_if_dead(engine: Engine) -> None:
     raise engine.dead
 
 
-def measure_host(records: Sequence[StepRecord], watched: Watched, recorded: Sequence[RecordedStep]) -> HostCosts:
-  """The host's costs from steps of the real engine, without the slowest hundredth: those are the machine's.
+def measure_host(
+  costs: StepCosts, records: Sequence[StepRecord], watched: Watched, recorded: Sequence[RecordedStep]
+) -> StepCosts:
+  """The table with the host's costs from steps of the real engine.
 
   Planning and dispatch come from `recorded` steps, where there are any; a step trace has no commit times.
   """
@@ -236,9 +238,14 @@ def measure_host(records: Sequence[StepRecord], watched: Watched, recorded: Sequ
   if recorded:
     launches = [(len(s.counts), work_of(s.starts, s.counts).prefill_tokens, 0, s.host_s) for s in recorded if s.host_s]
   commits = [(record.num_rows, record.commit_s) for record in records if record.commit_s > 0]
-  launches.sort(key=lambda entry: entry[-1])
-  commits.sort(key=lambda entry: entry[-1])
-  return fit_host(launches[: len(launches) - len(launches) // 100], commits[: len(commits) - len(commits) // 100])
+  host = fit_host(_without_slowest(launches), _without_slowest(commits))
+  return with_launch_spread(dataclasses.replace(costs, host=host), launches)
+
+
+def _without_slowest(entries: list[Any]) -> list[Any]:
+  """All but the hundredth with the largest last item: no mean is to hold those."""
+  ordered = sorted(entries, key=lambda entry: entry[-1])
+  return ordered[: len(ordered) - len(ordered) // 100]
 
 
 def _commit() -> str:
@@ -288,8 +295,8 @@ def measure(args: Any) -> StepCosts:
   if not recorded:
     about["points"] = [[point.tokens, *point.work, round(point.seconds, 7)] for point in points]
   block_bytes = kv_cache.bytes_per_block(model, config.block_size, dtype, built.attention)
-  host = measure_host(records, watched, recorded)
-  costs = StepCosts(**table, host=host, kv_bytes_per_token=block_bytes // config.block_size)
+  costs = StepCosts(**table, kv_bytes_per_token=block_bytes // config.block_size)
+  costs = measure_host(costs, records, watched, recorded)
   # In the engine the host plans while the device works; where they share cores, both take longer for it.
   made, costs = costs, calibrated(costs, points if recorded else points_of(watched.steps(records)))
   factors = {str(tokens): round(seconds / made.rung(tokens), 4) for tokens, seconds in costs.rung_s}

@@ -96,7 +96,9 @@ class SimulatedRunner:
     attention = costs.attention(work)
     factors = costs.factors(batch.shape.tokens)
     factor = factors[int(self._random() * len(factors))]
-    clock.now += costs.launch_seconds(rows, work.prefill_tokens, len(batch.admissions))
+    launch_factors = costs.launch_spread[work.prefill_tokens > 0]
+    launch_factor = launch_factors[int(self._random() * len(launch_factors))]
+    clock.now += costs.launch_seconds(rows, work.prefill_tokens, len(batch.admissions)) * launch_factor
     cold = costs.cold(self._warmth.step(clock.now, work.prefill_tokens > 0))
     seconds = (costs.rung(batch.shape.tokens) + attention + cold) * factor
     self._free_at = max(self._free_at, clock.now) + seconds

@@ -127,6 +127,7 @@ class StepCosts:
     kv_bytes_per_token: of the whole model, for transfers of KV.
     cold_s: what a step takes longer 0, 1, 2 to 3, 4 to 7, 8 to 15 and 16 to 31 steps after the device was cold.
     spread: (tokens, quantiles) by increasing tokens; see the module. Empty: steps take what the table says.
+    launch_spread: quantiles of the same kind of launch_seconds: of steps of decodes alone, and of steps with prompts.
     about: device, model, dtype, versions, how it was measured, error of the fit; plain JSON values.
   """
 
@@ -140,6 +141,7 @@ class StepCosts:
   kv_bytes_per_token: int = 0
   cold_s: tuple[float, ...] = ()
   spread: tuple[tuple[int, tuple[float, ...]], ...] = ()
+  launch_spread: tuple[tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,))
   about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -148,13 +150,13 @@ class StepCosts:
       raise ConfigError(f"rung_s names the rungs {tokens}; they must be increasing and at least 1, measure again")
     values = [seconds for _, seconds in self.rung_s] + [getattr(self, name) for name in _WORK]
     values += dataclasses.astuple(self.host)
-    values += self.cold_s
+    values += (*self.cold_s, *self.launch_spread[0], *self.launch_spread[1])
     values += [factor for _, quantiles in self.spread for factor in quantiles]
     bad = [value for value in values if not 0 <= value < math.inf]
     if bad:
       raise ConfigError(f"a cost of {bad[0]!r} s is not a finite time of 0 or more; measure again")
-    if not all(quantiles for _, quantiles in self.spread):
-      raise ConfigError("a rung's spread has no quantile; measure again")
+    if not all(quantiles for _, quantiles in self.spread) or not all(self.launch_spread):
+      raise ConfigError("a spread has no quantile; measure again")
     object.__setattr__(self, "_known", dict(self.rung_s))
 
   def rung(self, tokens: int) -> float:
@@ -234,6 +236,7 @@ class StepCosts:
       "host": dataclasses.asdict(self.host),
       "cold_s": self.cold_s,
       "spread": {str(tokens): quantiles for tokens, quantiles in self.spread},
+      "launch_spread": self.launch_spread,
       "kv_bytes_per_token": self.kv_bytes_per_token,
     }
     pathlib.Path(path).write_text(json.dumps(value, indent=1) + "\n", "utf-8")
@@ -260,6 +263,7 @@ class StepCosts:
       spread = sorted((int(tokens), tuple(map(float, each))) for tokens, each in value.pop("spread", {}).items())
       kv_bytes = int(value.pop("kv_bytes_per_token"))
       cold = tuple(map(float, value.pop("cold_s", ())))
+      decodes, prompts = value.pop("launch_spread", ((1.0,), (1.0,)))
       return cls(
         tuple(rungs),
         **slopes,
@@ -267,6 +271,7 @@ class StepCosts:
         kv_bytes_per_token=kv_bytes,
         cold_s=cold,
         spread=tuple(spread),
+        launch_spread=(tuple(map(float, decodes)), tuple(map(float, prompts))),
         about=value,
       )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -407,6 +412,15 @@ def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
   """The middles of _QUANTILES equal parts of the values in order."""
   ordered = sorted(values)
   return tuple(round(ordered[int((part + 0.5) / _QUANTILES * len(ordered))], 4) for part in range(_QUANTILES))
+
+
+def with_launch_spread(costs: StepCosts, launches: Sequence[tuple[int, int, int, float]]) -> StepCosts:
+  """The table with the spread of `launches`, as fit_host takes them."""
+  left: tuple[list[float], list[float]] = ([], [])
+  for rows, tokens, admissions, seconds in launches:
+    left[tokens > 0].append(seconds / costs.launch_seconds(rows, tokens, admissions))
+  decodes, prompts = (_quantiles(each) if len(each) >= _ENOUGH else (1.0,) for each in left)
+  return dataclasses.replace(costs, launch_spread=(decodes, prompts))
 
 
 def fit_host(launches: Sequence[tuple[int, int, int, float]], commits: Sequence[tuple[int, float]]) -> HostCosts:
