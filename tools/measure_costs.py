@@ -190,6 +190,9 @@ def run_engine(
   slots = config.max_num_seqs
   longest = max(1, min(max_context // 4, config.pool_tokens // slots // 2, 256))
 
+  # Few run at once when they arrive slowly, so there is room for prompts that fill the large rungs alone.
+  longest_prompt = max(longest, min(max_context, config.pool_tokens // 4) - longest)
+
   def run(name: str, count: int, rate: float) -> float:
     """Serves `count` requests; returns the seconds it took."""
     rng = random.Random(name)
@@ -201,7 +204,9 @@ def run_engine(
         if not engine.step() and not live:
           time.sleep(max(0.0, due - time.monotonic()))
         _raise_if_dead(engine)
-      prompt, output = (max(1, min(round(rng.lognormvariate(math.log(longest / 4), 1.0)), longest)) for _ in range(2))
+      prompt = round(rng.lognormvariate(math.log(longest / 4), 1.0 if rate == math.inf else 1.5))
+      prompt = max(1, min(prompt, longest if rate == math.inf else longest_prompt))
+      output = max(1, min(round(rng.lognormvariate(math.log(longest / 4), 1.0)), longest))
       request_id = f"{name}/{number}"
       live.add(request_id)
       params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
@@ -211,11 +216,11 @@ def run_engine(
       _raise_if_dead(engine)
     return time.monotonic() - start
 
-  for turn, count in enumerate((max(1, slots // 4), slots)):
+  for turn, count in enumerate((max(1, slots // 4), slots // 2 or 1)):
     _progress("run the engine", turn, 3 + len(_SHARES))
     run(f"at once {turn}", count, math.inf)
   _progress("run the engine", 2, 3 + len(_SHARES))
-  capacity = 3 * slots / run("capacity", 3 * slots, math.inf)
+  capacity = 2 * slots / run("capacity", 2 * slots, math.inf)
   for turn, share in enumerate(_SHARES):
     _progress("run the engine", 3 + turn, 3 + len(_SHARES))
     run(f"share {share}", max(4, round(share * capacity * seconds)), share * capacity)
