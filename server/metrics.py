@@ -31,6 +31,7 @@ _VLLM_COUNTERS = {
   "vllm:prompt_tokens": "sluice_prefill_tokens",
   "vllm:generation_tokens": "sluice_output_tokens",
   "vllm:num_preemptions": "sluice_preemptions",
+  "vllm:prefix_cache_queries": "sluice_prefix_cache_query_tokens",
   "vllm:prefix_cache_hits": "sluice_prefix_cache_hit_tokens",
 }
 _VLLM_HISTOGRAMS = {
@@ -110,6 +111,11 @@ class _Collector(Collector):
   def _of_server(self) -> Iterator[Metric]:
     yield _gauge("sluice_ready", "Whether requests are taken: 0 while loading and draining.", int(self._service.ready))
     yield _gauge("sluice_alive", "Whether the engine's loop turns.", int(self._service.alive))
+    lag_s = self._service.watchdog.lag_s if self._service.watchdog is not None else 0.0
+    yield _gauge("sluice_event_loop_lag_seconds", "What the event loop took to answer the watchdog's look.", lag_s)
+    yield _counter(
+      "sluice_unhandled_errors", "Errors in callbacks and tasks that nobody took.", self._service.num_unhandled
+    )
     info = GaugeMetricFamily("sluice_build_info", "Of the running server; always 1.", labels=["version"])
     info.add_metric([server_version()], 1)
     yield info
@@ -165,7 +171,12 @@ def _counters(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
   yield _counter("sluice_prefill_tokens", "Prompt tokens computed, again after preemptions.", stats.num_prefill_tokens)
   yield _counter("sluice_padding_tokens", "Tokens computed for nobody, to fill a shape.", stats.num_padding_tokens)
   yield _counter("sluice_output_tokens", "Tokens that reached requests.", stats.num_output_tokens)
-  yield _counter("sluice_prefix_cache_hit_tokens", "Prompt tokens found in the cache.", stats.num_cached_tokens)
+  yield _counter(
+    "sluice_prefix_cache_query_tokens", "Prompt tokens looked up, of ended requests.", stats.num_queried_tokens
+  )
+  yield _counter(
+    "sluice_prefix_cache_hit_tokens", "Prompt tokens found there, of ended requests.", stats.num_cached_tokens
+  )
   yield _counter("sluice_lost_tokens", "Tokens computed and lost to preemptions.", stats.num_lost_tokens)
   yield _counter("sluice_preemptions", "Requests that had to begin anew.", stats.num_preemptions)
   yield _counter("sluice_idle_slots", "Slots without a row while a request waited, summed.", stats.num_idle_slots)

@@ -125,7 +125,7 @@ def test_neighbours_of_clients_that_vanish_are_exact(paced):
       if index % 3:
         connection.recv(1 << 16)
       (reset if index % 2 else socket.socket.close)(connection)
-    thread.join()
+    thread.join(60)
   assert answers[0]["choices"][0]["token_ids"] == wanted
   paced.wait_until(lambda: paced.engine.num_live == 0)
 
@@ -236,7 +236,7 @@ def test_errors_of_one_request_have_their_status(tokenizer):
     thread = threading.Thread(target=ask)
     thread.start()
     server.wait_until(lambda: server.generation.Abort(pb.AbortRequest(request_ids=["cmpl-a"])).outcomes == [1])
-    thread.join()
+    thread.join(60)
     assert (answers[0].status_code, answers[0].code) == (499, "aborted_by_request")
 
 
@@ -266,18 +266,17 @@ def test_the_engines_death_is_told_to_streams_and_others(paced):
   assert paced.exit_code == [1]
 
 
-def test_an_engine_that_stands_is_not_alive(tokenizer):
-  with (
-    running(tokenizer, host=HostOptions(http_port=0, step_timeout_s=0.2)) as server,
-    httpx.Client(base_url=url_of(server), timeout=60) as client,
-  ):
+def test_an_engine_that_stands_is_told_to_streams(tokenizer):
+  with running(tokenizer, host=HostOptions(http_port=0, step_timeout_s=0.5)) as server, connect(server) as stream:
+    server.runner.seconds = 0.002
+    stream.sendall(post(stream=True, **FOREVER))
+    received = stream.recv(1 << 16)
     server.runner.go.clear()
-    with connect(server) as connection:
-      connection.sendall(post(**FOREVER))
-      server.wait_until(lambda: client.get("/health").status_code == 503)
-      assert client.get("/ready").status_code == 503
-      server.runner.go.set()
-      server.wait_until(lambda: client.get("/health").status_code == 200)
+    while data := stream.recv(65536):
+      received += data
+    server.thread.join(60)
+    assert server.exit_code == [1]
+  assert received.count(b'"code":"engine_dead"') == 1 and b"[DONE]" not in received
 
 
 def test_before_it_is_ready(tokenizer):
