@@ -5,14 +5,22 @@ Everything here runs on the event loop's thread. The engine's thread reaches it 
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+import logging
 import math
 import secrets
 
 from engine.disaggregated import AnyEngine
 from engine.errors import DuplicateRequest, EngineError
 from engine.recorder import RING_STEPS
-from engine.request import FinishReason, Request, TokenEvent
-from server.errors import AbortedByRequest, DeadlineExceeded, GenerationFailed
+from engine.request import ENGINE_FAILURE, NUMERICAL_ERROR, FinishReason, Request, TokenEvent
+from server.errors import (
+  AbortedByRequest,
+  DeadlineExceeded,
+  EngineFailed,
+  GenerationFailed,
+  InternalError,
+  NumericalError,
+)
 from server.observations import Observations
 from server.proto import sluice_pb2 as pb
 from server.text import Detokenizer, StopStrings
@@ -23,6 +31,11 @@ from server.validation import Call
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 # The engine keeps its latest RING_STEPS records of requests; looked at this often, none is missed.
 _LOOK_UP_ENDINGS = RING_STEPS // 4
+
+
+_ERRORS = {NUMERICAL_ERROR: NumericalError, ENGINE_FAILURE: EngineFailed}
+
+_log = logging.getLogger(__name__)
 
 
 class _Output:
@@ -216,6 +229,7 @@ class Generations:
     self._idle = asyncio.Event()
     self._idle.set()
     self.num_started = 0
+    self.num_late_events = 0  # for requests that had ended, or never were
     # Of those that are not live any more; "cancelled" are those that nobody waits for.
     self.num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
 
@@ -280,12 +294,14 @@ class Generations:
     for event in events:
       output = self._outputs.get(event.request_id)
       error = None
+      lingers = event.request_id in self._lingering
       if event.finish_reason is not None:
         self._outputs.pop(event.request_id, None)
         self._lingering.discard(event.request_id)
         self._endings_to_look_up += 1
         error = _error_of(event)
       if output is None:
+        self.num_late_events += not lingers
         continue
       if event.token_ids:
         # Nearly all had their last token in the dispatch before: their gaps are one number, and one object.
@@ -302,7 +318,13 @@ class Generations:
       if error is not None:
         self.fail(generation, error)
         continue
-      output.take(event)
+      try:
+        output.take(event)
+      except Exception as problem:  # a tokenizer's perhaps: it must harm this request alone
+        incident = secrets.token_hex(4)
+        _log.error("incident %s: the text of a request failed in our own code", incident, exc_info=problem)
+        self.fail(generation, InternalError(f"internal error, incident {incident} in the server's log"))
+        continue
       if output.finished is not None:
         self._observe_finished(output.finished)
         if event.finish_reason is None:
@@ -407,7 +429,8 @@ def _error_of(event: TokenEvent) -> EngineError | None:
   if event.finish_reason is FinishReason.TIMEOUT:
     return DeadlineExceeded(event.message or "the request's deadline has passed; allow more time, or ask for less")
   if event.finish_reason is FinishReason.ERROR:
-    return GenerationFailed(event.message or "the model could not continue this request; it may succeed if sent again")
+    kind = _ERRORS.get(event.error, GenerationFailed)
+    return kind(event.message or "the model could not continue this request; it may succeed if sent again")
   if event.finish_reason is FinishReason.ABORT:
     return AbortedByRequest(event.message or "the request was aborted")
   return None

@@ -434,7 +434,8 @@ class Host:
     cause = self._failure or (backend.engine.dead if backend is not None else None)
     if isinstance(cause, InvariantBroken):
       _log.critical("invariant broken: %s", cause)
-    _log.critical("the engine has failed, the server ends", exc_info=cause)
+    incident = f"incident {backend.engine.incident}: " if backend is not None else ""
+    _log.critical("%sthe engine has failed, the server ends", incident, exc_info=cause)
     if self._watchdog is not None:
       self._watchdog.stop()
     if self._may_exit:

@@ -184,6 +184,12 @@ def _counters(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
   for outcome, count in backend.generations.num_ended.items():
     ended.add_metric([outcome], count)
   yield ended
+  yield _counter(
+    "sluice_numerical_errors", "Requests ended by NaN or infinite numbers of the model.", stats.num_numerical_errors
+  )
+  yield _counter(
+    "sluice_late_events", "Events for requests that had ended, dropped.", backend.generations.num_late_events
+  )
   yield _counter("sluice_decode_tokens", "Tokens computed by rows that decode.", stats.num_decode_tokens)
   yield _counter("sluice_prefill_tokens", "Prompt tokens computed, again after preemptions.", stats.num_prefill_tokens)
   yield _counter("sluice_padding_tokens", "Tokens computed for nobody, to fill a shape.", stats.num_padding_tokens)
