@@ -13,13 +13,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from engine.disaggregated import AnyEngine
 from engine.errors import ConfigError
 from engine.request import TokenEvent
 from server import sd_notify, watchdog
 from server.admin import ADMIN_SERVICE, CHANNELZ_SERVICE, AdminActions, AdminService
 from server.auth import ApiKeys
 from server.call_log import CallLog
+from server.counts import own_census
 from server.errors import Draining, EngineDead
 from server.http.app import make_app
 from server.http.listener import Listener
@@ -28,6 +28,7 @@ from server.interceptors import HEALTH_METHODS, REFLECTION_METHODS, CallIntercep
 from server.metrics import Metrics
 from server.page.feed import Feed
 from server.page.routes import PUBLIC_PATHS, routes
+from server.port import EnginePort
 from server.service import GENERATION_SERVICE, MODEL_SERVICE, Backend, Service
 from server.tls import Certificates, make_certificates
 from server.vllm_engine import VLLM_SERVICE, VllmEngine
@@ -155,7 +156,8 @@ class Host:
     self._keys = ApiKeys.load(options.api_key_file) if options.api_key_file else None
     self._certificates = make_certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
     self._access_log = CallLog(options.access_log)
-    self._feed = Feed(self._service)
+    self._census = own_census(self._service, self._access_log)
+    self._feed = Feed(self._service, self._census)
     open_methods = (HEALTH_METHODS, REFLECTION_METHODS) if options.open_reflection else (HEALTH_METHODS,)
     self._server = _new_server(
       options,
@@ -193,7 +195,7 @@ class Host:
     self._service.register(self._server)
     health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
     if options.enable_vllm_api:
-      VllmEngine(self._service).register(self._server)
+      VllmEngine(self._service, self._census).register(self._server)
     if options.enable_reflection:
       vllm = (VLLM_SERVICE,) if options.enable_vllm_api else ()
       _add_reflection(self._server, GENERATION_SERVICE, MODEL_SERVICE, *vllm)
@@ -247,7 +249,7 @@ class Host:
       allowed_hosts=tuple(options.http_allowed_hosts),
       strict_requests=options.strict_requests,
     )
-    metrics = Metrics(self._service, self._access_log, vllm_names=options.vllm_metric_names)
+    metrics = Metrics(self._service, self._census, vllm_names=options.vllm_metric_names)
     app = make_app(
       self._service,
       http_options,
@@ -354,8 +356,8 @@ class Host:
       return watchdog.EXIT_CODE
     backend = self._backend
     if backend is not None:
-      stats = backend.engine.stats()
-      _log.info("stopped: %d requests served, %d KV blocks in use", backend.generations.num_started, stats.blocks_used)
+      used = (await backend.engine.report()).stats.blocks_used
+      _log.info("stopped: %d requests served, %d KV blocks in use", backend.generations.num_started, used)
     return 0
 
   async def _stop_thread(self, farewell_s: float) -> None:
@@ -395,7 +397,7 @@ class Host:
     assert self._backend is not None, "no request can be submitted before serve()"
     self._backend.generations.dispatch(events)
 
-  def _run_engine(self, engine: AnyEngine) -> None:
+  def _run_engine(self, engine: EnginePort) -> None:
     try:
       engine.run(self._stop_engine)
     except BaseException as error:

@@ -30,6 +30,7 @@ from server.admin import AdminActions
 from server.errors import NotConfigured, Starting
 from server.generation import Generations
 from server.host import Host, HostOptions, is_local
+from server.port import LocalEngine
 from server.service import Backend, server_version
 from server.tokenizer import Tokenizer
 
@@ -417,7 +418,8 @@ async def _serve() -> int:
     raise
   name = _SERVED_MODEL_NAME.value or built.model_name
   tracer = tracing.Tracer(_OTLP_ENDPOINT.value, name, server_version()) if _OTLP_ENDPOINT.value else None
-  generations = Generations(built.engine, tokenizer, tracer=tracer)
+  engine = LocalEngine(built.engine, lambda: built.runner.compiles_after_ready)
+  generations = Generations(engine, tokenizer, tracer=tracer)
   trace.engine = built.engine
   if _TRACE_FILE.value and _TRACE_AT_START.value:
     trace.toggle()
@@ -428,10 +430,9 @@ async def _serve() -> int:
   await host.serve(
     Backend(
       model=name,
-      engine=built.engine,
+      engine=engine,
       tokenizer=tokenizer,
       generations=generations,
-      compiles_after_ready=lambda: built.runner.compiles_after_ready,
       load_s=built.load_s,
       warmup_s=built.warmup_s,
     )

@@ -59,8 +59,8 @@ class _Running:
     self._generations = generations
     self.live: list[Generation] = []
 
-  def start(self, call: validation.Call) -> None:
-    self.live.append(self._generations.start(call, None))
+  async def start(self, call: validation.Call) -> None:
+    self.live.append(await self._generations.start(call, None))
 
   def close(self) -> None:
     while self.live:
@@ -260,7 +260,7 @@ class Endpoints:
     with contextlib.ExitStack() as cleanup:
       cleanup.callback(running.close)
       for call in calls:
-        running.start(call)
+        await running.start(call)
       notes = request.state.notes
       notes.update(generation_id=answer_id, prompt_tokens=reply.num_prompt_tokens)
       reply.notes = notes

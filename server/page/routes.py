@@ -46,8 +46,8 @@ def routes(service: Service, metrics: Metrics, feed: Feed, *, stream_stall_timeo
   """
 
   async def show_metrics(request: Request) -> Response:
-    metrics.look_up()
-    text, content_type = await service.in_pool(lambda: metrics.exposition(request.headers.get("accept", "")))
+    look = await metrics.look()
+    text, content_type = await service.in_pool(lambda: metrics.exposition(look, request.headers.get("accept", "")))
     return Response(text, headers={"content-type": content_type, "cache-control": "no-store"})
 
   async def live(request: Request) -> Response:
