@@ -1,4 +1,4 @@
-"""gRPC servers and their ports: limits, binding, reflection, the admin service. Knows no engine and no service of ours."""
+"""gRPC servers and their ports: limits, binding, reflection, the admin service. Knows no engine and no RPC of ours."""
 
 import ipaddress
 import socket
