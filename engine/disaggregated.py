@@ -182,6 +182,7 @@ class DisaggregatedEngine:
       | {
         "num_live": self.num_live,
         "num_cached_tokens": first.num_cached_tokens,
+        "num_queried_tokens": first.num_queried_tokens,
         "rungs": rungs,
         "finished": finished,
         "steps": latest(sorted((*first.steps, *rest.steps), key=lambda record: record.time), num_steps),

@@ -45,6 +45,7 @@ class Engine:
     self._inbox: list[Callable[[], list[TokenEvent]]] = []
     self._inbox_requests = 0
     self._inbox_tokens = 0
+    self._inbox_of_tenant: dict[str, tuple[int, int]] = {}
     self._live: set[str] = set()
     self._accepting = True
     self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
@@ -85,15 +86,18 @@ class Engine:
       if not self._accepting:
         raise Unavailable("the server is shutting down and takes no new requests; send it to another one")
       num_requests, num_tokens = self._inbox_requests, self._inbox_tokens
+      of_tenant = dict(self._inbox_of_tenant)
       for request in requests:
         if request.id in self._live:
           raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
-        self._scheduler.check_room(request, num_requests, num_tokens)
+        mine = of_tenant.get(request.tenant, (0, 0))
+        self._scheduler.check_room(request, num_requests, num_tokens, mine)
         num_requests += 1
         num_tokens += request.num_prompt_tokens
+        of_tenant[request.tenant] = mine[0] + 1, mine[1] + request.num_prompt_tokens
       self._live.update(request.id for request in requests)
       self._inbox += (functools.partial(self._add, request) for request in requests)
-      self._inbox_requests, self._inbox_tokens = num_requests, num_tokens
+      self._inbox_requests, self._inbox_tokens, self._inbox_of_tenant = num_requests, num_tokens, of_tenant
     self._wake.set()
 
   def take_over(self, request: Request) -> None:
@@ -215,6 +219,7 @@ class Engine:
         events += message()
       self._inbox.clear()
       self._inbox_requests = self._inbox_tokens = 0
+      self._inbox_of_tenant.clear()
     return events, True
 
   def _add(self, request: Request) -> list[TokenEvent]:

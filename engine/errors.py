@@ -39,6 +39,18 @@ class Overloaded(EngineError):
     self.retry_after_s = retry_after_s
 
 
+class PrefillBacklog(Overloaded):
+  """The prompt tokens that may wait do."""
+
+  reason = "PREFILL_BACKLOG"
+
+
+class TenantQuota(Overloaded):
+  """One tenant holds its share of the queue; others may come."""
+
+  reason = "TENANT_QUOTA"
+
+
 class Unavailable(EngineError):
   """The engine is starting, draining or dead."""
 

@@ -164,8 +164,9 @@ class _Output:
 class Generation:
   """One RPC's generation. Ends once: every output finished, or an error."""
 
-  def __init__(self, request_id: str):
+  def __init__(self, request_id: str, owner: str):
     self.request_id = request_id
+    self.owner = owner
     self.outputs: list[_Output] = []
     self.error: EngineError | None = None
     self.span: Span | None = None
@@ -210,7 +211,7 @@ class Generation:
 
 
 class Generations:
-  """All live generations of a server, by request id and by the engine's ids."""
+  """All live generations of a server, by owner and request id, and by the engine's ids."""
 
   def __init__(self, engine: EnginePort, tokenizer: Tokenizer | None, *, tracer: Tracer | None = None):
     """Args:
@@ -226,7 +227,7 @@ class Generations:
     self._clock = engine.now
     # No deadline of a client's may be later.
     self._request_timeout_s = engine.config.request_timeout_s or math.inf
-    self._live: dict[str, Generation] = {}
+    self._live: dict[tuple[str, str], Generation] = {}  # by owner and request id
     self._outputs: dict[str, _Output] = {}
     self._idle = asyncio.Event()
     self._idle.set()
@@ -235,24 +236,26 @@ class Generations:
   def __len__(self) -> int:
     return len(self._live)
 
-  async def start(self, call: Call, time_remaining_s: float | None) -> Generation:
+  async def start(self, call: Call, time_remaining_s: float | None, owner: str = "") -> Generation:
     """Submits a checked call. Whatever is raised, cancellation too, nothing of it is left.
 
     Args:
       call: what to generate.
       time_remaining_s: of the client's deadline; None is no deadline.
+      owner: tenant of the caller's key, empty where none is asked for; nobody else can abort it, or collides with its
+        id.
 
     Raises:
       DuplicateRequest: the id is live.
       InvalidRequest, Overloaded, Unavailable: from the engine.
     """
-    request_id = call.request_id or f"g-{secrets.token_hex(8)}"
-    if request_id in self._live:
+    request_id = call.request_id or f"g-{secrets.token_hex(16)}"
+    if (owner, request_id) in self._live:
       raise DuplicateRequest(f"request_id={request_id} is in use by a live request; choose another, or leave it empty")
     now = self._clock()
     limit_s = min(self._request_timeout_s, math.inf if time_remaining_s is None else time_remaining_s)
-    generation = Generation(request_id)
-    self._live[request_id] = generation
+    generation = Generation(request_id, owner)
+    self._live[owner, request_id] = generation
     self._idle.clear()
     leader = self._engine.new_id(request_id)
     requests: list[Request] = []
@@ -276,7 +279,7 @@ class Generations:
             constraint=call.constraints[index] if call.constraints else None,
           )
         )
-      await self._engine.submit(request_id, requests)
+      await self._engine.submit(owner, request_id, requests)
     except EngineError:
       for output in generation.outputs:  # of which the engine knows nothing
         self._outputs.pop(output.engine_id, None)
@@ -374,9 +377,9 @@ class Generations:
       num_tokens=usage.completion_tokens,
     )
 
-  def abort(self, request_id: str) -> bool:
-    """Ends a live generation as its owner's wish; returns whether there was one."""
-    generation = self._live.get(request_id)
+  def abort(self, request_id: str, owner: str = "") -> bool:
+    """Ends a live generation of this owner as its wish; returns whether there was one."""
+    generation = self._live.get((owner, request_id))
     if generation is None or generation.ended:
       return False
     self.fail(generation, AbortedByRequest(f"request {request_id} was aborted by an Abort call"))
@@ -398,7 +401,7 @@ class Generations:
 
   def close(self, generation: Generation) -> None:
     """Forgets a generation; the engine stops work on what of it is unfinished. Call it exactly once for each start."""
-    del self._live[generation.request_id]
+    del self._live[generation.owner, generation.request_id]
     if generation.span is not None:
       generation.span.end(generation.outputs, generation.error)
     for output in generation.outputs:

@@ -15,18 +15,19 @@ from server import sd_notify, watchdog
 from server.admin import AdminActions, AdminService
 from server.auth import ApiKeys
 from server.call_log import CallLog
-from server.counts import Census, own_census
+from server.counts import Census, Counts, own_census, own_counts
 from server.engine_thread import EngineThread
 from server.errors import Draining, EngineDead
 from server.grpc_server import add_reflection, bind, is_local, new_server, start_admin
 from server.host_options import HostOptions
-from server.http.app import make_app
+from server.http.app import make_app, make_probe_app
 from server.http.listener import Listener
 from server.http.options import HttpOptions
 from server.interceptors import HEALTH_METHODS, REFLECTION_METHODS, CallInterceptor
+from server.memory import MemoryLimit
 from server.metrics import Metrics
 from server.page.feed import Feed
-from server.page.routes import PUBLIC_PATHS, routes
+from server.page.routes import PUBLIC_PATHS, metrics_route, routes
 from server.service import GENERATION_SERVICE, MODEL_SERVICE, Backend, Service
 from server.tls import make_certificates
 from server.vllm_engine import VLLM_SERVICE, VllmEngine
@@ -49,11 +50,12 @@ class SharedPorts:
   """What one of several front end processes is lent.
 
   Attributes:
-    http: a listening socket that all of them accept from; None is no HTTP.
+    http, metrics: listening sockets that all of them accept from; None where there is no such port.
     census: what all of them have counted.
   """
 
   http: socket.socket | None
+  metrics: socket.socket | None
   census: Census
 
 
@@ -63,6 +65,7 @@ class Host:
   Attributes:
     http_port: where HTTP listens, once started; -1 is nowhere.
     admin_port: where the admin service listens, once started; -1 is nowhere.
+    metrics_port: where metrics are, once started; -1 is nowhere but on the HTTP port.
   """
 
   def __init__(
@@ -91,7 +94,9 @@ class Host:
     self._may_exit = may_exit
     self._loop = asyncio.get_running_loop()
     self._service = Service(
-      stream_stall_timeout_s=options.stream_stall_timeout_s, strict_requests=options.strict_requests
+      stream_stall_timeout_s=options.stream_stall_timeout_s,
+      strict_requests=options.strict_requests,
+      memory=MemoryLimit(options.max_resident_mb),
     )
     self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
     self._keys = ApiKeys.load(options.api_key_file) if options.api_key_file else None
@@ -99,6 +104,7 @@ class Host:
     self._access_log = CallLog(options.access_log)
     self._census = shared.census if shared is not None else own_census(self._service, self._access_log)
     self._feed = Feed(self._service, self._census)
+    self._metrics = Metrics(self._service, self._census, vllm_names=options.vllm_metric_names)
     open_methods = (HEALTH_METHODS, REFLECTION_METHODS) if options.open_reflection else (HEALTH_METHODS,)
     self._server = new_server(
       options,
@@ -116,6 +122,8 @@ class Host:
     self.admin_port = -1
     self._http: Listener | None = None
     self.http_port = -1
+    self._metrics_http: Listener | None = None
+    self.metrics_port = -1
     self._backend: Backend | None = None
     self._engine: EngineThread | None = None
     self._stop = asyncio.Event()
@@ -143,6 +151,7 @@ class Host:
     await self._health.set(LIVENESS, _SERVING)
     await self._set_ready(False)
     await self._start_http()
+    await self._start_metrics()
     await self._start_admin()
     await self._server.start()
     return port
@@ -174,17 +183,39 @@ class Host:
       allowed_hosts=tuple(options.http_allowed_hosts),
       strict_requests=options.strict_requests,
     )
-    metrics = Metrics(self._service, self._census, vllm_names=options.vllm_metric_names)
+    extra_routes = routes(
+      self._service, self._metrics, self._feed, stream_stall_timeout_s=options.stream_stall_timeout_s
+    )
     app = make_app(
       self._service,
       http_options,
       api_keys=self._keys,
       access_log=self._access_log,
-      extra_routes=routes(self._service, metrics, self._feed, stream_stall_timeout_s=options.stream_stall_timeout_s),
+      extra_routes=extra_routes,
       public_paths=PUBLIC_PATHS,
     )
     self._http = Listener(app, http_options, self._certificates, None if self._shared is None else self._shared.http)
     self.http_port = await self._http.start()
+
+  async def _start_metrics(self) -> None:
+    """A port for scrapers and probes, which have neither keys nor certificates; it tells counts alone."""
+    options = self._options
+    if options.metrics_port < 0:
+      return
+    http_options = HttpOptions(
+      host=options.http_host or options.host,
+      port=options.metrics_port,
+      allowed_hosts=tuple(options.http_allowed_hosts),
+    )
+    app = make_probe_app(
+      self._service,
+      http_options,
+      access_log=self._access_log,
+      extra_routes=[metrics_route(self._service, self._metrics)],
+    )
+    listening = None if self._shared is None else self._shared.metrics
+    self._metrics_http = Listener(app, http_options, None, listening, flag="metrics_port")
+    self.metrics_port = await self._metrics_http.start()
 
   def emit(self, events: list[TokenEvent]) -> None:
     """The engine's way out: one wake of the loop a step. Called on the engine's thread."""
@@ -216,6 +247,10 @@ class Host:
 
     with contextlib.suppress(RuntimeError):  # the loop has ended by itself
       self._loop.call_soon_threadsafe(take)
+
+  def own_counts(self) -> Counts:
+    """What this process has counted."""
+    return own_counts(self._service, self._access_log)
 
   def request_stop(self) -> None:
     """Begins the drain; the second time, ends at once. Safe as a signal handler of the loop."""
@@ -272,6 +307,8 @@ class Host:
     await asyncio.gather(*farewells)
     if self._admin_server is not None:
       await self._admin_server.stop(None)
+    if self._metrics_http is not None:
+      await self._metrics_http.stop(farewell_s)
     if self._engine is not None:
       hurried = self._hurry.is_set() or self._failure is not None
       await self._engine.stop(

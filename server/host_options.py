@@ -41,6 +41,8 @@ class HostOptions:
     http_host, http_port: address of the HTTP side; an empty host is `host`, port -1 is no HTTP.
     http_allowed_hosts, strict_requests: as in HttpOptions.
     vllm_metric_names: /metrics also has vLLM's names.
+    metrics_port: a port for /metrics, /health and /ready alone, in plain text and without a key; -1 is none.
+    max_resident_mb: new work is RESOURCE_EXHAUSTED while the process is larger, MiB; 0 is no limit.
   """
 
   host: str = "127.0.0.1"
@@ -78,6 +80,8 @@ class HostOptions:
   http_allowed_hosts: tuple[str, ...] = ()
   strict_requests: bool = False
   vllm_metric_names: bool = False
+  metrics_port: int = -1
+  max_resident_mb: int = 0
 
   def check(self) -> None:
     """Raises ConfigError for what no server can be run with."""

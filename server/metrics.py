@@ -32,6 +32,7 @@ _VLLM_COUNTERS = {
   "vllm:prompt_tokens": "sluice_prefill_tokens",
   "vllm:generation_tokens": "sluice_output_tokens",
   "vllm:num_preemptions": "sluice_preemptions",
+  "vllm:prefix_cache_queries": "sluice_prefix_cache_query_tokens",
   "vllm:prefix_cache_hits": "sluice_prefix_cache_hit_tokens",
 }
 _VLLM_HISTOGRAMS = {
@@ -201,7 +202,12 @@ def _counters(report: Report, counts: Counts) -> Iterator[Metric]:
   yield _counter("sluice_prefill_tokens", "Prompt tokens computed, again after preemptions.", stats.num_prefill_tokens)
   yield _counter("sluice_padding_tokens", "Tokens computed for nobody, to fill a shape.", stats.num_padding_tokens)
   yield _counter("sluice_output_tokens", "Tokens that reached requests.", stats.num_output_tokens)
-  yield _counter("sluice_prefix_cache_hit_tokens", "Prompt tokens found in the cache.", stats.num_cached_tokens)
+  yield _counter(
+    "sluice_prefix_cache_query_tokens", "Prompt tokens looked up, of ended requests.", stats.num_queried_tokens
+  )
+  yield _counter(
+    "sluice_prefix_cache_hit_tokens", "Prompt tokens found there, of ended requests.", stats.num_cached_tokens
+  )
   yield _counter("sluice_lost_tokens", "Tokens computed and lost to preemptions.", stats.num_lost_tokens)
   yield _counter("sluice_preemptions", "Requests that had to begin anew.", stats.num_preemptions)
   yield _counter("sluice_idle_slots", "Slots without a row while a request waited, summed.", stats.num_idle_slots)

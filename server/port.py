@@ -74,11 +74,11 @@ class EnginePort(Protocol):
     """The last event of this id has come, or none will come."""
     ...
 
-  async def submit(self, name: str, requests: Sequence[Request]) -> None:
+  async def submit(self, owner: str, name: str, requests: Sequence[Request]) -> None:
     """Accepts all outputs of a generation or none of them. After a cancellation either may be so; abort them.
 
     Raises:
-      DuplicateRequest: a live generation has this name, perhaps at another front end.
+      DuplicateRequest: a live generation of this owner has this name, perhaps at another front end.
       InvalidRequest, Overloaded, Unavailable: from the engine.
     """
     ...
@@ -87,8 +87,8 @@ class EnginePort(Protocol):
     """Ends a request; one that is unknown or has ended is ignored."""
     ...
 
-  async def abort_elsewhere(self, names: Sequence[str]) -> list[bool]:
-    """Ends live generations of other front ends; returns, for each name, whether there was one."""
+  async def abort_elsewhere(self, owner: str, names: Sequence[str]) -> list[bool]:
+    """Ends this owner's live generations at other front ends; returns, for each name, whether there was one."""
     ...
 
   async def report(self, num_records: int = 0, *, with_blocks: bool = False) -> Report:
@@ -146,7 +146,7 @@ class LocalEngine:
     if self._endings_to_look_up >= _LOOK_UP_ENDINGS:
       self._look_up_endings()
 
-  async def submit(self, name: str, requests: Sequence[Request]) -> None:
+  async def submit(self, owner: str, name: str, requests: Sequence[Request]) -> None:
     """See EnginePort; names are told apart by the only front end there is."""
     self._engine.submit_all(requests)
 
@@ -158,7 +158,7 @@ class LocalEngine:
     """See EnginePort."""
     self._engine.abort(request_id, reason)
 
-  async def abort_elsewhere(self, names: Sequence[str]) -> list[bool]:
+  async def abort_elsewhere(self, owner: str, names: Sequence[str]) -> list[bool]:
     """There is no other front end."""
     return [False] * len(names)
 

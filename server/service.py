@@ -24,6 +24,7 @@ from server.auth import bind_tenant
 from server.constraints import ConstraintCompiler
 from server.errors import DeadlineExceeded, EngineDead, SlowConsumer, Starting
 from server.generation import Generation, Generations
+from server.memory import MemoryLimit
 from server.port import EnginePort
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
@@ -62,14 +63,18 @@ class Backend:
 class Service:
   """Both services of sluice.v1. One object a server; its state is who may come in."""
 
-  def __init__(self, *, stream_stall_timeout_s: float = 30.0, strict_requests: bool = False):
+  def __init__(
+    self, *, stream_stall_timeout_s: float = 30.0, strict_requests: bool = False, memory: MemoryLimit | None = None
+  ):
     """What to be strict about.
 
     Args:
       stream_stall_timeout_s: the work for a client that takes nothing for this long is stopped.
       strict_requests: a generation with unknown fields is refused, instead of served without them and with their names
         in the metadata.
+      memory: above it no new work is let in; None is no limit.
     """
+    self._memory = memory
     self._strict_requests = strict_requests
     self._backend: Backend | None = None
     self._compiler: ConstraintCompiler | None = None
@@ -208,7 +213,11 @@ class Service:
     )
 
   async def abort(self, request_ids: Sequence[str]) -> list[bool]:
-    """Ends live generations; returns, for each id, whether it was one. Raises InvalidRequest for a bad list."""
+    """Ends live generations of the caller; returns, for each id, whether it was one.
+
+    Raises:
+      InvalidRequest: the list is bad.
+    """
     backend = self.opened()
     if not 1 <= len(request_ids) <= validation.MAX_ABORTS:
       raise InvalidRequest(
@@ -217,11 +226,12 @@ class Service:
       )
     for request_id in request_ids:
       validation.check_request_id(request_id)
-    aborted = [backend.generations.abort(request_id) for request_id in request_ids]
+    owner = interceptors.current().tenant or ""
+    aborted = [backend.generations.abort(request_id, owner) for request_id in request_ids]
     if all(aborted):
       return aborted
     others = [request_id for request_id, done in zip(request_ids, aborted, strict=True) if not done]
-    elsewhere = iter(await backend.engine.abort_elsewhere(others))
+    elsewhere = iter(await backend.engine.abort_elsewhere(owner, others))
     return [done or next(elsewhere) for done in aborted]
 
   async def _tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
@@ -336,6 +346,8 @@ class Service:
     """The backend, for new work."""
     if self._closed is not None:
       raise self._closed
+    if self._memory is not None:
+      self._memory.check()
     return self.opened()
 
   async def _start(
@@ -360,7 +372,7 @@ class Service:
     if remaining is not None and remaining <= 0:
       raise DeadlineExceeded("the deadline had passed before the request was queued; allow more time")
     self.admit()  # a drain may have begun while the prompt was tokenized
-    generation = await backend.generations.start(call, remaining)
+    generation = await backend.generations.start(call, remaining, caller.tenant or "")
     caller.notes.update(generation_id=generation.request_id, prompt_tokens=len(prompt))
     return generation
 

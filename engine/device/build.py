@@ -83,7 +83,9 @@ class BuildOptions:
   tier_share: float = EngineConfig.tier_share
   tier_delay_s: float = EngineConfig.tier_delay_s
   tier_long_context: int = EngineConfig.tier_long_context
+  max_queued_share_per_tenant: float = EngineConfig.max_queued_share_per_tenant
   enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
+  prefix_cache_scope: str = EngineConfig.prefix_cache_scope
   num_devices: int = 1
   prefill_devices: int = 0
   compile_cache_dir: str = ""
@@ -348,8 +350,9 @@ def _size_pool(
   smallest = spec(1)
   table_width = smallest.table_width
   block_bytes = kv_cache.bytes_per_block(loaded.config, smallest.block_size, smallest.kv[0].dtype, smallest.attention)
+  shares_prefixes = options.enable_prefix_caching and options.prefix_cache_scope != "off"
   # Twice what can run at once: the rest keeps prefixes of what ran before.
-  most_useful = options.max_num_seqs * table_width * (2 if options.enable_prefix_caching else 1)
+  most_useful = options.max_num_seqs * table_width * (2 if shares_prefixes else 1)
   available = options.kv_cache_mb * 2**20
   if not available:
     trial = spec(table_width)  # what a step needs does not depend on the size of the pool

@@ -95,8 +95,8 @@ class _Protocol(H11Protocol):
     self.transport.close()
 
 
-def listen(host: str, port: int) -> socket.socket:
-  """A listening socket; port 0 lets the system choose.
+def listen(host: str, port: int, flag: str = "http_port") -> socket.socket:
+  """A listening socket; port 0 lets the system choose. `flag` is what sets it.
 
   Raises:
     ConfigError: the address cannot be bound.
@@ -106,8 +106,7 @@ def listen(host: str, port: int) -> socket.socket:
     listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
   except OSError as error:
     raise ConfigError(
-      f"cannot listen for HTTP on {host}:{port}: {error.strerror}; choose another --http_port "
-      "(-1: no HTTP) or --http_host"
+      f"cannot listen for HTTP on {host}:{port}: {error.strerror}; choose another --{flag} (-1: no HTTP) or --http_host"
     ) from None
   # A client whose machine has died is found out by the system.
   listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -126,14 +125,18 @@ class Listener:
     options: HttpOptions,
     certificates: Certificates | None = None,
     listening: socket.socket | None = None,
+    *,
+    flag: str = "http_port",
   ):
     """Args:
     app: gets the requests.
     options: address and limits.
     certificates: for TLS; None is plain text.
     listening: a socket from `listen`, which other processes may accept from, too; None makes one.
+    flag: that sets the port.
     """
     self._listening = listening
+    self._flag = flag
     self._options = options
     self._certificates = certificates
     self._tls = None if certificates is None else certificates.context()
@@ -160,7 +163,7 @@ class Listener:
     Raises:
       ConfigError: the address cannot be bound.
     """
-    listening = self._listening or listen(self._options.host, self._options.port)
+    listening = self._listening or listen(self._options.host, self._options.port, self._flag)
     loop = asyncio.get_running_loop()
     self._server = await loop.create_server(self._protocol, sock=listening, backlog=_BACKLOG, ssl=self._tls)
     return listening.getsockname()[1]

@@ -4,7 +4,10 @@ import asyncio
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
+import faulthandler
 import pathlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -109,11 +112,12 @@ class Served:
 
   def wait_until(self, condition: Callable[[], bool]) -> None:
     """Returns when the condition holds; fails after a long while."""
-    for _ in range(12_000):
-      if condition():
-        return
+    give_up_at = time.monotonic() + 60
+    while not condition():
+      if time.monotonic() > give_up_at:
+        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+        raise AssertionError("the condition never came to hold; where all threads stand is in standard error")
       time.sleep(0.005)
-    raise AssertionError("the condition never came to hold")
 
   def wait_for_steps(self, count: int) -> None:
     """Lets the engine finish this many more steps."""
@@ -123,6 +127,23 @@ class Served:
   @property
   def blocks_in_use(self) -> int:
     return self.engine.stats().blocks_used
+
+
+_LIVE: list[Served] = []
+CHILDREN: list[subprocess.Popen] = []  # server processes of tests, ended or not
+
+
+def give_up() -> None:
+  """For a test that hangs: says where every thread stands, and takes the servers down, so that it fails instead."""
+  print("this test takes too long; all threads:", file=sys.__stderr__)
+  faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+  for served in list(_LIVE):
+    served.runner.go.set()
+    served.channel.close()
+    served.stop()
+    served.stop()
+  for child in CHILDREN:
+    child.kill()  # one that has ended is left alone
 
 
 @contextlib.contextmanager
@@ -198,21 +219,29 @@ def running(
       failure.append(error)
       started.set()
 
-  thread = threading.Thread(target=main, name="server")
+  # A daemon: one that hangs must not keep the tests from ending.
+  thread = threading.Thread(target=main, name="server", daemon=True)
   thread.start()
-  started.wait(30)
+  if not started.wait(60):
+    give_up()
+    raise AssertionError("the server did not start")
   if failure:
-    thread.join()
+    thread.join(60)
     raise failure[0]
   served = box[0]
+  _LIVE.append(served)
   try:
     yield served
   finally:
     served.runner.go.set()
     served.channel.close()
     served.stop()
-    thread.join(30)
-    assert not thread.is_alive(), "the server did not stop"
+    thread.join(60)
+    if thread.is_alive():
+      give_up()
+      thread.join(60)
+      raise AssertionError("the server did not stop")
+    _LIVE.remove(served)
     if failure:
       raise failure[0]
   if served.exit_code == [0]:
