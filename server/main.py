@@ -296,8 +296,8 @@ _TRACE_AT_START = flags.DEFINE_bool("trace_at_start", True, "Record from ready o
 _FRONTEND_PROCESSES = flags.DEFINE_integer(
   "frontend_processes",
   0,
-  "Processes for gRPC, HTTP and text, which then take no time from the engine's; limits of calls, connections and memory "
-  "hold for each. 0: everything in one process.",
+  "Processes for gRPC, HTTP and text, which then take no time from the engine's; limits of calls, connections and "
+  "memory hold for each. 0: everything in one process.",
   lower_bound=0,
   upper_bound=64,
 )

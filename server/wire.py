@@ -43,7 +43,8 @@ class WireError(Exception):
 
 def pack(fields: tuple[Any, ...]) -> bytes:
   """A frame with its header. Raises WireError if it is too long."""
-  body: bytes = msgpack.packb(fields, use_bin_type=True)
+  body = msgpack.packb(fields, use_bin_type=True)
+  assert body is not None, "as the stubs have it"
   if len(body) > MAX_FRAME_BYTES:
     raise WireError(f"a frame of kind {fields[0]} has {len(body)} bytes, the limit is {MAX_FRAME_BYTES}")
   return len(body).to_bytes(_HEADER_BYTES, "little") + body
