@@ -70,6 +70,7 @@ class DisaggregatedEngine:
     self._clock, self._outer_emit = clock, emit
     self._lock = threading.RLock()
     self._live: dict[str, _Live] = {}
+    self.num_accepted = 0  # requests so far
     self._accepting = True
     self._export: Callable[[tuple[int, ...]], Any] = prefill[1].export
     self.prefill = engine_class(*prefill, clock, self._on_prefill)
@@ -130,6 +131,7 @@ class DisaggregatedEngine:
         raise Overloaded(f"{backlog} requests wait to be decoded, the limit is {limit}; try again in 1.0 s", 1.0)
       self.prefill.submit_all(firsts)
       self._live.update((request.id, _Live(request, first)) for request, first in zip(requests, firsts, strict=True))
+      self.num_accepted += len(requests)
 
   def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = "") -> None:
     """See Engine.abort."""

@@ -47,6 +47,7 @@ class Engine:
     self._inbox_tokens = 0
     self._inbox_of_tenant: dict[str, tuple[int, int]] = {}
     self._live: set[str] = set()
+    self.num_accepted = 0  # requests so far
     self._accepting = True
     self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
     self._last_arrival = 0.0  # when the values of the latest committed step were there
@@ -96,6 +97,7 @@ class Engine:
         num_tokens += request.num_prompt_tokens
         of_tenant[request.tenant] = mine[0] + 1, mine[1] + request.num_prompt_tokens
       self._live.update(request.id for request in requests)
+      self.num_accepted += len(requests)
       self._inbox += (functools.partial(self._add, request) for request in requests)
       self._inbox_requests, self._inbox_tokens, self._inbox_of_tenant = num_requests, num_tokens, of_tenant
     self._wake.set()
@@ -106,6 +108,7 @@ class Engine:
       if self.dead is not None:
         raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
       self._live.add(request.id)
+      self.num_accepted += 1
       self._inbox.append(lambda: self._add(request))
     self._wake.set()
 

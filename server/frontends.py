@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import socket
 import subprocess
 from typing import Any
@@ -31,14 +30,16 @@ from server import plain, sd_notify, spawn, watchdog, wire
 from server.admin import AdminActions, AdminService
 from server.call_log import CallLog
 from server.constraints import ConstraintCompiler
-from server.counts import Counts
+from server.counts import Counts, process_counts
 from server.engine_thread import EngineThread
-from server.errors import AbortedByRequest, EngineDead
+from server.errors import AbortedByRequest, EngineDead, Starting
 from server.grpc_server import ReservedPort, start_admin
 from server.host import LIVENESS, first_of
 from server.host_options import HostOptions
 from server.http.listener import listen
+from server.invariants import Invariants
 from server.port import LocalEngine
+from server.proto.admin_pb2 import GetInvariantsResponse
 from server.tls import make_certificates
 from server.tokenizer import Tokenizer
 
@@ -160,6 +161,7 @@ class Frontends:
     self._engine: LocalEngine | None = None
     self._thread: EngineThread | None = None
     self._compiler: ConstraintCompiler | None = None
+    self._invariants: Invariants | None = None
     self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
     self._routes: dict[str, _Route] = {}
     self._claims: dict[tuple[str, str], _Claim] = {}
@@ -256,7 +258,7 @@ class Frontends:
     if self._options.admin_port >= 0:
       assert self._admin is not None, "an admin port needs its actions"
       await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
-      service = AdminService(self._admin, self._begin_drain)
+      service = AdminService(self._admin, self._begin_drain, self._books)
       self._admin_server, self.admin_port = await start_admin(
         self._options, service, self._health, self._certificates, self._calls
       )
@@ -307,6 +309,11 @@ class Frontends:
       may_exit=self._may_exit,
     )
     self._thread.start()
+    self._invariants = Invariants(
+      engine.inner, None, lambda: engine.num_held() + len(self._routes) + len(self._claims), self.fail
+    )
+    if self._options.debug_invariants:
+      self._invariants.start()
     for front_end in self._front_ends:
       front_end.link.tell(wire.SERVE, model, dataclasses.asdict(config), load_s, warmup_s)
     await self._all(front_end.serving for front_end in self._front_ends)
@@ -336,6 +343,8 @@ class Frontends:
   async def wait_stopped(self) -> int:
     """See Host.wait_stopped; the death of a front end is as the engine's."""
     await first_of(self._stop.wait(), self._engine_ended.wait())
+    if self._invariants is not None:
+      self._invariants.stop()
     if not self._engine_ended.is_set():
       sd_notify.tell("STOPPING=1\nSTATUS=draining")
       await self._drain()
@@ -551,17 +560,21 @@ class Frontends:
 
   async def _totals(self, front_end: _FrontEnd) -> list[Any]:
     """Of all processes; for one that does not answer soon, what it said the last time."""
+    return (await self._sum()).plain()
+
+  async def _sum(self) -> Counts:
+    total = Counts()
     watch = self._thread.watchdog if self._thread is not None else None
-    total = Counts(
-      calls=dict(self._calls.calls),
-      failed=dict(self._calls.failed),
-      num_unhandled=self._num_unhandled,
-      lag_s=watch.lag_s if watch is not None else 0.0,
-      pids=[os.getpid()],
-    )
+    total.add(process_counts(self._calls, watch, self._invariants))
+    total.num_unhandled += self._num_unhandled
     for counts in await asyncio.gather(*map(self._counts_of, self._front_ends)):
       total.add(counts)
-    return total.plain()
+    return total
+
+  async def _books(self) -> GetInvariantsResponse:
+    if self._invariants is None:
+      raise Starting("the model is loading; try again when the health check says SERVING")
+    return self._invariants.report(await self._sum())
 
   async def _counts_of(self, front_end: _FrontEnd) -> Counts:
     with contextlib.suppress(TimeoutError, EngineError):

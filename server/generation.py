@@ -177,6 +177,13 @@ class Generation:
     """Nothing more will come from the engine."""
     return self.error is not None or all(output.finished is not None for output in self.outputs)
 
+  @property
+  def outcome(self) -> str:
+    """What became of it, once it is closed."""
+    if self.error is not None:
+      return "cancelled" if isinstance(self.error, AbortedByRequest) else "failed"
+    return "finished" if self.ended else "cancelled"
+
   def wake(self) -> None:
     """There is something to send."""
     self._news.set()
@@ -232,6 +239,9 @@ class Generations:
     self._idle = asyncio.Event()
     self._idle.set()
     self.num_started = 0
+    self._num_starting = 0  # live, and the engine has not yet said whether it takes them
+    # Of those that are not live any more; "cancelled" are those that nobody waits for.
+    self.num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
 
   def __len__(self) -> int:
     return len(self._live)
@@ -257,6 +267,7 @@ class Generations:
     generation = Generation(request_id, owner)
     self._live[owner, request_id] = generation
     self._idle.clear()
+    self._num_starting += 1
     leader = self._engine.new_id(request_id)
     requests: list[Request] = []
     try:
@@ -284,11 +295,13 @@ class Generations:
       for output in generation.outputs:  # of which the engine knows nothing
         self._outputs.pop(output.engine_id, None)
         self._engine.ended(output.engine_id)
-      self.close(generation)
+      self._forget(generation)
       raise
     except BaseException:
-      self.close(generation)
+      self._forget(generation)
       raise
+    finally:
+      self._num_starting -= 1
     self.num_started += 1
     if self._tracer is not None:
       generation.span = self._tracer.begin(request_id, call)
@@ -401,6 +414,10 @@ class Generations:
 
   def close(self, generation: Generation) -> None:
     """Forgets a generation; the engine stops work on what of it is unfinished. Call it exactly once for each start."""
+    self.num_ended[generation.outcome] += 1
+    self._forget(generation)
+
+  def _forget(self, generation: Generation) -> None:
     del self._live[generation.owner, generation.request_id]
     if generation.span is not None:
       generation.span.end(generation.outputs, generation.error)
@@ -409,6 +426,16 @@ class Generations:
         self._abort_output(output)
     if not self._live:
       self._idle.set()
+
+  def check(self) -> None:
+    """Asserts that every generation is somewhere, once."""
+    ended, live = sum(self.num_ended.values()), len(self._live)
+    started = self.num_started + self._num_starting
+    assert started == ended + live, f"{started} generations started, {ended} ended, {live} live"
+    for engine_id, output in self._outputs.items():
+      generation = output.generation
+      key = generation.owner, generation.request_id
+      assert self._live.get(key) is generation, f"output {engine_id!r:.80} outlived its generation"
 
   async def wait_idle(self) -> None:
     """Returns when no generation is live."""

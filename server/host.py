@@ -10,6 +10,7 @@ import socket
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from engine.errors import InvariantBroken
 from engine.request import TokenEvent
 from server import sd_notify, watchdog
 from server.admin import AdminActions, AdminService
@@ -17,17 +18,20 @@ from server.auth import ApiKeys
 from server.call_log import CallLog
 from server.counts import Census, Counts, own_census, own_counts
 from server.engine_thread import EngineThread
-from server.errors import Draining, EngineDead
+from server.errors import Draining, EngineDead, Starting
 from server.grpc_server import add_reflection, bind, is_local, new_server, start_admin
 from server.host_options import HostOptions
 from server.http.app import make_app, make_probe_app
 from server.http.listener import Listener
 from server.http.options import HttpOptions
 from server.interceptors import HEALTH_METHODS, REFLECTION_METHODS, CallInterceptor
+from server.invariants import Invariants
 from server.memory import MemoryLimit
 from server.metrics import Metrics
 from server.page.feed import Feed
 from server.page.routes import PUBLIC_PATHS, metrics_route, routes
+from server.port import LocalEngine
+from server.proto.admin_pb2 import GetInvariantsResponse
 from server.service import GENERATION_SERVICE, MODEL_SERVICE, Backend, Service
 from server.tls import make_certificates
 from server.vllm_engine import VLLM_SERVICE, VllmEngine
@@ -159,10 +163,20 @@ class Host:
   async def _start_admin(self) -> None:
     if self._options.admin_port >= 0:
       assert self._admin is not None, "an admin port needs its actions"
-      service = AdminService(self._admin, self._begin_drain)
+      service = AdminService(self._admin, self._begin_drain, self._report)
       self._admin_server, self.admin_port = await start_admin(
         self._options, service, self._health, self._certificates, self._access_log
       )
+
+  @property
+  def invariants(self) -> Invariants | None:
+    """The server's books, once it serves."""
+    return self._service.invariants
+
+  async def _report(self) -> GetInvariantsResponse:
+    if self._service.invariants is None:
+      raise Starting("the model is loading; try again when the health check says SERVING")
+    return self._service.invariants.report(await self._census())
 
   def _begin_drain(self) -> int:
     """Unlike a second signal, never makes it end early. Returns the live requests."""
@@ -182,6 +196,7 @@ class Host:
       stream_stall_timeout_s=options.stream_stall_timeout_s,
       allowed_hosts=tuple(options.http_allowed_hosts),
       strict_requests=options.strict_requests,
+      tool_call_parser=options.tool_call_parser,
     )
     extra_routes = routes(
       self._service, self._metrics, self._feed, stream_stall_timeout_s=options.stream_stall_timeout_s
@@ -235,6 +250,10 @@ class Host:
     self._engine.start()
     self._service.open(backend)
     self._service.watchdog = self._engine.watchdog
+    engine = backend.engine.inner if isinstance(backend.engine, LocalEngine) else None
+    self._service.invariants = Invariants(engine, backend.generations, backend.engine.num_held, self.fail)
+    if self._options.debug_invariants:
+      self._service.invariants.start()
     await self._set_ready(True)
     sd_notify.tell("READY=1\nSTATUS=serving")
 
@@ -270,6 +289,8 @@ class Host:
       The process's exit code: 0 after a drain, 1 after the engine's death or another thread's, or if the engine stands.
     """
     await first_of(self._stop.wait(), self._engine_ended.wait())
+    if self._service.invariants is not None:
+      self._service.invariants.stop()
     if not self._engine_ended.is_set():
       sd_notify.tell("STOPPING=1\nSTATUS=draining")
       await self._drain()
@@ -329,6 +350,8 @@ class Host:
   async def _take_down_dead(self) -> int:
     backend = self._backend
     cause = self._failure or (backend.engine.dead if backend is not None else None)
+    if isinstance(cause, InvariantBroken):
+      _log.critical("invariant broken: %s", cause)
     _log.critical("the engine has failed, the server ends", exc_info=cause)
     if self._engine is not None:
       self._engine.stop_watching()

@@ -138,6 +138,12 @@ class _Collector(Collector):
     )
     yield _gauge("sluice_processes", "Processes of this server.", len(counts.pids))
     yield _counter("sluice_unhandled_errors", "Errors in callbacks and tasks that nobody took.", counts.num_unhandled)
+    yield _counter(
+      "sluice_invariant_checks", "Looks at the server's books, with --debug_invariants.", counts.num_checks
+    )
+    yield _counter(
+      "sluice_invariant_breaches", "Looks that found something wrong; the server then ends.", counts.num_breaches
+    )
     info = GaugeMetricFamily("sluice_build_info", "Of the running server; always 1.", labels=["version"])
     info.add_metric([server_version()], 1)
     yield info
@@ -198,6 +204,12 @@ def _counters(report: Report, counts: Counts) -> Iterator[Metric]:
   stats = report.stats
   yield _counter("sluice_compiles", "XLA compilations since ready; any is a mistake.", report.compiles_after_ready)
   yield _counter("sluice_generations", "Generations that were accepted.", counts.num_started)
+  ended = CounterMetricFamily(
+    "sluice_generations_ended", "What became of them; all but the live ones.", labels=["outcome"]
+  )
+  for outcome, count in counts.num_ended.items():
+    ended.add_metric([outcome], count)
+  yield ended
   yield _counter("sluice_decode_tokens", "Tokens computed by rows that decode.", stats.num_decode_tokens)
   yield _counter("sluice_prefill_tokens", "Prompt tokens computed, again after preemptions.", stats.num_prefill_tokens)
   yield _counter("sluice_padding_tokens", "Tokens computed for nobody, to fill a shape.", stats.num_padding_tokens)

@@ -66,6 +66,10 @@ class EnginePort(Protocol):
     """The clock that deadlines are on, seconds."""
     ...
 
+  def num_held(self) -> int:
+    """Ids that are in use, of requests that nobody waits for, too."""
+    ...
+
   def new_id(self, name: str) -> str:
     """An id for a request that goes by `name`: no other has it until ended() was called for it."""
     ...
@@ -130,6 +134,15 @@ class LocalEngine:
   def now(self) -> float:
     """See EnginePort."""
     return self._engine.now()
+
+  @property
+  def inner(self) -> AnyEngine:
+    """The engine itself, for who checks its books."""
+    return self._engine
+
+  def num_held(self) -> int:
+    """See EnginePort."""
+    return len(self._held)
 
   def new_id(self, name: str) -> str:
     """`name`, or a variant while the engine still holds a request of that id."""

@@ -54,6 +54,10 @@ class RemoteEngine:
     """One clock for all processes of a machine, which is the engine's, too."""
     return time.monotonic()
 
+  def num_held(self) -> int:
+    """None: ids are never used again."""
+    return 0
+
   def new_id(self, name: str) -> str:
     """See EnginePort."""
     return f"{next(self._serials):x}"

@@ -24,6 +24,7 @@ from server.auth import bind_tenant
 from server.constraints import ConstraintCompiler
 from server.errors import DeadlineExceeded, EngineDead, SlowConsumer, Starting
 from server.generation import Generation, Generations
+from server.invariants import Invariants
 from server.memory import MemoryLimit
 from server.port import EnginePort
 from server.proto import sluice_pb2 as pb
@@ -87,6 +88,7 @@ class Service:
     self.ready = False
     self.alive = True
     self.watchdog: Watchdog | None = None
+    self.invariants: Invariants | None = None
     self.num_unhandled = 0
 
   def open(self, backend: Backend) -> None:

@@ -83,7 +83,7 @@ def server(request, tmp_path_factory) -> Iterator[Running]:
   folder = tmp_path_factory.mktemp("server")
   with serving(
     *(folder, request.param, "--fake_step_ms=2", "--max_queued_requests=40", "--max_num_seqs=32"),
-    f"--access_log={folder / 'calls'}",
+    *(f"--access_log={folder / 'calls'}", "--debug_invariants"),
   ) as running:
     yield running
     running.process.send_signal(signal.SIGTERM)
