@@ -44,6 +44,7 @@ class Engine:
     self._inbox: list[Callable[[], list[TokenEvent]]] = []
     self._inbox_requests = 0
     self._inbox_tokens = 0
+    self._num_accepted = 0
     self._live: set[str] = set()
     self._accepting = True
     self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
@@ -81,6 +82,7 @@ class Engine:
       if request.id in self._live:
         raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
       self._scheduler.check_room(request, self._inbox_requests, self._inbox_tokens)
+      self._num_accepted += 1
       self._live.add(request.id)
       self._inbox.append(lambda: self._add(request))
       self._inbox_requests += 1
@@ -120,7 +122,8 @@ class Engine:
 
   def stats(self, num_steps: int = 0) -> EngineStats:
     """A snapshot with the latest `num_steps` records of steps and requests (of recorder.RING_STEPS that are kept)."""
-    return self.recorder.stats(self._scheduler, len(self._live), num_steps)
+    with self._lock:  # what is accepted has ended or is live, at every instant
+      return self.recorder.stats(self._scheduler, self._num_accepted, len(self._live), num_steps)
 
   def block_states(self) -> bytes:
     """See BlockPool.states."""
@@ -227,10 +230,9 @@ class Engine:
 
   def _send(self, events: list[TokenEvent]) -> None:
     ended = [event.request_id for event in events if event.finish_reason is not None]
-    if ended:
-      with self._lock:
-        self._live.difference_update(ended)
-    self.recorder.emitted(events)
+    with self._lock:
+      self._live.difference_update(ended)
+      self.recorder.emitted(events)
     self._emit(events)
 
   def fail(self, error: Exception) -> None:

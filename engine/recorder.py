@@ -123,6 +123,7 @@ class EngineStats:
 
   Attributes:
     num_waiting, num_waiting_tokens, num_running, num_live: requests, prompt tokens; live also counts the inbox.
+    num_accepted: requests so far; the sum of `finished` and num_live, always.
     max_num_seqs, num_blocks: limits to compare with.
     blocks_used, blocks_free, blocks_cached: of the pool; free ones may still be cached.
     num_steps, num_decode_tokens, num_prefill_tokens, num_padding_tokens, num_cached_tokens, num_preemptions: totals.
@@ -138,6 +139,7 @@ class EngineStats:
   num_waiting: int
   num_waiting_tokens: int
   num_running: int
+  num_accepted: int
   num_live: int
   max_num_seqs: int
   num_blocks: int
@@ -282,13 +284,14 @@ class Recorder:
         )
       )
 
-  def stats(self, scheduler: Scheduler, num_live: int, num_steps: int) -> EngineStats:
+  def stats(self, scheduler: Scheduler, num_accepted: int, num_live: int, num_steps: int) -> EngineStats:
     """A snapshot with the latest `num_steps` records."""
     pool = scheduler.pool
     return EngineStats(
       num_waiting=scheduler.num_waiting,
       num_waiting_tokens=scheduler.num_waiting_tokens,
       num_running=scheduler.num_running,
+      num_accepted=num_accepted,
       num_live=num_live,
       max_num_seqs=scheduler.config.max_num_seqs,
       num_blocks=pool.num_blocks,

@@ -6,6 +6,7 @@ the model server protocol of Kubernetes' Gateway API Inference Extension asks fo
 (KVCacheUtilization); its endpoint picker takes their names by flag, or knows vLLM's, which are given on demand.
 """
 
+import asyncio
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
@@ -55,11 +56,13 @@ class Metrics:
     """
     self._service = service
     self._registry = CollectorRegistry()
-    self._registry.register(_Collector(service, calls, vllm_names))
+    self._collector = _Collector(service, calls, vllm_names)
+    self._registry.register(self._collector)
     ProcessCollector(registry=self._registry)
 
   def look_up(self) -> None:
     """Before an exposition, on the event loop's thread: brings what is read up to date."""
+    self._collector.num_tasks = len(asyncio.all_tasks())
     backend = _backend(self._service)
     if backend is not None:
       backend.generations.look_up_endings()
@@ -82,6 +85,7 @@ class Metrics:
 
 class _Collector(Collector):
   def __init__(self, service: Service, calls: CallLog, vllm_names: bool):
+    self.num_tasks = 0
     self._service = service
     self._calls = calls
     self._vllm_names = vllm_names
@@ -110,6 +114,7 @@ class _Collector(Collector):
   def _of_server(self) -> Iterator[Metric]:
     yield _gauge("sluice_ready", "Whether requests are taken: 0 while loading and draining.", int(self._service.ready))
     yield _gauge("sluice_alive", "Whether the engine's loop turns.", int(self._service.alive))
+    yield _gauge("sluice_event_loop_tasks", "Of the event loop, this scrape's among them.", self.num_tasks)
     info = GaugeMetricFamily("sluice_build_info", "Of the running server; always 1.", labels=["version"])
     info.add_metric([server_version()], 1)
     yield info
@@ -161,6 +166,7 @@ def _gauges(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
 def _counters(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
   yield _counter("sluice_compiles", "XLA compilations since ready; any is a mistake.", backend.compiles_after_ready())
   yield _counter("sluice_generations", "Generations that were accepted.", backend.generations.num_started)
+  yield _counter("sluice_requests_accepted", "Requests that the engine took; each ends once.", stats.num_accepted)
   yield _counter("sluice_decode_tokens", "Tokens computed by rows that decode.", stats.num_decode_tokens)
   yield _counter("sluice_prefill_tokens", "Prompt tokens computed, again after preemptions.", stats.num_prefill_tokens)
   yield _counter("sluice_padding_tokens", "Tokens computed for nobody, to fill a shape.", stats.num_padding_tokens)

@@ -1,0 +1,168 @@
+"""Scenario: cancelled calls in each state that a request can be in; what state it was is read from the server.
+
+The client acts at random within a window; the server's own record of the request says where that caught it:
+queued (never scheduled), admitted (its one prompt step runs), mid_prefill (some chunks of its prompt are computed),
+mid_decode (all that was sampled was sent), unsent (a token was sampled that was never sent), unsaid (the engine has
+finished it and the client was not told), finished (the status is out; an Abort finds nobody).
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+import contextlib
+import dataclasses
+import hashlib
+import json
+import random
+
+import grpc
+
+from server.proto import sluice_pb2 as pb
+from tools.chaos.process import Server
+from tools.chaos.report import Row, none_of
+from tools.chaos.rig import Rig
+from tools.chaos.streams import Ask, random_prompt, stub_of
+
+_CHUNK = 64
+_MOST_ROUNDS = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Tactic:
+  """How to be likely to catch one state.
+
+  Attributes:
+    state: which.
+    at_once: requests of a round, sent together.
+    prompt, max_tokens: their sizes.
+    messages: to read before the wait; None: read to the status, then cancel and Abort.
+    wait_s: shortest and longest wait before the cancel.
+  """
+
+  state: str
+  at_once: int
+  prompt: int
+  max_tokens: int
+  messages: int | None
+  wait_s: tuple[float, float]
+
+
+# By the server they need: of slow steps, of quick steps, and of steps whose tokens are held back.
+_SLOW = (
+  Tactic("queued", 170, 8, 40, 0, (0.005, 0.03)),
+  Tactic("admitted", 50, 8, 40, 0, (0.002, 0.025)),
+  Tactic("mid_decode", 60, 8, 100, 1, (0.0, 0.06)),
+  Tactic("finished", 60, 8, 2, None, (0.0, 0.0)),
+)
+_QUICK = (Tactic("mid_prefill", 3, 500, 4, 0, (0.002, 0.025)),)
+_HELD = (Tactic("unsent", 60, 8, 100, 1, (0.0, 0.02)), Tactic("unsaid", 60, 8, 2, 1, (0.0, 0.012)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+  """What a client saw of a call it cancelled: tokens that came, the status, and what Abort said afterwards."""
+
+  tokens: int
+  code: str
+  abort: int = pb.AbortResponse.OUTCOME_UNSPECIFIED
+
+
+def cancel_round(target: str, tactic: Tactic, names: Sequence[str], seed: int) -> dict[str, Seen]:
+  """A job: one round; by request id."""
+  return asyncio.run(_cancel_round(target, tactic, names, seed))
+
+
+async def _cancel_round(target: str, tactic: Tactic, names: Sequence[str], seed: int) -> dict[str, Seen]:
+  rng = random.Random(seed)
+  async with grpc.aio.insecure_channel(target) as channel:
+    stub = stub_of(channel)
+    await channel.channel_ready()
+
+    async def one(name: str) -> Seen:
+      call = stub.Generate(Ask(random_prompt(rng, tactic.prompt), tactic.max_tokens, name).message(), timeout=60)
+      tokens = 0
+      with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+        messages = 0
+        while tactic.messages is None or messages < tactic.messages:
+          message = await call.read()
+          if message is grpc.aio.EOF:
+            break
+          tokens += sum(len(delta.token_ids) for delta in message.deltas)
+          messages += 1
+        await asyncio.sleep(rng.uniform(*tactic.wait_s))
+      call.cancel()
+      code = await call.code()
+      if tactic.messages is not None:
+        return Seen(tokens, code.name)
+      answer = await stub.Abort(pb.AbortRequest(request_ids=[name]), timeout=30)
+      return Seen(tokens, code.name, answer.outcomes[0])
+
+    return dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
+
+
+def state_of(record: pb.RequestLoad, seen: Seen) -> str:
+  """The state in which a cancel caught a request, by the server's record of it."""
+  if seen.code == "OK":
+    gone = record.reason == "length" and seen.abort == pb.AbortResponse.OUTCOME_NOT_FOUND
+    return "finished" if gone else "late"
+  if record.reason != "abort":
+    return "unsaid"
+  if not record.HasField("first_scheduled"):
+    return "queued"
+  if not record.HasField("first_token"):
+    return "admitted" if record.prompt_tokens <= _CHUNK else "mid_prefill"
+  return "unsent" if record.output_tokens > seen.tokens else "mid_decode"
+
+
+def _catch(rig: Rig, server: Server, tactic: Tactic, count: int, caught: dict[str, int]) -> None:
+  """Rounds of a tactic until its state was caught `count` times."""
+  for serial in range(_MOST_ROUNDS):
+    if caught[tactic.state] >= count:
+      return
+    since = server.load().now_s
+    shares = [[f"{tactic.state}-{serial}-{half}-{i}" for i in range(tactic.at_once // 2 + 1)] for half in range(2)]
+    jobs = [
+      rig.submit(cancel_round, server.target, tactic, names, 1000 * serial + half) for half, names in enumerate(shares)
+    ]
+    seen = {name: each for job in jobs for name, each in job.result().items()}
+    server.settle()
+    records = {record.id: record for record in server.load(since).requests}
+    for name, each in seen.items():
+      record = records.get(hashlib.sha256(name.encode()).hexdigest()[:16])
+      if record is not None:
+        state = state_of(record, each)
+        caught[state] = caught.get(state, 0) + 1
+
+
+def cancels(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
+  """At least `count` cancels in each state; afterwards as much was released as was started."""
+  caught = {tactic.state: 0 for tactics in (_SLOW, _QUICK, _HELD) for tactic in tactics}
+  plan = rig.folder / "hold_back.json"
+  plan.write_text(json.dumps(hold_back(0.01)))
+  common = ("--max_queued_requests=1024", f"--prefill_chunk={_CHUNK}")
+  faults: list[str] = []
+  servers: tuple[tuple[tuple[Tactic, ...], tuple[str, ...]], ...] = (
+    (_SLOW, ("--fake_step_ms=20",)),
+    (_QUICK, ("--fake_step_ms=1",)),
+    (_HELD, ("--fake_step_ms=1", "--enable_fault_injection", f"--fault_plan={plan}")),
+  )
+  started = 0.0
+  for tactics, flags in servers:
+    with rig.server(*common, *flags) as server:
+      for tactic in tactics:
+        _catch(rig, server, tactic, count, caught)
+      faults += server.settle() + server.imbalance()
+      started += server.accepted()
+  told = ", ".join(f"{state} {number:,}" for state, number in caught.items())
+  fewest = min(number for state, number in caught.items() if state != "late")
+  return [
+    Row("cancels in each of 7 states", f"{count:,} in each", told, fewest >= count, asked, min(fewest, asked)),
+    none_of("releases over starts, pages, generations after them", "equal, 0 held", faults, round(started), 0),
+  ]
+
+
+def hold_back(seconds: float) -> dict:
+  """A fault plan under which every step's tokens wait between the engine and the front end."""
+  raise NotImplementedError
+
+
+_: Callable
