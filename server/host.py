@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from engine.disaggregated import AnyEngine
 from engine.errors import ConfigError
 from engine.request import TokenEvent
+from server import sd_notify, watchdog
 from server.admin import ADMIN_SERVICE, CHANNELZ_SERVICE, AdminActions, AdminService
 from server.auth import ApiKeys
 from server.call_log import CallLog
@@ -30,6 +31,7 @@ from server.page.routes import PUBLIC_PATHS, routes
 from server.service import GENERATION_SERVICE, MODEL_SERVICE, Backend, Service
 from server.tls import Certificates, make_certificates
 from server.vllm_engine import VLLM_SERVICE, VllmEngine
+from server.watchdog import Watchdog
 
 # A process has to be told apart from a machine: liveness is "", readiness is each service's name.
 LIVENESS = ""
@@ -37,8 +39,11 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # Calls beside the limited ones: probes, and calls that are about to be refused.
 _SPARE_RPCS = 1024
-# Time for statuses to reach clients after the last generation has ended.
+# Time for statuses to reach clients after the last generation has ended; and where somebody does not want to wait.
 _FAREWELL_S = 2.0
+_HURRIED_FAREWELL_S = 0.4
+# An idle engine turns every 0.2 s, and a machine may be busy.
+_SHORTEST_STEP_TIMEOUT_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +67,8 @@ class HostOptions:
     stream_stall_timeout_s: stop the work for a client that takes nothing for this long.
     drain_delay_s: after SIGTERM, go on accepting while balancers learn that the server is not ready.
     drain_timeout_s: how long what is running may take to finish then.
-    step_timeout_s: an engine whose loop has not turned for this long is not alive.
+    step_timeout_s: an engine or an event loop that stands this long ends the server; 0: nothing is watched.
+    watchdog_grace_s: from there to the hard end of the process, for clients to be told.
     enable_reflection: answer grpcurl and the like.
     api_key_file: calls need one of its keys, all but those of health; empty: none is asked for.
     open_reflection: reflection needs no key either.
@@ -94,6 +100,7 @@ class HostOptions:
   drain_delay_s: float = 0.0
   drain_timeout_s: float = 30.0
   step_timeout_s: float = 60.0
+  watchdog_grace_s: float = 5.0
   enable_reflection: bool = True
   api_key_file: str = ""
   open_reflection: bool = False
@@ -121,17 +128,25 @@ class Host:
     admin_port: where the admin service listens, once started; -1 is nowhere.
   """
 
-  def __init__(self, options: HostOptions, admin: AdminActions | None = None):
+  def __init__(self, options: HostOptions, admin: AdminActions | None = None, *, may_exit: bool = False):
     """Must be made inside the running event loop.
 
     Args:
       options: flags' values.
       admin: what the admin service may do; needed where it has a port.
+      may_exit: the process is the server's own, and may be ended where the server cannot end itself.
 
     Raises:
-      ConfigError: a file of keys or certificates cannot be used, or the admin service would be open to others.
+      ConfigError: a file of keys or certificates cannot be used, the admin service would be open to others, or
+        step_timeout_s is too short.
     """
+    if 0 < options.step_timeout_s < _SHORTEST_STEP_TIMEOUT_S:
+      raise ConfigError(
+        f"step_timeout_s={options.step_timeout_s:g} is below {_SHORTEST_STEP_TIMEOUT_S:g}, within which a healthy "
+        "engine may not turn; raise --step_timeout_s, or set it to 0 for no watchdog"
+      )
     self._options = options
+    self._may_exit = may_exit
     self._loop = asyncio.get_running_loop()
     self._service = Service(
       stream_stall_timeout_s=options.stream_stall_timeout_s, strict_requests=options.strict_requests
@@ -163,6 +178,8 @@ class Host:
     self._stop = asyncio.Event()
     self._hurry = asyncio.Event()
     self._engine_ended = asyncio.Event()
+    self._failure: BaseException | None = None
+    self._watchdog: Watchdog | None = None
 
   async def start(self) -> int:
     """Binds and answers STARTING; returns the port.
@@ -171,6 +188,7 @@ class Host:
       ConfigError: the address cannot be bound.
     """
     options = self._options
+    watchdog.watch_loop(self._loop, self.fail, self._service.count_unhandled)
     port = _bind(self._server, options.host, options.port, "", self._certificates)
     self._service.register(self._server)
     health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -251,7 +269,27 @@ class Host:
     self._thread = threading.Thread(target=self._run_engine, args=(backend.engine,), name="engine", daemon=True)
     self._thread.start()
     self._service.open(backend)
+    if self._options.step_timeout_s:
+      self._watchdog = self._service.watchdog = Watchdog(
+        timeout_s=self._options.step_timeout_s,
+        grace_s=self._options.watchdog_grace_s,
+        heartbeat=lambda: backend.engine.heartbeat,
+        on_stuck=lambda what: self.fail(EngineDead(what)),
+        may_exit=self._may_exit,
+      )
+      self._watchdog.start()
     await self._set_ready(True)
+    sd_notify.tell("READY=1\nSTATUS=serving")
+
+  def fail(self, error: BaseException) -> None:
+    """Ends the server as the engine's death does. Any thread; what comes first is what is told."""
+
+    def take() -> None:
+      self._failure = self._failure or error
+      self._engine_ended.set()
+
+    with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+      self._loop.call_soon_threadsafe(take)
 
   def request_stop(self) -> None:
     """Begins the drain; the second time, ends at once. Safe as a signal handler of the loop."""
@@ -268,14 +306,14 @@ class Host:
     """Watches the engine until a stop is asked for or the engine ends, then takes everything down.
 
     Returns:
-      The process's exit code: 0 after a drain, 1 after the engine's death.
+      The process's exit code: 0 after a drain, 1 after the engine's death or another thread's, or if the engine stands.
     """
-    watch = asyncio.create_task(self._watch_heartbeat())
     await _first(self._stop.wait(), self._engine_ended.wait())
-    watch.cancel()
-    if self._engine_ended.is_set():
+    if not self._engine_ended.is_set():
+      sd_notify.tell("STOPPING=1\nSTATUS=draining")
+      await self._drain()
+    if self._engine_ended.is_set() or self._backend is not None and self._backend.engine.dead is not None:
       return await self._take_down_dead()
-    await self._drain()
     return await self._take_down()
 
   async def _drain(self) -> None:
@@ -301,43 +339,57 @@ class Host:
 
   async def _take_down(self) -> int:
     self._feed.close()
-    farewells = [self._server.stop(_FAREWELL_S)]
+    farewell_s = _HURRIED_FAREWELL_S if self._hurry.is_set() else _FAREWELL_S
+    farewells = [self._server.stop(farewell_s)]
     if self._http is not None:
-      farewells.append(self._http.stop(_FAREWELL_S))
+      farewells.append(self._http.stop(farewell_s))
     await asyncio.gather(*farewells)
     if self._admin_server is not None:
       await self._admin_server.stop(None)
-    if self._backend is not None:
-      await self._wait_engine_idle(self._backend.engine)
-    self._stop_engine.set()
-    if self._thread is not None:
-      await self._loop.run_in_executor(None, self._thread.join, self._options.step_timeout_s)
+    await self._stop_thread(farewell_s)
     self._service.shutdown()
     self._access_log.close()
+    if self._thread is not None and self._thread.is_alive():
+      _log.critical("the engine did not stop")
+      return watchdog.EXIT_CODE
     backend = self._backend
     if backend is not None:
       stats = backend.engine.stats()
       _log.info("stopped: %d requests served, %d KV blocks in use", backend.generations.num_started, stats.blocks_used)
     return 0
 
+  async def _stop_thread(self, farewell_s: float) -> None:
+    """Lets the engine take in the last aborts, and its thread end; one that is stuck is not waited for."""
+    backend = self._backend
+    if backend is not None and self._failure is None:
+      with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(farewell_s):
+          while backend.engine.num_live and backend.engine.dead is None:
+            await asyncio.sleep(0.005)
+    if self._watchdog is not None:
+      self._watchdog.stop()
+    self._stop_engine.set()
+    if self._thread is not None:
+      wait_s = _HURRIED_FAREWELL_S if self._hurry.is_set() or self._failure else self._options.watchdog_grace_s
+      await self._loop.run_in_executor(None, self._thread.join, wait_s)
+
   async def _take_down_dead(self) -> int:
     backend = self._backend
-    assert backend is not None, "only a serving engine can end"
-    _log.critical("the engine has failed, the server ends", exc_info=backend.engine.dead)
+    cause = self._failure or (backend.engine.dead if backend is not None else None)
+    _log.critical("the engine has failed, the server ends", exc_info=cause)
+    if self._watchdog is not None:
+      self._watchdog.stop()
+    if self._may_exit:
+      watchdog.exit_soon(self._options.watchdog_grace_s)
+    sd_notify.tell("STOPPING=1\nSTATUS=failed")
     error = EngineDead("the engine has failed; send the request again, to another server")
     self._service.close(error)
     self._service.ready = self._service.alive = False
-    backend.generations.fail_all(error)
     await self._health.enter_graceful_shutdown()
+    if backend is not None:
+      backend.generations.fail_all(error)
     await self._take_down()
-    return 1
-
-  async def _wait_engine_idle(self, engine: AnyEngine) -> None:
-    """Lets the engine take in the last aborts; a stuck one is not waited for."""
-    with contextlib.suppress(TimeoutError):
-      async with asyncio.timeout(_FAREWELL_S):
-        while engine.num_live and engine.dead is None:
-          await asyncio.sleep(0.005)
+    return watchdog.EXIT_CODE
 
   def _dispatch(self, events: Sequence[TokenEvent]) -> None:
     assert self._backend is not None, "no request can be submitted before serve()"
@@ -346,30 +398,12 @@ class Host:
   def _run_engine(self, engine: AnyEngine) -> None:
     try:
       engine.run(self._stop_engine)
+    except BaseException as error:
+      # Exceptions end the engine, which says so itself; whatever is not one of those ends the thread.
+      self.fail(error)
     finally:
       if not self._stop_engine.is_set():
         self._loop.call_soon_threadsafe(self._engine_ended.set)
-
-  async def _watch_heartbeat(self) -> None:
-    """Liveness is that the engine's loop turns, not that gRPC answers."""
-    alive = True
-    while True:
-      await asyncio.sleep(min(1.0, self._options.step_timeout_s / 4))
-      if self._backend is None:
-        continue
-      engine = self._backend.engine
-      age_s = engine.now() - engine.heartbeat
-      if alive != (age_s <= self._options.step_timeout_s):
-        alive = not alive
-        _log.log(
-          logging.WARNING if alive else logging.CRITICAL,
-          "the engine's last turn was %.1f s ago: %s",
-          age_s,
-          "alive again" if alive else "not alive",
-        )
-        self._service.alive = alive
-        await self._health.set(LIVENESS, _SERVING if alive else _NOT_SERVING)
-        await self._set_ready(alive)
 
   async def _set_ready(self, ready: bool) -> None:
     self._service.ready = ready

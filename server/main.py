@@ -23,9 +23,11 @@ from engine.admission import ADMISSION
 from engine.batching import BATCHING
 from engine.config import EngineConfig
 from engine.disaggregated import AnyEngine
+from engine.engine import Emit
 from engine.errors import ConfigError, EngineError
+from engine.fake_build import build_fake
 from engine.policy import POLICIES
-from server import logs, tracing
+from server import logs, tracing, watchdog
 from server.admin import AdminActions
 from server.errors import NotConfigured, Starting
 from server.generation import Generations
@@ -188,7 +190,16 @@ _HOST_FLAGS = (
     "drain_timeout_s", HostOptions.drain_timeout_s, "How long running requests may take to finish then.", lower_bound=0
   ),
   flags.DEFINE_float(
-    "step_timeout_s", HostOptions.step_timeout_s, "Liveness fails when the engine stands this long.", lower_bound=0.1
+    "step_timeout_s",
+    HostOptions.step_timeout_s,
+    "An engine or an event loop that stands this long ends the server; 0: nothing is watched.",
+    lower_bound=0,
+  ),
+  flags.DEFINE_float(
+    "watchdog_grace_s",
+    HostOptions.watchdog_grace_s,
+    "From there to the hard end of the process, for clients to be told.",
+    lower_bound=0.1,
   ),
   flags.DEFINE_bool("enable_reflection", HostOptions.enable_reflection, "Answer grpcurl and the like."),
   flags.DEFINE_bool(
@@ -252,6 +263,16 @@ _PORT_FILE = flags.DEFINE_string("port_file", "", "File to write the port into, 
 _TRACE_FILE = flags.DEFINE_string("trace_file", "", "Step trace (JSON lines); each recording begins the file anew.")
 _TRACE_AT_START = flags.DEFINE_bool("trace_at_start", True, "Record from ready on; false: wait for SIGUSR1.")
 
+
+_FAKE_DEVICE = flags.DEFINE_bool(
+  "fake_device",
+  False,
+  "No model: tokens are a hash of the tokens before, seed and parameters (engine/fake_device.py tells clients which). "
+  "Of --model only the configuration and the tokenizer are read.",
+)
+_FAKE_STEP_MS = flags.DEFINE_float(
+  "fake_step_ms", 0.0, "With --fake_device: how long a step takes, in ms.", lower_bound=0
+)
 
 _LINES = logs.Lines()
 _say = _LINES.say
@@ -357,11 +378,34 @@ def _http_port() -> int:
   return 0 if flags.FLAGS.port == 0 else _DEFAULT_HTTP_PORT
 
 
+def _build(emit: Emit, token_budgets: tuple[int, ...]):
+  """The engine and the tokenizer, if the model has one."""
+  settings: dict[str, Any] = {"token_budgets": token_budgets} | _values(_BUILD_FLAGS)
+  if _FAKE_DEVICE.value:
+    return build_fake(_MODEL.value, settings, _FAKE_STEP_MS.value / 1000, emit), _load_tokenizer()
+  # Here and not above: JAX takes seconds to import, and a bad flag should not have to wait for it.
+  from engine.device.build import BuildOptions
+  from engine.device.build import build as build_engine
+
+  options = BuildOptions(model_dir=_MODEL.value, **settings)
+  # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
+  tokenizer = _load_tokenizer()
+  return build_engine(options, _progress, emit), tokenizer
+
+
+def _load_tokenizer() -> Tokenizer | None:
+  folder = pathlib.Path(_MODEL.value)
+  if not (folder / "tokenizer.json").is_file():
+    return None
+  return Tokenizer(folder, max_prompt_bytes=_MAX_PROMPT_BYTES.value)
+
+
 async def _serve() -> int:
   """From flags to exit code."""
   trace = _Trace(_TRACE_FILE.value)
   options = HostOptions(**_values(_HOST_FLAGS), **_values(_HTTP_FLAGS), http_port=_http_port())
-  host = Host(options, AdminActions(flags=_configuration, set_trace=trace.set))
+  host = Host(options, AdminActions(flags=_configuration, set_trace=trace.set), may_exit=True)
+  watchdog.watch_threads(host.fail)
   budgets = _token_budgets()
   if _OTLP_ENDPOINT.value:
     tracing.check(_OTLP_ENDPOINT.value)
@@ -380,20 +424,7 @@ async def _serve() -> int:
     _say(f"admin service on {flags.FLAGS.admin_host}:{host.admin_port}")
   stopped = asyncio.create_task(host.wait_stopped())
 
-  def build():
-    # Here and not above: JAX takes seconds to import, and a bad flag should not have to wait for it.
-    from engine.device.build import BuildOptions
-    from engine.device.build import build as build_engine
-
-    options = BuildOptions(model_dir=_MODEL.value, token_budgets=budgets, **_values(_BUILD_FLAGS))
-    # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
-    folder = pathlib.Path(_MODEL.value)
-    tokenizer = None
-    if (folder / "tokenizer.json").is_file():
-      tokenizer = Tokenizer(folder, max_prompt_bytes=_MAX_PROMPT_BYTES.value)
-    return build_engine(options, _progress, host.emit), tokenizer
-
-  building = _start_thread(build)
+  building = _start_thread(lambda: _build(host.emit, budgets))
   await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
   if stopped.done():
     # A compilation cannot be interrupted, and taking down the interpreter under it may crash.
@@ -444,6 +475,10 @@ async def _serve() -> int:
   if tracer is not None:
     tracer.shutdown()
   _say(f"stopped, exit code {code}")
+  if code:
+    # What has failed may hold up whatever the interpreter does at its end.
+    watchdog.exit_now(code)
+  watchdog.exit_soon(options.watchdog_grace_s)
   return code
 
 
@@ -487,6 +522,10 @@ def _main(argv: Sequence[str]) -> int:
     return 1
   except OSError as error:
     _say(f"error: {error.filename or ''}: {error.strerror or error}")
+    return 1
+  except SystemExit as error:
+    # A task's: nothing of ours ends the program this way.
+    _say(f"error: something called exit({error.code}) in the server")
     return 1
 
 

@@ -115,6 +115,11 @@ class _Collector(Collector):
     yield _gauge("sluice_ready", "Whether requests are taken: 0 while loading and draining.", int(self._service.ready))
     yield _gauge("sluice_alive", "Whether the engine's loop turns.", int(self._service.alive))
     yield _gauge("sluice_event_loop_tasks", "Of the event loop, this scrape's among them.", self.num_tasks)
+    lag_s = self._service.watchdog.lag_s if self._service.watchdog is not None else 0.0
+    yield _gauge("sluice_event_loop_lag_seconds", "What the event loop took to answer the watchdog's look.", lag_s)
+    yield _counter(
+      "sluice_unhandled_errors", "Errors in callbacks and tasks that nobody took.", self._service.num_unhandled
+    )
     info = GaugeMetricFamily("sluice_build_info", "Of the running server; always 1.", labels=["version"])
     info.add_metric([server_version()], 1)
     yield info

@@ -28,6 +28,7 @@ from server.errors import DeadlineExceeded, EngineDead, SlowConsumer, Starting
 from server.generation import Generation, Generations
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
+from server.watchdog import Watchdog
 
 GENERATION_SERVICE = "sluice.v1.GenerationService"
 MODEL_SERVICE = "sluice.v1.ModelService"
@@ -80,9 +81,11 @@ class Service:
     # Two threads: tokenizing a long prompt must not stop the loop, and must not take all cores either.
     self._text_pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="tokenize")
     self._ready_at = 0.0
-    # For probes. Not ready while draining or not alive; not alive when the engine's loop stands or has failed.
+    # For probes and metrics. Not ready while draining or not alive; not alive when the engine stands or has failed.
     self.ready = False
     self.alive = True
+    self.watchdog: Watchdog | None = None
+    self.num_unhandled = 0
 
   def open(self, backend: Backend) -> None:
     """Begins to serve."""
@@ -96,6 +99,10 @@ class Service:
   def close(self, error: Unavailable) -> None:
     """Lets no new work in; `error` is what callers are told. Work inside goes on."""
     self._closed = error
+
+  def count_unhandled(self) -> None:
+    """An error was found that no call has taken."""
+    self.num_unhandled += 1
 
   def shutdown(self) -> None:
     """Gives the threads back."""

@@ -212,7 +212,7 @@ def running(
     assert not thread.is_alive(), "the server did not stop"
     if failure:
       raise failure[0]
-  if served.engine.dead is None:
+  if served.exit_code == [0]:
     assert served.blocks_in_use == 0, "pages leaked"
     assert served.engine.num_live == 0, "requests leaked"
   assert len(served.generations) == 0

@@ -299,18 +299,6 @@ def test_the_engines_death_is_seen_by_all(tokenizer, caplog):
   assert "secret: the device is on fire" in caplog.text
 
 
-def test_liveness_is_that_the_engine_turns(tokenizer, caplog):
-  with running(tokenizer, host=HostOptions(step_timeout_s=0.5)) as served:
-    served.runner.go.clear()
-    call = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
-    served.wait_until(lambda: health(served, "") == NOT_SERVING)
-    served.wait_until(lambda: health(served, READINESS) == NOT_SERVING)
-    served.runner.go.set()
-    served.wait_until(lambda: health(served, "") == SERVING and health(served, READINESS) == SERVING)
-    assert len(token_ids_of(list(call))) == 400
-  assert "not alive" in caplog.text
-
-
 def test_starting_is_told(tokenizer):
   with running(tokenizer, serve=False) as served:
     assert (health(served, ""), health(served, READINESS)) == (SERVING, NOT_SERVING)

@@ -266,18 +266,17 @@ def test_the_engines_death_is_told_to_streams_and_others(paced):
   assert paced.exit_code == [1]
 
 
-def test_an_engine_that_stands_is_not_alive(tokenizer):
-  with (
-    running(tokenizer, host=HostOptions(http_port=0, step_timeout_s=0.2)) as server,
-    httpx.Client(base_url=url_of(server), timeout=60) as client,
-  ):
+def test_an_engine_that_stands_is_told_to_streams(tokenizer):
+  with running(tokenizer, host=HostOptions(http_port=0, step_timeout_s=0.5)) as server, connect(server) as stream:
+    server.runner.seconds = 0.002
+    stream.sendall(post(stream=True, **FOREVER))
+    received = stream.recv(1 << 16)
     server.runner.go.clear()
-    with connect(server) as connection:
-      connection.sendall(post(**FOREVER))
-      server.wait_until(lambda: client.get("/health").status_code == 503)
-      assert client.get("/ready").status_code == 503
-      server.runner.go.set()
-      server.wait_until(lambda: client.get("/health").status_code == 200)
+    while data := stream.recv(65536):
+      received += data
+    server.thread.join(60)
+    assert server.exit_code == [1]
+  assert received.count(b'"code":"engine_dead"') == 1 and b"[DONE]" not in received
 
 
 def test_before_it_is_ready(tokenizer):
