@@ -44,8 +44,9 @@ class Engine:
     self._inbox: list[Callable[[], list[TokenEvent]]] = []
     self._inbox_requests = 0
     self._inbox_tokens = 0
-    self._num_accepted = 0
+    self._inbox_of_tenant: dict[str, tuple[int, int]] = {}
     self._live: set[str] = set()
+    self.num_accepted = 0  # requests so far
     self._accepting = True
     self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
     self._last_arrival = 0.0  # when the values of the latest committed step were there
@@ -81,12 +82,14 @@ class Engine:
         raise Unavailable("the server is shutting down and takes no new requests; send it to another one")
       if request.id in self._live:
         raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
-      self._scheduler.check_room(request, self._inbox_requests, self._inbox_tokens)
-      self._num_accepted += 1
+      requests, tokens = of_tenant = self._inbox_of_tenant.get(request.tenant, (0, 0))
+      self._scheduler.check_room(request, self._inbox_requests, self._inbox_tokens, of_tenant)
       self._live.add(request.id)
+      self.num_accepted += 1
       self._inbox.append(lambda: self._add(request))
       self._inbox_requests += 1
       self._inbox_tokens += request.num_prompt_tokens
+      self._inbox_of_tenant[request.tenant] = requests + 1, tokens + request.num_prompt_tokens
     self._wake.set()
 
   def take_over(self, request: Request) -> None:
@@ -95,6 +98,7 @@ class Engine:
       if self.dead is not None:
         raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
       self._live.add(request.id)
+      self.num_accepted += 1
       self._inbox.append(lambda: self._add(request))
     self._wake.set()
 
@@ -122,8 +126,7 @@ class Engine:
 
   def stats(self, num_steps: int = 0) -> EngineStats:
     """A snapshot with the latest `num_steps` records of steps and requests (of recorder.RING_STEPS that are kept)."""
-    with self._lock:  # what is accepted has ended or is live, at every instant
-      return self.recorder.stats(self._scheduler, self._num_accepted, len(self._live), num_steps)
+    return self.recorder.stats(self._scheduler, len(self._live), num_steps)
 
   def block_states(self) -> bytes:
     """See BlockPool.states."""
@@ -209,6 +212,7 @@ class Engine:
         events += message()
       self._inbox.clear()
       self._inbox_requests = self._inbox_tokens = 0
+      self._inbox_of_tenant.clear()
     return events, True
 
   def _add(self, request: Request) -> list[TokenEvent]:
@@ -230,9 +234,10 @@ class Engine:
 
   def _send(self, events: list[TokenEvent]) -> None:
     ended = [event.request_id for event in events if event.finish_reason is not None]
-    with self._lock:
-      self._live.difference_update(ended)
-      self.recorder.emitted(events)
+    if ended:
+      with self._lock:
+        self._live.difference_update(ended)
+    self.recorder.emitted(events)
     self._emit(events)
 
   def fail(self, error: Exception) -> None:

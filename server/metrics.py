@@ -6,7 +6,6 @@ the model server protocol of Kubernetes' Gateway API Inference Extension asks fo
 (KVCacheUtilization); its endpoint picker takes their names by flag, or knows vLLM's, which are given on demand.
 """
 
-import asyncio
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
@@ -32,6 +31,7 @@ _VLLM_COUNTERS = {
   "vllm:prompt_tokens": "sluice_prefill_tokens",
   "vllm:generation_tokens": "sluice_output_tokens",
   "vllm:num_preemptions": "sluice_preemptions",
+  "vllm:prefix_cache_queries": "sluice_prefix_cache_query_tokens",
   "vllm:prefix_cache_hits": "sluice_prefix_cache_hit_tokens",
 }
 _VLLM_HISTOGRAMS = {
@@ -56,13 +56,11 @@ class Metrics:
     """
     self._service = service
     self._registry = CollectorRegistry()
-    self._collector = _Collector(service, calls, vllm_names)
-    self._registry.register(self._collector)
+    self._registry.register(_Collector(service, calls, vllm_names))
     ProcessCollector(registry=self._registry)
 
   def look_up(self) -> None:
     """Before an exposition, on the event loop's thread: brings what is read up to date."""
-    self._collector.num_tasks = len(asyncio.all_tasks())
     backend = _backend(self._service)
     if backend is not None:
       backend.generations.look_up_endings()
@@ -85,7 +83,6 @@ class Metrics:
 
 class _Collector(Collector):
   def __init__(self, service: Service, calls: CallLog, vllm_names: bool):
-    self.num_tasks = 0
     self._service = service
     self._calls = calls
     self._vllm_names = vllm_names
@@ -114,11 +111,21 @@ class _Collector(Collector):
   def _of_server(self) -> Iterator[Metric]:
     yield _gauge("sluice_ready", "Whether requests are taken: 0 while loading and draining.", int(self._service.ready))
     yield _gauge("sluice_alive", "Whether the engine's loop turns.", int(self._service.alive))
-    yield _gauge("sluice_event_loop_tasks", "Of the event loop, this scrape's among them.", self.num_tasks)
     lag_s = self._service.watchdog.lag_s if self._service.watchdog is not None else 0.0
     yield _gauge("sluice_event_loop_lag_seconds", "What the event loop took to answer the watchdog's look.", lag_s)
     yield _counter(
       "sluice_unhandled_errors", "Errors in callbacks and tasks that nobody took.", self._service.num_unhandled
+    )
+    invariants = self._service.invariants
+    yield _counter(
+      "sluice_invariant_checks",
+      "Looks at the server's books, with --debug_invariants.",
+      invariants.num_checks if invariants is not None else 0,
+    )
+    yield _counter(
+      "sluice_invariant_breaches",
+      "Looks that found something wrong; the server then ends.",
+      int(invariants is not None and invariants.breach is not None),
     )
     info = GaugeMetricFamily("sluice_build_info", "Of the running server; always 1.", labels=["version"])
     info.add_metric([server_version()], 1)
@@ -171,12 +178,22 @@ def _gauges(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
 def _counters(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
   yield _counter("sluice_compiles", "XLA compilations since ready; any is a mistake.", backend.compiles_after_ready())
   yield _counter("sluice_generations", "Generations that were accepted.", backend.generations.num_started)
-  yield _counter("sluice_requests_accepted", "Requests that the engine took; each ends once.", stats.num_accepted)
+  ended = CounterMetricFamily(
+    "sluice_generations_ended", "What became of them; all but the live ones.", labels=["outcome"]
+  )
+  for outcome, count in backend.generations.num_ended.items():
+    ended.add_metric([outcome], count)
+  yield ended
   yield _counter("sluice_decode_tokens", "Tokens computed by rows that decode.", stats.num_decode_tokens)
   yield _counter("sluice_prefill_tokens", "Prompt tokens computed, again after preemptions.", stats.num_prefill_tokens)
   yield _counter("sluice_padding_tokens", "Tokens computed for nobody, to fill a shape.", stats.num_padding_tokens)
   yield _counter("sluice_output_tokens", "Tokens that reached requests.", stats.num_output_tokens)
-  yield _counter("sluice_prefix_cache_hit_tokens", "Prompt tokens found in the cache.", stats.num_cached_tokens)
+  yield _counter(
+    "sluice_prefix_cache_query_tokens", "Prompt tokens looked up, of ended requests.", stats.num_queried_tokens
+  )
+  yield _counter(
+    "sluice_prefix_cache_hit_tokens", "Prompt tokens found there, of ended requests.", stats.num_cached_tokens
+  )
   yield _counter("sluice_lost_tokens", "Tokens computed and lost to preemptions.", stats.num_lost_tokens)
   yield _counter("sluice_preemptions", "Requests that had to begin anew.", stats.num_preemptions)
   yield _counter("sluice_idle_slots", "Slots without a row while a request waited, summed.", stats.num_idle_slots)

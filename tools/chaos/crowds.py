@@ -29,7 +29,12 @@ def concurrent(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
   row = none_of("concurrent streams", "all exact", faults, len(answers), asked)
   return [
     Row(
-      f"{row.claim} (at most {most} open at one instant)", row.target, row.measured, row.passed, asked, min(row.ran, most)
+      f"{row.claim} (at most {most} open at one instant)",
+      row.target,
+      row.measured,
+      row.passed,
+      asked,
+      min(row.ran, most),
     )
   ]
 
@@ -77,9 +82,7 @@ def salts(rig: Rig, count: int = 500, asked: int = 0) -> list[Row]:
 
   with rig.server("--num_blocks=16384") as server:
     first = rig.ask(server.target, asks("one"), at_once=16)
-    crossed = [
-      answer for salt in ("two", "", "on") for answer in rig.ask(server.target, asks(salt), at_once=16)
-    ]
+    crossed = [answer for salt in ("two", "", "on") for answer in rig.ask(server.target, asks(salt), at_once=16)]
     again = rig.ask(server.target, asks("one"), at_once=16)
     faults = _faults(first + crossed + again) + server.settle() + server.imbalance()
   hits = sum(answer.cached_tokens > 0 for answer in first + crossed)

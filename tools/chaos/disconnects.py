@@ -14,7 +14,7 @@ from tools.chaos import wire
 from tools.chaos.process import Server, Usage
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig, wait_for
-from tools.chaos.streams import Ask, random_prompt, stub_of
+from tools.chaos.streams import Ask, on_loop, random_prompt, stub_of
 from tools.measure import ROOT
 
 _STEP_MS = 4
@@ -25,7 +25,7 @@ _HELD_BY_PROCESS = 40
 
 def cancel_many(target: str, count: int, at_once: int, seed: int) -> int:
   """A job: calls of a real gRPC client that it cancels at a random moment; returns how many."""
-  return asyncio.run(_cancel_many(target, count, at_once, seed))
+  return on_loop(_cancel_many(target, count, at_once, seed))
 
 
 async def _cancel_many(target: str, count: int, at_once: int, seed: int) -> int:

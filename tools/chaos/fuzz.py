@@ -8,9 +8,9 @@ import random
 import time
 import traceback
 
+from google.protobuf import message as protobuf_message
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from google.protobuf import message as protobuf_message
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
@@ -21,7 +21,7 @@ from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
 from tools.chaos.report import Row
 from tools.chaos.rig import Rig
-from tools.chaos.streams import demo_model, random_prompt
+from tools.chaos.streams import demo_model, on_loop, random_prompt
 from tools.measure import ROOT
 
 _HANG_S = 1.0
@@ -296,7 +296,7 @@ def parse(rig: Rig, count: int = 1_000_000, asked: int = 1_000_000) -> list[Row]
 
 def wire_many(target: str, count: int, at_once: int, seed: int) -> Fuzzed:
   """A job: `count` mutated messages to a server, `at_once` at a time, with its health asked for on the way."""
-  return asyncio.run(_wire_many(target, count, at_once, seed))
+  return on_loop(_wire_many(target, count, at_once, seed))
 
 
 async def _wire_many(target: str, count: int, at_once: int, seed: int) -> Fuzzed:

@@ -1,8 +1,7 @@
-"""Scenarios: processes that end, as they are told, as they are killed, or because their engine failed."""
+"""Scenarios: processes that end, as they are told or as they are killed."""
 
 import asyncio
 import dataclasses
-import json
 import pathlib
 import random
 import time
@@ -11,16 +10,14 @@ import grpc
 
 from engine.errors import ConfigError
 from tools.chaos.process import READY_S, Server, free_port
-from tools.chaos.report import Row, none_of
+from tools.chaos.report import Row
 from tools.chaos.rig import Rig
-from tools.chaos.streams import Answer, Ask, random_prompt, send, stub_of
+from tools.chaos.streams import Answer, Ask, on_loop, random_prompt, send, stub_of
 
 _GRACE_S = 20.0
 _STREAMS = 12
 _STEP = "--fake_step_ms=4"
 _PROCESSES = 3  # of clients, and so servers at once
-_TOLD_S = 1.0
-_EXIT_S = 10.0
 
 
 @dataclasses.dataclass
@@ -87,7 +84,9 @@ async def _send_later(channel: grpc.aio.Channel, ask: Ask, delay_s: float) -> An
   return await send(stub_of(channel), ask, 60.0)
 
 
-def _streams(channel: grpc.aio.Channel, rng: random.Random, over_s: float, tokens: tuple[int, int]) -> list[asyncio.Task]:
+def _streams(
+  channel: grpc.aio.Channel, rng: random.Random, over_s: float, tokens: tuple[int, int]
+) -> list[asyncio.Task]:
   """Streams that begin at random moments of the next `over_s` seconds."""
   asks = [Ask(random_prompt(rng, rng.randint(1, 60)), rng.randint(*tokens), f"s{index}") for index in range(_STREAMS)]
   return [asyncio.create_task(_send_later(channel, ask, rng.random() * over_s)) for ask in asks]
@@ -98,7 +97,7 @@ def _streams(channel: grpc.aio.Channel, rng: random.Random, over_s: float, token
 
 def drain_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
   """A job."""
-  return asyncio.run(_drain_trials(folder, count, seed))
+  return on_loop(_drain_trials(folder, count, seed))
 
 
 async def _drain_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
@@ -131,7 +130,8 @@ async def _drain_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
 def drains(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
   """SIGTERM at random moments of a load."""
   trials = _run(rig, drain_trials, count)
-  told = f"{trials.count}: {trials.exact} streams exact, {trials.refused} never accepted, slowest exit {trials.slowest_s:.1f} s"
+  told = f"{trials.count}: {trials.exact} streams exact, {trials.refused} never accepted, "
+  told += f"slowest exit {trials.slowest_s:.1f} s"
   if trials.faults:
     told += f"; {len(trials.faults)} faults: {trials.faults[0]}"
   passed = not trials.faults and trials.exact > trials.count
@@ -144,7 +144,7 @@ def drains(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
 
 def kill_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
   """A job: one port, a server killed and started on it again and again."""
-  return asyncio.run(_kill_trials(folder, count, seed))
+  return on_loop(_kill_trials(folder, count, seed))
 
 
 async def _kill_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
@@ -195,59 +195,6 @@ def kills(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
   return [Row("SIGKILLs and restarts", "all ready again, clients UNAVAILABLE", told, passed, asked, trials.count)]
 
 
-# --- The engine fails -------------------------------------------------------------------------------------------------
-
-
-def failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
-  """A job: an exception in a step, batch-wide."""
-  return asyncio.run(_failure_trials(folder, count, seed))
-
-
-async def _failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
-  rng = random.Random(seed)
-  trials = Trials()
-  for serial in range(count):
-    plan = folder / f"failure-{seed}-{serial}.json"
-    plan.write_text(json.dumps(raise_after(rng.randint(1, 60))))
-    flags = (_STEP, "--enable_fault_injection", f"--fault_plan={plan}")
-    server = Server(folder, flags, name=f"failure-{seed}-{serial}").start()
-    try:
-      await _ready(server)
-      async with grpc.aio.insecure_channel(server.target) as channel:
-        answers = await asyncio.gather(*_streams(channel, rng, 0.05, (100, 300)))
-      # Every step brings tokens to all of them: the last ones are from just before the failure.
-      failed_at = max([answer.times[-1] for answer in answers if answer.times], default=answers[0].sent)
-      for answer in answers:
-        trials.take(answer, ("INTERNAL", "UNAVAILABLE"))
-        late = answer.ended - max(failed_at, answer.sent)
-        trials.slowest_s = max(trials.slowest_s, late)
-        if answer.exact or late > _TOLD_S:
-          trials.faults.append(f"trial {serial}: a stream ended {answer.code}, {late:.2f} s after the failure")
-      code = await _exit_code(server, _EXIT_S)
-      if code in (0, None):
-        trials.faults.append(f"trial {serial}: exit code {code}: {server.last_words()}")
-      trials.count += 1
-    finally:
-      server.kill()
-  return trials
-
-
-def failures(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
-  """Exceptions in the engine's step."""
-  trials = _run(rig, failure_trials, count)
-  told = f"{trials.count}: {trials.cut + trials.refused} streams told, the slowest after {trials.slowest_s:.2f} s"
-  if trials.faults:
-    told += f"; {len(trials.faults)} faults: {trials.faults[0]}"
-  passed = not trials.faults and trials.cut > 0
-  target = "every stream told within 1 s, exit code not 0"
-  return [Row("engine exceptions", target, told, passed, asked, trials.count)]
-
-
-def raise_after(num_steps: int) -> dict:
-  """A fault plan under which a step raises."""
-  raise NotImplementedError
-
-
 def _run(rig: Rig, job, count: int) -> Trials:
   shares = [len(range(index, count, _PROCESSES)) for index in range(_PROCESSES)]
   jobs = [rig.submit(job, rig.folder, share, seed) for seed, share in enumerate(shares) if share]
@@ -255,6 +202,3 @@ def _run(rig: Rig, job, count: int) -> Trials:
   for each in jobs:
     trials.add(each.result())
   return trials
-
-
-_ = none_of

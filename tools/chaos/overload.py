@@ -14,7 +14,7 @@ from tools.chaos import wire
 from tools.chaos.process import Server
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig, wait_for
-from tools.chaos.streams import Ask, random_prompt, send, stub_of
+from tools.chaos.streams import Ask, on_loop, random_prompt, send, stub_of
 from tools.latency import percentile
 
 _STEP_MS = 10
@@ -52,7 +52,7 @@ class Offered:
 
 def offer(target: str, rate: float, seconds: float, seed: int) -> Offered:
   """A job: sends `rate` requests a second, at random moments, whatever becomes of them."""
-  return asyncio.run(_offer(target, rate, seconds, seed))
+  return on_loop(_offer(target, rate, seconds, seed))
 
 
 async def _offer(target: str, rate: float, seconds: float, seed: int) -> Offered:

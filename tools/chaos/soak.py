@@ -95,7 +95,10 @@ class _Mixture:
     self._check(
       [
         dataclasses.replace(
-          ask, prompt=shared[: rng.randint(0, 150)] + ask.prompt, cache_salt=rng.choice("ab"), priority=rng.randint(-2, 2)
+          ask,
+          prompt=shared[: rng.randint(0, 150)] + ask.prompt,
+          cache_salt=rng.choice("ab"),
+          priority=rng.randint(-2, 2),
         )
         for ask in self._asks((1, 30), (1, 30))
       ],
@@ -118,9 +121,9 @@ class _Mixture:
 
   def fuzz(self) -> None:
     """Messages that nobody meant."""
-    self._soaked.faults += self._rig.submit(
-      fuzz.wire_many, self._server.target, 200, 8, self._rng.getrandbits(32)
-    ).result().faults
+    self._soaked.faults += (
+      self._rig.submit(fuzz.wire_many, self._server.target, 200, 8, self._rng.getrandbits(32)).result().faults
+    )
 
 
 def watch(rig: Rig, server: Server, seconds: float, seed: int) -> Soaked:
@@ -167,7 +170,9 @@ def soak(rig: Rig, seconds: float, control_s: float | None = None) -> list[Row]:
   enough = len(soaked.samples) >= _SAMPLES
   mixture = ", ".join(f"{kind} {count}" for kind, count in sorted(soaked.rounds.items()))
   return [
-    none_of(f"streams checked in {seconds / 3600:.2g} hours", "all exact, all released", soaked.faults, soaked.checked, 0),
+    none_of(
+      f"streams checked in {seconds / 3600:.2g} hours", "all exact, all released", soaked.faults, soaked.checked, 0
+    ),
     Row(
       f"resident memory over {requests:,} requests",
       "< 1 MB in 100,000 requests",

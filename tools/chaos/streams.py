@@ -5,7 +5,7 @@ another's is found by comparison.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 import dataclasses
 import functools
 import pathlib
@@ -13,9 +13,8 @@ import random
 import time
 from typing import Any
 
-from google.rpc import error_details_pb2
+from google.rpc import error_details_pb2, status_pb2
 import grpc
-from grpc_status import rpc_status
 
 from engine.fake_device import expected_tokens
 from engine.sampling_params import SamplingParams
@@ -78,6 +77,15 @@ class Answer:
   exact: bool = False
   sound: bool = False
 
+  def judge(self) -> None:
+    """Compares with what must have come; call it when all is there."""
+    if self.code != "OK" and not self.tokens:
+      self.sound = True
+      return
+    expected = demo_model().expected(self.ask)
+    self.sound = tuple(self.tokens) == expected[: len(self.tokens)]
+    self.exact = self.code == "OK" and self.sound and len(self.tokens) == len(expected)
+
   def fault(self) -> str:
     """In words, what is wrong with it; empty if it is exact."""
     if self.exact:
@@ -118,7 +126,9 @@ def random_prompt(rng: random.Random, length: int) -> tuple[int, ...]:
   return tuple([rng.randrange(size) for _ in range(length)])
 
 
-def random_asks(rng: random.Random, count: int, prompts: tuple[int, int], outputs: tuple[int, int], name: str) -> list[Ask]:
+def random_asks(
+  rng: random.Random, count: int, prompts: tuple[int, int], outputs: tuple[int, int], name: str
+) -> list[Ask]:
   """Requests with lengths from these ranges."""
   return [
     Ask(random_prompt(rng, rng.randint(*prompts)), rng.randint(*outputs), f"{name}-{index}") for index in range(count)
@@ -137,12 +147,7 @@ async def send(stub: Any, ask: Ask, timeout_s: float = TIMEOUT_S) -> Answer:
   except grpc.aio.AioRpcError as error:
     answer.code, answer.reason = error.code().name, reason_of(error)
   answer.ended = time.monotonic()
-  if answer.code != "OK" and not answer.tokens:
-    answer.sound = True
-    return answer
-  expected = demo_model().expected(ask)
-  answer.sound = tuple(answer.tokens) == expected[: len(answer.tokens)]
-  answer.exact = answer.code == "OK" and answer.sound and len(answer.tokens) == len(expected)
+  answer.judge()
   return answer
 
 
@@ -163,12 +168,16 @@ async def _read_unary(stub: Any, answer: Answer, timeout_s: float) -> None:
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
-  """The reason among the details of a status; empty where there are none."""
-  status = rpc_status.from_call(error)  # pyright: ignore[reportArgumentType]  # it reads what both kinds have
+  """The reason among the details of a status; empty where there are none.
+
+  Not with grpc_status, which refuses what a client's own deadline makes of a status that is on its way.
+  """
   info = error_details_pb2.ErrorInfo()
-  for detail in status.details if status is not None else ():
-    if detail.Unpack(info):
-      return info.reason
+  for key, value in error.trailing_metadata() or ():
+    if key == "grpc-status-details-bin":
+      for detail in status_pb2.Status.FromString(value).details:
+        if detail.Unpack(info):
+          return info.reason
   return ""
 
 
@@ -177,12 +186,22 @@ def stub_of(channel: grpc.aio.Channel) -> Any:
   return pb_grpc.GenerationServiceStub(channel)
 
 
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+  return asyncio.new_event_loop()
+
+
+def on_loop[T](work: Coroutine[Any, Any, T]) -> T:
+  """As asyncio.run, but with one loop for the life of a client process: grpc.aio may still call one that is closed."""
+  return _loop().run_until_complete(work)
+
+
 # --- Jobs: each runs in a client process ------------------------------------------------------------------------------
 
 
 def run_all(target: str, asks: Sequence[Ask], at_once: int) -> list[Answer]:
   """Closed loop: sends all, `at_once` at a time; answers in the order of asks."""
-  return asyncio.run(_run_all(target, asks, at_once))
+  return on_loop(_run_all(target, asks, at_once))
 
 
 async def _run_all(target: str, asks: Sequence[Ask], at_once: int) -> list[Answer]:
@@ -200,8 +219,8 @@ async def _run_all(target: str, asks: Sequence[Ask], at_once: int) -> list[Answe
 
 
 def run_out_of_time(target: str, asks: Sequence[Ask], at_once: int) -> list[str]:
-  """Closed loop of clients with 1 to 50 ms each; returns what was wrong with what they got, which may be all they asked."""
-  return asyncio.run(_run_out_of_time(target, asks, at_once))
+  """Closed loop of clients with 1 to 50 ms each; returns what was wrong with what they got, be it all or not."""
+  return on_loop(_run_out_of_time(target, asks, at_once))
 
 
 async def _run_out_of_time(target: str, asks: Sequence[Ask], at_once: int) -> list[str]:
@@ -270,7 +289,7 @@ def control(
   Their lengths are half of `max_tokens` to one and a half, so that they do not march in step.
   """
   like = Ask((), max_tokens, "control", priority, tenant=tenant, unary=unary)
-  return asyncio.run(_control(target, stop_file, num_streams, like, longest_prompt, seed))
+  return on_loop(_control(target, stop_file, num_streams, like, longest_prompt, seed))
 
 
 async def _control(

@@ -53,8 +53,8 @@ def grpc_request(message: bytes, method: str = GENERATE, *, window: int = 65_535
 
 def http_request(body: bytes, path: str = "/v1/completions") -> bytes:
   """A POST of JSON."""
-  head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-  return head.encode() + body
+  lines = (f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}")
+  return "\r\n".join((*lines, "", "")).encode() + body
 
 
 def _string(text: str) -> bytes:
