@@ -36,7 +36,7 @@ def test_disconnects(rig):
 def test_cancels_in_every_state(rig):
   rows = cancels.cancels(rig, count=4)
   assert_hold(rows)
-  assert rows[0].ran == 4
+  assert rows[0].ran >= 4
 
 
 @pytest.mark.parametrize("scenario", ["wire", "parse"])

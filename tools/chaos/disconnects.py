@@ -109,13 +109,13 @@ def disconnects(rig: Rig, count: int = 10_000, warmup: int = 600, asked: int = 1
   with rig.server(f"--fake_step_ms={_STEP_MS}", "--max_num_seqs=128", "--keepalive_time_s=5") as server:
     _abuse(rig, server, warmup, 1)
     server.settle()
-    tasks_before, before = server.num_tasks(), server.usage()
+    tasks_before, before = server.books().asyncio_tasks, server.usage()
     with rig.controls(server, num_streams=8, max_tokens=60) as control:
       vanished, cancelled, killed = _abuse(rig, server, count, 2)
     seen = control()
     held = server.settle()
     growth = _growth(server, before)
-    tasks = server.num_tasks() - tasks_before
+    tasks = server.books().asyncio_tasks - tasks_before
     lost = server.imbalance()
   ran = vanished + cancelled + killed
   held += [f"{growth.fds} descriptors more"] if growth.fds > 0 else []

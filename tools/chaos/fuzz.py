@@ -7,6 +7,7 @@ import dataclasses
 import random
 import time
 import traceback
+from typing import Any
 
 from google.protobuf import message as protobuf_message
 import grpc
@@ -305,7 +306,7 @@ async def _wire_many(target: str, count: int, at_once: int, seed: int) -> Fuzzed
   for name, kind in _METHODS.items():
     methods.setdefault(kind, []).append(name)
   async with grpc.aio.insecure_channel(target) as channel:
-    health = health_pb2_grpc.HealthStub(channel)
+    health: Any = health_pb2_grpc.HealthStub(channel)
     unary = {name: channel.unary_unary(name) for name in _METHODS}
     stream = channel.unary_stream("/sluice.v1.GenerationService/Generate")
 

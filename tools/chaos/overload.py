@@ -180,4 +180,4 @@ def slow_readers(rig: Rig, count: int = 200, quiet_s: float = 8.0, asked: int = 
 
 
 def _aborted(server: Server) -> int:
-  return round(server.metrics().get("sluice_requests_finished_total{reason=abort}", 0.0))
+  return server.books().requests_cancelled_total

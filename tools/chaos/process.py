@@ -5,11 +5,13 @@ import dataclasses
 import http.client
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import psutil
 
 from engine.errors import ConfigError
+from server.proto import admin_pb2 as admin_pb
+from server.proto import admin_pb2_grpc as admin_pb_grpc
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tools.measure import ROOT
@@ -26,6 +30,8 @@ _SETTLE_S = 30.0
 # The fake device behind the scheduler, pages and front end of production; small, so that limits are met.
 FAKE = (
   "--fake_device",
+  "--debug_invariants",
+  "--admin_port=0",
   "--max_model_len=512",
   "--num_blocks=4096",
   "--block_size=16",
@@ -67,6 +73,7 @@ class Server:
     self.target, self.http_port = "", 0
     self._process: subprocess.Popen | None = None
     self._channel: grpc.Channel | None = None
+    self._admin_channel: grpc.Channel | None = None
 
   def start(self) -> "Server":
     """Begins a process; returns at once."""
@@ -137,9 +144,10 @@ class Server:
 
   def kill(self) -> None:
     """SIGKILL, and waits for it."""
-    if self._channel is not None:
-      self._channel.close()
-      self._channel = None
+    for channel in (self._channel, self._admin_channel):
+      if channel is not None:
+        channel.close()
+    self._channel = self._admin_channel = None
     if self._process is not None and self._process.poll() is None:
       self._process.kill()
     if self._process is not None:
@@ -161,7 +169,8 @@ class Server:
     """What its health service says of generation."""
     request = health_pb2.HealthCheckRequest(service="sluice.v1.GenerationService")
     with contextlib.suppress(grpc.RpcError):
-      answer = health_pb2_grpc.HealthStub(self.channel).Check(request, timeout=10)
+      health: Any = health_pb2_grpc.HealthStub(self.channel)
+      answer = health.Check(request, timeout=10)
       return answer.status == health_pb2.HealthCheckResponse.SERVING
     return False
 
@@ -191,42 +200,75 @@ class Server:
           found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
     return found
 
+  def books(self) -> admin_pb.GetInvariantsResponse:
+    """What it accepted, what became of it and what is left of it, as it says itself."""
+    if self._admin_channel is None:
+      found = re.search(r"admin service on (\S+)", self.log.read_text("utf-8"))
+      assert found is not None, "a server with an admin port says where"
+      self._admin_channel = grpc.insecure_channel(found[1])
+    stub = admin_pb_grpc.AdminServiceStub(self._admin_channel)
+    return stub.GetInvariants(admin_pb.GetInvariantsRequest(), timeout=30)
+
   def settle(self) -> list[str]:
     """Waits until nothing is in flight; returns what is held all the same."""
     deadline = time.monotonic() + _SETTLE_S
     while held := self._held():
       if time.monotonic() > deadline:
         break
-      time.sleep(0.1)
+      time.sleep(0.05)
     return held
 
   def _held(self) -> list[str]:
-    metrics = self.metrics()
-    names = ("sluice_requests_running", "sluice_requests_waiting", "sluice_kv_blocks_used", "sluice_generations_live")
-    return [f"{name} is {metrics[name]:g}" for name in names if metrics[name]]
-
-  def num_tasks(self) -> int:
-    """Tasks of its event loop."""
-    return round(self.metrics()["sluice_event_loop_tasks"])
-
-  def accepted(self) -> int:
-    """Requests that it took so far."""
-    return round(self.metrics()["sluice_requests_accepted_total"])
+    books = self.books()
+    held = {
+      "requests": books.requests_live,
+      "generations": books.generations_live,
+      "KV blocks": books.kv_blocks_in_use,
+    }
+    return [f"{count} {name} are held" for name, count in held.items() if count]
 
   def imbalance(self) -> list[str]:
-    """What is wrong with: requests accepted = ended, well or not, + in flight."""
-    metrics = self.metrics()
-    accepted = metrics["sluice_requests_accepted_total"]
-    ended = total(metrics, "sluice_requests_finished_total")
-    live = metrics["sluice_requests_running"] + metrics["sluice_requests_waiting"]
-    if accepted == ended + live:
+    """What is wrong with: accepted = finished + failed + cancelled + in flight, of requests and of generations."""
+    books = self.books()
+    faults = [] if books.enabled and books.checks_total else ["the server checks no invariants"]
+    if books.breaches_total:
+      faults.append(f"an invariant is broken: {books.breach}")
+    for name, accepted, ended in (
+      (
+        "requests",
+        books.requests_accepted_total,
+        (
+          books.requests_finished_total,
+          books.requests_failed_total,
+          books.requests_cancelled_total,
+          books.requests_live,
+        ),
+      ),
+      (
+        "generations",
+        books.generations_started_total,
+        (
+          books.generations_finished_total,
+          books.generations_failed_total,
+          books.generations_cancelled_total,
+          books.generations_live,
+        ),
+      ),
+    ):
+      if accepted != sum(ended):
+        faults.append(f"{accepted} {name} accepted, finished, failed, cancelled and in flight are {ended}")
+    return faults + self._disagreement()
+
+  def _disagreement(self) -> list[str]:
+    """What else tells of endings must tell the same, once nothing is in flight."""
+    books, load, metrics = self.books(), self.load(), self.metrics()
+    if books.requests_live:
       return []
-    return [f"{accepted:g} requests were accepted, {ended:g} have ended and {live:g} are in flight"]
-
-
-def total(metrics: dict[str, float], name: str) -> float:
-  """A counter over all its labels."""
-  return sum(value for sample, value in metrics.items() if sample.split("{")[0] == name)
+    accepted = books.requests_accepted_total
+    ended = sum(value for name, value in metrics.items() if name.startswith("sluice_requests_finished_total"))
+    if accepted == ended == load.requests_finished_total:
+      return []
+    return [f"{accepted} requests accepted, {ended:g} ended by the metrics, {load.requests_finished_total} by GetLoad"]
 
 
 def free_port() -> int:

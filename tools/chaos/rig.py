@@ -54,11 +54,12 @@ class Rig:
   def controls(
     self, server: Server, num_streams: int, max_tokens: int, **options: Any
   ) -> Iterator[Callable[[], streams.Control]]:
-    """Control streams as long as the block lasts; what it yields returns, after the block, what they saw."""
+    """Control streams as long as the block lasts, and at least one; what it yields returns what they saw, after it."""
     serial = next(self._serials)
     stop_file = self.folder / f"stop-{serial}"
     job = self.submit(streams.control, server.target, stop_file, num_streams, max_tokens, serial, **options)
     try:
+      wait_for(lambda: streams.begun_file(stop_file).exists() or job.done())
       yield lambda: job.result(_JOB_S)
     finally:
       stop_file.touch()

@@ -139,7 +139,7 @@ def watch(rig: Rig, server: Server, seconds: float, seed: int) -> Soaked:
     if time.monotonic() - began >= next_sample:
       soaked.faults += server.settle() + server.imbalance()
       wait_for(lambda: server.usage().fds <= fds, 5.0, 0.2)
-      soaked.samples.append(Sample(server.accepted(), server.usage()))
+      soaked.samples.append(Sample(server.books().requests_accepted_total, server.usage()))
       next_sample = time.monotonic() - began + seconds / (4 * _SAMPLES)
   return soaked
 

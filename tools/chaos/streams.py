@@ -174,7 +174,7 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
   """
   info = error_details_pb2.ErrorInfo()
   for key, value in error.trailing_metadata() or ():
-    if key == "grpc-status-details-bin":
+    if key == "grpc-status-details-bin" and isinstance(value, bytes):
       for detail in status_pb2.Status.FromString(value).details:
         if detail.Unpack(info):
           return info.reason
@@ -300,7 +300,7 @@ async def _control(
 
   async def client(stub: Any, number: int) -> None:
     serial = 0
-    while not stop_file.exists():
+    while not serial or not stop_file.exists():
       serial += 1
       prompt = random_prompt(rng, rng.randint(1, longest_prompt))
       request_id = f"{like.request_id}-{seed}-{number}-{serial}"
@@ -309,6 +309,13 @@ async def _control(
       seen.add(await send(stub, ask))
 
   async with grpc.aio.insecure_channel(target) as channel:
+    await channel.channel_ready()
+    begun_file(stop_file).touch()
     stub = stub_of(channel)
     await asyncio.gather(*(client(stub, number) for number in range(num_streams)))
   return seen
+
+
+def begun_file(stop_file: pathlib.Path) -> pathlib.Path:
+  """What is there once control streams begin."""
+  return stop_file.with_suffix(".begun")
