@@ -37,6 +37,7 @@ not yet full: what the device then computes for the row is NaN. A fault at a ste
 at for each row; a raise there ends the engine all the same, for a step is of all its rows.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import fnmatch
 import json
@@ -286,15 +287,16 @@ def inject_engine(engine: AnyEngine, injector: Injector) -> None:
     engine._emit = _faulty_emit(engine._emit, injector)
   for side in sides:
     _inject_side(side, injector)
-  submit = engine.submit
+  submit_all = engine.submit_all
 
-  def faulty_submit(request: Request) -> None:
-    injector.hit("admit", request.id)
-    if request.constraint is not None:
-      request.constraint = FaultyConstraint(request.constraint, request.id, injector)
-    submit(request)
+  def faulty_submit_all(requests: Sequence[Request]) -> None:
+    for request in requests:
+      injector.hit("admit", request.id)
+      if request.constraint is not None:
+        request.constraint = FaultyConstraint(request.constraint, request.id, injector)
+    submit_all(requests)
 
-  engine.submit = faulty_submit  # type: ignore[method-assign]
+  engine.submit_all = faulty_submit_all  # type: ignore[method-assign]
 
 
 def _inject_side(engine: Engine, injector: Injector) -> None:
