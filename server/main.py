@@ -23,7 +23,9 @@ from engine.admission import ADMISSION
 from engine.batching import BATCHING
 from engine.config import EngineConfig
 from engine.disaggregated import AnyEngine
+from engine.engine import Emit
 from engine.errors import ConfigError, EngineError
+from engine.fake_build import build_fake
 from engine.policy import POLICIES
 from server import logs, tracing, watchdog
 from server.admin import AdminActions
@@ -262,6 +264,16 @@ _TRACE_FILE = flags.DEFINE_string("trace_file", "", "Step trace (JSON lines); ea
 _TRACE_AT_START = flags.DEFINE_bool("trace_at_start", True, "Record from ready on; false: wait for SIGUSR1.")
 
 
+_FAKE_DEVICE = flags.DEFINE_bool(
+  "fake_device",
+  False,
+  "No model: tokens are a hash of the tokens before, seed and parameters (engine/fake_device.py tells clients which). "
+  "Of --model only the configuration and the tokenizer are read.",
+)
+_FAKE_STEP_MS = flags.DEFINE_float(
+  "fake_step_ms", 0.0, "With --fake_device: how long a step takes, in ms.", lower_bound=0
+)
+
 _LINES = logs.Lines()
 _say = _LINES.say
 
@@ -366,6 +378,28 @@ def _http_port() -> int:
   return 0 if flags.FLAGS.port == 0 else _DEFAULT_HTTP_PORT
 
 
+def _build(emit: Emit, token_budgets: tuple[int, ...]):
+  """The engine and the tokenizer, if the model has one."""
+  settings: dict[str, Any] = {"token_budgets": token_budgets} | _values(_BUILD_FLAGS)
+  if _FAKE_DEVICE.value:
+    return build_fake(_MODEL.value, settings, _FAKE_STEP_MS.value / 1000, emit), _load_tokenizer()
+  # Here and not above: JAX takes seconds to import, and a bad flag should not have to wait for it.
+  from engine.device.build import BuildOptions
+  from engine.device.build import build as build_engine
+
+  options = BuildOptions(model_dir=_MODEL.value, **settings)
+  # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
+  tokenizer = _load_tokenizer()
+  return build_engine(options, _progress, emit), tokenizer
+
+
+def _load_tokenizer() -> Tokenizer | None:
+  folder = pathlib.Path(_MODEL.value)
+  if not (folder / "tokenizer.json").is_file():
+    return None
+  return Tokenizer(folder, max_prompt_bytes=_MAX_PROMPT_BYTES.value)
+
+
 async def _serve() -> int:
   """From flags to exit code."""
   trace = _Trace(_TRACE_FILE.value)
@@ -390,20 +424,7 @@ async def _serve() -> int:
     _say(f"admin service on {flags.FLAGS.admin_host}:{host.admin_port}")
   stopped = asyncio.create_task(host.wait_stopped())
 
-  def build():
-    # Here and not above: JAX takes seconds to import, and a bad flag should not have to wait for it.
-    from engine.device.build import BuildOptions
-    from engine.device.build import build as build_engine
-
-    options = BuildOptions(model_dir=_MODEL.value, token_budgets=budgets, **_values(_BUILD_FLAGS))
-    # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
-    folder = pathlib.Path(_MODEL.value)
-    tokenizer = None
-    if (folder / "tokenizer.json").is_file():
-      tokenizer = Tokenizer(folder, max_prompt_bytes=_MAX_PROMPT_BYTES.value)
-    return build_engine(options, _progress, host.emit), tokenizer
-
-  building = _start_thread(build)
+  building = _start_thread(lambda: _build(host.emit, budgets))
   await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
   if stopped.done():
     # A compilation cannot be interrupted, and taking down the interpreter under it may crash.

@@ -1,26 +1,17 @@
-"""A device, a clock and an oracle for tests of the pure engine: wrong in every way the real device would be wrong.
+"""A clock, a constraint and an oracle for tests of the pure engine, and a fake device that checks each Batch.
 
-The KV at a position is a digest of everything up to it, as in a transformer, and lives at a physical (block, offset):
-a wrong block, a stale one or a lost recompute changes the tokens or trips an assertion. Values exist only at result():
-the order of launches is the order of execution, and nothing runs before somebody asks for it.
+The device itself is engine/fake_device.py: there a wrong page changes tokens; here it fails the test at once.
 """
 
 from collections.abc import Mapping
 import hashlib
 import itertools
 
-from engine.batch import Batch, StepResult, TokenLogprobs
+from engine.batch import Admission, Batch, TokenLogprobs
 from engine.config import EngineConfig
 from engine.constraint import ConstraintFailed
+from engine.fake_device import NAN, ROOT, FakeDevice, Launched, Slot, follow, logprob, run_alone
 from engine.request import FinishReason, Request
-from engine.sampling_params import SamplingParams
-
-ROOT = b"root"
-
-
-def digest(before: bytes, token: int) -> bytes:
-  """The KV of one position, given the KV of the position before."""
-  return hashlib.blake2b(before + token.to_bytes(8, "little"), digest_size=16).digest()
 
 
 def tokens_of(mask: bytes) -> list[int]:
@@ -35,7 +26,7 @@ class FakeConstraint:
   def __init__(self, vocab_size: int, length: int | None = None, fails_after: int | None = None):
     """Args: length: of a complete output; None: it never is. fails_after: so many tokens, with the text "enough"."""
     self._vocab_size, self._length, self._fails_after = vocab_size, length, fails_after
-    self._state = ROOT
+    self._state = b"root"
     self.tokens: list[int] = []
 
   @property
@@ -50,99 +41,36 @@ class FakeConstraint:
 
   def accept(self, token: int) -> None:
     assert not self.is_done and token in tokens_of(self.allowed()), f"{token} is not allowed after {self.tokens}"
-    self._state = digest(self._state, token)
+    self._state = hashlib.blake2b(self._state + token.to_bytes(8, "little"), digest_size=16).digest()
     self.tokens.append(token)
     if len(self.tokens) == self._fails_after:
       raise ConstraintFailed("enough")
 
 
-def sample(
-  state: bytes,
-  params: SamplingParams,
-  seed: int,
-  num_output_tokens: int,
-  vocab_size: int,
-  eos: tuple[int, ...],
-  mask: bytes | None = None,
-) -> int:
-  """The token after a prefix: of its digest, and the seed where there is chance; 1 in 16 is end-of-sequence."""
-  draw = state + seed.to_bytes(4, "little") if params.temperature > 0 else state
-  value = int.from_bytes(hashlib.blake2b(draw, digest_size=8).digest(), "little")
-  ends = set(params.stop_token_ids) | set(() if params.ignore_eos else eos)
-  token = eos[value // 16 % len(eos)] if eos and value % 16 == 0 else value // 16 % vocab_size
-  if mask is not None:
-    choices = tokens_of(mask)
-    if num_output_tokens < params.min_tokens:
-      choices = [token for token in choices if token not in ends] or choices
-    return token if token in choices else choices[value // 16 % len(choices)]
-  while num_output_tokens < params.min_tokens and token in ends:
-    token = (token + 1) % vocab_size
-  return token
-
-
-def logprob(token: int, state: bytes) -> TokenLogprobs:
-  """A made-up log probability that tells positions apart."""
-  return TokenLogprobs(token, -float(int.from_bytes(state[:4], "little")), ())
-
-
-class _Slot:
-  """The device-resident row of a request."""
-
-  def __init__(self, admission):
-    self.admission = admission
-    self.table = list(admission.block_ids)
-    self.token_ids = list(admission.token_ids)  # grows by what the device samples
-    self._chain: list[bytes] = []
-
-  def expected(self, position: int) -> bytes:
-    """The digest that `position` must hold; remembered, since the same positions are read at every step."""
-    while len(self._chain) <= position:
-      before = self._chain[-1] if self._chain else ROOT
-      self._chain.append(digest(before, self.token_ids[len(self._chain)]))
-    return self._chain[position]
-
-
-class FakeRunner:
-  """Implements engine.batch.Runner, and checks whatever a batch promises.
+class FakeRunner(FakeDevice):
+  """The fake device, which besides checks whatever a batch promises.
 
   Attributes:
     shapes: the shapes launched so far.
-    poison: a token id whose position comes out as NaN, and all that attend to it.
-    poisoned: request id -> position that comes out as NaN when that request computes it, and all that attend to it.
+    num_steps: launches so far.
   """
 
   def __init__(self, config: EngineConfig, poison: int | None = None, poisoned: Mapping[str, int] | None = None):
-    self.config = config
+    super().__init__(config)
     self.poison = poison
-    self.poisoned = {} if poisoned is None else poisoned
+    if poisoned is not None:
+      self.poisoned = poisoned
     self.shapes: set = set()
     self.num_steps = 0
-    self._slots: dict[int, _Slot] = {}
-    self._kv: dict[tuple[int, int], bytes | None] = {}  # (block, offset) -> digest; None is NaN
-    self._queue: list[_FakeLaunched] = []
-    self._masks: dict[int, bytes] = {}  # of the step that runs
+    self._writers: dict[tuple[int, int], int] = {}  # of the step that runs: (block, offset) -> row
 
-  def launch(self, batch: Batch) -> "_FakeLaunched":
+  def launch(self, batch: Batch) -> Launched:
     assert batch.step == self.num_steps, f"step {batch.step} launched after {self.num_steps - 1}"
     self.num_steps += 1
     self.shapes.add(batch.shape)
-    launched = _FakeLaunched(self, batch)
-    self._queue.append(launched)
-    return launched
+    return super().launch(batch)
 
-  def export(self, block_ids: tuple[int, ...]) -> tuple[list[bytes | None], ...]:
-    """The digests of these blocks after all that was launched."""
-    if self._queue:
-      self.run_until(self._queue[-1])
-    return tuple([self._kv.get((block, offset)) for offset in range(self.config.block_size)] for block in block_ids)
-
-  def run_until(self, launched: "_FakeLaunched") -> None:
-    """Executes queued steps in order of launch, up to and with `launched`."""
-    while launched.values is None:
-      step = self._queue.pop(0)
-      step.values = self._execute(step.batch)
-
-  def _execute(self, batch: Batch) -> StepResult:
+  def _admit(self, batch: Batch) -> None:
     config = self.config
     num_rows = len(batch.slots)
     for column in (
@@ -162,24 +90,22 @@ class FakeRunner:
     assert len(admitted) == len(batch.admissions) and admitted <= set(batch.slots), "admitted without a row"
     for admission in batch.admissions:
       assert 0 <= admission.slot < config.max_num_seqs and 0 <= admission.seed < 2**32
-      self._slots[admission.slot] = _Slot(admission)
-      for block, content in zip(admission.block_ids, admission.imported or (), strict=False):
-        for offset in range(config.block_size):
-          self._kv[block, offset] = content[offset]
-    for slot, index, block in batch.new_blocks:
-      assert index == len(self._slots[slot].table), "a block table has a gap"
-      self._slots[slot].table.append(block)
-    self._masks = dict(batch.masks)
-    assert list(self._masks) == sorted(self._masks), "masks are out of order, or twice"
-    writers = {}
-    tokens, bad_rows, logprobs = [], set(), {}
-    for row in range(num_rows):
-      slot = self._slots[batch.slots[row]]
-      tokens.append(self._run_row(batch, row, slot, writers, bad_rows, logprobs))
-    return StepResult(tuple(tokens), frozenset(bad_rows), logprobs)
+    lengths = {slot: len(known.table) for slot, known in self._slots.items()}
+    lengths |= {admission.slot: len(admission.block_ids) for admission in batch.admissions}
+    for slot, index, _ in batch.new_blocks:
+      assert index == lengths[slot], "a block table has a gap"
+      lengths[slot] += 1
+    rows = [row for row, _ in batch.masks]
+    assert rows == sorted(set(rows)), "masks are out of order, or twice"
+    self._writers = {}
+    super()._admit(batch)
 
-  def _run_row(self, batch: Batch, row: int, slot: _Slot, writers: dict, bad_rows: set, logprobs: dict) -> int:
-    config, params = self.config, slot.admission.params
+  def _make_slot(self, admission: Admission) -> Slot:
+    return _CheckedSlot(admission)
+
+  def _run_row(self, batch: Batch, row: int, slot: Slot, masks: Mapping[int, bytes], bad_rows, logprobs) -> int:
+    assert isinstance(slot, _CheckedSlot)
+    block_size = self.config.block_size
     start, count = batch.starts[row], batch.counts[row]
     assert count >= 1, "a row without tokens"
     assert 0 <= batch.num_logits[row] <= count
@@ -190,73 +116,48 @@ class FakeRunner:
       assert start >= slot.admission.num_prompt_tokens, "last_tokens holds no prompt token"
     assert batch.samples[row] == (start + count == len(slot.token_ids)), "samples in the middle, or not at the end"
     assert batch.num_output_tokens[row] == len(slot.token_ids) - slot.admission.num_prompt_tokens
-    assert (start + count - 1) // config.block_size < len(slot.table), "the block table is too short"
-    mask = self._masks.get(row)
-    wants_mask = slot.admission.constrained and batch.samples[row]
-    assert (mask is not None) == wants_mask, "a mask is missing, or nobody asked for it"
-    bad_position = self.poisoned.get(batch.request_ids[row], -1)
-    for position in range(start):  # every position attends to all before it: all of them are read
-      value = self._at(slot, position)
-      if value is None:
-        own = 0 <= bad_position <= position or self.poison in slot.token_ids[: position + 1]
-        assert own, f"NaN at position {position} came from another request"
-      else:
-        assert value == slot.expected(position), f"position {position} holds another prefix"
-    state: bytes | None = self._at(slot, start - 1) if start else ROOT
-    entries = []
+    assert (start + count - 1) // block_size < len(slot.table), "the block table is too short"
     for position in range(start, start + count):
-      token = slot.token_ids[position]
-      bad = state is None or position == bad_position or token == self.poison
-      state = None if bad else digest(state or ROOT, token)
-      place = self._place(slot, position)
-      assert place not in writers, f"rows {writers.get(place)} and {row} write the same place"
-      writers[place] = row
-      self._kv[place] = state
-      if position >= start + count - batch.num_logits[row]:
-        if state is None:
-          bad_rows.add(row)
-        entries.append((position, state))
-    token = 0
+      block = slot.table[position // block_size]
+      assert 1 <= block <= self.config.num_blocks, f"block {block} is not ours to write"
+      place = block, position % block_size
+      assert place not in self._writers, f"rows {self._writers.get(place)} and {row} write the same place"
+      self._writers[place] = row
+    wants_mask = slot.admission.constrained and batch.samples[row]
+    assert (row in masks) == wants_mask, "a mask is missing, or nobody asked for it"
+    self._check_pages(slot, start, self.poisoned.get(batch.request_ids[row], -1))
+    token = super()._run_row(batch, row, slot, masks, bad_rows, logprobs)
     if batch.samples[row]:
-      if state is not None:
-        token = sample(
-          state,
-          params,
-          slot.admission.seed,
-          batch.num_output_tokens[row],
-          config.vocab_size,
-          config.eos_token_ids,
-          mask,
-        )
       slot.token_ids.append(token)
-    if params.logprobs is not None or params.prompt_logprobs is not None:
-      known = slot.token_ids
-      logprobs[row] = tuple(logprob(known[position + 1], state or ROOT) for position, state in entries)
     return token
 
-  def _place(self, slot: _Slot, position: int) -> tuple[int, int]:
-    block = slot.table[position // self.config.block_size]
-    assert 1 <= block <= self.config.num_blocks, f"block {block} is not ours to write"
-    return block, position % self.config.block_size
+  def _check_pages(self, slot: "_CheckedSlot", start: int, bad_position: int) -> None:
+    """Every position attends to all before it: each page must hold what the request's own tokens make of it."""
+    for index in range(-(-start // self.config.block_size)):
+      position = min(start, (index + 1) * self.config.block_size) - 1
+      block = slot.table[index]
+      value = self._pages[block]
+      if value is NAN:
+        own = 0 <= bad_position <= position or self.poison in slot.token_ids[: position + 1]
+        assert own, f"NaN up to position {position} came from another request"
+      else:
+        assert value == slot.expected(position), f"block {block}, position {position}, holds another prefix"
 
-  def _at(self, slot: _Slot, position: int) -> bytes | None:
-    place = self._place(slot, position)
-    assert place in self._kv, f"position {position} reads {place}, never written"
-    return self._kv[place]
 
+class _CheckedSlot(Slot):
+  """A slot that knows all of its request's tokens."""
 
-class _FakeLaunched:
-  """A step that runs when it is asked for."""
+  def __init__(self, admission: Admission):
+    super().__init__(admission)
+    self.token_ids = list(admission.token_ids)  # grows by what the device samples
+    self._chain: list[int] = []
 
-  def __init__(self, runner: FakeRunner, batch: Batch):
-    self.runner = runner
-    self.batch = batch
-    self.values: StepResult | None = None
-
-  def result(self) -> StepResult:
-    self.runner.run_until(self)
-    assert self.values is not None
-    return self.values
+  def expected(self, position: int) -> int:
+    """What `position` must hold; remembered, since the same positions are read at every step."""
+    while len(self._chain) <= position:
+      before = self._chain[-1] if self._chain else ROOT
+      self._chain.append(follow(before, self.token_ids[len(self._chain)]))
+    return self._chain[position]
 
 
 class VirtualClock:
@@ -273,28 +174,18 @@ class VirtualClock:
 
 
 def oracle(config: EngineConfig, request: Request) -> tuple[tuple[int, ...], FinishReason]:
-  """What one request yields when it is served alone, without blocks, batches or schedules: its tokens and ending.
+  """What one request yields when it is served alone: its tokens, the one that ends it included, and its ending.
 
   A constraint is used up by it.
   """
-  state = ROOT
-  for token in request.prompt_token_ids:
-    state = digest(state, token)
-  params = request.params
-  outputs: list[int] = []
-  ends = set(params.stop_token_ids) | set(() if params.ignore_eos else config.eos_token_ids)
-  while True:
-    constraint = request.constraint
-    mask = None if constraint is None else constraint.allowed()
-    token = sample(state, params, request.seed, len(outputs), config.vocab_size, config.eos_token_ids, mask)
-    outputs.append(token)
-    if constraint is not None:
-      constraint.accept(token)
-    if token in ends or (constraint is not None and constraint.is_done):
-      return tuple(outputs), FinishReason.STOP
-    if len(outputs) == params.max_tokens:
-      return tuple(outputs), FinishReason.LENGTH
-    state = digest(state, token)
+  return run_alone(
+    request.prompt_token_ids,
+    request.params,
+    request.seed,
+    config.vocab_size,
+    config.eos_token_ids,
+    request.constraint,
+  )
 
 
 def oracle_prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
@@ -302,6 +193,6 @@ def oracle_prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
   state = ROOT
   entries = []
   for token, following in itertools.pairwise(request.prompt_token_ids):
-    state = digest(state, token)
-    entries.append(logprob(following, state))
+    state = follow(state, token)
+    entries.append(logprob(following, state, request.params.prompt_logprobs or 0))
   return tuple(entries)
