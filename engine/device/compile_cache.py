@@ -5,6 +5,7 @@ and never over an old one, so one that a kill or a full disk has cut would be in
 younger than the folder's stamp are looked through, before the first use and after the last.
 """
 
+import importlib
 import os
 import pathlib
 import stat
@@ -17,6 +18,7 @@ from engine.errors import ConfigError
 
 _SUFFIX = "-cache"  # of JAX's entries
 _STAMP = ".looked-through"
+_ZSTD = b"\x28\xb5\x2f\xfd"
 
 
 def use(folder: str) -> str:
@@ -68,9 +70,11 @@ def look_through(folder: str) -> int:
 
 def _is_whole(data: bytes) -> bool:
   """Whether a compressed entry ends where its end is."""
-  if data.startswith(b"\x28\xb5\x2f\xfd"):
-    import zstandard  # what JAX compressed it with: it is there
-
+  if data.startswith(_ZSTD):
+    try:
+      zstandard = importlib.import_module("zstandard")  # JAX takes it where it is installed, else zlib
+    except ImportError:
+      return True
     try:
       zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError:
@@ -90,7 +94,7 @@ def _refuse_writers(path: pathlib.Path) -> None:
     others = stat.S_IMODE(found.st_mode) & 0o022
     if others or found.st_uid not in (os.geteuid(), 0):
       raise ConfigError(
-        f"compile_cache_dir={path}: {each} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}, so that "
-        f"others than user {os.geteuid()} could put code of theirs into the server; remove the folder, or give it to "
-        f"that user with chmod -R go-w, or set --compile_cache_dir to another"
+        f"compile_cache_dir={path}: {each} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}, so "
+        f"that others could put code into the server of user {os.geteuid()}; remove the folder, or make it that user's "
+        "and chmod -R go-w, or set --compile_cache_dir to another"
       )
