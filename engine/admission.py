@@ -7,7 +7,7 @@ its deadline: work that comes too late is done for nobody (goodput: DistServe, O
 from collections import deque
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, Overloaded
+from engine.errors import ConfigError, Overloaded, PrefillBacklog, TenantQuota
 from engine.request import Request
 
 ADMISSION = ("queue", "goodput")
@@ -33,14 +33,19 @@ class AdmissionControl:
     """A step took this long."""
     self._step_s += (seconds - self._step_s) * (_NEWEST if self._step_s else 1.0)
 
-  def check(self, request: Request, num_requests: int, num_tokens: int, has_slot: bool) -> None:
+  def check(
+    self, request: Request, num_requests: int, num_tokens: int, has_slot: bool, of_tenant: tuple[int, int] = (0, 0)
+  ) -> None:
     """Raises Overloaded if the queue has no room for `request`, or would keep it past its deadline.
 
     Args:
       num_requests, num_tokens: that wait already, and their prompt tokens.
       has_slot: whether a request could start at once if none waited.
+      of_tenant: the same two numbers, of the request's tenant alone.
     """
     config = self._config
+    if config.max_queued_share_per_tenant < 1:
+      self._check_share(request, *of_tenant)
     if num_requests >= config.max_queued_requests:
       wait = self._interval()
       raise Overloaded(
@@ -49,13 +54,32 @@ class AdmissionControl:
       )
     if num_requests and num_tokens + request.num_prompt_tokens > config.max_queued_tokens:
       wait = self._interval()
-      raise Overloaded(
+      raise PrefillBacklog(
         f"{num_tokens} prompt tokens are queued and this request has {request.num_prompt_tokens}, the "
         f"limit is {config.max_queued_tokens}; try again in {wait:.1f} s",
         wait,
       )
     if config.admission == "goodput":
       self._check_deadlines(request, num_requests, num_tokens, has_slot)
+
+  def _check_share(self, request: Request, num_requests: int, num_tokens: int) -> None:
+    config = self._config
+    share = config.max_queued_share_per_tenant
+    max_requests, max_tokens = max(1, int(share * config.max_queued_requests)), int(share * config.max_queued_tokens)
+    if num_requests >= max_requests:
+      wait = self._interval()
+      raise TenantQuota(
+        f"{num_requests} requests of this tenant are queued, its share of the queue is {max_requests}; try again in "
+        f"{wait:.1f} s",
+        wait,
+      )
+    if num_requests and num_tokens + request.num_prompt_tokens > max_tokens:
+      wait = self._interval()
+      raise TenantQuota(
+        f"{num_tokens} prompt tokens of this tenant are queued and this request has {request.num_prompt_tokens}, its "
+        f"share of the queue is {max_tokens}; try again in {wait:.1f} s",
+        wait,
+      )
 
   def _check_deadlines(self, request: Request, num_requests: int, num_tokens: int, has_slot: bool) -> None:
     config = self._config

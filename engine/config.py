@@ -4,6 +4,8 @@ import dataclasses
 
 from engine.errors import ConfigError
 
+PREFIX_CACHE_SCOPES = ("global", "tenant", "request", "off")
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
@@ -28,7 +30,11 @@ class EngineConfig:
     tier_share: with policy tiers, the part of slots and of prompt tokens a step that batch work may not take.
     tier_delay_s: with policy tiers, how long after a batch request an interactive one may arrive and still go first.
     tier_long_context: with policy tiers, batch rows longer than this make way for interactive ones (0: none does).
+    max_queued_share_per_tenant: the part of both bounds that requests of one tenant may hold (1: all of them). Requests
+      without a tenant are one.
     enable_prefix_caching: share full blocks of equal prefixes.
+    prefix_cache_scope: between whom: global is anybody, tenant is requests of one tenant, request is the outputs of one
+      request, off is nobody. Within it, requests share where their salts are the same.
     eos_token_ids: end a request unless it ignores them.
   """
 
@@ -53,7 +59,9 @@ class EngineConfig:
   tier_share: float = 0.25
   tier_delay_s: float = 30.0
   tier_long_context: int = 0
+  max_queued_share_per_tenant: float = 1.0
   enable_prefix_caching: bool = True
+  prefix_cache_scope: str = "tenant"
   eos_token_ids: tuple[int, ...] = ()
 
   def __post_init__(self):
@@ -82,6 +90,16 @@ class EngineConfig:
       )
     if not 0 <= self.tier_share < 1:
       raise ConfigError(f"tier_share={self.tier_share} must be at least 0 and below 1; set --tier_share")
+    if not 0 < self.max_queued_share_per_tenant <= 1:
+      raise ConfigError(
+        f"max_queued_share_per_tenant={self.max_queued_share_per_tenant} must be above 0 and at most 1; set "
+        "--max_queued_share_per_tenant"
+      )
+    if self.prefix_cache_scope not in PREFIX_CACHE_SCOPES:
+      raise ConfigError(
+        f"prefix_cache_scope={self.prefix_cache_scope!r} is unknown; set --prefix_cache_scope to one of "
+        f"{', '.join(PREFIX_CACHE_SCOPES)}"
+      )
     if self.tier_long_context < 0:
       raise ConfigError(f"tier_long_context={self.tier_long_context} must be 0 or more; set --tier_long_context")
     if self.prefill_chunk > self.token_budgets[-1]:
@@ -95,6 +113,11 @@ class EngineConfig:
         f"eos token ids {bad} are outside the vocabulary 0..{self.vocab_size - 1}; "
         "fix the model's generation_config.json"
       )
+
+  @property
+  def shares_prefixes(self) -> bool:
+    """Whether anything is looked for in the prefix cache."""
+    return self.enable_prefix_caching and self.prefix_cache_scope != "off"
 
   @property
   def max_blocks_per_seq(self) -> int:

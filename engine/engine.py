@@ -44,7 +44,9 @@ class Engine:
     self._inbox: list[Callable[[], list[TokenEvent]]] = []
     self._inbox_requests = 0
     self._inbox_tokens = 0
+    self._inbox_of_tenant: dict[str, tuple[int, int]] = {}
     self._live: set[str] = set()
+    self.num_accepted = 0  # requests so far
     self._accepting = True
     self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
     self._last_arrival = 0.0  # when the values of the latest committed step were there
@@ -80,11 +82,14 @@ class Engine:
         raise Unavailable("the server is shutting down and takes no new requests; send it to another one")
       if request.id in self._live:
         raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
-      self._scheduler.check_room(request, self._inbox_requests, self._inbox_tokens)
+      requests, tokens = of_tenant = self._inbox_of_tenant.get(request.tenant, (0, 0))
+      self._scheduler.check_room(request, self._inbox_requests, self._inbox_tokens, of_tenant)
       self._live.add(request.id)
+      self.num_accepted += 1
       self._inbox.append(lambda: self._add(request))
       self._inbox_requests += 1
       self._inbox_tokens += request.num_prompt_tokens
+      self._inbox_of_tenant[request.tenant] = requests + 1, tokens + request.num_prompt_tokens
     self._wake.set()
 
   def take_over(self, request: Request) -> None:
@@ -93,6 +98,7 @@ class Engine:
       if self.dead is not None:
         raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
       self._live.add(request.id)
+      self.num_accepted += 1
       self._inbox.append(lambda: self._add(request))
     self._wake.set()
 
@@ -206,6 +212,7 @@ class Engine:
         events += message()
       self._inbox.clear()
       self._inbox_requests = self._inbox_tokens = 0
+      self._inbox_of_tenant.clear()
     return events, True
 
   def _add(self, request: Request) -> list[TokenEvent]:

@@ -39,6 +39,18 @@ class Overloaded(EngineError):
     self.retry_after_s = retry_after_s
 
 
+class PrefillBacklog(Overloaded):
+  """The prompt tokens that may wait do."""
+
+  reason = "PREFILL_BACKLOG"
+
+
+class TenantQuota(Overloaded):
+  """One tenant holds its share of the queue; others may come."""
+
+  reason = "TENANT_QUOTA"
+
+
 class Unavailable(EngineError):
   """The engine is starting, draining or dead."""
 
@@ -49,6 +61,12 @@ class ShapeNotOnLadder(EngineError):
   """A step would need a shape that was never compiled: a mistake of ours, never of a client's."""
 
   reason = "SHAPE_NOT_ON_LADDER"
+
+
+class InvariantBroken(EngineError):
+  """What must always hold did not: a mistake of ours, looked for with --debug_invariants. The engine ends."""
+
+  reason = "INVARIANT_BROKEN"
 
 
 class ConfigError(EngineError):

@@ -125,7 +125,9 @@ class EngineStats:
     num_waiting, num_waiting_tokens, num_running, num_live: requests, prompt tokens; live also counts the inbox.
     max_num_seqs, num_blocks: limits to compare with.
     blocks_used, blocks_free, blocks_cached: of the pool; free ones may still be cached.
-    num_steps, num_decode_tokens, num_prefill_tokens, num_padding_tokens, num_cached_tokens, num_preemptions: totals.
+    num_steps, num_decode_tokens, num_prefill_tokens, num_padding_tokens, num_preemptions: totals.
+    num_queried_tokens, num_cached_tokens: prompt tokens looked up in the prefix cache, and found there; of ended
+      requests.
     num_output_tokens: tokens that reached requests.
     num_lost_tokens: computed and lost to preemptions, of requests that ended.
     num_idle_slots: see StepRecord; summed over steps.
@@ -148,6 +150,7 @@ class EngineStats:
   num_decode_tokens: int
   num_prefill_tokens: int
   num_padding_tokens: int
+  num_queried_tokens: int
   num_cached_tokens: int
   num_preemptions: int
   num_output_tokens: int
@@ -176,6 +179,7 @@ class Recorder:
     self.num_decode_tokens = 0
     self.num_prefill_tokens = 0
     self.num_padding_tokens = 0
+    self.num_queried_tokens = 0  # if there is a prefix cache
     self.num_cached_tokens = 0
     self.num_output_tokens = 0
     self.num_lost_tokens = 0
@@ -265,6 +269,9 @@ class Recorder:
     """Keeps a record of each request that ended in this turn of the loop."""
     for request in requests:
       self.num_lost_tokens += request.num_lost_tokens
+      # Those that report on their prompt compute all of it.
+      if request.first_scheduled_time is not None and request.params.prompt_logprobs is None:
+        self.num_queried_tokens += request.num_prompt_tokens
       self.requests.append(
         RequestRecord(
           request.id,
@@ -299,6 +306,7 @@ class Recorder:
       num_decode_tokens=self.num_decode_tokens,
       num_prefill_tokens=self.num_prefill_tokens,
       num_padding_tokens=self.num_padding_tokens,
+      num_queried_tokens=self.num_queried_tokens if scheduler.config.shares_prefixes else 0,
       num_cached_tokens=self.num_cached_tokens,
       num_preemptions=scheduler.num_preemptions,
       num_output_tokens=self.num_output_tokens,

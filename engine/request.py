@@ -53,6 +53,7 @@ class Request:
     constraint: what its output must look like; None is anything. Its state follows output_token_ids.
     rank: place in the policy's order, lower first; fixed on arrival.
     leader: the live request that leader_id named.
+    root_key: parent of its first block's key: says with whom it shares blocks; fixed on arrival.
     stop_ids: tokens that end it.
     num_sent_tokens: tokens told to the device at the last admission; the input of a later position is on the device.
     max_computed_tokens: positions that are ever computed: all but the very last token.
@@ -92,6 +93,7 @@ class Request:
   first_token_time: float | None = None
   rank: tuple[float, ...] = ()
   leader: "Request | None" = None
+  root_key: bytes = b""
   stop_ids: frozenset[int] = frozenset()
   num_sent_tokens: int = 0
   max_computed_tokens: int = 0
@@ -125,6 +127,7 @@ class Request:
       "block_table": list(self.block_table),
       "params": dataclasses.asdict(self.params),
       "cache_salt": self.cache_salt.hex(),
+      "root_key": self.root_key.hex(),
       "status": self.status.value,
       "finish_reason": self.finish_reason and self.finish_reason.value,
       "block_keys": [key.hex() for key in self.block_keys],
@@ -144,6 +147,7 @@ class Request:
       | {
         "params": SamplingParams(**params),
         "cache_salt": bytes.fromhex(state["cache_salt"]),
+        "root_key": bytes.fromhex(state["root_key"]),
         "status": RequestStatus(state["status"]),
         "finish_reason": state["finish_reason"] and FinishReason(state["finish_reason"]),
         "block_keys": [bytes.fromhex(key) for key in state["block_keys"]],

@@ -15,7 +15,7 @@ v1 scheduler). Planning needs counts alone; token values matter at commit, one s
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import operator
 
 from engine.admission import AdmissionControl
@@ -124,6 +124,7 @@ class Scheduler:
     self._eos = frozenset(config.eos_token_ids)
     self._requests: dict[str, Request] = {}
     self._waiting: list[Request] = []  # sorted by rank
+    self._waiting_of_tenant: dict[str, tuple[int, int]] = {}  # requests and prompt tokens; those of 0 are absent
     self._running: list[Request] = []  # sorted by rank
     self._slots = list(range(config.max_num_seqs - 1, -1, -1))  # free ones; the lowest is handed out first
     self._launched: dict[int, list[Request]] = {}  # step -> its rows
@@ -172,10 +173,23 @@ class Scheduler:
 
   # Arrivals and endings.
 
-  def check_room(self, request: Request, requests_ahead: int = 0, tokens_ahead: int = 0) -> None:
-    """Raises Overloaded if the queue, with what is on its way to it, has no room for `request`. Only reads counts."""
+  def check_room(
+    self, request: Request, requests_ahead: int = 0, tokens_ahead: int = 0, of_tenant_ahead: tuple[int, int] = (0, 0)
+  ) -> None:
+    """Raises Overloaded if the queue, with what is on its way to it, has no room for `request`. Only reads counts.
+
+    Args:
+      request: not yet added.
+      requests_ahead, tokens_ahead: on their way, and their prompt tokens.
+      of_tenant_ahead: the same two numbers, of the request's tenant alone.
+    """
+    requests, tokens = self._waiting_of_tenant.get(request.tenant, (0, 0))
     self._admission.check(
-      request, len(self._waiting) + requests_ahead, self.num_waiting_tokens + tokens_ahead, bool(self._slots)
+      request,
+      len(self._waiting) + requests_ahead,
+      self.num_waiting_tokens + tokens_ahead,
+      bool(self._slots),
+      (requests + of_tenant_ahead[0], tokens + of_tenant_ahead[1]),
     )
 
   def add(self, request: Request) -> None:
@@ -193,6 +207,7 @@ class Scheduler:
       request.seed = (params.seed ^ (params.seed >> 32)) & 0xFFFFFFFF
     if request.leader_id is not None:
       request.leader = self._requests.get(request.leader_id)
+    request.root_key = self._root_key(request)
     if request.queue_deadline is None and config.queue_timeout_s:
       request.queue_deadline = request.arrival_time + config.queue_timeout_s
     if request.deadline is None and config.request_timeout_s:
@@ -393,7 +408,7 @@ class Scheduler:
         break
       del waiting[bisect.bisect_left(waiting, request.rank, key=_rank)]
       places -= 1
-      self.num_waiting_tokens -= request.num_prompt_tokens
+      self._count_waiting(request, -1)
       bisect.insort(self._running, request, key=_rank)
       request.status = RequestStatus.RUNNING
       request.slot = self._slots.pop()
@@ -434,7 +449,7 @@ class Scheduler:
     known = request.num_tokens
     hits: list[int] = []
     transferred = request.num_transferred_tokens
-    if self.config.enable_prefix_caching and not transferred and not self._reports_prompt(request):
+    if self.config.shares_prefixes and not transferred and not self._reports_prompt(request):
       hits = pool.match(self._keys(request, (known - 1) // block_size))
     cached = transferred or len(hits) * block_size
     count = min(known - cached, limit)
@@ -506,7 +521,7 @@ class Scheduler:
     leader = request.leader
     return (
       leader is not None
-      and self.config.enable_prefix_caching
+      and self.config.shares_prefixes
       and leader.status is not RequestStatus.FINISHED
       and not leader.output_token_ids
     )
@@ -562,7 +577,7 @@ class Scheduler:
     self._last_commit = now
     self._policy.measured(batch.shape.tokens, seconds)
     self._admission.measured(seconds)
-    block_size, sharing = self.config.block_size, self.config.enable_prefix_caching
+    block_size, sharing = self.config.block_size, self.config.shares_prefixes
     running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
     bad_rows, logprobs = result.bad_rows, result.logprobs
     events: list[TokenEvent] = []
@@ -641,17 +656,39 @@ class Scheduler:
     """The keys of the first `num_blocks` blocks, all full and of known tokens; each is computed once in a life."""
     keys, block_size = request.block_keys, self.config.block_size
     while len(keys) < num_blocks:
-      parent = keys[-1] if keys else root_key(request.cache_salt)
+      parent = keys[-1] if keys else request.root_key
       start = len(keys) * block_size
       keys.append(block_key(parent, _slice(request, start, start + block_size)))
     return keys if len(keys) == num_blocks else keys[:num_blocks]
+
+  def _root_key(self, request: Request) -> bytes:
+    """Tells apart whom the prefix cache must not mix: by the scope's part, then by the client's own salt."""
+    match self.config.prefix_cache_scope:
+      case "tenant":
+        of_scope = request.tenant.encode()
+      case "request":
+        if request.leader is not None:
+          return request.leader.root_key
+        of_scope = str(self._num_arrivals).encode()
+      case _:
+        return root_key(request.cache_salt)
+    return root_key(len(of_scope).to_bytes(4, "big") + of_scope + request.cache_salt)
 
   # Moves between states.
 
   def _enqueue(self, request: Request) -> None:
     request.status = RequestStatus.WAITING
-    self.num_waiting_tokens += request.num_prompt_tokens
+    self._count_waiting(request, 1)
     bisect.insort(self._waiting, request, key=_rank)
+
+  def _count_waiting(self, request: Request, change: int) -> None:
+    """Adds a request to the counts of what waits, or with -1 takes it out."""
+    self.num_waiting_tokens += change * request.num_prompt_tokens
+    requests, tokens = self._waiting_of_tenant.get(request.tenant, (0, 0))
+    if requests + change:
+      self._waiting_of_tenant[request.tenant] = requests + change, tokens + change * request.num_prompt_tokens
+    else:
+      del self._waiting_of_tenant[request.tenant]
 
   def _take_back(self, request: Request) -> None:
     """Slot and blocks of a request that has left the running list."""
@@ -677,7 +714,7 @@ class Scheduler:
       self._take_back(request)
     else:
       self._waiting.remove(request)
-      self.num_waiting_tokens -= request.num_prompt_tokens
+      self._count_waiting(request, -1)
     request.status = RequestStatus.FINISHED
     self._policy.ended(request)
     request.finish_reason = reason
@@ -703,6 +740,7 @@ class Scheduler:
     assert sorted(slots) == list(range(self.config.max_num_seqs)), "slots were lost or shared"
     queued_tokens = sum(request.num_prompt_tokens for request in self._waiting)
     assert self.num_waiting_tokens == queued_tokens, "queued tokens drifted"
+    assert self._waiting_of_tenant == waiting_of_tenant(self._waiting), "counts of tenants drifted"
     constrained = sum(request.constraint is not None for request in live)
     assert self._num_constrained == constrained, "constrained requests are miscounted"
     in_flight = [request for rows in self._launched.values() for request in rows]
@@ -719,6 +757,15 @@ class Scheduler:
       spare = held - request.num_computed_tokens
       assert self._batching.reserves or spare < self.config.block_size, f"{request.id!r} holds a block too many"
       assert request.num_published_blocks * self.config.block_size <= request.num_computed_tokens
+
+
+def waiting_of_tenant(waiting: Iterable[Request]) -> dict[str, tuple[int, int]]:
+  """Requests and prompt tokens of each tenant, counted anew."""
+  counts: dict[str, tuple[int, int]] = {}
+  for request in waiting:
+    requests, tokens = counts.get(request.tenant, (0, 0))
+    counts[request.tenant] = requests + 1, tokens + request.num_prompt_tokens
+  return counts
 
 
 def _rank(request: Request) -> tuple[float, ...]:

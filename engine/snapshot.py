@@ -10,7 +10,7 @@ from engine.batching import make_batching
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.request import Request, RequestStatus
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, waiting_of_tenant
 
 
 def state_of(scheduler: Scheduler) -> dict:
@@ -70,5 +70,6 @@ def restore(state: dict) -> Scheduler:
   scheduler._num_arrivals = state["num_arrivals"]
   scheduler.num_preemptions = state["num_preemptions"]
   scheduler.num_waiting_tokens = sum(request.num_prompt_tokens for request in scheduler._waiting)
+  scheduler._waiting_of_tenant = waiting_of_tenant(scheduler._waiting)
   scheduler._next_deadline = float("inf") if state["next_deadline"] is None else state["next_deadline"]
   return scheduler

@@ -1,6 +1,6 @@
 """Errors that only a server can have; `server.status` turns these and the engine's into gRPC statuses. No gRPC here."""
 
-from engine.errors import EngineError, InvalidRequest, Unavailable
+from engine.errors import EngineError, InvalidRequest, Overloaded, Unavailable
 
 
 class MalformedRequest(InvalidRequest):
@@ -79,6 +79,12 @@ class AnswerTooLarge(EngineError):
   """One message of the answer is larger than may be sent."""
 
   reason = "ANSWER_TOO_LARGE"
+
+
+class MemoryPressure(Overloaded):
+  """The process is larger than it may be."""
+
+  reason = "MEMORY_PRESSURE"
 
 
 class Starting(Unavailable):

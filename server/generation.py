@@ -133,8 +133,9 @@ class _Output:
 class Generation:
   """One RPC's generation. Ends once: every output finished, or an error."""
 
-  def __init__(self, request_id: str):
+  def __init__(self, request_id: str, owner: str):
     self.request_id = request_id
+    self.owner = owner
     self.outputs: list[_Output] = []
     self.error: EngineError | None = None
     self.span: Span | None = None
@@ -144,6 +145,13 @@ class Generation:
   def ended(self) -> bool:
     """Nothing more will come from the engine."""
     return self.error is not None or all(output.finished is not None for output in self.outputs)
+
+  @property
+  def outcome(self) -> str:
+    """What became of it, once it is closed."""
+    if self.error is not None:
+      return "cancelled" if isinstance(self.error, AbortedByRequest) else "failed"
+    return "finished" if self.ended else "cancelled"
 
   def wake(self) -> None:
     """There is something to send."""
@@ -184,7 +192,7 @@ class Generation:
 
 
 class Generations:
-  """All live generations of a server, by request id and by the engine's ids."""
+  """All live generations of a server, by owner and request id, and by the engine's ids."""
 
   def __init__(self, engine: AnyEngine, tokenizer: Tokenizer | None, *, tracer: Tracer | None = None):
     """Args:
@@ -201,35 +209,39 @@ class Generations:
     self._clock = engine.now
     # No deadline of a client's may be later.
     self._request_timeout_s = engine.config.request_timeout_s or math.inf
-    self._live: dict[str, Generation] = {}
+    self._live: dict[tuple[str, str], Generation] = {}  # by owner and request id
     self._outputs: dict[str, _Output] = {}
     # Ids that the engine has not ended yet, though nobody waits for them any more. They cannot be used again.
     self._lingering: set[str] = set()
     self._idle = asyncio.Event()
     self._idle.set()
     self.num_started = 0
+    # Of those that are not live any more; "cancelled" are those that nobody waits for.
+    self.num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
 
   def __len__(self) -> int:
     return len(self._live)
 
-  def start(self, call: Call, time_remaining_s: float | None) -> Generation:
+  def start(self, call: Call, time_remaining_s: float | None, owner: str = "") -> Generation:
     """Submits a checked call.
 
     Args:
       call: what to generate.
       time_remaining_s: of the client's deadline; None is no deadline.
+      owner: tenant of the caller's key, empty where none is asked for; nobody else can abort it, or collides with its
+        id.
 
     Raises:
       DuplicateRequest: the id is live.
       InvalidRequest, Overloaded, Unavailable: from the engine; nothing stays queued.
     """
-    request_id = call.request_id or f"g-{secrets.token_hex(8)}"
-    if request_id in self._live:
+    request_id = call.request_id or f"g-{secrets.token_hex(16)}"
+    if (owner, request_id) in self._live:
       raise DuplicateRequest(f"request_id={request_id} is in use by a live request; choose another, or leave it empty")
     now = self._clock()
     limit_s = min(self._request_timeout_s, math.inf if time_remaining_s is None else time_remaining_s)
-    generation = Generation(request_id)
-    self._live[request_id] = generation
+    generation = Generation(request_id, owner)
+    self._live[owner, request_id] = generation
     self._idle.clear()
     leader = self._free_engine_id(request_id)
     try:
@@ -253,7 +265,7 @@ class Generations:
         self._outputs[engine_id] = output
         generation.outputs.append(output)
     except BaseException:
-      self.close(generation)
+      self._forget(generation)
       raise
     self.num_started += 1
     if self._tracer is not None:
@@ -320,9 +332,9 @@ class Generations:
       num_tokens=usage.completion_tokens,
     )
 
-  def abort(self, request_id: str) -> bool:
-    """Ends a live generation as its owner's wish; returns whether there was one."""
-    generation = self._live.get(request_id)
+  def abort(self, request_id: str, owner: str = "") -> bool:
+    """Ends a live generation of this owner as its wish; returns whether there was one."""
+    generation = self._live.get((owner, request_id))
     if generation is None or generation.ended:
       return False
     self.fail(generation, AbortedByRequest(f"request {request_id} was aborted by an Abort call"))
@@ -344,7 +356,11 @@ class Generations:
 
   def close(self, generation: Generation) -> None:
     """Forgets a generation; the engine stops work on what of it is unfinished. Call it exactly once for each start."""
-    del self._live[generation.request_id]
+    self.num_ended[generation.outcome] += 1
+    self._forget(generation)
+
+  def _forget(self, generation: Generation) -> None:
+    del self._live[generation.owner, generation.request_id]
     if generation.span is not None:
       generation.span.end(generation.outputs, generation.error)
     for output in generation.outputs:
@@ -352,6 +368,21 @@ class Generations:
         self._abort_output(output)
     if not self._live:
       self._idle.set()
+
+  def check(self) -> None:
+    """Asserts that every generation is somewhere, once."""
+    ended, live = sum(self.num_ended.values()), len(self._live)
+    assert self.num_started == ended + live, f"{self.num_started} generations started, {ended} ended, {live} live"
+    for engine_id, output in self._outputs.items():
+      generation = output.generation
+      key = generation.owner, generation.request_id
+      assert self._live.get(key) is generation, f"output {engine_id!r:.80} outlived its generation"
+    assert not self._lingering & self._outputs.keys(), "an output that lives waits for its end"
+
+  @property
+  def num_lingering(self) -> int:
+    """Requests that the engine has not ended yet though nobody waits for them."""
+    return len(self._lingering)
 
   async def wait_idle(self) -> None:
     """Returns when no generation is live."""

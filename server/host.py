@@ -14,20 +14,23 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from engine.disaggregated import AnyEngine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, InvariantBroken
 from engine.request import TokenEvent
 from server import sd_notify, watchdog
 from server.admin import ADMIN_SERVICE, CHANNELZ_SERVICE, AdminActions, AdminService
 from server.auth import ApiKeys
 from server.call_log import CallLog
-from server.errors import Draining, EngineDead
-from server.http.app import make_app
+from server.errors import Draining, EngineDead, Starting
+from server.http.app import make_app, make_probe_app
 from server.http.listener import Listener
 from server.http.options import HttpOptions
 from server.interceptors import HEALTH_METHODS, REFLECTION_METHODS, CallInterceptor
+from server.invariants import Invariants
+from server.memory import MemoryLimit
 from server.metrics import Metrics
 from server.page.feed import Feed
-from server.page.routes import PUBLIC_PATHS, routes
+from server.page.routes import PUBLIC_PATHS, metrics_route, routes
+from server.proto.admin_pb2 import GetInvariantsResponse
 from server.service import GENERATION_SERVICE, MODEL_SERVICE, Backend, Service
 from server.tls import Certificates, make_certificates
 from server.vllm_engine import VLLM_SERVICE, VllmEngine
@@ -81,6 +84,9 @@ class HostOptions:
     http_host, http_port: address of the HTTP side; an empty host is `host`, port -1 is no HTTP.
     http_allowed_hosts, strict_requests: as in HttpOptions.
     vllm_metric_names: /metrics also has vLLM's names.
+    debug_invariants: check the server's books all the time, and end of the first that is wrong.
+    metrics_port: a port for /metrics, /health and /ready alone, in plain text and without a key; -1 is none.
+    max_resident_mb: new work is RESOURCE_EXHAUSTED while the process is larger, MiB; 0 is no limit.
   """
 
   host: str = "127.0.0.1"
@@ -118,6 +124,9 @@ class HostOptions:
   http_allowed_hosts: tuple[str, ...] = ()
   strict_requests: bool = False
   vllm_metric_names: bool = False
+  debug_invariants: bool = False
+  metrics_port: int = -1
+  max_resident_mb: int = 0
 
 
 class Host:
@@ -126,6 +135,7 @@ class Host:
   Attributes:
     http_port: where HTTP listens, once started; -1 is nowhere.
     admin_port: where the admin service listens, once started; -1 is nowhere.
+    metrics_port: where metrics are, once started; -1 is nowhere but on the HTTP port.
   """
 
   def __init__(self, options: HostOptions, admin: AdminActions | None = None, *, may_exit: bool = False):
@@ -149,13 +159,16 @@ class Host:
     self._may_exit = may_exit
     self._loop = asyncio.get_running_loop()
     self._service = Service(
-      stream_stall_timeout_s=options.stream_stall_timeout_s, strict_requests=options.strict_requests
+      stream_stall_timeout_s=options.stream_stall_timeout_s,
+      strict_requests=options.strict_requests,
+      memory=MemoryLimit(options.max_resident_mb),
     )
     self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
     self._keys = ApiKeys.load(options.api_key_file) if options.api_key_file else None
     self._certificates = make_certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
     self._access_log = CallLog(options.access_log)
     self._feed = Feed(self._service)
+    self._metrics = Metrics(self._service, self._access_log, vllm_names=options.vllm_metric_names)
     open_methods = (HEALTH_METHODS, REFLECTION_METHODS) if options.open_reflection else (HEALTH_METHODS,)
     self._server = _new_server(
       options,
@@ -172,6 +185,8 @@ class Host:
     self.admin_port = -1
     self._http: Listener | None = None
     self.http_port = -1
+    self._metrics_http: Listener | None = None
+    self.metrics_port = -1
     self._backend: Backend | None = None
     self._thread: threading.Thread | None = None
     self._stop_engine = threading.Event()
@@ -200,6 +215,7 @@ class Host:
     await self._health.set(LIVENESS, _SERVING)
     await self._set_ready(False)
     await self._start_http()
+    await self._start_metrics()
     await self._start_admin()
     await self._server.start()
     return port
@@ -221,12 +237,22 @@ class Host:
     self.admin_port = _bind(
       server, options.admin_host, options.admin_port, "admin_", None if local else self._certificates
     )
-    AdminService(self._admin, self._begin_drain).register(server, enable_channelz=options.enable_channelz)
+    AdminService(self._admin, self._begin_drain, self._report).register(server, enable_channelz=options.enable_channelz)
     health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
     if options.enable_reflection:
       _add_reflection(server, ADMIN_SERVICE, *([CHANNELZ_SERVICE] if options.enable_channelz else []))
     await server.start()
     self._admin_server = server
+
+  @property
+  def invariants(self) -> Invariants | None:
+    """The server's books, once it serves."""
+    return self._service.invariants
+
+  def _report(self) -> GetInvariantsResponse:
+    if self._service.invariants is None:
+      raise Starting("the model is loading; try again when the health check says SERVING")
+    return self._service.invariants.report()
 
   def _begin_drain(self) -> int:
     """Unlike a second signal, never makes it end early. Returns the live requests."""
@@ -247,17 +273,38 @@ class Host:
       allowed_hosts=tuple(options.http_allowed_hosts),
       strict_requests=options.strict_requests,
     )
-    metrics = Metrics(self._service, self._access_log, vllm_names=options.vllm_metric_names)
+    extra_routes = routes(
+      self._service, self._metrics, self._feed, stream_stall_timeout_s=options.stream_stall_timeout_s
+    )
     app = make_app(
       self._service,
       http_options,
       api_keys=self._keys,
       access_log=self._access_log,
-      extra_routes=routes(self._service, metrics, self._feed, stream_stall_timeout_s=options.stream_stall_timeout_s),
+      extra_routes=extra_routes,
       public_paths=PUBLIC_PATHS,
     )
     self._http = Listener(app, http_options, self._certificates)
     self.http_port = await self._http.start()
+
+  async def _start_metrics(self) -> None:
+    """A port for scrapers and probes, which have neither keys nor certificates; it tells counts alone."""
+    options = self._options
+    if options.metrics_port < 0:
+      return
+    http_options = HttpOptions(
+      host=options.http_host or options.host,
+      port=options.metrics_port,
+      allowed_hosts=tuple(options.http_allowed_hosts),
+    )
+    app = make_probe_app(
+      self._service,
+      http_options,
+      access_log=self._access_log,
+      extra_routes=[metrics_route(self._service, self._metrics)],
+    )
+    self._metrics_http = Listener(app, http_options, flag="metrics_port")
+    self.metrics_port = await self._metrics_http.start()
 
   def emit(self, events: list[TokenEvent]) -> None:
     """The engine's way out: one wake of the loop a step. Called on the engine's thread."""
@@ -269,6 +316,9 @@ class Host:
     self._thread = threading.Thread(target=self._run_engine, args=(backend.engine,), name="engine", daemon=True)
     self._thread.start()
     self._service.open(backend)
+    self._service.invariants = Invariants(backend.engine, backend.generations, self.fail)
+    if self._options.debug_invariants:
+      self._service.invariants.start()
     if self._options.step_timeout_s:
       self._watchdog = self._service.watchdog = Watchdog(
         timeout_s=self._options.step_timeout_s,
@@ -309,6 +359,8 @@ class Host:
       The process's exit code: 0 after a drain, 1 after the engine's death or another thread's, or if the engine stands.
     """
     await _first(self._stop.wait(), self._engine_ended.wait())
+    if self._service.invariants is not None:
+      self._service.invariants.stop()
     if not self._engine_ended.is_set():
       sd_notify.tell("STOPPING=1\nSTATUS=draining")
       await self._drain()
@@ -346,6 +398,8 @@ class Host:
     await asyncio.gather(*farewells)
     if self._admin_server is not None:
       await self._admin_server.stop(None)
+    if self._metrics_http is not None:
+      await self._metrics_http.stop(farewell_s)
     await self._stop_thread(farewell_s)
     self._service.shutdown()
     self._access_log.close()
@@ -376,6 +430,8 @@ class Host:
   async def _take_down_dead(self) -> int:
     backend = self._backend
     cause = self._failure or (backend.engine.dead if backend is not None else None)
+    if isinstance(cause, InvariantBroken):
+      _log.critical("invariant broken: %s", cause)
     _log.critical("the engine has failed, the server ends", exc_info=cause)
     if self._watchdog is not None:
       self._watchdog.stop()

@@ -21,9 +21,10 @@ from absl import app, flags
 
 from engine.admission import ADMISSION
 from engine.batching import BATCHING
-from engine.config import EngineConfig
+from engine.checked import CheckedEngine
+from engine.config import PREFIX_CACHE_SCOPES, EngineConfig
 from engine.disaggregated import AnyEngine
-from engine.engine import Emit
+from engine.engine import Emit, Engine
 from engine.errors import ConfigError, EngineError
 from engine.fake_build import build_fake
 from engine.policy import POLICIES
@@ -122,6 +123,20 @@ _BUILD_FLAGS = (
     "aging_s", EngineConfig.aging_s, "Seconds of waiting worth one unit of priority; 0: none.", lower_bound=0
   ),
   flags.DEFINE_bool("enable_prefix_caching", EngineConfig.enable_prefix_caching, "Share KV of equal prefixes."),
+  flags.DEFINE_enum(
+    "prefix_cache_scope",
+    EngineConfig.prefix_cache_scope,
+    PREFIX_CACHE_SCOPES,
+    "Between whom: requests of anybody, of one tenant, the outputs of one request, or nobody. Whoever shares can see, "
+    "by time and by cached_tokens, what others have sent.",
+  ),
+  flags.DEFINE_float(
+    "max_queued_share_per_tenant",
+    EngineConfig.max_queued_share_per_tenant,
+    "Part of --max_queued_requests and --max_queued_tokens that one tenant may hold; 1: all.",
+    lower_bound=0.001,
+    upper_bound=1,
+  ),
   flags.DEFINE_integer("num_devices", 1, "Devices to spread the model over; 0: all.", lower_bound=0),
   flags.DEFINE_integer(
     "prefill_devices", 0, "With --batching=disaggregated: how many of them do prefill; 0: half.", lower_bound=0
@@ -144,6 +159,12 @@ _HOST_FLAGS = (
   flags.DEFINE_integer("max_response_bytes", HostOptions.max_response_bytes, "Largest message sent.", lower_bound=1024),
   flags.DEFINE_integer(
     "max_metadata_bytes", HostOptions.max_metadata_bytes, "Largest metadata of a call.", lower_bound=1024
+  ),
+  flags.DEFINE_integer(
+    "max_resident_mb",
+    HostOptions.max_resident_mb,
+    "Refuse new work while the process holds more MiB of memory, before the system kills it; 0: no limit.",
+    lower_bound=0,
   ),
   flags.DEFINE_integer("max_concurrent_rpcs", HostOptions.max_concurrent_rpcs, "More are refused.", lower_bound=1),
   flags.DEFINE_integer(
@@ -227,6 +248,11 @@ _HOST_FLAGS = (
     "admin_port", HostOptions.admin_port, "Its port; 0: a free one; -1: none.", lower_bound=-1, upper_bound=65535
   ),
   flags.DEFINE_string("admin_api_key_file", HostOptions.admin_api_key_file, "As --api_key_file, for it alone."),
+  flags.DEFINE_bool(
+    "debug_invariants",
+    HostOptions.debug_invariants,
+    "Check pages, queues and counts after every step, and end of the first that is wrong. For tests.",
+  ),
   flags.DEFINE_bool("enable_channelz", HostOptions.enable_channelz, "gRPC's own statistics, on the admin port."),
 )
 _HTTP_FLAGS = (
@@ -239,6 +265,13 @@ _HTTP_FLAGS = (
   ),
   flags.DEFINE_bool(
     "strict_requests", HostOptions.strict_requests, "Refuse unknown fields, instead of naming them in a header."
+  ),
+  flags.DEFINE_integer(
+    "metrics_port",
+    HostOptions.metrics_port,
+    "Port for /metrics, /health and /ready alone, without TLS and keys; 0: a free one; -1: on the HTTP port only.",
+    lower_bound=-1,
+    upper_bound=65535,
   ),
   flags.DEFINE_bool(
     "vllm_metric_names", HostOptions.vllm_metric_names, "/metrics also has vLLM's names, for what was made for vLLM."
@@ -383,8 +416,10 @@ def _http_port() -> int:
 def _build(emit: Emit, token_budgets: tuple[int, ...]):
   """The engine and the tokenizer, if the model has one."""
   settings: dict[str, Any] = {"token_budgets": token_budgets} | _values(_BUILD_FLAGS)
+  engine_class = CheckedEngine if flags.FLAGS.debug_invariants else Engine
   if _FAKE_DEVICE.value:
-    return build_fake(_MODEL.value, settings, _FAKE_STEP_MS.value / 1000, emit), _load_tokenizer()
+    step_s = _FAKE_STEP_MS.value / 1000
+    return build_fake(_MODEL.value, settings, step_s, emit, engine_class=engine_class), _load_tokenizer()
   # Here and not above: JAX takes seconds to import, and a bad flag should not have to wait for it.
   from engine.device.build import BuildOptions
   from engine.device.build import build as build_engine
@@ -393,7 +428,7 @@ def _build(emit: Emit, token_budgets: tuple[int, ...]):
   tokenizer = _load_tokenizer()
   num_token_ids = tokenizer.num_token_ids if tokenizer is not None else 0
   options = BuildOptions(model_dir=_MODEL.value, num_token_ids=num_token_ids, **settings)
-  return build_engine(options, _progress, emit), tokenizer
+  return build_engine(options, _progress, emit, engine_class=engine_class), tokenizer
 
 
 def _load_tokenizer() -> Tokenizer | None:
@@ -425,6 +460,8 @@ async def _serve() -> int:
   _say(f"listening on {address}, loading {_MODEL.value}")
   if host.http_port >= 0:
     _say(f"HTTP on {flags.FLAGS.http_host or flags.FLAGS.host}:{host.http_port}")
+  if host.metrics_port >= 0:
+    _say(f"metrics on {flags.FLAGS.http_host or flags.FLAGS.host}:{host.metrics_port}")
   if host.admin_port >= 0:
     _say(f"admin service on {flags.FLAGS.admin_host}:{host.admin_port}")
   stopped = asyncio.create_task(host.wait_stopped())

@@ -26,6 +26,8 @@ from server.auth import bind_tenant
 from server.constraints import ConstraintCompiler
 from server.errors import DeadlineExceeded, EngineDead, SlowConsumer, Starting
 from server.generation import Generation, Generations
+from server.invariants import Invariants
+from server.memory import MemoryLimit
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
 from server.watchdog import Watchdog
@@ -65,14 +67,18 @@ class Backend:
 class Service:
   """Both services of sluice.v1. One object a server; its state is who may come in."""
 
-  def __init__(self, *, stream_stall_timeout_s: float = 30.0, strict_requests: bool = False):
+  def __init__(
+    self, *, stream_stall_timeout_s: float = 30.0, strict_requests: bool = False, memory: MemoryLimit | None = None
+  ):
     """What to be strict about.
 
     Args:
       stream_stall_timeout_s: the work for a client that takes nothing for this long is stopped.
       strict_requests: a generation with unknown fields is refused, instead of served without them and with their names
         in the metadata.
+      memory: above it no new work is let in; None is no limit.
     """
+    self._memory = memory
     self._strict_requests = strict_requests
     self._backend: Backend | None = None
     self._compiler: ConstraintCompiler | None = None
@@ -85,6 +91,7 @@ class Service:
     self.ready = False
     self.alive = True
     self.watchdog: Watchdog | None = None
+    self.invariants: Invariants | None = None
     self.num_unhandled = 0
 
   def open(self, backend: Backend) -> None:
@@ -211,7 +218,11 @@ class Service:
     )
 
   def abort(self, request_ids: Sequence[str]) -> list[bool]:
-    """Ends live generations; returns, for each id, whether it was one. Raises InvalidRequest for a bad list."""
+    """Ends live generations of the caller; returns, for each id, whether it was one.
+
+    Raises:
+      InvalidRequest: the list is bad.
+    """
     backend = self.opened()
     if not 1 <= len(request_ids) <= validation.MAX_ABORTS:
       raise InvalidRequest(
@@ -220,7 +231,8 @@ class Service:
       )
     for request_id in request_ids:
       validation.check_request_id(request_id)
-    return [backend.generations.abort(request_id) for request_id in request_ids]
+    owner = interceptors.current().tenant or ""
+    return [backend.generations.abort(request_id, owner) for request_id in request_ids]
 
   async def _tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
     backend = self.opened()
@@ -329,6 +341,8 @@ class Service:
     """The backend, for new work."""
     if self._closed is not None:
       raise self._closed
+    if self._memory is not None:
+      self._memory.check()
     return self.opened()
 
   async def _start(
@@ -353,7 +367,7 @@ class Service:
     if remaining is not None and remaining <= 0:
       raise DeadlineExceeded("the deadline had passed before the request was queued; allow more time")
     self.admit()  # a drain may have begun while the prompt was tokenized
-    generation = backend.generations.start(call, remaining)
+    generation = backend.generations.start(call, remaining, caller.tenant or "")
     caller.notes.update(generation_id=generation.request_id, prompt_tokens=len(prompt))
     return generation
 

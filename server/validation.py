@@ -23,6 +23,7 @@ MAX_N = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_ABORTS = 256
+MAX_PROMPT_LOGPROB_TOKENS = 8192  # each is a list of alternatives in the answer
 DEFAULT_MAX_TOKENS = 256
 _MAX_SALT_BYTES = 128
 _MAX_TENANT_BYTES = 128
@@ -168,6 +169,11 @@ def generate_call(
     need_tokenizer(tokenizer, "stopping.stop")
   _check_stop_strings(stops)
   params = _sampling_params(request, config, len(prompt))
+  if params.prompt_logprobs is not None and len(prompt) > MAX_PROMPT_LOGPROB_TOKENS:
+    raise InvalidRequest(
+      f"prompt_logprobs of a prompt of {len(prompt)} tokens is not allowed, the limit is {MAX_PROMPT_LOGPROB_TOKENS} "
+      "tokens: shorten the prompt, or leave it out"
+    )
   n = request.sampling.n if request.sampling.HasField("n") else 1
   if not 1 <= n <= MAX_N:
     raise InvalidRequest(f"n={n} is not allowed: send a whole number from 1 to {MAX_N}")

@@ -11,3 +11,9 @@ import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+  config.addinivalue_line(
+    "markers", "catalogue(row, ...): shows that a row of the catalogue of faults and abuse holds; see test_catalogue.py"
+  )

@@ -82,7 +82,9 @@ class BuildOptions:
   tier_share: float = EngineConfig.tier_share
   tier_delay_s: float = EngineConfig.tier_delay_s
   tier_long_context: int = EngineConfig.tier_long_context
+  max_queued_share_per_tenant: float = EngineConfig.max_queued_share_per_tenant
   enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
+  prefix_cache_scope: str = EngineConfig.prefix_cache_scope
   num_devices: int = 1
   prefill_devices: int = 0
   compile_cache_dir: str = ""
@@ -177,13 +179,20 @@ class _Side:
   load_s: float
 
 
-def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable[[], float] = time.monotonic) -> Built:
+def build(
+  options: BuildOptions,
+  progress: Progress,
+  emit: Emit,
+  clock: Callable[[], float] = time.monotonic,
+  engine_class: type[Engine] = Engine,
+) -> Built:
   """Makes everything, ready to serve.
 
   Args:
     options: what the user chose.
     progress: called as (what, done, of how many) while it goes on; `what` is "load", "compile" or "warm up".
     emit, clock: given to the Engine.
+    engine_class: Engine, or one that does more.
 
   Raises:
     CheckpointError: the folder is missing or broken.
@@ -202,12 +211,13 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
     first = _build_side(options, devices[:num_prefill], progress)
     side = _build_side(options, devices[num_prefill:], progress)
     first.runner.connect(side.runner)
-    engine = DisaggregatedEngine((first.scheduler, first.runner), (side.scheduler, side.runner), clock, emit)
+    sides = (first.scheduler, first.runner), (side.scheduler, side.runner)
+    engine = DisaggregatedEngine(*sides, clock, emit, engine_class)
     first.runner.seal()
     load_s = first.load_s + side.load_s
   else:
     side = _build_side(options, devices, progress)
-    engine = Engine(side.scheduler, side.runner, clock, emit)
+    engine = engine_class(side.scheduler, side.runner, clock, emit)
     load_s = side.load_s
   side.runner.seal()
   if options.compile_cache_dir and not cache_reason:
@@ -349,8 +359,9 @@ def _size_pool(
   smallest = spec(1)
   table_width = smallest.table_width
   block_bytes = kv_cache.bytes_per_block(loaded.config, smallest.block_size, smallest.kv[0].dtype, smallest.attention)
+  shares_prefixes = options.enable_prefix_caching and options.prefix_cache_scope != "off"
   # Twice what can run at once: the rest keeps prefixes of what ran before.
-  most_useful = options.max_num_seqs * table_width * (2 if options.enable_prefix_caching else 1)
+  most_useful = options.max_num_seqs * table_width * (2 if shares_prefixes else 1)
   available = options.kv_cache_mb * 2**20
   if not available:
     trial = spec(table_width)  # what a step needs does not depend on the size of the pool

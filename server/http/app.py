@@ -71,6 +71,18 @@ def make_app(
   return _Guard(router, options, api_keys, access_log, frozenset((*PROBES, *public_paths)))
 
 
+def make_probe_app(
+  service: Service,
+  options: HttpOptions,
+  *,
+  access_log: AccessLog | None = None,
+  extra_routes: Sequence[BaseRoute] = (),
+) -> ASGIApp:
+  """Probes and `extra_routes` alone, behind the same guard but for keys: nothing here may generate or tell of texts."""
+  router = Router([*_probes(service), *extra_routes], redirect_slashes=False)
+  return _Guard(router, options, None, access_log, frozenset(PROBES))
+
+
 def _probes(service: Service) -> list[Route]:
   async def health(request: Request) -> Response:
     """Alive: the process need not be killed. True while loading and draining, too."""

@@ -55,12 +55,13 @@ class _Prompt:
 class _Running:
   """The generations of one request. Each is closed exactly once."""
 
-  def __init__(self, generations: Generations):
+  def __init__(self, generations: Generations, owner: str):
     self._generations = generations
+    self._owner = owner
     self.live: list[Generation] = []
 
   def start(self, call: validation.Call) -> None:
-    self.live.append(self._generations.start(call, None))
+    self.live.append(self._generations.start(call, None, self._owner))
 
   def close(self) -> None:
     while self.live:
@@ -256,7 +257,7 @@ class Endpoints:
     frame = {"id": answer_id, "object": kind, "created": int(time.time()), "model": backend.model}
     reply = _Reply(asked, prompts, choices, echoes, frame, only_echo=only_echo)
     self._service.admit()  # a drain may have begun while the prompt was tokenized
-    running = _Running(backend.generations)
+    running = _Running(backend.generations, request.state.tenant)
     with contextlib.ExitStack() as cleanup:
       cleanup.callback(running.close)
       for call in calls:

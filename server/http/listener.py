@@ -98,8 +98,16 @@ class _Protocol(H11Protocol):
 class Listener:
   """A listening socket and its connections. Belongs to one event loop."""
 
-  def __init__(self, app: ASGIApp, options: HttpOptions, certificates: Certificates | None = None):
-    """Args: app: gets the requests. options: address and limits. certificates: for TLS; None is plain text."""
+  def __init__(
+    self, app: ASGIApp, options: HttpOptions, certificates: Certificates | None = None, *, flag: str = "http_port"
+  ):
+    """Args:
+    app: gets the requests.
+    options: address and limits.
+    certificates: for TLS; None is plain text.
+    flag: that sets the port.
+    """
+    self._flag = flag
     self._options = options
     self._certificates = certificates
     self._tls = None if certificates is None else certificates.context()
@@ -132,7 +140,7 @@ class Listener:
       listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
       raise ConfigError(
-        f"cannot listen for HTTP on {options.host}:{options.port}: {error.strerror}; choose another --http_port "
+        f"cannot listen for HTTP on {options.host}:{options.port}: {error.strerror}; choose another --{self._flag} "
         "(-1: no HTTP) or --http_host"
       ) from None
     # A client whose machine has died is found out by the system.

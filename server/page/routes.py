@@ -45,19 +45,25 @@ def routes(service: Service, metrics: Metrics, feed: Feed, *, stream_stall_timeo
     stream_stall_timeout_s: a reader of /live that takes nothing for this long is cut off.
   """
 
-  async def show_metrics(request: Request) -> Response:
-    metrics.look_up()
-    text, content_type = await service.in_pool(lambda: metrics.exposition(request.headers.get("accept", "")))
-    return Response(text, headers={"content-type": content_type, "cache-control": "no-store"})
-
   async def live(request: Request) -> Response:
     return EventStream(_events(feed), stall_timeout_s=stream_stall_timeout_s, stalled=lambda: None, close=lambda: None)
 
   return [
     *(_static(path, name, kind) for path, (name, kind) in _FILES.items()),
-    Route("/metrics", show_metrics),
+    metrics_route(service, metrics),
     Route("/live", live),
   ]
+
+
+def metrics_route(service: Service, metrics: Metrics) -> Route:
+  """/metrics; the arguments are those of `routes`."""
+
+  async def show(request: Request) -> Response:
+    metrics.look_up()
+    text, content_type = await service.in_pool(lambda: metrics.exposition(request.headers.get("accept", "")))
+    return Response(text, headers={"content-type": content_type, "cache-control": "no-store"})
+
+  return Route("/metrics", show)
 
 
 async def _events(feed: Feed) -> AsyncGenerator[bytes]:

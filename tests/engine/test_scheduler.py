@@ -6,7 +6,7 @@ import pytest
 
 from engine.batch import Batch, StepResult, TokenLogprobs
 from engine.config import EngineConfig
-from engine.errors import ConfigError, InvalidRequest, Overloaded, RequestTooLong
+from engine.errors import ConfigError, InvalidRequest, Overloaded, PrefillBacklog, RequestTooLong, TenantQuota
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler, validate_request
@@ -399,6 +399,36 @@ def test_salts_do_not_share():
   assert driver.step()["c"] == 4
 
 
+@pytest.mark.catalogue("I1")
+@pytest.mark.parametrize(
+  "scope, hits",
+  [  # of: the same tenant and salt, another tenant, another salt, another tenant and salt that spell the same
+    ("global", (4, 4, 0, 0)),
+    ("tenant", (4, 0, 0, 0)),
+    ("request", (0, 0, 0, 0)),
+    ("off", (0, 0, 0, 0)),
+  ],
+)
+def test_who_shares_with_whom(scope, hits):
+  driver = Driver(make("a", 8, tenant="t", cache_salt=b"s"), prefix_cache_scope=scope)
+  driver.step()
+  cached = []
+  for tenant, salt in (("t", b"s"), ("u", b"s"), ("t", b"x"), ("ts", b"")):
+    driver.scheduler.add(make(f"{tenant}-{salt}", 8, tenant=tenant, cache_salt=salt))
+    cached.append(8 - driver.step()[f"{tenant}-{salt}"])
+  assert tuple(cached) == hits
+
+
+@pytest.mark.catalogue("I1")
+@pytest.mark.parametrize("scope, cached", [("global", 8), ("tenant", 8), ("request", 8), ("off", 0)])
+def test_outputs_of_one_request_share_its_prompt(scope, cached):
+  leader, sibling = make("a", 9, tenant="t"), make("a/1", 9, tenant="t", leader_id="a")
+  driver = Driver(leader, sibling, prefix_cache_scope=scope)
+  driver.step()
+  driver.step()
+  assert (leader.num_prompt_cached_tokens, sibling.num_prompt_cached_tokens) == (0, cached)
+
+
 def test_without_prefix_caching_nothing_is_shared():
   driver = Driver(make("a", 8), enable_prefix_caching=False)
   driver.step()
@@ -509,6 +539,54 @@ def test_the_queue_is_bounded_in_requests_and_in_prompt_tokens():
   driver.step()
   scheduler.check_room(make("c", 25))
   assert Driver(max_queued_tokens=5).scheduler.check_room(make("c", 9)) is None, "an empty queue takes any prompt"
+
+
+@pytest.mark.catalogue("C14")
+def test_a_tenant_has_its_share_of_the_queue_and_no_more():
+  queued = [make(name, 10, tenant="greedy") for name in "ab"]
+  limits = {"max_queued_requests": 6, "max_queued_tokens": 50, "max_queued_share_per_tenant": 0.5}
+  scheduler = Driver(*queued, **limits).scheduler
+  said = "20 prompt tokens of this tenant are queued and this request has 6, its share of the queue is 25; try again in"
+  with pytest.raises(TenantQuota, match=said) as caught:
+    scheduler.check_room(make("c", 6, tenant="greedy"))
+  assert caught.value.reason == "TENANT_QUOTA" and caught.value.retry_after_s > 0
+  scheduler.check_room(make("c", 5, tenant="greedy"))
+  with pytest.raises(TenantQuota, match="3 requests of this tenant are queued, its share of the queue is 3; try"):
+    scheduler.check_room(make("c", 1, tenant="greedy"), 1, 1, (1, 1))
+  for tenant in ("", "other"):
+    scheduler.check_room(make("c", 30, tenant=tenant))
+  with pytest.raises(PrefillBacklog, match="20 prompt tokens are queued and this request has 31, the limit is 50"):
+    scheduler.check_room(make("c", 31, tenant="other"))
+  assert Driver(**limits).scheduler.check_room(make("c", 40, tenant="greedy")) is None, "one request is always taken"
+
+
+@pytest.mark.catalogue("C14")
+def test_with_a_share_others_get_in_however_much_one_tenant_offers():
+  """100 requests of one to 1 of the other: the other is never refused, and runs as soon as a slot is free."""
+  engine_config = dataclasses.replace(
+    CONFIG, max_num_seqs=2, max_queued_requests=8, max_queued_share_per_tenant=0.75, policy="fair"
+  )
+  scheduler = Scheduler(engine_config)
+  refused, waited, now = 0, [], 0.0
+  for turn in range(50):
+    for index in range(100):
+      try:
+        scheduler.check_room(request := make(f"g{turn}-{index}", 8, max_tokens=4, tenant="greedy", arrival_time=now))
+      except TenantQuota:
+        refused += 1
+        continue
+      scheduler.add(request)
+    victim = make(f"v{turn}", 8, max_tokens=4, tenant="other", arrival_time=now)
+    scheduler.check_room(victim)
+    scheduler.add(victim)
+    steps = 0
+    while victim.first_token_time is None:
+      now += 1.0
+      batch = scheduler.schedule(now)
+      Driver.commit_values(scheduler, batch, now)
+      steps += 1
+    waited.append(steps)
+  assert refused > 4000 and max(waited) <= 5, "a slot is free after 4 steps at the latest"
 
 
 def test_retry_after_follows_the_pace_of_admissions():

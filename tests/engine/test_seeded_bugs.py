@@ -190,6 +190,8 @@ BUGS = (
     "left = self._references[block] - 1",
     "left = max(0, self._references[block] - 2)",
   ),
+  Bug("tenants share blocks", "scheduler", "of_scope = request.tenant.encode()", 'of_scope = b""'),
+  Bug("a tenant's requests wait for ever", "scheduler", "if requests + change:", "if requests + change > 0 or True:"),
   Bug(
     "a cached block is handed out as if it were free", "block_pool", "      if key is not None:\n", "      if False:\n"
   ),

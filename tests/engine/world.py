@@ -49,6 +49,8 @@ def random_config(rng: random.Random) -> EngineConfig:
     dynamic_window_s=rng.choice((0.0, 0.5)),
     dynamic_max_batch=rng.randint(1, 8),
     enable_prefix_caching=rng.random() < 0.85,
+    prefix_cache_scope=rng.choice(("global", "tenant", "tenant", "request", "off")),
+    max_queued_share_per_tenant=rng.choice((1.0, 1.0, 0.4)),
     eos_token_ids=EOS,
   )
 
@@ -92,6 +94,7 @@ class World:
     self.num_ops = self.num_ended = self.num_siblings = self.num_grown = 0
     self.endings = dict.fromkeys(FinishReason, 0)
     self.wave_width, self.wave_closed = 0, False
+    self.families: dict[str, str] = {}  # by request: the first of its siblings
     self.left_out: dict[str, int] = {}  # steps in a row that a running request had no part in
 
   # Operations.
@@ -106,9 +109,11 @@ class World:
       rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))
     )
     salt = rng.choice((b"", b"", b"", b"tenant"))
+    tenant = rng.choice(("", "a", "b"))
     if self.clients and rng.random() < 0.3:
       leader = rng.choice(list(self.clients.values())).request
       prompt, salt = tuple(leader.prompt_token_ids), leader.cache_salt
+      tenant = leader.tenant
     prompt = prompt or (rng.randrange(VOCAB),)
     max_tokens = rng.choice((1, rng.randint(1, 24), 24, min(40, MAX_MODEL_LEN - len(prompt)), MAX_MODEL_LEN))
     too_long = len(prompt) + max_tokens > min(MAX_MODEL_LEN, self.config.pool_tokens)
@@ -129,7 +134,7 @@ class World:
       params,
       priority=rng.randint(-2, 2),
       cache_salt=salt,
-      tenant=rng.choice(("", "a", "b")),
+      tenant=tenant,
       queue_deadline=rng.choice((None, None, None, now + rng.uniform(0, 2))),
       deadline=rng.choice((None, None, None, now + rng.uniform(0, 4))),
       leader_id=leader.id if leader else None,
@@ -137,9 +142,16 @@ class World:
     poison = rng.randrange(len(prompt) + 3) if rng.random() < 0.05 else None
     queued = self.scheduler.num_waiting + self.engine._inbox_requests
     queued_tokens = self.scheduler.num_waiting_tokens + self.engine._inbox_tokens
-    room = queued < self.config.max_queued_requests and (
-      not queued or queued_tokens + len(prompt) <= self.config.max_queued_tokens
+    config, share = self.config, self.config.max_queued_share_per_tenant
+    room = queued < config.max_queued_requests and (
+      not queued or queued_tokens + len(prompt) <= config.max_queued_tokens
     )
+    own = [each.num_prompt_tokens for each in self.scheduler._waiting if each.tenant == request.tenant]
+    arriving, arriving_tokens = self.engine._inbox_of_tenant.get(request.tenant, (0, 0))
+    has_share = len(own) + arriving < max(1, int(share * config.max_queued_requests)) and (
+      not len(own) + arriving or sum(own) + arriving_tokens + len(prompt) <= int(share * config.max_queued_tokens)
+    )
+    room = room and (share == 1.0 or has_share)
     try:
       self.engine.submit(request)
     except RequestTooLong:
@@ -153,6 +165,7 @@ class World:
     if poison is not None:
       self.poisoned[request_id] = poison
     self.num_siblings += leader is not None
+    self.families[request_id] = self.families[leader.id] if leader else request_id
     self.clients[request_id] = Client(request, poison)
 
   def abort(self) -> None:
@@ -268,7 +281,7 @@ class World:
       assert batch.shape.tokens >= self.wave_width * max(batch.counts), "the wave's padding is not paid for"
     for request in admitted:
       leader = self._leader(request)
-      if leader is not None and self.config.enable_prefix_caching:
+      if leader is not None and self.config.shares_prefixes:
         assert leader.status is RequestStatus.FINISHED or leader.output_token_ids, "a sibling started before its leader"
       for other in scheduler._waiting:
         behind = other in waiting and other.rank < request.rank
@@ -287,6 +300,15 @@ class World:
       and computed > (self.config.tier_long_context or MAX_MODEL_LEN)
     )
 
+  def _owner(self, request: Request) -> object:
+    """Equal for two requests that may share blocks."""
+    match self.config.prefix_cache_scope:
+      case "tenant":
+        return request.tenant, request.cache_salt
+      case "request":
+        return self.families[request.id]
+    return request.cache_salt
+
   def _leader(self, request: Request) -> Request | None:
     client = self.clients.get(request.leader_id or "")
     return client.request if client else None
@@ -294,11 +316,12 @@ class World:
   def _after_step(self) -> None:
     scheduler, now = self.scheduler, self.clock()
     scheduler.check()
-    salts: dict[int, bytes] = {}
+    owners: dict[int, object] = {}
     for request in scheduler._running:
       assert request.num_cached_tokens < request.num_prompt_tokens + len(request.output_token_ids)
       for block in request.block_table:
-        assert salts.setdefault(block, request.cache_salt) == request.cache_salt, "a block is shared across salts"
+        owner = self._owner(request)
+        assert owners.setdefault(block, owner) == owner, "a block is shared across salts or scopes"
     for request in (*scheduler._waiting, *scheduler._running):
       assert request.deadline is None or now < request.deadline, "a deadline was ignored"
       waits = request.first_scheduled_time is None and request.queue_deadline is not None

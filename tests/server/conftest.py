@@ -2,11 +2,25 @@
 
 from collections.abc import Iterator
 import pathlib
+import threading
 
 import pytest
 
 from server.tokenizer import Tokenizer
-from tests.server.harness import Served, running, write_tokenizer
+from tests.server.harness import Served, give_up, running, write_tokenizer
+
+# Of one test, on the most loaded machine. Every wait of a test has an end of its own; this is for the one that has not.
+_LIMIT_S = 240.0
+
+
+@pytest.fixture(autouse=True)
+def no_test_hangs() -> Iterator[None]:
+  """Shows where a hanging test stands, and ends what it waits for."""
+  timer = threading.Timer(_LIMIT_S, give_up)
+  timer.daemon = True
+  timer.start()
+  yield
+  timer.cancel()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,10 @@ import asyncio
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
+import faulthandler
 import pathlib
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,8 +18,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from engine.batch import Runner
+from engine.checked import CheckedEngine
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.scheduler import Scheduler
 from server.admin import AdminActions
 from server.generation import Generations
@@ -84,13 +87,14 @@ class Served:
 
   address: str
   host: Host
-  engine: Engine
+  engine: CheckedEngine
   runner: SlowRunner
   generations: Generations
   channel: grpc.Channel
   loop: asyncio.AbstractEventLoop
   thread: threading.Thread
   exit_code: list[int]
+  breaks: bool = False  # the test breaks an invariant
 
   @property
   def generation(self) -> pb_grpc.GenerationServiceStub:
@@ -107,11 +111,12 @@ class Served:
 
   def wait_until(self, condition: Callable[[], bool]) -> None:
     """Returns when the condition holds; fails after a long while."""
-    for _ in range(12_000):
-      if condition():
-        return
+    give_up_at = time.monotonic() + 60
+    while not condition():
+      if time.monotonic() > give_up_at:
+        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+        raise AssertionError("the condition never came to hold; where all threads stand is in standard error")
       time.sleep(0.005)
-    raise AssertionError("the condition never came to hold")
 
   def wait_for_steps(self, count: int) -> None:
     """Lets the engine finish this many more steps."""
@@ -121,6 +126,23 @@ class Served:
   @property
   def blocks_in_use(self) -> int:
     return self.engine.stats().blocks_used
+
+
+_LIVE: list[Served] = []
+CHILDREN: list[subprocess.Popen] = []  # server processes of tests, ended or not
+
+
+def give_up() -> None:
+  """For a test that hangs: says where every thread stands, and takes the servers down, so that it fails instead."""
+  print("this test takes too long; all threads:", file=sys.__stderr__)
+  faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+  for served in list(_LIVE):
+    served.runner.go.set()
+    served.channel.close()
+    served.stop()
+    served.stop()
+  for child in CHILDREN:
+    child.kill()  # one that has ended is left alone
 
 
 @contextlib.contextmanager
@@ -148,7 +170,8 @@ def running(
     prefill_chunk=64,
     eos_token_ids=(END,),
   )
-  host_options = dataclasses.replace(host or HostOptions(), port=(host.port if host and host.port != 50051 else 0))
+  host = host or HostOptions()
+  host_options = dataclasses.replace(host, port=host.port if host.port != 50051 else 0, debug_invariants=True)
   started = threading.Event()
   box: list[Served] = []
   failure: list[BaseException] = []
@@ -157,7 +180,7 @@ def running(
     server = Host(host_options, admin)
     port = await server.start()
     runner = SlowRunner(config, poison)
-    engine = Engine(Scheduler(config), device or runner, time.monotonic, server.emit)
+    engine = CheckedEngine(Scheduler(config), device or runner, time.monotonic, server.emit)
     generations = Generations(engine, tokenizer)
     if serve:
       await server.serve(
@@ -195,25 +218,37 @@ def running(
       failure.append(error)
       started.set()
 
-  thread = threading.Thread(target=main, name="server")
+  # A daemon: one that hangs must not keep the tests from ending.
+  thread = threading.Thread(target=main, name="server", daemon=True)
   thread.start()
-  started.wait(30)
+  if not started.wait(60):
+    give_up()
+    raise AssertionError("the server did not start")
   if failure:
-    thread.join()
+    thread.join(60)
     raise failure[0]
   served = box[0]
+  _LIVE.append(served)
   try:
     yield served
   finally:
     served.runner.go.set()
     served.channel.close()
     served.stop()
-    thread.join(30)
-    assert not thread.is_alive(), "the server did not stop"
+    thread.join(60)
+    if thread.is_alive():
+      give_up()
+      thread.join(60)
+      raise AssertionError("the server did not stop")
+    _LIVE.remove(served)
     if failure:
       raise failure[0]
+  invariants = served.host.invariants
+  breach = invariants.breach if invariants is not None else None
+  assert (breach is not None) == served.breaks, breach
   if served.exit_code == [0]:
     assert served.blocks_in_use == 0, "pages leaked"
+    assert served.engine.num_checks > 0 or not serve
     assert served.engine.num_live == 0, "requests leaked"
   assert len(served.generations) == 0
 

@@ -399,5 +399,5 @@ def test_one_wake_of_the_loop_a_step(served, monkeypatch):
     reader.start()
   served.runner.go.set()
   for reader in readers:
-    reader.join()
+    reader.join(60)
   assert sum(batches) == 80 and len(batches) <= served.engine.recorder.num_steps

@@ -111,7 +111,7 @@ def test_a_client_that_vanishes(paced):
   with grpc.insecure_channel(f"127.0.0.1:{listener.getsockname()[1]}") as channel:
     call = pb_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
     next(call)
-    thread.join()
+    thread.join(60)
     paced.runner.go.clear()
     for each in sockets:
       each.shutdown(socket.SHUT_RDWR)

@@ -16,6 +16,7 @@ import pytest
 from server import main
 from server.client import Client, SluiceError
 from server.errors import NotConfigured, Starting
+from tests.server.harness import CHILDREN
 from tools.demo_model.skills import SKILLS, is_correct, make_instances
 from tools.make_random_model import write_model
 
@@ -52,13 +53,15 @@ def model(tokenizer_dir, tmp_path_factory) -> pathlib.Path:
 
 
 def start(*arguments: str) -> subprocess.Popen:
-  return subprocess.Popen(
+  process = subprocess.Popen(
     [sys.executable, "-m", "server.main", *arguments],
     cwd=ROOT,
     stderr=subprocess.PIPE,
     text=True,
     env=os.environ | {"JAX_PLATFORMS": "cpu"},
   )
+  CHILDREN.append(process)
+  return process
 
 
 def wait_for_file(path: pathlib.Path, process: subprocess.Popen) -> str:
@@ -164,6 +167,11 @@ BAD_STARTS = {
   ("--block_size=-1",): (2, "error: flag --block_size=-1: -1 is not a non-negative integer"),
   ("--queue_timeout_s=-1",): (2, "error: flag --queue_timeout_s=-1: "),
   ("--policy=random",): (2, "error: flag --policy=random: value should be one of"),
+  ("--prefix_cache_scope=everybody",): (2, "error: flag --prefix_cache_scope=everybody: value should be one of"),
+  ("--max_queued_share_per_tenant=0",): (2, "error: flag --max_queued_share_per_tenant=0: "),
+  ("--max_queued_share_per_tenant=1.5",): (2, "error: flag --max_queued_share_per_tenant=1.5: "),
+  ("--max_resident_mb=-1",): (2, "error: flag --max_resident_mb=-1: "),
+  ("--metrics_port=-2",): (2, "error: flag --metrics_port=-2: "),
   ("--flagfile=/does/not/exist",): (2, "error: Unable to open flagfile"),
   ("positional",): (2, "error: unexpected argument 'positional'"),
   ("--port=0", "--token_budgets=8,x"): (1, "error: token_budgets=8,x must be whole numbers"),

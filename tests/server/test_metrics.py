@@ -137,7 +137,7 @@ def test_gauges_while_requests_run_and_wait(tokenizer):
       call.result(30)
 
 
-def test_counts_agree_with_what_was_sent(worked):
+def test_counts_agree_with_what_was_sent(worked, tokenizer):
   text = scrape(worked)
   stats = worked.engine.stats()
   assert value(text, "sluice_generations_total") == 4
@@ -149,6 +149,11 @@ def test_counts_agree_with_what_was_sent(worked):
   )
   # Two of the three equal prompts found two of their blocks.
   assert value(text, "sluice_prefix_cache_hit_tokens_total") == 32
+  looked_up = 3 * 20 + len(tokenizer.encode(CANARY))
+  assert value(text, "sluice_prefix_cache_query_tokens_total") == looked_up
+  of_vllm = {"model_name": "tiny", "engine": "0"}
+  assert value(text, "vllm:prefix_cache_queries_total", **of_vllm) == looked_up
+  assert value(text, "vllm:prefix_cache_hits_total", **of_vllm) == 32
   assert value(text, "sluice_compiles_total") == 0
   assert value(text, "sluice_preemptions_total") == 0
   by_rung = [value(text, "sluice_steps_total", rung=rung) for rung in ("8", "64")]

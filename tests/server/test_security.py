@@ -604,5 +604,5 @@ def test_keys_and_calls_at_once(tokenizer, folder, tmp_path):
     for index in range(50):
       replace(path, f"{KEY}\na-key-that-comes-and-goes-{index}\n".encode())
     for thread in threads:
-      thread.join()
+      thread.join(60)
     assert not failures

@@ -59,7 +59,7 @@ def collector() -> Iterator[tuple[Collector, str]]:
   port = server.add_insecure_port("127.0.0.1:0")
   server.start()
   yield collector, f"http://127.0.0.1:{port}"
-  server.stop(None).wait()
+  server.stop(None).wait(60)
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ def test_neighbours_of_clients_that_vanish_are_exact(paced):
       if index % 3:
         connection.recv(1 << 16)
       (reset if index % 2 else socket.socket.close)(connection)
-    thread.join()
+    thread.join(60)
   assert answers[0]["choices"][0]["token_ids"] == wanted
   paced.wait_until(lambda: paced.engine.num_live == 0)
 
@@ -236,7 +236,7 @@ def test_errors_of_one_request_have_their_status(tokenizer):
     thread = threading.Thread(target=ask)
     thread.start()
     server.wait_until(lambda: server.generation.Abort(pb.AbortRequest(request_ids=["cmpl-a"])).outcomes == [1])
-    thread.join()
+    thread.join(60)
     assert (answers[0].status_code, answers[0].code) == (499, "aborted_by_request")
 
 
