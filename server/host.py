@@ -82,7 +82,7 @@ class HostOptions:
     admin_api_key_file: as api_key_file, for the admin service; the keys of users are not good there.
     enable_channelz: collect gRPC's own statistics, and give them on the admin port.
     http_host, http_port: address of the HTTP side; an empty host is `host`, port -1 is no HTTP.
-    http_allowed_hosts, strict_requests: as in HttpOptions.
+    http_allowed_hosts, strict_requests, tool_call_parser: as in HttpOptions.
     vllm_metric_names: /metrics also has vLLM's names.
     debug_invariants: check the server's books all the time, and end of the first that is wrong.
     metrics_port: a port for /metrics, /health and /ready alone, in plain text and without a key; -1 is none.
@@ -123,6 +123,7 @@ class HostOptions:
   http_port: int = -1
   http_allowed_hosts: tuple[str, ...] = ()
   strict_requests: bool = False
+  tool_call_parser: str = "auto"
   vllm_metric_names: bool = False
   debug_invariants: bool = False
   metrics_port: int = -1
@@ -272,6 +273,7 @@ class Host:
       stream_stall_timeout_s=options.stream_stall_timeout_s,
       allowed_hosts=tuple(options.http_allowed_hosts),
       strict_requests=options.strict_requests,
+      tool_call_parser=options.tool_call_parser,
     )
     extra_routes = routes(
       self._service, self._metrics, self._feed, stream_stall_timeout_s=options.stream_stall_timeout_s

@@ -33,6 +33,7 @@ from server.admin import AdminActions
 from server.errors import NotConfigured, Starting
 from server.generation import Generations
 from server.host import Host, HostOptions, is_local
+from server.http.tool_calls import PARSERS
 from server.service import Backend, server_version
 from server.tokenizer import Tokenizer
 
@@ -265,6 +266,12 @@ _HTTP_FLAGS = (
   ),
   flags.DEFINE_bool(
     "strict_requests", HostOptions.strict_requests, "Refuse unknown fields, instead of naming them in a header."
+  ),
+  flags.DEFINE_enum(
+    "tool_call_parser",
+    HostOptions.tool_call_parser,
+    PARSERS,
+    "How the model writes calls of tools; auto: by its chat template; none: they stay text.",
   ),
   flags.DEFINE_integer(
     "metrics_port",
