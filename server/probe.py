@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 import pathlib
 import sys
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,14 +21,13 @@ def ask(target: str, service: str, timeout_s: float, credentials: grpc.ChannelCr
   # A proxy of the environment is for others than this machine's own server.
   options = (("grpc.enable_http_proxy", 0),)
   channel = (
-    grpc.insecure_channel(target, options)
-    if credentials is None
-    else grpc.secure_channel(target, credentials, options)
+    grpc.insecure_channel(target, options) if credentials is None else grpc.secure_channel(target, credentials, options)
   )
   with channel:
     try:
       request = health_pb2.HealthCheckRequest(service=service)
-      status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s).status
+      stub: Any = health_pb2_grpc.HealthStub(channel)
+      status = stub.Check(request, timeout=timeout_s).status
     except grpc.RpcError as error:
       # A RpcError of a call is also a grpc.Call, which its type does not say.
       return f"{error.code().name}: {error.details()}"  # pyright: ignore[reportAttributeAccessIssue]
