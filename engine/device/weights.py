@@ -48,7 +48,12 @@ class LoadedModel:
 
 
 def load_checkpoint(
-  path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike, packed: bool = False, num_token_ids: int = 0
+  path: str,
+  mesh: jax.sharding.Mesh,
+  dtype: DTypeLike,
+  packed: bool = False,
+  random_weights: bool = False,
+  num_token_ids: int = 0,
 ) -> LoadedModel:
   """Loads a model folder of either kind straight to its shardings.
 
@@ -59,6 +64,7 @@ def load_checkpoint(
     mesh: as made by engine.device.mesh.make_mesh.
     dtype: of the parameters on the device, bfloat16 or float32, whatever the file holds.
     packed: lay weights out for pallas_kernels/packed_matmul; for a mesh of one CPU.
+    random_weights: draw them on the devices, always the same ones; of the folder only config.json is read.
     num_token_ids: ids that the tokenizer makes; 0: there is none.
 
   Raises:
@@ -74,7 +80,7 @@ def load_checkpoint(
       f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; --model takes a "
       "Hugging Face or Sluice model folder"
     )
-  is_orbax = orbax_folder.is_one(folder)
+  is_orbax = orbax_folder.is_one(folder) and not random_weights
   if is_orbax:
     orbax_folder.verify(folder)
   raw = _read_json(folder / "config.json")
@@ -88,14 +94,17 @@ def load_checkpoint(
       f"{num_token_ids - 1}; they do not belong together"
     )
   eos_token_ids = _eos_token_ids(folder, raw, config.vocab_size)
-  stored = {} if is_orbax else _checked_tensors(folder, config)
+  stored = {} if is_orbax or random_weights else _checked_tensors(folder, config)
   graphdef, abstract = llama.abstract(config, dtype)
   leaves, treedef = jax.tree.flatten_with_path(abstract)
   wanted = {
     parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     for (key, leaf), sharding in zip(leaves, jax.tree.leaves(shardings(mesh, abstract)), strict=True)
   }
-  arrays = orbax_folder.load(folder, wanted) if is_orbax else _load_safetensors(stored, config, wanted)
+  if random_weights:
+    arrays = _draw(config, wanted)
+  else:
+    arrays = orbax_folder.load(folder, wanted) if is_orbax else _load_safetensors(stored, config, wanted)
   if packed:
     graphdef, abstract = llama.abstract(config, dtype, packed=True)
     leaves, treedef = jax.tree.flatten_with_path(abstract)
@@ -161,6 +170,20 @@ def _eos_token_ids(folder: pathlib.Path, raw: dict[str, Any], vocab_size: int) -
       f"{source}: eos_token_id={value!r:.80} must be a token id or a list of them, from 0 to {vocab_size - 1}"
     )
   return tuple(ids)
+
+
+def _draw(config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+  """Random parameters, for measuring shapes: matrices keep the variance of their input, so nothing overflows."""
+  arrays = {}
+  for number, (name, leaf) in enumerate(wanted.items()):
+
+    def draw(key: jax.Array, name: str = name, leaf: jax.ShapeDtypeStruct = leaf) -> jax.Array:
+      if name.endswith(".scale"):
+        return jnp.ones(leaf.shape, leaf.dtype)
+      return jax.random.normal(key, leaf.shape, leaf.dtype) * jnp.asarray(config.model_dim**-0.5, leaf.dtype)
+
+    arrays[name] = jax.jit(draw, out_shardings=leaf.sharding)(jax.random.key(number)).block_until_ready()
+  return arrays
 
 
 def _checked_tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, StoredTensor]:
