@@ -2,7 +2,7 @@
 --enable_fault_injection.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 import functools
 import pathlib
 from typing import Any
@@ -31,8 +31,8 @@ def inject_front_end(generations: Generations, tokenizer: Tokenizer | None, inje
   """Puts the points of a front end in place. Before it serves."""
   start = generations.start
 
-  def faulty_start(call: Call, *arguments: Any, **more: Any) -> Generation:
-    injector.request_id = call.request_id  # all of start() runs in one turn of the loop
+  def faulty_start(call: Call, *arguments: Any, **more: Any) -> Awaitable[Generation]:
+    injector.request_id = call.request_id  # start() makes its outputs before it first waits
     return start(call, *arguments, **more)
 
   generations.start = faulty_start  # type: ignore[method-assign]
