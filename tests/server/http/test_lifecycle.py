@@ -67,6 +67,7 @@ def reset(connection: socket.socket) -> None:
   connection.close()
 
 
+@pytest.mark.catalogue("B1")
 @pytest.mark.parametrize("end", [socket.socket.close, reset])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prompts", [1, 3])
@@ -82,6 +83,7 @@ def test_a_client_that_goes_away(paced, end, stream, prompts):
   assert paced.engine.stats().finished[FinishReason.ABORT] == 2 * prompts
 
 
+@pytest.mark.catalogue("B2")
 def test_a_client_that_goes_away_while_queued(paced):
   paced.runner.go.clear()
   connections = [connect(paced) for _ in range(4)]
@@ -112,6 +114,7 @@ def test_closing_the_openai_stream_ends_the_work(paced):
     assert_pages_come_back_within_two_steps(paced)
 
 
+@pytest.mark.catalogue("B1")
 def test_neighbours_of_clients_that_vanish_are_exact(paced):
   with httpx.Client(base_url=url_of(paced), timeout=60) as client:
     answers = []
@@ -130,6 +133,7 @@ def test_neighbours_of_clients_that_vanish_are_exact(paced):
   paced.wait_until(lambda: paced.engine.num_live == 0)
 
 
+@pytest.mark.catalogue("B5", "B12")
 def test_a_reader_that_stands_still_is_cut_off(tokenizer, monkeypatch):
   create_server = socket.create_server
 
@@ -303,6 +307,7 @@ def test_idle_connections_do_not_hold_up_the_end(tokenizer):
     server.thread.join(30)
 
 
+@pytest.mark.catalogue("B12")
 def test_slow_heads_and_bodies_are_given_up(server):
   options = HttpOptions(port=0, head_timeout_s=0.2, body_timeout_s=0.2, idle_timeout_s=1)
   impatient = Listener(make_app(server.host._service, options), options)
@@ -319,6 +324,7 @@ def test_slow_heads_and_bodies_are_given_up(server):
   asyncio.run_coroutine_threadsafe(impatient.stop(2), server.loop).result(30)
 
 
+@pytest.mark.catalogue("B10")
 def test_limits_of_connections_and_requests(paced):
   options = HttpOptions(port=0, max_connections=3, max_requests=1)
   strict = Listener(make_app(paced.host._service, options), options)
