@@ -16,6 +16,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 import hashlib
+import itertools
 
 
 def root_key(salt: bytes) -> bytes:
@@ -139,16 +140,19 @@ class BlockPool:
 
   def check(self, tables: Iterable[Sequence[int]]) -> None:
     """Asserts conservation: every block is free or held by exactly as many of `tables` as it counts references."""
-    held = Counter(block for table in tables for block in table)
-    for block in range(1, self.num_blocks + 1):
-      references = self._references[block]
-      assert references == held[block], f"block {block} counts {references} references, tables hold {held[block]}"
-      assert (block in self._free) == (references == 0), f"the free list is wrong about block {block}"
-    assert len(self._free) + len(held) == self.num_blocks, "blocks were lost or invented"
-    assert 0 not in held and 0 not in self._free, "the padding block was handed out"
+    held = Counter(itertools.chain.from_iterable(tables))
+    references, free = self._references, self._free
+    # Whole lists at a time: it is done after every step, and pools are large.
+    expected = [0] * (self.num_blocks + 1)
+    for block, count in held.items():
+      expected[block] = count
+    for block, (counted, wanted) in enumerate(zip(references, expected, strict=True) if references != expected else ()):
+      assert counted == wanted, f"block {block} counts {counted} references, tables hold {wanted}"
+    wrong = [block for block in free if references[block]]
+    assert not wrong, f"the free list is wrong about block {wrong[0]}"
+    assert len(free) + len(held) == self.num_blocks, "blocks were lost or invented"
+    assert 0 not in held and 0 not in free, "the padding block was handed out"
     keyed = {key: block for block, key in enumerate(self._keys) if key is not None}
     assert keyed == self._by_key, "keys and blocks disagree"
-    seen_key = False
-    for block in self._free:
-      seen_key = seen_key or self._keys[block] is not None
-      assert not (seen_key and self._keys[block] is None), f"block {block} without a key queues behind cached ones"
+    has_key = [self._keys[block] is not None for block in free]
+    assert has_key == sorted(has_key), "a block without a key queues behind cached ones"

@@ -70,6 +70,7 @@ class DisaggregatedEngine:
     self._clock, self._outer_emit = clock, emit
     self._lock = threading.RLock()
     self._live: dict[str, _Live] = {}
+    self.num_accepted = 0  # requests so far
     self._accepting = True
     self._export: Callable[[tuple[int, ...]], Any] = prefill[1].export
     self.prefill = engine_class(*prefill, clock, self._on_prefill)
@@ -123,6 +124,7 @@ class DisaggregatedEngine:
         raise Overloaded(f"{backlog} requests wait to be decoded, the limit is {limit}; try again in 1.0 s", 1.0)
       self.prefill.submit(first)
       self._live[request.id] = _Live(request, first)
+      self.num_accepted += 1
 
   def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = "") -> None:
     """See Engine.abort."""

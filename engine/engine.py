@@ -46,6 +46,7 @@ class Engine:
     self._inbox_tokens = 0
     self._inbox_of_tenant: dict[str, tuple[int, int]] = {}
     self._live: set[str] = set()
+    self.num_accepted = 0  # requests so far
     self._accepting = True
     self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
     self._last_arrival = 0.0  # when the values of the latest committed step were there
@@ -84,6 +85,7 @@ class Engine:
       requests, tokens = of_tenant = self._inbox_of_tenant.get(request.tenant, (0, 0))
       self._scheduler.check_room(request, self._inbox_requests, self._inbox_tokens, of_tenant)
       self._live.add(request.id)
+      self.num_accepted += 1
       self._inbox.append(lambda: self._add(request))
       self._inbox_requests += 1
       self._inbox_tokens += request.num_prompt_tokens
@@ -96,6 +98,7 @@ class Engine:
       if self.dead is not None:
         raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
       self._live.add(request.id)
+      self.num_accepted += 1
       self._inbox.append(lambda: self._add(request))
     self._wake.set()
 

@@ -63,6 +63,12 @@ class ShapeNotOnLadder(EngineError):
   reason = "SHAPE_NOT_ON_LADDER"
 
 
+class InvariantBroken(EngineError):
+  """What must always hold did not: a mistake of ours, looked for with --debug_invariants. The engine ends."""
+
+  reason = "INVARIANT_BROKEN"
+
+
 class ConfigError(EngineError):
   """Settings that contradict each other or the machine; told before anything is allocated."""
 

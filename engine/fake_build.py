@@ -41,6 +41,7 @@ def build_fake(
   step_s: float,
   emit: Emit,
   clock: Callable[[], float] = time.monotonic,
+  engine_class: type[Engine] = Engine,
 ) -> FakeBuilt:
   """Makes an engine and its fake device.
 
@@ -49,6 +50,7 @@ def build_fake(
     settings: by the names of BuildOptions; what only a real device has is left aside.
     step_s: seconds a step takes.
     emit, clock: given to the Engine.
+    engine_class: Engine, or one that does more.
 
   Raises:
     CheckpointError: the folder lacks a number.
@@ -87,9 +89,9 @@ def build_fake(
   device = FakeDevice(config, step_s)
   if config.batching == "disaggregated":
     prefill = Scheduler(config), FakeDevice(config, step_s)
-    engine = DisaggregatedEngine(prefill, (Scheduler(config), device), clock, emit)
+    engine = DisaggregatedEngine(prefill, (Scheduler(config), device), clock, emit, engine_class)
   else:
-    engine = Engine(Scheduler(config), device, clock, emit)
+    engine = engine_class(Scheduler(config), device, clock, emit)
   named = folder / "sluice.json"
   name = _read_json(named).get("name") if named.is_file() else None
   return FakeBuilt(engine, device, name or folder.resolve().name, config)

@@ -203,7 +203,7 @@ class FakeDevice:
 
   Attributes:
     poisoned: request id -> position whose KV comes out as NaN, and with it all that attends to it.
-    poison: a token id that does the same wherever it is an input; None is none.
+    poison: a token id that does the same in a prompt; None is none.
     compiles_after_ready: as ModelRunner's.
   """
 
@@ -322,10 +322,12 @@ class FakeDevice:
 
   def _hash(self, slot: Slot, token_ids: Sequence[int], bad_position: int, states: list[int | None] | None) -> None:
     """Takes tokens into slot.state, ends and num_hashed."""
-    block_size, poison, state, position = self.config.block_size, self.poison, slot.state, slot.num_hashed
+    block_size, state, position = self.config.block_size, slot.state, slot.num_hashed
+    poison, poison_end = self.poison, 0 if self.poison is None else slot.admission.num_prompt_tokens
     for token in token_ids:
       if state is not None:
-        state = NAN if position == bad_position or token == poison else follow(state, token)
+        bad = position == bad_position or position < poison_end and token == poison
+        state = NAN if bad else follow(state, token)
       position += 1
       if position % block_size == 0:
         slot.ends.append(state)

@@ -8,6 +8,16 @@ from engine.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 1024
+# Lowest and highest allowed value, and whether the lowest itself is not.
+RANGES = {
+  "temperature": (0.0, 100.0, False),
+  "top_p": (0.0, 1.0, True),
+  "min_p": (0.0, 1.0, False),
+  "presence_penalty": (-2.0, 2.0, False),
+  "frequency_penalty": (-2.0, 2.0, False),
+  "repetition_penalty": (0.0, 100.0, True),
+}
+MAX_BIAS = 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,11 +67,6 @@ class SamplingParams:
       if not ok:
         raise InvalidRequest(f"{name}={value!r:.80} is not allowed: {limit}")
 
-    def number(name: str, low: float, high: float, *, open_low: bool = False) -> None:
-      value = getattr(self, name)
-      inside = math.isfinite(value) and (low < value if open_low else low <= value) and value <= high
-      check(inside, name, value, f"send a finite number {'above' if open_low else 'from'} {low:g} to {high:g}")
-
     def whole(name: str, value: int, low: int, high: int) -> None:
       check(
         isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
@@ -81,13 +86,11 @@ class SamplingParams:
 
     whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
     whole("min_tokens", self.min_tokens, 0, self.max_tokens)
-    number("temperature", 0.0, 100.0)
     whole("top_k", self.top_k, 0, 2**31 - 1)
-    number("top_p", 0.0, 1.0, open_low=True)
-    number("min_p", 0.0, 1.0)
-    number("presence_penalty", -2.0, 2.0)
-    number("frequency_penalty", -2.0, 2.0)
-    number("repetition_penalty", 0.0, 100.0, open_low=True)
+    for name, (low, high, above) in RANGES.items():
+      value = getattr(self, name)
+      inside = math.isfinite(value) and (low < value if above else low <= value) and value <= high
+      check(inside, name, value, f"send a finite number {'above' if above else 'from'} {low:g} to {high:g}")
     check(
       len(self.logit_bias) <= MAX_LOGIT_BIAS,
       "logit_bias entries",
@@ -97,10 +100,10 @@ class SamplingParams:
     token_ids("logit_bias", tuple(token for token, _ in self.logit_bias))
     for token, bias in self.logit_bias:
       check(
-        math.isfinite(bias) and -100 <= bias <= 100,
+        math.isfinite(bias) and -MAX_BIAS <= bias <= MAX_BIAS,
         f"logit_bias[{token}]",
         bias,
-        "send a finite number from -100 to 100",
+        f"send a finite number from -{MAX_BIAS} to {MAX_BIAS}",
       )
     if self.allowed_token_ids is not None:
       check(len(self.allowed_token_ids) > 0, "allowed_token_ids", (), "send at least one id, or leave it unset")

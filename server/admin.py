@@ -29,16 +29,24 @@ class AdminActions:
 class AdminService:
   """One object a server."""
 
-  def __init__(self, actions: AdminActions, drain: Callable[[], int]):
-    """Args: actions: of the composition root. drain: begins the drain; returns how many requests are live."""
+  def __init__(
+    self, actions: AdminActions, drain: Callable[[], int], invariants: Callable[[], pb.GetInvariantsResponse]
+  ):
+    """Args:
+    actions: of the composition root.
+    drain: begins the drain; returns how many requests are live.
+    invariants: the server's books; raises Unavailable while there are none.
+    """
     self._actions = actions
     self._drain = drain
+    self._invariants = invariants
 
   def register(self, server: grpc.aio.Server, *, enable_channelz: bool) -> None:
     """Adds the service, and gRPC's channelz if wanted, to a server that has not started."""
     methods = {
       "GetConfig": (self._get_config, pb.GetConfigRequest, pb.GetConfigResponse),
       "SetTrace": (self._set_trace, pb.SetTraceRequest, pb.SetTraceResponse),
+      "GetInvariants": (self._get_invariants, pb.GetInvariantsRequest, pb.GetInvariantsResponse),
       "Drain": (self._drain_server, pb.DrainRequest, pb.DrainResponse),
     }
     server.add_generic_rpc_handlers(
@@ -60,6 +68,11 @@ class AdminService:
 
   async def _set_trace(self, request: pb.SetTraceRequest, context: grpc.aio.ServicerContext) -> pb.SetTraceResponse:
     return pb.SetTraceResponse(path=self._actions.set_trace(request.on))
+
+  async def _get_invariants(
+    self, request: pb.GetInvariantsRequest, context: grpc.aio.ServicerContext
+  ) -> pb.GetInvariantsResponse:
+    return self._invariants()
 
   async def _drain_server(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
     return pb.DrainResponse(live_requests=self._drain())

@@ -146,6 +146,13 @@ class Generation:
     """Nothing more will come from the engine."""
     return self.error is not None or all(output.finished is not None for output in self.outputs)
 
+  @property
+  def outcome(self) -> str:
+    """What became of it, once it is closed."""
+    if self.error is not None:
+      return "cancelled" if isinstance(self.error, AbortedByRequest) else "failed"
+    return "finished" if self.ended else "cancelled"
+
   def wake(self) -> None:
     """There is something to send."""
     self._news.set()
@@ -209,6 +216,8 @@ class Generations:
     self._idle = asyncio.Event()
     self._idle.set()
     self.num_started = 0
+    # Of those that are not live any more; "cancelled" are those that nobody waits for.
+    self.num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
 
   def __len__(self) -> int:
     return len(self._live)
@@ -256,7 +265,7 @@ class Generations:
         self._outputs[engine_id] = output
         generation.outputs.append(output)
     except BaseException:
-      self.close(generation)
+      self._forget(generation)
       raise
     self.num_started += 1
     if self._tracer is not None:
@@ -347,6 +356,10 @@ class Generations:
 
   def close(self, generation: Generation) -> None:
     """Forgets a generation; the engine stops work on what of it is unfinished. Call it exactly once for each start."""
+    self.num_ended[generation.outcome] += 1
+    self._forget(generation)
+
+  def _forget(self, generation: Generation) -> None:
     del self._live[generation.owner, generation.request_id]
     if generation.span is not None:
       generation.span.end(generation.outputs, generation.error)
@@ -355,6 +368,21 @@ class Generations:
         self._abort_output(output)
     if not self._live:
       self._idle.set()
+
+  def check(self) -> None:
+    """Asserts that every generation is somewhere, once."""
+    ended, live = sum(self.num_ended.values()), len(self._live)
+    assert self.num_started == ended + live, f"{self.num_started} generations started, {ended} ended, {live} live"
+    for engine_id, output in self._outputs.items():
+      generation = output.generation
+      key = generation.owner, generation.request_id
+      assert self._live.get(key) is generation, f"output {engine_id!r:.80} outlived its generation"
+    assert not self._lingering & self._outputs.keys(), "an output that lives waits for its end"
+
+  @property
+  def num_lingering(self) -> int:
+    """Requests that the engine has not ended yet though nobody waits for them."""
+    return len(self._lingering)
 
   async def wait_idle(self) -> None:
     """Returns when no generation is live."""

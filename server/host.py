@@ -14,21 +14,23 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from engine.disaggregated import AnyEngine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, InvariantBroken
 from engine.request import TokenEvent
 from server import sd_notify, watchdog
 from server.admin import ADMIN_SERVICE, CHANNELZ_SERVICE, AdminActions, AdminService
 from server.auth import ApiKeys
 from server.call_log import CallLog
-from server.errors import Draining, EngineDead
+from server.errors import Draining, EngineDead, Starting
 from server.http.app import make_app, make_probe_app
 from server.http.listener import Listener
 from server.http.options import HttpOptions
 from server.interceptors import HEALTH_METHODS, REFLECTION_METHODS, CallInterceptor
+from server.invariants import Invariants
 from server.memory import MemoryLimit
 from server.metrics import Metrics
 from server.page.feed import Feed
 from server.page.routes import PUBLIC_PATHS, metrics_route, routes
+from server.proto.admin_pb2 import GetInvariantsResponse
 from server.service import GENERATION_SERVICE, MODEL_SERVICE, Backend, Service
 from server.tls import Certificates, make_certificates
 from server.vllm_engine import VLLM_SERVICE, VllmEngine
@@ -80,8 +82,9 @@ class HostOptions:
     admin_api_key_file: as api_key_file, for the admin service; the keys of users are not good there.
     enable_channelz: collect gRPC's own statistics, and give them on the admin port.
     http_host, http_port: address of the HTTP side; an empty host is `host`, port -1 is no HTTP.
-    http_allowed_hosts, strict_requests: as in HttpOptions.
+    http_allowed_hosts, strict_requests, tool_call_parser: as in HttpOptions.
     vllm_metric_names: /metrics also has vLLM's names.
+    debug_invariants: check the server's books all the time, and end of the first that is wrong.
     metrics_port: a port for /metrics, /health and /ready alone, in plain text and without a key; -1 is none.
     max_resident_mb: new work is RESOURCE_EXHAUSTED while the process is larger, MiB; 0 is no limit.
   """
@@ -120,7 +123,9 @@ class HostOptions:
   http_port: int = -1
   http_allowed_hosts: tuple[str, ...] = ()
   strict_requests: bool = False
+  tool_call_parser: str = "auto"
   vllm_metric_names: bool = False
+  debug_invariants: bool = False
   metrics_port: int = -1
   max_resident_mb: int = 0
 
@@ -233,12 +238,22 @@ class Host:
     self.admin_port = _bind(
       server, options.admin_host, options.admin_port, "admin_", None if local else self._certificates
     )
-    AdminService(self._admin, self._begin_drain).register(server, enable_channelz=options.enable_channelz)
+    AdminService(self._admin, self._begin_drain, self._report).register(server, enable_channelz=options.enable_channelz)
     health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
     if options.enable_reflection:
       _add_reflection(server, ADMIN_SERVICE, *([CHANNELZ_SERVICE] if options.enable_channelz else []))
     await server.start()
     self._admin_server = server
+
+  @property
+  def invariants(self) -> Invariants | None:
+    """The server's books, once it serves."""
+    return self._service.invariants
+
+  def _report(self) -> GetInvariantsResponse:
+    if self._service.invariants is None:
+      raise Starting("the model is loading; try again when the health check says SERVING")
+    return self._service.invariants.report()
 
   def _begin_drain(self) -> int:
     """Unlike a second signal, never makes it end early. Returns the live requests."""
@@ -258,6 +273,7 @@ class Host:
       stream_stall_timeout_s=options.stream_stall_timeout_s,
       allowed_hosts=tuple(options.http_allowed_hosts),
       strict_requests=options.strict_requests,
+      tool_call_parser=options.tool_call_parser,
     )
     extra_routes = routes(
       self._service, self._metrics, self._feed, stream_stall_timeout_s=options.stream_stall_timeout_s
@@ -302,6 +318,9 @@ class Host:
     self._thread = threading.Thread(target=self._run_engine, args=(backend.engine,), name="engine", daemon=True)
     self._thread.start()
     self._service.open(backend)
+    self._service.invariants = Invariants(backend.engine, backend.generations, self.fail)
+    if self._options.debug_invariants:
+      self._service.invariants.start()
     if self._options.step_timeout_s:
       self._watchdog = self._service.watchdog = Watchdog(
         timeout_s=self._options.step_timeout_s,
@@ -342,6 +361,8 @@ class Host:
       The process's exit code: 0 after a drain, 1 after the engine's death or another thread's, or if the engine stands.
     """
     await _first(self._stop.wait(), self._engine_ended.wait())
+    if self._service.invariants is not None:
+      self._service.invariants.stop()
     if not self._engine_ended.is_set():
       sd_notify.tell("STOPPING=1\nSTATUS=draining")
       await self._drain()
@@ -411,6 +432,8 @@ class Host:
   async def _take_down_dead(self) -> int:
     backend = self._backend
     cause = self._failure or (backend.engine.dead if backend is not None else None)
+    if isinstance(cause, InvariantBroken):
+      _log.critical("invariant broken: %s", cause)
     _log.critical("the engine has failed, the server ends", exc_info=cause)
     if self._watchdog is not None:
       self._watchdog.stop()

@@ -21,9 +21,10 @@ from absl import app, flags
 
 from engine.admission import ADMISSION
 from engine.batching import BATCHING
+from engine.checked import CheckedEngine
 from engine.config import PREFIX_CACHE_SCOPES, EngineConfig
 from engine.disaggregated import AnyEngine
-from engine.engine import Emit
+from engine.engine import Emit, Engine
 from engine.errors import ConfigError, EngineError
 from engine.fake_build import build_fake
 from engine.policy import POLICIES
@@ -32,6 +33,7 @@ from server.admin import AdminActions
 from server.errors import NotConfigured, Starting
 from server.generation import Generations
 from server.host import Host, HostOptions, is_local
+from server.http.tool_calls import PARSERS
 from server.service import Backend, server_version
 from server.tokenizer import Tokenizer
 
@@ -245,6 +247,11 @@ _HOST_FLAGS = (
     "admin_port", HostOptions.admin_port, "Its port; 0: a free one; -1: none.", lower_bound=-1, upper_bound=65535
   ),
   flags.DEFINE_string("admin_api_key_file", HostOptions.admin_api_key_file, "As --api_key_file, for it alone."),
+  flags.DEFINE_bool(
+    "debug_invariants",
+    HostOptions.debug_invariants,
+    "Check pages, queues and counts after every step, and end of the first that is wrong. For tests.",
+  ),
   flags.DEFINE_bool("enable_channelz", HostOptions.enable_channelz, "gRPC's own statistics, on the admin port."),
 )
 _HTTP_FLAGS = (
@@ -257,6 +264,12 @@ _HTTP_FLAGS = (
   ),
   flags.DEFINE_bool(
     "strict_requests", HostOptions.strict_requests, "Refuse unknown fields, instead of naming them in a header."
+  ),
+  flags.DEFINE_enum(
+    "tool_call_parser",
+    HostOptions.tool_call_parser,
+    PARSERS,
+    "How the model writes calls of tools; auto: by its chat template; none: they stay text.",
   ),
   flags.DEFINE_integer(
     "metrics_port",
@@ -408,8 +421,10 @@ def _http_port() -> int:
 def _build(emit: Emit, token_budgets: tuple[int, ...]):
   """The engine and the tokenizer, if the model has one."""
   settings: dict[str, Any] = {"token_budgets": token_budgets} | _values(_BUILD_FLAGS)
+  engine_class = CheckedEngine if flags.FLAGS.debug_invariants else Engine
   if _FAKE_DEVICE.value:
-    return build_fake(_MODEL.value, settings, _FAKE_STEP_MS.value / 1000, emit), _load_tokenizer()
+    step_s = _FAKE_STEP_MS.value / 1000
+    return build_fake(_MODEL.value, settings, step_s, emit, engine_class=engine_class), _load_tokenizer()
   # Here and not above: JAX takes seconds to import, and a bad flag should not have to wait for it.
   from engine.device.build import BuildOptions
   from engine.device.build import build as build_engine
@@ -417,7 +432,7 @@ def _build(emit: Emit, token_budgets: tuple[int, ...]):
   options = BuildOptions(model_dir=_MODEL.value, **settings)
   # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
   tokenizer = _load_tokenizer()
-  return build_engine(options, _progress, emit), tokenizer
+  return build_engine(options, _progress, emit, engine_class=engine_class), tokenizer
 
 
 def _load_tokenizer() -> Tokenizer | None:

@@ -116,6 +116,17 @@ class _Collector(Collector):
     yield _counter(
       "sluice_unhandled_errors", "Errors in callbacks and tasks that nobody took.", self._service.num_unhandled
     )
+    invariants = self._service.invariants
+    yield _counter(
+      "sluice_invariant_checks",
+      "Looks at the server's books, with --debug_invariants.",
+      invariants.num_checks if invariants is not None else 0,
+    )
+    yield _counter(
+      "sluice_invariant_breaches",
+      "Looks that found something wrong; the server then ends.",
+      int(invariants is not None and invariants.breach is not None),
+    )
     info = GaugeMetricFamily("sluice_build_info", "Of the running server; always 1.", labels=["version"])
     info.add_metric([server_version()], 1)
     yield info
@@ -167,6 +178,12 @@ def _gauges(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
 def _counters(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
   yield _counter("sluice_compiles", "XLA compilations since ready; any is a mistake.", backend.compiles_after_ready())
   yield _counter("sluice_generations", "Generations that were accepted.", backend.generations.num_started)
+  ended = CounterMetricFamily(
+    "sluice_generations_ended", "What became of them; all but the live ones.", labels=["outcome"]
+  )
+  for outcome, count in backend.generations.num_ended.items():
+    ended.add_metric([outcome], count)
+  yield ended
   yield _counter("sluice_decode_tokens", "Tokens computed by rows that decode.", stats.num_decode_tokens)
   yield _counter("sluice_prefill_tokens", "Prompt tokens computed, again after preemptions.", stats.num_prefill_tokens)
   yield _counter("sluice_padding_tokens", "Tokens computed for nobody, to fill a shape.", stats.num_padding_tokens)

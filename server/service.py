@@ -26,6 +26,7 @@ from server.auth import bind_tenant
 from server.constraints import ConstraintCompiler
 from server.errors import DeadlineExceeded, EngineDead, SlowConsumer, Starting
 from server.generation import Generation, Generations
+from server.invariants import Invariants
 from server.memory import MemoryLimit
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
@@ -90,6 +91,7 @@ class Service:
     self.ready = False
     self.alive = True
     self.watchdog: Watchdog | None = None
+    self.invariants: Invariants | None = None
     self.num_unhandled = 0
 
   def open(self, backend: Backend) -> None:

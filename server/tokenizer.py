@@ -89,6 +89,15 @@ class Tokenizer:
     """The template's source, or None."""
     return None if self._chat is None else self._chat.source
 
+  @property
+  def knows_tools(self) -> bool:
+    """Whether the chat template tells the model of tools."""
+    return self._chat is not None and "tools" in self._chat.variables
+
+  def is_special(self, text: str) -> bool:
+    """Whether a text is the name of a special token, which `skip_special_tokens` leaves out."""
+    return self._special.fullmatch(text) is not None
+
   def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Token ids of a raw text; special tokens spelled in it count.
 

@@ -27,7 +27,7 @@ MAX_PROMPT_LOGPROB_TOKENS = 8192  # each is a list of alternatives in the answer
 DEFAULT_MAX_TOKENS = 256
 _MAX_SALT_BYTES = 128
 _MAX_TENANT_BYTES = 128
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def check_model(asked: str, served: str) -> None:
 
 def check_request_id(request_id: str) -> None:
   """Raises InvalidRequest for an id that could not stand in a log line."""
-  if not _REQUEST_ID.fullmatch(request_id):
+  if not REQUEST_ID.fullmatch(request_id):
     raise InvalidRequest(f"request_id={request_id!r:.80} is not allowed: send 1 to 128 of A-Z a-z 0-9 . _ -")
 
 

@@ -224,7 +224,7 @@ def _top(entry: pb.TokenLogprobs) -> vllm_pb.TopLogProbs:
 
 
 def _translate(params: vllm_pb.SamplingParams, asked: pb.GenerateRequest, room: int) -> None:
-  """Fills in sampling, stopping and output; `room` is what the prompt leaves of the model's length, in tokens."""
+  """Fills in all but the prompt; `room` is what that leaves of the model's length, in tokens."""
   for name in ("top_k", "n", "min_tokens", "max_tokens", "stop_token_ids"):
     values = getattr(params, name)
     for value in (values,) if isinstance(values, int) else values:
@@ -245,6 +245,12 @@ def _translate(params: vllm_pb.SamplingParams, asked: pb.GenerateRequest, room: 
   stopping.stop.extend(params.stop)
   stopping.stop_token_ids.extend(params.stop_token_ids)
   output.return_text = False
+  kind = params.WhichOneof("constraint")
+  if kind == "choice":
+    asked.constraint.choice.SetInParent()
+    asked.constraint.choice.values.extend(params.choice.choices)
+  elif kind is not None:
+    setattr(asked.constraint, kind, getattr(params, kind))
   for name in ("logprobs", "prompt_logprobs"):
     if params.HasField(name):
       setattr(output, name, getattr(params, name))

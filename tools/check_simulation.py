@@ -4,8 +4,9 @@
 
 Three loads: the Azure conversation sample with lengths and rate scaled to a small machine, a synthetic Poisson load,
 and the Azure sample all at once (which shows the throughput; that of the others is their arrivals'). Each is served by
-the real engine in a process of its own (tools.bench_offline), --rounds times; then by the simulator, under the same
-settings and with the cost table of --costs, or one that is measured first. With --over_grpc the real side is a server
+the real engine in a process of its own (tools.bench_offline), --rounds times; and by the simulator, under the same
+settings and with the cost table of --costs, or one that is measured before each round: a machine whose neighbours come
+and go has no one speed. Medians over the rounds are compared. With --over_grpc the real side is a server
 driven by tools.bench_serving, whose clients and front end share the machine: steps take longer there, so the table's
 device part then comes from the step trace of a warm-up load of that server, and what a request spends outside the
 engine is the difference of measured and simulated median TTFT of that load. Exit code 1 when a difference is above
@@ -79,11 +80,13 @@ def online(target: str, path: str, what: str) -> dict[str, Any]:
 # --- Both sides -------------------------------------------------------------------------------------------------------
 
 
-def compare(name: str, real: list[dict[str, Any]], simulated: dict[str, Any], args: Any, timed: bool) -> dict[str, Any]:
-  """Medians of the real runs beside the simulated figures; differences as shares of the real ones."""
+def compare(
+  name: str, real: list[dict[str, Any]], simulated: list[dict[str, Any]], args: Any, timed: bool
+) -> dict[str, Any]:
+  """Medians of the real runs beside those of the simulated ones; differences as shares of the real ones."""
   rows, worst = {}, True
   for figure in (*THROUGHPUT, *LATENCIES, *OTHERS):
-    measured, modelled = median_of(real, figure), simulated[figure]
+    measured, modelled = median_of(real, figure), median_of(simulated, figure)
     difference = modelled / measured - 1 if measured else 0.0
     # All at once, TTFT and ITL are the queue's; they are shown, and throughput is what counts.
     limit = args.throughput_tolerance if figure in THROUGHPUT else None
@@ -96,6 +99,7 @@ def compare(name: str, real: list[dict[str, Any]], simulated: dict[str, Any], ar
       "difference": round(difference, 4),
       "limit": limit,
       "runs": [run[figure] for run in real],
+      "simulated_runs": [run[figure] for run in simulated],
     }
   print(f"\n{name:20}{'measured':>12}{'simulated':>12}{'difference':>12}{'limit':>8}", file=sys.stderr)
   for figure, row in rows.items():
@@ -126,9 +130,9 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
     name: (_requests_file(requests, folder / f"load{number}.jsonl"), timed)
     for number, (name, (requests, timed)) in enumerate(all_loads.items())
   }
-  costs = args.costs or str(folder / "costs.json")
-  measure = [sys.executable, "-m", "tools.measure_costs", f"--model={args.model}", f"--output={costs}", cache]
-  measure += [*settings, f"--max_context={args.max_context}"]
+  given = [args.costs] if args.costs else []
+  measure = [sys.executable, "-m", "tools.measure_costs", f"--model={args.model}", cache, *settings]
+  measure += [f"--max_context={args.max_context}"]
   real: dict[str, list[dict[str, Any]]] = {name: [] for name in files}
   if args.over_grpc:
     server = [f"--model={args.model}", cache, *settings, *unbounded]
@@ -141,40 +145,43 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
       for number in range(args.rounds):
         for name, (path, _) in files.items():
           real[name].append(online(running.target, path, f"{name} over gRPC, round {number + 1} of {args.rounds}"))
-    if not args.costs:
-      run_tool([*measure, f"--step_trace={trace}"], "cost table")
-      modelled = simulated(costs, warm_up_file, True, [*settings, *unbounded], "warm-up load, simulated")
+    tables = given or [str(folder / "costs.json")]
+    if not given:
+      run_tool([*measure, f"--step_trace={trace}", f"--output={tables[0]}"], "cost table")
+      modelled = simulated(tables[0], warm_up_file, True, [*settings, *unbounded], "warm-up load, simulated")
       front_s = max(0.0, warm["ttft_p50_ms"] - modelled["ttft_p50_ms"]) / 1e3
-      table = StepCosts.load(costs)
-      dataclasses.replace(table, host=dataclasses.replace(table.host, front_s=front_s)).save(costs)
+      table = StepCosts.load(tables[0])
+      dataclasses.replace(table, host=dataclasses.replace(table.host, front_s=front_s)).save(tables[0])
   else:
-    if not args.costs:
-      run_tool(measure, "cost table")
+    tables = given or [str(folder / f"costs{number}.json") for number in range(args.rounds)]
     for number in range(args.rounds):
+      if not given:
+        run_tool([*measure, "--rounds=1", f"--output={tables[number]}"], "cost table")
       for name, (path, timed) in files.items():
         what = f"{name}, round {number + 1} of {args.rounds}"
         real[name].append(offline(args, [cache, *settings], path, timed, what))
   result: dict[str, Any] = {}
   for name, (path, timed) in files.items():
-    figures = simulated(costs, path, timed, [*settings, *unbounded], f"{name}, simulated")
+    figures = [simulated(costs, path, timed, [*settings, *unbounded], f"{name}, simulated") for costs in tables]
     result[name] = compare(name, real[name], figures, args, timed)
-  table = json.loads(pathlib.Path(costs).read_text("utf-8"))
-  table.pop("points", None)
-  return {"loads": result, "costs": table, "over_grpc": args.over_grpc, "machine": machine()}
+  costs = [json.loads(pathlib.Path(table).read_text("utf-8")) for table in tables]
+  for table in costs:
+    table.pop("points", None)
+  return {"loads": result, "costs": costs, "over_grpc": args.over_grpc, "machine": machine()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; exit code 1 when a difference is above its limit, 2 with one line for bad input."""
   parser = CommandParser("tools.check_simulation", __doc__)
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
-  parser.add_argument("--costs", default="", help="cost table; empty: measure one first")
+  parser.add_argument("--costs", default="", help="cost table; empty: measure them")
   parser.add_argument("--trace", default=str(SAMPLE), help="a public trace (CSV)")
   parser.add_argument("--scale", type=positive_float, default=0.1, help="lengths of the trace are multiplied by this")
   parser.add_argument("--rate_scale", type=positive_float, default=6.0, help="so many times the trace's rate")
   parser.add_argument("--rate", type=positive_float, default=15.0, help="of the Poisson load, requests a second")
   parser.add_argument("--num_requests", type=positive_int, default=400, help="of each load")
   parser.add_argument("--max_len", type=positive_int, default=1024, help="the trace is cut to so many tokens a request")
-  parser.add_argument("--rounds", type=positive_int, default=3, help="real runs of each load; their median counts")
+  parser.add_argument("--rounds", type=positive_int, default=3, help="runs of each load; their medians count")
   parser.add_argument("--over_grpc", action="store_true", help="the real side is a server and its clients")
   parser.add_argument("--throughput_tolerance", type=positive_float, default=0.10)
   parser.add_argument("--tolerance", type=positive_float, default=0.15, help="of percentiles of TTFT and ITL")

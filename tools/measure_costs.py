@@ -6,8 +6,9 @@
 
 Every rung of the ladder runs steps made by hand: decodes of short, long and mixed contexts, prompts at their beginning
 and at their end, both together, half-empty ones; two in flight, as the engine keeps them. The best median of --rounds
-counts. Then the real engine runs a small load: it gives the host's part, and the factor by which steps take longer
-there (`engine_over_table`), which the table has in it. With --step_trace the device's part and the planning of the
+counts. Then the real engine runs loads of its own, all at once and arriving at random with idle moments between: they
+give the host's part, how much longer the steps of each rung take there (`engine_over_table`, which the table has in
+it), and how far equal steps are apart (`cold_s`, `spread`). With --step_trace the device's part and the planning of the
 host's come from steps that a server recorded, which shared the machine with front end and clients. --roofline writes
 the table of a part that is not at hand, and measures nothing.
 """
@@ -17,6 +18,8 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
+import random
 import statistics
 import subprocess
 import sys
@@ -36,21 +39,22 @@ from tools.arguments import CommandParser, positive_float, positive_int
 from tools.bench_offline import add_build_arguments, build_options
 from tools.measure import ROOT, machine
 from tools.step_costs import (
-  HostCosts,
   Point,
   RecordedStep,
   StepCosts,
-  Work,
+  calibrated,
   fit,
   fit_host,
   points_of,
   read_step_trace,
   roofline,
+  with_launch_spread,
   work_of,
 )
 
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _TOKEN = 7
+_SHARES = (0.05, 0.15, 0.4)  # of the rate that the engine can serve
 Rows = list[tuple[int, int]]  # (first position, tokens) of each
 
 
@@ -151,21 +155,30 @@ def measure_device(runner: Runner, config: EngineConfig, max_context: int, secon
 
 
 class Watched:
-  """A runner that notes what every step holds: rows, prefill tokens, admissions, work."""
+  """A runner that notes what every step holds: its positions and counts, and how many requests are new."""
 
   def __init__(self, runner: Runner):
     self._runner = runner
-    self.seen: dict[int, tuple[int, int, int, Work]] = {}
+    self.seen: dict[int, tuple[tuple[int, ...], tuple[int, ...], int]] = {}
 
   def launch(self, batch: Batch) -> Launched:
     """Passes it on."""
-    work = work_of(batch.starts, batch.counts)
-    self.seen[batch.step] = len(batch.slots), sum(map(len, batch.token_ids)), len(batch.admissions), work
+    self.seen[batch.step] = tuple(batch.starts), tuple(batch.counts), len(batch.admissions)
     return self._runner.launch(batch)
 
+  def steps(self, records: Sequence[StepRecord]) -> list[RecordedStep]:
+    """The records with what their steps held."""
+    return [RecordedStep(r.step, r.time, r.shape_tokens, *self.seen[r.step][:2], r.host_s, r.device_s) for r in records]
 
-def run_engine(runner: Runner, config: EngineConfig, max_context: int) -> tuple[list[StepRecord], Watched]:
-  """Runs the real engine on requests of many lengths; every number of rows up to all slots occurs."""
+
+def run_engine(
+  runner: Runner, config: EngineConfig, max_context: int, seconds: float
+) -> tuple[list[StepRecord], Watched]:
+  """Runs the real engine on requests of many lengths.
+
+  First all at once, so that every number of rows up to all slots occurs; then arriving at random (Poisson), at shares
+  of the rate at which the first were served, for about `seconds` each.
+  """
   watched = Watched(runner)
   live: set[str] = set()
 
@@ -173,44 +186,71 @@ def run_engine(runner: Runner, config: EngineConfig, max_context: int) -> tuple[
     live.difference_update(event.request_id for event in events if event.finish_reason is not None)
 
   engine = Engine(Scheduler(config), watched, time.monotonic, emit)
+  engine.keep_all()
   slots = config.max_num_seqs
   longest = max(1, min(max_context // 4, config.pool_tokens // slots // 2, 256))
-  records: dict[int, StepRecord] = {}
-  for turn, requests in enumerate((slots, 2 * slots, max(1, slots // 4))):
-    for number in range(requests):
-      prompt = 1 + (number * 37 + turn) % longest
-      output = 1 + (number * 11) % min(longest, 64)
-      live.add(f"{turn}/{number}")
+
+  # Few run at once when they arrive slowly, so there is room for prompts that fill the large rungs alone.
+  longest_prompt = max(longest, min(max_context, config.pool_tokens // 4) - longest)
+
+  def run(name: str, count: int, rate: float) -> float:
+    """Serves `count` requests; returns the seconds it took."""
+    rng = random.Random(name)
+    start = time.monotonic()
+    due = start
+    for number in range(count):
+      due += rng.expovariate(rate) if rate < math.inf else 0.0
+      while time.monotonic() < due:
+        if not engine.step() and not live:
+          time.sleep(max(0.0, due - time.monotonic()))
+        _raise_if_dead(engine)
+      prompt = round(rng.lognormvariate(math.log(longest / 4), 1.0 if rate == math.inf else 1.5))
+      prompt = max(1, min(prompt, longest if rate == math.inf else longest_prompt))
+      output = max(1, min(round(rng.lognormvariate(math.log(longest / 4), 1.0)), longest))
+      request_id = f"{name}/{number}"
+      live.add(request_id)
       params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
-      engine.submit(Request(f"{turn}/{number}", (_TOKEN,) * prompt, params, cache_salt=f"{turn}/{number}".encode()))
+      engine.submit(Request(request_id, (_TOKEN,) * prompt, params, cache_salt=request_id.encode()))
     while live:
       engine.step()
-      if engine.dead is not None:
-        raise engine.dead
-      if engine.recorder.steps:
-        records[engine.recorder.steps[-1].step] = engine.recorder.steps[-1]
-  return list(records.values()), watched
+      _raise_if_dead(engine)
+    return time.monotonic() - start
+
+  for turn, count in enumerate((max(1, slots // 4), slots // 2 or 1)):
+    _progress("run the engine", turn, 3 + len(_SHARES))
+    run(f"at once {turn}", count, math.inf)
+  _progress("run the engine", 2, 3 + len(_SHARES))
+  capacity = 2 * slots / run("capacity", 2 * slots, math.inf)
+  for turn, share in enumerate(_SHARES):
+    _progress("run the engine", 3 + turn, 3 + len(_SHARES))
+    run(f"share {share}", max(4, round(share * capacity * seconds)), share * capacity)
+  return list(engine.recorder.steps), watched
 
 
-def measure_host(records: Sequence[StepRecord], watched: Watched, recorded: Sequence[RecordedStep]) -> HostCosts:
-  """The host's costs from steps of the real engine, without the slowest hundredth: those are the machine's.
+def _raise_if_dead(engine: Engine) -> None:
+  if engine.dead is not None:
+    raise engine.dead
+
+
+def measure_host(
+  costs: StepCosts, records: Sequence[StepRecord], watched: Watched, recorded: Sequence[RecordedStep]
+) -> StepCosts:
+  """The table with the host's costs from steps of the real engine.
 
   Planning and dispatch come from `recorded` steps, where there are any; a step trace has no commit times.
   """
-  launches = [(*watched.seen[record.step][:3], record.host_s) for record in records]
+  launches = [(r.num_rows, r.prefill_tokens, watched.seen[r.step][2], r.host_s) for r in records]
   if recorded:
     launches = [(len(s.counts), work_of(s.starts, s.counts).prefill_tokens, 0, s.host_s) for s in recorded if s.host_s]
-  commits = [(watched.seen[record.step][0], record.commit_s) for record in records if record.commit_s > 0]
-  launches.sort(key=lambda entry: entry[-1])
-  commits.sort(key=lambda entry: entry[-1])
-  return fit_host(launches[: len(launches) - len(launches) // 100], commits[: len(commits) - len(commits) // 100])
+  commits = [(record.num_rows, record.commit_s) for record in records if record.commit_s > 0]
+  host = fit_host(_without_slowest(launches), _without_slowest(commits))
+  return with_launch_spread(dataclasses.replace(costs, host=host), launches)
 
 
-def engine_over_table(costs: StepCosts, records: Sequence[StepRecord], watched: Watched) -> float:
-  """Device time of the real engine's steps over what the table says of them, the median."""
-  return statistics.median(
-    record.device_s / costs.seconds(record.shape_tokens, watched.seen[record.step][3]) for record in records
-  )
+def _without_slowest(entries: list[Any]) -> list[Any]:
+  """All but the hundredth with the largest last item: no mean is to hold those."""
+  ordered = sorted(entries, key=lambda entry: entry[-1])
+  return ordered[: len(ordered) - len(ordered) // 100]
 
 
 def _commit() -> str:
@@ -238,8 +278,7 @@ def measure(args: Any) -> StepCosts:
   recorded = read_step_trace(args.step_trace) if args.step_trace else []
   points = points_of(recorded) or measure_device(runner, config, max_context, args.seconds, args.rounds)
   table, error = fit(points)
-  _progress("measure the host", 0, 1)
-  records, watched = run_engine(runner, config, max_context)
+  records, watched = run_engine(runner, config, max_context, args.load_seconds)
   dtype = runner.kv[0].dtype
   about = {
     "source": f"step trace {args.step_trace}" if recorded else "measured",
@@ -261,13 +300,12 @@ def measure(args: Any) -> StepCosts:
   if not recorded:
     about["points"] = [[point.tokens, *point.work, round(point.seconds, 7)] for point in points]
   block_bytes = kv_cache.bytes_per_block(model, config.block_size, dtype, built.attention)
-  host = measure_host(records, watched, recorded)
-  costs = StepCosts(**table, host=host, kv_bytes_per_token=block_bytes // config.block_size)
-  if not recorded:
-    # In the engine the host plans while the device works; where they share cores, both take longer for it.
-    factor = engine_over_table(costs, records, watched)
-    costs = costs.scaled(factor)
-    about["engine_over_table"] = round(factor, 4)
+  costs = StepCosts(**table, kv_bytes_per_token=block_bytes // config.block_size)
+  costs = measure_host(costs, records, watched, recorded)
+  # In the engine the host plans while the device works; where they share cores, both take longer for it.
+  made, costs = costs, calibrated(costs, points if recorded else points_of(watched.steps(records)))
+  factors = {str(tokens): round(seconds / made.rung(tokens), 4) for tokens, seconds in costs.rung_s}
+  about["engine_over_table"] = factors
   return dataclasses.replace(costs, about=about)
 
 
@@ -297,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--max_context", type=positive_int, help="longest context that matters (default: the model's)")
   parser.add_argument("--seconds", type=positive_float, default=0.2, help="for each kind of step in each round")
   parser.add_argument("--rounds", type=positive_int, default=3, help="times that all kinds of steps are measured")
+  parser.add_argument("--load_seconds", type=positive_float, default=8.0, help="of each load that arrives at random")
   parser.add_argument("--step_trace", default="", help="take the device's part from these recorded steps instead")
   parser.add_argument("--roofline", default="", help="measure nothing: a Llama-shaped config.json, for the flags below")
   parser.add_argument("--tflops", type=positive_float, default=989.0, help="roofline: peak, 10^12 operations a second")

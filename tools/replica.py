@@ -1,13 +1,15 @@
 """The real Scheduler and Engine in virtual time, on a device that is a table of step times; and who gets a request.
 
 A replica is an Engine whose clock stands still unless work is charged to it: planning and dispatch when a step is
-launched, the device when its values are asked for, the taking in of values before events go out. So a step is planned
+launched, the device when its values are asked for, the taking in of values before events go out. A step's time is drawn
+from the table's spread; each replica draws by its number, so a run can be repeated. So a step is planned
 and launched before the values of the one before are there, as in a server. Sampled tokens are zeros; requests end by
 their length. What happens between replicas is tools.simulation's. Imports no jax, knows no flag.
 """
 
 from collections.abc import Callable, Sequence
 import itertools
+import random
 from typing import NamedTuple, Protocol
 
 from engine.batch import Batch, StepResult
@@ -18,7 +20,7 @@ from engine.errors import ConfigError
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from tools.step_costs import StepCosts, work_of
+from tools.step_costs import StepCosts, Warmth, work_of
 
 _TICK_S = 1e-6  # least sleep of a replica that waits for a time
 
@@ -75,8 +77,10 @@ class VirtualClock:
 class SimulatedRunner:
   """A device that computes nothing and takes as long as the table says. Implements engine.batch.Runner."""
 
-  def __init__(self, costs: StepCosts, clock: VirtualClock):
+  def __init__(self, costs: StepCosts, clock: VirtualClock, seed: int):
     self._costs, self._clock = costs, clock
+    self._random = random.Random(seed).random
+    self._warmth = Warmth()
     self._results: dict[int, StepResult] = {}
     self._owed = 0.0  # host time for values that were read, not yet charged
     self._free_at = 0.0
@@ -90,11 +94,17 @@ class SimulatedRunner:
     rows = len(batch.slots)
     work = work_of(batch.starts, batch.counts)
     attention = costs.attention(work)
-    seconds = costs.rung(batch.shape.tokens) + attention
-    clock.now += costs.launch_seconds(rows, work.prefill_tokens, len(batch.admissions))
+    factors = costs.factors(batch.shape.tokens)
+    factor = factors[int(self._random() * len(factors))]
+    launch_factors = costs.launch_spread[work.prefill_tokens > 0]
+    launch_factor = launch_factors[int(self._random() * len(launch_factors))]
+    clock.now += costs.launch_seconds(rows, work.prefill_tokens, len(batch.admissions)) * launch_factor
+    cold = costs.cold(self._warmth.step(clock.now, work.prefill_tokens > 0))
+    seconds = (costs.rung(batch.shape.tokens) + attention + cold) * factor
     self._free_at = max(self._free_at, clock.now) + seconds
+    self._warmth.ended(self._free_at)
     self.busy_s += seconds
-    self.ideal_s += costs.rung(work.decode_rows + work.prefill_tokens) + attention
+    self.ideal_s += (costs.rung(work.decode_rows + work.prefill_tokens) + attention + cold) * factor
     if self.watch is not None:
       self.watch(batch, seconds)
     return _Step(self, self._free_at, rows)
@@ -136,7 +146,7 @@ class Replica:
     self.index, self.config = index, config
     self.clock = VirtualClock()
     self.scheduler = Scheduler(config)
-    self.runner = SimulatedRunner(costs, self.clock)
+    self.runner = SimulatedRunner(costs, self.clock, seed=index)
     self._emit = emit
     self.engine = Engine(self.scheduler, self.runner, self.clock, self._take_events)
     self.is_scheduled = False  # a turn of it is among the events to come

@@ -9,9 +9,14 @@ Standard library only. The time of a step on the device is
   + prefill_key_s * keys         the keys they read: start + n each, and
   + prefill_pair_s * pairs       the (query, key) pairs that causality leaves: n * start + n * (n + 1) / 2
 
-and the host takes a constant, a slope a row, a slope a prefill token and a slope an admission to plan, pack and
-dispatch, and a constant and a slope a row to take values in. Least squares on RELATIVE errors, slopes not negative: a
-step of 2 ms matters as much as one of 200.
+and the host takes a constant, a slope a row, a slope a prefill token, a slope an admission and a constant for a step
+with prompt tokens (decodes that go on are packed once) to plan, pack and dispatch, and a constant and a slope a row to
+take values in. Least squares on RELATIVE errors, slopes not negative: a step of 2 ms matters as much as one of 200.
+
+Steps of equal work do not take equal times. After an idle moment or a step with prompt tokens, caches are cold and
+threads asleep: `cold_s` holds what the next steps take longer for it, until decodes alone have run for 32 steps. What
+is left (threads that wake late, other programs) is `spread`: by rung, quantiles of measured over modelled time, from
+which the simulator draws. Without them the medians would be right and every 99th percentile too small.
 """
 
 import bisect
@@ -20,11 +25,16 @@ import dataclasses
 import json
 import math
 import pathlib
+import statistics
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
 
 FORMAT = "sluice step costs 1"
+_QUANTILES = 100  # of a rung's spread
+_ENOUGH = 30  # steps of a rung that say something of their own
+_IDLE_S = 1e-3  # a device without work for longer was idle
+_WARM_AFTER = 32  # steps
 _OUTLIER = 0.1  # relative error from which a measured step is taken for disturbed
 _REWEIGHTINGS = 12
 _WORK = ("decode_row_s", "decode_key_s", "prefill_token_s", "prefill_key_s", "prefill_pair_s")
@@ -58,11 +68,30 @@ def work_of(starts: Sequence[int], counts: Sequence[int]) -> Work:
 
 
 class Point(NamedTuple):
-  """A measured step: the rung's tokens, its work, seconds on the device."""
+  """A measured step: the rung's tokens, its work, seconds on the device, and how many steps since it was cold."""
 
   tokens: int
   work: Work
   seconds: float
+  since_cold: int = _WARM_AFTER
+
+
+class Warmth:
+  """Counts steps since the device was idle or had prompt tokens; told every step of one device in order."""
+
+  def __init__(self):
+    self._free_at = -math.inf
+    self._count = 0
+
+  def step(self, launched_at: float, has_prompt: bool) -> int:
+    """How many steps of decodes alone ran before this one; to be followed by ended()."""
+    since = 0 if launched_at - self._free_at > _IDLE_S else self._count
+    self._count = 0 if has_prompt else since + 1
+    return since
+
+  def ended(self, at: float) -> None:
+    """When the step leaves the device free, seconds."""
+    self._free_at = at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +102,7 @@ class HostCosts:
     launch_s, launch_row_s, launch_token_s, launch_admission_s: plan, pack and dispatch: constant, a row, a prefill
       token, an admitted request.
     commit_s, commit_row_s: taking values in: constant, a row.
+    launch_prefill_s: as launch_s, more of it for a step with prompt tokens.
     front_s: what a request spends outside the engine before its first token: client, network, front end.
   """
 
@@ -82,6 +112,7 @@ class HostCosts:
   launch_admission_s: float = 0.0
   commit_s: float = 0.0
   commit_row_s: float = 0.0
+  launch_prefill_s: float = 0.0
   front_s: float = 0.0
 
 
@@ -94,6 +125,9 @@ class StepCosts:
     decode_row_s, decode_key_s, prefill_token_s, prefill_key_s, prefill_pair_s: see the module.
     host: the host's part.
     kv_bytes_per_token: of the whole model, for transfers of KV.
+    cold_s: what a step takes longer 0, 1, 2 to 3, 4 to 7, 8 to 15 and 16 to 31 steps after the device was cold.
+    spread: (tokens, quantiles) by increasing tokens; see the module. Empty: steps take what the table says.
+    launch_spread: quantiles of the same kind of launch_seconds: of steps of decodes alone, and of steps with prompts.
     about: device, model, dtype, versions, how it was measured, error of the fit; plain JSON values.
   """
 
@@ -105,6 +139,9 @@ class StepCosts:
   prefill_pair_s: float = 0.0
   host: HostCosts = HostCosts()
   kv_bytes_per_token: int = 0
+  cold_s: tuple[float, ...] = ()
+  spread: tuple[tuple[int, tuple[float, ...]], ...] = ()
+  launch_spread: tuple[tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,))
   about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -113,9 +150,13 @@ class StepCosts:
       raise ConfigError(f"rung_s names the rungs {tokens}; they must be increasing and at least 1, measure again")
     values = [seconds for _, seconds in self.rung_s] + [getattr(self, name) for name in _WORK]
     values += dataclasses.astuple(self.host)
+    values += (*self.cold_s, *self.launch_spread[0], *self.launch_spread[1])
+    values += [factor for _, quantiles in self.spread for factor in quantiles]
     bad = [value for value in values if not 0 <= value < math.inf]
     if bad:
       raise ConfigError(f"a cost of {bad[0]!r} s is not a finite time of 0 or more; measure again")
+    if not all(quantiles for _, quantiles in self.spread) or not all(self.launch_spread):
+      raise ConfigError("a spread has no quantile; measure again")
     object.__setattr__(self, "_known", dict(self.rung_s))
 
   def rung(self, tokens: int) -> float:
@@ -153,6 +194,16 @@ class StepCosts:
     """Seconds of a step on the device: `tokens` is the rung's budget."""
     return self.rung(tokens) + self.attention(work)
 
+  def cold(self, since_cold: int) -> float:
+    """Seconds to add to a step, so many steps after the device was cold."""
+    index = since_cold.bit_length()
+    return self.cold_s[index] if index < len(self.cold_s) else 0.0
+
+  def factors(self, tokens: int) -> tuple[float, ...]:
+    """What to multiply a step's seconds by, each as likely as the others; a rung without any has the next one's."""
+    index = bisect.bisect_left(self.spread, (tokens,))
+    return self.spread[min(index, len(self.spread) - 1)][1] if self.spread else (1.0,)
+
   def launch_seconds(self, rows: int, prefill_tokens: int, admissions: int) -> float:
     """Seconds of the host to plan, pack and dispatch a step."""
     host = self.host
@@ -161,6 +212,7 @@ class StepCosts:
       + host.launch_row_s * rows
       + host.launch_token_s * prefill_tokens
       + host.launch_admission_s * admissions
+      + (host.launch_prefill_s if prefill_tokens else 0.0)
     )
 
   def commit_seconds(self, rows: int) -> float:
@@ -182,6 +234,9 @@ class StepCosts:
       "rung_s": {str(tokens): seconds for tokens, seconds in self.rung_s},
       **{name: getattr(self, name) for name in _WORK},
       "host": dataclasses.asdict(self.host),
+      "cold_s": self.cold_s,
+      "spread": {str(tokens): quantiles for tokens, quantiles in self.spread},
+      "launch_spread": self.launch_spread,
       "kv_bytes_per_token": self.kv_bytes_per_token,
     }
     pathlib.Path(path).write_text(json.dumps(value, indent=1) + "\n", "utf-8")
@@ -205,8 +260,19 @@ class StepCosts:
       rungs = sorted((int(tokens), float(seconds)) for tokens, seconds in value.pop("rung_s").items())
       slopes = {name: float(value.pop(name)) for name in _WORK}
       host = HostCosts(**{name: float(seconds) for name, seconds in value.pop("host").items()})
+      spread = sorted((int(tokens), tuple(map(float, each))) for tokens, each in value.pop("spread", {}).items())
+      kv_bytes = int(value.pop("kv_bytes_per_token"))
+      cold = tuple(map(float, value.pop("cold_s", ())))
+      decodes, prompts = value.pop("launch_spread", ((1.0,), (1.0,)))
       return cls(
-        tuple(rungs), **slopes, host=host, kv_bytes_per_token=int(value.pop("kv_bytes_per_token")), about=value
+        tuple(rungs),
+        **slopes,
+        host=host,
+        kv_bytes_per_token=kv_bytes,
+        cold_s=cold,
+        spread=tuple(spread),
+        launch_spread=(tuple(map(float, decodes)), tuple(map(float, prompts))),
+        about=value,
       )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
       raise ConfigError(f"cost table {path} is damaged ({type(error).__name__}: {error}); {remedy}") from error
@@ -302,6 +368,61 @@ def fit(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, float]]:
   return table, {"mean_error": round(math.fsum(errors) / len(errors), 4), "worst_error": round(max(errors), 4)}
 
 
+def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
+  """The table brought to the steps of a running engine: their `cold_s` and `spread`, and each rung's median.
+
+  Cold steps are looked at on the smallest rung, where they show most. Rungs with fewer than _ENOUGH of these steps move
+  by the median factor of all, and have the spread of all.
+
+  Args:
+    costs: a table of the same rungs.
+    points: not empty.
+  """
+  smallest = costs.rung_s[0][0]
+  excess: list[list[float]] = [[] for _ in range(_WARM_AFTER.bit_length() + 1)]
+  for tokens, work, seconds, since in points:
+    if tokens == smallest and not work.prefill_tokens:
+      excess[min(since, _WARM_AFTER).bit_length()].append(seconds - costs.seconds(tokens, work))
+  *cold, warm = (statistics.median(each) if len(each) >= _ENOUGH else None for each in excess)
+  base = 0.0 if warm is None else warm
+  cold_s = tuple(0.0 if each is None or warm is None else max(0.0, each - base) for each in cold)
+  costs = dataclasses.replace(costs, cold_s=cold_s)
+
+  by_rung: dict[int, list[Point]] = {tokens: [] for tokens, _ in costs.rung_s}
+  for point in points:
+    by_rung[point.tokens].append(point._replace(seconds=max(0.0, point.seconds - costs.cold(point.since_cold))))
+  factor = statistics.median(p.seconds / costs.seconds(p.tokens, p.work) for each in by_rung.values() for p in each)
+  rung_s = []
+  for tokens, seconds in costs.rung_s:
+    found = [point.seconds - costs.attention(point.work) for point in by_rung[tokens]]
+    moved = statistics.median(found) if len(found) >= _ENOUGH else seconds * factor
+    rung_s.append((tokens, max(moved, seconds / 10)))  # attention's slopes are not the rung's to undo
+  costs = dataclasses.replace(costs, rung_s=tuple(rung_s))
+
+  def left(points: Iterable[Point]) -> list[float]:
+    return [p.seconds / (costs.seconds(p.tokens, p.work) + costs.cold(p.since_cold)) for p in points]
+
+  everything = _quantiles(left(points))
+  groups = {tokens: [point for point in points if point.tokens == tokens] for tokens in by_rung}
+  spread = tuple((t, _quantiles(left(each)) if len(each) >= _ENOUGH else everything) for t, each in groups.items())
+  return dataclasses.replace(costs, spread=spread)
+
+
+def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
+  """The middles of _QUANTILES equal parts of the values in order."""
+  ordered = sorted(values)
+  return tuple(round(ordered[int((part + 0.5) / _QUANTILES * len(ordered))], 4) for part in range(_QUANTILES))
+
+
+def with_launch_spread(costs: StepCosts, launches: Sequence[tuple[int, int, int, float]]) -> StepCosts:
+  """The table with the spread of `launches`, as fit_host takes them."""
+  left: tuple[list[float], list[float]] = ([], [])
+  for rows, tokens, admissions, seconds in launches:
+    left[tokens > 0].append(seconds / costs.launch_seconds(rows, tokens, admissions))
+  decodes, prompts = (_quantiles(each) if len(each) >= _ENOUGH else (1.0,) for each in left)
+  return dataclasses.replace(costs, launch_spread=(decodes, prompts))
+
+
 def fit_host(launches: Sequence[tuple[int, int, int, float]], commits: Sequence[tuple[int, float]]) -> HostCosts:
   """The host's part from measured steps.
 
@@ -309,9 +430,10 @@ def fit_host(launches: Sequence[tuple[int, int, int, float]], commits: Sequence[
     launches: rows, prefill tokens, admissions, seconds of planning, packing and dispatch.
     commits: rows, seconds of taking values in.
   """
-  launch = least_squares([(1.0, *map(float, entry[:3])) for entry in launches], [entry[3] for entry in launches])
+  rows = [(1.0, float(rows), float(tokens), float(new), float(tokens > 0)) for rows, tokens, new, _ in launches]
+  *launch, prefill_s = least_squares(rows, [entry[3] for entry in launches])
   commit = least_squares([(1.0, float(rows)) for rows, _ in commits], [seconds for _, seconds in commits])
-  return HostCosts(*launch, *commit)
+  return HostCosts(*launch, *commit, launch_prefill_s=prefill_s)
 
 
 # --- A part that is not at hand ---------------------------------------------------------------------------------------
@@ -390,9 +512,10 @@ def roofline(
 
 
 class RecordedStep(NamedTuple):
-  """A step of a step trace. Seconds are None for a step whose values never came."""
+  """A step of a step trace: when it was planned, and what it took; None for a step whose values never came."""
 
   step: int
+  time: float
   tokens: int
   starts: tuple[int, ...]
   counts: tuple[int, ...]
@@ -438,12 +561,24 @@ def read_step_trace(path: str) -> list[RecordedStep]:
   """The steps of a step trace with what a cost depends on. Raises ConfigError, as parse_step_trace."""
 
   def make(batch: dict[str, Any], now: float) -> RecordedStep:
-    del now
-    return RecordedStep(batch["step"], batch["shape"][0], tuple(batch["starts"]), tuple(batch["counts"]), None, None)
+    return RecordedStep(
+      batch["step"], now, batch["shape"][0], tuple(batch["starts"]), tuple(batch["counts"]), None, None
+    )
 
   return parse_step_trace(path, make)
 
 
 def points_of(steps: Iterable[RecordedStep]) -> list[Point]:
-  """Measured points of recorded steps; steps without a time are left out."""
-  return [Point(s.tokens, work_of(s.starts, s.counts), s.device_s) for s in steps if s.device_s]
+  """Measured points of one device's recorded steps, in order; steps without a time are left out."""
+  warmth, points = Warmth(), []
+  last = -math.inf
+  for step in steps:
+    if not step.device_s:
+      continue
+    work = work_of(step.starts, step.counts)
+    launched_at = step.time + (step.host_s or 0.0)
+    since = warmth.step(launched_at, work.prefill_tokens > 0)
+    last = max(launched_at, last) + step.device_s
+    warmth.ended(last)
+    points.append(Point(step.tokens, work, step.device_s, since))
+  return points

@@ -179,13 +179,20 @@ class _Side:
   load_s: float
 
 
-def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable[[], float] = time.monotonic) -> Built:
+def build(
+  options: BuildOptions,
+  progress: Progress,
+  emit: Emit,
+  clock: Callable[[], float] = time.monotonic,
+  engine_class: type[Engine] = Engine,
+) -> Built:
   """Makes everything, ready to serve.
 
   Args:
     options: what the user chose.
     progress: called as (what, done, of how many) while it goes on; `what` is "load", "compile" or "warm up".
     emit, clock: given to the Engine.
+    engine_class: Engine, or one that does more.
 
   Raises:
     CheckpointError: the folder is missing or broken.
@@ -205,12 +212,13 @@ def build(options: BuildOptions, progress: Progress, emit: Emit, clock: Callable
     first = _build_side(options, devices[:num_prefill], progress)
     side = _build_side(options, devices[num_prefill:], progress)
     first.runner.connect(side.runner)
-    engine = DisaggregatedEngine((first.scheduler, first.runner), (side.scheduler, side.runner), clock, emit)
+    sides = (first.scheduler, first.runner), (side.scheduler, side.runner)
+    engine = DisaggregatedEngine(*sides, clock, emit, engine_class)
     first.runner.seal()
     load_s = first.load_s + side.load_s
   else:
     side = _build_side(options, devices, progress)
-    engine = Engine(side.scheduler, side.runner, clock, emit)
+    engine = engine_class(side.scheduler, side.runner, clock, emit)
     load_s = side.load_s
   side.runner.seal()
   return Built(

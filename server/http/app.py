@@ -20,6 +20,7 @@ from engine.errors import Overloaded
 from server import tracing
 from server.access_log import AccessLog
 from server.auth import ApiKeys
+from server.http import openapi
 from server.http.errors import Answer, Refused, answer
 from server.http.exchange import ClientGone
 from server.http.generate import Endpoints
@@ -65,10 +66,11 @@ def make_app(
     Route("/tokenize", texts.tokenize, methods=["POST"]),
     Route("/tokenizer_info", texts.tokenizer_info),
     Route("/detokenize", texts.detokenize, methods=["POST"]),
+    Route(openapi.PATH, _openapi),
     *extra_routes,
   ]
   router = Router(routes, redirect_slashes=False)
-  return _Guard(router, options, api_keys, access_log, frozenset((*PROBES, *public_paths)))
+  return _Guard(router, options, api_keys, access_log, frozenset((*PROBES, openapi.PATH, *public_paths)))
 
 
 def make_probe_app(
@@ -96,6 +98,10 @@ def _probes(service: Service) -> list[Route]:
     return JSONResponse({"version": server_version()})
 
   return [Route("/health", health), Route("/ready", ready), Route("/version", version)]
+
+
+async def _openapi(request: Request) -> Response:
+  return JSONResponse(openapi.document(server_version()))
 
 
 class _Guard:

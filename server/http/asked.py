@@ -16,9 +16,9 @@ from server.http.errors import UnsupportedField
 from server.http.fields import Fields, as_float, kind_of
 from server.proto import sluice_pb2 as pb
 
-_INT64 = (-(2**63), 2**63 - 1)
+INT64 = (-(2**63), 2**63 - 1)
 # A default that changes nothing, or one that only OpenAI's own service can act on.
-_HARMLESS = (
+HARMLESS = (
   "user",
   "metadata",
   "store",
@@ -26,11 +26,10 @@ _HARMLESS = (
   "safety_identifier",
   "prompt_cache_key",
   "prompt_cache_retention",
-  "parallel_tool_calls",
   "spaces_between_special_tokens",
 )
 # Name, the values besides null that change nothing, and what to say about the others.
-_UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
+UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
   ("use_beam_search", (False,), "there is no beam search; leave it out"),
   ("length_penalty", (1, 1.0), "there is no beam search; leave it out"),
   ("include_stop_str_in_output", (False,), "the text ends before the stop string; append it from stop_reason"),
@@ -114,7 +113,7 @@ def read(fields: Fields, tenant: str) -> Asked:
   options = fields.inner("stream_options")
   if options is not None and not stream:
     raise InvalidRequest("stream_options is allowed with stream=true alone: leave it out, or send stream=true")
-  options = options or Fields({})
+  options = options or Fields({}, "stream_options.")
   asked = Asked(
     request=request,
     model=fields.text("model") or "",
@@ -137,9 +136,9 @@ def finish(fields: Fields, asked: Asked, *, strict: bool) -> None:
   Raises:
     UnsupportedField: one must not be ignored; or, under `strict`, nobody has heard of it.
   """
-  for name in _HARMLESS:
+  for name in HARMLESS:
     fields.take(name)
-  for name, harmless, remedy in _UNSUPPORTED:
+  for name, harmless, remedy in UNSUPPORTED:
     value = fields.take(name)
     if value is not None and not any(value == same and type(value) is type(same) for same in harmless):
       raise UnsupportedField(f"{name} is not supported: {remedy}")
@@ -228,7 +227,7 @@ def _read_sampling(fields: Fields, sampling: pb.SamplingParams) -> None:
   n = fields.whole("n")
   if n is not None:
     sampling.n = n
-  seed = fields.whole("seed", _INT64)
+  seed = fields.whole("seed", INT64)
   if seed is not None:
     sampling.seed = seed
   _read_logit_bias(fields, sampling)

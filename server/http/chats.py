@@ -1,6 +1,7 @@
 """What a chat's prompt is made of: messages, tools and the template's own switches. Starts no generation."""
 
 import dataclasses
+import json
 import re
 from typing import Any, NoReturn
 
@@ -8,30 +9,68 @@ from engine.errors import InvalidRequest
 from server.chat_template import Message
 from server.http.errors import UnsupportedField
 from server.http.fields import Fields, kind_of, parse
+from server.http.tool_calls import CallFormat
 from server.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# Of one answer that is held to calls, so that it comes to an end.
+MAX_FORCED_CALLS = 16
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _KWARG_TEXT = re.compile(r"[A-Za-z0-9_-]{0,32}")
 # What a turn may have besides role and content; templates of models with tools read these.
-_TURN_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
+TURN_FIELDS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chat:
-  """What the model's template gets."""
+  """What the model's template gets, and which calls its answer may or must have.
+
+  Attributes:
+    messages, add_generation_prompt, variables: as the template takes them.
+    tools: OpenAI's descriptions; none under tool_choice "none".
+    forced: the tools of which the answer must call one at least; it then has nothing but calls.
+    parallel: it may have several.
+  """
 
   messages: list[Message]
   add_generation_prompt: bool
-  tools: list[dict[str, Any]] | None
+  tools: list[dict[str, Any]]
   variables: dict[str, Any]
+  forced: list[dict[str, Any]]
+  parallel: bool
 
   def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+    """Of the prompt. A template that does not know tools is no hindrance to calls that are forced."""
+    tools = self.tools if self.tools and not (self.forced and not tokenizer.knows_tools) else None
     return tokenizer.encode_chat(
       self.messages,
       add_generation_prompt=self.add_generation_prompt,
-      tools=self.tools,
+      tools=tools,
       variables=self.variables,
+    )
+
+  def call_schema(self, form: CallFormat) -> str:
+    """The JSON schema of the list of calls that is forced, as text."""
+    schemas, definitions = [], {}
+    for place, tool in enumerate(self.forced):
+      function = tool["function"]
+      parameters = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+      if "$ref" in json.dumps(parameters):
+        # References are from the root of the document, which is another one here.
+        definitions[str(place)] = _rebased(parameters, f"#/$defs/{place}")
+        parameters = {"$ref": f"#/$defs/{place}"}
+      schemas.append(
+        {
+          "type": "object",
+          "properties": {"name": {"const": function["name"]}, form.arguments: parameters},
+          "required": ["name", form.arguments],
+          "additionalProperties": False,
+        }
+      )
+    most = MAX_FORCED_CALLS if self.parallel else 1
+    return json.dumps(
+      {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": schemas}, "$defs": definitions},
+      ensure_ascii=False,
     )
 
 
@@ -56,12 +95,15 @@ def read_chat(fields: Fields) -> Chat:
   messages = fields.list_of("messages", dict, "messages")
   if messages is None:
     raise InvalidRequest("messages is missing: send a list of messages with role and content")
-  open_turn = fields.flag("add_generation_prompt")
+  open_turn, parallel = fields.flag("add_generation_prompt"), fields.flag("parallel_tool_calls")
+  tools, forced, only_one = _tools(fields)
   return Chat(
     [_message(index, Fields(message, f"messages[{index}].")) for index, message in enumerate(messages)],
     True if open_turn is None else open_turn,
-    _tools(fields),
+    tools,
     _variables(fields),
+    forced,
+    parallel is not False and not only_one,
   )
 
 
@@ -74,7 +116,7 @@ def _message(index: int, fields: Fields) -> Message:
     content = "\n".join(_part(f"messages[{index}].content[{at}]", part) for at, part in enumerate(content))
   elif content is not None and not isinstance(content, str):
     fields.wrong("content", content, "a string or a list of text parts")
-  more = {name: value for name in _TURN_FIELDS if (value := fields.take(name)) is not None}
+  more = {name: value for name in TURN_FIELDS if (value := fields.take(name)) is not None}
   if content is None and not more.get("tool_calls"):
     raise InvalidRequest(f"messages[{index}].content is missing: send a string")
   return Message(role, content or "", _parsed_calls(index, more))
@@ -120,29 +162,66 @@ def _parsed_calls(index: int, more: dict[str, Any]) -> dict[str, Any]:
   return {**more, "tool_calls": parsed}
 
 
-def _tools(fields: Fields) -> list[dict[str, Any]] | None:
-  tools = fields.list_of("tools", dict, "tools")
+def _tools(fields: Fields) -> tuple[list[dict[str, Any]], list[dict[str, Any]], bool]:
+  """(tools, those of which one must be called, whether that is a single call)."""
+  tools = fields.list_of("tools", dict, "tools") or []
   choice = fields.take("tool_choice")
   if fields.take("functions") is not None or fields.take("function_call") is not None:
     raise UnsupportedField("functions is not supported: send tools, which took their place")
-  if choice not in (None, "none", "auto"):
-    raise UnsupportedField(
-      "tool_choice is not supported but as none and auto: forced calls are not there yet; send the call's schema as "
-      "response_format"
-    )
-  if not tools or choice == "none":
-    return None
   if len(tools) > MAX_TOOLS:
     raise InvalidRequest(f"tools has {len(tools)} entries, the limit is {MAX_TOOLS}: send fewer")
   for index, tool in enumerate(tools):
-    function = tool.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if tool.get("type") != "function" or not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-      raise InvalidRequest(
-        f"tools[{index}] is not a function with a name: send type function, and a function with a name of 1 to 64 of "
-        "A-Z a-z 0-9 _ -"
-      )
-  return tools
+    _check_tool(index, tool)
+  names = [tool["function"]["name"] for tool in tools]
+  if len(set(names)) < len(names):
+    raise InvalidRequest("tools has two functions of one name: send each name once")
+  match choice:
+    case None | "auto":
+      return tools, [], False
+    case "none":
+      return [], [], False
+    case "required":
+      if not tools:
+        raise InvalidRequest("tool_choice is required, but there are no tools: send tools, or leave it out")
+      return tools, tools, False
+    case {"type": "function", "function": {"name": str(name)}}:
+      if name not in names:
+        raise InvalidRequest("tool_choice is a function that is not among tools: name one of them")
+      return tools, [tools[names.index(name)]], True
+  raise InvalidRequest(
+    'tool_choice is not one that exists: send none, auto, required, or {"type": "function", "function": {"name": ...}}'
+  )
+
+
+def _check_tool(index: int, tool: dict[str, Any]) -> None:
+  function = tool.get("function")
+  name = function.get("name") if isinstance(function, dict) else None
+  if tool.get("type") != "function" or not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+    raise InvalidRequest(
+      f"tools[{index}] is not a function with a name: send type function, and a function with a name of 1 to 64 of "
+      "A-Z a-z 0-9 _ -"
+    )
+  parameters = tool["function"].get("parameters")
+  if parameters is not None and not isinstance(parameters, dict):
+    raise InvalidRequest(
+      f"tools[{index}].function.parameters is {kind_of(parameters)}: send a JSON schema, or leave it out"
+    )
+
+
+def _rebased(schema: Any, root: str) -> Any:
+  """A JSON schema whose references into itself start from `root` instead of "#"."""
+  if isinstance(schema, list):
+    return [_rebased(each, root) for each in schema]
+  if not isinstance(schema, dict):
+    return schema
+  return {
+    name: root + value[1:]
+    if name == "$ref" and isinstance(value, str) and value.startswith("#")
+    else value
+    if name in ("const", "enum")
+    else _rebased(value, root)
+    for name, value in schema.items()
+  }
 
 
 def _variables(fields: Fields) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from engine.errors import InvalidRequest
 
 MAX_DEPTH = 64
-_INT32 = (-(2**31), 2**31 - 1)
+INT32 = (-(2**31), 2**31 - 1)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 
@@ -88,7 +88,7 @@ class Fields:
       self.wrong(name, value, "true or false")
     return value
 
-  def whole(self, name: str, limits: tuple[int, int] = _INT32) -> int | None:
+  def whole(self, name: str, limits: tuple[int, int] = INT32) -> int | None:
     """A whole number that the wire type of sluice.v1 can hold, or None. 2.0 is whole."""
     value = self.take(name)
     if isinstance(value, float) and value.is_integer():

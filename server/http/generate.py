@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 import contextlib
 import dataclasses
+import functools
 import secrets
 import time
 from typing import Any
@@ -22,14 +23,16 @@ from server.errors import SlowConsumer
 from server.generation import Generation, Generations
 from server.http import asked as common
 from server.http.asked import Asked
-from server.http.chats import read_chat
+from server.http.chats import Chat, read_chat
 from server.http.errors import UnsupportedField
 from server.http.exchange import DONE, EventStream, JSONAnswer, encode, event, read_object, unless_gone
 from server.http.fields import Fields, kind_of
 from server.http.options import HttpOptions
-from server.http.replies import ChatChoice, Choice, Echo, TextChoice, TokenNames, usage
+from server.http.replies import Calls, ChatChoice, Choice, Echo, TextChoice, TokenNames, usage
+from server.http.tool_calls import find_format, forced_format
 from server.proto import sluice_pb2 as pb
 from server.service import Backend, Service
+from server.tokenizer import Tokenizer
 
 MAX_PROMPTS = 256
 # OpenAI's default for completions; a chat may use all that is left of the model's length.
@@ -37,6 +40,8 @@ _DEFAULT_COMPLETION_TOKENS = 16
 # More than these are tokenized, and written, away from the loop.
 _INLINE_CHARS = 2048
 _INLINE_LOGPROBS = 256
+# How the constraint's compiler calls the schema of forced calls.
+_SCHEMA = "constraint.json_schema"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,14 +178,36 @@ class Endpoints:
     common.finish(fields, asked, strict=self._options.strict_requests)
     validation.check_model(asked.model, backend.model)
     tokenizer = validation.need_tokenizer(backend.tokenizer, "messages")
+    calls = await self._calls(chat, tokenizer, asked)
     prompts = [_Prompt(await self._service.in_pool(lambda: chat.token_ids(tokenizer)))]
     if not stopping.HasField("max_tokens"):
       stopping.max_tokens = _room(backend.config, len(prompts[0].token_ids))
     names = TokenNames(tokenizer, as_ids=asked.token_ids_as_names)
     choices: list[Choice] = [
-      ChatChoice(index, names, logprobs=logprobs, token_ids=asked.return_token_ids) for index in range(asked.n)
+      ChatChoice(index, names, logprobs=logprobs, token_ids=asked.return_token_ids, calls=calls)
+      for index in range(asked.n)
     ]
-    return await self._answer(request, backend, asked, prompts, choices, [None], "chatcmpl", "chat.completion")
+    try:
+      return await self._answer(request, backend, asked, prompts, choices, [None], "chatcmpl", "chat.completion")
+    except InvalidRequest as error:
+      if chat.forced and str(error).startswith(_SCHEMA):  # which the caller has not sent
+        raise InvalidRequest(f"tools{str(error).removeprefix(_SCHEMA)}") from None
+      raise
+
+  async def _calls(self, chat: Chat, tokenizer: Tokenizer, asked: Asked) -> Calls | None:
+    """How to find calls of tools in the answer; sees to it that they come as text, and if they must, that they do."""
+    form = find_format(self._options.tool_call_parser, tokenizer.chat_template)
+    tools = chat.forced or chat.tools
+    if chat.forced:
+      if asked.request.HasField("constraint"):
+        raise InvalidRequest("tool_choice is not allowed to force calls beside another constraint: send one of them")
+      form = forced_format(form)
+      asked.request.constraint.json_schema = await self._service.in_pool(functools.partial(chat.call_schema, form))
+    if form is None or not tools:
+      return None
+    if form.marker and tokenizer.is_special(form.marker):
+      asked.request.output.skip_special_tokens = False
+    return Calls(form, [tool["function"]["name"] for tool in tools], chat.parallel)
 
   async def _begin(self, request: Request) -> tuple[Backend, Fields]:
     """The body's fields, unless new work is not let in: then nothing is read."""

@@ -17,6 +17,7 @@ class HttpOptions:
     idle_timeout_s: a connection without a request is closed after it.
     stream_stall_timeout_s: stop the work for a client that takes nothing for this long, and cut its connection.
     strict_requests: unknown fields are 400, instead of ignored and named in a header.
+    tool_call_parser: how the model writes calls of tools: one of `tool_calls.PARSERS`.
     allowed_hosts: what the Host header may say, "*" for anything. Empty: local names alone, where the address is a
       local one and no key is asked for (a page of somebody's site must not reach the model through DNS rebinding),
       else anything.
@@ -33,4 +34,5 @@ class HttpOptions:
   idle_timeout_s: float = 75.0
   stream_stall_timeout_s: float = 30.0
   strict_requests: bool = False
+  tool_call_parser: str = "auto"
   allowed_hosts: tuple[str, ...] = ()

@@ -4,9 +4,11 @@ A `Choice` is fed everything once and in order, so its chunks concatenate to its
 """
 
 from collections.abc import Iterable, Sequence
+import dataclasses
 import math
 from typing import Any
 
+from server.http.tool_calls import CallFormat, CallScanner, ToolCall
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
 
@@ -86,31 +88,84 @@ class Choice:
     if self._wants_token_ids:
       choice["token_ids"] = list(delta.token_ids)
     if finished is not None:
-      choice["finish_reason"] = _REASONS[finished.reason]
+      choice["finish_reason"] = self._reason(finished)
       matched = finished.WhichOneof("matched")
       choice["stop_reason"] = getattr(finished, matched) if matched else None
     return choice
+
+  def _reason(self, finished: pb.Finished) -> str:
+    return _REASONS[finished.reason]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calls:
+  """Which calls of tools an answer may have.
+
+  Attributes:
+    form: how the model writes them.
+    names: of the tools.
+    parallel: several in one answer; else those after the first are left out.
+  """
+
+  form: CallFormat
+  names: Sequence[str]
+  parallel: bool
 
 
 class ChatChoice(Choice):
   """As /v1/chat/completions has it. The role comes with the first text, so that no chunk looks like a first token."""
 
-  _began = False
+  def __init__(self, index: int, names: TokenNames, *, logprobs: bool, token_ids: bool, calls: Calls | None):
+    """Args: calls: None leaves them in the text."""
+    super().__init__(index, names, logprobs=logprobs, token_ids=token_ids)
+    self._began = False
+    self._calls = calls
+    self._scanner = None if calls is None else CallScanner(calls.form, calls.names)
+    self._num_calls = 0
 
   def _body(self, delta: pb.Delta, finished: pb.Finished | None, *, whole: bool) -> dict[str, Any] | None:
     logprobs = {"content": [self._entry(entry) for entry in delta.logprobs]} if self._wants_logprobs else None
+    text, calls = self._parsed(delta.text, ended=finished is not None)
     if whole:
-      return {"message": {"role": "assistant", "content": delta.text, "refusal": None}, "logprobs": logprobs}
-    if not (delta.text or delta.logprobs or finished is not None or (self._wants_token_ids and delta.token_ids)):
+      message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+      return {"message": message | ({"tool_calls": calls} if calls else {}), "logprobs": logprobs}
+    if not (text or calls or delta.logprobs or finished is not None or (self._wants_token_ids and delta.token_ids)):
       return None
     message: dict[str, Any] = {}
     if not self._began:
       self._began = True
       message["role"] = "assistant"
       message["content"] = ""
-    if delta.text:
-      message["content"] = delta.text
+    if text:
+      message["content"] = text
+    if calls:
+      message["tool_calls"] = [{"index": self._num_calls - len(calls) + at, **call} for at, call in enumerate(calls)]
     return {"delta": message, "logprobs": logprobs}
+
+  def _parsed(self, text: str, *, ended: bool) -> tuple[str, list[dict[str, Any]]]:
+    """The text and the calls that became certain."""
+    if self._calls is None or self._scanner is None:
+      return text, []
+    pieces = self._scanner.push(text)
+    if ended:
+      pieces += self._scanner.flush()
+    calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
+    if not self._calls.parallel:
+      calls = calls[: 1 - self._num_calls]
+    self._num_calls += len(calls)
+    written = [
+      {
+        "id": self._calls.form.new_id(),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+      }
+      for call in calls
+    ]
+    return "".join(piece for piece in pieces if isinstance(piece, str)), written
+
+  def _reason(self, finished: pb.Finished) -> str:
+    reason = super()._reason(finished)
+    return "tool_calls" if self._num_calls and reason == "stop" else reason
 
   def _entry(self, entry: pb.TokenLogprobs) -> dict[str, Any]:
     top = [self._one(top.token_id, top.logprob) for top in entry.top]

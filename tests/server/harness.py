@@ -18,8 +18,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from engine.batch import Runner
+from engine.checked import CheckedEngine
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.scheduler import Scheduler
 from server.admin import AdminActions
 from server.generation import Generations
@@ -87,13 +87,14 @@ class Served:
 
   address: str
   host: Host
-  engine: Engine
+  engine: CheckedEngine
   runner: SlowRunner
   generations: Generations
   channel: grpc.Channel
   loop: asyncio.AbstractEventLoop
   thread: threading.Thread
   exit_code: list[int]
+  breaks: bool = False  # the test breaks an invariant
 
   @property
   def generation(self) -> pb_grpc.GenerationServiceStub:
@@ -169,7 +170,8 @@ def running(
     prefill_chunk=64,
     eos_token_ids=(END,),
   )
-  host_options = dataclasses.replace(host or HostOptions(), port=(host.port if host and host.port != 50051 else 0))
+  host = host or HostOptions()
+  host_options = dataclasses.replace(host, port=host.port if host.port != 50051 else 0, debug_invariants=True)
   started = threading.Event()
   box: list[Served] = []
   failure: list[BaseException] = []
@@ -178,7 +180,7 @@ def running(
     server = Host(host_options, admin)
     port = await server.start()
     runner = SlowRunner(config, poison)
-    engine = Engine(Scheduler(config), device or runner, time.monotonic, server.emit)
+    engine = CheckedEngine(Scheduler(config), device or runner, time.monotonic, server.emit)
     generations = Generations(engine, tokenizer)
     if serve:
       await server.serve(
@@ -241,8 +243,12 @@ def running(
     _LIVE.remove(served)
     if failure:
       raise failure[0]
+  invariants = served.host.invariants
+  breach = invariants.breach if invariants is not None else None
+  assert (breach is not None) == served.breaks, breach
   if served.exit_code == [0]:
     assert served.blocks_in_use == 0, "pages leaked"
+    assert served.engine.num_checks > 0 or not serve
     assert served.engine.num_live == 0, "requests leaked"
   assert len(served.generations) == 0
 

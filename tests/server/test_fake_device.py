@@ -21,7 +21,13 @@ def fake_server(folder: pathlib.Path, *arguments: str):
   """The address of a server with all of the demo model but its weights."""
   port_file = folder / "port"
   process = start(
-    "--fake_device", f"--model={DEMO}", "--port=0", f"--port_file={port_file}", "--prefill_chunk=64", *arguments
+    "--fake_device",
+    "--debug_invariants",
+    f"--model={DEMO}",
+    "--port=0",
+    f"--port_file={port_file}",
+    "--prefill_chunk=64",
+    *arguments,
   )
   try:
     yield f"127.0.0.1:{wait_for_file(port_file, process).strip()}"

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import grpc
 import pytest
@@ -168,6 +169,42 @@ def test_zero_is_unset_where_there_is_no_presence(server):
   assert [token for chunk in chunks for token in chunk.token_ids] == wanted
 
 
+CONSTRAINTS = {
+  "json_schema": json.dumps({"enum": ["aaa", "bab"]}),
+  "regex": "[ab]{3}",
+  "grammar": "root ::= [ab] [ab] [ab]",
+  "choice": vllm_pb.ChoiceConstraint(choices=["aaa", "bab"]),
+}
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_constrained_outputs(server, tokenizer, kind):
+  for from_first_token in (False, True):
+    answers = ask(
+      server,
+      n=8,
+      seed=1,
+      max_tokens=40,
+      stream=False,
+      grammar_from_first_token=from_first_token,
+      **{kind: CONSTRAINTS[kind]},
+    )
+    for index in range(8):
+      _, complete = parts(answers, index)
+      text = tokenizer.decode(complete.output_ids, skip_special_tokens=True)
+      assert complete.finish_reason == "stop" and re.fullmatch('[ab]{3}|"(aaa|bab)"', text), text
+
+
+def test_any_json_object(server, tokenizer):
+  answers = ask(server, n=16, seed=1, max_tokens=300, stream=False, json_object=True)
+  ended = [
+    complete for complete in (parts(answers, index)[1] for index in range(16)) if complete.finish_reason == "stop"
+  ]
+  assert ended
+  for complete in ended:
+    assert isinstance(json.loads(tokenizer.decode(complete.output_ids, skip_special_tokens=True)), dict)
+
+
 BAD = {
   "no input": (vllm_pb.GenerateRequest().SerializeToString(), "input is missing: send tokenized or text"),
   "empty": (vllm_pb.GenerateRequest(tokenized=vllm_pb.TokenizedInput()).SerializeToString(), "prompt is empty"),
@@ -187,10 +224,10 @@ BAD = {
     vllm_pb.GenerateRequest(tokenized=vllm_pb.TokenizedInput(input_ids=IDS)).SerializeToString() + b"\x3a\x00",
     "vllm.grpc.engine.GenerateRequest.7 is not a field that this server knows: leave it out",
   ),
-  "constraint": (
+  "structural tag": (
     vllm_pb.GenerateRequest(tokenized=vllm_pb.TokenizedInput(input_ids=IDS)).SerializeToString()
-    + b"\x22\x05\x8a\x01\x02a*",
-    "vllm.grpc.engine.SamplingParams.17 is not a field that this server knows",
+    + b"\x22\x05\x9a\x01\x02{}",
+    "vllm.grpc.engine.SamplingParams.19 is not a field that this server knows",
   ),
   "malformed": (b"\xff\xff", "the 2 bytes are no vllm.grpc.engine.GenerateRequest"),
 }
@@ -204,6 +241,11 @@ for name, value in {
   "logprobs": -1,
   "prompt_logprobs": 21,
   "repetition_penalty": float("nan"),
+  "json_schema": "{",
+  "regex": "(?=a)b",
+  "grammar": "nothing",
+  "json_object": False,
+  "choice": vllm_pb.ChoiceConstraint(),
 }.items():
   BAD[name] = (
     vllm_pb.GenerateRequest(

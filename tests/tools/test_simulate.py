@@ -1,5 +1,6 @@
 """The simulator: time by hand, decisions equal to the real engine's, routers, transfers, the search, bad input."""
 
+import itertools
 import json
 import pathlib
 import subprocess
@@ -92,6 +93,29 @@ def test_the_host_stands_between_steps_when_it_is_slower_than_the_device():
   )
   # Launches end at 0.1, 0.2, 0.31 and 0.42; values are taken in once the next launch is through.
   assert times(simulation)[0] == pytest.approx([0.21, 0.32, 0.43, 0.48])
+
+
+def test_cold_steps_take_longer_until_decodes_have_run():
+  table = StepCosts(((8, 1.0),), cold_s=(0.5, 0.25))
+  small = config(token_budgets=(8,), max_num_seqs=8, prefill_chunk=8)
+  simulation = run([Arrival(0, 0.0, bytes(4), 4), Arrival(1, 50.0, bytes(4), 1)], small, table)
+  first, second = (times(simulation)[name] for name in (0, 1))
+  # The prompt finds the device idle; the decode behind it finds the caches full of the prompt's.
+  assert first == pytest.approx([1.5, 3.0, 4.25, 5.25])
+  assert second == pytest.approx([51.5])
+
+
+def test_steps_and_launches_are_drawn_from_their_spread():
+  table = StepCosts(
+    ((8, 1.0),), host=HostCosts(launch_s=0.01), spread=((8, (1.0, 2.0)),), launch_spread=((1.0, 3.0),) * 2
+  )
+  small = config(token_budgets=(8,), max_num_seqs=8, prefill_chunk=8)
+  arrivals = [Arrival(0, 0.0, bytes(4), 400)]
+  taken, again = (times(run(arrivals, small, table))[0] for _ in range(2))
+  assert taken == again, "a run can be repeated"
+  gaps = [round(after - before, 6) for before, after in itertools.pairwise(taken)]
+  assert set(gaps) == {1.0, 2.0}, "the host's part hides behind the device"
+  assert 140 < gaps.count(1.0) < 260
 
 
 def test_what_arrives_during_a_step_is_seen_by_the_next_one():

@@ -1,5 +1,6 @@
 """The cost table: what a step is made of, the fit, files, and one measured on a tiny model."""
 
+import dataclasses
 import json
 import random
 
@@ -15,13 +16,16 @@ from tools.step_costs import (
   HostCosts,
   Point,
   StepCosts,
+  Warmth,
   Work,
+  calibrated,
   fit,
   fit_host,
   least_squares,
   points_of,
   read_step_trace,
   roofline,
+  with_launch_spread,
   work_of,
 )
 
@@ -34,6 +38,9 @@ TABLE = StepCosts(
   prefill_pair_s=1e-9,
   host=HostCosts(1e-4, 1e-6, 1e-7, 1e-5, 5e-5, 2e-6),
   kv_bytes_per_token=4096,
+  cold_s=(4e-4, 3e-4, 2e-4),
+  spread=((8, (0.5, 1.0, 3.0)), (64, (1.0,))),
+  launch_spread=((1.0, 2.0), (1.0,)),
   about={"source": "made up", "device": "none"},
 )
 LLAMA_8B = {
@@ -109,6 +116,54 @@ def test_noise_does_not_make_costs_too_small():
   assert found[0] + found[1] * 25 == pytest.approx(4.5, rel=0.1)
 
 
+def test_a_device_is_cold_after_idle_moments_and_after_prompts():
+  warmth = Warmth()
+  found = []
+  # (launched, has a prompt, ends): a prompt, decodes behind it, a moment of nothing, a decode launched as another ends.
+  for launched, has_prompt, ends in [
+    (0.0, True, 0.01),
+    (0.005, False, 0.02),
+    (0.015, False, 0.03),
+    (0.025, False, 0.04),
+    (0.2, False, 0.21),
+    (0.2105, False, 0.22),
+  ]:
+    found.append(warmth.step(launched, has_prompt))
+    warmth.ended(ends)
+  assert found == [0, 0, 1, 2, 0, 1]
+  assert [TABLE.cold(since) for since in (0, 1, 2, 3, 4, 100)] == [4e-4, 3e-4, 2e-4, 2e-4, 0, 0]
+
+
+def test_calibration_finds_what_an_engine_adds():
+  rng = random.Random(7)
+  plain = StepCosts(((8, 1e-3), (64, 5e-3), (128, 9e-3)), decode_row_s=1e-5)
+  truth = StepCosts(((8, 1.5e-3), (64, 6e-3), (128, 9e-3)), decode_row_s=1e-5, cold_s=(8e-4, 4e-4))
+  points = []
+  for number in range(6000):
+    tokens, since = rng.choice((8, 8, 64)), number % 40
+    work = Work(rng.randint(1, 8), 100, 0, 0, 0) if tokens == 8 else Work(8, 800, 40, 40, 820)
+    seconds = (truth.seconds(tokens, work) + truth.cold(since)) * rng.choice((0.8, 1.0, 1.2))
+    points.append(Point(tokens, work, seconds, since))
+  found = calibrated(plain, points)
+  assert found.rung(8) == pytest.approx(1.5e-3, rel=0.05)
+  assert found.rung(64) == pytest.approx(6e-3, rel=0.05)
+  assert found.rung(128) == pytest.approx(9e-3 * 1.4, rel=0.15), "a rung nobody saw moves as the others do"
+  assert found.cold_s[:2] == pytest.approx((8e-4, 4e-4), rel=0.3)
+  assert max(found.cold_s[2:]) < 1e-4
+  for tokens in (8, 64):
+    factors = found.factors(tokens)
+    assert (factors[10], factors[50], factors[90]) == pytest.approx((0.8, 1.0, 1.2), rel=0.06)
+
+
+def test_launches_of_prompts_have_a_spread_of_their_own():
+  decodes = [(4, 0, 0, TABLE.launch_seconds(4, 0, 0) * factor) for factor in (1.0, 2.0) * 40]
+  prompts = [(1, 50, 1, TABLE.launch_seconds(1, 50, 1) * factor) for factor in (1.0, 5.0) * 40]
+  decode_factors, prompt_factors = with_launch_spread(TABLE, decodes + prompts).launch_spread
+  assert set(decode_factors) == {1.0, 2.0}
+  assert set(prompt_factors) == {1.0, 5.0}
+  assert with_launch_spread(TABLE, decodes).launch_spread[1] == (1.0,), "too few say nothing"
+
+
 def test_too_few_steps_cannot_be_fitted():
   with pytest.raises(ConfigError, match="3 steps cannot tell 6 costs apart"):
     fit([Point(8, Work(1, 1, 0, 0, 0), 1.0)] * 3)
@@ -129,6 +184,10 @@ def test_a_table_comes_back_from_its_file(tmp_path):
     ({"decode_key_s": "nan"}, "not a finite time"),
     ({"host": {"launch": 1}}, "damaged"),
     ({"kv_bytes_per_token": None}, "damaged"),
+    ({"spread": {"8": []}}, "no quantile"),
+    ({"spread": {"8": ["nan"]}}, "not a finite time"),
+    ({"cold_s": [-1.0]}, "not a finite time"),
+    ({"launch_spread": [[1.0]]}, "damaged"),
   ],
 )
 def test_a_damaged_table_is_one_clear_error(tmp_path, change, complaint):
@@ -192,16 +251,17 @@ def test_recorded_steps_make_points(tmp_path):
   config = EngineConfig(
     vocab_size=10, max_model_len=64, num_blocks=8, token_budgets=(8, 64), max_num_seqs=8, prefill_chunk=64
   )
-  simulation = Simulation(config, TABLE, Fleet(), Collector(Objectives()))
+  table = dataclasses.replace(TABLE, spread=(), cold_s=(), launch_spread=((1.0,), (1.0,)))
+  simulation = Simulation(config, table, Fleet(), Collector(Objectives()))
   simulation.replicas[0].engine.start_trace(path)
   simulation.run(made_up([(0.0, 3, 4)]))
   simulation.replicas[0].engine.recorder.stop_trace()
   points = points_of(read_step_trace(path))
-  assert [(point.tokens, point.work) for point in points] == [
-    (8, Work(0, 0, 3, 3, 6)),
-    (8, Work(1, 4, 0, 0, 0)),
-    (8, Work(1, 5, 0, 0, 0)),
-    (8, Work(1, 6, 0, 0, 0)),
+  assert [(point.tokens, point.work, point.since_cold) for point in points] == [
+    (8, Work(0, 0, 3, 3, 6), 0),
+    (8, Work(1, 4, 0, 0, 0), 0),
+    (8, Work(1, 5, 0, 0, 0), 1),
+    (8, Work(1, 6, 0, 0, 0), 2),
   ]
   # The recorder writes microseconds; a step is timed from the launch, or from the end of the one before.
   for point in points:

@@ -132,7 +132,7 @@ BAD_BODIES = {
   "kwargs": (chat(chat_template_kwargs={"messages": 1}), "chat_template_kwargs.messages", "is not a variable"),
   "kwargs object": (chat(chat_template_kwargs={"a": {}}), "chat_template_kwargs", "numbers, or a word"),
   "tools": (chat(tools=[TOOL]), "tools", "template does not know them"),
-  "forced tool": (chat(tools=[TOOL], tool_choice="required"), "tool_choice", "not there yet"),
+  "forced tool": (chat(tool_choice="required"), "tool_choice", "there are no tools"),
   "nameless tool": (chat(tools=[{"type": "function"}]), "tools[0]", "a function with a name"),
   "functions": (chat(functions=[]), "functions", "send tools"),
   "audio": (chat(modalities=["audio"]), "modalities", "the model writes text"),

@@ -223,18 +223,18 @@ def test_errors_of_one_request_have_their_status(tokenizer):
       assert (poisoned.value.status_code, poisoned.value.code) == (500, "generation_failed")
       assert server.generations.num_started == 1 + stream, "and it was not sent again"
     server.runner.seconds = 0.005
-    with client.completions.create(**asked, prompt=IDS, stream=True, extra_body={"ignore_eos": True}) as running_one:
+    safe = {"ignore_eos": True, "allowed_token_ids": [20, 21]}  # never the poison
+    with client.completions.create(**asked, prompt=IDS, stream=True, extra_body=safe) as running_one:
       next(iter(running_one))
       for stream in (False, True):
         with pytest.raises(openai.InternalServerError) as late:
-          client.completions.create(**asked, prompt=IDS, stream=stream)
+          client.completions.create(**asked, prompt=IDS, stream=stream, extra_body=safe)
         assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
     answers = []
 
     def ask():
-      extra = {"request_id": "a", "ignore_eos": True}
       with pytest.raises(openai.APIStatusError) as aborted:
-        client.completions.create(**asked, prompt=IDS, extra_body=extra)
+        client.completions.create(**asked, prompt=IDS, extra_body=safe | {"request_id": "a"})
       answers.append(aborted.value)
 
     thread = threading.Thread(target=ask)

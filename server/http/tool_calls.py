@@ -1,0 +1,254 @@
+"""Finds calls of tools in what a model writes. Knows no request and no socket; may not change a text that is no call.
+
+A model writes calls as text, in the form it was trained on. A call comes out once it is whole, if it is well-formed and
+names a tool that was offered; everything else comes out as the text that it is. However an output is split into pieces,
+the same calls and the same text come out of it, and the time it takes grows with its length alone: each candidate is
+looked at again only when it has grown by a quarter, and is over with MAX_CALL_CHARS.
+"""
+
+from collections.abc import Iterable
+import dataclasses
+import functools
+import json
+import re
+import secrets
+from typing import Any
+
+# What may be held back for one call, or for one list of them; a longer one is text.
+MAX_CALL_CHARS = 256 << 10
+# Candidates in one output, calls or not; what follows is text.
+MAX_CALLS = 128
+_SPACE = " \t\r\n"
+# Between a marker and the JSON.
+_MAX_SPACE = 16
+_SEPARATORS = re.compile(r"[ \t\r\n;]*")
+# Control characters may stand in strings: models write line breaks there.
+_decode = json.JSONDecoder(strict=False).raw_decode
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ToolCall:
+  """One call: the tool's name, and its arguments as the text of a JSON object."""
+
+  name: str
+  arguments: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallFormat:
+  """How a family of models writes calls.
+
+  Attributes:
+    marker: stands before calls; may be empty.
+    bare: an output that begins with `opener` is calls, too, with nothing before them.
+    opener: the first character of the JSON: "{" of a call, "[" of a list of calls.
+    ending: stands behind each call; empty: calls go on to the end of the output.
+    arguments: the key of a call's arguments.
+    short_ids: the model's template wants ids of nine letters and digits.
+  """
+
+  marker: str
+  bare: bool
+  opener: str
+  ending: str
+  arguments: str = "arguments"
+  short_ids: bool = False
+
+  def new_id(self) -> str:
+    """An id for a call."""
+    return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"
+
+
+FORMATS = {
+  # Hermes, Qwen2.5, Qwen3: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+  "hermes": CallFormat("<tool_call>", False, "{", "</tool_call>"),
+  # Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}; several have semicolons between them.
+  "llama3": CallFormat("<|python_tag|>", True, "{", "", "parameters"),
+  # Mistral: [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]
+  "mistral": CallFormat("[TOOL_CALLS]", False, "[", "", short_ids=True),
+}
+PARSERS = ("auto", *FORMATS, "none")
+# What the chat template of each writes or tells the model, by which it is known.
+_SIGNS = (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama3", '"parameters"'))
+
+
+def find_format(parser: str, template: str | None) -> CallFormat | None:
+  """What --tool_call_parser means for a model with this chat template; None: its calls stay text."""
+  if parser == "auto":
+    parser = next((name for name, sign in _SIGNS if sign in (template or "")), "none")
+  return FORMATS.get(parser)
+
+
+def forced_format(form: CallFormat | None) -> CallFormat:
+  """The format of an output that is held to a list of calls, by a model with this format of its own."""
+  return dataclasses.replace(form or FORMATS["hermes"], marker="", bare=True, opener="[", ending="")
+
+
+@functools.lru_cache(maxsize=16)
+def _beginning(form: CallFormat) -> re.Pattern[str]:
+  """Finds where a call begins, inside of text."""
+  if not form.marker:
+    return re.compile(r"(?!)")
+  return re.compile(f"{re.escape(form.marker)}[{_SPACE}]{{0,{_MAX_SPACE}}}{re.escape(form.opener)}")
+
+
+class CallScanner:
+  """Text in; text and calls out, in order. Between pushes it holds what may be the beginning of a call."""
+
+  def __init__(self, form: CallFormat, names: Iterable[str]):
+    """Args: form: how the model writes calls. names: of the tools that were offered."""
+    self._form = form
+    self._names = frozenset(names)
+    self._held: list[str] = []
+    self._size = 0
+    # In a candidate: what is held begins with it, from its marker on.
+    self._in_call = False
+    self._look_at = 0
+    # Nothing but space has come.
+    self._at_start = form.bare
+    # Space behind a call is part of it.
+    self._after_call = False
+    self._num_candidates = 0
+
+  def push(self, text: str) -> list[str | ToolCall]:
+    """What is certain now."""
+    if not (self._size or self._at_start or self._after_call or self._form.marker[:1] in text):
+      return [text] if text else []  # nearly always
+    self._held.append(text)
+    self._size += len(text)
+    return [] if self._size < self._look_at else self._scan(ended=False)
+
+  def flush(self) -> list[str | ToolCall]:
+    """All that was held back: the output has ended."""
+    return self._scan(ended=True)
+
+  def _scan(self, *, ended: bool) -> list[str | ToolCall]:
+    text, at = "".join(self._held), 0
+    found: list[str | ToolCall] = []
+    while at < len(text):
+      calls: list[ToolCall] = []
+      if self._in_call:
+        judged = self._judge(text, at, ended=ended)
+        if judged is None:
+          break
+        stop, calls = judged
+        self._in_call = False
+      else:
+        stop = self._find_candidate(text, at, ended=ended)
+      if calls:
+        found += calls
+        self._after_call = True
+      else:
+        self._show(found, text[at:stop])
+      if stop == at and not self._in_call:
+        break
+      at = stop
+    self._held, self._size = [text[at:]], len(text) - at
+    # A candidate is looked at again when it has grown: so all looks together take linear time.
+    self._look_at = self._size + self._size // 4 + _MAX_SPACE if self._in_call else 0
+    return found
+
+  def _show(self, found: list[str | ToolCall], text: str) -> None:
+    if self._after_call:
+      text = text.lstrip(_SPACE)
+    if text:
+      self._after_call = False
+      found.append(text)
+
+  def _find_candidate(self, text: str, at: int, *, ended: bool) -> int:
+    """Up to where text[at:] is text. What follows is a candidate, if `_in_call` is set, or may become one."""
+    form = self._form
+    if self._num_candidates >= MAX_CALLS:
+      return len(text)
+    start = -1
+    if self._at_start:
+      first = len(text) - len(text[at:].lstrip(_SPACE))
+      self._at_start = first == len(text)
+      if text.startswith(form.opener, first):
+        start = first
+    if start < 0:
+      begun = _beginning(form).search(text, at)
+      start = begun.start() if begun else -1
+    if start >= 0:
+      self._in_call = True
+      self._num_candidates += 1
+      return start
+    if ended or not form.marker:
+      return len(text)
+    # A marker with nothing but space behind it, or a part of one.
+    last = text.rfind(form.marker, max(at, len(text) - len(form.marker) - _MAX_SPACE))
+    if last >= 0 and not text[last + len(form.marker) :].strip(_SPACE):
+      return last
+    for size in range(min(len(form.marker) - 1, len(text) - at), 0, -1):
+      if text.endswith(form.marker[:size]):
+        return len(text) - size
+    return len(text)
+
+  def _judge(self, text: str, at: int, *, ended: bool) -> tuple[int, list[ToolCall]] | None:
+    """(where the candidate at text[at:] stops, its calls, none if it is text); None: that cannot be known yet."""
+    form, limit = self._form, at + MAX_CALL_CHARS
+    begun = _beginning(form).match(text, at)
+    begin = begun.end() - 1 if begun else at
+    is_long = len(text) >= limit
+    if not form.ending:
+      if is_long:
+        return limit, []
+      return (len(text), self._calls(text[begin:])) if ended else None
+    span = 0
+    while True:
+      stop = text.find(form.ending, begin + 2 * span, limit)
+      if stop < 0 and not (is_long or ended):
+        return None
+      body = text[begin : stop if stop >= 0 else min(len(text), limit)]
+      try:
+        value, end = _decode(body)
+      except json.JSONDecodeError as error:
+        if error.msg.startswith("Unterminated string") and stop >= 0:
+          # The ending stands in a string of the arguments. Each look is twice as long as the one before.
+          span = stop - begin
+          continue
+        wrong = error.pos
+      except (ValueError, RecursionError):
+        wrong = 0
+      else:
+        close = begin + end + len(body) - end - len(body[end:].lstrip(_SPACE))
+        if text.startswith(form.ending, close) and close + len(form.ending) <= limit:
+          return close + len(form.ending), self._checked([value])
+        if ended and not is_long and form.ending.startswith(text[close:]):
+          return len(text), self._checked([value])
+        wrong = end
+      stop = text.find(form.ending, begin + wrong, limit)
+      return (stop + len(form.ending) if stop >= 0 else min(len(text), limit)), []
+
+  def _calls(self, text: str) -> list[ToolCall]:
+    """Of JSON that is calls to its end; else none."""
+    values, at = [], 0
+    try:
+      while at < len(text) and len(values) <= MAX_CALLS:
+        value, at = _decode(text, at)
+        values += value if self._form.opener == "[" else [value]
+        at = _SEPARATORS.match(text, at).end()  # pyright: ignore[reportOptionalMemberAccess]  (it matches anything)
+    except (ValueError, RecursionError, TypeError):
+      return []
+    return self._checked(values)
+
+  def _checked(self, values: list[Any]) -> list[ToolCall]:
+    """All as calls, or none if one is not a call, or they are too many."""
+    calls = [call for value in values[: MAX_CALLS + 1] if (call := self._call(value)) is not None]
+    return calls if len(calls) == len(values) <= MAX_CALLS else []
+
+  def _call(self, value: Any) -> ToolCall | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in self._names:
+      return None
+    arguments = value.get("arguments", value.get("parameters"))
+    try:
+      if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+      if not isinstance(arguments, dict | None):
+        return None
+      # Not everything that Python reads is JSON, nor can all of it be sent: infinities, halves of surrogate pairs.
+      text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+      text.encode()
+    except (ValueError, RecursionError):
+      return None
+    return ToolCall(value["name"], text)

@@ -1,0 +1,141 @@
+"""The books of a whole server, as seen on its event loop: what was accepted, what became of it, what is left of it.
+
+`report` is always there, for tests that look from outside. With --debug_invariants the books are also checked, and the
+server dies of the first that is wrong. Changes nothing.
+"""
+
+import asyncio
+from collections.abc import Callable
+import contextlib
+import os
+import threading
+
+from engine.checked import CheckedEngine
+from engine.disaggregated import AnyEngine, DisaggregatedEngine
+from engine.errors import InvariantBroken
+from engine.request import FinishReason
+from server.generation import Generations
+from server.proto import admin_pb2 as pb
+
+_PERIOD_S = 0.2
+# Between the engine's end of a request and its arrival here, a loaded machine may take a while.
+_PATIENCE = 25  # looks
+# Tasks of a call in progress, of gRPC and of HTTP.
+_CALLS = ("_schedule_rpc_coro", "_handle_exceptions", "RequestResponseCycle.run_asgi")
+
+
+class Invariants:
+  """Of one server. Everything here runs on the event loop."""
+
+  def __init__(self, engine: AnyEngine, generations: Generations, on_breach: Callable[[BaseException], None]):
+    """Args: on_breach: is told what is wrong, once; a dead engine tells its host itself."""
+    self._engine = engine
+    self._generations = generations
+    self._on_breach = on_breach
+    self._loop = asyncio.get_running_loop()
+    self._num_checks = 0
+    self._breach: BaseException | None = None
+    self._watch: asyncio.Task | None = None
+    self._tasks_at_rest: int | None = None
+    self._unrest = 0
+
+  def start(self) -> None:
+    """Begins to check, until a breach or stop()."""
+    self._watch = asyncio.create_task(self._run())
+
+  def stop(self) -> None:
+    """Checks no more: a server that is taken down has tasks of its own."""
+    if self._watch is not None:
+      self._watch.cancel()
+
+  @property
+  def num_checks(self) -> int:
+    """Turns of the engine's loop after which, and looks from here at which, everything was right."""
+    return self._num_checks + sum(side.num_checks for side in self._sides())
+
+  @property
+  def breach(self) -> BaseException | None:
+    """What was found wrong, here or in the engine."""
+    if self._breach is None and isinstance(self._engine.dead, InvariantBroken):
+      return self._engine.dead
+    return self._breach
+
+  def _sides(self) -> list[CheckedEngine]:
+    engine = self._engine
+    sides = (engine.prefill, engine.decode) if isinstance(engine, DisaggregatedEngine) else (engine,)
+    return [side for side in sides if isinstance(side, CheckedEngine)]
+
+  async def _run(self) -> None:
+    while self._engine.dead is None:
+      await asyncio.sleep(_PERIOD_S)
+      try:
+        self.check()
+      except AssertionError as error:
+        self._breach = InvariantBroken(str(error))
+        self._on_breach(self._breach)
+        return
+      self._num_checks += 1
+
+  def check(self) -> None:
+    """Asserts what holds at every turn of the event loop, and what must come to hold when nothing is asked for."""
+    self._generations.check()
+    names = [_name(task) for task in asyncio.all_tasks(self._loop)]
+    if len(self._generations) or self._engine.num_live or any(name in _CALLS for name in names):
+      self._unrest = 0
+      return
+    if self._tasks_at_rest is None:
+      self._tasks_at_rest = len(names)
+    lingering, tasks = self._generations.num_lingering, len(names) - self._tasks_at_rest
+    used = self._engine.stats().blocks_used
+    if not lingering and tasks <= 0 and not used:
+      self._unrest = 0
+      return
+    self._unrest += 1
+    found = f"{lingering} outputs, {used} KV blocks and {tasks} tasks more than at the start ({sorted(names)})"
+    assert self._unrest < _PATIENCE, f"nothing is asked for, and there are still {found}"
+
+  def report(self) -> pb.GetInvariantsResponse:
+    """All the books as they stand."""
+    engine, generations = self._engine, self._generations
+    stats = engine.stats()
+    ended = stats.finished
+    breach = self.breach
+    return pb.GetInvariantsResponse(
+      enabled=bool(self._sides()),
+      checks_total=self.num_checks,
+      breaches_total=int(breach is not None),
+      breach=str(breach) if breach is not None else "",
+      requests_accepted_total=engine.num_accepted,
+      requests_finished_total=ended[FinishReason.STOP] + ended[FinishReason.LENGTH],
+      requests_failed_total=ended[FinishReason.ERROR] + ended[FinishReason.TIMEOUT],
+      requests_cancelled_total=ended[FinishReason.ABORT],
+      requests_live=engine.num_live,
+      generations_started_total=generations.num_started,
+      generations_finished_total=generations.num_ended["finished"],
+      generations_failed_total=generations.num_ended["failed"],
+      generations_cancelled_total=generations.num_ended["cancelled"],
+      generations_live=len(generations),
+      kv_blocks=stats.num_blocks,
+      kv_blocks_in_use=stats.blocks_used,
+      kv_blocks_cached=stats.blocks_cached,
+      asyncio_tasks=len(asyncio.all_tasks(self._loop)),
+      threads=threading.active_count(),
+      open_files=_open_files(),
+      rss_bytes=_rss_bytes(),
+    )
+
+
+def _name(task: asyncio.Task) -> str:
+  return getattr(task.get_coro(), "__qualname__", "")
+
+
+def _open_files() -> int:
+  with contextlib.suppress(OSError):
+    return len(os.listdir("/proc/self/fd"))
+  return 0
+
+
+def _rss_bytes() -> int:
+  with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
+    return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+  return 0
