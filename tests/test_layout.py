@@ -34,6 +34,7 @@ ROOMS = (
       "google",
       "jinja2",
       "llguidance",
+      "msgpack",
       "opentelemetry",
       "prometheus_client",
       "tokenizers",

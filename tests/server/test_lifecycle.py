@@ -453,7 +453,7 @@ def test_clients_of_all_kinds_at_once(tokenizer):
       outcomes = list(pool.map(behave, range(400)))
     assert {"exact", "cancel", "deadline", "mistake"} <= set(outcomes)
     served.wait_until(lambda: served.engine.num_live == 0 and len(served.generations) == 0)
-    assert not served.generations._outputs and not served.generations._lingering
+    assert not served.generations._outputs and not served.port._held
 
 
 def test_reflection_speaks_both_versions(served):

@@ -368,9 +368,9 @@ def test_a_refusal_is_such_that_a_client_may_retry(tokenizer):
     refused = []
     start = served.generations.start
 
-    def watched(*arguments):
+    async def watched(*arguments):
       try:
-        return start(*arguments)
+        return await start(*arguments)
       except Exception as error:
         refused.append(error)
         served.runner.go.set()

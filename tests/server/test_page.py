@@ -12,6 +12,8 @@ import pytest
 
 from engine.block_pool import BlockPool
 from engine.errors import Overloaded
+from server.call_log import CallLog
+from server.counts import own_census
 from server.host import HostOptions
 from server.page.feed import Feed, _cells
 from server.page.routes import PUBLIC_PATHS
@@ -90,7 +92,8 @@ def test_a_server_that_loads_has_a_page(tokenizer):
 
 def test_a_slow_reader_gets_the_newest_tick():
   async def run() -> None:
-    feed = Feed(Service(), tick_s=0.001, max_readers=1)
+    service = Service()
+    feed = Feed(service, own_census(service, CallLog()), tick_s=0.001, max_readers=1)
     reader = feed.messages()
     await anext(reader)
     with pytest.raises(Overloaded):
