@@ -283,6 +283,17 @@ def test_an_engine_that_stands_is_told_to_streams(tokenizer):
   assert received.count(b'"code":"engine_dead"') == 1 and b"[DONE]" not in received
 
 
+def test_no_answer_waits_for_the_acknowledgement_of_its_headers(server):
+  """Nagle's algorithm is off: else, with a client that delays acknowledgements, each answer takes 40 ms longer."""
+  with connect(server) as connection:
+    connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert b"200 OK" in read_until(connection, b"}")
+    http = server.host._http
+    assert http is not None
+    sockets = [each.transport.get_extra_info("socket") for each in list(http._state.connections)]
+    assert sockets and all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets)
+
+
 def test_before_it_is_ready(tokenizer):
   with (
     running(tokenizer, host=HostOptions(http_port=0), serve=False) as server,
