@@ -42,6 +42,8 @@ from server.tokenizer import Tokenizer
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 _DEFAULT_HTTP_PORT = 8000
+# Reading a tokenizer keeps everything else from running; what takes longer is not one.
+_TOKENIZER_LIMIT_S = 120.0
 
 # Names are those of BuildOptions, EngineConfig and HostOptions; texts say what a user must know to choose.
 _MODEL = flags.DEFINE_string("model", str(_ROOT / "models" / "demo"), "Model folder, of Hugging Face or of Sluice.")
@@ -442,9 +444,10 @@ def _build(emit: Emit, token_budgets: tuple[int, ...]):
   from engine.device.build import BuildOptions
   from engine.device.build import build as build_engine
 
-  options = BuildOptions(model_dir=_MODEL.value, **settings)
   # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
   tokenizer = _load_tokenizer()
+  num_token_ids = tokenizer.num_token_ids if tokenizer is not None else 0
+  options = BuildOptions(model_dir=_MODEL.value, num_token_ids=num_token_ids, **settings)
   return build_engine(options, _progress, emit, engine_class=engine_class), tokenizer
 
 
@@ -452,7 +455,9 @@ def _load_tokenizer() -> Tokenizer | None:
   folder = pathlib.Path(_MODEL.value)
   if not (folder / "tokenizer.json").is_file():
     return None
-  return Tokenizer(folder, max_prompt_bytes=_MAX_PROMPT_BYTES.value)
+  _say(f"reading {folder / 'tokenizer.json'}")
+  with watchdog.at_most(_TOKENIZER_LIMIT_S):
+    return Tokenizer(folder, max_prompt_bytes=_MAX_PROMPT_BYTES.value)
 
 
 def _make_host(options: HostOptions, admin: AdminActions) -> Host | Frontends:
@@ -601,6 +606,8 @@ def _main(argv: Sequence[str]) -> int:
     # A task's: nothing of ours ends the program this way.
     _say(f"error: something called exit({error.code}) in the server")
     return 1
+  finally:
+    threading.excepthook = threading.__excepthook__  # lets the host go, while it still can
 
 
 def main() -> None:
