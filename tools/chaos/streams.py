@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 import dataclasses
 import functools
+import gc
 import pathlib
 import random
 import time
@@ -193,7 +194,10 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def on_loop[T](work: Coroutine[Any, Any, T]) -> T:
   """As asyncio.run, but with one loop for the life of a client process: grpc.aio may still call one that is closed."""
-  return _loop().run_until_complete(work)
+  try:
+    return _loop().run_until_complete(work)
+  finally:
+    gc.collect()  # a closed channel that is part of a cycle keeps its connection, which would look like the server's
 
 
 # --- Jobs: each runs in a client process ------------------------------------------------------------------------------
