@@ -45,6 +45,9 @@ _DEFAULT_HTTP_PORT = 8000
 _MODEL = flags.DEFINE_string("model", str(_ROOT / "models" / "demo"), "Model folder, of Hugging Face or of Sluice.")
 _SERVED_MODEL_NAME = flags.DEFINE_string("served_model_name", "", "What clients call it; empty: the model's own name.")
 _BUILD_FLAGS = (
+  flags.DEFINE_bool(
+    "random_weights", False, "Draw the weights instead of reading them, to measure a shape: see models/shapes."
+  ),
   flags.DEFINE_enum(
     "dtype", "auto", ["auto", "float32", "bfloat16"], "Of weights, activations and KV; auto: float32 on CPU."
   ),

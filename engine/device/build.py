@@ -45,6 +45,7 @@ class BuildOptions:
 
   Attributes:
     model_dir: a Hugging Face or a Sluice folder.
+    random_weights: draw the weights; the folder needs config.json alone.
     dtype: of weights, activations and KV: float32 or bfloat16; auto is float32 on CPU, bfloat16 elsewhere.
     attention: name of the paged attention (pallas_kernels.paged_attention.api.IMPLEMENTATIONS); auto is the platform's.
     matmul: xla, or packed: weights are laid out at load for a kernel (pallas_kernels/packed_matmul), on one CPU; auto:
@@ -59,6 +60,7 @@ class BuildOptions:
   """
 
   model_dir: str
+  random_weights: bool = False
   dtype: str = "auto"
   attention: str = "auto"
   matmul: str = "auto"
@@ -247,7 +249,7 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
   started = time.perf_counter()
   progress("load", 0, 1)
   matmul, matmul_reason = _choose_matmul(options.matmul, mesh, dtype)
-  loaded = load_checkpoint(options.model_dir, mesh, dtype, matmul == "packed")
+  loaded = load_checkpoint(options.model_dir, mesh, dtype, matmul == "packed", options.random_weights)
   jax.block_until_ready(loaded.params)
   progress("load", 1, 1)
   load_s = time.perf_counter() - started

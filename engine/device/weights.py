@@ -45,7 +45,9 @@ class LoadedModel:
   name: str
 
 
-def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike, packed: bool = False) -> LoadedModel:
+def load_checkpoint(
+  path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike, packed: bool = False, random_weights: bool = False
+) -> LoadedModel:
   """Loads a model folder of either kind straight to its shardings.
 
   Host memory above the parameters themselves: about one tensor (Hugging Face) or a gibibyte in flight (Orbax).
@@ -55,6 +57,7 @@ def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike, packed
     mesh: as made by engine.device.mesh.make_mesh.
     dtype: of the parameters on the device, bfloat16 or float32, whatever the file holds.
     packed: lay weights out for pallas_kernels/packed_matmul; for a mesh of one CPU.
+    random_weights: draw them on the devices, always the same ones; of the folder only config.json is read.
 
   Raises:
     CheckpointError: names the file, and the tensor where there is one.
@@ -69,7 +72,7 @@ def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike, packed
       f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; --model takes a "
       "Hugging Face or Sluice model folder"
     )
-  is_orbax = orbax_folder.is_one(folder)
+  is_orbax = orbax_folder.is_one(folder) and not random_weights
   if is_orbax:
     orbax_folder.verify(folder)
   raw = _read_json(folder / "config.json")
@@ -84,7 +87,10 @@ def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike, packed
     parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     for (key, leaf), sharding in zip(leaves, jax.tree.leaves(shardings(mesh, abstract)), strict=True)
   }
-  arrays = orbax_folder.load(folder, wanted) if is_orbax else _load_safetensors(folder, config, wanted)
+  if random_weights:
+    arrays = _draw(config, wanted)
+  else:
+    arrays = orbax_folder.load(folder, wanted) if is_orbax else _load_safetensors(folder, config, wanted)
   if packed:
     graphdef, abstract = llama.abstract(config, dtype, packed=True)
     leaves, treedef = jax.tree.flatten_with_path(abstract)
@@ -130,6 +136,20 @@ def _eos_token_ids(folder: pathlib.Path, raw: dict[str, Any]) -> tuple[int, ...]
   if not all(type(token) is int and token >= 0 for token in ids):
     raise CheckpointError(f"{source}: eos_token_id={value!r} must be a token id or a list of them")
   return tuple(ids)
+
+
+def _draw(config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+  """Random parameters, for measuring shapes: matrices keep the variance of their input, so nothing overflows."""
+  arrays = {}
+  for number, (name, leaf) in enumerate(wanted.items()):
+
+    def draw(key: jax.Array, name: str = name, leaf: jax.ShapeDtypeStruct = leaf) -> jax.Array:
+      if name.endswith(".scale"):
+        return jnp.ones(leaf.shape, leaf.dtype)
+      return jax.random.normal(key, leaf.shape, leaf.dtype) * jnp.asarray(config.model_dim**-0.5, leaf.dtype)
+
+    arrays[name] = jax.jit(draw, out_shardings=leaf.sharding)(jax.random.key(number)).block_until_ready()
+  return arrays
 
 
 def _load_safetensors(

@@ -437,3 +437,20 @@ def test_the_command_lines(tmp_path):
   again = run(*convert_it)
   assert again.returncode == 1
   assert again.stderr == f"{tmp_path / 'out'}: exists already; give a new folder or remove this one\n"
+
+
+def test_random_weights_need_no_file_but_the_config_and_are_always_the_same(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(RAW), "utf-8")
+
+  def drawn(packed: bool = False) -> dict[str, np.ndarray]:
+    return arrays(load_checkpoint(str(tmp_path), make_mesh(jax.devices()[:1]), "float32", packed, random_weights=True))
+
+  first, second, packed = drawn(), drawn(), drawn(packed=True)
+  assert_same_bits(first, second)
+  assert first["embed"].std() == pytest.approx(RAW["hidden_size"] ** -0.5, rel=0.1)
+  assert (first["final_norm.scale"] == 1).all()
+  assert packed.keys() == first.keys()
+  assert len({value.tobytes() for value in first.values() if value.ndim > 1}) == sum(v.ndim > 1 for v in first.values())
+  (tmp_path / "config.json").unlink()
+  with pytest.raises(CheckpointError, match="config.json: no such file"):
+    drawn()
