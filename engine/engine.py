@@ -4,8 +4,9 @@ Two crossings between threads: submit() and abort() put messages into the inbox,
 a step out. Every request that submit() accepted gets exactly one event with a finish_reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
+import functools
 import random
 import threading
 
@@ -63,33 +64,42 @@ class Engine:
     return len(self._live)
 
   def submit(self, request: Request) -> None:
-    """Accepts a request or says at once why not; its arrival_time is now.
+    """Accepts a request or says at once why not; its arrival_time is now. Raises as `submit_all`."""
+    self.submit_all((request,))
+
+  def submit_all(self, requests: Sequence[Request]) -> None:
+    """Accepts several requests or none of them.
 
     Raises:
-      InvalidRequest, RequestTooLong: it can never be served.
-      DuplicateRequest: a live request has its id.
-      Overloaded: the queue is full.
+      InvalidRequest, RequestTooLong: one can never be served.
+      DuplicateRequest: a live request has the id of one.
+      Overloaded: the queue has not room for all.
       Unavailable: the engine drains or is dead.
     """
-    validate_request(self.config, request)
-    request.arrival_time = self._clock()
-    if request.params.seed is None:
-      request.seed = random.getrandbits(32)
+    for request in requests:
+      validate_request(self.config, request)
+      request.arrival_time = self._clock()
+      if request.params.seed is None:
+        request.seed = random.getrandbits(32)
     with self._lock:
       if self.dead is not None:
         raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
       if not self._accepting:
         raise Unavailable("the server is shutting down and takes no new requests; send it to another one")
-      if request.id in self._live:
-        raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
-      requests, tokens = of_tenant = self._inbox_of_tenant.get(request.tenant, (0, 0))
-      self._scheduler.check_room(request, self._inbox_requests, self._inbox_tokens, of_tenant)
-      self._live.add(request.id)
-      self.num_accepted += 1
-      self._inbox.append(lambda: self._add(request))
-      self._inbox_requests += 1
-      self._inbox_tokens += request.num_prompt_tokens
-      self._inbox_of_tenant[request.tenant] = requests + 1, tokens + request.num_prompt_tokens
+      num_requests, num_tokens = self._inbox_requests, self._inbox_tokens
+      of_tenant = dict(self._inbox_of_tenant)
+      for request in requests:
+        if request.id in self._live:
+          raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
+        mine = of_tenant.get(request.tenant, (0, 0))
+        self._scheduler.check_room(request, num_requests, num_tokens, mine)
+        num_requests += 1
+        num_tokens += request.num_prompt_tokens
+        of_tenant[request.tenant] = mine[0] + 1, mine[1] + request.num_prompt_tokens
+      self._live.update(request.id for request in requests)
+      self.num_accepted += len(requests)
+      self._inbox += (functools.partial(self._add, request) for request in requests)
+      self._inbox_requests, self._inbox_tokens, self._inbox_of_tenant = num_requests, num_tokens, of_tenant
     self._wake.set()
 
   def take_over(self, request: Request) -> None:

@@ -1,6 +1,6 @@
 """sluice.admin.v1: what an operator may ask of a running server. Decides nothing; each method calls one action."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 import dataclasses
 
 import grpc
@@ -30,7 +30,7 @@ class AdminService:
   """One object a server."""
 
   def __init__(
-    self, actions: AdminActions, drain: Callable[[], int], invariants: Callable[[], pb.GetInvariantsResponse]
+    self, actions: AdminActions, drain: Callable[[], int], invariants: Callable[[], Awaitable[pb.GetInvariantsResponse]]
   ):
     """Args:
     actions: of the composition root.
@@ -72,7 +72,7 @@ class AdminService:
   async def _get_invariants(
     self, request: pb.GetInvariantsRequest, context: grpc.aio.ServicerContext
   ) -> pb.GetInvariantsResponse:
-    return self._invariants()
+    return await self._invariants()
 
   async def _drain_server(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
     return pb.DrainResponse(live_requests=self._drain())

@@ -31,15 +31,19 @@ from engine.policy import POLICIES
 from server import logs, tracing, watchdog
 from server.admin import AdminActions
 from server.errors import NotConfigured, Starting
+from server.frontends import Frontends, TextOptions
 from server.generation import Generations
 from server.host import Host, HostOptions, is_local
 from server.http.tool_calls import PARSERS
+from server.port import LocalEngine
 from server.service import Backend, server_version
 from server.tokenizer import Tokenizer
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 _DEFAULT_HTTP_PORT = 8000
+# Reading a tokenizer keeps everything else from running; what takes longer is not one.
+_TOKENIZER_LIMIT_S = 120.0
 
 # Names are those of BuildOptions, EngineConfig and HostOptions; texts say what a user must know to choose.
 _MODEL = flags.DEFINE_string("model", str(_ROOT / "models" / "demo"), "Model folder, of Hugging Face or of Sluice.")
@@ -307,6 +311,14 @@ _TRACE_FILE = flags.DEFINE_string("trace_file", "", "Step trace (JSON lines); ea
 _TRACE_AT_START = flags.DEFINE_bool("trace_at_start", True, "Record from ready on; false: wait for SIGUSR1.")
 
 
+_FRONTEND_PROCESSES = flags.DEFINE_integer(
+  "frontend_processes",
+  0,
+  "Processes for gRPC, HTTP and text, which then take no time from the engine's; limits of calls, connections and "
+  "memory hold for each. 0: everything in one process.",
+  lower_bound=0,
+  upper_bound=64,
+)
 _FAKE_DEVICE = flags.DEFINE_bool(
   "fake_device",
   False,
@@ -432,9 +444,10 @@ def _build(emit: Emit, token_budgets: tuple[int, ...]):
   from engine.device.build import BuildOptions
   from engine.device.build import build as build_engine
 
-  options = BuildOptions(model_dir=_MODEL.value, **settings)
   # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
   tokenizer = _load_tokenizer()
+  num_token_ids = tokenizer.num_token_ids if tokenizer is not None else 0
+  options = BuildOptions(model_dir=_MODEL.value, num_token_ids=num_token_ids, **settings)
   return build_engine(options, _progress, emit, engine_class=engine_class), tokenizer
 
 
@@ -442,14 +455,28 @@ def _load_tokenizer() -> Tokenizer | None:
   folder = pathlib.Path(_MODEL.value)
   if not (folder / "tokenizer.json").is_file():
     return None
-  return Tokenizer(folder, max_prompt_bytes=_MAX_PROMPT_BYTES.value)
+  _say(f"reading {folder / 'tokenizer.json'}")
+  with watchdog.at_most(_TOKENIZER_LIMIT_S):
+    return Tokenizer(folder, max_prompt_bytes=_MAX_PROMPT_BYTES.value)
+
+
+def _make_host(options: HostOptions, admin: AdminActions) -> Host | Frontends:
+  if not _FRONTEND_PROCESSES.value:
+    return Host(options, admin, may_exit=True)
+  texts = TextOptions(
+    model_dir=_MODEL.value,
+    max_prompt_bytes=_MAX_PROMPT_BYTES.value,
+    otlp_endpoint=_OTLP_ENDPOINT.value,
+    log_format=_LOG_FORMAT.value,
+  )
+  return Frontends(_FRONTEND_PROCESSES.value, options, texts, admin, may_exit=True)
 
 
 async def _serve() -> int:
   """From flags to exit code."""
   trace = _Trace(_TRACE_FILE.value)
   options = HostOptions(**_values(_HOST_FLAGS), **_values(_HTTP_FLAGS), http_port=_http_port())
-  host = Host(options, AdminActions(flags=_configuration, set_trace=trace.set), may_exit=True)
+  host = _make_host(options, AdminActions(flags=_configuration, set_trace=trace.set))
   watchdog.watch_threads(host.fail)
   budgets = _token_budgets()
   if _OTLP_ENDPOINT.value:
@@ -484,8 +511,7 @@ async def _serve() -> int:
     await stopped
     raise
   name = _SERVED_MODEL_NAME.value or built.model_name
-  tracer = tracing.Tracer(_OTLP_ENDPOINT.value, name, server_version()) if _OTLP_ENDPOINT.value else None
-  generations = Generations(built.engine, tokenizer, tracer=tracer)
+  engine = LocalEngine(built.engine, lambda: built.runner.compiles_after_ready)
   trace.engine = built.engine
   if _TRACE_FILE.value and _TRACE_AT_START.value:
     trace.toggle()
@@ -493,17 +519,23 @@ async def _serve() -> int:
   # What the start has made stays: the collector need not look at it again while requests wait.
   gc.collect()
   gc.freeze()
-  await host.serve(
-    Backend(
-      model=name,
-      engine=built.engine,
-      tokenizer=tokenizer,
-      generations=generations,
-      compiles_after_ready=lambda: built.runner.compiles_after_ready,
-      load_s=built.load_s,
-      warmup_s=built.warmup_s,
+  tracer = None
+  if isinstance(host, Frontends):
+    await host.serve(engine, model=name, tokenizer=tokenizer, load_s=built.load_s, warmup_s=built.warmup_s)
+  else:
+    if _OTLP_ENDPOINT.value:
+      tracer = tracing.Tracer(_OTLP_ENDPOINT.value, name, server_version())
+    generations = Generations(engine, tokenizer, tracer=tracer)
+    await host.serve(
+      Backend(
+        model=name,
+        engine=engine,
+        tokenizer=tokenizer,
+        generations=generations,
+        load_s=built.load_s,
+        warmup_s=built.warmup_s,
+      )
     )
-  )
   if _HTTP_PORT_FILE.value and host.http_port >= 0:
     _write_whole(pathlib.Path(_HTTP_PORT_FILE.value), f"{host.http_port}\n")
   if _PORT_FILE.value:
@@ -574,6 +606,8 @@ def _main(argv: Sequence[str]) -> int:
     # A task's: nothing of ours ends the program this way.
     _say(f"error: something called exit({error.code}) in the server")
     return 1
+  finally:
+    threading.excepthook = threading.__excepthook__  # lets the host go, while it still can
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from engine.scheduler import Scheduler
 from server.admin import AdminActions
 from server.generation import Generations
 from server.host import Host, HostOptions
+from server.port import LocalEngine
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from server.service import Backend
@@ -89,6 +90,7 @@ class Served:
   host: Host
   engine: CheckedEngine
   runner: SlowRunner
+  port: LocalEngine
   generations: Generations
   channel: grpc.Channel
   loop: asyncio.AbstractEventLoop
@@ -181,15 +183,15 @@ def running(
     port = await server.start()
     runner = SlowRunner(config, poison)
     engine = CheckedEngine(Scheduler(config), device or runner, time.monotonic, server.emit)
-    generations = Generations(engine, tokenizer)
+    port_of_engine = LocalEngine(engine)
+    generations = Generations(port_of_engine, tokenizer)
     if serve:
       await server.serve(
         Backend(
           model="tiny",
-          engine=engine,
+          engine=port_of_engine,
           tokenizer=tokenizer,
           generations=generations,
-          compiles_after_ready=lambda: 0,
           load_s=0.5,
           warmup_s=0.25,
         )
@@ -201,6 +203,7 @@ def running(
         server,
         engine,
         runner,
+        port_of_engine,
         generations,
         grpc.insecure_channel(address),
         asyncio.get_running_loop(),
