@@ -21,6 +21,7 @@ _STEP_MS = 4
 _MAX_RSS_GROWTH = 20e6
 _OPEN_AT_ONCE = 24
 _HELD_BY_PROCESS = 40
+_OURS = 1  # connection, to look at its books
 
 
 def cancel_many(target: str, count: int, at_once: int, seed: int) -> int:
@@ -112,11 +113,14 @@ def disconnects(rig: Rig, count: int = 10_000, warmup: int = 600, asked: int = 1
       _abuse(rig, server, warmup, 1)
     control()
     server.settle()
+    rig.end_clients()
+    wait_for(lambda: server.num_connections() <= _OURS, 15.0, 0.1)
     books, before = server.books(), server.usage()
     with rig.controls(server, num_streams=8, max_tokens=60) as control:
       vanished, cancelled, killed = _abuse(rig, server, count, 2)
     seen = control()
     held = server.settle()
+    rig.end_clients()
     growth = _growth(server, before)
     tasks = server.books().asyncio_tasks - books.asyncio_tasks
     lost = server.imbalance()
