@@ -67,6 +67,7 @@ def reset(connection: socket.socket) -> None:
   connection.close()
 
 
+@pytest.mark.catalogue("B1")
 @pytest.mark.parametrize("end", [socket.socket.close, reset])
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prompts", [1, 3])
@@ -82,6 +83,7 @@ def test_a_client_that_goes_away(paced, end, stream, prompts):
   assert paced.engine.stats().finished[FinishReason.ABORT] == 2 * prompts
 
 
+@pytest.mark.catalogue("B2")
 def test_a_client_that_goes_away_while_queued(paced):
   paced.runner.go.clear()
   connections = [connect(paced) for _ in range(4)]
@@ -112,6 +114,7 @@ def test_closing_the_openai_stream_ends_the_work(paced):
     assert_pages_come_back_within_two_steps(paced)
 
 
+@pytest.mark.catalogue("B1")
 def test_neighbours_of_clients_that_vanish_are_exact(paced):
   with httpx.Client(base_url=url_of(paced), timeout=60) as client:
     answers = []
@@ -130,6 +133,7 @@ def test_neighbours_of_clients_that_vanish_are_exact(paced):
   paced.wait_until(lambda: paced.engine.num_live == 0)
 
 
+@pytest.mark.catalogue("B5", "B12")
 def test_a_reader_that_stands_still_is_cut_off(tokenizer, monkeypatch):
   create_server = socket.create_server
 
@@ -279,6 +283,17 @@ def test_an_engine_that_stands_is_told_to_streams(tokenizer):
   assert received.count(b'"code":"engine_dead"') == 1 and b"[DONE]" not in received
 
 
+def test_no_answer_waits_for_the_acknowledgement_of_its_headers(server):
+  """Nagle's algorithm is off: else, with a client that delays acknowledgements, each answer takes 40 ms longer."""
+  with connect(server) as connection:
+    connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert b"200 OK" in read_until(connection, b"}")
+    http = server.host._http
+    assert http is not None
+    sockets = [each.transport.get_extra_info("socket") for each in list(http._state.connections)]
+    assert sockets and all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets)
+
+
 def test_before_it_is_ready(tokenizer):
   with (
     running(tokenizer, host=HostOptions(http_port=0), serve=False) as server,
@@ -303,6 +318,7 @@ def test_idle_connections_do_not_hold_up_the_end(tokenizer):
     server.thread.join(30)
 
 
+@pytest.mark.catalogue("B12")
 def test_slow_heads_and_bodies_are_given_up(server):
   options = HttpOptions(port=0, head_timeout_s=0.2, body_timeout_s=0.2, idle_timeout_s=1)
   impatient = Listener(make_app(server.host._service, options), options)
@@ -319,6 +335,7 @@ def test_slow_heads_and_bodies_are_given_up(server):
   asyncio.run_coroutine_threadsafe(impatient.stop(2), server.loop).result(30)
 
 
+@pytest.mark.catalogue("B10")
 def test_limits_of_connections_and_requests(paced):
   options = HttpOptions(port=0, max_connections=3, max_requests=1)
   strict = Listener(make_app(paced.host._service, options), options)
