@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 _SUMS = (
-  *("num_started", "num_live", "num_checks", "num_breaches", "num_unhandled", "num_lost_lines"),
+  *("num_started", "num_live", "num_checks", "num_breaches"),
+  *("num_unhandled", "num_lost_lines", "num_late_events"),
   *("num_tasks", "num_threads", "num_files", "rss_bytes"),
 )
 
@@ -35,6 +36,7 @@ class Counts:
     num_checks, num_breaches: of invariants.
     num_unhandled: see Service.
     num_lost_lines: of the access log, that could not be written.
+    num_late_events: see Generations.
     lag_s: of the event loop; of several the longest.
     num_tasks, num_threads, num_files, rss_bytes: what they hold of the system.
     pids: of the processes.
@@ -50,6 +52,7 @@ class Counts:
   num_breaches: int = 0
   num_unhandled: int = 0
   num_lost_lines: int = 0
+  num_late_events: int = 0
   lag_s: float = 0.0
   num_tasks: int = 0
   num_threads: int = 0
@@ -111,6 +114,7 @@ def own_counts(service: "Service", calls: CallLog) -> Counts:
     counts.observations = generations.observations
     counts.num_started, counts.num_live = generations.num_started, len(generations)
     counts.num_ended = generations.num_ended
+    counts.num_late_events = generations.num_late_events
   return counts
 
 
