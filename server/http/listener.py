@@ -108,6 +108,9 @@ def listen(host: str, port: int, flag: str = "http_port") -> socket.socket:
     raise ConfigError(
       f"cannot listen for HTTP on {host}:{port}: {error.strerror}; choose another --{flag} (-1: no HTTP) or --http_host"
     ) from None
+  # asyncio does it only for sockets that name their protocol, and these, accepted from here, do not: each answer would
+  # wait 40 ms for the client to acknowledge its headers.
+  listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
   # A client whose machine has died is found out by the system.
   listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
   for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 2), ("TCP_USER_TIMEOUT", 80_000)):

@@ -292,6 +292,7 @@ def test_counts_are_kept_only_for_rows_with_penalties():
   assert not change[slots[1]].any()
 
 
+@pytest.mark.catalogue("I5")
 def test_logprobs_are_of_the_unmodified_distribution():
   rng = np.random.default_rng(5)
   logits = (rng.normal(size=(2, V)) * 3).astype(np.float32)

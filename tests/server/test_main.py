@@ -255,6 +255,7 @@ def test_bad_start(bad_starts, arguments):
     assert len(said.splitlines()) == 1, said
 
 
+@pytest.mark.catalogue("H8")
 @pytest.mark.parametrize(
   "arguments, wanted",
   [

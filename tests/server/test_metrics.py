@@ -192,6 +192,7 @@ def test_histograms_have_every_request_once(worked):
   assert 0 < value(text, first) < value(text, total)
 
 
+@pytest.mark.catalogue("H6", "H8")
 def test_refusals_by_reason_and_nothing_of_a_clients_words(worked):
   text = scrape(worked)
   assert value(text, "sluice_calls_failed_total", protocol="http", reason="http_400") == 1
@@ -216,6 +217,7 @@ def test_no_vllm_names_unless_asked_and_a_server_that_loads():
   service.shutdown()
 
 
+@pytest.mark.catalogue("H8")
 def test_series_are_bounded():
   log = CallLog()
   for number in range(1000):

@@ -109,6 +109,7 @@ def test_a_slow_reader_gets_the_newest_tick():
   asyncio.run(run())
 
 
+@pytest.mark.catalogue("H9")
 def test_files_have_a_strict_policy_and_load_nothing_from_elsewhere(tokenizer):
   with running(tokenizer, host=HostOptions(http_port=0)) as served:
     for path in PUBLIC_PATHS:
@@ -124,6 +125,7 @@ def test_files_have_a_strict_policy_and_load_nothing_from_elsewhere(tokenizer):
         assert way not in answer.text, "text of a model must never become markup"
 
 
+@pytest.mark.catalogue("H8")
 def test_keys_guard_the_data_and_not_the_files(tokenizer, tmp_path):
   keys = tmp_path / "keys"
   keys.write_text(KEY + "\n")

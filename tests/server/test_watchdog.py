@@ -237,22 +237,24 @@ sys.exit(main._main(["server"]) if main._parse(["server"]) else 9)
   ],
 )
 def test_the_process_ends_whatever_stands(how, said):
-  process = subprocess.Popen(
+  with subprocess.Popen(
     [sys.executable, "-c", _PROGRAM, how], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-  )
-  assert process.stdout is not None
-  port = process.stdout.readline().strip()
-  assert port, process.communicate()
-  with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-    call = pb_grpc.GenerationServiceStub(channel).Generate(
-      pb.GenerateRequest(token_ids=IDS, stopping=FOREVER), timeout=60
-    )
-    with pytest.raises(grpc.RpcError) as caught:
-      list(call)
-    # A loop that is told to leave cancels its tasks; elsewhere the connection is closed by the system.
-    wanted = grpc.StatusCode.CANCELLED if how == "a task" else grpc.StatusCode.UNAVAILABLE
-    assert caught.value.code() is wanted
-  errors = process.communicate(timeout=60)[1]
+  ) as process:
+    try:
+      assert process.stdout is not None
+      port = process.stdout.readline().strip()
+      with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = pb_grpc.GenerationServiceStub(channel).Generate(
+          pb.GenerateRequest(token_ids=IDS, stopping=FOREVER), timeout=60
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+          list(call)
+        # A loop that is told to leave cancels its tasks; elsewhere the connection is closed by the system.
+        wanted = grpc.StatusCode.CANCELLED if how == "a task" else grpc.StatusCode.UNAVAILABLE
+        assert caught.value.code() is wanted
+      errors = process.communicate(timeout=60)[1]
+    finally:
+      process.kill()
   assert process.returncode == watchdog.EXIT_CODE, errors
   assert said in errors
   if how != "a task":
