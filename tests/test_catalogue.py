@@ -43,6 +43,17 @@ ROWS = {
   "C13": "the most of everything at once",
   "C14": "one tenant floods",
   "C15": "nothing compiles after ready",
+  # The engine.
+  "D1": "a step that fails: everybody is told, and the process ends",
+  "D2": "one request on which our code fails, at any point",
+  "D4": "NaN in one row, and in pages",
+  "D5": "events that come late, or twice",
+  "D6": "a device that samples what is no token",
+  "D7": "tokens to text, however they are split",
+  "D9": "a wall clock that jumps",
+  "D10": "seeds: the same draws in any company",
+  "D12": "nothing forks",
+  "D14": "a disk that is full",
   # Fields.
   "E1": "numbers beyond their limits, NaN, infinities, denormals",
   "E2": "whole numbers beyond their limits, and of too many bits",
@@ -111,5 +122,9 @@ def test_a_test_shows_it(row):
 
 def test_every_mark_is_a_row():
   # Rows of lifecycle, engine and files may be marked as well.
-  strange = [row for row in marks() if row not in ROWS and row not in NOT_TESTS and row[:1] not in "ADG"]
+  strange = [
+    row
+    for row in marks()
+    if row not in ROWS and row not in NOT_TESTS and row[:1] not in "AG" and row not in ("D3", "D8", "D11")
+  ]
   assert not strange

@@ -297,9 +297,10 @@ def test_the_engines_death_is_seen_by_all(tokenizer, caplog):
       next(call)
     served.runner.fail = RuntimeError("secret: the device is on fire")
     for call in calls:
-      with pytest.raises(grpc.RpcError, match=r"the engine has failed \(RuntimeError\)") as caught:
+      with pytest.raises(grpc.RpcError, match="the engine has failed, incident [0-9a-f]{8} in") as caught:
         list(call)
-      assert caught.value.code() is grpc.StatusCode.INTERNAL and "secret" not in str(caught.value)
+      assert caught.value.code() is grpc.StatusCode.INTERNAL and reason_of(caught.value) == "ENGINE_FAILURE"
+      assert "secret" not in str(caught.value) and "RuntimeError" not in str(caught.value)
     served.thread.join(30)
     assert served.exit_code == [1]
     with pytest.raises(grpc.RpcError) as caught:
