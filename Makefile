@@ -10,7 +10,7 @@ PYTHON ?= python3
 DEVICE_VENV := .venv-device
 DEVICE_READY := $(DEVICE_VENV)/.ready
 
-.PHONY: help setup demo server test test-long check check-device parity bench gpu clean setup-device
+.PHONY: help setup demo server test test-long check check-device parity bench chaos soak gpu clean setup-device
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -46,6 +46,14 @@ parity: $(READY)
 ## make bench     the figures of BUILD.md: host time, attention, static against continuous
 bench: $(READY)
 	@$(PY) -m tools.bench_host && $(PY) -m tools.bench_attention && $(PY) -m tools.compare_batching
+
+## make chaos     clients that vanish, servers that die, faults, overload: ten minutes, a table at the end (ARGS=--scenario=...)
+chaos: $(READY)
+	@$(PY) -m tools.chaos $(ARGS)
+
+## make soak      the same mixed for hours, and what memory, threads and descriptors do (ARGS=--hours=8)
+soak: $(READY)
+	@$(PY) -m tools.chaos --soak $(ARGS)
 
 ## make gpu       on a machine with a Hopper GPU: check and time the attention kernels, sweep their settings (PYTHON=, ARGS=)
 gpu:

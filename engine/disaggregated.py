@@ -6,7 +6,7 @@ its blocks are then copied out, before any later step there can write to them, a
 side, which takes them in when it admits it. If the decode side must preempt it, it computes everything anew by itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import random
 import threading
@@ -100,31 +100,43 @@ class DisaggregatedEngine:
     return self.prefill.dead or self.decode.dead
 
   @property
+  def incident(self) -> str:
+    """See Engine.incident; of the side that failed, as far as one can tell."""
+    return (self.prefill if self.prefill.dead is not None else self.decode).incident
+
+  @property
   def recorder(self) -> Recorder:
     """The decode side's."""
     return self.decode.recorder
 
   def submit(self, request: Request) -> None:
-    """See Engine.submit; what does not fit both pools is refused."""
-    validate_request(self.config, request)
-    request.arrival_time = self._clock()
-    if request.params.seed is None:
-      request.seed = random.getrandbits(32)
-    params = request.params
-    first = _part(request, dataclasses.replace(params, max_tokens=1, min_tokens=min(1, params.min_tokens)))
+    """See Engine.submit."""
+    self.submit_all((request,))
+
+  def submit_all(self, requests: Sequence[Request]) -> None:
+    """See Engine.submit_all; what does not fit both pools is refused."""
+    firsts = []
+    for request in requests:
+      validate_request(self.config, request)
+      request.arrival_time = self._clock()
+      if request.params.seed is None:
+        request.seed = random.getrandbits(32)
+      params = request.params
+      firsts.append(_part(request, dataclasses.replace(params, max_tokens=1, min_tokens=min(1, params.min_tokens))))
     with self._lock:
       if not self._accepting:
         raise Unavailable("the server is shutting down and takes no new requests; send it to another one")
       if self.dead is not None:
-        raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
-      if request.id in self._live:
-        raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
+        raise Unavailable("the engine has failed; send the request to another server")
+      for request in requests:
+        if request.id in self._live:
+          raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
       backlog, limit = self.decode.num_live - self.config.max_num_seqs, self.config.max_queued_requests
       if backlog >= limit:
         raise Overloaded(f"{backlog} requests wait to be decoded, the limit is {limit}; try again in 1.0 s", 1.0)
-      self.prefill.submit(first)
-      self._live[request.id] = _Live(request, first)
-      self.num_accepted += 1
+      self.prefill.submit_all(firsts)
+      self._live.update((request.id, _Live(request, first)) for request, first in zip(requests, firsts, strict=True))
+      self.num_accepted += len(requests)
 
   def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = "") -> None:
     """See Engine.abort."""

@@ -4,15 +4,17 @@ Two crossings between threads: submit() and abort() put messages into the inbox,
 a step out. Every request that submit() accepted gets exactly one event with a finish_reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
+import functools
 import random
+import secrets
 import threading
 
 from engine.batch import Batch, Launched, Runner
 from engine.errors import DuplicateRequest, Unavailable
 from engine.recorder import EngineStats, Recorder, StepRecord
-from engine.request import FinishReason, Request, TokenEvent
+from engine.request import ENGINE_FAILURE, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler, validate_request
 
 IDLE_WAIT_S = 0.2  # longest sleep of an idle loop: bounds the age of the heartbeat and the notice of stop_event
@@ -35,6 +37,7 @@ class Engine:
     self.recorder = Recorder()
     self.heartbeat = clock()  # of the latest turn of the loop; old means stuck
     self.dead: BaseException | None = None
+    self.incident = secrets.token_hex(4)  # by which a failure is found in the log: clients are told no more of it
     self._scheduler = scheduler
     self._runner = runner
     self._clock = clock
@@ -63,40 +66,49 @@ class Engine:
     return len(self._live)
 
   def submit(self, request: Request) -> None:
-    """Accepts a request or says at once why not; its arrival_time is now.
+    """Accepts a request or says at once why not; its arrival_time is now. Raises as `submit_all`."""
+    self.submit_all((request,))
+
+  def submit_all(self, requests: Sequence[Request]) -> None:
+    """Accepts several requests or none of them.
 
     Raises:
-      InvalidRequest, RequestTooLong: it can never be served.
-      DuplicateRequest: a live request has its id.
-      Overloaded: the queue is full.
+      InvalidRequest, RequestTooLong: one can never be served.
+      DuplicateRequest: a live request has the id of one.
+      Overloaded: the queue has not room for all.
       Unavailable: the engine drains or is dead.
     """
-    validate_request(self.config, request)
-    request.arrival_time = self._clock()
-    if request.params.seed is None:
-      request.seed = random.getrandbits(32)
+    for request in requests:
+      validate_request(self.config, request)
+      request.arrival_time = self._clock()
+      if request.params.seed is None:
+        request.seed = random.getrandbits(32)
     with self._lock:
       if self.dead is not None:
-        raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
+        raise Unavailable("the engine has failed; send the request to another server")
       if not self._accepting:
         raise Unavailable("the server is shutting down and takes no new requests; send it to another one")
-      if request.id in self._live:
-        raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
-      requests, tokens = of_tenant = self._inbox_of_tenant.get(request.tenant, (0, 0))
-      self._scheduler.check_room(request, self._inbox_requests, self._inbox_tokens, of_tenant)
-      self._live.add(request.id)
-      self.num_accepted += 1
-      self._inbox.append(lambda: self._add(request))
-      self._inbox_requests += 1
-      self._inbox_tokens += request.num_prompt_tokens
-      self._inbox_of_tenant[request.tenant] = requests + 1, tokens + request.num_prompt_tokens
+      num_requests, num_tokens = self._inbox_requests, self._inbox_tokens
+      of_tenant = dict(self._inbox_of_tenant)
+      for request in requests:
+        if request.id in self._live:
+          raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
+        mine = of_tenant.get(request.tenant, (0, 0))
+        self._scheduler.check_room(request, num_requests, num_tokens, mine)
+        num_requests += 1
+        num_tokens += request.num_prompt_tokens
+        of_tenant[request.tenant] = mine[0] + 1, mine[1] + request.num_prompt_tokens
+      self._live.update(request.id for request in requests)
+      self.num_accepted += len(requests)
+      self._inbox += (functools.partial(self._add, request) for request in requests)
+      self._inbox_requests, self._inbox_tokens, self._inbox_of_tenant = num_requests, num_tokens, of_tenant
     self._wake.set()
 
   def take_over(self, request: Request) -> None:
     """Accepts a request that another engine began, with its arrival_time; what was accepted once is not refused."""
     with self._lock:
       if self.dead is not None:
-        raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
+        raise Unavailable("the engine has failed; send the request to another server")
       self._live.add(request.id)
       self.num_accepted += 1
       self._inbox.append(lambda: self._add(request))
@@ -246,10 +258,11 @@ class Engine:
       self.dead = error
       self._in_flight = None
       live = sorted(self._live)
-    message = f"the engine has failed ({type(error).__name__}); send the request again, to another server"
+    message = f"the engine has failed, incident {self.incident} in the server's log; send the request to another server"
+    ending = TokenEvent("", finish_reason=FinishReason.ERROR, message=message, error=ENGINE_FAILURE)
     # The front end may be what failed: then it has no use for the endings.
     with contextlib.suppress(Exception):
-      self._send([TokenEvent(request_id, finish_reason=FinishReason.ERROR, message=message) for request_id in live])
+      self._send([ending._replace(request_id=request_id) for request_id in live])
 
 
 class PlainEngine(Engine):

@@ -5,14 +5,17 @@ from collections.abc import Sequence
 import dataclasses
 import hashlib
 import json
+import logging
 import operator
 from typing import NamedTuple, TextIO
 
 from engine.batch import Batch, StepResult
 from engine.constraint import Verdicts
-from engine.request import FinishReason, Request, TokenEvent
+from engine.request import NUMERICAL_ERROR, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
 from engine.snapshot import state_of
+
+_log = logging.getLogger(__name__)
 
 RING_STEPS = 1024
 KV_ROWS = 16  # requests looked at a step, on average: a look at 256 takes 20 us, which not every step should pay
@@ -132,6 +135,7 @@ class EngineStats:
     num_lost_tokens: computed and lost to preemptions, of requests that ended.
     num_idle_slots: see StepRecord; summed over steps.
     rungs: totals by the token budget of a step's shape.
+    num_numerical_errors: requests that ended with NaN or Inf.
     finished: endings by reason.
     steps: the latest step records, oldest first.
     requests: records of the latest requests that ended, oldest first, as many at most.
@@ -157,6 +161,7 @@ class EngineStats:
   num_lost_tokens: int
   num_idle_slots: int
   rungs: dict[int, RungTotals]
+  num_numerical_errors: int
   finished: dict[FinishReason, int]
   steps: tuple[StepRecord, ...]
   requests: tuple[RequestRecord, ...]
@@ -186,6 +191,7 @@ class Recorder:
     self.num_idle_slots = 0
     self.rungs: dict[int, RungTotals] = {}
     self.finished = dict.fromkeys(FinishReason, 0)
+    self.num_numerical_errors = 0
     self.trace_error: OSError | None = None  # why the latest trace ended early
     self._trace: TextIO | None = None
     self._kv_usage = 0, 0
@@ -263,6 +269,7 @@ class Recorder:
     for event in events:
       if event.finish_reason is not None:
         self.finished[event.finish_reason] += 1
+        self.num_numerical_errors += event.error == NUMERICAL_ERROR
         self.num_cached_tokens += event.num_cached_tokens
 
   def ended(self, requests: list[Request], now: float) -> None:
@@ -313,6 +320,7 @@ class Recorder:
       num_lost_tokens=self.num_lost_tokens,
       num_idle_slots=self.num_idle_slots,
       rungs=dict(self.rungs),
+      num_numerical_errors=self.num_numerical_errors,
       finished=dict(self.finished),
       steps=latest(tuple(self.steps), num_steps),
       requests=latest(tuple(self.requests), num_steps),
@@ -332,7 +340,7 @@ class Recorder:
     try:
       self._trace = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by stop_trace()
     except OSError as error:
-      self.trace_error = error
+      self._trace_failed(error)
     self._line({"event": "state", "scheduler": state_of(scheduler), "in_flight": in_flight and batch_line(in_flight)})
 
   def stop_trace(self) -> None:
@@ -342,7 +350,7 @@ class Recorder:
       try:
         trace.close()
       except OSError as error:
-        self.trace_error = error
+        self._trace_failed(error)
 
   def trace_add(self, request: Request) -> None:
     """Before the request is queued."""
@@ -385,8 +393,14 @@ class Recorder:
       try:
         self._trace.write(json.dumps(value, separators=(",", ":")) + "\n")
       except OSError as error:
+        self._trace_failed(error)
         self.stop_trace()
-        self.trace_error = error
+
+  def _trace_failed(self, error: OSError) -> None:
+    """A full disk ends the trace, and is said once; serving goes on."""
+    if self.trace_error is None:
+      _log.warning("the step trace ends early: %s", error.strerror)
+    self.trace_error = error
 
 
 def latest[T](records: Sequence[T], count: int) -> tuple[T, ...]:

@@ -19,6 +19,19 @@ class RopeScaling:
   original_max_position: int = 8192
 
 
+# Well above any model there is: what a file asks for beyond these is a mistake, found before anything is made of it.
+_LIMITS = {
+  "vocab_size": 2**24,
+  "num_layers": 2**10,
+  "model_dim": 2**18,
+  "hidden_dim": 2**20,
+  "num_heads": 2**12,
+  "num_kv_heads": 2**12,
+  "head_dim": 2**12,
+  "max_position": 2**27,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """A dense decoder of the Llama shape.
@@ -45,19 +58,12 @@ class ModelConfig:
   sliding_window: int | None = None
 
   def __post_init__(self):
-    for name in (
-      "vocab_size",
-      "num_layers",
-      "model_dim",
-      "hidden_dim",
-      "num_heads",
-      "num_kv_heads",
-      "head_dim",
-      "max_position",
-    ):
+    for name, limit in _LIMITS.items():
       value = getattr(self, name)
       if not isinstance(value, int) or value < 1:
         raise ValueError(f"model config: {name}={value!r} must be a positive integer")
+      if value > limit:
+        raise ValueError(f"model config: {name}={value!r:.40} is above {limit}, which no model needs; correct the file")
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f"model config: num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"

@@ -26,7 +26,7 @@ def _read(raw: Mapping[str, Any], key: str, kind: type, default: Any = _REQUIRED
   if kind is float and isinstance(value, int) and not isinstance(value, bool):
     value = float(value)
   if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-    raise UnsupportedModel(f"{key}={value!r} must be of type {kind.__name__}")
+    raise UnsupportedModel(f"{key}={value!r:.80} must be of type {kind.__name__}")
   return value
 
 

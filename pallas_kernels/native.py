@@ -33,6 +33,8 @@ _LEVELS = {
   "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
   "x86-64-v2": {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"},
 }
+# Builds for another machine, as for an image that many run; only where that machine's level is the same is it loaded.
+_LEVEL_VARIABLE = "SLUICE_NATIVE_LEVEL"
 
 
 class NativeMissing(Exception):
@@ -44,6 +46,8 @@ def level() -> str:
   """The instruction set to build for: an x86-64 level, or the machine's name where there are none."""
   if platform.machine() not in ("x86_64", "AMD64"):
     return platform.machine()
+  if (wanted := os.environ.get(_LEVEL_VARIABLE)) in _LEVELS:
+    return wanted
   try:
     text = pathlib.Path("/proc/cpuinfo").read_text()
   except OSError:

@@ -1,11 +1,13 @@
 """sluice.admin.v1: what an operator may ask of a running server. Decides nothing; each method calls one action."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 import dataclasses
 
 import grpc
 from grpc_channelz.v1 import channelz
 
+from engine.errors import ConfigError, InvalidRequest
+from server.errors import NotConfigured
 from server.proto import admin_pb2 as pb
 from server.service import server_version
 
@@ -20,17 +22,20 @@ class AdminActions:
   Attributes:
     flags: the settings in force, one "--name=value" each.
     set_trace: switches the step trace; returns its path, or raises NotConfigured or Unavailable.
+    set_faults: takes another plan of faults, and returns how often each of the old one has acted; None where faults
+      are not allowed. Raises ConfigError for a bad plan.
   """
 
   flags: Callable[[], Sequence[str]]
   set_trace: Callable[[bool], str]
+  set_faults: Callable[[str], Sequence[int]] | None = None
 
 
 class AdminService:
   """One object a server."""
 
   def __init__(
-    self, actions: AdminActions, drain: Callable[[], int], invariants: Callable[[], pb.GetInvariantsResponse]
+    self, actions: AdminActions, drain: Callable[[], int], invariants: Callable[[], Awaitable[pb.GetInvariantsResponse]]
   ):
     """Args:
     actions: of the composition root.
@@ -47,6 +52,7 @@ class AdminService:
       "GetConfig": (self._get_config, pb.GetConfigRequest, pb.GetConfigResponse),
       "SetTrace": (self._set_trace, pb.SetTraceRequest, pb.SetTraceResponse),
       "GetInvariants": (self._get_invariants, pb.GetInvariantsRequest, pb.GetInvariantsResponse),
+      "SetFaultPlan": (self._set_fault_plan, pb.SetFaultPlanRequest, pb.SetFaultPlanResponse),
       "Drain": (self._drain_server, pb.DrainRequest, pb.DrainResponse),
     }
     server.add_generic_rpc_handlers(
@@ -72,7 +78,17 @@ class AdminService:
   async def _get_invariants(
     self, request: pb.GetInvariantsRequest, context: grpc.aio.ServicerContext
   ) -> pb.GetInvariantsResponse:
-    return self._invariants()
+    return await self._invariants()
+
+  async def _set_fault_plan(
+    self, request: pb.SetFaultPlanRequest, context: grpc.aio.ServicerContext
+  ) -> pb.SetFaultPlanResponse:
+    if self._actions.set_faults is None:
+      raise NotConfigured("faults are not allowed here: the server was started without --enable_fault_injection")
+    try:
+      return pb.SetFaultPlanResponse(acted=self._actions.set_faults(request.plan))
+    except ConfigError as error:
+      raise InvalidRequest(str(error)) from None
 
   async def _drain_server(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
     return pb.DrainResponse(live_requests=self._drain())

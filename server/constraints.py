@@ -82,14 +82,19 @@ class _Vocabulary:
 
 
 class OutputGrammar:
-  """One output on its way through a grammar; implements engine.constraint.Constraint."""
+  """One output on its way through a grammar; implements engine.constraint.Constraint.
 
-  def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int):
+  Attributes:
+    source: the grammar as llguidance reads it, which makes the same from it in another process.
+  """
+
+  def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, source: str):
     """Computes the first mask.
 
     Raises:
       ConstraintFailed: no output is possible, or it would take too much to find one.
     """
+    self.source = source
     self._matcher = matcher
     self._size = 4 * -(-vocab_size // 32)
     # Bits of the last word that are tokens; a virtual end-of-sequence is not.
@@ -164,7 +169,7 @@ class ConstraintCompiler:
     if matcher.is_error():
       raise InvalidRequest(f"constraint.{kind} is not one that can be followed: {_reason(matcher.get_error())}")
     try:
-      output = OutputGrammar(matcher, self._vocab_size)
+      output = OutputGrammar(matcher, self._vocab_size, grammar)
     except ConstraintFailed:
       raise InvalidRequest(
         f"constraint.{kind} is not one that can be followed: it allows no output, or one that takes more work than is "
@@ -173,6 +178,14 @@ class ConstraintCompiler:
     if output.is_done:
       raise InvalidRequest(f"constraint.{kind} is not one that can be followed: it allows no token; leave it out")
     return output
+
+  def compile_source(self, source: str) -> OutputGrammar:
+    """Makes anew what compile() has made elsewhere, of its `source`. Raises InvalidRequest if that cannot be."""
+    matcher = llguidance.LLMatcher(self._tokens(), source, log_level=0, limits=_LIMITS)
+    try:
+      return OutputGrammar(matcher, self._vocab_size, source)
+    except ConstraintFailed:
+      raise InvalidRequest("the constraint is not one that can be followed; simplify it") from None
 
   def _tokens(self) -> llguidance.LLTokenizer:
     """Of the model; made once, when first needed."""

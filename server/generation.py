@@ -1,19 +1,27 @@
 """Live generations: tokens come in from the engine, messages go out to one RPC each. Knows no gRPC.
 
-Everything here runs on the event loop's thread. The engine's thread reaches it by one `call_soon_threadsafe` a step.
+Everything here runs on the event loop's thread, which hears of the engine once a step. A step has hundreds of
+tokens: each is put into a list, and text and messages are made of all that came since the last ones.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+import logging
 import math
 import secrets
 
-from engine.disaggregated import AnyEngine
 from engine.errors import DuplicateRequest, EngineError
-from engine.recorder import RING_STEPS
-from engine.request import FinishReason, Request, TokenEvent
-from server.errors import AbortedByRequest, DeadlineExceeded, GenerationFailed
+from engine.request import ENGINE_FAILURE, NUMERICAL_ERROR, FinishReason, Request, TokenEvent
+from server.errors import (
+  AbortedByRequest,
+  DeadlineExceeded,
+  EngineFailed,
+  GenerationFailed,
+  InternalError,
+  NumericalError,
+)
 from server.observations import Observations
+from server.port import EnginePort
 from server.proto import sluice_pb2 as pb
 from server.text import Detokenizer, StopStrings
 from server.tokenizer import Tokenizer
@@ -21,12 +29,21 @@ from server.tracing import Span, Tracer
 from server.validation import Call
 
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
-# The engine keeps its latest RING_STEPS records of requests; looked at this often, none is missed.
-_LOOK_UP_ENDINGS = RING_STEPS // 4
+# Tokens that may wait to become text, so that nobody has to wait while a whole answer does.
+_MAX_PENDING = 256
+_ERRORS = {NUMERICAL_ERROR: NumericalError, ENGINE_FAILURE: EngineFailed}
+
+_log = logging.getLogger(__name__)
 
 
 class _Output:
-  """One index of a generation: from token events to the delta and the ending that are not yet sent."""
+  """One index of a generation: from token events to the delta and the ending that are not yet sent.
+
+  Attributes:
+    pending: tokens that are not in the delta yet.
+    is_eager: tokens are looked at as they come, for one may complete a stop string.
+    last_token_at: on the engine's clock, of the dispatch that brought it.
+  """
 
   def __init__(
     self,
@@ -39,14 +56,16 @@ class _Output:
   ):
     self.generation = generation
     self.engine_id = engine_id
-    self.last_token_at: float | None = None  # on the engine's clock, of the dispatch that brought it
-    self.delta = pb.Delta(index=index)
+    self.pending: list[int] = []
+    self.is_eager = bool(call.stop_strings)
+    self.last_token_at: float | None = None
     self.finished: pb.Finished | None = None
+    self._delta = pb.Delta(index=index)
     self._call = call
     self._min_tokens = call.params[index].min_tokens
     self._clock = clock
     self._started = clock()
-    self._first_token_s = 0.0
+    self.first_token_s: float | None = None
     self._num_tokens = 0
     self._num_cached_tokens = 0
     wants_text = call.return_text or call.stop_strings
@@ -61,38 +80,61 @@ class _Output:
 
   @property
   def num_tokens(self) -> int:
-    return self._num_tokens
+    return self._num_tokens + len(self.pending)
 
   @property
   def num_cached_tokens(self) -> int:
     return self._num_cached_tokens
 
   @property
-  def first_token_s(self) -> float | None:
-    """Seconds from submission; None before it."""
-    return self._first_token_s if self._num_tokens else None
+  def delta(self) -> pb.Delta:
+    """What was not sent."""
+    if self.pending:
+      self.flush()
+    return self._delta
+
+  def has_first_token(self) -> float:
+    """Says that it has come; returns the seconds from submission."""
+    self.first_token_s = self._clock() - self._started
+    return self.first_token_s
+
+  def add_to(self, message: pb.GenerateResponse) -> None:
+    """Moves what was not sent into a message."""
+    delta = self.delta
+    if delta.text or delta.token_ids or delta.logprobs or delta.prompt_logprobs:
+      message.deltas.append(delta)
+      self._delta = pb.Delta(index=delta.index)
+    if self.finished is not None:
+      message.finished.append(self.finished)
+
+  def flush(self) -> None:
+    """Makes pending tokens part of the delta."""
+    pending, self.pending = self.pending, []
+    self._add_text(pending)
+    if self._call.return_token_ids:
+      self._delta.token_ids.extend(pending)
 
   def take(self, event: TokenEvent) -> None:
     """Adds an event of this request; sets `finished` when it is the last, or completes a stop string."""
+    if self.pending:
+      self.flush()
     token_ids: Sequence[int] = event.token_ids
-    if token_ids and self._num_tokens == 0:
-      self._first_token_s = self._clock() - self._started
     if event.prompt_logprobs:
-      self.delta.prompt_logprobs.extend(map(_logprobs, event.prompt_logprobs))
+      self._delta.prompt_logprobs.extend(map(_logprobs, event.prompt_logprobs))
     self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
     if event.stop_token_id is not None:
       self._num_tokens += 1
       token_ids = token_ids[:-1]
     shown = self._add_text(token_ids)
     if self._call.return_token_ids:
-      self.delta.token_ids.extend(token_ids[:shown])
+      self._delta.token_ids.extend(token_ids[:shown])
     if event.logprobs:
-      self.delta.logprobs.extend(map(_logprobs, event.logprobs[:shown]))
+      self._delta.logprobs.extend(map(_logprobs, event.logprobs[:shown]))
     if self._stops.matched is not None:
       self._finish(FinishReason.STOP, stop_string=self._stops.matched)
     elif event.finish_reason is not None:
       if self._call.return_text:
-        self.delta.text += self._stops.flush()
+        self._delta.text += self._stops.flush()
       self._finish(event.finish_reason, stop_token_id=event.stop_token_id)
 
   def _add_text(self, token_ids: Sequence[int]) -> int:
@@ -100,7 +142,7 @@ class _Output:
     if self._detokenizer is None or not self._call.stop_strings:
       self._num_tokens += len(token_ids)
       if self._detokenizer is not None and token_ids:
-        self.delta.text += self._detokenizer.push(token_ids)
+        self._delta.text += self._detokenizer.push(token_ids)
       return len(token_ids)
     for used, token_id in enumerate(token_ids, start=1):
       self._num_tokens += 1
@@ -108,7 +150,7 @@ class _Output:
       if self._num_tokens > self._min_tokens:
         text = self._stops.push(text)
       if self._call.return_text:
-        self.delta.text += text
+        self._delta.text += text
       if self._stops.matched is not None:
         return used
     return len(token_ids)
@@ -116,7 +158,7 @@ class _Output:
   def _finish(self, reason: FinishReason, *, stop_token_id: int | None = None, stop_string: str | None = None) -> None:
     num_prompt_tokens = self.num_prompt_tokens
     self.finished = pb.Finished(
-      index=self.delta.index,
+      index=self._delta.index,
       reason=_REASONS[reason],
       stop_token_id=stop_token_id,
       stop_string=stop_string,
@@ -126,7 +168,7 @@ class _Output:
         total_tokens=num_prompt_tokens + self._num_tokens,
         cached_tokens=self._num_cached_tokens,
       ),
-      timing=pb.Timing(time_to_first_token_s=self._first_token_s, total_s=self._clock() - self._started),
+      timing=pb.Timing(time_to_first_token_s=self.first_token_s or 0.0, total_s=self._clock() - self._started),
     )
 
 
@@ -176,12 +218,7 @@ class Generation:
       self._news.clear()
       message = pb.GenerateResponse()
       for output in unfinished:
-        delta = output.delta
-        if delta.text or delta.token_ids or delta.logprobs or delta.prompt_logprobs:
-          message.deltas.append(delta)
-          output.delta = pb.Delta(index=delta.index)
-        if output.finished is not None:
-          message.finished.append(output.finished)
+        output.add_to(message)
       unfinished = [output for output in unfinished if output.finished is None]
       if not unfinished:
         message.finished[-1].last = True
@@ -194,7 +231,7 @@ class Generation:
 class Generations:
   """All live generations of a server, by owner and request id, and by the engine's ids."""
 
-  def __init__(self, engine: AnyEngine, tokenizer: Tokenizer | None, *, tracer: Tracer | None = None):
+  def __init__(self, engine: EnginePort, tokenizer: Tokenizer | None, *, tracer: Tracer | None = None):
     """Args:
     engine: gets the requests; its clock is the one deadlines are on.
     tokenizer: of the model, or None.
@@ -203,7 +240,6 @@ class Generations:
     self.observations = Observations()
     self._tracer = tracer
     self._dispatched_at = 0.0
-    self._endings_to_look_up = 0
     self._engine = engine
     self._tokenizer = tokenizer
     self._clock = engine.now
@@ -211,19 +247,19 @@ class Generations:
     self._request_timeout_s = engine.config.request_timeout_s or math.inf
     self._live: dict[tuple[str, str], Generation] = {}  # by owner and request id
     self._outputs: dict[str, _Output] = {}
-    # Ids that the engine has not ended yet, though nobody waits for them any more. They cannot be used again.
-    self._lingering: set[str] = set()
     self._idle = asyncio.Event()
     self._idle.set()
     self.num_started = 0
+    self.num_late_events = 0  # for requests that had ended, that nobody waits for any more, or that never were
+    self._num_starting = 0  # live, and the engine has not yet said whether it takes them
     # Of those that are not live any more; "cancelled" are those that nobody waits for.
     self.num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
 
   def __len__(self) -> int:
     return len(self._live)
 
-  def start(self, call: Call, time_remaining_s: float | None, owner: str = "") -> Generation:
-    """Submits a checked call.
+  async def start(self, call: Call, time_remaining_s: float | None, owner: str = "") -> Generation:
+    """Submits a checked call. Whatever is raised, cancellation too, nothing of it is left.
 
     Args:
       call: what to generate.
@@ -233,7 +269,7 @@ class Generations:
 
     Raises:
       DuplicateRequest: the id is live.
-      InvalidRequest, Overloaded, Unavailable: from the engine; nothing stays queued.
+      InvalidRequest, Overloaded, Unavailable: from the engine.
     """
     request_id = call.request_id or f"g-{secrets.token_hex(16)}"
     if (owner, request_id) in self._live:
@@ -243,12 +279,16 @@ class Generations:
     generation = Generation(request_id, owner)
     self._live[owner, request_id] = generation
     self._idle.clear()
-    leader = self._free_engine_id(request_id)
+    self._num_starting += 1
+    leader = self._engine.new_id(request_id)
+    requests: list[Request] = []
     try:
       for index, params in enumerate(call.params):
-        engine_id = leader if index == 0 else self._free_engine_id(f"{request_id}/{index}")
+        engine_id = leader if index == 0 else self._engine.new_id(f"{request_id}/{index}")
         output = _Output(generation, index, engine_id, call, self._tokenizer, self._clock)
-        self._engine.submit(
+        self._outputs[engine_id] = output
+        generation.outputs.append(output)
+        requests.append(
           Request(
             id=engine_id,
             prompt_token_ids=call.prompt_token_ids,
@@ -262,66 +302,107 @@ class Generations:
             constraint=call.constraints[index] if call.constraints else None,
           )
         )
-        self._outputs[engine_id] = output
-        generation.outputs.append(output)
+      await self._engine.submit(owner, request_id, requests)
+    except EngineError:
+      for output in generation.outputs:  # of which the engine knows nothing
+        self._outputs.pop(output.engine_id, None)
+        self._engine.ended(output.engine_id)
+      self._forget(generation)
+      raise
     except BaseException:
       self._forget(generation)
       raise
+    finally:
+      self._num_starting -= 1
     self.num_started += 1
     if self._tracer is not None:
       generation.span = self._tracer.begin(request_id, call)
     return generation
 
-  def dispatch(self, events: Sequence[TokenEvent]) -> None:
-    """Hands a step's events to their generations, each of which is woken once."""
-    woken: dict[int, Generation] = {}
+  def dispatch(
+    self, events: Sequence[TokenEvent], request_ids: Sequence[str] = (), token_ids: Sequence[int] = ()
+  ) -> None:
+    """Hands a step's events to their generations, which are woken.
+
+    Args:
+      events: of any kind.
+      request_ids, token_ids: as columns, events that are one token and nothing else.
+    """
     now, before = self._clock(), self._dispatched_at
-    num_steady, firsts = 0, []
-    for event in events:
-      output = self._outputs.get(event.request_id)
-      error = None
-      if event.finish_reason is not None:
-        self._outputs.pop(event.request_id, None)
-        self._lingering.discard(event.request_id)
-        self._endings_to_look_up += 1
-        error = _error_of(event)
+    num_steady = 0
+    outputs = self._outputs
+    for request_id, token_id in zip(request_ids, token_ids, strict=True):
+      output = outputs.get(request_id)
       if output is None:
+        self.num_late_events += 1
         continue
-      if event.token_ids:
-        # Nearly all had their last token in the dispatch before: their gaps are one number, and one object.
-        last = output.last_token_at
-        if last is before:
-          num_steady += 1
-        elif last is None:
-          firsts.append(output)
-        else:
-          self.observations.gap(now - last, 1)
+      # Nearly all had their last token in the dispatch before: their gaps are one number, and one object.
+      if output.last_token_at is before:
+        num_steady += 1
         output.last_token_at = now
-      generation = output.generation
-      woken[id(generation)] = generation
-      if error is not None:
-        self.fail(generation, error)
+      else:
+        self._see_token(output, now)
+      if output.is_eager:
+        self._take(output, TokenEvent(request_id, (token_id,)))
+      else:
+        output.pending.append(token_id)
+        if len(output.pending) >= _MAX_PENDING:
+          self._guarded(output, output.flush)
+      output.generation.wake()
+    for event in events:
+      request_id, tokens, logprobs, prompt_logprobs, reason, _, _, _, _ = event
+      if reason is not None:
+        self._engine.ended(request_id)
+        output = outputs.pop(request_id, None)
+      else:
+        output = outputs.get(request_id)
+      if output is None:
+        self.num_late_events += 1
         continue
-      output.take(event)
-      if output.finished is not None:
-        self._observe_finished(output.finished)
-        if event.finish_reason is None:
-          self._abort_output(output, FinishReason.STOP)
-    for generation in woken.values():
-      generation.wake()
-    for output in firsts:
-      if output.first_token_s is not None:
-        self.observations.first_token(output.first_token_s)
+      if tokens:
+        if output.last_token_at is before:
+          num_steady += 1
+          output.last_token_at = now
+        else:
+          self._see_token(output, now)
+      if reason is not None or output.is_eager or logprobs or prompt_logprobs:
+        self._take(output, event)
+      else:
+        output.pending += tokens
+        if len(output.pending) >= _MAX_PENDING:
+          self._guarded(output, output.flush)
+      output.generation.wake()
     if num_steady:
       self.observations.gap(now - before, num_steady)
     self._dispatched_at = now
-    if self._endings_to_look_up >= _LOOK_UP_ENDINGS:
-      self.look_up_endings()
 
-  def look_up_endings(self) -> None:
-    """Brings `observations` up to date with what only the engine knows of requests that ended."""
-    self._endings_to_look_up = 0
-    self.observations.queued(self._engine.stats(RING_STEPS).requests)
+  def _see_token(self, output: _Output, now: float) -> None:
+    """The first, or one that the dispatch before has left out."""
+    if output.last_token_at is None:
+      self.observations.first_token(output.has_first_token())
+    else:
+      self.observations.gap(now - output.last_token_at, 1)
+    output.last_token_at = now
+
+  def _take(self, output: _Output, event: TokenEvent) -> None:
+    error = _error_of(event)
+    if error is not None:
+      self.fail(output.generation, error)
+      return
+    self._guarded(output, lambda: output.take(event))
+    if output.finished is not None:
+      self._observe_finished(output.finished)
+      if event.finish_reason is None:
+        self._abort_output(output, FinishReason.STOP)
+
+  def _guarded(self, output: _Output, work: Callable[[], None]) -> None:
+    """Work on an output's text, by a tokenizer, say: where it fails it must harm this request alone."""
+    try:
+      work()
+    except Exception as error:
+      incident = secrets.token_hex(4)
+      _log.error("incident %s: the text of a request failed in our own code", incident, exc_info=error)
+      self.fail(output.generation, InternalError(f"internal error, incident {incident} in the server's log"))
 
   def _observe_finished(self, finished: pb.Finished) -> None:
     usage, timing = finished.usage, finished.timing
@@ -372,17 +453,12 @@ class Generations:
   def check(self) -> None:
     """Asserts that every generation is somewhere, once."""
     ended, live = sum(self.num_ended.values()), len(self._live)
-    assert self.num_started == ended + live, f"{self.num_started} generations started, {ended} ended, {live} live"
+    started = self.num_started + self._num_starting
+    assert started == ended + live, f"{started} generations started, {ended} ended, {live} live"
     for engine_id, output in self._outputs.items():
       generation = output.generation
       key = generation.owner, generation.request_id
       assert self._live.get(key) is generation, f"output {engine_id!r:.80} outlived its generation"
-    assert not self._lingering & self._outputs.keys(), "an output that lives waits for its end"
-
-  @property
-  def num_lingering(self) -> int:
-    """Requests that the engine has not ended yet though nobody waits for them."""
-    return len(self._lingering)
 
   async def wait_idle(self) -> None:
     """Returns when no generation is live."""
@@ -391,15 +467,7 @@ class Generations:
   def _abort_output(self, output: _Output, reason: FinishReason = FinishReason.ABORT) -> None:
     """The engine's own ending of it, a step or two later, finds nobody."""
     del self._outputs[output.engine_id]
-    self._lingering.add(output.engine_id)
     self._engine.abort(output.engine_id, reason)
-
-  def _free_engine_id(self, request_id: str) -> str:
-    """`request_id`, or a variant while the engine still holds an ended request of that id."""
-    engine_id, serial = request_id, 1
-    while engine_id in self._lingering or engine_id in self._outputs:
-      engine_id, serial = f"{request_id}~{serial}", serial + 1
-    return engine_id
 
 
 def _error_of(event: TokenEvent) -> EngineError | None:
@@ -407,7 +475,8 @@ def _error_of(event: TokenEvent) -> EngineError | None:
   if event.finish_reason is FinishReason.TIMEOUT:
     return DeadlineExceeded(event.message or "the request's deadline has passed; allow more time, or ask for less")
   if event.finish_reason is FinishReason.ERROR:
-    return GenerationFailed(event.message or "the model could not continue this request; it may succeed if sent again")
+    kind = _ERRORS.get(event.error, GenerationFailed)
+    return kind(event.message or "the model could not continue this request; it may succeed if sent again")
   if event.finish_reason is FinishReason.ABORT:
     return AbortedByRequest(event.message or "the request was aborted")
   return None

@@ -6,14 +6,12 @@ server dies of the first that is wrong. Changes nothing.
 
 import asyncio
 from collections.abc import Callable
-import contextlib
-import os
-import threading
 
 from engine.checked import CheckedEngine
 from engine.disaggregated import AnyEngine, DisaggregatedEngine
 from engine.errors import InvariantBroken
 from engine.request import FinishReason
+from server.counts import Counts
 from server.generation import Generations
 from server.proto import admin_pb2 as pb
 
@@ -25,12 +23,24 @@ _CALLS = ("_schedule_rpc_coro", "_handle_exceptions", "RequestResponseCycle.run_
 
 
 class Invariants:
-  """Of one server. Everything here runs on the event loop."""
+  """Of one process of a server, which has the engine, or generations, or both. Everything runs on its event loop."""
 
-  def __init__(self, engine: AnyEngine, generations: Generations, on_breach: Callable[[BaseException], None]):
-    """Args: on_breach: is told what is wrong, once; a dead engine tells its host itself."""
+  def __init__(
+    self,
+    engine: AnyEngine | None,
+    generations: Generations | None,
+    num_held: Callable[[], int],
+    on_breach: Callable[[BaseException], None],
+  ):
+    """Args:
+    engine: None where it is in another process.
+    generations: None where they are in others.
+    num_held: what must be gone when nothing is asked for.
+    on_breach: is told what is wrong, once; a dead engine tells its host itself.
+    """
     self._engine = engine
     self._generations = generations
+    self._num_held = num_held
     self._on_breach = on_breach
     self._loop = asyncio.get_running_loop()
     self._num_checks = 0
@@ -56,7 +66,7 @@ class Invariants:
   @property
   def breach(self) -> BaseException | None:
     """What was found wrong, here or in the engine."""
-    if self._breach is None and isinstance(self._engine.dead, InvariantBroken):
+    if self._breach is None and self._engine is not None and isinstance(self._engine.dead, InvariantBroken):
       return self._engine.dead
     return self._breach
 
@@ -66,7 +76,7 @@ class Invariants:
     return [side for side in sides if isinstance(side, CheckedEngine)]
 
   async def _run(self) -> None:
-    while self._engine.dead is None:
+    while self._engine is None or self._engine.dead is None:
       await asyncio.sleep(_PERIOD_S)
       try:
         self.check()
@@ -78,15 +88,18 @@ class Invariants:
 
   def check(self) -> None:
     """Asserts what holds at every turn of the event loop, and what must come to hold when nothing is asked for."""
-    self._generations.check()
+    engine, generations = self._engine, self._generations
+    if generations is not None:
+      generations.check()
     names = [_name(task) for task in asyncio.all_tasks(self._loop)]
-    if len(self._generations) or self._engine.num_live or any(name in _CALLS for name in names):
+    is_asked = bool(generations) or engine is not None and engine.num_live
+    if is_asked or any(name in _CALLS for name in names):
       self._unrest = 0
       return
     if self._tasks_at_rest is None:
       self._tasks_at_rest = len(names)
-    lingering, tasks = self._generations.num_lingering, len(names) - self._tasks_at_rest
-    used = self._engine.stats().blocks_used
+    lingering, tasks = self._num_held(), len(names) - self._tasks_at_rest
+    used = engine.stats().blocks_used if engine is not None else 0
     if not lingering and tasks <= 0 and not used:
       self._unrest = 0
       return
@@ -94,48 +107,37 @@ class Invariants:
     found = f"{lingering} outputs, {used} KV blocks and {tasks} tasks more than at the start ({sorted(names)})"
     assert self._unrest < _PATIENCE, f"nothing is asked for, and there are still {found}"
 
-  def report(self) -> pb.GetInvariantsResponse:
-    """All the books as they stand."""
-    engine, generations = self._engine, self._generations
+  def report(self, counts: Counts) -> pb.GetInvariantsResponse:
+    """All the books as they stand; where the engine is. `counts` are those of all processes."""
+    engine, outcomes = self._engine, counts.num_ended
+    assert engine is not None, "whoever has no engine has not all the books"
     stats = engine.stats()
     ended = stats.finished
     breach = self.breach
     return pb.GetInvariantsResponse(
       enabled=bool(self._sides()),
-      checks_total=self.num_checks,
-      breaches_total=int(breach is not None),
+      checks_total=counts.num_checks,
+      breaches_total=counts.num_breaches,
       breach=str(breach) if breach is not None else "",
       requests_accepted_total=engine.num_accepted,
       requests_finished_total=ended[FinishReason.STOP] + ended[FinishReason.LENGTH],
       requests_failed_total=ended[FinishReason.ERROR] + ended[FinishReason.TIMEOUT],
       requests_cancelled_total=ended[FinishReason.ABORT],
       requests_live=engine.num_live,
-      generations_started_total=generations.num_started,
-      generations_finished_total=generations.num_ended["finished"],
-      generations_failed_total=generations.num_ended["failed"],
-      generations_cancelled_total=generations.num_ended["cancelled"],
-      generations_live=len(generations),
+      generations_started_total=counts.num_started,
+      generations_finished_total=outcomes.get("finished", 0),
+      generations_failed_total=outcomes.get("failed", 0),
+      generations_cancelled_total=outcomes.get("cancelled", 0),
+      generations_live=counts.num_live,
       kv_blocks=stats.num_blocks,
       kv_blocks_in_use=stats.blocks_used,
       kv_blocks_cached=stats.blocks_cached,
-      asyncio_tasks=len(asyncio.all_tasks(self._loop)),
-      threads=threading.active_count(),
-      open_files=_open_files(),
-      rss_bytes=_rss_bytes(),
+      asyncio_tasks=counts.num_tasks,
+      threads=counts.num_threads,
+      open_files=counts.num_files,
+      rss_bytes=counts.rss_bytes,
     )
 
 
 def _name(task: asyncio.Task) -> str:
   return getattr(task.get_coro(), "__qualname__", "")
-
-
-def _open_files() -> int:
-  with contextlib.suppress(OSError):
-    return len(os.listdir("/proc/self/fd"))
-  return 0
-
-
-def _rss_bytes() -> int:
-  with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
-    return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-  return 0

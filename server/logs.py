@@ -1,5 +1,6 @@
 """The program's own lines: text for people, or one JSON object a line for a collector. Never a prompt or an output."""
 
+import contextlib
 import datetime
 import json
 import logging
@@ -53,7 +54,8 @@ class Lines:
   def say(self, line: str) -> None:
     """A line for whoever started the program."""
     if not self._json:
-      print(line, file=sys.stderr, flush=True)
+      with contextlib.suppress(OSError):  # a full disk is no reason not to serve
+        print(line, file=sys.stderr, flush=True)
       return
     level = logging.INFO
     for word, of_word in (("error: ", logging.ERROR), ("warning: ", logging.WARNING)):

@@ -27,24 +27,34 @@ from engine.disaggregated import AnyEngine
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError, EngineError
 from engine.fake_build import build_fake
+from engine.faults import FaultPlan, Injector, inject_engine
 from engine.policy import POLICIES
 from server import logs, tracing, watchdog
 from server.admin import AdminActions
 from server.errors import NotConfigured, Starting
+from server.faults import inject_front_end, load_plan
+from server.frontends import Frontends, TextOptions
 from server.generation import Generations
 from server.host import Host, HostOptions, is_local
 from server.http.tool_calls import PARSERS
+from server.port import LocalEngine
 from server.service import Backend, server_version
 from server.tokenizer import Tokenizer
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 _DEFAULT_HTTP_PORT = 8000
+_NO_FAULTS = '{"faults": []}'
+# Reading a tokenizer keeps everything else from running; what takes longer is not one.
+_TOKENIZER_LIMIT_S = 120.0
 
 # Names are those of BuildOptions, EngineConfig and HostOptions; texts say what a user must know to choose.
 _MODEL = flags.DEFINE_string("model", str(_ROOT / "models" / "demo"), "Model folder, of Hugging Face or of Sluice.")
 _SERVED_MODEL_NAME = flags.DEFINE_string("served_model_name", "", "What clients call it; empty: the model's own name.")
 _BUILD_FLAGS = (
+  flags.DEFINE_bool(
+    "random_weights", False, "Draw the weights instead of reading them, to measure a shape: see models/shapes."
+  ),
   flags.DEFINE_enum(
     "dtype", "auto", ["auto", "float32", "bfloat16"], "Of weights, activations and KV; auto: float32 on CPU."
   ),
@@ -304,6 +314,14 @@ _TRACE_FILE = flags.DEFINE_string("trace_file", "", "Step trace (JSON lines); ea
 _TRACE_AT_START = flags.DEFINE_bool("trace_at_start", True, "Record from ready on; false: wait for SIGUSR1.")
 
 
+_FRONTEND_PROCESSES = flags.DEFINE_integer(
+  "frontend_processes",
+  0,
+  "Processes for gRPC, HTTP and text, which then take no time from the engine's; limits of calls, connections and "
+  "memory hold for each. 0: everything in one process.",
+  lower_bound=0,
+  upper_bound=64,
+)
 _FAKE_DEVICE = flags.DEFINE_bool(
   "fake_device",
   False,
@@ -312,6 +330,13 @@ _FAKE_DEVICE = flags.DEFINE_bool(
 )
 _FAKE_STEP_MS = flags.DEFINE_float(
   "fake_step_ms", 0.0, "With --fake_device: how long a step takes, in ms.", lower_bound=0
+)
+
+_ENABLE_FAULT_INJECTION = flags.DEFINE_bool(
+  "enable_fault_injection", False, "Let --fault_plan and the admin service's SetFaultPlan do harm. For tests."
+)
+_FAULT_PLAN = flags.DEFINE_string(
+  "fault_plan", "", "With --enable_fault_injection: JSON, whose format is in engine/faults.py."
 )
 
 _LINES = logs.Lines()
@@ -418,9 +443,22 @@ def _http_port() -> int:
   return 0 if flags.FLAGS.port == 0 else _DEFAULT_HTTP_PORT
 
 
-def _build(emit: Emit, token_budgets: tuple[int, ...]):
+def _injector() -> Injector | None:
+  """What makes faults, if that is allowed."""
+  if _ENABLE_FAULT_INJECTION.value:
+    return Injector(load_plan(_FAULT_PLAN.value))
+  if _FAULT_PLAN.value:
+    raise ConfigError(
+      f"fault_plan={_FAULT_PLAN.value} needs --enable_fault_injection, as it does harm; set it, or leave the plan out"
+    )
+  return None
+
+
+def _build(emit: Emit, token_budgets: tuple[int, ...], injector: Injector | None):
   """The engine and the tokenizer, if the model has one."""
   settings: dict[str, Any] = {"token_budgets": token_budgets} | _values(_BUILD_FLAGS)
+  if injector is not None:
+    injector.hit("load")
   engine_class = CheckedEngine if flags.FLAGS.debug_invariants else Engine
   if _FAKE_DEVICE.value:
     step_s = _FAKE_STEP_MS.value / 1000
@@ -429,9 +467,10 @@ def _build(emit: Emit, token_budgets: tuple[int, ...]):
   from engine.device.build import BuildOptions
   from engine.device.build import build as build_engine
 
-  options = BuildOptions(model_dir=_MODEL.value, **settings)
   # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
   tokenizer = _load_tokenizer()
+  num_token_ids = tokenizer.num_token_ids if tokenizer is not None else 0
+  options = BuildOptions(model_dir=_MODEL.value, num_token_ids=num_token_ids, **settings)
   return build_engine(options, _progress, emit, engine_class=engine_class), tokenizer
 
 
@@ -439,21 +478,37 @@ def _load_tokenizer() -> Tokenizer | None:
   folder = pathlib.Path(_MODEL.value)
   if not (folder / "tokenizer.json").is_file():
     return None
-  return Tokenizer(folder, max_prompt_bytes=_MAX_PROMPT_BYTES.value)
+  _say(f"reading {folder / 'tokenizer.json'}")
+  with watchdog.at_most(_TOKENIZER_LIMIT_S):
+    return Tokenizer(folder, max_prompt_bytes=_MAX_PROMPT_BYTES.value)
+
+
+def _make_host(options: HostOptions, admin: AdminActions) -> Host | Frontends:
+  if not _FRONTEND_PROCESSES.value:
+    return Host(options, admin, may_exit=True)
+  texts = TextOptions(
+    model_dir=_MODEL.value,
+    max_prompt_bytes=_MAX_PROMPT_BYTES.value,
+    otlp_endpoint=_OTLP_ENDPOINT.value,
+    log_format=_LOG_FORMAT.value,
+  )
+  return Frontends(_FRONTEND_PROCESSES.value, options, texts, admin, may_exit=True)
 
 
 async def _serve() -> int:
   """From flags to exit code."""
   trace = _Trace(_TRACE_FILE.value)
   options = HostOptions(**_values(_HOST_FLAGS), **_values(_HTTP_FLAGS), http_port=_http_port())
-  host = Host(options, AdminActions(flags=_configuration, set_trace=trace.set), may_exit=True)
+  injector = _injector()
+  set_faults = None if injector is None else lambda text: injector.replace(FaultPlan.parse(text or _NO_FAULTS))
+  host = _make_host(options, AdminActions(flags=_configuration, set_trace=trace.set, set_faults=set_faults))
   watchdog.watch_threads(host.fail)
   budgets = _token_budgets()
   if _OTLP_ENDPOINT.value:
     tracing.check(_OTLP_ENDPOINT.value)
   for port_file in (_PORT_FILE.value, _HTTP_PORT_FILE.value):
     if port_file:
-      pathlib.Path(port_file).unlink(missing_ok=True)
+      _check_port_file(pathlib.Path(port_file))
   loop = asyncio.get_running_loop()
   for number in (signal.SIGTERM, signal.SIGINT):
     loop.add_signal_handler(number, host.request_stop)
@@ -468,7 +523,7 @@ async def _serve() -> int:
     _say(f"admin service on {flags.FLAGS.admin_host}:{host.admin_port}")
   stopped = asyncio.create_task(host.wait_stopped())
 
-  building = _start_thread(lambda: _build(host.emit, budgets))
+  building = _start_thread(lambda: _build(host.emit, budgets, injector))
   await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
   if stopped.done():
     # A compilation cannot be interrupted, and taking down the interpreter under it may crash.
@@ -481,26 +536,36 @@ async def _serve() -> int:
     await stopped
     raise
   name = _SERVED_MODEL_NAME.value or built.model_name
-  tracer = tracing.Tracer(_OTLP_ENDPOINT.value, name, server_version()) if _OTLP_ENDPOINT.value else None
-  generations = Generations(built.engine, tokenizer, tracer=tracer)
+  engine = LocalEngine(built.engine, lambda: built.runner.compiles_after_ready)
   trace.engine = built.engine
+  if injector is not None:
+    inject_engine(built.engine, injector)
+    _say("warning: faults are injected (--enable_fault_injection)")
   if _TRACE_FILE.value and _TRACE_AT_START.value:
     trace.toggle()
   loop.add_signal_handler(signal.SIGUSR1, trace.toggle)
   # What the start has made stays: the collector need not look at it again while requests wait.
   gc.collect()
   gc.freeze()
-  await host.serve(
-    Backend(
-      model=name,
-      engine=built.engine,
-      tokenizer=tokenizer,
-      generations=generations,
-      compiles_after_ready=lambda: built.runner.compiles_after_ready,
-      load_s=built.load_s,
-      warmup_s=built.warmup_s,
+  tracer = None
+  if isinstance(host, Frontends):
+    await host.serve(engine, model=name, tokenizer=tokenizer, load_s=built.load_s, warmup_s=built.warmup_s)
+  else:
+    if _OTLP_ENDPOINT.value:
+      tracer = tracing.Tracer(_OTLP_ENDPOINT.value, name, server_version())
+    generations = Generations(engine, tokenizer, tracer=tracer)
+    if injector is not None:
+      inject_front_end(generations, tokenizer, injector)
+    await host.serve(
+      Backend(
+        model=name,
+        engine=engine,
+        tokenizer=tokenizer,
+        generations=generations,
+        load_s=built.load_s,
+        warmup_s=built.warmup_s,
+      )
     )
-  )
   if _HTTP_PORT_FILE.value and host.http_port >= 0:
     _write_whole(pathlib.Path(_HTTP_PORT_FILE.value), f"{host.http_port}\n")
   if _PORT_FILE.value:
@@ -524,6 +589,13 @@ async def _serve() -> int:
     watchdog.exit_now(code)
   watchdog.exit_soon(options.watchdog_grace_s)
   return code
+
+
+def _check_port_file(path: pathlib.Path) -> None:
+  """Removes one that is stale; one that could not be written should not be found after minutes of loading."""
+  if not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
+    raise ConfigError(f"{path} cannot be written; give --port_file and --http_port_file in a folder that can be")
+  path.unlink(missing_ok=True)
 
 
 def _write_whole(path: pathlib.Path, text: str) -> None:
@@ -571,6 +643,8 @@ def _main(argv: Sequence[str]) -> int:
     # A task's: nothing of ours ends the program this way.
     _say(f"error: something called exit({error.code}) in the server")
     return 1
+  finally:
+    threading.excepthook = threading.__excepthook__  # lets the host go, while it still can
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ the model server protocol of Kubernetes' Gateway API Inference Extension asks fo
 (KVCacheUtilization); its endpoint picker takes their names by flag, or knows vLLM's, which are given on demand.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -14,11 +15,11 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from engine.errors import Unavailable
 from engine.recorder import EngineStats, RungTotals
 from engine.shapes import ShapeLadder
-from server.call_log import CallLog
+from server.counts import Census, Counts
 from server.observations import Histogram, Observations
+from server.port import Report
 from server.service import Backend, Service, server_version
 
 # vLLM's name -> ours, of everything that is the same thing.
@@ -45,46 +46,65 @@ _VLLM_HISTOGRAMS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Look:
+  """A server at one instant.
+
+  Attributes:
+    ready, alive: see Service.
+    counts: of all its processes.
+    backend, report: once it serves.
+  """
+
+  ready: bool
+  alive: bool
+  counts: Counts
+  backend: Backend | None
+  report: Report | None
+
+
 class Metrics:
   """Of one server."""
 
-  def __init__(self, service: Service, calls: CallLog, *, vllm_names: bool = False):
+  def __init__(self, service: Service, census: Census, *, vllm_names: bool = False):
     """Args:
     service: what serves, or does not yet.
-    calls: counts of the calls to it.
+    census: what its processes have counted.
     vllm_names: also give vLLM's names, for what was made for vLLM.
     """
     self._service = service
-    self._registry = CollectorRegistry()
-    self._registry.register(_Collector(service, calls, vllm_names))
-    ProcessCollector(registry=self._registry)
+    self._census = census
+    self._vllm_names = vllm_names
 
-  def look_up(self) -> None:
-    """Before an exposition, on the event loop's thread: brings what is read up to date."""
-    backend = _backend(self._service)
-    if backend is not None:
-      backend.generations.look_up_endings()
+  async def look(self) -> Look:
+    """At everything that an exposition shows; on the event loop's thread."""
+    service = self._service
+    backend = service.backend
+    report = await backend.engine.report() if backend is not None else None
+    return Look(service.ready, service.alive, await self._census(), backend, report)
 
-  def exposition(self, accept: str = "") -> tuple[bytes, str]:
+  def exposition(self, look: Look, accept: str = "") -> tuple[bytes, str]:
     """All metrics; any thread.
 
     Args:
+      look: what to show.
       accept: the header of whoever asks.
 
     Returns:
       The text, in Prometheus' or OpenMetrics' format, and its content type.
     """
+    registry = CollectorRegistry()
+    registry.register(_Collector(look, self._vllm_names))
     encode, content_type = choose_encoder(accept)
     if content_type.startswith("application/openmetrics-text"):
       # All names are plain, and need no escaping; prometheus_client's own would turn vLLM's colons into underscores.
-      return openmetrics.generate_latest(self._registry, escaping=openmetrics.ALLOWUTF8), content_type
-    return encode(self._registry), content_type
+      return openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8), content_type
+    return encode(registry), content_type
 
 
 class _Collector(Collector):
-  def __init__(self, service: Service, calls: CallLog, vllm_names: bool):
-    self._service = service
-    self._calls = calls
+  def __init__(self, look: Look, vllm_names: bool):
+    self._look = look
     self._vllm_names = vllm_names
 
   def describe(self) -> Iterable[Metric]:
@@ -94,38 +114,38 @@ class _Collector(Collector):
   def collect(self) -> Iterator[Metric]:
     """Everything, as of now."""
     yield from self._of_server()
-    backend = _backend(self._service)
-    if backend is None:
+    yield from _of_processes(self._look.counts.pids)
+    backend, report, counts = self._look.backend, self._look.report, self._look.counts
+    if backend is None or report is None:
       return
-    stats = backend.engine.stats()
+    stats = report.stats
     families = [
-      *_gauges(backend, stats),
-      *_counters(backend, stats),
+      *_gauges(backend, report, counts),
+      *_counters(report, counts),
       *_rungs(backend, stats.rungs),
-      *_histograms(backend.generations.observations),
+      *_histograms(counts.observations, report.queue),
     ]
     yield from families
     if self._vllm_names:
       yield from _vllm(backend, stats, families)
 
   def _of_server(self) -> Iterator[Metric]:
-    yield _gauge("sluice_ready", "Whether requests are taken: 0 while loading and draining.", int(self._service.ready))
-    yield _gauge("sluice_alive", "Whether the engine's loop turns.", int(self._service.alive))
-    lag_s = self._service.watchdog.lag_s if self._service.watchdog is not None else 0.0
-    yield _gauge("sluice_event_loop_lag_seconds", "What the event loop took to answer the watchdog's look.", lag_s)
-    yield _counter(
-      "sluice_unhandled_errors", "Errors in callbacks and tasks that nobody took.", self._service.num_unhandled
+    look, counts = self._look, self._look.counts
+    yield _gauge("sluice_ready", "Whether requests are taken: 0 while loading and draining.", int(look.ready))
+    yield _gauge("sluice_alive", "Whether the engine's loop turns.", int(look.alive))
+    yield _gauge(
+      "sluice_event_loop_lag_seconds", "What the slowest event loop took to answer its watchdog's look.", counts.lag_s
     )
-    invariants = self._service.invariants
+    yield _gauge("sluice_processes", "Processes of this server.", len(counts.pids))
     yield _counter(
-      "sluice_invariant_checks",
-      "Looks at the server's books, with --debug_invariants.",
-      invariants.num_checks if invariants is not None else 0,
+      "sluice_access_log_lost_lines", "Lines that the access log's disk did not take.", counts.num_lost_lines
+    )
+    yield _counter("sluice_unhandled_errors", "Errors in callbacks and tasks that nobody took.", counts.num_unhandled)
+    yield _counter(
+      "sluice_invariant_checks", "Looks at the server's books, with --debug_invariants.", counts.num_checks
     )
     yield _counter(
-      "sluice_invariant_breaches",
-      "Looks that found something wrong; the server then ends.",
-      int(invariants is not None and invariants.breach is not None),
+      "sluice_invariant_breaches", "Looks that found something wrong; the server then ends.", counts.num_breaches
     )
     info = GaugeMetricFamily("sluice_build_info", "Of the running server; always 1.", labels=["version"])
     info.add_metric([server_version()], 1)
@@ -133,26 +153,34 @@ class _Collector(Collector):
     calls = CounterMetricFamily(
       "sluice_calls", "Calls that ended, by their status.", labels=["protocol", "method", "code"]
     )
-    for labels, count in list(self._calls.calls.items()):
+    for labels, count in list(counts.calls.items()):
       calls.add_metric(labels, count)
     yield calls
     failed = CounterMetricFamily(
       "sluice_calls_failed", "Calls that were refused or failed, by the reason.", labels=["protocol", "reason"]
     )
-    for labels, count in list(self._calls.failed.items()):
+    for labels, count in list(counts.failed.items()):
       failed.add_metric(labels, count)
     yield failed
 
 
-def _backend(service: Service) -> Backend | None:
-  try:
-    return service.opened()
-  except Unavailable:
-    return None
+def _of_processes(pids: Sequence[int]) -> Iterator[Metric]:
+  """What the system knows of them, as prometheus_client names it; of several the sums."""
+  sums: dict[str, Metric] = {}
+  for pid in pids:
+    for family in ProcessCollector(pid=lambda pid=pid: pid, registry=None).collect():
+      known = sums.setdefault(family.name, family)
+      if known is not family:
+        value = family.samples[0].value
+        # When the first began, and the tightest limit.
+        least = family.name in ("process_start_time_seconds", "process_max_fds")
+        before = known.samples[0]
+        known.samples[0] = before._replace(value=min(before.value, value) if least else before.value + value)
+  yield from sums.values()
 
 
-def _gauges(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
-  config = backend.config
+def _gauges(backend: Backend, report: Report, counts: Counts) -> Iterator[Metric]:
+  config, stats = backend.config, report.stats
   yield _gauge("sluice_requests_waiting", "Requests in the queue.", max(0, stats.num_live - stats.num_running))
   yield _gauge("sluice_requests_running", "Requests in the batch.", stats.num_running)
   yield _gauge("sluice_kv_cache_usage_ratio", "Share of KV blocks held, 0 to 1.", stats.blocks_used / stats.num_blocks)
@@ -162,11 +190,11 @@ def _gauges(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
   yield _gauge("sluice_kv_blocks_used", "KV blocks that requests hold.", stats.blocks_used)
   yield _gauge("sluice_kv_blocks_cached", "KV blocks in the prefix cache, held or not.", stats.blocks_cached)
   yield _gauge("sluice_kv_block_size_tokens", "Tokens of a KV block.", config.block_size)
-  yield _gauge("sluice_generations_live", "Generations that a client waits for.", len(backend.generations))
+  yield _gauge("sluice_generations_live", "Generations that a client waits for.", counts.num_live)
   yield _gauge(
     "sluice_engine_heartbeat_age_seconds",
     "Since the engine's loop last turned.",
-    max(0.0, backend.engine.now() - backend.engine.heartbeat),
+    max(0.0, report.now_s - report.heartbeat_s),
   )
   yield _gauge("sluice_model_load_seconds", "What loading the weights took.", backend.load_s)
   yield _gauge("sluice_warmup_seconds", "What compiling all steps took.", backend.warmup_s)
@@ -175,15 +203,20 @@ def _gauges(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
   yield info
 
 
-def _counters(backend: Backend, stats: EngineStats) -> Iterator[Metric]:
-  yield _counter("sluice_compiles", "XLA compilations since ready; any is a mistake.", backend.compiles_after_ready())
-  yield _counter("sluice_generations", "Generations that were accepted.", backend.generations.num_started)
+def _counters(report: Report, counts: Counts) -> Iterator[Metric]:
+  stats = report.stats
+  yield _counter("sluice_compiles", "XLA compilations since ready; any is a mistake.", report.compiles_after_ready)
+  yield _counter("sluice_generations", "Generations that were accepted.", counts.num_started)
   ended = CounterMetricFamily(
     "sluice_generations_ended", "What became of them; all but the live ones.", labels=["outcome"]
   )
-  for outcome, count in backend.generations.num_ended.items():
+  for outcome, count in counts.num_ended.items():
     ended.add_metric([outcome], count)
   yield ended
+  yield _counter(
+    "sluice_numerical_errors", "Requests ended by NaN or infinite numbers of the model.", stats.num_numerical_errors
+  )
+  yield _counter("sluice_late_events", "Events that nobody waited for, dropped.", counts.num_late_events)
   yield _counter("sluice_decode_tokens", "Tokens computed by rows that decode.", stats.num_decode_tokens)
   yield _counter("sluice_prefill_tokens", "Prompt tokens computed, again after preemptions.", stats.num_prefill_tokens)
   yield _counter("sluice_padding_tokens", "Tokens computed for nobody, to fill a shape.", stats.num_padding_tokens)
@@ -220,13 +253,13 @@ def _rungs(backend: Backend, totals: dict[int, RungTotals]) -> Iterator[Metric]:
   yield from (steps, tokens, host, device)
 
 
-def _histograms(seen: Observations) -> Iterator[Metric]:
+def _histograms(seen: Observations, queue: Histogram) -> Iterator[Metric]:
   for name, text, histogram in (
     ("sluice_time_to_first_token_seconds", "From submission to the first token.", seen.time_to_first_token),
     ("sluice_inter_token_latency_seconds", "Between a request's tokens.", seen.inter_token),
     ("sluice_time_per_output_token_seconds", "A request's mean after its first token.", seen.per_output_token),
     ("sluice_request_duration_seconds", "From submission to the last token.", seen.end_to_end),
-    ("sluice_request_queue_time_seconds", "From submission to the first step, of ended requests.", seen.queue),
+    ("sluice_request_queue_time_seconds", "From submission to the first step, of ended requests.", queue),
     ("sluice_request_prompt_tokens", "Lengths of prompts.", seen.prompt_tokens),
     ("sluice_request_output_tokens", "Lengths of outputs.", seen.output_tokens),
   ):

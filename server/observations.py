@@ -7,6 +7,7 @@ reading and 256 comparisons, and a histogram is a list of counts.
 import bisect
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from engine.recorder import RequestRecord
 
@@ -43,6 +44,11 @@ class Histogram:
     self.counts[bisect.bisect_left(self.bounds, value)] += times
     self.total += value * times
 
+  def add(self, other: "Histogram") -> None:
+    """Takes in all values of another with the same bounds."""
+    self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+    self.total += other.total
+
   @property
   def num_values(self) -> int:
     return sum(self.counts)
@@ -71,6 +77,38 @@ class Observations:
     self.recent_first: deque[float] = deque(maxlen=_RECENT)
     self.recent_gaps: deque[tuple[float, int]] = deque(maxlen=_RECENT)
     self._last_queued: RequestRecord | None = None
+
+  @property
+  def _histograms(self) -> tuple[Histogram, ...]:
+    return (
+      *(self.time_to_first_token, self.inter_token, self.per_output_token, self.end_to_end, self.queue),
+      *(self.prompt_tokens, self.output_tokens),
+    )
+
+  def plain(self) -> list[Any]:
+    """As lists and numbers."""
+    histograms = [[histogram.counts, histogram.total] for histogram in self._histograms]
+    return [histograms, list(self.recent_first), [list(gap) for gap in self.recent_gaps]]
+
+  @classmethod
+  def from_plain(cls, plain: Sequence[Any]) -> "Observations":
+    """The inverse; raises TypeError or ValueError for anything else."""
+    seen = cls()
+    histograms, recent_first, recent_gaps = plain
+    for histogram, (counts, total) in zip(seen._histograms, histograms, strict=True):
+      if len(counts) != len(histogram.counts):
+        raise ValueError(f"a histogram has {len(counts)} buckets instead of {len(histogram.counts)}")
+      histogram.counts, histogram.total = [int(count) for count in counts], float(total)
+    seen.recent_first.extend(float(seconds) for seconds in recent_first)
+    seen.recent_gaps.extend((float(seconds), int(times)) for seconds, times in recent_gaps)
+    return seen
+
+  def add(self, other: "Observations") -> None:
+    """Takes in all that another has seen."""
+    for histogram, more in zip(self._histograms, other._histograms, strict=True):
+      histogram.add(more)
+    self.recent_first = deque((*self.recent_first, *other.recent_first))
+    self.recent_gaps = deque((*self.recent_gaps, *other.recent_gaps))
 
   def first_token(self, seconds: float) -> None:
     """A request's first token came this long after its submission."""

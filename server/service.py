@@ -9,7 +9,6 @@ import concurrent.futures
 import dataclasses
 import hashlib
 from importlib import metadata
-import resource
 import time
 from typing import Any
 
@@ -17,7 +16,6 @@ from google.protobuf import message as protobuf_message
 import grpc
 
 from engine.config import EngineConfig
-from engine.disaggregated import AnyEngine
 from engine.errors import InvalidRequest, Unavailable
 from engine.recorder import RING_STEPS, RungTotals
 from engine.shapes import ShapeLadder
@@ -28,6 +26,7 @@ from server.errors import DeadlineExceeded, EngineDead, SlowConsumer, Starting
 from server.generation import Generation, Generations
 from server.invariants import Invariants
 from server.memory import MemoryLimit
+from server.port import EnginePort
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
 from server.watchdog import Watchdog
@@ -44,18 +43,16 @@ class Backend:
 
   Attributes:
     model: the served name.
-    engine: asked for statistics only; requests reach it through `generations`.
+    engine: asked for reports only; requests reach it through `generations`.
     tokenizer: of the model, or None.
     generations: the live ones.
-    compiles_after_ready: counts XLA compilations.
     load_s, warmup_s: what the start took.
   """
 
   model: str
-  engine: AnyEngine
+  engine: EnginePort
   tokenizer: Tokenizer | None
   generations: Generations
-  compiles_after_ready: Callable[[], int]
   load_s: float
   warmup_s: float
 
@@ -213,11 +210,11 @@ class Service:
     return pb.AbortResponse(
       outcomes=[
         pb.AbortResponse.OUTCOME_ABORTED if aborted else pb.AbortResponse.OUTCOME_NOT_FOUND
-        for aborted in self.abort(request.request_ids)
+        for aborted in await self.abort(request.request_ids)
       ]
     )
 
-  def abort(self, request_ids: Sequence[str]) -> list[bool]:
+  async def abort(self, request_ids: Sequence[str]) -> list[bool]:
     """Ends live generations of the caller; returns, for each id, whether it was one.
 
     Raises:
@@ -232,7 +229,12 @@ class Service:
     for request_id in request_ids:
       validation.check_request_id(request_id)
     owner = interceptors.current().tenant or ""
-    return [backend.generations.abort(request_id, owner) for request_id in request_ids]
+    aborted = [backend.generations.abort(request_id, owner) for request_id in request_ids]
+    if all(aborted):
+      return aborted
+    others = [request_id for request_id, done in zip(request_ids, aborted, strict=True) if not done]
+    elsewhere = iter(await backend.engine.abort_elsewhere(owner, others))
+    return [done or next(elsewhere) for done in aborted]
 
   async def _tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
     backend = self.opened()
@@ -273,15 +275,15 @@ class Service:
   async def _get_load(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
     backend = self.opened()
     wants_steps = request.HasField("steps_after_s")
-    stats = backend.engine.stats(RING_STEPS if wants_steps else 0)
+    report = await backend.engine.report(RING_STEPS if wants_steps else 0)
+    stats = report.stats
     nothing = RungTotals()
     return pb.GetLoadResponse(
       uptime_s=self.uptime_s,
       load_s=backend.load_s,
       warmup_s=backend.warmup_s,
-      # Linux counts in KiB.
-      peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-      compiles_after_ready=backend.compiles_after_ready(),
+      peak_rss_bytes=report.peak_rss_bytes,
+      compiles_after_ready=report.compiles_after_ready,
       # Requests on their way to the scheduler wait, too.
       running_requests=stats.num_running,
       queued_requests=max(0, stats.num_live - stats.num_running),
@@ -315,7 +317,7 @@ class Service:
       ],
       idle_slots_total=stats.num_idle_slots,
       lost_tokens_total=stats.num_lost_tokens,
-      now_s=backend.engine.now(),
+      now_s=report.now_s,
       steps=[pb.StepLoad(**step._asdict()) for step in stats.steps if step.time > request.steps_after_s],
       requests=[
         pb.RequestLoad(**ended._replace(id=_digest(ended.id))._asdict())
@@ -330,6 +332,11 @@ class Service:
     return time.monotonic() - self._ready_at
 
   # Their common parts; those without an underscore are also what the HTTP side goes through.
+
+  @property
+  def backend(self) -> Backend | None:
+    """What serves, or nothing: before it does, and when it is dead."""
+    return None if isinstance(self._closed, EngineDead) else self._backend
 
   def opened(self) -> Backend:
     """The backend, also while draining; raises what keeps the server shut."""
@@ -348,7 +355,7 @@ class Service:
   async def _start(
     self, backend: Backend, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
   ) -> Generation:
-    """Checks and submits. Nothing awaits between submission and return, so the caller's `finally` cannot be missed."""
+    """Checks and submits. Nothing awaits after the submission, so the caller's `finally` cannot be missed."""
     unknown = validation.unknown_fields(request)
     if self._strict_requests:
       validation.refuse_unknown_fields(unknown)
@@ -367,7 +374,7 @@ class Service:
     if remaining is not None and remaining <= 0:
       raise DeadlineExceeded("the deadline had passed before the request was queued; allow more time")
     self.admit()  # a drain may have begun while the prompt was tokenized
-    generation = backend.generations.start(call, remaining, caller.tenant or "")
+    generation = await backend.generations.start(call, remaining, caller.tenant or "")
     caller.notes.update(generation_id=generation.request_id, prompt_tokens=len(prompt))
     return generation
 

@@ -4,7 +4,8 @@ Text of a chat message is data: a special token spelled in it is encoded letter 
 caller's own, so special tokens in it count.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import functools
 import json
 import pathlib
@@ -20,6 +21,8 @@ from server.text import Detokenizer
 
 # A Unicode noncharacter: it is put inside special tokens that a message spells, so that they cannot be recognised.
 _MARK = "\ufdd0"
+# The largest known ones have 35 MB. The library holds the interpreter's lock while it reads, some 20 MB a second.
+_MAX_FILE_BYTES = 128 << 20
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -43,6 +46,9 @@ class Tokenizer:
     self._max_prompt_bytes = max_prompt_bytes
     source = folder / "tokenizer.json"
     try:
+      size = source.stat().st_size
+      if size > _MAX_FILE_BYTES:
+        raise ConfigError(f"{source} has {size} bytes, the limit is {_MAX_FILE_BYTES}; restore it from its source")
       text = source.read_text(encoding="utf-8")
       self._tokenizer = tokenizers.Tokenizer.from_str(text)
       self._plain = tokenizers.Tokenizer.from_str(text)
@@ -52,7 +58,11 @@ class Tokenizer:
         f"{source} cannot be read: {error.strerror}; restore it, or use a folder without a tokenizer "
         "to serve token ids only"
       ) from error
-    except Exception as error:  # the library raises bare Exception
+    except ConfigError:
+      raise
+    except BaseException as error:  # the library raises bare Exception, and panics
+      if not isinstance(error, Exception) and not _is_panic(error):
+        raise
       raise ConfigError(f"{source} is not a tokenizer: {str(error):.200}; restore it from its source") from error
     for each in (self._tokenizer, self._plain):
       each.no_truncation()
@@ -73,6 +83,11 @@ class Tokenizer:
   def vocab_size(self) -> int:
     """Entries, added tokens included."""
     return self._tokenizer.get_vocab_size()
+
+  @property
+  def num_token_ids(self) -> int:
+    """One more than the greatest id; ids may have holes."""
+    return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
   @property
   def special_token_ids(self) -> frozenset[int]:
@@ -102,10 +117,11 @@ class Tokenizer:
     """Token ids of a raw text; special tokens spelled in it count.
 
     Raises:
-      InvalidRequest: the text is longer than the limit.
+      InvalidRequest: the text is longer than the limit, or one that the model's tokenizer cannot split.
     """
     self._check_size(len(text.encode()))
-    return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    with _without_panics():
+      return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
   def encode_plain(self, text: str) -> list[int]:
     """Token ids of a text in which special tokens are letters. For our own texts: no limit is checked."""
@@ -137,11 +153,12 @@ class Tokenizer:
       variables=variables,
     )
     token_ids, at = [], 0
-    for found in self._marked.finditer(rendered):
-      token_ids += self._tokenizer.encode(rendered[at : found.start()], add_special_tokens=False).ids
-      token_ids += self._plain.encode(found[0].replace(_MARK, "", 1), add_special_tokens=False).ids
-      at = found.end()
-    return token_ids + self._tokenizer.encode(rendered[at:], add_special_tokens=False).ids
+    with _without_panics():
+      for found in self._marked.finditer(rendered):
+        token_ids += self._tokenizer.encode(rendered[at : found.start()], add_special_tokens=False).ids
+        token_ids += self._plain.encode(found[0].replace(_MARK, "", 1), add_special_tokens=False).ids
+        at = found.end()
+      return token_ids + self._tokenizer.encode(rendered[at:], add_special_tokens=False).ids
 
   def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
     """The text of a whole sequence, as the tokenizer's own decoder has it. Ids must not be negative."""
@@ -179,6 +196,24 @@ class Tokenizer:
         f"prompt has {size} bytes of text, the limit is {self._max_prompt_bytes}: shorten it, or "
         "raise --max_prompt_bytes"
       )
+
+
+def _is_panic(error: BaseException) -> bool:
+  """Whether it is a panic of Rust, which Python sees as an exception that is no Exception, of a type without a home."""
+  return type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def _without_panics() -> Iterator[None]:
+  """The library panics where a regular expression of the model's gives up on a text."""
+  try:
+    yield
+  except BaseException as error:
+    if not _is_panic(error):
+      raise
+    raise InvalidRequest(
+      "prompt is a text that the model's tokenizer gave up on; change it, or send token ids"
+    ) from error
 
 
 def _mark(special: str) -> str:

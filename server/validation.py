@@ -135,6 +135,18 @@ def prompt_token_ids(request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer
   )
 
 
+def num_outputs(sampling: pb.SamplingParams) -> int:
+  """Outputs a prompt. Whoever makes something for each of them asks here first.
+
+  Raises:
+    InvalidRequest: they are none, or too many.
+  """
+  n = sampling.n if sampling.HasField("n") else 1
+  if not 1 <= n <= MAX_N:
+    raise InvalidRequest(f"n={n} is not allowed: send a whole number from 1 to {MAX_N}")
+  return n
+
+
 def generate_call(
   request: pb.GenerateRequest, config: EngineConfig, tokenizer: Tokenizer | None, prompt: list[int]
 ) -> Call:
@@ -174,9 +186,7 @@ def generate_call(
       f"prompt_logprobs of a prompt of {len(prompt)} tokens is not allowed, the limit is {MAX_PROMPT_LOGPROB_TOKENS} "
       "tokens: shorten the prompt, or leave it out"
     )
-  n = request.sampling.n if request.sampling.HasField("n") else 1
-  if not 1 <= n <= MAX_N:
-    raise InvalidRequest(f"n={n} is not allowed: send a whole number from 1 to {MAX_N}")
+  n = num_outputs(request.sampling)
   return Call(
     request_id=request.request_id,
     prompt_token_ids=tuple(prompt),

@@ -11,6 +11,7 @@ import grpc
 
 from engine.errors import InvalidRequest
 from server import validation
+from server.counts import Census
 from server.proto import sluice_pb2 as pb
 from server.proto import vllm_engine_pb2 as vllm_pb
 from server.service import Service, server_version
@@ -24,9 +25,10 @@ _ZERO_IS_UNSET = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_pena
 class VllmEngine:
   """One object a server."""
 
-  def __init__(self, service: Service):
-    """Args: service: does the work."""
+  def __init__(self, service: Service, census: Census):
+    """Args: service: does the work. census: what the server's processes have counted."""
     self._service = service
+    self._census = census
 
   def register(self, server: grpc.aio.Server) -> None:
     """Adds the service to a server that has not started."""
@@ -77,7 +79,7 @@ class VllmEngine:
     return vllm_pb.HealthCheckResponse(healthy=ready, message="ready" if ready else "starting, draining or dead")
 
   async def _abort(self, request: vllm_pb.AbortRequest, context: grpc.aio.ServicerContext) -> vllm_pb.AbortResponse:
-    self._service.abort(request.request_ids)
+    await self._service.abort(request.request_ids)
     return vllm_pb.AbortResponse()
 
   async def _get_model_info(
@@ -100,7 +102,7 @@ class VllmEngine:
   ) -> vllm_pb.GetServerInfoResponse:
     backend = self._service.opened()
     return vllm_pb.GetServerInfoResponse(
-      active_requests=len(backend.generations),
+      active_requests=(await self._census()).num_live,
       uptime_seconds=self._service.uptime_s,
       server_type="vllm-grpc",  # the protocol's name, by which routers know it
       data_parallel_size=1,
@@ -112,7 +114,7 @@ class VllmEngine:
     self, request: vllm_pb.GetLoadsRequest, context: grpc.aio.ServicerContext
   ) -> vllm_pb.GetLoadsResponse:
     backend = self._service.opened()
-    stats = backend.engine.stats()
+    stats = (await backend.engine.report()).stats
     block_size = backend.config.block_size
     waiting = max(0, stats.num_live - stats.num_running)
     load = vllm_pb.SchedulerLoad(

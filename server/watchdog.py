@@ -10,7 +10,8 @@ what the timer in C allows finds it alive.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import faulthandler
 import logging
 import os
@@ -133,6 +134,19 @@ def exit_now(code: int) -> None:
 def exit_soon(grace_s: float) -> None:
   """Ends the process if it has not ended by itself after `grace_s`, with all stacks on standard error."""
   faulthandler.dump_traceback_later(grace_s, exit=True, file=_STDERR)
+
+
+@contextlib.contextmanager
+def at_most(limit_s: float) -> Iterator[None]:
+  """Ends the process, with all stacks on standard error, if the block takes longer, and even if nothing else can run.
+
+  Not while a Watchdog runs: there is one timer a process.
+  """
+  exit_soon(limit_s)
+  try:
+    yield
+  finally:
+    faulthandler.cancel_dump_traceback_later()
 
 
 def watch_threads(on_death: Callable[[BaseException], None]) -> None:

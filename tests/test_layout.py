@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+import re
 import subprocess
 import sys
 
@@ -34,6 +35,7 @@ ROOMS = (
       "google",
       "jinja2",
       "llguidance",
+      "msgpack",
       "opentelemetry",
       "prometheus_client",
       "tokenizers",
@@ -80,6 +82,28 @@ def test_pure_part_loads_neither_jax_nor_numpy() -> None:
   assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.catalogue("H10")
+@pytest.mark.parametrize("path", [path for path in sources() if not path.startswith("tools/")])
+def test_nothing_runs_what_it_reads(path: str) -> None:
+  """Neither from a client nor from a model's folder nor from another process."""
+  forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch", "multiprocessing"}
+  assert not forbidden & {name.split(".")[0] for name in imports(path)}
+  calls = {
+    ast.unparse(node.func) for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)
+  }
+  assert not calls & {"eval", "exec", "os.system", "os.fork", "np.load", "yaml.load"}
+
+
+@pytest.mark.catalogue("H11")
+def test_every_dependency_is_locked_with_its_hashes() -> None:
+  """So that what is installed is what was tested. Whether any has a known hole is not looked up here."""
+  entries = (ROOT / "requirements.lock").read_text().replace("\\\n", " ").splitlines()
+  entries = [entry for entry in entries if entry.strip() and not entry.lstrip().startswith("#")]
+  assert len(entries) > 50
+  for entry in entries:
+    assert "==" in entry.split()[0] and "--hash=sha256:" in entry, entry
+
+
 def test_names_resolve_to_this_checkout() -> None:
   for package in PACKAGES:
     assert Path(__import__(package).__file__).resolve().is_relative_to(ROOT)
@@ -99,3 +123,36 @@ def test_no_init_under_tests_and_engine_init_is_empty() -> None:
   assert not list((ROOT / "tests").rglob("__init__.py"))
   assert (ROOT / "engine/__init__.py").read_text() == ""
   assert (ROOT / "engine/device/__init__.py").read_text() == ""
+
+
+# Where the wall clock may be read: times that are told to people or other systems. All else is on a monotonic clock,
+# or it would go wrong when the clock is set.
+WALL_CLOCK = {
+  "server/access_log.py",
+  "server/chat_template.py",
+  "server/http/generate.py",
+  "server/http/texts.py",
+  "server/tracing.py",
+  "server/vllm_engine.py",
+}
+
+
+@pytest.mark.catalogue("D9")
+def test_the_wall_clock_is_read_to_be_told_alone() -> None:
+  found = set()
+  for path in sources():
+    if not path.startswith("tools/") and re.search(
+      r"\btime\.(time|time_ns|localtime|gmtime)\(|\b(date|datetime)\.(now|today|utcnow)\(", (ROOT / path).read_text()
+    ):
+      found.add(path)
+  assert found == WALL_CLOCK
+
+
+@pytest.mark.catalogue("D12")
+def test_nothing_forks() -> None:
+  """Neither JAX nor gRPC survives it; other processes are spawned."""
+  for path in sources():
+    text = (ROOT / path).read_text()
+    assert not re.search(r"\bos\.(fork|forkpty)\b|get_context\(['\"]fork|set_start_method|preexec_fn", text), path
+    if "multiprocessing" in text:
+      assert 'get_context("spawn")' in text, f"{path}: multiprocessing without spawn"

@@ -32,7 +32,7 @@ from typing import Any, TextIO
 from tools.arguments import CommandParser, positive_float
 from tools.gpu import protocol, report, sweep
 from tools.gpu.protocol import Job, Record
-from tools.measure import ROOT
+from tools.measure import ROOT, commit
 
 STAGES = ("ceilings", "check", "time", "profile", "peers", "step", "sweep")
 # The share of the time after which a stage starts no further jobs: the last one gets what the others leave.
@@ -197,16 +197,6 @@ class Run:
     return lines, {"device_kind": kind, "head_dim": 128, "block_size": 64, "tuning": tuning} if judged else None
 
 
-def _commit() -> str:
-  """Of this checkout; where git does not know it, what SLUICE_COMMIT says."""
-  if shutil.which("git"):
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if not done.returncode:
-      return done.stdout.strip()
-  return os.environ.get("SLUICE_COMMIT", "unknown")
-
-
 def _clocks() -> str:
   """What nvidia-smi says of the card as it is, or why not."""
   query = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
@@ -264,7 +254,7 @@ def measure(run: Run, stages: Sequence[str], out: pathlib.Path) -> int:
   meta: dict[str, Any] = {
     "mode": run.mode,
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    "commit": _commit(),
+    "commit": commit(),
     "clocks_before": _clocks(),
   }
   lines: list[str] = []

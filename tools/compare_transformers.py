@@ -21,25 +21,7 @@ from tools.measure import ROOT, machine, median_of, run_tool, write_result
 
 PROMPT_LEN, OUTPUT_LEN = "lognormal:64:8:512", "lognormal:64:4:256"
 VOCAB_SIZE = 32_000
-MODEL = {
-  "architectures": ["LlamaForCausalLM"],
-  "model_type": "llama",
-  "vocab_size": VOCAB_SIZE,
-  "hidden_size": 768,
-  "intermediate_size": 2048,
-  "num_hidden_layers": 12,
-  "num_attention_heads": 12,
-  "num_key_value_heads": 4,
-  "head_dim": 64,
-  "max_position_embeddings": 2048,
-  "rope_theta": 10_000.0,
-  "rope_scaling": None,
-  "rms_norm_eps": 1e-5,
-  "tie_word_embeddings": False,
-  "hidden_act": "silu",
-  "bos_token_id": None,
-  "eos_token_id": None,
-}
+MODEL = json.loads((ROOT / "models" / "shapes" / "llama-125m" / "config.json").read_text("utf-8"))
 
 
 def agreement(ours: Mapping[int | str, Sequence[int]], theirs: Mapping[int | str, Sequence[int]]) -> dict[str, Any]:

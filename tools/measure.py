@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -51,6 +52,16 @@ def machine() -> dict[str, Any]:
   except OSError:
     pass
   return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "vector": vector, "python": platform.python_version()}
+
+
+def commit() -> str:
+  """Of this checkout, with -dirty where files differ; where git does not know it, what SLUICE_COMMIT says."""
+  if shutil.which("git"):
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if not done.returncode:
+      return done.stdout.strip()
+  return os.environ.get("SLUICE_COMMIT", "unknown")
 
 
 def write_result(path: str, result: dict[str, Any]) -> None:

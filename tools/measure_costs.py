@@ -21,7 +21,6 @@ import json
 import math
 import random
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
@@ -37,7 +36,7 @@ from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder, StepShape
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.bench_offline import add_build_arguments, build_options
-from tools.measure import ROOT, machine
+from tools.measure import ROOT, commit, machine
 from tools.step_costs import (
   Point,
   RecordedStep,
@@ -253,13 +252,6 @@ def _without_slowest(entries: list[Any]) -> list[Any]:
   return ordered[: len(ordered) - len(ordered) // 100]
 
 
-def _commit() -> str:
-  done = subprocess.run(
-    ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-  )
-  return done.stdout.strip() or "unknown"
-
-
 def _progress(what: str, done: int, total: int) -> None:
   print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
 
@@ -288,7 +280,7 @@ def measure(args: Any) -> StepCosts:
     "dtype": str(dtype),
     "attention": built.attention,
     "jax": jax.__version__,
-    "commit": _commit(),
+    "commit": commit(),
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     "max_num_seqs": config.max_num_seqs,
     "block_size": config.block_size,

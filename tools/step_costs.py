@@ -32,7 +32,8 @@ from engine.errors import ConfigError
 
 FORMAT = "sluice step costs 1"
 _QUANTILES = 100  # of a rung's spread
-_ENOUGH = 30  # steps of a rung that say something of their own
+_ENOUGH = 30  # steps of a rung for a median of its own
+_ENOUGH_FOR_SPREAD = 300  # and for a spread: of fewer, one that something disturbed would be a 99th percentile
 _IDLE_S = 1e-3  # a device without work for longer was idle
 _WARM_AFTER = 32  # steps
 _OUTLIER = 0.1  # relative error from which a measured step is taken for disturbed
@@ -371,8 +372,8 @@ def fit(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, float]]:
 def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
   """The table brought to the steps of a running engine: their `cold_s` and `spread`, and each rung's median.
 
-  Cold steps are looked at on the smallest rung, where they show most. Rungs with fewer than _ENOUGH of these steps move
-  by the median factor of all, and have the spread of all.
+  Cold steps are looked at on the smallest rung, where they show most. Rungs with too few of these steps move by the
+  median factor of all, and share one spread.
 
   Args:
     costs: a table of the same rungs.
@@ -402,9 +403,12 @@ def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
   def left(points: Iterable[Point]) -> list[float]:
     return [p.seconds / (costs.seconds(p.tokens, p.work) + costs.cold(p.since_cold)) for p in points]
 
-  everything = _quantiles(left(points))
   groups = {tokens: [point for point in points if point.tokens == tokens] for tokens in by_rung}
-  spread = tuple((t, _quantiles(left(each)) if len(each) >= _ENOUGH else everything) for t, each in groups.items())
+  few = [point for each in groups.values() if len(each) < _ENOUGH_FOR_SPREAD for point in each]
+  shared = _quantiles(left(few if len(few) >= _ENOUGH else points))
+  spread = tuple(
+    (tokens, _quantiles(left(each)) if len(each) >= _ENOUGH_FOR_SPREAD else shared) for tokens, each in groups.items()
+  )
   return dataclasses.replace(costs, spread=spread)
 
 

@@ -6,19 +6,17 @@ memory is taken for them.
 
 from collections.abc import Callable
 import dataclasses
-import os
 import time
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from engine.admission import AdmissionControl
 from engine.batching import make_batching
 from engine.config import EngineConfig
-from engine.device import kv_cache
+from engine.device import compile_cache, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.programs import ProgramSpec, compile_step
 from engine.device.runner import ModelRunner, Progress
@@ -45,6 +43,7 @@ class BuildOptions:
 
   Attributes:
     model_dir: a Hugging Face or a Sluice folder.
+    random_weights: draw the weights; the folder needs config.json alone.
     dtype: of weights, activations and KV: float32 or bfloat16; auto is float32 on CPU, bfloat16 elsewhere.
     attention: name of the paged attention (pallas_kernels.paged_attention.api.IMPLEMENTATIONS); auto is the platform's.
     matmul: xla, or packed: weights are laid out at load for a kernel (pallas_kernels/packed_matmul), on one CPU; auto:
@@ -56,9 +55,11 @@ class BuildOptions:
     num_devices: how many to spread the model over; 0 is all.
     prefill_devices: with batching disaggregated, how many of them do prefill; 0 is half of them.
     compile_cache_dir: where compiled programs are kept between starts; "" keeps none.
+    num_token_ids: ids that the tokenizer makes; a model of fewer is refused. 0: there is no tokenizer.
   """
 
   model_dir: str
+  random_weights: bool = False
   dtype: str = "auto"
   attention: str = "auto"
   matmul: str = "auto"
@@ -89,6 +90,7 @@ class BuildOptions:
   num_devices: int = 1
   prefill_devices: int = 0
   compile_cache_dir: str = ""
+  num_token_ids: int = 0
 
   def __post_init__(self):
     if self.dtype not in _DTYPES:
@@ -198,8 +200,7 @@ def build(
     CheckpointError: the folder is missing or broken.
     ConfigError: settings do not fit each other, the model or the machine.
   """
-  if options.compile_cache_dir:
-    _use_compile_cache(options.compile_cache_dir)
+  cache_reason = compile_cache.use(options.compile_cache_dir) if options.compile_cache_dir else ""
   devices = _devices(options.num_devices)
   started = time.perf_counter()
   if options.batching == "disaggregated":
@@ -221,12 +222,14 @@ def build(
     engine = engine_class(side.scheduler, side.runner, clock, emit)
     load_s = side.load_s
   side.runner.seal()
+  if options.compile_cache_dir and not cache_reason:
+    compile_cache.look_through(options.compile_cache_dir)
   return Built(
     engine=engine,
     runner=side.runner,
     attention=side.attention,
     matmul=side.matmul,
-    fallbacks=side.fallbacks,
+    fallbacks=side.fallbacks + ((cache_reason,) if cache_reason else ()),
     model=side.loaded.config,
     model_name=side.loaded.name,
     config=side.scheduler.config,
@@ -247,7 +250,9 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
   started = time.perf_counter()
   progress("load", 0, 1)
   matmul, matmul_reason = _choose_matmul(options.matmul, mesh, dtype)
-  loaded = load_checkpoint(options.model_dir, mesh, dtype, matmul == "packed")
+  loaded = load_checkpoint(
+    options.model_dir, mesh, dtype, matmul == "packed", options.random_weights, options.num_token_ids
+  )
   jax.block_until_ready(loaded.params)
   progress("load", 1, 1)
   load_s = time.perf_counter() - started
@@ -372,17 +377,3 @@ def _size_pool(
       slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trial.slot_state))
       available = kv_cache.free_bytes(trial.mesh, slots + (analysis.temp_size_in_bytes if analysis else 0)) or 0
   return kv_cache.fit_blocks(available, block_bytes, table_width, most_useful)
-
-
-def _use_compile_cache(folder: str) -> None:
-  """Keeps every compiled program, however small or quick."""
-  try:
-    os.makedirs(folder, exist_ok=True)
-  except OSError as error:
-    raise ConfigError(
-      f"compile_cache_dir={folder}: {error.strerror}; set --compile_cache_dir to a folder that can be written"
-    ) from error
-  jax.config.update("jax_compilation_cache_dir", folder)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  compilation_cache.reset_cache()  # it may have looked before and found none

@@ -10,7 +10,6 @@ The digests are ours because Orbax and TensorStore keep none of array bytes: a f
 
 from collections.abc import Iterator
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -23,10 +22,11 @@ import zlib
 import jax
 import numpy as np
 
+from engine.device.sums import SUMS, read_sums, sha256, verify_sum
 from engine.errors import CheckpointError, ConfigError
 
 MARKER = "sluice.json"
-_SUMS, _WEIGHTS, _FORMAT = "SHA256SUMS", "weights", 1
+_WEIGHTS, _FORMAT = "weights", 1
 
 
 def is_one(folder: pathlib.Path) -> bool:
@@ -45,30 +45,13 @@ def verify(folder: pathlib.Path) -> None:
   Raises:
     CheckpointError: names the first file that is missing, changed, or not accounted for, and the tensors it damages.
   """
-  try:
-    lines = (folder / _SUMS).read_text("ascii").splitlines()
-  except (OSError, ValueError) as error:
-    raise CheckpointError(
-      f"{folder / _SUMS}: cannot be read ({error}); the folder is an unfinished conversion or an "
-      "incomplete copy: make it again"
-    ) from error
-  sums = {}
-  for line in lines:
-    digest, _, file = line.partition("  ")
-    if len(digest) != 64 or not file or file.startswith("/") or ".." in pathlib.PurePath(file).parts:
-      raise CheckpointError(f"{folder / _SUMS}: line {line[:80]!r} is no digest of a file; copy the folder again")
-    sums[file] = digest
+  sums = dict(read_sums(folder))
   for file in sorted(set(_covered(folder)) | {MARKER, "config.json"}):
     if file not in sums:
-      raise CheckpointError(f"{folder / file}: is not listed in {_SUMS}; the folder is a mixture: make it again")
+      raise CheckpointError(f"{folder / file}: is not listed in {SUMS}; the folder is a mixture: make it again")
   for file, digest in sorted(sums.items()):
-    if not (folder / file).is_file():
-      raise CheckpointError(f"{folder / file}: is missing, though {_SUMS} lists it; copy the folder again")
-    if _sha256(folder / file) != digest:
-      hit = f" (tensors hit: {_damaged(folder)})" if file.startswith(_WEIGHTS) else ""
-      raise CheckpointError(
-        f"{folder / file}: is corrupt{hit}, its SHA-256 is not the one in {_SUMS}; copy the folder again"
-      )
+    is_weights = file.startswith(_WEIGHTS)
+    verify_sum(folder, file, digest, (lambda: f" (tensors hit: {_damaged(folder)})") if is_weights else str)
   marker = _marker(folder)
   if marker.get("format") != _FORMAT or not isinstance(marker.get("name"), str):
     raise CheckpointError(
@@ -119,12 +102,28 @@ def save(folder: pathlib.Path, params: dict[str, jax.Array], model_name: str, fi
     folder: must not exist.
     params: keyed by parameter name.
     files: config.json, and whatever else is to lie beside the weights.
-  """
-  import orbax.checkpoint as ocp
 
+  Raises:
+    ConfigError: the folder exists, or the disk has no room.
+    CheckpointError: it could not be written; nothing of it is left.
+  """
   if folder.exists():
     raise ConfigError(f"{folder}: exists already; give a new folder or remove this one")
   folder.parent.mkdir(parents=True, exist_ok=True)
+  needed, free = sum(value.nbytes for value in params.values()), shutil.disk_usage(folder.parent).free
+  if needed > free:
+    raise ConfigError(f"{folder}: needs {needed} bytes, and {free} are free; make room, or choose another folder")
+  try:
+    _write(folder, params, model_name, files)
+  except Exception as error:  # Orbax's errors are of many types, none of them its own
+    raise CheckpointError(f"{folder}: cannot be written ({' '.join(str(error).split())})") from error
+
+
+def _write(
+  folder: pathlib.Path, params: dict[str, jax.Array], model_name: str, files: tuple[pathlib.Path, ...]
+) -> None:
+  import orbax.checkpoint as ocp
+
   with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
     draft = pathlib.Path(parent).resolve() / folder.name
     draft.mkdir()
@@ -141,7 +140,7 @@ def save(folder: pathlib.Path, params: dict[str, jax.Array], model_name: str, fi
       "crc32": {key: _crc32(np.asarray(value)) for key, value in sorted(params.items())},
     }
     (draft / MARKER).write_text(json.dumps(marker, indent=1) + "\n", "utf-8")
-    (draft / _SUMS).write_text("".join(f"{_sha256(draft / file)}  {file}\n" for file in _covered(draft)), "ascii")
+    (draft / SUMS).write_text("".join(f"{sha256(draft / file)}  {file}\n" for file in _covered(draft)), "ascii")
     os.rename(draft, folder)
 
 
@@ -166,11 +165,6 @@ def _quiet() -> Iterator[None]:
 
 def _marker(folder: pathlib.Path) -> dict[str, Any]:
   return json.loads((folder / MARKER).read_text("utf-8"))
-
-
-def _sha256(file: pathlib.Path) -> str:
-  with open(file, "rb") as stream:
-    return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _crc32(values: np.ndarray) -> str:

@@ -17,7 +17,10 @@ import numpy as np
 
 from engine.errors import CheckpointError
 
-_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+# The library's own limit is four times this; so much JSON can become gigabytes of objects, and the largest known models
+# have headers of less than a megabyte.
+_MAX_HEADER_BYTES = 25_000_000
+_MAX_DIMS = 32
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -80,14 +83,16 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
     CheckpointError: unreadable, truncated or contradicting itself.
   """
   try:
+    if not file.is_file() and file.exists():
+      raise CheckpointError(f"{file}: is no regular file; copy the weights there")
     with open(file, "rb") as stream:
       size = stream.seek(0, 2)
       stream.seek(0)
       length = int.from_bytes(stream.read(8), "little")
       if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
         raise CheckpointError(
-          f"{file}: {size} bytes cannot hold the header of {length} bytes that it announces; the "
-          "file is truncated or no safetensors file: copy it again"
+          f"{file}: {size} bytes cannot hold the header of {length} bytes that it announces (at most "
+          f"{_MAX_HEADER_BYTES} are read); the file is truncated or no safetensors file: copy it again"
         )
       text = stream.read(length)
   except OSError as error:
@@ -104,13 +109,13 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
     begin = 8 + length + entry.start
     if begin != end:
       raise CheckpointError(
-        f"{file}: tensor {entry.name} begins at byte {begin} where {end} is expected; the header "
+        f"{file}: tensor {entry.name:.200} begins at byte {begin} where {end} is expected; the header "
         "is corrupt: copy the file again"
       )
     end = begin + entry.size
     if end > size:
       raise CheckpointError(
-        f"{file}: tensor {entry.name} ends at byte {end} of a file of {size}; the file is truncated: copy it again"
+        f"{file}: tensor {entry.name:.200} ends at byte {end} of a file of {size}; the file is truncated: copy it again"
       )
     out[entry.name] = StoredTensor(file, entry.name, entry.dtype, entry.shape, begin)
   if end != size:
@@ -130,19 +135,25 @@ class _Entry:
 def _entries(file: pathlib.Path, header: dict[str, Any]) -> Iterator[_Entry]:
   for name, entry in header.items():
     try:
-      dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-      bits = _BITS[dtype] * math.prod(shape)
-      whole = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
+      dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+      bits_each = _BITS[dtype]
+      # Before any product: one of thousands of long numbers would take for ever.
+      whole = (
+        isinstance(shape, list)
+        and len(shape) <= _MAX_DIMS
+        and all(type(number) is int and 0 <= number < 2**63 for number in (*shape, start, stop))
+      )
+      bits = bits_each * math.prod(shape) if whole else 0
     except (TypeError, KeyError, ValueError) as error:
       raise CheckpointError(
-        f"{file}: tensor {name} has a corrupt entry {str(entry)[:200]}; copy the file again"
+        f"{file}: tensor {name:.200} has a corrupt entry {entry!s:.200}; copy the file again"
       ) from error
     if not whole or bits % 8 or stop - start != bits // 8:
       raise CheckpointError(
-        f"{file}: tensor {name} of {dtype}{list(shape)} cannot lie in bytes {start} to {stop}; the "
+        f"{file}: tensor {name:.200} of {dtype}{shape!s:.200} cannot lie in bytes {start!s:.30} to {stop!s:.30}; the "
         "header is corrupt: copy the file again"
       )
-    yield _Entry(name, dtype, shape, start, stop - start)
+    yield _Entry(name, dtype, tuple(shape), start, stop - start)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Model folders to parameters on their shardings, one tensor at a time. Decides no shape and no sharding of its own.
 
 Two kinds of folder are read: Hugging Face's (config.json and safetensors) and Sluice's (engine/device/orbax_folder.py).
-Everything that can be wrong is looked for before the first array is made; pickled weights are never opened.
+Everything that can be wrong is looked for before the first array is made; pickled weights are never opened, nor files
+that lie elsewhere than in the folder.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import numpy as np
 from engine.device import orbax_folder
 from engine.device.mesh import replicated, shardings
 from engine.device.safetensors_file import StoredTensor, read_header
+from engine.device.sums import SUMS, read_sums, verify_sum
 from engine.errors import CheckpointError, ConfigError
 from models import llama
 from models.config import ModelConfig
@@ -45,7 +47,14 @@ class LoadedModel:
   name: str
 
 
-def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike, packed: bool = False) -> LoadedModel:
+def load_checkpoint(
+  path: str,
+  mesh: jax.sharding.Mesh,
+  dtype: DTypeLike,
+  packed: bool = False,
+  random_weights: bool = False,
+  num_token_ids: int = 0,
+) -> LoadedModel:
   """Loads a model folder of either kind straight to its shardings.
 
   Host memory above the parameters themselves: about one tensor (Hugging Face) or a gibibyte in flight (Orbax).
@@ -55,6 +64,8 @@ def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike, packed
     mesh: as made by engine.device.mesh.make_mesh.
     dtype: of the parameters on the device, bfloat16 or float32, whatever the file holds.
     packed: lay weights out for pallas_kernels/packed_matmul; for a mesh of one CPU.
+    random_weights: draw them on the devices, always the same ones; of the folder only config.json is read.
+    num_token_ids: ids that the tokenizer makes; 0: there is none.
 
   Raises:
     CheckpointError: names the file, and the tensor where there is one.
@@ -69,7 +80,7 @@ def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike, packed
       f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; --model takes a "
       "Hugging Face or Sluice model folder"
     )
-  is_orbax = orbax_folder.is_one(folder)
+  is_orbax = orbax_folder.is_one(folder) and not random_weights
   if is_orbax:
     orbax_folder.verify(folder)
   raw = _read_json(folder / "config.json")
@@ -77,14 +88,23 @@ def load_checkpoint(path: str, mesh: jax.sharding.Mesh, dtype: DTypeLike, packed
     config = config_from_hf(raw)
   except ValueError as error:
     raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-  eos_token_ids = _eos_token_ids(folder, raw)
+  if num_token_ids > config.vocab_size:
+    raise CheckpointError(
+      f"{folder / 'config.json'}: vocab_size={config.vocab_size}, but tokenizer.json makes ids up to "
+      f"{num_token_ids - 1}; they do not belong together"
+    )
+  eos_token_ids = _eos_token_ids(folder, raw, config.vocab_size)
+  stored = {} if is_orbax or random_weights else _checked_tensors(folder, config)
   graphdef, abstract = llama.abstract(config, dtype)
   leaves, treedef = jax.tree.flatten_with_path(abstract)
   wanted = {
     parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     for (key, leaf), sharding in zip(leaves, jax.tree.leaves(shardings(mesh, abstract)), strict=True)
   }
-  arrays = orbax_folder.load(folder, wanted) if is_orbax else _load_safetensors(folder, config, wanted)
+  if random_weights:
+    arrays = _draw(config, wanted)
+  else:
+    arrays = orbax_folder.load(folder, wanted) if is_orbax else _load_safetensors(stored, config, wanted)
   if packed:
     graphdef, abstract = llama.abstract(config, dtype, packed=True)
     leaves, treedef = jax.tree.flatten_with_path(abstract)
@@ -110,6 +130,8 @@ def parameter_name(key_path: tuple[Any, ...]) -> str:
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
   try:
+    if file.exists():
+      refuse_outside(file)
     value = json.loads(file.read_text("utf-8"))
   except FileNotFoundError:
     raise CheckpointError(f"{file}: no such file; a model folder needs one") from None
@@ -120,25 +142,65 @@ def _read_json(file: pathlib.Path) -> dict[str, Any]:
   return value
 
 
-def _eos_token_ids(folder: pathlib.Path, raw: dict[str, Any]) -> tuple[int, ...]:
+def refuse_outside(file: pathlib.Path) -> None:
+  """Raises CheckpointError unless the file is a regular one of its folder, or a link into the same download's blobs.
+
+  Those are how huggingface_hub keeps what it loads: models--X/snapshots/REVISION/FILE -> models--X/blobs/DIGEST.
+  """
+  folder, found = file.parent.resolve(), file.resolve()
+  home = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+  if not (found.is_relative_to(folder) or found.is_relative_to(home)):
+    raise CheckpointError(
+      f"{file}: is a link to {found}, outside of its folder; copy the file there, or give --model the folder where it "
+      "lies"
+    )
+  if not found.is_file():
+    raise CheckpointError(f"{file}: is no regular file; copy it again")
+
+
+def _eos_token_ids(folder: pathlib.Path, raw: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
   file = folder / "generation_config.json"
   source = file if file.is_file() else folder / "config.json"
   value = _read_json(file).get("eos_token_id") if file.is_file() else None
   if value is None:
     source, value = folder / "config.json", raw.get("eos_token_id")
   ids = value if isinstance(value, list) else [] if value is None else [value]
-  if not all(type(token) is int and token >= 0 for token in ids):
-    raise CheckpointError(f"{source}: eos_token_id={value!r} must be a token id or a list of them")
+  if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+    raise CheckpointError(
+      f"{source}: eos_token_id={value!r:.80} must be a token id or a list of them, from 0 to {vocab_size - 1}"
+    )
   return tuple(ids)
 
 
-def _load_safetensors(
-  folder: pathlib.Path, config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
+def _draw(config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+  """Random parameters, for measuring shapes: matrices keep the variance of their input, so nothing overflows."""
+  arrays = {}
+  for number, (name, leaf) in enumerate(wanted.items()):
+
+    def draw(key: jax.Array, name: str = name, leaf: jax.ShapeDtypeStruct = leaf) -> jax.Array:
+      if name.endswith(".scale"):
+        return jnp.ones(leaf.shape, leaf.dtype)
+      return jax.random.normal(key, leaf.shape, leaf.dtype) * jnp.asarray(config.model_dim**-0.5, leaf.dtype)
+
+    arrays[name] = jax.jit(draw, out_shardings=leaf.sharding)(jax.random.key(number)).block_until_ready()
+  return arrays
+
+
+def _checked_tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, StoredTensor]:
+  """Where every tensor that the model needs lies. No array is made before: a config may lie."""
+  if (folder / SUMS).exists():
+    for file, digest in read_sums(folder):
+      verify_sum(folder, file, digest)
   stored = _find_tensors(folder)
   pieces = tensors(config)
   _check_tensors(folder, config, stored, {piece.name: piece for parts in pieces.values() for piece in parts})
-  arrays = {}
+  return stored
+
+
+def _load_safetensors(
+  stored: dict[str, StoredTensor], config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+  pieces, arrays = tensors(config), {}
   for name, leaf in wanted.items():
     read = functools.partial(_assemble, pieces[name], stored, leaf.shape, leaf.dtype)
     # Waiting keeps one tensor in flight: a queue of transfers would hold the whole model in host memory.
@@ -149,6 +211,7 @@ def _load_safetensors(
 def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
   """Every tensor of the folder's safetensors files; model.safetensors goes before an index, as in transformers."""
   if (folder / _SINGLE).exists():
+    refuse_outside(folder / _SINGLE)
     return read_header(folder / _SINGLE)
   index = folder / _INDEX
   if not index.exists():
@@ -170,6 +233,8 @@ def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
     if pathlib.PurePath(file).name != file or not file.endswith(".safetensors"):
       raise CheckpointError(f"{index}: weight_map names {file!r}; only safetensors files beside the index are read")
   for file in files:
+    if (folder / file).exists():
+      refuse_outside(folder / file)
     for name, tensor in read_header(folder / file).items():
       if weight_map.get(name) != file:
         raise CheckpointError(

@@ -94,7 +94,8 @@ def read(fields: Fields, tenant: str) -> Asked:
     tenant: of the caller's key, or empty.
 
   Raises:
-    InvalidRequest: a value of the wrong type. Ranges are checked by `validation.generate_call`.
+    InvalidRequest: a value of the wrong type, or too many outputs. Other ranges are checked by
+      `validation.generate_call`.
   """
   request = pb.GenerateRequest(request_id=fields.text("request_id") or "", tenant=tenant)
   if request.request_id:
@@ -119,7 +120,7 @@ def read(fields: Fields, tenant: str) -> Asked:
     stream=stream,
     include_usage=bool(options.flag("include_usage")),
     continuous_usage=bool(options.flag("continuous_usage_stats")),
-    n=request.sampling.n if request.sampling.HasField("n") else 1,
+    n=validation.num_outputs(request.sampling),
     return_token_ids=bool(fields.flag("return_token_ids")),
     token_ids_as_names=bool(fields.flag("return_tokens_as_token_ids")),
   )

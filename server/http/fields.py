@@ -99,8 +99,9 @@ class Fields:
       self.wrong(name, value, "a whole number")
     if not limits[0] <= value <= limits[1]:
       shown = str(value) if abs(value) < 10**30 else "of more than 30 digits"
+      bits = 1 + limits[1].bit_length()
       raise InvalidRequest(
-        f"{self._where}{name}={shown} is not allowed: send a whole number from {limits[0]} to {limits[1]}"
+        f"{self._where}{name}={shown} is not allowed: send a whole number that fits into {bits} bits"
       )
     return value
 

@@ -65,8 +65,8 @@ class _Running:
     self._owner = owner
     self.live: list[Generation] = []
 
-  def start(self, call: validation.Call) -> None:
-    self.live.append(self._generations.start(call, None, self._owner))
+  async def start(self, call: validation.Call) -> None:
+    self.live.append(await self._generations.start(call, None, self._owner))
 
   def close(self) -> None:
     while self.live:
@@ -288,7 +288,7 @@ class Endpoints:
     with contextlib.ExitStack() as cleanup:
       cleanup.callback(running.close)
       for call in calls:
-        running.start(call)
+        await running.start(call)
       notes = request.state.notes
       notes.update(generation_id=answer_id, prompt_tokens=reply.num_prompt_tokens)
       reply.notes = notes

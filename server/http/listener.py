@@ -95,18 +95,50 @@ class _Protocol(H11Protocol):
     self.transport.close()
 
 
+def listen(host: str, port: int, flag: str = "http_port") -> socket.socket:
+  """A listening socket; port 0 lets the system choose. `flag` is what sets it.
+
+  Raises:
+    ConfigError: the address cannot be bound.
+  """
+  try:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+  except OSError as error:
+    raise ConfigError(
+      f"cannot listen for HTTP on {host}:{port}: {error.strerror}; choose another --{flag} (-1: no HTTP) or --http_host"
+    ) from None
+  # asyncio does it only for sockets that name their protocol, and these, accepted from here, do not: each answer would
+  # wait 40 ms for the client to acknowledge its headers.
+  listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  # A client whose machine has died is found out by the system.
+  listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+  for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 2), ("TCP_USER_TIMEOUT", 80_000)):
+    if hasattr(socket, name):
+      listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+  return listening
+
+
 class Listener:
   """A listening socket and its connections. Belongs to one event loop."""
 
   def __init__(
-    self, app: ASGIApp, options: HttpOptions, certificates: Certificates | None = None, *, flag: str = "http_port"
+    self,
+    app: ASGIApp,
+    options: HttpOptions,
+    certificates: Certificates | None = None,
+    listening: socket.socket | None = None,
+    *,
+    flag: str = "http_port",
   ):
     """Args:
     app: gets the requests.
     options: address and limits.
     certificates: for TLS; None is plain text.
+    listening: a socket from `listen`, which other processes may accept from, too; None makes one.
     flag: that sets the port.
     """
+    self._listening = listening
     self._flag = flag
     self._options = options
     self._certificates = certificates
@@ -134,20 +166,7 @@ class Listener:
     Raises:
       ConfigError: the address cannot be bound.
     """
-    options = self._options
-    try:
-      family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
-      listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except OSError as error:
-      raise ConfigError(
-        f"cannot listen for HTTP on {options.host}:{options.port}: {error.strerror}; choose another --{self._flag} "
-        "(-1: no HTTP) or --http_host"
-      ) from None
-    # A client whose machine has died is found out by the system.
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 2), ("TCP_USER_TIMEOUT", 80_000)):
-      if hasattr(socket, name):
-        listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    listening = self._listening or listen(self._options.host, self._options.port, self._flag)
     loop = asyncio.get_running_loop()
     self._server = await loop.create_server(self._protocol, sock=listening, backlog=_BACKLOG, ssl=self._tls)
     return listening.getsockname()[1]

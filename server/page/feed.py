@@ -10,7 +10,9 @@ from typing import Any
 
 from engine.errors import Overloaded, Unavailable
 from engine.shapes import ShapeLadder
+from server.counts import Census, Counts
 from server.observations import percentiles
+from server.port import Report
 from server.service import Backend, Service, server_version
 
 _TICK_S = 0.25
@@ -25,13 +27,15 @@ _SHARES = (0.5, 0.9, 0.99)
 class Feed:
   """Ticks for the readers of one server's page. Belongs to one event loop."""
 
-  def __init__(self, service: Service, *, tick_s: float = _TICK_S, max_readers: int = _MAX_READERS):
+  def __init__(self, service: Service, census: Census, *, tick_s: float = _TICK_S, max_readers: int = _MAX_READERS):
     """Args:
     service: what serves, or does not yet.
+    census: what its processes have counted.
     tick_s: seconds between two messages.
     max_readers: more are refused.
     """
     self._service = service
+    self._census = census
     self._tick_s = tick_s
     self._max_readers = max_readers
     self._num_readers = 0
@@ -58,11 +62,12 @@ class Feed:
     try:
       if self._ticker is None:
         self._num_ticks = 0
-        self._tick()
+        self._message = b""
         self._ticker = asyncio.create_task(self._run())
       while not self._closed:
         news = self._news
-        yield self._message
+        if self._message:
+          yield self._message
         await news.wait()
     finally:
       self._num_readers -= 1
@@ -77,34 +82,37 @@ class Feed:
 
   async def _run(self) -> None:
     while not self._closed:
+      await self._tick()
       await asyncio.sleep(self._tick_s)
-      self._tick()
 
-  def _tick(self) -> None:
-    self._message = json.dumps(self._snapshot(), separators=(",", ":")).encode()
+  async def _tick(self) -> None:
+    self._message = json.dumps(await self._snapshot(), separators=(",", ":")).encode()
     self._num_ticks += 1
     news, self._news = self._news, asyncio.Event()
     news.set()
 
-  def _snapshot(self) -> dict[str, Any]:
+  async def _snapshot(self) -> dict[str, Any]:
     service = self._service
     try:
       backend = service.opened()
     except Unavailable as error:
       return {"state": error.reason.lower(), "version": server_version()}
     state = "ready" if service.ready else "draining" if service.alive else "stuck"
-    return {"state": state, "version": server_version(), "interval_s": self._tick_s, **self._of(backend)}
+    return {"state": state, "version": server_version(), "interval_s": self._tick_s, **await self._of(backend)}
 
-  def _of(self, backend: Backend) -> dict[str, Any]:
-    engine, config = backend.engine, backend.config
-    stats = engine.stats(4 * _MAX_STEPS)
+  async def _of(self, backend: Backend) -> dict[str, Any]:
+    with_map = self._num_ticks % _MAP_TICKS == 0
+    report = await backend.engine.report(4 * _MAX_STEPS, with_blocks=with_map)
+    return self._show(backend, report, await self._census(), with_map=with_map)
+
+  def _show(self, backend: Backend, report: Report, counts: Counts, *, with_map: bool) -> dict[str, Any]:
+    config, stats, seen = backend.config, report.stats, counts.observations
     steps = [step for step in stats.steps if step.time > self._seen_until][-_MAX_STEPS:]
     if steps:
       self._seen_until = steps[-1].time
-    seen = backend.generations.observations
     empty = (0, 0, 0, 0, 0, 0.0, 0.0)
     return {
-      "now_s": engine.now(),
+      "now_s": report.now_s,
       "uptime_s": self._service.uptime_s,
       "model": backend.model,
       "batching": config.batching,
@@ -120,7 +128,7 @@ class Feed:
       "prefill_tokens": stats.num_prefill_tokens,
       "cached_tokens": stats.num_cached_tokens,
       "preemptions": stats.num_preemptions,
-      "compiles": backend.compiles_after_ready(),
+      "compiles": report.compiles_after_ready,
       "first_token_s": percentiles([(value, 1) for value in seen.recent_first], _SHARES),
       "gap_s": percentiles(seen.recent_gaps, _SHARES),
       "kv": {
@@ -128,7 +136,7 @@ class Feed:
         "block_size": config.block_size,
         "used": stats.blocks_used,
         "cached": stats.blocks_cached,
-        "map": _cells(engine.block_states()) if self._num_ticks % _MAP_TICKS == 0 else None,
+        "map": _cells(report.blocks) if with_map else None,
       },
       # tokens, rows; steps, decode, prefill, padding tokens, idle slots, host and device seconds so far
       "rungs": [

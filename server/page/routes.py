@@ -59,8 +59,8 @@ def metrics_route(service: Service, metrics: Metrics) -> Route:
   """/metrics; the arguments are those of `routes`."""
 
   async def show(request: Request) -> Response:
-    metrics.look_up()
-    text, content_type = await service.in_pool(lambda: metrics.exposition(request.headers.get("accept", "")))
+    look = await metrics.look()
+    text, content_type = await service.in_pool(lambda: metrics.exposition(look, request.headers.get("accept", "")))
     return Response(text, headers={"content-type": content_type, "cache-control": "no-store"})
 
   return Route("/metrics", show)

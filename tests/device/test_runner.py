@@ -73,6 +73,7 @@ def test_together(runner, prompts, reference, changes):
   assert {one.finish_reason for one in served} == {FinishReason.LENGTH}
 
 
+@pytest.mark.catalogue("C4", "C5")
 def test_preempted_again_and_again(runner, prompts, reference):
   served, engine = serve(runner, [(prompt, GREEDY) for prompt in prompts], num_blocks=14)
   assert engine.stats().num_preemptions > 0
@@ -251,6 +252,7 @@ def test_a_shape_that_was_not_compiled_is_an_error(runner):
     runner.launch(Batch(0, StepShape(9, 8), (), (), (), (), (), (), (), ()))
 
 
+@pytest.mark.catalogue("C15")
 def test_nothing_compiles_in_ten_thousand_steps_of_anything(runner):
   inbox = []
   engine = make_engine(runner, inbox.extend, num_blocks=24, policy="priority", queue_timeout_s=0.0)

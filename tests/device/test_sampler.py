@@ -189,6 +189,7 @@ def test_draws_follow_the_distribution():
   assert chi2 < 27.9  # 9 degrees of freedom, p = 0.001; the seeds are fixed
 
 
+@pytest.mark.catalogue("D10")
 def test_a_draw_depends_on_seed_and_position_alone():
   rng = np.random.default_rng(2)
   line = rng.normal(size=V).astype(np.float32)
@@ -292,6 +293,7 @@ def test_counts_are_kept_only_for_rows_with_penalties():
   assert not change[slots[1]].any()
 
 
+@pytest.mark.catalogue("I5")
 def test_logprobs_are_of_the_unmodified_distribution():
   rng = np.random.default_rng(5)
   logits = (rng.normal(size=(2, V)) * 3).astype(np.float32)

@@ -123,6 +123,7 @@ def test_any_chunk_size_answers_the_same(
   assert serve(built, prompts, at_once=32, prefill_chunk=chunk)[0] == alone
 
 
+@pytest.mark.catalogue("C4")
 def test_constant_preemption_answers_the_same(
   built: Built, tokenizer: Tokenizer, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:
@@ -150,5 +151,6 @@ def test_prefix_reuse_answers_the_same(built: Built, prompts: list[list[int]], a
   assert cached > sum(map(len, prompts)) // 2
 
 
+@pytest.mark.catalogue("C15")
 def test_nothing_compiled(built: Built) -> None:
   assert built.runner.compiles_after_ready == 0

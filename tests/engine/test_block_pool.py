@@ -105,6 +105,7 @@ def test_equal_content_is_kept_twice_and_found_once():
   pool.check([])
 
 
+@pytest.mark.catalogue("I3")
 def test_keys_name_everything_before_them():
   assert chain((1, 2), (3, 4))[1] != chain((2, 1), (3, 4))[1]
   assert chain((1, 2))[0] != chain((1, 2), salt=b"tenant")[0]

@@ -169,6 +169,7 @@ def test_submit_refuses_at_once():
   assert front.endings() == {"a": [FinishReason.LENGTH] * 2, "b": [FinishReason.LENGTH], "c": [FinishReason.LENGTH]}
 
 
+@pytest.mark.catalogue("B2", "B3")
 def test_abort_at_any_time_is_one_ending():
   for steps in range(8):
     engine, front, _ = serve()
@@ -230,6 +231,7 @@ class Broken(FakeRunner):
     super().run_until(launched)
 
 
+@pytest.mark.catalogue("C9")
 @pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
 @pytest.mark.parametrize("at", ["launch", "read"])
 @pytest.mark.parametrize("step", [0, 1, 4])

@@ -24,6 +24,7 @@ def order_of_service(driver: Driver, seconds: float = 1.0) -> list[str]:
 # Shortest job first.
 
 
+@pytest.mark.catalogue("C10")
 def test_shortest_first_and_none_is_overtaken_for_longer_than_its_size_in_seconds():
   requests = [make("long", 2, max_tokens=20, arrival_time=0.0), make("short", 2, max_tokens=3, arrival_time=1.0)]
   assert order_of_service(Driver(*requests, policy="sjf", max_num_seqs=1, sjf_aging_tokens_per_s=0.0))[0] == "short"
@@ -82,6 +83,7 @@ def test_names_of_tenants_do_not_pile_up():
   assert len(driver.scheduler._policy.state()["used"]) <= 1
 
 
+@pytest.mark.catalogue("C14")
 @pytest.mark.parametrize("policy", ["fcfs", "fair"])
 def test_a_small_tenant_beside_one_that_offers_a_hundred_times_as_much(policy: str):
   """Virtual seconds: the small tenant's median wait for a first token, alone and beside the big one, at overload."""
@@ -126,6 +128,7 @@ def test_a_small_tenant_beside_one_that_offers_a_hundred_times_as_much(policy: s
 # Latency tiers.
 
 
+@pytest.mark.catalogue("C10")
 def test_interactive_requests_go_first_but_not_for_ever():
   requests = [
     make("batch", 2, max_tokens=2, priority=1, arrival_time=0.0),

@@ -86,6 +86,7 @@ def test_prompts_then_decodes():
   assert driver.step() == {"a": 1, "b": 1}
 
 
+@pytest.mark.catalogue("C12")
 def test_a_long_prompt_is_taken_in_chunks_and_never_stalls_a_decode():
   driver = Driver(make("a", 2))
   driver.step()
@@ -231,6 +232,7 @@ def test_nan_in_the_middle_of_a_prompt_is_noticed_with_its_chunk():
   assert driver.scheduler.pool.num_cached == 0
 
 
+@pytest.mark.catalogue("B2")
 @pytest.mark.parametrize("state", ["waiting", "running", "in flight", "preempted", "unknown"])
 def test_abort_in_every_state(state: str):
   driver = Driver(make("a", 6, max_tokens=26), make("b", 6, max_tokens=26), num_blocks=8)
@@ -257,6 +259,7 @@ def test_abort_in_every_state(state: str):
   assert scheduler.pool.num_used == 0
 
 
+@pytest.mark.catalogue("B6", "B7")
 def test_deadlines():
   driver = Driver(
     make("a", 4, deadline=5.0), make("b", 4, queue_deadline=2.0), make("c", 4, queue_deadline=2.0), max_num_seqs=2
@@ -289,6 +292,7 @@ def test_first_come_first_served_by_arrival_not_by_call():
   assert list(driver.step()) == ["early", "late"]
 
 
+@pytest.mark.catalogue("C10")
 def test_priority_and_ageing():
   requests = [
     make("patient", 16, priority=1, arrival_time=0.0),
@@ -301,6 +305,27 @@ def test_priority_and_ageing():
   while driver.scheduler.num_running + driver.scheduler.num_waiting:
     seen += [request_id for request_id in driver.step() if request_id not in seen]
   assert seen == order
+
+
+@pytest.mark.catalogue("C11")
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_prompt_that_is_not_cached_waits_no_longer_than_its_place(policy):
+  """However many come after it whose prompt is in the cache, and cost next to nothing."""
+  hot = list(range(10, 34))
+  driver = Driver(make("warm", hot, max_tokens=1), max_num_seqs=2, policy=policy, aging_s=10.0)
+  driver.step()
+  driver.step()
+  started: list[str] = []
+  for number in range(20):
+    if number == 3:
+      driver.scheduler.add(make("cold", list(range(50, 74)), max_tokens=1, arrival_time=driver.now))
+    for index in range(3):
+      driver.scheduler.add(make(f"hot{number}-{index}", hot, max_tokens=1, arrival_time=driver.now))
+    started += driver.step()
+    driver.now += 0.1
+  started = list(dict.fromkeys(started))
+  assert started[:9] == [f"hot{number}-{index}" for number in range(3) for index in range(3)]
+  assert started[9] == "cold", "three turns of three were before it"
 
 
 def test_priority_without_ageing_is_strict():
@@ -324,6 +349,7 @@ def test_who_does_not_fit_is_not_overtaken():
   assert driver.step() == {"a": 20}
 
 
+@pytest.mark.catalogue("C4")
 def test_preempts_the_last_in_order_and_brings_it_back_with_all_its_tokens():
   driver = Driver(make("a", 6, max_tokens=18), make("b", [90] * 6, max_tokens=18), num_blocks=6)
   scheduler = driver.scheduler
@@ -390,6 +416,7 @@ def test_generated_text_is_found_by_the_next_turn():
   assert driver.step() == {"b": 4}, "13 of 14 tokens were computed: 3 full blocks"
 
 
+@pytest.mark.catalogue("I1")
 def test_salts_do_not_share():
   driver = Driver(make("a", 8, cache_salt=b"one"))
   driver.step()
@@ -513,6 +540,7 @@ def test_refuses_with_value_limit_and_remedy(request_: Request, error: type[Exce
     validate_request(CONFIG, request_)
 
 
+@pytest.mark.catalogue("C3")
 def test_refuses_what_the_pool_can_never_hold():
   config = dataclasses.replace(CONFIG, num_blocks=4)
   validate_request(config, make("a", 10, max_tokens=6))
@@ -520,6 +548,7 @@ def test_refuses_what_the_pool_can_never_hold():
     validate_request(config, make("a", 10, max_tokens=7))
 
 
+@pytest.mark.catalogue("C5")
 def test_what_just_fits_the_pool_runs_to_its_end():
   driver = Driver(make("a", 10, max_tokens=6), num_blocks=4)
   for _ in range(6):
@@ -527,6 +556,7 @@ def test_what_just_fits_the_pool_runs_to_its_end():
   assert driver.scheduler.num_running == 0
 
 
+@pytest.mark.catalogue("C1", "C2")
 def test_the_queue_is_bounded_in_requests_and_in_prompt_tokens():
   driver = Driver(make("a", 10), make("b", 10), max_queued_requests=3, max_queued_tokens=25)
   scheduler = driver.scheduler

@@ -13,6 +13,7 @@ from tests.engine.world import PoolWorld, World, run_world
 HYPOTHESIS = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.catalogue("C4", "C5", "C6", "I2")
 @pytest.mark.parametrize("first", range(0, 320, 40))
 def test_any_schedule_gives_the_tokens_of_one_request_at_a_time(first: int):
   totals = Counter()
@@ -134,6 +135,7 @@ def test_thirty_thousand_operations_leak_nothing():
   soak(30_000)
 
 
+@pytest.mark.catalogue("C6")
 @pytest.mark.long
 def test_a_million_operations_leak_nothing():
   soak(1_000_000)

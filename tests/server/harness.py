@@ -20,10 +20,13 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from engine.batch import Runner
 from engine.checked import CheckedEngine
 from engine.config import EngineConfig
+from engine.faults import Injector, inject_engine
 from engine.scheduler import Scheduler
 from server.admin import AdminActions
+from server.faults import inject_front_end
 from server.generation import Generations
 from server.host import Host, HostOptions
+from server.port import LocalEngine
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from server.service import Backend
@@ -89,6 +92,7 @@ class Served:
   host: Host
   engine: CheckedEngine
   runner: SlowRunner
+  port: LocalEngine
   generations: Generations
   channel: grpc.Channel
   loop: asyncio.AbstractEventLoop
@@ -155,6 +159,7 @@ def running(
   serve: bool = True,
   admin: AdminActions | None = None,
   device: Runner | None = None,
+  faults: Injector | None = None,
 ) -> Iterator[Served]:
   """Runs a server in a thread until the block ends, then drains it and checks that no page is left.
 
@@ -181,15 +186,18 @@ def running(
     port = await server.start()
     runner = SlowRunner(config, poison)
     engine = CheckedEngine(Scheduler(config), device or runner, time.monotonic, server.emit)
-    generations = Generations(engine, tokenizer)
+    port_of_engine = LocalEngine(engine)
+    generations = Generations(port_of_engine, tokenizer)
+    if faults is not None:
+      inject_engine(engine, faults)
+      inject_front_end(generations, tokenizer, faults)
     if serve:
       await server.serve(
         Backend(
           model="tiny",
-          engine=engine,
+          engine=port_of_engine,
           tokenizer=tokenizer,
           generations=generations,
-          compiles_after_ready=lambda: 0,
           load_s=0.5,
           warmup_s=0.25,
         )
@@ -201,6 +209,7 @@ def running(
         server,
         engine,
         runner,
+        port_of_engine,
         generations,
         grpc.insecure_channel(address),
         asyncio.get_running_loop(),

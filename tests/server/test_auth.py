@@ -68,6 +68,7 @@ def test_headers(path):
   assert "wrong" not in str(caught.value)
 
 
+@pytest.mark.catalogue("H5")
 @pytest.mark.parametrize("presented", [*KEYS, "wrong", KEYS[0][:-1]])
 def test_every_key_is_compared_whatever_was_presented(path, monkeypatch, presented):
   keys = ApiKeys.load(path)
@@ -157,6 +158,7 @@ def test_a_bad_new_file_leaves_the_keys_as_they_were(path, caplog):
   assert keys.accepts(KEYS[3]) == "late" and keys.accepts(KEYS[0]) is None
 
 
+@pytest.mark.catalogue("H6")
 def test_nothing_shows_a_key(path):
   keys = ApiKeys.load(path)
   shown = repr(keys) + repr(vars(keys))

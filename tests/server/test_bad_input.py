@@ -195,6 +195,7 @@ BAD_REQUESTS = {
 }
 
 
+@pytest.mark.catalogue("E1", "E2", "E3", "E4", "E5", "E6")
 @pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
 @pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_bad_request(server, name, method):
@@ -215,6 +216,7 @@ def test_the_server_serves_after_all_that(server):
   assert endings_of(generate(server, token_ids=IDS, stopping=pb.StopParams(max_tokens=5)))[-1].last
 
 
+@pytest.mark.catalogue("E7")
 @pytest.mark.parametrize("method", ["Generate", "GenerateUnary", "Tokenize", "Detokenize"])
 def test_unknown_model(server, method):
   request = {"Tokenize": pb.TokenizeRequest(model="gpt", text="a"), "Detokenize": pb.DetokenizeRequest(model="gpt")}
@@ -233,6 +235,7 @@ def test_queue_timeout_must_be_positive(server):
       server.generation.GenerateUnary(request)
 
 
+@pytest.mark.catalogue("E8")
 @pytest.mark.parametrize(
   "method, raw",
   [
@@ -275,6 +278,7 @@ def test_random_bytes_are_refused_or_served(server):
   mutate()
 
 
+@pytest.mark.catalogue("H1")
 def test_oversize_message(server):
   with pytest.raises(grpc.RpcError, match="larger than max") as caught:
     list(server.generation.Generate(pb.GenerateRequest(text="a" * (5 << 20))))
@@ -332,6 +336,7 @@ def test_a_model_without_a_tokenizer_serves_ids(textless):
   assert not info.has_tokenizer and not info.has_chat_template
 
 
+@pytest.mark.catalogue("H6")
 def test_our_own_mistakes_stay_inside(server, monkeypatch, caplog):
   def broken(*_, **__):
     raise ValueError("secret of ours")
@@ -350,6 +355,7 @@ UNKNOWN = pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=2)
 UNKNOWN += b"\xa0\x06\x01" + b"\x32\x03\xf8\x06\x01"  # field 100 of the request, 111 of its sampling parameters
 
 
+@pytest.mark.catalogue("E7")
 @pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
 def test_unknown_fields_are_named(server, method):
   call = server.channel.stream_stream(f"/sluice.v1.GenerationService/{method}")(iter([UNKNOWN]), timeout=30)
@@ -361,6 +367,7 @@ def test_unknown_fields_are_named(server, method):
   assert "x-sluice-ignored-fields" not in dict(known.trailing_metadata())
 
 
+@pytest.mark.catalogue("E7")
 def test_unknown_fields_are_refused_where_that_is_wished(tokenizer):
   with running(tokenizer, host=HostOptions(strict_requests=True)) as served:
     with pytest.raises(grpc.RpcError, match="sluice.v1.GenerateRequest.100 is not a field that this server") as caught:
@@ -396,6 +403,7 @@ def test_values_at_the_edges_are_served(server):
       assert endings_of(messages)[-1].last, (name, value)
 
 
+@pytest.mark.catalogue("E9")
 def test_pairs_of_all_parameters(server):
   """Every value of every parameter beside every value of every other: each is served, and to its end."""
   choices = {
@@ -448,6 +456,7 @@ def test_pairs_of_all_parameters(server):
   assert server.engine.num_live == 0
 
 
+@pytest.mark.catalogue("E3")
 def test_prompts_of_nothing_but_blanks_or_bos_are_served(server):
   few = pb.StopParams(max_tokens=2, ignore_eos=True)
   for prompt in ({"text": "   \n\t"}, {"text": "\0"}, {"text": "<|bos|>"}, {"token_ids": pb.TokenIds(ids=[1])}):
@@ -458,6 +467,7 @@ def test_prompts_of_nothing_but_blanks_or_bos_are_served(server):
   assert pb.GenerateResponse.FromString(first).started.num_prompt_tokens == 3, "of a oneof the last one counts"
 
 
+@pytest.mark.catalogue("H8")
 def test_reflection_may_be_off(tokenizer):
   with running(tokenizer, host=HostOptions(enable_reflection=False)) as served:
     for version in ("v1", "v1alpha"):

@@ -277,6 +277,7 @@ def test_without_a_tokenizer_there_are_no_constraints():
   assert reason_of(caught.value) == "NO_TOKENIZER" and "constraint needs a tokenizer" in caught.value.details()
 
 
+@pytest.mark.catalogue("F4")
 def test_one_that_takes_too_much_work_in_the_middle_ends_its_request_alone(served):
   with pytest.raises(grpc.RpcError) as caught:
     ask(served, grammar="start: /a/ start", sampling={"logit_bias": {7: 1.0}})

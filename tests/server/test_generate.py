@@ -95,6 +95,7 @@ def test_a_stop_token_of_the_request(served):
   assert token_ids_of(messages) == list(wanted[: wanted.index(stop)])
 
 
+@pytest.mark.catalogue("F5")
 def test_stop_strings_end_text_and_work(served, tokenizer):
   wanted, _ = expected(served.engine.config, max_tokens=400, ignore_eos=True)
   whole = tokenizer.decode(wanted)
@@ -131,6 +132,7 @@ def test_stop_strings_wait_for_min_tokens(served, tokenizer):
   assert text_of(messages).startswith(first)
 
 
+@pytest.mark.catalogue("F5")
 def test_a_stop_string_that_only_begins_is_given_out_at_the_end(served, tokenizer):
   wanted, _ = expected(served.engine.config, max_tokens=12, ignore_eos=True)
   whole = tokenizer.decode(wanted)
@@ -233,6 +235,7 @@ def test_what_is_not_wanted_is_not_sent(served):
   assert sum(len(delta.logprobs) for message in messages for delta in message.deltas) == 9
 
 
+@pytest.mark.catalogue("B5")
 def test_a_slow_reader_gets_fewer_and_larger_messages_and_all_tokens(served):
   wanted, _ = expected(served.engine.config, max_tokens=400, ignore_eos=True)
   call = served.generation.Generate(
@@ -242,6 +245,7 @@ def test_a_slow_reader_gets_fewer_and_larger_messages_and_all_tokens(served):
   assert token_ids_of(list(call)) == list(wanted)
 
 
+@pytest.mark.catalogue("B11")
 def test_64_concurrent_streams_are_each_as_if_alone(served):
   def one(number):
     prompt = (7, 5 + number)
@@ -258,6 +262,7 @@ def test_64_concurrent_streams_are_each_as_if_alone(served):
     assert all(pool.map(one, range(64)))
 
 
+@pytest.mark.catalogue("B9")
 def test_request_ids_are_unique_while_live_and_free_afterwards(served):
   served.runner.go.clear()
   request = pb.GenerateRequest(token_ids=IDS, request_id="same", stopping=pb.StopParams(max_tokens=5))

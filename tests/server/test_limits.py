@@ -33,6 +33,7 @@ def assert_serves(served) -> None:
   assert served.engine.num_live == 0 and len(served.generations) == 0
 
 
+@pytest.mark.catalogue("H1")
 def test_a_message_larger_than_allowed(tokenizer):
   with running(tokenizer, host=HostOptions(max_request_bytes=2000)) as served:
     generate(served, token_ids=pb.TokenIds(ids=[7] * 400), stopping=pb.StopParams(max_tokens=1))
@@ -43,6 +44,7 @@ def test_a_message_larger_than_allowed(tokenizer):
     assert_serves(served)
 
 
+@pytest.mark.catalogue("H1")
 def test_a_message_that_is_large_only_unpacked(served):
   """64 MiB in 64 KiB of gzip; its size counts unpacked."""
   with grpc.insecure_channel(served.address, compression=grpc.Compression.Gzip) as channel:
@@ -54,6 +56,7 @@ def test_a_message_that_is_large_only_unpacked(served):
   assert_serves(served)
 
 
+@pytest.mark.catalogue("C13")
 @pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
 def test_an_answer_larger_than_allowed(tokenizer, method, caplog):
   with running(tokenizer, host=HostOptions(max_response_bytes=300)) as served:
@@ -75,6 +78,7 @@ def test_an_answer_larger_than_allowed(tokenizer, method, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+@pytest.mark.catalogue("H2")
 @pytest.mark.parametrize(
   "metadata",
   [(("x-large", "a" * 20_000),), tuple((f"x-{index}", "") for index in range(10_000))],
@@ -140,6 +144,7 @@ def test_a_connection_whose_grace_is_over_is_cut(tokenizer):
     served.wait_until(lambda: len(served.generations) == 0 and served.engine.num_live == 0)
 
 
+@pytest.mark.catalogue("B10")
 def test_an_idle_connection_is_closed(tokenizer):
   with (
     running(tokenizer, host=HostOptions(max_connection_idle_s=0.1)) as served,
@@ -149,6 +154,7 @@ def test_an_idle_connection_is_closed(tokenizer):
     assert b"idle" in connection.wait_for(http2.GOAWAY)
 
 
+@pytest.mark.catalogue("B4")
 def test_a_client_that_answers_no_ping_is_gone(tokenizer):
   """As a machine that lost its power: its stream ends, and its pages come back."""
   options = HostOptions(keepalive_time_s=1, keepalive_timeout_s=0.1)
@@ -168,6 +174,7 @@ def test_a_client_that_answers_no_ping_is_gone(tokenizer):
     served.wait_until(lambda: served.engine.num_live == 0)
 
 
+@pytest.mark.catalogue("H3")
 def test_a_flood_of_pings_is_calmed(served):
   with http2.Connection(served.address) as connection:
     connection.send(http2.PREFACE, http2.frame(http2.SETTINGS))
@@ -178,6 +185,7 @@ def test_a_flood_of_pings_is_calmed(served):
   assert_serves(served)
 
 
+@pytest.mark.catalogue("H3")
 def test_streams_opened_and_reset_at_once(served):
   """Rapid reset: whatever of them arrived is cancelled, and a stream beside them has every token."""
   served.runner.seconds = 0.002
@@ -198,6 +206,7 @@ def test_streams_opened_and_reset_at_once(served):
   assert_serves(served)
 
 
+@pytest.mark.catalogue("B1")
 def test_connections_that_break_leave_nothing_behind(served, caplog):
   """Half of them reset, at any moment: no request, no descriptor and no word of an error stays."""
   served.runner.seconds = 0.001
@@ -222,6 +231,7 @@ def test_connections_that_break_leave_nothing_behind(served, caplog):
   assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+@pytest.mark.catalogue("H3")
 def test_headers_without_end(served):
   """A flood of CONTINUATION frames costs its own stream, or the connection, and nothing else."""
   with http2.Connection(served.address) as connection:
@@ -236,6 +246,7 @@ def test_headers_without_end(served):
   assert_serves(served)
 
 
+@pytest.mark.catalogue("B14")
 @pytest.mark.parametrize(
   "junk",
   [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\1" * 500, b"\xff" * 5000],
@@ -260,6 +271,7 @@ FRAMED = b"\0" + struct.pack(">I", len(GOOD)) + GOOD
 INVALID, DEADLINE, UNIMPLEMENTED, TOO_LARGE, INTERNAL = b"3", b"4", b"12", b"8", b"13"
 
 
+@pytest.mark.catalogue("B8", "B14")
 @pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
 @pytest.mark.parametrize(
   "fields, body, status",
@@ -308,6 +320,7 @@ def quiet(tokenizer):
     yield served
 
 
+@pytest.mark.catalogue("B12")
 @pytest.mark.parametrize("method", ["Generate", "GenerateUnary"])
 def test_a_call_whose_message_never_comes(quiet, monkeypatch, method):
   monkeypatch.setattr(interceptors, "_MESSAGE_TIMEOUT_S", 0.05)
@@ -328,6 +341,7 @@ def test_a_call_whose_message_never_comes(quiet, monkeypatch, method):
   assert_serves(quiet)
 
 
+@pytest.mark.catalogue("B13")
 def test_a_refusal_is_such_that_a_client_may_retry(tokenizer):
   """No header goes before it, so a client with a retry policy obeys the pushback and gets its answer in the end."""
   config = EngineConfig(
@@ -354,9 +368,9 @@ def test_a_refusal_is_such_that_a_client_may_retry(tokenizer):
     refused = []
     start = served.generations.start
 
-    def watched(*arguments):
+    async def watched(*arguments):
       try:
-        return start(*arguments)
+        return await start(*arguments)
       except Exception as error:
         refused.append(error)
         served.runner.go.set()

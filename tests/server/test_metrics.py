@@ -1,5 +1,6 @@
 """Metrics as a scraper gets them, from a server that served, refused and lost requests; and the numbers below them."""
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -16,6 +17,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.recorder import RequestRecord
 from server.call_log import CallLog
+from server.counts import own_census
 from server.errors import Starting
 from server.host import HostOptions
 from server.logs import Lines
@@ -84,7 +86,8 @@ def test_promtool_finds_nothing(worked):
   if promtool is None:
     pytest.skip("no promtool on the path (Debian's package prometheus has it)")
   # vLLM's names are not what Prometheus recommends, and are left out.
-  text = Metrics(worked.host._service, worked.host._access_log).exposition()[0]
+  metrics = Metrics(worked.host._service, own_census(worked.host._service, worked.host._access_log))
+  text = metrics.exposition(asyncio.run(metrics.look()))[0]
   done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, timeout=60)
   assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
   # It does find what is wrong.
@@ -189,6 +192,7 @@ def test_histograms_have_every_request_once(worked):
   assert 0 < value(text, first) < value(text, total)
 
 
+@pytest.mark.catalogue("H6", "H8")
 def test_refusals_by_reason_and_nothing_of_a_clients_words(worked):
   text = scrape(worked)
   assert value(text, "sluice_calls_failed_total", protocol="http", reason="http_400") == 1
@@ -205,15 +209,15 @@ def test_refusals_by_reason_and_nothing_of_a_clients_words(worked):
 def test_no_vllm_names_unless_asked_and_a_server_that_loads():
   service = Service()
   service.close(Starting("loading"))
-  metrics = Metrics(service, CallLog())
-  metrics.look_up()
-  text, content_type = metrics.exposition()
+  metrics = Metrics(service, own_census(service, CallLog()))
+  text, content_type = metrics.exposition(asyncio.run(metrics.look()))
   assert content_type.startswith("text/plain")
   assert value(text.decode(), "sluice_ready") == 0 and value(text.decode(), "sluice_alive") == 1
   assert b"vllm" not in text and b"sluice_requests" not in text
   service.shutdown()
 
 
+@pytest.mark.catalogue("H8")
 def test_series_are_bounded():
   log = CallLog()
   for number in range(1000):

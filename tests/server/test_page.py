@@ -12,6 +12,8 @@ import pytest
 
 from engine.block_pool import BlockPool
 from engine.errors import Overloaded
+from server.call_log import CallLog
+from server.counts import own_census
 from server.host import HostOptions
 from server.page.feed import Feed, _cells
 from server.page.routes import PUBLIC_PATHS
@@ -90,7 +92,8 @@ def test_a_server_that_loads_has_a_page(tokenizer):
 
 def test_a_slow_reader_gets_the_newest_tick():
   async def run() -> None:
-    feed = Feed(Service(), tick_s=0.001, max_readers=1)
+    service = Service()
+    feed = Feed(service, own_census(service, CallLog()), tick_s=0.001, max_readers=1)
     reader = feed.messages()
     await anext(reader)
     with pytest.raises(Overloaded):
@@ -106,6 +109,7 @@ def test_a_slow_reader_gets_the_newest_tick():
   asyncio.run(run())
 
 
+@pytest.mark.catalogue("H9")
 def test_files_have_a_strict_policy_and_load_nothing_from_elsewhere(tokenizer):
   with running(tokenizer, host=HostOptions(http_port=0)) as served:
     for path in PUBLIC_PATHS:
@@ -121,6 +125,7 @@ def test_files_have_a_strict_policy_and_load_nothing_from_elsewhere(tokenizer):
         assert way not in answer.text, "text of a model must never become markup"
 
 
+@pytest.mark.catalogue("H8")
 def test_keys_guard_the_data_and_not_the_files(tokenizer, tmp_path):
   keys = tmp_path / "keys"
   keys.write_text(KEY + "\n")

@@ -71,6 +71,7 @@ def tls(folder: pathlib.Path, **more) -> HostOptions:
 # Keys.
 
 
+@pytest.mark.catalogue("H5")
 @pytest.mark.parametrize("method", [*METHODS, *REFLECTION, "/sluice.v1.GenerationService/Nonsense", "/nonsense"])
 @pytest.mark.parametrize(
   "metadata, said",
@@ -92,6 +93,7 @@ def test_without_a_key_no_method_answers(locked, method, metadata, said):
   assert locked.engine.num_live == 0
 
 
+@pytest.mark.catalogue("H5")
 def test_health_needs_no_key(locked):
   stub = health_pb2_grpc.HealthStub(locked.channel)
   assert stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status == health_pb2.HealthCheckResponse.SERVING
@@ -112,6 +114,7 @@ def test_a_key_opens_every_method(locked, metadata):
   assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED and reason_of(caught.value) == "UNKNOWN_METHOD"
 
 
+@pytest.mark.catalogue("H8")
 def test_reflection_may_be_left_open(tokenizer, folder):
   with running(tokenizer, host=HostOptions(api_key_file=str(folder / "keys"), open_reflection=True)) as served:
     request = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
@@ -179,6 +182,7 @@ def served_serial(address: str, authority) -> int:
     return int(str(certificate["serialNumber"]), 16)
 
 
+@pytest.mark.catalogue("H4")
 def test_tls(tokenizer, folder, authority):
   with running(tokenizer, host=tls(folder, api_key_file=str(folder / "keys"))) as served:
     with secure(served, authority, api_key=KEY) as client:
@@ -192,6 +196,7 @@ def test_tls(tokenizer, folder, authority):
     assert_unreachable(secure(served, Authority(folder, "stranger"), api_key=KEY))
 
 
+@pytest.mark.catalogue("H4")
 def test_an_old_protocol_is_refused(tokenizer, folder, authority):
   with running(tokenizer, host=tls(folder)) as served:
     context = ssl.create_default_context(cafile=str(authority.file))
@@ -203,6 +208,7 @@ def test_an_old_protocol_is_refused(tokenizer, folder, authority):
     assert served_serial(served.address, authority)
 
 
+@pytest.mark.catalogue("H4")
 def test_mutual_tls(tokenizer, folder, authority):
   with running(tokenizer, host=tls(folder, tls_client_ca_file=str(authority.file))) as served:
     with secure(served, authority, "client") as client:
@@ -252,6 +258,7 @@ def test_the_command_line_client(tokenizer, folder, authority):
       assert KEY not in done.stderr
 
 
+@pytest.mark.catalogue("H4")
 def test_an_expired_server_is_not_trusted(tokenizer, tmp_path):
   authority = Authority(tmp_path)
   authority.issue("server", days=(-10, -1))
@@ -259,6 +266,7 @@ def test_an_expired_server_is_not_trusted(tokenizer, tmp_path):
     assert_unreachable(secure(served, authority))
 
 
+@pytest.mark.catalogue("H4")
 def test_certificates_rotate(tokenizer, tmp_path, caplog):
   authority = Authority(tmp_path)
   authority.issue("server")
@@ -295,6 +303,7 @@ def test_certificates_rotate(tokenizer, tmp_path, caplog):
     assert "PRIVATE KEY" not in caplog.text
 
 
+@pytest.mark.catalogue("H4")
 def test_bad_certificates_are_refused_at_the_start(tmp_path):
   authority = Authority(tmp_path)
   authority.issue("server")
@@ -339,6 +348,7 @@ def locked_key() -> bytes:
 # Ids and logs.
 
 
+@pytest.mark.catalogue("I6")
 def test_request_ids_are_echoed_or_made(served):
   stub = served.generation
   request = pb.GenerateRequest(token_ids=IDS, stopping=FEW)
@@ -363,6 +373,7 @@ def test_request_ids_are_echoed_or_made(served):
   assert len(failed.value.request_id) == 32
 
 
+@pytest.mark.catalogue("H6")
 def test_the_access_log_has_a_line_a_call_and_no_text(tokenizer, folder, tmp_path):
   log = tmp_path / "access.jsonl"
   options = HostOptions(access_log=str(log), api_key_file=str(folder / "keys"))
@@ -402,6 +413,7 @@ def test_the_access_log_has_a_line_a_call_and_no_text(tokenizer, folder, tmp_pat
   assert not any(word in text for word in ("secret", KEY, answer.text))
 
 
+@pytest.mark.catalogue("H7")
 def test_the_access_log_cannot_be_forged_and_survives_its_file(tmp_path, capfd):
   path = tmp_path / "log"
   log = AccessLog(str(path))
@@ -436,6 +448,7 @@ def test_malformed_messages_of_standard_services_are_told_alike(served, method):
   assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and reason_of(caught.value) == "MALFORMED_REQUEST"
 
 
+@pytest.mark.catalogue("H6")
 def test_an_incident_has_one_number_in_status_and_log(served, monkeypatch, caplog):
   def broken(*_, **__):
     raise ValueError("secret of ours")
@@ -536,6 +549,7 @@ def test_the_admin_command(tokenizer, folder):
     assert served.exit_code == [0]
 
 
+@pytest.mark.catalogue("H8")
 def test_channelz_is_on_the_admin_port_where_wanted(tokenizer):
   with (
     running(tokenizer, host=HostOptions(admin_port=0, enable_channelz=True), admin=Actions().actions) as served,
@@ -546,6 +560,7 @@ def test_channelz_is_on_the_admin_port_where_wanted(tokenizer):
     assert any(server.data.calls_succeeded >= 1 for server in servers)
 
 
+@pytest.mark.catalogue("H5")
 def test_keys_of_users_are_not_good_for_the_admin_service(tokenizer, folder):
   options = HostOptions(admin_port=0, api_key_file=str(folder / "keys"), admin_api_key_file=str(folder / "admin_keys"))
   with running(tokenizer, host=options, admin=Actions().actions) as served:
@@ -559,6 +574,7 @@ def test_keys_of_users_are_not_good_for_the_admin_service(tokenizer, folder):
     assert not served.host.stopping
 
 
+@pytest.mark.catalogue("H8")
 def test_an_admin_service_for_others_needs_tls_and_keys(folder, authority):
   keys = {"admin_api_key_file": str(folder / "admin_keys")}
   for options in (HostOptions(), tls(folder), HostOptions(**keys)):

@@ -2,6 +2,7 @@
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+import pytest
 
 from server.text import Detokenizer, StopStrings
 
@@ -17,6 +18,7 @@ def split(items, cuts):
   return [items[start:end] for start, end in zip(places, places[1:], strict=False)]
 
 
+@pytest.mark.catalogue("D7", "F7")
 @settings(max_examples=300, deadline=None)
 @given(text=TEXTS, cuts=CUTS)
 def test_bytes_in_any_split_give_the_text_and_never_half_a_character(text, cuts):
@@ -38,6 +40,7 @@ def test_invalid_bytes_become_what_the_standard_says(data, cuts):
   assert whole.startswith(text) and whole[len(text) :] in ("", "\ufffd", "\ufffd\ufffd")
 
 
+@pytest.mark.catalogue("D7", "F7")
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS, cuts=CUTS)
 def test_a_real_tokenizer_in_any_split(tokenizer, text, cuts):
@@ -68,6 +71,7 @@ def cut_offline(text: str, stops: list[str]) -> tuple[str, str | None]:
   return text, None
 
 
+@pytest.mark.catalogue("F5")
 @settings(max_examples=500, deadline=None)
 @given(text=TEXTS, cuts=CUTS, stops=st.lists(st.lists(LETTERS, min_size=1, max_size=5).map("".join), max_size=5))
 def test_stop_strings_across_any_borders(text, cuts, stops):
@@ -81,6 +85,7 @@ def test_stop_strings_across_any_borders(text, cuts, stops):
   assert (shown, matcher.matched) == (wanted, matched)
 
 
+@pytest.mark.catalogue("F5")
 def test_no_more_is_held_back_than_could_begin_a_stop_string():
   matcher = StopStrings(["abab!"])
   assert matcher.push("xxab") == "xx"

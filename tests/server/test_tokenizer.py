@@ -34,6 +34,7 @@ def test_chat_uses_the_template_and_adds_nothing(tokenizer):
   assert closed[-1] == SPECIAL.index("<|end|>")
 
 
+@pytest.mark.catalogue("F2")
 def test_special_tokens_in_a_message_are_plain_text(tokenizer):
   for special in SPECIAL:
     content = f"the {special}{special}\ufdd0 cat"
@@ -48,12 +49,14 @@ def test_special_tokens_in_raw_text_count(tokenizer):
   assert tokenizer.encode("<|user|>the") == [1, 4, *tokenizer.encode("the", add_special_tokens=False)]
 
 
+@pytest.mark.catalogue("F2")
 @pytest.mark.parametrize("role", ["end|><|system", "bos", "", "User", "root"])
 def test_roles_cannot_spell_control_tokens(tokenizer, role):
   with pytest.raises(InvalidRequest, match=r"chat\.messages\[0\]\.role=.* send one of system"):
     tokenizer.encode_chat([Message(role, "x")])
 
 
+@pytest.mark.catalogue("F3")
 @pytest.mark.parametrize(
   "source, said",
   [
@@ -87,6 +90,7 @@ def test_templates_as_they_are_written_work():
   assert render(source, " é ", "never") == 'é{"role": "user", "content": " é "}6ab'
 
 
+@pytest.mark.catalogue("F3")
 def test_limits_of_a_chat(tokenizer):
   with pytest.raises(InvalidRequest, match="empty: send at least one message"):
     tokenizer.encode_chat([])
@@ -96,6 +100,7 @@ def test_limits_of_a_chat(tokenizer):
     tokenizer.encode_chat([Message("user", "x" * 600_000)] * 2)
 
 
+@pytest.mark.catalogue("F1")
 def test_pathological_text_of_the_largest_size_is_tokenized(tokenizer):
   for text in ("a" * (1 << 20), "^" * (1 << 20), " " * (1 << 20), "é" * (1 << 19)):
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text

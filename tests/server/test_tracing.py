@@ -80,6 +80,7 @@ def attributes(of) -> dict:
   return found
 
 
+@pytest.mark.catalogue("H6")
 def test_a_span_for_a_call_of_grpc(traced, collector):
   served, tracer = traced
   request = pb.GenerateRequest(

@@ -41,6 +41,7 @@ def assert_told_that_the_engine_is_dead(call) -> None:
   assert caught.value.details() == "the engine has failed; send the request again, to another server"
 
 
+@pytest.mark.catalogue("D3")
 def test_an_engine_that_stands_ends_the_server(tokenizer, capfd, caplog):
   with running(tokenizer, host=HostOptions(step_timeout_s=0.5, watchdog_grace_s=30)) as served:
     served.runner.seconds = 0.002
@@ -61,7 +62,7 @@ def test_an_engine_that_stands_ends_the_server(tokenizer, capfd, caplog):
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
   assert "the engine has stood still for 0." in caplog.text
   stacks = capfd.readouterr().err
-  assert "in run_until" in stacks and "in _run_engine" in stacks
+  assert "in run_until" in stacks and "engine_thread.py" in stacks
 
 
 def test_an_engine_that_dies_while_draining_is_no_success(tokenizer):
@@ -76,6 +77,7 @@ def test_an_engine_that_dies_while_draining_is_no_success(tokenizer):
     assert served.exit_code == [1]
 
 
+@pytest.mark.catalogue("D11")
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
 def test_an_engine_thread_that_dies_of_what_is_no_exception(tokenizer, kind):
   with running(tokenizer) as served:
@@ -87,6 +89,7 @@ def test_an_engine_thread_that_dies_of_what_is_no_exception(tokenizer, kind):
     assert served.exit_code == [1]
 
 
+@pytest.mark.catalogue("D11")
 def test_a_callback_of_ours_that_fails_ends_the_server(tokenizer, caplog):
   """What it carried is lost for calls that wait for it."""
   with running(tokenizer) as served:
@@ -96,9 +99,10 @@ def test_a_callback_of_ours_that_fails_ends_the_server(tokenizer, caplog):
     assert_told_that_the_engine_is_dead(call)
     served.thread.join(60)
     assert served.exit_code == [1]
-  assert "unhandled: Exception in callback" in caplog.text and "AttributeError" in caplog.text
+  assert "unhandled: Exception in callback" in caplog.text and "TypeError" in caplog.text
 
 
+@pytest.mark.catalogue("D11")
 def test_what_fails_alone_is_counted(tokenizer, caplog):
   """A task is one call's, and a callback of a library is that library's affair."""
 
@@ -122,6 +126,7 @@ def test_what_fails_alone_is_counted(tokenizer, caplog):
   assert caplog.text.count("unhandled: ") == 3
 
 
+@pytest.mark.catalogue("D11")
 def test_any_thread_that_dies_is_told(monkeypatch, caplog):
   monkeypatch.setattr(threading, "excepthook", threading.excepthook)
   died: list[BaseException] = []
@@ -180,6 +185,7 @@ from engine.scheduler import Scheduler
 from server import main, watchdog
 from server.generation import Generations
 from server.host import Host, HostOptions
+from server.port import LocalEngine
 from server.service import Backend
 from tests.fakes import FakeRunner
 
@@ -214,9 +220,9 @@ async def serve():
   port = await host.start()
   config = EngineConfig(vocab_size=400, max_model_len=512, num_blocks=256, block_size=8, max_num_seqs=8,
                         token_budgets=(8, 64), prefill_chunk=64)
-  engine = Engine(Scheduler(config), Runner(config), time.monotonic, host.emit)
+  engine = LocalEngine(Engine(Scheduler(config), Runner(config), time.monotonic, host.emit))
   await host.serve(Backend(model="tiny", engine=engine, tokenizer=None, generations=Generations(engine, None),
-                           compiles_after_ready=lambda: 0, load_s=0.0, warmup_s=0.0))
+                           load_s=0.0, warmup_s=0.0))
   print(port, flush=True)
   watchdog.exit_now(await host.wait_stopped())
 
@@ -225,6 +231,7 @@ sys.exit(main._main(["server"]) if main._parse(["server"]) else 9)
 """
 
 
+@pytest.mark.catalogue("D3")
 @pytest.mark.parametrize(
   "how, said",
   [
@@ -236,22 +243,24 @@ sys.exit(main._main(["server"]) if main._parse(["server"]) else 9)
   ],
 )
 def test_the_process_ends_whatever_stands(how, said):
-  process = subprocess.Popen(
+  with subprocess.Popen(
     [sys.executable, "-c", _PROGRAM, how], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-  )
-  assert process.stdout is not None
-  port = process.stdout.readline().strip()
-  assert port, process.communicate()
-  with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-    call = pb_grpc.GenerationServiceStub(channel).Generate(
-      pb.GenerateRequest(token_ids=IDS, stopping=FOREVER), timeout=60
-    )
-    with pytest.raises(grpc.RpcError) as caught:
-      list(call)
-    # A loop that is told to leave cancels its tasks; elsewhere the connection is closed by the system.
-    wanted = grpc.StatusCode.CANCELLED if how == "a task" else grpc.StatusCode.UNAVAILABLE
-    assert caught.value.code() is wanted
-  errors = process.communicate(timeout=60)[1]
+  ) as process:
+    try:
+      assert process.stdout is not None
+      port = process.stdout.readline().strip()
+      with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = pb_grpc.GenerationServiceStub(channel).Generate(
+          pb.GenerateRequest(token_ids=IDS, stopping=FOREVER), timeout=60
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+          list(call)
+        # A loop that is told to leave cancels its tasks; elsewhere the connection is closed by the system.
+        wanted = grpc.StatusCode.CANCELLED if how == "a task" else grpc.StatusCode.UNAVAILABLE
+        assert caught.value.code() is wanted
+      errors = process.communicate(timeout=60)[1]
+    finally:
+      process.kill()
   assert process.returncode == watchdog.EXIT_CODE, errors
   assert said in errors
   if how != "a task":

@@ -163,6 +163,7 @@ BAD_BODIES = {
 }
 
 
+@pytest.mark.catalogue("E1", "E2", "E3", "E4", "E5", "E6", "F3")
 @pytest.mark.parametrize("name", BAD_BODIES)
 def test_bad_body(server, http, name):
   (path, body), param, said = BAD_BODIES[name]
@@ -207,6 +208,7 @@ BAD_BYTES = {
 }
 
 
+@pytest.mark.catalogue("E8", "H1")
 @pytest.mark.parametrize("name", BAD_BYTES)
 def test_bad_bytes(server, http, name):
   body, headers, status, said = BAD_BYTES[name]
@@ -218,12 +220,14 @@ def test_bad_bytes(server, http, name):
   assert server.engine.num_live == 0
 
 
+@pytest.mark.catalogue("E8", "F7")
 def test_pairs_of_surrogates_and_nul_are_characters(http):
   answer = http.post("/tokenize", content=b'{"prompt":"\\ud83d\\ude00\\u0000"}', headers=JSON)
   assert answer.status_code == 200
   assert http.post("/detokenize", json={"tokens": answer.json()["tokens"][1:]}).json() == {"prompt": "\U0001f600\0"}
 
 
+@pytest.mark.catalogue("H1")
 def test_a_body_without_an_announced_length_is_cut_off_at_the_limit(http):
   sent = []
 
@@ -236,6 +240,7 @@ def test_a_body_without_an_announced_length_is_cut_off_at_the_limit(http):
   assert answer.status_code == 413 and "more than 4194304 bytes" in answer.json()["error"]["message"]
 
 
+@pytest.mark.catalogue("E7")
 def test_unknown_fields_are_named_in_a_header(http):
   body = {"prompt": IDS, "max_tokens": 1, "user": "me", "tempreature": 1, "a b": 1, "top_p": None}
   answer = http.post("/v1/completions", json=body)
@@ -244,6 +249,7 @@ def test_unknown_fields_are_named_in_a_header(http):
   assert "x-sluice-ignored-fields" not in http.post("/v1/completions", json={"prompt": IDS, "max_tokens": 1}).headers
 
 
+@pytest.mark.catalogue("E7")
 def test_unknown_fields_are_refused_on_demand(tokenizer):
   with running(tokenizer, host=HostOptions(http_port=0, strict_requests=True)) as server:
     answer = httpx.post(f"{url_of(server)}/v1/completions", json={"prompt": IDS, "tempreature": 1})
@@ -251,6 +257,7 @@ def test_unknown_fields_are_refused_on_demand(tokenizer):
   assert answer.json()["error"]["param"] == "tempreature"
 
 
+@pytest.mark.catalogue("H9")
 def test_paths_methods_and_hosts(http):
   missing = http.get("/v1/nothing")
   assert missing.status_code == 404 and "no such path" in missing.json()["error"]["message"]
@@ -263,6 +270,7 @@ def test_paths_methods_and_hosts(http):
   assert "access-control-allow-origin" not in http.get("/v1/models", headers={"origin": "http://evil.example"}).headers
 
 
+@pytest.mark.catalogue("H7")
 def test_an_id_that_could_not_stand_in_a_log_is_replaced(http):
   assert http.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
   assert http.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"].startswith("req-")
@@ -306,6 +314,7 @@ RAW = {
 }
 
 
+@pytest.mark.catalogue("H2")
 @pytest.mark.parametrize("name", RAW)
 def test_bytes_that_are_no_request(server, name):
   data, status = RAW[name]

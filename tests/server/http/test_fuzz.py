@@ -4,6 +4,7 @@ import json
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+import pytest
 
 COMMON = (
   "model temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty seed n stop "
@@ -64,6 +65,7 @@ def check(server, answer) -> None:
   assert len(server.generations) == 0
 
 
+@pytest.mark.catalogue("E8")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests())
 def test_any_value_in_any_field(server, http, sent):
@@ -71,6 +73,7 @@ def test_any_value_in_any_field(server, http, sent):
   check(server, http.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"}))
 
 
+@pytest.mark.catalogue("E8")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests(), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4))
 def test_any_change_of_the_bytes(server, http, sent, changes):

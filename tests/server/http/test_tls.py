@@ -26,6 +26,7 @@ def serial_of(port: int, authority: Authority) -> int:
     return int(encrypted.getpeercert()["serialNumber"], 16)
 
 
+@pytest.mark.catalogue("H4")
 def test_https_and_a_new_certificate(tokenizer, tmp_path):
   authority = Authority(tmp_path)
   certificate, key = authority.issue("server")
@@ -49,6 +50,7 @@ def test_https_and_a_new_certificate(tokenizer, tmp_path):
         assert b"200" not in plain.recv(1 << 16)
 
 
+@pytest.mark.catalogue("H4")
 def test_clients_without_a_certificate_are_not_heard(tokenizer, tmp_path):
   authority = Authority(tmp_path)
   certificate, key = authority.issue("server")

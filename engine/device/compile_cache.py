@@ -1,0 +1,100 @@
+"""The one owner of the folder of compiled programs: who may write there, and that what is there is whole.
+
+Whoever can write to it can run code in the server, since programs are loaded as they lie. JAX writes entries in place
+and never over an old one, so one that a kill or a full disk has cut would be in the way for ever: entries that are
+younger than the folder's stamp are looked through, before the first use and after the last.
+"""
+
+import importlib
+import os
+import pathlib
+import stat
+import zlib
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from engine.errors import ConfigError
+
+_SUFFIX = "-cache"  # of JAX's entries
+_STAMP = ".looked-through"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+
+
+def use(folder: str) -> str:
+  """Makes JAX keep every program in `folder`, however small or quick.
+
+  Returns:
+    Why programs cannot be kept there, though old ones may be read; "" where they can.
+
+  Raises:
+    ConfigError: the folder cannot be made, or others may write to it.
+  """
+  path = pathlib.Path(folder)
+  try:
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _refuse_writers(path)
+  except OSError as error:
+    raise ConfigError(
+      f"compile_cache_dir={folder}: {error.strerror}; set --compile_cache_dir to a folder that can be written, or "
+      "leave it empty to keep no programs"
+    ) from error
+  writable = os.access(path, os.W_OK | os.X_OK)
+  if writable:
+    look_through(folder)
+  jax.config.update("jax_compilation_cache_dir", folder)
+  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  compilation_cache.reset_cache()  # it may have looked before and found none
+  return "" if writable else f"compile cache: {folder} cannot be written, so new programs are compiled at every start"
+
+
+def look_through(folder: str) -> int:
+  """Removes entries that are not whole, of those written since this was last called; returns how many.
+
+  A disk that takes nothing is no reason not to serve.
+  """
+  path, removed = pathlib.Path(folder), 0
+  try:
+    stamp = path / _STAMP
+    since = stamp.stat().st_mtime_ns if stamp.exists() else 0
+    for entry in path.glob(f"*{_SUFFIX}"):
+      if entry.stat().st_mtime_ns >= since and not _is_whole(entry.read_bytes()):
+        entry.unlink()
+        removed += 1
+    stamp.touch(mode=0o600)
+  except OSError:
+    pass
+  return removed
+
+
+def _is_whole(data: bytes) -> bool:
+  """Whether a compressed entry ends where its end is."""
+  if data.startswith(_ZSTD):
+    try:
+      zstandard = importlib.import_module("zstandard")  # JAX takes it where it is installed, else zlib
+    except ImportError:
+      return True
+    try:
+      zstandard.ZstdDecompressor().decompress(data)
+    except zstandard.ZstdError:
+      return False
+    return True
+  try:
+    stream = zlib.decompressobj()
+    stream.decompress(data)
+  except zlib.error:
+    return False
+  return stream.eof
+
+
+def _refuse_writers(path: pathlib.Path) -> None:
+  for each in (path, *path.glob(f"*{_SUFFIX}")):
+    found = each.stat()
+    others = stat.S_IMODE(found.st_mode) & 0o022
+    if others or found.st_uid not in (os.geteuid(), 0):
+      raise ConfigError(
+        f"compile_cache_dir={path}: {each} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}, so "
+        f"that others could put code into the server of user {os.geteuid()}; remove the folder, or make it that user's "
+        "and chmod -R go-w, or set --compile_cache_dir to another"
+      )

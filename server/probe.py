@@ -1,0 +1,64 @@
+"""Asks a server's gRPC health service, for supervisors that can only run a command. Knows nothing else of the server.
+
+  python -m server.probe --target=127.0.0.1:50051                                          is it alive?
+  python -m server.probe --target=127.0.0.1:50051 --service=sluice.v1.GenerationService    is it ready?
+
+Exit codes: 0 SERVING; 1 anything else, with one line why; 2 bad arguments.
+"""
+
+import argparse
+from collections.abc import Sequence
+import pathlib
+import sys
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+def ask(target: str, service: str, timeout_s: float, credentials: grpc.ChannelCredentials | None = None) -> str:
+  """One question. Returns "SERVING", or why it is not."""
+  # A proxy of the environment is for others than this machine's own server.
+  options = (("grpc.enable_http_proxy", 0),)
+  channel = (
+    grpc.insecure_channel(target, options) if credentials is None else grpc.secure_channel(target, credentials, options)
+  )
+  with channel:
+    try:
+      request = health_pb2.HealthCheckRequest(service=service)
+      stub: Any = health_pb2_grpc.HealthStub(channel)
+      status = stub.Check(request, timeout=timeout_s).status
+    except grpc.RpcError as error:
+      # A RpcError of a call is also a grpc.Call, which its type does not say.
+      return f"{error.code().name}: {error.details()}"  # pyright: ignore[reportAttributeAccessIssue]
+  return health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command line; returns the exit code."""
+  parser = argparse.ArgumentParser(prog="server.probe", description="Asks a server's gRPC health service.")
+  parser.add_argument("--target", default="127.0.0.1:50051", help="host:port (default %(default)s)")
+  parser.add_argument("--service", default="", help="empty: alive? sluice.v1.GenerationService: ready?")
+  parser.add_argument("--timeout_s", type=float, default=2.0, help="for the whole question (default %(default)s)")
+  parser.add_argument("--tls_ca_file", help="PEM authorities of the server's certificate; turns TLS on")
+  parser.add_argument("--tls_cert_file", help="with --tls_key_file: the probe's own certificate, for mutual TLS")
+  parser.add_argument("--tls_key_file")
+  args = parser.parse_args(argv)
+  credentials = None
+  if args.tls_ca_file:
+    try:
+      ca, cert, key = (
+        pathlib.Path(file).read_bytes() if file else None
+        for file in (args.tls_ca_file, args.tls_cert_file, args.tls_key_file)
+      )
+    except OSError as error:
+      parser.error(f"{error.filename}: {error.strerror}")
+    credentials = grpc.ssl_channel_credentials(ca, key, cert)
+  answer = ask(args.target, args.service, args.timeout_s, credentials)
+  if answer != "SERVING":
+    print(f"{args.service or 'server'} at {args.target}: {answer}", file=sys.stderr)
+  return 0 if answer == "SERVING" else 1
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,105 @@
+"""The roofline's arithmetic by hand, the shapes, and the whole tool on a tiny model."""
+
+import json
+import pathlib
+
+import pytest
+
+from models.registry import config_from_hf
+from tests.tools.conftest import ENGINE_FLAGS, json_line, run_module
+from tools import bench_engine
+from tools.bench_engine import SHAPES, Ceilings, Work
+
+
+def shape(name: str):
+  return config_from_hf(json.loads((SHAPES / name / "config.json").read_text("utf-8")))
+
+
+def test_what_a_step_of_an_8b_model_reads_and_computes():
+  work = Work.of(shape("llama3-8b"), itemsize=2)
+  assert work.weight_bytes == pytest.approx(15.01e9, rel=1e-3)  # the table of embeddings is looked up, not streamed
+  assert work.kv_bytes == 131_072
+  assert work.token_flops == pytest.approx(13.96e9, rel=1e-3)
+  assert work.head_flops == pytest.approx(1.05e9, rel=1e-2)
+  num_bytes, flops = work.of_step((1023,) * 32, (1,) * 32)
+  assert num_bytes == work.weight_bytes + 32 * 1024 * 131_072
+  assert flops == 32 * (work.token_flops + work.head_flops) + 32 * 1024 * 4 * 32 * 32 * 128
+  # Three tokens behind ten see 11, 12 and 13 keys; one row samples.
+  _, flops = work.of_step((10,), (3,))
+  assert flops == 3 * work.token_flops + work.head_flops + 36 * work.pair_flops
+
+
+def test_a_tied_head_is_read_once():
+  work = Work.of(shape("llama3.2-1b"), itemsize=2)
+  assert work.weight_bytes == pytest.approx(2.47e9, rel=1e-2)
+  assert work.kv_bytes == 32_768
+
+
+def test_the_roofline_is_the_longer_of_both():
+  ceilings = Ceilings(bytes_s=100.0, flops_s=1000.0)
+  assert ceilings.seconds(200, 1000) == 2.0
+  assert ceilings.seconds(200, 5000) == 5.0
+  assert ceilings.best(Ceilings(90.0, 2000.0)) == Ceilings(100.0, 2000.0)
+
+
+def test_every_shape_is_a_model_of_the_registry():
+  names = sorted(path.name for path in SHAPES.iterdir())
+  assert names == ["llama-125m", "llama-15m", "llama3-8b", "llama3.2-1b", "qwen3-0.6b"]
+  for name in names:
+    assert shape(name).num_layers > 0
+    assert bench_engine.model_folder(name) == str(SHAPES / name)
+
+
+@pytest.mark.parametrize(
+  ("flags", "complaint"),
+  [
+    (["--shape=llama9"], "shape='llama9' is unknown; set --shape to one of demo, llama-125m"),
+    (["--parts=decode,encode"], "encode is not one of decode, prefill, offline"),
+    (["--lengths=20,10"], "the smaller first"),
+    (["--output=/nowhere/x.json"], "its folder does not exist"),
+    (["--model=/nowhere"], "/nowhere: no such folder"),
+  ],
+)
+def test_bad_flags_are_one_line_and_exit_code_2(flags, complaint, capsys):
+  try:
+    code = bench_engine.main(flags)
+  except SystemExit as stop:
+    code = stop.code
+  assert code == 2
+  error = capsys.readouterr().err
+  assert complaint in error.splitlines()[-1]
+  assert "Traceback" not in error
+
+
+def test_all_parts_on_a_model_that_is_only_a_config(tiny_model, compile_cache, tmp_path):
+  config = tmp_path / "model"
+  config.mkdir()
+  (config / "config.json").write_bytes((pathlib.Path(tiny_model) / "config.json").read_bytes())
+  done = run_module(
+    "tools.bench_engine",
+    f"--model={config}",
+    "--random_weights=true",
+    "--batches=1,4,300",
+    "--contexts=8,100000",
+    "--prompts=32",
+    "--requests=5",
+    "--lengths=2,9",
+    "--seconds=0.01",
+    f"--plot={tmp_path}/roofline.png",
+    f"--compile_cache_dir={compile_cache}",
+    *ENGINE_FLAGS,
+  )
+  assert done.returncode == 0, done.stderr
+  result = json_line(done)
+  # 300 rows of one block each are more than the pool of 128 has; positions beyond the model's are left out.
+  assert [(row["batch"], row["context"]) for row in result["decode"]] == [(1, 8), (4, 8)]
+  assert "'batch': 300, 'context': 8}: left out" in done.stderr
+  assert [row["prompt"] for row in result["prefill"]] == [32]
+  for row in result["decode"] + result["prefill"]:
+    assert row["over_roofline"] == pytest.approx(row["step_s"] / row["roofline_s"], rel=1e-2)
+  assert result["offline"]["failed"] == 0
+  assert result["offline"]["requests"] == 5
+  assert 0 <= result["offline"]["device_idle_share"] < 1
+  assert result["compiles_after_ready"] == 0
+  assert result["random_weights"] is True
+  assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")

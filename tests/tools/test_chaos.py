@@ -1,0 +1,157 @@
+"""The chaos scenarios with small counts, on real servers; that they see what is wrong; the table and the exit code."""
+
+import io
+import json
+
+from google.protobuf import message as protobuf_message
+import pytest
+from rich.console import Console
+
+from tools.chaos import __main__ as chaos
+from tools.chaos import cancels, crowds, disconnects, fuzz, lifecycle, poison, report, soak, streams
+from tools.chaos.process import Usage
+from tools.chaos.report import Row
+from tools.chaos.rig import Rig
+
+
+@pytest.fixture(scope="module")
+def rig():
+  with Rig() as made:
+    yield made
+
+
+def assert_hold(rows: list[Row]) -> None:
+  assert rows
+  for row in rows:
+    assert row.passed, f"{row.claim}: {row.measured}"
+
+
+# --- Scenarios, small -------------------------------------------------------------------------------------------------
+
+
+def test_disconnects(rig):
+  assert_hold(disconnects.disconnects(rig, count=100, warmup=40))
+
+
+def test_cancels_in_every_state(rig):
+  rows = cancels.cancels(rig, count=4)
+  assert_hold(rows)
+  assert rows[0].ran >= 4
+
+
+@pytest.mark.parametrize("scenario", ["wire", "parse"])
+def test_fuzz(rig, scenario):
+  run, count = {"wire": (fuzz.wire, 400), "parse": (fuzz.parse, 4000)}[scenario]
+  (row,) = run(rig, count=count)
+  assert "0 crashed" in row.measured if scenario == "parse" else "OK" in row.measured
+  # A message that took more than a second on a loaded machine says nothing about the server.
+  assert row.passed or " took " in row.measured, row.measured
+
+
+@pytest.mark.parametrize("scenario", [lifecycle.drains, lifecycle.kills, lifecycle.failures])
+def test_lifecycle(rig, scenario):
+  (row,) = scenario(rig, count=3)
+  assert row.ran == 3
+  assert row.passed or "s after the failure" in row.measured, row.measured
+
+
+def test_poison(rig):
+  assert_hold(poison.poisoned(rig, count=24, neighbours=60))
+
+
+def test_crowds(rig):
+  assert_hold(crowds.concurrent(rig, count=40))
+  assert_hold(crowds.preempted(rig, count=20))
+  assert_hold(crowds.salts(rig, count=20))
+
+
+# --- What they would see ----------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_a_lost_and_a_doubled_token_are_seen():
+  ask = streams.Ask((5, 6, 7), 6)
+  expected = list(streams.demo_model().expected(ask))
+  for tokens, sound in (
+    (expected, True),
+    (expected[:-1], True),
+    ([*expected[:3], (expected[3] + 1) % 2048, *expected[4:]], False),
+    ([*expected[:2], *expected[1:]], False),
+  ):
+    answer = streams.Answer(ask, tokens, "OK")
+    answer.judge()
+    assert (answer.sound, answer.exact) == (sound, tokens == expected)
+    assert bool(answer.fault()) == (tokens != expected)
+
+
+def test_a_crash_in_validation_is_seen(monkeypatch):
+  def crash(*_):
+    raise KeyError("none of ours")
+
+  monkeypatch.setattr(fuzz.validation, "generate_call", crash)
+  fuzzed = fuzz.parse_many(300, seed=1)
+  assert fuzzed.outcomes["crash"] > 0
+  assert "none of ours" in fuzzed.faults[0]
+
+
+def test_mutations_repeat_and_differ():
+  first, again, other = ([fuzz.Mutator(seed).make() for _ in range(1)] for seed in (1, 1, 2))
+  assert first == again != other
+  mutator = fuzz.Mutator(3)
+  kinds = {"parsed": 0, "malformed": 0}
+  for _ in range(500):
+    kind, raw = mutator.make()
+    try:
+      kind.FromString(raw)
+      kinds["parsed"] += 1
+    except protobuf_message.DecodeError:
+      kinds["malformed"] += 1
+  assert min(kinds.values()) > 50
+
+
+def test_a_slope_is_seen_through_noise():
+  def samples(leak: int) -> list[soak.Sample]:
+    return [
+      soak.Sample(1000 * i, Usage(200_000_000 + leak * 1000 * i + 300_000 * (i % 3), 30 + i % 2, 20)) for i in range(48)
+    ]
+
+  flat, leaky = soak.slopes(samples(0)), soak.slopes(samples(100))
+  assert abs(flat[0]) < 1e6 and abs(flat[1]) < 1 and flat[2] == 0
+  assert 9e6 < leaky[0] < 11e6
+  assert soak.slope([]) == soak.slope([(1.0, 2.0)]) == 0
+
+
+# --- The table and the command ----------------------------------------------------------------------------------------
+
+
+def test_verdicts_say_how_much_was_run():
+  assert Row("c", "t", "m", True, asked=10, ran=10).verdict == "holds"
+  assert Row("c", "t", "m", True, asked=1000, ran=10).verdict == "holds, 10 of 1,000"
+  assert Row("c", "t", "m", False, asked=10, ran=10).verdict == "MISSED"
+  assert not report.none_of("c", "t", [], 0, 0).passed, "nothing was looked at"
+  assert report.none_of("c", "t", ["a", "b"], 5, 5).measured == "2 faults: a"
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_table_file_and_exit_code(monkeypatch, tmp_path, capsys, passed):
+  row = Row("a claim", "a target", "a figure", passed, asked=5, ran=5)
+  monkeypatch.setattr(chaos, "SCENARIOS", {"one": (lambda rig: [row], lambda rig: [])})
+  file = tmp_path / "table.json"
+  assert chaos.main(["--scenario=one", f"--output={file}"]) == (0 if passed else 1)
+  assert "a claim" in capsys.readouterr().out
+  written = json.loads(file.read_text())
+  assert written["passed"] is passed and written["rows"][0]["scenario"] == "one"
+
+
+def test_an_unknown_scenario_is_refused(capsys):
+  with pytest.raises(SystemExit) as caught:
+    chaos.main(["--scenario=tsunami"])
+  assert caught.value.code == 2
+  assert "--scenario=tsunami is unknown: choose among disconnects" in capsys.readouterr().err
+
+
+def test_the_table_has_all_rows():
+  console = Console(record=True, width=160, file=io.StringIO())
+  rows = [Row(f"claim {i}", "t", "m", i != 1, scenario="s") for i in range(3)]
+  report.show(rows, 1.0, console)
+  text = console.export_text()
+  assert "2 of 3 claims hold" in text and "MISSED" in text and all(f"claim {i}" in text for i in range(3))

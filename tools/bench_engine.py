@@ -1,0 +1,406 @@
+"""Measures the engine in this process, beside the roofline of ceilings from the same run. Decides and tunes nothing.
+
+  python -m tools.bench_engine --shape=llama-125m [--output=FILE.json] [--plot=FILE.png]
+  python -m tools.bench_engine --model=DIR --parts=decode --batches=1,8,32 --contexts=512,1024
+
+A shape is one of models/shapes (its weights are drawn on the device), a model any folder. Parts:
+
+  decode   steps of B rows with one new token each at context C, through the real runner, two in flight as the engine
+           keeps them. Their roofline: the longer of bytes (weights once, and the rows' keys and values) over the read
+           bandwidth, and operations over the matmul rate.
+  prefill  steps of one prompt that fills the step. Roofline: the same.
+  offline  --requests requests all at once, prompts and outputs uniform in --lengths, through the whole engine. Its
+           roofline: the sum of its steps'. Device-idle share, padding, compiles after ready, and the host's part.
+
+The ceilings are measured before and after, by jax on the same devices: a reduction that reads 4 times the last cache or
+a gigabyte, and a square matmul in the model's dtype. The faster measurement counts, so no figure flatters.
+(Roofline: Williams, Waterman and Patterson, CACM 2009.)
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+from engine.shapes import ShapeLadder
+from tools.arguments import CommandParser, positive_float, positive_int
+from tools.bench_offline import OfflineRun, add_build_arguments, build_options
+from tools.measure import ROOT, commit, machine, write_result
+from tools.measure_costs import HandMade, Rows
+from tools.workload import synthetic
+
+SHAPES = ROOT / "models" / "shapes"
+PARTS = ("decode", "prefill", "offline")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+  """What the devices can do at most, of the mesh together.
+
+  Attributes:
+    bytes_s: read from memory, a second.
+    flops_s: multiplied and added in a matmul of the model's dtype, operations a second.
+  """
+
+  bytes_s: float
+  flops_s: float
+
+  def seconds(self, num_bytes: float, flops: float) -> float:
+    """The roofline of work that reads `num_bytes` and does `flops` operations."""
+    return max(num_bytes / self.bytes_s, flops / self.flops_s)
+
+  def best(self, other: "Ceilings") -> "Ceilings":
+    """The faster of two measurements."""
+    return Ceilings(max(self.bytes_s, other.bytes_s), max(self.flops_s, other.flops_s))
+
+
+def measure_ceilings(dtype: Any, seconds: float) -> Ceilings:
+  """Of the first device; times the number of devices in use is the caller's. Takes about twice `seconds`."""
+  import jax
+  import jax.numpy as jnp
+
+  small = jax.default_backend() == "cpu"
+  values = jnp.ones((2**26 if small else 2**29,), jnp.float32)
+  size = 2048 if small else 8192
+  left = jnp.ones((size, size), dtype)
+  largest, multiply = jax.jit(jnp.max), jax.jit(jnp.matmul)
+  read_s = _best(lambda: largest(values).block_until_ready(), seconds)
+  matmul_s = _best(lambda: multiply(left, left).block_until_ready(), seconds)
+  bytes_s = values.nbytes / read_s
+  if small:  # a reduction by XLA keeps one core busy; threads of numpy reach what the kernels can
+    from tools.bench_attention import read_bandwidth
+
+    bytes_s = max(bytes_s, 1e3 * read_bandwidth(seconds))
+  return Ceilings(bytes_s, 2 * size**3 / matmul_s)
+
+
+def _best(call: Callable[[], object], seconds: float) -> float:
+  call()
+  times, end = [], time.perf_counter() + seconds
+  while len(times) < 3 or time.perf_counter() < end:
+    start = time.perf_counter()
+    call()
+    times.append(time.perf_counter() - start)
+  return min(times)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """What a model's steps read and compute at least.
+
+  Attributes:
+    weight_bytes: of the matrices that every step streams; a table of embeddings that is only looked up is not.
+    token_flops: of those matrices but the head, a token.
+    head_flops: of the head, a row that samples.
+    kv_bytes: of keys and values, a token.
+    pair_flops: of attention, a pair of query and key.
+  """
+
+  weight_bytes: int
+  token_flops: int
+  head_flops: int
+  kv_bytes: int
+  pair_flops: int
+
+  @classmethod
+  def of(cls, model: Any, itemsize: int) -> "Work":
+    """Args: model: a models.config.ModelConfig. itemsize: bytes a value, of weights and KV."""
+    d, f, h = model.model_dim, model.hidden_dim, model.head_dim
+    layer = d * h * (2 * model.num_heads + 2 * model.num_kv_heads) + 3 * d * f
+    head = d * model.vocab_size
+    return cls(
+      weight_bytes=(model.num_layers * layer + head) * itemsize,
+      token_flops=2 * model.num_layers * layer,
+      head_flops=2 * head,
+      kv_bytes=2 * model.num_layers * model.num_kv_heads * h * itemsize,
+      pair_flops=4 * model.num_layers * model.num_heads * h,
+    )
+
+  def of_step(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[float, float]:
+    """Bytes and operations of a step whose rows cover positions [start, start + count)."""
+    keys = sum(start + count for start, count in zip(starts, counts, strict=True))
+    pairs = sum(n * start + n * (n + 1) // 2 for start, n in zip(starts, counts, strict=True))
+    flops = sum(counts) * self.token_flops + len(counts) * self.head_flops + pairs * self.pair_flops
+    return self.weight_bytes + keys * self.kv_bytes, flops
+
+
+# --- Parts ------------------------------------------------------------------------------------------------------------
+
+
+def steps(run: OfflineRun, kinds: Sequence[tuple[dict[str, int], Rows]], seconds: float) -> list[dict[str, Any]]:
+  """Times steps made by hand.
+
+  Args:
+    kinds: how to call a step, and its rows as (first position, tokens).
+    seconds: for each.
+  """
+  config, runner = run.built.config, run.built.runner
+  made, ladder = HandMade(runner, config), ShapeLadder(config.token_budgets, config.max_num_seqs)
+  found = []
+  for name, rows in kinds:
+    held = sum(-(-(start + count) // config.block_size) for start, count in rows)
+    shape = ladder.fit(sum(count for _, count in rows))
+    if held > config.num_blocks or len(rows) > shape.rows:
+      print(f"{name}: left out, {held} blocks of {config.num_blocks} or {len(rows)} rows", file=sys.stderr)
+      continue
+    times = made.times(shape, rows, seconds)
+    figures = name | {"tokens": shape.tokens, "rows": rows, "step_s": statistics.median(times), "steps": len(times)}
+    print(f"{name}: {1e3 * figures['step_s']:.3f} ms", file=sys.stderr, flush=True)
+    found.append(figures)
+  return found
+
+
+def decode_kinds(batches: Sequence[int], contexts: Sequence[int], max_len: int) -> list[tuple[dict[str, int], Rows]]:
+  """A row's new token is at position context - 1."""
+  return [
+    ({"batch": batch, "context": context}, [(context - 1, 1)] * batch)
+    for context in contexts
+    if context <= max_len
+    for batch in batches
+  ]
+
+
+def prefill_kinds(lengths: Sequence[int], max_len: int) -> list[tuple[dict[str, int], Rows]]:
+  """One prompt from its beginning."""
+  return [({"prompt": length}, [(0, length)]) for length in lengths if length <= max_len]
+
+
+def beside_roofline(found: list[dict[str, Any]], work: Work, ceilings: Ceilings) -> None:
+  """Adds each step's roofline, how far from it the step is, and tokens a second."""
+  for figures in found:
+    rows: Rows = figures.pop("rows")
+    num_bytes, flops = work.of_step(*zip(*rows, strict=True))
+    figures["roofline_s"] = ceilings.seconds(num_bytes, flops)
+    figures["over_roofline"] = round(figures["step_s"] / figures["roofline_s"], 3)
+    figures["bytes_s"], figures["flops_s"] = num_bytes / figures["step_s"], flops / figures["step_s"]
+    figures["intensity"] = flops / num_bytes
+    figures["tok_s"] = round(sum(count for _, count in rows) / figures["step_s"], 1)
+
+
+def offline(run: OfflineRun, args: Any) -> tuple[dict[str, Any], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+  """One run of all requests at once; the figures, and starts and counts of every step."""
+  built = run.built
+  low, high = args.lengths
+  distribution = f"uniform:{low}:{high}"
+  requests = synthetic(args.requests, distribution, distribution, built.model.vocab_size, seed=0)
+  engine, launch = built.engine, built.runner.launch
+  held: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+  def watched(batch):
+    held.append((tuple(batch.starts), tuple(batch.counts)))
+    return launch(batch)
+
+  engine.keep_all()
+  built.runner.launch = watched
+  try:
+    outcomes = run.serve(requests)
+  finally:
+    built.runner.launch = launch
+  wall_s = max(o.chunks[-1][0] for o in outcomes if o.chunks) - min(o.sent_s for o in outcomes)
+  stats = engine.stats(sys.maxsize)
+  records = list(stats.steps)[-len(held) :]
+  busy_s = sum(record.device_s for record in records)
+  computed = sum(record.shape_tokens for record in records)
+  output_tokens = sum(outcome.num_tokens for outcome in outcomes)
+  prompt_tokens = sum(len(request.prompt) for request in requests)
+  return {
+    "requests": len(requests),
+    "failed": sum(not outcome.ok for outcome in outcomes),
+    "lengths": list(args.lengths),
+    "wall_s": round(wall_s, 4),
+    "output_tok_s": round(output_tokens / wall_s, 2),
+    "total_tok_s": round((output_tokens + prompt_tokens) / wall_s, 2),
+    "steps": len(records),
+    # From one step's values to the next one's, or from launch to values where nothing ran before.
+    "device_idle_share": round(max(0.0, 1 - busy_s / wall_s), 4),
+    "padding_share": round(sum(record.padding for record in records) / computed, 5),
+    "preemptions": stats.num_preemptions,
+    "host_us": {
+      name: round(1e6 * statistics.median(getattr(record, f"{name}_s") for record in records), 1)
+      for name in ("host", "commit")
+    },
+  }, held
+
+
+# --- Command ----------------------------------------------------------------------------------------------------------
+
+
+def model_folder(shape: str) -> str:
+  """The folder of a shape. Raises ConfigError with the names there are."""
+  names = sorted(path.name for path in SHAPES.iterdir() if (path / "config.json").is_file())
+  if shape == "demo":
+    return str(ROOT / "models" / "demo")
+  if shape not in names:
+    raise ConfigError(f"shape={shape!r} is unknown; set --shape to one of demo, {', '.join(names)}, or give --model")
+  return str(SHAPES / shape)
+
+
+def measure(args: Any) -> dict[str, Any]:
+  """All parts that were asked for. Raises EngineError."""
+  if not args.model:
+    args.model = model_folder(args.shape)
+    args.random_weights = args.shape != "demo"
+  # What the sweeps need and the user did not say.
+  most = max(args.batches)
+  args.max_num_seqs = max(args.max_num_seqs, most)
+  args.token_budgets = tuple(sorted({*args.token_budgets, *args.batches, *args.prompts} - {1}))
+  options = build_options(args)
+  import jax
+
+  run = OfflineRun(options)
+  built = run.built
+  dtype = built.runner.kv[0].dtype
+  devices = len(built.runner.kv[0].devices())
+  before = measure_ceilings(dtype, args.seconds)
+  compiles = built.runner.compiles_after_ready  # the ceilings' own
+  work = Work.of(built.model, dtype.itemsize)
+  max_len = built.config.max_model_len
+  result: dict[str, Any] = {}
+  if "decode" in args.parts:
+    result["decode"] = steps(run, decode_kinds(args.batches, args.contexts, max_len), args.seconds)
+  if "prefill" in args.parts:
+    result["prefill"] = steps(run, prefill_kinds(args.prompts, max_len), args.seconds)
+  held = []
+  if "offline" in args.parts:
+    result["offline"], held = offline(run, args)
+  compiles = built.runner.compiles_after_ready - compiles
+  best = before.best(measure_ceilings(dtype, args.seconds))
+  ceilings = Ceilings(best.bytes_s * devices, best.flops_s * devices)
+  for part in ("decode", "prefill"):
+    beside_roofline(result.get(part, []), work, ceilings)
+  if held:
+    roofline_s = sum(ceilings.seconds(*work.of_step(*step)) for step in held)
+    result["offline"] |= {
+      "roofline_s": round(roofline_s, 4),
+      "over_roofline": round(result["offline"]["wall_s"] / roofline_s, 3),
+    }
+  return result | {
+    "ceilings": dataclasses.asdict(ceilings),
+    "work": dataclasses.asdict(work),
+    "model": built.model_name,
+    "random_weights": options.random_weights,
+    "dtype": str(dtype),
+    "attention": built.attention,
+    "matmul": built.matmul,
+    "token_budgets": list(built.config.token_budgets),
+    "num_blocks": built.config.num_blocks,
+    "block_size": built.config.block_size,
+    "load_s": round(built.load_s, 3),
+    "warmup_s": round(built.warmup_s, 3),
+    "compiles_after_ready": compiles,
+    "devices": devices,
+    "device": jax.devices()[0].device_kind,
+    "jax": jax.__version__,
+    "machine": machine(),
+    "commit": commit(),
+  }
+
+
+def table(result: dict[str, Any]) -> str:
+  """What a person reads."""
+  ceilings = result["ceilings"]
+  lines = [
+    f"{result['model']}, {result['dtype']}, attention {result['attention']}, matmul {result['matmul']}; ceilings "
+    f"{ceilings['bytes_s'] / 1e9:.1f} GB/s, {ceilings['flops_s'] / 1e9:.0f} GFLOP/s"
+  ]
+  head = f"{'':22}{'step ms':>10}{'roofline':>10}{'over':>7}{'GB/s':>8}{'GFLOP/s':>10}{'tok/s':>10}"
+  for part in ("decode", "prefill"):
+    if result.get(part):
+      lines.append(f"\n{part:22}{head[22:]}")
+    for row in result.get(part, []):
+      name = f"{row['batch']} x {row['context']}" if part == "decode" else f"1 x {row['prompt']}"
+      lines.append(
+        f"{name:22}{1e3 * row['step_s']:10.3f}{1e3 * row['roofline_s']:10.3f}{row['over_roofline']:7.2f}"
+        f"{row['bytes_s'] / 1e9:8.1f}{row['flops_s'] / 1e9:10.1f}{row['tok_s']:10.0f}"
+      )
+  if "offline" in result:
+    row = result["offline"]
+    lines.append(
+      f"\noffline, {row['requests']} requests: {row['output_tok_s']:.0f} output tok/s, {row['total_tok_s']:.0f} in all;"
+      f" {row['over_roofline']:.2f} of the roofline's time; device idle {row['device_idle_share']:.1%}, padding "
+      f"{row['padding_share']:.1%}, host {row['host_us']['host']:.0f} us a step before launch and "
+      f"{row['host_us']['commit']:.0f} after; {result['compiles_after_ready']} compiles after ready"
+    )
+  return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: str) -> None:
+  """The roofline, and every step as a point on its intensity."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot
+
+  ceilings = result["ceilings"]
+  figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+  points = [row for part in ("decode", "prefill") for row in result.get(part, [])]
+  knee = ceilings["flops_s"] / ceilings["bytes_s"]
+  low = min([0.5, *(row["intensity"] / 2 for row in points)])
+  high = max([4 * knee, *(2 * row["intensity"] for row in points)])
+  axes.plot([low, knee, high], [low * ceilings["bytes_s"] / 1e9] + [ceilings["flops_s"] / 1e9] * 2, "k-", lw=1)
+  for part, marker in (("decode", "o"), ("prefill", "s")):
+    rows = result.get(part, [])
+    axes.plot([row["intensity"] for row in rows], [row["flops_s"] / 1e9 for row in rows], marker, label=part)
+    for row in rows:
+      name = f"{row['batch']}x{row['context']}" if part == "decode" else str(row["prompt"])
+      axes.annotate(
+        name, (row["intensity"], row["flops_s"] / 1e9), fontsize=6, xytext=(3, 3), textcoords="offset points"
+      )
+  axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="GFLOP/s")
+  axes.set_title(f"{result['model']}, {result['dtype']}, {result['device']}")
+  axes.legend()
+  axes.grid(True, which="both", alpha=0.3)
+  figure.savefig(path, dpi=150)
+  pyplot.close(figure)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+  return tuple(positive_int(item) for item in text.split(","))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; exit code 2 with one line for what cannot be measured."""
+  parser = CommandParser("tools.bench_engine", __doc__)
+  parser.add_argument("--shape", default="llama-125m", help="a folder of models/shapes, or demo")
+  parser.add_argument("--model", default="", help="a model folder instead; with --random_weights config.json is enough")
+  parser.add_argument("--parts", default=",".join(PARTS), help="what to measure")
+  parser.add_argument("--batches", type=_numbers, default=(1, 8, 32, 64), help="rows of decode steps")
+  parser.add_argument("--contexts", type=_numbers, default=(128, 512, 1024), help="their positions")
+  parser.add_argument("--prompts", type=_numbers, default=(128, 512), help="tokens of prefill steps")
+  parser.add_argument("--requests", type=positive_int, default=64, help="offline: how many")
+  parser.add_argument(
+    "--lengths", type=_numbers, default=(16, 128), help="offline: shortest and longest prompt, output"
+  )
+  parser.add_argument("--seconds", type=positive_float, default=1.0, help="for each step and each ceiling")
+  parser.add_argument("--output", default="", help="JSON file to write")
+  parser.add_argument("--plot", default="", help="PNG file to write")
+  add_build_arguments(parser)
+  args = parser.parse_args(argv)
+  args.parts = args.parts.split(",")
+  if unknown := set(args.parts) - set(PARTS):
+    parser.error(f"--parts: {', '.join(sorted(unknown))} is not one of {', '.join(PARTS)}")
+  if len(args.lengths) != 2 or args.lengths[0] > args.lengths[1]:
+    parser.error(f"--lengths: {args.lengths} must be two numbers, the smaller first")
+  for path in filter(None, (args.output, args.plot)):
+    if not pathlib.Path(path).parent.is_dir():
+      parser.error(f"{path}: its folder does not exist")
+  try:
+    result = measure(args)
+  except EngineError as error:
+    print(f"tools.bench_engine: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+  write_result(args.output, result)
+  if args.plot:
+    plot(result, args.plot)
+  print(table(result), file=sys.stderr)
+  print(json.dumps(result), flush=True)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

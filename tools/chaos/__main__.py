@@ -1,0 +1,94 @@
+"""Breaks servers in every way of the fault catalogue and says, claim by claim, what held. Runs no engine itself.
+
+  python -m tools.chaos [--quick] [--scenario=NAME,NAME] [--output=FILE]     # about 10 minutes on 2 cores
+  python -m tools.chaos --soak --hours=H [--output=FILE]
+
+Servers are real processes with the fake device, whose tokens clients know beforehand; clients are processes of their
+own. Prints a table, and with --output writes it as JSON. Exit code 1 if a claim is missed, 2 for a bad command line.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+
+from engine.errors import ConfigError
+from tools.arguments import CommandParser, positive_float
+from tools.chaos import cancels, crowds, disconnects, fairness, fuzz, http, lifecycle, overload, poison, soak
+from tools.chaos.report import Row, as_json, show
+from tools.chaos.rig import Rig
+from tools.measure import machine, write_result
+
+type Scenario = Callable[[Rig], list[Row]]
+
+# Each whole, and with the counts of --quick.
+SCENARIOS: dict[str, tuple[Scenario, Scenario]] = {
+  "disconnects": (disconnects.disconnects, functools.partial(disconnects.disconnects, count=400, warmup=100)),
+  "cancels": (cancels.cancels, functools.partial(cancels.cancels, count=50)),
+  "parse": (fuzz.parse, functools.partial(fuzz.parse, count=40_000)),
+  "wire": (fuzz.wire, functools.partial(fuzz.wire, count=2_000)),
+  "http": (http.http, functools.partial(http.http, count=500)),
+  "drains": (lifecycle.drains, functools.partial(lifecycle.drains, count=6)),
+  "kills": (lifecycle.kills, functools.partial(lifecycle.kills, count=6)),
+  "failures": (lifecycle.failures, functools.partial(lifecycle.failures, count=6)),
+  "poisoned": (poison.poisoned, functools.partial(poison.poisoned, count=100, neighbours=400)),
+  "preempted": (crowds.preempted, functools.partial(crowds.preempted, count=100)),
+  "concurrent": (crowds.concurrent, functools.partial(crowds.concurrent, count=200)),
+  "salts": (crowds.salts, functools.partial(crowds.salts, count=50)),
+  "overload": (overload.overload, functools.partial(overload.overload, seconds=8.0, peak_s=4.0)),
+  "slow_readers": (overload.slow_readers, functools.partial(overload.slow_readers, count=50, quiet_s=4.0)),
+  "ageing": (fairness.ageing, functools.partial(fairness.ageing, levels=(2, 4), starved_s=2.0)),
+  "tenants": (fairness.tenants, functools.partial(fairness.tenants, seconds=3.0)),
+}
+
+
+def run(rig: Rig, chosen: Sequence[str], console: Console, *, quick: bool) -> list[Row]:
+  """Runs scenarios one after the other; a server that does not start is a claim that is missed."""
+  rows: list[Row] = []
+  for name in chosen:
+    console.print(f"{name} ...", style="dim")
+    began = time.monotonic()
+    try:
+      found = SCENARIOS[name][quick](rig)
+    except ConfigError as error:
+      found = [Row("a server that serves", "it does", str(error), False)]
+    seconds = time.monotonic() - began
+    rows += [dataclasses.replace(row, scenario=name, seconds=seconds) for row in found]
+    for row in found:
+      console.print(f"  {row.claim}: {row.measured}: {row.verdict}", style="dim", highlight=False)
+  return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """The command line; returns the exit code."""
+  parser = CommandParser("python -m tools.chaos", "Break servers in every way of the catalogue, and say what held.")
+  parser.add_argument("--scenario", default="", help=f"names with commas between them; of {', '.join(SCENARIOS)}")
+  parser.add_argument("--quick", action="store_true", help="small counts, which the table then says")
+  parser.add_argument("--output", default="", help="file for the table as JSON")
+  parser.add_argument("--soak", action="store_true", help="everything mixed, for hours")
+  parser.add_argument("--hours", type=positive_float, default=8.0, help="how long, with --soak")
+  args = parser.parse_args(arguments)
+  chosen = [name for name in args.scenario.split(",") if name] or list(SCENARIOS)
+  unknown = [name for name in chosen if name not in SCENARIOS]
+  if unknown:
+    parser.error(f"--scenario={unknown[0]} is unknown: choose among {', '.join(SCENARIOS)}")
+  console = Console(stderr=True)
+  began = time.monotonic()
+  about: dict[str, Any] = {"machine": machine()}
+  with Rig() as rig:
+    if args.soak:
+      rows = [dataclasses.replace(row, scenario="soak") for row in soak.soak(rig, 3600 * args.hours)]
+    else:
+      rows = run(rig, chosen, console, quick=args.quick)
+  seconds = time.monotonic() - began
+  show(rows, seconds, Console(width=None if sys.stdout.isatty() else 160))
+  write_result(args.output, as_json(rows, seconds, about))
+  return 0 if all(row.passed for row in rows) else 1
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,258 @@
+"""Scenarios: processes that end, as they are told, as they are killed, or because their engine failed."""
+
+import asyncio
+import dataclasses
+import json
+import pathlib
+import random
+import time
+
+import grpc
+
+from engine.errors import ConfigError
+from tools.chaos import plans
+from tools.chaos.process import READY_S, Server, free_port
+from tools.chaos.report import Row
+from tools.chaos.rig import Rig
+from tools.chaos.streams import Answer, Ask, on_loop, random_prompt, send, stub_of
+
+_GRACE_S = 20.0
+_STREAMS = 12
+_STEP = "--fake_step_ms=4"
+_TOLD_S = 1.0
+_EXIT_S = 10.0
+_PROCESSES = 3  # of clients, and so servers at once
+
+
+@dataclasses.dataclass
+class Trials:
+  """What came of several.
+
+  Attributes:
+    count: trials.
+    exact: streams that ended well, with every token.
+    refused: streams that were never accepted, and were told so.
+    cut: streams that were told that they had failed.
+    faults: in words.
+    slowest_s: of whatever the trial is about.
+  """
+
+  count: int = 0
+  exact: int = 0
+  refused: int = 0
+  cut: int = 0
+  faults: list[str] = dataclasses.field(default_factory=list)
+  slowest_s: float = 0.0
+
+  def add(self, other: "Trials") -> None:
+    """Takes in another process's."""
+    self.count += other.count
+    self.exact += other.exact
+    self.refused += other.refused
+    self.cut += other.cut
+    self.faults += other.faults
+    self.slowest_s = max(self.slowest_s, other.slowest_s)
+
+  def take(self, answer: Answer, codes: tuple[str, ...]) -> None:
+    """Counts a stream that may fail with one of these codes, and may not be wrong."""
+    if not answer.sound:
+      self.faults.append(answer.fault() or "wrong tokens")
+    elif answer.exact:
+      self.exact += 1
+    elif answer.code not in codes:
+      self.faults.append(answer.fault())
+    elif answer.tokens:
+      self.cut += 1
+    else:
+      self.refused += 1
+
+
+async def _ready(server: Server) -> None:
+  deadline = time.monotonic() + READY_S
+  while not server.is_ready():
+    if time.monotonic() > deadline:
+      raise ConfigError(f"a server was not ready after {READY_S:g} s: {server.last_words()}")
+    await asyncio.sleep(0.02)
+
+
+async def _exit_code(server: Server, within_s: float) -> int | None:
+  """None: it still runs."""
+  deadline = time.monotonic() + within_s
+  while server.process.poll() is None and time.monotonic() < deadline:
+    await asyncio.sleep(0.02)
+  return server.process.returncode
+
+
+async def _send_later(channel: grpc.aio.Channel, ask: Ask, delay_s: float) -> Answer:
+  await asyncio.sleep(delay_s)
+  return await send(stub_of(channel), ask, 60.0)
+
+
+def _streams(
+  channel: grpc.aio.Channel, rng: random.Random, over_s: float, tokens: tuple[int, int]
+) -> list[asyncio.Task]:
+  """Streams that begin at random moments of the next `over_s` seconds."""
+  asks = [Ask(random_prompt(rng, rng.randint(1, 60)), rng.randint(*tokens), f"s{index}") for index in range(_STREAMS)]
+  return [asyncio.create_task(_send_later(channel, ask, rng.random() * over_s)) for ask in asks]
+
+
+# --- SIGTERM ----------------------------------------------------------------------------------------------------------
+
+
+def drain_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
+  """A job."""
+  return on_loop(_drain_trials(folder, count, seed))
+
+
+async def _drain_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
+  rng = random.Random(seed)
+  trials = Trials()
+  for serial in range(count):
+    server = Server(folder, (_STEP, f"--drain_timeout_s={_GRACE_S:g}"), name=f"drain-{seed}-{serial}").start()
+    try:
+      await _ready(server)
+      async with grpc.aio.insecure_channel(server.target) as channel:
+        streams = _streams(channel, rng, 0.2, (1, 80))
+        await asyncio.sleep(rng.random() * 0.4)
+        server.terminate()
+        began = time.monotonic()
+        for answer in await asyncio.gather(*streams):
+          if answer.code != "OK" and answer.tokens:
+            trials.faults.append(f"trial {serial}: {answer.fault()} after {len(answer.tokens)} tokens")
+          else:
+            trials.take(answer, ("UNAVAILABLE",))
+      code = await _exit_code(server, _GRACE_S + 2)
+      trials.slowest_s = max(trials.slowest_s, time.monotonic() - began)
+      if code != 0:
+        trials.faults.append(f"trial {serial}: exit code {code}: {server.last_words()}")
+      trials.count += 1
+    finally:
+      server.kill()
+  return trials
+
+
+def drains(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
+  """SIGTERM at random moments of a load."""
+  trials = _run(rig, drain_trials, count)
+  told = f"{trials.count}: {trials.exact} streams exact, {trials.refused} never accepted, "
+  told += f"slowest exit {trials.slowest_s:.1f} s"
+  if trials.faults:
+    told += f"; {len(trials.faults)} faults: {trials.faults[0]}"
+  passed = not trials.faults and trials.exact > trials.count
+  target = f"every accepted stream token-exact, exit 0 within {_GRACE_S + 2:g} s"
+  return [Row("SIGTERM drains at random moments", target, told, passed, asked, trials.count)]
+
+
+# --- SIGKILL ----------------------------------------------------------------------------------------------------------
+
+
+def kill_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
+  """A job: one port, a server killed and started on it again and again."""
+  return on_loop(_kill_trials(folder, count, seed))
+
+
+async def _kill_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
+  rng = random.Random(seed)
+  trials = Trials()
+  server = Server(folder, (_STEP,), name=f"kill-{seed}", port=free_port())
+  try:
+    for _ in range(count):
+      began = time.monotonic()
+      server.start()
+      if rng.random() < 0.2:  # in its start; the next one finds what that left
+        await asyncio.sleep(rng.random() * 0.6)
+        server.kill()
+        trials.count += 1
+        continue
+      await _ready(server)
+      trials.slowest_s = max(trials.slowest_s, time.monotonic() - began)
+      async with grpc.aio.insecure_channel(server.target) as channel:
+        streams = _streams(channel, rng, 0.1, (1, 200))
+        await asyncio.sleep(rng.random() * 0.4)
+        server.kill()
+        for answer in await asyncio.gather(*streams):
+          trials.take(answer, ("UNAVAILABLE",))
+      trials.count += 1
+    server.start()
+    await _ready(server)
+    async with grpc.aio.insecure_channel(server.target) as channel:
+      answer = await send(stub_of(channel), Ask((1, 2, 3), 8), 30.0)
+      if not answer.exact:
+        trials.faults.append(f"after the last restart, {answer.fault()}")
+  except ConfigError as error:
+    trials.faults.append(str(error))
+  finally:
+    server.kill()
+  return trials
+
+
+def kills(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
+  """SIGKILL at random moments, also of the start, and a restart on the same port."""
+  trials = _run(rig, kill_trials, count)
+  told = (
+    f"{trials.count}: all ready again, slowest after {trials.slowest_s:.1f} s; {trials.cut + trials.refused} streams "
+    f"UNAVAILABLE, {trials.exact} had ended"
+  )
+  if trials.faults:
+    told = f"{trials.count}: {len(trials.faults)} faults: {trials.faults[0]}"
+  passed = not trials.faults and trials.cut > 0
+  return [Row("SIGKILLs and restarts", "all ready again, clients UNAVAILABLE", told, passed, asked, trials.count)]
+
+
+# --- The engine fails -------------------------------------------------------------------------------------------------
+
+
+def failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
+  """A job: an exception in a step, batch-wide."""
+  return on_loop(_failure_trials(folder, count, seed))
+
+
+async def _failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
+  rng = random.Random(seed)
+  trials = Trials()
+  for serial in range(count):
+    plan = folder / f"failure-{seed}-{serial}.json"
+    plan.write_text(json.dumps(plans.raise_after(rng.randint(1, 60))))
+    flags = (_STEP, "--enable_fault_injection", f"--fault_plan={plan}")
+    server = Server(folder, flags, name=f"failure-{seed}-{serial}").start()
+    try:
+      await _ready(server)
+      async with grpc.aio.insecure_channel(server.target) as channel:
+        answers = await asyncio.gather(*_streams(channel, rng, 0.05, (100, 300)))
+      # Every step brings tokens to all of them: the last ones are from just before the failure.
+      failed_at = max([answer.times[-1] for answer in answers if answer.times], default=answers[0].sent)
+      for answer in answers:
+        # What gRPC had not yet handed to the server when that stopped, gRPC itself cancels.
+        unseen = ("CANCELLED",) if not answer.tokens and not answer.reason else ()
+        trials.take(answer, ("INTERNAL", "UNAVAILABLE", *unseen))
+        late = answer.ended - max(failed_at, answer.sent)
+        trials.slowest_s = max(trials.slowest_s, late)
+        if answer.exact or late > _TOLD_S:
+          trials.faults.append(f"trial {serial}: a stream ended {answer.code}, {late:.2f} s after the failure")
+      code = await _exit_code(server, _EXIT_S)
+      if code in (0, None):
+        trials.faults.append(f"trial {serial}: exit code {code}: {server.last_words()}")
+      trials.count += 1
+    finally:
+      server.kill()
+  return trials
+
+
+def failures(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
+  """Exceptions in the engine's step."""
+  trials = _run(rig, failure_trials, count)
+  told = f"{trials.count}: {trials.cut + trials.refused} streams told, the slowest after {trials.slowest_s:.2f} s"
+  if trials.faults:
+    told += f"; {len(trials.faults)} faults: {trials.faults[0]}"
+  passed = not trials.faults and trials.cut > 0
+  target = "every stream told within 1 s, exit code not 0"
+  return [Row("engine exceptions", target, told, passed, asked, trials.count)]
+
+
+def _run(rig: Rig, job, count: int) -> Trials:
+  shares = [len(range(index, count, _PROCESSES)) for index in range(_PROCESSES)]
+  jobs = [rig.submit(job, rig.folder, share, seed) for seed, share in enumerate(shares) if share]
+  trials = Trials()
+  for each in jobs:
+    trials.add(each.result())
+  return trials

@@ -1,0 +1,84 @@
+"""What every scenario works with: a folder for logs, client processes, control streams. Knows no scenario."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+import contextlib
+import itertools
+import multiprocessing
+import pathlib
+import tempfile
+import time
+from typing import Any, Self
+
+from tools.chaos import streams
+from tools.chaos.process import Server
+
+CLIENT_PROCESSES = 3
+_JOB_S = 600.0
+
+
+class Rig:
+  """Lives for a whole run. Client processes are kept from one scenario to the next, since starting one costs."""
+
+  def __init__(self) -> None:
+    self._temporary = tempfile.TemporaryDirectory(prefix="sluice-chaos-")
+    self.folder = pathlib.Path(self._temporary.name)
+    self._pool = _new_pool()
+    self._serials = itertools.count()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._pool.shutdown(cancel_futures=True)
+    self._temporary.cleanup()
+
+  def server(self, *flags: str, module: str = "") -> Server:
+    """A server that is not yet started."""
+    return Server(self.folder, flags, name=f"server-{next(self._serials)}", module=module)
+
+  def end_clients(self) -> None:
+    """Ends the client processes, with every connection that gRPC keeps for them; others take their place."""
+    self._pool.shutdown()
+    self._pool = _new_pool()
+
+  def submit[**P, T](self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Runs a job in a client process."""
+    return self._pool.submit(job, *args, **kwargs)
+
+  def ask(self, target: str, asks: Sequence[streams.Ask], at_once: int, processes: int = 2) -> list[streams.Answer]:
+    """Sends all in a closed loop from several processes; answers in no order."""
+    jobs = [
+      self.submit(streams.run_all, target, asks[index::processes], max(1, at_once // processes))
+      for index in range(processes)
+    ]
+    return [answer for job in jobs for answer in job.result(_JOB_S)]
+
+  @contextlib.contextmanager
+  def controls(
+    self, server: Server, num_streams: int, max_tokens: int, **options: Any
+  ) -> Iterator[Callable[[], streams.Control]]:
+    """Control streams as long as the block lasts, and at least one; what it yields returns what they saw, after it."""
+    serial = next(self._serials)
+    stop_file = self.folder / f"stop-{serial}"
+    job = self.submit(streams.control, server.target, stop_file, num_streams, max_tokens, serial, **options)
+    try:
+      wait_for(lambda: streams.begun_file(stop_file).exists() or job.done())
+      yield lambda: job.result(_JOB_S)
+    finally:
+      stop_file.touch()
+
+
+def _new_pool() -> ProcessPoolExecutor:
+  # gRPC does not survive a fork.
+  return ProcessPoolExecutor(CLIENT_PROCESSES, mp_context=multiprocessing.get_context("spawn"))
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0, pause_s: float = 0.02) -> bool:
+  """Whether it came to hold in time."""
+  deadline = time.monotonic() + timeout_s
+  while not condition():
+    if time.monotonic() > deadline:
+      return False
+    time.sleep(pause_s)
+  return True

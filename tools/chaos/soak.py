@@ -1,0 +1,196 @@
+"""The soak: everything mixed, for hours, while memory, descriptors and threads are watched; what grows is a leak.
+
+The mixture has weights, as that of Triton's long-running stress has. A server with a planted leak goes through the same
+watch first: one that cannot find it would prove nothing.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import random
+import time
+
+from tools.chaos import disconnects, fuzz, streams, wire
+from tools.chaos.process import Server, Usage
+from tools.chaos.report import Row, none_of
+from tools.chaos.rig import Rig, wait_for
+from tools.chaos.streams import Ask, random_asks, random_prompt
+
+_MOST_RSS_SLOPE = 1e6  # bytes in 100,000 requests
+_MOST_SLOPE = 1.0  # descriptors or threads in 100,000 requests
+_SAMPLES = 12  # fewer say nothing about a slope
+_SETTLED_FIRST = 0.25  # of a run: allocators and caches fill up
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+  """What the server held when it was idle, after `requests`."""
+
+  requests: int
+  usage: Usage
+
+
+@dataclasses.dataclass
+class Soaked:
+  """What came of it: rounds by kind, streams checked, and what was wrong."""
+
+  rounds: dict[str, int] = dataclasses.field(default_factory=dict)
+  checked: int = 0
+  faults: list[str] = dataclasses.field(default_factory=list)
+  samples: list[Sample] = dataclasses.field(default_factory=list)
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+  """Of the least-squares line; 0 of fewer than two different abscissas."""
+  count = len(points)
+  mean_x, mean_y = (sum(point[axis] for point in points) / max(1, count) for axis in range(2))
+  spread = sum((x - mean_x) ** 2 for x, _ in points)
+  return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+
+
+class _Mixture:
+  """Kinds of rounds. Each method sends about 200 requests, and returns when they have ended."""
+
+  def __init__(self, rig: Rig, server: Server, soaked: Soaked, seed: int):
+    self._rig, self._server, self._soaked = rig, server, soaked
+    self._rng = random.Random(seed)
+    # Of 860: Triton has 295 valid sequences, 300 of load, 80 of another model, 60 that time out, 60 that crash, 62
+    # without an end.
+    self.kinds: dict[str, tuple[int, Callable[[], None]]] = {
+      "streams": (295, self.streams),
+      "load": (300, self.load),
+      "prefixes": (80, self.prefixes),
+      "deadlines": (60, self.deadlines),
+      "vanish": (60, self.vanish),
+      "cancel": (62, self.cancel),
+      "fuzz": (20, self.fuzz),
+    }
+
+  def round(self) -> str:
+    """One, by the weights; returns its kind."""
+    kinds = list(self.kinds)
+    (kind,) = self._rng.choices(kinds, [self.kinds[name][0] for name in kinds])
+    self.kinds[kind][1]()
+    return kind
+
+  def _check(self, asks: Sequence[Ask], at_once: int) -> None:
+    answers = self._rig.ask(self._server.target, asks, at_once)
+    self._soaked.checked += len(answers)
+    self._soaked.faults += [answer.fault() for answer in answers if not answer.exact]
+
+  def _asks(self, prompts: tuple[int, int], outputs: tuple[int, int], count: int = 200) -> list[Ask]:
+    return random_asks(self._rng, count, prompts, outputs, f"soak-{self._rng.getrandbits(32)}")
+
+  def streams(self) -> None:
+    """Answers of all lengths."""
+    self._check(self._asks((1, 200), (1, 100)), 64)
+
+  def load(self) -> None:
+    """As many short ones as there is room for."""
+    self._check([dataclasses.replace(ask, unary=True) for ask in self._asks((1, 40), (1, 20))], 128)
+
+  def prefixes(self) -> None:
+    """Prompts that share their beginnings, with priorities and salts."""
+    shared = random_prompt(self._rng, 150)
+    rng = self._rng
+    self._check(
+      [
+        dataclasses.replace(
+          ask,
+          prompt=shared[: rng.randint(0, 150)] + ask.prompt,
+          cache_salt=rng.choice("ab"),
+          priority=rng.randint(-2, 2),
+        )
+        for ask in self._asks((1, 30), (1, 30))
+      ],
+      64,
+    )
+
+  def deadlines(self) -> None:
+    """Clients with less time than they need."""
+    job = self._rig.submit(streams.run_out_of_time, self._server.target, self._asks((1, 100), (100, 300)), 64)
+    self._soaked.faults += job.result()
+
+  def vanish(self) -> None:
+    """Clients that are gone."""
+    requests = disconnects.requests_of(self._server, self._rng)
+    self._rig.submit(wire.vanish, requests, 200, 24, 0.001, self._rng.getrandbits(32)).result()
+
+  def cancel(self) -> None:
+    """Clients that no longer want it."""
+    self._rig.submit(disconnects.cancel_many, self._server.target, 200, 16, self._rng.getrandbits(32)).result()
+
+  def fuzz(self) -> None:
+    """Messages that nobody meant."""
+    self._soaked.faults += (
+      self._rig.submit(fuzz.wire_many, self._server.target, 200, 8, self._rng.getrandbits(32)).result().faults
+    )
+
+
+def watch(rig: Rig, server: Server, seconds: float, seed: int) -> Soaked:
+  """Mixes for so long, with samples at rest in between."""
+  soaked = Soaked()
+  mixture = _Mixture(rig, server, soaked, seed)
+  began = time.monotonic()
+  fds = server.usage().fds
+  next_sample = 0.0
+  while time.monotonic() < began + seconds and len(soaked.faults) < 100:
+    kind = mixture.round()
+    soaked.rounds[kind] = soaked.rounds.get(kind, 0) + 1
+    if time.monotonic() - began >= next_sample:
+      soaked.faults += server.settle() + server.imbalance()
+      wait_for(lambda: server.usage().fds <= fds, 5.0, 0.2)
+      soaked.samples.append(Sample(server.books().requests_accepted_total, server.usage()))
+      next_sample = time.monotonic() - began + seconds / (4 * _SAMPLES)
+  return soaked
+
+
+def slopes(samples: Sequence[Sample]) -> tuple[float, float, float]:
+  """Growth of resident bytes, descriptors and threads in 100,000 requests, after the beginning of the run."""
+  kept = samples[int(_SETTLED_FIRST * len(samples)) :]
+  rss, fds, threads = (
+    1e5 * slope([(float(sample.requests), float(of(sample.usage))) for sample in kept])
+    for of in (lambda usage: usage.rss, lambda usage: usage.fds, lambda usage: usage.threads)
+  )
+  return rss, fds, threads
+
+
+def soak(rig: Rig, seconds: float, control_s: float | None = None) -> list[Row]:
+  """The leak that must be found, then the server.
+
+  Args: seconds: of the soak. control_s: of the planted leak; None: a tenth, between one and ten minutes.
+  """
+  flags = ("--max_queued_requests=1024", "--max_num_seqs=64", "--num_blocks=1024", "--keepalive_time_s=5")
+  control_s = min(max(60.0, seconds / 10), 600.0) if control_s is None else control_s
+  with rig.server(*flags, module="tools.chaos.leaky_server") as server:
+    leaky = watch(rig, server, control_s, 1)
+  with rig.server(*flags) as server:
+    soaked = watch(rig, server, seconds, 2)
+  planted, (rss, fds, threads) = slopes(leaky.samples)[0], slopes(soaked.samples)
+  requests = soaked.samples[-1].requests if soaked.samples else 0
+  enough = len(soaked.samples) >= _SAMPLES
+  mixture = ", ".join(f"{kind} {count}" for kind, count in sorted(soaked.rounds.items()))
+  return [
+    none_of(
+      f"streams checked in {seconds / 3600:.2g} hours", "all exact, all released", soaked.faults, soaked.checked, 0
+    ),
+    Row(
+      f"resident memory over {requests:,} requests",
+      "< 1 MB in 100,000 requests",
+      f"{rss / 1e6:+.2f} MB in 100,000 ({len(soaked.samples)} samples; rounds: {mixture})",
+      rss < _MOST_RSS_SLOPE and enough,
+      1_000_000,
+      requests,
+    ),
+    Row(
+      "descriptors and threads",
+      "< 1 in 100,000 requests",
+      f"{fds:+.2f} and {threads:+.2f}",
+      max(fds, threads) < _MOST_SLOPE and enough,
+    ),
+    Row(
+      "a planted leak of 20 kB a request is found",
+      "> 1 MB in 100,000 requests",
+      f"{planted / 1e6:+.0f} MB in 100,000 ({len(leaky.samples)} samples)",
+      planted > _MOST_RSS_SLOPE,
+    ),
+  ]

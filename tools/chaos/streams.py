@@ -1,0 +1,329 @@
+"""Clients that behave well: they ask, read, and know every token they must get. Jobs for client processes.
+
+What is expected is computed by engine.fake_device, from what was asked alone; a token that is lost, doubled, changed or
+another's is found by comparison.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+import dataclasses
+import functools
+import gc
+import pathlib
+import random
+import time
+from typing import Any
+
+from google.rpc import error_details_pb2, status_pb2
+import grpc
+
+from engine.fake_device import expected_tokens
+from engine.sampling_params import SamplingParams
+from server.proto import sluice_pb2 as pb
+from server.proto import sluice_pb2_grpc as pb_grpc
+
+TIMEOUT_S = 120.0  # that no request of a chaos run comes near to, unless it hangs
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ask:
+  """A greedy request of exactly max_tokens. What comes under a `regex` is not predicted."""
+
+  prompt: tuple[int, ...]
+  max_tokens: int
+  request_id: str = ""
+  priority: int = 0
+  cache_salt: str = ""
+  tenant: str = ""
+  unary: bool = False
+  text: bool = False
+  regex: str = ""
+
+  def message(self) -> pb.GenerateRequest:
+    """As it is sent."""
+    constraint = pb.OutputConstraint(regex=self.regex) if self.regex else None
+    return pb.GenerateRequest(
+      request_id=self.request_id,
+      token_ids=pb.TokenIds(ids=self.prompt),
+      sampling=pb.SamplingParams(temperature=0.0),
+      stopping=pb.StopParams(max_tokens=self.max_tokens, ignore_eos=True),
+      output=pb.OutputParams(return_text=self.text),
+      constraint=constraint,
+      priority=self.priority,
+      cache_salt=self.cache_salt,
+      tenant=self.tenant,
+    )
+
+
+@dataclasses.dataclass(slots=True)
+class Answer:
+  """What came. Times on the machine's monotonic clock.
+
+  Attributes:
+    ask: to what.
+    tokens: all that came.
+    code, reason: how it ended: a status code's name, and the ErrorInfo's reason.
+    sent: when.
+    times: of each message with tokens.
+    ended: when the status was there.
+    cached_tokens: of the prompt.
+    exact: it ended well with just the expected tokens.
+    sound: the tokens are those expected, perhaps not all of them.
+  """
+
+  ask: Ask
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  code: str = ""
+  reason: str = ""
+  sent: float = 0.0
+  times: list[float] = dataclasses.field(default_factory=list)
+  ended: float = 0.0
+  cached_tokens: int = 0
+  exact: bool = False
+  sound: bool = False
+
+  def judge(self) -> None:
+    """Compares with what must have come; call it when all is there."""
+    if self.ask.regex or (self.code != "OK" and not self.tokens):
+      self.sound, self.exact = True, self.code == "OK"
+      return
+    expected = demo_model().expected(self.ask)
+    self.sound = tuple(self.tokens) == expected[: len(self.tokens)]
+    self.exact = self.code == "OK" and self.sound and len(self.tokens) == len(expected)
+
+  def fault(self) -> str:
+    """In words, what is wrong with it; empty if it is exact."""
+    if self.exact:
+      return ""
+    if self.code != "OK":
+      return f"{self.ask.request_id or 'a stream'} ended {self.code} {self.reason}".rstrip()
+    return f"{self.ask.request_id or 'a stream'} has other tokens than expected"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """What expectations depend on."""
+
+  vocab_size: int
+  eos_token_ids: tuple[int, ...]
+
+  def expected(self, ask: Ask) -> tuple[int, ...]:
+    """The tokens that an answer must have."""
+    params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
+    return expected_tokens(ask.prompt, params, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)[0]
+
+
+@functools.cache
+def demo_model() -> Model:
+  """Of the folder that chaos servers serve: numbers only."""
+  import json
+
+  from tools.measure import ROOT
+
+  config = json.loads((ROOT / "models" / "demo" / "config.json").read_text("utf-8"))
+  eos = config["eos_token_id"]
+  return Model(config["vocab_size"], tuple(eos) if isinstance(eos, list) else (eos,))
+
+
+def random_prompt(rng: random.Random, length: int) -> tuple[int, ...]:
+  """Ids of the demo model."""
+  size = demo_model().vocab_size
+  return tuple([rng.randrange(size) for _ in range(length)])
+
+
+def random_asks(
+  rng: random.Random, count: int, prompts: tuple[int, int], outputs: tuple[int, int], name: str
+) -> list[Ask]:
+  """Requests with lengths from these ranges."""
+  return [
+    Ask(random_prompt(rng, rng.randint(*prompts)), rng.randint(*outputs), f"{name}-{index}") for index in range(count)
+  ]
+
+
+async def send(stub: Any, ask: Ask, timeout_s: float = TIMEOUT_S) -> Answer:
+  """Sends and reads to the end, whatever that is."""
+  answer = Answer(ask, sent=time.monotonic())
+  try:
+    if ask.unary:
+      await _read_unary(stub, answer, timeout_s)
+    else:
+      await _read_stream(stub, answer, timeout_s)
+    answer.code = "OK"
+  except grpc.aio.AioRpcError as error:
+    answer.code, answer.reason = error.code().name, reason_of(error)
+  answer.ended = time.monotonic()
+  answer.judge()
+  return answer
+
+
+async def _read_stream(stub: Any, answer: Answer, timeout_s: float) -> None:
+  async for message in stub.Generate(answer.ask.message(), timeout=timeout_s):
+    for delta in message.deltas:
+      answer.tokens.extend(delta.token_ids)
+      answer.times.append(time.monotonic())
+    for finished in message.finished:
+      answer.cached_tokens = finished.usage.cached_tokens
+
+
+async def _read_unary(stub: Any, answer: Answer, timeout_s: float) -> None:
+  message = await stub.GenerateUnary(answer.ask.message(), timeout=timeout_s)
+  (completion,) = message.completions
+  answer.tokens.extend(completion.token_ids)
+  answer.cached_tokens = completion.finished.usage.cached_tokens
+
+
+def reason_of(error: grpc.aio.AioRpcError) -> str:
+  """The reason among the details of a status; empty where there are none.
+
+  Not with grpc_status, which refuses what a client's own deadline makes of a status that is on its way.
+  """
+  info = error_details_pb2.ErrorInfo()
+  for key, value in error.trailing_metadata() or ():
+    if key == "grpc-status-details-bin" and isinstance(value, bytes):
+      for detail in status_pb2.Status.FromString(value).details:
+        if detail.Unpack(info):
+          return info.reason
+  return ""
+
+
+def stub_of(channel: grpc.aio.Channel) -> Any:
+  """For generations."""
+  return pb_grpc.GenerationServiceStub(channel)
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+  return asyncio.new_event_loop()
+
+
+def on_loop[T](work: Coroutine[Any, Any, T]) -> T:
+  """As asyncio.run, but with one loop for the life of a client process: grpc.aio may still call one that is closed."""
+  try:
+    return _loop().run_until_complete(work)
+  finally:
+    gc.collect()  # a closed channel that is part of a cycle keeps its connection, which would look like the server's
+
+
+# --- Jobs: each runs in a client process ------------------------------------------------------------------------------
+
+
+def run_all(target: str, asks: Sequence[Ask], at_once: int) -> list[Answer]:
+  """Closed loop: sends all, `at_once` at a time; answers in the order of asks."""
+  return on_loop(_run_all(target, asks, at_once))
+
+
+async def _run_all(target: str, asks: Sequence[Ask], at_once: int) -> list[Answer]:
+  answers: list[Answer | None] = [None] * len(asks)
+  todo = iter(enumerate(asks))
+
+  async def client(stub: Any) -> None:
+    for index, ask in todo:
+      answers[index] = await send(stub, ask)
+
+  async with grpc.aio.insecure_channel(target) as channel:
+    stub = stub_of(channel)
+    await asyncio.gather(*(client(stub) for _ in range(min(at_once, len(asks)))))
+  return [answer for answer in answers if answer is not None]
+
+
+def run_out_of_time(target: str, asks: Sequence[Ask], at_once: int) -> list[str]:
+  """Closed loop of clients with 1 to 50 ms each; returns what was wrong with what they got, be it all or not."""
+  return on_loop(_run_out_of_time(target, asks, at_once))
+
+
+async def _run_out_of_time(target: str, asks: Sequence[Ask], at_once: int) -> list[str]:
+  faults: list[str] = []
+  todo = iter(asks)
+  rng = random.Random(len(asks))
+
+  async def client(stub: Any) -> None:
+    for ask in todo:
+      answer = await send(stub, ask, rng.uniform(0.001, 0.05))
+      if not answer.sound or answer.code not in ("OK", "DEADLINE_EXCEEDED"):
+        faults.append(f"with a deadline, {answer.fault()}")
+
+  async with grpc.aio.insecure_channel(target) as channel:
+    await channel.channel_ready()
+    stub = stub_of(channel)
+    await asyncio.gather(*(client(stub) for _ in range(at_once)))
+  return faults
+
+
+@dataclasses.dataclass
+class Control:
+  """What control streams saw, who do nothing but read.
+
+  Attributes:
+    streams, tokens: that came to their end, and what they carried.
+    faults: of those that were not exact.
+    gaps: seconds between messages of one stream, each with the time of the later one.
+    firsts: seconds to the first token.
+    ends: when each ended, with its number of tokens.
+  """
+
+  streams: int = 0
+  tokens: int = 0
+  faults: list[str] = dataclasses.field(default_factory=list)
+  gaps: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+  firsts: list[float] = dataclasses.field(default_factory=list)
+  ends: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+
+  def add(self, answer: Answer) -> None:
+    """Takes one in."""
+    self.streams += 1
+    self.tokens += len(answer.tokens)
+    self.ends.append((answer.ended, len(answer.tokens)))
+    if not answer.exact:
+      self.faults.append(answer.fault())
+    if answer.times:
+      self.firsts.append(answer.times[0] - answer.sent)
+    self.gaps += [(later, later - earlier) for earlier, later in zip(answer.times, answer.times[1:], strict=False)]
+
+
+def control(
+  target: str,
+  stop_file: pathlib.Path,
+  num_streams: int,
+  max_tokens: int,
+  seed: int,
+  *,
+  tenant: str = "",
+  priority: int = 0,
+  unary: bool = False,
+  longest_prompt: int = 40,
+) -> Control:
+  """Keeps `num_streams` requests going, one after the other, until `stop_file` is there; the last ones end as usual.
+
+  Their lengths are half of `max_tokens` to one and a half, so that they do not march in step.
+  """
+  like = Ask((), max_tokens, "control", priority, tenant=tenant, unary=unary)
+  return on_loop(_control(target, stop_file, num_streams, like, longest_prompt, seed))
+
+
+async def _control(
+  target: str, stop_file: pathlib.Path, num_streams: int, like: Ask, longest_prompt: int, seed: int
+) -> Control:
+  seen = Control()
+  rng = random.Random(seed)
+
+  async def client(stub: Any, number: int) -> None:
+    serial = 0
+    while not serial or not stop_file.exists():
+      serial += 1
+      prompt = random_prompt(rng, rng.randint(1, longest_prompt))
+      request_id = f"{like.request_id}-{seed}-{number}-{serial}"
+      length = rng.randint(max(1, like.max_tokens // 2), like.max_tokens * 3 // 2)
+      ask = dataclasses.replace(like, prompt=prompt, max_tokens=length, request_id=request_id)
+      seen.add(await send(stub, ask))
+
+  async with grpc.aio.insecure_channel(target) as channel:
+    await channel.channel_ready()
+    begun_file(stop_file).touch()
+    stub = stub_of(channel)
+    await asyncio.gather(*(client(stub, number) for number in range(num_streams)))
+  return seen
+
+
+def begun_file(stop_file: pathlib.Path) -> pathlib.Path:
+  """What is there once control streams begin."""
+  return stop_file.with_suffix(".begun")
