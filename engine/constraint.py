@@ -36,6 +36,24 @@ class Constraint(Protocol):
     ...
 
 
+CONSTRAINT_BROKE = "the output constraint failed on a token; send the request without it"
+
+
+class FailedConstraint:
+  """Stands for a constraint that failed when it was asked: allows one token more, and ends the request with it."""
+
+  is_done = False
+
+  def __init__(self, vocab_size: int):
+    self._vocab_size = vocab_size
+
+  def allowed(self) -> bytes:
+    return ((1 << self._vocab_size) - 1).to_bytes(4 * -(-self._vocab_size // 32), "little")
+
+  def accept(self, token: int) -> None:
+    raise ConstraintFailed(CONSTRAINT_BROKE)
+
+
 class Recorded:
   """Stands for the constraint of a request in a trace: what became of it is recorded with each commit."""
 

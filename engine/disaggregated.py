@@ -100,6 +100,11 @@ class DisaggregatedEngine:
     return self.prefill.dead or self.decode.dead
 
   @property
+  def incident(self) -> str:
+    """See Engine.incident; of the side that failed, as far as one can tell."""
+    return (self.prefill if self.prefill.dead is not None else self.decode).incident
+
+  @property
   def recorder(self) -> Recorder:
     """The decode side's."""
     return self.decode.recorder
@@ -122,7 +127,7 @@ class DisaggregatedEngine:
       if not self._accepting:
         raise Unavailable("the server is shutting down and takes no new requests; send it to another one")
       if self.dead is not None:
-        raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
+        raise Unavailable("the engine has failed; send the request to another server")
       for request in requests:
         if request.id in self._live:
           raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 import contextlib
 import functools
 import random
+import secrets
 import threading
 
 from engine.batch import Batch, Launched, Runner
 from engine.errors import DuplicateRequest, Unavailable
 from engine.recorder import EngineStats, Recorder, StepRecord
-from engine.request import FinishReason, Request, TokenEvent
+from engine.request import ENGINE_FAILURE, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler, validate_request
 
 IDLE_WAIT_S = 0.2  # longest sleep of an idle loop: bounds the age of the heartbeat and the notice of stop_event
@@ -36,6 +37,7 @@ class Engine:
     self.recorder = Recorder()
     self.heartbeat = clock()  # of the latest turn of the loop; old means stuck
     self.dead: BaseException | None = None
+    self.incident = secrets.token_hex(4)  # by which a failure is found in the log: clients are told no more of it
     self._scheduler = scheduler
     self._runner = runner
     self._clock = clock
@@ -83,7 +85,7 @@ class Engine:
         request.seed = random.getrandbits(32)
     with self._lock:
       if self.dead is not None:
-        raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
+        raise Unavailable("the engine has failed; send the request to another server")
       if not self._accepting:
         raise Unavailable("the server is shutting down and takes no new requests; send it to another one")
       num_requests, num_tokens = self._inbox_requests, self._inbox_tokens
@@ -106,7 +108,7 @@ class Engine:
     """Accepts a request that another engine began, with its arrival_time; what was accepted once is not refused."""
     with self._lock:
       if self.dead is not None:
-        raise Unavailable(f"the engine has failed ({type(self.dead).__name__}); restart the server")
+        raise Unavailable("the engine has failed; send the request to another server")
       self._live.add(request.id)
       self.num_accepted += 1
       self._inbox.append(lambda: self._add(request))
@@ -256,10 +258,11 @@ class Engine:
       self.dead = error
       self._in_flight = None
       live = sorted(self._live)
-    message = f"the engine has failed ({type(error).__name__}); send the request again, to another server"
+    message = f"the engine has failed, incident {self.incident} in the server's log; send the request to another server"
+    ending = TokenEvent("", finish_reason=FinishReason.ERROR, message=message, error=ENGINE_FAILURE)
     # The front end may be what failed: then it has no use for the endings.
     with contextlib.suppress(Exception):
-      self._send([TokenEvent(request_id, finish_reason=FinishReason.ERROR, message=message) for request_id in live])
+      self._send([ending._replace(request_id=request_id) for request_id in live])
 
 
 class PlainEngine(Engine):

@@ -220,13 +220,19 @@ class FakeDevice:
     self._slots: dict[int, Slot] = {}
     self._pages: list[int | None] = [_UNWRITTEN] * (config.num_blocks + 1)
     self._queue: list[Launched] = []
+    self._poisoned_pages: list[int] = []  # before the next step that is launched
 
   def launch(self, batch: Batch) -> "Launched":
     if self._step_s:
       self._ready_at = max(self._clock(), self._ready_at) + self._step_s
-    launched = Launched(self, batch, self._ready_at)
+    launched = Launched(self, batch, self._ready_at, self._poisoned_pages)
+    self._poisoned_pages = []
     self._queue.append(launched)
     return launched
+
+  def poison_page(self, block: int) -> None:
+    """Fills a page with NaN, after the steps that are launched; for fault injection."""
+    self._poisoned_pages.append(block)
 
   def export(self, block_ids: tuple[int, ...]) -> tuple[int | None, ...]:
     """What these pages hold after all that was launched."""
@@ -238,6 +244,8 @@ class FakeDevice:
     """Executes queued steps in order of launch, up to and with `launched`."""
     while launched.values is None:
       step = self._queue.pop(0)
+      for block in step.poisoned_pages:
+        self._pages[block] = NAN
       step.values = self._execute(step.batch)
     if self._step_s:
       left = launched.ready_at - self._clock()
@@ -351,12 +359,13 @@ class FakeDevice:
 class Launched:
   """A step that runs when it is asked for."""
 
-  __slots__ = ("batch", "ready_at", "values", "_device")
+  __slots__ = ("batch", "ready_at", "poisoned_pages", "values", "_device")
 
-  def __init__(self, device: FakeDevice, batch: Batch, ready_at: float):
+  def __init__(self, device: FakeDevice, batch: Batch, ready_at: float, poisoned_pages: Sequence[int]):
     self._device = device
     self.batch = batch
     self.ready_at = ready_at
+    self.poisoned_pages = poisoned_pages
     self.values: StepResult | None = None
 
   def result(self) -> StepResult:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TextIO
 
 from engine.batch import Batch, StepResult
 from engine.constraint import Verdicts
-from engine.request import FinishReason, Request, TokenEvent
+from engine.request import NUMERICAL_ERROR, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
 from engine.snapshot import state_of
 
@@ -132,6 +132,7 @@ class EngineStats:
     num_lost_tokens: computed and lost to preemptions, of requests that ended.
     num_idle_slots: see StepRecord; summed over steps.
     rungs: totals by the token budget of a step's shape.
+    num_numerical_errors: requests that ended with NaN or Inf.
     finished: endings by reason.
     steps: the latest step records, oldest first.
     requests: records of the latest requests that ended, oldest first, as many at most.
@@ -157,6 +158,7 @@ class EngineStats:
   num_lost_tokens: int
   num_idle_slots: int
   rungs: dict[int, RungTotals]
+  num_numerical_errors: int
   finished: dict[FinishReason, int]
   steps: tuple[StepRecord, ...]
   requests: tuple[RequestRecord, ...]
@@ -186,6 +188,7 @@ class Recorder:
     self.num_idle_slots = 0
     self.rungs: dict[int, RungTotals] = {}
     self.finished = dict.fromkeys(FinishReason, 0)
+    self.num_numerical_errors = 0
     self.trace_error: OSError | None = None  # why the latest trace ended early
     self._trace: TextIO | None = None
     self._kv_usage = 0, 0
@@ -263,6 +266,7 @@ class Recorder:
     for event in events:
       if event.finish_reason is not None:
         self.finished[event.finish_reason] += 1
+        self.num_numerical_errors += event.error == NUMERICAL_ERROR
         self.num_cached_tokens += event.num_cached_tokens
 
   def ended(self, requests: list[Request], now: float) -> None:
@@ -313,6 +317,7 @@ class Recorder:
       num_lost_tokens=self.num_lost_tokens,
       num_idle_slots=self.num_idle_slots,
       rungs=dict(self.rungs),
+      num_numerical_errors=self.num_numerical_errors,
       finished=dict(self.finished),
       steps=latest(tuple(self.steps), num_steps),
       requests=latest(tuple(self.requests), num_steps),

@@ -165,6 +165,10 @@ def _tuples(value: Any) -> Any:
   return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
+NUMERICAL_ERROR = "NUMERICAL_ERROR"  # NaN or Inf where numbers should be
+ENGINE_FAILURE = "ENGINE_FAILURE"  # everybody's request ended, and the engine with them
+
+
 class TokenEvent(NamedTuple):
   """What a step (or an ending) means for one request. The last event of a request has a finish_reason.
 
@@ -179,6 +183,7 @@ class TokenEvent(NamedTuple):
     message: for ERROR and TIMEOUT, what happened, fit for a client.
     num_cached_tokens: prompt tokens served from the cache when first admitted (set on the last event).
     stop_token_id: the token that ended it, for STOP; None where a constrained output was complete without one.
+    error: for ERROR, which kind, where there is a word for it: NUMERICAL_ERROR or ENGINE_FAILURE.
   """
 
   request_id: str
@@ -189,3 +194,4 @@ class TokenEvent(NamedTuple):
   message: str = ""
   num_cached_tokens: int = 0
   stop_token_id: int | None = None
+  error: str = ""

@@ -23,10 +23,17 @@ from engine.batch import Admission, Batch, StepResult, TokenLogprobs
 from engine.batching import make_batching
 from engine.block_pool import BlockPool, block_key, root_key
 from engine.config import EngineConfig
-from engine.constraint import NO_VERDICTS, ConstraintFailed, Verdicts
+from engine.constraint import (
+  CONSTRAINT_BROKE,
+  NO_VERDICTS,
+  Constraint,
+  ConstraintFailed,
+  FailedConstraint,
+  Verdicts,
+)
 from engine.errors import InvalidRequest, RequestTooLong
 from engine.policy import Policy, make_policy
-from engine.request import FinishReason, Request, RequestStatus, TokenEvent
+from engine.request import NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent
 from engine.shapes import ShapeLadder, StepShape
 
 
@@ -351,7 +358,7 @@ class Scheduler:
     if self._num_constrained:
       masks = tuple(
         [
-          (row, request.constraint.allowed())
+          (row, self._allowed(request, request.constraint))
           for row, request in enumerate(rows)
           if request.constraint is not None and samples[row]
         ]
@@ -377,6 +384,14 @@ class Scheduler:
       new_blocks=tuple(plan.new_blocks),
       masks=masks,
     )
+
+  def _allowed(self, request: Request, constraint: Constraint) -> bytes:
+    """What a constraint allows; one that fails when asked ends its request when the step comes back."""
+    try:
+      return constraint.allowed()
+    except Exception:  # another's code, which must harm this request alone
+      request.constraint = failed = FailedConstraint(self.config.vocab_size)
+      return failed.allowed()
 
   def _admit(self, plan: _Plan, limit: int, now: float) -> int:
     """Admits waiting requests in order while tokens (at most `limit`), slots and blocks last; returns tokens taken.
@@ -557,13 +572,12 @@ class Scheduler:
         continue
       try:
         constraint.accept(result.tokens[row])
+        if constraint.is_done:
+          done.append(row)
       except ConstraintFailed as error:
         failed[row] = str(error)
       except Exception:  # another's code, which must harm this request alone
-        failed[row] = "the output constraint failed on a token; send the request without it"
-      else:
-        if constraint.is_done:
-          done.append(row)
+        failed[row] = CONSTRAINT_BROKE
     return Verdicts(frozenset(done), failed)
 
   def commit(self, batch: Batch, result: StepResult, now: float, verdicts: Verdicts = NO_VERDICTS) -> list[TokenEvent]:
@@ -592,6 +606,7 @@ class Scheduler:
             FinishReason.ERROR,
             message="the model produced NaN or infinite logits for "
             "this request; it alone was stopped, others are unaffected",
+            error=NUMERICAL_ERROR,
           )
         )
         continue
@@ -623,7 +638,7 @@ class Scheduler:
       elif end >= request.max_computed_tokens:
         events.append(self._finish(request, FinishReason.LENGTH, (token,), token_logprobs))
       else:
-        events.append(_token_event(TokenEvent, (request.id, (token,), token_logprobs, (), None, "", 0, None)))
+        events.append(_token_event(TokenEvent, (request.id, (token,), token_logprobs, (), None, "", 0, None, "")))
     return events
 
   def _split_logprobs(
@@ -706,6 +721,7 @@ class Scheduler:
     logprobs: tuple[TokenLogprobs, ...] = (),
     message: str = "",
     stop_token_id: int | None = None,
+    error: str = "",
   ) -> TokenEvent:
     """The one ending of a request."""
     if request.status is RequestStatus.RUNNING:
@@ -723,7 +739,7 @@ class Scheduler:
     self._num_constrained -= request.constraint is not None
     del self._requests[request.id]
     return TokenEvent(
-      request.id, token_ids, logprobs, (), reason, message, request.num_prompt_cached_tokens, stop_token_id
+      request.id, token_ids, logprobs, (), reason, message, request.num_prompt_cached_tokens, stop_token_id, error
     )
 
   # For tests.

@@ -6,6 +6,8 @@ import dataclasses
 import grpc
 from grpc_channelz.v1 import channelz
 
+from engine.errors import ConfigError, InvalidRequest
+from server.errors import NotConfigured
 from server.proto import admin_pb2 as pb
 from server.service import server_version
 
@@ -20,10 +22,13 @@ class AdminActions:
   Attributes:
     flags: the settings in force, one "--name=value" each.
     set_trace: switches the step trace; returns its path, or raises NotConfigured or Unavailable.
+    set_faults: takes another plan of faults, and returns how often each of the old one has acted; None where faults
+      are not allowed. Raises ConfigError for a bad plan.
   """
 
   flags: Callable[[], Sequence[str]]
   set_trace: Callable[[bool], str]
+  set_faults: Callable[[str], Sequence[int]] | None = None
 
 
 class AdminService:
@@ -47,6 +52,7 @@ class AdminService:
       "GetConfig": (self._get_config, pb.GetConfigRequest, pb.GetConfigResponse),
       "SetTrace": (self._set_trace, pb.SetTraceRequest, pb.SetTraceResponse),
       "GetInvariants": (self._get_invariants, pb.GetInvariantsRequest, pb.GetInvariantsResponse),
+      "SetFaultPlan": (self._set_fault_plan, pb.SetFaultPlanRequest, pb.SetFaultPlanResponse),
       "Drain": (self._drain_server, pb.DrainRequest, pb.DrainResponse),
     }
     server.add_generic_rpc_handlers(
@@ -73,6 +79,16 @@ class AdminService:
     self, request: pb.GetInvariantsRequest, context: grpc.aio.ServicerContext
   ) -> pb.GetInvariantsResponse:
     return await self._invariants()
+
+  async def _set_fault_plan(
+    self, request: pb.SetFaultPlanRequest, context: grpc.aio.ServicerContext
+  ) -> pb.SetFaultPlanResponse:
+    if self._actions.set_faults is None:
+      raise NotConfigured("faults are not allowed here: the server was started without --enable_fault_injection")
+    try:
+      return pb.SetFaultPlanResponse(acted=self._actions.set_faults(request.plan))
+    except ConfigError as error:
+      raise InvalidRequest(str(error)) from None
 
   async def _drain_server(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
     return pb.DrainResponse(live_requests=self._drain())

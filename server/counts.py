@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _SUMS = (
-  *("num_started", "num_live", "num_checks", "num_breaches", "num_unhandled"),
+  *("num_started", "num_live", "num_checks", "num_breaches", "num_unhandled", "num_late_events"),
   *("num_tasks", "num_threads", "num_files", "rss_bytes"),
 )
 
@@ -34,6 +34,7 @@ class Counts:
     num_ended: generations by their outcome.
     num_checks, num_breaches: of invariants.
     num_unhandled: see Service.
+    num_late_events: see Generations.
     lag_s: of the event loop; of several the longest.
     num_tasks, num_threads, num_files, rss_bytes: what they hold of the system.
     pids: of the processes.
@@ -48,6 +49,7 @@ class Counts:
   num_checks: int = 0
   num_breaches: int = 0
   num_unhandled: int = 0
+  num_late_events: int = 0
   lag_s: float = 0.0
   num_tasks: int = 0
   num_threads: int = 0
@@ -109,6 +111,7 @@ def own_counts(service: "Service", calls: CallLog) -> Counts:
     counts.observations = generations.observations
     counts.num_started, counts.num_live = generations.num_started, len(generations)
     counts.num_ended = generations.num_ended
+    counts.num_late_events = generations.num_late_events
   return counts
 
 

@@ -64,9 +64,27 @@ class AbortedByRequest(EngineError):
 
 
 class GenerationFailed(EngineError):
-  """The engine could not go on with this request: NaN logits, or the engine's own failure."""
+  """The engine could not go on with this request."""
 
   reason = "GENERATION_FAILED"
+
+
+class NumericalError(GenerationFailed):
+  """The model's numbers for this request were NaN or infinite."""
+
+  reason = "NUMERICAL_ERROR"
+
+
+class EngineFailed(GenerationFailed):
+  """The engine failed while it worked on this request, and on all others."""
+
+  reason = "ENGINE_FAILURE"
+
+
+class InternalError(GenerationFailed):
+  """Our own code failed on this request; the message has the number under which the log says how."""
+
+  reason = "INTERNAL"
 
 
 class SlowConsumer(EngineError):

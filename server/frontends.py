@@ -267,7 +267,7 @@ class Frontends:
     """The engine's way out: one frame a step to each front end that has a request in it. On the engine's thread."""
     routes, ended, touched = self._routes, [], set()
     for event in events:
-      engine_id, token_ids, logprobs, prompt_logprobs, reason, _, _, _ = event
+      engine_id, token_ids, logprobs, prompt_logprobs, reason, _, _, _, _ = event
       if reason is not None:
         ended.append(engine_id)
       route = routes.get(engine_id)
@@ -384,7 +384,8 @@ class Frontends:
 
   async def _take_down_dead(self) -> int:
     cause = self._failure or (self._engine.dead if self._engine is not None else None)
-    _log.critical("the engine or a front end has failed, the server ends", exc_info=cause)
+    incident = f"incident {self._engine.incident}: " if self._engine is not None else ""
+    _log.critical("%sthe engine or a front end has failed, the server ends", incident, exc_info=cause)
     if self._thread is not None:
       self._thread.stop_watching()
     if self._may_exit:

@@ -6,12 +6,20 @@ tokens: each is put into a list, and text and messages are made of all that came
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+import logging
 import math
 import secrets
 
 from engine.errors import DuplicateRequest, EngineError
-from engine.request import FinishReason, Request, TokenEvent
-from server.errors import AbortedByRequest, DeadlineExceeded, GenerationFailed
+from engine.request import ENGINE_FAILURE, NUMERICAL_ERROR, FinishReason, Request, TokenEvent
+from server.errors import (
+  AbortedByRequest,
+  DeadlineExceeded,
+  EngineFailed,
+  GenerationFailed,
+  InternalError,
+  NumericalError,
+)
 from server.observations import Observations
 from server.port import EnginePort
 from server.proto import sluice_pb2 as pb
@@ -23,6 +31,9 @@ from server.validation import Call
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 # Tokens that may wait to become text, so that nobody has to wait while a whole answer does.
 _MAX_PENDING = 256
+_ERRORS = {NUMERICAL_ERROR: NumericalError, ENGINE_FAILURE: EngineFailed}
+
+_log = logging.getLogger(__name__)
 
 
 class _Output:
@@ -239,6 +250,7 @@ class Generations:
     self._idle = asyncio.Event()
     self._idle.set()
     self.num_started = 0
+    self.num_late_events = 0  # for requests that had ended, that nobody waits for any more, or that never were
     self._num_starting = 0  # live, and the engine has not yet said whether it takes them
     # Of those that are not live any more; "cancelled" are those that nobody waits for.
     self.num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
@@ -322,6 +334,7 @@ class Generations:
     for request_id, token_id in zip(request_ids, token_ids, strict=True):
       output = outputs.get(request_id)
       if output is None:
+        self.num_late_events += 1
         continue
       # Nearly all had their last token in the dispatch before: their gaps are one number, and one object.
       if output.last_token_at is before:
@@ -334,16 +347,17 @@ class Generations:
       else:
         output.pending.append(token_id)
         if len(output.pending) >= _MAX_PENDING:
-          output.flush()
+          self._guarded(output, output.flush)
       output.generation.wake()
     for event in events:
-      request_id, tokens, logprobs, prompt_logprobs, reason, _, _, _ = event
+      request_id, tokens, logprobs, prompt_logprobs, reason, _, _, _, _ = event
       if reason is not None:
         self._engine.ended(request_id)
         output = outputs.pop(request_id, None)
       else:
         output = outputs.get(request_id)
       if output is None:
+        self.num_late_events += 1
         continue
       if tokens:
         if output.last_token_at is before:
@@ -356,7 +370,7 @@ class Generations:
       else:
         output.pending += tokens
         if len(output.pending) >= _MAX_PENDING:
-          output.flush()
+          self._guarded(output, output.flush)
       output.generation.wake()
     if num_steady:
       self.observations.gap(now - before, num_steady)
@@ -375,11 +389,20 @@ class Generations:
     if error is not None:
       self.fail(output.generation, error)
       return
-    output.take(event)
+    self._guarded(output, lambda: output.take(event))
     if output.finished is not None:
       self._observe_finished(output.finished)
       if event.finish_reason is None:
         self._abort_output(output, FinishReason.STOP)
+
+  def _guarded(self, output: _Output, work: Callable[[], None]) -> None:
+    """Work on an output's text, by a tokenizer, say: where it fails it must harm this request alone."""
+    try:
+      work()
+    except Exception as error:
+      incident = secrets.token_hex(4)
+      _log.error("incident %s: the text of a request failed in our own code", incident, exc_info=error)
+      self.fail(output.generation, InternalError(f"internal error, incident {incident} in the server's log"))
 
   def _observe_finished(self, finished: pb.Finished) -> None:
     usage, timing = finished.usage, finished.timing
@@ -452,7 +475,8 @@ def _error_of(event: TokenEvent) -> EngineError | None:
   if event.finish_reason is FinishReason.TIMEOUT:
     return DeadlineExceeded(event.message or "the request's deadline has passed; allow more time, or ask for less")
   if event.finish_reason is FinishReason.ERROR:
-    return GenerationFailed(event.message or "the model could not continue this request; it may succeed if sent again")
+    kind = _ERRORS.get(event.error, GenerationFailed)
+    return kind(event.message or "the model could not continue this request; it may succeed if sent again")
   if event.finish_reason is FinishReason.ABORT:
     return AbortedByRequest(event.message or "the request was aborted")
   return None

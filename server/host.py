@@ -352,7 +352,9 @@ class Host:
     cause = self._failure or (backend.engine.dead if backend is not None else None)
     if isinstance(cause, InvariantBroken):
       _log.critical("invariant broken: %s", cause)
-    _log.critical("the engine has failed, the server ends", exc_info=cause)
+    local = backend.engine if backend is not None else None
+    incident = f"incident {local.incident}: " if isinstance(local, LocalEngine) else ""
+    _log.critical("%sthe engine has failed, the server ends", incident, exc_info=cause)
     if self._engine is not None:
       self._engine.stop_watching()
     if self._may_exit:

@@ -27,10 +27,12 @@ from engine.disaggregated import AnyEngine
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError, EngineError
 from engine.fake_build import build_fake
+from engine.faults import FaultPlan, Injector, inject_engine
 from engine.policy import POLICIES
 from server import logs, tracing, watchdog
 from server.admin import AdminActions
 from server.errors import NotConfigured, Starting
+from server.faults import inject_front_end, load_plan
 from server.frontends import Frontends, TextOptions
 from server.generation import Generations
 from server.host import Host, HostOptions, is_local
@@ -42,6 +44,7 @@ from server.tokenizer import Tokenizer
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 _DEFAULT_HTTP_PORT = 8000
+_NO_FAULTS = '{"faults": []}'
 # Reading a tokenizer keeps everything else from running; what takes longer is not one.
 _TOKENIZER_LIMIT_S = 120.0
 
@@ -329,6 +332,13 @@ _FAKE_STEP_MS = flags.DEFINE_float(
   "fake_step_ms", 0.0, "With --fake_device: how long a step takes, in ms.", lower_bound=0
 )
 
+_ENABLE_FAULT_INJECTION = flags.DEFINE_bool(
+  "enable_fault_injection", False, "Let --fault_plan and the admin service's SetFaultPlan do harm. For tests."
+)
+_FAULT_PLAN = flags.DEFINE_string(
+  "fault_plan", "", "With --enable_fault_injection: JSON, whose format is in engine/faults.py."
+)
+
 _LINES = logs.Lines()
 _say = _LINES.say
 
@@ -433,9 +443,22 @@ def _http_port() -> int:
   return 0 if flags.FLAGS.port == 0 else _DEFAULT_HTTP_PORT
 
 
-def _build(emit: Emit, token_budgets: tuple[int, ...]):
+def _injector() -> Injector | None:
+  """What makes faults, if that is allowed."""
+  if _ENABLE_FAULT_INJECTION.value:
+    return Injector(load_plan(_FAULT_PLAN.value))
+  if _FAULT_PLAN.value:
+    raise ConfigError(
+      f"fault_plan={_FAULT_PLAN.value} needs --enable_fault_injection, as it does harm; set it, or leave the plan out"
+    )
+  return None
+
+
+def _build(emit: Emit, token_budgets: tuple[int, ...], injector: Injector | None):
   """The engine and the tokenizer, if the model has one."""
   settings: dict[str, Any] = {"token_budgets": token_budgets} | _values(_BUILD_FLAGS)
+  if injector is not None:
+    injector.hit("load")
   engine_class = CheckedEngine if flags.FLAGS.debug_invariants else Engine
   if _FAKE_DEVICE.value:
     step_s = _FAKE_STEP_MS.value / 1000
@@ -476,7 +499,9 @@ async def _serve() -> int:
   """From flags to exit code."""
   trace = _Trace(_TRACE_FILE.value)
   options = HostOptions(**_values(_HOST_FLAGS), **_values(_HTTP_FLAGS), http_port=_http_port())
-  host = _make_host(options, AdminActions(flags=_configuration, set_trace=trace.set))
+  injector = _injector()
+  set_faults = None if injector is None else lambda text: injector.replace(FaultPlan.parse(text or _NO_FAULTS))
+  host = _make_host(options, AdminActions(flags=_configuration, set_trace=trace.set, set_faults=set_faults))
   watchdog.watch_threads(host.fail)
   budgets = _token_budgets()
   if _OTLP_ENDPOINT.value:
@@ -498,7 +523,7 @@ async def _serve() -> int:
     _say(f"admin service on {flags.FLAGS.admin_host}:{host.admin_port}")
   stopped = asyncio.create_task(host.wait_stopped())
 
-  building = _start_thread(lambda: _build(host.emit, budgets))
+  building = _start_thread(lambda: _build(host.emit, budgets, injector))
   await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
   if stopped.done():
     # A compilation cannot be interrupted, and taking down the interpreter under it may crash.
@@ -513,6 +538,9 @@ async def _serve() -> int:
   name = _SERVED_MODEL_NAME.value or built.model_name
   engine = LocalEngine(built.engine, lambda: built.runner.compiles_after_ready)
   trace.engine = built.engine
+  if injector is not None:
+    inject_engine(built.engine, injector)
+    _say("warning: faults are injected (--enable_fault_injection)")
   if _TRACE_FILE.value and _TRACE_AT_START.value:
     trace.toggle()
   loop.add_signal_handler(signal.SIGUSR1, trace.toggle)
@@ -526,6 +554,8 @@ async def _serve() -> int:
     if _OTLP_ENDPOINT.value:
       tracer = tracing.Tracer(_OTLP_ENDPOINT.value, name, server_version())
     generations = Generations(engine, tokenizer, tracer=tracer)
+    if injector is not None:
+      inject_front_end(generations, tokenizer, injector)
     await host.serve(
       Backend(
         model=name,

@@ -210,6 +210,10 @@ def _counters(report: Report, counts: Counts) -> Iterator[Metric]:
   for outcome, count in counts.num_ended.items():
     ended.add_metric([outcome], count)
   yield ended
+  yield _counter(
+    "sluice_numerical_errors", "Requests ended by NaN or infinite numbers of the model.", stats.num_numerical_errors
+  )
+  yield _counter("sluice_late_events", "Events that nobody waited for, dropped.", counts.num_late_events)
   yield _counter("sluice_decode_tokens", "Tokens computed by rows that decode.", stats.num_decode_tokens)
   yield _counter("sluice_prefill_tokens", "Prompt tokens computed, again after preemptions.", stats.num_prefill_tokens)
   yield _counter("sluice_padding_tokens", "Tokens computed for nobody, to fill a shape.", stats.num_padding_tokens)

@@ -166,20 +166,20 @@ def _params_from(values: Any) -> SamplingParams:
 
 def plain_event(event: TokenEvent, request_id: str) -> list[Any]:
   """An event of any kind, for the front end that knows its request by `request_id`."""
-  _, token_ids, logprobs, prompt_logprobs, reason, message, num_cached_tokens, stop_token_id = event
+  _, token_ids, logprobs, prompt_logprobs, reason, message, num_cached_tokens, stop_token_id, error = event
   return [
     request_id,
     token_ids,
     [_plain_logprobs(entry) for entry in logprobs],
     [_plain_logprobs(entry) for entry in prompt_logprobs],
     None if reason is None else reason.value,
-    *(message, num_cached_tokens, stop_token_id),
+    *(message, num_cached_tokens, stop_token_id, error),
   ]
 
 
 def event_from(fields: Any) -> TokenEvent:
   """The inverse."""
-  request_id, token_ids, logprobs, prompt_logprobs, reason, message, num_cached_tokens, stop_token_id = fields
+  request_id, token_ids, logprobs, prompt_logprobs, reason, message, num_cached_tokens, stop_token_id, error = fields
   return TokenEvent(
     _check("id", request_id, str),
     _ids("token_ids", token_ids),
@@ -189,6 +189,7 @@ def event_from(fields: Any) -> TokenEvent:
     _check("message", message, str),
     _check("num_cached_tokens", num_cached_tokens, int),
     _check("stop_token_id", stop_token_id, int, type(None)),
+    _check("error", error, str),
   )
 
 

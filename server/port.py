@@ -136,6 +136,11 @@ class LocalEngine:
     return self._engine.now()
 
   @property
+  def incident(self) -> str:
+    """See Engine.incident."""
+    return self._engine.incident
+
+  @property
   def inner(self) -> AnyEngine:
     """The engine itself, for who checks its books."""
     return self._engine

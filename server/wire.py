@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import contextlib
 import itertools
 import logging
+import secrets
 import socket
 import threading
 from typing import Any
@@ -33,6 +34,8 @@ _BUFFER_BYTES = 4 << 20
 SETTINGS, SERVE, EVENTS, ABORT_NAMES, COUNTS, DRAIN, DIE = range(1, 8)
 HELLO, LISTENING, FAILED, SERVING, SUBMIT, ABORT, REPORT, TOTALS, ABORT_ELSEWHERE = range(32, 41)
 _ASK, _ANSWER, _REFUSAL = range(64, 67)
+
+_NOT_UNDERSTOOD = (TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 _log = logging.getLogger(__name__)
 
@@ -195,7 +198,7 @@ class Link:
       self._take_frames()
     except WireError as error:
       self.close(str(error))
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+    except _NOT_UNDERSTOOD as error:
       _log.critical("a frame was not understood", exc_info=error)
       self.close(f"a frame was not understood: {type(error).__name__}")
 
@@ -238,6 +241,14 @@ class Link:
       answer = handler(*fields)
     except EngineError as error:
       self.tell(_REFUSAL, serial, *plain_error(error))
+      return
+    except _NOT_UNDERSTOOD:
+      raise
+    except Exception as error:  # of ours, but about this question alone
+      incident = secrets.token_hex(4)
+      _log.error("incident %s: a question was not answered", incident, exc_info=error)
+      failed = errors.InternalError(f"internal error, incident {incident} in the server's log")
+      self.tell(_REFUSAL, serial, *plain_error(failed))
       return
     if not asyncio.iscoroutine(answer):
       self.tell(_ANSWER, serial, answer)

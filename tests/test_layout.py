@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+import re
 import subprocess
 import sys
 
@@ -122,3 +123,34 @@ def test_no_init_under_tests_and_engine_init_is_empty() -> None:
   assert not list((ROOT / "tests").rglob("__init__.py"))
   assert (ROOT / "engine/__init__.py").read_text() == ""
   assert (ROOT / "engine/device/__init__.py").read_text() == ""
+
+
+# Where the wall clock may be read: times that are told to people or other systems. All else is on a monotonic clock,
+# or it would go wrong when the clock is set.
+WALL_CLOCK = {
+  "server/access_log.py",
+  "server/chat_template.py",
+  "server/http/generate.py",
+  "server/http/texts.py",
+  "server/tracing.py",
+  "server/vllm_engine.py",
+}
+
+
+def test_the_wall_clock_is_read_to_be_told_alone() -> None:
+  found = set()
+  for path in sources():
+    if not path.startswith("tools/") and re.search(
+      r"\btime\.(time|time_ns|localtime|gmtime)\(|\b(date|datetime)\.(now|today|utcnow)\(", (ROOT / path).read_text()
+    ):
+      found.add(path)
+  assert found == WALL_CLOCK
+
+
+def test_nothing_forks() -> None:
+  """Neither JAX nor gRPC survives it; other processes are spawned."""
+  for path in sources():
+    text = (ROOT / path).read_text()
+    assert not re.search(r"\bos\.(fork|forkpty)\b|get_context\(['\"]fork|set_start_method|preexec_fn", text), path
+    if "multiprocessing" in text:
+      assert 'get_context("spawn")' in text, f"{path}: multiprocessing without spawn"

@@ -2,8 +2,8 @@
 
   python -m tools.check_simulation [--model=DIR] [--costs=FILE] [--output=FILE]
 
-Three loads: the Azure conversation sample with lengths and rate scaled to a small machine, a synthetic Poisson load,
-and the Azure sample all at once (which shows the throughput; that of the others is their arrivals'). Each is served by
+The loads: each --trace with lengths and rate scaled to a small machine, a synthetic Poisson load, and the first trace
+all at once (which shows the throughput; that of the others is their arrivals'). Each is served by
 the real engine in a process of its own (tools.bench_offline), --rounds times; and by the simulator, under the same
 settings and with the cost table of --costs, or one that is measured before each round: a machine whose neighbours come
 and go has no one speed. Medians over the rounds are compared. With --over_grpc the real side is a server
@@ -38,12 +38,16 @@ _SETTINGS = ("token_budgets", "prefill_chunk", "max_num_seqs", "max_model_len") 
 
 def loads(args: Any, vocab_size: int) -> dict[str, tuple[list[WorkRequest], bool]]:
   """Requests by the name of the load, and whether their arrival times count."""
-  rows = workload.read_trace(args.trace)
-  azure = workload.from_trace(rows, vocab_size, 0, args.scale, args.rate_scale, args.num_requests, args.max_len)
+  traces = {}
+  for path in args.trace.split(","):
+    rows = workload.read_trace(path)
+    requests = workload.from_trace(rows, vocab_size, 0, args.scale, args.rate_scale, args.num_requests, args.max_len)
+    traces[pathlib.Path(path).stem] = requests, True
+  first = next(iter(traces))
   poisson = workload.synthetic(
     args.num_requests, "lognormal:64:8:512", "lognormal:64:4:256", vocab_size, seed=1, rate=args.rate
   )
-  return {"azure": (azure, True), "poisson": (poisson, True), "azure at once": (azure, False)}
+  return traces | {"poisson": (poisson, True), f"{first} at once": (traces[first][0], False)}
 
 
 def warm_up(args: Any) -> list[WorkRequest]:
@@ -101,11 +105,11 @@ def compare(
       "runs": [run[figure] for run in real],
       "simulated_runs": [run[figure] for run in simulated],
     }
-  print(f"\n{name:20}{'measured':>12}{'simulated':>12}{'difference':>12}{'limit':>8}", file=sys.stderr)
+  print(f"\n{name:30}{'measured':>12}{'simulated':>12}{'difference':>12}{'limit':>8}", file=sys.stderr)
   for figure, row in rows.items():
     limit_text = f"{row['limit']:8.0%}" if row["limit"] else ""
     print(
-      f"{figure:20}{row['measured']:12.4g}{row['simulated']:12.4g}{row['difference']:+12.1%}{limit_text}",
+      f"{figure:30}{row['measured']:12.4g}{row['simulated']:12.4g}{row['difference']:+12.1%}{limit_text}",
       file=sys.stderr,
     )
   return {"within": worst, "figures": rows}
@@ -175,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = CommandParser("tools.check_simulation", __doc__)
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
   parser.add_argument("--costs", default="", help="cost table; empty: measure them")
-  parser.add_argument("--trace", default=str(SAMPLE), help="a public trace (CSV)")
+  parser.add_argument("--trace", default=str(SAMPLE), help="public traces (CSV), with commas between")
   parser.add_argument("--scale", type=positive_float, default=0.1, help="lengths of the trace are multiplied by this")
   parser.add_argument("--rate_scale", type=positive_float, default=6.0, help="so many times the trace's rate")
   parser.add_argument("--rate", type=positive_float, default=15.0, help="of the Poisson load, requests a second")

@@ -8,6 +8,7 @@ former owner.
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -46,6 +47,11 @@ class _CompileCounter:
 
 
 _compiles = _CompileCounter()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fill_with_nan(layer: jax.Array, block: np.int32) -> jax.Array:
+  return layer.at[block].set(jnp.nan)
 
 
 class LaunchedStep:
@@ -171,6 +177,10 @@ class ModelRunner:
     """A copy of these blocks as the launched steps leave them, on its way to the connected runner."""
     assert self._outgoing is not None, "export() needs connect() first"
     return self._outgoing.read(self.kv, block_ids)
+
+  def poison_page(self, block: int) -> None:
+    """Fills a page with NaN in every layer, after the steps that are launched; for fault injection. Compiles."""
+    self.kv = tuple(_fill_with_nan(layer, np.int32(block)) for layer in self.kv)
 
   def seal(self) -> None:
     """From here on a compilation is a mistake, and is counted."""

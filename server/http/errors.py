@@ -62,6 +62,9 @@ _TABLE: tuple[tuple[type[engine_errors.EngineError], tuple[int, str, str | None]
   (errors.DeadlineExceeded, (504, "timeout", "deadline_exceeded")),
   (errors.AbortedByRequest, (499, "request_cancelled", "aborted_by_request")),
   (errors.SlowConsumer, (408, "timeout", "slow_consumer")),
+  (errors.NumericalError, (500, "server_error", "numerical_error")),
+  (errors.EngineFailed, (500, "server_error", "engine_failure")),
+  (errors.InternalError, (500, "server_error", "internal_error")),
   (errors.GenerationFailed, (500, "server_error", "generation_failed")),
 )
 # The openai client repeats these by itself, and the answer would be the same, or the work twice as long.

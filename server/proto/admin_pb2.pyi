@@ -89,3 +89,15 @@ class GetInvariantsResponse(_message.Message):
     open_files: int
     rss_bytes: int
     def __init__(self, enabled: _Optional[bool] = ..., checks_total: _Optional[int] = ..., breaches_total: _Optional[int] = ..., breach: _Optional[str] = ..., requests_accepted_total: _Optional[int] = ..., requests_finished_total: _Optional[int] = ..., requests_failed_total: _Optional[int] = ..., requests_cancelled_total: _Optional[int] = ..., requests_live: _Optional[int] = ..., generations_started_total: _Optional[int] = ..., generations_finished_total: _Optional[int] = ..., generations_failed_total: _Optional[int] = ..., generations_cancelled_total: _Optional[int] = ..., generations_live: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., asyncio_tasks: _Optional[int] = ..., threads: _Optional[int] = ..., open_files: _Optional[int] = ..., rss_bytes: _Optional[int] = ...) -> None: ...
+
+class SetFaultPlanRequest(_message.Message):
+    __slots__ = ("plan",)
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    plan: str
+    def __init__(self, plan: _Optional[str] = ...) -> None: ...
+
+class SetFaultPlanResponse(_message.Message):
+    __slots__ = ("acted",)
+    ACTED_FIELD_NUMBER: _ClassVar[int]
+    acted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, acted: _Optional[_Iterable[int]] = ...) -> None: ...

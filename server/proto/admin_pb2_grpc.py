@@ -49,6 +49,11 @@ class AdminServiceStub:
                 request_serializer=server_dot_proto_dot_admin__pb2.GetInvariantsRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_admin__pb2.GetInvariantsResponse.FromString,
                 _registered_method=True)
+        self.SetFaultPlan = channel.unary_unary(
+                '/sluice.admin.v1.AdminService/SetFaultPlan',
+                request_serializer=server_dot_proto_dot_admin__pb2.SetFaultPlanRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_admin__pb2.SetFaultPlanResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/sluice.admin.v1.AdminService/Drain',
                 request_serializer=server_dot_proto_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -81,6 +86,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetFaultPlan(self, request, context):
+        """With --enable_fault_injection: follows another plan of faults from now on. FAILED_PRECONDITION without.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Begins the drain, as SIGTERM does, and answers at once: readiness goes, what runs may finish, then the process ends.
         A second call changes nothing; only a signal makes a drain end early.
@@ -106,6 +118,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetInvariants,
                     request_deserializer=server_dot_proto_dot_admin__pb2.GetInvariantsRequest.FromString,
                     response_serializer=server_dot_proto_dot_admin__pb2.GetInvariantsResponse.SerializeToString,
+            ),
+            'SetFaultPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetFaultPlan,
+                    request_deserializer=server_dot_proto_dot_admin__pb2.SetFaultPlanRequest.FromString,
+                    response_serializer=server_dot_proto_dot_admin__pb2.SetFaultPlanResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -194,6 +211,33 @@ class AdminService:
             '/sluice.admin.v1.AdminService/GetInvariants',
             server_dot_proto_dot_admin__pb2.GetInvariantsRequest.SerializeToString,
             server_dot_proto_dot_admin__pb2.GetInvariantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetFaultPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.admin.v1.AdminService/SetFaultPlan',
+            server_dot_proto_dot_admin__pb2.SetFaultPlanRequest.SerializeToString,
+            server_dot_proto_dot_admin__pb2.SetFaultPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

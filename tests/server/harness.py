@@ -20,8 +20,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from engine.batch import Runner
 from engine.checked import CheckedEngine
 from engine.config import EngineConfig
+from engine.faults import Injector, inject_engine
 from engine.scheduler import Scheduler
 from server.admin import AdminActions
+from server.faults import inject_front_end
 from server.generation import Generations
 from server.host import Host, HostOptions
 from server.port import LocalEngine
@@ -157,6 +159,7 @@ def running(
   serve: bool = True,
   admin: AdminActions | None = None,
   device: Runner | None = None,
+  faults: Injector | None = None,
 ) -> Iterator[Served]:
   """Runs a server in a thread until the block ends, then drains it and checks that no page is left.
 
@@ -185,6 +188,9 @@ def running(
     engine = CheckedEngine(Scheduler(config), device or runner, time.monotonic, server.emit)
     port_of_engine = LocalEngine(engine)
     generations = Generations(port_of_engine, tokenizer)
+    if faults is not None:
+      inject_engine(engine, faults)
+      inject_front_end(generations, tokenizer, faults)
     if serve:
       await server.serve(
         Backend(

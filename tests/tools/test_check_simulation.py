@@ -54,10 +54,12 @@ def test_both_sides_serve_the_same_load(tiny_model, compile_cache, over_grpc):
   done = run_module("tools.check_simulation", *flags)
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout)
-  assert result["loads"].keys() == {"azure", "poisson"} | ({"azure at once"} if not over_grpc else set())
+  assert result["loads"].keys() == {"azure_conv_500", "poisson"} | (
+    {"azure_conv_500 at once"} if not over_grpc else set()
+  )
   if not over_grpc:
     # Without arrival times nothing depends on how long steps take: the same steps, to the token.
-    steps = result["loads"]["azure at once"]["figures"]
+    steps = result["loads"]["azure_conv_500 at once"]["figures"]
     assert steps["steps"]["difference"] == steps["padding_share"]["difference"] == 0.0
 
 

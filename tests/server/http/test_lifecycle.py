@@ -220,7 +220,7 @@ def test_errors_of_one_request_have_their_status(tokenizer):
     for stream in (False, True):
       with pytest.raises(openai.InternalServerError) as poisoned:
         client.completions.create(**asked, prompt=[7, 13, 8], stream=stream)
-      assert (poisoned.value.status_code, poisoned.value.code) == (500, "generation_failed")
+      assert (poisoned.value.status_code, poisoned.value.code) == (500, "numerical_error")
       assert server.generations.num_started == 1 + stream, "and it was not sent again"
     server.runner.seconds = 0.005
     safe = {"ignore_eos": True, "allowed_token_ids": [20, 21]}  # never the poison
@@ -249,7 +249,7 @@ def test_of_several_prompts_one_failure_is_told(tokenizer):
     for stream in (False, True):
       body = {"prompt": [IDS, [7, 13], [7, 13, 13]], "max_tokens": 400, "ignore_eos": True, "stream": stream}
       answer = httpx.post(f"{url_of(server)}/v1/completions", json=body, timeout=60)
-      assert '"code":"generation_failed"' in answer.text and "[DONE]" not in answer.text
+      assert '"code":"numerical_error"' in answer.text and "[DONE]" not in answer.text
       server.wait_until(lambda: server.engine.num_live == 0)
 
 
@@ -263,7 +263,7 @@ def test_the_engines_death_is_told_to_streams_and_others(paced):
     received += read_all(stream)
     answer = read_all(unary)
   # Whichever comes first of the engine's word and the host's.
-  assert re.search(b'"code":"(engine_dead|generation_failed)"', received) and b"[DONE]" not in received
+  assert re.search(b'"code":"(engine_dead|engine_failure)"', received) and b"[DONE]" not in received
   assert re.match(b"HTTP/1.1 50[03]", answer)
   assert b"secret" not in received + answer
   paced.thread.join(30)
