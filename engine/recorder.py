@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import dataclasses
 import hashlib
 import json
+import logging
 import operator
 from typing import NamedTuple, TextIO
 
@@ -13,6 +14,8 @@ from engine.constraint import Verdicts
 from engine.request import NUMERICAL_ERROR, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
 from engine.snapshot import state_of
+
+_log = logging.getLogger(__name__)
 
 RING_STEPS = 1024
 KV_ROWS = 16  # requests looked at a step, on average: a look at 256 takes 20 us, which not every step should pay
@@ -337,7 +340,7 @@ class Recorder:
     try:
       self._trace = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by stop_trace()
     except OSError as error:
-      self.trace_error = error
+      self._trace_failed(error)
     self._line({"event": "state", "scheduler": state_of(scheduler), "in_flight": in_flight and batch_line(in_flight)})
 
   def stop_trace(self) -> None:
@@ -347,7 +350,7 @@ class Recorder:
       try:
         trace.close()
       except OSError as error:
-        self.trace_error = error
+        self._trace_failed(error)
 
   def trace_add(self, request: Request) -> None:
     """Before the request is queued."""
@@ -390,8 +393,14 @@ class Recorder:
       try:
         self._trace.write(json.dumps(value, separators=(",", ":")) + "\n")
       except OSError as error:
+        self._trace_failed(error)
         self.stop_trace()
-        self.trace_error = error
+
+  def _trace_failed(self, error: OSError) -> None:
+    """A full disk ends the trace, and is said once; serving goes on."""
+    if self.trace_error is None:
+      _log.warning("the step trace ends early: %s", error.strerror)
+    self.trace_error = error
 
 
 def latest[T](records: Sequence[T], count: int) -> tuple[T, ...]:

@@ -16,7 +16,11 @@ _MAX_VALUE_CHARS = 256
 
 
 class AccessLog:
-  """Appends lines to a file, which may be rotated by moving it away, or to standard error."""
+  """Appends lines to a file, which may be rotated by moving it away, or to standard error.
+
+  Attributes:
+    num_lost: lines that could not be written.
+  """
 
   def __init__(self, path: str):
     """Args: path: of the file, or "-".
@@ -24,13 +28,17 @@ class AccessLog:
     Raises:
       ConfigError: it cannot be opened.
     """
+    self.num_lost = 0
     try:
       self._handler = logging.StreamHandler(sys.stderr) if path == STDERR else _Watched(path, encoding="utf-8")
     except OSError as error:
       raise ConfigError(f"access_log={path} cannot be opened: {error.strerror}; choose another file, or -") from None
     self._handler.setFormatter(logging.Formatter("%(message)s"))
-    # No call may fail, nor standard error fill up, because a disk is full.
-    self._handler.handleError = lambda record: None
+    self._handler.handleError = self._lose
+
+  def _lose(self, record: logging.LogRecord) -> None:
+    """No call may fail, nor standard error fill up, because a disk is full."""
+    self.num_lost += 1
 
   def write(self, **fields: Any) -> None:
     """Adds a line with the time (UTC) and these fields; None is left out. Threads may share it."""

@@ -53,6 +53,7 @@ class CallLog(AccessLog):
     """
     self.calls: dict[tuple[str, str, str], int] = {}
     self.failed: dict[tuple[str, str], int] = {}
+    self.num_lost = 0
     self._writes = bool(path)
     if path:
       super().__init__(path)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 _SUMS = (
-  *("num_started", "num_live", "num_checks", "num_breaches", "num_unhandled", "num_late_events"),
+  *("num_started", "num_live", "num_checks", "num_breaches"),
+  *("num_unhandled", "num_lost_lines", "num_late_events"),
   *("num_tasks", "num_threads", "num_files", "rss_bytes"),
 )
 
@@ -34,6 +35,7 @@ class Counts:
     num_ended: generations by their outcome.
     num_checks, num_breaches: of invariants.
     num_unhandled: see Service.
+    num_lost_lines: of the access log, that could not be written.
     num_late_events: see Generations.
     lag_s: of the event loop; of several the longest.
     num_tasks, num_threads, num_files, rss_bytes: what they hold of the system.
@@ -49,6 +51,7 @@ class Counts:
   num_checks: int = 0
   num_breaches: int = 0
   num_unhandled: int = 0
+  num_lost_lines: int = 0
   num_late_events: int = 0
   lag_s: float = 0.0
   num_tasks: int = 0
@@ -122,6 +125,7 @@ def process_counts(calls: CallLog, watchdog: Watchdog | None, invariants: "Invar
     failed=calls.failed,
     num_checks=invariants.num_checks if invariants is not None else 0,
     num_breaches=int(invariants is not None and invariants.breach is not None),
+    num_lost_lines=calls.num_lost,
     lag_s=watchdog.lag_s if watchdog is not None else 0.0,
     num_tasks=len(asyncio.all_tasks()),
     num_threads=threading.active_count(),

@@ -1,6 +1,7 @@
 """The program's own lines: text for people, or one JSON object a line for a collector. Never a prompt or an output."""
 
 from collections.abc import Callable
+import contextlib
 import datetime
 import json
 import logging
@@ -47,8 +48,8 @@ class RateLimit(logging.Filter):
     self._kinds: dict[tuple[str, int], tuple[float, int]] = {}  # when its period began, and lines since
 
   def filter(self, record: logging.LogRecord) -> bool:
-    """Whether the line is written; those of a fatal error always are."""
-    if record.levelno >= logging.CRITICAL:
+    """Whether the line is written; those about the program itself, and of its end, always are."""
+    if not logging.WARNING <= record.levelno < logging.CRITICAL:
       return True
     kind, now = (record.pathname, record.lineno), self._clock()
     with self._lock:
@@ -92,7 +93,8 @@ class Lines:
   def say(self, line: str) -> None:
     """A line for whoever started the program."""
     if not self._json:
-      print(line, file=sys.stderr, flush=True)
+      with contextlib.suppress(OSError):  # a full disk is no reason not to serve
+        print(line, file=sys.stderr, flush=True)
       return
     level = logging.INFO
     for word, of_word in (("error: ", logging.ERROR), ("warning: ", logging.WARNING)):

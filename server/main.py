@@ -508,7 +508,7 @@ async def _serve() -> int:
     tracing.check(_OTLP_ENDPOINT.value)
   for port_file in (_PORT_FILE.value, _HTTP_PORT_FILE.value):
     if port_file:
-      pathlib.Path(port_file).unlink(missing_ok=True)
+      _check_port_file(pathlib.Path(port_file))
   loop = asyncio.get_running_loop()
   for number in (signal.SIGTERM, signal.SIGINT):
     loop.add_signal_handler(number, host.request_stop)
@@ -589,6 +589,13 @@ async def _serve() -> int:
     watchdog.exit_now(code)
   watchdog.exit_soon(options.watchdog_grace_s)
   return code
+
+
+def _check_port_file(path: pathlib.Path) -> None:
+  """Removes one that is stale; one that could not be written should not be found after minutes of loading."""
+  if not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
+    raise ConfigError(f"{path} cannot be written; give --port_file and --http_port_file in a folder that can be")
+  path.unlink(missing_ok=True)
 
 
 def _write_whole(path: pathlib.Path, text: str) -> None:

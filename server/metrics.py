@@ -137,6 +137,9 @@ class _Collector(Collector):
       "sluice_event_loop_lag_seconds", "What the slowest event loop took to answer its watchdog's look.", counts.lag_s
     )
     yield _gauge("sluice_processes", "Processes of this server.", len(counts.pids))
+    yield _counter(
+      "sluice_access_log_lost_lines", "Lines that the access log's disk did not take.", counts.num_lost_lines
+    )
     yield _counter("sluice_unhandled_errors", "Errors in callbacks and tasks that nobody took.", counts.num_unhandled)
     yield _counter(
       "sluice_invariant_checks", "Looks at the server's books, with --debug_invariants.", counts.num_checks

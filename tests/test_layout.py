@@ -137,6 +137,7 @@ WALL_CLOCK = {
 }
 
 
+@pytest.mark.catalogue("D9")
 def test_the_wall_clock_is_read_to_be_told_alone() -> None:
   found = set()
   for path in sources():
@@ -147,6 +148,7 @@ def test_the_wall_clock_is_read_to_be_told_alone() -> None:
   assert found == WALL_CLOCK
 
 
+@pytest.mark.catalogue("D12")
 def test_nothing_forks() -> None:
   """Neither JAX nor gRPC survives it; other processes are spawned."""
   for path in sources():

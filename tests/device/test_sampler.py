@@ -189,6 +189,7 @@ def test_draws_follow_the_distribution():
   assert chi2 < 27.9  # 9 degrees of freedom, p = 0.001; the seeds are fixed
 
 
+@pytest.mark.catalogue("D10")
 def test_a_draw_depends_on_seed_and_position_alone():
   rng = np.random.default_rng(2)
   line = rng.normal(size=V).astype(np.float32)

@@ -183,7 +183,7 @@ def test_when_a_side_dies_everybody_is_told_and_both_loops_end(side: int):
   pair.engine.run(threading.Event())
   assert isinstance(pair.engine.dead, RuntimeError)
   assert pair.front.endings() == {f"r{number}": [FinishReason.ERROR] for number in range(5)}
-  with pytest.raises(Unavailable, match="restart the server"):
+  with pytest.raises(Unavailable, match="the engine has failed; send the request to another server"):
     pair.engine.submit(make("late", 4, 4))
 
 

@@ -140,6 +140,7 @@ def test_parameters_shape_the_tokens(changed):
   assert expected(params=dataclasses.replace(PARAMS, **changed)) != expected()
 
 
+@pytest.mark.catalogue("D10")
 def test_greedy_ignores_the_seed_and_sampling_does_not():
   greedy = dataclasses.replace(PARAMS, temperature=0.0)
   assert expected(params=greedy) == expected(params=greedy, seed=9)

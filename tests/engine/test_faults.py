@@ -140,6 +140,7 @@ def test_every_point_of_the_engine_is_passed(point):
   assert engine.dead is None
 
 
+@pytest.mark.catalogue("D2")
 @pytest.mark.parametrize("failing", ["allowed", "accept", "is_done"])
 def test_a_constraint_that_fails_in_any_way_ends_its_request_alone(failing):
   class Failing(FakeConstraint):

@@ -49,6 +49,7 @@ def check(client: Client, vocab_size: int, eos: tuple[int, ...], serial: int) ->
   assert answer.ending.reason == ("stop" if reason is FinishReason.STOP else "length")
 
 
+@pytest.mark.catalogue("C4", "D10")
 @pytest.mark.parametrize("batching", ["chunked", "disaggregated"])
 def test_every_token_is_the_expected_one(tmp_path, batching):
   """Greedy and seeded, stopped and not, on a pool so small that requests are preempted, with a shared prefix."""

@@ -59,6 +59,7 @@ def wanted(served, number: int) -> list[int]:
   return list(tokens)
 
 
+@pytest.mark.catalogue("D2", "D4")
 @pytest.mark.parametrize(
   ("point", "action", "reason"),
   [
@@ -88,6 +89,7 @@ def test_a_poisoned_request_fails_alone(tokenizer_dir, point, action, reason):
       assert "njected" not in error.details() and "Fault" not in error.details() and "Error" not in error.details()
     for number in range(8):
       assert ask(served, number, poisoned=False) == (wanted(served, number), None)
+    served.wait_until(lambda: served.generations._engine.num_held() == 0)  # every id can be used again
     stats = served.engine.stats()
     assert stats.num_numerical_errors == (NUM_REQUESTS // 4 if action == "nan" else 0)
     assert served.engine.dead is None
@@ -96,6 +98,7 @@ def test_a_poisoned_request_fails_alone(tokenizer_dir, point, action, reason):
       assert cached and not [block for block in cached if served.runner._pages[block] is NAN]
 
 
+@pytest.mark.catalogue("D4", "D10")
 def test_nan_in_a_real_model_fails_one_request_and_reaches_no_other():
   """Pages of NaN, on a device that computes: rows beside them are as before, bit for bit, and so are later owners."""
   config = EngineConfig(
@@ -141,6 +144,7 @@ def test_nan_in_a_real_model_fails_one_request_and_reaches_no_other():
     assert [one(served, "later", number) for number in range(12)] == alone
 
 
+@pytest.mark.catalogue("D1")
 def test_an_engine_that_fails_tells_every_stream(tmp_path):
   """As a process: INTERNAL with an incident for whom it worked, no class name, and an exit code."""
   plan = tmp_path / "plan.json"
@@ -272,6 +276,7 @@ def test_without_the_flag_no_plan_is_taken():
   assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION and reason_of(refused.value) == "NOT_CONFIGURED"
 
 
+@pytest.mark.catalogue("D5")
 def test_late_events_are_ignored_and_counted(served):
   """Ten thousand, for requests that have ended and for some that never were; of two kinds, and twice each."""
   generate(served, request_id="done", text="the cat")
@@ -290,6 +295,7 @@ def test_late_events_are_ignored_and_counted(served):
   assert served.engine.dead is None
 
 
+@pytest.mark.catalogue("D14")
 def test_a_full_disk_hurts_no_client(tmp_path):
   full = ("--access_log=/dev/full", "--trace_file=/dev/full")
   with fake_server(tmp_path, *full) as address, Client(address) as client:
@@ -300,6 +306,7 @@ def test_a_full_disk_hurts_no_client(tmp_path):
       assert tuple(client.generate([5, 6], max_tokens=8, temperature=0.0, ignore_eos=True).token_ids) == tokens
 
 
+@pytest.mark.catalogue("D9")
 def test_the_wall_clock_may_jump(served, monkeypatch):
   """No deadline, latency or histogram is on it."""
   wall = time.time
@@ -315,3 +322,41 @@ def test_the_wall_clock_may_jump(served, monkeypatch):
     assert 0 <= timing.time_to_first_token_s <= timing.total_s < 60
   seen = served.generations.observations
   assert seen.end_to_end.num_values == 5 and 0 <= seen.end_to_end.total < 300
+
+
+@pytest.mark.catalogue("D1", "D2")
+def test_with_front_end_processes(tmp_path):
+  """Points of the engine are there: one request refused by a fault fails alone; a step that fails is told to all."""
+  plan = tmp_path / "plan.json"
+  faults = [
+    {"point": "admit", "action": "raise", "request": "poison*"},
+    {"point": "step_end", "action": "raise", "nth": 400},
+  ]
+  plan.write_text(json.dumps({"faults": faults}))
+  port_file = tmp_path / "port"
+  process = start(
+    "--fake_device", f"--model={DEMO}", "--enable_fault_injection", f"--fault_plan={plan}", "--debug_invariants",
+    "--frontend_processes=2", "--fake_step_ms=2", "--port=0", f"--port_file={port_file}",
+  )  # fmt: skip
+  params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+  with Client(f"127.0.0.1:{wait_for_file(port_file, process).strip()}") as client, ThreadPoolExecutor(8) as pool:
+    info = client.model_info()
+    tokens, _ = expected_tokens([5, 6], params, vocab_size=info.vocab_size, eos_token_ids=tuple(info.eos_token_ids))
+    options = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+    for number in range(4):
+      with pytest.raises(SluiceError) as failed:
+        client.generate([5, 6], request_id=f"poison-{number}", **options)
+      assert (failed.value.code, failed.value.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+      assert re.fullmatch(r"internal error, incident [0-9a-f]{8} in the server's log", str(failed.value))
+      assert tuple(client.generate([5, 6], **options).token_ids) == tokens
+
+    def one(number: int) -> SluiceError:
+      with pytest.raises(SluiceError) as ended:
+        client.generate([7, number], max_tokens=2000, ignore_eos=True, timeout_s=60)
+      return ended.value
+
+    for error in pool.map(one, range(8)):
+      assert error.code is grpc.StatusCode.UNAVAILABLE or error.reason == "ENGINE_FAILURE"
+      assert "Fault" not in str(error)
+  said = process.communicate(timeout=60)[1]
+  assert process.returncode == 1 and "injected at step_end" in said

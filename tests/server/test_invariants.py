@@ -81,6 +81,7 @@ def sample_outside_the_vocabulary(served):
   served.runner.config = served.engine.config.__class__(**vars(served.engine.config) | {"vocab_size": 10**6})
 
 
+@pytest.mark.catalogue("D6")
 @pytest.mark.parametrize(
   ("break_it", "said"),
   [

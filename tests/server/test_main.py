@@ -6,9 +6,11 @@ import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from typing import IO
 
 from absl.testing import flagsaver
 import pytest
@@ -52,11 +54,11 @@ def model(tokenizer_dir, tmp_path_factory) -> pathlib.Path:
   return folder
 
 
-def start(*arguments: str) -> subprocess.Popen:
+def start(*arguments: str, stderr: IO | int = subprocess.PIPE) -> subprocess.Popen:
   process = subprocess.Popen(
     [sys.executable, "-m", "server.main", *arguments],
     cwd=ROOT,
-    stderr=subprocess.PIPE,
+    stderr=stderr,
     text=True,
     env=os.environ | {"JAX_PLATFORMS": "cpu"},
   )
@@ -74,6 +76,7 @@ def wait_for_file(path: pathlib.Path, process: subprocess.Popen) -> str:
   raise AssertionError(f"{path} never came")
 
 
+@pytest.mark.catalogue("A6")
 def test_a_life(model, tmp_path):
   port_file, trace, flagfile = tmp_path / "port", tmp_path / "trace.jsonl", tmp_path / "flags"
   port_file.write_text("stale")
@@ -146,6 +149,7 @@ def test_the_demo_model_answers_through_the_socket(tmp_path):
   assert process.returncode == 0
 
 
+@pytest.mark.catalogue("A7", "A8")
 def test_while_starting(model):
   """Clients are told, and a signal is obeyed."""
   process = start(f"--model={model}", "--port=0", *SMALL)
@@ -192,6 +196,16 @@ BAD_STARTS = {
     "error: admin_host=0.0.0.0 can be reached by others",
   ),
   ("--port=0", "--admin_port=-2"): (2, "error: flag --admin_port=-2: "),
+  ("--port=0", "--port_file=/does/not/exist/port"): (
+    1,
+    "error: /does/not/exist/port cannot be written; give --port_file",
+  ),
+  ("--port=0", "--step_timeout_s=0.2"): (1, "error: step_timeout_s=0.2 is below 0.5, within which a healthy engine"),
+  ("--port=0", "--watchdog_grace_s=0"): (2, "error: flag --watchdog_grace_s=0: "),
+  ("--port=0", "--http_port=TAKEN"): (1, "error: cannot listen for HTTP on 127.0.0.1:"),
+  ("--port=0", "--admin_port=TAKEN"): (1, "error: cannot listen on 127.0.0.1:"),
+  ("--port=TAKEN",): (1, "error: cannot listen on 127.0.0.1:"),
+  ("--port=0", "--compile_cache_dir=OPEN", "--model=GOOD"): (1, "error: compile_cache_dir="),
   ("--port=0", "--max_metadata_bytes=10"): (2, "error: flag --max_metadata_bytes=10: "),
 }
 
@@ -223,26 +237,33 @@ def bad_starts(model, tmp_path_factory) -> dict[tuple[str, ...], tuple[int, str]
   cut = shutil.copytree(model, root / "CUT")
   weights = (cut / "model.safetensors").read_bytes()
   (cut / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+  shutil.copytree(model, root / "GOOD")
   shutil.copytree(model, root / "BAD_TOKENIZER")
   (root / "BAD_TOKENIZER" / "tokenizer.json").write_text("{}")
-  cases = [
-    [argument.replace("--model=", f"--model={root}/") if argument[8:].isupper() else argument for argument in arguments]
-    for arguments in BAD_STARTS
-  ]
-  process = subprocess.run(
-    [sys.executable, "-c", _ONE_AFTER_ANOTHER],
-    input=json.dumps(cases),
-    cwd=ROOT,
-    text=True,
-    capture_output=True,
-    timeout=300,
-    check=False,
-    env=os.environ | {"JAX_PLATFORMS": "cpu"},
-  )
+  (root / "OPEN").mkdir()
+  (root / "OPEN").chmod(0o777)
+  with socket.create_server(("127.0.0.1", 0)) as taken:
+
+    def placed(argument: str) -> str:
+      flag, _, value = argument.partition("=")
+      port = taken.getsockname()[1]
+      return f"{flag}={port if value == 'TAKEN' else root / value}" if value.isupper() else argument
+
+    process = subprocess.run(
+      [sys.executable, "-c", _ONE_AFTER_ANOTHER],
+      input=json.dumps([list(map(placed, arguments)) for arguments in BAD_STARTS]),
+      cwd=ROOT,
+      text=True,
+      capture_output=True,
+      timeout=300,
+      check=False,
+      env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
   assert process.returncode == 0, process.stderr
   return dict(zip(BAD_STARTS, json.loads(process.stdout), strict=True))
 
 
+@pytest.mark.catalogue("A6")
 @pytest.mark.parametrize("arguments", BAD_STARTS, ids=" ".join)
 def test_bad_start(bad_starts, arguments):
   code, said = bad_starts[arguments]

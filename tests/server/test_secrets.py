@@ -229,7 +229,7 @@ def test_lines_of_one_kind_are_limited_and_counted():
   written = [limit.filter(line(number)) for number in range(1000)]
   assert written == [True] * 20 + [False] * 980
   assert limit.filter(line(0, lineno=11)), "others are not held back"
-  assert all(limit.filter(line(0, logging.CRITICAL)) for _ in range(50))
+  assert all(limit.filter(line(0, level)) for level in (logging.INFO, logging.CRITICAL) for _ in range(50))
   now[0] = 60.0
   first, second = line(7), line(8)
   assert limit.filter(first) and limit.filter(second)

@@ -18,7 +18,7 @@ def split(items, cuts):
   return [items[start:end] for start, end in zip(places, places[1:], strict=False)]
 
 
-@pytest.mark.catalogue("F7")
+@pytest.mark.catalogue("D7", "F7")
 @settings(max_examples=300, deadline=None)
 @given(text=TEXTS, cuts=CUTS)
 def test_bytes_in_any_split_give_the_text_and_never_half_a_character(text, cuts):
@@ -40,7 +40,7 @@ def test_invalid_bytes_become_what_the_standard_says(data, cuts):
   assert whole.startswith(text) and whole[len(text) :] in ("", "\ufffd", "\ufffd\ufffd")
 
 
-@pytest.mark.catalogue("F7")
+@pytest.mark.catalogue("D7", "F7")
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS, cuts=CUTS)
 def test_a_real_tokenizer_in_any_split(tokenizer, text, cuts):

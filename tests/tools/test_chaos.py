@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tools.chaos import __main__ as chaos
-from tools.chaos import cancels, crowds, disconnects, fuzz, lifecycle, report, soak, streams
+from tools.chaos import cancels, crowds, disconnects, fuzz, lifecycle, poison, report, soak, streams
 from tools.chaos.process import Usage
 from tools.chaos.report import Row
 from tools.chaos.rig import Rig
@@ -48,11 +48,15 @@ def test_fuzz(rig, scenario):
   assert row.passed or " took " in row.measured, row.measured
 
 
-@pytest.mark.parametrize("scenario", [lifecycle.drains, lifecycle.kills])
+@pytest.mark.parametrize("scenario", [lifecycle.drains, lifecycle.kills, lifecycle.failures])
 def test_lifecycle(rig, scenario):
   (row,) = scenario(rig, count=3)
   assert row.ran == 3
   assert row.passed or "s after the failure" in row.measured, row.measured
+
+
+def test_poison(rig):
+  assert_hold(poison.poisoned(rig, count=24, neighbours=60))
 
 
 def test_crowds(rig):

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from engine.errors import ConfigError
 from tools.arguments import CommandParser, positive_float
-from tools.chaos import cancels, crowds, disconnects, fairness, fuzz, lifecycle, overload, soak
+from tools.chaos import cancels, crowds, disconnects, fairness, fuzz, http, lifecycle, overload, poison, soak
 from tools.chaos.report import Row, as_json, show
 from tools.chaos.rig import Rig
 from tools.measure import machine, write_result
@@ -31,8 +31,11 @@ SCENARIOS: dict[str, tuple[Scenario, Scenario]] = {
   "cancels": (cancels.cancels, functools.partial(cancels.cancels, count=50)),
   "parse": (fuzz.parse, functools.partial(fuzz.parse, count=40_000)),
   "wire": (fuzz.wire, functools.partial(fuzz.wire, count=2_000)),
+  "http": (http.http, functools.partial(http.http, count=500)),
   "drains": (lifecycle.drains, functools.partial(lifecycle.drains, count=6)),
   "kills": (lifecycle.kills, functools.partial(lifecycle.kills, count=6)),
+  "failures": (lifecycle.failures, functools.partial(lifecycle.failures, count=6)),
+  "poisoned": (poison.poisoned, functools.partial(poison.poisoned, count=100, neighbours=400)),
   "preempted": (crowds.preempted, functools.partial(crowds.preempted, count=100)),
   "concurrent": (crowds.concurrent, functools.partial(crowds.concurrent, count=200)),
   "salts": (crowds.salts, functools.partial(crowds.salts, count=50)),

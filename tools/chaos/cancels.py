@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import hashlib
+import json
 import random
 
 import grpc
 
 from server.proto import sluice_pb2 as pb
+from tools.chaos import plans
 from tools.chaos.process import Server
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig
@@ -36,6 +38,7 @@ class Tactic:
     prompt, max_tokens: their sizes.
     messages: to read before the wait; None: read to the status, then cancel and Abort.
     wait_s: shortest and longest wait before the cancel.
+    waves: how often in a round, one after the other.
   """
 
   state: str
@@ -44,6 +47,7 @@ class Tactic:
   max_tokens: int
   messages: int | None
   wait_s: tuple[float, float]
+  waves: int = 1
 
 
 # By the server they need: of slow steps, of quick steps, and of steps whose tokens are held back.
@@ -53,7 +57,12 @@ _SLOW = (
   Tactic("mid_decode", 60, 8, 100, 1, (0.0, 0.06)),
   Tactic("finished", 60, 8, 2, None, (0.0, 0.0)),
 )
-_QUICK = (Tactic("mid_prefill", 3, 500, 4, 0, (0.002, 0.025)),)
+_QUICK = (Tactic("mid_prefill", 3, 500, 4, 0, (0.002, 0.025), 12),)
+_HELD = (
+  Tactic("unsent", 30, 8, 100, 1, (0.002, 0.015)),
+  Tactic("unsaid", 30, 8, 2, 1, (0.0, 0.012)),
+)
+_HOLD_BACK_S = 0.0005  # of each of about 30 requests in a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +115,11 @@ async def _cancel_round(target: str, tactic: Tactic, names: Sequence[str], seed:
       answer = await stub.Abort(pb.AbortRequest(request_ids=[name]), timeout=30)
       return Seen(tokens, code.name, answer.outcomes[0])
 
-    return dict(zip(names, await asyncio.gather(*map(one, names)), strict=True))
+    size = -(-len(names) // tactic.waves)
+    waves = [names[first : first + size] for first in range(0, len(names), size)]
+    return {
+      name: seen for wave in waves for name, seen in zip(wave, await asyncio.gather(*map(one, wave)), strict=True)
+    }
 
 
 def state_of(record: pb.RequestLoad, seen: Seen, *, held_back: bool) -> str:
@@ -134,7 +147,8 @@ def _catch(rig: Rig, server: Server, tactic: Tactic, count: int, caught: dict[st
     if caught[tactic.state] >= count:
       return
     since = server.load().now_s
-    shares = [[f"{tactic.state}-{serial}-{half}-{i}" for i in range(tactic.at_once // 2 + 1)] for half in range(2)]
+    size = tactic.waves * (tactic.at_once // 2 + 1)
+    shares = [[f"{tactic.state}-{serial}-{half}-{i}" for i in range(size)] for half in range(2)]
     jobs = [
       rig.submit(cancel_round, server.target, tactic, names, 1000 * serial + half) for half, names in enumerate(shares)
     ]
@@ -144,18 +158,21 @@ def _catch(rig: Rig, server: Server, tactic: Tactic, count: int, caught: dict[st
     for name, each in seen.items():
       record = records.get(hashlib.sha256(name.encode()).hexdigest()[:16])
       if record is not None:
-        state = state_of(record, each, held_back=False)
+        state = state_of(record, each, held_back=tactic in _HELD)
         caught[state] = caught.get(state, 0) + 1
 
 
 def cancels(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
   """At least `count` cancels in each state; afterwards as much was released as was started."""
-  caught = {tactic.state: 0 for tactics in (_SLOW, _QUICK) for tactic in tactics}
+  caught = {tactic.state: 0 for tactics in (_SLOW, _QUICK, _HELD) for tactic in tactics}
+  plan = rig.folder / "hold_back.json"
+  plan.write_text(json.dumps(plans.hold_back(_HOLD_BACK_S)))
   common = ("--max_queued_requests=1024", f"--prefill_chunk={_CHUNK}")
   faults: list[str] = []
   servers: tuple[tuple[tuple[Tactic, ...], tuple[str, ...]], ...] = (
     (_SLOW, ("--fake_step_ms=20",)),
     (_QUICK, ("--fake_step_ms=1",)),
+    (_HELD, ("--fake_step_ms=1", "--enable_fault_injection", f"--fault_plan={plan}")),
   )
   started = 0
   for tactics, flags in servers:
@@ -167,6 +184,6 @@ def cancels(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
   told = ", ".join(f"{state} {number:,}" for state, number in caught.items())
   fewest = min(caught[tactic.state] for tactics, _ in servers for tactic in tactics)
   return [
-    Row("cancels in each of 5 states", f"{count:,} in each", told, fewest >= count, asked, min(fewest, asked)),
+    Row("cancels in each of 7 states", f"{count:,} in each", told, fewest >= count, asked, min(fewest, asked)),
     none_of("releases over starts, pages, generations after them", "equal, 0 held", faults, started, 0),
   ]

@@ -1,7 +1,8 @@
-"""Scenarios: processes that end, as they are told or as they are killed."""
+"""Scenarios: processes that end, as they are told, as they are killed, or because their engine failed."""
 
 import asyncio
 import dataclasses
+import json
 import pathlib
 import random
 import time
@@ -9,6 +10,7 @@ import time
 import grpc
 
 from engine.errors import ConfigError
+from tools.chaos import plans
 from tools.chaos.process import READY_S, Server, free_port
 from tools.chaos.report import Row
 from tools.chaos.rig import Rig
@@ -17,6 +19,8 @@ from tools.chaos.streams import Answer, Ask, on_loop, random_prompt, send, stub_
 _GRACE_S = 20.0
 _STREAMS = 12
 _STEP = "--fake_step_ms=4"
+_TOLD_S = 1.0
+_EXIT_S = 10.0
 _PROCESSES = 3  # of clients, and so servers at once
 
 
@@ -193,6 +197,56 @@ def kills(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
     told = f"{trials.count}: {len(trials.faults)} faults: {trials.faults[0]}"
   passed = not trials.faults and trials.cut > 0
   return [Row("SIGKILLs and restarts", "all ready again, clients UNAVAILABLE", told, passed, asked, trials.count)]
+
+
+# --- The engine fails -------------------------------------------------------------------------------------------------
+
+
+def failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
+  """A job: an exception in a step, batch-wide."""
+  return on_loop(_failure_trials(folder, count, seed))
+
+
+async def _failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
+  rng = random.Random(seed)
+  trials = Trials()
+  for serial in range(count):
+    plan = folder / f"failure-{seed}-{serial}.json"
+    plan.write_text(json.dumps(plans.raise_after(rng.randint(1, 60))))
+    flags = (_STEP, "--enable_fault_injection", f"--fault_plan={plan}")
+    server = Server(folder, flags, name=f"failure-{seed}-{serial}").start()
+    try:
+      await _ready(server)
+      async with grpc.aio.insecure_channel(server.target) as channel:
+        answers = await asyncio.gather(*_streams(channel, rng, 0.05, (100, 300)))
+      # Every step brings tokens to all of them: the last ones are from just before the failure.
+      failed_at = max([answer.times[-1] for answer in answers if answer.times], default=answers[0].sent)
+      for answer in answers:
+        # What gRPC had not yet handed to the server when that stopped, gRPC itself cancels.
+        unseen = ("CANCELLED",) if not answer.tokens and not answer.reason else ()
+        trials.take(answer, ("INTERNAL", "UNAVAILABLE", *unseen))
+        late = answer.ended - max(failed_at, answer.sent)
+        trials.slowest_s = max(trials.slowest_s, late)
+        if answer.exact or late > _TOLD_S:
+          trials.faults.append(f"trial {serial}: a stream ended {answer.code}, {late:.2f} s after the failure")
+      code = await _exit_code(server, _EXIT_S)
+      if code in (0, None):
+        trials.faults.append(f"trial {serial}: exit code {code}: {server.last_words()}")
+      trials.count += 1
+    finally:
+      server.kill()
+  return trials
+
+
+def failures(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
+  """Exceptions in the engine's step."""
+  trials = _run(rig, failure_trials, count)
+  told = f"{trials.count}: {trials.cut + trials.refused} streams told, the slowest after {trials.slowest_s:.2f} s"
+  if trials.faults:
+    told += f"; {len(trials.faults)} faults: {trials.faults[0]}"
+  passed = not trials.faults and trials.cut > 0
+  target = "every stream told within 1 s, exit code not 0"
+  return [Row("engine exceptions", target, told, passed, asked, trials.count)]
 
 
 def _run(rig: Rig, job, count: int) -> Trials:

@@ -18,7 +18,7 @@ from tools.chaos.streams import Ask, on_loop, random_prompt, send, stub_of
 from tools.latency import percentile
 
 _STEP_MS = 10
-_SEQS = 16
+_SEQS = 8
 _TOKENS = 20
 _PROMPT = 8
 _GOODPUT = 0.95
@@ -91,6 +91,7 @@ async def _offer(target: str, rate: float, seconds: float, seed: int) -> Offered
 def overload(rig: Rig, seconds: float = 60.0, peak_s: float = 8.0, factor: float = 10.0) -> list[Row]:
   """First the peak, with always enough to do; then `factor` times of it offered."""
   flags = (f"--fake_step_ms={_STEP_MS}", f"--max_num_seqs={_SEQS}", f"--max_queued_requests={2 * _SEQS}")
+  flags += ("--num_blocks=256",)  # all of them are looked at after every step
   rng = random.Random(8)
   capacity = _SEQS / ((_TOKENS + 1) * _STEP_MS / 1000)
   with rig.server(*flags) as server:

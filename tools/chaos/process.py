@@ -184,6 +184,11 @@ class Server:
     with process.oneshot():
       return Usage(process.memory_info().rss, process.num_fds(), process.num_threads())
 
+  def num_connections(self) -> int:
+    """That are established."""
+    connections = psutil.Process(self.process.pid).net_connections("tcp")
+    return sum(connection.status == psutil.CONN_ESTABLISHED for connection in connections)
+
   def metrics(self) -> dict[str, float]:
     """All samples of /metrics but histograms' buckets, as name or name{label=value,...}."""
     connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=30)

@@ -23,8 +23,7 @@ class Rig:
   def __init__(self) -> None:
     self._temporary = tempfile.TemporaryDirectory(prefix="sluice-chaos-")
     self.folder = pathlib.Path(self._temporary.name)
-    # gRPC does not survive a fork.
-    self._pool = ProcessPoolExecutor(CLIENT_PROCESSES, mp_context=multiprocessing.get_context("spawn"))
+    self._pool = _new_pool()
     self._serials = itertools.count()
 
   def __enter__(self) -> Self:
@@ -37,6 +36,11 @@ class Rig:
   def server(self, *flags: str, module: str = "") -> Server:
     """A server that is not yet started."""
     return Server(self.folder, flags, name=f"server-{next(self._serials)}", module=module)
+
+  def end_clients(self) -> None:
+    """Ends the client processes, with every connection that gRPC keeps for them; others take their place."""
+    self._pool.shutdown()
+    self._pool = _new_pool()
 
   def submit[**P, T](self, job: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     """Runs a job in a client process."""
@@ -63,6 +67,11 @@ class Rig:
       yield lambda: job.result(_JOB_S)
     finally:
       stop_file.touch()
+
+
+def _new_pool() -> ProcessPoolExecutor:
+  # gRPC does not survive a fork.
+  return ProcessPoolExecutor(CLIENT_PROCESSES, mp_context=multiprocessing.get_context("spawn"))
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0, pause_s: float = 0.02) -> bool:
