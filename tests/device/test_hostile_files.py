@@ -1,21 +1,4 @@
-"""Model folders and caches that lie, are broken, or are somebody else's: refused by name, before anything is allocated.
-
-Which test holds what of the catalogue of faults in files:
-
-  safetensors headers       test_mutated_headers, test_headers_that_would_take_for_ever;
-                            test_weights.py: test_truncated_anywhere, test_any_changed_header_is_refused_or_harmless
-  pickles, code of a model  test_no_pickle_is_read, test_nothing_imports_pickle_or_torch;
-                            test_weights.py: test_pickled_weights_are_not_opened; test_registry.py: auto_map
-  indexes, links            test_links_out_of_the_folder, test_what_is_no_file; test_weights.py: test_broken_sharding
-  configs                   test_mutated_configs, test_a_tokenizer_of_another_model; test_registry.py
-  bit flips, NaN            test_flipped_bits_with_digests; test_weights.py: test_orbax_any_flipped_bit_is_refused,
-                            test_wrong_tensors
-  interrupted saves         test_a_killed_conversion, test_every_file_counts
-  full disks                test_a_full_disk_while_converting
-  tokenizers                tests/server/test_hostile_tokenizer.py
-  compile cache             test_the_compile_cache_of_others, test_cut_programs_are_compiled_again,
-                            test_a_compile_cache_that_takes_nothing
-"""
+"""Model folders and caches that lie, are broken, or are somebody else's: refused by name, before anything is made."""
 
 import ast
 import hashlib
@@ -116,6 +99,7 @@ def mutate(header: dict, rng: random.Random) -> bytes:
   return length.to_bytes(8, "little") + bytes(text)
 
 
+@pytest.mark.catalogue("G1")
 @pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.long)])
 def test_mutated_headers(pristine, tmp_path, count):
   """Each is read, refused with its file named, or another model's; memory stays where it was."""
@@ -143,6 +127,7 @@ def entry_of(shape: str) -> str:
   return f'{{"dtype":"F32","shape":[{shape}],"data_offsets":[0,4]}}'
 
 
+@pytest.mark.catalogue("G1")
 @pytest.mark.parametrize(
   "entry, said",
   [
@@ -163,6 +148,7 @@ def test_headers_that_would_take_for_ever(tmp_path, entry, said):
   assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.catalogue("G1")
 def test_a_header_that_is_too_long(tmp_path):
   file = tmp_path / "model.safetensors"
   with open(file, "wb") as stream:
@@ -175,6 +161,7 @@ def test_a_header_that_is_too_long(tmp_path):
 # Code.
 
 
+@pytest.mark.catalogue("G2")
 def test_nothing_imports_pickle_or_torch():
   for package in ("engine", "models", "pallas_kernels", "server"):
     for path in (ROOT / package).rglob("*.py"):
@@ -187,6 +174,7 @@ def test_nothing_imports_pickle_or_torch():
       assert not names & {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "torch", "joblib"}, path
 
 
+@pytest.mark.catalogue("G2")
 def test_no_pickle_is_read(pristine):
   """By the interpreter's own report of every class that an unpickler looks up; and torch is in nobody's memory."""
   script = """
@@ -220,6 +208,7 @@ print([name for name in ("torch", "dill", "cloudpickle", "transformers") if name
 # Links.
 
 
+@pytest.mark.catalogue("G3")
 def test_links_out_of_the_folder(pristine, tmp_path):
   outside = tmp_path / "outside"
   shutil.copytree(pristine / "shards", outside)
@@ -234,6 +223,7 @@ def test_links_out_of_the_folder(pristine, tmp_path):
   load(whole)  # the folder itself may be a link
 
 
+@pytest.mark.catalogue("G3")
 def test_links_of_a_download_are_its_own(pristine, tmp_path):
   """As huggingface_hub lays models out."""
   home = tmp_path / "models--me--tiny"
@@ -250,6 +240,7 @@ def test_links_of_a_download_are_its_own(pristine, tmp_path):
     load(snapshot)
 
 
+@pytest.mark.catalogue("G3")
 def test_what_is_no_file(hf):
   (hf / "model.safetensors").unlink()
   os.mkfifo(hf / "model.safetensors")  # opening one waits for a writer
@@ -304,6 +295,7 @@ LIES = [
 ]
 
 
+@pytest.mark.catalogue("G4")
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: str(lie)[:60])
 def test_mutated_configs(pristine, tmp_path, lie):
   """Refused with the file or the tensor named, and no array made."""
@@ -318,11 +310,13 @@ def test_mutated_configs(pristine, tmp_path, lie):
   assert len(str(caught.value)) < 1000
 
 
+@pytest.mark.catalogue("G4")
 def test_a_config_of_many_layers_costs_nothing():
   with pytest.raises(ValueError, match="num_layers=1000000000 is above 1024, which no model needs; correct the file"):
     config_from_hf(RAW | {"num_hidden_layers": 10**9})
 
 
+@pytest.mark.catalogue("G4")
 def test_a_tokenizer_of_another_model(pristine):
   load(pristine / "hf", num_token_ids=256)
   with pytest.raises(CheckpointError, match=r"vocab_size=256, but tokenizer\.json makes ids up to 256; they do not"):
@@ -338,6 +332,7 @@ def sign(folder: pathlib.Path, mark: str) -> None:
   (folder / "SHA256SUMS").write_text("".join(lines))
 
 
+@pytest.mark.catalogue("G5")
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.long)])
 def test_flipped_bits_with_digests(hf, count):
   """Anywhere in the weights: most of these nobody would see."""
@@ -359,6 +354,7 @@ def test_flipped_bits_with_digests(hf, count):
   load(hf)
 
 
+@pytest.mark.catalogue("G5")
 @pytest.mark.parametrize(
   "text, said",
   [
@@ -378,6 +374,7 @@ def test_lists_of_digests_that_are_none(hf, text, said):
 # Saves.
 
 
+@pytest.mark.catalogue("G6")
 def test_every_file_counts(pristine, tmp_path):
   """Of a converted folder each file in turn is lost."""
   files = [path.relative_to(pristine / "orbax") for path in (pristine / "orbax").rglob("*") if path.is_file()]
@@ -398,6 +395,7 @@ def converting(source: pathlib.Path, output: pathlib.Path, limit: str = "unlimit
   )
 
 
+@pytest.mark.catalogue("G6")
 @pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.long)])
 def test_a_killed_conversion(pristine, tmp_path, count):
   """The folder is there and whole, or it is not there; what a dead one left is in nobody's way."""
@@ -420,6 +418,7 @@ def test_a_killed_conversion(pristine, tmp_path, count):
       load(output)
 
 
+@pytest.mark.catalogue("G7")
 def test_a_full_disk_while_converting(pristine, tmp_path):
   with converting(pristine / "hf", tmp_path / "out", limit="40") as process:
     said = process.communicate(timeout=120)[1]
@@ -429,6 +428,7 @@ def test_a_full_disk_while_converting(pristine, tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.catalogue("G7")
 def test_a_disk_without_room_is_left_alone(pristine, tmp_path, monkeypatch):
   usage = shutil.disk_usage(tmp_path)
   monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
@@ -458,6 +458,7 @@ def keep_jax_settings():
   compile_cache.compilation_cache.reset_cache()
 
 
+@pytest.mark.catalogue("G9")
 def test_the_compile_cache_of_others(keep_jax_settings, tmp_path):
   made = tmp_path / "made" / "programs"
   compile_cache.use(str(made))
@@ -483,6 +484,7 @@ def test_the_compile_cache_of_others(keep_jax_settings, tmp_path):
     compile_cache.use(str(tmp_path / "file"))
 
 
+@pytest.mark.catalogue("A4")
 def test_cut_programs_are_compiled_again(keep_jax_settings, pristine, tmp_path):
   """As a kill or a full disk leaves them: JAX reads none of them, and replaces none either."""
   cache = tmp_path / "programs"
@@ -500,6 +502,7 @@ def test_cut_programs_are_compiled_again(keep_jax_settings, pristine, tmp_path):
   assert compile_cache.look_through(str(cache)) == 0
 
 
+@pytest.mark.catalogue("D14")
 def test_a_compile_cache_that_takes_nothing(keep_jax_settings, monkeypatch, tmp_path):
   """Read-only: what is there is used. (Root may write anywhere, so the system's word is changed.)"""
   (tmp_path / "programs").mkdir(mode=0o700)

@@ -224,6 +224,7 @@ def test_bad_config_json(hf, text, said):
     load(hf)
 
 
+@pytest.mark.catalogue("G2")
 @pytest.mark.parametrize("pickled", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
 def test_pickled_weights_are_not_opened(hf, pickled):
   """The file would make a folder if it were unpickled."""
@@ -241,6 +242,7 @@ def test_weights_left_out(hf):
     load(hf)
 
 
+@pytest.mark.catalogue("G1")
 def test_truncated_anywhere(hf):
   """From nothing to all but a byte: the file is named always, the tensor that is cut once the header can be read."""
   file = hf / "model.safetensors"
@@ -260,6 +262,7 @@ def test_truncated_anywhere(hf):
     load(hf)
 
 
+@pytest.mark.catalogue("G1")
 def test_any_changed_header_is_refused_or_harmless(hf):
   """Random bytes in the header: never another error, and never other values under a good name."""
   file, rng = hf / "model.safetensors", np.random.default_rng(0)
@@ -280,6 +283,7 @@ def test_any_changed_header_is_refused_or_harmless(hf):
   assert refused > 250
 
 
+@pytest.mark.catalogue("G5")
 @pytest.mark.parametrize(
   "change, said",
   [
@@ -306,6 +310,7 @@ def test_config_of_another_model(hf):
     load(hf)
 
 
+@pytest.mark.catalogue("G3")
 def test_broken_sharding(shards):
   index, second = shards / "model.safetensors.index.json", shards / "model-00002-of-00003.safetensors"
   good = index.read_text()
@@ -328,6 +333,7 @@ def test_broken_sharding(shards):
     load(shards)
 
 
+@pytest.mark.catalogue("G5")
 def test_orbax_any_flipped_bit_is_refused(orbax):
   """One bit in every file of the folder that matters, the file named, and of array bytes the tensors too."""
   files = [

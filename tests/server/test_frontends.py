@@ -321,6 +321,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert server.end()[0] == 0
 
 
+@pytest.mark.catalogue("A5")
 def test_the_death_of_the_engines_process_ends_the_others(tmp_path):
   with serving(tmp_path, 2, "--fake_step_ms=2") as server, contextlib.ExitStack() as stack:
     calls = begin(server.stubs(stack))
@@ -331,6 +332,7 @@ def test_the_death_of_the_engines_process_ends_the_others(tmp_path):
       socket.create_connection(("127.0.0.1", server.port)).close()
 
 
+@pytest.mark.catalogue("A5")
 def test_the_death_of_a_front_end_ends_the_server(tmp_path):
   with serving(tmp_path, 2, "--fake_step_ms=2") as server, contextlib.ExitStack() as stack:
     calls = begin(server.stubs(stack))
@@ -340,6 +342,7 @@ def test_the_death_of_a_front_end_ends_the_server(tmp_path):
     assert code == 1 and "front end 0 (process" in said and said.endswith("stopped, exit code 1\n"), said
 
 
+@pytest.mark.catalogue("A5")
 def test_a_front_end_that_stands_does_not_keep_an_engine_that_dies(tmp_path):
   """A stopped process hears of nothing; the system wakes it, or ends it, when its parent has gone."""
   with serving(tmp_path, 1, "--fake_step_ms=2") as server:

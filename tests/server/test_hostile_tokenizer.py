@@ -28,6 +28,7 @@ def places(value, path=()) -> list[tuple]:
   return found
 
 
+@pytest.mark.catalogue("G8")
 def test_mutated_tokenizers(tmp_path):
   """Each is read or refused; what is read encodes, or says that it cannot."""
   good, rng = json.loads((DEMO / "tokenizer.json").read_text()), random.Random(1)
@@ -67,6 +68,7 @@ def test_mutated_tokenizers(tmp_path):
   assert refused > 100
 
 
+@pytest.mark.catalogue("G8")
 def test_a_regular_expression_that_gives_up(tmp_path):
   """Onigurama stops after so many steps and panics; the prompt is refused, and the next is not harmed."""
   good = json.loads((DEMO / "tokenizer.json").read_text())
@@ -81,6 +83,7 @@ def test_a_regular_expression_that_gives_up(tmp_path):
   assert tokenizer.encode("the cat") == Tokenizer(DEMO).encode("the cat")
 
 
+@pytest.mark.catalogue("G8")
 def test_a_file_that_is_too_large(tmp_path, monkeypatch):
   monkeypatch.setattr(tokenizer_module, "_MAX_FILE_BYTES", 1000)
   (tmp_path / "tokenizer.json").write_text(" " * 1001)
@@ -90,6 +93,7 @@ def test_a_file_that_is_too_large(tmp_path, monkeypatch):
     Tokenizer(tmp_path)
 
 
+@pytest.mark.catalogue("G8")
 def test_one_that_takes_too_long_ends_the_program(tmp_path):
   """Though it lets no other thread run meanwhile."""
   script = f"""

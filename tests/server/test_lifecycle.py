@@ -250,6 +250,7 @@ def test_n_outputs_are_admitted_all_or_none(tokenizer):
     assert_pages_come_back_within_two_steps(served)
 
 
+@pytest.mark.catalogue("A1")
 def test_drain_lets_running_streams_finish_and_nobody_else_in(tokenizer):
   host = HostOptions(drain_delay_s=1.0, drain_timeout_s=60)
   with running(tokenizer, host=host) as served:
@@ -272,6 +273,7 @@ def test_drain_lets_running_streams_finish_and_nobody_else_in(tokenizer):
     assert served.exit_code == [0]
 
 
+@pytest.mark.catalogue("A2", "A3")
 @pytest.mark.parametrize("how", ["timeout", "second signal"])
 def test_a_drain_that_takes_too_long_ends_streams_with_an_error(tokenizer, how):
   host = HostOptions(drain_timeout_s=0.05 if how == "timeout" else 600)
@@ -309,6 +311,7 @@ def test_the_engines_death_is_seen_by_all(tokenizer, caplog):
   assert "secret: the device is on fire" in caplog.text
 
 
+@pytest.mark.catalogue("A7")
 def test_starting_is_told(tokenizer):
   with running(tokenizer, serve=False) as served:
     assert (health(served, ""), health(served, READINESS)) == (SERVING, NOT_SERVING)

@@ -76,6 +76,7 @@ def wait_for_file(path: pathlib.Path, process: subprocess.Popen) -> str:
   raise AssertionError(f"{path} never came")
 
 
+@pytest.mark.catalogue("A6")
 def test_a_life(model, tmp_path):
   port_file, trace, flagfile = tmp_path / "port", tmp_path / "trace.jsonl", tmp_path / "flags"
   port_file.write_text("stale")
@@ -148,6 +149,7 @@ def test_the_demo_model_answers_through_the_socket(tmp_path):
   assert process.returncode == 0
 
 
+@pytest.mark.catalogue("A7", "A8")
 def test_while_starting(model):
   """Clients are told, and a signal is obeyed."""
   process = start(f"--model={model}", "--port=0", *SMALL)
@@ -261,6 +263,7 @@ def bad_starts(model, tmp_path_factory) -> dict[tuple[str, ...], tuple[int, str]
   return dict(zip(BAD_STARTS, json.loads(process.stdout), strict=True))
 
 
+@pytest.mark.catalogue("A6")
 @pytest.mark.parametrize("arguments", BAD_STARTS, ids=" ".join)
 def test_bad_start(bad_starts, arguments):
   code, said = bad_starts[arguments]

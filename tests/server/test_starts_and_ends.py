@@ -1,23 +1,4 @@
-"""A server from its first line to its last: drains, kills, signals at any time, and that nothing stays behind.
-
-Which test holds what of the catalogue of faults of a life (exit codes, statuses and messages are compared there):
-
-  drain with streams in flight     test_drains_of_64_streams; test_lifecycle.py: test_drain_lets_running_...;
-                                   http/test_lifecycle.py: test_drain_lets_streams_finish_and_refuses_new_work
-  grace expires                    test_lifecycle.py: test_a_drain_that_takes_too_long_ends_streams_with_an_error;
-                                   http/test_lifecycle.py: test_what_does_not_fit_the_drain_is_told_so
-  second signal                    test_lifecycle.py: the same; test_a_second_signal_does_not_wait_for_a_stuck_engine
-  SIGKILL and restart              test_kills_and_restarts; tests/device/test_hostile_files.py: test_cut_programs...
-  a front end's or engine's death  test_frontends.py; test_watchdog.py
-  bad configurations               test_main.py: test_bad_start, test_a_life (busy port)
-  calls while loading              test_lifecycle.py: test_starting_is_told; http/test_lifecycle.py:
-                                   test_before_it_is_ready; test_main.py: test_while_starting
-  SIGTERM while loading, compiling test_main.py: test_while_starting; test_a_signal_while_compiling
-  idle connections at shutdown     test_idle_connections_end_with_the_server;
-                                   http/test_lifecycle.py: test_idle_connections_do_not_hold_up_the_end
-  starts and stops in one process  test_nothing_stays_of_servers_that_ended
-  full disks                       test_full_disks; test_security.py: the access log
-"""
+"""A server from its first line to its last: drains, kills, signals at any time, and that nothing stays behind."""
 
 from concurrent.futures import ThreadPoolExecutor
 import gc
@@ -62,6 +43,7 @@ def expect(info, prompt: list[int], serial: int) -> list[int]:
   return list(tokens)
 
 
+@pytest.mark.catalogue("A1")
 @pytest.mark.parametrize("count", [2, pytest.param(50, marks=pytest.mark.long)])
 def test_drains_of_64_streams(tmp_path, count):
   """All that were accepted come to their end, every token as expected; what was not is told so; nothing is left."""
@@ -103,6 +85,7 @@ def test_drains_of_64_streams(tmp_path, count):
     assert any(finished), trial
 
 
+@pytest.mark.catalogue("A3")
 def test_a_second_signal_does_not_wait_for_a_stuck_engine(tokenizer):
   """Everything else here would wait for ten minutes."""
   host = HostOptions(step_timeout_s=600, watchdog_grace_s=600, drain_timeout_s=600)
@@ -122,6 +105,7 @@ def test_a_second_signal_does_not_wait_for_a_stuck_engine(tokenizer):
     assert served.exit_code == [1], "an engine that did not stop is no success"
 
 
+@pytest.mark.catalogue("A4")
 @pytest.mark.parametrize("count", [3, pytest.param(100, marks=pytest.mark.long)])
 def test_kills_and_restarts(tmp_path, count):
   """At any moment, on the same files: the next one is ready, and never takes an old port file for its own."""
@@ -157,6 +141,7 @@ def test_kills_and_restarts(tmp_path, count):
   assert (process.communicate(timeout=60), process.returncode)[1] == 0
 
 
+@pytest.mark.catalogue("A8")
 def test_a_signal_while_compiling():
   process = start("--port=0", *SMALL, "--kv_cache_mb=64")
   assert process.stderr is not None
@@ -174,6 +159,7 @@ def test_a_signal_while_compiling():
   assert process.returncode == 0 and said.endswith(("stopped while starting\n", "stopped, exit code 0\n")), said
 
 
+@pytest.mark.catalogue("A9")
 def test_idle_connections_end_with_the_server(tokenizer):
   """200 that never call, and 50 over HTTP that keep alive: closed at once, though the drain may take ten minutes."""
   with running(tokenizer, host=HostOptions(http_port=0, drain_timeout_s=600)) as served:
@@ -200,6 +186,7 @@ def held() -> tuple[int, int, int]:
   return len(os.listdir("/proc/self/fd")), threading.active_count(), len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.catalogue("A10")
 @pytest.mark.parametrize("count", [15, pytest.param(1000, marks=pytest.mark.long)])
 def test_nothing_stays_of_servers_that_ended(tokenizer, count):
   """gRPC's own threads come and go; they may not grow with the number of servers."""
@@ -222,6 +209,7 @@ def test_nothing_stays_of_servers_that_ended(tokenizer, count):
   assert now[2] <= tasks + 16, (now, (files, threads, tasks))
 
 
+@pytest.mark.catalogue("D14")
 def test_full_disks(tmp_path):
   """Access log, step trace and standard error on a disk that takes nothing: served, ended, and counted."""
   port_file, http_port_file = tmp_path / "port", tmp_path / "http_port"

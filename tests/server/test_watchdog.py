@@ -41,6 +41,7 @@ def assert_told_that_the_engine_is_dead(call) -> None:
   assert caught.value.details() == "the engine has failed; send the request again, to another server"
 
 
+@pytest.mark.catalogue("D3")
 def test_an_engine_that_stands_ends_the_server(tokenizer, capfd, caplog):
   with running(tokenizer, host=HostOptions(step_timeout_s=0.5, watchdog_grace_s=30)) as served:
     served.runner.seconds = 0.002
@@ -76,6 +77,7 @@ def test_an_engine_that_dies_while_draining_is_no_success(tokenizer):
     assert served.exit_code == [1]
 
 
+@pytest.mark.catalogue("D11")
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
 def test_an_engine_thread_that_dies_of_what_is_no_exception(tokenizer, kind):
   with running(tokenizer) as served:
@@ -87,6 +89,7 @@ def test_an_engine_thread_that_dies_of_what_is_no_exception(tokenizer, kind):
     assert served.exit_code == [1]
 
 
+@pytest.mark.catalogue("D11")
 def test_a_callback_of_ours_that_fails_ends_the_server(tokenizer, caplog):
   """What it carried is lost for calls that wait for it."""
   with running(tokenizer) as served:
@@ -99,6 +102,7 @@ def test_a_callback_of_ours_that_fails_ends_the_server(tokenizer, caplog):
   assert "unhandled: Exception in callback" in caplog.text and "TypeError" in caplog.text
 
 
+@pytest.mark.catalogue("D11")
 def test_what_fails_alone_is_counted(tokenizer, caplog):
   """A task is one call's, and a callback of a library is that library's affair."""
 
@@ -122,6 +126,7 @@ def test_what_fails_alone_is_counted(tokenizer, caplog):
   assert caplog.text.count("unhandled: ") == 3
 
 
+@pytest.mark.catalogue("D11")
 def test_any_thread_that_dies_is_told(monkeypatch, caplog):
   monkeypatch.setattr(threading, "excepthook", threading.excepthook)
   died: list[BaseException] = []
@@ -226,6 +231,7 @@ sys.exit(main._main(["server"]) if main._parse(["server"]) else 9)
 """
 
 
+@pytest.mark.catalogue("D3")
 @pytest.mark.parametrize(
   "how, said",
   [

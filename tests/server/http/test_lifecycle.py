@@ -172,6 +172,7 @@ def test_a_slow_reader_gets_fewer_and_larger_events(paced):
   assert sum(len(event["choices"][0]["token_ids"]) for event in events) <= 400
 
 
+@pytest.mark.catalogue("A1")
 def test_drain_lets_streams_finish_and_refuses_new_work(paced):
   with connect(paced) as connection, httpx.Client(base_url=url_of(paced), timeout=60) as client:
     assert client.get("/ready").json() == {"ready": True}
@@ -191,6 +192,7 @@ def test_drain_lets_streams_finish_and_refuses_new_work(paced):
   assert paced.exit_code == [0]
 
 
+@pytest.mark.catalogue("A2")
 def test_what_does_not_fit_the_drain_is_told_so(tokenizer):
   with running(tokenizer, host=HostOptions(http_port=0, drain_timeout_s=0.2)) as server:
     server.runner.seconds = 0.05
@@ -270,6 +272,7 @@ def test_the_engines_death_is_told_to_streams_and_others(paced):
   assert paced.exit_code == [1]
 
 
+@pytest.mark.catalogue("D3")
 def test_an_engine_that_stands_is_told_to_streams(tokenizer):
   with running(tokenizer, host=HostOptions(http_port=0, step_timeout_s=0.5)) as server, connect(server) as stream:
     server.runner.seconds = 0.002
@@ -294,6 +297,7 @@ def test_no_answer_waits_for_the_acknowledgement_of_its_headers(server):
     assert sockets and all(each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for each in sockets)
 
 
+@pytest.mark.catalogue("A7")
 def test_before_it_is_ready(tokenizer):
   with (
     running(tokenizer, host=HostOptions(http_port=0), serve=False) as server,
@@ -305,6 +309,7 @@ def test_before_it_is_ready(tokenizer):
       assert answer.headers["retry-after"]
 
 
+@pytest.mark.catalogue("A9")
 def test_idle_connections_do_not_hold_up_the_end(tokenizer):
   with running(tokenizer, host=HostOptions(http_port=0)) as server:
     idle = [connect(server) for _ in range(20)]
