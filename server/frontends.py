@@ -538,7 +538,7 @@ class Frontends:
       self._routes[engine_id] = _Route(front_end, request_id, key)
     try:
       engine.submit_now(asked.requests(ids, constraints))
-    except EngineError:
+    except Exception:
       del self._claims[key]
       for engine_id in ids:
         del self._routes[engine_id]
