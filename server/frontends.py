@@ -420,6 +420,7 @@ class Frontends:
         front_end.process.kill()
         front_end.process.wait()
       if front_end.process.returncode:
+        _log.warning("front end %d ended with exit code %d", front_end.index, front_end.process.returncode)
         self._exit_code = watchdog.EXIT_CODE
       front_end.link.close()
 
