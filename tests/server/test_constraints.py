@@ -337,3 +337,13 @@ def test_patterns_that_must_hold_together_are_few(served, through):
   few = {"allOf": [{"type": "string", "pattern": "^[ab]*$"}, {"pattern": "^.{3}$"}]}
   for schema in (alone, few):
     assert ask(served, json_schema=json.dumps(schema), stopping={"max_tokens": 3})[1]
+
+
+def test_texts_are_not_too_long(served):
+  """The time of a token grows with the text that it is part of."""
+  for text in ("x" * 4097, "\u00e9" * 2049):
+    for kind in ({"json_schema": json.dumps({"const": text})}, {"choice": pb.Choices(values=["a", text])}):
+      with pytest.raises(grpc.RpcError, match="409[78] bytes, the limit for each is 4096") as caught:
+        ask(served, **kind)
+      assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+  assert ask(served, choice=pb.Choices(values=["x" * 4096]), stopping={"max_tokens": 5})[0][0].startswith("x")
