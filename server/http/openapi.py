@@ -16,6 +16,7 @@ from server.http.fields import INT32
 from server.http.generate import MAX_PROMPTS
 
 PATH = "/openapi.json"
+_ABOUT = "OpenAI's API for text, with vLLM's extra fields. A field that is null counts as absent."
 _NULL: dict[str, Any] = {"type": "null"}
 _TEXT: dict[str, Any] = {"type": "string"}
 _FLAG: dict[str, Any] = {"type": "boolean"}
@@ -379,7 +380,7 @@ def document(version: str) -> dict[str, Any]:
     paths.setdefault(path, {})[method] = _operation(path, body, answer, text)
   return {
     "openapi": "3.1.0",
-    "info": {"title": "Sluice", "version": version, "description": __doc__},
+    "info": {"title": "Sluice", "version": version, "description": _ABOUT},
     "paths": paths,
     "components": {
       "schemas": _schemas(),
