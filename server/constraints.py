@@ -23,6 +23,11 @@ MAX_SCHEMA_DEPTH = 64
 # Levels that the compiler may descend: a schema of depth D with R references has at most (R + 1) * D of them. It was
 # seen to overflow a stack of 8 MiB at 1,800, and not at 1,024 with any keyword that nests.
 MAX_SCHEMA_LEVELS = 512
+# Of a schema in which some must hold together: the compiler intersects them in exponential time (16 took 0.07 s, 20
+# took 2 s, 60 more than minutes), which no limit of its own ends.
+MAX_PATTERNS_TOGETHER = 8
+# Of one text in a schema, and of one choice: a token inside of one of 30,000 took 16 ms of the engine's thread.
+MAX_TEXT_BYTES = 4 << 10
 MAX_REGEX_BYTES = 8 << 10
 MAX_GRAMMAR_BYTES = 16 << 10
 # Of a grammar; each rule has one or two. A chain of 3,500 rules was seen to overflow the stack.
@@ -233,6 +238,16 @@ def _json_schema(constraint: pb.OutputConstraint) -> str:
     raise _too_deep(
       f"{references} references in {depth} levels, and the limit is {MAX_SCHEMA_LEVELS} for the product of both"
     )
+  patterns, together, longest = _survey(schema)
+  if longest > MAX_TEXT_BYTES:
+    raise InvalidRequest(
+      f"constraint.json_schema has a text of {longest} bytes, the limit for each is {MAX_TEXT_BYTES}: send shorter ones"
+    )
+  if together and patterns > MAX_PATTERNS_TOGETHER:
+    raise InvalidRequest(
+      f"constraint.json_schema has {patterns} patterns and an allOf, or a pattern beside a $ref, with which the limit "
+      f"is {MAX_PATTERNS_TOGETHER}: send fewer patterns, or none that must hold together"
+    )
   return _from_schema(schema)
 
 
@@ -267,6 +282,11 @@ def _choice(constraint: pb.OutputConstraint) -> str:
     raise InvalidRequest(f"constraint.choice has {len(choices)} strings, allowed are 1 to {MAX_CHOICES}: send so many")
   if not all(choices):
     raise InvalidRequest("constraint.choice has an empty string: leave it out")
+  longest = max(len(choice.encode()) for choice in choices)
+  if longest > MAX_TEXT_BYTES:
+    raise InvalidRequest(
+      f"constraint.choice has a string of {longest} bytes, the limit for each is {MAX_TEXT_BYTES}: send shorter ones"
+    )
   size = sum(len(choice.encode()) for choice in choices)
   if size > MAX_CHOICES_BYTES:
     raise InvalidRequest(f"constraint.choice has {size} bytes, the limit is {MAX_CHOICES_BYTES}: send shorter ones")
@@ -318,6 +338,25 @@ def _measure(schema: Any) -> tuple[int, int]:
       if isinstance(inner, dict | list)
     ]
   return depth, references
+
+
+def _survey(schema: Any) -> tuple[int, bool, int]:
+  """Of a JSON schema: its patterns, whether some may have to hold for one text, and the bytes of its longest text."""
+  count, together, longest, left = 0, False, 0, [schema]
+  while left:
+    value = left.pop()
+    if isinstance(value, dict):
+      count += ("pattern" in value) + ("format" in value)
+      if isinstance(value.get("patternProperties"), dict):
+        count += len(value["patternProperties"])
+      together |= "allOf" in value or ("$ref" in value and "pattern" in value)
+      left += value.keys()
+      left += value.values()
+    elif isinstance(value, list):
+      left += value
+    elif isinstance(value, str):
+      longest = max(longest, len(value.encode("utf-8", "replace")))
+  return count, together, longest
 
 
 def _too_deep(said: str) -> InvalidRequest:

@@ -7,7 +7,6 @@ gone, however that went.
 
 import asyncio
 from collections.abc import Sequence
-import contextlib
 import gc
 import os
 import pathlib
@@ -128,12 +127,13 @@ def _load_tokenizer(model_dir: str, max_prompt_bytes: int) -> Tokenizer | None:
   return Tokenizer(folder, max_prompt_bytes=max_prompt_bytes)
 
 
-async def _run(parent: int, link: int, http: int, metrics: int) -> int:
+async def _run(parent: int, link: int, http: int, metrics: int) -> None:
+  """Ends the process from within: nothing that taking down the loop would wait for is of use to anybody any more."""
   listening = [None if number < 0 else socket.socket(fileno=number) for number in (http, metrics)]
   front_end = _FrontEnd(parent, socket.socket(fileno=link), *listening)
   asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, front_end.check_parent)
   front_end.check_parent()  # it may have died before the handler was there
-  return await front_end.run()
+  watchdog.exit_now(await front_end.run())
 
 
 def main() -> None:
@@ -142,11 +142,9 @@ def main() -> None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
   parent, link, http, metrics = map(int, sys.argv[1:])
-  code = _EXIT_CODE
-  with contextlib.suppress(KeyboardInterrupt):
-    if spawn.die_with(parent):
-      code = asyncio.run(_run(parent, link, http, metrics))
-  watchdog.exit_now(code)
+  if spawn.die_with(parent):
+    asyncio.run(_run(parent, link, http, metrics))
+  watchdog.exit_now(_EXIT_CODE)
 
 
 if __name__ == "__main__":

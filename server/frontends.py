@@ -200,6 +200,11 @@ class Frontends:
         self._front_ends.append(self._begin(index, listening, lent))
       await self._all(front_end.listening for front_end in self._front_ends)
       reserved.shut()
+      if not reserved.is_shut:
+        _log.info(
+          "port %d is open to other programs of this user that ask to share it; an address in --host shuts it",
+          reserved.port,
+        )
       await self._start_admin()
     except BaseException:
       await self._end_processes(0.0)
@@ -415,6 +420,7 @@ class Frontends:
         front_end.process.kill()
         front_end.process.wait()
       if front_end.process.returncode:
+        _log.warning("front end %d ended with exit code %d", front_end.index, front_end.process.returncode)
         self._exit_code = watchdog.EXIT_CODE
       front_end.link.close()
 
@@ -533,7 +539,7 @@ class Frontends:
       self._routes[engine_id] = _Route(front_end, request_id, key)
     try:
       engine.submit_now(asked.requests(ids, constraints))
-    except EngineError:
+    except Exception:
       del self._claims[key]
       for engine_id in ids:
         del self._routes[engine_id]

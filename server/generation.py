@@ -280,11 +280,12 @@ class Generations:
     self._live[owner, request_id] = generation
     self._idle.clear()
     self._num_starting += 1
-    leader = self._engine.new_id(request_id)
+    ids: list[str] = []
     requests: list[Request] = []
     try:
       for index, params in enumerate(call.params):
-        engine_id = leader if index == 0 else self._engine.new_id(f"{request_id}/{index}")
+        engine_id = self._engine.new_id(f"{request_id}/{index}" if index else request_id)
+        ids.append(engine_id)
         output = _Output(generation, index, engine_id, call, self._tokenizer, self._clock)
         self._outputs[engine_id] = output
         generation.outputs.append(output)
@@ -298,18 +299,18 @@ class Generations:
             deadline=None if limit_s == math.inf else now + limit_s,
             cache_salt=call.cache_salt,
             tenant=call.tenant,
-            leader_id=None if index == 0 else leader,
+            leader_id=None if index == 0 else ids[0],
             constraint=call.constraints[index] if call.constraints else None,
           )
         )
       await self._engine.submit(owner, request_id, requests)
-    except EngineError:
-      for output in generation.outputs:  # of which the engine knows nothing
-        self._outputs.pop(output.engine_id, None)
-        self._engine.ended(output.engine_id)
+    except Exception:
+      for engine_id in ids:  # of which the engine knows nothing
+        self._outputs.pop(engine_id, None)
+        self._engine.ended(engine_id)
       self._forget(generation)
       raise
-    except BaseException:
+    except BaseException:  # a cancellation: the engine may know of it or not
       self._forget(generation)
       raise
     finally:

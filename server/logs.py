@@ -1,10 +1,13 @@
 """The program's own lines: text for people, or one JSON object a line for a collector. Never a prompt or an output."""
 
+from collections.abc import Callable
 import contextlib
 import datetime
 import json
 import logging
 import sys
+import threading
+import time
 from typing import TextIO
 
 FORMATS = ("text", "json")
@@ -26,6 +29,39 @@ class JsonFormatter(logging.Formatter):
     if record.exc_info:
       line["exception"] = self.formatException(record.exc_info)
     return json.dumps(line, separators=(",", ":"), default=str)
+
+
+class RateLimit(logging.Filter):
+  """Lets at most BURST lines of one kind through in PERIOD_S; the first of the next period says how many were not.
+
+  A kind is the place in the source, so that nothing a client sends makes another. What can be repeated by asking again
+  must not fill a disk.
+  """
+
+  BURST = 20
+  PERIOD_S = 60.0
+
+  def __init__(self, clock: Callable[[], float] = time.monotonic):
+    super().__init__()
+    self._clock = clock
+    self._lock = threading.Lock()
+    self._kinds: dict[tuple[str, int], tuple[float, int]] = {}  # when its period began, and lines since
+
+  def filter(self, record: logging.LogRecord) -> bool:
+    """Whether the line is written; those about the program itself, and of its end, always are."""
+    if not logging.WARNING <= record.levelno < logging.CRITICAL:
+      return True
+    kind, now = (record.pathname, record.lineno), self._clock()
+    with self._lock:
+      began, count = self._kinds.get(kind, (now, 0))
+      left_out = 0
+      if now - began >= self.PERIOD_S:
+        left_out = max(0, count - self.BURST)
+        began, count = now, 0
+      self._kinds[kind] = began, count + 1
+    if left_out:
+      record.msg, record.args = f"{record.getMessage()} ({left_out} more like this were left out)", None
+    return count < self.BURST
 
 
 class Lines:
@@ -50,6 +86,9 @@ class Lines:
       handler.setFormatter(JsonFormatter())
       # absl's handler would write each line again, its own way.
       root.handlers[:] = [handler]
+    limit = RateLimit()
+    for handler in root.handlers:
+      handler.addFilter(limit)
 
   def say(self, line: str) -> None:
     """A line for whoever started the program."""

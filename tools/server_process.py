@@ -73,6 +73,11 @@ class RunningServer:
         raise
 
   @property
+  def pid(self) -> int:
+    """Of the process."""
+    return self._process.pid
+
+  @property
   def is_alive(self) -> bool:
     """Whether the process runs."""
     return self._process.poll() is None

@@ -13,8 +13,10 @@ from server.constraints import MAX_CHOICES
 from server.http.asked import HARMLESS, INT64, UNSUPPORTED
 from server.http.chats import MAX_TOOLS, TOOL_NAME, TURN_FIELDS
 from server.http.fields import INT32
+from server.http.generate import MAX_PROMPTS
 
 PATH = "/openapi.json"
+_ABOUT = "OpenAI's API for text, with vLLM's extra fields. A field that is null counts as absent."
 _NULL: dict[str, Any] = {"type": "null"}
 _TEXT: dict[str, Any] = {"type": "string"}
 _FLAG: dict[str, Any] = {"type": "boolean"}
@@ -120,7 +122,8 @@ def _common() -> dict[str, Any]:
 
 
 def _completion_request() -> dict[str, Any]:
-  prompt = {"anyOf": [{"type": "string", "minLength": 1}, _list(_TEXT, 1), _list(_TOKEN_ID, 1), _list(_TOKEN_IDS, 1)]}
+  text, token_ids = {"type": "string", "minLength": 1}, _list(_TOKEN_ID, 1)
+  prompt = {"anyOf": [text, _list(text, 1, MAX_PROMPTS), token_ids, _list(token_ids, 1, MAX_PROMPTS)]}
   own = {
     "max_tokens": _said(_whole(0), "Default 16. 0 with echo alone: the prompt's logprobs, and no output."),
     "add_special_tokens": _FLAG,
@@ -151,6 +154,11 @@ def _chat_fields() -> dict[str, Any]:
     content={"anyOf": [_TEXT, _list(part), _NULL]},
     **{name: _or_null(_list(call, 1) if name == "tool_calls" else _TEXT) for name in TURN_FIELDS},
   )
+  # Content may be missing beside calls alone.
+  message["anyOf"] = [
+    _object("content", content={"type": ["string", "array"]}),
+    _object("tool_calls", tool_calls={"type": "array"}),
+  ]
   choice = _object("type", "function", type={"const": "function"}, function=_object("name", name=_TEXT))
   return {
     "messages": _list(message, 1, MAX_MESSAGES),
@@ -372,7 +380,7 @@ def document(version: str) -> dict[str, Any]:
     paths.setdefault(path, {})[method] = _operation(path, body, answer, text)
   return {
     "openapi": "3.1.0",
-    "info": {"title": "Sluice", "version": version, "description": __doc__},
+    "info": {"title": "Sluice", "version": version, "description": _ABOUT},
     "paths": paths,
     "components": {
       "schemas": _schemas(),

@@ -33,7 +33,7 @@ def test_replays_from_any_moment(
 ) -> None:
   path = tmp_path / "trace.jsonl"
   num_preemptions = 0
-  for seed in range(6):
+  for seed in (0, 1, 2, 3, 14, 16):  # the last two preempt, whatever is drawn
     world = traced(path, seed, before, engine_class)
     num_preemptions += world.scheduler.num_preemptions
     assert replay.main([str(path)]) == 0

@@ -53,7 +53,7 @@ class Connection:
 
   def send(self, *frames: bytes) -> None:
     """Sends; what the server no longer takes is lost."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
       self._socket.sendall(b"".join(frames))
 
   def frames(self) -> Iterator[tuple[int, int, int, bytes]]:
@@ -76,6 +76,10 @@ class Connection:
       if kind == wanted and not (kind == SETTINGS and flags & ACK):
         return payload
     raise AssertionError(f"the server closed the connection without a frame of kind {wanted}")
+
+  def hurry(self) -> None:
+    """From now on waits only a moment for a server that takes nothing."""
+    self._socket.settimeout(0.1)
 
   def reset_on_close(self) -> None:
     """Closing then sends RST, as the kernel does for a killed process with unread data."""

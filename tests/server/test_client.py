@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import grpc
 import pytest
@@ -46,35 +47,33 @@ def test_outputs_under_a_constraint(client):
 
 
 def test_every_option_arrives(client):
-  first = client.generate("the", **GREEDY)
-  cut = client.generate(
-    "the",
-    stop=[first.text[3:6]],
-    request_id="r-1",
-    model="tiny",
-    priority=2,
-    cache_salt="s",
-    tenant="t",
-    queue_timeout_s=9.5,
-    timeout_s=30,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    frequency_penalty=0.0,
-    presence_penalty=0.0,
-    repetition_penalty=1.0,
-    seed=1,
-    logit_bias={5: 0.5},
-    allowed_token_ids=range(400),
-    min_tokens=1,
-    stop_token_ids=[399],
-    logprobs=0,
-    prompt_logprobs=0,
-    return_text=True,
-    return_token_ids=True,
-    skip_special_tokens=False,
+  options: dict[str, Any] = {
+    "model": "tiny",
+    "priority": 2,
+    "cache_salt": "s",
+    "tenant": "t",
+    "queue_timeout_s": 9.5,
+    "timeout_s": 30,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "seed": 1,
+    "logit_bias": {5: 0.5},
+    "allowed_token_ids": range(400),
+    "min_tokens": 1,
+    "stop_token_ids": [399],
+    "logprobs": 0,
+    "prompt_logprobs": 0,
+    "return_text": True,
+    "return_token_ids": True,
+    "skip_special_tokens": False,
     **GREEDY,
-  )
+  }
+  first = client.generate("the", request_id="r-1", **options)
+  cut = client.generate("the", stop=[first.text[3:6]], **options)
   assert cut.ending.reason == "stop" and cut.ending.matched == first.text[3:6]
   assert len(cut.logprobs) == len(cut.token_ids)
   assert len(client.generate_all("the", n=3, max_tokens=4)) == 3

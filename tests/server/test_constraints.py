@@ -316,3 +316,34 @@ def test_a_model_without_an_end_of_sequence_ends_when_nothing_can_follow(tokeniz
     assert is_person(json.loads(text)) and ending.reason == pb.FINISH_REASON_STOP
     ((text,), (ending,)) = ask(server, regex="[ab]*", stopping={"max_tokens": 20})
     assert ending.reason == pb.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize("through", ["allOf", "references"])
+def test_patterns_that_must_hold_together_are_few(served, through):
+  """Two dozen of them would hold the compiler, which nothing can stop, for minutes."""
+  patterns = [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(24)]
+  if through == "allOf":
+    schema: dict[str, Any] = {"allOf": patterns}
+  else:
+    schema = {
+      "$defs": {f"d{i}": pattern | {"$ref": f"#/$defs/d{i + 1}"} for i, pattern in enumerate(patterns)} | {"d24": {}},
+      "$ref": "#/$defs/d0",
+    }
+  with pytest.raises(grpc.RpcError, match="24 patterns and an allOf, or a pattern beside a") as caught:
+    ask(served, json_schema=json.dumps(schema))
+  assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+  # As many as one likes where they stand alone, and a few together.
+  alone = {"anyOf": [{"const": "x"}, *patterns]}
+  few = {"allOf": [{"type": "string", "pattern": "^[ab]*$"}, {"pattern": "^.{3}$"}]}
+  for schema in (alone, few):
+    assert ask(served, json_schema=json.dumps(schema), stopping={"max_tokens": 3})[1]
+
+
+def test_texts_are_not_too_long(served):
+  """The time of a token grows with the text that it is part of."""
+  for text in ("x" * 4097, "\u00e9" * 2049):
+    for kind in ({"json_schema": json.dumps({"const": text})}, {"choice": pb.Choices(values=["a", text])}):
+      with pytest.raises(grpc.RpcError, match="409[78] bytes, the limit for each is 4096") as caught:
+        ask(served, **kind)
+      assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+  assert ask(served, choice=pb.Choices(values=["x" * 4096]), stopping={"max_tokens": 5})[0][0].startswith("x")

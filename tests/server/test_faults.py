@@ -89,6 +89,7 @@ def test_a_poisoned_request_fails_alone(tokenizer_dir, point, action, reason):
       assert "njected" not in error.details() and "Fault" not in error.details() and "Error" not in error.details()
     for number in range(8):
       assert ask(served, number, poisoned=False) == (wanted(served, number), None)
+    served.wait_until(lambda: served.generations._engine.num_held() == 0)  # every id can be used again
     stats = served.engine.stats()
     assert stats.num_numerical_errors == (NUM_REQUESTS // 4 if action == "nan" else 0)
     assert served.engine.dead is None

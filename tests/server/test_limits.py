@@ -186,6 +186,32 @@ def test_a_flood_of_pings_is_calmed(served):
 
 
 @pytest.mark.catalogue("H3")
+@pytest.mark.parametrize("kind", ["settings", "pings", "window updates", "priorities", "empty data"])
+def test_floods_of_frames_that_ask_for_nothing(served, kind):
+  """Twenty thousand, of which no answer is read: the connection may go, and nobody else notices."""
+  served.runner.seconds = 0.001
+  beside = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER), timeout=60)
+  next(beside)
+  one = {
+    "settings": http2.frame(http2.SETTINGS, payload=struct.pack(">HI", 4, 65535)),
+    "pings": http2.frame(http2.PING, payload=b"12345678"),
+    "window updates": http2.frame(8, payload=struct.pack(">I", 1)),
+    "priorities": http2.frame(2, 0, 1, struct.pack(">IB", 0, 1)),
+    "empty data": http2.frame(http2.DATA, 0, 1),
+  }[kind]
+  opening = http2.headers("/sluice.v1.GenerationService/Generate")
+  with http2.Connection(served.address) as connection:
+    connection.send(http2.PREFACE, http2.frame(http2.SETTINGS), http2.frame(http2.SETTINGS, http2.ACK))
+    connection.send(http2.frame(http2.HEADERS, http2.END_HEADERS, 1, opening))
+    connection.hurry()
+    for _ in range(200):
+      connection.send(one * 100)
+  assert len(token_ids_of(list(beside))) == 399
+  served.wait_until(lambda: len(served.generations) == 0 and served.engine.num_live == 0)
+  assert_serves(served)
+
+
+@pytest.mark.catalogue("H3")
 def test_streams_opened_and_reset_at_once(served):
   """Rapid reset: whatever of them arrived is cancelled, and a stream beside them has every token."""
   served.runner.seconds = 0.002

@@ -117,6 +117,9 @@ def test_a_slope_is_seen_through_noise():
   flat, leaky = soak.slopes(samples(0)), soak.slopes(samples(100))
   assert abs(flat[0]) < 1e6 and abs(flat[1]) < 1 and flat[2] == 0
   assert 9e6 < leaky[0] < 11e6
+  kept = soak.settled(samples(0))
+  assert [sample.requests for sample in kept] == list(range(20_000, 48_000, 1000)), "a beginning is no slope"
+  assert soak.settled(samples(0)[:20]) == []
   assert soak.slope([]) == soak.slope([(1.0, 2.0)]) == 0
 
 

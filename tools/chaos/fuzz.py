@@ -348,7 +348,7 @@ async def _wire_many(target: str, count: int, at_once: int, seed: int) -> Fuzzed
 
 def wire(rig: Rig, count: int = 50_000, asked: int = 50_000) -> list[Row]:
   """Mutated protobufs to a server."""
-  flags = (f"--max_model_len={_MODEL_LEN}", "--queue_timeout_s=5", "--max_queued_requests=64")
+  flags = (f"--max_model_len={_MODEL_LEN}", "--queue_timeout_s=5", "--max_queued_requests=64", "--num_blocks=512")
   with rig.server(*flags) as server:
     jobs = [rig.submit(wire_many, server.target, count // 2, 8, seed) for seed in (11, 12)]
     fuzzed = Fuzzed()

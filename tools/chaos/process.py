@@ -33,7 +33,7 @@ FAKE = (
   "--debug_invariants",
   "--admin_port=0",
   "--max_model_len=512",
-  "--num_blocks=4096",
+  "--num_blocks=2048",
   "--block_size=16",
   "--max_num_seqs=64",
   "--host=127.0.0.1",

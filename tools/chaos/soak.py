@@ -18,7 +18,8 @@ from tools.chaos.streams import Ask, random_asks, random_prompt
 _MOST_RSS_SLOPE = 1e6  # bytes in 100,000 requests
 _MOST_SLOPE = 1.0  # descriptors or threads in 100,000 requests
 _SAMPLES = 12  # fewer say nothing about a slope
-_SETTLED_FIRST = 0.25  # of a run: allocators and caches fill up
+_SETTLED_FIRST = 0.25  # of a run, and
+_SETTLED_REQUESTS = 20_000  # in which allocators, caches and pools of threads fill up: 5 MB in the first 6,000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,11 +145,16 @@ def watch(rig: Rig, server: Server, seconds: float, seed: int) -> Soaked:
   return soaked
 
 
+def settled(samples: Sequence[Sample]) -> list[Sample]:
+  """Those after the beginning of a run."""
+  late = samples[int(_SETTLED_FIRST * len(samples)) :]
+  return [sample for sample in late if sample.requests >= _SETTLED_REQUESTS]
+
+
 def slopes(samples: Sequence[Sample]) -> tuple[float, float, float]:
-  """Growth of resident bytes, descriptors and threads in 100,000 requests, after the beginning of the run."""
-  kept = samples[int(_SETTLED_FIRST * len(samples)) :]
+  """Growth of resident bytes, descriptors and threads in 100,000 requests."""
   rss, fds, threads = (
-    1e5 * slope([(float(sample.requests), float(of(sample.usage))) for sample in kept])
+    1e5 * slope([(float(sample.requests), float(of(sample.usage))) for sample in samples])
     for of in (lambda usage: usage.rss, lambda usage: usage.fds, lambda usage: usage.threads)
   )
   return rss, fds, threads
@@ -165,9 +171,11 @@ def soak(rig: Rig, seconds: float, control_s: float | None = None) -> list[Row]:
     leaky = watch(rig, server, control_s, 1)
   with rig.server(*flags) as server:
     soaked = watch(rig, server, seconds, 2)
-  planted, (rss, fds, threads) = slopes(leaky.samples)[0], slopes(soaked.samples)
+  kept = settled(soaked.samples)
+  planted, (rss, fds, threads) = slopes(leaky.samples)[0], slopes(kept)
   requests = soaked.samples[-1].requests if soaked.samples else 0
-  enough = len(soaked.samples) >= _SAMPLES
+  enough = len(kept) >= _SAMPLES
+  few = "" if enough else f"; {len(kept)} samples after {_SETTLED_REQUESTS:,} requests are too few: more --hours"
   mixture = ", ".join(f"{kind} {count}" for kind, count in sorted(soaked.rounds.items()))
   return [
     none_of(
@@ -176,7 +184,7 @@ def soak(rig: Rig, seconds: float, control_s: float | None = None) -> list[Row]:
     Row(
       f"resident memory over {requests:,} requests",
       "< 1 MB in 100,000 requests",
-      f"{rss / 1e6:+.2f} MB in 100,000 ({len(soaked.samples)} samples; rounds: {mixture})",
+      f"{rss / 1e6:+.2f} MB in 100,000 ({len(kept)} samples; rounds: {mixture}){few}",
       rss < _MOST_RSS_SLOPE and enough,
       1_000_000,
       requests,

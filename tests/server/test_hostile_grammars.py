@@ -1,0 +1,191 @@
+"""About 250 schemas, expressions and grammars that somebody might send to hurt a server: served or refused in words."""
+
+from collections.abc import Iterator
+import json
+import random
+from typing import Any
+
+from engine.constraint import ConstraintFailed
+from engine.errors import InvalidRequest
+from server.constraints import ConstraintCompiler
+from server.proto import sluice_pb2 as pb
+
+
+def corpus() -> Iterator[tuple[str, str, Any]]:
+  """(name, kind of constraint, its value)."""
+  yield from (("regex", "regex", text) for text in _regexes())
+  yield from ((f"schema {name}", "json_schema", json.dumps(schema)) for name, schema in _schemas())
+  yield from (("text", "json_schema", text) for text in _texts())
+  yield from (("grammar", "grammar", text) for text in _grammars())
+  yield from (("choice", "choice", values) for values in _choices())
+
+
+def _regexes() -> Iterator[str]:
+  for low, high in ((1, 10**9), (1, 10**5), (1, 10**4), (0, 2000), (1000, 1000), (1, 200)):
+    for inner in ("a", ".", "[a-z]", "(ab|a)", r"\w", r"\p{L}", "(.*a)"):
+      yield f"{inner}{{{low},{high}}}"
+  for depth in (4, 12, 40, 200):
+    yield "(" * depth + "a" + ")+" * depth
+    yield "(" * depth + "a|b" + ")*c" * depth
+    yield "(a?" * depth + ")" * depth
+  for count in (8, 16, 32, 64, 500):
+    yield f"(.*a.{{{count}}}b)+"  # 2**count states, if all were made
+    yield f"(a|b)*a(a|b){{{count}}}"
+    yield f"[^x]*x[^y]{{{count}}}y.*z"
+    yield "|".join("abcdefgh"[i % 8] * (i + 1) for i in range(min(count, 100)))
+    yield "(" + "|".join(f"{i:b}.*" for i in range(count)) + ")*"
+  for count in (2, 3, 4):
+    yield "a" + "{9}" * count
+    yield "(.{1,50}){1,50}" * count
+    yield "((a{1,30}){1,30}){1,30}"[: 9 + 9 * count]
+  yield from ("(a+)+$", "^(a+)+", "(?=a)a", "(?!a).", r"(a)\1", r"\b\w+\b", "(?i)" + "straße" * 50, r"\p{Greek}{1,500}")
+  yield from (r"[\s\S]{0,4000}", r"(\d{1,9}\.){1,400}", "(" * 3000, "[" * 3000, "a|" * 4000, "\\", "a{,", "(?P<n>a)")
+  yield from ("(é|ü|日本|😀){1,900}", r"[\u{0}-\u{10FFFF}]{100}", "(.|\n)*(.|\n)*(.|\n)*x" * 20)
+
+
+def _schemas() -> Iterator[tuple[str, Any]]:
+  for count in (10, 100, 400, 1000):
+    yield "many properties", {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+    yield (
+      "all optional",
+      {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "integer"} for i in range(count)},
+        "additionalProperties": False,
+      },
+    )
+    yield "enum", {"enum": [f"value number {i}" for i in range(count)]}
+    yield "enum of numbers", {"enum": [i * 7919 for i in range(2 * count)]}
+    yield "anyOf", {"anyOf": [{"type": "string", "pattern": f"^a{{{i}}}.*b$"} for i in range(1, count)]}
+    one_of = [{"type": "object", "properties": {f"p{i}": {}}, "required": [f"p{i}"]} for i in range(count)]
+    yield "oneOf", {"oneOf": one_of}
+    yield "allOf", {"allOf": [{"type": "object", "properties": {f"p{i}": {"type": "null"}}} for i in range(count)]}
+    yield "patterns at once", {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(min(count, 60))]}
+    yield "lengths", {"type": "string", "minLength": count, "maxLength": 1000 * count}
+    yield "items", {"type": "array", "items": {"type": "integer"}, "minItems": count, "maxItems": 100 * count}
+    yield "tuple", {"type": "array", "prefixItems": [{"enum": ["a", i]} for i in range(count)], "minItems": count}
+    yield "range", {"type": "integer", "minimum": -(10**count), "maximum": 10**count}
+    yield "decimals", {"type": "number", "minimum": 10.0**-15, "maximum": 10**15 + 1 / 3, "multipleOf": 0.01}
+    yield (
+      "pattern properties",
+      {
+        "type": "object",
+        "patternProperties": {f"^{'a' * (i % 40)}.*{i}$": {"type": "string"} for i in range(min(count, 200))},
+      },
+    )
+    yield (
+      "definitions in a chain",
+      {
+        "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"const": i}]} for i in range(count)}
+        | {f"d{count}": {"type": "string"}},
+        "$ref": "#/$defs/d0",
+      },
+    )
+    yield (
+      "definitions each to all",
+      {
+        "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{j}"} for j in range(8)]} for i in range(min(count, 8))},
+        "type": "array",
+        "items": {"$ref": "#/$defs/d0"},
+      },
+    )
+  for depth in (8, 30, 60, 300):
+    inner: dict[str, Any] = {"type": "string"}
+    arrays: dict[str, Any] = {"type": "null"}
+    either: dict[str, Any] = {"const": 1}
+    for _ in range(depth // 2):
+      inner = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+      arrays = {"type": "array", "items": arrays, "minItems": 1, "maxItems": 9}
+      either = {"anyOf": [either, {"type": "array", "items": either}]} if depth <= 30 else {"not": either}
+    yield "deep objects", inner
+    yield "deep arrays", arrays
+    yield "deep choices", either
+  tree = {"type": "object", "properties": {"l": {"$ref": "#"}, "r": {"$ref": "#"}, "v": {}}}
+  yield "tree", tree
+  yield "itself", {"$ref": "#"}
+  yield "itself and itself", {"allOf": [{"$ref": "#"}, {"$ref": "#"}]}
+  each_other = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
+  yield "two that are each other", {"$defs": each_other, "$ref": "#/$defs/a"}
+  yield "elsewhere", {"$ref": "http://127.0.0.1:1/x"}
+  yield "no such place", {"$ref": "#/nowhere"}
+  yield "false", False
+  yield "contradiction", {"type": "string", "minLength": 5, "maxLength": 2}
+  yield "empty intersection", {"allOf": [{"const": 1}, {"const": 2}]}
+  yield "regex in strings", {"type": "array", "items": {"type": "string", "pattern": "(.*a.{40}b)+"}}
+  yield "unknown format", {"type": "string", "format": "everything"}
+  yield "formats", {"type": "array", "items": {"type": "string", "format": "date-time"}, "maxItems": 1000}
+  yield "conditions", {"if": {"type": "object"}, "then": {"minProperties": 3}, "else": {"type": "null"}}
+  yield "unique", {"type": "array", "uniqueItems": True, "items": {"enum": list(range(300))}}
+  yield "negation", {"not": {"type": "string", "pattern": "(.*a){9}"}}
+  yield "long key", {"type": "object", "properties": {"k" * 20_000: {}}, "required": ["k" * 20_000]}
+  yield "long constant", {"const": "c" * 30_000}
+  yield "nested constant", {"const": [[[["x"] * 50] * 10] * 5]}
+
+
+def _texts() -> Iterator[str]:
+  yield from ("", "{", "[" * 100_000, '{"a":' * 5000 + "1" + "}" * 5000, '{"const": "' + "x" * (1 << 20) + '"}')
+  yield from ('{"enum": [' + "1," * 400_000 + "1]}", "NaN", '{"maximum": 1e999}', f'{{"const": {"9" * 5000}}}', "null")
+
+
+def _grammars() -> Iterator[str]:
+  for count in (10, 100, 400):
+    yield "start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(count)) + f'a{count}: "x"'
+    either = "".join(f'a{i}: "x" a{i + 1} | "x" a{i + 1} "y" | \n' for i in range(count))
+    yield f'start: a0\n{either}a{count}: "x"'
+    yield "start: " + " | ".join(f'"k{i}" /[a-z]*{i}/' for i in range(count))
+    yield "start: " + "(" * count + '"a"' + ")*" * count
+    yield f'start: "a"{{1,{count * 1000}}}'
+    yield f"start: /.*/ /(.*a.{{{count}}})*/"
+  yield 'start: start start | "a"'
+  yield 'start: start start start | "a" | ""'
+  yield 'start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]+/ | e e'
+  yield 'start: a | b\na: "x" a | "x"\nb: "x" b "y" | "x"'
+  yield "start: start"
+  yield 'start: "a" start'
+  yield "start: undefined"
+  yield "root ::= root root | [a-z]"
+  yield "root ::= " + "( " * 500 + "[a]" + " )*" * 500
+  yield "root ::= [a-z]{1,100000}"
+  yield "start: A\nA: /(.*b.{200}c)+/ & /(.*d.{200}e)+/"
+  yield "start: A\nA: ~/(a.{60}b)+/"
+  yield "start: /(?s:.*)/ /(?s:.*)/ /(?s:.*)/ /(?s:.*)/"
+  yield 'start: %json {"type": "object"}'
+  yield "start: <[0]> <[1-1000]>{1,5000}"
+  yield "start: @other"
+  yield 'start[stop=/a*/]: "a"{10000}'
+  yield "not a grammar"
+
+
+def _choices() -> Iterator[list[str]]:
+  yield [f"{'a' * (i % 30)}{i}" for i in range(1024)]
+  yield ["a" * n for n in range(1, 250)]
+  yield ["x" * 32_000]
+  yield ["x"] * 2000
+  yield [""]
+  yield [chr(0x1F600 + i % 50) * 7 for i in range(1000)]
+
+
+def test_each_is_followed_or_refused(tokenizer):
+  """None takes the process with it or goes on for ever, and what goes wrong is one of two errors."""
+  compiler = ConstraintCompiler(tokenizer, 400, (2,))
+  chance, followed, refused, num_tokens = random.Random(1), 0, 0, 0
+  for name, kind, value in corpus():
+    constraint = pb.OutputConstraint(**{kind: pb.Choices(values=value) if kind == "choice" else value})
+    try:
+      output = compiler.compile(constraint)
+    except InvalidRequest as error:
+      assert str(error).startswith("constraint.") and len(str(error)) < 600, name
+      refused += 1
+      continue
+    followed += 1
+    try:
+      for _ in range(40):
+        if output.is_done:
+          break
+        allowed = int.from_bytes(output.allowed(), "little")
+        token_ids = [token for token in range(allowed.bit_length()) if allowed >> token & 1]
+        output.accept(chance.choice(token_ids))
+        num_tokens += 1
+    except ConstraintFailed:
+      pass
+  assert followed > 150 and refused > 50 and num_tokens > 3000
