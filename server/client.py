@@ -394,7 +394,10 @@ def _raise(error: grpc.RpcError) -> NoReturn:
   if call is None:
     raise SluiceError(str(error), grpc.StatusCode.UNKNOWN) from error
   reason, retry_after_s = "", None
-  status = rpc_status.from_call(call)
+  try:
+    status = rpc_status.from_call(call)
+  except ValueError:  # gRPC put words of its own in the place of the server's, as when a deadline passes meanwhile
+    status = None
   for detail in status.details if status else ():
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     if detail.Unpack(info):

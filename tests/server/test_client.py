@@ -5,10 +5,12 @@ import subprocess
 import sys
 from typing import Any
 
+from google.rpc import status_pb2
 import grpc
 import pytest
 
 from server.client import Client, SluiceError
+from server.client import _errors as client_errors
 from tests.server.harness import running
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -141,3 +143,29 @@ def test_wait_ready_waits(tokenizer):
     pytest.raises(SluiceError, match="not ready within 0.3 s"),
   ):
     client.wait_ready(0.3)
+
+
+class _Mixed(grpc.RpcError, grpc.Call):
+  """What gRPC gives when it ends a call itself after the server's status was on its way: words of both."""
+
+  def code(self):
+    return grpc.StatusCode.DEADLINE_EXCEEDED
+
+  def details(self):
+    return "Deadline Exceeded"
+
+  def trailing_metadata(self):
+    status = status_pb2.Status(code=grpc.StatusCode.DEADLINE_EXCEEDED.value[0], message="ran out of time")
+    return (("grpc-status-details-bin", status.SerializeToString()), ("x-request-id", "r1"))
+
+  def initial_metadata(self):
+    return ()
+
+  is_active = time_remaining = cancel = add_callback = lambda self, *_: None
+
+
+def test_a_status_in_words_of_grpc_is_still_an_error_of_ours():
+  with pytest.raises(SluiceError, match="Deadline Exceeded") as caught, client_errors():
+    raise _Mixed
+  assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+  assert caught.value.request_id == "r1"
