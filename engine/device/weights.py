@@ -176,14 +176,18 @@ def _draw(config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[
   """Random parameters, for measuring shapes: matrices keep the variance of their input, so nothing overflows."""
   arrays = {}
   for number, (name, leaf) in enumerate(wanted.items()):
-
-    def draw(key: jax.Array, name: str = name, leaf: jax.ShapeDtypeStruct = leaf) -> jax.Array:
-      if name.endswith(".scale"):
-        return jnp.ones(leaf.shape, leaf.dtype)
-      return jax.random.normal(key, leaf.shape, leaf.dtype) * jnp.asarray(config.model_dim**-0.5, leaf.dtype)
-
-    arrays[name] = jax.jit(draw, out_shardings=leaf.sharding)(jax.random.key(number)).block_until_ready()
+    if name.endswith(".scale"):
+      arrays[name] = jax.device_put(np.ones(leaf.shape, leaf.dtype), leaf.sharding)
+    else:
+      draw = _normal(leaf.shape, leaf.dtype, leaf.sharding, config.model_dim**-0.5)
+      arrays[name] = draw(jax.random.key(number)).block_until_ready()
   return arrays
+
+
+@functools.cache
+def _normal(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, scale: float) -> Any:
+  """A program for each shape, as layers repeat theirs."""
+  return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype), out_shardings=sharding)
 
 
 def _checked_tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, StoredTensor]:

@@ -79,8 +79,8 @@ def test_all_parts_on_a_model_that_is_only_a_config(tiny_model, compile_cache, t
     "tools.bench_engine",
     f"--model={config}",
     "--random_weights=true",
-    "--batches=1,4,300",
-    "--contexts=8,100000",
+    "--batches=1,4",
+    "--contexts=8,250,100000",
     "--prompts=32",
     "--requests=5",
     "--lengths=2,9",
@@ -88,12 +88,13 @@ def test_all_parts_on_a_model_that_is_only_a_config(tiny_model, compile_cache, t
     f"--plot={tmp_path}/roofline.png",
     f"--compile_cache_dir={compile_cache}",
     *ENGINE_FLAGS,
+    "--num_blocks=20",
   )
   assert done.returncode == 0, done.stderr
   result = json_line(done)
-  # 300 rows of one block each are more than the pool of 128 has; positions beyond the model's are left out.
-  assert [(row["batch"], row["context"]) for row in result["decode"]] == [(1, 8), (4, 8)]
-  assert "'batch': 300, 'context': 8}: left out" in done.stderr
+  # Four rows of 16 blocks each are more than the pool has; positions beyond the model's are not asked for.
+  assert [(row["batch"], row["context"]) for row in result["decode"]] == [(1, 8), (4, 8), (1, 250)]
+  assert "'batch': 4, 'context': 250}: left out" in done.stderr
   assert [row["prompt"] for row in result["prefill"]] == [32]
   for row in result["decode"] + result["prefill"]:
     assert row["over_roofline"] == pytest.approx(row["step_s"] / row["roofline_s"], rel=1e-2)

@@ -226,6 +226,7 @@ def measured(tiny_model, compile_cache, tmp_path_factory) -> dict:
     f"--model={tiny_model}",
     f"--output={path}",
     "--seconds=0.005",
+    "--load_seconds=0.3",
     "--rounds=1",
     f"--compile_cache_dir={compile_cache}",
     *ENGINE_FLAGS,

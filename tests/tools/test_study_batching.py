@@ -129,6 +129,7 @@ def test_a_fair_share_is_served_soon():
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_one_claim_end_to_end(tiny_model, compile_cache, tmp_path):
   COSTS.save(str(tmp_path / "costs.json"))
   done = run_module(
