@@ -9,8 +9,10 @@ READY := $(VENV)/.ready
 PYTHON ?= python3
 DEVICE_VENV := .venv-device
 DEVICE_READY := $(DEVICE_VENV)/.ready
+CLIENTS_VENV := .venv-clients
+CLIENTS_READY := $(CLIENTS_VENV)/.ready
 
-.PHONY: help setup demo server test test-long check check-device parity bench chaos soak gpu clean setup-device
+.PHONY: help setup demo server test test-long check check-device parity clients bench chaos soak gpu clean setup-device
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -43,6 +45,10 @@ check-device: $(DEVICE_READY)
 parity: $(READY)
 	@tools/parity/run.sh
 
+## make clients   published clients (openai, LangChain, lm-eval, inference-perf) against a server, in an environment of theirs
+clients: $(READY) $(CLIENTS_READY)
+	@$(PY) -m tools.check_clients $(ARGS)
+
 ## make bench     the figures of BUILD.md: host time, attention, static against continuous
 bench: $(READY)
 	@$(PY) -m tools.bench_host && $(PY) -m tools.bench_attention && $(PY) -m tools.compare_batching
@@ -61,7 +67,7 @@ gpu:
 
 ## make clean     remove the virtual environments and caches
 clean:
-	rm -rf .venv .venv-device .venv-parity pallas_kernels/built .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEVICE_VENV) $(CLIENTS_VENV) .venv-parity pallas_kernels/built .cache .pytest_cache .ruff_cache .hypothesis
 
 setup: $(READY)
 
@@ -76,3 +82,6 @@ $(INSTALLED): requirements.lock tools/setup_env.sh
 
 $(DEVICE_READY): requirements-device.lock tools/setup_env.sh $(INSTALLED)
 	@tools/setup_env.sh $(DEVICE_VENV) requirements-device.lock $(VENV) && touch $@
+
+$(CLIENTS_READY): tools/clients/requirements.txt tools/setup_env.sh
+	@tools/setup_env.sh $(CLIENTS_VENV) tools/clients/requirements.txt && touch $@

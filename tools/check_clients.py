@@ -1,0 +1,199 @@
+"""Runs published clients, unchanged, against a real server on the demo model, and says which worked. Judges no figure.
+
+  python -m tools.check_clients [--python=.venv-clients/bin/python] [--only=openai,langchain]     # make clients
+
+openai: the official client, from Sluice's own environment. langchain: ChatOpenAI, streamed, in a schema, with tools.
+lm-eval: local-completions with its remote tokenizer, log likelihoods and generation, on tasks written here.
+inference-perf: Kubernetes' benchmark, completions and chats streamed at a constant rate. They live in an environment of
+their own (tools/clients/requirements.txt). Exit code 1 if one fails; what it said is in the folder that is printed.
+"""
+
+from collections.abc import Callable, Sequence
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+
+from engine.errors import EngineError
+from tools.arguments import CommandParser
+from tools.measure import ROOT
+from tools.server_process import RunningServer
+
+_DEMO = ROOT / "models" / "demo"
+_PATIENCE_S = 240.0
+# Nothing is to be asked of a hub, and no run told to anybody.
+_OFFLINE = {
+  "HF_HUB_OFFLINE": "1",
+  "HF_DATASETS_OFFLINE": "1",
+  "TRANSFORMERS_OFFLINE": "1",
+  "HF_DATASETS_DISABLE_TELEMETRY": "1",
+}
+
+
+class Failed(Exception):
+  """A client did not do what its users expect; says where to look."""
+
+
+def run(command: Sequence[str], folder: pathlib.Path, name: str) -> str:
+  """Runs a client to its end; returns what it printed. Raises Failed."""
+  log = folder / f"{name}.log"
+  environment = {**os.environ, **_OFFLINE, "HF_HOME": str(folder / "hf")}
+  with open(log, "w", encoding="utf-8") as file:
+    try:
+      code = subprocess.run(
+        command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=_PATIENCE_S, check=False
+      ).returncode
+    except subprocess.TimeoutExpired:
+      raise Failed(f"did not end within {_PATIENCE_S:g} s; see {log}") from None
+  text = log.read_text("utf-8", errors="replace")
+  if code:
+    raise Failed(f"exit code {code}: {(text.strip().splitlines() or ['it said nothing'])[-1]}; see {log}")
+  return text
+
+
+def openai(url: str, model: str, python: str, folder: pathlib.Path) -> str:
+  """Whole and streamed answers of the official client."""
+  del python
+  script = (
+    "import sys; from openai import OpenAI\n"
+    "client = OpenAI(base_url=sys.argv[1], api_key='unused'); model = sys.argv[2]\n"
+    "assert [each.id for each in client.models.list()] == [model]\n"
+    "ask = dict(model=model, messages=[{'role': 'user', 'content': '37 + 5 = ?'}], max_tokens=12, temperature=0)\n"
+    "whole = client.chat.completions.create(**ask).choices[0].message.content\n"
+    "pieces = [c.choices[0].delta.content or '' for c in client.chat.completions.create(**ask, stream=True)]\n"
+    "assert ''.join(pieces) == whole; print(repr(whole))\n"
+  )
+  return run([sys.executable, "-c", script, f"{url}/v1", model], folder, "openai").strip()
+
+
+def langchain(url: str, model: str, python: str, folder: pathlib.Path) -> str:
+  """tools/clients/use_langchain.py."""
+  script = str(ROOT / "tools" / "clients" / "use_langchain.py")
+  return run([python, script, f"{url}/v1", model], folder, "langchain").strip().splitlines()[-1]
+
+
+_CHOICE = """task: sluice_choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: %(path)s}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: gold
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+metadata: {version: 1}
+"""
+_GENERATE = """task: sluice_generate
+dataset_path: json
+dataset_kwargs: {data_files: {test: %(path)s}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: answer
+generation_kwargs: {until: ["\\n"], max_gen_toks: 8, temperature: 0.0}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+metadata: {version: 1}
+"""
+
+
+def lm_eval(url: str, model: str, python: str, folder: pathlib.Path) -> str:
+  """Two tasks of a few questions each: log likelihoods of choices, and generation until a newline."""
+  tasks, docs = folder / "tasks", folder / "docs.jsonl"
+  tasks.mkdir()
+  lines = [
+    {"question": f"{left} + {right} =", "choices": [f" {left + right}", " no"], "gold": 0, "answer": f"{left + right}"}
+    for left, right in ((1, 2), (3, 4), (12, 7), (30, 5))
+  ]
+  docs.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+  for name, text in (("choice", _CHOICE), ("generate", _GENERATE)):
+    (tasks / f"{name}.yaml").write_text(text % {"path": docs}, "utf-8")
+  command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", "sluice_choice,sluice_generate"]
+  command += ["--include_path", str(tasks), "--output_path", str(folder / "lm_eval")]
+  command += ["--model_args", f"model={model},base_url={url}/v1/completions,tokenizer_backend=remote,num_concurrent=4"]
+  run(command, folder, "lm_eval")
+  found = sorted((folder / "lm_eval").rglob("results_*.json"))
+  if not found:
+    raise Failed("wrote no results")
+  results = json.loads(found[-1].read_text("utf-8"))["results"]
+  return f"acc {results['sluice_choice']['acc,none']:g}, exact {results['sluice_generate']['exact_match,none']:g}"
+
+
+def inference_perf(url: str, model: str, python: str, folder: pathlib.Path) -> str:
+  """A few seconds of completions, then of chats, streamed; every request must succeed."""
+  said = []
+  for api in ("completion", "chat"):
+    reports = folder / f"inference_perf_{api}"
+    spread = {"min": 8, "max": 32, "mean": 16, "std_dev": 4, "total_count": 40}
+    config = {
+      "api": {"type": api, "streaming": True},
+      "data": {"type": "random" if api == "completion" else "synthetic"}
+      | {f"{way}put_distribution": spread for way in ("in", "out")},
+      "load": {"type": "constant", "interval": 0.5, "num_workers": 1, "stages": [{"rate": 8, "duration": 4}]},
+      "server": {"type": "vllm", "model_name": model, "base_url": url, "ignore_eos": True},
+      "tokenizer": {"pretrained_model_name_or_path": str(_DEMO)},
+      "storage": {"local_storage": {"path": str(reports)}},
+    }
+    path = folder / f"inference_perf_{api}.json"  # JSON is YAML
+    path.write_text(json.dumps(config), "utf-8")
+    program = str(pathlib.Path(python).parent / "inference-perf")
+    run([program, "--config_file", str(path)], folder, f"inference_perf_{api}")
+    found = sorted(reports.rglob("*summary*.json"))
+    if not found:
+      raise Failed(f"{api}: wrote no summary into {reports}")
+    summary = json.loads(found[-1].read_text("utf-8"))
+    done, failed = summary["successes"]["count"], summary["failures"]["count"]
+    if failed or not done:
+      raise Failed(f"{api}: {done} requests succeeded and {failed} failed; see {reports}")
+    said.append(f"{done} {api}s")
+  return ", ".join(said)
+
+
+CLIENTS: dict[str, Callable[[str, str, str, pathlib.Path], str]] = {
+  "openai": openai,
+  "langchain": langchain,
+  "lm-eval": lm_eval,
+  "inference-perf": inference_perf,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command line; returns the exit code."""
+  parser = CommandParser("tools.check_clients", __doc__)
+  parser.add_argument("--python", default=str(ROOT / ".venv-clients" / "bin" / "python"), help="of the clients")
+  parser.add_argument("--only", default=",".join(CLIENTS), help="which, with commas between")
+  args = parser.parse_args(argv)
+  chosen = args.only.split(",")
+  if unknown := set(chosen) - CLIENTS.keys():
+    parser.error(f"--only: {', '.join(sorted(unknown))} is not one of {', '.join(CLIENTS)}")
+  if not pathlib.Path(args.python).exists() and chosen != ["openai"]:
+    parser.error(f"--python={args.python} does not exist; make clients sets it up")
+  folder = pathlib.Path(tempfile.mkdtemp(prefix="sluice-clients-"))
+  port_file = folder / "http_port"
+  flags = [f"--model={_DEMO}", "--http_port=0", f"--http_port_file={port_file}", "--strict_requests=false"]
+  failures = 0
+  try:
+    with RunningServer(flags, folder / "server.log"):
+      url = f"http://127.0.0.1:{port_file.read_text('utf-8').strip()}"
+      with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
+        model = json.load(answer)["data"][0]["id"]
+      for name in chosen:
+        started = time.monotonic()
+        try:
+          said = CLIENTS[name](url, model, args.python, folder)
+        except Failed as error:
+          failures += 1
+          said = f"FAILED: {error}"
+        print(f"{name:16}{time.monotonic() - started:6.1f} s  {said}", flush=True)
+  except EngineError as error:
+    print(f"tools.check_clients: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+  print(f"logs: {folder}")
+  return int(failures > 0)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
