@@ -170,7 +170,8 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
     result[name] = compare(name, real[name], figures, args, timed)
   costs = [json.loads(pathlib.Path(table).read_text("utf-8")) for table in tables]
   for table in costs:
-    table.pop("points", None)
+    for long in ("points", "spread", "launch_spread"):
+      table.pop(long, None)
   return {"loads": result, "costs": costs, "over_grpc": args.over_grpc, "machine": machine()}
 
 
