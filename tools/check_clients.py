@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 import urllib.request
 
 from engine.errors import EngineError
@@ -128,10 +129,19 @@ def inference_perf(url: str, model: str, python: str, folder: pathlib.Path) -> s
   for api in ("completion", "chat"):
     reports = folder / f"inference_perf_{api}"
     spread = {"min": 8, "max": 32, "mean": 16, "std_dev": 4, "total_count": 40}
+    data: dict[str, Any] = {"type": "random"} | {f"{way}put_distribution": spread for way in ("in", "out")}
+    if api == "chat":  # whose only source of texts without a download is this one
+      shared = {
+        "num_groups": 4,
+        "num_prompts_per_group": 10,
+        "system_prompt_len": 16,
+        "question_len": 8,
+        "output_len": 16,
+      }
+      data = {"type": "shared_prefix", "shared_prefix": shared}
     config = {
       "api": {"type": api, "streaming": True},
-      "data": {"type": "random" if api == "completion" else "synthetic"}
-      | {f"{way}put_distribution": spread for way in ("in", "out")},
+      "data": data,
       "load": {"type": "constant", "interval": 0.5, "num_workers": 1, "stages": [{"rate": 8, "duration": 4}]},
       "server": {"type": "vllm", "model_name": model, "base_url": url, "ignore_eos": True},
       "tokenizer": {"pretrained_model_name_or_path": str(_DEMO)},
