@@ -31,6 +31,7 @@ class FakeBuilt:
   attention: str = "fake"
   matmul: str = "fake"
   fallbacks: tuple[str, ...] = ()
+  deterministic: str = ""
   load_s: float = 0.0
   warmup_s: float = 0.0
 

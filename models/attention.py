@@ -38,6 +38,7 @@ def paged_attend(attention: PagedAttention) -> Callable:
       return attention.attend(qkv, cos, sin, cache, meta.ragged, meta.slot_mapping)
     q, k, v = rotate(qkv, cos, sin)
     cache = api.write_kv(cache, k, v, meta.slot_mapping, attention.implementation)
+    invariant = {"invariant": True} if attention.geometry.invariant else {}
     out = api.ragged_paged_attention(
       q,
       cache,
@@ -46,6 +47,7 @@ def paged_attend(attention: PagedAttention) -> Callable:
       sliding_window=attention.geometry.sliding_window,
       soft_cap=attention.soft_cap,
       name=attention.implementation,
+      **invariant,
     )
     return out, cache
 

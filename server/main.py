@@ -244,6 +244,8 @@ async def _serve() -> int:
   )
   for reason in built.fallbacks:
     _say(f"note: {reason}; slower than it could be")
+  if built.deterministic:
+    _say(built.deterministic)
   _say(f"ready on {address}")
   code = await stopped
   if tracer is not None:

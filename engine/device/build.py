@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from engine.admission import AdmissionControl
 from engine.batching import make_batching
 from engine.config import EngineConfig
-from engine.device import compile_cache, kv_cache
+from engine.device import compile_cache, deterministic, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.programs import ProgramSpec, compile_step
 from engine.device.runner import ModelRunner, Progress
@@ -56,6 +56,7 @@ class BuildOptions:
     prefill_devices: with batching disaggregated, how many of them do prefill; 0 is half of them.
     compile_cache_dir: where compiled programs are kept between starts; "" keeps none.
     num_token_ids: ids that the tokenizer makes; a model of fewer is refused. 0: there is no tokenizer.
+    deterministic: the same request has the same bits in any company (engine/device/deterministic.py).
   """
 
   model_dir: str
@@ -91,6 +92,7 @@ class BuildOptions:
   prefill_devices: int = 0
   compile_cache_dir: str = ""
   num_token_ids: int = 0
+  deterministic: bool = False
 
   def __post_init__(self):
     if self.dtype not in _DTYPES:
@@ -148,6 +150,7 @@ class Built:
     attention: name of the paged attention in use.
     matmul: "xla" or "packed".
     fallbacks: why one of them is not the platform's best, a line each.
+    deterministic: what that costs, a line; "" where it was not asked for.
     model: numbers of the decoder.
     model_name: as the checkpoint calls it.
     config: the engine's settings.
@@ -166,6 +169,7 @@ class Built:
   tokenizer_dir: str | None
   load_s: float
   warmup_s: float
+  deterministic: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +183,7 @@ class _Side:
   matmul: str
   fallbacks: tuple[str, ...]
   load_s: float
+  trial: dict[int, bytes]
 
 
 def build(
@@ -202,6 +207,9 @@ def build(
   """
   cache_reason = compile_cache.use(options.compile_cache_dir) if options.compile_cache_dir else ""
   devices = _devices(options.num_devices)
+  if options.deterministic:
+    num_prefill = (options.prefill_devices or len(devices) // 2) if options.batching == "disaggregated" else 0
+    deterministic.check(devices, _attention_candidates(options.attention, devices[0].platform), num_prefill)
   started = time.perf_counter()
   if options.batching == "disaggregated":
     num_prefill = options.prefill_devices or len(devices) // 2
@@ -212,6 +220,11 @@ def build(
       )
     first = _build_side(options, devices[:num_prefill], progress)
     side = _build_side(options, devices[num_prefill:], progress)
+    if first.trial != side.trial:
+      raise ConfigError(
+        "deterministic: a trial prompt has other bits on the devices for prefill than on those for decode; serve "
+        "without --batching=disaggregated or without --deterministic"
+      )
     first.runner.connect(side.runner)
     sides = (first.scheduler, first.runner), (side.scheduler, side.runner)
     engine = DisaggregatedEngine(*sides, clock, emit, engine_class)
@@ -236,6 +249,7 @@ def build(
     tokenizer_dir=side.loaded.tokenizer_dir,
     load_s=load_s,
     warmup_s=time.perf_counter() - started - load_s,
+    deterministic=deterministic.cost(side.scheduler.ladder) if options.deterministic else "",
   )
 
 
@@ -261,6 +275,9 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
   attention, attention_reason = api.choose(
     candidates, lambda name: api.check_supported(name, _geometry(model, options.block_size, name), dtype)
   )
+  if options.deterministic:
+    budgets = deterministic.ladder_of(options.token_budgets, options.max_num_seqs, device.platform, attention, matmul)
+    options = dataclasses.replace(options, token_budgets=budgets, prefill_chunk=min(options.prefill_chunk, budgets[-1]))
   block_size = options.block_size or api.preferred_block_size(attention)
   max_model_len = options.max_model_len or model.max_position
   if max_model_len > model.max_position:
@@ -286,6 +303,7 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
       num_eos=len(loaded.eos_token_ids),
       attention=attention,
       device_kind=device.device_kind,
+      deterministic=options.deterministic,
     )
 
   _check_attention(spec(table_width), ladder, dtype)
@@ -293,8 +311,9 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
   config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, loaded.eos_token_ids)
   runner = ModelRunner(spec(num_blocks), tuple(leaves), ladder, config.eos_token_ids, progress)
   runner.warm_up(progress)
+  trial = deterministic.try_out(runner, config, ladder) if options.deterministic else {}
   fallbacks = tuple(reason for reason in (attention_reason, matmul_reason) if reason)
-  return _Side(Scheduler(config), runner, loaded, attention, matmul, fallbacks, load_s)
+  return _Side(Scheduler(config), runner, loaded, attention, matmul, fallbacks, load_s, trial)
 
 
 def _devices(count: int) -> list[Any]:

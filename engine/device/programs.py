@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.device import kv_cache, sampler
 from engine.device import mesh as mesh_lib
-from engine.device.model_input import Flag, StepLayout, unpack
+from engine.device.model_input import Flag, SamplingRows, StepLayout, unpack
 from engine.device.sampler import SlotState
 from engine.shapes import StepShape
 from models.attention import AttentionMeta, paged_attend
@@ -28,6 +28,14 @@ from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.plan import Geometry
 
 MASK_LINES = 8  # of one call of `write_masks`
+# Options of XLA:GPU that leave a matmul one way to be done; where its sum is split, the shape alone says how.
+_ONE_MATMUL: dict[str, bool | int | str] = {
+  "xla_gpu_cublas_fallback": False,
+  "xla_gpu_override_gemm_autotuner": (
+    "block_m: 64 block_n: 128 block_k: 64 split_k: 1 num_stages: 4 num_warps: 4 num_ctas: 1"
+  ),
+  "xla_allow_excess_precision": False,
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,6 +51,7 @@ class ProgramSpec:
     block_size, table_width, num_slots, num_eos: as in StepLayout.
     attention: name of the implementation (pallas_kernels.paged_attention.api), whose layout `kv` has.
     device_kind: as JAX calls the devices; decides tuned settings of kernels.
+    deterministic: every sum of a row is made in an order that nothing but the row decides (see `deterministic.py`).
   """
 
   mesh: Mesh
@@ -57,6 +66,7 @@ class ProgramSpec:
   num_eos: int
   attention: str = "reference"
   device_kind: str = ""
+  deterministic: bool = False
 
   def attention_of(self, shape: StepShape) -> PagedAttention:
     """The attention of a rung, as one device runs it: on several, each has its own heads."""
@@ -70,6 +80,7 @@ class ProgramSpec:
       num_kv_heads=model.num_kv_heads // devices,
       head_dim=model.head_dim,
       sliding_window=model.sliding_window,
+      invariant=self.deterministic,
     )
     return PagedAttention(self.attention, geometry, scale=model.head_dim**-0.5, device_kind=self.device_kind)
 
@@ -110,6 +121,18 @@ def _attend(spec: ProgramSpec, attention: PagedAttention):
   )
 
 
+def _with_all_rows(logits: jax.Array, rows: SamplingRows, num_slots: int) -> tuple[jax.Array, SamplingRows]:
+  """Adds rows of padding, one for each slot without: XLA adds up rows in an order that the shape decides."""
+  missing = num_slots - logits.shape[0]
+
+  def padded(x: jax.Array, value: int = 0) -> jax.Array:
+    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value)
+
+  slots, targets = padded(rows.slots, num_slots), padded(rows.targets, -1)
+  rows = dataclasses.replace(jax.tree.map(padded, rows), slots=slots, targets=targets)
+  return lax.optimization_barrier(padded(logits)), rows
+
+
 def step(
   spec: ProgramSpec,
   layout: StepLayout,
@@ -146,16 +169,21 @@ def step(
   # In two steps: asked for whole logits at once, XLA would rather gather the head than what comes out of it.
   logits = lax.with_sharding_constraint(logits, NamedSharding(spec.mesh, PartitionSpec(None, mesh_lib.AXIS)))
   logits = lax.with_sharding_constraint(logits, mesh_lib.replicated(spec.mesh))
+  if spec.deterministic:
+    logits, rows = _with_all_rows(logits, rows, spec.num_slots)
   with jax.named_scope("sample"):
     sampled = sampler.sample(logits, rows, slot_state)
     slot_state = sampler.remember(slot_state, rows, sampled.tokens)
   slots = jnp.where(rows.has(Flag.SAMPLE), rows.slots, layout.num_slots)
+  if spec.deterministic:
+    sampled = lax.optimization_barrier(sampled)  # else XLA would sample only the rows that are returned
   last_tokens = last_tokens.at[slots].set(sampled.tokens)
   output = jnp.stack(
     [sampled.tokens, sampled.bad.astype(jnp.int32), lax.bitcast_convert_type(sampled.logprobs, jnp.int32)]
   )
   top = jnp.stack([sampled.top_ids, lax.bitcast_convert_type(sampled.top_logprobs, jnp.int32)])
-  return kv, last_tokens, slot_state, (output, top)
+  num_rows = layout.shape.rows
+  return kv, last_tokens, slot_state, (output[:, :num_rows], top[:, :num_rows])
 
 
 def write_line(table: jax.Array, packed: jax.Array) -> jax.Array:
@@ -200,19 +228,21 @@ def _shardings(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-def _compiler_options(mesh: Mesh) -> dict[str, bool | int | str] | None:
+def _compiler_options(mesh: Mesh, deterministic: bool = False) -> dict[str, bool | int | str] | None:
   """What a step is compiled with, by platform.
 
   CPU: LLVM at -O1: a fifth less time to compile, and steps as fast as at -O3 (matmuls are a library's).
   GPU: loops inside command buffers, since the sampler's would cut a step into four; and matmuls by cuBLASLt, which
   takes the residual add along: 11 launches a layer at Llama-3-8B shapes, 14 with XLA's own (`make check-device`).
+  Deterministic, they are XLA's own, all with one tile and no split of a sum, which nothing times and chooses anew.
   """
   match mesh.devices.flat[0].platform:
     case "cpu":
       return {"xla_backend_optimization_level": 1}
     case "gpu" | "cuda":
       buffers = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
-      return {"xla_gpu_enable_command_buffer": buffers, "xla_gpu_enable_triton_gemm": False}
+      options = {"xla_gpu_enable_command_buffer": buffers, "xla_gpu_enable_triton_gemm": deterministic}
+      return options | _ONE_MATMUL if deterministic else options
   return None
 
 
@@ -227,7 +257,7 @@ def compile_step(spec: ProgramSpec, shape: StepShape) -> jax.stages.Compiled:
   )
   return program.lower(
     spec.params, spec.kv, spec.last_tokens, spec.slot_state, spec.whole((layout.size,), jnp.int32)
-  ).compile(_compiler_options(spec.mesh))
+  ).compile(_compiler_options(spec.mesh, spec.deterministic))
 
 
 def compile_write_line(spec: ProgramSpec, table: Any) -> jax.stages.Compiled:

@@ -26,6 +26,10 @@ from pallas_kernels.paged_attention.plan import Geometry, Plan
 
 # By name; imported when first used, since a GPU's needs what a TPU's machine may lack.
 IMPLEMENTATIONS = ("reference", "cpu", "gpu", "tpu")
+# Where a query goes through the same sums alone in its row or in a chunk, if `Geometry.invariant` asks for it; and
+# where they are the same in a step of any shape besides.
+WITHIN_A_SHAPE = ("reference", "cpu", "gpu")
+ACROSS_SHAPES = ("cpu",)
 # Best first. A CPU's second is as whole as its first, only slower: so there, and there alone, "auto" may take it.
 _OF_PLATFORM = {"cpu": ("cpu", "reference"), "gpu": ("gpu",), "cuda": ("gpu",), "tpu": ("tpu",)}
 

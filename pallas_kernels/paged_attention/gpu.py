@@ -79,6 +79,8 @@ def _attend_packed(
     raise ValueError(f"paged attention: sliding_window={sliding_window}, the plan's is {plan.geometry.sliding_window}")
   static |= {"plan": plan, "sliding_window": sliding_window}
   out = prefill(q, kv, block_tables, kv_lens, query_starts, work, **static)
+  if not plan.decode_queries:
+    return out
   return decode(q, kv, block_tables, kv_lens, query_starts, work, out, **static)
 
 

@@ -47,6 +47,7 @@ class Geometry:
     block_size: tokens a block of KV.
     num_heads, num_kv_heads, head_dim: N, K, H, on this device.
     sliding_window: as in api.ragged_paged_attention.
+    invariant: a query must go through the same sums whether it is alone in its row or one of many.
   """
 
   tokens: int
@@ -57,6 +58,7 @@ class Geometry:
   num_kv_heads: int
   head_dim: int
   sliding_window: int | None = None
+  invariant: bool = False
 
   @property
   def group(self) -> int:
@@ -78,7 +80,7 @@ class Plan:
   Attributes:
     geometry: of the rung.
     split_blocks: blocks a split.
-    decode_queries: rows of 1 to this many queries are decoded; those of more are prefilled.
+    decode_queries: rows of 1 to this many queries are decoded; those of more are prefilled. 0: all are.
   """
 
   geometry: Geometry
@@ -86,10 +88,10 @@ class Plan:
   decode_queries: int = 4
 
   def __post_init__(self):
-    if self.split_blocks < 1 or not 1 <= self.decode_queries <= _DECODE_ROWS // self.geometry.group:
+    if self.split_blocks < 1 or not 0 <= self.decode_queries <= _DECODE_ROWS // self.geometry.group:
       raise ValueError(
         f"split_blocks={self.split_blocks} must be at least 1, and decode_queries={self.decode_queries} within "
-        f"1..{_DECODE_ROWS // self.geometry.group} for groups of {self.geometry.group} heads"
+        f"0..{_DECODE_ROWS // self.geometry.group} for groups of {self.geometry.group} heads"
       )
 
   @property
@@ -198,4 +200,6 @@ def make_plan(geometry: Geometry, split_tokens: int) -> Plan:
     geometry.rows * -(-geometry.table_width // split_blocks) > _MOST_DECODE_ITEMS
   ):
     split_blocks *= 2
-  return Plan(geometry, split_blocks, min(_DECODE_QUERIES, _DECODE_ROWS // geometry.group))
+  # The two kernels add in different orders, so where that matters one of them takes all rows.
+  decode_queries = 0 if geometry.invariant else min(_DECODE_QUERIES, _DECODE_ROWS // geometry.group)
+  return Plan(geometry, split_blocks, decode_queries)

@@ -130,8 +130,13 @@ def ragged_paged_attention(
   scale: float,
   sliding_window: int | None,
   soft_cap: float | None,
+  invariant: bool = False,
 ) -> jax.Array:
-  """See api.ragged_paged_attention."""
+  """See api.ragged_paged_attention.
+
+  Args:
+    invariant: as in Geometry: every query is a tile of its own, a prompt's too.
+  """
   num_tokens, num_heads, head_dim = q.shape
   num_rows, table_width = block_tables.shape
   heads, page = num_kv_heads(kv), kv.shape[3]
@@ -200,6 +205,8 @@ def ragged_paged_attention(
 
     return lax.fori_loop(0, (ends[-1] + (group - 1)) // group, run_group, out)
 
+  if invariant:
+    return attend(jnp.zeros_like(grouped), counts, num_tokens, 1, min(_DECODE_GROUP, num_tokens)).reshape(q.shape)
   decodes = (counts == 1).astype(jnp.int32)
   out = attend(jnp.zeros_like(grouped), decodes, num_rows, 1, min(_DECODE_GROUP, num_rows))
   tile = min(_PREFILL_TILE, num_tokens)

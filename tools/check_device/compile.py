@@ -68,6 +68,7 @@ def main() -> None:
   parser.add_argument("--model", required=True)
   parser.add_argument("--attention", required=True)
   parser.add_argument("--token_budgets", required=True)
+  parser.add_argument("--deterministic", action="store_true")
   parser.add_argument("--out", required=True, type=pathlib.Path)
   args = parser.parse_args()
   target, case = targets.TARGETS[args.target], programs.case(args.model)
@@ -76,7 +77,9 @@ def main() -> None:
   few = min(2, layers // 2)
   budgets = tuple(int(budget) for budget in args.token_budgets.split(","))
   ladder = ShapeLadder(budgets, min(case.max_num_seqs, budgets[-1]))
-  deep, shallow = (programs.make_spec(case, devices, args.attention, count) for count in (layers, few))
+  deep, shallow = (
+    programs.make_spec(case, devices, args.attention, count, args.deterministic) for count in (layers, few)
+  )
   with (args.out / "facts.jsonl").open("w") as out, targets.tracing_for(target, devices[0]):
     for shape in ladder.rungs():
       ctypes.CDLL(None).fflush(None)  # ptxas's words go through C's own buffer

@@ -73,7 +73,9 @@ def case(name: str) -> Case:
   raise ValueError(f"model {name!r} is not one of tiny, demo, llama3-8b")
 
 
-def make_spec(case: Case, devices: list[Any], attention: str, num_layers: int) -> ProgramSpec:
+def make_spec(
+  case: Case, devices: list[Any], attention: str, num_layers: int, deterministic: bool = False
+) -> ProgramSpec:
   """What engine.device.build makes of a checkpoint, with no checkpoint.
 
   Args:
@@ -81,6 +83,7 @@ def make_spec(case: Case, devices: list[Any], attention: str, num_layers: int) -
     devices: to compile for.
     attention: name of the implementation.
     num_layers: instead of the model's own.
+    deterministic: as in ProgramSpec.
   """
   model = dataclasses.replace(case.model, num_layers=num_layers)
   mesh = mesh_lib.make_mesh(devices)
@@ -104,6 +107,7 @@ def make_spec(case: Case, devices: list[Any], attention: str, num_layers: int) -
     num_eos=1,
     attention=attention,
     device_kind=devices[0].device_kind,
+    deterministic=deterministic,
   )
 
 
