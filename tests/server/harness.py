@@ -43,6 +43,14 @@ CHAT_TEMPLATE = (
 )
 
 
+METHODS = [  # of sluice.v1
+  f"/{service.full_name}/{method.name}"
+  for service in pb.DESCRIPTOR.services_by_name.values()
+  for method in service.methods
+]
+REFLECTION = [f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in ("v1", "v1alpha")]
+
+
 def write_tokenizer(folder: pathlib.Path) -> None:
   """A byte-level BPE of a few hundred entries with a chat template, made in milliseconds."""
   tokenizer = tokenizers.Tokenizer(models.BPE())
