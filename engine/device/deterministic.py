@@ -74,13 +74,13 @@ def ladder_of(
 
 def cost(ladder: ShapeLadder) -> str:
   """What the mode costs in shapes, as one line for whoever starts the server."""
-  shapes = ladder.rungs()
-  if len(shapes) > 1:
+  shape, *larger = ladder.rungs()
+  if larger:
     return (
-      f"deterministic: each kernel's sums depend on their row alone, so the {len(shapes)} step sizes stay; only the "
-      f"sampler is padded, to {ladder.max_num_seqs} rows in every step"
+      f"deterministic: each kernel's sums depend on their row alone, so the {len(larger) + 1} step sizes stay; only "
+      f"the sampler is padded, to {ladder.max_num_seqs} rows in every step"
     )
-  tokens, rows = shapes[0].tokens, shapes[0].rows
+  tokens, rows = shape.tokens, shape.rows
   return (
     f"deterministic: every step is padded to {tokens} tokens and {rows} rows, a decode of one row too; prompts go in "
     f"chunks of at most {tokens}; a single --token_budgets of at least --max_num_seqs chooses another size"

@@ -37,8 +37,9 @@ SUBJECTS = {
 # Attention, matmul, family (with a norm of queries and keys, or a window) and dtype.
 KERNELS = [
   ("reference", "xla", "qwen3", "float32"),
-  ("reference", "xla", "mistral", "bfloat16"),
-  *([("cpu", "packed", "qwen3", "float32"), ("cpu", "xla", "llama3", "float32")] if NATIVE else []),
+  pytest.param("reference", "xla", "mistral", "bfloat16", marks=pytest.mark.long),
+  *([("cpu", "packed", "qwen3", "float32")] if NATIVE else []),
+  *([pytest.param("cpu", "xla", "llama3", "float32", marks=pytest.mark.long)] if NATIVE else []),
 ]
 
 
@@ -134,7 +135,7 @@ def schedules(found: Built) -> list[dict]:
     {"others": 9, "batching": "static"},
     {"others": 5, "batching": "continuous", "seed": 3},
   ]
-  for seed in range(4, 10):
+  for seed in range(4, 8):
     ways.append(
       {
         "others": rng.randrange(14),
