@@ -15,21 +15,9 @@ from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from tests.engine.test_engine import Front, make
-from tests.fakes import FakeRunner, VirtualClock, oracle
+from tests.fakes import FakeRunner, VirtualClock, oracle, small_config
 
-CONFIG = EngineConfig(
-  vocab_size=50,
-  max_model_len=64,
-  num_blocks=40,
-  block_size=4,
-  token_budgets=(4, 8, 16),
-  max_num_seqs=4,
-  prefill_chunk=8,
-  max_queued_requests=64,
-  queue_timeout_s=0.0,
-  request_timeout_s=0.0,
-  eos_token_ids=(1,),
-)
+CONFIG = small_config(max_queued_requests=64, queue_timeout_s=0.0, request_timeout_s=0.0, eos_token_ids=(1,))
 
 
 class Pair:
