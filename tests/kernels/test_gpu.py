@@ -187,3 +187,36 @@ def test_what_is_not_supported_is_named(change: dict, dtype: str, words: str) ->
   spec = dataclasses.replace(ArgSpec("", (), 8, 8), **change)
   with pytest.raises(NotImplementedError, match=words):
     api.check_supported("gpu", spec.geometry, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_a_query_has_the_same_bits_in_a_chunk_and_alone(window: int | None) -> None:
+  """Where `Geometry.invariant` asks for it: five queries as one row, and each as a row of its own."""
+  spec = ArgSpec("chunk", ((5, 150),), 8, 5, 16, 10, 6, 2, 64, sliding_window=window, dtype="bfloat16")
+  arguments = arg_specs.make(spec)
+  kv = conformance.filled(INTERPRETED, spec, arguments)
+  plan = gpu.make_plan(dataclasses.replace(spec.geometry, invariant=True), "")
+  tables = jnp.asarray(np.broadcast_to(arguments.block_tables[0], arguments.block_tables.shape))
+
+  def call(kv_lens: list[int], query_starts: list[int]) -> np.ndarray:
+    lens, starts = np.array(kv_lens, np.int32), np.array(query_starts, np.int32)
+    packed = plan.make(starts, lens)
+    assert plan.split(packed)["counts"][0] == 0, "nothing for the decode kernel"
+    out = INTERPRETED.ragged_paged_attention(
+      jnp.asarray(arguments.q, jnp.bfloat16),
+      kv,
+      tables,
+      jnp.asarray(lens),
+      jnp.asarray(starts),
+      work=plan.split(jnp.asarray(packed)),
+      plan=plan,
+      scale=spec.scale,
+      sliding_window=window,
+      soft_cap=None,
+      device_kind="",
+    )
+    return conformance.f32(out)
+
+  chunk = call([150, 0, 0, 0, 0], [0, 5, 5, 5, 5, 5])
+  np.testing.assert_array_equal(chunk, call([146, 147, 148, 149, 150], [0, 1, 2, 3, 4, 5]))
+  np.testing.assert_allclose(chunk, conformance.oracle(spec, arguments), rtol=2.0**-8, atol=ATOL)
