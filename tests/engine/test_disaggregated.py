@@ -42,6 +42,18 @@ class Pair:
       assert scheduler.pool.num_used == scheduler.num_running == scheduler.num_waiting == 0
 
 
+def test_an_idle_loop_that_is_woken_sees_that_it_shall_stop(monkeypatch):
+  monkeypatch.setattr("engine.engine.IDLE_WAIT_S", 1000.0)
+  for engine in (Pair().engine, Pair().engine.decode):
+    stop = threading.Event()
+    loop = threading.Thread(target=engine.run, args=(stop,), daemon=True)
+    loop.start()
+    stop.set()
+    engine.wake()
+    loop.join(60)
+    assert not loop.is_alive()
+
+
 @pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
 @pytest.mark.parametrize("seed", range(6))
 def test_tokens_and_endings_are_those_of_one_request_at_a_time(seed: int, engine_class):
