@@ -20,6 +20,7 @@ from engine.device import compile_cache, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.bundle import Bundle, made_for
 from engine.device.executables import Program
+from engine.device.fit import check_fits
 from engine.device.programs import ProgramSpec, compile_step
 from engine.device.runner import ModelRunner, Progress
 from engine.device.weights import LoadedModel, load_checkpoint
@@ -270,24 +271,23 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   started = time.perf_counter()
   progress("load", 0, 1)
   matmul, matmul_reason = _choose_matmul(options.matmul, mesh, dtype)
+
+  def before(model: ModelConfig, params: dict[str, jax.ShapeDtypeStruct]) -> None:
+    attention, _, block_size, max_model_len = _choose_attention(options, candidates, model, dtype)
+    blocks = options.num_blocks or -(-max_model_len // block_size)
+    block_bytes = kv_cache.bytes_per_block(model, block_size, dtype, attention)
+    kv_bytes = options.kv_cache_mb * 2**20 or (blocks + 1) * block_bytes
+    check_fits(options.model_dir, mesh, params, kv_bytes, _kv_setting(options, max_model_len))
+
   loaded = load_checkpoint(
-    options.model_dir, mesh, dtype, matmul == "packed", options.random_weights, options.num_token_ids
+    options.model_dir, mesh, dtype, matmul == "packed", options.random_weights, options.num_token_ids, before
   )
   jax.block_until_ready(loaded.params)
   progress("load", 1, 1)
   load_s = time.perf_counter() - started
 
   model = loaded.config
-  attention, attention_reason = api.choose(
-    candidates, lambda name: api.check_supported(name, _geometry(model, options.block_size, name), dtype)
-  )
-  block_size = options.block_size or api.preferred_block_size(attention)
-  max_model_len = options.max_model_len or model.max_position
-  if max_model_len > model.max_position:
-    raise ConfigError(
-      f"max_model_len={max_model_len} exceeds the {model.max_position} positions of {loaded.name}; "
-      "lower --max_model_len, or leave it at 0"
-    )
+  attention, attention_reason, block_size, max_model_len = _choose_attention(options, candidates, model, dtype)
   ladder = ShapeLadder(options.token_budgets, options.max_num_seqs)
   table_width = -(-max_model_len // block_size)
   leaves, tree = jax.tree.flatten(loaded.params)
@@ -336,6 +336,29 @@ def _attention_candidates(requested: str, platform: str) -> tuple[str, ...]:
     return api.candidates(requested, platform)
   except NotImplementedError as error:
     raise ConfigError(str(error)) from error
+
+
+def _choose_attention(
+  options: BuildOptions, candidates: tuple[str, ...], model: ModelConfig, dtype: jnp.dtype
+) -> tuple[str, str, int, int]:
+  """The implementation, why it is not the best one ("" if it is), tokens a block, and the longest sequence."""
+  attention, reason = api.choose(
+    candidates, lambda name: api.check_supported(name, _geometry(model, options.block_size, name), dtype)
+  )
+  max_model_len = options.max_model_len or model.max_position
+  if max_model_len > model.max_position:
+    raise ConfigError(
+      f"max_model_len={max_model_len} exceeds the {model.max_position} positions of {options.model_dir}; "
+      "lower --max_model_len, or leave it at 0"
+    )
+  return attention, reason, options.block_size or api.preferred_block_size(attention), max_model_len
+
+
+def _kv_setting(options: BuildOptions, max_model_len: int) -> str:
+  """What decides on the smallest pool."""
+  if options.kv_cache_mb:
+    return f"--kv_cache_mb={options.kv_cache_mb}"
+  return f"--num_blocks={options.num_blocks}" if options.num_blocks else f"one sequence of {max_model_len} tokens"
 
 
 def _choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, str]:
