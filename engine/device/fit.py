@@ -27,7 +27,7 @@ def check_fits(name: str, mesh: Mesh, params: dict[str, Any], kv_bytes: int, kv_
     ConfigError: says what is needed, what is free, and what is missing, of the device that has least.
   """
   weights = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in params.values())
-  free, where = kv_cache.free_bytes(mesh, 0, reserve_share=0), "on each device"
+  free, where = kv_cache.free_bytes(mesh, 0), "on each device"
   if free is None:
     free, where = host_free_bytes(), "of this machine's memory for each device"
   if free is None:

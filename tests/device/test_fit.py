@@ -27,7 +27,7 @@ def nothing_is_read(monkeypatch):
 
 
 def test_it_is_said_by_how_much(monkeypatch, nothing_is_read):
-  monkeypatch.setattr(kv_cache, "free_bytes", lambda mesh, step_bytes, reserve_share: 8 * 2**30)
+  monkeypatch.setattr(kv_cache, "free_bytes", lambda mesh, step_bytes: 8 * 2**30)
   with pytest.raises(ConfigError) as refused:
     loaded(str(SHAPES / "llama3-8b"), random_weights=True, dtype="bfloat16", max_model_len=8192, attention="reference")
   # 8,030,261,248 parameters of 2 bytes; 512 blocks and the padding block, 16 tokens, 32 layers, K and V of 8 x 128.
