@@ -6,6 +6,7 @@ what serves on other platforms, on several devices, and where there is no compil
 
 import functools
 import math
+import mmap
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from pallas_kernels import native
 
 COLUMNS = 32  # kColumns
 _MATMUL = "sluice_packed_matmul"  # name of the custom call
+_HUGE_PAGE = 2**21
 
 
 def check_supported(dtype: jnp.dtype) -> None:
@@ -39,11 +41,29 @@ def packed_shape(inputs: int, outputs: int) -> tuple[int, int, int]:
   return (-(-outputs // COLUMNS), inputs, COLUMNS)
 
 
+def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+  """On huge pages where the system gives them: a step of one row then reads a fifth faster.
+
+  Aligned, so that jax.device_put takes the memory as it is, with no copy to pages of another kind.
+  """
+  count = math.prod(shape)
+  whole_pages = count * dtype.itemsize // _HUGE_PAGE * _HUGE_PAGE
+  if not whole_pages or not hasattr(mmap, "MADV_HUGEPAGE"):
+    return np.zeros(shape, dtype)
+  memory = mmap.mmap(-1, count * dtype.itemsize + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+  begin = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE
+  try:
+    memory.madvise(mmap.MADV_HUGEPAGE, begin, whole_pages)  # not the last, which may be next to empty
+  except OSError:
+    pass  # a kernel without them
+  return np.frombuffer(memory, dtype, count, begin).reshape(shape)
+
+
 def pack(weight: np.ndarray) -> np.ndarray:
   """[D, ...] -> [ceil(N / 32), D, 32], where N is the product of what follows D; the last columns may be padding."""
   inputs, outputs = weight.shape[0], math.prod(weight.shape[1:])
   blocks, _, columns = packed_shape(inputs, outputs)
-  packed = np.zeros((blocks, inputs, columns), weight.dtype)
+  packed = _zeros((blocks, inputs, columns), weight.dtype)
   matrix = weight.reshape(inputs, outputs)
   whole = outputs // columns
   packed[:whole] = matrix[:, : whole * columns].reshape(inputs, whole, columns).transpose(1, 0, 2)

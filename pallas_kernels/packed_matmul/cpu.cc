@@ -127,13 +127,16 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
     });
     rows = to;
   }
-  // Runs of blocks: long enough for the next one to be worth fetching, short enough for threads to end together.
-  const int64_t run = std::clamp<int64_t>(blocks / 16, 1, 16);
-  spread(threads, (blocks + run - 1) / run, worth_it, [=](int64_t piece) {
-    const int64_t stop = std::min(blocks, (piece + 1) * run);
-    for (int64_t block = piece * run; block < stop; ++block) {
-      block_of(rows, M, D, w + block * D * kColumns, block + 1 < blocks, y + block * kColumns, N,
-               std::min<int64_t>(kColumns, N - block * kColumns));
+  // Runs of blocks: long enough for the next one to be worth fetching, short enough for threads to end together. Where
+  // blocks are few, and rows are not, a block is shared by parts of the rows.
+  const int64_t run = std::clamp<int64_t>(blocks / 16, 1, 16), runs = (blocks + run - 1) / run;
+  const int64_t parts = runs < 16 ? std::clamp<int64_t>(M / (2 * kRows), 1, 4) : 1, part = (M + parts - 1) / parts;
+  spread(threads, runs * parts, worth_it, [=](int64_t piece) {
+    const int64_t begin = piece % parts * part, count = std::min(part, M - begin);
+    const int64_t stop = std::min(blocks, (piece / parts + 1) * run);
+    for (int64_t block = piece / parts * run; block < stop; ++block) {
+      block_of(rows + begin * D, count, D, w + block * D * kColumns, block + 1 < blocks, y + begin * N + block * kColumns,
+               N, std::min<int64_t>(kColumns, N - block * kColumns));
     }
   });
   return ffi::Error::Success();
