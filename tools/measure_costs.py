@@ -36,20 +36,9 @@ from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder, StepShape
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.bench_offline import add_build_arguments, build_options
+from tools.fit_costs import calibrated, fit, fit_host, with_launch_spread
 from tools.measure import ROOT, commit, machine
-from tools.step_costs import (
-  Point,
-  RecordedStep,
-  StepCosts,
-  calibrated,
-  fit,
-  fit_host,
-  points_of,
-  read_step_trace,
-  roofline,
-  with_launch_spread,
-  work_of,
-)
+from tools.step_costs import Point, RecordedStep, StepCosts, points_of, read_step_trace, roofline, work_of
 
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _TOKEN = 7

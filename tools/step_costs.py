@@ -1,4 +1,4 @@
-"""What a step takes, as a table with five slopes: made by tools.measure_costs, read by the simulator. Knows no device.
+"""What a step takes, as a table with five slopes: made by tools.fit_costs, read by the simulator. Knows no device.
 
 Standard library only. The time of a step on the device is
 
@@ -11,7 +11,7 @@ Standard library only. The time of a step on the device is
 
 and the host takes a constant, a slope a row, a slope a prefill token, a slope an admission and a constant for a step
 with prompt tokens (decodes that go on are packed once) to plan, pack and dispatch, and a constant and a slope a row to
-take values in. Least squares on RELATIVE errors, slopes not negative: a step of 2 ms matters as much as one of 200.
+take values in.
 
 Steps of equal work do not take equal times. After an idle moment or a step with prompt tokens, caches are cold and
 threads asleep: `cold_s` holds what the next steps take longer for it, until decodes alone have run for 32 steps. What
@@ -25,20 +25,14 @@ import dataclasses
 import json
 import math
 import pathlib
-import statistics
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
 
 FORMAT = "sluice step costs 1"
-_QUANTILES = 100  # of a rung's spread
-_ENOUGH = 30  # steps of a rung for a median of its own
-_ENOUGH_FOR_SPREAD = 300  # and for a spread: of fewer, one that something disturbed would be a 99th percentile
 _IDLE_S = 1e-3  # a device without work for longer was idle
-_WARM_AFTER = 32  # steps
-_OUTLIER = 0.1  # relative error from which a measured step is taken for disturbed
-_REWEIGHTINGS = 12
-_WORK = ("decode_row_s", "decode_key_s", "prefill_token_s", "prefill_key_s", "prefill_pair_s")
+WARM_AFTER = 32  # steps
+WORK_COSTS = ("decode_row_s", "decode_key_s", "prefill_token_s", "prefill_key_s", "prefill_pair_s")
 
 
 class Work(NamedTuple):
@@ -74,7 +68,7 @@ class Point(NamedTuple):
   tokens: int
   work: Work
   seconds: float
-  since_cold: int = _WARM_AFTER
+  since_cold: int = WARM_AFTER
 
 
 class Warmth:
@@ -149,7 +143,7 @@ class StepCosts:
     tokens = [tokens for tokens, _ in self.rung_s]
     if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
       raise ConfigError(f"rung_s names the rungs {tokens}; they must be increasing and at least 1, measure again")
-    values = [seconds for _, seconds in self.rung_s] + [getattr(self, name) for name in _WORK]
+    values = [seconds for _, seconds in self.rung_s] + [getattr(self, name) for name in WORK_COSTS]
     values += dataclasses.astuple(self.host)
     values += (*self.cold_s, *self.launch_spread[0], *self.launch_spread[1])
     values += [factor for _, quantiles in self.spread for factor in quantiles]
@@ -222,7 +216,7 @@ class StepCosts:
 
   def scaled(self, factor: float) -> "StepCosts":
     """The table of a device that takes `factor` times as long; the host stays as it is."""
-    slopes = {name: getattr(self, name) * factor for name in _WORK}
+    slopes = {name: getattr(self, name) * factor for name in WORK_COSTS}
     return dataclasses.replace(self, rung_s=tuple((tokens, s * factor) for tokens, s in self.rung_s), **slopes)
 
   # Files.
@@ -233,7 +227,7 @@ class StepCosts:
       "format": FORMAT,
       **self.about,
       "rung_s": {str(tokens): seconds for tokens, seconds in self.rung_s},
-      **{name: getattr(self, name) for name in _WORK},
+      **{name: getattr(self, name) for name in WORK_COSTS},
       "host": dataclasses.asdict(self.host),
       "cold_s": self.cold_s,
       "spread": {str(tokens): quantiles for tokens, quantiles in self.spread},
@@ -259,7 +253,7 @@ class StepCosts:
     try:
       del value["format"]
       rungs = sorted((int(tokens), float(seconds)) for tokens, seconds in value.pop("rung_s").items())
-      slopes = {name: float(value.pop(name)) for name in _WORK}
+      slopes = {name: float(value.pop(name)) for name in WORK_COSTS}
       host = HostCosts(**{name: float(seconds) for name, seconds in value.pop("host").items()})
       spread = sorted((int(tokens), tuple(map(float, each))) for tokens, each in value.pop("spread", {}).items())
       kv_bytes = int(value.pop("kv_bytes_per_token"))
@@ -277,167 +271,6 @@ class StepCosts:
       )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
       raise ConfigError(f"cost table {path} is damaged ({type(error).__name__}: {error}); {remedy}") from error
-
-
-# --- Fitting ----------------------------------------------------------------------------------------------------------
-
-
-def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-  """The x >= 0 for which value / (row . x) is near 1, not led astray by a few disturbed values.
-
-  Errors are relative to what is modelled, which is found by repetition: relative to what was measured, a value that a
-  busy machine made twice as large would count for less than one half as large, and the result would be too small.
-  Errors above _OUTLIER count by their size rather than its square (Huber's loss, by reweighting). Columns that want to
-  be negative are dropped one by one. Normal equations with columns scaled to length 1, which is precise enough for a
-  dozen columns that are not parallel.
-
-  Args:
-    rows: of equal length, no entry below 0.
-    values: one a row, all above 0.
-  """
-  floor = min(values) / 100
-  modelled, weights = list(values), [1.0] * len(values)
-  solution = [0.0] * len(rows[0])
-  for _ in range(_REWEIGHTINGS):
-    scaled = [[entry / scale for entry in row] for row, scale in zip(rows, modelled, strict=True)]
-    targets = [value / scale for value, scale in zip(values, modelled, strict=True)]
-    solution = _nonnegative(scaled, targets, weights)
-    modelled = [max(math.fsum(a * b for a, b in zip(row, solution, strict=True)), floor) for row in rows]
-    errors = [abs(value / scale - 1) for value, scale in zip(values, modelled, strict=True)]
-    weights = [_OUTLIER / max(error, _OUTLIER) for error in errors]
-  return solution
-
-
-def _nonnegative(rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float]) -> list[float]:
-  """The x >= 0 with a small sum of weight * (row . x - target)^2."""
-  width = len(rows[0])
-  norms = [math.sqrt(math.fsum(row[column] ** 2 for row in rows)) for column in range(width)]
-  active = [column for column in range(width) if norms[column] > 0]
-  result = [0.0] * width
-  while active:
-    lines = [[row[column] / norms[column] for column in active] for row in rows]
-    matrix = []
-    for a in range(len(active)):
-      products = [weight * line[a] for weight, line in zip(weights, lines, strict=True)]
-      matrix.append(
-        [math.fsum(p * line[b] for p, line in zip(products, lines, strict=True)) for b in range(len(active))]
-      )
-      matrix[a][a] += 1e-9  # parallel columns share, rather than divide by zero
-      matrix[a].append(math.fsum(p * target for p, target in zip(products, targets, strict=True)))
-    solution = _solve(matrix)
-    lowest = min(range(len(active)), key=lambda index: solution[index])
-    if solution[lowest] >= 0:
-      for column, entry in zip(active, solution, strict=True):
-        result[column] = entry / norms[column]
-      break
-    del active[lowest]
-  return result
-
-
-def _solve(matrix: list[list[float]]) -> list[float]:
-  """Gauss-Jordan elimination with row exchange on [A | b]; A is regular."""
-  size = len(matrix)
-  for column in range(size):
-    pivot = max(range(column, size), key=lambda row: abs(matrix[row][column]))
-    matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
-    for row in range(size):
-      if row != column:
-        factor = matrix[row][column] / matrix[column][column]
-        matrix[row] = [entry - factor * other for entry, other in zip(matrix[row], matrix[column], strict=True)]
-  return [matrix[row][size] / matrix[row][row] for row in range(size)]
-
-
-def fit(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, float]]:
-  """The device's part of a table from measured steps.
-
-  Returns:
-    `rung_s` and the five slopes, as StepCosts takes them; and the error of the fit: `mean_error` and `worst_error`,
-    shares of the measured time.
-
-  Raises:
-    ConfigError: fewer steps than numbers to find.
-  """
-  rungs = sorted({point.tokens for point in points})
-  if len(points) < len(rungs) + len(_WORK):
-    raise ConfigError(f"{len(points)} steps cannot tell {len(rungs) + len(_WORK)} costs apart; measure more steps")
-  rows = [[float(point.tokens == rung) for rung in rungs] + [float(value) for value in point.work] for point in points]
-  solution = least_squares(rows, [point.seconds for point in points])
-  modelled = [math.fsum(a * b for a, b in zip(row, solution, strict=True)) for row in rows]
-  errors = [abs(got / point.seconds - 1) for got, point in zip(modelled, points, strict=True)]
-  table = {"rung_s": tuple(zip(rungs, solution, strict=False))}
-  table |= dict(zip(_WORK, solution[len(rungs) :], strict=True))
-  return table, {"mean_error": round(math.fsum(errors) / len(errors), 4), "worst_error": round(max(errors), 4)}
-
-
-def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
-  """The table brought to the steps of a running engine: their `cold_s` and `spread`, and each rung's median.
-
-  Cold steps are looked at on the smallest rung, where they show most. Rungs with too few of these steps move by the
-  median factor of all, and share one spread.
-
-  Args:
-    costs: a table of the same rungs.
-    points: not empty.
-  """
-  smallest = costs.rung_s[0][0]
-  excess: list[list[float]] = [[] for _ in range(_WARM_AFTER.bit_length() + 1)]
-  for tokens, work, seconds, since in points:
-    if tokens == smallest and not work.prefill_tokens:
-      excess[min(since, _WARM_AFTER).bit_length()].append(seconds - costs.seconds(tokens, work))
-  *cold, warm = (statistics.median(each) if len(each) >= _ENOUGH else None for each in excess)
-  base = 0.0 if warm is None else warm
-  cold_s = tuple(0.0 if each is None or warm is None else max(0.0, each - base) for each in cold)
-  costs = dataclasses.replace(costs, cold_s=cold_s)
-
-  by_rung: dict[int, list[Point]] = {tokens: [] for tokens, _ in costs.rung_s}
-  for point in points:
-    by_rung[point.tokens].append(point._replace(seconds=max(0.0, point.seconds - costs.cold(point.since_cold))))
-  factor = statistics.median(p.seconds / costs.seconds(p.tokens, p.work) for each in by_rung.values() for p in each)
-  rung_s = []
-  for tokens, seconds in costs.rung_s:
-    found = [point.seconds - costs.attention(point.work) for point in by_rung[tokens]]
-    moved = statistics.median(found) if len(found) >= _ENOUGH else seconds * factor
-    rung_s.append((tokens, max(moved, seconds / 10)))  # attention's slopes are not the rung's to undo
-  costs = dataclasses.replace(costs, rung_s=tuple(rung_s))
-
-  def left(points: Iterable[Point]) -> list[float]:
-    return [p.seconds / (costs.seconds(p.tokens, p.work) + costs.cold(p.since_cold)) for p in points]
-
-  groups = {tokens: [point for point in points if point.tokens == tokens] for tokens in by_rung}
-  few = [point for each in groups.values() if len(each) < _ENOUGH_FOR_SPREAD for point in each]
-  shared = _quantiles(left(few if len(few) >= _ENOUGH else points))
-  spread = tuple(
-    (tokens, _quantiles(left(each)) if len(each) >= _ENOUGH_FOR_SPREAD else shared) for tokens, each in groups.items()
-  )
-  return dataclasses.replace(costs, spread=spread)
-
-
-def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
-  """The middles of _QUANTILES equal parts of the values in order."""
-  ordered = sorted(values)
-  return tuple(round(ordered[int((part + 0.5) / _QUANTILES * len(ordered))], 4) for part in range(_QUANTILES))
-
-
-def with_launch_spread(costs: StepCosts, launches: Sequence[tuple[int, int, int, float]]) -> StepCosts:
-  """The table with the spread of `launches`, as fit_host takes them."""
-  left: tuple[list[float], list[float]] = ([], [])
-  for rows, tokens, admissions, seconds in launches:
-    left[tokens > 0].append(seconds / costs.launch_seconds(rows, tokens, admissions))
-  decodes, prompts = (_quantiles(each) if len(each) >= _ENOUGH else (1.0,) for each in left)
-  return dataclasses.replace(costs, launch_spread=(decodes, prompts))
-
-
-def fit_host(launches: Sequence[tuple[int, int, int, float]], commits: Sequence[tuple[int, float]]) -> HostCosts:
-  """The host's part from measured steps.
-
-  Args:
-    launches: rows, prefill tokens, admissions, seconds of planning, packing and dispatch.
-    commits: rows, seconds of taking values in.
-  """
-  rows = [(1.0, float(rows), float(tokens), float(new), float(tokens > 0)) for rows, tokens, new, _ in launches]
-  *launch, prefill_s = least_squares(rows, [entry[3] for entry in launches])
-  commit = least_squares([(1.0, float(rows)) for rows, _ in commits], [seconds for _, seconds in commits])
-  return HostCosts(*launch, *commit, launch_prefill_s=prefill_s)
 
 
 # --- A part that is not at hand ---------------------------------------------------------------------------------------

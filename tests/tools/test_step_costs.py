@@ -9,25 +9,11 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from tests.tools.conftest import ENGINE_FLAGS, json_line, run_module
+from tools.fit_costs import calibrated, fit, fit_host, least_squares, with_launch_spread
 from tools.latency import Objectives
 from tools.replica import made_up
 from tools.simulation import Collector, Fleet, Simulation
-from tools.step_costs import (
-  HostCosts,
-  Point,
-  StepCosts,
-  Warmth,
-  Work,
-  calibrated,
-  fit,
-  fit_host,
-  least_squares,
-  points_of,
-  read_step_trace,
-  roofline,
-  with_launch_spread,
-  work_of,
-)
+from tools.step_costs import HostCosts, Point, StepCosts, Warmth, Work, points_of, read_step_trace, roofline, work_of
 
 TABLE = StepCosts(
   ((8, 1e-3), (64, 5e-3)),
