@@ -18,6 +18,7 @@ namespace ffi = xla::ffi;
 constexpr int kLanes = 16;
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t IntVec __attribute__((vector_size(64)));
+typedef int8_t ByteVec __attribute__((vector_size(16)));
 typedef uint16_t HalfVec __attribute__((vector_size(32)));
 typedef uint32_t WideVec __attribute__((vector_size(64)));
 
@@ -25,6 +26,11 @@ inline Vec load(const float* from) {
   Vec v;
   std::memcpy(&v, from, sizeof v);
   return v;
+}
+inline Vec load(const int8_t* from) {
+  ByteVec bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec);
 }
 inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 inline Vec all(float x) { return Vec{} + x; }

@@ -28,6 +28,7 @@ from engine.policy import make_policy
 from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
+from models.layers import WeightForm
 from pallas_kernels.packed_matmul import api as packed_matmul
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
@@ -35,6 +36,7 @@ from pallas_kernels.paged_attention.plan import Geometry
 _CPU_KV_CACHE_MB = 256
 _DTYPES = ("auto", "float32", "bfloat16")
 _MATMULS = ("auto", "xla", "packed")
+_QUANTIZATIONS = ("none", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ class BuildOptions:
     attention: name of the paged attention (pallas_kernels.paged_attention.api.IMPLEMENTATIONS); auto is the platform's.
     matmul: xla, or packed: weights are laid out at load for a kernel (pallas_kernels/packed_matmul), on one CPU; auto:
       packed where that can be.
+    quantization: none, or int8: the linear layers' weights and the head's are held as int8 with a scale an output.
     block_size: tokens a KV block; 0 is what the attention likes best.
     kv_cache_mb: memory for KV in MiB, over all devices; 0 takes what is free (on CPU, where nobody knows, 256).
     num_blocks: exact size of the pool instead; 0 sizes it by memory.
@@ -63,6 +66,7 @@ class BuildOptions:
   dtype: str = "auto"
   attention: str = "auto"
   matmul: str = "auto"
+  quantization: str = "none"
   kv_cache_mb: int = 0
   num_blocks: int = 0
   block_size: int = 0
@@ -101,6 +105,10 @@ class BuildOptions:
       )
     if self.matmul not in _MATMULS:
       raise ConfigError(f"matmul={self.matmul!r} is not one of {', '.join(_MATMULS)}; set --matmul")
+    if self.quantization not in _QUANTIZATIONS:
+      raise ConfigError(
+        f"quantization={self.quantization!r} is not one of {', '.join(_QUANTIZATIONS)}; set --quantization"
+      )
     for name in ("kv_cache_mb", "num_blocks", "block_size", "max_model_len", "num_devices", "prefill_devices"):
       if getattr(self, name) < 0:
         raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more; set --{name}")
@@ -147,6 +155,7 @@ class Built:
     runner: the device (that of decodes, if there are two), for `compiles_after_ready`.
     attention: name of the paged attention in use.
     matmul: "xla" or "packed".
+    quantization: as asked for.
     fallbacks: why one of them is not the platform's best, a line each.
     model: numbers of the decoder.
     model_name: as the checkpoint calls it.
@@ -159,6 +168,7 @@ class Built:
   runner: ModelRunner
   attention: str
   matmul: str
+  quantization: str
   fallbacks: tuple[str, ...]
   model: ModelConfig
   model_name: str
@@ -229,6 +239,7 @@ def build(
     runner=side.runner,
     attention=side.attention,
     matmul=side.matmul,
+    quantization=options.quantization,
     fallbacks=side.fallbacks + ((cache_reason,) if cache_reason else ()),
     model=side.loaded.config,
     model_name=side.loaded.name,
@@ -250,9 +261,12 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
   started = time.perf_counter()
   progress("load", 0, 1)
   matmul, matmul_reason = _choose_matmul(options.matmul, mesh, dtype)
-  loaded = load_checkpoint(
-    options.model_dir, mesh, dtype, matmul == "packed", options.random_weights, options.num_token_ids
-  )
+  form = WeightForm(packed=matmul == "packed", int8=options.quantization == "int8")
+  if form.int8 and not form.packed and device.platform == "cpu":
+    matmul_reason = (
+      f"{matmul_reason or 'matmul=xla'}; so int8 weights are converted at every step: less memory, not speed"
+    )
+  loaded = load_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids)
   jax.block_until_ready(loaded.params)
   progress("load", 1, 1)
   load_s = time.perf_counter() - started

@@ -78,15 +78,17 @@ def matmul(
   outputs: int,
   *,
   dtype: jnp.dtype | None = None,
+  scales: jax.Array | None = None,
   norm: tuple[jax.Array, float] | None = None,
 ) -> jax.Array:
   """x [..., D] times the matrix [D, N] that `packed` was made of: [..., N], summed in f32.
 
   Args:
-    x: of the packed matrix's dtype.
-    packed: of `pack`.
+    x: float32 or bfloat16.
+    packed: of `pack`; of x's dtype, or int8.
     outputs: N.
     dtype: of the result: x's, or float32.
+    scales: f32[N], for int8: what the sums are multiplied with.
     norm: scale [D] of x's dtype and epsilon of a root-mean-square norm (arXiv:1910.07467) that x goes through first.
 
   Raises:
@@ -99,7 +101,11 @@ def matmul(
   scale, epsilon = (jnp.zeros(0, x.dtype), 0.0) if norm is None else norm
   if norm is not None and scale.shape != (inputs,):
     raise ValueError(f"packed matmul: the norm's scale {scale.shape} does not fit x {x.shape}")
+  if (packed.dtype == jnp.int8) != (scales is not None) or (scales is not None and scales.shape != (outputs,)):
+    raise ValueError(f"packed matmul: {packed.dtype} with scales {scales if scales is None else scales.shape}")
   _register()
   rows = math.prod(x.shape[:-1])
   call = jax.ffi.ffi_call(_MATMUL, jax.ShapeDtypeStruct((rows, outputs), dtype or x.dtype))
-  return call(x.reshape(rows, inputs), packed, scale, epsilon=np.float32(epsilon)).reshape(*x.shape[:-1], outputs)
+  scales = jnp.zeros(0, jnp.float32) if scales is None else scales
+  y = call(x.reshape(rows, inputs), packed, scales, scale, epsilon=np.float32(epsilon))
+  return y.reshape(*x.shape[:-1], outputs)
