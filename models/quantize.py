@@ -1,7 +1,7 @@
-"""Weights as 8-bit whole numbers with a scale an output. Pure; decides neither which weights nor who multiplies by them.
+"""Weights as 8-bit whole numbers with a scale an output. Pure; may not decide which weights, nor how they are used.
 
-Symmetric, by the greatest magnitude of each output's weights (W8A16 of vLLM, "weight-only"): activations are not touched,
-so a product's error is that of its weights, at most half a step of 1/127 of the greatest each.
+Symmetric, by the greatest magnitude of each output's weights; activations are not touched ("weight-only"). So a
+product's error is that of its weights, of which each is off by half a step at most: 1/254 of the output's greatest.
 """
 
 from functools import partial

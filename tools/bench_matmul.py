@@ -1,11 +1,12 @@
-"""Measures the matmuls of a decode step on a CPU, each way the engine has, beside ceilings of the same run. Tunes nothing.
+"""Measures the matmuls of a step on a CPU, each way the engine has, beside ceilings of the same run. Tunes nothing.
 
   python -m tools.bench_matmul [--shapes=llama-125m,llama-15m] [--rows=1,2,...,256] [--output=FILE.json]
 
 A step's matrices are multiplied one after the other: those of every layer, each with weights of its own as in a model,
 and the head; what one makes is what the next takes. No attention, no norms. By XLA's dot, and by the packed kernel
-(pallas_kernels/packed_matmul) where it is built. The ceilings are those of tools/bench_engine.py; `of rate` is operations
-a second over a square matmul's, `of read` bytes of weights a second over what all cores read.
+(pallas_kernels/packed_matmul) where it is built, with weights in f32 and as int8. The ceilings are those of
+tools/bench_engine.py; `of rate` is operations a second over a square matmul's in f32, `of read` bytes of weights a
+second over what all cores read.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 
 from engine.errors import ConfigError, EngineError
 from models.config import ModelConfig
+from models.quantize import quantize
 from models.registry import config_from_hf
 from pallas_kernels.packed_matmul import api
 from tools.arguments import CommandParser, positive_float, positive_int
@@ -47,15 +49,24 @@ def matrices(model: ModelConfig) -> list[Matrix]:
   return layer * model.num_layers + [Matrix(d, model.vocab_size)]
 
 
-def xla(x: jax.Array, weight: jax.Array, outputs: int) -> jax.Array:
-  """Weights as they are: [inputs, outputs]."""
-  return x @ weight
+def _int8(weight: np.ndarray) -> tuple[jax.Array, jax.Array]:
+  values, scales = quantize(jnp.asarray(weight), 1)
+  return jax.device_put(api.pack(np.asarray(values))), scales
 
 
-# Name of a way: how a weight is laid out at load, and how it is multiplied by.
-WAYS: dict[str, tuple[Callable[[np.ndarray], Any], Callable[..., jax.Array]]] = {
-  "xla": (jnp.asarray, xla),
-  "packed": (lambda weight: jax.device_put(api.pack(weight)), api.matmul),
+@dataclasses.dataclass(frozen=True)
+class Way:
+  """How a weight [inputs, outputs] is held, in how many bytes a value, and how x is multiplied by what is held."""
+
+  hold: Callable[[np.ndarray], Any]
+  itemsize: int
+  multiply: Callable[[jax.Array, Any, int], jax.Array]
+
+
+WAYS = {
+  "xla": Way(jnp.asarray, 4, lambda x, weight, outputs: x @ weight),
+  "packed": Way(lambda weight: jax.device_put(api.pack(weight)), 4, api.matmul),
+  "int8": Way(_int8, 1, lambda x, held, outputs: api.matmul(x, held[0], outputs, scales=held[1])),
 }
 
 
@@ -77,7 +88,7 @@ def draw(held: Sequence[Matrix]) -> list[np.ndarray]:
 
 def step(way: str, held: Sequence[Matrix]) -> Callable[[jax.Array, list[Any]], jax.Array]:
   """A program (x [rows, inputs of the first], weights) -> what the last makes."""
-  multiply = WAYS[way][1]
+  multiply = WAYS[way].multiply
 
   @jax.jit
   def program(x: jax.Array, weights: list[Any]) -> jax.Array:
@@ -98,7 +109,7 @@ def times(shape: str, rows: Sequence[int], seconds: float) -> tuple[ModelConfig,
   model = config_from_hf(json.loads((folder / "config.json").read_text("utf-8")))
   held, found = matrices(model), []
   drawn = draw(held)
-  laid_out = {way: [WAYS[way][0](weight) for weight in drawn] for way in ways()}
+  laid_out = {way: [WAYS[way].hold(weight) for weight in drawn] for way in ways()}
   programs = {way: step(way, held) for way in laid_out}
   for count in rows:
     x = jnp.asarray(np.random.default_rng(1).standard_normal((count, held[0].inputs), np.float32))
@@ -114,7 +125,7 @@ def beside_ceilings(found: list[dict[str, Any]], held: Sequence[Matrix], ceiling
   """Adds, by the median: rates, their share of the ceilings, and the roofline's time over the step's."""
   weights = sum(matrix.inputs * matrix.outputs for matrix in held)
   for row in found:
-    seconds, flops, num_bytes = row["median_ms"] / 1e3, 2 * row["rows"] * weights, 4 * weights
+    seconds, flops, num_bytes = row["median_ms"] / 1e3, 2 * row["rows"] * weights, WAYS[row["way"]].itemsize * weights
     row["gflops"], row["gb_s"] = round(flops / seconds / 1e9, 2), round(num_bytes / seconds / 1e9, 2)
     row["of_rate"] = round(flops / seconds / ceilings.flops_s, 3)
     row["of_read"] = round(num_bytes / seconds / ceilings.bytes_s, 3)

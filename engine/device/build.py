@@ -263,9 +263,8 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
   matmul, matmul_reason = _choose_matmul(options.matmul, mesh, dtype)
   form = WeightForm(packed=matmul == "packed", int8=options.quantization == "int8")
   if form.int8 and not form.packed and device.platform == "cpu":
-    matmul_reason = (
-      f"{matmul_reason or 'matmul=xla'}; so int8 weights are converted at every step: less memory, not speed"
-    )
+    why = matmul_reason or "matmul=xla"
+    matmul_reason = f"{why}; int8 weights are converted at every step, which saves memory but no time"
   loaded = load_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids)
   jax.block_until_ready(loaded.params)
   progress("load", 1, 1)

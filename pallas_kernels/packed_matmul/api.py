@@ -4,6 +4,7 @@
 what serves on other platforms, on several devices, and where there is no compiler.
 """
 
+import contextlib
 import functools
 import math
 import mmap
@@ -52,10 +53,8 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.zeros(shape, dtype)
   memory = mmap.mmap(-1, count * dtype.itemsize + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
   begin = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE
-  try:
+  with contextlib.suppress(OSError):  # a kernel without them
     memory.madvise(mmap.MADV_HUGEPAGE, begin, whole_pages)  # not the last, which may be next to empty
-  except OSError:
-    pass  # a kernel without them
   return np.frombuffer(memory, dtype, count, begin).reshape(shape)
 
 

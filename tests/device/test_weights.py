@@ -449,7 +449,7 @@ def test_the_command_lines(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_int8_is_a_quarter_of_f32_and_the_same_from_either_kind_of_folder(tied, tmp_path):
   write_model(tmp_path / "hf", RAW | {"tie_word_embeddings": tied}, seed=3)
-  convert(tmp_path / "hf", tmp_path / "ours", "mine", "float32")
+  convert(tmp_path / "hf", tmp_path / "ours", "float32")
   mesh = make_mesh(jax.devices()[:1])
 
   def loaded(folder: str, form: WeightForm) -> dict[str, np.ndarray]:
