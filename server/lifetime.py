@@ -48,7 +48,6 @@ class Lifetime(abc.ABC):
     self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
     self._admin_server: grpc.aio.Server | None = None
     self.admin_port = -1
-    self._port: EnginePort | None = None
     self._thread: EngineThread | None = None
     self._stop = asyncio.Event()
     self._hurry = asyncio.Event()
@@ -95,7 +94,6 @@ class Lifetime(abc.ABC):
       )
 
   def _start_engine(self, engine: EnginePort) -> EngineThread:
-    self._port = engine
     self._thread = EngineThread(
       engine,
       self.fail,
@@ -146,13 +144,14 @@ class Lifetime(abc.ABC):
     if not self._engine_ended.is_set():
       sd_notify.tell("STOPPING=1\nSTATUS=draining")
       await self._drain()
-    dead = self._port.dead if self._port is not None else None
+    engine = self._thread.engine if self._thread is not None else None
+    dead = engine.dead if engine is not None else None
     if not self._engine_ended.is_set() and dead is None:
       return await self._take_down()
     cause = self._failure = self._failure or dead or EngineDead("the engine's thread has ended")
     if isinstance(cause, InvariantBroken):
       _log.critical("invariant broken: %s", cause)
-    incident = f"incident {self._port.incident}: " if isinstance(self._port, LocalEngine) else ""
+    incident = f"incident {engine.incident}: " if isinstance(engine, LocalEngine) else ""
     _log.critical("%s%s has failed, the server ends", incident, self._parts, exc_info=cause)
     if self._thread is not None:
       self._thread.stop_watching()

@@ -4,14 +4,15 @@ Standard library only. Least squares on RELATIVE errors, slopes not negative: a 
 200. Then the table is brought to the steps of a running engine: calibrated().
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
+import operator
 import statistics
 from typing import Any
 
 from engine.errors import ConfigError
-from tools.step_costs import WARM_AFTER, WORK_COSTS, HostCosts, Point, StepCosts
+from tools.step_costs import WARM_AFTER, WORK_COSTS, After, HostCosts, Launch, LaunchPoint, Point, StepCosts
 
 _QUANTILES = 100  # of a rung's spread
 _ENOUGH = 30  # steps of a rung for a median of its own
@@ -110,8 +111,9 @@ def fit(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, float]]:
 def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
   """The table brought to the steps of a running engine: their `cold_s` and `spread`, and each rung's median.
 
-  Cold steps are looked at on the smallest rung, where they show most. Rungs with too few of these steps move by the
-  median factor of all, and share one spread.
+  Cold steps are looked at on the smallest rung, where they show most. A rung's median is that of steps after ones
+  alike; what others take longer is in their spreads. Rungs with too few of these steps move by the median factor of
+  all, and share spreads.
 
   Args:
     costs: a table of the same rungs.
@@ -119,7 +121,7 @@ def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
   """
   smallest = costs.rung_s[0][0]
   excess: list[list[float]] = [[] for _ in range(WARM_AFTER.bit_length() + 1)]
-  for tokens, work, seconds, since in points:
+  for tokens, work, seconds, since, _ in points:
     if tokens == smallest and not work.prefill_tokens:
       excess[min(since, WARM_AFTER).bit_length()].append(seconds - costs.seconds(tokens, work))
   *cold, warm = (statistics.median(each) if len(each) >= _ENOUGH else None for each in excess)
@@ -133,21 +135,29 @@ def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
   factor = statistics.median(p.seconds / costs.seconds(p.tokens, p.work) for each in by_rung.values() for p in each)
   rung_s = []
   for tokens, seconds in costs.rung_s:
-    found = [point.seconds - costs.attention(point.work) for point in by_rung[tokens]]
+    alike = [point for point in by_rung[tokens] if point.after is After.ALIKE]
+    seen = alike if len(alike) >= _ENOUGH else by_rung[tokens]
+    found = [point.seconds - costs.attention(point.work) for point in seen]
     moved = statistics.median(found) if len(found) >= _ENOUGH else seconds * factor
     rung_s.append((tokens, max(moved, seconds / 10)))  # attention's slopes are not the rung's to undo
   costs = dataclasses.replace(costs, rung_s=tuple(rung_s))
 
-  def left(points: Iterable[Point]) -> list[float]:
-    return [p.seconds / (costs.seconds(p.tokens, p.work) + costs.cold(p.since_cold)) for p in points]
-
-  groups = {tokens: [point for point in points if point.tokens == tokens] for tokens in by_rung}
-  few = [point for each in groups.values() if len(each) < _ENOUGH_FOR_SPREAD for point in each]
-  shared = _quantiles(left(few if len(few) >= _ENOUGH else points))
-  spread = tuple(
-    (tokens, _quantiles(left(each)) if len(each) >= _ENOUGH_FOR_SPREAD else shared) for tokens, each in groups.items()
-  )
+  groups: dict[After, dict[int, list[float]]] = {after: {tokens: [] for tokens in by_rung} for after in After}
+  for p in points:
+    modelled = costs.seconds(p.tokens, p.work) + costs.cold(p.since_cold)
+    groups[p.after][p.tokens].append(p.seconds / modelled)
+  everything = [ratio for rungs in groups.values() for ratios in rungs.values() for ratio in ratios]
+  spread = {after: _spread(rungs, everything) for after, rungs in groups.items()}
   return dataclasses.replace(costs, spread=spread)
+
+
+def _spread(rungs: Mapping[int, list[float]], otherwise: list[float]) -> tuple[tuple[int, tuple[float, ...]], ...]:
+  """Quantiles of each rung; rungs with few values share theirs, and if those are few, take `otherwise`."""
+  few = [value for values in rungs.values() if len(values) < _ENOUGH_FOR_SPREAD for value in values]
+  shared = _quantiles(few if len(few) >= _ENOUGH else otherwise)
+  return tuple(
+    (tokens, _quantiles(values) if len(values) >= _ENOUGH_FOR_SPREAD else shared) for tokens, values in rungs.items()
+  )
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
@@ -156,23 +166,30 @@ def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
   return tuple(round(ordered[int((part + 0.5) / _QUANTILES * len(ordered))], 4) for part in range(_QUANTILES))
 
 
-def with_launch_spread(costs: StepCosts, launches: Sequence[tuple[int, int, int, float]]) -> StepCosts:
-  """The table with the spread of `launches`, as fit_host takes them."""
-  left: tuple[list[float], list[float]] = ([], [])
-  for rows, tokens, admissions, seconds in launches:
-    left[tokens > 0].append(seconds / costs.launch_seconds(rows, tokens, admissions))
-  decodes, prompts = (_quantiles(each) if len(each) >= _ENOUGH else (1.0,) for each in left)
-  return dataclasses.replace(costs, launch_spread=(decodes, prompts))
+def with_launch_spread(costs: StepCosts, launches: Sequence[LaunchPoint]) -> StepCosts:
+  """The table with the spread of `launches`; a kind that is rare among them has none."""
+  left: dict[Launch, list[float]] = {kind: [] for kind in Launch}
+  for rows, tokens, admissions, seconds, kind in launches:
+    left[kind].append(seconds / costs.launch_seconds(rows, tokens, admissions))
+  spread = {kind: _quantiles(each) for kind, each in left.items() if len(each) >= _ENOUGH}
+  return dataclasses.replace(costs, launch_spread=spread)
 
 
-def fit_host(launches: Sequence[tuple[int, int, int, float]], commits: Sequence[tuple[int, float]]) -> HostCosts:
+def fit_host(launches: Sequence[LaunchPoint], commits: Sequence[tuple[int, float]]) -> HostCosts:
   """The host's part from measured steps.
 
   Args:
-    launches: rows, prefill tokens, admissions, seconds of planning, packing and dispatch.
+    launches: not empty.
     commits: rows, seconds of taking values in.
   """
-  rows = [(1.0, float(rows), float(tokens), float(new), float(tokens > 0)) for rows, tokens, new, _ in launches]
-  *launch, prefill_s = least_squares(rows, [entry[3] for entry in launches])
+  launches, commits = _without_slowest(launches, 3), _without_slowest(commits, 1)
+  rows = [(1.0, float(rows), float(tokens), float(new), float(tokens > 0)) for rows, tokens, new, *_ in launches]
+  *launch, prefill_s = least_squares(rows, [launch.seconds for launch in launches])
   commit = least_squares([(1.0, float(rows)) for rows, _ in commits], [seconds for _, seconds in commits])
   return HostCosts(*launch, *commit, launch_prefill_s=prefill_s)
+
+
+def _without_slowest[Entry: tuple[Any, ...]](entries: Sequence[Entry], column: int) -> Sequence[Entry]:
+  """All but the hundredth whose `column` is largest: no mean is to hold those."""
+  ordered = sorted(entries, key=operator.itemgetter(column))
+  return ordered[: len(ordered) - len(ordered) // 100]

@@ -15,13 +15,16 @@ take values in.
 
 Steps of equal work do not take equal times. After an idle moment or a step with prompt tokens, caches are cold and
 threads asleep: `cold_s` holds what the next steps take longer for it, until decodes alone have run for 32 steps. What
-is left (threads that wake late, other programs) is `spread`: by rung, quantiles of measured over modelled time, from
-which the simulator draws. Without them the medians would be right and every 99th percentile too small.
+is left (threads that wake late, other programs) is `spread`: quantiles of measured over modelled time, from which the
+simulator draws. Without them the medians would be right and every 99th percentile too small. They are by rung and by
+what the device did before (After): a saturated engine's steps are near each other, those after a pause or after small
+steps are not. Likewise the host's launches, by Launch.
 """
 
 import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
+import enum
 import json
 import math
 import pathlib
@@ -31,6 +34,7 @@ from engine.errors import ConfigError
 
 FORMAT = "sluice step costs 1"
 _IDLE_S = 1e-3  # a device without work for longer was idle
+_COLD_LAUNCHES = 2  # of decodes alone, after a pause or a prompt
 WARM_AFTER = 32  # steps
 WORK_COSTS = ("decode_row_s", "decode_key_s", "prefill_token_s", "prefill_key_s", "prefill_pair_s")
 
@@ -62,27 +66,73 @@ def work_of(starts: Sequence[int], counts: Sequence[int]) -> Work:
   return Work(decode_rows, decode_keys, tokens, keys, pairs)
 
 
+class After(enum.StrEnum):
+  """What the device did before a step."""
+
+  IDLE = "idle"  # nothing, for _IDLE_S at least
+  SMALLER = "smaller"  # a step of less than half its tokens
+  ALIKE = "alike"  # a step of at least half its tokens
+
+
+class Launch(enum.StrEnum):
+  """What the host launches: a step of decodes alone or one with prompt tokens; cold ones begin after a change."""
+
+  DECODES = "decodes"
+  COLD_DECODES = "cold_decodes"  # at most _COLD_LAUNCHES steps after a pause or a prompt
+  PROMPTS = "prompts"
+  COLD_PROMPTS = "cold_prompts"  # after a pause
+
+  @classmethod
+  def of(cls, has_prompt: bool, since_cold: int, after: After) -> "Launch":
+    """The kind of a step; the arguments are those of Warmth."""
+    if has_prompt:
+      return cls.COLD_PROMPTS if after is After.IDLE else cls.PROMPTS
+    return cls.COLD_DECODES if since_cold < _COLD_LAUNCHES else cls.DECODES
+
+
 class Point(NamedTuple):
-  """A measured step: the rung's tokens, its work, seconds on the device, and how many steps since it was cold."""
+  """A measured step: the rung's tokens, its work, seconds on the device; and what Warmth says of it."""
 
   tokens: int
   work: Work
   seconds: float
   since_cold: int = WARM_AFTER
+  after: After = After.ALIKE
+
+
+class LaunchPoint(NamedTuple):
+  """A measured launch: rows, prefill tokens, admissions, seconds of planning, packing and dispatch."""
+
+  rows: int
+  prefill_tokens: int
+  admissions: int
+  seconds: float
+  kind: Launch = Launch.DECODES
 
 
 class Warmth:
-  """Counts steps since the device was idle or had prompt tokens; told every step of one device in order."""
+  """What a device did before each of its steps; told all of them in order."""
 
   def __init__(self):
     self._free_at = -math.inf
-    self._count = 0
+    self._count = self._tokens = 0
 
-  def step(self, launched_at: float, has_prompt: bool) -> int:
-    """How many steps of decodes alone ran before this one; to be followed by ended()."""
-    since = 0 if launched_at - self._free_at > _IDLE_S else self._count
+  def step(self, planned_at: float, tokens: int, has_prompt: bool) -> tuple[int, After]:
+    """How many steps of decodes alone ran since the device was idle or had prompt tokens, and what was before.
+
+    To be followed by ended().
+
+    Args:
+      planned_at: when the host began with the step, seconds.
+      tokens: of its rung.
+    """
+    if planned_at - self._free_at > _IDLE_S:
+      since, after = 0, After.IDLE
+    else:
+      since, after = self._count, After.SMALLER if 2 * self._tokens < tokens else After.ALIKE
     self._count = 0 if has_prompt else since + 1
-    return since
+    self._tokens = tokens
+    return since, after
 
   def ended(self, at: float) -> None:
     """When the step leaves the device free, seconds."""
@@ -121,8 +171,8 @@ class StepCosts:
     host: the host's part.
     kv_bytes_per_token: of the whole model, for transfers of KV.
     cold_s: what a step takes longer 0, 1, 2 to 3, 4 to 7, 8 to 15 and 16 to 31 steps after the device was cold.
-    spread: (tokens, quantiles) by increasing tokens; see the module. Empty: steps take what the table says.
-    launch_spread: quantiles of the same kind of launch_seconds: of steps of decodes alone, and of steps with prompts.
+    spread: (tokens, quantiles) by increasing tokens, by what was before; see the module. Without: as the table says.
+    launch_spread: quantiles of the same kind, of launch_seconds.
     about: device, model, dtype, versions, how it was measured, error of the fit; plain JSON values.
   """
 
@@ -135,8 +185,8 @@ class StepCosts:
   host: HostCosts = HostCosts()
   kv_bytes_per_token: int = 0
   cold_s: tuple[float, ...] = ()
-  spread: tuple[tuple[int, tuple[float, ...]], ...] = ()
-  launch_spread: tuple[tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,))
+  spread: Mapping[After, tuple[tuple[int, tuple[float, ...]], ...]] = dataclasses.field(default_factory=dict)
+  launch_spread: Mapping[Launch, tuple[float, ...]] = dataclasses.field(default_factory=dict)
   about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -145,12 +195,12 @@ class StepCosts:
       raise ConfigError(f"rung_s names the rungs {tokens}; they must be increasing and at least 1, measure again")
     values = [seconds for _, seconds in self.rung_s] + [getattr(self, name) for name in WORK_COSTS]
     values += dataclasses.astuple(self.host)
-    values += (*self.cold_s, *self.launch_spread[0], *self.launch_spread[1])
-    values += [factor for _, quantiles in self.spread for factor in quantiles]
+    spreads = [quantiles for rungs in self.spread.values() for _, quantiles in rungs] + [*self.launch_spread.values()]
+    values += (*self.cold_s, *(factor for quantiles in spreads for factor in quantiles))
     bad = [value for value in values if not 0 <= value < math.inf]
     if bad:
       raise ConfigError(f"a cost of {bad[0]!r} s is not a finite time of 0 or more; measure again")
-    if not all(quantiles for _, quantiles in self.spread) or not all(self.launch_spread):
+    if not all(spreads) or not all(self.spread.values()):
       raise ConfigError("a spread has no quantile; measure again")
     object.__setattr__(self, "_known", dict(self.rung_s))
 
@@ -194,10 +244,14 @@ class StepCosts:
     index = since_cold.bit_length()
     return self.cold_s[index] if index < len(self.cold_s) else 0.0
 
-  def factors(self, tokens: int) -> tuple[float, ...]:
+  def factors(self, tokens: int, after: After) -> tuple[float, ...]:
     """What to multiply a step's seconds by, each as likely as the others; a rung without any has the next one's."""
-    index = bisect.bisect_left(self.spread, (tokens,))
-    return self.spread[min(index, len(self.spread) - 1)][1] if self.spread else (1.0,)
+    spread = self.spread.get(after)
+    return spread[min(bisect.bisect_left(spread, (tokens,)), len(spread) - 1)][1] if spread else (1.0,)
+
+  def launch_factors(self, kind: Launch) -> tuple[float, ...]:
+    """As factors(), of launch_seconds()."""
+    return self.launch_spread.get(kind, (1.0,))
 
   def launch_seconds(self, rows: int, prefill_tokens: int, admissions: int) -> float:
     """Seconds of the host to plan, pack and dispatch a step."""
@@ -230,7 +284,7 @@ class StepCosts:
       **{name: getattr(self, name) for name in WORK_COSTS},
       "host": dataclasses.asdict(self.host),
       "cold_s": self.cold_s,
-      "spread": {str(tokens): quantiles for tokens, quantiles in self.spread},
+      "spread": {after: {str(tokens): each for tokens, each in rungs} for after, rungs in self.spread.items()},
       "launch_spread": self.launch_spread,
       "kv_bytes_per_token": self.kv_bytes_per_token,
     }
@@ -255,18 +309,21 @@ class StepCosts:
       rungs = sorted((int(tokens), float(seconds)) for tokens, seconds in value.pop("rung_s").items())
       slopes = {name: float(value.pop(name)) for name in WORK_COSTS}
       host = HostCosts(**{name: float(seconds) for name, seconds in value.pop("host").items()})
-      spread = sorted((int(tokens), tuple(map(float, each))) for tokens, each in value.pop("spread", {}).items())
+      spread = {
+        After(after): tuple(sorted((int(tokens), tuple(map(float, each))) for tokens, each in rungs.items()))
+        for after, rungs in value.pop("spread", {}).items()
+      }
       kv_bytes = int(value.pop("kv_bytes_per_token"))
       cold = tuple(map(float, value.pop("cold_s", ())))
-      decodes, prompts = value.pop("launch_spread", ((1.0,), (1.0,)))
+      launches = value.pop("launch_spread", {})
       return cls(
         tuple(rungs),
         **slopes,
         host=host,
         kv_bytes_per_token=kv_bytes,
         cold_s=cold,
-        spread=tuple(spread),
-        launch_spread=(tuple(map(float, decodes)), tuple(map(float, prompts))),
+        spread=spread,
+        launch_spread={Launch(kind): tuple(map(float, each)) for kind, each in launches.items()},
         about=value,
       )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -358,6 +415,7 @@ class RecordedStep(NamedTuple):
   counts: tuple[int, ...]
   host_s: float | None
   device_s: float | None
+  admissions: int = 0  # which a step trace does not tell
 
 
 def parse_step_trace[Step](path: str, make: Callable[[dict[str, Any], float], Step]) -> list[Step]:
@@ -405,17 +463,20 @@ def read_step_trace(path: str) -> list[RecordedStep]:
   return parse_step_trace(path, make)
 
 
-def points_of(steps: Iterable[RecordedStep]) -> list[Point]:
-  """Measured points of one device's recorded steps, in order; steps without a time are left out."""
-  warmth, points = Warmth(), []
+def points_of(steps: Iterable[RecordedStep]) -> tuple[list[Point], list[LaunchPoint]]:
+  """One device's recorded steps, in order, as measured points; steps without a time are left out."""
+  warmth, points, launches = Warmth(), [], []
   last = -math.inf
   for step in steps:
     if not step.device_s:
       continue
-    work = work_of(step.starts, step.counts)
-    launched_at = step.time + (step.host_s or 0.0)
-    since = warmth.step(launched_at, work.prefill_tokens > 0)
-    last = max(launched_at, last) + step.device_s
+    work, host_s = work_of(step.starts, step.counts), step.host_s or 0.0
+    has_prompt = work.prefill_tokens > 0
+    since, after = warmth.step(step.time, step.tokens, has_prompt)
+    last = max(step.time + host_s, last) + step.device_s
     warmth.ended(last)
-    points.append(Point(step.tokens, work, step.device_s, since))
-  return points
+    points.append(Point(step.tokens, work, step.device_s, since, after))
+    if host_s:
+      kind = Launch.of(has_prompt, since, after)
+      launches.append(LaunchPoint(len(step.counts), work.prefill_tokens, step.admissions, host_s, kind))
+  return points, launches

@@ -13,13 +13,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 import pytest
 
-from engine.config import EngineConfig
 from server import interceptors
 from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tests.server import http2
-from tests.server.harness import detail_of, endings_of, generate, reason_of, running, token_ids_of
+from tests.server.harness import detail_of, endings_of, generate, reason_of, running, tiny_config, token_ids_of
 
 IDS = pb.TokenIds(ids=[7, 8, 9])
 FOREVER = pb.StopParams(max_tokens=400, ignore_eos=True)
@@ -370,16 +369,7 @@ def test_a_call_whose_message_never_comes(quiet, monkeypatch, method):
 @pytest.mark.catalogue("B13")
 def test_a_refusal_is_such_that_a_client_may_retry(tokenizer):
   """No header goes before it, so a client with a retry policy obeys the pushback and gets its answer in the end."""
-  config = EngineConfig(
-    vocab_size=400,
-    max_model_len=512,
-    num_blocks=256,
-    block_size=8,
-    token_budgets=(8, 64),
-    prefill_chunk=64,
-    max_num_seqs=1,
-    max_queued_requests=1,
-  )
+  config = tiny_config(max_num_seqs=1, max_queued_requests=1)
   policy = """{"methodConfig": [{"name": [{}], "retryPolicy": {"maxAttempts": 5, "initialBackoff": "0.1s",
     "maxBackoff": "1s", "backoffMultiplier": 2, "retryableStatusCodes": ["RESOURCE_EXHAUSTED"]}}]}"""
   with (
