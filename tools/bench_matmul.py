@@ -26,9 +26,8 @@ from models.quantize import quantize
 from models.registry import config_from_hf
 from pallas_kernels.packed_matmul import api
 from tools.arguments import CommandParser, positive_float, positive_int
-from tools.bench_attention import best_and_median
 from tools.bench_engine import Ceilings, measure_ceilings, model_folder
-from tools.measure import commit, machine, write_result
+from tools.measure import best_and_median, commit, machine, write_result
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
