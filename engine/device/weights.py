@@ -5,7 +5,7 @@ Everything that can be wrong is looked for before the first array is made; pickl
 that lie elsewhere than in the folder.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import dataclasses
 import functools
 import json
@@ -56,6 +56,7 @@ def load_checkpoint(
   form: WeightForm = PLAIN,
   random_weights: bool = False,
   num_token_ids: int = 0,
+  before: Callable[[ModelConfig, dict[str, jax.ShapeDtypeStruct]], None] = lambda config, wanted: None,
 ) -> LoadedModel:
   """Loads a model folder of either kind straight to its shardings.
 
@@ -68,6 +69,7 @@ def load_checkpoint(
     form: how matrices are held; each is brought into it before the next is read (all before any, of a Sluice folder).
     random_weights: draw them on the devices, always the same ones; of the folder only config.json is read.
     num_token_ids: ids that the tokenizer makes; 0: there is none.
+    before: called with what will be kept on the devices, by parameter name, before any of it is read; may raise.
 
   Raises:
     CheckpointError: names the file, and the tensor where there is one.
@@ -97,32 +99,36 @@ def load_checkpoint(
     )
   eos_token_ids = _eos_token_ids(folder, raw, config.vocab_size)
   stored = {} if is_orbax or random_weights else _checked_tensors(folder, config)
-  graphdef, abstract = llama.abstract(config, dtype)
-  leaves, treedef = jax.tree.flatten_with_path(abstract)
-  wanted = {
-    parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    for (key, leaf), sharding in zip(leaves, jax.tree.leaves(shardings(mesh, abstract)), strict=True)
-  }
+  wanted = _declared(mesh, llama.abstract(config, dtype)[1])
+  graphdef, abstract = llama.abstract(config, dtype, form)
+  kept = _declared(mesh, abstract)
+  before(config, kept)
   if random_weights:
     arrays = _draw(config, wanted)
   else:
     arrays = _restored(folder, wanted) if is_orbax else _load_safetensors(stored, config, wanted)
-  graphdef, abstract = llama.abstract(config, dtype, form)
-  leaves, treedef = jax.tree.flatten_with_path(abstract)
-  names = [parameter_name(key) for key, _ in leaves]
-  places = dict(zip(names, jax.tree.leaves(shardings(mesh, abstract)), strict=True))
   held: dict[str, jax.Array] = {}
   for name, array in arrays:
     for made, value in llama.arrange(name, array, config, form).items():
-      held[made] = jax.device_put(value, places[made]).block_until_ready()
+      held[made] = jax.device_put(value, kept[made].sharding).block_until_ready()
   return LoadedModel(
     config=config,
     graphdef=graphdef,
-    params=jax.tree.unflatten(treedef, [held[name] for name in names]),
+    params=jax.tree.unflatten(jax.tree.structure(abstract), [held[name] for name in kept]),
     eos_token_ids=eos_token_ids,
     tokenizer_dir=str(folder) if (folder / "tokenizer.json").is_file() else None,
     name=orbax_folder.name(folder) if is_orbax else folder.resolve().name,
   )
+
+
+def _declared(mesh: jax.sharding.Mesh, abstract: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:
+  """The leaves by name, in the tree's order, each with its sharding."""
+  return {
+    parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    for (key, leaf), sharding in zip(
+      jax.tree.leaves_with_path(abstract), jax.tree.leaves(shardings(mesh, abstract)), strict=True
+    )
+  }
 
 
 def parameter_name(key_path: tuple[Any, ...]) -> str:

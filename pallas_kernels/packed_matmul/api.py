@@ -31,8 +31,8 @@ def check_supported(dtype: jnp.dtype) -> None:
 
 
 @functools.cache
-def _register() -> None:
-  """Tells XLA of the library's entry, once. Raises NativeMissing."""
+def register() -> None:
+  """Tells XLA of the library's entry, once; before an executable with calls of them is loaded. Raises NativeMissing."""
   entry = native.load("packed_matmul").SluicePackedMatmul
   jax.ffi.register_ffi_target(_MATMUL, jax.ffi.pycapsule(entry), platform="cpu")
 
@@ -102,7 +102,7 @@ def matmul(
     raise ValueError(f"packed matmul: the norm's scale {scale.shape} does not fit x {x.shape}")
   if (packed.dtype == jnp.int8) != (scales is not None) or (scales is not None and scales.shape != (outputs,)):
     raise ValueError(f"packed matmul: {packed.dtype} with scales {scales if scales is None else scales.shape}")
-  _register()
+  register()
   rows = math.prod(x.shape[:-1])
   call = jax.ffi.ffi_call(_MATMUL, jax.ShapeDtypeStruct((rows, outputs), dtype or x.dtype))
   scales = jnp.zeros(0, jnp.float32) if scales is None else scales
