@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.device import kv_cache, sampler
 from engine.device import mesh as mesh_lib
-from engine.device.model_input import Flag, StepLayout, unpack
+from engine.device.model_input import Column, Flag, StepLayout, unpack
 from engine.device.sampler import SlotState
 from engine.shapes import StepShape
 from models.attention import AttentionMeta, paged_attend
@@ -57,6 +57,11 @@ class ProgramSpec:
   num_eos: int
   attention: str = "reference"
   device_kind: str = ""
+
+  @property
+  def platform(self) -> str:
+    """As JAX calls it: cpu, gpu (cuda where there is none to see), tpu."""
+    return self.mesh.devices.flat[0].platform
 
   def attention_of(self, shape: StepShape) -> PagedAttention:
     """The attention of a rung, as one device runs it: on several, each has its own heads."""
@@ -147,9 +152,9 @@ def step(
   logits = lax.with_sharding_constraint(logits, NamedSharding(spec.mesh, PartitionSpec(None, mesh_lib.AXIS)))
   logits = lax.with_sharding_constraint(logits, mesh_lib.replicated(spec.mesh))
   with jax.named_scope("sample"):
-    sampled = sampler.sample(logits, rows, slot_state)
+    sampled = sampler.sample(logits, rows, slot_state, wide=spec.platform != "cpu")
     slot_state = sampler.remember(slot_state, rows, sampled.tokens)
-  slots = jnp.where(rows.has(Flag.SAMPLE), rows.slots, layout.num_slots)
+  slots = jnp.where(rows.has(Flag.SAMPLE), rows[Column.SLOT], layout.num_slots)
   last_tokens = last_tokens.at[slots].set(sampled.tokens)
   output = jnp.stack(
     [sampled.tokens, sampled.bad.astype(jnp.int32), lax.bitcast_convert_type(sampled.logprobs, jnp.int32)]
@@ -204,15 +209,14 @@ def _compiler_options(mesh: Mesh) -> dict[str, bool | int | str] | None:
   """What a step is compiled with, by platform.
 
   CPU: LLVM at -O1: a fifth less time to compile, and steps as fast as at -O3 (matmuls are a library's).
-  GPU: loops inside command buffers, since the sampler's would cut a step into four; and matmuls by cuBLASLt, which
-  takes the residual add along: 11 launches a layer at Llama-3-8B shapes, 14 with XLA's own (`make check-device`).
+  GPU: matmuls by cuBLASLt, which takes the residual add along: 11 launches a layer at Llama-3-8B shapes, 14 with XLA's
+  own (`make check-device`).
   """
   match mesh.devices.flat[0].platform:
     case "cpu":
       return {"xla_backend_optimization_level": 1}
     case "gpu" | "cuda":
-      buffers = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
-      return {"xla_gpu_enable_command_buffer": buffers, "xla_gpu_enable_triton_gemm": False}
+      return {"xla_gpu_enable_triton_gemm": False}
   return None
 
 
