@@ -11,8 +11,9 @@ DEVICE_VENV := .venv-device
 DEVICE_READY := $(DEVICE_VENV)/.ready
 CLIENTS_VENV := .venv-clients
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
+PEERS := transformers openvino vllm llama_cpp
 
-.PHONY: help setup demo server test test-long check check-device parity clients bench chaos soak gpu clean setup-device
+.PHONY: help setup demo server test test-long check check-device parity clients peers bench chaos soak gpu clean setup-device
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -49,6 +50,10 @@ parity: $(READY)
 clients: $(READY) $(CLIENTS_READY)
 	@$(PY) -m tools.check_clients $(ARGS)
 
+## make peers     the same requests through vLLM, OpenVINO GenAI, llama.cpp and transformers on this CPU (ARGS=--shape=llama-15m)
+peers: $(READY)
+	@tools/peers/setup.sh $(PEERS) && $(PY) -m tools.peers $(ARGS)
+
 ## make bench     the figures of BUILD.md: host time, attention, static against continuous
 bench: $(READY)
 	@$(PY) -m tools.bench_host && $(PY) -m tools.bench_attention && $(PY) -m tools.compare_batching
@@ -67,7 +72,7 @@ gpu:
 
 ## make clean     remove the virtual environments and caches
 clean:
-	rm -rf $(VENV) $(DEVICE_VENV) $(CLIENTS_VENV) .venv-parity pallas_kernels/built .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEVICE_VENV) $(CLIENTS_VENV) .venv-peers-* .venv-parity pallas_kernels/built .cache .pytest_cache .ruff_cache .hypothesis
 
 setup: $(READY)
 

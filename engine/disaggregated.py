@@ -210,6 +210,11 @@ class DisaggregatedEngine:
     self._run_side(self.decode, stop_event)
     thread.join()
 
+  def wake(self) -> None:
+    """See Engine.wake."""
+    self.prefill.wake()
+    self.decode.wake()
+
   def _run_side(self, side: Engine, stop_event: threading.Event) -> None:
     side.run(_Either(stop_event, lambda: self.dead is not None))
     if self.dead is not None and side.dead is None:

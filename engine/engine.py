@@ -17,7 +17,7 @@ from engine.recorder import EngineStats, Recorder, StepRecord
 from engine.request import ENGINE_FAILURE, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler, validate_request
 
-IDLE_WAIT_S = 0.2  # longest sleep of an idle loop: bounds the age of the heartbeat and the notice of stop_event
+IDLE_WAIT_S = 0.2  # longest sleep of an idle loop: bounds the age of the heartbeat, and the notice of stop_event
 
 Clock = Callable[[], float]
 Emit = Callable[[list[TokenEvent]], None]
@@ -154,11 +154,15 @@ class Engine:
   def run(self, stop_event: threading.Event) -> None:
     """Steps until `stop_event` is set or the engine dies; sleeps when there is nothing to do."""
     while not stop_event.is_set() and self.dead is None:
-      self._wake.clear()
       if not self.step():
         opens_at = self._scheduler.opens_at()
         self._wake.wait(IDLE_WAIT_S if opens_at is None else min(IDLE_WAIT_S, max(0.0, opens_at - self._clock())))
+      self._wake.clear()
     self.recorder.stop_trace()
+
+  def wake(self) -> None:
+    """Ends the sleep of an idle run(), for who has set its stop_event. Any thread."""
+    self._wake.set()
 
   def step(self) -> bool:
     """One turn of the loop; returns whether there was anything to do. A failure ends every request and the engine."""

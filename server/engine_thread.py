@@ -14,6 +14,7 @@ class EngineThread:
   """Runs an engine until it is told to stop or the engine ends. Belongs to one event loop.
 
   Attributes:
+    engine: what it runs.
     watchdog: looks at the engine and at the event loop; None where nothing is watched.
   """
 
@@ -35,7 +36,7 @@ class EngineThread:
     grace_s: from there to the hard end of the process, and how long the thread may take to stop.
     may_exit: the process may be ended where it cannot end itself.
     """
-    self._engine = engine
+    self.engine = engine
     self._on_failure = on_failure
     self._grace_s = grace_s
     self._loop = asyncio.get_running_loop()
@@ -70,13 +71,14 @@ class EngineThread:
       idle_s: how long it may still take in aborts.
       wait_s: how long its thread may take then; one that is stuck is left alone.
     """
-    engine = self._engine
+    engine = self.engine
     with contextlib.suppress(TimeoutError):
       async with asyncio.timeout(idle_s):
         while engine.num_live and engine.dead is None:
           await asyncio.sleep(0.005)
     self.stop_watching()
     self._stop.set()
+    self._engine.wake()
     await self._loop.run_in_executor(None, self._thread.join, wait_s)
 
   def stop_watching(self) -> None:
@@ -86,7 +88,7 @@ class EngineThread:
 
   def _run(self) -> None:
     try:
-      self._engine.run(self._stop)
+      self.engine.run(self._stop)
     except BaseException as error:
       # Exceptions end the engine, which says so itself; whatever is not one of those ends the thread.
       self._on_failure(error)

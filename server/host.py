@@ -2,30 +2,27 @@
 
 import asyncio
 from collections.abc import Sequence
-import contextlib
 import dataclasses
 import logging
 import socket
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
-from engine.errors import InvariantBroken
 from engine.request import TokenEvent
 from server import sd_notify, watchdog
-from server.admin import AdminActions, AdminService
+from server.admin import AdminActions
 from server.auth import ApiKeys
 from server.call_log import CallLog
 from server.counts import Census, Counts, own_census, own_counts
-from server.engine_thread import EngineThread
 from server.errors import Draining, EngineDead, Starting
-from server.grpc_server import add_reflection, bind, is_local, new_server, start_admin
+from server.grpc_server import add_reflection, bind, is_local, new_server
 from server.host_options import HostOptions
 from server.http.app import make_app, make_probe_app
 from server.http.listener import Listener
 from server.http.options import HttpOptions
 from server.interceptors import HEALTH_METHODS, REFLECTION_METHODS, CallInterceptor
 from server.invariants import Invariants
+from server.lifetime import LIVENESS, NOT_SERVING, SERVING, Lifetime, first_of
 from server.memory import MemoryLimit
 from server.metrics import Metrics
 from server.page.feed import Feed
@@ -38,10 +35,6 @@ from server.vllm_engine import VLLM_SERVICE, VllmEngine
 
 __all__ = ["Host", "HostOptions", "SharedPorts", "is_local"]
 
-# A process has to be told apart from a machine: liveness is "", readiness is each service's name.
-LIVENESS = ""
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # Time for statuses to reach clients after the last generation has ended; and where somebody does not want to wait.
 _FAREWELL_S = 2.0
 _HURRIED_FAREWELL_S = 0.4
@@ -63,12 +56,11 @@ class SharedPorts:
   census: Census
 
 
-class Host:
+class Host(Lifetime):
   """A gRPC server, an HTTP server and the thread of their engine. All methods but `emit` belong to one event loop.
 
   Attributes:
     http_port: where HTTP listens, once started; -1 is nowhere.
-    admin_port: where the admin service listens, once started; -1 is nowhere.
     metrics_port: where metrics are, once started; -1 is nowhere but on the HTTP port.
   """
 
@@ -93,16 +85,13 @@ class Host:
         step_timeout_s is too short.
     """
     options.check()
-    self._options = options
+    super().__init__(options, admin, may_exit=may_exit)
     self._shared = shared
-    self._may_exit = may_exit
-    self._loop = asyncio.get_running_loop()
     self._service = Service(
       stream_stall_timeout_s=options.stream_stall_timeout_s,
       strict_requests=options.strict_requests,
       memory=MemoryLimit(options.max_resident_mb),
     )
-    self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
     self._keys = ApiKeys.load(options.api_key_file) if options.api_key_file else None
     self._certificates = make_certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
     self._access_log = CallLog(options.access_log)
@@ -121,19 +110,11 @@ class Host:
       ),
       shares_port=shared is not None,
     )
-    self._admin = admin
-    self._admin_server: grpc.aio.Server | None = None
-    self.admin_port = -1
     self._http: Listener | None = None
     self.http_port = -1
     self._metrics_http: Listener | None = None
     self.metrics_port = -1
     self._backend: Backend | None = None
-    self._engine: EngineThread | None = None
-    self._stop = asyncio.Event()
-    self._hurry = asyncio.Event()
-    self._engine_ended = asyncio.Event()
-    self._failure: BaseException | None = None
 
   async def start(self) -> int:
     """Binds and answers STARTING; returns the port.
@@ -152,21 +133,13 @@ class Host:
     if options.enable_reflection:
       vllm = (VLLM_SERVICE,) if options.enable_vllm_api else ()
       add_reflection(self._server, GENERATION_SERVICE, MODEL_SERVICE, *vllm)
-    await self._health.set(LIVENESS, _SERVING)
+    await self._health.set(LIVENESS, SERVING)
     await self._set_ready(False)
     await self._start_http()
     await self._start_metrics()
-    await self._start_admin()
+    await self._start_admin(self._report, self._certificates, self._access_log)
     await self._server.start()
     return port
-
-  async def _start_admin(self) -> None:
-    if self._options.admin_port >= 0:
-      assert self._admin is not None, "an admin port needs its actions"
-      service = AdminService(self._admin, self._begin_drain, self._report)
-      self._admin_server, self.admin_port = await start_admin(
-        self._options, service, self._health, self._certificates, self._access_log
-      )
 
   @property
   def invariants(self) -> Invariants | None:
@@ -178,10 +151,7 @@ class Host:
       raise Starting("the model is loading; try again when the health check says SERVING")
     return self._service.invariants.report(await self._census())
 
-  def _begin_drain(self) -> int:
-    """Unlike a second signal, never makes it end early. Returns the live requests."""
-    if not self.stopping:
-      self.request_stop()
+  def _num_live(self) -> int:
     return len(self._backend.generations) if self._backend is not None else 0
 
   async def _start_http(self) -> None:
@@ -239,17 +209,9 @@ class Host:
   async def serve(self, backend: Backend) -> None:
     """Starts the engine's thread and says ready."""
     self._backend = backend
-    self._engine = EngineThread(
-      backend.engine,
-      self.fail,
-      self._engine_ended,
-      step_timeout_s=self._options.step_timeout_s,
-      grace_s=self._options.watchdog_grace_s,
-      may_exit=self._may_exit,
-    )
-    self._engine.start()
+    thread = self._start_engine(backend.engine)
     self._service.open(backend)
-    self._service.watchdog = self._engine.watchdog
+    self._service.watchdog = thread.watchdog
     engine = backend.engine.inner if isinstance(backend.engine, LocalEngine) else None
     self._service.invariants = Invariants(engine, backend.generations, backend.engine.num_held, self.fail)
     if self._options.debug_invariants:
@@ -257,46 +219,9 @@ class Host:
     await self._set_ready(True)
     sd_notify.tell("READY=1\nSTATUS=serving")
 
-  def fail(self, error: BaseException) -> None:
-    """Ends the server as the engine's death does. Any thread; what comes first is what is told."""
-
-    def take() -> None:
-      self._failure = self._failure or error
-      self._engine_ended.set()
-
-    with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-      self._loop.call_soon_threadsafe(take)
-
   def own_counts(self) -> Counts:
     """What this process has counted."""
     return own_counts(self._service, self._access_log)
-
-  def request_stop(self) -> None:
-    """Begins the drain; the second time, ends at once. Safe as a signal handler of the loop."""
-    if self._stop.is_set():
-      self._hurry.set()
-    self._stop.set()
-
-  @property
-  def stopping(self) -> bool:
-    """Whether a stop was asked for."""
-    return self._stop.is_set()
-
-  async def wait_stopped(self) -> int:
-    """Watches the engine until a stop is asked for or the engine ends, then takes everything down.
-
-    Returns:
-      The process's exit code: 0 after a drain, 1 after the engine's death or another thread's, or if the engine stands.
-    """
-    await first_of(self._stop.wait(), self._engine_ended.wait())
-    if self._service.invariants is not None:
-      self._service.invariants.stop()
-    if not self._engine_ended.is_set():
-      sd_notify.tell("STOPPING=1\nSTATUS=draining")
-      await self._drain()
-    if self._engine_ended.is_set() or self._backend is not None and self._backend.engine.dead is not None:
-      return await self._take_down_dead()
-    return await self._take_down()
 
   async def _drain(self) -> None:
     options, backend = self._options, self._backend
@@ -330,15 +255,15 @@ class Host:
       await self._admin_server.stop(None)
     if self._metrics_http is not None:
       await self._metrics_http.stop(farewell_s)
-    if self._engine is not None:
+    if self._thread is not None:
       hurried = self._hurry.is_set() or self._failure is not None
-      await self._engine.stop(
+      await self._thread.stop(
         0.0 if self._failure is not None else farewell_s,
         _HURRIED_FAREWELL_S if hurried else self._options.watchdog_grace_s,
       )
     self._service.shutdown()
     self._access_log.close()
-    if self._engine is not None and self._engine.is_alive:
+    if self._thread is not None and self._thread.is_alive:
       _log.critical("the engine did not stop")
       return watchdog.EXIT_CODE
     backend = self._backend
@@ -347,19 +272,8 @@ class Host:
       _log.info("stopped: %d requests served, %d KV blocks in use", backend.generations.num_started, used)
     return 0
 
-  async def _take_down_dead(self) -> int:
+  async def _take_down_dead(self, cause: BaseException) -> None:
     backend = self._backend
-    cause = self._failure or (backend.engine.dead if backend is not None else None)
-    if isinstance(cause, InvariantBroken):
-      _log.critical("invariant broken: %s", cause)
-    local = backend.engine if backend is not None else None
-    incident = f"incident {local.incident}: " if isinstance(local, LocalEngine) else ""
-    _log.critical("%sthe engine has failed, the server ends", incident, exc_info=cause)
-    if self._engine is not None:
-      self._engine.stop_watching()
-    if self._may_exit:
-      watchdog.exit_soon(self._options.watchdog_grace_s)
-    sd_notify.tell("STOPPING=1\nSTATUS=failed")
     error = EngineDead("the engine has failed; send the request again, to another server")
     self._service.close(error)
     self._service.ready = self._service.alive = False
@@ -367,7 +281,6 @@ class Host:
     if backend is not None:
       backend.generations.fail_all(error)
     await self._take_down()
-    return watchdog.EXIT_CODE
 
   def _dispatch(self, events: Sequence[TokenEvent]) -> None:
     assert self._backend is not None, "no request can be submitted before serve()"
@@ -376,14 +289,4 @@ class Host:
   async def _set_ready(self, ready: bool) -> None:
     self._service.ready = ready
     for name in (GENERATION_SERVICE, MODEL_SERVICE):
-      await self._health.set(name, _SERVING if ready else _NOT_SERVING)
-
-
-async def first_of(*waits) -> None:
-  """Returns when the first of several waits is over, with the others cancelled."""
-  tasks = [asyncio.ensure_future(wait) for wait in waits]
-  try:
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-  finally:
-    for task in tasks:
-      task.cancel()
+      await self._health.set(name, SERVING if ready else NOT_SERVING)

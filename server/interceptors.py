@@ -48,8 +48,8 @@ class Call:
   notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
-  def headers(self) -> tuple[tuple[str, str], ...]:
-    """Metadata that every answer carries."""
+  def trailers(self) -> tuple[tuple[str, str], ...]:
+    """Metadata that every answer ends with. A header would be a message of its own, before the first token."""
     return ((REQUEST_ID, self.request_id),)
 
 
@@ -187,7 +187,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """Around a handler: whatever goes wrong leaves as a status, and every call leaves a line."""
     _current.set(call)
     tracing.came_from(dict(context.invocation_metadata() or ()))
-    context.set_trailing_metadata(call.headers)
+    context.set_trailing_metadata(call.trailers)
     is_probe = call.method.startswith(HEALTH_METHODS)
     self._num_calls += not is_probe
     started, peer = time.monotonic(), context.peer()  # later it may be gone
@@ -208,7 +208,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     except Exception as error:
       answer = status.answer(error)
       code, reason = answer.code.name, answer.reason
-      await context.abort(answer.code, answer.message, answer.metadata + call.headers)
+      await context.abort(answer.code, answer.message, answer.metadata + call.trailers)
     finally:
       self._num_calls -= not is_probe
       if self._access_log is not None and not is_probe:
@@ -222,11 +222,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
           duration_s=round(time.monotonic() - started, 6),
           **call.notes,
         )
-
-
-async def send_headers(context: grpc.aio.ServicerContext) -> None:
-  """Sends the initial metadata. From here on no client may retry, so call it with the first message, not before."""
-  await context.send_initial_metadata(current().headers)
 
 
 async def _read(context: Any) -> bytes:

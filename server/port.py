@@ -103,6 +103,10 @@ class EnginePort(Protocol):
     """In a thread of its own: until `stop_event` is set or the engine has ended."""
     ...
 
+  def wake(self) -> None:
+    """Lets run() see at once that its `stop_event` was set."""
+    ...
+
 
 class LocalEngine:
   """An engine in this process. Implements EnginePort for one front end, and is what the others' requests come to."""
@@ -201,6 +205,10 @@ class LocalEngine:
   def run(self, stop_event: threading.Event) -> None:
     """See EnginePort."""
     self._engine.run(stop_event)
+
+  def wake(self) -> None:
+    """See EnginePort."""
+    self._engine.wake()
 
   def _look_up_endings(self) -> None:
     """Queue times, which only the engine's own records tell."""

@@ -91,6 +91,9 @@ class RemoteEngine:
     """Only waits: the link has the loop's attention, and its end is told to the host."""
     stop_event.wait()
 
+  def wake(self) -> None:
+    """run() sleeps on the event itself."""
+
 
 async def census(link: wire.Link) -> Counts:
   """Of all processes of the server."""

@@ -148,7 +148,7 @@ class Service:
     # In `finally` alone, and never swallowing CancelledError: that is how gRPC says that the client is gone.
     loop = asyncio.get_running_loop()
     try:
-      first, sent = True, False
+      first = True
       async for message in generation.messages():
         if first:
           first = False
@@ -171,9 +171,6 @@ class Service:
         )
         try:
           for answer in translate(message):
-            if not sent:
-              sent = True
-              await interceptors.send_headers(context)
             await context.write(answer)
         finally:
           stalled.cancel()

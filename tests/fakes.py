@@ -1,4 +1,4 @@
-"""A clock, a constraint and an oracle for tests of the pure engine, and a fake device that checks each Batch.
+"""Settings, a clock, a constraint and an oracle for the pure engine's tests, and a fake device that checks each Batch.
 
 The device itself is engine/fake_device.py: there a wrong page changes tokens; here it fails the test at once.
 """
@@ -18,6 +18,12 @@ def tokens_of(mask: bytes) -> list[int]:
   """The tokens that a mask allows."""
   bits = int.from_bytes(mask, "little")
   return [token for token in range(8 * len(mask)) if bits >> token & 1]
+
+
+def small_config(**changes) -> EngineConfig:
+  """Of a few rows and pages, with these changes: little work, and soon full."""
+  fields = {"vocab_size": 50, "max_model_len": 64, "num_blocks": 40, "block_size": 4}
+  return EngineConfig(**fields | {"token_budgets": (4, 8, 16), "max_num_seqs": 4, "prefill_chunk": 8} | changes)
 
 
 class FakeConstraint:

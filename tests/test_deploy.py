@@ -18,6 +18,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from server import flags as server_flags
 from server import main, probe
 from server.host import LIVENESS, HostOptions
 from server.service import GENERATION_SERVICE
@@ -143,7 +144,7 @@ def test_the_image_has_what_the_server_needs():
   assert program == last["WORKDIR"] + "/.venv/bin/python" and (dash_m, module) == ("-m", "server.main")
   known = values(arguments)
   assert known["host"] == "0.0.0.0" and known["compile_cache_dir"].startswith(json.loads(last["VOLUME"])[0] + "/")
-  assert set(last["EXPOSE"].split()) == {str(known["port"]), str(main._DEFAULT_HTTP_PORT)}
+  assert set(last["EXPOSE"].split()) == {str(known["port"]), str(server_flags.DEFAULT_HTTP_PORT)}
   options, command = last["HEALTHCHECK"].split(" CMD ")
   assert all(name in options for name in ("--interval", "--timeout", "--start-period", "--retries"))
   program, dash_m, module, target = json.loads(command)

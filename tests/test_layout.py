@@ -20,6 +20,7 @@ ROOMS = (
   ("models/", {"models", "pallas_kernels", "jax", "flax", "numpy"}),
   ("pallas_kernels/", {"pallas_kernels", "jax", "numpy"}),
   ("server/main.py", None),
+  ("server/flags.py", {"absl", "engine", "server"}),
   ("server/page/", {"engine", "server", "starlette"}),
   ("server/http/", {"engine", "server", "google", "h11", "starlette", "uvicorn"}),
   (

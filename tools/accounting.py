@@ -53,10 +53,14 @@ class Flops:
         f"{path} does not tell a model's sizes ({type(error).__name__}: {error}); give a Llama-shaped model folder"
       ) from error
 
+  def of(self, tokens: int, rows: int, pairs: float) -> float:
+    """Of these together."""
+    return tokens * self.token + rows * self.row + pairs * self.pair
+
   def useful(self, step: StepRecord) -> float:
     """Of the tokens that requests asked for."""
     tokens, pairs = step.decode_tokens + step.prefill_tokens, step.decode_keys + step.prefill_pairs
-    return tokens * self.token + step.num_rows * self.row + pairs * self.pair
+    return self.of(tokens, step.num_rows, pairs)
 
   def padding(self, step: StepRecord) -> float:
     """Of the rest of the rung."""

@@ -42,22 +42,11 @@ from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.compare_transformers import MODEL
 from tools.make_random_model import write_model
-from tools.measure import machine
+from tools.measure import best_and_median, machine
 
 _LAYERS = 4
 _NAIVE_LIMIT = 2**31  # bytes of gathered keys and values
 _POOL_BLOCKS = 4096
-
-
-def best_and_median(call: Callable[[], object], seconds: float) -> tuple[float, float]:
-  """Milliseconds of a call: repeated for `seconds`, and at least 5 times."""
-  call()
-  times, end = [], time.perf_counter() + seconds
-  while len(times) < 5 or time.perf_counter() < end:
-    start = time.perf_counter()
-    call()
-    times.append(1e3 * (time.perf_counter() - start))
-  return min(times), sorted(times)[len(times) // 2]
 
 
 def read_bandwidth(seconds: float) -> float:

@@ -17,21 +17,22 @@ a gigabyte, and a square matmul in the model's dtype. The faster measurement cou
 (Roofline: Williams, Waterman and Patterson, CACM 2009.)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import json
 import pathlib
 import statistics
 import sys
-import time
 from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from engine.shapes import ShapeLadder
+from tools.accounting import Flops
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.bench_offline import OfflineRun, add_build_arguments, build_options
-from tools.measure import ROOT, commit, machine, write_result
+from tools.measure import ROOT, best_and_median, commit, machine, write_result
 from tools.measure_costs import HandMade, Rows
+from tools.step_costs import work_of
 from tools.workload import synthetic
 
 SHAPES = ROOT / "models" / "shapes"
@@ -69,24 +70,14 @@ def measure_ceilings(dtype: Any, seconds: float) -> Ceilings:
   size = 2048 if small else 8192
   left = jnp.ones((size, size), dtype)
   largest, multiply = jax.jit(jnp.max), jax.jit(jnp.matmul)
-  read_s = _best(lambda: largest(values).block_until_ready(), seconds)
-  matmul_s = _best(lambda: multiply(left, left).block_until_ready(), seconds)
-  bytes_s = values.nbytes / read_s
+  read_ms, _ = best_and_median(lambda: largest(values).block_until_ready(), seconds)
+  matmul_ms, _ = best_and_median(lambda: multiply(left, left).block_until_ready(), seconds)
+  bytes_ms = values.nbytes / read_ms
   if small:  # a reduction by XLA keeps one core busy; threads of numpy reach what the kernels can
     from tools.bench_attention import read_bandwidth
 
-    bytes_s = max(bytes_s, 1e3 * read_bandwidth(seconds))
-  return Ceilings(bytes_s, 2 * size**3 / matmul_s)
-
-
-def _best(call: Callable[[], object], seconds: float) -> float:
-  call()
-  times, end = [], time.perf_counter() + seconds
-  while len(times) < 3 or time.perf_counter() < end:
-    start = time.perf_counter()
-    call()
-    times.append(time.perf_counter() - start)
-  return min(times)
+    bytes_ms = max(bytes_ms, read_bandwidth(seconds))
+  return Ceilings(1e3 * bytes_ms, 1e3 * 2 * size**3 / matmul_ms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,39 +85,29 @@ class Work:
   """What a model's steps read and compute at least.
 
   Attributes:
+    flops: of a token, a row that samples, and a pair of query and key.
     weight_bytes: of the matrices that every step streams; a table of embeddings that is only looked up is not.
-    token_flops: of those matrices but the head, a token.
-    head_flops: of the head, a row that samples.
     kv_bytes: of keys and values, a token.
-    pair_flops: of attention, a pair of query and key.
   """
 
+  flops: Flops
   weight_bytes: int
-  token_flops: int
-  head_flops: int
   kv_bytes: int
-  pair_flops: int
 
   @classmethod
-  def of(cls, model: Any, itemsize: int) -> "Work":
-    """Args: model: a models.config.ModelConfig. itemsize: bytes a value, of weights and KV."""
-    d, f, h = model.model_dim, model.hidden_dim, model.head_dim
-    layer = d * h * (2 * model.num_heads + 2 * model.num_kv_heads) + 3 * d * f
-    head = d * model.vocab_size
-    return cls(
-      weight_bytes=(model.num_layers * layer + head) * itemsize,
-      token_flops=2 * model.num_layers * layer,
-      head_flops=2 * head,
-      kv_bytes=2 * model.num_layers * model.num_kv_heads * h * itemsize,
-      pair_flops=4 * model.num_layers * model.num_heads * h,
-    )
+  def of(cls, folder: str, model: Any, dtype: Any) -> "Work":
+    """Args: folder, model: its config.json, as folder and as ModelConfig. dtype: of weights and KV."""
+    from engine.device import kv_cache
+
+    flops = Flops.of_model(folder)
+    # A matrix of n weights does n multiply-adds a token, which are 2 n operations.
+    return cls(flops, (flops.token + flops.row) // 2 * dtype.itemsize, kv_cache.bytes_per_block(model, 1, dtype))
 
   def of_step(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[float, float]:
     """Bytes and operations of a step whose rows cover positions [start, start + count)."""
-    keys = sum(start + count for start, count in zip(starts, counts, strict=True))
-    pairs = sum(n * start + n * (n + 1) // 2 for start, n in zip(starts, counts, strict=True))
-    flops = sum(counts) * self.token_flops + len(counts) * self.head_flops + pairs * self.pair_flops
-    return self.weight_bytes + keys * self.kv_bytes, flops
+    work = work_of(starts, counts)
+    keys, pairs = work.decode_keys + work.prefill_keys, work.decode_keys + work.prefill_pairs
+    return self.weight_bytes + keys * self.kv_bytes, self.flops.of(sum(counts), len(counts), pairs)
 
 
 # --- Parts ------------------------------------------------------------------------------------------------------------
@@ -258,7 +239,7 @@ def measure(args: Any) -> dict[str, Any]:
   devices = len(built.runner.kv[0].devices())
   before = measure_ceilings(dtype, args.seconds)
   compiles = built.runner.compiles_after_ready  # the ceilings' own
-  work = Work.of(built.model, dtype.itemsize)
+  work = Work.of(options.model_dir, built.model, dtype)
   max_len = built.config.max_model_len
   result: dict[str, Any] = {}
   if "decode" in args.parts:

@@ -77,28 +77,36 @@ def langchain(url: str, model: str, python: str, folder: pathlib.Path) -> str:
   return run([python, script, f"{url}/v1", model], folder, "langchain").strip().splitlines()[-1]
 
 
-_CHOICE = """task: sluice_choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: %(path)s}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: gold
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-metadata: {version: 1}
-"""
-_GENERATE = """task: sluice_generate
-dataset_path: json
-dataset_kwargs: {data_files: {test: %(path)s}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: answer
-generation_kwargs: {until: ["\\n"], max_gen_toks: 8, temperature: 0.0}
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-metadata: {version: 1}
-"""
+# What each lm-eval task asks for, and what it is judged by.
+_TASKS: dict[str, tuple[dict[str, Any], str]] = {
+  "sluice_choice": (
+    {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "gold"},
+    "acc",
+  ),
+  "sluice_generate": (
+    {
+      "output_type": "generate_until",
+      "doc_to_target": "answer",
+      "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "temperature": 0.0},
+    },
+    "exact_match",
+  ),
+}
+
+
+def _task(name: str, docs: pathlib.Path) -> str:
+  """A task's file: JSON, which is YAML too."""
+  asked, metric = _TASKS[name]
+  shared = {
+    "task": name,
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": str(docs)}},
+    "test_split": "test",
+    "doc_to_text": "{{question}}",
+    "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}],
+    "metadata": {"version": 1},
+  }
+  return json.dumps(shared | asked)
 
 
 def lm_eval(url: str, model: str, python: str, folder: pathlib.Path) -> str:
@@ -110,9 +118,9 @@ def lm_eval(url: str, model: str, python: str, folder: pathlib.Path) -> str:
     for left, right in ((1, 2), (3, 4), (12, 7), (30, 5))
   ]
   docs.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-  for name, text in (("choice", _CHOICE), ("generate", _GENERATE)):
-    (tasks / f"{name}.yaml").write_text(text % {"path": docs}, "utf-8")
-  command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", "sluice_choice,sluice_generate"]
+  for name in _TASKS:
+    (tasks / f"{name}.yaml").write_text(_task(name, docs), "utf-8")
+  command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", ",".join(_TASKS)]
   command += ["--include_path", str(tasks), "--output_path", str(folder / "lm_eval")]
   command += ["--model_args", f"model={model},base_url={url}/v1/completions,tokenizer_backend=remote,num_concurrent=4"]
   run(command, folder, "lm_eval")

@@ -1,30 +1,34 @@
 """Serves the same requests for real and in the simulator, and prints how far the two are apart. Tunes neither.
 
-  python -m tools.check_simulation [--model=DIR] [--costs=FILE] [--output=FILE]
+  python -m tools.check_simulation [--model=DIR] [--costs=FILE] [--loads=NAME,...] [--output=FILE]
 
-The loads: each --trace with lengths and rate scaled to a small machine, a synthetic Poisson load, and the first trace
-all at once (which shows the throughput; that of the others is their arrivals'). Each is served by
-the real engine in a process of its own (tools.bench_offline), --rounds times; and by the simulator, under the same
-settings and with the cost table of --costs, or one that is measured before each round: a machine whose neighbours come
-and go has no one speed. Medians over the rounds are compared. With --over_grpc the real side is a server
+The loads: each --trace with lengths and rate scaled to a small machine (one without arrival times gets Poisson arrivals
+at --lengths_rate), a synthetic Poisson load, and the first trace all at once (which shows the throughput; that of the
+others is their arrivals'). Each is served by the real engine in a process of its own (tools.bench_offline), --rounds
+times; and by the simulator, under the same settings and with the cost table of --costs, or one that is measured before
+each round: a machine whose neighbours come and go has no one speed. Medians over the rounds are compared, and beside
+them stands how far the real rounds are from each other. With --over_grpc the real side is a server
 driven by tools.bench_serving, whose clients and front end share the machine: steps take longer there, so the table's
 device part then comes from the step trace of a warm-up load of that server, and what a request spends outside the
-engine is the difference of measured and simulated median TTFT of that load. Exit code 1 when a difference is above
---tolerance: throughput 0.10, percentiles 0.15 unless the flags say otherwise.
+engine is the difference of measured and simulated median TTFT of that load. --output keeps the loads that the file has
+and this run has not; each says by which commit it was made. Exit code 1 when a difference is above --tolerance:
+throughput 0.10, percentiles 0.15 unless the flags say otherwise.
 """
 
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import json
 import pathlib
+import statistics
 import sys
 import tempfile
 from typing import Any
 
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from tools import workload
 from tools.arguments import CommandParser, positive_float, positive_int
-from tools.measure import ROOT, machine, median_of, run_tool, write_result
+from tools.measure import ROOT, commit, machine, median_of, run_tool, write_result
 from tools.server_process import RunningServer
 from tools.step_costs import StepCosts
 from tools.workload import WorkRequest
@@ -42,12 +46,20 @@ def loads(args: Any, vocab_size: int) -> dict[str, tuple[list[WorkRequest], bool
   for path in args.trace.split(","):
     rows = workload.read_trace(path)
     requests = workload.from_trace(rows, vocab_size, 0, args.scale, args.rate_scale, args.num_requests, args.max_len)
+    if not any(arrival_s for arrival_s, *_ in rows):
+      times = workload.arrivals(len(requests), args.lengths_rate, 1.0, seed=0)
+      requests = [dataclasses.replace(each, arrival_s=at) for each, at in zip(requests, times, strict=True)]
     traces[pathlib.Path(path).stem] = requests, True
   first = next(iter(traces))
   poisson = workload.synthetic(
     args.num_requests, "lognormal:64:8:512", "lognormal:64:4:256", vocab_size, seed=1, rate=args.rate
   )
-  return traces | {"poisson": (poisson, True), f"{first} at once": (traces[first][0], False)}
+  every = traces | {"poisson": (poisson, True), f"{first} at once": (traces[first][0], False)}
+  wanted = args.loads.split(",") if args.loads else list(every)
+  unknown = [name for name in wanted if name not in every]
+  if unknown:
+    raise ConfigError(f"load {unknown[0]!r} is none of {', '.join(every)}; set --loads")
+  return {name: every[name] for name in wanted}
 
 
 def warm_up(args: Any) -> list[WorkRequest]:
@@ -102,17 +114,23 @@ def compare(
       "simulated": modelled,
       "difference": round(difference, 4),
       "limit": limit,
+      "runs_apart": round(_apart([run[figure] for run in real]), 4),
       "runs": [run[figure] for run in real],
       "simulated_runs": [run[figure] for run in simulated],
     }
-  print(f"\n{name:30}{'measured':>12}{'simulated':>12}{'difference':>12}{'limit':>8}", file=sys.stderr)
+  head = f"\n{name:30}{'measured':>12}{'simulated':>12}{'difference':>12}{'limit':>8}{'runs apart':>12}"
+  print(head, file=sys.stderr)
   for figure, row in rows.items():
-    limit_text = f"{row['limit']:8.0%}" if row["limit"] else ""
-    print(
-      f"{figure:30}{row['measured']:12.4g}{row['simulated']:12.4g}{row['difference']:+12.1%}{limit_text}",
-      file=sys.stderr,
-    )
+    limit_text = f"{row['limit']:.0%}" if row["limit"] else ""
+    line = f"{figure:30}{row['measured']:12.4g}{row['simulated']:12.4g}{row['difference']:+12.1%}{limit_text:>8}"
+    print(f"{line}{row['runs_apart']:12.1%}", file=sys.stderr)
   return {"within": worst, "figures": rows}
+
+
+def _apart(values: Sequence[float]) -> float:
+  """By how much the larger of two runs is above the smaller: the median over all pairs."""
+  pairs = [max(pair) / min(pair) - 1 for pair in itertools.combinations(values, 2) if min(pair) > 0]
+  return statistics.median(pairs) if pairs else 0.0
 
 
 def simulated(costs: str, path: str, timed: bool, flags: Sequence[str], what: str) -> dict[str, Any]:
@@ -136,7 +154,7 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
   }
   given = [args.costs] if args.costs else []
   measure = [sys.executable, "-m", "tools.measure_costs", f"--model={args.model}", cache, *settings]
-  measure += [f"--max_context={args.max_context}"]
+  measure += [f"--max_context={args.max_context}", f"--load_seconds={args.load_seconds}"]
   real: dict[str, list[dict[str, Any]]] = {name: [] for name in files}
   if args.over_grpc:
     server = [f"--model={args.model}", cache, *settings, *unbounded]
@@ -153,14 +171,14 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
     if not given:
       run_tool([*measure, f"--step_trace={trace}", f"--output={tables[0]}"], "cost table")
       modelled = simulated(tables[0], warm_up_file, True, [*settings, *unbounded], "warm-up load, simulated")
-      front_s = max(0.0, warm["ttft_p50_ms"] - modelled["ttft_p50_ms"]) / 1e3
       table = StepCosts.load(tables[0])
+      front_s = max(0.0, table.host.front_s + (warm["ttft_p50_ms"] - modelled["ttft_p50_ms"]) / 1e3)
       dataclasses.replace(table, host=dataclasses.replace(table.host, front_s=front_s)).save(tables[0])
   else:
     tables = given or [str(folder / f"costs{number}.json") for number in range(args.rounds)]
     for number in range(args.rounds):
       if not given:
-        run_tool([*measure, "--rounds=1", f"--output={tables[number]}"], "cost table")
+        run_tool([*measure, "--rounds=1", "--seconds=0.1", f"--output={tables[number]}"], "cost table")
       for name, (path, timed) in files.items():
         what = f"{name}, round {number + 1} of {args.rounds}"
         real[name].append(offline(args, [cache, *settings], path, timed, what))
@@ -172,7 +190,16 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
   for table in costs:
     for long in ("points", "spread", "launch_spread"):
       table.pop(long, None)
-  return {"loads": result, "costs": costs, "over_grpc": args.over_grpc, "machine": machine()}
+  made = {"commit": commit(), "rounds": args.rounds, "over_grpc": args.over_grpc, "machine": machine(), "costs": costs}
+  return {"loads": {name: load | made for name, load in result.items()}}
+
+
+def kept_loads(path: str) -> dict[str, Any]:
+  """The loads of an earlier run's --output. Raises ConfigError."""
+  try:
+    return json.loads(pathlib.Path(path).read_text("utf-8"))["loads"] if path and pathlib.Path(path).exists() else {}
+  except (ValueError, KeyError, TypeError) as error:
+    raise ConfigError(f"{path} is no result of this check ({error}); set --output to another file") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -183,7 +210,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--trace", default=str(SAMPLE), help="public traces (CSV), with commas between")
   parser.add_argument("--scale", type=positive_float, default=0.1, help="lengths of the trace are multiplied by this")
   parser.add_argument("--rate_scale", type=positive_float, default=6.0, help="so many times the trace's rate")
+  parser.add_argument("--loads", default="", help="names of the loads to run, with commas between; empty: all")
   parser.add_argument("--rate", type=positive_float, default=15.0, help="of the Poisson load, requests a second")
+  parser.add_argument("--lengths_rate", type=positive_float, default=40.0, help="of a trace without arrival times")
   parser.add_argument("--num_requests", type=positive_int, default=400, help="of each load")
   parser.add_argument("--max_len", type=positive_int, default=1024, help="the trace is cut to so many tokens a request")
   parser.add_argument("--rounds", type=positive_int, default=3, help="runs of each load; their medians count")
@@ -196,19 +225,23 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--max_model_len", type=positive_int, default=2048, help="as the server's flag")
   parser.add_argument("--num_blocks", type=positive_int, default=4096, help="as the server's flag")
   parser.add_argument("--max_context", type=positive_int, default=1024, help="longest context the table is made for")
+  parser.add_argument("--load_seconds", type=positive_float, default=5.0, help="of each load that makes a table")
   parser.add_argument("--vocab_size", type=positive_int, default=2048, help="token ids of prompts are below this")
   parser.add_argument("--compile_cache_dir", default=str(pathlib.Path.home() / ".cache" / "sluice" / "programs"))
   parser.add_argument("--output", default="", help="also write the result here")
   args = parser.parse_args(argv)
   try:
     with tempfile.TemporaryDirectory() as folder:
+      kept = kept_loads(args.output)
       result = check(args, pathlib.Path(folder))
   except (EngineError, OSError) as error:
     print(f"tools.check_simulation: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
+  within = all(load["within"] for load in result["loads"].values())
+  result["loads"] = kept | result["loads"]
   write_result(args.output, result)
   print(json.dumps(result), flush=True)
-  return 0 if all(load["within"] for load in result["loads"].values()) else 1
+  return 0 if within else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the comparisons share: a tool run as a user runs it, medians, the machine in words. Measures nothing itself."""
+"""What the comparisons share: a tool run as a user runs it, a call timed, medians, the machine in words."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import json
 import os
 import pathlib
@@ -9,6 +9,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from typing import Any
 
 from engine.errors import ConfigError
@@ -31,6 +32,17 @@ def run_tool(command: Sequence[str], what: str) -> dict[str, Any]:
   except (ValueError, IndexError) as error:
     tail = " | ".join(done.stderr.strip().splitlines()[-5:])
     raise ConfigError(f"{what}: {' '.join(command)} ended with exit code {done.returncode}: {tail}") from error
+
+
+def best_and_median(call: Callable[[], object], seconds: float) -> tuple[float, float]:
+  """Milliseconds of a call: repeated for `seconds`, and at least 5 times."""
+  call()
+  times, end = [], time.perf_counter() + seconds
+  while len(times) < 5 or time.perf_counter() < end:
+    start = time.perf_counter()
+    call()
+    times.append(1e3 * (time.perf_counter() - start))
+  return min(times), sorted(times)[len(times) // 2]
 
 
 def median_of(runs: Sequence[dict[str, Any]], name: str) -> float:

@@ -17,13 +17,14 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import datetime
+import gc
 import json
 import math
 import random
 import statistics
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.batch import Admission, Batch, Launched, Runner
 from engine.config import EngineConfig
@@ -36,24 +37,14 @@ from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder, StepShape
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.bench_offline import add_build_arguments, build_options
+from tools.fit_costs import calibrated, fit, fit_host, with_launch_spread
 from tools.measure import ROOT, commit, machine
-from tools.step_costs import (
-  Point,
-  RecordedStep,
-  StepCosts,
-  calibrated,
-  fit,
-  fit_host,
-  points_of,
-  read_step_trace,
-  roofline,
-  with_launch_spread,
-  work_of,
-)
+from tools.step_costs import Point, RecordedStep, StepCosts, points_of, read_step_trace, roofline, work_of
 
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _TOKEN = 7
-_SHARES = (0.05, 0.15, 0.4)  # of the rate that the engine can serve
+_SHARES = (0.05, 0.15, 0.4, 0.6)  # of the rate that the engine can serve
+_SHORT_SHARE, _SHORT = 0.4, 8  # of that rate, with answers of at most so many tokens: most begin after a pause
 Rows = list[tuple[int, int]]  # (first position, tokens) of each
 
 
@@ -167,22 +158,39 @@ class Watched:
 
   def steps(self, records: Sequence[StepRecord]) -> list[RecordedStep]:
     """The records with what their steps held."""
-    return [RecordedStep(r.step, r.time, r.shape_tokens, *self.seen[r.step][:2], r.host_s, r.device_s) for r in records]
+    steps = []
+    for r in records:
+      starts, counts, admissions = self.seen[r.step]
+      steps.append(RecordedStep(r.step, r.time, r.shape_tokens, starts, counts, r.host_s, r.device_s, admissions))
+    return steps
 
 
-def run_engine(
-  runner: Runner, config: EngineConfig, max_context: int, seconds: float
-) -> tuple[list[StepRecord], Watched]:
+class EngineRun(NamedTuple):
+  """What run_engine saw: records of steps and what they held; and what a request spends outside the engine, seconds."""
+
+  records: list[StepRecord]
+  watched: Watched
+  front_s: float
+
+
+def run_engine(runner: Runner, config: EngineConfig, max_context: int, seconds: float) -> EngineRun:
   """Runs the real engine on requests of many lengths.
 
   First all at once, so that every number of rows up to all slots occurs; then arriving at random (Poisson), at shares
-  of the rate at which the first were served, for about `seconds` each.
+  of the rate at which the first were served, for about `seconds` each; the last of them with short answers. A busy
+  engine's steps differ from those of one that starts from a pause again and again, and both are asked for.
   """
   watched = Watched(runner)
   live: set[str] = set()
+  woke: dict[str, float] = {}  # when requests were due for which the engine had slept
+  answered: dict[str, float] = {}
 
   def emit(events: list[TokenEvent]) -> None:
-    live.difference_update(event.request_id for event in events if event.finish_reason is not None)
+    now = time.monotonic()
+    for event in events:
+      answered.setdefault(event.request_id, now)
+      if event.finish_reason is not None:
+        live.discard(event.request_id)
 
   engine = Engine(Scheduler(config), watched, time.monotonic, emit)
   engine.keep_all()
@@ -192,21 +200,23 @@ def run_engine(
   # Few run at once when they arrive slowly, so there is room for prompts that fill the large rungs alone.
   longest_prompt = max(longest, min(max_context, config.pool_tokens // 4) - longest)
 
-  def run(name: str, count: int, rate: float) -> float:
+  def run(name: str, count: int, rate: float, longest_output: int = longest) -> float:
     """Serves `count` requests; returns the seconds it took."""
+    _progress(f"run the engine, {name}", 0, count)
     rng = random.Random(name)
     start = time.monotonic()
     due = start
     for number in range(count):
       due += rng.expovariate(rate) if rate < math.inf else 0.0
+      request_id = f"{name}/{number}"
       while time.monotonic() < due:
         if not engine.step() and not live:
+          woke[request_id] = due
           time.sleep(max(0.0, due - time.monotonic()))
         _raise_if_dead(engine)
       prompt = round(rng.lognormvariate(math.log(longest / 4), 1.0 if rate == math.inf else 1.5))
       prompt = max(1, min(prompt, longest if rate == math.inf else longest_prompt))
-      output = max(1, min(round(rng.lognormvariate(math.log(longest / 4), 1.0)), longest))
-      request_id = f"{name}/{number}"
+      output = max(1, min(round(rng.lognormvariate(math.log(longest_output / 4), 1.0)), longest_output))
       live.add(request_id)
       params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
       engine.submit(Request(request_id, (_TOKEN,) * prompt, params, cache_salt=request_id.encode()))
@@ -215,41 +225,26 @@ def run_engine(
       _raise_if_dead(engine)
     return time.monotonic() - start
 
+  gc.collect()
+  gc.freeze()  # as the server does: what the model is made of is not looked at again
   for turn, count in enumerate((max(1, slots // 4), slots // 2 or 1)):
-    _progress("run the engine", turn, 3 + len(_SHARES))
     run(f"at once {turn}", count, math.inf)
-  _progress("run the engine", 2, 3 + len(_SHARES))
   capacity = 2 * slots / run("capacity", 2 * slots, math.inf)
-  for turn, share in enumerate(_SHARES):
-    _progress("run the engine", 3 + turn, 3 + len(_SHARES))
+  for share in _SHARES:
     run(f"share {share}", max(4, round(share * capacity * seconds)), share * capacity)
-  return list(engine.recorder.steps), watched
+  run("short answers", max(4, round(_SHORT_SHARE * capacity * seconds)), _SHORT_SHARE * capacity, _SHORT)
+  # From being due to being planned, and from the values' arrival to the event: the engine's clock sees neither.
+  outside = [
+    request.first_scheduled - woke[request.id] + answered[request.id] - request.first_token
+    for request in engine.recorder.requests
+    if request.id in woke and request.first_scheduled is not None and request.first_token is not None
+  ]
+  return EngineRun(list(engine.recorder.steps), watched, statistics.median(outside) if outside else 0.0)
 
 
 def _raise_if_dead(engine: Engine) -> None:
   if engine.dead is not None:
     raise engine.dead
-
-
-def measure_host(
-  costs: StepCosts, records: Sequence[StepRecord], watched: Watched, recorded: Sequence[RecordedStep]
-) -> StepCosts:
-  """The table with the host's costs from steps of the real engine.
-
-  Planning and dispatch come from `recorded` steps, where there are any; a step trace has no commit times.
-  """
-  launches = [(r.num_rows, r.prefill_tokens, watched.seen[r.step][2], r.host_s) for r in records]
-  if recorded:
-    launches = [(len(s.counts), work_of(s.starts, s.counts).prefill_tokens, 0, s.host_s) for s in recorded if s.host_s]
-  commits = [(record.num_rows, record.commit_s) for record in records if record.commit_s > 0]
-  host = fit_host(_without_slowest(launches), _without_slowest(commits))
-  return with_launch_spread(dataclasses.replace(costs, host=host), launches)
-
-
-def _without_slowest(entries: list[Any]) -> list[Any]:
-  """All but the hundredth with the largest last item: no mean is to hold those."""
-  ordered = sorted(entries, key=lambda entry: entry[-1])
-  return ordered[: len(ordered) - len(ordered) // 100]
 
 
 def _progress(what: str, done: int, total: int) -> None:
@@ -268,9 +263,13 @@ def measure(args: Any) -> StepCosts:
   config, runner, model = built.config, built.runner, built.model
   max_context = min(args.max_context or config.max_model_len, config.max_model_len, config.pool_tokens)
   recorded = read_step_trace(args.step_trace) if args.step_trace else []
-  points = points_of(recorded) or measure_device(runner, config, max_context, args.seconds, args.rounds)
+  points = points_of(recorded)[0] or measure_device(runner, config, max_context, args.seconds, args.rounds)
   table, error = fit(points)
-  records, watched = run_engine(runner, config, max_context, args.load_seconds)
+  records, watched, front_s = run_engine(runner, config, max_context, args.load_seconds)
+  # A step trace has no commit times: they are always those of the engine's loads.
+  running, launches = points_of(recorded or watched.steps(records))
+  host = fit_host(launches, [(record.num_rows, record.commit_s) for record in records if record.commit_s > 0])
+  host = dataclasses.replace(host, front_s=max(0.0, front_s - host.commit_s - host.commit_row_s))
   dtype = runner.kv[0].dtype
   about = {
     "source": f"step trace {args.step_trace}" if recorded else "measured",
@@ -292,10 +291,9 @@ def measure(args: Any) -> StepCosts:
   if not recorded:
     about["points"] = [[point.tokens, *point.work, round(point.seconds, 7)] for point in points]
   block_bytes = kv_cache.bytes_per_block(model, config.block_size, dtype, built.attention)
-  costs = StepCosts(**table, kv_bytes_per_token=block_bytes // config.block_size)
-  costs = measure_host(costs, records, watched, recorded)
+  costs = StepCosts(**table, host=host, kv_bytes_per_token=block_bytes // config.block_size)
   # In the engine the host plans while the device works; where they share cores, both take longer for it.
-  made, costs = costs, calibrated(costs, points if recorded else points_of(watched.steps(records)))
+  made, costs = costs, calibrated(with_launch_spread(costs, launches), running)
   factors = {str(tokens): round(seconds / made.rung(tokens), 4) for tokens, seconds in costs.rung_s}
   about["engine_over_table"] = factors
   return dataclasses.replace(costs, about=about)

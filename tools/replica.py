@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from tools.step_costs import StepCosts, Warmth, work_of
+from tools.step_costs import Launch, StepCosts, Warmth, work_of
 
 _TICK_S = 1e-6  # least sleep of a replica that waits for a time
 
@@ -94,13 +94,13 @@ class SimulatedRunner:
     rows = len(batch.slots)
     work = work_of(batch.starts, batch.counts)
     attention = costs.attention(work)
-    factors = costs.factors(batch.shape.tokens)
-    factor = factors[int(self._random() * len(factors))]
-    launch_factors = costs.launch_spread[work.prefill_tokens > 0]
-    launch_factor = launch_factors[int(self._random() * len(launch_factors))]
+    tokens, has_prompt = batch.shape.tokens, work.prefill_tokens > 0
+    since, after = self._warmth.step(clock.now, tokens, has_prompt)
+    factor = self._draw(costs.factors(tokens, after))
+    launch_factor = self._draw(costs.launch_factors(Launch.of(has_prompt, since, after)))
     clock.now += costs.launch_seconds(rows, work.prefill_tokens, len(batch.admissions)) * launch_factor
-    cold = costs.cold(self._warmth.step(clock.now, work.prefill_tokens > 0))
-    seconds = (costs.rung(batch.shape.tokens) + attention + cold) * factor
+    cold = costs.cold(since)
+    seconds = (costs.rung(tokens) + attention + cold) * factor
     self._free_at = max(self._free_at, clock.now) + seconds
     self._warmth.ended(self._free_at)
     self.busy_s += seconds
@@ -108,6 +108,9 @@ class SimulatedRunner:
     if self.watch is not None:
       self.watch(batch, seconds)
     return _Step(self, self._free_at, rows)
+
+  def _draw(self, factors: Sequence[float]) -> float:
+    return factors[int(self._random() * len(factors))]
 
   def wait(self, until: float, rows: int) -> StepResult:
     """Values of a step that ends at `until`; what taking them in costs is charged by settle()."""

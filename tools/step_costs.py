@@ -1,4 +1,4 @@
-"""What a step takes, as a table with five slopes: made by tools.measure_costs, read by the simulator. Knows no device.
+"""What a step takes, as a table with five slopes: made by tools.fit_costs, read by the simulator. Knows no device.
 
 Standard library only. The time of a step on the device is
 
@@ -11,34 +11,32 @@ Standard library only. The time of a step on the device is
 
 and the host takes a constant, a slope a row, a slope a prefill token, a slope an admission and a constant for a step
 with prompt tokens (decodes that go on are packed once) to plan, pack and dispatch, and a constant and a slope a row to
-take values in. Least squares on RELATIVE errors, slopes not negative: a step of 2 ms matters as much as one of 200.
+take values in.
 
 Steps of equal work do not take equal times. After an idle moment or a step with prompt tokens, caches are cold and
 threads asleep: `cold_s` holds what the next steps take longer for it, until decodes alone have run for 32 steps. What
-is left (threads that wake late, other programs) is `spread`: by rung, quantiles of measured over modelled time, from
-which the simulator draws. Without them the medians would be right and every 99th percentile too small.
+is left (threads that wake late, other programs) is `spread`: quantiles of measured over modelled time, from which the
+simulator draws. Without them the medians would be right and every 99th percentile too small. They are by rung and by
+what the device did before (After): a saturated engine's steps are near each other, those after a pause or after small
+steps are not. Likewise the host's launches, by Launch.
 """
 
 import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
+import enum
 import json
 import math
 import pathlib
-import statistics
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
 
 FORMAT = "sluice step costs 1"
-_QUANTILES = 100  # of a rung's spread
-_ENOUGH = 30  # steps of a rung for a median of its own
-_ENOUGH_FOR_SPREAD = 300  # and for a spread: of fewer, one that something disturbed would be a 99th percentile
 _IDLE_S = 1e-3  # a device without work for longer was idle
-_WARM_AFTER = 32  # steps
-_OUTLIER = 0.1  # relative error from which a measured step is taken for disturbed
-_REWEIGHTINGS = 12
-_WORK = ("decode_row_s", "decode_key_s", "prefill_token_s", "prefill_key_s", "prefill_pair_s")
+_COLD_LAUNCHES = 2  # of decodes alone, after a pause or a prompt
+WARM_AFTER = 32  # steps
+WORK_COSTS = ("decode_row_s", "decode_key_s", "prefill_token_s", "prefill_key_s", "prefill_pair_s")
 
 
 class Work(NamedTuple):
@@ -68,27 +66,73 @@ def work_of(starts: Sequence[int], counts: Sequence[int]) -> Work:
   return Work(decode_rows, decode_keys, tokens, keys, pairs)
 
 
+class After(enum.StrEnum):
+  """What the device did before a step."""
+
+  IDLE = "idle"  # nothing, for _IDLE_S at least
+  SMALLER = "smaller"  # a step of less than half its tokens
+  ALIKE = "alike"  # a step of at least half its tokens
+
+
+class Launch(enum.StrEnum):
+  """What the host launches: a step of decodes alone or one with prompt tokens; cold ones begin after a change."""
+
+  DECODES = "decodes"
+  COLD_DECODES = "cold_decodes"  # at most _COLD_LAUNCHES steps after a pause or a prompt
+  PROMPTS = "prompts"
+  COLD_PROMPTS = "cold_prompts"  # after a pause
+
+  @classmethod
+  def of(cls, has_prompt: bool, since_cold: int, after: After) -> "Launch":
+    """The kind of a step; the arguments are those of Warmth."""
+    if has_prompt:
+      return cls.COLD_PROMPTS if after is After.IDLE else cls.PROMPTS
+    return cls.COLD_DECODES if since_cold < _COLD_LAUNCHES else cls.DECODES
+
+
 class Point(NamedTuple):
-  """A measured step: the rung's tokens, its work, seconds on the device, and how many steps since it was cold."""
+  """A measured step: the rung's tokens, its work, seconds on the device; and what Warmth says of it."""
 
   tokens: int
   work: Work
   seconds: float
-  since_cold: int = _WARM_AFTER
+  since_cold: int = WARM_AFTER
+  after: After = After.ALIKE
+
+
+class LaunchPoint(NamedTuple):
+  """A measured launch: rows, prefill tokens, admissions, seconds of planning, packing and dispatch."""
+
+  rows: int
+  prefill_tokens: int
+  admissions: int
+  seconds: float
+  kind: Launch = Launch.DECODES
 
 
 class Warmth:
-  """Counts steps since the device was idle or had prompt tokens; told every step of one device in order."""
+  """What a device did before each of its steps; told all of them in order."""
 
   def __init__(self):
     self._free_at = -math.inf
-    self._count = 0
+    self._count = self._tokens = 0
 
-  def step(self, launched_at: float, has_prompt: bool) -> int:
-    """How many steps of decodes alone ran before this one; to be followed by ended()."""
-    since = 0 if launched_at - self._free_at > _IDLE_S else self._count
+  def step(self, planned_at: float, tokens: int, has_prompt: bool) -> tuple[int, After]:
+    """How many steps of decodes alone ran since the device was idle or had prompt tokens, and what was before.
+
+    To be followed by ended().
+
+    Args:
+      planned_at: when the host began with the step, seconds.
+      tokens: of its rung.
+    """
+    if planned_at - self._free_at > _IDLE_S:
+      since, after = 0, After.IDLE
+    else:
+      since, after = self._count, After.SMALLER if 2 * self._tokens < tokens else After.ALIKE
     self._count = 0 if has_prompt else since + 1
-    return since
+    self._tokens = tokens
+    return since, after
 
   def ended(self, at: float) -> None:
     """When the step leaves the device free, seconds."""
@@ -127,8 +171,8 @@ class StepCosts:
     host: the host's part.
     kv_bytes_per_token: of the whole model, for transfers of KV.
     cold_s: what a step takes longer 0, 1, 2 to 3, 4 to 7, 8 to 15 and 16 to 31 steps after the device was cold.
-    spread: (tokens, quantiles) by increasing tokens; see the module. Empty: steps take what the table says.
-    launch_spread: quantiles of the same kind of launch_seconds: of steps of decodes alone, and of steps with prompts.
+    spread: (tokens, quantiles) by increasing tokens, by what was before; see the module. Without: as the table says.
+    launch_spread: quantiles of the same kind, of launch_seconds.
     about: device, model, dtype, versions, how it was measured, error of the fit; plain JSON values.
   """
 
@@ -141,22 +185,22 @@ class StepCosts:
   host: HostCosts = HostCosts()
   kv_bytes_per_token: int = 0
   cold_s: tuple[float, ...] = ()
-  spread: tuple[tuple[int, tuple[float, ...]], ...] = ()
-  launch_spread: tuple[tuple[float, ...], tuple[float, ...]] = ((1.0,), (1.0,))
+  spread: Mapping[After, tuple[tuple[int, tuple[float, ...]], ...]] = dataclasses.field(default_factory=dict)
+  launch_spread: Mapping[Launch, tuple[float, ...]] = dataclasses.field(default_factory=dict)
   about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     tokens = [tokens for tokens, _ in self.rung_s]
     if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
       raise ConfigError(f"rung_s names the rungs {tokens}; they must be increasing and at least 1, measure again")
-    values = [seconds for _, seconds in self.rung_s] + [getattr(self, name) for name in _WORK]
+    values = [seconds for _, seconds in self.rung_s] + [getattr(self, name) for name in WORK_COSTS]
     values += dataclasses.astuple(self.host)
-    values += (*self.cold_s, *self.launch_spread[0], *self.launch_spread[1])
-    values += [factor for _, quantiles in self.spread for factor in quantiles]
+    spreads = [quantiles for rungs in self.spread.values() for _, quantiles in rungs] + [*self.launch_spread.values()]
+    values += (*self.cold_s, *(factor for quantiles in spreads for factor in quantiles))
     bad = [value for value in values if not 0 <= value < math.inf]
     if bad:
       raise ConfigError(f"a cost of {bad[0]!r} s is not a finite time of 0 or more; measure again")
-    if not all(quantiles for _, quantiles in self.spread) or not all(self.launch_spread):
+    if not all(spreads) or not all(self.spread.values()):
       raise ConfigError("a spread has no quantile; measure again")
     object.__setattr__(self, "_known", dict(self.rung_s))
 
@@ -200,10 +244,14 @@ class StepCosts:
     index = since_cold.bit_length()
     return self.cold_s[index] if index < len(self.cold_s) else 0.0
 
-  def factors(self, tokens: int) -> tuple[float, ...]:
+  def factors(self, tokens: int, after: After) -> tuple[float, ...]:
     """What to multiply a step's seconds by, each as likely as the others; a rung without any has the next one's."""
-    index = bisect.bisect_left(self.spread, (tokens,))
-    return self.spread[min(index, len(self.spread) - 1)][1] if self.spread else (1.0,)
+    spread = self.spread.get(after)
+    return spread[min(bisect.bisect_left(spread, (tokens,)), len(spread) - 1)][1] if spread else (1.0,)
+
+  def launch_factors(self, kind: Launch) -> tuple[float, ...]:
+    """As factors(), of launch_seconds()."""
+    return self.launch_spread.get(kind, (1.0,))
 
   def launch_seconds(self, rows: int, prefill_tokens: int, admissions: int) -> float:
     """Seconds of the host to plan, pack and dispatch a step."""
@@ -222,7 +270,7 @@ class StepCosts:
 
   def scaled(self, factor: float) -> "StepCosts":
     """The table of a device that takes `factor` times as long; the host stays as it is."""
-    slopes = {name: getattr(self, name) * factor for name in _WORK}
+    slopes = {name: getattr(self, name) * factor for name in WORK_COSTS}
     return dataclasses.replace(self, rung_s=tuple((tokens, s * factor) for tokens, s in self.rung_s), **slopes)
 
   # Files.
@@ -233,10 +281,10 @@ class StepCosts:
       "format": FORMAT,
       **self.about,
       "rung_s": {str(tokens): seconds for tokens, seconds in self.rung_s},
-      **{name: getattr(self, name) for name in _WORK},
+      **{name: getattr(self, name) for name in WORK_COSTS},
       "host": dataclasses.asdict(self.host),
       "cold_s": self.cold_s,
-      "spread": {str(tokens): quantiles for tokens, quantiles in self.spread},
+      "spread": {after: {str(tokens): each for tokens, each in rungs} for after, rungs in self.spread.items()},
       "launch_spread": self.launch_spread,
       "kv_bytes_per_token": self.kv_bytes_per_token,
     }
@@ -259,185 +307,27 @@ class StepCosts:
     try:
       del value["format"]
       rungs = sorted((int(tokens), float(seconds)) for tokens, seconds in value.pop("rung_s").items())
-      slopes = {name: float(value.pop(name)) for name in _WORK}
+      slopes = {name: float(value.pop(name)) for name in WORK_COSTS}
       host = HostCosts(**{name: float(seconds) for name, seconds in value.pop("host").items()})
-      spread = sorted((int(tokens), tuple(map(float, each))) for tokens, each in value.pop("spread", {}).items())
+      spread = {
+        After(after): tuple(sorted((int(tokens), tuple(map(float, each))) for tokens, each in rungs.items()))
+        for after, rungs in value.pop("spread", {}).items()
+      }
       kv_bytes = int(value.pop("kv_bytes_per_token"))
       cold = tuple(map(float, value.pop("cold_s", ())))
-      decodes, prompts = value.pop("launch_spread", ((1.0,), (1.0,)))
+      launches = value.pop("launch_spread", {})
       return cls(
         tuple(rungs),
         **slopes,
         host=host,
         kv_bytes_per_token=kv_bytes,
         cold_s=cold,
-        spread=tuple(spread),
-        launch_spread=(tuple(map(float, decodes)), tuple(map(float, prompts))),
+        spread=spread,
+        launch_spread={Launch(kind): tuple(map(float, each)) for kind, each in launches.items()},
         about=value,
       )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
       raise ConfigError(f"cost table {path} is damaged ({type(error).__name__}: {error}); {remedy}") from error
-
-
-# --- Fitting ----------------------------------------------------------------------------------------------------------
-
-
-def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-  """The x >= 0 for which value / (row . x) is near 1, not led astray by a few disturbed values.
-
-  Errors are relative to what is modelled, which is found by repetition: relative to what was measured, a value that a
-  busy machine made twice as large would count for less than one half as large, and the result would be too small.
-  Errors above _OUTLIER count by their size rather than its square (Huber's loss, by reweighting). Columns that want to
-  be negative are dropped one by one. Normal equations with columns scaled to length 1, which is precise enough for a
-  dozen columns that are not parallel.
-
-  Args:
-    rows: of equal length, no entry below 0.
-    values: one a row, all above 0.
-  """
-  floor = min(values) / 100
-  modelled, weights = list(values), [1.0] * len(values)
-  solution = [0.0] * len(rows[0])
-  for _ in range(_REWEIGHTINGS):
-    scaled = [[entry / scale for entry in row] for row, scale in zip(rows, modelled, strict=True)]
-    targets = [value / scale for value, scale in zip(values, modelled, strict=True)]
-    solution = _nonnegative(scaled, targets, weights)
-    modelled = [max(math.fsum(a * b for a, b in zip(row, solution, strict=True)), floor) for row in rows]
-    errors = [abs(value / scale - 1) for value, scale in zip(values, modelled, strict=True)]
-    weights = [_OUTLIER / max(error, _OUTLIER) for error in errors]
-  return solution
-
-
-def _nonnegative(rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float]) -> list[float]:
-  """The x >= 0 with a small sum of weight * (row . x - target)^2."""
-  width = len(rows[0])
-  norms = [math.sqrt(math.fsum(row[column] ** 2 for row in rows)) for column in range(width)]
-  active = [column for column in range(width) if norms[column] > 0]
-  result = [0.0] * width
-  while active:
-    lines = [[row[column] / norms[column] for column in active] for row in rows]
-    matrix = []
-    for a in range(len(active)):
-      products = [weight * line[a] for weight, line in zip(weights, lines, strict=True)]
-      matrix.append(
-        [math.fsum(p * line[b] for p, line in zip(products, lines, strict=True)) for b in range(len(active))]
-      )
-      matrix[a][a] += 1e-9  # parallel columns share, rather than divide by zero
-      matrix[a].append(math.fsum(p * target for p, target in zip(products, targets, strict=True)))
-    solution = _solve(matrix)
-    lowest = min(range(len(active)), key=lambda index: solution[index])
-    if solution[lowest] >= 0:
-      for column, entry in zip(active, solution, strict=True):
-        result[column] = entry / norms[column]
-      break
-    del active[lowest]
-  return result
-
-
-def _solve(matrix: list[list[float]]) -> list[float]:
-  """Gauss-Jordan elimination with row exchange on [A | b]; A is regular."""
-  size = len(matrix)
-  for column in range(size):
-    pivot = max(range(column, size), key=lambda row: abs(matrix[row][column]))
-    matrix[column], matrix[pivot] = matrix[pivot], matrix[column]
-    for row in range(size):
-      if row != column:
-        factor = matrix[row][column] / matrix[column][column]
-        matrix[row] = [entry - factor * other for entry, other in zip(matrix[row], matrix[column], strict=True)]
-  return [matrix[row][size] / matrix[row][row] for row in range(size)]
-
-
-def fit(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, float]]:
-  """The device's part of a table from measured steps.
-
-  Returns:
-    `rung_s` and the five slopes, as StepCosts takes them; and the error of the fit: `mean_error` and `worst_error`,
-    shares of the measured time.
-
-  Raises:
-    ConfigError: fewer steps than numbers to find.
-  """
-  rungs = sorted({point.tokens for point in points})
-  if len(points) < len(rungs) + len(_WORK):
-    raise ConfigError(f"{len(points)} steps cannot tell {len(rungs) + len(_WORK)} costs apart; measure more steps")
-  rows = [[float(point.tokens == rung) for rung in rungs] + [float(value) for value in point.work] for point in points]
-  solution = least_squares(rows, [point.seconds for point in points])
-  modelled = [math.fsum(a * b for a, b in zip(row, solution, strict=True)) for row in rows]
-  errors = [abs(got / point.seconds - 1) for got, point in zip(modelled, points, strict=True)]
-  table = {"rung_s": tuple(zip(rungs, solution, strict=False))}
-  table |= dict(zip(_WORK, solution[len(rungs) :], strict=True))
-  return table, {"mean_error": round(math.fsum(errors) / len(errors), 4), "worst_error": round(max(errors), 4)}
-
-
-def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
-  """The table brought to the steps of a running engine: their `cold_s` and `spread`, and each rung's median.
-
-  Cold steps are looked at on the smallest rung, where they show most. Rungs with too few of these steps move by the
-  median factor of all, and share one spread.
-
-  Args:
-    costs: a table of the same rungs.
-    points: not empty.
-  """
-  smallest = costs.rung_s[0][0]
-  excess: list[list[float]] = [[] for _ in range(_WARM_AFTER.bit_length() + 1)]
-  for tokens, work, seconds, since in points:
-    if tokens == smallest and not work.prefill_tokens:
-      excess[min(since, _WARM_AFTER).bit_length()].append(seconds - costs.seconds(tokens, work))
-  *cold, warm = (statistics.median(each) if len(each) >= _ENOUGH else None for each in excess)
-  base = 0.0 if warm is None else warm
-  cold_s = tuple(0.0 if each is None or warm is None else max(0.0, each - base) for each in cold)
-  costs = dataclasses.replace(costs, cold_s=cold_s)
-
-  by_rung: dict[int, list[Point]] = {tokens: [] for tokens, _ in costs.rung_s}
-  for point in points:
-    by_rung[point.tokens].append(point._replace(seconds=max(0.0, point.seconds - costs.cold(point.since_cold))))
-  factor = statistics.median(p.seconds / costs.seconds(p.tokens, p.work) for each in by_rung.values() for p in each)
-  rung_s = []
-  for tokens, seconds in costs.rung_s:
-    found = [point.seconds - costs.attention(point.work) for point in by_rung[tokens]]
-    moved = statistics.median(found) if len(found) >= _ENOUGH else seconds * factor
-    rung_s.append((tokens, max(moved, seconds / 10)))  # attention's slopes are not the rung's to undo
-  costs = dataclasses.replace(costs, rung_s=tuple(rung_s))
-
-  def left(points: Iterable[Point]) -> list[float]:
-    return [p.seconds / (costs.seconds(p.tokens, p.work) + costs.cold(p.since_cold)) for p in points]
-
-  groups = {tokens: [point for point in points if point.tokens == tokens] for tokens in by_rung}
-  few = [point for each in groups.values() if len(each) < _ENOUGH_FOR_SPREAD for point in each]
-  shared = _quantiles(left(few if len(few) >= _ENOUGH else points))
-  spread = tuple(
-    (tokens, _quantiles(left(each)) if len(each) >= _ENOUGH_FOR_SPREAD else shared) for tokens, each in groups.items()
-  )
-  return dataclasses.replace(costs, spread=spread)
-
-
-def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
-  """The middles of _QUANTILES equal parts of the values in order."""
-  ordered = sorted(values)
-  return tuple(round(ordered[int((part + 0.5) / _QUANTILES * len(ordered))], 4) for part in range(_QUANTILES))
-
-
-def with_launch_spread(costs: StepCosts, launches: Sequence[tuple[int, int, int, float]]) -> StepCosts:
-  """The table with the spread of `launches`, as fit_host takes them."""
-  left: tuple[list[float], list[float]] = ([], [])
-  for rows, tokens, admissions, seconds in launches:
-    left[tokens > 0].append(seconds / costs.launch_seconds(rows, tokens, admissions))
-  decodes, prompts = (_quantiles(each) if len(each) >= _ENOUGH else (1.0,) for each in left)
-  return dataclasses.replace(costs, launch_spread=(decodes, prompts))
-
-
-def fit_host(launches: Sequence[tuple[int, int, int, float]], commits: Sequence[tuple[int, float]]) -> HostCosts:
-  """The host's part from measured steps.
-
-  Args:
-    launches: rows, prefill tokens, admissions, seconds of planning, packing and dispatch.
-    commits: rows, seconds of taking values in.
-  """
-  rows = [(1.0, float(rows), float(tokens), float(new), float(tokens > 0)) for rows, tokens, new, _ in launches]
-  *launch, prefill_s = least_squares(rows, [entry[3] for entry in launches])
-  commit = least_squares([(1.0, float(rows)) for rows, _ in commits], [seconds for _, seconds in commits])
-  return HostCosts(*launch, *commit, launch_prefill_s=prefill_s)
 
 
 # --- A part that is not at hand ---------------------------------------------------------------------------------------
@@ -525,6 +415,7 @@ class RecordedStep(NamedTuple):
   counts: tuple[int, ...]
   host_s: float | None
   device_s: float | None
+  admissions: int = 0  # which a step trace does not tell
 
 
 def parse_step_trace[Step](path: str, make: Callable[[dict[str, Any], float], Step]) -> list[Step]:
@@ -572,17 +463,20 @@ def read_step_trace(path: str) -> list[RecordedStep]:
   return parse_step_trace(path, make)
 
 
-def points_of(steps: Iterable[RecordedStep]) -> list[Point]:
-  """Measured points of one device's recorded steps, in order; steps without a time are left out."""
-  warmth, points = Warmth(), []
+def points_of(steps: Iterable[RecordedStep]) -> tuple[list[Point], list[LaunchPoint]]:
+  """One device's recorded steps, in order, as measured points; steps without a time are left out."""
+  warmth, points, launches = Warmth(), [], []
   last = -math.inf
   for step in steps:
     if not step.device_s:
       continue
-    work = work_of(step.starts, step.counts)
-    launched_at = step.time + (step.host_s or 0.0)
-    since = warmth.step(launched_at, work.prefill_tokens > 0)
-    last = max(launched_at, last) + step.device_s
+    work, host_s = work_of(step.starts, step.counts), step.host_s or 0.0
+    has_prompt = work.prefill_tokens > 0
+    since, after = warmth.step(step.time, step.tokens, has_prompt)
+    last = max(step.time + host_s, last) + step.device_s
     warmth.ended(last)
-    points.append(Point(step.tokens, work, step.device_s, since))
-  return points
+    points.append(Point(step.tokens, work, step.device_s, since, after))
+    if host_s:
+      kind = Launch.of(has_prompt, since, after)
+      launches.append(LaunchPoint(len(step.counts), work.prefill_tokens, step.admissions, host_s, kind))
+  return points, launches

@@ -15,22 +15,10 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from tests.engine.test_disaggregated import Pair
 from tests.engine.test_engine import Front, finish, serve
-from tests.fakes import FakeConstraint, FakeRunner, VirtualClock, oracle
+from tests.fakes import FakeConstraint, FakeRunner, VirtualClock, oracle, small_config
 from tools import replay
 
-CONFIG = EngineConfig(
-  vocab_size=50,
-  max_model_len=64,
-  num_blocks=40,
-  block_size=4,
-  token_budgets=(4, 8, 16),
-  max_num_seqs=4,
-  prefill_chunk=8,
-  max_queued_requests=64,
-  queue_timeout_s=0.0,
-  request_timeout_s=0.0,
-  eos_token_ids=(1,),
-)
+CONFIG = small_config(max_queued_requests=64, queue_timeout_s=0.0, request_timeout_s=0.0, eos_token_ids=(1,))
 
 
 def some_requests(seed: int, count: int = 24) -> list[Request]:

@@ -15,21 +15,9 @@ from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from tests.engine.test_engine import Front, make
-from tests.fakes import FakeRunner, VirtualClock, oracle
+from tests.fakes import FakeRunner, VirtualClock, oracle, small_config
 
-CONFIG = EngineConfig(
-  vocab_size=50,
-  max_model_len=64,
-  num_blocks=40,
-  block_size=4,
-  token_budgets=(4, 8, 16),
-  max_num_seqs=4,
-  prefill_chunk=8,
-  max_queued_requests=64,
-  queue_timeout_s=0.0,
-  request_timeout_s=0.0,
-  eos_token_ids=(1,),
-)
+CONFIG = small_config(max_queued_requests=64, queue_timeout_s=0.0, request_timeout_s=0.0, eos_token_ids=(1,))
 
 
 class Pair:
@@ -52,6 +40,18 @@ class Pair:
     for scheduler in self.schedulers:
       scheduler.check()
       assert scheduler.pool.num_used == scheduler.num_running == scheduler.num_waiting == 0
+
+
+def test_an_idle_loop_that_is_woken_sees_that_it_shall_stop(monkeypatch):
+  monkeypatch.setattr("engine.engine.IDLE_WAIT_S", 1000.0)
+  for engine in (Pair().engine, Pair().engine.decode):
+    stop = threading.Event()
+    loop = threading.Thread(target=engine.run, args=(stop,), daemon=True)
+    loop.start()
+    stop.set()
+    engine.wake()
+    loop.join(60)
+    assert not loop.is_alive()
 
 
 @pytest.mark.parametrize("engine_class", [Engine, PlainEngine])

@@ -14,18 +14,9 @@ from engine.errors import DuplicateRequest, InvalidRequest, Overloaded, Unavaila
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from tests.fakes import FakeRunner, VirtualClock, oracle
+from tests.fakes import FakeRunner, VirtualClock, oracle, small_config
 
-CONFIG = EngineConfig(
-  vocab_size=50,
-  max_model_len=64,
-  num_blocks=40,
-  block_size=4,
-  token_budgets=(4, 8, 16),
-  max_num_seqs=4,
-  prefill_chunk=8,
-  eos_token_ids=(1,),
-)
+CONFIG = small_config(eos_token_ids=(1,))
 
 
 def make(request_id: str, num_prompt: int = 5, max_tokens: int = 6, **params) -> Request:

@@ -11,20 +11,9 @@ from engine.recorder import KV_ROWS, RungTotals
 from engine.scheduler import Scheduler
 from tests.engine.test_disaggregated import Pair
 from tests.engine.test_engine import Front, make
-from tests.fakes import FakeRunner, VirtualClock
+from tests.fakes import FakeRunner, VirtualClock, small_config
 
-CONFIG = EngineConfig(
-  vocab_size=50,
-  max_model_len=64,
-  num_blocks=40,
-  block_size=4,
-  token_budgets=(4, 8, 16),
-  max_num_seqs=4,
-  prefill_chunk=8,
-  enable_prefix_caching=False,
-  queue_timeout_s=0.0,
-  request_timeout_s=0.0,
-)
+CONFIG = small_config(enable_prefix_caching=False, queue_timeout_s=0.0, request_timeout_s=0.0)
 
 
 def run(config: EngineConfig, requests, engine_class: type[Engine] = PlainEngine):

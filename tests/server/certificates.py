@@ -1,14 +1,20 @@
-"""Certificates for tests: an authority of its own, made in milliseconds (elliptic curves), and what it signs."""
+"""Keys and certificates for tests: an authority made in milliseconds (elliptic curves), and what it signs."""
 
 import datetime
 import ipaddress
 import os
 import pathlib
+import socket
+import ssl
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
+from server.host_options import HostOptions
+
+KEY, OTHER_KEY, ADMIN_KEY = "a-key-of-team-a-that-is-long", "a-key-without-a-tenant", "a-key-of-the-operator"
 
 
 class Authority:
@@ -63,3 +69,22 @@ def replace(path: pathlib.Path, content: bytes) -> None:
   with open(os.open(part, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
     file.write(content)
   part.replace(path)
+
+
+def tls_options(folder: pathlib.Path, **more) -> HostOptions:
+  """With the certificate that an authority has issued for `server` there."""
+  return HostOptions(tls_cert_file=str(folder / "server.pem"), tls_key_file=str(folder / "server.key"), **more)
+
+
+def served_serial(address: str, authority: Authority) -> int:
+  """Of the certificate that a new handshake shows."""
+  context = ssl.create_default_context(cafile=str(authority.file))
+  context.set_alpn_protocols(["h2"])
+  host, port = address.rsplit(":", 1)
+  with (
+    socket.create_connection((host, int(port)), timeout=30) as raw,
+    context.wrap_socket(raw, server_hostname=host) as wrapped,
+  ):
+    certificate = wrapped.getpeercert()
+    assert certificate is not None
+    return int(str(certificate["serialNumber"]), 16)

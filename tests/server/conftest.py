@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from server.tokenizer import Tokenizer
+from tests.server.certificates import ADMIN_KEY, KEY, OTHER_KEY, Authority, replace
 from tests.server.harness import Served, give_up, running, write_tokenizer
 
 # Of one test, on the most loaded machine. Every wait of a test has an end of its own; this is for the one that has not.
@@ -41,3 +42,21 @@ def served(tokenizer) -> Iterator[Served]:
   """A server with a tokenizer, and a fake device that takes no time."""
   with running(tokenizer) as server:
     yield server
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory) -> pathlib.Path:
+  """A folder with files of keys: of users, one with a tenant, and of the operator."""
+  folder = tmp_path_factory.mktemp("secrets")
+  replace(folder / "keys", f"{KEY} team-a\n{OTHER_KEY}\n".encode())
+  replace(folder / "admin_keys", f"{ADMIN_KEY}\n".encode())
+  return folder
+
+
+@pytest.fixture(scope="module")
+def authority(secrets) -> Authority:
+  """In the same folder, with a certificate for a server and one for a client."""
+  authority = Authority(secrets)
+  authority.issue("server")
+  authority.issue("client")
+  return authority

@@ -43,6 +43,14 @@ CHAT_TEMPLATE = (
 )
 
 
+METHODS = [  # of sluice.v1
+  f"/{service.full_name}/{method.name}"
+  for service in pb.DESCRIPTOR.services_by_name.values()
+  for method in service.methods
+]
+REFLECTION = [f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo" for version in ("v1", "v1alpha")]
+
+
 def write_tokenizer(folder: pathlib.Path) -> None:
   """A byte-level BPE of a few hundred entries with a chat template, made in milliseconds."""
   tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -132,6 +140,12 @@ class Served:
     return self.engine.stats().blocks_used
 
 
+def tiny_config(**changes) -> EngineConfig:
+  """What the tests' tokenizer and prompts fit into, with these changes; nothing ends a sequence early."""
+  fields = {"vocab_size": 400, "max_model_len": 512, "num_blocks": 256, "block_size": 8}
+  return EngineConfig(**fields | {"token_budgets": (8, 64), "prefill_chunk": 64} | changes)
+
+
 _LIVE: list[Served] = []
 CHILDREN: list[subprocess.Popen] = []  # server processes of tests, ended or not
 
@@ -165,16 +179,7 @@ def running(
 
   With `device`, a real one that agrees with `config`, the fake one stands idle.
   """
-  config = config or EngineConfig(
-    vocab_size=400,
-    max_model_len=512,
-    num_blocks=256,
-    block_size=8,
-    max_num_seqs=64,
-    token_budgets=(8, 64, 128),
-    prefill_chunk=64,
-    eos_token_ids=(END,),
-  )
+  config = config or tiny_config(token_budgets=(8, 64, 128), eos_token_ids=(END,))
   host = host or HostOptions()
   host_options = dataclasses.replace(host, port=host.port if host.port != 50051 else 0, debug_invariants=True)
   started = threading.Event()

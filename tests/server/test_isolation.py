@@ -11,7 +11,6 @@ import grpc
 import httpx
 import pytest
 
-from engine.config import EngineConfig
 from engine.errors import ConfigError
 from server import memory
 from server.client import Client, SluiceError
@@ -19,7 +18,7 @@ from server.host import HostOptions
 from server.memory import MemoryLimit
 from server.proto import sluice_pb2 as pb
 from tests.server.certificates import replace
-from tests.server.harness import Served, detail_of, endings_of, reason_of, running
+from tests.server.harness import Served, detail_of, endings_of, reason_of, running, tiny_config
 
 KEYS = {
   "a": "the-key-of-tenant-a",
@@ -32,17 +31,7 @@ IDS = pb.TokenIds(ids=PROMPT)
 FOREVER = pb.StopParams(max_tokens=400, ignore_eos=True)
 FEW = pb.StopParams(max_tokens=3, ignore_eos=True)
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-CONFIG = EngineConfig(
-  vocab_size=400,
-  max_model_len=512,
-  num_blocks=256,
-  block_size=8,
-  token_budgets=(8, 64),
-  prefill_chunk=64,
-  max_num_seqs=1,
-  max_queued_requests=4,
-  max_queued_tokens=200,
-)
+CONFIG = tiny_config(max_num_seqs=1, max_queued_requests=4, max_queued_tokens=200)
 
 
 @pytest.fixture(scope="module")

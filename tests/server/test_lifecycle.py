@@ -10,7 +10,6 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 import pytest
 
-from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
@@ -18,7 +17,7 @@ from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tests.fakes import oracle
-from tests.server.harness import Served, detail_of, endings_of, generate, reason_of, running, token_ids_of
+from tests.server.harness import Served, detail_of, endings_of, generate, reason_of, running, tiny_config, token_ids_of
 
 IDS = pb.TokenIds(ids=[7, 8, 9])
 FOREVER = pb.StopParams(max_tokens=400, ignore_eos=True)
@@ -139,15 +138,7 @@ def test_the_clients_deadline_frees_the_pages_within_two_steps(paced):
 
 @pytest.mark.catalogue("B6")
 def test_a_deadline_in_the_queue_never_runs(tokenizer):
-  config = EngineConfig(
-    vocab_size=400,
-    max_model_len=512,
-    num_blocks=256,
-    block_size=8,
-    max_num_seqs=1,
-    token_budgets=(8, 64),
-    prefill_chunk=64,
-  )
+  config = tiny_config(max_num_seqs=1)
   with running(tokenizer, config=config) as served:
     served.runner.seconds = 0.002
     first = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
@@ -165,16 +156,7 @@ def test_a_deadline_in_the_queue_never_runs(tokenizer):
 
 @pytest.mark.catalogue("B8")
 def test_the_servers_own_limit_on_a_request(tokenizer):
-  config = EngineConfig(
-    vocab_size=400,
-    max_model_len=512,
-    num_blocks=256,
-    block_size=8,
-    token_budgets=(8, 64),
-    prefill_chunk=64,
-    max_num_seqs=8,
-    request_timeout_s=0.2,
-  )
+  config = tiny_config(max_num_seqs=8, request_timeout_s=0.2)
   with running(tokenizer, config=config) as served:
     served.runner.seconds = 0.005
     for timeout in (None, 1000):  # a client cannot buy more time
@@ -203,16 +185,7 @@ def test_abort(paced):
 
 @pytest.mark.catalogue("C1", "B13")
 def test_overload_is_told_at_once_with_when_to_retry(tokenizer):
-  config = EngineConfig(
-    vocab_size=400,
-    max_model_len=512,
-    num_blocks=256,
-    block_size=8,
-    token_budgets=(8, 64),
-    prefill_chunk=64,
-    max_num_seqs=1,
-    max_queued_requests=2,
-  )
+  config = tiny_config(max_num_seqs=1, max_queued_requests=2)
   with running(tokenizer, config=config) as served:
     served.runner.seconds = 0.002
     running_call = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
@@ -233,16 +206,7 @@ def test_overload_is_told_at_once_with_when_to_retry(tokenizer):
 
 
 def test_n_outputs_are_admitted_all_or_none(tokenizer):
-  config = EngineConfig(
-    vocab_size=400,
-    max_model_len=512,
-    num_blocks=256,
-    block_size=8,
-    token_budgets=(8, 64),
-    prefill_chunk=64,
-    max_num_seqs=2,
-    max_queued_requests=3,
-  )
+  config = tiny_config(max_num_seqs=2, max_queued_requests=3)
   with running(tokenizer, config=config) as served:
     served.runner.go.clear()
     with pytest.raises(grpc.RpcError, match="requests are queued, the limit is 3"):
@@ -365,15 +329,7 @@ def test_more_rpcs_than_allowed_are_refused_at_once(tokenizer):
 @pytest.mark.catalogue("B5")
 def test_a_client_that_stops_reading(tokenizer):
   """Once its window is full the work for it stops, pages and all; when it reads again it is told."""
-  config = EngineConfig(
-    vocab_size=400,
-    max_model_len=4096,
-    num_blocks=8192,
-    block_size=8,
-    token_budgets=(8, 64),
-    prefill_chunk=64,
-    max_num_seqs=16,
-  )
+  config = tiny_config(max_model_len=4096, num_blocks=8192, max_num_seqs=16)
   host, window = HostOptions(stream_stall_timeout_s=0.2), (("grpc.http2.bdp_probe", 0),)  # of 64 KiB
   with (
     running(tokenizer, config=config, host=host) as served,
@@ -398,16 +354,7 @@ def test_a_client_that_stops_reading(tokenizer):
 @pytest.mark.catalogue("B1", "B2", "B11")
 def test_clients_of_all_kinds_at_once(tokenizer):
   """Cancels, deadlines, aborts, duplicates and mistakes between streams that must be token-exact."""
-  config = EngineConfig(
-    vocab_size=400,
-    max_model_len=256,
-    num_blocks=40,
-    block_size=8,
-    token_budgets=(8, 64),
-    prefill_chunk=64,
-    max_num_seqs=8,
-    max_queued_requests=1000,
-  )
+  config = tiny_config(max_model_len=256, num_blocks=40, max_num_seqs=8, max_queued_requests=1000)
 
   def behave(seed: int) -> str:
     rng = random.Random(seed)

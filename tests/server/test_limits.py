@@ -13,13 +13,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 import pytest
 
-from engine.config import EngineConfig
 from server import interceptors
 from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tests.server import http2
-from tests.server.harness import detail_of, endings_of, generate, reason_of, running, token_ids_of
+from tests.server.harness import detail_of, endings_of, generate, reason_of, running, tiny_config, token_ids_of
 
 IDS = pb.TokenIds(ids=[7, 8, 9])
 FOREVER = pb.StopParams(max_tokens=400, ignore_eos=True)
@@ -191,7 +190,7 @@ def test_floods_of_frames_that_ask_for_nothing(served, kind):
   """Twenty thousand, of which no answer is read: the connection may go, and nobody else notices."""
   served.runner.seconds = 0.001
   beside = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER), timeout=60)
-  next(beside)
+  first = next(beside)
   one = {
     "settings": http2.frame(http2.SETTINGS, payload=struct.pack(">HI", 4, 65535)),
     "pings": http2.frame(http2.PING, payload=b"12345678"),
@@ -206,7 +205,7 @@ def test_floods_of_frames_that_ask_for_nothing(served, kind):
     connection.hurry()
     for _ in range(200):
       connection.send(one * 100)
-  assert len(token_ids_of(list(beside))) == 399
+  assert len(token_ids_of([first, *beside])) == 400
   served.wait_until(lambda: len(served.generations) == 0 and served.engine.num_live == 0)
   assert_serves(served)
 
@@ -216,7 +215,7 @@ def test_streams_opened_and_reset_at_once(served):
   """Rapid reset: whatever of them arrived is cancelled, and a stream beside them has every token."""
   served.runner.seconds = 0.002
   beside = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
-  next(beside)
+  first = next(beside)
   opening = http2.headers("/sluice.v1.GenerationService/Generate")
   body = message(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
   with http2.Connection(served.address) as connection:
@@ -227,7 +226,7 @@ def test_streams_opened_and_reset_at_once(served):
         http2.frame(http2.DATA, http2.END_STREAM, stream, body),
         http2.frame(http2.RST_STREAM, 0, stream, struct.pack(">I", 8)),
       )
-  assert len(token_ids_of(list(beside))) == 399
+  assert len(token_ids_of([first, *beside])) == 400
   served.wait_until(lambda: len(served.generations) == 0 and served.engine.num_live == 0)
   assert_serves(served)
 
@@ -370,16 +369,7 @@ def test_a_call_whose_message_never_comes(quiet, monkeypatch, method):
 @pytest.mark.catalogue("B13")
 def test_a_refusal_is_such_that_a_client_may_retry(tokenizer):
   """No header goes before it, so a client with a retry policy obeys the pushback and gets its answer in the end."""
-  config = EngineConfig(
-    vocab_size=400,
-    max_model_len=512,
-    num_blocks=256,
-    block_size=8,
-    token_budgets=(8, 64),
-    prefill_chunk=64,
-    max_num_seqs=1,
-    max_queued_requests=1,
-  )
+  config = tiny_config(max_num_seqs=1, max_queued_requests=1)
   policy = """{"methodConfig": [{"name": [{}], "retryPolicy": {"maxAttempts": 5, "initialBackoff": "0.1s",
     "maxBackoff": "1s", "backoffMultiplier": 2, "retryableStatusCodes": ["RESOURCE_EXHAUSTED"]}}]}"""
   with (

@@ -15,7 +15,7 @@ from typing import IO
 from absl.testing import flagsaver
 import pytest
 
-from server import main
+from server import flags, main
 from server.client import Client, SluiceError
 from server.errors import NotConfigured, Starting
 from tests.server.harness import CHILDREN
@@ -289,11 +289,10 @@ def test_bad_start(bad_starts, arguments):
     (("--host=0.0.0.0", "--tls_cert_file=cert", "--tls_client_ca_file=ca"), ()),
   ],
 )
-def test_the_warning_says_what_is_missing(arguments, wanted, capfd):
+def test_the_warning_says_what_is_missing(arguments, wanted):
   with flagsaver.flagsaver():
-    main._parse(["server", *arguments])
-    main._warn_of_exposure()
-  said = capfd.readouterr().err
+    flags.parse(["server", *arguments])
+    said = flags.exposure()
   assert len(said.splitlines()) == bool(wanted)
   assert [text for text in ("can be read and changed on its way", "anybody may call") if text in said] == list(wanted)
 

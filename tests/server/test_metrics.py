@@ -14,7 +14,6 @@ from prometheus_client import parser as text_parser
 from prometheus_client.openmetrics import parser as openmetrics_parser
 import pytest
 
-from engine.config import EngineConfig
 from engine.recorder import RequestRecord
 from server.call_log import CallLog
 from server.counts import own_census
@@ -25,18 +24,9 @@ from server.metrics import Metrics
 from server.observations import Histogram, Observations, percentiles
 from server.proto import sluice_pb2 as pb
 from server.service import Service
-from tests.server.harness import Served, generate, running
+from tests.server.harness import Served, generate, running, tiny_config
 
-CONFIG = EngineConfig(
-  vocab_size=400,
-  max_model_len=64,
-  num_blocks=64,
-  block_size=8,
-  max_num_seqs=4,
-  token_budgets=(8, 64),
-  prefill_chunk=64,
-  max_queued_requests=1,
-)
+CONFIG = tiny_config(max_model_len=64, num_blocks=64, max_num_seqs=4, max_queued_requests=1)
 CANARY = "xyzzy-canary"
 
 

@@ -6,23 +6,14 @@ import grpc
 import httpx
 import pytest
 
-from engine.config import EngineConfig
 from engine.request import FinishReason
 from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
-from tests.server.harness import endings_of, generate, reason_of, running, token_ids_of
+from tests.server.harness import endings_of, generate, reason_of, running, tiny_config, token_ids_of
 
 IDS = pb.TokenIds(ids=[7, 8, 9])
 FOREVER = pb.StopParams(max_tokens=400, ignore_eos=True)
-CONFIG = EngineConfig(
-  vocab_size=400,
-  max_model_len=512,
-  num_blocks=256,
-  block_size=8,
-  token_budgets=(8, 64),
-  prefill_chunk=64,
-  max_num_seqs=1,
-)
+CONFIG = tiny_config(max_num_seqs=1)
 
 
 @pytest.mark.catalogue("B6")

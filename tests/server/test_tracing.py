@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent import futures
+import contextlib
 import json
 import os
 import subprocess
@@ -50,8 +51,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     ]
 
 
-@pytest.fixture
-def collector() -> Iterator[tuple[Collector, str]]:
+@contextlib.contextmanager
+def collecting() -> Iterator[tuple[Collector, str]]:
   """A collector, and its address."""
   collector = Collector()
   server = grpc.server(futures.ThreadPoolExecutor(2))
@@ -60,6 +61,12 @@ def collector() -> Iterator[tuple[Collector, str]]:
   server.start()
   yield collector, f"http://127.0.0.1:{port}"
   server.stop(None).wait(60)
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[Collector, str]]:
+  with collecting() as found:
+    yield found
 
 
 @pytest.fixture

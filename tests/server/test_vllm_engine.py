@@ -7,12 +7,11 @@ import re
 import grpc
 import pytest
 
-from engine.config import EngineConfig
 from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from server.proto import vllm_engine_pb2 as vllm_pb
 from server.proto import vllm_engine_pb2_grpc
-from tests.server.harness import END, generate, reason_of, running, token_ids_of
+from tests.server.harness import END, generate, reason_of, running, tiny_config, token_ids_of
 
 # Fields and methods of the published descriptor: name -> number, type, repeated, presence, message, oneof.
 PUBLISHED = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "vllm_engine_fields.json").read_text())
@@ -125,16 +124,7 @@ def test_endings(server):
 
 
 def test_the_models_own_end_is_no_match(tokenizer):
-  config = EngineConfig(
-    vocab_size=400,
-    max_model_len=512,
-    num_blocks=256,
-    block_size=8,
-    max_num_seqs=8,
-    token_budgets=(8, 64),
-    prefill_chunk=64,
-    eos_token_ids=tuple(range(400)),
-  )
+  config = tiny_config(max_num_seqs=8, eos_token_ids=tuple(range(400)))
   with running(tokenizer, config=config, host=HostOptions(enable_vllm_api=True)) as served:
     _, complete = parts(ask(served, temperature=0.0))
     assert complete.finish_reason == "stop" and complete.WhichOneof("matched_stop") is None

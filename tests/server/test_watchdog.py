@@ -19,7 +19,7 @@ from server.host import Host, HostOptions
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from server.watchdog import Watchdog, watch_threads
-from tests.server.harness import generate, reason_of, running, token_ids_of
+from tests.server.harness import endings_of, generate, reason_of, running
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 IDS = pb.TokenIds(ids=[7, 8, 9])
@@ -121,7 +121,7 @@ def test_what_fails_alone_is_counted(tokenizer, caplog):
     for callback in (make_task, of_a_connection, lambda: int("a library's")):
       served.loop.call_soon_threadsafe(callback)
     served.wait_until(lambda: served.host._service.num_unhandled == 3)
-    assert len(token_ids_of(list(call))) == 399
+    assert endings_of(list(call))[0].usage.completion_tokens == 400
   assert served.exit_code == [0]
   assert caplog.text.count("unhandled: ") == 3
 

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import jax.numpy as jnp
 import pytest
 
 from models.registry import config_from_hf
@@ -15,22 +16,26 @@ def shape(name: str):
   return config_from_hf(json.loads((SHAPES / name / "config.json").read_text("utf-8")))
 
 
+def work_in_bfloat16(name: str) -> Work:
+  return Work.of(str(SHAPES / name), shape(name), jnp.dtype(jnp.bfloat16))
+
+
 def test_what_a_step_of_an_8b_model_reads_and_computes():
-  work = Work.of(shape("llama3-8b"), itemsize=2)
+  work = work_in_bfloat16("llama3-8b")
   assert work.weight_bytes == pytest.approx(15.01e9, rel=1e-3)  # the table of embeddings is looked up, not streamed
   assert work.kv_bytes == 131_072
-  assert work.token_flops == pytest.approx(13.96e9, rel=1e-3)
-  assert work.head_flops == pytest.approx(1.05e9, rel=1e-2)
+  assert work.flops.token == pytest.approx(13.96e9, rel=1e-3)
+  assert work.flops.row == pytest.approx(1.05e9, rel=1e-2)
   num_bytes, flops = work.of_step((1023,) * 32, (1,) * 32)
   assert num_bytes == work.weight_bytes + 32 * 1024 * 131_072
-  assert flops == 32 * (work.token_flops + work.head_flops) + 32 * 1024 * 4 * 32 * 32 * 128
+  assert flops == 32 * (work.flops.token + work.flops.row) + 32 * 1024 * 4 * 32 * 32 * 128
   # Three tokens behind ten see 11, 12 and 13 keys; one row samples.
   _, flops = work.of_step((10,), (3,))
-  assert flops == 3 * work.token_flops + work.head_flops + 36 * work.pair_flops
+  assert flops == 3 * work.flops.token + work.flops.row + 36 * work.flops.pair
 
 
 def test_a_tied_head_is_read_once():
-  work = Work.of(shape("llama3.2-1b"), itemsize=2)
+  work = work_in_bfloat16("llama3.2-1b")
   assert work.weight_bytes == pytest.approx(2.47e9, rel=1e-2)
   assert work.kv_bytes == 32_768
 

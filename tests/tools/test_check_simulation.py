@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from engine.errors import ConfigError
 from tests.tools.conftest import VOCAB_SIZE, run_module
 from tools import check_simulation
 
@@ -31,6 +32,7 @@ def test_what_is_near(change, timed, within, capsys):
   result = check_simulation.compare("load", runs, [FIGURES | change] * 3, LIMITS, timed)
   assert result["within"] is within
   assert result["figures"]["output_tok_s"]["measured"] == 100.0
+  assert result["figures"]["output_tok_s"]["runs_apart"] == pytest.approx(0.9), "the median over pairs"
   printed = capsys.readouterr().err
   for name, value in change.items():
     assert result["figures"][name]["difference"] == pytest.approx(value / 100 - 1)
@@ -39,9 +41,10 @@ def test_what_is_near(change, timed, within, capsys):
 
 @pytest.mark.long
 @pytest.mark.parametrize("over_grpc", [False, True])
-def test_both_sides_serve_the_same_load(tiny_model, compile_cache, over_grpc):
+def test_both_sides_serve_the_same_load(tiny_model, compile_cache, over_grpc, tmp_path):
   flags = [
     "--num_requests=30",
+    "--lengths_rate=50",
     "--scale=0.02",
     "--max_len=120",
     "--rounds=1",
@@ -49,18 +52,47 @@ def test_both_sides_serve_the_same_load(tiny_model, compile_cache, over_grpc):
     "--max_context=200",
   ]
   flags += ["--token_budgets=8,32", "--prefill_chunk=32", "--max_num_seqs=8", "--num_blocks=256", "--rate=20"]
+  (tmp_path / "lengths.csv").write_text("num_prefill_tokens,num_decode_tokens\n" + "300,200\n" * 30, "utf-8")
+  flags += [f"--trace={check_simulation.SAMPLE},{tmp_path}/lengths.csv", "--load_seconds=0.3"]
   flags += ["--tolerance=1000", "--throughput_tolerance=1000", f"--vocab_size={VOCAB_SIZE}"]
   flags += [f"--model={tiny_model}", f"--compile_cache_dir={compile_cache}"] + ["--over_grpc"] * over_grpc
   done = run_module("tools.check_simulation", *flags)
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout)
-  assert result["loads"].keys() == {"azure_conv_500", "poisson"} | (
+  assert result["loads"].keys() == {"azure_conv_500", "lengths", "poisson"} | (
     {"azure_conv_500 at once"} if not over_grpc else set()
   )
   if not over_grpc:
     # Without arrival times nothing depends on how long steps take: the same steps, to the token.
     steps = result["loads"]["azure_conv_500 at once"]["figures"]
     assert steps["steps"]["difference"] == steps["padding_share"]["difference"] == 0.0
+
+
+def test_loads_without_times_get_some_and_others_are_left_out(tmp_path):
+  (tmp_path / "lengths.csv").write_text("num_prefill_tokens,num_decode_tokens\n" + "30,20\n" * 3, "utf-8")
+  args = argparse.Namespace(
+    trace=f"{tmp_path}/lengths.csv", scale=0.1, rate_scale=6.0, num_requests=3, max_len=64, lengths_rate=5.0, rate=1.0
+  )
+  for wanted, found in (("", ["lengths", "poisson", "lengths at once"]), ("poisson", ["poisson"])):
+    args.loads = wanted
+    assert list(check_simulation.loads(args, 10)) == found
+  args.loads = "lengths"
+  made = check_simulation.loads(args, 10)["lengths"][0]
+  assert [(len(request.prompt), request.output_len) for request in made] == [(3, 2)] * 3
+  assert 0.0 == made[0].arrival_s < made[1].arrival_s < made[2].arrival_s
+  args.loads = "other"
+  with pytest.raises(ConfigError, match="'other' is none of lengths, poisson"):
+    check_simulation.loads(args, 10)
+
+
+def test_results_are_added_to_those_there(tmp_path):
+  assert check_simulation.kept_loads("") == check_simulation.kept_loads(f"{tmp_path}/new.json") == {}
+  path = tmp_path / "old.json"
+  path.write_text('{"loads": {"one": {"within": true}}}', "utf-8")
+  assert check_simulation.kept_loads(str(path)) == {"one": {"within": True}}
+  path.write_text("[]", "utf-8")
+  with pytest.raises(ConfigError, match="no result of this check"):
+    check_simulation.kept_loads(str(path))
 
 
 def test_a_bad_flag_is_one_line_and_exit_code_2(capsys):

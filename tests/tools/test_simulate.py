@@ -16,7 +16,7 @@ from tools import simulate, workload
 from tools.latency import Objectives, summary
 from tools.replica import Arrival, made_up
 from tools.simulation import Collector, Fleet, Simulation
-from tools.step_costs import HostCosts, StepCosts
+from tools.step_costs import After, HostCosts, Launch, StepCosts
 
 AZURE = str(ROOT / "benchmarks" / "traces" / "azure_conv_500.csv")
 # A step of up to 8 tokens takes 1 s, of up to 32 takes 2 s; the host takes 0.1 s to launch and 0.01 s to commit.
@@ -107,7 +107,10 @@ def test_cold_steps_take_longer_until_decodes_have_run():
 
 def test_steps_and_launches_are_drawn_from_their_spread():
   table = StepCosts(
-    ((8, 1.0),), host=HostCosts(launch_s=0.01), spread=((8, (1.0, 2.0)),), launch_spread=((1.0, 3.0),) * 2
+    ((8, 1.0),),
+    host=HostCosts(launch_s=0.01),
+    spread={After.ALIKE: ((8, (1.0, 2.0)),)},
+    launch_spread={Launch.DECODES: (1.0, 3.0)},
   )
   small = config(token_budgets=(8,), max_num_seqs=8, prefill_chunk=8)
   arrivals = [Arrival(0, 0.0, bytes(4), 400)]
@@ -116,6 +119,26 @@ def test_steps_and_launches_are_drawn_from_their_spread():
   gaps = [round(after - before, 6) for before, after in itertools.pairwise(taken)]
   assert set(gaps) == {1.0, 2.0}, "the host's part hides behind the device"
   assert 140 < gaps.count(1.0) < 260
+
+
+def test_a_step_is_drawn_by_what_was_before_it():
+  table = StepCosts(
+    ((8, 1.0), (32, 4.0)),
+    host=HostCosts(launch_s=0.01),
+    spread={After.IDLE: ((8, (2.0,)), (32, (3.0,))), After.SMALLER: ((32, (1.5,)),)},
+    launch_spread={Launch.COLD_PROMPTS: (10.0,), Launch.PROMPTS: (5.0,)},
+  )
+  simulation = run(
+    [Arrival(0, 0.0, bytes(4), 3), Arrival(1, 0.5, bytes(20), 2), Arrival(2, 50.0, bytes(range(20)), 1)],
+    config(token_budgets=(8, 32), prefill_chunk=32),
+    table,
+  )
+  first, second, third = (times(simulation)[name] for name in range(3))
+  # A prompt after nothing: a launch of 0.1 and twice 1 s; then a decode. The second prompt, seen at 2.1, is in a large
+  # step behind a small one: 6 s. Its decode comes after a step that is not smaller.
+  assert first == pytest.approx([2.1, 3.1, 9.1])
+  assert second == pytest.approx([9.1, 10.1])
+  assert third == pytest.approx([50.0 + 0.1 + 12.0])
 
 
 def test_what_arrives_during_a_step_is_seen_by_the_next_one():

@@ -9,23 +9,22 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from tests.tools.conftest import ENGINE_FLAGS, json_line, run_module
+from tools.fit_costs import calibrated, fit, fit_host, least_squares, with_launch_spread
 from tools.latency import Objectives
 from tools.replica import made_up
 from tools.simulation import Collector, Fleet, Simulation
 from tools.step_costs import (
+  After,
   HostCosts,
+  Launch,
+  LaunchPoint,
   Point,
   StepCosts,
   Warmth,
   Work,
-  calibrated,
-  fit,
-  fit_host,
-  least_squares,
   points_of,
   read_step_trace,
   roofline,
-  with_launch_spread,
   work_of,
 )
 
@@ -39,8 +38,8 @@ TABLE = StepCosts(
   host=HostCosts(1e-4, 1e-6, 1e-7, 1e-5, 5e-5, 2e-6),
   kv_bytes_per_token=4096,
   cold_s=(4e-4, 3e-4, 2e-4),
-  spread=((8, (0.5, 1.0, 3.0)), (64, (1.0,))),
-  launch_spread=((1.0, 2.0), (1.0,)),
+  spread={After.IDLE: ((8, (2.0,)),), After.ALIKE: ((8, (0.5, 1.0, 3.0)), (64, (1.0,)))},
+  launch_spread={Launch.DECODES: (1.0, 2.0), Launch.PROMPTS: (1.0,)},
   about={"source": "made up", "device": "none"},
 )
 LLAMA_8B = {
@@ -100,7 +99,8 @@ def test_the_fit_finds_the_costs_that_made_the_points():
 
 def test_costs_are_never_negative():
   assert least_squares([(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)], [3.0, 2.0, 1.0])[1] == 0.0
-  host = fit_host([(rows, 0, 0, 1e-3 + rows * 1e-5) for rows in range(1, 20)], [(rows, 1e-4) for rows in range(1, 20)])
+  launches = [LaunchPoint(rows, 0, 0, 1e-3 + rows * 1e-5) for rows in range(1, 20)]
+  host = fit_host(launches, [(rows, 1e-4) for rows in range(1, 20)])
   assert host.launch_s == pytest.approx(1e-3, rel=1e-3)
   assert host.launch_row_s == pytest.approx(1e-5, rel=1e-2)
   assert host.launch_admission_s == 0.0
@@ -119,18 +119,23 @@ def test_noise_does_not_make_costs_too_small():
 def test_a_device_is_cold_after_idle_moments_and_after_prompts():
   warmth = Warmth()
   found = []
-  # (launched, has a prompt, ends): a prompt, decodes behind it, a moment of nothing, a decode launched as another ends.
-  for launched, has_prompt, ends in [
-    (0.0, True, 0.01),
-    (0.005, False, 0.02),
-    (0.015, False, 0.03),
-    (0.025, False, 0.04),
-    (0.2, False, 0.21),
-    (0.2105, False, 0.22),
+  # (planned, rung, has a prompt, ends): a prompt, decodes behind it, a moment of nothing, a decode planned as another
+  # ends, and prompts in larger steps.
+  for planned, tokens, has_prompt, ends in [
+    (0.0, 64, True, 0.01),
+    (0.005, 8, False, 0.02),
+    (0.015, 8, False, 0.03),
+    (0.025, 8, False, 0.04),
+    (0.2, 8, False, 0.21),
+    (0.2105, 16, False, 0.22),
+    (0.215, 64, True, 0.23),
+    (0.225, 128, True, 0.24),
   ]:
-    found.append(warmth.step(launched, has_prompt))
+    found.append(warmth.step(planned, tokens, has_prompt))
     warmth.ended(ends)
-  assert found == [0, 0, 1, 2, 0, 1]
+  assert [since for since, _ in found] == [0, 0, 1, 2, 0, 1, 2, 0]
+  idle, smaller, alike = After.IDLE, After.SMALLER, After.ALIKE
+  assert [after for _, after in found] == [idle, alike, alike, alike, idle, alike, smaller, alike]
   assert [TABLE.cold(since) for since in (0, 1, 2, 3, 4, 100)] == [4e-4, 3e-4, 2e-4, 2e-4, 0, 0]
 
 
@@ -151,17 +156,41 @@ def test_calibration_finds_what_an_engine_adds():
   assert found.cold_s[:2] == pytest.approx((8e-4, 4e-4), rel=0.3)
   assert max(found.cold_s[2:]) < 1e-4
   for tokens in (8, 64):
-    factors = found.factors(tokens)
+    factors = found.factors(tokens, After.ALIKE)
     assert (factors[10], factors[50], factors[90]) == pytest.approx((0.8, 1.0, 1.2), rel=0.06)
 
 
-def test_launches_of_prompts_have_a_spread_of_their_own():
-  decodes = [(4, 0, 0, TABLE.launch_seconds(4, 0, 0) * factor) for factor in (1.0, 2.0) * 40]
-  prompts = [(1, 50, 1, TABLE.launch_seconds(1, 50, 1) * factor) for factor in (1.0, 5.0) * 40]
-  decode_factors, prompt_factors = with_launch_spread(TABLE, decodes + prompts).launch_spread
-  assert set(decode_factors) == {1.0, 2.0}
-  assert set(prompt_factors) == {1.0, 5.0}
-  assert with_launch_spread(TABLE, decodes).launch_spread[1] == (1.0,), "too few say nothing"
+def test_calibration_keeps_busy_steps_apart_from_those_after_a_pause():
+  plain, work = StepCosts(((8, 1e-3), (64, 5e-3), (128, 1e-2))), Work(1, 1, 0, 0, 0)
+  points = [Point(64, work, 6e-3 * factor, after=After.ALIKE) for factor in (0.9, 1.0, 1.1) * 120]
+  points += [Point(tokens, work, plain.rung(tokens) * 1.8, after=After.IDLE) for tokens in (64, 128) for _ in range(20)]
+  found = calibrated(plain, points)
+  assert found.rung(64) == pytest.approx(6e-3), "the median of steps after ones alike"
+  assert set(found.factors(64, After.ALIKE)) == {0.9, 1.0, 1.1}
+  # Few of each rung, enough together: they are one spread. Of the third kind there is none, so it is that of all.
+  assert found.factors(64, After.IDLE) == found.factors(128, After.IDLE)
+  assert min(found.factors(64, After.IDLE)) == pytest.approx(1.5, rel=0.01)
+  assert set(found.factors(64, After.SMALLER)) >= {0.9, 1.0, 1.1, 1.5}
+
+
+def test_each_kind_of_launch_has_a_spread_of_its_own():
+  decodes = [LaunchPoint(4, 0, 0, TABLE.launch_seconds(4, 0, 0) * factor) for factor in (1.0, 2.0) * 40]
+  prompts = [LaunchPoint(1, 50, 1, TABLE.launch_seconds(1, 50, 1) * 5, Launch.PROMPTS)] * 40
+  cold = [LaunchPoint(1, 50, 1, TABLE.launch_seconds(1, 50, 1) * 7, Launch.COLD_PROMPTS)] * 3
+  found = with_launch_spread(TABLE, decodes + prompts + cold)
+  assert set(found.launch_factors(Launch.DECODES)) == {1.0, 2.0}
+  assert set(found.launch_factors(Launch.PROMPTS)) == {5.0}
+  assert found.launch_factors(Launch.COLD_PROMPTS) == (1.0,), "too few say nothing"
+
+
+def test_a_launch_is_cold_after_a_change():
+  assert Launch.of(True, 0, After.IDLE) is Launch.COLD_PROMPTS
+  assert Launch.of(True, 0, After.SMALLER) is Launch.PROMPTS
+  assert [Launch.of(False, since, After.ALIKE) for since in (0, 1, 2)] == [
+    Launch.COLD_DECODES,
+    Launch.COLD_DECODES,
+    Launch.DECODES,
+  ]
 
 
 def test_too_few_steps_cannot_be_fitted():
@@ -184,10 +213,13 @@ def test_a_table_comes_back_from_its_file(tmp_path):
     ({"decode_key_s": "nan"}, "not a finite time"),
     ({"host": {"launch": 1}}, "damaged"),
     ({"kv_bytes_per_token": None}, "damaged"),
-    ({"spread": {"8": []}}, "no quantile"),
-    ({"spread": {"8": ["nan"]}}, "not a finite time"),
+    ({"spread": {"idle": {"8": []}}}, "no quantile"),
+    ({"spread": {"idle": {}}}, "no quantile"),
+    ({"spread": {"idle": {"8": ["nan"]}}}, "not a finite time"),
+    ({"spread": {"8": [1.0]}}, "damaged"),
     ({"cold_s": [-1.0]}, "not a finite time"),
     ({"launch_spread": [[1.0]]}, "damaged"),
+    ({"launch_spread": {"decodes": []}}, "no quantile"),
   ],
 )
 def test_a_damaged_table_is_one_clear_error(tmp_path, change, complaint):
@@ -252,17 +284,23 @@ def test_recorded_steps_make_points(tmp_path):
   config = EngineConfig(
     vocab_size=10, max_model_len=64, num_blocks=8, token_budgets=(8, 64), max_num_seqs=8, prefill_chunk=64
   )
-  table = dataclasses.replace(TABLE, spread=(), cold_s=(), launch_spread=((1.0,), (1.0,)))
+  table = dataclasses.replace(TABLE, spread={}, cold_s=(), launch_spread={})
   simulation = Simulation(config, table, Fleet(), Collector(Objectives()))
   simulation.replicas[0].engine.start_trace(path)
   simulation.run(made_up([(0.0, 3, 4)]))
   simulation.replicas[0].engine.recorder.stop_trace()
-  points = points_of(read_step_trace(path))
+  points, launches = points_of(read_step_trace(path))
   assert [(point.tokens, point.work, point.since_cold) for point in points] == [
     (8, Work(0, 0, 3, 3, 6), 0),
     (8, Work(1, 4, 0, 0, 0), 0),
     (8, Work(1, 5, 0, 0, 0), 1),
     (8, Work(1, 6, 0, 0, 0), 2),
+  ]
+  assert [launch.kind for launch in launches] == [
+    Launch.COLD_PROMPTS,
+    Launch.COLD_DECODES,
+    Launch.COLD_DECODES,
+    Launch.DECODES,
   ]
   # The recorder writes microseconds; a step is timed from the launch, or from the end of the one before.
   for point in points:

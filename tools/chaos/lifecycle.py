@@ -66,6 +66,18 @@ class Trials:
     else:
       self.refused += 1
 
+  def end(self, server: Server, code: int | None, right: bool) -> None:
+    """Counts a trial whose server ended with this exit code; None: it still runs."""
+    if not right:
+      self.faults.append(f"trial {self.count}: exit code {code}: {server.last_words()}")
+    self.count += 1
+
+  def row(self, claim: str, target: str, told: str, met: bool, asked: int) -> Row:
+    """What came of them; holds if it was `met` and there is no fault, else it shows the first."""
+    if self.faults:
+      told += f"; {len(self.faults)} faults: {self.faults[0]}"
+    return Row(claim, target, f"{self.count}: {told}", met and not self.faults, asked, self.count)
+
 
 async def _ready(server: Server) -> None:
   deadline = time.monotonic() + READY_S
@@ -123,9 +135,7 @@ async def _drain_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
             trials.take(answer, ("UNAVAILABLE",))
       code = await _exit_code(server, _GRACE_S + 2)
       trials.slowest_s = max(trials.slowest_s, time.monotonic() - began)
-      if code != 0:
-        trials.faults.append(f"trial {serial}: exit code {code}: {server.last_words()}")
-      trials.count += 1
+      trials.end(server, code, code == 0)
     finally:
       server.kill()
   return trials
@@ -134,13 +144,9 @@ async def _drain_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
 def drains(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
   """SIGTERM at random moments of a load."""
   trials = _run(rig, drain_trials, count)
-  told = f"{trials.count}: {trials.exact} streams exact, {trials.refused} never accepted, "
-  told += f"slowest exit {trials.slowest_s:.1f} s"
-  if trials.faults:
-    told += f"; {len(trials.faults)} faults: {trials.faults[0]}"
-  passed = not trials.faults and trials.exact > trials.count
+  told = f"{trials.exact} streams exact, {trials.refused} never accepted, slowest exit {trials.slowest_s:.1f} s"
   target = f"every accepted stream token-exact, exit 0 within {_GRACE_S + 2:g} s"
-  return [Row("SIGTERM drains at random moments", target, told, passed, asked, trials.count)]
+  return [trials.row("SIGTERM drains at random moments", target, told, trials.exact > trials.count, asked)]
 
 
 # --- SIGKILL ----------------------------------------------------------------------------------------------------------
@@ -190,13 +196,10 @@ def kills(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
   """SIGKILL at random moments, also of the start, and a restart on the same port."""
   trials = _run(rig, kill_trials, count)
   told = (
-    f"{trials.count}: all ready again, slowest after {trials.slowest_s:.1f} s; {trials.cut + trials.refused} streams "
-    f"UNAVAILABLE, {trials.exact} had ended"
+    f"slowest ready again after {trials.slowest_s:.1f} s; {trials.cut + trials.refused} streams UNAVAILABLE, "
+    f"{trials.exact} had ended"
   )
-  if trials.faults:
-    told = f"{trials.count}: {len(trials.faults)} faults: {trials.faults[0]}"
-  passed = not trials.faults and trials.cut > 0
-  return [Row("SIGKILLs and restarts", "all ready again, clients UNAVAILABLE", told, passed, asked, trials.count)]
+  return [trials.row("SIGKILLs and restarts", "all ready again, clients UNAVAILABLE", told, trials.cut > 0, asked)]
 
 
 # --- The engine fails -------------------------------------------------------------------------------------------------
@@ -230,9 +233,7 @@ async def _failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials
         if answer.exact or late > _TOLD_S:
           trials.faults.append(f"trial {serial}: a stream ended {answer.code}, {late:.2f} s after the failure")
       code = await _exit_code(server, _EXIT_S)
-      if code in (0, None):
-        trials.faults.append(f"trial {serial}: exit code {code}: {server.last_words()}")
-      trials.count += 1
+      trials.end(server, code, code not in (0, None))
     finally:
       server.kill()
   return trials
@@ -241,12 +242,9 @@ async def _failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials
 def failures(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
   """Exceptions in the engine's step."""
   trials = _run(rig, failure_trials, count)
-  told = f"{trials.count}: {trials.cut + trials.refused} streams told, the slowest after {trials.slowest_s:.2f} s"
-  if trials.faults:
-    told += f"; {len(trials.faults)} faults: {trials.faults[0]}"
-  passed = not trials.faults and trials.cut > 0
+  told = f"{trials.cut + trials.refused} streams told, the slowest after {trials.slowest_s:.2f} s"
   target = "every stream told within 1 s, exit code not 0"
-  return [Row("engine exceptions", target, told, passed, asked, trials.count)]
+  return [trials.row("engine exceptions", target, told, trials.cut > 0, asked)]
 
 
 def _run(rig: Rig, job, count: int) -> Trials:

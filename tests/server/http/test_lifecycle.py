@@ -12,14 +12,13 @@ import httpx
 import openai
 import pytest
 
-from engine.config import EngineConfig
 from engine.request import FinishReason
 from server.host import HostOptions
 from server.http.app import make_app
 from server.http.listener import Listener
 from server.http.options import HttpOptions
 from server.proto import sluice_pb2 as pb
-from tests.server.harness import Served, endings_of, generate, running
+from tests.server.harness import Served, endings_of, generate, running, tiny_config
 from tests.server.http.conftest import url_of
 
 IDS = [7, 8, 9]
@@ -210,10 +209,7 @@ def test_what_does_not_fit_the_drain_is_told_so(tokenizer):
 
 def test_errors_of_one_request_have_their_status(tokenizer):
   """A poisoned request, one that waits too long, and one that somebody aborts; of streams before their first token."""
-  config = EngineConfig(
-    vocab_size=400, max_model_len=512, num_blocks=256, block_size=8, max_num_seqs=1, token_budgets=(8, 64),
-    prefill_chunk=64, queue_timeout_s=0.2,
-  )  # fmt: skip
+  config = tiny_config(max_num_seqs=1, queue_timeout_s=0.2)
   with (
     running(tokenizer, host=HostOptions(http_port=0), config=config, poison=13) as server,
     openai.OpenAI(base_url=f"{url_of(server)}/v1", api_key="x", timeout=60) as client,

@@ -10,11 +10,20 @@ import httpx
 import openai
 import pytest
 
-from engine.config import EngineConfig
 from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
-from tests.server.harness import END, Served, endings_of, generate, running, text_of, token_ids_of, write_tokenizer
+from tests.server.harness import (
+  END,
+  Served,
+  endings_of,
+  generate,
+  running,
+  text_of,
+  tiny_config,
+  token_ids_of,
+  write_tokenizer,
+)
 from tests.server.http.conftest import url_of
 
 IDS = [7, 8, 9]
@@ -335,17 +344,7 @@ def test_a_live_duplicate_is_a_conflict_that_is_not_retried(paced):
 
 
 def test_overload_is_a_rate_limit_with_a_time(tokenizer):
-  config = EngineConfig(
-    vocab_size=400,
-    max_model_len=512,
-    num_blocks=256,
-    block_size=8,
-    max_num_seqs=64,
-    token_budgets=(8, 64, 128),
-    prefill_chunk=64,
-    eos_token_ids=(END,),
-    max_queued_requests=2,
-  )
+  config = tiny_config(token_budgets=(8, 64, 128), eos_token_ids=(END,), max_queued_requests=2)
   with (
     running(tokenizer, host=HostOptions(http_port=0), config=config) as server,
     openai.OpenAI(base_url=f"{url_of(server)}/v1", api_key="x", max_retries=0, timeout=30) as client,

@@ -9,10 +9,9 @@ import re
 import openai
 import pytest
 
-from engine.config import EngineConfig
 from server.host import HostOptions
 from server.tokenizer import Tokenizer
-from tests.server.harness import END, Served, running, write_tokenizer
+from tests.server.harness import END, Served, running, tiny_config, write_tokenizer
 from tests.server.http.conftest import url_of
 
 HERMES_TEMPLATE = (
@@ -80,15 +79,8 @@ def streamed(stream) -> tuple[str, list[dict], str | None]:
 def serving(folder: pathlib.Path, template: str, **options) -> Iterator[tuple[Served, openai.OpenAI]]:
   write_tokenizer(folder)
   (folder / "chat_template.jinja").write_text(template)
-  config = EngineConfig(
-    vocab_size=400,
-    max_model_len=2048,
-    num_blocks=512,
-    block_size=16,
-    max_num_seqs=64,
-    token_budgets=(8, 64, 128),
-    prefill_chunk=64,
-    eos_token_ids=(END,),
+  config = tiny_config(
+    max_model_len=2048, num_blocks=512, block_size=16, token_budgets=(8, 64, 128), eos_token_ids=(END,)
   )
   with (
     running(Tokenizer(folder), host=HostOptions(http_port=0, **options), config=config) as server,

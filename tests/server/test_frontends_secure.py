@@ -1,0 +1,120 @@
+"""Certificates, keys and traces where several processes share a port: each of them asks, and each of them tells."""
+
+import contextlib
+import signal
+import ssl
+
+import grpc
+import httpx
+import pytest
+
+from server.proto import sluice_pb2 as pb
+from server.proto import sluice_pb2_grpc as pb_grpc
+from tests.server.certificates import Authority, replace
+from tests.server.harness import reason_of, token_ids_of
+from tests.server.test_frontends import IDS, LONG, NUM_CHANNELS, Running, asked, expected, serving
+from tests.server.test_tracing import PARENT, TRACE, TRACEPARENT, collecting
+
+KEY, OTHER_KEY, NEW_KEY = "a-key-of-team-a-that-is-long", "a-key-of-team-b-that-is-long", "a-key-that-comes-later"
+NOT_FOUND, ABORTED = pb.AbortResponse.OUTCOME_NOT_FOUND, pb.AbortResponse.OUTCOME_ABORTED
+TOKENS = expected(max_tokens=40, ignore_eos=True)
+
+
+def connect(
+  server: Running, stack: contextlib.ExitStack, authority: Authority, client: str
+) -> list[pb_grpc.GenerationServiceStub]:
+  """Each with a connection of its own; `client` names its certificate, empty is none."""
+  files = [authority.file.parent / f"{client}.{kind}" for kind in ("key", "pem")] if client else []
+  credentials = grpc.ssl_channel_credentials(authority.file.read_bytes(), *(file.read_bytes() for file in files))
+  options = (("grpc.use_local_subchannel_pool", 1),)
+  return [
+    pb_grpc.GenerationServiceStub(
+      stack.enter_context(grpc.secure_channel(f"127.0.0.1:{server.port}", credentials, options))
+    )
+    for _ in range(NUM_CHANNELS)
+  ]
+
+
+def bearer(key: str) -> tuple[tuple[str, str], ...]:
+  return (("authorization", f"Bearer {key}"),)
+
+
+def code_of(call) -> grpc.StatusCode:
+  with pytest.raises(grpc.RpcError) as caught:
+    list(call)
+  return caught.value.code()
+
+
+@pytest.mark.catalogue("H4")
+@pytest.mark.catalogue("H5")
+def test_every_process_asks_for_certificates_and_keys_and_takes_new_ones(tmp_path):
+  authority = Authority(tmp_path)
+  for name in ("server", "client"):
+    authority.issue(name)
+  keys = tmp_path / "keys"
+  replace(keys, f"{KEY} team-a\n{OTHER_KEY} team-b\n".encode())
+  with (
+    serving(
+      *(tmp_path, 2, "--fake_step_ms=2", "--debug_invariants", f"--api_key_file={keys}"),
+      *(f"--tls_cert_file={tmp_path / 'server.pem'}", f"--tls_key_file={tmp_path / 'server.key'}"),
+      f"--tls_client_ca_file={authority.file}",
+    ) as server,
+    contextlib.ExitStack() as stack,
+  ):
+    stubs = connect(server, stack, authority, "client")
+    for stub in stubs:
+      assert token_ids_of(list(stub.Generate(asked(), metadata=bearer(KEY), timeout=60))) == TOKENS
+      for metadata in ((), bearer(NEW_KEY)):
+        assert code_of(stub.Generate(asked(), metadata=metadata, timeout=60)) is grpc.StatusCode.UNAUTHENTICATED
+    for stub in connect(server, stack, authority, ""):
+      assert code_of(stub.Generate(asked(), metadata=bearer(KEY), timeout=60)) is grpc.StatusCode.UNAVAILABLE
+    for stub in server.stubs(stack, 4):  # not encrypted
+      assert code_of(stub.Generate(asked(), metadata=bearer(KEY), timeout=60)) is grpc.StatusCode.UNAVAILABLE
+
+    # A name is its tenant's, wherever it is used.
+    calls = {}
+    for key, stub in ((KEY, stubs[0]), (OTHER_KEY, stubs[-1])):
+      calls[key] = stub.Generate(asked(request_id="mine", stopping=LONG), metadata=bearer(key), timeout=60)
+      next(calls[key])
+    for stub in stubs:
+      again = stub.Generate(asked(request_id="mine"), metadata=bearer(KEY), timeout=60)
+      assert code_of(again) is grpc.StatusCode.ALREADY_EXISTS
+    replace(keys, f"{KEY} team-a\n{OTHER_KEY} team-b\n{NEW_KEY} team-c\n".encode())
+    wanted = pb.AbortRequest(request_ids=["mine"])
+    for stub in stubs:
+      assert list(stub.Abort(wanted, metadata=bearer(NEW_KEY), timeout=60).outcomes) == [NOT_FOUND]
+    outcomes = [stub.Abort(wanted, metadata=bearer(KEY), timeout=60).outcomes[0] for stub in reversed(stubs)]
+    assert outcomes == [ABORTED] + [NOT_FOUND] * (NUM_CHANNELS - 1)
+    with pytest.raises(grpc.RpcError) as caught:
+      list(calls[KEY])
+    assert reason_of(caught.value) == "ABORTED_BY_REQUEST"
+    assert next(calls[OTHER_KEY]).deltas, "team-b's goes on"
+    calls[OTHER_KEY].cancel()
+
+    context = ssl.create_default_context(cafile=str(authority.file))
+    context.load_cert_chain(tmp_path / "client.pem", tmp_path / "client.key")
+    body = {"prompt": list(IDS), "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    url = f"https://127.0.0.1:{server.http_port}/v1/completions"
+    for _ in range(4):
+      with httpx.Client(verify=context, timeout=60) as client:
+        answer = client.post(url, json=body, headers=dict(bearer(KEY))).json()
+        assert answer["choices"][0]["token_ids"] == TOKENS
+        assert client.post(url, json=body).status_code == 401
+    server.process.send_signal(signal.SIGTERM)
+    code, said = server.end()
+    assert code == 0 and "0 KV blocks in use" in said and "Traceback" not in said, said
+
+
+def test_every_process_sends_its_spans(tmp_path):
+  """The drain does not lose the latest."""
+  with collecting() as (collector, address):
+    with serving(tmp_path, 2, f"--otlp_endpoint={address}") as server, contextlib.ExitStack() as stack:
+      for serial, stub in enumerate(server.stubs(stack)):
+        stub.GenerateUnary(asked(request_id=f"r-{serial}"), metadata=(("traceparent", TRACEPARENT),), timeout=60)
+      server.process.send_signal(signal.SIGTERM)
+      code, said = server.end()
+      assert code == 0, said
+    assert {(span.trace_id.hex(), span.parent_span_id.hex()) for span in collector.spans} == {(TRACE, PARENT)}
+    ids = [pair.value.string_value for span in collector.spans for pair in span.attributes if pair.key.endswith(".id")]
+    assert sorted(ids) == sorted(f"r-{serial}" for serial in range(NUM_CHANNELS))
+    assert len(collector.requests) >= 2, "one from each process at least"

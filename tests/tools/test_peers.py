@@ -1,0 +1,200 @@
+"""The comparison with peers: tokens and ties, children that take turns, GGUF, the report. No peer is needed."""
+
+import json
+import pathlib
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from engine.errors import ConfigError
+from tests.tools.conftest import run_module
+from tools.peers import agreement, face, report, write_gguf
+from tools.peers.process import PeerProcess, read_outcomes
+from tools.workload import WorkRequest, write_requests
+
+# A peer in ten lines: it echoes the prompt's last token, and says on standard output what is no answer.
+ECHO = """
+import os, sys
+from tools.peers import face
+print("a library's greeting")
+def run(requests, log, start_s, realtime):
+  print("a library's news")
+  for request in requests:
+    if request["prompt"] == [13]:
+      raise SystemExit("thirteen is not served")
+    log.sent(request["id"])
+    for _ in range(request["output_len"]):
+      log.got(request["id"], [request["prompt"][-1]])
+face.serve(lambda: face.Peer({"pid": os.getpid()}, run, lambda prompt, tokens: [0.5 * t for t in tokens]))
+"""
+
+
+def test_equal_tokens_need_no_judge():
+  found = agreement.compare({1: [5, 6], "b": [7]}, {1: (5, 6), "b": (7,)})
+  assert (found.identical, found.differing, found.agreeing_prefix) == (2, (), 1.0)
+  assert found.judged({})["same_tokens"] is True
+
+
+def test_a_difference_is_allowed_at_ties_only():
+  found = agreement.compare({1: [5, 6, 7], 2: [1, 2, 3, 4], 3: [9]}, {1: [5, 6, 7], 2: [1, 0, 3, 4], 3: [9]})
+  assert found.differing == (2,)
+  assert found.agreeing_prefix == pytest.approx((3 + 1 + 1) / 8)
+  assert found.judged({})["same_tokens"] is None
+  tie = found.judged({2: [0.0, agreement.TIE, 0.0, 0.0]})
+  assert (tie["same_tokens"], tie["beyond_ties"], tie["worst_margin"]) == (True, 0, agreement.TIE)
+  wrong = found.judged({2: [0.0, 2 * agreement.TIE, 0.0, 1.5]})
+  assert (wrong["same_tokens"], wrong["beyond_ties"], wrong["worst_margin"]) == (False, 2, 1.5)
+  assert found.judged({2: [0.0, float("nan"), 0.0, 0.0]})["same_tokens"] is False
+
+
+@pytest.mark.parametrize("tokens", [{1: [5]}, {1: [5, 6, 7]}, {}])
+def test_outputs_of_another_length_are_not_comparable(tokens):
+  with pytest.raises(ConfigError, match="request 1"):
+    agreement.compare({1: [5, 6]}, tokens)
+
+
+def echo_peer(tmp_path: pathlib.Path, script: str = ECHO, timeout_s: float = 60.0) -> PeerProcess:
+  return PeerProcess("echo", [sys.executable, "-c", script], tmp_path / "echo.log", timeout_s)
+
+
+def state(pid: int) -> str:
+  return pathlib.Path(f"/proc/{pid}/stat").read_text("utf-8").rsplit(")", 1)[1].split()[0]
+
+
+def write_file(path: pathlib.Path, *requests: WorkRequest) -> pathlib.Path:
+  with open(path, "w", encoding="utf-8") as file:
+    write_requests(file, requests, {"made": "here"})
+  return path
+
+
+def test_a_child_serves_files_and_stands_still_between(tmp_path):
+  requests = write_file(tmp_path / "r.jsonl", WorkRequest("a", 0.5, (1, 2), 3), WorkRequest(7, 0.0, (4,), 1))
+  child = echo_peer(tmp_path)
+  try:
+    pid = child.about["settings"]["pid"]
+    for realtime in (False, True):
+      outcomes = {
+        outcome.id: outcome for outcome in child.serve(requests, tmp_path / "o", realtime=realtime, timeout_s=60)
+      }
+      assert {key: outcome.tokens for key, outcome in outcomes.items()} == {"a": (2, 2, 2), 7: (4,)}
+      assert all(outcome.ok for outcome in outcomes.values())
+      assert outcomes["a"].intended_s - outcomes[7].intended_s == pytest.approx(0.5 if realtime else 0.0)
+      while state(pid) != "T":  # the signal is on its way
+        time.sleep(0.01)
+    (tmp_path / "asked").write_text('{"id": 1, "prompt": [1], "tokens": [2, 3]}\n', "utf-8")
+    child.order({"judge": str(tmp_path / "asked"), "output": str(tmp_path / "margins")}, 60)
+    assert json.loads((tmp_path / "margins").read_text("utf-8")) == {"id": 1, "margins": [1.0, 1.5]}
+  finally:
+    child.close()
+  assert not pathlib.Path(f"/proc/{pid}").exists()
+  child.close()
+  assert "news" in (tmp_path / "echo.log").read_text("utf-8")
+
+
+def test_a_child_that_fails_is_told_with_its_last_words(tmp_path):
+  with pytest.raises(ConfigError, match=r"echo ended with exit code 3: .*no such luck"):
+    echo_peer(tmp_path, "import sys; print('no such luck', file=sys.stderr); sys.exit(3)")
+  with pytest.raises(ConfigError, match="did not answer within 0.2 s"):
+    echo_peer(tmp_path, "import time; time.sleep(60)", 0.2)
+  child = echo_peer(tmp_path)
+  requests = write_file(tmp_path / "r.jsonl", WorkRequest(1, 0.0, (13,), 1))
+  try:
+    with pytest.raises(ConfigError, match="thirteen is not served"):
+      child.serve(requests, tmp_path / "o", realtime=False, timeout_s=60)
+  finally:
+    child.close()
+
+
+def test_too_few_tokens_are_a_failed_request(tmp_path):
+  row = {"id": 1, "output_len": 2, "intended_s": 0.0, "sent_s": 0.0, "chunks": [[1.0, 1]], "tokens": [5]}
+  (tmp_path / "o").write_text(json.dumps(row) + "\n", "utf-8")
+  (outcome,) = read_outcomes(tmp_path / "o")
+  assert not outcome.ok
+  with pytest.raises(ConfigError, match="1 of 4 requests"):
+    report.figures([{"failed": 1, "requests": 4}], online=False)
+
+
+def test_requests_fall_due_at_their_times():
+  waiting = [{"arrival_s": 1e6}, {"arrival_s": 0.0}]
+  assert face.due(waiting, time.monotonic(), True) == [{"arrival_s": 0.0}]
+  assert face.due(waiting, time.monotonic(), True) == []
+  assert face.due(waiting, time.monotonic(), False) == [{"arrival_s": 1e6}]
+
+
+def rotated(x: np.ndarray, position: float, pairs: list[tuple[int, int]]) -> np.ndarray:
+  """Rotary embedding over the given pairs of a head."""
+  out = x.copy()
+  for number, (low, high) in enumerate(pairs):
+    angle = position / 10_000 ** (number / len(pairs))
+    out[low] = x[low] * np.cos(angle) - x[high] * np.sin(angle)
+    out[high] = x[high] * np.cos(angle) + x[low] * np.sin(angle)
+  return out
+
+
+def test_projections_are_put_in_llama_cpps_order():
+  rng = np.random.default_rng(0)
+  query, key, x = rng.normal(size=(2 * 8, 5)), rng.normal(size=(2 * 8, 5)), rng.normal(size=5)
+  halves, neighbours = [(i, i + 4) for i in range(4)], [(2 * i, 2 * i + 1) for i in range(4)]
+  for head in range(2):
+    rows = slice(8 * head, 8 * head + 8)
+    scores = []
+    for pairs, order in ((halves, lambda w: w), (neighbours, lambda w: write_gguf.interleaved(w, 2))):
+      q, k = rotated(order(query)[rows] @ x, 9.0, pairs), rotated(order(key)[rows] @ x, 4.0, pairs)
+      scores.append(q @ k)
+    assert scores[0] == pytest.approx(scores[1])
+
+
+def test_every_tensor_of_a_checkpoint_has_a_name_in_gguf():
+  assert write_gguf.gguf_name("model.layers.11.self_attn.q_proj.weight") == "blk.11.attn_q.weight"
+  assert write_gguf.gguf_name("model.embed_tokens.weight") == "token_embd.weight"
+  assert write_gguf.gguf_name("lm_head.weight") == "output.weight"
+  with pytest.raises(KeyError):
+    write_gguf.gguf_name("model.layers.0.self_attn.q_norm.weight")
+
+
+def a_run(shape: str, rate: float, **agreed) -> dict:
+  same = {"differing_requests": [], "same_tokens": True, "worst_margin": 0.0, "beyond_ties": 0} | agreed
+  sides = {"sluice": 300.0, "vllm": rate}
+  engines = {
+    name: {"figures": {"output_tok_s": value}, "agreement": same, "ready_s": 5.0} for name, value in sides.items()
+  }
+  report.add_ratios(engines, online=False)
+  return {"shape": shape, "mode": "offline", "engines": engines, "left_out": {"openvino": "it is not set up"}}
+
+
+def test_the_report_has_ratios_verdicts_and_who_is_missing():
+  differs = {"differing_requests": [4], "same_tokens": False, "worst_margin": 0.02, "beyond_ties": 3}
+  text = report.table(a_run("llama-15m", 200.0, **differs))
+  assert "| vllm | 200.0 | 1.50 | 5.0 | 1 differ, 3 tokens beyond ties (worst 2e-02) |" in text
+  assert "left out: openvino: it is not set up" in text
+  assert report.verdict(differs | {"same_tokens": True}) == "1 differ, at ties (2e-02)"
+  assert report.verdict(differs | {"same_tokens": None}) == "1 differ, not judged"
+
+
+def test_less_time_is_a_ratio_above_one():
+  engines = {
+    name: {"figures": dict.fromkeys(report.LATENCIES, value)} for name, value in (("sluice", 2.0), ("vllm", 3.0))
+  }
+  report.add_ratios(engines, online=True)
+  assert engines["vllm"]["peer_over_sluice"] == dict.fromkeys(report.LATENCIES, 1.5)
+
+
+def test_a_run_replaces_its_like_in_the_file(tmp_path):
+  path = tmp_path / "peers.json"
+  for shape, rate in (("llama-15m", 200.0), ("llama-125m", 100.0), ("llama-15m", 250.0)):
+    report.keep(str(path), a_run(shape, rate))
+  runs = json.loads(path.read_text("utf-8"))["runs"]
+  assert [(run["shape"], run["engines"]["vllm"]["figures"]["output_tok_s"]) for run in runs] == [
+    ("llama-125m", 100.0),
+    ("llama-15m", 250.0),
+  ]
+
+
+def test_a_shape_that_peers_cannot_take_is_one_line(tmp_path):
+  for shape, words in (("llama-9", "is not known"), ("qwen3-0.6b", "not a plain Llama")):
+    done = run_module("tools.peers", f"--shape={shape}", f"--work={tmp_path}")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert words in done.stderr
+  assert "peers are" in run_module("tools.peers", "--only=ollama", f"--work={tmp_path}").stderr

@@ -1,0 +1,1 @@
+"""Sluice and its peers on one CPU: the same weights and requests, tokens compared before speeds."""

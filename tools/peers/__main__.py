@@ -1,0 +1,232 @@
+"""The same weights and requests through Sluice and its peers on this CPU, in one run: tokens first, then speeds.
+
+  python -m tools.peers [--shape=llama-125m] [--only=openvino,vllm] [--rounds=3] [--online]          # make peers
+
+Peers: transformers' continuous batching, llama.cpp's server, vLLM's CPU build, OpenVINO GenAI; each in an environment
+of its own (tools/peers/setup.sh). One that is not set up is left out, and the report says so. Random weights, f32,
+greedy, forced lengths: prompts log-normal (mean 64, 8 to 512), outputs log-normal (mean 64, 4 to 256). Offline all
+requests are there at once. --online sends them at Poisson's times, at --load of what Sluice has just made offline.
+Everybody is loaded, compiled and warmed up first; rounds go through all engines in turn, each time another first, and
+whoever has not its turn is stopped. Figures are medians over rounds.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import math
+import pathlib
+import signal
+import sys
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+from tools import workload
+from tools.arguments import CommandParser, positive_float, positive_int
+from tools.latency import Outcome, summary
+from tools.measure import ROOT, commit, machine
+from tools.peers import agreement, report
+from tools.peers.process import PeerProcess
+from tools.workload import WorkRequest
+
+PROMPT_LEN, OUTPUT_LEN = "lognormal:64:8:512", "lognormal:64:4:256"
+MAX_LEN = 1024
+ENVIRONMENTS = {
+  "openvino": ".venv-peers-openvino",
+  "vllm": ".venv-peers-vllm",
+  "llama_cpp": ".venv-peers-llama_cpp",
+  "transformers": ".venv-parity",
+}
+WARM_UP_LEN = 4  # output tokens of each request before the first round
+READY_S, SERVE_S = 600.0, 600.0
+
+
+def python_of(name: str) -> pathlib.Path:
+  """The Python that runs an adapter. Raises ConfigError where its environment is not there."""
+  if name == "sluice":
+    return pathlib.Path(sys.executable)
+  venv = ROOT / ENVIRONMENTS[name]
+  if not (venv / ".ready").exists():
+    raise ConfigError(f"{ENVIRONMENTS[name]} is not set up; run tools/peers/setup.sh {name}")
+  return venv / "bin" / "python"
+
+
+def start(name: str, folder: pathlib.Path, args: Any, flags: Sequence[str] = ()) -> PeerProcess:
+  """Starts an adapter and waits until it is ready."""
+  print(f"{name}: getting ready ...", file=sys.stderr, flush=True)
+  command = [
+    *(str(python_of(name)), "-m", f"tools.peers.run_{name}"),
+    *(f"--model={folder / 'model'}", f"--work={folder}", f"--threads={args.threads}", f"--max_len={MAX_LEN}"),
+    *(f"--max_requests={args.max_requests}", *(["--realtime"] if args.online else []), *flags),
+    *(flag.removeprefix(f"{name}:") for flag in args.flag if flag.startswith(f"{name}:")),
+  ]
+  return PeerProcess(name, command, folder / f"{name}.log", READY_S)
+
+
+def prepare(folder: pathlib.Path, shape: str) -> int:
+  """Writes the model where it is not there yet; returns the size of its vocabulary. Raises ConfigError."""
+  from tools.make_random_model import write_model
+
+  config = ROOT / "models" / "shapes" / shape / "config.json"
+  if not config.exists():
+    known = ", ".join(sorted(path.name for path in (ROOT / "models" / "shapes").iterdir()))
+    raise ConfigError(f"shape={shape!r} is not known; use one of {known}")
+  raw = json.loads(config.read_text("utf-8"))
+  if raw["model_type"] != "llama" or raw["rope_scaling"]:
+    raise ConfigError(f"shape={shape!r} is not a plain Llama, which the GGUF writer needs; use llama-125m or llama-15m")
+  if not (folder / "model" / "config.json").exists():
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"writing random weights of {shape} ...", file=sys.stderr, flush=True)
+    write_model(folder / "model", raw, seed=0)
+  return raw["vocab_size"]
+
+
+def write(folder: pathlib.Path, name: str, requests: Sequence[WorkRequest]) -> pathlib.Path:
+  """Writes a request file into the folder."""
+  path = folder / f"{name}.jsonl"
+  with open(path, "w", encoding="utf-8") as file:
+    workload.write_requests(file, requests, {})
+  return path
+
+
+def judged(
+  outcomes: dict[str, list[Outcome]], requests: Sequence[WorkRequest], folder: pathlib.Path, args: Any
+) -> dict[str, dict[str, Any]]:
+  """Every engine's tokens against transformers', or Sluice's where that did not run; logits judge differences."""
+  tokens = {name: {outcome.id: outcome.tokens for outcome in found} for name, found in outcomes.items()}
+  reference = tokens.get("transformers", tokens["sluice"])
+  found = {name: agreement.compare(reference, these) for name, these in tokens.items()}
+  differing = sorted({identity for one in found.values() for identity in one.differing}, key=str)
+  margins: dict[str, dict[int | str, list[float]]] = {name: {} for name in tokens}
+  if differing:
+    try:
+      judge = start("transformers", folder, args, ["--judge_only"])
+    except ConfigError as error:
+      print(f"differences are not judged: {error}", file=sys.stderr)
+      return {name: one.judged({}) for name, one in found.items()}
+    try:
+      prompts = {request.id: list(request.prompt) for request in requests}
+      for name, these in tokens.items():
+        rows = [{"id": key, "prompt": prompts[key], "tokens": list(these[key])} for key in differing]
+        asked, answered = folder / "judge.jsonl", folder / "margins.jsonl"
+        asked.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        judge.order({"judge": str(asked), "output": str(answered)}, SERVE_S)
+        lines = map(json.loads, answered.read_text("utf-8").splitlines())
+        margins[name] = {line["id"]: line["margins"] for line in lines}
+    finally:
+      judge.close()
+  return {name: one.judged(margins[name]) for name, one in found.items()}
+
+
+def measure(
+  engines: dict[str, PeerProcess], folder: pathlib.Path, vocab_size: int, args: Any
+) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
+  """Warm-up and rounds; returns the workload, each engine's rounds, and its agreement."""
+
+  def draw(rate: float) -> list[WorkRequest]:
+    return workload.synthetic(args.num_requests, PROMPT_LEN, OUTPUT_LEN, vocab_size, args.seed, rate)
+
+  def serve(name: str, path: pathlib.Path, *, realtime: bool) -> list[Outcome]:
+    return engines[name].serve(path, folder / f"{name}.jsonl", realtime=realtime, timeout_s=SERVE_S)
+
+  requests = draw(math.inf)
+  short = [dataclasses.replace(one, output_len=min(WARM_UP_LEN, one.output_len)) for one in requests]
+  warm_up = write(folder, "warm_up", short)
+  for name in engines:
+    serve(name, warm_up, realtime=False)
+  prompt_tokens = sum(len(request.prompt) for request in requests)
+  about: dict[str, Any] = {
+    "num_requests": args.num_requests,
+    "prompt_len": PROMPT_LEN,
+    "output_len": OUTPUT_LEN,
+    "seed": args.seed,
+    "prompt_tokens": prompt_tokens,
+    "output_tokens": sum(request.output_len for request in requests),
+  }
+  if args.online:
+    offline = summary(serve("sluice", write(folder, "offline", requests), realtime=False), prompt_tokens)
+    about |= {"offline_request_s": offline["request_s"], "rate": round(args.load * offline["request_s"], 4)}
+    requests = draw(about["rate"])
+  path = write(folder, "requests", requests)
+  names = list(engines)
+  rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+  last: dict[str, list[Outcome]] = {}
+  for number in range(args.rounds):
+    first = number % len(names)
+    for name in names[first:] + names[:first]:
+      last[name] = serve(name, path, realtime=args.online)
+      rounds[name].append(summary(last[name], prompt_tokens))
+      print(f"round {number + 1}, {name}: {rounds[name][-1]['output_tok_s']:.1f} tokens/s", file=sys.stderr, flush=True)
+  for engine in engines.values():
+    engine.close()
+  return about, rounds, judged(last, requests, folder, args)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command: progress and a table on standard error, one JSON line on standard output; exit code 1 on failure."""
+  parser = CommandParser("tools.peers", __doc__)
+  parser.add_argument("--shape", default="llama-125m", help="of models/shapes: llama-125m or llama-15m")
+  parser.add_argument("--only", default=",".join(ENVIRONMENTS), help="peers, with commas between")
+  parser.add_argument("--rounds", type=positive_int, default=3)
+  parser.add_argument("--online", action="store_true", help="requests come at their times, without transformers")
+  parser.add_argument("--load", type=positive_float, default=0.6, help="with --online: of Sluice's offline rate")
+  parser.add_argument("--num_requests", type=positive_int, default=64)
+  parser.add_argument("--max_requests", type=positive_int, default=64, help="sequences at once")
+  parser.add_argument("--threads", type=positive_int, default=2, help="of peers; XLA takes every core it sees")
+  parser.add_argument("--seed", type=int, default=1)
+  parser.add_argument("--flag", action="append", default=[], help="PEER:--name=value, for one adapter; may be repeated")
+  parser.add_argument("--work", default=str(ROOT / ".cache" / "peers"), help="folder for models and files")
+  parser.add_argument("--output", default="", help="also keep the result in this file")
+  args = parser.parse_args(argv)
+  folder = pathlib.Path(args.work).resolve() / args.shape
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the children are ended on the way out
+  left_out: dict[str, str] = {}
+  engines: dict[str, PeerProcess] = {}
+  try:
+    chosen = [name for name in args.only.split(",") if name]
+    for name in chosen:
+      if name not in ENVIRONMENTS:
+        raise ConfigError(f"only has {name!r}; peers are {', '.join(ENVIRONMENTS)}")
+    vocab_size = prepare(folder, args.shape)
+    engines["sluice"] = start("sluice", folder, args)
+    for name in chosen:
+      try:
+        if args.online and name == "transformers":
+          raise ConfigError("it is compared offline only")
+        engines[name] = start(name, folder, args)
+      except ConfigError as error:
+        left_out[name] = " ".join(str(error).split())
+        print(f"{name} is left out: {left_out[name]}", file=sys.stderr, flush=True)
+    about, rounds, agreements = measure(engines, folder, vocab_size, args)
+    result: dict[str, Any] = {
+      "shape": args.shape,
+      "mode": "online" if args.online else "offline",
+      "workload": about,
+      "engines": {
+        name: {
+          "figures": report.figures(rounds[name], online=args.online),
+          "rounds": [{key: one[key] for key in ("output_tok_s", *report.LATENCIES)} for one in rounds[name]],
+          "agreement": agreements[name],
+          "ready_s": engine.about["ready_s"],
+          "settings": engine.about["settings"],
+        }
+        for name, engine in engines.items()
+      },
+      "left_out": left_out,
+      "machine": machine(),
+      "commit": commit(),
+    }
+    report.add_ratios(result["engines"], online=args.online)
+  except (EngineError, OSError) as error:
+    print(f"tools.peers: {' '.join(str(error).split())}", file=sys.stderr)
+    return 1
+  finally:
+    for engine in engines.values():
+      engine.close()
+  print(f"\n{report.table(result)}", file=sys.stderr)
+  report.keep(args.output, result)
+  print(json.dumps(result))
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,68 @@
+"""Whether two engines gave the same tokens, but for ties: token for token first, then by logits. Runs no model.
+
+Greedy outputs of two correct programs differ where two logits lie within the noise of f32, and everything after such a
+tie differs too. So a request that differs is judged by itself: given the tokens that its own engine had put before
+each, how far does the token's logit lie below the largest (the margin) in transformers' f32 forward? At most TIE, and
+it was as good a choice.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any
+
+from engine.errors import ConfigError
+
+TIE = 1e-4  # of logits whose spread is about 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+  """One engine's tokens against the reference's.
+
+  Attributes:
+    identical: requests with every token equal.
+    differing: ids of the others.
+    agreeing_prefix: tokens before each request's first difference, over all tokens.
+  """
+
+  identical: int
+  differing: tuple[int | str, ...]
+  agreeing_prefix: float
+
+  def judged(self, margins: Mapping[int | str, Sequence[float]]) -> dict[str, Any]:
+    """The verdict, as the report has it; `margins` are those of every differing request.
+
+    Returns:
+      same_tokens: whether every differing request chose at ties only; None where nobody judged.
+      worst_margin: the largest margin among them.
+      beyond_ties: tokens whose margin is over TIE.
+    """
+    judged = bool(margins) or not self.differing
+    found = [margin for identity in self.differing for margin in margins.get(identity, ())]
+    beyond = sum(not margin <= TIE for margin in found)
+    return {
+      "identical_requests": self.identical,
+      "differing_requests": list(self.differing),
+      "agreeing_prefix": round(self.agreeing_prefix, 4),
+      "same_tokens": beyond == 0 if judged else None,
+      "worst_margin": max(found, default=0.0) if judged else None,
+      "beyond_ties": beyond if judged else None,
+    }
+
+
+def compare(reference: Mapping[int | str, Sequence[int]], tokens: Mapping[int | str, Sequence[int]]) -> Agreement:
+  """Compares forced greedy outputs of the same requests.
+
+  Raises:
+    ConfigError: a request is missing, or its length differs.
+  """
+  prefixes: dict[int | str, int] = {}
+  for identity, expected in reference.items():
+    found = tokens.get(identity, ())
+    if len(found) != len(expected):
+      raise ConfigError(f"request {identity!r}: {len(expected)} tokens against {len(found)}; both must be forced")
+    pairs = enumerate(zip(expected, found, strict=True))
+    prefixes[identity] = next((at for at, (ours, theirs) in pairs if ours != theirs), len(expected))
+  differing = tuple(identity for identity, prefix in prefixes.items() if prefix < len(reference[identity]))
+  total = sum(map(len, reference.values()))
+  return Agreement(len(reference) - len(differing), differing, sum(prefixes.values()) / total)

@@ -1,0 +1,78 @@
+"""What a comparison comes to: medians over rounds, ratios, one table, one file. Runs nothing, judges no speed."""
+
+from collections.abc import Mapping, Sequence
+import json
+import pathlib
+from typing import Any
+
+from engine.errors import ConfigError
+from tools.measure import median_of, write_result
+
+LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
+
+
+def figures(rounds: Sequence[Mapping[str, Any]], *, online: bool) -> dict[str, float]:
+  """The medians of an engine's rounds; ConfigError where a request of a round failed."""
+  for figure in rounds:
+    if figure["failed"]:
+      raise ConfigError(f"{figure['failed']} of {figure['requests']} requests did not get the tokens they asked for")
+  names = ("output_tok_s", *(LATENCIES if online else ()))
+  return {name: round(median_of(list(map(dict, rounds)), name), 3) for name in names}
+
+
+def add_ratios(engines: Mapping[str, dict[str, Any]], *, online: bool) -> None:
+  """Gives each peer what Sluice makes of it: above 1, Sluice is ahead (more tokens, or less time)."""
+  ours = engines["sluice"]["figures"]
+  for name, engine in engines.items():
+    if name != "sluice":
+      theirs = engine["figures"]
+      names = LATENCIES if online else ("output_tok_s",)
+      engine["sluice_over_peer" if not online else "peer_over_sluice"] = {
+        figure: round(theirs[figure] / ours[figure] if online else ours[figure] / theirs[figure], 3) for figure in names
+      }
+
+
+def verdict(agreement: Mapping[str, Any]) -> str:
+  """An engine's tokens in a few words."""
+  if not agreement["differing_requests"]:
+    return "identical"
+  count = f"{len(agreement['differing_requests'])} differ"
+  if agreement["same_tokens"] is None:
+    return f"{count}, not judged"
+  if agreement["same_tokens"]:
+    return f"{count}, at ties ({agreement['worst_margin']:.0e})"
+  return f"{count}, {agreement['beyond_ties']} tokens beyond ties (worst {agreement['worst_margin']:.0e})"
+
+
+def table(run: Mapping[str, Any]) -> str:
+  """A run as Markdown."""
+  online = run["mode"] == "online"
+  names = ("TTFT p50", "p99 ms", "ITL p50", "p99 ms") if online else ("Sluice over it",)
+  rows = [["engine", "tokens/s", *names, "ready s", "tokens"]]
+  for name, engine in run["engines"].items():
+    found = engine["figures"]
+    if online:
+      middle = [f"{found[figure]:.1f}" for figure in LATENCIES]
+    else:
+      ratio = engine.get("sluice_over_peer", {}).get("output_tok_s")
+      middle = ["" if ratio is None else f"{ratio:.2f}"]
+    rows.append(
+      [name, f"{found['output_tok_s']:.1f}", *middle, f"{engine['ready_s']:.1f}", verdict(engine["agreement"])]
+    )
+  rows.insert(1, ["---"] * len(rows[0]))
+  lines = ["| " + " | ".join(row) + " |" for row in rows]
+  lines += [f"left out: {name}: {reason}" for name, reason in run["left_out"].items()]
+  return "\n".join(lines)
+
+
+def keep(path: str, run: dict[str, Any]) -> None:
+  """Puts a run into the file, in the place of one of the same shape, mode and engines."""
+  if not path:
+    return
+
+  def key(of: Mapping[str, Any]) -> tuple[Any, ...]:
+    return of["shape"], of["mode"], *sorted(of["engines"])
+
+  file = pathlib.Path(path)
+  runs = json.loads(file.read_text("utf-8"))["runs"] if file.exists() else []
+  write_result(path, {"runs": [*(other for other in runs if key(other) != key(run)), run]})

@@ -1,0 +1,79 @@
+"""Serves request files with OpenVINO GenAI's continuous batching, in its own environment. Imports nothing of Sluice."""
+
+import pathlib
+import time
+
+from tools.peers import face
+
+
+def convert(model, folder):
+  """Writes OpenVINO's form of the model, f32, once; returns its folder."""
+  target = pathlib.Path(folder) / "openvino"
+  if not (target / ".done").exists():
+    from optimum.intel import OVModelForCausalLM  # pyright: ignore[reportMissingImports]
+
+    made = OVModelForCausalLM.from_pretrained(model, export=True, compile=False, load_in_8bit=False)
+    made.save_pretrained(target)
+    (target / ".done").touch()
+  return target
+
+
+def main():
+  """See face."""
+  parser = face.parser(__doc__)
+  parser.add_argument("--kv_gb", type=int, default=1)
+  parser.add_argument("--kv", choices=("f32", "f16", "u8"), default="f32", help="precision of the KV cache")
+  args = parser.parse_args()
+
+  def begin():
+    import openvino  # pyright: ignore[reportMissingImports]
+    import openvino_genai  # pyright: ignore[reportMissingImports]
+
+    folder = convert(args.model, args.work)
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.cache_size = args.kv_gb
+    scheduler.max_num_seqs = args.max_requests
+    scheduler.enable_prefix_caching = False
+    properties = {
+      "INFERENCE_PRECISION_HINT": "f32",
+      "KV_CACHE_PRECISION": args.kv,
+      "INFERENCE_NUM_THREADS": args.threads,
+    }
+    pipeline = openvino_genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", properties)
+
+    def submit(request, log, handles):
+      config = openvino_genai.GenerationConfig()
+      config.max_new_tokens = request["output_len"]
+      config.ignore_eos = True
+      config.do_sample = False
+      config.set_eos_token_id(0)  # a model without one gives -1, which is refused; it is ignored either way
+      log.sent(request["id"])
+      prompt = openvino.Tensor([request["prompt"]])
+      handles[request["id"]] = pipeline.add_request(len(handles), prompt, config)
+
+    def run(requests, log, start_s, realtime):
+      waiting = sorted(requests, key=lambda request: -request["arrival_s"] if realtime else 0.0)
+      handles, missing = {}, {request["id"]: request["output_len"] for request in requests}
+      while missing:
+        for request in face.due(waiting, start_s, realtime):
+          submit(request, log, handles)
+        if not pipeline.has_non_finished_requests():
+          time.sleep(max(0.0, start_s + waiting[-1]["arrival_s"] - time.monotonic()))
+          continue
+        pipeline.step()
+        for identity in list(missing):
+          handle = handles.get(identity)
+          if handle is not None and handle.can_read():
+            for output in handle.read().values():
+              log.got(identity, output.generated_ids)
+              missing[identity] -= len(output.generated_ids)
+            if missing[identity] <= 0:
+              del missing[identity]
+
+    return face.Peer({"threads": args.threads, "kv_gb": args.kv_gb, "weights": "f32", "kv": args.kv}, run)
+
+  face.serve(begin)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,48 @@
+"""Serves request files with Sluice's engine in this process, for tools.peers. Judges nothing."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.device.build import BuildOptions
+from tools.bench_offline import UNBOUNDED, OfflineRun
+from tools.peers import face
+from tools.workload import WorkRequest
+
+TOKEN_BUDGETS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def main() -> None:
+  """See face."""
+  args = face.parser(__doc__).parse_args()
+
+  def begin() -> face.Peer:
+    options = BuildOptions(
+      model_dir=args.model,
+      max_num_seqs=args.max_requests,
+      token_budgets=TOKEN_BUDGETS,
+      prefill_chunk=512,
+      kv_cache_mb=1024,
+      max_model_len=args.max_len,
+      enable_prefix_caching=False,  # every round serves the same prompts
+      compile_cache_dir=f"{args.work}/programs",
+      **UNBOUNDED,
+    )
+    engine = OfflineRun(options)
+
+    def run(requests: Sequence[dict[str, Any]], log: face.Log, _start_s: float, realtime: bool) -> None:
+      fields = ("id", "arrival_s", "prompt", "output_len")
+      work = [WorkRequest(*(line[name] for name in fields)) for line in requests]
+      for outcome in engine.serve(work, realtime=realtime):
+        if outcome.error:
+          raise SystemExit(f"request {outcome.id!r}: {outcome.error}")
+        times = {name: getattr(outcome, name) for name in ("intended_s", "sent_s", "chunks", "tokens")}
+        log.take(outcome.id, **times)
+
+    about = {"token_budgets": list(TOKEN_BUDGETS), "threads": "every core", "weights": "f32", "kv": "f32"}
+    return face.Peer(about, run)
+
+  face.serve(begin)
+
+
+if __name__ == "__main__":
+  main()

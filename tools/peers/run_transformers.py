@@ -1,0 +1,94 @@
+"""Serves request files with transformers' continuous batching, in its own environment. Imports nothing of Sluice.
+
+It is the judge of tokens too: an order {"judge": FILE, "output": FILE} has lines {"id", "prompt", "tokens"}, each
+answered by how far every token's logit lies below the largest, given the tokens before it: 0 for the greedy choice.
+"""
+
+import contextlib
+
+import torch  # pyright: ignore[reportMissingImports]
+from transformers import (  # pyright: ignore[reportMissingImports]
+  AutoModelForCausalLM,
+  ContinuousBatchingConfig,
+  GenerationConfig,
+)
+from transformers.utils import logging  # pyright: ignore[reportMissingImports]
+
+from tools.peers import face
+
+PAGE_SIZE = 256
+
+
+def margins(model, prompt, tokens):
+  """How far below the largest logit each token's is, f32, given prompt and the tokens before it."""
+  logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+  return (logits.max(dim=-1).values - logits[torch.arange(len(tokens)), torch.tensor(tokens)]).tolist()
+
+
+def main():
+  """See face."""
+  parser = face.parser(__doc__)
+  parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
+  parser.add_argument("--judge_only", action="store_true", help="no batching: only judges tokens")
+  args = parser.parse_args()
+  logging.set_verbosity_error()
+  logging.disable_progress_bar()
+  torch.set_num_threads(args.threads)
+  torch.set_grad_enabled(False)
+
+  def begin():
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation=args.attention)
+    model.eval()
+
+    def judge(prompt, tokens):
+      return margins(model, prompt, tokens)
+
+    if args.judge_only:
+      return face.Peer({}, judge=judge)
+    config = ContinuousBatchingConfig(
+      page_size=PAGE_SIZE,
+      num_blocks=3 * args.max_requests,
+      max_requests_per_batch=args.max_requests,
+      allow_block_sharing=False,
+      default_compile_level=0,
+    )
+    manager = open_until_the_end.enter_context(
+      model.continuous_batching_context_manager(
+        generation_config=GenerationConfig(
+          do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=args.max_len
+        ),
+        continuous_batching_config=config,
+        block=True,
+        timeout=30,
+      )
+    )
+    numbers = iter(range(1 << 60))  # in requests' names: none is used twice
+
+    def run(requests, log, _start_s, realtime):
+      if realtime:
+        raise SystemExit("transformers is compared offline only")
+      names = {}
+      for request in requests:
+        name = f"run{next(numbers)}"
+        names[name] = request["id"]
+        log.sent(request["id"])
+        manager.add_request(request["prompt"], request_id=name, max_new_tokens=request["output_len"], eos_token_id=-1)
+      while names:
+        result = manager.get_result(timeout=1)
+        if result is None:
+          if not manager.is_running():
+            raise SystemExit("transformers' generation thread stopped before all requests were done")
+        elif result.error:
+          raise SystemExit(f"transformers failed on request {result.request_id}: {result.error}")
+        elif result.is_finished():
+          log.got(names.pop(result.request_id), result.generated_tokens)
+
+    about = {"attention": args.attention, "threads": args.threads, "weights": "f32", "kv": "f32"}
+    return face.Peer(about, run, judge)
+
+  with contextlib.ExitStack() as open_until_the_end:
+    face.serve(begin)
+
+
+if __name__ == "__main__":
+  main()
