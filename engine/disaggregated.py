@@ -18,7 +18,8 @@ from engine.errors import ConfigError, DuplicateRequest, Overloaded, Unavailable
 from engine.recorder import EngineStats, Recorder, RungTotals, latest
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler, validate_request
+from engine.scheduler import Scheduler
+from engine.validation import validate_request
 
 
 class ExportingRunner(Runner, Protocol):

@@ -15,7 +15,8 @@ from engine.batch import Batch, Launched, Runner
 from engine.errors import DuplicateRequest, Unavailable
 from engine.recorder import EngineStats, Recorder, StepRecord
 from engine.request import ENGINE_FAILURE, FinishReason, Request, TokenEvent
-from engine.scheduler import Scheduler, validate_request
+from engine.scheduler import Scheduler
+from engine.validation import validate_request
 
 IDLE_WAIT_S = 0.2  # longest sleep of an idle loop: bounds the age of the heartbeat, and the notice of stop_event
 

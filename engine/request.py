@@ -118,6 +118,16 @@ class Request:
     """Outputs, those in flight included."""
     return len(self.output_token_ids) + self.num_in_flight
 
+  def known_tokens(self, start: int, end: int) -> tuple[int, ...]:
+    """Tokens [start, end) of prompt and output, none of them in flight."""
+    num_prompt = len(self.prompt_token_ids)
+    if end <= num_prompt:
+      return tuple(self.prompt_token_ids[start:end])
+    outputs = self.output_token_ids
+    if start >= num_prompt:
+      return tuple(outputs[start - num_prompt : end - num_prompt])
+    return (*self.prompt_token_ids[start:], *outputs[: end - num_prompt])
+
   def state(self) -> dict:
     """Everything as plain JSON values; from_state() is its inverse, but for `leader`, which is given by id."""
     state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -15,13 +15,13 @@ v1 scheduler). Planning needs counts alone; token values matter at commit, one s
 """
 
 import bisect
-from collections.abc import Iterable, Sequence
+import itertools
 import operator
 
 from engine.admission import AdmissionControl
 from engine.batch import Admission, Batch, StepResult, TokenLogprobs
 from engine.batching import make_batching
-from engine.block_pool import BlockPool, block_key, root_key
+from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.constraint import (
   CONSTRAINT_BROKE,
@@ -31,45 +31,11 @@ from engine.constraint import (
   FailedConstraint,
   Verdicts,
 )
-from engine.errors import InvalidRequest, RequestTooLong
 from engine.policy import Policy, make_policy
+from engine.prefix_keys import PrefixKeys
 from engine.request import NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent
 from engine.shapes import ShapeLadder, StepShape
-
-
-def validate_request(config: EngineConfig, request: Request) -> None:
-  """Refuses what can never be served, before anything is allocated. Needs no scheduler state; safe on any thread.
-
-  Raises:
-    InvalidRequest: a prompt that is empty or holds ids outside the vocabulary, sampling values out of range, or values
-      that contradict each other.
-    RequestTooLong: prompt and max_tokens together exceed the model's length or the whole KV pool.
-  """
-  prompt = request.prompt_token_ids
-  if len(prompt) < 1:
-    raise InvalidRequest("the prompt is empty; send at least one token")
-  request.params.validate(config.vocab_size)
-  if request.constraint is not None and request.params.allowed_token_ids is not None:
-    raise InvalidRequest(
-      "allowed_token_ids is not allowed together with an output constraint, which might then allow no token at all: "
-      "leave one of them out"
-    )
-  total = len(prompt) + request.params.max_tokens
-  if total > config.max_model_len:
-    raise RequestTooLong(
-      f"prompt of {len(prompt)} tokens plus max_tokens={request.params.max_tokens} is {total}, but "
-      f"the model takes {config.max_model_len}; shorten the prompt or lower max_tokens"
-    )
-  if total > config.pool_tokens:
-    raise RequestTooLong(
-      f"prompt of {len(prompt)} tokens plus max_tokens={request.params.max_tokens} is {total}, but "
-      f"the KV pool holds {config.pool_tokens}; lower max_tokens or serve with a larger pool"
-    )
-  if min(prompt) < 0 or max(prompt) >= config.vocab_size:
-    bad = next(token for token in prompt if not 0 <= token < config.vocab_size)
-    raise InvalidRequest(
-      f"prompt token id {bad} is not in the vocabulary; ids of this model are 0 to {config.vocab_size - 1}"
-    )
+from engine.waiting import WaitingQueue, by_rank
 
 
 class _Plan:
@@ -122,7 +88,6 @@ class Scheduler:
     self.ladder = ShapeLadder(config.token_budgets, config.max_num_seqs)
     self.pool = BlockPool(config.num_blocks)
     self.num_preemptions = 0
-    self.num_waiting_tokens = 0  # prompt tokens of waiting requests
     self._policy = make_policy(config)
     # None where the policy holds nobody back: a call for each of 256 rows takes 10 us.
     self._holds = None if type(self._policy).holds is Policy.holds else self._policy.holds
@@ -130,8 +95,8 @@ class Scheduler:
     self._batching = make_batching(config)
     self._eos = frozenset(config.eos_token_ids)
     self._requests: dict[str, Request] = {}
-    self._waiting: list[Request] = []  # sorted by rank
-    self._waiting_of_tenant: dict[str, tuple[int, int]] = {}  # requests and prompt tokens; those of 0 are absent
+    self._waiting = WaitingQueue()
+    self._keys = PrefixKeys(config)
     self._running: list[Request] = []  # sorted by rank
     self._slots = list(range(config.max_num_seqs - 1, -1, -1))  # free ones; the lowest is handed out first
     self._launched: dict[int, list[Request]] = {}  # step -> its rows
@@ -150,6 +115,11 @@ class Scheduler:
     return len(self._waiting)
 
   @property
+  def num_waiting_tokens(self) -> int:
+    """Prompt tokens of waiting requests."""
+    return self._waiting.num_tokens
+
+  @property
   def num_running(self) -> int:
     return len(self._running)
 
@@ -160,7 +130,7 @@ class Scheduler:
 
   def opens_at(self) -> float | None:
     """When waiting requests may join though nothing else happens, on the clock of `schedule`; None if never so."""
-    oldest = self._waiting[0].arrival_time if self._waiting else 0.0
+    oldest = self._waiting.requests[0].arrival_time if self._waiting else 0.0
     return self._batching.opens_at(len(self._running), len(self._waiting), oldest)
 
   def kv_usage(self) -> tuple[int, int]:
@@ -190,11 +160,11 @@ class Scheduler:
       requests_ahead, tokens_ahead: on their way, and their prompt tokens.
       of_tenant_ahead: the same two numbers, of the request's tenant alone.
     """
-    requests, tokens = self._waiting_of_tenant.get(request.tenant, (0, 0))
+    requests, tokens = self._waiting.of_tenant(request.tenant)
     self._admission.check(
       request,
       len(self._waiting) + requests_ahead,
-      self.num_waiting_tokens + tokens_ahead,
+      self._waiting.num_tokens + tokens_ahead,
       bool(self._slots),
       (requests + of_tenant_ahead[0], tokens + of_tenant_ahead[1]),
     )
@@ -214,7 +184,7 @@ class Scheduler:
       request.seed = (params.seed ^ (params.seed >> 32)) & 0xFFFFFFFF
     if request.leader_id is not None:
       request.leader = self._requests.get(request.leader_id)
-    request.root_key = self._root_key(request)
+    request.root_key = self._keys.root(request, self._num_arrivals)
     if request.queue_deadline is None and config.queue_timeout_s:
       request.queue_deadline = request.arrival_time + config.queue_timeout_s
     if request.deadline is None and config.request_timeout_s:
@@ -276,7 +246,7 @@ class Scheduler:
     policy, holds, constrained = self._policy, self._holds, self._num_constrained
     # Who joins waits a step for the others: rows spread over both steps of two would make both dearer.
     held = self._constrained_step in self._launched
-    policy.begin(running, self._waiting)
+    policy.begin(running, self._waiting.requests)
     num_preemptions = self.num_preemptions
     decodes: list[Request] = []
     starts: list[int] = []
@@ -341,7 +311,7 @@ class Scheduler:
       starts.append(start)
       more_logits.append(self._num_logits(request, count))
       more_samples.append(reaches_end)
-      more_token_ids.append(_slice(request, start, end))
+      more_token_ids.append(request.known_tokens(start, end))
       more_outputs.append(len(request.output_token_ids))
       request.num_computed_tokens = end
       request.num_in_flight += reaches_end
@@ -399,7 +369,7 @@ class Scheduler:
     Strictly in order: who does not fit is not overtaken, or a long prompt would starve. Only a sibling that waits for
     its leader's prompt is stepped over, and whom the policy gives nothing now.
     """
-    waiting, batching, policy = self._waiting, self._batching, self._policy
+    waiting, batching, policy = self._waiting.requests, self._batching, self._policy
     if not waiting or not self._slots or limit <= 0:
       return 0
     places = batching.places(len(self._running), len(waiting), waiting[0].arrival_time, now)
@@ -421,10 +391,9 @@ class Scheduler:
       count = self._place(request, count, whole=batching.whole_prompts and bool(plan.requests))
       if not count:
         break
-      del waiting[bisect.bisect_left(waiting, request.rank, key=_rank)]
+      self._waiting.remove(request)
       places -= 1
-      self._count_waiting(request, -1)
-      bisect.insort(self._running, request, key=_rank)
+      bisect.insort(self._running, request, key=by_rank)
       request.status = RequestStatus.RUNNING
       request.slot = self._slots.pop()
       self._admission.admitted(now)
@@ -434,7 +403,7 @@ class Scheduler:
       plan.admissions.append(
         Admission(
           slot=request.slot,
-          token_ids=_slice(request, 0, request.num_sent_tokens),
+          token_ids=request.known_tokens(0, request.num_sent_tokens),
           num_prompt_tokens=request.num_prompt_tokens,
           block_ids=tuple(request.block_table),
           params=request.params,
@@ -465,7 +434,7 @@ class Scheduler:
     hits: list[int] = []
     transferred = request.num_transferred_tokens
     if self.config.shares_prefixes and not transferred and not self._reports_prompt(request):
-      hits = pool.match(self._keys(request, (known - 1) // block_size))
+      hits = pool.match(self._keys.first(request, (known - 1) // block_size))
     cached = transferred or len(hits) * block_size
     count = min(known - cached, limit)
     if whole and count < known - cached:
@@ -662,48 +631,16 @@ class Scheduler:
     return token_logprobs, entries[begin - first : stop - first] if begin < stop else ()
 
   def _publish(self, request: Request, num_blocks: int) -> None:
-    keys = self._keys(request, num_blocks)
+    keys = self._keys.first(request, num_blocks)
     for index in range(request.num_published_blocks, num_blocks):
       self.pool.publish(request.block_table[index], keys[index])
     request.num_published_blocks = num_blocks
-
-  def _keys(self, request: Request, num_blocks: int) -> Sequence[bytes]:
-    """The keys of the first `num_blocks` blocks, all full and of known tokens; each is computed once in a life."""
-    keys, block_size = request.block_keys, self.config.block_size
-    while len(keys) < num_blocks:
-      parent = keys[-1] if keys else request.root_key
-      start = len(keys) * block_size
-      keys.append(block_key(parent, _slice(request, start, start + block_size)))
-    return keys if len(keys) == num_blocks else keys[:num_blocks]
-
-  def _root_key(self, request: Request) -> bytes:
-    """Tells apart whom the prefix cache must not mix: by the scope's part, then by the client's own salt."""
-    match self.config.prefix_cache_scope:
-      case "tenant":
-        of_scope = request.tenant.encode()
-      case "request":
-        if request.leader is not None:
-          return request.leader.root_key
-        of_scope = str(self._num_arrivals).encode()
-      case _:
-        return root_key(request.cache_salt)
-    return root_key(len(of_scope).to_bytes(4, "big") + of_scope + request.cache_salt)
 
   # Moves between states.
 
   def _enqueue(self, request: Request) -> None:
     request.status = RequestStatus.WAITING
-    self._count_waiting(request, 1)
-    bisect.insort(self._waiting, request, key=_rank)
-
-  def _count_waiting(self, request: Request, change: int) -> None:
-    """Adds a request to the counts of what waits, or with -1 takes it out."""
-    self.num_waiting_tokens += change * request.num_prompt_tokens
-    requests, tokens = self._waiting_of_tenant.get(request.tenant, (0, 0))
-    if requests + change:
-      self._waiting_of_tenant[request.tenant] = requests + change, tokens + change * request.num_prompt_tokens
-    else:
-      del self._waiting_of_tenant[request.tenant]
+    self._waiting.add(request)
 
   def _take_back(self, request: Request) -> None:
     """Slot and blocks of a request that has left the running list."""
@@ -730,7 +667,6 @@ class Scheduler:
       self._take_back(request)
     else:
       self._waiting.remove(request)
-      self._count_waiting(request, -1)
     request.status = RequestStatus.FINISHED
     self._policy.ended(request)
     request.finish_reason = reason
@@ -750,13 +686,10 @@ class Scheduler:
     live = [*self._waiting, *self._running]
     assert {request.id: request for request in live} == self._requests, "a live request is in no queue, or in two"
     assert len(live) == len(self._requests), "a request is queued twice"
-    for queue in (self._waiting, self._running):
-      assert all(a.rank < b.rank for a, b in zip(queue, queue[1:], strict=False)), "a queue is out of order"
+    self._waiting.check()
+    assert all(a.rank < b.rank for a, b in itertools.pairwise(self._running)), "the running are out of order"
     slots = self._slots + [request.slot for request in self._running]
     assert sorted(slots) == list(range(self.config.max_num_seqs)), "slots were lost or shared"
-    queued_tokens = sum(request.num_prompt_tokens for request in self._waiting)
-    assert self.num_waiting_tokens == queued_tokens, "queued tokens drifted"
-    assert self._waiting_of_tenant == waiting_of_tenant(self._waiting), "counts of tenants drifted"
     constrained = sum(request.constraint is not None for request in live)
     assert self._num_constrained == constrained, "constrained requests are miscounted"
     in_flight = [request for rows in self._launched.values() for request in rows]
@@ -775,29 +708,5 @@ class Scheduler:
       assert request.num_published_blocks * self.config.block_size <= request.num_computed_tokens
 
 
-def waiting_of_tenant(waiting: Iterable[Request]) -> dict[str, tuple[int, int]]:
-  """Requests and prompt tokens of each tenant, counted anew."""
-  counts: dict[str, tuple[int, int]] = {}
-  for request in waiting:
-    requests, tokens = counts.get(request.tenant, (0, 0))
-    counts[request.tenant] = requests + 1, tokens + request.num_prompt_tokens
-  return counts
-
-
-def _rank(request: Request) -> tuple[float, ...]:
-  return request.rank
-
-
 # The class's own __new__ is a Python function; a step makes hundreds.
 _token_event = tuple.__new__
-
-
-def _slice(request: Request, start: int, end: int) -> tuple[int, ...]:
-  """Known tokens [start, end) of prompt and output."""
-  num_prompt = len(request.prompt_token_ids)
-  if end <= num_prompt:
-    return tuple(request.prompt_token_ids[start:end])
-  outputs = request.output_token_ids
-  if start >= num_prompt:
-    return tuple(outputs[start - num_prompt : end - num_prompt])
-  return (*request.prompt_token_ids[start:], *outputs[: end - num_prompt])

@@ -10,7 +10,8 @@ from engine.batching import make_batching
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.request import Request, RequestStatus
-from engine.scheduler import Scheduler, waiting_of_tenant
+from engine.scheduler import Scheduler
+from engine.waiting import WaitingQueue
 
 
 def state_of(scheduler: Scheduler) -> dict:
@@ -55,7 +56,7 @@ def restore(state: dict) -> Scheduler:
   for request, item in zip(requests, state["requests"], strict=True):
     request.leader = live.get(item["leader"])
   scheduler._requests = live
-  scheduler._waiting = [requests[number] for number in state["waiting"]]
+  scheduler._waiting = WaitingQueue(requests[number] for number in state["waiting"])
   scheduler._running = [requests[number] for number in state["running"]]
   scheduler._launched = {int(step): [requests[number] for number in rows] for step, rows in state["launched"].items()}
   scheduler._slots = state["slots"]
@@ -69,7 +70,5 @@ def restore(state: dict) -> Scheduler:
   scheduler._num_steps = state["num_steps"]
   scheduler._num_arrivals = state["num_arrivals"]
   scheduler.num_preemptions = state["num_preemptions"]
-  scheduler.num_waiting_tokens = sum(request.num_prompt_tokens for request in scheduler._waiting)
-  scheduler._waiting_of_tenant = waiting_of_tenant(scheduler._waiting)
   scheduler._next_deadline = float("inf") if state["next_deadline"] is None else state["next_deadline"]
   return scheduler

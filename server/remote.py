@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.request import FinishReason, Request, TokenEvent
-from engine.scheduler import validate_request
+from engine.validation import validate_request
 from server import plain, wire
 from server.constraints import OutputGrammar
 from server.counts import Counts

@@ -40,8 +40,7 @@ from engine.sampling_params import SamplingParams
 from pallas_kernels.paged_attention import api, arg_specs
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from tools.arguments import CommandParser, positive_float, positive_int
-from tools.compare_transformers import MODEL
-from tools.make_random_model import write_model
+from tools.make_random_model import read_shape, write_model
 from tools.measure import best_and_median, machine
 
 _LAYERS = 4
@@ -263,7 +262,7 @@ def print_share(args: Any) -> int:
     model_dir = args.model
     if not model_dir:
       model_dir = str(pathlib.Path(folder) / "random-llama-125m")
-      write_model(pathlib.Path(model_dir), dict(MODEL), seed=0)
+      write_model(pathlib.Path(model_dir), read_shape("llama-125m"), seed=0)
     try:
       found = share(model_dir, args.rows, args.context, args.block_size, args.seconds)
     except EngineError as error:

@@ -23,7 +23,7 @@ from engine.errors import ConfigError, EngineError
 from engine.recorder import EngineStats
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
-from engine.scheduler import validate_request
+from engine.validation import validate_request
 from tools.accounting import Flops, account, account_requests, request_table, table, whole_requests
 from tools.arguments import CommandParser
 from tools.latency import Outcome, summary

@@ -19,7 +19,16 @@ from engine.errors import ConfigError
 from models.config import ModelConfig
 from models.registry import FAMILIES, config_from_hf, tensors
 
+SHAPES = pathlib.Path(__file__).resolve().parent.parent / "models" / "shapes"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+
+
+def read_shape(name: str) -> dict[str, Any]:
+  """The config.json of a folder of models/shapes; ConfigError with the names there are for any other name."""
+  names = sorted(path.name for path in SHAPES.iterdir() if (path / "config.json").is_file())
+  if name not in names:
+    raise ConfigError(f"shape={name!r} is unknown; use one of {', '.join(names)}")
+  return json.loads((SHAPES / name / "config.json").read_text("utf-8"))
 
 
 def random_tensor(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

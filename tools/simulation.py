@@ -24,7 +24,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, Overloaded
 from engine.request import FinishReason, TokenEvent
-from engine.scheduler import validate_request
+from engine.validation import validate_request
 from tools.latency import Objectives, Outcome, percentile
 from tools.replica import Arrival, Replica, make_router
 from tools.step_costs import StepCosts

@@ -28,7 +28,8 @@ from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler, validate_request
+from engine.scheduler import Scheduler
+from engine.validation import validate_request
 from tools import study_claims as claims
 from tools.arguments import CommandParser
 from tools.latency import Outcome

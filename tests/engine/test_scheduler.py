@@ -9,7 +9,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequest, Overloaded, PrefillBacklog, RequestTooLong, TenantQuota
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler, validate_request
+from engine.scheduler import Scheduler
+from engine.validation import validate_request
 
 CONFIG = EngineConfig(
   vocab_size=100,

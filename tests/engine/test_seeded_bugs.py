@@ -3,6 +3,7 @@
 A bug is a (file, old text, new text); the old text must occur exactly once, so that the list cannot rot silently.
 """
 
+from collections.abc import Callable
 import dataclasses
 from pathlib import Path
 import types
@@ -111,9 +112,9 @@ BUGS = (
   ),
   Bug(
     "a preempted request goes to the end of the queue",
-    "scheduler",
-    "bisect.insort(self._waiting, request, key=_rank)",
-    "self._waiting.append(request)",
+    "waiting",
+    "bisect.insort(self.requests, request, key=by_rank)",
+    "self.requests.append(request)",
   ),
   Bug("the victim is the oldest", "scheduler", "victim = self._running.pop()", "victim = self._running.pop(0)"),
   Bug("a preempted request publishes blocks it has lost", "scheduler", " and request.status is running:", ":"),
@@ -165,10 +166,10 @@ BUGS = (
   Bug(
     "who does not fit is overtaken",
     "scheduler",
-    "      if not count:\n        break\n      del waiting",
-    "      if not count:\n        continue\n      del waiting",
+    "      if not count:\n        break\n      self._waiting.remove",
+    "      if not count:\n        continue\n      self._waiting.remove",
   ),
-  Bug("what can never fit is accepted", "scheduler", "if total > config.pool_tokens:", "if False:"),
+  Bug("what can never fit is accepted", "validation", "if total > config.pool_tokens:", "if False:"),
   Bug("the queue is not bounded", "admission", "if num_requests >= config.max_queued_requests:", "if False:"),
   Bug(
     "batch work takes all slots", "policy", "self._slots_left = self._batch_slots - num_batch", "self._slots_left = 99"
@@ -190,35 +191,42 @@ BUGS = (
     "left = self._references[block] - 1",
     "left = max(0, self._references[block] - 2)",
   ),
-  Bug("tenants share blocks", "scheduler", "of_scope = request.tenant.encode()", 'of_scope = b""'),
-  Bug("a tenant's requests wait for ever", "scheduler", "if requests + change:", "if requests + change > 0 or True:"),
+  Bug("tenants share blocks", "prefix_keys", "of_scope = request.tenant.encode()", 'of_scope = b""'),
+  Bug("a tenant's requests wait for ever", "waiting", "if requests + change:", "if requests + change > 0 or True:"),
   Bug(
     "a cached block is handed out as if it were free", "block_pool", "      if key is not None:\n", "      if False:\n"
   ),
 )
 
 
-def seeded(bug: Bug) -> tuple[type, types.ModuleType]:
-  """The Scheduler class with the bug in it, and its module."""
+def seeded(bug: Bug) -> tuple[type, Callable]:
+  """The Scheduler class and validate_request, one of them with the bug in it."""
   modules = {}
-  for name in ("block_pool", "batching", "policy", "admission", "scheduler"):
+  for name in ("block_pool", "batching", "policy", "admission", "prefix_keys", "waiting", "validation", "scheduler"):
     source = (ENGINE / f"{name}.py").read_text()
     if bug.file == name:
       assert source.count(bug.old) == 1, f"{bug.old!r} occurs {source.count(bug.old)} times in {name}.py"
       source = source.replace(bug.old, bug.new)
     module = modules[name] = types.ModuleType(f"seeded_{name}")
     exec(compile(source, f"seeded {name}.py", "exec"), module.__dict__)
-  for name in ("BlockPool", "block_key", "root_key"):
-    setattr(modules["scheduler"], name, getattr(modules["block_pool"], name))
-  for module, name in (("batching", "make_batching"), ("policy", "make_policy"), ("admission", "AdmissionControl")):
-    setattr(modules["scheduler"], name, getattr(modules[module], name))
-  return modules["scheduler"].Scheduler, modules["scheduler"]
+  for user, module, name in (
+    ("prefix_keys", "block_pool", "block_key"),
+    ("prefix_keys", "block_pool", "root_key"),
+    ("scheduler", "block_pool", "BlockPool"),
+    ("scheduler", "batching", "make_batching"),
+    ("scheduler", "policy", "make_policy"),
+    ("scheduler", "admission", "AdmissionControl"),
+    ("scheduler", "prefix_keys", "PrefixKeys"),
+    ("scheduler", "waiting", "WaitingQueue"),
+  ):
+    setattr(modules[user], name, getattr(modules[module], name))
+  return modules["scheduler"].Scheduler, modules["validation"].validate_request
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-  scheduler_class, module = seeded(bug)
-  monkeypatch.setattr("engine.engine.validate_request", module.validate_request)
+  scheduler_class, validate_request = seeded(bug)
+  monkeypatch.setattr("engine.engine.validate_request", validate_request)
   for seed in range(WORLDS):
     try:
       run_world(seed, scheduler_class=scheduler_class)

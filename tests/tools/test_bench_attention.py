@@ -11,8 +11,7 @@ from engine.device.build import Built
 from engine.errors import ConfigError
 from pallas_kernels.paged_attention import api, arg_specs
 from tools import bench_attention
-from tools.compare_transformers import MODEL
-from tools.make_random_model import write_model
+from tools.make_random_model import read_shape, write_model
 
 
 def test_naive_equals_ours() -> None:
@@ -45,7 +44,9 @@ def test_a_line_holds_our_time_and_the_floor() -> None:
 def tiny(tmp_path_factory) -> str:
   folder = tmp_path_factory.mktemp("model") / "tiny"
   changes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
-  write_model(folder, {**MODEL, **changes, "num_attention_heads": 2, "num_key_value_heads": 1}, seed=0)
+  write_model(
+    folder, {**read_shape("llama-125m"), **changes, "num_attention_heads": 2, "num_key_value_heads": 1}, seed=0
+  )
   return str(folder)
 
 

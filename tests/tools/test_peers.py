@@ -193,7 +193,7 @@ def test_a_run_replaces_its_like_in_the_file(tmp_path):
 
 
 def test_a_shape_that_peers_cannot_take_is_one_line(tmp_path):
-  for shape, words in (("llama-9", "is not known"), ("qwen3-0.6b", "not a plain Llama")):
+  for shape, words in (("llama-9", "is unknown"), ("qwen3-0.6b", "not a plain Llama")):
     done = run_module("tools.peers", f"--shape={shape}", f"--work={tmp_path}")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert words in done.stderr

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.request import Request
-from engine.scheduler import validate_request
+from engine.validation import validate_request
 from server import validation
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer

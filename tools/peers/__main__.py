@@ -64,13 +64,9 @@ def start(name: str, folder: pathlib.Path, args: Any, flags: Sequence[str] = ())
 
 def prepare(folder: pathlib.Path, shape: str) -> int:
   """Writes the model where it is not there yet; returns the size of its vocabulary. Raises ConfigError."""
-  from tools.make_random_model import write_model
+  from tools.make_random_model import read_shape, write_model
 
-  config = ROOT / "models" / "shapes" / shape / "config.json"
-  if not config.exists():
-    known = ", ".join(sorted(path.name for path in (ROOT / "models" / "shapes").iterdir()))
-    raise ConfigError(f"shape={shape!r} is not known; use one of {known}")
-  raw = json.loads(config.read_text("utf-8"))
+  raw = read_shape(shape)
   if raw["model_type"] != "llama" or raw["rope_scaling"]:
     raise ConfigError(f"shape={shape!r} is not a plain Llama, which the GGUF writer needs; use llama-125m or llama-15m")
   if not (folder / "model" / "config.json").exists():
@@ -204,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       "engines": {
         name: {
           "figures": report.figures(rounds[name], online=args.online),
-          "rounds": [{key: one[key] for key in ("output_tok_s", *report.LATENCIES)} for one in rounds[name]],
+          "rounds": [report.figures([one], online=args.online) for one in rounds[name]],
           "agreement": agreements[name],
           "ready_s": engine.about["ready_s"],
           "settings": engine.about["settings"],

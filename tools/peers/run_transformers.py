@@ -17,6 +17,7 @@ from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 from tools.peers import face
 
 PAGE_SIZE = 256
+SLOTS = 32  # sequences at once: 16 and 64 are slower on two cores, as is a limit on tokens a step
 
 
 def margins(model, prompt, tokens):
@@ -48,7 +49,7 @@ def main():
     config = ContinuousBatchingConfig(
       page_size=PAGE_SIZE,
       num_blocks=3 * args.max_requests,
-      max_requests_per_batch=args.max_requests,
+      max_requests_per_batch=min(SLOTS, args.max_requests),
       allow_block_sharing=False,
       default_compile_level=0,
     )
@@ -83,7 +84,7 @@ def main():
         elif result.is_finished():
           log.got(names.pop(result.request_id), result.generated_tokens)
 
-    about = {"attention": args.attention, "threads": args.threads, "weights": "f32", "kv": "f32"}
+    about = {"attention": args.attention, "slots": SLOTS, "threads": args.threads, "weights": "f32", "kv": "f32"}
     return face.Peer(about, run, judge)
 
   with contextlib.ExitStack() as open_until_the_end:

@@ -1,0 +1,40 @@
+"""Under which keys a request's blocks are shared, and so between whom. Knows tokens; block ids are block_pool's."""
+
+from collections.abc import Sequence
+
+from engine.block_pool import block_key, root_key
+from engine.config import EngineConfig
+from engine.request import Request
+
+
+class PrefixKeys:
+  """Makes the keys, within the configured scope."""
+
+  def __init__(self, config: EngineConfig):
+    self._scope, self._block_size = config.prefix_cache_scope, config.block_size
+
+  def root(self, request: Request, serial: int) -> bytes:
+    """The parent of its first key: tells apart whom the cache must not mix, by the scope's part, then by its own salt.
+
+    Args:
+      serial: no other request of the scheduler has it.
+    """
+    match self._scope:
+      case "tenant":
+        of_scope = request.tenant.encode()
+      case "request":
+        if request.leader is not None:
+          return request.leader.root_key
+        of_scope = str(serial).encode()
+      case _:
+        return root_key(request.cache_salt)
+    return root_key(len(of_scope).to_bytes(4, "big") + of_scope + request.cache_salt)
+
+  def first(self, request: Request, num_blocks: int) -> Sequence[bytes]:
+    """Those of the first `num_blocks` blocks, all full and of known tokens; each is computed once in a life."""
+    keys, block_size = request.block_keys, self._block_size
+    while len(keys) < num_blocks:
+      parent = keys[-1] if keys else request.root_key
+      start = len(keys) * block_size
+      keys.append(block_key(parent, request.known_tokens(start, start + block_size)))
+    return keys if len(keys) == num_blocks else keys[:num_blocks]
