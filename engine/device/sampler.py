@@ -7,8 +7,8 @@ probability at a limit are all kept. Log probabilities are of the model's own di
 
 Work that no row of the step asks for is skipped by `lax.cond` on the rows' flags, so one program serves every mixture.
 A branch hands out numbers a row wherever it can: what it hands out of the logits' size is copied where it is skipped.
-Nothing is sorted. Truncation searches a threshold, a draw inverts the cumulative distribution in two levels, and the
-most likely tokens are found in a tournament: on a CPU a sort of [64, 32000] costs 180 ms and Gumbel noise 20 ms, where
+Truncation searches a threshold, a draw inverts the cumulative distribution in two levels, and on an accelerator the
+most likely tokens are found in a tournament, so that nothing there is sorted: on a CPU a sort of [64, 32000] costs 180 ms and Gumbel noise 20 ms, where
 a threshold and a draw take about 10 ms and 1 ms; and XLA:GPU sorts for every top_k of more than 16.
 
 A row whose logits hold NaN or Inf is reported as bad, and its other values are 0; rows never touch each other.
@@ -280,7 +280,9 @@ def _largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   return values, ids
 
 
-def _logprobs(logits: jax.Array, rows: SamplingRows, tokens: jax.Array, bad: jax.Array) -> tuple[jax.Array, ...]:
+def _logprobs(
+  logits: jax.Array, rows: SamplingRows, tokens: jax.Array, bad: jax.Array, wide: bool
+) -> tuple[jax.Array, ...]:
   """What `Sampled` says of probabilities, where some row wants it: logprobs, top_ids, top_logprobs."""
   count = min(MAX_LOGPROBS, logits.shape[1])
   line = jnp.arange(logits.shape[0], dtype=jnp.int32)
@@ -288,7 +290,7 @@ def _logprobs(logits: jax.Array, rows: SamplingRows, tokens: jax.Array, bad: jax
   own = logits[line, jnp.where(rows[Column.TARGET] < 0, tokens, rows[Column.TARGET])] - norm
 
   def top():
-    values, ids = _largest(logits, count)
+    values, ids = _largest(logits, count) if wide else lax.top_k(logits, count)
     values = jnp.where(_column(bad, values), 0.0, values - _column(norm, values))
     pad = ((0, 0), (0, MAX_LOGPROBS - count))
     return jnp.pad(jnp.where(_column(bad, ids), 0, ids), pad), jnp.pad(values, pad)
@@ -311,7 +313,8 @@ def sample(logits: jax.Array, rows: SamplingRows, state: SlotState, wide: bool =
     rows: parameters.
     state: of the slots, before this step.
     wide: how a threshold is searched, which changes no token: in few passes that each do much, for devices on which a
-      pass costs its launch and its reading; or in many that do little, each of which XLA:CPU compiles once.
+      pass costs its launch and its reading; or in many that do little, each of which XLA:CPU compiles once. And whether
+      the most likely tokens are found in a tournament, since only XLA:CPU has a top_k that does not sort.
   """
   bad = ~jnp.all(jnp.isfinite(logits), axis=1)
   x = lax.cond(jnp.any(rows.has(_ADJUSTED)), lambda x: _adjusted(x, rows, state), lambda x: x, logits)
@@ -320,7 +323,7 @@ def sample(logits: jax.Array, rows: SamplingRows, state: SlotState, wide: bool =
   tokens = jnp.where(bad, 0, tokens)
   logprobs = lax.cond(
     jnp.any(rows.has(Flag.LOGPROB)),
-    lambda: _logprobs(logits, rows, tokens, bad),
+    lambda: _logprobs(logits, rows, tokens, bad, wide),
     lambda: _no_logprobs(logits.shape[0]),
   )
   return Sampled(tokens, bad, *logprobs)

@@ -66,7 +66,7 @@ def test_verdicts() -> None:
     "full": _FULL,
     "buffers_always": {"decode": [{"step_s": 0.004}]},
     "twin_sluice": {"output_tok_s": 5000.0},
-    "twin_static": {"output_tok_s": 2500.0, "agreement": {"agreeing_prefix": 0.5}},
+    "twin_static": {"output_tok_s": 2500.0, "agreeing_prefix": 0.5},
   }
   lines = {line[:54].strip(): line[54:].split() for line in engine.table(found)[1:]}
   assert engine.table(found)[0] == "failed: start_cold: out of time"

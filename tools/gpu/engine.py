@@ -15,8 +15,8 @@ import sys
 import time
 from typing import Any
 
-from tools.compare_transformers import agreement
 from tools.measure import ROOT
+from tools.peers.agreement import compare
 from tools.workload import read_tokens
 
 BIG, SMALL = "llama3-8b", "llama3.2-1b"
@@ -104,7 +104,7 @@ def stages(out: pathlib.Path, sizes: Sizes) -> dict[str, list[Command]]:
     words = f"--way={way}", f"--device={sizes.device}", f"--dtype={sizes.dtype}", f"--batch={min(64, sizes.requests)}"
     tokens = f"--output_tokens={out / 'twin' / way}.jsonl"
     return Command(
-      f"twin_{way}", (sys.executable, str(ROOT / "tools" / "transformers_peer.py"), *files, *words, tokens)
+      f"twin_{way}", (sys.executable, str(ROOT / "tools" / "gpu" / "torch_engine.py"), *files, *words, tokens)
     )
 
   making = ("-m", "tools.gpu.twin", f"--shape={big}", f"--dtype={sizes.dtype}", f"--out={out / 'twin'}")
@@ -182,7 +182,7 @@ def measure(
           break  # what follows needs it
         if "error" not in found and command.name in ("twin_batching", "twin_static"):
           tokens = (read_tokens(str(out / "twin" / f"{name}.jsonl")) for name in ("sluice", command.name[5:]))
-          found["agreement"] = agreement(*tokens)
+          found["agreeing_prefix"] = compare(*tokens).agreeing_prefix
   return results
 
 
@@ -249,7 +249,7 @@ def _twin_lines(good: Mapping[str, Mapping[str, Any]]) -> list[str]:
   for way, limit in (("batching", 5.0), ("static", 1.5)):
     found = good.get(f"twin_{way}")
     if ours and found:
-      same = found.get("agreement", {}).get("agreeing_prefix")
+      same = found.get("agreeing_prefix")
       lines.append(_line(f"twin {way}: tokens before a first difference", same, ".1%", "", None))
       ratio = ours / found["output_tok_s"]
       lines.append(_line(f"twin {way}: ours over its tokens a second", ratio, ".2f", f">= {limit}", ratio >= limit))

@@ -2,7 +2,7 @@
 
 By its continuous batching, or in batches of its compiled decode over a static cache (--way=static; torch.compile runs
 where transformers sees a GPU): prompts of like lengths together, padded on the left, until the longest output is done.
-Started by tools.compare_transformers with that environment's Python (3.10 or later). The face is that of
+Started by tools.gpu.engine with a Python that has torch and transformers (3.10 or later). The face is that of
 tools.bench_offline: a request file in, a token file and one JSON line on standard output out.
 """
 
