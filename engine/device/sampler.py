@@ -8,8 +8,9 @@ probability at a limit are all kept. Log probabilities are of the model's own di
 Work that no row of the step asks for is skipped by `lax.cond` on the rows' flags, so one program serves every mixture.
 A branch hands out numbers a row wherever it can: what it hands out of the logits' size is copied where it is skipped.
 Truncation searches a threshold, a draw inverts the cumulative distribution in two levels, and on an accelerator the
-most likely tokens are found in a tournament, so that nothing there is sorted: on a CPU a sort of [64, 32000] costs 180 ms and Gumbel noise 20 ms, where
-a threshold and a draw take about 10 ms and 1 ms; and XLA:GPU sorts for every top_k of more than 16.
+most likely tokens are found in a tournament, so that nothing there is sorted: on a CPU a sort of [64, 32000] costs
+180 ms and Gumbel noise 20 ms, where a threshold and a draw take about 10 ms and 1 ms; and XLA:GPU sorts for every top_k
+of more than 16.
 
 A row whose logits hold NaN or Inf is reported as bad, and its other values are 0; rows never touch each other.
 """
