@@ -159,7 +159,7 @@ def run(command: Command, out: pathlib.Path, deadline: float, log: Any) -> dict[
   finally:
     if process.poll() is None:
       os.killpg(process.pid, signal.SIGKILL)  # a session of its own: whatever it started ends too
-      process.wait()
+      process.communicate()
   found["took_s"] = round(time.monotonic() - started, 1)
   (out / f"{command.name.replace(' ', '_')}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
   return found
