@@ -72,7 +72,14 @@ TINY = Sizes(
   seconds=0.01,
   device="cpu",
   dtype="float32",
-  more=("--token_budgets=8", "--num_blocks=64", "--max_model_len=128", "--prompts=8"),
+  more=(
+    "--token_budgets=8",
+    "--max_num_seqs=8",
+    "--prefill_chunk=8",
+    "--num_blocks=64",
+    "--max_model_len=128",
+    "--prompts=8",
+  ),
 )
 
 
