@@ -78,7 +78,7 @@ class EngineThread:
           await asyncio.sleep(0.005)
     self.stop_watching()
     self._stop.set()
-    self._engine.wake()
+    self.engine.wake()
     await self._loop.run_in_executor(None, self._thread.join, wait_s)
 
   def stop_watching(self) -> None:

@@ -127,6 +127,13 @@ _BUILD_FLAGS = (
     str(pathlib.Path.home() / ".cache" / "sluice" / "programs"),
     "Where compiled steps are kept between starts; empty: nowhere.",
   ),
+  flags.DEFINE_string(
+    "executable_bundle",
+    "",
+    "Folder of executables, made by an earlier start with --write_executable_bundle or by tools.bundle. Loaded instead "
+    "of compiled, if they were made for just this model, ladder, device and version; else compiled, with the reason.",
+  ),
+  flags.DEFINE_bool("write_executable_bundle", False, "Store in --executable_bundle what had to be compiled."),
 )
 _TOKEN_BUDGETS = flags.DEFINE_list(
   "token_budgets",

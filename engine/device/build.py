@@ -18,6 +18,9 @@ from engine.batching import make_batching
 from engine.config import EngineConfig
 from engine.device import compile_cache, kv_cache
 from engine.device import mesh as mesh_lib
+from engine.device.bundle import Bundle, made_for
+from engine.device.executables import Program
+from engine.device.fit import check_fits
 from engine.device.programs import ProgramSpec, compile_step
 from engine.device.runner import ModelRunner, Progress
 from engine.device.weights import LoadedModel, load_checkpoint
@@ -55,6 +58,8 @@ class BuildOptions:
     num_devices: how many to spread the model over; 0 is all.
     prefill_devices: with batching disaggregated, how many of them do prefill; 0 is half of them.
     compile_cache_dir: where compiled programs are kept between starts; "" keeps none.
+    executable_bundle: folder of executables made before, which are loaded instead of compiled where they fit; "": none.
+    write_executable_bundle: store there what had to be compiled.
     num_token_ids: ids that the tokenizer makes; a model of fewer is refused. 0: there is no tokenizer.
   """
 
@@ -90,6 +95,8 @@ class BuildOptions:
   num_devices: int = 1
   prefill_devices: int = 0
   compile_cache_dir: str = ""
+  executable_bundle: str = ""
+  write_executable_bundle: bool = False
   num_token_ids: int = 0
 
   def __post_init__(self):
@@ -109,6 +116,13 @@ class BuildOptions:
         f"kv_cache_mb={self.kv_cache_mb} and num_blocks={self.num_blocks} both size the KV pool; "
         "set only one of --kv_cache_mb and --num_blocks"
       )
+    if self.executable_bundle and self.batching == "disaggregated":
+      raise ConfigError(
+        f"executable_bundle={self.executable_bundle} holds the programs of one engine, and batching=disaggregated has "
+        "two; leave --executable_bundle empty, or choose another --batching"
+      )
+    if self.write_executable_bundle and not self.executable_bundle:
+      raise ConfigError("write_executable_bundle needs a folder to write to; set --executable_bundle")
     ShapeLadder(self.token_budgets, self.max_num_seqs)
     config = self.engine_config(
       vocab_size=2**31 - 1,
@@ -153,6 +167,7 @@ class Built:
     config: the engine's settings.
     tokenizer_dir: the folder of tokenizer.json, or None where the model has none.
     load_s, warmup_s: seconds for the weights, and for compiling and the first run of every program.
+    bundle_whole: the next start with the same options finds every program in the executable bundle.
   """
 
   engine: Engine | DisaggregatedEngine
@@ -166,6 +181,7 @@ class Built:
   tokenizer_dir: str | None
   load_s: float
   warmup_s: float
+  bundle_whole: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +218,7 @@ def build(
   """
   cache_reason = compile_cache.use(options.compile_cache_dir) if options.compile_cache_dir else ""
   devices = _devices(options.num_devices)
+  bundle = Bundle(options.executable_bundle) if options.executable_bundle else None
   started = time.perf_counter()
   if options.batching == "disaggregated":
     num_prefill = options.prefill_devices or len(devices) // 2
@@ -210,36 +227,40 @@ def build(
         f"batching=disaggregated splits {len(devices)} devices into {num_prefill} for prefill and "
         f"{len(devices) - num_prefill} for decode, and each side needs one; set --num_devices and --prefill_devices"
       )
-    first = _build_side(options, devices[:num_prefill], progress)
-    side = _build_side(options, devices[num_prefill:], progress)
+    first = _build_side(options, devices[:num_prefill], progress, None)
+    side = _build_side(options, devices[num_prefill:], progress, None)
     first.runner.connect(side.runner)
     sides = (first.scheduler, first.runner), (side.scheduler, side.runner)
     engine = DisaggregatedEngine(*sides, clock, emit, engine_class)
     first.runner.seal()
     load_s = first.load_s + side.load_s
   else:
-    side = _build_side(options, devices, progress)
+    side = _build_side(options, devices, progress, bundle)
     engine = engine_class(side.scheduler, side.runner, clock, emit)
     load_s = side.load_s
   side.runner.seal()
+  if bundle is not None and options.write_executable_bundle:
+    bundle.write(side.scheduler.config.num_blocks)
   if options.compile_cache_dir and not cache_reason:
     compile_cache.look_through(options.compile_cache_dir)
+  bundle_note = bundle.note() if bundle is not None else ""
   return Built(
     engine=engine,
     runner=side.runner,
     attention=side.attention,
     matmul=side.matmul,
-    fallbacks=side.fallbacks + ((cache_reason,) if cache_reason else ()),
+    fallbacks=tuple(reason for reason in (*side.fallbacks, cache_reason, bundle_note) if reason),
     model=side.loaded.config,
     model_name=side.loaded.name,
     config=side.scheduler.config,
     tokenizer_dir=side.loaded.tokenizer_dir,
     load_s=load_s,
     warmup_s=time.perf_counter() - started - load_s,
+    bundle_whole=bundle is not None and bundle.is_whole,
   )
 
 
-def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -> _Side:
+def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, bundle: Bundle | None) -> _Side:
   """Loads, sizes, compiles and warms up; on several devices the model is spread over them."""
   mesh = mesh_lib.make_mesh(devices)
   device = devices[0]
@@ -250,24 +271,23 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
   started = time.perf_counter()
   progress("load", 0, 1)
   matmul, matmul_reason = _choose_matmul(options.matmul, mesh, dtype)
+
+  def before(model: ModelConfig, params: dict[str, jax.ShapeDtypeStruct]) -> None:
+    attention, _, block_size, max_model_len = _choose_attention(options, candidates, model, dtype)
+    blocks = options.num_blocks or -(-max_model_len // block_size)
+    block_bytes = kv_cache.bytes_per_block(model, block_size, dtype, attention)
+    kv_bytes = options.kv_cache_mb * 2**20 or (blocks + 1) * block_bytes
+    check_fits(options.model_dir, mesh, params, kv_bytes, _kv_setting(options, max_model_len))
+
   loaded = load_checkpoint(
-    options.model_dir, mesh, dtype, matmul == "packed", options.random_weights, options.num_token_ids
+    options.model_dir, mesh, dtype, matmul == "packed", options.random_weights, options.num_token_ids, before
   )
   jax.block_until_ready(loaded.params)
   progress("load", 1, 1)
   load_s = time.perf_counter() - started
 
   model = loaded.config
-  attention, attention_reason = api.choose(
-    candidates, lambda name: api.check_supported(name, _geometry(model, options.block_size, name), dtype)
-  )
-  block_size = options.block_size or api.preferred_block_size(attention)
-  max_model_len = options.max_model_len or model.max_position
-  if max_model_len > model.max_position:
-    raise ConfigError(
-      f"max_model_len={max_model_len} exceeds the {model.max_position} positions of {loaded.name}; "
-      "lower --max_model_len, or leave it at 0"
-    )
+  attention, attention_reason, block_size, max_model_len = _choose_attention(options, candidates, model, dtype)
   ladder = ShapeLadder(options.token_budgets, options.max_num_seqs)
   table_width = -(-max_model_len // block_size)
   leaves, tree = jax.tree.flatten(loaded.params)
@@ -289,9 +309,14 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress) -
     )
 
   _check_attention(spec(table_width), ladder, dtype)
-  num_blocks = options.num_blocks or _size_pool(options, loaded, spec, ladder)
+  num_blocks = options.num_blocks or _stored_pool(options, bundle, spec, ladder)
+  num_blocks = num_blocks or _size_pool(options, loaded, spec, ladder)
   config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, loaded.eos_token_ids)
-  runner = ModelRunner(spec(num_blocks), tuple(leaves), ladder, config.eos_token_ids, progress)
+  chosen, make = spec(num_blocks), Program.compile
+  if bundle is not None:
+    bundle.begin(made_for(chosen, ladder.rungs()), mesh)
+    make = bundle.executable
+  runner = ModelRunner(chosen, tuple(leaves), ladder, config.eos_token_ids, progress, make)
   runner.warm_up(progress)
   fallbacks = tuple(reason for reason in (attention_reason, matmul_reason) if reason)
   return _Side(Scheduler(config), runner, loaded, attention, matmul, fallbacks, load_s)
@@ -311,6 +336,29 @@ def _attention_candidates(requested: str, platform: str) -> tuple[str, ...]:
     return api.candidates(requested, platform)
   except NotImplementedError as error:
     raise ConfigError(str(error)) from error
+
+
+def _choose_attention(
+  options: BuildOptions, candidates: tuple[str, ...], model: ModelConfig, dtype: jnp.dtype
+) -> tuple[str, str, int, int]:
+  """The implementation, why it is not the best one ("" if it is), tokens a block, and the longest sequence."""
+  attention, reason = api.choose(
+    candidates, lambda name: api.check_supported(name, _geometry(model, options.block_size, name), dtype)
+  )
+  max_model_len = options.max_model_len or model.max_position
+  if max_model_len > model.max_position:
+    raise ConfigError(
+      f"max_model_len={max_model_len} exceeds the {model.max_position} positions of {options.model_dir}; "
+      "lower --max_model_len, or leave it at 0"
+    )
+  return attention, reason, options.block_size or api.preferred_block_size(attention), max_model_len
+
+
+def _kv_setting(options: BuildOptions, max_model_len: int) -> str:
+  """What decides on the smallest pool."""
+  if options.kv_cache_mb:
+    return f"--kv_cache_mb={options.kv_cache_mb}"
+  return f"--num_blocks={options.num_blocks}" if options.num_blocks else f"one sequence of {max_model_len} tokens"
 
 
 def _choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, str]:
@@ -356,6 +404,30 @@ def _check_attention(spec: ProgramSpec, ladder: ShapeLadder, dtype: jnp.dtype) -
     raise ConfigError(f"{error}; or set --attention=reference, which runs anywhere, slowly") from error
 
 
+def _stored_pool(
+  options: BuildOptions, bundle: Bundle | None, spec: Callable[[int], ProgramSpec], ladder: ShapeLadder
+) -> int:
+  """Where memory decides on the pool: the blocks of a bundle that fits else, if there is memory for them; or 0.
+
+  Free memory is never twice the same to the byte, and executables are for one size of the pool. Asking the bundle also
+  saves compiling a step only to learn what memory it needs.
+  """
+  if options.kv_cache_mb or bundle is None or bundle.pool is None:
+    return 0
+  num_blocks, step_bytes = bundle.pool
+  stored = spec(num_blocks)
+  if num_blocks < stored.table_width or not bundle.fits(made_for(stored, ladder.rungs())):
+    return 0
+  free = kv_cache.free_bytes(stored.mesh, _slot_bytes(stored) + step_bytes, reserve_share=0.02)
+  kv_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in stored.kv)
+  return num_blocks if free is not None and kv_bytes <= free else 0
+
+
+def _slot_bytes(spec: ProgramSpec) -> int:
+  """Of the sampler's state."""
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec.slot_state))
+
+
 def _size_pool(
   options: BuildOptions, loaded: LoadedModel, spec: Callable[[int], ProgramSpec], ladder: ShapeLadder
 ) -> int:
@@ -374,6 +446,6 @@ def _size_pool(
       available = _CPU_KV_CACHE_MB * 2**20
     else:
       analysis = compile_step(trial, ladder.rungs()[-1]).memory_analysis()
-      slots = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trial.slot_state))
-      available = kv_cache.free_bytes(trial.mesh, slots + (analysis.temp_size_in_bytes if analysis else 0)) or 0
+      step_bytes = analysis.temp_size_in_bytes if analysis else 0
+      available = kv_cache.free_bytes(trial.mesh, _slot_bytes(trial) + step_bytes) or 0
   return kv_cache.fit_blocks(available, block_bytes, table_width, most_useful)

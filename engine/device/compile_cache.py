@@ -1,4 +1,4 @@
-"""The one owner of the folder of compiled programs: who may write there, and that what is there is whole.
+"""The one owner of the folder of compiled programs that JAX keeps, and of what is there being whole.
 
 Whoever can write to it can run code in the server, since programs are loaded as they lie. JAX writes entries in place
 and never over an old one, so one that a kill or a full disk has cut would be in the way for ever: entries that are
@@ -8,12 +8,12 @@ younger than the folder's stamp are looked through, before the first use and aft
 import importlib
 import os
 import pathlib
-import stat
 import zlib
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from engine.device.code_folder import refuse_writers
 from engine.errors import ConfigError
 
 _SUFFIX = "-cache"  # of JAX's entries
@@ -33,7 +33,7 @@ def use(folder: str) -> str:
   path = pathlib.Path(folder)
   try:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _refuse_writers(path)
+    refuse_writers(path, path.glob(f"*{_SUFFIX}"), "compile_cache_dir")
   except OSError as error:
     raise ConfigError(
       f"compile_cache_dir={folder}: {error.strerror}; set --compile_cache_dir to a folder that can be written, or "
@@ -86,15 +86,3 @@ def _is_whole(data: bytes) -> bool:
   except zlib.error:
     return False
   return stream.eof
-
-
-def _refuse_writers(path: pathlib.Path) -> None:
-  for each in (path, *path.glob(f"*{_SUFFIX}")):
-    found = each.stat()
-    others = stat.S_IMODE(found.st_mode) & 0o022
-    if others or found.st_uid not in (os.geteuid(), 0):
-      raise ConfigError(
-        f"compile_cache_dir={path}: {each} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}, so "
-        f"that others could put code into the server of user {os.geteuid()}; remove the folder, or make it that user's "
-        "and chmod -R go-w, or set --compile_cache_dir to another"
-      )

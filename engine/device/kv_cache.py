@@ -1,4 +1,4 @@
-"""The KV buffers: how many blocks fit, and the arrays themselves. Knows no request; who owns a block is BlockPool's.
+"""The KV buffers: how many blocks fit, and how the arrays are laid out. No request; who owns a block is BlockPool's.
 
 One buffer a layer, as separate leaves: XLA then updates each in place (a stacked one is copied by every layer's slice).
 Physical block 0 belongs to nobody: padding tokens are written there, so a pool of n blocks has n + 1 on the device.
@@ -6,7 +6,7 @@ Physical block 0 belongs to nobody: padding tokens are written there, so a pool 
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from engine.device import mesh as mesh_lib
 from engine.errors import ConfigError
@@ -42,13 +42,6 @@ def abstract(
   names = tuple("kv_heads" if i == axis else None for i in range(len(shape)))
   sharding = mesh_lib.sharding_of(mesh, "KV cache", shape, names)
   return (jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),) * model.num_layers
-
-
-def allocate(buffers: tuple[jax.ShapeDtypeStruct, ...]) -> Buffers:
-  """Zeroed buffers: zeros and not garbage, because 0 * NaN in a masked product would be NaN."""
-  shardings: list[NamedSharding] = [buffer.sharding for buffer in buffers]  # pyright: ignore[reportAssignmentType]
-  make = jax.jit(lambda: jnp.zeros(buffers[0].shape, buffers[0].dtype), out_shardings=shardings[0])
-  return tuple(make() for _ in buffers)
 
 
 def fit_blocks(available_bytes: int, block_bytes: int, longest_table: int, most_useful: int) -> int:

@@ -19,8 +19,10 @@ import numpy as np
 
 from engine.device import kv_cache, sampler
 from engine.device import mesh as mesh_lib
+from engine.device.executables import Program
 from engine.device.model_input import Column, Flag, StepLayout, unpack
 from engine.device.sampler import SlotState
+from engine.sampling_params import MAX_LOGPROBS
 from engine.shapes import StepShape
 from models.attention import AttentionMeta, paged_attend
 from models.config import ModelConfig
@@ -201,10 +203,6 @@ def pack_masks(lines: Sequence[tuple[int, bytes]], padding: int, width: int) -> 
   return packed
 
 
-def _shardings(tree: Any) -> Any:
-  return jax.tree.map(lambda leaf: leaf.sharding, tree)
-
-
 def _compiler_options(mesh: Mesh) -> dict[str, bool | int | str] | None:
   """What a step is compiled with, by platform.
 
@@ -220,29 +218,43 @@ def _compiler_options(mesh: Mesh) -> dict[str, bool | int | str] | None:
   return None
 
 
-def compile_step(spec: ProgramSpec, shape: StepShape) -> jax.stages.Compiled:
-  """The executable of a rung: (params, kv, last_tokens, slot_state, packed) -> as `step` returns."""
+def step_program(spec: ProgramSpec, shape: StepShape) -> Program:
+  """A rung: (params, kv, last_tokens, slot_state, packed) -> as `step` returns."""
   layout = spec.layout(shape)
-  whole = mesh_lib.replicated(spec.mesh)
-  program = jax.jit(
-    functools.partial(step, spec, layout),
-    donate_argnums=(1, 2, 3),
-    out_shardings=(_shardings(spec.kv), whole, _shardings(spec.slot_state), (whole, whole)),
+  outputs = (
+    spec.whole((3, shape.rows), jnp.int32),
+    spec.whole((2, shape.rows, MAX_LOGPROBS), jnp.int32),
   )
-  return program.lower(
-    spec.params, spec.kv, spec.last_tokens, spec.slot_state, spec.whole((layout.size,), jnp.int32)
-  ).compile(_compiler_options(spec.mesh))
+  return Program(
+    name="-".join(map(str, ("step", *dataclasses.astuple(shape)))),
+    function=functools.partial(step, spec, layout),
+    arguments=(spec.params, spec.kv, spec.last_tokens, spec.slot_state, spec.whole((layout.size,), jnp.int32)),
+    results=(spec.kv, spec.last_tokens, spec.slot_state, outputs),
+    donated=(1, 2, 3),
+    compiler_options=_compiler_options(spec.mesh),
+  )
 
 
-def compile_write_line(spec: ProgramSpec, table: Any) -> jax.stages.Compiled:
-  """The executable that sets one line of the abstract `table`: (table, packed) -> table."""
-  program = jax.jit(write_line, donate_argnums=0, out_shardings=table.sharding)
-  return program.lower(table, spec.whole((spec.model.vocab_size + 1,), jnp.int32)).compile(_compiler_options(spec.mesh))
+def line_program(spec: ProgramSpec, table: str) -> Program:
+  """Sets one line of `table`, "history" or "bias" of the sampler's state: (table, packed) -> table."""
+  lines = getattr(spec.slot_state, table)
+  arguments = (lines, spec.whole((spec.model.vocab_size + 1,), jnp.int32))
+  return Program(f"line-{table}", write_line, arguments, lines, (0,), _compiler_options(spec.mesh))
 
 
-def compile_write_masks(spec: ProgramSpec) -> jax.stages.Compiled:
-  """The executable that sets lines of the masks: (table, packed) -> table."""
+def masks_program(spec: ProgramSpec) -> Program:
+  """Sets lines of the masks: (table, packed) -> table."""
   table = spec.slot_state.mask
-  program = jax.jit(write_masks, donate_argnums=0, out_shardings=table.sharding)
   packed = spec.whole((MASK_LINES, 1 + table.shape[1]), jnp.int32)
-  return program.lower(table, packed).compile(_compiler_options(spec.mesh))
+  return Program("masks", write_masks, (table, packed), table, (0,), _compiler_options(spec.mesh))
+
+
+def zeros_program(spec: ProgramSpec, name: str, results: Any) -> Program:
+  """Allocates `results`: () -> results. Zeros and not garbage, because 0 * NaN in a masked product would be NaN."""
+  fill = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), results)
+  return Program(f"zeros-{name}", fill, (), results, (), _compiler_options(spec.mesh))
+
+
+def compile_step(spec: ProgramSpec, shape: StepShape) -> jax.stages.Compiled:
+  """The executable of a rung; see `step_program`."""
+  return step_program(spec, shape).compile()

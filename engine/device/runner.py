@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.batch import Admission, Batch, StepResult, TokenLogprobs
 from engine.device import kv_cache, programs, sampler
+from engine.device.executables import Program
 from engine.device.model_input import Flag, LogitRows, Packer, flags_of
 from engine.device.programs import ProgramSpec
 from engine.device.sampler import SlotState
@@ -26,6 +27,8 @@ from engine.shapes import ShapeLadder, StepShape
 
 # (what is being done, how many are done, of how many)
 Progress = Callable[[str, int, int], None]
+# from a program to its executable
+Make = Callable[[Program], jax.stages.Compiled]
 
 _NO_ROWS: frozenset[int] = frozenset()
 _COMPILE_THREADS = 2  # tracing holds the interpreter, compiling does not
@@ -113,8 +116,9 @@ class ModelRunner:
     ladder: ShapeLadder,
     eos_token_ids: tuple[int, ...],
     progress: Progress,
+    make: Make = Program.compile,
   ):
-    """Compiles every rung and allocates the KV buffers.
+    """Makes the executable of every rung and allocates the KV buffers.
 
     `steps` (the executables by shape), `kv` and `slot_state` may be looked at from outside, for tests and measurements.
 
@@ -124,6 +128,7 @@ class ModelRunner:
       ladder: what to compile.
       eos_token_ids: as many as spec.num_eos; what min_tokens holds back.
       progress: called from this thread after each program.
+      make: compiles a program, or finds it compiled; called from several threads.
     """
     self._spec, self._params = spec, params
     # On a CPU the values are in the host's memory anyway, and asking for a copy takes 0.1 ms and may wait for a core.
@@ -132,29 +137,30 @@ class ModelRunner:
     self._compiles_at_seal: int | None = None
     self._outgoing: BlockTransfer | None = None
     self._incoming: BlockTransfer | None = None
-    self._compile(ladder.rungs(), progress)
+    self._make_programs(ladder.rungs(), progress, make)
     self._layouts = {shape: spec.layout(shape) for shape in ladder.rungs()}
-    self.kv = kv_cache.allocate(spec.kv)
+    self.kv: kv_cache.Buffers = tuple(self._new_layer()[0] for _ in spec.kv)
     self._last_tokens: jax.Array = jax.device_put(np.zeros(spec.last_tokens.shape, np.int32), spec.last_tokens.sharding)
-    self.slot_state: SlotState = jax.tree.map(
-      lambda leaf: jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)(), spec.slot_state
-    )
+    self.slot_state: SlotState = self._new_slots()
 
-  def _compile(self, rungs: tuple[StepShape, ...], progress: Progress) -> None:
+  def _make_programs(self, rungs: tuple[StepShape, ...], progress: Progress, make: Make) -> None:
     spec = self._spec
-    total = len(rungs) + 3
+    total = len(rungs) + 5
     progress("compile", 0, total)
     with ThreadPoolExecutor(_COMPILE_THREADS, "compile") as pool:
       # The largest first: it takes longest.
-      steps = {shape: pool.submit(programs.compile_step, spec, shape) for shape in reversed(rungs)}
-      history = pool.submit(programs.compile_write_line, spec, spec.slot_state.history)
-      bias = pool.submit(programs.compile_write_line, spec, spec.slot_state.bias)
-      masks = pool.submit(programs.compile_write_masks, spec)
-      for done, future in enumerate(as_completed((*steps.values(), history, bias, masks)), 1):
+      steps = {shape: pool.submit(make, programs.step_program(spec, shape)) for shape in reversed(rungs)}
+      history = pool.submit(make, programs.line_program(spec, "history"))
+      bias = pool.submit(make, programs.line_program(spec, "bias"))
+      masks = pool.submit(make, programs.masks_program(spec))
+      layer = pool.submit(make, programs.zeros_program(spec, "layer", spec.kv[:1]))
+      slots = pool.submit(make, programs.zeros_program(spec, "slots", spec.slot_state))
+      for done, future in enumerate(as_completed((*steps.values(), history, bias, masks, layer, slots)), 1):
         future.result()
         progress("compile", done, total)
     self.steps = {shape: steps[shape].result() for shape in rungs}
     self._write_history, self._write_bias, self._write_masks = history.result(), bias.result(), masks.result()
+    self._new_layer, self._new_slots = layer.result(), slots.result()
 
   def warm_up(self, progress: Progress) -> None:
     """Runs every program once on padding, so that what a first call costs is paid before the server is ready."""

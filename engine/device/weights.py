@@ -5,6 +5,7 @@ Everything that can be wrong is looked for before the first array is made; pickl
 that lie elsewhere than in the folder.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import json
@@ -54,6 +55,7 @@ def load_checkpoint(
   packed: bool = False,
   random_weights: bool = False,
   num_token_ids: int = 0,
+  before: Callable[[ModelConfig, dict[str, jax.ShapeDtypeStruct]], None] = lambda config, wanted: None,
 ) -> LoadedModel:
   """Loads a model folder of either kind straight to its shardings.
 
@@ -66,6 +68,7 @@ def load_checkpoint(
     packed: lay weights out for pallas_kernels/packed_matmul; for a mesh of one CPU.
     random_weights: draw them on the devices, always the same ones; of the folder only config.json is read.
     num_token_ids: ids that the tokenizer makes; 0: there is none.
+    before: called with what will be loaded, by parameter name, before any of it is read; may raise.
 
   Raises:
     CheckpointError: names the file, and the tensor where there is one.
@@ -101,6 +104,7 @@ def load_checkpoint(
     parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     for (key, leaf), sharding in zip(leaves, jax.tree.leaves(shardings(mesh, abstract)), strict=True)
   }
+  before(config, wanted)
   if random_weights:
     arrays = _draw(config, wanted)
   else:

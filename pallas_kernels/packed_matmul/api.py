@@ -28,8 +28,8 @@ def check_supported(dtype: jnp.dtype) -> None:
 
 
 @functools.cache
-def _register() -> None:
-  """Tells XLA of the library's entry, once. Raises NativeMissing."""
+def register() -> None:
+  """Tells XLA of the library's entry, once; before an executable with calls of them is loaded. Raises NativeMissing."""
   entry = native.load("packed_matmul").SluicePackedMatmul
   jax.ffi.register_ffi_target(_MATMUL, jax.ffi.pycapsule(entry), platform="cpu")
 
@@ -79,7 +79,7 @@ def matmul(
   scale, epsilon = (jnp.zeros(0, x.dtype), 0.0) if norm is None else norm
   if norm is not None and scale.shape != (inputs,):
     raise ValueError(f"packed matmul: the norm's scale {scale.shape} does not fit x {x.shape}")
-  _register()
+  register()
   rows = math.prod(x.shape[:-1])
   call = jax.ffi.ffi_call(_MATMUL, jax.ShapeDtypeStruct((rows, outputs), dtype or x.dtype))
   return call(x.reshape(rows, inputs), packed, scale, epsilon=np.float32(epsilon)).reshape(*x.shape[:-1], outputs)

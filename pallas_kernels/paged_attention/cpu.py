@@ -44,8 +44,8 @@ def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
 
 
 @functools.cache
-def _register() -> None:
-  """Tells XLA of the library's entries, once. Raises NativeMissing."""
+def register() -> None:
+  """Tells XLA of the library's entries, once; before an executable with calls of them is loaded. Raises NativeMissing."""
   library = native.load("paged_attention")
   for target, entry in (
     (_ATTENTION, library.SluicePagedAttention),
@@ -85,7 +85,7 @@ def ragged_paged_attention(
   soft_cap: float | None,
 ) -> jax.Array:
   """See api.ragged_paged_attention. Raises NativeMissing."""
-  _register()
+  register()
   return jax.ffi.ffi_call(_ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))(
     q, kv, block_tables, kv_lens, query_starts, **_attributes(scale, soft_cap, sliding_window)
   )
@@ -110,7 +110,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
   """See api.PagedAttention.attend; nothing is planned, and every CPU is served alike. Raises NativeMissing."""
   del work, plan, device_kind
-  _register()
+  register()
   tokens, heads, wide, head_dim = qkv.shape
   out = jax.ShapeDtypeStruct((tokens, heads * (wide - 2), head_dim), qkv.dtype)
   call = jax.ffi.ffi_call(_ATTEND, (out, jax.ShapeDtypeStruct(kv.shape, kv.dtype)), input_output_aliases={3: 1})

@@ -77,7 +77,7 @@ def test_options_that_contradict_each_other(changes, said):
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
-    ({"max_model_len": 10**6}, "max_model_len=1000000 exceeds the .* positions of tiny"),
+    ({"max_model_len": 10**6}, "max_model_len=1000000 exceeds the .* positions of .*tiny"),
     ({"num_devices": 64}, "num_devices=64, but this machine has"),
     ({"kv_cache_mb": 1, "block_size": 8192}, "1 MiB hold .* KV blocks, but one sequence of the greatest length needs"),
     ({"compile_cache_dir": "/proc/none"}, "compile_cache_dir=/proc/none"),
@@ -133,6 +133,6 @@ def test_the_pool_takes_the_memory_that_is_left(folder, monkeypatch):
   )
   config = build(options, silent, no_events).config
   sampler_state = 2 * 4 * 9 * RAW["vocab_size"]
-  assert asked[0] == 0 and asked[1] > sampler_state
+  assert asked[:-1] == [0, 0] and asked[-1] > sampler_state
   block_bytes = 2 * 2 * 16 * RAW["num_key_value_heads"] * (RAW["hidden_size"] // RAW["num_attention_heads"]) * 4
-  assert config.num_blocks == min((3 * 2**20 - asked[1]) // block_bytes - 1, 8 * 256 // 16)
+  assert config.num_blocks == min((3 * 2**20 - asked[-1]) // block_bytes - 1, 8 * 256 // 16)

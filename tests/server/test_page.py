@@ -185,9 +185,9 @@ def opened(chromium, served: Served, **context) -> Iterator:
 
 
 def wait_for_text(page, selector: str, pattern: str) -> str:
-  """The element's text, once it fits the pattern."""
+  """The element's text, once it is there and fits the pattern."""
   page.wait_for_function(
-    "([selector, pattern]) => new RegExp(pattern).test(document.querySelector(selector).textContent)",
+    "([selector, pattern]) => new RegExp(pattern).test(document.querySelector(selector)?.textContent ?? '')",
     arg=[selector, pattern],
   )
   return page.text_content(selector)

@@ -1,0 +1,63 @@
+"""Whether a model can be held at all, said before any of it is read. Allocates nothing, and sizes no pool."""
+
+import math
+import pathlib
+from typing import Any
+
+from jax.sharding import Mesh
+
+from engine.device import kv_cache
+from engine.errors import ConfigError
+
+_MEMINFO = pathlib.Path("/proc/meminfo")
+_CGROUP = pathlib.Path("/sys/fs/cgroup")  # of this process, as a container sees it
+
+
+def check_fits(name: str, mesh: Mesh, params: dict[str, Any], kv_bytes: int, kv_for: str) -> None:
+  """Refuses a model for which there is no room.
+
+  Args:
+    name: of the model, for the message.
+    mesh: where it goes.
+    params: jax.ShapeDtypeStruct with shardings, by name.
+    kv_bytes: of the smallest pool that will do, on all devices together.
+    kv_for: what that is for, for the message.
+
+  Raises:
+    ConfigError: says what is needed, what is free, and what is missing, of the device that has least.
+  """
+  weights = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in params.values())
+  free, where = kv_cache.free_bytes(mesh, 0), "on each device"
+  if free is None:
+    free, where = host_free_bytes(), "of this machine's memory for each device"
+  if free is None:
+    return
+  free, kv = free // mesh.size, kv_bytes // mesh.size
+  if weights + kv > free:
+    raise ConfigError(
+      f"{name} needs {_mib(weights)} for weights and {_mib(kv)} for KV ({kv_for}) {where}, and {_mib(free)} are "
+      f"free: {_mib(weights + kv - free)} are missing; take more devices (--num_devices), a smaller --dtype or "
+      "--max_model_len, or a smaller model"
+    )
+
+
+def host_free_bytes() -> int | None:
+  """Memory that this process may still take, with what can be swapped out; None where the system does not say."""
+  try:
+    lines = _MEMINFO.read_text().splitlines()
+    numbers = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    free = numbers["MemAvailable"] + numbers["SwapFree"]
+  except (OSError, ValueError, LookupError):
+    return None
+  try:
+    limit = int((_CGROUP / "memory.max").read_text())  # ValueError: "max"
+    cached = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    used = int((_CGROUP / "memory.current").read_text()) - int(cached["inactive_file"])
+    free = min(free, limit - used)
+  except (OSError, ValueError, LookupError):
+    pass
+  return max(free, 0)
+
+
+def _mib(size: int) -> str:
+  return f"{-(-size // 2**20)} MiB"

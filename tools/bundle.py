@@ -1,0 +1,52 @@
+"""Compiles all programs of a server and stores them, so that servers with the same flags start without compiling.
+
+  python -m tools.bundle --model=DIR --executable_bundle=DIR [the server's other flags]
+
+For images: run it where they will run, on the same kind of device, and start `server.main` with the same flags. What
+is in the folder already, and fits, stays. Exit code 1: the bundle is not whole; the last line says why.
+"""
+
+from collections.abc import Sequence
+import sys
+
+from absl import app
+from absl.flags import adopt_module_key_flags
+
+from engine.errors import ConfigError
+from server import flags
+
+
+def main(argv: list[str]) -> int:
+  """The command line; returns the exit code."""
+  if len(argv) > 1:
+    sys.exit(f"unexpected argument {argv[1]!r}; flags are written --name=value")
+  from engine.device.build import BuildOptions, build  # here: JAX takes long to import, and a bad flag is told first
+
+  try:
+    settings = flags.build_settings()
+    settings["write_executable_bundle"] = True
+    options = BuildOptions(flags.MODEL.value, **settings)
+    built = build(options, _progress, lambda events: None)
+  except ConfigError as error:
+    sys.exit(str(error))
+  for note in built.fallbacks:
+    print(note)
+  if built.bundle_whole:
+    print(f"{options.executable_bundle}: every program of {built.model_name}")
+  return 0 if built.bundle_whole else 1
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+  try:
+    return flags.parse(argv)
+  except ConfigError as error:
+    sys.exit(str(error))
+
+
+def _progress(what: str, done: int, total: int) -> None:
+  print(f"{what}: {done} of {total}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+  adopt_module_key_flags(flags)
+  app.run(main, flags_parser=_parse)
