@@ -10,10 +10,11 @@ PYTHON ?= python3
 DEVICE_VENV := .venv-device
 DEVICE_READY := $(DEVICE_VENV)/.ready
 CLIENTS_VENV := .venv-clients
+LEVELS ?= x86-64-v3 x86-64-v4
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
 PEERS := transformers openvino vllm llama_cpp
 
-.PHONY: help setup demo server test test-long check check-device parity clients peers bench chaos soak gpu clean setup-device
+.PHONY: help setup wheel demo server test test-long check check-device parity clients peers bench chaos soak gpu clean setup-device
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -69,6 +70,10 @@ soak: $(READY)
 ## make gpu       on a machine with a Hopper GPU: check, time and tune the attention kernels; ARGS=--only=decode and others: the engine (PYTHON=, ARGS=)
 gpu:
 	@$(PYTHON) -m tools.bench_gpu $(ARGS)
+
+## make wheel     a wheel in dist/ with the C++ kernels of these levels of x86-64 (LEVELS=); others are left to XLA there
+wheel: $(READY)
+	@$(PY) -m pallas_kernels.native $(LEVELS) && $(PY) -m tools.make_wheel dist
 
 ## make clean     remove the virtual environments and caches
 clean:

@@ -30,6 +30,7 @@ class FakeBuilt:
   config: EngineConfig
   attention: str = "fake"
   matmul: str = "fake"
+  quantization: str = "none"
   fallbacks: tuple[str, ...] = ()
   load_s: float = 0.0
   warmup_s: float = 0.0

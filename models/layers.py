@@ -8,6 +8,7 @@ Parameters are `flax.nnx.Param`s that carry their logical axes as metadata (`axe
 those to mesh axes. Modules are only ever built inside `nnx.eval_shape`, so a declaration allocates nothing.
 """
 
+import dataclasses
 import math
 
 from flax import nnx
@@ -24,17 +25,70 @@ def param(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype
   return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
 
 
+@dataclasses.dataclass(frozen=True)
+class WeightForm:
+  """How a model holds the matrices of its linear layers and its head; embeddings and norms are always plain.
+
+  Attributes:
+    packed: in the layout of pallas_kernels/packed_matmul, for one CPU.
+    int8: as whole numbers with a scale an output (models/quantize.py).
+  """
+
+  packed: bool = False
+  int8: bool = False
+
+
+PLAIN = WeightForm()
+
+
 def matrix(
-  shape: tuple[int, ...], axes: tuple[str | None, ...], num_inputs: int, dtype: jnp.dtype, packed: bool
-) -> nnx.Param:
+  shape: tuple[int, ...], axes: tuple[str | None, ...], num_inputs: int, dtype: jnp.dtype, form: WeightForm
+) -> tuple[nnx.Param, nnx.Param | None]:
   """Declares a weight whose first `num_inputs` dimensions meet the input and whose others are the output.
 
-  Packed, it is one matrix [inputs, outputs] in the layout of pallas_kernels/packed_matmul, for one device.
+  Packed, it is one matrix [inputs, outputs].
+
+  Returns:
+    The weight; and its scales, f32 of the output's dimensions, where it is int8.
   """
-  if not packed:
-    return param(shape, axes, dtype)
-  sizes = math.prod(shape[:num_inputs]), math.prod(shape[num_inputs:])
-  return param(packed_matmul.packed_shape(*sizes), (None, None, None), dtype)
+  kept = jnp.dtype(jnp.int8) if form.int8 else dtype
+  if form.packed:
+    inputs, outputs = math.prod(shape[:num_inputs]), math.prod(shape[num_inputs:])
+    weight, scales = param(packed_matmul.packed_shape(inputs, outputs), (None, None, None), kept), ((outputs,), (None,))
+  else:
+    weight, scales = param(shape, axes, kept), (shape[num_inputs:], axes[num_inputs:])
+  return weight, param(*scales, jnp.dtype(jnp.float32)) if form.int8 else None
+
+
+def operand(weight: nnx.Param, x: jax.Array) -> jax.Array:
+  """A plain weight as x may be multiplied by it: int8 is exact in any dtype of x, and XLA converts it on the way."""
+  return weight[...] if weight[...].dtype != jnp.int8 else weight[...].astype(x.dtype)
+
+
+def scaled(product: jax.Array, scales: nnx.Param | None) -> jax.Array:
+  """A product with `operand`, whose last dimensions are the output's, times its scales."""
+  if scales is None:
+    return product
+  return (product.astype(jnp.float32) * jnp.broadcast_to(scales[...], product.shape)).astype(product.dtype)
+
+
+def packed_product(
+  x: jax.Array,
+  weight: nnx.Param,
+  scales: nnx.Param | None,
+  outputs: int,
+  norm: "RMSNorm | None" = None,
+  dtype: jnp.dtype | None = None,
+) -> jax.Array:
+  """x [..., inputs], through `norm` if there is one, times a packed weight: [..., outputs] of `dtype` or x's."""
+  return packed_matmul.matmul(
+    x,
+    weight[...],
+    outputs,
+    dtype=dtype,
+    scales=None if scales is None else scales[...],
+    norm=None if norm is None else (norm.scale[...], norm.eps),
+  )
 
 
 class RMSNorm(nnx.Module):
@@ -69,21 +123,21 @@ def _ordered_sum(x: jax.Array) -> jax.Array:  # [..., n] -> [..., 1]
 class GatedMLP(nnx.Module):
   """SwiGLU (arXiv:2002.05202); gate and up are one matmul."""
 
-  def __init__(self, config: ModelConfig, dtype: jnp.dtype, packed: bool = False):
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN):
     d, f = config.model_dim, config.hidden_dim
-    self.gate_up = matrix((d, 2, f), ("embed", None, "mlp"), 1, dtype, packed)
-    self.down = matrix((f, d), ("mlp", "embed"), 1, dtype, packed)
+    self.gate_up, self.gate_up_scale = matrix((d, 2, f), ("embed", None, "mlp"), 1, dtype, form)
+    self.down, self.down_scale = matrix((f, d), ("mlp", "embed"), 1, dtype, form)
     self.sizes = (d, f)
-    self.packed = packed
+    self.packed = form.packed
 
   def __call__(self, x: jax.Array, norm: RMSNorm) -> jax.Array:  # [..., D] -> [..., D]
     if self.packed:
       d, f = self.sizes
-      both = packed_matmul.matmul(x, self.gate_up[...], 2 * f, norm=(norm.scale[...], norm.eps))
-      return packed_matmul.matmul(jax.nn.silu(both[..., :f]) * both[..., f:], self.down[...], d)
+      both = packed_product(x, self.gate_up, self.gate_up_scale, 2 * f, norm)
+      return packed_product(jax.nn.silu(both[..., :f]) * both[..., f:], self.down, self.down_scale, d)
     # Not x @ gate_up.reshape(D, 2F): that copies the weight on a TPU, and gathers it where F is split over devices.
-    both = jnp.einsum("...d,dcf->...cf", norm(x), self.gate_up[...])
-    return (jax.nn.silu(both[..., 0, :]) * both[..., 1, :]) @ self.down[...]
+    both = scaled(jnp.einsum("...d,dcf->...cf", norm(x), operand(self.gate_up, x)), self.gate_up_scale)
+    return scaled((jax.nn.silu(both[..., 0, :]) * both[..., 1, :]) @ operand(self.down, x), self.down_scale)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:

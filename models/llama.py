@@ -7,6 +7,7 @@ forward for both. Every function works on any leading dimensions (`[T]` in servi
 
 from collections.abc import Callable
 from functools import partial
+import math
 from typing import Any
 
 from flax import nnx
@@ -15,7 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.config import ModelConfig
-from models.layers import GatedMLP, RMSNorm, matrix, param, rope_frequencies
+from models.layers import (
+  PLAIN,
+  GatedMLP,
+  RMSNorm,
+  WeightForm,
+  matrix,
+  operand,
+  packed_product,
+  param,
+  rope_frequencies,
+  scaled,
+)
+from models.quantize import quantize
 from pallas_kernels.packed_matmul import api as packed_matmul
 
 # (qkv [..., K, G + 2, H], cos [..., H / 2], sin, cache, meta) -> (out [..., N, H], cache)
@@ -29,24 +42,24 @@ class Attention(nnx.Module):
   without moving anything.
   """
 
-  def __init__(self, config: ModelConfig, dtype: jnp.dtype, packed: bool = False):
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN):
     d, k, g, h = config.model_dim, config.num_kv_heads, config.group_size, config.head_dim
     self.sizes = (d, k, g, h)
-    self.packed = packed
-    self.qkv = matrix((d, k, g + 2, h), ("embed", "kv_heads", None, None), 1, dtype, packed)
-    self.out = matrix((k, g, h, d), ("kv_heads", None, None, "embed"), 3, dtype, packed)
+    self.packed = form.packed
+    self.qkv, self.qkv_scale = matrix((d, k, g + 2, h), ("embed", "kv_heads", None, None), 1, dtype, form)
+    self.out, self.out_scale = matrix((k, g, h, d), ("kv_heads", None, None, "embed"), 3, dtype, form)
     self.qkv_bias = param((k, g + 2, h), ("kv_heads", None, None), dtype) if config.qkv_bias else None
-    self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype, packed) if config.qk_norm else None
-    self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype, packed) if config.qk_norm else None
+    self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype, form.packed) if config.qk_norm else None
+    self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype, form.packed) if config.qk_norm else None
 
   def __call__(self, x, norm: RMSNorm, cos, sin, cache, meta, attend: Attend):
     (d, k, g, h), lead = self.sizes, x.shape[:-1]
     outputs = k * (g + 2) * h
     if self.packed:
-      qkv = packed_matmul.matmul(x, self.qkv[...], outputs, norm=(norm.scale[...], norm.eps))
+      qkv = packed_product(x, self.qkv, self.qkv_scale, outputs, norm).reshape(*lead, k, g + 2, h)
     else:
-      qkv = norm(x) @ self.qkv[...].reshape(d, outputs)
-    qkv = qkv.reshape(*lead, k, g + 2, h)
+      qkv = norm(x) @ operand(self.qkv, x).reshape(d, outputs)
+      qkv = scaled(qkv.reshape(*lead, k, g + 2, h), self.qkv_scale)
     if self.qkv_bias is not None:
       qkv = qkv + jnp.broadcast_to(self.qkv_bias[...], qkv.shape)
     if self.q_norm is not None and self.k_norm is not None:
@@ -55,18 +68,18 @@ class Attention(nnx.Module):
     out, cache = attend(qkv, cos, sin, cache, meta)
     out = out.reshape(*lead, k * g * h)
     if self.packed:
-      return packed_matmul.matmul(out, self.out[...], d), cache
-    return out @ self.out[...].reshape(-1, d), cache
+      return packed_product(out, self.out, self.out_scale, d), cache
+    return scaled(out @ operand(self.out, out).reshape(-1, d), self.out_scale), cache
 
 
 class Block(nnx.Module):
   """One pre-norm layer."""
 
-  def __init__(self, config: ModelConfig, dtype: jnp.dtype, packed: bool = False):
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN):
     self.attention_norm = RMSNorm(config.model_dim, config.rms_norm_eps, dtype)
-    self.attention = Attention(config, dtype, packed)
+    self.attention = Attention(config, dtype, form)
     self.mlp_norm = RMSNorm(config.model_dim, config.rms_norm_eps, dtype)
-    self.mlp = GatedMLP(config, dtype, packed)
+    self.mlp = GatedMLP(config, dtype, form)
 
   def __call__(self, x, cos, sin, cache, meta, attend: Attend):
     with jax.named_scope("attention"):
@@ -86,19 +99,23 @@ class Decoder(nnx.Module):
   """Embedding, layers, final norm and head.
 
   Packed, every weight that is multiplied by has the layout of pallas_kernels/packed_matmul; so a tied embedding has it
-  too, as the head's matrix [D, V], and its lines are picked out of that.
+  too, as the head's matrix [D, V], and its lines are picked out of that. As int8, a tied embedding stays as it is, and
+  the head is a matrix of its own.
   """
 
-  def __init__(self, config: ModelConfig, dtype: jnp.dtype, packed: bool = False):
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN):
     d, v, tied = config.model_dim, config.vocab_size, config.tie_embeddings
     self.config = config
-    self.packed = packed
-    self.embed = (
-      matrix((d, v), (None, None), 1, dtype, True) if packed and tied else param((v, d), ("vocab", "embed"), dtype)
-    )
-    self.layers = nnx.List([Block(config, dtype, packed) for _ in range(config.num_layers)])
+    self.packed = form.packed
+    shared = tied and not form.int8
+    if shared and form.packed:
+      self.embed, _ = matrix((d, v), (None, None), 1, dtype, form)
+    else:
+      self.embed = param((v, d), ("vocab", "embed"), dtype)
+    self.layers = nnx.List([Block(config, dtype, form) for _ in range(config.num_layers)])
     self.final_norm = RMSNorm(d, config.rms_norm_eps, dtype)
-    self.head = None if tied else matrix((d, v), ("embed", "vocab"), 1, dtype, packed)
+    head = (None, None) if shared else matrix((d, v), ("embed", "vocab"), 1, dtype, form)
+    self.head, self.head_scale = head
 
   def hidden(
     self, tokens: jax.Array, positions: jax.Array, caches: tuple, meta: Any, attend: Attend
@@ -136,29 +153,47 @@ class Decoder(nnx.Module):
     """[..., D] of `hidden` -> f32[..., V]: the final norm, and the head."""
     with jax.named_scope("head"):
       if self.packed:
-        weight, norm = self.embed if self.head is None else self.head, self.final_norm
-        return packed_matmul.matmul(
-          hidden, weight[...], self.config.vocab_size, dtype=jnp.float32, norm=(norm.scale[...], norm.eps)
-        )
+        weight, size = self.embed if self.head is None else self.head, self.config.vocab_size
+        return packed_product(hidden, weight, self.head_scale, size, self.final_norm, jnp.dtype(jnp.float32))
       hidden = self.final_norm(hidden)
       if self.head is None:
         return jnp.einsum("...d,vd->...v", hidden, self.embed[...], preferred_element_type=jnp.float32)
-      return jnp.einsum("...d,dv->...v", hidden, self.head[...], preferred_element_type=jnp.float32)
+      head = operand(self.head, hidden)
+      return scaled(
+        jnp.einsum("...d,dv->...v", hidden, head, preferred_element_type=jnp.float32),
+        self.head_scale,
+      )
 
 
-def abstract(config: ModelConfig, dtype: jnp.dtype, packed: bool = False) -> tuple[nnx.GraphDef, nnx.State]:
-  """The model without arrays: a static graph and a tree of ShapeDtypeStructs with logical axes.
+def abstract(config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN) -> tuple[nnx.GraphDef, nnx.State]:
+  """The model without arrays: a static graph and a tree of ShapeDtypeStructs with logical axes."""
+  return nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype, form)))
 
-  Args:
-    packed: whether weights have the layout of pallas_kernels/packed_matmul (`pack`).
+
+# By the last part of a matrix's name: how many of its dimensions meet the input.
+_NUM_INPUTS = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1, "head": 1}
+
+
+def arrange(name: str, weight: jax.Array, config: ModelConfig, form: WeightForm) -> dict[str, jax.Array | np.ndarray]:
+  """What a parameter of the plain model becomes in `form`, by the names and in the shapes of `abstract`.
+
+  A packed weight is in memory of its own that nobody else writes to.
   """
-  return nnx.split(nnx.eval_shape(lambda: Decoder(config, dtype, packed)))
-
-
-def pack(name: str, weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """The weight called `name` of a model that is not packed, in the `shape` that `abstract` gives it packed."""
-  if weight.shape == shape:
-    return weight
-  if name == "embed":
-    weight = weight.T
-  return packed_matmul.pack(weight.reshape(shape[1], -1))
+  made: dict[str, jax.Array | np.ndarray] = {}
+  if name == "embed" and config.tie_embeddings and form != PLAIN:
+    if form.int8:
+      made["embed"], name = weight, "head"
+    weight, num_inputs = weight.T, 1
+  else:
+    num_inputs = _NUM_INPUTS.get(name.rpartition(".")[2], 0)
+  if not num_inputs:
+    return {name: weight}
+  if form.int8:
+    weight, scales = quantize(weight, num_inputs)
+    made[f"{name}_scale"] = scales.reshape(-1) if form.packed else scales
+  if form.packed:
+    inputs = math.prod(weight.shape[:num_inputs])
+    made[name] = packed_matmul.pack(np.asarray(weight).reshape(inputs, -1))
+  else:
+    made[name] = weight
+  return made

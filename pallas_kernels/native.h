@@ -9,6 +9,10 @@
 #include <memory>
 #include <thread>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace sluice {
@@ -18,6 +22,7 @@ namespace ffi = xla::ffi;
 constexpr int kLanes = 16;
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t IntVec __attribute__((vector_size(64)));
+typedef int8_t ByteVec __attribute__((vector_size(16)));
 typedef uint16_t HalfVec __attribute__((vector_size(32)));
 typedef uint32_t WideVec __attribute__((vector_size(64)));
 
@@ -25,6 +30,23 @@ inline Vec load(const float* from) {
   Vec v;
   std::memcpy(&v, from, sizeof v);
   return v;
+}
+// By name where there is an instruction for it: GCC 12 takes the compiler's own vectors apart here.
+inline Vec load(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  const __m256 half[2] = {
+      _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)))),
+      _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 8))))};
+  Vec v;
+  std::memcpy(&v, half, sizeof v);
+  return v;
+#else
+  ByteVec bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, IntVec), Vec);
+#endif
 }
 inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 inline Vec all(float x) { return Vec{} + x; }

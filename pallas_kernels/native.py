@@ -1,12 +1,14 @@
 """Builds and finds the C++ kernels for CPUs. May not decide who uses them: a kernel's folder does.
 
-  python -m pallas_kernels.native           builds what this machine's processor runs, unless it is there already
+  python -m pallas_kernels.native             builds what this machine's processor runs, unless it is there already
+  python -m pallas_kernels.native LEVEL ...   builds for these levels of x86-64 instead, as for a wheel
 
 Each `cpu.cc` of a kernel's folder becomes one shared library in pallas_kernels/built/, whose name holds the instruction
 set and a digest of sources, flags and jaxlib's version: a library of other sources is never loaded. Building needs a
 C++17 compiler (CXX, c++, g++ or clang++) and takes some seconds; nothing is built when something is imported.
 """
 
+from collections.abc import Sequence
 import ctypes
 import functools
 import hashlib
@@ -57,17 +59,24 @@ def level() -> str:
   return next((name for name, needed in _LEVELS.items() if needed <= flags), "x86-64")
 
 
-def _flags() -> list[str]:
-  return [*_FLAGS, f"-march={level()}"] if level().startswith("x86-64") else list(_FLAGS)
+def _flags(target: str) -> list[str]:
+  return [*_FLAGS, f"-march={target}"] if target.startswith("x86-64") else list(_FLAGS)
 
 
 @functools.cache
-def path(name: str) -> pathlib.Path:
-  """Where the library of `name`, a key of SOURCES, is once it is built."""
-  digest = hashlib.sha256(repr((_flags(), importlib.metadata.version("jaxlib"))).encode())
+def path(name: str, target: str = "") -> pathlib.Path:
+  """Where the library of `name`, a key of SOURCES, is once it is built; for this machine, or the level `target`."""
+  target = target or level()
+  digest = hashlib.sha256(repr((_flags(target), importlib.metadata.version("jaxlib"))).encode())
   for file in (SOURCES[name], *_HEADERS):
     digest.update((_ROOT / file).read_bytes())
-  return _BUILT / f"{name}-{level()}-{digest.hexdigest()[:16]}.so"
+  return _BUILT / f"{name}-{target}-{digest.hexdigest()[:16]}.so"
+
+
+def libraries() -> list[pathlib.Path]:
+  """Those of these sources that are built, for any level."""
+  wanted = {path(name, target) for name in SOURCES for target in (level(), *_LEVELS)}
+  return sorted(file for file in wanted if file.exists())
 
 
 def compiler() -> str | None:
@@ -78,8 +87,10 @@ def compiler() -> str | None:
   return None
 
 
-def compile_library(source: pathlib.Path, library: pathlib.Path, more_flags: tuple[str, ...] = ()) -> pathlib.Path:
-  """Compiles a C++ file for this machine into `library`, and returns that.
+def compile_library(
+  source: pathlib.Path, library: pathlib.Path, more_flags: tuple[str, ...] = (), target: str = ""
+) -> pathlib.Path:
+  """Compiles a C++ file for this machine, or the level `target`, into `library`, and returns that.
 
   Raises:
     NativeMissing: no compiler was found, or it failed (its first error is in the text).
@@ -92,27 +103,30 @@ def compile_library(source: pathlib.Path, library: pathlib.Path, more_flags: tup
   import jax.ffi  # here, and not above: whoever asks for a path need not wait for it
 
   paths = [f"-I{jax.ffi.include_dir()}", f"-I{_ROOT}", str(source), "-o", str(library)]
-  done = subprocess.run([chosen, *_flags(), *more_flags, *paths], cwd=_ROOT, capture_output=True, text=True)
+  done = subprocess.run(
+    [chosen, *_flags(target or level()), *more_flags, *paths], cwd=_ROOT, capture_output=True, text=True
+  )
   if done.returncode:
     first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:300])
     raise NativeMissing(f"{source.parent.name}: {chosen} failed: {first}")
   return library
 
 
-def build(name: str) -> pathlib.Path:
-  """Compiles the library of `name`, if it is not there, and returns its path.
+def build(name: str, target: str = "") -> pathlib.Path:
+  """Compiles the library of `name`, if it is not there, and returns its path; for this machine, or the level `target`.
 
   Raises:
     NativeMissing: no compiler was found, or it failed (its first error is in the text).
   """
-  wanted = path(name)
+  target = target or level()
+  wanted = path(name, target)
   if wanted.exists():
     return wanted
   _BUILT.mkdir(exist_ok=True)
   with tempfile.TemporaryDirectory(dir=_BUILT) as folder:
-    part = compile_library(_ROOT / SOURCES[name], pathlib.Path(folder) / wanted.name)
+    part = compile_library(_ROOT / SOURCES[name], pathlib.Path(folder) / wanted.name, target=target)
     part.replace(wanted)  # whole or not at all
-  for old in _BUILT.glob(f"{name}-{level()}-*.so"):
+  for old in _BUILT.glob(f"{name}-{target}-*.so"):
     if old != wanted:
       old.unlink(missing_ok=True)
   return wanted
@@ -134,15 +148,24 @@ def load(name: str) -> ctypes.CDLL:
     raise NativeMissing(f"native {name} cannot be loaded: {error}") from error
 
 
-def main() -> int:
-  """Builds everything; a machine that cannot is told in one line, and is no failure: XLA does the work there."""
-  for name in SOURCES:
-    try:
-      build(name)
-    except NativeMissing as error:
-      print(f"sluice: {error}; XLA's own does its work, more slowly", file=sys.stderr)
+def main(targets: Sequence[str] = ()) -> int:
+  """Builds everything; a machine that cannot is told in one line, and is no failure: XLA does the work there.
+
+  What was asked for by name is: exit code 1, or 2 for a name that is no level's.
+  """
+  if unknown := [target for target in targets if target not in _LEVELS]:
+    print(f"pallas_kernels.native: {unknown[0]!r} is not one of {', '.join(_LEVELS)}", file=sys.stderr)
+    return 2
+  for target in targets or ("",):
+    for name in SOURCES:
+      try:
+        build(name, target)
+      except NativeMissing as error:
+        print(f"sluice: {error}; XLA's own does its work, more slowly", file=sys.stderr)
+        if targets:
+          return 1
   return 0
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(main(sys.argv[1:]))

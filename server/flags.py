@@ -39,6 +39,9 @@ _BUILD_FLAGS = (
   flags.DEFINE_enum(
     "matmul", "auto", ["auto", "xla", "packed"], "Weights as they are, or packed at load; auto: packed on one CPU."
   ),
+  flags.DEFINE_enum(
+    "quantization", "none", ["none", "int8"], "Weights of linear layers and head: as in --dtype, or int8 by channel."
+  ),
   flags.DEFINE_integer("kv_cache_mb", 0, "MiB of KV; 0: what is free (on CPU 256).", lower_bound=0),
   flags.DEFINE_integer("num_blocks", 0, "KV pool in blocks, instead of --kv_cache_mb; 0: by memory.", lower_bound=0),
   flags.DEFINE_integer("block_size", 0, "Tokens a KV block; 0: what the attention likes best.", lower_bound=0),

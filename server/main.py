@@ -239,7 +239,7 @@ async def _serve() -> int:
   _say(
     f"model {name}: {config.vocab_size} tokens, length {config.max_model_len}, "
     f"{'with' if tokenizer else 'without'} tokenizer; KV {config.num_blocks} blocks of {config.block_size}; "
-    f"attention {built.attention}, matmul {built.matmul}; "
+    f"attention {built.attention}, matmul {built.matmul}, quantization {built.quantization}; "
     f"loaded in {built.load_s:.1f} s, compiled in {built.warmup_s:.1f} s"
   )
   for reason in built.fallbacks:

@@ -101,13 +101,14 @@ class Work:
   kv_bytes: int
 
   @classmethod
-  def of(cls, folder: str, model: Any, dtype: Any) -> "Work":
-    """Args: folder, model: its config.json, as folder and as ModelConfig. dtype: of weights and KV."""
+  def of(cls, folder: str, model: Any, dtype: Any, quantization: str = "none") -> "Work":
+    """Args: folder, model: its config.json, as folder and as ModelConfig. dtype: of weights not quantized, and KV."""
     from engine.device import kv_cache
 
     flops = Flops.of_model(folder)
     # A matrix of n weights does n multiply-adds a token, which are 2 n operations.
-    return cls(flops, (flops.token + flops.row) // 2 * dtype.itemsize, kv_cache.bytes_per_block(model, 1, dtype))
+    weight_bytes = int(flops.token + flops.row) // 2 * (1 if quantization == "int8" else dtype.itemsize)
+    return cls(flops, weight_bytes, kv_cache.bytes_per_block(model, 1, dtype))
 
   def of_step(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[float, float]:
     """Bytes and operations of a step whose rows cover positions [start, start + count)."""
@@ -245,7 +246,7 @@ def measure(args: Any) -> dict[str, Any]:
   devices = len(built.runner.kv[0].devices())
   before = measure_ceilings(dtype, args.seconds)
   compiles = built.runner.compiles_after_ready  # the ceilings' own
-  work = Work.of(options.model_dir, built.model, dtype)
+  work = Work.of(options.model_dir, built.model, dtype, built.quantization)
   max_len = built.config.max_model_len
   result: dict[str, Any] = {}
   if "decode" in args.parts:
@@ -280,6 +281,7 @@ def measure(args: Any) -> dict[str, Any]:
     "dtype": str(dtype),
     "attention": built.attention,
     "matmul": built.matmul,
+    "quantization": built.quantization,
     "token_budgets": list(built.config.token_budgets),
     "num_blocks": built.config.num_blocks,
     "block_size": built.config.block_size,
@@ -298,7 +300,8 @@ def table(result: dict[str, Any]) -> str:
   """What a person reads."""
   ceilings = result["ceilings"]
   lines = [
-    f"{result['model']}, {result['dtype']}, attention {result['attention']}, matmul {result['matmul']}; ceilings "
+    f"{result['model']}, {result['dtype']}, attention {result['attention']}, matmul {result['matmul']}, "
+    f"quantization {result['quantization']}; ceilings "
     f"{ceilings['bytes_s'] / 1e9:.1f} GB/s, {ceilings['flops_s'] / 1e9:.0f} GFLOP/s"
   ]
   head = f"{'':22}{'step ms':>10}{'roofline':>10}{'over':>7}{'GB/s':>8}{'GFLOP/s':>10}{'tok/s':>10}"

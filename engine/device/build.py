@@ -31,6 +31,7 @@ from engine.policy import make_policy
 from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
+from models.layers import WeightForm
 from pallas_kernels.packed_matmul import api as packed_matmul
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
@@ -38,6 +39,7 @@ from pallas_kernels.paged_attention.plan import Geometry
 _CPU_KV_CACHE_MB = 256
 _DTYPES = ("auto", "float32", "bfloat16")
 _MATMULS = ("auto", "xla", "packed")
+_QUANTIZATIONS = ("none", "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,7 @@ class BuildOptions:
     attention: name of the paged attention (pallas_kernels.paged_attention.api.IMPLEMENTATIONS); auto is the platform's.
     matmul: xla, or packed: weights are laid out at load for a kernel (pallas_kernels/packed_matmul), on one CPU; auto:
       packed where that can be.
+    quantization: none, or int8: the linear layers' weights and the head's are held as int8 with a scale an output.
     block_size: tokens a KV block; 0 is what the attention likes best.
     kv_cache_mb: memory for KV in MiB, over all devices; 0 takes what is free (on CPU, where nobody knows, 256).
     num_blocks: exact size of the pool instead; 0 sizes it by memory.
@@ -68,6 +71,7 @@ class BuildOptions:
   dtype: str = "auto"
   attention: str = "auto"
   matmul: str = "auto"
+  quantization: str = "none"
   kv_cache_mb: int = 0
   num_blocks: int = 0
   block_size: int = 0
@@ -108,6 +112,10 @@ class BuildOptions:
       )
     if self.matmul not in _MATMULS:
       raise ConfigError(f"matmul={self.matmul!r} is not one of {', '.join(_MATMULS)}; set --matmul")
+    if self.quantization not in _QUANTIZATIONS:
+      raise ConfigError(
+        f"quantization={self.quantization!r} is not one of {', '.join(_QUANTIZATIONS)}; set --quantization"
+      )
     for name in ("kv_cache_mb", "num_blocks", "block_size", "max_model_len", "num_devices", "prefill_devices"):
       if getattr(self, name) < 0:
         raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more; set --{name}")
@@ -161,6 +169,7 @@ class Built:
     runner: the device (that of decodes, if there are two), for `compiles_after_ready`.
     attention: name of the paged attention in use.
     matmul: "xla" or "packed".
+    quantization: as asked for.
     fallbacks: why one of them is not the platform's best, a line each.
     model: numbers of the decoder.
     model_name: as the checkpoint calls it.
@@ -174,6 +183,7 @@ class Built:
   runner: ModelRunner
   attention: str
   matmul: str
+  quantization: str
   fallbacks: tuple[str, ...]
   model: ModelConfig
   model_name: str
@@ -249,6 +259,7 @@ def build(
     runner=side.runner,
     attention=side.attention,
     matmul=side.matmul,
+    quantization=options.quantization,
     fallbacks=tuple(reason for reason in (*side.fallbacks, cache_reason, bundle_note) if reason),
     model=side.loaded.config,
     model_name=side.loaded.name,
@@ -271,6 +282,10 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   started = time.perf_counter()
   progress("load", 0, 1)
   matmul, matmul_reason = _choose_matmul(options.matmul, mesh, dtype)
+  form = WeightForm(packed=matmul == "packed", int8=options.quantization == "int8")
+  if form.int8 and not form.packed and device.platform == "cpu":
+    why = matmul_reason or "matmul=xla"
+    matmul_reason = f"{why}; int8 weights are converted at every step, which saves memory but no time"
 
   def before(model: ModelConfig, params: dict[str, jax.ShapeDtypeStruct]) -> None:
     attention, _, block_size, max_model_len = _choose_attention(options, candidates, model, dtype)
@@ -279,9 +294,7 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
     kv_bytes = options.kv_cache_mb * 2**20 or (blocks + 1) * block_bytes
     check_fits(options.model_dir, mesh, params, kv_bytes, _kv_setting(options, max_model_len))
 
-  loaded = load_checkpoint(
-    options.model_dir, mesh, dtype, matmul == "packed", options.random_weights, options.num_token_ids, before
-  )
+  loaded = load_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids, before)
   jax.block_until_ready(loaded.params)
   progress("load", 1, 1)
   load_s = time.perf_counter() - started

@@ -37,7 +37,7 @@ def check_fits(name: str, mesh: Mesh, params: dict[str, Any], kv_bytes: int, kv_
     raise ConfigError(
       f"{name} needs {_mib(weights)} for weights and {_mib(kv)} for KV ({kv_for}) {where}, and {_mib(free)} are "
       f"free: {_mib(weights + kv - free)} are missing; take more devices (--num_devices), a smaller --dtype or "
-      "--max_model_len, or a smaller model"
+      "--max_model_len, --quantization=int8, or a smaller model"
     )
 
 

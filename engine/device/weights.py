@@ -5,7 +5,7 @@ Everything that can be wrong is looked for before the first array is made; pickl
 that lie elsewhere than in the folder.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import dataclasses
 import functools
 import json
@@ -19,12 +19,13 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from engine.device import orbax_folder
-from engine.device.mesh import replicated, shardings
+from engine.device.mesh import shardings
 from engine.device.safetensors_file import StoredTensor, read_header
 from engine.device.sums import SUMS, read_sums, verify_sum
 from engine.errors import CheckpointError, ConfigError
 from models import llama
 from models.config import ModelConfig
+from models.layers import PLAIN, WeightForm
 from models.registry import Piece, config_from_hf, tensors
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -52,7 +53,7 @@ def load_checkpoint(
   path: str,
   mesh: jax.sharding.Mesh,
   dtype: DTypeLike,
-  packed: bool = False,
+  form: WeightForm = PLAIN,
   random_weights: bool = False,
   num_token_ids: int = 0,
   before: Callable[[ModelConfig, dict[str, jax.ShapeDtypeStruct]], None] = lambda config, wanted: None,
@@ -65,10 +66,10 @@ def load_checkpoint(
     path: the folder.
     mesh: as made by engine.device.mesh.make_mesh.
     dtype: of the parameters on the device, bfloat16 or float32, whatever the file holds.
-    packed: lay weights out for pallas_kernels/packed_matmul; for a mesh of one CPU.
+    form: how matrices are held; each is brought into it before the next is read (all before any, of a Sluice folder).
     random_weights: draw them on the devices, always the same ones; of the folder only config.json is read.
     num_token_ids: ids that the tokenizer makes; 0: there is none.
-    before: called with what will be loaded, by parameter name, before any of it is read; may raise.
+    before: called with what will be kept on the devices, by parameter name, before any of it is read; may raise.
 
   Raises:
     CheckpointError: names the file, and the tensor where there is one.
@@ -98,33 +99,36 @@ def load_checkpoint(
     )
   eos_token_ids = _eos_token_ids(folder, raw, config.vocab_size)
   stored = {} if is_orbax or random_weights else _checked_tensors(folder, config)
-  graphdef, abstract = llama.abstract(config, dtype)
-  leaves, treedef = jax.tree.flatten_with_path(abstract)
-  wanted = {
-    parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    for (key, leaf), sharding in zip(leaves, jax.tree.leaves(shardings(mesh, abstract)), strict=True)
-  }
-  before(config, wanted)
+  wanted = _declared(mesh, llama.abstract(config, dtype)[1])
+  graphdef, abstract = llama.abstract(config, dtype, form)
+  kept = _declared(mesh, abstract)
+  before(config, kept)
   if random_weights:
     arrays = _draw(config, wanted)
   else:
-    arrays = orbax_folder.load(folder, wanted) if is_orbax else _load_safetensors(stored, config, wanted)
-  if packed:
-    graphdef, abstract = llama.abstract(config, dtype, packed=True)
-    leaves, treedef = jax.tree.flatten_with_path(abstract)
-    for key, leaf in leaves:  # one at a time: the layout as it was read goes before the next is made
-      name = parameter_name(key)
-      if arrays[name].shape != leaf.shape:
-        array = arrays.pop(name)
-        arrays[name] = jax.device_put(llama.pack(name, np.asarray(array), leaf.shape), replicated(mesh))
+    arrays = _restored(folder, wanted) if is_orbax else _load_safetensors(stored, config, wanted)
+  held: dict[str, jax.Array] = {}
+  for name, array in arrays:
+    for made, value in llama.arrange(name, array, config, form).items():
+      held[made] = jax.device_put(value, kept[made].sharding).block_until_ready()
   return LoadedModel(
     config=config,
     graphdef=graphdef,
-    params=jax.tree.unflatten(treedef, [arrays[name] for name in wanted]),
+    params=jax.tree.unflatten(jax.tree.structure(abstract), [held[name] for name in kept]),
     eos_token_ids=eos_token_ids,
     tokenizer_dir=str(folder) if (folder / "tokenizer.json").is_file() else None,
     name=orbax_folder.name(folder) if is_orbax else folder.resolve().name,
   )
+
+
+def _declared(mesh: jax.sharding.Mesh, abstract: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:
+  """The leaves by name, in the tree's order, each with its sharding."""
+  return {
+    parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    for (key, leaf), sharding in zip(
+      jax.tree.leaves_with_path(abstract), jax.tree.leaves(shardings(mesh, abstract)), strict=True
+    )
+  }
 
 
 def parameter_name(key_path: tuple[Any, ...]) -> str:
@@ -176,16 +180,14 @@ def _eos_token_ids(folder: pathlib.Path, raw: dict[str, Any], vocab_size: int) -
   return tuple(ids)
 
 
-def _draw(config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def _draw(config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, jax.Array]]:
   """Random parameters, for measuring shapes: matrices keep the variance of their input, so nothing overflows."""
-  arrays = {}
   for number, (name, leaf) in enumerate(wanted.items()):
     if name.endswith(".scale"):
-      arrays[name] = jax.device_put(np.ones(leaf.shape, leaf.dtype), leaf.sharding)
+      yield name, jax.device_put(np.ones(leaf.shape, leaf.dtype), leaf.sharding)
     else:
       draw = _normal(leaf.shape, leaf.dtype, leaf.sharding, config.model_dim**-0.5)
-      arrays[name] = draw(jax.random.key(number)).block_until_ready()
-  return arrays
+      yield name, draw(jax.random.key(number)).block_until_ready()
 
 
 @functools.cache
@@ -205,15 +207,20 @@ def _checked_tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, Sto
   return stored
 
 
+def _restored(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, jax.Array]]:
+  arrays = orbax_folder.load(folder, wanted)
+  while arrays:  # one goes before the next is brought into its form
+    yield arrays.popitem()
+
+
 def _load_safetensors(
   stored: dict[str, StoredTensor], config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
-  pieces, arrays = tensors(config), {}
+) -> Iterator[tuple[str, jax.Array]]:
+  pieces = tensors(config)
   for name, leaf in wanted.items():
     read = functools.partial(_assemble, pieces[name], stored, leaf.shape, leaf.dtype)
     # Waiting keeps one tensor in flight: a queue of transfers would hold the whole model in host memory.
-    arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, read).block_until_ready()
-  return arrays
+    yield name, jax.make_array_from_callback(leaf.shape, leaf.sharding, read).block_until_ready()
 
 
 def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:

@@ -2,8 +2,9 @@
 //
 // XLA's matmul on a CPU packs the matrix anew at every call, which for a step of few rows takes longer than the product.
 // A block of 32 columns lies in one piece: a tile of rows streams over it with all sums in registers, and while the
-// later tiles of a block run, the next block is fetched. The norm before a matmul is done on the way. Every element of the result is one sum, from the first term to
-// the last, whatever M is and wherever its row lies: so it has the same bits alone and in any batch.
+// later tiles of a block run, the next block is fetched. The norm before a matmul is done on the way. Every element of
+// the result is one sum, from the first term to the last, whatever M is and wherever its row lies: so it has the same
+// bits alone and in any batch. Of an int8 matrix the whole numbers are multiplied, and each sum by its column's scale.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -64,9 +65,18 @@ void product_of(int rows, const float* x, int64_t D, const W* w, float (*y)[kCol
   }
 }
 
-// All rows of one block of columns.
+// All rows of one block of columns. scales: of the columns, or null.
 template <typename W, typename O>
-void block_of(const float* x, int64_t M, int64_t D, const W* w, bool another, O* y, int64_t N, int64_t columns) {
+void block_of(const float* x, int64_t M, int64_t D, const W* w, bool another, O* y, int64_t N, int64_t columns,
+              const float* scales) {
+  if constexpr (std::is_same_v<W, int8_t>) {
+    if (M > kRows) {  // several tiles: convert once, not for each
+      static thread_local std::vector<float> wide;
+      wide.resize(D * kColumns);
+      for (int64_t k = 0; k < D * kColumns; k += kLanes) store(&wide[k], load(w + k));
+      return block_of<float, O>(x, M, D, wide.data(), false, y, N, columns, scales);
+    }
+  }
   const int64_t half = D * kColumns * static_cast<int64_t>(sizeof(W)) / 2;
   // Rows a tile as even as they can be: 16 rows are 8 and 8, not 12 and 4.
   const int64_t tiles = (M + kRows - 1) / kRows, rows = (M + tiles - 1) / tiles;
@@ -80,6 +90,8 @@ void block_of(const float* x, int64_t M, int64_t D, const W* w, bool another, O*
       product_of(count, x + m * D, D, w + j, reinterpret_cast<float(*)[kColumns]>(&result[0][j]), j ? nullptr : ahead);
     for (int i = 0; i < count; ++i) {
       O* to = y + (m + i) * N;
+      if (scales)
+        for (int64_t n = 0; n < columns; ++n) result[i][n] *= scales[n];
       for (int64_t n = 0; n < columns; ++n) assign(to[n], result[i][n]);
     }
   }
@@ -111,7 +123,7 @@ void prepare(const X* x, int64_t D, const X* scale, float epsilon, float* to) {
 
 template <typename X, typename W, typename O>
 ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon,
-                    const W* w, int64_t blocks, O* y, int64_t N) {
+                    const W* w, const float* scales, int64_t blocks, O* y, int64_t N) {
   const bool worth_it = M * D * N > 500000;
   const float* rows;
   static thread_local std::vector<float> prepared;
@@ -127,25 +139,29 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
     });
     rows = to;
   }
-  // Runs of blocks: long enough for the next one to be worth fetching, short enough for threads to end together.
-  const int64_t run = std::clamp<int64_t>(blocks / 16, 1, 16);
-  spread(threads, (blocks + run - 1) / run, worth_it, [=](int64_t piece) {
-    const int64_t stop = std::min(blocks, (piece + 1) * run);
-    for (int64_t block = piece * run; block < stop; ++block) {
-      block_of(rows, M, D, w + block * D * kColumns, block + 1 < blocks, y + block * kColumns, N,
-               std::min<int64_t>(kColumns, N - block * kColumns));
+  // Runs of blocks: long enough for the next one to be worth fetching, short enough for threads to end together. Where
+  // blocks are few, and rows are not, a block is shared by parts of the rows.
+  const int64_t run = std::clamp<int64_t>(blocks / 16, 1, 16), runs = (blocks + run - 1) / run;
+  const int64_t parts = runs < 16 ? std::clamp<int64_t>(M / (2 * kRows), 1, 4) : 1, part = (M + parts - 1) / parts;
+  spread(threads, runs * parts, worth_it, [=](int64_t piece) {
+    const int64_t begin = piece % parts * part, count = std::min(part, M - begin);
+    const int64_t stop = std::min(blocks, (piece / parts + 1) * run);
+    for (int64_t block = piece / parts * run; block < stop; ++block) {
+      block_of(rows + begin * D, count, D, w + block * D * kColumns, block + 1 < blocks,
+               y + begin * N + block * kColumns, N, std::min<int64_t>(kColumns, N - block * kColumns), scales ? scales + block * kColumns : nullptr);
     }
   });
   return ffi::Error::Success();
 }
 
-// x [M, D], w [ceil(N / 32), D, 32], scale [D] or [0] -> y [M, N], each float32 or bfloat16.
-ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::AnyBuffer scale,
-                  ffi::Result<ffi::AnyBuffer> y, float epsilon) {
+// x [M, D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], norm's scale [D] or [0] -> y [M, N]. Each float32 or
+// bfloat16, and w may be int8: then it has scales.
+ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
+                  ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> y, float epsilon) {
   const int64_t M = x.dimensions()[0], D = x.dimensions()[1], blocks = w.dimensions()[0], N = y->dimensions()[1];
-  const bool normed = scale.dimensions()[0] != 0;
+  const bool normed = scale.dimensions()[0] != 0, quantized = w.element_type() == ffi::S8;
   if (w.dimensions()[1] != D || (N + kColumns - 1) / kColumns != blocks || y->dimensions()[0] != M ||
-      (normed && scale.dimensions()[0] != x.dimensions()[1]))
+      scales.dimensions()[0] != (quantized ? N : 0) || (normed && scale.dimensions()[0] != x.dimensions()[1]))
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: shapes do not fit each other");
   auto with = [&](auto x_type, auto w_type, auto y_type) {
     using X = decltype(x_type);
@@ -153,15 +169,19 @@ ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
     using O = decltype(y_type);
     return multiply(threads, static_cast<const X*>(x.untyped_data()), M, D,
                     normed ? static_cast<const X*>(scale.untyped_data()) : nullptr, epsilon,
-                    static_cast<const W*>(w.untyped_data()), blocks, static_cast<O*>(y->untyped_data()), N);
+                    static_cast<const W*>(w.untyped_data()), quantized ? scales.typed_data() : nullptr, blocks,
+                    static_cast<O*>(y->untyped_data()), N);
   };
   const auto x_type = x.element_type(), w_type = w.element_type(), y_type = y->element_type();
   if (scale.element_type() == x_type) {
     if (x_type == ffi::F32 && w_type == ffi::F32 && y_type == ffi::F32) return with(float{}, float{}, float{});
     if (x_type == ffi::BF16 && w_type == ffi::BF16 && y_type == ffi::BF16) return with(Bf16{}, Bf16{}, Bf16{});
     if (x_type == ffi::BF16 && w_type == ffi::BF16 && y_type == ffi::F32) return with(Bf16{}, Bf16{}, float{});
+    if (x_type == ffi::F32 && quantized && y_type == ffi::F32) return with(float{}, int8_t{}, float{});
+    if (x_type == ffi::BF16 && quantized && y_type == ffi::BF16) return with(Bf16{}, int8_t{}, Bf16{});
+    if (x_type == ffi::BF16 && quantized && y_type == ffi::F32) return with(Bf16{}, int8_t{}, float{});
   }
-  return ffi::Error(ffi::ErrorCode::kUnimplemented, "packed matmul: float32, or bfloat16 times bfloat16");
+  return ffi::Error(ffi::ErrorCode::kUnimplemented, "packed matmul: float32 or bfloat16, times its own kind or int8");
 }
 
 }  // namespace
@@ -171,6 +191,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("epsilon"));

@@ -61,6 +61,7 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
     ({"block_size": -1}, "block_size=-1 must be 0 or more"),
     ({"attention": "cuda"}, "attention='cuda' is not one of auto, reference, cpu, gpu, tpu"),
     ({"matmul": "fast"}, "matmul='fast' is not one of auto, xla, packed"),
+    ({"quantization": "fp8"}, "quantization='fp8' is not one of none, int8; set --quantization"),
     ({"token_budgets": (8, 4)}, "strictly increasing"),
     ({"max_num_seqs": 99}, "max_num_seqs=99 exceeds the top token budget 16"),
     ({"prefill_chunk": 17}, "prefill_chunk=17 exceeds the top token budget 16"),
@@ -101,6 +102,14 @@ def test_kernels_are_the_best_there_are_and_what_is_not_there_is_said(folder, bu
   assert all("not built" in reason for reason in found.fallbacks)
   chosen = build(BuildOptions(folder, **SMALL, attention="reference", matmul="xla"), silent, no_events)
   assert (chosen.attention, chosen.matmul, chosen.fallbacks) == ("reference", "xla", ())
+
+
+def test_int8_without_the_kernel_works_and_says_what_it_costs(folder, monkeypatch):
+  monkeypatch.setattr(native, "load", nothing_built)
+  found = build(BuildOptions(folder, **SMALL, quantization="int8", attention="reference"), silent, no_events)
+  assert (found.matmul, found.quantization) == ("xla", "int8")
+  (reason,) = found.fallbacks
+  assert "not built" in reason and "converted at every step, which saves memory but no time" in reason
 
 
 def nothing_built(name):

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from engine.device.mesh import make_mesh
 from engine.device.weights import load_checkpoint, parameter_name
 from engine.errors import CheckpointError, ConfigError
+from models.layers import PLAIN, WeightForm
 from tools.convert_checkpoint import convert
 from tools.make_random_model import write_model
 from tools.parity.cases import CASES
@@ -445,13 +446,39 @@ def test_the_command_lines(tmp_path):
   assert again.stderr == f"{tmp_path / 'out'}: exists already; give a new folder or remove this one\n"
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_int8_is_a_quarter_of_f32_and_the_same_from_either_kind_of_folder(tied, tmp_path):
+  write_model(tmp_path / "hf", RAW | {"tie_word_embeddings": tied}, seed=3)
+  convert(tmp_path / "hf", tmp_path / "ours", "float32")
+  mesh = make_mesh(jax.devices()[:1])
+
+  def loaded(folder: str, form: WeightForm) -> dict[str, np.ndarray]:
+    return arrays(load_checkpoint(str(tmp_path / folder), mesh, "float32", form))
+
+  plain, made = loaded("hf", PLAIN), loaded("hf", WeightForm(int8=True))
+  assert_same_bits(made, loaded("ours", WeightForm(int8=True)))
+  np.testing.assert_array_equal(made["embed"], plain["embed"])
+  matrices = {name.removesuffix("_scale") for name in made if name.endswith("_scale")}
+  assert len(matrices) == 4 * RAW["num_hidden_layers"] + 1 and "head" in matrices
+  for name in matrices:
+    values, scales = made[name], made[f"{name}_scale"]
+    assert (values.dtype, scales.dtype) == (np.int8, np.float32)
+    was = plain["embed"].T if name == "head" and tied else plain[name]
+    assert np.abs(values * scales - was).max() <= 0.5001 * scales.max()
+  for name in plain.keys() - matrices:
+    np.testing.assert_array_equal(made[name], plain[name])
+  packed = loaded("hf", WeightForm(packed=True, int8=True))
+  assert packed.keys() == made.keys()
+  assert {packed[name].dtype for name in matrices} == {np.dtype(np.int8)}
+
+
 def test_random_weights_need_no_file_but_the_config_and_are_always_the_same(tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(RAW), "utf-8")
 
-  def drawn(packed: bool = False) -> dict[str, np.ndarray]:
-    return arrays(load_checkpoint(str(tmp_path), make_mesh(jax.devices()[:1]), "float32", packed, random_weights=True))
+  def drawn(form: WeightForm = PLAIN) -> dict[str, np.ndarray]:
+    return arrays(load_checkpoint(str(tmp_path), make_mesh(jax.devices()[:1]), "float32", form, random_weights=True))
 
-  first, second, packed = drawn(), drawn(), drawn(packed=True)
+  first, second, packed = drawn(), drawn(), drawn(WeightForm(packed=True))
   assert_same_bits(first, second)
   assert first["embed"].std() == pytest.approx(RAW["hidden_size"] ** -0.5, rel=0.1)
   assert (first["final_norm.scale"] == 1).all()

@@ -51,15 +51,24 @@ def served(folder: str, others: int, **options) -> tuple[list[int], bytes, int]:
   return tokens, np.array(numbers, np.float32).tobytes(), built.engine.stats().num_preemptions
 
 
-@pytest.mark.parametrize(("case", "dtype"), [("llama3", "float32"), ("qwen3", "float32"), ("mistral", "bfloat16")])
-def test_same_bits(case: str, dtype: str, tmp_path) -> None:
+@pytest.mark.parametrize(
+  ("case", "dtype", "quantization"),
+  [
+    ("llama3", "float32", "none"),
+    ("qwen3", "float32", "none"),
+    ("mistral", "bfloat16", "none"),
+    ("llama3", "float32", "int8"),
+  ],
+)
+def test_same_bits(case: str, dtype: str, quantization: str, tmp_path) -> None:
   for name in ("packed_matmul", "paged_attention"):
     native.build(name)
   folder = tmp_path / case
   write_model(folder, CASES[case][0] | {"num_hidden_layers": 2}, seed=1)
-  alone = served(str(folder), 0, dtype=dtype, token_budgets=(2, 128), max_num_seqs=2, prefill_chunk=128)
+  held = {"dtype": dtype, "quantization": quantization}
+  alone = served(str(folder), 0, **held, token_budgets=(2, 128), max_num_seqs=2, prefill_chunk=128)
   crowd = served(
-    str(folder), 12, dtype=dtype, token_budgets=(8, 32), max_num_seqs=8, prefill_chunk=7, num_blocks=24, block_size=16
+    str(folder), 12, **held, token_budgets=(8, 32), max_num_seqs=8, prefill_chunk=7, num_blocks=24, block_size=16
   )
   assert crowd[2] > 0, "the pool must be too small for all"
   assert len(alone[0]) == 30 and len(alone[1]) == 4 * (69 * 3 + 30 * 4)

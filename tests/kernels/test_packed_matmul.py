@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from engine.device.weights import parameter_name
 from models import llama
 from models.config import ModelConfig
-from models.layers import RMSNorm
+from models.layers import PLAIN, RMSNorm, WeightForm
+from models.quantize import quantize
 from pallas_kernels import native
 from pallas_kernels.packed_matmul import api
 from tests.device.tiny_model import TINY, dense_logits, random_params
@@ -32,41 +34,62 @@ def numbers(rows: int, inputs: int, outputs: int, dtype: str) -> tuple[jax.Array
   return jnp.asarray(x).astype(dtype), jnp.asarray(w).astype(dtype)
 
 
-def check(rows: int, inputs: int, outputs: int, dtype: str = "float32", result: str | None = None) -> None:
+def multiply(x: jax.Array, w: jax.Array, int8: bool = False, **more) -> tuple[jax.Array, np.ndarray]:
+  """The product, and the matrix in f64 that it is a product with."""
+  if not int8:
+    return api.matmul(x, jnp.asarray(api.pack(np.asarray(w))), w.shape[1], **more), np.asarray(w, np.float64)
+  values, scales = quantize(w, 1)
+  held = jnp.asarray(api.pack(np.asarray(values)))
+  return api.matmul(x, held, w.shape[1], scales=scales, **more), np.asarray(values, np.float64) * np.asarray(scales)
+
+
+def check(
+  rows: int, inputs: int, outputs: int, dtype: str = "float32", result: str | None = None, int8: bool = False
+) -> None:
   """Against f64: sums of at most some thousand terms in f32, and the result's own rounding."""
   x, w = numbers(rows, inputs, outputs, dtype)
-  packed = jnp.asarray(api.pack(np.asarray(w)))
-  y = api.matmul(x, packed, outputs, dtype=None if result is None else jnp.dtype(result))
+  y, matrix = multiply(x, w, int8, dtype=None if result is None else jnp.dtype(result))
   assert y.shape == (rows, outputs) and y.dtype == jnp.dtype(result or dtype)
-  expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
   relative = 2.0**-8 if y.dtype == jnp.bfloat16 else 0.0
-  np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=relative, atol=1e-5)
+  np.testing.assert_allclose(np.asarray(y, np.float64), np.asarray(x, np.float64) @ matrix, rtol=relative, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 12, 13, 16, 24, 25, 37, 100])
-def test_any_number_of_rows(rows: int) -> None:
-  check(rows, 96, 160)
+@pytest.mark.parametrize("int8", [False, True])
+def test_any_number_of_rows(rows: int, int8: bool) -> None:
+  check(rows, 96, 160, int8=int8)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (7, 31), (64, 33), (300, 1000), (2048, 64)])
 @pytest.mark.parametrize(("dtype", "result"), [("float32", None), ("bfloat16", None), ("bfloat16", "float32")])
-def test_any_matrix(inputs: int, outputs: int, dtype: str, result: str | None) -> None:
-  check(14, inputs, outputs, dtype, result)
+@pytest.mark.parametrize("int8", [False, True])
+def test_any_matrix(inputs: int, outputs: int, dtype: str, result: str | None, int8: bool) -> None:
+  check(14, inputs, outputs, dtype, result, int8)
 
 
-def test_threads() -> None:
-  """Large enough to be spread, with runs of several blocks and a last one that is not full."""
-  check(70, 256, 2050)
+@pytest.mark.parametrize("int8", [False, True])
+def test_threads(int8: bool) -> None:
+  """Large enough to be spread: runs of several blocks and a last one that is not full; and parts of the rows."""
+  check(70, 256, 2050, int8=int8)
+  check(131, 256, 300, int8=int8)
 
 
-def test_a_row_has_the_same_bits_in_any_batch() -> None:
-  x, w = numbers(40, 128, 640, "float32")
-  packed = jnp.asarray(api.pack(np.asarray(w)))
-  whole = np.asarray(api.matmul(x, packed, 640))
-  for begin, count in ((0, 1), (39, 1), (3, 2), (7, 12), (20, 13)):
-    np.testing.assert_array_equal(
-      np.asarray(api.matmul(x[begin : begin + count], packed, 640)), whole[begin : begin + count]
-    )
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_row_has_the_same_bits_in_any_batch(int8: bool) -> None:
+  """Over tiles, over the parts that rows are shared in, and whether an int8 block is converted once or on the way."""
+  x, w = numbers(100, 128, 320, "float32")
+  whole = np.asarray(multiply(x, w, int8)[0])
+  for begin, count in ((0, 1), (39, 1), (3, 2), (7, 12), (20, 13), (51, 49)):
+    rows = slice(begin, begin + count)
+    np.testing.assert_array_equal(np.asarray(multiply(x[rows], w, int8)[0]), whole[rows])
+
+
+def test_large_matrices_lie_on_aligned_memory_that_jax_takes_over() -> None:
+  packed = api.pack(np.ones((1024, 1100), np.float32))
+  assert packed.nbytes > 2**22 and packed.ctypes.data % 2**21 == 0
+  taken = jax.device_put(packed, jax.devices()[0])
+  assert taken.unsafe_buffer_pointer() == packed.ctypes.data
+  np.testing.assert_array_equal(packed.transpose(1, 0, 2).reshape(1024, -1).sum(axis=1), np.full(1024, 1100))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -102,6 +125,11 @@ def test_what_does_not_fit_is_named() -> None:
     api.matmul(x, packed, 50, norm=(jnp.ones(5), 1e-5))
   with pytest.raises(ValueError, match=r"x \(2, 31\)"):
     api.matmul(x[:, :31], packed, 50)
+  values, scales = quantize(w, 1)
+  with pytest.raises(ValueError, match="int8 with scales None"):
+    api.matmul(x, jnp.asarray(api.pack(np.asarray(values))), 50)
+  with pytest.raises(ValueError, match=r"int8 with scales \(49,\)"):
+    api.matmul(x, jnp.asarray(api.pack(np.asarray(values))), 50, scales=scales[:49])
   with pytest.raises(NotImplementedError, match="dtype float16"):
     api.check_supported(jnp.dtype("float16"))
 
@@ -109,24 +137,27 @@ def test_what_does_not_fit_is_named() -> None:
 # --- A model ----------------------------------------------------------------------------------------------------------
 
 
-def packed_model(config: ModelConfig, dtype: jnp.dtype, state: nnx.State) -> tuple[nnx.GraphDef, nnx.State]:
-  graphdef, abstract = llama.abstract(config, dtype, packed=True)
-  plain = {jax.tree_util.keystr(key): leaf for key, leaf in jax.tree.leaves_with_path(state)}
+def in_form(
+  config: ModelConfig, dtype: jnp.dtype, state: nnx.State, form: WeightForm
+) -> tuple[nnx.GraphDef, nnx.State]:
+  """The plain model's parameters, arranged."""
+  graphdef, abstract = llama.abstract(config, dtype, form)
+  made: dict[str, jax.Array | np.ndarray] = {}
+  for key, leaf in jax.tree.leaves_with_path(state):
+    made |= llama.arrange(parameter_name(key), leaf, config, form)
+  return graphdef, jax.tree.map_with_path(lambda key, _: jnp.asarray(made[parameter_name(key)]), abstract)
 
-  def pack(key, leaf):
-    name = "embed" if "embed" in jax.tree_util.keystr(key) else ""
-    return jnp.asarray(llama.pack(name, np.asarray(plain[jax.tree_util.keystr(key)]), leaf.shape))
 
-  return graphdef, jax.tree.map_with_path(pack, abstract)
-
-
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
-def test_a_model_gives_the_same_logits(changes: dict) -> None:
+def test_a_model_gives_the_same_logits(changes: dict, int8: bool) -> None:
+  """Packed as not packed, in f32 as in int8."""
   config = dataclasses.replace(TINY, **changes)
-  graphdef, state = random_params(config, jnp.float32)
+  _, state = random_params(config, jnp.float32)
   tokens = list(range(2, 30))
-  expected = dense_logits((graphdef, state), tokens)
-  found = dense_logits(packed_model(config, jnp.float32, state), tokens)
+  plain = WeightForm(int8=True) if int8 else PLAIN
+  expected = dense_logits(in_form(config, jnp.float32, state, plain), tokens)
+  found = dense_logits(in_form(config, jnp.float32, state, dataclasses.replace(plain, packed=True)), tokens)
   assert np.abs(expected).max() > 1
   np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
@@ -142,6 +173,7 @@ _BUGS = {
   "wrong_row": ("x[m * D + k] * row[j]", "x[(m ? m - 1 : 0) * D + k] * row[j]"),
   "row_in_the_place_of_another": ("O* to = y + (m + i) * N", "O* to = y + (m + (i ? i - 1 : 0)) * N"),
   "wrong_block": ("D, w + block * D * kColumns", "D, w + (block ? block - 1 : 0) * D * kColumns"),
+  "scale_of_another_column": ("result[i][n] *= scales[n]", "result[i][n] *= scales[n ? n - 1 : 0]"),
   "wrong_column": ("assign(to[n], result[i][n])", "assign(to[n], result[i][n ? n - 1 : 0])"),
 }
 
@@ -171,5 +203,6 @@ def test_seeded_bug_is_caught(name: str, tmp_path: pathlib.Path, monkeypatch: py
   monkeypatch.setattr(api, "_MATMUL", f"packed_{name}")
   with pytest.raises(AssertionError):
     check(14, 64, 33)
+    check(14, 64, 33, int8=True)
     check(70, 64, 2050)
     check_norm()

@@ -1,0 +1,53 @@
+"""What int8 weights change: the demo model's answers stay right, and its logits near those of f32."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.device.build import BuildOptions, build
+from engine.device.mesh import make_mesh
+from engine.device.weights import load_checkpoint
+from models.layers import PLAIN, WeightForm
+from server.chat_template import Message
+from server.tokenizer import Tokenizer
+from tests.device.tiny_model import MAX_LEN, dense_logits
+from tests.e2e.test_skills import serve
+from tools.demo_model.skills import SKILLS, is_correct, make_instances
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+PER_SKILL = 25
+
+
+def test_answers_stay_right():
+  options = BuildOptions(str(DEMO), quantization="int8", token_budgets=(32, 128), max_num_seqs=32, prefill_chunk=128)
+  built = build(options, lambda *_: None, lambda _: None)
+  tokenizer = Tokenizer(DEMO)
+  instances = [instance for skill in SKILLS for instance in make_instances(skill, PER_SKILL, 78)]
+  prompts = [tokenizer.encode_chat([Message(**message) for message in instance.messages]) for instance in instances]
+  answers, _, _ = serve(built, prompts, at_once=32)
+  texts = [tokenizer.decode(answer) for answer in answers]
+  right = sum(is_correct(instance, text) for instance, text in zip(instances, texts, strict=True))
+  print(f"{right} of {len(instances)} answers right with int8 weights")
+  assert right >= 0.99 * len(instances)
+
+
+def test_logits_stay_near():
+  """By the root mean square, of the demo model's own logits; the bound is twice what was measured."""
+  tokenizer = Tokenizer(DEMO)
+  mesh = make_mesh(jax.devices()[:1])
+  models = []
+  for form in (PLAIN, WeightForm(int8=True)):
+    loaded = load_checkpoint(str(DEMO), mesh, jnp.dtype("float32"), form)
+    models.append((loaded.graphdef, loaded.params))
+  errors, sizes = [], []
+  for skill in SKILLS:
+    for instance in make_instances(skill, 3, 79):
+      tokens = tokenizer.encode_chat([Message(**message) for message in instance.messages])[:MAX_LEN]
+      exact, near = (dense_logits(model, tokens) for model in models)
+      errors.append(np.mean(np.square(near - exact)))
+      sizes.append(np.mean(np.square(exact - exact.mean(axis=-1, keepdims=True))))
+  error = float(np.sqrt(np.mean(errors) / np.mean(sizes)))
+  print(f"int8: logits are off by {error:.5f} of their spread")
+  assert error < 0.016
