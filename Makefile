@@ -67,7 +67,7 @@ chaos: $(READY)
 soak: $(READY)
 	@$(PY) -m tools.chaos --soak $(ARGS)
 
-## make gpu       on a machine with a Hopper GPU: check and time the attention kernels, sweep their settings (PYTHON=, ARGS=)
+## make gpu       on a machine with a Hopper GPU: check, time and tune the attention kernels; ARGS=--only=decode and others: the engine (PYTHON=, ARGS=)
 gpu:
 	@$(PYTHON) -m tools.bench_gpu $(ARGS)
 

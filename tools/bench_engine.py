@@ -11,7 +11,11 @@ A shape is one of models/shapes (its weights are drawn on the device), a model a
   prefill  steps of one prompt that fills the step. Roofline: the same.
   offline  --requests requests all at once, prompts and outputs uniform in --lengths, through the whole engine. Its
            roofline: the sum of its steps'. Device-idle share, padding, compiles after ready, and the host's part.
+  sampler  the sampler alone on --batches rows of logits: greedy, by temperature, with top_k and top_p, with the most
+           likely tokens; and beside it its share of the decode step of as many rows at the shortest context, if the
+           part decode is there too.
 
+With --overlap=false the engine waits for each step before it plans the next.
 The ceilings are measured before and after, by jax on the same devices: a reduction that reads 4 times the last cache or
 a gigabyte, and a square matmul in the model's dtype. The faster measurement counts, so no figure flatters.
 (Roofline: Williams, Waterman and Patterson, CACM 2009.)
@@ -25,6 +29,7 @@ import statistics
 import sys
 from typing import Any
 
+from engine.engine import Engine, PlainEngine
 from engine.errors import ConfigError, EngineError
 from engine.shapes import ShapeLadder
 from tools.accounting import Flops
@@ -32,11 +37,12 @@ from tools.arguments import CommandParser, positive_float, positive_int
 from tools.bench_offline import OfflineRun, add_build_arguments, build_options
 from tools.measure import ROOT, best_and_median, commit, machine, write_result
 from tools.measure_costs import HandMade, Rows
+from tools.sampler_times import sampler_times
 from tools.step_costs import work_of
 from tools.workload import synthetic
 
 SHAPES = ROOT / "models" / "shapes"
-PARTS = ("decode", "prefill", "offline")
+PARTS = ("decode", "prefill", "offline", "sampler")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +240,7 @@ def measure(args: Any) -> dict[str, Any]:
   options = build_options(args)
   import jax
 
-  run = OfflineRun(options)
+  run = OfflineRun(options, Engine if args.overlap else PlainEngine)
   built = run.built
   dtype = built.runner.kv[0].dtype
   devices = len(built.runner.kv[0].devices())
@@ -247,6 +253,11 @@ def measure(args: Any) -> dict[str, Any]:
     result["decode"] = steps(run, decode_kinds(args.batches, args.contexts, max_len), args.seconds)
   if "prefill" in args.parts:
     result["prefill"] = steps(run, prefill_kinds(args.prompts, max_len), args.seconds)
+  if "sampler" in args.parts:
+    result["sampler"] = sampler_times(built.model.vocab_size, args.batches, args.seconds)
+    for row in result["sampler"]:
+      same = [step["step_s"] for step in result.get("decode", []) if step["batch"] == row["batch"]]
+      row["of_step"] = round(row["s"] / min(same), 4) if same else None
   held = []
   if "offline" in args.parts:
     result["offline"], held = offline(run, args)
@@ -266,6 +277,7 @@ def measure(args: Any) -> dict[str, Any]:
     "work": dataclasses.asdict(work),
     "model": built.model_name,
     "random_weights": options.random_weights,
+    "overlap": args.overlap,
     "dtype": str(dtype),
     "attention": built.attention,
     "matmul": built.matmul,
@@ -302,6 +314,9 @@ def table(result: dict[str, Any]) -> str:
         f"{name:22}{1e3 * row['step_s']:10.3f}{1e3 * row['roofline_s']:10.3f}{row['over_roofline']:7.2f}"
         f"{row['bytes_s'] / 1e9:8.1f}{row['flops_s'] / 1e9:10.1f}{row['tok_s']:10.0f}"
       )
+  for row in result.get("sampler", []):
+    share = "" if row["of_step"] is None else f", {row['of_step']:.1%} of the decode step"
+    lines.append(f"sampler, {row['batch']} rows, {row['asked']}: {1e3 * row['s']:.3f} ms{share}")
   if "offline" in result:
     row = result["offline"]
     lines.append(
@@ -359,6 +374,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--requests", type=positive_int, default=64, help="offline: how many")
   parser.add_argument(
     "--lengths", type=_numbers, default=(16, 128), help="offline: shortest and longest prompt, output"
+  )
+  parser.add_argument(
+    "--overlap", type=lambda text: text != "false", default=True, help="offline: false plans each step after the last"
   )
   parser.add_argument("--seconds", type=positive_float, default=1.0, help="for each step and each ceiling")
   parser.add_argument("--output", default="", help="JSON file to write")

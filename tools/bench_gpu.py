@@ -1,14 +1,23 @@
-"""Measures the GPU attention kernels on one GPU: are they right, how near the device's own ceilings, which settings.
+"""Measures kernels and engine on one GPU: are they right, how near the device's own ceilings, which settings.
 
   python -m tools.bench_gpu --out=DIR [--minutes=9.5] [--only=check,time] [--match=REGEX] [--dry_run=interpret|compile]
+  python -m tools.bench_gpu --out=DIR --only=start,decode,buffers
+  python -m tools.bench_gpu --out=DIR --only=offline,full
+  python -m tools.bench_gpu --out=DIR --only=twin
   python -m tools.bench_gpu --merge=DIR/tuning.json
 
-Stages: ceilings (read-only reduction, copy, bf16 matmul), check (every kernel on every arg spec against dense attention
-in f32), time (each beside the ceilings; cuDNN's dense attention beside prefill), profile (what the profiler says of
-some), peers (torch, FlashInfer), step (whole decode steps of Llama-3-8B), sweep (settings of the kernels). Each job
-runs in a process that may hang or die without the others. Into DIR go, after every job, results.jsonl, and at the end
-table.txt and tuning.json, which --merge puts into pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a
-kernel failed.
+Stages of the kernels, which is what runs unless told: ceilings (read-only reduction, copy, bf16 matmul), check (every
+kernel on every arg spec against dense attention in f32), time (each beside the ceilings; cuDNN's dense attention beside
+prefill), profile (what the profiler says of some), peers (torch, FlashInfer), step (whole decode steps of Llama-3-8B),
+sweep (settings of the kernels). Each job runs in a process that may hang or die without the others. Into DIR go, after
+every job, results.jsonl, and at the end table.txt and tuning.json, which --merge puts into
+pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed.
+
+Stages of the engine (tools/gpu/engine.py), each in its own time: start (all rungs compiled, without and with a cache),
+decode (steps of Llama-3-8B and Llama-3.2-1B beside the roofline, and the sampler's share), buffers (ways to update
+command buffers), offline (256 requests, with and without overlap), full (1,000 tokens in, 1,000 out), twin (the same
+requests through transformers' continuous batching and its compiled decode over a static cache, tokens compared). Every
+command writes its JSON file into DIR when it ends; engine.txt is the table.
 
 A dry run needs no GPU: `interpret` runs tiny sizes through the GPU interpreter on a CPU (its times mean nothing),
 `compile` compiles everything for an H200 that is not there.
@@ -30,7 +39,7 @@ import time
 from typing import Any, TextIO
 
 from tools.arguments import CommandParser, positive_float
-from tools.gpu import protocol, report, sweep
+from tools.gpu import engine, protocol, report, sweep
 from tools.gpu.protocol import Job, Record
 from tools.measure import ROOT, commit
 
@@ -233,10 +242,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     merge(args.merge)
     return 0
   stages = args.only.split(",")
-  if unknown := set(stages) - set(STAGES):
-    parser.error(f"--only: {', '.join(sorted(unknown))} is not one of {', '.join(STAGES)}")
+  known = (*STAGES, *engine.STAGES)
+  if unknown := set(stages) - set(known):
+    parser.error(f"--only: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
+  if args.dry_run == "compile" and set(stages) & set(engine.STAGES):
+    parser.error("--dry_run=compile: make check-device compiles the engine's steps; the stages of the engine run them")
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the workers must not outlive it
   args.out.mkdir(parents=True, exist_ok=True)
+  if not set(stages) & set(STAGES):
+    return measure_engine(stages, args.out, time.monotonic() + 60 * args.minutes, args.dry_run)
+  if set(stages) & set(engine.STAGES):
+    parser.error("--only: stages of the kernels and of the engine do not fit into one run; give one kind")
   with (
     open(args.out / "log.txt", "w", encoding="utf-8") as log,
     open(args.out / "results.jsonl", "w", encoding="utf-8") as results,
@@ -247,6 +263,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except protocol.DidNotStart as error:
       print(f"{error}: {args.out / 'log.txt'}", file=sys.stderr)
       return 2
+
+
+def measure_engine(stages: Sequence[str], out: pathlib.Path, deadline: float, dry_run: str | None) -> int:
+  """Runs stages of the engine, writes engine.txt, prints it; returns the exit code."""
+  sizes = engine.TINY if dry_run else engine.Sizes()
+  results = engine.measure(stages, out, sizes, deadline, lambda line: print(line, file=sys.stderr, flush=True))
+  head = f"commit {commit()}, {_clocks()}" + (" (dry: no time means anything)" if dry_run else "")
+  text = "\n".join([head, *engine.table(results)])
+  (out / "engine.txt").write_text(text + "\n", "utf-8")
+  print(text, flush=True)
+  return int(any("error" in found for found in results.values()))
 
 
 def measure(run: Run, stages: Sequence[str], out: pathlib.Path) -> int:

@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from engine.device.build import BuildOptions, Built, build
+from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.recorder import EngineStats
 from engine.request import FinishReason, Request, TokenEvent
@@ -70,12 +71,12 @@ def build_options(args: argparse.Namespace) -> BuildOptions:
 class OfflineRun:
   """One engine and everything it emits, by request."""
 
-  def __init__(self, options: BuildOptions):
+  def __init__(self, options: BuildOptions, engine_class: type[Engine] = Engine):
     """Builds the engine; progress goes to standard error. Raises EngineError."""
     self._chunks: dict[str, list[tuple[float, int]]] = {}
     self._tokens: dict[str, list[int]] = {}
     self._endings: dict[str, TokenEvent] = {}
-    self.built: Built = build(options, progress=_progress, emit=self._emit)
+    self.built: Built = build(options, progress=_progress, emit=self._emit, engine_class=engine_class)
 
   def _emit(self, events: list[TokenEvent]) -> None:
     now = time.monotonic()

@@ -111,25 +111,29 @@ class StepLayout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingRows:
-  """Sampling parameters of every logit row. `flags` as in Flag; `stop_ids` int32[S, n], -1 where there is none."""
+  """Sampling parameters of every logit row.
 
-  flags: jax.Array  # int32[S], as all that follow unless said
-  slots: jax.Array
-  seeds: jax.Array  # uint32[S]
-  positions: jax.Array
-  targets: jax.Array
-  top_k: jax.Array
-  temperature: jax.Array  # f32[S], as the next five
-  top_p: jax.Array
-  min_p: jax.Array
-  presence: jax.Array
-  frequency: jax.Array
-  repetition: jax.Array
+  Each is taken from `columns` where it is used: what a branch of a program takes from outside is copied for it, so one
+  array is cheaper than thirteen.
+
+  Attributes:
+    columns: int32[len(Column), S].
+    stop_ids: int32[S, n], -1 where there is none.
+  """
+
+  columns: jax.Array
   stop_ids: jax.Array
 
-  def has(self, flag: Flag) -> jax.Array:
-    """bool[S]: which rows carry `flag`."""
-    return (self.flags & jnp.int32(int(flag))) != 0
+  def has(self, flags: Flag) -> jax.Array:
+    """bool[S]: which rows carry one of `flags`."""
+    return (self[Column.FLAGS] & jnp.int32(int(flags))) != 0
+
+  def __getitem__(self, column: Column) -> jax.Array:
+    """int32, f32 or uint32[S], as the column is."""
+    line = self.columns[column]
+    if column == Column.SEED:
+      return lax.bitcast_convert_type(line, jnp.uint32)
+    return lax.bitcast_convert_type(line, jnp.float32) if _FLOATS.start <= column < _FLOATS.stop else line
 
 
 @jax.tree_util.register_dataclass
@@ -157,9 +161,6 @@ def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
 
   columns = field("columns")
 
-  def real(column: Column) -> jax.Array:
-    return lax.bitcast_convert_type(columns[column], jnp.float32)
-
   return ModelInput(
     tokens=field("tokens"),
     positions=field("positions"),
@@ -169,21 +170,7 @@ def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
     block_tables=field("block_tables"),
     plan=field("plan"),
     logit_tokens=columns[Column.TOKEN],
-    sampling=SamplingRows(
-      flags=columns[Column.FLAGS],
-      slots=columns[Column.SLOT],
-      seeds=lax.bitcast_convert_type(columns[Column.SEED], jnp.uint32),
-      positions=columns[Column.POSITION],
-      targets=columns[Column.TARGET],
-      top_k=columns[Column.TOP_K],
-      temperature=real(Column.TEMPERATURE),
-      top_p=real(Column.TOP_P),
-      min_p=real(Column.MIN_P),
-      presence=real(Column.PRESENCE),
-      frequency=real(Column.FREQUENCY),
-      repetition=real(Column.REPETITION),
-      stop_ids=field("stop_ids"),
-    ),
+    sampling=SamplingRows(columns, field("stop_ids")),
   )
 
 

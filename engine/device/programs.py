@@ -20,7 +20,7 @@ import numpy as np
 from engine.device import kv_cache, sampler
 from engine.device import mesh as mesh_lib
 from engine.device.executables import Program
-from engine.device.model_input import Flag, SamplingRows, StepLayout, unpack
+from engine.device.model_input import Column, Flag, SamplingRows, StepLayout, unpack
 from engine.device.sampler import SlotState
 from engine.sampling_params import MAX_LOGPROBS
 from engine.shapes import StepShape
@@ -69,6 +69,11 @@ class ProgramSpec:
   attention: str = "reference"
   device_kind: str = ""
   deterministic: bool = False
+
+  @property
+  def platform(self) -> str:
+    """As JAX calls it: cpu, gpu (cuda where there is none to see), tpu."""
+    return self.mesh.devices.flat[0].platform
 
   def attention_of(self, shape: StepShape) -> PagedAttention:
     """The attention of a rung, as one device runs it: on several, each has its own heads."""
@@ -126,13 +131,14 @@ def _attend(spec: ProgramSpec, attention: PagedAttention):
 def _with_all_rows(logits: jax.Array, rows: SamplingRows, num_slots: int) -> tuple[jax.Array, SamplingRows]:
   """Adds rows of padding, one for each slot without: XLA adds up rows in an order that the shape decides."""
   missing = num_slots - logits.shape[0]
-
-  def padded(x: jax.Array, value: int = 0) -> jax.Array:
-    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value)
-
-  slots, targets = padded(rows.slots, num_slots), padded(rows.targets, -1)
-  rows = dataclasses.replace(jax.tree.map(padded, rows), slots=slots, targets=targets)
-  return lax.optimization_barrier(padded(logits)), rows
+  padding = np.zeros((len(Column), missing), np.int32)
+  padding[Column.SLOT], padding[Column.TARGET] = num_slots, -1
+  rows = SamplingRows(
+    columns=jnp.concatenate([rows.columns, padding], axis=1),
+    stop_ids=jnp.pad(rows.stop_ids, ((0, missing), (0, 0)), constant_values=-1),
+  )
+  logits = jnp.pad(logits, ((0, missing), (0, 0)))
+  return lax.optimization_barrier(logits), rows
 
 
 def step(
@@ -174,9 +180,9 @@ def step(
   if spec.deterministic:
     logits, rows = _with_all_rows(logits, rows, spec.num_slots)
   with jax.named_scope("sample"):
-    sampled = sampler.sample(logits, rows, slot_state)
+    sampled = sampler.sample(logits, rows, slot_state, wide=spec.platform != "cpu")
     slot_state = sampler.remember(slot_state, rows, sampled.tokens)
-  slots = jnp.where(rows.has(Flag.SAMPLE), rows.slots, layout.num_slots)
+  slots = jnp.where(rows.has(Flag.SAMPLE), rows[Column.SLOT], layout.num_slots)
   if spec.deterministic:
     sampled = lax.optimization_barrier(sampled)  # else XLA would sample only the rows that are returned
   last_tokens = last_tokens.at[slots].set(sampled.tokens)
@@ -230,17 +236,16 @@ def _compiler_options(mesh: Mesh, deterministic: bool = False) -> dict[str, bool
   """What a step is compiled with, by platform.
 
   CPU: LLVM at -O1: a fifth less time to compile, and steps as fast as at -O3 (matmuls are a library's).
-  GPU: loops inside command buffers, since the sampler's would cut a step into four; and matmuls by cuBLASLt, which
-  takes the residual add along: 11 launches a layer at Llama-3-8B shapes, 14 with XLA's own (`make check-device`).
-  Deterministic, they are XLA's own, all with one tile and no split of a sum, which nothing times and chooses anew.
+  GPU: matmuls by cuBLASLt, which takes the residual add along: 11 launches a layer at Llama-3-8B shapes, 14 with XLA's
+  own (`make check-device`). Deterministic, they are XLA's own, all with one tile, which nothing times and chooses anew.
   """
   match mesh.devices.flat[0].platform:
     case "cpu":
       return {"xla_backend_optimization_level": 1}
     case "gpu" | "cuda":
-      buffers = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
-      options = {"xla_gpu_enable_command_buffer": buffers, "xla_gpu_enable_triton_gemm": deterministic}
-      return options | _ONE_MATMUL if deterministic else options
+      return (
+        {"xla_gpu_enable_triton_gemm": True} | _ONE_MATMUL if deterministic else {"xla_gpu_enable_triton_gemm": False}
+      )
   return None
 
 

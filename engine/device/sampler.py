@@ -6,10 +6,13 @@ For a draw: temperature, then top_k, then top_p on what top_k left (renormalised
 probability at a limit are all kept. Log probabilities are of the model's own distribution, before all of this.
 
 Work that no row of the step asks for is skipped by `lax.cond` on the rows' flags, so one program serves every mixture.
-Truncation searches a threshold by bisection and a draw inverts the cumulative distribution in two levels: on a CPU a
-sort of [64, 32000] costs 180 ms and Gumbel noise 20 ms, where these take about 10 ms and 1 ms.
+A branch hands out numbers a row wherever it can: what it hands out of the logits' size is copied where it is skipped.
+Truncation searches a threshold, a draw inverts the cumulative distribution in two levels, and on an accelerator the
+most likely tokens are found in a tournament, so that nothing there is sorted: on a CPU a sort of [64, 32000] costs
+180 ms and Gumbel noise 20 ms, where a threshold and a draw take about 10 ms and 1 ms; and XLA:GPU sorts for every top_k
+of more than 16.
 
-A row whose logits hold NaN or Inf is reported as bad; rows never touch each other.
+A row whose logits hold NaN or Inf is reported as bad, and its other values are 0; rows never touch each other.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +23,16 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.device.model_input import Flag, SamplingRows
+from engine.device.model_input import Column, Flag, SamplingRows
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 _PROMPT_BIT = 1 << 30  # of a history entry: the token is in the prompt; the bits below count outputs
 _HUGE = 1e30  # a penalty may overflow a logit; this keeps it finite and on its side
 _NEGLIGIBLE = -110.0  # exp of this is 0 in f32
+_NUM_KEYS = int(np.float32(-_NEGLIGIBLE).view(np.int32)) + 1  # of [-110, 0), see _ordered; less than 2**31
 _CHUNK = 128  # tokens of the first level of a draw
+_FAN = 16  # of the tournament: each is the largest of so many
+_ADJUSTED = Flag.PENALTY | Flag.BIAS | Flag.MASK | Flag.SUPPRESS
 
 
 @jax.tree_util.register_dataclass
@@ -103,12 +109,12 @@ def _argmax(x: jax.Array) -> jax.Array:  # f32[S, V] -> int32[S], the lowest ind
 
 def _penalise(x: jax.Array, rows: SamplingRows, history: jax.Array) -> jax.Array:
   """Repetition (arXiv:1909.05858) over prompt and outputs, then frequency and presence over outputs."""
-  past = history[rows.slots]
+  past = history[rows[Column.SLOT]]
   count = past & jnp.int32(_PROMPT_BIT - 1)
-  repetition = _column(rows.repetition, x)
+  repetition = _column(rows[Column.REPETITION], x)
   x = jnp.where(past != 0, jnp.where(x > 0.0, x / repetition, x * repetition), x)
-  x = x - _column(rows.frequency, x) * count.astype(jnp.float32)
-  x = jnp.where(count > 0, x - _column(rows.presence, x), x)
+  x = x - _column(rows[Column.FREQUENCY], x) * count.astype(jnp.float32)
+  x = jnp.where(count > 0, x - _column(rows[Column.PRESENCE], x), x)
   return jnp.clip(x, -_HUGE, _HUGE)
 
 
@@ -127,6 +133,14 @@ def _suppress(x: jax.Array, rows: SamplingRows) -> jax.Array:
   return jnp.where(_column(jnp.max(masked, axis=1) == -jnp.inf, x), x, masked)
 
 
+def _adjusted(x: jax.Array, rows: SamplingRows, state: SlotState) -> jax.Array:
+  """Everything that comes before the temperature."""
+  x = _where_any(rows, Flag.PENALTY, lambda x: _penalise(x, rows, state.history), x)
+  x = _where_any(rows, Flag.BIAS, lambda x: x + state.bias[rows[Column.SLOT]], x)
+  x = _where_any(rows, Flag.MASK, lambda x: _only_masked(x, state.mask[rows[Column.SLOT]]), x)
+  return _where_any(rows, Flag.SUPPRESS, lambda x: _suppress(x, rows), x)
+
+
 def _ordered(x: jax.Array) -> jax.Array:
   """f32 -> int32 in the same order, every step of one a step to the next float (and back: it is its own inverse)."""
   bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -137,48 +151,69 @@ def _unordered(key: jax.Array) -> jax.Array:
   return lax.bitcast_convert_type(jnp.where(key < 0, key ^ jnp.int32(0x7FFFFFFF), key), jnp.float32)
 
 
-def _threshold(z: jax.Array, weights: jax.Array, need: jax.Array) -> jax.Array:
-  """The largest t for which the weights of {z >= t} reach `need`, or _NEGLIGIBLE; exact, by bisection on the bits.
+def _threshold(z: jax.Array, weights: jax.Array, need: jax.Array, wide: bool) -> jax.Array:
+  """The largest t for which the weights of {z >= t} reach `need`, or _NEGLIGIBLE; exact, digit by digit of t's bits.
+
+  As in the sorting-free sampling of FlashInfer (https://flashinfer.ai/2025/03/10/sampling.html) every pass reads all of
+  z and narrows the range in which t lies; here by as many times as a digit has values, so the number of passes is
+  fixed: 8 of 4 bits, none of which waits for the host or loops on the device, or 31 of one.
+
+  Sums of floats are exact enough: of one order of adding, the sum over more weights is never less.
 
   Args:
     z: f32[S, V], at most 0.
     weights: f32[S, V], not negative.
     need: f32[S].
+    wide: whether a pass tries 15 values, unrolled, rather than one, in a loop (see `sample`).
   """
-  rows = z.shape[0]
-  low = jnp.broadcast_to(_ordered(jnp.float32(_NEGLIGIBLE)), (rows,))
-  high = jnp.zeros(rows, jnp.int32)  # the key of 0.0
+  bits = 4 if wide else 1
+  low = jnp.full(z.shape[0], -_NUM_KEYS, jnp.int32)
 
-  def halve(_, bounds):
-    low, high = bounds
-    middle = low + ((high - low + 1) >> 1)
-    reached = jnp.sum(jnp.where(z >= _column(_unordered(middle), z), weights, 0.0), axis=1) >= need
-    return jnp.where(reached, middle, low), jnp.where(reached, high, middle - 1)
+  def narrow(low, shift):  # t's key is at least `low`, and less than `low` plus the 2**bits-fold of 2**shift
+    # low + (digit << shift) may be above 0, or beyond int32: then it is not tried.
+    tried = [(-low >> shift) >= digit for digit in range(1, 2**bits)]
+    keys = [jnp.where(ok, low + (jnp.int32(digit) << shift), 0) for digit, ok in enumerate(tried, 1)]
+    masses = [jnp.where(z >= _column(_unordered(key), z), weights, 0.0) for key in keys]
+    # One reduction of all: of several, XLA makes a kernel each, every one of which reads z.
+    totals = lax.reduce(
+      masses, [jnp.float32(0)] * len(masses), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,)
+    )
+    reached = [ok & (total >= need) for ok, total in zip(tried, totals, strict=True)]
+    return low + (sum(digit.astype(jnp.int32) for digit in reached) << shift)
 
-  low, _ = lax.fori_loop(0, 31, halve, (low, high))  # the keys of [-110, 0] span less than 2**31
+  shifts = range(-(-_NUM_KEYS.bit_length() // bits) * bits - bits, -1, -bits)
+  if wide:
+    for shift in shifts:
+      low = narrow(low, jnp.int32(shift))
+  else:
+    low = lax.fori_loop(0, len(shifts), lambda i, low: narrow(low, jnp.int32(shifts[0]) - bits * i), low)
   return _unordered(low)
 
 
-def _draw(x: jax.Array, rows: SamplingRows, best: jax.Array) -> jax.Array:
+def _draw(x: jax.Array, rows: SamplingRows, best: jax.Array, wide: bool) -> jax.Array:
   """A token of each RANDOM row from the tempered and truncated distribution; `best` in the others."""
   random = rows.has(Flag.RANDOM)
-  temperature = jnp.where(random, rows.temperature, 1.0)
+  temperature = jnp.where(random, rows[Column.TEMPERATURE], 1.0)
   z = (x - _column(jnp.max(x, axis=1), x)) / _column(temperature, x)
   weights = jnp.exp(z)
+  # Behind a barrier: of a branch that it knows to be constant XLA:GPU makes a select, and always computes the other.
+  everything = lax.optimization_barrier(jnp.full(x.shape[0], -jnp.inf))
 
-  def top_k(weights):
-    k = jnp.where(rows.has(Flag.TOP_K), rows.top_k, 2**30).astype(jnp.float32)
-    return jnp.where(z >= _column(_threshold(z, jnp.ones_like(z), k), z), weights, 0.0)
+  def top_k(_):
+    k = jnp.where(rows.has(Flag.TOP_K), rows[Column.TOP_K], 2**30).astype(jnp.float32)
+    return _threshold(z, jnp.ones_like(z), k, wide)
 
-  def top_p(weights):
-    share = jnp.where(rows.has(Flag.TOP_P), rows.top_p, 2.0)
-    return jnp.where(z >= _column(_threshold(z, weights, share * jnp.sum(weights, axis=1)), z), weights, 0.0)
+  def top_p(least):
+    share = jnp.where(rows.has(Flag.TOP_P), rows[Column.TOP_P], 2.0)
+    left = jnp.where(z >= _column(least, z), weights, 0.0)
+    return jnp.maximum(least, _threshold(z, left, share * jnp.sum(left, axis=1), wide))
 
-  weights = lax.cond(jnp.any(rows.has(Flag.TOP_K)), top_k, lambda weights: weights, weights)
-  weights = lax.cond(jnp.any(rows.has(Flag.TOP_P)), top_p, lambda weights: weights, weights)
-  weights = jnp.where(z >= _column(jnp.log(rows.min_p), z), weights, 0.0)
+  least = lax.cond(jnp.any(rows.has(Flag.TOP_K)), top_k, lambda least: least, everything)
+  least = lax.cond(jnp.any(rows.has(Flag.TOP_P)), top_p, lambda least: least, least)
+  least = jnp.maximum(least, jnp.log(rows[Column.MIN_P]))
+  weights = jnp.where(z >= _column(least, z), weights, 0.0)
 
-  token = _invert(weights, jax.vmap(uniform)(rows.seeds, rows.positions))
+  token = _invert(weights, jax.vmap(uniform)(rows[Column.SEED], rows[Column.POSITION]))
   return jnp.where(random, token, best)
 
 
@@ -215,51 +250,88 @@ def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
   return chunk * _CHUNK + token
 
 
-def sample(logits: jax.Array, rows: SamplingRows, state: SlotState) -> Sampled:
+def _largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+  """The `count` largest of each line, in descending order, of equals the first: f32 and int32[S, count], as lax.top_k.
+
+  A tournament: level by level each is the largest of _FAN below it. Going down again, the largest of a level lie below
+  the largest of the level above, and are put in order by how many others each has before it.
+
+  Args:
+    x: f32[S, V], finite; V at least `count`.
+  """
+  levels = [x]
+  while levels[-1].shape[1] > count * _FAN:
+    width = levels[-1].shape[1]
+    padded = jnp.pad(levels[-1], ((0, 0), (0, -width % _FAN)), constant_values=-jnp.inf)
+    levels.append(padded.reshape(x.shape[0], -1, _FAN).max(axis=2))
+  values = levels[-1]
+  ids = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+  for level in reversed(levels):
+    if level is not levels[-1]:
+      ids = (ids[:, :, None] * _FAN + jnp.arange(_FAN, dtype=jnp.int32)[None, None, :]).reshape(x.shape[0], -1)
+      inside = ids < level.shape[1]
+      values = jnp.take_along_axis(level, jnp.where(inside, ids, 0), axis=1)
+      values = jnp.where(inside, values, -jnp.inf)
+    mine, other = (jnp.expand_dims(values, axis) for axis in (2, 1))
+    before = (other > mine) | ((other == mine) & (ids[:, None, :] < ids[:, :, None]))
+    rank = jnp.sum(before.astype(jnp.int32), axis=2)
+    chosen = rank[:, None, :] == jnp.arange(count, dtype=jnp.int32)[None, :, None]
+    values = jnp.max(jnp.where(chosen, values[:, None, :], -jnp.inf), axis=2)
+    ids = jnp.max(jnp.where(chosen, ids[:, None, :], 0), axis=2)
+  return values, ids
+
+
+def _logprobs(
+  logits: jax.Array, rows: SamplingRows, tokens: jax.Array, bad: jax.Array, wide: bool
+) -> tuple[jax.Array, ...]:
+  """What `Sampled` says of probabilities, where some row wants it: logprobs, top_ids, top_logprobs."""
+  count = min(MAX_LOGPROBS, logits.shape[1])
+  line = jnp.arange(logits.shape[0], dtype=jnp.int32)
+  norm = jax.nn.logsumexp(logits, axis=1)
+  own = logits[line, jnp.where(rows[Column.TARGET] < 0, tokens, rows[Column.TARGET])] - norm
+
+  def top():
+    values, ids = _largest(logits, count) if wide else lax.top_k(logits, count)
+    values = jnp.where(_column(bad, values), 0.0, values - _column(norm, values))
+    pad = ((0, 0), (0, MAX_LOGPROBS - count))
+    return jnp.pad(jnp.where(_column(bad, ids), 0, ids), pad), jnp.pad(values, pad)
+
+  nothing = _no_logprobs(logits.shape[0])
+  wanted = jnp.any(rows.has(Flag.TOP_LOGPROBS))
+  return jnp.where(bad, 0.0, own), *lax.cond(wanted, top, lambda: nothing[1:])
+
+
+def _no_logprobs(num_rows: int) -> tuple[jax.Array, ...]:
+  shape = (num_rows, MAX_LOGPROBS)
+  return jnp.zeros(num_rows, jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+
+def sample(logits: jax.Array, rows: SamplingRows, state: SlotState, wide: bool = False) -> Sampled:
   """Draws a token for every logit row.
 
   Args:
     logits: f32[S, V], of the model.
     rows: parameters.
     state: of the slots, before this step.
+    wide: how a threshold is searched, which changes no token: in few passes that each do much, for devices on which a
+      pass costs its launch and its reading; or in many that do little, each of which XLA:CPU compiles once. And whether
+      the most likely tokens are found in a tournament, since only XLA:CPU has a top_k that does not sort.
   """
   bad = ~jnp.all(jnp.isfinite(logits), axis=1)
-  logits = jnp.where(_column(bad, logits), 0.0, logits)
-  x = _where_any(rows, Flag.PENALTY, lambda x: _penalise(x, rows, state.history), logits)
-  x = _where_any(rows, Flag.BIAS, lambda x: x + state.bias[rows.slots], x)
-  x = _where_any(rows, Flag.MASK, lambda x: _only_masked(x, state.mask[rows.slots]), x)
-  x = _where_any(rows, Flag.SUPPRESS, lambda x: _suppress(x, rows), x)
+  x = lax.cond(jnp.any(rows.has(_ADJUSTED)), lambda x: _adjusted(x, rows, state), lambda x: x, logits)
   best = _argmax(x)
-  tokens = lax.cond(jnp.any(rows.has(Flag.RANDOM)), lambda: _draw(x, rows, best), lambda: best)
+  tokens = lax.cond(jnp.any(rows.has(Flag.RANDOM)), lambda: _draw(x, rows, best, wide), lambda: best)
   tokens = jnp.where(bad, 0, tokens)
-
-  count = min(MAX_LOGPROBS, logits.shape[1])
-  shape = (logits.shape[0], MAX_LOGPROBS)
-
-  def own():
-    line = jnp.arange(logits.shape[0], dtype=jnp.int32)
-    token = jnp.where(rows.targets < 0, tokens, rows.targets)
-    norm = jax.nn.logsumexp(logits, axis=1)
-    return logits[line, token] - norm, norm
-
-  def top(norm):
-    values, ids = lax.top_k(logits, count)
-    pad = ((0, 0), (0, MAX_LOGPROBS - count))
-    return jnp.pad(ids.astype(jnp.int32), pad), jnp.pad(values - _column(norm, values), pad)
-
-  nothing = jnp.zeros(logits.shape[0], jnp.float32)
-  logprobs, norm = lax.cond(jnp.any(rows.has(Flag.LOGPROB)), own, lambda: (nothing, nothing))
-  top_ids, top_logprobs = lax.cond(
-    jnp.any(rows.has(Flag.TOP_LOGPROBS)),
-    top,
-    lambda _: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)),
-    norm,
+  logprobs = lax.cond(
+    jnp.any(rows.has(Flag.LOGPROB)),
+    lambda: _logprobs(logits, rows, tokens, bad, wide),
+    lambda: _no_logprobs(logits.shape[0]),
   )
-  return Sampled(tokens, bad, logprobs, top_ids, top_logprobs)
+  return Sampled(tokens, bad, *logprobs)
 
 
 def remember(state: SlotState, rows: SamplingRows, tokens: jax.Array) -> SlotState:
   """Counts the new tokens of rows with penalties; every other row counts in the padding slot, which nobody reads."""
   padding = state.history.shape[0] - 1
-  slots = jnp.where(rows.has(Flag.PENALTY), rows.slots, padding)
+  slots = jnp.where(rows.has(Flag.PENALTY), rows[Column.SLOT], padding)
   return dataclasses.replace(state, history=state.history.at[slots, tokens].add(1))

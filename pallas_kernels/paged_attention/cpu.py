@@ -45,7 +45,7 @@ def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
 
 @functools.cache
 def register() -> None:
-  """Tells XLA of the library's entries, once; before an executable with calls of them is loaded. Raises NativeMissing."""
+  """Tells XLA of the library's entries, once; before an executable that calls them is loaded. Raises NativeMissing."""
   library = native.load("paged_attention")
   for target, entry in (
     (_ATTENTION, library.SluicePagedAttention),

@@ -14,7 +14,7 @@ import pytest
 from engine.batch import Admission, Batch, Launched
 from engine.config import EngineConfig
 from engine.device import model_input
-from engine.device.model_input import Flag, Packer, flags_of, unpack
+from engine.device.model_input import Column, Flag, Packer, flags_of, unpack
 from engine.engine import Engine
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
@@ -109,17 +109,17 @@ def test_every_number_arrives(seed):
       for back in range(num_logits - 1, -1, -1):
         final = samples and back == 0
         assert inputs.logit_tokens[line] == token - 1 - back
-        assert sampling.slots[line] == twin.slot and sampling.positions[line] == start + count - back
-        assert int(sampling.seeds[line]) == twin.seed and sampling.top_k[line] == params.top_k
-        for name, value in (
-          ("temperature", params.temperature),
-          ("top_p", params.top_p),
-          ("min_p", params.min_p),
-          ("presence", params.presence_penalty),
-          ("frequency", params.frequency_penalty),
-          ("repetition", params.repetition_penalty),
+        assert sampling[Column.SLOT][line] == twin.slot and sampling[Column.POSITION][line] == start + count - back
+        assert int(sampling[Column.SEED][line]) == twin.seed and sampling[Column.TOP_K][line] == params.top_k
+        for column, value in (
+          (Column.TEMPERATURE, params.temperature),
+          (Column.TOP_P, params.top_p),
+          (Column.MIN_P, params.min_p),
+          (Column.PRESENCE, params.presence_penalty),
+          (Column.FREQUENCY, params.frequency_penalty),
+          (Column.REPETITION, params.repetition_penalty),
         ):
-          assert getattr(sampling, name)[line] == np.float32(value)
+          assert sampling[column][line] == np.float32(value)
         flags = flags_of(params) if final else Flag(0)
         if final and outputs < params.min_tokens:
           flags |= Flag.SUPPRESS
@@ -132,7 +132,7 @@ def test_every_number_arrives(seed):
           numbers.append(params.prompt_logprobs)
         elif final and (params.logprobs is not None or numbers):
           numbers.append(params.logprobs or 0)
-        assert Flag(int(sampling.flags[line])) == flags and sampling.targets[line] == target
+        assert Flag(int(sampling[Column.FLAGS][line])) == flags and sampling[Column.TARGET][line] == target
         line += 1
       assert logit_rows.last[index] == line - 1
       assert logit_rows.wants.get(index, (0, ()))[1] == tuple(numbers)
@@ -143,8 +143,8 @@ def test_every_number_arrives(seed):
     assert (inputs.query_starts[rest:] == token).all() and not inputs.kv_lens[rest:].any()
     for name in ("tokens", "positions", "slot_mapping"):
       assert not getattr(inputs, name)[token:].any()
-    assert not inputs.block_tables[rest:].any() and not sampling.flags[line:].any()
-    assert (sampling.slots[line:] == SLOTS).all() and (sampling.targets[line:] == -1).all()
+    assert not inputs.block_tables[rest:].any() and not sampling[Column.FLAGS][line:].any()
+    assert (sampling[Column.SLOT][line:] == SLOTS).all() and (sampling[Column.TARGET][line:] == -1).all()
 
 
 def test_a_slot_forgets_its_former_request():
@@ -159,7 +159,7 @@ def test_a_slot_forgets_its_former_request():
   packed, rows = packer.pack(batch, layout)
   inputs = unpack(layout, jnp.asarray(packed))
   assert not rows.wants
-  assert int(inputs.sampling.flags[0]) == int(Flag.SAMPLE) and int(inputs.sampling.seeds[0]) == 1
+  assert int(inputs.sampling[Column.FLAGS][0]) == int(Flag.SAMPLE) and int(inputs.sampling[Column.SEED][0]) == 1
   assert inputs.block_tables[0].tolist() == [14] + [0] * (WIDTH - 1)
 
 

@@ -1,7 +1,10 @@
 """Every sampling parameter against a straightforward numpy twin, and the promises about rows and draws."""
 
 import dataclasses
+import functools
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +21,11 @@ V, SLOTS, EOS = 300, 7, (3, 4)  # V is no multiple of a chunk
 SHAPE = StepShape(8, 8)
 
 
-@jax.jit
-def run(logits, packed, history, bias, mask):
+@functools.partial(jax.jit, static_argnames="wide", compiler_options={"xla_backend_optimization_level": 1})
+def run(logits, packed, history, bias, mask, wide=False):
   rows = unpack(Packer(SLOTS, 4, 4, EOS).layout(SHAPE), packed).sampling
   state = SlotState(history, bias, mask)
-  sampled = sampler.sample(logits, rows, state)
+  sampled = sampler.sample(logits, rows, state, wide)
   return sampled, sampler.remember(state, rows, sampled.tokens).history
 
 
@@ -38,7 +41,7 @@ class Row:
   allowed: tuple[int, ...] | None = None  # by an output constraint
 
 
-def draw(rows: list[Row], logits: np.ndarray):
+def draw(rows: list[Row], logits: np.ndarray, wide: bool = False):
   """Samples one token a row, through admission and packing as in serving."""
   packer = Packer(SLOTS, 4, 4, EOS)
   history, bias = np.zeros((SLOTS + 1, V), np.int32), np.full((SLOTS + 1, V), np.nan, np.float32)
@@ -70,7 +73,7 @@ def draw(rows: list[Row], logits: np.ndarray):
   packed, _ = packer.pack(batch, packer.layout(SHAPE))
   padded = np.zeros((SHAPE.rows, V), np.float32)
   padded[: len(rows)] = logits
-  sampled, after = run(padded, packed, history, bias, mask)
+  sampled, after = run(padded, packed, history, bias, mask, wide)
   return jax.tree.map(lambda x: np.asarray(x)[: len(rows)], sampled), np.asarray(after) - history, slots
 
 
@@ -321,3 +324,74 @@ def test_a_vocabulary_smaller_than_the_list_of_alternatives():
   state = SlotState(jnp.zeros(lines, jnp.int32), jnp.zeros(lines, jnp.float32), jnp.zeros((SLOTS + 1, 1), jnp.int32))
   sampled = jax.jit(sampler.sample)(logits, rows, state)
   assert sorted(sampled.top_ids[0, :11].tolist()) == list(range(11))
+
+
+# --- the search without a sort ----------------------------------------------------------------------------------------
+
+# Ties, the ends of the range and what is beyond it, neighbours in the last bit.
+_LEVELS = (
+  0.0,
+  -0.0,
+  -1e-30,
+  -0.5,
+  -1.0,
+  np.nextafter(np.float32(-1), np.float32(0)),
+  -1.5,
+  -109.9,
+  -111,
+  -np.inf,
+)
+_threshold = jax.jit(
+  sampler._threshold, static_argnums=3, compiler_options={"xla_backend_optimization_level": 0}
+)  # the wide search is not meant for this compiler
+_largest = jax.jit(sampler._largest, static_argnums=1)
+
+
+@st.composite
+def _rows_of_levels(draw_value):
+  """f32[4, 40] of few different values, each row with its largest at 0; and what each row needs."""
+  index = draw_value(st.lists(st.integers(0, len(_LEVELS) - 1), min_size=160, max_size=160))
+  z = np.array(_LEVELS, np.float32)[index].reshape(4, 40)
+  z[:, 17] = 0.0
+  need = draw_value(st.lists(st.sampled_from((1, 2, 3, 20, 39, 40, 41, 10**6)), min_size=4, max_size=4))
+  return z, np.array(need, np.float32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_rows_of_levels(), st.integers(0, 2**32 - 1))
+def test_a_threshold_is_where_sorting_finds_it(case, seed):
+  z, need = case
+  weights = np.random.default_rng(seed).integers(0, 4, z.shape).astype(np.float32)  # sums are exact
+  for values in (np.ones_like(z), weights):
+    narrow, wide = (np.asarray(_threshold(z, values, need, wide)) for wide in (False, True))
+    np.testing.assert_array_equal(narrow, wide)
+    for line, value, wanted, found in zip(z, values, need, narrow, strict=True):
+      order = np.argsort(-line, kind="stable")
+      reached = np.flatnonzero(np.cumsum(value[order]) >= wanted)
+      expected = line[order[reached[0]]] if len(reached) else -np.inf
+      assert found == max(expected, np.float32(sampler._NEGLIGIBLE))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from((20, 300, 331, 5001)), st.integers(0, 2**32 - 1), st.integers(1, 400))
+def test_the_largest_are_those_of_a_stable_sort(vocab, seed, num_levels):
+  x = np.random.default_rng(seed).integers(0, num_levels, (3, vocab)).astype(np.float32)
+  values, ids = map(np.asarray, _largest(x, 20))
+  order = np.argsort(-x, axis=1, kind="stable")[:, :20]
+  np.testing.assert_array_equal(ids, order)
+  np.testing.assert_array_equal(values, np.take_along_axis(x, order, 1))
+
+
+def test_how_a_threshold_is_searched_changes_no_token():
+  choices = [{"top_k": 5}, {"top_p": 0.3}, {"top_k": V}, {"top_k": 20, "top_p": 0.7, "min_p": 0.2}, {"top_p": 1e-9}]
+  rows = [Row(SamplingParams(**choice, logprobs=3), seed=n) for n, choice in enumerate(choices)]
+  rows.append(Row(SamplingParams(top_k=3), allowed=(2, 31, 32, 299)))
+  rows.append(Row(SamplingParams(temperature=0.0, top_k=2)))
+  rng = np.random.default_rng(9)
+  for special in (0.0, np.nan, np.inf, -np.inf):
+    logits = rng.integers(-12, 4, (len(rows), V)).astype(np.float32)  # many are equal
+    logits[2, 5] = special
+    found, expected = (draw(rows, logits, wide)[0] for wide in (True, False))
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_array_equal(mine, theirs)
+    assert found.bad.tolist() == [special != 0.0 and index == 2 for index in range(len(rows))]

@@ -113,6 +113,20 @@ def test_a_compiled_program_is_read_as_it_is():
   assert facts.aliased(copying) == [] and facts.moved(copying, {33 * 4096}, ())
 
 
+def test_sorts_and_loops_are_found():
+  def programs(k):
+    return jax.jit(lambda x: jax.lax.top_k(x, k)), jax.jit(lambda x: jnp.sort(x)), jax.jit(lambda x: jnp.cumsum(x))
+
+  x = jax.ShapeDtypeStruct((4, 500), jnp.float32)
+  found = [facts.sorts_and_loops(program.lower(x).compile().as_text() or "") for program in programs(20)]
+  assert [bool(names) for names in found] == [True, True, False]
+  line = (
+    '  %a.1 = (f32[4,16], s32[4,16]) custom-call(%x), custom_call_target="__gpu$TopK", metadata={op_name="f/sort ("}'
+  )
+  assert facts.sorts_and_loops(line) == ["a.1"]
+  assert facts.sorts_and_loops("  ROOT %w = (s32[]) while(%t), condition=%c, body=%b") == ["w"]
+
+
 SEQUENCE = """\
 000: kCommandBuffer [source       | next=006 (1)]
     001: kCustomKernel [source       | next=002 (1)] loop_gather_fusion grid: [64, 1, 1] threads: [128, 1, 1]
@@ -204,6 +218,7 @@ def rung(**changes) -> dict:
     "temp_bytes": 500,
     "temp_limit": 500,
     "moved": [],
+    "sorts_and_loops": [],
     "command_buffers": 1,
     "outside": [],
     "launches": [*outside, *layer * 4, *outside, *outside[:1]],
@@ -228,6 +243,7 @@ def test_a_good_rung_has_no_violations():
     ({"alias_bytes": 1100}, "1100 bytes are updated in place"),
     ({"kv_device_bytes": 2000}, "padded from 1000"),
     ({"moved": ["copy.1 = bf16[9]{0} copy(%kv)"]}, "copy.1"),
+    ({"sorts_and_loops": ["sort.3"]}, "sorts or loops: sort.3"),
     ({"temp_bytes": 501}, "501 bytes of temporaries"),
     ({"command_buffers": 2}, "2 command buffers"),
     ({"command_buffers": 0}, "0 command buffers"),

@@ -4,8 +4,8 @@
   make check-device ARGS=--small        a few rungs of a tiny model: what CI runs
 
 It asserts that KV is updated in place, that neither KV nor a weight is copied, that temporaries are bounded, and on the
-GPU that a step is one command buffer of few launches whose kernels spill nothing. It times nothing but the compilers.
-Exit code 1 with a line for each violation; a table comes last.
+GPU that a step is one command buffer of few launches, without a sort or a loop, whose kernels spill nothing. It times
+nothing but the compilers. Exit code 1 with a line for each violation; a table comes last.
 """
 
 from collections.abc import Sequence

@@ -44,6 +44,7 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
     "argument_bytes": memory.argument_size_in_bytes,
     "temp_bytes": memory.temp_size_in_bytes,
     "temp_limit": programs.temp_limit(spec, shape),
+    "sorts_and_loops": facts.sorts_and_loops(hlo),
     "moved": facts.moved(hlo, set(programs.shard_sizes(spec.kv)), weights, whole),
   }
   for path in set(dump.glob("*thunk_sequence_after_thunk_passes.txt")) - before:

@@ -27,6 +27,9 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
+_SORT = re.compile(
+  r'^\s+(?:ROOT )?%?([\w.\-]+) = .*(?: (?:sort|topk|while)\(|custom_call_target="[^"]*(?:TopK|[Ss]ort)[^"]*")', re.M
+)
 _THUNK = re.compile(r"^( *)(\d+): (k\w+)")
 
 
@@ -126,6 +129,11 @@ def moved(
       ):
         found.append(one.text)
   return found
+
+
+def sorts_and_loops(hlo: str) -> list[str]:
+  """Names of instructions that sort, pick the largest by a library, or loop, all of which the sampler does without."""
+  return _SORT.findall(hlo)
 
 
 def aliased(hlo: str) -> list[int]:

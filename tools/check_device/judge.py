@@ -32,6 +32,8 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
     found.append(f"moves a KV buffer or a weight: {text[:200]}")
   if len(rung["moved"]) > _SHOWN:
     found.append(f"moves a KV buffer or a weight {len(rung['moved']) - _SHOWN} times more; --out lists them")
+  if rung["sorts_and_loops"] and "launches" in rung:
+    found.append(f"sorts or loops: {', '.join(rung['sorts_and_loops'][:_SHOWN])}")
   if rung["temp_bytes"] > rung["temp_limit"]:
     found.append(f"{rung['temp_bytes']} bytes of temporaries are over {rung['temp_limit']}")
   if "launches" in rung:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from engine.batch import Admission, Batch
-from engine.device import kv_cache, programs
+from engine.device import programs
 from engine.device.model_input import Packer
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
@@ -29,8 +29,8 @@ def prepare(rows: int, context: int, setting) -> Prepared:
 
   def run(compiled):
     params = tuple(_weight(leaf.shape, leaf.dtype, jax.random.key(i)) for i, leaf in enumerate(spec.params))
-    carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), (spec.last_tokens, spec.slot_state))
-    carry = kv_cache.allocate(spec.kv), *carry
+    carry = spec.kv, spec.last_tokens, spec.slot_state
+    carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), carry)
     packed = jax.device_put(_packed(spec, shape, rows, context), setting.device)
     outputs = []
 
