@@ -32,6 +32,7 @@ from pallas_kernels.paged_attention.plan import Geometry
 MASK_LINES = 8  # of one call of `write_masks`
 # Options of XLA:GPU that leave a matmul one way to be done; where its sum is split, the shape alone says how.
 _ONE_MATMUL: dict[str, bool | int | str] = {
+  "xla_gpu_enable_triton_gemm": True,
   "xla_gpu_cublas_fallback": False,
   "xla_gpu_override_gemm_autotuner": (
     "block_m: 64 block_n: 128 block_k: 64 split_k: 1 num_stages: 4 num_warps: 4 num_ctas: 1"

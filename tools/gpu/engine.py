@@ -156,6 +156,7 @@ def run(command: Command, out: pathlib.Path, deadline: float, log: Any) -> dict[
     text=True,
     start_new_session=True,
   )
+  found: dict[str, Any]
   try:
     said, _ = process.communicate(timeout=max(0.0, deadline - started))
     found = json.loads(said.strip().splitlines()[-1]) if not process.returncode else {"error": process.returncode}
