@@ -1,5 +1,7 @@
 """Placement by logical axes, and the KV pool's arithmetic."""
 
+import math
+
 import jax
 from jax.sharding import Mesh, PartitionSpec
 import numpy as np
@@ -55,13 +57,12 @@ def test_bytes_of_a_block():
   assert kv_cache.bytes_per_block(TINY, 4, jax.numpy.bfloat16) == 2 * 2 * 4 * 2 * 8 * 2
 
 
-def test_buffers_have_a_padding_block_and_zeros():
+def test_buffers_have_a_padding_block():
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
-  buffers = kv_cache.allocate(kv_cache.abstract(mesh, TINY, 5, 4, np.dtype(np.float32)))
+  buffers = kv_cache.abstract(mesh, TINY, 5, 4, np.dtype(np.float32))
   assert len(buffers) == TINY.num_layers
-  assert sum(buffer.nbytes for buffer in buffers) == 6 * kv_cache.bytes_per_block(TINY, 4, np.dtype(np.float32))
-  assert len({buffer.unsafe_buffer_pointer() for buffer in buffers}) == TINY.num_layers
-  assert not any(np.asarray(buffer).any() for buffer in buffers)
+  sizes = [math.prod(buffer.shape) * buffer.dtype.itemsize for buffer in buffers]
+  assert sum(sizes) == 6 * kv_cache.bytes_per_block(TINY, 4, np.dtype(np.float32))
 
 
 def test_the_head_axis_is_found_whatever_the_layout():

@@ -30,6 +30,10 @@ def model():
 @pytest.fixture(scope="module")
 def runner(model):
   runner = make_runner(model=model)
+  layers = [np.asarray(layer) for layer in runner.kv]
+  assert len({layer.ctypes.data for layer in layers}) == TINY.num_layers, "layers share memory"
+  assert not any(layer.any() for layer in layers), "a new pool is not zero"
+  del layers  # views, which would keep the first step from taking the memory over
   runner.warm_up(lambda *_: None)
   return runner
 
