@@ -19,6 +19,7 @@ from models.registry import config_from_hf
 from pallas_kernels.paged_attention import api
 
 DTYPE = jnp.dtype("bfloat16")
+_WHOLE_ROWS = 16_384  # values that XLA:GPU reduces in one kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +127,9 @@ def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   """Bytes that a step may need for its intermediate values on one device; a copy of a large weight or of KV is more.
 
   Of a layer, everything between two of its kernels at once, and that twice; of the sampler, eight arrays of the logits'
-  size in f32 (several stages of filtering are alive together, and a sort holds four); of attention, its partial
-  results in f32; and 4 MiB for what is small, and for the alignment of each.
+  size in f32 (several stages of filtering are alive together), and 24 where the vocabulary is so small that XLA:GPU
+  does not split a row's reduction, for then it writes what each of the 15 sums of a threshold's pass adds up; of
+  attention, its partial results in f32; and 4 MiB for what is small, and for the alignment of each.
   """
   model, devices = spec.model, spec.mesh.size
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // devices
@@ -135,5 +137,5 @@ def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   plan = spec.attention_of(shape).plan
   slots = plan.max_decode_items if plan else 0
   partials = slots * (model.num_heads // devices) * (model.head_dim + 2) * 4
-  logits = shape.rows * model.vocab_size * 4
-  return 2 * shape.tokens * layer * DTYPE.itemsize + 8 * logits + partials + 4 * 2**20
+  logits = shape.rows * model.vocab_size * 4 * (8 if model.vocab_size > _WHOLE_ROWS else 24)
+  return 2 * shape.tokens * layer * DTYPE.itemsize + logits + partials + 4 * 2**20
