@@ -7,11 +7,11 @@
   python -m tools.bench_gpu --merge=DIR/tuning.json
 
 Stages of the kernels, which is what runs unless told: ceilings (read-only reduction, copy, bf16 matmul), check (every
-kernel on every arg spec against dense attention in f32), time (each beside the ceilings; cuDNN's dense attention beside
-prefill), profile (what the profiler says of some), peers (torch, FlashInfer), step (whole decode steps of Llama-3-8B),
-sweep (settings of the kernels). Each job runs in a process that may hang or die without the others. Into DIR go, after
-every job, results.jsonl, and at the end table.txt and tuning.json, which --merge puts into
-pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed.
+kernel on every arg spec against dense attention in f32; one request's bits in every company with --deterministic), time
+(each beside the ceilings; cuDNN's dense attention beside prefill), profile (what the profiler says of some), peers
+(torch, FlashInfer), step (whole decode steps of Llama-3-8B), sweep (settings of the kernels). Each job runs in a
+process that may hang or die without the others. After every job results.jsonl goes into DIR, and at the end table.txt
+and tuning.json, which --merge puts into pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed.
 
 Stages of the engine (tools/gpu/engine.py), each in its own time: start (all rungs compiled, without and with a cache),
 decode (steps of Llama-3-8B and Llama-3.2-1B beside the roofline, and the sampler's share), buffers (ways to update
@@ -86,6 +86,7 @@ def _checks() -> list[Job]:
       continue
     found.append({"kind": "check", "op": "parts", "spec": spec.name})
   found += [{"kind": "check", "op": "attend", "spec": spec.name} for spec in arg_specs.GPU_BENCHMARK[:7]]
+  found.append({"kind": "deterministic"})
   return found
 
 

@@ -113,7 +113,7 @@ def test_every_job_names_a_spec_and_shares_rise() -> None:
   made = [job for stage in bench_gpu.STAGES for job in bench_gpu.jobs_of(stage)]
   made += sweep.jobs(sweep.FACTORS[0], {"split_tokens": 256, "block_size": 64})
   assert {job["spec"] for job in made if "spec" in job} <= names
-  assert {job["kind"] for job in made} == {"ceiling", "check", "time", "profile", "peer", "step"}
+  assert {job["kind"] for job in made} == {"ceiling", "check", "deterministic", "time", "profile", "peer", "step"}
   assert [bench_gpu._ENDS[stage] for stage in bench_gpu.STAGES] == sorted(bench_gpu._ENDS.values())
   checked = {job["spec"] for job in made if job["kind"] == "check"}
   assert {spec.name for spec in arg_specs.GPU_BENCHMARK} <= checked and "mixed_window" in checked

@@ -209,6 +209,8 @@ def rung(**changes) -> dict:
     "seconds": 1.5,
     "cpu_seconds": 1.25,
     "layers": 4,
+    "deterministic": False,
+    "matmuls": ["__cublas$lt$matmul"],
     "kv_bytes": 1000,
     "kv_device_bytes": 1000,
     "donated_arrays": 7,
@@ -229,9 +231,28 @@ def rung(**changes) -> dict:
   } | changes
 
 
+def test_how_matmuls_are_done_is_read():
+  tile = (
+    '"num_stages":4,"num_warps":"4","output_tiles":[{"sizes":["1","64","128"]}]},"kind":"__triton_nested_gemm_fusion"'
+  )
+  lines = (
+    "%a = f32[16,128,384]{2,1,0} fusion(%w), kind=kCustom, calls=%fused_computation, backend_config={" + tile + "}",
+    '%b = (bf16[8,8]{1,0}, s8[9]{0}) custom-call(%w), custom_call_target="__cublas$lt$matmul"',
+    "%c = f32[256,256]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
+  )
+  fused = "  ROOT %d = f32[16,128,384]{2,1,0} dot(%param_0, %param_0)"
+  assert sorted(facts.matmuls(hlo(*lines, fused=fused))) == [
+    "__cublas$lt$matmul",
+    "dot",
+    "triton 64x128, 4 stages, 4 warps",
+  ]
+
+
 def test_a_good_rung_has_no_violations():
   assert judge.violations(rung(), [KernelUse("write", 40, 0)]) == []
   assert judge.launches_a_layer(rung()) == 11
+  one_way = {"deterministic": True, "matmuls": ["triton 64x128, 4 stages, 4 warps"] * 3}
+  assert judge.violations(rung(**one_way, shallow_launches=13), []) == []  # a launch more a layer
   shown = judge.layer_launches(rung())
   assert len(shown) == 11 and "norm" in shown[0]
 
@@ -249,6 +270,9 @@ def test_a_good_rung_has_no_violations():
     ({"command_buffers": 0}, "0 command buffers"),
     ({"outside": ["kConditional"]}, "kConditional"),
     ({"shallow_launches": 13}, "12 launches a layer"),
+    ({"deterministic": True, "matmuls": ["triton 64x128, 4 stages, 4 warps", "__cublas$gemm"]}, "in 2 ways: __cublas"),
+    ({"deterministic": True, "matmuls": ["__cublas$lt$matmul"] * 2}, "in 1 ways: __cublas"),
+    ({"deterministic": True, "matmuls": []}, "none is seen"),
   ],
 )
 def test_each_wrong_fact_is_a_violation(changes, said):

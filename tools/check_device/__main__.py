@@ -22,14 +22,20 @@ from tools.check_device import facts, judge
 from tools.check_device.targets import TARGETS, Target, environment
 
 _BUDGETS = "8,16,32,64,128,256,512"
-# Of (target, model): four chips hold what one does not.
-_SMALL = (("h200", "tiny", "8,64,256"), ("v5e", "tiny", "64"), ("v5e-4", "tiny", "64"))
+# Of (target, model), whether --deterministic, and the rungs: four chips hold what one does not.
+_SMALL = (
+  ("h200", "tiny", False, "8,64,256"),
+  ("h200", "tiny", True, "128"),
+  ("v5e", "tiny", False, "64"),
+  ("v5e-4", "tiny", False, "64"),
+)
 _WHOLE = (
-  ("h200", "demo", _BUDGETS),
-  ("h200", "llama3-8b", _BUDGETS),
-  ("v6e", "demo", _BUDGETS),
-  ("v6e", "llama3-8b", _BUDGETS),
-  ("v5e-4", "llama3-8b", _BUDGETS),
+  ("h200", "demo", False, _BUDGETS),
+  ("h200", "llama3-8b", False, _BUDGETS),
+  ("h200", "llama3-8b", True, "128"),
+  ("v6e", "demo", False, _BUDGETS),
+  ("v6e", "llama3-8b", False, _BUDGETS),
+  ("v5e-4", "llama3-8b", False, _BUDGETS),
 )
 
 
@@ -37,12 +43,13 @@ class CompileError(Exception):
   """The compiling process failed; the message ends with the last lines of its standard error."""
 
 
-def compile_all(target: Target, model: str, attention: str, budgets: str) -> list[dict]:
+def compile_all(target: Target, model: str, attention: str, budgets: str, deterministic: bool = False) -> list[dict]:
   """Facts of every rung, smallest first, with what ptxas said (`kernels`). Raises CompileError."""
   with tempfile.TemporaryDirectory(prefix="sluice-device-") as folder:
     out = pathlib.Path(folder)
     command = [sys.executable, "-m", "tools.check_device.compile", f"--target={target.name}", f"--model={model}"]
     command += [f"--attention={attention}", f"--token_budgets={budgets}", f"--out={out}"]
+    command += ["--deterministic"] if deterministic else []
     done = subprocess.run(
       command, env=os.environ | environment(target, out), capture_output=True, encoding="utf-8", errors="replace"
     )
@@ -62,22 +69,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--target", choices=sorted(TARGETS), help="this one alone")
   parser.add_argument("--model", choices=("tiny", "demo", "llama3-8b"), help="this one alone")
   parser.add_argument("--token_budgets", help="rungs to compile, as the server's flag")
+  parser.add_argument("--deterministic", action="store_true", help="only steps of servers with --deterministic")
   parser.add_argument("--attention", help="implementation of paged attention; the platform's own unless given")
   parser.add_argument("--out", type=pathlib.Path, help="JSON file for everything that was found")
   args = parser.parse_args(arguments)
   jobs = _SMALL if args.small else _WHOLE
   if args.target and args.model:
-    jobs = ((args.target, args.model, _BUDGETS),)
+    jobs = ((args.target, args.model, args.deterministic, "128" if args.deterministic else _BUDGETS),)
   jobs = [job for job in jobs if args.target in (None, job[0]) and args.model in (None, job[1])]
+  jobs = [job for job in jobs if job[2] or not args.deterministic]
   if not jobs:
     parser.error(f"nothing to do for --target={args.target} --model={args.model}; give both")
   rungs, failures = [], 0
-  for name, model, budgets in jobs:
+  for name, model, deterministic, budgets in jobs:
     target = TARGETS[name]
     attention = args.attention or target.attention
-    print(f"{name}, {model}, attention {attention}: compiling {args.token_budgets or budgets}", flush=True)
+    how = f"attention {attention}{', deterministic' if deterministic else ''}"
+    print(f"{name}, {model}, {how}: compiling {args.token_budgets or budgets}", flush=True)
     try:
-      found = compile_all(target, model, attention, args.token_budgets or budgets)
+      found = compile_all(target, model, attention, args.token_budgets or budgets, deterministic)
     except CompileError as error:
       print(f"{name}, {model}: {error}", file=sys.stderr)
       failures += 1

@@ -45,6 +45,7 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
     "temp_bytes": memory.temp_size_in_bytes,
     "temp_limit": programs.temp_limit(spec, shape),
     "sorts_and_loops": facts.sorts_and_loops(hlo),
+    "matmuls": facts.matmuls(hlo),
     "moved": facts.moved(hlo, set(programs.shard_sizes(spec.kv)), weights, whole),
   }
   for path in set(dump.glob("*thunk_sequence_after_thunk_passes.txt")) - before:
@@ -85,7 +86,7 @@ def main() -> None:
     for shape in ladder.rungs():
       ctypes.CDLL(None).fflush(None)  # ptxas's words go through C's own buffer
       print(f"\n@@ {shape.tokens}", flush=True)
-      found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers}
+      found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers, "deterministic": args.deterministic}
       found |= compile_rung(deep, shape, args.out)
       if target.platform == "cuda":
         found["shallow_layers"] = few

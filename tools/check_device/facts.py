@@ -136,6 +136,23 @@ def sorts_and_loops(hlo: str) -> list[str]:
   return _SORT.findall(hlo)
 
 
+def matmuls(hlo: str) -> list[str]:
+  """How each matmul is done: by XLA's own kernel, with tile, stages and warps; by a library's; or "dot" as it lies."""
+  fused = set(re.findall(r"fusion\(.*?calls=%?([\w.\-]+)", hlo))
+  found = []
+  for name, body in computations(hlo).items():
+    found += ["dot" for one in body if one.opcode == "dot" and name not in fused]
+  for line in hlo.splitlines():
+    if '"kind":"__triton_nested_gemm_fusion"' in line or '"kind":"__triton_gemm"' in line:
+      sizes = re.search(r'"output_tiles":\[\{"sizes":\[([^\]]*)\]', line)
+      stages, warps = (re.search(rf'"{word}":"?(\d+)', line) for word in ("num_stages", "num_warps"))
+      tile = "?" if sizes is None else "x".join(size for size in re.findall(r"\d+", sizes[1]) if size != "1")
+      found.append(f"triton {tile}, {stages and stages[1]} stages, {warps and warps[1]} warps")
+    elif library := re.search(r'custom_call_target="(__cu[\w$]*(?:gemm|matmul)[\w$]*)"', line):
+      found.append(library[1])
+  return found
+
+
 def aliased(hlo: str) -> list[int]:
   """Numbers of the arguments whose place a result takes, in ascending order."""
   head = hlo.split("entry_computation_layout", 1)[0]

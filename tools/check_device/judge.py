@@ -6,6 +6,7 @@ from typing import Any
 from tools.check_device.facts import KernelUse
 
 MAX_LAUNCHES_A_LAYER = 11
+MAX_LAUNCHES_DETERMINISTIC = 14  # XLA's own matmuls take no residual along
 _SHOWN = 5  # copies that are printed; there may be some a layer
 
 
@@ -42,12 +43,23 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
         f"{rung['command_buffers']} command buffers instead of one, and outside of them: "
         f"{', '.join(sorted(set(rung['outside']))) or 'nothing'}"
       )
-    if launches_a_layer(rung) > MAX_LAUNCHES_A_LAYER:
-      found.append(f"{launches_a_layer(rung):g} launches a layer are over {MAX_LAUNCHES_A_LAYER}")
+    most = MAX_LAUNCHES_DETERMINISTIC if rung["deterministic"] else MAX_LAUNCHES_A_LAYER
+    if launches_a_layer(rung) > most:
+      found.append(f"{launches_a_layer(rung):g} launches a layer are over {most}")
+    if rung["deterministic"]:
+      found += _many_ways(rung["matmuls"])
   for kernel in kernels:
     if kernel.spill_bytes:
       found.append(f"kernel {kernel.name} spills {kernel.spill_bytes} bytes ({kernel.registers} registers)")
   return found
+
+
+def _many_ways(matmuls: Sequence[str]) -> list[str]:
+  """Deterministic, there is one way, and XLA's own: a library may choose by rows, or anew at the next start."""
+  ways = sorted(set(matmuls))
+  if len(ways) != 1 or not ways[0].startswith("triton"):
+    return [f"deterministic, but matmuls are done in {len(ways)} ways: {'; '.join(ways) or 'none is seen'}"]
+  return []
 
 
 def layer_launches(rung: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ A job is a JSON object; `prepare` turns it into something to compile and to run 
       and for a sweep: "tuning": {field: value}, "block_size": tokens
   {"kind": "profile", ...} as "time": what the profiler says of the kernels
   {"kind": "step", "rows": B, "context": tokens}
+  {"kind": "deterministic"}: see invariance.py
 """
 
 from collections.abc import Callable
@@ -473,7 +474,21 @@ def _step(job: Job, setting: Setting) -> Prepared:
   return step.prepare(job["rows"], job["context"], setting)
 
 
-_KINDS = {"ceiling": _ceiling, "check": _check, "time": _time, "profile": _time, "step": _step}
+def _deterministic(job: Job, setting: Setting) -> Prepared:
+  from tools.gpu import invariance  # needs what the kernels do not: flax
+
+  del job
+  return invariance.prepare(setting)
+
+
+_KINDS = {
+  "ceiling": _ceiling,
+  "check": _check,
+  "deterministic": _deterministic,
+  "time": _time,
+  "profile": _time,
+  "step": _step,
+}
 
 
 def prepare(job: Job, setting: Setting) -> Prepared:

@@ -161,6 +161,16 @@ def _checks(results: Results) -> str:
   return f"correct: {len(right)} of {len(checks)} specs, {wrong} failed, {late} not reached; largest error {worst:.1e}"
 
 
+def _same_bits(results: Results) -> list[str]:
+  """Of --deterministic; a failure is listed with the others."""
+  return [
+    f"deterministic: the same bits in {found['ways']} ways of serving, {found['preemptions']} preemptions among them; "
+    f"every step has {found['tokens_a_step']} tokens"
+    for record in results.records
+    if record["job"]["kind"] == "deterministic" and record["ok"] and (found := record["figures"])
+  ]
+
+
 def failed(record: Record) -> bool:
   """Whether something of ours went wrong: not a peer, no setting of a sweep that does not fit, no lack of time."""
   job = record["job"]
@@ -206,7 +216,7 @@ def table(meta: Mapping[str, Any], records: Sequence[Record], sweep: Sequence[st
     f"jax {meta.get('jax', '-')}, commit {meta['commit']}, {meta['date']}"
   )
   parts: list[Callable[[Results], list[str]]] = [_decodes, _prefills, _others]
-  lines = [head, _ceilings(results), _checks(results)]
+  lines = [head, _ceilings(results), _checks(results), *_same_bits(results)]
   for part in parts:
     found = part(results)
     lines += found if len(found) > 1 else []

@@ -28,7 +28,7 @@ def prepare(rows: int, context: int, setting) -> Prepared:
   shape = StepShape(sizes.max_num_seqs, sizes.max_num_seqs)
 
   def run(compiled):
-    params = tuple(_weight(leaf.shape, leaf.dtype, jax.random.key(i)) for i, leaf in enumerate(spec.params))
+    params = tuple(random_weight(leaf.shape, leaf.dtype, jax.random.key(i)) for i, leaf in enumerate(spec.params))
     carry = spec.kv, spec.last_tokens, spec.slot_state
     carry = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), carry)
     packed = jax.device_put(_packed(spec, shape, rows, context), setting.device)
@@ -53,7 +53,8 @@ def prepare(rows: int, context: int, setting) -> Prepared:
   return Prepared(compile_it, lambda compiled: {} if setting.mode == "compile" else run(compiled))
 
 
-def _weight(shape: tuple[int, ...], dtype: jnp.dtype, key: jax.Array) -> jax.Array:
+def random_weight(shape: tuple[int, ...], dtype: jnp.dtype, key: jax.Array) -> jax.Array:
+  """Of a matrix, or the ones of a norm."""
   if len(shape) == 1:
     return jnp.ones(shape, dtype)
   return _random(shape, dtype, key)

@@ -1,0 +1,140 @@
+"""Measures what --deterministic costs: the same work with it and without, in turns, in one run. Decides nothing.
+
+  python -m tools.bench_deterministic --model=models/demo [--matmul=xla --attention=reference] [--output=FILE.json]
+
+Work: steps of --batches rows with one new token each at position --context, through the real runner, and --requests
+requests all at once through the whole engine, greedy. The best of --rounds counts on either side. First it is shown
+that the promise holds, on the programs that are then timed: one request in many sorts of company (tools/company.py).
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import statistics
+import sys
+from typing import Any
+
+from engine.errors import ConfigError, EngineError
+from engine.shapes import ShapeLadder
+from tools import company
+from tools.arguments import CommandParser, positive_float, positive_int
+from tools.bench_offline import OfflineRun, add_build_arguments, build_options
+from tools.measure import commit, machine, write_result
+from tools.measure_costs import HandMade
+from tools.workload import WorkRequest, synthetic
+
+
+def same_bits(run: OfflineRun) -> int:
+  """How many ways of serving a request gave its bits alone. Raises ConfigError if one did not."""
+  runner, config = run.built.runner, dataclasses.replace(run.built.config, enable_prefix_caching=True)
+  ways = company.ways(config)
+  for name, subject in company.SUBJECTS.items():
+    alone = company.serve(runner, config, subject).bits
+    for way in ways:
+      if company.serve(runner, config, subject, **way).bits != alone:
+        raise ConfigError(f"the {name} request has other bits served as {way} than alone")
+  return len(ways) * len(company.SUBJECTS)
+
+
+def step_s(run: OfflineRun, batch: int, context: int, seconds: float) -> tuple[int, float]:
+  """Tokens that a step of decodes is padded to, and how long it takes in the median."""
+  config = run.built.config
+  shape = ShapeLadder(config.token_budgets, config.max_num_seqs).fit(batch)
+  times = HandMade(run.built.runner, config).times(shape, [(context - 1, 1)] * batch, seconds)
+  return shape.tokens, statistics.median(times)
+
+
+def offline_s(run: OfflineRun, requests: Sequence[WorkRequest]) -> float:
+  """Seconds from the first request to the last token."""
+  outcomes = run.serve(requests)
+  return max(one.chunks[-1][0] for one in outcomes) - min(one.sent_s for one in outcomes)
+
+
+def measure(args: Any) -> dict[str, Any]:
+  """Both sides in turns; the JSON. Raises EngineError."""
+  # Steps made by hand write where they like, so nothing may be kept for a later round.
+  options = dataclasses.replace(build_options(args), enable_prefix_caching=False)
+  normal = OfflineRun(dataclasses.replace(options, deterministic=False))
+  deterministic = OfflineRun(dataclasses.replace(options, deterministic=True))
+  built = deterministic.built
+  ways = same_bits(deterministic)
+  prompts, outputs = (f"uniform:{low}:{high}" for low, high in (args.prompts, args.outputs))
+  requests = synthetic(args.requests, prompts, outputs, built.config.vocab_size, seed=0)
+  work: dict[str, list[list[float]]] = {}
+  padded: dict[str, list[int]] = {}
+  for _ in range(args.rounds):
+    for side, run in enumerate((normal, deterministic)):
+      for batch in args.batches:
+        name = f"decode of {batch} at {args.context}"
+        tokens, seconds = step_s(run, batch, args.context, args.seconds)
+        work.setdefault(name, [[], []])[side].append(seconds)
+        padded.setdefault(name, [0, 0])[side] = tokens
+      work.setdefault("offline", [[], []])[side].append(offline_s(run, requests))
+  rows = []
+  for name, times in work.items():
+    best = [min(side) for side in times]
+    rows.append({"work": name, "normal_s": best[0], "deterministic_s": best[1], "ratio": round(best[1] / best[0], 3)})
+    rows[-1] |= {"padded_to": padded[name]} if name in padded else {}
+  return {
+    "model": built.model_name,
+    "attention": built.attention,
+    "matmul": built.matmul,
+    "says": built.deterministic,
+    "token_budgets": [list(run.built.config.token_budgets) for run in (normal, deterministic)],
+    "same_bits_in_ways": ways,
+    "rounds": args.rounds,
+    "work": rows,
+    "machine": machine(),
+    "commit": commit(),
+  }
+
+
+def table(result: dict[str, Any]) -> str:
+  """The result for people."""
+  lines = [f"{result['model']}, attention {result['attention']}, matmul {result['matmul']}; {result['says']}"]
+  lines.append(f"the same bits in {result['same_bits_in_ways']} ways of serving; best of {result['rounds']} rounds:")
+  for row in result["work"]:
+    shapes = "{} and {} tokens".format(*row["padded_to"]) if "padded_to" in row else ""
+    lines.append(
+      f"{row['work']:20s} {1e3 * row['normal_s']:10.2f} ms {1e3 * row['deterministic_s']:10.2f} ms deterministic, "
+      f"ratio {row['ratio']:.3f} {shapes}".rstrip()
+    )
+  return "\n".join(lines)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+  return tuple(positive_int(item) for item in text.split(","))
+
+
+def _range(text: str) -> tuple[int, int]:
+  low, _, high = text.partition(":")
+  return positive_int(low), positive_int(high)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; exit code 2 with one line for what cannot be measured."""
+  parser = CommandParser("tools.bench_deterministic", __doc__)
+  parser.add_argument("--model", required=True, help="model folder; with --random_weights config.json is enough")
+  parser.add_argument("--batches", type=_numbers, default=(1, 8, 32), help="rows of decode steps")
+  parser.add_argument("--context", type=positive_int, default=128, help="their positions")
+  parser.add_argument("--requests", type=positive_int, default=32, help="offline: how many")
+  parser.add_argument("--prompts", type=_range, default=(16, 128), help="offline: shortest:longest prompt")
+  parser.add_argument("--outputs", type=_range, default=(16, 64), help="offline: shortest:longest output")
+  parser.add_argument("--rounds", type=positive_int, default=3, help="of everything, in turns")
+  parser.add_argument("--seconds", type=positive_float, default=0.5, help="for each kind of step in a round")
+  parser.add_argument("--output", default="", help="JSON file to write")
+  add_build_arguments(parser)
+  args = parser.parse_args(argv)
+  try:
+    result = measure(args)
+  except EngineError as error:
+    print(f"tools.bench_deterministic: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+  write_result(args.output, result)
+  print(table(result), file=sys.stderr)
+  print(json.dumps(result), flush=True)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,72 @@
+"""The check of --deterministic on a GPU: one request in many sorts of company, through the engine, bit for bit.
+
+Weights are random, of Llama-3-8B's shapes in few layers: what could differ lies within a layer.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from engine.config import EngineConfig
+from engine.device import deterministic, programs
+from engine.device.runner import ModelRunner
+from engine.errors import ConfigError
+from engine.shapes import ShapeLadder
+from tools import company
+from tools.check_device.programs import case, make_spec
+from tools.gpu.cases import Wrong
+from tools.gpu.protocol import Prepared
+from tools.gpu.step import random_weight
+
+_LAYERS = 4
+_BUDGETS = (8, 32, 128, 512)  # of which one is taken
+_TINY_WAYS = 3
+
+
+def prepare(setting) -> Prepared:
+  """Compiles the step that --deterministic has; runs the trial, and every way. `setting`: jobs.Setting."""
+  attention = "reference" if setting.tiny else "gpu"  # the interpreter is not part of the engine's programs
+  sizes = dataclasses.replace(
+    case("tiny" if setting.tiny else "llama3-8b"), max_model_len=512, pool_tokens=8192, max_num_seqs=16
+  )
+  layers = 1 if setting.tiny else _LAYERS
+  spec = make_spec(sizes, [setting.device], attention, layers, deterministic=True)
+  platform = "cpu" if setting.tiny else "gpu"
+  budgets = deterministic.ladder_of(_BUDGETS, sizes.max_num_seqs, platform, attention, "xla")
+  ladder = ShapeLadder(budgets, sizes.max_num_seqs)
+
+  def compile_it():
+    if setting.mode == "compile":
+      return programs.compile_step(spec, ladder.rungs()[-1])
+    weights = tuple(random_weight(leaf.shape, leaf.dtype, jax.random.key(i)) for i, leaf in enumerate(spec.params))
+    return ModelRunner(spec, weights, ladder, (0,), lambda *_: None)
+
+  def run(made) -> dict[str, Any]:
+    if setting.mode == "compile":
+      return {}
+    config = EngineConfig(
+      vocab_size=sizes.model.vocab_size,
+      max_model_len=sizes.max_model_len,
+      num_blocks=sizes.pool_tokens // spec.block_size - 1,
+      block_size=spec.block_size,
+      token_budgets=budgets,
+      max_num_seqs=sizes.max_num_seqs,
+      prefill_chunk=budgets[-1],
+    )
+    try:
+      deterministic.try_out(made, config, ladder)
+    except ConfigError as error:
+      raise Wrong(str(error)) from error
+    ways = company.ways(config)[: _TINY_WAYS if setting.tiny else None]
+    preemptions = 0
+    for name, subject in company.SUBJECTS.items():
+      alone = company.serve(made, config, subject).bits
+      for way in ways:
+        served = company.serve(made, config, subject, **way)
+        preemptions += served.stats.num_preemptions
+        if served.bits != alone:
+          raise Wrong(f"the {name} request has other bits served as {way} than alone")
+    return {"ways": len(ways) * len(company.SUBJECTS), "preemptions": preemptions, "tokens_a_step": budgets[-1]}
+
+  return Prepared(compile_it, run)
