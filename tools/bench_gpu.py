@@ -10,8 +10,8 @@ Stages of the kernels, which is what runs unless told: ceilings (read-only reduc
 kernel on every arg spec against dense attention in f32; one request's bits in every company with --deterministic), time
 (each beside the ceilings; cuDNN's dense attention beside prefill), profile (what the profiler says of some), peers
 (torch, FlashInfer), step (whole decode steps of Llama-3-8B), sweep (settings of the kernels). Each job runs in a
-process that may hang or die without the others. After every job results.jsonl goes into DIR, and at the end table.txt
-and tuning.json, which --merge puts into pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed.
+process that may hang or die without the others. After every job results.jsonl goes into DIR, at the end table.txt and
+tuning.json, which --merge puts into pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed.
 
 Stages of the engine (tools/gpu/engine.py), each in its own time: start (all rungs compiled, without and with a cache),
 decode (steps of Llama-3-8B and Llama-3.2-1B beside the roofline, and the sampler's share), buffers (ways to update
