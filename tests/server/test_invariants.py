@@ -57,7 +57,7 @@ def test_while_loading_there_are_none(tokenizer):
 
 
 def lose_queued_tokens(served):
-  served.engine._post(lambda: setattr(served.engine._scheduler, "num_waiting_tokens", 7) or [])
+  served.engine._post(lambda: setattr(served.engine._scheduler._waiting, "num_tokens", 7) or [])
 
 
 def leak_a_block(served):

@@ -195,7 +195,7 @@ def test_the_demo_without_a_terminal(tmp_path, compile_cache):
   )
   assert done.returncode == 0, done.stdout + done.stderr
   assert "\x1b" not in done.stdout
-  assert "compiling step programs: 8 of 8" in done.stdout
+  assert re.search(r"compiling step programs: (\d+) of \1\n", done.stdout)
   assert re.search(r"\d running, \d+ queued", done.stdout)
   assert re.search(r"first token +[\d.]+ s after the start", done.stdout)
   assert re.search(r"requests +\d+ answered, 0 failed", done.stdout)
