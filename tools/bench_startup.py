@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   medians = {
     way: {name: statistics.median(run[name] for run in found) for name in found[0]} for way, found in runs.items()
   }
-  about = {"machine": machine(), "commit": commit(), "model": args.model, "flags": flags}
+  about = {"machine": machine(), "commit": commit(), "model": pathlib.Path(args.model).name, "flags": flags}
   write_result(args.output, {"about": about, "medians": medians, "runs": runs})
   print(table(medians))
   print(json.dumps({"medians": medians}), file=sys.stderr)
