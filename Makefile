@@ -27,7 +27,7 @@ demo: $(READY)
 server: $(READY)
 	@$(PY) -m server.main $(ARGS)
 
-## make test      every check that a change must pass, under 12 minutes on two cores
+## make test      every check that a change must pass
 test: check
 	@$(PY) -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
