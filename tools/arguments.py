@@ -30,6 +30,11 @@ def positive_int(text: str) -> int:
   return value
 
 
+def positive_ints(text: str) -> tuple[int, ...]:
+  """Whole numbers of at least 1 with commas between, or the error argparse shows."""
+  return tuple(positive_int(item) for item in text.split(","))
+
+
 def positive_float(text: str) -> float:
   """A number above 0, infinity allowed, or the error argparse shows."""
   try:

@@ -9,7 +9,6 @@ that the promise holds, on the programs that are then timed: one request in many
 
 from collections.abc import Sequence
 import dataclasses
-import json
 import statistics
 import sys
 from typing import Any
@@ -17,9 +16,9 @@ from typing import Any
 from engine.errors import ConfigError, EngineError
 from engine.shapes import ShapeLadder
 from tools import company
-from tools.arguments import CommandParser, positive_float, positive_int
+from tools.arguments import CommandParser, positive_float, positive_int, positive_ints
 from tools.bench_offline import OfflineRun, add_build_arguments, build_options
-from tools.measure import commit, machine, write_result
+from tools.measure import commit, machine, show
 from tools.measure_costs import HandMade
 from tools.workload import WorkRequest, synthetic
 
@@ -102,10 +101,6 @@ def table(result: dict[str, Any]) -> str:
   return "\n".join(lines)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-  return tuple(positive_int(item) for item in text.split(","))
-
-
 def _range(text: str) -> tuple[int, int]:
   low, _, high = text.partition(":")
   return positive_int(low), positive_int(high)
@@ -115,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """The command; exit code 2 with one line for what cannot be measured."""
   parser = CommandParser("tools.bench_deterministic", __doc__)
   parser.add_argument("--model", required=True, help="model folder; with --random_weights config.json is enough")
-  parser.add_argument("--batches", type=_numbers, default=(1, 8, 32), help="rows of decode steps")
+  parser.add_argument("--batches", type=positive_ints, default=(1, 8, 32), help="rows of decode steps")
   parser.add_argument("--context", type=positive_int, default=128, help="their positions")
   parser.add_argument("--requests", type=positive_int, default=32, help="offline: how many")
   parser.add_argument("--prompts", type=_range, default=(16, 128), help="offline: shortest:longest prompt")
@@ -130,9 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except EngineError as error:
     print(f"tools.bench_deterministic: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
-  write_result(args.output, result)
-  print(table(result), file=sys.stderr)
-  print(json.dumps(result), flush=True)
+  show(result, table(result), args.output)
   return 0
 
 

@@ -23,7 +23,6 @@ a gigabyte, and a square matmul in the model's dtype. The faster measurement cou
 
 from collections.abc import Sequence
 import dataclasses
-import json
 import pathlib
 import statistics
 import sys
@@ -33,9 +32,9 @@ from engine.engine import Engine, PlainEngine
 from engine.errors import ConfigError, EngineError
 from engine.shapes import ShapeLadder
 from tools.accounting import Flops
-from tools.arguments import CommandParser, positive_float, positive_int
+from tools.arguments import CommandParser, positive_float, positive_int, positive_ints
 from tools.bench_offline import OfflineRun, add_build_arguments, build_options
-from tools.measure import ROOT, best_and_median, commit, machine, write_result
+from tools.measure import ROOT, best_and_median, commit, machine, show
 from tools.measure_costs import HandMade, Rows
 from tools.sampler_times import sampler_times
 from tools.step_costs import work_of
@@ -358,22 +357,18 @@ def plot(result: dict[str, Any], path: str) -> None:
   pyplot.close(figure)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-  return tuple(positive_int(item) for item in text.split(","))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; exit code 2 with one line for what cannot be measured."""
   parser = CommandParser("tools.bench_engine", __doc__)
   parser.add_argument("--shape", default="llama-125m", help="a folder of models/shapes, or demo")
   parser.add_argument("--model", default="", help="a model folder instead; with --random_weights config.json is enough")
   parser.add_argument("--parts", default=",".join(PARTS), help="what to measure")
-  parser.add_argument("--batches", type=_numbers, default=(1, 8, 32, 64), help="rows of decode steps")
-  parser.add_argument("--contexts", type=_numbers, default=(128, 512, 1024), help="their positions")
-  parser.add_argument("--prompts", type=_numbers, default=(128, 512), help="tokens of prefill steps")
+  parser.add_argument("--batches", type=positive_ints, default=(1, 8, 32, 64), help="rows of decode steps")
+  parser.add_argument("--contexts", type=positive_ints, default=(128, 512, 1024), help="their positions")
+  parser.add_argument("--prompts", type=positive_ints, default=(128, 512), help="tokens of prefill steps")
   parser.add_argument("--requests", type=positive_int, default=64, help="offline: how many")
   parser.add_argument(
-    "--lengths", type=_numbers, default=(16, 128), help="offline: shortest and longest prompt, output"
+    "--lengths", type=positive_ints, default=(16, 128), help="offline: shortest and longest prompt, output"
   )
   parser.add_argument(
     "--overlap", type=lambda text: text != "false", default=True, help="offline: false plans each step after the last"
@@ -396,11 +391,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except EngineError as error:
     print(f"tools.bench_engine: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
-  write_result(args.output, result)
+  show(result, table(result), args.output)
   if args.plot:
     plot(result, args.plot)
-  print(table(result), file=sys.stderr)
-  print(json.dumps(result), flush=True)
   return 0
 
 

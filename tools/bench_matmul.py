@@ -25,9 +25,9 @@ from models.config import ModelConfig
 from models.quantize import quantize
 from models.registry import config_from_hf
 from pallas_kernels.packed_matmul import api
-from tools.arguments import CommandParser, positive_float, positive_int
+from tools.arguments import CommandParser, positive_float, positive_ints
 from tools.bench_engine import Ceilings, measure_ceilings, model_folder
-from tools.measure import best_and_median, commit, machine, write_result
+from tools.measure import best_and_median, commit, machine, show
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -168,15 +168,11 @@ def table(result: dict[str, Any]) -> str:
   return "\n".join(lines)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-  return tuple(positive_int(item) for item in text.split(","))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; exit code 2 with one line for what cannot be measured."""
   parser = CommandParser("tools.bench_matmul", __doc__)
   parser.add_argument("--shapes", default="llama-125m,llama-15m", help="folders of models/shapes, or demo")
-  parser.add_argument("--rows", type=_numbers, default=ROWS, help="tokens in a step")
+  parser.add_argument("--rows", type=positive_ints, default=ROWS, help="tokens in a step")
   parser.add_argument("--seconds", type=positive_float, default=1.0, help="for each figure and each ceiling")
   parser.add_argument("--output", default="", help="JSON file to write")
   args = parser.parse_args(argv)
@@ -188,9 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   except EngineError as error:
     print(f"tools.bench_matmul: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
-  write_result(args.output, result)
-  print(table(result), file=sys.stderr)
-  print(json.dumps(result), flush=True)
+  show(result, table(result), args.output)
   return 0
 
 

@@ -80,3 +80,10 @@ def write_result(path: str, result: dict[str, Any]) -> None:
   """Keeps a result as indented JSON."""
   if path:
     pathlib.Path(path).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+
+
+def show(result: dict[str, Any], table: str, path: str) -> None:
+  """Keeps a result; prints its table for people, on standard error, and itself as a line of JSON."""
+  write_result(path, result)
+  print(table, file=sys.stderr)
+  print(json.dumps(result), flush=True)
