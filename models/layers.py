@@ -79,8 +79,12 @@ def packed_product(
   outputs: int,
   norm: "RMSNorm | None" = None,
   dtype: jnp.dtype | None = None,
+  num_rows: jax.Array | None = None,
 ) -> jax.Array:
-  """x [..., inputs], through `norm` if there is one, times a packed weight: [..., outputs] of `dtype` or x's."""
+  """x [..., inputs], through `norm` if there is one, times a packed weight: [..., outputs] of `dtype` or x's.
+
+  Zeros behind the first `num_rows` rows (int32[1]), if that is given.
+  """
   return packed_matmul.matmul(
     x,
     weight[...],
@@ -88,6 +92,7 @@ def packed_product(
     dtype=dtype,
     scales=None if scales is None else scales[...],
     norm=None if norm is None else (norm.scale[...], norm.eps),
+    num_rows=num_rows,
   )
 
 
@@ -130,11 +135,12 @@ class GatedMLP(nnx.Module):
     self.sizes = (d, f)
     self.packed = form.packed
 
-  def __call__(self, x: jax.Array, norm: RMSNorm) -> jax.Array:  # [..., D] -> [..., D]
-    if self.packed:
+  def __call__(self, x: jax.Array, norm: RMSNorm, num_tokens: jax.Array | None = None) -> jax.Array:
+    if self.packed:  # [..., D] -> [..., D]
       d, f = self.sizes
-      both = packed_product(x, self.gate_up, self.gate_up_scale, 2 * f, norm)
-      return packed_product(jax.nn.silu(both[..., :f]) * both[..., f:], self.down, self.down_scale, d)
+      both = packed_product(x, self.gate_up, self.gate_up_scale, 2 * f, norm, num_rows=num_tokens)
+      hidden = jax.nn.silu(both[..., :f]) * both[..., f:]
+      return packed_product(hidden, self.down, self.down_scale, d, num_rows=num_tokens)
     # Not x @ gate_up.reshape(D, 2F): that copies the weight on a TPU, and gathers it where F is split over devices.
     both = scaled(jnp.einsum("...d,dcf->...cf", norm(x), operand(self.gate_up, x)), self.gate_up_scale)
     return scaled((jax.nn.silu(both[..., 0, :]) * both[..., 1, :]) @ operand(self.down, x), self.down_scale)

@@ -79,6 +79,7 @@ def matmul(
   dtype: jnp.dtype | None = None,
   scales: jax.Array | None = None,
   norm: tuple[jax.Array, float] | None = None,
+  num_rows: jax.Array | None = None,
 ) -> jax.Array:
   """x [..., D] times the matrix [D, N] that `packed` was made of: [..., N], summed in f32.
 
@@ -89,6 +90,8 @@ def matmul(
     dtype: of the result: x's, or float32.
     scales: f32[N], for int8: what the sums are multiplied with.
     norm: scale [D] of x's dtype and epsilon of a root-mean-square norm (arXiv:1910.07467) that x goes through first.
+    num_rows: int32[1], of x's rows how many are in use; those behind them are neither read nor paid for, and give
+      zeros. None: all.
 
   Raises:
     NativeMissing: the library is not built.
@@ -102,9 +105,12 @@ def matmul(
     raise ValueError(f"packed matmul: the norm's scale {scale.shape} does not fit x {x.shape}")
   if (packed.dtype == jnp.int8) != (scales is not None) or (scales is not None and scales.shape != (outputs,)):
     raise ValueError(f"packed matmul: {packed.dtype} with scales {scales if scales is None else scales.shape}")
+  if num_rows is not None and (num_rows.shape != (1,) or num_rows.dtype != jnp.int32):
+    raise ValueError(f"packed matmul: num_rows is {num_rows.dtype}{list(num_rows.shape)}; it must be int32[1]")
   register()
   rows = math.prod(x.shape[:-1])
   call = jax.ffi.ffi_call(_MATMUL, jax.ShapeDtypeStruct((rows, outputs), dtype or x.dtype))
   scales = jnp.zeros(0, jnp.float32) if scales is None else scales
-  y = call(x.reshape(rows, inputs), packed, scales, scale, epsilon=np.float32(epsilon))
+  num_rows = jnp.zeros(0, jnp.int32) if num_rows is None else num_rows
+  y = call(x.reshape(rows, inputs), packed, scales, scale, num_rows, epsilon=np.float32(epsilon))
   return y.reshape(*x.shape[:-1], outputs)

@@ -7,6 +7,7 @@
 // bits alone and in any batch. Of an int8 matrix the whole numbers are multiplied, and each sum by its column's scale.
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <vector>
 
 #include "pallas_kernels/native.h"
@@ -121,6 +122,7 @@ void prepare(const X* x, int64_t D, const X* scale, float epsilon, float* to) {
   }
 }
 
+// M: rows in use.
 template <typename X, typename W, typename O>
 ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon,
                     const W* w, const float* scales, int64_t blocks, O* y, int64_t N) {
@@ -154,20 +156,27 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
   return ffi::Error::Success();
 }
 
-// x [M, D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], norm's scale [D] or [0] -> y [M, N]. Each float32 or
-// bfloat16, and w may be int8: then it has scales.
+// x [M, D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], norm's scale [D] or [0], rows in use [1] or [0] for
+// all -> y [M, N], zeros in the others. Each float32 or bfloat16, and w may be int8: then it has scales.
 ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
-                  ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> y, float epsilon) {
+                  ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> used, ffi::Result<ffi::AnyBuffer> y, float epsilon) {
   const int64_t M = x.dimensions()[0], D = x.dimensions()[1], blocks = w.dimensions()[0], N = y->dimensions()[1];
   const bool normed = scale.dimensions()[0] != 0, quantized = w.element_type() == ffi::S8;
   if (w.dimensions()[1] != D || (N + kColumns - 1) / kColumns != blocks || y->dimensions()[0] != M ||
       scales.dimensions()[0] != (quantized ? N : 0) || (normed && scale.dimensions()[0] != x.dimensions()[1]))
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: shapes do not fit each other");
+  const int64_t rows = used.dimensions()[0] ? used.typed_data()[0] : M;
+  if (rows < 0 || rows > M)
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: " + std::to_string(rows) + " rows in use of " +
+                                                            std::to_string(M));
+  const int64_t used_bytes = rows * N * (y->size_bytes() / std::max<int64_t>(1, M * N));
+  std::memset(static_cast<char*>(y->untyped_data()) + used_bytes, 0, y->size_bytes() - used_bytes);
+  if (rows == 0) return ffi::Error::Success();
   auto with = [&](auto x_type, auto w_type, auto y_type) {
     using X = decltype(x_type);
     using W = decltype(w_type);
     using O = decltype(y_type);
-    return multiply(threads, static_cast<const X*>(x.untyped_data()), M, D,
+    return multiply(threads, static_cast<const X*>(x.untyped_data()), rows, D,
                     normed ? static_cast<const X*>(scale.untyped_data()) : nullptr, epsilon,
                     static_cast<const W*>(w.untyped_data()), quantized ? scales.typed_data() : nullptr, blocks,
                     static_cast<O*>(y->untyped_data()), N);
@@ -193,6 +202,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("epsilon"));
 

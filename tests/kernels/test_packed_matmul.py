@@ -109,6 +109,28 @@ def test_the_norm_before_it(shape: tuple[int, int], dtype: str) -> None:
   np.testing.assert_array_equal(row[0], np.asarray(found)[-1])
 
 
+@pytest.mark.parametrize("rows", [9, 70])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rows_behind_those_in_use_are_left_out(rows: int, int8: bool, normed: bool) -> None:
+  """NaN in, zeros out; and those in use have the bits that they have without the others."""
+  x, w = numbers(rows, 128, 2050, "float32")
+  norm = {"norm": (jnp.linspace(0.5, 2, 128), 1e-5)} if normed else {}
+  for used in (0, 1, rows - 1, rows):
+    padded = x.at[used:].set(jnp.nan)
+    found = np.asarray(multiply(padded, w, int8, num_rows=jnp.full(1, used, jnp.int32), **norm)[0])
+    np.testing.assert_array_equal(found[used:], 0)
+    if used:
+      np.testing.assert_array_equal(found[:used], np.asarray(multiply(x[:used], w, int8, **norm)[0]))
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_a_count_of_rows_that_does_not_fit_is_an_error(count: int) -> None:
+  x, w = numbers(3, 32, 50, "float32")
+  with pytest.raises(jax.errors.JaxRuntimeError, match=f"{count} rows in use of 3"):
+    multiply(x, w, num_rows=jnp.full(1, count, jnp.int32))[0].block_until_ready()
+
+
 def test_leading_dimensions() -> None:
   x, w = numbers(6, 32, 50, "float32")
   packed = jnp.asarray(api.pack(np.asarray(w)))
@@ -125,6 +147,8 @@ def test_what_does_not_fit_is_named() -> None:
     api.matmul(x, packed, 50, norm=(jnp.ones(5), 1e-5))
   with pytest.raises(ValueError, match=r"x \(2, 31\)"):
     api.matmul(x[:, :31], packed, 50)
+  with pytest.raises(ValueError, match=r"num_rows is int32\[\]"):
+    api.matmul(x, packed, 50, num_rows=jnp.int32(1))
   values, scales = quantize(w, 1)
   with pytest.raises(ValueError, match="int8 with scales None"):
     api.matmul(x, jnp.asarray(api.pack(np.asarray(values))), 50)
