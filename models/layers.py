@@ -10,6 +10,7 @@ those to mesh axes. Modules are only ever built inside `nnx.eval_shape`, so a de
 
 import dataclasses
 import math
+from typing import Any
 
 from flax import nnx
 import jax
@@ -79,11 +80,11 @@ def packed_product(
   outputs: int,
   norm: "RMSNorm | None" = None,
   dtype: jnp.dtype | None = None,
-  num_rows: jax.Array | None = None,
+  **more: Any,
 ) -> jax.Array:
   """x [..., inputs], through `norm` if there is one, times a packed weight: [..., outputs] of `dtype` or x's.
 
-  Zeros behind the first `num_rows` rows (int32[1]), if that is given.
+  `more` is handed on: num_rows, gated, residual.
   """
   return packed_matmul.matmul(
     x,
@@ -92,7 +93,7 @@ def packed_product(
     dtype=dtype,
     scales=None if scales is None else scales[...],
     norm=None if norm is None else (norm.scale[...], norm.eps),
-    num_rows=num_rows,
+    **more,
   )
 
 
@@ -136,14 +137,14 @@ class GatedMLP(nnx.Module):
     self.packed = form.packed
 
   def __call__(self, x: jax.Array, norm: RMSNorm, num_tokens: jax.Array | None = None) -> jax.Array:
-    if self.packed:  # [..., D] -> [..., D]
+    """[..., D] -> [..., D]: x, and what the norm and the layer make of it."""
+    if self.packed:
       d, f = self.sizes
       both = packed_product(x, self.gate_up, self.gate_up_scale, 2 * f, norm, num_rows=num_tokens)
-      hidden = jax.nn.silu(both[..., :f]) * both[..., f:]
-      return packed_product(hidden, self.down, self.down_scale, d, num_rows=num_tokens)
+      return packed_product(both, self.down, self.down_scale, d, gated=True, residual=x, num_rows=num_tokens)
     # Not x @ gate_up.reshape(D, 2F): that copies the weight on a TPU, and gathers it where F is split over devices.
     both = scaled(jnp.einsum("...d,dcf->...cf", norm(x), operand(self.gate_up, x)), self.gate_up_scale)
-    return scaled((jax.nn.silu(both[..., 0, :]) * both[..., 1, :]) @ operand(self.down, x), self.down_scale)
+    return x + scaled((jax.nn.silu(both[..., 0, :]) * both[..., 1, :]) @ operand(self.down, x), self.down_scale)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:

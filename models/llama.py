@@ -39,7 +39,7 @@ class Attention(nnx.Module):
   """Grouped-query attention (arXiv:2305.13245). Query, key and value are one matmul.
 
   `qkv` is [D, K, G + 2, H]: each KV head lies beside its query heads, so the K axis can be split over devices
-  without moving anything.
+  without moving anything. The result has the residual x in it.
   """
 
   def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN):
@@ -69,8 +69,8 @@ class Attention(nnx.Module):
     out, cache = attend(qkv, cos, sin, cache, meta)
     out = out.reshape(*lead, k * g * h)
     if self.packed:
-      return packed_product(out, self.out, self.out_scale, d, num_rows=num_tokens), cache
-    return scaled(out @ operand(self.out, out).reshape(-1, d), self.out_scale), cache
+      return packed_product(out, self.out, self.out_scale, d, residual=x, num_rows=num_tokens), cache
+    return x + scaled(out @ operand(self.out, out).reshape(-1, d), self.out_scale), cache
 
 
 class Block(nnx.Module):
@@ -84,10 +84,9 @@ class Block(nnx.Module):
 
   def __call__(self, x, cos, sin, cache, meta, attend: Attend, num_tokens=None):
     with jax.named_scope("attention"):
-      out, cache = self.attention(x, self.attention_norm, cos, sin, cache, meta, attend, num_tokens)
-    x = x + out
+      x, cache = self.attention(x, self.attention_norm, cos, sin, cache, meta, attend, num_tokens)
     with jax.named_scope("mlp"):
-      return x + self.mlp(x, self.mlp_norm, num_tokens), cache
+      return self.mlp(x, self.mlp_norm, num_tokens), cache
 
 
 @partial(jax.jit, static_argnums=(0, 7))
@@ -166,7 +165,8 @@ class Decoder(nnx.Module):
     with jax.named_scope("head"):
       if self.packed:
         weight, size = self.embed if self.head is None else self.head, self.config.vocab_size
-        return packed_product(hidden, weight, self.head_scale, size, self.final_norm, jnp.dtype(jnp.float32), num_rows)
+        f32 = jnp.dtype(jnp.float32)
+        return packed_product(hidden, weight, self.head_scale, size, self.final_norm, f32, num_rows=num_rows)
       hidden = self.final_norm(hidden)
       if self.head is None:
         return jnp.einsum("...d,vd->...v", hidden, self.embed[...], preferred_element_type=jnp.float32)

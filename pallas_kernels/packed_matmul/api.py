@@ -80,6 +80,8 @@ def matmul(
   scales: jax.Array | None = None,
   norm: tuple[jax.Array, float] | None = None,
   num_rows: jax.Array | None = None,
+  gated: bool = False,
+  residual: jax.Array | None = None,
 ) -> jax.Array:
   """x [..., D] times the matrix [D, N] that `packed` was made of: [..., N], summed in f32.
 
@@ -92,12 +94,19 @@ def matmul(
     norm: scale [D] of x's dtype and epsilon of a root-mean-square norm (arXiv:1910.07467) that x goes through first.
     num_rows: int32[1], of x's rows how many are in use; those behind them are neither read nor paid for, and give
       zeros. None: all.
+    gated: x is [..., 2 D] instead, gates and then values of SwiGLU (arXiv:2002.05202): silu(gates) * values is what
+      is multiplied. Without a norm.
+    residual: [..., N] of the result's dtype, added to the product.
 
   Raises:
     NativeMissing: the library is not built.
     ValueError: the shapes do not fit.
   """
-  inputs = x.shape[-1]
+  inputs, dtype = x.shape[-1] // (2 if gated else 1), dtype or x.dtype
+  if x.shape[-1] != inputs * (2 if gated else 1) or (gated and norm is not None):
+    raise ValueError(f"packed matmul: gated x {x.shape} must be even, and has no norm before it")
+  if residual is not None and (residual.shape != (*x.shape[:-1], outputs) or residual.dtype != dtype):
+    raise ValueError(f"packed matmul: residual {residual.dtype}{list(residual.shape)} is not like the result")
   if packed.shape != packed_shape(inputs, outputs):
     raise ValueError(f"packed matmul: x {x.shape} and {packed.shape} do not make {outputs} outputs")
   scale, epsilon = (jnp.zeros(0, x.dtype), 0.0) if norm is None else norm
@@ -109,8 +118,10 @@ def matmul(
     raise ValueError(f"packed matmul: num_rows is {num_rows.dtype}{list(num_rows.shape)}; it must be int32[1]")
   register()
   rows = math.prod(x.shape[:-1])
-  call = jax.ffi.ffi_call(_MATMUL, jax.ShapeDtypeStruct((rows, outputs), dtype or x.dtype))
+  call = jax.ffi.ffi_call(_MATMUL, jax.ShapeDtypeStruct((rows, outputs), dtype))
+  residual = jnp.zeros((0, 0), dtype) if residual is None else residual.reshape(rows, outputs)
   scales = jnp.zeros(0, jnp.float32) if scales is None else scales
   num_rows = jnp.zeros(0, jnp.int32) if num_rows is None else num_rows
-  y = call(x.reshape(rows, inputs), packed, scales, scale, num_rows, epsilon=np.float32(epsilon))
+  x2 = x.reshape(rows, x.shape[-1])
+  y = call(x2, packed, scales, scale, num_rows, residual, epsilon=np.float32(epsilon), gated=gated)
   return y.reshape(*x.shape[:-1], outputs)
