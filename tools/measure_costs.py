@@ -294,8 +294,10 @@ def measure(args: Any) -> StepCosts:
   costs = StepCosts(**table, host=host, kv_bytes_per_token=block_bytes // config.block_size)
   # In the engine the host plans while the device works; where they share cores, both take longer for it.
   made, costs = costs, calibrated(with_launch_spread(costs, launches), running)
-  factors = {str(tokens): round(seconds / made.rung(tokens), 4) for tokens, seconds in costs.rung_s}
-  about["engine_over_table"] = factors
+  bases = {tokens: made.rung(tokens) for tokens, _ in costs.rung_s}  # 0 where a rung costs no more than what is in it
+  about["engine_over_table"] = {
+    str(tokens): round(seconds / bases[tokens], 4) if bases[tokens] else None for tokens, seconds in costs.rung_s
+  }
   return dataclasses.replace(costs, about=about)
 
 
