@@ -330,12 +330,8 @@ def sample(
     x = _adjusted(logits, rows, state)
     return x, argmax(x, num_rows, argmax_by)[0]
 
-  def other():
-    x, best = lax.cond(jnp.any(rows.has(_ADJUSTED)), adjusted, lambda: (logits, likeliest))
-    return lax.cond(jnp.any(rows.has(Flag.RANDOM)), lambda: _draw(x, rows, best, wide), lambda: best)
-
-  # One condition around both, so that nothing of the logits' size is copied for rows that are greedy and plain.
-  tokens = lax.cond(jnp.any(rows.has(_ADJUSTED | Flag.RANDOM)), other, lambda: likeliest)
+  x, best = lax.cond(jnp.any(rows.has(_ADJUSTED)), adjusted, lambda: (logits, likeliest))
+  tokens = lax.cond(jnp.any(rows.has(Flag.RANDOM)), lambda: _draw(x, rows, best, wide), lambda: best)
   tokens = jnp.where(bad, 0, tokens)
   logprobs = lax.cond(
     jnp.any(rows.has(Flag.LOGPROB)),
