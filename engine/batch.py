@@ -54,6 +54,8 @@ class Batch:
     new_blocks: (slot, index in the table, block id) for tables that grew.
     num_output_tokens: output tokens each row's request has before this step (for min_tokens), counts leading values.
     masks: (row, allowed tokens as Constraint.allowed() has them), for each sampling row of a constrained request.
+    padded_tokens: what the way of batching pads the step to, before the ladder rounds it up: more than num_tokens only
+      with static and dynamic batching. A device may leave out the padding of the ladder, but not this.
   """
 
   step: int
@@ -69,6 +71,7 @@ class Batch:
   admissions: tuple[Admission, ...] = ()
   new_blocks: tuple[tuple[int, int, int], ...] = ()
   masks: tuple[tuple[int, bytes], ...] = ()
+  padded_tokens: int = 0
 
   @property
   def num_tokens(self) -> int:

@@ -285,16 +285,17 @@ class Scheduler:
       num_tokens += self._admit(plan, chunk_left, now)
     if not num_tokens:
       return None
-    shape = self.ladder.fit(batching.step_tokens(num_tokens, max(plan.counts, default=1), len(running)))
+    padded = batching.step_tokens(num_tokens, max(plan.counts, default=1), len(running))
+    shape = self.ladder.fit(padded)
     if batching.fills_padding and plan.requests and num_tokens < shape.tokens:
       # The step is padded to the edge of its rung anyway: prompt tokens in the padding are free.
       num_tokens += self._grow(plan, shape.tokens - num_tokens)
       if may_admit:
         self._admit(plan, shape.tokens - num_tokens, now)
     self._times[self._num_steps] = now
-    return self._seal(decodes, starts, plan, shape)
+    return self._seal(decodes, starts, plan, shape, padded)
 
-  def _seal(self, decodes: list[Request], starts: list[int], plan: _Plan, shape: StepShape) -> Batch:
+  def _seal(self, decodes: list[Request], starts: list[int], plan: _Plan, shape: StepShape, padded: int) -> Batch:
     """Freezes the plan: decodes first, then rows of several tokens."""
     columns = self._decodes
     if decodes != columns.requests:
@@ -353,6 +354,7 @@ class Scheduler:
       admissions=tuple(plan.admissions),
       new_blocks=tuple(plan.new_blocks),
       masks=masks,
+      padded_tokens=padded,
     )
 
   def _allowed(self, request: Request, constraint: Constraint) -> bytes:

@@ -92,6 +92,7 @@ class StepLayout:
       "tokens": (t,),  # an id, or -1 - slot where the id is last_tokens[slot]
       "positions": (t,),
       "slot_mapping": (t,),
+      "used": (2,),  # tokens and logit rows to compute, those in front
       "query_starts": (s + 1,),
       "kv_lens": (s,),
       "columns": (len(Column), s),
@@ -164,17 +165,17 @@ def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
     offset, shape = layout.fields[name]
     return lax.slice(packed, (offset,), (offset + math.prod(shape),)).reshape(shape)
 
-  columns, query_starts = field("columns"), field("query_starts")
+  columns, used = field("columns"), field("used")
   return ModelInput(
     tokens=field("tokens"),
     positions=field("positions"),
     slot_mapping=field("slot_mapping"),
-    query_starts=query_starts,
+    query_starts=field("query_starts"),
     kv_lens=field("kv_lens"),
     block_tables=field("block_tables"),
     plan=field("plan"),
-    num_tokens=query_starts[-1:],
-    num_logit_rows=jnp.sum((columns[Column.SLOT] < layout.num_slots).astype(jnp.int32), keepdims=True),
+    num_tokens=used[:1],
+    num_logit_rows=used[1:],
     logit_tokens=columns[Column.TOKEN],
     sampling=SamplingRows(columns, field("stop_ids")),
   )
@@ -380,6 +381,10 @@ class Packer:
     slots = np.array(batch.slots, np.int32)
     starts = np.array(batch.starts, np.int32)
     total = batch.num_tokens
+    # Where a way of batching pads rows, their padding is computed like them: what it costs is what is compared.
+    computed = max(total, batch.padded_tokens)
+    num_logits = sum(batch.num_logits)
+    field("used")[:] = computed, num_logits if computed == total else min(computed, layout.shape.rows)
     query_starts = field("query_starts")
     if total == rows:  # every row has one token
       row_of_token = slice(None)

@@ -164,6 +164,16 @@ def test_a_slot_forgets_its_former_request():
   assert inputs.block_tables[0].tolist() == [14] + [0] * (WIDTH - 1)
 
 
+@pytest.mark.parametrize(("padded", "used"), [(0, [2, 1]), (2, [2, 1]), (6, [6, SLOTS])])
+def test_padding_of_rows_is_computed_and_that_of_the_ladder_is_not(padded, used):
+  packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
+  layout = packer.layout(StepShape(8, SLOTS))
+  packer.admit(Admission(2, (5, 6), 2, (14,), SamplingParams(temperature=0.0), 1))
+  batch = Batch(0, layout.shape, ("a",), (2,), (0,), (2,), (1,), (True,), ((5, 6),), (0,), padded_tokens=padded)
+  inputs = unpack(layout, jnp.asarray(packer.pack(batch, layout)[0]))
+  assert [*inputs.num_tokens.tolist(), *inputs.num_logit_rows.tolist()] == used
+
+
 def test_each_step_has_memory_of_its_own():
   """The device may read a step's array after the next one is packed."""
   packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
