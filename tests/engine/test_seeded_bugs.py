@@ -209,7 +209,6 @@ BUGS = (
   Bug("a block begins one token late", "decodes", "-(starts[0] + offset) %", "-(starts[0] + offset - 1) %"),
   Bug("a repeated step ends nobody", "decodes", " or not self._stop_ids.isdisjoint(tokens)", ""),
   Bug("tokens of repeated steps are not counted", "decodes", "    self._uncounted_tokens += 1\n", ""),
-  Bug("a repeated step forgets masks", "scheduler", " or self._num_constrained:", ":"),
 )
 
 
