@@ -1,4 +1,4 @@
-"""What tests of GPU kernels need of Pallas' interpreter."""
+"""What tests of kernels need of Pallas' interpreters."""
 
 from collections.abc import Iterator
 import threading
@@ -19,11 +19,17 @@ class _Impatient(threading.Condition):
 
 
 @pytest.fixture
-def gpu_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-  """Compiles quickly, since nearly all the time goes into compiling what runs once; does not hang; leaves no state."""
-  names = vars(threading) | {"Condition": _Impatient}
-  monkeypatch.setattr(shared_memory, "threading", types.SimpleNamespace(**names))
+def quick_compilation() -> Iterator[None]:
+  """Nearly all the time goes into compiling the interpreters' programs, which run once."""
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def gpu_interpreter(monkeypatch: pytest.MonkeyPatch, quick_compilation: None) -> Iterator[None]:
+  """Compiles quickly, does not hang, and leaves no state."""
+  names = vars(threading) | {"Condition": _Impatient}
+  monkeypatch.setattr(shared_memory, "threading", types.SimpleNamespace(**names))
+  yield
   gpu_callbacks.reset_gpu_interpret_mode_state()

@@ -22,7 +22,7 @@ from tests.kernels import conformance
 
 
 @pytest.fixture(autouse=True)
-def simulated() -> Iterator[None]:
+def simulated(quick_compilation: None) -> Iterator[None]:
   """Every kernel runs in the simulator; what a failed one left behind is dropped."""
   with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
     yield
