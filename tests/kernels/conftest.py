@@ -1,12 +1,17 @@
 """What tests of kernels need of Pallas' interpreters."""
 
 from collections.abc import Iterator
+import pathlib
 import threading
 import types
 
 import jax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 import pytest
+
+from pallas_kernels import native
+
+NATIVE_H = pathlib.Path(native.__file__).with_name("native.h")
 
 
 class _Impatient(threading.Condition):
@@ -16,6 +21,15 @@ class _Impatient(threading.Condition):
     if not super().wait(timeout=60.0 if timeout is None else timeout):
       raise TimeoutError("a warpgroup waits for ever")
     return True
+
+
+@pytest.fixture(scope="session")
+def quick_cpp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+  """Flags for changed C++ kernels: not optimized, and with native.h compiled before, which takes as long as they do."""
+  header, flags = tmp_path_factory.mktemp("header") / "native.h", ("-O0", "-w")
+  header.write_bytes(NATIVE_H.read_bytes())
+  native.compile_library(NATIVE_H, header.with_name("native.h.gch"), (*flags, "-x", "c++-header"))
+  return *flags, "-include", str(header)
 
 
 @pytest.fixture

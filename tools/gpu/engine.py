@@ -110,9 +110,7 @@ def stages(out: pathlib.Path, sizes: Sizes) -> dict[str, list[Command]]:
   def peer(way: str) -> Command:
     words = f"--way={way}", f"--device={sizes.device}", f"--dtype={sizes.dtype}", f"--batch={min(64, sizes.requests)}"
     tokens = f"--output_tokens={out / 'twin' / way}.jsonl"
-    return Command(
-      f"twin_{way}", (sys.executable, str(ROOT / "tools" / "gpu" / "torch_engine.py"), *files, *words, tokens)
-    )
+    return Command(f"twin_{way}", (sys.executable, "-m", "tools.gpu.torch_engine", *files, *words, tokens))
 
   making = ("-m", "tools.gpu.twin", f"--shape={big}", f"--dtype={sizes.dtype}", f"--out={out / 'twin'}")
   making += f"--requests={sizes.requests}", f"--lengths={sizes.lengths}"

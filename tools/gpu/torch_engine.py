@@ -13,39 +13,17 @@ import sys
 import time
 
 import torch  # pyright: ignore[reportMissingImports]
-from transformers import (  # pyright: ignore[reportMissingImports]
-  AutoModelForCausalLM,
-  ContinuousBatchingConfig,
-  GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig  # pyright: ignore[reportMissingImports]
 from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 
-
-def read_requests(path):
-  """The request lines of a file, its first line skipped where it only describes the file."""
-  with open(path, encoding="utf-8") as file:
-    lines = [json.loads(line) for line in file if line.strip()]
-  return [line for line in lines if "prompt" in line]
+from tools.peers import face, transformers_batching
 
 
 def generate(manager, requests, prefix):
   """Submits all requests at once and waits; returns (wall seconds, id -> tokens)."""
   start = time.perf_counter()
-  names = {}
-  for request in requests:
-    name = f"{prefix}{request['id']}"
-    names[name] = request["id"]
-    manager.add_request(request["prompt"], request_id=name, max_new_tokens=request["output_len"], eos_token_id=-1)
   tokens = {}
-  while len(tokens) < len(requests):
-    result = manager.get_result(timeout=1)
-    if result is None:
-      if not manager.is_running():
-        raise SystemExit("transformers' generation thread stopped before all requests were done")
-    elif result.error:
-      raise SystemExit(f"transformers failed on request {result.request_id}: {result.error}")
-    elif result.is_finished():
-      tokens[names[result.request_id]] = list(result.generated_tokens)
+  transformers_batching.generate(manager, requests, prefix, tokens.__setitem__)
   return time.perf_counter() - start, tokens
 
 
@@ -88,19 +66,14 @@ def serve(model, args, requests):
     generate_static(model, short, args.batch)
     return time.perf_counter() - begin, *generate_static(model, requests, args.batch)
   total_tokens = sum(len(request["prompt"]) + request["output_len"] for request in requests)
-  config = ContinuousBatchingConfig(
+  with transformers_batching.batching(
+    model,
     page_size=args.page_size,
     num_blocks=2 * (total_tokens // args.page_size + len(requests)),
+    max_len=max(request["output_len"] for request in requests),
+    max_requests=args.max_requests or None,
     max_batch_tokens=args.max_batch_tokens or None,
-    max_requests_per_batch=args.max_requests or None,
-    allow_block_sharing=False,
-    default_compile_level=args.compile_level,
-  )
-  generation = GenerationConfig(
-    do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(request["output_len"] for request in requests)
-  )
-  with model.continuous_batching_context_manager(
-    generation_config=generation, continuous_batching_config=config, block=True, timeout=30
+    compile_level=args.compile_level,
   ) as manager:
     generate(manager, short, "warm")
     warmup_s = time.perf_counter() - begin
@@ -129,7 +102,7 @@ def main():
   torch.set_num_threads(args.threads)
   torch.set_grad_enabled(False)
 
-  requests = read_requests(args.requests)
+  requests = face.read_requests(args.requests)
   total_tokens = sum(len(request["prompt"]) + request["output_len"] for request in requests)
   begin = time.perf_counter()
   model = AutoModelForCausalLM.from_pretrained(
