@@ -257,12 +257,11 @@ def test_a_shape_that_was_not_compiled_is_an_error(runner):
 
 
 @pytest.mark.catalogue("C15")
-@pytest.mark.parametrize("num_steps", [3000, pytest.param(10_000, marks=pytest.mark.long)])
-def test_nothing_compiles_in_thousands_of_steps_of_anything(runner, num_steps):
+def test_nothing_compiles_in_ten_thousand_steps_of_anything(runner):
   inbox = []
   engine = make_engine(runner, inbox.extend, num_blocks=24, policy="priority", queue_timeout_s=0.0)
   runner.seal()
-  soaked = soak(engine, inbox, num_steps=num_steps, seed=1)
+  soaked = soak(engine, inbox, num_steps=10_000, seed=1)
   assert min(soaked.requests, soaked.aborts, soaked.preemptions) > 100 and not soaked.errors
   assert runner.compiles_after_ready == 0
   jax.jit(lambda x: x + 1)(jnp.float32(1)).block_until_ready()

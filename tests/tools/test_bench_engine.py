@@ -93,7 +93,6 @@ def test_all_parts_on_a_model_that_is_only_a_config(tiny_model, compile_cache, t
     f"--plot={tmp_path}/roofline.png",
     f"--compile_cache_dir={compile_cache}",
     *ENGINE_FLAGS,
-    "--token_budgets=32",
     "--num_blocks=20",
   )
   assert done.returncode == 0, done.stderr
