@@ -10,6 +10,7 @@ those to mesh axes. Modules are only ever built inside `nnx.eval_shape`, so a de
 
 import dataclasses
 import math
+from typing import Any
 
 from flax import nnx
 import jax
@@ -79,8 +80,12 @@ def packed_product(
   outputs: int,
   norm: "RMSNorm | None" = None,
   dtype: jnp.dtype | None = None,
+  **more: Any,
 ) -> jax.Array:
-  """x [..., inputs], through `norm` if there is one, times a packed weight: [..., outputs] of `dtype` or x's."""
+  """x [..., inputs], through `norm` if there is one, times a packed weight: [..., outputs] of `dtype` or x's.
+
+  `more` is handed on: num_rows, gated, residual.
+  """
   return packed_matmul.matmul(
     x,
     weight[...],
@@ -88,6 +93,7 @@ def packed_product(
     dtype=dtype,
     scales=None if scales is None else scales[...],
     norm=None if norm is None else (norm.scale[...], norm.eps),
+    **more,
   )
 
 
@@ -130,14 +136,15 @@ class GatedMLP(nnx.Module):
     self.sizes = (d, f)
     self.packed = form.packed
 
-  def __call__(self, x: jax.Array, norm: RMSNorm) -> jax.Array:  # [..., D] -> [..., D]
+  def __call__(self, x: jax.Array, norm: RMSNorm, num_tokens: jax.Array | None = None) -> jax.Array:
+    """[..., D] -> [..., D]: x, and what the norm and the layer make of it."""
     if self.packed:
       d, f = self.sizes
-      both = packed_product(x, self.gate_up, self.gate_up_scale, 2 * f, norm)
-      return packed_product(jax.nn.silu(both[..., :f]) * both[..., f:], self.down, self.down_scale, d)
+      both = packed_product(x, self.gate_up, self.gate_up_scale, 2 * f, norm, num_rows=num_tokens)
+      return packed_product(both, self.down, self.down_scale, d, gated=True, residual=x, num_rows=num_tokens)
     # Not x @ gate_up.reshape(D, 2F): that copies the weight on a TPU, and gathers it where F is split over devices.
     both = scaled(jnp.einsum("...d,dcf->...cf", norm(x), operand(self.gate_up, x)), self.gate_up_scale)
-    return scaled((jax.nn.silu(both[..., 0, :]) * both[..., 1, :]) @ operand(self.down, x), self.down_scale)
+    return x + scaled((jax.nn.silu(both[..., 0, :]) * both[..., 1, :]) @ operand(self.down, x), self.down_scale)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:

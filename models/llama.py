@@ -39,7 +39,7 @@ class Attention(nnx.Module):
   """Grouped-query attention (arXiv:2305.13245). Query, key and value are one matmul.
 
   `qkv` is [D, K, G + 2, H]: each KV head lies beside its query heads, so the K axis can be split over devices
-  without moving anything.
+  without moving anything. The result has the residual x in it.
   """
 
   def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN):
@@ -52,11 +52,12 @@ class Attention(nnx.Module):
     self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype, form.packed) if config.qk_norm else None
     self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype, form.packed) if config.qk_norm else None
 
-  def __call__(self, x, norm: RMSNorm, cos, sin, cache, meta, attend: Attend):
+  def __call__(self, x, norm: RMSNorm, cos, sin, cache, meta, attend: Attend, num_tokens=None):
     (d, k, g, h), lead = self.sizes, x.shape[:-1]
     outputs = k * (g + 2) * h
     if self.packed:
-      qkv = packed_product(x, self.qkv, self.qkv_scale, outputs, norm).reshape(*lead, k, g + 2, h)
+      qkv = packed_product(x, self.qkv, self.qkv_scale, outputs, norm, num_rows=num_tokens)
+      qkv = qkv.reshape(*lead, k, g + 2, h)
     else:
       qkv = norm(x) @ operand(self.qkv, x).reshape(d, outputs)
       qkv = scaled(qkv.reshape(*lead, k, g + 2, h), self.qkv_scale)
@@ -68,8 +69,8 @@ class Attention(nnx.Module):
     out, cache = attend(qkv, cos, sin, cache, meta)
     out = out.reshape(*lead, k * g * h)
     if self.packed:
-      return packed_product(out, self.out, self.out_scale, d), cache
-    return scaled(out @ operand(self.out, out).reshape(-1, d), self.out_scale), cache
+      return packed_product(out, self.out, self.out_scale, d, residual=x, num_rows=num_tokens), cache
+    return x + scaled(out @ operand(self.out, out).reshape(-1, d), self.out_scale), cache
 
 
 class Block(nnx.Module):
@@ -81,18 +82,17 @@ class Block(nnx.Module):
     self.mlp_norm = RMSNorm(config.model_dim, config.rms_norm_eps, dtype)
     self.mlp = GatedMLP(config, dtype, form)
 
-  def __call__(self, x, cos, sin, cache, meta, attend: Attend):
+  def __call__(self, x, cos, sin, cache, meta, attend: Attend, num_tokens=None):
     with jax.named_scope("attention"):
-      out, cache = self.attention(x, self.attention_norm, cos, sin, cache, meta, attend)
-    x = x + out
+      x, cache = self.attention(x, self.attention_norm, cos, sin, cache, meta, attend, num_tokens)
     with jax.named_scope("mlp"):
-      return x + self.mlp(x, self.mlp_norm), cache
+      return self.mlp(x, self.mlp_norm, num_tokens), cache
 
 
 @partial(jax.jit, static_argnums=(0, 7))
-def _run_block(graphdef, state, x, cos, sin, cache, meta, attend):
+def _run_block(graphdef, state, x, cos, sin, cache, meta, attend, num_tokens):
   """One layer as an inner jit: all layers share one trace and one compiled body; a scan would copy the cache."""
-  return nnx.merge(graphdef, state)(x, cos, sin, cache, meta, attend)
+  return nnx.merge(graphdef, state)(x, cos, sin, cache, meta, attend, num_tokens)
 
 
 class Decoder(nnx.Module):
@@ -118,7 +118,13 @@ class Decoder(nnx.Module):
     self.head, self.head_scale = head
 
   def hidden(
-    self, tokens: jax.Array, positions: jax.Array, caches: tuple, meta: Any, attend: Attend
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    caches: tuple,
+    meta: Any,
+    attend: Attend,
+    num_tokens: jax.Array | None = None,
   ) -> tuple[jax.Array, tuple]:
     """Runs the layers.
 
@@ -128,6 +134,8 @@ class Decoder(nnx.Module):
       caches: one opaque value a layer, handed to `attend` and replaced by what it returns.
       meta: a pytree handed to `attend`.
       attend: a module-level function (it is static in the compiled layer).
+      num_tokens: int32[1], how many of the tokens are in use, those in front; None: all. Where a matmul can, it leaves
+        the others out. What comes out for them means nothing.
 
     Returns:
       Hidden states [..., D] as the last layer leaves them, for `logits`; and the new caches.
@@ -145,16 +153,20 @@ class Decoder(nnx.Module):
     new_caches = []
     for layer, cache in zip(self.layers, caches, strict=True):
       graphdef, state = nnx.split(layer)
-      x, cache = _run_block(graphdef, state, x, cos, sin, cache, meta, attend)
+      x, cache = _run_block(graphdef, state, x, cos, sin, cache, meta, attend, num_tokens)
       new_caches.append(cache)
     return x, tuple(new_caches)
 
-  def logits(self, hidden: jax.Array) -> jax.Array:
-    """[..., D] of `hidden` -> f32[..., V]: the final norm, and the head."""
+  def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+    """[..., D] of `hidden` -> f32[..., V]: the final norm, and the head.
+
+    num_rows: int32[1], as num_tokens of `hidden`.
+    """
     with jax.named_scope("head"):
       if self.packed:
         weight, size = self.embed if self.head is None else self.head, self.config.vocab_size
-        return packed_product(hidden, weight, self.head_scale, size, self.final_norm, jnp.dtype(jnp.float32))
+        f32 = jnp.dtype(jnp.float32)
+        return packed_product(hidden, weight, self.head_scale, size, self.final_norm, f32, num_rows=num_rows)
       hidden = self.final_norm(hidden)
       if self.head is None:
         return jnp.einsum("...d,vd->...v", hidden, self.embed[...], preferred_element_type=jnp.float32)

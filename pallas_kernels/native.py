@@ -24,6 +24,7 @@ import tempfile
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _BUILT = _ROOT / "pallas_kernels" / "built"
 SOURCES = {
+  "argmax": "pallas_kernels/argmax/cpu.cc",
   "packed_matmul": "pallas_kernels/packed_matmul/cpu.cc",
   "paged_attention": "pallas_kernels/paged_attention/cpu.cc",
 }

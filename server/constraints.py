@@ -2,7 +2,7 @@
 
 Grammars are other people's code: they are compiled away from the event loop, with limits on their size, depth and
 number of rules (llguidance's compiler recurses over rules and schemas, and a process does not survive the end of its
-stack), on the work of compiling and of a single mask, and on memory. Nothing is kept from one request to the next.
+stack), on the work of compiling and of a single mask, and on memory. What was compiled is kept for the same tenant.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from engine.constraint import ConstraintFailed
 from engine.errors import InvalidRequest
+from server.grammar_cache import GrammarCache
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
 
@@ -157,20 +158,29 @@ class OutputGrammar:
 
 
 class ConstraintCompiler:
-  """Compiles constraints for one model. All methods may be called from any thread, and take long."""
+  """Compiles constraints for one model. All methods may be called from any thread, and take long.
+
+  Attributes:
+    num_compiled: how often that was done, and nothing found that was kept.
+  """
 
   def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
     self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, eos_token_ids
     self._lock = threading.Lock()
     self._vocabulary: llguidance.LLTokenizer | None = None
+    self._cache: GrammarCache[OutputGrammar] = GrammarCache()
+    self.num_compiled = 0
 
-  def compile(self, constraint: pb.OutputConstraint) -> OutputGrammar:
-    """Raises InvalidRequest, with the field, what is wrong with it and the remedy."""
+  def compile(self, constraint: pb.OutputConstraint, tenant: str = "") -> OutputGrammar:
+    """Raises InvalidRequest, with the field, what is wrong with it and the remedy. Args: tenant: whose it is."""
     kind = constraint.WhichOneof("kind")
     if kind is None:
       raise InvalidRequest("constraint has no kind: send json_schema, json_object, regex, choice or grammar, or none")
     grammar = _GRAMMARS[kind](constraint)
-    matcher = llguidance.LLMatcher(self._tokens(), grammar, log_level=0, limits=_LIMITS)
+    kept = self._cache.get(tenant, grammar)
+    if kept is not None:
+      return kept
+    matcher = self._matcher(grammar)
     if matcher.is_error():
       raise InvalidRequest(f"constraint.{kind} is not one that can be followed: {_reason(matcher.get_error())}")
     try:
@@ -182,15 +192,24 @@ class ConstraintCompiler:
       ) from None
     if output.is_done:
       raise InvalidRequest(f"constraint.{kind} is not one that can be followed: it allows no token; leave it out")
+    self._cache.keep(tenant, grammar, output)
     return output
 
-  def compile_source(self, source: str) -> OutputGrammar:
+  def compile_source(self, source: str, tenant: str) -> OutputGrammar:
     """Makes anew what compile() has made elsewhere, of its `source`. Raises InvalidRequest if that cannot be."""
-    matcher = llguidance.LLMatcher(self._tokens(), source, log_level=0, limits=_LIMITS)
+    kept = self._cache.get(tenant, source)
+    if kept is not None:
+      return kept
     try:
-      return OutputGrammar(matcher, self._vocab_size, source)
+      output = OutputGrammar(self._matcher(source), self._vocab_size, source)
     except ConstraintFailed:
       raise InvalidRequest("the constraint is not one that can be followed; simplify it") from None
+    self._cache.keep(tenant, source, output)
+    return output
+
+  def _matcher(self, source: str) -> llguidance.LLMatcher:
+    self.num_compiled += 1
+    return llguidance.LLMatcher(self._tokens(), source, log_level=0, limits=_LIMITS)
 
   def _tokens(self) -> llguidance.LLTokenizer:
     """Of the model; made once, when first needed."""

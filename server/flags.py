@@ -165,7 +165,7 @@ _HOST_FLAGS = (
   flags.DEFINE_integer(
     "max_resident_mb",
     HostOptions.max_resident_mb,
-    "Refuse new work while the process holds more MiB of memory, before the system kills it; 0: no limit.",
+    "Refuse new work while the server holds more MiB of memory, before the system kills it; 0: no limit.",
     lower_bound=0,
   ),
   flags.DEFINE_integer("max_concurrent_rpcs", HostOptions.max_concurrent_rpcs, "More are refused.", lower_bound=1),
@@ -256,6 +256,9 @@ _HOST_FLAGS = (
     "Check pages, queues and counts after every step, and end of the first that is wrong. For tests.",
   ),
   flags.DEFINE_bool("enable_channelz", HostOptions.enable_channelz, "gRPC's own statistics, on the admin port."),
+  flags.DEFINE_integer(
+    "max_http_connections", HostOptions.max_http_connections, "More are closed at once.", lower_bound=1
+  ),
   flags.DEFINE_string("http_host", HostOptions.http_host, "Address of the HTTP side; empty: that of --host."),
   flags.DEFINE_list(
     "http_allowed_hosts",

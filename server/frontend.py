@@ -33,7 +33,8 @@ class _FrontEnd:
 
   def __init__(self, parent: int, link: socket.socket, http: socket.socket | None, metrics: socket.socket | None):
     self._parent = parent
-    self._shared = SharedPorts(http, metrics, lambda: census(self._link))
+    self._shared = SharedPorts(http, metrics, lambda: census(self._link), lambda: self._others)
+    self._others: list[int] = []
     self._host: Host | None = None
     self._generations: Generations | None = None
     loop = asyncio.get_running_loop()
@@ -78,7 +79,7 @@ class _FrontEnd:
     await asyncio.wait((self._serve, stopped), return_when=asyncio.FIRST_COMPLETED)
     tracer = None
     if not stopped.done():
-      model, config, load_s, warmup_s = self._serve.result()
+      model, config, load_s, warmup_s, self._others = self._serve.result()
       engine = RemoteEngine(self._link, plain.config_from(config))
       if otlp_endpoint:
         tracer = tracing.Tracer(otlp_endpoint, model, server_version())

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import socket
 import subprocess
 from typing import Any
@@ -142,7 +143,7 @@ class Frontends(Lifetime):
         listening.append(None if port < 0 else listen(options.http_host or options.host, port, flag))
       self.http_port, self.metrics_port = [-1 if each is None else each.getsockname()[1] for each in listening]
       lent = dataclasses.replace(
-        options,
+        options.share(self._count),
         **{"port": reserved.port, "http_port": self.http_port, "metrics_port": self.metrics_port},
         **{"admin_port": -1, "admin_api_key_file": ""},
       )
@@ -238,8 +239,10 @@ class Frontends(Lifetime):
     self._invariants = Invariants(engine.inner, None, self._router.num_held, self.fail)
     if self._options.debug_invariants:
       self._invariants.start()
+    processes = [os.getpid(), *(front_end.process.pid for front_end in self._front_ends)]
     for front_end in self._front_ends:
-      front_end.link.tell(wire.SERVE, model, dataclasses.asdict(config), load_s, warmup_s)
+      others = [pid for pid in processes if pid != front_end.process.pid]
+      front_end.link.tell(wire.SERVE, model, dataclasses.asdict(config), load_s, warmup_s, others)
     await self._all(front_end.serving for front_end in self._front_ends)
     sd_notify.tell("READY=1\nSTATUS=serving")
 

@@ -1,7 +1,7 @@
 """One server's life: bind, say STARTING, serve, watch the engine, drain, end. Knows no model and no flag."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import logging
 import socket
@@ -49,11 +49,13 @@ class SharedPorts:
   Attributes:
     http, metrics: listening sockets that all of them accept from; None where there is no such port.
     census: what all of them have counted.
+    others: the ids of the server's other processes, once it serves.
   """
 
   http: socket.socket | None
   metrics: socket.socket | None
   census: Census
+  others: Callable[[], Sequence[int]]
 
 
 class Host(Lifetime):
@@ -90,7 +92,7 @@ class Host(Lifetime):
     self._service = Service(
       stream_stall_timeout_s=options.stream_stall_timeout_s,
       strict_requests=options.strict_requests,
-      memory=MemoryLimit(options.max_resident_mb),
+      memory=MemoryLimit(options.max_resident_mb, shared.others if shared is not None else tuple),
     )
     self._keys = ApiKeys.load(options.api_key_file) if options.api_key_file else None
     self._certificates = make_certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
@@ -161,6 +163,7 @@ class Host(Lifetime):
       port=options.http_port,
       max_body_bytes=options.max_request_bytes,
       max_requests=options.max_concurrent_rpcs,
+      max_connections=options.max_http_connections,
       stream_stall_timeout_s=options.stream_stall_timeout_s,
       allowed_hosts=tuple(options.http_allowed_hosts),
       strict_requests=options.strict_requests,

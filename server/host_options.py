@@ -39,11 +39,12 @@ class HostOptions:
     admin_api_key_file: as api_key_file, for the admin service; the keys of users are not good there.
     enable_channelz: collect gRPC's own statistics, and give them on the admin port.
     http_host, http_port: address of the HTTP side; an empty host is `host`, port -1 is no HTTP.
+    max_http_connections: more are closed at once.
     http_allowed_hosts, strict_requests, tool_call_parser: as in HttpOptions.
     vllm_metric_names: /metrics also has vLLM's names.
     debug_invariants: check the server's books all the time, and end of the first that is wrong.
     metrics_port: a port for /metrics, /health and /ready alone, in plain text and without a key; -1 is none.
-    max_resident_mb: new work is RESOURCE_EXHAUSTED while the process is larger, MiB; 0 is no limit.
+    max_resident_mb: new work is RESOURCE_EXHAUSTED while the server is larger, MiB; 0 is no limit.
   """
 
   host: str = "127.0.0.1"
@@ -78,6 +79,7 @@ class HostOptions:
   enable_channelz: bool = False
   http_host: str = ""
   http_port: int = -1
+  max_http_connections: int = 4096
   http_allowed_hosts: tuple[str, ...] = ()
   strict_requests: bool = False
   tool_call_parser: str = "auto"
@@ -85,6 +87,14 @@ class HostOptions:
   debug_invariants: bool = False
   metrics_port: int = -1
   max_resident_mb: int = 0
+
+  def share(self, count: int) -> "HostOptions":
+    """For each of `count` processes that connections fall on by chance: together they let in no more than one would."""
+    return dataclasses.replace(
+      self,
+      max_concurrent_rpcs=max(1, self.max_concurrent_rpcs // count),
+      max_http_connections=max(1, self.max_http_connections // count),
+    )
 
   def check(self) -> None:
     """Raises ConfigError for what no server can be run with."""

@@ -122,6 +122,11 @@ class Lifetime(abc.ABC):
     self._stop.set()
 
   @property
+  def failure(self) -> BaseException | None:
+    """What ended the server, if something has."""
+    return self._failure
+
+  @property
   def stopping(self) -> bool:
     """Whether a stop was asked for."""
     return self._stop.is_set()

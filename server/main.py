@@ -192,6 +192,8 @@ async def _serve() -> int:
   await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
   if stopped.done():
     # A compilation cannot be interrupted, and taking down the interpreter under it may crash.
+    if isinstance(host.failure, ConfigError):  # of a front end, which found out first
+      _say(f"error: {' '.join(str(host.failure).split())}")
     _say("stopped while starting")
     os._exit(stopped.result())
   try:

@@ -152,7 +152,7 @@ class Router:
     try:
       if compiler is None:
         raise wire.WireError("a constraint for a model without a tokenizer")
-      first = await self._loop.run_in_executor(self._pool, compiler.compile_source, grammar)
+      first = await self._loop.run_in_executor(self._pool, compiler.compile_source, grammar, asked.tenant)
       if not peer.link.is_open or any(peer.compiling[request_id] for request_id in request_ids):
         raise AbortedByRequest("the request was aborted")
     except BaseException:

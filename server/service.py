@@ -394,7 +394,7 @@ class Service:
       return list(calls)
 
     def compile_all() -> list[validation.Call]:
-      grammar = compiler.compile(request.constraint)
+      grammar = compiler.compile(request.constraint, request.tenant)
       return [dataclasses.replace(call, constraints=tuple(grammar.copy() for _ in call.params)) for call in calls]
 
     return await self.in_pool(compile_all)

@@ -13,6 +13,7 @@ from engine.device import sampler
 from engine.device.model_input import Packer, unpack
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
+from pallas_kernels.argmax import api as argmax
 from tools.measure import best_and_median
 
 _ASKED = {
@@ -43,6 +44,7 @@ def sampler_times(vocab_size: int, batches: Sequence[int], seconds: float) -> li
     seconds: for each.
   """
   small = jax.default_backend() == "cpu"
+  argmax_by = argmax.choose(jax.default_backend())
   found = []
   for num_rows in batches:
     _, layout = _packed(_ASKED["greedy"], num_rows)
@@ -50,7 +52,7 @@ def sampler_times(vocab_size: int, batches: Sequence[int], seconds: float) -> li
     def draws(logits, packed, state, layout=layout):
       rows, results = unpack(layout, packed).sampling, []
       for _ in range(_DRAWS):
-        results.append(sampler.sample(logits, rows, state, wide=not small))
+        results.append(sampler.sample(logits, rows, state, not small, argmax_by=argmax_by))
         logits = logits.at[:, 0].add(results[-1].tokens.astype(jnp.float32) * 1e-9)
       return results
 

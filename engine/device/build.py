@@ -32,6 +32,7 @@ from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
 from models.layers import WeightForm
+from pallas_kernels.argmax import api as argmax
 from pallas_kernels.packed_matmul import api as packed_matmul
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
@@ -341,6 +342,7 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
       attention=attention,
       device_kind=device.device_kind,
       deterministic=options.deterministic,
+      argmax=argmax.choose(device.platform, mesh.size),
     )
 
   _check_attention(spec(table_width), ladder, dtype)

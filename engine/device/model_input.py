@@ -139,7 +139,10 @@ class SamplingRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelInput:
-  """A step on the device. Rows and logit rows are both S long; padding rows have no token, and the padding slot."""
+  """A step on the device. Rows and logit rows are both S long; padding rows have no token, and the padding slot.
+
+  Tokens, rows and logit rows in use lie in front of the padding.
+  """
 
   tokens: jax.Array  # int32[T]; negative: -1 - slot
   positions: jax.Array  # int32[T]
@@ -148,6 +151,8 @@ class ModelInput:
   kv_lens: jax.Array  # int32[S]
   block_tables: jax.Array  # int32[S, B]
   plan: jax.Array  # int32[layout.plan.size], or int32[0]
+  num_tokens: jax.Array  # int32[1], how many of T are in use
+  num_logit_rows: jax.Array  # int32[1], how many of S
   logit_tokens: jax.Array  # int32[S], index into the token axis
   sampling: SamplingRows
 
@@ -159,16 +164,17 @@ def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
     offset, shape = layout.fields[name]
     return lax.slice(packed, (offset,), (offset + math.prod(shape),)).reshape(shape)
 
-  columns = field("columns")
-
+  columns, query_starts = field("columns"), field("query_starts")
   return ModelInput(
     tokens=field("tokens"),
     positions=field("positions"),
     slot_mapping=field("slot_mapping"),
-    query_starts=field("query_starts"),
+    query_starts=query_starts,
     kv_lens=field("kv_lens"),
     block_tables=field("block_tables"),
     plan=field("plan"),
+    num_tokens=query_starts[-1:],
+    num_logit_rows=jnp.sum((columns[Column.SLOT] < layout.num_slots).astype(jnp.int32), keepdims=True),
     logit_tokens=columns[Column.TOKEN],
     sampling=SamplingRows(columns, field("stop_ids")),
   )

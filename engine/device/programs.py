@@ -55,6 +55,7 @@ class ProgramSpec:
     attention: name of the implementation (pallas_kernels.paged_attention.api), whose layout `kv` has.
     device_kind: as JAX calls the devices; decides tuned settings of kernels.
     deterministic: every sum of a row is made in an order that nothing but the row decides (see `deterministic.py`).
+    argmax: name of the implementation (pallas_kernels.argmax.api).
   """
 
   mesh: Mesh
@@ -70,6 +71,7 @@ class ProgramSpec:
   attention: str = "reference"
   device_kind: str = ""
   deterministic: bool = False
+  argmax: str = "reference"
 
   @property
   def platform(self) -> str:
@@ -173,15 +175,16 @@ def step(
   attention = spec.attention_of(layout.shape)
   rows_of_step = attention.meta(inputs.block_tables, inputs.kv_lens, inputs.query_starts, inputs.plan)
   meta = AttentionMeta(rows_of_step, inputs.slot_mapping)
-  hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, _attend(spec, attention))
-  logits = decoder.logits(hidden[inputs.logit_tokens])
+  hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, _attend(spec, attention), inputs.num_tokens)
+  logits = decoder.logits(hidden[inputs.logit_tokens], inputs.num_logit_rows)
   # In two steps: asked for whole logits at once, XLA would rather gather the head than what comes out of it.
   logits = lax.with_sharding_constraint(logits, NamedSharding(spec.mesh, PartitionSpec(None, mesh_lib.AXIS)))
   logits = lax.with_sharding_constraint(logits, mesh_lib.replicated(spec.mesh))
   if spec.deterministic:
     logits, rows = _with_all_rows(logits, rows, spec.num_slots)
   with jax.named_scope("sample"):
-    sampled = sampler.sample(logits, rows, slot_state, wide=spec.platform != "cpu")
+    wide = spec.platform != "cpu"
+    sampled = sampler.sample(logits, rows, slot_state, wide, inputs.num_logit_rows, spec.argmax)
     slot_state = sampler.remember(slot_state, rows, sampled.tokens)
   slots = jnp.where(rows.has(Flag.SAMPLE), rows[Column.SLOT], layout.num_slots)
   if spec.deterministic:

@@ -25,6 +25,7 @@ import numpy as np
 
 from engine.device.model_input import Column, Flag, SamplingRows
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from pallas_kernels.argmax.api import argmax
 
 _PROMPT_BIT = 1 << 30  # of a history entry: the token is in the prompt; the bits below count outputs
 _HUGE = 1e30  # a penalty may overflow a logit; this keeps it finite and on its side
@@ -99,12 +100,6 @@ def _where_any(rows: SamplingRows, flag: Flag, change: Callable[[jax.Array], jax
 def _column(values: jax.Array, like: jax.Array) -> jax.Array:
   """[S] as [S, V]."""
   return jnp.broadcast_to(values[:, None], like.shape)
-
-
-def _argmax(x: jax.Array) -> jax.Array:  # f32[S, V] -> int32[S], the lowest index of the largest
-  """Two plain reductions: XLA's variadic argmax takes 8 times as long on a CPU."""
-  index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-  return jnp.min(jnp.where(x == _column(jnp.max(x, axis=1), x), index, x.shape[1] - 1), axis=1)
 
 
 def _penalise(x: jax.Array, rows: SamplingRows, history: jax.Array) -> jax.Array:
@@ -307,7 +302,14 @@ def _no_logprobs(num_rows: int) -> tuple[jax.Array, ...]:
   return jnp.zeros(num_rows, jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
-def sample(logits: jax.Array, rows: SamplingRows, state: SlotState, wide: bool = False) -> Sampled:
+def sample(
+  logits: jax.Array,
+  rows: SamplingRows,
+  state: SlotState,
+  wide: bool = False,
+  num_rows: jax.Array | None = None,
+  argmax_by: str = "reference",
+) -> Sampled:
   """Draws a token for every logit row.
 
   Args:
@@ -317,10 +319,18 @@ def sample(logits: jax.Array, rows: SamplingRows, state: SlotState, wide: bool =
     wide: how a threshold is searched, which changes no token: in few passes that each do much, for devices on which a
       pass costs its launch and its reading; or in many that do little, each of which XLA:CPU compiles once. And whether
       the most likely tokens are found in a tournament, since only XLA:CPU has a top_k that does not sort.
+    num_rows: int32[1], of the rows how many are in use, those in front; None: all. What comes out for the others means
+      nothing.
+    argmax_by: implementation (pallas_kernels/argmax).
   """
-  bad = ~jnp.all(jnp.isfinite(logits), axis=1)
-  x = lax.cond(jnp.any(rows.has(_ADJUSTED)), lambda x: _adjusted(x, rows, state), lambda x: x, logits)
-  best = _argmax(x)
+  likeliest, finite = argmax(logits, num_rows, argmax_by)
+  bad = ~finite
+
+  def adjusted():
+    x = _adjusted(logits, rows, state)
+    return x, argmax(x, num_rows, argmax_by)[0]
+
+  x, best = lax.cond(jnp.any(rows.has(_ADJUSTED)), adjusted, lambda: (logits, likeliest))
   tokens = lax.cond(jnp.any(rows.has(Flag.RANDOM)), lambda: _draw(x, rows, best, wide), lambda: best)
   tokens = jnp.where(bad, 0, tokens)
   logprobs = lax.cond(

@@ -79,6 +79,9 @@ def matmul(
   dtype: jnp.dtype | None = None,
   scales: jax.Array | None = None,
   norm: tuple[jax.Array, float] | None = None,
+  num_rows: jax.Array | None = None,
+  gated: bool = False,
+  residual: jax.Array | None = None,
 ) -> jax.Array:
   """x [..., D] times the matrix [D, N] that `packed` was made of: [..., N], summed in f32.
 
@@ -89,12 +92,21 @@ def matmul(
     dtype: of the result: x's, or float32.
     scales: f32[N], for int8: what the sums are multiplied with.
     norm: scale [D] of x's dtype and epsilon of a root-mean-square norm (arXiv:1910.07467) that x goes through first.
+    num_rows: int32[1], of x's rows how many are in use; those behind them are neither read nor paid for, and give
+      zeros. None: all.
+    gated: x is [..., 2 D] instead, gates and then values of SwiGLU (arXiv:2002.05202): silu(gates) * values is what
+      is multiplied. Without a norm.
+    residual: [..., N] of the result's dtype, added to the product.
 
   Raises:
     NativeMissing: the library is not built.
     ValueError: the shapes do not fit.
   """
-  inputs = x.shape[-1]
+  inputs, dtype = x.shape[-1] // (2 if gated else 1), dtype or x.dtype
+  if x.shape[-1] != inputs * (2 if gated else 1) or (gated and norm is not None):
+    raise ValueError(f"packed matmul: gated x {x.shape} must be even, and has no norm before it")
+  if residual is not None and (residual.shape != (*x.shape[:-1], outputs) or residual.dtype != dtype):
+    raise ValueError(f"packed matmul: residual {residual.dtype}{list(residual.shape)} is not like the result")
   if packed.shape != packed_shape(inputs, outputs):
     raise ValueError(f"packed matmul: x {x.shape} and {packed.shape} do not make {outputs} outputs")
   scale, epsilon = (jnp.zeros(0, x.dtype), 0.0) if norm is None else norm
@@ -102,9 +114,14 @@ def matmul(
     raise ValueError(f"packed matmul: the norm's scale {scale.shape} does not fit x {x.shape}")
   if (packed.dtype == jnp.int8) != (scales is not None) or (scales is not None and scales.shape != (outputs,)):
     raise ValueError(f"packed matmul: {packed.dtype} with scales {scales if scales is None else scales.shape}")
+  if num_rows is not None and (num_rows.shape != (1,) or num_rows.dtype != jnp.int32):
+    raise ValueError(f"packed matmul: num_rows is {num_rows.dtype}{list(num_rows.shape)}; it must be int32[1]")
   register()
   rows = math.prod(x.shape[:-1])
-  call = jax.ffi.ffi_call(_MATMUL, jax.ShapeDtypeStruct((rows, outputs), dtype or x.dtype))
+  call = jax.ffi.ffi_call(_MATMUL, jax.ShapeDtypeStruct((rows, outputs), dtype))
+  residual = jnp.zeros((0, 0), dtype) if residual is None else residual.reshape(rows, outputs)
   scales = jnp.zeros(0, jnp.float32) if scales is None else scales
-  y = call(x.reshape(rows, inputs), packed, scales, scale, epsilon=np.float32(epsilon))
+  num_rows = jnp.zeros(0, jnp.int32) if num_rows is None else num_rows
+  x2 = x.reshape(rows, x.shape[-1])
+  y = call(x2, packed, scales, scale, num_rows, residual, epsilon=np.float32(epsilon), gated=gated)
   return y.reshape(*x.shape[:-1], outputs)

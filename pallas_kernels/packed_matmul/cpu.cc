@@ -2,11 +2,13 @@
 //
 // XLA's matmul on a CPU packs the matrix anew at every call, which for a step of few rows takes longer than the product.
 // A block of 32 columns lies in one piece: a tile of rows streams over it with all sums in registers, and while the
-// later tiles of a block run, the next block is fetched. The norm before a matmul is done on the way. Every element of
+// later tiles of a block run, the next block is fetched. What comes before a matmul (a norm, or SwiGLU's product) and
+// the sum with the residual behind it are done on the way. Every element of
 // the result is one sum, from the first term to the last, whatever M is and wherever its row lies: so it has the same
 // bits alone and in any batch. Of an int8 matrix the whole numbers are multiplied, and each sum by its column's scale.
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <vector>
 
 #include "pallas_kernels/native.h"
@@ -65,16 +67,16 @@ void product_of(int rows, const float* x, int64_t D, const W* w, float (*y)[kCol
   }
 }
 
-// All rows of one block of columns. scales: of the columns, or null.
+// All rows of one block of columns. scales: of the columns, or null. residual: [M, N] as y, or null.
 template <typename W, typename O>
 void block_of(const float* x, int64_t M, int64_t D, const W* w, bool another, O* y, int64_t N, int64_t columns,
-              const float* scales) {
+              const float* scales, const O* residual) {
   if constexpr (std::is_same_v<W, int8_t>) {
     if (M > kRows) {  // several tiles: convert once, not for each
       static thread_local std::vector<float> wide;
       wide.resize(D * kColumns);
       for (int64_t k = 0; k < D * kColumns; k += kLanes) store(&wide[k], load(w + k));
-      return block_of<float, O>(x, M, D, wide.data(), false, y, N, columns, scales);
+      return block_of<float, O>(x, M, D, wide.data(), false, y, N, columns, scales, residual);
     }
   }
   const int64_t half = D * kColumns * static_cast<int64_t>(sizeof(W)) / 2;
@@ -93,6 +95,10 @@ void block_of(const float* x, int64_t M, int64_t D, const W* w, bool another, O*
       if (scales)
         for (int64_t n = 0; n < columns; ++n) result[i][n] *= scales[n];
       for (int64_t n = 0; n < columns; ++n) assign(to[n], result[i][n]);
+      if (residual) {
+        const O* from = residual + (m + i) * N;
+        for (int64_t n = 0; n < columns; ++n) assign(to[n], value(from[n]) + value(to[n]));
+      }
     }
   }
 }
@@ -121,21 +127,53 @@ void prepare(const X* x, int64_t D, const X* scale, float epsilon, float* to) {
   }
 }
 
+// A row of SwiGLU (arXiv:2002.05202), gates [D] and then values [D]: g / (1 + e^-g) * v.
+inline Vec silu(Vec g) {
+  const Vec e = exp_of_negative(g < 0.0f ? g : -g);
+  return g * ((g < 0.0f ? e : all(1.0f)) / (1.0f + e));
+}
+
+template <typename X>
+void prepare_gated(const X* x, int64_t D, float* to) {
+  int64_t k = 0;
+  if constexpr (std::is_same_v<X, float>) {
+    for (; k + kLanes <= D; k += kLanes) store(to + k, silu(load(x + k)) * load(x + D + k));
+  }
+  for (; k < D; k += kLanes) {
+    float gates[kLanes] = {}, made[kLanes];
+    const int64_t count = std::min<int64_t>(kLanes, D - k);
+    for (int64_t i = 0; i < count; ++i) gates[i] = value(x[k + i]);
+    store(made, silu(load(gates)));
+    for (int64_t i = 0; i < count; ++i) {
+      X gate, gated;
+      assign(gate, made[i]);
+      assign(gated, value(gate) * value(x[D + k + i]));
+      to[k + i] = value(gated);
+    }
+  }
+}
+
+// M: rows in use. gated: x is [M, 2 D].
 template <typename X, typename W, typename O>
 ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon,
-                    const W* w, const float* scales, int64_t blocks, O* y, int64_t N) {
+                    bool gated, const W* w, const float* scales, const O* residual, int64_t blocks, O* y, int64_t N) {
   const bool worth_it = M * D * N > 500000;
   const float* rows;
   static thread_local std::vector<float> prepared;
-  if (std::is_same_v<X, float> && scale == nullptr) {
+  if (std::is_same_v<X, float> && scale == nullptr && !gated) {
     rows = reinterpret_cast<const float*>(x);
   } else {
     prepared.resize(M * D);
     float* to = prepared.data();
     constexpr int64_t kPiece = 16;
     spread(threads, (M + kPiece - 1) / kPiece, worth_it && M * D > 100000, [=](int64_t piece) {
-      for (int64_t m = piece * kPiece; m < std::min(M, (piece + 1) * kPiece); ++m)
-        prepare(x + m * D, D, scale, epsilon, to + m * D);
+      for (int64_t m = piece * kPiece; m < std::min(M, (piece + 1) * kPiece); ++m) {
+        if (gated) {
+          prepare_gated(x + 2 * m * D, D, to + m * D);
+        } else {
+          prepare(x + m * D, D, scale, epsilon, to + m * D);
+        }
+      }
     });
     rows = to;
   }
@@ -148,28 +186,42 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
     const int64_t stop = std::min(blocks, (piece / parts + 1) * run);
     for (int64_t block = piece / parts * run; block < stop; ++block) {
       block_of(rows + begin * D, count, D, w + block * D * kColumns, block + 1 < blocks,
-               y + begin * N + block * kColumns, N, std::min<int64_t>(kColumns, N - block * kColumns), scales ? scales + block * kColumns : nullptr);
+               y + begin * N + block * kColumns, N, std::min<int64_t>(kColumns, N - block * kColumns),
+               scales ? scales + block * kColumns : nullptr, residual ? residual + begin * N + block * kColumns : nullptr);
     }
   });
   return ffi::Error::Success();
 }
 
-// x [M, D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], norm's scale [D] or [0] -> y [M, N]. Each float32 or
-// bfloat16, and w may be int8: then it has scales.
+// x [M, D], or gated [M, 2 D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], norm's scale [D] or [0], rows in use
+// [1] or [0] for all, residual as y or [0, 0] -> y [M, N], zeros in the others. Each float32 or bfloat16, and w may be
+// int8: then it has scales.
 ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
-                  ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> y, float epsilon) {
-  const int64_t M = x.dimensions()[0], D = x.dimensions()[1], blocks = w.dimensions()[0], N = y->dimensions()[1];
+                  ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> used, ffi::AnyBuffer residual,
+                  ffi::Result<ffi::AnyBuffer> y, float epsilon, bool gated) {
+  const int64_t M = x.dimensions()[0], D = x.dimensions()[1] / (gated ? 2 : 1), blocks = w.dimensions()[0], N = y->dimensions()[1];
   const bool normed = scale.dimensions()[0] != 0, quantized = w.element_type() == ffi::S8;
+  const bool adds = residual.dimensions()[0] != 0;
   if (w.dimensions()[1] != D || (N + kColumns - 1) / kColumns != blocks || y->dimensions()[0] != M ||
-      scales.dimensions()[0] != (quantized ? N : 0) || (normed && scale.dimensions()[0] != x.dimensions()[1]))
+      scales.dimensions()[0] != (quantized ? N : 0) || (normed && (gated || scale.dimensions()[0] != D)) ||
+      (adds && (residual.dimensions()[0] != M || residual.dimensions()[1] != N ||
+                residual.element_type() != y->element_type())))
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: shapes do not fit each other");
+  const int64_t rows = used.dimensions()[0] ? used.typed_data()[0] : M;
+  if (rows < 0 || rows > M)
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: " + std::to_string(rows) + " rows in use of " +
+                                                            std::to_string(M));
+  const int64_t used_bytes = rows * N * (y->size_bytes() / std::max<int64_t>(1, M * N));
+  std::memset(static_cast<char*>(y->untyped_data()) + used_bytes, 0, y->size_bytes() - used_bytes);
+  if (rows == 0) return ffi::Error::Success();
   auto with = [&](auto x_type, auto w_type, auto y_type) {
     using X = decltype(x_type);
     using W = decltype(w_type);
     using O = decltype(y_type);
-    return multiply(threads, static_cast<const X*>(x.untyped_data()), M, D,
-                    normed ? static_cast<const X*>(scale.untyped_data()) : nullptr, epsilon,
-                    static_cast<const W*>(w.untyped_data()), quantized ? scales.typed_data() : nullptr, blocks,
+    return multiply(threads, static_cast<const X*>(x.untyped_data()), rows, D,
+                    normed ? static_cast<const X*>(scale.untyped_data()) : nullptr, epsilon, gated,
+                    static_cast<const W*>(w.untyped_data()), quantized ? scales.typed_data() : nullptr,
+                    adds ? static_cast<const O*>(residual.untyped_data()) : nullptr, blocks,
                     static_cast<O*>(y->untyped_data()), N);
   };
   const auto x_type = x.element_type(), w_type = w.element_type(), y_type = y->element_type();
@@ -193,7 +245,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("epsilon"));
+                                  .Attr<float>("epsilon")
+                                  .Attr<bool>("gated"));
 
 }  // namespace sluice

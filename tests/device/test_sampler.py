@@ -16,6 +16,7 @@ from engine.device.model_input import Packer, unpack
 from engine.device.sampler import SlotState
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
+from pallas_kernels.argmax import api as argmax
 
 V, SLOTS, EOS = 300, 7, (3, 4)  # V is no multiple of a chunk
 SHAPE = StepShape(8, 8)
@@ -23,9 +24,10 @@ SHAPE = StepShape(8, 8)
 
 @functools.partial(jax.jit, static_argnames="wide", compiler_options={"xla_backend_optimization_level": 1})
 def run(logits, packed, history, bias, mask, wide=False):
-  rows = unpack(Packer(SLOTS, 4, 4, EOS).layout(SHAPE), packed).sampling
-  state = SlotState(history, bias, mask)
-  sampled = sampler.sample(logits, rows, state, wide)
+  inputs = unpack(Packer(SLOTS, 4, 4, EOS).layout(SHAPE), packed)
+  rows, state = inputs.sampling, SlotState(history, bias, mask)
+  argmax_by = "reference" if wide else argmax.choose("cpu")
+  sampled = sampler.sample(logits, rows, state, wide, inputs.num_logit_rows, argmax_by)
   return sampled, sampler.remember(state, rows, sampled.tokens).history
 
 

@@ -109,6 +109,63 @@ def test_the_norm_before_it(shape: tuple[int, int], dtype: str) -> None:
   np.testing.assert_array_equal(row[0], np.asarray(found)[-1])
 
 
+def check_gated(rows: int, inputs: int, dtype: str) -> None:
+  """SwiGLU before, and the residual behind."""
+  x, w = numbers(rows, inputs, 96, dtype)
+  both = jnp.concatenate([x * jnp.asarray(30, dtype), x[:, ::-1]], axis=1)
+  residual = jnp.asarray(np.random.default_rng(2).standard_normal((rows, 96), np.float32)).astype(dtype)
+  packed = jnp.asarray(api.pack(np.asarray(w)))
+  found = api.matmul(both, packed, 96, gated=True, residual=residual)
+  hidden = jax.nn.silu(both[:, :inputs]) * both[:, inputs:]
+  expected = np.asarray(hidden, np.float64) @ np.asarray(w, np.float64)
+  # bf16: the gate is rounded as XLA rounds it, but for ties; then the product, and the sum.
+  rtol, atol = (1e-5, 1e-4) if dtype == "float32" else (2e-2, 0.3)
+  expected += np.asarray(residual, np.float64)
+  np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=rtol, atol=atol)
+  row = api.matmul(both[-1:], packed, 96, gated=True, residual=residual[-1:])
+  np.testing.assert_array_equal(np.asarray(row)[0], np.asarray(found)[-1])
+  left_out = api.matmul(both, packed, 96, gated=True, residual=residual, num_rows=jnp.ones(1, jnp.int32))
+  np.testing.assert_array_equal(np.asarray(left_out)[0], np.asarray(found)[0])
+  np.testing.assert_array_equal(np.asarray(left_out)[1:], 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 64), (9, 100), (70, 768)])
+def test_a_gate_before_and_a_residual_behind(rows: int, inputs: int, dtype: str) -> None:
+  check_gated(rows, inputs, dtype)
+
+
+def test_a_gate_of_any_size_is_finite() -> None:
+  gates = np.array([[-1e38, -90.0, -87.4, -20.0, -0.0, 0.0, 20.0, 1e38]], np.float32)
+  both = jnp.asarray(np.concatenate([gates, np.ones_like(gates)], axis=1))
+  found = api.matmul(both, jnp.asarray(api.pack(np.eye(8, dtype=np.float32))), 8, gated=True)
+  np.testing.assert_allclose(np.asarray(found), np.asarray(jax.nn.silu(gates)), rtol=1e-6, atol=1e-35)
+  nan = api.matmul(both.at[0, 0].set(jnp.nan), jnp.asarray(api.pack(np.eye(8, dtype=np.float32))), 8, gated=True)
+  assert np.isnan(np.asarray(nan)).all()
+
+
+@pytest.mark.parametrize("rows", [9, 70])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rows_behind_those_in_use_are_left_out(rows: int, int8: bool, normed: bool) -> None:
+  """NaN in, zeros out; and those in use have the bits that they have without the others."""
+  x, w = numbers(rows, 128, 2050, "float32")
+  norm = {"norm": (jnp.linspace(0.5, 2, 128), 1e-5)} if normed else {}
+  for used in (0, 1, rows - 1, rows):
+    padded = x.at[used:].set(jnp.nan)
+    found = np.asarray(multiply(padded, w, int8, num_rows=jnp.full(1, used, jnp.int32), **norm)[0])
+    np.testing.assert_array_equal(found[used:], 0)
+    if used:
+      np.testing.assert_array_equal(found[:used], np.asarray(multiply(x[:used], w, int8, **norm)[0]))
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_a_count_of_rows_that_does_not_fit_is_an_error(count: int) -> None:
+  x, w = numbers(3, 32, 50, "float32")
+  with pytest.raises(jax.errors.JaxRuntimeError, match=f"{count} rows in use of 3"):
+    multiply(x, w, num_rows=jnp.full(1, count, jnp.int32))[0].block_until_ready()
+
+
 def test_leading_dimensions() -> None:
   x, w = numbers(6, 32, 50, "float32")
   packed = jnp.asarray(api.pack(np.asarray(w)))
@@ -125,6 +182,12 @@ def test_what_does_not_fit_is_named() -> None:
     api.matmul(x, packed, 50, norm=(jnp.ones(5), 1e-5))
   with pytest.raises(ValueError, match=r"x \(2, 31\)"):
     api.matmul(x[:, :31], packed, 50)
+  with pytest.raises(ValueError, match=r"num_rows is int32\[\]"):
+    api.matmul(x, packed, 50, num_rows=jnp.int32(1))
+  with pytest.raises(ValueError, match=r"gated x \(2, 32\)"):
+    api.matmul(x, packed, 50, gated=True, norm=(jnp.ones(16), 1e-5))
+  with pytest.raises(ValueError, match=r"residual float32\[2, 49\]"):
+    api.matmul(x, packed, 50, residual=jnp.zeros((2, 49)))
   values, scales = quantize(w, 1)
   with pytest.raises(ValueError, match="int8 with scales None"):
     api.matmul(x, jnp.asarray(api.pack(np.asarray(values))), 50)
@@ -169,6 +232,9 @@ _SOURCE = native._ROOT / native.SOURCES["packed_matmul"]
 _BUGS = {
   "last_term_left_out": ("k < D; ++k, w +=", "k + 1 < D; ++k, w +="),
   "epsilon_left_out": ("static_cast<float>(D) + epsilon", "static_cast<float>(D)"),
+  "residual_of_another_row": ("residual + (m + i) * N", "residual + m * N"),
+  "gate_of_the_wrong_sign": ("(g < 0.0f ? e : all(1.0f))", "(g < 0.0f ? all(1.0f) : e)"),
+  "value_of_another_column": ("* load(x + D + k))", "* load(x + k))"),
   "scale_left_out": ("value(normed) * value(scale[k])", "value(normed)"),
   "wrong_row": ("x[m * D + k] * row[j]", "x[(m ? m - 1 : 0) * D + k] * row[j]"),
   "row_in_the_place_of_another": ("O* to = y + (m + i) * N", "O* to = y + (m + (i ? i - 1 : 0)) * N"),
@@ -208,3 +274,4 @@ def test_seeded_bug_is_caught(
     check(14, 64, 33, int8=True)
     check(70, 64, 2050)
     check_norm()
+    check_gated(9, 100, "float32")

@@ -10,9 +10,11 @@ import grpc
 import pytest
 
 from engine.constraint import ConstraintFailed
+from engine.errors import InvalidRequest
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from server import constraints
+from server.grammar_cache import GrammarCache
 from server.proto import sluice_pb2 as pb
 from tests.fakes import oracle, tokens_of
 from tests.server.harness import END, endings_of, generate, reason_of, running, text_of, token_ids_of
@@ -284,6 +286,45 @@ def test_one_that_takes_too_much_work_in_the_middle_ends_its_request_alone(serve
   assert caught.value.code() is grpc.StatusCode.INTERNAL and reason_of(caught.value) == "GENERATION_FAILED"
   assert "the output constraint could not be followed" in caught.value.details()
   ask(served, regex="[ab]{30}")
+
+
+def test_a_grammar_is_compiled_once_for_each_tenant(tokenizer):
+  compiler = constraints.ConstraintCompiler(tokenizer, 400, (END,))
+  constraint = pb.OutputConstraint(json_schema=json.dumps(PERSON))
+  first = compiler.compile(constraint, "a")
+  mask = first.allowed()
+  first.accept(tokens_of(mask)[0])
+  for count, tenant in ((1, "a"), (2, "b"), (2, "b"), (2, "a")):
+    assert compiler.compile(constraint, tenant).allowed() == mask, "what is kept has not moved on"
+    assert compiler.num_compiled == count, "another's is of no use, or its owner could be watched"
+  assert compiler.compile_source(first.source, "a").allowed() == mask and compiler.num_compiled == 2
+  for _ in range(2):
+    with pytest.raises(InvalidRequest):
+      compiler.compile(pb.OutputConstraint(regex="("), "a")
+  assert compiler.num_compiled == 4, "what cannot be followed is not kept"
+
+
+@dataclasses.dataclass
+class Kept:
+  name: str
+
+  def copy(self) -> "Kept":
+    return Kept(self.name)
+
+
+def test_who_keeps_most_grammars_gives_way():
+  cache: GrammarCache[Kept] = GrammarCache(max_entries=4, max_source_bytes=20)
+  cache.keep("small", "s", Kept("s"))
+  for number in range(5):
+    cache.keep("big", f"b{number}", Kept(f"b{number}"))
+    assert cache.get("big", "b0") == Kept("b0"), "used all the time"
+  assert cache.get("small", "s") == Kept("s")
+  assert [number for number in range(5) if cache.get("big", f"b{number}")] == [0, 3, 4]
+  assert cache.get("small", "b0") is None and cache.get("nobody", "s") is None
+  cache.keep("big", "b" * 18, Kept("long"))
+  assert cache.get("big", "b" * 18) and cache.get("small", "s")
+  cache.keep("huge", "h" * 21, Kept("too long"))
+  assert cache.get("huge", "h" * 21) is None and cache.get("small", "s")
 
 
 @pytest.mark.parametrize("vocab_size", [383, 384, 400, 416])

@@ -10,7 +10,7 @@ import pytest
 
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
-from tests.server.certificates import Authority, replace
+from tests.server.certificates import Authority, replace, served_serial
 from tests.server.harness import reason_of, token_ids_of
 from tests.server.test_frontends import IDS, LONG, NUM_CHANNELS, Running, asked, expected, serving
 from tests.server.test_tracing import PARENT, TRACE, TRACEPARENT, collecting
@@ -100,6 +100,15 @@ def test_every_process_asks_for_certificates_and_keys_and_takes_new_ones(tmp_pat
         answer = client.post(url, json=body, headers=dict(bearer(KEY))).json()
         assert answer["choices"][0]["token_ids"] == TOKENS
         assert client.post(url, json=body).status_code == 401
+    # New certificates: the very next handshakes have them, whichever process they meet; open connections go on.
+    addresses = [f"127.0.0.1:{port}" for port in (server.port, server.http_port)]
+    before = {served_serial(address, authority) for address in addresses for _ in range(NUM_CHANNELS)}
+    assert len(before) == 1
+    authority.issue("server")
+    after = {served_serial(address, authority) for address in addresses for _ in range(NUM_CHANNELS)}
+    assert len(after) == 1 and after != before
+    for stub in (*stubs, *connect(server, stack, authority, "client")):
+      assert token_ids_of(list(stub.Generate(asked(), metadata=bearer(KEY), timeout=60))) == TOKENS
     server.process.send_signal(signal.SIGTERM)
     code, said = server.end()
     assert code == 0 and "0 KV blocks in use" in said and "Traceback" not in said, said

@@ -5,15 +5,20 @@ import contextlib
 import dataclasses
 import pathlib
 import re
+import subprocess
+import sys
+import time
 
 from google.rpc import error_details_pb2
 import grpc
 import httpx
+import psutil
 import pytest
 
 from engine.errors import ConfigError
 from server import memory
 from server.client import Client, SluiceError
+from server.errors import MemoryPressure
 from server.host import HostOptions
 from server.memory import MemoryLimit
 from server.proto import sluice_pb2 as pb
@@ -280,6 +285,28 @@ def test_new_work_is_refused_while_the_process_is_too_large(tokenizer, monkeypat
     monkeypatch.undo()
     with Client(served.address) as client:
       assert client.generate([7, 8], max_tokens=1).text is not None
+
+
+@pytest.mark.catalogue("C8")
+def test_the_memory_of_all_processes_counts():
+  """This one alone has room; with another beside it, not. One that has ended counts for nothing."""
+  with subprocess.Popen([sys.executable, "-c", "x = b'x' * (256 << 20); input()"], stdin=subprocess.PIPE) as other:
+    own = psutil.Process().memory_info().rss >> 20
+    while psutil.Process(other.pid).memory_info().rss >> 20 < 256:
+      time.sleep(0.01)
+    limit = own + 128
+    MemoryLimit(limit).check()
+    with pytest.raises(MemoryPressure, match=f"the limit is {limit}; try again"):
+      MemoryLimit(limit, lambda: [other.pid]).check()
+    other.communicate(b"\n")
+  MemoryLimit(limit, lambda: [other.pid]).check()
+
+
+def test_processes_share_the_limits_of_a_server():
+  options = HostOptions(max_concurrent_rpcs=7, max_http_connections=2)
+  shared = options.share(3)
+  assert (shared.max_concurrent_rpcs, shared.max_http_connections) == (2, 1)
+  assert dataclasses.replace(shared, max_concurrent_rpcs=7, max_http_connections=2) == options, "and nothing else"
 
 
 @pytest.mark.catalogue("C8")

@@ -1,0 +1,69 @@
+"""The largest number of each line, and whether the line is finite, in one pass (cpu.cc). Samples nothing.
+
+`reference` is plain jnp and runs anywhere; a CPU's own goes over lines in use alone, on XLA's threads.
+"""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from pallas_kernels import native
+
+IMPLEMENTATIONS = ("reference", "cpu")
+_ARGMAX = "sluice_argmax"  # name of the custom call
+
+
+def choose(platform: str, num_devices: int = 1) -> str:
+  """The implementation for a platform: "cpu" on one CPU where the library is built, else "reference"."""
+  if platform != "cpu" or num_devices != 1:
+    return "reference"
+  try:
+    native.load("argmax")
+  except native.NativeMissing:
+    return "reference"
+  return "cpu"
+
+
+@functools.cache
+def register() -> None:
+  """Tells XLA of the library's entry, once; before an executable with calls of it is loaded. Raises NativeMissing."""
+  jax.ffi.register_ffi_target(_ARGMAX, jax.ffi.pycapsule(native.load("argmax").SluiceArgmax), platform="cpu")
+
+
+def reference(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """See `argmax`. Two plain reductions: XLA's variadic argmax takes 8 times as long on a CPU."""
+  index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+  most = jnp.broadcast_to(jnp.max(x, axis=1)[:, None], x.shape)
+  return jnp.min(jnp.where(x == most, index, x.shape[1] - 1), axis=1), jnp.all(jnp.isfinite(x), axis=1)
+
+
+def argmax(
+  x: jax.Array, num_rows: jax.Array | None = None, implementation: str = "reference"
+) -> tuple[jax.Array, jax.Array]:
+  """The lowest index of the largest number of each line (int32[S]), and whether all its numbers are finite (bool[S]).
+
+  Args:
+    x: f32[S, V]. Of a line with a NaN the index is in range, and means nothing.
+    num_rows: int32[1], how many lines are in use, those in front; of the others nothing is said but that the index is
+      in range. None: all.
+    implementation: of IMPLEMENTATIONS.
+
+  Raises:
+    NativeMissing: "cpu", and its library is not built.
+    ValueError: an argument is of another type or shape.
+  """
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(f"argmax: implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+  if x.ndim != 2 or x.dtype != jnp.float32 or not x.shape[1]:
+    raise ValueError(f"argmax: x is {x.dtype}{list(x.shape)}; it must be float32[S, V]")
+  if num_rows is not None and (num_rows.shape != (1,) or num_rows.dtype != jnp.int32):
+    raise ValueError(f"argmax: num_rows is {num_rows.dtype}{list(num_rows.shape)}; it must be int32[1]")
+  if implementation == "reference":
+    return reference(x)
+  register()
+  shape = x.shape[:1]
+  call = jax.ffi.ffi_call(_ARGMAX, (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)))
+  best, finite = call(x, jnp.zeros(0, jnp.int32) if num_rows is None else num_rows)
+  return best, finite
