@@ -16,7 +16,6 @@ v1 scheduler). Planning needs counts alone; token values matter at commit, one s
 
 import bisect
 import itertools
-import operator
 
 from engine.admission import AdmissionControl
 from engine.batch import Admission, Batch, StepResult, TokenLogprobs
@@ -31,6 +30,7 @@ from engine.constraint import (
   FailedConstraint,
   Verdicts,
 )
+from engine.decodes import Decodes
 from engine.policy import Policy, make_policy
 from engine.prefix_keys import PrefixKeys
 from engine.request import NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent
@@ -56,26 +56,6 @@ class _Plan:
     self.counts.append(count)
 
 
-class _DecodeColumns:
-  """What a Batch says of rows that decode and that no step changes; made anew when other requests decode.
-
-  It is the same for as long as these requests decode in these slots: one that lost its slot comes back with a row of
-  several tokens or of a known one, so that at least one step has other decodes.
-  """
-
-  __slots__ = ("requests", "request_ids", "slots", "ones", "samples", "token_ids", "before_outputs")
-
-  def __init__(self, requests: list[Request]):
-    num_rows = len(requests)
-    self.requests = requests
-    self.request_ids = tuple([request.id for request in requests])
-    self.slots = tuple([request.slot for request in requests])
-    self.ones = (1,) * num_rows
-    self.samples = (True,) * num_rows
-    self.token_ids: tuple[tuple[int, ...], ...] = ((),) * num_rows
-    self.before_outputs = [len(request.prompt_token_ids) - 1 for request in requests]
-
-
 class Scheduler:
   """The mechanism: blocks, counts, invariants. The policy says who goes first.
 
@@ -90,7 +70,9 @@ class Scheduler:
     self.num_preemptions = 0
     self._policy = make_policy(config)
     # None where the policy holds nobody back: a call for each of 256 rows takes 10 us.
-    self._holds = None if type(self._policy).holds is Policy.holds else self._policy.holds
+    policy = type(self._policy)
+    self._holds = None if policy.holds is Policy.holds else self._policy.holds
+    self._may_repeat = self._holds is None and policy.begin is Policy.begin  # it looks at nobody in every step
     self._admission = AdmissionControl(config)
     self._batching = make_batching(config)
     self._eos = frozenset(config.eos_token_ids)
@@ -106,7 +88,7 @@ class Scheduler:
     self._num_arrivals = 0
     self._num_constrained = 0  # live requests with a constraint
     self._constrained_step = -1  # the latest in which a constrained request decoded
-    self._decodes = _DecodeColumns([])  # of the latest step
+    self._decodes = Decodes([])  # of the latest step
     self._ended: list[Request] = []  # since take_ended()
     self._next_deadline = float("inf")  # no live request has an earlier one
 
@@ -137,7 +119,12 @@ class Scheduler:
     """Tokens with KV that running requests hold, and tokens that their blocks have room for; see StepRecord."""
     running = self._running
     tokens = sum([request.num_computed_tokens for request in running])
-    return tokens, sum([len(request.block_table) for request in running]) * self.config.block_size
+    slots = sum([len(request.block_table) for request in running]) * self.config.block_size
+    return tokens + self._decodes.num_uncounted, slots
+
+  def settle(self) -> None:
+    """Brings the counters of all requests up to date; see engine/decodes.py. For who looks at them from outside."""
+    self._decodes.settle()
 
   def take_ended(self) -> list[Request]:
     """The requests that ended since the last call, in order."""
@@ -239,6 +226,10 @@ class Scheduler:
 
   def schedule(self, now: float) -> Batch | None:
     """Plans the next step, or None if nothing can run. The batch must be launched before the next call."""
+    batch = self._repeat(now)
+    if batch is not None:
+      return batch
+    self._decodes.stop()
     config, running, block_size = self.config, self._running, self.config.block_size
     plan = _Plan(self.ladder.max_tokens - len(running), config.max_num_seqs - len(running))
     batching = self._batching
@@ -295,15 +286,50 @@ class Scheduler:
     self._times[self._num_steps] = now
     return self._seal(decodes, starts, plan, shape, padded)
 
+  def _repeat(self, now: float) -> Batch | None:
+    """The step that `schedule` would plan, if it is the latest one a position on: the same decodes and nothing else."""
+    decodes = self._decodes
+    if not decodes.steps_left or (self._waiting and self._slots) or self._num_constrained:
+      return None
+    growing = decodes.beginning(decodes.starts, 1, self.config.block_size)
+    if self._batching.reserves:
+      growing = []  # their blocks are there
+    if len(growing) > self.pool.num_free:
+      return None
+    requests, starts = decodes.requests, decodes.repeat()
+    new_blocks = decodes.grow(growing, self.pool.allocate(len(growing)))
+    num_rows = len(requests)
+    padded = self._batching.step_tokens(num_rows, 1, num_rows)
+    shape = self.ladder.fit(padded)
+    step = self._num_steps
+    self._num_steps = step + 1
+    self._times[step] = now
+    self._launched[step] = requests
+    self._policy.ran(requests, decodes.ones, shape.tokens)
+    return Batch(
+      step=step,
+      shape=shape,
+      request_ids=decodes.request_ids,
+      slots=decodes.slots,
+      starts=starts,
+      counts=decodes.ones,
+      num_logits=decodes.ones,
+      samples=decodes.samples,
+      token_ids=decodes.token_ids,
+      num_output_tokens=decodes.num_outputs(starts),
+      new_blocks=new_blocks,
+      padded_tokens=padded,
+    )
+
   def _seal(self, decodes: list[Request], starts: list[int], plan: _Plan, shape: StepShape, padded: int) -> Batch:
     """Freezes the plan: decodes first, then rows of several tokens."""
     columns = self._decodes
     if decodes != columns.requests:
-      columns = self._decodes = _DecodeColumns(decodes)
+      columns = self._decodes = Decodes(decodes)
     rows, request_ids, slots = columns.requests, columns.request_ids, columns.slots
     counts = num_logits = columns.ones
     samples, token_ids = columns.samples, columns.token_ids
-    num_outputs = tuple(map(operator.sub, starts, columns.before_outputs))
+    num_outputs = columns.num_outputs(starts)
     more_logits, more_samples, more_token_ids, more_outputs = [], [], [], []
     for request, count in zip(plan.requests, plan.counts, strict=True):
       start = request.num_computed_tokens
@@ -340,12 +366,15 @@ class Scheduler:
     self._num_steps = step + 1
     self._launched[step] = rows
     self._policy.ran(rows, counts, shape.tokens)
+    all_starts = tuple(starts)
+    if rows is columns.requests and len(rows) == len(self._running) and self._may_repeat:
+      columns.planned(all_starts)
     return Batch(
       step=step,
       shape=shape,
       request_ids=request_ids,
       slots=slots,
-      starts=tuple(starts),
+      starts=all_starts,
       counts=counts,
       num_logits=num_logits,
       samples=samples,
@@ -565,6 +594,11 @@ class Scheduler:
     block_size, sharing = self.config.block_size, self.config.shares_prefixes
     running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
     bad_rows, logprobs = result.bad_rows, result.logprobs
+    decodes = self._decodes
+    # Of the latest rows, and none of them has ended since or ends by its length: a step is left that has them all.
+    plain = rows is decodes.requests and decodes.steps_left and not (bad_rows or logprobs or done or failed)
+    if plain and decodes.take(result.tokens):
+      return self._commit_decodes(decodes, batch, result)
     events: list[TokenEvent] = []
     columns = zip(rows, batch.starts, batch.counts, batch.samples, batch.token_ids, result.tokens, strict=True)
     for row, (request, start, count, samples, inputs, token) in enumerate(columns):
@@ -611,6 +645,17 @@ class Scheduler:
       else:
         events.append(_token_event(TokenEvent, (request.id, (token,), token_logprobs, (), None, "", 0, None, "")))
     return events
+
+  def _commit_decodes(self, decodes: Decodes, batch: Batch, result: StepResult) -> list[TokenEvent]:
+    """The rest of `commit` where every row gave a token to a request that goes on."""
+    if self.config.shares_prefixes:
+      block_size = self.config.block_size
+      for row in decodes.beginning(batch.starts, 1, block_size):
+        self._publish(decodes.requests[row], (batch.starts[row] + 1) // block_size)
+    return [
+      _token_event(TokenEvent, (request_id, (token,), (), (), None, "", 0, None, ""))
+      for request_id, token in zip(batch.request_ids, result.tokens, strict=True)
+    ]
 
   def _split_logprobs(
     self,
@@ -664,6 +709,7 @@ class Scheduler:
   ) -> TokenEvent:
     """The one ending of a request."""
     if request.status is RequestStatus.RUNNING:
+      self._decodes.stop()
       request.final_blocks = tuple(request.block_table)
       self._running.remove(request)
       self._take_back(request)
@@ -684,6 +730,7 @@ class Scheduler:
 
   def check(self) -> None:
     """Asserts the invariants between steps; for tests and for an idle engine."""
+    self.settle()
     self.pool.check([request.block_table for request in self._running])
     live = [*self._waiting, *self._running]
     assert {request.id: request for request in live} == self._requests, "a live request is in no queue, or in two"

@@ -16,6 +16,7 @@ from engine.waiting import WaitingQueue
 
 def state_of(scheduler: Scheduler) -> dict:
   """Everything that later decisions depend on, as plain JSON values; restore() is its inverse."""
+  scheduler.settle()
   ended = {
     id(request): request
     for rows in scheduler._launched.values()

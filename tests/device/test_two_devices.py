@@ -50,7 +50,7 @@ choices = [{"temperature": 0.0}, {"top_p": 0.9, "top_k": 30}, {"presence_penalty
            {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2}]
 requests = [(list(range(2 + i, 8 + 3 * i)), SamplingParams(8, ignore_eos=True, seed=i, **choices[i % 4]))
             for i in range(8)]
-runners = [make_runner(devices=[device]) for device in jax.devices()]
+runners = [make_runner(devices=[device], token_budgets=(16,)) for device in jax.devices()]
 for runner in runners:
   runner.warm_up(lambda *_: None)
 runners[0].connect(runners[1])
@@ -62,7 +62,8 @@ def emit(events):
   for event in events:
     served[event.request_id].add(event)
 
-sides = [(Scheduler(config_for(runner, num_blocks=blocks)), runner) for runner, blocks in zip(runners, (64, 16))]
+sides = [(Scheduler(config_for(runner, num_blocks=blocks, prefill_chunk=16)), runner)
+         for runner, blocks in zip(runners, (64, 16))]
 engine = DisaggregatedEngine(*sides, lambda: 0.0, emit)
 for index, (prompt, params) in enumerate(requests):
   engine.submit(Request(str(index), prompt, params))
@@ -72,7 +73,7 @@ assert engine.dead is None, engine.dead
 apart = [one.tokens for one in served.values()]
 compiles = [runner.compiles_after_ready for runner in runners]
 preempted = sides[1][0].num_preemptions
-alone, _ = serve(make_runner(), requests)
+alone, _ = serve(make_runner(token_budgets=(16,)), requests, prefill_chunk=16)
 print(json.dumps({"apart": apart, "alone": [one.tokens for one in alone], "compiles": compiles,
                   "preempted": preempted, "reported": len(served["3"].prompt_logprobs)}))
 """

@@ -54,7 +54,8 @@ def served(folder: str, others: int, **options) -> tuple[list[int], bytes, int]:
 @pytest.mark.parametrize(
   ("case", "dtype", "quantization"),
   [
-    ("llama3", "float32", "none"),
+    # The kernels of the next, without its norms.
+    pytest.param("llama3", "float32", "none", marks=pytest.mark.long),
     ("qwen3", "float32", "none"),
     ("mistral", "bfloat16", "none"),
     ("llama3", "float32", "int8"),

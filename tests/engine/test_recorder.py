@@ -22,6 +22,7 @@ def run(config: EngineConfig, requests, engine_class: type[Engine] = PlainEngine
   launch = runner.launch
 
   def watch(batch):
+    scheduler.settle()
     tables = [request.block_table for request in scheduler._running]
     held = sum(request.num_computed_tokens for request in scheduler._running)
     seen.append((batch, held, sum(map(len, tables)) * config.block_size))

@@ -196,13 +196,36 @@ BUGS = (
   Bug(
     "a cached block is handed out as if it were free", "block_pool", "      if key is not None:\n", "      if False:\n"
   ),
+  Bug("a repeated step outlives a request", "decodes", "self._ends, starts)) - 1\n", "self._ends, starts))\n"),
+  Bug(
+    "a repeated step has rows that have ended",
+    "scheduler",
+    "      self._decodes.stop()\n      request.final",
+    "      request.final",
+  ),
+  Bug(
+    "a repeated step takes blocks that are not there", "scheduler", "if len(growing) > self.pool.num_free:", "if False:"
+  ),
+  Bug("a block begins one token late", "decodes", "-(starts[0] + offset) %", "-(starts[0] + offset - 1) %"),
+  Bug("a repeated step ends nobody", "decodes", " or not self._stop_ids.isdisjoint(tokens)", ""),
+  Bug("tokens of repeated steps are not counted", "decodes", "    self._uncounted_tokens += 1\n", ""),
 )
 
 
 def seeded(bug: Bug) -> tuple[type, Callable]:
   """The Scheduler class and validate_request, one of them with the bug in it."""
   modules = {}
-  for name in ("block_pool", "batching", "policy", "admission", "prefix_keys", "waiting", "validation", "scheduler"):
+  for name in (
+    "block_pool",
+    "batching",
+    "policy",
+    "admission",
+    "prefix_keys",
+    "waiting",
+    "validation",
+    "decodes",
+    "scheduler",
+  ):
     source = (ENGINE / f"{name}.py").read_text()
     if bug.file == name:
       assert source.count(bug.old) == 1, f"{bug.old!r} occurs {source.count(bug.old)} times in {name}.py"
@@ -215,6 +238,8 @@ def seeded(bug: Bug) -> tuple[type, Callable]:
     ("scheduler", "block_pool", "BlockPool"),
     ("scheduler", "batching", "make_batching"),
     ("scheduler", "policy", "make_policy"),
+    ("scheduler", "policy", "Policy"),
+    ("scheduler", "decodes", "Decodes"),
     ("scheduler", "admission", "AdmissionControl"),
     ("scheduler", "prefix_keys", "PrefixKeys"),
     ("scheduler", "waiting", "WaitingQueue"),

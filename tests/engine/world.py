@@ -229,6 +229,7 @@ class World:
     running, waiting = list(scheduler._running), list(scheduler._waiting)
     computed = {request.id: request.num_computed_tokens for request in running}
     batch = self._schedule(now)
+    scheduler.settle()
     victims = [request for request in running if request.status is RequestStatus.WAITING]
     admitted = [request for request in waiting if request.status is RequestStatus.RUNNING]
     kept = [request for request in running if request.status is RequestStatus.RUNNING]

@@ -1,12 +1,17 @@
-"""What tests of GPU kernels need of Pallas' interpreter."""
+"""What tests of kernels need of Pallas' interpreters."""
 
 from collections.abc import Iterator
+import pathlib
 import threading
 import types
 
 import jax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 import pytest
+
+from pallas_kernels import native
+
+NATIVE_H = pathlib.Path(native.__file__).with_name("native.h")
 
 
 class _Impatient(threading.Condition):
@@ -18,12 +23,28 @@ class _Impatient(threading.Condition):
     return True
 
 
+@pytest.fixture(scope="session")
+def quick_cpp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+  """Flags for changed C++ kernels: not optimized, and with native.h compiled before, which takes as long as they do."""
+  jax.devices()  # what is registered before JAX has looked for its devices, it registers twice, and refuses
+  header, flags = tmp_path_factory.mktemp("header") / "native.h", ("-O0", "-w")
+  header.write_bytes(NATIVE_H.read_bytes())
+  native.compile_library(NATIVE_H, header.with_name("native.h.gch"), (*flags, "-x", "c++-header"))
+  return *flags, "-include", str(header)
+
+
 @pytest.fixture
-def gpu_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-  """Compiles quickly, since nearly all the time goes into compiling what runs once; does not hang; leaves no state."""
-  names = vars(threading) | {"Condition": _Impatient}
-  monkeypatch.setattr(shared_memory, "threading", types.SimpleNamespace(**names))
+def quick_compilation() -> Iterator[None]:
+  """Nearly all the time goes into compiling the interpreters' programs, which run once."""
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def gpu_interpreter(monkeypatch: pytest.MonkeyPatch, quick_compilation: None) -> Iterator[None]:
+  """Compiles quickly, does not hang, and leaves no state."""
+  names = vars(threading) | {"Condition": _Impatient}
+  monkeypatch.setattr(shared_memory, "threading", types.SimpleNamespace(**names))
+  yield
   gpu_callbacks.reset_gpu_interpret_mode_state()

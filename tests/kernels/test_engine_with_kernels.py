@@ -51,12 +51,15 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(  # in float32 whole engines serve by it in tests/e2e
+  "dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16], ids=["float32", "bfloat16"]
+)
 def test_cpu(dtype) -> None:
   native.build("paged_attention")
   assert tokens("cpu", dtype) == tokens("reference", dtype)
 
 
+@pytest.mark.usefixtures("quick_compilation")
 def test_tpu() -> None:
   expected = tokens("reference")
   pltpu.set_tpu_interpret_mode(pltpu.InterpretParams())

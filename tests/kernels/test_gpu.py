@@ -59,6 +59,9 @@ INTERPRETED = interpreted()
 
 # A run in the interpreter takes seconds. These are parts of `mixed`, of the last spec here, of the kernels' own tests.
 LEFT_OUT = ("decode", "bfloat16", "mixed_window", "window_of_one", "soft_cap")
+# Here both kernels and the plan between them must meet: `mixed` and `page_64` have every kind of row, `shared_prefix`
+# rows that share pages. The lengths and page sizes of these are in the kernels' own tests; `make test-long` has them.
+SELDOM = ("full_prefill_no_padding", "page_128_one_kv_head", "table_no_multiple_of_a_chunk", "long")
 SPECS = (
   *(dataclasses.replace(spec, dtype="bfloat16") for spec in arg_specs.CONFORMANCE if spec.name not in LEFT_OUT),
   ArgSpec("page_64", ((1, 150), (0, 0), (20, 100), (4, 64)), 28, 5, 64, 3, 8, 1, 128, 70, 9.0, dtype="bfloat16"),
@@ -73,7 +76,10 @@ class TestGpu(conformance.Conformance):
   draws = 2
   chunks = (64, 85, 1)
 
-  @pytest.mark.parametrize("spec", SPECS, ids=str)
+  @pytest.mark.parametrize(
+    "spec",
+    [pytest.param(spec, id=spec.name, marks=pytest.mark.long if spec.name in SELDOM else ()) for spec in SPECS],
+  )
   def test_equals_dense_attention(self, spec: ArgSpec) -> None:
     if spec.block_size not in (16, 32, 64, 128):
       with pytest.raises(NotImplementedError, match="head_dim=18|block_size=8"):
@@ -85,6 +91,11 @@ class TestGpu(conformance.Conformance):
     out = conformance.run(INTERPRETED, spec, *conformance.operands(INTERPRETED, spec, arguments))
     np.testing.assert_allclose(out, conformance.oracle(spec, arguments), rtol=2.0**-8, atol=ATOL)
     assert not out[arguments.query_starts[-1] :].any(), "padding tokens must give zeros"
+
+  @pytest.mark.long  # each kernel's own test of this name stays in `make test`
+  @pytest.mark.parametrize("queries", [1, 20], ids=["decode", "prefill"])
+  def test_a_row_depends_neither_on_neighbours_nor_on_its_place(self, queries: int) -> None:
+    super().test_a_row_depends_neither_on_neighbours_nor_on_its_place(queries)
 
 
 def test_a_layer_rotates_writes_and_attends(capfd: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +200,7 @@ def test_what_is_not_supported_is_named(change: dict, dtype: str, words: str) ->
     api.check_supported("gpu", spec.geometry, dtype)
 
 
-@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.long), 24])
 def test_a_query_has_the_same_bits_in_a_chunk_and_alone(window: int | None) -> None:
   """Where `Geometry.invariant` asks for it: five queries as one row, and each as a row of its own."""
   spec = ArgSpec("chunk", ((5, 150),), 8, 5, 16, 10, 6, 2, 64, sliding_window=window, dtype="bfloat16")

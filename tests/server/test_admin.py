@@ -1,10 +1,5 @@
 """The admin service: on a port of its own, with keys of its own, and not for others without TLS."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import grpc
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 import pytest
@@ -15,10 +10,10 @@ from server.errors import NotConfigured
 from server.host import HostOptions
 from server.proto import admin_pb2, admin_pb2_grpc
 from server.proto import sluice_pb2 as pb
+from tests.commands import run_module
 from tests.server.certificates import ADMIN_KEY, KEY, OTHER_KEY, served_serial, tls_options
 from tests.server.harness import METHODS, generate, reason_of, running
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 IDS = pb.TokenIds(ids=[7, 8, 9])
 FEW = pb.StopParams(max_tokens=3, ignore_eos=True)
 FOREVER = pb.StopParams(max_tokens=400, ignore_eos=True)
@@ -95,15 +90,8 @@ def test_the_admin_command(tokenizer, secrets):
       ),
       ("drain", ADMIN_KEY, 0, "draining, 0 live requests\n"),
     ):
-      done = subprocess.run(
-        [sys.executable, "-m", "tools.admin", f"--target=127.0.0.1:{served.host.admin_port}", command],
-        cwd=ROOT,
-        env=os.environ | {"SLUICE_ADMIN_API_KEY": key},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-      )
+      target = f"--target=127.0.0.1:{served.host.admin_port}"
+      done = run_module("tools.admin", target, command, SLUICE_ADMIN_API_KEY=key)
       assert (done.returncode, done.stdout + done.stderr) == (code, said)
     served.thread.join(30)
     assert served.exit_code == [0]

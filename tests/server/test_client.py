@@ -1,8 +1,5 @@
 """The Python client and the command line, against a real server."""
 
-import pathlib
-import subprocess
-import sys
 from typing import Any
 
 from google.rpc import status_pb2
@@ -11,9 +8,9 @@ import pytest
 
 from server.client import Client, SluiceError
 from server.client import _errors as client_errors
+from tests.commands import run_module
 from tests.server.harness import running
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 GREEDY = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
 
 
@@ -112,26 +109,17 @@ def test_leaving_a_stream_stops_the_work(client, served):
     assert caught.value.reason == "ABORTED_BY_REQUEST"
 
 
-def command(served, *arguments: str, text: str = "") -> subprocess.CompletedProcess:
-  return subprocess.run(
-    [sys.executable, "-m", "tools.client", f"--target={served.address}", *arguments],
-    cwd=ROOT,
-    input=text,
-    capture_output=True,
-    text=True,
-    timeout=60,
-    check=False,
-  )
-
-
 def test_command_line(served, client):
   wanted = client.generate("the cat", **GREEDY).text
-  one = command(served, "--prompt=the cat", "--temperature=0", "--max_tokens=30")
+  target = f"--target={served.address}"
+  one = run_module("tools.client", target, "--prompt=the cat", "--temperature=0", "--max_tokens=30")
   assert one.returncode == 0 and one.stdout.rstrip("\n") and wanted.startswith(one.stdout.rstrip("\n"))
   assert "tokens/s" in one.stderr
-  chat = command(served, "--chat", "--max_tokens=8", "--nostats", "--system=be", text="hello\nagain\n")
+  chat = run_module(
+    "tools.client", target, "--chat", "--max_tokens=8", "--nostats", "--system=be", text="hello\nagain\n"
+  )
   assert chat.returncode == 0 and chat.stderr == ""
-  refused = command(served, "--prompt=the", "--max_tokens=100000")
+  refused = run_module("tools.client", target, "--prompt=the", "--max_tokens=100000")
   assert refused.returncode == 1 and refused.stderr.startswith("INVALID_ARGUMENT REQUEST_TOO_LONG: prompt of 2 tokens")
   assert len(refused.stderr.splitlines()) == 1
 

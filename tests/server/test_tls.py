@@ -1,11 +1,8 @@
 """TLS: who is trusted, certificates that rotate under open connections, and files that are refused."""
 
 import os
-import pathlib
 import socket
 import ssl
-import subprocess
-import sys
 
 import grpc
 import pytest
@@ -13,10 +10,9 @@ import pytest
 from engine.errors import ConfigError
 from server.client import Client, SluiceError
 from server.host import HostOptions
+from tests.commands import run_module
 from tests.server.certificates import KEY, Authority, replace, served_serial, tls_options
 from tests.server.harness import running
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def secure(served, authority, client: str = "", **options) -> Client:
@@ -88,23 +84,8 @@ def test_the_command_line_client(tokenizer, secrets, authority):
       (files[:1], KEY, 1, "UNAVAILABLE: "),
       (["--tls_ca_file=/nowhere/ca"], KEY, 2, "error: /nowhere/ca: No such file or directory"),
     ):
-      done = subprocess.run(
-        [
-          sys.executable,
-          "-m",
-          "tools.client",
-          f"--target={served.address}",
-          "--prompt=the",
-          "--max_tokens=3",
-          *arguments,
-        ],
-        cwd=ROOT,
-        env=os.environ | {"SLUICE_API_KEY": key},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-      )
+      asked = (f"--target={served.address}", "--prompt=the", "--max_tokens=3")
+      done = run_module("tools.client", *asked, *arguments, SLUICE_API_KEY=key)
       assert done.returncode == code and said in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
       assert KEY not in done.stderr
 

@@ -4,9 +4,6 @@ from collections.abc import Iterator
 from concurrent import futures
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import threading
 
 import grpc
@@ -19,8 +16,8 @@ from engine.errors import ConfigError
 from server import tracing
 from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
+from tests.commands import run_module
 from tests.server.harness import Served, running
-from tests.server.test_main import ROOT
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -193,14 +190,8 @@ def test_bad_endpoints_and_no_sdk(monkeypatch):
 
 def test_the_program_without_the_extra_says_one_line(tmp_path):
   (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['opentelemetry'] = None\n")
-  done = subprocess.run(
-    [sys.executable, "-m", "server.main", "--port=0", "--otlp_endpoint=http://127.0.0.1:4317", "--log_format=json"],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=60,
-    env=os.environ | {"PYTHONPATH": str(tmp_path)},
-  )
+  flags = ("--port=0", "--otlp_endpoint=http://127.0.0.1:4317", "--log_format=json")
+  done = run_module("server.main", *flags, PYTHONPATH=str(tmp_path))
   assert done.returncode == 1
   lines = [json.loads(line) for line in done.stderr.splitlines()]
   errors = [line["message"] for line in lines if line["level"] == "error"]

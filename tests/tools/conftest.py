@@ -1,16 +1,14 @@
-"""A tiny random model on disk, and the commands run as a user runs them."""
+"""A tiny random model on disk, and what the commands that are run on it print."""
 
 import json
-import os
-import pathlib
 import subprocess
-import sys
 
 import pytest
 
+from tests.commands import ROOT as ROOT
+from tests.commands import run_module as run_module
 from tools.make_random_model import write_model
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 ENGINE_FLAGS = ("--token_budgets=8,32", "--prefill_chunk=32", "--max_num_seqs=8", "--num_blocks=128")
 VOCAB_SIZE = 96
 
@@ -49,19 +47,6 @@ def tiny_model(tmp_path_factory) -> str:
 def compile_cache(tmp_path_factory) -> str:
   """Shared by every process of the session: the same programs are compiled once."""
   return str(tmp_path_factory.mktemp("programs"))
-
-
-def run_module(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-  """Runs `python -m module arguments` from the root and waits."""
-  return subprocess.run(
-    [sys.executable, "-m", module, *arguments],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=300,
-    env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    check=False,
-  )
 
 
 def json_line(done: subprocess.CompletedProcess[str]) -> dict:

@@ -55,16 +55,22 @@ def loops(built: Built) -> int:
   return (program.as_text() or "").count(" while(")
 
 
-def test_the_step_without_attention_has_none_and_the_other_has(tiny) -> None:
+def test_the_step_without_attention_has_none_and_the_other_has(tiny, monkeypatch) -> None:
   """Both are the engine's own step; what one holds less is the attention, and neither is taken for the other."""
+  built, build_step = [], bench_attention.build_step
+
+  def keep(*arguments) -> Built:
+    built.append(build_step(*arguments))
+    return built[-1]
+
+  monkeypatch.setattr(bench_attention, "build_step", keep)
   found = bench_attention.share(tiny, 4, 40, 16, 0.01, "reference")
   assert found["steps"] >= 5 and found["step_ms"] > 0
   assert found["model"] == "tiny" and found["attention"] == "reference"
-  real = bench_attention.build_step(tiny, 4, 40, 16, "reference")
-  with bench_attention.without_attention(real.attention) as name:
-    without = bench_attention.build_step(tiny, 4, 40, 16, name)
+  real, without = built
+  assert real.attention == "reference" != without.attention
   assert loops(without) <= loops(real) - 4  # of groups and of chunks, in decode and in prefill
-  assert name not in api.IMPLEMENTATIONS
+  assert without.attention not in api.IMPLEMENTATIONS
 
 
 def test_what_an_engine_takes_by_itself_is_what_is_measured(tiny) -> None:

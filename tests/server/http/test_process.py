@@ -1,15 +1,13 @@
 """The program itself: HTTP flags, the port file, a real model's logprobs, and one process for both protocols."""
 
-import os
 import signal
-import subprocess
-import sys
 
 import openai
 import pytest
 
 from server.client import Client
-from tests.server.test_main import ROOT, SMALL, model, start, wait_for_file
+from tests.commands import run_module
+from tests.server.test_main import SMALL, model, start, wait_for_file
 
 __all__ = ["model"]  # a fixture
 
@@ -80,14 +78,7 @@ def test_chat_logprobs(client):
 
 
 def test_a_busy_port_is_one_line(ports, model):
-  done = subprocess.run(
-    [sys.executable, "-m", "server.main", f"--model={model}", "--port=0", f"--http_port={ports[1]}", *SMALL],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    timeout=60,
-  )
+  done = run_module("server.main", f"--model={model}", "--port=0", f"--http_port={ports[1]}", *SMALL)
   assert done.returncode == 1
   assert f"error: cannot listen for HTTP on 127.0.0.1:{ports[1]}: Address already in use" in done.stderr
   assert "Traceback" not in done.stderr
