@@ -14,6 +14,8 @@ from tests.tools.conftest import run_module
 from tools.bench_engine import Work, model_folder
 from tools.gpu import engine
 from tools.gpu.engine import Command, Sizes
+from tools.make_random_model import write_model
+from tools.parity.cases import CASES
 
 
 def test_every_command_has_a_name_of_its_own_and_shares_what_it_should() -> None:
@@ -85,6 +87,18 @@ def test_results_are_kept_after_each_command_and_twins_need_a_model(tmp_path) ->
 
 
 _WORK = {"kv_bytes": 131_072, "flops": {"token": 13.96e9, "row": 1.05e9, "pair": 524_288}}
+
+
+def test_weights_drawn_by_several_processes_are_the_same(tmp_path) -> None:
+  raw = CASES["llama3"][0] | {"num_hidden_layers": 1}
+  for count in (1, 2):
+    write_model(tmp_path / str(count), raw, seed=5, dtype="bfloat16", num_shards=2, num_processes=count)
+  files = sorted(path.name for path in (tmp_path / "1").iterdir())
+  assert len(files) == 4  # two shards, their index and the config
+  for name in files:
+    assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
 _HOST = {"host": 400.0, "commit": 50.0}
 _FULL = {
   "work": _WORK,
