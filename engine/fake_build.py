@@ -87,6 +87,10 @@ def build_fake(
     "num_blocks": num_blocks,
     "eos_token_ids": eos_token_ids,
   }
+  if not chosen.get("prefill_chunk"):
+    chosen["prefill_chunk"] = min(
+      EngineConfig.prefill_chunk, chosen.get("token_budgets", EngineConfig.token_budgets)[-1]
+    )
   config = EngineConfig(**chosen)
   device = FakeDevice(config, step_s)
   if config.batching == "disaggregated":

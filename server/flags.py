@@ -9,7 +9,7 @@ from absl import flags
 
 from engine.admission import ADMISSION
 from engine.batching import BATCHING
-from engine.config import PREFIX_CACHE_SCOPES, EngineConfig
+from engine.config import CPU_PREFILL_CHUNK, PREFIX_CACHE_SCOPES, EngineConfig
 from engine.errors import ConfigError
 from engine.policy import POLICIES
 from server import logs
@@ -55,7 +55,12 @@ _BUILD_FLAGS = (
   flags.DEFINE_integer(
     "max_model_len", 0, "Longest prompt and output together, in tokens; 0: the model's.", lower_bound=0
   ),
-  flags.DEFINE_integer("prefill_chunk", EngineConfig.prefill_chunk, "Most prompt tokens a step takes.", lower_bound=1),
+  flags.DEFINE_integer(
+    "prefill_chunk",
+    0,
+    f"Most prompt tokens a step takes; 0: {CPU_PREFILL_CHUNK} with --matmul=packed, else {EngineConfig.prefill_chunk}.",
+    lower_bound=0,
+  ),
   flags.DEFINE_integer(
     "max_queued_requests", EngineConfig.max_queued_requests, "More are refused, RESOURCE_EXHAUSTED.", lower_bound=1
   ),

@@ -9,7 +9,7 @@ import socket
 from grpc_health.v1 import health_pb2_grpc
 
 from engine.request import TokenEvent
-from server import sd_notify, watchdog
+from server import farewell, sd_notify, watchdog
 from server.admin import AdminActions
 from server.auth import ApiKeys
 from server.call_log import CallLog
@@ -99,17 +99,15 @@ class Host(Lifetime):
     self._feed = Feed(self._service, self._census)
     self._metrics = Metrics(self._service, self._census, vllm_names=options.vllm_metric_names)
     open_methods = (HEALTH_METHODS, REFLECTION_METHODS) if options.open_reflection else (HEALTH_METHODS,)
-    self._server = new_server(
-      options,
-      CallInterceptor(
-        keys=self._keys,
-        open_methods=open_methods,
-        max_concurrent_rpcs=options.max_concurrent_rpcs,
-        max_response_bytes=options.max_response_bytes,
-        access_log=self._access_log,
-      ),
-      shares_port=shared is not None,
+    self._calls = CallInterceptor(
+      keys=self._keys,
+      open_methods=open_methods,
+      max_concurrent_rpcs=options.max_concurrent_rpcs,
+      max_response_bytes=options.max_response_bytes,
+      access_log=self._access_log,
     )
+    self._server = new_server(options, self._calls, shares_port=shared is not None)
+    self._port = 0
     self._http: Listener | None = None
     self.http_port = -1
     self._metrics_http: Listener | None = None
@@ -125,7 +123,7 @@ class Host(Lifetime):
     options = self._options
     watchdog.watch_loop(self._loop, self.fail, self._service.count_unhandled)
     is_reserved = self._shared is not None
-    port = bind(self._server, options.host, options.port, self._certificates, is_reserved=is_reserved)
+    self._port = bind(self._server, options.host, options.port, self._certificates, is_reserved=is_reserved)
     self._service.register(self._server)
     health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
     if options.enable_vllm_api:
@@ -139,7 +137,7 @@ class Host(Lifetime):
     await self._start_metrics()
     await self._start_admin(self._report, self._certificates, self._access_log)
     await self._server.start()
-    return port
+    return self._port
 
   @property
   def invariants(self) -> Invariants | None:
@@ -247,7 +245,7 @@ class Host(Lifetime):
   async def _take_down(self) -> int:
     self._feed.close()
     farewell_s = _HURRIED_FAREWELL_S if self._hurry.is_set() else _FAREWELL_S
-    farewells = [self._server.stop(farewell_s)]
+    farewells = [farewell.stop(self._server, self._port, self._calls, farewell_s)]
     if self._http is not None:
       farewells.append(self._http.stop(farewell_s))
     await asyncio.gather(*farewells)

@@ -15,6 +15,7 @@ import time
 from typing import Any
 
 import grpc
+from grpc._cython import cygrpc
 
 from engine.errors import EngineError, Overloaded
 from server import status, tracing
@@ -88,6 +89,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     self._max_response_bytes = max_response_bytes
     self._access_log = access_log
     self._num_calls = 0
+    self._num_unanswered = 0
+    self._num_answered = 0
 
   async def intercept_service(
     self,
@@ -108,6 +111,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     except EngineError as error:
       return self._refusal(call, error)
     return self._wrapped(call, handler)
+
+  async def wait_quiet(self, quiet_s: float) -> None:
+    """Returns when, for so many seconds, there was no call whose status was not yet sent. Probes do not count."""
+    seen = -1
+    while self._num_unanswered or seen != self._num_answered:
+      seen = self._num_answered
+      await asyncio.sleep(quiet_s)
+
+  def _answered(self, _: asyncio.Task) -> None:
+    self._num_unanswered -= 1
+    self._num_answered += 1
 
   def _check(self, call: Call, metadata: dict[str, Any]) -> None:
     if self._keys is not None and not call.method.startswith(self._open_methods):
@@ -190,6 +204,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     context.set_trailing_metadata(call.trailers)
     is_probe = call.method.startswith(HEALTH_METHODS)
     self._num_calls += not is_probe
+    task = asyncio.current_task()
+    if task is not None and not is_probe:  # gRPC's for this call, which goes on until the status is sent
+      self._num_unanswered += 1
+      task.add_done_callback(self._answered)
     started, peer = time.monotonic(), context.peer()  # later it may be gone
     code, reason = "OK", None
     try:
@@ -201,8 +219,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     except grpc.aio.AbortError:
       code = "ABORTED_BY_HANDLER"
       raise
-    except grpc.aio.InternalError:
-      # The connection went away under a write: no status can pass it either.
+    except (grpc.aio.InternalError, cygrpc._ServerStoppedError):
+      # The connection went away under a write, or the server was stopped: no status can pass either.
       code = "CANCELLED"
       raise
     except Exception as error:

@@ -4,6 +4,7 @@ argparse rather than absl flags: absl's registry is one per process, and tests i
 """
 
 import argparse
+import pathlib
 from typing import NoReturn
 
 
@@ -44,3 +45,10 @@ def positive_float(text: str) -> float:
   if not value > 0:
     raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
   return value
+
+
+def output_file(text: str) -> str:
+  """A path in a folder that exists, or nothing, or the error argparse shows: told before anything is measured."""
+  if text and not pathlib.Path(text).parent.is_dir():
+    raise argparse.ArgumentTypeError(f"{text}: its folder does not exist; make it first")
+  return text

@@ -16,7 +16,7 @@ from typing import Any
 from engine.errors import ConfigError, EngineError
 from engine.shapes import ShapeLadder
 from tools import company
-from tools.arguments import CommandParser, positive_float, positive_int, positive_ints
+from tools.arguments import CommandParser, output_file, positive_float, positive_int, positive_ints
 from tools.bench_offline import OfflineRun, add_build_arguments, build_options
 from tools.measure import commit, machine, show
 from tools.measure_costs import HandMade
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--outputs", type=_range, default=(16, 64), help="offline: shortest:longest output")
   parser.add_argument("--rounds", type=positive_int, default=3, help="of everything, in turns")
   parser.add_argument("--seconds", type=positive_float, default=0.5, help="for each kind of step in a round")
-  parser.add_argument("--output", default="", help="JSON file to write")
+  parser.add_argument("--output", type=output_file, default="", help="JSON file to write")
   add_build_arguments(parser)
   args = parser.parse_args(argv)
   try:

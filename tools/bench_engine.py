@@ -23,7 +23,6 @@ a gigabyte, and a square matmul in the model's dtype. The faster measurement cou
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import pathlib
 import statistics
 import sys
 from typing import Any
@@ -32,7 +31,7 @@ from engine.engine import Engine, PlainEngine
 from engine.errors import ConfigError, EngineError
 from engine.shapes import ShapeLadder
 from tools.accounting import Flops
-from tools.arguments import CommandParser, positive_float, positive_int, positive_ints
+from tools.arguments import CommandParser, output_file, positive_float, positive_int, positive_ints
 from tools.bench_offline import OfflineRun, add_build_arguments, build_options
 from tools.measure import ROOT, best_and_median, commit, machine, show, write_result
 from tools.measure_costs import HandMade, Rows
@@ -392,8 +391,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     "--overlap", type=lambda text: text != "false", default=True, help="offline: false plans each step after the last"
   )
   parser.add_argument("--seconds", type=positive_float, default=1.0, help="for each step and each ceiling")
-  parser.add_argument("--output", default="", help="JSON file to write")
-  parser.add_argument("--plot", default="", help="PNG file to write")
+  parser.add_argument("--output", type=output_file, default="", help="JSON file to write")
+  parser.add_argument("--plot", type=output_file, default="", help="PNG file to write")
   add_build_arguments(parser)
   args = parser.parse_args(argv)
   args.parts = args.parts.split(",")
@@ -401,9 +400,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.error(f"--parts: {', '.join(sorted(unknown))} is not one of {', '.join(PARTS)}")
   if len(args.lengths) != 2 or args.lengths[0] > args.lengths[1]:
     parser.error(f"--lengths: {args.lengths} must be two numbers, the smaller first")
-  for path in filter(None, (args.output, args.plot)):
-    if not pathlib.Path(path).parent.is_dir():
-      parser.error(f"{path}: its folder does not exist")
   try:
     result = measure(args, lambda found: write_result(args.output, found))  # a run that is killed keeps what it has
   except EngineError as error:

@@ -25,7 +25,7 @@ from models.config import ModelConfig
 from models.quantize import quantize
 from models.registry import config_from_hf
 from pallas_kernels.packed_matmul import api
-from tools.arguments import CommandParser, positive_float, positive_ints
+from tools.arguments import CommandParser, output_file, positive_float, positive_ints
 from tools.bench_engine import Ceilings, measure_ceilings, model_folder
 from tools.measure import best_and_median, commit, machine, show
 
@@ -174,11 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--shapes", default="llama-125m,llama-15m", help="folders of models/shapes, or demo")
   parser.add_argument("--rows", type=positive_ints, default=ROWS, help="tokens in a step")
   parser.add_argument("--seconds", type=positive_float, default=1.0, help="for each figure and each ceiling")
-  parser.add_argument("--output", default="", help="JSON file to write")
+  parser.add_argument("--output", type=output_file, default="", help="JSON file to write")
   args = parser.parse_args(argv)
   args.shapes = args.shapes.split(",")
-  if args.output and not pathlib.Path(args.output).parent.is_dir():
-    parser.error(f"{args.output}: its folder does not exist")
   try:
     result = measure(args)
   except EngineError as error:

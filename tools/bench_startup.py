@@ -19,7 +19,7 @@ import tempfile
 import time
 
 from engine.errors import ConfigError
-from tools.arguments import CommandParser, positive_int
+from tools.arguments import CommandParser, output_file, positive_int
 from tools.measure import ROOT, commit, machine, write_result
 
 WAYS = ("cold", "cache", "bundle")
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
   parser.add_argument("--runs", type=positive_int, default=3, help="of each way")
   parser.add_argument("--only", default=",".join(WAYS), help="which ways, with commas between")
-  parser.add_argument("--output", default="", help="file for everything as JSON")
+  parser.add_argument("--output", type=output_file, default="", help="file for everything as JSON")
   args, flags = parser.parse_known_args(argv)
   ways = args.only.split(",")
   if unknown := set(ways) - set(WAYS):

@@ -27,7 +27,7 @@ from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from tools import workload
-from tools.arguments import CommandParser, positive_float, positive_int
+from tools.arguments import CommandParser, output_file, positive_float, positive_int
 from tools.measure import ROOT, commit, machine, median_of, run_tool, write_result
 from tools.server_process import RunningServer
 from tools.step_costs import StepCosts
@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--load_seconds", type=positive_float, default=5.0, help="of each load that makes a table")
   parser.add_argument("--vocab_size", type=positive_int, default=2048, help="token ids of prompts are below this")
   parser.add_argument("--compile_cache_dir", default=str(pathlib.Path.home() / ".cache" / "sluice" / "programs"))
-  parser.add_argument("--output", default="", help="also write the result here")
+  parser.add_argument("--output", type=output_file, default="", help="also write the result here")
   args = parser.parse_args(argv)
   try:
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from tools import workload
-from tools.arguments import CommandParser, positive_float, positive_int
+from tools.arguments import CommandParser, output_file, positive_float, positive_int
 from tools.measure import ROOT, machine, median_of, run_tool, write_result
 
 MODES = ("static", "continuous")
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--vocab_size", type=positive_int, default=2048, help="token ids of prompts are below this")
   parser.add_argument("--compile_cache_dir", default=str(pathlib.Path.home() / ".cache" / "sluice" / "programs"))
-  parser.add_argument("--output", default="", help="also write the result here")
+  parser.add_argument("--output", type=output_file, default="", help="also write the result here")
   args = parser.parse_args(argv)
   low, high = (max(1, round(limit * args.scale)) for limit in (20, 2000))
   try:

@@ -35,7 +35,7 @@ from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder, StepShape
-from tools.arguments import CommandParser, positive_float, positive_int
+from tools.arguments import CommandParser, output_file, positive_float, positive_int
 from tools.bench_offline import add_build_arguments, build_options
 from tools.fit_costs import calibrated, fit, fit_host, with_launch_spread
 from tools.measure import ROOT, commit, machine
@@ -294,8 +294,10 @@ def measure(args: Any) -> StepCosts:
   costs = StepCosts(**table, host=host, kv_bytes_per_token=block_bytes // config.block_size)
   # In the engine the host plans while the device works; where they share cores, both take longer for it.
   made, costs = costs, calibrated(with_launch_spread(costs, launches), running)
-  factors = {str(tokens): round(seconds / made.rung(tokens), 4) for tokens, seconds in costs.rung_s}
-  about["engine_over_table"] = factors
+  bases = {tokens: made.rung(tokens) for tokens, _ in costs.rung_s}  # 0 where a rung costs no more than what is in it
+  about["engine_over_table"] = {
+    str(tokens): round(seconds / bases[tokens], 4) if bases[tokens] else None for tokens, seconds in costs.rung_s
+  }
   return dataclasses.replace(costs, about=about)
 
 
@@ -320,7 +322,7 @@ def estimate(args: Any) -> StepCosts:
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; exit code 2 with one line for what cannot be measured."""
   parser = CommandParser("tools.measure_costs", __doc__)
-  parser.add_argument("--output", required=True, help="cost table (JSON) to write")
+  parser.add_argument("--output", type=output_file, required=True, help="cost table (JSON) to write")
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
   parser.add_argument("--max_context", type=positive_int, help="longest context that matters (default: the model's)")
   parser.add_argument("--seconds", type=positive_float, default=0.2, help="for each kind of step in each round")

@@ -244,9 +244,9 @@ def plot_padding(steps: Mapping[str, Sequence[StepRecord]]) -> Figure:
       if share is not None:
         axis.annotate(f"{share:.0%}", (position, base[position]), ha="center", va="bottom", fontsize=7, color="#555555")
     top = max(top, *base)
-    axis.set_xticks(range(len(rungs)), [str(rung) for rung in rungs], fontsize=8)
+    axis.set_xticks(range(len(rungs)), [str(rung) for rung in rungs], fontsize=8, rotation=45)
     axis.set_xlabel("rung, tokens")
-    axis.set_title(f"{label}: {padding_share(records):.0%} padding", fontsize=11)
+    axis.set_title(f"{label}\n{padding_share(records):.0%} padding", fontsize=11)
     axis.grid(False, axis="x")
   for axis in axes[: len(steps)]:
     axis.set_ylim(0, top * 1.1)

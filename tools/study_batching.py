@@ -1,12 +1,12 @@
 """The study of batching: each claim with arithmetic, bound, measured and simulated answers. Measures nothing itself.
 
-  python -m tools.study_batching                                 everything, under ten minutes on two quiet cores
+  python -m tools.study_batching                                 everything, a quarter of an hour on two quiet cores
   python -m tools.study_batching --sides=modelled                what needs no model: seconds
   python -m tools.study_batching --only=tail,long_prompt         some claims; the others keep their last answers
 
 Writes study.json and README.md into --output. Three sides answer: `modelled`, the Scheduler's own batches and the
 simulator with a cost table; `demo`, a model folder on this machine; `wide`, a model of 125M random parameters, whose
-steps are mostly weights, for the claims about traces. Measured parts run in processes of their own, one at a time
+steps are mostly matmuls. Measured parts run in processes of their own, one at a time
 (tools.study_measured); lengths are scaled to the machine, and the scale is in the table. Exit code 1 when tokens differ
 between modes, 2 with one line for bad input or a part that failed; the other parts are then still answered.
 """
@@ -21,8 +21,9 @@ from typing import Any
 
 from engine.errors import ConfigError, EngineError
 from tools import study_claims as claims
+from tools import study_simulated as simulated
 from tools.arguments import CommandParser
-from tools.measure import ROOT, machine, run_tool, write_result
+from tools.measure import ROOT, commit, machine, run_tool, write_result
 from tools.step_costs import StepCosts
 
 SIDES = ("modelled", "demo", "wide")
@@ -35,7 +36,9 @@ _OTHERS = {
   "tenants": "two tenants offering 100 to 1: the small one's time to first token",
 }
 _WIDE = {"num_layers": 12, "model_dim": 768, "num_heads": 12, "num_kv_heads": 4, "hidden_dim": 2048}
-_WIDE_SCALE, _WIDE_REQUESTS = 0.04, 64
+# A tenth of the demo's speed: shorter lengths and fewer requests, but as long a prompt beside a step of decodes.
+_WIDE_SCALE = {"idle_490": 0.2, "padding_4b": 0.4, "long_prompt": 0.06, "tenants": 0.025}
+_WIDE_REQUESTS = {"tail": 160, "batch_size": 256, "tenants": 4}
 _TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 
 
@@ -47,35 +50,35 @@ def modelled(part: str, traces: pathlib.Path, costs: StepCosts) -> dict[str, Any
   if part in _CASES:
     case = _CASES[part]
     rows = case.rows(traces)
-    found: dict[str, Any] = {"claim": case.claim, **claims.allowed(rows, case.slots)}
+    found: dict[str, Any] = {"claim": case.claim, **simulated.allowed(rows, case.slots)}
     if part.startswith("padding"):
-      slots, _ = claims.static_slots(rows[: case.slots], case.slots)
+      slots, _ = simulated.static_slots(rows[: case.slots], case.slots)
       found["one_batch"] = slots._asdict() | {"padding_share": round(1 - slots.useful / slots.paid, 4)}
     if part == "idle_490":
-      found["idle_steps"] = claims.idle_steps(10, 500)
-    return found | claims.simulate_case(rows, case.slots, costs)
+      found["idle_steps"] = simulated.idle_steps(10, 500)
+    return found | simulated.simulate_case(rows, case.slots, costs)
   claim = {"claim": _OTHERS[part]}
   match part:
     case "formulas":
       chosen = _CASES["coding_assistant"]
-      return claim | claims.simulate_formulas(chosen.rows(traces), chosen.slots, costs)
+      return claim | simulated.simulate_formulas(chosen.rows(traces), chosen.slots, costs)
     case "tail":
-      return claim | claims.simulate_tail(_CASES["azure_conv"].rows(traces), costs)
+      return claim | simulated.simulate_tail(_CASES["azure_conv"].rows(traces), costs)
     case "long_prompt":
-      return claim | claims.simulate_long_prompts(costs)
+      return claim | simulated.simulate_long_prompts(costs)
     case "batch_size":
-      return claim | claims.simulate_batch_sizes(costs)
-  return claim | claims.simulate_tenants(costs)
+      return claim | simulated.simulate_batch_sizes(costs)
+  return claim | simulated.simulate_tenants(costs)
 
 
 def measured(part: str, side: str, args: Any) -> dict[str, Any]:
   """One part in a process of its own. Raises ConfigError."""
   command = [sys.executable, "-m", "tools.study_measured", f"--part={part}", f"--traces={args.traces}"]
-  command += [f"--{name}={getattr(args, name)}" for name in ("rounds", "output_tokens", "pause_s", "num_blocks")]
+  command += [f"--{name}={getattr(args, name)}" for name in ("rounds", "output_tokens", "num_blocks")]
   command += [f"--compile_cache_dir={args.compile_cache_dir}"]
   scale, count = args.scale, args.num_requests
   if side == "wide":
-    scale, count = scale or _WIDE_SCALE, count or _WIDE_REQUESTS
+    scale, count = scale or _WIDE_SCALE.get(part, 0.04), count or _WIDE_REQUESTS.get(part, 64)
   command += [f"--model={wide_model(args.wide_model) if side == 'wide' else args.model}"]
   command += [f"--scale={scale}"] * (scale is not None) + [f"--num_requests={count}"] * (count is not None)
   if part == "long_prompt":
@@ -92,7 +95,8 @@ def answer(part: str, side: str, args: Any, costs: StepCosts) -> dict[str, Any]:
     except ConfigError as error:
       print(f"{part}: {error}", file=sys.stderr)
       return {"skipped": "trace not at hand"}
-  return modelled(part, args.traces, costs) if side == "modelled" else measured(part, side, args)
+  found = modelled(part, args.traces, costs) if side == "modelled" else measured(part, side, args)
+  return found | {"commit": commit()}
 
 
 def wide_model(folder: str) -> str:
@@ -107,12 +111,6 @@ def wide_model(folder: str) -> str:
   return folder
 
 
-def sides_of(part: str, wanted: Sequence[str]) -> list[str]:
-  """Which of the wanted sides answer a part: the wide model answers the claims about traces only."""
-  is_trace = part in _CASES and _CASES[part].is_trace
-  return [side for side in wanted if side != "wide" or is_trace]
-
-
 def targets(parts: dict[str, Any]) -> list[dict[str, Any]]:
   """The figures to reach: what, on which side, the value, the limit, whether it is reached."""
   found: list[dict[str, Any]] = []
@@ -122,9 +120,10 @@ def targets(parts: dict[str, Any]) -> list[dict[str, Any]]:
 
   for name, case in _CASES.items():
     for side, answer in parts.get(name, {}).items():
-      if case.is_trace and "chunked_over_static" in answer:
-        share = answer["chunked_over_static"] / answer["idle_bound"]
-        add(f"{name}: chunked over static, in shares of what idle slots allow", side, share, 0.9, share >= 0.9)
+      for mode in ("continuous", "chunked"):
+        if case.is_trace and f"{mode}_over_static" in answer:
+          share = answer[f"{mode}_over_static"] / answer["idle_bound"]
+          add(f"{name}: {mode} over static, in shares of what idle slots allow", side, share, 0.9, share >= 0.9)
   for side, answer in parts.get("long_prompt", {}).items():
     if "chunked" in answer:
       for way, least in (("chunked", False), ("chunked_half", False), ("disaggregated", False), ("inline", True)):
@@ -152,7 +151,9 @@ def markdown(study: dict[str, Any]) -> str:
     "were all equally dear. *Simulated* is the real scheduler in virtual time under a **modelled** table of step times",
     f"({study['costs'].get('model')}, {study['costs'].get('source')}). *Demo* and *125M* are runs on",
     f"{study['machine']['cores']} cores ({study['machine']['cpu']}), with lengths scaled as stated, greedy and forced;",
-    "every mode has the same requests, pool, slots and executables.",
+    "every mode has the same requests, pool, slots and executables. Commit: "
+    + ", ".join(sorted({answer.get("commit", "unknown") for part in parts.values() for answer in part.values()}))
+    + ".",
     "",
     "## Static against chunked",
     "",
@@ -326,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     failed = False
     for part in only:
-      for side in sides_of(part, wanted):
+      for side in wanted:
         try:
           parts.setdefault(part, {})[side] = answer(part, side, args, costs)
         except EngineError as error:

@@ -31,9 +31,11 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.validation import validate_request
 from tools import study_claims as claims
+from tools import study_simulated as simulated
 from tools.arguments import CommandParser
 from tools.latency import Outcome
 
+_STEPS_BETWEEN = 50  # of decodes, before each long prompt: about as the simulated part has them
 _BUDGETS = (4, 8, 16, 32, 64, 128, 256, 512)
 Arriving = tuple[float, int, int]  # arrival_s, prompt tokens, output tokens
 
@@ -171,11 +173,11 @@ def _same_tokens(first: Sequence[Outcome], second: Sequence[Outcome]) -> dict[st
 
 
 def measure_case(args: Any, case: claims.Case) -> dict[str, Any]:
-  """Static and chunked, in turns; the ratio of their wall seconds, medians over rounds."""
+  """Static, continuous and chunked, in turns; ratios of their wall seconds, medians over rounds."""
   rows = case.scaled(args.traces, args.scale, args.num_requests)
   bench = Bench(args, case.slots, _BUDGETS)
   requests = [(0.0, *row) for row in rows]
-  walls: dict[str, list[float]] = {"static": [], "chunked": []}
+  walls: dict[str, list[float]] = {mode: [] for mode in claims.MODES}
   runs: dict[str, list[Outcome]] = {}
   for _ in range(args.rounds):
     for mode, found in walls.items():
@@ -184,11 +186,12 @@ def measure_case(args: Any, case: claims.Case) -> dict[str, Any]:
   middle = {mode: statistics.median(found) for mode, found in walls.items()}
   output = sum(row[1] for row in rows)
   return {
-    **claims.allowed(rows, case.slots),
+    **simulated.allowed(rows, case.slots),
     "scale": args.scale or case.scale,
     "wall_s": walls,
     "output_tok_s": {mode: round(output / wall_s, 1) for mode, wall_s in middle.items()},
     "chunked_over_static": round(middle["static"] / middle["chunked"], 3),
+    "continuous_over_static": round(middle["static"] / middle["continuous"], 3),
     "tokens": _same_tokens(runs["static"], runs["chunked"]),
   }
 
@@ -222,27 +225,20 @@ def measure_tail(args: Any) -> dict[str, Any]:
 def measure_long_prompts(args: Any) -> dict[str, Any]:
   """Gaps inline, in chunks, and on devices of their own. Needs two devices, which share the CPU's cores."""
   factor = args.scale or 0.25
-  load = claims.LongPrompts(
-    num_steady=16,
-    context=32,
-    steady_tokens=64,
-    num_long=4,
-    prompt=round(4000 * factor),
-    first_s=args.pause_s,
-    every_s=args.pause_s,
-  )
+  load = claims.LongPrompts(num_steady=16, context=32, steady_tokens=64, num_long=8, prompt=round(4000 * factor))
   slots = load.num_steady + 4
   half = load.num_steady + load.chunk // 2
   budgets = (4, load.num_steady, half, load.num_steady + load.chunk, load.num_steady + load.prompt)
   about = dataclasses.asdict(load) | {"chunk": load.chunk}
   found: dict[str, Any] = {"about": about | {"scale": factor}}
   bench = Bench(args, slots, tuple(sorted({*budgets})))
-  # Answers that go on until the last long prompt is done, and a third longer.
-  token_s = load.num_steady / claims.decode_rate(bench.serve(load.rows(quiet=True), at_once=True))
-  lasts_s = 1.3 * (load.first_s + load.num_long * load.every_s)
+  # A long prompt every so many steps; answers that go on until the last one is done, and a third longer.
+  step_s = load.num_steady / claims.decode_rate(bench.serve(load.rows(quiet=True), at_once=True))
+  every_s = _STEPS_BETWEEN * step_s
+  lasts = math.ceil(1.3 * _STEPS_BETWEEN * (1 + load.num_long))
   most = bench.built.config.max_model_len - load.context
-  load = dataclasses.replace(load, steady_tokens=min(most, math.ceil(lasts_s / token_s)))
-  found["about"]["steady_tokens"] = load.steady_tokens
+  load = dataclasses.replace(load, first_s=every_s, every_s=every_s, steady_tokens=min(most, lasts))
+  found["about"] |= dataclasses.asdict(load)
   for name, mode, chunk in (
     ("inline", "continuous", load.prompt),
     ("chunked", "chunked", load.chunk),
@@ -278,12 +274,13 @@ def measure_batch_sizes(args: Any) -> dict[str, Any]:
 
 def measure_tenants(args: Any) -> dict[str, Any]:
   """The small tenant alone, and under fcfs and fair."""
+  factor = args.scale or 0.1
   load = claims.Tenants(
     num_small=args.num_requests or 6,
-    prompt_len="uniform:150:250",
+    prompt_len=f"uniform:{round(1500 * factor)}:{round(2500 * factor)}",
     output_len="uniform:2:6",
     slots=32,
-    chunk=32,
+    chunk=round(320 * factor),
   )
   bench = Bench(args, load.slots, (4, 8, 16, 32, 48, 64), prefill_chunk=load.chunk)
   sample = [(0.0, *row) for row in load.rows()[:64]]
@@ -296,7 +293,7 @@ def measure_tenants(args: Any) -> dict[str, Any]:
   ways = {"alone": [dataclasses.replace(outcome, id=index) for outcome, index in zip(alone, indices, strict=True)]}
   for policy in ("fcfs", "fair"):
     ways[policy] = bench.serve(rows, tenants=tenants, policy=policy)
-  about = dataclasses.asdict(load) | {"capacity_request_s": round(capacity, 2), "scale": 0.1}
+  about = dataclasses.asdict(load) | {"capacity_request_s": round(capacity, 2), "scale": factor}
   return claims.compare_tenants(dict(ways), set(indices)) | {"about": about}
 
 

@@ -37,7 +37,7 @@ from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.shapes import ShapeLadder
-from tools.arguments import CommandParser, positive_float, positive_int
+from tools.arguments import CommandParser, output_file, positive_float, positive_int
 from tools.latency import Objectives
 from tools.replica import Arrival
 from tools.simulate import add_engine_arguments, add_request_arguments, arrivals_from, engine_config
@@ -339,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     default=3.0,
     help="with --costs: most that a prompt may lengthen the step of the requests beside it; inf: no limit",
   )
-  parser.add_argument("--output", default="", help="flag file to write, for --flagfile of the server")
+  parser.add_argument("--output", type=output_file, default="", help="flag file to write, for --flagfile of the server")
   add_request_arguments(parser)
   add_engine_arguments(parser)
   args = parser.parse_args(argv)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from engine.admission import AdmissionControl
 from engine.batching import make_batching
-from engine.config import EngineConfig
+from engine.config import CPU_PREFILL_CHUNK, EngineConfig
 from engine.device import compile_cache, deterministic, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.bundle import Bundle, made_for
@@ -58,6 +58,7 @@ class BuildOptions:
     kv_cache_mb: memory for KV in MiB, over all devices; 0 takes what is free (on CPU, where nobody knows, 256).
     num_blocks: exact size of the pool instead; 0 sizes it by memory.
     max_model_len: 0 is the model's own.
+    prefill_chunk: 0 is what suits the matmul, within the ladder.
     num_devices: how many to spread the model over; 0 is all.
     prefill_devices: with batching disaggregated, how many of them do prefill; 0 is half of them.
     compile_cache_dir: where compiled programs are kept between starts; "" keeps none.
@@ -79,7 +80,7 @@ class BuildOptions:
   token_budgets: tuple[int, ...] = EngineConfig.token_budgets
   max_num_seqs: int = EngineConfig.max_num_seqs
   max_model_len: int = 0
-  prefill_chunk: int = EngineConfig.prefill_chunk
+  prefill_chunk: int = 0
   max_queued_requests: int = EngineConfig.max_queued_requests
   max_queued_tokens: int = EngineConfig.max_queued_tokens
   queue_timeout_s: float = EngineConfig.queue_timeout_s
@@ -159,6 +160,7 @@ class BuildOptions:
     chosen = {
       field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig) if field.name not in known
     }
+    chosen["prefill_chunk"] = self.prefill_chunk or min(EngineConfig.prefill_chunk, self.token_budgets[-1])
     return EngineConfig(**known, **chosen)
 
 
@@ -297,6 +299,8 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   started = time.perf_counter()
   progress("load", 0, 1)
   matmul, matmul_reason = _choose_matmul(options.matmul, mesh, dtype)
+  if matmul == "packed" and not options.prefill_chunk:
+    options = dataclasses.replace(options, prefill_chunk=min(CPU_PREFILL_CHUNK, options.token_budgets[-1]))
   form = WeightForm(packed=matmul == "packed", int8=options.quantization == "int8")
   if form.int8 and not form.packed and device.platform == "cpu":
     why = matmul_reason or "matmul=xla"

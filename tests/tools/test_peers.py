@@ -173,12 +173,25 @@ def test_the_report_has_ratios_verdicts_and_who_is_missing():
   assert report.verdict(differs | {"same_tokens": None}) == "1 differ, not judged"
 
 
-def test_less_time_is_a_ratio_above_one():
+def test_less_time_is_a_ratio_above_one_and_the_best_peer_has_a_row():
+  agreed = {"differing_requests": []}
+  sides = {"sluice": 2.0, "vllm": 3.0, "openvino": 1.0}
   engines = {
-    name: {"figures": dict.fromkeys(report.LATENCIES, value)} for name, value in (("sluice", 2.0), ("vllm", 3.0))
+    name: {
+      "figures": {"output_tok_s": 90.0} | dict.fromkeys(report.LATENCIES, value),
+      "agreement": agreed,
+      "ready_s": 5.0,
+    }
+    for name, value in sides.items()
   }
+  engines["vllm"]["figures"]["itl_p99_ms"] = 0.5
   report.add_ratios(engines, online=True)
-  assert engines["vllm"]["peer_over_sluice"] == dict.fromkeys(report.LATENCIES, 1.5)
+  assert engines["openvino"]["peer_over_sluice"] == dict.fromkeys(report.LATENCIES, 0.5)
+  assert engines["vllm"]["peer_over_sluice"] == dict.fromkeys(report.LATENCIES, 1.5) | {"itl_p99_ms": 0.25}
+  run = {"mode": "online", "engines": engines, "workload": {"rate": 3.4}, "left_out": {}}
+  lines = report.table(run).splitlines()
+  assert lines[-2] == "| best peer over sluice |  | 0.50 | 0.50 | 0.50 | 0.25 |  |  |"
+  assert lines[-1] == "offered: 3.40 requests/s"
 
 
 def test_a_run_replaces_its_like_in_the_file(tmp_path):

@@ -17,7 +17,8 @@ from tools.latency import Objectives
 from tools.replica import made_up
 from tools.simulation import Collector, Fleet, Simulation
 from tools.step_costs import StepCosts, roofline
-from tools.study_claims import LongPrompts, large_config, simulated
+from tools.study_claims import LongPrompts
+from tools.study_simulated import large_config, simulated
 from tools.tune_ladder import (
   Chunk,
   Running,

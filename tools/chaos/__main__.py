@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from engine.errors import ConfigError
-from tools.arguments import CommandParser, positive_float
+from tools.arguments import CommandParser, output_file, positive_float
 from tools.chaos import cancels, crowds, disconnects, fairness, fuzz, http, lifecycle, overload, poison, soak
 from tools.chaos.report import Row, as_json, show
 from tools.chaos.rig import Rig
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--scenario", default="", help=f"names with commas between them; of {', '.join(SCENARIOS)}")
   parser.add_argument("--quick", action="store_true", help="small counts, which the table then says")
   parser.add_argument("--full", action="store_true", help="also the counts that ten minutes have no room for")
-  parser.add_argument("--output", default="", help="file for the table as JSON")
+  parser.add_argument("--output", type=output_file, default="", help="file for the table as JSON")
   parser.add_argument("--soak", action="store_true", help="everything mixed, for hours")
   parser.add_argument("--hours", type=positive_float, default=8.0, help="how long, with --soak")
   args = parser.parse_args(arguments)

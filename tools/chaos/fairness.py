@@ -56,9 +56,11 @@ def ageing(rig: Rig, levels: tuple[int, ...] = (2, 4, 6, 8, 10), starved_s: floa
 def tenants(rig: Rig, seconds: float = 5.0) -> list[Row]:
   """Under policy fair, a tenant beside one that asks for far more."""
   flags = ("--policy=fair", "--fake_step_ms=10", "--max_num_seqs=32", "--max_queued_requests=512")
-  # A step is 10 ms, whatever is in it: prompts of several steps, that a wait for the step at hand is not all there is.
+  # A step is 10 ms, whatever is in it. Hence prompts of several steps, that the wait for those on their way, a step and
+  # a half, is not all there is; and budgets of 96, and of 96 beside 32 decodes, that a step takes as much of a prompt
+  # beside others as alone. With 96 padded to 128, what a lone prompt has for nothing would be what is compared.
   asks = {"max_tokens": 3, "tenant": "quiet", "longest_prompt": 480}
-  with rig.server(*flags, "--prefill_chunk=96") as server:
+  with rig.server(*flags, "--prefill_chunk=96", "--token_budgets=8,16,32,64,96,128,256,512") as server:
     with rig.controls(server, 1, **asks) as control:
       time.sleep(seconds / 2)
     alone = control()

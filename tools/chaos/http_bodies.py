@@ -30,7 +30,7 @@ from schemathesis.core import NotSet
 
 from server.http import openapi
 from server.http.fields import INT32
-from tools.arguments import CommandParser, positive_float, positive_int
+from tools.arguments import CommandParser, output_file, positive_float, positive_int
 from tools.measure import write_result
 from tools.server_process import RunningServer
 
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--count", type=positive_int, default=20_000, help="bodies")
   parser.add_argument("--hang_s", type=positive_float, default=10.0, help="an answer that takes longer is a hang")
   parser.add_argument("--seed", type=int, default=1, help="another gives other bodies")
-  parser.add_argument("--output", default="", help="file for the result as JSON")
+  parser.add_argument("--output", type=output_file, default="", help="file for the result as JSON")
   args = parser.parse_args(arguments)
   say = functools.partial(print, file=sys.stderr, flush=True)
   result = probe(args.count, number=args.seed, hang_s=args.hang_s, say=say)

@@ -225,9 +225,7 @@ async def _failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials
       # Every step brings tokens to all of them: the last ones are from just before the failure.
       failed_at = max([answer.times[-1] for answer in answers if answer.times], default=answers[0].sent)
       for answer in answers:
-        # What gRPC had not yet handed to the server when that stopped, gRPC itself cancels.
-        unseen = ("CANCELLED",) if not answer.tokens and not answer.reason else ()
-        trials.take(answer, ("INTERNAL", "UNAVAILABLE", *unseen))
+        trials.take(answer, ("INTERNAL", "UNAVAILABLE"))
         late = answer.ended - max(failed_at, answer.sent)
         trials.slowest_s = max(trials.slowest_s, late)
         if answer.exact or late > _TOLD_S:

@@ -151,9 +151,7 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
       f"--batch={min(64, sizes.requests)}",
     )
     tokens = f"--output_tokens={twin / way}.jsonl"
-    return Command(
-      f"twin_{way}", (torch, str(ROOT / "tools" / "gpu" / "torch_engine.py"), *files, *words, tokens), limit_s
-    )
+    return Command(f"twin_{way}", (torch, "-m", "tools.gpu.torch_engine", *files, *words, tokens), limit_s)
 
   making = ("-m", "tools.gpu.twin", f"--shape={big}", f"--dtype={sizes.dtype}", f"--out={twin}")
   making += f"--requests={sizes.requests}", f"--lengths={sizes.lengths}"

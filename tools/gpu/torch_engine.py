@@ -7,7 +7,6 @@ tools.bench_offline: a request file in, a token file and one JSON line on standa
 """
 
 import argparse
-import dataclasses
 import json
 import resource
 import sys
@@ -15,39 +14,17 @@ import time
 
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
-from transformers import (  # pyright: ignore[reportMissingImports]
-  AutoModelForCausalLM,
-  ContinuousBatchingConfig,
-  GenerationConfig,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig  # pyright: ignore[reportMissingImports]
 from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 
-
-def read_requests(path):
-  """The request lines of a file, its first line skipped where it only describes the file."""
-  with open(path, encoding="utf-8") as file:
-    lines = [json.loads(line) for line in file if line.strip()]
-  return [line for line in lines if "prompt" in line]
+from tools.peers import face, transformers_batching
 
 
 def generate(manager, requests, prefix):
   """Submits all requests at once and waits; returns (wall seconds, id -> tokens)."""
   start = time.perf_counter()
-  names = {}
-  for request in requests:
-    name = f"{prefix}{request['id']}"
-    names[name] = request["id"]
-    manager.add_request(request["prompt"], request_id=name, max_new_tokens=request["output_len"], eos_token_id=-1)
   tokens = {}
-  while len(tokens) < len(requests):
-    result = manager.get_result(timeout=1)
-    if result is None:
-      if not manager.is_running():
-        raise SystemExit("transformers' generation thread stopped before all requests were done")
-    elif result.error:
-      raise SystemExit(f"transformers failed on request {result.request_id}: {result.error}")
-    elif result.is_finished():
-      tokens[names[result.request_id]] = list(result.generated_tokens)
+  transformers_batching.generate(manager, requests, prefix, tokens.__setitem__)
   return time.perf_counter() - start, tokens
 
 
@@ -97,23 +74,16 @@ def serve(model, args, requests):
     warmup_s = time.perf_counter() - begin
     return warmup_s, *generate_static(model, requests, args.batch, cache_len, args.most_s)
   total_tokens = sum(len(request["prompt"]) + request["output_len"] for request in requests)
-  names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-  pages = "page_size" if "page_size" in names else "block_size"  # as transformers before 5.18 has it
   # A GPU's memory sizes the cache by itself; of a CPU's nobody knows.
   blocks = 2 * (total_tokens // args.page_size + len(requests)) if args.device == "cpu" else None
-  config = ContinuousBatchingConfig(
-    **{pages: args.page_size},
+  with transformers_batching.batching(
+    model,
+    page_size=args.page_size,
     num_blocks=blocks,
+    max_len=max(request["output_len"] for request in requests),
+    max_requests=args.max_requests or None,
     max_batch_tokens=args.max_batch_tokens or None,
-    max_requests_per_batch=args.max_requests or None,
-    allow_block_sharing=False,
-    default_compile_level=args.compile_level,
-  )
-  generation = GenerationConfig(
-    do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(request["output_len"] for request in requests)
-  )
-  with model.continuous_batching_context_manager(
-    generation_config=generation, continuous_batching_config=config, block=True, timeout=30
+    compile_level=args.compile_level,
   ) as manager:
     generate(manager, short, "warm")
     warmup_s = time.perf_counter() - begin
@@ -143,7 +113,7 @@ def main():
   torch.set_num_threads(args.threads)
   torch.set_grad_enabled(False)
 
-  requests = read_requests(args.requests)
+  requests = face.read_requests(args.requests)
   begin = time.perf_counter()
   model = AutoModelForCausalLM.from_pretrained(
     args.model, dtype=getattr(torch, args.dtype), attn_implementation=args.attention
@@ -174,7 +144,7 @@ def main():
         "warmup_s": round(warmup_s, 3),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "attention": model.config._attn_implementation,  # what it came to: some switch by themselves
+        "attention": model.config._attn_implementation,  # what it came to: some versions switch by themselves
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         "settings": {
           name: getattr(args, name)

@@ -60,7 +60,13 @@ def table(run: Mapping[str, Any]) -> str:
       [name, f"{found['output_tok_s']:.1f}", *middle, f"{engine['ready_s']:.1f}", verdict(engine["agreement"])]
     )
   rows.insert(1, ["---"] * len(rows[0]))
+  peers = [engine["peer_over_sluice"] for engine in run["engines"].values() if "peer_over_sluice" in engine]
+  if peers:
+    best = [f"{min(peer[figure] for peer in peers):.2f}" for figure in LATENCIES]
+    rows.append(["best peer over sluice", "", *best, "", ""])
   lines = ["| " + " | ".join(row) + " |" for row in rows]
+  if online:
+    lines.append(f"offered: {run['workload']['rate']:.2f} requests/s")
   lines += [f"left out: {name}: {reason}" for name, reason in run["left_out"].items()]
   return "\n".join(lines)
 

@@ -20,7 +20,6 @@ def main() -> None:
       model_dir=args.model,
       max_num_seqs=args.max_requests,
       token_budgets=TOKEN_BUDGETS,
-      prefill_chunk=512,
       kv_cache_mb=1024,
       max_model_len=args.max_len,
       enable_prefix_caching=False,  # every round serves the same prompts
@@ -38,8 +37,8 @@ def main() -> None:
         times = {name: getattr(outcome, name) for name in ("intended_s", "sent_s", "chunks", "tokens")}
         log.take(outcome.id, **times)
 
-    about = {"token_budgets": list(TOKEN_BUDGETS), "threads": "every core", "weights": "f32", "kv": "f32"}
-    return face.Peer(about, run)
+    about = {"token_budgets": list(TOKEN_BUDGETS), "prefill_chunk": engine.built.config.prefill_chunk}
+    return face.Peer(about | {"threads": "every core", "weights": "f32", "kv": "f32"}, run)
 
   face.serve(begin)
 

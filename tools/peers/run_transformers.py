@@ -7,14 +7,10 @@ answered by how far every token's logit lies below the largest, given the tokens
 import contextlib
 
 import torch  # pyright: ignore[reportMissingImports]
-from transformers import (  # pyright: ignore[reportMissingImports]
-  AutoModelForCausalLM,
-  ContinuousBatchingConfig,
-  GenerationConfig,
-)
+from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 
-from tools.peers import face
+from tools.peers import face, transformers_batching
 
 PAGE_SIZE = 256
 SLOTS = 32  # sequences at once: 16 and 64 are slower on two cores, as is a limit on tokens a step
@@ -46,43 +42,21 @@ def main():
 
     if args.judge_only:
       return face.Peer({}, judge=judge)
-    config = ContinuousBatchingConfig(
-      page_size=PAGE_SIZE,
-      num_blocks=3 * args.max_requests,
-      max_requests_per_batch=min(SLOTS, args.max_requests),
-      allow_block_sharing=False,
-      default_compile_level=0,
-    )
     manager = open_until_the_end.enter_context(
-      model.continuous_batching_context_manager(
-        generation_config=GenerationConfig(
-          do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=args.max_len
-        ),
-        continuous_batching_config=config,
-        block=True,
-        timeout=30,
+      transformers_batching.batching(
+        model,
+        page_size=PAGE_SIZE,
+        num_blocks=3 * args.max_requests,
+        max_len=args.max_len,
+        max_requests=min(SLOTS, args.max_requests),
       )
     )
-    numbers = iter(range(1 << 60))  # in requests' names: none is used twice
+    rounds = iter(range(1 << 60))  # in requests' names: none is used twice
 
     def run(requests, log, _start_s, realtime):
       if realtime:
         raise SystemExit("transformers is compared offline only")
-      names = {}
-      for request in requests:
-        name = f"run{next(numbers)}"
-        names[name] = request["id"]
-        log.sent(request["id"])
-        manager.add_request(request["prompt"], request_id=name, max_new_tokens=request["output_len"], eos_token_id=-1)
-      while names:
-        result = manager.get_result(timeout=1)
-        if result is None:
-          if not manager.is_running():
-            raise SystemExit("transformers' generation thread stopped before all requests were done")
-        elif result.error:
-          raise SystemExit(f"transformers failed on request {result.request_id}: {result.error}")
-        elif result.is_finished():
-          log.got(names.pop(result.request_id), result.generated_tokens)
+      transformers_batching.generate(manager, requests, f"round{next(rounds)}-", log.got, log.sent)
 
     about = {"attention": args.attention, "slots": SLOTS, "threads": args.threads, "weights": "f32", "kv": "f32"}
     return face.Peer(about, run, judge)

@@ -44,7 +44,7 @@ set_up() {
 for name in "$@"; do
   # Lists are whole, and leave out what a peer asks for but does not need here (torchvision, torchaudio): hence no-deps.
   venv=.venv-peers-$name list=tools/peers/$name.txt flags=--no-deps
-  # The same as make parity's.
+  # make parity asks for this one too.
   if [ "$name" = transformers ]; then venv=.venv-parity list=tools/parity/requirements.txt flags=; fi
   if [ ! -f "$list" ]; then
     echo "setup.sh: no peer is called $name: $list is not there" >&2
