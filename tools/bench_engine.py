@@ -11,9 +11,9 @@ A shape is one of models/shapes (its weights are drawn on the device), a model a
   prefill  steps of one prompt that fills the step. Roofline: the same.
   offline  --requests requests all at once, prompts and outputs uniform in --lengths, through the whole engine. Its
            roofline: the sum of its steps'. Device-idle share, padding, compiles after ready, and the host's part.
-  sampler  the sampler alone on --batches rows of logits: greedy, by temperature, with top_k and top_p, with the most
-           likely tokens; and beside it its share of the decode step of as many rows at the shortest context, if the
-           part decode is there too.
+  sampler  the sampler alone on the fewest and the most rows of --batches: greedy, by temperature, with top_k and top_p,
+           with the most likely tokens; and beside it its share of the decode step of as many rows at the shortest
+           context, if the part decode is there too.
 
 With --overlap=false the engine waits for each step before it plans the next.
 The ceilings are measured before and after, by jax on the same devices: a reduction that reads 4 times the last cache or
@@ -21,7 +21,7 @@ a gigabyte, and a square matmul in the model's dtype. The faster measurement cou
 (Roofline: Williams, Waterman and Patterson, CACM 2009.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import statistics
 import sys
@@ -33,7 +33,7 @@ from engine.shapes import ShapeLadder
 from tools.accounting import Flops
 from tools.arguments import CommandParser, output_file, positive_float, positive_int, positive_ints
 from tools.bench_offline import OfflineRun, add_build_arguments, build_options
-from tools.measure import ROOT, best_and_median, commit, machine, show
+from tools.measure import ROOT, best_and_median, commit, machine, show, write_result
 from tools.measure_costs import HandMade, Rows
 from tools.sampler_times import sampler_times
 from tools.step_costs import work_of
@@ -156,16 +156,25 @@ def prefill_kinds(lengths: Sequence[int], max_len: int) -> list[tuple[dict[str, 
   return [({"prompt": length}, [(0, length)]) for length in lengths if length <= max_len]
 
 
-def beside_roofline(found: list[dict[str, Any]], work: Work, ceilings: Ceilings) -> None:
-  """Adds each step's roofline, how far from it the step is, and tokens a second."""
-  for figures in found:
-    rows: Rows = figures.pop("rows")
+def beside_roofline(found: Sequence[dict[str, Any]], work: Work, ceilings: Ceilings) -> list[dict[str, Any]]:
+  """Each step with its roofline, how far from it the step is, and tokens a second."""
+  done = []
+  for step in found:
+    rows: Rows = step["rows"]
     num_bytes, flops = work.of_step(*zip(*rows, strict=True))
-    figures["roofline_s"] = ceilings.seconds(num_bytes, flops)
-    figures["over_roofline"] = round(figures["step_s"] / figures["roofline_s"], 3)
-    figures["bytes_s"], figures["flops_s"] = num_bytes / figures["step_s"], flops / figures["step_s"]
-    figures["intensity"] = flops / num_bytes
-    figures["tok_s"] = round(sum(count for _, count in rows) / figures["step_s"], 1)
+    roofline_s, step_s = ceilings.seconds(num_bytes, flops), step["step_s"]
+    done.append(
+      {name: value for name, value in step.items() if name != "rows"}
+      | {
+        "roofline_s": roofline_s,
+        "over_roofline": round(step_s / roofline_s, 3),
+        "bytes_s": num_bytes / step_s,
+        "flops_s": flops / step_s,
+        "intensity": flops / num_bytes,
+        "tok_s": round(sum(count for _, count in rows) / step_s, 1),
+      }
+    )
+  return done
 
 
 def offline(run: OfflineRun, args: Any) -> tuple[dict[str, Any], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
@@ -226,8 +235,8 @@ def model_folder(shape: str) -> str:
   return str(SHAPES / shape)
 
 
-def measure(args: Any) -> dict[str, Any]:
-  """All parts that were asked for. Raises EngineError."""
+def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
+  """All parts that were asked for; `keep` is called with what there is after each. Raises EngineError."""
   if not args.model:
     args.model = model_folder(args.shape)
     args.random_weights = args.shape != "demo"
@@ -242,36 +251,13 @@ def measure(args: Any) -> dict[str, Any]:
   built = run.built
   dtype = built.runner.kv[0].dtype
   devices = len(built.runner.kv[0].devices())
-  before = measure_ceilings(dtype, args.seconds)
+  ceilings = measure_ceilings(dtype, args.seconds)
   compiles = built.runner.compiles_after_ready  # the ceilings' own
   work = Work.of(options.model_dir, built.model, dtype, built.quantization)
   max_len = built.config.max_model_len
-  result: dict[str, Any] = {}
-  if "decode" in args.parts:
-    result["decode"] = steps(run, decode_kinds(args.batches, args.contexts, max_len), args.seconds)
-  if "prefill" in args.parts:
-    result["prefill"] = steps(run, prefill_kinds(args.prompts, max_len), args.seconds)
+  found: dict[str, Any] = {}
   held = []
-  if "offline" in args.parts:
-    result["offline"], held = offline(run, args)
-  compiles = built.runner.compiles_after_ready - compiles
-  if "sampler" in args.parts:  # programs of its own, compiled here
-    result["sampler"] = sampler_times(built.model.vocab_size, args.batches, args.seconds)
-    for row in result["sampler"]:
-      same = [step["step_s"] for step in result.get("decode", []) if step["batch"] == row["batch"]]
-      row["of_step"] = round(row["s"] / min(same), 4) if same else None
-  best = before.best(measure_ceilings(dtype, args.seconds))
-  ceilings = Ceilings(best.bytes_s * devices, best.flops_s * devices)
-  for part in ("decode", "prefill"):
-    beside_roofline(result.get(part, []), work, ceilings)
-  if held:
-    roofline_s = sum(ceilings.seconds(*work.of_step(*step)) for step in held)
-    result["offline"] |= {
-      "roofline_s": round(roofline_s, 4),
-      "over_roofline": round(result["offline"]["wall_s"] / roofline_s, 3),
-    }
-  return result | {
-    "ceilings": dataclasses.asdict(ceilings),
+  about = {
     "work": dataclasses.asdict(work),
     "model": built.model_name,
     "random_weights": options.random_weights,
@@ -285,13 +271,45 @@ def measure(args: Any) -> dict[str, Any]:
     "block_size": built.config.block_size,
     "load_s": round(built.load_s, 3),
     "warmup_s": round(built.warmup_s, 3),
-    "compiles_after_ready": compiles,
+    "fallbacks": list(built.fallbacks),
     "devices": devices,
     "device": jax.devices()[0].device_kind,
     "jax": jax.__version__,
     "machine": machine(),
     "commit": commit(),
   }
+
+  def result() -> dict[str, Any]:
+    best = Ceilings(ceilings.bytes_s * devices, ceilings.flops_s * devices)
+    parts = dict(found)
+    for part in ("decode", "prefill"):
+      if part in parts:
+        parts[part] = beside_roofline(parts[part], work, best)
+    if held:
+      roofline_s = sum(best.seconds(*work.of_step(*step)) for step in held)
+      over = round(parts["offline"]["wall_s"] / roofline_s, 3)
+      parts["offline"] = parts["offline"] | {"roofline_s": round(roofline_s, 4), "over_roofline": over}
+    return parts | {"ceilings": dataclasses.asdict(best)} | about
+
+  keep(result())
+  if "decode" in args.parts:
+    found["decode"] = steps(run, decode_kinds(args.batches, args.contexts, max_len), args.seconds)
+    keep(result())
+  if "prefill" in args.parts:
+    found["prefill"] = steps(run, prefill_kinds(args.prompts, max_len), args.seconds)
+    keep(result())
+  if "offline" in args.parts:
+    found["offline"], held = offline(run, args)
+  about["compiles_after_ready"] = built.runner.compiles_after_ready - compiles
+  if "sampler" in args.parts:  # programs of its own, compiled here
+    keep(result())
+    found["sampler"] = sampler_times(built.model.vocab_size, sorted({min(args.batches), most}), args.seconds)
+    for row in found["sampler"]:
+      same = [step["step_s"] for step in found.get("decode", []) if step["batch"] == row["batch"]]
+      row["of_step"] = round(row["s"] / min(same), 4) if same else None
+  keep(result())
+  ceilings = ceilings.best(measure_ceilings(dtype, args.seconds))
+  return result()
 
 
 def table(result: dict[str, Any]) -> str:
@@ -383,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   if len(args.lengths) != 2 or args.lengths[0] > args.lengths[1]:
     parser.error(f"--lengths: {args.lengths} must be two numbers, the smaller first")
   try:
-    result = measure(args)
+    result = measure(args, lambda found: write_result(args.output, found))  # a run that is killed keeps what it has
   except EngineError as error:
     print(f"tools.bench_engine: {' '.join(str(error).split())}", file=sys.stderr)
     return 2

@@ -1,8 +1,7 @@
 """Measures kernels and engine on one GPU: are they right, how near the device's own ceilings, which settings.
 
   python -m tools.bench_gpu --out=DIR [--minutes=9.5] [--only=check,time] [--match=REGEX] [--dry_run=interpret|compile]
-  python -m tools.bench_gpu --out=DIR --only=start,decode,buffers
-  python -m tools.bench_gpu --out=DIR --only=offline,full
+  python -m tools.bench_gpu --out=DIR --only=decode,start,offline,full,overlap,buffers
   python -m tools.bench_gpu --out=DIR --only=twin
   python -m tools.bench_gpu --merge=DIR/tuning.json
 
@@ -13,14 +12,15 @@ kernel on every arg spec against dense attention in f32; one request's bits in e
 process that may hang or die without the others. After every job results.jsonl goes into DIR, at the end table.txt and
 tuning.json, which --merge puts into pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed.
 
-Stages of the engine (tools/gpu/engine.py), each in its own time: start (all rungs compiled, without and with a cache),
-decode (steps of Llama-3-8B and Llama-3.2-1B beside the roofline, and the sampler's share), buffers (ways to update
-command buffers), offline (256 requests, with and without overlap), full (1,000 tokens in, 1,000 out), twin (the same
-requests through transformers' continuous batching and its compiled decode over a static cache, tokens compared). Every
-command writes its JSON file into DIR when it ends; engine.txt is the table.
+Stages of the engine (tools/gpu/engine.py), the most important first: decode (steps of Llama-3-8B and Llama-3.2-1B
+beside the roofline, the sampler's share, a cold start), start (the same from a bundle and from the cache), offline (256
+requests at once), full (1,000 tokens in, 1,000 out), overlap (offline without it), buffers (ways to update command
+buffers), twin (the same requests through transformers' continuous batching and its compiled decode over a static
+cache, tokens compared). engine.json and engine.txt in DIR are whole after every command; programs and weights go into
+--scratch.
 
-A dry run needs no GPU: `interpret` runs tiny sizes through the GPU interpreter on a CPU (its times mean nothing),
-`compile` compiles everything for an H200 that is not there.
+A dry run needs no GPU: `interpret` runs tiny sizes through the GPU interpreter on a CPU (its times mean nothing; the
+engine's stages run on the CPU's own kernels), `compile` compiles everything for an H200 that is not there.
 """
 
 from collections.abc import Generator, Sequence
@@ -237,6 +237,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--only", default=",".join(STAGES), help="stages")
   parser.add_argument("--match", type=re.compile, default="", help="regular expression for the jobs to do")
   parser.add_argument("--dry_run", choices=("interpret", "compile"), help="on a machine without a GPU")
+  parser.add_argument(
+    "--scratch", type=pathlib.Path, default=pathlib.Path(".cache/bench_gpu_scratch"), help="engine: programs, weights"
+  )
+  parser.add_argument(
+    "--attention", default="", help="engine: another attention than the platform's, as the server's flag"
+  )
+  parser.add_argument("--torch_python", default=sys.executable, help="engine: a Python with torch and transformers")
   parser.add_argument("--merge", type=pathlib.Path, help="put this tuning.json into tuning.py, and do nothing else")
   args = parser.parse_args(arguments)
   if args.merge:
@@ -246,14 +253,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
   known = (*STAGES, *engine.STAGES)
   if unknown := set(stages) - set(known):
     parser.error(f"--only: {', '.join(sorted(unknown))} is not one of {', '.join(known)}")
-  if args.dry_run == "compile" and set(stages) & set(engine.STAGES):
-    parser.error("--dry_run=compile: make check-device compiles the engine's steps; the stages of the engine run them")
+  if set(stages) & set(STAGES) and set(stages) & set(engine.STAGES):
+    parser.error("--only: stages of the kernels and of the engine do not fit into one run; give one kind")
+  if "start" in stages and "decode" not in stages:
+    parser.error("--only: start restores the programs that decode compiles; give both")
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the workers must not outlive it
   args.out.mkdir(parents=True, exist_ok=True)
   if not set(stages) & set(STAGES):
-    return measure_engine(stages, args.out, time.monotonic() + 60 * args.minutes, args.dry_run)
-  if set(stages) & set(engine.STAGES):
-    parser.error("--only: stages of the kernels and of the engine do not fit into one run; give one kind")
+    if args.dry_run == "compile":
+      return compile_engine(stages, args.out)
+    sizes = engine.TINY if args.dry_run else engine.Sizes()
+    if args.attention:
+      sizes = dataclasses.replace(sizes, engine=(*sizes.engine, f"--attention={args.attention}"))
+    deadline = time.monotonic() + 60 * args.minutes
+    return measure_engine(stages, args.out, args.scratch.absolute(), deadline, sizes, args.torch_python)
   with (
     open(args.out / "log.txt", "w", encoding="utf-8") as log,
     open(args.out / "results.jsonl", "w", encoding="utf-8") as results,
@@ -266,15 +279,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
       return 2
 
 
-def measure_engine(stages: Sequence[str], out: pathlib.Path, deadline: float, dry_run: str | None) -> int:
-  """Runs stages of the engine, writes engine.txt, prints it; returns the exit code."""
-  sizes = engine.TINY if dry_run else engine.Sizes()
-  results = engine.measure(stages, out, sizes, deadline, lambda line: print(line, file=sys.stderr, flush=True))
-  head = f"commit {commit()}, {_clocks()}" + (" (dry: no time means anything)" if dry_run else "")
-  text = "\n".join([head, *engine.table(results)])
-  (out / "engine.txt").write_text(text + "\n", "utf-8")
-  print(text, flush=True)
+def measure_engine(
+  stages: Sequence[str], out: pathlib.Path, scratch: pathlib.Path, deadline: float, sizes: engine.Sizes, torch: str
+) -> int:
+  """Runs stages of the engine; writes engine.json and engine.txt after each command; returns the exit code."""
+  dry = " (dry: no time means anything)" if sizes.device == "cpu" else ""
+  head = f"commit {commit()}, {_clocks()}{dry}"
+  commands = engine.stages(scratch, sizes, torch)
+  chosen = [command for stage in engine.STAGES if stage in stages for command in commands[stage]]
+
+  def keep(results: dict[str, dict[str, Any]]) -> None:
+    name, found = list(results.items())[-1]
+    print(f"{name}: {found.get('error', 'done')}, {found['took_s']} s", file=sys.stderr, flush=True)
+    (out / "engine.json").write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    (out / "engine.txt").write_text("\n".join([head, *engine.table(results)]) + "\n", "utf-8")
+
+  scratch.mkdir(parents=True, exist_ok=True)
+  with open(out / "engine_log.txt", "w", encoding="utf-8") as log:
+    results = engine.measure(chosen, deadline, log, keep)
+  print(f"clocks after: {_clocks()}\n{(out / 'engine.txt').read_text('utf-8')}", end="", flush=True)
   return int(any("error" in found for found in results.values()))
+
+
+def compile_engine(stages: Sequence[str], out: pathlib.Path) -> int:
+  """Compiles the steps of the engine's stages for an H200 that is not there; returns the exit code."""
+  failed = 0
+  for number, words in enumerate(engine.compile_only(stages)):
+    command = [sys.executable, "-m", "tools.check_device", "--target=h200", *words, f"--out={out}/steps_{number}.json"]
+    failed |= subprocess.run(command, cwd=ROOT, check=False).returncode
+  return int(failed != 0)
 
 
 def measure(run: Run, stages: Sequence[str], out: pathlib.Path) -> int:

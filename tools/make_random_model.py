@@ -4,7 +4,10 @@
     --num_heads=12 --num_kv_heads=4 --hidden_dim=2048 --vocab_size=32000 --dtype=float32
 """
 
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 import json
+import multiprocessing
 import pathlib
 import sys
 from typing import Any
@@ -17,7 +20,7 @@ from safetensors.numpy import save_file
 
 from engine.errors import ConfigError
 from models.config import ModelConfig
-from models.registry import FAMILIES, config_from_hf, tensors
+from models.registry import FAMILIES, Piece, config_from_hf, tensors
 
 SHAPES = pathlib.Path(__file__).resolve().parent.parent / "models" / "shapes"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -49,8 +52,20 @@ def random_tensor(config: ModelConfig, name: str, shape: tuple[int, ...], seed: 
   return values * (shape[-1] ** -0.5 * (4.0 if name == "lm_head.weight" else 1.0))
 
 
+def _write_shard(file: pathlib.Path, config: ModelConfig, pieces: Sequence[Piece], seed: int, dtype: str) -> int:
+  """Returns its bytes."""
+  values = {piece.name: random_tensor(config, piece.name, piece.shape, seed).astype(DTYPES[dtype]) for piece in pieces}
+  save_file(values, file, metadata={"format": "pt"})
+  return sum(value.nbytes for value in values.values())
+
+
 def write_model(
-  output: pathlib.Path, raw: dict[str, Any], seed: int, dtype: str = "float32", num_shards: int = 1
+  output: pathlib.Path,
+  raw: dict[str, Any],
+  seed: int,
+  dtype: str = "float32",
+  num_shards: int = 1,
+  num_processes: int = 1,
 ) -> None:
   """Writes config.json and the weights.
 
@@ -60,6 +75,7 @@ def write_model(
     seed: of every value. The same seed and config give the same bytes.
     dtype: a key of DTYPES.
     num_shards: over 1, the weights are several files and an index.
+    num_processes: so many shards are drawn at a time.
   """
   config = config_from_hf(raw)
   if output.exists() and any(output.iterdir()):
@@ -67,13 +83,18 @@ def write_model(
   output.mkdir(parents=True, exist_ok=True)
   pieces = [piece for parts in tensors(config).values() for piece in parts]
   shards = [pieces[start::num_shards] for start in range(num_shards)]
-  weight_map, total = {}, 0
-  for number, shard in enumerate(shards, 1):
-    file = "model.safetensors" if num_shards == 1 else f"model-{number:05d}-of-{num_shards:05d}.safetensors"
-    values = {piece.name: random_tensor(config, piece.name, piece.shape, seed).astype(DTYPES[dtype]) for piece in shard}
-    save_file(values, output / file, metadata={"format": "pt"})
-    weight_map |= dict.fromkeys(values, file)
-    total += sum(value.nbytes for value in values.values())
+  single = num_shards == 1
+  files = [
+    "model.safetensors" if single else f"model-{n:05d}-of-{num_shards:05d}.safetensors"
+    for n in range(1, num_shards + 1)
+  ]
+  write = [(output / file, config, shard, seed, dtype) for file, shard in zip(files, shards, strict=True)]
+  if num_processes > 1:
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
+      total = sum(pool.map(_write_shard, *zip(*write, strict=True)))
+  else:
+    total = sum(_write_shard(*each) for each in write)
+  weight_map = {piece.name: file for file, shard in zip(files, shards, strict=True) for piece in shard}
   if num_shards > 1:
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", "utf-8")

@@ -50,11 +50,19 @@ def sampler_times(vocab_size: int, batches: Sequence[int], seconds: float) -> li
     _, layout = _packed(_ASKED["greedy"], num_rows)
 
     def draws(logits, packed, state, layout=layout):
-      rows, results = unpack(layout, packed).sampling, []
-      for _ in range(_DRAWS):
-        results.append(sampler.sample(logits, rows, state, not small, argmax_by=argmax_by))
-        logits = logits.at[:, 0].add(results[-1].tokens.astype(jnp.float32) * 1e-9)
-      return results
+      rows = unpack(layout, packed).sampling
+
+      def sample(logits):
+        return sampler.sample(logits, rows, state, not small, argmax_by=argmax_by)
+
+      def draw(_, carry):
+        logits, _ = carry
+        found = sample(logits)
+        return logits.at[:, 0].add(found.tokens.astype(jnp.float32) * 1e-9), found
+
+      nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(sample, logits))
+      # A loop, not one draw after the other in the program: a GPU's compiler would take minutes.
+      return jax.lax.fori_loop(0, _DRAWS, draw, (logits, nothing))
 
     logits = jax.random.normal(jax.random.key(num_rows), (num_rows, vocab_size)) * 4.0
     lines, words = (num_rows + 1, vocab_size), (num_rows + 1, -(-vocab_size // 32))

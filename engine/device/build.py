@@ -265,6 +265,7 @@ def build(
     engine = engine_class(side.scheduler, side.runner, clock, emit)
     load_s = side.load_s
   side.runner.seal()
+  warmup_s = time.perf_counter() - started - load_s
   if bundle is not None and options.write_executable_bundle:
     bundle.write(side.scheduler.config.num_blocks)
   if options.compile_cache_dir and not cache_reason:
@@ -282,7 +283,7 @@ def build(
     config=side.scheduler.config,
     tokenizer_dir=side.loaded.tokenizer_dir,
     load_s=load_s,
-    warmup_s=time.perf_counter() - started - load_s,
+    warmup_s=warmup_s,
     deterministic=deterministic.cost(side.scheduler.ladder) if options.deterministic else "",
     bundle_whole=bundle is not None and bundle.is_whole,
   )

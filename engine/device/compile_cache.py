@@ -5,6 +5,7 @@ and never over an old one, so one that a kill or a full disk has cut would be in
 younger than the folder's stamp are looked through, before the first use and after the last.
 """
 
+import contextlib
 import importlib
 import os
 import pathlib
@@ -17,12 +18,14 @@ from engine.device.code_folder import refuse_writers
 from engine.errors import ConfigError
 
 _SUFFIX = "-cache"  # of JAX's entries
+# XLA:GPU keeps there which way of doing each matmul was fastest, so that other programs need not time it again.
+_AUTOTUNED = "xla_gpu_per_fusion_autotune_cache_dir"
 _STAMP = ".looked-through"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
 def use(folder: str) -> str:
-  """Makes JAX keep every program in `folder`, however small or quick.
+  """Makes JAX keep every program in `folder`, however small or quick, and on a GPU what autotuning found.
 
   Returns:
     Why programs cannot be kept there, though old ones may be read; "" where they can.
@@ -33,7 +36,7 @@ def use(folder: str) -> str:
   path = pathlib.Path(folder)
   try:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    refuse_writers(path, path.glob(f"*{_SUFFIX}"), "compile_cache_dir")
+    refuse_writers(path, (*path.glob(f"*{_SUFFIX}"), *path.glob(_AUTOTUNED)), "compile_cache_dir")
   except OSError as error:
     raise ConfigError(
       f"compile_cache_dir={folder}: {error.strerror}; set --compile_cache_dir to a folder that can be written, or "
@@ -41,8 +44,11 @@ def use(folder: str) -> str:
     ) from error
   writable = os.access(path, os.W_OK | os.X_OK)
   if writable:
+    with contextlib.suppress(OSError):  # a full disk
+      (path / _AUTOTUNED).mkdir(mode=0o700, exist_ok=True)  # XLA would make it by the umask
     look_through(folder)
   jax.config.update("jax_compilation_cache_dir", folder)
+  jax.config.update("jax_persistent_cache_enable_xla_caches", _AUTOTUNED)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   compilation_cache.reset_cache()  # it may have looked before and found none

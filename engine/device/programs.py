@@ -32,7 +32,6 @@ from pallas_kernels.paged_attention.plan import Geometry
 MASK_LINES = 8  # of one call of `write_masks`
 # Options of XLA:GPU that leave a matmul one way to be done; where its sum is split, the shape alone says how.
 _ONE_MATMUL: dict[str, bool | int | str] = {
-  "xla_gpu_enable_triton_gemm": True,
   "xla_gpu_cublas_fallback": False,
   "xla_gpu_override_gemm_autotuner": (
     "block_m: 64 block_n: 128 block_k: 64 split_k: 1 num_stages: 4 num_warps: 4 num_ctas: 1"
@@ -236,20 +235,22 @@ def pack_masks(lines: Sequence[tuple[int, bytes]], padding: int, width: int) -> 
   return packed
 
 
-def _compiler_options(mesh: Mesh, deterministic: bool = False) -> dict[str, bool | int | str] | None:
+def _compiler_options(
+  mesh: Mesh, deterministic: bool = False, int8: bool = False
+) -> dict[str, bool | int | str] | None:
   """What a step is compiled with, by platform.
 
   CPU: LLVM at -O1: a fifth less time to compile, and steps as fast as at -O3 (matmuls are a library's).
   GPU: matmuls by cuBLASLt, which takes the residual add along: 11 launches a layer at Llama-3-8B shapes, 14 with XLA's
-  own (`make check-device`). Deterministic, they are XLA's own, all with one tile, which nothing times and chooses anew.
+  own (`make check-device`). XLA's own are for int8 weights, which they widen in registers: for the library they would
+  be widened in memory, so that a step reads more than without int8. And for deterministic steps, all with one tile,
+  which nothing times and chooses anew.
   """
   match mesh.devices.flat[0].platform:
     case "cpu":
       return {"xla_backend_optimization_level": 1}
     case "gpu" | "cuda":
-      return (
-        {"xla_gpu_enable_triton_gemm": True} | _ONE_MATMUL if deterministic else {"xla_gpu_enable_triton_gemm": False}
-      )
+      return {"xla_gpu_enable_triton_gemm": deterministic or int8} | (_ONE_MATMUL if deterministic else {})
   return None
 
 
@@ -266,7 +267,9 @@ def step_program(spec: ProgramSpec, shape: StepShape) -> Program:
     arguments=(spec.params, spec.kv, spec.last_tokens, spec.slot_state, spec.whole((layout.size,), jnp.int32)),
     results=(spec.kv, spec.last_tokens, spec.slot_state, outputs),
     donated=(1, 2, 3),
-    compiler_options=_compiler_options(spec.mesh, spec.deterministic),
+    compiler_options=_compiler_options(
+      spec.mesh, spec.deterministic, any(leaf.dtype == jnp.int8 for leaf in spec.params)
+    ),
   )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 import dataclasses
 import functools
+import os
 import threading
 
 import jax
@@ -31,7 +32,8 @@ Progress = Callable[[str, int, int], None]
 Make = Callable[[Program], jax.stages.Compiled]
 
 _NO_ROWS: frozenset[int] = frozenset()
-_COMPILE_THREADS = 2  # tracing holds the interpreter, compiling does not
+# Tracing holds the interpreter, compiling does not; one compilation uses more than a core for a part of its time.
+_COMPILE_THREADS = max(2, min(8, (os.cpu_count() or 1) // 4))
 
 
 class _CompileCounter:

@@ -32,6 +32,7 @@ _HUGE = 1e30  # a penalty may overflow a logit; this keeps it finite and on its 
 _NEGLIGIBLE = -110.0  # exp of this is 0 in f32
 _NUM_KEYS = int(np.float32(-_NEGLIGIBLE).view(np.int32)) + 1  # of [-110, 0), see _ordered; less than 2**31
 _CHUNK = 128  # tokens of the first level of a draw
+_SPLIT = 16_384  # values of a row above which XLA:GPU splits its reduction
 _FAN = 16  # of the tournament: each is the largest of so many
 _ADJUSTED = Flag.PENALTY | Flag.BIAS | Flag.MASK | Flag.SUPPRESS
 
@@ -151,7 +152,7 @@ def _threshold(z: jax.Array, weights: jax.Array, need: jax.Array, wide: bool) ->
 
   As in the sorting-free sampling of FlashInfer (https://flashinfer.ai/2025/03/10/sampling.html) every pass reads all of
   z and narrows the range in which t lies; here by as many times as a digit has values, so the number of passes is
-  fixed: 8 of 4 bits, none of which waits for the host or loops on the device, or 31 of one.
+  fixed: 8 of 4 bits, or 16 of 2, none of which waits for the host or loops on the device, or 31 of one.
 
   Sums of floats are exact enough: of one order of adding, the sum over more weights is never less.
 
@@ -159,9 +160,9 @@ def _threshold(z: jax.Array, weights: jax.Array, need: jax.Array, wide: bool) ->
     z: f32[S, V], at most 0.
     weights: f32[S, V], not negative.
     need: f32[S].
-    wide: whether a pass tries 15 values, unrolled, rather than one, in a loop (see `sample`).
+    wide: whether a pass tries 15 values (3 of a small vocabulary), unrolled, rather than one, in a loop (see `sample`).
   """
-  bits = 4 if wide else 1
+  bits = (4 if z.shape[1] > _SPLIT else 2) if wide else 1
   low = jnp.full(z.shape[0], -_NUM_KEYS, jnp.int32)
 
   def narrow(low, shift):  # t's key is at least `low`, and less than `low` plus the 2**bits-fold of 2**shift
@@ -169,8 +170,9 @@ def _threshold(z: jax.Array, weights: jax.Array, need: jax.Array, wide: bool) ->
     tried = [(-low >> shift) >= digit for digit in range(1, 2**bits)]
     keys = [jnp.where(ok, low + (jnp.int32(digit) << shift), 0) for digit, ok in enumerate(tried, 1)]
     masses = [jnp.where(z >= _column(_unordered(key), z), weights, 0.0) for key in keys]
-    # One reduction of all: of several, XLA makes a kernel each, every one of which reads z. (XLA:GPU fuses what it adds
-    # up only where it splits a row, above 16,384 values; a smaller vocabulary's are written and read again.)
+    # One reduction of all: of several, XLA makes a kernel each, every one of which reads z. Only where it splits a row
+    # does XLA:GPU fuse into it what it adds up; a smaller vocabulary's masses are written and read again, so there they
+    # are few.
     totals = lax.reduce(
       masses, [jnp.float32(0)] * len(masses), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,)
     )

@@ -15,6 +15,7 @@ import sys
 import time
 
 import jax
+from jax._src.compiler import get_compile_options
 import pytest
 
 from engine.device import compile_cache
@@ -475,6 +476,11 @@ def test_the_compile_cache_of_others(keep_jax_settings, tmp_path):
   with pytest.raises(ConfigError, match=rf"{entry} has mode 0666"):
     compile_cache.use(str(made))
   entry.unlink()
+  tuned = made / "xla_gpu_per_fusion_autotune_cache_dir"
+  tuned.chmod(0o777)
+  with pytest.raises(ConfigError, match=rf"{tuned} has mode 0777"):
+    compile_cache.use(str(made))
+  tuned.chmod(0o700)
   if os.geteuid() == 0:
     os.chown(made, 12345, 0)
     with pytest.raises(ConfigError, match="has mode 0755 and owner 12345, so that others could put code"):
@@ -482,6 +488,13 @@ def test_the_compile_cache_of_others(keep_jax_settings, tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ConfigError, match="File exists; set --compile_cache_dir to a folder that can be written"):
     compile_cache.use(str(tmp_path / "file"))
+
+
+def test_what_autotuning_found_is_kept_beside_the_programs(keep_jax_settings, tmp_path):
+  compile_cache.use(str(tmp_path / "programs"))
+  options = get_compile_options(num_replicas=1, num_partitions=1)
+  kept = options.executable_build_options.debug_options.xla_gpu_per_fusion_autotune_cache_dir
+  assert pathlib.Path(kept).parent == tmp_path / "programs" and pathlib.Path(kept).stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.catalogue("A4")

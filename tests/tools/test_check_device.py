@@ -210,6 +210,7 @@ def rung(**changes) -> dict:
     "cpu_seconds": 1.25,
     "layers": 4,
     "deterministic": False,
+    "quantization": "none",
     "matmuls": ["__cublas$lt$matmul"],
     "kv_bytes": 1000,
     "kv_device_bytes": 1000,
@@ -251,8 +252,9 @@ def test_how_matmuls_are_done_is_read():
 def test_a_good_rung_has_no_violations():
   assert judge.violations(rung(), [KernelUse("write", 40, 0)]) == []
   assert judge.launches_a_layer(rung()) == 11
+  assert judge.violations(rung(quantization="int8", shallow_launches=13), []) == []  # a launch more a layer
   one_way = {"deterministic": True, "matmuls": ["triton 64x128, 4 stages, 4 warps"] * 3}
-  assert judge.violations(rung(**one_way, shallow_launches=13), []) == []  # a launch more a layer
+  assert judge.violations(rung(**one_way, shallow_launches=13), []) == []
   shown = judge.layer_launches(rung())
   assert len(shown) == 11 and "norm" in shown[0]
 
@@ -269,6 +271,7 @@ def test_a_good_rung_has_no_violations():
     ({"command_buffers": 2}, "2 command buffers"),
     ({"command_buffers": 0}, "0 command buffers"),
     ({"outside": ["kConditional"]}, "kConditional"),
+    ({"not_bundled": "it has constants"}, "cannot be stored in an executable bundle: it has constants"),
     ({"shallow_launches": 13}, "12 launches a layer"),
     ({"deterministic": True, "matmuls": ["triton 64x128, 4 stages, 4 warps", "__cublas$gemm"]}, "in 2 ways: __cublas"),
     ({"deterministic": True, "matmuls": ["__cublas$lt$matmul"] * 2}, "in 1 ways: __cublas"),

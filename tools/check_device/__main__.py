@@ -3,9 +3,10 @@
   make check-device                     every rung of the demo model and of Llama-3-8B's shapes, on every target
   make check-device ARGS=--small        a few rungs of a tiny model: what CI runs
 
-It asserts that KV is updated in place, that neither KV nor a weight is copied, that temporaries are bounded, and on the
-GPU that a step is one command buffer of few launches, without a sort or a loop, whose kernels spill nothing. It times
-nothing but the compilers. Exit code 1 with a line for each violation; a table comes last.
+It asserts that KV is updated in place, that neither KV nor a weight is copied or (int8) widened in memory, that
+temporaries are bounded, that executables can be stored, and on the GPU that a step is one command buffer of few
+launches, without a sort or a loop, whose kernels spill nothing. It times nothing but the compilers. Exit code 1 with a
+line for each violation; a table comes last.
 """
 
 from collections.abc import Sequence
@@ -16,26 +17,44 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from typing import NamedTuple
 
-from tools.arguments import CommandParser
+from tools.arguments import CommandParser, positive_int
 from tools.check_device import facts, judge
-from tools.check_device.targets import TARGETS, Target, environment
+from tools.check_device.targets import TARGETS, environment
 
 _BUDGETS = "8,16,32,64,128,256,512"
-# Of (target, model), whether --deterministic, and the rungs: four chips hold what one does not.
+
+
+class Case(NamedTuple):
+  """Rungs of a model on a target; see engine.device.build.BuildOptions."""
+
+  target: str
+  model: str
+  token_budgets: str
+  deterministic: bool = False
+  quantization: str = "none"
+
+  def __str__(self) -> str:
+    how = ["deterministic"] * self.deterministic + [self.quantization] * (self.quantization != "none")
+    return ", ".join((self.target, self.model, *how))
+
+
 _SMALL = (
-  ("h200", "tiny", False, "8,64,256"),
-  ("h200", "tiny", True, "128"),
-  ("v5e", "tiny", False, "64"),
-  ("v5e-4", "tiny", False, "64"),
+  Case("h200", "tiny", "8,64,256"),
+  Case("h200", "tiny", "128", deterministic=True),
+  Case("h200", "tiny", "64", quantization="int8"),
+  Case("v5e", "tiny", "64"),
+  Case("v5e-4", "tiny", "64"),
 )
-_WHOLE = (
-  ("h200", "demo", False, _BUDGETS),
-  ("h200", "llama3-8b", False, _BUDGETS),
-  ("h200", "llama3-8b", True, "128"),
-  ("v6e", "demo", False, _BUDGETS),
-  ("v6e", "llama3-8b", False, _BUDGETS),
-  ("v5e-4", "llama3-8b", False, _BUDGETS),
+_WHOLE = (  # four chips hold what one does not
+  Case("h200", "demo", _BUDGETS),
+  Case("h200", "llama3-8b", _BUDGETS),
+  Case("h200", "llama3-8b", "128", deterministic=True),
+  Case("h200", "llama3-8b", "8,64,512", quantization="int8"),
+  Case("v6e", "demo", _BUDGETS),
+  Case("v6e", "llama3-8b", _BUDGETS),
+  Case("v5e-4", "llama3-8b", _BUDGETS),
 )
 
 
@@ -43,13 +62,14 @@ class CompileError(Exception):
   """The compiling process failed; the message ends with the last lines of its standard error."""
 
 
-def compile_all(target: Target, model: str, attention: str, budgets: str, deterministic: bool = False) -> list[dict]:
+def compile_all(case: Case, attention: str, max_num_seqs: int = 64) -> list[dict]:
   """Facts of every rung, smallest first, with what ptxas said (`kernels`). Raises CompileError."""
+  target = TARGETS[case.target]
   with tempfile.TemporaryDirectory(prefix="sluice-device-") as folder:
     out = pathlib.Path(folder)
-    command = [sys.executable, "-m", "tools.check_device.compile", f"--target={target.name}", f"--model={model}"]
-    command += [f"--attention={attention}", f"--token_budgets={budgets}", f"--out={out}"]
-    command += ["--deterministic"] if deterministic else []
+    command = [sys.executable, "-m", "tools.check_device.compile", f"--target={target.name}", f"--model={case.model}"]
+    command += [f"--attention={attention}", f"--token_budgets={case.token_budgets}", f"--max_num_seqs={max_num_seqs}"]
+    command += [f"--quantization={case.quantization}", f"--out={out}", *["--deterministic"] * case.deterministic]
     done = subprocess.run(
       command, env=os.environ | environment(target, out), capture_output=True, encoding="utf-8", errors="replace"
     )
@@ -67,40 +87,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser = CommandParser("python -m tools.check_device", "Compile every step for devices that are not there.")
   parser.add_argument("--small", action="store_true", help="a few rungs of a tiny model")
   parser.add_argument("--target", choices=sorted(TARGETS), help="this one alone")
-  parser.add_argument("--model", choices=("tiny", "demo", "llama3-8b"), help="this one alone")
+  parser.add_argument("--model", help="this one alone: tiny, demo, or a folder of models/shapes")
   parser.add_argument("--token_budgets", help="rungs to compile, as the server's flag")
+  parser.add_argument("--max_num_seqs", type=positive_int, default=64, help="rows of the largest steps")
   parser.add_argument("--deterministic", action="store_true", help="only steps of servers with --deterministic")
+  parser.add_argument("--quantization", choices=("none", "int8"), default="none", help="int8: only these steps")
   parser.add_argument("--attention", help="implementation of paged attention; the platform's own unless given")
   parser.add_argument("--out", type=pathlib.Path, help="JSON file for everything that was found")
   args = parser.parse_args(arguments)
-  jobs = _SMALL if args.small else _WHOLE
+  cases = _SMALL if args.small else _WHOLE
   if args.target and args.model:
-    jobs = ((args.target, args.model, args.deterministic, "128" if args.deterministic else _BUDGETS),)
-  jobs = [job for job in jobs if args.target in (None, job[0]) and args.model in (None, job[1])]
-  jobs = [job for job in jobs if job[2] or not args.deterministic]
-  if not jobs:
+    cases = (
+      Case(args.target, args.model, "128" if args.deterministic else _BUDGETS, args.deterministic, args.quantization),
+    )
+  cases = [case for case in cases if args.target in (None, case.target) and args.model in (None, case.model)]
+  cases = [case for case in cases if case.deterministic or not args.deterministic]
+  cases = [case for case in cases if args.quantization in ("none", case.quantization)]
+  if not cases:
     parser.error(f"nothing to do for --target={args.target} --model={args.model}; give both")
   rungs, failures = [], 0
-  for name, model, deterministic, budgets in jobs:
-    target = TARGETS[name]
-    attention = args.attention or target.attention
-    how = f"attention {attention}{', deterministic' if deterministic else ''}"
-    print(f"{name}, {model}, {how}: compiling {args.token_budgets or budgets}", flush=True)
+  for case in cases:
+    case = case._replace(token_budgets=args.token_budgets or case.token_budgets)
+    attention = args.attention or TARGETS[case.target].attention
+    print(f"{case}, attention {attention}: compiling {case.token_budgets}", flush=True)
     try:
-      found = compile_all(target, model, attention, args.token_budgets or budgets, deterministic)
+      found = compile_all(case, attention, args.max_num_seqs)
     except CompileError as error:
-      print(f"{name}, {model}: {error}", file=sys.stderr)
+      print(f"{case}: {error}", file=sys.stderr)
       failures += 1
       continue
     for rung in found:
-      rung |= {"target": name, "model": model, "attention": attention}
+      rung |= {"target": case.target, "model": str(case).partition(", ")[2], "attention": attention}
       rung["violations"] = judge.violations(rung, [facts.KernelUse(**kernel) for kernel in rung["kernels"]])
       for line in rung["violations"]:
-        print(f"{name}, {model}, {rung['tokens']} tokens: {line}")
+        print(f"{case}, {rung['tokens']} tokens: {line}")
       failures += len(rung["violations"])
     rungs += found
     if found and "launches" in found[-1]:
-      print(f"{name}, {model}, {found[-1]['tokens']} tokens: the launches of a layer")
+      print(f"{case}, {found[-1]['tokens']} tokens: the launches of a layer")
       print("\n".join(f"  {line}" for line in judge.layer_launches(found[-1])), flush=True)
   if args.out:
     args.out.write_text(json.dumps(rungs, indent=1) + "\n", "utf-8")

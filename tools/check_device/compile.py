@@ -6,6 +6,7 @@ object a rung, into --out; a line "@@ TOKENS" on standard output comes before wh
 
 import argparse
 import ctypes
+import dataclasses
 import json
 import pathlib
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 
+from engine.device import executables
 from engine.device import programs as device_programs
 from engine.device.programs import ProgramSpec
 from engine.shapes import ShapeLadder, StepShape
@@ -48,6 +50,10 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
     "matmuls": facts.matmuls(hlo),
     "moved": facts.moved(hlo, set(programs.shard_sizes(spec.kv)), weights, whole),
   }
+  try:
+    found["bundle_bytes"] = len(executables.to_bytes(compiled))
+  except executables.NotRestored as error:
+    found["not_bundled"] = str(error)
   for path in set(dump.glob("*thunk_sequence_after_thunk_passes.txt")) - before:
     if ".jit_step." not in path.name:
       continue
@@ -67,26 +73,31 @@ def main() -> None:
   """The command line."""
   parser = argparse.ArgumentParser(prog="python -m tools.check_device.compile", description=__doc__)
   parser.add_argument("--target", required=True, choices=sorted(targets.TARGETS))
-  parser.add_argument("--model", required=True)
+  parser.add_argument("--model", required=True, choices=programs.names())
   parser.add_argument("--attention", required=True)
   parser.add_argument("--token_budgets", required=True)
   parser.add_argument("--deterministic", action="store_true")
+  parser.add_argument("--quantization", default="none")
+  parser.add_argument("--max_num_seqs", type=int, default=64)
   parser.add_argument("--out", required=True, type=pathlib.Path)
   args = parser.parse_args()
   target, case = targets.TARGETS[args.target], programs.case(args.model)
   devices = targets.devices(target)
+  case = dataclasses.replace(case, max_num_seqs=args.max_num_seqs)
   layers = case.model.num_layers
   few = min(2, layers // 2)
   budgets = tuple(int(budget) for budget in args.token_budgets.split(","))
   ladder = ShapeLadder(budgets, min(case.max_num_seqs, budgets[-1]))
   deep, shallow = (
-    programs.make_spec(case, devices, args.attention, count, args.deterministic) for count in (layers, few)
+    programs.make_spec(case, devices, args.attention, count, args.deterministic, args.quantization == "int8")
+    for count in (layers, few)
   )
   with (args.out / "facts.jsonl").open("w") as out, targets.tracing_for(target, devices[0]):
     for shape in ladder.rungs():
       ctypes.CDLL(None).fflush(None)  # ptxas's words go through C's own buffer
       print(f"\n@@ {shape.tokens}", flush=True)
-      found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers, "deterministic": args.deterministic}
+      found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers}
+      found |= {"deterministic": args.deterministic, "quantization": args.quantization}
       found |= compile_rung(deep, shape, args.out)
       if target.platform == "cuda":
         found["shallow_layers"] = few

@@ -6,7 +6,7 @@ from typing import Any
 from tools.check_device.facts import KernelUse
 
 MAX_LAUNCHES_A_LAYER = 11
-MAX_LAUNCHES_DETERMINISTIC = 14  # XLA's own matmuls take no residual along
+MAX_LAUNCHES_OWN_MATMULS = 14  # deterministic, or int8: XLA's own matmuls take no residual along
 _SHOWN = 5  # copies that are printed; there may be some a layer
 
 
@@ -37,13 +37,16 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
     found.append(f"sorts or loops: {', '.join(rung['sorts_and_loops'][:_SHOWN])}")
   if rung["temp_bytes"] > rung["temp_limit"]:
     found.append(f"{rung['temp_bytes']} bytes of temporaries are over {rung['temp_limit']}")
+  if "not_bundled" in rung:
+    found.append(f"cannot be stored in an executable bundle: {rung['not_bundled']}")
   if "launches" in rung:
     if rung["command_buffers"] != 1 or rung["outside"]:
       found.append(
         f"{rung['command_buffers']} command buffers instead of one, and outside of them: "
         f"{', '.join(sorted(set(rung['outside']))) or 'nothing'}"
       )
-    most = MAX_LAUNCHES_DETERMINISTIC if rung["deterministic"] else MAX_LAUNCHES_A_LAYER
+    own = rung["deterministic"] or rung["quantization"] != "none"
+    most = MAX_LAUNCHES_OWN_MATMULS if own else MAX_LAUNCHES_A_LAYER
     if launches_a_layer(rung) > most:
       found.append(f"{launches_a_layer(rung):g} launches a layer are over {most}")
     if rung["deterministic"]:

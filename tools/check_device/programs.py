@@ -15,11 +15,13 @@ from engine.device.programs import ProgramSpec
 from engine.shapes import StepShape
 from models import llama
 from models.config import ModelConfig
+from models.layers import WeightForm
 from models.registry import config_from_hf
 from pallas_kernels.paged_attention import api
 
 DTYPE = jnp.dtype("bfloat16")
-_WHOLE_ROWS = 16_384  # values that XLA:GPU reduces in one kernel
+_MODELS = pathlib.Path(__file__).resolve().parents[2] / "models"
+_SHAPES = _MODELS / "shapes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +41,16 @@ class Case:
   max_num_seqs: int = 64
 
 
+def names() -> list[str]:
+  """Of all cases."""
+  return ["tiny", "demo", *sorted(path.name for path in _SHAPES.iterdir())]
+
+
 def case(name: str) -> Case:
-  """The cases by name: tiny, demo, llama3-8b. No array of tiny's steps has the size of a weight or of a KV buffer."""
+  """A model by name: tiny, demo, or a folder of models/shapes (`names`).
+
+  No array of tiny's steps has the size of a weight or of a KV buffer.
+  """
   if name == "tiny":
     model = ModelConfig(
       family="llama",
@@ -54,28 +64,13 @@ def case(name: str) -> Case:
       max_position=1024,
     )
     return Case(model, max_model_len=1024, pool_tokens=16_384)
-  if name == "demo":
-    model = config_from_hf(json.loads(pathlib.Path("models/demo/config.json").read_text("utf-8")))
-    return Case(model, max_model_len=4096, pool_tokens=65_536)
-  if name == "llama3-8b":
-    model = ModelConfig(
-      family="llama",
-      vocab_size=128_256,
-      num_layers=32,
-      model_dim=4096,
-      hidden_dim=14_336,
-      num_heads=32,
-      num_kv_heads=8,
-      head_dim=128,
-      max_position=8192,
-      rope_theta=500_000.0,
-    )
-    return Case(model, max_model_len=8192, pool_tokens=65_536)
-  raise ValueError(f"model {name!r} is not one of tiny, demo, llama3-8b")
+  folder = _MODELS if name == "demo" else _SHAPES
+  model = config_from_hf(json.loads((folder / name / "config.json").read_text("utf-8")))
+  return Case(model, max_model_len=min(4096 if name == "demo" else 8192, model.max_position), pool_tokens=65_536)
 
 
 def make_spec(
-  case: Case, devices: list[Any], attention: str, num_layers: int, deterministic: bool = False
+  case: Case, devices: list[Any], attention: str, num_layers: int, deterministic: bool = False, int8: bool = False
 ) -> ProgramSpec:
   """What engine.device.build makes of a checkpoint, with no checkpoint.
 
@@ -85,11 +80,12 @@ def make_spec(
     attention: name of the implementation.
     num_layers: instead of the model's own.
     deterministic: as in ProgramSpec.
+    int8: how weights are held.
   """
   model = dataclasses.replace(case.model, num_layers=num_layers)
   mesh = mesh_lib.make_mesh(devices)
   block_size = api.preferred_block_size(attention)
-  graphdef, state = llama.abstract(model, DTYPE)
+  graphdef, state = llama.abstract(model, DTYPE, WeightForm(int8=int8))
   leaves, tree = jax.tree.flatten(state)
   shardings = jax.tree.leaves(mesh_lib.shardings(mesh, state))
   return ProgramSpec(
@@ -127,9 +123,8 @@ def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   """Bytes that a step may need for its intermediate values on one device; a copy of a large weight or of KV is more.
 
   Of a layer, everything between two of its kernels at once, and that twice; of the sampler, eight arrays of the logits'
-  size in f32 (several stages of filtering are alive together), and 24 where the vocabulary is so small that XLA:GPU
-  does not split a row's reduction, for then it writes what each of the 15 sums of a threshold's pass adds up; of
-  attention, its partial results in f32; and 4 MiB for what is small, and for the alignment of each.
+  size in f32 (several stages of filtering are alive together); of attention, its partial results in f32; and 4 MiB for
+  what is small, and for the alignment of each.
   """
   model, devices = spec.model, spec.mesh.size
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // devices
@@ -137,5 +132,5 @@ def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   plan = spec.attention_of(shape).plan
   slots = plan.max_decode_items if plan else 0
   partials = slots * (model.num_heads // devices) * (model.head_dim + 2) * 4
-  logits = shape.rows * model.vocab_size * 4 * (8 if model.vocab_size > _WHOLE_ROWS else 24)
+  logits = 8 * shape.rows * model.vocab_size * 4
   return 2 * shape.tokens * layer * DTYPE.itemsize + logits + partials + 4 * 2**20

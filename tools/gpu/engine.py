@@ -1,20 +1,25 @@
 """The engine's figures on a GPU, stage by stage: composes tools that measure, and says what must come out.
 
-A stage is a few commands, each a process with a time limit whose result is a JSON file in the folder, so a stage that
-fails or is cut off loses nothing of the others. It may not measure anything itself.
+A stage is a few commands, the most important first, each a process with a time limit. What they say is in engine.json
+after each, and a command that is killed has left what it had measured, so nothing costs more than itself. What is large
+(programs, weights) goes into another folder. It may not measure anything itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from typing import Any
 
+from engine.config import EngineConfig
+from engine.errors import ConfigError
 from tools.measure import ROOT
 from tools.peers.agreement import compare
 from tools.workload import read_tokens
@@ -27,6 +32,7 @@ BUFFERS = {
   "exclusive lock": "--xla_gpu_require_exclusive_lock=true",
   "none": "--xla_gpu_enable_command_buffer=",
 }
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # a hub that cannot be reached must not be waited for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,19 +40,34 @@ class Command:
   """A process that writes its result to a file.
 
   Attributes:
-    name: of the file, without .json.
+    name: of its result.
     words: the command; its result is the last line of its standard output.
+    limit_s: it is killed after so many seconds.
     flags: XLA's, added to XLA_FLAGS.
+    kept: a file that has what it measured so far, where it writes one.
+    fresh: a folder that is removed first.
   """
 
   name: str
   words: tuple[str, ...]
+  limit_s: float
   flags: str = ""
+  kept: pathlib.Path | None = None
+  fresh: pathlib.Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """What is measured; `TINY` is a dry run on a CPU."""
+  """What is measured; `TINY` is a dry run on a CPU.
+
+  Attributes:
+    shapes, batches: of the decode steps; the first shape is that of all other stages.
+    context: of the decode steps.
+    requests, lengths, full, rows: offline: how many, shortest and longest prompt and output, those of full load, slots.
+    budgets, chunk: the ladder of the offline stages.
+    engine, pool: flags of every engine; of those whose programs must not depend on free memory.
+    prefill: prompts that fill a rung.
+  """
 
   shapes: tuple[str, str] = (BIG, SMALL)
   batches: tuple[str, str] = ("1,8,32,64", "1,32")
@@ -55,10 +76,14 @@ class Sizes:
   lengths: str = "100,1024"
   full: str = "1000,1000"
   rows: int = 256
+  budgets: str = "32,64,128,256,384,512,1024"
+  chunk: int = 512
+  prefill: str = "128,512"
   seconds: float = 2.0
   device: str = "cuda"
   dtype: str = "bfloat16"
-  more: tuple[str, ...] = ()
+  engine: tuple[str, ...] = ("--max_model_len=2048",)  # a model may have 131,072, and a row's table as many blocks
+  pool: tuple[str, ...] = ("--num_blocks=1100", "--block_size=64")  # 64 rows of 1,024
 
 
 TINY = Sizes(
@@ -69,68 +94,88 @@ TINY = Sizes(
   lengths="4,9",
   full="8,8",
   rows=8,
+  budgets="8",
+  chunk=8,
+  prefill="8",
   seconds=0.01,
   device="cpu",
   dtype="float32",
-  more=(
-    "--token_budgets=8",
-    "--max_num_seqs=8",
-    "--prefill_chunk=8",
-    "--num_blocks=64",
-    "--max_model_len=128",
-    "--prompts=8",
-  ),
+  engine=("--max_model_len=128",),
+  pool=("--num_blocks=64", "--token_budgets=8", "--max_num_seqs=8", "--prefill_chunk=8"),
 )
 
 
-def stages(out: pathlib.Path, sizes: Sizes) -> dict[str, list[Command]]:
-  """All stages by name. `out`: an absolute path; programs and a model's weights are kept there too."""
+def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> dict[str, list[Command]]:
+  """All stages by name, in their order.
+
+  Args:
+    scratch: an absolute path, for programs, weights, tokens and results that are not whole yet.
+    sizes: what is measured.
+    torch: the Python that has torch and transformers.
+  """
   big, small = sizes.shapes
+  code, twin = scratch / "code", scratch / "twin"
+  programs, bundle = code / "programs", f"--executable_bundle={code / 'bundle'}"
 
-  def engine(name: str, shape: str, *words: str, cache: str = "programs", flags: str = "") -> Command:
+  def engine(name: str, shape: str, limit_s: float, *words: str, cache: bool = True, flags: str = "") -> Command:
+    kept = scratch / f"{name.replace(' ', '_')}.json"
+    given = [f"--shape={shape}", f"--seconds={sizes.seconds}", f"--contexts={sizes.context}", f"--output={kept}"]
+    given += [f"--compile_cache_dir={programs}"] if cache else []
     return Command(
-      name,
-      (
-        *(sys.executable, "-m", "tools.bench_engine", f"--shape={shape}", f"--seconds={sizes.seconds}"),
-        *(f"--compile_cache_dir={out / cache}", f"--contexts={sizes.context}", *sizes.more, *words),
-      ),
-      flags,
+      name, (sys.executable, "-m", "tools.bench_engine", *given, *sizes.engine, *words), limit_s, flags, kept
     )
 
-  def offline(name: str, lengths: str, *words: str) -> Command:
-    rows = f"--max_num_seqs={sizes.rows}"
-    return engine(
-      name, big, "--parts=offline", "--batches=1", rows, f"--requests={sizes.requests}", f"--lengths={lengths}", *words
+  def decode(name: str, limit_s: float, *words: str, **settings: Any) -> Command:
+    rungs = f"--batches={sizes.batches[0]}", f"--prompts={sizes.prefill}"
+    return engine(name, big, limit_s, *sizes.pool, *rungs, *words, **settings)
+
+  ladder = f"--max_num_seqs={sizes.rows}", f"--token_budgets={sizes.budgets}", f"--prefill_chunk={sizes.chunk}"
+
+  def offline(name: str, lengths: str, limit_s: float, *words: str) -> Command:
+    asked = f"--requests={sizes.requests}", f"--lengths={lengths}"
+    rungs = "--batches=1", f"--prompts={sizes.budgets.split(',')[0]}"
+    return engine(name, big, limit_s, "--parts=offline", *ladder, *rungs, *asked, *words)
+
+  rows = sizes.batches[1].split(",")[-1]
+  one = f"--token_budgets={max(2, int(rows))}", f"--prefill_chunk={rows}", f"--max_num_seqs={rows}", f"--prompts={rows}"
+  few = f"--token_budgets={','.join(map(str, sorted({8, max(8, int(rows))})))}", *one[1:]  # no rung but those measured
+  step = *one, "--parts=decode", f"--batches={rows}"
+  files = f"--model={twin / 'model'}", f"--requests={twin / 'requests.jsonl'}"
+
+  def peer(way: str, limit_s: float, *more: str) -> Command:
+    words = (
+      *more,
+      f"--way={way}",
+      f"--device={sizes.device}",
+      f"--dtype={sizes.dtype}",
+      f"--batch={min(64, sizes.requests)}",
     )
+    tokens = f"--output_tokens={twin / way}.jsonl"
+    return Command(f"twin_{way}", (torch, "-m", "tools.gpu.torch_engine", *files, *words, tokens), limit_s)
 
-  start = ("--parts=decode", f"--batches={sizes.batches[1].split(',')[-1]}")
-  twin = [str(out / "twin" / name) for name in ("model", "requests.jsonl")]
-  files = f"--model={twin[0]}", f"--requests={twin[1]}"
-
-  def peer(way: str) -> Command:
-    words = f"--way={way}", f"--device={sizes.device}", f"--dtype={sizes.dtype}", f"--batch={min(64, sizes.requests)}"
-    tokens = f"--output_tokens={out / 'twin' / way}.jsonl"
-    return Command(f"twin_{way}", (sys.executable, "-m", "tools.gpu.torch_engine", *files, *words, tokens))
-
-  making = ("-m", "tools.gpu.twin", f"--shape={big}", f"--dtype={sizes.dtype}", f"--out={out / 'twin'}")
+  making = ("-m", "tools.gpu.twin", f"--shape={big}", f"--dtype={sizes.dtype}", f"--out={twin}")
   making += f"--requests={sizes.requests}", f"--lengths={sizes.lengths}"
-  budgets = [word for word in sizes.more if not word.startswith("--prompts")]
-  ours = ("-m", "tools.bench_offline", *files, f"--output_tokens={out / 'twin' / 'sluice.jsonl'}", *budgets)
-  ours += f"--max_num_seqs={sizes.rows}", f"--dtype={sizes.dtype}", f"--compile_cache_dir={out / 'programs'}"
+  ours = ("-m", "tools.bench_offline", *files, f"--output_tokens={twin / 'sluice.jsonl'}", *sizes.engine, *ladder)
+  ours += f"--dtype={sizes.dtype}", f"--compile_cache_dir={programs}"
+  first = decode("decode_8b", 240, "--parts=decode,sampler", bundle, "--write_executable_bundle=true")
   return {
-    "start": [engine(f"start_{name}", big, *start, cache="programs_of_start") for name in ("cold", "cached")],
     "decode": [
-      engine("decode_8b", big, "--parts=decode,sampler", f"--batches={sizes.batches[0]}"),
-      engine("decode_1b", small, "--parts=decode,sampler", f"--batches={sizes.batches[1]}"),
+      dataclasses.replace(first, fresh=code),  # so that its start is a cold one
+      engine("decode_1b", small, 150, *sizes.pool, *few, "--parts=decode", f"--batches={sizes.batches[1]}"),
     ],
-    "offline": [offline("offline", sizes.lengths), offline("offline_plain", sizes.lengths, "--overlap=false")],
-    "full": [offline("full", sizes.full)],
-    "buffers": [engine(f"buffers_{name}", big, *start, flags=flags) for name, flags in BUFFERS.items()],
+    "start": [  # the same programs as decode_8b's
+      decode("start_bundle", 60, "--parts=decode", "--seconds=0.01", bundle, cache=False),
+      decode("start_cached", 90, "--parts=decode", "--seconds=0.01"),
+    ],
+    "offline": [offline("offline", sizes.lengths, 180)],
+    "full": [offline("full", sizes.full, 180)],
+    "overlap": [offline("offline_plain", sizes.lengths, 120, "--overlap=false")],
+    "buffers": [engine(f"buffers_{name}", big, 75, *sizes.pool, *step, flags=flags) for name, flags in BUFFERS.items()],
     "twin": [
-      Command("twin_made", (sys.executable, *making)),
-      Command("twin_sluice", (sys.executable, *ours)),
-      peer("batching"),
-      peer("static"),
+      Command("twin_made", (sys.executable, *making), 200),
+      Command("twin_sluice", (sys.executable, *ours), 180),
+      peer("static", 300, "--most_s=100"),  # its target is the nearer one
+      peer("batching", 300),
     ],
   }
 
@@ -138,12 +183,39 @@ def stages(out: pathlib.Path, sizes: Sizes) -> dict[str, list[Command]]:
 STAGES = tuple(stages(pathlib.Path("/"), TINY))
 
 
-def run(command: Command, out: pathlib.Path, deadline: float, log: Any) -> dict[str, Any]:
-  """Runs a command until `deadline` (time.monotonic()) and keeps what it says; {"error": ...} where it failed."""
-  environment = dict(os.environ)
+def compile_only(names: Sequence[str]) -> list[tuple[str, ...]]:
+  """What `tools.check_device` is given to compile the steps of these stages for an H200 that is not there."""
+  sizes, found = Sizes(), []
+  default, rows = ",".join(map(str, EngineConfig.token_budgets)), sizes.batches[1].split(",")[-1]
+  if {"decode", "start"} & set(names):
+    found.append((f"--model={BIG}", f"--token_budgets={default}"))
+  if "decode" in names:
+    found.append((f"--model={SMALL}", f"--token_budgets=8,{rows}", f"--max_num_seqs={rows}"))
+  if {"offline", "full", "overlap", "twin"} & set(names):
+    found.append((f"--model={BIG}", f"--token_budgets={sizes.budgets}", f"--max_num_seqs={sizes.rows}"))
+  if "buffers" in names:
+    found.append((f"--model={BIG}", f"--token_budgets={rows}", f"--max_num_seqs={rows}"))
+  return found
+
+
+def run(command: Command, deadline: float, log: Any) -> dict[str, Any]:
+  """Runs a command until its limit or `deadline` (time.monotonic()); returns what it said.
+
+  Where it failed there is "error" in it, beside what it had measured before.
+  """
+  started = time.monotonic()
+  limit_s = max(0.0, min(command.limit_s, deadline - started))
+  if limit_s == 0.0:
+    return {"error": "out of time", "took_s": 0.0}
+  environment = os.environ | _OFFLINE | {"PYTHONUNBUFFERED": "1"}
   if command.flags:
     environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {command.flags}".strip()
-  started = time.monotonic()
+  if command.fresh:
+    shutil.rmtree(command.fresh, ignore_errors=True)
+  if command.kept:
+    command.kept.unlink(missing_ok=True)
+  log.write(f"\n== {command.name}: {' '.join(command.words)}\n")
+  log.flush()
   process = subprocess.Popen(
     command.words,
     cwd=ROOT,
@@ -156,40 +228,56 @@ def run(command: Command, out: pathlib.Path, deadline: float, log: Any) -> dict[
   )
   found: dict[str, Any]
   try:
-    said, _ = process.communicate(timeout=max(0.0, deadline - started))
+    said, _ = process.communicate(timeout=limit_s)
     found = json.loads(said.strip().splitlines()[-1]) if not process.returncode else {"error": process.returncode}
   except subprocess.TimeoutExpired:
-    found = {"error": "out of time"}
+    found = {"error": f"out of time after {limit_s:.0f} s"}
   except (ValueError, IndexError):
     found = {"error": "said nothing that is understood"}
   finally:
     if process.poll() is None:
       os.killpg(process.pid, signal.SIGKILL)  # a session of its own: whatever it started ends too
       process.communicate()
+  if "error" in found and command.kept and command.kept.exists():
+    with contextlib.suppress(ValueError):  # killed while it wrote
+      found = json.loads(command.kept.read_text("utf-8")) | found
   found["took_s"] = round(time.monotonic() - started, 1)
-  (out / f"{command.name.replace(' ', '_')}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
   return found
 
 
 def measure(
-  names: Sequence[str], out: pathlib.Path, sizes: Sizes, deadline: float, say: Callable[[str], None]
+  commands: Sequence[Command], deadline: float, log: Any, keep: Callable[[dict[str, dict[str, Any]]], None]
 ) -> dict[str, dict[str, Any]]:
-  """Runs stages in their order; returns what each command said, by its name. Goes on after a failure."""
-  out = out.absolute()
+  """Runs commands in their order; returns what each said, by its name. Goes on after a failure.
+
+  Args:
+    deadline: of all, time.monotonic().
+    log: an open file, for what they print.
+    keep: called with all results after each.
+  """
   results: dict[str, dict[str, Any]] = {}
-  with open(out / "engine_log.txt", "w", encoding="utf-8") as log:
-    for stage, commands in stages(out, sizes).items():
-      if stage not in names:
-        continue
-      for command in commands:
-        results[command.name] = found = run(command, out, deadline, log)
-        say(f"{command.name}: {found.get('error', 'done')}, {found['took_s']} s")
-        if "error" in found and command.name in ("twin_made", "twin_sluice"):
-          break  # what follows needs it
-        if "error" not in found and command.name in ("twin_batching", "twin_static"):
-          tokens = (read_tokens(str(out / "twin" / f"{name}.jsonl")) for name in ("sluice", command.name[5:]))
-          found["agreeing_prefix"] = compare(*tokens).agreeing_prefix
+  for command in commands:
+    if command.name.startswith("twin_") and "error" in results.get("twin_made", {}):
+      found: dict[str, Any] = {"error": "has no model", "took_s": 0.0}
+    else:
+      found = run(command, deadline, log)
+    results[command.name] = found
+    if "error" not in found and command.name in ("twin_batching", "twin_static"):
+      found |= _agreement(command)
+    keep(results)
   return results
+
+
+def _agreement(command: Command) -> dict[str, Any]:
+  """A twin's tokens beside ours, where both are there."""
+  theirs = next(word.partition("=")[2] for word in command.words if word.startswith("--output_tokens="))
+  try:
+    tokens = read_tokens(theirs)
+    ours = read_tokens(str(pathlib.Path(theirs).with_name("sluice.jsonl")))
+    found = compare({name: line for name, line in ours.items() if name in tokens}, tokens)
+  except (OSError, ValueError, ConfigError) as error:
+    return {"tokens": str(error)}
+  return {"agreeing_prefix": found.agreeing_prefix, "identical_requests": found.identical}
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -207,56 +295,72 @@ def serial_roofline(result: Mapping[str, Any]) -> float:
   As Sluice's goals are stated: memory holds the weights read for so many rows that their bytes hide behind the matmuls.
   """
   work, ceilings, (_, length) = result["work"], result["ceilings"], result["offline"]["lengths"]
+  token, row = work["flops"]["token"], work["flops"]["row"]
   keys = 1.5 * length  # of an output token, on average: the prompt and half of the outputs
-  seconds = work["kv_bytes"] * keys / ceilings["bytes_s"]
-  seconds += (work["token_flops"] + work["head_flops"]) / ceilings["flops_s"]
-  return 1.0 / (seconds + work["token_flops"] / ceilings["flops_s"])
+  seconds = work["kv_bytes"] * keys / ceilings["bytes_s"] + (token + row) / ceilings["flops_s"]
+  return 1.0 / (seconds + token / ceilings["flops_s"])
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-  """A line for each figure, with its target where there is one. Reads what `measure` returned; nothing else."""
-  good = {name: found for name, found in results.items() if "error" not in found}
+  """A line for each figure, with its limit where there is one. Reads what `measure` returned; nothing else."""
   lines = [f"failed: {name}: {found['error']}" for name, found in results.items() if "error" in found]
+  for name in ("decode_8b", "decode_1b"):
+    if "ceilings" in results.get(name, {}):
+      best = results[name]["ceilings"]
+      lines.append(_line(f"{name}: read bandwidth, TB/s", best["bytes_s"] / 1e12, ".2f", "", None))
+      lines.append(_line(f"{name}: matmul, TFLOP/s", best["flops_s"] / 1e12, ".0f", "", None))
   limits = {("decode_8b", rows): 1.35 for rows in (1, 8, 32, 64)} | {("decode_1b", 1): 2.0, ("decode_1b", 32): 1.6}
   for name in ("decode_8b", "decode_1b"):
-    for row in good.get(name, {}).get("decode", []):
+    for row in results.get(name, {}).get("decode", []):
       limit = limits.get((name, row["batch"]))
       what, over = f"{name}: {row['batch']} x {row['context']}, over roofline", row["over_roofline"]
       lines.append(_line(what, over, ".2f", f"<= {limit}" if limit else "", over <= limit if limit else None))
-    for row in good.get(name, {}).get("sampler", []):
-      what = f"{name}: sampler, {row['batch']} rows, {row['asked']}, of a step"
-      lines.append(_line(what, row["of_step"], ".1%", "<= 8%", (row["of_step"] or 0.0) <= 0.08))
+    for row in results.get(name, {}).get("sampler", []):
+      if row.get("of_step") is not None:
+        what = f"{name}: sampler, {row['batch']} rows, {row['asked']}, of a step"
+        lines.append(_line(what, row["of_step"], ".1%", "<= 8%", row["of_step"] <= 0.08))
+  # Random weights are drawn on the device: what loading a checkpoint takes is no part of a start here.
+  starts = {"decode_8b": ("cold", 60), "start_cached": ("with the compile cache", None), "start_bundle": ("bundle", 10)}
+  for name, (how, limit) in starts.items():
+    took = results.get(name, {}).get("warmup_s")
+    if took is not None:
+      what, target = f"start, {how}: all rungs ran, s after the weights", f"<= {limit}" if limit else ""
+      lines.append(_line(what, took, ".1f", target, took <= limit if limit else None))
+  lines += [f"start, bundle: {reason}" for reason in results.get("start_bundle", {}).get("fallbacks", [])]
   for name in ("offline", "full"):
-    if name in good:
-      row = good[name]["offline"]
+    found = results.get(name, {})
+    if row := found.get("offline"):
       lines.append(_line(f"{name}: output tokens a second", row["output_tok_s"], ".0f", "", None))
-      idle = row["device_idle_share"]
+      idle, host = row["device_idle_share"], sum(row["host_us"].values()) / 1e3
       lines.append(_line(f"{name}: device idle", idle, ".1%", "<= 3%", idle <= 0.03))
-  if "full" in good:
-    share = good["full"]["offline"]["output_tok_s"] / serial_roofline(good["full"])
+      lines.append(_line(f"{name}: host, ms a step", host, ".2f", "<= 0.5", host <= 0.5))
+      compiles = found.get("compiles_after_ready")
+      lines.append(_line(f"{name}: compiles after ready", compiles, "d", "<= 0", compiles == 0))
+  if "offline" in results.get("full", {}):
+    share = results["full"]["offline"]["output_tok_s"] / serial_roofline(results["full"])
     lines.append(_line("full: of the serial roofline", share, ".2f", ">= 0.55", share >= 0.55))
-  if {"offline", "offline_plain"} <= good.keys():
-    gain = good["offline"]["offline"]["output_tok_s"] / good["offline_plain"]["offline"]["output_tok_s"]
+  both = [results.get(name, {}).get("offline") for name in ("offline", "offline_plain")]
+  if both[0] and both[1]:
+    gain = both[0]["output_tok_s"] / both[1]["output_tok_s"]
     lines.append(_line("offline: overlap over no overlap", gain, ".2f", "", None))
-  for name, limit in (("start_cold", 60), ("start_cached", 10)):
-    if name in good:
-      # Random weights are drawn on the device: what loading a checkpoint takes is no part of it.
-      took = good[name]["warmup_s"]
-      lines.append(_line(f"{name}: all rungs ready, s after the weights", took, ".1f", f"<= {limit}", took <= limit))
   for name in BUFFERS:
-    for row in good.get(f"buffers_{name}", {}).get("decode", []):
+    for row in results.get(f"buffers_{name}", {}).get("decode", []):
       lines.append(_line(f"command buffers, {name}: ms a step", 1e3 * row["step_s"], ".3f", "", None))
-  return lines + _twin_lines(good)
+  return lines + _twin_lines(results)
 
 
-def _twin_lines(good: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _twin_lines(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
   lines = []
-  ours = good.get("twin_sluice", {}).get("output_tok_s")
+  ours = results.get("twin_sluice", {}).get("output_tok_s")
+  if ours:
+    lines.append(_line("twin: our output tokens a second", ours, ".0f", "", None))
   for way, limit in (("batching", 5.0), ("static", 1.5)):
-    found = good.get(f"twin_{way}")
-    if ours and found:
-      same = found.get("agreeing_prefix")
-      lines.append(_line(f"twin {way}: tokens before a first difference", same, ".1%", "", None))
+    found = results.get(f"twin_{way}", {})
+    if ours and "output_tok_s" in found:
+      lines.append(_line(f"twin {way}: requests", found.get("requests"), "d", "", None))
+      lines.append(
+        _line(f"twin {way}: tokens before a first difference", found.get("agreeing_prefix"), ".1%", "", None)
+      )
       ratio = ours / found["output_tok_s"]
       lines.append(_line(f"twin {way}: ours over its tokens a second", ratio, ".2f", f">= {limit}", ratio >= limit))
   return lines

@@ -13,6 +13,7 @@ import sys
 import time
 
 import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM, GenerationConfig  # pyright: ignore[reportMissingImports]
 from transformers.utils import logging  # pyright: ignore[reportMissingImports]
 
@@ -27,13 +28,18 @@ def generate(manager, requests, prefix):
   return time.perf_counter() - start, tokens
 
 
-def generate_static(model, requests, batch):
-  """Serves the requests in batches of one size; returns (wall seconds, id -> tokens)."""
+def generate_static(model, requests, batch, cache_len, most_s=0.0):
+  """Serves the requests in batches of one size; returns (wall seconds, id -> tokens).
+
+  `cache_len`, in tokens, is what the decode is compiled for: another one would be compiled anew. After `most_s`
+  seconds, if not 0, no further batch begins; those with the longest prompts come last.
+  """
   start = time.perf_counter()
   tokens = {}
-  longest = max(len(request["prompt"]) + request["output_len"] for request in requests)
   order = sorted(requests, key=lambda request: (len(request["prompt"]), request["output_len"]))
   for at in range(0, len(order), batch):
+    if most_s and time.perf_counter() - start > most_s:
+      break
     group = order[at : at + batch]
     rows = group + group[-1:] * (batch - len(group))  # one shape, one compiled program
     width = max(len(request["prompt"]) for request in group)
@@ -49,7 +55,7 @@ def generate_static(model, requests, batch):
         pad_token_id=0,
         max_new_tokens=count,
         cache_implementation="static",
-        max_cache_len=longest + max(len(request["prompt"]) for request in requests),
+        max_cache_len=cache_len,
       ),
     )
     for request, row in zip(group, made[:, width:].tolist(), strict=False):
@@ -63,13 +69,17 @@ def serve(model, args, requests):
   # The same file with outputs of at most 4 tokens: every code path, and every shape class torch.compile may want.
   short = [{**request, "output_len": min(4, request["output_len"])} for request in requests]
   if args.way == "static":
-    generate_static(model, short, args.batch)
-    return time.perf_counter() - begin, *generate_static(model, requests, args.batch)
+    cache_len = max(len(request["prompt"]) for request in requests) + max(request["output_len"] for request in requests)
+    generate_static(model, short, args.batch, cache_len)
+    warmup_s = time.perf_counter() - begin
+    return warmup_s, *generate_static(model, requests, args.batch, cache_len, args.most_s)
   total_tokens = sum(len(request["prompt"]) + request["output_len"] for request in requests)
+  # A GPU's memory sizes the cache by itself; of a CPU's nobody knows.
+  blocks = 2 * (total_tokens // args.page_size + len(requests)) if args.device == "cpu" else None
   with transformers_batching.batching(
     model,
     page_size=args.page_size,
-    num_blocks=2 * (total_tokens // args.page_size + len(requests)),
+    num_blocks=blocks,
     max_len=max(request["output_len"] for request in requests),
     max_requests=args.max_requests or None,
     max_batch_tokens=args.max_batch_tokens or None,
@@ -89,6 +99,7 @@ def main():
   parser.add_argument("--threads", type=int, default=2)
   parser.add_argument("--way", choices=("batching", "static"), default="batching")
   parser.add_argument("--batch", type=int, default=64, help="sequences at once, with --way=static")
+  parser.add_argument("--most_s", type=float, default=0.0, help="with --way=static: no batch begins after; 0: all do")
   parser.add_argument("--device", default="cpu", help="as torch calls it")
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
   parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
@@ -103,7 +114,6 @@ def main():
   torch.set_grad_enabled(False)
 
   requests = face.read_requests(args.requests)
-  total_tokens = sum(len(request["prompt"]) + request["output_len"] for request in requests)
   begin = time.perf_counter()
   model = AutoModelForCausalLM.from_pretrained(
     args.model, dtype=getattr(torch, args.dtype), attn_implementation=args.attention
@@ -111,6 +121,8 @@ def main():
   model.to(args.device).eval()
   load_s = time.perf_counter() - begin
   warmup_s, wall_s, tokens = serve(model, args, requests)
+  requests = [request for request in requests if request["id"] in tokens]
+  total_tokens = sum(len(request["prompt"]) + request["output_len"] for request in requests)
   for request in requests:
     if len(tokens[request["id"]]) != request["output_len"]:
       raise SystemExit(
@@ -124,11 +136,15 @@ def main():
   print(
     json.dumps(
       {
+        "requests": len(requests),
         "wall_s": round(wall_s, 4),
         "output_tok_s": round(output_tokens / wall_s, 3),
         "total_tok_s": round(total_tokens / wall_s, 3),
         "load_s": round(load_s, 3),
         "warmup_s": round(warmup_s, 3),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "attention": model.config._attn_implementation,  # what it came to: some versions switch by themselves
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         "settings": {
           name: getattr(args, name)

@@ -5,7 +5,9 @@ python -m tools.gpu.twin --shape=llama3-8b --dtype=bfloat16 --requests=256 --len
 
 from collections.abc import Sequence
 import json
+import os
 import pathlib
+import shutil
 import sys
 
 from tools.arguments import CommandParser, positive_int
@@ -25,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   args = parser.parse_args(arguments)
   raw = json.loads((pathlib.Path(model_folder(args.shape)) / "config.json").read_text("utf-8"))
   if not (args.out / "model" / "config.json").exists():  # written last
-    write_model(args.out / "model", raw, seed=0, dtype=args.dtype, num_shards=4)
+    shutil.rmtree(args.out / "model", ignore_errors=True)  # of a run that was cut off
+    processes = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # each holds two gigabytes of an 8B model
+    write_model(args.out / "model", raw, seed=0, dtype=args.dtype, num_shards=8, num_processes=processes)
   low, high = args.lengths.split(",")
   lengths = f"uniform:{low}:{high}"
   requests = synthetic(args.requests, lengths, lengths, raw["vocab_size"], seed=0)

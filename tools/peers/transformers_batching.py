@@ -3,6 +3,8 @@
 In torch's own environment (Python 3.10 or later); imports nothing of Sluice. For run_transformers and tools.gpu.
 """
 
+import dataclasses
+
 from transformers import ContinuousBatchingConfig, GenerationConfig  # pyright: ignore[reportMissingImports]
 
 
@@ -10,14 +12,17 @@ def batching(model, *, page_size, num_blocks, max_len, max_requests=None, max_ba
   """The context manager of a generation thread, with room for `num_blocks` pages of `page_size` tokens.
 
   Args:
+    num_blocks: None: as many as the device has memory for.
     max_len: most output tokens of a request.
     max_requests, max_batch_tokens: sequences and tokens a step; None: transformers decides.
     compile_level: 0 is eager mode, 1 torch.compile with dynamic shapes.
   """
+  names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+  pages = "page_size" if "page_size" in names else "block_size"  # up to transformers 5.17
   return model.continuous_batching_context_manager(
     generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max_len),
     continuous_batching_config=ContinuousBatchingConfig(
-      page_size=page_size,
+      **{pages: page_size},
       num_blocks=num_blocks,
       max_batch_tokens=max_batch_tokens,
       max_requests_per_batch=max_requests,
