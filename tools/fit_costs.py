@@ -4,6 +4,7 @@ Standard library only. Least squares on RELATIVE errors, slopes not negative: a 
 200. Then the table is brought to the steps of a running engine: calibrated().
 """
 
+import bisect
 from collections.abc import Mapping, Sequence
 import dataclasses
 import math
@@ -86,8 +87,12 @@ def _solve(matrix: list[list[float]]) -> list[float]:
   return [matrix[row][size] / matrix[row][row] for row in range(size)]
 
 
-def fit(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, float]]:
+def fit(points: Sequence[Point], by_tokens: bool = False) -> tuple[dict[str, Any], dict[str, float]]:
   """The device's part of a table from measured steps.
+
+  Args:
+    by_tokens: as StepCosts has it: rungs are then the corners of a line through all numbers of tokens, and there is no
+      slope for tokens beside it.
 
   Returns:
     `rung_s` and the five slopes, as StepCosts takes them; and the error of the fit: `mean_error` and `worst_error`,
@@ -99,13 +104,30 @@ def fit(points: Sequence[Point]) -> tuple[dict[str, Any], dict[str, float]]:
   rungs = sorted({point.tokens for point in points})
   if len(points) < len(rungs) + len(WORK_COSTS):
     raise ConfigError(f"{len(points)} steps cannot tell {len(rungs) + len(WORK_COSTS)} costs apart; measure more steps")
-  rows = [[float(point.tokens == rung) for rung in rungs] + [float(value) for value in point.work] for point in points]
+  kinds = [name for name in WORK_COSTS if not (by_tokens and name == "prefill_token_s")]
+  columns = [WORK_COSTS.index(name) for name in kinds]
+  rows = []
+  for point in points:
+    used = point.work.decode_rows + point.work.prefill_tokens
+    rows.append(_shares(rungs, used if by_tokens else point.tokens) + [float(point.work[c]) for c in columns])
   solution = least_squares(rows, [point.seconds for point in points])
   modelled = [math.fsum(a * b for a, b in zip(row, solution, strict=True)) for row in rows]
   errors = [abs(got / point.seconds - 1) for got, point in zip(modelled, points, strict=True)]
   table = {"rung_s": tuple(zip(rungs, solution, strict=False))}
-  table |= dict(zip(WORK_COSTS, solution[len(rungs) :], strict=True))
+  table |= dict.fromkeys(WORK_COSTS, 0.0) | dict(zip(kinds, solution[len(rungs) :], strict=True))
   return table, {"mean_error": round(math.fsum(errors) / len(errors), 4), "worst_error": round(max(errors), 4)}
+
+
+def _shares(rungs: Sequence[int], tokens: int) -> list[float]:
+  """What each rung counts for in the time of so many tokens, as StepCosts.rung interpolates."""
+  index = min(bisect.bisect_left(rungs, tokens), len(rungs) - 1)
+  shares = [0.0] * len(rungs)
+  shares[index] = 1.0
+  if index and tokens < rungs[index]:
+    below = rungs[index - 1]
+    shares[index] = (tokens - below) / (rungs[index] - below)
+    shares[index - 1] = 1.0 - shares[index]
+  return shares
 
 
 def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
@@ -137,7 +159,12 @@ def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
   for tokens, seconds in costs.rung_s:
     alike = [point for point in by_rung[tokens] if point.after is After.ALIKE]
     seen = alike if len(alike) >= _ENOUGH else by_rung[tokens]
-    found = [point.seconds - costs.attention(point.work) for point in seen]
+    # By tokens the rung is the upper end of these steps, so what is found moves it by its share.
+    found = [
+      (point.seconds - (attention := costs.attention(point.work)))
+      * (seconds / (costs.seconds(tokens, point.work) - attention or 1.0) if costs.by_tokens else 1.0)
+      for point in seen
+    ]
     moved = statistics.median(found) if len(found) >= _ENOUGH else seconds * factor
     rung_s.append((tokens, max(moved, seconds / 10)))  # attention's slopes are not the rung's to undo
   costs = dataclasses.replace(costs, rung_s=tuple(rung_s))

@@ -264,7 +264,8 @@ def measure(args: Any) -> StepCosts:
   max_context = min(args.max_context or config.max_model_len, config.max_model_len, config.pool_tokens)
   recorded = read_step_trace(args.step_trace) if args.step_trace else []
   points = points_of(recorded)[0] or measure_device(runner, config, max_context, args.seconds, args.rounds)
-  table, error = fit(points)
+  by_tokens = built.matmul == "packed"  # whose kernels are told how many tokens there are
+  table, error = fit(points, by_tokens)
   records, watched, front_s = run_engine(runner, config, max_context, args.load_seconds)
   # A step trace has no commit times: they are always those of the engine's loads.
   running, launches = points_of(recorded or watched.steps(records))
@@ -291,7 +292,7 @@ def measure(args: Any) -> StepCosts:
   if not recorded:
     about["points"] = [[point.tokens, *point.work, round(point.seconds, 7)] for point in points]
   block_bytes = kv_cache.bytes_per_block(model, config.block_size, dtype, built.attention)
-  costs = StepCosts(**table, host=host, kv_bytes_per_token=block_bytes // config.block_size)
+  costs = StepCosts(**table, by_tokens=by_tokens, host=host, kv_bytes_per_token=block_bytes // config.block_size)
   # In the engine the host plans while the device works; where they share cores, both take longer for it.
   made, costs = costs, calibrated(with_launch_spread(costs, launches), running)
   bases = {tokens: made.rung(tokens) for tokens, _ in costs.rung_s}  # 0 where a rung costs no more than what is in it

@@ -100,11 +100,13 @@ class SimulatedRunner:
     launch_factor = self._draw(costs.launch_factors(Launch.of(has_prompt, since, after)))
     clock.now += costs.launch_seconds(rows, work.prefill_tokens, len(batch.admissions)) * launch_factor
     cold = costs.cold(since)
-    seconds = (costs.rung(tokens) + attention + cold) * factor
+    used = work.decode_rows + work.prefill_tokens
+    charged = costs.charged(tokens, max(used, batch.padded_tokens))
+    seconds = (costs.rung(charged) + attention + cold) * factor
     self._free_at = max(self._free_at, clock.now) + seconds
     self._warmth.ended(self._free_at)
     self.busy_s += seconds
-    self.ideal_s += (costs.rung(work.decode_rows + work.prefill_tokens) + attention + cold) * factor
+    self.ideal_s += (costs.rung(used) + attention + cold) * factor
     if self.watch is not None:
       self.watch(batch, seconds)
     return _Step(self, self._free_at, rows)

@@ -2,7 +2,8 @@
 
 Standard library only. The time of a step on the device is
 
-  rung_s[T]                      linear layers, logits and sampling of T padded tokens: a look-up, since shapes are few
+  rung_s[T]                      linear layers, logits and sampling of T padded tokens: a look-up, since shapes are few;
+                                 where the device leaves padding out (`by_tokens`), of T tokens in use
   + decode_row_s * rows          attention of rows with one token, and
   + decode_key_s * keys          the keys they walk: position + 1 each
   + prefill_token_s * tokens     attention of rows with several tokens,
@@ -173,6 +174,7 @@ class StepCosts:
     cold_s: what a step takes longer 0, 1, 2 to 3, 4 to 7, 8 to 15 and 16 to 31 steps after the device was cold.
     spread: (tokens, quantiles) by increasing tokens, by what was before; see the module. Without: as the table says.
     launch_spread: quantiles of the same kind, of launch_seconds.
+    by_tokens: the device leaves the ladder's padding out: a step's time is that of its tokens, whatever its rung.
     about: device, model, dtype, versions, how it was measured, error of the fit; plain JSON values.
   """
 
@@ -187,6 +189,7 @@ class StepCosts:
   cold_s: tuple[float, ...] = ()
   spread: Mapping[After, tuple[tuple[int, tuple[float, ...]], ...]] = dataclasses.field(default_factory=dict)
   launch_spread: Mapping[Launch, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+  by_tokens: bool = False
   about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -225,6 +228,10 @@ class StepCosts:
       found = known[tokens] = below_s + (above_s - below_s) * share
     return found
 
+  def charged(self, rung: int, used: int) -> int:
+    """Of a step's tokens, how many its time is that of; `used` are all but the ladder's padding."""
+    return min(rung, used) if self.by_tokens else rung
+
   def attention(self, work: Work) -> float:
     """Seconds of a step that depend on what is in it, not on its shape."""
     return (
@@ -237,7 +244,7 @@ class StepCosts:
 
   def seconds(self, tokens: int, work: Work) -> float:
     """Seconds of a step on the device: `tokens` is the rung's budget."""
-    return self.rung(tokens) + self.attention(work)
+    return self.rung(self.charged(tokens, work.decode_rows + work.prefill_tokens)) + self.attention(work)
 
   def cold(self, since_cold: int) -> float:
     """Seconds to add to a step, so many steps after the device was cold."""
@@ -286,6 +293,7 @@ class StepCosts:
       "cold_s": self.cold_s,
       "spread": {after: {str(tokens): each for tokens, each in rungs} for after, rungs in self.spread.items()},
       "launch_spread": self.launch_spread,
+      "by_tokens": self.by_tokens,
       "kv_bytes_per_token": self.kv_bytes_per_token,
     }
     pathlib.Path(path).write_text(json.dumps(value, indent=1) + "\n", "utf-8")
@@ -316,6 +324,7 @@ class StepCosts:
       kv_bytes = int(value.pop("kv_bytes_per_token"))
       cold = tuple(map(float, value.pop("cold_s", ())))
       launches = value.pop("launch_spread", {})
+      by_tokens = bool(value.pop("by_tokens", False))
       return cls(
         tuple(rungs),
         **slopes,
@@ -324,6 +333,7 @@ class StepCosts:
         cold_s=cold,
         spread=spread,
         launch_spread={Launch(kind): tuple(map(float, each)) for kind, each in launches.items()},
+        by_tokens=by_tokens,
         about=value,
       )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -173,7 +173,13 @@ def markdown(study: dict[str, Any]) -> str:
       if "skipped" in model:
         cells[0] = model["skipped"]
       lines.append(_row(case.claim, *cells))
-  lines += ["", "Measured cells: ratio (idle slots allow, padding allows on those requests; scale of lengths).", ""]
+  lines += [
+    "",
+    "Measured cells: ratio (idle slots allow, padding allows on those requests; scale of lengths). Idle slots count",
+    "steps of outputs alone, as if prompts took no time: where they take most of it, as in Azure's code trace at full",
+    "length, it is padding that bounds the gain.",
+    "",
+  ]
   for name in ("padding_4", "padding_4b", "padding_32"):
     batch = parts.get(name, {}).get("modelled", {}).get("one_batch")
     if batch:

@@ -215,7 +215,7 @@ def simulated_steps(config: EngineConfig, costs: StepCosts, arrivals: Sequence[A
   def watch(batch: Batch, seconds: float) -> None:
     nonlocal attention_s, decode_keys
     useful[batch.num_tokens] += 1
-    attention_s += seconds - costs.rung(batch.shape.tokens)
+    attention_s += seconds - costs.rung(costs.charged(batch.shape.tokens, max(batch.num_tokens, batch.padded_tokens)))
     rows = batch.token_ids.count(())
     if rows:
       decodes[rows] += 1
@@ -347,6 +347,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if bool(args.step_trace) == bool(args.trace or args.requests):
       raise ConfigError("give either --step_trace, or requests with --trace or --requests")
     costs = StepCosts.load(args.costs) if args.costs else tokens_only(args.max_tokens)
+    if costs.by_tokens:
+      print("note: this table's device leaves padding out; times below are as if it did not", file=sys.stderr)
     rungs = candidates(args.max_tokens, args.align)
     costs.rung(args.max_tokens)
     args.token_budgets, args.prefill_chunk = tuple(rungs), args.max_tokens

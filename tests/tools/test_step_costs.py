@@ -97,6 +97,23 @@ def test_the_fit_finds_the_costs_that_made_the_points():
   )
 
 
+def test_where_padding_is_left_out_a_step_costs_its_tokens():
+  table = dataclasses.replace(TABLE, by_tokens=True, prefill_token_s=0.0)
+  assert table.seconds(64, Work(36, 0, 0, 0, 0)) == pytest.approx(3e-3 + 36 * TABLE.decode_row_s)
+  assert table.charged(64, 100) == 64, "static batching may pay for more than is in use, not for more than there is"
+  rng = random.Random(4)
+  points = []
+  for _ in range(80):
+    rung = rng.choice((8, 64))
+    rows = rng.randrange(1, rung)
+    prompt = rng.randrange(0, rung - rows)
+    work = Work(rows, rng.randrange(rows, 9000), prompt, prompt, prompt * (prompt + 1) // 2)
+    points.append(Point(rung, work, table.seconds(rung, work)))
+  found, error = fit(points, by_tokens=True)
+  assert error["worst_error"] < 1e-2 and found["prefill_token_s"] == 0.0
+  assert dict(found["rung_s"])[64] == pytest.approx(5e-3, rel=0.02)
+
+
 def test_costs_are_never_negative():
   assert least_squares([(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)], [3.0, 2.0, 1.0])[1] == 0.0
   launches = [LaunchPoint(rows, 0, 0, 1e-3 + rows * 1e-5) for rows in range(1, 20)]
