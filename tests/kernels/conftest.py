@@ -26,7 +26,6 @@ class _Impatient(threading.Condition):
 @pytest.fixture(scope="session")
 def quick_cpp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
   """Flags for changed C++ kernels: not optimized, and with native.h compiled before, which takes as long as they do."""
-  jax.devices()  # what is registered before JAX has looked for its devices, it registers twice, and refuses
   header, flags = tmp_path_factory.mktemp("header") / "native.h", ("-O0", "-w")
   header.write_bytes(NATIVE_H.read_bytes())
   native.compile_library(NATIVE_H, header.with_name("native.h.gch"), (*flags, "-x", "c++-header"))

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compil
 @pytest.fixture(autouse=True, scope="module")
 def built() -> None:
   native.build("paged_attention")
+  cpu.register()  # once and for all, before a test changes the names it goes by
 
 
 class TestFloat32(conformance.Conformance):

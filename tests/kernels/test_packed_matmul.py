@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compil
 @pytest.fixture(autouse=True, scope="module")
 def built() -> None:
   native.build("packed_matmul")
+  api.register()  # once and for all, before a test changes the name it goes by
 
 
 def numbers(rows: int, inputs: int, outputs: int, dtype: str) -> tuple[jax.Array, jax.Array]:
