@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--rate_scale", type=positive_float, default=6.0, help="so many times the trace's rate")
   parser.add_argument("--loads", default="", help="names of the loads to run, with commas between; empty: all")
   parser.add_argument("--rate", type=positive_float, default=15.0, help="of the Poisson load, requests a second")
-  parser.add_argument("--lengths_rate", type=positive_float, default=40.0, help="of a trace without arrival times")
+  parser.add_argument("--lengths_rate", type=positive_float, default=25.0, help="of a trace without arrival times")
   parser.add_argument("--num_requests", type=positive_int, default=400, help="of each load")
   parser.add_argument("--max_len", type=positive_int, default=1024, help="the trace is cut to so many tokens a request")
   parser.add_argument("--rounds", type=positive_int, default=3, help="runs of each load; their medians count")
