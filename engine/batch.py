@@ -78,6 +78,11 @@ class Batch:
     """Useful tokens of the step; shape.tokens minus this is padding."""
     return sum(self.counts)
 
+  @property
+  def computed_tokens(self) -> int:
+    """Tokens that every device computes: the useful ones, and what the way of batching pads."""
+    return max(self.num_tokens, self.padded_tokens)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -131,3 +131,8 @@ class EngineConfig:
   def pool_tokens(self) -> int:
     """Tokens the whole KV pool holds."""
     return self.num_blocks * self.block_size
+
+
+def default_prefill_chunk(token_budgets: tuple[int, ...], most: int = EngineConfig.prefill_chunk) -> int:
+  """The prefill_chunk where nobody chose one: `most`, within the ladder."""
+  return min(most, token_budgets[-1])

@@ -10,7 +10,7 @@ import pathlib
 import time
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, default_prefill_chunk
 from engine.disaggregated import DisaggregatedEngine
 from engine.engine import Emit, Engine
 from engine.errors import CheckpointError, ConfigError
@@ -88,9 +88,7 @@ def build_fake(
     "eos_token_ids": eos_token_ids,
   }
   if not chosen.get("prefill_chunk"):
-    chosen["prefill_chunk"] = min(
-      EngineConfig.prefill_chunk, chosen.get("token_budgets", EngineConfig.token_budgets)[-1]
-    )
+    chosen["prefill_chunk"] = default_prefill_chunk(chosen.get("token_budgets", EngineConfig.token_budgets))
   config = EngineConfig(**chosen)
   device = FakeDevice(config, step_s)
   if config.batching == "disaggregated":

@@ -101,7 +101,7 @@ class SimulatedRunner:
     clock.now += costs.launch_seconds(rows, work.prefill_tokens, len(batch.admissions)) * launch_factor
     cold = costs.cold(since)
     used = work.decode_rows + work.prefill_tokens
-    charged = costs.charged(tokens, max(used, batch.padded_tokens))
+    charged = costs.charged(tokens, batch.computed_tokens)
     seconds = (costs.rung(charged) + attention + cold) * factor
     self._free_at = max(self._free_at, clock.now) + seconds
     self._warmth.ended(self._free_at)

@@ -215,7 +215,7 @@ def simulated_steps(config: EngineConfig, costs: StepCosts, arrivals: Sequence[A
   def watch(batch: Batch, seconds: float) -> None:
     nonlocal attention_s, decode_keys
     useful[batch.num_tokens] += 1
-    attention_s += seconds - costs.rung(costs.charged(batch.shape.tokens, max(batch.num_tokens, batch.padded_tokens)))
+    attention_s += seconds - costs.rung(costs.charged(batch.shape.tokens, batch.computed_tokens))
     rows = batch.token_ids.count(())
     if rows:
       decodes[rows] += 1

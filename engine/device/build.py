@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from engine.admission import AdmissionControl
 from engine.batching import make_batching
-from engine.config import CPU_PREFILL_CHUNK, EngineConfig
+from engine.config import CPU_PREFILL_CHUNK, EngineConfig, default_prefill_chunk
 from engine.device import compile_cache, deterministic, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.bundle import Bundle, made_for
@@ -161,7 +161,7 @@ class BuildOptions:
     chosen = {
       field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig) if field.name not in known
     }
-    chosen["prefill_chunk"] = self.prefill_chunk or min(EngineConfig.prefill_chunk, self.token_budgets[-1])
+    chosen["prefill_chunk"] = self.prefill_chunk or default_prefill_chunk(self.token_budgets)
     return EngineConfig(**known, **chosen)
 
 
@@ -301,7 +301,8 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   progress("load", 0, 1)
   matmul, matmul_reason = _choose_matmul(options.matmul, mesh, dtype)
   if matmul == "packed" and not options.prefill_chunk:
-    options = dataclasses.replace(options, prefill_chunk=min(CPU_PREFILL_CHUNK, options.token_budgets[-1]))
+    chunk = default_prefill_chunk(options.token_budgets, CPU_PREFILL_CHUNK)
+    options = dataclasses.replace(options, prefill_chunk=chunk)
   form = WeightForm(packed=matmul == "packed", int8=options.quantization == "int8")
   if form.int8 and not form.packed and device.platform == "cpu":
     why = matmul_reason or "matmul=xla"

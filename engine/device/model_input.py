@@ -382,7 +382,7 @@ class Packer:
     starts = np.array(batch.starts, np.int32)
     total = batch.num_tokens
     # Where a way of batching pads rows, their padding is computed like them: what it costs is what is compared.
-    computed = max(total, batch.padded_tokens)
+    computed = batch.computed_tokens
     num_logits = sum(batch.num_logits)
     field("used")[:] = computed, num_logits if computed == total else min(computed, layout.shape.rows)
     query_starts = field("query_starts")
