@@ -357,6 +357,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--label", default="", help="in --run_file: name of the run; empty: the server's --batching")
   args = parser.parse_args(argv)
   try:
+    if args.trace and not args.requests:
+      workload.read_trace(args.trace)  # a bad one is told before a server is waited for
     with contextlib.redirect_stdout(sys.stderr), Client(args.target) as client:
       if not args.requests:
         client.wait_ready(30)

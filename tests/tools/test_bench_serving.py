@@ -119,3 +119,9 @@ def test_server_figures_are_differences():
 def test_an_objective_for_the_whole_answer():
   outcome = Outcome(0, 2, 1.0, 1.0, ((1.5, 1), (3.0, 1)))
   assert Objectives(e2e_s=2.0).met(outcome) and not Objectives(e2e_s=1.9).met(outcome)
+
+
+def test_a_bad_trace_is_told_before_a_server_is_waited_for(tmp_path, capsys):
+  (tmp_path / "trace.csv").write_text("num_prefill_tokens,num_decode_tokens\n30,-2\n", "utf-8")
+  assert bench_serving.main(["--target=127.0.0.1:1", f"--trace={tmp_path}/trace.csv"]) == 1
+  assert "a length of -2 tokens is below 0" in capsys.readouterr().err
