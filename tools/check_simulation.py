@@ -7,12 +7,14 @@ at --lengths_load of what the machine serves of it all at once, measured anew in
 and the first trace all at once (which shows the throughput; that of the others is their arrivals'). Each is served by
 the real engine in a process of its own (tools.bench_offline), --rounds times; and by the simulator, under the same
 settings and with the cost table of --costs, or one that is measured before each round: a machine whose neighbours come
-and go has no one speed. Medians over the rounds are compared, and beside them stands how far the real rounds are from
-each other. With --over_grpc the real side is a server driven by tools.bench_serving, whose clients and front end share
-the machine: steps take longer there, so the table's device part then comes from the step trace of a warm-up load of
-that server, and what a request spends outside the engine is the difference of measured and simulated median TTFT of
-that load. --output keeps the loads that the file has and this run has not; each says by which commit it was made. Exit
-code 1 when a difference is above --tolerance: throughput 0.10, percentiles 0.15 unless the flags say otherwise.
+and go has no one speed. What it draws of step times makes a 99th percentile of some hundred requests by a tenth larger
+or smaller, so it draws --draws times. Medians over the rounds and draws are compared, and beside them stands how far
+the real rounds are from each other. With --over_grpc the real side is a server driven by tools.bench_serving, whose
+clients and front end share the machine: steps take longer there, so the table's device part then comes from the step
+trace of a warm-up load of that server, and what a request spends outside the engine is the difference of measured and
+simulated median TTFT of that load. --output keeps the loads that the file has and this run has not; each says by which
+commit it was made. Exit code 1 when a difference is above --tolerance: throughput 0.10, percentiles 0.15 unless the
+flags say otherwise.
 """
 
 from collections.abc import Sequence
@@ -216,7 +218,11 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
     timed = load.timed or load.paced
     # One table serves all rounds, or each round has its own; so with the arrival times.
     pairs = dict.fromkeys(itertools.zip_longest(tables, paths[name], fillvalue=tables[0]))
-    figures = [simulated(costs, path, timed, [*settings, *unbounded], f"{name}, simulated") for costs, path in pairs]
+    figures = [
+      simulated(costs, path, timed, [*settings, *unbounded, f"--step_seed={seed}"], f"{name}, simulated, draw {seed}")
+      for costs, path in pairs
+      for seed in range(args.draws)
+    ]
     result[name] = compare(name, real[name], figures, args, timed)
     if load.paced:
       result[name] |= {"load": args.lengths_load, "requests_per_s": rates[name]}
@@ -252,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--num_requests", type=positive_int, default=400, help="of each load")
   parser.add_argument("--max_len", type=positive_int, default=1024, help="the trace is cut to so many tokens a request")
   parser.add_argument("--rounds", type=positive_int, default=3, help="runs of each load; their medians count")
+  parser.add_argument("--draws", type=positive_int, default=5, help="simulated runs of each round, by --step_seed")
   parser.add_argument("--over_grpc", action="store_true", help="the real side is a server and its clients")
   parser.add_argument("--throughput_tolerance", type=positive_float, default=0.10)
   parser.add_argument("--tolerance", type=positive_float, default=0.15, help="of percentiles of TTFT and ITL")
@@ -262,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--max_model_len", type=positive_int, default=2048, help="as the server's flag")
   parser.add_argument("--num_blocks", type=positive_int, default=4096, help="as the server's flag")
   parser.add_argument("--max_context", type=positive_int, default=1024, help="longest context the table is made for")
-  parser.add_argument("--load_seconds", type=positive_float, default=5.0, help="of each load that makes a table")
+  parser.add_argument("--load_seconds", type=positive_float, default=10.0, help="of each load that makes a table")
   parser.add_argument("--vocab_size", type=positive_int, default=2048, help="token ids of prompts are below this")
   parser.add_argument("--compile_cache_dir", default=str(pathlib.Path.home() / ".cache" / "sluice" / "programs"))
   parser.add_argument("--output", type=output_file, default="", help="also write the result here")
