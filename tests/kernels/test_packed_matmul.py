@@ -32,15 +32,15 @@ def numbers(rows: int, inputs: int, outputs: int, dtype: str) -> tuple[jax.Array
   rng = np.random.default_rng(rows)
   x = rng.standard_normal((rows, inputs), np.float32)
   w = rng.standard_normal((inputs, outputs), np.float32) * inputs**-0.5
-  return jnp.asarray(x).astype(dtype), jnp.asarray(w).astype(dtype)
+  return jax.device_put(x.astype(jnp.dtype(dtype))), jax.device_put(w.astype(jnp.dtype(dtype)))
 
 
 def multiply(x: jax.Array, w: jax.Array, int8: bool = False, **more) -> tuple[jax.Array, np.ndarray]:
   """The product, and the matrix in f64 that it is a product with."""
   if not int8:
-    return api.matmul(x, jnp.asarray(api.pack(np.asarray(w))), w.shape[1], **more), np.asarray(w, np.float64)
+    return api.matmul(x, jax.device_put(api.pack(np.asarray(w))), w.shape[1], **more), np.asarray(w, np.float64)
   values, scales = quantize(w, 1)
-  held = jnp.asarray(api.pack(np.asarray(values)))
+  held = jax.device_put(api.pack(np.asarray(values)))
   return api.matmul(x, held, w.shape[1], scales=scales, **more), np.asarray(values, np.float64) * np.asarray(scales)
 
 
