@@ -237,7 +237,7 @@ _BUGS = {
   "gate_of_the_wrong_sign": ("(g < 0.0f ? e : all(1.0f))", "(g < 0.0f ? all(1.0f) : e)"),
   "value_of_another_column": ("* load(x + D + k))", "* load(x + k))"),
   "scale_left_out": ("value(normed) * value(scale[k])", "value(normed)"),
-  "wrong_row": ("x[m * D + k] * row[j]", "x[(m ? m - 1 : 0) * D + k] * row[j]"),
+  "wrong_row": ("x[m * stride + k] * row[j]", "x[(m ? m - 1 : 0) * stride + k] * row[j]"),
   "row_in_the_place_of_another": ("O* to = y + (m + i) * N", "O* to = y + (m + (i ? i - 1 : 0)) * N"),
   "wrong_block": ("D, w + block * D * kColumns", "D, w + (block ? block - 1 : 0) * D * kColumns"),
   "scale_of_another_column": ("result[i][n] *= scales[n]", "result[i][n] *= scales[n ? n - 1 : 0]"),
