@@ -89,7 +89,6 @@ def build_fake(
   }
   if not chosen.get("prefill_chunk"):
     chosen["prefill_chunk"] = default_prefill_chunk(chosen.get("token_budgets", EngineConfig.token_budgets))
-  chosen["overlap"] = settings.get("overlap") != "false"
   config = EngineConfig(**chosen)
   device = FakeDevice(config, step_s)
   if config.batching == "disaggregated":

@@ -15,7 +15,7 @@ A shape is one of models/shapes (its weights are drawn on the device), a model a
            with the most likely tokens; and beside it its share of the decode step of as many rows at the shortest
            context, if the part decode is there too.
 
-With --overlap=false (the default on CPU) the engine waits for each step before it plans the next.
+With --overlap=false the engine waits for each step before it plans the next.
 The ceilings are measured before and after, by jax on the same devices: a reduction that reads 4 times the last cache or
 a gigabyte, and a square matmul in the model's dtype. The faster measurement counts, so no figure flatters.
 (Roofline: Williams, Waterman and Patterson, CACM 2009.)

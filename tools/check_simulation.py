@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--tolerance", type=positive_float, default=0.15, help="of percentiles of TTFT and ITL")
   parser.add_argument("--token_budgets", default="8,16,32,64,128,256,384,512", help="as the server's flag")
   parser.add_argument("--prefill_chunk", type=positive_int, default=512, help="as the server's flag")
-  parser.add_argument("--overlap", choices=("true", "false"), default="false", help="as the server's flag")
+  parser.add_argument("--overlap", choices=("true", "false"), default="true", help="as the server's flag")
   parser.add_argument("--max_num_seqs", type=positive_int, default=64, help="as the server's flag")
   parser.add_argument("--max_model_len", type=positive_int, default=2048, help="as the server's flag")
   parser.add_argument("--num_blocks", type=positive_int, default=4096, help="as the server's flag")

@@ -41,7 +41,6 @@ _CPU_KV_CACHE_MB = 256
 _DTYPES = ("auto", "float32", "bfloat16")
 _MATMULS = ("auto", "xla", "packed")
 _QUANTIZATIONS = ("none", "int8")
-_OVERLAPS = ("auto", "true", "false")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,6 @@ class BuildOptions:
     num_blocks: exact size of the pool instead; 0 sizes it by memory.
     max_model_len: 0 is the model's own.
     prefill_chunk: 0 is what suits the matmul, within the ladder.
-    overlap: true or false, as EngineConfig's; auto is false on CPU.
     num_devices: how many to spread the model over; 0 is all.
     prefill_devices: with batching disaggregated, how many of them do prefill; 0 is half of them.
     compile_cache_dir: where compiled programs are kept between starts; "" keeps none.
@@ -84,7 +82,7 @@ class BuildOptions:
   max_num_seqs: int = EngineConfig.max_num_seqs
   max_model_len: int = 0
   prefill_chunk: int = 0
-  overlap: str = "auto"
+  overlap: bool = EngineConfig.overlap
   max_queued_requests: int = EngineConfig.max_queued_requests
   max_queued_tokens: int = EngineConfig.max_queued_tokens
   queue_timeout_s: float = EngineConfig.queue_timeout_s
@@ -123,8 +121,6 @@ class BuildOptions:
       raise ConfigError(
         f"quantization={self.quantization!r} is not one of {', '.join(_QUANTIZATIONS)}; set --quantization"
       )
-    if self.overlap not in _OVERLAPS:
-      raise ConfigError(f"overlap={self.overlap!r} is not one of {', '.join(_OVERLAPS)}; set --overlap")
     for name in ("kv_cache_mb", "num_blocks", "block_size", "max_model_len", "num_devices", "prefill_devices"):
       if getattr(self, name) < 0:
         raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more; set --{name}")
@@ -167,7 +163,6 @@ class BuildOptions:
       field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig) if field.name not in known
     }
     chosen["prefill_chunk"] = self.prefill_chunk or default_prefill_chunk(self.token_budgets)
-    chosen["overlap"] = self.overlap != "false"
     return EngineConfig(**known, **chosen)
 
 
@@ -309,8 +304,6 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   if matmul == "packed" and not options.prefill_chunk:
     chunk = default_prefill_chunk(options.token_budgets, CPU_PREFILL_CHUNK)
     options = dataclasses.replace(options, prefill_chunk=chunk)
-  if options.overlap == "auto":
-    options = dataclasses.replace(options, overlap="false" if device.platform == "cpu" else "true")
   form = WeightForm(packed=matmul == "packed", int8=options.quantization == "int8")
   if form.int8 and not form.packed and device.platform == "cpu":
     why = matmul_reason or "matmul=xla"

@@ -63,7 +63,6 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
     ({"block_size": -1}, "block_size=-1 must be 0 or more"),
     ({"attention": "cuda"}, "attention='cuda' is not one of auto, reference, cpu, gpu, tpu"),
     ({"matmul": "fast"}, "matmul='fast' is not one of auto, xla, packed"),
-    ({"overlap": "on"}, "overlap='on' is not one of auto, true, false; set --overlap"),
     ({"quantization": "fp8"}, "quantization='fp8' is not one of none, int8; set --quantization"),
     ({"token_budgets": (8, 4)}, "strictly increasing"),
     ({"max_num_seqs": 99}, "max_num_seqs=99 exceeds the top token budget 16"),
@@ -102,14 +101,14 @@ def test_kernels_are_the_best_there_are_and_what_is_not_there_is_said(folder, bu
   found = build(BuildOptions(folder, **SMALL | {"token_budgets": (64,), "prefill_chunk": 0}), silent, no_events)
   assert (found.attention, found.matmul) == (("cpu", "packed") if built_here else ("reference", "xla"))
   assert found.config.prefill_chunk == (CPU_PREFILL_CHUNK if built_here else 64)
-  assert not found.config.overlap, "the host's own cores compute: nothing to hide the host's part behind"
+  assert found.config.overlap
   assert len(found.fallbacks) == (0 if built_here else 2)
   assert all("not built" in reason for reason in found.fallbacks)
   chosen = build(
-    BuildOptions(folder, **ONE_SIZE, attention="reference", matmul="xla", overlap="true"), silent, no_events
+    BuildOptions(folder, **ONE_SIZE, attention="reference", matmul="xla", overlap=False), silent, no_events
   )
   assert (chosen.attention, chosen.matmul, chosen.fallbacks) == ("reference", "xla", ())
-  assert chosen.config.overlap
+  assert not chosen.config.overlap
 
 
 def test_int8_without_the_kernel_works_and_says_what_it_costs(folder, monkeypatch):
