@@ -1,4 +1,4 @@
-"""The loop: joins the scheduler to a device, one step apart. Pure Python; one thread alone changes engine state.
+"""The loop: joins the scheduler to a device. Pure Python; one thread alone changes engine state.
 
 Two crossings between threads: submit() and abort() put messages into the inbox, and emit() carries one list of events
 a step out. Every request that submit() accepted gets exactly one event with a finish_reason.
@@ -25,7 +25,7 @@ Emit = Callable[[list[TokenEvent]], None]
 
 
 class Engine:
-  """Serves requests in batches, with host and device overlapped by one step."""
+  """Serves requests in batches; with `overlap`, a step is planned and launched while the one before is computed."""
 
   def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, emit: Emit):
     """Args:
@@ -40,6 +40,7 @@ class Engine:
     self.dead: BaseException | None = None
     self.incident = secrets.token_hex(4)  # by which a failure is found in the log: clients are told no more of it
     self._scheduler = scheduler
+    self._overlap = scheduler.config.overlap
     self._runner = runner
     self._clock = clock
     self._emit = emit
@@ -187,13 +188,14 @@ class Engine:
     return active
 
   def _turn(self, events: list[TokenEvent], now: float) -> bool:
-    """Plans step n, launches it, and only then waits for the values of step n-1."""
-    launched = self._launch(now)
-    in_flight, self._in_flight = self._in_flight, launched
-    if in_flight is not None:
-      events += self._commit(in_flight)
+    """Plans step n, launches it, and only then waits for the values of step n-1; without overlap, for those of n."""
+    step = self._launch(now)
+    if self._overlap:
+      step, self._in_flight = self._in_flight, step
+    if step is not None:
+      events += self._commit(step)
     # A step may be empty although requests run: one made way for another, which then was preempted.
-    return launched is not None or in_flight is not None or self._scheduler.num_running > 0
+    return step is not None or self._in_flight is not None or self._scheduler.num_running > 0
 
   def _launch(self, now: float) -> tuple[Batch, Launched, StepRecord, float] | None:
     scheduler = self._scheduler
@@ -271,10 +273,8 @@ class Engine:
 
 
 class PlainEngine(Engine):
-  """The same loop without overlap, for reading and for comparison: step n is planned when all values are known."""
+  """The loop without overlap, whatever the settings say: step n is planned when all values are known."""
 
-  def _turn(self, events: list[TokenEvent], now: float) -> bool:
-    launched = self._launch(now)
-    if launched is not None:
-      events += self._commit(launched)
-    return launched is not None or self._scheduler.num_running > 0
+  def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, emit: Emit):
+    super().__init__(scheduler, runner, clock, emit)
+    self._overlap = False

@@ -27,7 +27,6 @@ import statistics
 import sys
 from typing import Any
 
-from engine.engine import Engine, PlainEngine
 from engine.errors import ConfigError, EngineError
 from engine.shapes import ShapeLadder
 from tools.accounting import Flops
@@ -249,7 +248,7 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
   options = build_options(args)
   import jax
 
-  run = OfflineRun(options, Engine if args.overlap else PlainEngine)
+  run = OfflineRun(options)
   built = run.built
   dtype = built.runner.kv[0].dtype
   devices = len(built.runner.kv[0].devices())
@@ -263,7 +262,7 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
     "work": dataclasses.asdict(work),
     "model": built.model_name,
     "random_weights": options.random_weights,
-    "overlap": args.overlap,
+    "overlap": built.config.overlap,
     "dtype": str(dtype),
     "attention": built.attention,
     "matmul": built.matmul,
@@ -388,9 +387,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--requests", type=positive_int, default=64, help="offline: how many")
   parser.add_argument(
     "--lengths", type=positive_ints, default=(16, 128), help="offline: shortest and longest prompt, output"
-  )
-  parser.add_argument(
-    "--overlap", type=lambda text: text != "false", default=True, help="offline: false plans each step after the last"
   )
   parser.add_argument("--seconds", type=positive_float, default=1.0, help="for each step and each ceiling")
   parser.add_argument("--output", type=output_file, default="", help="JSON file to write")

@@ -39,7 +39,8 @@ SAMPLE = ROOT / "benchmarks" / "traces" / "azure_conv_500.csv"
 THROUGHPUT = ("output_tok_s", "total_tok_s")
 LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
 OTHERS = ("steps", "padding_share", "tpot_p50_ms", "e2e_p50_ms")
-_SETTINGS = ("token_budgets", "prefill_chunk", "max_num_seqs", "max_model_len")  # flags that both sides take
+# Flags that both sides take.
+_SETTINGS = ("token_budgets", "prefill_chunk", "overlap", "max_num_seqs", "max_model_len")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--tolerance", type=positive_float, default=0.15, help="of percentiles of TTFT and ITL")
   parser.add_argument("--token_budgets", default="8,16,32,64,128,256,384,512", help="as the server's flag")
   parser.add_argument("--prefill_chunk", type=positive_int, default=512, help="as the server's flag")
+  parser.add_argument("--overlap", choices=("true", "false"), default="true", help="as the server's flag")
   parser.add_argument("--max_num_seqs", type=positive_int, default=64, help="as the server's flag")
   parser.add_argument("--max_model_len", type=positive_int, default=2048, help="as the server's flag")
   parser.add_argument("--num_blocks", type=positive_int, default=4096, help="as the server's flag")

@@ -82,6 +82,7 @@ class BuildOptions:
   max_num_seqs: int = EngineConfig.max_num_seqs
   max_model_len: int = 0
   prefill_chunk: int = 0
+  overlap: bool = EngineConfig.overlap
   max_queued_requests: int = EngineConfig.max_queued_requests
   max_queued_tokens: int = EngineConfig.max_queued_tokens
   queue_timeout_s: float = EngineConfig.queue_timeout_s

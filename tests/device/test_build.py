@@ -101,10 +101,14 @@ def test_kernels_are_the_best_there_are_and_what_is_not_there_is_said(folder, bu
   found = build(BuildOptions(folder, **SMALL | {"token_budgets": (64,), "prefill_chunk": 0}), silent, no_events)
   assert (found.attention, found.matmul) == (("cpu", "packed") if built_here else ("reference", "xla"))
   assert found.config.prefill_chunk == (CPU_PREFILL_CHUNK if built_here else 64)
+  assert found.config.overlap
   assert len(found.fallbacks) == (0 if built_here else 2)
   assert all("not built" in reason for reason in found.fallbacks)
-  chosen = build(BuildOptions(folder, **ONE_SIZE, attention="reference", matmul="xla"), silent, no_events)
+  chosen = build(
+    BuildOptions(folder, **ONE_SIZE, attention="reference", matmul="xla", overlap=False), silent, no_events
+  )
   assert (chosen.attention, chosen.matmul, chosen.fallbacks) == ("reference", "xla", ())
+  assert not chosen.config.overlap
 
 
 def test_int8_without_the_kernel_works_and_says_what_it_costs(folder, monkeypatch):

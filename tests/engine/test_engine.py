@@ -121,15 +121,31 @@ class Order(FakeRunner):
 
 
 def test_the_overlapped_loop_launches_before_it_reads_and_the_plain_one_does_not():
-  for engine_class, expected in (
-    (Engine, ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]),
-    (PlainEngine, ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2"]),
+  plain = ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2"]
+  for engine_class, overlap, expected in (
+    (Engine, True, ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]),
+    (Engine, False, plain),
+    (PlainEngine, True, plain),
   ):
-    runner = Order(CONFIG)
-    engine, _, _ = serve(engine_class, runner=runner)
+    config = dataclasses.replace(CONFIG, overlap=overlap)
+    runner = Order(config)
+    engine, _, _ = serve(engine_class, config, runner=runner)
     engine.submit(make("a", max_tokens=3))
     finish(engine)
     assert runner.log == expected
+
+
+@pytest.mark.parametrize(("overlap", "turns"), [(True, 2), (False, 1)])
+def test_who_arrives_waits_for_the_step_at_hand_and_with_overlap_for_one_launched_ahead(overlap: bool, turns: int):
+  engine, front, _ = serve(config=dataclasses.replace(CONFIG, overlap=overlap))
+  engine.submit(make("long", max_tokens=20))
+  for _ in range(4):
+    engine.step()
+  engine.submit(make("new"))
+  before = len(front.calls)
+  while not any(event.request_id == "new" for event in front.calls[-1]):
+    engine.step()
+  assert len(front.calls) - before == turns
 
 
 def test_emits_once_a_step():
