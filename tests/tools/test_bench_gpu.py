@@ -108,13 +108,29 @@ def test_a_stage_stops_at_its_share_and_what_is_left_is_recorded(monkeypatch) ->
   assert not any(report.failed(record) for record in found)
 
 
+def test_jax_is_told_of_the_toolkit_where_the_libraries_have_no_compiler(tmp_path) -> None:
+  def folder(name: str, *parts: str) -> str:
+    for part in parts:
+      (tmp_path / name / part).mkdir(parents=True)
+    return str(tmp_path / name)
+
+  bare, whole = folder("bare", "lib"), folder("whole", "bin/ptxas", "lib")
+  half, toolkit = folder("half", "bin/ptxas"), folder("toolkit", "bin/ptxas", "nvvm/libdevice")
+  assert bench_gpu.cuda_root([bare], [half, toolkit]) == toolkit
+  assert bench_gpu.cuda_root([bare], [half]) == ""
+  assert bench_gpu.cuda_root([bare, whole], [toolkit]) == "", "JAX finds that by itself"
+  assert bench_gpu.cuda_root([], [toolkit]) == "", "no such package: JAX looks where toolkits are"
+
+
 def test_every_job_names_a_spec_and_shares_rise() -> None:
   names = {spec.name for spec in (*arg_specs.GPU_BENCHMARK, *arg_specs.CONFORMANCE)}
   made = [job for stage in bench_gpu.STAGES for job in bench_gpu.jobs_of(stage)]
   made += sweep.jobs(sweep.FACTORS[0], {"split_tokens": 256, "block_size": 64})
   assert {job["spec"] for job in made if "spec" in job} <= names
   assert {job["kind"] for job in made} == {"ceiling", "check", "deterministic", "time", "profile", "peer", "step"}
-  assert [bench_gpu._ENDS[stage] for stage in bench_gpu.STAGES] == sorted(bench_gpu._ENDS.values())
+  whole = bench_gpu.ends(bench_gpu.STAGES)
+  assert tuple(whole) == bench_gpu.STAGES and list(whole.values()) == sorted(whole.values())
+  assert bench_gpu.ends(["check", "ceilings"]) == {"ceilings": 0.4, "check": 1.0}, "no time is left unused"
   checked = {job["spec"] for job in made if job["kind"] == "check"}
   assert {spec.name for spec in arg_specs.GPU_BENCHMARK} <= checked and "mixed_window" in checked
 
