@@ -27,7 +27,6 @@ from collections.abc import Generator, Sequence
 import contextlib
 import dataclasses
 import datetime
-import importlib.util
 import itertools
 import json
 import os
@@ -229,35 +228,6 @@ def _clocks() -> str:
   return (done.stdout or done.stderr).strip()
 
 
-def cuda_root(libraries: Sequence[str], places: Sequence[str]) -> str:
-  """The CUDA toolkit that JAX is to be told of, or "" where it finds one by itself.
-
-  Where pip's CUDA libraries are without pip's compiler, jax 0.11.2 takes the toolkit to be in a folder called None.
-
-  Args:
-    libraries: folders of the package nvidia.cu13.
-    places: where a toolkit may be; the first that has a compiler and its library is taken.
-  """
-  if not libraries or any(os.path.exists(os.path.join(folder, "bin", "ptxas")) for folder in libraries):
-    return ""
-  parts = (os.path.join("bin", "ptxas"), os.path.join("nvvm", "libdevice"))
-  whole = (place for place in places if all(os.path.exists(os.path.join(place, part)) for part in parts))
-  return next(whole, "")
-
-
-def _tell_cuda_root() -> None:
-  """Sets CUDA_ROOT for the processes that are started, where that is needed and nobody did."""
-  try:
-    libraries = importlib.util.find_spec("nvidia.cu13")
-  except ModuleNotFoundError:
-    return
-  places = ["/usr/local/cuda"]
-  if compiler := shutil.which("nvcc"):
-    places.append(str(pathlib.Path(compiler).resolve().parents[1]))
-  if root := cuda_root(list(libraries and libraries.submodule_search_locations or ()), places):
-    os.environ.setdefault("CUDA_ROOT", root)
-
-
 def merge(path: pathlib.Path) -> None:
   """Puts a run's tuning.json into tuning.py."""
   found = json.loads(path.read_text("utf-8"))
@@ -299,7 +269,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if "start" in stages and "decode" not in stages:
     parser.error("--only: start restores the programs that decode compiles; give both")
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the workers must not outlive it
-  _tell_cuda_root()
   args.out.mkdir(parents=True, exist_ok=True)
   if not set(stages) & set(STAGES):
     if args.dry_run == "compile":

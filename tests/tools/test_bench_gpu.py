@@ -108,20 +108,6 @@ def test_a_stage_stops_at_its_share_and_what_is_left_is_recorded(monkeypatch) ->
   assert not any(report.failed(record) for record in found)
 
 
-def test_jax_is_told_of_the_toolkit_where_the_libraries_have_no_compiler(tmp_path) -> None:
-  def folder(name: str, *parts: str) -> str:
-    for part in parts:
-      (tmp_path / name / part).mkdir(parents=True)
-    return str(tmp_path / name)
-
-  bare, whole = folder("bare", "lib"), folder("whole", "bin/ptxas", "lib")
-  half, toolkit = folder("half", "bin/ptxas"), folder("toolkit", "bin/ptxas", "nvvm/libdevice")
-  assert bench_gpu.cuda_root([bare], [half, toolkit]) == toolkit
-  assert bench_gpu.cuda_root([bare], [half]) == ""
-  assert bench_gpu.cuda_root([bare, whole], [toolkit]) == "", "JAX finds that by itself"
-  assert bench_gpu.cuda_root([], [toolkit]) == "", "no such package: JAX looks where toolkits are"
-
-
 def test_every_job_names_a_spec_and_shares_rise() -> None:
   names = {spec.name for spec in (*arg_specs.GPU_BENCHMARK, *arg_specs.CONFORMANCE)}
   made = [job for stage in bench_gpu.STAGES for job in bench_gpu.jobs_of(stage)]

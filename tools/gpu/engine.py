@@ -242,6 +242,7 @@ def run(command: Command, deadline: float, log: Any) -> dict[str, Any]:
     stderr=log,
     text=True,
     start_new_session=True,
+    umask=0o077,  # whatever ours is: programs that others could change are not run
   )
   found: dict[str, Any]
   try:
