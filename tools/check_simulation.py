@@ -3,16 +3,18 @@
   python -m tools.check_simulation [--model=DIR] [--costs=FILE] [--loads=NAME,...] [--output=FILE]
 
 The loads: each --trace with lengths and rate scaled to a small machine (one without arrival times gets Poisson arrivals
-at --lengths_rate), a synthetic Poisson load, and the first trace all at once (which shows the throughput; that of the
-others is their arrivals'). Each is served by the real engine in a process of its own (tools.bench_offline), --rounds
-times; and by the simulator, under the same settings and with the cost table of --costs, or one that is measured before
-each round: a machine whose neighbours come and go has no one speed. Medians over the rounds are compared, and beside
-them stands how far the real rounds are from each other. With --over_grpc the real side is a server
-driven by tools.bench_serving, whose clients and front end share the machine: steps take longer there, so the table's
-device part then comes from the step trace of a warm-up load of that server, and what a request spends outside the
-engine is the difference of measured and simulated median TTFT of that load. --output keeps the loads that the file has
-and this run has not; each says by which commit it was made. Exit code 1 when a difference is above --tolerance:
-throughput 0.10, percentiles 0.15 unless the flags say otherwise.
+at --lengths_load of what the machine serves of it all at once, measured anew in each round), a synthetic Poisson load,
+and the first trace all at once (which shows the throughput; that of the others is their arrivals'). Each is served by
+the real engine in a process of its own (tools.bench_offline), --rounds times; and by the simulator, under the same
+settings and with the cost table of --costs, or one that is measured before each round: a machine whose neighbours come
+and go has no one speed. What it draws of step times makes a 99th percentile of some hundred requests by a tenth larger
+or smaller, so it draws --draws times. Medians over the rounds and draws are compared, and beside them stands how far
+the real rounds are from each other. With --over_grpc the real side is a server driven by tools.bench_serving, whose
+clients and front end share the machine: steps take longer there, so the table's device part then comes from the step
+trace of a warm-up load of that server, and what a request spends outside the engine is the difference of measured and
+simulated median TTFT of that load. --output keeps the loads that the file has and this run has not; each says by which
+commit it was made. Exit code 1 when a difference is above --tolerance: throughput 0.10, percentiles 0.15 unless the
+flags say otherwise.
 """
 
 from collections.abc import Sequence
@@ -40,21 +42,33 @@ OTHERS = ("steps", "padding_share", "tpot_p50_ms", "e2e_p50_ms")
 _SETTINGS = ("token_budgets", "prefill_chunk", "max_num_seqs", "max_model_len")  # flags that both sides take
 
 
-def loads(args: Any, vocab_size: int) -> dict[str, tuple[list[WorkRequest], bool]]:
-  """Requests by the name of the load, and whether their arrival times count."""
+@dataclasses.dataclass(frozen=True)
+class Load:
+  """Requests, and when they arrive: at times of their own, at a share of the capacity, or (neither) all at once."""
+
+  requests: list[WorkRequest]
+  timed: bool = False
+  paced: bool = False
+
+  def at(self, request_s: float) -> list[WorkRequest]:
+    """The requests with Poisson arrivals at a rate."""
+    times = workload.arrivals(len(self.requests), request_s, 1.0, seed=0)
+    return [dataclasses.replace(each, arrival_s=time) for each, time in zip(self.requests, times, strict=True)]
+
+
+def loads(args: Any, vocab_size: int) -> dict[str, Load]:
+  """The loads by name. Raises ConfigError."""
   traces = {}
   for path in args.trace.split(","):
     rows = workload.read_trace(path)
     requests = workload.from_trace(rows, vocab_size, 0, args.scale, args.rate_scale, args.num_requests, args.max_len)
-    if not any(arrival_s for arrival_s, *_ in rows):
-      times = workload.arrivals(len(requests), args.lengths_rate, 1.0, seed=0)
-      requests = [dataclasses.replace(each, arrival_s=at) for each, at in zip(requests, times, strict=True)]
-    traces[pathlib.Path(path).stem] = requests, True
+    timed = any(arrival_s for arrival_s, *_ in rows)
+    traces[pathlib.Path(path).stem] = Load(requests, timed=timed, paced=not timed)
   first = next(iter(traces))
   poisson = workload.synthetic(
     args.num_requests, "lognormal:64:8:512", "lognormal:64:4:256", vocab_size, seed=1, rate=args.rate
   )
-  every = traces | {"poisson": (poisson, True), f"{first} at once": (traces[first][0], False)}
+  every = traces | {"poisson": Load(poisson, timed=True), f"{first} at once": Load(traces[first].requests)}
   wanted = args.loads.split(",") if args.loads else list(every)
   unknown = [name for name in wanted if name not in every]
   if unknown:
@@ -147,11 +161,24 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
   settings += [f"--{name}={getattr(args, name)}" for name in _SETTINGS]
   unbounded = ["--max_queued_requests=1000000000", "--max_queued_tokens=1000000000"]
   unbounded += ["--queue_timeout_s=0", "--request_timeout_s=0"]
-  all_loads = {name: load for name, load in loads(args, args.vocab_size).items() if load[1] or not args.over_grpc}
+  every = loads(args, args.vocab_size)
+  every = {name: load for name, load in every.items() if load.timed or load.paced or not args.over_grpc}
   files = {
-    name: (_requests_file(requests, folder / f"load{number}.jsonl"), timed)
-    for number, (name, (requests, timed)) in enumerate(all_loads.items())
+    name: _requests_file(load.requests, folder / f"load{number}.jsonl")
+    for number, (name, load) in enumerate(every.items())
   }
+  rates: dict[str, list[float]] = {name: [] for name, load in every.items() if load.paced}
+
+  def paced(name: str, number: int) -> str:
+    """The file of a load in a round; where it has no times of its own, it is served all at once first."""
+    if name not in rates:
+      return files[name]
+    what = f"{name} at once: the capacity, round {number + 1} of {args.rounds}"
+    capacity = offline(args, [cache, *settings], files[name], False, what)["request_s"]
+    rates[name].append(round(args.lengths_load * capacity, 3))
+    return _requests_file(every[name].at(rates[name][-1]), pathlib.Path(files[name]).with_suffix(f".round{number}"))
+
+  paths: dict[str, list[str]] = {name: [] for name in files}
   given = [args.costs] if args.costs else []
   measure = [sys.executable, "-m", "tools.measure_costs", f"--model={args.model}", cache, *settings]
   measure += [f"--max_context={args.max_context}", f"--load_seconds={args.load_seconds}"]
@@ -165,8 +192,10 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
       warm = online(running.target, warm_up_file, "warm-up load, whose steps make the cost table")
     with RunningServer(server, log) as running:
       for number in range(args.rounds):
-        for name, (path, _) in files.items():
-          real[name].append(online(running.target, path, f"{name} over gRPC, round {number + 1} of {args.rounds}"))
+        for name in files:
+          paths[name].append(paced(name, number))
+          what = f"{name} over gRPC, round {number + 1} of {args.rounds}"
+          real[name].append(online(running.target, paths[name][-1], what))
     tables = given or [str(folder / "costs.json")]
     if not given:
       run_tool([*measure, f"--step_trace={trace}", f"--output={tables[0]}"], "cost table")
@@ -179,13 +208,23 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
     for number in range(args.rounds):
       if not given:
         run_tool([*measure, "--rounds=1", "--seconds=0.1", f"--output={tables[number]}"], "cost table")
-      for name, (path, timed) in files.items():
+      for name, load in every.items():
+        paths[name].append(paced(name, number))
         what = f"{name}, round {number + 1} of {args.rounds}"
-        real[name].append(offline(args, [cache, *settings], path, timed, what))
+        real[name].append(offline(args, [cache, *settings], paths[name][-1], load.timed or load.paced, what))
   result: dict[str, Any] = {}
-  for name, (path, timed) in files.items():
-    figures = [simulated(costs, path, timed, [*settings, *unbounded], f"{name}, simulated") for costs in tables]
+  for name, load in every.items():
+    timed = load.timed or load.paced
+    # One table serves all rounds, or each round has its own; so with the arrival times.
+    pairs = dict.fromkeys(itertools.zip_longest(tables, paths[name], fillvalue=tables[0]))
+    figures = [
+      simulated(costs, path, timed, [*settings, *unbounded, f"--step_seed={seed}"], f"{name}, simulated, draw {seed}")
+      for costs, path in pairs
+      for seed in range(args.draws)
+    ]
     result[name] = compare(name, real[name], figures, args, timed)
+    if load.paced:
+      result[name] |= {"load": args.lengths_load, "requests_per_s": rates[name]}
   costs = [json.loads(pathlib.Path(table).read_text("utf-8")) for table in tables]
   for table in costs:
     for long in ("points", "spread", "launch_spread"):
@@ -212,10 +251,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--rate_scale", type=positive_float, default=6.0, help="so many times the trace's rate")
   parser.add_argument("--loads", default="", help="names of the loads to run, with commas between; empty: all")
   parser.add_argument("--rate", type=positive_float, default=15.0, help="of the Poisson load, requests a second")
-  parser.add_argument("--lengths_rate", type=positive_float, default=25.0, help="of a trace without arrival times")
+  parser.add_argument(
+    "--lengths_load", type=positive_float, default=0.6, help="of a trace without arrival times, as a share of capacity"
+  )
   parser.add_argument("--num_requests", type=positive_int, default=400, help="of each load")
   parser.add_argument("--max_len", type=positive_int, default=1024, help="the trace is cut to so many tokens a request")
   parser.add_argument("--rounds", type=positive_int, default=3, help="runs of each load; their medians count")
+  parser.add_argument("--draws", type=positive_int, default=5, help="simulated runs of each round, by --step_seed")
   parser.add_argument("--over_grpc", action="store_true", help="the real side is a server and its clients")
   parser.add_argument("--throughput_tolerance", type=positive_float, default=0.10)
   parser.add_argument("--tolerance", type=positive_float, default=0.15, help="of percentiles of TTFT and ITL")
@@ -225,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--max_model_len", type=positive_int, default=2048, help="as the server's flag")
   parser.add_argument("--num_blocks", type=positive_int, default=4096, help="as the server's flag")
   parser.add_argument("--max_context", type=positive_int, default=1024, help="longest context the table is made for")
-  parser.add_argument("--load_seconds", type=positive_float, default=5.0, help="of each load that makes a table")
+  parser.add_argument("--load_seconds", type=positive_float, default=10.0, help="of each load that makes a table")
   parser.add_argument("--vocab_size", type=positive_int, default=2048, help="token ids of prompts are below this")
   parser.add_argument("--compile_cache_dir", default=str(pathlib.Path.home() / ".cache" / "sluice" / "programs"))
   parser.add_argument("--output", type=output_file, default="", help="also write the result here")

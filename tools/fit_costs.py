@@ -4,7 +4,6 @@ Standard library only. Least squares on RELATIVE errors, slopes not negative: a 
 200. Then the table is brought to the steps of a running engine: calibrated().
 """
 
-import bisect
 from collections.abc import Mapping, Sequence
 import dataclasses
 import math
@@ -13,7 +12,7 @@ import statistics
 from typing import Any
 
 from engine.errors import ConfigError
-from tools.step_costs import WARM_AFTER, WORK_COSTS, After, HostCosts, Launch, LaunchPoint, Point, StepCosts
+from tools.step_costs import WARM_AFTER, WORK_COSTS, After, HostCosts, Launch, LaunchPoint, Point, StepCosts, corner
 
 _QUANTILES = 100  # of a rung's spread
 _ENOUGH = 30  # steps of a rung for a median of its own
@@ -120,13 +119,10 @@ def fit(points: Sequence[Point], by_tokens: bool = False) -> tuple[dict[str, Any
 
 def _shares(rungs: Sequence[int], tokens: int) -> list[float]:
   """What each rung counts for in the time of so many tokens, as StepCosts.rung interpolates."""
-  index = min(bisect.bisect_left(rungs, tokens), len(rungs) - 1)
+  index, share = corner(rungs, tokens)
   shares = [0.0] * len(rungs)
-  shares[index] = 1.0
-  if index and tokens < rungs[index]:
-    below = rungs[index - 1]
-    shares[index] = (tokens - below) / (rungs[index] - below)
-    shares[index - 1] = 1.0 - shares[index]
+  shares[index - 1] = 1.0 - share  # of the smallest rung nothing is left for the one "below"
+  shares[index] = share
   return shares
 
 
@@ -179,12 +175,24 @@ def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
 
 
 def _spread(rungs: Mapping[int, list[float]], otherwise: list[float]) -> tuple[tuple[int, tuple[float, ...]], ...]:
-  """Quantiles of each rung; rungs with few values share theirs, and if those are few, take `otherwise`."""
-  few = [value for values in rungs.values() if len(values) < _ENOUGH_FOR_SPREAD for value in values]
-  shared = _quantiles(few if len(few) >= _ENOUGH else otherwise)
-  return tuple(
-    (tokens, _quantiles(values) if len(values) >= _ENOUGH_FOR_SPREAD else shared) for tokens, values in rungs.items()
-  )
+  """Quantiles of each rung; rungs with few values share their shape about medians of their own.
+
+  A median needs fewer values than a 99th percentile: those with too few even for that take the shape as it is, and if
+  all of them together are few, `otherwise`.
+  """
+  few = {tokens: values for tokens, values in rungs.items() if len(values) < _ENOUGH_FOR_SPREAD}
+  medians = {tokens: statistics.median(values) for tokens, values in few.items() if len(values) >= _ENOUGH}
+  together = [value for values in few.values() for value in values]
+  shape = [value / median for tokens, median in medians.items() for value in few[tokens]]
+  shared = _quantiles(together if len(together) >= _ENOUGH else otherwise)
+  shape = _quantiles(shape) if shape else shared
+
+  def of(tokens: int) -> tuple[float, ...]:
+    if tokens not in few:
+      return _quantiles(rungs[tokens])
+    return tuple(round(factor * medians[tokens], 4) for factor in shape) if tokens in medians else shared
+
+  return tuple((tokens, of(tokens)) for tokens in rungs)
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, ...]:

@@ -2,9 +2,9 @@
 
 A replica is an Engine whose clock stands still unless work is charged to it: planning and dispatch when a step is
 launched, the device when its values are asked for, the taking in of values before events go out. A step's time is drawn
-from the table's spread; each replica draws by its number, so a run can be repeated. So a step is planned
-and launched before the values of the one before are there, as in a server. Sampled tokens are zeros; requests end by
-their length. What happens between replicas is tools.simulation's. Imports no jax, knows no flag.
+from the table's spread; each replica draws by the run's seed and its number, so a run can be repeated. So a step is
+planned and launched before the values of the one before are there, as in a server. Sampled tokens are zeros; requests
+end by their length. What happens between replicas is tools.simulation's. Imports no jax, knows no flag.
 """
 
 from collections.abc import Callable, Sequence
@@ -144,14 +144,15 @@ class _Step(NamedTuple):
 class Replica:
   """One engine and its clock. `received` and `ended` are what its router is told."""
 
-  def __init__(self, index: int, config: EngineConfig, costs: StepCosts, emit: Callable[..., None]):
+  def __init__(self, index: int, config: EngineConfig, costs: StepCosts, emit: Callable[..., None], step_seed: int = 0):
     """Args:
     emit: called with this replica, the time and the events of a turn.
+    step_seed: of a run; with the index, that of this replica's draws.
     """
     self.index, self.config = index, config
     self.clock = VirtualClock()
     self.scheduler = Scheduler(config)
-    self.runner = SimulatedRunner(costs, self.clock, seed=index)
+    self.runner = SimulatedRunner(costs, self.clock, seed=(step_seed << 20) + index)
     self._emit = emit
     self.engine = Engine(self.scheduler, self.runner, self.clock, self._take_events)
     self.is_scheduled = False  # a turn of it is among the events to come

@@ -274,6 +274,7 @@ def add_fleet_arguments(parser: CommandParser) -> None:
   parser.add_argument("--decode_replicas", type=int, default=0, help="disaggregated: engines for the tokens after them")
   parser.add_argument("--transfer_gb_s", type=positive_float, default=50.0, help="disaggregated: 10^9 bytes a second")
   parser.add_argument("--transfer_latency_ms", type=float, default=0.0, help="disaggregated: of each transfer")
+  parser.add_argument("--step_seed", type=int, default=0, help="of the draws of step times from the table's spread")
 
 
 def fleet_from(args: Any) -> Fleet:
@@ -282,7 +283,7 @@ def fleet_from(args: Any) -> Fleet:
   if args.batching == "disaggregated" and not prefill and not decode:
     prefill = decode = args.replicas
   latency_s = args.transfer_latency_ms / 1e3
-  return Fleet(args.replicas, args.router, prefill, decode, args.transfer_gb_s * 1e9, latency_s)
+  return Fleet(args.replicas, args.router, prefill, decode, args.transfer_gb_s * 1e9, latency_s, args.step_seed)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

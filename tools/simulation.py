@@ -182,6 +182,7 @@ class Fleet:
     router: name in ROUTERS, for requests that arrive (and, disaggregated, for those whose KV does).
     prefill_replicas, decode_replicas: engines that do one part each; both or neither.
     transfer_bytes_s, transfer_latency_s: of KV from a prefill replica to a decode replica.
+    step_seed: of the draws of step times; another one is another day.
   """
 
   replicas: int = 1
@@ -190,6 +191,7 @@ class Fleet:
   decode_replicas: int = 0
   transfer_bytes_s: float = 50e9
   transfer_latency_s: float = 0.0
+  step_seed: int = 0
 
   def __post_init__(self):
     split = (self.prefill_replicas, self.decode_replicas)
@@ -230,7 +232,7 @@ class Simulation:
       raise ConfigError("the cost table has no kv_bytes_per_token, which transfers of KV need; measure again")
     self.config, self.costs, self.fleet, self.collector = config, costs, fleet, collector
     count = fleet.prefill_replicas + fleet.decode_replicas if fleet.is_split else fleet.replicas
-    self.replicas = [Replica(index, config, costs, self._take_events) for index in range(count)]
+    self.replicas = [Replica(index, config, costs, self._take_events, fleet.step_seed) for index in range(count)]
     self._front = self.replicas[: fleet.prefill_replicas] if fleet.is_split else self.replicas
     self._decoders = self.replicas[fleet.prefill_replicas :] if fleet.is_split else []
     self._router, self._decode_router = make_router(fleet.router), make_router(fleet.router)

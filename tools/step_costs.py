@@ -67,6 +67,18 @@ def work_of(starts: Sequence[int], counts: Sequence[int]) -> Work:
   return Work(decode_rows, decode_keys, tokens, keys, pairs)
 
 
+def corner(rungs: Sequence[int], tokens: int) -> tuple[int, float]:
+  """Where so many tokens lie between measured rungs: the index of the rung at or above, and its share of the time.
+
+  The rest is the share of the rung below. Fewer tokens than the smallest rung count as that rung, more than the
+  largest as the largest.
+  """
+  index = min(bisect.bisect_left(rungs, tokens), len(rungs) - 1)
+  if not index or tokens >= rungs[index]:
+    return index, 1.0
+  return index, (tokens - rungs[index - 1]) / (rungs[index] - rungs[index - 1])
+
+
 class After(enum.StrEnum):
   """What the device did before a step."""
 
@@ -216,15 +228,13 @@ class StepCosts:
     known: dict[int, float] = self._known  # type: ignore[attr-defined]
     found = known.get(tokens)
     if found is None:
-      index = bisect.bisect_left(self.rung_s, (tokens,))
-      if index == len(self.rung_s):
+      if tokens > self.rung_s[-1][0]:
         raise ConfigError(
           f"a step of {tokens} tokens is above {self.rung_s[-1][0]}, the largest that the cost table has; "
           "measure with --token_budgets that reach it, or lower the budgets"
         )
-      above, above_s = self.rung_s[index]
-      below, below_s = self.rung_s[max(0, index - 1)]
-      share = (tokens - below) / (above - below) if above > below else 1.0
+      index, share = corner([rung for rung, _ in self.rung_s], tokens)
+      above_s, below_s = self.rung_s[index][1], self.rung_s[max(0, index - 1)][1]
       found = known[tokens] = below_s + (above_s - below_s) * share
     return found
 

@@ -44,7 +44,6 @@ def test_what_is_near(change, timed, within, capsys):
 def test_both_sides_serve_the_same_load(tiny_model, compile_cache, over_grpc, tmp_path):
   flags = [
     "--num_requests=30",
-    "--lengths_rate=50",
     "--scale=0.02",
     "--max_len=120",
     "--rounds=1",
@@ -62,24 +61,29 @@ def test_both_sides_serve_the_same_load(tiny_model, compile_cache, over_grpc, tm
   assert result["loads"].keys() == {"azure_conv_500", "lengths", "poisson"} | (
     {"azure_conv_500 at once"} if not over_grpc else set()
   )
+  paced = result["loads"]["lengths"]
+  assert paced["load"] == 0.6 and len(paced["requests_per_s"]) == 1
   if not over_grpc:
     # Without arrival times nothing depends on how long steps take: the same steps, to the token.
     steps = result["loads"]["azure_conv_500 at once"]["figures"]
     assert steps["steps"]["difference"] == steps["padding_share"]["difference"] == 0.0
 
 
-def test_loads_without_times_get_some_and_others_are_left_out(tmp_path):
+def test_loads_without_times_are_paced_and_others_are_left_out(tmp_path):
   (tmp_path / "lengths.csv").write_text("num_prefill_tokens,num_decode_tokens\n" + "30,20\n" * 3, "utf-8")
   args = argparse.Namespace(
-    trace=f"{tmp_path}/lengths.csv", scale=0.1, rate_scale=6.0, num_requests=3, max_len=64, lengths_rate=5.0, rate=1.0
+    trace=f"{tmp_path}/lengths.csv", scale=0.1, rate_scale=6.0, num_requests=3, max_len=64, rate=1.0
   )
   for wanted, found in (("", ["lengths", "poisson", "lengths at once"]), ("poisson", ["poisson"])):
     args.loads = wanted
     assert list(check_simulation.loads(args, 10)) == found
   args.loads = "lengths"
-  made = check_simulation.loads(args, 10)["lengths"][0]
-  assert [(len(request.prompt), request.output_len) for request in made] == [(3, 2)] * 3
-  assert 0.0 == made[0].arrival_s < made[1].arrival_s < made[2].arrival_s
+  load = check_simulation.loads(args, 10)["lengths"]
+  assert load.paced and not load.timed
+  slow, fast = load.at(5.0), load.at(10.0)
+  assert [(len(request.prompt), request.output_len) for request in slow] == [(3, 2)] * 3
+  assert 0.0 == slow[0].arrival_s < slow[1].arrival_s < slow[2].arrival_s
+  assert [2 * request.arrival_s for request in fast] == pytest.approx([request.arrival_s for request in slow])
   args.loads = "other"
   with pytest.raises(ConfigError, match="'other' is none of lengths, poisson"):
     check_simulation.loads(args, 10)

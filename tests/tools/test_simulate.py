@@ -116,6 +116,7 @@ def test_steps_and_launches_are_drawn_from_their_spread():
   arrivals = [Arrival(0, 0.0, bytes(4), 400)]
   taken, again = (times(run(arrivals, small, table))[0] for _ in range(2))
   assert taken == again, "a run can be repeated"
+  assert times(run(arrivals, small, table, Fleet(step_seed=1)))[0] != taken, "and another seed is another run"
   gaps = [round(after - before, 6) for before, after in itertools.pairwise(taken)]
   assert set(gaps) == {1.0, 2.0}, "the host's part hides behind the device"
   assert 140 < gaps.count(1.0) < 260

@@ -190,6 +190,20 @@ def test_calibration_keeps_busy_steps_apart_from_those_after_a_pause():
   assert set(found.factors(64, After.SMALLER)) >= {0.9, 1.0, 1.1, 1.5}
 
 
+def test_rungs_with_few_steps_share_a_shape_about_medians_of_their_own():
+  plain, work = StepCosts(((8, 1e-3), (64, 5e-3), (128, 1e-2))), Work(1, 1, 0, 0, 0)
+  points = [Point(tokens, work, plain.rung(tokens)) for tokens in (8, 64, 128) for _ in range(300)]
+  points += [Point(8, work, 2e-3 * factor, after=After.IDLE) for factor in (0.9, 1.0, 1.1) * 40]
+  points += [Point(64, work, 6e-3 * factor, after=After.IDLE) for factor in (0.8, 1.0, 1.2) * 12]
+  points += [Point(128, work, 3e-2, after=After.IDLE)] * 29  # too few for a median
+  found = calibrated(plain, points)
+  small, middle, large = (found.factors(tokens, After.IDLE) for tokens in (8, 64, 128))
+  assert (small[50], middle[50]) == pytest.approx((2.0, 1.2), rel=1e-3)
+  assert middle == pytest.approx([factor * 1.2 / 2.0 for factor in small], abs=1e-3), "one shape"
+  assert middle[0] == pytest.approx(1.2 * 0.8) and middle[-1] == pytest.approx(1.2 * 1.2)
+  assert {3.0, 2.0} <= set(large), "those of all, as they are"
+
+
 def test_each_kind_of_launch_has_a_spread_of_its_own():
   decodes = [LaunchPoint(4, 0, 0, TABLE.launch_seconds(4, 0, 0) * factor) for factor in (1.0, 2.0) * 40]
   prompts = [LaunchPoint(1, 50, 1, TABLE.launch_seconds(1, 50, 1) * 5, Launch.PROMPTS)] * 40
