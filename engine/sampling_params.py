@@ -1,7 +1,6 @@
 """What a user may choose about sampling: frozen, and able to say what is wrong with it. Pure Python."""
 
 import dataclasses
-import math
 
 from engine.errors import InvalidRequest
 
@@ -63,61 +62,48 @@ class SamplingParams:
   def validate(self, vocab_size: int) -> None:
     """Raises InvalidRequest with the value, the limit and the remedy."""
 
-    def check(ok: bool, name: str, value: object, limit: str) -> None:
-      if not ok:
-        raise InvalidRequest(f"{name}={value!r:.80} is not allowed: {limit}")
-
-    def whole(name: str, value: int, low: int, high: int) -> None:
-      check(
-        isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
-        name,
-        value,
-        f"send a whole number from {low} to {high}",
-      )
-
-    def token_ids(name: str, ids: tuple[int, ...]) -> None:
-      for token in ids:
-        check(
-          isinstance(token, int) and 0 <= token < vocab_size,
-          name,
-          token,
-          f"token ids of this model are 0 to {vocab_size - 1}",
-        )
-
-    whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
-    whole("min_tokens", self.min_tokens, 0, self.max_tokens)
-    whole("top_k", self.top_k, 0, 2**31 - 1)
+    _check_whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+    _check_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+    _check_whole("top_k", self.top_k, 0, 2**31 - 1)
     for name, (low, high, above) in RANGES.items():
       value = getattr(self, name)
-      inside = math.isfinite(value) and (low < value if above else low <= value) and value <= high
-      check(inside, name, value, f"send a finite number {'above' if above else 'from'} {low:g} to {high:g}")
-    check(
-      len(self.logit_bias) <= MAX_LOGIT_BIAS,
-      "logit_bias entries",
-      len(self.logit_bias),
-      f"send at most {MAX_LOGIT_BIAS}",
-    )
-    token_ids("logit_bias", tuple(token for token, _ in self.logit_bias))
+      # All limits are finite, so that what is not finite is outside.
+      if not (low < value <= high if above else low <= value <= high):
+        raise _refusal(name, value, f"send a finite number {'above' if above else 'from'} {low:g} to {high:g}")
+    if len(self.logit_bias) > MAX_LOGIT_BIAS:
+      raise _refusal("logit_bias entries", len(self.logit_bias), f"send at most {MAX_LOGIT_BIAS}")
+    _check_token_ids("logit_bias", tuple(token for token, _ in self.logit_bias), vocab_size)
     for token, bias in self.logit_bias:
-      check(
-        math.isfinite(bias) and -MAX_BIAS <= bias <= MAX_BIAS,
-        f"logit_bias[{token}]",
-        bias,
-        f"send a finite number from -{MAX_BIAS} to {MAX_BIAS}",
-      )
+      if not -MAX_BIAS <= bias <= MAX_BIAS:
+        raise _refusal(f"logit_bias[{token}]", bias, f"send a finite number from -{MAX_BIAS} to {MAX_BIAS}")
     if self.allowed_token_ids is not None:
-      check(len(self.allowed_token_ids) > 0, "allowed_token_ids", (), "send at least one id, or leave it unset")
-      token_ids("allowed_token_ids", self.allowed_token_ids)
-    check(
-      len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-      "stop_token_ids entries",
-      len(self.stop_token_ids),
-      f"send at most {MAX_STOP_TOKEN_IDS}",
-    )
-    token_ids("stop_token_ids", self.stop_token_ids)
+      if not self.allowed_token_ids:
+        raise _refusal("allowed_token_ids", (), "send at least one id, or leave it unset")
+      _check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+    if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+      raise _refusal("stop_token_ids entries", len(self.stop_token_ids), f"send at most {MAX_STOP_TOKEN_IDS}")
+    _check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
     if self.seed is not None:
-      whole("seed", self.seed, -(2**63), 2**63 - 1)
+      _check_whole("seed", self.seed, -(2**63), 2**63 - 1)
     for name in ("logprobs", "prompt_logprobs"):
       value = getattr(self, name)
       if value is not None:
-        whole(name, value, 0, MAX_LOGPROBS)
+        _check_whole(name, value, 0, MAX_LOGPROBS)
+
+
+# Texts are made for what is refused alone: every request comes by here, some twice.
+
+
+def _check_whole(name: str, value: int, low: int, high: int) -> None:
+  if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    raise _refusal(name, value, f"send a whole number from {low} to {high}")
+
+
+def _check_token_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> None:
+  for token in ids:
+    if not isinstance(token, int) or not 0 <= token < vocab_size:
+      raise _refusal(name, token, f"token ids of this model are 0 to {vocab_size - 1}")
+
+
+def _refusal(name: str, value: object, limit: str) -> InvalidRequest:
+  return InvalidRequest(f"{name}={value!r:.80} is not allowed: {limit}")

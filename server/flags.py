@@ -184,6 +184,9 @@ _HOST_FLAGS = (
   flags.DEFINE_float(
     "min_ping_interval_s", HostOptions.min_ping_interval_s, "Clients may ping this often.", lower_bound=0
   ),
+  flags.DEFINE_integer(
+    "max_grpc_connections", HostOptions.max_grpc_connections, "More are closed at once.", lower_bound=1
+  ),
   flags.DEFINE_float(
     "max_connection_idle_s",
     HostOptions.max_connection_idle_s,

@@ -1,5 +1,6 @@
 """gRPC servers and their ports: limits, binding, reflection, the admin service. Knows no engine and no RPC of ours."""
 
+import dataclasses
 import ipaddress
 import socket
 
@@ -15,6 +16,10 @@ from server.host_options import HostOptions
 from server.interceptors import CallInterceptor
 from server.tls import Certificates
 
+# Of the admin service's server, beside which there are those of users.
+_ADMIN_CONNECTIONS = 64
+# From a connection to the client's first settings, TLS included. gRPC's own limit is 120.
+_HANDSHAKE_TIMEOUT_S = 20.0
 # Calls beside the limited ones: probes, and calls that are about to be refused.
 _SPARE_RPCS = 1024
 # Of the loopback, and nobody's.
@@ -122,7 +127,10 @@ async def start_admin(
       f"admin_host={options.admin_host} can be reached by others, who could stop the server; give "
       "--admin_api_key_file, --tls_cert_file and --tls_key_file, or keep it at 127.0.0.1"
     )
-  server = new_server(options, CallInterceptor(keys=keys, access_log=access_log))
+  server = new_server(
+    dataclasses.replace(options, max_grpc_connections=_ADMIN_CONNECTIONS),
+    CallInterceptor(keys=keys, access_log=access_log),
+  )
   port = bind(server, options.admin_host, options.admin_port, None if local else certificates, flag="admin_")
   service.register(server, enable_channelz=options.enable_channelz)
   health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -149,6 +157,8 @@ def new_server(options: HostOptions, interceptor: CallInterceptor, *, shares_por
     "grpc.max_metadata_size": options.max_metadata_bytes,
     "grpc.absolute_max_metadata_size": options.max_metadata_bytes,
     "grpc.max_concurrent_streams": options.max_concurrent_streams,
+    "grpc.max_allowed_incoming_connections": options.max_grpc_connections,
+    "grpc.server_handshake_timeout_ms": round(1000 * _HANDSHAKE_TIMEOUT_S),
     "grpc.keepalive_time_ms": round(1000 * options.keepalive_time_s),
     "grpc.keepalive_timeout_ms": round(1000 * options.keepalive_timeout_s),
     # Other pings than keepalive's (they measure bandwidth) keep it from being sent, and wait a minute by default.

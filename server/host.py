@@ -35,6 +35,7 @@ from server.vllm_engine import VLLM_SERVICE, VllmEngine
 
 __all__ = ["Host", "HostOptions", "SharedPorts", "is_local"]
 
+_METRICS_CONNECTIONS = 64
 # Time for statuses to reach clients after the last generation has ended; and where somebody does not want to wait.
 _FAREWELL_S = 2.0
 _HURRIED_FAREWELL_S = 0.4
@@ -191,6 +192,7 @@ class Host(Lifetime):
     http_options = HttpOptions(
       host=options.http_host or options.host,
       port=options.metrics_port,
+      max_connections=_METRICS_CONNECTIONS,
       allowed_hosts=tuple(options.http_allowed_hosts),
     )
     app = make_probe_app(

@@ -21,6 +21,7 @@ class HostOptions:
       what they sent before they knew is UNAVAILABLE; so it is above max_concurrent_rpcs, whose refusal says more.
     keepalive_time_s, keepalive_timeout_s: ping a silent client, and how long to wait for its answer.
     min_ping_interval_s: clients may ping this often while nothing is sent (a long prefill sends nothing).
+    max_grpc_connections: more are closed at once.
     max_connection_idle_s: close connections without a call for this long; 0 is never.
     max_connection_age_s: close connections gracefully after it, so that balancers can rebalance; 0 is never.
     max_connection_age_grace_s: how long the calls on such a connection may still take.
@@ -57,6 +58,7 @@ class HostOptions:
   keepalive_time_s: float = 60.0
   keepalive_timeout_s: float = 20.0
   min_ping_interval_s: float = 10.0
+  max_grpc_connections: int = 4096
   max_connection_idle_s: float = 1800.0
   max_connection_age_s: float = 0.0
   max_connection_age_grace_s: float = 600.0
@@ -93,6 +95,7 @@ class HostOptions:
     return dataclasses.replace(
       self,
       max_concurrent_rpcs=max(1, self.max_concurrent_rpcs // count),
+      max_grpc_connections=max(1, self.max_grpc_connections // count),
       max_http_connections=max(1, self.max_http_connections // count),
     )
 

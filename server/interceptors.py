@@ -5,7 +5,7 @@ that a client with a retry policy may try again.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 import contextlib
 import contextvars
 import dataclasses
@@ -38,12 +38,14 @@ class Call:
 
   Attributes:
     method: as on the wire, "/package.Service/Method".
+    metadata: that it came with, in lower case.
     request_id: the client's `x-request-id`, or ours.
     tenant: of its API key; None where no key was asked for.
     notes: what a handler adds to the log line: names and counts.
   """
 
   method: str
+  metadata: Mapping[str, Any]
   request_id: str
   tenant: str | None = None
   notes: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -102,10 +104,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     request_id = metadata.get(REQUEST_ID)
     if not isinstance(request_id, str) or not _REQUEST_ID_VALUE.fullmatch(request_id):
       request_id = secrets.token_hex(16)
-    call = Call(handler_call_details.method, request_id)
+    call = Call(handler_call_details.method, metadata, request_id)
     handler = await continuation(handler_call_details)
     try:
-      self._check(call, metadata)
+      self._check(call)
       if handler is None:
         raise UnknownMethod(f"method={call.method!r:.120} is not served here; reflection lists what is")
     except EngineError as error:
@@ -123,9 +125,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     self._num_unanswered -= 1
     self._num_answered += 1
 
-  def _check(self, call: Call, metadata: dict[str, Any]) -> None:
+  def _check(self, call: Call) -> None:
     if self._keys is not None and not call.method.startswith(self._open_methods):
-      call.tenant = self._keys.check(metadata.get("authorization"), metadata.get("x-api-key"))
+      call.tenant = self._keys.check(call.metadata.get("authorization"), call.metadata.get("x-api-key"))
     limit = self._max_concurrent_rpcs
     if limit is not None and self._num_calls >= limit and not call.method.startswith(HEALTH_METHODS):
       raise Overloaded(
@@ -200,7 +202,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
   async def _running(self, call: Call, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     """Around a handler: whatever goes wrong leaves as a status, and every call leaves a line."""
     _current.set(call)
-    tracing.came_from(dict(context.invocation_metadata() or ()))
+    tracing.came_from(call.metadata)
     context.set_trailing_metadata(call.trailers)
     is_probe = call.method.startswith(HEALTH_METHODS)
     self._num_calls += not is_probe

@@ -26,7 +26,7 @@ from engine.engine import Emit, Engine
 from engine.errors import ConfigError, EngineError
 from engine.fake_build import build_fake
 from engine.faults import FaultPlan, Injector, inject_engine
-from server import flags, logs, tracing, watchdog
+from server import descriptors, flags, logs, tracing, watchdog
 from server.admin import AdminActions
 from server.errors import NotConfigured, Starting
 from server.faults import inject_front_end, load_plan
@@ -165,6 +165,8 @@ async def _serve() -> int:
   plan = flags.fault_plan()
   injector = None if plan is None else Injector(load_plan(plan))
   set_faults = None if injector is None else lambda text: injector.replace(FaultPlan.parse(text or _NO_FAULTS))
+  processes = flags.FRONTEND_PROCESSES.value
+  descriptors.check(options.share(processes) if processes else options, descriptors.raise_limit())
   host = _make_host(options, AdminActions(flags=flags.configuration, set_trace=trace.set, set_faults=set_faults))
   watchdog.watch_threads(host.fail)
   settings = flags.build_settings()

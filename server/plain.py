@@ -151,7 +151,8 @@ def generation_from(
 def _params_from(values: Any) -> SamplingParams:
   params: dict[str, Any] = dict(zip(_PARAMS, _check("params", values, tuple), strict=True))
   for name, value in params.items():
-    _check(name, value, *_TYPES[name])
+    if type(value) not in _TYPES[name]:
+      raise TypeError(f"{name} is {type(value).__name__}")
   for name in ("stop_token_ids", "allowed_token_ids"):
     if params[name] is not None:
       _ids(name, params[name])

@@ -5,8 +5,10 @@ only what the engine cannot know: names, ids, texts, stop strings and counts of 
 """
 
 import dataclasses
+import functools
 import re
 
+from google.protobuf import descriptor
 from google.protobuf import message as protobuf_message
 from google.protobuf import unknown_fields as protobuf_unknown
 
@@ -27,6 +29,13 @@ MAX_PROMPT_LOGPROB_TOKENS = 8192  # each is a list of alternatives in the answer
 DEFAULT_MAX_TOKENS = 256
 _MAX_SALT_BYTES = 128
 _MAX_TENANT_BYTES = 128
+# Fields that SamplingParams has by the same name, and with the same meaning.
+_SAME_IN_ENGINE = frozenset(
+  (
+    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),
+    *("max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs"),
+  )
+)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -66,10 +75,16 @@ def unknown_fields(message: protobuf_message.Message) -> list[str]:
     f"{message.DESCRIPTOR.full_name}.{field.field_number}" for field in protobuf_unknown.UnknownFieldSet(message)
   }
   for field, value in message.ListFields():
-    if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+    kind = field.message_type
+    if kind is not None and not _is_map_entry(kind):
       for each in value if field.is_repeated else (value,):
         found.update(unknown_fields(each))
   return sorted(found)
+
+
+@functools.cache  # options are parsed anew each time
+def _is_map_entry(kind: descriptor.Descriptor) -> bool:
+  return kind.GetOptions().map_entry
 
 
 def refuse_unknown_fields(unknown: list[str]) -> None:
@@ -226,16 +241,12 @@ def _queue_timeout_s(request: pb.GenerateRequest) -> float | None:
 
 def _sampling_params(request: pb.GenerateRequest, config: EngineConfig, prompt_len: int) -> SamplingParams:
   """What was set, and defaults for the rest."""
-  values = {}
-  for message, names in (
-    (
-      request.sampling,
-      ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),
-    ),
-    (request.stopping, ("max_tokens", "min_tokens", "ignore_eos")),
-    (request.output, ("logprobs", "prompt_logprobs")),
-  ):
-    values.update({name: getattr(message, name) for name in names if message.HasField(name)})
+  values = {
+    field.name: value
+    for message in (request.sampling, request.stopping, request.output)
+    for field, value in message.ListFields()
+    if field.name in _SAME_IN_ENGINE
+  }
   values.setdefault("max_tokens", max(1, min(DEFAULT_MAX_TOKENS, config.max_model_len - prompt_len)))
   sampling = request.sampling
   if sampling.HasField("allowed_token_ids"):

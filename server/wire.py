@@ -89,6 +89,8 @@ class Link:
     self._on_closed = closed
     self._loop = asyncio.get_running_loop()
     self._lock = threading.Lock()
+    # Of its own and used again: a fresh object of this size would be mapped, faulted in and unmapped at every read.
+    self._arrived = memoryview(bytearray(_READ_BYTES))
     self._unread = bytearray()
     self._unsent = bytearray()
     self._is_open = True
@@ -184,16 +186,16 @@ class Link:
 
   def _read(self) -> None:
     try:
-      data = self._socket.recv(_READ_BYTES)
+      size = self._socket.recv_into(self._arrived)
     except BlockingIOError:
       return
     except OSError as error:
       self.close(f"reading failed: {error.strerror}")
       return
-    if not data:
+    if not size:
       self.close("the other side has gone")
       return
-    self._unread += data
+    self._unread += self._arrived[:size]
     try:
       self._take_frames()
     except WireError as error:

@@ -20,7 +20,7 @@ from engine.device import compile_cache, deterministic, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.bundle import Bundle, made_for
 from engine.device.executables import Program
-from engine.device.fit import check_fits
+from engine.device.fit import check_fits, step_bytes
 from engine.device.programs import ProgramSpec, compile_step
 from engine.device.runner import ModelRunner, Progress
 from engine.device.weights import LoadedModel, load_checkpoint
@@ -313,7 +313,10 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
     blocks = options.num_blocks or -(-max_model_len // block_size)
     block_bytes = kv_cache.bytes_per_block(model, block_size, dtype, attention)
     kv_bytes = options.kv_cache_mb * 2**20 or (blocks + 1) * block_bytes
-    check_fits(options.model_dir, mesh, params, kv_bytes, _kv_setting(options, max_model_len))
+    largest = ShapeLadder(options.token_budgets, options.max_num_seqs).rungs()[-1]
+    step = step_bytes(model, largest, dtype.itemsize, mesh.size)
+    step_for = f"{largest.tokens} tokens of {largest.rows} sequences"
+    check_fits(options.model_dir, mesh, params, kv_bytes, _kv_setting(options, max_model_len), step, step_for)
 
   loaded = load_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids, before)
   jax.block_until_ready(loaded.params)

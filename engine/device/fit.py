@@ -8,12 +8,23 @@ from jax.sharding import Mesh
 
 from engine.device import kv_cache
 from engine.errors import ConfigError
+from engine.shapes import StepShape
+from models.config import ModelConfig
 
 _MEMINFO = pathlib.Path("/proc/meminfo")
 _CGROUP = pathlib.Path("/sys/fs/cgroup")  # of this process, as a container sees it
 
 
-def check_fits(name: str, mesh: Mesh, params: dict[str, Any], kv_bytes: int, kv_for: str) -> None:
+def step_bytes(model: ModelConfig, shape: StepShape, itemsize: int, devices: int) -> int:
+  """What a step holds on each device, at the least: what comes in and goes out of a layer, gate and up, and a row of
+  logits and two of the sampler's memory for each sequence."""
+  token = (2 * model.model_dim + 2 * model.hidden_dim // devices) * itemsize
+  return shape.tokens * token + shape.rows * 3 * model.vocab_size * 4
+
+
+def check_fits(
+  name: str, mesh: Mesh, params: dict[str, Any], kv_bytes: int, kv_for: str, step: int = 0, step_for: str = ""
+) -> None:
   """Refuses a model for which there is no room.
 
   Args:
@@ -22,6 +33,7 @@ def check_fits(name: str, mesh: Mesh, params: dict[str, Any], kv_bytes: int, kv_
     params: jax.ShapeDtypeStruct with shardings, by name.
     kv_bytes: of the smallest pool that will do, on all devices together.
     kv_for: what that is for, for the message.
+    step, step_for: the same of the largest step, on each device.
 
   Raises:
     ConfigError: says what is needed, what is free, and what is missing, of the device that has least.
@@ -33,11 +45,12 @@ def check_fits(name: str, mesh: Mesh, params: dict[str, Any], kv_bytes: int, kv_
   if free is None:
     return
   free, kv = free // mesh.size, kv_bytes // mesh.size
-  if weights + kv > free:
+  missing = weights + kv + step - free
+  if missing > 0:
     raise ConfigError(
-      f"{name} needs {_mib(weights)} for weights and {_mib(kv)} for KV ({kv_for}) {where}, and {_mib(free)} are "
-      f"free: {_mib(weights + kv - free)} are missing; take more devices (--num_devices), a smaller --dtype or "
-      "--max_model_len, --quantization=int8, or a smaller model"
+      f"{name} needs {_mib(weights)} for weights, {_mib(kv)} for KV ({kv_for}) and at least {_mib(step)} for a step "
+      f"({step_for}) {where}, and {_mib(free)} are free: {_mib(missing)} are missing; take more devices "
+      "(--num_devices), a smaller --dtype, --max_model_len or --token_budgets, --quantization=int8, or a smaller model"
     )
 
 

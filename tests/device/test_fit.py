@@ -32,9 +32,12 @@ def test_it_is_said_by_how_much(monkeypatch, nothing_is_read):
     loaded(str(SHAPES / "llama3-8b"), random_weights=True, dtype="bfloat16", max_model_len=8192, attention="reference")
   # 8,030,261,248 parameters of 2 bytes; 512 blocks and the padding block, 16 tokens, 32 layers, K and V of 8 x 128.
   weights_mib, kv_mib = -(-8_030_261_248 * 2 // MIB), -(-513 * 16 * 32 * 8 * 128 * 2 * 2 // MIB)
-  missing = -(-(8_030_261_248 * 2 + 513 * 16 * 32 * 8 * 128 * 2 * 2 - 8 * 2**30) // MIB)
+  # 512 tokens of 2 x 4096 and 2 x 14336 numbers, 64 rows of 3 x 128256.
+  step = 512 * 2 * (4096 + 14336) * 2 + 64 * 3 * 128_256 * 4
+  missing = -(-(8_030_261_248 * 2 + 513 * 16 * 32 * 8 * 128 * 2 * 2 + step - 8 * 2**30) // MIB)
   found = str(refused.value)
-  assert f"needs {weights_mib} MiB for weights and {kv_mib} MiB for KV (one sequence of 8192 tokens)" in found
+  assert f"needs {weights_mib} MiB for weights, {kv_mib} MiB for KV (one sequence of 8192 tokens) and at" in found
+  assert f"at least {-(-step // MIB)} MiB for a step (512 tokens of 64 sequences) on each device" in found
   assert f"on each device, and 8192 MiB are free: {missing} MiB are missing; take more devices (--num_devices)" in found
 
 
@@ -42,8 +45,16 @@ def test_it_is_said_by_how_much(monkeypatch, nothing_is_read):
 def test_a_pool_that_does_not_fit_is_refused_first(tmp_path, setting, nothing_is_read):
   write_model(tmp_path / "tiny", CASES["llama3"][0] | {"num_hidden_layers": 2}, seed=3)
   ((name, value),) = setting.items()
-  with pytest.raises(ConfigError, match=rf"for KV \(--{name}={value}\) of this machine's memory .* MiB are missing"):
+  with pytest.raises(ConfigError, match=rf"for KV \(--{name}={value}\) .* of this machine's memory .* MiB are missing"):
     loaded(str(tmp_path / "tiny"), **setting)
+
+
+def test_a_step_that_does_not_fit_is_refused_first(tmp_path, nothing_is_read):
+  write_model(tmp_path / "tiny", CASES["llama3"][0] | {"num_hidden_layers": 2}, seed=3)
+  with pytest.raises(
+    ConfigError, match=r"for a step \(2000000000 tokens of 64 sequences\).* smaller .*--token_budgets"
+  ):
+    loaded(str(tmp_path / "tiny"), token_budgets=(8, 64, 2 * 10**9))
 
 
 def test_what_fits_is_not_refused():

@@ -303,10 +303,11 @@ def test_the_memory_of_all_processes_counts():
 
 
 def test_processes_share_the_limits_of_a_server():
-  options = HostOptions(max_concurrent_rpcs=7, max_http_connections=2)
+  options = HostOptions(max_concurrent_rpcs=7, max_grpc_connections=9, max_http_connections=2)
   shared = options.share(3)
-  assert (shared.max_concurrent_rpcs, shared.max_http_connections) == (2, 1)
-  assert dataclasses.replace(shared, max_concurrent_rpcs=7, max_http_connections=2) == options, "and nothing else"
+  assert (shared.max_concurrent_rpcs, shared.max_grpc_connections, shared.max_http_connections) == (2, 3, 1)
+  whole = {"max_concurrent_rpcs": 7, "max_grpc_connections": 9, "max_http_connections": 2}
+  assert dataclasses.replace(shared, **whole) == options, "and nothing else"
 
 
 @pytest.mark.catalogue("C8")
