@@ -29,7 +29,7 @@ server: $(READY)
 
 ## make test      every check that a change must pass
 test: check
-	@$(PY) -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 ## make test-long the soak tests: minutes each
 test-long: $(READY)

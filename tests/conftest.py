@@ -8,9 +8,17 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "8")
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> None:
+  """Tests build the same engines again and again: what takes long to compile is compiled once a process."""
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def pytest_configure(config):

@@ -46,11 +46,12 @@ from tools.measure import best_and_median, machine
 _LAYERS = 4
 _NAIVE_LIMIT = 2**31  # bytes of gathered keys and values
 _POOL_BLOCKS = 4096
+_READ_BY_A_CORE = 2**26  # numbers
 
 
 def read_bandwidth(seconds: float) -> float:
   """Bytes a millisecond that all cores together read from memory: the maximum of 256 MiB each."""
-  arrays = [np.ones(2**26, np.float32) for _ in range(os.cpu_count() or 1)]
+  arrays = [np.ones(_READ_BY_A_CORE, np.float32) for _ in range(os.cpu_count() or 1)]
   with concurrent.futures.ThreadPoolExecutor(len(arrays)) as pool:
     best, _ = best_and_median(lambda: list(pool.map(np.max, arrays)), seconds)
   return sum(array.nbytes for array in arrays) / best

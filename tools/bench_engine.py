@@ -45,6 +45,8 @@ from tools.workload import synthetic
 
 SHAPES = ROOT / "models" / "shapes"
 PARTS = ("decode", "prefill", "alone", "offline", "sampler")
+# Of the ceilings: numbers that are read, and rows of the square matrices.
+_ON_CPU, _ELSEWHERE = (2**26, 2048), (2**29, 8192)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +76,8 @@ def measure_ceilings(dtype: Any, seconds: float) -> Ceilings:
   import jax.numpy as jnp
 
   small = jax.default_backend() == "cpu"
-  values = jnp.ones((2**26 if small else 2**29,), jnp.float32)
-  size = 2048 if small else 8192
+  count, size = _ON_CPU if small else _ELSEWHERE
+  values = jnp.ones(count, jnp.float32)
   left = jnp.ones((size, size), dtype)
   largest, multiply = jax.jit(jnp.max), jax.jit(jnp.matmul)
   read_ms, _ = best_and_median(lambda: largest(values).block_until_ready(), seconds)

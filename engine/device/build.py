@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from engine.admission import AdmissionControl
 from engine.batching import make_batching
 from engine.config import CPU_PREFILL_CHUNK, EngineConfig, default_prefill_chunk
-from engine.device import compile_cache, deterministic, kv_cache
+from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.bundle import Bundle, made_for
 from engine.device.executables import Program
@@ -359,6 +359,8 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
     bundle.begin(made_for(chosen, ladder.rungs()), mesh)
     make = bundle.executable
   runner = ModelRunner(chosen, tuple(leaves), ladder, config.eos_token_ids, progress, make)
+  if device.platform == "cpu":
+    host_memory.keep_freed()  # not before: what loading and compiling took may go back
   runner.warm_up(progress)
   trial = deterministic.try_out(runner, config, ladder) if options.deterministic else {}
   fallbacks = tuple(reason for reason in (attention_reason, matmul_reason) if reason)

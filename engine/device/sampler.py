@@ -332,8 +332,12 @@ def sample(
     x = _adjusted(logits, rows, state)
     return x, argmax(x, num_rows, argmax_by)[0]
 
-  x, best = lax.cond(jnp.any(rows.has(_ADJUSTED)), adjusted, lambda: (logits, likeliest))
-  tokens = lax.cond(jnp.any(rows.has(Flag.RANDOM)), lambda: _draw(x, rows, best, wide), lambda: best)
+  def chosen():
+    x, best = lax.cond(jnp.any(rows.has(_ADJUSTED)), adjusted, lambda: (logits, likeliest))
+    return lax.cond(jnp.any(rows.has(Flag.RANDOM)), lambda: _draw(x, rows, best, wide), lambda: best)
+
+  # Around both, since a step that is greedy throughout would else copy the logits on their way to a draw.
+  tokens = lax.cond(jnp.any(rows.has(_ADJUSTED | Flag.RANDOM)), chosen, lambda: likeliest)
   tokens = jnp.where(bad, 0, tokens)
   logprobs = lax.cond(
     jnp.any(rows.has(Flag.LOGPROB)),

@@ -23,9 +23,9 @@ constexpr int kVectors = 2, kRows = 12;  // 24 sums of 32 registers
 constexpr int kVectors = 1, kRows = 4;
 #endif
 
-// y[R, columns of kVectors] = x [R, D] times the columns at w (whose rows are 32 apart).
+// y[R, columns of kVectors] = x [R, D], `stride` from row to row, times the columns at w (whose rows are 32 apart).
 template <int R, typename W>
-void product(const float* x, int64_t D, const W* w, float (*y)[kColumns], const char* ahead) {
+void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns], const char* ahead) {
   Vec sums[R][kVectors];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m)
@@ -39,7 +39,7 @@ void product(const float* x, int64_t D, const W* w, float (*y)[kColumns], const 
 #pragma GCC unroll 16
     for (int m = 0; m < R; ++m)
 #pragma GCC unroll 2
-      for (int j = 0; j < kVectors; ++j) sums[m][j] += x[m * D + k] * row[j];
+      for (int j = 0; j < kVectors; ++j) sums[m][j] += x[m * stride + k] * row[j];
   }
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m)
@@ -48,35 +48,36 @@ void product(const float* x, int64_t D, const W* w, float (*y)[kColumns], const 
 }
 
 template <typename W>
-void product_of(int rows, const float* x, int64_t D, const W* w, float (*y)[kColumns], const char* ahead) {
+void product_of(int rows, const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns],
+                const char* ahead) {
   switch (rows) {
-    case 1: return product<1, W>(x, D, w, y, ahead);
-    case 2: return product<2, W>(x, D, w, y, ahead);
-    case 3: return product<3, W>(x, D, w, y, ahead);
-    case 4: return product<4, W>(x, D, w, y, ahead);
+    case 1: return product<1, W>(x, stride, D, w, y, ahead);
+    case 2: return product<2, W>(x, stride, D, w, y, ahead);
+    case 3: return product<3, W>(x, stride, D, w, y, ahead);
+    case 4: return product<4, W>(x, stride, D, w, y, ahead);
 #if defined(__AVX512F__)
-    case 5: return product<5, W>(x, D, w, y, ahead);
-    case 6: return product<6, W>(x, D, w, y, ahead);
-    case 7: return product<7, W>(x, D, w, y, ahead);
-    case 8: return product<8, W>(x, D, w, y, ahead);
-    case 9: return product<9, W>(x, D, w, y, ahead);
-    case 10: return product<10, W>(x, D, w, y, ahead);
-    case 11: return product<11, W>(x, D, w, y, ahead);
-    case 12: return product<12, W>(x, D, w, y, ahead);
+    case 5: return product<5, W>(x, stride, D, w, y, ahead);
+    case 6: return product<6, W>(x, stride, D, w, y, ahead);
+    case 7: return product<7, W>(x, stride, D, w, y, ahead);
+    case 8: return product<8, W>(x, stride, D, w, y, ahead);
+    case 9: return product<9, W>(x, stride, D, w, y, ahead);
+    case 10: return product<10, W>(x, stride, D, w, y, ahead);
+    case 11: return product<11, W>(x, stride, D, w, y, ahead);
+    case 12: return product<12, W>(x, stride, D, w, y, ahead);
 #endif
   }
 }
 
 // All rows of one block of columns. scales: of the columns, or null. residual: [M, N] as y, or null.
 template <typename W, typename O>
-void block_of(const float* x, int64_t M, int64_t D, const W* w, bool another, O* y, int64_t N, int64_t columns,
-              const float* scales, const O* residual) {
+void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, bool another, O* y, int64_t N,
+              int64_t columns, const float* scales, const O* residual) {
   if constexpr (std::is_same_v<W, int8_t>) {
     if (M > kRows) {  // several tiles: convert once, not for each
       static thread_local std::vector<float> wide;
       wide.resize(D * kColumns);
       for (int64_t k = 0; k < D * kColumns; k += kLanes) store(&wide[k], load(w + k));
-      return block_of<float, O>(x, M, D, wide.data(), false, y, N, columns, scales, residual);
+      return block_of<float, O>(x, stride, M, D, wide.data(), false, y, N, columns, scales, residual);
     }
   }
   const int64_t half = D * kColumns * static_cast<int64_t>(sizeof(W)) / 2;
@@ -89,7 +90,8 @@ void block_of(const float* x, int64_t M, int64_t D, const W* w, bool another, O*
     const char* next = reinterpret_cast<const char*>(w + D * kColumns);
     const char* ahead = another && (tile == 1 || tile == 2) ? next + (tile - 1) * half : nullptr;
     for (int j = 0; j < kColumns; j += kVectors * kLanes)
-      product_of(count, x + m * D, D, w + j, reinterpret_cast<float(*)[kColumns]>(&result[0][j]), j ? nullptr : ahead);
+      product_of(count, x + m * stride, stride, D, w + j, reinterpret_cast<float(*)[kColumns]>(&result[0][j]),
+                 j ? nullptr : ahead);
     for (int i = 0; i < count; ++i) {
       O* to = y + (m + i) * N;
       if (scales)
@@ -159,19 +161,22 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
                     bool gated, const W* w, const float* scales, const O* residual, int64_t blocks, O* y, int64_t N) {
   const bool worth_it = M * D * N > 500000;
   const float* rows;
+  // An odd number of cache lines from row to row: where it is a power of two, 12 rows push each other out of a cache.
+  int64_t stride = (D + kLanes - 1) / kLanes / 2 * 2 * kLanes + kLanes;
   static thread_local std::vector<float> prepared;
   if (std::is_same_v<X, float> && scale == nullptr && !gated) {
     rows = reinterpret_cast<const float*>(x);
+    stride = D;
   } else {
-    prepared.resize(M * D);
+    prepared.resize(M * stride);
     float* to = prepared.data();
     constexpr int64_t kPiece = 16;
     spread(threads, (M + kPiece - 1) / kPiece, worth_it && M * D > 100000, [=](int64_t piece) {
       for (int64_t m = piece * kPiece; m < std::min(M, (piece + 1) * kPiece); ++m) {
         if (gated) {
-          prepare_gated(x + 2 * m * D, D, to + m * D);
+          prepare_gated(x + 2 * m * D, D, to + m * stride);
         } else {
-          prepare(x + m * D, D, scale, epsilon, to + m * D);
+          prepare(x + m * D, D, scale, epsilon, to + m * stride);
         }
       }
     });
@@ -185,7 +190,7 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
     const int64_t begin = piece % parts * part, count = std::min(part, M - begin);
     const int64_t stop = std::min(blocks, (piece / parts + 1) * run);
     for (int64_t block = piece / parts * run; block < stop; ++block) {
-      block_of(rows + begin * D, count, D, w + block * D * kColumns, block + 1 < blocks,
+      block_of(rows + begin * stride, stride, count, D, w + block * D * kColumns, block + 1 < blocks,
                y + begin * N + block * kColumns, N, std::min<int64_t>(kColumns, N - block * kColumns),
                scales ? scales + block * kColumns : nullptr, residual ? residual + begin * N + block * kColumns : nullptr);
     }

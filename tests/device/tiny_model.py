@@ -40,7 +40,7 @@ def random_params(config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> tuple
     if len(leaf.shape) == 1:
       return jnp.ones(leaf.shape, leaf.dtype)
     fan_in = leaf.shape[0] if leaf.ndim < 4 or leaf.shape[-1] != config.model_dim else int(np.prod(leaf.shape[:-1]))
-    return jnp.asarray(rng.normal(size=leaf.shape) * fan_in**-0.5, leaf.dtype)
+    return jax.device_put((rng.normal(size=leaf.shape) * fan_in**-0.5).astype(leaf.dtype))  # compiles nothing
 
   state = jax.tree.map(fill, state)
   state["embed"][...] = jnp.asarray(rng.normal(size=state["embed"].shape), dtype)

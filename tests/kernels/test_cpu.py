@@ -11,7 +11,7 @@ import pytest
 
 from models.layers import rotate
 from pallas_kernels import native
-from pallas_kernels.paged_attention import api, arg_specs, cpu, reference
+from pallas_kernels.paged_attention import api, arg_specs, cpu
 from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from tests.kernels import conformance
@@ -62,29 +62,26 @@ _FUSED = [
 
 
 def _inputs(spec: ArgSpec):
-  """A step whose keys and values before it are in a buffer of NaN: made for the reference and for the kernel."""
+  """A step whose keys and values before it are in a buffer of NaN; and the rows, with other queries."""
   arguments, rng = arg_specs.make(spec), np.random.default_rng(3)
   group = spec.num_heads // spec.num_kv_heads
   shape = (spec.num_tokens, spec.num_kv_heads, group + 2, spec.head_dim)
-  qkv = jnp.asarray(rng.standard_normal(shape, np.float32)).astype(spec.dtype)
+  dtype = jnp.dtype(spec.dtype)
+  qkv = rng.standard_normal(shape, np.float32).astype(dtype)
   angle = rng.uniform(0, 6, (spec.num_tokens, spec.head_dim // 2)).astype(np.float32)
   slots = np.zeros(spec.num_tokens, np.int32)
-  before = ([], [], [])
+  before = ([], [], [])  # keys, values and places
   for row, (queries, length) in enumerate(spec.rows):
     places, begin = arguments.slots(row, spec.block_size), arguments.query_starts[row]
     slots[begin : begin + queries] = places[length - queries :]
     for kept, part in zip(before, (arguments.keys[row], arguments.values[row], places), strict=True):
       kept.append(part[: length - queries])
 
-  def kv(module):
-    buffer = jnp.full(
-      module.kv_shape(arguments.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim), jnp.nan, spec.dtype
-    )
-    k, v, places = (np.concatenate(parts) for parts in before)
-    return module.write_kv(buffer, jnp.asarray(k), jnp.asarray(v), jnp.asarray(places))
-
+  buffer = np.full(cpu.kv_shape(arguments.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim), np.nan, dtype)
+  kv = conformance.jitted(cpu.write_kv)(*map(conformance.put, (buffer, *map(np.concatenate, before))))
   rows = (arguments.block_tables, arguments.kv_lens, arguments.query_starts)
-  return qkv, jnp.cos(angle), jnp.sin(angle), kv, tuple(map(jnp.asarray, rows)), jnp.asarray(slots)
+  qkv, cos, sin, slots = map(conformance.put, (qkv, np.cos(angle), np.sin(angle), slots))
+  return (qkv, cos, sin, kv, *map(conformance.put, rows), slots), arguments
 
 
 def _fused(spec: ArgSpec, donate: bool = True):
@@ -98,27 +95,28 @@ def _fused(spec: ArgSpec, donate: bool = True):
 
 
 def check_fused(spec: ArgSpec) -> None:
-  """Equals rotary embedding, write and attention by the reference: outputs, and every page that a row holds."""
-  qkv, cos, sin, kv, rows, slots = _inputs(spec)
-  out, written = _fused(spec)(qkv, cos, sin, kv(cpu), *rows, slots)
-  q, k, v = rotate(qkv, cos, sin)
-  expected_kv = reference.write_kv(kv(reference), k, v, slots)
-  expected = reference.ragged_paged_attention(
-    q, expected_kv, *rows, scale=spec.scale, sliding_window=spec.sliding_window, soft_cap=spec.soft_cap
-  )
-  used = int(rows[2][-1])
+  """Equals rotary embedding, write and dense attention: outputs, and every page."""
+  operands, arguments = _inputs(spec)
+  out, written = _fused(spec)(*operands)
+  blocks, heads, page, size = arguments.num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim
+  q, *new = map(conformance.f32, conformance.jitted(rotate)(*operands[:3]))
+  arguments.q[:] = q
+  pages = np.full((2, blocks, page, heads, size), np.nan, np.float32)
+  for row, (queries, length) in enumerate(spec.rows):
+    block, offset = np.divmod(arguments.slots(row, page), page)
+    for which, of_rows in enumerate((arguments.keys, arguments.values)):
+      of_rows[row][length - queries :] = new[which][slice(*arguments.query_starts[row : row + 2])]
+      pages[which, block, offset] = conformance.rounded(of_rows[row], spec.dtype)
+  used = arguments.query_starts[-1]
   exact = spec.dtype == "float32"
   close = {"rtol": 0 if exact else 2.0**-7, "atol": 1e-5 if exact else 2e-2}
-  np.testing.assert_allclose(conformance.f32(out)[:used], conformance.f32(expected)[:used], **close)
+  np.testing.assert_allclose(conformance.f32(out)[:used], conformance.oracle(spec, arguments)[:used], **close)
   assert not conformance.f32(out)[used:].any(), "padding tokens must give zeros"
-  # Both layouts, as [P, K, page, H] of keys and values.
-  blocks, heads, page, size = expected_kv.shape[0], spec.num_kv_heads, spec.block_size, spec.head_dim
-  ours = conformance.f32(written).reshape(blocks, heads, 2, -1)[1:]
-  theirs = conformance.f32(expected_kv)[1:]
-  np.testing.assert_allclose(
-    ours[:, :, 0].reshape(-1, heads, size, page).swapaxes(2, 3), theirs[:, 0], rtol=close["rtol"], atol=1e-5
-  )
-  np.testing.assert_array_equal(ours[:, :, 1].reshape(-1, heads, page, size), theirs[:, 1])
+  # Block 0 is padding's. Keys lie as [K, H, page], values as [K, page, H].
+  keys, values = np.moveaxis(conformance.f32(written).reshape(blocks, heads, 2, -1)[1:], 2, 0)
+  keys = keys.reshape(-1, heads, size, page).transpose(0, 3, 1, 2)
+  np.testing.assert_allclose(keys, pages[0, 1:], rtol=close["rtol"], atol=1e-5)
+  np.testing.assert_array_equal(values.reshape(-1, heads, page, size).swapaxes(1, 2), pages[1, 1:])
 
 
 @pytest.mark.parametrize("spec", _FUSED, ids=str)
@@ -128,16 +126,16 @@ def test_fused_equals_its_three_parts(spec: ArgSpec) -> None:
 
 def test_fused_is_in_place_when_donated_and_harmless_otherwise() -> None:
   spec = _FUSED[0]
-  qkv, cos, sin, kv, rows, slots = _inputs(spec)
-  buffer = kv(cpu)
-  program = _fused(spec).lower(qkv, cos, sin, buffer, *rows, slots).compile()
+  operands, _ = _inputs(spec)
+  buffer = operands[3]
+  program = _fused(spec).lower(*operands).compile()
   memory = program.memory_analysis()
   assert memory.alias_size_in_bytes == buffer.nbytes
   assert memory.temp_size_in_bytes < buffer.nbytes // 10
   before, address = conformance.f32(buffer).copy(), buffer.unsafe_buffer_pointer()
-  _, kept = _fused(spec, donate=False)(qkv, cos, sin, buffer, *rows, slots)
+  _, kept = _fused(spec, donate=False)(*operands)
   np.testing.assert_array_equal(conformance.f32(buffer), before)
-  _, written = program(qkv, cos, sin, buffer, *rows, slots)
+  _, written = program(*operands)
   assert written.unsafe_buffer_pointer() == address
   np.testing.assert_array_equal(conformance.f32(written)[1:], conformance.f32(kept)[1:])
 
@@ -167,9 +165,9 @@ def test_rows_that_do_not_fit_are_an_error_and_no_access(index: int, value: list
 
 def test_a_slot_outside_of_the_pool_is_an_error() -> None:
   spec = _FUSED[0]
-  qkv, cos, sin, kv, rows, slots = _inputs(spec)
+  (*operands, slots), _ = _inputs(spec)
   with pytest.raises(jax.errors.JaxRuntimeError, match=r"slot_mapping\[2\]=1000000"):
-    jax.block_until_ready(_fused(spec)(qkv, cos, sin, kv(cpu), *rows, slots.at[2].set(1_000_000)))
+    jax.block_until_ready(_fused(spec)(*operands, slots.at[2].set(1_000_000)))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention.arg_specs import ArgSpec, Arguments
 from pallas_kernels.paged_attention.plan import Geometry, Plan
 from pallas_kernels.paged_attention.tuning import tuning_for
 from tests.kernels import conformance
+from tests.kernels.conformance import f32
 
 pytestmark = pytest.mark.usefixtures("gpu_interpreter")
 
@@ -118,15 +119,16 @@ def operands(case: Case, arguments: Arguments) -> tuple:
   for row, (keys, values) in enumerate(zip(arguments.keys, arguments.values, strict=True)):
     block, offset = np.divmod(arguments.slots(row, page), page)
     kv[block, :, 0, offset], kv[block, :, 1, offset] = keys, values
-  return (
-    jnp.asarray(q.reshape(spec.num_kv_heads, -1, spec.head_dim)).astype(jnp.bfloat16),
-    jnp.asarray(kv).astype(jnp.bfloat16),
-    jnp.asarray(arguments.block_tables),
-    jnp.asarray(arguments.kv_lens),
-    jnp.asarray(arguments.query_starts),
-    case.plan.split(jnp.asarray(case.plan.make(arguments.query_starts, arguments.kv_lens))),
-    jnp.full((spec.num_tokens, spec.num_heads, spec.head_dim), UNTOUCHED, jnp.bfloat16),
+  arrays = (
+    q.reshape(spec.num_kv_heads, -1, spec.head_dim).astype(jnp.bfloat16),
+    kv.astype(jnp.bfloat16),
+    arguments.block_tables,
+    arguments.kv_lens,
+    arguments.query_starts,
+    case.plan.split(case.plan.make(arguments.query_starts, arguments.kv_lens)),
+    np.full((spec.num_tokens, spec.num_heads, spec.head_dim), UNTOUCHED, jnp.bfloat16),
   )
+  return jax.tree.map(conformance.put, arrays)
 
 
 def program(case: Case, module=gpu_decode, interpret: plgpu.InterpretGPUParams | None = RACES):
@@ -150,10 +152,6 @@ def program(case: Case, module=gpu_decode, interpret: plgpu.InterpretGPUParams |
     )
 
   return jax.jit(run)
-
-
-def f32(x: jax.Array) -> np.ndarray:
-  return np.asarray(x.astype(jnp.float32))
 
 
 def check(case: Case, capfd: pytest.CaptureFixture[str], module=gpu_decode) -> None:

@@ -81,8 +81,9 @@ def operands(spec: ArgSpec, arguments: Arguments) -> tuple[jax.Array, ...]:
     kv[block, :, 0, offset], kv[block, :, 1, offset] = keys, values
   q = arguments.q.reshape(spec.num_tokens, heads, -1, spec.head_dim).swapaxes(0, 1).reshape(heads, -1, spec.head_dim)
   plan = plan_of(spec).make(arguments.query_starts, arguments.kv_lens)
+  numbers = (x.astype(jnp.dtype(spec.dtype)) for x in (q, kv))
   integers = (arguments.block_tables, arguments.kv_lens, arguments.query_starts, plan)
-  return jnp.asarray(q).astype(spec.dtype), jnp.asarray(kv).astype(spec.dtype), *(jnp.asarray(x) for x in integers)
+  return tuple(map(conformance.put, (*numbers, *integers)))
 
 
 def prefill(spec: ArgSpec, module: types.ModuleType = gpu_prefill, **tuning: Any):
@@ -112,7 +113,7 @@ def prefill(spec: ArgSpec, module: types.ModuleType = gpu_prefill, **tuning: Any
 def check(spec: ArgSpec, module: types.ModuleType = gpu_prefill, **tuning: Any) -> None:
   """One call: numbers, zeros at padding, nothing written at rows of few queries (the interpreter's NaN), no race."""
   arguments = arg_specs.make(spec)
-  out = np.asarray(prefill(spec, module, **tuning)(*operands(spec, arguments)).astype(jnp.float32))
+  out = conformance.f32(prefill(spec, module, **tuning)(*operands(spec, arguments)))
   assert not gpu_callbacks.get_races().races_found
   counts = np.diff(arguments.query_starts)
   mine = np.repeat(counts > plan_of(spec).decode_queries, counts)

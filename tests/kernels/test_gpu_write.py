@@ -13,6 +13,8 @@ import pytest
 from models.layers import rotate
 from pallas_kernels.paged_attention import gpu_write
 from pallas_kernels.paged_attention.tuning import tuning_for
+from tests.kernels import conformance
+from tests.kernels.conformance import f32
 
 pytestmark = pytest.mark.usefixtures("gpu_interpreter")
 
@@ -49,17 +51,14 @@ def numbers(case: Case) -> Numbers:
   slots = rng.permutation(np.arange(case.page, blocks * case.page))[: case.tokens]
   slots[case.tokens - case.padding :] = rng.permutation(case.page)[: case.padding]
   angles = rng.uniform(0, 2 * np.pi, (case.tokens, case.head_dim // 2))
-  return Numbers(
-    jnp.asarray(rng.standard_normal((case.tokens, case.heads, case.group + 2, case.head_dim)), jnp.bfloat16),
-    jnp.asarray(np.cos(angles), jnp.float32),
-    jnp.asarray(np.sin(angles), jnp.float32),
-    jnp.asarray(rng.standard_normal((blocks, case.heads, 2, case.page, case.head_dim)), jnp.bfloat16),
-    jnp.asarray(slots, jnp.int32),
+  arrays = (
+    rng.standard_normal((case.tokens, case.heads, case.group + 2, case.head_dim)).astype(jnp.bfloat16),
+    np.cos(angles).astype(np.float32),
+    np.sin(angles).astype(np.float32),
+    rng.standard_normal((blocks, case.heads, 2, case.page, case.head_dim)).astype(jnp.bfloat16),
+    slots.astype(np.int32),
   )
-
-
-def f32(x: jax.Array) -> np.ndarray:
-  return np.asarray(x.astype(jnp.float32))
+  return Numbers(*map(conformance.put, arrays))
 
 
 def check(case: Case, module=gpu_write) -> None:
@@ -72,14 +71,14 @@ def check(case: Case, module=gpu_write) -> None:
   q, kv = run(given.qkv, given.cos, given.sin, given.kv, given.slots)
   assert q.dtype == kv.dtype == jnp.bfloat16
 
-  queries, keys, values = rotate(given.qkv, given.cos, given.sin)
+  queries, keys, values = conformance.jitted(rotate)(given.qkv, given.cos, given.sin)
   # Of two products that are added one may be rounded to f32 before, or not (a fused multiply-add, as on the GPU; on the
   # CPU it is LLVM's choice). That moves a result by 2^-23 of the products at most, so now and then to the next number
   # of bf16. Values are copied.
   close = {"rtol": 2.0**-7, "atol": 1e-6}
-  packed = queries.reshape(case.tokens, case.heads, case.group, -1).transpose(1, 0, 2, 3)
-  np.testing.assert_allclose(f32(q), f32(packed).reshape(q.shape), **close)
-  assert (f32(q) == f32(packed).reshape(q.shape)).mean() > 0.99
+  packed = f32(queries).reshape(case.tokens, case.heads, case.group, -1).transpose(1, 0, 2, 3).reshape(q.shape)
+  np.testing.assert_allclose(f32(q), packed, **close)
+  assert (f32(q) == packed).mean() > 0.99
   want, real = f32(given.kv).copy(), slice(0, case.tokens - case.padding)
   block, offset = np.divmod(np.asarray(given.slots[real]), case.page)
   want[block, :, 0, offset], want[block, :, 1, offset] = f32(keys[real]), f32(values[real])

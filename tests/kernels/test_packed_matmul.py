@@ -32,15 +32,15 @@ def numbers(rows: int, inputs: int, outputs: int, dtype: str) -> tuple[jax.Array
   rng = np.random.default_rng(rows)
   x = rng.standard_normal((rows, inputs), np.float32)
   w = rng.standard_normal((inputs, outputs), np.float32) * inputs**-0.5
-  return jnp.asarray(x).astype(dtype), jnp.asarray(w).astype(dtype)
+  return jax.device_put(x.astype(jnp.dtype(dtype))), jax.device_put(w.astype(jnp.dtype(dtype)))
 
 
 def multiply(x: jax.Array, w: jax.Array, int8: bool = False, **more) -> tuple[jax.Array, np.ndarray]:
   """The product, and the matrix in f64 that it is a product with."""
   if not int8:
-    return api.matmul(x, jnp.asarray(api.pack(np.asarray(w))), w.shape[1], **more), np.asarray(w, np.float64)
+    return api.matmul(x, jax.device_put(api.pack(np.asarray(w))), w.shape[1], **more), np.asarray(w, np.float64)
   values, scales = quantize(w, 1)
-  held = jnp.asarray(api.pack(np.asarray(values)))
+  held = jax.device_put(api.pack(np.asarray(values)))
   return api.matmul(x, held, w.shape[1], scales=scales, **more), np.asarray(values, np.float64) * np.asarray(scales)
 
 
@@ -237,7 +237,7 @@ _BUGS = {
   "gate_of_the_wrong_sign": ("(g < 0.0f ? e : all(1.0f))", "(g < 0.0f ? all(1.0f) : e)"),
   "value_of_another_column": ("* load(x + D + k))", "* load(x + k))"),
   "scale_left_out": ("value(normed) * value(scale[k])", "value(normed)"),
-  "wrong_row": ("x[m * D + k] * row[j]", "x[(m ? m - 1 : 0) * D + k] * row[j]"),
+  "wrong_row": ("x[m * stride + k] * row[j]", "x[(m ? m - 1 : 0) * stride + k] * row[j]"),
   "row_in_the_place_of_another": ("O* to = y + (m + i) * N", "O* to = y + (m + (i ? i - 1 : 0)) * N"),
   "wrong_block": ("D, w + block * D * kColumns", "D, w + (block ? block - 1 : 0) * D * kColumns"),
   "scale_of_another_column": ("result[i][n] *= scales[n]", "result[i][n] *= scales[n ? n - 1 : 0]"),

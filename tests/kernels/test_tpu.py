@@ -43,17 +43,17 @@ def with_write(module: types.ModuleType, write: Callable) -> types.ModuleType:
   return other
 
 
-def check(module: types.ModuleType, spec: ArgSpec) -> None:
-  """Compares one call over a buffer filled by `scattered` with the oracle.
+def check(module: types.ModuleType, spec: ArgSpec, call: Callable | None = None) -> None:
+  """Compares one call, of a program of its own if none is given, over a buffer filled by `scattered` with the oracle.
 
   In bf16 weights are rounded to 8 bits before they meet the values, as the matrix unit wants them: relative errors of
   up to 2^-9, of either sign, in a sum whose weights add up to 1. The result is rounded once more.
   """
   arguments = arg_specs.make(spec)
-  inputs = conformance.operands(with_write(module, jax.jit(scattered)), spec, arguments)
-  out = conformance.attend(module, spec)(*inputs)
+  inputs = conformance.operands(with_write(module, scattered), spec, arguments)
+  out = (call or conformance.attend(module, spec))(*inputs)
   assert out.dtype == jnp.dtype(spec.dtype)
-  result = np.asarray(out.astype(jnp.float32))
+  result = conformance.f32(out)
   relative, absolute = (2.0**-8, 4e-3) if spec.dtype == "bfloat16" else (0.0, 1e-5)
   np.testing.assert_allclose(result, conformance.oracle(spec, arguments), rtol=relative, atol=absolute)
   assert not result[arguments.query_starts[-1] :].any(), "padding tokens must give zeros"
@@ -63,16 +63,16 @@ def check_write(module: types.ModuleType, spec: ArgSpec, padding: int = 5) -> No
   """Compares `write_kv` with `scattered`, bit for bit, over a buffer that held something before; block 0 is free."""
   arguments, rng = arg_specs.make(spec), np.random.default_rng(1)
   shape = tpu.kv_shape(arguments.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-  kv = jnp.asarray(rng.standard_normal(shape, np.float32)).astype(spec.dtype)
+  kv = conformance.put(rng.standard_normal(shape, np.float32).astype(jnp.dtype(spec.dtype)))
   slots = np.concatenate([arguments.slots(row, spec.block_size) for row in range(len(spec.rows))])
   # As in a step: of each row the last positions only, then padding, which is NaN.
   ends = np.cumsum(arguments.kv_lens[: len(spec.rows)])
   chosen = np.concatenate([np.arange(end - new, end) for end, (new, _) in zip(ends, spec.rows, strict=True)])
   keys, values = (
-    jnp.asarray(np.pad(np.concatenate(x)[chosen], ((0, padding), (0, 0), (0, 0)), constant_values=np.nan))
+    conformance.put(np.pad(np.concatenate(x)[chosen], ((0, padding), (0, 0), (0, 0)), constant_values=np.nan))
     for x in (arguments.keys, arguments.values)
   )
-  slots = jnp.asarray(np.pad(slots[chosen], (0, padding)))
+  slots = conformance.put(np.pad(slots[chosen], (0, padding)))
   result, wanted = (np.asarray(jax.jit(f)(kv, keys, values, slots)) for f in (module.write_kv, scattered))
   np.testing.assert_array_equal(result[1:], wanted[1:])
 
@@ -84,7 +84,7 @@ SELDOM = ("decode", "mixed_window", "soft_cap")
 class TestTpu(conformance.Conformance):
   """Buffers are filled by `scattered` but where writing is what is tested, and in the test of chunks."""
 
-  implementation = with_write(tpu, jax.jit(scattered))
+  implementation = with_write(tpu, scattered)
   whole = with_write(tpu, jax.jit(tpu.write_kv))
 
   @pytest.mark.parametrize(
@@ -100,7 +100,8 @@ class TestTpu(conformance.Conformance):
         api.check_supported("tpu", spec.geometry, spec.dtype)
     else:
       api.check_supported("tpu", spec.geometry, spec.dtype)
-      check(tpu, spec)
+      spec = conformance.with_room(spec) if spec.name in conformance.ROOMY else spec
+      check(self.implementation, spec, conformance.program(self.implementation, spec))
 
   def test_chunks_of_any_size_give_the_whole(self) -> None:
     self.implementation = self.whole

@@ -15,12 +15,12 @@ from pallas_kernels.paged_attention.plan import Geometry
 _LENGTH, _PAGE, _HEADS, _KV_HEADS, _HEAD_DIM = 40, 8, 6, 2, 16
 
 
-def _sequence() -> tuple[jax.Array, jax.Array, jax.Array]:
+def _sequence() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """A layer's projections, and the angles of each position."""
   rng = np.random.default_rng(0)
   qkv = rng.standard_normal((_LENGTH, _KV_HEADS, _HEADS // _KV_HEADS + 2, _HEAD_DIM), np.float32)
   angle = np.arange(_LENGTH, dtype=np.float32)[:, None] * 10.0 ** -np.arange(_HEAD_DIM // 2, dtype=np.float32)
-  return jnp.asarray(qkv), jnp.asarray(np.cos(angle)), jnp.asarray(np.sin(angle))
+  return qkv, np.cos(angle), np.sin(angle)
 
 
 def _attention(window: int | None, rows: int = 2) -> api.PagedAttention:
@@ -31,26 +31,25 @@ def _attention(window: int | None, rows: int = 2) -> api.PagedAttention:
 @pytest.mark.parametrize("window", [None, 5])
 def test_chunks_over_pages_equal_the_whole_sequence(window: int | None) -> None:
   sequence = _sequence()
-  whole, _ = dense_causal_attend(window)(*(x[None] for x in sequence), None, None)
+  whole, _ = jax.jit(dense_causal_attend(window))(*(x[None] for x in sequence), None, None)
   blocks = np.array([4, 2, 6, 1, 3], np.int32)
   layer = functools.partial(jax.jit, static_argnums=5)(
     lambda qkv, cos, sin, kv, meta, attend: attend(qkv, cos, sin, kv, meta)
   )
-  kv = jnp.full(api.kv_shape(8, _PAGE, _KV_HEADS, _HEAD_DIM), jnp.nan)
+  kv = jax.device_put(np.full(api.kv_shape(8, _PAGE, _KV_HEADS, _HEAD_DIM), np.nan, np.float32))
   done, parts = 0, []
   for size in (17, 1, 20, 1, 1):  # in a step of 24 tokens: the rest is padding
     positions = np.arange(done, done + size)
     done += size
     slots = np.zeros(24, np.int32)
     slots[:size] = blocks[positions // _PAGE] * _PAGE + positions % _PAGE
-    padded = [jnp.zeros((24, *x.shape[1:])).at[:size].set(x[positions]) for x in sequence]
-    ragged = _attention(window).meta(
-      jnp.asarray(np.stack([blocks, np.zeros_like(blocks)])),
-      jnp.array([done, 0], jnp.int32),
-      jnp.array([0, size, size], jnp.int32),
-    )
-    out, kv = layer(*padded, kv, AttentionMeta(ragged, jnp.asarray(slots)), paged_attend(_attention(window)))
-    parts.append(np.asarray(out[:size]))
+    padded = [np.zeros((24, *x.shape[1:]), np.float32) for x in sequence]
+    for part, x in zip(padded, sequence, strict=True):
+      part[:size] = x[positions]
+    rows = ([blocks, np.zeros_like(blocks)], [done, 0], [0, size, size])
+    ragged = _attention(window).meta(*(jax.device_put(np.array(x, np.int32)) for x in rows))
+    out, kv = layer(*padded, kv, AttentionMeta(ragged, slots), paged_attend(_attention(window)))
+    parts.append(np.asarray(out)[:size])
   np.testing.assert_allclose(np.concatenate(parts), np.asarray(whole[0]), rtol=0, atol=1e-5)
   assert layer._cache_size() == 1
 
@@ -70,12 +69,13 @@ def test_the_reference_rotates_before_it_stores() -> None:
   slots = jnp.zeros(24, jnp.int32).at[0].set(_PAGE)
   at = 7  # a position whose angles are not 0
   three = (jnp.zeros((24, *x.shape[1:])).at[0].set(x[at]) for x in (qkv, cos, sin))
-  _, kv = paged_attend(_attention(None))(*three, kv, AttentionMeta(ragged, slots))
-  np.testing.assert_array_equal(kv[1, 0, :, 0], rope(qkv[at, :, -2], cos[at], sin[at]))
+  _, kv = jax.jit(paged_attend(_attention(None)))(*three, kv, AttentionMeta(ragged, slots))
+  wanted = jax.jit(rope)(qkv[at, :, -2], cos[at], sin[at])
+  np.testing.assert_allclose(kv[1, 0, :, 0], wanted, rtol=0, atol=1e-6)  # a product and a sum may be one operation
   np.testing.assert_array_equal(kv[1, 1, :, 0], qkv[at, :, -1])
 
 
 def test_dense_attention_is_differentiable() -> None:
   sequence = [x[None] for x in _sequence()]
-  gradient = jax.grad(lambda qkv: dense_causal_attend(3)(qkv, *sequence[1:], None, None)[0].sum())(sequence[0])
+  gradient = jax.jit(jax.grad(lambda qkv: dense_causal_attend(3)(qkv, *sequence[1:], None, None)[0].sum()))(sequence[0])
   assert np.isfinite(np.asarray(gradient)).all() and np.asarray(gradient).any()

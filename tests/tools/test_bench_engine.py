@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from models.registry import config_from_hf
-from tests.tools.conftest import ENGINE_FLAGS, json_line, run_module
+from tests.tools.conftest import ENGINE_FLAGS, json_line, run_here
 from tools import bench_engine
 from tools.bench_engine import SHAPES, Ceilings, Work
 
@@ -76,11 +76,12 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, complaint, capsys):
   assert "Traceback" not in error
 
 
+@pytest.mark.usefixtures("small_ceilings")
 def test_all_parts_on_a_model_that_is_only_a_config(tiny_model, compile_cache, tmp_path):
   config = tmp_path / "model"
   config.mkdir()
   (config / "config.json").write_bytes((pathlib.Path(tiny_model) / "config.json").read_bytes())
-  done = run_module(
+  done = run_here(
     "tools.bench_engine",
     f"--model={config}",
     "--random_weights=true",

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.tools.conftest import ENGINE_FLAGS, ROOT, VOCAB_SIZE, json_line, run_module
+from tests.tools.conftest import ENGINE_FLAGS, ROOT, VOCAB_SIZE, json_line, run_here, run_module
 from tools import bench_offline, workload
 from tools.run_file import read_run
 
@@ -44,8 +44,8 @@ def offline_flags(model, requests_file, output, cache) -> list[str]:
   return [f"--model={model}", *files, *ENGINE_FLAGS]
 
 
-def offline(model, requests_file, output, cache, *flags):
-  return run_module("tools.bench_offline", *offline_flags(model, requests_file, output, cache), *flags)
+def offline(model, requests_file, output, cache, *flags, run=run_here):
+  return run("tools.bench_offline", *offline_flags(model, requests_file, output, cache), *flags)
 
 
 def last_words(flags, capsys) -> str:
@@ -62,7 +62,7 @@ def last_words(flags, capsys) -> str:
 @pytest.fixture(scope="module")
 def offline_run(tiny_model, compile_cache, requests_file, tmp_path_factory):
   output = tmp_path_factory.mktemp("offline") / "tokens.jsonl"
-  done = offline(tiny_model, requests_file, output, compile_cache)
+  done = offline(tiny_model, requests_file, output, compile_cache, run=run_module)
   return done, output
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from models.config import ModelConfig
-from tests.tools.conftest import json_line, run_module
+from tests.tools.conftest import json_line, run_here
 from tools import bench_matmul
 from tools.bench_engine import Ceilings
 from tools.bench_matmul import Matrix, beside_ceilings, matrices
@@ -24,8 +24,9 @@ def test_shares_of_the_ceilings():
   assert (row["of_rate"], row["of_read"], row["of_roofline"]) == (0.5, 0.5, 0.5)
 
 
+@pytest.mark.usefixtures("small_ceilings")
 def test_the_whole_tool():
-  done = run_module("tools.bench_matmul", "--shapes=demo", "--rows=1,3", "--seconds=0.01")
+  done = run_here("tools.bench_matmul", "--shapes=demo", "--rows=1,3", "--seconds=0.01")
   assert done.returncode == 0, done.stderr
   result = json_line(done)
   assert {(row["rows"], row["shape"]) for row in result["steps"]} == {(1, "demo"), (3, "demo")}
