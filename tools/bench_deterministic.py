@@ -7,7 +7,7 @@ requests all at once through the whole engine, greedy. The best of --rounds coun
 that the promise holds, on the programs that are then timed: one request in many sorts of company (tools/company.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import statistics
 import sys
@@ -18,7 +18,7 @@ from engine.shapes import ShapeLadder
 from tools import company
 from tools.arguments import CommandParser, output_file, positive_float, positive_int, positive_ints
 from tools.bench_offline import OfflineRun, add_build_arguments, build_options
-from tools.measure import commit, machine, show
+from tools.measure import commit, machine, show, write_result
 from tools.measure_costs import HandMade
 from tools.workload import WorkRequest, synthetic
 
@@ -49,8 +49,8 @@ def offline_s(run: OfflineRun, requests: Sequence[WorkRequest]) -> float:
   return max(one.chunks[-1][0] for one in outcomes) - min(one.sent_s for one in outcomes)
 
 
-def measure(args: Any) -> dict[str, Any]:
-  """Both sides in turns; the JSON. Raises EngineError."""
+def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
+  """Both sides in turns; the JSON. `keep` is called with what there is after each round. Raises EngineError."""
   # Steps made by hand write where they like, so nothing may be kept for a later round.
   options = dataclasses.replace(build_options(args), enable_prefix_caching=False)
   normal = OfflineRun(dataclasses.replace(options, deterministic=False))
@@ -61,6 +61,27 @@ def measure(args: Any) -> dict[str, Any]:
   requests = synthetic(args.requests, prompts, outputs, built.config.vocab_size, seed=0)
   work: dict[str, list[list[float]]] = {}
   padded: dict[str, list[int]] = {}
+
+  def result() -> dict[str, Any]:
+    rows = []
+    for name, times in work.items():
+      best = [min(side) for side in times]
+      rows.append({"work": name, "normal_s": best[0], "deterministic_s": best[1], "ratio": round(best[1] / best[0], 3)})
+      rows[-1] |= {"padded_to": padded[name]} if name in padded else {}
+    return {
+      "model": built.model_name,
+      "attention": built.attention,
+      "matmul": built.matmul,
+      "says": built.deterministic,
+      "token_budgets": [list(run.built.config.token_budgets) for run in (normal, deterministic)],
+      "same_bits_in_ways": ways,
+      "rounds": args.rounds,
+      "work": rows,
+      "machine": machine(),
+      "commit": commit(),
+    }
+
+  keep(result())
   for _ in range(args.rounds):
     for side, run in enumerate((normal, deterministic)):
       for batch in args.batches:
@@ -69,23 +90,8 @@ def measure(args: Any) -> dict[str, Any]:
         work.setdefault(name, [[], []])[side].append(seconds)
         padded.setdefault(name, [0, 0])[side] = tokens
       work.setdefault("offline", [[], []])[side].append(offline_s(run, requests))
-  rows = []
-  for name, times in work.items():
-    best = [min(side) for side in times]
-    rows.append({"work": name, "normal_s": best[0], "deterministic_s": best[1], "ratio": round(best[1] / best[0], 3)})
-    rows[-1] |= {"padded_to": padded[name]} if name in padded else {}
-  return {
-    "model": built.model_name,
-    "attention": built.attention,
-    "matmul": built.matmul,
-    "says": built.deterministic,
-    "token_budgets": [list(run.built.config.token_budgets) for run in (normal, deterministic)],
-    "same_bits_in_ways": ways,
-    "rounds": args.rounds,
-    "work": rows,
-    "machine": machine(),
-    "commit": commit(),
-  }
+    keep(result())
+  return result()
 
 
 def table(result: dict[str, Any]) -> str:
@@ -121,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add_build_arguments(parser)
   args = parser.parse_args(argv)
   try:
-    result = measure(args)
+    result = measure(args, lambda found: write_result(args.output, found))  # a run that is killed keeps what it has
   except EngineError as error:
     print(f"tools.bench_deterministic: {' '.join(str(error).split())}", file=sys.stderr)
     return 2

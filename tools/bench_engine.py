@@ -10,7 +10,10 @@ A shape is one of models/shapes (its weights are drawn on the device), a model a
            bandwidth, and operations over the matmul rate.
   prefill  steps of one prompt that fills the step. Roofline: the same.
   offline  --requests requests all at once, prompts and outputs uniform in --lengths, through the whole engine. Its
-           roofline: the sum of its steps'. Device-idle share, padding, compiles after ready, and the host's part.
+           roofline: the sum of its steps'. Share of the time in which the device has no step, padding, compiles after
+           ready, and the host's part.
+  alone    one request through the whole engine at the shortest context, and the same step with eight in flight: how
+           long the device waits for the host, which is what several steps on the device without it could save.
   sampler  the sampler alone on the fewest and the most rows of --batches: greedy, by temperature, with top_k and top_p,
            with the most likely tokens; and beside it its share of the decode step of as many rows at the shortest
            context, if the part decode is there too.
@@ -32,6 +35,7 @@ from engine.shapes import ShapeLadder
 from tools.accounting import Flops
 from tools.arguments import CommandParser, output_file, positive_float, positive_int, positive_ints
 from tools.bench_offline import OfflineRun, add_build_arguments, build_options
+from tools.device_idle import DeviceWatch, alone
 from tools.measure import ROOT, best_and_median, commit, machine, show, write_result
 from tools.measure_costs import HandMade, Rows
 from tools.sampler_times import sampler_times
@@ -39,7 +43,7 @@ from tools.step_costs import work_of
 from tools.workload import synthetic
 
 SHAPES = ROOT / "models" / "shapes"
-PARTS = ("decode", "prefill", "offline", "sampler")
+PARTS = ("decode", "prefill", "alone", "offline", "sampler")
 # Of the ceilings: numbers that are read, and rows of the square matrices.
 _ON_CPU, _ELSEWHERE = (2**26, 2048), (2**29, 8192)
 
@@ -184,23 +188,14 @@ def offline(run: OfflineRun, args: Any) -> tuple[dict[str, Any], list[tuple[tupl
   low, high = args.lengths
   distribution = f"uniform:{low}:{high}"
   requests = synthetic(args.requests, distribution, distribution, built.model.vocab_size, seed=0)
-  engine, launch = built.engine, built.runner.launch
-  held: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-
-  def watched(batch):
-    held.append((tuple(batch.starts), tuple(batch.counts)))
-    return launch(batch)
-
+  engine, watch = built.engine, DeviceWatch(built.runner)
   engine.keep_all()
-  built.runner.launch = watched
-  try:
+  with watch.watching(built.runner):
     outcomes = run.serve(requests)
-  finally:
-    built.runner.launch = launch
-  wall_s = max(o.chunks[-1][0] for o in outcomes if o.chunks) - min(o.sent_s for o in outcomes)
+  started = min(o.sent_s for o in outcomes)
+  wall_s = max(o.chunks[-1][0] for o in outcomes if o.chunks) - started
   stats = engine.stats(sys.maxsize)
-  records = list(stats.steps)[-len(held) :]
-  busy_s = sum(record.device_s for record in records)
+  records = list(stats.steps)[-len(watch.held) :]
   computed = sum(record.shape_tokens for record in records)
   output_tokens = sum(outcome.num_tokens for outcome in outcomes)
   prompt_tokens = sum(len(request.prompt) for request in requests)
@@ -212,15 +207,14 @@ def offline(run: OfflineRun, args: Any) -> tuple[dict[str, Any], list[tuple[tupl
     "output_tok_s": round(output_tokens / wall_s, 2),
     "total_tok_s": round((output_tokens + prompt_tokens) / wall_s, 2),
     "steps": len(records),
-    # From one step's values to the next one's, or from launch to values where nothing ran before.
-    "device_idle_share": round(max(0.0, 1 - busy_s / wall_s), 4),
+    "device_idle_share": round(watch.idle_s(started) / wall_s, 4),
     "padding_share": round(sum(record.padding for record in records) / computed, 5),
     "preemptions": stats.num_preemptions,
     "host_us": {
       name: round(1e6 * statistics.median(getattr(record, f"{name}_s") for record in records), 1)
       for name in ("host", "commit")
     },
-  }, held
+  }, watch.held
 
 
 # --- Command ----------------------------------------------------------------------------------------------------------
@@ -299,6 +293,9 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
   if "prefill" in args.parts:
     found["prefill"] = steps(run, prefill_kinds(args.prompts, max_len), args.seconds)
     keep(result())
+  if "alone" in args.parts:
+    found["alone"] = alone(run, min(args.contexts), args.seconds)
+    keep(result())
   if "offline" in args.parts:
     found["offline"], held = offline(run, args)
   about["compiles_after_ready"] = built.runner.compiles_after_ready - compiles
@@ -334,6 +331,12 @@ def table(result: dict[str, Any]) -> str:
   for row in result.get("sampler", []):
     share = "" if row["of_step"] is None else f", {row['of_step']:.1%} of the decode step"
     lines.append(f"sampler, {row['batch']} rows, {row['asked']}: {1e3 * row['s']:.3f} ms{share}")
+  if "deep_s" in result.get("alone", {}):
+    row = result["alone"]
+    lines.append(
+      f"one request alone at {row['context']}: {1e3 * row['engine_s']:.3f} ms a step, {1e3 * row['deep_s']:.3f} where "
+      f"the device never waits for the host; it waits {row['waits_share']:.1%} of the time"
+    )
   if "offline" in result:
     row = result["offline"]
     lines.append(

@@ -1,7 +1,7 @@
 """Measures kernels and engine on one GPU: are they right, how near the device's own ceilings, which settings.
 
   python -m tools.bench_gpu --out=DIR [--minutes=9.5] [--only=check,time] [--match=REGEX] [--dry_run=interpret|compile]
-  python -m tools.bench_gpu --out=DIR --only=decode,start,offline,full,overlap,buffers
+  python -m tools.bench_gpu --out=DIR --only=decode,start,offline,full,overlap,deterministic,buffers
   python -m tools.bench_gpu --out=DIR --only=twin
   python -m tools.bench_gpu --merge=DIR/tuning.json
 
@@ -14,10 +14,10 @@ tuning.json, which --merge puts into pallas_kernels/paged_attention/tuning.py. T
 
 Stages of the engine (tools/gpu/engine.py), the most important first: decode (steps of Llama-3-8B and Llama-3.2-1B
 beside the roofline, the sampler's share, a cold start), start (the same from a bundle and from the cache), offline (256
-requests at once), full (1,000 tokens in, 1,000 out), overlap (offline without it), buffers (ways to update command
-buffers), twin (the same requests through transformers' continuous batching and its compiled decode over a static
-cache, tokens compared). engine.json and engine.txt in DIR are whole after every command; programs and weights go into
---scratch.
+requests at once), full (1,000 tokens in, 1,000 out), overlap (offline without it), deterministic (the same bits in any
+company, and what that costs), buffers (ways to update command buffers), twin (the same requests through transformers'
+continuous batching and its compiled decode over a static cache, tokens compared). engine.json and engine.txt in DIR are
+whole after every command; programs and weights go into --scratch.
 
 A dry run needs no GPU: `interpret` runs tiny sizes through the GPU interpreter on a CPU (its times mean nothing; the
 engine's stages run on the CPU's own kernels), `compile` compiles everything for an H200 that is not there.
@@ -27,6 +27,7 @@ from collections.abc import Generator, Sequence
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import pathlib
@@ -38,14 +39,13 @@ import sys
 import time
 from typing import Any, TextIO
 
-from tools.arguments import CommandParser, positive_float
+from tools.arguments import CommandParser, positive_float, positive_int
 from tools.gpu import engine, protocol, report, sweep
 from tools.gpu.protocol import Job, Record
 from tools.measure import ROOT, commit
 
 STAGES = ("ceilings", "check", "time", "profile", "peers", "step", "sweep")
-# The share of the time after which a stage starts no further jobs: the last one gets what the others leave.
-_ENDS = {"ceilings": 0.2, "check": 0.5, "time": 0.7, "profile": 0.75, "peers": 0.85, "step": 0.93, "sweep": 1.0}
+_PARTS = {"ceilings": 4, "check": 6, "time": 4, "profile": 1, "peers": 2, "step": 2, "sweep": 1}  # of the time
 _BATCH = 8  # jobs that are compiled beside each other
 _PATIENCE_S = {"device": 90.0, "interpret": 300.0, "compile": 600.0}
 _TUNING = ROOT / "pallas_kernels" / "paged_attention" / "tuning.py"
@@ -88,6 +88,14 @@ def _checks() -> list[Job]:
   found += [{"kind": "check", "op": "attend", "spec": spec.name} for spec in arg_specs.GPU_BENCHMARK[:7]]
   found.append({"kind": "deterministic"})
   return found
+
+
+def ends(stages: Sequence[str]) -> dict[str, float]:
+  """The share of the time after which each starts no further jobs; a stage gets what those before it leave."""
+  chosen = [stage for stage in STAGES if stage in stages]
+  reached = itertools.accumulate(_PARTS[stage] for stage in chosen)
+  whole = sum(_PARTS[stage] for stage in chosen)
+  return {stage: part / whole for stage, part in zip(chosen, reached, strict=True)}
 
 
 def jobs_of(stage: str) -> list[Job]:
@@ -243,6 +251,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--attention", default="", help="engine: another attention than the platform's, as the server's flag"
   )
+  parser.add_argument(
+    "--num_blocks", type=positive_int, help="engine: blocks of 64 tokens offline, for a card with less memory"
+  )
   parser.add_argument("--torch_python", default=sys.executable, help="engine: a Python with torch and transformers")
   parser.add_argument("--merge", type=pathlib.Path, help="put this tuning.json into tuning.py, and do nothing else")
   args = parser.parse_args(arguments)
@@ -263,6 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.dry_run == "compile":
       return compile_engine(stages, args.out)
     sizes = engine.TINY if args.dry_run else engine.Sizes()
+    if args.num_blocks:
+      sizes = dataclasses.replace(sizes, blocks=args.num_blocks)
     if args.attention:
       sizes = dataclasses.replace(sizes, engine=(*sizes.engine, f"--attention={args.attention}"))
     deadline = time.monotonic() + 60 * args.minutes
@@ -323,7 +336,7 @@ def measure(run: Run, stages: Sequence[str], out: pathlib.Path) -> int:
     run.write(meta=meta)
     for stage in STAGES:
       if stage in stages and not (stage in ("profile", "peers") and run.mode != "device"):
-        with contextlib.closing(run.do(jobs_of(stage), _ENDS[stage])) as records:
+        with contextlib.closing(run.do(jobs_of(stage), ends(stages)[stage])) as records:
           for record in records:
             if stage == "profile" and not record["ok"]:
               break  # where the profiler fails or hangs once, it will again

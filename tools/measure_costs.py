@@ -13,6 +13,7 @@ host's come from steps that a server recorded, which shared the machine with fro
 the table of a part that is not at hand, and measures nothing.
 """
 
+from collections import deque
 from collections.abc import Sequence
 import contextlib
 import dataclasses
@@ -106,19 +107,21 @@ class HandMade:
       admissions=tuple(admissions) if admit else (),
     )
 
-  def times(self, shape: StepShape, rows: Rows, seconds: float) -> list[float]:
-    """Times of steps with two in flight, for about `seconds` and for three steps at least."""
-    in_flight = self._runner.launch(self.batch(shape, rows, admit=True))
+  def times(self, shape: StepShape, rows: Rows, seconds: float, depth: int = 2) -> list[float]:
+    """Times of steps with `depth` in flight, for about `seconds` and for three steps at least."""
+    in_flight = deque([self._runner.launch(self.batch(shape, rows, admit=True))])
     batch = self.batch(shape, rows, admit=False)
     times: list[float] = []
     started = last = time.perf_counter()
     while len(times) < 4 or (last - started < seconds and len(times) < 200):
-      launched = self._runner.launch(batch)
-      in_flight.result()
+      while len(in_flight) < depth:
+        in_flight.append(self._runner.launch(batch))
+      in_flight.popleft().result()
       now = time.perf_counter()
       times.append(now - last)
-      in_flight, last = launched, now
-    in_flight.result()
+      last = now
+    for launched in in_flight:
+      launched.result()
     return times[1:]  # the first has the admissions
 
 

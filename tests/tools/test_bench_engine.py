@@ -59,7 +59,7 @@ def test_every_shape_is_a_model_of_the_registry():
   ("flags", "complaint"),
   [
     (["--shape=llama9"], "shape='llama9' is unknown; set --shape to one of demo, llama-125m"),
-    (["--parts=decode,encode"], "encode is not one of decode, prefill, offline"),
+    (["--parts=decode,encode"], "encode is not one of decode, prefill, alone, offline"),
     (["--lengths=20,10"], "the smaller first"),
     (["--output=/nowhere/x.json"], "its folder does not exist"),
     (["--model=/nowhere"], "/nowhere: no such folder"),
@@ -107,6 +107,8 @@ def test_all_parts_on_a_model_that_is_only_a_config(tiny_model, compile_cache, t
   assert result["offline"]["failed"] == 0
   assert result["offline"]["requests"] == 5
   assert 0 <= result["offline"]["device_idle_share"] < 1
+  assert 0 <= result["alone"]["waits_share"] < 1 and result["alone"]["engine_s"] > 0
+  assert "one request alone at" in done.stderr
   assert result["compiles_after_ready"] == 0
   assert result["random_weights"] is True
   assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")

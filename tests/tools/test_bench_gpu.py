@@ -114,7 +114,9 @@ def test_every_job_names_a_spec_and_shares_rise() -> None:
   made += sweep.jobs(sweep.FACTORS[0], {"split_tokens": 256, "block_size": 64})
   assert {job["spec"] for job in made if "spec" in job} <= names
   assert {job["kind"] for job in made} == {"ceiling", "check", "deterministic", "time", "profile", "peer", "step"}
-  assert [bench_gpu._ENDS[stage] for stage in bench_gpu.STAGES] == sorted(bench_gpu._ENDS.values())
+  whole = bench_gpu.ends(bench_gpu.STAGES)
+  assert tuple(whole) == bench_gpu.STAGES and list(whole.values()) == sorted(whole.values())
+  assert bench_gpu.ends(["check", "ceilings"]) == {"ceilings": 0.4, "check": 1.0}, "no time is left unused"
   checked = {job["spec"] for job in made if job["kind"] == "check"}
   assert {spec.name for spec in arg_specs.GPU_BENCHMARK} <= checked and "mixed_window" in checked
 

@@ -218,6 +218,7 @@ def rung(**changes) -> dict:
     "aliased_arrays": 7,
     "donated_bytes": 1200,
     "alias_bytes": 1200,
+    "argument_bytes": 3 * 2**30,
     "temp_bytes": 500,
     "temp_limit": 500,
     "moved": [],
@@ -294,7 +295,7 @@ def test_a_spill_is_a_violation_and_many_copies_are_few_lines():
 def test_the_table_has_a_line_a_rung_also_where_nothing_is_launched():
   tpu = {key: value for key, value in rung(target="v5e", kernels=[]).items() if key not in ("launches", "outside")}
   head, gpu_line, tpu_line = judge.table([rung(violations=["x"]), tpu])
-  assert head.split()[0] == "target" and gpu_line.split()[:4] == ["h200", "tiny", "64x64", "1.5"]
+  assert head.split()[0] == "target" and gpu_line.split()[:6] == ["h200", "tiny", "64x64", "1.5", "1.2", "3.0"]
   assert gpu_line.split()[-5:] == ["1", "11", "40", "0", "1"]
   assert tpu_line.split()[-5:] == ["-"] * 4 + ["0"]
 

@@ -33,8 +33,13 @@ def test_every_command_has_a_name_of_its_own_and_shares_what_it_should() -> None
   for name in ("--batches=", "--prompts=", "--num_blocks=", "--max_model_len=", "--executable_bundle="):
     assert _flag(made, "start_bundle", name) == _flag(made, "decode_8b", name) != ""
   assert _flag(made, "start_bundle", "--compile_cache_dir=") == ""
-  for name in ("--token_budgets=", "--max_num_seqs=", "--prefill_chunk=", "--compile_cache_dir=", "--max_model_len="):
-    assert _flag(made, "twin_sluice", name) == _flag(made, "offline", name) != ""
+  shared = "--token_budgets=", "--max_num_seqs=", "--prefill_chunk=", "--num_blocks=", "--max_model_len="
+  for name in (*shared, "--compile_cache_dir="):
+    for stage in ("twin_sluice", "full", "offline_plain"):
+      assert _flag(made, stage, name) == _flag(made, "offline", name) != ""
+  # With the same programs as decode_8b's, but for the one that is --deterministic.
+  for name in ("--batches=", "--num_blocks=", "--max_model_len=", "--compile_cache_dir="):
+    assert _flag(made, "deterministic", name) == _flag(made, "decode_8b", name) != ""
   assert all(command.limit_s <= 300 for command in commands), "ten minutes are all there is"
   assert sum(command.limit_s for command in made["twin"]) < 1000
 
@@ -47,7 +52,7 @@ def _flag(made: dict[str, list[Command]], name: str, flag: str) -> str:
 def test_steps_of_every_stage_can_be_compiled_without_a_gpu() -> None:
   for stage in engine.STAGES:
     assert engine.compile_only([stage])
-  assert len(engine.compile_only(engine.STAGES)) == 4
+  assert len(engine.compile_only(engine.STAGES)) == 5
 
 
 def test_a_command_that_fails_or_hangs_costs_only_itself(tmp_path) -> None:
@@ -59,7 +64,9 @@ def test_a_command_that_fails_or_hangs_costs_only_itself(tmp_path) -> None:
 
   said = run("import os; print('noise'); print('{\"flags\": \"' + os.environ['XLA_FLAGS'] + '\"}')", 100.0)
   assert said["flags"].endswith("--xla_dump_to=") and said["took_s"] >= 0
-  assert run("raise SystemExit(3)", 100.0)["error"] == 3
+  assert run("import os; print('{\"umask\": %d}' % os.umask(0))", 100.0)["umask"] == 0o077
+  assert run("raise SystemExit(3)", 100.0)["error"] == "exit code 3: it said nothing"
+  assert run("raise SystemExit('no such card\\n')", 100.0)["error"] == "exit code 1: no such card"
   assert run("print('no json')", 100.0)["error"] == "said nothing that is understood"
   assert run("import time; time.sleep(600)", 0.2)["error"].startswith("out of time")
   assert run("", -1.0)["error"] == "out of time"
@@ -121,13 +128,15 @@ def test_the_work_is_as_the_engine_benchmark_writes_it() -> None:
 def test_verdicts() -> None:
   steps = [{"batch": 1, "context": 1024, "over_roofline": 1.3}, {"batch": 64, "context": 1024, "over_roofline": 1.36}]
   sampler = [{"batch": 1, "asked": "greedy", "of_step": 0.01}, {"batch": 64, "asked": "top_k, top_p", "of_step": 0.09}]
+  alone, best = {"waits_share": 0.02}, _FULL["ceilings"]
   found = {
-    "decode_8b": {"decode": steps, "sampler": sampler, "warmup_s": 61.0, "ceilings": _FULL["ceilings"]},
+    "decode_8b": {"decode": steps, "sampler": sampler, "alone": alone, "warmup_s": 61.0, "ceilings": best},
     "decode_1b": {"error": "out of time", "decode": [{"batch": 32, "context": 1024, "over_roofline": 1.5}]},
     "start_bundle": {"warmup_s": 9.0, "fallbacks": ["bundle: was made for something else"]},
     "offline": {"offline": {"output_tok_s": 5000.0, "device_idle_share": 0.01, "host_us": _HOST}},
     "offline_plain": {"offline": {"output_tok_s": 4000.0}},
     "full": _FULL | {"compiles_after_ready": 0},
+    "deterministic": {"same_bits_in_ways": 24, "work": [{"work": "decode of 8 at 1024", "ratio": 1.5}]},
     "buffers_always": {"decode": [{"step_s": 0.004}]},
     "twin_sluice": {"output_tok_s": 5000.0},
     "twin_static": {"output_tok_s": 2500.0, "agreeing_prefix": 0.5},
@@ -146,6 +155,9 @@ def test_verdicts() -> None:
   assert lines["full: compiles after ready"] == ["0", "<=", "0", "+"]
   assert lines["full: of the serial roofline"] == ["0.58", ">=", "0.55", "+"]
   assert lines["offline: overlap over no overlap"] == ["1.25"]
+  assert lines["decode_8b: one request alone, device idle"] == ["2.0%", "<=", "3%", "+"]
+  assert lines["deterministic: ways of serving with the same bits"] == ["24"]
+  assert lines["deterministic: decode of 8 at 1024, times as long"] == ["1.50"]
   assert lines["command buffers, always: ms a step"] == ["4.000"]
   assert lines["twin static: tokens before a first difference"] == ["50.0%"]
   assert lines["twin static: ours over its tokens a second"] == ["2.00", ">=", "1.5", "+"]
@@ -167,7 +179,7 @@ def test_kinds_of_stages_are_not_mixed(tmp_path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stages", ["decode,start", "offline,full,overlap", "buffers"])  # twin needs torch
+@pytest.mark.parametrize("stages", ["decode,start", "offline,full,overlap", "deterministic,buffers"])  # no torch here
 def test_a_dry_run(tmp_path, stages: str) -> None:
   flags = f"--out={tmp_path}", f"--scratch={tmp_path / 'scratch'}", "--dry_run=interpret", "--minutes=4"
   done = run_module("tools.bench_gpu", *flags, f"--only={stages}")

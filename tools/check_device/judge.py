@@ -79,9 +79,13 @@ def layer_launches(rung: Mapping[str, Any]) -> list[str]:
 
 
 def table(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
-  """A line a rung. Registers and spills are the largest of the kernels that ptxas compiled for the rung."""
-  names = ("target", "model", "rung", "compile s", "CPU s", "aliased MiB", "moved", "temp MiB", "limit MiB", "buffers")
-  rows: list[tuple[str, ...]] = [(*names, "a layer", "registers", "spilled", "wrong")]
+  """A line a rung. Registers and spills are the largest of the kernels that ptxas compiled for the rung.
+
+  GiB are a device's weights, KV and sampler state with temporaries: what a step needs there. Aliased is what of it a
+  step updates in place: with the check's small pool of KV, so the rest is what a server has for a larger one.
+  """
+  names = ("target", "model", "rung", "compile s", "CPU s", "GiB", "aliased MiB", "moved", "temp MiB", "limit MiB")
+  rows: list[tuple[str, ...]] = [(*names, "buffers", "a layer", "registers", "spilled", "wrong")]
   for rung in rungs:
     gpu, kernels = "launches" in rung, rung["kernels"]
     rows.append(
@@ -91,6 +95,7 @@ def table(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{rung['tokens']}x{rung['rows']}",
         f"{rung['seconds']:.1f}",
         f"{rung['cpu_seconds']:.1f}",
+        f"{(rung['argument_bytes'] + rung['temp_bytes']) / 2**30:.1f}",
         f"{rung['alias_bytes'] / 2**20:.1f}",
         str(len(rung["moved"])),
         f"{rung['temp_bytes'] / 2**20:.1f}",

@@ -32,6 +32,7 @@ BUFFERS = {
   "exclusive lock": "--xla_gpu_require_exclusive_lock=true",
   "none": "--xla_gpu_enable_command_buffer=",
 }
+_ENDING_S = 10.0  # for what was killed
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # a hub that cannot be reached must not be waited for
 
 
@@ -64,9 +65,11 @@ class Sizes:
     shapes, batches: of the decode steps; the first shape is that of all other stages.
     context: of the decode steps.
     requests, lengths, full, rows: offline: how many, shortest and longest prompt and output, those of full load, slots.
-    budgets, chunk: the ladder of the offline stages.
-    engine, pool: flags of every engine; of those whose programs must not depend on free memory.
+    budgets, chunk, blocks: ladder and pool of the offline stages; the pool must not depend on free memory, or each of
+      them might compile anew.
+    engine, pool: flags of every engine; of all but the offline ones.
     prefill: prompts that fill a rung.
+    some: requests with --deterministic and without.
   """
 
   shapes: tuple[str, str] = (BIG, SMALL)
@@ -79,7 +82,9 @@ class Sizes:
   budgets: str = "32,64,128,256,384,512,1024"
   chunk: int = 512
   prefill: str = "128,512"
-  seconds: float = 2.0
+  some: int = 64
+  blocks: int = 8192  # of 64 tokens: 256 rows of 2,048, 64 GiB
+  seconds: float = 1.0
   device: str = "cuda"
   dtype: str = "bfloat16"
   engine: tuple[str, ...] = ("--max_model_len=2048",)  # a model may have 131,072, and a row's table as many blocks
@@ -96,7 +101,9 @@ TINY = Sizes(
   rows=8,
   budgets="8",
   chunk=8,
+  blocks=64,
   prefill="8",
+  some=2,
   seconds=0.01,
   device="cpu",
   dtype="float32",
@@ -130,6 +137,7 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
     return engine(name, big, limit_s, *sizes.pool, *rungs, *words, **settings)
 
   ladder = f"--max_num_seqs={sizes.rows}", f"--token_budgets={sizes.budgets}", f"--prefill_chunk={sizes.chunk}"
+  ladder += (f"--num_blocks={sizes.blocks}",)
 
   def offline(name: str, lengths: str, limit_s: float, *words: str) -> Command:
     asked = f"--requests={sizes.requests}", f"--lengths={lengths}"
@@ -157,7 +165,12 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
   making += f"--requests={sizes.requests}", f"--lengths={sizes.lengths}"
   ours = ("-m", "tools.bench_offline", *files, f"--output_tokens={twin / 'sluice.jsonl'}", *sizes.engine, *ladder)
   ours += f"--dtype={sizes.dtype}", f"--compile_cache_dir={programs}"
-  first = decode("decode_8b", 240, "--parts=decode,sampler", bundle, "--write_executable_bundle=true")
+  same = [sys.executable, "-m", "tools.bench_deterministic", "--random_weights=true"]
+  same += [f"--model={ROOT / 'models' / 'shapes' / big}"]
+  same += [f"--seconds={sizes.seconds / 4}", "--rounds=2", f"--context={sizes.context}", f"--requests={sizes.some}"]
+  same += [f"--compile_cache_dir={programs}", f"--output={scratch / 'deterministic.json'}", *sizes.engine, *sizes.pool]
+  same += [f"--batches={sizes.batches[0]}", f"--prompts={sizes.lengths.replace(',', ':')}", "--outputs=16:64"]
+  first = decode("decode_8b", 240, "--parts=decode,alone,sampler", bundle, "--write_executable_bundle=true")
   return {
     "decode": [
       dataclasses.replace(first, fresh=code),  # so that its start is a cold one
@@ -170,11 +183,12 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
     "offline": [offline("offline", sizes.lengths, 180)],
     "full": [offline("full", sizes.full, 180)],
     "overlap": [offline("offline_plain", sizes.lengths, 120, "--overlap=false")],
+    "deterministic": [Command("deterministic", tuple(same), 170, kept=scratch / "deterministic.json")],
     "buffers": [engine(f"buffers_{name}", big, 75, *sizes.pool, *step, flags=flags) for name, flags in BUFFERS.items()],
     "twin": [
       Command("twin_made", (sys.executable, *making), 200),
       Command("twin_sluice", (sys.executable, *ours), 180),
-      peer("static", 300, "--most_s=100"),  # its target is the nearer one
+      peer("static", 300, "--most_s=60"),  # its target is the nearer one; what it leaves of the time is for the other
       peer("batching", 300),
     ],
   }
@@ -193,6 +207,8 @@ def compile_only(names: Sequence[str]) -> list[tuple[str, ...]]:
     found.append((f"--model={SMALL}", f"--token_budgets=8,{rows}", f"--max_num_seqs={rows}"))
   if {"offline", "full", "overlap", "twin"} & set(names):
     found.append((f"--model={BIG}", f"--token_budgets={sizes.budgets}", f"--max_num_seqs={sizes.rows}"))
+  if "deterministic" in names:
+    found.append((f"--model={BIG}", "--deterministic"))
   if "buffers" in names:
     found.append((f"--model={BIG}", f"--token_budgets={rows}", f"--max_num_seqs={rows}"))
   return found
@@ -216,6 +232,7 @@ def run(command: Command, deadline: float, log: Any) -> dict[str, Any]:
     command.kept.unlink(missing_ok=True)
   log.write(f"\n== {command.name}: {' '.join(command.words)}\n")
   log.flush()
+  begin = os.fstat(log.fileno()).st_size
   process = subprocess.Popen(
     command.words,
     cwd=ROOT,
@@ -225,11 +242,15 @@ def run(command: Command, deadline: float, log: Any) -> dict[str, Any]:
     stderr=log,
     text=True,
     start_new_session=True,
+    umask=0o077,  # whatever ours is: programs that others could change are not run
   )
   found: dict[str, Any]
   try:
     said, _ = process.communicate(timeout=limit_s)
-    found = json.loads(said.strip().splitlines()[-1]) if not process.returncode else {"error": process.returncode}
+    if process.returncode:
+      found = {"error": f"exit code {process.returncode}: {_last_words(log.name, begin)}"}
+    else:
+      found = json.loads(said.strip().splitlines()[-1])
   except subprocess.TimeoutExpired:
     found = {"error": f"out of time after {limit_s:.0f} s"}
   except (ValueError, IndexError):
@@ -237,12 +258,21 @@ def run(command: Command, deadline: float, log: Any) -> dict[str, Any]:
   finally:
     if process.poll() is None:
       os.killpg(process.pid, signal.SIGKILL)  # a session of its own: whatever it started ends too
-      process.communicate()
+      with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds on to does not end
+        process.communicate(timeout=_ENDING_S)
   if "error" in found and command.kept and command.kept.exists():
     with contextlib.suppress(ValueError):  # killed while it wrote
       found = json.loads(command.kept.read_text("utf-8")) | found
   found["took_s"] = round(time.monotonic() - started, 1)
   return found
+
+
+def _last_words(path: str, begin: int) -> str:
+  """The last line that is not empty behind byte `begin` of a log."""
+  with open(path, "rb") as file:
+    file.seek(max(begin, os.fstat(file.fileno()).st_size - 4096))
+    lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+  return lines[-1][:200] if lines else "it said nothing"
 
 
 def measure(
@@ -319,6 +349,9 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
       if row.get("of_step") is not None:
         what = f"{name}: sampler, {row['batch']} rows, {row['asked']}, of a step"
         lines.append(_line(what, row["of_step"], ".1%", "<= 8%", row["of_step"] <= 0.08))
+    if "waits_share" in (row := results.get(name, {}).get("alone", {})):  # decides on several steps without the host
+      what, waits = f"{name}: one request alone, device idle", row["waits_share"]
+      lines.append(_line(what, waits, ".1%", "<= 3%", waits <= 0.03))
   # Random weights are drawn on the device: what loading a checkpoint takes is no part of a start here.
   starts = {"decode_8b": ("cold", 60), "start_cached": ("with the compile cache", None), "start_bundle": ("bundle", 10)}
   for name, (how, limit) in starts.items():
@@ -343,6 +376,11 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
   if both[0] and both[1]:
     gain = both[0]["output_tok_s"] / both[1]["output_tok_s"]
     lines.append(_line("offline: overlap over no overlap", gain, ".2f", "", None))
+  found = results.get("deterministic", {})
+  if "same_bits_in_ways" in found:
+    lines.append(_line("deterministic: ways of serving with the same bits", found["same_bits_in_ways"], "d", "", None))
+  for row in found.get("work", []):
+    lines.append(_line(f"deterministic: {row['work']}, times as long", row["ratio"], ".2f", "", None))
   for name in BUFFERS:
     for row in results.get(f"buffers_{name}", {}).get("decode", []):
       lines.append(_line(f"command buffers, {name}: ms a step", 1e3 * row["step_s"], ".3f", "", None))

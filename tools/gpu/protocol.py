@@ -23,6 +23,7 @@ Job = dict[str, Any]
 Record = dict[str, Any]
 OUT_OF_TIME = "out of time"
 _HEARTBEAT_S = 5.0
+_ENDING_S = 10.0  # for a process to end that was told to
 _SPOILT = 3  # exit code of a worker that reported a failure and cannot go on after it
 
 
@@ -158,7 +159,8 @@ class Worker:
     if self._process is not None:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(self._process.pid, signal.SIGKILL)
-      self._process.wait()
+      with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds on to does not end
+        self._process.wait(_ENDING_S)
       if self._process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
           self._process.stdin.close()
@@ -218,7 +220,9 @@ class Worker:
         yield "lost", f"no sign of life for {self._patience_s:.0f} s: hangs" if hangs else OUT_OF_TIME
         return
       if event is None:
-        code = process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its output is closed, and still it may hang
+          process.wait(_ENDING_S)
+        code = process.returncode
         self.close()
         if not self._ready:
           raise DidNotStart(f"{' '.join(self._command)} ended with code {code} before it took a job; see its log")
