@@ -53,6 +53,7 @@ requests = [(list(range(2 + i, 8 + 3 * i)), SamplingParams(8, ignore_eos=True, s
 runners = [make_runner(devices=[device], token_budgets=(16,)) for device in jax.devices()]
 for runner in runners:
   runner.warm_up(lambda *_: None)
+alone, _ = serve(runners[0], requests, prefill_chunk=16)
 runners[0].connect(runners[1])
 for runner in runners:
   runner.seal()
@@ -73,7 +74,6 @@ assert engine.dead is None, engine.dead
 apart = [one.tokens for one in served.values()]
 compiles = [runner.compiles_after_ready for runner in runners]
 preempted = sides[1][0].num_preemptions
-alone, _ = serve(make_runner(token_budgets=(16,)), requests, prefill_chunk=16)
 print(json.dumps({"apart": apart, "alone": [one.tokens for one in alone], "compiles": compiles,
                   "preempted": preempted, "reported": len(served["3"].prompt_logprobs)}))
 """

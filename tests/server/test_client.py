@@ -98,7 +98,9 @@ def test_leaving_a_stream_stops_the_work(client, served):
   served.runner.seconds = 0.005
   with client.stream("the", request_id="left", max_tokens=400, ignore_eos=True) as stream:
     next(iter(stream))
+    served.runner.go.clear()  # it does not end while it is looked at
     assert client.load().running_requests == 1
+    served.runner.go.set()
   served.wait_until(lambda: served.engine.num_live == 0)
   with client.stream("the", request_id="aborted", max_tokens=400, ignore_eos=True) as stream:
     pieces = iter(stream)

@@ -11,7 +11,7 @@ import pytest
 from engine.batching import BATCHING
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from tests.tools.conftest import ENGINE_FLAGS, ROOT, json_line, run_module
+from tests.tools.conftest import ENGINE_FLAGS, ROOT, json_line, run_here, run_module
 from tools import simulate, workload
 from tools.latency import Objectives, summary
 from tools.replica import Arrival, made_up
@@ -180,7 +180,7 @@ def test_decisions_are_those_of_the_real_engine(tiny_model, compile_cache, tmp_p
   requests = workload.synthetic(25, "uniform:1:90", "uniform:1:40", 96, seed=6)
   with open(tmp_path / "requests.jsonl", "w", encoding="utf-8") as file:
     workload.write_requests(file, requests, {})
-  done = run_module(
+  done = run_here(
     "tools.bench_offline",
     f"--model={tiny_model}",
     f"--requests={tmp_path}/requests.jsonl",

@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from tests.tools.conftest import ENGINE_FLAGS, json_line, run_module
+from tests.tools.conftest import ENGINE_FLAGS, json_line, run_here, run_module
 from tools.fit_costs import calibrated, fit, fit_host, least_squares, with_launch_spread
 from tools.latency import Objectives
 from tools.replica import made_up
@@ -284,7 +284,7 @@ def test_what_is_no_step_trace_is_refused(tmp_path, text):
 @pytest.fixture(scope="module")
 def measured(tiny_model, compile_cache, tmp_path_factory) -> dict:
   path = tmp_path_factory.mktemp("costs") / "costs.json"
-  done = run_module(
+  done = run_here(
     "tools.measure_costs",
     f"--model={tiny_model}",
     f"--output={path}",
