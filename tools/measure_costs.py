@@ -277,7 +277,7 @@ def measure(args: Any) -> StepCosts:
   dtype = runner.kv[0].dtype
   about = {
     "source": f"step trace {args.step_trace}" if recorded else "measured",
-    "device": built.runner.kv[0].devices().pop().device_kind,
+    "device": next(iter(built.runner.kv[0].devices())).device_kind,
     "machine": machine(),
     "model": built.model_name,
     "dtype": str(dtype),
