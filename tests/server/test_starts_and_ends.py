@@ -32,6 +32,14 @@ def start_fake(folder: pathlib.Path, *arguments: str, **more):
   return start(*flags, "--token_budgets=8,128", "--prefill_chunk=64", "--max_num_seqs=64", *arguments, **more)
 
 
+def text_of(path: pathlib.Path) -> str | None:
+  """None if there is no such file, which another process may take away at any moment."""
+  try:
+    return path.read_text()
+  except FileNotFoundError:
+    return None
+
+
 def asked(serial: int) -> dict:
   return {"max_tokens": 80 + serial, "temperature": 0.7, "seed": serial, "ignore_eos": True}
 
@@ -111,10 +119,10 @@ def test_kills_and_restarts(tmp_path, count):
   """At any moment, on the same files: the next one is ready, and never takes an old port file for its own."""
   rng = random.Random(4)
   for _ in range(count):
-    stale = (tmp_path / "port").read_text() if (tmp_path / "port").exists() else None
+    stale = text_of(tmp_path / "port")
     process = start_fake(tmp_path, f"--trace_file={tmp_path / 'trace'}", f"--access_log={tmp_path / 'log'}")
     try:
-      while stale is not None and (tmp_path / "port").exists() and (tmp_path / "port").read_text() == stale:
+      while stale is not None and text_of(tmp_path / "port") == stale:
         assert process.poll() is None
         time.sleep(0.005)
       if rng.random() < 0.3:
