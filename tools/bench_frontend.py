@@ -107,9 +107,13 @@ def streamed(arguments: Any) -> dict[str, Any]:
       client.stdin.close()
       clients.append(client)
     stub = pb_grpc.ModelServiceStub(channel)
-    while stub.GetLoad(pb.GetLoadRequest()).running_requests < streams:
-      if any(client.poll() is not None for client in clients):
-        raise EngineError("a client has ended before all streams ran")
+    most = 0
+    while (running := stub.GetLoad(pb.GetLoadRequest()).running_requests) < streams:
+      if running < most or any(client.poll() is not None for client in clients):
+        raise EngineError(
+          f"the first streams ended when {most} of {streams} ran; set --seconds higher or --streams lower"
+        )
+      most = running
       time.sleep(0.1)
     time.sleep(_WARM_S)
     processes = {
