@@ -20,6 +20,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from tools.gpu.protocol import ENDING_S
 from tools.measure import ROOT
 from tools.peers.agreement import compare
 from tools.workload import read_tokens
@@ -32,7 +33,6 @@ BUFFERS = {
   "exclusive lock": "--xla_gpu_require_exclusive_lock=true",
   "none": "--xla_gpu_enable_command_buffer=",
 }
-_ENDING_S = 10.0  # for what was killed
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # a hub that cannot be reached must not be waited for
 
 
@@ -259,7 +259,7 @@ def run(command: Command, deadline: float, log: Any) -> dict[str, Any]:
     if process.poll() is None:
       os.killpg(process.pid, signal.SIGKILL)  # a session of its own: whatever it started ends too
       with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds on to does not end
-        process.communicate(timeout=_ENDING_S)
+        process.communicate(timeout=ENDING_S)
   if "error" in found and command.kept and command.kept.exists():
     with contextlib.suppress(ValueError):  # killed while it wrote
       found = json.loads(command.kept.read_text("utf-8")) | found

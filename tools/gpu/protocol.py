@@ -23,7 +23,7 @@ Job = dict[str, Any]
 Record = dict[str, Any]
 OUT_OF_TIME = "out of time"
 _HEARTBEAT_S = 5.0
-_ENDING_S = 10.0  # for a process to end that was told to
+ENDING_S = 10.0  # for a process to end that was told to
 _SPOILT = 3  # exit code of a worker that reported a failure and cannot go on after it
 
 
@@ -160,7 +160,7 @@ class Worker:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(self._process.pid, signal.SIGKILL)
       with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds on to does not end
-        self._process.wait(_ENDING_S)
+        self._process.wait(ENDING_S)
       if self._process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
           self._process.stdin.close()
@@ -221,7 +221,7 @@ class Worker:
         return
       if event is None:
         with contextlib.suppress(subprocess.TimeoutExpired):  # its output is closed, and still it may hang
-          process.wait(_ENDING_S)
+          process.wait(ENDING_S)
         code = process.returncode
         self.close()
         if not self._ready:
