@@ -338,6 +338,8 @@ RAW = {
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
     501,
   ),
+  "long path": (b"GET /v1/" + b"a" * 17_000 + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", 431),
+  "long query": (b"GET /health?" + b"a" * 17_000 + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", 431),
   "endless header": (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * (1 << 20), 431),
   "many headers": (
     b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + b"x: y\r\n" * 10_000 + b"\r\n",
