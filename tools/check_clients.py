@@ -5,7 +5,8 @@
 openai: the official client, from Sluice's own environment. langchain: ChatOpenAI, streamed, in a schema, with tools.
 lm-eval: local-completions with its remote tokenizer, log likelihoods and generation, on tasks written here.
 inference-perf: Kubernetes' benchmark, completions and chats streamed at a constant rate. They live in an environment of
-their own (tools/clients/requirements.txt). vllm: `vllm bench serve`, where make peers has made it an environment. Exit code 1 if one fails; what it said is in the folder that is printed.
+their own (tools/clients/requirements.txt). vllm: `vllm bench serve`, where make peers has made it an environment. Exit
+code 1 if one fails; what it said is in the folder that is printed.
 """
 
 from collections.abc import Callable, Sequence
