@@ -221,9 +221,8 @@ class DisaggregatedEngine:
     if self.dead is not None and side.dead is None:
       side.fail(RuntimeError("the other side of a disaggregated engine has failed"))
 
-  def launch_at(self) -> float:
-    """See Engine.launch_at; of the side that is due first."""
-    return min(self.prefill.launch_at(), self.decode.launch_at())
+  def await_launch(self) -> None:
+    """Nothing: one thread for both sides keeps neither waiting. In run() each side has its own, and waits."""
 
   def step(self) -> bool:
     """One turn of each loop, on the caller's thread."""

@@ -186,6 +186,7 @@ class Engine:
     left_s = self._launch_at - self._clock()
     if left_s > 0:
       time.sleep(left_s)
+      self._pacer.woke(self._clock() - self._launch_at)
 
   def step(self) -> bool:
     """One turn of the loop; returns whether there was anything to do. A failure ends every request and the engine."""
@@ -216,7 +217,8 @@ class Engine:
     if step is not None:
       events += self._commit(step)
     self._launch_at = 0.0
-    if self._in_flight is not None:
+    # Where every slot is taken nobody could join: then nothing is gained by a wait.
+    if self._in_flight is not None and self._scheduler.num_running < self.config.max_num_seqs:
       _, _, record, launch_time = self._in_flight
       self._launch_at = self._pacer.launch_at(record, max(launch_time, self._last_arrival))
     # A step may be empty although requests run: one made way for another, which then was preempted.

@@ -13,7 +13,7 @@ from engine.recorder import StepRecord
 
 RECENT = 8  # steps of a kind that are remembered, the shortest of which counts
 FEWEST = 3  # of them, before anything is expected
-MARGIN_S = 5e-4  # for a thread that wakes late
+MARGIN_S = 5e-4  # for what has not happened of late
 MARGIN_SHARE = 0.05  # of the expected time, for steps that end earlier
 LEAST_WAIT_S = 2e-4  # values that came sooner than this after they were asked for may have been there long before
 
@@ -24,6 +24,11 @@ class Pacer:
   def __init__(self):
     self._steps: dict[tuple[int, bool], deque[tuple[int, float]]] = {}  # by kind: tokens and seconds
     self._host_s = deque[float](maxlen=RECENT)
+    self._late_s = deque[float]((0.0,), maxlen=RECENT)
+
+  def woke(self, late_s: float) -> None:
+    """Who slept until the launch woke so much later: on a busy machine, milliseconds."""
+    self._late_s.append(late_s)
 
   def ended(self, record: StepRecord, waited_s: float) -> None:
     """A step has ended.
@@ -53,7 +58,7 @@ class Pacer:
       return 0.0
     # With fewer tokens a step may be shorter; with more it need not be longer, where a rung's padding is computed.
     expected_s = min([seconds * min(1.0, tokens / others) for others, seconds in steps])
-    lead_s = max(self._host_s) + MARGIN_S + MARGIN_SHARE * expected_s
+    lead_s = max(self._host_s) + max(self._late_s) + MARGIN_S + MARGIN_SHARE * expected_s
     return begins_at + expected_s - lead_s if lead_s < expected_s / 2 else 0.0
 
 

@@ -115,7 +115,7 @@ class OfflineRun:
     start = time.monotonic()
     while len(self._endings) < len(requests):
       if realtime:
-        time.sleep(max(0.0, engine.launch_at() - time.monotonic()))
+        engine.await_launch()
       while waiting and (not realtime or start + waiting[-1][0].arrival_s <= time.monotonic()):
         request = waiting.pop()[1]
         sent[request.id] = time.monotonic()

@@ -129,6 +129,14 @@ def test_without_overlap_nothing_waits():
   assert max(rig.waits) == 0.0
 
 
+def test_nothing_waits_where_nobody_could_join():
+  rig = Rig()
+  submit = rig.engine.submit
+  rig.play([(0.0, lambda number=number: submit(make(f"r{number}", 2, 30 + number))) for number in range(4)])
+  waited = [wait > 0 for wait in rig.waits]
+  assert waited.index(True) > 30, "all slots are taken until the first has its 30 tokens"
+
+
 def test_steps_not_much_longer_than_the_hosts_part_are_launched_at_once():
   rig = Rig(lambda batch: 3 * HOST_S)
   rig.play([(0.0, lambda: rig.engine.submit(make("long", max_tokens=50)))])
@@ -165,7 +173,7 @@ def test_steps_that_vary_are_taken_for_the_shortest_of_late():
 def test_fewer_tokens_are_taken_to_need_less_time_and_more_to_need_no_more():
   rig = Rig(lambda batch: STEP_S / 4 * batch.num_tokens)  # as where padding is not computed
   rng = random.Random(2)
-  arrivals = [(rng.uniform(0.0, 1.0), make(f"r{number}", max_tokens=rng.randint(5, 40))) for number in range(30)]
+  arrivals = [(rng.uniform(0.0, 4.0), make(f"r{number}", max_tokens=rng.randint(5, 40))) for number in range(30)]
   rig.play([(when, lambda request=request: rig.engine.submit(request)) for when, request in arrivals])
   busy = [idle for idle, batch in zip(rig.runner.idle, rig.runner.batches, strict=True) if not batch.admissions]
   assert max(busy) == 0.0
@@ -215,21 +223,22 @@ def test_no_guess_loses_or_changes_anything(seed: int):
   assert max(crowd(seed, honours=True).waits) > 0 == max(crowd(seed, honours=False).waits)
 
 
-def test_the_loop_sleeps_until_then(monkeypatch):
+@pytest.mark.parametrize(("late_s", "idle_steps"), [(0.0, 0), (0.003, 1)])
+def test_the_loop_sleeps_until_then_and_less_where_it_wakes_late(monkeypatch, late_s: float, idle_steps: int):
   rig, stop = Rig(engine_class=Engine), threading.Event()
   slept: list[float] = []
 
   def sleep(seconds: float) -> None:
     slept.append(seconds)
-    rig.clock.now += seconds
+    rig.clock.now += seconds + late_s
     if not rig.engine.num_live:
       stop.set()
 
   monkeypatch.setattr(engine_module.time, "sleep", sleep)
-  rig.engine.submit(make("long", max_tokens=50))
   take = rig._take
   monkeypatch.setattr(rig.engine, "_emit", lambda events: (take(events), rig.endings and stop.set()))
+  rig.engine.submit(make("long", max_tokens=50))
   rig.engine.run(stop)
   assert rig.endings == {"long": [FinishReason.LENGTH]}
   assert len(slept) > 40 and max(slept) < STEP_S
-  assert max(rig.runner.idle) == 0.0
+  assert sum(idle > 0 for idle in rig.runner.idle) == idle_steps
