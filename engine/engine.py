@@ -234,6 +234,7 @@ class Engine:
     record = self.recorder.planned(batch, scheduler, now, scheduler.num_preemptions - num_preemptions)
     launched = self._runner.launch(batch)
     launch_time = self._clock()
+    self._pacer.launched(launch_time - now)
     return batch, launched, record._replace(host_s=launch_time - now), launch_time
 
   def _commit(self, in_flight: tuple[Batch, Launched, StepRecord, float]) -> list[TokenEvent]:
@@ -242,7 +243,7 @@ class Engine:
     result = launched.result()
     now = self._clock()
     record = record._replace(device_s=now - max(launch_time, self._last_arrival))
-    self._pacer.ended(record, now - asked)
+    self._pacer.ended(record, asked, now)
     self._last_arrival = now
     verdicts = self._scheduler.judge(batch, result)
     self.recorder.trace_commit(batch, result, now, record, verdicts)
