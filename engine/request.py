@@ -177,6 +177,7 @@ def _tuples(value: Any) -> Any:
 
 NUMERICAL_ERROR = "NUMERICAL_ERROR"  # NaN or Inf where numbers should be
 ENGINE_FAILURE = "ENGINE_FAILURE"  # everybody's request ended, and the engine with them
+GRAMMAR_LIMIT = "GRAMMAR_LIMIT"  # an output constraint that allows no token more, or takes too much work to go on
 
 
 class TokenEvent(NamedTuple):
@@ -193,7 +194,7 @@ class TokenEvent(NamedTuple):
     message: for ERROR and TIMEOUT, what happened, fit for a client.
     num_cached_tokens: prompt tokens served from the cache when first admitted (set on the last event).
     stop_token_id: the token that ended it, for STOP; None where a constrained output was complete without one.
-    error: for ERROR, which kind, where there is a word for it: NUMERICAL_ERROR or ENGINE_FAILURE.
+    error: for ERROR, which kind, where there is a word for it: NUMERICAL_ERROR, ENGINE_FAILURE or GRAMMAR_LIMIT.
   """
 
   request_id: str

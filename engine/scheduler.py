@@ -33,7 +33,7 @@ from engine.constraint import (
 from engine.decodes import Decodes
 from engine.policy import Policy, make_policy
 from engine.prefix_keys import PrefixKeys
-from engine.request import NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent
+from engine.request import GRAMMAR_LIMIT, NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent
 from engine.shapes import ShapeLadder, StepShape
 from engine.waiting import WaitingQueue, by_rank
 
@@ -616,7 +616,8 @@ class Scheduler:
         )
         continue
       if failed and row in failed:
-        events.append(self._finish(request, FinishReason.ERROR, message=failed[row]))
+        error = "" if failed[row] == CONSTRAINT_BROKE else GRAMMAR_LIMIT
+        events.append(self._finish(request, FinishReason.ERROR, message=failed[row], error=error))
         continue
       end = start + count
       if sharing and (inputs or end % block_size == 0) and request.status is running:

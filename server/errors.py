@@ -81,6 +81,12 @@ class EngineFailed(GenerationFailed):
   reason = "ENGINE_FAILURE"
 
 
+class GrammarLimit(GenerationFailed):
+  """The output constraint allows no token more, or takes too much work to go on."""
+
+  reason = "GRAMMAR_LIMIT"
+
+
 class InternalError(GenerationFailed):
   """Our own code failed on this request; the message has the number under which the log says how."""
 

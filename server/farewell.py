@@ -23,14 +23,29 @@ _QUIET_S = 0.05
 _POLL_S = 0.01
 
 
-async def stop(server: grpc.aio.Server, port: int, calls: CallInterceptor, limit_s: float) -> None:
+class Reserve:
+  """Descriptors that `stop` needs, held from the start on: at the end there may be none left to have."""
+
+  def __init__(self) -> None:
+    # What nobody can know, and a copy of each socket that is looked at.
+    self._held = [os.open(os.devnull, os.O_RDONLY) for _ in range(2)]
+
+  def release(self) -> None:
+    """Gives them back, for others to take."""
+    while self._held:
+      os.close(self._held.pop())
+
+
+async def stop(server: grpc.aio.Server, port: int, calls: CallInterceptor, reserve: Reserve, limit_s: float) -> None:
   """Stops a server that takes no new work any more.
 
   Args:
     server: listens on `port`, as nothing else in this process does.
     calls: refuses or answers what still arrives.
+    reserve: of the server's; released.
     limit_s: for calls to end and for clients to close their side, both together.
   """
+  reserve.release()
   _stop_listening(port)
   deadline = asyncio.get_running_loop().time() + limit_s
   with contextlib.suppress(TimeoutError):

@@ -15,6 +15,8 @@ import socket
 import sys
 from typing import Any
 
+import uvloop
+
 from engine.errors import EngineError
 from server import logs, plain, spawn, tracing, watchdog, wire
 from server.counts import Counts
@@ -144,7 +146,7 @@ def main() -> None:
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
   parent, link, http, metrics = map(int, sys.argv[1:])
   if spawn.die_with(parent):
-    asyncio.run(_run(parent, link, http, metrics))
+    asyncio.run(_run(parent, link, http, metrics), loop_factory=uvloop.new_event_loop)
   watchdog.exit_now(_EXIT_CODE)
 
 

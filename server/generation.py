@@ -11,12 +11,13 @@ import math
 import secrets
 
 from engine.errors import DuplicateRequest, EngineError
-from engine.request import ENGINE_FAILURE, NUMERICAL_ERROR, FinishReason, Request, TokenEvent
+from engine.request import ENGINE_FAILURE, GRAMMAR_LIMIT, NUMERICAL_ERROR, FinishReason, Request, TokenEvent
 from server.errors import (
   AbortedByRequest,
   DeadlineExceeded,
   EngineFailed,
   GenerationFailed,
+  GrammarLimit,
   InternalError,
   NumericalError,
 )
@@ -31,7 +32,7 @@ from server.validation import Call
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 # Tokens that may wait to become text, so that nobody has to wait while a whole answer does.
 _MAX_PENDING = 256
-_ERRORS = {NUMERICAL_ERROR: NumericalError, ENGINE_FAILURE: EngineFailed}
+_ERRORS = {NUMERICAL_ERROR: NumericalError, ENGINE_FAILURE: EngineFailed, GRAMMAR_LIMIT: GrammarLimit}
 
 _log = logging.getLogger(__name__)
 

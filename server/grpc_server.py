@@ -3,9 +3,10 @@
 import dataclasses
 import ipaddress
 import socket
+from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from engine.errors import ConfigError
@@ -24,6 +25,15 @@ _HANDSHAKE_TIMEOUT_S = 20.0
 _SPARE_RPCS = 1024
 # Of the loopback, and nobody's.
 _ELSEWHERE = "127.83.67.1"
+
+
+class Health(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]
+  """grpc_health's, with List (gRFC A90), which it answers with an exception."""
+
+  async def List(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    """The status of every service."""
+    statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._server_status.items()}
+    return health_pb2.HealthListResponse(statuses=statuses)  # pyright: ignore[reportAttributeAccessIssue]  (no stub)
 
 
 class ReservedPort:
@@ -177,8 +187,8 @@ def new_server(options: HostOptions, interceptor: CallInterceptor, *, shares_por
     interceptors=(interceptor,),
     options=tuple(arguments.items()),
     # gRPC's own limit says neither why nor when to retry, and would refuse probes of health: it is for what the
-    # interceptor does not see, and leaves room for it.
-    maximum_concurrent_rpcs=options.max_concurrent_rpcs + _SPARE_RPCS,
+    # interceptor does not see, and leaves room for it: clients may watch health on every connection.
+    maximum_concurrent_rpcs=options.max_concurrent_rpcs + options.max_grpc_connections + _SPARE_RPCS,
   )
 
 

@@ -140,6 +140,7 @@ class Host(Lifetime):
     await self._start_metrics()
     await self._start_admin(self._report, self._certificates, self._access_log)
     await self._server.start()
+    self._reserve = farewell.Reserve()
     return self._port
 
   @property
@@ -250,7 +251,7 @@ class Host(Lifetime):
   async def _take_down(self) -> int:
     self._feed.close()
     farewell_s = _HURRIED_FAREWELL_S if self._hurry.is_set() else _FAREWELL_S
-    farewells = [farewell.stop(self._server, self._port, self._calls, farewell_s)]
+    farewells = [farewell.stop(self._server, self._port, self._calls, self._reserve, farewell_s)]
     if self._http is not None:
       farewells.append(self._http.stop(farewell_s))
     await asyncio.gather(*farewells)
@@ -291,5 +292,6 @@ class Host(Lifetime):
 
   async def _set_ready(self, ready: bool) -> None:
     self._service.ready = ready
-    for name in (GENERATION_SERVICE, MODEL_SERVICE):
+    vllm = (VLLM_SERVICE,) if self._options.enable_vllm_api else ()
+    for name in (GENERATION_SERVICE, MODEL_SERVICE, *vllm):
       await self._health.set(name, SERVING if ready else NOT_SERVING)

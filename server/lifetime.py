@@ -7,7 +7,7 @@ import contextlib
 import logging
 
 import grpc
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2
 
 from engine.errors import InvariantBroken
 from server import sd_notify, watchdog
@@ -15,7 +15,7 @@ from server.admin import AdminActions, AdminService
 from server.call_log import CallLog
 from server.engine_thread import EngineThread
 from server.errors import EngineDead
-from server.grpc_server import start_admin
+from server.grpc_server import Health, start_admin
 from server.host_options import HostOptions
 from server.invariants import Invariants
 from server.port import EnginePort, LocalEngine
@@ -45,7 +45,7 @@ class Lifetime(abc.ABC):
     self._admin = admin
     self._may_exit = may_exit
     self._loop = asyncio.get_running_loop()
-    self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+    self._health = Health()
     self._admin_server: grpc.aio.Server | None = None
     self.admin_port = -1
     self._thread: EngineThread | None = None

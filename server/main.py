@@ -19,6 +19,7 @@ from typing import Any
 
 from absl import app
 from absl.flags import adopt_module_key_flags
+import uvloop
 
 from engine.checked import CheckedEngine
 from engine.disaggregated import AnyEngine
@@ -288,7 +289,7 @@ def _main(argv: Sequence[str]) -> int:
   if exposure := flags.exposure():
     _say(f"warning: {exposure}")
   try:
-    return asyncio.run(_serve())
+    return asyncio.run(_serve(), loop_factory=uvloop.new_event_loop)
   except EngineError as error:
     _say(f"error: {' '.join(str(error).split())}")
     return 1

@@ -71,8 +71,8 @@ class Service:
 
     Args:
       stream_stall_timeout_s: the work for a client that takes nothing for this long is stopped.
-      strict_requests: a generation with unknown fields is refused, instead of served without them and with their names
-        in the metadata.
+      strict_requests: a call with unknown fields is refused, instead of served without them and with their names in
+        the metadata.
       memory: above it no new work is let in; None is no limit.
     """
     self._memory = memory
@@ -204,6 +204,7 @@ class Service:
     return response
 
   async def _abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+    self._judge_unknown(request, context)
     return pb.AbortResponse(
       outcomes=[
         pb.AbortResponse.OUTCOME_ABORTED if aborted else pb.AbortResponse.OUTCOME_NOT_FOUND
@@ -235,6 +236,7 @@ class Service:
 
   async def _tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
     backend = self.opened()
+    self._judge_unknown(request, context)
     validation.check_model(request.model, backend.model)
     return pb.TokenizeResponse(token_ids=await self.prompt_token_ids(request, backend.tokenizer))
 
@@ -242,6 +244,7 @@ class Service:
     self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
   ) -> pb.DetokenizeResponse:
     backend = self.opened()
+    self._judge_unknown(request, context)
     validation.check_model(request.model, backend.model)
     tokenizer = validation.need_tokenizer(backend.tokenizer, "Detokenize")
     validation.check_token_ids("token_ids", request.token_ids, backend.config.vocab_size)
@@ -349,16 +352,20 @@ class Service:
       self._memory.check()
     return self.opened()
 
-  async def _start(
-    self, backend: Backend, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
-  ) -> Generation:
-    """Checks and submits. Nothing awaits after the submission, so the caller's `finally` cannot be missed."""
+  def _judge_unknown(self, request: protobuf_message.Message, context: grpc.aio.ServicerContext) -> None:
+    """Refuses fields that this server's proto has not, or names them in the answer's trailing metadata."""
     unknown = validation.unknown_fields(request)
     if self._strict_requests:
       validation.refuse_unknown_fields(unknown)
     elif unknown:
       ignored = ",".join(unknown)[:_MAX_IGNORED_CHARS]
       context.set_trailing_metadata((*context.trailing_metadata(), ("x-sluice-ignored-fields", ignored)))
+
+  async def _start(
+    self, backend: Backend, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+  ) -> Generation:
+    """Checks and submits. Nothing awaits after the submission, so the caller's `finally` cannot be missed."""
+    self._judge_unknown(request, context)
     validation.check_model(request.model, backend.model)
     prompt = await self.prompt_token_ids(request, backend.tokenizer)
     caller = interceptors.current()

@@ -20,6 +20,8 @@ DOMAIN = "sluice.v1"
 # Details travel in trailers, of which clients take 8 KiB; grpc-message escapes a byte as three.
 _MAX_MESSAGE_BYTES = 1024
 _DETAILS_KEY = "grpc-status-details-bin"
+# What a client of a server that goes down is told: by then another one should have taken its place.
+_DOWN_RETRY_S = 5.0
 # Messages about a field begin with its name, as in "top_p=2.0 is not allowed: ...".
 _FIELD = re.compile(r"(?:the )?([a-z_][a-z_0-9.]*(?:\[\d+\](?:\.[a-z_]+)?)*)(?:=| has | is | of | token | entries|:)")
 
@@ -91,16 +93,26 @@ def answer(error: Exception) -> Answer:
         )
       )
     )
-  if isinstance(error, engine_errors.Overloaded | errors.Starting):
-    retry_ms = round(1000 * error.retry_after_s)
+  retry_s = retry_after_s(error)
+  if retry_s is not None:
+    retry_ms = round(1000 * retry_s)
     retry = error_details_pb2.RetryInfo()
     retry.retry_delay.FromMilliseconds(retry_ms)
     details.append(_pack(retry))
-    # A6: a client with a retry policy waits this long, if no header was sent yet.
-    metadata.append(("grpc-retry-pushback-ms", str(retry_ms)))
+    if isinstance(error, engine_errors.Overloaded | errors.Starting):
+      # A6: a client with a retry policy waits this long, if no header was sent yet. Where the server goes down it need
+      # not: another one may take the call at once.
+      metadata.append(("grpc-retry-pushback-ms", str(retry_ms)))
   status = status_pb2.Status(code=code.value[0], message=message, details=details)
   metadata.append((_DETAILS_KEY, status.SerializeToString()))
   return Answer(code, message, info.reason, tuple(metadata))
+
+
+def retry_after_s(error: Exception) -> float | None:
+  """When the same server, or one in its place, may take the request; None where sending it again is of no use."""
+  if isinstance(error, engine_errors.Overloaded | errors.Starting):
+    return error.retry_after_s
+  return _DOWN_RETRY_S if isinstance(error, engine_errors.Unavailable) else None
 
 
 def _pack(message) -> any_pb2.Any:

@@ -40,6 +40,7 @@ ROOMS = (
       "opentelemetry",
       "prometheus_client",
       "tokenizers",
+      "uvloop",
     },
   ),
   ("tools/", None),

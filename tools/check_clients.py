@@ -5,7 +5,8 @@
 openai: the official client, from Sluice's own environment. langchain: ChatOpenAI, streamed, in a schema, with tools.
 lm-eval: local-completions with its remote tokenizer, log likelihoods and generation, on tasks written here.
 inference-perf: Kubernetes' benchmark, completions and chats streamed at a constant rate. They live in an environment of
-their own (tools/clients/requirements.txt). Exit code 1 if one fails; what it said is in the folder that is printed.
+their own (tools/clients/requirements.txt). vllm: `vllm bench serve`, where make peers has made it an environment. Exit
+code 1 if one fails; what it said is in the folder that is printed.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +27,12 @@ from tools.server_process import RunningServer
 
 _DEMO = ROOT / "models" / "demo"
 _PATIENCE_S = 240.0
+# Its own command asks for a package called vllm, which builds for a CPU are not.
+_VLLM = ROOT / ".venv-peers-vllm" / "bin" / "python"
+_VLLM_BENCH = (
+  "from argparse import ArgumentParser; from vllm.benchmarks.serve import add_cli_args, main\n"
+  "parser = ArgumentParser(); add_cli_args(parser); main(parser.parse_args())\n"
+)
 # Nothing is to be asked of a hub, and no run told to anybody.
 _OFFLINE = {
   "HF_HUB_OFFLINE": "1",
@@ -170,11 +177,40 @@ def inference_perf(url: str, model: str, python: str, folder: pathlib.Path) -> s
   return ", ".join(said)
 
 
+def vllm(url: str, model: str, python: str, folder: pathlib.Path) -> str:
+  """Completions, then chats; every request must succeed, with all the tokens that it asked for."""
+  del python
+  said = []
+  for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
+    asked = {
+      "backend": backend,
+      "base-url": url,
+      "endpoint": path,
+      "model": model,
+      "tokenizer": str(_DEMO),
+      "dataset-name": "random",
+      "random-input-len": "20",
+      "random-output-len": "12",
+      "num-prompts": "16",
+      "result-dir": str(folder),
+      "result-filename": f"vllm_{backend}.json",
+    }
+    arguments = [part for name, value in asked.items() for part in (f"--{name}", value)]
+    run([str(_VLLM), "-c", _VLLM_BENCH, *arguments, "--ignore-eos", "--save-result"], folder, f"vllm_{backend}")
+    result = json.loads((folder / f"vllm_{backend}.json").read_text("utf-8"))
+    done, tokens = result["completed"], result["total_output_tokens"]
+    if (done, tokens) != (16, 16 * 12):
+      raise Failed(f"{backend}: {done} of 16 requests succeeded, with {tokens} of {16 * 12} tokens")
+    said.append(f"{done} by {backend}")
+  return ", ".join(said)
+
+
 CLIENTS: dict[str, Callable[[str, str, str, pathlib.Path], str]] = {
   "openai": openai,
   "langchain": langchain,
   "lm-eval": lm_eval,
   "inference-perf": inference_perf,
+  "vllm": vllm,
 }
 
 
@@ -182,13 +218,16 @@ def main(argv: Sequence[str] | None = None) -> int:
   """The command line; returns the exit code."""
   parser = CommandParser("tools.check_clients", __doc__)
   parser.add_argument("--python", default=str(ROOT / ".venv-clients" / "bin" / "python"), help="of the clients")
-  parser.add_argument("--only", default=",".join(CLIENTS), help="which, with commas between")
+  present = [name for name in CLIENTS if name != "vllm" or _VLLM.exists()]
+  parser.add_argument("--only", default=",".join(present), help="which, with commas between")
   args = parser.parse_args(argv)
   chosen = args.only.split(",")
   if unknown := set(chosen) - CLIENTS.keys():
     parser.error(f"--only: {', '.join(sorted(unknown))} is not one of {', '.join(CLIENTS)}")
-  if not pathlib.Path(args.python).exists() and chosen != ["openai"]:
+  if not pathlib.Path(args.python).exists() and set(chosen) - {"openai", "vllm"}:
     parser.error(f"--python={args.python} does not exist; make clients sets it up")
+  if "vllm" in chosen and not _VLLM.exists():
+    parser.error(f"{_VLLM} does not exist; make peers sets it up")
   folder = pathlib.Path(tempfile.mkdtemp(prefix="sluice-clients-"))
   port_file = folder / "http_port"
   flags = [f"--model={_DEMO}", "--http_port=0", f"--http_port_file={port_file}", "--strict_requests=false"]

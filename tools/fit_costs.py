@@ -12,7 +12,8 @@ import statistics
 from typing import Any
 
 from engine.errors import ConfigError
-from tools.step_costs import WARM_AFTER, WORK_COSTS, After, HostCosts, Launch, LaunchPoint, Point, StepCosts, corner
+from tools.step_costs import WARM_AFTER, WORK_COSTS, After, HostCosts, Launch, StepCosts, corner
+from tools.step_points import LaunchPoint, Point
 
 _QUANTILES = 100  # of a rung's spread
 _ENOUGH = 30  # steps of a rung for a median of its own

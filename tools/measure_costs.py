@@ -40,7 +40,8 @@ from tools.arguments import CommandParser, output_file, positive_float, positive
 from tools.bench_offline import add_build_arguments, build_options
 from tools.fit_costs import calibrated, fit, fit_host, with_launch_spread
 from tools.measure import ROOT, commit, machine
-from tools.step_costs import Point, RecordedStep, StepCosts, points_of, read_step_trace, roofline, work_of
+from tools.step_costs import StepCosts, roofline, work_of
+from tools.step_points import Point, RecordedStep, points_of, read_step_trace
 
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _TOKEN = 7

@@ -24,7 +24,7 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.recorder import RequestRecord, StepRecord
 from tools.latency import Outcome
-from tools.step_costs import parse_step_trace
+from tools.step_points import parse_step_trace
 
 FORMAT = "sluice run 1"
 REQUEST_FIELDS = ("id", "prompt_len", "output_len", "intended_s", "sent_s", "error", "chunks")

@@ -42,7 +42,8 @@ from tools.latency import Objectives
 from tools.replica import Arrival
 from tools.simulate import add_engine_arguments, add_request_arguments, arrivals_from, engine_config
 from tools.simulation import Collector, Fleet, Simulation
-from tools.step_costs import StepCosts, read_step_trace, work_of
+from tools.step_costs import StepCosts, work_of
+from tools.step_points import read_step_trace
 
 
 class Running(NamedTuple):

@@ -178,9 +178,11 @@ class _Guard:
 
   def _check(self, scope: Scope, headers: Headers) -> None:
     options = self._options
-    size = sum(len(name) + len(value) for name, value in headers.raw)
-    if size > options.max_header_bytes:
-      raise Refused(431, f"the headers have {size} bytes, the limit is {options.max_header_bytes}: send fewer")
+    size = len(scope["raw_path"]) + len(scope["query_string"])
+    size += sum(len(name) + len(value) for name, value in headers.raw)
+    most = options.max_header_bytes
+    if size > most:
+      raise Refused(431, f"the request line and the headers have {size} bytes, the limit is {most}: send fewer")
     if scope["http_version"] not in ("1.0", "1.1"):
       raise Refused(505, "this is not a version of HTTP that is spoken here; send HTTP/1.1")
     host, path = headers.get("host", ""), scope["path"]

@@ -5,6 +5,7 @@ change nothing here are ignored; what nobody has heard of is ignored and named i
 `x-sluice-ignored-fields`, or refused under --strict_requests.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import json
 import re
@@ -79,11 +80,16 @@ class Asked:
   @property
   def headers(self) -> dict[str, str]:
     """Of the answer."""
-    named = [name for name in self.ignored if _NAME.fullmatch(name)]
-    if not self.ignored:
-      return {}
-    more = len(self.ignored) - len(named[:_MAX_NAMED])
-    return {"x-sluice-ignored-fields": ", ".join([*named[:_MAX_NAMED], *([f"and {more} more"] if more else [])])}
+    return ignored_header(self.ignored)
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+  """Names the fields that an answer was made without; those that could not stand in a header are counted."""
+  if not names:
+    return {}
+  named = [name for name in names if _NAME.fullmatch(name)][:_MAX_NAMED]
+  more = len(names) - len(named)
+  return {"x-sluice-ignored-fields": ", ".join([*named, *([f"and {more} more"] if more else [])])}
 
 
 def read(fields: Fields, tenant: str) -> Asked:
@@ -143,8 +149,14 @@ def finish(fields: Fields, asked: Asked, *, strict: bool) -> None:
     if value is not None and not any(value == same and type(value) is type(same) for same in harmless):
       raise UnsupportedField(f"{name} is not supported: {remedy}")
   asked.ignored += tuple(fields.unknown())
-  if strict and asked.ignored:
-    name = asked.ignored[0]
+  if strict:
+    refuse_unknown(asked.ignored)
+
+
+def refuse_unknown(names: Sequence[str]) -> None:
+  """Raises UnsupportedField if there are any: each is a wish that would not be granted."""
+  if names:
+    name = names[0]
     raise UnsupportedField(
       f"{name} is not a field that this server knows: leave it out, or serve with --nostrict_requests to ignore it"
       if _NAME.fullmatch(name)

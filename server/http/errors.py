@@ -15,10 +15,9 @@ from starlette.exceptions import HTTPException
 
 from engine import errors as engine_errors
 from server import errors
-from server.status import field_of, shorten
+from server.status import field_of, retry_after_s, shorten
 
 _INVALID = "invalid_request_error"
-_DOWN_RETRY_S = 5
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +63,7 @@ _TABLE: tuple[tuple[type[engine_errors.EngineError], tuple[int, str, str | None]
   (errors.SlowConsumer, (408, "timeout", "slow_consumer")),
   (errors.NumericalError, (500, "server_error", "numerical_error")),
   (errors.EngineFailed, (500, "server_error", "engine_failure")),
+  (errors.GrammarLimit, (500, "server_error", "grammar_limit")),
   (errors.InternalError, (500, "server_error", "internal_error")),
   (errors.GenerationFailed, (500, "server_error", "generation_failed")),
 )
@@ -116,14 +116,10 @@ def _message(error: Exception) -> str:
 
 
 def _headers(error: Exception, status: int) -> dict[str, str]:
-  if isinstance(error, engine_errors.Overloaded):
+  retry_s = retry_after_s(error)
+  if retry_s is not None:
     # Retry-After has whole seconds; the openai client prefers the finer one.
-    return {
-      "retry-after": str(max(1, math.ceil(error.retry_after_s))),
-      "retry-after-ms": str(round(1000 * error.retry_after_s)),
-    }
-  if status == 503:
-    return {"retry-after": str(_DOWN_RETRY_S)}
+    return {"retry-after": str(max(1, math.ceil(retry_s))), "retry-after-ms": str(round(1000 * retry_s))}
   if status == 401:
     return {"www-authenticate": "Bearer"}
   return {}

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from engine.errors import InvalidRequest
 from server import validation
+from server.http.asked import ignored_header, refuse_unknown
 from server.http.chats import read_chat
 from server.http.exchange import JSONAnswer, read_object
 from server.http.fields import Fields
@@ -63,10 +64,12 @@ class Texts:
     prompt, wants_names = fields.text("prompt"), bool(fields.flag("return_token_strs"))
     if prompt is not None:
       add_special_tokens = fields.flag("add_special_tokens")
+      headers = self._judge_unknown(fields)
       wanted = pb.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
       token_ids = await self._service.in_pool(lambda: validation.prompt_token_ids(wanted, backend.tokenizer))
     else:
       chat = read_chat(fields)
+      headers = self._judge_unknown(fields)
       tokenizer = validation.need_tokenizer(backend.tokenizer, "messages")
       token_ids = await self._service.in_pool(lambda: chat.token_ids(tokenizer))
     said: dict[str, Any] = {
@@ -77,7 +80,7 @@ class Texts:
     if wants_names:
       names = TokenNames(backend.tokenizer, as_ids=False)
       said["token_strs"] = [names.name(token_id) for token_id in token_ids]
-    return JSONAnswer(said)
+    return JSONAnswer(said, headers=headers)
 
   async def detokenize(self, request: Request) -> Response:
     """POST /detokenize: {"tokens"} -> {"prompt"}."""
@@ -89,8 +92,16 @@ class Texts:
     validation.check_token_ids("tokens", token_ids, backend.config.vocab_size)
     # vLLM keeps special tokens here, so that a prompt comes back as it was.
     skip = bool(fields.flag("skip_special_tokens"))
+    headers = self._judge_unknown(fields)
     text = await self._service.in_pool(lambda: tokenizer.decode(token_ids, skip_special_tokens=skip))
-    return JSONAnswer({"prompt": text})
+    return JSONAnswer({"prompt": text}, headers=headers)
+
+  def _judge_unknown(self, fields: Fields) -> dict[str, str]:
+    """What is left of the fields when all are taken: refused under --strict_requests, else named in a header."""
+    unknown = fields.unknown()
+    if self._options.strict_requests:
+      refuse_unknown(unknown)
+    return ignored_header(unknown)
 
   async def _begin(self, request: Request) -> tuple[Backend, Fields]:
     backend = self._service.opened()

@@ -145,7 +145,7 @@ class CallScanner:
       at = stop
     self._held, self._size = [text[at:]], len(text) - at
     # A candidate is looked at again when it has grown: so all looks together take linear time.
-    self._look_at = self._size + self._size // 4 + _MAX_SPACE if self._in_call else 0
+    self._look_at = min(self._size + self._size // 4 + _MAX_SPACE, MAX_CALL_CHARS) if self._in_call else 0
     return found
 
   def _show(self, found: list[str | ToolCall], text: str) -> None:

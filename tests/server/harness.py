@@ -16,6 +16,7 @@ import grpc
 from grpc_status import rpc_status
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+import uvloop
 
 from engine.batch import Runner
 from engine.checked import CheckedEngine
@@ -227,7 +228,7 @@ def running(
 
   def main() -> None:
     try:
-      asyncio.run(run())
+      asyncio.run(run(), loop_factory=uvloop.new_event_loop)  # as server.main does
     except BaseException as error:
       failure.append(error)
       started.set()

@@ -367,6 +367,24 @@ def test_unknown_fields_are_named(server, method):
   assert "x-sluice-ignored-fields" not in dict(known.trailing_metadata())
 
 
+OTHERS = {
+  "Tokenize": pb.TokenizeRequest(text="the"),
+  "Detokenize": pb.DetokenizeRequest(token_ids=[7]),
+  "Abort": pb.AbortRequest(request_ids=["nobody"]),
+}
+
+
+@pytest.mark.catalogue("E7")
+@pytest.mark.parametrize("method", OTHERS)
+def test_unknown_fields_of_the_other_methods_are_named(server, method):
+  call = server.channel.stream_stream(f"/sluice.v1.GenerationService/{method}")
+  raw = OTHERS[method].SerializeToString()
+  for sent, ignored in ((raw, None), (raw + b"\xa0\x06\x01", f"sluice.v1.{method}Request.100")):
+    answer = call(iter([sent]), timeout=30)
+    assert len(list(answer)) == 1
+    assert dict(answer.trailing_metadata()).get("x-sluice-ignored-fields") == ignored
+
+
 @pytest.mark.catalogue("E7")
 def test_unknown_fields_are_refused_where_that_is_wished(tokenizer):
   with running(tokenizer, host=HostOptions(strict_requests=True)) as served:
@@ -375,6 +393,15 @@ def test_unknown_fields_are_refused_where_that_is_wished(tokenizer):
     assert caught.value.code() is INVALID
     field = detail_of(caught.value, error_details_pb2.BadRequest).field_violations[0].description
     assert field == caught.value.details()
+    for method, request in OTHERS.items():
+      call = served.channel.unary_unary(f"/sluice.v1.GenerationService/{method}")
+      call(request.SerializeToString(), timeout=30)
+      with pytest.raises(grpc.RpcError) as caught:
+        call(request.SerializeToString() + b"\xa0\x06\x01", timeout=30)
+      assert (caught.value.code(), caught.value.details()) == (
+        INVALID,
+        f"sluice.v1.{method}Request.100 is not a field that this server knows: leave it out",
+      )
     generate(
       served, token_ids=IDS, sampling=pb.SamplingParams(logit_bias={7: 1.0}), stopping=pb.StopParams(max_tokens=2)
     )

@@ -105,10 +105,12 @@ def test_leaving_a_stream_stops_the_work(client, served):
   with client.stream("the", request_id="aborted", max_tokens=400, ignore_eos=True) as stream:
     pieces = iter(stream)
     next(pieces)
+    served.runner.go.clear()  # nor does it while it is aborted
     assert client.abort("aborted", "left") == [True, False]
     with pytest.raises(SluiceError) as caught:
       list(pieces)
     assert caught.value.reason == "ABORTED_BY_REQUEST"
+    served.runner.go.set()
 
 
 def test_command_line(served, client):

@@ -281,13 +281,18 @@ def test_without_a_tokenizer_there_are_no_constraints():
 
 @pytest.mark.catalogue("F4")
 def test_one_that_takes_too_much_work_in_the_middle_ends_its_request_alone(served):
+  message = (
+    "the output constraint could not be followed: no token is left, or one takes more work than is allowed; simplify "
+    "the constraint"
+  )
   with pytest.raises(grpc.RpcError) as caught:
     ask(served, grammar="start: /a/ start", sampling={"logit_bias": {7: 1.0}})
-  assert caught.value.code() is grpc.StatusCode.INTERNAL and reason_of(caught.value) == "GENERATION_FAILED"
-  assert "the output constraint could not be followed" in caught.value.details()
+  assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INTERNAL, message)
+  assert reason_of(caught.value) == "GRAMMAR_LIMIT"
   ask(served, regex="[ab]{30}")
 
 
+@pytest.mark.catalogue("F4")
 def test_a_grammar_is_compiled_once_for_each_tenant(tokenizer):
   compiler = constraints.ConstraintCompiler(tokenizer, 400, (END,))
   constraint = pb.OutputConstraint(json_schema=json.dumps(PERSON))
@@ -312,6 +317,7 @@ class Kept:
     return Kept(self.name)
 
 
+@pytest.mark.catalogue("F4")
 def test_who_keeps_most_grammars_gives_way():
   cache: GrammarCache[Kept] = GrammarCache(max_entries=4, max_source_bytes=20)
   cache.keep("small", "s", Kept("s"))
@@ -359,6 +365,7 @@ def test_a_model_without_an_end_of_sequence_ends_when_nothing_can_follow(tokeniz
     assert ending.reason == pb.FINISH_REASON_LENGTH
 
 
+@pytest.mark.catalogue("F4")
 @pytest.mark.parametrize("through", ["allOf", "references"])
 def test_patterns_that_must_hold_together_are_few(served, through):
   """Two dozen of them would hold the compiler, which nothing can stop, for minutes."""
@@ -380,6 +387,7 @@ def test_patterns_that_must_hold_together_are_few(served, through):
     assert ask(served, json_schema=json.dumps(schema), stopping={"max_tokens": 3})[1]
 
 
+@pytest.mark.catalogue("F4")
 def test_texts_are_not_too_long(served):
   """The time of a token grows with the text that it is part of."""
   for text in ("x" * 4097, "\u00e9" * 2049):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import os
 import pathlib
 import resource
 import signal
@@ -130,6 +131,21 @@ def test_no_descriptor_is_left(tmp_path):
     server.rlimit(psutil.RLIMIT_NOFILE, (LIMIT, LIMIT))
     assert_new_clients_are_served(address)
     assert token_ids_of([*messages, *stream]) == expected(600)
+
+
+@pytest.mark.catalogue("A1", "B10")
+def test_a_drain_without_a_free_descriptor(tmp_path):
+  """Streams come to their end, and so does the server, with what it has held for it."""
+  flags = f"--max_grpc_connections={CONNECTIONS}", "--http_port=-1"
+  with serving(tmp_path, *flags) as (process, address), grpc.insecure_channel(address) as channel:
+    stream = pb_grpc.GenerationServiceStub(channel).Generate(asked(400))
+    messages = [next(stream)]
+    taken = {int(name) for name in os.listdir(f"/proc/{process.pid}/fd")}
+    free = min(set(range(LIMIT)) - taken)
+    psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE, (free, LIMIT))
+    process.send_signal(signal.SIGTERM)
+    assert token_ids_of([*messages, *stream]) == expected(400)
+    process.wait(60)
 
 
 @pytest.mark.catalogue("B10")

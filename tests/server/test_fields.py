@@ -376,6 +376,87 @@ def test_stop_strings_on_their_limits_and_overlapping_are_served(server, http):
     assert http.post("/v1/completions", json=body).status_code == 200
 
 
+# E6: what an output must look like. Kind of constraint (over HTTP a schema is called json), its text, what is said.
+FOLLOWED = "is not one that can be followed"
+TOO_MUCH = f"{FOLLOWED}: it allows no output, or one that takes more work than is allowed; simplify it"
+CONSTRAINTS = {
+  "not JSON": (
+    "json_schema",
+    "{'a': 1}",
+    "is not JSON: Expecting property name enclosed in double quotes at line 1, column 2; send the text of a JSON "
+    "schema",
+  ),
+  "1 MB": ("json_schema", " " * (1 << 20), "has 1048576 bytes, allowed are 1 to 32768: send a shorter one"),
+  "no such type": (
+    "json_schema",
+    '{"type": "objekt"}',
+    f"{FOLLOWED}: Invalid type: objekt; correct or simplify it",
+  ),
+  "a keyword that is not built": (
+    "json_schema",
+    '{"uniqueItems": true}',
+    f'{FOLLOWED}: Unimplemented keys: ["uniqueItems"]; correct or simplify it',
+  ),
+  "a reference to itself": ("json_schema", '{"$ref": "#"}', TOO_MUCH),
+  "references in a circle": (
+    "json_schema",
+    '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
+    TOO_MUCH,
+  ),
+  "65 levels": (
+    "json_schema",
+    '{"items":' * 64 + "{}" + "}" * 64,
+    "is nested too deeply: it has more than 64 levels; send a flatter schema",
+  ),
+  "lookaround": (
+    "regex",
+    "(?=a)b",
+    f"{FOLLOWED}: look-around, including look-ahead and look-behind, is not supported; correct or simplify it",
+  ),
+  "back reference": ("regex", r"(a)\1", f"{FOLLOWED}: backreferences are not supported; correct or simplify it"),
+  "open group": ("regex", "(", f"{FOLLOWED}: unclosed group; correct or simplify it"),
+  "long expression": ("regex", "a" * 8193, "has 8193 bytes, allowed are 1 to 8192: send a shorter one"),
+  "deep expression": (
+    "regex",
+    "(" * 4000 + ")" * 4000,
+    f"{FOLLOWED}: exceed the maximum number of nested parentheses/brackets (250); correct or simplify it",
+  ),
+  "unknown rule": ("grammar", 'start: "a" b', f'{FOLLOWED}: at 1(8): unknown name: "b"; correct or simplify it'),
+  "a rule that is itself": ("grammar", "start: start", TOO_MUCH),
+}
+
+
+@pytest.mark.catalogue("E6")
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_constraints_that_cannot_be_followed(server, http, name):
+  kind, text, said = CONSTRAINTS[name]
+  wanted = pb.OutputConstraint(**{kind: text})
+  message, field = f"constraint.{kind} {said}", f"constraint.{kind}"
+  refused_by_grpc(server, message, field, token_ids=pb.TokenIds(ids=IDS), constraint=wanted)
+  body = {"prompt": IDS, "structured_outputs": {"json" if kind == "json_schema" else kind: text}}
+  refused_by_http(server, http, message.removeprefix("constraint."), field.removeprefix("constraint."), body)
+
+
+@pytest.mark.catalogue("E6")
+@pytest.mark.parametrize(
+  "kind, text",
+  [
+    ("regex", "a{1,1000000000}"),
+    ("regex", "((a{1,1000}){1,1000}){1,1000}"),
+    ("regex", "(a+)+b"),
+    ("regex", "(.*a.{4000}b)+"),
+    ("json_schema", '{"type": "array", "items": {"$ref": "#"}}'),
+  ],
+)
+def test_constraints_that_would_be_bombs_elsewhere_are_served(server, http, kind, text):
+  """States are made as they are needed, so these cost what others do."""
+  wanted = pb.OutputConstraint(**{kind: text})
+  few = pb.StopParams(max_tokens=3)
+  assert endings_of(generate(server, token_ids=pb.TokenIds(ids=IDS), constraint=wanted, stopping=few))[-1].last
+  body = {"prompt": IDS, "max_tokens": 3, "structured_outputs": {"json" if kind == "json_schema" else kind: text}}
+  assert http.post("/v1/completions", json=body).status_code == 200
+
+
 # E7: names.
 
 

@@ -5,6 +5,8 @@ import json
 import random
 from typing import Any
 
+import pytest
+
 from engine.constraint import ConstraintFailed
 from engine.errors import InvalidRequest
 from server.constraints import ConstraintCompiler
@@ -165,6 +167,7 @@ def _choices() -> Iterator[list[str]]:
   yield [chr(0x1F600 + i % 50) * 7 for i in range(1000)]
 
 
+@pytest.mark.catalogue("E6", "F4")
 def test_each_is_followed_or_refused(tokenizer):
   """None takes the process with it or goes on for ever, and what goes wrong is one of two errors."""
   compiler = ConstraintCompiler(tokenizer, 400, (2,))

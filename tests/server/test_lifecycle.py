@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 import random
 import socket
+import struct
 import threading
 
 from google.rpc import error_details_pb2
@@ -17,6 +18,7 @@ from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tests.fakes import oracle
+from tests.server import http2
 from tests.server.harness import Served, detail_of, endings_of, generate, reason_of, running, tiny_config, token_ids_of
 
 IDS = pb.TokenIds(ids=[7, 8, 9])
@@ -230,6 +232,8 @@ def test_drain_lets_running_streams_finish_and_nobody_else_in(tokenizer):
       while True:
         generate(served, token_ids=IDS, stopping=pb.StopParams(max_tokens=2))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason_of(caught.value) == "DRAINING"
+    assert detail_of(caught.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 5000
+    assert "grpc-retry-pushback-ms" not in dict(caught.value.trailing_metadata()), "another server may take it at once"
     for first, call in zip(firsts, calls, strict=True):
       messages = [first, *call]
       assert len(token_ids_of(messages)) == 400 and endings_of(messages)[-1].last
@@ -405,6 +409,35 @@ def test_clients_of_all_kinds_at_once(tokenizer):
     assert {"exact", "cancel", "deadline", "mistake"} <= set(outcomes)
     served.wait_until(lambda: served.engine.num_live == 0 and len(served.generations) == 0)
     assert not served.generations._outputs and not served.port._held
+
+
+def test_health_lists_all_services(tokenizer):
+  with running(tokenizer, host=HostOptions(enable_vllm_api=True)) as served:
+    listed = health_pb2_grpc.HealthStub(served.channel).List(health_pb2.HealthListRequest(), timeout=10).statuses
+    names = ("", "sluice.v1.GenerationService", "sluice.v1.ModelService", "vllm.grpc.engine.VllmEngine")
+    assert {name: status.status for name, status in listed.items()} == dict.fromkeys(names, SERVING)
+    assert [health(served, name) for name in names] == [SERVING] * 4
+
+
+@pytest.mark.catalogue("A1", "B5")
+def test_one_who_watches_health_and_never_reads_holds_up_no_drain(tokenizer):
+  watch = health_pb2.HealthCheckRequest(service="sluice.v1.GenerationService")
+  with running(tokenizer) as served, http2.Connection(served.address) as deaf:
+    body = watch.SerializeToString()
+    deaf.send(
+      http2.PREFACE,
+      http2.frame(http2.SETTINGS, payload=struct.pack(">HI", 4, 0)),  # no byte may be sent to it
+      http2.frame(http2.SETTINGS, http2.ACK),
+      http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers("/grpc.health.v1.Health/Watch")),
+      http2.frame(http2.DATA, http2.END_STREAM, 1, struct.pack(">BI", 0, len(body)) + body),
+    )
+    deaf.wait_for(http2.HEADERS)  # behind which the status waits
+    beside = health_pb2_grpc.HealthStub(served.channel).Watch(watch, timeout=60)
+    assert next(beside).status == SERVING
+    served.stop()
+    assert next(beside).status == NOT_SERVING
+    served.thread.join(60)
+    assert served.exit_code == [0]
 
 
 def test_reflection_speaks_both_versions(served):

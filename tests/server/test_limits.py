@@ -1,5 +1,6 @@
 """Limits of the wire: sizes, streams, pings, ages of connections, floods and junk. Nobody else may be harmed."""
 
+import contextlib
 import os
 import random
 import re
@@ -7,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 
 from google.rpc import error_details_pb2
 import grpc
@@ -17,8 +19,10 @@ from server import interceptors
 from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
+from server.spawn import peak_rss_bytes
 from tests.server import http2
 from tests.server.harness import detail_of, endings_of, generate, reason_of, running, tiny_config, token_ids_of
+from tests.server.test_descriptors import CONNECTIONS, assert_new_clients_are_served, crowd, serving
 
 IDS = pb.TokenIds(ids=[7, 8, 9])
 FOREVER = pb.StopParams(max_tokens=400, ignore_eos=True)
@@ -53,6 +57,39 @@ def test_a_message_that_is_large_only_unpacked(served):
     assert caught.value.code() is EXHAUSTED
     stub.GenerateUnary(pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=1)))
   assert_serves(served)
+
+
+def bomb(num_mib: int) -> bytes:
+  """A message of so many MiB of zeros as gRPC frames it, packed a thousand times smaller: the same piece of deflate's
+  format again and again, so that making it takes no time.
+  """
+  packer = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+  piece = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
+  packed = b"\x1f\x8b\x08" + bytes(6) + b"\xff" + num_mib * piece + packer.flush() + bytes(8)
+  return b"\1" + struct.pack(">I", len(packed)) + packed
+
+
+@pytest.mark.catalogue("H1")
+def test_what_is_large_only_unpacked_takes_no_memory(tmp_path):
+  """Twenty times 60 MiB at once, in 62 KiB each: unpacking ends at the limit of a message."""
+  flags = f"--max_grpc_connections={CONNECTIONS}", "--http_port=-1"
+  opening = http2.headers("/sluice.v1.GenerationService/GenerateUnary", **{"grpc-encoding": "gzip"})
+  body = bomb(60)
+  assert len(body) < 65_536, "what a connection takes before it has to be asked"
+  with serving(tmp_path, *flags) as (process, address), contextlib.ExitStack() as stack:
+    assert_new_clients_are_served(address)
+    before = peak_rss_bytes(process.pid)
+    connections = crowd(address, stack, 20)
+    for connection in connections:
+      connection.send(http2.frame(http2.HEADERS, http2.END_HEADERS, 1, opening))
+      for at in range(0, len(body), 16_384):
+        part = body[at : at + 16_384]
+        connection.send(http2.frame(http2.DATA, http2.END_STREAM * (at + 16_384 >= len(body)), 1, part))
+    for connection in connections:
+      answer = connection.wait_for(http2.HEADERS)
+      assert re.findall(rb"grpc-status.(\d+)", answer) == [TOO_LARGE] and b"larger than max" in answer
+    assert_new_clients_are_served(address)
+    assert peak_rss_bytes(process.pid) - before < 64 << 20
 
 
 @pytest.mark.catalogue("C13")

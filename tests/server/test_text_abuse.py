@@ -172,7 +172,7 @@ def test_pathological_text_is_tokenized_there_and_back(tokenizers_of_all_kinds, 
       assert decoded == text or kind == "sentencepiece" and decoded.strip(" ") == text.strip(" "), (name, size)
 
 
-@pytest.mark.catalogue("F1")
+@pytest.mark.catalogue("D8", "F1")
 def test_text_is_made_tokens_away_from_the_loop(server, http, monkeypatch):
   """While both threads for text stand, the loop goes on: others stream, probes are answered, and nothing is lost."""
   go, inside, on = threading.Event(), threading.Semaphore(0), set()

@@ -13,20 +13,8 @@ from tools.fit_costs import calibrated, fit, fit_host, least_squares, with_launc
 from tools.latency import Objectives
 from tools.replica import made_up
 from tools.simulation import Collector, Fleet, Simulation
-from tools.step_costs import (
-  After,
-  HostCosts,
-  Launch,
-  LaunchPoint,
-  Point,
-  StepCosts,
-  Warmth,
-  Work,
-  points_of,
-  read_step_trace,
-  roofline,
-  work_of,
-)
+from tools.step_costs import After, HostCosts, Launch, StepCosts, Warmth, Work, roofline, work_of
+from tools.step_points import LaunchPoint, Point, points_of, read_step_trace
 
 TABLE = StepCosts(
   ((8, 1e-3), (64, 5e-3)),

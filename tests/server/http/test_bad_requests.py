@@ -249,12 +249,45 @@ def test_unknown_fields_are_named_in_a_header(http):
   assert "x-sluice-ignored-fields" not in http.post("/v1/completions", json={"prompt": IDS, "max_tokens": 1}).headers
 
 
+# Path: a body that it takes.
+ALL_POSTS = {
+  "/v1/completions": {"prompt": IDS, "max_tokens": 1},
+  "/v1/chat/completions": {"messages": CHAT, "max_tokens": 1},
+  "/tokenize": {"prompt": "a"},
+  "/detokenize": {"tokens": IDS},
+}
+
+
+@pytest.mark.catalogue("E3", "E7")
+def test_what_the_tokenizer_does_not_take_is_named_in_a_header(http):
+  for path, body, ignored in (
+    ("/tokenize", {"prompt": "a", "messages": CHAT}, "messages"),
+    ("/tokenize", {"prompt": "a", "add_specials": False}, "add_specials"),
+    ("/tokenize", {"messages": CHAT, "add_generation_promt": False}, "add_generation_promt"),
+    ("/detokenize", {"tokens": IDS, "skip": True, "a b": 1}, "skip, and 1 more"),
+  ):
+    answer = http.post(path, json=body)
+    assert (answer.status_code, answer.headers["x-sluice-ignored-fields"]) == (200, ignored)
+  for path, body in ALL_POSTS.items():
+    assert "x-sluice-ignored-fields" not in http.post(path, json=body).headers
+
+
 @pytest.mark.catalogue("E7")
 def test_unknown_fields_are_refused_on_demand(tokenizer):
+  message = "is not a field that this server knows: leave it out, or serve with --nostrict_requests to ignore it"
   with running(tokenizer, host=HostOptions(http_port=0, strict_requests=True)) as server:
-    answer = httpx.post(f"{url_of(server)}/v1/completions", json={"prompt": IDS, "tempreature": 1})
-  assert answer.status_code == 400
-  assert answer.json()["error"]["param"] == "tempreature"
+    for path, body in ALL_POSTS.items():
+      assert httpx.post(f"{url_of(server)}{path}", json=body).status_code == 200
+      answer = httpx.post(f"{url_of(server)}{path}", json=body | {"tempreature": 1})
+      assert (answer.status_code, answer.json()["error"]) == (
+        400,
+        {
+          "message": f"tempreature {message}",
+          "type": "invalid_request_error",
+          "param": "tempreature",
+          "code": "unsupported_parameter",
+        },
+      )
 
 
 @pytest.mark.catalogue("H9")
@@ -305,6 +338,8 @@ RAW = {
     b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
     501,
   ),
+  "long path": (b"GET /v1/" + b"a" * 17_000 + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", 431),
+  "long query": (b"GET /health?" + b"a" * 17_000 + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", 431),
   "endless header": (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * (1 << 20), 431),
   "many headers": (
     b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + b"x: y\r\n" * 10_000 + b"\r\n",

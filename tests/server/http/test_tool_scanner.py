@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
+from server.http import tool_calls
 from server.http.tool_calls import (
   FORMATS,
   MAX_CALL_CHARS,
@@ -135,6 +136,50 @@ def test_a_long_call_is_text():
     assert scan(HERMES, text + hermes(LOOK)) == [text, LOOK]
   parts = [hermes(long)[at : at + 1000] for at in range(0, len(hermes(long)), 1000)]
   assert scan(HERMES, *parts, hermes(LOOK)) == [hermes(long), LOOK]
+
+
+MEGABYTE = 1 << 20
+HOSTILE = {
+  "markers": "<tool_call>",
+  "markers and names": '<tool_call>{"name": "look", ',
+  "endings in a string": '<tool_call>{"name": "look", "arguments": {"at": "' + "</tool_call>" * 99,
+  "endings": "</tool_call>",
+  "half markers": "<tool_cal",
+  "brackets": "<tool_call>" + "[" * 5000,
+  "numbers": "<tool_call>" + "1" * 5000,
+  "blanks": "<tool_call> \n",
+  "empty calls": "<tool_call>{}</tool_call>",
+}
+
+
+@pytest.mark.catalogue("F6")
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL], ids=["hermes", "llama3", "mistral"])
+def test_a_megabyte_of_hostile_output_takes_work_by_its_length(monkeypatch, form, name):
+  """In characters that are looked at, for time says nothing on a busy machine; and little is held back."""
+  looked_at = 0
+  scan, decode = CallScanner._scan, tool_calls._decode
+
+  def counted_scan(self, *, ended):
+    nonlocal looked_at
+    looked_at += self._size
+    return scan(self, ended=ended)
+
+  def counted_decode(text, at=0):
+    nonlocal looked_at
+    looked_at += len(text) - at
+    return decode(text, at)
+
+  monkeypatch.setattr(CallScanner, "_scan", counted_scan)
+  monkeypatch.setattr(tool_calls, "_decode", counted_decode)
+  piece = HOSTILE[name].replace("<tool_call>", form.marker).replace("</tool_call>", form.ending or "}")
+  text = (piece * (MEGABYTE // len(piece) + 1))[:MEGABYTE]
+  scanner, pieces = CallScanner(form, NAMES), []
+  for at in range(0, MEGABYTE, 64):
+    pieces += scanner.push(text[at : at + 64])
+    assert scanner._size <= MAX_CALL_CHARS + 64
+  assert merged([*pieces, *scanner.flush()]) == [text]
+  assert looked_at < 20 * MEGABYTE
 
 
 def test_only_so_many():
