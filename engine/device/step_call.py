@@ -64,7 +64,7 @@ class StepCall:
     values = room[start : start + self._size * 4].view(np.int32)
     if not self._by_alias:
       return PackedArray(values, values)
-    argument = jax.device_put(jax.dlpack.from_dlpack(values, copy=False), self._sharding)
+    argument = jax.device_put(values, self._sharding, may_alias=True)
     assert argument.unsafe_buffer_pointer() == values.ctypes.data, "JAX copied memory that it was to share"
     return PackedArray(values, argument)
 
