@@ -27,9 +27,12 @@ demo: $(READY)
 server: $(READY)
 	@$(PY) -m server.main $(ARGS)
 
-## make test      every check that a change must pass
-test: check
-	@env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+## make test      every check that a change must pass; types are checked beside the tests, and reported after them
+test: $(READY)
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; $(PY) -m pyright >"$$said" 2>&1 & pyright=$$!; \
+	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS); \
+	tests=$$?; wait $$pyright; types=$$?; echo "pyright:"; cat "$$said"; $(PY) -m tools.check_protos && exit $$((tests | types))
 
 ## make test-long the soak tests: minutes each
 test-long: $(READY)

@@ -1,5 +1,6 @@
 """Settings for every test: silent promotion of types and ranks becomes an error."""
 
+from collections.abc import Iterator
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -19,6 +20,14 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> None:
   """Tests build the same engines again and again: what takes long to compile is compiled once a process."""
   jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@pytest.fixture
+def quick_compilation() -> Iterator[None]:
+  """For programs that run once, and whose bits nobody compares: nearly all the time goes into compiling them."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
 
 
 def pytest_configure(config):

@@ -82,7 +82,8 @@ def measure(scheduler: Scheduler, runner, num_seqs: int, steps: int) -> dict[str
     return call
 
   if runner:
-    runner.steps = {shape: timed(executable) for shape, executable in runner.steps.items()}
+    for step in runner.calls.values():
+      step.execute = timed(step.execute)
   fill(scheduler, num_seqs, steps + 64)
   num_timed = 0
   while num_timed < steps:

@@ -136,5 +136,21 @@ def to_bytes(compiled: stages.Compiled) -> bytes:
     raise NotRestored(" ".join(str(error).split())[:200]) from error
 
 
+def flat_call(compiled: stages.Compiled) -> Callable[[list[jax.Array]], list[jax.Array]]:
+  """The executable from the leaves of its arguments to those of its results, without looking at what it is given.
+
+  Every leaf must be an array on the sharding that the Program says; one that was donated before is refused by XLA.
+  """
+  assert not compiled._params.const_args, "constants as arguments would have to go first"
+  executable: Any = compiled._executable
+  replicated: Any = executable.unsafe_call
+  execute, handlers = replicated.xla_executable.execute_sharded, replicated.out_handler.handlers
+
+  def call(arrays: list[jax.Array]) -> list[jax.Array]:
+    return execute(arrays).consume_with_handlers(handlers)
+
+  return call
+
+
 def _bytes_on_a_device(leaf: Any) -> int:
   return int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize

@@ -232,7 +232,7 @@ class LogitRows:
 class _Decodes:
   """The latest packed step, of nothing but decodes; the next one is made from it while its rows are the same.
 
-  The device may still read the array: the next step gets one of its own, a sum, and then what begins a new block.
+  The device may still read the array, so the next step's is written elsewhere: a sum, and then what begins a new block.
   """
 
   def __init__(self, batch: Batch, layout: StepLayout, packed: np.ndarray, rows: LogitRows):
@@ -251,8 +251,8 @@ class _Decodes:
     """What batches of the same decodes have in common; equal at once where they have the very same columns."""
     return batch.slots, batch.counts, batch.num_logits, batch.samples, batch.token_ids
 
-  def next(self, batch: Batch, layout: StepLayout, block_size: int) -> np.ndarray | None:
-    """The array of `batch` in memory of its own, or None if it is not the same rows, one position on."""
+  def next(self, batch: Batch, layout: StepLayout, block_size: int, packed: np.ndarray) -> bool:
+    """Fills `packed`, the array of `batch`; False, and nothing is written, if it is not the same rows a position on."""
     starts, slots = batch.starts, batch.slots
     rows, total = len(starts), sum(starts)
     if (
@@ -261,7 +261,7 @@ class _Decodes:
       or self._key_of(batch) != self._key
       or total != self._total + rows  # a measurement may launch one batch again and again
     ):
-      return None
+      return False
     if self._advance is None:
       self._advance = advance = np.zeros(layout.size, np.int32)
       for name in ("positions", "slot_mapping", "kv_lens"):
@@ -271,7 +271,7 @@ class _Decodes:
       self._begins = [[] for _ in range(block_size)]
       for row, start in enumerate(starts):
         self._begins[(1 - start) % block_size].append(row)
-    packed = self._packed + self._advance
+    np.add(self._packed, self._advance, out=packed)
     self._packed, self._total = packed, total
     self._num_repeated += 1
     # The few values that are no sum, one by one: right after a step of the device, each kind of numpy call costs 20 us.
@@ -287,7 +287,7 @@ class _Decodes:
       _field(layout, packed, "plan")[:] = layout.plan.make(
         _field(layout, packed, "query_starts"), _field(layout, packed, "kv_lens")
       )
-    return packed
+    return True
 
 
 class Packer:
@@ -345,19 +345,22 @@ class Packer:
     if params.prompt_logprobs is not None:
       self._known[slot] = admission.token_ids
 
-  def pack(self, batch: Batch, layout: StepLayout) -> tuple[np.ndarray, LogitRows]:
-    """The step's array, int32[layout.size], in memory of its own (the device may read it after this returns).
+  def pack(self, batch: Batch, layout: StepLayout, out: np.ndarray | None = None) -> tuple[np.ndarray, LogitRows]:
+    """The step's array, int32[layout.size].
 
     Admissions of the batch must have been given to `admit` before.
+
+    Args:
+      out: where to write it, whatever is there; the array of a step that is done will do, even the latest one's. By
+        default memory of its own. Until the next call nobody else may write to it.
     """
     for slot, index, block in batch.new_blocks:
       self._block_tables[slot, index] = block
+    packed = np.empty(layout.size, np.int32) if out is None else out
     decodes = self._decodes
-    if decodes is not None:
-      packed = decodes.next(batch, layout, self._block_size)
-      if packed is not None:
-        return packed, decodes.rows
-    packed = np.zeros(layout.size, np.int32)
+    if decodes is not None and decodes.next(batch, layout, self._block_size, packed):
+      return packed, decodes.rows
+    packed.fill(0)
     rows = self._pack(batch, layout, packed)
     repeats = rows.plain and not any(batch.token_ids)
     self._decodes = _Decodes(batch, layout, packed, rows) if repeats else None
@@ -458,7 +461,7 @@ class Packer:
           if numbers:
             wants[index] = int(logit_ends[index]) - len(numbers), numbers
     plain = not suppresses and total == rows and bool(final.all())
-    return LogitRows(last, wants, live[Column.TARGET], plain)
+    return LogitRows(last, wants, live[Column.TARGET].copy(), plain)
 
   def _want_logprobs(
     self, row: int, batch: Batch, params: SamplingParams, live: np.ndarray, last: int

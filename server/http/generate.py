@@ -190,8 +190,11 @@ class Endpoints:
     try:
       return await self._answer(request, backend, asked, prompts, choices, [None], "chatcmpl", "chat.completion")
     except InvalidRequest as error:
-      if chat.forced and str(error).startswith(_SCHEMA):  # which the caller has not sent
-        raise InvalidRequest(f"tools{str(error).removeprefix(_SCHEMA)}") from None
+      said = str(error)
+      if chat.forced and said.startswith(_SCHEMA):  # which the caller has not sent
+        raise InvalidRequest(f"tools{said.removeprefix(_SCHEMA)}") from None
+      if newer is not None and said.startswith("max_tokens="):  # nor this
+        raise InvalidRequest(f"max_completion_tokens{said.removeprefix('max_tokens')}") from None
       raise
 
   async def _calls(self, chat: Chat, tokenizer: Tokenizer, asked: Asked) -> Calls | None:

@@ -1,6 +1,8 @@
 """The device behind the real Scheduler and Engine: any schedule gives the tokens of a plain forward pass."""
 
 import random
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.batch import Batch
+from engine.device.step_call import StepCall
 from engine.engine import Engine, PlainEngine
 from engine.errors import ShapeNotOnLadder
 from engine.request import FinishReason, Request
@@ -304,3 +307,38 @@ def test_submitting_from_another_step_keeps_slots_apart(runner, prompts, referen
     engine.step()
   assert engine.dead is None
   assert {name: found[name] for name in expected} == expected
+
+
+def test_packed_arrays_are_the_devices_own_and_used_again(runner, prompts):
+  """A step that waits for another is not written over; what comes back is taken next, and what never does is missed."""
+  shape, call = next(iter(runner.calls.items()))
+  runner.seal()
+  serve(runner, [(prompt, GREEDY) for prompt in prompts])
+  held = [call.take() for _ in range(4)]
+  assert len({packed.values.ctypes.data for packed in held}) == 4
+  for packed in held:
+    assert packed.values.size == runner._spec.layout(shape).size
+    assert packed.argument.unsafe_buffer_pointer() == packed.values.ctypes.data
+    packed.values[:] = 7
+    assert (np.asarray(packed.argument) == 7).all()
+  call.give_back(held[1])
+  assert call.take() is held[1]
+  padding = Batch(-1, shape, (), (), (), (), (), (), (), ())
+  steps = [runner.launch(padding) for _ in range(3)]  # none of which is read before the last is launched
+  for step in steps:
+    step.result()
+    step.result()  # asked twice, it gives its array back once
+  assert len({packed.values.ctypes.data for packed in [call.take() for _ in range(4)]}) == 4
+  assert runner.compiles_after_ready == 0
+
+
+def test_packed_arrays_of_several_devices_are_each_new():
+  """When the output of one device is there, another may still read what it was given."""
+  sharding: Any = types.SimpleNamespace(device_set={"one", "another"})
+  compiled: Any = object()
+  call = StepCall(compiled, 8, sharding)
+  first = call.take()
+  call.give_back(first)
+  assert first.argument is first.values
+  assert not np.shares_memory(call.take().values, first.values)
+  assert call.execute is compiled

@@ -19,7 +19,7 @@ from tests.device.serving import serve
 from tests.device.tiny_model import make_runner
 
 def tokens(devices):
-  runner = make_runner(devices=devices, token_budgets=(16,))
+  runner = make_runner(devices=devices, token_budgets=(16,), attention="reference")
   runner.warm_up(lambda *_: None)
   runner.seal()
   choices = [{"temperature": 0.0}, {"top_p": 0.9, "top_k": 30}, {"presence_penalty": 1.0, "logit_bias": ((5, 2.0),)},

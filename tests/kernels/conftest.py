@@ -5,7 +5,6 @@ import pathlib
 import threading
 import types
 
-import jax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 import pytest
 
@@ -30,14 +29,6 @@ def quick_cpp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
   header.write_bytes(NATIVE_H.read_bytes())
   native.compile_library(NATIVE_H, header.with_name("native.h.gch"), (*flags, "-x", "c++-header"))
   return *flags, "-include", str(header)
-
-
-@pytest.fixture
-def quick_compilation() -> Iterator[None]:
-  """Nearly all the time goes into compiling the interpreters' programs, which run once."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -16,7 +16,10 @@ from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from tests.kernels import conformance
 
-pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's attention serves here")
+pytestmark = [
+  pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's attention serves here"),
+  pytest.mark.usefixtures("quick_compilation"),  # of what is around the kernel
+]
 
 
 @pytest.fixture(autouse=True, scope="module")

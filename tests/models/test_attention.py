@@ -12,6 +12,8 @@ from models.layers import rope
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 _LENGTH, _PAGE, _HEADS, _KV_HEADS, _HEAD_DIM = 40, 8, 6, 2, 16
 
 

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 import dataclasses
 import json
+import pathlib
 import re
+import resource
 from typing import Any
 
 import grpc
@@ -363,6 +365,21 @@ def test_a_model_without_an_end_of_sequence_ends_when_nothing_can_follow(tokeniz
     assert is_person(json.loads(text)) and ending.reason == pb.FINISH_REASON_STOP
     ((text,), (ending,)) = ask(server, regex="[ab]*", stopping={"max_tokens": 20})
     assert ending.reason == pb.FINISH_REASON_LENGTH
+
+
+@pytest.mark.long
+@pytest.mark.catalogue("F4")
+def test_ten_thousand_schemas_take_no_memory(tokenizer):
+  def resident_bytes() -> int:
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+  compiler = constraints.ConstraintCompiler(tokenizer, 400, (END,))
+  before = resident_bytes()
+  for number in range(10_000):
+    schema = {"type": "object", "properties": {f"p{number}_{i}": {"type": "string"} for i in range(8)}}
+    compiler.compile(pb.OutputConstraint(json_schema=json.dumps(schema)), f"tenant {number % 3}")
+  assert compiler.num_compiled == 10_000
+  assert resident_bytes() - before < 64 << 20
 
 
 @pytest.mark.catalogue("F4")

@@ -13,7 +13,9 @@ TOKEN_BUDGETS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 def main() -> None:
   """See face."""
-  args = face.parser(__doc__).parse_args()
+  parser = face.parser(__doc__)
+  parser.add_argument("--overlap", choices=("true", "false"), default="true", help="as the server's flag")
+  args = parser.parse_args()
 
   def begin() -> face.Peer:
     options = BuildOptions(
@@ -22,6 +24,7 @@ def main() -> None:
       token_budgets=TOKEN_BUDGETS,
       kv_cache_mb=1024,
       max_model_len=args.max_len,
+      overlap=args.overlap == "true",
       enable_prefix_caching=False,  # every round serves the same prompts
       compile_cache_dir=f"{args.work}/programs",
       **UNBOUNDED,
@@ -37,7 +40,8 @@ def main() -> None:
         times = {name: getattr(outcome, name) for name in ("intended_s", "sent_s", "chunks", "tokens")}
         log.take(outcome.id, **times)
 
-    about = {"token_budgets": list(TOKEN_BUDGETS), "prefill_chunk": engine.built.config.prefill_chunk}
+    config = engine.built.config
+    about = {"token_budgets": list(TOKEN_BUDGETS), "prefill_chunk": config.prefill_chunk, "overlap": config.overlap}
     return face.Peer(about | {"threads": "every core", "weights": "f32", "kv": "f32"}, run)
 
   face.serve(begin)

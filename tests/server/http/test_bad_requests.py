@@ -58,7 +58,11 @@ BAD_BODIES = {
   "n huge": (completion(n=2**40), "n", "n=1099511627776 is not allowed"),
   "n of many digits": (completion(n=10**200), "n", "more than 30 digits"),
   "max_tokens 0": (completion(max_tokens=0), "max_tokens", "from 1"),
-  "max_tokens 0 in chat": (chat(max_completion_tokens=0), "max_tokens", "from 1"),
+  "max_tokens 0 in chat": (
+    chat(max_completion_tokens=0),
+    "max_completion_tokens",
+    "max_completion_tokens=0 is not allowed: send",
+  ),
   "max_tokens huge": (completion(max_tokens=2**31 - 1), "prompt", "the model takes 512"),
   "max_tokens list": (completion(max_tokens=[1]), "max_tokens", "is a list"),
   "min_tokens": (completion(max_tokens=4, min_tokens=5), "min_tokens", "from 0 to 4"),
