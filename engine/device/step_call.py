@@ -35,7 +35,9 @@ class PackedArray(NamedTuple):
 
 
 class StepCall:
-  """A rung's executable and the packed arrays it takes, which are used again and again.
+  """A rung's executable and the packed arrays it takes, which are used again where they are aliases.
+
+  Elsewhere each is new: what one device of several has given says nothing of whether the others have read theirs.
 
   Attributes:
     execute: as programs.step, from params on; the last argument is a PackedArray's. Each array lies where the
@@ -56,14 +58,16 @@ class StepCall:
 
   def give_back(self, packed: PackedArray) -> None:
     """The step that read it is done. One that never comes back is only missed."""
-    self._free.append(packed)
+    if self._by_alias:
+      self._free.append(packed)
 
   def _new(self) -> PackedArray:
+    if not self._by_alias:
+      values = np.empty(self._size, np.int32)
+      return PackedArray(values, values)
     room = np.empty(self._size * 4 + _ALIGNMENT, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT
     values = room[start : start + self._size * 4].view(np.int32)
-    if not self._by_alias:
-      return PackedArray(values, values)
     argument = jax.device_put(values, self._sharding, may_alias=True)
     assert argument.unsafe_buffer_pointer() == values.ctypes.data, "JAX copied memory that it was to share"
     return PackedArray(values, argument)

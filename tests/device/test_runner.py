@@ -1,6 +1,8 @@
 """The device behind the real Scheduler and Engine: any schedule gives the tokens of a plain forward pass."""
 
 import random
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.batch import Batch
+from engine.device.step_call import StepCall
 from engine.engine import Engine, PlainEngine
 from engine.errors import ShapeNotOnLadder
 from engine.request import FinishReason, Request
@@ -327,3 +330,15 @@ def test_packed_arrays_are_the_devices_own_and_used_again(runner, prompts):
     step.result()  # asked twice, it gives its array back once
   assert len({packed.values.ctypes.data for packed in [call.take() for _ in range(4)]}) == 4
   assert runner.compiles_after_ready == 0
+
+
+def test_packed_arrays_of_several_devices_are_each_new():
+  """When the output of one device is there, another may still read what it was given."""
+  sharding: Any = types.SimpleNamespace(device_set={"one", "another"})
+  compiled: Any = object()
+  call = StepCall(compiled, 8, sharding)
+  first = call.take()
+  call.give_back(first)
+  assert first.argument is first.values
+  assert not np.shares_memory(call.take().values, first.values)
+  assert call.execute is compiled
