@@ -11,7 +11,6 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import pytest
 
-from engine.device import programs
 from engine.sampling_params import SamplingParams
 from pallas_kernels import native
 from pallas_kernels.paged_attention import gpu
@@ -24,12 +23,6 @@ REQUESTS = [
   (list(range(2, 40)), SamplingParams(3, temperature=0.0, ignore_eos=True)),
   (list(range(50, 53)), SamplingParams(5, temperature=0.0, ignore_eos=True)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def not_optimized(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Steps have a setting of their own, and the interpreters' programs are large."""
-  monkeypatch.setattr(programs, "_compiler_options", lambda *_: {"xla_backend_optimization_level": 0})
 
 
 def tokens(attention: str, dtype=jnp.bfloat16) -> list[list[int]]:
