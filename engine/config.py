@@ -22,8 +22,9 @@ class EngineConfig:
     token_budgets: the shape ladder, tokens a step.
     max_num_seqs: sequences running at once; also the number of device slots.
     prefill_chunk: most prompt tokens taken in one step, before growing to the edge of the bucket.
-    overlap: plan and launch a step while the one before is computed, as late as keeps the device busy (see
-      engine/pacing.py). It hides the host's part of a step.
+    overlap: plan and launch a step while the one before is computed. It hides the host's part of a step, and a request
+      that arrives waits for one step more. Where steps are long beside the host's part, as a CPU's are with all but
+      small models, without it first tokens come sooner.
     max_queued_requests, max_queued_tokens: bounds on what waits (prompt tokens for the second).
     queue_timeout_s, request_timeout_s: defaults for a request that brings none; 0 is no limit.
     policy: a name in engine.policy.POLICIES.

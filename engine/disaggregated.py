@@ -221,9 +221,6 @@ class DisaggregatedEngine:
     if self.dead is not None and side.dead is None:
       side.fail(RuntimeError("the other side of a disaggregated engine has failed"))
 
-  def await_launch(self) -> None:
-    """Nothing: one thread for both sides keeps neither waiting. In run() each side has its own, and waits."""
-
   def step(self) -> bool:
     """One turn of each loop, on the caller's thread."""
     active = self.prefill.step()

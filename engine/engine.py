@@ -10,11 +10,9 @@ import functools
 import random
 import secrets
 import threading
-import time
 
 from engine.batch import Batch, Launched, Runner
 from engine.errors import DuplicateRequest, Unavailable
-from engine.pacing import Pacer
 from engine.recorder import EngineStats, Recorder, StepRecord
 from engine.request import ENGINE_FAILURE, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
@@ -27,10 +25,7 @@ Emit = Callable[[list[TokenEvent]], None]
 
 
 class Engine:
-  """Serves requests in batches; with `overlap`, a step is planned and launched while the one before is computed.
-
-  It is launched as late as keeps the device busy: who arrives before joins it. See `launch_at`.
-  """
+  """Serves requests in batches; with `overlap`, a step is planned and launched while the one before is computed."""
 
   def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, emit: Emit):
     """Args:
@@ -60,8 +55,6 @@ class Engine:
     self._accepting = True
     self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
     self._last_arrival = 0.0  # when the values of the latest committed step were there
-    self._pacer = Pacer()
-    self._launch_at = 0.0
 
   # Any thread.
 
@@ -163,7 +156,6 @@ class Engine:
   def run(self, stop_event: threading.Event) -> None:
     """Steps until `stop_event` is set or the engine dies; sleeps when there is nothing to do."""
     while not stop_event.is_set() and self.dead is None:
-      self.await_launch()
       if not self.step():
         opens_at = self._scheduler.opens_at()
         self._wake.wait(IDLE_WAIT_S if opens_at is None else min(IDLE_WAIT_S, max(0.0, opens_at - self._clock())))
@@ -173,20 +165,6 @@ class Engine:
   def wake(self) -> None:
     """Ends the sleep of an idle run(), for who has set its stop_event. Any thread."""
     self._wake.set()
-
-  def launch_at(self) -> float:
-    """When to take the next turn of the loop, on the clock; often a time that has passed, which is at once.
-
-    A turn taken earlier or later gives the same tokens: earlier ones let an arrival wait, later ones the device.
-    """
-    return self._launch_at
-
-  def await_launch(self) -> None:
-    """Sleeps until launch_at(): at most for the time of one step, as the turn then would."""
-    left_s = self._launch_at - self._clock()
-    if left_s > 0:
-      time.sleep(left_s)
-      self._pacer.woke(self._clock() - self._launch_at)
 
   def step(self) -> bool:
     """One turn of the loop; returns whether there was anything to do. A failure ends every request and the engine."""
@@ -216,11 +194,6 @@ class Engine:
       step, self._in_flight = self._in_flight, step
     if step is not None:
       events += self._commit(step)
-    self._launch_at = 0.0
-    # Where every slot is taken nobody could join: then nothing is gained by a wait.
-    if self._in_flight is not None and self._scheduler.num_running < self.config.max_num_seqs:
-      _, _, record, launch_time = self._in_flight
-      self._launch_at = self._pacer.launch_at(record, max(launch_time, self._last_arrival))
     # A step may be empty although requests run: one made way for another, which then was preempted.
     return step is not None or self._in_flight is not None or self._scheduler.num_running > 0
 
@@ -234,16 +207,13 @@ class Engine:
     record = self.recorder.planned(batch, scheduler, now, scheduler.num_preemptions - num_preemptions)
     launched = self._runner.launch(batch)
     launch_time = self._clock()
-    self._pacer.launched(launch_time - now)
     return batch, launched, record._replace(host_s=launch_time - now), launch_time
 
   def _commit(self, in_flight: tuple[Batch, Launched, StepRecord, float]) -> list[TokenEvent]:
     batch, launched, record, launch_time = in_flight
-    asked = self._clock()
     result = launched.result()
     now = self._clock()
     record = record._replace(device_s=now - max(launch_time, self._last_arrival))
-    self._pacer.ended(record, asked, now)
     self._last_arrival = now
     verdicts = self._scheduler.judge(batch, result)
     self.recorder.trace_commit(batch, result, now, record, verdicts)

@@ -64,7 +64,7 @@ _BUILD_FLAGS = (
   flags.DEFINE_bool(
     "overlap",
     EngineConfig.overlap,
-    "Plan and launch a step shortly before the one at hand ends, so that no device waits for the host.",
+    "Plan and launch a step while the one before is computed; on a CPU, without it first tokens come sooner.",
   ),
   flags.DEFINE_integer(
     "max_queued_requests", EngineConfig.max_queued_requests, "More are refused, RESOURCE_EXHAUSTED.", lower_bound=1

@@ -114,8 +114,6 @@ class OfflineRun:
     gc.freeze()  # the model's objects are permanent: no collection of them in the middle of a run
     start = time.monotonic()
     while len(self._endings) < len(requests):
-      if realtime:
-        engine.await_launch()
       while waiting and (not realtime or start + waiting[-1][0].arrival_s <= time.monotonic()):
         request = waiting.pop()[1]
         sent[request.id] = time.monotonic()

@@ -213,11 +213,8 @@ def run_engine(runner: Runner, config: EngineConfig, max_context: int, seconds: 
     for number in range(count):
       due += rng.expovariate(rate) if rate < math.inf else 0.0
       request_id = f"{name}/{number}"
-      while (now := time.monotonic()) < due:
-        launch_at = engine.launch_at()
-        if now < launch_at:
-          time.sleep(min(due, launch_at) - now)
-        elif not engine.step() and not live:
+      while time.monotonic() < due:
+        if not engine.step() and not live:
           woke[request_id] = due
           time.sleep(max(0.0, due - time.monotonic()))
         _raise_if_dead(engine)

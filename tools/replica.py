@@ -3,9 +3,8 @@
 A replica is an Engine whose clock stands still unless work is charged to it: planning and dispatch when a step is
 launched, the device when its values are asked for, the taking in of values before events go out. A step's time is drawn
 from the table's spread; each replica draws by the run's seed and its number, so a run can be repeated. So a step is
-planned and launched before the values of the one before are there, and as late as the engine says, as in a server.
-Sampled tokens are zeros; requests end by their length. What happens between replicas is tools.simulation's. Imports no
-jax, knows no flag.
+planned and launched before the values of the one before are there, as in a server. Sampled tokens are zeros; requests
+end by their length. What happens between replicas is tools.simulation's. Imports no jax, knows no flag.
 """
 
 from collections.abc import Callable, Sequence
@@ -184,13 +183,8 @@ class Replica:
     self.engine.take_over(request)
     self.clock.now = max(self.clock.now, now)
 
-  def due(self) -> float:
-    """When its next turn begins."""
-    return max(self.clock.now, self.engine.launch_at())
-
   def turn(self) -> bool:
-    """One turn of the loop, when it is due; returns whether there will be another without new requests."""
-    self.clock.now = self.due()
+    """One turn of the loop; returns whether there will be another without new requests."""
     active = self.engine.step()
     self.runner.settle()
     if self.engine.dead is not None:

@@ -258,7 +258,7 @@ class Simulation:
         replica = self.replicas[heapq.heappop(turns)[1]]
         replica.is_scheduled = replica.turn()
         if replica.is_scheduled:
-          heapq.heappush(turns, (replica.due(), replica.index))
+          heapq.heappush(turns, (replica.clock.now, replica.index))
       elif index < len(arrivals) and arrival_s <= landing_s:
         self._arrive(arrivals[index], arrival_s)
         index += 1
@@ -292,7 +292,7 @@ class Simulation:
   def _wake(self, replica: Replica) -> None:
     if not replica.is_scheduled:
       replica.is_scheduled = True
-      heapq.heappush(self._turns, (replica.due(), replica.index))
+      heapq.heappush(self._turns, (replica.clock.now, replica.index))
 
   def _take_events(self, replica: Replica, now: float, events: list[TokenEvent]) -> None:
     tracks = self._tracks

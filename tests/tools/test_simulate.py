@@ -1,26 +1,20 @@
 """The simulator: time by hand, decisions equal to the real engine's, routers, transfers, the search, bad input."""
 
-import dataclasses
 import itertools
 import json
 import pathlib
 import subprocess
 import sys
-import threading
 
 import pytest
 
-from engine import engine as engine_module
 from engine.batching import BATCHING
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.request import TokenEvent
-from engine.scheduler import Scheduler
 from tests.tools.conftest import ENGINE_FLAGS, ROOT, json_line, run_here, run_module
 from tools import simulate, workload
 from tools.latency import Objectives, summary
-from tools.replica import Arrival, SimulatedRunner, VirtualClock, made_up
+from tools.replica import Arrival, made_up
 from tools.simulation import Collector, Fleet, Simulation
 from tools.step_costs import After, HostCosts, Launch, StepCosts
 
@@ -115,8 +109,8 @@ def test_steps_and_launches_are_drawn_from_their_spread():
   table = StepCosts(
     ((8, 1.0),),
     host=HostCosts(launch_s=0.01),
-    spread={After.ALIKE: ((8, (1.0, 1.04)),)},
-    launch_spread={Launch.DECODES: (1.0, 1.5)},
+    spread={After.ALIKE: ((8, (1.0, 2.0)),)},
+    launch_spread={Launch.DECODES: (1.0, 3.0)},
   )
   small = config(token_budgets=(8,), max_num_seqs=8, prefill_chunk=8)
   arrivals = [Arrival(0, 0.0, bytes(4), 400)]
@@ -124,7 +118,7 @@ def test_steps_and_launches_are_drawn_from_their_spread():
   assert taken == again, "a run can be repeated"
   assert times(run(arrivals, small, table, Fleet(step_seed=1)))[0] != taken, "and another seed is another run"
   gaps = [round(after - before, 6) for before, after in itertools.pairwise(taken)]
-  assert set(gaps) == {1.0, 1.04}, "the host's part hides behind the device"
+  assert set(gaps) == {1.0, 2.0}, "the host's part hides behind the device"
   assert 140 < gaps.count(1.0) < 260
 
 
@@ -157,57 +151,8 @@ def test_what_arrives_during_a_step_is_seen_by_the_next_one():
   assert first == pytest.approx([1.11, 2.11, 4.11, 5.11])
 
 
-class Fed(Engine):
-  """A real engine's loop in virtual time, and the tokens' times by request."""
-
-  def __init__(self, costs: StepCosts, arrivals: list[Arrival]):
-    self.clock, self.stop = VirtualClock(), threading.Event()
-    self.runner = SimulatedRunner(costs, self.clock, seed=0)
-    super().__init__(Scheduler(config()), self.runner, self.clock, self._take)
-    self.left = list(arrivals)
-    self.times: dict[str, list[float]] = {str(arrival.id): [] for arrival in arrivals}
-
-  def _take(self, events: list[TokenEvent]) -> None:
-    self.runner.settle()
-    for event in events:
-      self.times[event.request_id].extend(self.clock.now for _ in event.token_ids)
-
-  def await_launch(self) -> None:
-    super().await_launch()
-    if self.left and not self.num_live:
-      self.clock.now = max(self.clock.now, self.left[0].arrival_s)
-    while self.left and self.left[0].arrival_s <= self.clock.now:
-      arrival = self.left.pop(0)
-      self.submit(arrival.request(arrival.output_len))
-
-  def step(self) -> bool:
-    active = super().step()
-    self.runner.settle()
-    if not self.num_live and not self.left:
-      self.stop.set()
-    return active
-
-
-def test_the_real_loop_gives_every_token_at_the_same_time(monkeypatch):
-  spread = dict.fromkeys(After, ((8, (0.8, 1.0, 1.0, 1.3)),))
-  costs = dataclasses.replace(FAST, spread=spread)
-  engine = Fed(costs, LOAD)
-  waits: list[float] = []
-
-  def sleep(seconds: float) -> None:
-    waits.append(seconds)
-    engine.clock.now += seconds
-
-  monkeypatch.setattr(engine_module.time, "sleep", sleep)
-  engine.run(engine.stop)
-  assert engine.dead is None
-  assert len(waits) > 50, "launches wait"
-  for name, expected in times(run(LOAD, costs=costs)).items():
-    assert engine.times[str(name)] == pytest.approx(expected)
-
-
 def test_figures_are_those_of_the_shared_definitions():
-  objectives = Objectives(ttft_s=0.01, tpot_s=0.004)
+  objectives = Objectives(ttft_s=0.02, tpot_s=0.004)
   simulation = run(LOAD, objectives=objectives)
   figures, outcomes = simulation.figures(), simulation.collector.outcomes
   expected = summary(outcomes, sum(len(arrival.prompt) for arrival in LOAD), objectives)
