@@ -8,6 +8,8 @@ PREFIX_CACHE_SCOPES = ("global", "tenant", "request", "off")
 # The default prefill_chunk with a CPU's own kernels: with 16 decodes a step of 64 rows, which keep the matmul busy.
 # More only lengthen the gaps that others see.
 CPU_PREFILL_CHUNK = 48
+# What a CPU reads at 20 GB/s in twenty times the host's part of a step, 0.5 ms.
+CPU_OVERLAP_BYTES = 200_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,3 +142,12 @@ class EngineConfig:
 def default_prefill_chunk(token_budgets: tuple[int, ...], most: int = EngineConfig.prefill_chunk) -> int:
   """The prefill_chunk where nobody chose one: `most`, within the ladder."""
   return min(most, token_budgets[-1])
+
+
+def default_overlap(platform: str, weight_bytes: int) -> bool:
+  """Whether steps are launched ahead where nobody chose.
+
+  Every step reads the weights. Where that alone takes a CPU long, hiding the host's part gains next to nothing, and who
+  arrives would wait for one long step more.
+  """
+  return platform != "cpu" or weight_bytes <= CPU_OVERLAP_BYTES

@@ -61,10 +61,12 @@ _BUILD_FLAGS = (
     f"Most prompt tokens a step takes; 0: {CPU_PREFILL_CHUNK} with --matmul=packed, else {EngineConfig.prefill_chunk}.",
     lower_bound=0,
   ),
-  flags.DEFINE_bool(
+  flags.DEFINE_enum(
     "overlap",
-    EngineConfig.overlap,
-    "Plan and launch a step while the one before is computed; on a CPU, without it first tokens come sooner.",
+    "auto",
+    ["auto", "true", "false"],
+    "Plan and launch a step while the one before is computed; auto: not where a CPU's steps are long beside the host's "
+    "part, for without it first tokens come sooner.",
   ),
   flags.DEFINE_integer(
     "max_queued_requests", EngineConfig.max_queued_requests, "More are refused, RESOURCE_EXHAUSTED.", lower_bound=1

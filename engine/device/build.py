@@ -5,6 +5,7 @@ memory is taken for them.
 """
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
 import time
 from typing import Any
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 
 from engine.admission import AdmissionControl
 from engine.batching import make_batching
-from engine.config import CPU_PREFILL_CHUNK, EngineConfig, default_prefill_chunk
+from engine.config import CPU_PREFILL_CHUNK, EngineConfig, default_overlap, default_prefill_chunk
 from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.bundle import Bundle, made_for
@@ -41,6 +42,7 @@ _CPU_KV_CACHE_MB = 256
 _DTYPES = ("auto", "float32", "bfloat16")
 _MATMULS = ("auto", "xla", "packed")
 _QUANTIZATIONS = ("none", "int8")
+_OVERLAPS = ("auto", "true", "false")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,7 @@ class BuildOptions:
     max_model_len: 0 is the model's own.
     prefill_chunk: 0 is what suits the matmul, within the ladder.
     num_devices: how many to spread the model over; 0 is all.
+    overlap: auto, true or false; auto is true, but on a CPU whose steps are long beside the host's part.
     prefill_devices: with batching disaggregated, how many of them do prefill; 0 is half of them.
     compile_cache_dir: where compiled programs are kept between starts; "" keeps none.
     executable_bundle: folder of executables made before, which are loaded instead of compiled where they fit; "": none.
@@ -82,7 +85,7 @@ class BuildOptions:
   max_num_seqs: int = EngineConfig.max_num_seqs
   max_model_len: int = 0
   prefill_chunk: int = 0
-  overlap: bool = EngineConfig.overlap
+  overlap: str = "auto"
   max_queued_requests: int = EngineConfig.max_queued_requests
   max_queued_tokens: int = EngineConfig.max_queued_tokens
   queue_timeout_s: float = EngineConfig.queue_timeout_s
@@ -121,6 +124,8 @@ class BuildOptions:
       raise ConfigError(
         f"quantization={self.quantization!r} is not one of {', '.join(_QUANTIZATIONS)}; set --quantization"
       )
+    if self.overlap not in _OVERLAPS:
+      raise ConfigError(f"overlap={self.overlap!r} is not one of {', '.join(_OVERLAPS)}; set --overlap")
     for name in ("kv_cache_mb", "num_blocks", "block_size", "max_model_len", "num_devices", "prefill_devices"):
       if getattr(self, name) < 0:
         raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more; set --{name}")
@@ -162,6 +167,7 @@ class BuildOptions:
     chosen = {
       field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig) if field.name not in known
     }
+    chosen["overlap"] = self.overlap != "false"
     chosen["prefill_chunk"] = self.prefill_chunk or default_prefill_chunk(self.token_budgets)
     return EngineConfig(**known, **chosen)
 
@@ -262,7 +268,8 @@ def build(
     first.runner.seal()
     load_s = first.load_s + side.load_s
   else:
-    side = _build_side(options, devices, progress, bundle)
+    with compile_cache.set_aside() if options.write_executable_bundle else contextlib.nullcontext():
+      side = _build_side(options, devices, progress, bundle)
     engine = engine_class(side.scheduler, side.runner, clock, emit)
     load_s = side.load_s
   side.runner.seal()
@@ -323,6 +330,10 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   jax.block_until_ready(loaded.params)
   progress("load", 1, 1)
   load_s = time.perf_counter() - started
+  if options.overlap == "auto":
+    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
+    overlap = default_overlap(device.platform, weight_bytes)
+    options = dataclasses.replace(options, overlap="true" if overlap else "false")
 
   model = loaded.config
   attention, attention_reason, block_size, max_model_len = _choose_attention(options, candidates, model, dtype)

@@ -5,6 +5,7 @@ and never over an old one, so one that a kill or a full disk has cut would be in
 younger than the folder's stamp are looked through, before the first use and after the last.
 """
 
+from collections.abc import Iterator
 import contextlib
 import importlib
 import os
@@ -53,6 +54,22 @@ def use(folder: str) -> str:
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   compilation_cache.reset_cache()  # it may have looked before and found none
   return "" if writable else f"compile cache: {folder} cannot be written, so new programs are compiled at every start"
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+  """Has JAX compile as if it kept nothing, for programs that will be stored elsewhere.
+
+  An executable that was itself loaded is not whole when a CPU's backend writes it again: it lacks functions.
+  """
+  enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()  # it remembers whether it is used
+  try:
+    yield
+  finally:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()
 
 
 def look_through(folder: str) -> int:

@@ -136,6 +136,12 @@ def to_bytes(compiled: stages.Compiled) -> bytes:
     raise NotRestored(" ".join(str(error).split())[:200]) from error
 
 
+def has_effects(compiled: stages.Compiled) -> bool:
+  """Whether its calls have an order of their own, which JAX hands on from call to call."""
+  executable: Any = compiled._executable
+  return bool(executable.unsafe_call.ordered_effects)
+
+
 def flat_call(compiled: stages.Compiled) -> Callable[[list[jax.Array]], list[jax.Array]]:
   """The executable from the leaves of its arguments to those of its results, without looking at what it is given.
 

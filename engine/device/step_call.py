@@ -12,7 +12,7 @@ import jax
 from jax import stages
 import numpy as np
 
-from engine.device.executables import flat_call
+from engine.device.executables import flat_call, has_effects
 from engine.device.kv_cache import Buffers
 from engine.device.sampler import SlotState
 
@@ -50,7 +50,10 @@ class StepCall:
     devices = sharding.device_set
     self._by_alias = len(devices) == 1 and all(device.platform == "cpu" for device in devices)
     self._free: list[PackedArray] = []
-    self.execute: Callable[..., Results] = _unchecked(compiled) if self._by_alias else compiled
+    self.execute: Callable[..., Results] = compiled
+    # Programs with effects (Pallas' interpreters call back) take tokens too, which only JAX's own call hands over.
+    if self._by_alias and not has_effects(compiled):
+      self.execute = _unchecked(compiled)
 
   def take(self) -> PackedArray:
     """One that no step reads, with any values in it."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config import CPU_PREFILL_CHUNK
+from engine.config import CPU_PREFILL_CHUNK, default_overlap
 from engine.device import kv_cache
 from engine.device.build import BuildOptions, build
 from engine.errors import CheckpointError, ConfigError
@@ -57,6 +57,7 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
+    ({"overlap": "maybe"}, "overlap='maybe' is not one of auto, true, false; set --overlap"),
     ({"dtype": "float16"}, "dtype='float16' is not one of auto, float32, bfloat16"),
     ({"kv_cache_mb": 5, "num_blocks": 5}, "set only one of"),
     ({"kv_cache_mb": -1}, "kv_cache_mb=-1 must be 0 or more"),
@@ -105,10 +106,17 @@ def test_kernels_are_the_best_there_are_and_what_is_not_there_is_said(folder, bu
   assert len(found.fallbacks) == (0 if built_here else 2)
   assert all("not built" in reason for reason in found.fallbacks)
   chosen = build(
-    BuildOptions(folder, **ONE_SIZE, attention="reference", matmul="xla", overlap=False), silent, no_events
+    BuildOptions(folder, **ONE_SIZE, attention="reference", matmul="xla", overlap="false"), silent, no_events
   )
   assert (chosen.attention, chosen.matmul, chosen.fallbacks) == ("reference", "xla", ())
   assert not chosen.config.overlap
+
+
+@pytest.mark.parametrize(
+  ("platform", "weight_bytes", "overlap"), [("cpu", 20_000_000, True), ("cpu", 500_000_000, False), ("gpu", 16e9, True)]
+)
+def test_a_cpu_with_long_steps_does_not_launch_ahead(platform, weight_bytes, overlap):
+  assert default_overlap(platform, int(weight_bytes)) is overlap
 
 
 def test_int8_without_the_kernel_works_and_says_what_it_costs(folder, monkeypatch):

@@ -14,7 +14,7 @@ TOKEN_BUDGETS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 def main() -> None:
   """See face."""
   parser = face.parser(__doc__)
-  parser.add_argument("--overlap", choices=("true", "false"), default="true", help="as the server's flag")
+  parser.add_argument("--overlap", choices=("auto", "true", "false"), default="auto", help="as the server's flag")
   args = parser.parse_args()
 
   def begin() -> face.Peer:
@@ -24,7 +24,7 @@ def main() -> None:
       token_budgets=TOKEN_BUDGETS,
       kv_cache_mb=1024,
       max_model_len=args.max_len,
-      overlap=args.overlap == "true",
+      overlap=args.overlap,
       enable_prefix_caching=False,  # every round serves the same prompts
       compile_cache_dir=f"{args.work}/programs",
       **UNBOUNDED,
