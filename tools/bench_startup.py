@@ -70,8 +70,10 @@ def measure(model: str, ways: Sequence[str], runs: int, flags: Sequence[str]) ->
   with tempfile.TemporaryDirectory(prefix="sluice-startup-") as folder:
     bundle, filled = pathlib.Path(folder) / "bundle", pathlib.Path(folder) / "filled"
     shared = [f"--model={model}", *flags]
-    prepare = [f"--executable_bundle={bundle}", "--write_executable_bundle", f"--compile_cache_dir={filled}"]
-    start_once([*shared, *prepare])
+    if "cache" in ways:
+      start_once([*shared, f"--compile_cache_dir={filled}"])
+    if "bundle" in ways:
+      start_once([*shared, f"--executable_bundle={bundle}", "--write_executable_bundle", "--compile_cache_dir="])
     for run in range(runs):
       for way in ways:
         print(f"{way}, run {run + 1} of {runs} ...", file=sys.stderr, flush=True)

@@ -268,7 +268,8 @@ def build(
     first.runner.seal()
     load_s = first.load_s + side.load_s
   else:
-    with compile_cache.set_aside() if options.write_executable_bundle else contextlib.nullcontext():
+    anew = options.write_executable_bundle and devices[0].platform == "cpu"
+    with compile_cache.set_aside() if anew else contextlib.nullcontext():
       side = _build_side(options, devices, progress, bundle)
     engine = engine_class(side.scheduler, side.runner, clock, emit)
     load_s = side.load_s
