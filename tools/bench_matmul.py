@@ -6,7 +6,8 @@ A step's matrices are multiplied one after the other: those of every layer, each
 and the head; what one makes is what the next takes. No attention, no norms. By XLA's dot, and by the packed kernel
 (pallas_kernels/packed_matmul) where it is built, with weights in f32 and as int8. The ceilings are those of
 tools/bench_engine.py; `of rate` is operations a second over a square matmul's in f32, `of read` bytes of weights a
-second over what all cores read.
+second over what all cores read just before and after: a machine that is shared reads twice as fast in one minute as in
+another.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from models.config import ModelConfig
 from models.quantize import quantize
 from models.registry import config_from_hf
 from pallas_kernels.packed_matmul import api
+from tools import bench_attention
 from tools.arguments import CommandParser, output_file, positive_float, positive_ints
 from tools.bench_engine import Ceilings, measure_ceilings, model_folder
 from tools.measure import best_and_median, commit, machine, show
@@ -114,8 +116,11 @@ def times(shape: str, rows: Sequence[int], seconds: float) -> tuple[ModelConfig,
     x = jnp.asarray(np.random.default_rng(1).standard_normal((count, held[0].inputs), np.float32))
     for way, weights in laid_out.items():
       program = programs[way]
+      before = bench_attention.read_bandwidth(seconds / 2)
       best, median = best_and_median(lambda p=program, w=weights, x=x: p(x, w).block_until_ready(), seconds)
-      found.append({"shape": shape, "rows": count, "way": way, "best_ms": best, "median_ms": median})
+      read_bytes_s = 1e3 * (before + bench_attention.read_bandwidth(seconds / 2)) / 2
+      of_step = {"shape": shape, "rows": count, "way": way, "read_bytes_s": read_bytes_s}
+      found.append(of_step | {"best_ms": best, "median_ms": median})
       print(f"{shape}, {count} rows, {way}: {best:.3f} ms", file=sys.stderr, flush=True)
   return model, found
 
@@ -127,8 +132,9 @@ def beside_ceilings(found: list[dict[str, Any]], held: Sequence[Matrix], ceiling
     seconds, flops, num_bytes = row["median_ms"] / 1e3, 2 * row["rows"] * weights, WAYS[row["way"]].itemsize * weights
     row["gflops"], row["gb_s"] = round(flops / seconds / 1e9, 2), round(num_bytes / seconds / 1e9, 2)
     row["of_rate"] = round(flops / seconds / ceilings.flops_s, 3)
-    row["of_read"] = round(num_bytes / seconds / ceilings.bytes_s, 3)
-    row["of_roofline"] = round(ceilings.seconds(num_bytes, flops) / seconds, 3)
+    then = dataclasses.replace(ceilings, bytes_s=row["read_bytes_s"])
+    row["of_read"] = round(num_bytes / seconds / then.bytes_s, 3)
+    row["of_roofline"] = round(then.seconds(num_bytes, flops) / seconds, 3)
 
 
 def measure(args: Any) -> dict[str, Any]:

@@ -17,8 +17,8 @@ def test_the_matrices_of_a_step_in_order():
 
 
 def test_shares_of_the_ceilings():
-  found = [{"rows": 10, "way": "xla", "median_ms": 1000.0}]
-  beside_ceilings(found, [Matrix(1000, 1000)], Ceilings(bytes_s=8e6, flops_s=40e6))
+  found = [{"rows": 10, "way": "xla", "median_ms": 1000.0, "read_bytes_s": 8e6}]
+  beside_ceilings(found, [Matrix(1000, 1000)], Ceilings(bytes_s=16e6, flops_s=40e6))
   (row,) = found
   # 20 million operations and 4 million bytes in a second; at best either takes half a second.
   assert (row["of_rate"], row["of_read"], row["of_roofline"]) == (0.5, 0.5, 0.5)
