@@ -132,8 +132,7 @@ class Host(Lifetime):
     if options.enable_vllm_api:
       VllmEngine(self._service, self._census).register(self._server)
     if options.enable_reflection:
-      vllm = (VLLM_SERVICE,) if options.enable_vllm_api else ()
-      add_reflection(self._server, GENERATION_SERVICE, MODEL_SERVICE, *vllm)
+      add_reflection(self._server, *self._served)
     await self._health.set(LIVENESS, SERVING)
     await self._set_ready(False)
     await self._start_http()
@@ -290,8 +289,13 @@ class Host(Lifetime):
     assert self._backend is not None, "no request can be submitted before serve()"
     self._backend.generations.dispatch(events)
 
+  @property
+  def _served(self) -> tuple[str, ...]:
+    """Names of the services that generate and tell of the model."""
+    vllm = (VLLM_SERVICE,) if self._options.enable_vllm_api else ()
+    return GENERATION_SERVICE, MODEL_SERVICE, *vllm
+
   async def _set_ready(self, ready: bool) -> None:
     self._service.ready = ready
-    vllm = (VLLM_SERVICE,) if self._options.enable_vllm_api else ()
-    for name in (GENERATION_SERVICE, MODEL_SERVICE, *vllm):
+    for name in self._served:
       await self._health.set(name, SERVING if ready else NOT_SERVING)

@@ -23,12 +23,13 @@ import urllib.request
 from engine.errors import EngineError
 from tools.arguments import CommandParser
 from tools.measure import ROOT
+from tools.peers.__main__ import ENVIRONMENTS
 from tools.server_process import RunningServer
 
 _DEMO = ROOT / "models" / "demo"
 _PATIENCE_S = 240.0
 # Its own command asks for a package called vllm, which builds for a CPU are not.
-_VLLM = ROOT / ".venv-peers-vllm" / "bin" / "python"
+_VLLM = ROOT / ENVIRONMENTS["vllm"] / "bin" / "python"
 _VLLM_BENCH = (
   "from argparse import ArgumentParser; from vllm.benchmarks.serve import add_cli_args, main\n"
   "parser = ArgumentParser(); add_cli_args(parser); main(parser.parse_args())\n"
