@@ -34,9 +34,9 @@ test: $(READY)
 	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS); \
 	tests=$$?; wait $$pyright; types=$$?; echo "pyright:"; cat "$$said"; $(PY) -m tools.check_protos && exit $$((tests | types))
 
-## make test-long the soak tests: minutes each
+## make test-long the soak tests, minutes each, and hypothesis' own choice of examples
 test-long: $(READY)
-	@$(PY) -m pytest -m long $(ARGS)
+	@$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile=drawn $(ARGS)
 
 ## make check     ruff, pyright, buf
 check: $(READY)

@@ -65,13 +65,14 @@ def test_the_admin_service(tokenizer):
       with pytest.raises(grpc.RpcError, match="is not served here") as caught:
         channel.unary_unary(method)(b"")
       assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    served.runner.seconds = 0.002
+    served.runner.seconds = 0.05
     call = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
     messages = [next(call)]
     assert [admin.Drain(admin_pb2.DrainRequest()).live_requests for _ in range(3)] == [1, 1, 1]
+    served.runner.seconds = 0.0
     messages += list(call)
     assert sum(len(delta.token_ids) for message in messages for delta in message.deltas) == 400
-    served.thread.join(30)
+    served.thread.join(180)
     assert served.exit_code == [0]
 
 
@@ -93,7 +94,7 @@ def test_the_admin_command(tokenizer, secrets):
       target = f"--target=127.0.0.1:{served.host.admin_port}"
       done = run_module("tools.admin", target, command, SLUICE_ADMIN_API_KEY=key)
       assert (done.returncode, done.stdout + done.stderr) == (code, said)
-    served.thread.join(30)
+    served.thread.join(180)
     assert served.exit_code == [0]
 
 

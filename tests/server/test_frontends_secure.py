@@ -53,7 +53,7 @@ def test_every_process_asks_for_certificates_and_keys_and_takes_new_ones(tmp_pat
   replace(keys, f"{KEY} team-a\n{OTHER_KEY} team-b\n".encode())
   with (
     serving(
-      *(tmp_path, 2, "--fake_step_ms=2", "--debug_invariants", f"--api_key_file={keys}"),
+      *(tmp_path, 2, "--fake_step_ms=5", "--debug_invariants", f"--api_key_file={keys}"),
       *(f"--tls_cert_file={tmp_path / 'server.pem'}", f"--tls_key_file={tmp_path / 'server.key'}"),
       f"--tls_client_ca_file={authority.file}",
     ) as server,
