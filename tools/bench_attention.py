@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.batch import Admission, Batch
-from engine.device.build import BuildOptions, Built, build
+from engine.device.build import Built, build
+from engine.device.options import BuildOptions
 from engine.errors import ConfigError, EngineError
 from engine.sampling_params import SamplingParams
 from pallas_kernels.paged_attention import api, arg_specs
