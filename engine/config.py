@@ -151,3 +151,11 @@ def default_overlap(platform: str, weight_bytes: int) -> bool:
   arrives would wait for one long step more.
   """
   return platform != "cpu" or weight_bytes <= CPU_OVERLAP_BYTES
+
+
+def chosen_overlap(setting: str, default: bool) -> bool:
+  """Whether steps are launched ahead, by the flag's word: true, false or auto (`default`). Raises ConfigError."""
+  words = {"auto": default, "true": True, "false": False}
+  if setting not in words:
+    raise ConfigError(f"overlap={setting!r} is not one of {', '.join(words)}; set --overlap")
+  return words[setting]

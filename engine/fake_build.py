@@ -10,7 +10,7 @@ import pathlib
 import time
 from typing import Any
 
-from engine.config import EngineConfig, default_prefill_chunk
+from engine.config import EngineConfig, chosen_overlap, default_prefill_chunk
 from engine.disaggregated import DisaggregatedEngine
 from engine.engine import Emit, Engine
 from engine.errors import CheckpointError, ConfigError
@@ -76,7 +76,7 @@ def build_fake(
     raise CheckpointError(f"{folder}: eos_token_id={eos!r} must be a token id or a list of them")
   names = {field.name for field in dataclasses.fields(EngineConfig)}
   chosen = {name: value for name, value in settings.items() if name in names}
-  chosen["overlap"] = settings.get("overlap") != "false"
+  chosen["overlap"] = chosen_overlap(settings.get("overlap", "auto"), default=True)
   block_size = settings.get("block_size") or _BLOCK_SIZE
   # As much as a real pool is sized for: twice what can run at once.
   max_num_seqs = chosen.get("max_num_seqs", EngineConfig.max_num_seqs)

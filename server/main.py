@@ -128,8 +128,8 @@ def _build(settings: dict[str, Any], emit: Emit, engine_class: type[Engine], inj
     step_s = flags.FAKE_STEP_MS.value / 1000
     return build_fake(flags.MODEL.value, settings, step_s, emit, engine_class=engine_class), _load_tokenizer()
   # Here and not above: JAX takes seconds to import, and a bad flag should not have to wait for it.
-  from engine.device.build import BuildOptions
   from engine.device.build import build as build_engine
+  from engine.device.options import BuildOptions
 
   # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
   tokenizer = _load_tokenizer()

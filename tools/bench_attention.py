@@ -15,11 +15,9 @@ outputs are the queries and nothing is stored. Without --model, a random Llama o
 """
 
 from collections.abc import Callable, Iterator, Sequence
-import concurrent.futures
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import statistics
 import sys
@@ -34,27 +32,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.batch import Admission, Batch
-from engine.device.build import BuildOptions, Built, build
+from engine.device.build import Built, build
+from engine.device.options import BuildOptions
 from engine.errors import ConfigError, EngineError
 from engine.sampling_params import SamplingParams
 from pallas_kernels.paged_attention import api, arg_specs
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from tools.arguments import CommandParser, positive_float, positive_int
+from tools.ceilings import read_bandwidth
 from tools.make_random_model import read_shape, write_model
 from tools.measure import best_and_median, machine
 
 _LAYERS = 4
 _NAIVE_LIMIT = 2**31  # bytes of gathered keys and values
 _POOL_BLOCKS = 4096
-_READ_BY_A_CORE = 2**26  # numbers
-
-
-def read_bandwidth(seconds: float) -> float:
-  """Bytes a millisecond that all cores together read from memory: the maximum of 256 MiB each."""
-  arrays = [np.ones(_READ_BY_A_CORE, np.float32) for _ in range(os.cpu_count() or 1)]
-  with concurrent.futures.ThreadPoolExecutor(len(arrays)) as pool:
-    best, _ = best_and_median(lambda: list(pool.map(np.max, arrays)), seconds)
-  return sum(array.nbytes for array in arrays) / best
 
 
 def naive(q, kv, meta: api.RaggedMeta, *, scale: float):
@@ -133,7 +124,7 @@ def line(names: Sequence[str], title: str, spec: ArgSpec, num_blocks: int, secon
   times = [ours(name, spec, num_blocks, seconds) for name in names]
   other = naive_best(spec, num_blocks, seconds)
   held = sum(length for _, length in spec.rows) * 2 * spec.num_kv_heads * spec.head_dim * 4
-  floor = held / bandwidth
+  floor = 1e3 * held / bandwidth
   columns = "".join(f" {best:9.3f} {median:9.3f}" for best, median in times)
   shown = "       -" if other is None else f"{other:8.2f}"
   return f"{title:34s}{columns} {shown} {held / 1e6:8.2f} {floor:8.3f} {times[0][0] / floor:8.1f}"
@@ -296,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   if args.share:
     return print_share(args)
   names, bandwidth = implementations(), read_bandwidth(args.seconds)
-  print(f"12 query and 4 KV heads of 64, f32, blocks of 16; all cores read {bandwidth / 1e6:.1f} GB/s")
+  print(f"12 query and 4 KV heads of 64, f32, blocks of 16; all cores read {bandwidth / 1e9:.1f} GB/s")
   head = "".join(f" {name:>9s} {'median':>9s}" for name in names)
   head += f" {'naive':>8s} {'KV MB':>8s} {'floor':>8s} {'x floor':>8s}"
   print(f"\n{'batch (ms a layer, best)':34s}{head}")

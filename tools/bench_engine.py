@@ -19,8 +19,9 @@ A shape is one of models/shapes (its weights are drawn on the device), a model a
            context, if the part decode is there too.
 
 With --overlap=false the engine waits for each step before it plans the next.
-The ceilings are measured before and after, by jax on the same devices: a reduction that reads 4 times the last cache or
-a gigabyte, and a square matmul in the model's dtype. The faster measurement counts, so no figure flatters.
+The ceilings are measured between the figures, on the same devices (tools/ceilings.py): reading memory, and a square
+matmul in the model's dtype. A figure stands beside the mean of those just before and just after it: `of read` is bytes
+a second over the one, `of rate` operations a second over the other, `over` its time over the roofline's.
 (Roofline: Williams, Waterman and Patterson, CACM 2009.)
 """
 
@@ -35,8 +36,9 @@ from engine.shapes import ShapeLadder
 from tools.accounting import Flops
 from tools.arguments import CommandParser, output_file, positive_float, positive_int, positive_ints
 from tools.bench_offline import OfflineRun, add_build_arguments, build_options
+from tools.ceilings import Ceilings, CeilingWatch, in_words
 from tools.device_idle import DeviceWatch, alone
-from tools.measure import ROOT, best_and_median, commit, machine, show, write_result
+from tools.measure import ROOT, commit, machine, show, write_result
 from tools.measure_costs import HandMade, Rows
 from tools.sampler_times import sampler_times
 from tools.step_costs import work_of
@@ -44,49 +46,6 @@ from tools.workload import synthetic
 
 SHAPES = ROOT / "models" / "shapes"
 PARTS = ("decode", "prefill", "alone", "offline", "sampler")
-# Of the ceilings: numbers that are read, and rows of the square matrices.
-_ON_CPU, _ELSEWHERE = (2**26, 2048), (2**29, 8192)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
-  """What the devices can do at most, of the mesh together.
-
-  Attributes:
-    bytes_s: read from memory, a second.
-    flops_s: multiplied and added in a matmul of the model's dtype, operations a second.
-  """
-
-  bytes_s: float
-  flops_s: float
-
-  def seconds(self, num_bytes: float, flops: float) -> float:
-    """The roofline of work that reads `num_bytes` and does `flops` operations."""
-    return max(num_bytes / self.bytes_s, flops / self.flops_s)
-
-  def best(self, other: "Ceilings") -> "Ceilings":
-    """The faster of two measurements."""
-    return Ceilings(max(self.bytes_s, other.bytes_s), max(self.flops_s, other.flops_s))
-
-
-def measure_ceilings(dtype: Any, seconds: float) -> Ceilings:
-  """Of the first device; times the number of devices in use is the caller's. Takes about twice `seconds`."""
-  import jax
-  import jax.numpy as jnp
-
-  small = jax.default_backend() == "cpu"
-  count, size = _ON_CPU if small else _ELSEWHERE
-  values = jnp.ones(count, jnp.float32)
-  left = jnp.ones((size, size), dtype)
-  largest, multiply = jax.jit(jnp.max), jax.jit(jnp.matmul)
-  read_ms, _ = best_and_median(lambda: largest(values).block_until_ready(), seconds)
-  matmul_ms, _ = best_and_median(lambda: multiply(left, left).block_until_ready(), seconds)
-  bytes_ms = values.nbytes / read_ms
-  if small:  # a reduction by XLA keeps one core busy; threads of numpy reach what the kernels can
-    from tools.bench_attention import read_bandwidth
-
-    bytes_ms = max(bytes_ms, read_bandwidth(seconds))
-  return Ceilings(1e3 * bytes_ms, 1e3 * 2 * size**3 / matmul_ms)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +82,10 @@ class Work:
 # --- Parts ------------------------------------------------------------------------------------------------------------
 
 
-def steps(run: OfflineRun, kinds: Sequence[tuple[dict[str, int], Rows]], seconds: float) -> list[dict[str, Any]]:
-  """Times steps made by hand.
+def steps(
+  run: OfflineRun, kinds: Sequence[tuple[dict[str, int], Rows]], seconds: float, work: Work, watch: CeilingWatch
+) -> list[dict[str, Any]]:
+  """Times steps made by hand, each beside the ceilings around it.
 
   Args:
     kinds: how to call a step, and its rows as (first position, tokens).
@@ -140,9 +101,10 @@ def steps(run: OfflineRun, kinds: Sequence[tuple[dict[str, int], Rows]], seconds
       print(f"{name}: left out, {held} blocks of {config.num_blocks} or {len(rows)} rows", file=sys.stderr)
       continue
     times = made.times(shape, rows, seconds)
-    figures = name | {"tokens": shape.tokens, "rows": rows, "step_s": statistics.median(times), "steps": len(times)}
-    print(f"{name}: {1e3 * figures['step_s']:.3f} ms", file=sys.stderr, flush=True)
-    found.append(figures)
+    step_s = statistics.median(times)
+    print(f"{name}: {1e3 * step_s:.3f} ms", file=sys.stderr, flush=True)
+    about = name | {"tokens": shape.tokens, "steps": len(times), "step_s": step_s}
+    found.append(about | beside_roofline(step_s, rows, work, watch.around()))
   return found
 
 
@@ -161,29 +123,23 @@ def prefill_kinds(lengths: Sequence[int], max_len: int) -> list[tuple[dict[str, 
   return [({"prompt": length}, [(0, length)]) for length in lengths if length <= max_len]
 
 
-def beside_roofline(found: Sequence[dict[str, Any]], work: Work, ceilings: Ceilings) -> list[dict[str, Any]]:
-  """Each step with its roofline, how far from it the step is, and tokens a second."""
-  done = []
-  for step in found:
-    rows: Rows = step["rows"]
-    num_bytes, flops = work.of_step(*zip(*rows, strict=True))
-    roofline_s, step_s = ceilings.seconds(num_bytes, flops), step["step_s"]
-    done.append(
-      {name: value for name, value in step.items() if name != "rows"}
-      | {
-        "roofline_s": roofline_s,
-        "over_roofline": round(step_s / roofline_s, 3),
-        "bytes_s": num_bytes / step_s,
-        "flops_s": flops / step_s,
-        "intensity": flops / num_bytes,
-        "tok_s": round(sum(count for _, count in rows) / step_s, 1),
-      }
-    )
-  return done
+def beside_roofline(step_s: float, rows: Rows, work: Work, ceilings: Ceilings) -> dict[str, Any]:
+  """What a step that takes `step_s` reads and computes a second, beside ceilings; and tokens a second."""
+  num_bytes, flops = work.of_step(*zip(*rows, strict=True))
+  roofline_s = ceilings.seconds(num_bytes, flops)
+  return {
+    "ceilings": dataclasses.asdict(ceilings),
+    "roofline_s": roofline_s,
+    "over_roofline": round(step_s / roofline_s, 3),
+    "bytes_s": num_bytes / step_s,
+    "flops_s": flops / step_s,
+    "intensity": flops / num_bytes,
+    "tok_s": round(sum(count for _, count in rows) / step_s, 1),
+  } | ceilings.shares(num_bytes, flops, step_s)
 
 
-def offline(run: OfflineRun, args: Any) -> tuple[dict[str, Any], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
-  """One run of all requests at once; the figures, and starts and counts of every step."""
+def offline(run: OfflineRun, args: Any, work: Work, ceilings: CeilingWatch) -> dict[str, Any]:
+  """One run of all requests at once; its roofline is the sum of its steps', by the ceilings around it."""
   built = run.built
   low, high = args.lengths
   distribution = f"uniform:{low}:{high}"
@@ -199,6 +155,8 @@ def offline(run: OfflineRun, args: Any) -> tuple[dict[str, Any], list[tuple[tupl
   computed = sum(record.shape_tokens for record in records)
   output_tokens = sum(outcome.num_tokens for outcome in outcomes)
   prompt_tokens = sum(len(request.prompt) for request in requests)
+  around = ceilings.around()
+  roofline_s = sum(around.seconds(*work.of_step(*step)) for step in watch.held)
   return {
     "requests": len(requests),
     "failed": sum(not outcome.ok for outcome in outcomes),
@@ -214,7 +172,10 @@ def offline(run: OfflineRun, args: Any) -> tuple[dict[str, Any], list[tuple[tupl
       name: round(1e6 * statistics.median(getattr(record, f"{name}_s") for record in records), 1)
       for name in ("host", "commit")
     },
-  }, watch.held
+    "ceilings": dataclasses.asdict(around),
+    "roofline_s": round(roofline_s, 4),
+    "over_roofline": round(wall_s / roofline_s, 3),
+  }
 
 
 # --- Command ----------------------------------------------------------------------------------------------------------
@@ -246,12 +207,11 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
   built = run.built
   dtype = built.runner.kv[0].dtype
   devices = len(built.runner.kv[0].devices())
-  ceilings = measure_ceilings(dtype, args.seconds)
+  watch = CeilingWatch(dtype, args.seconds, devices)
   compiles = built.runner.compiles_after_ready  # the ceilings' own
   work = Work.of(options.model_dir, built.model, dtype, built.quantization)
   max_len = built.config.max_model_len
   found: dict[str, Any] = {}
-  held = []
   about = {
     "work": dataclasses.asdict(work),
     "model": built.model_name,
@@ -275,29 +235,22 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
   }
 
   def result() -> dict[str, Any]:
-    best = Ceilings(ceilings.bytes_s * devices, ceilings.flops_s * devices)
-    parts = dict(found)
-    for part in ("decode", "prefill"):
-      if part in parts:
-        parts[part] = beside_roofline(parts[part], work, best)
-    if held:
-      roofline_s = sum(best.seconds(*work.of_step(*step)) for step in held)
-      over = round(parts["offline"]["wall_s"] / roofline_s, 3)
-      parts["offline"] = parts["offline"] | {"roofline_s": round(roofline_s, 4), "over_roofline": over}
-    return parts | {"ceilings": dataclasses.asdict(best)} | about
+    return found | {"ceilings": dataclasses.asdict(watch.best()), "ceilings_seen": watch.range()} | about
 
   keep(result())
   if "decode" in args.parts:
-    found["decode"] = steps(run, decode_kinds(args.batches, args.contexts, max_len), args.seconds)
+    kinds = decode_kinds(args.batches, args.contexts, max_len)
+    found["decode"] = steps(run, kinds, args.seconds, work, watch)
     keep(result())
   if "prefill" in args.parts:
-    found["prefill"] = steps(run, prefill_kinds(args.prompts, max_len), args.seconds)
+    found["prefill"] = steps(run, prefill_kinds(args.prompts, max_len), args.seconds, work, watch)
     keep(result())
   if "alone" in args.parts:
     found["alone"] = alone(run, min(args.contexts), args.seconds)
     keep(result())
   if "offline" in args.parts:
-    found["offline"], held = offline(run, args)
+    watch.around()  # what came between is no figure of this one
+    found["offline"] = offline(run, args, work, watch)
   about["compiles_after_ready"] = built.runner.compiles_after_ready - compiles
   if "sampler" in args.parts:  # programs of its own, compiled here
     keep(result())
@@ -306,27 +259,27 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
       same = [step["step_s"] for step in found.get("decode", []) if step["batch"] == row["batch"]]
       row["of_step"] = round(row["s"] / min(same), 4) if same else None
   keep(result())
-  ceilings = ceilings.best(measure_ceilings(dtype, args.seconds))
   return result()
 
 
 def table(result: dict[str, Any]) -> str:
   """What a person reads."""
-  ceilings = result["ceilings"]
   lines = [
     f"{result['model']}, {result['dtype']}, attention {result['attention']}, matmul {result['matmul']}, "
-    f"quantization {result['quantization']}; ceilings "
-    f"{ceilings['bytes_s'] / 1e9:.1f} GB/s, {ceilings['flops_s'] / 1e9:.0f} GFLOP/s"
+    f"quantization {result['quantization']}; {in_words(result['ceilings_seen'])}"
   ]
-  head = f"{'':22}{'step ms':>10}{'roofline':>10}{'over':>7}{'GB/s':>8}{'GFLOP/s':>10}{'tok/s':>10}"
+  columns = (
+    f"{'step ms':>10}{'roofline':>10}{'over':>7}{'GB/s':>8}{'of read':>9}{'GFLOP/s':>10}{'of rate':>9}{'tok/s':>10}"
+  )
   for part in ("decode", "prefill"):
     if result.get(part):
-      lines.append(f"\n{part:22}{head[22:]}")
+      lines.append(f"\n{part:22}{columns}")
     for row in result.get(part, []):
       name = f"{row['batch']} x {row['context']}" if part == "decode" else f"1 x {row['prompt']}"
       lines.append(
         f"{name:22}{1e3 * row['step_s']:10.3f}{1e3 * row['roofline_s']:10.3f}{row['over_roofline']:7.2f}"
-        f"{row['bytes_s'] / 1e9:8.1f}{row['flops_s'] / 1e9:10.1f}{row['tok_s']:10.0f}"
+        f"{row['bytes_s'] / 1e9:8.1f}{row['of_read']:9.2f}{row['flops_s'] / 1e9:10.1f}{row['of_rate']:9.2f}"
+        f"{row['tok_s']:10.0f}"
       )
   for row in result.get("sampler", []):
     share = "" if row["of_step"] is None else f", {row['of_step']:.1%} of the decode step"
@@ -349,7 +302,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: str) -> None:
-  """The roofline, and every step as a point on its intensity."""
+  """Every step as a point on its intensity, below a dash where its roofline was then; and the fastest roofline seen."""
   import matplotlib
 
   matplotlib.use("Agg")
@@ -361,15 +314,22 @@ def plot(result: dict[str, Any], path: str) -> None:
   knee = ceilings["flops_s"] / ceilings["bytes_s"]
   low = min([0.5, *(row["intensity"] / 2 for row in points)])
   high = max([4 * knee, *(2 * row["intensity"] for row in points)])
-  axes.plot([low, knee, high], [low * ceilings["bytes_s"] / 1e9] + [ceilings["flops_s"] / 1e9] * 2, "k-", lw=1)
+  roofline = [low * ceilings["bytes_s"] / 1e9] + [ceilings["flops_s"] / 1e9] * 2
+  axes.plot([low, knee, high], roofline, "k-", lw=1, label="fastest ceilings seen")
   for part, marker in (("decode", "o"), ("prefill", "s")):
     rows = result.get(part, [])
     axes.plot([row["intensity"] for row in rows], [row["flops_s"] / 1e9 for row in rows], marker, label=part)
     for row in rows:
       name = f"{row['batch']}x{row['context']}" if part == "decode" else str(row["prompt"])
       axes.annotate(
-        name, (row["intensity"], row["flops_s"] / 1e9), fontsize=6, xytext=(3, 3), textcoords="offset points"
+        f"{name}: {row['of_roofline']:.2f}",
+        (row["intensity"], row["flops_s"] / 1e9),
+        fontsize=6,
+        xytext=(3, -7),
+        textcoords="offset points",
       )
+  then = [min(row["ceilings"]["flops_s"], row["intensity"] * row["ceilings"]["bytes_s"]) / 1e9 for row in points]
+  axes.plot([row["intensity"] for row in points], then, "k_", label="roofline around a step")
   axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="GFLOP/s")
   axes.set_title(f"{result['model']}, {result['dtype']}, {result['device']}")
   axes.legend()

@@ -141,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   runner = None
   if args.model:
     # Imported here: without a model the tool needs no jax.
-    from engine.device.build import BuildOptions, build
+    from engine.device.build import build
+    from engine.device.options import BuildOptions
 
     options = BuildOptions(
       model_dir=args.model,

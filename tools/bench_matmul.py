@@ -4,10 +4,9 @@
 
 A step's matrices are multiplied one after the other: those of every layer, each with weights of its own as in a model,
 and the head; what one makes is what the next takes. No attention, no norms. By XLA's dot, and by the packed kernel
-(pallas_kernels/packed_matmul) where it is built, with weights in f32 and as int8. The ceilings are those of
-tools/bench_engine.py; `of rate` is operations a second over a square matmul's in f32, `of read` bytes of weights a
-second over what all cores read just before and after: a machine that is shared reads twice as fast in one minute as in
-another.
+(pallas_kernels/packed_matmul) where it is built, with weights in f32 and as int8. Each figure stands beside the
+ceilings just before and just after it (tools/ceilings.py): `of rate` is operations a second over a square matmul's in
+f32, `of read` bytes of weights a second over what all cores read.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +25,9 @@ from models.config import ModelConfig
 from models.quantize import quantize
 from models.registry import config_from_hf
 from pallas_kernels.packed_matmul import api
-from tools import bench_attention
 from tools.arguments import CommandParser, output_file, positive_float, positive_ints
-from tools.bench_engine import Ceilings, measure_ceilings, model_folder
+from tools.bench_engine import model_folder
+from tools.ceilings import Ceilings, CeilingWatch, in_words
 from tools.measure import best_and_median, commit, machine, show
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -100,8 +99,8 @@ def step(way: str, held: Sequence[Matrix]) -> Callable[[jax.Array, list[Any]], j
   return program
 
 
-def times(shape: str, rows: Sequence[int], seconds: float) -> tuple[ModelConfig, list[dict[str, Any]]]:
-  """Milliseconds of a step of a model's matrices, best and median, by rows and way.
+def times(shape: str, rows: Sequence[int], seconds: float, watch: CeilingWatch) -> list[dict[str, Any]]:
+  """Milliseconds of a step of a model's matrices, best and median, by rows and way; each beside the ceilings around it.
 
   Raises:
     ConfigError: no shape is called so.
@@ -112,43 +111,37 @@ def times(shape: str, rows: Sequence[int], seconds: float) -> tuple[ModelConfig,
   drawn = draw(held)
   laid_out = {way: [WAYS[way].hold(weight) for weight in drawn] for way in ways()}
   programs = {way: step(way, held) for way in laid_out}
+  watch.around()  # what came between is no figure
   for count in rows:
     x = jnp.asarray(np.random.default_rng(1).standard_normal((count, held[0].inputs), np.float32))
     for way, weights in laid_out.items():
       program = programs[way]
-      before = bench_attention.read_bandwidth(seconds / 2)
       best, median = best_and_median(lambda p=program, w=weights, x=x: p(x, w).block_until_ready(), seconds)
-      read_bytes_s = 1e3 * (before + bench_attention.read_bandwidth(seconds / 2)) / 2
-      of_step = {"shape": shape, "rows": count, "way": way, "read_bytes_s": read_bytes_s}
-      found.append(of_step | {"best_ms": best, "median_ms": median})
+      of_step = {"shape": shape, "rows": count, "way": way, "best_ms": best, "median_ms": median}
+      found.append(of_step | beside_ceilings(of_step, held, watch.around()))
       print(f"{shape}, {count} rows, {way}: {best:.3f} ms", file=sys.stderr, flush=True)
-  return model, found
+  return found
 
 
-def beside_ceilings(found: list[dict[str, Any]], held: Sequence[Matrix], ceilings: Ceilings) -> None:
-  """Adds, by the median: rates, their share of the ceilings, and the roofline's time over the step's."""
+def beside_ceilings(row: dict[str, Any], held: Sequence[Matrix], ceilings: Ceilings) -> dict[str, Any]:
+  """By the median: rates, and their shares of the ceilings."""
   weights = sum(matrix.inputs * matrix.outputs for matrix in held)
-  for row in found:
-    seconds, flops, num_bytes = row["median_ms"] / 1e3, 2 * row["rows"] * weights, WAYS[row["way"]].itemsize * weights
-    row["gflops"], row["gb_s"] = round(flops / seconds / 1e9, 2), round(num_bytes / seconds / 1e9, 2)
-    row["of_rate"] = round(flops / seconds / ceilings.flops_s, 3)
-    then = dataclasses.replace(ceilings, bytes_s=row["read_bytes_s"])
-    row["of_read"] = round(num_bytes / seconds / then.bytes_s, 3)
-    row["of_roofline"] = round(then.seconds(num_bytes, flops) / seconds, 3)
+  seconds, flops, num_bytes = row["median_ms"] / 1e3, 2 * row["rows"] * weights, WAYS[row["way"]].itemsize * weights
+  return {
+    "ceilings": dataclasses.asdict(ceilings),
+    "gflops": round(flops / seconds / 1e9, 2),
+    "gb_s": round(num_bytes / seconds / 1e9, 2),
+  } | ceilings.shares(num_bytes, flops, seconds)
 
 
 def measure(args: Any) -> dict[str, Any]:
   """All shapes. Raises ConfigError."""
   if jax.default_backend() != "cpu":
     raise ConfigError(f"this measures kernels for CPUs, and jax's platform is {jax.default_backend()}; use a CPU's")
-  before = measure_ceilings(jnp.float32, args.seconds)
-  measured = [times(shape, args.rows, args.seconds) for shape in args.shapes]
-  ceilings = before.best(measure_ceilings(jnp.float32, args.seconds))
-  for model, found in measured:
-    beside_ceilings(found, matrices(model), ceilings)
+  watch = CeilingWatch(jnp.float32, args.seconds)
   return {
-    "ceilings": dataclasses.asdict(ceilings),
-    "steps": [row for _, found in measured for row in found],
+    "steps": [row for shape in args.shapes for row in times(shape, args.rows, args.seconds, watch)],
+    "ceilings_seen": watch.range(),
     "jax": jax.__version__,
     "machine": machine(),
     "commit": commit(),
@@ -157,8 +150,7 @@ def measure(args: Any) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
   """What a person reads: a table a shape."""
-  ceilings = result["ceilings"]
-  lines = [f"ceilings: matmul {ceilings['flops_s'] / 1e9:.0f} GFLOP/s, reading {ceilings['bytes_s'] / 1e9:.1f} GB/s"]
+  lines = [in_words(result["ceilings_seen"])]
   names = list(dict.fromkeys(row["way"] for row in result["steps"]))
   for shape in dict.fromkeys(row["shape"] for row in result["steps"]):
     head = "".join(f"{f'{name} ms':>12}{'GFLOP/s':>9}{'of rate':>9}{'of read':>9}" for name in names)

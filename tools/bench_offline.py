@@ -17,7 +17,8 @@ import sys
 import time
 from typing import Any
 
-from engine.device.build import BuildOptions, Built, build
+from engine.device.build import Built, build
+from engine.device.options import BuildOptions
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
 from engine.recorder import EngineStats

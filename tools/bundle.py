@@ -20,7 +20,8 @@ def main(argv: list[str]) -> int:
   """The command line; returns the exit code."""
   if len(argv) > 1:
     sys.exit(f"unexpected argument {argv[1]!r}; flags are written --name=value")
-  from engine.device.build import BuildOptions, build  # here: JAX takes long to import, and a bad flag is told first
+  from engine.device.build import build  # here: JAX takes long to import, and a bad flag is told first
+  from engine.device.options import BuildOptions
 
   try:
     settings = flags.build_settings()

@@ -14,7 +14,8 @@ import sys
 import time
 
 from engine.config import EngineConfig
-from engine.device.build import BuildOptions, build
+from engine.device.build import build
+from engine.device.options import BuildOptions
 from engine.disaggregated import AnyEngine
 from engine.errors import EngineError
 from engine.request import Request, TokenEvent

@@ -22,7 +22,8 @@ import threading
 import time
 from typing import Any
 
-from engine.device.build import BuildOptions, build
+from engine.device.build import build
+from engine.device.options import BuildOptions
 from engine.disaggregated import DisaggregatedEngine
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError

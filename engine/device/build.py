@@ -12,164 +12,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from engine.admission import AdmissionControl
-from engine.batching import make_batching
-from engine.config import CPU_PREFILL_CHUNK, EngineConfig, default_overlap, default_prefill_chunk
+from engine.config import CPU_PREFILL_CHUNK, EngineConfig, chosen_overlap, default_overlap, default_prefill_chunk
 from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.bundle import Bundle, made_for
+from engine.device.choices import attention_candidates, check_attention, choose_attention, choose_matmul
 from engine.device.executables import Program
 from engine.device.fit import check_fits, step_bytes
+from engine.device.options import BuildOptions
 from engine.device.programs import ProgramSpec, compile_step
 from engine.device.runner import ModelRunner, Progress
 from engine.device.weights import LoadedModel, load_checkpoint
 from engine.disaggregated import DisaggregatedEngine
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError
-from engine.policy import make_policy
 from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
 from models.layers import WeightForm
 from pallas_kernels.argmax import api as argmax
-from pallas_kernels.packed_matmul import api as packed_matmul
-from pallas_kernels.paged_attention import api
-from pallas_kernels.paged_attention.plan import Geometry
 
 _CPU_KV_CACHE_MB = 256
-_DTYPES = ("auto", "float32", "bfloat16")
-_MATMULS = ("auto", "xla", "packed")
-_QUANTIZATIONS = ("none", "int8")
-_OVERLAPS = ("auto", "true", "false")
-
-
-@dataclasses.dataclass(frozen=True)
-class BuildOptions:
-  """What a user may choose; names as the flags'. Those that EngineConfig has too mean the same there.
-
-  Attributes:
-    model_dir: a Hugging Face or a Sluice folder.
-    random_weights: draw the weights; the folder needs config.json alone.
-    dtype: of weights, activations and KV: float32 or bfloat16; auto is float32 on CPU, bfloat16 elsewhere.
-    attention: name of the paged attention (pallas_kernels.paged_attention.api.IMPLEMENTATIONS); auto is the platform's.
-    matmul: xla, or packed: weights are laid out at load for a kernel (pallas_kernels/packed_matmul), on one CPU; auto:
-      packed where that can be.
-    quantization: none, or int8: the linear layers' weights and the head's are held as int8 with a scale an output.
-    block_size: tokens a KV block; 0 is what the attention likes best.
-    kv_cache_mb: memory for KV in MiB, over all devices; 0 takes what is free (on CPU, where nobody knows, 256).
-    num_blocks: exact size of the pool instead; 0 sizes it by memory.
-    max_model_len: 0 is the model's own.
-    prefill_chunk: 0 is what suits the matmul, within the ladder.
-    num_devices: how many to spread the model over; 0 is all.
-    overlap: auto, true or false; auto is true, but on a CPU whose steps are long beside the host's part.
-    prefill_devices: with batching disaggregated, how many of them do prefill; 0 is half of them.
-    compile_cache_dir: where compiled programs are kept between starts; "" keeps none.
-    executable_bundle: folder of executables made before, which are loaded instead of compiled where they fit; "": none.
-    write_executable_bundle: store there what had to be compiled.
-    num_token_ids: ids that the tokenizer makes; a model of fewer is refused. 0: there is no tokenizer.
-    deterministic: the same request has the same bits in any company (engine/device/deterministic.py).
-  """
-
-  model_dir: str
-  random_weights: bool = False
-  dtype: str = "auto"
-  attention: str = "auto"
-  matmul: str = "auto"
-  quantization: str = "none"
-  kv_cache_mb: int = 0
-  num_blocks: int = 0
-  block_size: int = 0
-  token_budgets: tuple[int, ...] = EngineConfig.token_budgets
-  max_num_seqs: int = EngineConfig.max_num_seqs
-  max_model_len: int = 0
-  prefill_chunk: int = 0
-  overlap: str = "auto"
-  max_queued_requests: int = EngineConfig.max_queued_requests
-  max_queued_tokens: int = EngineConfig.max_queued_tokens
-  queue_timeout_s: float = EngineConfig.queue_timeout_s
-  request_timeout_s: float = EngineConfig.request_timeout_s
-  policy: str = EngineConfig.policy
-  batching: str = EngineConfig.batching
-  dynamic_window_s: float = EngineConfig.dynamic_window_s
-  dynamic_max_batch: int = EngineConfig.dynamic_max_batch
-  admission: str = EngineConfig.admission
-  aging_s: float = EngineConfig.aging_s
-  sjf_aging_tokens_per_s: float = EngineConfig.sjf_aging_tokens_per_s
-  tier_share: float = EngineConfig.tier_share
-  tier_delay_s: float = EngineConfig.tier_delay_s
-  tier_long_context: int = EngineConfig.tier_long_context
-  max_queued_share_per_tenant: float = EngineConfig.max_queued_share_per_tenant
-  enable_prefix_caching: bool = EngineConfig.enable_prefix_caching
-  prefix_cache_scope: str = EngineConfig.prefix_cache_scope
-  num_devices: int = 1
-  prefill_devices: int = 0
-  compile_cache_dir: str = ""
-  executable_bundle: str = ""
-  write_executable_bundle: bool = False
-  num_token_ids: int = 0
-  deterministic: bool = False
-
-  def __post_init__(self):
-    if self.dtype not in _DTYPES:
-      raise ConfigError(f"dtype={self.dtype!r} is not one of {', '.join(_DTYPES)}; set --dtype")
-    if self.attention not in ("auto", *api.IMPLEMENTATIONS):
-      raise ConfigError(
-        f"attention={self.attention!r} is not one of auto, {', '.join(api.IMPLEMENTATIONS)}; set --attention"
-      )
-    if self.matmul not in _MATMULS:
-      raise ConfigError(f"matmul={self.matmul!r} is not one of {', '.join(_MATMULS)}; set --matmul")
-    if self.quantization not in _QUANTIZATIONS:
-      raise ConfigError(
-        f"quantization={self.quantization!r} is not one of {', '.join(_QUANTIZATIONS)}; set --quantization"
-      )
-    if self.overlap not in _OVERLAPS:
-      raise ConfigError(f"overlap={self.overlap!r} is not one of {', '.join(_OVERLAPS)}; set --overlap")
-    for name in ("kv_cache_mb", "num_blocks", "block_size", "max_model_len", "num_devices", "prefill_devices"):
-      if getattr(self, name) < 0:
-        raise ConfigError(f"{name}={getattr(self, name)} must be 0 or more; set --{name}")
-    if self.kv_cache_mb and self.num_blocks:
-      raise ConfigError(
-        f"kv_cache_mb={self.kv_cache_mb} and num_blocks={self.num_blocks} both size the KV pool; "
-        "set only one of --kv_cache_mb and --num_blocks"
-      )
-    if self.executable_bundle and self.batching == "disaggregated":
-      raise ConfigError(
-        f"executable_bundle={self.executable_bundle} holds the programs of one engine, and batching=disaggregated has "
-        "two; leave --executable_bundle empty, or choose another --batching"
-      )
-    if self.write_executable_bundle and not self.executable_bundle:
-      raise ConfigError("write_executable_bundle needs a folder to write to; set --executable_bundle")
-    ShapeLadder(self.token_budgets, self.max_num_seqs)
-    config = self.engine_config(
-      vocab_size=2**31 - 1,
-      max_model_len=max(1, self.max_model_len),
-      num_blocks=max(1, self.num_blocks),
-      block_size=max(1, self.block_size),
-      eos_token_ids=(),
-    )
-    make_policy(config)
-    AdmissionControl(config)
-    make_batching(config)
-
-  def engine_config(
-    self, vocab_size: int, max_model_len: int, num_blocks: int, block_size: int, eos_token_ids: tuple[int, ...]
-  ) -> EngineConfig:
-    """The engine's settings, once the model and the device are known. Raises ConfigError."""
-    known = {
-      "vocab_size": vocab_size,
-      "max_model_len": max_model_len,
-      "num_blocks": num_blocks,
-      "block_size": block_size,
-      "eos_token_ids": eos_token_ids,
-    }
-    chosen = {
-      field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig) if field.name not in known
-    }
-    chosen["overlap"] = self.overlap != "false"
-    chosen["prefill_chunk"] = self.prefill_chunk or default_prefill_chunk(self.token_budgets)
-    return EngineConfig(**known, **chosen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +109,7 @@ def build(
   devices = _devices(options.num_devices)
   if options.deterministic:
     num_prefill = (options.prefill_devices or len(devices) // 2) if options.batching == "disaggregated" else 0
-    deterministic.check(devices, _attention_candidates(options.attention, devices[0].platform), num_prefill)
+    deterministic.check(devices, attention_candidates(options.attention, devices[0].platform), num_prefill)
   bundle = Bundle(options.executable_bundle) if options.executable_bundle else None
   started = time.perf_counter()
   if options.batching == "disaggregated":
@@ -302,13 +166,13 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   """Loads, sizes, compiles and warms up; on several devices the model is spread over them."""
   mesh = mesh_lib.make_mesh(devices)
   device = devices[0]
-  candidates = _attention_candidates(options.attention, device.platform)
+  candidates = attention_candidates(options.attention, device.platform)
   dtype = jnp.dtype(
     ("float32" if device.platform == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
   )
   started = time.perf_counter()
   progress("load", 0, 1)
-  matmul, matmul_reason = _choose_matmul(options.matmul, mesh, dtype)
+  matmul, matmul_reason = choose_matmul(options.matmul, mesh, dtype)
   if matmul == "packed" and not options.prefill_chunk:
     chunk = default_prefill_chunk(options.token_budgets, CPU_PREFILL_CHUNK)
     options = dataclasses.replace(options, prefill_chunk=chunk)
@@ -318,7 +182,7 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
     matmul_reason = f"{why}; int8 weights are converted at every step, which saves memory but no time"
 
   def before(model: ModelConfig, params: dict[str, jax.ShapeDtypeStruct]) -> None:
-    attention, _, block_size, max_model_len = _choose_attention(options, candidates, model, dtype)
+    attention, _, block_size, max_model_len = choose_attention(options, candidates, model, dtype)
     blocks = options.num_blocks or -(-max_model_len // block_size)
     block_bytes = kv_cache.bytes_per_block(model, block_size, dtype, attention)
     kv_bytes = options.kv_cache_mb * 2**20 or (blocks + 1) * block_bytes
@@ -331,13 +195,11 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   jax.block_until_ready(loaded.params)
   progress("load", 1, 1)
   load_s = time.perf_counter() - started
-  if options.overlap == "auto":
-    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
-    overlap = default_overlap(device.platform, weight_bytes)
-    options = dataclasses.replace(options, overlap="true" if overlap else "false")
+  weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
+  overlap = chosen_overlap(options.overlap, default_overlap(device.platform, weight_bytes))
 
   model = loaded.config
-  attention, attention_reason, block_size, max_model_len = _choose_attention(options, candidates, model, dtype)
+  attention, attention_reason, block_size, max_model_len = choose_attention(options, candidates, model, dtype)
   if options.deterministic:
     budgets = deterministic.ladder_of(options.token_budgets, options.max_num_seqs, device.platform, attention, matmul)
     options = dataclasses.replace(options, token_budgets=budgets, prefill_chunk=min(options.prefill_chunk, budgets[-1]))
@@ -363,10 +225,10 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
       argmax=argmax.choose(device.platform, mesh.size),
     )
 
-  _check_attention(spec(table_width), ladder, dtype)
+  check_attention(spec(table_width), ladder, dtype)
   num_blocks = options.num_blocks or _stored_pool(options, bundle, spec, ladder)
   num_blocks = num_blocks or _size_pool(options, loaded, spec, ladder)
-  config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, loaded.eos_token_ids)
+  config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, loaded.eos_token_ids, overlap)
   chosen, make = spec(num_blocks), Program.compile
   if bundle is not None:
     bundle.begin(made_for(chosen, ladder.rungs()), mesh)
@@ -389,77 +251,11 @@ def _devices(count: int) -> list[Any]:
   return found[:count] if count else found
 
 
-def _attention_candidates(requested: str, platform: str) -> tuple[str, ...]:
-  try:
-    return api.candidates(requested, platform)
-  except NotImplementedError as error:
-    raise ConfigError(str(error)) from error
-
-
-def _choose_attention(
-  options: BuildOptions, candidates: tuple[str, ...], model: ModelConfig, dtype: jnp.dtype
-) -> tuple[str, str, int, int]:
-  """The implementation, why it is not the best one ("" if it is), tokens a block, and the longest sequence."""
-  attention, reason = api.choose(
-    candidates, lambda name: api.check_supported(name, _geometry(model, options.block_size, name), dtype)
-  )
-  max_model_len = options.max_model_len or model.max_position
-  if max_model_len > model.max_position:
-    raise ConfigError(
-      f"max_model_len={max_model_len} exceeds the {model.max_position} positions of {options.model_dir}; "
-      "lower --max_model_len, or leave it at 0"
-    )
-  return attention, reason, options.block_size or api.preferred_block_size(attention), max_model_len
-
-
 def _kv_setting(options: BuildOptions, max_model_len: int) -> str:
   """What decides on the smallest pool."""
   if options.kv_cache_mb:
     return f"--kv_cache_mb={options.kv_cache_mb}"
   return f"--num_blocks={options.num_blocks}" if options.num_blocks else f"one sequence of {max_model_len} tokens"
-
-
-def _choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, str]:
-  """How weights are multiplied by, and why not packed where one would expect that ("" elsewhere)."""
-  if requested == "xla":
-    return "xla", ""
-  platform = mesh.devices.flat[0].platform
-  expected, reason = platform == "cpu" and mesh.size == 1, ""
-  if expected:
-    try:
-      packed_matmul.check_supported(dtype)
-    except NotImplementedError as error:
-      reason = str(error)
-  else:
-    reason = f"packed matmul: only on one device of platform cpu, not on {mesh.size} of {platform}"
-  if not reason:
-    return "packed", ""
-  if requested == "packed":
-    raise ConfigError(f"{reason}; set --matmul=xla")
-  return "xla", reason if expected else ""
-
-
-def _geometry(model: ModelConfig, block_size: int, attention: str) -> Geometry:
-  """What of a step's attention is known before there is a ladder."""
-  return Geometry(
-    tokens=1,
-    rows=1,
-    table_width=1,
-    block_size=block_size or api.preferred_block_size(attention),
-    num_heads=model.num_heads,
-    num_kv_heads=model.num_kv_heads,
-    head_dim=model.head_dim,
-    sliding_window=model.sliding_window,
-  )
-
-
-def _check_attention(spec: ProgramSpec, ladder: ShapeLadder, dtype: jnp.dtype) -> None:
-  """Refuses before anything compiles what the attention kernels cannot do; never falls back unasked."""
-  try:
-    for shape in ladder.rungs():
-      api.check_supported(spec.attention, spec.attention_of(shape).geometry, dtype)
-  except NotImplementedError as error:
-    raise ConfigError(f"{error}; or set --attention=reference, which runs anywhere, slowly") from error
 
 
 def _stored_pool(

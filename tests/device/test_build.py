@@ -4,7 +4,8 @@ import pytest
 
 from engine.config import CPU_PREFILL_CHUNK, default_overlap
 from engine.device import kv_cache
-from engine.device.build import BuildOptions, build
+from engine.device.build import build
+from engine.device.options import BuildOptions
 from engine.errors import CheckpointError, ConfigError
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams

@@ -13,10 +13,11 @@ import pytest
 from engine.device import build as build_lib
 from engine.device import bundle as bundle_lib
 from engine.device import compile_cache, kv_cache
-from engine.device.build import BuildOptions, Built, build
+from engine.device.build import Built, build
 from engine.device.bundle import Bundle
 from engine.device.executables import NotRestored, Program
 from engine.device.mesh import make_mesh, replicated
+from engine.device.options import BuildOptions
 from engine.errors import ConfigError
 from engine.request import Request
 from engine.sampling_params import SamplingParams

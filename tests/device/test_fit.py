@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from engine.device import fit, kv_cache, weights
-from engine.device.build import BuildOptions, build
+from engine.device.build import build
+from engine.device.options import BuildOptions
 from engine.errors import ConfigError
 from tools.make_random_model import write_model
 from tools.parity.cases import CASES

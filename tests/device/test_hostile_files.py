@@ -19,8 +19,9 @@ from jax._src.compiler import get_compile_options
 import pytest
 
 from engine.device import compile_cache
-from engine.device.build import BuildOptions, build
+from engine.device.build import build
 from engine.device.mesh import make_mesh
+from engine.device.options import BuildOptions
 from engine.device.safetensors_file import read_header
 from engine.device.weights import load_checkpoint
 from engine.errors import CheckpointError, ConfigError

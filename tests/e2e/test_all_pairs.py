@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from engine.device.build import BuildOptions, build
+from engine.device.build import build
+from engine.device.options import BuildOptions
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
 from tests.server.harness import Served, endings_of, running, text_of, token_ids_of

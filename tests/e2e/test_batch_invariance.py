@@ -9,7 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from engine.device.build import BuildOptions, build
+from engine.device.build import build
+from engine.device.options import BuildOptions
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from pallas_kernels import native

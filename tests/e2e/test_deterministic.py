@@ -14,7 +14,8 @@ import sys
 import pytest
 
 from engine.device import deterministic
-from engine.device.build import BuildOptions, Built, build
+from engine.device.build import Built, build
+from engine.device.options import BuildOptions
 from engine.errors import ConfigError
 from engine.shapes import ShapeLadder
 from pallas_kernels import native

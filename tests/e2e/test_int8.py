@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.device.build import BuildOptions, build
+from engine.device.build import build
 from engine.device.mesh import make_mesh
+from engine.device.options import BuildOptions
 from engine.device.weights import load_checkpoint
 from models.layers import PLAIN, WeightForm
 from server.chat_template import Message

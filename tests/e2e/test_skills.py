@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.device.build import BuildOptions, Built, build
+from engine.device.build import Built, build
+from engine.device.options import BuildOptions
 from engine.engine import Engine, PlainEngine
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams

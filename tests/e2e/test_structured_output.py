@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from engine.device.build import BuildOptions, Built, build
+from engine.device.build import Built, build
+from engine.device.options import BuildOptions
 from server.proto import sluice_pb2 as pb
 from server.tokenizer import Tokenizer
 from tests.server.harness import Served, endings_of, generate, running, text_of, token_ids_of

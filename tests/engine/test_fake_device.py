@@ -1,6 +1,7 @@
 """The fake device goes wrong as a real one would, and a client can know what it must get."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 import time
@@ -9,6 +10,8 @@ import pytest
 
 from engine.batch import Admission, Batch
 from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.fake_build import build_fake
 from engine.fake_device import FakeDevice, expected_tokens, fold_seed
 from engine.request import FinishReason
 from engine.sampling_params import SamplingParams
@@ -199,3 +202,14 @@ def test_a_client_needs_no_jax():
   )
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert done.stdout.strip() == "[]"
+
+
+def test_overlap_is_the_flags_word(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 1000, "max_position_embeddings": 64}))
+
+  def built(**settings):
+    return build_fake(str(tmp_path), settings, 0.001, lambda events: None).config.overlap
+
+  assert [built(), built(overlap="auto"), built(overlap="true"), built(overlap="false")] == [True, True, True, False]
+  with pytest.raises(ConfigError, match="overlap='no' is not one of auto, true, false; set --overlap"):
+    built(overlap="no")

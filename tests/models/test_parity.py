@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.device.build import BuildOptions, build
+from engine.device.build import build
 from engine.device.mesh import make_mesh
+from engine.device.options import BuildOptions
 from engine.device.weights import load_checkpoint
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams

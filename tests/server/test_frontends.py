@@ -1,10 +1,11 @@
 """A server of several processes does what one of a single process does; and no process of it outlives another."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import hashlib
 import io
+import operator
 import pathlib
 import signal
 import socket
@@ -30,8 +31,8 @@ from tests.server.test_main import DEMO, start, wait_for_file
 
 IDS = (7, 8, 9)
 LONG = pb.StopParams(max_tokens=2000, ignore_eos=True)
-# Connections fall on processes by chance: that all of these fall on one happens once in 2,000 times.
 NUM_CHANNELS = 12
+OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
 @dataclasses.dataclass
@@ -44,10 +45,34 @@ class Running:
   http_port: int
   folder: pathlib.Path
 
-  def channels(self, stack: contextlib.ExitStack, count: int = NUM_CHANNELS) -> list[grpc.Channel]:
-    """Each with a connection of its own."""
-    options = (("grpc.use_local_subchannel_pool", 1),)
-    return [stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{self.port}", options)) for _ in range(count)]
+  def channels(
+    self,
+    stack: contextlib.ExitStack,
+    count: int = NUM_CHANNELS,
+    connect: Callable[..., grpc.Channel] = grpc.insecure_channel,
+  ) -> list[grpc.Channel]:
+    """Each with a connection of its own, so many that every process has one where `count` allows that.
+
+    The system spreads connections over the processes by a hash of their ports, now and then all on one: another one
+    is opened then in place of the last.
+    """
+    channels: list[grpc.Channel] = []
+    before = self._connections()
+    for _ in range(1000):
+      channels.append(stack.enter_context(connect(f"127.0.0.1:{self.port}", options=OWN_CONNECTION)))
+      grpc.channel_ready_future(channels[-1]).result(timeout=120)
+      if len(channels) == count:
+        if count < len(self.front_ends) or all(map(operator.sub, self._connections(), before)):
+          return channels
+        channels.pop().close()
+    raise AssertionError(f"of {count} connections a process has none, again and again")
+
+  def _connections(self) -> list[set]:
+    """Of each front end, those that it has accepted on the port."""
+    return [
+      {found.raddr for found in front_end.net_connections("tcp") if found.raddr and found.laddr.port == self.port}
+      for front_end in self.front_ends
+    ]
 
   def stubs(self, stack: contextlib.ExitStack, count: int = NUM_CHANNELS) -> list[pb_grpc.GenerationServiceStub]:
     return [pb_grpc.GenerationServiceStub(channel) for channel in self.channels(stack, count)]

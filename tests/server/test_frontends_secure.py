@@ -1,6 +1,7 @@
 """Certificates, keys and traces where several processes share a port: each of them asks, and each of them tells."""
 
 import contextlib
+import functools
 import signal
 import ssl
 
@@ -12,7 +13,7 @@ from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tests.server.certificates import Authority, replace, served_serial
 from tests.server.harness import reason_of, token_ids_of
-from tests.server.test_frontends import IDS, LONG, NUM_CHANNELS, Running, asked, expected, serving
+from tests.server.test_frontends import IDS, LONG, NUM_CHANNELS, OWN_CONNECTION, Running, asked, expected, serving
 from tests.server.test_tracing import PARENT, TRACE, TRACEPARENT, collecting
 
 KEY, OTHER_KEY, NEW_KEY = "a-key-of-team-a-that-is-long", "a-key-of-team-b-that-is-long", "a-key-that-comes-later"
@@ -20,19 +21,16 @@ NOT_FOUND, ABORTED = pb.AbortResponse.OUTCOME_NOT_FOUND, pb.AbortResponse.OUTCOM
 TOKENS = expected(max_tokens=40, ignore_eos=True)
 
 
-def connect(
-  server: Running, stack: contextlib.ExitStack, authority: Authority, client: str
-) -> list[pb_grpc.GenerationServiceStub]:
-  """Each with a connection of its own; `client` names its certificate, empty is none."""
+def credentials_of(authority: Authority, client: str) -> grpc.ChannelCredentials:
+  """`client` names a certificate; empty is none."""
   files = [authority.file.parent / f"{client}.{kind}" for kind in ("key", "pem")] if client else []
-  credentials = grpc.ssl_channel_credentials(authority.file.read_bytes(), *(file.read_bytes() for file in files))
-  options = (("grpc.use_local_subchannel_pool", 1),)
-  return [
-    pb_grpc.GenerationServiceStub(
-      stack.enter_context(grpc.secure_channel(f"127.0.0.1:{server.port}", credentials, options))
-    )
-    for _ in range(NUM_CHANNELS)
-  ]
+  return grpc.ssl_channel_credentials(authority.file.read_bytes(), *(file.read_bytes() for file in files))
+
+
+def connect(server: Running, stack: contextlib.ExitStack, authority: Authority) -> list[pb_grpc.GenerationServiceStub]:
+  """With the client's certificate, every process among them."""
+  secure = functools.partial(grpc.secure_channel, credentials=credentials_of(authority, "client"))
+  return [pb_grpc.GenerationServiceStub(channel) for channel in server.channels(stack, connect=secure)]
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:
@@ -61,15 +59,16 @@ def test_every_process_asks_for_certificates_and_keys_and_takes_new_ones(tmp_pat
     ) as server,
     contextlib.ExitStack() as stack,
   ):
-    stubs = connect(server, stack, authority, "client")
+    stubs = connect(server, stack, authority)
     for stub in stubs:
       assert token_ids_of(list(stub.Generate(asked(), metadata=bearer(KEY), timeout=60))) == TOKENS
       for metadata in ((), bearer(NEW_KEY)):
         assert code_of(stub.Generate(asked(), metadata=metadata, timeout=60)) is grpc.StatusCode.UNAUTHENTICATED
-    for stub in connect(server, stack, authority, ""):
-      assert code_of(stub.Generate(asked(), metadata=bearer(KEY), timeout=60)) is grpc.StatusCode.UNAVAILABLE
-    for stub in server.stubs(stack, 4):  # not encrypted
-      assert code_of(stub.Generate(asked(), metadata=bearer(KEY), timeout=60)) is grpc.StatusCode.UNAVAILABLE
+    anonymous = functools.partial(grpc.secure_channel, credentials=credentials_of(authority, ""))
+    for connected in [anonymous] * NUM_CHANNELS + [grpc.insecure_channel] * 4:
+      with connected(f"127.0.0.1:{server.port}", options=OWN_CONNECTION) as channel:
+        call = pb_grpc.GenerationServiceStub(channel).Generate(asked(), metadata=bearer(KEY), timeout=60)
+        assert code_of(call) is grpc.StatusCode.UNAVAILABLE
 
     # A name is its tenant's, wherever it is used.
     calls = {}
@@ -107,7 +106,7 @@ def test_every_process_asks_for_certificates_and_keys_and_takes_new_ones(tmp_pat
     authority.issue("server")
     after = {served_serial(address, authority) for address in addresses for _ in range(NUM_CHANNELS)}
     assert len(after) == 1 and after != before
-    for stub in (*stubs, *connect(server, stack, authority, "client")):
+    for stub in (*stubs, *connect(server, stack, authority)):
       assert token_ids_of(list(stub.Generate(asked(), metadata=bearer(KEY), timeout=60))) == TOKENS
     server.process.send_signal(signal.SIGTERM)
     code, said = server.end()

@@ -8,7 +8,7 @@ import pytest
 from tests.commands import ROOT as ROOT
 from tests.commands import run_here as run_here
 from tests.commands import run_module as run_module
-from tools import bench_attention, bench_engine
+from tools import ceilings
 from tools.make_random_model import write_model
 
 ENGINE_FLAGS = ("--token_budgets=8,32", "--prefill_chunk=32", "--max_num_seqs=8", "--num_blocks=128")
@@ -54,8 +54,7 @@ def compile_cache(tmp_path_factory) -> str:
 @pytest.fixture
 def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
   """What memory and cores can do is measured in a moment, and wrongly."""
-  monkeypatch.setattr(bench_engine, "_ON_CPU", (2**16, 64))
-  monkeypatch.setattr(bench_attention, "_READ_BY_A_CORE", 2**16)
+  monkeypatch.setattr(ceilings, "_ON_CPU", (2**16, 64))
 
 
 def json_line(done: subprocess.CompletedProcess[str]) -> dict:

@@ -9,7 +9,9 @@ import pytest
 from models.registry import config_from_hf
 from tests.tools.conftest import ENGINE_FLAGS, json_line, run_here
 from tools import bench_engine
-from tools.bench_engine import SHAPES, Ceilings, Work
+from tools.accounting import Flops
+from tools.bench_engine import SHAPES, Work, beside_roofline
+from tools.ceilings import Ceilings
 
 
 def shape(name: str):
@@ -40,11 +42,13 @@ def test_a_tied_head_is_read_once():
   assert work.kv_bytes == 32_768
 
 
-def test_the_roofline_is_the_longer_of_both():
-  ceilings = Ceilings(bytes_s=100.0, flops_s=1000.0)
-  assert ceilings.seconds(200, 1000) == 2.0
-  assert ceilings.seconds(200, 5000) == 5.0
-  assert ceilings.best(Ceilings(90.0, 2000.0)) == Ceilings(100.0, 2000.0)
+def test_a_step_beside_ceilings():
+  work = Work(Flops(token=20, row=10, pair=5), weight_bytes=80, kv_bytes=10)
+  # Two rows of four keys each: 160 bytes, 2 * 30 + 8 * 5 operations, in 2 s.
+  row = beside_roofline(2.0, [(3, 1), (3, 1)], work, Ceilings(bytes_s=160.0, flops_s=200.0))
+  assert (row["bytes_s"], row["flops_s"], row["intensity"], row["tok_s"]) == (80.0, 50.0, 100 / 160, 1.0)
+  assert (row["of_read"], row["of_rate"], row["over_roofline"]) == (0.5, 0.25, 2.0)
+  assert row["ceilings"] == {"bytes_s": 160.0, "flops_s": 200.0}
 
 
 def test_every_shape_is_a_model_of_the_registry():
@@ -104,6 +108,9 @@ def test_all_parts_on_a_model_that_is_only_a_config(tiny_model, compile_cache, t
   assert [row["prompt"] for row in result["prefill"]] == [32]
   for row in result["decode"] + result["prefill"]:
     assert row["over_roofline"] == pytest.approx(row["step_s"] / row["roofline_s"], rel=1e-2)
+    assert row["of_read"] == pytest.approx(row["bytes_s"] / row["ceilings"]["bytes_s"], rel=1e-2, abs=1e-3)
+    slowest, fastest = result["ceilings_seen"]["bytes_s"]
+    assert slowest <= row["ceilings"]["bytes_s"] <= fastest == result["ceilings"]["bytes_s"]
   assert result["offline"]["failed"] == 0
   assert result["offline"]["requests"] == 5
   assert 0 <= result["offline"]["device_idle_share"] < 1

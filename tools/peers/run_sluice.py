@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from engine.device.build import BuildOptions
+from engine.device.options import BuildOptions
 from tools.bench_offline import UNBOUNDED, OfflineRun
 from tools.peers import face
 from tools.workload import WorkRequest
