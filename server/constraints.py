@@ -17,6 +17,7 @@ from engine.constraint import ConstraintFailed
 from engine.errors import InvalidRequest
 from server.grammar_cache import GrammarCache
 from server.proto import sluice_pb2 as pb
+from server.repeats import MAX_REPEATS, of_grammar, of_regex, of_schema
 from server.tokenizer import Tokenizer
 
 MAX_SCHEMA_BYTES = 32 << 10
@@ -27,7 +28,7 @@ MAX_SCHEMA_LEVELS = 512
 # Of a schema in which some must hold together: the compiler intersects them in exponential time (16 took 0.07 s, 20
 # took 2 s, 60 more than minutes), which no limit of its own ends.
 MAX_PATTERNS_TOGETHER = 8
-# Of one text in a schema, and of one choice: a token inside of one of 30,000 took 16 ms of the engine's thread.
+# Of one text in a schema, and of one choice.
 MAX_TEXT_BYTES = 4 << 10
 MAX_REGEX_BYTES = 8 << 10
 MAX_GRAMMAR_BYTES = 16 << 10
@@ -36,12 +37,17 @@ MAX_GRAMMAR_COLONS = 512
 MAX_CHOICES = 1024
 MAX_CHOICES_BYTES = 32 << 10
 _MAX_REASON_CHARS = 200
+# Of a text that a grammar leaves no choice about, of which only the next token is needed: all of it was written as
+# tokens anew for each, which for 9,000 characters took up to 52 ms of the engine's thread, and takes 0.4 so.
+_MAX_FORCED_CHARS = 256
 # Between the tokens of JSON: enough for an indented text. A model may otherwise write spaces until max_tokens.
 _WHITESPACE = r"[ \t\r]?|\r?\n[ \t]{0,32}"
 # What compiling may cost, and what one token may (tens of milliseconds, once: then the request ends), in llguidance's
-# own units. Of the 250,000 lexer states that it allows by default each has 1 to 2 kB.
+# own units. The first is also spent on a text that leaves no choice: with the default of 1,000,000 (ab){1000000} took
+# 0.8 s and 149 MB, and no schema was seen to need 100,000. Of the 250,000 lexer states that it allows by default each
+# has 1 to 2 kB.
 _LIMITS = llguidance.LLParserLimits(
-  initial_lexer_fuel=1_000_000,
+  initial_lexer_fuel=200_000,
   step_lexer_fuel=50_000,
   step_max_items=10_000,
   max_lexer_states=20_000,
@@ -73,12 +79,13 @@ class _Vocabulary:
     self.compiled: llguidance.LLTokenizer | None = None
 
   def __call__(self, text: str | bytes) -> list[int]:
-    """Tokens of a text that the grammar leaves no choice about.
+    """Tokens of the beginning of a text that the grammar leaves no choice about.
 
     As the model would write it, if they spell exactly this text; some tokenizers put a space in front.
     """
     if isinstance(text, bytes):
       raise TypeError("only text")  # which is how llguidance asks whether bytes are taken
+    text = text[:_MAX_FORCED_CHARS]
     token_ids = self._tokenizer.encode_plain(text)
     spelled = b"".join([self.tokens[token_id] for token_id in token_ids if token_id < len(self.tokens)])
     if spelled == text.encode():
@@ -236,6 +243,14 @@ def _check_size(name: str, text: str, limit: int) -> None:
     raise InvalidRequest(f"constraint.{name} has {size} bytes, allowed are 1 to {limit}: send a shorter one")
 
 
+def _check_repeats(where: str, times: int) -> None:
+  if times > MAX_REPEATS:
+    raise InvalidRequest(
+      f"constraint.{where} a count of {times}, as nested ones multiply, and the limit is {MAX_REPEATS}: send a smaller "
+      "one, or none for any number"
+    )
+
+
 def _json_schema(constraint: pb.OutputConstraint) -> str:
   text = constraint.json_schema
   _check_size("json_schema", text, MAX_SCHEMA_BYTES)
@@ -267,6 +282,8 @@ def _json_schema(constraint: pb.OutputConstraint) -> str:
       f"constraint.json_schema has {patterns} patterns and an allOf, or a pattern beside a $ref, with which the limit "
       f"is {MAX_PATTERNS_TOGETHER}: send fewer patterns, or none that must hold together"
     )
+  for keyword, times in of_schema(schema):
+    _check_repeats(f"json_schema has {keyword} with", times)
   return _from_schema(schema)
 
 
@@ -292,6 +309,7 @@ def _from_schema(schema: Any) -> str:
 
 def _regex(constraint: pb.OutputConstraint) -> str:
   _check_size("regex", constraint.regex, MAX_REGEX_BYTES)
+  _check_repeats("regex has", of_regex(constraint.regex))
   return llguidance.LLMatcher.grammar_from_regex(constraint.regex)
 
 
@@ -322,6 +340,7 @@ def _grammar(constraint: pb.OutputConstraint) -> str:
       f"constraint.grammar has {colons} colons, by which its rules are counted, the limit is {MAX_GRAMMAR_COLONS}: "
       "send fewer rules"
     )
+  _check_repeats("grammar has", of_grammar(text))
   if "%json" in text:
     raise InvalidRequest("constraint.grammar has %json, which is not taken there: send json_schema instead")
   try:

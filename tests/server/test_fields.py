@@ -429,7 +429,11 @@ CONSTRAINTS = {
 @pytest.mark.catalogue("E6")
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_constraints_that_cannot_be_followed(server, http, name):
-  kind, text, said = CONSTRAINTS[name]
+  refused_constraint(server, http, *CONSTRAINTS[name])
+
+
+def refused_constraint(server, http, kind: str, text: str, said: str) -> None:
+  """Over both protocols, with the field and the same words."""
   wanted = pb.OutputConstraint(**{kind: text})
   message, field = f"constraint.{kind} {said}", f"constraint.{kind}"
   refused_by_grpc(server, message, field, token_ids=pb.TokenIds(ids=IDS), constraint=wanted)
@@ -437,19 +441,58 @@ def test_constraints_that_cannot_be_followed(server, http, name):
   refused_by_http(server, http, message.removeprefix("constraint."), field.removeprefix("constraint."), body)
 
 
+def counted(times: int) -> str:
+  return (
+    f"a count of {times}, as nested ones multiply, and the limit is 100000: send a smaller one, or none for any number"
+  )
+
+
+# Counts that nothing could follow, in every kind of constraint that has them.
+COUNTS = {
+  "a bound": ("regex", "a{1,1000000000}", f"has {counted(10**9)}"),
+  "a lower bound": ("regex", "[ab]{1000000000,}", f"has {counted(10**9)}"),
+  "nested bounds": ("regex", "((a{1,1000}){1,1000}){1,1000}", f"has {counted(10**9)}"),
+  "one more than the limit": ("regex", "x?a{100001}", f"has {counted(100_001)}"),
+  "a pattern": (
+    "json_schema",
+    '{"items": {"pattern": "^a{1,1000000000}$"}}',
+    f"has pattern with {counted(10**9)}",
+  ),
+  "a pattern of names": (
+    "json_schema",
+    '{"patternProperties": {"(a{1000}){1000}": {}}}',
+    f"has patternProperties with {counted(10**6)}",
+  ),
+  "a longest text": ("json_schema", '{"maxLength": 1000000000}', f"has maxLength with {counted(10**9)}"),
+  "endlessly many items": ("json_schema", '{"minItems": 1e999}', f"has minItems with {counted(10**12)}"),
+  "a rule": ("grammar", 'start: "a"{1,1000000000}', f"has {counted(10**9)}"),
+  "a rule, in another way": ("grammar", 'start: "a" ~ 1 .. 1000000000', f"has {counted(10**9)}"),
+  "an expression in a rule": ("grammar", "start: A\nA: /a{1000000000}/", f"has {counted(10**9)}"),
+  "GBNF": ("grammar", 'root ::= "a"{1000000000}', f"has {counted(10**9)}"),
+}
+
+
+@pytest.mark.catalogue("E6")
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_that_nothing_could_follow(server, http, name):
+  refused_constraint(server, http, *COUNTS[name])
+
+
 @pytest.mark.catalogue("E6")
 @pytest.mark.parametrize(
   "kind, text",
   [
-    ("regex", "a{1,1000000000}"),
-    ("regex", "((a{1,1000}){1,1000}){1,1000}"),
-    ("regex", "(a+)+b"),
+    ("regex", "[ab]{0,100000}"),
+    ("regex", "(a+)+$"),
+    ("regex", "(a|aa)+b"),
+    ("regex", "(.*a){20}"),
     ("regex", "(.*a.{4000}b)+"),
     ("json_schema", '{"type": "array", "items": {"$ref": "#"}}'),
+    ("json_schema", '{"type": "string", "maxLength": 100000}'),
   ],
 )
 def test_constraints_that_would_be_bombs_elsewhere_are_served(server, http, kind, text):
-  """States are made as they are needed, so these cost what others do."""
+  """Nothing backtracks here: see test_hostile_grammars for what they may cost at most."""
   wanted = pb.OutputConstraint(**{kind: text})
   few = pb.StopParams(max_tokens=3)
   assert endings_of(generate(server, token_ids=pb.TokenIds(ids=IDS), constraint=wanted, stopping=few))[-1].last

@@ -5,10 +5,12 @@ import json
 import random
 from typing import Any
 
+import llguidance
 import pytest
 
 from engine.constraint import ConstraintFailed
 from engine.errors import InvalidRequest
+from server import constraints
 from server.constraints import ConstraintCompiler
 from server.proto import sluice_pb2 as pb
 
@@ -40,6 +42,7 @@ def _regexes() -> Iterator[str]:
     yield "a" + "{9}" * count
     yield "(.{1,50}){1,50}" * count
     yield "((a{1,30}){1,30}){1,30}"[: 9 + 9 * count]
+  yield from ("a{99999}", "(ab){50000}", "x?(\u00e9\u65e5\U0001f600){3000}", "((a{300}){300})b")
   yield from ("(a+)+$", "^(a+)+", "(?=a)a", "(?!a).", r"(a)\1", r"\b\w+\b", "(?i)" + "straße" * 50, r"\p{Greek}{1,500}")
   yield from (r"[\s\S]{0,4000}", r"(\d{1,9}\.){1,400}", "(" * 3000, "[" * 3000, "a|" * 4000, "\\", "a{,", "(?P<n>a)")
   yield from ("(é|ü|日本|😀){1,900}", r"[\u{0}-\u{10FFFF}]{100}", "(.|\n)*(.|\n)*(.|\n)*x" * 20)
@@ -192,3 +195,63 @@ def test_each_is_followed_or_refused(tokenizer):
     except ConstraintFailed:
       pass
   assert followed > 150 and refused > 50 and num_tokens > 3000
+
+
+# Where expressions backtrack, each takes time that grows exponentially, or with a high power, with what is pumped in.
+PUMPED = {
+  "(a+)+": "a",
+  "(a+)+b": "a",
+  "((((a+)+)+)+)+b": "a",
+  "((a*)*)*b": "a",
+  "(a|aa)+b": "a",
+  "(a|a)*b": "a",
+  "(x+x+)+y": "x",
+  "(.*a){20}": "ba",
+  "(.*)*(.*)*(.*)*=": "x",
+  "([a-z]*[a-z]*)*[0-9]": "z",
+  "(([a-z])+.)+[A-Z]([a-z])+": "a",
+  r"(\d+\s?)+!": "1 ",
+}
+# Of what is allowed: a hundredth of the work of compiling, a tenth of that of a token, a fortieth of the states.
+A_LITTLE = llguidance.LLParserLimits(
+  initial_lexer_fuel=2_000,
+  step_lexer_fuel=5_000,
+  step_max_items=1_000,
+  max_lexer_states=500,
+  max_grammar_size=1_000,
+  verbose_errors=False,
+)
+
+
+@pytest.mark.catalogue("E6", "F4")
+def test_what_backtracks_elsewhere_takes_a_little_here(tokenizer, monkeypatch):
+  """Over 2,000 characters; in units of work, which a loaded machine does not change."""
+  monkeypatch.setattr(constraints, "_LIMITS", A_LITTLE)
+  compiler = ConstraintCompiler(tokenizer, 400, (2,))
+
+  def pump(pattern: str, text: str) -> None:
+    output = compiler.compile(pb.OutputConstraint(regex=pattern))
+    for character in text * (2_000 // len(text)):
+      (token_id,) = tokenizer.encode_plain(character)
+      output.accept(token_id)
+      assert not output.is_done
+
+  for pattern, text in PUMPED.items():
+    pump(pattern, text)
+  with pytest.raises(ConstraintFailed):  # 2**40 states, if all were made: what this test would find
+    pump("(.*a.{40}b)+", "ab")
+
+
+@pytest.mark.catalogue("F4")
+def test_of_a_text_without_choice_only_the_beginning_is_made_tokens_at_a_time(tokenizer, monkeypatch):
+  asked = []
+  encode = tokenizer.encode_plain
+  monkeypatch.setattr(tokenizer, "encode_plain", lambda text: asked.append(len(text)) or encode(text))
+  wanted = "the cat \u00e9 " * 700
+  output = ConstraintCompiler(tokenizer, 400, (2,)).compile(pb.OutputConstraint(regex=wanted))
+  written = b""
+  for token_id in encode(wanted[:500]):
+    output.accept(token_id)
+    written += tokenizer.token_bytes(token_id)
+    assert wanted.encode().startswith(written)
+  assert len(asked) > 50 and max(asked) <= 256
