@@ -50,7 +50,7 @@ check-device: $(DEVICE_READY)
 parity: $(READY)
 	@tools/parity/run.sh
 
-## make clients   published clients (openai, LangChain, lm-eval, inference-perf) against a server, in an environment of theirs
+## make clients   published clients (openai, LangChain, lm-eval, inference-perf, smg's stubs) against a server, in an environment of theirs
 clients: $(READY) $(CLIENTS_READY)
 	@$(PY) -m tools.check_clients $(ARGS)
 

@@ -3,23 +3,29 @@
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
+import hashlib
+import io
 import operator
 import pathlib
 import signal
 import socket
 import subprocess
 import time
+import zipfile
 
 from google.rpc import error_details_pb2
 import grpc
 import httpx
 import psutil
 import pytest
+import tokenizers
 
 from engine.fake_device import expected_tokens
 from engine.sampling_params import SamplingParams
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
+from server.proto.smg_common_pb2 import GetTokenizerRequest
+from server.proto.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.server.harness import detail_of, endings_of, reason_of, text_of, token_ids_of
 from tests.server.test_main import DEMO, start, wait_for_file
 
@@ -106,7 +112,7 @@ def server(request, tmp_path_factory) -> Iterator[Running]:
   folder = tmp_path_factory.mktemp("server")
   with serving(
     *(folder, request.param, "--fake_step_ms=2", "--max_queued_requests=40", "--max_num_seqs=32"),
-    *(f"--access_log={folder / 'calls'}", "--debug_invariants"),
+    *(f"--access_log={folder / 'calls'}", "--debug_invariants", "--enable_vllm_api"),
   ) as running:
     yield running
     running.process.send_signal(signal.SIGTERM)
@@ -173,6 +179,20 @@ def test_texts_stops_logprobs_and_several_outputs(server):
     assert [entry.token_id for delta in deltas for entry in delta.prompt_logprobs] == list(IDS[1:])
     several = stub.GenerateUnary(asked(sampling=pb.SamplingParams(temperature=1.0, seed=5, n=3)), timeout=60)
     assert len({tuple(each.token_ids) for each in several.completions}) == 3
+
+
+def test_every_process_sends_the_same_tokenizer(server):
+  text = "Once upon a time 37 + 5 = ?"
+  with contextlib.ExitStack() as stack:
+    zips = set()
+    for channel in server.channels(stack):
+      chunks = list(VllmEngineStub(channel).GetTokenizer(GetTokenizerRequest(), timeout=60))
+      zips.add(b"".join(chunk.data for chunk in chunks))
+      assert chunks[-1].sha256 == hashlib.sha256(b"".join(chunk.data for chunk in chunks)).hexdigest()
+      ids = pb_grpc.GenerationServiceStub(channel).Tokenize(pb.TokenizeRequest(text=text), timeout=60).token_ids
+    with zipfile.ZipFile(io.BytesIO(zips.pop())) as archive:
+      made = tokenizers.Tokenizer.from_str(archive.read("tokenizer.json").decode())
+  assert not zips and list(ids) == made.encode(text).ids
 
 
 def test_constraints(server):
