@@ -20,7 +20,7 @@ from grpc._cython import cygrpc
 from engine.errors import EngineError, Overloaded
 from server import status, tracing
 from server.access_log import AccessLog
-from server.auth import ApiKeys
+from server.auth import AdminKeys, ApiKeys
 from server.errors import AnswerTooLarge, DeadlineExceeded, MalformedRequest, UnknownMethod
 
 REQUEST_ID = "x-request-id"
@@ -70,7 +70,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
   def __init__(
     self,
     *,
-    keys: ApiKeys | None = None,
+    keys: ApiKeys | AdminKeys | None = None,
     open_methods: tuple[str, ...] = (HEALTH_METHODS,),
     max_concurrent_rpcs: int | None = None,
     max_response_bytes: int | None = None,

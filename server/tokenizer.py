@@ -7,6 +7,7 @@ caller's own, so special tokens in it count.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
+import hashlib
 import json
 import pathlib
 import re
@@ -30,6 +31,8 @@ class Tokenizer:
   """Encodes and decodes. All methods may be called from any thread.
 
   Attributes:
+    folder: of the model.
+    digest: SHA-256 of the tokenizer.json that this one was made of.
     special_tokens: names such as "bos_token" and their text, from tokenizer_config.json.
   """
 
@@ -43,13 +46,16 @@ class Tokenizer:
     Raises:
       ConfigError: a file is missing, broken or of a kind that is not supported.
     """
+    self.folder = folder
     self._max_prompt_bytes = max_prompt_bytes
     source = folder / "tokenizer.json"
     try:
       size = source.stat().st_size
       if size > _MAX_FILE_BYTES:
         raise ConfigError(f"{source} has {size} bytes, the limit is {_MAX_FILE_BYTES}; restore it from its source")
-      text = source.read_text(encoding="utf-8")
+      raw = source.read_bytes()
+      self.digest = hashlib.sha256(raw).digest()
+      text = raw.decode()
       self._tokenizer = tokenizers.Tokenizer.from_str(text)
       self._plain = tokenizers.Tokenizer.from_str(text)
       decoder = json.loads(text).get("decoder")

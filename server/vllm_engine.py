@@ -4,6 +4,7 @@ A generation becomes one of sluice.v1 and takes the same way: the same checks, d
 side of the protocol cannot say or Sluice cannot do is refused by the field's name or number.
 """
 
+import asyncio
 from collections.abc import Sequence
 import datetime
 
@@ -12,14 +13,27 @@ import grpc
 from engine.errors import InvalidRequest
 from server import validation
 from server.counts import Census
+from server.errors import UnknownMethod
 from server.proto import sluice_pb2 as pb
+from server.proto import smg_common_pb2 as smg_pb
 from server.proto import vllm_engine_pb2 as vllm_pb
 from server.service import Service, server_version
+from server.tokenizer import Tokenizer
+from server.tokenizer_files import TokenizerZip, make_zip
 
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 # Of these 0 means unset, since the published message gives them no presence.
 _ZERO_IS_UNSET = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "n")
+_NO_PROFILE = "there is no profiler; SetTrace of sluice.admin.v1 (--admin_port) records the steps"
+# Methods of the published service that are not in ours, and what to do instead.
+_NOT_SERVED = {
+  "Embed": "this server generates text; ask one that embeds",
+  "FlushCache": "cached prefixes make room by themselves; cache_salt of sluice.v1 keeps requests from sharing them",
+  "StartProfile": _NO_PROFILE,
+  "StopProfile": _NO_PROFILE,
+  "SubscribeKvEvents": "no events of KV blocks are sent; route by what was sent before, and by GetLoads",
+}
 
 
 class VllmEngine:
@@ -29,6 +43,8 @@ class VllmEngine:
     """Args: service: does the work. census: what the server's processes have counted."""
     self._service = service
     self._census = census
+    self._zipping = asyncio.Lock()
+    self._zip: TokenizerZip | None = None
 
   def register(self, server: grpc.aio.Server) -> None:
     """Adds the service to a server that has not started."""
@@ -46,6 +62,10 @@ class VllmEngine:
     handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
       self._generate, vllm_pb.GenerateRequest.FromString, vllm_pb.GenerateResponse.SerializeToString
     )
+    handlers["GetTokenizer"] = grpc.unary_stream_rpc_method_handler(
+      self._get_tokenizer, smg_pb.GetTokenizerRequest.FromString, smg_pb.GetTokenizerChunk.SerializeToString
+    )
+    handlers |= {name: _not_served(name, instead) for name, instead in _NOT_SERVED.items()}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(VLLM_SERVICE, handlers),))
 
   async def _generate(self, request: vllm_pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -133,6 +153,28 @@ class VllmEngine:
       dp_rank_count=1,
       loads=[load],
     )
+
+  async def _get_tokenizer(self, request: smg_pb.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
+    tokenizer = validation.need_tokenizer(self._service.opened().tokenizer, "GetTokenizer")
+    for data, sha256 in (await self._zipped(tokenizer)).chunks():
+      await context.write(smg_pb.GetTokenizerChunk(data=data, sha256=sha256))
+
+  async def _zipped(self, tokenizer: Tokenizer) -> TokenizerZip:
+    """Made for the first who asks, while others wait."""
+    async with self._zipping:
+      made = self._zip
+      if made is None:
+        made = self._zip = await self._service.in_pool(lambda: make_zip(tokenizer.folder, tokenizer.digest))
+      return made
+
+
+def _not_served(name: str, instead: str) -> grpc.RpcMethodHandler:
+  """Refuses whatever bytes come: the messages of these methods are not ours."""
+
+  async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
+    raise UnknownMethod(f"{name} is not served here: {instead}")
+
+  return grpc.unary_stream_rpc_method_handler(refuse, None, bytes)
 
 
 class _Translator:

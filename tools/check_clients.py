@@ -4,12 +4,14 @@
 
 openai: the official client, from Sluice's own environment. langchain: ChatOpenAI, streamed, in a schema, with tools.
 lm-eval: local-completions with its remote tokenizer, log likelihoods and generation, on tasks written here.
-inference-perf: Kubernetes' benchmark, completions and chats streamed at a constant rate. They live in an environment of
-their own (tools/clients/requirements.txt). vllm: `vllm bench serve`, where make peers has made it an environment. Exit
-code 1 if one fails; what it said is in the folder that is printed.
+inference-perf: Kubernetes' benchmark, completions and chats streamed at a constant rate. smg: the stubs of its router,
+over vllm.grpc.engine. They live in an environment of their own (tools/clients/requirements.txt). vllm: `vllm bench
+serve`, where make peers has made it an environment. Exit code 1 if one fails; what it said is in the folder that is
+printed.
 """
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import json
 import os
 import pathlib
@@ -43,6 +45,14 @@ _OFFLINE = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Address:
+  """Of the server: of HTTP, and as HOST:PORT of gRPC."""
+
+  url: str
+  target: str
+
+
 class Failed(Exception):
   """A client did not do what its users expect; says where to look."""
 
@@ -64,7 +74,7 @@ def run(command: Sequence[str], folder: pathlib.Path, name: str) -> str:
   return text
 
 
-def openai(url: str, model: str, python: str, folder: pathlib.Path) -> str:
+def openai(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
   """Whole and streamed answers of the official client."""
   del python
   script = (
@@ -76,13 +86,19 @@ def openai(url: str, model: str, python: str, folder: pathlib.Path) -> str:
     "pieces = [c.choices[0].delta.content or '' for c in client.chat.completions.create(**ask, stream=True)]\n"
     "assert ''.join(pieces) == whole; print(repr(whole))\n"
   )
-  return run([sys.executable, "-c", script, f"{url}/v1", model], folder, "openai").strip()
+  return run([sys.executable, "-c", script, f"{at.url}/v1", model], folder, "openai").strip()
 
 
-def langchain(url: str, model: str, python: str, folder: pathlib.Path) -> str:
+def langchain(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
   """tools/clients/use_langchain.py."""
   script = str(ROOT / "tools" / "clients" / "use_langchain.py")
-  return run([python, script, f"{url}/v1", model], folder, "langchain").strip().splitlines()[-1]
+  return run([python, script, f"{at.url}/v1", model], folder, "langchain").strip().splitlines()[-1]
+
+
+def smg(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """tools/clients/use_smg.py."""
+  script = str(ROOT / "tools" / "clients" / "use_smg.py")
+  return run([python, script, at.target, at.url], folder, "smg").strip().splitlines()[-1]
 
 
 # What each lm-eval task asks for, and what it is judged by.
@@ -117,7 +133,7 @@ def _task(name: str, docs: pathlib.Path) -> str:
   return json.dumps(shared | asked)
 
 
-def lm_eval(url: str, model: str, python: str, folder: pathlib.Path) -> str:
+def lm_eval(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
   """Two tasks of a few questions each: log likelihoods of choices, and generation until a newline."""
   tasks, docs = folder / "tasks", folder / "docs.jsonl"
   tasks.mkdir()
@@ -130,7 +146,10 @@ def lm_eval(url: str, model: str, python: str, folder: pathlib.Path) -> str:
     (tasks / f"{name}.yaml").write_text(_task(name, docs), "utf-8")
   command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", ",".join(_TASKS)]
   command += ["--include_path", str(tasks), "--output_path", str(folder / "lm_eval")]
-  command += ["--model_args", f"model={model},base_url={url}/v1/completions,tokenizer_backend=remote,num_concurrent=4"]
+  command += [
+    "--model_args",
+    f"model={model},base_url={at.url}/v1/completions,tokenizer_backend=remote,num_concurrent=4",
+  ]
   run(command, folder, "lm_eval")
   found = sorted((folder / "lm_eval").rglob("results_*.json"))
   if not found:
@@ -139,7 +158,7 @@ def lm_eval(url: str, model: str, python: str, folder: pathlib.Path) -> str:
   return f"acc {results['sluice_choice']['acc,none']:g}, exact {results['sluice_generate']['exact_match,none']:g}"
 
 
-def inference_perf(url: str, model: str, python: str, folder: pathlib.Path) -> str:
+def inference_perf(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
   """A few seconds of completions, then of chats, streamed; every request must succeed."""
   said = []
   for api in ("completion", "chat"):
@@ -159,7 +178,7 @@ def inference_perf(url: str, model: str, python: str, folder: pathlib.Path) -> s
       "api": {"type": api, "streaming": True},
       "data": data,
       "load": {"type": "constant", "interval": 0.5, "num_workers": 1, "stages": [{"rate": 8, "duration": 4}]},
-      "server": {"type": "vllm", "model_name": model, "base_url": url, "ignore_eos": True},
+      "server": {"type": "vllm", "model_name": model, "base_url": at.url, "ignore_eos": True},
       "tokenizer": {"pretrained_model_name_or_path": str(_DEMO)},
       "storage": {"local_storage": {"path": str(reports)}},
     }
@@ -178,14 +197,14 @@ def inference_perf(url: str, model: str, python: str, folder: pathlib.Path) -> s
   return ", ".join(said)
 
 
-def vllm(url: str, model: str, python: str, folder: pathlib.Path) -> str:
+def vllm(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
   """Completions, then chats; every request must succeed, with all the tokens that it asked for."""
   del python
   said = []
   for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
     asked = {
       "backend": backend,
-      "base-url": url,
+      "base-url": at.url,
       "endpoint": path,
       "model": model,
       "tokenizer": str(_DEMO),
@@ -206,11 +225,12 @@ def vllm(url: str, model: str, python: str, folder: pathlib.Path) -> str:
   return ", ".join(said)
 
 
-CLIENTS: dict[str, Callable[[str, str, str, pathlib.Path], str]] = {
+CLIENTS: dict[str, Callable[[Address, str, str, pathlib.Path], str]] = {
   "openai": openai,
   "langchain": langchain,
   "lm-eval": lm_eval,
   "inference-perf": inference_perf,
+  "smg": smg,
   "vllm": vllm,
 }
 
@@ -232,16 +252,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   folder = pathlib.Path(tempfile.mkdtemp(prefix="sluice-clients-"))
   port_file = folder / "http_port"
   flags = [f"--model={_DEMO}", "--http_port=0", f"--http_port_file={port_file}", "--strict_requests=false"]
+  flags.append("--enable_vllm_api")
   failures = 0
   try:
-    with RunningServer(flags, folder / "server.log"):
-      url = f"http://127.0.0.1:{port_file.read_text('utf-8').strip()}"
-      with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
+    with RunningServer(flags, folder / "server.log") as server:
+      at = Address(f"http://127.0.0.1:{port_file.read_text('utf-8').strip()}", server.target)
+      with urllib.request.urlopen(f"{at.url}/v1/models", timeout=10) as answer:
         model = json.load(answer)["data"][0]["id"]
       for name in chosen:
         started = time.monotonic()
         try:
-          said = CLIENTS[name](url, model, args.python, folder)
+          said = CLIENTS[name](at, model, str(pathlib.Path(args.python).absolute()), folder)
         except Failed as error:
           failures += 1
           said = f"FAILED: {error}"

@@ -23,6 +23,7 @@ from engine.device.mesh import shardings
 from engine.device.safetensors_file import StoredTensor, read_header
 from engine.device.sums import SUMS, read_sums, verify_sum
 from engine.errors import CheckpointError, ConfigError
+from engine.model_folder import leads_outside
 from models import llama
 from models.config import ModelConfig
 from models.layers import PLAIN, WeightForm
@@ -151,18 +152,14 @@ def _read_json(file: pathlib.Path) -> dict[str, Any]:
 
 
 def refuse_outside(file: pathlib.Path) -> None:
-  """Raises CheckpointError unless the file is a regular one of its folder, or a link into the same download's blobs.
-
-  Those are how huggingface_hub keeps what it loads: models--X/snapshots/REVISION/FILE -> models--X/blobs/DIGEST.
-  """
-  folder, found = file.parent.resolve(), file.resolve()
-  home = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
-  if not (found.is_relative_to(folder) or found.is_relative_to(home)):
+  """Raises CheckpointError unless the file is a regular one of its folder, or a link into the same download's blobs."""
+  found = leads_outside(file)
+  if found is not None:
     raise CheckpointError(
       f"{file}: is a link to {found}, outside of its folder; copy the file there, or give --model the folder where it "
       "lies"
     )
-  if not found.is_file():
+  if not file.is_file():
     raise CheckpointError(f"{file}: is no regular file; copy it again")
 
 

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from server.proto import smg_common_pb2 as server_dot_proto_dot_smg__common__pb2
 from server.proto import vllm_engine_pb2 as server_dot_proto_dot_vllm__engine__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -64,6 +65,11 @@ class VllmEngineStub:
                 request_serializer=server_dot_proto_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
+        self.GetTokenizer = channel.unary_stream(
+                '/vllm.grpc.engine.VllmEngine/GetTokenizer',
+                request_serializer=server_dot_proto_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_smg__common__pb2.GetTokenizerChunk.FromString,
+                _registered_method=True)
 
 
 class VllmEngineServicer:
@@ -105,6 +111,14 @@ class VllmEngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenizer(self, request, context):
+        """The files that a client needs to make the model's tokenizer and render its chats. FAILED_PRECONDITION where the
+        model has no tokenizer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_VllmEngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -137,6 +151,11 @@ def add_VllmEngineServicer_to_server(servicer, server):
                     servicer.GetLoads,
                     request_deserializer=server_dot_proto_dot_vllm__engine__pb2.GetLoadsRequest.FromString,
                     response_serializer=server_dot_proto_dot_vllm__engine__pb2.GetLoadsResponse.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=server_dot_proto_dot_smg__common__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=server_dot_proto_dot_smg__common__pb2.GetTokenizerChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -301,6 +320,33 @@ class VllmEngine:
             '/vllm.grpc.engine.VllmEngine/GetLoads',
             server_dot_proto_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
             server_dot_proto_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/vllm.grpc.engine.VllmEngine/GetTokenizer',
+            server_dot_proto_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
+            server_dot_proto_dot_smg__common__pb2.GetTokenizerChunk.FromString,
             options,
             channel_credentials,
             insecure,

@@ -361,7 +361,7 @@ def _rows_of_levels(draw_value):
   return z, np.array(need, np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_rows_of_levels(), st.integers(0, 2**32 - 1))
 def test_a_threshold_is_where_sorting_finds_it(case, seed):
   z, need = case
@@ -376,7 +376,7 @@ def test_a_threshold_is_where_sorting_finds_it(case, seed):
       assert found == max(expected, np.float32(reference.NEGLIGIBLE))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from((20, 300, 331, 5001)), st.integers(0, 2**32 - 1), st.integers(1, 400))
 def test_the_largest_are_those_of_a_stable_sort(vocab, seed, num_levels):
   x = np.random.default_rng(seed).integers(0, num_levels, (3, vocab)).astype(np.float32)

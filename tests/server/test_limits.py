@@ -32,7 +32,7 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 def assert_serves(served) -> None:
   assert endings_of(generate(served, token_ids=IDS, stopping=pb.StopParams(max_tokens=5)))[-1].last
   stub = health_pb2_grpc.HealthStub(served.channel)
-  assert stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+  assert stub.Check(health_pb2.HealthCheckRequest(), timeout=60).status == health_pb2.HealthCheckResponse.SERVING
   assert served.engine.num_live == 0 and len(served.generations) == 0
 
 
@@ -193,7 +193,7 @@ def test_an_idle_connection_is_closed(tokenizer):
 @pytest.mark.catalogue("B4")
 def test_a_client_that_answers_no_ping_is_gone(tokenizer):
   """As a machine that lost its power: its stream ends, and its pages come back."""
-  options = HostOptions(keepalive_time_s=1, keepalive_timeout_s=0.1)
+  options = HostOptions(keepalive_time_s=2, keepalive_timeout_s=0.1)
   with running(tokenizer, host=options) as served, http2.Connection(served.address) as connection:
     served.runner.go.clear()
     connection.send(
@@ -203,7 +203,7 @@ def test_a_client_that_answers_no_ping_is_gone(tokenizer):
       http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers("/sluice.v1.GenerationService/Generate")),
       http2.frame(http2.DATA, http2.END_STREAM, 1, message(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))),
     )
-    served.wait_until(lambda: len(served.generations) == 1)
+    served.wait_until(lambda: served.generations.num_started == 1)
     served.wait_until(lambda: len(served.generations) == 0)
     assert http2.PING in {kind for kind, *_ in connection.frames()}
     served.runner.go.set()
@@ -389,7 +389,7 @@ def test_a_call_whose_message_never_comes(quiet, monkeypatch, method):
   never = threading.Event()
 
   def messages():
-    never.wait(30)
+    never.wait(180)
     return iter(())
 
   def lazily():
@@ -399,6 +399,7 @@ def test_a_call_whose_message_never_comes(quiet, monkeypatch, method):
   with pytest.raises(grpc.RpcError, match="message did not arrive within 0.05 s; send it with the call") as caught:
     list(call)
   never.set()
+  monkeypatch.undo()  # the next call may be slower
   assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED and reason_of(caught.value) == "DEADLINE_EXCEEDED"
   assert_serves(quiet)
 
@@ -426,6 +427,8 @@ def test_a_refusal_is_such_that_a_client_may_retry(tokenizer):
         return await start(*arguments)
       except Exception as error:
         refused.append(error)
+        for each in first:  # the next attempt finds room
+          each.cancel()
         served.runner.go.set()
         raise
 
@@ -434,8 +437,6 @@ def test_a_refusal_is_such_that_a_client_may_retry(tokenizer):
     call = stub.Generate(pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=5)), timeout=60)
     assert len(token_ids_of(list(call))) == 5
     assert len(refused) >= 1
-    for each in first:
-      each.cancel()
 
 
 def test_starting_says_when_to_retry(tokenizer):

@@ -1,17 +1,24 @@
 """vllm.grpc.engine over a real socket: the wire's numbers are the published ones, answers are those of sluice.v1."""
 
+import hashlib
+import io
 import json
+import os
 import pathlib
 import re
+import zipfile
 
 import grpc
 import pytest
+import tokenizers
 
 from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
+from server.proto import smg_common_pb2 as smg_pb
 from server.proto import vllm_engine_pb2 as vllm_pb
 from server.proto import vllm_engine_pb2_grpc
-from tests.server.harness import END, generate, reason_of, running, tiny_config, token_ids_of
+from server.tokenizer import Tokenizer
+from tests.server.harness import END, generate, reason_of, running, tiny_config, token_ids_of, write_tokenizer
 
 # Fields and methods of the published descriptor: name -> number, type, repeated, presence, message, oneof.
 PUBLISHED = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "vllm_engine_fields.json").read_text())
@@ -59,7 +66,7 @@ def own(served, *, ids=IDS, stop=(), stop_token_ids=(), n=1, ignore_eos=True, ma
 
 def test_every_field_and_method_is_the_published_one():
   service = vllm_pb.DESCRIPTOR.services_by_name["VllmEngine"]
-  assert service.full_name == "vllm.grpc.engine.VllmEngine" and len(service.methods) == 6
+  assert service.full_name == "vllm.grpc.engine.VllmEngine" and len(service.methods) == 7
   for method in service.methods:
     assert PUBLISHED["methods"][method.name] == [
       method.input_type.full_name,
@@ -67,9 +74,11 @@ def test_every_field_and_method_is_the_published_one():
       method.client_streaming,
       method.server_streaming,
     ]
-  for name, message in vllm_pb.DESCRIPTOR.message_types_by_name.items():
+  assert smg_pb.DESCRIPTOR.package == "smg.grpc.common"
+  messages = [*vllm_pb.DESCRIPTOR.message_types_by_name.values(), *smg_pb.DESCRIPTOR.message_types_by_name.values()]
+  for message in messages:
     for field in message.fields:
-      assert PUBLISHED["messages"][name][field.name] == [
+      assert PUBLISHED["messages"][message.name][field.name] == [
         field.number,
         field.type,
         field.is_repeated,
@@ -261,7 +270,7 @@ def test_the_other_methods(server):
   info = engine.GetModelInfo(vllm_pb.GetModelInfoRequest())
   assert (info.served_model_name, info.is_generation, info.max_context_length) == ("tiny", True, 512)
   assert (info.vocab_size, list(info.eos_token_ids)) == (400, [END])
-  server.runner.seconds = 0.005
+  server.runner.seconds = 0.05
   request = vllm_pb.GenerateRequest(
     request_id="mine",
     tokenized=vllm_pb.TokenizedInput(input_ids=IDS),
@@ -282,6 +291,64 @@ def test_the_other_methods(server):
   assert caught.value.code() is grpc.StatusCode.CANCELLED
   server.runner.seconds = 0.0
   server.wait_until(lambda: server.engine.num_live == 0)
+
+
+def test_the_tokenizer_as_a_zip(server, tokenizer_dir):
+  """What a client makes of it gives the ids that the server gives."""
+  for _ in range(2):
+    chunks = list(stub(server).GetTokenizer(smg_pb.GetTokenizerRequest(), timeout=30))
+    data = b"".join(chunk.data for chunk in chunks)
+    assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+      assert archive.namelist() == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+      for name in archive.namelist():
+        assert archive.read(name) == (tokenizer_dir / name).read_bytes()
+      made = tokenizers.Tokenizer.from_str(archive.read("tokenizer.json").decode())
+    for text in ("the cat sat on the mat", "<|user|> naïve café 😀 日本", " "):
+      assert list(server.generation.Tokenize(pb.TokenizeRequest(text=text)).token_ids) == made.encode(text).ids
+
+
+def test_a_model_without_a_tokenizer_has_none_to_send():
+  with running(None, host=HostOptions(enable_vllm_api=True)) as served:
+    with pytest.raises(grpc.RpcError, match="GetTokenizer needs a tokenizer, and the served model has none") as caught:
+      list(stub(served).GetTokenizer(smg_pb.GetTokenizerRequest(), timeout=30))
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION and reason_of(caught.value) == "NO_TOKENIZER"
+
+
+def test_a_tokenizer_that_was_changed_is_not_sent_until_it_is_back(tmp_path):
+  write_tokenizer(tmp_path)
+  (tmp_path / "large.jinja").write_bytes(os.urandom(200_000))
+  with running(Tokenizer(tmp_path), host=HostOptions(enable_vllm_api=True)) as served:
+    good = (tmp_path / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(good + b" ")
+    with pytest.raises(grpc.RpcError, match="tokenizer.json has changed since the server read it") as caught:
+      list(stub(served).GetTokenizer(smg_pb.GetTokenizerRequest(), timeout=30))
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION and reason_of(caught.value) == "NOT_CONFIGURED"
+    (tmp_path / "tokenizer.json").write_bytes(good)
+    chunks = list(stub(served).GetTokenizer(smg_pb.GetTokenizerRequest(), timeout=30))
+    assert [len(chunk.data) for chunk in chunks[:3]] == [64 << 10] * 3
+    assert [chunk.sha256 for chunk in chunks[:-1]] == [""] * (len(chunks) - 1)
+    assert chunks[-1].sha256 == hashlib.sha256(b"".join(chunk.data for chunk in chunks)).hexdigest()
+
+
+INSTEAD = {
+  "Embed": "this server generates text",
+  "FlushCache": "cached prefixes make room by themselves",
+  "StartProfile": "SetTrace of sluice.admin.v1",
+  "StopProfile": "SetTrace of sluice.admin.v1",
+  "SubscribeKvEvents": "route by what was sent before, and by GetLoads",
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED["methods"].keys() - vllm_engine_pb2_grpc.VllmEngineServicer.__dict__))
+def test_published_methods_that_are_not_served_say_what_to_do_instead(server, name):
+  for raw in (b"", b"\x0a\x01r", b"\xff\xff"):
+    _, _, _, streams = PUBLISHED["methods"][name]
+    make = server.channel.unary_stream if streams else server.channel.unary_unary
+    with pytest.raises(grpc.RpcError, match=f"{name} is not served here: .*{INSTEAD[name]}") as caught:
+      answer = make(f"/vllm.grpc.engine.VllmEngine/{name}")(raw, timeout=30)
+      list(answer)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED and reason_of(caught.value) == "UNKNOWN_METHOD"
 
 
 def test_it_is_not_there_unless_asked_for(served):
