@@ -159,7 +159,7 @@ _BUILD_FLAGS = (
 _TOKEN_BUDGETS = flags.DEFINE_list(
   "token_budgets",
   [str(tokens) for tokens in EngineConfig.token_budgets],
-  "The ladder of step sizes, in tokens; one program is compiled for each.",
+  "The ladder of step sizes, in tokens; one program is compiled for each that can be reached.",
 )
 _HOST_FLAGS = (
   flags.DEFINE_string("host", HostOptions.host, "Address to bind. Beyond this machine, give it TLS and API keys."),

@@ -1,6 +1,8 @@
 """Limits of the wire: sizes, streams, pings, ages of connections, floods and junk. Nobody else may be harmed."""
 
+import asyncio
 import contextlib
+import json
 import os
 import random
 import re
@@ -12,10 +14,13 @@ import zlib
 
 from google.rpc import error_details_pb2
 import grpc
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 import pytest
 
 from server import interceptors
+from server.access_log import AccessLog
+from server.errors import MalformedRequest
 from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
@@ -90,6 +95,33 @@ def test_what_is_large_only_unpacked_takes_no_memory(tmp_path):
       assert re.findall(rb"grpc-status.(\d+)", answer) == [TOO_LARGE] and b"larger than max" in answer
     assert_new_clients_are_served(address)
     assert peak_rss_bytes(process.pid) - before < 64 << 20
+
+
+@pytest.mark.parametrize("error", [MalformedRequest("cut off"), cygrpc.ExecuteBatchError("a write")])
+def test_a_call_that_is_over_before_its_status_is_no_error(error, tmp_path):
+  """Which gRPC knows a moment later, and by chance before or after ours: no exception may reach it."""
+
+  class Over:
+    def set_trailing_metadata(self, metadata):
+      pass
+
+    def peer(self):
+      return "somebody"
+
+    async def abort(self, *_):
+      raise cygrpc.ExecuteBatchError("the status")
+
+  log = AccessLog(str(tmp_path / "log"))
+
+  async def fail() -> None:
+    async with interceptors.CallInterceptor(access_log=log)._running(interceptors.Call("/x", {}, "id"), Over()):
+      raise error
+
+  with pytest.raises(asyncio.CancelledError):
+    asyncio.run(fail())
+  log.close()
+  (line,) = (tmp_path / "log").read_text().splitlines()
+  assert json.loads(line)["code"] == ("CANCELLED" if isinstance(error, grpc.aio.InternalError) else "INVALID_ARGUMENT")
 
 
 @pytest.mark.catalogue("C13")
