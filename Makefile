@@ -9,12 +9,14 @@ READY := $(VENV)/.ready
 PYTHON ?= python3
 DEVICE_VENV := .venv-device
 DEVICE_READY := $(DEVICE_VENV)/.ready
+AUDIT_VENV := .venv-audit
+AUDIT_READY := $(AUDIT_VENV)/.ready
 CLIENTS_VENV := .venv-clients
 LEVELS ?= x86-64-v3 x86-64-v4
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
 PEERS := transformers openvino vllm llama_cpp
 
-.PHONY: help setup wheel demo server test test-long check check-device parity clients peers bench chaos soak gpu clean setup-device
+.PHONY: help setup wheel demo server test test-long check check-device audit parity clients peers bench chaos soak gpu clean setup-device setup-audit
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -34,9 +36,9 @@ test: $(READY)
 	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS); \
 	tests=$$?; wait $$pyright; types=$$?; echo "pyright:"; cat "$$said"; $(PY) -m tools.check_protos && exit $$((tests | types))
 
-## make test-long the soak tests: minutes each
+## make test-long the soak tests, minutes each, and hypothesis' own choice of examples
 test-long: $(READY)
-	@$(PY) -m pytest -m long $(ARGS)
+	@$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile=drawn $(ARGS)
 
 ## make check     ruff, pyright, buf
 check: $(READY)
@@ -45,6 +47,10 @@ check: $(READY)
 ## make check-device  compile every step for an H200 and for TPUs with none of them here, and check the outcome (ARGS=--small)
 check-device: $(DEVICE_READY)
 	@$(DEVICE_VENV)/bin/python -m tools.check_device $(ARGS)
+
+## make audit     ask whether a package of requirements.lock has a known hole (ARGS=--service=osv)
+audit: $(AUDIT_READY)
+	@$(AUDIT_VENV)/bin/python -m tools.audit $(ARGS)
 
 ## make parity    compare with transformers live, in an environment of its own, and rewrite the golden files
 parity: $(READY)
@@ -80,11 +86,13 @@ wheel: $(READY)
 
 ## make clean     remove the virtual environments and caches
 clean:
-	rm -rf $(VENV) $(DEVICE_VENV) $(CLIENTS_VENV) .venv-peers-* .venv-parity pallas_kernels/built .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEVICE_VENV) $(AUDIT_VENV) $(CLIENTS_VENV) .venv-peers-* .venv-parity pallas_kernels/built .cache .pytest_cache .ruff_cache .hypothesis
 
 setup: $(READY)
 
 setup-device: $(DEVICE_READY)
+
+setup-audit: $(AUDIT_READY)
 
 # The C++ kernels are built again when their sources change; a machine without a compiler is told, and goes on.
 $(READY): $(INSTALLED) $(wildcard pallas_kernels/*.h pallas_kernels/*/*.cc) pallas_kernels/native.py
@@ -95,6 +103,9 @@ $(INSTALLED): requirements.lock tools/setup_env.sh
 
 $(DEVICE_READY): requirements-device.lock tools/setup_env.sh $(INSTALLED)
 	@tools/setup_env.sh $(DEVICE_VENV) requirements-device.lock $(VENV) && touch $@
+
+$(AUDIT_READY): requirements-audit.lock tools/setup_env.sh
+	@tools/setup_env.sh $(AUDIT_VENV) requirements-audit.lock && touch $@
 
 $(CLIENTS_READY): tools/clients/requirements.txt tools/setup_env.sh
 	@tools/setup_env.sh $(CLIENTS_VENV) tools/clients/requirements.txt && touch $@

@@ -134,3 +134,10 @@ def make_batching(config: EngineConfig, state: list[int] | None = None) -> Batch
     case "static":
       return Waves(most, config.max_num_seqs, 0.0, state or [])
   raise ConfigError(f"batching={config.batching!r} is unknown; set --batching to one of {', '.join(BATCHING)}")
+
+
+def reachable_budgets(config: EngineConfig) -> tuple[int, ...]:
+  """Of config.token_budgets those that a step can be padded to: it has a chunk of prompts and a token of other rows."""
+  most = make_batching(config).chunk_limit + config.max_num_seqs - 1
+  edges = (0, *config.token_budgets[:-1])
+  return tuple(budget for budget, below in zip(config.token_budgets, edges, strict=True) if below < most)

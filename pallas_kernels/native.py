@@ -25,6 +25,7 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _BUILT = _ROOT / "pallas_kernels" / "built"
 SOURCES = {
   "argmax": "pallas_kernels/argmax/cpu.cc",
+  "draw": "pallas_kernels/draw/cpu.cc",
   "packed_matmul": "pallas_kernels/packed_matmul/cpu.cc",
   "paged_attention": "pallas_kernels/paged_attention/cpu.cc",
 }
@@ -147,6 +148,17 @@ def load(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(file))
   except OSError as error:
     raise NativeMissing(f"native {name} cannot be loaded: {error}") from error
+
+
+def serves(name: str, platform: str, num_devices: int) -> bool:
+  """Whether the library of `name` can be used there: on one CPU, where it is built."""
+  if platform != "cpu" or num_devices != 1:
+    return False
+  try:
+    load(name)
+  except NativeMissing:
+    return False
+  return True
 
 
 def main(targets: Sequence[str] = ()) -> int:

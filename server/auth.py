@@ -8,7 +8,8 @@ The file has one key a line, optionally followed by the name of its tenant; # be
     hN4bV8yRs1oKj5xUi7tZe3Cq
 
 Only SHA-256 digests stay in memory. A presented key is hashed and compared with all of them, without an early exit, so
-that the time taken says nothing about how much of a key was right.
+that the time taken says nothing about how much of a key was right. The admin service has a file of its own, and knows
+the one of users besides, to tell a user what is wrong.
 """
 
 import dataclasses
@@ -118,6 +119,35 @@ class ApiKeys:
     else:
       self._refused = None
       _log.info("API keys were read again: %d", len(self))
+
+
+class AdminKeys:
+  """Who may call the admin service: a file of keys, and the one of users, none of whom may. Threads may share it."""
+
+  def __init__(self, admins: ApiKeys, users: ApiKeys | None):
+    """Args: users: None where users need no keys."""
+    self._admins, self._users = admins, users
+
+  def check(self, authorization: str | None, api_key: str | None) -> str:
+    """As ApiKeys.check. All keys of both files are compared, whatever was presented.
+
+    A key that is in both files is an admin's. That a key is a user's is told to whoever presents it, who could as well
+    ask the users' port.
+
+    Raises:
+      PermissionDenied: a user's key.
+      Unauthenticated: neither header holds a known key.
+    """
+    users = self._users
+    is_user = users is not None and (users.accepts(authorization) or users.accepts(api_key)) is not None
+    try:
+      return self._admins.check(authorization, api_key)
+    except Unauthenticated:
+      if is_user:
+        raise PermissionDenied(
+          "this API key is for generating and may not administrate; send one of those of --admin_api_key_file"
+        ) from None
+      raise
 
 
 def bind_tenant(asked: str, of_key: str | None) -> str:

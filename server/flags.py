@@ -159,7 +159,7 @@ _BUILD_FLAGS = (
 _TOKEN_BUDGETS = flags.DEFINE_list(
   "token_budgets",
   [str(tokens) for tokens in EngineConfig.token_budgets],
-  "The ladder of step sizes, in tokens; one program is compiled for each.",
+  "The ladder of step sizes, in tokens; one program is compiled for each that can be reached.",
 )
 _HOST_FLAGS = (
   flags.DEFINE_string("host", HostOptions.host, "Address to bind. Beyond this machine, give it TLS and API keys."),
@@ -259,7 +259,11 @@ _HOST_FLAGS = (
   flags.DEFINE_integer(
     "admin_port", HostOptions.admin_port, "Its port; 0: a free one; -1: none.", lower_bound=-1, upper_bound=65535
   ),
-  flags.DEFINE_string("admin_api_key_file", HostOptions.admin_api_key_file, "As --api_key_file, for it alone."),
+  flags.DEFINE_string(
+    "admin_api_key_file",
+    HostOptions.admin_api_key_file,
+    "As --api_key_file, for it alone; keys of users are told that they may not.",
+  ),
   flags.DEFINE_bool(
     "debug_invariants",
     HostOptions.debug_invariants,

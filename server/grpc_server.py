@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from engine.errors import ConfigError
 from server.admin import ADMIN_SERVICE, CHANNELZ_SERVICE, AdminService
-from server.auth import ApiKeys
+from server.auth import AdminKeys, ApiKeys
 from server.call_log import CallLog
 from server.host_options import HostOptions
 from server.interceptors import CallInterceptor
@@ -134,7 +134,8 @@ async def start_admin(
   Raises:
     ConfigError: the address cannot be bound, or others could reach it.
   """
-  keys = ApiKeys.load(options.admin_api_key_file) if options.admin_api_key_file else None
+  users = ApiKeys.load(options.api_key_file) if options.api_key_file else None
+  keys = AdminKeys(ApiKeys.load(options.admin_api_key_file), users) if options.admin_api_key_file else None
   local = is_local(options.admin_host)
   if not local and (keys is None or certificates is None):
     raise ConfigError(

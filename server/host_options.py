@@ -37,7 +37,7 @@ class HostOptions:
     tls_cert_file, tls_key_file, tls_client_ca_file: as in Certificates; empty: no TLS, no certificates of clients.
     access_log: a file, or "-" for standard error, that gets a line for each call; empty: none is written.
     admin_host, admin_port: address of the admin service; port -1 is none. Beyond this machine it uses the same TLS.
-    admin_api_key_file: as api_key_file, for the admin service; the keys of users are not good there.
+    admin_api_key_file: as api_key_file, for the admin service, which refuses the keys of users.
     enable_channelz: collect gRPC's own statistics, and give them on the admin port.
     http_host, http_port: address of the HTTP side; an empty host is `host`, port -1 is no HTTP.
     max_http_connections: more are closed at once.

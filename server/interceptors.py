@@ -20,7 +20,7 @@ from grpc._cython import cygrpc
 from engine.errors import EngineError, Overloaded
 from server import status, tracing
 from server.access_log import AccessLog
-from server.auth import ApiKeys
+from server.auth import AdminKeys, ApiKeys
 from server.errors import AnswerTooLarge, DeadlineExceeded, MalformedRequest, UnknownMethod
 
 REQUEST_ID = "x-request-id"
@@ -70,7 +70,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
   def __init__(
     self,
     *,
-    keys: ApiKeys | None = None,
+    keys: ApiKeys | AdminKeys | None = None,
     open_methods: tuple[str, ...] = (HEALTH_METHODS,),
     max_concurrent_rpcs: int | None = None,
     max_response_bytes: int | None = None,
@@ -224,11 +224,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     except (grpc.aio.InternalError, cygrpc._ServerStoppedError):
       # The connection went away under a write, or the server was stopped: no status can pass either.
       code = "CANCELLED"
-      raise
+      raise _gone() from None
     except Exception as error:
       answer = status.answer(error)
       code, reason = answer.code.name, answer.reason
-      await context.abort(answer.code, answer.message, answer.metadata + call.trailers)
+      try:
+        await context.abort(answer.code, answer.message, answer.metadata + call.trailers)
+      except grpc.aio.InternalError:
+        # gRPC has ended the call with a status of its own, as one whose message is too large.
+        raise _gone() from None
     finally:
       self._num_calls -= not is_probe
       if self._access_log is not None and not is_probe:
@@ -242,6 +246,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
           duration_s=round(time.monotonic() - started, 6),
           **call.notes,
         )
+
+
+def _gone() -> asyncio.CancelledError:
+  """How a handler says that nobody waits any more. Of the error of its own gRPC logs a traceback, unless it has heard
+  by then that the call is over.
+  """
+  return asyncio.CancelledError()
 
 
 async def _read(context: Any) -> bytes:

@@ -1,18 +1,19 @@
 """How often a constraint asks for a part of itself to be repeated, read from its text. Compiles nothing.
 
 The compiler follows a count one state of its lexer after the other, and an output may use some ten thousand: an upper
-bound beyond MAX_REPEATS is never reached, and a lower one never fulfilled. Nested counts multiply.
+bound beyond MAX_REPEATS is never reached, and a lower one never fulfilled. Nested counts multiply. A schema's keywords
+for upper bounds may have any: programs write 2147483647 where they mean none, and it costs nothing.
 """
 
 from collections.abc import Iterator
 import re
 from typing import Any
 
-# More characters than outputs have; programs that write schemas take such numbers where they mean no limit.
+# More characters than outputs have.
 MAX_REPEATS = 100_000
 # Counting ends here.
 _MOST = 10**12
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_LEAST = ("minLength", "minItems", "minProperties")
 # What is compared, not followed.
 _VALUES = ("const", "enum", "default", "examples")
 # Possessive, or a text of blanks would take quadratic time.
@@ -55,14 +56,14 @@ def of_grammar(grammar: str) -> int:
 
 
 def of_schema(schema: Any) -> Iterator[tuple[str, int]]:
-  """Every count of a JSON schema, with the keyword that it belongs to."""
+  """The counts of a JSON schema: of its patterns, and those that are the least. Each with its keyword."""
   left = [schema]
   while left:
     value = left.pop()
     if isinstance(value, list):
       left += value
     elif isinstance(value, dict):
-      yield from ((name, int(min(value[name], _MOST))) for name in _COUNTS if isinstance(value.get(name), int | float))
+      yield from ((name, int(min(value[name], _MOST))) for name in _LEAST if isinstance(value.get(name), int | float))
       if isinstance(value.get("pattern"), str):
         yield "pattern", of_regex(value["pattern"])
       if isinstance(value.get("patternProperties"), dict):

@@ -8,11 +8,19 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # are cores it can wait for ever.
 os.environ.setdefault("NPROC", "8")
 
+from hypothesis import HealthCheck, settings
 import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The same examples every time, so that a failure is somebody's change, not luck; others are for `make test-long`. And
+# no example has to be quick.
+_SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture)
+settings.register_profile("repeated", deadline=None, derandomize=True, suppress_health_check=_SLOW)
+settings.register_profile("drawn", deadline=None, derandomize=False, suppress_health_check=_SLOW, print_blob=True)
+settings.load_profile("repeated")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -31,6 +39,7 @@ def quick_compilation() -> Iterator[None]:
 
 
 def pytest_configure(config):
+  config.addinivalue_line("markers", "compares_bits: compiled as in serving, since optimization could change them")
   config.addinivalue_line(
     "markers", "catalogue(row, ...): shows that a row of the catalogue of faults and abuse holds; see test_catalogue.py"
   )

@@ -74,12 +74,12 @@ def test_systemd_takes_the_unit(tmp_path):
   file = tmp_path / "sluice.service"
   file.write_text(UNIT.read_text().replace("/opt/sluice/.venv/bin/python", sys.executable))
   done = subprocess.run(
-    ["systemd-analyze", "verify", "--man=no", str(file)], text=True, capture_output=True, timeout=60, check=False
+    ["systemd-analyze", "verify", "--man=no", str(file)], text=True, capture_output=True, timeout=180, check=False
   )
   assert (done.returncode, done.stderr) == (0, "")
   file.write_text(file.read_text().replace("KillMode=mixed", "KillMode=mixt"))
   done = subprocess.run(
-    ["systemd-analyze", "verify", "--man=no", str(file)], text=True, capture_output=True, timeout=60, check=False
+    ["systemd-analyze", "verify", "--man=no", str(file)], text=True, capture_output=True, timeout=180, check=False
   )
   assert "mixt" in done.stderr, "the tool sees nothing"
 
@@ -90,7 +90,7 @@ def test_the_unit_is_confined(tmp_path):
 
   def check(file: pathlib.Path) -> int:
     command = ["systemd-analyze", "security", "--offline=true", "--threshold=15", str(file)]
-    return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
+    return subprocess.run(command, capture_output=True, timeout=180, check=False).returncode
 
   assert check(UNIT) == 0
   loose = tmp_path / "loose.service"
@@ -120,7 +120,7 @@ def test_hadolint_finds_nothing():
   found = shutil.which("hadolint", path=f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
   if found is None:
     pytest.skip("hadolint is not here")
-  done = subprocess.run([found, str(CONTAINERFILE)], text=True, capture_output=True, timeout=60, check=False)
+  done = subprocess.run([found, str(CONTAINERFILE)], text=True, capture_output=True, timeout=180, check=False)
   assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -244,12 +244,12 @@ def test_a_life_under_a_supervisor(tmp_path):
         while probe.main([target, ready]) == 0:
           pass
         command = [sys.executable, "-m", "server.probe", target]
-        assert subprocess.run(command, cwd=ROOT, timeout=60, check=False).returncode == 0, "what drains is alive"
-        done = subprocess.run([*command, ready], cwd=ROOT, text=True, capture_output=True, timeout=60, check=False)
+        assert subprocess.run(command, cwd=ROOT, timeout=180, check=False).returncode == 0, "what drains is alive"
+        done = subprocess.run([*command, ready], cwd=ROOT, text=True, capture_output=True, timeout=180, check=False)
         name = target.removeprefix("--target=")
         assert (done.returncode, done.stderr) == (1, f"{GENERATION_SERVICE} at {name}: NOT_SERVING\n")
         process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=180)[1]
       finally:
         process.kill()
   assert process.returncode == 0 and said.endswith("stopped, exit code 0\n"), said

@@ -200,7 +200,7 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
   most = max(args.batches)
   args.max_num_seqs = max(args.max_num_seqs, most)
   args.token_budgets = tuple(sorted({*args.token_budgets, *args.batches, *args.prompts} - {1}))
-  options = build_options(args)
+  options = dataclasses.replace(build_options(args), all_rungs=True)
   import jax
 
   run = OfflineRun(options)

@@ -39,12 +39,13 @@ UNBOUNDED = {
   "queue_timeout_s": 0.0,
   "request_timeout_s": 0.0,
 }
+_NO_FLAGS = {"model_dir", "all_rungs"} | UNBOUNDED.keys()  # of BuildOptions: set otherwise
 
 
 def add_build_arguments(parser: CommandParser) -> None:
-  """A flag for each field of BuildOptions, except the model and what UNBOUNDED decides."""
+  """A flag for each field of BuildOptions, except the model and what tools decide."""
   for field in dataclasses.fields(BuildOptions):
-    if field.name == "model_dir" or field.name in UNBOUNDED:
+    if field.name in _NO_FLAGS:
       continue
     parse = {bool: _boolean, tuple: _budgets}.get(type(field.default), type(field.default))
     parser.add_argument(f"--{field.name}", type=parse, default=field.default, help="as the server's flag")
@@ -65,7 +66,7 @@ def _budgets(text: str) -> tuple[int, ...]:
 
 def build_options(args: argparse.Namespace) -> BuildOptions:
   """The options of add_build_arguments, with nothing bounded."""
-  names = {field.name for field in dataclasses.fields(BuildOptions)} - {"model_dir"} - UNBOUNDED.keys()
+  names = {field.name for field in dataclasses.fields(BuildOptions)} - _NO_FLAGS
   return BuildOptions(model_dir=args.model, **{name: getattr(args, name) for name in names}, **UNBOUNDED)
 
 

@@ -263,7 +263,7 @@ def measure(args: Any) -> StepCosts:
   from engine.device import kv_cache
   from engine.device.build import build
 
-  built = build(build_options(args), _progress, lambda events: None)
+  built = build(dataclasses.replace(build_options(args), all_rungs=True), _progress, lambda events: None)
   config, runner, model = built.config, built.runner, built.model
   max_context = min(args.max_context or config.max_model_len, config.max_model_len, config.pool_tokens)
   recorded = read_step_trace(args.step_trace) if args.step_trace else []

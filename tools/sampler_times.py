@@ -14,6 +14,7 @@ from engine.device.model_input import Packer, unpack
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from pallas_kernels.argmax import api as argmax
+from pallas_kernels.draw import api as draw
 from tools.measure import best_and_median
 
 _ASKED = {
@@ -44,7 +45,7 @@ def sampler_times(vocab_size: int, batches: Sequence[int], seconds: float) -> li
     seconds: for each.
   """
   small = jax.default_backend() == "cpu"
-  argmax_by = argmax.choose(jax.default_backend())
+  kernels = argmax.choose(jax.default_backend()), draw.choose(jax.default_backend())
   found = []
   for num_rows in batches:
     _, layout = _packed(_ASKED["greedy"], num_rows)
@@ -53,7 +54,7 @@ def sampler_times(vocab_size: int, batches: Sequence[int], seconds: float) -> li
       rows = unpack(layout, packed).sampling
 
       def sample(logits):
-        return sampler.sample(logits, rows, state, not small, argmax_by=argmax_by)
+        return sampler.sample(logits, rows, state, not small, None, *kernels)
 
       def draw(_, carry):
         logits, _ = carry

@@ -13,7 +13,7 @@ from engine.errors import ConfigError
 from tools.measure import ROOT
 
 READY_S = 240.0  # a cold start compiles every rung
-_STOP_S = 15.0  # what a drain may take; then it is killed
+_STOP_S = 60.0  # what a drain may take; then it is killed
 
 
 class RunningServer:

@@ -32,6 +32,7 @@ from engine.shapes import ShapeLadder
 from models.config import ModelConfig
 from models.layers import WeightForm
 from pallas_kernels.argmax import api as argmax
+from pallas_kernels.draw import api as draw
 
 _CPU_KV_CACHE_MB = 256
 
@@ -176,6 +177,7 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   if matmul == "packed" and not options.prefill_chunk:
     chunk = default_prefill_chunk(options.token_budgets, CPU_PREFILL_CHUNK)
     options = dataclasses.replace(options, prefill_chunk=chunk)
+  options = options.without_unreachable_rungs()
   form = WeightForm(packed=matmul == "packed", int8=options.quantization == "int8")
   if form.int8 and not form.packed and device.platform == "cpu":
     why = matmul_reason or "matmul=xla"
@@ -223,6 +225,7 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
       device_kind=device.device_kind,
       deterministic=options.deterministic,
       argmax=argmax.choose(device.platform, mesh.size),
+      draw=draw.choose(device.platform, mesh.size),
     )
 
   check_attention(spec(table_width), ladder, dtype)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from engine.admission import AdmissionControl
-from engine.batching import make_batching
+from engine.batching import make_batching, reachable_budgets
 from engine.config import EngineConfig, chosen_overlap, default_prefill_chunk
 from engine.errors import ConfigError
 from engine.policy import make_policy
@@ -40,6 +40,7 @@ class BuildOptions:
     write_executable_bundle: store there what had to be compiled.
     num_token_ids: ids that the tokenizer makes; a model of fewer is refused. 0: there is no tokenizer.
     deterministic: the same request has the same bits in any company (engine/device/deterministic.py).
+    all_rungs: compile every rung, also those that no step reaches with this prefill_chunk; to measure them.
   """
 
   model_dir: str
@@ -80,6 +81,7 @@ class BuildOptions:
   write_executable_bundle: bool = False
   num_token_ids: int = 0
   deterministic: bool = False
+  all_rungs: bool = False
 
   def __post_init__(self):
     if self.dtype not in _DTYPES:
@@ -110,7 +112,13 @@ class BuildOptions:
     if self.write_executable_bundle and not self.executable_bundle:
       raise ConfigError("write_executable_bundle needs a folder to write to; set --executable_bundle")
     ShapeLadder(self.token_budgets, self.max_num_seqs)
-    config = self.engine_config(
+    config = self._config_of_no_model()
+    make_policy(config)
+    AdmissionControl(config)
+    make_batching(config)
+
+  def _config_of_no_model(self) -> EngineConfig:
+    return self.engine_config(
       vocab_size=2**31 - 1,
       max_model_len=max(1, self.max_model_len),
       num_blocks=max(1, self.num_blocks),
@@ -118,9 +126,12 @@ class BuildOptions:
       eos_token_ids=(),
       overlap=chosen_overlap(self.overlap, default=True),
     )
-    make_policy(config)
-    AdmissionControl(config)
-    make_batching(config)
+
+  def without_unreachable_rungs(self) -> "BuildOptions":
+    """These, with the rungs that steps may have; each costs a compilation. To be asked once prefill_chunk is known."""
+    if self.all_rungs:
+      return self
+    return dataclasses.replace(self, token_budgets=reachable_budgets(self._config_of_no_model()))
 
   def engine_config(
     self,

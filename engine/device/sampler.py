@@ -26,13 +26,10 @@ import numpy as np
 from engine.device.model_input import Column, Flag, SamplingRows
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pallas_kernels.argmax.api import argmax
+from pallas_kernels.draw.api import NO_LIMIT, Asked, draw
 
 _PROMPT_BIT = 1 << 30  # of a history entry: the token is in the prompt; the bits below count outputs
 _HUGE = 1e30  # a penalty may overflow a logit; this keeps it finite and on its side
-_NEGLIGIBLE = -110.0  # exp of this is 0 in f32
-_NUM_KEYS = int(np.float32(-_NEGLIGIBLE).view(np.int32)) + 1  # of [-110, 0), see _ordered; less than 2**31
-_CHUNK = 128  # tokens of the first level of a draw
-_SPLIT = 16_384  # values of a row above which XLA:GPU splits its reduction
 _FAN = 16  # of the tournament: each is the largest of so many
 _ADJUSTED = Flag.PENALTY | Flag.BIAS | Flag.MASK | Flag.SUPPRESS
 
@@ -137,115 +134,20 @@ def _adjusted(x: jax.Array, rows: SamplingRows, state: SlotState) -> jax.Array:
   return _where_any(rows, Flag.SUPPRESS, lambda x: _suppress(x, rows), x)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
-  """f32 -> int32 in the same order, every step of one a step to the next float (and back: it is its own inverse)."""
-  bits = lax.bitcast_convert_type(x, jnp.int32)
-  return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-
-
-def _unordered(key: jax.Array) -> jax.Array:
-  return lax.bitcast_convert_type(jnp.where(key < 0, key ^ jnp.int32(0x7FFFFFFF), key), jnp.float32)
-
-
-def _threshold(z: jax.Array, weights: jax.Array, need: jax.Array, wide: bool) -> jax.Array:
-  """The largest t for which the weights of {z >= t} reach `need`, or _NEGLIGIBLE; exact, digit by digit of t's bits.
-
-  As in the sorting-free sampling of FlashInfer (https://flashinfer.ai/2025/03/10/sampling.html) every pass reads all of
-  z and narrows the range in which t lies; here by as many times as a digit has values, so the number of passes is
-  fixed: 8 of 4 bits, or 16 of 2, none of which waits for the host or loops on the device, or 31 of one.
-
-  Sums of floats are exact enough: of one order of adding, the sum over more weights is never less.
-
-  Args:
-    z: f32[S, V], at most 0.
-    weights: f32[S, V], not negative.
-    need: f32[S].
-    wide: whether a pass tries 15 values (3 of a small vocabulary), unrolled, rather than one, in a loop (see `sample`).
-  """
-  bits = (4 if z.shape[1] > _SPLIT else 2) if wide else 1
-  low = jnp.full(z.shape[0], -_NUM_KEYS, jnp.int32)
-
-  def narrow(low, shift):  # t's key is at least `low`, and less than `low` plus the 2**bits-fold of 2**shift
-    # low + (digit << shift) may be above 0, or beyond int32: then it is not tried.
-    tried = [(-low >> shift) >= digit for digit in range(1, 2**bits)]
-    keys = [jnp.where(ok, low + (jnp.int32(digit) << shift), 0) for digit, ok in enumerate(tried, 1)]
-    masses = [jnp.where(z >= _column(_unordered(key), z), weights, 0.0) for key in keys]
-    # One reduction of all: of several, XLA makes a kernel each, every one of which reads z. Only where it splits a row
-    # does XLA:GPU fuse into it what it adds up; a smaller vocabulary's masses are written and read again, so there they
-    # are few.
-    totals = lax.reduce(
-      masses, [jnp.float32(0)] * len(masses), lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (1,)
-    )
-    reached = [ok & (total >= need) for ok, total in zip(tried, totals, strict=True)]
-    return low + (sum(digit.astype(jnp.int32) for digit in reached) << shift)
-
-  shifts = range(-(-_NUM_KEYS.bit_length() // bits) * bits - bits, -1, -bits)
-  if wide:
-    for shift in shifts:
-      low = narrow(low, jnp.int32(shift))
-  else:
-    low = lax.fori_loop(0, len(shifts), lambda i, low: narrow(low, jnp.int32(shifts[0]) - bits * i), low)
-  return _unordered(low)
-
-
-def _draw(x: jax.Array, rows: SamplingRows, best: jax.Array, wide: bool) -> jax.Array:
+def _draw(
+  x: jax.Array, rows: SamplingRows, best: jax.Array, wide: bool, num_rows: jax.Array | None, by: str
+) -> jax.Array:
   """A token of each RANDOM row from the tempered and truncated distribution; `best` in the others."""
   random = rows.has(Flag.RANDOM)
-  temperature = jnp.where(random, rows[Column.TEMPERATURE], 1.0)
-  z = (x - _column(jnp.max(x, axis=1), x)) / _column(temperature, x)
-  weights = jnp.exp(z)
-  # Behind a barrier: of a branch that it knows to be constant XLA:GPU makes a select, and always computes the other.
-  everything = lax.optimization_barrier(jnp.full(x.shape[0], -jnp.inf))
-
-  def top_k(_):
-    k = jnp.where(rows.has(Flag.TOP_K), rows[Column.TOP_K], 2**30).astype(jnp.float32)
-    return _threshold(z, jnp.ones_like(z), k, wide)
-
-  def top_p(least):
-    share = jnp.where(rows.has(Flag.TOP_P), rows[Column.TOP_P], 2.0)
-    left = jnp.where(z >= _column(least, z), weights, 0.0)
-    return jnp.maximum(least, _threshold(z, left, share * jnp.sum(left, axis=1), wide))
-
-  least = lax.cond(jnp.any(rows.has(Flag.TOP_K)), top_k, lambda least: least, everything)
-  least = lax.cond(jnp.any(rows.has(Flag.TOP_P)), top_p, lambda least: least, least)
-  least = jnp.maximum(least, jnp.log(rows[Column.MIN_P]))
-  weights = jnp.where(z >= _column(least, z), weights, 0.0)
-
-  token = _invert(weights, jax.vmap(uniform)(rows[Column.SEED], rows[Column.POSITION]))
-  return jnp.where(random, token, best)
-
-
-def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
-  """The number in [0, 1) that decides the token at `position` (f32[], a multiple of 2**-24) of a request with `seed`.
-
-  The folded key is itself 64 random bits; to hash it once more, as jax.random.uniform does, only costs.
-  """
-  key = jax.random.fold_in(jax.random.key(seed), position)
-  bits = lax.shift_right_logical(jax.random.key_data(key)[0], jnp.uint32(8))
-  return bits.astype(jnp.float32) * jnp.float32(2**-24)
-
-
-def _invert(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-  """The token at which the cumulative weight passes `uniform` times the whole: first the chunk, then the token in it.
-
-  Never a token of weight 0: rounding could otherwise carry the draw past the last one.
-  """
-  rows, vocab = weights.shape
-  chunks = jnp.pad(weights, ((0, 0), (0, -vocab % _CHUNK))).reshape(rows, -1, _CHUNK)
-  line = jnp.arange(rows, dtype=jnp.int32)
-
-  def passes(masses, wanted):  # f32[S, n], f32[S] -> int32[S], and f32[S] what is left of `wanted` there
-    ends = jnp.cumsum(masses, axis=1)
-    found = (ends > _column(wanted, ends)) & (masses > 0.0)
-    index = lax.broadcasted_iota(jnp.int32, masses.shape, 1)
-    last = jnp.max(jnp.where(masses > 0.0, index, 0), axis=1)
-    first = jnp.minimum(jnp.min(jnp.where(found, index, masses.shape[1]), axis=1), last)
-    return first, wanted - (ends[line, first] - masses[line, first])
-
-  masses = chunks.sum(axis=2)
-  chunk, left = passes(masses, uniform * masses.sum(axis=1))
-  token, _ = passes(chunks[line, chunk], left)
-  return chunk * _CHUNK + token
+  asked = Asked(
+    temperature=jnp.where(random, rows[Column.TEMPERATURE], 0.0),
+    top_p=jnp.where(rows.has(Flag.TOP_P), rows[Column.TOP_P], 2.0),
+    min_p=rows[Column.MIN_P],
+    top_k=jnp.where(rows.has(Flag.TOP_K), rows[Column.TOP_K], NO_LIMIT),
+    seed=rows[Column.SEED],
+    position=rows[Column.POSITION],
+  )
+  return jnp.where(random, draw(x, asked, num_rows, by, wide), best)
 
 
 def _largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -311,6 +213,7 @@ def sample(
   wide: bool = False,
   num_rows: jax.Array | None = None,
   argmax_by: str = "reference",
+  draw_by: str = "reference",
 ) -> Sampled:
   """Draws a token for every logit row.
 
@@ -323,7 +226,7 @@ def sample(
       the most likely tokens are found in a tournament, since only XLA:CPU has a top_k that does not sort.
     num_rows: int32[1], of the rows how many are in use, those in front; None: all. What comes out for the others means
       nothing.
-    argmax_by: implementation (pallas_kernels/argmax).
+    argmax_by, draw_by: implementations (pallas_kernels/argmax, pallas_kernels/draw).
   """
   likeliest, finite = argmax(logits, num_rows, argmax_by)
   bad = ~finite
@@ -334,7 +237,7 @@ def sample(
 
   def chosen():
     x, best = lax.cond(jnp.any(rows.has(_ADJUSTED)), adjusted, lambda: (logits, likeliest))
-    return lax.cond(jnp.any(rows.has(Flag.RANDOM)), lambda: _draw(x, rows, best, wide), lambda: best)
+    return lax.cond(jnp.any(rows.has(Flag.RANDOM)), lambda: _draw(x, rows, best, wide, num_rows, draw_by), lambda: best)
 
   # Around both, since a step that is greedy throughout would else copy the logits on their way to a draw.
   tokens = lax.cond(jnp.any(rows.has(_ADJUSTED | Flag.RANDOM)), chosen, lambda: likeliest)

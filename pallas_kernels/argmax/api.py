@@ -17,13 +17,7 @@ _ARGMAX = "sluice_argmax"  # name of the custom call
 
 def choose(platform: str, num_devices: int = 1) -> str:
   """The implementation for a platform: "cpu" on one CPU where the library is built, else "reference"."""
-  if platform != "cpu" or num_devices != 1:
-    return "reference"
-  try:
-    native.load("argmax")
-  except native.NativeMissing:
-    return "reference"
-  return "cpu"
+  return "cpu" if native.serves("argmax", platform, num_devices) else "reference"
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Model folders and caches that lie, are broken, or are somebody else's: refused by name, before anything is made."""
 
 import ast
+import gc
 import hashlib
 import json
 import os
@@ -201,7 +202,7 @@ print([name for name in ("torch", "dill", "cloudpickle", "transformers") if name
     env=os.environ | {"JAX_PLATFORMS": "cpu"},
     text=True,
     capture_output=True,
-    timeout=120,
+    timeout=300,
     check=False,
   )
   assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
@@ -305,10 +306,11 @@ def test_mutated_configs(pristine, tmp_path, lie):
   (tmp_path / "model.safetensors").symlink_to(tmp_path / "weights")
   shutil.copy(pristine / "hf" / "model.safetensors", tmp_path / "weights")
   (tmp_path / "config.json").write_text(json.dumps(RAW | lie))
+  gc.collect()  # or what other tests have left goes meanwhile
   arrays = len(jax.live_arrays())
   with pytest.raises(CheckpointError, match=r"config\.json|tensor ") as caught:
     load(tmp_path)
-  assert len(jax.live_arrays()) == arrays
+  assert len(jax.live_arrays()) <= arrays
   assert len(str(caught.value)) < 1000
 
 
@@ -415,7 +417,7 @@ def test_a_killed_conversion(pristine, tmp_path, count):
       whole += 1
     else:
       with converting(pristine / "hf", output) as again:
-        said = again.communicate(timeout=120)[1]
+        said = again.communicate(timeout=300)[1]
       assert again.returncode == 0, said
       load(output)
 
@@ -423,7 +425,7 @@ def test_a_killed_conversion(pristine, tmp_path, count):
 @pytest.mark.catalogue("G7")
 def test_a_full_disk_while_converting(pristine, tmp_path):
   with converting(pristine / "hf", tmp_path / "out", limit="40") as process:
-    said = process.communicate(timeout=120)[1]
+    said = process.communicate(timeout=300)[1]
   assert process.returncode == 1
   # Beside, and in the middle of, what Orbax's threads have to say.
   assert re.search(rf"{tmp_path / 'out'}: cannot be written \(.*File too large", said), said

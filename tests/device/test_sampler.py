@@ -17,6 +17,8 @@ from engine.device.sampler import SlotState
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from pallas_kernels.argmax import api as argmax
+from pallas_kernels.draw import api as draw_api
+from pallas_kernels.draw import reference
 
 V, SLOTS, EOS = 300, 7, (3, 4)  # V is no multiple of a chunk
 SHAPE = StepShape(8, 8)
@@ -26,8 +28,8 @@ SHAPE = StepShape(8, 8)
 def run(logits, packed, history, bias, mask, wide=False):
   inputs = unpack(Packer(SLOTS, 4, 4, EOS).layout(SHAPE), packed)
   rows, state = inputs.sampling, SlotState(history, bias, mask)
-  argmax_by = "reference" if wide else argmax.choose("cpu")
-  sampled = sampler.sample(logits, rows, state, wide, inputs.num_logit_rows, argmax_by)
+  kernels = ("reference", "reference") if wide else (argmax.choose("cpu"), draw_api.choose("cpu"))
+  sampled = sampler.sample(logits, rows, state, wide, inputs.num_logit_rows, *kernels)
   return sampled, sampler.remember(state, rows, sampled.tokens).history
 
 
@@ -344,7 +346,7 @@ _LEVELS = (
   -np.inf,
 )
 _threshold = jax.jit(
-  sampler._threshold, static_argnums=3, compiler_options={"xla_backend_optimization_level": 0}
+  reference.threshold, static_argnums=3, compiler_options={"xla_backend_optimization_level": 0}
 )  # the wide search is not meant for this compiler
 _largest = jax.jit(sampler._largest, static_argnums=1)
 
@@ -359,7 +361,7 @@ def _rows_of_levels(draw_value):
   return z, np.array(need, np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_rows_of_levels(), st.integers(0, 2**32 - 1))
 def test_a_threshold_is_where_sorting_finds_it(case, seed):
   z, need = case
@@ -371,10 +373,10 @@ def test_a_threshold_is_where_sorting_finds_it(case, seed):
       order = np.argsort(-line, kind="stable")
       reached = np.flatnonzero(np.cumsum(value[order]) >= wanted)
       expected = line[order[reached[0]]] if len(reached) else -np.inf
-      assert found == max(expected, np.float32(sampler._NEGLIGIBLE))
+      assert found == max(expected, np.float32(reference.NEGLIGIBLE))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from((20, 300, 331, 5001)), st.integers(0, 2**32 - 1), st.integers(1, 400))
 def test_the_largest_are_those_of_a_stable_sort(vocab, seed, num_levels):
   x = np.random.default_rng(seed).integers(0, num_levels, (3, vocab)).astype(np.float32)

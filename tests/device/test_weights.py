@@ -190,7 +190,7 @@ for path in sys.argv[1:]:
     text=True,
     capture_output=True,
     check=False,
-    timeout=120,
+    timeout=300,
   )
   assert ran.returncode == 0, ran.stderr
   for name, line in zip(names, ran.stdout.split("\n"), strict=False):
@@ -419,7 +419,7 @@ def test_the_command_lines(tmp_path):
 
   def run(module: str, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-      [sys.executable, "-m", f"tools.{module}", *arguments], text=True, capture_output=True, check=False, timeout=120
+      [sys.executable, "-m", f"tools.{module}", *arguments], text=True, capture_output=True, check=False, timeout=300
     )
 
   made = run(

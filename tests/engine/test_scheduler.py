@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from engine.batch import Batch, StepResult, TokenLogprobs
+from engine.batching import reachable_budgets
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequest, Overloaded, PrefillBacklog, RequestTooLong, TenantQuota
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
@@ -640,6 +641,22 @@ def test_unknown_policy_names_the_choices():
 
 
 # Other ways of batching, to compare with.
+
+
+@pytest.mark.parametrize(
+  ("settings", "budgets"),
+  [
+    ({"prefill_chunk": 25}, (8, 16, 32)),  # and seven rows that decode
+    ({"prefill_chunk": 26}, (8, 16, 32, 64)),
+    ({"prefill_chunk": 1}, (8,)),
+    ({"prefill_chunk": 1, "batching": "continuous"}, (8, 16, 32, 64)),
+    ({"prefill_chunk": 1, "batching": "static"}, (8, 16, 32, 64)),
+  ],
+)
+def test_rungs_that_no_step_reaches(settings, budgets):
+  assert (
+    reachable_budgets(Driver(max_num_seqs=8, token_budgets=(8, 16, 32, 64), **settings).scheduler.config) == budgets
+  )
 
 
 def test_static_runs_a_wave_to_completion_at_its_first_width():

@@ -9,6 +9,7 @@ import itertools
 import random
 
 from engine.batch import Batch
+from engine.batching import reachable_budgets
 from engine.block_pool import BlockPool, block_key, root_key
 from engine.config import EngineConfig
 from engine.engine import Engine, PlainEngine
@@ -220,6 +221,7 @@ class World:
     assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_launched == 0
     assert self.engine.num_live == 0
     assert self.runner.shapes <= set(self.scheduler.ladder.rungs())
+    assert {shape.tokens for shape in self.runner.shapes} <= set(reachable_budgets(self.config))
 
   # What must hold.
 

@@ -205,6 +205,7 @@ class Conformance:
       out = run(self.implementation, spec, *operands(self.implementation, spec, arguments))
       np.testing.assert_allclose(out, oracle(spec, arguments), rtol=relative(self.dtype), atol=self.atol)
 
+  @pytest.mark.compares_bits
   @pytest.mark.parametrize("queries", [1, 20], ids=["decode", "prefill"])
   def test_a_row_depends_neither_on_neighbours_nor_on_its_place(self, queries: int) -> None:
     """Bit for bit, in one executable: alone, in front, among long rows full of NaN."""

@@ -17,7 +17,7 @@ class _Impatient(threading.Condition):
   """A deadlock of the kernel fails the test instead of waiting for ever."""
 
   def wait(self, timeout: float | None = None) -> bool:
-    if not super().wait(timeout=60.0 if timeout is None else timeout):
+    if not super().wait(timeout=180.0 if timeout is None else timeout):
       raise TimeoutError("a warpgroup waits for ever")
     return True
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import dataclasses
 import os
 from pathlib import Path
-import threading
 import types
 from typing import Any
 
@@ -15,7 +14,7 @@ from typing import Any
 os.environ.setdefault("NPROC", "8")
 
 import jax
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -27,19 +26,13 @@ from pallas_kernels.paged_attention.plan import Geometry, Plan
 from pallas_kernels.paged_attention.tuning import tuning_for
 from tests.kernels import conformance
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN, which is on purpose
+pytestmark = [
+  pytest.mark.filterwarnings("ignore:invalid value encountered in matmul"),  # NaN, which is on purpose
+  pytest.mark.usefixtures("gpu_interpreter"),
+]
 
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 DECODED = 2  # rows of at most so many queries are none of this kernel's business
-
-
-class _Impatient(threading.Condition):
-  """A deadlock of the kernel fails the test instead of waiting for ever."""
-
-  def wait(self, timeout: float | None = None) -> bool:
-    if not super().wait(timeout=20.0 if timeout is None else timeout):
-      raise TimeoutError("a warpgroup waits for ever")
-    return True
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,14 +41,6 @@ def quick_compilation() -> Iterator[None]:
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture(autouse=True)
-def no_hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-  names = vars(threading) | {"Condition": _Impatient}
-  monkeypatch.setattr(shared_memory, "threading", types.SimpleNamespace(**names))
-  yield
-  gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 def plan_of(spec: ArgSpec) -> Plan:

@@ -14,8 +14,8 @@ from tests.kernels import conformance
 
 @pytest.fixture(autouse=True)
 def quick(request: pytest.FixtureRequest) -> None:
-  """But where bits are compared, which the compiler's optimization could change."""
-  if request.function.__name__ != "test_a_row_depends_neither_on_neighbours_nor_on_its_place":
+  """Compiles quickly, but where bits are compared."""
+  if request.node.get_closest_marker("compares_bits") is None:
     request.getfixturevalue("quick_compilation")
 
 

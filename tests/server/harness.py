@@ -85,7 +85,7 @@ class SlowRunner(FakeRunner):
     self.fail: Exception | None = None
 
   def run_until(self, launched) -> None:
-    self.go.wait(30)
+    self.go.wait(400)
     if self.seconds:
       time.sleep(self.seconds)
     if self.fail is not None:
@@ -124,7 +124,7 @@ class Served:
 
   def wait_until(self, condition: Callable[[], bool]) -> None:
     """Returns when the condition holds; fails after a long while."""
-    give_up_at = time.monotonic() + 60
+    give_up_at = time.monotonic() + 180
     while not condition():
       if time.monotonic() > give_up_at:
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
@@ -236,11 +236,11 @@ def running(
   # A daemon: one that hangs must not keep the tests from ending.
   thread = threading.Thread(target=main, name="server", daemon=True)
   thread.start()
-  if not started.wait(60):
+  if not started.wait(180):
     give_up()
     raise AssertionError("the server did not start")
   if failure:
-    thread.join(60)
+    thread.join(180)
     raise failure[0]
   served = box[0]
   _LIVE.append(served)
@@ -250,10 +250,10 @@ def running(
     served.runner.go.set()
     served.channel.close()
     served.stop()
-    thread.join(60)
+    thread.join(180)
     if thread.is_alive():
       give_up()
-      thread.join(60)
+      thread.join(180)
       raise AssertionError("the server did not stop")
     _LIVE.remove(served)
     if failure:

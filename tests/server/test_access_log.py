@@ -71,7 +71,7 @@ def test_the_access_log_has_a_line_a_call_and_no_text(tokenizer, secrets, tmp_pa
       written(5)
       served.wait_until(lambda: served.engine.num_live == 0)
     stub = health_pb2_grpc.HealthStub(served.channel)
-    stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+    stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
     for serial, metadata in enumerate(((), (("x-api-key", KEY),))):
       with pytest.raises(grpc.RpcError):
         served.channel.unary_unary('/forged","code":"OK')(b"", metadata=metadata)

@@ -11,13 +11,13 @@ from server.host import HostOptions
 from server.proto import admin_pb2, admin_pb2_grpc
 from server.proto import sluice_pb2 as pb
 from tests.commands import run_module
-from tests.server.certificates import ADMIN_KEY, KEY, OTHER_KEY, served_serial, tls_options
+from tests.server.certificates import ADMIN_KEY, KEY, OTHER_KEY, replace, served_serial, tls_options
 from tests.server.harness import METHODS, generate, reason_of, running
 
 IDS = pb.TokenIds(ids=[7, 8, 9])
 FEW = pb.StopParams(max_tokens=3, ignore_eos=True)
 FOREVER = pb.StopParams(max_tokens=400, ignore_eos=True)
-UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+UNAUTHENTICATED, PERMISSION_DENIED = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED
 
 
 class Actions:
@@ -65,13 +65,14 @@ def test_the_admin_service(tokenizer):
       with pytest.raises(grpc.RpcError, match="is not served here") as caught:
         channel.unary_unary(method)(b"")
       assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    served.runner.seconds = 0.002
+    served.runner.seconds = 0.05
     call = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
     messages = [next(call)]
     assert [admin.Drain(admin_pb2.DrainRequest()).live_requests for _ in range(3)] == [1, 1, 1]
+    served.runner.seconds = 0.0
     messages += list(call)
     assert sum(len(delta.token_ids) for message in messages for delta in message.deltas) == 400
-    served.thread.join(30)
+    served.thread.join(180)
     assert served.exit_code == [0]
 
 
@@ -93,7 +94,7 @@ def test_the_admin_command(tokenizer, secrets):
       target = f"--target=127.0.0.1:{served.host.admin_port}"
       done = run_module("tools.admin", target, command, SLUICE_ADMIN_API_KEY=key)
       assert (done.returncode, done.stdout + done.stderr) == (code, said)
-    served.thread.join(30)
+    served.thread.join(180)
     assert served.exit_code == [0]
 
 
@@ -109,19 +110,56 @@ def test_channelz_is_on_the_admin_port_where_wanted(tokenizer):
 
 
 @pytest.mark.catalogue("H5")
-def test_keys_of_users_are_not_good_for_the_admin_service(tokenizer, secrets):
-  options = HostOptions(
-    admin_port=0, api_key_file=str(secrets / "keys"), admin_api_key_file=str(secrets / "admin_keys")
+def test_keys_of_users_are_not_good_for_the_admin_service(tokenizer, tmp_path):
+  users, admins = tmp_path / "keys", tmp_path / "admin_keys"
+  replace(users, f"{KEY} team-a\n{OTHER_KEY}\n".encode())
+  replace(admins, f"{ADMIN_KEY}\n".encode())
+  options = HostOptions(admin_port=0, api_key_file=str(users), admin_api_key_file=str(admins))
+  denied = (
+    PERMISSION_DENIED,
+    "PERMISSION_DENIED",
+    "this API key is for generating and may not administrate; send one of those of --admin_api_key_file",
+  )
+  unknown = (
+    UNAUTHENTICATED,
+    "UNAUTHENTICATED",
+    "the API key is not known here; check the key, and that it is for this server",
   )
   with running(tokenizer, host=options, admin=Actions().actions) as served:
-    for key in (KEY, OTHER_KEY, ""):
+    admin = admin_of(served)
+
+    def refused(*metadata: tuple[str, str]) -> tuple[grpc.StatusCode, str, str]:
       with pytest.raises(grpc.RpcError) as caught:
-        admin_of(served).Drain(admin_pb2.DrainRequest(), metadata=(("x-api-key", key),))
-      assert caught.value.code() is UNAUTHENTICATED
-    assert admin_of(served).GetConfig(admin_pb2.GetConfigRequest(), metadata=(("x-api-key", ADMIN_KEY),)).flags
+        admin.Drain(admin_pb2.DrainRequest(), metadata=metadata)
+      return caught.value.code(), reason_of(caught.value), caught.value.details()
+
+    def allowed(*metadata: tuple[str, str]) -> bool:
+      return bool(admin.GetConfig(admin_pb2.GetConfigRequest(), metadata=metadata).flags)
+
+    for key in (KEY, OTHER_KEY):
+      assert refused(("x-api-key", key)) == refused(("authorization", f"Bearer {key}")) == denied
+      assert refused(("x-api-key", key), ("authorization", "Bearer of-nobody-at-all")) == denied
+    for key in ("", KEY[:-1], KEY + "x", "of-nobody-at-all"):
+      assert refused(("x-api-key", key)) == unknown
+    assert refused()[:2] == unknown[:2]
+    assert allowed(("x-api-key", ADMIN_KEY)) and allowed(("x-api-key", KEY), ("authorization", f"Bearer {ADMIN_KEY}"))
     with pytest.raises(grpc.RpcError, match="not known here"):
       served.model.GetModelInfo(pb.GetModelInfoRequest(), metadata=(("x-api-key", ADMIN_KEY),))
+    # Both files are read again when they change.
+    replace(users, f"{KEY} team-a\nthe-key-of-a-new-user\n".encode())
+    assert refused(("x-api-key", OTHER_KEY)) == unknown and refused(("x-api-key", "the-key-of-a-new-user")) == denied
+    replace(admins, f"{KEY}\n".encode())
+    assert allowed(("x-api-key", KEY)), "a user who became an admin"
+    assert refused(("x-api-key", ADMIN_KEY)) == unknown
     assert not served.host.stopping
+
+
+@pytest.mark.catalogue("H5")
+def test_without_keys_of_users_nobody_else_is_known(tokenizer, secrets):
+  options = HostOptions(admin_port=0, admin_api_key_file=str(secrets / "admin_keys"))
+  with running(tokenizer, host=options, admin=Actions().actions) as served, pytest.raises(grpc.RpcError) as caught:
+    admin_of(served).Drain(admin_pb2.DrainRequest(), metadata=(("x-api-key", KEY),))
+  assert caught.value.code() is UNAUTHENTICATED
 
 
 @pytest.mark.catalogue("H8")

@@ -257,6 +257,7 @@ def test_malformed_protobuf(server, method, raw):
   assert reason_of(caught.value) == "MALFORMED_REQUEST"
 
 
+@pytest.mark.hypothesis
 def test_random_bytes_are_refused_or_served(server):
   call = server.channel.unary_stream("/sluice.v1.GenerationService/Generate")
   allowed = {INVALID, grpc.StatusCode.NOT_FOUND}
@@ -267,7 +268,7 @@ def test_random_bytes_are_refused_or_served(server):
     stopping=pb.StopParams(max_tokens=3, stop=["x"]),
   ).SerializeToString()
 
-  @settings(max_examples=200, deadline=None)
+  @settings(max_examples=200)
   @given(at=st.integers(0, len(seed)), drop=st.integers(0, 4), put=st.binary(max_size=6))
   def mutate(at, drop, put):
     try:

@@ -17,7 +17,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
 @pytest.fixture
 def client(served):
   with Client(served.address) as connected:
-    connected.wait_ready(10)
+    connected.wait_ready(60)
     yield connected
 
 

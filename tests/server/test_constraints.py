@@ -228,6 +228,8 @@ def test_neighbours_without_a_constraint_keep_their_tokens(served):
 
 def test_preempted_it_gives_the_same(tokenizer, served):
   def run(server, seeds):
+    """All of them at once."""
+    server.runner.go.clear()
     streams = {
       seed: server.generation.Generate(
         pb.GenerateRequest(
@@ -240,6 +242,8 @@ def test_preempted_it_gives_the_same(tokenizer, served):
       )
       for seed in seeds
     }
+    server.wait_until(lambda: server.engine.num_live == len(streams))
+    server.runner.go.set()
     return {seed: token_ids_of(list(stream)) for seed, stream in streams.items()}
 
   alone = {}

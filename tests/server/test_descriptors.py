@@ -52,7 +52,7 @@ def serving(folder: pathlib.Path, *arguments: str) -> Iterator[tuple[subprocess.
   try:
     yield process, f"127.0.0.1:{wait_for_file(port_file, process).strip()}"
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=180)[1]
     assert process.returncode == 0 and "0 KV blocks in use" in said and "Traceback" not in said, said
   finally:
     process.kill()
@@ -151,7 +151,7 @@ def test_a_drain_without_a_free_descriptor(tmp_path):
 @pytest.mark.catalogue("B10")
 def test_connections_for_which_there_is_no_room(tmp_path):
   process = start("--fake_device", f"--model={DEMO}", "--port=0", "--http_port=0", "--max_http_connections=1000")
-  said = process.communicate(timeout=60)[1]
+  said = process.communicate(timeout=180)[1]
   assert process.returncode == 1 and said.splitlines()[-1] == (
     "error: max_grpc_connections=4096 and max_http_connections=1000 (of each process) may need 5352 descriptors, but "
     "the system allows 300; lower --max_grpc_connections and --max_http_connections, or raise the limit (ulimit -Hn, "

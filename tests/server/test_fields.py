@@ -441,34 +441,35 @@ def refused_constraint(server, http, kind: str, text: str, said: str) -> None:
   refused_by_http(server, http, message.removeprefix("constraint."), field.removeprefix("constraint."), body)
 
 
-def counted(times: int) -> str:
+def counted(times: int, where: str = "") -> str:
   return (
-    f"a count of {times}, as nested ones multiply, and the limit is 100000: send a smaller one, or none for any number"
+    f"has a count of {times}{where} (nested ones multiply), the limit is 100000: send a smaller one, or none for any "
+    "number"
   )
 
 
 # Counts that nothing could follow, in every kind of constraint that has them.
 COUNTS = {
-  "a bound": ("regex", "a{1,1000000000}", f"has {counted(10**9)}"),
-  "a lower bound": ("regex", "[ab]{1000000000,}", f"has {counted(10**9)}"),
-  "nested bounds": ("regex", "((a{1,1000}){1,1000}){1,1000}", f"has {counted(10**9)}"),
-  "one more than the limit": ("regex", "x?a{100001}", f"has {counted(100_001)}"),
+  "a bound": ("regex", "a{1,1000000000}", counted(10**9)),
+  "a lower bound": ("regex", "[ab]{1000000000,}", counted(10**9)),
+  "nested bounds": ("regex", "((a{1,1000}){1,1000}){1,1000}", counted(10**9)),
+  "one more than the limit": ("regex", "x?a{100001}", counted(100_001)),
   "a pattern": (
     "json_schema",
     '{"items": {"pattern": "^a{1,1000000000}$"}}',
-    f"has pattern with {counted(10**9)}",
+    counted(10**9, " in pattern"),
   ),
   "a pattern of names": (
     "json_schema",
     '{"patternProperties": {"(a{1000}){1000}": {}}}',
-    f"has patternProperties with {counted(10**6)}",
+    counted(10**6, " in patternProperties"),
   ),
-  "a longest text": ("json_schema", '{"maxLength": 1000000000}', f"has maxLength with {counted(10**9)}"),
-  "endlessly many items": ("json_schema", '{"minItems": 1e999}', f"has minItems with {counted(10**12)}"),
-  "a rule": ("grammar", 'start: "a"{1,1000000000}', f"has {counted(10**9)}"),
-  "a rule, in another way": ("grammar", 'start: "a" ~ 1 .. 1000000000', f"has {counted(10**9)}"),
-  "an expression in a rule": ("grammar", "start: A\nA: /a{1000000000}/", f"has {counted(10**9)}"),
-  "GBNF": ("grammar", 'root ::= "a"{1000000000}', f"has {counted(10**9)}"),
+  "a shortest text": ("json_schema", '{"minLength": 1000000000}', counted(10**9, " in minLength")),
+  "endlessly many items": ("json_schema", '{"minItems": 1e999}', counted(10**12, " in minItems")),
+  "a rule": ("grammar", 'start: "a"{1,1000000000}', counted(10**9)),
+  "a rule, in another way": ("grammar", 'start: "a" ~ 1 .. 1000000000', counted(10**9)),
+  "an expression in a rule": ("grammar", "start: A\nA: /a{1000000000}/", counted(10**9)),
+  "GBNF": ("grammar", 'root ::= "a"{1000000000}', counted(10**9)),
 }
 
 
@@ -488,7 +489,8 @@ def test_counts_that_nothing_could_follow(server, http, name):
     ("regex", "(.*a){20}"),
     ("regex", "(.*a.{4000}b)+"),
     ("json_schema", '{"type": "array", "items": {"$ref": "#"}}'),
-    ("json_schema", '{"type": "string", "maxLength": 100000}'),
+    ("json_schema", '{"type": "string", "maxLength": 2147483647}'),
+    ("json_schema", '{"type": "array", "items": {"type": "string", "pattern": "^a+$"}, "maxItems": 2147483647}'),
   ],
 )
 def test_constraints_that_would_be_bombs_elsewhere_are_served(server, http, kind, text):

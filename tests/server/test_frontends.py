@@ -30,7 +30,8 @@ from tests.server.harness import detail_of, endings_of, reason_of, text_of, toke
 from tests.server.test_main import DEMO, start, wait_for_file
 
 IDS = (7, 8, 9)
-LONG = pb.StopParams(max_tokens=2000, ignore_eos=True)
+# It goes on while a test acts: 20 s at the pace of `server`.
+LONG = pb.StopParams(max_tokens=4000, ignore_eos=True)
 NUM_CHANNELS = 12
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
@@ -82,8 +83,8 @@ class Running:
 
   def end(self) -> tuple[int, str]:
     """Exit code and standard error, once it has ended; none of its processes may be left."""
-    said = self.process.communicate(timeout=60)[1]
-    _, left = psutil.wait_procs(self.front_ends, timeout=30)
+    said = self.process.communicate(timeout=180)[1]
+    _, left = psutil.wait_procs(self.front_ends, timeout=120)
     assert not left
     return self.process.returncode, said
 
@@ -111,7 +112,7 @@ def server(request, tmp_path_factory) -> Iterator[Running]:
   """Nothing is left in it between tests; it drains at the end."""
   folder = tmp_path_factory.mktemp("server")
   with serving(
-    *(folder, request.param, "--fake_step_ms=2", "--max_queued_requests=40", "--max_num_seqs=32"),
+    *(folder, request.param, "--fake_step_ms=5", "--max_queued_requests=40", "--max_num_seqs=32"),
     *(f"--access_log={folder / 'calls'}", "--debug_invariants", "--enable_vllm_api"),
   ) as running:
     yield running
@@ -142,7 +143,7 @@ def all_front_ends_told(calls) -> None:
 
 def begin(stubs, **fields) -> list:
   """A long stream on each, of which something has come."""
-  calls = [stub.Generate(asked(stopping=LONG, **fields), timeout=120) for stub in stubs]
+  calls = [stub.Generate(asked(**{"stopping": LONG} | fields), timeout=240) for stub in stubs]
   for call in calls:
     next(call)
   return calls
@@ -236,7 +237,9 @@ def test_a_full_queue_is_told_before_any_header_with_a_time_to_retry(server):
       assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and reason_of(caught.value) == "OVERLOADED"
       assert detail_of(caught.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() > 0
       assert not call.initial_metadata() and dict(call.trailing_metadata())["grpc-retry-pushback-ms"]
-    response = httpx.post(server.url("/v1/completions"), json={"prompt": [7], "max_tokens": 1, "stream": True})
+    response = httpx.post(
+      server.url("/v1/completions"), json={"prompt": [7], "max_tokens": 1, "stream": True}, timeout=60
+    )
     assert response.status_code == 429 and response.headers["retry-after"]
     for call in calls:
       call.cancel()
@@ -271,7 +274,8 @@ def scrape(server: Running) -> str:
 
 
 def wait_for(server: Running, name: str, wanted: float) -> None:
-  for _ in range(2000):
+  give_up_at = time.monotonic() + 120
+  while time.monotonic() < give_up_at:
     if metric(scrape(server), name) == wanted:
       return
     time.sleep(0.01)
@@ -285,6 +289,8 @@ def test_a_scrape_of_any_process_tells_of_all(server):
   with contextlib.ExitStack() as stack:
     for stub in server.stubs(stack):
       stub.GenerateUnary(asked(), timeout=60)
+    finished = "sluice_requests_finished_total"
+    wait_for(server, finished, metric(before, finished) + NUM_CHANNELS)
     load = pb_grpc.ModelServiceStub(server.channels(stack, 1)[0]).GetLoad(pb.GetLoadRequest(steps_after_s=0))
   for _ in range(6):  # each by a connection of its own
     after = scrape(server)
@@ -327,7 +333,7 @@ def test_no_second_server_joins_the_port(server):
         other.bind(("127.0.0.1", server.port))
         other.listen()
   second = start("--fake_device", f"--port={server.port}", "--frontend_processes=1", f"--model={DEMO}")
-  said = second.communicate(timeout=60)[1]
+  said = second.communicate(timeout=180)[1]
   assert second.returncode == 1
   assert said.splitlines()[-1] == (
     f"error: cannot listen on 127.0.0.1:{server.port}: Address already in use; choose another --port or --host"
@@ -339,7 +345,7 @@ def test_no_second_server_joins_the_port(server):
 
 def test_a_drain_lets_streams_finish_and_a_signal_to_a_front_end_alone_means_nothing(tmp_path):
   with serving(tmp_path, 2, "--fake_step_ms=1") as server, contextlib.ExitStack() as stack:
-    calls = begin(server.stubs(stack))
+    calls = begin(server.stubs(stack), stopping=pb.StopParams(max_tokens=2000, ignore_eos=True))
     for front_end in server.front_ends:
       front_end.send_signal(signal.SIGTERM)
       front_end.send_signal(signal.SIGINT)
@@ -358,7 +364,9 @@ def test_a_second_signal_ends_at_once(tmp_path):
   with serving(tmp_path, 1, "--fake_step_ms=200") as server, contextlib.ExitStack() as stack:
     calls = begin(server.stubs(stack, 2))
     server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.05)
+    # Two of them at once may count as one.
+    while httpx.get(server.url("/ready"), timeout=60).status_code == 200:
+      pass
     server.process.send_signal(signal.SIGTERM)
     all_front_ends_told(calls)
     assert server.end()[0] == 0
@@ -412,6 +420,6 @@ def test_a_bad_start_is_one_line(tmp_path, arguments, said):
   (bad / "tokenizer.json").write_text("{}")
   arguments = [argument.replace("BAD", str(bad)) for argument in arguments]
   process = start("--fake_device", f"--model={DEMO}", "--port=0", "--frontend_processes=2", *arguments)
-  text = process.communicate(timeout=60)[1]
+  text = process.communicate(timeout=180)[1]
   errors = [line for line in text.splitlines() if line.startswith("error: ")]
   assert process.returncode == 1 and len(errors) == 1 and said in errors[0] and "Traceback" not in text, text

@@ -7,8 +7,10 @@ import ssl
 
 import grpc
 import httpx
+import psutil
 import pytest
 
+from server.proto import admin_pb2, admin_pb2_grpc
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tests.server.certificates import Authority, replace, served_serial
@@ -17,6 +19,7 @@ from tests.server.test_frontends import IDS, LONG, NUM_CHANNELS, OWN_CONNECTION,
 from tests.server.test_tracing import PARENT, TRACE, TRACEPARENT, collecting
 
 KEY, OTHER_KEY, NEW_KEY = "a-key-of-team-a-that-is-long", "a-key-of-team-b-that-is-long", "a-key-that-comes-later"
+ADMIN_KEY = "a-key-of-the-operator"
 NOT_FOUND, ABORTED = pb.AbortResponse.OUTCOME_NOT_FOUND, pb.AbortResponse.OUTCOME_ABORTED
 TOKENS = expected(max_tokens=40, ignore_eos=True)
 
@@ -50,10 +53,13 @@ def test_every_process_asks_for_certificates_and_keys_and_takes_new_ones(tmp_pat
   for name in ("server", "client"):
     authority.issue(name)
   keys = tmp_path / "keys"
+  admin_keys = tmp_path / "admin_keys"
   replace(keys, f"{KEY} team-a\n{OTHER_KEY} team-b\n".encode())
+  replace(admin_keys, f"{ADMIN_KEY}\n".encode())
   with (
     serving(
-      *(tmp_path, 2, "--fake_step_ms=2", "--debug_invariants", f"--api_key_file={keys}"),
+      *(tmp_path, 2, "--fake_step_ms=5", "--debug_invariants", f"--api_key_file={keys}"),
+      *("--admin_port=0", f"--admin_api_key_file={admin_keys}"),
       *(f"--tls_cert_file={tmp_path / 'server.pem'}", f"--tls_key_file={tmp_path / 'server.key'}"),
       f"--tls_client_ca_file={authority.file}",
     ) as server,
@@ -89,6 +95,23 @@ def test_every_process_asks_for_certificates_and_keys_and_takes_new_ones(tmp_pat
     assert reason_of(caught.value) == "ABORTED_BY_REQUEST"
     assert next(calls[OTHER_KEY]).deltas, "team-b's goes on"
     calls[OTHER_KEY].cancel()
+
+    # The process that has the admin service knows the users' keys, those of today, too.
+    listening = [each for each in psutil.Process(server.process.pid).net_connections("tcp") if each.status == "LISTEN"]
+    (admin_port,) = {each.laddr.port for each in listening} - {server.port, server.http_port}
+    with grpc.insecure_channel(f"127.0.0.1:{admin_port}") as channel:
+      ask = functools.partial(
+        admin_pb2_grpc.AdminServiceStub(channel).GetConfig, admin_pb2.GetConfigRequest(), timeout=60
+      )
+      for key, code in (
+        (KEY, grpc.StatusCode.PERMISSION_DENIED),
+        (NEW_KEY, grpc.StatusCode.PERMISSION_DENIED),
+        ("a-key-of-nobody-at-all", grpc.StatusCode.UNAUTHENTICATED),
+      ):
+        with pytest.raises(grpc.RpcError) as caught:
+          ask(metadata=bearer(key))
+        assert caught.value.code() is code
+      assert ask(metadata=bearer(ADMIN_KEY)).flags
 
     context = ssl.create_default_context(cafile=str(authority.file))
     context.load_cert_chain(tmp_path / "client.pem", tmp_path / "client.key")

@@ -317,6 +317,7 @@ def test_load_counts(served):
   served.runner.go.set()
   for call in calls:
     list(call)
+  served.wait_until(lambda: served.model.GetLoad(pb.GetLoadRequest()).requests_finished_total == 3)
   load = served.model.GetLoad(pb.GetLoadRequest())
   assert load.output_tokens_total == 15 and load.requests_finished_total == 3 and live(load) == 0
   assert [(rung.tokens, rung.rows) for rung in load.rungs] == [(8, 8), (64, 64), (128, 64)]
@@ -352,8 +353,10 @@ def test_load_tells_of_requests_that_ended(served):
   assert not served.model.GetLoad(pb.GetLoadRequest()).requests, "they come only when asked for"
   # One that ended before its first step: those times are unset.
   served.runner.go.clear()
+  num_steps = served.runner.num_steps
   first = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=2)))
-  served.wait_until(lambda: served.engine.stats().num_running == 1)
+  # The engine has planned two steps, and waits for the first one.
+  served.wait_until(lambda: served.runner.num_steps == num_steps + 2)
   request = pb.GenerateRequest(request_id="late", token_ids=IDS)
   request.queue_timeout.FromMilliseconds(1)
   late = served.generation.Generate(request)

@@ -97,7 +97,7 @@ def test_a_breach_ends_the_server(tokenizer, monkeypatch, caplog, break_it, said
   monkeypatch.setattr(invariants, "_PATIENCE", 3)
   with running(tokenizer) as served:
     served.breaks = True
-    served.runner.seconds = 0.002
+    served.runner.seconds = 0.02
     if break_it is leak_a_task:
       books = served.host.invariants
       assert books is not None

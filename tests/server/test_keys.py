@@ -49,8 +49,8 @@ def test_without_a_key_no_method_answers(locked, method, metadata, said):
 @pytest.mark.catalogue("H5")
 def test_health_needs_no_key(locked):
   stub = health_pb2_grpc.HealthStub(locked.channel)
-  assert stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status == health_pb2.HealthCheckResponse.SERVING
-  watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=10)
+  assert stub.Check(health_pb2.HealthCheckRequest(), timeout=60).status == health_pb2.HealthCheckResponse.SERVING
+  watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
   assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
   watch.cancel()
 
@@ -72,7 +72,7 @@ def test_reflection_may_be_left_open(tokenizer, secrets):
   with running(tokenizer, host=HostOptions(api_key_file=str(secrets / "keys"), open_reflection=True)) as served:
     request = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
     for method in REFLECTION:
-      assert b"sluice.v1.ModelService" in next(served.channel.stream_stream(method)(iter([request]), timeout=10))
+      assert b"sluice.v1.ModelService" in next(served.channel.stream_stream(method)(iter([request]), timeout=60))
     with pytest.raises(grpc.RpcError, match="key is missing"):
       generate(served, token_ids=IDS)
 

@@ -1,10 +1,12 @@
 """Clients that go away, deadlines, drains, deaths: every request one ending, every page back."""
 
 from concurrent.futures import ThreadPoolExecutor
+import contextlib
 import random
 import socket
 import struct
 import threading
+import time
 
 from google.rpc import error_details_pb2
 import grpc
@@ -31,7 +33,7 @@ READINESS = "sluice.v1.GenerationService"
 
 def health(served: Served, service: str) -> int:
   stub = health_pb2_grpc.HealthStub(served.channel)
-  return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status
+  return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60).status
 
 
 def begin(served: Served, **fields):
@@ -129,8 +131,11 @@ def test_a_client_that_vanishes(paced):
 
 @pytest.mark.catalogue("B7")
 def test_the_clients_deadline_frees_the_pages_within_two_steps(paced):
-  call = paced.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER), timeout=0.8)
-  next(call)
+  for timeout in (0.8, 5.0, 50.0):
+    call = paced.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER), timeout=timeout)
+    with contextlib.suppress(grpc.RpcError):  # a busy machine has let it pass before the first token
+      next(call)
+      break
   paced.runner.go.clear()
   with pytest.raises(grpc.RpcError) as caught:
     list(call)
@@ -142,7 +147,7 @@ def test_the_clients_deadline_frees_the_pages_within_two_steps(paced):
 def test_a_deadline_in_the_queue_never_runs(tokenizer):
   config = tiny_config(max_num_seqs=1)
   with running(tokenizer, config=config) as served:
-    served.runner.seconds = 0.002
+    served.runner.seconds = 0.02
     first = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
     next(first)
     request = pb.GenerateRequest(token_ids=IDS, stopping=FOREVER)
@@ -152,6 +157,7 @@ def test_a_deadline_in_the_queue_never_runs(tokenizer):
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert reason_of(caught.value) == "DEADLINE_EXCEEDED"
     assert served.engine.stats().finished[FinishReason.TIMEOUT] == 1
+    served.runner.seconds = 0.0
     assert len(token_ids_of(list(first))) > 0
     assert served.engine.stats().num_prefill_tokens == 3, "the expired request must not have run"
 
@@ -189,7 +195,7 @@ def test_abort(paced):
 def test_overload_is_told_at_once_with_when_to_retry(tokenizer):
   config = tiny_config(max_num_seqs=1, max_queued_requests=2)
   with running(tokenizer, config=config) as served:
-    served.runner.seconds = 0.002
+    served.runner.seconds = 0.05
     running_call = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))
     next(running_call)
     queued = [served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER)) for _ in range(2)]
@@ -220,24 +226,29 @@ def test_n_outputs_are_admitted_all_or_none(tokenizer):
 def test_drain_lets_running_streams_finish_and_nobody_else_in(tokenizer):
   host = HostOptions(drain_delay_s=1.0, drain_timeout_s=60)
   with running(tokenizer, host=host) as served:
-    served.runner.seconds = 0.002
+    served.runner.seconds = 0.02
     assert (health(served, ""), health(served, READINESS)) == (SERVING, SERVING)
     calls = [served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER)) for _ in range(8)]
     firsts = [next(call) for call in calls]
+    stopped = time.monotonic()
     served.stop()
     served.wait_until(lambda: health(served, READINESS) == NOT_SERVING)
     assert health(served, "") == SERVING
-    generate(served, token_ids=IDS, stopping=pb.StopParams(max_tokens=2))  # the balancer does not know yet
+    try:
+      generate(served, token_ids=IDS, stopping=pb.StopParams(max_tokens=2))
+    except grpc.RpcError:
+      assert time.monotonic() - stopped >= 1.0, "the balancer does not know yet"
     with pytest.raises(grpc.RpcError, match="going down; send the request to another") as caught:
       while True:
         generate(served, token_ids=IDS, stopping=pb.StopParams(max_tokens=2))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason_of(caught.value) == "DRAINING"
     assert detail_of(caught.value, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 5000
     assert "grpc-retry-pushback-ms" not in dict(caught.value.trailing_metadata()), "another server may take it at once"
+    served.runner.seconds = 0.0
     for first, call in zip(firsts, calls, strict=True):
       messages = [first, *call]
       assert len(token_ids_of(messages)) == 400 and endings_of(messages)[-1].last
-    served.thread.join(30)
+    served.thread.join(180)
     assert served.exit_code == [0]
 
 
@@ -255,13 +266,13 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error(tokenizer, how):
     with pytest.raises(grpc.RpcError, match="went down before this request was finished") as caught:
       list(call)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason_of(caught.value) == "DRAINING"
-    served.thread.join(30)
+    served.thread.join(180)
     assert served.exit_code == [0]
 
 
 def test_the_engines_death_is_seen_by_all(tokenizer, caplog):
   with running(tokenizer) as served:
-    served.runner.seconds = 0.002
+    served.runner.seconds = 0.02
     calls = [served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER)) for _ in range(4)]
     for call in calls:
       next(call)
@@ -271,7 +282,7 @@ def test_the_engines_death_is_seen_by_all(tokenizer, caplog):
         list(call)
       assert caught.value.code() is grpc.StatusCode.INTERNAL and reason_of(caught.value) == "ENGINE_FAILURE"
       assert "secret" not in str(caught.value) and "RuntimeError" not in str(caught.value)
-    served.thread.join(30)
+    served.thread.join(180)
     assert served.exit_code == [1]
     with pytest.raises(grpc.RpcError) as caught:
       generate(served, token_ids=IDS)
@@ -413,7 +424,7 @@ def test_clients_of_all_kinds_at_once(tokenizer):
 
 def test_health_lists_all_services(tokenizer):
   with running(tokenizer, host=HostOptions(enable_vllm_api=True)) as served:
-    listed = health_pb2_grpc.HealthStub(served.channel).List(health_pb2.HealthListRequest(), timeout=10).statuses
+    listed = health_pb2_grpc.HealthStub(served.channel).List(health_pb2.HealthListRequest(), timeout=60).statuses
     names = ("", "sluice.v1.GenerationService", "sluice.v1.ModelService", "vllm.grpc.engine.VllmEngine")
     assert {name: status.status for name, status in listed.items()} == dict.fromkeys(names, SERVING)
     assert [health(served, name) for name in names] == [SERVING] * 4
@@ -436,7 +447,7 @@ def test_one_who_watches_health_and_never_reads_holds_up_no_drain(tokenizer):
     assert next(beside).status == SERVING
     served.stop()
     assert next(beside).status == NOT_SERVING
-    served.thread.join(60)
+    served.thread.join(180)
     assert served.exit_code == [0]
 
 

@@ -1,6 +1,8 @@
 """Limits of the wire: sizes, streams, pings, ages of connections, floods and junk. Nobody else may be harmed."""
 
+import asyncio
 import contextlib
+import json
 import os
 import random
 import re
@@ -12,10 +14,13 @@ import zlib
 
 from google.rpc import error_details_pb2
 import grpc
+from grpc._cython import cygrpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 import pytest
 
 from server import interceptors
+from server.access_log import AccessLog
+from server.errors import MalformedRequest
 from server.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
@@ -32,7 +37,7 @@ EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 def assert_serves(served) -> None:
   assert endings_of(generate(served, token_ids=IDS, stopping=pb.StopParams(max_tokens=5)))[-1].last
   stub = health_pb2_grpc.HealthStub(served.channel)
-  assert stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+  assert stub.Check(health_pb2.HealthCheckRequest(), timeout=60).status == health_pb2.HealthCheckResponse.SERVING
   assert served.engine.num_live == 0 and len(served.generations) == 0
 
 
@@ -90,6 +95,33 @@ def test_what_is_large_only_unpacked_takes_no_memory(tmp_path):
       assert re.findall(rb"grpc-status.(\d+)", answer) == [TOO_LARGE] and b"larger than max" in answer
     assert_new_clients_are_served(address)
     assert peak_rss_bytes(process.pid) - before < 64 << 20
+
+
+@pytest.mark.parametrize("error", [MalformedRequest("cut off"), cygrpc.ExecuteBatchError("a write")])
+def test_a_call_that_is_over_before_its_status_is_no_error(error, tmp_path):
+  """Which gRPC knows a moment later, and by chance before or after ours: no exception may reach it."""
+
+  class Over:
+    def set_trailing_metadata(self, metadata):
+      pass
+
+    def peer(self):
+      return "somebody"
+
+    async def abort(self, *_):
+      raise cygrpc.ExecuteBatchError("the status")
+
+  log = AccessLog(str(tmp_path / "log"))
+
+  async def fail() -> None:
+    async with interceptors.CallInterceptor(access_log=log)._running(interceptors.Call("/x", {}, "id"), Over()):
+      raise error
+
+  with pytest.raises(asyncio.CancelledError):
+    asyncio.run(fail())
+  log.close()
+  (line,) = (tmp_path / "log").read_text().splitlines()
+  assert json.loads(line)["code"] == ("CANCELLED" if isinstance(error, grpc.aio.InternalError) else "INVALID_ARGUMENT")
 
 
 @pytest.mark.catalogue("C13")
@@ -193,7 +225,7 @@ def test_an_idle_connection_is_closed(tokenizer):
 @pytest.mark.catalogue("B4")
 def test_a_client_that_answers_no_ping_is_gone(tokenizer):
   """As a machine that lost its power: its stream ends, and its pages come back."""
-  options = HostOptions(keepalive_time_s=1, keepalive_timeout_s=0.1)
+  options = HostOptions(keepalive_time_s=2, keepalive_timeout_s=0.1)
   with running(tokenizer, host=options) as served, http2.Connection(served.address) as connection:
     served.runner.go.clear()
     connection.send(
@@ -203,7 +235,7 @@ def test_a_client_that_answers_no_ping_is_gone(tokenizer):
       http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers("/sluice.v1.GenerationService/Generate")),
       http2.frame(http2.DATA, http2.END_STREAM, 1, message(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER))),
     )
-    served.wait_until(lambda: len(served.generations) == 1)
+    served.wait_until(lambda: served.generations.num_started == 1)
     served.wait_until(lambda: len(served.generations) == 0)
     assert http2.PING in {kind for kind, *_ in connection.frames()}
     served.runner.go.set()
@@ -424,7 +456,7 @@ def test_a_call_whose_message_never_comes(quiet, monkeypatch, method):
   never = threading.Event()
 
   def messages():
-    never.wait(30)
+    never.wait(180)
     return iter(())
 
   def lazily():
@@ -434,6 +466,7 @@ def test_a_call_whose_message_never_comes(quiet, monkeypatch, method):
   with pytest.raises(grpc.RpcError, match="message did not arrive within 0.05 s; send it with the call") as caught:
     list(call)
   never.set()
+  monkeypatch.undo()  # the next call may be slower
   assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED and reason_of(caught.value) == "DEADLINE_EXCEEDED"
   assert_serves(quiet)
 
@@ -461,6 +494,8 @@ def test_a_refusal_is_such_that_a_client_may_retry(tokenizer):
         return await start(*arguments)
       except Exception as error:
         refused.append(error)
+        for each in first:  # the next attempt finds room
+          each.cancel()
         served.runner.go.set()
         raise
 
@@ -469,8 +504,6 @@ def test_a_refusal_is_such_that_a_client_may_retry(tokenizer):
     call = stub.Generate(pb.GenerateRequest(token_ids=IDS, stopping=pb.StopParams(max_tokens=5)), timeout=60)
     assert len(token_ids_of(list(call))) == 5
     assert len(refused) >= 1
-    for each in first:
-      each.cancel()
 
 
 def test_starting_says_when_to_retry(tokenizer):

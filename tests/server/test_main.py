@@ -101,7 +101,7 @@ def test_a_life(model, tmp_path):
     process.send_signal(signal.SIGUSR1)
     # A second server on the port says so in one line; this one does not mind.
     second = start(f"--model={model}", f"--port={port}", *SMALL)
-    said = second.communicate(timeout=60)[1]
+    said = second.communicate(timeout=180)[1]
     assert second.returncode == 1
     assert said.splitlines()[-1] == (
       f"error: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port or --host"
@@ -113,7 +113,7 @@ def test_a_life(model, tmp_path):
       process.send_signal(signal.SIGTERM)
       rest = list(pieces)
     assert tokens + sum(len(piece.token_ids) for piece in rest) == 2000 and rest[-1].ending is not None
-  said = process.communicate(timeout=60)[1]
+  said = process.communicate(timeout=180)[1]
   assert process.returncode == 0, said
   assert said.count("configuration:") == 1 and "--served_model_name=named" in said
   assert f"ready on 127.0.0.1:{port}\n" in said and "compile: 1 of" in said
@@ -145,7 +145,7 @@ def test_the_demo_model_answers_through_the_socket(tmp_path):
     assert sum(map(is_correct, instances, together)) >= len(instances) - 2, together
     assert [answer(instance) for instance in instances[::4]] == together[::4]
   process.send_signal(signal.SIGTERM)
-  process.communicate(timeout=60)
+  process.communicate(timeout=180)
   assert process.returncode == 0
 
 
@@ -160,7 +160,7 @@ def test_while_starting(model):
       client.generate("the")
     assert caught.value.reason == "STARTING"
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=180)[1]
   assert process.returncode == 0 and said.endswith("stopped while starting\n"), said
 
 
@@ -332,5 +332,5 @@ def test_the_switch_of_the_step_trace(capfd):
 
 def test_a_bad_flag_of_the_real_program():
   process = start("--nonsense=1")
-  assert process.communicate(timeout=60)[1] == "error: Unknown command line flag 'nonsense'; --help lists the flags\n"
+  assert process.communicate(timeout=180)[1] == "error: Unknown command line flag 'nonsense'; --help lists the flags\n"
   assert process.returncode == 2

@@ -78,7 +78,7 @@ def test_readers_are_limited_told_and_let_go(tokenizer):
       assert "16 pages are watching already" in json.loads(refused.read())["error"]["message"]
     # A drain does not wait for pages that watch it.
     served.stop()
-    served.thread.join(30)
+    served.thread.join(180)
     assert served.exit_code == [0]
 
 
@@ -165,7 +165,7 @@ def chromium():
     pytest.skip("no Chromium on the path (Debian's package chromium)")
   api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
   with api.sync_playwright() as playwright:
-    browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=180_000)
     yield browser
     browser.close()
 
@@ -176,6 +176,7 @@ def opened(chromium, served: Served, **context) -> Iterator:
   troubles: list[str] = []
   with contextlib.closing(chromium.new_context(**context)) as tab:
     page = tab.new_page()
+    page.set_default_timeout(120_000)
     page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.on("request", lambda request: None if request.url.startswith(url_of(served, "")) else troubles.append("away"))
@@ -196,8 +197,8 @@ def wait_for_text(page, selector: str, pattern: str) -> str:
 def test_the_page_shows_the_engine_and_streams(chromium, tokenizer):
   with running(tokenizer, host=HostOptions(http_port=0)) as served, opened(chromium, served) as page:
     wait_for_text(page, "#state", "^ready$")
-    assert page.text_content("#model") == "tiny"
-    assert page.locator("#rungs tr").count() == 3
+    wait_for_text(page, "#model", "^tiny$")
+    page.wait_for_function("() => document.querySelectorAll('#rungs tr').length === 3")
     served.runner.seconds = 0.01
     page.fill("#prompt", "the cat")
     page.fill("#max_tokens", "40")
@@ -213,12 +214,14 @@ def test_the_page_shows_the_engine_and_streams(chromium, tokenizer):
     # A tick may show the end while the map is still of the step before.
     page.wait_for_function("() => /KV pool: 0 held/.test(document.getElementById('kv-map').ariaLabel)")
     # The bars add up, and the canvases are not empty.
-    assert page.evaluate("[...document.querySelectorAll('.bar')].some((bar) => bar.children[2].clientWidth > 0)")
+    page.wait_for_function(
+      "() => [...document.querySelectorAll('.bar')].some((bar) => bar.children[2].clientWidth > 0)"
+    )
     for canvas in ("steps-chart", "kv-map", "output-chart"):
-      assert page.evaluate(
+      page.wait_for_function(
         "(id) => { const c = document.getElementById(id);"
         " return c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(Boolean); }",
-        canvas,
+        arg=canvas,
       )
 
 
@@ -237,7 +240,9 @@ def test_stop_ends_the_work(chromium, tokenizer):
     served.wait_until(lambda: len(served.generations) == 0)
     served.runner.go.set()
     served.wait_until(lambda: served.engine.num_live == 0 and served.blocks_in_use == 0)
-    assert page.is_enabled("#send") and page.is_disabled("#stop")
+    page.wait_for_function(
+      "() => !document.querySelector('#send').disabled && document.querySelector('#stop').disabled"
+    )
 
 
 def test_errors_are_shown_and_markup_stays_text(chromium, tokenizer):
@@ -267,7 +272,9 @@ def test_errors_are_shown_and_markup_stays_text(chromium, tokenizer):
     page.fill("#max_tokens", "512")
     page.click("#send")
     assert "max" in wait_for_text(page, ".talk .error", ".")
-    assert page.evaluate("(e => e.scrollTop + e.clientHeight >= e.scrollHeight - 1)(document.querySelector('#talk'))")
+    page.wait_for_function(
+      "() => (e => e.scrollTop + e.clientHeight >= e.scrollHeight - 1)(document.querySelector('#talk'))"
+    )
 
 
 def test_a_key_is_asked_for_and_used(chromium, tokenizer, tmp_path):

@@ -19,7 +19,7 @@ def split(items, cuts):
 
 
 @pytest.mark.catalogue("D7", "F7")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=TEXTS, cuts=CUTS)
 def test_bytes_in_any_split_give_the_text_and_never_half_a_character(text, cuts):
   # The hardest tokenizer there is: one token a byte.
@@ -29,7 +29,7 @@ def test_bytes_in_any_split_give_the_text_and_never_half_a_character(text, cuts)
   assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @example(data=b"\xed\xa0", cuts=[])  # half a surrogate, which CPython's decoder also waits for
 @given(data=st.binary(max_size=40), cuts=CUTS)
 def test_invalid_bytes_become_what_the_standard_says(data, cuts):
@@ -41,7 +41,7 @@ def test_invalid_bytes_become_what_the_standard_says(data, cuts):
 
 
 @pytest.mark.catalogue("D7", "F7")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=TEXTS, cuts=CUTS)
 def test_a_real_tokenizer_in_any_split(tokenizer, text, cuts):
   token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -50,7 +50,7 @@ def test_a_real_tokenizer_in_any_split(tokenizer, text, cuts):
   assert "".join(pieces) == text == tokenizer.decode(token_ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_any_tokens_give_what_the_tokenizer_itself_decodes(tokenizer, data):
   token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
@@ -72,7 +72,7 @@ def cut_offline(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @pytest.mark.catalogue("F5")
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(text=TEXTS, cuts=CUTS, stops=st.lists(st.lists(LETTERS, min_size=1, max_size=5).map("".join), max_size=5))
 def test_stop_strings_across_any_borders(text, cuts, stops):
   matcher = StopStrings(stops)

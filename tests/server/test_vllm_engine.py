@@ -270,7 +270,7 @@ def test_the_other_methods(server):
   info = engine.GetModelInfo(vllm_pb.GetModelInfoRequest())
   assert (info.served_model_name, info.is_generation, info.max_context_length) == ("tiny", True, 512)
   assert (info.vocab_size, list(info.eos_token_ids)) == (400, [END])
-  server.runner.seconds = 0.005
+  server.runner.seconds = 0.05
   request = vllm_pb.GenerateRequest(
     request_id="mine",
     tokenized=vllm_pb.TokenizedInput(input_ids=IDS),

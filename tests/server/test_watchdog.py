@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -43,8 +44,8 @@ def assert_told_that_the_engine_is_dead(call) -> None:
 
 @pytest.mark.catalogue("D3")
 def test_an_engine_that_stands_ends_the_server(tokenizer, capfd, caplog):
-  with running(tokenizer, host=HostOptions(step_timeout_s=0.5, watchdog_grace_s=30)) as served:
-    served.runner.seconds = 0.002
+  with running(tokenizer, host=HostOptions(step_timeout_s=1.0, watchdog_grace_s=120)) as served:
+    served.runner.seconds = 0.02
     watches = [
       health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest(service=name), timeout=60)
       for name in ("", "sluice.v1.GenerationService")
@@ -55,25 +56,25 @@ def test_an_engine_that_stands_ends_the_server(tokenizer, capfd, caplog):
     for call in calls:
       assert_told_that_the_engine_is_dead(call)
     assert [next(watch).status for watch in watches] == [NOT_SERVING, NOT_SERVING]
-    served.thread.join(60)
+    served.thread.join(180)
     assert served.exit_code == [1]
     with pytest.raises(grpc.RpcError) as caught:
       generate(served, token_ids=IDS)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-  assert "the engine has stood still for 0." in caplog.text
+  assert re.search(r"the engine has stood still for \d", caplog.text)
   stacks = capfd.readouterr().err
   assert "in run_until" in stacks and "engine_thread.py" in stacks
 
 
 def test_an_engine_that_dies_while_draining_is_no_success(tokenizer):
   with running(tokenizer) as served:
-    served.runner.seconds = 0.002
+    served.runner.seconds = 0.02
     call = begin(served)
     served.stop()
     served.runner.fail = RuntimeError("too late")
     with pytest.raises(grpc.RpcError):
       list(call)
-    served.thread.join(60)
+    served.thread.join(180)
     assert served.exit_code == [1]
 
 
@@ -81,11 +82,11 @@ def test_an_engine_that_dies_while_draining_is_no_success(tokenizer):
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
 def test_an_engine_thread_that_dies_of_what_is_no_exception(tokenizer, kind):
   with running(tokenizer) as served:
-    served.runner.seconds = 0.002
+    served.runner.seconds = 0.02
     call = begin(served)
     served.runner.fail = kind()
     assert_told_that_the_engine_is_dead(call)
-    served.thread.join(60)
+    served.thread.join(180)
     assert served.exit_code == [1]
 
 
@@ -93,11 +94,11 @@ def test_an_engine_thread_that_dies_of_what_is_no_exception(tokenizer, kind):
 def test_a_callback_of_ours_that_fails_ends_the_server(tokenizer, caplog):
   """What it carried is lost for calls that wait for it."""
   with running(tokenizer) as served:
-    served.runner.seconds = 0.002
+    served.runner.seconds = 0.02
     call = begin(served)
     served.loop.call_soon_threadsafe(served.host._dispatch, [object()])
     assert_told_that_the_engine_is_dead(call)
-    served.thread.join(60)
+    served.thread.join(180)
     assert served.exit_code == [1]
   assert "unhandled: Exception in callback" in caplog.text and "TypeError" in caplog.text
 
@@ -216,7 +217,7 @@ class Runner(FakeRunner):
 async def serve():
   global loop, host
   loop = asyncio.get_running_loop()
-  host = Host(HostOptions(port=0, step_timeout_s=0.5, watchdog_grace_s=1.0), may_exit=True)
+  host = Host(HostOptions(port=0, step_timeout_s=1.0, watchdog_grace_s=1.0), may_exit=True)
   port = await host.start()
   config = EngineConfig(vocab_size=400, max_model_len=512, num_blocks=256, block_size=8, max_num_seqs=8,
                         token_budgets=(8, 64), prefill_chunk=64)
@@ -237,7 +238,7 @@ sys.exit(main._main(["server"]) if main._parse(["server"]) else 9)
   [
     ("the engine", "the engine has stood still for"),
     ("the event loop", "the event loop has stood still for"),
-    ("the interpreter", "Timeout (0:00:01.5"),
+    ("the interpreter", "Timeout (0:00:02"),
     ("taking down", "Timeout (0:00:01"),
     ("a task", "error: something called exit(0) in the server"),
   ],
@@ -258,7 +259,7 @@ def test_the_process_ends_whatever_stands(how, said):
         # A loop that is told to leave cancels its tasks; elsewhere the connection is closed by the system.
         wanted = grpc.StatusCode.CANCELLED if how == "a task" else grpc.StatusCode.UNAVAILABLE
         assert caught.value.code() is wanted
-      errors = process.communicate(timeout=60)[1]
+      errors = process.communicate(timeout=180)[1]
     finally:
       process.kill()
   assert process.returncode == watchdog.EXIT_CODE, errors

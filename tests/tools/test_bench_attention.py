@@ -40,7 +40,7 @@ def test_a_line_holds_our_time_and_the_floor() -> None:
   assert title == "name" and 0 < float(best) <= float(median) and float(naive) > 0
   assert float(held) == round(8 * 128 * 2 * 4 * 64 * 4 / 1e6, 2)
   assert float(floor) == round(8 * 128 * 2 * 4 * 64 * 4 / 1e7, 3)
-  assert abs(float(ratio) - float(best) / float(floor)) < 0.1
+  assert float(ratio) == pytest.approx(float(best) / float(floor), rel=0.01, abs=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from tools.chaos import (
   fuzz,
   lifecycle,
   poison,
+  refusals,
   report,
   soak,
   streams,
@@ -75,6 +76,14 @@ def test_poison(rig):
   assert_hold(poison.poisoned(rig, count=24, neighbours=60))
 
 
+@pytest.mark.catalogue("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8", "E9")
+def test_refusals(rig):
+  """Not how soon, which a loaded machine decides."""
+  times, answers = refusals.refusals(rig, count=4)
+  assert "0 faults" in answers.measured and answers.passed and answers.ran == 2 * (14 * 4 + 2)
+  assert "ms" in times.measured and times.ran == 4
+
+
 def test_crowds(rig):
   assert_hold(crowds.concurrent(rig, count=40))
   assert_hold(crowds.preempted(rig, count=20))
@@ -90,6 +99,14 @@ def test_floods(rig, monkeypatch, scenario):
 
 
 # --- What they would see ----------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_that_is_none_and_one_that_repeats_the_prompt_are_seen():
+  seen = refusals.Seen()
+  bad = refusals.Bad("E1", b"", b"", status=400)
+  for answer in (("400", "{}"), ("200", "{}"), ("400", f"no: {refusals.CANARY}")):
+    refusals.timed(seen, "HTTP", bad, "400", 1, lambda answer=answer: answer)
+  assert set(seen.faults) == {"E1 over HTTP was answered 200", "E1 over HTTP had its prompt sent back"}
 
 
 def test_a_wrong_a_lost_and_a_doubled_token_are_seen():

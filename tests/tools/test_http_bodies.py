@@ -39,7 +39,7 @@ class _Bad(http.server.BaseHTTPRequestHandler):
     elif letter == b"s":
       self.answer(200, "text/event-stream", b'data: {"choices": []}\n\n')
     elif letter == b"h":
-      self.server.go.wait(30)
+      self.server.go.wait(180)
     else:
       self.answer(200, "application/json", b'{"prompt": "fine"}' if letter == b"f" else b'{"prompt": 1}')
 
@@ -68,7 +68,7 @@ def test_what_it_finds(body, what):
     server.go = threading.Event()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    prober = Prober(f"http://127.0.0.1:{server.server_port}", 0.5 if what == "hangs" else 30)
+    prober = Prober(f"http://127.0.0.1:{server.server_port}", 0.5 if what == "hangs" else 120)
     prober.send("/detokenize", body)
     prober.close()
     server.go.set()

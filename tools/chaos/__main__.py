@@ -18,7 +18,20 @@ from rich.console import Console
 
 from engine.errors import ConfigError
 from tools.arguments import CommandParser, output_file, positive_float
-from tools.chaos import cancels, crowds, disconnects, fairness, floods, fuzz, http, lifecycle, overload, poison, soak
+from tools.chaos import (
+  cancels,
+  crowds,
+  disconnects,
+  fairness,
+  floods,
+  fuzz,
+  http,
+  lifecycle,
+  overload,
+  poison,
+  refusals,
+  soak,
+)
 from tools.chaos.report import Row, as_json, show
 from tools.chaos.rig import Rig
 from tools.measure import machine, write_result
@@ -31,6 +44,7 @@ SCENARIOS: dict[str, tuple[Scenario, Scenario]] = {
   "cancels": (cancels.cancels, functools.partial(cancels.cancels, count=50)),
   "parse": (fuzz.parse, functools.partial(fuzz.parse, count=40_000)),
   "wire": (fuzz.wire, functools.partial(fuzz.wire, count=2_000)),
+  "refusals": (refusals.refusals, functools.partial(refusals.refusals, count=20)),
   "http": (http.http, functools.partial(http.http, count=500)),
   "drains": (lifecycle.drains, functools.partial(lifecycle.drains, count=6)),
   "kills": (lifecycle.kills, functools.partial(lifecycle.kills, count=6)),

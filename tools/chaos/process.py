@@ -5,6 +5,7 @@ import dataclasses
 import http.client
 import os
 import pathlib
+import random
 import re
 import signal
 import socket
@@ -25,7 +26,7 @@ from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tools.measure import ROOT
 
-READY_S = 60.0  # nothing is loaded or compiled, but the machine may be busy
+READY_S = 180.0  # nothing is loaded or compiled, but the machine may be busy
 _SETTLE_S = 30.0
 # The fake device behind the scheduler, pages and front end of production; small, so that limits are met.
 FAKE = (
@@ -277,7 +278,10 @@ class Server:
 
 
 def free_port() -> int:
-  """One that was free a moment ago."""
-  with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    return probe.getsockname()[1]
+  """One that was free a moment ago, of those that the system gives to nobody by itself: it stays free."""
+  first_given = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+  while True:
+    port = random.randrange(max(1024, first_given // 2), max(2048, first_given))
+    with socket.socket() as probe, contextlib.suppress(OSError):
+      probe.bind(("127.0.0.1", port))
+      return port

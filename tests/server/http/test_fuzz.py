@@ -2,7 +2,7 @@
 
 import json
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
@@ -66,7 +66,7 @@ def check(server, answer) -> None:
 
 
 @pytest.mark.catalogue("E8")
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(requests())
 def test_any_value_in_any_field(server, http, sent):
   path, body = sent
@@ -74,7 +74,7 @@ def test_any_value_in_any_field(server, http, sent):
 
 
 @pytest.mark.catalogue("E8")
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(requests(), st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4))
 def test_any_change_of_the_bytes(server, http, sent, changes):
   path, body = sent

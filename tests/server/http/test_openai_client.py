@@ -321,6 +321,7 @@ def test_errors_are_the_clients_own_types(client):
 
 
 def test_a_live_duplicate_is_a_conflict_that_is_not_retried(paced):
+  paced.runner.seconds = 0.05
   with openai.OpenAI(base_url=f"{url_of(paced)}/v1", api_key="x", timeout=30) as client:
     asked = {
       "model": "tiny",

@@ -24,9 +24,9 @@ def ports(model, tmp_path_factory):
     *SMALL,
   )
   grpc_port = wait_for_file(folder / "grpc", process).strip()
-  yield grpc_port, (folder / "http").read_text().strip()
+  yield grpc_port, wait_for_file(folder / "http", process).strip()
   process.send_signal(signal.SIGTERM)
-  _, said = process.communicate(timeout=60)
+  _, said = process.communicate(timeout=180)
   assert process.returncode == 0, said
   assert "HTTP on 127.0.0.1:" in said and "Traceback" not in said
 

@@ -202,7 +202,7 @@ PARTS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.sampled_from(sorted(ALL)), st.lists(PARTS, max_size=14).map("".join), st.data())
 def test_any_split_gives_the_same(name, text, data):
   cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))

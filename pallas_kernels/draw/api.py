@@ -1,0 +1,71 @@
+"""A token of each line of logits, by temperature, top_k, top_p, min_p and a number that seed and position decide.
+
+`reference` is plain jnp and runs anywhere; a CPU's own (cpu.cc) goes over lines in use alone, on XLA's threads. The two
+round sums and exponentials differently: a draw that falls within that of a limit may be its neighbour.
+"""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from pallas_kernels import native
+from pallas_kernels.draw import reference
+from pallas_kernels.draw.reference import NO_LIMIT as NO_LIMIT
+from pallas_kernels.draw.reference import Asked as Asked
+
+IMPLEMENTATIONS = ("reference", "cpu")
+_DRAW = "sluice_draw"  # name of the custom call
+
+
+def choose(platform: str, num_devices: int = 1) -> str:
+  """The implementation for a platform: "cpu" on one CPU where the library is built, else "reference"."""
+  return "cpu" if native.serves("draw", platform, num_devices) else "reference"
+
+
+@functools.cache
+def register() -> None:
+  """Tells XLA of the library's entry, once; before an executable with calls of it is loaded. Raises NativeMissing."""
+  jax.ffi.register_ffi_target(_DRAW, jax.ffi.pycapsule(native.load("draw").SluiceDraw), platform="cpu")
+
+
+def draw(
+  x: jax.Array,
+  asked: Asked,
+  num_rows: jax.Array | None = None,
+  implementation: str = "reference",
+  wide: bool = False,
+) -> jax.Array:
+  """int32[S]: the token at which each line's cumulative weight passes a random number, never one of weight 0.
+
+  Temperature, then top_k, then top_p on what top_k left (renormalised), then min_p. Tokens of equal weight at a limit
+  are all kept. A line's token depends on that line and on what is asked for it alone.
+
+  Args:
+    x: f32[S, V], finite, or -inf where a token is not allowed; what else a line holds, its token is in range.
+    asked: by line.
+    num_rows: int32[1], how many lines are in use, those in front; of the others nothing is said but that the token is
+      in range. None: all.
+    implementation: of IMPLEMENTATIONS.
+    wide: see `reference.draw`.
+
+  Raises:
+    NativeMissing: "cpu", and its library is not built.
+    ValueError: an argument is of another type or shape.
+  """
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(f"draw: implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+  if x.ndim != 2 or x.dtype != jnp.float32 or not x.shape[1]:
+    raise ValueError(f"draw: x is {x.dtype}{list(x.shape)}; it must be float32[S, V]")
+  for name, line in asked._asdict().items():
+    if line.shape != x.shape[:1]:
+      raise ValueError(f"draw: {name} is {line.dtype}{list(line.shape)}; it must have the {x.shape[0]} lines of x")
+  if num_rows is not None and (num_rows.shape != (1,) or num_rows.dtype != jnp.int32):
+    raise ValueError(f"draw: num_rows is {num_rows.dtype}{list(num_rows.shape)}; it must be int32[1]")
+  if implementation == "reference":
+    return reference.draw(x, asked, wide)
+  register()
+  bits = jnp.stack([lax.bitcast_convert_type(line, jnp.int32) for line in asked])  # in cpu.cc's order
+  call = jax.ffi.ffi_call(_DRAW, jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))
+  return call(x, bits, jnp.zeros(0, jnp.int32) if num_rows is None else num_rows)

@@ -1,0 +1,158 @@
+// A token of each line of x [S, V] by temperature, top_k, top_p and min_p, as reference.py draws it. api.py says how it is
+// called.
+//
+// XLA makes a pass over all lines, those of padding too, for every bit of a threshold, and compiles longer for this than
+// for all else of a step together.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "pallas_kernels/native.h"
+
+namespace sluice {
+namespace {
+
+constexpr int64_t kChunk = 128;              // tokens of the first level of a draw
+constexpr float kNegligible = -110.0f;       // exp of this is 0
+constexpr int32_t kNoLimit = 1 << 30;        // of top_k
+enum Asked { kTemperature, kTopP, kMinP, kTopK, kSeed, kPosition, kNumAsked };  // lines of `asked`, floats by their bits
+
+float as_float(int32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// The float whose place among the floats below 0 is `key`: a step of one is a step to the next float.
+float unordered(int32_t key) { return as_float(key < 0 ? key ^ 0x7fffffff : key); }
+
+// Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror and Shaw, SC 2011): the first word, as jax.random.fold_in has it.
+uint32_t hash(uint32_t seed, uint32_t position) {
+  constexpr int kTurns[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  const uint32_t keys[3] = {0, seed, seed ^ 0x1bd11bdau};
+  uint32_t a = keys[0], b = position + keys[1];
+  for (uint32_t group = 0; group < 5; ++group) {
+    for (int turn : kTurns[group % 2]) {
+      a += b;
+      b = (b << turn) | (b >> (32 - turn));
+      b ^= a;
+    }
+    a += keys[(group + 1) % 3];
+    b += keys[(group + 2) % 3] + group + 1;
+  }
+  return a;
+}
+
+// The sum of values[i] where z[i] >= least, over whole vectors; always in one order, so more values never make it less.
+template <typename Value>
+float mass(const float* z, int64_t V, float least, Value value) {
+  Vec sum{};
+  for (int64_t i = 0; i < V; i += kLanes) sum += load(z + i) >= least ? value(i) : Vec{};
+  return sum_of(sum);
+}
+
+// The largest t for which the values of {z >= t} reach `need`, or kNegligible; bit by bit.
+template <typename Value>
+float threshold(const float* z, int64_t V, float need, Value value) {
+  int32_t bits;
+  const float most = -kNegligible;
+  std::memcpy(&bits, &most, sizeof bits);
+  int32_t low = -(bits + 1);
+  for (int shift = 30; shift >= 0; --shift) {
+    const int64_t tried = int64_t{low} + (int64_t{1} << shift);
+    if (tried > 0) continue;
+    if (mass(z, V, unordered(static_cast<int32_t>(tried)), value) >= need) low = static_cast<int32_t>(tried);
+  }
+  return unordered(low);
+}
+
+// The first of n masses at which their sum passes `wanted`, or the last that is not 0; `wanted` becomes what is left there.
+int64_t passes(const float* masses, int64_t n, float& wanted) {
+  float end = 0.0f, before = 0.0f;
+  int64_t last = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (!(masses[i] > 0.0f)) continue;
+    before = end, end += masses[i], last = i;
+    if (end > wanted) break;
+  }
+  wanted -= before;
+  return last;
+}
+
+int32_t draw(const float* x, int64_t V, const int32_t* asked, int64_t S) {
+  const auto number = [=](Asked which) { return as_float(asked[which * S]); };
+  const int64_t padded = (V + kChunk - 1) / kChunk * kChunk;
+  static thread_local std::vector<float> kept;  // of z and of weights, a line each: a thread draws step after step
+  kept.resize(2 * padded + padded / kChunk);
+  float *z = kept.data(), *weights = z + padded, *masses = weights + padded;
+
+  constexpr float kLeast = -std::numeric_limits<float>::infinity();
+  std::copy(x, x + V, z);
+  std::fill(z + V, z + padded, kLeast);
+  Vec most = all(kLeast);
+  for (int64_t i = 0; i < padded; i += kLanes) most = load(z + i) > most ? load(z + i) : most;
+  const Vec top = all(max_of(most)), temperature = all(number(kTemperature));
+  for (int64_t i = 0; i < padded; i += kLanes) {
+    store(z + i, (load(z + i) - top) / temperature);
+    store(weights + i, exp_of_negative(load(z + i)));
+  }
+
+  float least = kLeast;
+  if (asked[kTopK * S] < kNoLimit)
+    least = threshold(z, padded, static_cast<float>(asked[kTopK * S]), [](int64_t) { return all(1.0f); });
+  if (number(kTopP) < 1.0f) {
+    const auto left = [=](int64_t i) { return load(z + i) >= least ? load(weights + i) : Vec{}; };
+    const float need = number(kTopP) * mass(z, padded, least, left);
+    least = std::max(least, threshold(z, padded, need, left));
+  }
+  least = std::max(least, std::log(number(kMinP)));
+
+  for (int64_t chunk = 0; chunk < padded / kChunk; ++chunk) {
+    Vec sum{};
+    for (int64_t i = chunk * kChunk; i < (chunk + 1) * kChunk; i += kLanes) {
+      const Vec left = load(z + i) >= least ? load(weights + i) : Vec{};
+      store(weights + i, left);
+      sum += left;
+    }
+    masses[chunk] = sum_of(sum);
+  }
+  float whole = 0.0f;
+  for (int64_t chunk = 0; chunk < padded / kChunk; ++chunk) whole += masses[chunk];
+  const uint32_t bits = hash(asked[kSeed * S], asked[kPosition * S]);
+  float wanted = static_cast<float>(bits >> 8) * 0x1p-24f * whole;
+  const int64_t chunk = passes(masses, padded / kChunk, wanted);
+  const int64_t token = chunk * kChunk + passes(weights + chunk * kChunk, kChunk, wanted);
+  return static_cast<int32_t>(std::min(token, V - 1));
+}
+
+// x [S, V], asked [6, S], lines in use [1] or [0] for all -> tokens [S].
+ffi::Error draws(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> asked,
+                 ffi::Buffer<ffi::S32> used, ffi::Result<ffi::Buffer<ffi::S32>> tokens) {
+  const int64_t S = x.dimensions()[0], V = x.dimensions()[1];
+  const int64_t rows = used.dimensions()[0] ? used.typed_data()[0] : S;
+  if (rows < 0 || rows > S)
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                      "draw: " + std::to_string(rows) + " lines in use of " + std::to_string(S));
+  const float* from = x.typed_data();
+  const int32_t* asked_from = asked.typed_data();
+  int32_t* to = tokens->typed_data();
+  std::fill(to, to + S, 0);
+  spread(threads, rows, rows * V > 10000, [=](int64_t s) {
+    if (as_float(asked_from[kTemperature * S + s]) > 0.0f) to[s] = draw(from + s * V, V, asked_from + s, S);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SluiceDraw, draws,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>());
+
+}  // namespace sluice

@@ -1,0 +1,197 @@
+"""Drawing a token: the C++ kernel and the reference invert the same distribution, whatever is asked of a line."""
+
+import ctypes
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import native
+from pallas_kernels.draw import api, reference
+
+# What a line may ask for: temperature, top_p, min_p, top_k.
+_PLAIN = (1.0, 2.0, 0.0, api.NO_LIMIT)
+_CHOICES = (
+  _PLAIN,
+  (0.3, 2.0, 0.0, api.NO_LIMIT),
+  (1e-30, 2.0, 0.0, api.NO_LIMIT),
+  (100.0, 2.0, 0.0, api.NO_LIMIT),
+  (1.0, 2.0, 0.0, 1),
+  (2.0, 2.0, 0.0, 7),
+  (1.0, 0.5, 0.0, api.NO_LIMIT),
+  (1.0, 1e-30, 0.0, api.NO_LIMIT),
+  (1.0, 2.0, 0.2, api.NO_LIMIT),
+  (1.5, 0.7, 0.05, 12),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built() -> None:
+  if native.compiler() is not None:
+    native.build("draw")
+    api.register()  # once and for all, before a test changes the name it goes by
+
+
+needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA draws here")
+implementations = pytest.mark.parametrize("name", ["reference", pytest.param("cpu", marks=needs_compiler)])
+
+
+def asked(rows: int, choices=_CHOICES) -> api.Asked:
+  """The choices in turn, each line with a seed and a position of its own."""
+  chosen = np.array([choices[row % len(choices)] for row in range(rows)])
+  rng = np.random.default_rng(rows)
+  return api.Asked(
+    temperature=jnp.asarray(chosen[:, 0], jnp.float32),
+    top_p=jnp.asarray(chosen[:, 1], jnp.float32),
+    min_p=jnp.asarray(chosen[:, 2], jnp.float32),
+    top_k=jnp.asarray(chosen[:, 3], jnp.int32),
+    seed=jnp.asarray(rng.integers(2**32, size=rows), jnp.uint32),
+    position=jnp.asarray(rng.integers(2**17, size=rows), jnp.int32),
+  )
+
+
+def logits(rows: int, vocab: int) -> np.ndarray:
+  x = (np.random.default_rng(vocab).normal(size=(rows, vocab)) * 3).astype(np.float32)
+  x[1::3, ::5] = -np.inf  # not allowed
+  x[1::3, vocab - 1] = 0.0
+  return x
+
+
+def run(x: np.ndarray, of: api.Asked, name: str, num_rows: int | None = None) -> np.ndarray:
+  count = None if num_rows is None else jnp.full(1, num_rows, jnp.int32)
+  tokens = np.asarray(jax.jit(lambda x, of: api.draw(x, of, count, name))(x, of))
+  assert tokens.shape == x.shape[:1] and tokens.dtype == np.int32
+  assert ((tokens >= 0) & (tokens < x.shape[1])).all()
+  return tokens
+
+
+def distribution(line: np.ndarray, temperature: float, top_p: float, min_p: float, top_k: int) -> np.ndarray:
+  """The weights that are left, with sorts, in f64."""
+  weights = np.exp(np.maximum((line.astype(np.float64) - line.max()) / temperature, -1e4))
+  weights[weights < 1e-37] = 0.0
+  weights *= weights >= np.sort(weights)[::-1][min(top_k, len(weights)) - 1]
+  if top_p < 1.0:
+    order = np.argsort(-weights, kind="stable")
+    last = order[np.argmax(np.cumsum(weights[order]) >= top_p * weights.sum())]
+    weights *= weights >= weights[last]
+  return weights * (weights >= min_p)
+
+
+def check(x: np.ndarray, of: api.Asked, name: str, num_rows: int | None = None) -> None:
+  tokens = run(x, of, name, num_rows)
+  numbers = np.asarray(jax.vmap(reference.uniform)(of.seed, of.position))
+  for row, token in enumerate(tokens[:num_rows]):
+    temperature, top_p, min_p = (float(line[row]) for line in of[:3])
+    weights = distribution(x[row], temperature, top_p, min_p, int(of.top_k[row]))
+    assert weights[token] > 0, (row, token)
+    share = np.cumsum(weights) / weights.sum()
+    before = share[token] - weights[token] / weights.sum()
+    assert before - 1e-5 <= numbers[row] <= share[token] + 1e-5, (row, token)
+
+
+@implementations
+@pytest.mark.parametrize("vocab", [2, 16, 129, 300, 32000])
+def test_any_width(vocab: int, name: str) -> None:
+  check(logits(20, vocab), asked(20), name)
+
+
+@implementations
+def test_the_random_number_is_jax_own(name: str) -> None:
+  vocab = 2**15
+  of = asked(40, (_PLAIN,))
+  key = [
+    jax.random.fold_in(jax.random.key(seed), position) for seed, position in zip(of.seed, of.position, strict=True)
+  ]
+  words = np.array([jax.random.key_data(each)[0] for each in key])
+  expected = (words >> 17).astype(np.int32)  # all weights are 1, so that sums are exact
+  np.testing.assert_array_equal(run(np.zeros((40, vocab), np.float32), of, name), expected)
+
+
+@implementations
+@pytest.mark.parametrize("used", [0, 1, 19, 20])
+def test_lines_of_padding_change_nothing(used: int, name: str) -> None:
+  x = logits(20, 3000)  # enough for threads
+  x[used:] = np.nan
+  check(x, asked(20), name, used)
+
+
+@needs_compiler
+def test_a_line_is_drawn_alike_in_any_company() -> None:
+  x, of = logits(20, 3000), asked(20)
+  together = run(x, of, "cpu")
+  for row in range(20):
+    one = slice(row, row + 1)
+    assert run(x[one], api.Asked(*(line[one] for line in of)), "cpu").tolist() == [together[row]]
+
+
+@implementations
+def test_tokens_of_equal_weight_at_a_limit_are_all_kept(name: str) -> None:
+  x = np.full((60, 300), -5.0, np.float32)
+  x[:, [10, 20, 30]] = 1.0
+  for choice in ((1.0, 2.0, 0.0, 2), (1.0, 0.4, 0.0, api.NO_LIMIT), (1.0, 2.0, 1.0, api.NO_LIMIT)):
+    assert set(run(x, asked(60, (choice,)), name).tolist()) == {10, 20, 30}
+
+
+@implementations
+def test_a_broken_line_touches_no_other(name: str) -> None:
+  x, of = logits(20, 300), asked(20)
+  expected = run(x, of, name)
+  for value in (np.nan, np.inf, -np.inf):
+    broken = x.copy()
+    broken[4] = value
+    broken[5, 17] = value if value != -np.inf else np.nan
+    np.testing.assert_array_equal(np.delete(run(broken, of, name), (4, 5)), np.delete(expected, (4, 5)))
+
+
+def test_what_does_not_fit_is_named() -> None:
+  x, of = jnp.zeros((3, 4)), asked(3)
+  with pytest.raises(ValueError, match=r"x is float32\[3\]"):
+    api.draw(jnp.zeros(3), of)
+  with pytest.raises(ValueError, match=r"temperature is float32\[2\]; it must have the 3 lines of x"):
+    api.draw(x, asked(2))
+  with pytest.raises(ValueError, match=r"num_rows is int32\[2\]"):
+    api.draw(x, of, jnp.zeros(2, jnp.int32))
+  with pytest.raises(ValueError, match="'gpu' is not one of reference, cpu"):
+    api.draw(x, of, None, "gpu")
+  assert api.choose("gpu") == api.choose("cpu", 2) == "reference"
+
+
+@needs_compiler
+def test_a_count_that_does_not_fit_is_an_error() -> None:
+  for count in (-1, 4):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{count} lines in use of 3"):
+      jax.block_until_ready(api.draw(jnp.zeros((3, 4)), asked(3), jnp.full(1, count, jnp.int32), "cpu"))
+
+
+# --- Seeded bugs ------------------------------------------------------------------------------------------------------
+
+_BUGS = {
+  "another_number": ("group + 1;", "group;"),
+  "a_limit_left_out": ("if (asked[kTopK * S] < kNoLimit)", "if (false)"),
+  "top_p_left_out": ("least = std::max(least, threshold(z, padded, need, left));", ""),
+  "the_first_of_equals": ("value) >= need) low", "value) > need) low"),
+  "one_token_on": ("if (end > wanted) break;", "if (before > wanted) break;"),
+  "not_what_is_left": ("wanted -= before;", ""),
+  "another_line": ("draw(from + s * V", "draw(from + (s ? s - 1 : 0) * V"),
+  "the_rest_left_out": ("std::copy(x, x + V, z)", "std::copy(x, x + V / 16 * 16, z)"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", _BUGS)
+def test_seeded_bug_is_caught(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  right, wrong = _BUGS[name]
+  source = native._ROOT / native.SOURCES["draw"]
+  text = source.read_text()
+  assert text.count(right) == 1, f"{right!r} is not once in {source.name}"
+  (tmp_path / "cpu.cc").write_text(text.replace(right, wrong))
+  library = native.compile_library(tmp_path / "cpu.cc", tmp_path / "cpu.so", ("-O0", "-w"))
+  jax.ffi.register_ffi_target(f"draw_{name}", jax.ffi.pycapsule(ctypes.CDLL(str(library)).SluiceDraw), "cpu")
+  monkeypatch.setattr(api, "_DRAW", f"draw_{name}")
+  with pytest.raises(AssertionError):
+    check(logits(40, 300), asked(40), "cpu")
+    x = np.full((60, 300), -5.0, np.float32)
+    x[:, [10, 20, 30]] = 1.0
+    assert set(run(x, asked(60, ((1.0, 2.0, 0.0, 3),)), "cpu").tolist()) == {10, 20, 30}
