@@ -408,41 +408,6 @@ def test_calls_that_no_library_would_make(quiet, method, fields, body, status):
   assert_serves(quiet)
 
 
-@pytest.mark.catalogue("H3")
-def test_thousands_of_calls_that_wait_for_the_loop_cancel_nobody_elses(served):
-  """Most of them reset already. gRPC's own limit, 3,000 calls of all connections, would cancel the neighbour's."""
-  opening = http2.headers("/sluice.v1.GenerationService/Generate")
-  begin = http2.PREFACE, http2.frame(http2.SETTINGS)
-  ping = http2.frame(http2.PING, payload=b"arrived?")  # answered when all before it is read
-  go = threading.Event()
-  served.loop.call_soon_threadsafe(go.wait, 60)
-  try:
-    with http2.Connection(served.address) as flood, http2.Connection(served.address) as neighbour:
-      flood.send(*begin)
-      for stream in range(1, 8001, 2):
-        flood.send(
-          http2.frame(http2.HEADERS, http2.END_HEADERS, stream, opening),
-          http2.frame(http2.RST_STREAM, 0, stream, struct.pack(">I", 8)),
-        )
-      flood.send(ping)
-      assert flood.wait_for(http2.PING)
-      neighbour.send(*begin, http2.frame(http2.HEADERS, http2.END_HEADERS, 1, opening))
-      neighbour.send(http2.frame(http2.DATA, http2.END_STREAM, 1, FRAMED), ping)
-      assert neighbour.wait_for(http2.PING)
-      go.set()
-      answer = b""
-      for kind, flags, _, payload in neighbour.frames():
-        assert kind != http2.RST_STREAM or answer, "the call was cancelled"
-        if kind == http2.HEADERS:
-          answer += payload
-          if flags & http2.END_STREAM:
-            break
-      assert re.findall(rb"grpc-status.(\d+)", answer) == [b"0"], answer
-  finally:
-    go.set()
-  assert_serves(served)
-
-
 @pytest.fixture(scope="module")
 def quiet(tokenizer):
   with running(tokenizer) as served:
