@@ -23,6 +23,10 @@ _ADMIN_CONNECTIONS = 64
 _HANDSHAKE_TIMEOUT_S = 20.0
 # Calls beside the limited ones: probes, and calls that are about to be refused.
 _SPARE_RPCS = 1024
+# That wait for the event loop, of all connections: four times what one of them may have by default. With gRPC's own
+# limits, 1,000 and 3,000, one connection that opens and resets streams gets its neighbours' calls cancelled. Each takes
+# 15 kB.
+_MAX_PENDING_RPCS = 16_384
 # Of the loopback, and nobody's.
 _ELSEWHERE = "127.83.67.1"
 
@@ -168,6 +172,9 @@ def new_server(options: HostOptions, interceptor: CallInterceptor, *, shares_por
     "grpc.max_metadata_size": options.max_metadata_bytes,
     "grpc.absolute_max_metadata_size": options.max_metadata_bytes,
     "grpc.max_concurrent_streams": options.max_concurrent_streams,
+    # The first is where gRPC begins to cancel anybody's at random, the second where it cancels all.
+    "grpc.server.max_pending_requests": _MAX_PENDING_RPCS,
+    "grpc.server.max_pending_requests_hard_limit": _MAX_PENDING_RPCS,
     "grpc.max_allowed_incoming_connections": options.max_grpc_connections,
     "grpc.server_handshake_timeout_ms": round(1000 * _HANDSHAKE_TIMEOUT_S),
     "grpc.keepalive_time_ms": round(1000 * options.keepalive_time_s),

@@ -5,7 +5,8 @@
 Three ways to start: `cold`, with an empty compile cache; `cache`, with that cache filled; `bundle`, with an executable
 bundle and no cache. Further flags go to the server. Parts are told apart by the lines that the server prints, as they
 arrive here: `import` ends with the first of loading, `load` with the last, `programs` with the last one compiled or
-restored, `warm up` with the first run of each, `rest` with readiness. Medians of the runs.
+restored, `warm up` with the first run of each, `rest` with readiness. On a CPU programs are made while weights are
+loaded: `programs` is what is left of it then. Medians of the runs.
 """
 
 from collections.abc import Sequence

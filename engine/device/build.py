@@ -21,9 +21,9 @@ from engine.device.choices import attention_candidates, check_attention, choose_
 from engine.device.executables import Program
 from engine.device.fit import check_fits, step_bytes
 from engine.device.options import BuildOptions
-from engine.device.programs import ProgramSpec, compile_step
-from engine.device.runner import ModelRunner, Progress
-from engine.device.weights import LoadedModel, load_checkpoint
+from engine.device.programs import ProgramSpec, all_programs, compile_step
+from engine.device.runner import MadeAhead, Make, ModelRunner, Progress
+from engine.device.weights import LoadedModel, open_checkpoint
 from engine.disaggregated import DisaggregatedEngine
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError
@@ -183,44 +183,38 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
     why = matmul_reason or "matmul=xla"
     matmul_reason = f"{why}; int8 weights are converted at every step, which saves memory but no time"
 
-  def before(model: ModelConfig, params: dict[str, jax.ShapeDtypeStruct]) -> None:
-    attention, _, block_size, max_model_len = choose_attention(options, candidates, model, dtype)
-    blocks = options.num_blocks or -(-max_model_len // block_size)
-    block_bytes = kv_cache.bytes_per_block(model, block_size, dtype, attention)
-    kv_bytes = options.kv_cache_mb * 2**20 or (blocks + 1) * block_bytes
-    largest = ShapeLadder(options.token_budgets, options.max_num_seqs).rungs()[-1]
-    step = step_bytes(model, largest, dtype.itemsize, mesh.size)
-    step_for = f"{largest.tokens} tokens of {largest.rows} sequences"
-    check_fits(options.model_dir, mesh, params, kv_bytes, _kv_setting(options, max_model_len), step, step_for)
-
-  loaded = load_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids, before)
-  jax.block_until_ready(loaded.params)
-  progress("load", 1, 1)
-  load_s = time.perf_counter() - started
-  weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
-  overlap = chosen_overlap(options.overlap, default_overlap(device.platform, weight_bytes))
-
-  model = loaded.config
+  checkpoint = open_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids)
+  declared = checkpoint.declared
+  model = declared.config
   attention, attention_reason, block_size, max_model_len = choose_attention(options, candidates, model, dtype)
+  blocks = options.num_blocks or -(-max_model_len // block_size)
+  block_bytes = kv_cache.bytes_per_block(model, block_size, dtype, attention)
+  kv_bytes = options.kv_cache_mb * 2**20 or (blocks + 1) * block_bytes
+  largest = ShapeLadder(options.token_budgets, options.max_num_seqs).rungs()[-1]
+  step = step_bytes(model, largest, dtype.itemsize, mesh.size)
+  step_for = f"{largest.tokens} tokens of {largest.rows} sequences"
+  check_fits(options.model_dir, mesh, checkpoint.kept, kv_bytes, _kv_setting(options, max_model_len), step, step_for)
+  weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in checkpoint.kept.values())
+  overlap = chosen_overlap(options.overlap, default_overlap(device.platform, weight_bytes))
   if options.deterministic:
     budgets = deterministic.ladder_of(options.token_budgets, options.max_num_seqs, device.platform, attention, matmul)
     options = dataclasses.replace(options, token_budgets=budgets, prefill_chunk=min(options.prefill_chunk, budgets[-1]))
   ladder = ShapeLadder(options.token_budgets, options.max_num_seqs)
   table_width = -(-max_model_len // block_size)
-  leaves, tree = jax.tree.flatten(loaded.params)
+  abstract, tree = jax.tree.flatten(declared.params)
 
   def spec(num_blocks: int) -> ProgramSpec:
     return ProgramSpec(
       mesh=mesh,
       model=model,
-      graphdef=loaded.graphdef,
+      graphdef=declared.graphdef,
       params_tree=tree,
-      params=tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for leaf in leaves),
+      params=tuple(abstract),
       kv=kv_cache.abstract(mesh, model, num_blocks, block_size, dtype, attention),
       block_size=block_size,
       table_width=table_width,
       num_slots=options.max_num_seqs,
-      num_eos=len(loaded.eos_token_ids),
+      num_eos=len(declared.eos_token_ids),
       attention=attention,
       device_kind=device.device_kind,
       deterministic=options.deterministic,
@@ -229,14 +223,30 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
     )
 
   check_attention(spec(table_width), ladder, dtype)
-  num_blocks = options.num_blocks or _stored_pool(options, bundle, spec, ladder)
-  num_blocks = num_blocks or _size_pool(options, loaded, spec, ladder)
-  config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, loaded.eos_token_ids, overlap)
-  chosen, make = spec(num_blocks), Program.compile
-  if bundle is not None:
+
+  def sized() -> tuple[EngineConfig, ProgramSpec, Make]:
+    num_blocks = options.num_blocks or _stored_pool(options, bundle, spec, ladder)
+    num_blocks = num_blocks or _size_pool(options, model, spec, ladder)
+    eos_token_ids = declared.eos_token_ids
+    config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, eos_token_ids, overlap)
+    chosen = spec(num_blocks)
+    if bundle is None:
+      return config, chosen, Program.compile
     bundle.begin(made_for(chosen, ladder.rungs()), mesh)
-    make = bundle.executable
-  runner = ModelRunner(chosen, tuple(leaves), ladder, config.eos_token_ids, progress, make)
+    return config, chosen, bundle.executable
+
+  with contextlib.ExitStack() as stack:
+    known = None
+    if device.platform == "cpu":  # elsewhere the size of the pool may follow from the memory that the weights leave
+      config, chosen, make = sized()
+      known = config, chosen, stack.enter_context(MadeAhead(all_programs(chosen, ladder.rungs()).values(), make))
+    loaded = checkpoint.load()
+    jax.block_until_ready(loaded.params)
+    progress("load", 1, 1)
+    load_s = time.perf_counter() - started
+    config, chosen, make = known or sized()
+    leaves = tuple(jax.tree.leaves(loaded.params))
+    runner = ModelRunner(chosen, leaves, ladder, config.eos_token_ids, progress, make)
   if device.platform == "cpu":
     host_memory.keep_freed()  # not before: what loading and compiling took may go back
   runner.warm_up(progress)
@@ -286,12 +296,12 @@ def _slot_bytes(spec: ProgramSpec) -> int:
 
 
 def _size_pool(
-  options: BuildOptions, loaded: LoadedModel, spec: Callable[[int], ProgramSpec], ladder: ShapeLadder
+  options: BuildOptions, model: ModelConfig, spec: Callable[[int], ProgramSpec], ladder: ShapeLadder
 ) -> int:
   """Blocks that the memory holds, as many as can be of use."""
   smallest = spec(1)
   table_width = smallest.table_width
-  block_bytes = kv_cache.bytes_per_block(loaded.config, smallest.block_size, smallest.kv[0].dtype, smallest.attention)
+  block_bytes = kv_cache.bytes_per_block(model, smallest.block_size, smallest.kv[0].dtype, smallest.attention)
   shares_prefixes = options.enable_prefix_caching and options.prefix_cache_scope != "off"
   # Twice what can run at once: the rest keeps prefixes of what ran before.
   most_useful = options.max_num_seqs * table_width * (2 if shares_prefixes else 1)

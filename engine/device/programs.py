@@ -295,6 +295,18 @@ def zeros_program(spec: ProgramSpec, name: str, results: Any) -> Program:
   return Program(f"zeros-{name}", fill, (), results, (), _compiler_options(spec.mesh))
 
 
+def all_programs(spec: ProgramSpec, rungs: Sequence[StepShape]) -> dict[StepShape | str, Program]:
+  """Everything that a runner calls, the step of each rung by its shape; the largest first, which takes longest."""
+  steps: dict[StepShape | str, Program] = {shape: step_program(spec, shape) for shape in reversed(rungs)}
+  return steps | {
+    "history": line_program(spec, "history"),
+    "bias": line_program(spec, "bias"),
+    "masks": masks_program(spec),
+    "layer": zeros_program(spec, "layer", spec.kv[:1]),
+    "slots": zeros_program(spec, "slots", spec.slot_state),
+  }
+
+
 def compile_step(spec: ProgramSpec, shape: StepShape) -> jax.stages.Compiled:
   """The executable of a rung; see `step_program`."""
   return step_program(spec, shape).compile()

@@ -5,7 +5,7 @@ nowhere else. Steps run in launch order, so a slot written for a new request can
 former owner.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 import dataclasses
 import functools
@@ -36,6 +36,29 @@ Make = Callable[[Program], jax.stages.Compiled]
 _NO_ROWS: frozenset[int] = frozenset()
 # Tracing holds the interpreter, compiling does not; one compilation uses more than a core for a part of its time.
 _COMPILE_THREADS = max(2, min(8, (os.cpu_count() or 1) // 4))
+
+
+def _compile_threads() -> ThreadPoolExecutor:
+  return ThreadPoolExecutor(_COMPILE_THREADS, "compile")
+
+
+class MadeAhead:
+  """A Make for programs whose executables are in the making while something else goes on, as the loading of weights."""
+
+  def __init__(self, wanted: Iterable[Program], make: Make):
+    """Begins; those in front first."""
+    self._threads = _compile_threads()
+    self._made = {program.name: self._threads.submit(make, program) for program in wanted}
+
+  def __call__(self, program: Program) -> jax.stages.Compiled:
+    """Waits for the one of this name."""
+    return self._made[program.name].result()
+
+  def __enter__(self) -> "MadeAhead":
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self._threads.shutdown(cancel_futures=True)
 
 
 class _CompileCounter:
@@ -158,23 +181,17 @@ class ModelRunner:
     self.slot_state: SlotState = self._new_slots()
 
   def _make_programs(self, rungs: tuple[StepShape, ...], progress: Progress, make: Make) -> None:
-    spec = self._spec
-    total = len(rungs) + 5
-    progress("compile", 0, total)
-    with ThreadPoolExecutor(_COMPILE_THREADS, "compile") as pool:
-      # The largest first: it takes longest.
-      steps = {shape: pool.submit(make, programs.step_program(spec, shape)) for shape in reversed(rungs)}
-      history = pool.submit(make, programs.line_program(spec, "history"))
-      bias = pool.submit(make, programs.line_program(spec, "bias"))
-      masks = pool.submit(make, programs.masks_program(spec))
-      layer = pool.submit(make, programs.zeros_program(spec, "layer", spec.kv[:1]))
-      slots = pool.submit(make, programs.zeros_program(spec, "slots", spec.slot_state))
-      for done, future in enumerate(as_completed((*steps.values(), history, bias, masks, layer, slots)), 1):
+    wanted = programs.all_programs(self._spec, rungs)
+    progress("compile", 0, len(wanted))
+    with _compile_threads() as pool:
+      made = {key: pool.submit(make, program) for key, program in wanted.items()}
+      for done, future in enumerate(as_completed(made.values()), 1):
         future.result()
-        progress("compile", done, total)
-    self.steps = {shape: steps[shape].result() for shape in rungs}
-    self._write_history, self._write_bias, self._write_masks = history.result(), bias.result(), masks.result()
-    self._new_layer, self._new_slots = layer.result(), slots.result()
+        progress("compile", done, len(wanted))
+    self.steps = {shape: made[shape].result() for shape in rungs}
+    self._write_history, self._write_bias = made["history"].result(), made["bias"].result()
+    self._write_masks = made["masks"].result()
+    self._new_layer, self._new_slots = made["layer"].result(), made["slots"].result()
 
   def warm_up(self, progress: Progress) -> None:
     """Runs every program once on padding, so that what a first call costs is paid before the server is ready."""

@@ -50,18 +50,42 @@ class LoadedModel:
   name: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """A model folder that was looked through, of whose weights nothing has been read.
+
+  Attributes:
+    declared: what `load` will give, but every leaf of params is a jax.ShapeDtypeStruct with its sharding.
+    kept: those leaves by parameter name, in the tree's order.
+    load: reads them straight to their shardings. Host memory above the parameters themselves: about one tensor (Hugging
+      Face) or a gibibyte in flight (Orbax). Raises CheckpointError.
+  """
+
+  declared: LoadedModel
+  kept: dict[str, jax.ShapeDtypeStruct]
+  load: Callable[[], LoadedModel]
+
+
 def load_checkpoint(
   path: str,
   mesh: jax.sharding.Mesh,
   dtype: DTypeLike,
   form: WeightForm = PLAIN,
   random_weights: bool = False,
-  num_token_ids: int = 0,
-  before: Callable[[ModelConfig, dict[str, jax.ShapeDtypeStruct]], None] = lambda config, wanted: None,
 ) -> LoadedModel:
-  """Loads a model folder of either kind straight to its shardings.
+  """Opens and loads; see `open_checkpoint`."""
+  return open_checkpoint(path, mesh, dtype, form, random_weights).load()
 
-  Host memory above the parameters themselves: about one tensor (Hugging Face) or a gibibyte in flight (Orbax).
+
+def open_checkpoint(
+  path: str,
+  mesh: jax.sharding.Mesh,
+  dtype: DTypeLike,
+  form: WeightForm = PLAIN,
+  random_weights: bool = False,
+  num_token_ids: int = 0,
+) -> Checkpoint:
+  """Looks through a model folder of either kind.
 
   Args:
     path: the folder.
@@ -70,7 +94,6 @@ def load_checkpoint(
     form: how matrices are held; each is brought into it before the next is read (all before any, of a Sluice folder).
     random_weights: draw them on the devices, always the same ones; of the folder only config.json is read.
     num_token_ids: ids that the tokenizer makes; 0: there is none.
-    before: called with what will be kept on the devices, by parameter name, before any of it is read; may raise.
 
   Raises:
     CheckpointError: names the file, and the tensor where there is one.
@@ -103,23 +126,28 @@ def load_checkpoint(
   wanted = _declared(mesh, llama.abstract(config, dtype)[1])
   graphdef, abstract = llama.abstract(config, dtype, form)
   kept = _declared(mesh, abstract)
-  before(config, kept)
-  if random_weights:
-    arrays = _draw(config, wanted)
-  else:
-    arrays = _restored(folder, wanted) if is_orbax else _load_safetensors(stored, config, wanted)
-  held: dict[str, jax.Array] = {}
-  for name, array in arrays:
-    for made, value in llama.arrange(name, array, config, form).items():
-      held[made] = jax.device_put(value, kept[made].sharding).block_until_ready()
-  return LoadedModel(
+  declared = LoadedModel(
     config=config,
     graphdef=graphdef,
-    params=jax.tree.unflatten(jax.tree.structure(abstract), [held[name] for name in kept]),
+    params=jax.tree.unflatten(jax.tree.structure(abstract), list(kept.values())),
     eos_token_ids=eos_token_ids,
     tokenizer_dir=str(folder) if (folder / "tokenizer.json").is_file() else None,
     name=orbax_folder.name(folder) if is_orbax else folder.resolve().name,
   )
+
+  def load() -> LoadedModel:
+    if random_weights:
+      arrays = _draw(config, wanted)
+    else:
+      arrays = _restored(folder, wanted) if is_orbax else _load_safetensors(stored, config, wanted)
+    held: dict[str, jax.Array] = {}
+    for name, array in arrays:
+      for made, value in llama.arrange(name, array, config, form).items():
+        held[made] = jax.device_put(value, kept[made].sharding).block_until_ready()
+    leaves = [held[name] for name in kept]
+    return dataclasses.replace(declared, params=jax.tree.unflatten(jax.tree.structure(abstract), leaves))
+
+  return Checkpoint(declared, kept, load)
 
 
 def _declared(mesh: jax.sharding.Mesh, abstract: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:

@@ -117,10 +117,10 @@ class Judged(Exception):
   ids=str,
 )
 def test_made_for_other_settings(model, written, changes, said, monkeypatch, tmp_path):
-  def judge(spec, params, ladder, eos_token_ids, progress, make):
+  def judge(wanted, make):
     raise Judged(make.__self__._reasons)
 
-  monkeypatch.setattr(build_lib, "ModelRunner", judge)
+  monkeypatch.setattr(build_lib, "MadeAhead", judge)
   if "model" in changes:
     write_model(tmp_path / "other", changes["model"], seed=3)
     model, changes = str(tmp_path / "other"), {}

@@ -30,7 +30,14 @@ def nothing_is_read(monkeypatch):
 def test_it_is_said_by_how_much(monkeypatch, nothing_is_read):
   monkeypatch.setattr(kv_cache, "free_bytes", lambda mesh, step_bytes: 8 * 2**30)
   with pytest.raises(ConfigError) as refused:
-    loaded(str(SHAPES / "llama3-8b"), random_weights=True, dtype="bfloat16", max_model_len=8192, attention="reference")
+    loaded(
+      str(SHAPES / "llama3-8b"),
+      random_weights=True,
+      dtype="bfloat16",
+      max_model_len=8192,
+      attention="reference",
+      prefill_chunk=512,
+    )
   # 8,030,261,248 parameters of 2 bytes; 512 blocks and the padding block, 16 tokens, 32 layers, K and V of 8 x 128.
   weights_mib, kv_mib = -(-8_030_261_248 * 2 // MIB), -(-513 * 16 * 32 * 8 * 128 * 2 * 2 // MIB)
   # 512 tokens of 2 x 4096 and 2 x 14336 numbers, 64 rows of 3 x 128256.

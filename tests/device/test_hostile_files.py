@@ -24,7 +24,7 @@ from engine.device.build import build
 from engine.device.mesh import make_mesh
 from engine.device.options import BuildOptions
 from engine.device.safetensors_file import read_header
-from engine.device.weights import load_checkpoint
+from engine.device.weights import open_checkpoint
 from engine.errors import CheckpointError, ConfigError
 from models.registry import config_from_hf
 from tools.convert_checkpoint import convert
@@ -36,7 +36,7 @@ RAW = CASES["qwen3"][0] | {"num_hidden_layers": 2}
 
 
 def load(folder: pathlib.Path, **more):
-  return load_checkpoint(str(folder), make_mesh(jax.devices()[:1]), "float32", **more)
+  return open_checkpoint(str(folder), make_mesh(jax.devices()[:1]), "float32", **more).load()
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,30 @@
 
 import io
 import json
+import socket
+import struct
+import threading
 
 from google.protobuf import message as protobuf_message
 import pytest
 from rich.console import Console
 
 from tools.chaos import __main__ as chaos
-from tools.chaos import cancels, crowds, disconnects, fuzz, lifecycle, poison, refusals, report, soak, streams
+from tools.chaos import (
+  cancels,
+  crowds,
+  disconnects,
+  flood_clients,
+  floods,
+  fuzz,
+  lifecycle,
+  poison,
+  refusals,
+  report,
+  soak,
+  streams,
+  wire,
+)
 from tools.chaos.process import Usage
 from tools.chaos.report import Row
 from tools.chaos.rig import Rig
@@ -73,6 +90,14 @@ def test_crowds(rig):
   assert_hold(crowds.salts(rig, count=20))
 
 
+@pytest.mark.parametrize("scenario", [floods.junk, floods.resets, floods.frames])
+def test_floods(rig, monkeypatch, scenario):
+  monkeypatch.setattr(floods, "_QUIET_S", 0.2)
+  flood, cost, processor, beside = scenario(rig, count=400)
+  assert_hold([flood, cost, beside])
+  assert "cores" in processor.measured  # so short a time on a loaded machine says nothing
+
+
 # --- What they would see ----------------------------------------------------------------------------------------------
 
 
@@ -97,6 +122,31 @@ def test_a_wrong_a_lost_and_a_doubled_token_are_seen():
     answer.judge()
     assert (answer.sound, answer.exact) == (sound, tokens == expected)
     assert bool(answer.fault()) == (tokens != expected)
+
+
+def test_a_port_that_hangs_up_on_nobody_and_one_that_says_goaway_are_seen(monkeypatch):
+  monkeypatch.setattr(flood_clients, "_PATIENCE_S", 0.2)
+  with socket.create_server(("127.0.0.1", 0)) as deaf:
+    port = deaf.getsockname()[1]
+    flooded = flood_clients.junk(port, 3, seed=1)
+    assert (flooded.sent, flooded.closed) == (3, 0) and len(flooded.faults) == 3, flooded
+    flooded = flood_clients.frames(port, 100, "SETTINGS")
+    assert flooded.faults == ["a flood was not read within 0.2 s"], flooded
+  monkeypatch.undo()
+  with socket.create_server(("127.0.0.1", 0)) as calm:
+
+    def say_goaway() -> None:
+      connection, _ = calm.accept()
+      with connection:
+        connection.sendall(wire.frame(7, 0, 0, struct.pack(">II", 0, 11)))
+        while connection.recv(65536):
+          pass
+
+    thread = threading.Thread(target=say_goaway)
+    thread.start()
+    flooded = flood_clients.frames(calm.getsockname()[1], 100, "PING")
+    thread.join(120)
+    assert flooded.codes == {11: 1} and not flooded.faults, flooded
 
 
 def test_a_crash_in_validation_is_seen(monkeypatch):

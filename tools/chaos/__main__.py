@@ -18,7 +18,20 @@ from rich.console import Console
 
 from engine.errors import ConfigError
 from tools.arguments import CommandParser, output_file, positive_float
-from tools.chaos import cancels, crowds, disconnects, fairness, fuzz, http, lifecycle, overload, poison, refusals, soak
+from tools.chaos import (
+  cancels,
+  crowds,
+  disconnects,
+  fairness,
+  floods,
+  fuzz,
+  http,
+  lifecycle,
+  overload,
+  poison,
+  refusals,
+  soak,
+)
 from tools.chaos.report import Row, as_json, show
 from tools.chaos.rig import Rig
 from tools.measure import machine, write_result
@@ -42,6 +55,9 @@ SCENARIOS: dict[str, tuple[Scenario, Scenario]] = {
   "salts": (crowds.salts, functools.partial(crowds.salts, count=50)),
   "overload": (overload.overload, functools.partial(overload.overload, seconds=8.0, peak_s=4.0)),
   "slow_readers": (overload.slow_readers, functools.partial(overload.slow_readers, count=50, quiet_s=4.0)),
+  "junk": (floods.junk, functools.partial(floods.junk, count=4_000)),
+  "resets": (floods.resets, functools.partial(floods.resets, count=4_000)),
+  "frames": (floods.frames, functools.partial(floods.frames, count=10_000)),
   "ageing": (fairness.ageing, functools.partial(fairness.ageing, levels=(2, 4), starved_s=2.0)),
   "tenants": (fairness.tenants, functools.partial(fairness.tenants, seconds=3.0)),
 }

@@ -31,6 +31,19 @@ def grpc_request(message: bytes, method: str = GENERATE, *, window: int = 65_535
 
   Args: message: serialized. method: path. window: bytes the server may send before the client reads any.
   """
+  body = struct.pack(">BI", 0, len(message)) + message
+  return b"".join(
+    (
+      PREFACE,
+      frame(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, window)),
+      frame(_HEADERS, _END_HEADERS, 1, header_block(method)),
+      frame(_DATA, _END_STREAM, 1, body),
+    )
+  )
+
+
+def header_block(method: str) -> bytes:
+  """HPACK of a call's headers, without its tables."""
   fields = {
     ":method": "POST",
     ":scheme": "http",
@@ -39,16 +52,12 @@ def grpc_request(message: bytes, method: str = GENERATE, *, window: int = 65_535
     "content-type": "application/grpc",
     "te": "trailers",
   }
-  block = b"".join(b"\0" + _string(name) + _string(value) for name, value in fields.items())
-  body = struct.pack(">BI", 0, len(message)) + message
-  return b"".join(
-    (
-      PREFACE,
-      frame(_SETTINGS, 0, 0, struct.pack(">HI", _INITIAL_WINDOW_SIZE, window)),
-      frame(_HEADERS, _END_HEADERS, 1, block),
-      frame(_DATA, _END_STREAM, 1, body),
-    )
-  )
+  return b"".join(literal(name, value) for name, value in fields.items())
+
+
+def literal(name: str, value: str) -> bytes:
+  """HPACK of one header that enters no table."""
+  return b"\0" + _string(name) + _string(value)
 
 
 def http_request(body: bytes, path: str = "/v1/completions") -> bytes:

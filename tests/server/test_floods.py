@@ -1,0 +1,81 @@
+"""Calls by the thousand that nobody waits for: no neighbour is cancelled for them, and nothing of them stays."""
+
+import asyncio
+import re
+import struct
+import threading
+
+import pytest
+
+from server import interceptors
+from tests.server import http2
+from tests.server.test_limits import FRAMED, assert_serves
+
+
+@pytest.mark.catalogue("H3")
+def test_thousands_of_calls_that_wait_for_the_loop_cancel_nobody_elses(served):
+  """Most of them reset already. gRPC's own limit, 3,000 calls of all connections, would cancel the neighbour's."""
+  opening = http2.headers("/sluice.v1.GenerationService/Generate")
+  begin = http2.PREFACE, http2.frame(http2.SETTINGS)
+  ping = http2.frame(http2.PING, payload=b"arrived?")  # answered when all before it is read
+  go = threading.Event()
+  served.loop.call_soon_threadsafe(go.wait, 60)
+  try:
+    with http2.Connection(served.address) as flood, http2.Connection(served.address) as neighbour:
+      flood.send(*begin)
+      for stream in range(1, 8001, 2):
+        flood.send(
+          http2.frame(http2.HEADERS, http2.END_HEADERS, stream, opening),
+          http2.frame(http2.RST_STREAM, 0, stream, struct.pack(">I", 8)),
+        )
+      flood.send(ping)
+      assert flood.wait_for(http2.PING)
+      neighbour.send(*begin, http2.frame(http2.HEADERS, http2.END_HEADERS, 1, opening))
+      neighbour.send(http2.frame(http2.DATA, http2.END_STREAM, 1, FRAMED), ping)
+      assert neighbour.wait_for(http2.PING)
+      go.set()
+      answer = b""
+      for kind, flags, _, payload in neighbour.frames():
+        assert kind != http2.RST_STREAM or answer, "the call was cancelled"
+        if kind == http2.HEADERS:
+          answer += payload
+          if flags & http2.END_STREAM:
+            break
+      assert re.findall(rb"grpc-status.(\d+)", answer) == [b"0"], answer
+  finally:
+    go.set()
+  assert_serves(served)
+
+
+@pytest.mark.catalogue("B1", "H3")
+def test_the_read_of_a_cancelled_call_comes_to_its_own_end():
+  """What gRPC holds for a read is freed when the read ends, and never if it is cancelled."""
+  ended = []
+
+  class Context:
+    async def read(self) -> bytes:
+      await go.wait()
+      ended.append(True)
+      raise RuntimeError("the call is over")  # which nobody is to hear of
+
+  async def run() -> None:
+    call = asyncio.create_task(interceptors._read(Context()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+      await call
+    assert not ended
+    go.set()
+    while not ended:
+      await asyncio.sleep(0)
+
+  async def main() -> list:
+    unheard = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+    await run()
+    await asyncio.sleep(0.01)
+    return unheard
+
+  go = asyncio.Event()
+  assert asyncio.run(main()) == []
