@@ -1,10 +1,12 @@
 """What tests of kernels need of Pallas' interpreters."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+import ctypes
 import pathlib
 import threading
 import types
 
+import jax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 import pytest
 
@@ -29,6 +31,29 @@ def quick_cpp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
   header.write_bytes(NATIVE_H.read_bytes())
   native.compile_library(NATIVE_H, header.with_name("native.h.gch"), (*flags, "-x", "c++-header"))
   return *flags, "-include", str(header)
+
+
+@pytest.fixture
+def with_bug(
+  tmp_path: pathlib.Path, quick_cpp: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[types.ModuleType, str, tuple[str, str], Mapping[str, str]], None]:
+  """Has a module call a C++ kernel with a seeded bug, until the test ends."""
+
+  def seed(module: types.ModuleType, kernel: str, bug: tuple[str, str], entries: Mapping[str, str]) -> None:
+    """Args: kernel: of native.SOURCES; bug: what is in its source once, and what takes its place; entries: of the
+    library, by the module's constant with the name of the custom call."""
+    right, wrong = bug
+    source = native._ROOT / native.SOURCES[kernel]
+    text = source.read_text()
+    assert text.count(right) == 1, f"{right!r} is not once in {source.name}"
+    (tmp_path / "cpu.cc").write_text(text.replace(right, wrong))
+    library = ctypes.CDLL(str(native.compile_library(tmp_path / "cpu.cc", tmp_path / "cpu.so", quick_cpp)))
+    for constant, entry in entries.items():
+      target = f"{tmp_path.name}_{entry}"
+      jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, entry)), platform="cpu")
+      monkeypatch.setattr(module, constant, target)
+
+  return seed
 
 
 @pytest.fixture

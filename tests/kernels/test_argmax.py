@@ -1,7 +1,6 @@
 """The largest of each line: the C++ kernel and the reference say the same, whatever the lines hold."""
 
-import ctypes
-import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -97,15 +96,8 @@ _BUGS = {
 
 @needs_compiler
 @pytest.mark.parametrize("name", _BUGS)
-def test_seeded_bug_is_caught(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-  right, wrong = _BUGS[name]
-  source = native._ROOT / native.SOURCES["argmax"]
-  text = source.read_text()
-  assert text.count(right) == 1, f"{right!r} is not once in {source.name}"
-  (tmp_path / "cpu.cc").write_text(text.replace(right, wrong))
-  library = native.compile_library(tmp_path / "cpu.cc", tmp_path / "cpu.so", ("-O0", "-w"))
-  jax.ffi.register_ffi_target(f"argmax_{name}", jax.ffi.pycapsule(ctypes.CDLL(str(library)).SluiceArgmax), "cpu")
-  monkeypatch.setattr(api, "_ARGMAX", f"argmax_{name}")
+def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
+  with_bug(api, "argmax", _BUGS[name], {"_ARGMAX": "SluiceArgmax"})
   with pytest.raises(AssertionError):
     check(numbers(9, 300), "cpu")
     check(np.eye(9, 37, 36 - 8, dtype=np.float32), "cpu")

@@ -1,6 +1,6 @@
 """The C++ kernel for CPUs: the conformance suite, its fused form, what it refuses, and bugs that these must catch."""
 
-import ctypes
+from collections.abc import Callable
 import dataclasses
 import pathlib
 
@@ -234,7 +234,6 @@ def test_other_sources_are_another_library(tmp_path: pathlib.Path, monkeypatch: 
 
 # --- Seeded bugs ------------------------------------------------------------------------------------------------------
 
-_SOURCE = native._ROOT / native.SOURCES["paged_attention"]
 _ROTATED = "assign(second, value(key[h + half]) * c[h] "
 _BUGS = {
   "mask_off_by_one": ("<int32_t>(position - begin)", "<int32_t>(position + 1 - begin)"),
@@ -251,15 +250,6 @@ _BUGS = {
 }
 
 
-def _with_bug(name: str, folder: pathlib.Path, flags: tuple[str, ...]) -> ctypes.CDLL:
-  """The library of the changed source."""
-  right, wrong = _BUGS[name]
-  text = _SOURCE.read_text()
-  assert text.count(right) == 1, f"{right!r} is not once in {_SOURCE.name}"
-  (folder / "cpu.cc").write_text(text.replace(right, wrong))
-  return ctypes.CDLL(str(native.compile_library(folder / "cpu.cc", folder / "cpu.so", flags)))
-
-
 def _checks() -> None:
   check_fused(_FUSED[0])
   check_fused(_FUSED[2])
@@ -269,14 +259,9 @@ def _checks() -> None:
 
 
 @pytest.mark.parametrize("name", _BUGS)
-def test_seeded_bug_is_caught(
-  name: str, tmp_path: pathlib.Path, quick_cpp: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-  library = _with_bug(name, tmp_path, quick_cpp)
-  for constant, entry in (("_ATTENTION", "SluicePagedAttention"), ("_ATTEND", "SluicePagedAttend")):
-    target = f"{name}_{entry}"
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, entry)), platform="cpu")
-    monkeypatch.setattr(cpu, constant, target)
+def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
+  entries = {"_ATTENTION": "SluicePagedAttention", "_ATTEND": "SluicePagedAttend"}
+  with_bug(cpu, "paged_attention", _BUGS[name], entries)
   with pytest.raises(AssertionError):
     _checks()
 

@@ -1,7 +1,6 @@
 """Drawing a token: the C++ kernel and the reference invert the same distribution, whatever is asked of a line."""
 
-import ctypes
-import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -181,15 +180,8 @@ _BUGS = {
 
 @needs_compiler
 @pytest.mark.parametrize("name", _BUGS)
-def test_seeded_bug_is_caught(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-  right, wrong = _BUGS[name]
-  source = native._ROOT / native.SOURCES["draw"]
-  text = source.read_text()
-  assert text.count(right) == 1, f"{right!r} is not once in {source.name}"
-  (tmp_path / "cpu.cc").write_text(text.replace(right, wrong))
-  library = native.compile_library(tmp_path / "cpu.cc", tmp_path / "cpu.so", ("-O0", "-w"))
-  jax.ffi.register_ffi_target(f"draw_{name}", jax.ffi.pycapsule(ctypes.CDLL(str(library)).SluiceDraw), "cpu")
-  monkeypatch.setattr(api, "_DRAW", f"draw_{name}")
+def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
+  with_bug(api, "draw", _BUGS[name], {"_DRAW": "SluiceDraw"})
   with pytest.raises(AssertionError):
     check(logits(40, 300), asked(40), "cpu")
     x = np.full((60, 300), -5.0, np.float32)

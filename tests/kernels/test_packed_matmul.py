@@ -1,8 +1,7 @@
 """Matmuls over packed weights: right for every shape, the same bits in any batch, and a whole model on them."""
 
-import ctypes
+from collections.abc import Callable
 import dataclasses
-import pathlib
 
 from flax import nnx
 import jax
@@ -228,7 +227,6 @@ def test_a_model_gives_the_same_logits(changes: dict, int8: bool) -> None:
 
 # --- Seeded bugs ------------------------------------------------------------------------------------------------------
 
-_SOURCE = native._ROOT / native.SOURCES["packed_matmul"]
 # None leaves memory unwritten: what lies there may be the right answer of an earlier call.
 _BUGS = {
   "last_term_left_out": ("k < D; ++k, w +=", "k + 1 < D; ++k, w +="),
@@ -259,15 +257,8 @@ def test_without_a_bug_the_same_checks_pass() -> None:
 
 
 @pytest.mark.parametrize("name", _BUGS)
-def test_seeded_bug_is_caught(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-  right, wrong = _BUGS[name]
-  text = _SOURCE.read_text()
-  assert text.count(right) == 1, f"{right!r} is not once in {_SOURCE.name}"
-  (tmp_path / "cpu.cc").write_text(text.replace(right, wrong))
-  library = native.compile_library(tmp_path / "cpu.cc", tmp_path / "cpu.so", ("-O0", "-w"))
-  entry = ctypes.CDLL(str(library)).SluicePackedMatmul
-  jax.ffi.register_ffi_target(f"packed_{name}", jax.ffi.pycapsule(entry), platform="cpu")
-  monkeypatch.setattr(api, "_MATMUL", f"packed_{name}")
+def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
+  with_bug(api, "packed_matmul", _BUGS[name], {"_MATMUL": "SluicePackedMatmul"})
   with pytest.raises(AssertionError):
     check(14, 64, 33)
     check(14, 64, 33, int8=True)
