@@ -18,7 +18,7 @@ from typing import Any
 import uvloop
 
 from engine.errors import EngineError
-from server import logs, plain, spawn, tracing, watchdog, wire
+from server import logs, memory, plain, spawn, tracing, watchdog, wire
 from server.counts import Counts
 from server.errors import EngineDead
 from server.generation import Generations
@@ -145,6 +145,7 @@ def main() -> None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
   parent, link, http, metrics = map(int, sys.argv[1:])
+  memory.few_arenas()
   if spawn.die_with(parent):
     asyncio.run(_run(parent, link, http, metrics), loop_factory=uvloop.new_event_loop)
   watchdog.exit_now(_EXIT_CODE)

@@ -27,7 +27,7 @@ from engine.engine import Emit, Engine
 from engine.errors import ConfigError, EngineError
 from engine.fake_build import build_fake
 from engine.faults import FaultPlan, Injector, inject_engine
-from server import descriptors, flags, logs, tracing, watchdog
+from server import descriptors, flags, logs, memory, tracing, watchdog
 from server.admin import AdminActions
 from server.errors import NotConfigured, Starting
 from server.faults import inject_front_end, load_plan
@@ -284,6 +284,7 @@ def _main(argv: Sequence[str]) -> int:
   # How long the engine's thread may wait for the interpreter while the loop's writes messages. The default, 5 ms, is
   # more than a step of a small model takes; with 64 streams this gave about 10 % more tokens a second.
   sys.setswitchinterval(0.0005)
+  memory.few_arenas()
   _LINES.set_up(flags.LOG_FORMAT.value)
   _say("configuration:\n" + "\n".join(f"  {line}" for line in flags.configuration()))
   if exposure := flags.exposure():

@@ -21,7 +21,7 @@ find_python() {
   return 1
 }
 
-if [ -z "${SLUICE_NO_UV:-}" ] && command -v uv >/dev/null 2>&1; then
+if [ -z "${SLUICE_NO_UV:-}" ] && uv --version >/dev/null 2>&1; then
   python=$(find_python) || python=3.12  # uv brings one where the machine has none
   echo "setting up $venv with uv and $python"
   uv venv --quiet --allow-existing --python "$python" "$venv"

@@ -18,6 +18,7 @@ from tools.chaos.streams import Ask, random_asks, random_prompt
 _MOST_RSS_SLOPE = 1e6  # bytes in 100,000 requests
 _MOST_SLOPE = 1.0  # descriptors or threads in 100,000 requests
 _SAMPLES = 12  # fewer say nothing about a slope
+_PAUSE_S = 20.0  # between samples, at most: what single ones differ by must come out in the mean
 _SETTLED_FIRST = 0.25  # of a run, and
 _SETTLED_REQUESTS = 20_000  # in which allocators, caches and pools of threads fill up: 5 MB in the first 6,000
 
@@ -141,7 +142,7 @@ def watch(rig: Rig, server: Server, seconds: float, seed: int) -> Soaked:
       soaked.faults += server.settle() + server.imbalance()
       wait_for(lambda: server.usage().fds <= fds, 5.0, 0.2)
       soaked.samples.append(Sample(server.books().requests_accepted_total, server.usage()))
-      next_sample = time.monotonic() - began + seconds / (4 * _SAMPLES)
+      next_sample = time.monotonic() - began + min(_PAUSE_S, seconds / (4 * _SAMPLES))
   return soaked
 
 

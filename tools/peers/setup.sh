@@ -8,7 +8,7 @@ ready=0
 make_venv() {
   if command -v python3.11 >/dev/null 2>&1 && python3.11 -c 'import venv, ensurepip' 2>/dev/null; then
     python3.11 -m venv --clear "$1"
-  elif command -v uv >/dev/null 2>&1; then
+  elif uv --version >/dev/null 2>&1; then
     uv venv --quiet --clear --seed --python 3.11 "$1"
   else
     echo "needs python3.11 on PATH, or uv: install one of them" >&2
