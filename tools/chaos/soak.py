@@ -17,8 +17,9 @@ from tools.chaos.streams import Ask, random_asks, random_prompt
 
 _MOST_RSS_SLOPE = 1e6  # bytes in 100,000 requests
 _MOST_SLOPE = 1.0  # descriptors or threads in 100,000 requests
-_SAMPLES = 12  # fewer say nothing about a slope
-_PAUSE_S = 20.0  # between samples, at most: what single ones differ by must come out in the mean
+_SAMPLES = 30  # fewer say nothing about a slope
+_PAUSE_S = 20.0  # between samples, at most
+_WINDOW = 5  # samples, of whose memory the least counts: what a burst has freed the C library keeps for a while
 _SETTLED_FIRST = 0.25  # of a run, and
 _SETTLED_REQUESTS = 20_000  # in which allocators, caches and pools of threads fill up: 5 MB in the first 6,000
 
@@ -142,7 +143,7 @@ def watch(rig: Rig, server: Server, seconds: float, seed: int) -> Soaked:
       soaked.faults += server.settle() + server.imbalance()
       wait_for(lambda: server.usage().fds <= fds, 5.0, 0.2)
       soaked.samples.append(Sample(server.books().requests_accepted_total, server.usage()))
-      next_sample = time.monotonic() - began + min(_PAUSE_S, seconds / (4 * _SAMPLES))
+      next_sample = time.monotonic() - began + min(_PAUSE_S, seconds / (2 * _SAMPLES))
   return soaked
 
 
@@ -153,10 +154,16 @@ def settled(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def slopes(samples: Sequence[Sample]) -> tuple[float, float, float]:
-  """Growth of resident bytes, descriptors and threads in 100,000 requests."""
+  """Growth of resident bytes, descriptors and threads in 100,000 requests; of bytes, that of each window's least."""
+  windows = [samples[first : first + _WINDOW] for first in range(0, len(samples) - _WINDOW + 1, _WINDOW)]
+  least = [min(window, key=lambda sample: sample.usage.rss) for window in windows]
   rss, fds, threads = (
-    1e5 * slope([(float(sample.requests), float(of(sample.usage))) for sample in samples])
-    for of in (lambda usage: usage.rss, lambda usage: usage.fds, lambda usage: usage.threads)
+    1e5 * slope([(float(sample.requests), float(of(sample.usage))) for sample in of_them])
+    for of_them, of in (
+      (least, lambda usage: usage.rss),
+      (samples, lambda usage: usage.fds),
+      (samples, lambda usage: usage.threads),
+    )
   )
   return rss, fds, threads
 
@@ -185,7 +192,7 @@ def soak(rig: Rig, seconds: float, control_s: float | None = None) -> list[Row]:
     Row(
       f"resident memory over {requests:,} requests",
       "< 1 MB in 100,000 requests",
-      f"{rss / 1e6:+.2f} MB in 100,000 ({len(kept)} samples; rounds: {mixture}){few}",
+      f"{rss / 1e6:+.2f} MB in 100,000 ({len(kept)} samples, the least of each {_WINDOW}; rounds: {mixture}){few}",
       rss < _MOST_RSS_SLOPE and enough,
       1_000_000,
       requests,
