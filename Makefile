@@ -64,7 +64,7 @@ clients: $(READY) $(CLIENTS_READY)
 peers: $(READY)
 	@tools/peers/setup.sh $(PEERS) && $(PY) -m tools.peers $(ARGS)
 
-## make bench     the figures of BUILD.md: host time, attention, static against continuous
+## make bench     three of README.md's figures: host time, attention, static against continuous
 bench: $(READY)
 	@$(PY) -m tools.bench_host && $(PY) -m tools.bench_attention && $(PY) -m tools.compare_batching
 

@@ -270,11 +270,3 @@ class Engine:
     # The front end may be what failed: then it has no use for the endings.
     with contextlib.suppress(Exception):
       self._send([ending._replace(request_id=request_id) for request_id in live])
-
-
-class PlainEngine(Engine):
-  """The loop without overlap, whatever the settings say: step n is planned when all values are known."""
-
-  def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, emit: Emit):
-    super().__init__(scheduler, runner, clock, emit)
-    self._overlap = False

@@ -1,14 +1,15 @@
-"""Builds and finds the C++ kernels for CPUs. May not decide who uses them: a kernel's folder does.
+"""Builds the C++ kernels for CPUs, finds them and has XLA call them. May not know what they compute: their folders do.
 
   python -m pallas_kernels.native             builds what this machine's processor runs, unless it is there already
   python -m pallas_kernels.native LEVEL ...   builds for these levels of x86-64 instead, as for a wheel
 
 Each `cpu.cc` of a kernel's folder becomes one shared library in pallas_kernels/built/, whose name holds the instruction
 set and a digest of sources, flags and jaxlib's version: a library of other sources is never loaded. Building needs a
-C++17 compiler (CXX, c++, g++ or clang++) and takes some seconds; nothing is built when something is imported.
+C++17 compiler (CXX, c++, g++ or clang++) and takes some seconds; nothing is built when something is imported, and
+nothing is loaded or told to XLA before it is asked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import ctypes
 import functools
 import hashlib
@@ -20,6 +21,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # imported by what needs it: whoever builds or asks for a path need not wait for it
+  import jax
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _BUILT = _ROOT / "pallas_kernels" / "built"
@@ -28,6 +33,13 @@ SOURCES = {
   "draw": "pallas_kernels/draw/cpu.cc",
   "packed_matmul": "pallas_kernels/packed_matmul/cpu.cc",
   "paged_attention": "pallas_kernels/paged_attention/cpu.cc",
+}
+# Of each library; also the names of the custom calls.
+ENTRIES = {
+  "argmax": ("SluiceArgmax",),
+  "draw": ("SluiceDraw",),
+  "packed_matmul": ("SluicePackedMatmul",),
+  "paged_attention": ("SluicePagedAttention", "SluicePagedAttend"),
 }
 _HEADERS = ("pallas_kernels/native.h",)
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno")
@@ -41,7 +53,7 @@ _LEVELS = {
 _LEVEL_VARIABLE = "SLUICE_NATIVE_LEVEL"
 
 
-class NativeMissing(Exception):
+class NativeMissing(NotImplementedError):
   """There is no library for this machine and these sources; the text says why, and what to do."""
 
 
@@ -102,7 +114,7 @@ def compile_library(
     raise NativeMissing(
       f"{source.parent.name}: no C++ compiler (CXX, c++, g++, clang++): install one, run make setup again"
     )
-  import jax.ffi  # here, and not above: whoever asks for a path need not wait for it
+  import jax.ffi
 
   paths = [f"-I{jax.ffi.include_dir()}", f"-I{_ROOT}", str(source), "-o", str(library)]
   done = subprocess.run(
@@ -150,15 +162,62 @@ def load(name: str) -> ctypes.CDLL:
     raise NativeMissing(f"native {name} cannot be loaded: {error}") from error
 
 
-def serves(name: str, platform: str, num_devices: int) -> bool:
-  """Whether the library of `name` can be used there: on one CPU, where it is built."""
+def choose(name: str, platform: str, num_devices: int = 1) -> str:
+  """What serves there: "cpu", the library of `name`, on one CPU where it is built; else "reference"."""
   if platform != "cpu" or num_devices != 1:
-    return False
+    return "reference"
   try:
     load(name)
   except NativeMissing:
-    return False
-  return True
+    return "reference"
+  return "cpu"
+
+
+@functools.cache
+def register(name: str) -> None:
+  """Tells XLA of the entries of the library of `name`, once; before an executable that calls them is loaded.
+
+  Raises:
+    NativeMissing: see `load`.
+  """
+  import jax.ffi
+
+  library = load(name)
+  for entry in ENTRIES[name]:
+    jax.ffi.register_ffi_target(entry, jax.ffi.pycapsule(getattr(library, entry)), platform="cpu")
+
+
+def call(name: str, entry: str, result: Any, **options: Any) -> Callable[..., Any]:
+  """A function of arrays, and of attributes by name, that runs `entry` of the library of `name`.
+
+  Args:
+    name: a key of SOURCES.
+    entry: one of its ENTRIES.
+    result: shapes and dtypes, as of `jax.ffi.ffi_call`.
+    options: of that too.
+
+  Raises:
+    NativeMissing: see `load`.
+  """
+  import jax.ffi
+
+  register(name)
+  return jax.ffi.ffi_call(entry, result, **options)
+
+
+def count(name: str, num_rows: "jax.Array | None") -> "jax.Array":
+  """How many lines are in use as the kernels take it: int32[1], or int32[0] for all (None).
+
+  Raises:
+    ValueError: it is anything else; the text begins with `name`.
+  """
+  import jax.numpy as jnp
+
+  if num_rows is None:
+    return jnp.zeros(0, jnp.int32)
+  if num_rows.shape != (1,) or num_rows.dtype != jnp.int32:
+    raise ValueError(f"{name}: num_rows is {num_rows.dtype}{list(num_rows.shape)}; it must be int32[1]")
+  return num_rows
 
 
 def main(targets: Sequence[str] = ()) -> int:

@@ -17,7 +17,7 @@ from engine.constraint import ConstraintFailed
 from engine.errors import InvalidRequest
 from server.grammar_cache import GrammarCache
 from server.proto import sluice_pb2 as pb
-from server.repeats import MAX_REPEATS, of_grammar, of_regex, of_schema
+from server.repeats import MAX_REPEATS, of_grammar, of_pattern, of_schema
 from server.tokenizer import Tokenizer
 
 MAX_SCHEMA_BYTES = 32 << 10
@@ -309,7 +309,7 @@ def _from_schema(schema: Any) -> str:
 
 def _regex(constraint: pb.OutputConstraint) -> str:
   _check_size("regex", constraint.regex, MAX_REGEX_BYTES)
-  _check_repeats("regex", of_regex(constraint.regex))
+  _check_repeats("regex", of_pattern(constraint.regex))
   return llguidance.LLMatcher.grammar_from_regex(constraint.regex)
 
 
@@ -340,7 +340,6 @@ def _grammar(constraint: pb.OutputConstraint) -> str:
       f"constraint.grammar has {colons} colons, by which its rules are counted, the limit is {MAX_GRAMMAR_COLONS}: "
       "send fewer rules"
     )
-  _check_repeats("grammar", of_grammar(text))
   if "%json" in text:
     raise InvalidRequest("constraint.grammar has %json, which is not taken there: send json_schema instead")
   try:
@@ -350,6 +349,7 @@ def _grammar(constraint: pb.OutputConstraint) -> str:
       "constraint.grammar is not one that can be followed: it has no line that begins with `start:`, as in Lark, and "
       f"is not GBNF either: {_reason(str(error))}"
     ) from None
+  _check_repeats("grammar", of_grammar(lark))
   return llguidance.LLMatcher.grammar_from_lark(lark)
 
 

@@ -5,6 +5,7 @@ argparse rather than absl flags: absl's registry is one per process, and tests i
 
 import argparse
 import pathlib
+import sys
 from typing import NoReturn
 
 
@@ -18,6 +19,11 @@ class CommandParser(argparse.ArgumentParser):
 
   def error(self, message: str) -> NoReturn:
     self.exit(2, f"{self.prog}: {message}; see --help\n")
+
+  def failed(self, error: Exception, code: int = 2) -> int:
+    """Says in one line what went wrong after the flags were read; returns the exit code."""
+    print(f"{self.prog}: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
 
 
 def positive_int(text: str) -> int:

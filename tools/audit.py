@@ -42,12 +42,8 @@ def verdict(report: dict[str, Any], service: str) -> tuple[int, list[str]]:
   return (1 if holes else 0), said
 
 
-def audit(lock: pathlib.Path, service: str, osv_url: str) -> tuple[int, list[str]]:
-  """The exit code, and what to say."""
-  command = [str(TOOL), f"--requirement={lock}", "--require-hashes", "--disable-pip", "--progress-spinner=off"]
-  command += ["--format=json", "--aliases=on", f"--vulnerability-service={service}", f"--timeout={_TIMEOUT_S}"]
-  command += [f"--osv-url={osv_url}"] if osv_url else []
-  done = subprocess.run(command, capture_output=True, text=True, check=False)
+def outcome(done: subprocess.CompletedProcess[str], service: str) -> tuple[int, list[str]]:
+  """The exit code for what pip-audit did, and what to say."""
   try:
     report = json.loads(done.stdout)
   except ValueError:
@@ -56,6 +52,14 @@ def audit(lock: pathlib.Path, service: str, osv_url: str) -> tuple[int, list[str
       return 0, [f"skipped: could not be audited, {service} did not answer: {last:.300}"]
     return 2, [f"pip-audit ended with exit code {done.returncode}: {last:.300}"]
   return verdict(report, service)
+
+
+def audit(lock: pathlib.Path, service: str, osv_url: str) -> subprocess.CompletedProcess[str]:
+  """Has pip-audit ask."""
+  command = [str(TOOL), f"--requirement={lock}", "--require-hashes", "--disable-pip", "--progress-spinner=off"]
+  command += ["--format=json", "--aliases=on", f"--vulnerability-service={service}", f"--timeout={_TIMEOUT_S}"]
+  command += [f"--osv-url={osv_url}"] if osv_url else []
+  return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   args = parser.parse_args(arguments)
   if not TOOL.exists():
     parser.error(f"{TOOL} is not there: `make audit` installs it")
-  code, said = audit(args.lock, args.service, args.osv_url)
+  code, said = outcome(audit(args.lock, args.service, args.osv_url), args.service)
   print("\n".join(f"audit: {line}" for line in said))
   return code
 

@@ -129,8 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     result = measure(args, lambda found: write_result(args.output, found))  # a run that is killed keeps what it has
   except EngineError as error:
-    print(f"tools.bench_deterministic: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return parser.failed(error)
   show(result, table(result), args.output)
   return 0
 

@@ -229,8 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = streamed(arguments)
     first = first_tokens(arguments)
   except EngineError as error:
-    print(f"tools.bench_frontend: {error}", file=sys.stderr)
-    return 2
+    return parser.failed(error)
   found["step_ms_alone"] = round(step_ms_alone, 3)
   found["step_ratio"] = round(found["step_ms_with_front_end"] / step_ms_alone, 3)
   print(json.dumps({**vars(arguments), **found, "first_token_overhead": first}))

@@ -156,8 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
       built = build(options, lambda *_: None, lambda _: None)
     except EngineError as error:
-      print(error, file=sys.stderr)
-      return 2
+      return parser.failed(error)
     config, runner = built.config, built.runner
     gc.collect()
     gc.freeze()  # as the server does: what the model is made of is not looked at again

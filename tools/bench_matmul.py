@@ -178,8 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   try:
     result = measure(args)
   except EngineError as error:
-    print(f"tools.bench_matmul: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return parser.failed(error)
   show(result, table(result), args.output)
   return 0
 

@@ -160,8 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     runs, left_out = sweep(args, folder)
   except OSError as error:
-    _say(f"tools.bench_modes: {' '.join(str(error).split())}")
-    return 2
+    return parser.failed(error)
   except KeyboardInterrupt:
     _say(f"tools.bench_modes: stopped; what is complete is in {folder}")
     return 130

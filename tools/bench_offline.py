@@ -236,8 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       if args.output_tokens:
         write_tokens(args.output_tokens, {outcome.id: outcome.tokens for outcome in outcomes})
   except (EngineError, OSError) as error:
-    print(f"tools.bench_offline: {' '.join(str(error).split())}", file=sys.stderr)
-    return 1
+    return parser.failed(error, 1)
   print(json.dumps(figures), flush=True)
   return 0 if figures["failed"] == 0 else 1
 

@@ -269,8 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     files = make_report(prepared(runs, given), traces, folder, args.title)
   except (ConfigError, OSError) as error:
-    print(f"tools.bench_report: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return parser.failed(error)
   print("\n".join(map(str, files)))
   return 0
 

@@ -369,8 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         requests, description = workload.from_arguments(args, info.vocab_size, info.max_model_len)
       figures = measure(client, info, args, requests, description)
   except (ConfigError, SluiceError, OSError) as error:
-    print(f"tools.bench_serving: {' '.join(str(error).split())}", file=sys.stderr)
-    return 1
+    return parser.failed(error, 1)
   print(json.dumps(figures), flush=True)
   return 0 if figures["completed"] else 1
 

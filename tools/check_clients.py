@@ -268,8 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
           said = f"FAILED: {error}"
         print(f"{name:16}{time.monotonic() - started:6.1f} s  {said}", flush=True)
   except EngineError as error:
-    print(f"tools.check_clients: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return parser.failed(error)
   print(f"logs: {folder}")
   return int(failures > 0)
 

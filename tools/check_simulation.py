@@ -279,8 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       kept = kept_loads(args.output)
       result = check(args, pathlib.Path(folder))
   except (EngineError, OSError) as error:
-    print(f"tools.check_simulation: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return parser.failed(error)
   within = all(load["within"] for load in result["loads"].values())
   result["loads"] = kept | result["loads"]
   write_result(args.output, result)

@@ -129,8 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         workload.write_requests(file, requests, {"output_len": f"loguniform:{low}:{high}"})
       runs = compare(args, path)
   except (EngineError, OSError) as error:
-    print(f"tools.compare_batching: {' '.join(str(error).split())}", file=sys.stderr)
-    return 1
+    return parser.failed(error, 1)
   figures = {mode: {name: median_of(runs[mode], name) for name in FIGURES} for mode in MODES}
   result = {
     "ratio": round(figures["continuous"]["output_tok_s"] / figures["static"]["output_tok_s"], 3),

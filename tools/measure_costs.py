@@ -348,8 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       costs = estimate(args) if args.roofline else measure(args)
     costs.save(args.output)
   except (EngineError, OSError) as error:
-    print(f"tools.measure_costs: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return parser.failed(error)
   print(json.dumps({"output": args.output, "host": dataclasses.asdict(costs.host)} | _short(costs)), flush=True)
   return 0
 

@@ -317,8 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       figures = simulate(config, costs, fleet, objectives, arrivals)
     took = time.process_time() - started
   except EngineError as error:
-    print(f"tools.simulate: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return parser.failed(error)
   source = {name: costs.about.get(name) for name in ("source", "device", "model", "dtype", "commit", "date")}
   figures |= {"fleet": dataclasses.asdict(fleet), "workload": about, "costs": {"file": args.costs} | source}
   # Processor time, so that a busy machine does not look like a slow simulator; the steps are those of the last run.

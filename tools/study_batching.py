@@ -149,7 +149,8 @@ def markdown(study: dict[str, Any]) -> str:
     "Made by `python -m tools.study_batching`; the numbers with all digits are in `study.json`. *Idle slots allow* is",
     "the ratio of steps, were all steps equally long; *padding allows* the ratio of token slots, prompts included,",
     "were all equally dear. *Simulated* is the real scheduler in virtual time under a **modelled** table of step times",
-    f"({study['costs'].get('model')}, {study['costs'].get('source')}). *Demo* and *125M* are runs on",
+    f"({study['costs'].get('model')}, {study['costs'].get('source')}). *Demo* and *125M*"
+    " (`wide` further down) are runs on",
     f"{study['machine']['cores']} cores ({study['machine']['cpu']}), with lengths scaled as stated, greedy and forced;",
     "every mode has the same requests, pool, slots and executables. Commit: "
     + ", ".join(sorted({answer.get("commit", "unknown") for part in parts.values() for answer in part.values()}))
@@ -343,8 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       write_result(str(file), study)  # after each part: what was answered is kept
       (args.output / "README.md").write_text(markdown(study), "utf-8")
   except (EngineError, OSError, KeyError, ValueError) as error:
-    print(f"tools.study_batching: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return parser.failed(error)
   for entry in study["targets"]:
     verdict = "reached" if entry["reached"] else "NOT reached"
     print(f"{entry['what']} ({entry['side']}): {entry['value']}, limit {entry['limit']}: {verdict}", file=sys.stderr)

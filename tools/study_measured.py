@@ -324,8 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       started = time.monotonic()
       figures = measure(args.part, args)
   except (EngineError, OSError) as error:
-    print(f"tools.study_measured: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return parser.failed(error)
   print(json.dumps(figures | {"took_s": round(time.monotonic() - started, 1)}), flush=True)
   return 0
 

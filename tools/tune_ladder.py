@@ -386,8 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       about = f"Ladder of python -m tools.tune_ladder for {source}, cost table {args.costs or 'none: tokens'}."
       write_flagfile(args.output, ladder, chunk.tokens if chunk else ladder[-1], max_num_seqs, about)
   except (EngineError, OSError) as error:
-    print(f"tools.tune_ladder: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+    return parser.failed(error)
   _print_table(found)
   result = {"ladder": ladder, "ladders": found, "costs": args.costs or "tokens", "prefill_chunk": ladder[-1]}
   if chunk and running:

@@ -33,10 +33,6 @@ from engine.device.programs import ProgramSpec
 from engine.errors import ConfigError
 from engine.shapes import StepShape
 from pallas_kernels import native
-from pallas_kernels.argmax import api as argmax
-from pallas_kernels.draw import api as draw
-from pallas_kernels.packed_matmul import api as packed_matmul
-from pallas_kernels.paged_attention import cpu as paged_attention_cpu
 
 SETTING = "executable_bundle"
 _MANIFEST, _SUFFIX, _PART, _FORMAT = "manifest.json", ".executable", ".part", 1
@@ -294,9 +290,9 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
 
 def _register_kernels() -> None:
   """Lets the backend find the C++ kernels: nothing is traced here, which is when they are registered otherwise."""
-  for register in (argmax.register, draw.register, packed_matmul.register, paged_attention_cpu.register):
+  for name in native.SOURCES:
     with contextlib.suppress(native.NativeMissing):
-      register()
+      native.register(name)
 
 
 def _library(name: str) -> str:

@@ -12,18 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import native
 
 IMPLEMENTATIONS = ("reference", "cpu")
-_ARGMAX = "sluice_argmax"  # name of the custom call
-
-
-def choose(platform: str, num_devices: int = 1) -> str:
-  """The implementation for a platform: "cpu" on one CPU where the library is built, else "reference"."""
-  return "cpu" if native.serves("argmax", platform, num_devices) else "reference"
-
-
-@functools.cache
-def register() -> None:
-  """Tells XLA of the library's entry, once; before an executable with calls of it is loaded. Raises NativeMissing."""
-  jax.ffi.register_ffi_target(_ARGMAX, jax.ffi.pycapsule(native.load("argmax").SluiceArgmax), platform="cpu")
+choose = functools.partial(native.choose, "argmax")  # of them, for a platform and a number of devices
 
 
 def reference(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -52,12 +41,9 @@ def argmax(
     raise ValueError(f"argmax: implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
   if x.ndim != 2 or x.dtype != jnp.float32 or not x.shape[1]:
     raise ValueError(f"argmax: x is {x.dtype}{list(x.shape)}; it must be float32[S, V]")
-  if num_rows is not None and (num_rows.shape != (1,) or num_rows.dtype != jnp.int32):
-    raise ValueError(f"argmax: num_rows is {num_rows.dtype}{list(num_rows.shape)}; it must be int32[1]")
+  num_rows = native.count("argmax", num_rows)
   if implementation == "reference":
     return reference(x)
-  register()
-  shape = x.shape[:1]
-  call = jax.ffi.ffi_call(_ARGMAX, (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)))
-  best, finite = call(x, jnp.zeros(0, jnp.int32) if num_rows is None else num_rows)
+  result = tuple(jax.ShapeDtypeStruct(x.shape[:1], dtype) for dtype in (jnp.int32, jnp.bool_))
+  best, finite = native.call("argmax", "SluiceArgmax", result)(x, num_rows)
   return best, finite

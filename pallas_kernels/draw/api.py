@@ -16,18 +16,7 @@ from pallas_kernels.draw.reference import NO_LIMIT as NO_LIMIT
 from pallas_kernels.draw.reference import Asked as Asked
 
 IMPLEMENTATIONS = ("reference", "cpu")
-_DRAW = "sluice_draw"  # name of the custom call
-
-
-def choose(platform: str, num_devices: int = 1) -> str:
-  """The implementation for a platform: "cpu" on one CPU where the library is built, else "reference"."""
-  return "cpu" if native.serves("draw", platform, num_devices) else "reference"
-
-
-@functools.cache
-def register() -> None:
-  """Tells XLA of the library's entry, once; before an executable with calls of it is loaded. Raises NativeMissing."""
-  jax.ffi.register_ffi_target(_DRAW, jax.ffi.pycapsule(native.load("draw").SluiceDraw), platform="cpu")
+choose = functools.partial(native.choose, "draw")  # of them, for a platform and a number of devices
 
 
 def draw(
@@ -61,11 +50,8 @@ def draw(
   for name, line in asked._asdict().items():
     if line.shape != x.shape[:1]:
       raise ValueError(f"draw: {name} is {line.dtype}{list(line.shape)}; it must have the {x.shape[0]} lines of x")
-  if num_rows is not None and (num_rows.shape != (1,) or num_rows.dtype != jnp.int32):
-    raise ValueError(f"draw: num_rows is {num_rows.dtype}{list(num_rows.shape)}; it must be int32[1]")
+  num_rows = native.count("draw", num_rows)
   if implementation == "reference":
     return reference.draw(x, asked, wide)
-  register()
   bits = jnp.stack([lax.bitcast_convert_type(line, jnp.int32) for line in asked])  # in cpu.cc's order
-  call = jax.ffi.ffi_call(_DRAW, jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))
-  return call(x, bits, jnp.zeros(0, jnp.int32) if num_rows is None else num_rows)
+  return native.call("draw", "SluiceDraw", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x, bits, num_rows)

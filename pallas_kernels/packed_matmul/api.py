@@ -5,7 +5,6 @@ what serves on other platforms, on several devices, and where there is no compil
 """
 
 import contextlib
-import functools
 import math
 import mmap
 
@@ -16,7 +15,6 @@ import numpy as np
 from pallas_kernels import native
 
 COLUMNS = 32  # kColumns
-_MATMUL = "sluice_packed_matmul"  # name of the custom call
 _HUGE_PAGE = 2**21
 
 
@@ -24,17 +22,7 @@ def check_supported(dtype: jnp.dtype) -> None:
   """Raises NotImplementedError, with the reason, where weights of `dtype` cannot be multiplied packed."""
   if jnp.dtype(dtype) not in (jnp.dtype("float32"), jnp.dtype("bfloat16")):
     raise NotImplementedError(f"packed matmul: dtype {dtype} is neither float32 nor bfloat16")
-  try:
-    native.load("packed_matmul")
-  except native.NativeMissing as error:
-    raise NotImplementedError(f"packed matmul: {error}") from error
-
-
-@functools.cache
-def register() -> None:
-  """Tells XLA of the library's entry, once; before an executable with calls of them is loaded. Raises NativeMissing."""
-  entry = native.load("packed_matmul").SluicePackedMatmul
-  jax.ffi.register_ffi_target(_MATMUL, jax.ffi.pycapsule(entry), platform="cpu")
+  native.load("packed_matmul")
 
 
 def packed_shape(inputs: int, outputs: int) -> tuple[int, int, int]:
@@ -114,14 +102,11 @@ def matmul(
     raise ValueError(f"packed matmul: the norm's scale {scale.shape} does not fit x {x.shape}")
   if (packed.dtype == jnp.int8) != (scales is not None) or (scales is not None and scales.shape != (outputs,)):
     raise ValueError(f"packed matmul: {packed.dtype} with scales {scales if scales is None else scales.shape}")
-  if num_rows is not None and (num_rows.shape != (1,) or num_rows.dtype != jnp.int32):
-    raise ValueError(f"packed matmul: num_rows is {num_rows.dtype}{list(num_rows.shape)}; it must be int32[1]")
-  register()
+  num_rows = native.count("packed matmul", num_rows)
   rows = math.prod(x.shape[:-1])
-  call = jax.ffi.ffi_call(_MATMUL, jax.ShapeDtypeStruct((rows, outputs), dtype))
+  call = native.call("packed_matmul", "SluicePackedMatmul", jax.ShapeDtypeStruct((rows, outputs), dtype))
   residual = jnp.zeros((0, 0), dtype) if residual is None else residual.reshape(rows, outputs)
   scales = jnp.zeros(0, jnp.float32) if scales is None else scales
-  num_rows = jnp.zeros(0, jnp.int32) if num_rows is None else num_rows
   x2 = x.reshape(rows, x.shape[-1])
   y = call(x2, packed, scales, scale, num_rows, residual, epsilon=np.float32(epsilon), gated=gated)
   return y.reshape(*x.shape[:-1], outputs)

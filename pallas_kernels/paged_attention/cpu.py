@@ -5,8 +5,6 @@ where they lie, once, on XLA's threads. It may not be the only way to run on a C
 what `check_supported` refuses, reference.py serves.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ from pallas_kernels.paged_attention.plan import Geometry
 
 PREFERRED_BLOCK_SIZE = 16
 _MOST_HEAD_DIM, _MOST_GROUP = 256, 48  # kMostHeadDim, kMostQueries
-_ATTENTION, _ATTEND = "sluice_paged_attention", "sluice_paged_attend"  # names of custom calls
 
 
 def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -37,21 +34,7 @@ def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
     raise NotImplementedError(f"paged attention (cpu): {geometry.group} query heads a KV head are over {_MOST_GROUP}")
   if dtype not in (jnp.dtype("float32"), jnp.dtype("bfloat16")):
     raise NotImplementedError(f"paged attention (cpu): dtype {dtype} is neither float32 nor bfloat16")
-  try:
-    native.load("paged_attention")
-  except native.NativeMissing as error:
-    raise NotImplementedError(f"paged attention (cpu): {error}") from error
-
-
-@functools.cache
-def register() -> None:
-  """Tells XLA of the library's entries, once; before an executable that calls them is loaded. Raises NativeMissing."""
-  library = native.load("paged_attention")
-  for target, entry in (
-    (_ATTENTION, library.SluicePagedAttention),
-    (_ATTEND, library.SluicePagedAttend),
-  ):
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(entry), platform="cpu")
+  native.load("paged_attention")
 
 
 def _attributes(scale: float, soft_cap: float | None, sliding_window: int | None) -> dict:
@@ -85,10 +68,8 @@ def ragged_paged_attention(
   soft_cap: float | None,
 ) -> jax.Array:
   """See api.ragged_paged_attention. Raises NativeMissing."""
-  register()
-  return jax.ffi.ffi_call(_ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))(
-    q, kv, block_tables, kv_lens, query_starts, **_attributes(scale, soft_cap, sliding_window)
-  )
+  call = native.call("paged_attention", "SluicePagedAttention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+  return call(q, kv, block_tables, kv_lens, query_starts, **_attributes(scale, soft_cap, sliding_window))
 
 
 def attend(
@@ -110,10 +91,10 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
   """See api.PagedAttention.attend; nothing is planned, and every CPU is served alike. Raises NativeMissing."""
   del work, plan, device_kind
-  register()
   tokens, heads, wide, head_dim = qkv.shape
   out = jax.ShapeDtypeStruct((tokens, heads * (wide - 2), head_dim), qkv.dtype)
-  call = jax.ffi.ffi_call(_ATTEND, (out, jax.ShapeDtypeStruct(kv.shape, kv.dtype)), input_output_aliases={3: 1})
+  result = (out, jax.ShapeDtypeStruct(kv.shape, kv.dtype))
+  call = native.call("paged_attention", "SluicePagedAttend", result, input_output_aliases={3: 1})
   attributes = _attributes(scale, soft_cap, sliding_window)
   attended, kv = call(qkv, cos, sin, kv, block_tables, kv_lens, query_starts, slot_mapping, **attributes)
   return attended, kv

@@ -45,14 +45,14 @@ def config_for(runner: ModelRunner, **changes) -> EngineConfig:
   return EngineConfig(**(settings | changes))
 
 
-def make_engine(runner: ModelRunner, emit: Callable[[list[TokenEvent]], None], engine=Engine, **changes) -> Engine:
+def make_engine(runner: ModelRunner, emit: Callable[[list[TokenEvent]], None], **changes) -> Engine:
   """A fresh engine on a runner that may have served others before."""
   clock = iter(range(10**9))
-  return engine(Scheduler(config_for(runner, **changes)), runner, lambda: float(next(clock)) * 1e-6, emit)
+  return Engine(Scheduler(config_for(runner, **changes)), runner, lambda: float(next(clock)) * 1e-6, emit)
 
 
 def serve(
-  runner: ModelRunner, requests: Iterable[tuple[list[int], SamplingParams]], engine=Engine, **changes
+  runner: ModelRunner, requests: Iterable[tuple[list[int], SamplingParams]], **changes
 ) -> tuple[list[Served], Engine]:
   """Submits all requests at once and steps until every one has ended."""
   served: dict[str, Served] = {}
@@ -61,7 +61,7 @@ def serve(
     for event in events:
       served[event.request_id].add(event)
 
-  loop = make_engine(runner, emit, engine, **changes)
+  loop = make_engine(runner, emit, **changes)
   for index, (prompt, params) in enumerate(requests):
     served[str(index)] = Served()
     loop.submit(Request(str(index), prompt, params, seed=params.seed or 0))

@@ -16,7 +16,6 @@ from engine.batch import Admission, Batch, Launched, StepResult
 from engine.config import EngineConfig
 from engine.device import model_input
 from engine.device.model_input import Column, Flag, Packer, flags_of, unpack
-from engine.engine import Engine
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from tests.engine.world import World
@@ -231,7 +230,7 @@ class PackingRunner:
 
 def pack_a_world(seed: int, packer_class: type[Packer] = Packer) -> int:
   """A random life with preemptions, aborts and slots that change hands; returns how many steps were repeated."""
-  world = World(seed, engine_class=Engine)
+  world = World(seed, overlap=True)
   runner = world.engine._runner = PackingRunner(world.config, world.runner, packer_class)
   for _ in range(120):
     world.random_op()

@@ -11,7 +11,6 @@ import pytest
 
 from engine.batch import Batch
 from engine.device.step_call import StepCall
-from engine.engine import Engine, PlainEngine
 from engine.errors import ShapeNotOnLadder
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
@@ -88,7 +87,7 @@ def test_preempted_again_and_again(runner, prompts, reference):
 
 
 def test_without_overlap(runner, prompts, reference):
-  assert tokens_of(serve(runner, [(prompt, GREEDY) for prompt in prompts], engine=PlainEngine)[0]) == reference
+  assert tokens_of(serve(runner, [(prompt, GREEDY) for prompt in prompts], overlap=False)[0]) == reference
 
 
 def test_draws_do_not_depend_on_company_chunks_or_preemption(runner, prompts):
@@ -218,8 +217,8 @@ def constrained_greedy(model, prompt, count):
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_blocks": 14}, {"prefill_chunk": 3}], ids=str)
-@pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
-def test_constrained_beside_others(runner, model, prompts, reference, engine_class, changes):
+@pytest.mark.parametrize("overlap", [True, False])
+def test_constrained_beside_others(runner, model, prompts, reference, overlap, changes):
   seen: dict[str, list[int]] = {}
 
   def emit(events):
@@ -227,7 +226,7 @@ def test_constrained_beside_others(runner, model, prompts, reference, engine_cla
       seen.setdefault(event.request_id, []).extend(event.token_ids)
 
   runner.seal()
-  engine = make_engine(runner, emit, engine_class, **changes)
+  engine = make_engine(runner, emit, overlap=overlap, **changes)
   for index, prompt in enumerate(prompts):
     constraint = FakeConstraint(TINY.vocab_size) if index != 3 else None
     engine.submit(Request(str(index), prompt, GREEDY, constraint=constraint))

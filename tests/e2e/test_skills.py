@@ -10,7 +10,7 @@ import pytest
 
 from engine.device.build import Built, build
 from engine.device.options import BuildOptions
-from engine.engine import Engine, PlainEngine
+from engine.engine import Engine
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
@@ -61,7 +61,6 @@ def serve(
   prompts: list[list[int]],
   *,
   at_once: int,
-  loop: type[Engine] = Engine,
   params: SamplingParams = GREEDY,
   **changes,
 ) -> tuple[list[list[int]], Scheduler, int]:
@@ -80,7 +79,7 @@ def serve(
       answers[int(event.request_id)] += event.token_ids
       assert event.finish_reason in (None, FinishReason.STOP, FinishReason.LENGTH), event
 
-  engine = loop(scheduler, built.runner, lambda: 0.0, emit)
+  engine = Engine(scheduler, built.runner, lambda: 0.0, emit)
   todo = list(enumerate(prompts))
   while todo or engine.num_live:
     while todo and engine.num_live < at_once:
@@ -114,7 +113,7 @@ def test_full_batch_answers_the_same(built: Built, prompts: list[list[int]], alo
 
 
 def test_without_overlap_answers_the_same(built: Built, prompts: list[list[int]], alone: list[list[int]]) -> None:
-  assert serve(built, prompts, at_once=32, loop=PlainEngine)[0] == alone
+  assert serve(built, prompts, at_once=32, overlap=False)[0] == alone
 
 
 @pytest.mark.parametrize("chunk", [7, 24, 100])

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.config import EngineConfig
-from engine.engine import Engine, PlainEngine
+from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.policy import POLICIES
 from engine.request import FinishReason, Request
@@ -49,14 +49,14 @@ def expected(config: EngineConfig, seed: int) -> dict[str, tuple[tuple[int, ...]
 
 
 @pytest.mark.parametrize("batching", ["chunked", "continuous", "static"])
-@pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(4))
-def test_tokens_and_endings_are_those_of_one_request_at_a_time(seed: int, engine_class: type[Engine], batching: str):
+def test_tokens_and_endings_are_those_of_one_request_at_a_time(seed: int, overlap: bool, batching: str):
   policy = sorted(POLICIES)[seed % len(POLICIES)]
   # A small pool for half of them: rows are preempted with a token in flight and without.
-  config = dataclasses.replace(CONFIG, num_blocks=(40, 13)[seed % 2], batching=batching, policy=policy)
+  config = dataclasses.replace(CONFIG, num_blocks=(40, 13)[seed % 2], batching=batching, policy=policy, overlap=overlap)
   scheduler, front, clock = Scheduler(config), Front(), VirtualClock()
-  engine = engine_class(scheduler, FakeRunner(config), clock, front)
+  engine = Engine(scheduler, FakeRunner(config), clock, front)
   wanted, rng = expected(config, seed), random.Random(seed)
   for request in some_requests(seed):
     engine.submit(request)
@@ -111,9 +111,9 @@ def test_constrained_rows_keep_step():
   assert all(len(front.tokens(name)) == 10 for name in "abc")
 
 
-@pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
-def test_a_constraint_that_fails_ends_its_request_alone(engine_class: type[Engine]):
-  engine, front, _ = serve(engine_class, CONFIG)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_constraint_that_fails_ends_its_request_alone(overlap: bool):
+  engine, front, _ = serve(dataclasses.replace(CONFIG, overlap=overlap))
   params = SamplingParams(max_tokens=10, ignore_eos=True)
   engine.submit(Request("bad", [3, 4], params, constraint=FakeConstraint(50, fails_after=4)))
   broken = FakeConstraint(50)

@@ -9,7 +9,6 @@ import pytest
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.disaggregated import DisaggregatedEngine
-from engine.engine import Engine, PlainEngine
 from engine.errors import ConfigError, DuplicateRequest, Overloaded, RequestTooLong, Unavailable
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
@@ -23,13 +22,13 @@ CONFIG = small_config(max_queued_requests=64, queue_timeout_s=0.0, request_timeo
 class Pair:
   """A disaggregated engine on two fake devices."""
 
-  def __init__(self, config: EngineConfig = CONFIG, engine_class=Engine, **decode):
+  def __init__(self, config: EngineConfig = CONFIG, **decode):
     self.front, self.clock = Front(), VirtualClock()
     self.configs = config, dataclasses.replace(config, **decode)
     self.runners = [FakeRunner(each) for each in self.configs]
     self.schedulers = [Scheduler(each) for each in self.configs]
     sides = list(zip(self.schedulers, self.runners, strict=True))
-    self.engine = DisaggregatedEngine(sides[0], sides[1], self.clock, self.front, engine_class)
+    self.engine = DisaggregatedEngine(sides[0], sides[1], self.clock, self.front)
 
   def drain(self) -> None:
     for _ in range(2000):
@@ -54,12 +53,12 @@ def test_an_idle_loop_that_is_woken_sees_that_it_shall_stop(monkeypatch):
     assert not loop.is_alive()
 
 
-@pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_tokens_and_endings_are_those_of_one_request_at_a_time(seed: int, engine_class):
+def test_tokens_and_endings_are_those_of_one_request_at_a_time(seed: int, overlap: bool):
   random.seed(seed)  # for those that bring none: how long their answers are decides whether any is preempted
   rng = random.Random(seed)
-  pair = Pair(engine_class=engine_class, num_blocks=rng.choice((15, 40)))  # 15: constant preemption
+  pair = Pair(dataclasses.replace(CONFIG, overlap=overlap), num_blocks=rng.choice((15, 40)))  # 15: constant preemption
   requests = {}
   for number in range(30):
     prompt = [rng.randrange(50) for _ in range(rng.randint(1, 30))]

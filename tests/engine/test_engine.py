@@ -9,7 +9,7 @@ import pytest
 
 from engine.batch import Batch
 from engine.config import EngineConfig
-from engine.engine import Engine, PlainEngine
+from engine.engine import Engine
 from engine.errors import DuplicateRequest, InvalidRequest, Overloaded, Unavailable
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
@@ -46,13 +46,9 @@ class Front:
     return found
 
 
-def serve(
-  engine_class: type[Engine] = Engine,
-  config: EngineConfig = CONFIG,
-  runner: FakeRunner | None = None,
-) -> tuple[Engine, Front, VirtualClock]:
+def serve(config: EngineConfig = CONFIG, runner: FakeRunner | None = None) -> tuple[Engine, Front, VirtualClock]:
   front, clock = Front(), VirtualClock()
-  return engine_class(Scheduler(config), runner or FakeRunner(config), clock, front), front, clock
+  return Engine(Scheduler(config), runner or FakeRunner(config), clock, front), front, clock
 
 
 def finish(engine: Engine) -> int:
@@ -63,9 +59,9 @@ def finish(engine: Engine) -> int:
   return steps
 
 
-@pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
-def test_serves(engine_class: type[Engine]):
-  engine, front, _ = serve(engine_class)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_serves(overlap: bool):
+  engine, front, _ = serve(dataclasses.replace(CONFIG, overlap=overlap))
   requests = [make(f"r{number}", num_prompt=number + 1, temperature=number % 2) for number in range(9)]
   for request in requests:
     engine.submit(request)
@@ -81,10 +77,10 @@ def test_overlap_changes_no_token_and_no_ending():
   """The same clients at both loops; steps differ (a stop costs one wasted row), answers do not."""
   for seed in range(20):
     answers = []
-    for engine_class in (Engine, PlainEngine):
+    for overlap in (True, False):
       rng = random.Random(seed)
-      config = dataclasses.replace(CONFIG, num_blocks=rng.randint(16, 30), prefill_chunk=rng.randint(2, 16))
-      engine, front, _ = serve(engine_class, config)
+      changes = {"num_blocks": rng.randint(16, 30), "prefill_chunk": rng.randint(2, 16)}
+      engine, front, _ = serve(dataclasses.replace(CONFIG, overlap=overlap, **changes))
       for number in range(20):
         if rng.random() < 0.7:
           engine.submit(
@@ -121,15 +117,13 @@ class Order(FakeRunner):
 
 
 def test_the_overlapped_loop_launches_before_it_reads_and_the_plain_one_does_not():
-  plain = ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2"]
-  for engine_class, overlap, expected in (
-    (Engine, True, ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]),
-    (Engine, False, plain),
-    (PlainEngine, True, plain),
+  for overlap, expected in (
+    (True, ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]),
+    (False, ["launch 0", "read 0", "launch 1", "read 1", "launch 2", "read 2"]),
   ):
     config = dataclasses.replace(CONFIG, overlap=overlap)
     runner = Order(config)
-    engine, _, _ = serve(engine_class, config, runner=runner)
+    engine, _, _ = serve(config, runner)
     engine.submit(make("a", max_tokens=3))
     finish(engine)
     assert runner.log == expected
@@ -149,7 +143,7 @@ def test_who_arrives_waits_for_the_step_at_hand_and_with_overlap_for_one_launche
 
 
 def test_emits_once_a_step():
-  engine, front, _ = serve(PlainEngine)
+  engine, front, _ = serve(dataclasses.replace(CONFIG, overlap=False))
   for number in range(3):
     engine.submit(make(f"r{number}", num_prompt=2, max_tokens=2))
   engine.step()
@@ -239,11 +233,11 @@ class Broken(FakeRunner):
 
 
 @pytest.mark.catalogue("C9")
-@pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("at", ["launch", "read"])
 @pytest.mark.parametrize("step", [0, 1, 4])
-def test_a_failing_device_ends_everybody_once_and_the_engine(engine_class: type[Engine], at: str, step: int):
-  engine, front, _ = serve(engine_class, runner=Broken(CONFIG, at, step))
+def test_a_failing_device_ends_everybody_once_and_the_engine(overlap: bool, at: str, step: int):
+  engine, front, _ = serve(dataclasses.replace(CONFIG, overlap=overlap), Broken(CONFIG, at, step))
   for number in range(7):
     engine.submit(make(f"r{number}", max_tokens=2 + number))
   finish(engine)
@@ -292,7 +286,7 @@ def test_seeds_are_the_clients_or_the_engines_choice():
 
 
 def test_stats_add_up():
-  engine, front, clock = serve(PlainEngine)
+  engine, front, clock = serve(dataclasses.replace(CONFIG, overlap=False))
   engine.submit(make("a", num_prompt=9, max_tokens=4, temperature=0.0))
   while engine.num_live:
     engine.step()

@@ -6,17 +6,17 @@ import random
 import pytest
 
 from engine.config import EngineConfig
-from engine.engine import Engine, PlainEngine
+from engine.engine import Engine
 from engine.recorder import KV_ROWS, RungTotals
 from engine.scheduler import Scheduler
 from tests.engine.test_disaggregated import Pair
 from tests.engine.test_engine import Front, make
 from tests.fakes import FakeRunner, VirtualClock, small_config
 
-CONFIG = small_config(enable_prefix_caching=False, queue_timeout_s=0.0, request_timeout_s=0.0)
+CONFIG = small_config(enable_prefix_caching=False, queue_timeout_s=0.0, request_timeout_s=0.0, overlap=False)
 
 
-def run(config: EngineConfig, requests, engine_class: type[Engine] = PlainEngine):
+def run(config: EngineConfig, requests):
   """Serves requests; returns the engine and every batch with what the scheduler held when it was planned."""
   scheduler, runner, clock, seen = Scheduler(config), FakeRunner(config), VirtualClock(), []
   launch = runner.launch
@@ -29,7 +29,7 @@ def run(config: EngineConfig, requests, engine_class: type[Engine] = PlainEngine
     return launch(batch)
 
   runner.launch = watch
-  engine = engine_class(scheduler, runner, clock, Front())
+  engine = Engine(scheduler, runner, clock, Front())
   engine.keep_all()
   for request in requests:
     engine.submit(request)
@@ -40,13 +40,13 @@ def run(config: EngineConfig, requests, engine_class: type[Engine] = PlainEngine
   return engine, seen
 
 
-@pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("batching", ["chunked", "continuous", "static"])
-def test_a_record_says_what_its_batch_holds(batching: str, engine_class):
+def test_a_record_says_what_its_batch_holds(batching: str, overlap: bool):
   rng = random.Random(batching)
   requests = [make(f"r{n}", num_prompt=rng.randint(1, 30), max_tokens=rng.randint(1, 20)) for n in range(25)]
   # A pool that is too small for four: what chunked and continuous batching admit is preempted now and then.
-  engine, seen = run(dataclasses.replace(CONFIG, batching=batching, num_blocks=22), requests, engine_class)
+  engine, seen = run(dataclasses.replace(CONFIG, batching=batching, num_blocks=22, overlap=overlap), requests)
   records = engine.stats(1 << 20).steps
   assert len(records) == len(seen) and any(record.prefill_pairs for record in records)
   for record, (batch, held, room) in zip(records, seen, strict=True):

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine import Engine, PlainEngine
 from engine.scheduler import Scheduler
 from tests.engine.world import World
 from tools import replay
 
 
-def traced(path: Path, seed: int, before: int, engine_class: type[Engine] = Engine) -> World:
+def traced(path: Path, seed: int, before: int, overlap: bool = True) -> World:
   """A world whose trace begins after `before` operations."""
-  world = World(seed, engine_class=engine_class)
+  world = World(seed, overlap=overlap)
   for _ in range(before):
     world.random_op()
   world.engine.start_trace(str(path))
@@ -26,15 +25,13 @@ def traced(path: Path, seed: int, before: int, engine_class: type[Engine] = Engi
   return world
 
 
-@pytest.mark.parametrize("engine_class", [Engine, PlainEngine])
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("before", [0, 40, 41, 90])
-def test_replays_from_any_moment(
-  tmp_path: Path, before: int, engine_class: type[Engine], capsys: pytest.CaptureFixture
-) -> None:
+def test_replays_from_any_moment(tmp_path: Path, before: int, overlap: bool, capsys: pytest.CaptureFixture) -> None:
   path = tmp_path / "trace.jsonl"
   num_preemptions = 0
   for seed in (0, 1, 2, 3, 14, 16):  # the last two preempt, whatever is drawn
-    world = traced(path, seed, before, engine_class)
+    world = traced(path, seed, before, overlap)
     num_preemptions += world.scheduler.num_preemptions
     assert replay.main([str(path)]) == 0
     assert "batches are the same" in capsys.readouterr().out
@@ -94,7 +91,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, complaint: str, 
 
 
 def test_a_file_that_fails_ends_the_trace_not_the_engine(tmp_path: Path) -> None:
-  world = World(5, engine_class=Engine)
+  world = World(5, overlap=True)
   with pytest.raises(OSError):
     world.engine.start_trace(str(tmp_path / "no folder" / "trace"))
   world.engine.start_trace("/dev/full")

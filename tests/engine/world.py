@@ -12,7 +12,7 @@ from engine.batch import Batch
 from engine.batching import reachable_budgets
 from engine.block_pool import BlockPool, block_key, root_key
 from engine.config import EngineConfig
-from engine.engine import Engine, PlainEngine
+from engine.engine import Engine
 from engine.errors import Overloaded, RequestTooLong
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.sampling_params import SamplingParams
@@ -76,19 +76,18 @@ class World:
     seed: int,
     scheduler_class: type[Scheduler] = Scheduler,
     config: EngineConfig | None = None,
-    engine_class: type[Engine] | None = None,
+    overlap: bool | None = None,
   ):
     self.rng = rng = random.Random(seed)
-    self.config = config or random_config(rng)
+    config = config or random_config(rng)
+    self.config = dataclasses.replace(config, overlap=rng.choice((True, False)) if overlap is None else overlap)
     self.clock = VirtualClock()
     self.poisoned: dict[str, int] = {}
     self.runner = FakeRunner(self.config, poisoned=self.poisoned)
     self.scheduler = scheduler_class(self.config)
     self._schedule = self.scheduler.schedule
     self.scheduler.schedule = self._watch  # type: ignore[method-assign]
-    self.engine = (engine_class or rng.choice((Engine, PlainEngine)))(
-      self.scheduler, self.runner, self.clock, self._take
-    )
+    self.engine = Engine(self.scheduler, self.runner, self.clock, self._take)
     self.clients: dict[str, Client] = {}
     self.histories = [tuple(rng.randrange(VOCAB) for _ in range(24)) for _ in range(3)]
     self.serial = itertools.count()

@@ -1,10 +1,11 @@
 """What tests of kernels need of Pallas' interpreters."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 import ctypes
 import pathlib
 import threading
 import types
+from typing import Any
 
 import jax
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
@@ -36,22 +37,27 @@ def quick_cpp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.fixture
 def with_bug(
   tmp_path: pathlib.Path, quick_cpp: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> Callable[[types.ModuleType, str, tuple[str, str], Mapping[str, str]], None]:
-  """Has a module call a C++ kernel with a seeded bug, until the test ends."""
+) -> Callable[[str, tuple[str, str]], None]:
+  """Has a C++ kernel called with a seeded bug, until the test ends."""
 
-  def seed(module: types.ModuleType, kernel: str, bug: tuple[str, str], entries: Mapping[str, str]) -> None:
-    """Args: kernel: of native.SOURCES; bug: what is in its source once, and what takes its place; entries: of the
-    library, by the module's constant with the name of the custom call."""
+  def seed(kernel: str, bug: tuple[str, str]) -> None:
+    """Args: kernel: of native.SOURCES; bug: what is in its source once, and what takes its place."""
     right, wrong = bug
     source = native._ROOT / native.SOURCES[kernel]
     text = source.read_text()
     assert text.count(right) == 1, f"{right!r} is not once in {source.name}"
     (tmp_path / "cpu.cc").write_text(text.replace(right, wrong))
     library = ctypes.CDLL(str(native.compile_library(tmp_path / "cpu.cc", tmp_path / "cpu.so", quick_cpp)))
-    for constant, entry in entries.items():
-      target = f"{tmp_path.name}_{entry}"
-      jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, entry)), platform="cpu")
-      monkeypatch.setattr(module, constant, target)
+    for entry in native.ENTRIES[kernel]:
+      jax.ffi.register_ffi_target(
+        f"{tmp_path.name}_{entry}", jax.ffi.pycapsule(getattr(library, entry)), platform="cpu"
+      )
+
+    def call(name: str, entry: str, result: Any, **options: Any) -> Callable[..., Any]:
+      assert name == kernel
+      return jax.ffi.ffi_call(f"{tmp_path.name}_{entry}", result, **options)
+
+    monkeypatch.setattr(native, "call", call)
 
   return seed
 

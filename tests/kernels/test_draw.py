@@ -30,7 +30,6 @@ _CHOICES = (
 def built() -> None:
   if native.compiler() is not None:
     native.build("draw")
-    api.register()  # once and for all, before a test changes the name it goes by
 
 
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA draws here")
@@ -181,7 +180,7 @@ _BUGS = {
 @needs_compiler
 @pytest.mark.parametrize("name", _BUGS)
 def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
-  with_bug(api, "draw", _BUGS[name], {"_DRAW": "SluiceDraw"})
+  with_bug("draw", _BUGS[name])
   with pytest.raises(AssertionError):
     check(logits(40, 300), asked(40), "cpu")
     x = np.full((60, 300), -5.0, np.float32)

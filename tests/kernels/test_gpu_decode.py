@@ -18,7 +18,7 @@ import pytest
 
 from pallas_kernels.paged_attention import arg_specs, gpu_decode
 from pallas_kernels.paged_attention.arg_specs import ArgSpec, Arguments
-from pallas_kernels.paged_attention.plan import Geometry, Plan
+from pallas_kernels.paged_attention.plan import Plan
 from pallas_kernels.paged_attention.tuning import tuning_for
 from tests.kernels import conformance
 from tests.kernels.conformance import f32
@@ -51,18 +51,7 @@ class Case:
 
   @property
   def plan(self) -> Plan:
-    spec = self.spec
-    geometry = Geometry(
-      spec.num_tokens,
-      spec.num_rows,
-      spec.table_width,
-      spec.block_size,
-      spec.num_heads,
-      spec.num_kv_heads,
-      spec.head_dim,
-      spec.sliding_window,
-    )
-    return Plan(geometry, self.split_blocks, self.queries)
+    return Plan(self.spec.geometry, self.split_blocks, self.queries)
 
 
 def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks: int, **changes) -> Case:

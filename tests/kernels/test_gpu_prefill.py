@@ -22,7 +22,7 @@ import pytest
 
 from pallas_kernels.paged_attention import arg_specs, gpu_prefill
 from pallas_kernels.paged_attention.arg_specs import ArgSpec, Arguments
-from pallas_kernels.paged_attention.plan import Geometry, Plan
+from pallas_kernels.paged_attention.plan import Plan
 from pallas_kernels.paged_attention.tuning import tuning_for
 from tests.kernels import conformance
 
@@ -44,17 +44,7 @@ def quick_compilation() -> Iterator[None]:
 
 
 def plan_of(spec: ArgSpec) -> Plan:
-  geometry = Geometry(
-    spec.num_tokens,
-    spec.num_rows,
-    spec.table_width,
-    spec.block_size,
-    spec.num_heads,
-    spec.num_kv_heads,
-    spec.head_dim,
-    spec.sliding_window,
-  )
-  return Plan(geometry, split_blocks=8, decode_queries=min(DECODED, 64 // geometry.group))
+  return Plan(spec.geometry, split_blocks=8, decode_queries=min(DECODED, 64 // spec.geometry.group))
 
 
 def operands(spec: ArgSpec, arguments: Arguments) -> tuple[jax.Array, ...]:

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compil
 @pytest.fixture(autouse=True, scope="module")
 def built() -> None:
   native.build("packed_matmul")
-  api.register()  # once and for all, before a test changes the name it goes by
 
 
 def numbers(rows: int, inputs: int, outputs: int, dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -258,7 +257,7 @@ def test_without_a_bug_the_same_checks_pass() -> None:
 
 @pytest.mark.parametrize("name", _BUGS)
 def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
-  with_bug(api, "packed_matmul", _BUGS[name], {"_MATMUL": "SluicePackedMatmul"})
+  with_bug("packed_matmul", _BUGS[name])
   with pytest.raises(AssertionError):
     check(14, 64, 33)
     check(14, 64, 33, int8=True)

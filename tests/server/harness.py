@@ -290,6 +290,15 @@ def endings_of(messages: list[pb.GenerateResponse]) -> list[pb.Finished]:
   return [finished for message in messages for finished in message.finished]
 
 
+def pages_come_back_within_two_steps(server: Served) -> None:
+  """Of a paced server that has noticed that nobody is there any more; its device goes on now."""
+  server.wait_until(lambda: len(server.generations) == 0)
+  before = server.engine.recorder.num_steps
+  server.runner.go.set()
+  server.wait_until(lambda: server.blocks_in_use == 0 and server.engine.num_live == 0)
+  assert server.engine.recorder.num_steps - before <= 2
+
+
 def reason_of(error: grpc.RpcError) -> str:
   """The ErrorInfo reason of a status."""
   return detail_of(error, error_details_pb2.ErrorInfo).reason

@@ -469,7 +469,11 @@ COUNTS = {
   "a rule": ("grammar", 'start: "a"{1,1000000000}', counted(10**9)),
   "a rule, in another way": ("grammar", 'start: "a" ~ 1 .. 1000000000', counted(10**9)),
   "an expression in a rule": ("grammar", "start: A\nA: /a{1000000000}/", counted(10**9)),
+  "nested in an expression": ("grammar", "start: /(a{1,1000}){1000}/", counted(10**6)),
+  "behind a text": ("grammar", 'start: "{1}"{1000000}', counted(10**6)),
+  "behind a class": ("regex", "[+-[]{1000000}", counted(10**6)),
   "GBNF": ("grammar", 'root ::= "a"{1000000000}', counted(10**9)),
+  "GBNF, behind a text": ("grammar", 'root ::= "{1}"{1000000} # {1}', counted(10**6)),
 }
 
 
@@ -487,6 +491,9 @@ def test_counts_that_nothing_could_follow(server, http, name):
     ("regex", "(a+)+$"),
     ("regex", "(a|aa)+b"),
     ("regex", "(.*a){20}"),
+    ("regex", r"[{1000000}]+\{1000000}"),
+    ("grammar", 'start: "{1000000}" /[{1000000}]+/ // {1000000}'),
+    ("grammar", 'root ::= "{1000000}" [{1000000}]+ # {1000000}'),
     ("regex", "(.*a.{4000}b)+"),
     ("json_schema", '{"type": "array", "items": {"$ref": "#"}}'),
     ("json_schema", '{"type": "string", "maxLength": 2147483647}'),

@@ -21,7 +21,17 @@ from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tests.fakes import oracle
 from tests.server import http2
-from tests.server.harness import Served, detail_of, endings_of, generate, reason_of, running, tiny_config, token_ids_of
+from tests.server.harness import (
+  Served,
+  detail_of,
+  endings_of,
+  generate,
+  pages_come_back_within_two_steps,
+  reason_of,
+  running,
+  tiny_config,
+  token_ids_of,
+)
 
 IDS = pb.TokenIds(ids=[7, 8, 9])
 FOREVER = pb.StopParams(max_tokens=400, ignore_eos=True)
@@ -44,15 +54,6 @@ def begin(served: Served, **fields):
   return call, first
 
 
-def assert_pages_come_back_within_two_steps(served: Served) -> None:
-  """The server has noticed; now the device goes on."""
-  served.wait_until(lambda: len(served.generations) == 0)
-  before = served.engine.recorder.num_steps
-  served.runner.go.set()
-  served.wait_until(lambda: served.blocks_in_use == 0 and served.engine.num_live == 0)
-  assert served.engine.recorder.num_steps - before <= 2
-
-
 @pytest.fixture
 def paced(tokenizer):
   """A server whose device takes some time, so that streams do not end before a test can act."""
@@ -65,7 +66,7 @@ def paced(tokenizer):
 def test_cancel_frees_the_pages_within_two_steps(paced):
   call, _ = begin(paced)
   call.cancel()
-  assert_pages_come_back_within_two_steps(paced)
+  pages_come_back_within_two_steps(paced)
   with pytest.raises(grpc.RpcError):
     next(call)
   assert paced.engine.stats().finished[FinishReason.ABORT] == 1
@@ -79,7 +80,7 @@ def test_cancel_of_a_unary_call(paced):
   paced.wait_for_steps(3)
   paced.runner.go.clear()
   call.cancel()
-  assert_pages_come_back_within_two_steps(paced)
+  pages_come_back_within_two_steps(paced)
 
 
 @pytest.mark.catalogue("B2")
@@ -89,7 +90,7 @@ def test_cancel_while_queued(paced):
   paced.wait_until(lambda: len(paced.generations) == 4)
   for call in calls:
     call.cancel()
-  assert_pages_come_back_within_two_steps(paced)
+  pages_come_back_within_two_steps(paced)
 
 
 @pytest.mark.catalogue("B1")
@@ -122,7 +123,7 @@ def test_a_client_that_vanishes(paced):
     paced.runner.go.clear()
     for each in sockets:
       each.shutdown(socket.SHUT_RDWR)
-    assert_pages_come_back_within_two_steps(paced)
+    pages_come_back_within_two_steps(paced)
     with pytest.raises(grpc.RpcError):
       list(call)
   for each in (*sockets, listener):
@@ -140,7 +141,7 @@ def test_the_clients_deadline_frees_the_pages_within_two_steps(paced):
   with pytest.raises(grpc.RpcError) as caught:
     list(call)
   assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-  assert_pages_come_back_within_two_steps(paced)
+  pages_come_back_within_two_steps(paced)
 
 
 @pytest.mark.catalogue("B6")
@@ -187,7 +188,7 @@ def test_abort(paced):
     list(call)
   assert caught.value.code() is grpc.StatusCode.CANCELLED
   assert reason_of(caught.value) == "ABORTED_BY_REQUEST"
-  assert_pages_come_back_within_two_steps(paced)
+  pages_come_back_within_two_steps(paced)
   generate(paced, token_ids=IDS, request_id="mine", stopping=pb.StopParams(max_tokens=3))
 
 
@@ -219,7 +220,7 @@ def test_n_outputs_are_admitted_all_or_none(tokenizer):
     served.runner.go.clear()
     with pytest.raises(grpc.RpcError, match="requests are queued, the limit is 3"):
       served.generation.GenerateUnary(pb.GenerateRequest(token_ids=IDS, sampling=pb.SamplingParams(n=16)))
-    assert_pages_come_back_within_two_steps(served)
+    pages_come_back_within_two_steps(served)
 
 
 @pytest.mark.catalogue("A1")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine.config import EngineConfig
-from engine.engine import PlainEngine
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.recorder import RequestRecord, StepRecord
 from engine.scheduler import Scheduler
@@ -190,10 +190,17 @@ def test_what_is_no_run_file_is_refused_by_line(tmp_path, text, complaint):
 
 def test_a_step_trace_gives_the_records_it_can(tmp_path):
   config = EngineConfig(
-    vocab_size=50, max_model_len=64, num_blocks=40, block_size=4, token_budgets=(4, 16), max_num_seqs=4, prefill_chunk=8
+    vocab_size=50,
+    max_model_len=64,
+    num_blocks=40,
+    block_size=4,
+    token_budgets=(4, 16),
+    max_num_seqs=4,
+    prefill_chunk=8,
+    overlap=False,
   )
   clock = VirtualClock()
-  engine = PlainEngine(Scheduler(config), FakeRunner(config), clock, Front())
+  engine = Engine(Scheduler(config), FakeRunner(config), clock, Front())
   engine.start_trace(str(tmp_path / "trace.jsonl"))
   for number in range(5):
     engine.submit(make(f"r{number}", num_prompt=10 + number, max_tokens=4))

@@ -1,4 +1,8 @@
-"""make audit, asking a service of ours: what it says of no hole, of one, and of a service that does not answer."""
+"""make audit: what it says of no hole, of one, of a lock that does not hold, and of a service that does not answer.
+
+Each time of what pip-audit 2.10.1 was seen to print; and where `make audit` was set up, of pip-audit itself, which then
+asks a service of ours.
+"""
 
 from collections.abc import Iterator
 import contextlib
@@ -6,11 +10,12 @@ import http.server
 import json
 import pathlib
 import socket
+import subprocess
 import threading
 
 import pytest
 
-from tools.audit import TOOL, main, verdict
+from tools import audit
 
 LOCK = "".join(f"{pin} --hash=sha256:{64 * digit}\n" for pin, digit in (("first==1.0", "a"), ("second==2.0", "b")))
 HOLE = {
@@ -55,68 +60,87 @@ def osv(holes: dict[str, list], status: int = 200) -> Iterator[tuple[str, list[s
     thread.join()
 
 
-@pytest.fixture
-def ask(tmp_path, capsys):
-  """Runs the tool on a lock file; returns its exit code and what it printed."""
-  if not (TOOL.parents[1] / ".ready").exists():  # of which the tool itself is only a part
-    pytest.skip(f"{TOOL} is not set up: `make audit` does that")
-
-  def run(url: str, lock: str = LOCK) -> tuple[int, str]:
-    path: pathlib.Path = tmp_path / "requirements.lock"
-    path.write_text(lock)
-    code = main(["--service=osv", f"--osv_url={url}", f"--lock={path}"])
-    return code, capsys.readouterr().out
-
-  return run
-
-
-@pytest.mark.catalogue("H11")
-def test_packages_without_a_known_hole(ask):
-  with osv({}) as (url, asked):
-    assert ask(url) == (0, "audit: audited 2 packages, none vulnerable as far as osv knows\n")
-  assert sorted(asked) == ["first==1.0", "second==2.0"]
-
-
-@pytest.mark.catalogue("H11")
-def test_a_package_with_a_hole_is_named_and_fails(ask):
-  with osv({"second": [HOLE]}) as (url, _):
-    assert ask(url) == (
-      1,
-      "audit: of 2 packages, vulnerable are:\naudit:   second 2.0: PYSEC-2026-1 CVE-2026-0001: install 2.1\n",
-    )
-
-
-@pytest.mark.catalogue("H11")
-def test_a_service_that_does_not_answer_leaves_nothing_known(ask):
-  with socket.create_server(("127.0.0.1", 0)) as taken:  # and not listening for HTTP once it is closed
-    url = f"http://127.0.0.1:{taken.getsockname()[1]}/"
-  code, said = ask(url)
-  assert code == 0 and said.startswith("audit: skipped: could not be audited, osv did not answer: requests.exceptions.")
-  with osv({"second": [HOLE]}, 500) as (url, _):
-    code, said = ask(url)
-  assert code == 0 and said.startswith("audit: skipped: could not be audited, osv did not answer: ")
+# By what the service does: what pip-audit printed last (on stdout a report, or on stderr), its exit code, ours, and the
+# begin of what we say.
+_FIRST = {"name": "first", "version": "1.0", "vulns": []}
+_FOUND = {"id": "PYSEC-2026-1", "fix_versions": ["2.1"], "aliases": ["CVE-2026-0001"], "description": "N/A"}
+NO_ANSWER = "audit: skipped: could not be audited, osv did not answer: "
+SEEN = {
+  "no hole": (
+    [_FIRST, {"name": "second", "version": "2.0", "vulns": []}],
+    0,
+    0,
+    "audit: audited 2 packages, none vulnerable as far as osv knows\n",
+  ),
+  "a hole": (
+    [_FIRST, {"name": "second", "version": "2.0", "vulns": [_FOUND]}],
+    1,
+    1,
+    "audit: of 2 packages, vulnerable are:\naudit:   second 2.0: PYSEC-2026-1 CVE-2026-0001: install 2.1\n",
+  ),
+  "nobody there": ("requests.exceptions.ConnectionError: HTTPConnectionPool(host='127.0.0.1', port=", 1, 0, NO_ANSWER),
+  "an error": ("pip_audit._service.interface.ServiceError", 1, 0, NO_ANSWER + "pip_audit._service.interface.Serv"),
+  "no hash": (
+    "ERROR:pip_audit._cli:requirement first==1.0 does not contain a hash",
+    1,
+    2,
+    "audit: pip-audit ended with exit code 1: ERROR:pip_audit._cli:requirement first==1.0 does not contain a hash\n",
+  ),
+  "no lock": ("         ^", 1, 2, "audit: pip-audit ended with exit code 1:          ^\n"),
+}
 
 
 @pytest.mark.catalogue("H11")
-def test_a_lock_that_does_not_hold_fails(ask):
-  with osv({}) as (url, asked):
-    for lock in ("first==1.0\n", "first==\n"):
-      code, said = ask(url, lock)
-      assert code == 2 and said.startswith("audit: pip-audit ended with exit code 1: ") and "none" not in said
-  assert not asked
+@pytest.mark.parametrize("case", SEEN)
+def test_what_is_said_of_what_pip_audit_printed(case, monkeypatch, capsys):
+  printed, its_code, code, said = SEEN[case]
+  out, err = ("", printed) if isinstance(printed, str) else (json.dumps({"dependencies": printed, "fixes": []}), "")
+  done = subprocess.CompletedProcess([], its_code, out, f"WARNING:pip_audit._cli:Something.\n{err}\n\n")
+  monkeypatch.setattr(audit, "TOOL", pathlib.Path(__file__))  # anything that is there
+  monkeypatch.setattr(audit, "audit", lambda lock, service, osv_url: done)
+  assert audit.main(["--service=osv"]) == code
+  assert capsys.readouterr().out.startswith(said)
+
+
+@pytest.mark.catalogue("H11")
+@pytest.mark.parametrize("case", SEEN)
+@pytest.mark.skipif(not (audit.TOOL.parents[1] / ".ready").exists(), reason="`make audit` sets up what this runs")
+def test_pip_audit_prints_that(case, tmp_path):
+  printed, its_code, _, _ = SEEN[case]
+  lock = tmp_path / "requirements.lock"
+  lock.write_text({"no hash": "first==1.0\n", "no lock": "first==\n"}.get(case, LOCK))
+  with osv({"second": [HOLE]} if case == "a hole" else {}, 500 if case == "an error" else 200) as (url, asked):
+    if case == "nobody there":
+      with socket.create_server(("127.0.0.1", 0)) as taken:  # and not listening for HTTP once it is closed
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/"
+    done = audit.audit(lock, "osv", url)
+  assert done.returncode == its_code
+  if isinstance(printed, str):
+    assert not done.stdout and done.stderr.rstrip().splitlines()[-1].startswith(printed)
+  else:
+    assert json.loads(done.stdout)["dependencies"] == printed
+    assert set(asked) == {"first==1.0", "second==2.0"}
+
+
+@pytest.mark.catalogue("H11")
+def test_without_its_environment_it_says_so(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(audit, "TOOL", tmp_path / "pip-audit")
+  with pytest.raises(SystemExit) as ended:
+    audit.main([])
+  assert ended.value.code == 2 and "`make audit` installs it" in capsys.readouterr().err
 
 
 @pytest.mark.catalogue("H11")
 def test_packages_that_a_service_does_not_have_are_not_audited():
   """As pip-audit tells it of an index that does not have the packages' pages, with exit code 0."""
   skipped = [{"name": f"p{index}", "skip_reason": "Dependency not found on PyPI"} for index in range(7)]
-  code, said = verdict({"dependencies": skipped}, "pypi")
+  code, said = audit.verdict({"dependencies": skipped}, "pypi")
   assert (code, said) == (
     0,
     ["skipped: could not be audited, 7 of 7 packages (p0, p1, p2, p3, p4, ...): pypi has none"],
   )
   clean = {"name": "q", "version": "1", "vulns": []}
-  code, said = verdict({"dependencies": [*skipped[:1], clean]}, "pypi")
+  code, said = audit.verdict({"dependencies": [*skipped[:1], clean]}, "pypi")
   assert (code, said) == (
     0,
     [
@@ -125,7 +149,7 @@ def test_packages_that_a_service_does_not_have_are_not_audited():
     ],
   )
   hole = {"id": "A", "aliases": [], "fix_versions": []}
-  code, said = verdict(
+  code, said = audit.verdict(
     {"dependencies": [skipped[0], clean | {"vulns": [hole, hole | {"fix_versions": ["2", "3"]}]}]}, "pypi"
   )
   assert code == 1 and said[1:3] == ["  q 1: A: no version without it", "  q 1: A: install 2 or 3"]

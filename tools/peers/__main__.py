@@ -214,8 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     report.add_ratios(result["engines"], online=args.online)
   except (EngineError, OSError) as error:
-    print(f"tools.peers: {' '.join(str(error).split())}", file=sys.stderr)
-    return 1
+    return parser.failed(error, 1)
   finally:
     for engine in engines.values():
       engine.close()
