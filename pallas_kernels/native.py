@@ -24,6 +24,7 @@ import tempfile
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _BUILT = _ROOT / "pallas_kernels" / "built"
 SOURCES = {
+  "adjust": "pallas_kernels/adjust/cpu.cc",
   "argmax": "pallas_kernels/argmax/cpu.cc",
   "draw": "pallas_kernels/draw/cpu.cc",
   "packed_matmul": "pallas_kernels/packed_matmul/cpu.cc",

@@ -31,6 +31,7 @@ from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
 from models.layers import WeightForm
+from pallas_kernels.adjust import api as adjust
 from pallas_kernels.argmax import api as argmax
 from pallas_kernels.draw import api as draw
 
@@ -220,6 +221,7 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
       deterministic=options.deterministic,
       argmax=argmax.choose(device.platform, mesh.size),
       draw=draw.choose(device.platform, mesh.size),
+      adjust=adjust.choose(device.platform, mesh.size),
     )
 
   check_attention(spec(table_width), ladder, dtype)

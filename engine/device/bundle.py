@@ -33,6 +33,7 @@ from engine.device.programs import ProgramSpec
 from engine.errors import ConfigError
 from engine.shapes import StepShape
 from pallas_kernels import native
+from pallas_kernels.adjust import api as adjust
 from pallas_kernels.argmax import api as argmax
 from pallas_kernels.draw import api as draw
 from pallas_kernels.packed_matmul import api as packed_matmul
@@ -294,7 +295,7 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
 
 def _register_kernels() -> None:
   """Lets the backend find the C++ kernels: nothing is traced here, which is when they are registered otherwise."""
-  for register in (argmax.register, draw.register, packed_matmul.register, paged_attention_cpu.register):
+  for register in (adjust.register, argmax.register, draw.register, packed_matmul.register, paged_attention_cpu.register):
     with contextlib.suppress(native.NativeMissing):
       register()
 

@@ -54,7 +54,7 @@ class ProgramSpec:
     attention: name of the implementation (pallas_kernels.paged_attention.api), whose layout `kv` has.
     device_kind: as JAX calls the devices; decides tuned settings of kernels.
     deterministic: every sum of a row is made in an order that nothing but the row decides (see `deterministic.py`).
-    argmax, draw: names of the implementations (pallas_kernels.argmax.api, pallas_kernels.draw.api).
+    argmax, draw, adjust: names of the implementations (pallas_kernels.argmax.api, and so on).
   """
 
   mesh: Mesh
@@ -72,6 +72,7 @@ class ProgramSpec:
   deterministic: bool = False
   argmax: str = "reference"
   draw: str = "reference"
+  adjust: str = "reference"
 
   @property
   def platform(self) -> str:
@@ -184,7 +185,8 @@ def step(
     logits, rows = _with_all_rows(logits, rows, spec.num_slots)
   with jax.named_scope("sample"):
     wide = spec.platform != "cpu"
-    sampled = sampler.sample(logits, rows, slot_state, wide, inputs.num_logit_rows, spec.argmax, spec.draw)
+    kernels = spec.argmax, spec.draw, spec.adjust
+    sampled = sampler.sample(logits, rows, slot_state, wide, inputs.num_logit_rows, *kernels)
     slot_state = sampler.remember(slot_state, rows, sampled.tokens)
   slots = jnp.where(rows.has(Flag.SAMPLE), rows[Column.SLOT], layout.num_slots)
   if spec.deterministic:
