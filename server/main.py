@@ -217,6 +217,7 @@ async def _serve() -> int:
   # What the start has made stays: the collector need not look at it again while requests wait.
   gc.collect()
   gc.freeze()
+  gc.enable()
   tracer = None
   if isinstance(host, Frontends):
     await host.serve(engine, model=name, tokenizer=tokenizer, load_s=built.load_s, warmup_s=built.warmup_s)
@@ -284,6 +285,7 @@ def _main(argv: Sequence[str]) -> int:
   # How long the engine's thread may wait for the interpreter while the loop's writes messages. The default, 5 ms, is
   # more than a step of a small model takes; with 64 streams this gave about 10 % more tokens a second.
   sys.setswitchinterval(0.0005)
+  gc.disable()  # until the server is ready: what is imported and traced is not garbage
   _LINES.set_up(flags.LOG_FORMAT.value)
   _say("configuration:\n" + "\n".join(f"  {line}" for line in flags.configuration()))
   if exposure := flags.exposure():

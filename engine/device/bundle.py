@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 
 from engine.device.code_folder import refuse_writers
 from engine.device.executables import NotRestored, Program, to_bytes
-from engine.device.programs import ProgramSpec
+from engine.device.programs import ProgramSpec, step_options
 from engine.errors import ConfigError
 from engine.shapes import StepShape
 from pallas_kernels import native
@@ -204,6 +204,7 @@ def made_for(spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> dict[str, Any]:
     "parameters": _digest(repr(shapes)),
     "KV": f"{len(spec.kv)} of {spec.kv[0].dtype}{list(spec.kv[0].shape)}",
     "ladder": [dataclasses.astuple(shape) for shape in rungs],
+    "compiler options": step_options(spec),
   }
   if client.platform == "cpu":
     found["processors"] = len(os.sched_getaffinity(0))  # XLA splits loops by their number
@@ -295,7 +296,13 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
 
 def _register_kernels() -> None:
   """Lets the backend find the C++ kernels: nothing is traced here, which is when they are registered otherwise."""
-  for register in (adjust.register, argmax.register, draw.register, packed_matmul.register, paged_attention_cpu.register):
+  for register in (
+    adjust.register,
+    argmax.register,
+    draw.register,
+    packed_matmul.register,
+    paged_attention_cpu.register,
+  ):
     with contextlib.suppress(native.NativeMissing):
       register()
 

@@ -100,9 +100,7 @@ def _column(values: jax.Array, like: jax.Array) -> jax.Array:
   return jnp.broadcast_to(values[:, None], like.shape)
 
 
-def _adjusted(
-  x: jax.Array, rows: SamplingRows, state: SlotState, num_rows: jax.Array | None, by: str
-) -> jax.Array:
+def _adjusted(x: jax.Array, rows: SamplingRows, state: SlotState, num_rows: jax.Array | None, by: str) -> jax.Array:
   """Everything that comes before the temperature."""
   kinds = [jnp.where(rows.has(flag), jnp.int32(kind), 0) for kind, flag in _ADJUSTMENTS.items()]
   asked = Adjustments(

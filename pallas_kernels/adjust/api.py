@@ -45,9 +45,10 @@ def adjust(
   Args:
     x: f32[S, V], finite.
     asked: by line.
-    stop_ids: int32[S, n], for SUPPRESS: tokens that are forbidden, unless nothing else is allowed; -1 where there is none.
+    stop_ids: int32[S, n], for SUPPRESS: what is forbidden, unless nothing else is allowed; -1 where there is none.
     memory: what lines look up by their slot.
-    num_rows: int32[1], how many lines are in use, those in front; what comes out for the others means nothing. None: all.
+    num_rows: int32[1], how many lines are in use, those in front; None: all. What comes out for the others means
+      nothing.
     implementation: of IMPLEMENTATIONS.
 
   Raises:
@@ -68,7 +69,9 @@ def adjust(
     ("num_rows", num_rows, (1,)),
   ):
     if array is not None and array.shape != shape:
-      raise ValueError(f"adjust: {name} is {array.dtype}{list(array.shape)}; beside x {list(x.shape)} it is {list(shape)}")
+      raise ValueError(
+        f"adjust: {name} is {array.dtype}{list(array.shape)}; beside x {list(x.shape)} it is {list(shape)}"
+      )
   if implementation == "reference":
     return reference.adjust(x, asked, stop_ids, memory)
   register()

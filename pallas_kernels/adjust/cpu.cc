@@ -33,15 +33,15 @@ inline float less(float x, float a, float b) {
 #endif
 }
 
-void penalise(float* x, int64_t V, const int32_t* history, float repetition, float frequency, float presence) {
+// Both sides of a choice are computed, so that it is made in vectors.
+void penalise(const float* x, int64_t V, const int32_t* history, float repetition, float frequency, float presence,
+              float* to) {
   const float divided = 1.0f / repetition;  // as XLA divides a line by a number
   for (int64_t i = 0; i < V; ++i) {
     const int32_t past = history[i], count = past & kCount;
-    float y = x[i];
-    y = past == 0 ? y : y > 0.0f ? y * divided : y * repetition;
-    y = less(y, frequency, static_cast<float>(count));
-    y = count > 0 ? y - presence : y;
-    x[i] = std::min(std::max(y, -kHuge), kHuge);
+    const float lower = x[i] * divided, higher = x[i] * repetition, repeated = x[i] > 0.0f ? lower : higher;
+    const float y = less(past == 0 ? x[i] : repeated, frequency, static_cast<float>(count)), present = y - presence;
+    to[i] = std::min(std::max(count > 0 ? present : y, -kHuge), kHuge);
   }
 }
 
@@ -56,9 +56,9 @@ void mask(float* x, int64_t V, const int32_t* words) {
 void suppress(float* x, int64_t V, const int32_t* ids, int64_t n, const float* before) {
   for (int64_t i = 0; i < n; ++i)
     if (ids[i] >= 0 && ids[i] < V) x[ids[i]] = kForbidden;
-  float most = kForbidden;
-  for (int64_t i = 0; i < V; ++i) most = x[i] > most ? x[i] : most;
-  if (most == kForbidden) std::copy(before, before + V, x);
+  bool left = false;
+  for (int64_t i = 0; i < V; ++i) left |= x[i] > kForbidden;
+  if (!left) std::copy(before, before + V, x);
 }
 
 struct Slots {
@@ -72,10 +72,11 @@ void line(const float* x, int64_t V, const int32_t* asked, int64_t S, const int3
           float* to) {
   const int64_t slot = std::clamp<int64_t>(asked[kSlot * S], 0, slots.number - 1);
   const int32_t kinds = asked[kKinds * S];
-  std::copy(x, x + V, to);
   if (kinds & kPenalty)
-    penalise(to, V, slots.history + slot * V, as_float(asked[kRepetition * S]), as_float(asked[kFrequency * S]),
-             as_float(asked[kPresence * S]));
+    penalise(x, V, slots.history + slot * V, as_float(asked[kRepetition * S]), as_float(asked[kFrequency * S]),
+             as_float(asked[kPresence * S]), to);
+  else
+    std::copy(x, x + V, to);
   if (kinds & kBias) {
     const float* bias = slots.bias + slot * V;
     for (int64_t i = 0; i < V; ++i) to[i] += bias[i];

@@ -124,16 +124,16 @@ def test_a_count_that_does_not_fit_is_an_error() -> None:
 # --- Seeded bugs ------------------------------------------------------------------------------------------------------
 
 _BUGS = {
-  "prompts_not_repeated": ("y = past == 0 ?", "y = count == 0 ?"),
-  "repetition_the_wrong_way": ("y > 0.0f ? y * divided", "y < 0.0f ? y * divided"),
-  "presence_of_prompts": ("y = count > 0 ?", "y = past != 0 ?"),
-  "not_held_finite": ("std::min(std::max(y, -kHuge), kHuge)", "y"),
+  "prompts_not_repeated": ("past == 0 ? x[i]", "count == 0 ? x[i]"),
+  "repetition_the_wrong_way": ("x[i] > 0.0f ? lower", "x[i] < 0.0f ? lower"),
+  "presence_of_prompts": ("count > 0 ? present", "past != 0 ? present"),
+  "not_held_finite": ("std::min(std::max(count > 0 ? present : y, -kHuge), kHuge)", "count > 0 ? present : y"),
+  "penalties_for_all": ("if (kinds & kPenalty)", "if (true)"),
   "the_rest_of_a_word": ("i < V; i += 32", "i + 32 <= V; i += 32"),
   "bits_the_other_way": ("(word >> j) & 1", "(word >> (31 - j)) & 1"),
   "the_first_ending_let_through": ("ids[i] >= 0 &&", "ids[i] > 0 &&"),
-  "nothing_left": ("if (most == kForbidden) std::copy", "if (false) std::copy"),
+  "nothing_left": ("if (!left) std::copy", "if (false) std::copy"),
   "another_slot": ("slots.bias + slot * V", "slots.bias + (slot ? slot - 1 : 0) * V"),
-  "penalties_left_out": ("x[i] = std::min", "y = std::min"),
 }
 
 
