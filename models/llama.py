@@ -186,10 +186,12 @@ def abstract(config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN) ->
 _NUM_INPUTS = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1, "head": 1}
 
 
-def arrange(name: str, weight: jax.Array, config: ModelConfig, form: WeightForm) -> dict[str, jax.Array | np.ndarray]:
+def arrange(
+  name: str, weight: jax.Array | np.ndarray, config: ModelConfig, form: WeightForm
+) -> dict[str, jax.Array | np.ndarray]:
   """What a parameter of the plain model becomes in `form`, by the names and in the shapes of `abstract`.
 
-  A packed weight is in memory of its own that nobody else writes to.
+  What the host holds comes out in memory of its own: a weight may be a view of a file.
   """
   made: dict[str, jax.Array | np.ndarray] = {}
   if name == "embed" and config.tie_embeddings and form != PLAIN:
@@ -199,9 +201,9 @@ def arrange(name: str, weight: jax.Array, config: ModelConfig, form: WeightForm)
   else:
     num_inputs = _NUM_INPUTS.get(name.rpartition(".")[2], 0)
   if not num_inputs:
-    return {name: weight}
+    return {name: packed_matmul.copied(weight) if isinstance(weight, np.ndarray) else weight}
   if form.int8:
-    weight, scales = quantize(weight, num_inputs)
+    weight, scales = quantize(jax.device_put(weight), num_inputs)
     made[f"{name}_scale"] = scales.reshape(-1) if form.packed else scales
   if form.packed:
     inputs = math.prod(weight.shape[:num_inputs])

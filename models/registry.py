@@ -121,7 +121,7 @@ def tensors(config: ModelConfig) -> dict[str, tuple[Piece, ...]]:
       out[f"{ours}.attention.k_norm.scale"] = vector(f"{theirs}.self_attn.k_norm.weight", h)
     out[f"{ours}.mlp_norm.scale"] = vector(f"{theirs}.post_attention_layernorm.weight", d)
     out[f"{ours}.mlp.gate_up"] = tuple(
-      Piece(f"{theirs}.mlp.{name}_proj.weight", (f, d), (f, 1, d), (2, 1, 0), 1, start)
+      Piece(f"{theirs}.mlp.{name}_proj.weight", (f, d), (1, f, d), (2, 0, 1), 1, start)
       for start, name in enumerate(("gate", "up"))
     )
     out[f"{ours}.mlp.down"] = transposed(f"{theirs}.mlp.down_proj.weight", d, f)

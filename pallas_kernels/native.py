@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # imported by what needs it: whoever builds or asks for a pat
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _BUILT = _ROOT / "pallas_kernels" / "built"
 SOURCES = {
+  "adjust": "pallas_kernels/adjust/cpu.cc",
   "argmax": "pallas_kernels/argmax/cpu.cc",
   "draw": "pallas_kernels/draw/cpu.cc",
   "packed_matmul": "pallas_kernels/packed_matmul/cpu.cc",
@@ -36,6 +37,7 @@ SOURCES = {
 }
 # Of each library; also the names of the custom calls.
 ENTRIES = {
+  "adjust": ("SluiceAdjust",),
   "argmax": ("SluiceArgmax",),
   "draw": ("SluiceDraw",),
   "packed_matmul": ("SluicePackedMatmul",),

@@ -217,6 +217,7 @@ async def _serve() -> int:
   # What the start has made stays: the collector need not look at it again while requests wait.
   gc.collect()
   gc.freeze()
+  gc.enable()
   tracer = None
   if isinstance(host, Frontends):
     await host.serve(engine, model=name, tokenizer=tokenizer, load_s=built.load_s, warmup_s=built.warmup_s)
@@ -285,6 +286,7 @@ def _main(argv: Sequence[str]) -> int:
   # more than a step of a small model takes; with 64 streams this gave about 10 % more tokens a second.
   sys.setswitchinterval(0.0005)
   memory.few_arenas()
+  gc.disable()  # until the server is ready: what is imported and traced is not garbage
   _LINES.set_up(flags.LOG_FORMAT.value)
   _say("configuration:\n" + "\n".join(f"  {line}" for line in flags.configuration()))
   if exposure := flags.exposure():

@@ -13,6 +13,7 @@ from engine.device import sampler
 from engine.device.model_input import Packer, unpack
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
+from pallas_kernels.adjust import api as adjust
 from pallas_kernels.argmax import api as argmax
 from pallas_kernels.draw import api as draw
 from tools.measure import best_and_median
@@ -21,6 +22,7 @@ _ASKED = {
   "greedy": SamplingParams(temperature=0.0),
   "temperature": SamplingParams(),
   "top_k, top_p": SamplingParams(top_k=50, top_p=0.9),
+  "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1),
   "logprobs": SamplingParams(temperature=0.0, logprobs=20),
 }
 _DRAWS = 8  # of one call, one after the other, so that the call itself does not count
@@ -45,7 +47,7 @@ def sampler_times(vocab_size: int, batches: Sequence[int], seconds: float) -> li
     seconds: for each.
   """
   small = jax.default_backend() == "cpu"
-  kernels = argmax.choose(jax.default_backend()), draw.choose(jax.default_backend())
+  kernels = [kernel.choose(jax.default_backend()) for kernel in (argmax, draw, adjust)]
   found = []
   for num_rows in batches:
     _, layout = _packed(_ASKED["greedy"], num_rows)

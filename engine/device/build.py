@@ -22,7 +22,7 @@ from engine.device.executables import Program
 from engine.device.fit import check_fits, step_bytes
 from engine.device.options import BuildOptions
 from engine.device.programs import ProgramSpec, all_programs, compile_step
-from engine.device.runner import MadeAhead, Make, ModelRunner, Progress
+from engine.device.runner import Making, ModelRunner, Progress
 from engine.device.weights import LoadedModel, open_checkpoint
 from engine.disaggregated import DisaggregatedEngine
 from engine.engine import Emit, Engine
@@ -31,6 +31,7 @@ from engine.scheduler import Scheduler
 from engine.shapes import ShapeLadder
 from models.config import ModelConfig
 from models.layers import WeightForm
+from pallas_kernels.adjust import api as adjust
 from pallas_kernels.argmax import api as argmax
 from pallas_kernels.draw import api as draw
 
@@ -220,33 +221,32 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
       deterministic=options.deterministic,
       argmax=argmax.choose(device.platform, mesh.size),
       draw=draw.choose(device.platform, mesh.size),
+      adjust=adjust.choose(device.platform, mesh.size),
+      packed=form.packed,
     )
 
   check_attention(spec(table_width), ladder, dtype)
 
-  def sized() -> tuple[EngineConfig, ProgramSpec, Make]:
-    num_blocks = options.num_blocks or _stored_pool(options, bundle, spec, ladder)
-    num_blocks = num_blocks or _size_pool(options, model, spec, ladder)
-    eos_token_ids = declared.eos_token_ids
-    config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, eos_token_ids, overlap)
-    chosen = spec(num_blocks)
-    if bundle is None:
-      return config, chosen, Program.compile
-    bundle.begin(made_for(chosen, ladder.rungs()), mesh)
-    return config, chosen, bundle.executable
-
-  with contextlib.ExitStack() as stack:
-    known = None
-    if device.platform == "cpu":  # elsewhere the size of the pool may follow from the memory that the weights leave
-      config, chosen, make = sized()
-      known = config, chosen, stack.enter_context(MadeAhead(all_programs(chosen, ladder.rungs()).values(), make))
+  def load() -> tuple[LoadedModel, float]:
     loaded = checkpoint.load()
     jax.block_until_ready(loaded.params)
     progress("load", 1, 1)
-    load_s = time.perf_counter() - started
-    config, chosen, make = known or sized()
-    leaves = tuple(jax.tree.leaves(loaded.params))
-    runner = ModelRunner(chosen, leaves, ladder, config.eos_token_ids, progress, make)
+    return loaded, time.perf_counter() - started
+
+  # A CPU's programs are made meanwhile. Elsewhere the size of the pool may follow from the memory that weights leave.
+  before = None if device.platform == "cpu" else load()
+  num_blocks = options.num_blocks or _stored_pool(options, bundle, spec, ladder)
+  num_blocks = num_blocks or _size_pool(options, model, spec, ladder)
+  eos_token_ids = declared.eos_token_ids
+  config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, eos_token_ids, overlap)
+  chosen, make = spec(num_blocks), Program.compile
+  if bundle is not None:
+    bundle.begin(made_for(chosen, ladder.rungs()), mesh)
+    make = bundle.executable
+  with Making(all_programs(chosen, ladder.rungs()), make) as making:
+    loaded, load_s = before or load()
+    made = making.wait(progress)
+  runner = ModelRunner(chosen, tuple(jax.tree.leaves(loaded.params)), ladder, eos_token_ids, made)
   if device.platform == "cpu":
     host_memory.keep_freed()  # not before: what loading and compiling took may go back
   runner.warm_up(progress)

@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 
 from engine.device.code_folder import refuse_writers
 from engine.device.executables import NotRestored, Program, to_bytes
-from engine.device.programs import ProgramSpec
+from engine.device.programs import ProgramSpec, step_options
 from engine.errors import ConfigError
 from engine.shapes import StepShape
 from pallas_kernels import native
@@ -199,6 +199,7 @@ def made_for(spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> dict[str, Any]:
     "parameters": _digest(repr(shapes)),
     "KV": f"{len(spec.kv)} of {spec.kv[0].dtype}{list(spec.kv[0].shape)}",
     "ladder": [dataclasses.astuple(shape) for shape in rungs],
+    "compiler options": step_options(spec),
   }
   if client.platform == "cpu":
     found["processors"] = len(os.sched_getaffinity(0))  # XLA splits loops by their number

@@ -54,7 +54,8 @@ class ProgramSpec:
     attention: name of the implementation (pallas_kernels.paged_attention.api), whose layout `kv` has.
     device_kind: as JAX calls the devices; decides tuned settings of kernels.
     deterministic: every sum of a row is made in an order that nothing but the row decides (see `deterministic.py`).
-    argmax, draw: names of the implementations (pallas_kernels.argmax.api, pallas_kernels.draw.api).
+    argmax, draw, adjust: names of the implementations (pallas_kernels.argmax.api, and so on).
+    packed: the linear layers are calls of a kernel.
   """
 
   mesh: Mesh
@@ -72,6 +73,8 @@ class ProgramSpec:
   deterministic: bool = False
   argmax: str = "reference"
   draw: str = "reference"
+  adjust: str = "reference"
+  packed: bool = False
 
   @property
   def platform(self) -> str:
@@ -184,7 +187,8 @@ def step(
     logits, rows = _with_all_rows(logits, rows, spec.num_slots)
   with jax.named_scope("sample"):
     wide = spec.platform != "cpu"
-    sampled = sampler.sample(logits, rows, slot_state, wide, inputs.num_logit_rows, spec.argmax, spec.draw)
+    kernels = spec.argmax, spec.draw, spec.adjust
+    sampled = sampler.sample(logits, rows, slot_state, wide, inputs.num_logit_rows, *kernels)
     slot_state = sampler.remember(slot_state, rows, sampled.tokens)
   slots = jnp.where(rows.has(Flag.SAMPLE), rows[Column.SLOT], layout.num_slots)
   if spec.deterministic:
@@ -236,24 +240,32 @@ def pack_masks(lines: Sequence[tuple[int, bytes]], padding: int, width: int) -> 
   return packed
 
 
-def _compiler_options(
-  mesh: Mesh, deterministic: bool = False, int8: bool = False
-) -> dict[str, bool | int | str] | None:
+def step_options(spec: ProgramSpec) -> dict[str, bool | int | str] | None:
   """What a step is compiled with, by platform.
 
-  CPU: LLVM at -O1: a fifth less time to compile, and steps as fast as at -O3 (matmuls are a library's).
+  CPU: LLVM at -O1: a fifth less time to compile, and steps as fast as at -O3 (matmuls are a library's). At -O0, half of
+  that again, where whatever goes over all of a layer or of the logits is a kernel of ours.
   GPU: matmuls by cuBLASLt, which takes the residual add along: 11 launches a layer at Llama-3-8B shapes, 14 with XLA's
   own (`make check-device`). XLA's own are for int8 weights, which they widen in registers. For the library each matrix
   is first widened into a buffer of its own by a fusion of its own, so that a step moves more than without int8: seen in
   the compiled HLO of two layers of these shapes and the head, 1,010 MiB of temporaries at 8 tokens, where XLA's own
   take 24. And for deterministic steps, all with one tile, which nothing times and chooses anew.
   """
-  match mesh.devices.flat[0].platform:
+  match spec.platform:
     case "cpu":
-      return {"xla_backend_optimization_level": 1}
+      whole = not (spec.model.qkv_bias or spec.model.qk_norm) and spec.packed
+      kernels = {spec.attention, spec.argmax, spec.draw, spec.adjust}
+      return {"xla_backend_optimization_level": 0 if whole and kernels == {"cpu"} else 1}
     case "gpu" | "cuda":
-      return {"xla_gpu_enable_triton_gemm": deterministic or int8} | (_ONE_MATMUL if deterministic else {})
+      int8 = any(leaf.dtype == jnp.int8 for leaf in spec.params)
+      one = _ONE_MATMUL if spec.deterministic else {}
+      return {"xla_gpu_enable_triton_gemm": spec.deterministic or int8} | one
   return None
+
+
+def _copy_options(spec: ProgramSpec) -> dict[str, bool | int | str] | None:
+  """What is compiled with that only copies and fills, in loops that LLVM must make."""
+  return {"xla_backend_optimization_level": 1} if spec.platform == "cpu" else step_options(spec)
 
 
 def step_program(spec: ProgramSpec, shape: StepShape) -> Program:
@@ -269,9 +281,7 @@ def step_program(spec: ProgramSpec, shape: StepShape) -> Program:
     arguments=(spec.params, spec.kv, spec.last_tokens, spec.slot_state, spec.whole((layout.size,), jnp.int32)),
     results=(spec.kv, spec.last_tokens, spec.slot_state, outputs),
     donated=(1, 2, 3),
-    compiler_options=_compiler_options(
-      spec.mesh, spec.deterministic, any(leaf.dtype == jnp.int8 for leaf in spec.params)
-    ),
+    compiler_options=step_options(spec),
   )
 
 
@@ -279,20 +289,20 @@ def line_program(spec: ProgramSpec, table: str) -> Program:
   """Sets one line of `table`, "history" or "bias" of the sampler's state: (table, packed) -> table."""
   lines = getattr(spec.slot_state, table)
   arguments = (lines, spec.whole((spec.model.vocab_size + 1,), jnp.int32))
-  return Program(f"line-{table}", write_line, arguments, lines, (0,), _compiler_options(spec.mesh))
+  return Program(f"line-{table}", write_line, arguments, lines, (0,), _copy_options(spec))
 
 
 def masks_program(spec: ProgramSpec) -> Program:
   """Sets lines of the masks: (table, packed) -> table."""
   table = spec.slot_state.mask
   packed = spec.whole((MASK_LINES, 1 + table.shape[1]), jnp.int32)
-  return Program("masks", write_masks, (table, packed), table, (0,), _compiler_options(spec.mesh))
+  return Program("masks", write_masks, (table, packed), table, (0,), _copy_options(spec))
 
 
 def zeros_program(spec: ProgramSpec, name: str, results: Any) -> Program:
   """Allocates `results`: () -> results. Zeros and not garbage, because 0 * NaN in a masked product would be NaN."""
   fill = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), results)
-  return Program(f"zeros-{name}", fill, (), results, (), _compiler_options(spec.mesh))
+  return Program(f"zeros-{name}", fill, (), results, (), _copy_options(spec))
 
 
 def all_programs(spec: ProgramSpec, rungs: Sequence[StepShape]) -> dict[StepShape | str, Program]:

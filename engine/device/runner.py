@@ -5,7 +5,7 @@ nowhere else. Steps run in launch order, so a slot written for a new request can
 former owner.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 import dataclasses
 import functools
@@ -38,23 +38,28 @@ _NO_ROWS: frozenset[int] = frozenset()
 _COMPILE_THREADS = max(2, min(8, (os.cpu_count() or 1) // 4))
 
 
-def _compile_threads() -> ThreadPoolExecutor:
-  return ThreadPoolExecutor(_COMPILE_THREADS, "compile")
+class Making:
+  """Executables in the making, in threads of their own, while something else goes on, as the loading of weights."""
 
+  def __init__(self, wanted: Mapping[StepShape | str, Program], make: Make = Program.compile):
+    """Begins; those in front first.
 
-class MadeAhead:
-  """A Make for programs whose executables are in the making while something else goes on, as the loading of weights."""
+    Args:
+      wanted: as of `programs.all_programs`.
+      make: compiles a program, or finds it compiled; called from several threads.
+    """
+    self._threads = ThreadPoolExecutor(_COMPILE_THREADS, "compile")
+    self._made = {key: self._threads.submit(make, program) for key, program in wanted.items()}
 
-  def __init__(self, wanted: Iterable[Program], make: Make):
-    """Begins; those in front first."""
-    self._threads = _compile_threads()
-    self._made = {program.name: self._threads.submit(make, program) for program in wanted}
+  def wait(self, progress: Progress) -> dict[StepShape | str, jax.stages.Compiled]:
+    """All of them, when they are made; raises what one of them raised."""
+    progress("compile", 0, len(self._made))
+    for done, future in enumerate(as_completed(self._made.values()), 1):
+      future.result()
+      progress("compile", done, len(self._made))
+    return {key: future.result() for key, future in self._made.items()}
 
-  def __call__(self, program: Program) -> jax.stages.Compiled:
-    """Waits for the one of this name."""
-    return self._made[program.name].result()
-
-  def __enter__(self) -> "MadeAhead":
+  def __enter__(self) -> "Making":
     return self
 
   def __exit__(self, *error: object) -> None:
@@ -147,10 +152,9 @@ class ModelRunner:
     params: tuple[jax.Array, ...],
     ladder: ShapeLadder,
     eos_token_ids: tuple[int, ...],
-    progress: Progress,
-    make: Make = Program.compile,
+    made: Mapping[StepShape | str, jax.stages.Compiled],
   ):
-    """Makes the executable of every rung and allocates the KV buffers.
+    """Allocates the KV buffers.
 
     `steps` (the executables by shape), `calls` (how they are called), `kv` and `slot_state` may be looked at from
     outside, for tests and measurements.
@@ -158,10 +162,9 @@ class ModelRunner:
     Args:
       spec: of the programs.
       params: the model's leaves, as spec.params says.
-      ladder: what to compile.
+      ladder: whose rungs the steps are.
       eos_token_ids: as many as spec.num_eos; what min_tokens holds back.
-      progress: called from this thread after each program.
-      make: compiles a program, or finds it compiled; called from several threads.
+      made: the executables of `programs.all_programs`.
     """
     self._spec, self._params = spec, params
     # On a CPU the values are in the host's memory anyway, and asking for a copy takes 0.1 ms and may wait for a core.
@@ -170,7 +173,9 @@ class ModelRunner:
     self._compiles_at_seal: int | None = None
     self._outgoing: BlockTransfer | None = None
     self._incoming: BlockTransfer | None = None
-    self._make_programs(ladder.rungs(), progress, make)
+    self.steps = {shape: made[shape] for shape in ladder.rungs()}
+    self._write_history, self._write_bias, self._write_masks = made["history"], made["bias"], made["masks"]
+    self._new_layer, self._new_slots = made["layer"], made["slots"]
     self._layouts = {shape: spec.layout(shape) for shape in ladder.rungs()}
     self.calls = {
       shape: StepCall(compiled, self._layouts[shape].size, mesh_lib.replicated(spec.mesh))
@@ -179,19 +184,6 @@ class ModelRunner:
     self.kv: kv_cache.Buffers = tuple(self._new_layer()[0] for _ in spec.kv)
     self._last_tokens: jax.Array = jax.device_put(np.zeros(spec.last_tokens.shape, np.int32), spec.last_tokens.sharding)
     self.slot_state: SlotState = self._new_slots()
-
-  def _make_programs(self, rungs: tuple[StepShape, ...], progress: Progress, make: Make) -> None:
-    wanted = programs.all_programs(self._spec, rungs)
-    progress("compile", 0, len(wanted))
-    with _compile_threads() as pool:
-      made = {key: pool.submit(make, program) for key, program in wanted.items()}
-      for done, future in enumerate(as_completed(made.values()), 1):
-        future.result()
-        progress("compile", done, len(wanted))
-    self.steps = {shape: made[shape].result() for shape in rungs}
-    self._write_history, self._write_bias = made["history"].result(), made["bias"].result()
-    self._write_masks = made["masks"].result()
-    self._new_layer, self._new_slots = made["layer"].result(), made["slots"].result()
 
   def warm_up(self, progress: Progress) -> None:
     """Runs every program once on padding, so that what a first call costs is paid before the server is ready."""

@@ -15,7 +15,7 @@ of more than 16.
 A row whose logits hold NaN or Inf is reported as bad, and its other values are 0; rows never touch each other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 
 import jax
@@ -25,12 +25,18 @@ import numpy as np
 
 from engine.device.model_input import Column, Flag, SamplingRows
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from pallas_kernels.adjust.api import PROMPT_BIT, Kind, Memory, adjust
+from pallas_kernels.adjust.api import Asked as Adjustments
 from pallas_kernels.argmax.api import argmax
 from pallas_kernels.draw.api import NO_LIMIT, Asked, draw
 
-_PROMPT_BIT = 1 << 30  # of a history entry: the token is in the prompt; the bits below count outputs
-_HUGE = 1e30  # a penalty may overflow a logit; this keeps it finite and on its side
 _FAN = 16  # of the tournament: each is the largest of so many
+_ADJUSTMENTS = {
+  Kind.PENALTY: Flag.PENALTY,
+  Kind.BIAS: Flag.BIAS,
+  Kind.MASK: Flag.MASK,
+  Kind.SUPPRESS: Flag.SUPPRESS,
+}
 _ADJUSTED = Flag.PENALTY | Flag.BIAS | Flag.MASK | Flag.SUPPRESS
 
 
@@ -40,7 +46,7 @@ class SlotState:
   """What the sampler remembers of each slot, one row more than there are slots: the last is the padding slot's.
 
   Attributes:
-    history: int32[slots + 1, V], how often a token was generated, plus _PROMPT_BIT where the prompt holds it. Only kept
+    history: int32[slots + 1, V], how often a token was generated, plus PROMPT_BIT where the prompt holds it. Only kept
       for requests with penalties.
     bias: f32[slots + 1, V], added to the logits; -inf where a token is not allowed. Only for requests that ask.
     mask: int32[slots + 1, ceil(V / 32)], the tokens that an output constraint allows next: token t is bit t % 32 of
@@ -74,7 +80,7 @@ class Sampled:
 def history_row(token_ids: Sequence[int], num_prompt_tokens: int, vocab_size: int) -> np.ndarray:
   """A slot's line of `SlotState.history` from all its tokens, on the host: int32[V]."""
   row = np.bincount(np.asarray(token_ids[num_prompt_tokens:], np.int64), minlength=vocab_size).astype(np.int32)
-  row[np.asarray(token_ids[:num_prompt_tokens], np.int64)] |= _PROMPT_BIT
+  row[np.asarray(token_ids[:num_prompt_tokens], np.int64)] |= PROMPT_BIT
   return row
 
 
@@ -89,49 +95,22 @@ def bias_row(params: SamplingParams, vocab_size: int) -> np.ndarray:
   return row
 
 
-def _where_any(rows: SamplingRows, flag: Flag, change: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-  """`change(x)` in the rows that carry `flag`; nothing is computed where no row does."""
-  chosen = rows.has(flag)
-  return lax.cond(jnp.any(chosen), lambda x: jnp.where(_column(chosen, x), change(x), x), lambda x: x, x)
-
-
 def _column(values: jax.Array, like: jax.Array) -> jax.Array:
   """[S] as [S, V]."""
   return jnp.broadcast_to(values[:, None], like.shape)
 
 
-def _penalise(x: jax.Array, rows: SamplingRows, history: jax.Array) -> jax.Array:
-  """Repetition (arXiv:1909.05858) over prompt and outputs, then frequency and presence over outputs."""
-  past = history[rows[Column.SLOT]]
-  count = past & jnp.int32(_PROMPT_BIT - 1)
-  repetition = _column(rows[Column.REPETITION], x)
-  x = jnp.where(past != 0, jnp.where(x > 0.0, x / repetition, x * repetition), x)
-  x = x - _column(rows[Column.FREQUENCY], x) * count.astype(jnp.float32)
-  x = jnp.where(count > 0, x - _column(rows[Column.PRESENCE], x), x)
-  return jnp.clip(x, -_HUGE, _HUGE)
-
-
-def _only_masked(x: jax.Array, words: jax.Array) -> jax.Array:  # f32[S, V], int32[S, W] -> f32[S, V]
-  """Forbids the tokens whose bit is 0."""
-  bits = words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]
-  allowed = (bits & jnp.int32(1)).reshape(x.shape[0], -1)[:, : x.shape[1]]
-  return jnp.where(allowed != 0, x, -jnp.inf)
-
-
-def _suppress(x: jax.Array, rows: SamplingRows) -> jax.Array:
-  """Forbids the ids that would end the request. Where nothing else is allowed the request may end early."""
-  line = jnp.arange(x.shape[0], dtype=jnp.int32)
-  ids = jnp.where(rows.stop_ids < 0, x.shape[1], rows.stop_ids)  # out of range: dropped
-  masked = x.at[line[:, None], ids].set(-jnp.inf, mode="drop")
-  return jnp.where(_column(jnp.max(masked, axis=1) == -jnp.inf, x), x, masked)
-
-
-def _adjusted(x: jax.Array, rows: SamplingRows, state: SlotState) -> jax.Array:
+def _adjusted(x: jax.Array, rows: SamplingRows, state: SlotState, num_rows: jax.Array | None, by: str) -> jax.Array:
   """Everything that comes before the temperature."""
-  x = _where_any(rows, Flag.PENALTY, lambda x: _penalise(x, rows, state.history), x)
-  x = _where_any(rows, Flag.BIAS, lambda x: x + state.bias[rows[Column.SLOT]], x)
-  x = _where_any(rows, Flag.MASK, lambda x: _only_masked(x, state.mask[rows[Column.SLOT]]), x)
-  return _where_any(rows, Flag.SUPPRESS, lambda x: _suppress(x, rows), x)
+  kinds = [jnp.where(rows.has(flag), jnp.int32(kind), 0) for kind, flag in _ADJUSTMENTS.items()]
+  asked = Adjustments(
+    kinds=kinds[0] | kinds[1] | kinds[2] | kinds[3],
+    slot=rows[Column.SLOT],
+    repetition=rows[Column.REPETITION],
+    frequency=rows[Column.FREQUENCY],
+    presence=rows[Column.PRESENCE],
+  )
+  return adjust(x, asked, rows.stop_ids, Memory(state.history, state.bias, state.mask), num_rows, by)
 
 
 def _draw(
@@ -214,6 +193,7 @@ def sample(
   num_rows: jax.Array | None = None,
   argmax_by: str = "reference",
   draw_by: str = "reference",
+  adjust_by: str = "reference",
 ) -> Sampled:
   """Draws a token for every logit row.
 
@@ -226,13 +206,13 @@ def sample(
       the most likely tokens are found in a tournament, since only XLA:CPU has a top_k that does not sort.
     num_rows: int32[1], of the rows how many are in use, those in front; None: all. What comes out for the others means
       nothing.
-    argmax_by, draw_by: implementations (pallas_kernels/argmax, pallas_kernels/draw).
+    argmax_by, draw_by, adjust_by: implementations (pallas_kernels/argmax, pallas_kernels/draw, pallas_kernels/adjust).
   """
   likeliest, finite = argmax(logits, num_rows, argmax_by)
   bad = ~finite
 
   def adjusted():
-    x = _adjusted(logits, rows, state)
+    x = _adjusted(logits, rows, state, num_rows, adjust_by)
     return x, argmax(x, num_rows, argmax_by)[0]
 
   def chosen():

@@ -139,7 +139,7 @@ def open_checkpoint(
     if random_weights:
       arrays = _draw(config, wanted)
     else:
-      arrays = _restored(folder, wanted) if is_orbax else _load_safetensors(stored, config, wanted)
+      arrays = _restored(folder, wanted) if is_orbax else _load_safetensors(stored, config, wanted, form.packed)
     held: dict[str, jax.Array] = {}
     for name, array in arrays:
       for made, value in llama.arrange(name, array, config, form).items():
@@ -239,13 +239,21 @@ def _restored(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> 
 
 
 def _load_safetensors(
-  stored: dict[str, StoredTensor], config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]
-) -> Iterator[tuple[str, jax.Array]]:
-  pieces = tensors(config)
+  stored: dict[str, StoredTensor], config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct], on_host: bool
+) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
+  """on_host: what is given need not be the device's yet; if it can, it stays mapped, read-only, in the file."""
+  pieces_of = tensors(config)
   for name, leaf in wanted.items():
-    read = functools.partial(_assemble, pieces[name], stored, leaf.shape, leaf.dtype)
-    # Waiting keeps one tensor in flight: a queue of transfers would hold the whole model in host memory.
-    yield name, jax.make_array_from_callback(leaf.shape, leaf.sharding, read).block_until_ready()
+    pieces = pieces_of[name]
+    read = functools.partial(_assemble, pieces, stored, leaf.shape, leaf.dtype)
+    if not on_host:
+      # Waiting keeps one tensor in flight: a queue of transfers would hold the whole model in host memory.
+      yield name, jax.make_array_from_callback(leaf.shape, leaf.sharding, read).block_until_ready()
+    elif len(pieces) == 1 and (tensor := stored[pieces[0].name].map()).dtype == leaf.dtype:
+      _check_finite(tensor, pieces, stored)
+      yield name, _mapped(pieces[0], stored)
+    else:
+      yield name, read((slice(None),) * len(leaf.shape))
 
 
 def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
@@ -334,13 +342,16 @@ def _assemble(
   """One device's part of a parameter; reads only that part of the file.
 
   Args:
-    pieces: what the parameter of `shape` is made of. Where they are several, their axis is whole in `index`: no
-      mesh axis is ever mapped to it.
+    pieces: what the parameter of `shape` is made of, all in one order. Where they are several, their axis is whole in
+      `index`: no mesh axis is ever mapped to it.
   """
   assert index is not None  # JAX's type allows it, for arrays that are none
-  out = np.empty([len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)], dtype)
+  order, sizes = pieces[0].order, [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
+  # In memory as the file has it: lines are copied whole, and who needs another order has to go over it all anyway.
+  lines = np.empty([sizes[order.index(axis)] for axis in range(len(order))], dtype)
+  out = lines.transpose(order)
   for piece in pieces:
-    values = stored[piece.name].map().reshape(piece.split).transpose(piece.order)
+    values = _mapped(piece, stored)
     if len(pieces) == 1:
       place, part = (), values[index]
     else:
@@ -348,12 +359,22 @@ def _assemble(
       place = (slice(None),) * piece.axis + (slice(piece.start, piece.start + piece.size),)
       part = values[index[: piece.axis] + (slice(None),) + index[piece.axis + 1 :]]
     out[place] = part
-  if not _all_finite(out):
+  _check_finite(lines, pieces, stored)
+  return out
+
+
+def _mapped(piece: Piece, stored: dict[str, StoredTensor]) -> np.ndarray:
+  """A piece in the parameter's order, where it lies in the file."""
+  return stored[piece.name].map().reshape(piece.split).transpose(piece.order)
+
+
+def _check_finite(values: np.ndarray, pieces: tuple[Piece, ...], stored: dict[str, StoredTensor]) -> None:
+  """Raises CheckpointError, with names, where `values`, contiguous and made of the pieces, hold NaN or Inf."""
+  if not _all_finite(values):
     bad = [piece.name for piece in pieces if not np.isfinite(stored[piece.name].map().astype(np.float32)).all()]
     raise CheckpointError(
       f"{stored[pieces[0].name].file}: tensor {' and '.join(bad)} holds NaN or Inf; the file is corrupt: copy it again"
     )
-  return out
 
 
 def _all_finite(values: np.ndarray) -> bool:

@@ -5,6 +5,7 @@ what serves on other platforms, on several devices, and where there is no compil
 """
 
 import contextlib
+import ctypes
 import math
 import mmap
 
@@ -46,16 +47,31 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
   return np.frombuffer(memory, dtype, count, begin).reshape(shape)
 
 
+def copied(array: np.ndarray) -> np.ndarray:
+  """The same in memory of its own, that jax.device_put takes as it is."""
+  out = _zeros(array.shape, array.dtype)
+  out[...] = array
+  return out
+
+
 def pack(weight: np.ndarray) -> np.ndarray:
-  """[D, ...] -> [ceil(N / 32), D, 32], where N is the product of what follows D; the last columns may be padding."""
+  """[D, ...] -> [ceil(N / 32), D, 32], where N is the product of what follows D; the last columns may be padding.
+
+  A view of another order, as of a checkpoint's transposed matrix, costs no more than one in order.
+
+  Raises:
+    NativeMissing: the library is not built.
+  """
   inputs, outputs = weight.shape[0], math.prod(weight.shape[1:])
-  blocks, _, columns = packed_shape(inputs, outputs)
-  packed = _zeros((blocks, inputs, columns), weight.dtype)
   matrix = weight.reshape(inputs, outputs)
-  whole = outputs // columns
-  packed[:whole] = matrix[:, : whole * columns].reshape(inputs, whole, columns).transpose(1, 0, 2)
-  if whole < blocks:
-    packed[whole, :, : outputs - whole * columns] = matrix[:, whole * columns :]
+  packed = _zeros(packed_shape(inputs, outputs), weight.dtype)
+  size = weight.dtype.itemsize
+  down, across = (stride // size for stride in matrix.strides)
+  packs = native.load("packed_matmul").SluicePack
+  packs.restype = ctypes.c_bool
+  numbers = map(ctypes.c_int64, (size, inputs, outputs, down, across))
+  if not packs(ctypes.c_void_p(matrix.ctypes.data), *numbers, ctypes.c_void_p(packed.ctypes.data)):
+    raise ValueError(f"packed matmul: {weight.dtype} is of {size} bytes, not 1, 2 or 4")
   return packed
 
 

@@ -241,7 +241,38 @@ ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
   return ffi::Error(ffi::ErrorCode::kUnimplemented, "packed matmul: float32 or bfloat16, times its own kind or int8");
 }
 
+// The matrix [D, N] at `from`, whose elements lie `down` apart along D and `across` along N, to [N / 32, D, 32]. What the
+// last block has beyond N is left alone. By squares, so that neither side leaves the cache before it is used up.
+template <typename T>
+void pack(const T* from, int64_t D, int64_t N, int64_t down, int64_t across, T* to) {
+  constexpr int64_t kDown = 16;
+  for (int64_t n = 0; n < N; n += kColumns, from += kColumns * across, to += D * kColumns) {
+    const int64_t columns = std::min<int64_t>(kColumns, N - n);
+    for (int64_t first = 0; first < D; first += kDown) {
+      const int64_t last = std::min(first + kDown, D);
+      for (int64_t j = 0; j < columns; ++j)
+        for (int64_t d = first; d < last; ++d) to[d * kColumns + j] = from[d * down + j * across];
+    }
+  }
+}
+
 }  // namespace
+
+// For api.pack, of elements of 1, 2 or 4 bytes; false for others. Waits for nothing, and needs no interpreter.
+extern "C" bool SluicePack(const void* from, int64_t bytes, int64_t D, int64_t N, int64_t down, int64_t across,
+                           void* to) {
+  const auto as = [&](auto element) {
+    using T = decltype(element);
+    pack(static_cast<const T*>(from), D, N, down, across, static_cast<T*>(to));
+    return true;
+  };
+  switch (bytes) {
+    case 1: return as(uint8_t{});
+    case 2: return as(uint16_t{});
+    case 4: return as(uint32_t{});
+  }
+  return false;
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,
                               ffi::Ffi::Bind()

@@ -120,7 +120,7 @@ def test_made_for_other_settings(model, written, changes, said, monkeypatch, tmp
   def judge(wanted, make):
     raise Judged(make.__self__._reasons)
 
-  monkeypatch.setattr(build_lib, "MadeAhead", judge)
+  monkeypatch.setattr(build_lib, "Making", judge)
   if "model" in changes:
     write_model(tmp_path / "other", changes["model"], seed=3)
     model, changes = str(tmp_path / "other"), {}
@@ -128,6 +128,17 @@ def test_made_for_other_settings(model, written, changes, said, monkeypatch, tmp
     start(model, written[0], **changes)
   ((reason,),) = judged.value.args
   assert reason.startswith(f"was made for {said}")
+
+
+def test_made_with_other_compiler_options(model, written, monkeypatch):
+  def judge(wanted, make):
+    raise Judged(make.__self__._reasons)
+
+  monkeypatch.setattr(build_lib, "Making", judge)
+  monkeypatch.setattr(bundle_lib, "step_options", lambda spec: {"xla_backend_optimization_level": 3})
+  with pytest.raises(Judged) as judged:
+    start(model, written[0])
+  assert "was made for compiler options {" in str(judged.value) and '_level": 3}' in str(judged.value)
 
 
 def test_weights_are_arguments(written, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from engine.device.model_input import Packer, unpack
 from engine.device.sampler import SlotState
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
+from pallas_kernels.adjust import api as adjust
 from pallas_kernels.argmax import api as argmax
 from pallas_kernels.draw import api as draw_api
 from pallas_kernels.draw import reference
@@ -28,7 +29,7 @@ SHAPE = StepShape(8, 8)
 def run(logits, packed, history, bias, mask, wide=False):
   inputs = unpack(Packer(SLOTS, 4, 4, EOS).layout(SHAPE), packed)
   rows, state = inputs.sampling, SlotState(history, bias, mask)
-  kernels = ("reference", "reference") if wide else (argmax.choose("cpu"), draw_api.choose("cpu"))
+  kernels = ("reference",) * 3 if wide else [kernel.choose("cpu") for kernel in (argmax, draw_api, adjust)]
   sampled = sampler.sample(logits, rows, state, wide, inputs.num_logit_rows, *kernels)
   return sampled, sampler.remember(state, rows, sampled.tokens).history
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
-from engine.device.programs import ProgramSpec
-from engine.device.runner import ModelRunner
+from engine.device.programs import ProgramSpec, all_programs
+from engine.device.runner import Making, ModelRunner
 from engine.shapes import ShapeLadder
 from models import llama
 from models.attention import dense_causal_attend
@@ -88,7 +88,9 @@ def make_runner(
     num_eos=len(eos),
     attention=attention,
   )
-  return ModelRunner(spec, tuple(leaves), ShapeLadder(token_budgets, max_num_seqs), eos, progress)
+  ladder = ShapeLadder(token_budgets, max_num_seqs)
+  with Making(all_programs(spec, ladder.rungs())) as making:
+    return ModelRunner(spec, tuple(leaves), ladder, eos, making.wait(progress))
 
 
 @partial(jax.jit, static_argnums=0)

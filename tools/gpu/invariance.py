@@ -10,7 +10,7 @@ import jax
 
 from engine.config import EngineConfig
 from engine.device import deterministic, programs
-from engine.device.runner import ModelRunner
+from engine.device.runner import Making, ModelRunner
 from engine.errors import ConfigError
 from engine.shapes import ShapeLadder
 from tools import company
@@ -40,7 +40,8 @@ def prepare(setting) -> Prepared:
     if setting.mode == "compile":
       return programs.compile_step(spec, ladder.rungs()[-1])
     weights = tuple(random_weight(leaf.shape, leaf.dtype, jax.random.key(i)) for i, leaf in enumerate(spec.params))
-    return ModelRunner(spec, weights, ladder, (0,), lambda *_: None)
+    with Making(programs.all_programs(spec, ladder.rungs())) as making:
+      return ModelRunner(spec, weights, ladder, (0,), making.wait(lambda *_: None))
 
   def run(made) -> dict[str, Any]:
     if setting.mode == "compile":

@@ -1,0 +1,126 @@
+// Each line of x [S, V] after what its request asks for, as reference.py has it, to the bit. api.py says how it is called.
+//
+// XLA makes a pass of each kind, over lines that do not ask and lines of padding too, and compiles longer for this than
+// for all layers of a step.
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "pallas_kernels/native.h"
+
+namespace sluice {
+namespace {
+
+constexpr float kForbidden = -std::numeric_limits<float>::infinity();
+constexpr float kHuge = 1e30f;
+constexpr int32_t kCount = (1 << 30) - 1;  // of a history entry: the bits beside the prompt's
+enum Kind { kPenalty = 1, kBias = 2, kMask = 4, kSuppress = 8 };
+enum Asked { kKinds, kSlot, kRepetition, kFrequency, kPresence, kNumAsked };  // lines of `asked`, floats by their bits
+
+float as_float(int32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// x - a * b, rounded once where the processor can, as XLA rounds it.
+inline float less(float x, float a, float b) {
+#if defined(__FMA__)
+  return __builtin_fmaf(-a, b, x);
+#else
+  return x - a * b;
+#endif
+}
+
+// Both sides of a choice are computed, so that it is made in vectors.
+void penalise(const float* x, int64_t V, const int32_t* history, float repetition, float frequency, float presence,
+              float* to) {
+  const float divided = 1.0f / repetition;  // as XLA divides a line by a number
+  for (int64_t i = 0; i < V; ++i) {
+    const int32_t past = history[i], count = past & kCount;
+    const float lower = x[i] * divided, higher = x[i] * repetition, repeated = x[i] > 0.0f ? lower : higher;
+    const float y = less(past == 0 ? x[i] : repeated, frequency, static_cast<float>(count)), present = y - presence;
+    to[i] = std::min(std::max(count > 0 ? present : y, -kHuge), kHuge);
+  }
+}
+
+void mask(float* x, int64_t V, const int32_t* words) {
+  for (int64_t i = 0; i < V; i += 32) {
+    const uint32_t word = static_cast<uint32_t>(words[i / 32]);
+    const int64_t n = std::min<int64_t>(32, V - i);
+    for (int64_t j = 0; j < n; ++j) x[i + j] = (word >> j) & 1 ? x[i + j] : kForbidden;
+  }
+}
+
+void suppress(float* x, int64_t V, const int32_t* ids, int64_t n, const float* before) {
+  for (int64_t i = 0; i < n; ++i)
+    if (ids[i] >= 0 && ids[i] < V) x[ids[i]] = kForbidden;
+  bool left = false;
+  for (int64_t i = 0; i < V; ++i) left |= x[i] > kForbidden;
+  if (!left) std::copy(before, before + V, x);
+}
+
+struct Slots {
+  const int32_t* history;
+  const float* bias;
+  const int32_t* mask;
+  int64_t number, words;
+};
+
+void line(const float* x, int64_t V, const int32_t* asked, int64_t S, const int32_t* ids, int64_t n, const Slots& slots,
+          float* to) {
+  const int64_t slot = std::clamp<int64_t>(asked[kSlot * S], 0, slots.number - 1);
+  const int32_t kinds = asked[kKinds * S];
+  if (kinds & kPenalty)
+    penalise(x, V, slots.history + slot * V, as_float(asked[kRepetition * S]), as_float(asked[kFrequency * S]),
+             as_float(asked[kPresence * S]), to);
+  else
+    std::copy(x, x + V, to);
+  if (kinds & kBias) {
+    const float* bias = slots.bias + slot * V;
+    for (int64_t i = 0; i < V; ++i) to[i] += bias[i];
+  }
+  if (kinds & kMask) mask(to, V, slots.mask + slot * slots.words);
+  if (kinds & kSuppress) {
+    static thread_local std::vector<float> before;  // a thread does line after line
+    before.assign(to, to + V);
+    suppress(to, V, ids, n, before.data());
+  }
+}
+
+// x [S, V], asked [5, S], ids [S, n], the slots' history, bias and mask, lines in use [1] or [0] for all -> [S, V].
+ffi::Error adjust(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> asked,
+                  ffi::Buffer<ffi::S32> ids, ffi::Buffer<ffi::S32> history, ffi::Buffer<ffi::F32> bias,
+                  ffi::Buffer<ffi::S32> mask, ffi::Buffer<ffi::S32> used, ffi::Result<ffi::Buffer<ffi::F32>> y) {
+  const int64_t S = x.dimensions()[0], V = x.dimensions()[1], n = ids.dimensions()[1];
+  const int64_t rows = used.dimensions()[0] ? used.typed_data()[0] : S;
+  if (rows < 0 || rows > S)
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                      "adjust: " + std::to_string(rows) + " lines in use of " + std::to_string(S));
+  const Slots slots{history.typed_data(), bias.typed_data(), mask.typed_data(), history.dimensions()[0],
+                    mask.dimensions()[1]};
+  const float* from = x.typed_data();
+  const int32_t *asked_from = asked.typed_data(), *ids_from = ids.typed_data();
+  float* to = y->typed_data();
+  spread(threads, rows, rows * V > 100000, [=, &slots](int64_t s) {
+    line(from + s * V, V, asked_from + s, S, ids_from + s * n, n, slots, to + s * V);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SluiceAdjust, adjust,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+}  // namespace sluice

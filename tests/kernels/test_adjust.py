@@ -1,0 +1,146 @@
+"""Penalties, biases, masks and endings held back: the C++ kernel gives the reference's bits, whatever lines ask for."""
+
+from collections.abc import Callable
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import native
+from pallas_kernels.adjust import api
+from pallas_kernels.adjust.api import PROMPT_BIT, Asked, Kind, Memory
+
+SLOTS = 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built() -> None:
+  if native.compiler() is not None:
+    native.build("adjust")
+
+
+needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's passes serve here")
+
+
+def inputs(rows: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, Asked, np.ndarray, Memory]:
+  """Lines that ask for every mixture in turn; each slot's memory differs."""
+  random = np.random.default_rng(seed)
+  x = random.normal(0, 4, (rows, vocab)).astype(np.float32)
+  history = random.integers(0, 8, (SLOTS, vocab)) * (random.random((SLOTS, vocab)) < 0.5)
+  history += PROMPT_BIT * (random.random((SLOTS, vocab)) < 0.3)
+  bias = random.normal(0, 2, (SLOTS, vocab)) + np.where(random.random((SLOTS, vocab)) < 0.1, -np.inf, 0)
+  mask = random.integers(-(2**31), 2**31, (SLOTS, -(-vocab // 32)))
+  asked = Asked(
+    kinds=(np.arange(rows) + seed).astype(np.int32) % 16,
+    slot=random.integers(0, SLOTS, rows).astype(np.int32),
+    repetition=random.uniform(0.5, 2, rows).astype(np.float32),
+    frequency=random.uniform(-2, 2, rows).astype(np.float32),
+    presence=random.uniform(-2, 2, rows).astype(np.float32),
+  )
+  stop_ids = random.integers(-1, vocab, (rows, 3)).astype(np.int32)
+  memory = Memory(history.astype(np.int32), bias.astype(np.float32), mask.astype(np.int32))
+  return x, asked, stop_ids, memory
+
+
+# As steps compile it: without optimization a product and a sum are rounded one by one.
+_run = jax.jit(api.adjust, static_argnums=5, compiler_options={"xla_backend_optimization_level": 1})
+
+
+def check(x: np.ndarray, asked: Asked, stop_ids: np.ndarray, memory: Memory, used: int | None = None) -> None:
+  arguments = jax.tree.map(jnp.asarray, (x, asked, stop_ids, memory))
+  expected = np.asarray(_run(*arguments, None, "reference"))
+  count = None if used is None else jnp.full(1, used, jnp.int32)
+  found = np.asarray(jax.jit(functools.partial(api.adjust, implementation="cpu"))(*arguments, count))
+  np.testing.assert_array_equal(found[:used].view(np.int32), expected[:used].view(np.int32))
+
+
+def check_endings() -> None:
+  """An ending goes but where nothing else is allowed; -1 is none, and the first id and the last are like others."""
+  x, asked, _, memory = inputs(6, 40)
+  asked = asked._replace(kinds=np.full(6, Kind.MASK | Kind.SUPPRESS, np.int32), slot=np.zeros(6, np.int32))
+  memory.mask[0] = [1 << 5 | 1 << 9, 0]
+  stop_ids = np.asarray([[5, 9], [5, -1], [9, 5], [-1, -1], [0, 39], [9, 9]], np.int32)
+  check(x, asked, stop_ids, memory)
+  memory.mask[0] = -1
+  check(x, asked, stop_ids, memory)
+
+
+@needs_compiler
+@pytest.mark.parametrize("vocab", [2, 31, 32, 33, 300, 32000])
+def test_every_mixture_has_the_bits_of_the_reference(vocab: int) -> None:
+  for seed in range(3):
+    check(*inputs(17, vocab, seed))
+
+
+@needs_compiler
+def test_endings_are_held_back_but_where_nothing_else_is_allowed() -> None:
+  check_endings()
+
+
+@needs_compiler
+@pytest.mark.parametrize("used", [0, 1, 8, 9])
+def test_lines_of_padding_change_nothing(used: int) -> None:
+  x, *rest = inputs(9, 20000)  # enough for threads
+  x[used:] = np.nan
+  check(x, *rest, used=used)
+
+
+@needs_compiler
+def test_penalties_stay_finite() -> None:
+  x, asked, stop_ids, memory = inputs(4, 50)
+  asked = asked._replace(kinds=np.full(4, Kind.PENALTY, np.int32), repetition=np.full(4, 1e-30, np.float32))
+  check(x * 1e20, asked, stop_ids, memory)
+  check(x * 1e20, asked._replace(repetition=np.full(4, 1e30, np.float32)), stop_ids, memory)
+
+
+def test_what_does_not_fit_is_named() -> None:
+  x, asked, stop_ids, memory = jax.tree.map(jnp.asarray, inputs(3, 40))
+  with pytest.raises(ValueError, match=r"x is float32\[3\]"):
+    api.adjust(x[:, 0], asked, stop_ids, memory)
+  with pytest.raises(ValueError, match=r"slot is int32\[2\]"):
+    api.adjust(x, asked._replace(slot=asked.slot[:2]), stop_ids, memory)
+  with pytest.raises(ValueError, match=r"stop_ids is int32\[2, 3\]"):
+    api.adjust(x, asked, stop_ids[:2], memory)
+  with pytest.raises(ValueError, match=r"mask is int32\[5, 1\]"):
+    api.adjust(x, asked, stop_ids, memory._replace(mask=memory.mask[:, :1]))
+  with pytest.raises(ValueError, match=r"num_rows is int32\[2\]"):
+    api.adjust(x, asked, stop_ids, memory, jnp.zeros(2, jnp.int32))
+  with pytest.raises(ValueError, match="'gpu' is not one of reference, cpu"):
+    api.adjust(x, asked, stop_ids, memory, None, "gpu")
+  assert api.choose("gpu") == api.choose("cpu", 2) == "reference"
+
+
+@needs_compiler
+def test_a_count_that_does_not_fit_is_an_error() -> None:
+  arguments = jax.tree.map(jnp.asarray, inputs(3, 40))
+  for count in (-1, 4):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{count} lines in use of 3"):
+      jax.block_until_ready(api.adjust(*arguments, jnp.full(1, count, jnp.int32), "cpu"))
+
+
+# --- Seeded bugs ------------------------------------------------------------------------------------------------------
+
+_BUGS = {
+  "prompts_not_repeated": ("past == 0 ? x[i]", "count == 0 ? x[i]"),
+  "repetition_the_wrong_way": ("x[i] > 0.0f ? lower", "x[i] < 0.0f ? lower"),
+  "presence_of_prompts": ("count > 0 ? present", "past != 0 ? present"),
+  "not_held_finite": ("std::min(std::max(count > 0 ? present : y, -kHuge), kHuge)", "count > 0 ? present : y"),
+  "penalties_for_all": ("if (kinds & kPenalty)", "if (true)"),
+  "the_rest_of_a_word": ("i < V; i += 32", "i + 32 <= V; i += 32"),
+  "bits_the_other_way": ("(word >> j) & 1", "(word >> (31 - j)) & 1"),
+  "the_first_ending_let_through": ("ids[i] >= 0 &&", "ids[i] > 0 &&"),
+  "nothing_left": ("if (!left) std::copy", "if (false) std::copy"),
+  "another_slot": ("slots.bias + slot * V", "slots.bias + (slot ? slot - 1 : 0) * V"),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", _BUGS)
+def test_seeded_bug_is_caught(name: str, with_bug: Callable[..., None]) -> None:
+  with_bug("adjust", _BUGS[name])
+  with pytest.raises(AssertionError):
+    test_penalties_stay_finite()
+    check_endings()
+    check(*inputs(17, 300))
