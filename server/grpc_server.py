@@ -23,8 +23,8 @@ _ADMIN_CONNECTIONS = 64
 _HANDSHAKE_TIMEOUT_S = 20.0
 # Calls beside the limited ones: probes, and calls that are about to be refused.
 _SPARE_RPCS = 1024
-# That wait for the event loop, of all connections: four times what one of them may have by default. With gRPC's own
-# limits, 1,000 and 3,000, one connection that opens and resets streams gets its neighbours' calls cancelled. Each takes
+# That wait for the event loop, of all connections: 128 times what one of them may have by default. With gRPC's own
+# limits, 1,000 and 3,000, connections that open and reset streams get their neighbours' calls cancelled. Each takes
 # 15 kB.
 _MAX_PENDING_RPCS = 16_384
 # Of the loopback, and nobody's.
