@@ -17,8 +17,8 @@ class HostOptions:
     max_request_bytes, max_response_bytes: larger messages are RESOURCE_EXHAUSTED.
     max_metadata_bytes: the same for a call's metadata.
     max_concurrent_rpcs: more are RESOURCE_EXHAUSTED at once.
-    max_concurrent_streams: calls on one connection; gRPC's clients keep further ones to themselves until one ends. Those
-      that were reset count until the event loop has seen them, so that it bounds what a flood of resets leaves.
+    max_concurrent_streams: calls on one connection; gRPC's clients keep further ones to themselves until one ends. As
+      many again may be over without the event loop having seen it, and then it is refused more: floods come no further.
     keepalive_time_s, keepalive_timeout_s: ping a silent client, and how long to wait for its answer.
     min_ping_interval_s: clients may ping this often while nothing is sent (a long prefill sends nothing).
     max_grpc_connections: more are closed at once.
