@@ -23,7 +23,7 @@ _ADMIN_CONNECTIONS = 64
 _HANDSHAKE_TIMEOUT_S = 20.0
 # Calls beside the limited ones: probes, and calls that are about to be refused.
 _SPARE_RPCS = 1024
-# That wait for the event loop, of all connections: what 64 of them may leave by default. With gRPC's own limits, 1,000
+# That wait for the event loop, of all connections: what 80 of them may leave by default. With gRPC's own limits, 1,000
 # and 3,000, connections that open and reset streams get their neighbours' calls cancelled. Each takes 15 kB.
 _MAX_PENDING_RPCS = 16_384
 # Of the loopback, and nobody's.

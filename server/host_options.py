@@ -54,7 +54,7 @@ class HostOptions:
   max_response_bytes: int = 64 << 20
   max_metadata_bytes: int = 16 << 10
   max_concurrent_rpcs: int = 2048
-  max_concurrent_streams: int = 128
+  max_concurrent_streams: int = 100
   keepalive_time_s: float = 60.0
   keepalive_timeout_s: float = 20.0
   min_ping_interval_s: float = 10.0

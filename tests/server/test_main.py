@@ -301,8 +301,8 @@ def test_the_warning_says_what_is_missing(arguments, wanted):
   "arguments, note",
   [
     ((), ""),
-    (("--max_num_seqs=128",), ""),
-    (("--max_num_seqs=129",), "one connection may have 128 calls"),
+    (("--max_num_seqs=100",), ""),
+    (("--max_num_seqs=101",), "one connection may have 100 calls"),
     (("--max_num_seqs=256", "--max_concurrent_streams=256"), ""),
   ],
 )

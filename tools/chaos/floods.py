@@ -27,8 +27,8 @@ _MAX_RESET_RSS = 256e6
 _CORES_AFTER = 1.5  # times those before, for the same streams
 _LONGEST_GAP_S = 2.0
 _SLOWEST_FIRST_S = 5.0
-# Streams on one connection before the next: what it has asked for outlives it until the event loop comes to it.
-_PER_CONNECTION = 20_000
+# Streams on one connection before the next: what it leaves outlives it until the event loop comes to it.
+_PER_CONNECTION = 100_000
 _GOAWAY_CALM = 11
 
 # What a client runs, and what it is told beside the port.
