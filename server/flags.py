@@ -179,7 +179,8 @@ _HOST_FLAGS = (
   flags.DEFINE_integer(
     "max_concurrent_streams",
     HostOptions.max_concurrent_streams,
-    "Calls at once on one connection; clients keep further ones to themselves.",
+    "Calls at once on one connection; clients keep further ones to themselves. Raise it for routers that send all over "
+    "one connection, where no stranger reaches the port: it bounds what a flood of resets does to others.",
     lower_bound=1,
   ),
   flags.DEFINE_float(
@@ -397,6 +398,17 @@ def exposure() -> str:
   if not exposed or not missing:
     return ""
   return f"{' and '.join(exposed)} can be reached by others, and {', and '.join(missing)}"
+
+
+def narrowness() -> str:
+  """What clients with one connection cannot use; empty where they can use all."""
+  values = flags.FLAGS
+  if values.max_concurrent_streams >= values.max_num_seqs:
+    return ""
+  return (
+    f"one connection may have {values.max_concurrent_streams} calls (--max_concurrent_streams), and "
+    f"{values.max_num_seqs} sequences run at once: clients need several connections to use them all"
+  )
 
 
 def _values(chosen: Sequence[flags.FlagHolder]) -> dict[str, Any]:

@@ -23,9 +23,8 @@ _ADMIN_CONNECTIONS = 64
 _HANDSHAKE_TIMEOUT_S = 20.0
 # Calls beside the limited ones: probes, and calls that are about to be refused.
 _SPARE_RPCS = 1024
-# That wait for the event loop, of all connections: four times what one of them may have by default. With gRPC's own
-# limits, 1,000 and 3,000, one connection that opens and resets streams gets its neighbours' calls cancelled. Each takes
-# 15 kB.
+# That wait for the event loop, of all connections: what 80 of them may leave by default. With gRPC's own limits, 1,000
+# and 3,000, connections that open and reset streams get their neighbours' calls cancelled. Each takes 15 kB.
 _MAX_PENDING_RPCS = 16_384
 # Of the loopback, and nobody's.
 _ELSEWHERE = "127.83.67.1"
@@ -172,6 +171,9 @@ def new_server(options: HostOptions, interceptor: CallInterceptor, *, shares_por
     "grpc.max_metadata_size": options.max_metadata_bytes,
     "grpc.absolute_max_metadata_size": options.max_metadata_bytes,
     "grpc.max_concurrent_streams": options.max_concurrent_streams,
+    # Beside them those that are over, which the event loop has not seen yet. By default none: then clients that use all
+    # the calls they may have are refused the one that follows one that has just ended.
+    "grpc.http2.max_deallocating_streams": options.max_concurrent_streams,
     # The first is where gRPC begins to cancel anybody's at random, the second where it cancels all.
     "grpc.server.max_pending_requests": _MAX_PENDING_RPCS,
     "grpc.server.max_pending_requests_hard_limit": _MAX_PENDING_RPCS,

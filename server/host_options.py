@@ -17,8 +17,8 @@ class HostOptions:
     max_request_bytes, max_response_bytes: larger messages are RESOURCE_EXHAUSTED.
     max_metadata_bytes: the same for a call's metadata.
     max_concurrent_rpcs: more are RESOURCE_EXHAUSTED at once.
-    max_concurrent_streams: calls on one connection. gRPC's clients keep further ones to themselves until one ends, but
-      what they sent before they knew is UNAVAILABLE; so it is above max_concurrent_rpcs, whose refusal says more.
+    max_concurrent_streams: calls on one connection; gRPC's clients keep further ones to themselves until one ends. As
+      many again may be over without the event loop having seen it, and then it is refused more: floods come no further.
     keepalive_time_s, keepalive_timeout_s: ping a silent client, and how long to wait for its answer.
     min_ping_interval_s: clients may ping this often while nothing is sent (a long prefill sends nothing).
     max_grpc_connections: more are closed at once.
@@ -54,7 +54,7 @@ class HostOptions:
   max_response_bytes: int = 64 << 20
   max_metadata_bytes: int = 16 << 10
   max_concurrent_rpcs: int = 2048
-  max_concurrent_streams: int = 4096
+  max_concurrent_streams: int = 100
   keepalive_time_s: float = 60.0
   keepalive_timeout_s: float = 20.0
   min_ping_interval_s: float = 10.0

@@ -291,6 +291,8 @@ def _main(argv: Sequence[str]) -> int:
   _say("configuration:\n" + "\n".join(f"  {line}" for line in flags.configuration()))
   if exposure := flags.exposure():
     _say(f"warning: {exposure}")
+  if narrowness := flags.narrowness():
+    _say(f"note: {narrowness}")
   try:
     return asyncio.run(_serve(), loop_factory=uvloop.new_event_loop)
   except EngineError as error:

@@ -14,6 +14,8 @@ from tools.measure import ROOT
 
 READY_S = 240.0  # a cold start compiles every rung
 _STOP_S = 60.0  # what a drain may take; then it is killed
+# Clients are few processes with a connection each, and what they kept to themselves would be on no server's account.
+_MANY_STREAMS = "--max_concurrent_streams=4096"
 
 
 class RunningServer:
@@ -36,7 +38,7 @@ class RunningServer:
     with tempfile.TemporaryDirectory(prefix="sluice-server-") as folder, open(self._log, "w", encoding="utf-8") as log:
       port_file = pathlib.Path(folder) / "port"
       self._process = subprocess.Popen(
-        [sys.executable, "-m", "server.main", "--port=0", f"--port_file={port_file}", *self._flags],
+        [sys.executable, "-m", "server.main", "--port=0", f"--port_file={port_file}", _MANY_STREAMS, *self._flags],
         cwd=ROOT,
         env={**os.environ, **self._environment},
         stdin=subprocess.DEVNULL,

@@ -1,6 +1,7 @@
 """Calls by the thousand that nobody waits for: no neighbour is cancelled for them, and nothing of them stays."""
 
 import asyncio
+import contextlib
 import re
 import struct
 import threading
@@ -8,30 +9,90 @@ import threading
 import pytest
 
 from server import interceptors
+from server.host_options import HostOptions
 from tests.server import http2
 from tests.server.test_limits import FRAMED, assert_serves
+
+OPENING = http2.headers("/sluice.v1.GenerationService/Generate")
+BEGIN = http2.PREFACE, http2.frame(http2.SETTINGS)
+PING = http2.frame(http2.PING, payload=b"arrived?")  # answered when all before it is read
+REFUSED_STREAM, CANCEL = 7, 8
+
+
+def opened_and_reset(count: int) -> bytes:
+  """Streams that are over as soon as they are open."""
+  return b"".join(
+    http2.frame(http2.HEADERS, http2.END_HEADERS, stream, OPENING)
+    + http2.frame(http2.RST_STREAM, 0, stream, struct.pack(">I", CANCEL))
+    for stream in range(1, 2 * count, 2)
+  )
+
+
+@pytest.mark.catalogue("H3")
+def test_calls_of_a_connection_count_until_the_loop_has_seen_them(served):
+  """Else one connection that opens and resets streams without end would leave as many calls as it likes."""
+  unseen = 2 * HostOptions().max_concurrent_streams
+  go = threading.Event()
+  served.loop.call_soon_threadsafe(go.wait, 60)
+  try:
+    with http2.Connection(served.address) as flood:
+      flood.send(*BEGIN, http2.frame(http2.SETTINGS, http2.ACK), opened_and_reset(1000), PING)
+      refused = 0
+      for kind, _, _, payload in flood.frames():
+        refused += kind == http2.RST_STREAM and payload == struct.pack(">I", REFUSED_STREAM)
+        if refused >= 1000 - unseen - 2:
+          break
+  finally:
+    go.set()
+  assert_serves(served)
+
+
+@pytest.mark.catalogue("B1")
+def test_calls_that_are_over_take_no_place_of_those_that_follow(served):
+  """A client that may have so many calls cancels them all, and begins others before the event loop has heard of it."""
+  limit = HostOptions().max_concurrent_streams
+  first = 2 * limit + 1
+  follow = range(first, first + 2 * 8, 2)
+  go = threading.Event()
+  served.loop.call_soon_threadsafe(go.wait, 60)
+  try:
+    with http2.Connection(served.address) as client:
+      client.send(*BEGIN, http2.frame(http2.SETTINGS, http2.ACK), opened_and_reset(limit))
+      for stream in follow:
+        client.send(
+          http2.frame(http2.HEADERS, http2.END_HEADERS, stream, OPENING),
+          http2.frame(http2.DATA, http2.END_STREAM, stream, FRAMED),
+        )
+      client.send(PING)
+      client.send(PING)
+      ended = set()
+      for kind, flags, stream, _ in client.frames():
+        if kind == http2.PING:
+          go.set()
+        assert kind != http2.RST_STREAM, "a call was refused"
+        if kind == http2.HEADERS and flags & http2.END_STREAM:
+          ended.add(stream)
+        if ended == set(follow):
+          break
+  finally:
+    go.set()
+  assert ended == set(follow)
 
 
 @pytest.mark.catalogue("H3")
 def test_thousands_of_calls_that_wait_for_the_loop_cancel_nobody_elses(served):
   """Most of them reset already. gRPC's own limit, 3,000 calls of all connections, would cancel the neighbour's."""
-  opening = http2.headers("/sluice.v1.GenerationService/Generate")
-  begin = http2.PREFACE, http2.frame(http2.SETTINGS)
-  ping = http2.frame(http2.PING, payload=b"arrived?")  # answered when all before it is read
   go = threading.Event()
   served.loop.call_soon_threadsafe(go.wait, 60)
   try:
-    with http2.Connection(served.address) as flood, http2.Connection(served.address) as neighbour:
-      flood.send(*begin)
-      for stream in range(1, 8001, 2):
-        flood.send(
-          http2.frame(http2.HEADERS, http2.END_HEADERS, stream, opening),
-          http2.frame(http2.RST_STREAM, 0, stream, struct.pack(">I", 8)),
-        )
-      flood.send(ping)
-      assert flood.wait_for(http2.PING)
-      neighbour.send(*begin, http2.frame(http2.HEADERS, http2.END_HEADERS, 1, opening))
-      neighbour.send(http2.frame(http2.DATA, http2.END_STREAM, 1, FRAMED), ping)
+    with contextlib.ExitStack() as stack:
+      for _ in range(32):  # each with as many as it may have
+        flood = stack.enter_context(http2.Connection(served.address))
+        flood.send(*BEGIN, opened_and_reset(128), PING)
+        assert flood.wait_for(http2.PING)
+      neighbour = stack.enter_context(http2.Connection(served.address))
+      neighbour.send(*BEGIN, http2.frame(http2.HEADERS, http2.END_HEADERS, 1, OPENING))
+      neighbour.send(http2.frame(http2.DATA, http2.END_STREAM, 1, FRAMED), PING)
       assert neighbour.wait_for(http2.PING)
       go.set()
       answer = b""

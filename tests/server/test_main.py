@@ -297,6 +297,22 @@ def test_the_warning_says_what_is_missing(arguments, wanted):
   assert [text for text in ("can be read and changed on its way", "anybody may call") if text in said] == list(wanted)
 
 
+@pytest.mark.parametrize(
+  "arguments, note",
+  [
+    ((), ""),
+    (("--max_num_seqs=100",), ""),
+    (("--max_num_seqs=101",), "one connection may have 100 calls"),
+    (("--max_num_seqs=256", "--max_concurrent_streams=256"), ""),
+  ],
+)
+def test_the_note_on_batches_that_one_connection_cannot_fill(arguments, note):
+  with flagsaver.flagsaver():
+    flags.parse(["server", *arguments])
+    said = flags.narrowness()
+  assert bool(said) == bool(note) and note in said
+
+
 def test_the_switch_of_the_step_trace(capfd):
   class Engine:
     def __init__(self):

@@ -90,12 +90,21 @@ def test_crowds(rig):
   assert_hold(crowds.salts(rig, count=20))
 
 
-@pytest.mark.parametrize("scenario", [floods.junk, floods.resets, floods.frames])
-def test_floods(rig, monkeypatch, scenario):
+@pytest.mark.parametrize(
+  "scenario, size",
+  [
+    (floods.junk, {"count": 400}),
+    (floods.resets, {"count": 400}),
+    (floods.resets_on, {"seconds": 1.0}),
+    (floods.frames, {"count": 400}),
+  ],
+)
+def test_floods(rig, monkeypatch, scenario, size):
   monkeypatch.setattr(floods, "_QUIET_S", 0.2)
-  flood, cost, processor, beside = scenario(rig, count=400)
+  flood, cost, processor, beside, waits = scenario(rig, **size)
   assert_hold([flood, cost, beside])
-  assert "cores" in processor.measured  # so short a time on a loaded machine says nothing
+  # So short a time on a loaded machine says nothing of these.
+  assert "cores" in processor.measured and "first token" in waits.measured
 
 
 # --- What they would see ----------------------------------------------------------------------------------------------
@@ -147,6 +156,22 @@ def test_a_port_that_hangs_up_on_nobody_and_one_that_says_goaway_are_seen(monkey
     flooded = flood_clients.frames(calm.getsockname()[1], 100, "PING")
     thread.join(120)
     assert flooded.codes == {11: 1} and not flooded.faults, flooded
+
+
+def test_a_flood_that_costs_others_too_much_is_seen():
+  def missed(**changes) -> set[str]:
+    control = streams.Control(streams=8, tokens=400, gaps=[(1.0, 0.01)], firsts=[0.1])
+    seen = floods._Seen(5, 5, flood_clients.Flooded(5), 1.0, (0.2, 1.0, 0.2), Usage(0, 0, 0), 0, 0, control, [])
+    for name, value in changes.items():
+      setattr(control if hasattr(control, name) and name != "faults" else seen, name, value)
+    rows = {name: getattr(seen, name)() for name in ("processor", "beside", "waits")} | {"cost": seen.cost(1e6)}
+    return {name for name, row in rows.items() if not row.passed}
+
+  assert missed() == set()
+  assert missed(cores=(0.2, 1.0, 0.4)) == {"processor"}
+  assert missed(faults=["a stream ended CANCELLED"]) == {"beside"}
+  assert missed(gaps=[(1.0, 60.0)]) == missed(firsts=[0.1, 60.0]) == {"waits"}
+  assert missed(peak=2_000_000) == missed(log=2_000_000) == missed(growth=Usage(0, 1, 0)) == {"cost"}
 
 
 def test_a_crash_in_validation_is_seen(monkeypatch):

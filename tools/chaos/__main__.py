@@ -57,6 +57,7 @@ SCENARIOS: dict[str, tuple[Scenario, Scenario]] = {
   "slow_readers": (overload.slow_readers, functools.partial(overload.slow_readers, count=50, quiet_s=4.0)),
   "junk": (floods.junk, functools.partial(floods.junk, count=4_000)),
   "resets": (floods.resets, functools.partial(floods.resets, count=4_000)),
+  "resets_on": (floods.resets_on, functools.partial(floods.resets_on, seconds=3.0)),
   "frames": (floods.frames, functools.partial(floods.frames, count=10_000)),
   "ageing": (fairness.ageing, functools.partial(fairness.ageing, levels=(2, 4), starved_s=2.0)),
   "tenants": (fairness.tenants, functools.partial(fairness.tenants, seconds=3.0)),

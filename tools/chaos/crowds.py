@@ -20,6 +20,7 @@ def concurrent(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
     "--token_budgets=64,256,512,1024,2048",
     f"--max_queued_requests={count + 100}",
     "--num_blocks=16384",
+    "--max_concurrent_streams=1024",  # for they come over few connections
   )
   asks = random_asks(random.Random(5), count, (4, 40), (30, 50), "crowd")
   with rig.server(*flags) as server:

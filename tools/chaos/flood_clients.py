@@ -196,8 +196,15 @@ class _Connection:
     wire.leave(self._socket, "rst")
 
 
-def resets(port: int, count: int, message: bytes) -> Flooded:
-  """A job: rapid reset. Opens so many streams, each with a whole request, and resets them in the same write."""
+def resets(port: int, message: bytes, count: int, seconds: float = 0.0, per_connection: int = 0) -> Flooded:
+  """A job: rapid reset. Opens so many streams, each with a whole request, and resets them in the same write.
+
+  Args:
+    port: of gRPC.
+    message: the request.
+    count, seconds: streams, and how long, at least.
+    per_connection: streams after which it takes another connection; 0: only when it must.
+  """
   headers = wire.header_block(wire.GENERATE)
   body = struct.pack(">BI", 0, len(message)) + message
 
@@ -209,7 +216,7 @@ def resets(port: int, count: int, message: bytes) -> Flooded:
       for each in range(stream, stream + 2 * _BURST, 2)
     )
 
-  return _flood(port, count, burst, 2 * _BURST)
+  return _flood(port, count, burst, 2 * _BURST, seconds, per_connection)
 
 
 def frames(port: int, count: int, kind: str) -> Flooded:
@@ -219,13 +226,22 @@ def frames(port: int, count: int, kind: str) -> Flooded:
   return _flood(port, count, lambda at: (opening if at == 1 else b"") + whole, 1)
 
 
-def _flood(port: int, count: int, burst: Callable[[int], bytes], step: int) -> Flooded:
+def _flood(
+  port: int,
+  count: int,
+  burst: Callable[[int], bytes],
+  step: int,
+  seconds: float = 0.0,
+  per_connection: int = 0,
+) -> Flooded:
   """Writes bursts, on one connection after the other where the server ends them."""
   flooded = Flooded()
-  while flooded.sent < count:
+  last = min(_LAST_STREAM, step * per_connection // _BURST + 1) if per_connection else _LAST_STREAM
+  until = time.monotonic() + seconds
+  while flooded.sent < count or time.monotonic() < until:
     connection = _Connection(port, flooded)
     at = 1
-    while connection.is_open and flooded.sent < count and at + step < _LAST_STREAM:
+    while connection.is_open and at + step <= last and (flooded.sent < count or time.monotonic() < until):
       connection.send(burst(at))
       at += step
       flooded.sent += _BURST

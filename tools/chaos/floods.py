@@ -5,9 +5,9 @@ during and after, while the same control streams go on.
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future
 import dataclasses
 import time
+from typing import Any
 
 import psutil
 
@@ -25,7 +25,14 @@ _MAX_JUNK_RSS = 20e6
 # As many calls as may wait for the event loop (server/grpc_server.py), with 15 kB each.
 _MAX_RESET_RSS = 256e6
 _CORES_AFTER = 1.5  # times those before, for the same streams
+_LONGEST_GAP_S = 2.0
+_SLOWEST_FIRST_S = 5.0
+# Streams on one connection before the next: what it leaves outlives it until the event loop comes to it.
+_PER_CONNECTION = 100_000
 _GOAWAY_CALM = 11
+
+# What a client runs, and what it is told beside the port.
+type _Job = tuple[Callable[..., Flooded], *tuple[Any, ...]]
 
 
 @dataclasses.dataclass
@@ -45,6 +52,12 @@ class _Seen:
   log: int
   control: Control
   faults: list[str]
+
+  def came(self, claim: str, target: str, told: str, passed: bool) -> Row:
+    """What came of the flood itself."""
+    faults = self.flooded.faults
+    told = f"{told} in {self.seconds:.1f} s" + (f"; {len(faults)} faults: {faults[0]}" if faults else "")
+    return Row(claim, target, told, passed and not faults, self.asked, self.ran)
 
   def cost(self, max_rss: float) -> Row:
     """What it left behind."""
@@ -73,15 +86,24 @@ class _Seen:
 
   def beside(self) -> Row:
     """What control streams had of it."""
+    claim = f"control streams beside it ({self.control.tokens:,} tokens)"
+    return none_of(claim, "all exact, nothing held", self.control.faults + self.faults, self.control.streams, 0)
+
+  def waits(self) -> Row:
+    """How long they waited."""
     longest = max((gap for _, gap in self.control.gaps), default=0.0)
     slowest = max(self.control.firsts, default=0.0)
-    told = f"longest gap {1000 * longest:.0f} ms, slowest first token {slowest:.1f} s"
-    claim = f"control streams beside it ({self.control.tokens:,} tokens)"
-    row = none_of(claim, "all exact, nothing held", self.control.faults + self.faults, self.control.streams, 0)
-    return dataclasses.replace(row, measured=f"{row.measured}; {told}")
+    return Row(
+      "how long they waited",
+      f"for a token <= {_LONGEST_GAP_S:g} s, for the first <= {_SLOWEST_FIRST_S:g} s",
+      f"longest gap {1000 * longest:.0f} ms, slowest first token {slowest:.1f} s",
+      longest <= _LONGEST_GAP_S and slowest <= _SLOWEST_FIRST_S,
+      self.asked,
+      self.ran,
+    )
 
 
-def _watch(rig: Rig, server: Server, asked: int, ran: int, jobs: Callable[[], list[Future[Flooded]]]) -> _Seen:
+def _watch(rig: Rig, server: Server, asked: int, ran: int, jobs: list[_Job]) -> _Seen:
   """Runs a flood between two quiet times, with control streams all along."""
   process = psutil.Process(server.process.pid)
 
@@ -98,7 +120,7 @@ def _watch(rig: Rig, server: Server, asked: int, ran: int, jobs: Callable[[], li
     cores_before = quiet()
     before, log, since, began = server.usage(), server.log.stat().st_size, spent(), time.monotonic()
     peak = before.rss
-    running = jobs()
+    running = [rig.submit(job, server.port, *args) for job, *args in jobs]
     while not all(job.done() for job in running):
       time.sleep(0.1)
       peak = max(peak, server.usage().rss)
@@ -122,86 +144,77 @@ def _watch(rig: Rig, server: Server, asked: int, ran: int, jobs: Callable[[], li
     peak - before.rss,
     server.log.stat().st_size - log,
     control(),
-    server.settle() + server.imbalance(),
+    server.settle() + server.imbalance() + ([] if server.is_serving() else ["it says that it does not serve"]),
   )
 
 
+def _flooded(
+  rig: Rig, asked: int, ran: int, max_rss: float, jobs: list[_Job], judge: Callable[[_Seen], Row]
+) -> list[Row]:
+  """A flood of a server of its own: what `judge` says of it, what it cost, and what others had of it."""
+  with rig.server("--fake_step_ms=10") as server:
+    seen = _watch(rig, server, asked, ran, jobs)
+  return [judge(seen), seen.cost(max_rss), seen.processor(), seen.beside(), seen.waits()]
+
+
 def _shares(count: int) -> list[int]:
-  return [len(range(index, count, _CLIENTS)) for index in range(_CLIENTS)]
+  return [share for share in (len(range(index, count, _CLIENTS)) for index in range(_CLIENTS)) if share]
 
 
 def junk(rig: Rig, count: int = 100_000, asked: int = 100_000) -> list[Row]:
   """Connections of scanners and of programs that took the wrong port."""
-  with rig.server("--fake_step_ms=10") as server:
-    seen = _watch(
-      rig,
-      server,
-      asked,
-      count,
-      lambda: [
-        rig.submit(flood_clients.junk, server.port, share, seed) for seed, share in enumerate(_shares(count)) if share
-      ],
-    )
-  ran, closed = seen.flooded.sent, seen.flooded.closed
-  told = f"{closed:,} closed in {seen.seconds:.1f} s"
-  if seen.flooded.faults:
-    told += f"; {len(seen.flooded.faults)} faults: {seen.flooded.faults[0]}"
-  return [
-    Row(
+
+  def judge(seen: _Seen) -> Row:
+    closed = seen.flooded.closed
+    return seen.came(
       f"connections to the gRPC port that say {', '.join(flood_clients.JUNK)}",
       "each closed by the server, which serves on",
-      told,
-      closed == ran == count and not seen.flooded.faults,
-      asked,
-      ran,
-    ),
-    seen.cost(_MAX_JUNK_RSS),
-    seen.processor(),
-    seen.beside(),
-  ]
+      f"{closed:,} closed",
+      closed == seen.flooded.sent == count,
+    )
+
+  jobs: list[_Job] = [(flood_clients.junk, share, seed) for seed, share in enumerate(_shares(count))]
+  return _flooded(rig, asked, count, _MAX_JUNK_RSS, jobs, judge)
 
 
 def resets(rig: Rig, count: int = 100_000, asked: int = 100_000) -> list[Row]:
   """Streams that are reset as soon as they are open."""
-  message = Ask((1, 2, 3), 400).message().SerializeToString()
-  with rig.server("--fake_step_ms=10") as server:
-    seen = _watch(
-      rig,
-      server,
-      asked,
-      count,
-      lambda: [rig.submit(flood_clients.resets, server.port, share, message) for share in _shares(count) if share],
-    )
-  told = f"{seen.flooded.sent:,} in {seen.seconds:.1f} s"
-  row = none_of("streams opened and reset at once", "nothing held, it serves on", seen.flooded.faults, count, asked)
-  return [
-    dataclasses.replace(row, measured=f"{row.measured} ({told})", passed=row.passed and seen.flooded.sent >= count),
-    seen.cost(_MAX_RESET_RSS),
-    seen.processor(),
-    seen.beside(),
-  ]
+
+  def judge(seen: _Seen) -> Row:
+    sent = seen.flooded.sent
+    return seen.came("streams opened and reset at once", "nothing held, it serves on", f"{sent:,}", sent >= count)
+
+  jobs: list[_Job] = [(flood_clients.resets, _request(), share) for share in _shares(count)]
+  return _flooded(rig, asked, count, _MAX_RESET_RSS, jobs, judge)
+
+
+def resets_on(rig: Rig, seconds: float = 60.0, asked: int = 60) -> list[Row]:
+  """The same without end, over a connection that stays and over one after the other, whose calls stay for a while."""
+
+  def judge(seen: _Seen) -> Row:
+    sent = seen.flooded.sent
+    target = f"for {asked} s; nothing held, it serves on"
+    return seen.came("streams opened and reset without end", target, f"{sent:,}", seen.seconds >= seconds and sent > 0)
+
+  jobs: list[_Job] = [(flood_clients.resets, _request(), 0, seconds, per) for per in (0, _PER_CONNECTION)]
+  return _flooded(rig, asked, int(seconds), _MAX_RESET_RSS, jobs, judge)
+
+
+def _request() -> bytes:
+  return Ask((1, 2, 3), 400).message().SerializeToString()
 
 
 def frames(rig: Rig, count: int = 100_000, asked: int = 100_000) -> list[Row]:
   """Frames that ask for nothing, so many of each kind."""
   kinds = list(flood_clients.FRAMES)
-  with rig.server("--fake_step_ms=10") as server:
-    seen = _watch(
-      rig,
-      server,
-      asked,
-      count,
-      lambda: [rig.submit(flood_clients.frames, server.port, count, kind) for kind in kinds],
+
+  def judge(seen: _Seen) -> Row:
+    sent, calmed = seen.flooded.sent, seen.flooded.codes[_GOAWAY_CALM]
+    return seen.came(
+      f"frames of each kind: {', '.join(kinds)}",
+      "nothing held, pings calmed",
+      f"{sent:,}, {calmed:,} GOAWAYs ENHANCE_YOUR_CALM",
+      calmed > 0 and sent >= count * len(kinds),
     )
-  calmed = seen.flooded.codes[_GOAWAY_CALM]
-  told = f"{seen.flooded.sent:,} in {seen.seconds:.1f} s, {calmed:,} GOAWAYs ENHANCE_YOUR_CALM"
-  row = none_of(
-    f"frames of each kind: {', '.join(kinds)}", "nothing held, pings calmed", seen.flooded.faults, count, asked
-  )
-  passed = row.passed and calmed > 0 and seen.flooded.sent >= count * len(kinds)
-  return [
-    dataclasses.replace(row, measured=f"{row.measured} ({told})", passed=passed),
-    seen.cost(_MAX_JUNK_RSS),
-    seen.processor(),
-    seen.beside(),
-  ]
+
+  return _flooded(rig, asked, count, _MAX_JUNK_RSS, [(flood_clients.frames, count, kind) for kind in kinds], judge)
