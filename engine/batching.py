@@ -7,7 +7,9 @@ Every step is selective batching (Orca, OSDI 2022): linear layers see packed tok
                is reserved for prompt and max_tokens (FasterTransformer)
   dynamic      the same, but a wave waits up to a window for company (Triton's dynamic batching)
   continuous   requests join and leave at every step, prompts in one piece (Orca, early vLLM)
-  chunked      the same, prompts in chunks and into the padding (Sarathi-Serve, OSDI 2024; vLLM V1): the default
+  chunked      the same, prompts in chunks and into the padding (Sarathi-Serve, OSDI 2024; vLLM V1): the default.
+               Where the device leaves padding out, there is none to fill: a prompt of several steps is then cut in
+               equal pieces, as a short last one costs a step too, and full ones before it lengthen others' gaps
   disaggregated  chunked, but prompts and decodes run on different devices (engine/disaggregated.py)
 """
 
@@ -42,6 +44,10 @@ class Batching(Protocol):
     """Most prompt tokens that one row takes in a step."""
     ...
 
+  def piece(self, wanted: int, left: int) -> int:
+    """How many of the `wanted` prompt tokens that a row lacks go into a step with room for `left`."""
+    ...
+
   def step_tokens(self, num_tokens: int, longest_row: int, num_running: int) -> int:
     """The tokens a step of `num_tokens` is padded to, before the ladder rounds it up. Asked once a step."""
     ...
@@ -60,16 +66,22 @@ class Continuous:
 
   reserves = False
 
-  def __init__(self, chunk_limit: int, whole_prompts: bool):
+  def __init__(self, chunk_limit: int, whole_prompts: bool, fills_padding: bool):
     self.chunk_limit = chunk_limit
     self.whole_prompts = whole_prompts
-    self.fills_padding = not whole_prompts
+    self.fills_padding = fills_padding
 
   def places(self, num_running: int, num_waiting: int, oldest_arrival: float, now: float) -> int:
     return _ALL
 
   def row_limit(self) -> int:
     return _ALL
+
+  def piece(self, wanted: int, left: int) -> int:
+    if wanted <= left or self.fills_padding or self.whole_prompts:
+      return min(wanted, left)
+    num_steps = -(-wanted // self.chunk_limit)
+    return min(-(-wanted // num_steps), left)
 
   def step_tokens(self, num_tokens: int, longest_row: int, num_running: int) -> int:
     return num_tokens
@@ -106,6 +118,9 @@ class Waves:
   def row_limit(self) -> int:
     return self._row_limit
 
+  def piece(self, wanted: int, left: int) -> int:
+    return min(wanted, left)
+
   def step_tokens(self, num_tokens: int, longest_row: int, num_running: int) -> int:
     self._width = self._width or num_running
     return max(num_tokens, self._width * longest_row)
@@ -125,9 +140,9 @@ def make_batching(config: EngineConfig, state: list[int] | None = None) -> Batch
   most = config.token_budgets[-1]
   match config.batching:
     case "chunked" | "disaggregated":
-      return Continuous(config.prefill_chunk, whole_prompts=False)
+      return Continuous(config.prefill_chunk, whole_prompts=False, fills_padding=config.computes_padding)
     case "continuous":
-      return Continuous(most, whole_prompts=True)
+      return Continuous(most, whole_prompts=True, fills_padding=False)
     case "dynamic":
       width = min(config.dynamic_max_batch, config.max_num_seqs)
       return Waves(most, width, config.dynamic_window_s, state or [])

@@ -257,7 +257,8 @@ class Scheduler:
         decodes.append(request)
         starts.append(position)
       else:
-        count = min(request.num_sent_tokens - position, chunk_left, row_limit, plan.tokens_left + 1)
+        count = batching.piece(request.num_sent_tokens - position, chunk_left)
+        count = min(count, row_limit, plan.tokens_left + 1)
         if self._reports_prompt(request):
           count = min(count, plan.logits_left + 1)
         if count > 0:
@@ -467,7 +468,7 @@ class Scheduler:
     if self.config.shares_prefixes and not transferred and not self._reports_prompt(request):
       hits = pool.match(self._keys.first(request, (known - 1) // block_size))
     cached = transferred or len(hits) * block_size
-    count = min(known - cached, limit)
+    count = self._batching.piece(known - cached, limit)
     if whole and count < known - cached:
       return 0
     if self._batching.reserves:

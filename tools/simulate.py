@@ -32,7 +32,7 @@ from tools.step_costs import StepCosts, Work
 
 VOCAB_SIZE = 2**31 - 1  # token ids are not looked at
 _FROM_TABLE = ("max_model_len", "num_blocks", "block_size", "max_num_seqs")  # where no flag says otherwise
-_NOT_FLAGS = ("vocab_size", "eos_token_ids")
+_NOT_FLAGS = ("vocab_size", "eos_token_ids", "computes_padding")
 
 
 # --- Settings ---------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def engine_config(args: Any, costs: StepCosts) -> EngineConfig:
       f"note: the cost table was measured with max_num_seqs={measured}, and --max_num_seqs is {values['max_num_seqs']}",
       file=sys.stderr,
     )
-  return EngineConfig(vocab_size=VOCAB_SIZE, **values)
+  return EngineConfig(vocab_size=VOCAB_SIZE, computes_padding=not costs.by_tokens, **values)
 
 
 def expand_flagfile(argv: Sequence[str]) -> list[str]:

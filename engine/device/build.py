@@ -195,6 +195,7 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   step = step_bytes(model, largest, dtype.itemsize, mesh.size)
   step_for = f"{largest.tokens} tokens of {largest.rows} sequences"
   check_fits(options.model_dir, mesh, checkpoint.kept, kv_bytes, _kv_setting(options, max_model_len), step, step_for)
+  computes_padding = matmul != "packed"  # whose kernels are told how many tokens there are
   weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in checkpoint.kept.values())
   overlap = chosen_overlap(options.overlap, default_overlap(device.platform, weight_bytes))
   if options.deterministic:
@@ -238,7 +239,9 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   num_blocks = options.num_blocks or _stored_pool(options, bundle, spec, ladder)
   num_blocks = num_blocks or _size_pool(options, model, spec, ladder)
   eos_token_ids = declared.eos_token_ids
-  config = options.engine_config(model.vocab_size, max_model_len, num_blocks, block_size, eos_token_ids, overlap)
+  config = options.engine_config(
+    model.vocab_size, max_model_len, num_blocks, block_size, eos_token_ids, overlap, computes_padding
+  )
   chosen, make = spec(num_blocks), Program.compile
   if bundle is not None:
     bundle.begin(made_for(chosen, ladder.rungs()), mesh)

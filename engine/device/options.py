@@ -125,6 +125,7 @@ class BuildOptions:
       block_size=max(1, self.block_size),
       eos_token_ids=(),
       overlap=chosen_overlap(self.overlap, default=True),
+      computes_padding=True,
     )
 
   def without_unreachable_rungs(self) -> "BuildOptions":
@@ -141,6 +142,7 @@ class BuildOptions:
     block_size: int,
     eos_token_ids: tuple[int, ...],
     overlap: bool,
+    computes_padding: bool,
   ) -> EngineConfig:
     """The engine's settings, once the model and the device are known. Raises ConfigError."""
     known = {
@@ -150,6 +152,7 @@ class BuildOptions:
       "block_size": block_size,
       "eos_token_ids": eos_token_ids,
       "overlap": overlap,
+      "computes_padding": computes_padding,
     }
     chosen = {
       field.name: getattr(self, field.name) for field in dataclasses.fields(EngineConfig) if field.name not in known

@@ -100,9 +100,10 @@ def test_kernels_are_the_best_there_are_and_what_is_not_there_is_said(folder, bu
     monkeypatch.setattr(native, "load", nothing_built)
   elif native.compiler() is None:
     pytest.skip("no C++ compiler")
-  found = build(BuildOptions(folder, **SMALL | {"token_budgets": (64,), "prefill_chunk": 0}), silent, no_events)
+  found = build(BuildOptions(folder, **SMALL | {"token_budgets": (64, 256), "prefill_chunk": 0}), silent, no_events)
   assert (found.attention, found.matmul) == (("cpu", "packed") if built_here else ("reference", "xla"))
-  assert found.config.prefill_chunk == (CPU_PREFILL_CHUNK if built_here else 64)
+  assert found.config.prefill_chunk == (CPU_PREFILL_CHUNK if built_here else 256)
+  assert found.config.computes_padding is not built_here
   assert found.config.overlap
   assert len(found.fallbacks) == (0 if built_here else 2)
   assert all("not built" in reason for reason in found.fallbacks)

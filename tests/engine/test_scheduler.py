@@ -105,6 +105,29 @@ def test_a_chunk_that_fills_its_rung_does_not_grow():
   assert (batch.counts, batch.shape.tokens, batch.samples) == ((16,), 16, (False,))
 
 
+def test_where_padding_is_left_out_no_chunk_grows_and_a_prompt_is_cut_in_equal_pieces():
+  driver = Driver(make("a", 2), computes_padding=False)
+  driver.step()
+  driver.scheduler.add(make("b", [9] * 40))
+  # Three steps of at most 16, as the rest of 8 after two full ones would take: the rung of 32 is no reason for more.
+  assert [driver.step() for _ in range(4)] == [{"a": 1, "b": count} for count in (14, 13, 13, 1)]
+
+
+def test_what_equal_pieces_leave_of_a_chunk_goes_to_the_next_prompts():
+  driver = Driver(make("a", 20), make("b", [9] * 12), make("c", [8] * 3), computes_padding=False)
+  # Of "b" there are 6 where 12 would fit a step; what is left of it is one piece again, and "c" gets the last token.
+  assert [driver.step() for _ in range(3)] == [
+    {"a": 10, "b": 6},
+    {"a": 10, "b": 6},
+    {"a": 1, "b": 1, "c": 3},
+  ]
+
+
+def test_equal_pieces_are_of_what_is_not_cached():
+  driver = Driver(make("a", 24, max_tokens=1), make("b", 44, max_tokens=1), computes_padding=False)
+  assert [driver.step() for _ in range(2)] == [{"a": 12, "b": 4}, {"a": 12, "b": 4}]
+
+
 def test_growth_admits_more_when_running_prompts_are_done():
   driver = Driver(make("a", 6), make("b", 6), prefill_chunk=5)
   # The chunk of 5 needs the rung of 8: "a" grows to its end at 6, and "b" gets the 2 tokens left.
@@ -739,9 +762,15 @@ def test_continuous_takes_prompts_whole():
   assert driver.step() == {"a": 1, "b": 20, "c": 5}
 
 
-def test_continuous_cuts_only_what_no_step_can_hold():
+@pytest.mark.parametrize("computes_padding", [True, False])
+def test_continuous_cuts_only_what_no_step_can_hold(computes_padding):
   driver = Driver(
-    make("a", 40), make("b", 5), batching="continuous", token_budgets=(4, 32), enable_prefix_caching=False
+    make("a", 40),
+    make("b", 5),
+    batching="continuous",
+    token_budgets=(4, 32),
+    enable_prefix_caching=False,
+    computes_padding=computes_padding,
   )
   assert driver.step() == {"a": 32}
   assert driver.step() == {"a": 8, "b": 5}

@@ -45,6 +45,13 @@ BUGS = (
     "if decodes != columns.requests:",
     "if len(decodes) != len(columns.requests):",
   ),
+  Bug("chunks grow where nothing is padded", "batching", "fills_padding=config.computes_padding", "fills_padding=True"),
+  Bug(
+    "the last piece of a prompt is a rest",
+    "batching",
+    "-(-wanted // num_steps), left",
+    "wanted, self.chunk_limit, left",
+  ),
   Bug("a key does not depend on what is before the block", "block_pool", "sha256(parent + array", "sha256(array"),
   Bug("a key does not depend on the salt", "block_pool", '\\0" + salt)', '\\0")'),
   Bug(

@@ -53,6 +53,7 @@ def random_config(rng: random.Random) -> EngineConfig:
     prefix_cache_scope=rng.choice(("global", "tenant", "tenant", "request", "off")),
     max_queued_share_per_tenant=rng.choice((1.0, 1.0, 0.4)),
     eos_token_ids=EOS,
+    computes_padding=rng.random() < 0.7,
   )
 
 
@@ -91,7 +92,7 @@ class World:
     self.clients: dict[str, Client] = {}
     self.histories = [tuple(rng.randrange(VOCAB) for _ in range(24)) for _ in range(3)]
     self.serial = itertools.count()
-    self.num_ops = self.num_ended = self.num_siblings = self.num_grown = 0
+    self.num_ops = self.num_ended = self.num_siblings = self.num_grown = self.num_cut = 0
     self.endings = dict.fromkeys(FinishReason, 0)
     self.wave_width, self.wave_closed = 0, False
     self.families: dict[str, str] = {}  # by request: the first of its siblings
@@ -267,9 +268,18 @@ class World:
     num_decodes = batch.token_ids.count(())
     num_prefill = sum(batch.counts) - num_decodes
     if self.config.batching == "chunked":
-      base = num_decodes + min(num_prefill, self.config.prefill_chunk)
+      chunk = self.config.prefill_chunk
+      base = num_decodes + min(num_prefill, chunk)
       assert batch.shape == scheduler.ladder.fit(base), "prefill beyond the chunk takes more than the padding"
-      self.num_grown += num_prefill > self.config.prefill_chunk
+      if self.config.computes_padding:
+        self.num_grown += num_prefill > chunk
+      else:
+        assert num_prefill <= chunk, "a chunk grows into padding that costs nothing"
+        for row in range(num_decodes, len(batch.slots)):
+          wanted = scheduler._requests[batch.request_ids[row]].num_sent_tokens - batch.starts[row]
+          num_pieces = max(1, -(-wanted // chunk))
+          assert batch.counts[row] <= -(-wanted // num_pieces), "a prompt is cut in unequal pieces"
+          self.num_cut += batch.counts[row] < wanted
     elif self.config.batching == "continuous":
       parts = [row for row, ids in enumerate(batch.token_ids) if ids and not batch.samples[row]]
       assert parts in ([], [num_decodes]), "a prompt is cut though it could wait for a step of its own"
