@@ -117,6 +117,11 @@ class Starting(Unavailable):
   reason = "STARTING"
   retry_after_s = 1.0
 
+  def __init__(
+    self, message: str = "the model is loading; try again when /ready answers 200, or gRPC's health check SERVING"
+  ):
+    super().__init__(message)
+
 
 class Draining(Unavailable):
   """The server is going down."""

@@ -361,7 +361,7 @@ class Frontends(Lifetime):
 
   async def _books(self) -> GetInvariantsResponse:
     if self._invariants is None:
-      raise Starting("the model is loading; try again when the health check says SERVING")
+      raise Starting()
     return self._invariants.report(await self._sum())
 
   async def _counts_of(self, front_end: _FrontEnd) -> Counts:

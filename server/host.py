@@ -149,7 +149,7 @@ class Host(Lifetime):
 
   async def _report(self) -> GetInvariantsResponse:
     if self._service.invariants is None:
-      raise Starting("the model is loading; try again when the health check says SERVING")
+      raise Starting()
     return self._service.invariants.report(await self._census())
 
   def _num_live(self) -> int:

@@ -79,7 +79,7 @@ class Service:
     self._strict_requests = strict_requests
     self._backend: Backend | None = None
     self._compiler: ConstraintCompiler | None = None
-    self._closed: Unavailable | None = Starting("the model is loading; try again when the health check says SERVING")
+    self._closed: Unavailable | None = Starting()
     self._stream_stall_timeout_s = stream_stall_timeout_s
     # Two threads: tokenizing a long prompt must not stop the loop, and must not take all cores either.
     self._text_pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="tokenize")
@@ -341,7 +341,7 @@ class Service:
   def opened(self) -> Backend:
     """The backend, also while draining; raises what keeps the server shut."""
     if self._backend is None or isinstance(self._closed, EngineDead):
-      raise self._closed or Starting("the model is loading")
+      raise self._closed or Starting()
     return self._backend
 
   def admit(self) -> Backend:

@@ -18,6 +18,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "BUILD.md", *(file for name in FOLDERS f
 FOREIGN = {"universal", "python-version", "generate-hashes", "extra", "group", "no-annotate", "no-header", "time"}
 FOREIGN |= {"xla_force_host_platform_device_count", "help"}
 FLAG = r"(?<![\w-])--([a-zA-Z][\w-]*)"
+PATH = r"(?<![\w/.=-])((?:engine|models|pallas_kernels|server|tools|tests|benchmarks|deploy)/[\w./-]*\w)"
 MODULE = r"python3? -m ((?:tools|server|pallas_kernels)[\w.]*)"
 
 
@@ -115,9 +116,9 @@ def test_flags_and_files_that_are_named_are_there(document: Path) -> None:
   for span in spans(document):
     unknown = set(re.findall(FLAG, span)) - all_flags() - FOREIGN
     assert not unknown, f"`{span}`: nothing has {', '.join(sorted(unknown))}"
-    if re.fullmatch(r"(engine|models|pallas_kernels|server|tools|tests|benchmarks|deploy)/[\w./]*", span):
-      assert (ROOT / span).exists(), f"there is no {span}"
-    elif re.fullmatch(r"tools(\.[a-z_]\w*)+", span):
+    for path in re.findall(PATH, span):
+      assert (ROOT / path).exists(), f"`{span}`: there is no {path}"
+    if re.fullmatch(r"tools(\.[a-z_]\w*)+", span):
       assert source(span).exists() or source(span.rpartition(".")[0]).exists(), f"there is no {span}"
 
 
