@@ -268,7 +268,7 @@ def measure(args: Any) -> StepCosts:
   max_context = min(args.max_context or config.max_model_len, config.max_model_len, config.pool_tokens)
   recorded = read_step_trace(args.step_trace) if args.step_trace else []
   points = points_of(recorded)[0] or measure_device(runner, config, max_context, args.seconds, args.rounds)
-  by_tokens = built.matmul == "packed"  # whose kernels are told how many tokens there are
+  by_tokens = not config.computes_padding
   table, error = fit(points, by_tokens)
   records, watched, front_s = run_engine(runner, config, max_context, args.load_seconds)
   # A step trace has no commit times: they are always those of the engine's loads.
