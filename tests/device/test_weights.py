@@ -472,6 +472,28 @@ def test_int8_is_a_quarter_of_f32_and_the_same_from_either_kind_of_folder(tied, 
   assert {packed[name].dtype for name in matrices} == {np.dtype(np.int8)}
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_packed_weights_are_the_plain_ones_and_leave_the_file(stored, tmp_path):
+  """Each column of a block is a column of the plain matrix; what happens to the file later changes nothing."""
+  write_model(tmp_path, RAW, seed=3, dtype=stored)
+  mesh = make_mesh(jax.devices()[:1])
+  plain = arrays(load_checkpoint(str(tmp_path), mesh, "float32"))
+  packed = load_checkpoint(str(tmp_path), mesh, "float32", WeightForm(packed=True))
+  file = tmp_path / "model.safetensors"
+  with file.open("r+b") as stream:
+    stream.write(b"\1" * file.stat().st_size)
+  found = arrays(packed)
+  matrices = [name for name in plain if name.rpartition(".")[2] in ("qkv", "out", "gate_up", "down", "head")]
+  assert len(matrices) == 4 * RAW["num_hidden_layers"] + 1
+  for name in matrices:
+    inputs = found[name].shape[1]
+    columns = found[name].transpose(1, 0, 2).reshape(inputs, -1)
+    matrix = plain[name].reshape(inputs, -1)
+    np.testing.assert_array_equal(columns[:, : matrix.shape[1]], matrix)
+  for name in plain.keys() - set(matrices):
+    np.testing.assert_array_equal(found[name], plain[name])
+
+
 def test_random_weights_need_no_file_but_the_config_and_are_always_the_same(tmp_path):
   (tmp_path / "config.json").write_text(json.dumps(RAW), "utf-8")
 

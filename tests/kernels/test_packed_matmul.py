@@ -91,6 +91,23 @@ def test_large_matrices_lie_on_aligned_memory_that_jax_takes_over() -> None:
   np.testing.assert_array_equal(packed.transpose(1, 0, 2).reshape(1024, -1).sum(axis=1), np.full(1024, 1100))
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.uint16, np.int8])
+@pytest.mark.parametrize("shape", [(1, 1), (17, 33), (40, 31), (5, 64), (768, 100)], ids=str)
+def test_any_view_is_packed(shape: tuple[int, int], kind: type) -> None:
+  """As it lies, transposed as in a checkpoint, and as part of more: always block by block of 32 columns."""
+  (inputs, outputs), (blocks, _, columns) = shape, api.packed_shape(*shape)
+  matrix = np.random.default_rng(0).integers(1, 100, shape).astype(kind)
+  padded = np.pad(matrix, ((0, 0), (0, blocks * columns - outputs)))
+  expected = padded.reshape(inputs, blocks, columns).transpose(1, 0, 2)
+  more = np.zeros((outputs + 3, 2, inputs + 1), kind)
+  more[3:, 1, 1:] = matrix.T
+  for view in (matrix, np.ascontiguousarray(matrix.T).T, more[3:, 1, 1:].T):
+    np.testing.assert_array_equal(api.pack(view), expected)
+  assert api.pack(matrix).dtype == kind
+  with pytest.raises(ValueError, match="8 bytes, not 1, 2 or 4"):
+    api.pack(matrix.astype(np.float64))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(1, 64), (9, 100), (200, 768)], ids=str)
 def test_the_norm_before_it(shape: tuple[int, int], dtype: str) -> None:
