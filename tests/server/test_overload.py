@@ -20,7 +20,7 @@ CONFIG = tiny_config(max_num_seqs=1)
 def test_no_deadline_that_passes_in_the_queue_is_ever_scheduled():
   """A hundred of each kind wait behind one that runs: all are told, none is computed, and the counts say so."""
   config = dataclasses.replace(CONFIG, max_queued_requests=300)
-  with running(None, config=config) as served:
+  with running(None, config=config, host=HostOptions(max_concurrent_streams=300)) as served:
     served.runner.seconds = 0.001
     first = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER), timeout=120)
     message = next(first)

@@ -152,7 +152,8 @@ def _flooded(
   rig: Rig, asked: int, ran: int, max_rss: float, jobs: list[_Job], judge: Callable[[_Seen], Row]
 ) -> list[Row]:
   """A flood of a server of its own: what `judge` says of it, what it cost, and what others had of it."""
-  with rig.server("--fake_step_ms=10") as server:
+  # All blocks are looked at after every step: with many, control streams fill them, and a step costs more and more.
+  with rig.server("--fake_step_ms=10", "--num_blocks=256") as server:
     seen = _watch(rig, server, asked, ran, jobs)
   return [judge(seen), seen.cost(max_rss), seen.processor(), seen.beside(), seen.waits()]
 
