@@ -223,7 +223,6 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
       argmax=argmax.choose(device.platform, mesh.size),
       draw=draw.choose(device.platform, mesh.size),
       adjust=adjust.choose(device.platform, mesh.size),
-      packed=form.packed,
     )
 
   check_attention(spec(table_width), ladder, dtype)

@@ -55,7 +55,6 @@ class ProgramSpec:
     device_kind: as JAX calls the devices; decides tuned settings of kernels.
     deterministic: every sum of a row is made in an order that nothing but the row decides (see `deterministic.py`).
     argmax, draw, adjust: names of the implementations (pallas_kernels.argmax.api, and so on).
-    packed: the linear layers are calls of a kernel.
   """
 
   mesh: Mesh
@@ -74,7 +73,6 @@ class ProgramSpec:
   argmax: str = "reference"
   draw: str = "reference"
   adjust: str = "reference"
-  packed: bool = False
 
   @property
   def platform(self) -> str:
@@ -243,8 +241,7 @@ def pack_masks(lines: Sequence[tuple[int, bytes]], padding: int, width: int) -> 
 def step_options(spec: ProgramSpec) -> dict[str, bool | int | str] | None:
   """What a step is compiled with, by platform.
 
-  CPU: LLVM at -O1: a fifth less time to compile, and steps as fast as at -O3 (matmuls are a library's). At -O0, half of
-  that again, where whatever goes over all of a layer or of the logits is a kernel of ours.
+  CPU: LLVM at -O1: a fifth less time to compile, and steps as fast as at -O3 (matmuls are a library's).
   GPU: matmuls by cuBLASLt, which takes the residual add along: 11 launches a layer at Llama-3-8B shapes, 14 with XLA's
   own (`make check-device`). XLA's own are for int8 weights, which they widen in registers. For the library each matrix
   is first widened into a buffer of its own by a fusion of its own, so that a step moves more than without int8: seen in
@@ -253,19 +250,12 @@ def step_options(spec: ProgramSpec) -> dict[str, bool | int | str] | None:
   """
   match spec.platform:
     case "cpu":
-      whole = not (spec.model.qkv_bias or spec.model.qk_norm) and spec.packed
-      kernels = {spec.attention, spec.argmax, spec.draw, spec.adjust}
-      return {"xla_backend_optimization_level": 0 if whole and kernels == {"cpu"} else 1}
+      return {"xla_backend_optimization_level": 1}
     case "gpu" | "cuda":
       int8 = any(leaf.dtype == jnp.int8 for leaf in spec.params)
       one = _ONE_MATMUL if spec.deterministic else {}
       return {"xla_gpu_enable_triton_gemm": spec.deterministic or int8} | one
   return None
-
-
-def _copy_options(spec: ProgramSpec) -> dict[str, bool | int | str] | None:
-  """What is compiled with that only copies and fills, in loops that LLVM must make."""
-  return {"xla_backend_optimization_level": 1} if spec.platform == "cpu" else step_options(spec)
 
 
 def step_program(spec: ProgramSpec, shape: StepShape) -> Program:
@@ -289,20 +279,20 @@ def line_program(spec: ProgramSpec, table: str) -> Program:
   """Sets one line of `table`, "history" or "bias" of the sampler's state: (table, packed) -> table."""
   lines = getattr(spec.slot_state, table)
   arguments = (lines, spec.whole((spec.model.vocab_size + 1,), jnp.int32))
-  return Program(f"line-{table}", write_line, arguments, lines, (0,), _copy_options(spec))
+  return Program(f"line-{table}", write_line, arguments, lines, (0,), step_options(spec))
 
 
 def masks_program(spec: ProgramSpec) -> Program:
   """Sets lines of the masks: (table, packed) -> table."""
   table = spec.slot_state.mask
   packed = spec.whole((MASK_LINES, 1 + table.shape[1]), jnp.int32)
-  return Program("masks", write_masks, (table, packed), table, (0,), _copy_options(spec))
+  return Program("masks", write_masks, (table, packed), table, (0,), step_options(spec))
 
 
 def zeros_program(spec: ProgramSpec, name: str, results: Any) -> Program:
   """Allocates `results`: () -> results. Zeros and not garbage, because 0 * NaN in a masked product would be NaN."""
   fill = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), results)
-  return Program(f"zeros-{name}", fill, (), results, (), _copy_options(spec))
+  return Program(f"zeros-{name}", fill, (), results, (), step_options(spec))
 
 
 def all_programs(spec: ProgramSpec, rungs: Sequence[StepShape]) -> dict[StepShape | str, Program]:
