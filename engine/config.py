@@ -8,6 +8,9 @@ PREFIX_CACHE_SCOPES = ("global", "tenant", "request", "off")
 # The default prefill_chunk with a CPU's own kernels. From 32 rows on a step takes as long as it has rows: more of them
 # only save the decodes that a prompt's next step would have beside it, and lengthen the gaps that others see.
 CPU_PREFILL_CHUNK = 192
+# The default token_budgets with them. What a rung pads they leave out, so few rungs do: steps of 1, 9, 17 and 40 rows
+# of a 125M model take as long as with twice as many, and a start has fewer programs to compile.
+CPU_TOKEN_BUDGETS = (8, 32, 64, 256, 512)
 # What a CPU reads at 20 GB/s in twenty times the host's part of a step, 0.5 ms.
 CPU_OVERLAP_BYTES = 200_000_000
 

@@ -9,7 +9,7 @@ from absl import flags
 
 from engine.admission import ADMISSION
 from engine.batching import BATCHING
-from engine.config import CPU_PREFILL_CHUNK, PREFIX_CACHE_SCOPES, EngineConfig
+from engine.config import CPU_PREFILL_CHUNK, CPU_TOKEN_BUDGETS, PREFIX_CACHE_SCOPES, EngineConfig
 from engine.errors import ConfigError
 from engine.policy import POLICIES
 from server import logs
@@ -159,7 +159,8 @@ _BUILD_FLAGS = (
 _TOKEN_BUDGETS = flags.DEFINE_list(
   "token_budgets",
   [str(tokens) for tokens in EngineConfig.token_budgets],
-  "The ladder of step sizes, in tokens; one program is compiled for each that can be reached.",
+  "The ladder of step sizes, in tokens; one program is compiled for each that can be reached. With --matmul=packed and "
+  f"this default {','.join(map(str, CPU_TOKEN_BUDGETS))}, for padding costs nothing there.",
 )
 _HOST_FLAGS = (
   flags.DEFINE_string("host", HostOptions.host, "Address to bind. Beyond this machine, give it TLS and API keys."),

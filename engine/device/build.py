@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from engine.config import CPU_PREFILL_CHUNK, EngineConfig, chosen_overlap, default_overlap, default_prefill_chunk
+from engine.config import EngineConfig, chosen_overlap, default_overlap
 from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.bundle import Bundle, made_for
@@ -175,9 +175,8 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   started = time.perf_counter()
   progress("load", 0, 1)
   matmul, matmul_reason = choose_matmul(options.matmul, mesh, dtype)
-  if matmul == "packed" and not options.prefill_chunk:
-    chunk = default_prefill_chunk(options.token_budgets, CPU_PREFILL_CHUNK)
-    options = dataclasses.replace(options, prefill_chunk=chunk)
+  if matmul == "packed":
+    options = options.for_packed_matmul()
   options = options.without_unreachable_rungs()
   form = WeightForm(packed=matmul == "packed", int8=options.quantization == "int8")
   if form.int8 and not form.packed and device.platform == "cpu":

@@ -4,7 +4,7 @@ import dataclasses
 
 from engine.admission import AdmissionControl
 from engine.batching import make_batching, reachable_budgets
-from engine.config import EngineConfig, chosen_overlap, default_prefill_chunk
+from engine.config import CPU_PREFILL_CHUNK, CPU_TOKEN_BUDGETS, EngineConfig, chosen_overlap, default_prefill_chunk
 from engine.errors import ConfigError
 from engine.policy import make_policy
 from engine.shapes import ShapeLadder
@@ -127,6 +127,14 @@ class BuildOptions:
       overlap=chosen_overlap(self.overlap, default=True),
       computes_padding=True,
     )
+
+  def for_packed_matmul(self) -> "BuildOptions":
+    """These, with what suits kernels that leave padding out where nobody has chosen otherwise."""
+    budgets = self.token_budgets
+    if budgets == EngineConfig.token_budgets and not self.all_rungs:
+      budgets = CPU_TOKEN_BUDGETS
+    chunk = self.prefill_chunk or default_prefill_chunk(budgets, CPU_PREFILL_CHUNK)
+    return dataclasses.replace(self, token_budgets=budgets, prefill_chunk=chunk)
 
   def without_unreachable_rungs(self) -> "BuildOptions":
     """These, with the rungs that steps may have; each costs a compilation. To be asked once prefill_chunk is known."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config import CPU_PREFILL_CHUNK, default_overlap
+from engine.config import CPU_PREFILL_CHUNK, CPU_TOKEN_BUDGETS, EngineConfig, default_overlap
 from engine.device import kv_cache
 from engine.device.build import build
 from engine.device.options import BuildOptions
@@ -92,6 +92,17 @@ def test_options_that_contradict_each_other(changes, said):
 def test_options_that_do_not_fit_the_model_or_the_machine(folder, changes, said):
   with pytest.raises(ConfigError, match=said):
     build(BuildOptions(folder, **(SMALL | changes)), silent, no_events)
+
+
+def test_few_rungs_where_padding_is_left_out_and_nobody_chose():
+  def ladder(**settings) -> tuple[int, ...]:
+    return BuildOptions("any", **settings).for_packed_matmul().without_unreachable_rungs().token_budgets
+
+  assert ladder() == (8, 32, 64, 256)
+  assert ladder(prefill_chunk=512) == CPU_TOKEN_BUDGETS
+  assert ladder(all_rungs=True) == EngineConfig.token_budgets
+  assert ladder(token_budgets=(8, 16, 64, 384)) == (8, 16, 64, 384)
+  assert BuildOptions("any").without_unreachable_rungs().token_budgets == EngineConfig.token_budgets
 
 
 @pytest.mark.parametrize("built_here", [True, False])
