@@ -9,7 +9,7 @@ C++17 compiler (CXX, c++, g++ or clang++) and takes some seconds; nothing is bui
 nothing is loaded or told to XLA before it is asked for.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import ctypes
 import functools
 import hashlib
@@ -35,6 +35,7 @@ SOURCES = {
   "packed_matmul": "pallas_kernels/packed_matmul/cpu.cc",
   "paged_attention": "pallas_kernels/paged_attention/cpu.cc",
 }
+IMPLEMENTATIONS = ("reference", "cpu")  # what `choose` chooses among
 # Of each library; also the names of the custom calls.
 ENTRIES = {
   "adjust": ("SluiceAdjust",),
@@ -205,6 +206,26 @@ def call(name: str, entry: str, result: Any, **options: Any) -> Callable[..., An
 
   register(name)
   return jax.ffi.ffi_call(entry, result, **options)
+
+
+def check_lines(name: str, x: "jax.Array", implementation: str) -> None:
+  """What kernels over lines of logits ask of them.
+
+  Raises:
+    ValueError: x is not float32[S, V], or the implementation none of IMPLEMENTATIONS; the text begins with `name`.
+  """
+  if implementation not in IMPLEMENTATIONS:
+    raise ValueError(f"{name}: implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+  if x.ndim != 2 or x.dtype != "float32" or not x.shape[1]:
+    raise ValueError(f"{name}: x is {x.dtype}{list(x.shape)}; it must be float32[S, V]")
+
+
+def bits(lines: "Iterable[jax.Array]") -> "jax.Array":
+  """Numbers of lines as the kernels take them: int32[k, S] of k arrays of 32 bits each, floats by their bits."""
+  from jax import lax
+  import jax.numpy as jnp
+
+  return jnp.stack([lax.bitcast_convert_type(line, jnp.int32) for line in lines])
 
 
 def count(name: str, num_rows: "jax.Array | None") -> "jax.Array":

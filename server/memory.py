@@ -64,13 +64,13 @@ class MemoryLimit:
 
     Above it, this process first gives back what it has freed, but once in as long as clients are told to wait.
     """
-    if not self._max_resident_mb or self._resident_mb() < self._max_resident_mb:
+    if not self._max_resident_mb:
       return
-    now = time.monotonic()
-    if now >= self._given_back + _RETRY_S:
+    resident_mb, now = self._resident_mb(), time.monotonic()
+    if resident_mb >= self._max_resident_mb and now >= self._given_back + _RETRY_S:
       self._given_back = now
       give_back_freed()
-    resident_mb = self._resident_mb()
+      resident_mb = self._resident_mb()
     if resident_mb >= self._max_resident_mb:
       raise MemoryPressure(
         f"the server holds {resident_mb} MiB of memory, the limit is {self._max_resident_mb}; try again in "

@@ -17,6 +17,8 @@ A row whose logits hold NaN or Inf is reported as bad, and its other values are 
 
 from collections.abc import Sequence
 import dataclasses
+import functools
+import operator
 
 import jax
 from jax import lax
@@ -37,7 +39,7 @@ _ADJUSTMENTS = {
   Kind.MASK: Flag.MASK,
   Kind.SUPPRESS: Flag.SUPPRESS,
 }
-_ADJUSTED = Flag.PENALTY | Flag.BIAS | Flag.MASK | Flag.SUPPRESS
+_ADJUSTED = functools.reduce(operator.or_, _ADJUSTMENTS.values())
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +106,7 @@ def _adjusted(x: jax.Array, rows: SamplingRows, state: SlotState, num_rows: jax.
   """Everything that comes before the temperature."""
   kinds = [jnp.where(rows.has(flag), jnp.int32(kind), 0) for kind, flag in _ADJUSTMENTS.items()]
   asked = Adjustments(
-    kinds=kinds[0] | kinds[1] | kinds[2] | kinds[3],
+    kinds=functools.reduce(operator.or_, kinds),
     slot=rows[Column.SLOT],
     repetition=rows[Column.REPETITION],
     frequency=rows[Column.FREQUENCY],

@@ -7,8 +7,6 @@ XLA's threads, to the same bits.
 import functools
 
 import jax
-from jax import lax
-import jax.numpy as jnp
 
 from pallas_kernels import native
 from pallas_kernels.adjust import reference
@@ -17,8 +15,7 @@ from pallas_kernels.adjust.reference import Asked as Asked
 from pallas_kernels.adjust.reference import Kind as Kind
 from pallas_kernels.adjust.reference import Memory as Memory
 
-IMPLEMENTATIONS = ("reference", "cpu")
-choose = functools.partial(native.choose, "adjust")  # of them, for a platform and a number of devices
+choose = functools.partial(native.choose, "adjust")  # an implementation, for a platform and a number of devices
 
 
 def adjust(
@@ -38,16 +35,13 @@ def adjust(
     memory: what lines look up by their slot.
     num_rows: int32[1], how many lines are in use, those in front; None: all. What comes out for the others means
       nothing.
-    implementation: of IMPLEMENTATIONS.
+    implementation: of native.IMPLEMENTATIONS.
 
   Raises:
     NativeMissing: "cpu", and its library is not built.
     ValueError: an argument is of another type or shape.
   """
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(f"adjust: implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-  if x.ndim != 2 or x.dtype != jnp.float32 or not x.shape[1]:
-    raise ValueError(f"adjust: x is {x.dtype}{list(x.shape)}; it must be float32[S, V]")
+  native.check_lines("adjust", x, implementation)
   (rows, vocab), slots = x.shape, memory.history.shape[0]
   for name, array, shape in (
     *((name, line, (rows,)) for name, line in asked._asdict().items()),
@@ -63,6 +57,5 @@ def adjust(
   num_rows = native.count("adjust", num_rows)
   if implementation == "reference":
     return reference.adjust(x, asked, stop_ids, memory)
-  bits = jnp.stack([lax.bitcast_convert_type(line, jnp.int32) for line in asked])  # in cpu.cc's order
   call = native.call("adjust", "SluiceAdjust", jax.ShapeDtypeStruct(x.shape, x.dtype))
-  return call(x, bits, stop_ids, *memory, num_rows)
+  return call(x, native.bits(asked), stop_ids, *memory, num_rows)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import native
 
-IMPLEMENTATIONS = ("reference", "cpu")
-choose = functools.partial(native.choose, "argmax")  # of them, for a platform and a number of devices
+choose = functools.partial(native.choose, "argmax")  # an implementation, for a platform and a number of devices
 
 
 def reference(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -31,16 +30,13 @@ def argmax(
     x: f32[S, V]. Of a line with a NaN the index is in range, and means nothing.
     num_rows: int32[1], how many lines are in use, those in front; of the others nothing is said but that the index is
       in range. None: all.
-    implementation: of IMPLEMENTATIONS.
+    implementation: of native.IMPLEMENTATIONS.
 
   Raises:
     NativeMissing: "cpu", and its library is not built.
     ValueError: an argument is of another type or shape.
   """
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(f"argmax: implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-  if x.ndim != 2 or x.dtype != jnp.float32 or not x.shape[1]:
-    raise ValueError(f"argmax: x is {x.dtype}{list(x.shape)}; it must be float32[S, V]")
+  native.check_lines("argmax", x, implementation)
   num_rows = native.count("argmax", num_rows)
   if implementation == "reference":
     return reference(x)

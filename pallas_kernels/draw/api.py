@@ -7,7 +7,6 @@ round sums and exponentials differently: a draw that falls within that of a limi
 import functools
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels import native
@@ -15,8 +14,7 @@ from pallas_kernels.draw import reference
 from pallas_kernels.draw.reference import NO_LIMIT as NO_LIMIT
 from pallas_kernels.draw.reference import Asked as Asked
 
-IMPLEMENTATIONS = ("reference", "cpu")
-choose = functools.partial(native.choose, "draw")  # of them, for a platform and a number of devices
+choose = functools.partial(native.choose, "draw")  # an implementation, for a platform and a number of devices
 
 
 def draw(
@@ -36,22 +34,20 @@ def draw(
     asked: by line.
     num_rows: int32[1], how many lines are in use, those in front; of the others nothing is said but that the token is
       in range. None: all.
-    implementation: of IMPLEMENTATIONS.
+    implementation: of native.IMPLEMENTATIONS.
     wide: see `reference.draw`.
 
   Raises:
     NativeMissing: "cpu", and its library is not built.
     ValueError: an argument is of another type or shape.
   """
-  if implementation not in IMPLEMENTATIONS:
-    raise ValueError(f"draw: implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-  if x.ndim != 2 or x.dtype != jnp.float32 or not x.shape[1]:
-    raise ValueError(f"draw: x is {x.dtype}{list(x.shape)}; it must be float32[S, V]")
+  native.check_lines("draw", x, implementation)
   for name, line in asked._asdict().items():
     if line.shape != x.shape[:1]:
       raise ValueError(f"draw: {name} is {line.dtype}{list(line.shape)}; it must have the {x.shape[0]} lines of x")
   num_rows = native.count("draw", num_rows)
   if implementation == "reference":
     return reference.draw(x, asked, wide)
-  bits = jnp.stack([lax.bitcast_convert_type(line, jnp.int32) for line in asked])  # in cpu.cc's order
-  return native.call("draw", "SluiceDraw", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x, bits, num_rows)
+  return native.call("draw", "SluiceDraw", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(
+    x, native.bits(asked), num_rows
+  )

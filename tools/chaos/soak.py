@@ -157,15 +157,15 @@ def slopes(samples: Sequence[Sample]) -> tuple[float, float, float]:
   """Growth of resident bytes, descriptors and threads in 100,000 requests; of bytes, that of each window's least."""
   windows = [samples[first : first + _WINDOW] for first in range(0, len(samples) - _WINDOW + 1, _WINDOW)]
   least = [min(window, key=lambda sample: sample.usage.rss) for window in windows]
-  rss, fds, threads = (
-    1e5 * slope([(float(sample.requests), float(of(sample.usage))) for sample in of_them])
-    for of_them, of in (
-      (least, lambda usage: usage.rss),
-      (samples, lambda usage: usage.fds),
-      (samples, lambda usage: usage.threads),
-    )
+
+  def growth(of: Callable[[Usage], int], among: Sequence[Sample]) -> float:
+    return 1e5 * slope([(float(sample.requests), float(of(sample.usage))) for sample in among])
+
+  return (
+    growth(lambda usage: usage.rss, least),
+    growth(lambda usage: usage.fds, samples),
+    growth(lambda usage: usage.threads, samples),
   )
-  return rss, fds, threads
 
 
 def soak(rig: Rig, seconds: float, control_s: float | None = None) -> list[Row]:
