@@ -11,7 +11,7 @@ import threading
 from typing import Protocol, Self
 
 # The largest that were measured (1,200 constants; 30 fields) hold 0.5 MiB once compiled.
-_MAX_ENTRIES = 64
+MAX_ENTRIES = 64
 _MAX_SOURCE_BYTES = 1 << 20
 
 
@@ -26,7 +26,7 @@ class Copied(Protocol):
 class GrammarCache[T: Copied]:
   """Least recently used first out, within a tenant. Threads may share it."""
 
-  def __init__(self, max_entries: int = _MAX_ENTRIES, max_source_bytes: int = _MAX_SOURCE_BYTES):
+  def __init__(self, max_entries: int = MAX_ENTRIES, max_source_bytes: int = _MAX_SOURCE_BYTES):
     """Args: max_entries, max_source_bytes: of all tenants together."""
     self._max_entries, self._max_source_bytes = max_entries, max_source_bytes
     self._lock = threading.Lock()

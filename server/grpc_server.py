@@ -15,6 +15,7 @@ from server.auth import AdminKeys, ApiKeys
 from server.call_log import CallLog
 from server.host_options import HostOptions
 from server.interceptors import CallInterceptor
+from server.operations import awaited_to_the_end
 from server.tls import Certificates
 
 # Of the admin service's server, beside which there are those of users.
@@ -193,12 +194,14 @@ def new_server(options: HostOptions, interceptor: CallInterceptor, *, shares_por
   if options.max_connection_age_s:
     arguments["grpc.max_connection_age_ms"] = round(1000 * options.max_connection_age_s)
     arguments["grpc.max_connection_age_grace_ms"] = round(1000 * options.max_connection_age_grace_s)
-  return grpc.aio.server(
-    interceptors=(interceptor,),
-    options=tuple(arguments.items()),
-    # gRPC's own limit says neither why nor when to retry, and would refuse probes of health: it is for what the
-    # interceptor does not see, and leaves room for it: clients may watch health on every connection.
-    maximum_concurrent_rpcs=options.max_concurrent_rpcs + options.max_grpc_connections + _SPARE_RPCS,
+  return awaited_to_the_end(
+    lambda: grpc.aio.server(
+      interceptors=(interceptor,),
+      options=tuple(arguments.items()),
+      # gRPC's own limit says neither why nor when to retry, and would refuse probes of health: it is for what the
+      # interceptor does not see, and leaves room for it: clients may watch health on every connection.
+      maximum_concurrent_rpcs=options.max_concurrent_rpcs + options.max_grpc_connections + _SPARE_RPCS,
+    )
   )
 
 

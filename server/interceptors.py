@@ -256,11 +256,7 @@ def _gone() -> asyncio.CancelledError:
 
 
 async def _read(context: Any) -> bytes:
-  """The one message of a call.
-
-  A call that is cancelled ends the read by itself: grpc.aio never frees what it has allocated for a read whose own task
-  is cancelled, some 100 to 1,000 bytes each.
-  """
+  """The one message of a call. The read is a task of its own, since it ends with the call and never by a timeout."""
   reading = asyncio.ensure_future(context.read())
   reading.add_done_callback(_heard)
   try:

@@ -6,9 +6,12 @@ watch first: one that cannot find it would prove nothing.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import json
 import random
 import time
 
+from server.client import Client
+from server.grammar_cache import MAX_ENTRIES
 from tools.chaos import disconnects, fuzz, streams, wire
 from tools.chaos.process import Server, Usage
 from tools.chaos.report import Row, none_of
@@ -129,9 +132,18 @@ class _Mixture:
     )
 
 
+def _fill_grammars(server: Server) -> None:
+  """As many as the server keeps, some 180 kB each: rounds of fuzz alone would take 150,000 requests to send so many."""
+  with Client(server.target) as client:
+    for number in range(MAX_ENTRIES):
+      schema = {"type": "object", "properties": {f"a{number}": {"type": "integer"}}}
+      client.generate("Answer:", json_schema=json.dumps(schema), max_tokens=6)
+
+
 def watch(rig: Rig, server: Server, seconds: float, seed: int) -> Soaked:
   """Mixes for so long, with samples at rest in between."""
   soaked = Soaked()
+  _fill_grammars(server)
   mixture = _Mixture(rig, server, soaked, seed)
   began = time.monotonic()
   fds = server.usage().fds
