@@ -103,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   about: dict[str, Any] = {"machine": machine()}
   with Rig() as rig:
     if args.soak:
-      rows = [dataclasses.replace(row, scenario="soak") for row in soak.soak(rig, 3600 * args.hours)]
+      rows = soak.soak(rig, 3600 * args.hours, lambda line: console.print(line, style="dim", highlight=False))
+      rows = [dataclasses.replace(row, scenario="soak") for row in rows]
     else:
       rows = run(rig, chosen, console, quick=args.quick, full=args.full)
   seconds = time.monotonic() - began

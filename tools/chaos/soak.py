@@ -140,8 +140,8 @@ def _fill_grammars(server: Server) -> None:
       client.generate("Answer:", json_schema=json.dumps(schema), max_tokens=6)
 
 
-def watch(rig: Rig, server: Server, seconds: float, seed: int) -> Soaked:
-  """Mixes for so long, with samples at rest in between."""
+def watch(rig: Rig, server: Server, seconds: float, seed: int, tell: Callable[[str], None]) -> Soaked:
+  """Mixes for so long, with samples at rest in between, of which each is told."""
   soaked = Soaked()
   _fill_grammars(server)
   mixture = _Mixture(rig, server, soaked, seed)
@@ -154,7 +154,12 @@ def watch(rig: Rig, server: Server, seconds: float, seed: int) -> Soaked:
     if time.monotonic() - began >= next_sample:
       soaked.faults += server.settle() + server.imbalance()
       wait_for(lambda: server.usage().fds <= fds, 5.0, 0.2)
-      soaked.samples.append(Sample(server.books().requests_accepted_total, server.usage()))
+      sample = Sample(server.books().requests_accepted_total, server.usage())
+      soaked.samples.append(sample)
+      tell(
+        f"{time.monotonic() - began:,.0f} s, {sample.requests:,} requests: {sample.usage.rss / 1e6:.1f} MB, "
+        f"{sample.usage.fds} descriptors, {sample.usage.threads} threads, {len(soaked.faults)} faults"
+      )
       next_sample = time.monotonic() - began + min(_PAUSE_S, seconds / (2 * _SAMPLES))
   return soaked
 
@@ -180,17 +185,23 @@ def slopes(samples: Sequence[Sample]) -> tuple[float, float, float]:
   )
 
 
-def soak(rig: Rig, seconds: float, control_s: float | None = None) -> list[Row]:
+def soak(rig: Rig, seconds: float, tell: Callable[[str], None], control_s: float | None = None) -> list[Row]:
   """The leak that must be found, then the server.
 
-  Args: seconds: of the soak. control_s: of the planted leak; None: a tenth, between one and ten minutes.
+  Args:
+    rig: starts servers and clients.
+    seconds: of the soak.
+    tell: gets a line for each sample.
+    control_s: of the planted leak; None: a tenth, between one and ten minutes.
   """
   flags = ("--max_queued_requests=1024", "--max_num_seqs=64", "--num_blocks=1024", "--keepalive_time_s=5")
   control_s = min(max(60.0, seconds / 10), 600.0) if control_s is None else control_s
   with rig.server(*flags, module="tools.chaos.leaky_server") as server:
-    leaky = watch(rig, server, control_s, 1)
+    tell(f"a planted leak, {control_s:,.0f} s")
+    leaky = watch(rig, server, control_s, 1, tell)
   with rig.server(*flags) as server:
-    soaked = watch(rig, server, seconds, 2)
+    tell(f"the server, {seconds:,.0f} s")
+    soaked = watch(rig, server, seconds, 2, tell)
   kept = settled(soaked.samples)
   planted, (rss, fds, threads) = slopes(leaky.samples)[0], slopes(kept)
   requests = soaked.samples[-1].requests if soaked.samples else 0
