@@ -232,6 +232,10 @@ def test_right_kernels_pass(monkeypatch, name: str) -> None:
   assert 0 < figures["error"] < 4e-3 and figures["tokens_compared"] >= 4
 
 
+def test_a_step_without_rows_passes(monkeypatch) -> None:
+  assert _job(monkeypatch, {**_CHECK, "spec": "nothing"})["error"] == 0
+
+
 @pytest.mark.parametrize(
   ("wrong", "says"),
   [

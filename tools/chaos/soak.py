@@ -12,7 +12,7 @@ import time
 
 from server.client import Client
 from server.grammar_cache import MAX_ENTRIES
-from tools.chaos import disconnects, fuzz, streams, wire
+from tools.chaos import disconnects, fuzz, http_clients, streams, wire
 from tools.chaos.process import Server, Usage
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig, wait_for
@@ -60,10 +60,11 @@ class _Mixture:
     self._rig, self._server, self._soaked = rig, server, soaked
     self._rng = random.Random(seed)
     # Of 860: Triton has 295 valid sequences, 300 of load, 80 of another model, 60 that time out, 60 that crash, 62
-    # without an end.
+    # without an end. Ours besides: HTTP and fuzz.
     self.kinds: dict[str, tuple[int, Callable[[], None]]] = {
       "streams": (295, self.streams),
       "load": (300, self.load),
+      "http": (100, self.http),
       "prefixes": (80, self.prefixes),
       "deadlines": (60, self.deadlines),
       "vanish": (60, self.vanish),
@@ -93,6 +94,13 @@ class _Mixture:
   def load(self) -> None:
     """As many short ones as there is room for."""
     self._check([dataclasses.replace(ask, unary=True) for ask in self._asks((1, 40), (1, 20))], 128)
+
+  def http(self) -> None:
+    """Completions, whole and streamed, of which some are left."""
+    asks, seed = self._asks((1, 100), (1, 60)), self._rng.getrandbits(32)
+    done = self._rig.submit(http_clients.complete_all, self._server.http_port, asks, 32, seed).result()
+    self._soaked.checked += len(done.answers)
+    self._soaked.faults += [answer.fault() for answer in done.answers if not answer.exact]
 
   def prefixes(self) -> None:
     """Prompts that share their beginnings, with priorities and salts."""

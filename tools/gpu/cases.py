@@ -89,7 +89,7 @@ class Case:
     several = dataclasses.replace(spec, rows=spec.rows * self.copies, num_rows=rows * self.copies + 1)
     tables, _, _, num_blocks = arg_specs.place(several, np.random.default_rng(self.seed))
     layouts = np.empty((self.copies, spec.num_rows, spec.table_width), np.int32)
-    layouts[:, :rows] = tables[:-1].reshape(self.copies, rows, -1)
+    layouts[:, :rows] = tables[:-1].reshape(self.copies, rows, tables.shape[-1])
     layouts[:, rows:] = tables[-1]  # as of a row that is not used: a spare block
     _, lens, starts, _ = arg_specs.place(spec, np.random.default_rng(self.seed))
     return layouts, lens, starts, num_blocks
@@ -188,7 +188,7 @@ class Case:
 
   def rotated(self, vectors: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """f32 [n, ..., H] of `tokens`, rotated in split halves."""
-    angle = self.angles[tokens].reshape(len(tokens), *(1,) * (vectors.ndim - 2), -1)
+    angle = np.expand_dims(self.angles[tokens], tuple(range(1, vectors.ndim - 1)))
     low, high = np.split(vectors, 2, axis=-1)
     cos, sin = np.cos(angle), np.sin(angle)
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)

@@ -1,0 +1,94 @@
+"""Clients of the OpenAI-compatible side that know every token they must get. Jobs for client processes."""
+
+import asyncio
+from collections.abc import Sequence
+import dataclasses
+import json
+import random
+from typing import Any
+
+import httpx
+
+from tools.chaos.streams import TIMEOUT_S, Answer, Ask, on_loop
+
+_EVENT = "data: "
+
+
+@dataclasses.dataclass(frozen=True)
+class Completed:
+  """What came of completions: answers that were read to their end, and how many were left before it."""
+
+  answers: list[Answer]
+  left: int
+
+
+def complete_all(http_port: int, asks: Sequence[Ask], at_once: int, seed: int) -> Completed:
+  """Closed loop: a third whole, a third streamed, a third streamed and left after a few events."""
+  return on_loop(_complete_all(http_port, asks, at_once, random.Random(seed)))
+
+
+async def _complete_all(http_port: int, asks: Sequence[Ask], at_once: int, rng: random.Random) -> Completed:
+  done = Completed([], 0)
+  waiting = iter(asks)
+  limits = httpx.Limits(max_connections=at_once)
+  async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=TIMEOUT_S, limits=limits) as client:
+
+    async def work() -> int:
+      left = 0
+      for ask in waiting:
+        how = rng.randrange(3)
+        answer = Answer(ask, code="OK")
+        ended = True
+        if how == 0:
+          await _whole(client, answer)
+        else:
+          ended = await _streamed(client, answer, rng.randint(0, 3) if how == 2 else None)
+        if ended:
+          answer.judge()
+          done.answers.append(answer)
+        else:
+          left += 1
+      return left
+
+    left = await asyncio.gather(*(work() for _ in range(at_once)))
+  return dataclasses.replace(done, left=sum(left))
+
+
+def _body(ask: Ask, *, stream: bool) -> dict[str, Any]:
+  return {
+    "prompt": list(ask.prompt),
+    "max_tokens": ask.max_tokens,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+    "stream": stream,
+  }
+
+
+async def _whole(client: httpx.AsyncClient, answer: Answer) -> None:
+  response = await client.post("/v1/completions", json=_body(answer.ask, stream=False))
+  if response.status_code != 200:
+    answer.code, answer.reason = str(response.status_code), response.text[:200]
+    return
+  answer.tokens.extend(response.json()["choices"][0]["token_ids"])
+
+
+async def _streamed(client: httpx.AsyncClient, answer: Answer, most: int | None) -> bool:
+  """Reads at most so many events, None being all; returns whether the end came."""
+  async with client.stream("POST", "/v1/completions", json=_body(answer.ask, stream=True)) as response:
+    if response.status_code != 200:
+      answer.code, answer.reason = str(response.status_code), (await response.aread()).decode()[:200]
+      return True
+    events = 0
+    async for line in response.aiter_lines():
+      if not line.startswith(_EVENT):
+        continue
+      if events == most:
+        return False
+      events += 1
+      if line == f"{_EVENT}[DONE]":
+        return True
+      for choice in json.loads(line.removeprefix(_EVENT)).get("choices", ()):
+        answer.tokens.extend(choice.get("token_ids") or ())
+  answer.code = "CUT OFF"
+  return True
