@@ -18,9 +18,11 @@ _PATIENCE = 16
 
 
 def awaited_to_the_end[T](new_server: Callable[[], T]) -> T:
-  """A server of grpc.aio, as `new_server` makes it, on the running loop."""
-  core: Any = cygrpc  # the stubs lack it
-  get_loop = core.get_working_loop
+  """A server of grpc.aio, as `new_server` makes it, on the running loop; of another grpcio perhaps with the leak."""
+  core: Any = cygrpc  # the stubs lack what follows
+  get_loop = getattr(core, "get_working_loop", None)
+  if get_loop is None:
+    return new_server()
   loop = _Loop(get_loop())
   core.get_working_loop = lambda: loop
   try:

@@ -8,6 +8,7 @@ import grpc
 from grpc._cython import cygrpc
 import pytest
 
+from server import operations
 from server.operations import Operation, awaited_to_the_end
 
 _ENDINGS: dict[str, Callable[[Operation], None]] = {
@@ -73,9 +74,17 @@ def test_what_is_no_failure_of_an_operation_is_raised():
 
 
 @pytest.mark.parametrize("pause", [True, False])
-def test_a_handler_that_writes_for_ever_ends_with_its_call(pause):
+def test_a_handler_that_writes_for_ever_ends_with_its_call(pause, monkeypatch):
   """Also one that awaits nothing but operations, each of which fails."""
   ended = threading.Semaphore(0)
+  made: list[Operation] = []
+
+  class Counted(Operation):
+    def __init__(self, *, loop: asyncio.AbstractEventLoop):
+      super().__init__(loop=loop)
+      made.append(self)
+
+  monkeypatch.setattr(operations, "Operation", Counted)
 
   async def write(_: object, context: grpc.aio.ServicerContext) -> None:
     try:
@@ -104,3 +113,4 @@ def test_a_handler_that_writes_for_ever_ends_with_its_call(pause):
     await server.stop(None)
 
   asyncio.run(run())
+  assert len(made) > 100 and all(operation.done() for operation in made)  # grpc.aio takes its futures from us
