@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import json
 import random
@@ -80,15 +81,17 @@ async def _streamed(client: httpx.AsyncClient, answer: Answer, most: int | None)
       answer.code, answer.reason = str(response.status_code), (await response.aread()).decode()[:200]
       return True
     events = 0
-    async for line in response.aiter_lines():
-      if not line.startswith(_EVENT):
-        continue
-      if events == most:
-        return False
-      events += 1
-      if line == f"{_EVENT}[DONE]":
-        return True
-      for choice in json.loads(line.removeprefix(_EVENT)).get("choices", ()):
-        answer.tokens.extend(choice.get("token_ids") or ())
+    generator: Any = response.aiter_lines()  # which the type of it does not say
+    async with contextlib.aclosing(generator) as lines:
+      async for line in lines:
+        if not line.startswith(_EVENT):
+          continue
+        if events == most:
+          return False
+        events += 1
+        if line == f"{_EVENT}[DONE]":
+          return True
+        for choice in json.loads(line.removeprefix(_EVENT)).get("choices", ()):
+          answer.tokens.extend(choice.get("token_ids") or ())
   answer.code = "CUT OFF"
   return True
