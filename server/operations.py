@@ -13,6 +13,8 @@ from typing import Any
 
 from grpc._cython import cygrpc
 
+# Where Core does not end one: the call goes on, and it is the event loop that ends, as after a crash.
+_PATIENCE_S = 1.0
 # Cancellations of a task that awaits one operation after the other, and nothing else, before one is cancelled with it.
 _PATIENCE = 16
 
@@ -64,10 +66,11 @@ class Operation(asyncio.Future[None]):
     self._task = task
 
   def cancel(self, msg: Any = None) -> bool:
-    """Cancels the task once this has ended."""
+    """Cancels the task once this has ended, if that is soon."""
     if self._task.cancelling() > _PATIENCE:
       return super().cancel(msg)
     self.add_done_callback(self._cancel_task)
+    self.get_loop().call_later(_PATIENCE_S, super().cancel, msg)
     return True
 
   def set_exception(self, exception: type | BaseException, /) -> None:
