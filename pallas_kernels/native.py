@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported by what needs it: whoever builds or asks for a path need not wait for it
@@ -54,6 +55,9 @@ _LEVELS = {
 }
 # Builds for another machine, as for an image that many run; only where that machine's level is the same is it loaded.
 _LEVEL_VARIABLE = "SLUICE_NATIVE_LEVEL"
+
+_REGISTERING = threading.Lock()
+_REGISTERED: set[str] = set()
 
 
 class NativeMissing(NotImplementedError):
@@ -176,7 +180,6 @@ def choose(name: str, platform: str, num_devices: int = 1) -> str:
   return "cpu"
 
 
-@functools.cache
 def register(name: str) -> None:
   """Tells XLA of the entries of the library of `name`, once; before an executable that calls them is loaded.
 
@@ -186,8 +189,11 @@ def register(name: str) -> None:
   import jax.ffi
 
   library = load(name)
-  for entry in ENTRIES[name]:
-    jax.ffi.register_ffi_target(entry, jax.ffi.pycapsule(getattr(library, entry)), platform="cpu")
+  with _REGISTERING:  # programs are traced on several threads, and jax.ffi.pycapsule sets up what they would share
+    if name not in _REGISTERED:
+      for entry in ENTRIES[name]:
+        jax.ffi.register_ffi_target(entry, jax.ffi.pycapsule(getattr(library, entry)), platform="cpu")
+      _REGISTERED.add(name)
 
 
 def call(name: str, entry: str, result: Any, **options: Any) -> Callable[..., Any]:

@@ -1,0 +1,40 @@
+"""Telling XLA of the C++ kernels, from the threads that trace programs side by side."""
+
+import concurrent.futures
+import time
+import types
+from typing import Any
+
+import jax.ffi
+
+from pallas_kernels import native
+
+
+def test_threads_register_each_entry_once_and_one_after_the_other(monkeypatch) -> None:
+  """jax.ffi.pycapsule sets up what two calls at once would share: one of them failed, and with it a server's start."""
+  inside: list[str] = []
+  overlaps: list[list[str]] = []
+  told: list[str] = []
+
+  def pycapsule(function: str) -> str:
+    inside.append(function)
+    time.sleep(0.005)
+    overlaps.append(list(inside))
+    inside.remove(function)
+    return function
+
+  def register_ffi_target(entry: str, function: Any, *, platform: str) -> None:
+    assert (function, platform) == (entry, "cpu")
+    told.append(entry)
+
+  def load(name: str) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**{entry: entry for entry in native.ENTRIES[name]})
+
+  monkeypatch.setattr(jax.ffi, "pycapsule", pycapsule)
+  monkeypatch.setattr(jax.ffi, "register_ffi_target", register_ffi_target)
+  monkeypatch.setattr(native, "load", load)
+  monkeypatch.setattr(native, "_REGISTERED", set())
+  with concurrent.futures.ThreadPoolExecutor(8) as threads:
+    list(threads.map(native.register, [*native.ENTRIES] * 4))
+  assert sorted(told) == sorted(entry for entries in native.ENTRIES.values() for entry in entries)
+  assert all(len(each) == 1 for each in overlaps)
