@@ -1,6 +1,7 @@
 """The server as a process: flags, signals, exit codes, and a real (random) model behind the socket."""
 
 from concurrent.futures import ThreadPoolExecutor
+import contextlib
 import json
 import os
 import pathlib
@@ -66,11 +67,12 @@ def start(*arguments: str, stderr: IO | int = subprocess.PIPE) -> subprocess.Pop
   return process
 
 
-def wait_for_file(path: pathlib.Path, process: subprocess.Popen) -> str:
-  """The text of a file that a process is about to write."""
+def wait_for_file(path: pathlib.Path, process: subprocess.Popen, stale: str = "") -> str:
+  """The text of a file that a process is about to write, or to remove and write where it is `stale`."""
   for _ in range(4800):
-    if path.exists():
-      return path.read_text()
+    with contextlib.suppress(FileNotFoundError):
+      if (text := path.read_text()) != stale:
+        return text
     assert process.poll() is None, process.communicate()[1]
     time.sleep(0.05)
   raise AssertionError(f"{path} never came")
@@ -84,10 +86,7 @@ def test_a_life(model, tmp_path):
   process = start(
     f"--model={model}", "--port=0", f"--port_file={port_file}", f"--flagfile={flagfile}", f"--trace_file={trace}"
   )
-  while port_file.exists() and port_file.read_text() == "stale":
-    assert process.poll() is None, process.communicate()[1]
-    time.sleep(0.01)
-  port = wait_for_file(port_file, process).strip()
+  port = wait_for_file(port_file, process, stale="stale").strip()
   with Client(f"127.0.0.1:{port}") as client:
     assert client.model_info().model == "named"
     whole = client.generate([{"role": "user", "content": "the cat"}], temperature=0.0, max_tokens=50, ignore_eos=True)
