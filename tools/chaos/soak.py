@@ -16,7 +16,7 @@ from tools.chaos import disconnects, fuzz, http_clients, streams, wire
 from tools.chaos.process import Server, Usage
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig, wait_for
-from tools.chaos.streams import Ask, random_asks, random_prompt
+from tools.chaos.streams import Answer, Ask, random_asks, random_prompt
 
 _MOST_RSS_SLOPE = 1e6  # bytes in 100,000 requests
 _MOST_SLOPE = 1.0  # descriptors or threads in 100,000 requests
@@ -80,7 +80,9 @@ class _Mixture:
     return kind
 
   def _check(self, asks: Sequence[Ask], at_once: int) -> None:
-    answers = self._rig.ask(self._server.target, asks, at_once)
+    self._count(self._rig.ask(self._server.target, asks, at_once))
+
+  def _count(self, answers: Sequence[Answer]) -> None:
     self._soaked.checked += len(answers)
     self._soaked.faults += [answer.fault() for answer in answers if not answer.exact]
 
@@ -98,9 +100,7 @@ class _Mixture:
   def http(self) -> None:
     """Completions, whole and streamed, of which some are left."""
     asks, seed = self._asks((1, 100), (1, 60)), self._rng.getrandbits(32)
-    done = self._rig.submit(http_clients.complete_all, self._server.http_port, asks, 32, seed).result()
-    self._soaked.checked += len(done.answers)
-    self._soaked.faults += [answer.fault() for answer in done.answers if not answer.exact]
+    self._count(self._rig.submit(http_clients.complete_all, self._server.http_port, asks, 32, seed).result())
 
   def prefixes(self) -> None:
     """Prompts that share their beginnings, with priorities and salts."""
