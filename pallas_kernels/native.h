@@ -3,6 +3,7 @@
 // are used is chosen when it is compiled (native.py).
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -113,12 +114,17 @@ inline Vec exp_of_negative(Vec x) {
   return vanishes ? Vec{} : p * scale;
 }
 
+// How many threads `spread` may use.
+inline int64_t spread_over(ffi::ThreadPool& threads, int64_t count, bool worth_it) {
+  return worth_it ? std::max<int64_t>(1, std::min<int64_t>(threads.num_threads(), count)) : 1;
+}
+
 // Calls work(i) for every i below `count`, on the calling thread and on XLA's. Returns when all are done. A thread that
 // comes too late finds nothing left, so nobody waits for one that is busy elsewhere.
 template <typename Work>
 void spread(ffi::ThreadPool& threads, int64_t count, bool worth_it, const Work& work) {
-  const int64_t helpers = worth_it ? std::min<int64_t>(threads.num_threads(), count) - 1 : 0;
-  if (helpers <= 0) {
+  const int64_t helpers = spread_over(threads, count, worth_it) - 1;
+  if (helpers == 0) {
     for (int64_t i = 0; i < count; ++i) work(i);
     return;
   }

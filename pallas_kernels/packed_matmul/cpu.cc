@@ -1,13 +1,15 @@
 // x [M, D] times a matrix packed once, when it was loaded, as [N / 32, D, 32]. api.py says how it is called.
 //
 // XLA's matmul on a CPU packs the matrix anew at every call, which for a step of few rows takes longer than the product.
-// A block of 32 columns lies in one piece: a tile of rows streams over it with all sums in registers, and while the
-// later tiles of a block run, the next block is fetched. What comes before a matmul (a norm, or SwiGLU's product) and
+// A block of 32 columns lies in one piece: a tile of rows streams over it with all sums in registers. The first tile
+// fetches what lies a little ahead of it, and all of them together the next block, which is the same thread's as a rule:
+// a processor's own prefetching stops at the end of a page and hides no more than part of the way to memory. What comes before a matmul (a norm, or SwiGLU's product) and
 // the sum with the residual behind it are done on the way. Every element of
 // the result is one sum, from the first term to the last, whatever M is and wherever its row lies: so it has the same
 // bits alone and in any batch. Of an int8 matrix the whole numbers are multiplied, and each sum by its column's scale.
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -23,16 +25,32 @@ constexpr int kVectors = 2, kRows = 12;  // 24 sums of 32 registers
 constexpr int kVectors = 1, kRows = 4;
 #endif
 
+constexpr int64_t kLine = 64;       // bytes of a cache line
+constexpr int64_t kNear = 3 << 10;  // bytes between a tile and what it fetches of its own stream: 2 and 4 KiB were no faster
+
+// What a tile fetches on its way.
+struct Ahead {
+  bool near;        // of its own stream
+  const char* far;  // of another, a line at every k that has no bit of `mask`, so that -1 is the first only
+  int64_t mask;
+};
+
 // y[R, columns of kVectors] = x [R, D], `stride` from row to row, times the columns at w (whose rows are 32 apart).
 template <int R, typename W>
-void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns], const char* ahead) {
+void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns], Ahead ahead) {
   Vec sums[R][kVectors];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m)
 #pragma GCC unroll 2
     for (int j = 0; j < kVectors; ++j) sums[m][j] = Vec{};
   for (int64_t k = 0; k < D; ++k, w += kColumns) {
-    if (ahead) __builtin_prefetch(ahead + k * 64, 0, 2);
+    if (ahead.near)
+      for (int64_t i = 0; i < kColumns * static_cast<int64_t>(sizeof(W)); i += kLine)
+        __builtin_prefetch(reinterpret_cast<const char*>(w) + kNear + i, 0, 2);
+    if ((k & ahead.mask) == 0) {
+      __builtin_prefetch(ahead.far, 0, 2);
+      ahead.far += kLine;
+    }
     Vec row[kVectors];
 #pragma GCC unroll 2
     for (int j = 0; j < kVectors; ++j) row[j] = load(w + j * kLanes);
@@ -49,7 +67,7 @@ void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[k
 
 template <typename W>
 void product_of(int rows, const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns],
-                const char* ahead) {
+                Ahead ahead) {
   switch (rows) {
     case 1: return product<1, W>(x, stride, D, w, y, ahead);
     case 2: return product<2, W>(x, stride, D, w, y, ahead);
@@ -68,30 +86,37 @@ void product_of(int rows, const float* x, int64_t stride, int64_t D, const W* w,
   }
 }
 
-// All rows of one block of columns. scales: of the columns, or null. residual: [M, N] as y, or null.
+// All rows of one block of columns, which may be far, in memory. next: the block after it, of so many bytes. scales: of the columns, or null.
+// residual: [M, N] as y, or null.
 template <typename W, typename O>
-void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, bool another, O* y, int64_t N,
-              int64_t columns, const float* scales, const O* residual) {
+void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, bool far, const char* next, int64_t bytes,
+              O* y, int64_t N, int64_t columns, const float* scales, const O* residual) {
   if constexpr (std::is_same_v<W, int8_t>) {
     if (M > kRows) {  // several tiles: convert once, not for each
       static thread_local std::vector<float> wide;
-      wide.resize(D * kColumns);
-      for (int64_t k = 0; k < D * kColumns; k += kLanes) store(&wide[k], load(w + k));
-      return block_of<float, O>(x, stride, M, D, wide.data(), false, y, N, columns, scales, residual);
+      wide.resize(D * kColumns + kLanes);
+      void* at = wide.data();  // where lines begin: a vector across two of them takes two loads
+      size_t room = wide.size() * sizeof(float);
+      float* to = static_cast<float*>(std::align(kLine, D * kColumns * sizeof(float), at, room));
+      for (int64_t k = 0; k < D * kColumns; k += kLanes) store(to + k, load(w + k));
+      return block_of<float, O>(x, stride, M, D, to, false, next, bytes, y, N, columns, scales, residual);
     }
   }
-  const int64_t half = D * kColumns * static_cast<int64_t>(sizeof(W)) / 2;
   // Rows a tile as even as they can be: 16 rows are 8 and 8, not 12 and 4.
   const int64_t tiles = (M + kRows - 1) / kRows, rows = (M + tiles - 1) / tiles;
+  // The lines of the next block, spread over the terms of all tiles; one tile has its own stream to fetch.
+  const int64_t lines = tiles > 1 ? bytes / kLine : 0;
+  int64_t every = 1;
+  while (lines && 2 * every * lines <= tiles * D) every *= 2;
+  const int64_t share = (D + every - 1) / every;
   float result[kRows][kColumns];
   for (int64_t m = 0, tile = 0; m < M; m += rows, ++tile) {
     const int count = static_cast<int>(std::min(rows, M - m));
-    // The next block follows in memory: its first half during the second tile, the rest during the third.
-    const char* next = reinterpret_cast<const char*>(w + D * kColumns);
-    const char* ahead = another && (tile == 1 || tile == 2) ? next + (tile - 1) * half : nullptr;
+    const bool fetches = tile * share < lines;
+    const Ahead ahead{far && tile == 0, next + tile * share * kLine, fetches ? every - 1 : -1};
     for (int j = 0; j < kColumns; j += kVectors * kLanes)
       product_of(count, x + m * stride, stride, D, w + j, reinterpret_cast<float(*)[kColumns]>(&result[0][j]),
-                 j ? nullptr : ahead);
+                 j ? Ahead{false, nullptr, -1} : ahead);
     for (int i = 0; i < count; ++i) {
       O* to = y + (m + i) * N;
       if (scales)
@@ -182,16 +207,19 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
     });
     rows = to;
   }
-  // Runs of blocks: long enough for the next one to be worth fetching, short enough for threads to end together. Where
+  // Runs of blocks, short enough for threads to end together; what a thread takes after one follows it, as a rule. Where
   // blocks are few, and rows are not, a block is shared by parts of the rows.
   const int64_t run = std::clamp<int64_t>(blocks / 16, 1, 16), runs = (blocks + run - 1) / run;
   const int64_t parts = runs < 16 ? std::clamp<int64_t>(M / (2 * kRows), 1, 4) : 1, part = (M + parts - 1) / parts;
-  spread(threads, runs * parts, worth_it, [=](int64_t piece) {
+  const int64_t pieces = runs * parts, lanes = spread_over(threads, pieces, worth_it);
+  spread(threads, pieces, worth_it, [=](int64_t i) {
+    const int64_t lane = i % lanes, piece = lane * (pieces / lanes) + std::min(lane, pieces % lanes) + i / lanes;
     const int64_t begin = piece % parts * part, count = std::min(part, M - begin);
     const int64_t stop = std::min(blocks, (piece / parts + 1) * run);
     for (int64_t block = piece / parts * run; block < stop; ++block) {
-      block_of(rows + begin * stride, stride, count, D, w + block * D * kColumns, block + 1 < blocks,
-               y + begin * N + block * kColumns, N, std::min<int64_t>(kColumns, N - block * kColumns),
+      const W* from = w + block * D * kColumns;
+      block_of(rows + begin * stride, stride, count, D, from, true, reinterpret_cast<const char*>(from + D * kColumns),
+               D * kColumns * static_cast<int64_t>(sizeof(W)), y + begin * N + block * kColumns, N, std::min<int64_t>(kColumns, N - block * kColumns),
                scales ? scales + block * kColumns : nullptr, residual ? residual + begin * N + block * kColumns : nullptr);
     }
   });
