@@ -1,12 +1,13 @@
 // x [M, D] times a matrix packed once, when it was loaded, as [N / 32, D, 32]. api.py says how it is called.
 //
 // XLA's matmul on a CPU packs the matrix anew at every call, which for a step of few rows takes longer than the product.
-// A block of 32 columns lies in one piece: a tile of rows streams over it with all sums in registers. The first tile
-// fetches what lies a little ahead of it, and all of them together the next block, which is the same thread's as a rule:
-// a processor's own prefetching stops at the end of a page and hides no more than part of the way to memory. What comes before a matmul (a norm, or SwiGLU's product) and
-// the sum with the residual behind it are done on the way. Every element of
-// the result is one sum, from the first term to the last, whatever M is and wherever its row lies: so it has the same
-// bits alone and in any batch. Of an int8 matrix the whole numbers are multiplied, and each sum by its column's scale.
+// A block of 32 columns lies in one piece: a tile of rows streams over it with all sums in registers. A tile that is
+// alone fetches what lies a little ahead of it; several fetch the next block, which is the same thread's as a rule, a
+// line at a time, so that what they read themselves need not queue behind it. A processor's own prefetching ends with a
+// page. What comes before a matmul (a norm, or SwiGLU's product) and the sum with the residual behind it are done on the
+// way. Every element of the result is one sum, from the first term to the last, whatever M is and wherever its row lies:
+// so it has the same bits alone and in any batch. Of an int8 matrix the whole numbers are multiplied, and each sum by
+// its column's scale.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -26,18 +27,20 @@ constexpr int kVectors = 1, kRows = 4;
 #endif
 
 constexpr int64_t kLine = 64;       // bytes of a cache line
-constexpr int64_t kNear = 3 << 10;  // bytes between a tile and what it fetches of its own stream: 2 and 4 KiB were no faster
+constexpr int64_t kNear = 3 << 10;  // bytes from where a tile is to what it fetches of its own stream
 
-// What a tile fetches on its way.
+// What the tiles of a block fetch on their way.
 struct Ahead {
-  bool near;        // of its own stream
-  const char* far;  // of another, a line at every k that has no bit of `mask`, so that -1 is the first only
-  int64_t mask;
+  bool near;             // their own stream, kNear ahead
+  const char* far;       // or so many lines from here, evenly over so many terms of the sums
+  int64_t lines, terms;
+  int64_t due = 0;
 };
 
 // y[R, columns of kVectors] = x [R, D], `stride` from row to row, times the columns at w (whose rows are 32 apart).
 template <int R, typename W>
-void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns], Ahead ahead) {
+void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns], Ahead& all) {
+  Ahead ahead = all;
   Vec sums[R][kVectors];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m)
@@ -47,7 +50,8 @@ void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[k
     if (ahead.near)
       for (int64_t i = 0; i < kColumns * static_cast<int64_t>(sizeof(W)); i += kLine)
         __builtin_prefetch(reinterpret_cast<const char*>(w) + kNear + i, 0, 2);
-    if ((k & ahead.mask) == 0) {
+    if ((ahead.due -= ahead.lines) < 0) {
+      ahead.due += ahead.terms;
       __builtin_prefetch(ahead.far, 0, 2);
       ahead.far += kLine;
     }
@@ -63,11 +67,12 @@ void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[k
   for (int m = 0; m < R; ++m)
 #pragma GCC unroll 2
     for (int j = 0; j < kVectors; ++j) store(y[m] + j * kLanes, sums[m][j]);
+  all = ahead;
 }
 
 template <typename W>
 void product_of(int rows, const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns],
-                Ahead ahead) {
+                Ahead& ahead) {
   switch (rows) {
     case 1: return product<1, W>(x, stride, D, w, y, ahead);
     case 2: return product<2, W>(x, stride, D, w, y, ahead);
@@ -86,11 +91,11 @@ void product_of(int rows, const float* x, int64_t stride, int64_t D, const W* w,
   }
 }
 
-// All rows of one block of columns, which may be far, in memory. next: the block after it, of so many bytes. scales: of the columns, or null.
+// All rows of one block of columns. next: the block after it, of so many bytes. scales: of the columns, or null.
 // residual: [M, N] as y, or null.
 template <typename W, typename O>
-void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, bool far, const char* next, int64_t bytes,
-              O* y, int64_t N, int64_t columns, const float* scales, const O* residual) {
+void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, const char* next, int64_t bytes, O* y,
+              int64_t N, int64_t columns, const float* scales, const O* residual) {
   if constexpr (std::is_same_v<W, int8_t>) {
     if (M > kRows) {  // several tiles: convert once, not for each
       static thread_local std::vector<float> wide;
@@ -99,24 +104,18 @@ void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, 
       size_t room = wide.size() * sizeof(float);
       float* to = static_cast<float*>(std::align(kLine, D * kColumns * sizeof(float), at, room));
       for (int64_t k = 0; k < D * kColumns; k += kLanes) store(to + k, load(w + k));
-      return block_of<float, O>(x, stride, M, D, to, false, next, bytes, y, N, columns, scales, residual);
+      return block_of<float, O>(x, stride, M, D, to, next, bytes, y, N, columns, scales, residual);
     }
   }
   // Rows a tile as even as they can be: 16 rows are 8 and 8, not 12 and 4.
   const int64_t tiles = (M + kRows - 1) / kRows, rows = (M + tiles - 1) / tiles;
-  // The lines of the next block, spread over the terms of all tiles; one tile has its own stream to fetch.
-  const int64_t lines = tiles > 1 ? bytes / kLine : 0;
-  int64_t every = 1;
-  while (lines && 2 * every * lines <= tiles * D) every *= 2;
-  const int64_t share = (D + every - 1) / every;
+  Ahead ahead{tiles == 1, next, tiles == 1 ? 0 : bytes / kLine, tiles * D}, nothing{false, next, 0, 1};
   float result[kRows][kColumns];
-  for (int64_t m = 0, tile = 0; m < M; m += rows, ++tile) {
+  for (int64_t m = 0; m < M; m += rows) {
     const int count = static_cast<int>(std::min(rows, M - m));
-    const bool fetches = tile * share < lines;
-    const Ahead ahead{far && tile == 0, next + tile * share * kLine, fetches ? every - 1 : -1};
     for (int j = 0; j < kColumns; j += kVectors * kLanes)
       product_of(count, x + m * stride, stride, D, w + j, reinterpret_cast<float(*)[kColumns]>(&result[0][j]),
-                 j ? Ahead{false, nullptr, -1} : ahead);
+                 j ? nothing : ahead);
     for (int i = 0; i < count; ++i) {
       O* to = y + (m + i) * N;
       if (scales)
@@ -218,9 +217,11 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
     const int64_t stop = std::min(blocks, (piece / parts + 1) * run);
     for (int64_t block = piece / parts * run; block < stop; ++block) {
       const W* from = w + block * D * kColumns;
-      block_of(rows + begin * stride, stride, count, D, from, true, reinterpret_cast<const char*>(from + D * kColumns),
-               D * kColumns * static_cast<int64_t>(sizeof(W)), y + begin * N + block * kColumns, N, std::min<int64_t>(kColumns, N - block * kColumns),
-               scales ? scales + block * kColumns : nullptr, residual ? residual + begin * N + block * kColumns : nullptr);
+      const char* next = reinterpret_cast<const char*>(from + D * kColumns);
+      const int64_t bytes = D * kColumns * static_cast<int64_t>(sizeof(W)), first = block * kColumns;
+      block_of(rows + begin * stride, stride, count, D, from, next, bytes, y + begin * N + first, N,
+               std::min<int64_t>(kColumns, N - first), scales ? scales + first : nullptr,
+               residual ? residual + begin * N + first : nullptr);
     }
   });
   return ffi::Error::Success();

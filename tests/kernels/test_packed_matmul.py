@@ -253,7 +253,7 @@ _BUGS = {
   "scale_left_out": ("value(normed) * value(scale[k])", "value(normed)"),
   "wrong_row": ("x[m * stride + k] * row[j]", "x[(m ? m - 1 : 0) * stride + k] * row[j]"),
   "row_in_the_place_of_another": ("O* to = y + (m + i) * N", "O* to = y + (m + (i ? i - 1 : 0)) * N"),
-  "wrong_block": ("D, w + block * D * kColumns", "D, w + (block ? block - 1 : 0) * D * kColumns"),
+  "wrong_block": ("from = w + block * D * kColumns", "from = w + (block ? block - 1 : 0) * D * kColumns"),
   "scale_of_another_column": ("result[i][n] *= scales[n]", "result[i][n] *= scales[n ? n - 1 : 0]"),
   "wrong_column": ("assign(to[n], result[i][n])", "assign(to[n], result[i][n ? n - 1 : 0])"),
 }
