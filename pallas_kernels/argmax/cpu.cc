@@ -12,7 +12,7 @@ namespace {
 
 void line(const float* x, int64_t V, int32_t* best, bool* finite) {
   constexpr float kLeast = -std::numeric_limits<float>::infinity();
-  IntVec index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, at = index;
+  IntVec index = lane_numbers(), at = index;
   Vec most = all(kLeast), zeros{};  // zeros: the sum of x * 0, which is NaN if an x is Inf or NaN
   int64_t i = 0;
   for (; i + kLanes <= V; i += kLanes, index += kLanes) {

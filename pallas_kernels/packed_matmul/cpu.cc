@@ -20,13 +20,7 @@ namespace sluice {
 namespace {
 
 constexpr int kColumns = 32;
-#if defined(__AVX512F__)
-constexpr int kVectors = 2, kRows = 12;  // 24 sums of 32 registers
-#else
-constexpr int kVectors = 1, kRows = 4;
-#endif
-
-constexpr int64_t kLine = 64;       // bytes of a cache line
+constexpr int kVectors = 2, kRows = kRegisters == 32 ? 12 : 6;  // sums in 24 of 32 registers, or 12 of 16
 constexpr int64_t kNear = 3 << 10;  // bytes from where a tile is to what it fetches of its own stream
 
 // What the tiles of a block fetch on their way.
@@ -70,25 +64,10 @@ void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[k
   all = ahead;
 }
 
-template <typename W>
-void product_of(int rows, const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns],
-                Ahead& ahead) {
-  switch (rows) {
-    case 1: return product<1, W>(x, stride, D, w, y, ahead);
-    case 2: return product<2, W>(x, stride, D, w, y, ahead);
-    case 3: return product<3, W>(x, stride, D, w, y, ahead);
-    case 4: return product<4, W>(x, stride, D, w, y, ahead);
-#if defined(__AVX512F__)
-    case 5: return product<5, W>(x, stride, D, w, y, ahead);
-    case 6: return product<6, W>(x, stride, D, w, y, ahead);
-    case 7: return product<7, W>(x, stride, D, w, y, ahead);
-    case 8: return product<8, W>(x, stride, D, w, y, ahead);
-    case 9: return product<9, W>(x, stride, D, w, y, ahead);
-    case 10: return product<10, W>(x, stride, D, w, y, ahead);
-    case 11: return product<11, W>(x, stride, D, w, y, ahead);
-    case 12: return product<12, W>(x, stride, D, w, y, ahead);
-#endif
-  }
+template <typename W, int R = kRows>
+void product_of(int rows, const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns], Ahead& ahead) {
+  if (rows == R) return product<R, W>(x, stride, D, w, y, ahead);
+  if constexpr (R > 1) product_of<W, R - 1>(rows, x, stride, D, w, y, ahead);
 }
 
 // All rows of one block of columns. next: the block after it, of so many bytes. scales: of the columns, or null.
@@ -99,7 +78,7 @@ void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, 
   if constexpr (std::is_same_v<W, int8_t>) {
     if (M > kRows) {  // several tiles: convert once, not for each
       static thread_local std::vector<float> wide;
-      wide.resize(D * kColumns + kLanes);
+      wide.resize(D * kColumns + kLine / sizeof(float));
       void* at = wide.data();  // where lines begin: a vector across two of them takes two loads
       size_t room = wide.size() * sizeof(float);
       float* to = static_cast<float*>(std::align(kLine, D * kColumns * sizeof(float), at, room));
@@ -186,7 +165,8 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
   const bool worth_it = M * D * N > 500000;
   const float* rows;
   // An odd number of cache lines from row to row: where it is a power of two, 12 rows push each other out of a cache.
-  int64_t stride = (D + kLanes - 1) / kLanes / 2 * 2 * kLanes + kLanes;
+  constexpr int64_t kInLine = kLine / sizeof(float);
+  int64_t stride = (D + kInLine - 1) / kInLine / 2 * 2 * kInLine + kInLine;
   static thread_local std::vector<float> prepared;
   if (std::is_same_v<X, float> && scale == nullptr && !gated) {
     rows = reinterpret_cast<const float*>(x);

@@ -1,9 +1,10 @@
 // Paged attention on a CPU: reads each page that a row holds once, where it lies. cpu.py says how it is called.
 //
 // A page of a KV head is K transposed, [H, page], then V, [page, H]: so both products of attention are sums of
-// broadcast times vector, 16 keys or 16 values wide, and need no sum over lanes. Keys go by in blocks of 64 positions,
-// always the same ones whatever step a query is in, with the softmax kept online (arXiv:2205.14135). A query's sums have
-// the same terms in the same order in whatever tile it is, so its result depends on nothing but its row, to the bit.
+// broadcast times vector, a register of keys or of values wide, and need no sum over lanes. Keys go by in blocks of 64
+// positions, always the same ones whatever step a query is in, with the softmax kept online (arXiv:2205.14135). A query's
+// sums have the same terms in the same order in whatever tile it is, so its result depends on nothing but its row, to
+// the bit.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -20,11 +21,7 @@ constexpr int kGroups = kBlock / kLanes;
 constexpr int kMostQueries = 48;        // (token, head of the group) pairs a tile
 constexpr int kMostHeadDim = 256;
 constexpr float kMasked = -1e30f;       // a score no real one reaches; finite, so that masked - masked is not NaN
-#if defined(__AVX512F__)
-constexpr int kRegisterGroups = 4, kRegisterRows = 6;  // 24 accumulators of 32 registers
-#else
-constexpr int kRegisterGroups = 1, kRegisterRows = 4;
-#endif
+constexpr int kRegisterGroups = kRegisters == 32 ? 4 : 2, kRegisterRows = 6;  // sums in 24 of 32 registers, or 12 of 16
 
 struct Sizes {
   int64_t tokens, rows, table_width, heads, group, head_dim;
@@ -38,7 +35,7 @@ struct Rows {
   const int32_t *tables, *lengths, *starts;
 };
 
-// c[m][j] (+)= sum over k of a[m][k] * b(k)[j], for R rows and V vectors of 16.
+// c[m][j] (+)= sum over k of a[m][k] * b(k)[j], for R rows and V vectors.
 template <int R, int V, typename RowOf>
 void product(const float* a, int64_t a_stride, const RowOf& row_of, int count, float* c, int64_t c_stride, bool add) {
   Vec sums[R][V];
@@ -72,10 +69,8 @@ void product_of_rows(int rows, const float* a, int64_t a_stride, const RowOf& ro
       case 2: product<2, V>(from, a_stride, row_of, count, to, c_stride, add); break;
       case 3: product<3, V>(from, a_stride, row_of, count, to, c_stride, add); break;
       case 4: product<4, V>(from, a_stride, row_of, count, to, c_stride, add); break;
-#if defined(__AVX512F__)
       case 5: product<5, V>(from, a_stride, row_of, count, to, c_stride, add); break;
       default: product<6, V>(from, a_stride, row_of, count, to, c_stride, add); break;
-#endif
     }
   }
 }
@@ -127,7 +122,7 @@ void attend_tile(const Sizes& size, const Pages<E>& pages, int64_t first_positio
     const int count = static_cast<int>(std::min<int64_t>(kBlock, last + 1 - begin));
     const int from = static_cast<int>(std::max<int64_t>(0, low - begin));  // positions before it may hold anything
     const int groups = (count + kLanes - 1) / kLanes;
-    // Where the keys are, 16 positions a vector, and the row of values of each position.
+    // Where the keys are, a vector of positions each, and the row of values of each position.
     const float* key_group[kGroups];
     const float* value_row[kBlock];
     int64_t key_stride = page;
@@ -186,8 +181,7 @@ void attend_tile(const Sizes& size, const Pages<E>& pages, int64_t first_positio
           x = (y < 0.0f ? -t : t) * size.soft_cap;
         }
         if (masked) {
-          const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-          const IntVec key = lane + j * kLanes;
+          const IntVec key = lane_numbers() + j * kLanes;
           seen[j] = (key <= most) & (key >= least);
           x = seen[j] ? x : all(kMasked);
         }

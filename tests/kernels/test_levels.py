@@ -1,0 +1,35 @@
+"""The C++ kernels for processors older than this one, which this one runs as well."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from pallas_kernels import native
+
+ROOT = pathlib.Path(native.__file__).parent.parent
+_LEVELS = tuple(native._LEVELS)
+_LOWER = _LEVELS[_LEVELS.index(native.level()) + 1 :] if native.level() in _LEVELS else ()
+# `adjust` has no vectors of ours, and its tests compare bits with XLA, which uses what this processor has.
+_SUITES = ("packed_matmul", "cpu", "argmax", "draw")
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize(
+  ("level", "which"),
+  [(level, "int8") for level in _LOWER[:1]]
+  + [pytest.param(level, "not seeded", marks=pytest.mark.long) for level in _LOWER],
+)
+def test_the_kernels_of_a_lower_level_are_right(level: str, which: str) -> None:
+  assert native.main([level]) == 0
+  suites = [f"tests/kernels/test_{name}.py" for name in _SUITES]
+  done = subprocess.run(
+    [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suites, "-k", which],
+    cwd=ROOT,
+    env=os.environ | {"SLUICE_NATIVE_LEVEL": level},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
