@@ -1,7 +1,6 @@
 """The C++ kernels for processors older than this one, which this one runs as well."""
 
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -9,7 +8,6 @@ import pytest
 
 from pallas_kernels import native
 
-ROOT = pathlib.Path(native.__file__).parent.parent
 _LEVELS = tuple(native._LEVELS)
 _LOWER = _LEVELS[_LEVELS.index(native.level()) + 1 :] if native.level() in _LEVELS else ()
 # `adjust` has no vectors of ours, and its tests compare bits with XLA, which uses what this processor has.
@@ -27,7 +25,7 @@ def test_the_kernels_of_a_lower_level_are_right(level: str, which: str) -> None:
   suites = [f"tests/kernels/test_{name}.py" for name in _SUITES]
   done = subprocess.run(
     [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suites, "-k", which],
-    cwd=ROOT,
+    cwd=native._ROOT,
     env=os.environ | {"SLUICE_NATIVE_LEVEL": level},
     capture_output=True,
     text=True,
