@@ -33,10 +33,12 @@ class WeightForm:
   Attributes:
     packed: in the layout of pallas_kernels/packed_matmul, for one CPU.
     int8: as whole numbers with a scale an output (models/quantize.py).
+    ordered: packed ones are multiplied so that a row has the same bits in any batch; they are held alike.
   """
 
   packed: bool = False
   int8: bool = False
+  ordered: bool = False
 
 
 PLAIN = WeightForm()
@@ -84,7 +86,7 @@ def packed_product(
 ) -> jax.Array:
   """x [..., inputs], through `norm` if there is one, times a packed weight: [..., outputs] of `dtype` or x's.
 
-  `more` is handed on: num_rows, gated, residual.
+  `more` is handed on: num_rows, gated, residual, ordered.
   """
   return packed_matmul.matmul(
     x,
@@ -134,14 +136,15 @@ class GatedMLP(nnx.Module):
     self.gate_up, self.gate_up_scale = matrix((d, 2, f), ("embed", None, "mlp"), 1, dtype, form)
     self.down, self.down_scale = matrix((f, d), ("mlp", "embed"), 1, dtype, form)
     self.sizes = (d, f)
-    self.packed = form.packed
+    self.packed, self.ordered = form.packed, form.ordered
 
   def __call__(self, x: jax.Array, norm: RMSNorm, num_tokens: jax.Array | None = None) -> jax.Array:
     """[..., D] -> [..., D]: x, and what the norm and the layer make of it."""
     if self.packed:
       d, f = self.sizes
-      both = packed_product(x, self.gate_up, self.gate_up_scale, 2 * f, norm, num_rows=num_tokens)
-      return packed_product(both, self.down, self.down_scale, d, gated=True, residual=x, num_rows=num_tokens)
+      more = {"num_rows": num_tokens, "ordered": self.ordered}
+      both = packed_product(x, self.gate_up, self.gate_up_scale, 2 * f, norm, **more)
+      return packed_product(both, self.down, self.down_scale, d, gated=True, residual=x, **more)
     # Not x @ gate_up.reshape(D, 2F): that copies the weight on a TPU, and gathers it where F is split over devices.
     both = scaled(jnp.einsum("...d,dcf->...cf", norm(x), operand(self.gate_up, x)), self.gate_up_scale)
     return x + scaled((jax.nn.silu(both[..., 0, :]) * both[..., 1, :]) @ operand(self.down, x), self.down_scale)

@@ -45,7 +45,7 @@ class Attention(nnx.Module):
   def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN):
     d, k, g, h = config.model_dim, config.num_kv_heads, config.group_size, config.head_dim
     self.sizes = (d, k, g, h)
-    self.packed = form.packed
+    self.packed, self.ordered = form.packed, form.ordered
     self.qkv, self.qkv_scale = matrix((d, k, g + 2, h), ("embed", "kv_heads", None, None), 1, dtype, form)
     self.out, self.out_scale = matrix((k, g, h, d), ("kv_heads", None, None, "embed"), 3, dtype, form)
     self.qkv_bias = param((k, g + 2, h), ("kv_heads", None, None), dtype) if config.qkv_bias else None
@@ -55,8 +55,9 @@ class Attention(nnx.Module):
   def __call__(self, x, norm: RMSNorm, cos, sin, cache, meta, attend: Attend, num_tokens=None):
     (d, k, g, h), lead = self.sizes, x.shape[:-1]
     outputs = k * (g + 2) * h
+    more = {"num_rows": num_tokens, "ordered": self.ordered}
     if self.packed:
-      qkv = packed_product(x, self.qkv, self.qkv_scale, outputs, norm, num_rows=num_tokens)
+      qkv = packed_product(x, self.qkv, self.qkv_scale, outputs, norm, **more)
       qkv = qkv.reshape(*lead, k, g + 2, h)
     else:
       qkv = norm(x) @ operand(self.qkv, x).reshape(d, outputs)
@@ -69,7 +70,7 @@ class Attention(nnx.Module):
     out, cache = attend(qkv, cos, sin, cache, meta)
     out = out.reshape(*lead, k * g * h)
     if self.packed:
-      return packed_product(out, self.out, self.out_scale, d, residual=x, num_rows=num_tokens), cache
+      return packed_product(out, self.out, self.out_scale, d, residual=x, **more), cache
     return x + scaled(out @ operand(self.out, out).reshape(-1, d), self.out_scale), cache
 
 
@@ -106,7 +107,7 @@ class Decoder(nnx.Module):
   def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN):
     d, v, tied = config.model_dim, config.vocab_size, config.tie_embeddings
     self.config = config
-    self.packed = form.packed
+    self.packed, self.ordered = form.packed, form.ordered
     shared = tied and not form.int8
     if shared and form.packed:
       self.embed, _ = matrix((d, v), (None, None), 1, dtype, form)
@@ -166,7 +167,8 @@ class Decoder(nnx.Module):
       if self.packed:
         weight, size = self.embed if self.head is None else self.head, self.config.vocab_size
         f32 = jnp.dtype(jnp.float32)
-        return packed_product(hidden, weight, self.head_scale, size, self.final_norm, f32, num_rows=num_rows)
+        more = {"num_rows": num_rows, "ordered": self.ordered}
+        return packed_product(hidden, weight, self.head_scale, size, self.final_norm, f32, **more)
       hidden = self.final_norm(hidden)
       if self.head is None:
         return jnp.einsum("...d,vd->...v", hidden, self.embed[...], preferred_element_type=jnp.float32)

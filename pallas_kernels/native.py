@@ -45,7 +45,7 @@ ENTRIES = {
   "packed_matmul": ("SluicePackedMatmul",),
   "paged_attention": ("SluicePagedAttention", "SluicePagedAttend"),
 }
-_HEADERS = ("pallas_kernels/native.h",)
+_HEADER = "pallas_kernels/native.h"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno")
 # What /proc/cpuinfo must list for a level of the x86-64 psABI (beyond what every such processor has); best first.
 _LEVELS = {
@@ -89,8 +89,9 @@ def path(name: str, target: str = "") -> pathlib.Path:
   """Where the library of `name`, a key of SOURCES, is once it is built; for this machine, or the level `target`."""
   target = target or level()
   digest = hashlib.sha256(repr((_flags(target), importlib.metadata.version("jaxlib"))).encode())
-  for file in (SOURCES[name], *_HEADERS):
-    digest.update((_ROOT / file).read_bytes())
+  source = _ROOT / SOURCES[name]
+  for file in (source, _ROOT / _HEADER, *sorted(source.parent.glob("*.h"))):
+    digest.update(file.read_bytes())
   return _BUILT / f"{name}-{target}-{digest.hexdigest()[:16]}.so"
 
 

@@ -4,13 +4,14 @@
 
 A step's matrices are multiplied one after the other: those of every layer, each with weights of its own as in a model,
 and the head; what one makes is what the next takes. No attention, no norms. By XLA's dot, and by the packed kernel
-(pallas_kernels/packed_matmul) where it is built, with weights in f32 and as int8. Each figure stands beside the
-ceilings just before and just after it (tools/ceilings.py): `of rate` is operations a second over a square matmul's in
-f32, `of read` bytes of weights a second over what all cores read.
+(pallas_kernels/packed_matmul) where it is built: in f32, in f32 in the order that --deterministic needs, and as int8.
+Each figure stands beside the ceilings just before and just after it (tools/ceilings.py): `of rate` is operations a
+second over a square matmul's in f32, `of read` bytes of weights a second over what all cores read.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -49,6 +50,10 @@ def matrices(model: ModelConfig) -> list[Matrix]:
   return layer * model.num_layers + [Matrix(d, model.vocab_size)]
 
 
+def _packed(weight: np.ndarray) -> jax.Array:
+  return jax.device_put(api.pack(weight))
+
+
 def _int8(weight: np.ndarray) -> tuple[jax.Array, jax.Array]:
   values, scales = quantize(jnp.asarray(weight), 1)
   return jax.device_put(api.pack(np.asarray(values))), scales
@@ -65,7 +70,8 @@ class Way:
 
 WAYS = {
   "xla": Way(jnp.asarray, 4, lambda x, weight, outputs: x @ weight),
-  "packed": Way(lambda weight: jax.device_put(api.pack(weight)), 4, api.matmul),
+  "packed": Way(_packed, 4, api.matmul),
+  "ordered": Way(_packed, 4, functools.partial(api.matmul, ordered=True)),
   "int8": Way(_int8, 1, lambda x, held, outputs: api.matmul(x, held[0], outputs, scales=held[1])),
 }
 

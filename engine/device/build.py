@@ -178,7 +178,7 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
   if matmul == "packed":
     options = options.for_packed_matmul()
   options = options.without_unreachable_rungs()
-  form = WeightForm(packed=matmul == "packed", int8=options.quantization == "int8")
+  form = WeightForm(matmul == "packed", options.quantization == "int8", options.deterministic)
   if form.int8 and not form.packed and device.platform == "cpu":
     why = matmul_reason or "matmul=xla"
     matmul_reason = f"{why}; int8 weights are converted at every step, which saves memory but no time"

@@ -4,7 +4,8 @@ The promise: a request has the same bits (log probabilities, and so tokens; with
 any batch, in any chunks, with prefixes from the cache and after preemption. Two things could break it:
 
   the shape of a step decides in which order a library adds: so there is one shape for every step, but where kernels
-  make each sum in an order that only its row decides (api.ACROSS_SHAPES, packed matmuls); there the ladder stays, and
+  make each sum in an order that only its row decides (api.ACROSS_SHAPES, packed matmuls that are told to:
+  models/layers.py: WeightForm.ordered); there the ladder stays, and
   the sampler, which XLA compiles, has the shape of the largest step in each (programs.py);
   a prompt and a decode go through different kernels: so the attention sends both through one (Geometry.invariant).
 

@@ -86,6 +86,7 @@ def matmul(
   num_rows: jax.Array | None = None,
   gated: bool = False,
   residual: jax.Array | None = None,
+  ordered: bool = False,
 ) -> jax.Array:
   """x [..., D] times the matrix [D, N] that `packed` was made of: [..., N], summed in f32.
 
@@ -101,6 +102,8 @@ def matmul(
     gated: x is [..., 2 D] instead, gates and then values of SwiGLU (arXiv:2002.05202): silu(gates) * values is what
       is multiplied. Without a norm.
     residual: [..., N] of the result's dtype, added to the product.
+    ordered: a row's bits are the same whatever other rows there are; for several rows slower on a processor with AMX,
+      whose tiles add up in an order of their own (arXiv:1904.06376).
 
   Raises:
     NativeMissing: the library is not built.
@@ -124,5 +127,5 @@ def matmul(
   residual = jnp.zeros((0, 0), dtype) if residual is None else residual.reshape(rows, outputs)
   scales = jnp.zeros(0, jnp.float32) if scales is None else scales
   x2 = x.reshape(rows, x.shape[-1])
-  y = call(x2, packed, scales, scale, num_rows, residual, epsilon=np.float32(epsilon), gated=gated)
+  y = call(x2, packed, scales, scale, num_rows, residual, epsilon=np.float32(epsilon), gated=gated, ordered=ordered)
   return y.reshape(*x.shape[:-1], outputs)

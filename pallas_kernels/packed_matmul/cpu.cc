@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "pallas_kernels/native.h"
+#include "pallas_kernels/packed_matmul/amx.h"
 
 namespace sluice {
 namespace {
@@ -70,6 +71,16 @@ void product_of(int rows, const float* x, int64_t stride, int64_t D, const W* w,
   if constexpr (R > 1) product_of<W, R - 1>(rows, x, stride, D, w, y, ahead);
 }
 
+// A row's sums to its result: times their columns' scales, and with the residual, where there are any.
+template <typename O>
+void finish(float* sums, int64_t columns, const float* scales, const O* residual, O* to) {
+  if (scales)
+    for (int64_t n = 0; n < columns; ++n) sums[n] *= scales[n];
+  for (int64_t n = 0; n < columns; ++n) assign(to[n], sums[n]);
+  if (residual)
+    for (int64_t n = 0; n < columns; ++n) assign(to[n], value(residual[n]) + value(to[n]));
+}
+
 // All rows of one block of columns. next: the block after it, of so many bytes. scales: of the columns, or null.
 // residual: [M, N] as y, or null.
 template <typename W, typename O>
@@ -95,16 +106,8 @@ void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, 
     for (int j = 0; j < kColumns; j += kVectors * kLanes)
       product_of(count, x + m * stride, stride, D, w + j, reinterpret_cast<float(*)[kColumns]>(&result[0][j]),
                  j ? nothing : ahead);
-    for (int i = 0; i < count; ++i) {
-      O* to = y + (m + i) * N;
-      if (scales)
-        for (int64_t n = 0; n < columns; ++n) result[i][n] *= scales[n];
-      for (int64_t n = 0; n < columns; ++n) assign(to[n], result[i][n]);
-      if (residual) {
-        const O* from = residual + (m + i) * N;
-        for (int64_t n = 0; n < columns; ++n) assign(to[n], value(from[n]) + value(to[n]));
-      }
-    }
+    for (int i = 0; i < count; ++i)
+      finish(result[i], columns, scales, residual ? residual + (m + i) * N : nullptr, y + (m + i) * N);
   }
 }
 
@@ -158,9 +161,76 @@ void prepare_gated(const X* x, int64_t D, float* to) {
   }
 }
 
+// Row m of x [M, D], or gated [M, 2 D], as it is to be multiplied.
+template <typename X>
+void prepare_row(const X* x, int64_t m, int64_t D, const X* scale, float epsilon, bool gated, float* to) {
+  if (gated) {
+    prepare_gated(x + 2 * m * D, D, to);
+  } else {
+    prepare(x + m * D, D, scale, epsilon, to);
+  }
+}
+
+constexpr int64_t kPiece = 16;  // rows that are prepared together
+
+#if SLUICE_AMX
+// From so many rows on tiles are the faster way.
+template <typename W>
+constexpr int64_t kTiledFrom = std::is_same_v<W, float> ? 25 : kRows + 1;
+
+// As `multiply`, by tiles.
+template <typename X, typename W, typename O>
+void multiply_by_tiles(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon,
+                       bool gated, const W* w, const float* scales, const O* residual, int64_t blocks, O* y,
+                       int64_t N) {
+  constexpr int P = amx::kParts<X>;
+  const bool worth_it = M * D * N > 500000;
+  const int64_t tiles = (M + kPiece - 1) / kPiece, size = amx::deep(D) * P * amx::kTile;  // of the rows of one tile
+  static_assert(kPiece == amx::kRows);
+  static thread_local std::vector<uint16_t> placed;
+  placed.resize(tiles * size);
+  uint16_t* rows = placed.data();
+  spread(threads, tiles, worth_it && M * D > 100000, [=](int64_t tile) {
+    static thread_local std::vector<float> row;
+    row.resize(D);
+    const bool as_it_is = std::is_same_v<X, float> && scale == nullptr && !gated;
+    for (int64_t i = 0; i < amx::kRows; ++i) {
+      const int64_t m = tile * amx::kRows + i;
+      if (m >= M) {
+        std::fill(row.begin(), row.end(), 0.0f);
+      } else if (!as_it_is) {
+        prepare_row(x, m, D, scale, epsilon, gated, row.data());
+      }
+      amx::place_row<P>(as_it_is && m < M ? reinterpret_cast<const float*>(x) + m * D : row.data(), D,
+                        rows + tile * size + i * amx::kDepth);
+    }
+  });
+  // Rows whose parts stay in a second-level cache while all blocks of a run go by.
+  const int64_t most = std::max<int64_t>(1, (1 << 20) / (size * static_cast<int64_t>(sizeof(uint16_t))));
+  const int64_t run = std::clamp<int64_t>(blocks / 12, 2, 8) * 2, runs = (blocks + run - 1) / run;
+  const int64_t few = std::clamp<int64_t>(4 * spread_over(threads, 64, worth_it) / runs, 1, (tiles + 1) / 2);
+  const int64_t wanted = std::max((tiles + most - 1) / most, few);
+  const int64_t part = (tiles + wanted - 1) / wanted, parts = (tiles + part - 1) / part;
+  const int64_t pieces = runs * parts, lanes = spread_over(threads, pieces, worth_it);
+  spread(threads, pieces, worth_it, [=](int64_t i) {
+    const int64_t lane = i % lanes, piece = lane * (pieces / lanes) + std::min(lane, pieces % lanes) + i / lanes;
+    const int64_t begin = piece % parts * part, first = piece / parts * run;
+    amx::multiply_blocks<P>(
+        rows + begin * size, std::min(part, tiles - begin), D, w + first * D * kColumns, std::min(run, blocks - first),
+        [=](int64_t block, int64_t tile, float* sums) {
+          const int64_t top = (begin + tile) * amx::kRows, left = (first + block) * kColumns;
+          for (int64_t m = top; m < std::min(M, top + amx::kRows); ++m)
+            for (int64_t j = 0, n = left; j < 4 && n < N; ++j, n += 16)
+              finish(sums + (j * 16 + m - top) * 16, std::min<int64_t>(16, N - n), scales ? scales + n : nullptr,
+                     residual ? residual + m * N + n : nullptr, y + m * N + n);
+        });
+  });
+}
+#endif
+
 // M: rows in use. gated: x is [M, 2 D].
 template <typename X, typename W, typename O>
-ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon,
+void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon,
                     bool gated, const W* w, const float* scales, const O* residual, int64_t blocks, O* y, int64_t N) {
   const bool worth_it = M * D * N > 500000;
   const float* rows;
@@ -174,15 +244,9 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
   } else {
     prepared.resize(M * stride);
     float* to = prepared.data();
-    constexpr int64_t kPiece = 16;
     spread(threads, (M + kPiece - 1) / kPiece, worth_it && M * D > 100000, [=](int64_t piece) {
-      for (int64_t m = piece * kPiece; m < std::min(M, (piece + 1) * kPiece); ++m) {
-        if (gated) {
-          prepare_gated(x + 2 * m * D, D, to + m * stride);
-        } else {
-          prepare(x + m * D, D, scale, epsilon, to + m * stride);
-        }
-      }
+      for (int64_t m = piece * kPiece; m < std::min(M, (piece + 1) * kPiece); ++m)
+        prepare_row(x, m, D, scale, epsilon, gated, to + m * stride);
     });
     rows = to;
   }
@@ -204,7 +268,6 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
                residual ? residual + begin * N + first : nullptr);
     }
   });
-  return ffi::Error::Success();
 }
 
 // x [M, D], or gated [M, 2 D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], norm's scale [D] or [0], rows in use
@@ -212,7 +275,7 @@ ffi::Error multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, 
 // int8: then it has scales.
 ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
                   ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> used, ffi::AnyBuffer residual,
-                  ffi::Result<ffi::AnyBuffer> y, float epsilon, bool gated) {
+                  ffi::Result<ffi::AnyBuffer> y, float epsilon, bool gated, bool ordered) {
   const int64_t M = x.dimensions()[0], D = x.dimensions()[1] / (gated ? 2 : 1), blocks = w.dimensions()[0], N = y->dimensions()[1];
   const bool normed = scale.dimensions()[0] != 0, quantized = w.element_type() == ffi::S8;
   const bool adds = residual.dimensions()[0] != 0;
@@ -232,11 +295,16 @@ ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
     using X = decltype(x_type);
     using W = decltype(w_type);
     using O = decltype(y_type);
-    return multiply(threads, static_cast<const X*>(x.untyped_data()), rows, D,
-                    normed ? static_cast<const X*>(scale.untyped_data()) : nullptr, epsilon, gated,
-                    static_cast<const W*>(w.untyped_data()), quantized ? scales.typed_data() : nullptr,
-                    adds ? static_cast<const O*>(residual.untyped_data()) : nullptr, blocks,
-                    static_cast<O*>(y->untyped_data()), N);
+    auto way = multiply<X, W, O>;
+#if SLUICE_AMX
+    if (!ordered && rows >= kTiledFrom<W> && amx::available()) way = multiply_by_tiles<X, W, O>;
+#endif
+    way(threads, static_cast<const X*>(x.untyped_data()), rows, D,
+               normed ? static_cast<const X*>(scale.untyped_data()) : nullptr, epsilon, gated,
+               static_cast<const W*>(w.untyped_data()), quantized ? scales.typed_data() : nullptr,
+               adds ? static_cast<const O*>(residual.untyped_data()) : nullptr, blocks,
+        static_cast<O*>(y->untyped_data()), N);
+    return ffi::Error::Success();
   };
   const auto x_type = x.element_type(), w_type = w.element_type(), y_type = y->element_type();
   if (scale.element_type() == x_type) {
@@ -294,6 +362,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePackedMatmul, packed,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<float>("epsilon")
-                                  .Attr<bool>("gated"));
+                                  .Attr<bool>("gated")
+                                  .Attr<bool>("ordered"));
 
 }  // namespace sluice

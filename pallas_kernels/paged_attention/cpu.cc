@@ -106,9 +106,20 @@ struct Pages {
   const E* values(int64_t column) const { return keys(column) + half; }
 };
 
-// Scores of a block of keys [M, 64], and then its values added to the output; see the top.
+// The keys that some queries see, a block at a time: from `begin` to `last`.
 template <typename E>
-void attend_tile(const Sizes& size, const Pages<E>& pages, int64_t first_position, int queries, Scratch& s) {
+struct Keys {
+  Pages<E> pages;
+  int64_t begin, last;
+};
+
+// Scores of a block of keys [M, 64], and then its values added to the output; see the top. after: what this thread reads
+// next, as a rule. Few queries wait for memory, so they fetch ahead: with every vector of keys a line of values, and with
+// every vector of values a line of the keys that follow.
+template <typename E>
+void attend_tile(const Sizes& size, const Keys<E>& keys, int64_t first_position, int queries, const Keys<E>& after,
+                 Scratch& s) {
+  const Pages<E>& pages = keys.pages;
   const int64_t H = size.head_dim, W = size.width, page = size.page;
   const int M = queries * static_cast<int>(size.group);
   const int64_t last = first_position + queries - 1;
@@ -118,7 +129,7 @@ void attend_tile(const Sizes& size, const Pages<E>& pages, int64_t first_positio
   std::fill_n(s.peak, M, kMasked);
   std::fill_n(s.total, M, 0.0f);
   std::fill_n(s.out, M * W, 0.0f);
-  for (int64_t begin = low / kBlock * kBlock; begin <= last; begin += kBlock) {
+  for (int64_t begin = keys.begin; begin <= last; begin += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, last + 1 - begin));
     const int from = static_cast<int>(std::max<int64_t>(0, low - begin));  // positions before it may hold anything
     const int groups = (count + kLanes - 1) / kLanes;
@@ -161,8 +172,23 @@ void attend_tile(const Sizes& size, const Pages<E>& pages, int64_t first_positio
         }
       }
     }
-    matmul(M, groups, s.queries, H, [&](int h, int j) { return key_group[j] + h * key_stride; }, static_cast<int>(H),
-           s.scores, kBlock, false);
+    const bool fetches = in_place && M <= kRegisterRows;
+    const float* next_group[kGroups];
+    if (fetches) {
+      const bool ends = begin + kBlock > last;
+      const Keys<E> next = ends ? after : Keys<E>{pages, begin + kBlock, last};
+      for (int j = 0; j < kGroups; ++j) {
+        const int64_t position = std::min(next.begin + j * kLanes, next.last);
+        const int64_t lane = position % page / kLanes * kLanes;
+        next_group[j] = reinterpret_cast<const float*>(next.pages.keys(position / page)) + lane;
+      }
+    }
+    const auto key_at = [&](int h, int j) {
+      const float* at = key_group[j] + h * key_stride;
+      if (fetches) __builtin_prefetch(at + page * H, 0, 2);
+      return at;
+    };
+    matmul(M, groups, s.queries, H, key_at, static_cast<int>(H), s.scores, kBlock, false);
     // Online softmax. Only blocks at an edge of what a query sees need a mask.
     const bool masked = begin + groups * kLanes - 1 > first_position || (size.window && begin <= last - size.window);
     for (int m = 0; m < M; ++m) {
@@ -202,8 +228,11 @@ void attend_tile(const Sizes& size, const Pages<E>& pages, int64_t first_positio
       if (decay != 1.0f)
         for (int64_t h = 0; h < W; h += kLanes) store(s.out + m * W + h, load(s.out + m * W + h) * decay);
     }
-    matmul(M, static_cast<int>(W / kLanes), s.scores + from, kBlock,
-           [&](int k, int j) { return value_row[from + k] + j * kLanes; }, count - from, s.out, W, true);
+    const auto value_at = [&](int k, int j) {
+      if (fetches) __builtin_prefetch(next_group[k / kLanes] + (k % kLanes * (W / kLanes) + j) * page, 0, 2);
+      return value_row[from + k] + j * kLanes;
+    };
+    matmul(M, static_cast<int>(W / kLanes), s.scores + from, kBlock, value_at, count - from, s.out, W, true);
   }
 }
 
@@ -258,14 +287,23 @@ struct Attention {
     }
   }
 
-  void run(const Tile& tile, int64_t head) const {
+  Keys<E> keys_of(const Tile& tile, int64_t head) const {
+    const int64_t first = first_of(tile);
+    const int64_t low = size.window ? std::max<int64_t>(0, first - size.window + 1) : 0;
+    return {{pool, rows.tables + tile.row * size.table_width, size.heads, head, size.page * size.head_dim},
+            low / kBlock * kBlock, first + tile.queries - 1};
+  }
+  int64_t first_of(const Tile& tile) const {  // position of its first query
+    return rows.lengths[tile.row] - (rows.starts[tile.row + 1] - tile.token);
+  }
+
+  // after: of what this thread does next, as a rule.
+  void run(const Tile& tile, int64_t head, const Keys<E>& after) const {
     static thread_local std::unique_ptr<Scratch> scratch(new Scratch);
     Scratch& s = *scratch;
     const int64_t H = size.head_dim;
     load_queries(tile, head, s.queries);
-    const Pages<E> pages{pool, rows.tables + tile.row * size.table_width, size.heads, head, size.page * H};
-    const int64_t first = rows.lengths[tile.row] - (rows.starts[tile.row + 1] - tile.token);
-    attend_tile(size, pages, first, tile.queries, s);
+    attend_tile(size, keys_of(tile, head), first_of(tile), tile.queries, after, s);
     const float* from = s.out;
     for (int32_t token = tile.token, m = 0; token < tile.token + tile.queries; ++token) {
       for (int64_t g = 0; g < size.group; ++g, ++m, from += size.width) {
@@ -309,8 +347,13 @@ ffi::Error attend(ffi::ThreadPool& threads, const Attention<Q, E>& attention) {
   int64_t cost = 0;
   for (const Tile& tile : tiles) cost += tile.cost;
   const bool worth_it = cost * size.heads * size.head_dim * size.group > 200000;
-  spread(threads, static_cast<int64_t>(tiles.size()) * size.heads, worth_it,
-         [&](int64_t i) { attention.run(tiles[i / size.heads], i % size.heads); });
+  const int64_t pieces = static_cast<int64_t>(tiles.size()) * size.heads;
+  const int64_t lanes = spread_over(threads, pieces, worth_it);
+  spread(threads, pieces, worth_it, [&](int64_t i) {
+    const int64_t next = std::min(i + lanes, pieces - 1);
+    const auto after = attention.keys_of(tiles[next / size.heads], next % size.heads);
+    attention.run(tiles[i / size.heads], i % size.heads, after);
+  });
   const int64_t width = size.heads * size.group * size.head_dim, used = attention.rows.starts[size.rows];
   std::memset(static_cast<void*>(attention.out + used * width), 0, (size.tokens - used) * width * sizeof(Q));
   return ffi::Error::Success();

@@ -1,6 +1,6 @@
-"""On a CPU with the C++ kernels a request has the same bits alone, in any batch, in any chunks, and after preemption.
+"""On a CPU a deterministic request has the same bits alone, in any batch, in any chunks, and after preemption.
 
-No flag makes it so: every sum of a row is made in one order that nothing but the row decides (pallas_kernels). What is
+Every sum of a row is made by the C++ kernels in one order that nothing but the row decides (pallas_kernels). What is
 compared are the bits of log probabilities, which show what a token hides.
 """
 
@@ -67,7 +67,7 @@ def test_same_bits(case: str, dtype: str, quantization: str, tmp_path) -> None:
     native.build(name)
   folder = tmp_path / case
   write_model(folder, CASES[case][0] | {"num_hidden_layers": 2}, seed=1)
-  held = {"dtype": dtype, "quantization": quantization}
+  held = {"dtype": dtype, "quantization": quantization, "deterministic": True}
   alone = served(str(folder), 0, **held, token_budgets=(2, 128), max_num_seqs=2, prefill_chunk=128)
   crowd = served(
     str(folder), 12, **held, token_budgets=(8, 32), max_num_seqs=8, prefill_chunk=7, num_blocks=24, block_size=16

@@ -241,7 +241,7 @@ _BUGS = {
   "wrong_head": ("* heads + head) * 2 * half", "* heads + (head + 1) % heads) * 2 * half"),
   "total_not_decayed": ("s.total[m] * decay + sum_of(sum)", "s.total[m] + sum_of(sum)"),
   "output_not_decayed": ("if (decay != 1.0f)", "if (decay != decay)"),
-  "last_value_left_out": ("j * kLanes; }, count - from, s.out", "j * kLanes; }, count - from - 1, s.out"),
+  "last_value_left_out": ("kBlock, value_at, count - from, s.out", "kBlock, value_at, count - from - 1, s.out"),
   "padding_not_zero": ("used * width), 0,", "used * width), 1,"),
   "keys_rotated_wrongly": (_ROTATED + "+", _ROTATED + "-"),
   "written_one_late": ("offset = slots[token] % page;", "offset = (slots[token] + 1) % page;"),

@@ -1,0 +1,237 @@
+// The products of cpu.cc by tiles: AMX, which multiplies 16 rows by 16 columns of bfloat16 and adds them up in f32.
+//
+// An f32 number is the sum of three bfloat16 ones, exactly: 24 bits are 8 + 8 + 8. Of the nine products of their parts
+// the six that an f32 could tell are added up, the smaller before the larger (arXiv:1904.06376): what comes out is nearer
+// to the product than a sum of f32 multiply-adds. Six times as much to multiply, by a unit that is sixteen times as fast.
+// bfloat16 and int8 are one part each. A matrix stays as it is packed: its parts are made on the way, for so much of a
+// pair of blocks as stays in a cache, while the tiles multiply by what was made before.
+#pragma once
+
+#include "pallas_kernels/native.h"
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define SLUICE_AMX 1
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <vector>
+#else
+#define SLUICE_AMX 0
+#endif
+
+namespace sluice {
+namespace amx {
+
+#if !SLUICE_AMX
+inline bool available() { return false; }
+#else
+
+constexpr int kRows = 16, kColumns = 64;  // of a sum, in four tiles: two blocks of a packed matrix
+constexpr int kDepth = 32;                // terms that a tile holds of a row, or of a column
+constexpr int64_t kTile = kRows * kDepth, kSums = kRows * kColumns;
+constexpr int64_t kMade = 128;      // terms of the columns that are made ready at a time, at most
+constexpr int64_t kNear = 3 << 10;  // bytes ahead of where a matrix is read
+
+// Whether the processor has tiles, and the system lets this process use them; asks it once.
+inline bool available() {
+  static const bool is = [] {
+    unsigned a, b, c, d;
+    constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16) == 0 || (d & kTiles) == 0) return false;
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return is;
+}
+
+template <typename T>
+constexpr int kParts = std::is_same_v<T, float> ? 3 : 1;
+
+// Where the parts of 16 rows lie, of D terms: kParts tiles for every 32.
+inline int64_t deep(int64_t D) { return (D + kDepth - 1) / kDepth; }
+
+struct Parts {
+  __m512i bits[3];  // in the upper halves; the lower ones of the last are not zero where that is an only one
+};
+
+template <int P>
+inline __attribute__((always_inline)) Parts parts_of(__m512 v) {
+  if constexpr (P == 1) return {{_mm512_castps_si512(v)}};
+  const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  const __m512i high = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(v), half), upper);
+  const __m512 rest = _mm512_sub_ps(v, _mm512_castsi512_ps(high));
+  const __m512i middle = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(rest), half), upper);
+  return {{high, middle, _mm512_castps_si512(_mm512_sub_ps(rest, _mm512_castsi512_ps(middle)))}};
+}
+
+// A row's parts into its place in tiles of rows; `to` is the first tile's line of this row. Zeros behind D.
+template <int P>
+void place_row(const float* row, int64_t D, uint16_t* to) {
+  for (int64_t k = 0; k < deep(D) * kDepth; k += 16) {
+    const int64_t left = std::clamp<int64_t>(D - k, 0, 16);
+    const Parts parts = parts_of<P>(_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << left) - 1), row + k));
+    uint16_t* at = to + k / kDepth * P * kTile + k % kDepth;
+    for (int i = 0; i < P; ++i)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(at + i * kTile),
+                          _mm512_cvtepi32_epi16(_mm512_srli_epi32(parts.bits[i], 16)));
+  }
+}
+
+inline __m512 sixteen(const float* from) { return _mm512_loadu_ps(from); }
+inline __m512 sixteen(const int8_t* from) { return (__m512)load(from); }
+inline __m512 sixteen(const Bf16* from) { return (__m512)load(from); }
+
+// Makes columns ready for tiles: of two blocks the parts of two terms at a time, side by side as tiles take them.
+template <typename W>
+struct Making {
+  const W* blocks[2];  // each from its own first term
+  int64_t D, first;    // terms of a block, and which is the first to be made
+  int64_t pairs;       // how many pairs of terms
+  uint16_t* to;        // tiles: for every 32 terms four of columns, kParts each
+  int64_t done = 0;
+
+  inline __attribute__((always_inline)) void step() {
+    constexpr int P = kParts<W>;
+    uint16_t* line = to + done / 16 * 4 * P * kTile + done % 16 * kDepth;
+    const int64_t k = first + 2 * done;
+    for (int block = 0; block < 2; ++block) {
+      const W* from = blocks[block] + k * 32;
+      for (int64_t i = 0; i < 64 * static_cast<int64_t>(sizeof(W)); i += kLine)
+        __builtin_prefetch(reinterpret_cast<const char*>(from) + kNear + i, 0, 1);
+      for (int half = 0; half < 2; ++half) {
+        const __m512 none = _mm512_setzero_ps();
+        const Parts even = parts_of<P>(k < D ? sixteen(from + half * 16) : none);
+        const Parts odd = parts_of<P>(k + 1 < D ? sixteen(from + 32 + half * 16) : none);
+        for (int i = 0; i < P; ++i)
+          _mm512_storeu_si512(line + ((block * 2 + half) * P + i) * kTile,
+                              _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(even.bits[i], 16), odd.bits[i]));
+      }
+    }
+    ++done;
+  }
+  inline __attribute__((always_inline)) void until(int64_t count) {
+    for (count = std::min(count, pairs); done < count;) step();
+  }
+};
+
+struct alignas(64) Shape {  // of the eight tiles: 16 lines of 64 bytes each
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+#define SLUICE_TILES __attribute__((target("amx-tile,amx-bf16")))
+#define SLUICE_BARRIER() asm volatile("" ::: "memory")  // GCC's own tile instructions do not say what they read
+
+SLUICE_TILES inline void begin() {
+  const Shape shape;
+  SLUICE_BARRIER();
+  _tile_loadconfig(&shape);
+}
+SLUICE_TILES inline void end() { _tile_release(); }
+
+// Adds 16 rows times 64 columns, over `depth` times 32 terms, to sums [4][16][16]; or sets them, where they are the first.
+// What is to be made meanwhile is, `share` pairs for every 32 terms.
+template <int X, typename W>
+SLUICE_TILES void multiply(const uint16_t* rows, const uint16_t* columns, int64_t depth, float* sums, bool first,
+                           Making<W>& making, int64_t share) {
+  constexpr int P = kParts<W>;
+  SLUICE_BARRIER();
+  if (first) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, 64);
+    _tile_loadd(1, sums + 256, 64);
+    _tile_loadd(2, sums + 512, 64);
+    _tile_loadd(3, sums + 768, 64);
+  }
+  for (int64_t k = 0; k < depth; ++k, rows += X * kTile, columns += 4 * P * kTile) {
+    const int64_t made = making.done;
+    _tile_loadd(4, rows, 64);
+    if constexpr (X == 3) {
+      _tile_loadd(5, rows + kTile, 64);
+      _tile_loadd(6, rows + 2 * kTile, 64);
+    }
+// Of one tile of columns; parts of rows are in 4, 5 and 6, the greatest first.
+#define SLUICE_COLUMNS(J)                                   \
+  if constexpr (P == 3) {                                   \
+    _tile_loadd(7, columns + ((J) * P + 2) * kTile, 64);    \
+    _tile_dpbf16ps(J, 4, 7);                                \
+    _tile_loadd(7, columns + ((J) * P + 1) * kTile, 64);    \
+    _tile_dpbf16ps(J, 5, 7);                                \
+    _tile_dpbf16ps(J, 4, 7);                                \
+  }                                                         \
+  _tile_loadd(7, columns + (J) * P * kTile, 64);            \
+  if constexpr (X == 3) {                                   \
+    _tile_dpbf16ps(J, 6, 7);                                \
+    _tile_dpbf16ps(J, 5, 7);                                \
+  }                                                         \
+  _tile_dpbf16ps(J, 4, 7);                                  \
+  making.until(made + share * ((J) + 1) / 4);
+    SLUICE_COLUMNS(0)
+    SLUICE_COLUMNS(1)
+    SLUICE_COLUMNS(2)
+    SLUICE_COLUMNS(3)
+#undef SLUICE_COLUMNS
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
+  _tile_stored(2, sums + 512, 64);
+  _tile_stored(3, sums + 768, 64);
+  SLUICE_BARRIER();
+}
+
+// Rows, placed as tiles of kParts X each, times `count` blocks of 32 columns that follow each other. Calls
+// finish(block, tile, sums [4][16][16]) for each two blocks and each 16 rows; of a block that is alone, sums of the
+// second are of no use.
+template <int X, typename W, typename Finish>
+void multiply_blocks(const uint16_t* rows, int64_t tiles, int64_t D, const W* w, int64_t count, const Finish& finish) {
+  constexpr int P = kParts<W>;
+  constexpr int64_t kRoom = kMade / kDepth * 4 * P * kTile;
+  static thread_local std::vector<uint16_t> columns;
+  static thread_local std::vector<float> sums;
+  columns.resize(2 * kRoom + kLine / sizeof(uint16_t));
+  sums.resize(tiles * kSums + kLine / sizeof(float));
+  const auto aligned = [](auto* at) {
+    return reinterpret_cast<decltype(at)>((reinterpret_cast<uintptr_t>(at) + kLine - 1) / kLine * kLine);
+  };
+  uint16_t *ready = aligned(columns.data()), *next = ready + kRoom;
+  float* all_sums = aligned(sums.data());
+  const int64_t terms = deep(D) * kDepth, share = (16 + tiles - 1) / tiles;
+  // Few rows: so little that it stays in a first-level cache. Many: so much that sums need not come and go all the time.
+  const int64_t made = P == 3 && tiles <= 4 ? kDepth : kMade;
+  const auto making = [&](int64_t block, int64_t first, uint16_t* to) {
+    const W* from = w + block * D * 32;
+    const int64_t pairs = block < count ? std::min(made, terms - first) / 2 : 0;
+    return Making<W>{{from, block + 1 < count ? from + D * 32 : from}, D, first, pairs, to};
+  };
+  Making<W> start = making(0, 0, ready);
+  start.until(start.pairs);
+  begin();
+  for (int64_t block = 0; block < count; block += 2) {
+    for (int64_t k = 0; k < terms; k += made) {
+      const bool last = k + made >= terms;
+      Making<W> more = making(last ? block + 2 : block, last ? 0 : k + made, next);
+      const int64_t depth = std::min(made, terms - k) / kDepth;
+      for (int64_t tile = 0; tile < tiles; ++tile)
+        multiply<X, W>(rows + (tile * deep(D) + k / kDepth) * X * kTile, ready, depth, all_sums + tile * kSums, k == 0,
+                       more, share);
+      more.until(more.pairs);
+      std::swap(ready, next);
+    }
+    for (int64_t tile = 0; tile < tiles; ++tile) finish(block, tile, all_sums + tile * kSums);
+  }
+  end();
+}
+
+#undef SLUICE_TILES
+#undef SLUICE_BARRIER
+#endif
+
+}  // namespace amx
+}  // namespace sluice
