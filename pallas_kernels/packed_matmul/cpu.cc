@@ -7,7 +7,7 @@
 // page. What comes before a matmul (a norm, or SwiGLU's product) and the sum with the residual behind it are done on the
 // way. Every element of the result is one sum, from the first term to the last, whatever M is and wherever its row lies:
 // so it has the same bits alone and in any batch. Of an int8 matrix the whole numbers are multiplied, and each sum by
-// its column's scale.
+// its column's scale. Many rows have a faster way where the processor has AMX and nobody asks for that order: amx.h.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -181,8 +181,7 @@ constexpr int64_t kTiledFrom = std::is_same_v<W, float> ? 25 : kRows + 1;
 // As `multiply`, by tiles.
 template <typename X, typename W, typename O>
 void multiply_by_tiles(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon,
-                       bool gated, const W* w, const float* scales, const O* residual, int64_t blocks, O* y,
-                       int64_t N) {
+                       bool gated, const W* w, const float* scales, const O* residual, int64_t blocks, O* y, int64_t N) {
   constexpr int P = amx::kParts<X>;
   const bool worth_it = M * D * N > 500000;
   const int64_t tiles = (M + kPiece - 1) / kPiece, size = amx::deep(D) * P * amx::kTile;  // of the rows of one tile
@@ -205,8 +204,9 @@ void multiply_by_tiles(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t 
                         rows + tile * size + i * amx::kDepth);
     }
   });
-  // Rows whose parts stay in a second-level cache while all blocks of a run go by.
-  const int64_t most = std::max<int64_t>(1, (1 << 20) / (size * static_cast<int64_t>(sizeof(uint16_t))));
+  // Rows whose parts stay in a second-level cache while all blocks of a run go by; but not so few that columns, which are
+  // made for each part of the rows, take longer to be made than to be multiplied by.
+  const int64_t most = std::max<int64_t>(4, (1 << 20) / (size * static_cast<int64_t>(sizeof(uint16_t))));
   const int64_t run = std::clamp<int64_t>(blocks / 12, 2, 8) * 2, runs = (blocks + run - 1) / run;
   const int64_t few = std::clamp<int64_t>(4 * spread_over(threads, 64, worth_it) / runs, 1, (tiles + 1) / 2);
   const int64_t wanted = std::max((tiles + most - 1) / most, few);
@@ -230,8 +230,8 @@ void multiply_by_tiles(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t 
 
 // M: rows in use. gated: x is [M, 2 D].
 template <typename X, typename W, typename O>
-void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon,
-                    bool gated, const W* w, const float* scales, const O* residual, int64_t blocks, O* y, int64_t N) {
+void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon, bool gated,
+              const W* w, const float* scales, const O* residual, int64_t blocks, O* y, int64_t N) {
   const bool worth_it = M * D * N > 500000;
   const float* rows;
   // An odd number of cache lines from row to row: where it is a power of two, 12 rows push each other out of a cache.
@@ -272,7 +272,7 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const 
 
 // x [M, D], or gated [M, 2 D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], norm's scale [D] or [0], rows in use
 // [1] or [0] for all, residual as y or [0, 0] -> y [M, N], zeros in the others. Each float32 or bfloat16, and w may be
-// int8: then it has scales.
+// int8: then it has scales. ordered: sums in the order told at the top.
 ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
                   ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> used, ffi::AnyBuffer residual,
                   ffi::Result<ffi::AnyBuffer> y, float epsilon, bool gated, bool ordered) {
