@@ -56,7 +56,7 @@ def _packed(weight: np.ndarray) -> jax.Array:
 
 def _int8(weight: np.ndarray) -> tuple[jax.Array, jax.Array]:
   values, scales = quantize(jnp.asarray(weight), 1)
-  return jax.device_put(api.pack(np.asarray(values))), scales
+  return _packed(np.asarray(values)), scales
 
 
 @dataclasses.dataclass(frozen=True)

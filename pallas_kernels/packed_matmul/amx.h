@@ -17,16 +17,9 @@
 #include <unistd.h>
 
 #include <vector>
-#else
-#define SLUICE_AMX 0
-#endif
 
 namespace sluice {
 namespace amx {
-
-#if !SLUICE_AMX
-inline bool available() { return false; }
-#else
 
 constexpr int kRows = 16, kColumns = 64;  // of a sum, in four tiles: two blocks of a packed matrix
 constexpr int kDepth = 32;                // terms that a tile holds of a row, or of a column
@@ -79,10 +72,6 @@ void place_row(const float* row, int64_t D, uint16_t* to) {
   }
 }
 
-inline __m512 sixteen(const float* from) { return _mm512_loadu_ps(from); }
-inline __m512 sixteen(const int8_t* from) { return (__m512)load(from); }
-inline __m512 sixteen(const Bf16* from) { return (__m512)load(from); }
-
 // Makes columns ready for tiles: of two blocks the parts of two terms at a time, side by side as tiles take them.
 template <typename W>
 struct Making {
@@ -101,9 +90,8 @@ struct Making {
       for (int64_t i = 0; i < 64 * static_cast<int64_t>(sizeof(W)); i += kLine)
         __builtin_prefetch(reinterpret_cast<const char*>(from) + kNear + i, 0, 1);
       for (int half = 0; half < 2; ++half) {
-        const __m512 none = _mm512_setzero_ps();
-        const Parts even = parts_of<P>(k < D ? sixteen(from + half * 16) : none);
-        const Parts odd = parts_of<P>(k + 1 < D ? sixteen(from + 32 + half * 16) : none);
+        const Parts even = parts_of<P>((__m512)(k < D ? load(from + half * 16) : Vec{}));
+        const Parts odd = parts_of<P>((__m512)(k + 1 < D ? load(from + 32 + half * 16) : Vec{}));
         for (int i = 0; i < P; ++i)
           _mm512_storeu_si512(line + ((block * 2 + half) * P + i) * kTile,
                               _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(even.bits[i], 16), odd.bits[i]));
@@ -231,7 +219,9 @@ void multiply_blocks(const uint16_t* rows, int64_t tiles, int64_t D, const W* w,
 
 #undef SLUICE_TILES
 #undef SLUICE_BARRIER
-#endif
 
 }  // namespace amx
 }  // namespace sluice
+#else
+#define SLUICE_AMX 0
+#endif

@@ -173,6 +173,12 @@ void prepare_row(const X* x, int64_t m, int64_t D, const X* scale, float epsilon
 
 constexpr int64_t kPiece = 16;  // rows that are prepared together
 
+// Which of so many pieces is the i-th to be begun, so that each of the lanes, taking turns, has pieces that follow each other.
+inline int64_t dealt(int64_t i, int64_t pieces, int64_t lanes) {
+  const int64_t lane = i % lanes;
+  return lane * (pieces / lanes) + std::min(lane, pieces % lanes) + i / lanes;
+}
+
 #if SLUICE_AMX
 // From so many rows on tiles are the faster way.
 template <typename W>
@@ -213,7 +219,7 @@ void multiply_by_tiles(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t 
   const int64_t part = (tiles + wanted - 1) / wanted, parts = (tiles + part - 1) / part;
   const int64_t pieces = runs * parts, lanes = spread_over(threads, pieces, worth_it);
   spread(threads, pieces, worth_it, [=](int64_t i) {
-    const int64_t lane = i % lanes, piece = lane * (pieces / lanes) + std::min(lane, pieces % lanes) + i / lanes;
+    const int64_t piece = dealt(i, pieces, lanes);
     const int64_t begin = piece % parts * part, first = piece / parts * run;
     amx::multiply_blocks<P>(
         rows + begin * size, std::min(part, tiles - begin), D, w + first * D * kColumns, std::min(run, blocks - first),
@@ -256,7 +262,7 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const 
   const int64_t parts = runs < 16 ? std::clamp<int64_t>(M / (2 * kRows), 1, 4) : 1, part = (M + parts - 1) / parts;
   const int64_t pieces = runs * parts, lanes = spread_over(threads, pieces, worth_it);
   spread(threads, pieces, worth_it, [=](int64_t i) {
-    const int64_t lane = i % lanes, piece = lane * (pieces / lanes) + std::min(lane, pieces % lanes) + i / lanes;
+    const int64_t piece = dealt(i, pieces, lanes);
     const int64_t begin = piece % parts * part, count = std::min(part, M - begin);
     const int64_t stop = std::min(blocks, (piece / parts + 1) * run);
     for (int64_t block = piece / parts * run; block < stop; ++block) {

@@ -343,7 +343,7 @@ _BUGS_OF_TILES = {
     "rows + tile * size + i * amx::kDepth);",
     "rows + tile * size + (i ? i - 1 : 0) * amx::kDepth);",
   ),
-  "odd_terms_left_out": ("parts_of<P>(k + 1 < D ? sixteen", "parts_of<P>(k + 2 < D ? sixteen"),
+  "odd_terms_left_out": ("(k + 1 < D ? load(", "(k + 2 < D ? load("),
   "second_block_is_the_first": ("block + 1 < count ? from + D * 32 : from", "from"),
 }
 
