@@ -158,4 +158,23 @@ void spread(ffi::ThreadPool& threads, int64_t count, bool worth_it, const Work& 
   }
 }
 
+// As `spread`, of work in two parts: `second` finds all done that `first` does. One call wakes XLA's threads once.
+// Nobody waits for what nobody has begun: parts are begun in order, each by a thread that is at work.
+template <typename First, typename Second>
+void spread(ffi::ThreadPool& threads, int64_t firsts, const First& first, int64_t seconds, const Second& second,
+            bool worth_it) {
+  std::atomic<int64_t> ready{0};
+  spread(threads, firsts + seconds, worth_it, [&](int64_t i) {
+    if (i < firsts) {
+      first(i);
+      ready.fetch_add(1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; ready.load(std::memory_order_acquire) < firsts; ++spins) {
+      if (spins > 1000) std::this_thread::yield();
+    }
+    second(i - firsts);
+  });
+}
+
 }  // namespace sluice

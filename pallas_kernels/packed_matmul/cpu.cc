@@ -195,7 +195,7 @@ void multiply_by_tiles(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t 
   static thread_local std::vector<uint16_t> placed;
   placed.resize(tiles * size);
   uint16_t* rows = placed.data();
-  spread(threads, tiles, worth_it && M * D > 100000, [=](int64_t tile) {
+  const auto place = [=](int64_t tile) {
     static thread_local std::vector<float> row;
     row.resize(D);
     const bool as_it_is = std::is_same_v<X, float> && scale == nullptr && !gated;
@@ -209,7 +209,7 @@ void multiply_by_tiles(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t 
       amx::place_row<P>(as_it_is && m < M ? reinterpret_cast<const float*>(x) + m * D : row.data(), D,
                         rows + tile * size + i * amx::kDepth);
     }
-  });
+  };
   // Rows whose parts stay in a second-level cache while all blocks of a run go by; but not so few that columns, which are
   // made for each part of the rows, take longer to be made than to be multiplied by.
   const int64_t most = std::max<int64_t>(4, (1 << 20) / (size * static_cast<int64_t>(sizeof(uint16_t))));
@@ -218,7 +218,7 @@ void multiply_by_tiles(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t 
   const int64_t wanted = std::max((tiles + most - 1) / most, few);
   const int64_t part = (tiles + wanted - 1) / wanted, parts = (tiles + part - 1) / part;
   const int64_t pieces = runs * parts, lanes = spread_over(threads, pieces, worth_it);
-  spread(threads, pieces, worth_it, [=](int64_t i) {
+  const auto product = [=](int64_t i) {
     const int64_t piece = dealt(i, pieces, lanes);
     const int64_t begin = piece % parts * part, first = piece / parts * run;
     amx::multiply_blocks<P>(
@@ -230,7 +230,8 @@ void multiply_by_tiles(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t 
               finish(sums + (j * 16 + m - top) * 16, std::min<int64_t>(16, N - n), scales ? scales + n : nullptr,
                      residual ? residual + m * N + n : nullptr, y + m * N + n);
         });
-  });
+  };
+  spread(threads, tiles, place, pieces, product, worth_it);
 }
 #endif
 
@@ -239,29 +240,28 @@ template <typename X, typename W, typename O>
 void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon, bool gated,
               const W* w, const float* scales, const O* residual, int64_t blocks, O* y, int64_t N) {
   const bool worth_it = M * D * N > 500000;
-  const float* rows;
   // An odd number of cache lines from row to row: where it is a power of two, 12 rows push each other out of a cache.
   constexpr int64_t kInLine = kLine / sizeof(float);
   int64_t stride = (D + kInLine - 1) / kInLine / 2 * 2 * kInLine + kInLine;
+  const bool as_it_is = std::is_same_v<X, float> && scale == nullptr && !gated;
   static thread_local std::vector<float> prepared;
-  if (std::is_same_v<X, float> && scale == nullptr && !gated) {
-    rows = reinterpret_cast<const float*>(x);
+  if (as_it_is) {
     stride = D;
   } else {
     prepared.resize(M * stride);
-    float* to = prepared.data();
-    spread(threads, (M + kPiece - 1) / kPiece, worth_it && M * D > 100000, [=](int64_t piece) {
-      for (int64_t m = piece * kPiece; m < std::min(M, (piece + 1) * kPiece); ++m)
-        prepare_row(x, m, D, scale, epsilon, gated, to + m * stride);
-    });
-    rows = to;
   }
+  float* to = prepared.data();
+  const float* rows = as_it_is ? reinterpret_cast<const float*>(x) : to;
+  const auto prepare_piece = [=](int64_t piece) {
+    for (int64_t m = piece * kPiece; m < std::min(M, (piece + 1) * kPiece); ++m)
+      prepare_row(x, m, D, scale, epsilon, gated, to + m * stride);
+  };
   // Runs of blocks, short enough for threads to end together; what a thread takes after one follows it, as a rule. Where
   // blocks are few, and rows are not, a block is shared by parts of the rows.
   const int64_t run = std::clamp<int64_t>(blocks / 16, 1, 16), runs = (blocks + run - 1) / run;
   const int64_t parts = runs < 16 ? std::clamp<int64_t>(M / (2 * kRows), 1, 4) : 1, part = (M + parts - 1) / parts;
   const int64_t pieces = runs * parts, lanes = spread_over(threads, pieces, worth_it);
-  spread(threads, pieces, worth_it, [=](int64_t i) {
+  const auto product = [=](int64_t i) {
     const int64_t piece = dealt(i, pieces, lanes);
     const int64_t begin = piece % parts * part, count = std::min(part, M - begin);
     const int64_t stop = std::min(blocks, (piece / parts + 1) * run);
@@ -273,7 +273,8 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const 
                std::min<int64_t>(kColumns, N - first), scales ? scales + first : nullptr,
                residual ? residual + begin * N + first : nullptr);
     }
-  });
+  };
+  spread(threads, as_it_is ? 0 : (M + kPiece - 1) / kPiece, prepare_piece, pieces, product, worth_it);
 }
 
 // x [M, D], or gated [M, 2 D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], norm's scale [D] or [0], rows in use

@@ -338,8 +338,36 @@ ffi::Error invalid(const std::string& what) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, "paged attention: " + what + " does not fit the buffers");
 }
 
+constexpr int64_t kWritten = 16;  // tokens of a piece of `write`
+
+// Stores the keys (rotated) and values of a piece of the tokens in use.
 template <typename Q, typename E>
-ffi::Error attend(ffi::ThreadPool& threads, const Attention<Q, E>& attention) {
+void write(const Sizes& size, const Q* qkv, const float* cos, const float* sin, const int32_t* slots, int64_t used,
+           int64_t piece, E* pool) {
+  const int64_t H = size.head_dim, half = H / 2, page = size.page, wide = size.group + 2;
+  for (int64_t token = piece * kWritten; token < std::min(used, (piece + 1) * kWritten); ++token) {
+    const int64_t block = slots[token] / page, offset = slots[token] % page;
+    const float *c = cos + token * half, *d = sin + token * half;
+    for (int64_t head = 0; head < size.heads; ++head) {
+      const Q* key = qkv + ((token * size.heads + head) * wide + size.group) * H;
+      const Q* values = key + H;
+      E* keys_to = pool + (block * size.heads + head) * 2 * page * H + offset;
+      E* values_to = pool + ((block * size.heads + head) * 2 + 1) * page * H + offset * H;
+      for (int64_t h = 0; h < half; ++h) {
+        Q first, second;
+        assign(first, value(key[h]) * c[h] - value(key[h + half]) * d[h]);
+        assign(second, value(key[h + half]) * c[h] + value(key[h]) * d[h]);
+        assign(keys_to[h * page], value(first));
+        assign(keys_to[(h + half) * page], value(second));
+      }
+      for (int64_t h = 0; h < H; ++h) assign(values_to[h], value(values[h]));
+    }
+  }
+}
+
+// `firsts` pieces of work are done before, by all threads too.
+template <typename Q, typename E, typename First>
+ffi::Error attend(ffi::ThreadPool& threads, const Attention<Q, E>& attention, int64_t firsts, const First& first) {
   const Sizes& size = attention.size;
   std::vector<Tile> tiles = attention.tiles();
   // The longest first, so that threads end at about the same time.
@@ -349,42 +377,15 @@ ffi::Error attend(ffi::ThreadPool& threads, const Attention<Q, E>& attention) {
   const bool worth_it = cost * size.heads * size.head_dim * size.group > 200000;
   const int64_t pieces = static_cast<int64_t>(tiles.size()) * size.heads;
   const int64_t lanes = spread_over(threads, pieces, worth_it);
-  spread(threads, pieces, worth_it, [&](int64_t i) {
+  const auto work = [&](int64_t i) {
     const int64_t next = std::min(i + lanes, pieces - 1);
     const auto after = attention.keys_of(tiles[next / size.heads], next % size.heads);
     attention.run(tiles[i / size.heads], i % size.heads, after);
-  });
+  };
+  spread(threads, firsts, first, pieces, work, worth_it);
   const int64_t width = size.heads * size.group * size.head_dim, used = attention.rows.starts[size.rows];
   std::memset(static_cast<void*>(attention.out + used * width), 0, (size.tokens - used) * width * sizeof(Q));
   return ffi::Error::Success();
-}
-
-// Stores the keys (rotated) and values of the tokens in use.
-template <typename Q, typename E>
-void write(ffi::ThreadPool& threads, const Sizes& size, const Q* qkv, const float* cos, const float* sin,
-           const int32_t* slots, int64_t used, E* pool) {
-  const int64_t H = size.head_dim, half = H / 2, page = size.page, wide = size.group + 2;
-  constexpr int64_t kTokens = 16;  // a piece of work
-  spread(threads, (used + kTokens - 1) / kTokens, used * size.heads * H > 100000, [&](int64_t piece) {
-    for (int64_t token = piece * kTokens; token < std::min(used, (piece + 1) * kTokens); ++token) {
-      const int64_t block = slots[token] / page, offset = slots[token] % page;
-      const float *c = cos + token * half, *d = sin + token * half;
-      for (int64_t head = 0; head < size.heads; ++head) {
-        const Q* key = qkv + ((token * size.heads + head) * wide + size.group) * H;
-        const Q* values = key + H;
-        E* keys_to = pool + (block * size.heads + head) * 2 * page * H + offset;
-        E* values_to = pool + ((block * size.heads + head) * 2 + 1) * page * H + offset * H;
-        for (int64_t h = 0; h < half; ++h) {
-          Q first, second;
-          assign(first, value(key[h]) * c[h] - value(key[h + half]) * d[h]);
-          assign(second, value(key[h + half]) * c[h] + value(key[h]) * d[h]);
-          assign(keys_to[h * page], value(first));
-          assign(keys_to[(h + half) * page], value(second));
-        }
-        for (int64_t h = 0; h < H; ++h) assign(values_to[h], value(values[h]));
-      }
-    }
-  });
 }
 
 // Calls f(Q{}, E{}) for the element types of two buffers.
@@ -420,7 +421,8 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer k
     return attend(threads, Attention<Q, E>{size, rows, static_cast<const Q*>(q.untyped_data()),
                                            heads * group * head_dim, group * head_dim, nullptr, nullptr,
                                            static_cast<const E*>(kv.untyped_data()),
-                                           static_cast<Q*>(out->untyped_data())});
+                                           static_cast<Q*>(out->untyped_data())},
+                  0, [](int64_t) {});
   });
 }
 
@@ -447,10 +449,13 @@ ffi::Error fused(ffi::ThreadPool threads, ffi::AnyBuffer qkv, ffi::Buffer<ffi::F
     using E = decltype(kv_type);
     const Q* from = static_cast<const Q*>(qkv.untyped_data());
     E* pool = static_cast<E*>(kv_out->untyped_data());
-    write(threads, size, from, cos.typed_data(), sin.typed_data(), slots.typed_data(), used, pool);
+    const auto write_piece = [&](int64_t piece) {
+      write(size, from, cos.typed_data(), sin.typed_data(), slots.typed_data(), used, piece, pool);
+    };
     return attend(threads, Attention<Q, E>{size, rows, from, heads * (group + 2) * head_dim, (group + 2) * head_dim,
                                            cos.typed_data(), sin.typed_data(), pool,
-                                           static_cast<Q*>(out->untyped_data())});
+                                           static_cast<Q*>(out->untyped_data())},
+                  (used + kWritten - 1) / kWritten, write_piece);
   });
 }
 

@@ -245,7 +245,7 @@ _BUGS = {
   "padding_not_zero": ("used * width), 0,", "used * width), 1,"),
   "keys_rotated_wrongly": (_ROTATED + "+", _ROTATED + "-"),
   "written_one_late": ("offset = slots[token] % page;", "offset = (slots[token] + 1) % page;"),
-  "only_a_first_piece_written": ("constexpr int64_t kTokens = 16;", "constexpr int64_t kTokens = 16; used = 16;"),
+  "only_a_first_piece_written": ("(used + kWritten - 1) / kWritten, write_piece", "1, write_piece"),
 }
 
 
