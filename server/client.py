@@ -226,7 +226,8 @@ class Client:
     Raises:
       OSError: a file cannot be read.
     """
-    options = (("grpc.max_receive_message_length", max_message_bytes),)
+    # The second for a server in this process; see Connections.
+    options = (("grpc.max_receive_message_length", max_message_bytes), ("grpc.enable_channelz", 0))
     api_key = os.environ.get("SLUICE_API_KEY") if api_key is None else api_key
     self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
     if tls or tls_ca_file or tls_cert_file or tls_key_file:

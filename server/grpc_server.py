@@ -145,6 +145,7 @@ async def start_admin(
   server = new_server(
     dataclasses.replace(options, max_grpc_connections=_ADMIN_CONNECTIONS),
     CallInterceptor(keys=keys, access_log=access_log),
+    counts_connections=False,
   )
   port = bind(server, options.admin_host, options.admin_port, None if local else certificates, flag="admin_")
   service.register(server, enable_channelz=options.enable_channelz)
@@ -155,13 +156,20 @@ async def start_admin(
   return server, port
 
 
-def new_server(options: HostOptions, interceptor: CallInterceptor, *, shares_port: bool = False) -> grpc.aio.Server:
+def new_server(
+  options: HostOptions,
+  interceptor: CallInterceptor,
+  *,
+  shares_port: bool = False,
+  counts_connections: bool = True,
+) -> grpc.aio.Server:
   """A server that is bound nowhere yet.
 
   Args:
     options: its limits.
     interceptor: stands before every method.
     shares_port: other processes of this server listen on its port; see ReservedPort.
+    counts_connections: as `Connections` needs it of the one server whose connections it tells of.
   """
   arguments = {
     # Where it is not meant, a second server would bind silently and take half of the connections.
@@ -187,7 +195,7 @@ def new_server(options: HostOptions, interceptor: CallInterceptor, *, shares_por
     "grpc.keepalive_permit_without_calls": 1,
     "grpc.http2.min_recv_ping_interval_without_data_ms": round(1000 * options.min_ping_interval_s),
     "grpc.http2.max_ping_strikes": 2,
-    "grpc.enable_channelz": int(options.enable_channelz),
+    "grpc.enable_channelz": int(counts_connections),
   }
   if options.max_connection_idle_s:
     arguments["grpc.max_connection_idle_ms"] = round(1000 * options.max_connection_idle_s)
@@ -263,7 +271,7 @@ def bind(
   address = _address(host, port)
   try:
     if certificates is not None:
-      return server.add_secure_port(address, certificates.credentials())
+      return server.add_secure_port(address, certificates.credentials(counts=not flag))  # of the public port
     return server.add_insecure_port(address)
   except RuntimeError as error:
     raise ConfigError(f"cannot listen on {address}: {error}; choose another --{flag}port or --{flag}host") from None

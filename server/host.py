@@ -13,6 +13,7 @@ from server import farewell, sd_notify, watchdog
 from server.admin import AdminActions
 from server.auth import ApiKeys
 from server.call_log import CallLog
+from server.connections import Connections
 from server.counts import Census, Counts, own_census, own_counts
 from server.errors import Draining, EngineDead, Starting
 from server.grpc_server import add_reflection, bind, is_local, new_server
@@ -102,12 +103,15 @@ class Host(Lifetime):
     self._feed = Feed(self._service, self._census)
     self._metrics = Metrics(self._service, self._census, vllm_names=options.vllm_metric_names)
     open_methods = (HEALTH_METHODS, REFLECTION_METHODS) if options.open_reflection else (HEALTH_METHODS,)
+    certificates = self._certificates
+    self.connections = Connections((lambda: certificates.num_handshakes) if certificates is not None else None)
     self._calls = CallInterceptor(
       keys=self._keys,
       open_methods=open_methods,
       max_concurrent_rpcs=options.max_concurrent_rpcs,
       max_response_bytes=options.max_response_bytes,
       access_log=self._access_log,
+      on_peer=self.connections.called,
     )
     self._server = new_server(options, self._calls, shares_port=shared is not None)
     self._port = 0
@@ -127,6 +131,7 @@ class Host(Lifetime):
     watchdog.watch_loop(self._loop, self.fail, self._service.count_unhandled)
     is_reserved = self._shared is not None
     self._port = bind(self._server, options.host, options.port, self._certificates, is_reserved=is_reserved)
+    self.connections.start()
     self._service.register(self._server)
     health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
     if options.enable_vllm_api:
@@ -249,6 +254,7 @@ class Host(Lifetime):
 
   async def _take_down(self) -> int:
     self._feed.close()
+    self.connections.stop()
     farewell_s = _HURRIED_FAREWELL_S if self._hurry.is_set() else _FAREWELL_S
     farewells = [farewell.stop(self._server, self._port, self._calls, self._reserve, farewell_s)]
     if self._http is not None:

@@ -38,7 +38,7 @@ class HostOptions:
     access_log: a file, or "-" for standard error, that gets a line for each call; empty: none is written.
     admin_host, admin_port: address of the admin service; port -1 is none. Beyond this machine it uses the same TLS.
     admin_api_key_file: as api_key_file, for the admin service, which refuses the keys of users.
-    enable_channelz: collect gRPC's own statistics, and give them on the admin port.
+    enable_channelz: give gRPC's own statistics on the admin port.
     http_host, http_port: address of the HTTP side; an empty host is `host`, port -1 is no HTTP.
     max_http_connections: more are closed at once.
     http_allowed_hosts, strict_requests, tool_call_parser: as in HttpOptions.

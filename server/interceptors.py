@@ -75,6 +75,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     max_concurrent_rpcs: int | None = None,
     max_response_bytes: int | None = None,
     access_log: AccessLog | None = None,
+    on_peer: Callable[[str], None] | None = None,
   ):
     """What to ask of calls.
 
@@ -84,12 +85,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
       max_concurrent_rpcs: more at a time are refused; probes of health do not count.
       max_response_bytes: of one message; a larger one ends its call.
       access_log: gets a line for each call but those of health; None: none is written.
+      on_peer: is told the peer of each call.
     """
     self._keys = keys
     self._open_methods = open_methods
     self._max_concurrent_rpcs = max_concurrent_rpcs
     self._max_response_bytes = max_response_bytes
     self._access_log = access_log
+    self._on_peer = on_peer
     self._num_calls = 0
     self._num_unanswered = 0
     self._num_answered = 0
@@ -211,6 +214,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
       self._num_unanswered += 1
       task.add_done_callback(self._answered)
     started, peer = time.monotonic(), context.peer()  # later it may be gone
+    if self._on_peer is not None:
+      self._on_peer(peer)
     code, reason = "OK", None
     try:
       yield

@@ -21,6 +21,9 @@ class Certificates:
   gRPC asks at each handshake. Files that have changed are checked and taken; if they do not fit together, which they do
   not while one of two is replaced, the old ones stay in use and the reason is logged once. Connections that are open
   keep what they were made with: --max_connection_age_s ends them.
+
+  Attributes:
+    num_handshakes: that have begun.
   """
 
   def __init__(self, cert_file: str, key_file: str, client_ca_file: str = ""):
@@ -37,10 +40,14 @@ class Certificates:
     self._cert_file = pathlib.Path(cert_file)
     self._key_file = pathlib.Path(key_file)
     self._client_ca_file = pathlib.Path(client_ca_file) if client_ca_file else None
+    self.num_handshakes = 0
     self._read()
 
-  def credentials(self) -> grpc.ServerCredentials:
+  def credentials(self, *, counts: bool = False) -> grpc.ServerCredentials:
     """For one add_secure_port; each has its own view of what it has seen.
+
+    Args:
+      counts: of this one in `num_handshakes`.
 
     Raises:
       ConfigError: as at the start.
@@ -51,6 +58,7 @@ class Certificates:
     def renewed() -> grpc.ServerCertificateConfiguration | None:
       """What to use from now on, or None for what was used before. Called on gRPC's threads."""
       nonlocal seen
+      self.num_handshakes += counts  # gRPC asks on one thread at a time
       signature = self._signature()
       if signature == seen:
         return None

@@ -170,7 +170,11 @@ class Tracer:
     resource = {"service.version": version}
     if "OTEL_SERVICE_NAME" not in os.environ:
       resource["service.name"] = "sluice"
-    self._exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
+    self._exporter = OTLPSpanExporter(
+      endpoint=endpoint,
+      insecure=endpoint.startswith("http://"),
+      channel_options=(("grpc.enable_channelz", 0),),  # pyright: ignore[reportArgumentType]  (ints too; see Connections)
+    )
     # Its own: nothing global, so that two servers in one process do not share their spans.
     self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
     self._provider.add_span_processor(BatchSpanProcessor(self._exporter))

@@ -217,7 +217,7 @@ def running(
         runner,
         port_of_engine,
         generations,
-        grpc.insecure_channel(address),
+        grpc.insecure_channel(address, (("grpc.enable_channelz", 0),)),
         asyncio.get_running_loop(),
         threading.current_thread(),
         [],
