@@ -21,7 +21,16 @@ namespace sluice {
 namespace {
 
 constexpr int kColumns = 32;
-constexpr int kVectors = 2, kRows = kRegisters == 32 ? 12 : 6;  // sums in 24 of 32 registers, or 12 of 16
+constexpr int kSums = kRegisters == 32 ? 24 : 12;  // vectors of a tile's sums, in registers
+// Rows of a tile. Of 16 registers f32 has few rows over all columns, so that a line is read once a tile and multiplies from
+// where it lies; what is widened first is, for more rows, over some of the columns.
+template <typename W>
+constexpr int kRows = kRegisters == 32 ? 12 : std::is_same_v<W, float> ? 3 : 6;
+// Vectors of a row that are summed at once. A multiply-add takes its time, and eight sums are what keeps two units busy.
+template <typename W>
+constexpr int vectors_of(int rows) {
+  return std::min(kColumns / kLanes, std::max(kSums / kRows<W>, rows == 1 ? 8 : rows == 2 ? 4 : 1));
+}
 constexpr int64_t kNear = 3 << 10;  // bytes from where a tile is to what it fetches of its own stream
 
 // What the tiles of a block fetch on their way.
@@ -32,15 +41,15 @@ struct Ahead {
   int64_t due = 0;
 };
 
-// y[R, columns of kVectors] = x [R, D], `stride` from row to row, times the columns at w (whose rows are 32 apart).
-template <int R, typename W>
+// y[R, columns of V vectors] = x [R, D], `stride` from row to row, times the columns at w (whose rows are 32 apart).
+template <int R, int V, typename W>
 void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns], Ahead& all) {
   Ahead ahead = all;
-  Vec sums[R][kVectors];
+  Vec sums[R][V];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m)
-#pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) sums[m][j] = Vec{};
+#pragma GCC unroll 8
+    for (int j = 0; j < V; ++j) sums[m][j] = Vec{};
   for (int64_t k = 0; k < D; ++k, w += kColumns) {
     if (ahead.near)
       for (int64_t i = 0; i < kColumns * static_cast<int64_t>(sizeof(W)); i += kLine)
@@ -50,25 +59,32 @@ void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[k
       __builtin_prefetch(ahead.far, 0, 2);
       ahead.far += kLine;
     }
-    Vec row[kVectors];
-#pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) row[j] = load(w + j * kLanes);
+    Vec row[V];
+#pragma GCC unroll 8
+    for (int j = 0; j < V; ++j) row[j] = load(w + j * kLanes);
 #pragma GCC unroll 16
     for (int m = 0; m < R; ++m)
-#pragma GCC unroll 2
-      for (int j = 0; j < kVectors; ++j) sums[m][j] += x[m * stride + k] * row[j];
+#pragma GCC unroll 8
+      for (int j = 0; j < V; ++j) sums[m][j] += x[m * stride + k] * row[j];
   }
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m)
-#pragma GCC unroll 2
-    for (int j = 0; j < kVectors; ++j) store(y[m] + j * kLanes, sums[m][j]);
+#pragma GCC unroll 8
+    for (int j = 0; j < V; ++j) store(y[m] + j * kLanes, sums[m][j]);
   all = ahead;
 }
 
-template <typename W, int R = kRows>
+// The same of a whole block of columns, in as many passes as it takes.
+template <typename W, int R = kRows<W>>
 void product_of(int rows, const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns], Ahead& ahead) {
-  if (rows == R) return product<R, W>(x, stride, D, w, y, ahead);
-  if constexpr (R > 1) product_of<W, R - 1>(rows, x, stride, D, w, y, ahead);
+  if constexpr (R > 1) {
+    if (rows < R) return product_of<W, R - 1>(rows, x, stride, D, w, y, ahead);
+  }
+  constexpr int V = vectors_of<W>(R), kPass = V * kLanes;
+  for (int j = 0; j < kColumns; j += kPass) {
+    product<R, V, W>(x, stride, D, w + j, reinterpret_cast<float(*)[kColumns]>(&y[0][j]), ahead);
+    ahead.near = false;  // a later pass finds in a cache what the first has fetched
+  }
 }
 
 // A row's sums to its result: times their columns' scales, and with the residual, where there are any.
@@ -87,7 +103,7 @@ template <typename W, typename O>
 void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, const char* next, int64_t bytes, O* y,
               int64_t N, int64_t columns, const float* scales, const O* residual) {
   if constexpr (std::is_same_v<W, int8_t>) {
-    if (M > kRows) {  // several tiles: convert once, not for each
+    if (M > kRows<W>) {  // several tiles: convert once, not for each
       static thread_local std::vector<float> wide;
       wide.resize(D * kColumns + kLine / sizeof(float));
       void* at = wide.data();  // where lines begin: a vector across two of them takes two loads
@@ -98,14 +114,13 @@ void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, 
     }
   }
   // Rows a tile as even as they can be: 16 rows are 8 and 8, not 12 and 4.
-  const int64_t tiles = (M + kRows - 1) / kRows, rows = (M + tiles - 1) / tiles;
-  Ahead ahead{tiles == 1, next, tiles == 1 ? 0 : bytes / kLine, tiles * D}, nothing{false, next, 0, 1};
-  float result[kRows][kColumns];
+  const int64_t tiles = (M + kRows<W> - 1) / kRows<W>, rows = (M + tiles - 1) / tiles;
+  const int64_t passes = kColumns / (vectors_of<W>(static_cast<int>(rows)) * kLanes);
+  Ahead ahead{tiles == 1, next, tiles == 1 ? 0 : bytes / kLine, tiles * D * passes};
+  float result[kRows<W>][kColumns];
   for (int64_t m = 0; m < M; m += rows) {
     const int count = static_cast<int>(std::min(rows, M - m));
-    for (int j = 0; j < kColumns; j += kVectors * kLanes)
-      product_of(count, x + m * stride, stride, D, w + j, reinterpret_cast<float(*)[kColumns]>(&result[0][j]),
-                 j ? nothing : ahead);
+    product_of(count, x + m * stride, stride, D, w, result, ahead);
     for (int i = 0; i < count; ++i)
       finish(result[i], columns, scales, residual ? residual + (m + i) * N : nullptr, y + (m + i) * N);
   }
@@ -182,7 +197,7 @@ inline int64_t dealt(int64_t i, int64_t pieces, int64_t lanes) {
 #if SLUICE_AMX
 // From so many rows on tiles are the faster way.
 template <typename W>
-constexpr int64_t kTiledFrom = std::is_same_v<W, float> ? 25 : kRows + 1;
+constexpr int64_t kTiledFrom = std::is_same_v<W, float> ? 25 : kRows<W> + 1;
 
 // As `multiply`, by tiles.
 template <typename X, typename W, typename O>
@@ -259,7 +274,7 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const 
   // Runs of blocks, short enough for threads to end together; what a thread takes after one follows it, as a rule. Where
   // blocks are few, and rows are not, a block is shared by parts of the rows.
   const int64_t run = std::clamp<int64_t>(blocks / 16, 1, 16), runs = (blocks + run - 1) / run;
-  const int64_t parts = runs < 16 ? std::clamp<int64_t>(M / (2 * kRows), 1, 4) : 1, part = (M + parts - 1) / parts;
+  const int64_t parts = runs < 16 ? std::clamp<int64_t>(M / (2 * kRows<W>), 1, 4) : 1, part = (M + parts - 1) / parts;
   const int64_t pieces = runs * parts, lanes = spread_over(threads, pieces, worth_it);
   const auto product = [=](int64_t i) {
     const int64_t piece = dealt(i, pieces, lanes);

@@ -41,11 +41,11 @@ void product(const float* a, int64_t a_stride, const RowOf& row_of, int count, f
   Vec sums[R][V];
 #pragma GCC unroll 8
   for (int m = 0; m < R; ++m)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < V; ++j) sums[m][j] = add ? load(c + m * c_stride + j * kLanes) : Vec{};
   for (int k = 0; k < count; ++k) {
     Vec row[V];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < V; ++j) row[j] = load(row_of(k, j));
 #pragma GCC unroll 8
     for (int m = 0; m < R; ++m)
@@ -54,36 +54,42 @@ void product(const float* a, int64_t a_stride, const RowOf& row_of, int count, f
   }
 #pragma GCC unroll 8
   for (int m = 0; m < R; ++m)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int j = 0; j < V; ++j) store(c + m * c_stride + j * kLanes, sums[m][j]);
 }
 
-template <int V, typename RowOf>
-void product_of_rows(int rows, const float* a, int64_t a_stride, const RowOf& row_of, int count, float* c,
-                     int64_t c_stride, bool add) {
-  for (int m = 0; m < rows; m += kRegisterRows) {
-    const float* from = a + m * a_stride;
-    float* to = c + m * c_stride;
-    switch (std::min(rows - m, kRegisterRows)) {
-      case 1: product<1, V>(from, a_stride, row_of, count, to, c_stride, add); break;
-      case 2: product<2, V>(from, a_stride, row_of, count, to, c_stride, add); break;
-      case 3: product<3, V>(from, a_stride, row_of, count, to, c_stride, add); break;
-      case 4: product<4, V>(from, a_stride, row_of, count, to, c_stride, add); break;
-      case 5: product<5, V>(from, a_stride, row_of, count, to, c_stride, add); break;
-      default: product<6, V>(from, a_stride, row_of, count, to, c_stride, add); break;
-    }
+// The same of `rows` rows, at most R.
+template <int R, int V, typename RowOf>
+void product_of(int rows, const float* a, int64_t a_stride, const RowOf& row_of, int count, float* c, int64_t c_stride,
+                bool add) {
+  if constexpr (R > 1) {
+    if (rows < R) return product_of<R - 1, V>(rows, a, a_stride, row_of, count, c, c_stride, add);
   }
+  product<R, V>(a, a_stride, row_of, count, c, c_stride, add);
 }
 
-// The same over `groups` vectors, as many at once as the registers hold; row_of(k, j) gives the address of vector j.
+// The same over any number of rows and of vectors, R rows and V vectors at once while there are so many; row_of(k, j)
+// gives the address of vector j.
+template <int R, int V, typename RowOf>
+void product_of_all(int rows, int groups, const float* a, int64_t a_stride, const RowOf& row_of, int count, float* c,
+                    int64_t c_stride, bool add) {
+  int done = 0;
+  const auto part = [&](int k, int j) { return row_of(k, done + j); };
+  for (; groups - done >= V; done += V)
+    for (int m = 0; m < rows; m += R)
+      product_of<R, V>(std::min(rows - m, R), a + m * a_stride, a_stride, part, count, c + m * c_stride + done * kLanes,
+                       c_stride, add);
+  if constexpr (V > 1)
+    product_of_all<R, V / 2>(rows, groups - done, a, a_stride, part, count, c + done * kLanes, c_stride, add);
+}
+
+// A multiply-add takes its time, and eight sums are what keeps two units busy: few rows take more vectors.
 template <typename RowOf>
 void matmul(int rows, int groups, const float* a, int64_t a_stride, const RowOf& row_of, int count, float* c,
             int64_t c_stride, bool add) {
-  int done = 0;
-  auto part = [&](int k, int j) { return row_of(k, done + j); };
-  for (; groups - done >= kRegisterGroups; done += kRegisterGroups)
-    product_of_rows<kRegisterGroups>(rows, a, a_stride, part, count, c + done * kLanes, c_stride, add);
-  for (; done < groups; ++done) product_of_rows<1>(rows, a, a_stride, part, count, c + done * kLanes, c_stride, add);
+  if (rows == 1) return product_of_all<1, 8>(rows, groups, a, a_stride, row_of, count, c, c_stride, add);
+  if (rows == 2) return product_of_all<2, 4>(rows, groups, a, a_stride, row_of, count, c, c_stride, add);
+  product_of_all<kRegisterRows, kRegisterGroups>(rows, groups, a, a_stride, row_of, count, c, c_stride, add);
 }
 
 // What one thread needs besides its registers.
