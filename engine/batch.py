@@ -52,7 +52,6 @@ class Batch:
     token_ids: the row's input tokens, or () where the single input token is last_tokens[slot] on the device.
     admissions: slots to (re)initialise before the step runs.
     new_blocks: (slot, index in the table, block id) for tables that grew.
-    num_output_tokens: output tokens each row's request has before this step (for min_tokens), counts leading values.
     masks: (row, allowed tokens as Constraint.allowed() has them), for each sampling row of a constrained request.
     padded_tokens: what the way of batching pads the step to, before the ladder rounds it up: more than num_tokens only
       with static and dynamic batching. A device may leave out the padding of the ladder, but not this.
@@ -67,7 +66,6 @@ class Batch:
   num_logits: tuple[int, ...]
   samples: tuple[bool, ...]
   token_ids: tuple[tuple[int, ...], ...]
-  num_output_tokens: tuple[int, ...]
   admissions: tuple[Admission, ...] = ()
   new_blocks: tuple[tuple[int, int, int], ...] = ()
   masks: tuple[tuple[int, bytes], ...] = ()

@@ -34,7 +34,6 @@ class Decodes:
     "token_ids",
     "starts",
     "steps_left",
-    "_before_outputs",
     "_ends",
     "_tables",
     "_outputs",
@@ -54,7 +53,6 @@ class Decodes:
     self.token_ids: tuple[tuple[int, ...], ...] = ((),) * num_rows
     self.starts: tuple[int, ...] = ()
     self.steps_left = 0
-    self._before_outputs = [len(request.prompt_token_ids) - 1 for request in requests]
     self._ends = [request.max_computed_tokens for request in requests]
     # What follows is made by the first repetition.
     self._tables: list[list[int]] = []
@@ -69,10 +67,6 @@ class Decodes:
   def num_uncounted(self) -> int:
     """Positions computed, over all rows, that the requests' own counters lack."""
     return self._uncounted_steps * len(self.requests)
-
-  def num_outputs(self, starts: Sequence[int]) -> tuple[int, ...]:
-    """Output tokens of each request before a step that begins at `starts`."""
-    return tuple(map(operator.sub, starts, self._before_outputs))
 
   def planned(self, starts: tuple[int, ...]) -> None:
     """The latest step began at `starts`, its rows are these, and no other request runs: it may be repeated."""

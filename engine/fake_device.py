@@ -294,9 +294,8 @@ class FakeDevice:
         bad_rows.add(row)
     elif batch.samples[row]:
       config = self.config
-      token = sample(
-        state, slot.key, params, batch.num_output_tokens[row], config.vocab_size, config.eos_token_ids, masks.get(row)
-      )
+      num_outputs = start + len(inputs) - slot.admission.num_prompt_tokens
+      token = sample(state, slot.key, params, num_outputs, config.vocab_size, config.eos_token_ids, masks.get(row))
     if batch.samples[row]:
       slot.last_token = token
     if wants_logprobs:

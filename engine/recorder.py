@@ -426,7 +426,7 @@ def batch_line(batch: Batch) -> dict:
     "samples": [int(samples) for samples in batch.samples],
     "num_decodes": batch.token_ids.count(()),
     "blocks": _digest([blocks, batch.new_blocks]),
-    "inputs": _digest([told, batch.token_ids, batch.num_output_tokens]),
+    "inputs": _digest([told, batch.token_ids]),
   }
 
 

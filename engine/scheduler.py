@@ -317,7 +317,6 @@ class Scheduler:
       num_logits=decodes.ones,
       samples=decodes.samples,
       token_ids=decodes.token_ids,
-      num_output_tokens=decodes.num_outputs(starts),
       new_blocks=new_blocks,
       padded_tokens=padded,
     )
@@ -330,8 +329,7 @@ class Scheduler:
     rows, request_ids, slots = columns.requests, columns.request_ids, columns.slots
     counts = num_logits = columns.ones
     samples, token_ids = columns.samples, columns.token_ids
-    num_outputs = columns.num_outputs(starts)
-    more_logits, more_samples, more_token_ids, more_outputs = [], [], [], []
+    more_logits, more_samples, more_token_ids = [], [], []
     for request, count in zip(plan.requests, plan.counts, strict=True):
       start = request.num_computed_tokens
       end = start + count
@@ -340,7 +338,6 @@ class Scheduler:
       more_logits.append(self._num_logits(request, count))
       more_samples.append(reaches_end)
       more_token_ids.append(request.known_tokens(start, end))
-      more_outputs.append(len(request.output_token_ids))
       request.num_computed_tokens = end
       request.num_in_flight += reaches_end
     if plan.requests:
@@ -351,7 +348,6 @@ class Scheduler:
       num_logits += tuple(more_logits)
       samples += tuple(more_samples)
       token_ids += tuple(more_token_ids)
-      num_outputs += tuple(more_outputs)
     masks: tuple[tuple[int, bytes], ...] = ()
     if self._num_constrained:
       masks = tuple(
@@ -380,7 +376,6 @@ class Scheduler:
       num_logits=num_logits,
       samples=samples,
       token_ids=token_ids,
-      num_output_tokens=num_outputs,
       admissions=tuple(plan.admissions),
       new_blocks=tuple(plan.new_blocks),
       masks=masks,

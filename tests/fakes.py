@@ -88,7 +88,6 @@ class FakeRunner(FakeDevice):
       batch.num_logits,
       batch.samples,
       batch.token_ids,
-      batch.num_output_tokens,
     ):
       assert len(column) == num_rows, "columns differ in length"
     assert len(set(batch.slots)) == num_rows == len(set(batch.request_ids)), "a request has two rows"
@@ -127,7 +126,6 @@ class FakeRunner(FakeDevice):
       assert count == 1 and start == len(slot.token_ids) - 1, f"position {start} is not the last"
       assert start >= slot.admission.num_prompt_tokens, "last_tokens holds no prompt token"
     assert batch.samples[row] == (start + count == len(slot.token_ids)), "samples in the middle, or not at the end"
-    assert batch.num_output_tokens[row] == len(slot.token_ids) - slot.admission.num_prompt_tokens
     assert (start + count - 1) // block_size < len(slot.table), "the block table is too short"
     for position in range(start, start + count):
       block = slot.table[position // block_size]

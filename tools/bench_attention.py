@@ -189,7 +189,6 @@ def decodes(built: Built, rows: int, length: int) -> Batch:
     num_logits=(1,) * rows,
     samples=(True,) * rows,
     token_ids=((7,),) * rows,
-    num_output_tokens=(0,) * rows,
     admissions=admissions,
   )
 

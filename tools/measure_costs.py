@@ -104,7 +104,6 @@ class HandMade:
       num_logits=(1,) * len(rows),
       samples=(True,) * len(rows),
       token_ids=tuple(() if count == 1 else (_TOKEN,) * count for _, count in rows),
-      num_output_tokens=(0,) * len(rows),
       admissions=tuple(admissions) if admit else (),
     )
 

@@ -114,7 +114,6 @@ def _batch(line: dict[str, Any]) -> Batch:
     counts=tuple(line["counts"]),
     num_logits=tuple(line["num_logits"]),
     samples=tuple(map(bool, line["samples"])),
-    num_output_tokens=(0,) * len(line["ids"]),
     token_ids=((),) * decodes + tuple((0,) * count for count in line["counts"][decodes:]),
   )
 

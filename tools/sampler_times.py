@@ -36,7 +36,7 @@ def _packed(params: SamplingParams, num_rows: int) -> tuple[np.ndarray, Any]:
   slots, ones = tuple(range(num_rows)), (1,) * num_rows
   layout = packer.layout(StepShape(num_rows, num_rows))
   names = tuple(map(str, slots))
-  batch = Batch(0, layout.shape, names, slots, ones, ones, ones, (True,) * num_rows, ((),) * num_rows, ones)
+  batch = Batch(0, layout.shape, names, slots, ones, ones, ones, (True,) * num_rows, ((),) * num_rows)
   return packer.pack(batch, layout)[0], layout
 
 

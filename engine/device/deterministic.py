@@ -168,6 +168,5 @@ class _Trial:
       samples=(False,) * (neighbours + 1),
       token_ids=tuple((row % self._config.vocab_size,) for row in range(neighbours))
       + (tuple(self._tokens[start : start + count]),),
-      num_output_tokens=(0,) * (neighbours + 1),
       admissions=tuple(admissions),
     )

@@ -275,14 +275,15 @@ class _Decodes:
     self._packed, self._total = packed, total
     self._num_repeated += 1
     # The few values that are no sum, one by one: right after a step of the device, each kind of numpy call costs 20 us.
+    values = memoryview(packed)
     tables, (_, width) = layout.fields["block_tables"]
     for slot, index, block in batch.new_blocks:
       row = self._row_of.get(slot)
       if row is not None:
-        packed[tables + row * width + index] = block
+        values[tables + row * width + index] = block
     slot_mapping, _ = layout.fields["slot_mapping"]
     for row in self._begins[self._num_repeated % block_size]:
-      packed[slot_mapping + row] = packed[tables + row * width + starts[row] // block_size] * block_size
+      values[slot_mapping + row] = values[tables + row * width + starts[row] // block_size] * block_size
     if layout.plan:
       _field(layout, packed, "plan")[:] = layout.plan.make(
         _field(layout, packed, "query_starts"), _field(layout, packed, "kv_lens")
@@ -302,7 +303,7 @@ class Packer:
     self._block_tables = np.zeros((num_slots + 1, table_width), np.int32)
     self._columns = np.zeros((_NUM_SLOT_COLUMNS, num_slots + 1), np.int32)
     self._stop_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
-    self._min_tokens = np.zeros(num_slots + 1, np.int32)
+    self._min_lens = np.zeros(num_slots + 1, np.int32)  # tokens from which on min_tokens is reached
     self._logprobs: dict[int, SamplingParams] = {}  # slots that want any
     self._known: dict[int, Sequence[int]] = {}  # tokens of slots that want prompt logprobs
     self._decodes: _Decodes | None = None  # the latest step, if another may repeat it
@@ -333,7 +334,7 @@ class Packer:
       np.float32,
     ).view(np.int32)
     column[Column.FLAGS] = int(flags_of(params) | (Flag.MASK if admission.constrained else 0))
-    self._min_tokens[slot] = params.min_tokens
+    self._min_lens[slot] = admission.num_prompt_tokens + params.min_tokens if params.min_tokens else 0
     if params.min_tokens:
       ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos)
       self._stop_ids[slot] = -1
@@ -446,8 +447,7 @@ class Packer:
     live[Column.TOKEN] = ends[row] - 1 - back
     flags = live[Column.FLAGS]
     flags *= final
-    outputs = np.array(batch.num_output_tokens, np.int32)
-    suppress = final & (outputs[row] < self._min_tokens[slot])
+    suppress = final & (live[Column.POSITION] < self._min_lens[slot])
     suppresses = bool(suppress.any())
     if suppresses:
       flags[suppress] |= int(Flag.SUPPRESS)

@@ -189,7 +189,7 @@ class ModelRunner:
     """Runs every program once on padding, so that what a first call costs is paid before the server is ready."""
     padding = self._spec.num_slots
     for index, shape in enumerate(self.steps):
-      self.launch(Batch(-1, shape, (), (), (), (), (), (), (), ())).result()
+      self.launch(Batch(-1, shape, (), (), (), (), (), (), ())).result()
       progress("warm up", index + 1, len(self.steps))
     vocab = self._spec.model.vocab_size
     self._set_history(padding, np.zeros(vocab, np.int32))

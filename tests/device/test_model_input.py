@@ -48,12 +48,13 @@ class Twin:
   def __init__(self, rng: random.Random, slot: int, blocks: list[int]):
     self.slot, self.params, self.seed = slot, params_of(rng), rng.getrandbits(32)
     self.tokens = [rng.randrange(90) for _ in range(rng.randint(1, WIDTH * BLOCK - 1))]
+    self.num_prompt = rng.randint(max(1, len(self.tokens) - 5), len(self.tokens))
     self.table = [blocks.pop() for _ in range(WIDTH)]
     self.start = 0  # position the next row starts at
 
 
 def make_step(rng: random.Random, shape: StepShape, twins: list[Twin]) -> tuple[Batch, list]:
-  """A batch over some of the slots, and (slot, position, token or None, num logits, samples, outputs) of every row."""
+  """A batch over some of the slots, and (slot, position, token or None, num logits, samples) of every row."""
   rows, tokens_left, logits_left = [], shape.tokens, shape.rows
   for twin in rng.sample(twins, rng.randint(0, min(len(twins), shape.rows))):
     waiting = len(twin.tokens) - twin.start
@@ -64,15 +65,15 @@ def make_step(rng: random.Random, shape: StepShape, twins: list[Twin]) -> tuple[
       continue
     samples = twin.start + count >= len(twin.tokens)
     num_logits = count if twin.params.prompt_logprobs is not None and count <= logits_left else 1
-    rows.append((twin, twin.start, count, num_logits, samples, rng.randrange(6)))
+    rows.append((twin, twin.start, count, num_logits, samples))
     tokens_left -= count
     logits_left -= num_logits
   ids = [tuple(t.tokens[start : start + count]) for t, start, count, *_ in rows]
   for twin, start, count, *_ in rows:
     twin.start = start + count
-  starts, counts, num_logits, samples, outputs = (tuple(row[column] for row in rows) for column in range(1, 6))
+  starts, counts, num_logits, samples = (tuple(row[column] for row in rows) for column in range(1, 5))
   slots = tuple(twin.slot for twin, *_ in rows)
-  return Batch(0, shape, tuple(map(str, slots)), slots, starts, counts, num_logits, samples, tuple(ids), outputs), rows
+  return Batch(0, shape, tuple(map(str, slots)), slots, starts, counts, num_logits, samples, tuple(ids)), rows
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -86,7 +87,8 @@ def test_every_number_arrives(seed):
   grown = []
   for twin in twins:
     known = rng.randint(1, WIDTH)
-    packer.admit(Admission(twin.slot, tuple(twin.tokens), 1, tuple(twin.table[:known]), twin.params, twin.seed))
+    table = tuple(twin.table[:known])
+    packer.admit(Admission(twin.slot, tuple(twin.tokens), twin.num_prompt, table, twin.params, twin.seed))
     grown += [(twin.slot, index, twin.table[index]) for index in range(known, WIDTH)]
   for step in range(8):
     batch, rows = make_step(rng, shape, twins)
@@ -96,7 +98,7 @@ def test_every_number_arrives(seed):
     inputs = jax.tree.map(np.asarray, unpack(layout, jnp.asarray(packed)))
     sampling = inputs.sampling
     token = line = 0
-    for index, (twin, start, count, num_logits, samples, outputs) in enumerate(rows):
+    for index, (twin, start, count, num_logits, samples) in enumerate(rows):
       params = twin.params
       assert inputs.query_starts[index] == token and inputs.kv_lens[index] == start + count
       assert inputs.block_tables[index].tolist() == twin.table
@@ -121,7 +123,7 @@ def test_every_number_arrives(seed):
         ):
           assert sampling[column][line] == np.float32(value)
         flags = flags_of(params) if final else Flag(0)
-        if final and outputs < params.min_tokens:
+        if final and start + count - twin.num_prompt < params.min_tokens:
           flags |= Flag.SUPPRESS
           stops = [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
           assert sampling.stop_ids[line].tolist() == stops + [-1] * (layout.num_stop_ids - len(stops))
@@ -156,7 +158,7 @@ def test_a_slot_forgets_its_former_request():
   )
   packer.admit(Admission(2, (5, 6, 7), 3, (11, 12, 13), rich, 99))
   packer.admit(Admission(2, (5,), 1, (14,), SamplingParams(temperature=0.0), 1))
-  batch = Batch(0, StepShape(8, SLOTS), ("a",), (2,), (0,), (1,), (1,), (True,), ((5,),), (0,))
+  batch = Batch(0, StepShape(8, SLOTS), ("a",), (2,), (0,), (1,), (1,), (True,), ((5,),))
   packed, rows = packer.pack(batch, layout)
   inputs = unpack(layout, jnp.asarray(packed))
   assert not rows.wants
@@ -169,7 +171,7 @@ def test_padding_of_rows_is_computed_and_that_of_the_ladder_is_not(padded, used)
   packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
   layout = packer.layout(StepShape(8, SLOTS))
   packer.admit(Admission(2, (5, 6), 2, (14,), SamplingParams(temperature=0.0), 1))
-  batch = Batch(0, layout.shape, ("a",), (2,), (0,), (2,), (1,), (True,), ((5, 6),), (0,), padded_tokens=padded)
+  batch = Batch(0, layout.shape, ("a",), (2,), (0,), (2,), (1,), (True,), ((5, 6),), padded_tokens=padded)
   inputs = unpack(layout, jnp.asarray(packer.pack(batch, layout)[0]))
   assert [*inputs.num_tokens.tolist(), *inputs.num_logit_rows.tolist()] == used
 
@@ -178,7 +180,7 @@ def test_each_step_has_memory_of_its_own():
   """The device may read a step's array after the next one is packed; so it is, unless the caller says where."""
   packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
   layout = packer.layout(StepShape(8, SLOTS))
-  empty = Batch(0, layout.shape, (), (), (), (), (), (), (), ())
+  empty = Batch(0, layout.shape, (), (), (), (), (), (), ())
   first, second = packer.pack(empty, layout)[0], packer.pack(empty, layout)[0]
   assert not np.shares_memory(first, second)
 
@@ -245,7 +247,7 @@ def test_a_repeated_step_equals_a_fresh_one():
 @pytest.mark.parametrize(
   "old, new",
   [
-    ("        packed[tables + row * width + index] = block\n", "        pass\n"),
+    ("        values[tables + row * width + index] = block\n", "        pass\n"),
     ("self._begins[(1 - start) % block_size]", "self._begins[(2 - start) % block_size]"),
     ('"positions", "slot_mapping", "kv_lens"', '"positions", "slot_mapping"'),
     ('      _field(layout, advance, "columns")[Column.POSITION, :rows] = 1\n', ""),
@@ -281,8 +283,9 @@ def test_only_the_same_decodes_one_position_on_are_repeated():
     slots, starts = zip(*rows, strict=True)
     ones = (max(1, len(token_ids)),) * len(rows)
     ids = tuple(map(str, slots))
+    num_rows = len(rows)
     return Batch(
-      0, layout.shape, ids, slots, starts, ones, (1,) * len(rows), (True,) * len(rows), (token_ids,) * len(rows), ones
+      0, layout.shape, ids, slots, starts, ones, (1,) * num_rows, (True,) * num_rows, (token_ids,) * num_rows
     )
 
   for batch in (

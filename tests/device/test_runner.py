@@ -255,7 +255,7 @@ def test_masks_of_more_rows_than_one_call_takes(runner):
 
 def test_a_shape_that_was_not_compiled_is_an_error(runner):
   with pytest.raises(ShapeNotOnLadder, match="tokens=9"):
-    runner.launch(Batch(0, StepShape(9, 8), (), (), (), (), (), (), (), ()))
+    runner.launch(Batch(0, StepShape(9, 8), (), (), (), (), (), (), ()))
 
 
 @pytest.mark.catalogue("C15")
@@ -322,7 +322,7 @@ def test_packed_arrays_are_the_devices_own_and_used_again(runner, prompts):
     assert (np.asarray(packed.argument) == 7).all()
   call.give_back(held[1])
   assert call.take() is held[1]
-  padding = Batch(-1, shape, (), (), (), (), (), (), (), ())
+  padding = Batch(-1, shape, (), (), (), (), (), (), ())
   steps = [runner.launch(padding) for _ in range(3)]  # none of which is read before the last is launched
   for step in steps:
     step.result()

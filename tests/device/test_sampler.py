@@ -73,7 +73,6 @@ def draw(rows: list[Row], logits: np.ndarray, wide: bool = False):
     ones,
     (True,) * len(rows),
     ((),) * len(rows),
-    tuple(len(row.outputs) for row in rows),
   )
   packed, _ = packer.pack(batch, packer.layout(SHAPE))
   padded = np.zeros((SHAPE.rows, V), np.float32)
@@ -322,7 +321,7 @@ def test_a_vocabulary_smaller_than_the_list_of_alternatives():
   logits = jnp.asarray(np.random.default_rng(6).normal(size=(8, 11)), jnp.float32)
   packer = Packer(SLOTS, 4, 4, ())
   packer.admit(Admission(0, (1,), 1, (1,), SamplingParams(logprobs=11), 0))
-  batch = Batch(0, SHAPE, ("a",), (0,), (0,), (1,), (1,), (True,), ((1,),), (0,))
+  batch = Batch(0, SHAPE, ("a",), (0,), (0,), (1,), (1,), (True,), ((1,),))
   packed, _ = packer.pack(batch, packer.layout(SHAPE))
   rows = unpack(packer.layout(SHAPE), jnp.asarray(packed)).sampling
   lines = (SLOTS + 1, 11)

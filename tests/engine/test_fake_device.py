@@ -56,7 +56,6 @@ class Driver:
       num_logits=(1,),
       samples=(end == len(self.tokens),),
       token_ids=(tuple(self.tokens[start:end]) if inputs is None else inputs,),
-      num_output_tokens=(len(self.tokens) - len(PROMPT),),
       admissions=(admission,) if admit else (),
     )
     self.steps += 1
@@ -112,7 +111,6 @@ def test_an_overwritten_page_changes_the_tokens(block):
     num_logits=(1,),
     samples=(True,),
     token_ids=((7,),),
-    num_output_tokens=(0,),
     admissions=(Admission(1, (7,), 1, (block,), PARAMS, 1),),
   )
   driver.device.launch(batch).result()
@@ -187,7 +185,7 @@ def test_steps_take_their_time_one_after_the_other():
     now[0] += 0.5  # the host does something else: the device had not been told of a step
     driver.step(6, 4)
     first = device._ready_at
-    batches = [device.launch(Batch(9 + i, StepShape(16, 4), (), (), (), (), (), (), (), ())) for i in range(2)]
+    batches = [device.launch(Batch(9 + i, StepShape(16, 4), (), (), (), (), (), (), ())) for i in range(2)]
     now[0] += 1.5
     for launched in batches:
       launched.result()

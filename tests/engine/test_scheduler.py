@@ -159,7 +159,6 @@ def test_columns_of_a_mixed_step():
   assert batch.starts == (5, 0)
   assert batch.counts == (1, 3)
   assert batch.token_ids == ((), (10, 11, 12))
-  assert batch.num_output_tokens == (1, 0)
   assert batch.num_logits == (1, 1)
   assert batch.samples == (True, True)
   assert [(admission.slot, admission.token_ids, admission.block_ids) for admission in batch.admissions] == [
@@ -190,7 +189,7 @@ def test_plans_ahead_of_the_values_and_stops_at_the_length():
   scheduler = driver.scheduler
   first = driver.plan()
   second = driver.plan()
-  assert (second.starts, second.token_ids, second.num_output_tokens) == ((2,), ((),), (1,))
+  assert (second.starts, second.token_ids) == ((2,), ((),))
   assert [event.token_ids for event in driver.commit(first)] == [(50,)]
   third = driver.plan()
   assert third.starts == (3,)

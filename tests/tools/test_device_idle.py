@@ -8,7 +8,7 @@ from engine.shapes import StepShape
 from tools import device_idle
 from tools.device_idle import DeviceWatch, waited
 
-_BATCH = Batch(0, StepShape(8, 8), ("a",), (0,), (4,), (1,), (1,), (True,), ((),), (1,))
+_BATCH = Batch(0, StepShape(8, 8), ("a",), (0,), (4,), (1,), (1,), (True,), ((),))
 
 
 class _Step:

@@ -82,6 +82,5 @@ def _packed(spec: programs.ProgramSpec, shape: StepShape, rows: int, context: in
     num_logits=(1,) * rows,
     samples=(True,) * rows,
     token_ids=((),) * rows,
-    num_output_tokens=(1,) * rows,
   )
   return packer.pack(batch, spec.layout(shape))[0]
