@@ -33,6 +33,8 @@ from pallas_kernels.packed_matmul import api as packed_matmul
 
 # (qkv [..., K, G + 2, H], cos [..., H / 2], sin, cache, meta) -> (out [..., N, H], cache)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any]]
+# (int32[S], indices into the tokens; int32[1], how many of these are in use, those in front)
+Wanted = tuple[jax.Array, jax.Array]
 
 
 class Attention(nnx.Module):
@@ -52,12 +54,13 @@ class Attention(nnx.Module):
     self.q_norm = RMSNorm(h, config.rms_norm_eps, dtype, form.packed) if config.qk_norm else None
     self.k_norm = RMSNorm(h, config.rms_norm_eps, dtype, form.packed) if config.qk_norm else None
 
-  def __call__(self, x, norm: RMSNorm, cos, sin, cache, meta, attend: Attend, num_tokens=None):
+  def __call__(
+    self, x, norm: RMSNorm, cos, sin, cache, meta, attend: Attend, num_tokens=None, wanted: Wanted | None = None
+  ):
     (d, k, g, h), lead = self.sizes, x.shape[:-1]
     outputs = k * (g + 2) * h
-    more = {"num_rows": num_tokens, "ordered": self.ordered}
     if self.packed:
-      qkv = packed_product(x, self.qkv, self.qkv_scale, outputs, norm, **more)
+      qkv = packed_product(x, self.qkv, self.qkv_scale, outputs, norm, num_rows=num_tokens, ordered=self.ordered)
       qkv = qkv.reshape(*lead, k, g + 2, h)
     else:
       qkv = norm(x) @ operand(self.qkv, x).reshape(d, outputs)
@@ -69,7 +72,11 @@ class Attention(nnx.Module):
       qkv = jnp.concatenate([*normed, qkv[..., g + 1 :, :]], axis=-2)
     out, cache = attend(qkv, cos, sin, cache, meta)
     out = out.reshape(*lead, k * g * h)
+    if wanted is not None:
+      tokens, num_tokens = wanted
+      x, out = x[tokens], out[tokens]
     if self.packed:
+      more = {"num_rows": num_tokens, "ordered": self.ordered}
       return packed_product(out, self.out, self.out_scale, d, residual=x, **more), cache
     return x + scaled(out @ operand(self.out, out).reshape(-1, d), self.out_scale), cache
 
@@ -83,17 +90,17 @@ class Block(nnx.Module):
     self.mlp_norm = RMSNorm(config.model_dim, config.rms_norm_eps, dtype)
     self.mlp = GatedMLP(config, dtype, form)
 
-  def __call__(self, x, cos, sin, cache, meta, attend: Attend, num_tokens=None):
+  def __call__(self, x, cos, sin, cache, meta, attend: Attend, num_tokens=None, wanted: Wanted | None = None):
     with jax.named_scope("attention"):
-      x, cache = self.attention(x, self.attention_norm, cos, sin, cache, meta, attend, num_tokens)
+      x, cache = self.attention(x, self.attention_norm, cos, sin, cache, meta, attend, num_tokens, wanted)
     with jax.named_scope("mlp"):
-      return self.mlp(x, self.mlp_norm, num_tokens), cache
+      return self.mlp(x, self.mlp_norm, num_tokens if wanted is None else wanted[1]), cache
 
 
 @partial(jax.jit, static_argnums=(0, 7))
-def _run_block(graphdef, state, x, cos, sin, cache, meta, attend, num_tokens):
-  """One layer as an inner jit: all layers share one trace and one compiled body; a scan would copy the cache."""
-  return nnx.merge(graphdef, state)(x, cos, sin, cache, meta, attend, num_tokens)
+def _run_block(graphdef, state, x, cos, sin, cache, meta, attend, num_tokens, wanted):
+  """One layer as an inner jit: all but the last share one trace and one compiled body; a scan would copy the cache."""
+  return nnx.merge(graphdef, state)(x, cos, sin, cache, meta, attend, num_tokens, wanted)
 
 
 class Decoder(nnx.Module):
@@ -126,6 +133,7 @@ class Decoder(nnx.Module):
     meta: Any,
     attend: Attend,
     num_tokens: jax.Array | None = None,
+    wanted: Wanted | None = None,
   ) -> tuple[jax.Array, tuple]:
     """Runs the layers.
 
@@ -137,9 +145,11 @@ class Decoder(nnx.Module):
       attend: a module-level function (it is static in the compiled layer).
       num_tokens: int32[1], how many of the tokens are in use, those in front; None: all. Where a matmul can, it leaves
         the others out. What comes out for them means nothing.
+      wanted: which tokens, int32[T], are asked for, since only these get logits: behind its attention the last layer
+        has no others. None: all.
 
     Returns:
-      Hidden states [..., D] as the last layer leaves them, for `logits`; and the new caches.
+      Hidden states [..., D] (of those wanted, [S, D]) as the last layer leaves them, for `logits`; and the new caches.
     """
     config = self.config
     if self.packed and self.head is None:
@@ -152,9 +162,10 @@ class Decoder(nnx.Module):
     )
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     new_caches = []
-    for layer, cache in zip(self.layers, caches, strict=True):
+    for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
       graphdef, state = nnx.split(layer)
-      x, cache = _run_block(graphdef, state, x, cos, sin, cache, meta, attend, num_tokens)
+      now = wanted if index == len(self.layers) else None
+      x, cache = _run_block(graphdef, state, x, cos, sin, cache, meta, attend, num_tokens, now)
       new_caches.append(cache)
     return x, tuple(new_caches)
 
