@@ -74,6 +74,7 @@ class SlowRunner(FakeRunner):
   Attributes:
     seconds: how long a step takes at least.
     go: cleared, no step ends.
+    held: a step has begun that does not end for that.
     fail: set, the next step raises it.
   """
 
@@ -82,10 +83,13 @@ class SlowRunner(FakeRunner):
     self.seconds = 0.0
     self.go = threading.Event()
     self.go.set()
+    self.held = False
     self.fail: Exception | None = None
 
   def run_until(self, launched) -> None:
+    self.held = not self.go.is_set()
     self.go.wait(400)
+    self.held = False
     if self.seconds:
       time.sleep(self.seconds)
     if self.fail is not None:

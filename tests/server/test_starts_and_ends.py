@@ -100,7 +100,7 @@ def test_a_second_signal_does_not_wait_for_a_stuck_engine(tokenizer):
   with running(tokenizer, host=host) as served:
     served.runner.go.clear()
     call = served.generation.Generate(pb.GenerateRequest(token_ids=IDS, stopping=FOREVER), timeout=60)
-    served.wait_until(lambda: len(served.generations) == 1)
+    served.wait_until(lambda: served.runner.held)  # else it may never begin
     served.stop()
     served.stop()
     with pytest.raises(grpc.RpcError) as caught:
