@@ -176,10 +176,12 @@ def step(
   attention = spec.attention_of(layout.shape)
   rows_of_step = attention.meta(inputs.block_tables, inputs.kv_lens, inputs.query_starts, inputs.plan)
   meta = AttentionMeta(rows_of_step, inputs.slot_mapping)
-  wanted = inputs.logit_tokens, inputs.num_logit_rows
   attend = _attend(spec, attention)
+  # Where there are as many rows as tokens, to leave tokens out would only be one launch more.
+  some = layout.shape.rows < layout.shape.tokens
+  wanted = (inputs.logit_tokens, inputs.num_logit_rows) if some else None
   hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, attend, inputs.num_tokens, wanted)
-  logits = decoder.logits(hidden, inputs.num_logit_rows)
+  logits = decoder.logits(hidden if some else hidden[inputs.logit_tokens], inputs.num_logit_rows)
   # In two steps: asked for whole logits at once, XLA would rather gather the head than what comes out of it.
   logits = lax.with_sharding_constraint(logits, NamedSharding(spec.mesh, PartitionSpec(None, mesh_lib.AXIS)))
   logits = lax.with_sharding_constraint(logits, mesh_lib.replicated(spec.mesh))
