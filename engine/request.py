@@ -113,11 +113,6 @@ class Request:
     """Prompt and outputs, those in flight included."""
     return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
 
-  @property
-  def num_output_tokens(self) -> int:
-    """Outputs, those in flight included."""
-    return len(self.output_token_ids) + self.num_in_flight
-
   def known_tokens(self, start: int, end: int) -> tuple[int, ...]:
     """Tokens [start, end) of prompt and output, none of them in flight."""
     num_prompt = len(self.prompt_token_ids)
