@@ -27,6 +27,7 @@ a second over the one, `of rate` operations a second over the other, `over` its 
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import itertools
 import statistics
 import sys
 from typing import Any
@@ -302,11 +303,11 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: str) -> None:
-  """Every step as a point on its intensity, below a dash where its roofline was then; and the fastest roofline seen."""
+  """Every step as a point on its intensity, with its share of the roofline then (a dash); and the fastest roofline."""
   import matplotlib
 
   matplotlib.use("Agg")
-  from matplotlib import pyplot
+  from matplotlib import pyplot, ticker
 
   ceilings = result["ceilings"]
   figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
@@ -319,19 +320,24 @@ def plot(result: dict[str, Any], path: str) -> None:
   for part, marker in (("decode", "o"), ("prefill", "s")):
     rows = result.get(part, [])
     axes.plot([row["intensity"] for row in rows], [row["flops_s"] / 1e9 for row in rows], marker, label=part)
-    for row in rows:
+    for row, above in zip(sorted(rows, key=lambda row: row["intensity"]), itertools.cycle((4, -4)), strict=False):
       name = f"{row['batch']}x{row['context']}" if part == "decode" else str(row["prompt"])
       axes.annotate(
         f"{name}: {row['of_roofline']:.2f}",
         (row["intensity"], row["flops_s"] / 1e9),
         fontsize=6,
-        xytext=(3, -7),
+        xytext=(6, above),
         textcoords="offset points",
+        verticalalignment="center",
       )
   then = [min(row["ceilings"]["flops_s"], row["intensity"] * row["ceilings"]["bytes_s"]) / 1e9 for row in points]
   axes.plot([row["intensity"] for row in points], then, "k_", label="roofline around a step")
   axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="GFLOP/s")
-  axes.set_title(f"{result['model']}, {result['dtype']}, {result['device']}")
+  for axis in (axes.xaxis, axes.yaxis):
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(ticker.NullFormatter())
+  axes.set_title(f"{result['model']}, {result['dtype']}, {result['device']}; at each step its share of its roofline")
   axes.legend()
   axes.grid(True, which="both", alpha=0.3)
   figure.savefig(path, dpi=150)
