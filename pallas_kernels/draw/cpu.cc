@@ -45,25 +45,73 @@ uint32_t hash(uint32_t seed, uint32_t position) {
   return a;
 }
 
-// The sum of values[i] where z[i] >= least, over whole vectors; always in one order, so more values never make it less.
-template <typename Value>
-float mass(const float* z, int64_t V, float least, Value value) {
-  Vec sum{};
-  for (int64_t i = 0; i < V; i += kLanes) sum += load(z + i) >= least ? value(i) : Vec{};
-  return sum_of(sum);
+// Of some tokens what a limit is searched by; n is a multiple of kLanes.
+struct Tokens {
+  const float *z, *weights;
+  int64_t n;
+};
+
+struct Mass {
+  float weight, count;
+};
+
+// The mass of {z >= least}, each token counting as its weight or as 1.
+template <bool kAsOne>
+Mass mass(const Tokens& tokens, float least) {
+  Vec weight{}, count{};
+  for (int64_t i = 0; i < tokens.n; i += kLanes) {
+    const Vec z = load(tokens.z + i);
+    if (!kAsOne) weight += z >= least ? load(tokens.weights + i) : Vec{};
+    count += z >= least ? all(1.0f) : Vec{};
+  }
+  const float counted = sum_of(count);
+  return {kAsOne ? counted : sum_of(weight), counted};
 }
 
-// The largest t for which the values of {z >= t} reach `need`, or kNegligible; bit by bit.
-template <typename Value>
-float threshold(const float* z, int64_t V, float need, Value value) {
+// Those with low <= z < high, in their order, copied to z and weights, which may be where they come from.
+Tokens between(const Tokens& tokens, float low, float high, float* z, float* weights) {
+  int64_t n = 0;
+#if defined(__AVX512F__)
+  for (int64_t i = 0; i < tokens.n; i += kLanes) {
+    const __m512 at = _mm512_loadu_ps(tokens.z + i), of = _mm512_loadu_ps(tokens.weights + i);
+    const __mmask16 is = _mm512_cmp_ps_mask(at, _mm512_set1_ps(low), _CMP_GE_OQ) &
+                         _mm512_cmp_ps_mask(at, _mm512_set1_ps(high), _CMP_LT_OQ);
+    _mm512_storeu_ps(z + n, _mm512_maskz_compress_ps(is, at));
+    _mm512_storeu_ps(weights + n, _mm512_maskz_compress_ps(is, of));
+    n += __builtin_popcount(is);
+  }
+#else
+  for (int64_t i = 0; i < tokens.n; ++i) {
+    const float at = tokens.z[i];
+    z[n] = at, weights[n] = tokens.weights[i];
+    n += (at >= low) & (at < high);
+  }
+#endif
+  for (; n % kLanes; ++n) z[n] = -std::numeric_limits<float>::infinity(), weights[n] = 0.0f;
+  return {z, weights, n};
+}
+
+// The largest t for which the mass of {z >= t} reaches `need`, or kNegligible; bit by bit. Tokens that are known to lie
+// on one side of t are not read again: when a quarter is left the others are dropped, z and weights have room for these.
+template <bool kAsOne>
+float threshold(Tokens open, float need, float* z, float* weights) {
   int32_t bits;
   const float most = -kNegligible;
   std::memcpy(&bits, &most, sizeof bits);
   int32_t low = -(bits + 1);
+  float high = std::numeric_limits<float>::infinity();
+  Mass above{}, from_low{0.0f, static_cast<float>(open.n)}, from_high{};  // dropped above; and of those still read
   for (int shift = 30; shift >= 0; --shift) {
     const int64_t tried = int64_t{low} + (int64_t{1} << shift);
     if (tried > 0) continue;
-    if (mass(z, V, unordered(static_cast<int32_t>(tried)), value) >= need) low = static_cast<int32_t>(tried);
+    const float t = unordered(static_cast<int32_t>(tried));
+    const Mass here = mass<kAsOne>(open, t);
+    if (above.weight + here.weight >= need) low = static_cast<int32_t>(tried), from_low = here;
+    else high = t, from_high = here;
+    if (4 * (from_low.count - from_high.count) > static_cast<float>(open.n)) continue;
+    above.weight += from_high.weight;
+    open = between(open, unordered(low), high, z, weights);
+    from_low = {0.0f, static_cast<float>(open.n)}, from_high = {};
   }
   return unordered(low);
 }
@@ -84,9 +132,10 @@ int64_t passes(const float* masses, int64_t n, float& wanted) {
 int32_t draw(const float* x, int64_t V, const int32_t* asked, int64_t S) {
   const auto number = [=](Asked which) { return as_float(asked[which * S]); };
   const int64_t padded = (V + kChunk - 1) / kChunk * kChunk;
-  static thread_local std::vector<float> kept;  // of z and of weights, a line each: a thread draws step after step
-  kept.resize(2 * padded + padded / kChunk);
-  float *z = kept.data(), *weights = z + padded, *masses = weights + padded;
+  static thread_local std::vector<float> kept;  // five lines, of which a thread makes use step after step
+  kept.resize(4 * padded + padded / kChunk);
+  float *z = kept.data(), *weights = z + padded, *some_z = weights + padded, *some_weights = some_z + padded;
+  float* masses = some_weights + padded;
 
   constexpr float kLeast = -std::numeric_limits<float>::infinity();
   std::copy(x, x + V, z);
@@ -100,12 +149,14 @@ int32_t draw(const float* x, int64_t V, const int32_t* asked, int64_t S) {
   }
 
   float least = kLeast;
-  if (asked[kTopK * S] < kNoLimit)
-    least = threshold(z, padded, static_cast<float>(asked[kTopK * S]), [](int64_t) { return all(1.0f); });
+  Tokens left{z, weights, padded};
+  if (asked[kTopK * S] < kNoLimit) {
+    least = threshold<true>(left, static_cast<float>(asked[kTopK * S]), some_z, some_weights);
+    if (number(kTopP) < 1.0f) left = between(left, least, std::numeric_limits<float>::infinity(), some_z, some_weights);
+  }
   if (number(kTopP) < 1.0f) {
-    const auto left = [=](int64_t i) { return load(z + i) >= least ? load(weights + i) : Vec{}; };
-    const float need = number(kTopP) * mass(z, padded, least, left);
-    least = std::max(least, threshold(z, padded, need, left));
+    const float need = number(kTopP) * mass<false>(left, kLeast).weight;
+    least = std::max(least, threshold<false>(left, need, some_z, some_weights));
   }
   least = std::max(least, std::log(number(kMinP)));
 

@@ -168,8 +168,11 @@ def test_a_count_that_does_not_fit_is_an_error() -> None:
 _BUGS = {
   "another_number": ("group + 1;", "group;"),
   "a_limit_left_out": ("if (asked[kTopK * S] < kNoLimit)", "if (false)"),
-  "top_p_left_out": ("least = std::max(least, threshold(z, padded, need, left));", ""),
-  "the_first_of_equals": ("value) >= need) low", "value) > need) low"),
+  "top_p_left_out": ("least = std::max(least, threshold<false>(left, need, some_z, some_weights));", ""),
+  "the_first_of_equals": (">= need) low", "> need) low"),
+  "what_lies_above_is_forgotten": ("above.weight += from_high.weight;", ""),
+  "what_lies_above_is_counted_again": ("high = t, from_high = here;", "from_high = here;"),
+  "what_lies_below_is_counted": ("left = between(left, least,", "left = between(left, kNegligible,"),
   "one_token_on": ("if (end > wanted) break;", "if (before > wanted) break;"),
   "not_what_is_left": ("wanted -= before;", ""),
   "another_line": ("draw(from + s * V", "draw(from + (s ? s - 1 : 0) * V"),
