@@ -132,7 +132,7 @@ int64_t passes(const float* masses, int64_t n, float& wanted) {
 int32_t draw(const float* x, int64_t V, const int32_t* asked, int64_t S) {
   const auto number = [=](Asked which) { return as_float(asked[which * S]); };
   const int64_t padded = (V + kChunk - 1) / kChunk * kChunk;
-  static thread_local std::vector<float> kept;  // five lines, of which a thread makes use step after step
+  static thread_local std::vector<float> kept;  // of the lines below: a thread draws step after step
   kept.resize(4 * padded + padded / kChunk);
   float *z = kept.data(), *weights = z + padded, *some_z = weights + padded, *some_weights = some_z + padded;
   float* masses = some_weights + padded;
