@@ -262,7 +262,14 @@ def _gone() -> asyncio.CancelledError:
 
 async def _read(context: Any) -> bytes:
   """The one message of a call. The read is a task of its own, since it ends with the call and never by a timeout."""
-  reading = asyncio.ensure_future(context.read())
+
+  async def read() -> Any:
+    try:
+      return await context.read()
+    except cygrpc._ServerStoppedError:
+      raise _gone() from None  # asyncio.run reports any other error of a task that it ends
+
+  reading = asyncio.ensure_future(read())
   reading.add_done_callback(_heard)
   try:
     async with asyncio.timeout(_MESSAGE_TIMEOUT_S):

@@ -5,8 +5,10 @@ import collections
 import signal
 
 import grpc
+from grpc._cython import cygrpc
 import pytest
 
+from server import interceptors
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tests.server.test_frontends import asked, expected, serving
@@ -61,3 +63,24 @@ def test_calls_that_meet_the_end_are_served_or_told(tmp_path, front_ends, count)
     assert set(outcomes) == {"OK", "UNAVAILABLE"}, outcomes
     assert code == 0 and "0 KV blocks in use" in said and "Traceback" not in said, said
     assert "accept" not in said, said
+
+
+@pytest.mark.parametrize("error", [cygrpc._ServerStoppedError, asyncio.CancelledError])
+def test_a_call_whose_message_is_read_when_the_loop_ends_is_no_error(error):
+  class Context:
+    async def read(self):
+      try:
+        await asyncio.Event().wait()
+      except asyncio.CancelledError:
+        raise error from None
+
+  reported = []
+
+  async def serve():
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    call = asyncio.ensure_future(interceptors._read(Context()))
+    await asyncio.sleep(0.01)
+    assert not call.done()
+
+  asyncio.run(serve())
+  assert reported == []
