@@ -100,18 +100,20 @@ float threshold(Tokens open, float need, float* z, float* weights) {
   std::memcpy(&bits, &most, sizeof bits);
   int32_t low = -(bits + 1);
   float high = std::numeric_limits<float>::infinity();
-  Mass above{}, from_low{0.0f, static_cast<float>(open.n)}, from_high{};  // dropped above; and of those still read
+  float dropped = 0.0f;                         // weight of those above t that are not read again
+  float from_low = static_cast<float>(open.n);  // of those that are, how many lie at `low` or above,
+  Mass from_high{};                             // and what lies at `high` or above
   for (int shift = 30; shift >= 0; --shift) {
     const int64_t tried = int64_t{low} + (int64_t{1} << shift);
     if (tried > 0) continue;
     const float t = unordered(static_cast<int32_t>(tried));
     const Mass here = mass<kAsOne>(open, t);
-    if (above.weight + here.weight >= need) low = static_cast<int32_t>(tried), from_low = here;
+    if (dropped + here.weight >= need) low = static_cast<int32_t>(tried), from_low = here.count;
     else high = t, from_high = here;
-    if (4 * (from_low.count - from_high.count) > static_cast<float>(open.n)) continue;
-    above.weight += from_high.weight;
+    if (4 * (from_low - from_high.count) > static_cast<float>(open.n)) continue;
+    dropped += from_high.weight;
     open = between(open, unordered(low), high, z, weights);
-    from_low = {0.0f, static_cast<float>(open.n)}, from_high = {};
+    from_low = static_cast<float>(open.n), from_high = {};
   }
   return unordered(low);
 }
@@ -150,11 +152,10 @@ int32_t draw(const float* x, int64_t V, const int32_t* asked, int64_t S) {
 
   float least = kLeast;
   Tokens left{z, weights, padded};
-  if (asked[kTopK * S] < kNoLimit) {
+  if (asked[kTopK * S] < kNoLimit)
     least = threshold<true>(left, static_cast<float>(asked[kTopK * S]), some_z, some_weights);
-    if (number(kTopP) < 1.0f) left = between(left, least, std::numeric_limits<float>::infinity(), some_z, some_weights);
-  }
   if (number(kTopP) < 1.0f) {
+    if (least > kLeast) left = between(left, least, -kLeast, some_z, some_weights);
     const float need = number(kTopP) * mass<false>(left, kLeast).weight;
     least = std::max(least, threshold<false>(left, need, some_z, some_weights));
   }

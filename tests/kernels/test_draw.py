@@ -170,7 +170,7 @@ _BUGS = {
   "a_limit_left_out": ("if (asked[kTopK * S] < kNoLimit)", "if (false)"),
   "top_p_left_out": ("least = std::max(least, threshold<false>(left, need, some_z, some_weights));", ""),
   "the_first_of_equals": (">= need) low", "> need) low"),
-  "what_lies_above_is_forgotten": ("above.weight += from_high.weight;", ""),
+  "what_lies_above_is_forgotten": ("dropped += from_high.weight;", ""),
   "what_lies_above_is_counted_again": ("high = t, from_high = here;", "from_high = here;"),
   "what_lies_below_is_counted": ("left = between(left, least,", "left = between(left, kNegligible,"),
   "one_token_on": ("if (end > wanted) break;", "if (before > wanted) break;"),
