@@ -34,7 +34,7 @@ test: $(READY)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; $(PY) -m pyright >"$$said" 2>&1 & pyright=$$!; \
 	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS); \
-	tests=$$?; wait $$pyright; types=$$?; echo "pyright:"; cat "$$said"; $(PY) -m tools.check_protos && exit $$((tests | types))
+	tests=$$?; wait $$pyright; types=$$?; echo "pyright:"; cat "$$said"; $(PY) -m tools.repository.check_protos && exit $$((tests | types))
 
 ## make test-long the soak tests, minutes each, and hypothesis' own choice of examples
 test-long: $(READY)
@@ -42,7 +42,7 @@ test-long: $(READY)
 
 ## make check     ruff, pyright, buf
 check: $(READY)
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright && $(PY) -m tools.check_protos
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright && $(PY) -m tools.repository.check_protos
 
 ## make check-device  compile every step for an H200 and for TPUs with none of them here, and check the outcome (ARGS=--small)
 check-device: $(DEVICE_READY)
@@ -50,7 +50,7 @@ check-device: $(DEVICE_READY)
 
 ## make audit     ask whether a package of requirements.lock has a known hole (ARGS=--service=osv)
 audit: $(AUDIT_READY)
-	@$(AUDIT_VENV)/bin/python -m tools.audit $(ARGS)
+	@$(AUDIT_VENV)/bin/python -m tools.repository.audit $(ARGS)
 
 ## make parity    compare with transformers live, in an environment of its own, and rewrite the golden files
 parity: $(READY)
@@ -58,7 +58,7 @@ parity: $(READY)
 
 ## make clients   published clients (openai, LangChain, lm-eval, inference-perf, smg's stubs) against a server, in an environment of theirs
 clients: $(READY) $(CLIENTS_READY)
-	@$(PY) -m tools.check_clients $(ARGS)
+	@$(PY) -m tools.clients $(ARGS)
 
 ## make peers     the same requests through vLLM, OpenVINO GenAI, llama.cpp and transformers on this CPU (ARGS=--shape=llama-15m)
 peers: $(READY)
@@ -66,7 +66,7 @@ peers: $(READY)
 
 ## make bench     three of README.md's figures: host time, attention, static against continuous
 bench: $(READY)
-	@$(PY) -m tools.bench_host && $(PY) -m tools.bench_attention && $(PY) -m tools.compare_batching
+	@$(PY) -m tools.bench.host && $(PY) -m tools.bench.attention && $(PY) -m tools.study.compare_batching
 
 ## make chaos     clients that vanish, servers that die, faults, overload: ten minutes, a table at the end (ARGS=--scenario=...)
 chaos: $(READY)
@@ -78,11 +78,11 @@ soak: $(READY)
 
 ## make gpu       on a machine with a Hopper GPU: check, time and tune the attention kernels; ARGS=--only=decode and others: the engine (PYTHON=, ARGS=)
 gpu:
-	@$(PYTHON) -m tools.bench_gpu $(ARGS)
+	@$(PYTHON) -m tools.gpu $(ARGS)
 
 ## make wheel     a wheel in dist/ with the C++ kernels of these levels of x86-64 (LEVELS=); others are left to XLA there
 wheel: $(READY)
-	@$(PY) -m pallas_kernels.native $(LEVELS) && $(PY) -m tools.make_wheel dist
+	@$(PY) -m pallas_kernels.native $(LEVELS) && $(PY) -m tools.repository.make_wheel dist
 
 ## make clean     remove the virtual environments and caches
 clean:

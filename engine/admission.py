@@ -7,10 +7,8 @@ its deadline: work that comes too late is done for nobody (goodput: DistServe, O
 from collections import deque
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, Overloaded, PrefillBacklog, TenantQuota
+from engine.errors import Overloaded, PrefillBacklog, TenantQuota
 from engine.request import Request
-
-ADMISSION = ("queue", "goodput")
 
 _NEWEST = 0.1  # weight of the latest step in the mean step time
 
@@ -19,21 +17,19 @@ class AdmissionControl:
   """Bounds on the queue, and a guess of the wait from the pace of late. Counts are the caller's."""
 
   def __init__(self, config: EngineConfig):
-    if config.admission not in ADMISSION:
-      raise ConfigError(f"admission={config.admission!r} is unknown; set --admission to one of {', '.join(ADMISSION)}")
     self._config = config
     self._times: deque[float] = deque(maxlen=16)  # of the latest admissions to a slot
     self._step_s = 0.0  # mean of late; 0 is not known yet
 
-  def admitted(self, now: float) -> None:
+  def note_admission(self, now: float) -> None:
     """A request got a slot."""
     self._times.append(now)
 
-  def measured(self, seconds: float) -> None:
+  def note_step_time(self, seconds: float) -> None:
     """A step took this long."""
     self._step_s += (seconds - self._step_s) * (_NEWEST if self._step_s else 1.0)
 
-  def check(
+  def check_room(
     self, request: Request, num_requests: int, num_tokens: int, has_slot: bool, of_tenant: tuple[int, int] = (0, 0)
   ) -> None:
     """Raises Overloaded if the queue has no room for `request`, or would keep it past its deadline.
@@ -47,17 +43,14 @@ class AdmissionControl:
     if config.max_queued_share_per_tenant < 1:
       self._check_share(request, *of_tenant)
     if num_requests >= config.max_queued_requests:
-      wait = self._interval()
       raise Overloaded(
-        f"{num_requests} requests are queued, the limit is {config.max_queued_requests}; try again in {wait:.1f} s",
-        wait,
+        f"{num_requests} requests are queued, the limit is {config.max_queued_requests}", self._interval()
       )
     if num_requests and num_tokens + request.num_prompt_tokens > config.max_queued_tokens:
-      wait = self._interval()
       raise PrefillBacklog(
         f"{num_tokens} prompt tokens are queued and this request has {request.num_prompt_tokens}, the "
-        f"limit is {config.max_queued_tokens}; try again in {wait:.1f} s",
-        wait,
+        f"limit is {config.max_queued_tokens}",
+        self._interval(),
       )
     if config.admission == "goodput":
       self._check_deadlines(request, num_requests, num_tokens, has_slot)
@@ -67,23 +60,20 @@ class AdmissionControl:
     share = config.max_queued_share_per_tenant
     max_requests, max_tokens = max(1, int(share * config.max_queued_requests)), int(share * config.max_queued_tokens)
     if num_requests >= max_requests:
-      wait = self._interval()
       raise TenantQuota(
-        f"{num_requests} requests of this tenant are queued, its share of the queue is {max_requests}; try again in "
-        f"{wait:.1f} s",
-        wait,
+        f"{num_requests} requests of this tenant are queued, its share of the queue is {max_requests}",
+        self._interval(),
       )
     if num_requests and num_tokens + request.num_prompt_tokens > max_tokens:
-      wait = self._interval()
       raise TenantQuota(
         f"{num_tokens} prompt tokens of this tenant are queued and this request has {request.num_prompt_tokens}, its "
-        f"share of the queue is {max_tokens}; try again in {wait:.1f} s",
-        wait,
+        f"share of the queue is {max_tokens}",
+        self._interval(),
       )
 
   def _check_deadlines(self, request: Request, num_requests: int, num_tokens: int, has_slot: bool) -> None:
     config = self._config
-    start, finish = self.predict(request, num_requests, num_tokens, has_slot)
+    start, finish = self.predict_delays(request, num_requests, num_tokens, has_slot)
     for name, predicted, deadline, default in (
       ("start", start, request.queue_deadline, config.queue_timeout_s),
       ("finish", finish, request.deadline, config.request_timeout_s),
@@ -92,12 +82,12 @@ class AdmissionControl:
       if predicted > allowed:
         retry_after = min(max(predicted - allowed, 0.1), 60.0)
         raise Overloaded(
-          f"this request would {name} in about {predicted:.1f} s, its deadline is in {allowed:.1f} s; "
-          f"try again in {retry_after:.1f} s or allow more time",
+          f"this request would {name} in about {predicted:.1f} s, its deadline is in {allowed:.1f} s",
           retry_after,
+          " or allow more time",
         )
 
-  def predict(self, request: Request, num_requests: int, num_tokens: int, has_slot: bool) -> tuple[float, float]:
+  def predict_delays(self, request: Request, num_requests: int, num_tokens: int, has_slot: bool) -> tuple[float, float]:
     """Seconds until `request` would get a slot, and until its last token if it uses all of max_tokens.
 
     It starts when those before it have got their slots, at the pace of the latest admissions, and their prompts are

@@ -10,13 +10,12 @@ Every step is selective batching (Orca, OSDI 2022): linear layers see packed tok
   chunked      the same, prompts in chunks and into the padding (Sarathi-Serve, OSDI 2024; vLLM V1): the default.
                Where the device leaves padding out, there is none to fill: a prompt of several steps is then cut in
                equal pieces, as a short last one costs a step too, and full ones before it lengthen others' gaps
-  disaggregated  chunked, but prompts and decodes run on different devices (engine/disaggregated.py)
+  disaggregated  chunked, but prompts and decodes run on different devices (extensions/disaggregated)
 """
 
 from typing import Protocol
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
 
 _ALL = 1 << 30
 
@@ -132,9 +131,6 @@ class Waves:
     return [self._width, self._row_limit]
 
 
-BATCHING = ("chunked", "continuous", "disaggregated", "dynamic", "static")
-
-
 def make_batching(config: EngineConfig, state: list[int] | None = None) -> Batching:
   """What `config.batching` names, remembering `state`; raises ConfigError."""
   most = config.token_budgets[-1]
@@ -148,11 +144,9 @@ def make_batching(config: EngineConfig, state: list[int] | None = None) -> Batch
       return Waves(most, width, config.dynamic_window_s, state or [])
     case "static":
       return Waves(most, config.max_num_seqs, 0.0, state or [])
-  raise ConfigError(f"batching={config.batching!r} is unknown; set --batching to one of {', '.join(BATCHING)}")
+  raise AssertionError(f"EngineConfig let batching={config.batching!r} through")
 
 
-def reachable_budgets(config: EngineConfig) -> tuple[int, ...]:
-  """Of config.token_budgets those that a step can be padded to: it has a chunk of prompts and a token of other rows."""
-  most = make_batching(config).chunk_limit + config.max_num_seqs - 1
-  edges = (0, *config.token_budgets[:-1])
-  return tuple(budget for budget, below in zip(config.token_budgets, edges, strict=True) if below < most)
+def takes_chunks(batching: str) -> bool:
+  """Whether a step has at most `prefill_chunk` prompt tokens, and not as many as it holds."""
+  return batching in ("chunked", "disaggregated")

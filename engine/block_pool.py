@@ -13,10 +13,9 @@ Two blocks of equal content are both kept (block tables are append-only); only t
 """
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 import hashlib
-import itertools
 
 
 def root_key(salt: bytes) -> bytes:
@@ -57,12 +56,12 @@ class BlockPool:
     """Blocks that can be found by their key, used or not."""
     return len(self._by_key)
 
-  def states(self) -> bytes:
+  def block_states(self) -> bytes:
     """Of each block, in order: 0 free, 1 cached, 2 used. For displays: from any thread, and costs a look at each."""
     free, by_key = set(self._free), set(self._by_key.values())
     return bytes(2 if block not in free else block in by_key for block in range(1, self.num_blocks + 1))
 
-  def match(self, keys: Iterable[bytes]) -> list[int]:
+  def match_blocks(self, keys: Iterable[bytes]) -> list[int]:
     """The blocks of the longest cached prefix of `keys`. Takes no reference: call share() before allocate()."""
     found = []
     by_key = self._by_key
@@ -77,14 +76,14 @@ class BlockPool:
     """How many of `blocks` nobody references, so that sharing them takes them off the free list."""
     return sum(self._references[block] == 0 for block in blocks)
 
-  def share(self, blocks: Iterable[int]) -> None:
+  def share_blocks(self, blocks: Iterable[int]) -> None:
     """Takes one more reference on each of `blocks` (found by match)."""
     for block in blocks:
       if self._references[block] == 0:
         del self._free[block]
       self._references[block] += 1
 
-  def allocate(self, count: int) -> list[int]:
+  def allocate_blocks(self, count: int) -> list[int]:
     """Takes `count` blocks off the free list, evicting cached ones last; the caller has looked at num_free."""
     assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free: admission must look first"
     blocks = []
@@ -98,14 +97,14 @@ class BlockPool:
       blocks.append(block)
     return blocks
 
-  def publish(self, block: int, key: bytes) -> None:
+  def publish_block(self, block: int, key: bytes) -> None:
     """Lets others find a full, computed block. A block that has a key, or a key that has a block, stays as it is."""
     assert self._references[block] > 0, f"block {block} is published by nobody who holds it"
     if self._keys[block] is None and key not in self._by_key:
       self._keys[block] = key
       self._by_key[key] = block
 
-  def release(self, table: Sequence[int]) -> None:
+  def release_blocks(self, table: Sequence[int]) -> None:
     """Gives back one reference on each block of a request's table."""
     free = self._free
     for block in reversed(table):
@@ -137,22 +136,3 @@ class BlockPool:
       pool._by_key[bytes.fromhex(key)] = int(block)
     pool._free = OrderedDict.fromkeys(state["free"])
     return pool
-
-  def check(self, tables: Iterable[Sequence[int]]) -> None:
-    """Asserts conservation: every block is free or held by exactly as many of `tables` as it counts references."""
-    held = Counter(itertools.chain.from_iterable(tables))
-    references, free = self._references, self._free
-    # Whole lists at a time: it is done after every step, and pools are large.
-    expected = [0] * (self.num_blocks + 1)
-    for block, count in held.items():
-      expected[block] = count
-    for block, (counted, wanted) in enumerate(zip(references, expected, strict=True) if references != expected else ()):
-      assert counted == wanted, f"block {block} counts {counted} references, tables hold {wanted}"
-    wrong = [block for block in free if references[block]]
-    assert not wrong, f"the free list is wrong about block {wrong[0]}"
-    assert len(free) + len(held) == self.num_blocks, "blocks were lost or invented"
-    assert 0 not in held and 0 not in free, "the padding block was handed out"
-    keyed = {key: block for block, key in enumerate(self._keys) if key is not None}
-    assert keyed == self._by_key, "keys and blocks disagree"
-    has_key = [self._keys[block] is not None for block in free]
-    assert has_key == sorted(has_key), "a block without a key queues behind cached ones"

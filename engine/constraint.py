@@ -72,10 +72,12 @@ class Verdicts(NamedTuple):
   Attributes:
     done: rows whose output is complete with its token.
     failed: rows whose constraint cannot go on, and why.
+    num_taken: of these, rows with several tokens -> how many the constraint took; else all, or none if it failed.
   """
 
   done: frozenset[int] = frozenset()
   failed: Mapping[int, str] = {}
+  num_taken: Mapping[int, int] = {}
 
 
 NO_VERDICTS = Verdicts()

@@ -7,7 +7,6 @@ a step out. Every request that submit() accepted gets exactly one event with a f
 from collections.abc import Callable, Sequence
 import contextlib
 import functools
-import random
 import secrets
 import threading
 
@@ -52,7 +51,6 @@ class Engine:
     self._inbox_of_tenant: dict[str, tuple[int, int]] = {}
     self._live: set[str] = set()
     self.num_accepted = 0  # requests so far
-    self._accepting = True
     self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
     self._last_arrival = 0.0  # when the values of the latest committed step were there
 
@@ -78,18 +76,14 @@ class Engine:
       InvalidRequest, RequestTooLong: one can never be served.
       DuplicateRequest: a live request has the id of one.
       Overloaded: the queue has not room for all.
-      Unavailable: the engine drains or is dead.
+      Unavailable: the engine is dead.
     """
     for request in requests:
       validate_request(self.config, request)
       request.arrival_time = self._clock()
-      if request.params.seed is None:
-        request.seed = random.getrandbits(32)
     with self._lock:
       if self.dead is not None:
         raise Unavailable("the engine has failed; send the request to another server")
-      if not self._accepting:
-        raise Unavailable("the server is shutting down and takes no new requests; send it to another one")
       num_requests, num_tokens = self._inbox_requests, self._inbox_tokens
       of_tenant = dict(self._inbox_of_tenant)
       for request in requests:
@@ -120,11 +114,6 @@ class Engine:
     """Ends a request; one that is unknown or has ended is ignored, since cancellations race with endings."""
     self._post(lambda: self._abort(request_id, reason, message))
 
-  def stop_accepting(self) -> None:
-    """From now on submit() raises Unavailable; what is live goes on to its end."""
-    with self._lock:
-      self._accepting = False
-
   def start_trace(self, path: str) -> None:
     """Writes the step trace to `path` from the next step on. An unwritable path is told here, by OSError."""
     open(path, "w", encoding="utf-8").close()
@@ -143,8 +132,8 @@ class Engine:
     return self.recorder.stats(self._scheduler, len(self._live), num_steps)
 
   def block_states(self) -> bytes:
-    """See BlockPool.states."""
-    return self._scheduler.pool.states()
+    """See BlockPool.block_states."""
+    return self._scheduler.pool.block_states()
 
   def _post(self, message: Callable[[], list[TokenEvent]]) -> None:
     with self._lock:
@@ -173,7 +162,7 @@ class Engine:
       return False
     try:
       events, active = self._take_messages()
-      expired = self._scheduler.expire(now)
+      expired = self._scheduler.expire_requests(now)
       self.recorder.trace_expire(now, expired)
       events += expired
       active = self._turn(events, now) or active or bool(events)
@@ -181,7 +170,7 @@ class Engine:
         self._send(events)
       ended = self._scheduler.take_ended()
       if ended:
-        self.recorder.ended(ended, self._clock())
+        self.recorder.record_requests(ended, self._clock())
     except Exception as error:
       self.fail(error)
       return True
@@ -204,7 +193,7 @@ class Engine:
     self.recorder.trace_schedule(now, batch, scheduler)
     if batch is None:
       return None
-    record = self.recorder.planned(batch, scheduler, now, scheduler.num_preemptions - num_preemptions)
+    record = self.recorder.start_record(batch, scheduler, now, scheduler.num_preemptions - num_preemptions)
     launched = self._runner.launch(batch)
     launch_time = self._clock()
     return batch, launched, record._replace(host_s=launch_time - now), launch_time
@@ -215,10 +204,10 @@ class Engine:
     now = self._clock()
     record = record._replace(device_s=now - max(launch_time, self._last_arrival))
     self._last_arrival = now
-    verdicts = self._scheduler.judge(batch, result)
+    verdicts = self._scheduler.judge_tokens(batch, result)
     self.recorder.trace_commit(batch, result, now, record, verdicts)
     events = self._scheduler.commit(batch, result, now, verdicts)
-    self.recorder.done(record._replace(commit_s=self._clock() - now))
+    self.recorder.keep_record(record._replace(commit_s=self._clock() - now))
     return events
 
   def _take_messages(self) -> tuple[list[TokenEvent], bool]:
@@ -236,12 +225,12 @@ class Engine:
 
   def _add(self, request: Request) -> list[TokenEvent]:
     self.recorder.trace_add(request)
-    self._scheduler.add(request)
+    self._scheduler.add_request(request)
     return []
 
   def _abort(self, request_id: str, reason: FinishReason, message: str) -> list[TokenEvent]:
     self.recorder.trace_abort(request_id, reason)
-    return self._scheduler.abort(request_id, reason, message)
+    return self._scheduler.abort_request(request_id, reason, message)
 
   def _start_trace(self, path: str) -> list[TokenEvent]:
     self.recorder.start_trace(path, self._scheduler, self._in_flight and self._in_flight[0])
@@ -256,7 +245,7 @@ class Engine:
     if ended:
       with self._lock:
         self._live.difference_update(ended)
-    self.recorder.emitted(events)
+    self.recorder.count_events(events)
     self._emit(events)
 
   def fail(self, error: Exception) -> None:

@@ -2,7 +2,7 @@
 
 The Scheduler owns the mechanism and asks. rank() is a total order that never changes: it decides who gets blocks first
 and, read from the other end, who is preempted; candidates() decides who is admitted, by rank unless a policy says
-otherwise. To add a policy, add a class and its name in the table, then tests by literal lists.
+otherwise. To add a policy, add a class and its name in settings.POLICIES and make_policy, then tests by literal lists.
 
   fcfs      first come, first served
   priority  lower numbers first, with ageing
@@ -17,7 +17,6 @@ import dataclasses
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
 from engine.request import Request
 
 
@@ -32,14 +31,14 @@ class Policy:
     """The waiting requests in the order in which they may join. `waiting` is sorted by rank, and loses who joined."""
     return iter(tuple(waiting))
 
-  def begin(self, running: list[Request], waiting: list[Request]) -> None:
+  def begin_step(self, running: list[Request], waiting: list[Request]) -> None:
     """A step is about to be planned."""
 
-  def holds(self, request: Request) -> bool:
+  def holds_back(self, request: Request) -> bool:
     """Whether a running request is left out of this step."""
     return False
 
-  def grant(self, request: Request, count: int) -> int:
+  def grant_tokens(self, request: Request, count: int) -> int:
     """Of `count` prompt tokens that there is room for, how many the request may have in this step."""
     return count
 
@@ -47,23 +46,23 @@ class Policy:
     """Whether a waiting request may have a slot; who is stepped over keeps its place."""
     return True
 
-  def arrived(self, request: Request) -> None:
+  def note_arrival(self, request: Request) -> None:
     """A new request is queued."""
 
-  def ended(self, request: Request) -> None:
+  def note_ending(self, request: Request) -> None:
     """A request has ended."""
 
-  def ran(self, requests: list[Request], counts: tuple[int, ...], tokens: int) -> None:
+  def charge_step(self, requests: list[Request], counts: tuple[int, ...], tokens: int) -> None:
     """A step of a rung of `tokens` is planned, of `counts[i]` tokens of `requests[i]`."""
 
-  def measured(self, tokens: int, seconds: float) -> None:
+  def note_step_time(self, tokens: int, seconds: float) -> None:
     """A step of a rung of `tokens` took this long."""
 
   def state(self) -> dict[str, Any]:
     """What it remembers between steps, as plain JSON values, for a trace."""
     return {}
 
-  def restore(self, state: dict[str, Any]) -> None:
+  def restore_state(self, state: dict[str, Any]) -> None:
     """Takes back what `state` gave."""
 
 
@@ -136,13 +135,13 @@ class Fair(Policy):
       yield request
       used[tenant] += request.num_prompt_tokens * self._per_token_s  # until ran() knows what it really is
 
-  def arrived(self, request: Request) -> None:
+  def note_arrival(self, request: Request) -> None:
     tenant = request.tenant
     if tenant not in self._live:
       self._used[tenant] = max(self._used.get(tenant, 0.0), self._floor())
     self._live[tenant] = self._live.get(tenant, 0) + 1
 
-  def ended(self, request: Request) -> None:
+  def note_ending(self, request: Request) -> None:
     left = self._live[request.tenant] - 1
     if left:
       self._live[request.tenant] = left
@@ -154,12 +153,12 @@ class Fair(Policy):
   def _floor(self) -> float:
     return min((self._used[name] for name in self._live), default=0.0)
 
-  def ran(self, requests: list[Request], counts: tuple[int, ...], tokens: int) -> None:
+  def charge_step(self, requests: list[Request], counts: tuple[int, ...], tokens: int) -> None:
     self._per_token_s = self._step_s.get(tokens, _GUESSED_TOKEN_S * tokens) / sum(counts)
     for request, count in zip(requests, counts, strict=True):
       self._used[request.tenant] += count * self._per_token_s
 
-  def measured(self, tokens: int, seconds: float) -> None:
+  def note_step_time(self, tokens: int, seconds: float) -> None:
     known = self._step_s.get(tokens)
     self._step_s[tokens] = seconds if known is None else known + 0.1 * (seconds - known)
 
@@ -171,7 +170,7 @@ class Fair(Policy):
       "per_token_s": self._per_token_s,
     }
 
-  def restore(self, state: dict[str, Any]) -> None:
+  def restore_state(self, state: dict[str, Any]) -> None:
     self._used, self._live = dict(state["used"]), dict(state["live"])
     self._step_s = dict(state["step_s"])
     self._per_token_s = state["per_token_s"]
@@ -198,7 +197,7 @@ class Tiers(Policy):
   def rank(self, request: Request) -> tuple[float, ...]:
     return (request.arrival_time + (self._delay_s if _is_batch(request) else 0.0),)
 
-  def begin(self, running: list[Request], waiting: list[Request]) -> None:
+  def begin_step(self, running: list[Request], waiting: list[Request]) -> None:
     num_batch = sum(map(_is_batch, running))
     self._interactive_runs = any(
       not _is_batch(request) and request.num_computed_tokens < request.max_computed_tokens for request in running
@@ -207,7 +206,7 @@ class Tiers(Policy):
     shared = num_batch < len(running) or not all(map(_is_batch, waiting))
     self._tokens_left = self._batch_tokens if shared else _EVERYTHING
 
-  def holds(self, request: Request) -> bool:
+  def holds_back(self, request: Request) -> bool:
     return (
       self._interactive_runs
       and self._step % _LONG_PERIOD != 0
@@ -215,7 +214,7 @@ class Tiers(Policy):
       and request.num_computed_tokens > self._long_context
     )
 
-  def grant(self, request: Request, count: int) -> int:
+  def grant_tokens(self, request: Request, count: int) -> int:
     if not _is_batch(request):
       return count
     granted = min(count, self._tokens_left)
@@ -228,13 +227,13 @@ class Tiers(Policy):
     self._slots_left -= 1
     return self._slots_left >= 0
 
-  def ran(self, requests: list[Request], counts: tuple[int, ...], tokens: int) -> None:
+  def charge_step(self, requests: list[Request], counts: tuple[int, ...], tokens: int) -> None:
     self._step += 1  # steps, not looks at an empty queue: those leave no line in a trace
 
   def state(self) -> dict[str, Any]:
     return {"step": self._step}
 
-  def restore(self, state: dict[str, Any]) -> None:
+  def restore_state(self, state: dict[str, Any]) -> None:
     self._step = state["step"]
 
 
@@ -244,9 +243,6 @@ _EVERYTHING = 1 << 30
 
 def _is_batch(request: Request) -> bool:
   return request.priority > 0
-
-
-POLICIES = ("fair", "fcfs", "priority", "sjf", "tiers")
 
 
 def make_policy(config: EngineConfig) -> Policy:
@@ -262,4 +258,4 @@ def make_policy(config: EngineConfig) -> Policy:
       return Fair()
     case "tiers":
       return Tiers(config)
-  raise ConfigError(f"policy={config.policy!r} is unknown; set --policy to one of {', '.join(POLICIES)}")
+  raise AssertionError(f"EngineConfig let policy={config.policy!r} through")

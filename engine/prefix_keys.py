@@ -13,7 +13,7 @@ class PrefixKeys:
   def __init__(self, config: EngineConfig):
     self._scope, self._block_size = config.prefix_cache_scope, config.block_size
 
-  def root(self, request: Request, serial: int) -> bytes:
+  def make_root_key(self, request: Request, serial: int) -> bytes:
     """The parent of its first key: tells apart whom the cache must not mix, by the scope's part, then by its own salt.
 
     Args:
@@ -30,7 +30,7 @@ class PrefixKeys:
         return root_key(request.cache_salt)
     return root_key(len(of_scope).to_bytes(4, "big") + of_scope + request.cache_salt)
 
-  def first(self, request: Request, num_blocks: int) -> Sequence[bytes]:
+  def first_keys(self, request: Request, num_blocks: int) -> Sequence[bytes]:
     """Those of the first `num_blocks` blocks, all full and of known tokens; each is computed once in a life."""
     keys, block_size = request.block_keys, self._block_size
     while len(keys) < num_blocks:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -13,7 +14,7 @@ from engine.batch import Batch, StepResult
 from engine.constraint import Verdicts
 from engine.request import NUMERICAL_ERROR, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
-from engine.snapshot import state_of
+from engine.snapshot import scheduler_state
 
 _log = logging.getLogger(__name__)
 
@@ -24,9 +25,10 @@ KV_ROWS = 16  # requests looked at a step, on average: a look at 256 takes 20 us
 class StepRecord(NamedTuple):
   """One step. Times in seconds; counts after planning it.
 
-  What a step is padded to is useful tokens and padding; a slot is idle that has no row though a request waits for one.
-  Idle slots stand beside padding, not in it: under static batching, padding holds their places, elsewhere nothing does.
-  Linear layers work on shape_tokens tokens; attention works on decode_keys + prefill_pairs pairs of query and key.
+  Useful tokens, padding and what the device skips (`skipped`) add up to the shape. A slot is idle that has no row
+  though a request waits for one. Idle slots stand beside padding, not in it: under static batching, padding holds their
+  places, elsewhere nothing does. Linear layers work on useful tokens and padding; attention works on decode_keys +
+  prefill_pairs pairs of query and key.
 
   Attributes:
     step: serial number, of this engine.
@@ -39,7 +41,7 @@ class StepRecord(NamedTuple):
       be speculative.
     decode_keys: keys that the decode rows attend to, position + 1 each.
     prefill_pairs: pairs of query and key that causality leaves to the other rows.
-    padding: shape_tokens minus useful tokens.
+    padding: tokens that the device computes for nobody (Batch.device_tokens minus useful tokens).
     idle_slots: slots without a row while as many requests wait.
     blocks_used, blocks_cached: of the pool; cached ones may also be used.
     kv_tokens: tokens with KV that running requests hold, and
@@ -75,6 +77,11 @@ class StepRecord(NamedTuple):
   host_s: float
   device_s: float
   commit_s: float
+
+  @property
+  def skipped(self) -> int:
+    """Tokens of the shape that the device leaves out."""
+    return self.shape_tokens - self.decode_tokens - self.prefill_tokens - self.padding
 
 
 class RequestRecord(NamedTuple):
@@ -115,6 +122,10 @@ class RungTotals(NamedTuple):
   host_s: float = 0.0
   device_s: float = 0.0
 
+  def skipped(self, shape_tokens: int) -> int:
+    """Tokens of these steps' shapes that the device left out; `shape_tokens` is their token budget."""
+    return self.steps * shape_tokens - self.decode_tokens - self.prefill_tokens - self.padding
+
   def plus(self, other: "RungTotals") -> "RungTotals":
     """Both together."""
     return RungTotals._make(map(operator.add, self, other))
@@ -128,7 +139,8 @@ class EngineStats:
     num_waiting, num_waiting_tokens, num_running, num_live: requests, prompt tokens; live also counts the inbox.
     max_num_seqs, num_blocks: limits to compare with.
     blocks_used, blocks_free, blocks_cached: of the pool; free ones may still be cached.
-    num_steps, num_decode_tokens, num_prefill_tokens, num_padding_tokens, num_preemptions: totals.
+    num_steps, num_decode_tokens, num_prefill_tokens, num_padding_tokens, num_preemptions: totals; padding as in
+      StepRecord, computed for nobody.
     num_queried_tokens, num_cached_tokens: prompt tokens looked up in the prefix cache, and found there; of ended
       requests.
     num_output_tokens: tokens that reached requests.
@@ -167,6 +179,11 @@ class EngineStats:
   requests: tuple[RequestRecord, ...]
 
   @property
+  def num_skipped_tokens(self) -> int:
+    """Tokens of the steps' shapes that the device left out."""
+    return sum(totals.skipped(tokens) for tokens, totals in self.rungs.items())
+
+  @property
   def steps_by_rung(self) -> dict[int, int]:
     """Steps so far by the token budget of their shape."""
     return {tokens: totals.steps for tokens, totals in self.rungs.items()}
@@ -181,14 +198,10 @@ class Recorder:
     self.steps: deque[StepRecord] = deque(maxlen=RING_STEPS)
     self.requests: deque[RequestRecord] = deque(maxlen=RING_STEPS)
     self.num_steps = 0
-    self.num_decode_tokens = 0
-    self.num_prefill_tokens = 0
-    self.num_padding_tokens = 0
     self.num_queried_tokens = 0  # if there is a prefix cache
     self.num_cached_tokens = 0
     self.num_output_tokens = 0
     self.num_lost_tokens = 0
-    self.num_idle_slots = 0
     self.rungs: dict[int, RungTotals] = {}
     self.finished = dict.fromkeys(FinishReason, 0)
     self.num_numerical_errors = 0
@@ -202,8 +215,8 @@ class Recorder:
 
   # Counters.
 
-  def planned(self, batch: Batch, scheduler: Scheduler, now: float, num_preemptions: int) -> StepRecord:
-    """The record of a step that was just launched; the times come with done()."""
+  def start_record(self, batch: Batch, scheduler: Scheduler, now: float, num_preemptions: int) -> StepRecord:
+    """The record of a step that was just launched; the times come with keep_record()."""
     counts, starts = batch.counts, batch.starts
     num_rows, num_tokens = len(counts), sum(counts)
     decode_rows = batch.token_ids.count(())  # the leading ones
@@ -230,7 +243,7 @@ class Recorder:
       prefill_tokens,
       decode_keys,
       prefill_pairs,
-      batch.shape.tokens - num_tokens,
+      batch.device_tokens(scheduler.config.computes_padding) - num_tokens,
       min(scheduler.config.max_num_seqs - num_rows, num_waiting),
       scheduler.pool.num_used,
       scheduler.pool.num_cached,
@@ -243,14 +256,10 @@ class Recorder:
       0.0,
     )
 
-  def done(self, record: StepRecord) -> None:
+  def keep_record(self, record: StepRecord) -> None:
     """Keeps a complete record."""
     self.steps.append(record)
     self.num_steps += 1
-    self.num_decode_tokens += record.decode_tokens
-    self.num_prefill_tokens += record.prefill_tokens
-    self.num_padding_tokens += record.padding
-    self.num_idle_slots += record.idle_slots
     rung = self.rungs.get(record.shape_tokens)
     steps, decodes, prefills, padding, idle, host_s, device_s = rung or (0, 0, 0, 0, 0, 0.0, 0.0)
     self.rungs[record.shape_tokens] = RungTotals(
@@ -263,7 +272,7 @@ class Recorder:
       device_s + record.device_s,
     )
 
-  def emitted(self, events: list[TokenEvent]) -> None:
+  def count_events(self, events: list[TokenEvent]) -> None:
     """Counts tokens and endings."""
     self.num_output_tokens += sum([len(event.token_ids) for event in events])
     for event in events:
@@ -272,7 +281,7 @@ class Recorder:
         self.num_numerical_errors += event.error == NUMERICAL_ERROR
         self.num_cached_tokens += event.num_cached_tokens
 
-  def ended(self, requests: list[Request], now: float) -> None:
+  def record_requests(self, requests: list[Request], now: float) -> None:
     """Keeps a record of each request that ended in this turn of the loop."""
     for request in requests:
       self.num_lost_tokens += request.num_lost_tokens
@@ -298,7 +307,8 @@ class Recorder:
 
   def stats(self, scheduler: Scheduler, num_live: int, num_steps: int) -> EngineStats:
     """A snapshot with the latest `num_steps` records."""
-    pool = scheduler.pool
+    pool, rungs = scheduler.pool, dict(self.rungs)
+    total = functools.reduce(RungTotals.plus, rungs.values(), RungTotals())
     return EngineStats(
       num_waiting=scheduler.num_waiting,
       num_waiting_tokens=scheduler.num_waiting_tokens,
@@ -309,29 +319,25 @@ class Recorder:
       blocks_used=pool.num_used,
       blocks_free=pool.num_free,
       blocks_cached=pool.num_cached,
-      num_steps=self.num_steps,
-      num_decode_tokens=self.num_decode_tokens,
-      num_prefill_tokens=self.num_prefill_tokens,
-      num_padding_tokens=self.num_padding_tokens,
+      num_steps=total.steps,
+      num_decode_tokens=total.decode_tokens,
+      num_prefill_tokens=total.prefill_tokens,
+      num_padding_tokens=total.padding,
       num_queried_tokens=self.num_queried_tokens if scheduler.config.shares_prefixes else 0,
       num_cached_tokens=self.num_cached_tokens,
       num_preemptions=scheduler.num_preemptions,
       num_output_tokens=self.num_output_tokens,
       num_lost_tokens=self.num_lost_tokens,
-      num_idle_slots=self.num_idle_slots,
-      rungs=dict(self.rungs),
+      num_idle_slots=total.idle_slots,
+      rungs=rungs,
       num_numerical_errors=self.num_numerical_errors,
       finished=dict(self.finished),
-      steps=latest(tuple(self.steps), num_steps),
-      requests=latest(tuple(self.requests), num_steps),
+      steps=latest_records(tuple(self.steps), num_steps),
+      requests=latest_records(tuple(self.requests), num_steps),
     )
 
   # The trace: JSON lines. First the scheduler's complete state, then whatever goes into it and what comes out. It holds
   # the token ids of prompts and answers: as private as the requests themselves.
-
-  @property
-  def is_tracing(self) -> bool:
-    return self._trace is not None
 
   def start_trace(self, path: str, scheduler: Scheduler, in_flight: Batch | None) -> None:
     """Begins a trace with a snapshot; one in progress ends. A file that fails ends the trace, not the engine."""
@@ -341,7 +347,8 @@ class Recorder:
       self._trace = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed by stop_trace()
     except OSError as error:
       self._trace_failed(error)
-    self._line({"event": "state", "scheduler": state_of(scheduler), "in_flight": in_flight and batch_line(in_flight)})
+    in_flight_line = in_flight and batch_line(in_flight, scheduler.config.computes_padding)
+    self._line({"event": "state", "scheduler": scheduler_state(scheduler), "in_flight": in_flight_line})
 
   def stop_trace(self) -> None:
     """Ends and closes the trace, if there is one."""
@@ -370,7 +377,8 @@ class Recorder:
   def trace_schedule(self, now: float, batch: Batch | None, scheduler: Scheduler) -> None:
     """After planning; an engine without requests leaves no line."""
     if self._trace is not None and (batch is not None or scheduler.num_waiting or scheduler.num_running):
-      self._line({"event": "schedule", "now": now, "batch": batch and batch_line(batch)})
+      line = batch and batch_line(batch, scheduler.config.computes_padding)
+      self._line({"event": "schedule", "now": now, "batch": line})
 
   def trace_commit(self, batch: Batch, result: StepResult, now: float, record: StepRecord, verdicts: Verdicts) -> None:
     """Before the values are taken in."""
@@ -385,7 +393,9 @@ class Recorder:
           "host_s": round(record.host_s, 6),
           "device_s": round(record.device_s, 6),
         }
+        | ({"row_ends": list(result.row_ends)} if result.row_ends else {})
         | ({"done": sorted(verdicts.done), "failed": sorted(verdicts.failed.items())} if any(verdicts) else {})
+        | ({"taken": sorted(verdicts.num_taken.items())} if verdicts.num_taken else {})
       )
 
   def _line(self, value: dict) -> None:
@@ -403,13 +413,17 @@ class Recorder:
     self.trace_error = error
 
 
-def latest[T](records: Sequence[T], count: int) -> tuple[T, ...]:
+def latest_records[T](records: Sequence[T], count: int) -> tuple[T, ...]:
   """The last `count`, or all if they are fewer."""
   return tuple(records[max(0, len(records) - count) :])
 
 
-def batch_line(batch: Batch) -> dict:
-  """A batch as the trace keeps it: counts in full; block ids, and what is told to the device, as digests."""
+def batch_line(batch: Batch, computes_padding: bool) -> dict:
+  """A batch as the trace keeps it: counts in full; block ids, and what is told to the device, as digests.
+
+  Args:
+    computes_padding: as EngineConfig has it.
+  """
   blocks = [[admission.slot, *admission.block_ids] for admission in batch.admissions]
   told = [
     [admission.slot, admission.num_prompt_tokens, admission.seed, *admission.token_ids]
@@ -417,7 +431,8 @@ def batch_line(batch: Batch) -> dict:
   ]
   return {
     "step": batch.step,
-    "shape": [batch.shape.tokens, batch.shape.rows],
+    "shape": list(dataclasses.astuple(batch.shape)),
+    "computed": batch.device_tokens(computes_padding),
     "ids": list(batch.request_ids),
     "slots": list(batch.slots),
     "starts": list(batch.starts),
@@ -425,6 +440,7 @@ def batch_line(batch: Batch) -> dict:
     "num_logits": list(batch.num_logits),
     "samples": [int(samples) for samples in batch.samples],
     "num_decodes": batch.token_ids.count(()),
+    **({"num_drafts": list(batch.num_drafts)} if batch.num_drafts else {}),
     "blocks": _digest([blocks, batch.new_blocks]),
     "inputs": _digest([told, batch.token_ids]),
   }

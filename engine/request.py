@@ -1,8 +1,9 @@
 """One generation: what was asked, how far it is, and nothing else. Pure Python; only the Scheduler changes it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import enum
+import random
 from typing import Any, NamedTuple
 
 from engine.batch import TokenLogprobs
@@ -51,6 +52,7 @@ class Request:
     leader_id: for n > 1, the sibling whose prompt blocks this one shares; it waits until they are computed. Submit the
       leader first: an id that is not live when this request arrives means nothing.
     constraint: what its output must look like; None is anything. Its state follows output_token_ids.
+    seed: 32 bits that all its draws begin from: of its parameters, or as given, or else chosen here.
     rank: place in the policy's order, lower first; fixed on arrival.
     leader: the live request that leader_id named.
     root_key: parent of its first block's key: says with whom it shares blocks; fixed on arrival.
@@ -79,7 +81,7 @@ class Request:
 
   status: RequestStatus = RequestStatus.WAITING
   finish_reason: FinishReason | None = None
-  seed: int = 0
+  seed: int = -1
   slot: int = -1
   block_table: list[int] = dataclasses.field(default_factory=list)
   block_keys: list[bytes] = dataclasses.field(default_factory=list)
@@ -103,6 +105,13 @@ class Request:
   num_transferred_tokens: int = 0
   transfer: Any = None
   final_blocks: tuple[int, ...] = ()
+
+  def __post_init__(self) -> None:
+    seed = self.params.seed
+    if isinstance(seed, int):  # anything else is refused later, in words
+      self.seed = (seed ^ (seed >> 32)) & 0xFFFFFFFF
+    elif self.seed < 0:
+      self.seed = random.getrandbits(32)
 
   @property
   def num_prompt_tokens(self) -> int:
@@ -201,3 +210,8 @@ class TokenEvent(NamedTuple):
   num_cached_tokens: int = 0
   stop_token_id: int | None = None
   error: str = ""
+
+
+# make_event(TokenEvent, values): an event from a tuple of all its fields, in 0.14 us. The class's own constructor is a
+# Python function and takes 0.30 us, and a step makes hundreds.
+make_event: Callable[[type[TokenEvent], tuple], TokenEvent] = tuple.__new__

@@ -23,6 +23,8 @@ MAX_BIAS = 100
 class SamplingParams:
   """Names and meanings are the field's (OpenAI's, and vLLM's where OpenAI has none).
 
+  engine/device/sampler.py says in which order they are applied.
+
   Attributes:
     max_tokens: most tokens to generate, at least 1.
     temperature: 0 is greedy.
@@ -38,7 +40,8 @@ class SamplingParams:
     stop_token_ids: end the request, and are not part of its text.
     ignore_eos: end-of-sequence ids are ordinary tokens.
     seed: makes draws repeatable; None lets the engine choose. A draw depends on seed and position alone.
-    logprobs: how many alternatives to report for each generated token (0: the token's own only); None is off.
+    logprobs: how many alternatives to report for each generated token (0: the token's own only); None is off. A
+      vocabulary of fewer tokens is reported whole.
     prompt_logprobs: the same for the prompt's tokens.
   """
 
@@ -71,7 +74,7 @@ class SamplingParams:
       if not (low < value <= high if above else low <= value <= high):
         raise _refusal(name, value, f"send a finite number {'above' if above else 'from'} {low:g} to {high:g}")
     if len(self.logit_bias) > MAX_LOGIT_BIAS:
-      raise _refusal("logit_bias entries", len(self.logit_bias), f"send at most {MAX_LOGIT_BIAS}")
+      raise _refusal("logit_bias", len(self.logit_bias), f"send at most {MAX_LOGIT_BIAS}", "entries")
     _check_token_ids("logit_bias", tuple(token for token, _ in self.logit_bias), vocab_size)
     for token, bias in self.logit_bias:
       if not -MAX_BIAS <= bias <= MAX_BIAS:
@@ -81,7 +84,7 @@ class SamplingParams:
         raise _refusal("allowed_token_ids", (), "send at least one id, or leave it unset")
       _check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
     if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-      raise _refusal("stop_token_ids entries", len(self.stop_token_ids), f"send at most {MAX_STOP_TOKEN_IDS}")
+      raise _refusal("stop_token_ids", len(self.stop_token_ids), f"send at most {MAX_STOP_TOKEN_IDS}", "entries")
     _check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
     if self.seed is not None:
       _check_whole("seed", self.seed, -(2**63), 2**63 - 1)
@@ -105,5 +108,5 @@ def _check_token_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> None:
       raise _refusal(name, token, f"token ids of this model are 0 to {vocab_size - 1}")
 
 
-def _refusal(name: str, value: object, limit: str) -> InvalidRequest:
-  return InvalidRequest(f"{name}={value!r:.80} is not allowed: {limit}")
+def _refusal(name: str, value: object, limit: str, part: str = "") -> InvalidRequest:
+  return InvalidRequest(f"{part}={value!r:.80} is not allowed: {limit}", field=name)

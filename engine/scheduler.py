@@ -12,10 +12,10 @@ v1 scheduler). Planning needs counts alone; token values matter at commit, one s
   - A constrained request has no row while one of its tokens is in flight: which tokens may follow is known only when
     the constraint has taken it. Overlapped, all of them decode together in every other step; nobody else waits.
   - Blocks freed while a launched step still writes to them are safe: steps run in order of launch.
+  - A row with drafts is planned as if all came true; commit takes back what did not. Until then its request has no row.
 """
 
 import bisect
-import itertools
 
 from engine.admission import AdmissionControl
 from engine.batch import Admission, Batch, StepResult, TokenLogprobs
@@ -30,12 +30,12 @@ from engine.constraint import (
   FailedConstraint,
   Verdicts,
 )
-from engine.decodes import Decodes
 from engine.policy import Policy, make_policy
 from engine.prefix_keys import PrefixKeys
-from engine.request import GRAMMAR_LIMIT, NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent
-from engine.shapes import ShapeLadder, StepShape
-from engine.waiting import WaitingQueue, by_rank
+from engine.request import GRAMMAR_LIMIT, NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent, make_event
+from engine.shapes import StepShape
+from engine.steady_decode import SteadyDecode
+from engine.waiting_queue import WaitingQueue, by_rank
 
 
 class _Plan:
@@ -51,7 +51,7 @@ class _Plan:
     self.admissions: list[Admission] = []
     self.new_blocks: list[tuple[int, int, int]] = []
 
-  def take(self, request: Request, count: int) -> None:
+  def add_row(self, request: Request, count: int) -> None:
     self.requests.append(request)
     self.counts.append(count)
 
@@ -65,14 +65,14 @@ class Scheduler:
 
   def __init__(self, config: EngineConfig):
     self.config = config
-    self.ladder = ShapeLadder(config.token_budgets, config.max_num_seqs)
+    self.ladder = config.ladder
     self.pool = BlockPool(config.num_blocks)
     self.num_preemptions = 0
     self._policy = make_policy(config)
     # None where the policy holds nobody back: a call for each of 256 rows takes 10 us.
     policy = type(self._policy)
-    self._holds = None if policy.holds is Policy.holds else self._policy.holds
-    self._may_repeat = self._holds is None and policy.begin is Policy.begin  # it looks at nobody in every step
+    self._holds = None if policy.holds_back is Policy.holds_back else self._policy.holds_back
+    self._looks_at_all = self._holds is not None or policy.begin_step is not Policy.begin_step  # in every step
     self._admission = AdmissionControl(config)
     self._batching = make_batching(config)
     self._eos = frozenset(config.eos_token_ids)
@@ -88,7 +88,7 @@ class Scheduler:
     self._num_arrivals = 0
     self._num_constrained = 0  # live requests with a constraint
     self._constrained_step = -1  # the latest in which a constrained request decoded
-    self._decodes = Decodes([])  # of the latest step
+    self._steady = SteadyDecode(config.block_size, self._batching.reserves)
     self._ended: list[Request] = []  # since take_ended()
     self._next_deadline = float("inf")  # no live request has an earlier one
 
@@ -105,11 +105,6 @@ class Scheduler:
   def num_running(self) -> int:
     return len(self._running)
 
-  @property
-  def num_launched(self) -> int:
-    """Batches that are not committed yet."""
-    return len(self._launched)
-
   def opens_at(self) -> float | None:
     """When waiting requests may join though nothing else happens, on the clock of `schedule`; None if never so."""
     oldest = self._waiting.requests[0].arrival_time if self._waiting else 0.0
@@ -120,20 +115,16 @@ class Scheduler:
     running = self._running
     tokens = sum([request.num_computed_tokens for request in running])
     slots = sum([len(request.block_table) for request in running]) * self.config.block_size
-    return tokens + self._decodes.num_uncounted, slots
+    return tokens + self._steady.num_uncounted, slots
 
-  def settle(self) -> None:
-    """Brings the counters of all requests up to date; see engine/decodes.py. For who looks at them from outside."""
-    self._decodes.settle()
+  def settle_counts(self) -> None:
+    """Brings the counters of all requests up to date; see steady_decode.py. For who looks at them from outside."""
+    self._steady.settle_counts()
 
   def take_ended(self) -> list[Request]:
     """The requests that ended since the last call, in order."""
     ended, self._ended = self._ended, []
     return ended
-
-  def request_ids(self) -> list[str]:
-    """The ids of all live requests."""
-    return list(self._requests)
 
   # Arrivals and endings.
 
@@ -148,7 +139,7 @@ class Scheduler:
       of_tenant_ahead: the same two numbers, of the request's tenant alone.
     """
     requests, tokens = self._waiting.of_tenant(request.tenant)
-    self._admission.check(
+    self._admission.check_room(
       request,
       len(self._waiting) + requests_ahead,
       self._waiting.num_tokens + tokens_ahead,
@@ -156,7 +147,7 @@ class Scheduler:
       (requests + of_tenant_ahead[0], tokens + of_tenant_ahead[1]),
     )
 
-  def add(self, request: Request) -> None:
+  def add_request(self, request: Request) -> None:
     """Queues a new request that validate_request() and check_room() let pass, at its arrival_time."""
     assert request.id not in self._requests, f"request {request.id!r} is live; the engine refuses duplicates"
     config = self.config
@@ -167,11 +158,9 @@ class Scheduler:
     if params.stop_token_ids:
       request.stop_ids = request.stop_ids.union(params.stop_token_ids)
     request.max_computed_tokens = request.num_prompt_tokens + params.max_tokens - 1
-    if params.seed is not None:
-      request.seed = (params.seed ^ (params.seed >> 32)) & 0xFFFFFFFF
     if request.leader_id is not None:
       request.leader = self._requests.get(request.leader_id)
-    request.root_key = self._keys.root(request, self._num_arrivals)
+    request.root_key = self._keys.make_root_key(request, self._num_arrivals)
     if request.queue_deadline is None and config.queue_timeout_s:
       request.queue_deadline = request.arrival_time + config.queue_timeout_s
     if request.deadline is None and config.request_timeout_s:
@@ -181,15 +170,17 @@ class Scheduler:
         self._next_deadline = min(self._next_deadline, deadline)
     self._requests[request.id] = request
     self._num_constrained += request.constraint is not None
-    self._policy.arrived(request)
+    self._policy.note_arrival(request)
     self._enqueue(request)
 
-  def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = "") -> list[TokenEvent]:
+  def abort_request(
+    self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = ""
+  ) -> list[TokenEvent]:
     """Ends a request in any state. An unknown or finished id is no error: cancellations race with endings."""
     request = self._requests.get(request_id)
     return [] if request is None else [self._finish(request, reason, message=message)]
 
-  def expire(self, now: float) -> list[TokenEvent]:
+  def expire_requests(self, now: float) -> list[TokenEvent]:
     """Ends the requests whose queue deadline or total deadline has passed."""
     if now < self._next_deadline:
       return []
@@ -226,18 +217,30 @@ class Scheduler:
 
   def schedule(self, now: float) -> Batch | None:
     """Plans the next step, or None if nothing can run. The batch must be launched before the next call."""
-    batch = self._repeat(now)
-    if batch is not None:
-      return batch
-    self._decodes.stop()
-    config, running, block_size = self.config, self._running, self.config.block_size
-    plan = _Plan(self.ladder.max_tokens - len(running), config.max_num_seqs - len(running))
+    may_join = bool(self._waiting and self._slots)
+    planned = None if may_join else self._steady.plan_step(self._num_steps, self.pool, self._batching, self.ladder)
+    if planned is None:
+      self._steady.stop_run()
+      planned = self._plan_step(now)
+      if planned is None:
+        return None
+    batch, rows = planned
+    self._num_steps += 1
+    self._times[batch.step] = now
+    self._launched[batch.step] = rows
+    self._policy.charge_step(rows, batch.counts, batch.shape.tokens)
+    return batch
+
+  def _plan_step(self, now: float) -> tuple[Batch, list[Request]] | None:
+    """A step from the requests themselves, with its rows: who runs goes on, and who waits joins."""
+    running, block_size = self._running, self.config.block_size
+    plan = _Plan(self.ladder.max_tokens - len(running), self.ladder.max_logits - len(running))
     batching = self._batching
     chunk_left, row_limit = batching.chunk_limit, batching.row_limit()
     policy, holds, constrained = self._policy, self._holds, self._num_constrained
     # Who joins waits a step for the others: rows spread over both steps of two would make both dearer.
     held = self._constrained_step in self._launched
-    policy.begin(running, self._waiting.requests)
+    policy.begin_step(running, self._waiting.requests)
     num_preemptions = self.num_preemptions
     decodes: list[Request] = []
     starts: list[int] = []
@@ -262,7 +265,7 @@ class Scheduler:
         if self._reports_prompt(request):
           count = min(count, plan.logits_left + 1)
         if count > 0:
-          count = policy.grant(request, count)
+          count = policy.grant_tokens(request, count)
         if count > 0:
           count = self._cover(request, count, plan)
           if not count:
@@ -270,7 +273,7 @@ class Scheduler:
           chunk_left -= count
           plan.tokens_left -= count - 1
           plan.logits_left -= self._num_logits(request, count) - 1
-          plan.take(request, count)
+          plan.add_row(request, count)
     num_tokens = len(decodes) + sum(plan.counts)
     may_admit = self.num_preemptions == num_preemptions
     if may_admit:
@@ -284,48 +287,13 @@ class Scheduler:
       num_tokens += self._grow(plan, shape.tokens - num_tokens)
       if may_admit:
         self._admit(plan, shape.tokens - num_tokens, now)
-    self._times[self._num_steps] = now
     return self._seal(decodes, starts, plan, shape, padded)
 
-  def _repeat(self, now: float) -> Batch | None:
-    """The step that `schedule` would plan, if it is the latest one a position on: the same decodes and nothing else."""
-    decodes = self._decodes
-    if not decodes.steps_left or (self._waiting and self._slots) or self._num_constrained:
-      return None
-    growing = decodes.beginning(decodes.starts, 1, self.config.block_size)
-    if self._batching.reserves:
-      growing = []  # their blocks are there
-    if len(growing) > self.pool.num_free:
-      return None
-    requests, starts = decodes.requests, decodes.repeat()
-    new_blocks = decodes.grow(growing, self.pool.allocate(len(growing)))
-    num_rows = len(requests)
-    padded = self._batching.step_tokens(num_rows, 1, num_rows)
-    shape = self.ladder.fit(padded)
-    step = self._num_steps
-    self._num_steps = step + 1
-    self._times[step] = now
-    self._launched[step] = requests
-    self._policy.ran(requests, decodes.ones, shape.tokens)
-    return Batch(
-      step=step,
-      shape=shape,
-      request_ids=decodes.request_ids,
-      slots=decodes.slots,
-      starts=starts,
-      counts=decodes.ones,
-      num_logits=decodes.ones,
-      samples=decodes.samples,
-      token_ids=decodes.token_ids,
-      new_blocks=new_blocks,
-      padded_tokens=padded,
-    )
-
-  def _seal(self, decodes: list[Request], starts: list[int], plan: _Plan, shape: StepShape, padded: int) -> Batch:
-    """Freezes the plan: decodes first, then rows of several tokens."""
-    columns = self._decodes
-    if decodes != columns.requests:
-      columns = self._decodes = Decodes(decodes)
+  def _seal(
+    self, decodes: list[Request], starts: list[int], plan: _Plan, shape: StepShape, padded: int
+  ) -> tuple[Batch, list[Request]]:
+    """Freezes the plan: decodes first, then rows of several tokens. Returns the rows' requests too."""
+    columns = self._steady.columns_of(decodes)
     rows, request_ids, slots = columns.requests, columns.request_ids, columns.slots
     counts = num_logits = columns.ones
     samples, token_ids = columns.samples, columns.token_ids
@@ -360,13 +328,11 @@ class Scheduler:
     step = self._num_steps
     if masks and masks[0][0] < len(decodes):
       self._constrained_step = step
-    self._num_steps = step + 1
-    self._launched[step] = rows
-    self._policy.ran(rows, counts, shape.tokens)
     all_starts = tuple(starts)
-    if rows is columns.requests and len(rows) == len(self._running) and self._may_repeat:
-      columns.planned(all_starts)
-    return Batch(
+    was_alone, columns.alone = columns.alone, not plan.requests
+    if columns.alone and len(rows) == len(self._running) and not (self._looks_at_all or self._num_constrained):
+      self._steady.begin_run(all_starts)
+    batch = Batch(
       step=step,
       shape=shape,
       request_ids=request_ids,
@@ -380,7 +346,9 @@ class Scheduler:
       new_blocks=tuple(plan.new_blocks),
       masks=masks,
       padded_tokens=padded,
+      repeats=was_alone and columns.alone,
     )
+    return batch, rows
 
   def _allowed(self, request: Request, constraint: Constraint) -> bytes:
     """What a constraint allows; one that fails when asked ends its request when the step comes back."""
@@ -412,7 +380,7 @@ class Scheduler:
         continue
       if self._reports_prompt(request):
         count = min(count, plan.logits_left)
-      count = policy.grant(request, count)
+      count = policy.grant_tokens(request, count)
       if not count:
         continue
       count = self._place(request, count, whole=batching.whole_prompts and bool(plan.requests))
@@ -423,7 +391,7 @@ class Scheduler:
       bisect.insort(self._running, request, key=by_rank)
       request.status = RequestStatus.RUNNING
       request.slot = self._slots.pop()
-      self._admission.admitted(now)
+      self._admission.note_admission(now)
       if request.first_scheduled_time is None:
         request.first_scheduled_time = now
         request.num_prompt_cached_tokens = request.num_cached_tokens
@@ -440,7 +408,7 @@ class Scheduler:
         )
       )
       request.num_transferred_tokens, request.transfer = 0, None
-      plan.take(request, count)
+      plan.add_row(request, count)
       taken += count
       plan.tokens_left -= count
       plan.logits_left -= self._num_logits(request, count)
@@ -461,7 +429,7 @@ class Scheduler:
     hits: list[int] = []
     transferred = request.num_transferred_tokens
     if self.config.shares_prefixes and not transferred and not self._reports_prompt(request):
-      hits = pool.match(self._keys.first(request, (known - 1) // block_size))
+      hits = pool.match_blocks(self._keys.first_keys(request, (known - 1) // block_size))
     cached = transferred or len(hits) * block_size
     count = self._batching.piece(known - cached, limit)
     if whole and count < known - cached:
@@ -473,8 +441,8 @@ class Scheduler:
       wanted, held, growth = known, cached + count, len(self._running)
     if -(-wanted // block_size) - len(hits) > pool.num_free - pool.num_idle(hits) - growth:
       return 0
-    pool.share(hits)
-    request.block_table = hits + pool.allocate(-(-held // block_size) - len(hits))
+    pool.share_blocks(hits)
+    request.block_table = hits + pool.allocate_blocks(-(-held // block_size) - len(hits))
     request.num_sent_tokens = known
     request.num_cached_tokens = request.num_computed_tokens = cached
     request.num_published_blocks = len(hits)
@@ -514,7 +482,7 @@ class Scheduler:
       self._preempt(victim)
       if victim is request:
         return 0
-    for block in pool.allocate(min(-(-(count - room) // block_size), pool.num_free)):
+    for block in pool.allocate_blocks(min(-(-(count - room) // block_size), pool.num_free)):
       plan.new_blocks.append((request.slot, len(table), block))
       table.append(block)
     return min(count, len(table) * block_size - request.num_computed_tokens)
@@ -552,7 +520,7 @@ class Scheduler:
 
   # Values: what came back.
 
-  def judge(self, batch: Batch, result: StepResult) -> Verdicts:
+  def judge_tokens(self, batch: Batch, result: StepResult) -> Verdicts:
     """Shows the new tokens of a launched batch to the constraints of their requests; call it once, before `commit`.
 
     Apart from commit(), so that a trace can hold what constraints said, and a replay needs none of them.
@@ -560,44 +528,57 @@ class Scheduler:
     if not batch.masks:
       return NO_VERDICTS
     rows = self._launched[batch.step]
-    done, failed = [], {}
+    done, failed, num_taken = [], {}, {}
     for row, _ in batch.masks:
       request = rows[row]
       constraint = request.constraint
       if constraint is None or request.status is RequestStatus.FINISHED or row in result.bad_rows:
         continue
+      num_drafts = batch.num_drafts[row] if batch.num_drafts else 0
+      tokens = result.tokens_of(row)
+      taken = 0
       try:
-        constraint.accept(result.tokens[row])
-        if constraint.is_done:
-          done.append(row)
+        for token in self._up_to_the_end(request, batch.starts[row] + batch.counts[row] - num_drafts, tokens):
+          constraint.accept(token)
+          taken += 1
+          if constraint.is_done:
+            done.append(row)
+            break
       except ConstraintFailed as error:
         failed[row] = str(error)
       except Exception:  # another's code, which must harm this request alone
         failed[row] = CONSTRAINT_BROKE
-    return Verdicts(frozenset(done), failed)
+      if len(tokens) > 1 and (row in failed or constraint.is_done):
+        num_taken[row] = taken
+    return Verdicts(frozenset(done), failed, num_taken)
 
   def commit(self, batch: Batch, result: StepResult, now: float, verdicts: Verdicts = NO_VERDICTS) -> list[TokenEvent]:
     """Takes in the values of a launched batch: new tokens, endings, blocks to share.
 
-    Rows of requests that ended meanwhile are dropped; rows of requests preempted meanwhile still bring their token.
+    Rows of requests that ended meanwhile are dropped; rows of requests preempted meanwhile still bring their tokens.
     """
-    done, failed = verdicts.done or None, verdicts.failed or None
+    assert not result.row_ends or batch.num_drafts, "several tokens of a row that guessed none"
     rows = self._launched.pop(batch.step)
     seconds = now - max(self._times.pop(batch.step), self._last_commit)
     self._last_commit = now
-    self._policy.measured(batch.shape.tokens, seconds)
-    self._admission.measured(seconds)
+    self._policy.note_step_time(batch.shape.tokens, seconds)
+    self._admission.note_step_time(seconds)
+    events = None
+    if not (verdicts.done or verdicts.failed):
+      events = self._steady.commit_step(rows, batch, result, self._publish if self.config.shares_prefixes else None)
+    return self._commit_rows(rows, batch, result, now, verdicts) if events is None else events
+
+  def _commit_rows(
+    self, rows: list[Request], batch: Batch, result: StepResult, now: float, verdicts: Verdicts
+  ) -> list[TokenEvent]:
+    """Takes in a step request by request."""
+    done, failed, num_taken = verdicts.done or None, verdicts.failed or None, verdicts.num_taken
     block_size, sharing = self.config.block_size, self.config.shares_prefixes
     running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
-    bad_rows, logprobs = result.bad_rows, result.logprobs
-    decodes = self._decodes
-    # Of the latest rows, and none of them has ended since or ends by its length: a step is left that has them all.
-    plain = rows is decodes.requests and decodes.steps_left and not (bad_rows or logprobs or done or failed)
-    if plain and decodes.take(result.tokens):
-      return self._commit_decodes(decodes, batch, result)
+    bad_rows, logprobs, drafts = result.bad_rows, result.logprobs, batch.num_drafts
     events: list[TokenEvent] = []
-    columns = zip(rows, batch.starts, batch.counts, batch.samples, batch.token_ids, result.tokens, strict=True)
-    for row, (request, start, count, samples, inputs, token) in enumerate(columns):
+    columns = zip(rows, batch.starts, batch.counts, batch.samples, batch.token_ids, result.tokens_by_row(), strict=True)
+    for row, (request, start, count, samples, inputs, tokens) in enumerate(columns):
       if request.status is finished:
         continue
       if bad_rows and row in bad_rows:
@@ -611,16 +592,27 @@ class Scheduler:
           )
         )
         continue
-      if failed and row in failed:
-        error = "" if failed[row] == CONSTRAINT_BROKE else GRAMMAR_LIMIT
-        events.append(self._finish(request, FinishReason.ERROR, message=failed[row], error=error))
+      if failed and row in failed and not num_taken.get(row):
+        events.append(self._finish_failed(request, failed[row]))
         continue
-      end = start + count
+      end = start + count  # positions whose KV is right, once guesses are settled
+      entries = logprobs.get(row, ()) if logprobs else ()
+      if not samples:
+        tokens = tokens[:0]  # mean nothing
+      elif drafts and drafts[row]:
+        if request.status is running:
+          request.num_computed_tokens -= drafts[row] + 1 - len(tokens)
+        num_sampled = len(tokens)
+        tokens = self._up_to_the_end(request, end - drafts[row], tokens)[: num_taken.get(row)]
+        end += len(tokens) - 1 - drafts[row]
+        entries = entries[: len(entries) - (num_sampled - len(tokens))]
+      outputs = request.output_token_ids
+      outputs += tokens
       if sharing and (inputs or end % block_size == 0) and request.status is running:
         self._publish(request, end // block_size)
       token_logprobs: tuple[TokenLogprobs, ...] = ()
-      if logprobs and row in logprobs:
-        token_logprobs, prompt_logprobs = self._split_logprobs(request, end, logprobs[row], samples)
+      if entries:
+        token_logprobs, prompt_logprobs = self._split_logprobs(request, end, entries, len(tokens))
         if prompt_logprobs:
           events.append(TokenEvent(request.id, prompt_logprobs=prompt_logprobs))
       if inputs:
@@ -628,45 +620,43 @@ class Scheduler:
           request.num_prompt_logprobs = max(request.num_prompt_logprobs, min(end, request.num_prompt_tokens - 1))
         if not samples:
           continue
-      outputs = request.output_token_ids
-      outputs.append(token)
       request.num_in_flight -= 1
       if request.first_token_time is None:
         request.first_token_time = now
+      token = tokens[-1]  # a row that samples has one
       if token in request.stop_ids:
-        events.append(self._finish(request, FinishReason.STOP, (token,), token_logprobs, stop_token_id=token))
+        events.append(self._finish(request, FinishReason.STOP, tokens, token_logprobs, stop_token_id=token))
       elif done and row in done:
-        events.append(self._finish(request, FinishReason.STOP, (token,), token_logprobs))
+        events.append(self._finish(request, FinishReason.STOP, tokens, token_logprobs))
+      elif failed and row in failed:
+        events.append(self._finish_failed(request, failed[row], tokens, token_logprobs))
       elif end >= request.max_computed_tokens:
-        events.append(self._finish(request, FinishReason.LENGTH, (token,), token_logprobs))
+        events.append(self._finish(request, FinishReason.LENGTH, tokens, token_logprobs))
       else:
-        events.append(_token_event(TokenEvent, (request.id, (token,), token_logprobs, (), None, "", 0, None, "")))
+        events.append(make_event(TokenEvent, (request.id, tokens, token_logprobs, (), None, "", 0, None, "")))
     return events
 
-  def _commit_decodes(self, decodes: Decodes, batch: Batch, result: StepResult) -> list[TokenEvent]:
-    """The rest of `commit` where every row gave a token to a request that goes on."""
-    if self.config.shares_prefixes:
-      block_size = self.config.block_size
-      for row in decodes.beginning(batch.starts, 1, block_size):
-        self._publish(decodes.requests[row], (batch.starts[row] + 1) // block_size)
-    return [
-      _token_event(TokenEvent, (request_id, (token,), (), (), None, "", 0, None, ""))
-      for request_id, token in zip(batch.request_ids, result.tokens, strict=True)
-    ]
+  def _up_to_the_end(self, request: Request, end: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a row's tokens those up to the one that ends the request, if one does; the first follows `end` positions."""
+    tokens = tokens[: request.max_computed_tokens - end + 1]
+    for index, token in enumerate(tokens):
+      if token in request.stop_ids:
+        return tokens[: index + 1]
+    return tokens
 
   def _split_logprobs(
     self,
     request: Request,
     end: int,
     entries: tuple[TokenLogprobs, ...],
-    samples: bool,
+    num_tokens: int,
   ) -> tuple[tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]:
-    """Sorts a row's entries, the last of which belongs to position end - 1: the new token's, the prompt's new ones.
+    """Sorts a row's entries, the last of which belongs to position end - 1: the new tokens', the prompt's new ones.
 
     The entry of position p is about the token at p + 1. A recomputed prompt is reported once only.
     """
     params = request.params
-    token_logprobs = entries[-1:] if samples and params.logprobs is not None else ()
+    token_logprobs = entries[-num_tokens:] if num_tokens and params.logprobs is not None else ()
     if params.prompt_logprobs is None:
       return token_logprobs, ()
     first = end - len(entries)
@@ -675,9 +665,9 @@ class Scheduler:
     return token_logprobs, entries[begin - first : stop - first] if begin < stop else ()
 
   def _publish(self, request: Request, num_blocks: int) -> None:
-    keys = self._keys.first(request, num_blocks)
+    keys = self._keys.first_keys(request, num_blocks)
     for index in range(request.num_published_blocks, num_blocks):
-      self.pool.publish(request.block_table[index], keys[index])
+      self.pool.publish_block(request.block_table[index], keys[index])
     request.num_published_blocks = num_blocks
 
   # Moves between states.
@@ -688,7 +678,7 @@ class Scheduler:
 
   def _take_back(self, request: Request) -> None:
     """Slot and blocks of a request that has left the running list."""
-    self.pool.release(request.block_table)
+    self.pool.release_blocks(request.block_table)
     self._slots.append(request.slot)
     request.block_table = []
     request.slot = -1
@@ -706,14 +696,14 @@ class Scheduler:
   ) -> TokenEvent:
     """The one ending of a request."""
     if request.status is RequestStatus.RUNNING:
-      self._decodes.stop()
+      self._steady.stop_run()
       request.final_blocks = tuple(request.block_table)
       self._running.remove(request)
       self._take_back(request)
     else:
       self._waiting.remove(request)
     request.status = RequestStatus.FINISHED
-    self._policy.ended(request)
+    self._policy.note_ending(request)
     request.finish_reason = reason
     request.leader = None
     self._ended.append(request)
@@ -723,36 +713,13 @@ class Scheduler:
       request.id, token_ids, logprobs, (), reason, message, request.num_prompt_cached_tokens, stop_token_id, error
     )
 
-  # For tests.
-
-  def check(self) -> None:
-    """Asserts the invariants between steps; for tests and for an idle engine."""
-    self.settle()
-    self.pool.check([request.block_table for request in self._running])
-    live = [*self._waiting, *self._running]
-    assert {request.id: request for request in live} == self._requests, "a live request is in no queue, or in two"
-    assert len(live) == len(self._requests), "a request is queued twice"
-    self._waiting.check()
-    assert all(a.rank < b.rank for a, b in itertools.pairwise(self._running)), "the running are out of order"
-    slots = self._slots + [request.slot for request in self._running]
-    assert sorted(slots) == list(range(self.config.max_num_seqs)), "slots were lost or shared"
-    constrained = sum(request.constraint is not None for request in live)
-    assert self._num_constrained == constrained, "constrained requests are miscounted"
-    in_flight = [request for rows in self._launched.values() for request in rows]
-    for request in self._requests.values():
-      assert 0 <= request.num_in_flight <= in_flight.count(request), f"{request.id!r} awaits values nobody computes"
-    for request in self._waiting:
-      assert request.status is RequestStatus.WAITING and not request.block_table, f"{request.id!r} waits with blocks"
-      counts = request.num_computed_tokens, request.num_cached_tokens, request.num_sent_tokens
-      assert counts == (0, 0, 0), f"{request.id!r} waits, but not from its beginning"
-    for request in self._running:
-      assert request.status is RequestStatus.RUNNING
-      held = len(request.block_table) * self.config.block_size
-      assert request.num_computed_tokens <= held, f"{request.id!r} computed past its blocks"
-      spare = held - request.num_computed_tokens
-      assert self._batching.reserves or spare < self.config.block_size, f"{request.id!r} holds a block too many"
-      assert request.num_published_blocks * self.config.block_size <= request.num_computed_tokens
-
-
-# The class's own __new__ is a Python function; a step makes hundreds.
-_token_event = tuple.__new__
+  def _finish_failed(
+    self,
+    request: Request,
+    text: str,
+    token_ids: tuple[int, ...] = (),
+    logprobs: tuple[TokenLogprobs, ...] = (),
+  ) -> TokenEvent:
+    """The ending of a request whose constraint cannot go on, after the tokens that it took."""
+    error = "" if text == CONSTRAINT_BROKE else GRAMMAR_LIMIT
+    return self._finish(request, FinishReason.ERROR, token_ids, logprobs, text, error=error)

@@ -11,12 +11,12 @@ from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.request import Request, RequestStatus
 from engine.scheduler import Scheduler
-from engine.waiting import WaitingQueue
+from engine.waiting_queue import WaitingQueue
 
 
-def state_of(scheduler: Scheduler) -> dict:
-  """Everything that later decisions depend on, as plain JSON values; restore() is its inverse."""
-  scheduler.settle()
+def scheduler_state(scheduler: Scheduler) -> dict:
+  """Everything that later decisions depend on, as plain JSON values; restore_scheduler() is its inverse."""
+  scheduler.settle_counts()
   ended = {
     id(request): request
     for rows in scheduler._launched.values()
@@ -46,8 +46,8 @@ def state_of(scheduler: Scheduler) -> dict:
   }
 
 
-def restore(state: dict) -> Scheduler:
-  """A scheduler that will decide as the one whose state_of() this is."""
+def restore_scheduler(state: dict) -> Scheduler:
+  """A scheduler that will decide as the one whose scheduler_state() this is."""
   config: dict[str, Any] = {
     name: tuple(value) if isinstance(value, list) else value for name, value in state["config"].items()
   }
@@ -63,7 +63,7 @@ def restore(state: dict) -> Scheduler:
   scheduler._slots = state["slots"]
   scheduler.pool = BlockPool.from_state(state["pool"])
   scheduler._batching = make_batching(scheduler.config, state["batching"])
-  scheduler._policy.restore(state["policy"])
+  scheduler._policy.restore_state(state["policy"])
   scheduler._constrained_step = state.get("constrained_step", -1)
   scheduler._num_constrained = sum(request.constraint is not None for request in live.values())
   scheduler._times = dict(state["times"])

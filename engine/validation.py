@@ -8,6 +8,8 @@ from engine.request import Request
 def validate_request(config: EngineConfig, request: Request) -> None:
   """Refuses what can never be served, before anything is allocated. Safe on any thread.
 
+  A RequestTooLong says "maximum context length is N tokens": clients look for these words before they shorten a chat.
+
   Raises:
     InvalidRequest: a prompt that is empty or holds ids outside the vocabulary, sampling values out of range, or values
       that contradict each other.
@@ -15,26 +17,30 @@ def validate_request(config: EngineConfig, request: Request) -> None:
   """
   prompt = request.prompt_token_ids
   if len(prompt) < 1:
-    raise InvalidRequest("the prompt is empty; send at least one token")
+    raise InvalidRequest("is empty; send at least one token", field="prompt")
   request.params.validate(config.vocab_size)
   if request.constraint is not None and request.params.allowed_token_ids is not None:
     raise InvalidRequest(
-      "allowed_token_ids is not allowed together with an output constraint, which might then allow no token at all: "
-      "leave one of them out"
+      "is not allowed together with an output constraint, which might then allow no token at all: "
+      "leave one of them out",
+      field="allowed_token_ids",
     )
   total = len(prompt) + request.params.max_tokens
   if total > config.max_model_len:
     raise RequestTooLong(
-      f"prompt of {len(prompt)} tokens plus max_tokens={request.params.max_tokens} is {total}, but "
-      f"the model takes {config.max_model_len}; shorten the prompt or lower max_tokens"
+      f"of {len(prompt)} tokens plus max_tokens={request.params.max_tokens} is {total}, but "
+      f"the maximum context length is {config.max_model_len} tokens; shorten the prompt or lower max_tokens",
+      field="prompt",
     )
   if total > config.pool_tokens:
     raise RequestTooLong(
-      f"prompt of {len(prompt)} tokens plus max_tokens={request.params.max_tokens} is {total}, but "
-      f"the KV pool holds {config.pool_tokens}; lower max_tokens or serve with a larger pool"
+      f"of {len(prompt)} tokens plus max_tokens={request.params.max_tokens} is {total}, but "
+      f"the maximum context length is {config.pool_tokens} tokens, which the KV pool holds; lower max_tokens or serve "
+      "with a larger pool (--kv_cache_mb, --num_blocks)",
+      field="prompt",
     )
   if min(prompt) < 0 or max(prompt) >= config.vocab_size:
     bad = next(token for token in prompt if not 0 <= token < config.vocab_size)
     raise InvalidRequest(
-      f"prompt token id {bad} is not in the vocabulary; ids of this model are 0 to {config.vocab_size - 1}"
+      f"token id {bad} is not in the vocabulary; ids of this model are 0 to {config.vocab_size - 1}", field="prompt"
     )

@@ -1,7 +1,7 @@
 """How a layer reaches past tokens: paged attention in serving, dense in training. No batch is planned here.
 
-An `attend` takes the projections of a layer as one array, before rotary embedding: on a GPU one kernel rotates and
-stores them. It is static in the compiled layer, so equal arguments must give the same function object.
+An `attend` takes a layer's declaration and its projections as one array, before rotary embedding: on a GPU one kernel
+rotates and stores them. It is static in the compiled layer, so equal arguments must give the same function object.
 """
 
 from collections.abc import Callable
@@ -9,10 +9,15 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 
+from models.config import LayerAttention
 from models.layers import rotate
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
+
+# A step's attention of every group of layers, in the order of ModelConfig.groups.
+PagedGroups = tuple[tuple[LayerAttention, PagedAttention], ...]
 
 
 @jax.tree_util.register_dataclass
@@ -21,28 +26,31 @@ class AttentionMeta:
   """What serving's attention needs to know of a step.
 
   Attributes:
-    ragged: the rows.
+    ragged: the rows, with what the layers of each group share; in the order of the groups.
     slot_mapping: int32[T], where each token's key and value are stored (see `api.write_kv`).
   """
 
-  ragged: RaggedMeta
+  ragged: tuple[RaggedMeta, ...]
   slot_mapping: jax.Array
 
 
 @functools.cache
-def paged_attend(attention: PagedAttention) -> Callable:
+def paged_attend(groups: PagedGroups) -> Callable:
   """Serving's `attend`: stores this step's keys and values, then attends over the rows' pages."""
+  number = {declared: index for index, (declared, _) in enumerate(groups)}
 
-  def attend(qkv, cos, sin, cache, meta: AttentionMeta):  # qkv [T, K, G + 2, H] -> [T, N, H], cache
+  def attend(declared: LayerAttention, qkv, cos, sin, cache, meta: AttentionMeta):
+    """qkv [T, K, G + 2, H] -> [T, N, H], cache."""
+    attention, ragged = groups[number[declared]][1], meta.ragged[number[declared]]
     if attention.fused:
-      return attention.attend(qkv, cos, sin, cache, meta.ragged, meta.slot_mapping)
+      return attention.attend(qkv, cos, sin, cache, ragged, meta.slot_mapping)
     q, k, v = rotate(qkv, cos, sin)
     cache = api.write_kv(cache, k, v, meta.slot_mapping, attention.implementation)
     invariant = {"invariant": True} if attention.geometry.invariant else {}
     out = api.ragged_paged_attention(
       q,
       cache,
-      meta.ragged,
+      ragged,
       scale=attention.scale,
       sliding_window=attention.geometry.sliding_window,
       soft_cap=attention.soft_cap,
@@ -54,15 +62,28 @@ def paged_attend(attention: PagedAttention) -> Callable:
   return attend
 
 
-@functools.cache
-def dense_causal_attend(sliding_window: int | None = None) -> Callable:
-  """Training's and parity's `attend`: whole sequences [B, T], no cache (pass None), differentiable."""
+def dense_causal_attend(declared: LayerAttention, qkv, cos, sin, cache, meta):
+  """Training's and parity's `attend`: whole sequences [B, T], no cache (pass None), differentiable.
 
-  def attend(qkv, cos, sin, cache, meta):  # qkv [B, T, K, G + 2, H] -> [B, T, N, H], cache
-    del meta
-    q, k, v = rotate(qkv, cos, sin)
-    return jax.nn.dot_product_attention(
-      q, k, v, is_causal=True, local_window_size=None if sliding_window is None else (sliding_window - 1, 0)
-    ), cache
+  qkv [B, T, K, G + 2, H] -> [B, T, N, H], cache.
+  """
+  del meta
+  q, k, v = rotate(qkv, cos, sin)
+  if declared.soft_cap is not None:
+    return _soft_capped(declared, q, k, v), cache
+  window = None if declared.window is None else (declared.window - 1, 0)
+  return jax.nn.dot_product_attention(q, k, v, scale=declared.scale, is_causal=True, local_window_size=window), cache
 
-  return attend
+
+def _soft_capped(declared: LayerAttention, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+  """jax.nn.dot_product_attention, which has no soft cap, with one: q [B, T, N, H], k and v [B, T, K, H]."""
+  batch, length, heads, size = q.shape
+  q = q.reshape(batch, length, declared.num_kv_heads, declared.group_size, size)
+  scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * declared.scale
+  assert declared.soft_cap is not None
+  scores = declared.soft_cap * jnp.tanh(scores / declared.soft_cap)
+  back = jnp.arange(length, dtype=jnp.int32)[:, None] - jnp.arange(length, dtype=jnp.int32)[None, :]
+  seen = back >= 0 if declared.window is None else (back >= 0) & (back < declared.window)
+  seen = jnp.broadcast_to(seen, scores.shape)
+  weights = jax.nn.softmax(jnp.where(seen, scores, jnp.full_like(scores, -1e30)), axis=-1).astype(v.dtype)
+  return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(batch, length, heads, size)

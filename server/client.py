@@ -226,7 +226,7 @@ class Client:
     Raises:
       OSError: a file cannot be read.
     """
-    # The second for a server in this process; see Connections.
+    # The second for a server in this process; see ConnectionWatch.
     options = (("grpc.max_receive_message_length", max_message_bytes), ("grpc.enable_channelz", 0))
     api_key = os.environ.get("SLUICE_API_KEY") if api_key is None else api_key
     self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()

@@ -1,6 +1,14 @@
-"""Errors that only a server can have; `server.status` turns these and the engine's into gRPC statuses. No gRPC here."""
+"""Errors that only a server can have. `server.rpc.grpc_status` turns these and the engine's into gRPC statuses.
+
+No gRPC here.
+"""
 
 from engine.errors import EngineError, InvalidRequest, Overloaded, Unavailable
+
+# gRPC's details travel in trailers, of which clients take 8 KiB; grpc-message escapes a byte as three.
+_MAX_MESSAGE_BYTES = 1024
+# What a client of a server that goes down is told: by then another one should have taken its place.
+_DOWN_RETRY_S = 5.0
 
 
 class MalformedRequest(InvalidRequest):
@@ -133,3 +141,18 @@ class EngineDead(Unavailable):
   """The engine has failed; the process is about to exit."""
 
   reason = "ENGINE_DEAD"
+
+
+def seconds_to_retry(error: Exception) -> float | None:
+  """When the same server, or one in its place, may take the request; None where sending it again is of no use."""
+  if isinstance(error, Overloaded | Starting):
+    return error.retry_after_s
+  return _DOWN_RETRY_S if isinstance(error, Unavailable) else None
+
+
+def shorten_message(message: str) -> str:
+  """A message as long as clients can take."""
+  raw = message.encode("utf-8", "replace")
+  if len(raw) <= _MAX_MESSAGE_BYTES:
+    return message
+  return raw[: _MAX_MESSAGE_BYTES - 3].decode("utf-8", "ignore") + "..."

@@ -18,39 +18,38 @@ import threading
 from typing import Any
 
 from absl import app
-from absl.flags import adopt_module_key_flags
 import uvloop
 
-from engine.checked import CheckedEngine
-from engine.disaggregated import AnyEngine
+from engine.config import EngineConfig
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError, EngineError
-from engine.fake_build import build_fake
-from engine.faults import FaultPlan, Injector, inject_engine
-from server import descriptors, flags, logs, memory, tracing, watchdog
-from server.admin import AdminActions
+from server import flags
 from server.errors import NotConfigured, Starting
-from server.faults import inject_front_end, load_plan
-from server.frontends import Frontends, TextOptions
-from server.generation import Generations
-from server.host import Host, HostOptions
-from server.port import LocalEngine
-from server.service import Backend, server_version
-from server.tokenizer import Tokenizer
+from server.flags import ProgramSettings
+from server.generation.engine_client import LocalEngine
+from server.generation.generations import Generations
+from server.generation.sampling_defaults import FILE, SamplingDefaults, describe_defaults, read_sampling_defaults
+from server.generation.serving_state import Backend
+from server.lifecycle import watchdog
+from server.lifecycle.composition import Composition
+from server.lifecycle.front_end_group import FrontEndGroup, TextOptions
+from server.lifecycle.host import Host, HostOptions
+from server.rpc.admin_service import AdminActions
+from server.security import descriptor_limit, memory_limit
+from server.telemetry import log_lines, tracing
+from server.text.tokenizer import Tokenizer
+from server.version import server_version
 
-_NO_FAULTS = '{"faults": []}'
 # Reading a tokenizer keeps everything else from running; what takes longer is not one.
 _TOKENIZER_LIMIT_S = 120.0
 
-# --help and --helpfull tell a program's own flags from those of the libraries by the module it runs.
-adopt_module_key_flags(flags)
-_LINES = logs.Lines()
+_LINES = log_lines.Lines()
 _say = _LINES.say
 
 
-def _parse(argv: Sequence[str]) -> list[str]:
+def _parse(argv: Sequence[str], program: str = "server.main") -> list[str]:
   try:
-    return flags.parse(argv)
+    return flags.parse_flags(argv, program)
   except ConfigError as error:
     _say(f"error: {error}")
     sys.exit(2)
@@ -64,7 +63,7 @@ class _Trace:
   """The step trace's switch."""
 
   def __init__(self, path: str):
-    self.engine: AnyEngine | None = None
+    self.engine: Engine | None = None
     self._path = path
     self._on = False
 
@@ -120,68 +119,98 @@ def _start_thread(work: Callable[[], Any]) -> asyncio.Future:
   return future
 
 
-def _build(settings: dict[str, Any], emit: Emit, engine_class: type[Engine], injector: Injector | None):
+def _build(program: ProgramSettings, emit: Emit, composition: Composition):
   """The engine and the tokenizer, if the model has one."""
-  if injector is not None:
-    injector.hit("load")
-  if flags.FAKE_DEVICE.value:
-    step_s = flags.FAKE_STEP_MS.value / 1000
-    return build_fake(flags.MODEL.value, settings, step_s, emit, engine_class=engine_class), _load_tokenizer()
+  composition.before_load()
+  engine_class = composition.engine_class
+  settings = flags.engine_setting_values()
+  if program.fake_device:
+    from extensions.fake_device.build import build_fake
+
+    step_s = program.fake_step_ms / 1000
+    return build_fake(program.model, settings, step_s, emit, engine_class=engine_class), _load_tokenizer(program)
   # Here and not above: JAX takes seconds to import, and a bad flag should not have to wait for it.
-  from engine.device.build import build as build_engine
   from engine.device.options import BuildOptions
+  from extensions.disaggregated.build import build_any
 
   # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
-  tokenizer = _load_tokenizer()
+  tokenizer = _load_tokenizer(program)
   num_token_ids = tokenizer.num_token_ids if tokenizer is not None else 0
-  options = BuildOptions(model_dir=flags.MODEL.value, num_token_ids=num_token_ids, **settings)
-  return build_engine(options, _progress, emit, engine_class=engine_class), tokenizer
+  options = BuildOptions(program.model, num_token_ids=num_token_ids, **settings)
+  source = None
+  if program.executable_bundle:
+    from extensions.executable_bundle.bundle import Bundle
+
+    source = Bundle(program.executable_bundle, options.batching)
+  return build_any(options, _progress, emit, engine_class=engine_class, source=source), tokenizer
 
 
-def _load_tokenizer() -> Tokenizer | None:
-  folder = pathlib.Path(flags.MODEL.value)
+def _load_tokenizer(program: ProgramSettings) -> Tokenizer | None:
+  folder = pathlib.Path(program.model)
   if not (folder / "tokenizer.json").is_file():
     return None
   _say(f"reading {folder / 'tokenizer.json'}")
-  with watchdog.at_most(_TOKENIZER_LIMIT_S):
-    return Tokenizer(folder, max_prompt_bytes=flags.MAX_PROMPT_BYTES.value)
+  with watchdog.limit_seconds(_TOKENIZER_LIMIT_S):
+    tokenizer = Tokenizer(folder, max_prompt_bytes=program.max_prompt_bytes)
+  if tokenizer.chat_template_error:
+    _say(f"warning: no chats are served: {' '.join(tokenizer.chat_template_error.split())}")
+  return tokenizer
 
 
-def _make_host(options: HostOptions, admin: AdminActions) -> Host | Frontends:
-  if not flags.FRONTEND_PROCESSES.value:
-    return Host(options, admin, may_exit=True)
+def _sampling_defaults(program: ProgramSettings) -> SamplingDefaults:
+  """The model's own, unless they are not wanted."""
+  if program.generation_config == "none":
+    return {}
+  defaults = read_sampling_defaults(pathlib.Path(program.model))
+  if defaults:
+    _say(f"sampling defaults of {FILE}: {describe_defaults(defaults)} (--generation_config=none leaves them out)")
+  return defaults
+
+
+def _make_host(
+  program: ProgramSettings,
+  options: HostOptions,
+  admin: AdminActions,
+  defaults: SamplingDefaults,
+  composition: Composition,
+) -> Host | FrontEndGroup:
+  if not program.frontend_processes:
+    return Host(options, admin, may_exit=True, composition=composition)
   texts = TextOptions(
-    model_dir=flags.MODEL.value,
-    max_prompt_bytes=flags.MAX_PROMPT_BYTES.value,
-    otlp_endpoint=flags.OTLP_ENDPOINT.value,
-    log_format=flags.LOG_FORMAT.value,
+    model_dir=program.model,
+    max_prompt_bytes=program.max_prompt_bytes,
+    otlp_endpoint=program.otlp_endpoint,
+    log_format=program.log_format,
+    defaults=defaults,
   )
-  return Frontends(flags.FRONTEND_PROCESSES.value, options, texts, admin, may_exit=True)
+  return FrontEndGroup(program.frontend_processes, options, texts, admin, may_exit=True, composition=composition)
 
 
-async def _serve() -> int:
+async def _serve(composition: Composition) -> int:
   """From flags to exit code."""
-  trace = _Trace(flags.TRACE_FILE.value)
+  program = flags.read_settings(ProgramSettings)
+  trace = _Trace(program.trace_file)
   options = flags.host_options()
-  plan = flags.fault_plan()
-  injector = None if plan is None else Injector(load_plan(plan))
-  set_faults = None if injector is None else lambda text: injector.replace(FaultPlan.parse(text or _NO_FAULTS))
-  processes = flags.FRONTEND_PROCESSES.value
-  descriptors.check(options.share(processes) if processes else options, descriptors.raise_limit())
-  host = _make_host(options, AdminActions(flags=flags.configuration, set_trace=trace.set, set_faults=set_faults))
+  processes = program.frontend_processes
+  descriptor_limit.check_descriptor_limit(
+    options.share(processes) if processes else options, descriptor_limit.raise_descriptor_limit()
+  )
+  served: EngineConfig | None = None  # once the model is loaded
+  defaults = _sampling_defaults(program)
+  actions = AdminActions(flags=lambda: flags.configuration_lines(served), set_trace=trace.set)
+  host = _make_host(program, options, actions, defaults, composition)
   watchdog.watch_threads(host.fail)
-  settings = flags.build_settings()
-  if flags.OTLP_ENDPOINT.value:
-    tracing.check(flags.OTLP_ENDPOINT.value)
-  for port_file in (flags.PORT_FILE.value, flags.HTTP_PORT_FILE.value):
+  if program.otlp_endpoint:
+    tracing.check_otlp_endpoint(program.otlp_endpoint)
+  for port_file in (program.port_file, program.http_port_file):
     if port_file:
       _check_port_file(pathlib.Path(port_file))
   loop = asyncio.get_running_loop()
   for number in (signal.SIGTERM, signal.SIGINT):
     loop.add_signal_handler(number, host.request_stop)
-  port = await host.start()
+  port = await host.start_listening()
   address = f"{options.host}:{port}"
-  _say(f"listening on {address}, loading {flags.MODEL.value}")
+  _say(f"listening on {address}, loading {program.model}")
   if host.http_port >= 0:
     _say(f"HTTP on {options.http_host or options.host}:{host.http_port}")
   if host.metrics_port >= 0:
@@ -190,13 +219,10 @@ async def _serve() -> int:
     _say(f"admin service on {options.admin_host}:{host.admin_port}")
   stopped = asyncio.create_task(host.wait_stopped())
 
-  engine_class = CheckedEngine if options.debug_invariants else Engine
-  building = _start_thread(lambda: _build(settings, host.emit, engine_class, injector))
+  building = _start_thread(lambda: _build(program, host.emit, composition))
   await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
   if stopped.done():
     # A compilation cannot be interrupted, and taking down the interpreter under it may crash.
-    if isinstance(host.failure, ConfigError):  # of a front end, which found out first
-      _say(f"error: {' '.join(str(host.failure).split())}")
     _say("stopped while starting")
     os._exit(stopped.result())
   try:
@@ -205,13 +231,10 @@ async def _serve() -> int:
     host.request_stop()
     await stopped
     raise
-  name = flags.SERVED_MODEL_NAME.value or built.model_name
+  name = program.served_model_name or built.model_name
   engine = LocalEngine(built.engine, lambda: built.runner.compiles_after_ready)
-  trace.engine = built.engine
-  if injector is not None:
-    inject_engine(built.engine, injector)
-    _say("warning: faults are injected (--enable_fault_injection)")
-  if flags.TRACE_FILE.value and flags.TRACE_AT_START.value:
+  trace.engine, served = built.engine, built.config
+  if program.trace_file and program.trace_at_start:
     trace.toggle()
   loop.add_signal_handler(signal.SIGUSR1, trace.toggle)
   # What the start has made stays: the collector need not look at it again while requests wait.
@@ -219,14 +242,12 @@ async def _serve() -> int:
   gc.freeze()
   gc.enable()
   tracer = None
-  if isinstance(host, Frontends):
+  if isinstance(host, FrontEndGroup):
     await host.serve(engine, model=name, tokenizer=tokenizer, load_s=built.load_s, warmup_s=built.warmup_s)
   else:
-    if flags.OTLP_ENDPOINT.value:
-      tracer = tracing.Tracer(flags.OTLP_ENDPOINT.value, name, server_version())
+    if program.otlp_endpoint:
+      tracer = tracing.Tracer(program.otlp_endpoint, name, server_version())
     generations = Generations(engine, tokenizer, tracer=tracer)
-    if injector is not None:
-      inject_front_end(generations, tokenizer, injector)
     await host.serve(
       Backend(
         model=name,
@@ -235,19 +256,28 @@ async def _serve() -> int:
         generations=generations,
         load_s=built.load_s,
         warmup_s=built.warmup_s,
+        defaults=defaults,
       )
     )
-  if flags.HTTP_PORT_FILE.value and host.http_port >= 0:
-    _write_whole(pathlib.Path(flags.HTTP_PORT_FILE.value), f"{host.http_port}\n")
-  if flags.PORT_FILE.value:
-    _write_whole(pathlib.Path(flags.PORT_FILE.value), f"{port}\n")
+  if program.http_port_file and host.http_port >= 0:
+    _write_whole(pathlib.Path(program.http_port_file), f"{host.http_port}\n")
+  if program.port_file:
+    _write_whole(pathlib.Path(program.port_file), f"{port}\n")
   config = built.config
   _say(
     f"model {name}: {config.vocab_size} tokens, length {config.max_model_len}, "
-    f"{'with' if tokenizer else 'without'} tokenizer; KV {config.num_blocks} blocks of {config.block_size}; "
+    f"{'with' if tokenizer else 'without'} tokenizer; KV {config.num_blocks} blocks of {config.block_size}; steps of "
+    f"{', '.join(map(str, config.token_budgets))} tokens; "
     f"attention {built.attention}, matmul {built.matmul}, quantization {built.quantization}; "
     f"loaded in {built.load_s:.1f} s, compiled in {built.warmup_s:.1f} s"
   )
+  if built.lowered:
+    _say(f"note: {built.lowered}")
+  for warning in built.warnings:
+    _say(f"warning: {warning}")
+  _say(built.ladder.reason)
+  if narrowness := flags.describe_narrowness(config.max_num_seqs):
+    _say(f"note: {narrowness}")
   for reason in built.fallbacks:
     _say(f"note: {reason}; slower than it could be")
   if built.deterministic:
@@ -278,23 +308,21 @@ def _write_whole(path: pathlib.Path, text: str) -> None:
   part.replace(path)
 
 
-def _main(argv: Sequence[str]) -> int:
+def _main(argv: Sequence[str], compose: Callable[[], Composition] = Composition) -> int:
   if len(argv) > 1:
     _say(f"error: unexpected argument {argv[1]!r}; flags are written --name=value, and --help lists them")
     return 2
   # How long the engine's thread may wait for the interpreter while the loop's writes messages. The default, 5 ms, is
   # more than a step of a small model takes; with 64 streams this gave about 10 % more tokens a second.
   sys.setswitchinterval(0.0005)
-  memory.few_arenas()
+  memory_limit.limit_malloc_arenas()
   gc.disable()  # until the server is ready: what is imported and traced is not garbage
-  _LINES.set_up(flags.LOG_FORMAT.value)
-  _say("configuration:\n" + "\n".join(f"  {line}" for line in flags.configuration()))
-  if exposure := flags.exposure():
+  _LINES.set_up(flags.read_settings(ProgramSettings).log_format)
+  _say("configuration:\n" + "\n".join(f"  {line}" for line in flags.configuration_lines()))
+  if exposure := flags.describe_exposure():
     _say(f"warning: {exposure}")
-  if narrowness := flags.narrowness():
-    _say(f"note: {narrowness}")
   try:
-    return asyncio.run(_serve(), loop_factory=uvloop.new_event_loop)
+    return asyncio.run(_serve(compose()), loop_factory=uvloop.new_event_loop)
   except EngineError as error:
     _say(f"error: {' '.join(str(error).split())}")
     return 1
@@ -309,9 +337,14 @@ def _main(argv: Sequence[str]) -> int:
     threading.excepthook = threading.__excepthook__  # lets the host go, while it still can
 
 
-def main() -> None:
-  """Entry point; ends the process."""
-  app.run(_main, flags_parser=_parse)
+def main(compose: Callable[[], Composition] = Composition, program: str = "server.main") -> None:
+  """Entry point; ends the process.
+
+  Args:
+    compose: what a program of its own adds to the server, made when the flags are read. May raise ConfigError.
+    program: that program's module, for its help.
+  """
+  app.run(lambda argv: _main(argv, compose), flags_parser=lambda argv: _parse(argv, program))
 
 
 if __name__ == "__main__":

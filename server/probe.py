@@ -16,7 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
-def ask(target: str, service: str, timeout_s: float, credentials: grpc.ChannelCredentials | None = None) -> str:
+def ask_health(target: str, service: str, timeout_s: float, credentials: grpc.ChannelCredentials | None = None) -> str:
   """One question. Returns "SERVING", or why it is not."""
   # A proxy of the environment is for others than this machine's own server.
   options = (("grpc.enable_http_proxy", 0),)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
       parser.error(f"{error.filename}: {error.strerror}")
     credentials = grpc.ssl_channel_credentials(ca, key, cert)
-  answer = ask(args.target, args.service, args.timeout_s, credentials)
+  answer = ask_health(args.target, args.service, args.timeout_s, credentials)
   if answer != "SERVING":
     print(f"{args.service or 'server'} at {args.target}: {answer}", file=sys.stderr)
   return 0 if answer == "SERVING" else 1

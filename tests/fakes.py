@@ -1,6 +1,7 @@
 """Settings, a clock, a constraint and an oracle for the pure engine's tests, and a fake device that checks each Batch.
 
-The device itself is engine/fake_device.py: there a wrong page changes tokens; here it fails the test at once.
+The device itself is extensions/fake_device/device.py: there a wrong page changes tokens; here it fails the test at
+once.
 """
 
 from collections.abc import Mapping
@@ -10,8 +11,8 @@ import itertools
 from engine.batch import Admission, Batch, TokenLogprobs
 from engine.config import EngineConfig
 from engine.constraint import ConstraintFailed
-from engine.fake_device import NAN, ROOT, FakeDevice, Launched, Slot, follow, logprob, run_alone
 from engine.request import FinishReason, Request
+from extensions.fake_device.device import NAN, ROOT, FakeDevice, FakeLaunched, Slot, follow_token, logprob, run_alone
 
 
 def tokens_of(mask: bytes) -> list[int]:
@@ -68,15 +69,28 @@ class FakeRunner(FakeDevice):
       self.poisoned = poisoned
     self.shapes: set = set()
     self.num_steps = 0
+    self._latest: Batch | None = None
     self._writers: dict[tuple[int, int], int] = {}  # of the step that runs: (block, offset) -> row
     self._planted: set[int] = set()  # pages of NaN whose owner has not read them yet
     self._nan_slots: set[Slot] = set()  # those owners
 
-  def launch(self, batch: Batch) -> Launched:
+  def launch(self, batch: Batch) -> FakeLaunched:
     assert batch.step == self.num_steps, f"step {batch.step} launched after {self.num_steps - 1}"
     self.num_steps += 1
     self.shapes.add(batch.shape)
+    assert batch.repeats == self._is_repetition(batch), "repeats the step before, or does not, and says otherwise"
+    self._latest = batch
     return super().launch(batch)
+
+  def _is_repetition(self, batch: Batch) -> bool:
+    """Whether it is the latest batch a position on, and nothing but decodes."""
+    latest = self._latest
+    return (
+      latest is not None
+      and not (any(batch.token_ids) or any(latest.token_ids) or batch.admissions)
+      and (batch.shape, batch.slots, batch.request_ids) == (latest.shape, latest.slots, latest.request_ids)
+      and batch.starts == tuple(start + 1 for start in latest.starts)
+    )
 
   def _admit(self, batch: Batch) -> None:
     config = self.config
@@ -88,11 +102,13 @@ class FakeRunner(FakeDevice):
       batch.num_logits,
       batch.samples,
       batch.token_ids,
+      batch.num_drafts or batch.slots,
     ):
       assert len(column) == num_rows, "columns differ in length"
     assert len(set(batch.slots)) == num_rows == len(set(batch.request_ids)), "a request has two rows"
     assert 1 <= sum(batch.counts) <= batch.shape.tokens, "more tokens than the rung holds"
-    assert num_rows <= batch.shape.rows and sum(batch.num_logits) <= batch.shape.rows, "more rows than the rung holds"
+    assert num_rows <= batch.shape.rows, "more rows than the rung holds"
+    assert sum(batch.num_logits) <= batch.shape.logits, "more logit rows than the rung holds"
     admitted = {admission.slot for admission in batch.admissions}
     assert len(admitted) == len(batch.admissions) and admitted <= set(batch.slots), "admitted without a row"
     for admission in batch.admissions:
@@ -114,18 +130,22 @@ class FakeRunner(FakeDevice):
   def _make_slot(self, admission: Admission) -> Slot:
     return _CheckedSlot(admission)
 
-  def _run_row(self, batch: Batch, row: int, slot: Slot, masks: Mapping[int, bytes], bad_rows, logprobs) -> int:
+  def _run_row(self, batch: Batch, row: int, slot: Slot, masks: Mapping[int, bytes], bad_rows, logprobs) -> list[int]:
     assert isinstance(slot, _CheckedSlot)
     block_size = self.config.block_size
     start, count = batch.starts[row], batch.counts[row]
     assert count >= 1, "a row without tokens"
     assert 0 <= batch.num_logits[row] <= count
+    drafts = batch.num_drafts[row] if batch.num_drafts else 0
+    known = start + count - drafts
+    assert not drafts or batch.samples[row] and batch.num_logits[row] > drafts, "guesses that nobody verifies"
     if batch.token_ids[row]:
-      assert list(batch.token_ids[row]) == slot.token_ids[start : start + count], "input tokens are not the request's"
+      inputs = list(batch.token_ids[row][: count - drafts])
+      assert inputs == slot.token_ids[start:known], "input tokens are not the request's"
     else:
       assert count == 1 and start == len(slot.token_ids) - 1, f"position {start} is not the last"
       assert start >= slot.admission.num_prompt_tokens, "last_tokens holds no prompt token"
-    assert batch.samples[row] == (start + count == len(slot.token_ids)), "samples in the middle, or not at the end"
+    assert batch.samples[row] == (known == len(slot.token_ids)), "samples in the middle, or not at the end"
     assert (start + count - 1) // block_size < len(slot.table), "the block table is too short"
     for position in range(start, start + count):
       block = slot.table[position // block_size]
@@ -136,10 +156,10 @@ class FakeRunner(FakeDevice):
     wants_mask = slot.admission.constrained and batch.samples[row]
     assert (row in masks) == wants_mask, "a mask is missing, or nobody asked for it"
     self._check_pages(slot, start, self.poisoned.get(batch.request_ids[row], -1))
-    token = super()._run_row(batch, row, slot, masks, bad_rows, logprobs)
+    tokens = super()._run_row(batch, row, slot, masks, bad_rows, logprobs)
     if batch.samples[row]:
-      slot.token_ids.append(token)
-    return token
+      slot.token_ids += tokens
+    return tokens
 
   def _check_pages(self, slot: "_CheckedSlot", start: int, bad_position: int) -> None:
     """Every position attends to all before it: each page must hold what the request's own tokens make of it."""
@@ -169,7 +189,7 @@ class _CheckedSlot(Slot):
     """What `position` must hold; remembered, since the same positions are read at every step."""
     while len(self._chain) <= position:
       before = self._chain[-1] if self._chain else ROOT
-      self._chain.append(follow(before, self.token_ids[len(self._chain)]))
+      self._chain.append(follow_token(before, self.token_ids[len(self._chain)]))
     return self._chain[position]
 
 
@@ -201,11 +221,11 @@ def oracle(config: EngineConfig, request: Request) -> tuple[tuple[int, ...], Fin
   )
 
 
-def oracle_prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
+def oracle_prompt_logprobs(config: EngineConfig, request: Request) -> tuple[TokenLogprobs, ...]:
   """The log probabilities of prompt tokens from the second on."""
   state = ROOT
   entries = []
   for token, following in itertools.pairwise(request.prompt_token_ids):
-    state = follow(state, token)
-    entries.append(logprob(following, state, request.params.prompt_logprobs or 0))
+    state = follow_token(state, token)
+    entries.append(logprob(following, state, request.params.prompt_logprobs or 0, config.vocab_size))
   return tuple(entries)

@@ -20,8 +20,8 @@ import yaml
 
 from server import flags as server_flags
 from server import main, probe
-from server.host import LIVENESS, HostOptions
-from server.service import GENERATION_SERVICE
+from server.lifecycle.host import LIVENESS, HostOptions
+from server.rpc.sluice_service import GENERATION_SERVICE
 from tests.server import certificates
 from tests.server.harness import running
 
@@ -253,14 +253,14 @@ def test_a_life_under_a_supervisor(tmp_path):
       finally:
         process.kill()
   assert process.returncode == 0 and said.endswith("stopped, exit code 0\n"), said
-  assert probe.ask(name, "", 5.0).startswith("UNAVAILABLE: ")
+  assert probe.ask_health(name, "", 5.0).startswith("UNAVAILABLE: ")
 
 
 def test_the_probe_of_a_server_that_starts():
   with running(None, serve=False) as served:
-    assert probe.ask(served.address, LIVENESS, 10) == "SERVING"
-    assert probe.ask(served.address, GENERATION_SERVICE, 10) == "NOT_SERVING"
-    assert probe.ask(served.address, "nonsense", 10).startswith("NOT_FOUND: ")
+    assert probe.ask_health(served.address, LIVENESS, 10) == "SERVING"
+    assert probe.ask_health(served.address, GENERATION_SERVICE, 10) == "NOT_SERVING"
+    assert probe.ask_health(served.address, "nonsense", 10).startswith("NOT_FOUND: ")
 
 
 def test_the_probe_speaks_tls(tmp_path, capfd):

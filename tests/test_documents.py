@@ -10,13 +10,18 @@ import re
 
 import pytest
 
+from engine.settings import declared_settings
+from server.flags import declared_flags, help_text
+from tools.chaos.server.__main__ import ChaosSettings
+from tools.repository.generate_flag_reference import PAGE, flag_reference
+
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("benchmarks", "deploy", "models", "pallas_kernels")
+FOLDERS = ("benchmarks", "deploy", "docs", "models", "pallas_kernels")
 # Not the changelog: it tells of what was.
 DOCUMENTS = [ROOT / "README.md", ROOT / "BUILD.md", *(file for name in FOLDERS for file in (ROOT / name).rglob("*.md"))]
 # Flags of other programs: uv, XLA, docker, and what make itself would take.
 FOREIGN = {"universal", "python-version", "generate-hashes", "extra", "group", "no-annotate", "no-header", "time"}
-FOREIGN |= {"xla_force_host_platform_device_count", "help"}
+FOREIGN |= {"xla_force_host_platform_device_count", "help", "helpfull", "flagfile"}
 FLAG = r"(?<![\w-])--([a-zA-Z][\w-]*)"
 PATH = r"(?<![\w/.=-])((?:engine|models|pallas_kernels|server|tools|tests|benchmarks|deploy)/[\w./-]*\w)"
 MODULE = r"python3? -m ((?:tools|server|pallas_kernels)[\w.]*)"
@@ -50,13 +55,26 @@ def defined(file: Path) -> set[str]:
   return names | set(re.findall(r"add_argument\(\s*\"--([\w-]+)\"", text))
 
 
+def server_flags() -> set[str]:
+  """The flags of the server, with the negated ones."""
+  found = list(declared_flags())
+  return {flag.name for flag in found} | {f"no{flag.name}" for flag in found if flag.type is bool}
+
+
+def chaos_flags() -> set[str]:
+  """Those that tools.chaos.server adds."""
+  return {flag.name for flag in declared_settings(ChaosSettings)}
+
+
 @functools.cache
 def accepted(module: str) -> frozenset[str]:
   """The flags of a command; of argparse's those of its parser, of absl's those that its file defines."""
   file = source(module)
   text = file.read_text()
+  if module == "tools.chaos.server":
+    return frozenset(server_flags() | chaos_flags() | {"flagfile", "helpfull"})
   if "absl" in text or module == "server.main":
-    return frozenset(defined(file) | (defined(ROOT / "server/flags.py") if "server" in text else set()) | {"flagfile"})
+    return frozenset(defined(file) | (server_flags() if "server" in text else set()) | {"flagfile", "helpfull"})
   if "CommandParser(" not in text and "ArgumentParser(" not in text:
     return frozenset()
 
@@ -108,7 +126,7 @@ def test_commands_and_their_flags_are_there(document: Path) -> None:
 @functools.cache
 def all_flags() -> frozenset[str]:
   files = (file for folder in ("server", "tools") for file in (ROOT / folder).rglob("*.py"))
-  return frozenset(flag for file in files for flag in defined(file))
+  return frozenset(flag for file in files for flag in defined(file)) | server_flags() | chaos_flags()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
@@ -125,6 +143,21 @@ def test_flags_and_files_that_are_named_are_there(document: Path) -> None:
 def test_the_reader_sees_commands() -> None:
   """Or the tests above could not fail."""
   found = [module for document in DOCUMENTS for module, _ in commands(document)]
-  assert len(found) > 40 and {"server.main", "tools.peers", "tools.bench_engine", "tools.client"} <= set(found)
-  assert {"shape", "parts"} <= accepted("tools.bench_engine") and "port" in accepted("server.main")
+  assert len(found) > 40 and {"server.main", "tools.peers", "tools.bench.engine", "tools.client"} <= set(found)
+  assert {"shape", "parts"} <= accepted("tools.bench.engine") and "port" in accepted("server.main")
   assert "no_such" not in all_flags()
+
+
+def test_the_flag_reference_is_the_declarations():
+  assert PAGE.read_text() == flag_reference(), "run python -m tools.repository.generate_flag_reference"
+
+
+def test_help_is_short_and_every_flag_has_one_place():
+  names = [flag.name for flag in declared_flags()]
+  assert len(names) == len(set(names))
+  assert sum(flag.setting.common for flag in declared_flags()) <= 45
+  short, full = help_text("server.main", every_flag=False), help_text("server.main", every_flag=True)
+  for flag in declared_flags():
+    shown = f"  --{'[no]' if flag.type is bool else ''}{flag.name}"
+    assert any(line.split(" " * 3)[0].rstrip() == shown or line == shown for line in full.splitlines()), flag.name
+    assert (f"{shown} " in f"{short} ".replace("\n", " \n")) == flag.setting.common, flag.name

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("engine", "models", "pallas_kernels", "server", "tools")
+PACKAGES = ("engine", "models", "pallas_kernels", "server", "extensions", "tools")
 # What each room may import besides the standard library. The first match wins.
 ROOMS = (
   (
@@ -20,8 +20,9 @@ ROOMS = (
   ("models/", {"models", "pallas_kernels", "jax", "flax", "numpy"}),
   ("pallas_kernels/", {"pallas_kernels", "jax", "numpy"}),
   ("server/main.py", None),
+  ("extensions/", None),
   ("server/flags.py", {"absl", "engine", "server"}),
-  ("server/page/", {"engine", "server", "starlette"}),
+  ("server/page/", {"engine", "server", "prometheus_client", "starlette"}),
   ("server/http/", {"engine", "server", "google", "h11", "starlette", "uvicorn"}),
   (
     "server/",
@@ -36,9 +37,8 @@ ROOMS = (
       "google",
       "jinja2",
       "llguidance",
-      "msgpack",
+      "msgspec",
       "opentelemetry",
-      "prometheus_client",
       "tokenizers",
       "uvloop",
     },
@@ -70,6 +70,8 @@ def test_imports_run_one_way(path: str) -> None:
     assert top != "tests", f"{path} imports tests"
     if not path.startswith("tools/"):
       assert top != "tools", f"{path} imports {name}: nothing imports tools"
+    if not path.startswith(("tools/", "extensions/", "server/main.py")):
+      assert top != "extensions", f"{path} imports {name}: only server/main.py and tools import extensions"
     if allowed is not None and top not in sys.stdlib_module_names:
       assert top in allowed, f"{path} may not import {name}"
     if path.startswith(("engine/", "server/")) and not path.startswith(("engine/device/", "server/main.py")):
@@ -130,13 +132,108 @@ def test_no_init_under_tests_and_engine_init_is_empty() -> None:
 # Where the wall clock may be read: times that are told to people or other systems. All else is on a monotonic clock,
 # or it would go wrong when the clock is set.
 WALL_CLOCK = {
-  "server/access_log.py",
-  "server/chat_template.py",
-  "server/http/generate.py",
-  "server/http/texts.py",
-  "server/tracing.py",
-  "server/vllm_engine.py",
+  "server/telemetry/access_log.py",
+  "server/text/chat_template.py",
+  "server/http/openai/completions.py",
+  "server/http/openai/model_endpoints.py",
+  "server/telemetry/tracing.py",
+  "server/rpc/vllm_service.py",
 }
+
+
+# The modules and packages of server/, each of which imports those before it alone.
+SERVER_ORDER = (
+  "server.errors",
+  "server.host_options",
+  "server.version",
+  "server.proto",
+  "server.client",
+  "server.probe",
+  "server.security",
+  "server.telemetry",
+  "server.text",
+  "server.generation",
+  "server.ipc",
+  "server.rpc",
+  "server.http",
+  "server.http.openai",
+  "server.page",
+  "server.lifecycle",
+  "server.flags",
+  "server.main",
+)
+MOST_MODULES = 12
+
+
+def module_of(path: str) -> str:
+  return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported_modules(path: str, modules: set[str]) -> set[str]:
+  """The modules among `modules` that a file imports anywhere, also under TYPE_CHECKING and within functions."""
+  found = set()
+  for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    if isinstance(node, ast.Import):
+      found.update(alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+      found.update(
+        whole if (whole := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names
+      )
+  return found & modules
+
+
+def test_packages_of_the_server_are_small() -> None:
+  for init in (ROOT / "server").rglob("__init__.py"):
+    modules = list(init.parent.glob("*.py"))
+    assert len(modules) <= MOST_MODULES, f"{init.parent.relative_to(ROOT)} has {len(modules)} modules"
+
+
+def test_imports_of_the_server_run_one_way() -> None:
+  paths = [path for path in sources() if path.startswith("server/") and path != "server/__init__.py"]
+  modules = {module_of(path) for path in paths}
+
+  def room_of(module: str) -> int:
+    rooms = [room for room in SERVER_ORDER if module == room or module.startswith(f"{room}.")]
+    assert rooms, f"{module} has no place in SERVER_ORDER"
+    return SERVER_ORDER.index(max(rooms, key=len))
+
+  graph = {}
+  for path in paths:
+    module = module_of(path)
+    graph[module] = imported_modules(path, modules)
+    for name in graph[module]:
+      assert room_of(name) <= room_of(module), f"{module} imports {name}, which comes after it"
+  # Within a package: whatever imports nothing that is left is taken away, until nothing is left.
+  left = dict(graph)
+  while free := [module for module, names in left.items() if not names & left.keys() - {module}]:
+    for module in free:
+      del left[module]
+  assert not left, f"a circle among {sorted(left)}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_two_classes_of_a_package_share_a_name(package: str) -> None:
+  seen: dict[str, str] = {}
+  for path in sources():
+    if path.startswith(f"{package}/") and "/proto/" not in path:
+      for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.ClassDef):
+          assert node.name not in seen, f"{path} and {seen[node.name]} have a class {node.name} each"
+          seen[node.name] = path
+
+
+def test_errors_keep_their_field_apart() -> None:
+  """InvalidRequest("n=0 is not allowed") would tell nobody which field that is: it takes field="n"."""
+  kinds = {"InvalidRequest", "UnsupportedField", "RequestTooLong", "NoTokenizer"}
+  beginning = re.compile(r"(the )?([a-z_][a-z_0-9.]*(\[\d+\])*)?(=| has | is | of | entries|:)")
+  for path in sources():
+    if not path.startswith(("engine/", "server/")):
+      continue
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+      if isinstance(node, ast.Call) and node.args and getattr(node.func, "id", "") in kinds:
+        first = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else node.args[0]
+        if isinstance(first, ast.Constant) and beginning.match(str(first.value)):
+          assert any(keyword.arg == "field" for keyword in node.keywords), f"{path}:{node.lineno} names no field"
 
 
 @pytest.mark.catalogue("D9")

@@ -14,6 +14,7 @@ import grpc
 
 from server.proto import admin_pb2 as pb
 from server.proto import admin_pb2_grpc as pb_grpc
+from tools.arguments import parse_flags
 
 _TARGET = flags.DEFINE_string("target", "127.0.0.1:50052", "HOST:PORT that the server was given as --admin_port.")
 _TLS_CA_FILE = flags.DEFINE_string("tls_ca_file", "", "PEM authorities of the server; given, the connection is TLS.")
@@ -65,4 +66,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  app.run(main, flags_parser=parse_flags)

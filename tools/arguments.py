@@ -1,9 +1,11 @@
 """Command-line parsing shared by the measuring tools: a wrong flag is one line and exit code 2. No measuring here.
 
-argparse rather than absl flags: absl's registry is one per process, and tests import several tools into one.
+argparse rather than absl flags: absl's registry is one per process, and tests import several tools into one. Tools that
+have absl flags all the same share `parse_flags`, which alone imports absl: `make audit` runs where that is missing.
 """
 
 import argparse
+from collections.abc import Sequence
 import pathlib
 import sys
 from typing import NoReturn
@@ -24,6 +26,18 @@ class CommandParser(argparse.ArgumentParser):
     """Says in one line what went wrong after the flags were read; returns the exit code."""
     print(f"{self.prog}: {' '.join(str(error).split())}", file=sys.stderr)
     return code
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+  """The `flags_parser` of tools that have absl flags: as absl's own, but help ends the program with 0."""
+  from absl import app, flags
+
+  try:
+    return flags.FLAGS(list(argv))
+  except SystemExit:  # absl ends a program with 1 once it has printed help
+    sys.exit(0)
+  except flags.Error:
+    return app.parse_flags_with_usage(list(argv))  # says what is wrong, and ends the program
 
 
 def positive_int(text: str) -> int:

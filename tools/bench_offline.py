@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from engine.device.build import Built, build
+from engine.device.build import Built, ExecutableSource
 from engine.device.options import BuildOptions
 from engine.engine import Engine
 from engine.errors import ConfigError, EngineError
@@ -25,11 +25,12 @@ from engine.recorder import EngineStats
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.validation import validate_request
-from tools.accounting import Flops, account, account_requests, request_table, table, whole_requests
+from extensions.disaggregated.build import build_any
 from tools.arguments import CommandParser
-from tools.latency import Outcome, summary
 from tools.measure import machine
-from tools.run_file import Run, write_run
+from tools.report.accounting import Flops, account, account_requests, request_table, table, whole_requests
+from tools.report.latency import Outcome, summary
+from tools.report.run_file import RecordedRun, write_run
 from tools.workload import WorkRequest, read_requests, write_tokens
 
 # A benchmark waits as long as it takes: nothing is refused and nothing times out.
@@ -73,12 +74,16 @@ def build_options(args: argparse.Namespace) -> BuildOptions:
 class OfflineRun:
   """One engine and everything it emits, by request."""
 
-  def __init__(self, options: BuildOptions, engine_class: type[Engine] = Engine):
+  def __init__(
+    self, options: BuildOptions, engine_class: type[Engine] = Engine, source: ExecutableSource | None = None
+  ):
     """Builds the engine; progress goes to standard error. Raises EngineError."""
     self._chunks: dict[str, list[tuple[float, int]]] = {}
     self._tokens: dict[str, list[int]] = {}
     self._endings: dict[str, TokenEvent] = {}
-    self.built: Built = build(options, progress=_progress, emit=self._emit, engine_class=engine_class)
+    self.built: Built = build_any(
+      options, progress=_progress, emit=self._emit, engine_class=engine_class, source=source
+    )
 
   def _emit(self, events: list[TokenEvent]) -> None:
     now = time.monotonic()
@@ -170,6 +175,7 @@ def run(
     "warmup_s": round(offline.built.warmup_s, 3),
     "compiles_after_ready": offline.built.runner.compiles_after_ready,
     "padding_share": round(stats.num_padding_tokens / (stats.num_padding_tokens + useful), 5),
+    "skipped_tokens": stats.num_skipped_tokens,
     "steps": stats.num_steps,
     "decode_tokens": stats.num_decode_tokens,
     "prefill_tokens": stats.num_prefill_tokens,
@@ -178,6 +184,7 @@ def run(
     "idle_slots": stats.num_idle_slots,
     "lost_tokens": stats.num_lost_tokens,
     "batching": options.batching,
+    "token_budgets": list(config.token_budgets),
     "steps_by_rung": dict(sorted(stats.steps_by_rung.items())),
     "account": account(stats.steps, config.block_size, config.num_blocks, Flops.of_model(options.model_dir)),
     "account_requests": account_requests(whole_requests(stats.requests)),
@@ -201,17 +208,17 @@ def keep_run(
     "batching": args.batching,
     "model": args.model,
     "workload": {"requests_file": args.requests, "num_requests": len(requests), "realtime": args.realtime},
-    "slots": args.max_num_seqs,
+    "slots": stats.max_num_seqs,
     "block_size": kv["block_size"],
     "num_blocks": kv["num_blocks"],
-    "token_budgets": list(args.token_budgets),
+    "token_budgets": figures["token_budgets"],
     "slo": {},
     "machine": machine(),
   }
   start_s = min(outcome.intended_s for outcome in outcomes)
   prompt_lens = tuple(len(request.prompt) for request in requests)
   served = tuple(whole_requests(stats.requests))
-  write_run(path, Run(about, figures, tuple(outcomes), prompt_lens, stats.steps, served), start_s)
+  write_run(path, RecordedRun(about, figures, tuple(outcomes), prompt_lens, stats.steps, served), start_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -222,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--output_tokens", default="", help="file for the generated tokens")
   parser.add_argument("--realtime", action="store_true", help="submit each request at its arrival_s")
   parser.add_argument("--trace_file", default="", help="step trace (JSON lines) to write; costs time")
-  parser.add_argument("--run_file", default="", help="keeps requests and steps here, for tools.bench_report")
+  parser.add_argument("--run_file", default="", help="keeps requests and steps here, for tools.report")
   parser.add_argument("--label", default="", help="in --run_file: name of the run; empty: --batching")
   add_build_arguments(parser)
   args = parser.parse_args(argv)

@@ -7,12 +7,12 @@
       --num_prefixes=4 --prefix_len=32 --slo_ttft_ms=500 --slo_tpot_ms=50 --run_file=chunked_8.jsonl
 
 Open loop: a request is sent at its intended time whatever became of those before it, and latencies count from that
-time (tools.latency has every definition). A refused or failed request is a miss in goodput and attainment, and is in
-no percentile. Greedy, exactly output_len tokens a request, end-of-sequence ignored. --warmup_requests are served to
-their end before the measured ones begin, and told apart, under `warmup_load`. Server-side figures are differences of
+time (tools.report.latency has every definition). A refused or failed request is a miss in goodput and attainment, and
+is in no percentile. Greedy, exactly output_len tokens a request, end-of-sequence ignored. --warmup_requests are served
+to their end before the measured ones begin, and told apart, under `warmup_load`. Server-side figures are differences of
 GetLoad; with --run_file or --account its records of steps and of ended requests are read twice a second during the
 load: `account` and `account_requests` (time in queue, prefill and decode, cached tokens, preemptions) sum them up, and
-the run file keeps them beside a row a request, in the format of tools.run_file, which tools.bench_report turns into
+the run file keeps them beside a row a request, in the format of tools.report.run_file, which tools.report turns into
 pages and plots.
 """
 
@@ -38,11 +38,19 @@ from server.client import Client, SluiceError
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 from tools import workload
-from tools.accounting import Flops, account, account_requests, padding_by_request, request_table, table, whole_requests
 from tools.arguments import CommandParser, positive_float, positive_int
-from tools.latency import Objectives, Outcome, percentile, summary
 from tools.measure import machine
-from tools.run_file import Run, shifted, write_run
+from tools.report.accounting import (
+  Flops,
+  account,
+  account_requests,
+  padding_by_request,
+  request_table,
+  table,
+  whole_requests,
+)
+from tools.report.latency import Objectives, Outcome, percentile, summary
+from tools.report.run_file import RecordedRun, shifted, write_run
 from tools.workload import WorkRequest, read_requests, write_tokens
 
 COUNTERS = (
@@ -53,8 +61,18 @@ COUNTERS = (
   "prefix_hit_tokens",
   "idle_slots",
   "lost_tokens",
+  "skipped_tokens",
 )
-RUNG_COUNTERS = ("steps", "decode_tokens", "prefill_tokens", "padding_tokens", "idle_slots", "host_s", "device_s")
+RUNG_COUNTERS = (
+  "steps",
+  "decode_tokens",
+  "prefill_tokens",
+  "padding_tokens",
+  "skipped_tokens",
+  "idle_slots",
+  "host_s",
+  "device_s",
+)
 POLL_S = 0.5  # between two looks at the step records: the server keeps about a thousand
 START_DELAY_S = 0.2  # between the order to start and the first intended arrival: every process has heard it by then
 
@@ -332,7 +350,7 @@ def measure(
     }
     start_s = min(outcome.intended_s for outcome in outcomes)
     prompt_lens = tuple(len(request.prompt) for request in measured)
-    write_run(args.run_file, Run(about, figures, tuple(outcomes), prompt_lens, steps, served), start_s)
+    write_run(args.run_file, RecordedRun(about, figures, tuple(outcomes), prompt_lens, steps, served), start_s)
   for outcome in [outcome for outcome in (*first, *outcomes) if outcome.error][:3]:
     print(f"request {outcome.id!r} failed: {outcome.error}", file=sys.stderr)
   return figures
@@ -353,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--warmup_requests", type=int, default=0, help="so many first ones are served before, and apart")
   parser.add_argument("--account", action="store_true", help="reads the server's records and sums them up")
   parser.add_argument("--model", default="", help="with --account or --run_file: model folder, to count FLOPs")
-  parser.add_argument("--run_file", default="", help="keeps requests and steps here, for tools.bench_report")
+  parser.add_argument("--run_file", default="", help="keeps requests and steps here, for tools.report")
   parser.add_argument("--label", default="", help="in --run_file: name of the run; empty: the server's --batching")
   args = parser.parse_args(argv)
   try:

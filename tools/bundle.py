@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import sys
 
 from absl import app
-from absl.flags import adopt_module_key_flags
 
 from engine.errors import ConfigError
 from server import flags
@@ -22,24 +21,28 @@ def main(argv: list[str]) -> int:
     sys.exit(f"unexpected argument {argv[1]!r}; flags are written --name=value")
   from engine.device.build import build  # here: JAX takes long to import, and a bad flag is told first
   from engine.device.options import BuildOptions
+  from extensions.executable_bundle.bundle import Bundle
 
   try:
-    settings = flags.build_settings()
-    settings["write_executable_bundle"] = True
-    options = BuildOptions(flags.MODEL.value, **settings)
-    built = build(options, _progress, lambda events: None)
+    program = flags.read_settings(flags.ProgramSettings)
+    if not program.executable_bundle:
+      raise ConfigError("executable_bundle='' is no folder to write to; set --executable_bundle")
+    options = BuildOptions(program.model, **flags.engine_setting_values())
+    bundle = Bundle(program.executable_bundle, options.batching, write=True)
+    built = build(options, _progress, lambda events: None, source=bundle)
   except ConfigError as error:
     sys.exit(str(error))
-  for note in built.fallbacks:
-    print(note)
-  if built.bundle_whole:
-    print(f"{options.executable_bundle}: every program of {built.model_name}")
-  return 0 if built.bundle_whole else 1
+  for note in (built.lowered, *built.fallbacks):
+    if note:
+      print(note)
+  if bundle.is_whole:
+    print(f"{program.executable_bundle}: every program of {built.model_name}")
+  return 0 if bundle.is_whole else 1
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
   try:
-    return flags.parse(argv)
+    return flags.parse_flags(argv, "tools.bundle")
   except ConfigError as error:
     sys.exit(str(error))
 
@@ -49,5 +52,4 @@ def _progress(what: str, done: int, total: int) -> None:
 
 
 if __name__ == "__main__":
-  adopt_module_key_flags(flags)
   app.run(main, flags_parser=_parse)

@@ -11,6 +11,7 @@ from absl import app, flags
 from rich.console import Console
 
 from server.client import Client, Ending, Options, Prompt, SluiceError
+from tools.arguments import parse_flags
 
 _TARGET = flags.DEFINE_string("target", "127.0.0.1:50051", "HOST:PORT of the server.")
 _API_KEY = flags.DEFINE_string("api_key", None, "Better in the environment, as SLUICE_API_KEY: others see flags.")
@@ -167,4 +168,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  app.run(main, flags_parser=parse_flags)

@@ -20,7 +20,9 @@ from safetensors.numpy import save_file
 
 from engine.errors import ConfigError
 from models.config import ModelConfig
-from models.registry import FAMILIES, Piece, config_from_hf, tensors
+from models.families.tensor_map import Piece
+from models.registry import FAMILIES, config_from_hf, tensors
+from tools.arguments import parse_flags
 
 SHAPES = pathlib.Path(__file__).resolve().parent.parent / "models" / "shapes"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -121,7 +123,7 @@ def main(argv: list[str]) -> None:
     "rope_scaling": None,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": _TIE_EMBEDDINGS.value,
-    "hidden_act": "silu",
+    "hidden_act": "gelu_pytorch_tanh" if family.startswith("gemma") else "silu",
     "sliding_window": _SLIDING_WINDOW.value,
     "use_sliding_window": False,
     "bos_token_id": None,
@@ -155,4 +157,4 @@ if __name__ == "__main__":
   _ROPE_THETA = flags.DEFINE_float("rope_theta", 10_000.0, "base of the rotary frequencies")
   _TIE_EMBEDDINGS = flags.DEFINE_bool("tie_embeddings", False, "whether the head is the embedding")
   _SLIDING_WINDOW = flags.DEFINE_integer("sliding_window", None, "tokens a Mistral layer sees; none: all")
-  app.run(main)
+  app.run(main, flags_parser=parse_flags)

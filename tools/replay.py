@@ -17,7 +17,7 @@ from engine.recorder import batch_line
 from engine.request import FinishReason, Request
 from engine.scheduler import Scheduler
 from engine.shapes import StepShape
-from engine.snapshot import restore
+from engine.snapshot import restore_scheduler
 from tools.arguments import CommandParser
 
 
@@ -65,28 +65,28 @@ def _begin(entry: dict[str, Any]) -> tuple[Scheduler, dict[int, Batch]]:
   if entry["event"] != "state":
     raise ValueError(f"a trace begins with the scheduler's state, not with {entry['event']!r}")
   in_flight = entry["in_flight"] and _batch(entry["in_flight"])
-  return restore(entry["scheduler"]), {in_flight.step: in_flight} if in_flight else {}
+  return restore_scheduler(entry["scheduler"]), {in_flight.step: in_flight} if in_flight else {}
 
 
 def _feed(entry: dict[str, Any], scheduler: Scheduler, launched: dict[int, Batch]) -> str | None:
   """One line; returns a difference in words."""
   match entry["event"]:
     case "add":
-      scheduler.add(Request.from_state(entry["request"]))
+      scheduler.add_request(Request.from_state(entry["request"]))
     case "abort":
-      scheduler.abort(entry["id"], FinishReason(entry["reason"]))
+      scheduler.abort_request(entry["id"], FinishReason(entry["reason"]))
     case "expire":
-      ids = [event.request_id for event in scheduler.expire(entry["now"])]
+      ids = [event.request_id for event in scheduler.expire_requests(entry["now"])]
       if ids != entry["ids"]:
         return f"requests past their deadline were {entry['ids']}, are now {ids}"
     case "schedule":
       batch = scheduler.schedule(entry["now"])
       if batch is not None:
         launched[batch.step] = batch
-      return _compare(entry["batch"], batch and batch_line(batch))
+      return _compare(entry["batch"], batch and batch_line(batch, scheduler.config.computes_padding))
     case "commit":
-      result = StepResult(entry["tokens"], frozenset(entry["bad_rows"]))
-      verdicts = Verdicts(frozenset(entry.get("done", ())), dict(entry.get("failed", ())))
+      result = StepResult(entry["tokens"], frozenset(entry["bad_rows"]), row_ends=tuple(entry.get("row_ends", ())))
+      verdicts = Verdicts(frozenset(entry.get("done", ())), dict(entry.get("failed", ())), dict(entry.get("taken", ())))
       scheduler.commit(launched.pop(entry["step"]), result, entry["now"], verdicts)
     case unknown:
       raise ValueError(f"unknown event {unknown!r}")
@@ -96,9 +96,9 @@ def _feed(entry: dict[str, Any], scheduler: Scheduler, launched: dict[int, Batch
 def _compare(recorded: dict[str, Any] | None, replayed: dict[str, Any] | None) -> str | None:
   if recorded is None or replayed is None:
     return None if recorded == replayed else f"the batch was {recorded}, is now {replayed}"
-  for name, value in recorded.items():
-    if replayed[name] != value:
-      return f"step {recorded['step']}: {name} was {value}, is now {replayed[name]}"
+  for name, value in (recorded | {"shape": [*dataclasses.astuple(_shape(recorded["shape"]))]}).items():
+    if replayed.get(name) != value:
+      return f"step {recorded['step']}: {name} was {value}, is now {replayed.get(name)}"
   return None
 
 
@@ -107,7 +107,7 @@ def _batch(line: dict[str, Any]) -> Batch:
   decodes = line["num_decodes"]
   return Batch(
     step=line["step"],
-    shape=StepShape(*line["shape"]),
+    shape=_shape(line["shape"]),
     request_ids=tuple(line["ids"]),
     slots=tuple(line["slots"]),
     starts=tuple(line["starts"]),
@@ -115,7 +115,14 @@ def _batch(line: dict[str, Any]) -> Batch:
     num_logits=tuple(line["num_logits"]),
     samples=tuple(map(bool, line["samples"])),
     token_ids=((),) * decodes + tuple((0,) * count for count in line["counts"][decodes:]),
+    num_drafts=tuple(line.get("num_drafts", ())),
   )
+
+
+def _shape(values: list[int]) -> StepShape:
+  """Traces once named tokens and rows alone, and there were as many logit rows as rows."""
+  tokens, rows, *logits = values
+  return StepShape(tokens, rows, *(logits or (rows,)))
 
 
 def main(arguments: list[str] | None = None) -> int:

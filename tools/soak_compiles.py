@@ -16,7 +16,7 @@ import time
 from engine.config import EngineConfig
 from engine.device.build import build
 from engine.device.options import BuildOptions
-from engine.disaggregated import AnyEngine
+from engine.engine import Engine
 from engine.errors import EngineError
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
@@ -24,7 +24,7 @@ from tools.arguments import CommandParser, positive_int
 
 
 @dataclasses.dataclass
-class Soaked:
+class CompileSoak:
   """What happened.
 
   Attributes:
@@ -79,7 +79,7 @@ def random_request(rng: random.Random, config: EngineConfig, name: str) -> Reque
   return Request(name, prompt, params, priority=rng.randint(-2, 2), seed=(params.seed or 0) & 0xFFFFFFFF)
 
 
-def soak(engine: AnyEngine, inbox: list[TokenEvent], num_steps: int, seed: int) -> Soaked:
+def soak(engine: Engine, inbox: list[TokenEvent], num_steps: int, seed: int) -> CompileSoak:
   """Steps `engine` under random traffic, then lets what is live end.
 
   Args:
@@ -92,7 +92,7 @@ def soak(engine: AnyEngine, inbox: list[TokenEvent], num_steps: int, seed: int) 
     EngineError: the engine died.
   """
   rng = random.Random(seed)
-  soaked = Soaked()
+  soaked = CompileSoak()
   live: set[str] = set()
 
   def turn() -> None:

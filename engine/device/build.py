@@ -1,14 +1,14 @@
 """From a model folder to an engine that is ready: load, size, compile, warm up, seal. Run once, by whoever composes.
 
-Decides the size of the KV pool and nothing else; settings that contradict each other or the model are refused before
-memory is taken for them.
+Finds the memory for the KV pool (pool_size.py sizes it). Settings that contradict each other or the model are refused
+before memory is taken for them.
 """
 
-from collections.abc import Callable
-import contextlib
+from collections.abc import Callable, MutableMapping
 import dataclasses
+import os
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +16,59 @@ import jax.numpy as jnp
 from engine.config import EngineConfig, chosen_overlap, default_overlap
 from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
-from engine.device.bundle import Bundle, made_for
-from engine.device.choices import attention_candidates, check_attention, choose_attention, choose_matmul
-from engine.device.executables import Program
+from engine.device.choices import attention_candidates, choose_attention, choose_matmul, fit_to_attention
 from engine.device.fit import check_fits, step_bytes
 from engine.device.options import BuildOptions
-from engine.device.programs import ProgramSpec, all_programs, compile_step
+from engine.device.pool_size import CPU_KV_BYTES, PoolSize, PoolSizer
+from engine.device.programs import Program, ProgramSpec, all_programs, compile_step
 from engine.device.runner import Making, ModelRunner, Progress
 from engine.device.weights import LoadedModel, open_checkpoint
-from engine.disaggregated import DisaggregatedEngine
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError
 from engine.scheduler import Scheduler
-from engine.shapes import ShapeLadder
+from engine.settings import SchedulingSettings, declared_settings
+from engine.shapes import LadderChoice, ShapeLadder, StepShape
 from models.config import ModelConfig
-from models.layers import WeightForm
+from models.linear import WeightForm
 from pallas_kernels.adjust import api as adjust
 from pallas_kernels.argmax import api as argmax
 from pallas_kernels.draw import api as draw
 
-_CPU_KV_CACHE_MB = 256
+# Part of a GPU's memory that JAX allocates at its start, where the user has not said. JAX's own 0.75 leaves a fifth of
+# it to nobody; CUDA, its libraries and its graphs need the last 0.05.
+_GPU_MEMORY_SHARE = "0.95"
+_GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX refuses both at once
+
+
+class ExecutableSource(Protocol):
+  """Executables that need not be compiled. Asked in the order of its methods."""
+
+  def choose_pool(
+    self,
+    sizer: PoolSizer,
+    spec: Callable[[int, int], ProgramSpec],
+    rungs: tuple[StepShape, ...],
+    cpu_bytes: int | None,
+  ) -> PoolSize | None:
+    """The pool that its executables are for, if there is memory for it. Asked where memory decides.
+
+    Args:
+      spec: programs, from blocks and max_model_len.
+      cpu_bytes: memory for KV where a CPU says what is free.
+    """
+    ...
+
+  def begin(self, spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> None:
+    """Says what programs will be asked for."""
+    ...
+
+  def executable(self, program: Program) -> jax.stages.Compiled:
+    """The program's executable; compiles it where there is none. Safe on any thread."""
+    ...
+
+  def finish(self, num_blocks: int) -> str:
+    """All programs have run, with a pool of `num_blocks`. Returns why some had to be compiled, a line, or ""."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,33 +82,37 @@ class Built:
     matmul: "xla" or "packed".
     quantization: as asked for.
     fallbacks: why one of them is not the platform's best, a line each.
+    lowered: why max_model_len is below the model's own though nobody chose it, and what changes it; "" where it is not.
+    warnings: what the user should know about the model's folder, a line each.
+    ladder: the ladder and why it is this one.
     deterministic: what that costs, a line; "" where it was not asked for.
     model: numbers of the decoder.
     model_name: as the checkpoint calls it.
     config: the engine's settings.
     tokenizer_dir: the folder of tokenizer.json, or None where the model has none.
     load_s, warmup_s: seconds for the weights, and for compiling and the first run of every program.
-    bundle_whole: the next start with the same options finds every program in the executable bundle.
   """
 
-  engine: Engine | DisaggregatedEngine
+  engine: Engine
   runner: ModelRunner
   attention: str
   matmul: str
   quantization: str
   fallbacks: tuple[str, ...]
+  ladder: LadderChoice
   model: ModelConfig
   model_name: str
   config: EngineConfig
   tokenizer_dir: str | None
   load_s: float
   warmup_s: float
-  bundle_whole: bool
   deterministic: str = ""
+  lowered: str = ""
+  warnings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Side:
+class EngineSide:
   """A model on some of the devices, ready to run."""
 
   scheduler: Scheduler
@@ -86,6 +123,8 @@ class _Side:
   fallbacks: tuple[str, ...]
   load_s: float
   trial: dict[int, bytes]
+  lowered: str
+  ladder: LadderChoice
 
 
 def build(
@@ -94,6 +133,7 @@ def build(
   emit: Emit,
   clock: Callable[[], float] = time.monotonic,
   engine_class: type[Engine] = Engine,
+  source: ExecutableSource | None = None,
 ) -> Built:
   """Makes everything, ready to serve.
 
@@ -102,57 +142,67 @@ def build(
     progress: called as (what, done, of how many) while it goes on; `what` is "load", "compile" or "warm up".
     emit, clock: given to the Engine.
     engine_class: Engine, or one that does more.
+    source: of executables, for one engine; None: all are compiled.
 
   Raises:
     CheckpointError: the folder is missing or broken.
     ConfigError: settings do not fit each other, the model or the machine.
   """
-  cache_reason = compile_cache.use(options.compile_cache_dir) if options.compile_cache_dir else ""
-  devices = _devices(options.num_devices)
-  if options.deterministic:
-    num_prefill = (options.prefill_devices or len(devices) // 2) if options.batching == "disaggregated" else 0
-    deterministic.check(devices, attention_candidates(options.attention, devices[0].platform), num_prefill)
-  bundle = Bundle(options.executable_bundle) if options.executable_bundle else None
-  started = time.perf_counter()
   if options.batching == "disaggregated":
-    num_prefill = options.prefill_devices or len(devices) // 2
-    if not 0 < num_prefill < len(devices):
-      raise ConfigError(
-        f"batching=disaggregated splits {len(devices)} devices into {num_prefill} for prefill and "
-        f"{len(devices) - num_prefill} for decode, and each side needs one; set --num_devices and --prefill_devices"
-      )
-    first = _build_side(options, devices[:num_prefill], progress, None)
-    side = _build_side(options, devices[num_prefill:], progress, None)
-    if first.trial != side.trial:
-      raise ConfigError(
-        "deterministic: a trial prompt has other bits on the devices for prefill than on those for decode; serve "
-        "without --batching=disaggregated or without --deterministic"
-      )
-    first.runner.connect(side.runner)
-    sides = (first.scheduler, first.runner), (side.scheduler, side.runner)
-    engine = DisaggregatedEngine(*sides, clock, emit, engine_class)
-    first.runner.seal()
-    load_s = first.load_s + side.load_s
-  else:
-    anew = options.write_executable_bundle and devices[0].platform == "cpu"
-    with compile_cache.set_aside() if anew else contextlib.nullcontext():
-      side = _build_side(options, devices, progress, bundle)
-    engine = engine_class(side.scheduler, side.runner, clock, emit)
-    load_s = side.load_s
-  side.runner.seal()
-  warmup_s = time.perf_counter() - started - load_s
-  if bundle is not None and options.write_executable_bundle:
-    bundle.write(side.scheduler.config.num_blocks)
-  if options.compile_cache_dir and not cache_reason:
+    raise ConfigError(
+      "batching=disaggregated needs two engines, and this program makes one; set --batching=chunked, or run server.main"
+    )
+  started = begin_build(options)
+  side = build_side(options, started.devices, progress, source)
+  engine = engine_class(side.scheduler, side.runner, clock, emit)
+  return finish_build(options, started, engine, side, source=source)
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildStart:
+  """The devices and the compile cache of a build, and when it began.
+
+  Attributes:
+    devices: those to build on (jax.Device).
+    cache_reason: why compiled programs are not kept; "" where they are.
+    time: time.perf_counter().
+  """
+
+  devices: list[Any]
+  cache_reason: str
+  time: float
+
+
+def begin_build(options: BuildOptions) -> BuildStart:
+  """Opens the compile cache and finds the devices. Raises ConfigError."""
+  cache_reason = compile_cache.use(options.compile_cache_dir) if options.compile_cache_dir else ""
+  return BuildStart(find_devices(options.num_devices), cache_reason, time.perf_counter())
+
+
+def finish_build(
+  options: BuildOptions,
+  started: BuildStart,
+  engine: Engine,
+  side: EngineSide,
+  *others: EngineSide,
+  source: ExecutableSource | None = None,
+) -> Built:
+  """Seals the runners and says what was made; `side` is the one that decodes."""
+  for each in (*others, side):
+    each.runner.seal()
+  load_s = sum(each.load_s for each in (side, *others))
+  warmup_s = time.perf_counter() - started.time - load_s
+  source_note = source.finish(side.scheduler.config.num_blocks) if source is not None else ""
+  if options.compile_cache_dir and not started.cache_reason:
     compile_cache.look_through(options.compile_cache_dir)
-  bundle_note = bundle.note() if bundle is not None else ""
   return Built(
     engine=engine,
     runner=side.runner,
     attention=side.attention,
     matmul=side.matmul,
     quantization=options.quantization,
-    fallbacks=tuple(reason for reason in (*side.fallbacks, cache_reason, bundle_note) if reason),
+    fallbacks=tuple(reason for reason in (*side.fallbacks, started.cache_reason, source_note) if reason),
+    ladder=side.ladder,
     model=side.loaded.config,
     model_name=side.loaded.name,
     config=side.scheduler.config,
@@ -160,51 +210,60 @@ def build(
     load_s=load_s,
     warmup_s=warmup_s,
     deterministic=deterministic.cost(side.scheduler.ladder) if options.deterministic else "",
-    bundle_whole=bundle is not None and bundle.is_whole,
+    lowered=next((each.lowered for each in (side, *others) if each.lowered), ""),
+    warnings=side.loaded.warnings,
   )
 
 
-def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, bundle: Bundle | None) -> _Side:
-  """Loads, sizes, compiles and warms up; on several devices the model is spread over them."""
+def build_side(
+  options: BuildOptions, devices: list[Any], progress: Progress, source: ExecutableSource | None, num_sides: int = 1
+) -> EngineSide:
+  """Loads, sizes, compiles and warms up; on several devices the model is spread over them.
+
+  Args: num_sides: how many like this, it included, are still to be built; those of a CPU share one memory.
+  """
   mesh = mesh_lib.make_mesh(devices)
   device = devices[0]
-  candidates = attention_candidates(options.attention, device.platform)
+  candidates, capability_reason = attention_candidates(options.attention, device)
+  if options.deterministic:
+    deterministic.check(devices, candidates)
   dtype = jnp.dtype(
     ("float32" if device.platform == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
   )
   started = time.perf_counter()
   progress("load", 0, 1)
   matmul, matmul_reason = choose_matmul(options.matmul, mesh, dtype)
-  if matmul == "packed":
-    options = options.for_packed_matmul()
-  options = options.without_unreachable_rungs()
-  form = WeightForm(matmul == "packed", options.quantization == "int8", options.deterministic)
-  if form.int8 and not form.packed and device.platform == "cpu":
+  form = WeightForm(matmul == "packed", options.quantization, options.deterministic)
+  if form.quantization == "int8" and not form.packed and device.platform == "cpu":
     why = matmul_reason or "matmul=xla"
     matmul_reason = f"{why}; int8 weights are converted at every step, which saves memory but no time"
 
   checkpoint = open_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids)
   declared = checkpoint.declared
   model = declared.config
-  attention, attention_reason, block_size, max_model_len = choose_attention(options, candidates, model, dtype)
-  blocks = options.num_blocks or -(-max_model_len // block_size)
-  block_bytes = kv_cache.bytes_per_block(model, block_size, dtype, attention)
-  kv_bytes = options.kv_cache_mb * 2**20 or (blocks + 1) * block_bytes
-  largest = ShapeLadder(options.token_budgets, options.max_num_seqs).rungs()[-1]
+  attention, attention_reason, block_size, wished = choose_attention(options, candidates, model, dtype)
+  computes_padding = matmul != "packed"  # whose kernels are told how many tokens there are
+  one_size = options.deterministic and deterministic.needs_one_size(attention, matmul)
+  choice = options.choose_ladder(device.platform, not computes_padding, one_size)
+  ladder = choice.ladder
+  sizer = PoolSizer(
+    block_bytes=kv_cache.bytes_per_block(model, block_size, dtype, attention),
+    block_size=block_size,
+    longest=wished,
+    is_chosen=bool(options.max_model_len),
+    max_num_seqs=choice.max_num_seqs,
+    shares_prefixes=options.prefix_cache_scope != "off",
+  )
+  kv_bytes, kv_for = _smallest_pool(options, sizer)
+  largest = ladder.rungs()[-1]
   step = step_bytes(model, largest, dtype.itemsize, mesh.size)
   step_for = f"{largest.tokens} tokens of {largest.rows} sequences"
-  check_fits(options.model_dir, mesh, checkpoint.kept, kv_bytes, _kv_setting(options, max_model_len), step, step_for)
-  computes_padding = matmul != "packed"  # whose kernels are told how many tokens there are
+  left = check_fits(options.model_dir, mesh, checkpoint.kept, kv_bytes, kv_for, step, step_for)
   weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in checkpoint.kept.values())
   overlap = chosen_overlap(options.overlap, default_overlap(device.platform, weight_bytes))
-  if options.deterministic:
-    budgets = deterministic.ladder_of(options.token_budgets, options.max_num_seqs, device.platform, attention, matmul)
-    options = dataclasses.replace(options, token_budgets=budgets, prefill_chunk=min(options.prefill_chunk, budgets[-1]))
-  ladder = ShapeLadder(options.token_budgets, options.max_num_seqs)
-  table_width = -(-max_model_len // block_size)
   abstract, tree = jax.tree.flatten(declared.params)
 
-  def spec(num_blocks: int) -> ProgramSpec:
+  def spec(num_blocks: int, max_model_len: int) -> ProgramSpec:
     return ProgramSpec(
       mesh=mesh,
       model=model,
@@ -213,8 +272,8 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
       params=tuple(abstract),
       kv=kv_cache.abstract(mesh, model, num_blocks, block_size, dtype, attention),
       block_size=block_size,
-      table_width=table_width,
-      num_slots=options.max_num_seqs,
+      table_width=-(-max_model_len // block_size),
+      num_slots=choice.max_num_seqs,
       num_eos=len(declared.eos_token_ids),
       attention=attention,
       device_kind=device.device_kind,
@@ -224,7 +283,10 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
       adjust=adjust.choose(device.platform, mesh.size),
     )
 
-  check_attention(spec(table_width), ladder, dtype)
+  longest, length_reason = fit_to_attention(
+    lambda width: spec(1, width * block_size), wished, sizer.is_chosen, ladder, dtype
+  )
+  sizer = dataclasses.replace(sizer, longest=longest)
 
   def load() -> tuple[LoadedModel, float]:
     loaded = checkpoint.load()
@@ -234,16 +296,30 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
 
   # A CPU's programs are made meanwhile. Elsewhere the size of the pool may follow from the memory that weights leave.
   before = None if device.platform == "cpu" else load()
-  num_blocks = options.num_blocks or _stored_pool(options, bundle, spec, ladder)
-  num_blocks = num_blocks or _size_pool(options, model, spec, ladder)
+  cpu_bytes = None
+  if left is not None and device.platform == "cpu":
+    cpu_bytes = sizer.cpu_bytes((left - (num_sides - 1) * (weight_bytes + step * mesh.size)) // num_sides, weight_bytes)
+  pool = _size_pool(options, sizer, spec, ladder, source, cpu_bytes)
+  max_model_len = pool.max_model_len
+  lowered = _lowering(wished, max_model_len, [reason for reason in (length_reason, pool.reason) if reason])
   eos_token_ids = declared.eos_token_ids
-  config = options.engine_config(
-    model.vocab_size, max_model_len, num_blocks, block_size, eos_token_ids, overlap, computes_padding
+  config = EngineConfig(
+    vocab_size=model.vocab_size,
+    max_model_len=max_model_len,
+    num_blocks=pool.num_blocks,
+    block_size=block_size,
+    token_budgets=choice.token_budgets,
+    max_num_seqs=choice.max_num_seqs,
+    prefill_chunk=choice.prefill_chunk,
+    computes_padding=computes_padding,
+    overlap=overlap,
+    eos_token_ids=eos_token_ids,
+    **{declared.name: getattr(options, declared.name) for declared in declared_settings(SchedulingSettings)},
   )
-  chosen, make = spec(num_blocks), Program.compile
-  if bundle is not None:
-    bundle.begin(made_for(chosen, ladder.rungs()), mesh)
-    make = bundle.executable
+  chosen, make = spec(pool.num_blocks, max_model_len), Program.compile
+  if source is not None:
+    source.begin(chosen, ladder.rungs())
+    make = source.executable
   with Making(all_programs(chosen, ladder.rungs()), make) as making:
     loaded, load_s = before or load()
     made = making.wait(progress)
@@ -252,12 +328,29 @@ def _build_side(options: BuildOptions, devices: list[Any], progress: Progress, b
     host_memory.keep_freed()  # not before: what loading and compiling took may go back
   runner.warm_up(progress)
   trial = deterministic.try_out(runner, config, ladder) if options.deterministic else {}
-  fallbacks = tuple(reason for reason in (attention_reason, matmul_reason) if reason)
-  return _Side(Scheduler(config), runner, loaded, attention, matmul, fallbacks, load_s, trial)
+  fallbacks = tuple(reason for reason in (capability_reason, attention_reason, matmul_reason) if reason)
+  return EngineSide(Scheduler(config), runner, loaded, attention, matmul, fallbacks, load_s, trial, lowered, choice)
 
 
-def _devices(count: int) -> list[Any]:
-  found = jax.devices()
+def _share_gpu_memory(environment: MutableMapping[str, str]) -> None:
+  """Sets what part of a GPU JAX takes, unless the user has. JAX reads it when its backends start, for a GPU alone."""
+  if not any(environment.get(name) for name in _GPU_MEMORY_VARIABLES):
+    environment[_GPU_MEMORY_VARIABLES[0]] = _GPU_MEMORY_SHARE
+
+
+def find_devices(count: int) -> list[Any]:
+  """The first `count` devices of this process (jax.Device), or all for 0. Raises ConfigError."""
+  _share_gpu_memory(os.environ)
+  try:
+    found = jax.devices()
+  # JAX raises AssertionError, without words, where the platform's plugin does not load.
+  except (RuntimeError, AssertionError) as error:
+    chosen = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    why = " ".join(str(error).split()).partition(" (set JAX_PLATFORMS")[0] or "its plugin is missing or does not load"
+    raise ConfigError(
+      f"JAX_PLATFORMS={chosen or ''}: JAX finds no such device ({why}); supported are cpu, cuda and tpu; unset "
+      "JAX_PLATFORMS to take what this machine has, or install JAX for the device (jax[cuda13], jax[tpu])"
+    ) from error
   if count > len(found):
     raise ConfigError(
       f"num_devices={count}, but this machine has {len(found)} ({found[0].platform}); lower --num_devices"
@@ -265,55 +358,54 @@ def _devices(count: int) -> list[Any]:
   return found[:count] if count else found
 
 
-def _kv_setting(options: BuildOptions, max_model_len: int) -> str:
-  """What decides on the smallest pool."""
+def _smallest_pool(options: BuildOptions, sizer: PoolSizer) -> tuple[int, str]:
+  """Bytes of the smallest pool that will do, and what decides on it."""
   if options.kv_cache_mb:
-    return f"--kv_cache_mb={options.kv_cache_mb}"
-  return f"--num_blocks={options.num_blocks}" if options.num_blocks else f"one sequence of {max_model_len} tokens"
+    return options.kv_cache_mb * 2**20, f"--kv_cache_mb={options.kv_cache_mb}"
+  if options.num_blocks:
+    return (options.num_blocks + 1) * sizer.block_bytes, f"--num_blocks={options.num_blocks}"
+  return sizer.bytes_for(sizer.least_length), f"one sequence of {sizer.least_length} tokens"
 
 
-def _stored_pool(
-  options: BuildOptions, bundle: Bundle | None, spec: Callable[[int], ProgramSpec], ladder: ShapeLadder
-) -> int:
-  """Where memory decides on the pool: the blocks of a bundle that fits else, if there is memory for them; or 0.
-
-  Free memory is never twice the same to the byte, and executables are for one size of the pool. Asking the bundle also
-  saves compiling a step only to learn what memory it needs.
-  """
-  if options.kv_cache_mb or bundle is None or bundle.pool is None:
-    return 0
-  num_blocks, step_bytes = bundle.pool
-  stored = spec(num_blocks)
-  if num_blocks < stored.table_width or not bundle.fits(made_for(stored, ladder.rungs())):
-    return 0
-  free = kv_cache.free_bytes(stored.mesh, _slot_bytes(stored) + step_bytes, reserve_share=0.02)
-  kv_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in stored.kv)
-  return num_blocks if free is not None and kv_bytes <= free else 0
-
-
-def _slot_bytes(spec: ProgramSpec) -> int:
-  """Of the sampler's state."""
-  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(spec.slot_state))
+def _lowering(wished: int, max_model_len: int, reasons: list[str]) -> str:
+  """The line that says that max_model_len is not the model's own, or ""."""
+  if not reasons:
+    return ""
+  return (
+    f"max_model_len is {max_model_len}, not the model's {wished}: {'; '.join(reasons)}; --max_model_len chooses a "
+    "length, --kv_cache_mb the memory"
+  )
 
 
 def _size_pool(
-  options: BuildOptions, model: ModelConfig, spec: Callable[[int], ProgramSpec], ladder: ShapeLadder
-) -> int:
-  """Blocks that the memory holds, as many as can be of use."""
-  smallest = spec(1)
-  table_width = smallest.table_width
-  block_bytes = kv_cache.bytes_per_block(model, smallest.block_size, smallest.kv[0].dtype, smallest.attention)
-  shares_prefixes = options.enable_prefix_caching and options.prefix_cache_scope != "off"
-  # Twice what can run at once: the rest keeps prefixes of what ran before.
-  most_useful = options.max_num_seqs * table_width * (2 if shares_prefixes else 1)
-  available = options.kv_cache_mb * 2**20
-  if not available:
-    trial = spec(table_width)  # what a step needs does not depend on the size of the pool
-    available = kv_cache.free_bytes(trial.mesh, 0)
-    if available is None:
-      available = _CPU_KV_CACHE_MB * 2**20
-    else:
-      analysis = compile_step(trial, ladder.rungs()[-1]).memory_analysis()
-      step_bytes = analysis.temp_size_in_bytes if analysis else 0
-      available = kv_cache.free_bytes(trial.mesh, _slot_bytes(trial) + step_bytes) or 0
-  return kv_cache.fit_blocks(available, block_bytes, table_width, most_useful)
+  options: BuildOptions,
+  sizer: PoolSizer,
+  spec: Callable[[int, int], ProgramSpec],
+  ladder: ShapeLadder,
+  source: ExecutableSource | None,
+  cpu_bytes: int | None,
+) -> PoolSize:
+  """The pool that was chosen, or the one that `source` has executables for, or what memory holds.
+
+  Args:
+    spec: programs, from blocks and max_model_len.
+    cpu_bytes: memory for KV where a CPU says what is free.
+  """
+  if options.num_blocks:
+    return sizer.size_by_blocks(options.num_blocks, "--num_blocks gives")
+  if options.kv_cache_mb:
+    return sizer.size_by_memory(options.kv_cache_mb * 2**20, f"--kv_cache_mb={options.kv_cache_mb}")
+  trial = spec(-(-sizer.longest // sizer.block_size), sizer.longest)
+  on_cpu, memory = kv_cache.free_bytes(trial.mesh, 0) is None, "half of what weights and a step leave"
+  if on_cpu and cpu_bytes is None:
+    cpu_bytes, memory = CPU_KV_BYTES, "the default where the system does not say what is free"
+  stored = source.choose_pool(sizer, spec, ladder.rungs(), cpu_bytes if on_cpu else None) if source else None
+  if stored is not None:
+    return stored
+  if on_cpu:
+    assert cpu_bytes is not None
+    return sizer.size_by_memory(cpu_bytes, memory)
+  analysis = compile_step(trial, ladder.rungs()[-1]).memory_analysis()  # whatever the size of the pool
+  step_bytes = analysis.temp_size_in_bytes if analysis else 0
+  available = kv_cache.free_bytes(trial.mesh, trial.slot_bytes + step_bytes) or 0
+  return sizer.size_by_memory(available, "left by weights and the largest step")

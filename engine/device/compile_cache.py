@@ -5,17 +5,17 @@ and never over an old one, so one that a kill or a full disk has cut would be in
 younger than the folder's stamp are looked through, before the first use and after the last.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 import contextlib
 import importlib
 import os
 import pathlib
+import stat
 import zlib
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from engine.device.code_folder import refuse_writers
 from engine.errors import ConfigError
 
 _SUFFIX = "-cache"  # of JAX's entries
@@ -56,20 +56,23 @@ def use(folder: str) -> str:
   return "" if writable else f"compile cache: {folder} cannot be written, so new programs are compiled at every start"
 
 
-@contextlib.contextmanager
-def set_aside() -> Iterator[None]:
-  """Has JAX compile as if it kept nothing, for programs that will be stored elsewhere.
+def refuse_writers(folder: pathlib.Path, files: Iterable[pathlib.Path], setting: str) -> None:
+  """Raises ConfigError if anybody but this user and root could change `folder` or one of `files`.
 
-  An executable that was itself loaded is not whole when a CPU's backend writes it again: it lacks functions.
+  Args:
+    folder: holds the files.
+    files: those whose contents will be run.
+    setting: name of the flag that gave the folder.
   """
-  enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-  jax.config.update("jax_enable_compilation_cache", False)
-  compilation_cache.reset_cache()  # it remembers whether it is used
-  try:
-    yield
-  finally:
-    jax.config.update("jax_enable_compilation_cache", enabled)
-    compilation_cache.reset_cache()
+  for each in (folder, *files):
+    found = each.stat()
+    others = stat.S_IMODE(found.st_mode) & 0o022
+    if others or found.st_uid not in (os.geteuid(), 0):
+      raise ConfigError(
+        f"{setting}={folder}: {each} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}, so "
+        f"that others could put code into the server of user {os.geteuid()}; remove the folder, or make it that user's "
+        f"and chmod -R go-w, or set --{setting} to another"
+      )
 
 
 def look_through(folder: str) -> int:

@@ -5,7 +5,7 @@ any batch, in any chunks, with prefixes from the cache and after preemption. Two
 
   the shape of a step decides in which order a library adds: so there is one shape for every step, but where kernels
   make each sum in an order that only its row decides (api.ACROSS_SHAPES, packed matmuls that are told to:
-  models/layers.py: WeightForm.ordered); there the ladder stays, and
+  models/linear.py: WeightForm.ordered); there the ladder stays, and
   the sampler, which XLA compiles, has the shape of the largest step in each (programs.py);
   a prompt and a decode go through different kernels: so the attention sends both through one (Geometry.invariant).
 
@@ -26,33 +26,23 @@ from pallas_kernels.paged_attention import api
 
 # A sum of two parts is the same in either order; of more, it depends on where in the buffer a value lies.
 _MOST_DEVICES = 2
-# Where weights are read from far memory, this many tokens take little longer than one.
-_LEAST_TOKENS = {"cpu": 1}
-_LEAST_TOKENS_ELSEWHERE = 128
 _TRIED_TOKENS = 8
 
 
-def check(devices: Sequence[Any], attention: Sequence[str], num_prefill: int = 0) -> None:
+def check(devices: Sequence[Any], attention: Sequence[str]) -> None:
   """Refuses what cannot keep the promise, before anything is loaded.
 
   Args:
-    devices: all of them.
+    devices: those of one engine.
     attention: candidates, see api.candidates.
-    num_prefill: how many of the devices only do prefill.
 
   Raises:
     ConfigError: with the value, the limit and the remedy.
   """
-  if num_prefill and 2 * num_prefill != len(devices):
+  if len(devices) > _MOST_DEVICES:
     raise ConfigError(
-      f"deterministic: {num_prefill} devices for prefill and {len(devices) - num_prefill} for decode split sums "
-      f"differently, and a preempted request may go through either; set --prefill_devices to half of --num_devices"
-    )
-  each = num_prefill or len(devices)
-  if each > _MOST_DEVICES:
-    raise ConfigError(
-      f"deterministic: over {each} devices a sum is made in an order that depends on its place in the batch; at most "
-      f"{_MOST_DEVICES} can be guaranteed; lower --num_devices"
+      f"deterministic: over {len(devices)} devices a sum is made in an order that depends on its place in the batch; "
+      f"at most {_MOST_DEVICES} can be guaranteed; lower --num_devices"
     )
   for name in attention:
     if name not in api.WITHIN_A_SHAPE:
@@ -62,15 +52,9 @@ def check(devices: Sequence[Any], attention: Sequence[str], num_prefill: int = 0
       )
 
 
-def ladder_of(
-  token_budgets: tuple[int, ...], max_num_seqs: int, platform: str, attention: str, matmul: str
-) -> tuple[int, ...]:
-  """The rungs that steps may have: all, or the smallest that holds a row of each slot and is worth a prompt's chunk."""
-  if attention in api.ACROSS_SHAPES and matmul == "packed":
-    return token_budgets
-  holding = [tokens for tokens in token_budgets if tokens >= max_num_seqs]
-  least = _LEAST_TOKENS.get(platform, _LEAST_TOKENS_ELSEWHERE)
-  return (next((tokens for tokens in holding if tokens >= least), holding[-1]),)
+def needs_one_size(attention: str, matmul: str) -> bool:
+  """Whether every step must have the same shape: a kernel's sums depend on more than their row."""
+  return not (attention in api.ACROSS_SHAPES and matmul == "packed")
 
 
 def cost(ladder: ShapeLadder) -> str:
@@ -102,7 +86,7 @@ def try_out(runner: Runner, config: EngineConfig, ladder: ShapeLadder) -> dict[i
   trial = _Trial(runner, config)
   shapes = ladder.rungs()
   alone = trial.run(shapes[0], 1, 0)
-  ways = [(shapes[-1], trial.num_tokens, 0)]
+  ways = [(shapes[-1], min(trial.num_tokens, shapes[-1].tokens), 0)]
   for shape in shapes:
     neighbours = min(shape.rows - 1, shape.tokens // 2) if trial.has_neighbours else 0
     ways.append((shape, min(trial.num_tokens, shape.tokens - neighbours), neighbours))
@@ -135,7 +119,7 @@ class _Trial:
     found: dict[int, bytes] = {}
     for start in range(0, self.num_tokens, chunk):
       count = min(chunk, self.num_tokens - start)
-      num_logits = min(count, shape.rows - neighbours)
+      num_logits = min(count, shape.logits - neighbours)
       result = self._runner.launch(self._batch(shape, start, count, num_logits, neighbours)).result()
       found |= self._bits(result, neighbours, start + count - num_logits)
     return found

@@ -17,14 +17,14 @@ _CGROUP = pathlib.Path("/sys/fs/cgroup")  # of this process, as a container sees
 
 def step_bytes(model: ModelConfig, shape: StepShape, itemsize: int, devices: int) -> int:
   """What a step holds on each device, at the least: what comes in and goes out of a layer, gate and up, and a row of
-  logits and two of the sampler's memory for each sequence."""
+  logits and two of the sampler's memory for each logit row."""
   token = (2 * model.model_dim + 2 * model.hidden_dim // devices) * itemsize
-  return shape.tokens * token + shape.rows * 3 * model.vocab_size * 4
+  return shape.tokens * token + shape.logits * 3 * model.vocab_size * 4
 
 
 def check_fits(
   name: str, mesh: Mesh, params: dict[str, Any], kv_bytes: int, kv_for: str, step: int = 0, step_for: str = ""
-) -> None:
+) -> int | None:
   """Refuses a model for which there is no room.
 
   Args:
@@ -35,6 +35,9 @@ def check_fits(
     kv_for: what that is for, for the message.
     step, step_for: the same of the largest step, on each device.
 
+  Returns:
+    Bytes that weights and step leave, on all devices together; None where nobody says what is free.
+
   Raises:
     ConfigError: says what is needed, what is free, and what is missing, of the device that has least.
   """
@@ -43,7 +46,7 @@ def check_fits(
   if free is None:
     free, where = host_free_bytes(), "of this machine's memory for each device"
   if free is None:
-    return
+    return None
   free, kv = free // mesh.size, kv_bytes // mesh.size
   missing = weights + kv + step - free
   if missing > 0:
@@ -52,6 +55,7 @@ def check_fits(
       f"({step_for}) {where}, and {_mib(free)} are free: {_mib(missing)} are missing; take more devices "
       "(--num_devices), a smaller --dtype, --max_model_len or --token_budgets, --quantization=int8, or a smaller model"
     )
+  return (free - weights - step) * mesh.size
 
 
 def host_free_bytes() -> int | None:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
 from engine.errors import ConfigError
+from models.linear import stored_name
 
 AXIS = "model"
 
@@ -62,7 +63,7 @@ def shardings(mesh: Mesh, state: nnx.State) -> Any:
   placed = [
     sharding_of(
       mesh,
-      jax.tree_util.keystr(path, simple=True, separator="."),
+      stored_name(jax.tree_util.keystr(path, simple=True, separator=".")),
       variable.get_value().shape,
       variable.get_metadata()["axes"],
     )

@@ -70,14 +70,14 @@ class StepLayout:
     table_width: B, blocks of a full table.
     num_slots: slots for requests; index num_slots is the padding slot.
     num_eos: end-of-sequence ids of the model, part of what min_tokens suppresses.
-    plan: what the host computes for the attention kernels of this rung, if they want anything.
+    plans: what the host computes for the attention kernels of this rung; each that differs, once.
   """
 
   shape: StepShape
   table_width: int
   num_slots: int
   num_eos: int
-  plan: Plan | None = None
+  plans: tuple[Plan, ...] = ()
 
   @property
   def num_stop_ids(self) -> int:
@@ -87,7 +87,7 @@ class StepLayout:
   @cached_property
   def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Name -> offset and shape; aligned, since XLA hands kernels pointers to slices of the array."""
-    t, s = self.shape.tokens, self.shape.rows
+    t, s, logits = self.shape.tokens, self.shape.rows, self.shape.logits
     shapes = {
       "tokens": (t,),  # an id, or -1 - slot where the id is last_tokens[slot]
       "positions": (t,),
@@ -95,9 +95,9 @@ class StepLayout:
       "used": (2,),  # tokens and logit rows to compute, those in front
       "query_starts": (s + 1,),
       "kv_lens": (s,),
-      "columns": (len(Column), s),
-      "stop_ids": (s, self.num_stop_ids),
-      "plan": (self.plan.size if self.plan else 0,),
+      "columns": (len(Column), logits),
+      "stop_ids": (logits, self.num_stop_ids),
+      **{f"plan {number}": (plan.size,) for number, plan in enumerate(self.plans)},
       "block_tables": (s, self.table_width),
     }
     return place(shapes)[0]
@@ -118,19 +118,19 @@ class SamplingRows:
   array is cheaper than thirteen.
 
   Attributes:
-    columns: int32[len(Column), S].
-    stop_ids: int32[S, n], -1 where there is none.
+    columns: int32[len(Column), L].
+    stop_ids: int32[L, n], -1 where there is none.
   """
 
   columns: jax.Array
   stop_ids: jax.Array
 
   def has(self, flags: Flag) -> jax.Array:
-    """bool[S]: which rows carry one of `flags`."""
+    """bool[L]: which rows carry one of `flags`."""
     return (self[Column.FLAGS] & jnp.int32(int(flags))) != 0
 
   def __getitem__(self, column: Column) -> jax.Array:
-    """int32, f32 or uint32[S], as the column is."""
+    """int32, f32 or uint32[L], as the column is."""
     line = self.columns[column]
     if column == Column.SEED:
       return lax.bitcast_convert_type(line, jnp.uint32)
@@ -140,7 +140,7 @@ class SamplingRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelInput:
-  """A step on the device. Rows and logit rows are both S long; padding rows have no token, and the padding slot.
+  """A step on the device. S rows and L logit rows; those of padding have no token, and the padding slot.
 
   Tokens, rows and logit rows in use lie in front of the padding.
   """
@@ -151,10 +151,10 @@ class ModelInput:
   query_starts: jax.Array  # int32[S + 1]
   kv_lens: jax.Array  # int32[S]
   block_tables: jax.Array  # int32[S, B]
-  plan: jax.Array  # int32[layout.plan.size], or int32[0]
+  plans: tuple[jax.Array, ...]  # int32[size] of each of layout.plans
   num_tokens: jax.Array  # int32[1], how many of T are in use
-  num_logit_rows: jax.Array  # int32[1], how many of S
-  logit_tokens: jax.Array  # int32[S], index into the token axis
+  num_logit_rows: jax.Array  # int32[1], how many of L
+  logit_tokens: jax.Array  # int32[L], index into the token axis
   sampling: SamplingRows
 
 
@@ -173,7 +173,7 @@ def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
     query_starts=field("query_starts"),
     kv_lens=field("kv_lens"),
     block_tables=field("block_tables"),
-    plan=field("plan"),
+    plans=tuple(field(f"plan {number}") for number in range(len(layout.plans))),
     num_tokens=used[:1],
     num_logit_rows=used[1:],
     logit_tokens=columns[Column.TOKEN],
@@ -185,6 +185,14 @@ def _field(layout: StepLayout, packed: np.ndarray, name: str) -> np.ndarray:
   """A field of a packed array, as a view."""
   offset, shape = layout.fields[name]
   return packed[offset : offset + math.prod(shape)].reshape(shape)
+
+
+def _make_plans(layout: StepLayout, packed: np.ndarray) -> None:
+  """Fills the plans, from the rows that are packed already."""
+  for number, plan in enumerate(layout.plans):
+    _field(layout, packed, f"plan {number}")[:] = plan.make(
+      _field(layout, packed, "query_starts"), _field(layout, packed, "kv_lens")
+    )
 
 
 def flags_of(params: SamplingParams) -> Flag:
@@ -229,8 +237,8 @@ class LogitRows:
     return any(max(numbers) > 0 for _, numbers in self.wants.values())
 
 
-class _Decodes:
-  """The latest packed step, of nothing but decodes; the next one is made from it while its rows are the same.
+class _Repetition:
+  """The latest packed step, of nothing but decodes; the next one is made from it while a Batch says that it repeats it.
 
   The device may still read the array, so the next step's is written elsewhere: a sum, and then what begins a new block.
   """
@@ -238,30 +246,19 @@ class _Decodes:
   def __init__(self, batch: Batch, layout: StepLayout, packed: np.ndarray, rows: LogitRows):
     """Args: packed, rows: as `Packer.pack` returned them for `batch`."""
     self.rows = rows
-    self._layout, self._packed, self._key = layout, packed, self._key_of(batch)
-    self._total = sum(batch.starts)
+    self._layout, self._packed = layout, packed
+    self._starts = batch.starts
     self._num_repeated = 0
     # What follows is made by the first repetition.
     self._advance: np.ndarray | None = None  # int32[layout.size]: what a step adds, 1 where a position is counted
     self._row_of: dict[int, int] = {}  # slot -> row
     self._begins: list[list[int]] = []  # the rows that begin a block, by number of repetitions modulo block size
 
-  @staticmethod
-  def _key_of(batch: Batch) -> tuple:
-    """What batches of the same decodes have in common; equal at once where they have the very same columns."""
-    return batch.slots, batch.counts, batch.num_logits, batch.samples, batch.token_ids
-
-  def next(self, batch: Batch, layout: StepLayout, block_size: int, packed: np.ndarray) -> bool:
-    """Fills `packed`, the array of `batch`; False, and nothing is written, if it is not the same rows a position on."""
+  def pack_next(self, batch: Batch, layout: StepLayout, block_size: int, packed: np.ndarray) -> None:
+    """Fills `packed`, the array of `batch`, which repeats the latest step."""
     starts, slots = batch.starts, batch.slots
-    rows, total = len(starts), sum(starts)
-    if (
-      layout is not self._layout
-      or batch.admissions
-      or self._key_of(batch) != self._key
-      or total != self._total + rows  # a measurement may launch one batch again and again
-    ):
-      return False
+    rows = len(starts)
+    assert layout is self._layout and starts[0] == self._starts[0] + 1, "no step before this one is repeated by it"
     if self._advance is None:
       self._advance = advance = np.zeros(layout.size, np.int32)
       for name in ("positions", "slot_mapping", "kv_lens"):
@@ -272,7 +269,7 @@ class _Decodes:
       for row, start in enumerate(starts):
         self._begins[(1 - start) % block_size].append(row)
     np.add(self._packed, self._advance, out=packed)
-    self._packed, self._total = packed, total
+    self._packed, self._starts = packed, starts
     self._num_repeated += 1
     # The few values that are no sum, one by one: right after a step of the device, each kind of numpy call costs 20 us.
     values = memoryview(packed)
@@ -284,11 +281,7 @@ class _Decodes:
     slot_mapping, _ = layout.fields["slot_mapping"]
     for row in self._begins[self._num_repeated % block_size]:
       values[slot_mapping + row] = values[tables + row * width + starts[row] // block_size] * block_size
-    if layout.plan:
-      _field(layout, packed, "plan")[:] = layout.plan.make(
-        _field(layout, packed, "query_starts"), _field(layout, packed, "kv_lens")
-      )
-    return True
+    _make_plans(layout, packed)
 
 
 class Packer:
@@ -306,7 +299,7 @@ class Packer:
     self._min_lens = np.zeros(num_slots + 1, np.int32)  # tokens from which on min_tokens is reached
     self._logprobs: dict[int, SamplingParams] = {}  # slots that want any
     self._known: dict[int, Sequence[int]] = {}  # tokens of slots that want prompt logprobs
-    self._decodes: _Decodes | None = None  # the latest step, if another may repeat it
+    self._latest: _Repetition | None = None  # step, if another may be made from it
 
   def layout(self, shape: StepShape) -> StepLayout:
     """The layout of `shape`'s packed array."""
@@ -314,7 +307,7 @@ class Packer:
 
   def admit(self, admission: Admission) -> None:
     """Writes a slot anew."""
-    self._decodes = None
+    self._latest = None
     slot, params = admission.slot, admission.params
     table = self._block_tables[slot]
     table[:] = 0
@@ -358,13 +351,14 @@ class Packer:
     for slot, index, block in batch.new_blocks:
       self._block_tables[slot, index] = block
     packed = np.empty(layout.size, np.int32) if out is None else out
-    decodes = self._decodes
-    if decodes is not None and decodes.next(batch, layout, self._block_size, packed):
-      return packed, decodes.rows
+    latest = self._latest
+    if batch.repeats and latest is not None:
+      latest.pack_next(batch, layout, self._block_size, packed)
+      return packed, latest.rows
     packed.fill(0)
     rows = self._pack(batch, layout, packed)
     repeats = rows.plain and not any(batch.token_ids)
-    self._decodes = _Decodes(batch, layout, packed, rows) if repeats else None
+    self._latest = _Repetition(batch, layout, packed, rows) if repeats else None
     return packed, rows
 
   def _pack(self, batch: Batch, layout: StepLayout, packed: np.ndarray) -> LogitRows:
@@ -378,8 +372,7 @@ class Packer:
     columns[Column.TARGET] = -1
     rows = len(batch.slots)
     if not rows:
-      if layout.plan:
-        field("plan")[:] = layout.plan.make(field("query_starts"), field("kv_lens"))
+      _make_plans(layout, packed)
       return LogitRows(np.zeros(0, np.int32), {}, np.zeros(0, np.int32))
 
     slots = np.array(batch.slots, np.int32)
@@ -388,7 +381,7 @@ class Packer:
     # Where a way of batching pads rows, their padding is computed like them: what it costs is what is compared.
     computed = batch.computed_tokens
     num_logits = sum(batch.num_logits)
-    field("used")[:] = computed, num_logits if computed == total else min(computed, layout.shape.rows)
+    field("used")[:] = computed, num_logits if computed == total else min(computed, layout.shape.logits)
     query_starts = field("query_starts")
     if total == rows:  # every row has one token
       row_of_token = slice(None)
@@ -416,8 +409,7 @@ class Packer:
     pages, offsets = np.divmod(positions, self._block_size)
     blocks = self._block_tables[slots[row_of_token], pages]
     field("slot_mapping")[:total] = blocks * self._block_size + offsets
-    if layout.plan:
-      field("plan")[:] = layout.plan.make(query_starts, field("kv_lens"))
+    _make_plans(layout, packed)
     return self._pack_logit_rows(batch, layout, packed, slots, kv_lens, ends)
 
   def _pack_logit_rows(

@@ -1,11 +1,11 @@
 """The one owner of Sluice's own model folder: Orbax weights and digests. Knows no family and no Hugging Face name.
 
-  sluice.json        {"format": 1, "name": ..., "dtype": ..., "crc32": {parameter: digest}}
+  sluice.json        {"format": 1, "name": ..., "dtype": ...}
   config.json        as Hugging Face has it; tokenizer and generation_config.json likewise
   weights/           an Orbax PyTree {parameter: array}, OCDBT: a dozen files whatever the model
   SHA256SUMS         of the above, in the format of `sha256sum --check`; written last
 
-The digests are ours because Orbax and TensorStore keep none of array bytes: a flipped bit would be served.
+The digests are Sluice's own because Orbax and TensorStore keep none of array bytes: a flipped bit would be served.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,8 @@ import pathlib
 import shutil
 import tempfile
 from typing import Any
-import zlib
 
 import jax
-import numpy as np
 
 from engine.device.sums import SUMS, read_sums, sha256, verify_sum
 from engine.errors import CheckpointError, ConfigError
@@ -34,26 +32,26 @@ def is_one(folder: pathlib.Path) -> bool:
   return (folder / MARKER).exists() or (folder / _WEIGHTS).is_dir()
 
 
-def name(folder: pathlib.Path) -> str:
-  """The model's name, from a verified folder."""
-  return _marker(folder)["name"]
+def read_name_and_dtype(folder: pathlib.Path) -> tuple[str, str]:
+  """The model's name and its stored weights' dtype by its JAX name, from a verified folder."""
+  marker = _marker(folder)
+  return marker["name"], marker["dtype"]
 
 
 def verify(folder: pathlib.Path) -> None:
   """Compares every file with its digest.
 
   Raises:
-    CheckpointError: names the first file that is missing, changed, or not accounted for, and the tensors it damages.
+    CheckpointError: names the first file that is missing, changed, or not accounted for.
   """
   sums = dict(read_sums(folder))
   for file in sorted(set(_covered(folder)) | {MARKER, "config.json"}):
     if file not in sums:
       raise CheckpointError(f"{folder / file}: is not listed in {SUMS}; the folder is a mixture: make it again")
   for file, digest in sorted(sums.items()):
-    is_weights = file.startswith(_WEIGHTS)
-    verify_sum(folder, file, digest, (lambda: f" (tensors hit: {_damaged(folder)})") if is_weights else str)
+    verify_sum(folder, file, digest)
   marker = _marker(folder)
-  if marker.get("format") != _FORMAT or not isinstance(marker.get("name"), str):
+  if marker.get("format") != _FORMAT or not all(isinstance(marker.get(key), str) for key in ("name", "dtype")):
     raise CheckpointError(
       f"{folder / MARKER}: format={marker.get('format')!r} is not supported; supported is "
       f"{_FORMAT}: convert the model again with tools/convert_checkpoint.py"
@@ -137,7 +135,6 @@ def _write(
       "format": _FORMAT,
       "name": model_name,
       "dtype": str(next(iter(params.values())).dtype),
-      "crc32": {key: _crc32(np.asarray(value)) for key, value in sorted(params.items())},
     }
     (draft / MARKER).write_text(json.dumps(marker, indent=1) + "\n", "utf-8")
     (draft / SUMS).write_text("".join(f"{sha256(draft / file)}  {file}\n" for file in _covered(draft)), "ascii")
@@ -165,33 +162,3 @@ def _quiet() -> Iterator[None]:
 
 def _marker(folder: pathlib.Path) -> dict[str, Any]:
   return json.loads((folder / MARKER).read_text("utf-8"))
-
-
-def _crc32(values: np.ndarray) -> str:
-  return f"{zlib.crc32(np.ascontiguousarray(values).view(np.uint8)):08x}"
-
-
-def _damaged(folder: pathlib.Path) -> str:
-  """Which tensors a corrupt folder has lost: read alone, they fail or are not what was written. For messages only."""
-  import orbax.checkpoint as ocp
-
-  try:
-    written = _marker(folder)["crc32"]
-    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-
-      def intact(key: str) -> bool:
-        arguments = {key: ocp.RestoreArgs(restore_type=np.ndarray)}
-        try:
-          values = checkpointer.restore(
-            (folder / _WEIGHTS).resolve(),
-            args=ocp.args.PyTreeRestore(item={key: 0}, restore_args=arguments, partial_restore=True),
-          )[key]
-        except Exception as error:
-          logging.getLogger(__name__).debug("%s: %s", key, error)
-          return False
-        return _crc32(values) == written[key]
-
-      hit = [key for key in written if not intact(key)]
-  except Exception as error:  # the folder is known to be corrupt: anything may be
-    return f"unknown, {error}"
-  return (", ".join(hit[:5]) + (f" and {len(hit) - 5} more" if len(hit) > 5 else "")) or "none"

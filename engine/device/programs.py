@@ -5,7 +5,7 @@ slots in its masks. Each is lowered from abstract arrays that carry their shardi
 always agrees, and nothing is resharded or compiled for a second time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -19,15 +19,13 @@ import numpy as np
 
 from engine.device import kv_cache, sampler
 from engine.device import mesh as mesh_lib
-from engine.device.executables import Program
 from engine.device.model_input import Column, Flag, SamplingRows, StepLayout, unpack
 from engine.device.sampler import SlotState
-from engine.sampling_params import MAX_LOGPROBS
 from engine.shapes import StepShape
-from models.attention import AttentionMeta, paged_attend
-from models.config import ModelConfig
+from models.attention import AttentionMeta, PagedGroups, paged_attend
+from models.config import LayerAttention, ModelConfig
 from pallas_kernels.paged_attention.api import PagedAttention
-from pallas_kernels.paged_attention.plan import Geometry
+from pallas_kernels.paged_attention.plan import Geometry, Plan
 
 MASK_LINES = 8  # of one call of `write_masks`
 # Options of XLA:GPU that leave a matmul one way to be done; where its sum is split, the shape alone says how.
@@ -38,6 +36,37 @@ _ONE_MATMUL: dict[str, bool | int | str] = {
   ),
   "xla_allow_excess_precision": False,
 }
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+  """A function on arrays, ready to be compiled.
+
+  Attributes:
+    name: unique among a runner's programs.
+    function: pure; takes `arguments`, returns `results`.
+    arguments: a tree of jax.ShapeDtypeStruct for each argument, with shardings.
+    results: a tree of jax.ShapeDtypeStruct, with shardings.
+    donated: which arguments are updated in place.
+    compiler_options: see `step_options`.
+  """
+
+  name: str
+  function: Callable[..., Any]
+  arguments: tuple[Any, ...]
+  results: Any
+  donated: tuple[int, ...]
+  compiler_options: dict[str, bool | int | str] | None
+
+  def compile(self) -> jax.stages.Compiled:
+    """Traces, lowers and compiles."""
+    program = jax.jit(
+      self.function,
+      donate_argnums=self.donated,
+      keep_unused=True,  # so that the executable takes what `arguments` says, whatever it reads
+      out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.results),
+    )
+    return program.lower(*self.arguments).compile(self.compiler_options)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,25 +108,32 @@ class ProgramSpec:
     """As JAX calls it: cpu, gpu (cuda where there is none to see), tpu."""
     return self.mesh.devices.flat[0].platform
 
-  def attention_of(self, shape: StepShape) -> PagedAttention:
-    """The attention of a rung, as one device runs it: on several, each has its own heads."""
-    model, devices = self.model, self.mesh.size
-    geometry = Geometry(
-      tokens=shape.tokens,
-      rows=shape.rows,
-      table_width=self.table_width,
-      block_size=self.block_size,
-      num_heads=model.num_heads // devices,
-      num_kv_heads=model.num_kv_heads // devices,
-      head_dim=model.head_dim,
-      sliding_window=model.sliding_window,
-      invariant=self.deterministic,
-    )
-    return PagedAttention(self.attention, geometry, scale=model.head_dim**-0.5, device_kind=self.device_kind)
+  def attention_groups(self, shape: StepShape) -> PagedGroups:
+    """The attention of a rung for each group of layers, as one device runs it: on several, each has its own heads."""
+    devices = self.mesh.size
+
+    def of_group(declared: LayerAttention) -> PagedAttention:
+      geometry = Geometry(
+        tokens=shape.tokens,
+        rows=shape.rows,
+        table_width=self.table_width,
+        block_size=self.block_size,
+        num_heads=declared.num_heads // devices,
+        num_kv_heads=declared.num_kv_heads // devices,
+        head_dim=declared.head_dim,
+        sliding_window=declared.window,
+        invariant=self.deterministic,
+      )
+      return PagedAttention(self.attention, geometry, declared.scale, declared.soft_cap, self.device_kind)
+
+    return tuple((declared, of_group(declared)) for declared in self.model.groups)
 
   def layout(self, shape: StepShape) -> StepLayout:
     """The packed array of a rung."""
-    return StepLayout(shape, self.table_width, self.num_slots, self.num_eos, self.attention_of(shape).plan)
+    plans = dict.fromkeys(attention.plan for _, attention in self.attention_groups(shape))
+    return StepLayout(
+      shape, self.table_width, self.num_slots, self.num_eos, tuple(plan for plan in plans if plan is not None)
+    )
 
   def whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """An abstract array that every device holds."""
@@ -117,19 +153,32 @@ class ProgramSpec:
       mask=self.whole((lines, -(-vocab // 32)), jnp.int32),  # pyright: ignore
     )
 
+  @property
+  def slot_bytes(self) -> int:
+    """Of the sampler's state."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.slot_state))
+
 
 @functools.cache
-def _attend(spec: ProgramSpec, attention: PagedAttention):
+def _attend(spec: ProgramSpec, groups: PagedGroups):
   """Paged attention; on several devices each runs its own heads, whatever the kernel is made of."""
-  attend = paged_attend(attention)
+  attend = paged_attend(groups)
   if spec.mesh.size == 1:
     return attend
-  heads = PartitionSpec(None, mesh_lib.AXIS)
-  pages = spec.kv[0].sharding.spec  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-  whole = PartitionSpec()
-  return jax.shard_map(
-    attend, mesh=spec.mesh, in_specs=(heads, whole, whole, pages, whole), out_specs=(heads, pages), check_vma=False
-  )
+  heads, whole = PartitionSpec(None, mesh_lib.AXIS), PartitionSpec()
+
+  def attend_on_each(declared: LayerAttention, *arrays):
+    buffer = spec.kv[spec.model.groups[declared][0]]
+    pages = buffer.sharding.spec  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    return jax.shard_map(
+      functools.partial(attend, declared),
+      mesh=spec.mesh,
+      in_specs=(heads, whole, whole, pages, whole),
+      out_specs=(heads, pages),
+      check_vma=False,
+    )(*arrays)
+
+  return attend_on_each
 
 
 def _with_all_rows(logits: jax.Array, rows: SamplingRows, num_slots: int) -> tuple[jax.Array, SamplingRows]:
@@ -165,20 +214,22 @@ def step(
     packed: int32[layout.size], see model_input.
 
   Returns:
-    kv, last_tokens and slot_state after the step, and the output: int32[3, S] (tokens, bad, bits of log probabilities)
-    and int32[2, S, 20] (ids of the most likely tokens, bits of their log probabilities).
+    kv, last_tokens and slot_state after the step, and the output: int32[3, L] (tokens, bad, bits of log probabilities)
+    and int32[2, L, sampler.num_alternatives(V)] (ids of the most likely tokens, bits of their log probabilities).
   """
   inputs = unpack(layout, packed)
   rows = inputs.sampling
   decoder = nnx.merge(spec.graphdef, jax.tree.unflatten(spec.params_tree, params))
   waiting = inputs.tokens < 0
   tokens = jnp.where(waiting, last_tokens[jnp.where(waiting, -1 - inputs.tokens, 0)], inputs.tokens)
-  attention = spec.attention_of(layout.shape)
-  rows_of_step = attention.meta(inputs.block_tables, inputs.kv_lens, inputs.query_starts, inputs.plan)
-  meta = AttentionMeta(rows_of_step, inputs.slot_mapping)
-  attend = _attend(spec, attention)
-  # Where there are as many rows as tokens, to leave tokens out would only be one launch more.
-  some = layout.shape.rows < layout.shape.tokens
+  groups = spec.attention_groups(layout.shape)
+  plans: dict[Plan | None, jax.Array] = dict(zip(layout.plans, inputs.plans, strict=True))
+  rows_of_step = inputs.block_tables, inputs.kv_lens, inputs.query_starts
+  ragged = tuple(attention.meta(*rows_of_step, plans.get(attention.plan)) for _, attention in groups)
+  meta = AttentionMeta(ragged, inputs.slot_mapping)
+  attend = _attend(spec, groups)
+  # Where there are as many logit rows as tokens, to leave tokens out would only be one launch more.
+  some = layout.shape.logits < layout.shape.tokens
   wanted = (inputs.logit_tokens, inputs.num_logit_rows) if some else None
   hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, attend, inputs.num_tokens, wanted)
   logits = decoder.logits(hidden if some else hidden[inputs.logit_tokens], inputs.num_logit_rows)
@@ -200,8 +251,8 @@ def step(
     [sampled.tokens, sampled.bad.astype(jnp.int32), lax.bitcast_convert_type(sampled.logprobs, jnp.int32)]
   )
   top = jnp.stack([sampled.top_ids, lax.bitcast_convert_type(sampled.top_logprobs, jnp.int32)])
-  num_rows = layout.shape.rows
-  return kv, last_tokens, slot_state, (output[:, :num_rows], top[:, :num_rows])
+  num_logits = layout.shape.logits
+  return kv, last_tokens, slot_state, (output[:, :num_logits], top[:, :num_logits])
 
 
 def write_line(table: jax.Array, packed: jax.Array) -> jax.Array:
@@ -266,8 +317,8 @@ def step_program(spec: ProgramSpec, shape: StepShape) -> Program:
   """A rung: (params, kv, last_tokens, slot_state, packed) -> as `step` returns."""
   layout = spec.layout(shape)
   outputs = (
-    spec.whole((3, shape.rows), jnp.int32),
-    spec.whole((2, shape.rows, MAX_LOGPROBS), jnp.int32),
+    spec.whole((3, shape.logits), jnp.int32),
+    spec.whole((2, shape.logits, sampler.num_alternatives(spec.model.vocab_size)), jnp.int32),
   )
   return Program(
     name="-".join(map(str, ("step", *dataclasses.astuple(shape)))),
@@ -299,6 +350,11 @@ def zeros_program(spec: ProgramSpec, name: str, results: Any) -> Program:
   return Program(f"zeros-{name}", fill, (), results, (), step_options(spec))
 
 
+def layer_key(buffer: jax.ShapeDtypeStruct) -> str:
+  """The name of the program that allocates a layer's KV: layers of one shape share it."""
+  return "-".join(map(str, ("layer", *buffer.shape)))
+
+
 def all_programs(spec: ProgramSpec, rungs: Sequence[StepShape]) -> dict[StepShape | str, Program]:
   """Everything that a runner calls, the step of each rung by its shape; the largest first, which takes longest."""
   steps: dict[StepShape | str, Program] = {shape: step_program(spec, shape) for shape in reversed(rungs)}
@@ -306,7 +362,7 @@ def all_programs(spec: ProgramSpec, rungs: Sequence[StepShape]) -> dict[StepShap
     "history": line_program(spec, "history"),
     "bias": line_program(spec, "bias"),
     "masks": masks_program(spec),
-    "layer": zeros_program(spec, "layer", spec.kv[:1]),
+    **{layer_key(buffer): zeros_program(spec, layer_key(buffer), buffer) for buffer in spec.kv},
     "slots": zeros_program(spec, "slots", spec.slot_state),
   }
 

@@ -8,28 +8,27 @@ former owner.
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 import dataclasses
-import functools
 import os
 import threading
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from engine.batch import Admission, Batch, StepResult, TokenLogprobs
 from engine.device import kv_cache, programs, sampler
 from engine.device import mesh as mesh_lib
-from engine.device.executables import Program
 from engine.device.model_input import Flag, LogitRows, Packer, flags_of
-from engine.device.programs import ProgramSpec
+from engine.device.programs import Program, ProgramSpec
 from engine.device.sampler import SlotState
 from engine.device.step_call import StepCall
-from engine.device.transfer import BlockTransfer, Exported
 from engine.errors import ShapeNotOnLadder
 from engine.shapes import ShapeLadder, StepShape
 
 # (what is being done, how many are done, of how many)
 Progress = Callable[[str, int, int], None]
+# from the KV buffers (donated), the blocks to fill and an Admission's `imported` to the KV buffers
+ImportBlocks = Callable[[kv_cache.Buffers, Sequence[int], Any], kv_cache.Buffers]
 # from a program to its executable
 Make = Callable[[Program], jax.stages.Compiled]
 
@@ -82,11 +81,6 @@ class _CompileCounter:
 
 
 _compiles = _CompileCounter()
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _fill_with_nan(layer: jax.Array, block: np.int32) -> jax.Array:
-  return layer.at[block].set(jnp.nan)
 
 
 class LaunchedStep:
@@ -156,8 +150,8 @@ class ModelRunner:
   ):
     """Allocates the KV buffers.
 
-    `steps` (the executables by shape), `calls` (how they are called), `kv` and `slot_state` may be looked at from
-    outside, for tests and measurements.
+    `spec`, `steps` (the executables by shape), `calls` (how they are called), `kv` and `slot_state` may be looked at
+    from outside. `import_blocks` is for who lets admissions bring KV from another runner.
 
     Args:
       spec: of the programs.
@@ -166,50 +160,34 @@ class ModelRunner:
       eos_token_ids: as many as spec.num_eos; what min_tokens holds back.
       made: the executables of `programs.all_programs`.
     """
-    self._spec, self._params = spec, params
+    self.spec, self._params = spec, params
+    self.import_blocks: ImportBlocks | None = None
     # On a CPU the values are in the host's memory anyway, and asking for a copy takes 0.1 ms and may wait for a core.
     self._away = spec.mesh.devices.flat[0].platform != "cpu"
     self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids)
     self._compiles_at_seal: int | None = None
-    self._outgoing: BlockTransfer | None = None
-    self._incoming: BlockTransfer | None = None
     self.steps = {shape: made[shape] for shape in ladder.rungs()}
     self._write_history, self._write_bias, self._write_masks = made["history"], made["bias"], made["masks"]
-    self._new_layer, self._new_slots = made["layer"], made["slots"]
+    self._new_slots = made["slots"]
     self._layouts = {shape: spec.layout(shape) for shape in ladder.rungs()}
     self.calls = {
       shape: StepCall(compiled, self._layouts[shape].size, mesh_lib.replicated(spec.mesh))
       for shape, compiled in self.steps.items()
     }
-    self.kv: kv_cache.Buffers = tuple(self._new_layer()[0] for _ in spec.kv)
+    self.kv: kv_cache.Buffers = tuple(made[programs.layer_key(buffer)]() for buffer in spec.kv)
     self._last_tokens: jax.Array = jax.device_put(np.zeros(spec.last_tokens.shape, np.int32), spec.last_tokens.sharding)
     self.slot_state: SlotState = self._new_slots()
 
   def warm_up(self, progress: Progress) -> None:
     """Runs every program once on padding, so that what a first call costs is paid before the server is ready."""
-    padding = self._spec.num_slots
+    padding = self.spec.num_slots
     for index, shape in enumerate(self.steps):
       self.launch(Batch(-1, shape, (), (), (), (), (), (), ())).result()
       progress("warm up", index + 1, len(self.steps))
-    vocab = self._spec.model.vocab_size
+    vocab = self.spec.model.vocab_size
     self._set_history(padding, np.zeros(vocab, np.int32))
     self._set_bias(padding, np.zeros(vocab, np.float32))
     self._set_masks([])
-
-  def connect(self, target: "ModelRunner") -> None:
-    """Lets KV blocks travel to `target`, by export() here and admissions there. Compiles: do it before seal()."""
-    self._outgoing = target._incoming = BlockTransfer(self._spec, target._spec)
-    # Once there and back: what a first copy costs is paid before the server is ready. Block 0 is nobody's.
-    target.kv = self._outgoing.write(target.kv, (0,), self.export((0,)))
-
-  def export(self, block_ids: Sequence[int]) -> Exported:
-    """A copy of these blocks as the launched steps leave them, on its way to the connected runner."""
-    assert self._outgoing is not None, "export() needs connect() first"
-    return self._outgoing.read(self.kv, block_ids)
-
-  def poison_page(self, block: int) -> None:
-    """Fills a page with NaN in every layer, after the steps that are launched; for fault injection. Compiles."""
-    self.kv = tuple(_fill_with_nan(layer, np.int32(block)) for layer in self.kv)
 
   def seal(self) -> None:
     """From here on a compilation is a mistake, and is counted."""
@@ -222,6 +200,7 @@ class ModelRunner:
 
   def launch(self, batch: Batch) -> LaunchedStep:
     """Starts a step and returns at once; never compiles."""
+    assert not batch.num_drafts, "no program verifies guesses"
     call = self.calls.get(batch.shape)
     if call is None:
       raise ShapeNotOnLadder(f"{batch.shape} was never compiled; there are {tuple(self.steps)}")
@@ -243,9 +222,9 @@ class ModelRunner:
   def _admit(self, admission: Admission) -> None:
     self._packer.admit(admission)
     if admission.imported is not None:
-      assert self._incoming is not None, "blocks arrive from a runner that is not connected"
-      self.kv = self._incoming.write(self.kv, admission.block_ids, admission.imported)
-    flags, vocab = flags_of(admission.params), self._spec.model.vocab_size
+      assert self.import_blocks is not None, "blocks arrive from a runner that is not connected"
+      self.kv = self.import_blocks(self.kv, admission.block_ids, admission.imported)
+    flags, vocab = flags_of(admission.params), self.spec.model.vocab_size
     if Flag.PENALTY in flags:
       self._set_history(admission.slot, sampler.history_row(admission.token_ids, admission.num_prompt_tokens, vocab))
     if Flag.BIAS in flags:
@@ -263,5 +242,5 @@ class ModelRunner:
   def _set_masks(self, lines: Sequence[tuple[int, bytes]]) -> None:
     """Of (slot, allowed tokens), at most programs.MASK_LINES."""
     state = self.slot_state
-    packed = programs.pack_masks(lines, self._spec.num_slots, state.mask.shape[1])
+    packed = programs.pack_masks(lines, self.spec.num_slots, state.mask.shape[1])
     self.slot_state = dataclasses.replace(state, mask=self._write_masks(state.mask, packed))

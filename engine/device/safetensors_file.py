@@ -2,10 +2,10 @@
 
 The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes of little-endian header length, a JSON header
 {name: {dtype, shape, data_offsets}}, then the bytes. The library's own reader maps the whole file for as long as it is
-open and names no tensor in its errors; here a tensor is mapped alone and its pages leave with it.
+open, takes a name twice and 200,000 dimensions, and names no tensor of a wrong size; here a tensor is mapped alone and
+its pages leave with it.
 """
 
-from collections.abc import Iterator
 import dataclasses
 import json
 import math
@@ -38,6 +38,7 @@ class StoredTensor:
   dtype: str
   shape: tuple[int, ...]
   offset: int
+  num_bytes: int
 
   def check_dtype(self) -> None:
     """Raises CheckpointError unless the dtype is one that `map` can read."""
@@ -46,34 +47,14 @@ class StoredTensor:
         f"{self.file}: tensor {self.name} has dtype {self.dtype}; supported are {', '.join(_DTYPES)}"
       )
 
+  @property
+  def numpy_dtype(self) -> np.dtype:
+    """Of `map`. Only of a tensor that check_dtype lets pass."""
+    return _DTYPES[self.dtype]
+
   def map(self) -> np.ndarray:
     """The values, as a read-only map of the file that lives as long as the array does. Not for empty tensors."""
-    return np.memmap(self.file, _DTYPES[self.dtype], "r", self.offset, self.shape)
-
-
-# Bits of every dtype that the format knows; only those in _DTYPES can be read.
-_BITS = {
-  "BOOL": 8,
-  "U8": 8,
-  "I8": 8,
-  "F8_E5M2": 8,
-  "F8_E4M3": 8,
-  "F8_E8M0": 8,
-  "F4": 4,
-  "F6_E2M3": 6,
-  "F6_E3M2": 6,
-  "U16": 16,
-  "I16": 16,
-  "F16": 16,
-  "BF16": 16,
-  "U32": 32,
-  "I32": 32,
-  "F32": 32,
-  "U64": 64,
-  "I64": 64,
-  "F64": 64,
-  "C64": 64,
-}
+    return np.memmap(self.file, self.numpy_dtype, "r", self.offset, self.shape)
 
 
 def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
@@ -104,56 +85,47 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
   except (ValueError, RecursionError) as error:
     raise CheckpointError(f"{file}: the header is corrupt ({error}); copy the file again") from error
   header.pop("__metadata__", None)
-  out, end = {}, 8 + length
-  for entry in sorted(_entries(file, header), key=lambda entry: (entry.start, entry.size)):
-    begin = 8 + length + entry.start
-    if begin != end:
+  end = 8 + length
+  tensors = [_stored_tensor(file, name, entry, end) for name, entry in header.items()]
+  for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
+    if tensor.offset != end:
       raise CheckpointError(
-        f"{file}: tensor {entry.name:.200} begins at byte {begin} where {end} is expected; the header "
-        "is corrupt: copy the file again"
+        f"{file}: tensor {tensor.name:.200} begins at byte {tensor.offset} where {end} is expected; the header is "
+        "corrupt: copy the file again"
       )
-    end = begin + entry.size
+    end += tensor.num_bytes
     if end > size:
       raise CheckpointError(
-        f"{file}: tensor {entry.name:.200} ends at byte {end} of a file of {size}; the file is truncated: copy it again"
+        f"{file}: tensor {tensor.name:.200} ends at byte {end} of a file of {size}; the file is truncated: copy it "
+        "again"
       )
-    out[entry.name] = StoredTensor(file, entry.name, entry.dtype, entry.shape, begin)
   if end != size:
     raise CheckpointError(f"{file}: {size - end} bytes follow the last tensor; the file is corrupt: copy it again")
-  return out
+  return {tensor.name: tensor for tensor in tensors}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-  name: str
-  dtype: str
-  shape: tuple[int, ...]
-  start: int  # bytes after the header
-  size: int  # bytes
-
-
-def _entries(file: pathlib.Path, header: dict[str, Any]) -> Iterator[_Entry]:
-  for name, entry in header.items():
-    try:
-      dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-      bits_each = _BITS[dtype]
-      # Before any product: one of thousands of long numbers would take for ever.
-      whole = (
-        isinstance(shape, list)
-        and len(shape) <= _MAX_DIMS
-        and all(type(number) is int and 0 <= number < 2**63 for number in (*shape, start, stop))
-      )
-      bits = bits_each * math.prod(shape) if whole else 0
-    except (TypeError, KeyError, ValueError) as error:
-      raise CheckpointError(
-        f"{file}: tensor {name:.200} has a corrupt entry {entry!s:.200}; copy the file again"
-      ) from error
-    if not whole or bits % 8 or stop - start != bits // 8:
-      raise CheckpointError(
-        f"{file}: tensor {name:.200} of {dtype}{shape!s:.200} cannot lie in bytes {start!s:.30} to {stop!s:.30}; the "
-        "header is corrupt: copy the file again"
-      )
-    yield _Entry(name, dtype, tuple(shape), start, stop - start)
+def _stored_tensor(file: pathlib.Path, name: str, entry: Any, data_start: int) -> StoredTensor:
+  """A header's entry, whose bytes are as many as its shape needs if it has a dtype that can be read."""
+  try:
+    dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    # Before any product: one of thousands of long numbers would take for ever.
+    whole = (
+      isinstance(dtype, str)
+      and isinstance(shape, list)
+      and len(shape) <= _MAX_DIMS
+      and all(type(number) is int and 0 <= number < 2**63 for number in (*shape, start, stop))
+      and start <= stop
+    )
+  except (TypeError, KeyError, ValueError) as error:
+    raise CheckpointError(
+      f"{file}: tensor {name:.200} has a corrupt entry {entry!s:.200}; copy the file again"
+    ) from error
+  if not whole or (dtype in _DTYPES and stop - start != math.prod(shape) * _DTYPES[dtype].itemsize):
+    raise CheckpointError(
+      f"{file}: tensor {name:.200} of {dtype!s:.20}{shape!s:.200} cannot lie in bytes {start!s:.30} to {stop!s:.30}; "
+      "the header is corrupt: copy the file again"
+    )
+  return StoredTensor(file, name, dtype, tuple(shape), data_start + start, stop - start)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

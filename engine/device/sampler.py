@@ -1,9 +1,20 @@
 """From logits to tokens, on the device, every parameter a per-row array. Pure; knows no model and no batch.
 
-Order, as in vLLM: penalties, then logit_bias and allowed ids, then the mask of an output constraint, then min_tokens
-(which yields where the constraint leaves nothing but an ending); the greedy token is the most likely of what is left.
-For a draw: temperature, then top_k, then top_p on what top_k left (renormalised), then min_p. Tokens of equal
-probability at a limit are all kept. Log probabilities are of the model's own distribution, before all of this.
+A logit row goes through these steps, in the order of vLLM's sampler (vllm/v1/sample/sampler.py); other texts refer to
+this list:
+
+1. The mask of an output constraint forbids tokens (-inf).
+2. `allowed_token_ids` forbids all others.
+3. `min_tokens` forbids the tokens that end the request; where nothing else is left it gives way.
+4. `logit_bias` is added. Steps 2 and 4 are one line of numbers, added before step 3: a sum with -inf has no order.
+5. Penalties: repetition, then frequency, then presence. They see the sign that a bias gave a logit.
+6. The greedy token is the most likely one. For a draw, temperature divides the logits.
+7. `min_p` keeps tokens by their share of the most likely one's probability, as tempered.
+8. `top_k` keeps the most likely of these.
+9. `top_p` keeps the most likely of what 7 and 8 left, whose probabilities are renormalised.
+
+Tokens of equal probability at a limit are all kept. Log probabilities are of the model's own distribution, before all
+of this.
 
 Work that no row of the step asks for is skipped by `lax.cond` on the rows' flags, so one program serves every mixture.
 A branch hands out numbers a row wherever it can: what it hands out of the logits' size is copied where it is skipped.
@@ -28,16 +39,16 @@ import numpy as np
 from engine.device.model_input import Column, Flag, SamplingRows
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pallas_kernels.adjust.api import PROMPT_BIT, Kind, Memory, adjust
-from pallas_kernels.adjust.api import Asked as Adjustments
+from pallas_kernels.adjust.api import AdjustParams as Adjustments
 from pallas_kernels.argmax.api import argmax
-from pallas_kernels.draw.api import NO_LIMIT, Asked, draw
+from pallas_kernels.draw.api import NO_LIMIT, DrawParams, draw
 
 _FAN = 16  # of the tournament: each is the largest of so many
 _ADJUSTMENTS = {
-  Kind.PENALTY: Flag.PENALTY,
-  Kind.BIAS: Flag.BIAS,
   Kind.MASK: Flag.MASK,
+  Kind.BIAS: Flag.BIAS,
   Kind.SUPPRESS: Flag.SUPPRESS,
+  Kind.PENALTY: Flag.PENALTY,
 }
 _ADJUSTED = functools.reduce(operator.or_, _ADJUSTMENTS.values())
 
@@ -69,7 +80,7 @@ class Sampled:
     tokens: int32[S], drawn; 0 in bad rows.
     bad: bool[S], the logits held NaN or Inf.
     logprobs: f32[S], of the target, or of the drawn token where there is none; 0 unless some row wants it.
-    top_ids, top_logprobs: int32 and f32[S, 20], most likely first; 0 unless some row wants them.
+    top_ids, top_logprobs: int32 and f32[S, num_alternatives(V)], most likely first; 0 unless some row wants them.
   """
 
   tokens: jax.Array
@@ -77,6 +88,11 @@ class Sampled:
   logprobs: jax.Array
   top_ids: jax.Array
   top_logprobs: jax.Array
+
+
+def num_alternatives(vocab_size: int) -> int:
+  """How many of the most likely tokens a step reports: no more than the vocabulary has."""
+  return min(MAX_LOGPROBS, vocab_size)
 
 
 def history_row(token_ids: Sequence[int], num_prompt_tokens: int, vocab_size: int) -> np.ndarray:
@@ -120,7 +136,7 @@ def _draw(
 ) -> jax.Array:
   """A token of each RANDOM row from the tempered and truncated distribution; `best` in the others."""
   random = rows.has(Flag.RANDOM)
-  asked = Asked(
+  asked = DrawParams(
     temperature=jnp.where(random, rows[Column.TEMPERATURE], 0.0),
     top_p=jnp.where(rows.has(Flag.TOP_P), rows[Column.TOP_P], 2.0),
     min_p=rows[Column.MIN_P],
@@ -166,7 +182,7 @@ def _logprobs(
   logits: jax.Array, rows: SamplingRows, tokens: jax.Array, bad: jax.Array, wide: bool
 ) -> tuple[jax.Array, ...]:
   """What `Sampled` says of probabilities, where some row wants it: logprobs, top_ids, top_logprobs."""
-  count = min(MAX_LOGPROBS, logits.shape[1])
+  count = num_alternatives(logits.shape[1])
   line = jnp.arange(logits.shape[0], dtype=jnp.int32)
   norm = jax.nn.logsumexp(logits, axis=1)
   own = logits[line, jnp.where(rows[Column.TARGET] < 0, tokens, rows[Column.TARGET])] - norm
@@ -174,16 +190,16 @@ def _logprobs(
   def top():
     values, ids = _largest(logits, count) if wide else lax.top_k(logits, count)
     values = jnp.where(_column(bad, values), 0.0, values - _column(norm, values))
-    pad = ((0, 0), (0, MAX_LOGPROBS - count))
-    return jnp.pad(jnp.where(_column(bad, ids), 0, ids), pad), jnp.pad(values, pad)
+    return jnp.where(_column(bad, ids), 0, ids), values
 
-  nothing = _no_logprobs(logits.shape[0])
+  nothing = _no_logprobs(logits)
   wanted = jnp.any(rows.has(Flag.TOP_LOGPROBS))
   return jnp.where(bad, 0.0, own), *lax.cond(wanted, top, lambda: nothing[1:])
 
 
-def _no_logprobs(num_rows: int) -> tuple[jax.Array, ...]:
-  shape = (num_rows, MAX_LOGPROBS)
+def _no_logprobs(logits: jax.Array) -> tuple[jax.Array, ...]:
+  num_rows, vocab_size = logits.shape
+  shape = (num_rows, num_alternatives(vocab_size))
   return jnp.zeros(num_rows, jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
@@ -227,7 +243,7 @@ def sample(
   logprobs = lax.cond(
     jnp.any(rows.has(Flag.LOGPROB)),
     lambda: _logprobs(logits, rows, tokens, bad, wide),
-    lambda: _no_logprobs(logits.shape[0]),
+    lambda: _no_logprobs(logits),
   )
   return Sampled(tokens, bad, *logprobs)
 

@@ -12,7 +12,6 @@ import jax
 from jax import stages
 import numpy as np
 
-from engine.device.executables import flat_call, has_effects
 from engine.device.kv_cache import Buffers
 from engine.device.sampler import SlotState
 
@@ -52,7 +51,7 @@ class StepCall:
     self._free: list[PackedArray] = []
     self.execute: Callable[..., Results] = compiled
     # Programs with effects (Pallas' interpreters call back) take tokens too, which only JAX's own call hands over.
-    if self._by_alias and not has_effects(compiled):
+    if self._by_alias and not _has_effects(compiled):
       self.execute = _unchecked(compiled)
 
   def take(self) -> PackedArray:
@@ -76,15 +75,27 @@ class StepCall:
     return PackedArray(values, argument)
 
 
+def _has_effects(compiled: stages.Compiled) -> bool:
+  """Whether its calls have an order of their own, which JAX hands on from call to call."""
+  executable: Any = compiled._executable
+  return bool(executable.unsafe_call.ordered_effects)
+
+
 def _unchecked(compiled: stages.Compiled) -> Callable[..., Results]:
-  """`compiled`, a step, for arguments that are arrays where it wants them."""
-  call = flat_call(compiled)
+  """A step, called without looking at its arguments: arrays on the shardings that its Program says.
+
+  XLA itself refuses one that was donated before.
+  """
+  assert not compiled._params.const_args, "constants as arguments would have to go first"
+  executable: Any = compiled._executable
+  replicated: Any = executable.unsafe_call
+  run, handlers = replicated.xla_executable.execute_sharded, replicated.out_handler.handlers
 
   def execute(
     params: tuple[jax.Array, ...], kv: Buffers, last_tokens: jax.Array, slot_state: SlotState, packed: Any
   ) -> Results:
     state = slot_state.history, slot_state.bias, slot_state.mask
-    results = call([*params, *kv, last_tokens, *state, packed])
+    results = run([*params, *kv, last_tokens, *state, packed]).consume_with_handlers(handlers)
     layers = len(kv)
     last_tokens, history, bias, mask, output, top = results[layers:]
     return tuple(results[:layers]), last_tokens, SlotState(history, bias, mask), (output, top)

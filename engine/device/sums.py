@@ -3,7 +3,6 @@
 Neither safetensors nor Orbax keeps digests of array bytes: without this file a flipped bit would be served.
 """
 
-from collections.abc import Callable
 import hashlib
 import pathlib
 import re
@@ -37,14 +36,12 @@ def read_sums(folder: pathlib.Path) -> list[tuple[str, str]]:
   return out
 
 
-def verify_sum(folder: pathlib.Path, file: str, digest: str, hint: Callable[[], str] = str) -> None:
-  """Raises CheckpointError unless the file is there and has this digest; `hint` says more of a corrupt one."""
+def verify_sum(folder: pathlib.Path, file: str, digest: str) -> None:
+  """Raises CheckpointError unless the file is there and has this digest."""
   if not (folder / file).is_file():
     raise CheckpointError(f"{folder / file}: is missing, though {SUMS} lists it; copy the folder again")
   if sha256(folder / file) != digest:
-    raise CheckpointError(
-      f"{folder / file}: is corrupt{hint()}, its SHA-256 is not the one in {SUMS}; copy the folder again"
-    )
+    raise CheckpointError(f"{folder / file}: is corrupt, its SHA-256 is not the one in {SUMS}; copy the folder again")
 
 
 def sha256(file: pathlib.Path) -> str:

@@ -24,11 +24,13 @@ from engine.device.safetensors_file import StoredTensor, read_header
 from engine.device.sums import SUMS, read_sums, verify_sum
 from engine.errors import CheckpointError, ConfigError
 from engine.model_folder import leads_outside
-from models import llama
 from models.config import ModelConfig
-from models.layers import PLAIN, WeightForm
-from models.registry import Piece, config_from_hf, tensors
+from models.families.keys import unknown_keys
+from models.families.tensor_map import Piece
+from models.linear import PLAIN, WeightForm, arranger, stored_name
+from models.registry import abstract, config_from_hf, refuse_uncomputed, tensors
 
+_MOST_NAMED = 20  # unknown keys in one line
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -40,6 +42,7 @@ class LoadedModel:
     params: every leaf is an array on its sharding.
     eos_token_ids: from generation_config.json, else config.json, else none.
     tokenizer_dir: the folder, when it holds a tokenizer.json.
+    warnings: what the user should know about the folder, a line each.
   """
 
   config: ModelConfig
@@ -48,6 +51,7 @@ class LoadedModel:
   eos_token_ids: tuple[int, ...]
   tokenizer_dir: str | None
   name: str
+  warnings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +61,14 @@ class Checkpoint:
   Attributes:
     declared: what `load` will give, but every leaf of params is a jax.ShapeDtypeStruct with its sharding.
     kept: those leaves by parameter name, in the tree's order.
+    stored_dtypes: in which the folder holds the weights, by their JAX names, sorted; () for random ones.
     load: reads them straight to their shardings. Host memory above the parameters themselves: about one tensor (Hugging
       Face) or a gibibyte in flight (Orbax). Raises CheckpointError.
   """
 
   declared: LoadedModel
   kept: dict[str, jax.ShapeDtypeStruct]
+  stored_dtypes: tuple[str, ...]
   load: Callable[[], LoadedModel]
 
 
@@ -114,6 +120,7 @@ def open_checkpoint(
   raw = _read_json(folder / "config.json")
   try:
     config = config_from_hf(raw)
+    refuse_uncomputed(config)
   except ValueError as error:
     raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
   if num_token_ids > config.vocab_size:
@@ -123,46 +130,56 @@ def open_checkpoint(
     )
   eos_token_ids = _eos_token_ids(folder, raw, config.vocab_size)
   stored = {} if is_orbax or random_weights else _checked_tensors(folder, config)
-  wanted = _declared(mesh, llama.abstract(config, dtype)[1])
-  graphdef, abstract = llama.abstract(config, dtype, form)
-  kept = _declared(mesh, abstract)
+  model_name, stored_dtypes = folder.resolve().name, ()
+  if is_orbax:
+    model_name, *stored_dtypes = orbax_folder.read_name_and_dtype(folder)
+  elif stored:
+    used = {piece.name for pieces in tensors(config).values() for piece in pieces}
+    stored_dtypes = sorted({stored[name].numpy_dtype.name for name in used})
+  wanted = _declared(mesh, abstract(config, dtype)[1])
+  graphdef, state = abstract(config, dtype, form)
+  kept = _declared(mesh, state)
+  arrange = arranger(nnx.merge(graphdef, state))
   declared = LoadedModel(
     config=config,
     graphdef=graphdef,
-    params=jax.tree.unflatten(jax.tree.structure(abstract), list(kept.values())),
+    params=jax.tree.unflatten(jax.tree.structure(state), list(kept.values())),
     eos_token_ids=eos_token_ids,
     tokenizer_dir=str(folder) if (folder / "tokenizer.json").is_file() else None,
-    name=orbax_folder.name(folder) if is_orbax else folder.resolve().name,
+    name=model_name,
+    warnings=_unknown_keys_warning(raw),
   )
 
   def load() -> LoadedModel:
     if random_weights:
       arrays = _draw(config, wanted)
+    elif is_orbax:
+      arrays = _restored(folder, wanted)
     else:
-      arrays = _restored(folder, wanted) if is_orbax else _load_safetensors(stored, config, wanted, form.packed)
+      arrays = _load_safetensors(stored, config, wanted, form.is_made_on_host)
     held: dict[str, jax.Array] = {}
     for name, array in arrays:
-      for made, value in llama.arrange(name, array, config, form).items():
+      for made, value in arrange(name, array).items():
         held[made] = jax.device_put(value, kept[made].sharding).block_until_ready()
     leaves = [held[name] for name in kept]
-    return dataclasses.replace(declared, params=jax.tree.unflatten(jax.tree.structure(abstract), leaves))
+    return dataclasses.replace(declared, params=jax.tree.unflatten(jax.tree.structure(state), leaves))
 
-  return Checkpoint(declared, kept, load)
+  return Checkpoint(declared, kept, tuple(stored_dtypes), load)
 
 
-def _declared(mesh: jax.sharding.Mesh, abstract: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:
+def _declared(mesh: jax.sharding.Mesh, state: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:
   """The leaves by name, in the tree's order, each with its sharding."""
   return {
     parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     for (key, leaf), sharding in zip(
-      jax.tree.leaves_with_path(abstract), jax.tree.leaves(shardings(mesh, abstract)), strict=True
+      jax.tree.leaves_with_path(state), jax.tree.leaves(shardings(mesh, state)), strict=True
     )
   }
 
 
 def parameter_name(key_path: tuple[Any, ...]) -> str:
-  """A leaf's dotted name, such as `layers.0.attention.qkv`, from its path in the nnx state."""
-  return ".".join(str(key.key) for key in key_path if isinstance(key, jax.tree_util.DictKey))
+  """A leaf's stored name, such as `layers.0.attention.qkv`, from its path in the nnx state."""
+  return stored_name(".".join(str(key.key) for key in key_path if isinstance(key, jax.tree_util.DictKey)))
 
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
@@ -177,6 +194,19 @@ def _read_json(file: pathlib.Path) -> dict[str, Any]:
   if not isinstance(value, dict):
     raise CheckpointError(f"{file}: holds no JSON object; copy it again")
   return value
+
+
+def _unknown_keys_warning(raw: dict[str, Any]) -> tuple[str, ...]:
+  """A line that names the keys of config.json which are on no list; none, where there are none."""
+  unknown = unknown_keys(raw)
+  if not unknown:
+    return ()
+  named = [key if key.replace(".", "_").isidentifier() else ascii(key) for key in unknown[:_MOST_NAMED]]
+  more = f" and {len(unknown) - _MOST_NAMED} more" if len(unknown) > _MOST_NAMED else ""
+  return (
+    f"config.json keys that Sluice does not know: {', '.join(f'{key:.60}' for key in named)}{more}; it does not read "
+    "them, so if one changes what the model computes, the answers are wrong",
+  )
 
 
 def refuse_outside(file: pathlib.Path) -> None:
@@ -207,12 +237,18 @@ def _eos_token_ids(folder: pathlib.Path, raw: dict[str, Any], vocab_size: int) -
 
 def _draw(config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, jax.Array]]:
   """Random parameters, for measuring shapes: matrices keep the variance of their input, so nothing overflows."""
-  for number, (name, leaf) in enumerate(wanted.items()):
+  for number, name in enumerate(sorted(wanted, key=_name_order)):
+    leaf = wanted[name]
     if name.endswith(".scale"):
       yield name, jax.device_put(np.ones(leaf.shape, leaf.dtype), leaf.sharding)
     else:
       draw = _normal(leaf.shape, leaf.dtype, leaf.sharding, config.model_dim**-0.5)
       yield name, draw(jax.random.key(number)).block_until_ready()
+
+
+def _name_order(name: str) -> list[tuple[int, str]]:
+  """Stored names in an order of their own, layers by number: what is drawn depends on nothing else."""
+  return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
 
 
 @functools.cache
@@ -342,25 +378,28 @@ def _assemble(
   """One device's part of a parameter; reads only that part of the file.
 
   Args:
-    pieces: what the parameter of `shape` is made of, all in one order. Where they are several, their axis is whole in
-      `index`: no mesh axis is ever mapped to it.
+    pieces: what the parameter of `shape` is made of, without gaps or overlaps, all in one order.
   """
   assert index is not None  # JAX's type allows it, for arrays that are none
-  order, sizes = pieces[0].order, [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
+  order, parts = pieces[0].order, [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
   # In memory as the file has it: lines are copied whole, and who needs another order has to go over it all anyway.
-  lines = np.empty([sizes[order.index(axis)] for axis in range(len(order))], dtype)
+  lines = np.empty([len(parts[order.index(axis)]) for axis in range(len(order))], dtype)
   out = lines.transpose(order)
+  used = []
   for piece in pieces:
-    values = _mapped(piece, stored)
-    if len(pieces) == 1:
-      place, part = (), values[index]
-    else:
-      assert out.shape[piece.axis] == shape[piece.axis], (piece, index)
-      place = (slice(None),) * piece.axis + (slice(piece.start, piece.start + piece.size),)
-      part = values[index[: piece.axis] + (slice(None),) + index[piece.axis + 1 :]]
-    out[place] = part
-  _check_finite(lines, pieces, stored)
+    boxes = [range(box.start, box.stop) for box in piece.box()]
+    # What lies both in the piece's box and in the device's part, in the parameter's own indices.
+    both = [range(max(box.start, part.start), min(box.stop, part.stop)) for box, part in zip(boxes, parts, strict=True)]
+    if all(both):
+      used.append(piece)
+      out[_within(both, parts)] = _mapped(piece, stored)[_within(both, boxes)]
+  _check_finite(lines, tuple(used), stored)
   return out
+
+
+def _within(inner: list[range], outer: list[range]) -> tuple[slice, ...]:
+  """Where `inner` lies, counted from the start of `outer`."""
+  return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, outer, strict=True))
 
 
 def _mapped(piece: Piece, stored: dict[str, StoredTensor]) -> np.ndarray:

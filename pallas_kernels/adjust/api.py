@@ -1,4 +1,4 @@
-"""Logits as requests want them before a draw: penalties, a bias, the mask of a constraint, and endings held back.
+"""Logits as requests want them before a draw: the mask of a constraint, a bias, endings held back, and penalties.
 
 `reference` is plain jnp and runs anywhere; a CPU's own (cpu.cc) does all of it in one pass over lines in use alone, on
 XLA's threads, to the same bits.
@@ -11,7 +11,7 @@ import jax
 from pallas_kernels import native
 from pallas_kernels.adjust import reference
 from pallas_kernels.adjust.reference import PROMPT_BIT as PROMPT_BIT
-from pallas_kernels.adjust.reference import Asked as Asked
+from pallas_kernels.adjust.reference import AdjustParams as AdjustParams
 from pallas_kernels.adjust.reference import Kind as Kind
 from pallas_kernels.adjust.reference import Memory as Memory
 
@@ -20,7 +20,7 @@ choose = functools.partial(native.choose, "adjust")  # an implementation, for a 
 
 def adjust(
   x: jax.Array,
-  asked: Asked,
+  asked: AdjustParams,
   stop_ids: jax.Array,
   memory: Memory,
   num_rows: jax.Array | None = None,

@@ -15,7 +15,7 @@ namespace {
 constexpr float kForbidden = -std::numeric_limits<float>::infinity();
 constexpr float kHuge = 1e30f;
 constexpr int32_t kCount = (1 << 30) - 1;  // of a history entry: the bits beside the prompt's
-enum Kind { kPenalty = 1, kBias = 2, kMask = 4, kSuppress = 8 };
+enum Kind { kMask = 1, kBias = 2, kSuppress = 4, kPenalty = 8 };  // in the reference's order; see `line`
 enum Asked { kKinds, kSlot, kRepetition, kFrequency, kPresence, kNumAsked };  // lines of `asked`, floats by their bits
 
 float as_float(int32_t bits) {
@@ -33,15 +33,19 @@ inline float less(float x, float a, float b) {
 #endif
 }
 
-// Both sides of a choice are computed, so that it is made in vectors.
-void penalise(const float* x, int64_t V, const int32_t* history, float repetition, float frequency, float presence,
-              float* to) {
+// A bias, if there is one, and then penalties; a token that the bias forbids stays forbidden. Both sides of a choice are
+// computed, so that it is made in vectors.
+template <bool kBiased>
+void penalise(const float* from, int64_t V, const float* bias, const int32_t* history, float repetition, float frequency,
+              float presence, float* to) {
   const float divided = 1.0f / repetition;  // as XLA divides a line by a number
   for (int64_t i = 0; i < V; ++i) {
     const int32_t past = history[i], count = past & kCount;
-    const float lower = x[i] * divided, higher = x[i] * repetition, repeated = x[i] > 0.0f ? lower : higher;
-    const float y = less(past == 0 ? x[i] : repeated, frequency, static_cast<float>(count)), present = y - presence;
-    to[i] = std::min(std::max(count > 0 ? present : y, -kHuge), kHuge);
+    const float x = kBiased ? from[i] + bias[i] : from[i];
+    const float lower = x * divided, higher = x * repetition, repeated = x > 0.0f ? lower : higher;
+    const float y = less(past == 0 ? x : repeated, frequency, static_cast<float>(count)), present = y - presence;
+    const float held = std::min(std::max(count > 0 ? present : y, -kHuge), kHuge);
+    to[i] = kBiased && x == kForbidden ? kForbidden : held;
   }
 }
 
@@ -72,14 +76,16 @@ void line(const float* x, int64_t V, const int32_t* asked, int64_t S, const int3
           float* to) {
   const int64_t slot = std::clamp<int64_t>(asked[kSlot * S], 0, slots.number - 1);
   const int32_t kinds = asked[kKinds * S];
-  if (kinds & kPenalty)
-    penalise(x, V, slots.history + slot * V, as_float(asked[kRepetition * S]), as_float(asked[kFrequency * S]),
-             as_float(asked[kPresence * S]), to);
-  else
+  const float* bias = slots.bias + slot * V;
+  // What a mask or an ending forbids (-inf) stays forbidden whatever is added, so these come last here.
+  if (kinds & kPenalty) {
+    const auto all = kinds & kBias ? penalise<true> : penalise<false>;
+    all(x, V, bias, slots.history + slot * V, as_float(asked[kRepetition * S]), as_float(asked[kFrequency * S]),
+        as_float(asked[kPresence * S]), to);
+  } else if (kinds & kBias) {
+    for (int64_t i = 0; i < V; ++i) to[i] = x[i] + bias[i];
+  } else {
     std::copy(x, x + V, to);
-  if (kinds & kBias) {
-    const float* bias = slots.bias + slot * V;
-    for (int64_t i = 0; i < V; ++i) to[i] += bias[i];
   }
   if (kinds & kMask) mask(to, V, slots.mask + slot * slots.words);
   if (kinds & kSuppress) {

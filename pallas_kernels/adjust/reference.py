@@ -13,15 +13,15 @@ _HUGE = 1e30  # a penalty may overflow a logit; this keeps it finite and on its 
 
 
 class Kind(enum.IntFlag):
-  """What is done to a line."""
+  """What is done to a line, in this order (engine/device/sampler.py has the whole order and its reasons)."""
 
-  PENALTY = 1
+  MASK = 1
   BIAS = 2
-  MASK = 4
-  SUPPRESS = 8
+  SUPPRESS = 4
+  PENALTY = 8
 
 
-class Asked(NamedTuple):
+class AdjustParams(NamedTuple):
   """What is done to each line, and with what.
 
   Attributes:
@@ -56,15 +56,19 @@ def _column(values: jax.Array, like: jax.Array) -> jax.Array:
   return jnp.broadcast_to(values[:, None], like.shape)
 
 
-def _penalise(x: jax.Array, asked: Asked, history: jax.Array) -> jax.Array:
-  """Repetition (arXiv:1909.05858) over prompt and outputs, then frequency and presence over outputs."""
+def _penalise(x: jax.Array, asked: AdjustParams, history: jax.Array) -> jax.Array:
+  """Repetition (arXiv:1909.05858) over prompt and outputs, then frequency and presence over outputs.
+
+  A forbidden token (-inf) stays forbidden; every other logit stays finite.
+  """
+  forbidden = x == -jnp.inf
   past = history[asked.slot]
   count = past & jnp.int32(PROMPT_BIT - 1)
   repetition = _column(asked.repetition, x)
   x = jnp.where(past != 0, jnp.where(x > 0.0, x / repetition, x * repetition), x)
   x = x - _column(asked.frequency, x) * count.astype(jnp.float32)
   x = jnp.where(count > 0, x - _column(asked.presence, x), x)
-  return jnp.clip(x, -_HUGE, _HUGE)
+  return jnp.where(forbidden, -jnp.inf, jnp.clip(x, -_HUGE, _HUGE))
 
 
 def _only_masked(x: jax.Array, words: jax.Array) -> jax.Array:  # f32[S, V], int32[S, W] -> f32[S, V]
@@ -82,14 +86,14 @@ def _suppress(x: jax.Array, stop_ids: jax.Array) -> jax.Array:
   return jnp.where(_column(jnp.max(masked, axis=1) == -jnp.inf, x), x, masked)
 
 
-def adjust(x: jax.Array, asked: Asked, stop_ids: jax.Array, memory: Memory) -> jax.Array:
+def adjust(x: jax.Array, asked: AdjustParams, stop_ids: jax.Array, memory: Memory) -> jax.Array:
   """See api.adjust. What no line asks for is skipped, so that one program serves every mixture."""
 
   def where_any(kind: Kind, change: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     chosen = (asked.kinds & jnp.int32(kind)) != 0
     return lax.cond(jnp.any(chosen), lambda x: jnp.where(_column(chosen, x), change(x), x), lambda x: x, x)
 
-  x = where_any(Kind.PENALTY, lambda x: _penalise(x, asked, memory.history), x)
-  x = where_any(Kind.BIAS, lambda x: x + memory.bias[asked.slot], x)
   x = where_any(Kind.MASK, lambda x: _only_masked(x, memory.mask[asked.slot]), x)
-  return where_any(Kind.SUPPRESS, lambda x: _suppress(x, stop_ids), x)
+  x = where_any(Kind.BIAS, lambda x: x + memory.bias[asked.slot], x)
+  x = where_any(Kind.SUPPRESS, lambda x: _suppress(x, stop_ids), x)
+  return where_any(Kind.PENALTY, lambda x: _penalise(x, asked, memory.history), x)

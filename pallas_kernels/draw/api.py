@@ -1,4 +1,4 @@
-"""A token of each line of logits, by temperature, top_k, top_p, min_p and a number that seed and position decide.
+"""A token of each line of logits, by temperature, min_p, top_k, top_p and a number that seed and position decide.
 
 `reference` is plain jnp and runs anywhere; a CPU's own (cpu.cc) goes over lines in use alone, on XLA's threads. The two
 round sums and exponentials differently: a draw that falls within that of a limit may be its neighbour.
@@ -12,22 +12,22 @@ import jax.numpy as jnp
 from pallas_kernels import native
 from pallas_kernels.draw import reference
 from pallas_kernels.draw.reference import NO_LIMIT as NO_LIMIT
-from pallas_kernels.draw.reference import Asked as Asked
+from pallas_kernels.draw.reference import DrawParams as DrawParams
 
 choose = functools.partial(native.choose, "draw")  # an implementation, for a platform and a number of devices
 
 
 def draw(
   x: jax.Array,
-  asked: Asked,
+  asked: DrawParams,
   num_rows: jax.Array | None = None,
   implementation: str = "reference",
   wide: bool = False,
 ) -> jax.Array:
   """int32[S]: the token at which each line's cumulative weight passes a random number, never one of weight 0.
 
-  Temperature, then top_k, then top_p on what top_k left (renormalised), then min_p. Tokens of equal weight at a limit
-  are all kept. A line's token depends on that line and on what is asked for it alone.
+  Temperature, min_p, top_k and top_p, in the order that engine/device/sampler.py gives. Tokens of equal weight at a
+  limit are all kept. A line's token depends on that line and on what is asked for it alone.
 
   Args:
     x: f32[S, V], finite, or -inf where a token is not allowed; what else a line holds, its token is in range.

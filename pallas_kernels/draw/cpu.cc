@@ -1,4 +1,4 @@
-// A token of each line of x [S, V] by temperature, top_k, top_p and min_p, as reference.py draws it. api.py says how it is
+// A token of each line of x [S, V] by temperature, min_p, top_k and top_p, as reference.py draws it. api.py says how it is
 // called.
 //
 // XLA makes a pass over all lines, those of padding too, for every bit of a threshold, and compiles longer for this than
@@ -150,16 +150,21 @@ int32_t draw(const float* x, int64_t V, const int32_t* asked, int64_t S) {
     store(weights + i, exp_of_negative(load(z + i)));
   }
 
-  float least = kLeast;
-  Tokens left{z, weights, padded};
-  if (asked[kTopK * S] < kNoLimit)
-    least = threshold<true>(left, static_cast<float>(asked[kTopK * S]), some_z, some_weights);
-  if (number(kTopP) < 1.0f) {
-    if (least > kLeast) left = between(left, least, -kLeast, some_z, some_weights);
-    const float need = number(kTopP) * mass<false>(left, kLeast).weight;
-    least = std::max(least, threshold<false>(left, need, some_z, some_weights));
+  float least = std::log(number(kMinP));
+  // The next limit is searched among what the ones before it left.
+  const auto left = [&] {
+    const Tokens every{z, weights, padded};
+    return least > kLeast ? between(every, least, -kLeast, some_z, some_weights) : every;
+  };
+  if (asked[kTopK * S] < kNoLimit) {
+    const float need = static_cast<float>(asked[kTopK * S]);
+    least = std::max(least, threshold<true>(left(), need, some_z, some_weights));
   }
-  least = std::max(least, std::log(number(kMinP)));
+  if (number(kTopP) < 1.0f) {
+    const Tokens some = left();
+    const float need = number(kTopP) * mass<false>(some, kLeast).weight;
+    least = std::max(least, threshold<false>(some, need, some_z, some_weights));
+  }
 
   for (int64_t chunk = 0; chunk < padded / kChunk; ++chunk) {
     Vec sum{};

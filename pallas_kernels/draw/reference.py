@@ -14,13 +14,13 @@ _CHUNK = 128  # tokens of the first level of a draw
 _SPLIT = 16_384  # values of a row above which XLA:GPU splits its reduction
 
 
-class Asked(NamedTuple):
+class DrawParams(NamedTuple):
   """What each line is drawn by.
 
   Attributes:
     temperature: f32[S]; 0: nothing is drawn, and the line's token means nothing.
-    top_p: f32[S], of what top_k left; 1 or more: no limit.
-    min_p: f32[S], of the most likely token's probability; 0: no limit.
+    top_p: f32[S], of what min_p and top_k left; 1 or more: no limit.
+    min_p: f32[S], of the most likely token's probability, both tempered; 0: no limit.
     top_k: int32[S]; NO_LIMIT: none.
     seed: uint32[S].
     position: int32[S].
@@ -90,7 +90,7 @@ def threshold(z: jax.Array, weights: jax.Array, need: jax.Array, wide: bool) -> 
   return _unordered(low)
 
 
-def draw(x: jax.Array, asked: Asked, wide: bool = False) -> jax.Array:
+def draw(x: jax.Array, asked: DrawParams, wide: bool = False) -> jax.Array:
   """See `api.draw`.
 
   Args:
@@ -100,20 +100,18 @@ def draw(x: jax.Array, asked: Asked, wide: bool = False) -> jax.Array:
   temperature = jnp.where(asked.temperature > 0.0, asked.temperature, 1.0)
   z = (x - _column(jnp.max(x, axis=1), x)) / _column(temperature, x)
   weights = jnp.exp(z)
-  # Behind a barrier: of a branch that it knows to be constant XLA:GPU makes a select, and always computes the other.
-  everything = lax.optimization_barrier(jnp.full(x.shape[0], -jnp.inf))
 
-  def top_k(_):
-    return threshold(z, jnp.ones_like(z), asked.top_k.astype(jnp.float32), wide)
+  def top_k(least):
+    return jnp.maximum(least, threshold(z, jnp.ones_like(z), asked.top_k.astype(jnp.float32), wide))
 
   def top_p(least):
     share = jnp.where(asked.top_p < 1.0, asked.top_p, 2.0)
     left = jnp.where(z >= _column(least, z), weights, 0.0)
     return jnp.maximum(least, threshold(z, left, share * jnp.sum(left, axis=1), wide))
 
-  least = lax.cond(jnp.any(asked.top_k < NO_LIMIT), top_k, lambda least: least, everything)
+  least = jnp.log(asked.min_p)
+  least = lax.cond(jnp.any(asked.top_k < NO_LIMIT), top_k, lambda least: least, least)
   least = lax.cond(jnp.any(asked.top_p < 1.0), top_p, lambda least: least, least)
-  least = jnp.maximum(least, jnp.log(asked.min_p))
   weights = jnp.where(z >= _column(least, z), weights, 0.0)
   return _invert(weights, jax.vmap(uniform)(asked.seed, asked.position))
 

@@ -32,6 +32,7 @@ WITHIN_A_SHAPE = ("reference", "cpu", "gpu")
 ACROSS_SHAPES = ("cpu",)
 # Best first. A CPU's second is as whole as its first, only slower: so there, and there alone, "auto" may take it.
 _OF_PLATFORM = {"cpu": ("cpu", "reference"), "gpu": ("gpu",), "cuda": ("gpu",), "tpu": ("tpu",)}
+GPU_CAPABILITY = "9.0"  # older GPUs have no TMA and no wgmma, newer ones no wgmma
 
 
 def implementation(name: str) -> ModuleType:
@@ -56,6 +57,22 @@ def candidates(requested: str, platform: str) -> tuple[str, ...]:
       "--attention=reference runs anywhere, slowly"
     )
   return _OF_PLATFORM[platform]
+
+
+def check_gpu_capability(compute_capability: str) -> None:
+  """Refuses a GPU that the implementation "gpu" cannot run on, before anything compiles.
+
+  Args:
+    compute_capability: as `jax.Device.compute_capability` has it, such as "9.0".
+
+  Raises:
+    NotImplementedError: it is not GPU_CAPABILITY.
+  """
+  if compute_capability != GPU_CAPABILITY:
+    raise NotImplementedError(
+      f"paged attention on GPU: compute capability {compute_capability} is not supported; supported is "
+      f"{GPU_CAPABILITY} (Hopper: H100, H200, H20, GH200); set --attention=reference, which runs on any GPU, slowly"
+    )
 
 
 def choose(names: tuple[str, ...], check: Callable[[str], None]) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Paged attention for Hopper GPUs: puts the kernels together; it may not compute anything itself.
 
-A layer is three kernels, four where long rows of few queries are split: rotary embedding with the KV write
+A layer is three kernels, four where rows of few queries may be split: rotary embedding with the KV write
 (gpu_write.py), rows of many queries (gpu_prefill.py), rows of few (gpu_decode.py) and the sum of their parts. All of
 them read a plan made on the host (plan.py) and none moves the buffer or the output.
 """
@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention.gpu_decode import decode
 from pallas_kernels.paged_attention.gpu_prefill import prefill
 from pallas_kernels.paged_attention.gpu_write import rotate_and_write
 from pallas_kernels.paged_attention.plan import Geometry, Plan
-from pallas_kernels.paged_attention.tuning import tuning_for
+from pallas_kernels.paged_attention.tuning import count_sms, tuning_for
 
 PREFERRED_BLOCK_SIZE = 64  # one tile of keys, one copy
 _BLOCK_SIZES = (16, 32, 64, 128)
@@ -61,7 +61,8 @@ def check_supported(geometry: Geometry, dtype: Any) -> None:
 
 def make_plan(geometry: Geometry, device_kind: str) -> Plan:
   """The layout of the work that the host decides for every step of a rung."""
-  return plans.make_plan(geometry, tuning_for(device_kind, geometry.head_dim, geometry.block_size).split_tokens)
+  tuning = tuning_for(device_kind, geometry.head_dim, geometry.block_size)
+  return plans.make_plan(geometry, tuning.split_tokens, count_sms(device_kind))
 
 
 def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Attention of rows with few queries on Hopper (Pallas Mosaic GPU); it may not write tokens of other rows.
 
-One work item is one split of one row for one KV head (Flash-Decoding, split KV: https://pytorch.org/blog/flash-decoding).
+One work item is one part of one row for one KV head (Flash-Decoding, split KV: https://pytorch.org/blog/flash-decoding).
 A producer warpgroup copies its pages by TMA into a ring of stages; a compute warpgroup multiplies them with the row's
 queries, whose G heads of the group are packed as rows of one 64-row tile (GQA, arXiv:2305.13245), with an online
 softmax (FlashAttention, arXiv:2205.14135). Which (row, split) there are comes as data, see plan.py.
@@ -66,8 +66,6 @@ class _Row(NamedTuple):
     begin, count: its tokens in the packed axis.
     length: positions.
     position: of its first query.
-    first_block: the first block of its table that any of its queries sees.
-    splits: items it is cut into.
   """
 
   index: Any
@@ -75,21 +73,20 @@ class _Row(NamedTuple):
   count: Any
   length: Any
   position: Any
-  first_block: Any
-  splits: Any
 
 
 class _Item(NamedTuple):
   """One split of a row for one KV head; scalars.
 
   Attributes:
-    row, split, head: of the item.
+    row, head: of the item.
+    slot: where its partial result goes; negative where the row has no other part.
     low, high: the positions it covers; its tiles begin at `low`.
     tiles: their number.
   """
 
   row: _Row
-  split: Any
+  slot: Any
   head: Any
   low: Any
   high: Any
@@ -114,42 +111,30 @@ class _Call:
   interpreted: bool
 
   @property
-  def part_rows(self) -> int:
-    """Rows of a partial result: those of the most queries, as whole tiles of 8."""
-    return -(-self.plan.decode_queries * self.plan.geometry.group // 8) * 8
-
-  @property
   def copies(self) -> int:
     """Pages that make a tile of keys; a tile of a longer page is a part of one."""
     return max(1, _KEYS // self.plan.geometry.block_size)
 
   def row(self, index, kv_lens, query_starts) -> _Row:
-    """The row's extent, as plan.py computes it."""
-    geometry = self.plan.geometry
+    """The row's extent."""
     begin, length = query_starts[index], kv_lens[index]
     count = query_starts[index + 1] - begin
-    position = length - count
-    first_block = _i32(0)
-    if geometry.sliding_window is not None:
-      first_block = _div(jnp.maximum(position - (geometry.sliding_window - 1), 0), geometry.block_size)
-    splits = _cdiv(_cdiv(length, geometry.block_size) - first_block, self.plan.split_blocks)
-    return _Row(index, begin, count, length, position, first_block, splits)
+    return _Row(index, begin, count, length, length - count)
 
   def item(self, number, items, kv_lens, query_starts) -> _Item:
-    """Work item `number`: neighbours are neighbouring heads, whose pages lie together in memory."""
+    """Work item `number` of plan.py's `sm_items`."""
     geometry = self.plan.geometry
     index, head = _div(number, geometry.num_kv_heads), lax.rem(number, _i32(geometry.num_kv_heads))
-    row, split = self.row(items[index, 0], kv_lens, query_starts), items[index, 1]
-    span = self.plan.split_blocks * geometry.block_size
-    low = row.first_block * geometry.block_size + split * span
-    high = jnp.minimum(low + span, row.length)
+    row, slot = self.row(items[index, 0], kv_lens, query_starts), items[index, 1]
+    low = items[index, 2] * geometry.block_size
+    high = jnp.minimum(items[index, 3] * geometry.block_size, row.length)
     if geometry.sliding_window is not None and geometry.block_size > _KEYS:
       first_seen = jnp.maximum(row.position - (geometry.sliding_window - 1), 0)
       low = jnp.maximum(low, _div(first_seen, _KEYS) * _KEYS)  # not the part of a page that nothing sees
-    return _Item(row, split, head, low, high, _cdiv(high - low, _KEYS))
+    return _Item(row, slot, head, low, high, _cdiv(high - low, _KEYS))
 
 
-def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, counts, items, first_slots, out, *refs):
+def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_starts, sm_items, out, *refs):
   """See `decode`. The grid is the SMs; an SM holds some pairs of a compute and a producer warpgroup.
 
   Two pairs of one thread block do what two thread blocks of an SM would: while one multiplies or ends an item, the
@@ -171,12 +156,14 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, counts, it
   # bytes, since 64 columns are one tile wide.
   q_lines, q_tiles, q_ready = q_views[0].at[pair], q_views[-1].at[pair], q_ready.at[pair]
   slabs = [(slab, pl.ds(slab * _COLUMNS, _COLUMNS)) for slab in range(size // _COLUMNS)]
-  # Few items go to as many SMs. A pair knows its items from the start, so that its producer runs ahead across them.
-  start, step = pair * call.tuning.num_sms + lax.axis_index("sm"), call.tuning.num_sms * pairs
-  num_items = _cdiv(jnp.maximum(counts[0] * geometry.num_kv_heads - start, 0), step)
+  # The pairs take the items of their SM in turns. A pair knows its items from the start, so that its producer runs
+  # ahead across them.
+  sm = lax.axis_index("sm")
+  start = sm_starts[sm] + pair
+  num_items = _cdiv(jnp.maximum(sm_starts[sm + 1] - start, 0), pairs)
 
   def item_of(n) -> _Item:
-    return call.item(start + n * step, items, kv_lens, query_starts)
+    return call.item(sm_items[start + n * pairs], items, kv_lens, query_starts)
 
   def stage_of(tile):
     return pair * stages + lax.rem(tile, _i32(stages))
@@ -189,9 +176,11 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, counts, it
     def load_queries(n):
       """Only the row's own rows of the tile are copied: the others' results go nowhere."""
       item = item_of(n)
-      rows = pl.ds(item.row.begin * group, call.part_rows)
+      rows = pl.ds(item.row.begin * group, call.plan.part_rows)
       for slab, columns in slabs:
-        plgpu.copy_gmem_to_smem(q.at[item.head, rows, columns], q_lines.at[slab, pl.ds(0, call.part_rows)], q_ready)
+        plgpu.copy_gmem_to_smem(
+          q.at[item.head, rows, columns], q_lines.at[slab, pl.ds(0, call.plan.part_rows)], q_ready
+        )
 
     @pl.when(num_items > 0)
     def _():
@@ -293,7 +282,6 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, counts, it
 
       def write_part():
         part, part_sum = staging[1].at[pair], staging[2].at[pair]
-        slot = first_slots[item.row.index] + item.split
         part_sum[...] = peak + jnp.log2(total)
         for column in range(0, size, _PART_COLUMNS):
           columns = pl.ds(column, _PART_COLUMNS)
@@ -305,15 +293,15 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, counts, it
           @pl.loop(0, _cdiv(item.row.count * group, 8))
           def _(chunk, columns=columns):
             rows = pl.ds(chunk * 8, 8)
-            plgpu.copy_smem_to_gmem(part.at[rows], parts.at[slot, item.head, rows, columns])
+            plgpu.copy_smem_to_gmem(part.at[rows], parts.at[item.slot, item.head, rows, columns])
 
-        plgpu.copy_smem_to_gmem(part_sum, part_sums.at[slot, item.head])
+        plgpu.copy_smem_to_gmem(part_sum, part_sums.at[item.slot, item.head])
 
       if plan.max_splits == 1:
         write_out()
       else:
-        pl.when(item.row.splits == 1)(write_out)
-        pl.when(item.row.splits > 1)(write_part)
+        pl.when(item.slot < 0)(write_out)
+        pl.when(item.slot >= 0)(write_part)
       return tiles_before + item.tiles
 
     lax.fori_loop(0, num_items, run_item, _i32(0))
@@ -371,17 +359,17 @@ def _add_values(call: _Call, acc, weights, values, weight_buffers, pair) -> Any:
   return acc + pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
 
 
-def _combine_kernel(call: _Call, kv_lens, query_starts, first_slots, parts, part_sums, out, staging):
+def _combine_kernel(call: _Call, kv_lens, query_starts, row_slots, parts, part_sums, out, staging):
   """Adds up the partial results of a row, for one KV head; leaves at once where the row has none."""
   group, size = call.plan.geometry.group, call.plan.geometry.head_dim
   head = lax.axis_index("head")
   row = call.row(lax.axis_index("row"), kv_lens, query_starts)
+  first_slot = row_slots[row.index]
+  splits = row_slots[row.index + 1] - first_slot
   at_once = min(4, call.plan.max_splits)  # loads on their way
 
-  @pl.when((row.splits > 1) & (row.count > 0) & (row.count <= call.plan.decode_queries))
+  @pl.when(splits > 0)
   def _():
-    first_slot = first_slots[row.index]
-
     @pl.loop(0, _cdiv(row.count * group, 8))
     def _(chunk):
       rows = pl.ds(chunk * 8, 8)
@@ -390,10 +378,10 @@ def _combine_kernel(call: _Call, kv_lens, query_starts, first_slots, parts, part
         loaded = []
         for j in range(at_once):
           split = i * at_once + j
-          slot = first_slot + jnp.minimum(split, row.splits - 1)
+          slot = first_slot + jnp.minimum(split, splits - 1)
           part_sum = plgpu.load(part_sums.at[slot, head, rows], layout=_CHUNK.reduce(1), optimized=False)
           part = plgpu.load(parts.at[slot, head, rows], layout=_CHUNK, optimized=False)
-          loaded.append((jnp.where(split < row.splits, part_sum, _FLOOR), part))
+          loaded.append((jnp.where(split < splits, part_sum, _FLOOR), part))
         acc, peak, total = carry
         for part_sum, part in loaded:
           new_peak = jnp.maximum(peak, part_sum)
@@ -408,7 +396,7 @@ def _combine_kernel(call: _Call, kv_lens, query_starts, first_slots, parts, part
         plgpu.layout_cast(jnp.full((8,), _FLOOR, jnp.float32), _CHUNK.reduce(1)),
         plgpu.layout_cast(jnp.zeros((8,), jnp.float32), _CHUNK.reduce(1)),
       )
-      acc, _, total = lax.fori_loop(0, _cdiv(row.splits, at_once), add, nothing)
+      acc, _, total = lax.fori_loop(0, _cdiv(splits, at_once), add, nothing)
       staging[rows] = (acc / _over_rows(total, size, _CHUNK)).astype(jnp.bfloat16)
 
     plgpu.commit_smem()
@@ -471,7 +459,7 @@ def decode(
     staging.append(plgpu.SMEM((pairs, _ROWS, _PART_COLUMNS), jnp.float32, transforms=_TILED_F32))
     staging.append(plgpu.SMEM((pairs, _ROWS), jnp.float32))
     parts = (
-      jax.ShapeDtypeStruct((plan.max_decode_items, heads, call.part_rows, size), jnp.float32),
+      jax.ShapeDtypeStruct((plan.max_decode_items, heads, call.plan.part_rows, size), jnp.float32),
       jax.ShapeDtypeStruct((plan.max_decode_items, heads, _ROWS), jnp.float32),  # log2 of the sums of weights
     )
   q_shape = pairs, size // _COLUMNS, _ROWS, _COLUMNS
@@ -482,7 +470,7 @@ def decode(
   parts = plgpu.kernel(
     functools.partial(_decode_kernel, call),
     out_type=parts,
-    grid=(tuning.num_sms,),
+    grid=(plan.num_sms,),
     grid_names=("sm",),
     num_threads=2 * pairs,
     thread_name="warpgroup",
@@ -499,13 +487,16 @@ def decode(
       plgpu.Barrier(num_barriers=stages),
     ],
     **options,
-  )(q, kv, block_tables, kv_lens, query_starts, pieces["counts"], pieces["decode_items"], pieces["first_slots"], ref)
+  )(
+    *(q, kv, block_tables, kv_lens, query_starts),
+    *(pieces["decode_items"], pieces["sm_starts"], pieces["sm_items"], ref),
+  )
   if split:
     plgpu.kernel(
       functools.partial(_combine_kernel, call),
       grid=(geometry.rows, heads),
       grid_names=("row", "head"),
-      scratch_types=[smem((call.part_rows, size))],
+      scratch_types=[smem((call.plan.part_rows, size))],
       **options,
-    )(kv_lens, query_starts, pieces["first_slots"], *parts, ref)
+    )(kv_lens, query_starts, pieces["row_slots"], *parts, ref)
   return jax.freeze(ref)

@@ -119,8 +119,10 @@ def rotate_and_write(
       plgpu.SMEM((tokens, 1, head_dim // 2), jnp.float32),
       plgpu.Barrier(num_arrivals=4),
     ],
-    # Every thread reads and writes values of its own only, so loads and stores need no barriers between them.
-    compiler_params=plgpu.CompilerParams(lowering_semantics=tuning.lowering, unsafe_no_auto_barriers=True),
+    # Lane lowering swizzles no array here. Warpgroup lowering swizzles those of heads of 128, and slices single rows of
+    # them, whose elements threads and TMA then place differently. Every thread reads and writes values of its own only,
+    # so loads and stores need no barriers between them.
+    compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
     interpret=interpret,
   )(qkv, cos, sin, slot_mapping, ref)
   return q.reshape(heads, num_tokens * group, head_dim), jax.freeze(ref)

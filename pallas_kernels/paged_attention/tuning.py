@@ -1,13 +1,15 @@
-"""Settings of the GPU kernels by device, head size and block size, so that kernels hold no constant to tune; data only.
+"""Settings of the GPU kernels by device, head size and block size, so that kernels hold no constant to tune.
 
 Nothing here has been timed on a device yet: the values follow from what fits. A Hopper SM has 227 KiB of shared memory
 for its thread blocks and 65,536 registers, and a kernel that reads memory wants 36 KB on their way per SM (4.8 TB/s
-times 1 us over 132 SMs). A split of 512 tokens writes and reads back 3 % of what it reads of keys and values (8 KV
-heads of 128, groups of 4), and one sequence of 16K tokens still is work for every SM.
+times 1 us over 132 SMs). A part of 512 tokens writes and reads back 3 % of what it reads of keys and values (8 KV
+heads of 128, groups of 4). With the parts that halve at its end a row of 1,024 tokens has 5, which makes 8 %; a row of
+8,192 has 19, which makes 4 %.
 """
 
 import dataclasses
 
+import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -16,14 +18,13 @@ class Tuning:
   """What may differ between devices without changing a result (beyond rounding). Hashable.
 
   Attributes:
-    split_tokens: positions of a row that one decode item takes at least, 64 or more; see `plan.make_plan`.
+    split_tokens: positions that a part of a split row has at least, 64 or more; see `plan.make_plan`.
     decode_stages: tiles of 64 keys and 64 values in the decode kernel's ring, 2 or more; 256 * head_dim bytes each.
     decode_ctas_per_sm: thread blocks of the decode kernel that an SM holds, 1 or 2.
     prefill_stages: tiles of keys and of values in the prefill kernel's ring, 1 or more.
     prefill_tile_keys: keys a tile of the prefill kernel, 64 or 128.
     write_tokens: tokens a thread block of the rotary and KV write kernel, a power of two from 4 to 64.
-    lowering: how Pallas lowers the kernels; pinned since its default has changed between versions.
-    num_sms: streaming multiprocessors, 1 or more: the grid of kernels whose blocks take several items.
+    lowering: how Pallas lowers the prefill kernel; pinned since its default has changed between versions.
   """
 
   split_tokens: int
@@ -33,8 +34,12 @@ class Tuning:
   prefill_tile_keys: int
   write_tokens: int
   lowering: plgpu.LoweringSemantics = plgpu.LoweringSemantics.Warpgroup
-  num_sms: int = 132  # of H100 SXM, H100 NVL, H200, GH200
 
+
+# Streaming multiprocessors by device kind, for what is compiled without the device. The longest name that a kind begins
+# with counts; other kinds have those of H100 SXM, H100 NVL, H200 and GH200.
+_SMS = {"NVIDIA H100 PCIe": 114, "NVIDIA H800 PCIe": 114, "NVIDIA H20": 78, "NVIDIA H200": 132}
+_MOST_COMMON_SMS = 132
 
 # By device kind (as JAX calls it), head size and block size; a head size's default is under (None, head_dim, None).
 _TABLE: dict[tuple[str | None, int, int | None], Tuning] = {
@@ -63,6 +68,19 @@ _TABLE: dict[tuple[str | None, int, int | None], Tuning] = {
     write_tokens=8,
   ),
 }
+
+
+def count_sms(device_kind: str) -> int:
+  """Streaming multiprocessors of a GPU: the device's own word where this process has one of that kind, else a table's.
+
+  Args:
+    device_kind: as JAX calls it.
+  """
+  for device in jax.devices():
+    if device.device_kind == device_kind and getattr(device, "core_count", None):
+      return device.core_count
+  names = [name for name in _SMS if device_kind.startswith(name)]
+  return _SMS[max(names, key=len)] if names else _MOST_COMMON_SMS
 
 
 def tuning_for(device_kind: str, head_dim: int, block_size: int) -> Tuning:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18server/proto/admin.proto\x12\x0fsluice.admin.v1\"\x12\n\x10GetConfigRequest\":\n\x11GetConfigResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\r\n\x05\x66lags\x18\x02 \x03(\t\"\x1d\n\x0fSetTraceRequest\x12\n\n\x02on\x18\x01 \x01(\x08\" \n\x10SetTraceResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05\"\x16\n\x14GetInvariantsRequest\"\xbe\x04\n\x15GetInvariantsResponse\x12\x0f\n\x07\x65nabled\x18\x01 \x01(\x08\x12\x14\n\x0c\x63hecks_total\x18\x02 \x01(\x03\x12\x16\n\x0e\x62reaches_total\x18\x03 \x01(\x03\x12\x0e\n\x06\x62reach\x18\x04 \x01(\t\x12\x1f\n\x17requests_accepted_total\x18\x05 \x01(\x03\x12\x1f\n\x17requests_finished_total\x18\x06 \x01(\x03\x12\x1d\n\x15requests_failed_total\x18\x07 \x01(\x03\x12 \n\x18requests_cancelled_total\x18\x08 \x01(\x03\x12\x15\n\rrequests_live\x18\t \x01(\x03\x12!\n\x19generations_started_total\x18\n \x01(\x03\x12\"\n\x1agenerations_finished_total\x18\x0b \x01(\x03\x12 \n\x18generations_failed_total\x18\x0c \x01(\x03\x12#\n\x1bgenerations_cancelled_total\x18\r \x01(\x03\x12\x18\n\x10generations_live\x18\x0e \x01(\x03\x12\x11\n\tkv_blocks\x18\x0f \x01(\x03\x12\x18\n\x10kv_blocks_in_use\x18\x10 \x01(\x03\x12\x18\n\x10kv_blocks_cached\x18\x11 \x01(\x03\x12\x15\n\rasyncio_tasks\x18\x12 \x01(\x03\x12\x0f\n\x07threads\x18\x13 \x01(\x03\x12\x12\n\nopen_files\x18\x14 \x01(\x03\x12\x11\n\trss_bytes\x18\x15 \x01(\x03\"#\n\x13SetFaultPlanRequest\x12\x0c\n\x04plan\x18\x01 \x01(\t\"%\n\x14SetFaultPlanResponse\x12\r\n\x05\x61\x63ted\x18\x01 \x03(\x03\x32\xb8\x03\n\x0c\x41\x64minService\x12R\n\tGetConfig\x12!.sluice.admin.v1.GetConfigRequest\x1a\".sluice.admin.v1.GetConfigResponse\x12O\n\x08SetTrace\x12 .sluice.admin.v1.SetTraceRequest\x1a!.sluice.admin.v1.SetTraceResponse\x12^\n\rGetInvariants\x12%.sluice.admin.v1.GetInvariantsRequest\x1a&.sluice.admin.v1.GetInvariantsResponse\x12[\n\x0cSetFaultPlan\x12$.sluice.admin.v1.SetFaultPlanRequest\x1a%.sluice.admin.v1.SetFaultPlanResponse\x12\x46\n\x05\x44rain\x12\x1d.sluice.admin.v1.DrainRequest\x1a\x1e.sluice.admin.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18server/proto/admin.proto\x12\x0fsluice.admin.v1\"\x12\n\x10GetConfigRequest\":\n\x11GetConfigResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\r\n\x05\x66lags\x18\x02 \x03(\t\"\x1d\n\x0fSetTraceRequest\x12\n\n\x02on\x18\x01 \x01(\x08\" \n\x10SetTraceResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05\x32\xfb\x01\n\x0c\x41\x64minService\x12R\n\tGetConfig\x12!.sluice.admin.v1.GetConfigRequest\x1a\".sluice.admin.v1.GetConfigResponse\x12O\n\x08SetTrace\x12 .sluice.admin.v1.SetTraceRequest\x1a!.sluice.admin.v1.SetTraceResponse\x12\x46\n\x05\x44rain\x12\x1d.sluice.admin.v1.DrainRequest\x1a\x1e.sluice.admin.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,14 +43,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINREQUEST']._serialized_end=204
   _globals['_DRAINRESPONSE']._serialized_start=206
   _globals['_DRAINRESPONSE']._serialized_end=244
-  _globals['_GETINVARIANTSREQUEST']._serialized_start=246
-  _globals['_GETINVARIANTSREQUEST']._serialized_end=268
-  _globals['_GETINVARIANTSRESPONSE']._serialized_start=271
-  _globals['_GETINVARIANTSRESPONSE']._serialized_end=845
-  _globals['_SETFAULTPLANREQUEST']._serialized_start=847
-  _globals['_SETFAULTPLANREQUEST']._serialized_end=882
-  _globals['_SETFAULTPLANRESPONSE']._serialized_start=884
-  _globals['_SETFAULTPLANRESPONSE']._serialized_end=921
-  _globals['_ADMINSERVICE']._serialized_start=924
-  _globals['_ADMINSERVICE']._serialized_end=1364
+  _globals['_ADMINSERVICE']._serialized_start=247
+  _globals['_ADMINSERVICE']._serialized_end=498
 # @@protoc_insertion_point(module_scope)

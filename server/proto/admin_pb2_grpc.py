@@ -44,16 +44,6 @@ class AdminServiceStub:
                 request_serializer=server_dot_proto_dot_admin__pb2.SetTraceRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_admin__pb2.SetTraceResponse.FromString,
                 _registered_method=True)
-        self.GetInvariants = channel.unary_unary(
-                '/sluice.admin.v1.AdminService/GetInvariants',
-                request_serializer=server_dot_proto_dot_admin__pb2.GetInvariantsRequest.SerializeToString,
-                response_deserializer=server_dot_proto_dot_admin__pb2.GetInvariantsResponse.FromString,
-                _registered_method=True)
-        self.SetFaultPlan = channel.unary_unary(
-                '/sluice.admin.v1.AdminService/SetFaultPlan',
-                request_serializer=server_dot_proto_dot_admin__pb2.SetFaultPlanRequest.SerializeToString,
-                response_deserializer=server_dot_proto_dot_admin__pb2.SetFaultPlanResponse.FromString,
-                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/sluice.admin.v1.AdminService/Drain',
                 request_serializer=server_dot_proto_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -73,21 +63,6 @@ class AdminServiceServicer:
 
     def SetTrace(self, request, context):
         """Starts or ends the recording of the step trace, as SIGUSR1 does.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetInvariants(self, request, context):
-        """What was accepted, what became of it and what is left of it: for tests that look from outside. UNAVAILABLE while
-        the model loads.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SetFaultPlan(self, request, context):
-        """With --enable_fault_injection: follows another plan of faults from now on. FAILED_PRECONDITION without.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,16 +88,6 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetTrace,
                     request_deserializer=server_dot_proto_dot_admin__pb2.SetTraceRequest.FromString,
                     response_serializer=server_dot_proto_dot_admin__pb2.SetTraceResponse.SerializeToString,
-            ),
-            'GetInvariants': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetInvariants,
-                    request_deserializer=server_dot_proto_dot_admin__pb2.GetInvariantsRequest.FromString,
-                    response_serializer=server_dot_proto_dot_admin__pb2.GetInvariantsResponse.SerializeToString,
-            ),
-            'SetFaultPlan': grpc.unary_unary_rpc_method_handler(
-                    servicer.SetFaultPlan,
-                    request_deserializer=server_dot_proto_dot_admin__pb2.SetFaultPlanRequest.FromString,
-                    response_serializer=server_dot_proto_dot_admin__pb2.SetFaultPlanResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -184,60 +149,6 @@ class AdminService:
             '/sluice.admin.v1.AdminService/SetTrace',
             server_dot_proto_dot_admin__pb2.SetTraceRequest.SerializeToString,
             server_dot_proto_dot_admin__pb2.SetTraceResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetInvariants(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/sluice.admin.v1.AdminService/GetInvariants',
-            server_dot_proto_dot_admin__pb2.GetInvariantsRequest.SerializeToString,
-            server_dot_proto_dot_admin__pb2.GetInvariantsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SetFaultPlan(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/sluice.admin.v1.AdminService/SetFaultPlan',
-            server_dot_proto_dot_admin__pb2.SetFaultPlanRequest.SerializeToString,
-            server_dot_proto_dot_admin__pb2.SetFaultPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -327,7 +327,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "vocab_size", "max_model_len", "eos_token_ids", "has_tokenizer", "has_chat_template", "token_budgets", "max_num_seqs", "block_size", "num_blocks", "server_version", "batching")
+    __slots__ = ("model", "vocab_size", "max_model_len", "eos_token_ids", "has_tokenizer", "has_chat_template", "token_budgets", "max_num_seqs", "block_size", "num_blocks", "server_version", "batching", "default_sampling", "default_stopping")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -340,6 +340,8 @@ class GetModelInfoResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     BATCHING_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_STOPPING_FIELD_NUMBER: _ClassVar[int]
     model: str
     vocab_size: int
     max_model_len: int
@@ -352,7 +354,9 @@ class GetModelInfoResponse(_message.Message):
     num_blocks: int
     server_version: str
     batching: str
-    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: _Optional[bool] = ..., has_chat_template: _Optional[bool] = ..., token_budgets: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., server_version: _Optional[str] = ..., batching: _Optional[str] = ...) -> None: ...
+    default_sampling: SamplingParams
+    default_stopping: StopParams
+    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: _Optional[bool] = ..., has_chat_template: _Optional[bool] = ..., token_budgets: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., server_version: _Optional[str] = ..., batching: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., default_stopping: _Optional[_Union[StopParams, _Mapping]] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ("steps_after_s",)
@@ -361,7 +365,7 @@ class GetLoadRequest(_message.Message):
     def __init__(self, steps_after_s: _Optional[float] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("uptime_s", "load_s", "warmup_s", "peak_rss_bytes", "compiles_after_ready", "running_requests", "queued_requests", "queued_tokens", "max_num_seqs", "kv_blocks_total", "kv_blocks_in_use", "kv_blocks_cached", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "output_tokens_total", "preemptions_total", "prefix_hit_tokens_total", "requests_finished_total", "rungs", "idle_slots_total", "lost_tokens_total", "now_s", "steps", "requests")
+    __slots__ = ("uptime_s", "load_s", "warmup_s", "peak_rss_bytes", "compiles_after_ready", "running_requests", "queued_requests", "queued_tokens", "max_num_seqs", "kv_blocks_total", "kv_blocks_in_use", "kv_blocks_cached", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "output_tokens_total", "preemptions_total", "prefix_hit_tokens_total", "requests_finished_total", "rungs", "idle_slots_total", "lost_tokens_total", "now_s", "steps", "requests", "skipped_tokens_total")
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_S_FIELD_NUMBER: _ClassVar[int]
     WARMUP_S_FIELD_NUMBER: _ClassVar[int]
@@ -388,6 +392,7 @@ class GetLoadResponse(_message.Message):
     NOW_S_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     uptime_s: float
     load_s: float
     warmup_s: float
@@ -414,10 +419,11 @@ class GetLoadResponse(_message.Message):
     now_s: float
     steps: _containers.RepeatedCompositeFieldContainer[StepLoad]
     requests: _containers.RepeatedCompositeFieldContainer[RequestLoad]
-    def __init__(self, uptime_s: _Optional[float] = ..., load_s: _Optional[float] = ..., warmup_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., requests_finished_total: _Optional[int] = ..., rungs: _Optional[_Iterable[_Union[RungLoad, _Mapping]]] = ..., idle_slots_total: _Optional[int] = ..., lost_tokens_total: _Optional[int] = ..., now_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepLoad, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RequestLoad, _Mapping]]] = ...) -> None: ...
+    skipped_tokens_total: int
+    def __init__(self, uptime_s: _Optional[float] = ..., load_s: _Optional[float] = ..., warmup_s: _Optional[float] = ..., peak_rss_bytes: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., running_requests: _Optional[int] = ..., queued_requests: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_in_use: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., output_tokens_total: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., prefix_hit_tokens_total: _Optional[int] = ..., requests_finished_total: _Optional[int] = ..., rungs: _Optional[_Iterable[_Union[RungLoad, _Mapping]]] = ..., idle_slots_total: _Optional[int] = ..., lost_tokens_total: _Optional[int] = ..., now_s: _Optional[float] = ..., steps: _Optional[_Iterable[_Union[StepLoad, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RequestLoad, _Mapping]]] = ..., skipped_tokens_total: _Optional[int] = ...) -> None: ...
 
 class RungLoad(_message.Message):
-    __slots__ = ("tokens", "rows", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "idle_slots_total", "host_s_total", "device_s_total")
+    __slots__ = ("tokens", "rows", "steps_total", "decode_tokens_total", "prefill_tokens_total", "padding_tokens_total", "idle_slots_total", "host_s_total", "device_s_total", "skipped_tokens_total")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -427,6 +433,7 @@ class RungLoad(_message.Message):
     IDLE_SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     HOST_S_TOTAL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_S_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     tokens: int
     rows: int
     steps_total: int
@@ -436,7 +443,8 @@ class RungLoad(_message.Message):
     idle_slots_total: int
     host_s_total: float
     device_s_total: float
-    def __init__(self, tokens: _Optional[int] = ..., rows: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., idle_slots_total: _Optional[int] = ..., host_s_total: _Optional[float] = ..., device_s_total: _Optional[float] = ...) -> None: ...
+    skipped_tokens_total: int
+    def __init__(self, tokens: _Optional[int] = ..., rows: _Optional[int] = ..., steps_total: _Optional[int] = ..., decode_tokens_total: _Optional[int] = ..., prefill_tokens_total: _Optional[int] = ..., padding_tokens_total: _Optional[int] = ..., idle_slots_total: _Optional[int] = ..., host_s_total: _Optional[float] = ..., device_s_total: _Optional[float] = ..., skipped_tokens_total: _Optional[int] = ...) -> None: ...
 
 class StepLoad(_message.Message):
     __slots__ = ("step", "side", "time", "shape_tokens", "shape_rows", "num_rows", "decode_rows", "decode_tokens", "prefill_tokens", "decode_keys", "prefill_pairs", "padding", "idle_slots", "blocks_used", "blocks_cached", "kv_tokens", "kv_slots", "num_waiting", "num_running", "num_preemptions", "host_s", "device_s", "commit_s")

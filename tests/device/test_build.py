@@ -2,13 +2,14 @@
 
 import pytest
 
-from engine.config import CPU_PREFILL_CHUNK, CPU_TOKEN_BUDGETS, EngineConfig, default_overlap
+from engine.config import default_overlap
 from engine.device import kv_cache
 from engine.device.build import build
 from engine.device.options import BuildOptions
 from engine.errors import CheckpointError, ConfigError
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
+from engine.shapes import PADDED, UNPADDED_CPU
 from pallas_kernels import native
 from tools.make_random_model import write_model
 from tools.parity.cases import CASES
@@ -58,19 +59,19 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
-    ({"overlap": "maybe"}, "overlap='maybe' is not one of auto, true, false; set --overlap"),
-    ({"dtype": "float16"}, "dtype='float16' is not one of auto, float32, bfloat16"),
+    ({"overlap": "maybe"}, "overlap='maybe' must be one of auto, true, false; set --overlap"),
+    ({"dtype": "float16"}, "dtype='float16' must be one of auto, float32, bfloat16"),
     ({"kv_cache_mb": 5, "num_blocks": 5}, "set only one of"),
-    ({"kv_cache_mb": -1}, "kv_cache_mb=-1 must be 0 or more"),
-    ({"block_size": -1}, "block_size=-1 must be 0 or more"),
-    ({"attention": "cuda"}, "attention='cuda' is not one of auto, reference, cpu, gpu, tpu"),
-    ({"matmul": "fast"}, "matmul='fast' is not one of auto, xla, packed"),
-    ({"quantization": "fp8"}, "quantization='fp8' is not one of none, int8; set --quantization"),
+    ({"kv_cache_mb": -1}, "kv_cache_mb=-1 must be at least 0"),
+    ({"block_size": -1}, "block_size=-1 must be at least 0"),
+    ({"attention": "cuda"}, "attention='cuda' must be one of auto, reference, cpu, gpu, tpu"),
+    ({"matmul": "fast"}, "matmul='fast' must be one of auto, xla, packed"),
+    ({"quantization": "fp8"}, "quantization='fp8' must be one of none, int8; set --quantization"),
     ({"token_budgets": (8, 4)}, "strictly increasing"),
     ({"max_num_seqs": 99}, "max_num_seqs=99 exceeds the top token budget 16"),
     ({"prefill_chunk": 17}, "prefill_chunk=17 exceeds the top token budget 16"),
-    ({"policy": "nonsense"}, "policy='nonsense' is unknown"),
-    ({"batching": "nonsense"}, "batching='nonsense' is unknown"),
+    ({"policy": "nonsense"}, "policy='nonsense' must be one of fair, fcfs"),
+    ({"batching": "nonsense"}, "batching='nonsense' must be one of chunked"),
   ],
   ids=str,
 )
@@ -84,7 +85,7 @@ def test_options_that_contradict_each_other(changes, said):
   [
     ({"max_model_len": 10**6}, "max_model_len=1000000 exceeds the .* positions of .*tiny"),
     ({"num_devices": 64}, "num_devices=64, but this machine has"),
-    ({"kv_cache_mb": 1, "block_size": 8192}, "1 MiB hold .* KV blocks, but one sequence of the greatest length needs"),
+    ({"kv_cache_mb": 1, "block_size": 8192}, r"1 MiB \(--kv_cache_mb=1\) hold 0 KV blocks, but one"),
     ({"compile_cache_dir": "/proc/none"}, "compile_cache_dir=/proc/none"),
   ],
   ids=str,
@@ -94,15 +95,17 @@ def test_options_that_do_not_fit_the_model_or_the_machine(folder, changes, said)
     build(BuildOptions(folder, **(SMALL | changes)), silent, no_events)
 
 
-def test_few_rungs_where_padding_is_left_out_and_nobody_chose():
+def test_the_ladder_follows_from_the_options():
   def ladder(**settings) -> tuple[int, ...]:
-    return BuildOptions("any", **settings).for_packed_matmul().without_unreachable_rungs().token_budgets
+    return BuildOptions("any", **settings).choose_ladder("cpu", True, False).token_budgets
 
   assert ladder() == (8, 32, 64, 256)
-  assert ladder(prefill_chunk=512) == CPU_TOKEN_BUDGETS
-  assert ladder(all_rungs=True) == EngineConfig.token_budgets
-  assert ladder(token_budgets=(8, 16, 64, 384)) == (8, 16, 64, 384)
-  assert BuildOptions("any").without_unreachable_rungs().token_budgets == EngineConfig.token_budgets
+  assert ladder(batching="continuous") == UNPADDED_CPU.token_budgets
+  assert ladder(prefill_chunk=512) == UNPADDED_CPU.token_budgets
+  assert ladder(all_rungs=True) == PADDED.token_budgets
+  assert ladder(token_budgets=PADDED.token_budgets) == PADDED.token_budgets[:6]
+  assert BuildOptions("any").choose_ladder("cpu", False, False).token_budgets == PADDED.token_budgets
+  assert BuildOptions("any").choose_ladder("gpu", False, False).max_num_seqs == 256
 
 
 @pytest.mark.parametrize("built_here", [True, False])
@@ -113,7 +116,7 @@ def test_kernels_are_the_best_there_are_and_what_is_not_there_is_said(folder, bu
     pytest.skip("no C++ compiler")
   found = build(BuildOptions(folder, **SMALL | {"token_budgets": (64, 256), "prefill_chunk": 0}), silent, no_events)
   assert (found.attention, found.matmul) == (("cpu", "packed") if built_here else ("reference", "xla"))
-  assert found.config.prefill_chunk == (CPU_PREFILL_CHUNK if built_here else 256)
+  assert found.config.prefill_chunk == (UNPADDED_CPU.prefill_chunk if built_here else 256)
   assert found.config.computes_padding is not built_here
   assert found.config.overlap
   assert len(found.fallbacks) == (0 if built_here else 2)
@@ -166,7 +169,7 @@ def test_the_pool_takes_the_memory_that_is_left(folder, monkeypatch):
 
   monkeypatch.setattr(kv_cache, "free_bytes", free_bytes)
   options = BuildOptions(
-    folder, max_model_len=256, enable_prefix_caching=False, token_budgets=(8,), max_num_seqs=8, prefill_chunk=8
+    folder, max_model_len=256, prefix_cache_scope="off", token_budgets=(8,), max_num_seqs=8, prefill_chunk=8
   )
   config = build(options, silent, no_events).config
   sampler_state = 2 * 4 * 9 * RAW["vocab_size"]

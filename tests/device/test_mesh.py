@@ -10,8 +10,8 @@ import pytest
 from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
 from engine.errors import ConfigError
-from models import llama
 from models.config import ModelConfig
+from models.registry import abstract
 from tests.device.tiny_model import TINY
 
 
@@ -24,13 +24,13 @@ class FakeMesh:
 
 def test_every_parameter_has_a_place_in_a_tree_of_the_same_structure():
   mesh = mesh_lib.make_mesh(jax.devices()[:1])
-  _, state = llama.abstract(TINY, np.dtype(np.float32))
+  _, state = abstract(TINY, np.dtype(np.float32))
   placed = mesh_lib.shardings(mesh, state)
   assert jax.tree.structure(placed) == jax.tree.structure(state)
   layer = placed["layers"][0]
-  assert layer["attention"]["qkv"].get_value().spec == PartitionSpec(None, "model", None, None)
-  assert layer["mlp"]["down"].get_value().spec == PartitionSpec("model", None)
-  assert placed["embed"].get_value().spec == PartitionSpec("model", None)
+  assert layer["attention"]["qkv"]["matrix"]["array"].get_value().spec == PartitionSpec(None, "model", None, None)
+  assert layer["mlp"]["down"]["matrix"]["array"].get_value().spec == PartitionSpec("model", None)
+  assert placed["embed"]["matrix"]["array"].get_value().spec == PartitionSpec("model", None)
   assert layer["attention_norm"]["scale"].get_value().spec == PartitionSpec(None)
 
 
@@ -69,15 +69,7 @@ def test_the_head_axis_is_found_whatever_the_layout():
   for heads in (1, 2, 3, 16):
     config = ModelConfig("llama", 64, 1, 32, 32, 2 * heads, heads, 16, 64)
     shape = kv_cache.api.kv_shape(3, 16, heads, 16)
-    assert shape[kv_cache.head_axis(16, config)] == heads
-
-
-def test_pool_size():
-  assert kv_cache.fit_blocks(1000, 10, longest_table=5, most_useful=10**6) == 99
-  assert kv_cache.fit_blocks(1000, 10, longest_table=5, most_useful=40) == 40
-  assert kv_cache.fit_blocks(1000, 10, longest_table=99, most_useful=200) == 99
-  with pytest.raises(ConfigError, match="hold 99 KV blocks, but one sequence of the greatest length needs 100"):
-    kv_cache.fit_blocks(1000, 10, longest_table=100, most_useful=200)
+    assert shape[kv_cache.head_axis(16, config.layers[0])] == heads
 
 
 class FakeDevice:

@@ -55,7 +55,7 @@ class Twin:
 
 def make_step(rng: random.Random, shape: StepShape, twins: list[Twin]) -> tuple[Batch, list]:
   """A batch over some of the slots, and (slot, position, token or None, num logits, samples) of every row."""
-  rows, tokens_left, logits_left = [], shape.tokens, shape.rows
+  rows, tokens_left, logits_left = [], shape.tokens, shape.logits
   for twin in rng.sample(twins, rng.randint(0, min(len(twins), shape.rows))):
     waiting = len(twin.tokens) - twin.start
     count = rng.randint(0, min(waiting, tokens_left, 9)) if waiting > 0 else min(1, tokens_left)
@@ -79,7 +79,7 @@ def make_step(rng: random.Random, shape: StepShape, twins: list[Twin]) -> tuple[
 @pytest.mark.parametrize("seed", range(30))
 def test_every_number_arrives(seed):
   rng = random.Random(seed)
-  shape = StepShape(rng.choice((6, 24, 40)), SLOTS)
+  shape = StepShape(rng.choice((6, 24, 40)), SLOTS, SLOTS)
   packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
   layout = packer.layout(shape)
   blocks = rng.sample(range(1, 500), SLOTS * WIDTH)
@@ -152,13 +152,13 @@ def test_every_number_arrives(seed):
 
 def test_a_slot_forgets_its_former_request():
   packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
-  layout = packer.layout(StepShape(8, SLOTS))
+  layout = packer.layout(StepShape(8, SLOTS, SLOTS))
   rich = SamplingParams(
     min_tokens=5, stop_token_ids=(9,), logprobs=3, prompt_logprobs=3, top_k=4, logit_bias=((4, 1.0),)
   )
   packer.admit(Admission(2, (5, 6, 7), 3, (11, 12, 13), rich, 99))
   packer.admit(Admission(2, (5,), 1, (14,), SamplingParams(temperature=0.0), 1))
-  batch = Batch(0, StepShape(8, SLOTS), ("a",), (2,), (0,), (1,), (1,), (True,), ((5,),))
+  batch = Batch(0, StepShape(8, SLOTS, SLOTS), ("a",), (2,), (0,), (1,), (1,), (True,), ((5,),))
   packed, rows = packer.pack(batch, layout)
   inputs = unpack(layout, jnp.asarray(packed))
   assert not rows.wants
@@ -169,7 +169,7 @@ def test_a_slot_forgets_its_former_request():
 @pytest.mark.parametrize(("padded", "used"), [(0, [2, 1]), (2, [2, 1]), (6, [6, SLOTS])])
 def test_padding_of_rows_is_computed_and_that_of_the_ladder_is_not(padded, used):
   packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
-  layout = packer.layout(StepShape(8, SLOTS))
+  layout = packer.layout(StepShape(8, SLOTS, SLOTS))
   packer.admit(Admission(2, (5, 6), 2, (14,), SamplingParams(temperature=0.0), 1))
   batch = Batch(0, layout.shape, ("a",), (2,), (0,), (2,), (1,), (True,), ((5, 6),), padded_tokens=padded)
   inputs = unpack(layout, jnp.asarray(packer.pack(batch, layout)[0]))
@@ -179,7 +179,7 @@ def test_padding_of_rows_is_computed_and_that_of_the_ladder_is_not(padded, used)
 def test_each_step_has_memory_of_its_own():
   """The device may read a step's array after the next one is packed; so it is, unless the caller says where."""
   packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
-  layout = packer.layout(StepShape(8, SLOTS))
+  layout = packer.layout(StepShape(8, SLOTS, SLOTS))
   empty = Batch(0, layout.shape, (), (), (), (), (), (), ())
   first, second = packer.pack(empty, layout)[0], packer.pack(empty, layout)[0]
   assert not np.shares_memory(first, second)
@@ -216,11 +216,11 @@ class PackingRunner:
     for admission in batch.admissions:
       self.packer.admit(admission)
       self.fresh.admit(admission)
-    before = self.packer._decodes
+    before = self.packer._latest
     free = self.free.setdefault(batch.shape, [])
     packed, rows = self.packer.pack(batch, layout, free.pop() if free else np.full(layout.size, 99, np.int32))
-    self.num_repeated += before is not None and self.packer._decodes is before
-    self.fresh._decodes = None
+    self.num_repeated += before is not None and self.packer._latest is before
+    self.fresh._latest = None
     expected, expected_rows = self.fresh.pack(batch, layout)
     np.testing.assert_array_equal(packed, expected)
     np.testing.assert_array_equal(rows.last, expected_rows.last)
@@ -274,7 +274,7 @@ def test_a_bug_in_repeating_is_caught(old: str, new: str):
 def test_only_the_same_decodes_one_position_on_are_repeated():
   """Other rows, though as many and as far; and one batch launched many times, as measurements do."""
   packer = Packer(SLOTS, WIDTH, BLOCK, EOS)
-  layout = packer.layout(StepShape(8, SLOTS))
+  layout = packer.layout(StepShape(8, SLOTS, SLOTS))
   params = SamplingParams(temperature=0.0)
   for slot in (1, 2, 3):
     packer.admit(Admission(slot, (5, 6), 2, (10 * slot + 1, 10 * slot + 2), params, 1))

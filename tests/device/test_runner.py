@@ -1,5 +1,6 @@
 """The device behind the real Scheduler and Engine: any schedule gives the tokens of a plain forward pass."""
 
+import dataclasses
 import random
 import types
 from typing import Any
@@ -9,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.batch import Batch
+from engine.batch import Admission, Batch
 from engine.device.step_call import StepCall
 from engine.errors import ShapeNotOnLadder
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
-from engine.shapes import StepShape
+from engine.shapes import ShapeLadder, StepShape
 from tests.device.serving import make_engine, serve
 from tests.device.tiny_model import EOS, TINY, dense_greedy, dense_logits, make_runner, random_params
 from tests.fakes import FakeConstraint
@@ -68,7 +69,7 @@ def test_alone(runner, prompts, reference):
     {"prefill_chunk": 1},
     {"prefill_chunk": 3},
     {"prefill_chunk": 8},
-    {"enable_prefix_caching": False},
+    {"prefix_cache_scope": "off"},
     {"batching": "static"},
   ],
   ids=str,
@@ -174,11 +175,47 @@ def test_logprobs_of_outputs_and_prompt(runner, model, prompts, changes):
       check_logprob(entry, logits[position - 1], params.prompt_logprobs)
 
 
+def test_logprobs_of_a_vocabulary_of_fewer_tokens_than_alternatives():
+  config = dataclasses.replace(TINY, vocab_size=12)
+  small = random_params(config, jnp.float32)
+  runner = make_runner(config, model=small, token_budgets=(8,))
+  params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=20, prompt_logprobs=20)
+  served, _ = serve(runner, [([3, 4, 5], params)], vocab_size=12, prefill_chunk=8)
+  logits = dense_logits(small, [3, 4, 5, *served[0].tokens])
+  entries = [*served[0].prompt_logprobs, *served[0].logprobs]
+  assert len(entries) == 5
+  for position, entry in enumerate(entries):
+    assert sorted(token for token, _ in entry.top) == list(range(12))
+    check_logprob(entry, logits[position], 12)
+
+
+class FewRows(ShapeLadder):
+  """One rung of more logit rows than rows."""
+
+  def rungs(self) -> tuple[StepShape, ...]:
+    return (StepShape(8, 2, 8),)
+
+
+def test_a_rung_may_have_more_logit_rows_than_rows(model, prompts):
+  runner = make_runner(model=model, ladder=FewRows((8,), 8))
+  (shape,) = runner.steps
+  prompt = (prompts[5] * 9)[:9]
+  params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=3)
+  admission = Admission(0, prompt, len(prompt), (1, 2, 3), params, 0)
+  batch = Batch(0, shape, ("a",), (0,), (0,), (8,), (8,), (False,), (tuple(prompt[:8]),), (admission,))
+  entries = runner.launch(batch).result().logprobs[0]
+  logits = dense_logits(model, prompt)
+  assert [entry.token_id for entry in entries] == prompt[1:]
+  for position, entry in enumerate(entries):
+    check_logprob(entry, logits[position], 3)
+
+
 @pytest.mark.parametrize("poison", [0, 50])  # 0 is also what padding tokens are
 def test_nan_ends_its_own_request_alone(model, prompts, reference, poison):
   graphdef, state = model
   state = jax.tree.map(lambda leaf: leaf, state)
-  state["embed"] = state["embed"].replace(state["embed"].get_value().at[poison].set(jnp.nan))
+  embed = state["embed"]["matrix"]
+  embed["array"] = embed["array"].replace(embed["array"].get_value().at[poison].set(jnp.nan))
   runner = make_runner(model=(graphdef, state), token_budgets=(32,))
   clean = [
     (prompt, expected)
@@ -255,7 +292,7 @@ def test_masks_of_more_rows_than_one_call_takes(runner):
 
 def test_a_shape_that_was_not_compiled_is_an_error(runner):
   with pytest.raises(ShapeNotOnLadder, match="tokens=9"):
-    runner.launch(Batch(0, StepShape(9, 8), (), (), (), (), (), (), ()))
+    runner.launch(Batch(0, StepShape(9, 8, 8), (), (), (), (), (), (), ()))
 
 
 @pytest.mark.catalogue("C15")
@@ -316,7 +353,7 @@ def test_packed_arrays_are_the_devices_own_and_used_again(runner, prompts):
   held = [call.take() for _ in range(4)]
   assert len({packed.values.ctypes.data for packed in held}) == 4
   for packed in held:
-    assert packed.values.size == runner._spec.layout(shape).size
+    assert packed.values.size == runner.spec.layout(shape).size
     assert packed.argument.unsafe_buffer_pointer() == packed.values.ctypes.data
     packed.values[:] = 7
     assert (np.asarray(packed.argument) == 7).all()

@@ -20,18 +20,25 @@ from pallas_kernels.adjust import api as adjust
 from pallas_kernels.argmax import api as argmax
 from pallas_kernels.draw import api as draw_api
 from pallas_kernels.draw import reference
+from tests import numpy_sampler
 
 V, SLOTS, EOS = 300, 7, (3, 4)  # V is no multiple of a chunk
-SHAPE = StepShape(8, 8)
+SHAPE = StepShape(8, 8, 8)
 
 
 @functools.partial(jax.jit, static_argnames="wide", compiler_options={"xla_backend_optimization_level": 1})
 def run(logits, packed, history, bias, mask, wide=False):
-  inputs = unpack(Packer(SLOTS, 4, 4, EOS).layout(SHAPE), packed)
+  inputs = unpack(Packer(SLOTS, 32, 4, EOS).layout(SHAPE), packed)
   rows, state = inputs.sampling, SlotState(history, bias, mask)
   kernels = ("reference",) * 3 if wide else [kernel.choose("cpu") for kernel in (argmax, draw_api, adjust)]
   sampled = sampler.sample(logits, rows, state, wide, inputs.num_logit_rows, *kernels)
   return sampled, sampler.remember(state, rows, sampled.tokens).history
+
+
+@functools.partial(jax.jit, static_argnames="by", compiler_options={"xla_backend_optimization_level": 1})
+def adjusted(logits, packed, history, bias, mask, by):
+  inputs = unpack(Packer(SLOTS, 32, 4, EOS).layout(SHAPE), packed)
+  return sampler._adjusted(logits, inputs.sampling, SlotState(history, bias, mask), inputs.num_logit_rows, by)
 
 
 @dataclasses.dataclass
@@ -46,9 +53,9 @@ class Row:
   allowed: tuple[int, ...] | None = None  # by an output constraint
 
 
-def draw(rows: list[Row], logits: np.ndarray, wide: bool = False):
-  """Samples one token a row, through admission and packing as in serving."""
-  packer = Packer(SLOTS, 4, 4, EOS)
+def packed_step(rows: list[Row], logits: np.ndarray):
+  """The arguments of `run`, through admission and packing as in serving; and the rows' slots."""
+  packer = Packer(SLOTS, 32, 4, EOS)
   history, bias = np.zeros((SLOTS + 1, V), np.int32), np.full((SLOTS + 1, V), np.nan, np.float32)
   mask = np.zeros((SLOTS + 1, -(-V // 32)), np.int32)  # nothing is allowed where nobody says so
   slots = tuple(index if row.slot is None else row.slot for index, row in enumerate(rows))
@@ -77,45 +84,26 @@ def draw(rows: list[Row], logits: np.ndarray, wide: bool = False):
   packed, _ = packer.pack(batch, packer.layout(SHAPE))
   padded = np.zeros((SHAPE.rows, V), np.float32)
   padded[: len(rows)] = logits
-  sampled, after = run(padded, packed, history, bias, mask, wide)
+  return (padded, packed, history, bias, mask), slots
+
+
+def draw(rows: list[Row], logits: np.ndarray, wide: bool = False):
+  """Samples one token a row: what it is, what is counted of it, and the rows' slots."""
+  arguments, slots = packed_step(rows, logits)
+  sampled, after = run(*arguments, wide)
+  history = arguments[2]
   return jax.tree.map(lambda x: np.asarray(x)[: len(rows)], sampled), np.asarray(after) - history, slots
 
 
 def processed(row: Row, logits: np.ndarray) -> np.ndarray:
-  """Penalties, bias and masks in f64."""
-  x, params = logits.astype(np.float64), row.params
-  for token in set(row.prompt + row.outputs):
-    x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
-  for token in set(row.outputs):
-    x[token] -= params.frequency_penalty * row.outputs.count(token) + params.presence_penalty
-  for token, value in params.logit_bias:
-    x[token] += value
-  if params.allowed_token_ids is not None:
-    x[[token for token in range(V) if token not in params.allowed_token_ids]] = -np.inf
-  if row.allowed is not None:
-    x[[token for token in range(V) if token not in row.allowed]] = -np.inf
-  if len(row.outputs) < params.min_tokens:
-    ends = [*params.stop_token_ids, *(() if params.ignore_eos else EOS)]
-    masked = x.copy()
-    masked[ends] = -np.inf
-    x = masked if masked.max() > -np.inf else x
-  return x
+  """f64[V]: what the greedy token is the most likely of."""
+  return numpy_sampler.adjust(logits, row.params, row.prompt, row.outputs, EOS, row.allowed)
 
 
 def distribution(row: Row, logits: np.ndarray) -> np.ndarray:
-  """Unnormalised weights a draw is made from, f64[V], by sorting."""
+  """Unnormalised weights a draw is made from, f64[V]."""
   params = row.params
-  z = processed(row, logits)
-  z = (z - z.max()) / params.temperature
-  weights = np.exp(z)
-  if params.top_k:
-    weights[z < np.sort(z)[::-1][min(params.top_k, V) - 1]] = 0
-  if params.top_p < 1:
-    order = np.argsort(-weights, kind="stable")
-    reached = np.cumsum(weights[order]) >= params.top_p * weights.sum()
-    weights[weights < weights[order[int(np.argmax(reached))]]] = 0
-  weights[weights < params.min_p] = 0
-  return weights
+  return numpy_sampler.truncate(processed(row, logits), params.temperature, params.min_p, params.top_k, params.top_p)
 
 
 def uniform(row: Row) -> float:
@@ -151,17 +139,13 @@ RANDOM = [
 @pytest.mark.parametrize("choice", RANDOM, ids=str)
 def test_draw_is_the_inverse_of_the_cumulative_distribution(choice):
   rng = np.random.default_rng(len(str(choice)))
-  for trial in range(8):
+  for _ in range(8):
     rows = [Row(SamplingParams(**choice), seed=int(seed)) for seed in rng.integers(2**32, size=7)]
     logits = (rng.normal(size=(7, V)) * 3).astype(np.float32)
     logits[:, list(EOS)] += 4.0  # min_tokens must matter
     sampled, _, _ = draw(rows, logits)
     for row, line, token in zip(rows, logits, sampled.tokens, strict=True):
-      weights = distribution(row, line)
-      assert weights[token] > 0, (trial, token)
-      share = np.cumsum(weights) / weights.sum()
-      before = share[token] - weights[token] / weights.sum()
-      assert before - 1e-5 <= uniform(row) <= share[token] + 1e-5
+      numpy_sampler.check_draw(distribution(row, line), uniform(row), token)
 
 
 @pytest.mark.parametrize("choice", RANDOM, ids=str)
@@ -174,6 +158,61 @@ def test_greedy_takes_the_most_likely_of_what_is_left(choice):
   logits[:, 4] = logits.max() + 0.1  # and min_tokens
   sampled, _, _ = draw(rows, logits)
   assert sampled.tokens.tolist() == [int(processed(row, line).argmax()) for row, line in zip(rows, logits, strict=True)]
+
+
+def random_row(rng: np.random.Generator) -> Row:
+  """A request that asks for any mixture of everything, about half of each; one in four is greedy."""
+
+  def some(count: int) -> tuple[int, ...]:
+    return tuple(int(token) for token in rng.choice(V, count, replace=False))
+
+  choices = {
+    "top_k": int(rng.integers(1, 60)),
+    "top_p": float(rng.uniform(0.2, 0.99)),
+    "min_p": float(rng.choice([0.01, 0.1, 0.3])),
+    "presence_penalty": float(rng.uniform(-2, 2)),
+    "frequency_penalty": float(rng.uniform(-2, 2)),
+    "repetition_penalty": float(rng.uniform(0.5, 2)),
+    "logit_bias": tuple((token, float(rng.uniform(-6, 6))) for token in some(40)),
+    "allowed_token_ids": some(120),
+    "min_tokens": int(rng.integers(1, 9)),
+    "stop_token_ids": some(3),
+    "ignore_eos": True,
+  }
+  chosen = {name: value for name, value in choices.items() if rng.random() < 0.5}
+  params = SamplingParams(temperature=0.0 if rng.random() < 0.25 else float(rng.uniform(0.3, 3)), **chosen)
+  # A constraint and allowed_token_ids have something in common.
+  allowed = None if rng.random() < 0.5 else tuple({*some(80), *(params.allowed_token_ids or ())[:60]})
+  outputs = tuple(int(token) for token in rng.integers(0, 40, int(rng.integers(0, 12))))
+  return Row(params, some(60), outputs, seed=int(rng.integers(2**32)), allowed=allowed)
+
+
+@pytest.mark.parametrize("by", ["reference", adjust.choose("cpu")])
+def test_any_mixture_of_parameters_forbids_what_the_numpy_sampler_forbids(by):
+  rng = np.random.default_rng(18)
+  for _ in range(40):
+    rows = [random_row(rng) for _ in range(7)]
+    logits = (rng.normal(size=(7, V)) * 3).astype(np.float32)
+    found = np.asarray(adjusted(*packed_step(rows, logits)[0], by))[:7]
+    expected = np.stack([processed(row, line) for row, line in zip(rows, logits, strict=True)])
+    np.testing.assert_array_equal(found == -np.inf, expected == -np.inf)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_any_mixture_of_parameters_is_drawn_as_by_the_numpy_sampler(wide):
+  rng = np.random.default_rng(17)
+  for _ in range(60):
+    rows = [random_row(rng) for _ in range(7)]
+    logits = (rng.normal(size=(7, V)) * 3).astype(np.float32)
+    logits[:, :40] += 2.0  # what was generated is likely, so that penalties matter
+    logits[:, list(EOS)] += 4.0  # and min_tokens
+    sampled, _, _ = draw(rows, logits, wide)
+    for row, line, token in zip(rows, logits, sampled.tokens.tolist(), strict=True):
+      if row.params.temperature:
+        numpy_sampler.check_draw(distribution(row, line), uniform(row), token)
+      else:
+        assert token == int(processed(row, line).argmax()), row
 
 
 def test_truncation_keeps_all_tokens_of_equal_probability():
@@ -270,6 +309,31 @@ def test_only_tokens_of_the_mask_are_drawn(choice, more):
         assert token == int(processed(row, line).argmax())
 
 
+def test_a_bias_comes_before_penalties():
+  # The bias makes token 9 positive, so that repetition halves it. Before the bias it would double -1, and 20 would win.
+  logits = np.full((1, V), -5.0, np.float32)
+  logits[0, [9, 20]] = -1.0, 0.25
+  row = Row(SamplingParams(temperature=0.0, repetition_penalty=2.0, logit_bias=((9, 2.0),)))
+  assert draw([row], logits)[0].tokens.tolist() == [9]
+
+
+def test_penalties_let_nothing_through_that_is_forbidden():
+  # Negative penalties raise what was generated, also where a mask forbids it.
+  raised = {"frequency_penalty": -2.0, "presence_penalty": -2.0, "repetition_penalty": 1e-30}
+  params = SamplingParams(temperature=0.0, min_tokens=50, **raised)
+  rows = [
+    Row(params, outputs=(8,) * 9 + (3,) * 9, allowed=(20, 21)),
+    Row(dataclasses.replace(params, allowed_token_ids=(30,)), outputs=(8,) * 9),
+    Row(params, outputs=(3,) * 9 + (4,) * 9),
+  ]
+  logits = np.zeros((3, V), np.float32)
+  logits[:, 20] = -100.0
+  logits[:, 21] = -200.0
+  logits[:, list(EOS)] = 50.0
+  tokens = draw(rows, logits)[0].tokens.tolist()
+  assert tokens[:2] == [20, 30] and tokens[2] not in EOS
+
+
 def test_a_mask_touches_no_other_row():
   rng = np.random.default_rng(4)
   logits = rng.normal(size=(7, V)).astype(np.float32)
@@ -327,7 +391,9 @@ def test_a_vocabulary_smaller_than_the_list_of_alternatives():
   lines = (SLOTS + 1, 11)
   state = SlotState(jnp.zeros(lines, jnp.int32), jnp.zeros(lines, jnp.float32), jnp.zeros((SLOTS + 1, 1), jnp.int32))
   sampled = jax.jit(sampler.sample)(logits, rows, state)
-  assert sorted(sampled.top_ids[0, :11].tolist()) == list(range(11))
+  assert sorted(sampled.top_ids[0].tolist()) == list(range(11))
+  expected = np.sort(jax.nn.log_softmax(logits[0]))[::-1]
+  np.testing.assert_allclose(sampled.top_logprobs[0], expected, rtol=1e-5)
 
 
 # --- the search without a sort ----------------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ print(json.dumps([tokens(jax.devices()[:1]), tokens(jax.devices())]))
 APART = """
 import json
 import jax
-from engine.disaggregated import DisaggregatedEngine
+from extensions.disaggregated.engine import DisaggregatedEngine
+from extensions.disaggregated.transfer import connect_runners
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.request import Request
@@ -54,7 +55,7 @@ runners = [make_runner(devices=[device], token_budgets=(16,)) for device in jax.
 for runner in runners:
   runner.warm_up(lambda *_: None)
 alone, _ = serve(runners[0], requests, prefill_chunk=16)
-runners[0].connect(runners[1])
+export = connect_runners(*runners)
 for runner in runners:
   runner.seal()
 served = {str(index): Served() for index in range(len(requests))}
@@ -65,7 +66,7 @@ def emit(events):
 
 sides = [(Scheduler(config_for(runner, num_blocks=blocks, prefill_chunk=16)), runner)
          for runner, blocks in zip(runners, (64, 16))]
-engine = DisaggregatedEngine(*sides, lambda: 0.0, emit)
+engine = DisaggregatedEngine(*sides, export, lambda: 0.0, emit)
 for index, (prompt, params) in enumerate(requests):
   engine.submit(Request(str(index), prompt, params))
 while engine.num_live:

@@ -12,9 +12,9 @@ from engine.device import mesh as mesh_lib
 from engine.device.programs import ProgramSpec, all_programs
 from engine.device.runner import Making, ModelRunner
 from engine.shapes import ShapeLadder
-from models import llama
 from models.attention import dense_causal_attend
 from models.config import ModelConfig
+from models.registry import abstract
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
 
@@ -35,7 +35,7 @@ MAX_LEN = 64  # of a sequence
 
 def random_params(config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> tuple[nnx.GraphDef, nnx.State]:
   """Weights wide enough that the most likely token is not a matter of rounding."""
-  graphdef, state = llama.abstract(config, dtype)
+  graphdef, state = abstract(config, dtype)
   rng = np.random.default_rng(seed)
 
   def fill(leaf):
@@ -45,7 +45,8 @@ def random_params(config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> tuple
     return jax.device_put((rng.normal(size=leaf.shape) * fan_in**-0.5).astype(leaf.dtype))  # compiles nothing
 
   state = jax.tree.map(fill, state)
-  state["embed"][...] = jnp.asarray(rng.normal(size=state["embed"].shape), dtype)
+  embed = state["embed"]["matrix"]["array"]
+  embed[...] = jnp.asarray(rng.normal(size=embed.shape), dtype)
   return graphdef, state
 
 
@@ -63,8 +64,9 @@ def make_runner(
   attention: str = "auto",
   model: tuple[nnx.GraphDef, nnx.State] | None = None,
   progress=lambda *_: None,
+  ladder: ShapeLadder | None = None,
 ) -> ModelRunner:
-  """A runner over random weights (or `model`), on one device unless `devices` says more."""
+  """A runner over random weights (or `model`), on one device unless `devices` says more. `ladder` outranks budgets."""
   mesh = mesh_lib.make_mesh(jax.devices()[:1] if devices is None else devices)
   graphdef, state = model or random_params(config, dtype)
   state = jax.device_put(state, mesh_lib.shardings(mesh, state))
@@ -88,7 +90,7 @@ def make_runner(
     num_eos=len(eos),
     attention=attention,
   )
-  ladder = ShapeLadder(token_budgets, max_num_seqs)
+  ladder = ladder or ShapeLadder(token_budgets, max_num_seqs)
   with Making(all_programs(spec, ladder.rungs())) as making:
     return ModelRunner(spec, tuple(leaves), ladder, eos, making.wait(progress))
 
@@ -97,7 +99,7 @@ def make_runner(
 def _dense(graphdef, state, ids):
   decoder = nnx.merge(graphdef, state)
   positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-  hidden, _ = decoder.hidden(ids, positions, (None,) * len(decoder.layers), None, dense_causal_attend())
+  hidden, _ = decoder.hidden(ids, positions, (None,) * len(decoder.layers), None, dense_causal_attend)
   return decoder.logits(hidden)[0]
 
 

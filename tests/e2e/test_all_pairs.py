@@ -14,7 +14,7 @@ import pytest
 from engine.device.build import build
 from engine.device.options import BuildOptions
 from server.proto import sluice_pb2 as pb
-from server.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer
 from tests.server.harness import Served, endings_of, running, text_of, token_ids_of
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

@@ -10,9 +10,9 @@ from engine.device.build import build
 from engine.device.mesh import make_mesh
 from engine.device.options import BuildOptions
 from engine.device.weights import load_checkpoint
-from models.layers import PLAIN, WeightForm
-from server.chat_template import Message
-from server.tokenizer import Tokenizer
+from models.linear import PLAIN, WeightForm
+from server.text.chat_template import Message
+from server.text.tokenizer import Tokenizer
 from tests.device.tiny_model import MAX_LEN, dense_logits
 from tests.e2e.test_skills import serve
 from tools.demo_model.skills import SKILLS, is_correct, make_instances
@@ -39,7 +39,7 @@ def test_logits_stay_near():
   tokenizer = Tokenizer(DEMO)
   mesh = make_mesh(jax.devices()[:1])
   models = []
-  for form in (PLAIN, WeightForm(int8=True)):
+  for form in (PLAIN, WeightForm(quantization="int8")):
     loaded = load_checkpoint(str(DEMO), mesh, jnp.dtype("float32"), form)
     models.append((loaded.graphdef, loaded.params))
   errors, sizes = [], []

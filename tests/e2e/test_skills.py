@@ -14,8 +14,9 @@ from engine.engine import Engine
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from server.chat_template import Message
-from server.tokenizer import Tokenizer
+from server.text.chat_template import Message
+from server.text.tokenizer import Tokenizer
+from tools.chaos.server.books import check_scheduler
 from tools.demo_model.skills import SKILLS, SkillInstance, is_correct, make_instances
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -87,13 +88,13 @@ def serve(
       engine.submit(Request(str(index), prompt, params))
     engine.step()
     assert engine.dead is None, engine.dead
-  scheduler.check()
+  check_scheduler(scheduler)
   return answers, scheduler, cached
 
 
 @pytest.fixture(scope="module")
 def alone(built: Built, prompts: list[list[int]]) -> list[list[int]]:
-  return serve(built, prompts, at_once=1, enable_prefix_caching=False)[0]
+  return serve(built, prompts, at_once=1, prefix_cache_scope="off")[0]
 
 
 @pytest.mark.parametrize("skill", SKILLS)

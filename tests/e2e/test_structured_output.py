@@ -10,9 +10,9 @@ import pytest
 from engine.device.build import Built, build
 from engine.device.options import BuildOptions
 from server.proto import sluice_pb2 as pb
-from server.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer
 from tests.server.harness import Served, endings_of, generate, running, text_of, token_ids_of
-from tests.server.test_constraints import COMPACT, PERSON, SCHEMAS, is_person
+from tests.server.text.test_constraint_compiler import COMPACT, PERSON, SCHEMAS, is_person
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 CHAT = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="json name color")])

@@ -9,14 +9,15 @@ import pytest
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import InvalidRequest
-from engine.policy import POLICIES
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from tests.engine.test_disaggregated import Pair
+from engine.settings import POLICIES
 from tests.engine.test_engine import Front, finish, serve
+from tests.extensions.disaggregated.test_engine import Pair
 from tests.fakes import FakeConstraint, FakeRunner, VirtualClock, oracle, small_config
 from tools import replay
+from tools.chaos.server.books import check_scheduler
 
 CONFIG = small_config(max_queued_requests=64, queue_timeout_s=0.0, request_timeout_s=0.0, eos_token_ids=(1,))
 
@@ -66,7 +67,7 @@ def test_tokens_and_endings_are_those_of_one_request_at_a_time(seed: int, overla
   while engine.num_live:
     engine.step()
     assert engine.dead is None, engine.dead
-    scheduler.check()
+    check_scheduler(scheduler)
     clock.advance(0.01)
   assert {name: (front.tokens(name), *front.endings()[name]) for name in wanted} == wanted
   assert scheduler.pool.num_used == 0

@@ -263,16 +263,6 @@ def test_a_failing_front_end_stops_the_engine():
   assert isinstance(engine.dead, ValueError)
 
 
-def test_drains():
-  engine, front, _ = serve()
-  engine.submit(make("a"))
-  engine.stop_accepting()
-  with pytest.raises(Unavailable, match="shutting down"):
-    engine.submit(make("b"))
-  finish(engine)
-  assert front.endings() == {"a": [FinishReason.LENGTH]} and engine.num_live == 0
-
-
 def test_seeds_are_the_clients_or_the_engines_choice():
   engine, front, _ = serve()
   prompt = make("x").prompt_token_ids
@@ -358,3 +348,13 @@ def test_threads_submit_and_abort_while_the_loop_runs():
     else:
       assert reasons[0] is FinishReason.ABORT and request_id in aborted
   assert engine.stats().blocks_used == 0
+
+
+def test_a_request_gets_its_seed_when_it_is_made():
+  """Of its parameters, folded to 32 bits, or as given; else one of its own, so that equal requests differ."""
+  assert Request("a", [1], SamplingParams(seed=7)).seed == 7
+  assert Request("a", [1], SamplingParams(seed=2**40 + 1)).seed == 2**8 + 1
+  assert Request("a", [1], SamplingParams(seed=-1)).seed == 0
+  assert Request("a", [1], SamplingParams(), seed=5).seed == 5
+  seeds = {Request("a", [1], SamplingParams()).seed for _ in range(20)}
+  assert len(seeds) > 10 and all(0 <= seed < 2**32 for seed in seeds)

@@ -44,28 +44,28 @@ def tenant(name: str, number: int, arrival: float = 0.0) -> Request:
 
 def test_tenants_take_turns_whatever_they_queued():
   requests = [tenant("big", number) for number in range(6)] + [tenant("small", number) for number in range(2)]
-  driver = Driver(*requests, policy="fair", max_num_seqs=1, enable_prefix_caching=False)
+  driver = Driver(*requests, policy="fair", max_num_seqs=1, prefix_cache_scope="off")
   assert order_of_service(driver)[:4] == ["small0", "big0", "small1", "big1"]
 
 
 def test_what_a_tenant_did_not_use_is_not_saved_up():
   driver = Driver(*(tenant("a", number) for number in range(8)), policy="fair", max_num_seqs=1)
-  driver.scheduler.add(tenant("b", 0))
+  driver.scheduler.add_request(tenant("b", 0))
   for _ in range(6):
     batch = driver.plan()
     driver.now += 1.0
     driver.commit(batch)
   for number in range(1, 4):
-    driver.scheduler.add(tenant("b", number, driver.now))
+    driver.scheduler.add_request(tenant("b", number, driver.now))
   assert order_of_service(driver)[:4] == ["a5", "b1", "a6", "b2"], "b was away, and does not get all at once"
 
 
 def test_a_tenant_is_charged_seconds_not_tokens():
   """Two tenants with equal tokens, one in steps that take ten times as long: it gets fewer of them."""
-  scheduler = Driver(policy="fair", max_num_seqs=1, token_budgets=(4, 16), enable_prefix_caching=False).scheduler
+  scheduler = Driver(policy="fair", max_num_seqs=1, token_budgets=(4, 16), prefix_cache_scope="off").scheduler
   for number in range(12):
-    scheduler.add(make(f"narrow{number}", 4, max_tokens=1, tenant="narrow"))
-    scheduler.add(make(f"wide{number}", 16, max_tokens=1, tenant="wide"))
+    scheduler.add_request(make(f"narrow{number}", 4, max_tokens=1, tenant="narrow"))
+    scheduler.add_request(make(f"wide{number}", 16, max_tokens=1, tenant="wide"))
   now, started = 0.0, {"narrow": 0, "wide": 0}
   for _ in range(8):
     batch = scheduler.schedule(now)
@@ -78,7 +78,7 @@ def test_a_tenant_is_charged_seconds_not_tokens():
 def test_names_of_tenants_do_not_pile_up():
   driver = Driver(policy="fair")
   for number in range(50):
-    driver.scheduler.add(tenant(f"t{number}-", 0))
+    driver.scheduler.add_request(tenant(f"t{number}-", 0))
     order_of_service(driver)
   assert len(driver.scheduler._policy.state()["used"]) <= 1
 
@@ -97,7 +97,7 @@ def test_a_small_tenant_beside_one_that_offers_a_hundred_times_as_much(policy: s
       token_budgets=(8, 16, 32, 64),
       max_num_seqs=32,
       num_blocks=1024,
-      enable_prefix_caching=False,
+      prefix_cache_scope="off",
     )
     scheduler = Scheduler(config)
     arrivals = [(number * 0.5, make(f"s{number}", 48, max_tokens=16, tenant="small")) for number in range(40)]
@@ -110,7 +110,7 @@ def test_a_small_tenant_beside_one_that_offers_a_hundred_times_as_much(policy: s
       while upcoming < len(arrivals) and arrivals[upcoming][0] <= now:
         time, request = arrivals[upcoming]
         request.arrival_time = time
-        scheduler.add(request)
+        scheduler.add_request(request)
         upcoming += 1
       batch = scheduler.schedule(now)
       if batch is None:
@@ -141,12 +141,12 @@ def test_interactive_requests_go_first_but_not_for_ever():
 
 def test_slots_and_prompt_tokens_are_kept_for_interactive_requests():
   batch = [make(f"b{number}", 12, priority=1) for number in range(8)]
-  driver = Driver(*batch, policy="tiers", tier_share=0.25, max_num_seqs=8, enable_prefix_caching=False)
+  driver = Driver(*batch, policy="tiers", tier_share=0.25, max_num_seqs=8, prefix_cache_scope="off")
   while driver.scheduler.num_running < 6:
     driver.step()
   driver.step()
   assert driver.scheduler.num_running == 6, "a quarter of the slots stays free"
-  driver.scheduler.add(make("i", 16))
+  driver.scheduler.add_request(make("i", 16))
   assert driver.step()["i"] == 16, "and there is room for a chunk at once"
 
 
@@ -159,10 +159,10 @@ def test_batch_work_has_the_whole_step_while_nobody_else_is_there():
 
 def test_long_batch_rows_make_way_for_interactive_ones_but_for_every_fourth_step():
   driver = Driver(
-    make("b", 12, max_tokens=40, priority=1), policy="tiers", tier_long_context=10, enable_prefix_caching=False
+    make("b", 12, max_tokens=40, priority=1), policy="tiers", tier_long_context=10, prefix_cache_scope="off"
   )
   driver.step()
-  driver.scheduler.add(make("i", 2, max_tokens=30))
+  driver.scheduler.add_request(make("i", 2, max_tokens=30))
   steps = [sorted(driver.step()) for _ in range(9)]
   assert steps[0] == ["b", "i"], "nobody had to make way yet"
   assert steps[1:].count(["b", "i"]) == 2 and steps[1:].count(["i"]) == 6
@@ -208,17 +208,17 @@ def test_nothing_is_predicted_before_the_first_step():
 
 
 def test_the_choices_are_named():
-  with pytest.raises(ConfigError, match="admission='hope' is unknown; set --admission to one of queue, goodput"):
+  with pytest.raises(ConfigError, match="admission='hope' must be one of queue, goodput; set --admission"):
     Driver(admission="hope")
 
 
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
-    ({"tier_share": 1.0}, "tier_share=1.0 must be at least 0 and below 1"),
-    ({"tier_long_context": -1}, "tier_long_context=-1 must be 0 or more"),
-    ({"sjf_aging_tokens_per_s": float("nan")}, "sjf_aging_tokens_per_s=nan must be finite"),
-    ({"dynamic_window_s": -0.1}, "dynamic_window_s=-0.1 must be a finite number of seconds"),
+    ({"tier_share": 1.0}, "tier_share=1.0 must be at least 0 and at most 0.99; set --tier_share"),
+    ({"tier_long_context": -1}, "tier_long_context=-1 must be at least 0; set --tier_long_context"),
+    ({"sjf_aging_tokens_per_s": float("nan")}, "sjf_aging_tokens_per_s=nan must be a finite number"),
+    ({"dynamic_window_s": -0.1}, "dynamic_window_s=-0.1 must be at least 0"),
     ({"dynamic_max_batch": 0}, "dynamic_max_batch=0 must be at least 1"),
   ],
   ids=str,

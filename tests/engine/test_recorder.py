@@ -9,11 +9,11 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.recorder import KV_ROWS, RungTotals
 from engine.scheduler import Scheduler
-from tests.engine.test_disaggregated import Pair
 from tests.engine.test_engine import Front, make
+from tests.extensions.disaggregated.test_engine import Pair
 from tests.fakes import FakeRunner, VirtualClock, small_config
 
-CONFIG = small_config(enable_prefix_caching=False, queue_timeout_s=0.0, request_timeout_s=0.0, overlap=False)
+CONFIG = small_config(prefix_cache_scope="off", queue_timeout_s=0.0, request_timeout_s=0.0, overlap=False)
 
 
 def run(config: EngineConfig, requests):
@@ -22,7 +22,7 @@ def run(config: EngineConfig, requests):
   launch = runner.launch
 
   def watch(batch):
-    scheduler.settle()
+    scheduler.settle_counts()
     tables = [request.block_table for request in scheduler._running]
     held = sum(request.num_computed_tokens for request in scheduler._running)
     seen.append((batch, held, sum(map(len, tables)) * config.block_size))
@@ -40,13 +40,15 @@ def run(config: EngineConfig, requests):
   return engine, seen
 
 
+@pytest.mark.parametrize("computes_padding", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("batching", ["chunked", "continuous", "static"])
-def test_a_record_says_what_its_batch_holds(batching: str, overlap: bool):
+def test_a_record_says_what_its_batch_holds(batching: str, overlap: bool, computes_padding: bool):
   rng = random.Random(batching)
   requests = [make(f"r{n}", num_prompt=rng.randint(1, 30), max_tokens=rng.randint(1, 20)) for n in range(25)]
   # A pool that is too small for four: what chunked and continuous batching admit is preempted now and then.
-  engine, seen = run(dataclasses.replace(CONFIG, batching=batching, num_blocks=22, overlap=overlap), requests)
+  changes = {"batching": batching, "num_blocks": 22, "overlap": overlap, "computes_padding": computes_padding}
+  engine, seen = run(dataclasses.replace(CONFIG, **changes), requests)
   records = engine.stats(1 << 20).steps
   assert len(records) == len(seen) and any(record.prefill_pairs for record in records)
   for record, (batch, held, room) in zip(records, seen, strict=True):
@@ -60,14 +62,20 @@ def test_a_record_says_what_its_batch_holds(batching: str, overlap: bool):
     assert record.decode_keys == sum(pairs[row] for row in decodes)
     assert record.decode_keys + record.prefill_pairs == sum(pairs)
     assert record.decode_tokens + record.prefill_tokens == batch.num_tokens
-    assert record.padding == batch.shape.tokens - batch.num_tokens
+    computed = batch.shape.tokens if computes_padding else max(batch.num_tokens, batch.padded_tokens)
+    assert record.padding == computed - batch.num_tokens
+    assert record.skipped == batch.shape.tokens - computed
     assert record.idle_slots == min(4 - record.num_rows, record.num_waiting)
     assert (record.kv_tokens, record.kv_slots) == (held, room)
     assert record.blocks_used * 4 == room >= held
+  assert any(record.skipped for record in records) is not computes_padding
+  assert any(record.padding for record in records) is (computes_padding or batching == "static")
 
 
-def test_totals_are_those_of_the_records_by_rung():
-  engine, _ = run(CONFIG, [make(f"r{n}", num_prompt=9, max_tokens=7) for n in range(9)])
+@pytest.mark.parametrize("computes_padding", [True, False])
+def test_totals_are_those_of_the_records_by_rung(computes_padding: bool):
+  config = dataclasses.replace(CONFIG, computes_padding=computes_padding)
+  engine, _ = run(config, [make(f"r{n}", num_prompt=9, max_tokens=7) for n in range(9)])
   stats = engine.stats(1 << 20)
   assert len(stats.rungs) > 1
   for tokens, totals in stats.rungs.items():
@@ -75,7 +83,12 @@ def test_totals_are_those_of_the_records_by_rung():
     assert totals.steps == len(records) == stats.steps_by_rung[tokens]
     for name in ("decode_tokens", "prefill_tokens", "padding", "idle_slots"):
       assert getattr(totals, name) == sum(getattr(record, name) for record in records)
-    assert totals.decode_tokens + totals.prefill_tokens + totals.padding == tokens * totals.steps
+    useful = totals.decode_tokens + totals.prefill_tokens
+    assert (totals.padding, totals.skipped(tokens)) == (
+      (tokens * totals.steps - useful, 0) if computes_padding else (0, tokens * totals.steps - useful)
+    )
+  assert stats.num_skipped_tokens == sum(record.skipped for record in stats.steps)
+  assert (stats.num_skipped_tokens > 0) is not computes_padding
   assert stats.num_idle_slots == sum(record.idle_slots for record in stats.steps)
   assert RungTotals(1, 2, 3, 4, 5, 0.5, 1.5).plus(RungTotals(1, 1, 1, 1, 1, 1.0, 1.0)) == (2, 3, 4, 5, 6, 1.5, 2.5)
 

@@ -41,9 +41,9 @@ BUGS = (
   ),
   Bug(
     "columns of other requests' decodes are kept",
-    "scheduler",
-    "if decodes != columns.requests:",
-    "if len(decodes) != len(columns.requests):",
+    "steady_decode",
+    "if decodes != self._columns.requests:",
+    "if len(decodes) != len(self._columns.requests):",
   ),
   Bug("chunks grow where nothing is padded", "batching", "fills_padding=config.computes_padding", "fills_padding=True"),
   Bug(
@@ -119,7 +119,7 @@ BUGS = (
   ),
   Bug(
     "a preempted request goes to the end of the queue",
-    "waiting",
+    "waiting_queue",
     "bisect.insort(self.requests, request, key=by_rank)",
     "self.requests.append(request)",
   ),
@@ -134,7 +134,12 @@ BUGS = (
     "request.num_sent_tokens)",
   ),
   Bug("NaN does not end the request", "scheduler", "if bad_rows and row in bad_rows:", "if False:"),
-  Bug("a stop id is ignored", "scheduler", "if token in request.stop_ids:", "if token in self._eos:"),
+  Bug(
+    "a stop id is ignored",
+    "scheduler",
+    "if token in request.stop_ids:\n        events",
+    "if token in self._eos:\n        events",
+  ),
   Bug("ignore_eos is ignored", "scheduler", "frozenset() if params.ignore_eos else", "frozenset() if False else"),
   Bug(
     "max_tokens is one too many",
@@ -148,7 +153,7 @@ BUGS = (
     "num_prompt_tokens + params.max_tokens - 1",
     "num_prompt_tokens + params.max_tokens",
   ),
-  Bug("blocks of an ended request leak", "scheduler", "    self.pool.release(request.block_table)\n", ""),
+  Bug("blocks of an ended request leak", "scheduler", "    self.pool.release_blocks(request.block_table)\n", ""),
   Bug("the slot of an ended request leaks", "scheduler", "    self._slots.append(request.slot)\n", ""),
   Bug(
     "an abort does not reach a waiting request",
@@ -199,23 +204,25 @@ BUGS = (
     "left = max(0, self._references[block] - 2)",
   ),
   Bug("tenants share blocks", "prefix_keys", "of_scope = request.tenant.encode()", 'of_scope = b""'),
-  Bug("a tenant's requests wait for ever", "waiting", "if requests + change:", "if requests + change > 0 or True:"),
+  Bug(
+    "a tenant's requests wait for ever", "waiting_queue", "if requests + change:", "if requests + change > 0 or True:"
+  ),
   Bug(
     "a cached block is handed out as if it were free", "block_pool", "      if key is not None:\n", "      if False:\n"
   ),
-  Bug("a repeated step outlives a request", "decodes", "self._ends, starts)) - 1\n", "self._ends, starts))\n"),
+  Bug("a repeated step outlives a request", "steady_decode", ".ends, starts)) - 1\n", ".ends, starts))\n"),
   Bug(
     "a repeated step has rows that have ended",
     "scheduler",
-    "      self._decodes.stop()\n      request.final",
+    "      self._steady.stop_run()\n      request.final",
     "      request.final",
   ),
   Bug(
-    "a repeated step takes blocks that are not there", "scheduler", "if len(growing) > self.pool.num_free:", "if False:"
+    "a repeated step takes blocks that are not there", "steady_decode", "if len(growing) > pool.num_free:", "if False:"
   ),
-  Bug("a block begins one token late", "decodes", "-(starts[0] + offset) %", "-(starts[0] + offset - 1) %"),
-  Bug("a repeated step ends nobody", "decodes", " or not self._stop_ids.isdisjoint(tokens)", ""),
-  Bug("tokens of repeated steps are not counted", "decodes", "    self._uncounted_tokens += 1\n", ""),
+  Bug("a block begins one token late", "steady_decode", "-(starts[0] + offset) %", "-(starts[0] + offset - 1) %"),
+  Bug("a repeated step ends nobody", "steady_decode", " or not columns.stop_ids.isdisjoint(tokens)", ""),
+  Bug("tokens of repeated steps are not counted", "steady_decode", "    self._uncounted_tokens += 1\n", ""),
 )
 
 
@@ -228,9 +235,9 @@ def seeded(bug: Bug) -> tuple[type, Callable]:
     "policy",
     "admission",
     "prefix_keys",
-    "waiting",
+    "waiting_queue",
     "validation",
-    "decodes",
+    "steady_decode",
     "scheduler",
   ):
     source = (ENGINE / f"{name}.py").read_text()
@@ -246,10 +253,10 @@ def seeded(bug: Bug) -> tuple[type, Callable]:
     ("scheduler", "batching", "make_batching"),
     ("scheduler", "policy", "make_policy"),
     ("scheduler", "policy", "Policy"),
-    ("scheduler", "decodes", "Decodes"),
+    ("scheduler", "steady_decode", "SteadyDecode"),
     ("scheduler", "admission", "AdmissionControl"),
     ("scheduler", "prefix_keys", "PrefixKeys"),
-    ("scheduler", "waiting", "WaitingQueue"),
+    ("scheduler", "waiting_queue", "WaitingQueue"),
   ):
     setattr(modules[user], name, getattr(modules[module], name))
   return modules["scheduler"].Scheduler, modules["validation"].validate_request

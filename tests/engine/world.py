@@ -9,7 +9,7 @@ import itertools
 import random
 
 from engine.batch import Batch
-from engine.batching import reachable_budgets
+from engine.batching import make_batching
 from engine.block_pool import BlockPool, block_key, root_key
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -17,7 +17,9 @@ from engine.errors import Overloaded, RequestTooLong
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.shapes import reachable_budgets
 from tests.fakes import FakeRunner, VirtualClock, oracle, oracle_prompt_logprobs
+from tools.chaos.server.books import check_pool, check_scheduler
 
 VOCAB = 40
 EOS = (1, 2)
@@ -49,8 +51,7 @@ def random_config(rng: random.Random) -> EngineConfig:
     batching=rng.choice(("chunked",) * 6 + ("continuous", "dynamic", "static")),
     dynamic_window_s=rng.choice((0.0, 0.5)),
     dynamic_max_batch=rng.randint(1, 8),
-    enable_prefix_caching=rng.random() < 0.85,
-    prefix_cache_scope=rng.choice(("global", "tenant", "tenant", "request", "off")),
+    prefix_cache_scope=rng.choice(("global", "tenant", "tenant", "request") if rng.random() < 0.7 else ("off",)),
     max_queued_share_per_tenant=rng.choice((1.0, 1.0, 0.4)),
     eos_token_ids=EOS,
     computes_padding=rng.random() < 0.7,
@@ -218,10 +219,12 @@ class World:
       raise AssertionError(f"no end in sight for {list(self.clients)}")
     assert not self.clients, f"{list(self.clients)} never ended"
     assert self.scheduler.pool.num_used == 0, "blocks leaked"
-    assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_launched == 0
+    assert self.scheduler.num_running == self.scheduler.num_waiting == len(self.scheduler._launched) == 0
     assert self.engine.num_live == 0
     assert self.runner.shapes <= set(self.scheduler.ladder.rungs())
-    assert {shape.tokens for shape in self.runner.shapes} <= set(reachable_budgets(self.config))
+    config = self.config
+    reachable = reachable_budgets(config.token_budgets, config.max_num_seqs, make_batching(config).chunk_limit)
+    assert {shape.tokens for shape in self.runner.shapes} <= set(reachable)
 
   # What must hold.
 
@@ -231,7 +234,7 @@ class World:
     running, waiting = list(scheduler._running), list(scheduler._waiting)
     computed = {request.id: request.num_computed_tokens for request in running}
     batch = self._schedule(now)
-    scheduler.settle()
+    scheduler.settle_counts()
     victims = [request for request in running if request.status is RequestStatus.WAITING]
     admitted = [request for request in waiting if request.status is RequestStatus.RUNNING]
     kept = [request for request in running if request.status is RequestStatus.RUNNING]
@@ -327,7 +330,7 @@ class World:
 
   def _after_step(self) -> None:
     scheduler, now = self.scheduler, self.clock()
-    scheduler.check()
+    check_scheduler(scheduler)
     owners: dict[int, object] = {}
     for request in scheduler._running:
       assert request.num_cached_tokens < request.num_prompt_tokens + len(request.output_token_ids)
@@ -360,7 +363,7 @@ class World:
     if event.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
       assert (got, event.finish_reason) == (tokens, reason), "not the tokens of the request alone"
       if request.params.prompt_logprobs is not None:
-        assert tuple(client.prompt_logprobs) == oracle_prompt_logprobs(request)
+        assert tuple(client.prompt_logprobs) == oracle_prompt_logprobs(self.config, request)
       if request.params.logprobs is not None:
         assert tuple(entry.token_id for entry in client.logprobs) == tokens
       # Bad values may be missed only where a good cached copy made computing them unnecessary.
@@ -409,13 +412,13 @@ class PoolWorld:
     for _ in range(length):
       keys.append(block_key(keys[-1], (self.rng.randrange(2),)))
     keys = keys[1:]
-    found = self.pool.match(keys)
+    found = self.pool.match_blocks(keys)
     assert [self.content[block] for block in found] == keys[: len(found)], "found a block of other content"
     missing = length - len(found)
     if missing > self.pool.num_free - self.pool.num_idle(found):
       return
-    self.pool.share(found)
-    fresh = self.pool.allocate(missing)
+    self.pool.share_blocks(found)
+    fresh = self.pool.allocate_blocks(missing)
     held = {block for table, _ in self.tables for block in table} | set(found)
     assert len(set(fresh)) == missing and not held & set(fresh), "handed out a block that is held"
     self.content.update(zip(fresh, keys[len(found) :], strict=True))
@@ -426,14 +429,14 @@ class PoolWorld:
     if self.tables:
       table, keys = self.rng.choice(self.tables)
       for block, key in zip(table, keys, strict=True):
-        self.pool.publish(block, key)
-      assert len(self.pool.match(keys)) == len(keys), "published blocks are not found"
+        self.pool.publish_block(block, key)
+      assert len(self.pool.match_blocks(keys)) == len(keys), "published blocks are not found"
 
   def close(self) -> None:
     """Some table goes."""
     if self.tables:
       table, _ = self.tables.pop(self.rng.randrange(len(self.tables)))
-      self.pool.release(table)
+      self.pool.release_blocks(table)
 
   def close_all(self) -> None:
     """All of them go; nothing may be left."""
@@ -443,7 +446,7 @@ class PoolWorld:
     assert self.pool.num_used == 0, "blocks leaked"
 
   def check(self) -> None:
-    self.pool.check([table for table, _ in self.tables])
+    check_pool(self.pool, [table for table, _ in self.tables])
 
   def random_op(self) -> None:
     match self.rng.randrange(3):

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import native
 from pallas_kernels.adjust import api
-from pallas_kernels.adjust.api import PROMPT_BIT, Asked, Kind, Memory
+from pallas_kernels.adjust.api import PROMPT_BIT, AdjustParams, Kind, Memory
 
 SLOTS = 5
 
@@ -24,7 +24,7 @@ def built() -> None:
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's passes serve here")
 
 
-def inputs(rows: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, Asked, np.ndarray, Memory]:
+def inputs(rows: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, AdjustParams, np.ndarray, Memory]:
   """Lines that ask for every mixture in turn; each slot's memory differs."""
   random = np.random.default_rng(seed)
   x = random.normal(0, 4, (rows, vocab)).astype(np.float32)
@@ -32,7 +32,7 @@ def inputs(rows: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, Asked, np.
   history += PROMPT_BIT * (random.random((SLOTS, vocab)) < 0.3)
   bias = random.normal(0, 2, (SLOTS, vocab)) + np.where(random.random((SLOTS, vocab)) < 0.1, -np.inf, 0)
   mask = random.integers(-(2**31), 2**31, (SLOTS, -(-vocab // 32)))
-  asked = Asked(
+  asked = AdjustParams(
     kinds=(np.arange(rows) + seed).astype(np.int32) % 16,
     slot=random.integers(0, SLOTS, rows).astype(np.int32),
     repetition=random.uniform(0.5, 2, rows).astype(np.float32),
@@ -48,7 +48,7 @@ def inputs(rows: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, Asked, np.
 _run = jax.jit(api.adjust, static_argnums=5, compiler_options={"xla_backend_optimization_level": 1})
 
 
-def check(x: np.ndarray, asked: Asked, stop_ids: np.ndarray, memory: Memory, used: int | None = None) -> None:
+def check(x: np.ndarray, asked: AdjustParams, stop_ids: np.ndarray, memory: Memory, used: int | None = None) -> None:
   arguments = jax.tree.map(jnp.asarray, (x, asked, stop_ids, memory))
   expected = np.asarray(_run(*arguments, None, "reference"))
   count = None if used is None else jnp.full(1, used, jnp.int32)
@@ -123,10 +123,12 @@ def test_a_count_that_does_not_fit_is_an_error() -> None:
 # --- Seeded bugs ------------------------------------------------------------------------------------------------------
 
 _BUGS = {
-  "prompts_not_repeated": ("past == 0 ? x[i]", "count == 0 ? x[i]"),
-  "repetition_the_wrong_way": ("x[i] > 0.0f ? lower", "x[i] < 0.0f ? lower"),
+  "prompts_not_repeated": ("past == 0 ? x :", "count == 0 ? x :"),
+  "repetition_the_wrong_way": ("x > 0.0f ? lower", "x < 0.0f ? lower"),
   "presence_of_prompts": ("count > 0 ? present", "past != 0 ? present"),
-  "not_held_finite": ("std::min(std::max(count > 0 ? present : y, -kHuge), kHuge)", "count > 0 ? present : y"),
+  "not_held_finite": ("std::min(std::max(count > 0 ? present : y, -kHuge), kHuge)", "(count > 0 ? present : y)"),
+  "the_sign_before_the_bias": ("repeated = x > 0.0f", "repeated = from[i] > 0.0f"),
+  "the_forbidden_let_through": ("kBiased && x == kForbidden ? kForbidden : held", "held"),
   "penalties_for_all": ("if (kinds & kPenalty)", "if (true)"),
   "the_rest_of_a_word": ("i < V; i += 32", "i + 32 <= V; i += 32"),
   "bits_the_other_way": ("(word >> j) & 1", "(word >> (31 - j)) & 1"),

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import native
 from pallas_kernels.draw import api, reference
+from tests import numpy_sampler
 
 # What a line may ask for: temperature, top_p, min_p, top_k.
 _PLAIN = (1.0, 2.0, 0.0, api.NO_LIMIT)
@@ -23,6 +24,7 @@ _CHOICES = (
   (1.0, 1e-30, 0.0, api.NO_LIMIT),
   (1.0, 2.0, 0.2, api.NO_LIMIT),
   (1.5, 0.7, 0.05, 12),
+  (1.5, 0.8, 0.2, api.NO_LIMIT),
 )
 
 
@@ -36,11 +38,11 @@ needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ co
 implementations = pytest.mark.parametrize("name", ["reference", pytest.param("cpu", marks=needs_compiler)])
 
 
-def asked(rows: int, choices=_CHOICES) -> api.Asked:
+def asked(rows: int, choices=_CHOICES) -> api.DrawParams:
   """The choices in turn, each line with a seed and a position of its own."""
   chosen = np.array([choices[row % len(choices)] for row in range(rows)])
   rng = np.random.default_rng(rows)
-  return api.Asked(
+  return api.DrawParams(
     temperature=jnp.asarray(chosen[:, 0], jnp.float32),
     top_p=jnp.asarray(chosen[:, 1], jnp.float32),
     min_p=jnp.asarray(chosen[:, 2], jnp.float32),
@@ -57,7 +59,7 @@ def logits(rows: int, vocab: int) -> np.ndarray:
   return x
 
 
-def run(x: np.ndarray, of: api.Asked, name: str, num_rows: int | None = None) -> np.ndarray:
+def run(x: np.ndarray, of: api.DrawParams, name: str, num_rows: int | None = None) -> np.ndarray:
   count = None if num_rows is None else jnp.full(1, num_rows, jnp.int32)
   tokens = np.asarray(jax.jit(lambda x, of: api.draw(x, of, count, name))(x, of))
   assert tokens.shape == x.shape[:1] and tokens.dtype == np.int32
@@ -65,28 +67,13 @@ def run(x: np.ndarray, of: api.Asked, name: str, num_rows: int | None = None) ->
   return tokens
 
 
-def distribution(line: np.ndarray, temperature: float, top_p: float, min_p: float, top_k: int) -> np.ndarray:
-  """The weights that are left, with sorts, in f64."""
-  weights = np.exp(np.maximum((line.astype(np.float64) - line.max()) / temperature, -1e4))
-  weights[weights < 1e-37] = 0.0
-  weights *= weights >= np.sort(weights)[::-1][min(top_k, len(weights)) - 1]
-  if top_p < 1.0:
-    order = np.argsort(-weights, kind="stable")
-    last = order[np.argmax(np.cumsum(weights[order]) >= top_p * weights.sum())]
-    weights *= weights >= weights[last]
-  return weights * (weights >= min_p)
-
-
-def check(x: np.ndarray, of: api.Asked, name: str, num_rows: int | None = None) -> None:
+def check(x: np.ndarray, of: api.DrawParams, name: str, num_rows: int | None = None) -> None:
   tokens = run(x, of, name, num_rows)
   numbers = np.asarray(jax.vmap(reference.uniform)(of.seed, of.position))
   for row, token in enumerate(tokens[:num_rows]):
     temperature, top_p, min_p = (float(line[row]) for line in of[:3])
-    weights = distribution(x[row], temperature, top_p, min_p, int(of.top_k[row]))
-    assert weights[token] > 0, (row, token)
-    share = np.cumsum(weights) / weights.sum()
-    before = share[token] - weights[token] / weights.sum()
-    assert before - 1e-5 <= numbers[row] <= share[token] + 1e-5, (row, token)
+    weights = numpy_sampler.truncate(x[row], temperature, min_p, int(of.top_k[row]), top_p)
+    numpy_sampler.check_draw(weights, numbers[row], token)
 
 
 @implementations
@@ -121,7 +108,7 @@ def test_a_line_is_drawn_alike_in_any_company() -> None:
   together = run(x, of, "cpu")
   for row in range(20):
     one = slice(row, row + 1)
-    assert run(x[one], api.Asked(*(line[one] for line in of)), "cpu").tolist() == [together[row]]
+    assert run(x[one], api.DrawParams(*(line[one] for line in of)), "cpu").tolist() == [together[row]]
 
 
 @implementations
@@ -141,6 +128,56 @@ def test_a_broken_line_touches_no_other(name: str) -> None:
     broken[4] = value
     broken[5, 17] = value if value != -np.inf else np.nan
     np.testing.assert_array_equal(np.delete(run(broken, of, name), (4, 5)), np.delete(expected, (4, 5)))
+
+
+def drawn(x: list[float], choice: tuple[float, ...], name: str) -> set[int]:
+  """What 2,000 draws of one line give."""
+  return set(run(np.tile(np.array(x, np.float32), (2000, 1)), asked(2000, (choice,)), name).tolist())
+
+
+@implementations
+def test_min_p_comes_before_top_p(name: str) -> None:
+  # min_p leaves the first two, of which the first alone has 0.6; of all four it takes two to reach 0.6.
+  line = np.log([0.5, 0.2, 0.16, 0.14]).tolist()
+  assert drawn(line, (1.0, 2.0, 0.35, api.NO_LIMIT), name) == {0, 1}
+  assert drawn(line, (1.0, 0.6, 0.0, api.NO_LIMIT), name) == {0, 1}
+  assert drawn(line, (1.0, 0.6, 0.35, api.NO_LIMIT), name) == {0}
+  assert drawn(line, (1.0, 0.6, 0.35, 3), name) == {0}
+
+
+@implementations
+def test_top_k_comes_before_top_p(name: str) -> None:
+  line = np.log([0.4, 0.3, 0.15, 0.15]).tolist()
+  assert drawn(line, (1.0, 0.55, 0.0, api.NO_LIMIT), name) == {0, 1}
+  assert drawn(line, (1.0, 0.55, 0.0, 2), name) == {0}  # which has 0.57 of what top_k leaves
+
+
+@implementations
+def test_temperature_comes_before_min_p(name: str) -> None:
+  assert drawn([0.0, -2.0, -9.0], (1.0, 2.0, 0.3, api.NO_LIMIT), name) == {0}
+  assert drawn([0.0, -2.0, -9.0], (4.0, 2.0, 0.3, api.NO_LIMIT), name) == {0, 1}
+
+
+@implementations
+def test_all_that_is_left_is_drawn_and_nothing_else(name: str) -> None:
+  """Random combinations of every limit: what 600 draws give is what sorting leaves, number by number."""
+  rng = np.random.default_rng(11)
+  rows, vocab = 600, 70
+  for _ in range(25):
+    line = (rng.normal(size=vocab) * 2).astype(np.float32)
+    line[rng.random(vocab) < 0.1] = -np.inf
+    choice = (
+      float(rng.choice([0.5, 1.0, 2.5])),
+      float(rng.choice([2.0, 0.5, 0.9])),
+      float(rng.choice([0.0, 0.02, 0.15])),
+      int(rng.choice([api.NO_LIMIT, 2, 15, 60])),
+    )
+    x, of = np.tile(line, (rows, 1)), asked(rows, (choice,))
+    check(x, of, name)
+    temperature, top_p, min_p, top_k = choice
+    weights = numpy_sampler.truncate(line, temperature, min_p, top_k, top_p)
+    often = np.flatnonzero(weights > 0.03 * weights.sum())
+    assert set(often.tolist()) <= set(run(x, of, name).tolist()), choice
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -168,11 +205,16 @@ def test_a_count_that_does_not_fit_is_an_error() -> None:
 _BUGS = {
   "another_number": ("group + 1;", "group;"),
   "a_limit_left_out": ("if (asked[kTopK * S] < kNoLimit)", "if (false)"),
-  "top_p_left_out": ("least = std::max(least, threshold<false>(left, need, some_z, some_weights));", ""),
+  "top_p_left_out": ("least = std::max(least, threshold<false>(some, need, some_z, some_weights));", ""),
+  "min_p_left_out": ("float least = std::log(number(kMinP));", "float least = kLeast;"),
+  "min_p_after_top_p": (
+    "const Tokens some = left();",
+    "const Tokens some{z, weights, padded};",
+  ),
   "the_first_of_equals": (">= need) low", "> need) low"),
   "what_lies_above_is_forgotten": ("dropped += from_high.weight;", ""),
   "what_lies_above_is_counted_again": ("high = t, from_high = here;", "from_high = here;"),
-  "what_lies_below_is_counted": ("left = between(left, least,", "left = between(left, kNegligible,"),
+  "what_lies_below_is_counted": ("between(every, least,", "between(every, kNegligible,"),
   "one_token_on": ("if (end > wanted) break;", "if (before > wanted) break;"),
   "not_what_is_left": ("wanted -= before;", ""),
   "another_line": ("draw(from + s * V", "draw(from + (s ? s - 1 : 0) * V"),

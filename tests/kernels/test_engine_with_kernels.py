@@ -12,64 +12,76 @@ import jax.numpy as jnp
 import pytest
 
 from engine.sampling_params import SamplingParams
+from models.config import ModelConfig
 from pallas_kernels import native
 from pallas_kernels.paged_attention import gpu
 from tests.device.serving import serve
 from tests.device.tiny_model import TINY, make_runner, random_params
-from tests.kernels.test_gpu import small_grid
+from tests.kernels.test_gpu import one_sm, short_splits
 
 MODEL = dataclasses.replace(TINY, num_layers=1, head_dim=64, num_heads=4, num_kv_heads=2)
+# Two groups of layers, each with its own plan, scores and shape of KV.
+_WINDOW = dataclasses.replace(MODEL.layers[0], window=9, rope_theta=300.0)
+_CAP = dataclasses.replace(MODEL.layers[0], num_kv_heads=4, soft_cap=2.0)
+MIXED = dataclasses.replace(MODEL, num_layers=2, layer_attention=(_WINDOW, _CAP))
+each_model = pytest.mark.parametrize(
+  "model", [MODEL, pytest.param(MIXED, marks=pytest.mark.long)], ids=["alike", "mixed"]
+)
 REQUESTS = [
   (list(range(2, 40)), SamplingParams(3, temperature=0.0, ignore_eos=True)),
   (list(range(50, 53)), SamplingParams(5, temperature=0.0, ignore_eos=True)),
 ]
 
 
-def tokens(attention: str, dtype=jnp.bfloat16) -> list[list[int]]:
+def tokens(attention: str, model: ModelConfig, dtype=jnp.bfloat16) -> list[list[int]]:
   runner = make_runner(
-    MODEL,
+    model,
     dtype=dtype,
     num_blocks=8,
     block_size=16,
     token_budgets=(24,),
     max_num_seqs=2,
     attention=attention,
-    model=random_params(MODEL, dtype),
+    model=random_params(model, dtype),
   )
   served, _ = serve(
-    runner, REQUESTS, num_blocks=8, block_size=16, max_num_seqs=2, prefill_chunk=24, enable_prefix_caching=False
+    runner, REQUESTS, num_blocks=8, block_size=16, max_num_seqs=2, prefill_chunk=24, prefix_cache_scope="off"
   )
   return [one.tokens for one in served]
 
 
 @functools.cache
-def expected(dtype=jnp.bfloat16) -> list[list[int]]:
-  return tokens("reference", dtype)
+def expected(model: ModelConfig, dtype=jnp.bfloat16) -> list[list[int]]:
+  return tokens("reference", model, dtype)
 
 
+@each_model
 @pytest.mark.usefixtures("gpu_interpreter")
-def test_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-  wanted = expected()
-  monkeypatch.setattr(gpu, "tuning_for", small_grid)
+def test_gpu(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+  wanted = expected(model)
+  monkeypatch.setattr(gpu, "tuning_for", short_splits)
+  monkeypatch.setattr(gpu, "count_sms", one_sm)
   monkeypatch.setattr(gpu, "attend", functools.partial(gpu.attend, interpret=plgpu.InterpretGPUParams()))
-  assert tokens("gpu") == wanted
+  assert tokens("gpu", model) == wanted
 
 
+@each_model
 @pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize(  # in float32 whole engines serve by it in tests/e2e
   "dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16], ids=["float32", "bfloat16"]
 )
-def test_cpu(dtype) -> None:
+def test_cpu(model: ModelConfig, dtype) -> None:
   native.build("paged_attention")
-  assert tokens("cpu", dtype) == expected(dtype)
+  assert tokens("cpu", model, dtype) == expected(model, dtype)
 
 
+@each_model
 @pytest.mark.usefixtures("quick_compilation")
-def test_tpu() -> None:
-  wanted = expected()
+def test_tpu(model: ModelConfig) -> None:
+  wanted = expected(model)
   pltpu.set_tpu_interpret_mode(pltpu.InterpretParams())
   try:
-    assert tokens("tpu") == wanted
+    assert tokens("tpu", model) == wanted
   finally:
     pltpu.set_tpu_interpret_mode(None)
     pltpu.reset_tpu_interpret_mode_state()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from models.layers import rotate
-from pallas_kernels.paged_attention import api, arg_specs, gpu
+from pallas_kernels.paged_attention import api, arg_specs, gpu, tuning
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from pallas_kernels.paged_attention.tuning import Tuning, tuning_for
 from tests.kernels import conformance
@@ -30,15 +30,21 @@ pytestmark = [
 ATOL = 4e-3
 
 
-def small_grid(device_kind: str, head_dim: int, block_size: int) -> Tuning:
-  """One thread block for all decode items, since the interpreter runs one after the other, and short splits."""
-  return dataclasses.replace(tuning_for(device_kind, head_dim, block_size), num_sms=1, split_tokens=64)
+def short_splits(device_kind: str, head_dim: int, block_size: int) -> Tuning:
+  """Short splits."""
+  return dataclasses.replace(tuning_for(device_kind, head_dim, block_size), split_tokens=64)
+
+
+def one_sm(device_kind: str) -> int:
+  """One thread block for all decode items, since the interpreter runs one after the other."""
+  return 1
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_grids():
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(gpu, "tuning_for", small_grid)
+    patch.setattr(gpu, "tuning_for", short_splits)
+    patch.setattr(gpu, "count_sms", one_sm)
     yield
 
 
@@ -198,6 +204,45 @@ def test_what_is_not_supported_is_named(change: dict, dtype: str, words: str) ->
   spec = dataclasses.replace(ArgSpec("", (), 8, 8), **change)
   with pytest.raises(NotImplementedError, match=words):
     api.check_supported("gpu", spec.geometry, dtype)
+
+
+@pytest.mark.parametrize(
+  ("kind", "sms"),
+  [
+    ("NVIDIA H100 80GB HBM3", 132),
+    ("NVIDIA H100 PCIe", 114),
+    ("NVIDIA H100 NVL", 132),
+    ("NVIDIA H200", 132),
+    ("NVIDIA H200 NVL", 132),
+    ("NVIDIA H20", 78),
+    ("NVIDIA H20-3e", 78),
+    ("NVIDIA GH200 480GB", 132),
+    ("what is not known", 132),
+  ],
+)
+def test_sms_of_a_device_that_is_not_here(kind: str, sms: int) -> None:
+  assert tuning.count_sms(kind) == sms
+
+
+def test_a_device_that_is_here_says_itself_how_many_sms_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+  here = types.SimpleNamespace(device_kind="NVIDIA H100 PCIe", core_count=60)
+  monkeypatch.setattr(jax, "devices", lambda: [here])
+  assert tuning.count_sms("NVIDIA H100 PCIe") == 60
+  assert tuning.count_sms("NVIDIA H20") == 78
+  monkeypatch.undo()
+  monkeypatch.setattr(gpu, "count_sms", lambda kind: {"NVIDIA H20": 78}[kind])
+  spec = ArgSpec("", (), 8, 8, 64, 4, 8, 2, 128)
+  assert gpu.make_plan(spec.geometry, "NVIDIA H20").num_sms == 78
+
+
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.9", "10.0", "12.0", "9.1", ""])
+def test_a_gpu_that_is_not_hopper_is_refused(capability: str) -> None:
+  with pytest.raises(NotImplementedError, match=rf"{capability} .*supported is 9\.0 .*set --attention=reference"):
+    api.check_gpu_capability(capability)
+
+
+def test_hopper_is_supported() -> None:
+  api.check_gpu_capability("9.0")
 
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.long), 24])

@@ -51,11 +51,11 @@ class Case:
 
   @property
   def plan(self) -> Plan:
-    return Plan(self.spec.geometry, self.split_blocks, self.queries)
+    return Plan(self.spec.geometry, self.split_blocks, self.queries, self.sms)
 
 
 def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks: int, **changes) -> Case:
-  """One KV head of 64, tables of 256 positions, and room for a few tokens and rows that are not used."""
+  """One KV head of 64, tables of 256 positions unless told, and room for a few tokens and rows that are not used."""
   of_case = {key: changes.pop(key) for key in ("queries", "sms", "pairs", "stages") if key in changes}
   heads = changes.pop("kv_heads", 1)
   spec = ArgSpec(
@@ -64,7 +64,7 @@ def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks:
     sum(queries for queries, _ in rows) + changes.pop("padding", 2),
     len(rows) + 1,
     block_size=page,
-    table_width=256 // page,
+    table_width=changes.pop("positions", 256) // page,
     num_heads=changes.pop("group", 2) * heads,
     num_kv_heads=heads,
     dtype="bfloat16",
@@ -80,9 +80,12 @@ _SMALL_PAGES = _case("page_32", ((1, 150),), 32, 8, pairs=1)
 _LARGE_PAGES = _case("page_128_window", ((1, 250),), 128, 2, pairs=1, sliding_window=100)
 _CAPPED = _case("soft_cap", ((1, 100),), 64, 4, pairs=1, soft_cap=2.0)
 _ROWS = ((1, 150), (3, 130), (5, 9), (0, 0), (1, 64))
+# Six parts of one row, more than the combine kernel loads at once, among rows of one part, of three and of none.
+_LONG = _case("one_long_row", ((1, 3), (2, 1000), (0, 0), (1, 290)), 64, 1, sms=4, pairs=1, positions=1024)
 CASES = (
   _WHOLE,
   _SPLIT,
+  _LONG,
   _SMALL_PAGES,
   _LARGE_PAGES,
   _CAPPED,
@@ -98,6 +101,13 @@ CASES = (
   _case("fewer_rows_of_q_than_a_tile", ((1, 70),), 64, 1, group=1, padding=0, pairs=1),
   _case("nothing", ((5, 20),), 64, 1),
 )
+
+
+def test_the_long_row_has_more_parts_than_are_loaded_at_once() -> None:
+  arguments = arg_specs.make(_LONG.spec)
+  pieces = _LONG.plan.split(_LONG.plan.make(arguments.query_starts, arguments.kv_lens))
+  assert np.diff(pieces["row_slots"]).tolist() == [0, 6, 0, 3, 0]
+  assert (np.diff(pieces["sm_starts"]) > 0).all()
 
 
 def operands(case: Case, arguments: Arguments) -> tuple:
@@ -124,7 +134,6 @@ def program(case: Case, module=gpu_decode, interpret: plgpu.InterpretGPUParams |
   """The call, jitted."""
   tuning = dataclasses.replace(
     tuning_for("", case.spec.head_dim, case.spec.block_size),
-    num_sms=case.sms,
     decode_ctas_per_sm=case.pairs,
     decode_stages=case.stages,
   )
@@ -171,7 +180,7 @@ def test_equals_dense_attention(case: Case, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_a_row_depends_neither_on_neighbours_nor_on_its_place_nor_on_the_order_of_items() -> None:
-  """Bit for bit, in one executable, over three splits and two queries."""
+  """Bit for bit, in one executable, over two splits and two queries."""
   subject, run, results = (2, 150), None, []
   companies = ([], []), ([(3, 90), (5, 9), (1, 64)], [(1, 1)])
   for number, (before, after) in enumerate(companies):
@@ -262,7 +271,11 @@ BUGS = (
    "      plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the item before has staged\n", ""),
   (_WHOLE, "copied before it is staged",
    "result[...] = acc.astype(jnp.bfloat16)\n        plgpu.commit_smem()\n", "result[...] = acc.astype(jnp.bfloat16)\n"),
-  (_SPLIT, "a key of the next split", "jnp.minimum(low + span, row.length)", "jnp.minimum(low + span + 1, row.length)"),
+  (_SPLIT, "a key of the next part", "items[index, 3] * geometry.block_size,",
+   "items[index, 3] * geometry.block_size + 1,"),
+  (_SPLIT, "an item is left out", "sm_starts[sm + 1] - start, 0)", "sm_starts[sm + 1] - start - 1, 0)"),
+  (_LONG, "items of the first SM", "start = sm_starts[sm] + pair", "start = sm_starts[0] + pair"),
+  (_LONG, "no more parts than are loaded at once", "_cdiv(splits, at_once)", "_i32(1)"),
   (_SPLIT, "wrong weight of a part", "part * _over_rows(weight,", "part * _over_rows(decay,"),
   (_SPLIT, "parts of another row", "slot = first_slot + jnp", "slot = jnp"),
   (_CAPPED, "the cap not given back", "factor = call.soft_cap * _LOG2E", "factor = _LOG2E"),

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from engine.device.weights import parameter_name
-from models import llama
 from models.config import ModelConfig
-from models.layers import PLAIN, RMSNorm, WeightForm
+from models.layers import RMSNorm
+from models.linear import PLAIN, WeightForm, arranger
 from models.quantize import quantize
+from models.registry import abstract
 from pallas_kernels import native
 from pallas_kernels.packed_matmul import api
 from tests.device.tiny_model import TINY, dense_logits, random_params
@@ -259,11 +260,12 @@ def in_form(
   config: ModelConfig, dtype: jnp.dtype, state: nnx.State, form: WeightForm
 ) -> tuple[nnx.GraphDef, nnx.State]:
   """The plain model's parameters, arranged."""
-  graphdef, abstract = llama.abstract(config, dtype, form)
+  graphdef, declared = abstract(config, dtype, form)
+  arrange = arranger(nnx.merge(graphdef, declared))
   made: dict[str, jax.Array | np.ndarray] = {}
   for key, leaf in jax.tree.leaves_with_path(state):
-    made |= llama.arrange(parameter_name(key), leaf, config, form)
-  return graphdef, jax.tree.map_with_path(lambda key, _: jnp.asarray(made[parameter_name(key)]), abstract)
+    made |= arrange(parameter_name(key), leaf)
+  return graphdef, jax.tree.map_with_path(lambda key, _: jnp.asarray(made[parameter_name(key)]), declared)
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -273,7 +275,7 @@ def test_a_model_gives_the_same_logits(changes: dict, int8: bool) -> None:
   config = dataclasses.replace(TINY, **changes)
   _, state = random_params(config, jnp.float32)
   tokens = list(range(2, 30))
-  plain = WeightForm(int8=True) if int8 else PLAIN
+  plain = WeightForm(quantization="int8") if int8 else PLAIN
   expected = dense_logits(in_form(config, jnp.float32, state, plain), tokens)
   found = dense_logits(in_form(config, jnp.float32, state, dataclasses.replace(plain, packed=True)), tokens)
   assert np.abs(expected).max() > 1

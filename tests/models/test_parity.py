@@ -34,7 +34,6 @@ def case(request, tmp_path_factory):
 def dense_logits(folder: pathlib.Path, golden: dict[str, np.ndarray], dtype) -> list[np.ndarray]:
   """f32[T, V] of every sequence, whole, without a cache. What pads the shorter one comes after it, so is not seen."""
   loaded = load_checkpoint(str(folder), make_mesh(jax.devices()[:1]), dtype)
-  attend = dense_causal_attend(loaded.config.sliding_window)
   sequences = [golden[f"tokens_{number}"] for number in range(len(PROMPT_LENGTHS))]
   tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
   for row, sequence in zip(tokens, sequences, strict=True):
@@ -43,7 +42,7 @@ def dense_logits(folder: pathlib.Path, golden: dict[str, np.ndarray], dtype) -> 
   @jax.jit
   def forward(params, tokens, positions):
     model = nnx.merge(loaded.graphdef, params)
-    hidden, _ = model.hidden(tokens, positions, (None,) * loaded.config.num_layers, None, attend)
+    hidden, _ = model.hidden(tokens, positions, (None,) * loaded.config.num_layers, None, dense_causal_attend)
     return model.logits(hidden)
 
   positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)

@@ -1,14 +1,16 @@
 """config.json of every family, in old and new spellings; and by name what is refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from engine.device.weights import parameter_name
-from models import llama
 from models.config import ModelConfig, RopeScaling
-from models.families import UnsupportedModel
-from models.registry import FAMILIES, config_from_hf, tensors
+from models.families.keys import KEYS, Must, UnsupportedModel, unknown_keys
+from models.registry import FAMILIES, abstract, config_from_hf, refuse_uncomputed, tensors
 from tools.parity.cases import CASES
 
 # As published, what Sluice does not read left in.
@@ -166,31 +168,224 @@ def test_rope_spellings(change, theta, scaling):
   assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+  "old, new, said",
+  [
+    # As transformers 5 saves a model, and what its user then adds for long prompts.
+    (YARN, {"rope_type": "default", "rope_theta": 1e6}, "'yarn' is not supported"),
+    (
+      LINEAR | {"type": "linear"},
+      {"rope_type": "default", "rope_theta": 1e4},
+      "rope_scaling=.*rope_parameters=.*contra",
+    ),
+    # transformers reads the first, and takes 10,000 for the theta that only the second has.
+    (LINEAR | {"type": "linear"}, LINEAR | {"rope_type": "linear", "rope_theta": 1e6}, "contradict each other"),
+    (LLAMA3 | {"factor": 4.0}, LLAMA3, "contradict each other"),
+  ],
+)
+def test_two_rope_dicts_must_say_the_same(old, new, said):
+  with pytest.raises(UnsupportedModel, match=said):
+    config_from_hf(LLAMA_2_7B_EARLY | {"rope_scaling": old, "rope_parameters": new})
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {
+      "rope_scaling": LINEAR | {"type": "linear"},
+      "rope_parameters": LINEAR | {"rope_type": "linear", "rope_theta": 1e4},
+    },
+    {"rope_scaling": LINEAR | {"type": "linear"}, "rope_parameters": {}},
+    {"rope_scaling": {}, "rope_parameters": LINEAR | {"rope_type": "linear"}},
+    {"rope_scaling": None, "rope_parameters": LINEAR | {"rope_type": "linear"}},
+  ],
+)
+def test_two_rope_dicts_that_agree(change):
+  assert config_from_hf(LLAMA_2_7B_EARLY | change).rope_scaling == RopeScaling("linear", 4.0)
+
+
+@pytest.mark.parametrize(
+  "beside, inside, original",
+  [(None, 4096, 4096), (1024, 4096, 1024), (1024, None, 1024), (None, None, 131072)],
+)
+def test_the_original_length_of_llama3_scaling(beside, inside, original):
+  """The key beside the dict goes before the one in it; without either it is max_position_embeddings."""
+  scaling = LLAMA3 | {"original_max_position_embeddings": inside}
+  config = config_from_hf(LLAMA_3_1_8B | {"rope_scaling": scaling, "original_max_position_embeddings": beside})
+  assert config.rope_scaling is not None and config.rope_scaling.original_max_position == original
+
+
 def test_mistral_window_of_a_config_that_does_not_say():
   assert config_from_hf(without(MISTRAL_7B_V01, "sliding_window")).sliding_window == 4096
   assert config_from_hf(MISTRAL_7B_V01 | {"sliding_window": None}).sliding_window is None
 
 
-def test_qwen_window_is_all_layers_or_none():
-  windowed = QWEN2_5_05B | {"use_sliding_window": True, "sliding_window": 1024}
-  assert config_from_hf(windowed).sliding_window is None  # every layer is below max_window_layers
-  assert config_from_hf(windowed | {"max_window_layers": 0}).sliding_window == 1024
-  with pytest.raises(UnsupportedModel, match="some layers only"):
-    config_from_hf(windowed | {"max_window_layers": 12})
-  with pytest.raises(UnsupportedModel, match="some layers only"):
-    config_from_hf(windowed | {"layer_types": ["full_attention", "sliding_attention"] * 12})
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def windows(raw: dict) -> list[int | None]:
+  return [layer.window for layer in config_from_hf(raw).layers]
+
+
+@pytest.mark.parametrize(
+  "change, expected",
+  [
+    ({}, [None] * 24),  # every layer is below max_window_layers
+    ({"max_window_layers": 0}, [1024] * 24),
+    ({"max_window_layers": 12}, [None] * 12 + [1024] * 12),
+    ({"layer_types": [FULL, SLIDING] * 12}, [None, 1024] * 12),
+    ({"layer_types": [FULL] * 24, "max_window_layers": 0}, [None] * 24),
+    ({"sliding_window": None, "max_window_layers": 0}, [None] * 24),  # null is no window, absent is one of 4096
+    ({"use_sliding_window": False, "max_window_layers": 0}, [None] * 24),
+    ({"use_sliding_window": False, "layer_types": [FULL] * 24}, [None] * 24),
+  ],
+)
+def test_qwen_windows(change, expected):
+  assert windows(QWEN2_5_05B | {"use_sliding_window": True, "sliding_window": 1024} | change) == expected
+
+
+def test_qwen_window_that_the_file_does_not_give():
+  raw = without(QWEN2_5_05B, "sliding_window") | {"use_sliding_window": True, "max_window_layers": 0}
+  assert windows(raw) == [4096] * 24
+
+
+@pytest.mark.parametrize(
+  "change, expected",
+  [
+    ({"layer_types": None}, [4096] * 32),
+    ({"layer_types": [FULL] * 32}, [None] * 32),
+    ({"layer_types": [SLIDING] * 32}, [4096] * 32),
+    ({"layer_types": [SLIDING, FULL] * 16}, [4096, None] * 16),
+    ({"layer_types": ["attention"] * 32}, [None] * 32),  # as older files call it
+    ({"layer_types": [FULL] * 32, "sliding_window": None}, [None] * 32),
+  ],
+)
+def test_mistral_layer_types(change, expected):
+  assert windows(MISTRAL_7B_V01 | change) == expected
+  ministral = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
+  assert windows(MISTRAL_7B_V01 | ministral | change) == expected
+
+
+@pytest.mark.parametrize(
+  "raw, change, said",
+  [
+    (QWEN2_5_05B, {"layer_types": [SLIDING] * 24}, "no window: sliding_window=32768, use_sliding_window=False"),
+    (QWEN3_06B, {"layer_types": [FULL, SLIDING] * 14}, "no window"),
+    (MISTRAL_7B_V01, {"layer_types": [SLIDING] * 32, "sliding_window": None}, "no window"),
+    (LLAMA_3_1_8B, {"layer_types": [SLIDING] * 32}, "no window"),
+    (MISTRAL_7B_V01, {"layer_types": [FULL] * 31}, "one entry for each of 32 layers"),
+    (MISTRAL_7B_V01, {"layer_types": FULL}, "must be a list"),
+    (MISTRAL_7B_V01, {"layer_types": [FULL] * 31 + ["linear_attention"]}, "'linear_attention'"),
+    (MISTRAL_7B_V01, {"layer_types": [FULL] * 31 + [[]]}, r"has \[\]"),
+    (MISTRAL_7B_V01, {"num_hidden_layers": 10**15}, "num_layers=1000000000000000 is above"),
+    (QWEN3_06B, {"num_hidden_layers": 10**15}, "num_layers=1000000000000000 is above"),
+  ],
+)
+def test_layer_types_that_do_not_fit(raw, change, said):
+  with pytest.raises(ValueError, match=said):
+    config_from_hf(raw | change)
+
+
+def test_layers_with_equal_attention_form_a_group():
+  config = config_from_hf(MISTRAL_7B_V01 | {"layer_types": [SLIDING, SLIDING, FULL, SLIDING] * 8})
+  first, second = config.groups.items()
+  assert (first[0].window, first[1][:4]) == (4096, (0, 1, 3, 4))
+  assert (second[0].window, second[1][:2]) == (None, (2, 6))
+  assert (first[0].num_heads, first[0].head_dim, first[0].scale, first[0].rotary_dim) == (32, 128, 128**-0.5, 128)
+  assert len(config_from_hf(MISTRAL_7B_V01).groups) == 1
+
+
+@pytest.mark.parametrize("change", [{"has_sinks": True}, {"rotary_dim": 64}, {"head_dim": 64}, {"num_kv_heads": 4}])
+def test_declared_attention_that_no_decoder_computes_is_refused(change):
+  config = config_from_hf(LLAMA_3_1_8B)
+  same = dataclasses.replace(config, layer_attention=config.layers)
+  refuse_uncomputed(same)
+  (name, value), layer = *change.items(), dataclasses.replace(config.layers[0], **change)
+  with pytest.raises(UnsupportedModel, match=f"attention {name}={value} is not supported"):
+    refuse_uncomputed(dataclasses.replace(config, layer_attention=(layer,) * config.num_layers))
+
+
+def test_key_value_heads_that_a_file_does_not_give():
+  """As many as query heads; but an absent key, unlike null, has a default of the family's."""
+  assert config_from_hf(without(MISTRAL_7B_V01, "num_key_value_heads")).num_kv_heads == 8
+  assert config_from_hf(MISTRAL_7B_V01 | {"num_key_value_heads": None}).num_kv_heads == 32
+  assert config_from_hf(without(LLAMA_3_1_8B, "num_key_value_heads")).num_kv_heads == 32
+  qwen = without(QWEN3_06B, "num_key_value_heads") | {"num_attention_heads": 64}
+  assert config_from_hf(qwen).num_kv_heads == 32
 
 
 def test_model_type_stands_in_for_architectures():
   assert config_from_hf(without(QWEN3_06B, "architectures")) == config_from_hf(QWEN3_06B)
+  assert config_from_hf(without(QWEN3_06B, "model_type")) == config_from_hf(QWEN3_06B)
+
+
+@pytest.mark.parametrize("key", [key for key, treatment in KEYS.items() if isinstance(treatment, Must)])
+def test_keys_that_change_the_result_elsewhere(key):
+  """Refused with a value that does, and without effect where they are neutral or null."""
+  treatment = KEYS[key]
+  assert isinstance(treatment, Must)
+  for neutral in (None, *treatment.values):
+    assert config_from_hf(LLAMA_3_1_8B | {key: neutral}) == config_from_hf(LLAMA_3_1_8B)
+  for value in (0.3, "other", ["other"]):
+    with pytest.raises(UnsupportedModel, match=f"{key}=.*not supported"):
+      config_from_hf(LLAMA_3_1_8B | {key: value})
+
+
+class Recording(dict):
+  """A config.json that notes which of its keys are asked for."""
+
+  def __init__(self, raw: dict, asked: set[str]):
+    super().__init__(raw)
+    self.asked = asked
+
+  def get(self, key, default=None):
+    self.asked.add(key)
+    return super().get(key, default)
+
+
+def test_keys_that_are_listed_as_read_are_read():
+  asked: set[str] = set()
+  windowed = QWEN2_5_05B | {"use_sliding_window": True}
+  for raw in (windowed, LLAMA_3_1_8B):
+    config_from_hf(Recording(raw, asked))
+  listed = {key for key, treatment in KEYS.items() if treatment == "read"}
+  assert listed - asked == {"eos_token_id"}  # which engine/device/weights.py reads
+  assert asked <= KEYS.keys()
+
+
+def test_unknown_keys_are_told():
+  assert unknown_keys(LLAMA_3_1_8B | {"foo": 1, "bar": True, "none": None, "_name_or_path": "x"}) == ("foo", "bar")
+  yarn = {"rope_parameters": {"rope_type": "default", "beta_fast": 32}}
+  assert unknown_keys(LLAMA_2_7B_EARLY | yarn) == ("rope_parameters.beta_fast",)
+  for raw in (
+    LLAMA_2_7B_EARLY,
+    LLAMA_3_1_8B,
+    MISTRAL_7B_V01,
+    QWEN2_5_05B,
+    QWEN3_06B,
+    *(raw for raw, _ in CASES.values()),
+  ):
+    assert unknown_keys(raw) == ()
 
 
 @pytest.mark.parametrize(
   "change, said",
   [
-    ({"architectures": ["GemmaForCausalLM"]}, r"GemmaForCausalLM.*LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+    ({"architectures": ["GemmaForCausalLM"]}, r"GemmaForCausalLM.*LlamaForCausalLM, MistralForCausalLM, Ministral"),
     ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ({"architectures": None, "model_type": "mixtral"}, "mixtral"),
+    ({"model_type": "mistral"}, r"\['LlamaForCausalLM'\] and model_type='mistral' contradict each other"),
+    ({"model_type": ["llama"]}, "contradict each other"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM' is not supported"),
+    ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "is not supported; supported are"),
+    ({"is_causal": False}, "is_causal=False.*supported is true: causal attention"),
+    ({"sliding_window": 4096}, "sliding_window=4096"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, r"rope_scaling.mrope_section=\[1\]"),
+    ({"rope_parameters": LLAMA3, "original_max_position_embeddings": -1}, "original_max_position_embeddings=-1"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'.*'default', 'linear' and 'llama3'"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}}, "'yarn'"),
     ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
@@ -235,17 +430,13 @@ def test_the_tensor_map_is_the_decoder(name):
   """Every parameter has its tensors, and they fill its shape exactly; nothing else is asked for."""
   config = config_from_hf(CASES[name][0])
   assert config.family in FAMILIES
-  shapes = {
-    parameter_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(llama.abstract(config, jnp.float32)[1])
-  }
+  declared = abstract(config, jnp.float32)[1]
+  shapes = {parameter_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(declared)}
   pieces = tensors(config)
   assert set(pieces) == set(shapes)
   for parameter, parts in pieces.items():
-    filled = 0
+    times_filled = np.zeros(shapes[parameter], np.int8)
     for part in parts:
-      permuted = [part.split[axis] for axis in part.order]
-      assert part.start == filled
-      filled += permuted[part.axis]
-      permuted[part.axis] = shapes[parameter][part.axis]
-      assert tuple(permuted) == shapes[parameter]
-    assert filled == shapes[parameter][parts[0].axis]
+      times_filled[part.box()] += 1
+      assert times_filled[part.box()].shape == part.sizes
+    assert (times_filled == 1).all()

@@ -8,7 +8,6 @@ import numpy as np
 from models.attention import dense_causal_attend
 from tests.device.tiny_model import TINY, random_params
 
-_ATTEND = dense_causal_attend()
 _TOKENS = np.asarray([3, 23, 7, 7, 0], np.int32)
 
 
@@ -16,9 +15,9 @@ def wanted() -> tuple[jax.Array, jax.Array]:
   return jnp.asarray(_TOKENS), jnp.asarray([len(_TOKENS)], jnp.int32)
 
 
-def attend(qkv, cos, sin, cache, meta):
+def attend(declared, qkv, cos, sin, cache, meta):
   """Of one sequence."""
-  out, cache = _ATTEND(qkv[None], cos[None], sin[None], cache, meta)
+  out, cache = dense_causal_attend(declared, qkv[None], cos[None], sin[None], cache, meta)
   return out[0], cache
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from server.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer
 from tests.server.certificates import ADMIN_KEY, KEY, OTHER_KEY, Authority, replace
 from tests.server.harness import Served, give_up, running, write_tokenizer
 

@@ -19,20 +19,22 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 import uvloop
 
 from engine.batch import Runner
-from engine.checked import CheckedEngine
 from engine.config import EngineConfig
-from engine.faults import Injector, inject_engine
 from engine.scheduler import Scheduler
-from server.admin import AdminActions
-from server.faults import inject_front_end
-from server.generation import Generations
-from server.host import Host, HostOptions
-from server.port import LocalEngine
+from server.generation.engine_client import LocalEngine
+from server.generation.generations import Generations
+from server.generation.sampling_defaults import SamplingDefaults
+from server.generation.serving_state import Backend
+from server.lifecycle.host import Host, HostOptions
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
-from server.service import Backend
-from server.tokenizer import Tokenizer
+from server.rpc.admin_service import AdminActions
+from server.text.tokenizer import Tokenizer
 from tests.fakes import FakeRunner
+from tools.chaos.server.checked_engine import CheckedEngine
+from tools.chaos.server.composition import ChaosComposition
+from tools.chaos.server.faults import Injector
+from tools.chaos.server.invariants import Invariants
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 END = SPECIAL.index("<|end|>")
@@ -103,6 +105,7 @@ class Served:
 
   address: str
   host: Host
+  composition: ChaosComposition
   engine: CheckedEngine
   runner: SlowRunner
   port: LocalEngine
@@ -139,6 +142,10 @@ class Served:
     """Lets the engine finish this many more steps."""
     before = self.engine.recorder.num_steps
     self.wait_until(lambda: self.engine.recorder.num_steps >= before + count)
+
+  @property
+  def invariants(self) -> Invariants | None:
+    return self.composition.invariants
 
   @property
   def blocks_in_use(self) -> int:
@@ -179,6 +186,7 @@ def running(
   admin: AdminActions | None = None,
   device: Runner | None = None,
   faults: Injector | None = None,
+  defaults: SamplingDefaults | None = None,
 ) -> Iterator[Served]:
   """Runs a server in a thread until the block ends, then drains it and checks that no page is left.
 
@@ -186,21 +194,19 @@ def running(
   """
   config = config or tiny_config(token_budgets=(8, 64, 128), eos_token_ids=(END,))
   host = host or HostOptions()
-  host_options = dataclasses.replace(host, port=host.port if host.port != 50051 else 0, debug_invariants=True)
+  host_options = dataclasses.replace(host, port=host.port if host.port != 50051 else 0)
   started = threading.Event()
   box: list[Served] = []
   failure: list[BaseException] = []
 
   async def run() -> None:
-    server = Host(host_options, admin)
-    port = await server.start()
+    composition = ChaosComposition(injector=faults, checks=True)
+    server = Host(host_options, admin, composition=composition)
+    port = await server.start_listening()
     runner = SlowRunner(config, poison)
     engine = CheckedEngine(Scheduler(config), device or runner, time.monotonic, server.emit)
     port_of_engine = LocalEngine(engine)
     generations = Generations(port_of_engine, tokenizer)
-    if faults is not None:
-      inject_engine(engine, faults)
-      inject_front_end(generations, tokenizer, faults)
     if serve:
       await server.serve(
         Backend(
@@ -210,6 +216,7 @@ def running(
           generations=generations,
           load_s=0.5,
           warmup_s=0.25,
+          defaults=defaults or {},
         )
       )
     address = f"127.0.0.1:{port}"
@@ -217,6 +224,7 @@ def running(
       Served(
         address,
         server,
+        composition,
         engine,
         runner,
         port_of_engine,
@@ -262,7 +270,7 @@ def running(
     _LIVE.remove(served)
     if failure:
       raise failure[0]
-  invariants = served.host.invariants
+  invariants = served.invariants
   breach = invariants.breach if invariants is not None else None
   assert (breach is not None) == served.breaks, breach
   if served.exit_code == [0]:

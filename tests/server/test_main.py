@@ -16,9 +16,12 @@ from typing import IO
 from absl.testing import flagsaver
 import pytest
 
+from engine.config import EngineConfig
+from engine.settings import DeviceSettings
 from server import flags, main
 from server.client import Client, SluiceError
 from server.errors import NotConfigured, Starting
+from tests.commands import run_module
 from tests.server.harness import CHILDREN
 from tools.demo_model.skills import SKILLS, is_correct, make_instances
 from tools.make_random_model import write_model
@@ -42,6 +45,7 @@ RAW = {
   "hidden_act": "silu",
   "bos_token_id": 1,
   "eos_token_id": 2,
+  "a_new_number": 0.5,
 }
 SMALL = ("--token_budgets=8", "--max_num_seqs=4", "--prefill_chunk=8", "--kv_cache_mb=4", "--compile_cache_dir=")
 
@@ -55,9 +59,9 @@ def model(tokenizer_dir, tmp_path_factory) -> pathlib.Path:
   return folder
 
 
-def start(*arguments: str, stderr: IO | int = subprocess.PIPE) -> subprocess.Popen:
+def start(*arguments: str, stderr: IO | int = subprocess.PIPE, module: str = "server.main") -> subprocess.Popen:
   process = subprocess.Popen(
-    [sys.executable, "-m", "server.main", *arguments],
+    [sys.executable, "-m", module, *arguments],
     cwd=ROOT,
     stderr=stderr,
     text=True,
@@ -115,11 +119,35 @@ def test_a_life(model, tmp_path):
   said = process.communicate(timeout=180)[1]
   assert process.returncode == 0, said
   assert said.count("configuration:") == 1 and "--served_model_name=named" in said
+  assert " blocks of 16; steps of 8 tokens; " in said and "--token_budgets=8\n" in said
   assert f"ready on 127.0.0.1:{port}\n" in said and "compile: 1 of" in said
+  assert said.count("warning: config.json keys that Sluice does not know: a_new_number; it does not read them") == 1
   assert "0 KV blocks in use" in said and said.endswith("stopped, exit code 0\n")
   assert "Traceback" not in said
   events = [json.loads(line)["event"] for line in trace.read_text().splitlines()]
   assert events[0] == "state" and events.count("commit") >= 5
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_broken_chat_template_is_told_at_start_and_in_chats(model, tmp_path, processes):
+  """Everything else is served."""
+  folder = shutil.copytree(model, tmp_path / "model")
+  (folder / "chat_template.jinja").write_text("{% for %}")
+  port_file = tmp_path / "port"
+  process = start(
+    f"--model={folder}", "--port=0", f"--port_file={port_file}", "--fake_device", f"--frontend_processes={processes}"
+  )
+  said = "the chat template is not valid jinja2: "
+  with Client(f"127.0.0.1:{wait_for_file(port_file, process).strip()}") as client:
+    assert len(client.generate("the cat", max_tokens=5, ignore_eos=True).token_ids) == 5
+    assert not client.model_info().has_chat_template
+    with pytest.raises(SluiceError, match=f"{said}.*; fix it, .*; until then send the prompt as text") as caught:
+      client.generate([{"role": "user", "content": "the cat"}], max_tokens=5)
+    assert caught.value.reason == "NO_CHAT_TEMPLATE"
+  process.send_signal(signal.SIGTERM)
+  lines = process.communicate(timeout=180)[1].splitlines()
+  assert [line for line in lines if said in line][0].startswith(f"warning: no chats are served: {said}")
+  assert sum(said in line for line in lines) == 1
 
 
 def test_the_demo_model_answers_through_the_socket(tmp_path):
@@ -166,18 +194,21 @@ def test_while_starting(model):
 BAD_STARTS = {
   ("--nonsense=1",): (2, "error: Unknown command line flag 'nonsense'; --help lists the flags"),
   ("--port=abc",): (2, "error: flag --port=abc: invalid literal"),
-  ("--port=70000",): (2, "error: flag --port=70000: "),
-  ("--block_size=-1",): (2, "error: flag --block_size=-1: -1 is not a non-negative integer"),
-  ("--queue_timeout_s=-1",): (2, "error: flag --queue_timeout_s=-1: "),
-  ("--policy=random",): (2, "error: flag --policy=random: value should be one of"),
-  ("--prefix_cache_scope=everybody",): (2, "error: flag --prefix_cache_scope=everybody: value should be one of"),
-  ("--max_queued_share_per_tenant=0",): (2, "error: flag --max_queued_share_per_tenant=0: "),
-  ("--max_queued_share_per_tenant=1.5",): (2, "error: flag --max_queued_share_per_tenant=1.5: "),
-  ("--max_resident_mb=-1",): (2, "error: flag --max_resident_mb=-1: "),
-  ("--metrics_port=-2",): (2, "error: flag --metrics_port=-2: "),
+  ("--port=70000",): (2, "error: port=70000 must be at least 0 and at most 65535; set --port"),
+  ("--block_size=-1",): (2, "error: block_size=-1 must be at least 0; set --block_size"),
+  ("--queue_timeout_s=-1",): (2, "error: queue_timeout_s=-1.0 must be at least 0; set --queue_timeout_s"),
+  ("--policy=random",): (2, "error: policy='random' must be one of fair, fcfs, "),
+  ("--prefix_cache_scope=everybody",): (2, "error: prefix_cache_scope='everybody' must be one of global, "),
+  ("--max_queued_share_per_tenant=0",): (2, "error: max_queued_share_per_tenant=0.0 must be at least 0.001 "),
+  ("--max_queued_share_per_tenant=1.5",): (
+    2,
+    "error: max_queued_share_per_tenant=1.5 must be at least 0.001 and at most 1; ",
+  ),
+  ("--max_resident_mb=-1",): (2, "error: max_resident_mb=-1 must be at least 0; "),
+  ("--metrics_port=-2",): (2, "error: metrics_port=-2 must be at least -1 "),
   ("--flagfile=/does/not/exist",): (2, "error: Unable to open flagfile"),
   ("positional",): (2, "error: unexpected argument 'positional'"),
-  ("--port=0", "--token_budgets=8,x"): (1, "error: token_budgets=8,x must be whole numbers"),
+  ("--port=0", "--token_budgets=8,x"): (2, "error: token_budgets=8,x must be whole numbers"),
   ("--port=0", "--token_budgets=64,8", "--prefill_chunk=8"): (1, "error: token budgets (64, 8) must be strictly"),
   ("--port=0", "--num_blocks=8", "--kv_cache_mb=8"): (1, "error: kv_cache_mb=8 and num_blocks=8 both size the KV"),
   ("--port=0", "--model=/does/not/exist"): (1, "error: /does/not/exist"),
@@ -194,18 +225,26 @@ BAD_STARTS = {
     1,
     "error: admin_host=0.0.0.0 can be reached by others",
   ),
-  ("--port=0", "--admin_port=-2"): (2, "error: flag --admin_port=-2: "),
+  ("--port=0", "--admin_port=-2"): (2, "error: admin_port=-2 must be at least -1 "),
   ("--port=0", "--port_file=/does/not/exist/port"): (
     1,
     "error: /does/not/exist/port cannot be written; give --port_file",
   ),
   ("--port=0", "--step_timeout_s=0.2"): (1, "error: step_timeout_s=0.2 is below 0.5, within which a healthy engine"),
-  ("--port=0", "--watchdog_grace_s=0"): (2, "error: flag --watchdog_grace_s=0: "),
+  ("--port=0", "--watchdog_grace_s=0"): (2, "error: watchdog_grace_s=0.0 must be at least 0.1; "),
   ("--port=0", "--http_port=TAKEN"): (1, "error: cannot listen for HTTP on 127.0.0.1:"),
   ("--port=0", "--admin_port=TAKEN"): (1, "error: cannot listen on 127.0.0.1:"),
   ("--port=TAKEN",): (1, "error: cannot listen on 127.0.0.1:"),
   ("--port=0", "--compile_cache_dir=OPEN", "--model=GOOD"): (1, "error: compile_cache_dir="),
-  ("--port=0", "--max_metadata_bytes=10"): (2, "error: flag --max_metadata_bytes=10: "),
+  ("--port=0", "--attention=gpu", "--model=GOOD", *SMALL): (
+    1,
+    "error: attention=gpu cannot run on this machine's device",
+  ),
+  ("--port=0", "--attention=tpu", "--model=GOOD", *SMALL): (
+    1,
+    "error: attention=tpu cannot run on this machine's device",
+  ),
+  ("--port=0", "--max_metadata_bytes=10"): (2, "error: max_metadata_bytes=10 must be at least 1024; "),
 }
 
 
@@ -290,25 +329,24 @@ def test_bad_start(bad_starts, arguments):
 )
 def test_the_warning_says_what_is_missing(arguments, wanted):
   with flagsaver.flagsaver():
-    flags.parse(["server", *arguments])
-    said = flags.exposure()
+    flags.parse_flags(["server", *arguments], "server.main")
+    said = flags.describe_exposure()
   assert len(said.splitlines()) == bool(wanted)
   assert [text for text in ("can be read and changed on its way", "anybody may call") if text in said] == list(wanted)
 
 
 @pytest.mark.parametrize(
-  "arguments, note",
+  "arguments, rows, note",
   [
-    ((), ""),
-    (("--max_num_seqs=100",), ""),
-    (("--max_num_seqs=101",), "one connection may have 100 calls"),
-    (("--max_num_seqs=256", "--max_concurrent_streams=256"), ""),
+    ((), 100, ""),
+    ((), 101, "one connection may have 100 calls"),
+    (("--max_concurrent_streams=256",), 256, ""),
   ],
 )
-def test_the_note_on_batches_that_one_connection_cannot_fill(arguments, note):
+def test_the_note_on_batches_that_one_connection_cannot_fill(arguments, rows, note):
   with flagsaver.flagsaver():
-    flags.parse(["server", *arguments])
-    said = flags.narrowness()
+    flags.parse_flags(["server", *arguments], "server.main")
+    said = flags.describe_narrowness(rows)
   assert bool(said) == bool(note) and note in said
 
 
@@ -349,3 +387,38 @@ def test_a_bad_flag_of_the_real_program():
   process = start("--nonsense=1")
   assert process.communicate(timeout=180)[1] == "error: Unknown command line flag 'nonsense'; --help lists the flags\n"
   assert process.returncode == 2
+
+
+@pytest.mark.parametrize("module", ["server.main", "tools.bundle", "tools.client"])
+@pytest.mark.parametrize("flag", ["--help", "--helpfull"])
+def test_help_is_no_failure(module, flag):
+  done = run_module(module, flag)
+  assert (done.returncode, done.stderr) == (0, "")
+  assert module == "tools.client" or "--token_budgets" in done.stdout
+
+
+def test_the_configuration_is_what_the_build_decided():
+  served = EngineConfig(
+    vocab_size=100,
+    max_model_len=64,
+    num_blocks=8,
+    token_budgets=(8, 32),
+    max_num_seqs=4,
+    prefill_chunk=16,
+    overlap=False,
+  )
+  decided = ("--token_budgets=", "--prefill_chunk=", "--max_model_len=", "--block_size=", "--overlap=")
+  with flagsaver.flagsaver():
+    flags.parse_flags(["server", "--block_size=32", "--max_num_seqs=4"], "server.main")
+    before, after = flags.configuration_lines(), flags.configuration_lines(served)
+    assert [line for line in before if line.startswith(decided)] == ["--block_size=32"]
+    assert {line for line in after if line.startswith(decided)} == {
+      "--token_budgets=8,32",
+      "--prefill_chunk=16",
+      "--max_model_len=64",
+      "--block_size=16",
+      "--overlap=false",
+    }
+    assert "--max_num_seqs=4" in after
+    flags.parse_flags(["server", *after], "server.main")
+    assert flags.setting_values(DeviceSettings)["token_budgets"] == (8, 32)

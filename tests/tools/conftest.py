@@ -8,7 +8,7 @@ import pytest
 from tests.commands import ROOT as ROOT
 from tests.commands import run_here as run_here
 from tests.commands import run_module as run_module
-from tools import ceilings
+from tools.bench import ceilings
 from tools.make_random_model import write_model
 
 ENGINE_FLAGS = ("--token_budgets=8,32", "--prefill_chunk=32", "--max_num_seqs=8", "--num_blocks=128")

@@ -11,10 +11,10 @@ from engine.errors import ConfigError
 from engine.recorder import RequestRecord, StepRecord
 from server.client import SluiceError
 from server.proto import sluice_pb2 as pb
-from tests.tools.test_accounting import served, step
+from tests.tools.report.test_accounting import served, step
 from tools import bench_serving
 from tools.bench_serving import StepCollector, missed_steps, server_figures, split_warmup
-from tools.latency import Objectives, Outcome
+from tools.report.latency import Objectives, Outcome
 from tools.workload import WorkRequest
 
 
@@ -108,11 +108,12 @@ def test_server_figures_are_differences():
     decode_tokens_total=40,
     padding_tokens_total=11,
     idle_slots_total=3,
+    skipped_tokens_total=7,
     rungs=[pb.RungLoad(tokens=8, steps_total=9, padding_tokens_total=10, device_s_total=0.5)],
   )
   figures = server_figures(before, after)
   assert (figures["steps"], figures["decode_tokens"], figures["idle_slots"]) == (4, 30, 3)
-  assert figures["padding_share"] == 10 / 40
+  assert (figures["padding_share"], figures["skipped_tokens"]) == (10 / 40, 7)
   assert figures["by_rung"]["8"]["steps"] == 4 and figures["by_rung"]["8"]["device_s"] == 0.5
 
 

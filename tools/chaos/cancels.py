@@ -22,7 +22,7 @@ from tools.chaos import plans
 from tools.chaos.process import Server
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig
-from tools.chaos.streams import Ask, on_loop, random_prompt, stub_of
+from tools.chaos.streams import StreamRequest, on_loop, random_prompt, stub_of
 
 _CHUNK = 64
 _MOST_ROUNDS = 400
@@ -66,7 +66,7 @@ _HOLD_BACK_S = 0.0005  # of each of about 30 requests in a step
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class SeenCancel:
   """What a client saw of a call it cancelled: tokens that came, the status, and what Abort said afterwards."""
 
   tokens: int
@@ -74,19 +74,21 @@ class Seen:
   abort: int = pb.AbortResponse.OUTCOME_UNSPECIFIED
 
 
-def cancel_round(target: str, tactic: Tactic, names: Sequence[str], seed: int) -> dict[str, Seen]:
+def cancel_round(target: str, tactic: Tactic, names: Sequence[str], seed: int) -> dict[str, SeenCancel]:
   """A job: one round; by request id."""
   return on_loop(_cancel_round(target, tactic, names, seed))
 
 
-async def _cancel_round(target: str, tactic: Tactic, names: Sequence[str], seed: int) -> dict[str, Seen]:
+async def _cancel_round(target: str, tactic: Tactic, names: Sequence[str], seed: int) -> dict[str, SeenCancel]:
   rng = random.Random(seed)
   async with grpc.aio.insecure_channel(target) as channel:
     stub = stub_of(channel)
     await channel.channel_ready()
 
-    async def one(name: str) -> Seen:
-      call = stub.Generate(Ask(random_prompt(rng, tactic.prompt), tactic.max_tokens, name).message(), timeout=60)
+    async def one(name: str) -> SeenCancel:
+      call = stub.Generate(
+        StreamRequest(random_prompt(rng, tactic.prompt), tactic.max_tokens, name).message(), timeout=60
+      )
       tokens = 0
       enough, over = asyncio.Event(), asyncio.Event()
       if tactic.messages == 0:
@@ -111,9 +113,9 @@ async def _cancel_round(target: str, tactic: Tactic, names: Sequence[str], seed:
       await reader
       code = await call.code()
       if tactic.messages is not None:
-        return Seen(tokens, code.name)
+        return SeenCancel(tokens, code.name)
       answer = await stub.Abort(pb.AbortRequest(request_ids=[name]), timeout=30)
-      return Seen(tokens, code.name, answer.outcomes[0])
+      return SeenCancel(tokens, code.name, answer.outcomes[0])
 
     size = -(-len(names) // tactic.waves)
     waves = [names[first : first + size] for first in range(0, len(names), size)]
@@ -122,7 +124,7 @@ async def _cancel_round(target: str, tactic: Tactic, names: Sequence[str], seed:
     }
 
 
-def state_of(record: pb.RequestLoad, seen: Seen, *, held_back: bool) -> str:
+def state_of(record: pb.RequestLoad, seen: SeenCancel, *, held_back: bool) -> str:
   """The state in which a cancel caught a request, by the server's record of it.
 
   Args: held_back: nearly all of the server's time is spent between sampling tokens and sending them.
@@ -172,7 +174,7 @@ def cancels(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
   servers: tuple[tuple[tuple[Tactic, ...], tuple[str, ...]], ...] = (
     (_SLOW, ("--fake_step_ms=20",)),
     (_QUICK, ("--fake_step_ms=1",)),
-    (_HELD, ("--fake_step_ms=1", "--enable_fault_injection", f"--fault_plan={plan}")),
+    (_HELD, ("--fake_step_ms=1", f"--fault_plan={plan}")),
   )
   started = 0
   for tactics, flags in servers:

@@ -5,7 +5,7 @@ import random
 
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig
-from tools.chaos.streams import Answer, Ask, random_asks, random_prompt
+from tools.chaos.streams import Answer, StreamRequest, random_asks, random_prompt
 
 
 def _faults(answers: list[Answer]) -> list[str]:
@@ -78,8 +78,8 @@ def salts(rig: Rig, count: int = 500, asked: int = 0) -> list[Row]:
   rng = random.Random(7)
   prompts = [random_prompt(rng, rng.randint(33, 100)) for _ in range(count)]
 
-  def asks(salt: str) -> list[Ask]:
-    return [Ask(prompt, 2, cache_salt=salt, unary=True) for prompt in prompts]
+  def asks(salt: str) -> list[StreamRequest]:
+    return [StreamRequest(prompt, 2, cache_salt=salt, unary=True) for prompt in prompts]
 
   with rig.server("--num_blocks=16384") as server:
     first = rig.ask(server.target, asks("one"), at_once=16)

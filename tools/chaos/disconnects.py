@@ -14,7 +14,7 @@ from tools.chaos import wire
 from tools.chaos.process import Server, Usage
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig, wait_for
-from tools.chaos.streams import Ask, on_loop, random_prompt, stub_of
+from tools.chaos.streams import StreamRequest, on_loop, random_prompt, stub_of
 from tools.measure import ROOT
 
 _STEP_MS = 4
@@ -38,7 +38,7 @@ async def _cancel_many(target: str, count: int, at_once: int, seed: int) -> int:
     async def client(share: int) -> None:
       nonlocal done
       for _ in range(share):
-        call = stub.Generate(Ask(random_prompt(rng, rng.randint(1, 100)), 200).message())
+        call = stub.Generate(StreamRequest(random_prompt(rng, rng.randint(1, 100)), 200).message())
         with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
           if rng.random() < 0.5:
             await asyncio.sleep(rng.random() * 0.02)
@@ -57,7 +57,7 @@ def requests_of(server: Server, rng: random.Random) -> list[tuple[int, bytes]]:
   made = []
   for _ in range(30):
     prompt = random_prompt(rng, rng.randint(1, 100))
-    made.append((server.port, wire.grpc_request(Ask(prompt, 200).message().SerializeToString())))
+    made.append((server.port, wire.grpc_request(StreamRequest(prompt, 200).message().SerializeToString())))
   for _ in range(6):
     body = {"model": "sluice-demo", "prompt": list(random_prompt(rng, 20)), "max_tokens": 200, "stream": True}
     made.append((server.http_port, wire.http_request(json.dumps(body).encode())))
@@ -69,7 +69,7 @@ def _kill_holders(server: Server, count: int, rng: random.Random) -> int:
   killed = 0
   while killed < count:
     size = min(_HELD_BY_PROCESS, count - killed)
-    message = Ask(random_prompt(rng, 10), 400).message().SerializeToString()
+    message = StreamRequest(random_prompt(rng, 10), 400).message().SerializeToString()
     holder = subprocess.Popen(
       [sys.executable, "-S", "-m", "tools.chaos.wire", str(server.port), str(size), wire.grpc_request(message).hex()],
       cwd=ROOT,

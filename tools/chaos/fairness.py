@@ -6,8 +6,8 @@ import time
 from tools.chaos import streams
 from tools.chaos.report import Row
 from tools.chaos.rig import Rig
-from tools.chaos.streams import Ask, random_prompt
-from tools.latency import percentile
+from tools.chaos.streams import StreamRequest, random_prompt
+from tools.report.latency import percentile
 
 _AGING_S = 0.4
 _TOKENS = 20
@@ -20,7 +20,7 @@ _LEAST_SHARE = 0.45
 
 def ageing(rig: Rig, levels: tuple[int, ...] = (2, 4, 6, 8, 10), starved_s: float = 4.0) -> list[Row]:
   """Requests of low priority beside a flood of higher ones: with ageing within bounds, without it not at all."""
-  low = [Ask(random_prompt(random.Random(level), 8), _TOKENS, f"low-{level}", level) for level in levels]
+  low = [StreamRequest(random_prompt(random.Random(level), 8), _TOKENS, f"low-{level}", level) for level in levels]
   flags = ("--policy=priority", f"--fake_step_ms={_STEP_MS}", f"--max_num_seqs={_SLOTS}")
   with rig.server(*flags, f"--aging_s={_AGING_S}") as server:
     with rig.controls(server, num_streams=_FLOOD, max_tokens=_TOKENS, unary=True) as control:

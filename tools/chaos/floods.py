@@ -16,13 +16,13 @@ from tools.chaos.flood_clients import Flooded
 from tools.chaos.process import Server, Usage
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig, wait_for
-from tools.chaos.streams import Ask, Control
+from tools.chaos.streams import Control, StreamRequest
 
 _CLIENTS = 2
 _QUIET_S = 3.0
 _MAX_LOG = 1e6
 _MAX_JUNK_RSS = 20e6
-# As many calls as may wait for the event loop (server/grpc_server.py), with 15 kB each.
+# As many calls as may wait for the event loop (server/rpc/grpc_server.py), with 15 kB each.
 _MAX_RESET_RSS = 256e6
 _CORES_AFTER = 1.5  # times those before, for the same streams
 _LONGEST_GAP_S = 2.0
@@ -202,7 +202,7 @@ def resets_on(rig: Rig, seconds: float = 60.0, asked: int = 60) -> list[Row]:
 
 
 def _request() -> bytes:
-  return Ask((1, 2, 3), 400).message().SerializeToString()
+  return StreamRequest((1, 2, 3), 400).message().SerializeToString()
 
 
 def frames(rig: Rig, count: int = 100_000, asked: int = 100_000) -> list[Row]:

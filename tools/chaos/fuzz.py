@@ -17,9 +17,9 @@ from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.request import Request
 from engine.validation import validate_request
-from server import validation
+from server.generation import request_validation
 from server.proto import sluice_pb2 as pb
-from server.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer
 from tools.chaos.report import Row
 from tools.chaos.rig import Rig
 from tools.chaos.streams import demo_model, on_loop, random_prompt
@@ -227,22 +227,22 @@ def _validator() -> Callable[[protobuf_message.Message], None]:
   def validate(message: protobuf_message.Message) -> None:
     match message:
       case pb.GenerateRequest():
-        validation.unknown_fields(message)
-        validation.check_model(message.model, "sluice-demo")
-        prompt = validation.prompt_token_ids(message, tokenizer)
-        call = validation.generate_call(message, config, tokenizer, prompt)
+        request_validation.unknown_fields(message)
+        request_validation.check_model_name(message.model, "sluice-demo")
+        prompt = request_validation.prompt_token_ids(message, tokenizer)
+        call = request_validation.make_generation_call(message, config, tokenizer, prompt, {})
         for params in call.params:
           request = Request("fuzz", call.prompt_token_ids, params, call.priority, cache_salt=call.cache_salt)
           validate_request(config, request)
       case pb.TokenizeRequest():
-        validation.check_model(message.model, "sluice-demo")
-        validation.prompt_token_ids(message, tokenizer)
+        request_validation.check_model_name(message.model, "sluice-demo")
+        request_validation.prompt_token_ids(message, tokenizer)
       case pb.DetokenizeRequest():
-        validation.check_token_ids("token_ids", message.token_ids, config.vocab_size)
+        request_validation.check_token_ids("token_ids", message.token_ids, config.vocab_size)
         tokenizer.decode(list(message.token_ids), skip_special_tokens=message.skip_special_tokens)
       case pb.AbortRequest():
         for request_id in message.request_ids:
-          validation.check_request_id(request_id)
+          request_validation.check_request_id(request_id)
 
   return validate
 

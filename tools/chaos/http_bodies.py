@@ -28,8 +28,8 @@ import psutil
 import schemathesis
 from schemathesis.core import NotSet
 
-from server.http import openapi
-from server.http.fields import INT32
+from server.http.json_fields import INT32
+from server.http.openai import openapi
 from tools.arguments import CommandParser, output_file, positive_float, positive_int
 from tools.measure import write_result
 from tools.server_process import RunningServer

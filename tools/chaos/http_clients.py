@@ -9,17 +9,19 @@ from typing import Any
 
 import httpx
 
-from tools.chaos.streams import TIMEOUT_S, Answer, Ask, on_loop
+from tools.chaos.streams import TIMEOUT_S, Answer, StreamRequest, on_loop
 
 _EVENT = "data: "
 
 
-def complete_all(http_port: int, asks: Sequence[Ask], at_once: int, seed: int) -> list[Answer]:
+def complete_all(http_port: int, asks: Sequence[StreamRequest], at_once: int, seed: int) -> list[Answer]:
   """Closed loop: a third whole, a third streamed, a third streamed and left after a few events, which has no answer."""
   return on_loop(_complete_all(http_port, asks, at_once, random.Random(seed)))
 
 
-async def _complete_all(http_port: int, asks: Sequence[Ask], at_once: int, rng: random.Random) -> list[Answer]:
+async def _complete_all(
+  http_port: int, asks: Sequence[StreamRequest], at_once: int, rng: random.Random
+) -> list[Answer]:
   answers: list[Answer] = []
   waiting = iter(asks)
   limits = httpx.Limits(max_connections=at_once)
@@ -42,7 +44,7 @@ async def _complete_all(http_port: int, asks: Sequence[Ask], at_once: int, rng: 
   return answers
 
 
-def _body(ask: Ask, *, stream: bool) -> dict[str, Any]:
+def _body(ask: StreamRequest, *, stream: bool) -> dict[str, Any]:
   return {
     "prompt": list(ask.prompt),
     "max_tokens": ask.max_tokens,

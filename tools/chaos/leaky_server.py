@@ -1,10 +1,10 @@
-"""The server with a leak planted: proof that a soak finds one. Everything else is server.main's."""
+"""The server with a leak planted: proof that a soak finds one. Everything else is tools.chaos.server's."""
 
-from server import main as server_main
-from server.generation import Generation, Generations
+from server.generation.generations import Generation, Generations
+from tools.chaos.server.__main__ import main
 
 _KEPT: list[bytes] = []
-_close = Generations.close
+_close = Generations.close_generation
 
 
 def _close_and_keep(self: Generations, generation: Generation) -> None:
@@ -14,5 +14,5 @@ def _close_and_keep(self: Generations, generation: Generation) -> None:
 
 
 if __name__ == "__main__":
-  Generations.close = _close_and_keep
-  server_main.main()
+  Generations.close_generation = _close_and_keep
+  main()

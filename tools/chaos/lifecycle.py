@@ -14,7 +14,7 @@ from tools.chaos import plans
 from tools.chaos.process import READY_S, Server, free_port
 from tools.chaos.report import Row
 from tools.chaos.rig import Rig
-from tools.chaos.streams import Answer, Ask, on_loop, random_prompt, send, stub_of
+from tools.chaos.streams import Answer, StreamRequest, on_loop, random_prompt, send, stub_of
 
 _GRACE_S = 20.0
 _STREAMS = 12
@@ -95,7 +95,7 @@ async def _exit_code(server: Server, within_s: float) -> int | None:
   return server.process.returncode
 
 
-async def _send_later(channel: grpc.aio.Channel, ask: Ask, delay_s: float) -> Answer:
+async def _send_later(channel: grpc.aio.Channel, ask: StreamRequest, delay_s: float) -> Answer:
   await asyncio.sleep(delay_s)
   return await send(stub_of(channel), ask, 60.0)
 
@@ -104,7 +104,10 @@ def _streams(
   channel: grpc.aio.Channel, rng: random.Random, over_s: float, tokens: tuple[int, int]
 ) -> list[asyncio.Task]:
   """Streams that begin at random moments of the next `over_s` seconds."""
-  asks = [Ask(random_prompt(rng, rng.randint(1, 60)), rng.randint(*tokens), f"s{index}") for index in range(_STREAMS)]
+  asks = [
+    StreamRequest(random_prompt(rng, rng.randint(1, 60)), rng.randint(*tokens), f"s{index}")
+    for index in range(_STREAMS)
+  ]
   return [asyncio.create_task(_send_later(channel, ask, rng.random() * over_s)) for ask in asks]
 
 
@@ -183,7 +186,7 @@ async def _kill_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
     server.start()
     await _ready(server)
     async with grpc.aio.insecure_channel(server.target) as channel:
-      answer = await send(stub_of(channel), Ask((1, 2, 3), 8), 30.0)
+      answer = await send(stub_of(channel), StreamRequest((1, 2, 3), 8), 30.0)
       if not answer.exact:
         trials.faults.append(f"after the last restart, {answer.fault()}")
   except ConfigError as error:
@@ -221,7 +224,7 @@ async def _failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials
   for serial in range(count):
     plan = folder / f"failure-{seed}-{serial}.json"
     plan.write_text(json.dumps(plans.raise_after(rng.randint(1, 60))))
-    flags = (_STEP, "--enable_fault_injection", f"--fault_plan={plan}")
+    flags = (_STEP, f"--fault_plan={plan}")
     server = Server(folder, flags, name=f"failure-{seed}-{serial}").start()
     try:
       await _ready(server)

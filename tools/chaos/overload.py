@@ -14,8 +14,8 @@ from tools.chaos import wire
 from tools.chaos.process import Server
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig, wait_for
-from tools.chaos.streams import Ask, on_loop, random_prompt, send, stub_of
-from tools.latency import percentile
+from tools.chaos.streams import StreamRequest, on_loop, random_prompt, send, stub_of
+from tools.report.latency import percentile
 
 _STEP_MS = 10
 _SEQS = 8
@@ -60,7 +60,7 @@ async def _offer(target: str, rate: float, seconds: float, seed: int) -> Offered
   offered = Offered()
   live: set[asyncio.Task] = set()
 
-  async def one(stub, ask: Ask) -> None:
+  async def one(stub, ask: StreamRequest) -> None:
     answer = await send(stub, ask, 60.0)
     offered.codes[answer.code] += 1
     if answer.exact:
@@ -79,7 +79,7 @@ async def _offer(target: str, rate: float, seconds: float, seed: int) -> Offered
       if pause > 0:
         await asyncio.sleep(pause)
       offered.latest_s = max(offered.latest_s, -pause)
-      task = asyncio.create_task(one(stub, Ask(random_prompt(rng, _PROMPT), _TOKENS, unary=True)))
+      task = asyncio.create_task(one(stub, StreamRequest(random_prompt(rng, _PROMPT), _TOKENS, unary=True)))
       live.add(task)
       task.add_done_callback(live.discard)
       offered.sent += 1
@@ -95,7 +95,7 @@ def overload(rig: Rig, seconds: float = 60.0, peak_s: float = 8.0, factor: float
   rng = random.Random(8)
   capacity = _SEQS / ((_TOKENS + 1) * _STEP_MS / 1000)
   with rig.server(*flags) as server:
-    asks = [Ask(random_prompt(rng, _PROMPT), _TOKENS, unary=True) for _ in range(int(capacity * peak_s))]
+    asks = [StreamRequest(random_prompt(rng, _PROMPT), _TOKENS, unary=True) for _ in range(int(capacity * peak_s))]
     answers = rig.ask(server.target, asks, at_once=2 * _SEQS)
     ended = sorted(answer.ended for answer in answers if answer.exact)
     peak = _rate(ended)
@@ -141,11 +141,11 @@ def slow_readers(rig: Rig, count: int = 200, quiet_s: float = 8.0, asked: int = 
   rng = random.Random(9)
   messages = []
   for _ in range(count):
-    message = Ask(random_prompt(rng, 20), 450).message()
+    message = StreamRequest(random_prompt(rng, 20), 450).message()
     message.output.CopyFrom(pb.OutputParams(logprobs=20))  # large: a whole answer must not fit into gRPC's buffers
     messages.append(message.SerializeToString())
   with rig.server(*flags, "--num_blocks=16384") as server:
-    rig.ask(server.target, [Ask(random_prompt(rng, 8), 10) for _ in range(64)], at_once=32)  # warm
+    rig.ask(server.target, [StreamRequest(random_prompt(rng, 8), 10) for _ in range(64)], at_once=32)  # warm
     with rig.controls(server, num_streams=16, max_tokens=60) as control:
       time.sleep(quiet_s)
       began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Fault plans of the scenarios, in the format of engine/faults.py. Starts nothing."""
+"""Fault plans of the scenarios, in the format of tools/chaos/server/faults.py. Starts nothing."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -7,7 +7,7 @@ import random
 from tools.chaos import plans
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig
-from tools.chaos.streams import Answer, Ask, random_prompt
+from tools.chaos.streams import Answer, StreamRequest, random_prompt
 
 _GROUPS = 40
 _SHARED = 48  # tokens that a group's prompts begin with: three pages
@@ -20,9 +20,9 @@ def poisoned(rig: Rig, count: int = 1000, neighbours: int = 9000, asked: int = 1
   rng = random.Random(10)
   shared = [random_prompt(rng, _SHARED) for _ in range(_GROUPS)]
 
-  def ask(name: str, **options) -> Ask:
+  def ask(name: str, **options) -> StreamRequest:
     prompt = rng.choice(shared) + random_prompt(rng, rng.randint(1, 30))
-    return Ask(prompt, rng.randint(4, 24), name, unary=rng.random() < 0.9, **options)
+    return StreamRequest(prompt, rng.randint(4, 24), name, unary=rng.random() < 0.9, **options)
 
   kinds = list(_KINDS)
   order = [kinds[0] if index % 2 else kinds[1 + index // 2 % 3] for index in range(count)]
@@ -32,7 +32,7 @@ def poisoned(rig: Rig, count: int = 1000, neighbours: int = 9000, asked: int = 1
   once_more = [dataclasses.replace(each, request_id=f"again-{each.request_id}", text=False, regex="") for each in bad]
   plan = rig.folder / "poison.json"
   plan.write_text(json.dumps(plans.poison(kinds)))
-  with rig.server("--enable_fault_injection", f"--fault_plan={plan}") as server:
+  with rig.server(f"--fault_plan={plan}") as server:
     answers = rig.ask(server.target, asks, at_once=64)
     again = rig.ask(server.target, once_more, at_once=64)
     serving = server.is_serving()

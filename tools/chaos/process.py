@@ -20,10 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import psutil
 
 from engine.errors import ConfigError
-from server.proto import admin_pb2 as admin_pb
-from server.proto import admin_pb2_grpc as admin_pb_grpc
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
+from tools.chaos.proto import chaos_pb2, chaos_pb2_grpc
 from tools.measure import ROOT
 
 READY_S = 180.0  # nothing is loaded or compiled, but the machine may be busy
@@ -66,9 +65,9 @@ class Server:
     flags: beside those of FAKE; a later one wins.
     name: of those files.
     port: for gRPC; 0 is a free one.
-    module: run in place of server.main.
+    module: run in place of tools.chaos.server.
     """
-    self._flags, self._port, self._module = flags, port, module or "server.main"
+    self._flags, self._port, self._module = flags, port, module or "tools.chaos.server"
     self.log = folder / f"{name}.log"
     self._files = [folder / f"{name}.{kind}" for kind in ("port", "http")]
     self.target, self.http_port = "", 0
@@ -206,14 +205,14 @@ class Server:
           found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
     return found
 
-  def books(self) -> admin_pb.GetInvariantsResponse:
+  def books(self) -> chaos_pb2.GetInvariantsResponse:
     """What it accepted, what became of it and what is left of it, as it says itself."""
     if self._admin_channel is None:
       found = re.search(r"admin service on (\S+)", self.log.read_text("utf-8"))
       assert found is not None, "a server with an admin port says where"
       self._admin_channel = grpc.insecure_channel(found[1])
-    stub = admin_pb_grpc.AdminServiceStub(self._admin_channel)
-    return stub.GetInvariants(admin_pb.GetInvariantsRequest(), timeout=30)
+    stub = chaos_pb2_grpc.ChaosServiceStub(self._admin_channel)
+    return stub.GetInvariants(chaos_pb2.GetInvariantsRequest(), timeout=30)
 
   def settle(self) -> list[str]:
     """Waits until nothing is in flight; returns what is held all the same."""

@@ -12,7 +12,7 @@ import grpc
 from server.proto import sluice_pb2 as pb
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig
-from tools.latency import percentile
+from tools.report.latency import percentile
 
 _LIMIT_MS = 5.0
 _WARM = 5  # of each: what is made once, as the vocabulary that grammars are compiled for, is not what this is about
@@ -94,7 +94,7 @@ def _large() -> list[Bad]:
 
 
 @dataclasses.dataclass
-class Seen:
+class RefusalTimes:
   """What a client saw. Milliseconds from sending to the whole answer, by protocol and name of the input."""
 
   times: dict[tuple[str, str], list[float]] = dataclasses.field(default_factory=dict)
@@ -106,9 +106,9 @@ class Seen:
     return sum(map(len, self.times.values()))
 
 
-def ask(target: str, http_port: int, large: bool, count: int) -> Seen:
+def ask(target: str, http_port: int, large: bool, count: int) -> RefusalTimes:
   """A job: sends each input so many times, one after the other."""
-  seen = Seen()
+  seen = RefusalTimes()
   connection = http.client.HTTPConnection("127.0.0.1", http_port, timeout=30)
   with grpc.insecure_channel(target, options=(("grpc.max_send_message_length", -1),)) as channel:
     call = channel.unary_unary(_METHOD)
@@ -121,7 +121,9 @@ def ask(target: str, http_port: int, large: bool, count: int) -> Seen:
   return seen
 
 
-def timed(seen: Seen, protocol: str, bad: Bad, wanted: str, count: int, send: Callable[[], tuple[str, str]]) -> None:
+def timed(
+  seen: RefusalTimes, protocol: str, bad: Bad, wanted: str, count: int, send: Callable[[], tuple[str, str]]
+) -> None:
   """Sends one input so many times, and takes down how long each took and what was wrong with the answer."""
   times = []
   for _ in range(_WARM + count):
@@ -177,5 +179,5 @@ def refusals(rig: Rig, count: int = 400, asked: int = 400) -> list[Row]:
   ]
 
 
-def _p99(seen: Seen, protocol: str) -> float:
+def _p99(seen: RefusalTimes, protocol: str) -> float:
   return percentile([each for (way, _), times in seen.times.items() if way == protocol for each in times], 99) or 0.0

@@ -46,7 +46,9 @@ class Rig:
     """Runs a job in a client process."""
     return self._pool.submit(job, *args, **kwargs)
 
-  def ask(self, target: str, asks: Sequence[streams.Ask], at_once: int, processes: int = 2) -> list[streams.Answer]:
+  def ask(
+    self, target: str, asks: Sequence[streams.StreamRequest], at_once: int, processes: int = 2
+  ) -> list[streams.Answer]:
     """Sends all in a closed loop from several processes; answers in no order."""
     jobs = [
       self.submit(streams.run_all, target, asks[index::processes], max(1, at_once // processes))

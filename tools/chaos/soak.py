@@ -11,12 +11,12 @@ import random
 import time
 
 from server.client import Client
-from server.grammar_cache import MAX_ENTRIES
+from server.text.grammar_cache import MAX_ENTRIES
 from tools.chaos import disconnects, fuzz, http_clients, streams, wire
 from tools.chaos.process import Server, Usage
 from tools.chaos.report import Row, none_of
 from tools.chaos.rig import Rig, wait_for
-from tools.chaos.streams import Answer, Ask, random_asks, random_prompt
+from tools.chaos.streams import Answer, StreamRequest, random_asks, random_prompt
 
 _MOST_RSS_SLOPE = 1e6  # bytes in 100,000 requests
 _MOST_SLOPE = 1.0  # descriptors or threads in 100,000 requests
@@ -36,7 +36,7 @@ class Sample:
 
 
 @dataclasses.dataclass
-class Soaked:
+class SoakOutcome:
   """What came of it: rounds by kind, streams checked, and what was wrong."""
 
   rounds: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -56,7 +56,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 class _Mixture:
   """Kinds of rounds. Each method sends about 200 requests, and returns when they have ended."""
 
-  def __init__(self, rig: Rig, server: Server, soaked: Soaked, seed: int):
+  def __init__(self, rig: Rig, server: Server, soaked: SoakOutcome, seed: int):
     self._rig, self._server, self._soaked = rig, server, soaked
     self._rng = random.Random(seed)
     # Of 860: Triton has 295 valid sequences, 300 of load, 80 of another model, 60 that time out, 60 that crash, 62
@@ -79,14 +79,14 @@ class _Mixture:
     self.kinds[kind][1]()
     return kind
 
-  def _check(self, asks: Sequence[Ask], at_once: int) -> None:
+  def _check(self, asks: Sequence[StreamRequest], at_once: int) -> None:
     self._count(self._rig.ask(self._server.target, asks, at_once))
 
   def _count(self, answers: Sequence[Answer]) -> None:
     self._soaked.checked += len(answers)
     self._soaked.faults += [answer.fault() for answer in answers if not answer.exact]
 
-  def _asks(self, prompts: tuple[int, int], outputs: tuple[int, int], count: int = 200) -> list[Ask]:
+  def _asks(self, prompts: tuple[int, int], outputs: tuple[int, int], count: int = 200) -> list[StreamRequest]:
     return random_asks(self._rng, count, prompts, outputs, f"soak-{self._rng.getrandbits(32)}")
 
   def streams(self) -> None:
@@ -148,9 +148,9 @@ def _fill_grammars(server: Server) -> None:
       client.generate("Answer:", json_schema=json.dumps(schema), max_tokens=6)
 
 
-def watch(rig: Rig, server: Server, seconds: float, seed: int, tell: Callable[[str], None]) -> Soaked:
+def watch(rig: Rig, server: Server, seconds: float, seed: int, tell: Callable[[str], None]) -> SoakOutcome:
   """Mixes for so long, with samples at rest in between, of which each is told."""
-  soaked = Soaked()
+  soaked = SoakOutcome()
   _fill_grammars(server)
   mixture = _Mixture(rig, server, soaked, seed)
   began = time.monotonic()

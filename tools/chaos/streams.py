@@ -1,6 +1,6 @@
 """Clients that behave well: they ask, read, and know every token they must get. Jobs for client processes.
 
-What is expected is computed by engine.fake_device, from what was asked alone; a token that is lost, doubled, changed or
+extensions/fake_device computes what is expected, from what was asked alone; a token that is lost, doubled, changed or
 another's is found by comparison.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 from google.rpc import error_details_pb2, status_pb2
 import grpc
 
-from engine.fake_device import expected_tokens
 from engine.sampling_params import SamplingParams
+from extensions.fake_device.device import expected_tokens
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 120.0  # that no request of a chaos run comes near to, unless it han
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ask:
+class StreamRequest:
   """A greedy request of exactly max_tokens. What comes under a `regex` is not predicted."""
 
   prompt: tuple[int, ...]
@@ -71,7 +71,7 @@ class Answer:
     sound: the tokens are those expected, perhaps not all of them.
   """
 
-  ask: Ask
+  ask: StreamRequest
   tokens: list[int] = dataclasses.field(default_factory=list)
   code: str = ""
   reason: str = ""
@@ -107,7 +107,7 @@ class Model:
   vocab_size: int
   eos_token_ids: tuple[int, ...]
 
-  def expected(self, ask: Ask) -> tuple[int, ...]:
+  def expected(self, ask: StreamRequest) -> tuple[int, ...]:
     """The tokens that an answer must have."""
     params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
     return expected_tokens(ask.prompt, params, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)[0]
@@ -133,14 +133,15 @@ def random_prompt(rng: random.Random, length: int) -> tuple[int, ...]:
 
 def random_asks(
   rng: random.Random, count: int, prompts: tuple[int, int], outputs: tuple[int, int], name: str
-) -> list[Ask]:
+) -> list[StreamRequest]:
   """Requests with lengths from these ranges."""
   return [
-    Ask(random_prompt(rng, rng.randint(*prompts)), rng.randint(*outputs), f"{name}-{index}") for index in range(count)
+    StreamRequest(random_prompt(rng, rng.randint(*prompts)), rng.randint(*outputs), f"{name}-{index}")
+    for index in range(count)
   ]
 
 
-async def send(stub: Any, ask: Ask, timeout_s: float = TIMEOUT_S) -> Answer:
+async def send(stub: Any, ask: StreamRequest, timeout_s: float = TIMEOUT_S) -> Answer:
   """Sends and reads to the end, whatever that is."""
   answer = Answer(ask, sent=time.monotonic())
   try:
@@ -207,12 +208,12 @@ def on_loop[T](work: Coroutine[Any, Any, T]) -> T:
 # --- Jobs: each runs in a client process ------------------------------------------------------------------------------
 
 
-def run_all(target: str, asks: Sequence[Ask], at_once: int) -> list[Answer]:
+def run_all(target: str, asks: Sequence[StreamRequest], at_once: int) -> list[Answer]:
   """Closed loop: sends all, `at_once` at a time; answers in the order of asks."""
   return on_loop(_run_all(target, asks, at_once))
 
 
-async def _run_all(target: str, asks: Sequence[Ask], at_once: int) -> list[Answer]:
+async def _run_all(target: str, asks: Sequence[StreamRequest], at_once: int) -> list[Answer]:
   answers: list[Answer | None] = [None] * len(asks)
   todo = iter(enumerate(asks))
 
@@ -226,12 +227,12 @@ async def _run_all(target: str, asks: Sequence[Ask], at_once: int) -> list[Answe
   return [answer for answer in answers if answer is not None]
 
 
-def run_out_of_time(target: str, asks: Sequence[Ask], at_once: int) -> list[str]:
+def run_out_of_time(target: str, asks: Sequence[StreamRequest], at_once: int) -> list[str]:
   """Closed loop of clients with 1 to 50 ms each; returns what was wrong with what they got, be it all or not."""
   return on_loop(_run_out_of_time(target, asks, at_once))
 
 
-async def _run_out_of_time(target: str, asks: Sequence[Ask], at_once: int) -> list[str]:
+async def _run_out_of_time(target: str, asks: Sequence[StreamRequest], at_once: int) -> list[str]:
   faults: list[str] = []
   todo = iter(asks)
   rng = random.Random(len(asks))
@@ -296,12 +297,12 @@ def control(
 
   Their lengths are half of `max_tokens` to one and a half, so that they do not march in step.
   """
-  like = Ask((), max_tokens, "control", priority, tenant=tenant, unary=unary)
+  like = StreamRequest((), max_tokens, "control", priority, tenant=tenant, unary=unary)
   return on_loop(_control(target, stop_file, num_streams, like, longest_prompt, seed))
 
 
 async def _control(
-  target: str, stop_file: pathlib.Path, num_streams: int, like: Ask, longest_prompt: int, seed: int
+  target: str, stop_file: pathlib.Path, num_streams: int, like: StreamRequest, longest_prompt: int, seed: int
 ) -> Control:
   seen = Control()
   rng = random.Random(seed)

@@ -26,7 +26,7 @@ from tools.check_device.targets import TARGETS, environment
 _BUDGETS = "8,16,32,64,128,256,512"
 
 
-class Case(NamedTuple):
+class TargetCase(NamedTuple):
   """Rungs of a model on a target; see engine.device.build.BuildOptions."""
 
   target: str
@@ -41,20 +41,20 @@ class Case(NamedTuple):
 
 
 _SMALL = (
-  Case("h200", "tiny", "8,64,256"),
-  Case("h200", "tiny", "128", deterministic=True),
-  Case("h200", "tiny", "64", quantization="int8"),
-  Case("v5e", "tiny", "64"),
-  Case("v5e-4", "tiny", "64"),
+  TargetCase("h200", "tiny", "8,64,256"),
+  TargetCase("h200", "tiny", "128", deterministic=True),
+  TargetCase("h200", "tiny", "64", quantization="int8"),
+  TargetCase("v5e", "tiny", "64"),
+  TargetCase("v5e-4", "tiny", "64"),
 )
 _WHOLE = (  # four chips hold what one does not
-  Case("h200", "demo", _BUDGETS),
-  Case("h200", "llama3-8b", _BUDGETS),
-  Case("h200", "llama3-8b", "128", deterministic=True),
-  Case("h200", "llama3-8b", "8,64,512", quantization="int8"),
-  Case("v6e", "demo", _BUDGETS),
-  Case("v6e", "llama3-8b", _BUDGETS),
-  Case("v5e-4", "llama3-8b", _BUDGETS),
+  TargetCase("h200", "demo", _BUDGETS),
+  TargetCase("h200", "llama3-8b", _BUDGETS),
+  TargetCase("h200", "llama3-8b", "128", deterministic=True),
+  TargetCase("h200", "llama3-8b", "8,64,512", quantization="int8"),
+  TargetCase("v6e", "demo", _BUDGETS),
+  TargetCase("v6e", "llama3-8b", _BUDGETS),
+  TargetCase("v5e-4", "llama3-8b", _BUDGETS),
 )
 
 
@@ -62,7 +62,7 @@ class CompileError(Exception):
   """The compiling process failed; the message ends with the last lines of its standard error."""
 
 
-def compile_all(case: Case, attention: str, max_num_seqs: int = 64) -> list[dict]:
+def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64) -> list[dict]:
   """Facts of every rung, smallest first, with what ptxas said (`kernels`). Raises CompileError."""
   target = TARGETS[case.target]
   with tempfile.TemporaryDirectory(prefix="sluice-device-") as folder:
@@ -98,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   cases = _SMALL if args.small else _WHOLE
   if args.target and args.model:
     cases = (
-      Case(args.target, args.model, "128" if args.deterministic else _BUDGETS, args.deterministic, args.quantization),
+      TargetCase(
+        args.target, args.model, "128" if args.deterministic else _BUDGETS, args.deterministic, args.quantization
+      ),
     )
   cases = [case for case in cases if args.target in (None, case.target) and args.model in (None, case.model)]
   cases = [case for case in cases if case.deterministic or not args.deterministic]

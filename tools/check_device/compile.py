@@ -14,18 +14,19 @@ from typing import Any
 
 import jax
 
-from engine.device import executables
 from engine.device import programs as device_programs
 from engine.device.programs import ProgramSpec
 from engine.shapes import ShapeLadder, StepShape
-from tools.check_device import facts, programs, targets
+from extensions.executable_bundle.restore import NotRestored, to_bytes
+from tools.check_device import facts, programs, swizzles, targets
 
 
 def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dict[str, Any]:
   """Facts of one program; the keys are those of judge.Rung where they have the same names."""
   before = set(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
   started, cpu_started = time.perf_counter(), time.process_time()
-  compiled = device_programs.compile_step(spec, shape)
+  with swizzles.watch_shared_transfers() as transfers:
+    compiled = device_programs.compile_step(spec, shape)
   seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
   hlo, memory = compiled.as_text(), compiled.memory_analysis()
   assert hlo is not None and memory is not None, "compile-only devices say both"
@@ -46,13 +47,15 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
     "argument_bytes": memory.argument_size_in_bytes,
     "temp_bytes": memory.temp_size_in_bytes,
     "temp_limit": programs.temp_limit(spec, shape),
+    "shared_transfers": transfers.count,
+    "misplaced_transfers": transfers.misplaced,
     "sorts_and_loops": facts.sorts_and_loops(hlo),
     "matmuls": facts.matmuls(hlo),
     "moved": facts.moved(hlo, set(programs.shard_sizes(spec.kv)), weights, whole),
   }
   try:
-    found["bundle_bytes"] = len(executables.to_bytes(compiled))
-  except executables.NotRestored as error:
+    found["bundle_bytes"] = len(to_bytes(compiled))
+  except NotRestored as error:
     found["not_bundled"] = str(error)
   for path in set(dump.glob("*thunk_sequence_after_thunk_passes.txt")) - before:
     if ".jit_step." not in path.name:

@@ -39,7 +39,11 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
     found.append(f"{rung['temp_bytes']} bytes of temporaries are over {rung['temp_limit']}")
   if "not_bundled" in rung:
     found.append(f"cannot be stored in an executable bundle: {rung['not_bundled']}")
+  for text in sorted(set(rung["misplaced_transfers"]))[:_SHOWN]:
+    found.append(f"threads and TMA place elements of a slice in shared memory differently: {text}")
   if "launches" in rung:
+    if not rung["shared_transfers"]:
+      found.append("no transfer between registers and shared memory was seen, so none was checked")
     if rung["command_buffers"] != 1 or rung["outside"]:
       found.append(
         f"{rung['command_buffers']} command buffers instead of one, and outside of them: "

@@ -13,10 +13,9 @@ from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.programs import ProgramSpec
 from engine.shapes import StepShape
-from models import llama
 from models.config import ModelConfig
-from models.layers import WeightForm
-from models.registry import config_from_hf
+from models.linear import WeightForm
+from models.registry import abstract, config_from_hf
 from pallas_kernels.paged_attention import api
 
 DTYPE = jnp.dtype("bfloat16")
@@ -25,7 +24,7 @@ _SHAPES = _MODELS / "shapes"
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class ModelCase:
   """A model and the sizes it is served with.
 
   Attributes:
@@ -46,7 +45,7 @@ def names() -> list[str]:
   return ["tiny", "demo", *sorted(path.name for path in _SHAPES.iterdir())]
 
 
-def case(name: str) -> Case:
+def case(name: str) -> ModelCase:
   """A model by name: tiny, demo, or a folder of models/shapes (`names`).
 
   No array of tiny's steps has the size of a weight or of a KV buffer.
@@ -63,14 +62,14 @@ def case(name: str) -> Case:
       head_dim=128,
       max_position=1024,
     )
-    return Case(model, max_model_len=1024, pool_tokens=16_384)
+    return ModelCase(model, max_model_len=1024, pool_tokens=16_384)
   folder = _MODELS if name == "demo" else _SHAPES
   model = config_from_hf(json.loads((folder / name / "config.json").read_text("utf-8")))
-  return Case(model, max_model_len=min(4096 if name == "demo" else 8192, model.max_position), pool_tokens=65_536)
+  return ModelCase(model, max_model_len=min(4096 if name == "demo" else 8192, model.max_position), pool_tokens=65_536)
 
 
 def make_spec(
-  case: Case, devices: list[Any], attention: str, num_layers: int, deterministic: bool = False, int8: bool = False
+  case: ModelCase, devices: list[Any], attention: str, num_layers: int, deterministic: bool = False, int8: bool = False
 ) -> ProgramSpec:
   """What engine.device.build makes of a checkpoint, with no checkpoint.
 
@@ -82,10 +81,11 @@ def make_spec(
     deterministic: as in ProgramSpec.
     int8: how weights are held.
   """
-  model = dataclasses.replace(case.model, num_layers=num_layers)
+  layers = case.model.layer_attention[:num_layers]
+  model = dataclasses.replace(case.model, num_layers=num_layers, layer_attention=layers)
   mesh = mesh_lib.make_mesh(devices)
   block_size = api.preferred_block_size(attention)
-  graphdef, state = llama.abstract(model, DTYPE, WeightForm(int8=int8))
+  graphdef, state = abstract(model, DTYPE, WeightForm(quantization="int8" if int8 else "none"))
   leaves, tree = jax.tree.flatten(state)
   shardings = jax.tree.leaves(mesh_lib.shardings(mesh, state))
   return ProgramSpec(
@@ -129,8 +129,6 @@ def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   model, devices = spec.model, spec.mesh.size
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // devices
   layer = 2 * model.model_dim + heads + model.num_heads * model.head_dim // devices + 3 * model.hidden_dim // devices
-  plan = spec.attention_of(shape).plan
-  slots = plan.max_decode_items if plan else 0
-  partials = slots * (model.num_heads // devices) * (model.head_dim + 2) * 4
-  logits = 8 * shape.rows * model.vocab_size * 4
+  partials = max((plan.partial_bytes for plan in spec.layout(shape).plans), default=0)
+  logits = 8 * shape.logits * model.vocab_size * 4
   return 2 * shape.tokens * layer * DTYPE.itemsize + logits + partials + 4 * 2**20

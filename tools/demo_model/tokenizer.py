@@ -9,6 +9,7 @@ from absl import app, flags
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from tools.arguments import parse_flags
 from tools.demo_model import corpus
 
 SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -132,4 +133,4 @@ def main(_) -> None:
 
 if __name__ == "__main__":
   flags.DEFINE_string("folder", None, "Where the tokenizer files go.", required=True)
-  app.run(main)
+  app.run(main, flags_parser=parse_flags)

@@ -24,8 +24,11 @@ import tokenizers
 
 from engine.device.mesh import make_mesh
 from engine.device.weights import load_checkpoint, parameter_name
-from models import llama
-from models.registry import config_from_hf, tensors
+from models.config import LayerAttention
+from models.decoder import Decoder
+from models.layers import rotate
+from models.registry import abstract, config_from_hf, tensors
+from tools.arguments import parse_flags
 from tools.demo_model import corpus, skills
 
 CONFIG = {
@@ -59,9 +62,11 @@ STORY_WEIGHT, USER_WEIGHT = 0.1, 0.02
 # looked at one token whatever it was, and induction never formed.
 RATE, QK_RATE, DECAY = 0.02, 0.015, 0.1
 
+_QUERIES = 256  # of a chunk of attention
+
 Params = dict[str, jax.Array]
 MODEL = config_from_hf(CONFIG)
-GRAPH, ABSTRACT = llama.abstract(MODEL, jnp.dtype(jnp.float32))
+GRAPH, ABSTRACT = abstract(MODEL, jnp.dtype(jnp.float32))
 
 
 def _layer(i: int, name: str) -> str:
@@ -95,18 +100,19 @@ def init_params(seed: int) -> Params:
   return {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: None, meta: None, chunk: int = 256):
-  """Causal attention of whole rows: q [B, T, N, H], k and v [B, T, K, H] -> [B, T, N, H].
+def _attend(declared: LayerAttention, qkv: jax.Array, cos: jax.Array, sin: jax.Array, cache: None, meta: None):
+  """Causal attention of whole rows: qkv [B, T, K, G + 2, H] -> [B, T, N, H], cache.
 
   Queries go in chunks, each against its past only: half the work, and no [T, T] mask.
   """
+  q, k, v = rotate(qkv, cos, sin)
   b, t, n, h = q.shape
   kv = k.shape[2]
-  q = q.reshape(b, t, kv, n // kv, h).transpose(0, 2, 3, 1, 4) * h**-0.5
+  q = q.reshape(b, t, kv, n // kv, h).transpose(0, 2, 3, 1, 4) * declared.scale
   k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
   outs = []
-  for start in range(0, t, chunk):
-    end = min(start + chunk, t)
+  for start in range(0, t, _QUERIES):
+    end = min(start + _QUERIES, t)
     scores = jnp.einsum("bkgqh,bksh->bkgqs", q[:, :, :, start:end], k[:, :, :end])
     allowed = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
     probs = jax.nn.softmax(jnp.where(allowed, scores, -1e30), -1)
@@ -115,13 +121,14 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: None, meta: None, c
   return out, cache
 
 
-def decoder(params: Params) -> llama.Decoder:
+def decoder(params: Params) -> Decoder:
   """The model that is served, over weights under their Hugging Face names."""
 
-  def assemble(path: tuple, _) -> jax.Array:
-    pieces = tensors(MODEL)[parameter_name(path)]
-    parts = [params[p.name].reshape(p.split).transpose(p.order) for p in pieces]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, pieces[0].axis)
+  def assemble(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    made = jnp.zeros(leaf.shape, leaf.dtype)
+    for piece in tensors(MODEL)[parameter_name(path)]:
+      made = made.at[piece.box()].set(params[piece.name].reshape(piece.split).transpose(piece.order))
+    return made
 
   return nnx.merge(GRAPH, jax.tree_util.tree_map_with_path(assemble, ABSTRACT))
 
@@ -134,8 +141,7 @@ def read_weights(folder: str) -> Params:
   params = {}
   for path, value in jax.tree_util.tree_leaves_with_path(loaded.params):
     for piece in tensors(MODEL)[parameter_name(path)]:
-      part = jax.lax.slice_in_dim(value, piece.start, piece.start + piece.size, axis=piece.axis)
-      params[piece.name] = part.transpose(np.argsort(piece.order)).reshape(piece.shape)
+      params[piece.name] = value[piece.box()].transpose(np.argsort(piece.order)).reshape(piece.shape)
   return params
 
 
@@ -524,4 +530,4 @@ if __name__ == "__main__":
   flags.DEFINE_string("init", "", "Model folder to start from, instead of random weights.")
   flags.DEFINE_bool("resume", False, "Continue from the checkpoint.")
   flags.DEFINE_bool("eval_only", False, "Only evaluate --init, or else --export.")
-  app.run(main)
+  app.run(main, flags_parser=parse_flags)

@@ -70,7 +70,7 @@ def flops(spec: ArgSpec) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class KernelCase:
   """A spec laid out `copies` times over one pool, so that repeated calls read other memory.
 
   Attributes:

@@ -18,8 +18,8 @@ import sys
 import time
 from typing import Any
 
-from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.shapes import PADDED
 from tools.gpu.protocol import ENDING_S
 from tools.measure import ROOT
 from tools.peers.agreement import compare
@@ -88,7 +88,13 @@ class Sizes:
   device: str = "cuda"
   dtype: str = "bfloat16"
   engine: tuple[str, ...] = ("--max_model_len=2048",)  # a model may have 131,072, and a row's table as many blocks
-  pool: tuple[str, ...] = ("--num_blocks=1100", "--block_size=64")  # 64 rows of 1,024
+  # 64 rows of 1,024, and the ladder of steps with few rows: a GPU's own has more programs to compile.
+  pool: tuple[str, ...] = (
+    "--num_blocks=1100",
+    "--block_size=64",
+    f"--token_budgets={','.join(map(str, PADDED.token_budgets))}",
+    f"--max_num_seqs={PADDED.max_num_seqs}",
+  )
 
 
 TINY = Sizes(
@@ -129,7 +135,7 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
     given = [f"--shape={shape}", f"--seconds={sizes.seconds}", f"--contexts={sizes.context}", f"--output={kept}"]
     given += [f"--compile_cache_dir={programs}"] if cache else []
     return Command(
-      name, (sys.executable, "-m", "tools.bench_engine", *given, *sizes.engine, *words), limit_s, flags, kept
+      name, (sys.executable, "-m", "tools.bench.engine", *given, *sizes.engine, *words), limit_s, flags, kept
     )
 
   def decode(name: str, limit_s: float, *words: str, **settings: Any) -> Command:
@@ -165,12 +171,12 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
   making += f"--requests={sizes.requests}", f"--lengths={sizes.lengths}"
   ours = ("-m", "tools.bench_offline", *files, f"--output_tokens={twin / 'sluice.jsonl'}", *sizes.engine, *ladder)
   ours += f"--dtype={sizes.dtype}", f"--compile_cache_dir={programs}"
-  same = [sys.executable, "-m", "tools.bench_deterministic", "--random_weights=true"]
+  same = [sys.executable, "-m", "tools.bench.deterministic", "--random_weights=true"]
   same += [f"--model={ROOT / 'models' / 'shapes' / big}"]
   same += [f"--seconds={sizes.seconds / 4}", "--rounds=2", f"--context={sizes.context}", f"--requests={sizes.some}"]
   same += [f"--compile_cache_dir={programs}", f"--output={scratch / 'deterministic.json'}", *sizes.engine, *sizes.pool]
   same += [f"--batches={sizes.batches[0]}", f"--prompts={sizes.lengths.replace(',', ':')}", "--outputs=16:64"]
-  first = decode("decode_8b", 240, "--parts=decode,alone,sampler", bundle, "--write_executable_bundle=true")
+  first = decode("decode_8b", 240, "--parts=decode,alone,sampler", bundle, "--write_executable_bundle")
   return {
     "decode": [
       dataclasses.replace(first, fresh=code),  # so that its start is a cold one
@@ -200,7 +206,7 @@ STAGES = tuple(stages(pathlib.Path("/"), TINY))
 def compile_only(names: Sequence[str]) -> list[tuple[str, ...]]:
   """What `tools.check_device` is given to compile the steps of these stages for an H200 that is not there."""
   sizes, found = Sizes(), []
-  default, rows = ",".join(map(str, EngineConfig.token_budgets)), sizes.batches[1].split(",")[-1]
+  default, rows = ",".join(map(str, PADDED.token_budgets)), sizes.batches[1].split(",")[-1]
   if {"decode", "start"} & set(names):
     found.append((f"--model={BIG}", f"--token_budgets={default}"))
   if "decode" in names:

@@ -1,4 +1,4 @@
-"""The check of --deterministic on a GPU: one request in many sorts of company, through the engine, bit for bit.
+"""The check of --deterministic on a GPU: one request in many batches, through the engine, bit for bit.
 
 Weights are random, of Llama-3-8B's shapes in few layers: what could differ lies within a layer.
 """
@@ -12,8 +12,8 @@ from engine.config import EngineConfig
 from engine.device import deterministic, programs
 from engine.device.runner import Making, ModelRunner
 from engine.errors import ConfigError
-from engine.shapes import ShapeLadder
-from tools import company
+from engine.shapes import choose_ladder
+from tools.bench import batch_invariance
 from tools.check_device.programs import case, make_spec
 from tools.gpu.cases import Wrong
 from tools.gpu.protocol import Prepared
@@ -33,8 +33,13 @@ def prepare(setting) -> Prepared:
   layers = 1 if setting.tiny else _LAYERS
   spec = make_spec(sizes, [setting.device], attention, layers, deterministic=True)
   platform = "cpu" if setting.tiny else "gpu"
-  budgets = deterministic.ladder_of(_BUDGETS, sizes.max_num_seqs, platform, attention, "xla")
-  ladder = ShapeLadder(budgets, sizes.max_num_seqs)
+  choice = choose_ladder(
+    platform,
+    one_size=deterministic.needs_one_size(attention, "xla"),
+    token_budgets=_BUDGETS,
+    max_num_seqs=sizes.max_num_seqs,
+  )
+  budgets, ladder = choice.token_budgets, choice.ladder
 
   def compile_it():
     if setting.mode == "compile":
@@ -59,15 +64,16 @@ def prepare(setting) -> Prepared:
       deterministic.try_out(made, config, ladder)
     except ConfigError as error:
       raise Wrong(str(error)) from error
-    ways = company.ways(config)[: _TINY_WAYS if setting.tiny else None]
+    ways = batch_invariance.ways(config)[: _TINY_WAYS if setting.tiny else None]
     preemptions = 0
-    for name, subject in company.SUBJECTS.items():
-      alone = company.serve(made, config, subject).bits
+    for name, subject in batch_invariance.SUBJECTS.items():
+      alone = batch_invariance.serve(made, config, subject).bits
       for way in ways:
-        served = company.serve(made, config, subject, **way)
+        served = batch_invariance.serve(made, config, subject, **way)
         preemptions += served.stats.num_preemptions
         if served.bits != alone:
           raise Wrong(f"the {name} request has other bits served as {way} than alone")
-    return {"ways": len(ways) * len(company.SUBJECTS), "preemptions": preemptions, "tokens_a_step": budgets[-1]}
+    num_ways = len(ways) * len(batch_invariance.SUBJECTS)
+    return {"ways": num_ways, "preemptions": preemptions, "tokens_a_step": budgets[-1]}
 
   return Prepared(compile_it, run)

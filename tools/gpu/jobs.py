@@ -27,9 +27,9 @@ import numpy as np
 from pallas_kernels.paged_attention import arg_specs, gpu, gpu_decode, gpu_prefill, gpu_write
 from pallas_kernels.paged_attention import plan as plan_lib
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
-from pallas_kernels.paged_attention.tuning import Tuning, tuning_for
+from pallas_kernels.paged_attention.tuning import Tuning, count_sms, tuning_for
 from tools.gpu import cases, timing
-from tools.gpu.cases import Case, Wrong
+from tools.gpu.cases import KernelCase, Wrong
 from tools.gpu.protocol import Job, Prepared
 
 _COLD_BYTES = 2**28  # inputs rotate over at least so much: several times an L2 cache
@@ -81,7 +81,7 @@ class Setting:
     if "lowering" in changes:
       changes["lowering"] = plgpu.LoweringSemantics[changes["lowering"]]
     if self.tiny:
-      changes = {"split_tokens": 64, **changes, "num_sms": 2}  # the interpreter takes as long for idle thread blocks
+      changes = {"split_tokens": 64, **changes}
     return dataclasses.replace(tuning_for(self.device.device_kind, spec.head_dim, spec.block_size), **changes)
 
   def prepared(
@@ -188,7 +188,9 @@ class _Kernels:
     geometry = self.spec.geometry
     if self.whole:
       return gpu.make_plan(geometry, self.setting.device.device_kind)
-    return plan_lib.make_plan(geometry, self.tuning.split_tokens)
+    # The interpreter takes as long for thread blocks that have nothing to do.
+    num_sms = 2 if self.setting.tiny else count_sms(self.setting.device.device_kind)
+    return plan_lib.make_plan(geometry, self.tuning.split_tokens, num_sms)
 
   @functools.cached_property
   def _static(self) -> dict[str, Any]:
@@ -261,13 +263,13 @@ def _kernels(job: Job, setting: Setting) -> _Kernels:
   return _Kernels(setting, spec, setting.tuning(spec, job.get("tuning", {})), job["op"] == "attend")
 
 
-def _rows(kernels: _Kernels, case: Case) -> tuple[jax.Array, ...]:
+def _rows(kernels: _Kernels, case: KernelCase) -> tuple[jax.Array, ...]:
   """kv_lens, query_starts and the plan, which all copies share."""
   work = kernels.plan.make(case.query_starts, case.kv_lens)
   return tuple(jnp.asarray(x) for x in (case.kv_lens, case.query_starts, work))
 
 
-def _angles(case: Case) -> tuple[jax.Array, jax.Array]:
+def _angles(case: KernelCase) -> tuple[jax.Array, jax.Array]:
   return jnp.asarray(np.cos(case.angles)), jnp.asarray(np.sin(case.angles))
 
 
@@ -275,14 +277,14 @@ def _nan(like: jax.ShapeDtypeStruct) -> jax.Array:
   return jnp.full(like.shape, jnp.nan, like.dtype)
 
 
-def _host_queries(case: Case, tokens: np.ndarray, copy: int = 0) -> np.ndarray:
+def _host_queries(case: KernelCase, tokens: np.ndarray, copy: int = 0) -> np.ndarray:
   """f32[n, N, H]: the rotated queries of `tokens`, as bf16 keeps them."""
   spec = case.spec
   projected = cases.tokens_of(case.qkv(copy), tokens)[:, :, :-2]
   return cases.rounded(case.rotated(projected, tokens)).reshape(-1, spec.num_heads, spec.head_dim)
 
 
-def _check_written(case: Case, kv: jax.Array, tokens: np.ndarray, copy: int = 0) -> float:
+def _check_written(case: KernelCase, kv: jax.Array, tokens: np.ndarray, copy: int = 0) -> float:
   """That the slots of `tokens` hold their rotated keys and their values."""
   page = case.spec.block_size
   slots = jnp.asarray(case.slots[copy, tokens])
@@ -304,7 +306,7 @@ def _changed(before: jax.Array, after: jax.Array, slots: jax.Array, page: int) -
 
 def _check(job: Job, setting: Setting) -> Prepared:
   kernels = _kernels(job, setting)
-  case, spec, whole = Case(kernels.spec), kernels.spec, job["op"] == "attend"
+  case, spec, whole = KernelCase(kernels.spec), kernels.spec, job["op"] == "attend"
   qkv = jax.eval_shape(lambda: case.qkv(0))
   half = jax.ShapeDtypeStruct((spec.num_tokens, spec.head_dim // 2), jnp.float32)
   kv = jax.ShapeDtypeStruct(case.kv_shape(), jnp.bfloat16)
@@ -369,8 +371,8 @@ def _time(job: Job, setting: Setting) -> Prepared:
   kernels, op = _kernels(job, setting), job["op"]
   spec = kernels.spec
   times = _number_of_calls(op, spec, setting.tiny)
-  copies = min(times, max(2, _MOST_POOL_BYTES // max(1, Case(spec).nbytes)))
-  case, last = Case(spec, copies, seed=1), (times - 1) % copies
+  copies = min(times, max(2, _MOST_POOL_BYTES // max(1, KernelCase(spec).nbytes)))
+  case, last = KernelCase(spec, copies, seed=1), (times - 1) % copies
   result = kernels.queries if op == "write" else kernels.output
 
   def inputs() -> list[tuple]:
@@ -421,7 +423,7 @@ def _time(job: Job, setting: Setting) -> Prepared:
   return setting.prepared(program, arguments, run, donate=(0,))
 
 
-def _spot_check(op: str, kernels: _Kernels, case: Case, kv: jax.Array, result: jax.Array, copy: int) -> float:
+def _spot_check(op: str, kernels: _Kernels, case: KernelCase, kv: jax.Array, result: jax.Array, copy: int) -> float:
   """The error of some tokens of a call: what is timed must be right."""
   spec = case.spec
   decoded = np.repeat(

@@ -205,7 +205,7 @@ def table(meta: Mapping[str, Any], records: Sequence[Record], sweep: Sequence[st
   """At most MOST_LINES lines.
 
   Args:
-    meta: of the run; see tools.bench_gpu.
+    meta: of the run; see tools.gpu.
     records: of all jobs.
     sweep: a line a factor.
   """

@@ -25,7 +25,7 @@ def prepare(rows: int, context: int, setting) -> Prepared:
     case("tiny" if setting.tiny else "llama3-8b"), pool_tokens=rows * (context + 128), max_num_seqs=max(2, rows)
   )
   spec = make_spec(sizes, [setting.device], attention, 1 if setting.tiny else sizes.model.num_layers)
-  shape = StepShape(sizes.max_num_seqs, sizes.max_num_seqs)
+  shape = StepShape(sizes.max_num_seqs, sizes.max_num_seqs, sizes.max_num_seqs)
 
   def run(compiled):
     params = tuple(random_weight(leaf.shape, leaf.dtype, jax.random.key(i)) for i, leaf in enumerate(spec.params))

@@ -33,7 +33,6 @@ class Factor:
 _DECODES = (("decode", "decode 32 x 4096"), ("decode", "decode 64 zipf"), ("decode", "decode 1 x 16384"))
 _PREFILLS = (("prefill", "prefill 1 x 4096"), ("prefill", "prefill 512 of 4096"))
 _WRITES = (("write", "decode 64 x 1024"), ("write", "prefill 1 x 4096"))
-_ONE_EACH = (_DECODES[0], _PREFILLS[0], _WRITES[0])
 
 FACTORS = (
   Factor("split", tuple({"split_tokens": n} for n in (256, 512, 1024, 128, 2048)), _DECODES),
@@ -54,7 +53,7 @@ FACTORS = (
     _PREFILLS,
   ),
   Factor("write", tuple({"write_tokens": n} for n in (8, 4, 16, 32, 64)), _WRITES),
-  Factor("lowering", ({"lowering": "Warpgroup"}, {"lowering": "Lane"}), _ONE_EACH),
+  Factor("lowering", ({"lowering": "Warpgroup"}, {"lowering": "Lane"}), _PREFILLS),
   Factor("block size", tuple({"block_size": n} for n in (64, 128, 32, 16)), (*_DECODES[:2], _PREFILLS[0])),
 )
 

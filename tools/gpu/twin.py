@@ -11,7 +11,7 @@ import shutil
 import sys
 
 from tools.arguments import CommandParser, positive_int
-from tools.bench_engine import model_folder
+from tools.bench.engine import model_folder
 from tools.make_random_model import write_model
 from tools.workload import synthetic, write_requests
 

@@ -1,4 +1,4 @@
-"""The process that runs jobs on the GPU, for tools/bench_gpu.py; it decides nothing.
+"""The process that runs jobs on the GPU, for tools/gpu/__main__.py; it decides nothing.
 
 python -m tools.gpu.worker device|interpret|compile
 """

@@ -33,6 +33,12 @@ def _config(architecture: str, model_type: str, **changes: Any) -> dict[str, Any
   return {"architectures": [architecture], "model_type": model_type, **_SHAPE, **changes}
 
 
+def _without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
+  return {key: value for key, value in config.items() if key not in keys}
+
+
+GEMMA_ACTIVATION = "gelu_pytorch_tanh"
+
 # name -> (config.json, number of safetensors files)
 CASES: dict[str, tuple[dict[str, Any], int]] = {
   # As the first ones were: as many KV heads as query heads, neither rope nor head size spelled out. The epsilon is
@@ -82,6 +88,72 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
       rms_norm_eps=1e-6,
       attention_bias=False,
       rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    ),
+    2,
+  ),
+  # Numbers unlike each other and unlike one, so that a forgotten or swapped one shows.
+  "granite": (
+    _config(
+      "GraniteForCausalLM",
+      "granite",
+      rope_theta=10_000.0,
+      attention_bias=False,
+      mlp_bias=False,
+      embedding_multiplier=3.0,
+      attention_multiplier=0.4,
+      residual_multiplier=0.6,
+      logits_scaling=1.6,
+    ),
+    1,
+  ),
+  # A Mistral file that says which layers have the window, which makes it a Ministral one.
+  "ministral": (
+    _config(
+      "MistralForCausalLM",
+      "mistral",
+      sliding_window=20,
+      head_dim=32,
+      rope_theta=10_000.0,
+      layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    ),
+    1,
+  ),
+  # Caps low enough that most scores and many logits bend, a scale that is not the head size's, and a head that is tied
+  # without a word.
+  "gemma2": (
+    _without(
+      _config(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        head_dim=32,
+        rope_theta=10_000.0,
+        hidden_act=GEMMA_ACTIVATION,
+        hidden_activation=GEMMA_ACTIVATION,
+        query_pre_attn_scalar=20,
+        sliding_window=24,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=9.0,
+      ),
+      "tie_word_embeddings",
+    ),
+    1,
+  ),
+  # The frequencies of layers with a window and of the others differ in theta and in scaling.
+  "gemma3": (
+    _without(
+      _config(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        head_dim=32,
+        rope_theta=200_000.0,
+        rope_local_base_freq=5_000.0,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+        hidden_activation=GEMMA_ACTIVATION,
+        query_pre_attn_scalar=50,
+        sliding_window=20,
+        sliding_window_pattern=3,
+      ),
+      "hidden_act",
     ),
     2,
   ),

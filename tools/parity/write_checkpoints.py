@@ -7,6 +7,7 @@ import shutil
 from absl import app, flags
 import numpy as np
 
+from tools.arguments import parse_flags
 from tools.parity import cases
 
 
@@ -25,4 +26,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   _OUTPUT = flags.DEFINE_string("output", None, "folder for the checkpoints, made anew", required=True)
-  app.run(main)
+  app.run(main, flags_parser=parse_flags)

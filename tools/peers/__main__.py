@@ -22,10 +22,10 @@ from typing import Any
 from engine.errors import ConfigError, EngineError
 from tools import workload
 from tools.arguments import CommandParser, positive_float, positive_int
-from tools.latency import Outcome, summary
 from tools.measure import ROOT, commit, machine
 from tools.peers import agreement, report
 from tools.peers.process import PeerProcess
+from tools.report.latency import Outcome, summary
 from tools.workload import WorkRequest
 
 PROMPT_LEN, OUTPUT_LEN = "lognormal:64:8:512", "lognormal:64:4:256"

@@ -16,8 +16,8 @@ import time
 from typing import Any
 
 from engine.errors import ConfigError
-from tools.latency import Outcome
 from tools.measure import ROOT
+from tools.report.latency import Outcome
 
 TAIL_BYTES = 4096
 END_S = 3.0  # for a child to end by itself

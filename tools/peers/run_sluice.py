@@ -25,7 +25,7 @@ def main() -> None:
       kv_cache_mb=1024,
       max_model_len=args.max_len,
       overlap=args.overlap,
-      enable_prefix_caching=False,  # every round serves the same prompts
+      prefix_cache_scope="off",  # every round serves the same prompts
       compile_cache_dir=f"{args.work}/programs",
       **UNBOUNDED,
     )

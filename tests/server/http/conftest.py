@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from server.host import HostOptions
+from server.lifecycle.host import HostOptions
 from tests.server.harness import Served, running
 
 

@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from engine.request import FinishReason
-from server.host import HostOptions
-from server.http.app import make_app
-from server.http.listener import Listener
-from server.http.options import HttpOptions
+from server.http.http_listener import Listener
+from server.http.http_options import HttpOptions
+from server.http.openai.app import make_app
+from server.lifecycle.host import HostOptions
 from server.proto import sluice_pb2 as pb
 from tests.server.harness import Served, endings_of, generate, pages_come_back_within_two_steps, running, tiny_config
 from tests.server.http.conftest import url_of
@@ -313,8 +313,8 @@ def test_idle_connections_do_not_hold_up_the_end(tokenizer):
 @pytest.mark.catalogue("B12")
 def test_slow_heads_and_bodies_are_given_up(server):
   options = HttpOptions(port=0, head_timeout_s=0.2, body_timeout_s=0.2, idle_timeout_s=1)
-  impatient = Listener(make_app(server.host._service, options), options)
-  port = asyncio.run_coroutine_threadsafe(impatient.start(), server.loop).result(30)
+  impatient = Listener(make_app(server.host._state, options), options)
+  port = asyncio.run_coroutine_threadsafe(impatient.start_listening(), server.loop).result(30)
   with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
     connection.sendall(b"GET /health HT")
     answer = read_all(connection)
@@ -324,15 +324,15 @@ def test_slow_heads_and_bodies_are_given_up(server):
     assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
   with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
     assert connection.recv(1) == b"", "a connection without a request is closed"
-  asyncio.run_coroutine_threadsafe(impatient.stop(2), server.loop).result(30)
+  asyncio.run_coroutine_threadsafe(impatient.stop_listening(2), server.loop).result(30)
 
 
 @pytest.mark.catalogue("B10")
 def test_limits_of_connections_and_requests(paced):
   paced.runner.seconds = 0.05
   options = HttpOptions(port=0, max_connections=3, max_requests=1)
-  strict = Listener(make_app(paced.host._service, options), options)
-  port = asyncio.run_coroutine_threadsafe(strict.start(), paced.loop).result(30)
+  strict = Listener(make_app(paced.host._state, options), options)
+  port = asyncio.run_coroutine_threadsafe(strict.start_listening(), paced.loop).result(30)
   connections = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(3)]
   connections[0].sendall(post(**FOREVER, stream=True))
   connections[0].recv(1 << 16)
@@ -344,4 +344,4 @@ def test_limits_of_connections_and_requests(paced):
     assert fourth.recv(1) == b""
   for connection in connections:
     connection.close()
-  asyncio.run_coroutine_threadsafe(strict.stop(2), paced.loop).result(30)
+  asyncio.run_coroutine_threadsafe(strict.stop_listening(2), paced.loop).result(30)

@@ -7,7 +7,7 @@ import ssl
 import httpx
 import pytest
 
-from server.host import HostOptions
+from server.lifecycle.host import HostOptions
 from tests.server.certificates import Authority, replace
 from tests.server.harness import running
 

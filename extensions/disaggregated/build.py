@@ -1,0 +1,54 @@
+"""From a model folder to an engine, which with --batching=disaggregated is two engines on devices of their own."""
+
+from collections.abc import Callable
+import dataclasses
+import time
+
+from engine.device.build import Built, ExecutableSource, begin_build, build, build_side, finish_build
+from engine.device.options import BuildOptions
+from engine.device.runner import Progress
+from engine.engine import Emit, Engine
+from engine.errors import ConfigError
+from extensions.disaggregated.engine import DisaggregatedEngine
+from extensions.disaggregated.transfer import connect_runners
+
+
+def build_any(
+  options: BuildOptions,
+  progress: Progress,
+  emit: Emit,
+  clock: Callable[[], float] = time.monotonic,
+  engine_class: type[Engine] = Engine,
+  source: ExecutableSource | None = None,
+) -> Built:
+  """Makes one engine or, for --batching=disaggregated, two; arguments and errors as of engine.device.build.build."""
+  if options.batching != "disaggregated":
+    return build(options, progress, emit, clock, engine_class, source)
+  assert source is None, "two engines, and executables for one"
+  started = begin_build(options)
+  devices = started.devices
+  num_prefill = options.prefill_devices or len(devices) // 2
+  num_decode = len(devices) - num_prefill
+  if not 0 < num_prefill < len(devices):
+    raise ConfigError(
+      f"batching=disaggregated splits {len(devices)} devices into {num_prefill} for prefill and {num_decode} for "
+      "decode, and each side needs one; set --num_devices and --prefill_devices"
+    )
+  if options.deterministic and num_prefill != num_decode:
+    raise ConfigError(
+      f"deterministic: {num_prefill} devices for prefill and {num_decode} for decode split sums differently, and a "
+      "preempted request may go through either; set --prefill_devices to half of --num_devices"
+    )
+  prefill = build_side(options, devices[:num_prefill], progress, None, num_sides=2)
+  # What one side takes the other must take too.
+  options = dataclasses.replace(options, max_model_len=prefill.scheduler.config.max_model_len)
+  decode = build_side(options, devices[num_prefill:], progress, None)
+  if prefill.trial != decode.trial:
+    raise ConfigError(
+      "deterministic: a trial prompt has other bits on the devices for prefill than on those for decode; serve "
+      "without --batching=disaggregated or without --deterministic"
+    )
+  export = connect_runners(prefill.runner, decode.runner)
+  sides = (prefill.scheduler, prefill.runner), (decode.scheduler, decode.runner)
+  engine = DisaggregatedEngine(*sides, export, clock, emit, engine_class)
+  return finish_build(options, started, engine, decode, prefill)

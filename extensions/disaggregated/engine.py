@@ -1,0 +1,272 @@
+"""Prefill on one set of devices, decode on another, in one process: two engines, and the hand-over between them.
+
+A prompt never delays another request's next token (DistServe, OSDI 2024; Splitwise, ISCA 2024). Each side is a whole
+Engine with its own scheduler, pool and loop; this file plans nothing. A request runs on the prefill side for one token;
+its blocks are then copied out, before any later step there can write to them, and travel with the request to the decode
+side, which takes them in when it admits it. If the decode side must preempt it, it computes everything anew by itself.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import threading
+from typing import Any
+
+from engine.batch import Runner
+from engine.engine import Clock, Emit, Engine
+from engine.errors import ConfigError, DuplicateRequest, Overloaded, Unavailable
+from engine.recorder import EngineStats, Recorder, RungTotals, latest_records
+from engine.request import FinishReason, Request, TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.validation import validate_request
+
+# From block ids of the prefill side to a copy of these blocks as its launched steps leave them, to be an Admission's
+# `imported` on the decode side.
+ExportBlocks = Callable[[tuple[int, ...]], Any]
+
+
+@dataclasses.dataclass(slots=True)
+class _Live:
+  """A request and where it is.
+
+  Attributes:
+    request: as it was submitted; runs nowhere.
+    first: its part on the prefill side.
+    handed_over: whether it is on the decode side.
+    abort: what abort() asked for while it was on the prefill side.
+  """
+
+  request: Request
+  first: Request
+  handed_over: bool = False
+  abort: tuple[FinishReason, str] | None = None
+
+
+class DisaggregatedEngine(Engine):
+  """What Engine's callers see of an Engine, and nothing of its inside. Emits from two threads, one list at a time."""
+
+  def __init__(
+    self,
+    prefill: tuple[Scheduler, Runner],
+    decode: tuple[Scheduler, Runner],
+    export: ExportBlocks,
+    clock: Clock,
+    emit: Emit,
+    engine_class: type[Engine] = Engine,
+  ):
+    """Args:
+    prefill, decode: a scheduler and a runner each; settings but for the pool's size must agree.
+    export: copies blocks out of the prefill side's runner.
+    clock, emit, engine_class: as in Engine.
+    """
+    if prefill[0].config.block_size != decode[0].config.block_size:
+      raise ConfigError(
+        f"blocks of {prefill[0].config.block_size} tokens on the prefill side and {decode[0].config.block_size} on "
+        "the decode side cannot be exchanged; set one --block_size for both"
+      )
+    self.config = decode[0].config
+    self._clock, self._outer_emit = clock, emit
+    self._lock = threading.RLock()
+    self._live: dict[str, _Live] = {}
+    self.num_accepted = 0  # requests so far
+    self._export = export
+    self.prefill = engine_class(*prefill, clock, self._on_prefill)
+    self.decode = engine_class(*decode, clock, self._on_decode)
+    self.prefill.recorder.side, self.decode.recorder.side = "prefill", "decode"
+    self._num_handed_over = 0
+
+  # What an Engine has, on any thread.
+
+  @property
+  def heartbeat(self) -> float:
+    """Of the side that has been silent for longer."""
+    return min(self.prefill.heartbeat, self.decode.heartbeat)
+
+  @property
+  def dead(self) -> BaseException | None:
+    """Why either side failed; the other then ends too."""
+    return self.prefill.dead or self.decode.dead
+
+  @property
+  def incident(self) -> str:
+    """See Engine.incident; of the side that failed, as far as one can tell."""
+    return (self.prefill if self.prefill.dead is not None else self.decode).incident
+
+  @property
+  def recorder(self) -> Recorder:
+    """The decode side's."""
+    return self.decode.recorder
+
+  def submit_all(self, requests: Sequence[Request]) -> None:
+    """See Engine.submit_all; what does not fit both pools is refused."""
+    firsts = []
+    for request in requests:
+      validate_request(self.config, request)
+      request.arrival_time = self._clock()
+      params = request.params
+      firsts.append(_part(request, dataclasses.replace(params, max_tokens=1, min_tokens=min(1, params.min_tokens))))
+    with self._lock:
+      if self.dead is not None:
+        raise Unavailable("the engine has failed; send the request to another server")
+      for request in requests:
+        if request.id in self._live:
+          raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
+      backlog, limit = self.decode.num_live - self.config.max_num_seqs, self.config.max_queued_requests
+      if backlog >= limit:
+        raise Overloaded(f"{backlog} requests wait to be decoded, the limit is {limit}")
+      self.prefill.submit_all(firsts)
+      self._live.update((request.id, _Live(request, first)) for request, first in zip(requests, firsts, strict=True))
+      self.num_accepted += len(requests)
+
+  def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = "") -> None:
+    """See Engine.abort."""
+    with self._lock:
+      live = self._live.get(request_id)
+      if live is None:
+        return
+      if not live.handed_over:
+        live.abort = reason, message  # its last event may be on its way already
+      (self.decode if live.handed_over else self.prefill).abort(request_id, reason, message)
+
+  def start_trace(self, path: str) -> None:
+    """Writes two step traces, `path`.prefill and `path`.decode."""
+    self.prefill.start_trace(path + ".prefill")
+    self.decode.start_trace(path + ".decode")
+
+  def stop_trace(self) -> None:
+    """Ends both."""
+    self.prefill.stop_trace()
+    self.decode.stop_trace()
+
+  def keep_all(self) -> None:
+    """See Engine.keep_all."""
+    self.prefill.keep_all()
+    self.decode.keep_all()
+
+  def stats(self, num_steps: int = 0) -> EngineStats:
+    """Both sides together: sums, and the latest records of either in order of time.
+
+    A request has a record of each side it was on; the first ends when it is handed over.
+    """
+    first, rest = self.prefill.stats(num_steps), self.decode.stats(num_steps)
+    finished = {reason: count + rest.finished[reason] for reason, count in first.finished.items()}
+    finished[FinishReason.LENGTH] -= self._num_handed_over  # their prefill parts
+    rungs = dict(first.rungs)
+    for tokens, totals in rest.rungs.items():
+      rungs[tokens] = totals.plus(rungs.get(tokens, RungTotals()))
+    summed = {
+      field.name: getattr(first, field.name) + getattr(rest, field.name)
+      for field in dataclasses.fields(EngineStats)
+      if field.type is int
+    }
+    return EngineStats(
+      **summed
+      | {
+        "num_live": self.num_live,
+        "num_cached_tokens": first.num_cached_tokens,
+        "num_queried_tokens": first.num_queried_tokens,
+        "rungs": rungs,
+        "finished": finished,
+        "steps": latest_records(sorted((*first.steps, *rest.steps), key=lambda record: record.time), num_steps),
+        "requests": latest_records(sorted((*first.requests, *rest.requests), key=lambda record: record.end), num_steps),
+      }
+    )
+
+  def block_states(self) -> bytes:
+    """See BlockPool.block_states; those of the prefill side come first."""
+    return self.prefill.block_states() + self.decode.block_states()
+
+  # The loops.
+
+  def run(self, stop_event: threading.Event) -> None:
+    """Runs both sides, the prefill side in a thread of its own, until `stop_event` is set or one of them dies."""
+    thread = threading.Thread(target=self._run_side, args=(self.prefill, stop_event), name="prefill")
+    thread.start()
+    self._run_side(self.decode, stop_event)
+    thread.join()
+
+  def wake(self) -> None:
+    """See Engine.wake."""
+    self.prefill.wake()
+    self.decode.wake()
+
+  def _run_side(self, side: Engine, stop_event: threading.Event) -> None:
+    side.run(_Either(stop_event, lambda: self.dead is not None))
+    if self.dead is not None and side.dead is None:
+      side.fail(RuntimeError("the other side of a disaggregated engine has failed"))
+
+  def step(self) -> bool:
+    """One turn of each loop, on the caller's thread."""
+    active = self.prefill.step()
+    return self.decode.step() or active
+
+  # Events, on the thread of the side they come from.
+
+  def _on_prefill(self, events: list[TokenEvent]) -> None:
+    with self._lock:
+      sent, leaving = [], []
+      for event in events:
+        live = self._live[event.request_id]
+        if event.finish_reason is FinishReason.LENGTH and live.request.params.max_tokens > 1:
+          if live.abort is None:
+            leaving.append((live, event))
+            event = event._replace(finish_reason=None, num_cached_tokens=0)
+          else:
+            reason, message = live.abort
+            event = event._replace(finish_reason=reason, message=message)
+        sent.append(event)
+      self._send(sent)
+      for live, event in leaving:
+        self._hand_over(live, event)
+
+  def _hand_over(self, live: _Live, event: TokenEvent) -> None:
+    request, first = live.request, live.first
+    rest = _part(request, request.params)
+    rest.arrival_time = first.arrival_time
+    rest.first_scheduled_time, rest.first_token_time = first.first_scheduled_time, first.first_token_time
+    rest.output_token_ids = list(event.token_ids)
+    rest.num_prompt_cached_tokens = event.num_cached_tokens
+    rest.num_prompt_logprobs = request.num_prompt_tokens - 1  # told already
+    rest.num_transferred_tokens = request.num_prompt_tokens
+    rest.transfer = self._export(first.final_blocks)
+    live.handed_over = True
+    self._num_handed_over += 1
+    self.decode.take_over(rest)
+
+  def _on_decode(self, events: list[TokenEvent]) -> None:
+    with self._lock:
+      self._send(events)
+
+  def _send(self, events: list[TokenEvent]) -> None:
+    for event in events:
+      if event.finish_reason is not None:
+        del self._live[event.request_id]
+    if events:
+      self._outer_emit(events)
+
+
+class _Either(threading.Event):
+  """Set when another event is, or a condition holds."""
+
+  def __init__(self, event: threading.Event, condition: Callable[[], bool]):
+    super().__init__()
+    self._event, self._condition = event, condition
+
+  def is_set(self) -> bool:
+    return self._event.is_set() or self._condition()
+
+
+def _part(request: Request, params: SamplingParams) -> Request:
+  """A request to one side; both draw with the same seed."""
+  return Request(
+    id=request.id,
+    prompt_token_ids=request.prompt_token_ids,
+    params=params if params.seed is not None else dataclasses.replace(params, seed=request.seed),
+    priority=request.priority,
+    queue_deadline=request.queue_deadline,
+    deadline=request.deadline,
+    cache_salt=request.cache_salt,
+    tenant=request.tenant,
+    leader_id=request.leader_id,
+    constraint=request.constraint,  # shared: one side at a time has the request
+  )

@@ -1,0 +1,392 @@
+"""A folder of executables that were compiled before, and what for. What it cannot vouch for is compiled.
+
+  manifest.json        {"format": 1, "made_for": {...}, "num_blocks": ..., "step_bytes": ..., "programs":
+                       {name: {"sha256": ..., "bytes": ...}}}; replaced as a whole, last
+  SHA256.executable    one for each program, never changed
+
+Executables are code: the folder is judged as the compile cache's is. Beyond the compile cache, which needs each program
+traced and lowered to know its key, a bundle needs only that `made_for` is the same here: everything that decides what a
+compiler would be given, and would make of it.
+"""
+
+import collections
+from collections.abc import Callable, Iterator
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import stat
+import tempfile
+import threading
+from typing import Any
+
+import jax
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental.compilation_cache import compilation_cache
+
+from engine.device import kv_cache
+from engine.device.compile_cache import refuse_writers
+from engine.device.pool_size import PoolSize, PoolSizer
+from engine.device.programs import Program, ProgramSpec, step_options
+from engine.errors import ConfigError
+from engine.shapes import StepShape
+from extensions.executable_bundle.restore import NotRestored, restore_program, to_bytes
+from pallas_kernels import native
+
+SETTING = "executable_bundle"
+_MANIFEST, _SUFFIX, _PART, _FORMAT = "manifest.json", ".executable", ".part", 1
+_MANIFEST_LIMIT = 1 << 20  # bytes
+_ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+_SOURCES = ("engine", "models", "pallas_kernels", "extensions/executable_bundle")
+# What is traced depends on these, and users may set them by environment variables.
+_SETTINGS = (
+  "jax_default_matmul_precision",
+  "jax_enable_x64",
+  "jax_default_prng_impl",
+  "jax_threefry_partitionable",
+  "jax_debug_nans",
+  "jax_debug_infs",
+)
+_NO_EFFECT = ("--xla_dump", "--xla_force_host_platform_device_count")  # XLA's flags; the second is in `topology`
+
+
+class _Unusable(Exception):
+  """Why a bundle, or an entry of it, is not used."""
+
+
+class Bundle:
+  """One folder, for one engine's programs; implements engine.device.build.ExecutableSource.
+
+  Attributes:
+    is_whole: once the engine is built: every program that it asked for is stored.
+  """
+
+  def __init__(self, folder: str, batching: str, write: bool = False):
+    """Reads the manifest, if there is one.
+
+    Args:
+      batching: of the engine.
+      write: store what had to be compiled.
+
+    Raises:
+      ConfigError: others may write to the folder or to what is in it, or it cannot be read; or there are two engines.
+    """
+    if batching == "disaggregated":
+      raise ConfigError(
+        f"{SETTING}={folder} holds the programs of one engine, and batching=disaggregated has two; leave --{SETTING} "
+        "empty, or choose another --batching"
+      )
+    self._folder, self._writes = pathlib.Path(folder), write
+    self.is_whole = False
+    self._lock = threading.Lock()
+    self._made_for: dict[str, Any] = {}
+    self._devices: tuple[Any, ...] = ()
+    self._compiled: dict[str, tuple[Program, jax.stages.Compiled]] = {}
+    self._restored: dict[str, dict[str, Any]] = {}
+    self._reasons: list[str] = []
+    self._step_bytes = 0
+    self._without_cache = contextlib.ExitStack()
+    try:
+      if not stat.S_ISDIR(self._folder.stat().st_mode):
+        raise ConfigError(f"{SETTING}={folder}: is no folder; set --{SETTING} to one, or to a path that is free")
+      refuse_writers(self._folder, [*self._folder.glob(f"*{_SUFFIX}"), *self._folder.glob(_MANIFEST)], SETTING)
+    except FileNotFoundError:
+      pass  # what cannot be made either is told when it is written
+    except OSError as error:
+      raise ConfigError(f"{SETTING}={folder}: {error.strerror}; set --{SETTING} to another folder") from error
+    try:
+      self._manifest = _read_manifest(self._folder / _MANIFEST)
+    except _Unusable as error:
+      self._manifest = None
+      self._reasons.append(str(error))
+
+  def choose_pool(
+    self,
+    sizer: PoolSizer,
+    spec: Callable[[int, int], ProgramSpec],
+    rungs: tuple[StepShape, ...],
+    cpu_bytes: int | None,
+  ) -> PoolSize | None:
+    """See ExecutableSource: the pool that the bundle was made for, if all else fits and there is memory for it.
+
+    Free memory is never twice the same to the byte, and executables are for one size of the pool. On an accelerator,
+    this also saves compiling a step only to learn what memory it needs.
+    """
+    if self._manifest is None:
+      return None
+    num_blocks = self._manifest["num_blocks"]
+    if num_blocks * sizer.block_size < sizer.least_length:
+      return None
+    size = sizer.size_by_blocks(num_blocks, "the executable bundle was made for")
+    stored = spec(num_blocks, size.max_model_len)
+    if self._manifest["made_for"] != made_for(stored, rungs):
+      return None
+    kv_bytes = (num_blocks + 1) * sizer.block_bytes
+    if cpu_bytes is not None:
+      return size if 0.9 * cpu_bytes <= kv_bytes <= 1.1 * cpu_bytes else None
+    step_bytes = stored.slot_bytes + self._manifest["step_bytes"]
+    free = kv_cache.free_bytes(stored.mesh, step_bytes, reserve_share=0.02)
+    return size if free is not None and kv_bytes <= free else None
+
+  def begin(self, spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> None:
+    """Says what programs will be asked for; from here on `executable` may be called."""
+    self.begin_for(made_for(spec, rungs), tuple(spec.mesh.devices.flat))
+
+  def begin_for(self, wanted: dict[str, Any], devices: tuple[Any, ...]) -> None:
+    """As `begin`, for whoever has called `made_for`. Args: wanted: its result; devices: jax.Device."""
+    self._made_for, self._devices = wanted, devices
+    if self._writes and devices[0].platform == "cpu":
+      self._without_cache.enter_context(without_compile_cache())
+    if self._manifest is not None and self._manifest["made_for"] != wanted:
+      self._reasons.append(_difference(self._manifest["made_for"], wanted))
+      self._manifest = None
+    if self._manifest is not None:
+      _register_kernels()
+
+  def executable(self, program: Program) -> jax.stages.Compiled:
+    """The program's executable: the stored one, if it is whole and what it should be, else a new one.
+
+    Safe on any thread.
+    """
+    if self._manifest is not None:
+      try:
+        entry = self._manifest["programs"].get(program.name)
+        if entry is None:
+          raise _Unusable("is not in it")
+        restored = restore_program(program, _read_entry(self._folder, entry), self._devices)
+      except (_Unusable, NotRestored) as error:
+        with self._lock:
+          self._reasons.append(f"{program.name} {error}")
+      else:
+        with self._lock:
+          self._restored[program.name] = entry
+        return restored
+    compiled = program.compile()
+    analysis = compiled.memory_analysis()
+    with self._lock:
+      self._compiled[program.name] = (program, compiled)
+      self._step_bytes = max(self._step_bytes, analysis.temp_size_in_bytes if analysis else 0)
+    return compiled
+
+  def finish(self, num_blocks: int) -> str:
+    """Ends the asking, and stores what was compiled where that was wanted.
+
+    Args: num_blocks: of the pool.
+
+    Returns: why programs were compiled, a line; "" if none was.
+    """
+    self._without_cache.close()
+    if not self._compiled:
+      self.is_whole = True
+      return ""
+    if self._writes:
+      self.is_whole = self._write(num_blocks)
+    first, more = self._reasons[:3], len(self._reasons) - 3
+    why = "; ".join(first) + (f"; and {more} more" if more > 0 else "")
+    what = "compiled and stored" if self.is_whole else "compiled"
+    return f"executable bundle {self._folder}: {why}; programs {what}: {len(self._compiled)}"
+
+  def _write(self, num_blocks: int) -> bool:
+    """Stores what was compiled, so that the next start finds it; a reader sees the old bundle or the new one.
+
+    A disk that takes nothing is no reason not to serve: the reasons then say so, and False is returned.
+    """
+    try:
+      self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+      with _locked(self._folder):
+        entries = dict(self._restored)
+        for name, (program, compiled) in self._compiled.items():
+          data = to_bytes(compiled)
+          restore_program(program, data, self._devices)  # what cannot be read back is no use
+          entries[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+          _write_whole(_entry_file(self._folder, entries[name]), data)
+        step_bytes = max(self._step_bytes, self._manifest["step_bytes"] if self._manifest else 0)
+        manifest = {
+          "format": _FORMAT,
+          "made_for": self._made_for,
+          "num_blocks": num_blocks,
+          "step_bytes": step_bytes,
+          "programs": dict(sorted(entries.items())),
+        }
+        _write_whole(self._folder / _MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+        kept = {_entry_file(self._folder, entry) for entry in entries.values()}
+        for file in (*self._folder.glob(f"*{_SUFFIX}"), *self._folder.glob(f"*{_PART}")):
+          if file not in kept:
+            file.unlink()
+    except OSError as error:
+      self._reasons.insert(0, f"cannot be written ({error.strerror})")
+    except NotRestored as error:
+      self._reasons.insert(0, f"cannot be written ({error})")
+    else:
+      return True
+    return False
+
+
+@contextlib.contextmanager
+def without_compile_cache() -> Iterator[None]:
+  """Has JAX compile as if it kept nothing, for programs that will be stored elsewhere.
+
+  An executable that was itself loaded is not whole when a CPU's backend writes it again: it lacks functions.
+  """
+  enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()  # it remembers whether it is used
+  try:
+    yield
+  finally:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()
+
+
+def made_for(spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> dict[str, Any]:
+  """All that decides what executables are, as JSON values; weights are arguments and do not."""
+  devices = list(spec.mesh.devices.flat)
+  client = devices[0].client
+  shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding.spec)) for leaf in spec.params]
+  kinds = collections.Counter(f"{buffer.dtype}{list(buffer.shape)}" for buffer in spec.kv)
+  found: dict[str, Any] = {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "flax")}
+  found |= {
+    "platform": client.platform,
+    "platform version": client.platform_version,
+    "device": spec.device_kind or devices[0].device_kind,
+    "device ids": [device.id for device in devices],
+    "mesh": [list(map(str, spec.mesh.axis_names)), list(spec.mesh.devices.shape)],
+    "topology": _topology(devices),
+    "XLA flags": _xla_flags(),
+    "JAX settings": {name: str(jax.config.values[name]) for name in _SETTINGS},
+    "Sluice's programs": _sources(),
+    "kernel libraries": {name: _library(name) for name in native.SOURCES} if client.platform == "cpu" else {},
+    "model": _digest(repr(spec.model)),
+    "parameters": _digest(repr(shapes)),
+    "KV": ", ".join(f"{count} of {kind}" for kind, count in kinds.items()),
+    "ladder": [dataclasses.astuple(shape) for shape in rungs],
+    "compiler options": step_options(spec),
+  }
+  if client.platform == "cpu":
+    found["processors"] = len(os.sched_getaffinity(0))  # XLA splits loops by their number
+  plain = {key: value for key, value in vars(spec).items() if isinstance(value, str | int | float | bool)}
+  return json.loads(json.dumps(found | plain))
+
+
+def _difference(stored: dict[str, Any], here: dict[str, Any]) -> str:
+  for key in (*here, *stored):
+    if stored.get(key) != here.get(key):
+      return f"was made for {key} {_shown(stored.get(key))}, and here is {_shown(here.get(key))}"
+  return "was made for something else"
+
+
+def _shown(value: Any) -> str:
+  text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+  return text if len(text) <= 200 else text[:200] + "..."
+
+
+def _read_manifest(file: pathlib.Path) -> dict[str, Any]:
+  try:
+    with file.open("rb") as stream:
+      data = stream.read(_MANIFEST_LIMIT + 1)
+  except FileNotFoundError:
+    raise _Unusable(f"has no {_MANIFEST}") from None
+  except OSError as error:
+    raise _Unusable(f"has a {_MANIFEST} that cannot be read ({error.strerror})") from None
+  try:
+    if len(data) > _MANIFEST_LIMIT:
+      raise ValueError(f"over {_MANIFEST_LIMIT} bytes")
+    manifest = json.loads(data)
+    if manifest["format"] != _FORMAT:
+      raise _Unusable(f"has format {manifest['format']!r:.20}, and this reads {_FORMAT}")
+    whole = isinstance(manifest["made_for"], dict) and all(
+      type(manifest[name]) is int and manifest[name] >= 0 for name in ("num_blocks", "step_bytes")
+    )
+    for entry in manifest["programs"].values():
+      digest = entry["sha256"]
+      whole &= (
+        type(entry["bytes"]) is int
+        and entry["bytes"] >= 0
+        and len(digest) == 64
+        and set(digest) <= set("0123456789abcdef")
+      )
+    if not whole:
+      raise ValueError("an entry is of the wrong kind")
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    raise _Unusable(f"has a {_MANIFEST} that is broken") from None
+  return manifest
+
+
+def _entry_file(folder: pathlib.Path, entry: dict[str, Any]) -> pathlib.Path:
+  return folder / f"{entry['sha256']}{_SUFFIX}"
+
+
+def _read_entry(folder: pathlib.Path, entry: dict[str, Any]) -> bytes:
+  try:
+    with _entry_file(folder, entry).open("rb") as stream:
+      data = stream.read(entry["bytes"] + 1)
+  except FileNotFoundError:
+    raise _Unusable("has lost its file") from None
+  except OSError as error:
+    raise _Unusable(f"cannot be read ({error.strerror})") from None
+  if len(data) != entry["bytes"]:
+    raise _Unusable(f"has {'more than' if len(data) > entry['bytes'] else 'lost a part of'} {entry['bytes']} bytes")
+  if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+    raise _Unusable("is not what was written (SHA-256)")
+  return data
+
+
+def _write_whole(file: pathlib.Path, data: bytes) -> None:
+  with tempfile.NamedTemporaryFile(dir=file.parent, suffix=_PART, delete=False) as part:  # of mode 0600
+    part.write(data)
+    part.flush()
+    os.fsync(part.fileno())
+  os.replace(part.name, file)
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+  """One writer at a time: each removes what its manifest does not name."""
+  handle = os.open(folder, os.O_RDONLY)
+  try:
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    yield
+  finally:
+    os.close(handle)
+
+
+def _register_kernels() -> None:
+  """Lets the backend find the C++ kernels: nothing is traced here, which is when they are registered otherwise."""
+  for name in native.SOURCES:
+    with contextlib.suppress(native.NativeMissing):
+      native.register(name)
+
+
+def _library(name: str) -> str:
+  """Its file's name holds a digest of its sources, flags and jaxlib."""
+  file = native.path(name)
+  return file.name if file.exists() else "not built"
+
+
+def _topology(devices: list[Any]) -> str:
+  """On a CPU with the instructions it has; as JAX's compile cache takes it."""
+  try:
+    return f"{xla_client.get_topology_for_devices(devices).fingerprint():016x}"
+  except jax.errors.JaxRuntimeError:
+    return ""
+
+
+def _xla_flags() -> list[str]:
+  flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
+  return sorted(flag for flag in flags if not flag.startswith(_NO_EFFECT))
+
+
+def _sources() -> str:
+  digest = hashlib.sha256()
+  for package in _SOURCES:
+    for file in sorted((_ROOT / package).rglob("*.py")):
+      digest.update(file.relative_to(_ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+  return digest.hexdigest()
+
+
+def _digest(text: str) -> str:
+  return hashlib.sha256(text.encode()).hexdigest()

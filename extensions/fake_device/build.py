@@ -1,0 +1,136 @@
+"""From a model folder to an engine on the fake device: the folder's numbers, no weights, nothing compiled.
+
+The twin of engine/device/build.py for `--fake_device`. Loads no jax.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import json
+import pathlib
+import time
+from typing import Any
+
+from engine.config import EngineConfig, chosen_overlap
+from engine.engine import Emit, Engine
+from engine.errors import CheckpointError, ConfigError
+from engine.scheduler import Scheduler
+from engine.settings import DeviceSettings, check_settings, declared_settings
+from engine.shapes import LadderChoice, choose_ladder
+from extensions.disaggregated.engine import DisaggregatedEngine
+from extensions.fake_device.device import FakeDevice
+
+_BLOCK_SIZE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeBuilt:
+  """An engine that is ready; names are those of engine.device.build.Built."""
+
+  engine: Engine
+  runner: FakeDevice
+  model_name: str
+  config: EngineConfig
+  ladder: LadderChoice
+  attention: str = "fake"
+  matmul: str = "fake"
+  quantization: str = "none"
+  fallbacks: tuple[str, ...] = ()
+  warnings: tuple[str, ...] = ()
+  deterministic: str = ""
+  lowered: str = ""
+  load_s: float = 0.0
+  warmup_s: float = 0.0
+
+
+def build_fake(
+  model_dir: str,
+  settings: Mapping[str, Any],
+  step_s: float,
+  emit: Emit,
+  clock: Callable[[], float] = time.monotonic,
+  engine_class: type[Engine] = Engine,
+) -> FakeBuilt:
+  """Makes an engine and its fake device.
+
+  Args:
+    model_dir: a folder with config.json.
+    settings: by the names of BuildOptions; what only a real device has is left aside.
+    step_s: seconds a step takes.
+    emit, clock: given to the Engine.
+    engine_class: Engine, or one that does more.
+
+  Raises:
+    CheckpointError: the folder lacks a number.
+    ConfigError: settings do not fit each other or the model.
+  """
+  folder = pathlib.Path(model_dir)
+  raw = _read_json(folder / "config.json")
+  vocab_size = _number(folder, raw, "vocab_size")
+  longest = _number(folder, raw, "max_position_embeddings")
+  max_model_len = settings.get("max_model_len") or longest
+  if max_model_len > longest:
+    raise ConfigError(
+      f"max_model_len={max_model_len} exceeds the {longest} positions of {folder.name}; lower --max_model_len, or "
+      "leave it at 0"
+    )
+  generation = folder / "generation_config.json"
+  eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+  eos = raw.get("eos_token_id") if eos is None else eos
+  eos_token_ids = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+  if not all(type(token) is int for token in eos_token_ids):
+    raise CheckpointError(f"{folder}: eos_token_id={eos!r} must be a token id or a list of them")
+  devices = {declared.name for declared in declared_settings(DeviceSettings)}
+  check_settings(DeviceSettings(**{name: value for name, value in settings.items() if name in devices}))
+  names = {field.name for field in dataclasses.fields(EngineConfig)}
+  chosen = {name: value for name, value in settings.items() if name in names}
+  chosen["overlap"] = chosen_overlap(settings.get("overlap", "auto"), default=True)
+  block_size = settings.get("block_size") or _BLOCK_SIZE
+  ladder = choose_ladder(
+    "cpu",
+    token_budgets=settings.get("token_budgets") or None,
+    max_num_seqs=settings.get("max_num_seqs") or None,
+    prefill_chunk=settings.get("prefill_chunk") or None,
+    all_rungs=True,  # one costs nothing here
+  )
+  # As much as a real pool is sized for: twice what can run at once.
+  num_blocks = settings.get("num_blocks") or 2 * ladder.max_num_seqs * -(-max_model_len // block_size)
+  chosen |= {
+    "vocab_size": vocab_size,
+    "max_model_len": max_model_len,
+    "block_size": block_size,
+    "num_blocks": num_blocks,
+    "eos_token_ids": eos_token_ids,
+    "token_budgets": ladder.token_budgets,
+    "max_num_seqs": ladder.max_num_seqs,
+    "prefill_chunk": ladder.prefill_chunk,
+  }
+  config = EngineConfig(**chosen)
+  device = FakeDevice(config, step_s)
+  if config.batching == "disaggregated":
+    source = FakeDevice(config, step_s)
+    sides = (Scheduler(config), source), (Scheduler(config), device)
+    engine = DisaggregatedEngine(*sides, source.export_blocks, clock, emit, engine_class)
+  else:
+    engine = engine_class(Scheduler(config), device, clock, emit)
+  named = folder / "sluice.json"
+  name = _read_json(named).get("name") if named.is_file() else None
+  return FakeBuilt(engine, device, name or folder.resolve().name, config, ladder)
+
+
+def _read_json(file: pathlib.Path) -> dict[str, Any]:
+  try:
+    value = json.loads(file.read_text("utf-8"))
+  except OSError as error:
+    raise CheckpointError(f"{file}: {error.strerror}; --model takes a Hugging Face or Sluice model folder") from None
+  except (ValueError, RecursionError) as error:
+    raise CheckpointError(f"{file}: cannot be read as JSON ({error}); copy it again") from None
+  if not isinstance(value, dict):
+    raise CheckpointError(f"{file}: holds no JSON object; copy it again")
+  return value
+
+
+def _number(folder: pathlib.Path, raw: Mapping[str, Any], name: str) -> int:
+  value = raw.get(name)
+  if type(value) is not int or value < 1:
+    raise CheckpointError(f"{folder / 'config.json'}: {name}={value!r} must be a whole number of 1 or more")
+  return value

@@ -1,0 +1,182 @@
+"""The dense decoder: Llama 2 and 3, and by their configs what is like them. Structure only.
+
+How weights are held, and which work goes into their products, is models/linear.py's. How attention reaches past tokens
+is the caller's: it passes `attend`, a pure function, and one cache a layer, which this file hands through unread.
+Serving passes paged attention, training passes dense causal attention; there is one forward for both. Every function
+works on any leading dimensions (`[T]` in serving, `[B, T]` in training).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from models.config import Activation, LayerAttention, ModelConfig
+from models.layers import RMSNorm, rotation
+from models.linear import Linear, WeightForm, declare_vocabulary
+
+# (the layer's declaration, qkv [..., K, G + 2, H], cos [..., H / 2], sin, cache, meta) -> (out [..., N, H], cache)
+Attend = Callable[[LayerAttention, jax.Array, jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any]]
+# (int32[S], indices into the tokens; int32[1], how many of these are in use, those in front)
+Wanted = tuple[jax.Array, jax.Array]
+
+
+def _norm(config: ModelConfig, size: int, dtype: jnp.dtype, form: WeightForm) -> RMSNorm:
+  return RMSNorm(size, config.rms_norm_eps, dtype, offset=config.norm_offset, ordered=form.orders_norms)
+
+
+class Attention(nnx.Module):
+  """Grouped-query attention (arXiv:2305.13245). Query, key and value are one product.
+
+  `qkv` is [D, K, G + 2, H]: each KV head lies beside its query heads, so the K axis can be split over devices
+  without moving anything.
+  """
+
+  def __init__(self, config: ModelConfig, declared: LayerAttention, dtype: jnp.dtype, form: WeightForm):
+    d, k, g, h = config.model_dim, declared.num_kv_heads, declared.group_size, declared.head_dim
+    self.declared = declared
+    heads = ("kv_heads", None, None)
+    self.qkv = Linear.declare((d, k, g + 2, h), ("embed", *heads), dtype, form, bias=config.qkv_bias)
+    self.q_norm = _norm(config, h, dtype, form) if config.qk_norm else None
+    self.k_norm = _norm(config, h, dtype, form) if config.qk_norm else None
+    self.out = Linear.declare(
+      (k, g, h, d), (*heads, "embed"), dtype, form, num_inputs=3, multiplier=config.residual_multiplier
+    )
+
+  def __call__(
+    self,
+    x: jax.Array,
+    norm: RMSNorm | None,
+    post_norm: RMSNorm | None,
+    rotation: tuple[jax.Array, jax.Array],
+    cache: Any,
+    meta: Any,
+    attend: Attend,
+    num_tokens: jax.Array | None,
+    wanted: Wanted | None,
+  ) -> tuple[jax.Array, Any]:
+    """[..., D] -> [..., D] (of the tokens wanted): x and what attention adds to it; and the cache."""
+    qkv = self.qkv(x, norm=norm, num_rows=num_tokens)
+    if self.q_norm is not None and self.k_norm is not None:
+      q, k, v = jnp.split(qkv, [self.declared.group_size, self.declared.group_size + 1], axis=-2)
+      qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=-2)
+    attended, cache = attend(self.declared, qkv, *rotation, cache, meta)
+    attended = attended.reshape(*x.shape[:-1], -1)
+    if wanted is not None:
+      tokens, num_tokens = wanted
+      x, attended = x[tokens], attended[tokens]
+    attended = attended.reshape(*x.shape[:-1], *self.out.inputs)
+    return self.out(attended, residual=x, residual_norm=post_norm, num_rows=num_tokens), cache
+
+
+class GatedMLP(nnx.Module):
+  """SwiGLU and its like (arXiv:2002.05202); gate and up are one product."""
+
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm):
+    d, f = config.model_dim, config.hidden_dim
+    self.gate_up = Linear.declare((d, 2, f), ("embed", None, "mlp"), dtype, form)
+    self.down = Linear.declare((f, d), ("mlp", "embed"), dtype, form, multiplier=config.residual_multiplier)
+    self.activation: Activation = config.activation
+
+  def __call__(
+    self, x: jax.Array, norm: RMSNorm | None, post_norm: RMSNorm | None, num_tokens: jax.Array | None
+  ) -> jax.Array:
+    """[..., D] -> [..., D]: x and what the MLP adds to it."""
+    both = self.gate_up(x, norm=norm, num_rows=num_tokens)
+    return self.down(both, activation=self.activation, residual=x, residual_norm=post_norm, num_rows=num_tokens)
+
+
+class Block(nnx.Module):
+  """One layer: attention and MLP, each with a norm of what it gets, of what it adds, or both."""
+
+  def __init__(self, config: ModelConfig, declared: LayerAttention, dtype: jnp.dtype, form: WeightForm):
+    before, after = config.norms != "after", config.norms != "before"
+    norm = partial(_norm, config, config.model_dim, dtype, form)
+    self.attention_norm = norm() if before else None
+    self.attention = Attention(config, declared, dtype, form)
+    self.attention_post_norm = norm() if after else None
+    self.mlp_norm = norm() if before else None
+    self.mlp = GatedMLP(config, dtype, form)
+    self.mlp_post_norm = norm() if after else None
+
+  def __call__(self, x, rotation, cache, meta, attend: Attend, num_tokens=None, wanted: Wanted | None = None):
+    with jax.named_scope("attention"):
+      norms = self.attention_norm, self.attention_post_norm
+      x, cache = self.attention(x, *norms, rotation, cache, meta, attend, num_tokens, wanted)
+    with jax.named_scope("mlp"):
+      norms = self.mlp_norm, self.mlp_post_norm
+      return self.mlp(x, *norms, num_tokens if wanted is None else wanted[1]), cache
+
+
+@partial(jax.jit, static_argnums=(0, 6))
+def _run_block(graphdef, state, x, rotation, cache, meta, attend, num_tokens, wanted):
+  """One layer as an inner jit: those that are declared alike, but for the last, share one trace and one compiled body;
+  a scan would copy the cache."""
+  return nnx.merge(graphdef, state)(x, rotation, cache, meta, attend, num_tokens, wanted)
+
+
+class Decoder(nnx.Module):
+  """Embedding, layers, final norm and head."""
+
+  def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm):
+    self.config = config
+    self.embed, self.head = declare_vocabulary(
+      config.vocab_size,
+      config.model_dim,
+      dtype,
+      form,
+      tied=config.tie_embeddings,
+      multiplier=config.embedding_multiplier,
+      head_multiplier=1.0 / config.logits_divisor,
+    )
+    self.layers = nnx.List([Block(config, declared, dtype, form) for declared in config.layers])
+    self.final_norm = _norm(config, config.model_dim, dtype, form)
+
+  def hidden(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    caches: tuple,
+    meta: Any,
+    attend: Attend,
+    num_tokens: jax.Array | None = None,
+    wanted: Wanted | None = None,
+  ) -> tuple[jax.Array, tuple]:
+    """Runs the layers.
+
+    Args:
+      tokens: int32[...], ids inside the vocabulary (checked by the host: JAX clamps in silence).
+      positions: int32[...], of the same shape.
+      caches: one opaque value a layer, handed to `attend` and replaced by what it returns.
+      meta: a pytree handed to `attend`.
+      attend: a module-level function (it is static in the compiled layer).
+      num_tokens: int32[1], how many of the tokens are in use, those in front; None: all. Where a matmul can, it leaves
+        the others out. What comes out for them means nothing.
+      wanted: which tokens, int32[T], are asked for, since only these get logits: behind its attention the last layer
+        has no others. None: all.
+
+    Returns:
+      Hidden states [..., D] (of those wanted, [S, D]) as the last layer leaves them, for `logits`; and the new caches.
+    """
+    x = self.embed(tokens)
+    rotations = {declared.rope: rotation(positions, declared) for declared in self.config.groups}
+    new_caches = []
+    for index, (layer, declared, cache) in enumerate(zip(self.layers, self.config.layers, caches, strict=True), 1):
+      graphdef, state = nnx.split(layer)
+      now = wanted if index == len(self.layers) else None
+      x, cache = _run_block(graphdef, state, x, rotations[declared.rope], cache, meta, attend, num_tokens, now)
+      new_caches.append(cache)
+    return x, tuple(new_caches)
+
+  def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+    """[..., D] of `hidden` -> f32[..., V]: the final norm, and the head.
+
+    num_rows: int32[1], as num_tokens of `hidden`.
+    """
+    with jax.named_scope("head"):
+      logits = self.head(hidden, norm=self.final_norm, num_rows=num_rows, dtype=jnp.dtype(jnp.float32))
+      cap = self.config.logits_soft_cap
+      return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -1,0 +1,486 @@
+"""Live generations: tokens come in from the engine, messages go out to one RPC each. Knows no gRPC.
+
+Everything here runs on the event loop's thread, which hears of the engine once a step. A step has hundreds of
+tokens: each is put into a list, and text and messages are made of all that came since the last ones.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+import logging
+import math
+import secrets
+
+from engine.errors import DuplicateRequest, EngineError
+from engine.request import ENGINE_FAILURE, GRAMMAR_LIMIT, NUMERICAL_ERROR, FinishReason, Request, TokenEvent
+from server.errors import (
+  AbortedByRequest,
+  DeadlineExceeded,
+  EngineFailed,
+  GenerationFailed,
+  GrammarLimit,
+  InternalError,
+  NumericalError,
+)
+from server.generation.engine_client import EngineClient
+from server.generation.request_validation import GenerationCall
+from server.proto import sluice_pb2 as pb
+from server.telemetry.latency_histograms import Observations
+from server.telemetry.tracing import Span, Tracer
+from server.text.detokenizer import Detokenizer, StopStrings
+from server.text.tokenizer import Tokenizer
+
+_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
+# Tokens that may wait to become text, so that nobody has to wait while a whole answer does.
+_MAX_PENDING = 256
+_ERRORS = {NUMERICAL_ERROR: NumericalError, ENGINE_FAILURE: EngineFailed, GRAMMAR_LIMIT: GrammarLimit}
+
+_log = logging.getLogger(__name__)
+
+
+class _Output:
+  """One index of a generation: from token events to the delta and the ending that are not yet sent.
+
+  Attributes:
+    pending: tokens that are not in the delta yet.
+    is_eager: tokens are looked at as they come, for one may complete a stop string.
+    last_token_at: on the engine's clock, of the dispatch that brought it.
+  """
+
+  def __init__(
+    self,
+    generation: "Generation",
+    index: int,
+    engine_id: str,
+    call: GenerationCall,
+    tokenizer: Tokenizer | None,
+    clock: Callable[[], float],
+  ):
+    self.generation = generation
+    self.engine_id = engine_id
+    self.pending: list[int] = []
+    self.is_eager = bool(call.stop_strings)
+    self.last_token_at: float | None = None
+    self.finished: pb.Finished | None = None
+    self._delta = pb.Delta(index=index)
+    self._call = call
+    self._min_tokens = call.params[index].min_tokens
+    self._clock = clock
+    self._started = clock()
+    self.first_token_s: float | None = None
+    self._num_tokens = 0
+    self._num_cached_tokens = 0
+    wants_text = call.return_text or call.stop_strings
+    self._detokenizer: Detokenizer | None = None
+    if wants_text and tokenizer is not None:
+      self._detokenizer = tokenizer.detokenizer(skip_special_tokens=call.skip_special_tokens)
+    self._stops = StopStrings(call.stop_strings)
+
+  @property
+  def num_prompt_tokens(self) -> int:
+    return len(self._call.prompt_token_ids)
+
+  @property
+  def num_tokens(self) -> int:
+    return self._num_tokens + len(self.pending)
+
+  @property
+  def num_cached_tokens(self) -> int:
+    return self._num_cached_tokens
+
+  @property
+  def delta(self) -> pb.Delta:
+    """What was not sent."""
+    if self.pending:
+      self.flush()
+    return self._delta
+
+  def has_first_token(self) -> float:
+    """Says that it has come; returns the seconds from submission."""
+    self.first_token_s = self._clock() - self._started
+    return self.first_token_s
+
+  def add_to(self, message: pb.GenerateResponse) -> None:
+    """Moves what was not sent into a message."""
+    delta = self.delta
+    if delta.text or delta.token_ids or delta.logprobs or delta.prompt_logprobs:
+      message.deltas.append(delta)
+      self._delta = pb.Delta(index=delta.index)
+    if self.finished is not None:
+      message.finished.append(self.finished)
+
+  def flush(self) -> None:
+    """Makes pending tokens part of the delta."""
+    pending, self.pending = self.pending, []
+    self._add_text(pending)
+    if self._call.return_token_ids:
+      self._delta.token_ids.extend(pending)
+
+  def take_event(self, event: TokenEvent) -> None:
+    """Adds an event of this request; sets `finished` when it is the last, or completes a stop string."""
+    if self.pending:
+      self.flush()
+    token_ids: Sequence[int] = event.token_ids
+    if event.prompt_logprobs:
+      self._delta.prompt_logprobs.extend(map(_logprobs, event.prompt_logprobs))
+    self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
+    if event.stop_token_id is not None:
+      self._num_tokens += 1
+      token_ids = token_ids[:-1]
+    shown = self._add_text(token_ids)
+    if self._call.return_token_ids:
+      self._delta.token_ids.extend(token_ids[:shown])
+    if event.logprobs:
+      self._delta.logprobs.extend(map(_logprobs, event.logprobs[:shown]))
+    if self._stops.matched is not None:
+      self._finish(FinishReason.STOP, stop_string=self._stops.matched)
+    elif event.finish_reason is not None:
+      if self._call.return_text:
+        self._delta.text += self._stops.flush()
+      self._finish(event.finish_reason, stop_token_id=event.stop_token_id)
+
+  def _add_text(self, token_ids: Sequence[int]) -> int:
+    """Appends the tokens' text up to a stop string; returns how many tokens were used."""
+    if self._detokenizer is None or not self._call.stop_strings:
+      self._num_tokens += len(token_ids)
+      if self._detokenizer is not None and token_ids:
+        self._delta.text += self._detokenizer.push(token_ids)
+      return len(token_ids)
+    for used, token_id in enumerate(token_ids, start=1):
+      self._num_tokens += 1
+      text = self._detokenizer.push((token_id,))
+      text = self._stops.push(text, may_match=self._num_tokens > self._min_tokens)
+      if self._call.return_text:
+        self._delta.text += text
+      if self._stops.matched is not None:
+        return used
+    return len(token_ids)
+
+  def _finish(self, reason: FinishReason, *, stop_token_id: int | None = None, stop_string: str | None = None) -> None:
+    num_prompt_tokens = self.num_prompt_tokens
+    self.finished = pb.Finished(
+      index=self._delta.index,
+      reason=_REASONS[reason],
+      stop_token_id=stop_token_id,
+      stop_string=stop_string,
+      usage=pb.Usage(
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=self._num_tokens,
+        total_tokens=num_prompt_tokens + self._num_tokens,
+        cached_tokens=self._num_cached_tokens,
+      ),
+      timing=pb.Timing(time_to_first_token_s=self.first_token_s or 0.0, total_s=self._clock() - self._started),
+    )
+
+
+class Generation:
+  """One RPC's generation. Ends once: every output finished, or an error."""
+
+  def __init__(self, request_id: str, owner: str):
+    self.request_id = request_id
+    self.owner = owner
+    self.outputs: list[_Output] = []
+    self.error: EngineError | None = None
+    self.span: Span | None = None
+    self._news = asyncio.Event()
+
+  @property
+  def ended(self) -> bool:
+    """Nothing more will come from the engine."""
+    return self.error is not None or all(output.finished is not None for output in self.outputs)
+
+  @property
+  def outcome(self) -> str:
+    """What became of it, once it is closed."""
+    if self.error is not None:
+      return "cancelled" if isinstance(self.error, AbortedByRequest) else "failed"
+    return "finished" if self.ended else "cancelled"
+
+  def wake(self) -> None:
+    """There is something to send."""
+    self._news.set()
+
+  async def wait_ended(self) -> None:
+    """Returns when all outputs are finished; raises the error that ended the generation instead."""
+    while not self.ended:
+      await self._news.wait()
+      self._news.clear()
+    if self.error is not None:
+      raise self.error
+
+  async def messages(self) -> AsyncIterator[pb.GenerateResponse]:
+    """What came since the last message, until the end; raises the error that ended the generation instead.
+
+    A reader that is slow gets fewer and larger messages, so what waits for it is bounded by max_tokens.
+    """
+    unfinished = self.outputs
+    while unfinished:
+      await self._news.wait()
+      self._news.clear()
+      message = pb.GenerateResponse()
+      for output in unfinished:
+        output.add_to(message)
+      unfinished = [output for output in unfinished if output.finished is None]
+      if not unfinished:
+        message.finished[-1].last = True
+      if message.deltas or message.finished:
+        yield message
+      if self.error is not None:
+        raise self.error
+
+
+class Generations:
+  """All live generations of a server, by owner and request id, and by the engine's ids."""
+
+  def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None, *, tracer: Tracer | None = None):
+    """Args:
+    engine: gets the requests; its clock is the one deadlines are on.
+    tokenizer: of the model, or None.
+    tracer: gets a span for each generation; None: there are none.
+    """
+    self.observations = Observations()
+    self._tracer = tracer
+    self._dispatched_at = 0.0
+    self._engine = engine
+    self._tokenizer = tokenizer
+    self._clock = engine.now
+    # No deadline of a client's may be later.
+    self._request_timeout_s = engine.config.request_timeout_s or math.inf
+    self._live: dict[tuple[str, str], Generation] = {}  # by owner and request id
+    self._outputs: dict[str, _Output] = {}
+    self._idle = asyncio.Event()
+    self._idle.set()
+    self.num_started = 0
+    self.num_late_events = 0  # for requests that had ended, that nobody waits for any more, or that never were
+    self._refusal: EngineError | None = None
+    self._num_starting = 0  # live, and the engine has not yet said whether it takes them
+    # Of those that are not live any more; "cancelled" are those that nobody waits for.
+    self.num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
+
+  def __len__(self) -> int:
+    return len(self._live)
+
+  async def start_generation(self, call: GenerationCall, time_remaining_s: float | None, owner: str = "") -> Generation:
+    """Submits a checked call. Whatever is raised, cancellation too, nothing of it is left.
+
+    Args:
+      call: what to generate.
+      time_remaining_s: of the client's deadline; None is no deadline.
+      owner: tenant of the caller's key, empty where none is asked for; nobody else can abort it, or collides with its
+        id.
+
+    Raises:
+      DuplicateRequest: the id is live.
+      InvalidRequest, Overloaded, Unavailable: from the engine.
+      EngineError: of `end_all`.
+    """
+    if self._refusal is not None:
+      raise self._refusal
+    request_id = call.request_id or f"g-{secrets.token_hex(16)}"
+    if (owner, request_id) in self._live:
+      raise DuplicateRequest(f"request_id={request_id} is in use by a live request; choose another, or leave it empty")
+    now = self._clock()
+    limit_s = min(self._request_timeout_s, math.inf if time_remaining_s is None else time_remaining_s)
+    generation = Generation(request_id, owner)
+    self._live[owner, request_id] = generation
+    self._idle.clear()
+    self._num_starting += 1
+    ids: list[str] = []
+    requests: list[Request] = []
+    try:
+      for index, params in enumerate(call.params):
+        engine_id = self._engine.new_id(f"{request_id}/{index}" if index else request_id)
+        ids.append(engine_id)
+        output = _Output(generation, index, engine_id, call, self._tokenizer, self._clock)
+        self._outputs[engine_id] = output
+        generation.outputs.append(output)
+        requests.append(
+          Request(
+            id=engine_id,
+            prompt_token_ids=call.prompt_token_ids,
+            params=params,
+            priority=call.priority,
+            queue_deadline=None if call.queue_timeout_s is None else now + call.queue_timeout_s,
+            deadline=None if limit_s == math.inf else now + limit_s,
+            cache_salt=call.cache_salt,
+            tenant=call.tenant,
+            leader_id=None if index == 0 else ids[0],
+            constraint=call.constraints[index] if call.constraints else None,
+          )
+        )
+      await self._engine.submit(owner, request_id, requests)
+    except Exception:
+      for engine_id in ids:  # of which the engine knows nothing
+        self._outputs.pop(engine_id, None)
+        self._engine.ended(engine_id)
+      self._forget(generation)
+      raise
+    except BaseException:  # a cancellation: the engine may know of it or not
+      self._forget(generation)
+      raise
+    finally:
+      self._num_starting -= 1
+    self.num_started += 1
+    if self._tracer is not None:
+      generation.span = self._tracer.start_span(request_id, len(call.prompt_token_ids), call.params)
+    return generation
+
+  def dispatch_events(
+    self, events: Sequence[TokenEvent], request_ids: Sequence[str] = (), token_ids: Sequence[int] = ()
+  ) -> None:
+    """Hands a step's events to their generations, which are woken.
+
+    Args:
+      events: of any kind.
+      request_ids, token_ids: as columns, events that are one token and nothing else.
+    """
+    now, before = self._clock(), self._dispatched_at
+    num_steady = 0
+    outputs = self._outputs
+    for request_id, token_id in zip(request_ids, token_ids, strict=True):
+      output = outputs.get(request_id)
+      if output is None:
+        self.num_late_events += 1
+        continue
+      # Nearly all had their last token in the dispatch before: their gaps are one number, and one object.
+      if output.last_token_at is before:
+        num_steady += 1
+        output.last_token_at = now
+      else:
+        self._see_token(output, now)
+      if output.is_eager:
+        self._take(output, TokenEvent(request_id, (token_id,)))
+      else:
+        output.pending.append(token_id)
+        if len(output.pending) >= _MAX_PENDING:
+          self._guarded(output, output.flush)
+      output.generation.wake()
+    for event in events:
+      request_id, tokens, logprobs, prompt_logprobs, reason, _, _, _, _ = event
+      if reason is not None:
+        self._engine.ended(request_id)
+        output = outputs.pop(request_id, None)
+      else:
+        output = outputs.get(request_id)
+      if output is None:
+        self.num_late_events += 1
+        continue
+      if tokens:
+        if output.last_token_at is before:
+          num_steady += 1
+          output.last_token_at = now
+        else:
+          self._see_token(output, now)
+      if reason is not None or output.is_eager or logprobs or prompt_logprobs:
+        self._take(output, event)
+      else:
+        output.pending += tokens
+        if len(output.pending) >= _MAX_PENDING:
+          self._guarded(output, output.flush)
+      output.generation.wake()
+    if num_steady:
+      self.observations.gap(now - before, num_steady)
+    self._dispatched_at = now
+
+  def _see_token(self, output: _Output, now: float) -> None:
+    """The first, or one that the dispatch before has left out."""
+    if output.last_token_at is None:
+      self.observations.first_token(output.has_first_token())
+    else:
+      self.observations.gap(now - output.last_token_at, 1)
+    output.last_token_at = now
+
+  def _take(self, output: _Output, event: TokenEvent) -> None:
+    error = _error_of(event)
+    if error is not None:
+      self.fail_generation(output.generation, error)
+      return
+    self._guarded(output, lambda: output.take_event(event))
+    if output.finished is not None:
+      self._observe_finished(output.finished)
+      if event.finish_reason is None:
+        self._abort_output(output, FinishReason.STOP)
+
+  def _guarded(self, output: _Output, work: Callable[[], None]) -> None:
+    """Work on an output's text, by a tokenizer, say: where it fails it must harm this request alone."""
+    try:
+      work()
+    except Exception as error:
+      incident = secrets.token_hex(4)
+      _log.error("incident %s: the text of a request failed in our own code", incident, exc_info=error)
+      self.fail_generation(output.generation, InternalError(f"internal error, incident {incident} in the server's log"))
+
+  def _observe_finished(self, finished: pb.Finished) -> None:
+    usage, timing = finished.usage, finished.timing
+    self.observations.finished(
+      seconds=timing.total_s,
+      first_token_s=timing.time_to_first_token_s,
+      num_prompt_tokens=usage.prompt_tokens,
+      num_tokens=usage.completion_tokens,
+    )
+
+  def abort_generation(self, request_id: str, owner: str = "") -> bool:
+    """Ends a live generation of this owner as its wish; returns whether there was one."""
+    generation = self._live.get((owner, request_id))
+    if generation is None or generation.ended:
+      return False
+    self.fail_generation(generation, AbortedByRequest(f"request {request_id} was aborted by an Abort call"))
+    return True
+
+  def fail_generation(self, generation: Generation, error: EngineError) -> None:
+    """Ends a generation with an error, and the engine's work on it; one that has ended stays as it is."""
+    if not generation.ended:
+      generation.error = error
+      for output in generation.outputs:
+        if output.engine_id in self._outputs:
+          self._abort_output(output)
+      generation.wake()
+
+  def end_all(self, error: EngineError) -> None:
+    """Ends every live generation with this error, and whichever would be started from now on."""
+    self._refusal = error
+    for generation in list(self._live.values()):
+      self.fail_generation(generation, error)
+
+  def close_generation(self, generation: Generation) -> None:
+    """Forgets a generation; the engine stops work on what of it is unfinished. Call it exactly once for each start."""
+    self.num_ended[generation.outcome] += 1
+    self._forget(generation)
+
+  def _forget(self, generation: Generation) -> None:
+    del self._live[generation.owner, generation.request_id]
+    if generation.span is not None:
+      generation.span.end(generation.outputs, generation.error)
+    for output in generation.outputs:
+      if output.engine_id in self._outputs:
+        self._abort_output(output)
+    if not self._live:
+      self._idle.set()
+
+  async def wait_idle(self) -> None:
+    """Returns when no generation is live."""
+    await self._idle.wait()
+
+  def _abort_output(self, output: _Output, reason: FinishReason = FinishReason.ABORT) -> None:
+    """The engine's own ending of it, a step or two later, finds nobody."""
+    del self._outputs[output.engine_id]
+    self._engine.abort(output.engine_id, reason)
+
+
+def _error_of(event: TokenEvent) -> EngineError | None:
+  """The error that a request's last event stands for, if any."""
+  if event.finish_reason is FinishReason.TIMEOUT:
+    return DeadlineExceeded(event.message or "the request's deadline has passed; allow more time, or ask for less")
+  if event.finish_reason is FinishReason.ERROR:
+    kind = _ERRORS.get(event.error, GenerationFailed)
+    return kind(event.message or "the model could not continue this request; it may succeed if sent again")
+  if event.finish_reason is FinishReason.ABORT:
+    return AbortedByRequest(event.message or "the request was aborted")
+  return None
+
+
+def _logprobs(entry) -> pb.TokenLogprobs:
+  return pb.TokenLogprobs(
+    token_id=entry.token_id,
+    logprob=entry.logprob,
+    top=[pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
+  )

@@ -1,0 +1,144 @@
+"""The one table from errors to HTTP statuses and OpenAI's error object. May not decide what is an error.
+
+    {"error": {"message": "...", "type": "invalid_request_error", "param": "top_p", "code": null}}
+
+As in `server.rpc.grpc_status`, what is not an EngineError becomes an opaque 500 with a number that is also in the log.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import logging
+import math
+import secrets
+from types import MappingProxyType
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from engine import errors as engine_errors
+from server import errors
+
+_INVALID = "invalid_request_error"
+
+_log = logging.getLogger(__name__)
+
+
+class Refused(engine_errors.EngineError):
+  """What HTTP itself refuses: a path, a method, a body's size or kind.
+
+  Attributes:
+    status: of the response.
+    headers: of the response.
+  """
+
+  def __init__(self, status: int, message: str, *, code: str | None = None, headers: dict[str, str] | None = None):
+    super().__init__(message)
+    self.status = status
+    self.code = code
+    self.headers = headers or {}
+
+
+class UnsupportedField(engine_errors.InvalidRequest):
+  """A field that this server does not act on, and that must not be ignored, for it would change the answer."""
+
+  reason = "UNSUPPORTED_FIELD"
+
+
+# From the most special class to the most general: status, type, code. A code of None is the type's own.
+_TABLE: tuple[tuple[type[engine_errors.EngineError], tuple[int, str, str | None]], ...] = (
+  (engine_errors.RequestTooLong, (400, _INVALID, "context_length_exceeded")),
+  (UnsupportedField, (400, _INVALID, "unsupported_parameter")),
+  (engine_errors.InvalidRequest, (400, _INVALID, None)),
+  (engine_errors.DuplicateRequest, (409, _INVALID, "duplicate_request")),
+  (engine_errors.Overloaded, (429, "rate_limit_error", "server_overloaded")),
+  (errors.Starting, (503, "server_error", "starting")),
+  (errors.Draining, (503, "server_error", "draining")),
+  (errors.EngineDead, (503, "server_error", "engine_dead")),
+  (engine_errors.Unavailable, (503, "server_error", "unavailable")),
+  (errors.Unauthenticated, (401, "authentication_error", "invalid_api_key")),
+  (errors.ModelNotFound, (404, _INVALID, "model_not_found")),
+  (errors.NoTokenizer, (400, _INVALID, "no_tokenizer")),
+  (errors.NoChatTemplate, (400, _INVALID, "no_chat_template")),
+  (errors.DeadlineExceeded, (504, "timeout", "deadline_exceeded")),
+  (errors.AbortedByRequest, (499, "request_cancelled", "aborted_by_request")),
+  (errors.SlowConsumer, (408, "timeout", "slow_consumer")),
+  (errors.NumericalError, (500, "server_error", "numerical_error")),
+  (errors.EngineFailed, (500, "server_error", "engine_failure")),
+  (errors.GrammarLimit, (500, "server_error", "grammar_limit")),
+  (errors.InternalError, (500, "server_error", "internal_error")),
+  (errors.GenerationFailed, (500, "server_error", "generation_failed")),
+)
+# The openai client repeats these by itself, and the answer would be the same, or the work twice as long.
+_NOT_WORTH_A_RETRY = (408, 409, 500, 501, 504)
+# Parts of sluice.v1's messages, which OpenAI's fields have not.
+_PARTS = frozenset(("chat", "constraint", "output", "stopping", "sampling"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorAnswer:
+  """An error as it is sent."""
+
+  status: int
+  body: dict[str, Any]
+  headers: dict[str, str]
+
+
+def make_error_answer(error: Exception, names: Mapping[str, str] = MappingProxyType({})) -> ErrorAnswer:
+  """What to send for an error; logs one that no client should see the text of.
+
+  Args:
+    error: any.
+    names: what the caller calls fields of sluice.v1, where that is another name than ours without its message's.
+  """
+  if isinstance(error, HTTPException):
+    error = _of_starlette(error)
+  if isinstance(error, Refused):
+    kind = _INVALID if error.status < 500 else "server_error"
+    return _answer(error.status, errors.shorten_message(str(error)), kind, error.code, error.headers, None)
+  for kind, (status, name, code) in _TABLE:
+    if isinstance(error, kind):
+      param = _name_of(error.field, names)
+      message = errors.shorten_message(error.message_about(param))
+      if not isinstance(error, engine_errors.InvalidRequest):
+        param = ""
+      return _answer(status, message, name, code, _headers(error, status), param or None)
+  incident = secrets.token_hex(4)
+  _log.error("incident %s: a request failed in our own code", incident, exc_info=error)
+  message = f"internal error, incident {incident} in the server's log"
+  return _answer(500, message, "server_error", "internal_error", {}, None)
+
+
+def _answer(
+  status: int, message: str, kind: str, code: str | None, headers: dict[str, str], param: str | None
+) -> ErrorAnswer:
+  if status in _NOT_WORTH_A_RETRY:
+    headers = headers | {"x-should-retry": "false"}
+  return ErrorAnswer(status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers)
+
+
+def _name_of(field: str, names: Mapping[str, str]) -> str:
+  """What the caller calls a field of sluice.v1."""
+  if field in names:
+    return names[field]
+  part, dot, rest = field.partition(".")
+  return rest if dot and part in _PARTS else field
+
+
+def _headers(error: Exception, status: int) -> dict[str, str]:
+  retry_s = errors.seconds_to_retry(error)
+  if retry_s is not None:
+    # Retry-After has whole seconds; the openai client prefers the finer one.
+    return {"retry-after": str(max(1, math.ceil(retry_s))), "retry-after-ms": str(round(1000 * retry_s))}
+  if status == 401:
+    return {"www-authenticate": "Bearer"}
+  return {}
+
+
+def _of_starlette(error: HTTPException) -> Refused:
+  headers = dict(error.headers or {})
+  if error.status_code == 404:
+    return Refused(404, "there is no such path here; the API is under /v1")
+  if error.status_code == 405:
+    allowed = headers.get("Allow", "")
+    return Refused(405, f"this path does not take this method; send {allowed}", headers={"allow": allowed})
+  return Refused(error.status_code, str(error.detail), headers=headers)

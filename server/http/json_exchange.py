@@ -1,0 +1,201 @@
+"""One request and its answer on the wire: a body with limits in, JSON or server-sent events out. Knows no endpoint."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+import json
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.generation.serving_state import ServingState
+from server.http import json_fields
+from server.http.error_responses import Refused, make_error_answer
+
+# Smaller bodies are parsed in the loop: handing them to a thread would take longer.
+_INLINE_BYTES = 16 << 10
+# Strict: what JSON cannot say is our mistake, not the client's puzzle.
+encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+class ClientGone(Exception):
+  """The client has closed its connection; there is nobody to answer."""
+
+
+async def read_json_object(
+  request: Request, state: ServingState, *, max_bytes: int, timeout_s: float
+) -> dict[str, Any]:
+  """The JSON object that a request carries, read no further than the limits allow.
+
+  Args:
+    request: nothing of it read yet.
+    state: lends its threads for a long body.
+    max_bytes, timeout_s: of the body.
+
+  Raises:
+    Refused: 408, 413 or 415.
+    InvalidRequest: it is no such object.
+    ClientGone: it never came whole.
+  """
+  _check_headers(request.headers, max_bytes)
+  body = bytearray()
+  try:
+    async with asyncio.timeout(timeout_s):
+      more = True
+      while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+          raise ClientGone
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > max_bytes:
+          raise _too_large(f"more than {max_bytes}", max_bytes)
+  except TimeoutError:
+    raise Refused(408, f"the body did not come within {timeout_s:g} s; send it at once") from None
+  if not body:
+    raise Refused(400, "the body is empty; send a JSON object")
+  if len(body) <= _INLINE_BYTES:
+    return json_fields.parse_json_object(bytes(body))
+  return await state.run_in_text_pool(lambda: json_fields.parse_json_object(bytes(body)))
+
+
+def _check_headers(headers: Headers, max_bytes: int) -> None:
+  kind, _, parameters = headers.get("content-type", "").partition(";")
+  kind = kind.strip().lower()
+  if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    raise Refused(415, f"content-type={kind!r:.80} is not taken here; send the header Content-Type: application/json")
+  charset = parameters.partition("charset=")[2].strip().strip('"').lower()
+  if charset not in ("", "utf-8", "utf8"):
+    raise Refused(415, f"charset={charset!r:.40} is not taken here; send UTF-8")
+  encoding = headers.get("content-encoding", "identity").strip().lower()
+  if encoding != "identity":
+    raise Refused(415, f"content-encoding={encoding!r:.40} is not taken here; send the body as it is")
+  length = headers.get("content-length", "")
+  if length.isdigit() and int(length) > max_bytes:
+    raise _too_large(length, max_bytes)
+
+
+def _too_large(size: str, max_bytes: int) -> Refused:
+  return Refused(413, f"the body has {size} bytes, the limit is {max_bytes}: send less, or raise --max_request_bytes")
+
+
+async def unless_gone[T](receive: Receive, work: Awaitable[T]) -> T:
+  """Awaits `work`, which is cancelled when the client goes away. The request's body must have been read.
+
+  Raises:
+    ClientGone: it did.
+  """
+  working = asyncio.ensure_future(work)
+  gone = asyncio.ensure_future(_wait_gone(receive))
+  try:
+    await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+    if working.done():
+      return working.result()
+    raise ClientGone
+  finally:
+    for task in (working, gone):
+      task.cancel()
+    # Whatever `work` has to give back is given back before this returns.
+    await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _wait_gone(receive: Receive) -> None:
+  while (await receive())["type"] != "http.disconnect":
+    pass
+
+
+class JSONAnswer(Response):
+  """A JSON body: a value, or the bytes that `encode` has made of one."""
+
+  media_type = "application/json"
+
+  def render(self, content: Any) -> bytes:
+    return content if isinstance(content, bytes) else encode_json(content).encode()
+
+
+def encode_sse_event(payload: dict[str, Any]) -> bytes:
+  """One server-sent event (HTML standard, section 9.2)."""
+  return b"data: " + encode_json(payload).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+  """Server-sent events from an iterator, which is closed when the client goes away or takes nothing any more.
+
+  Headers are sent with the first events, so that what goes wrong before them still has a status of its own. What goes
+  wrong later is an event with OpenAI's error object, and no [DONE] follows it.
+  """
+
+  def __init__(
+    self,
+    events: AsyncGenerator[bytes],
+    *,
+    stall_timeout_s: float,
+    stalled: Callable[[], None],
+    close: Callable[[], None],
+    headers: dict[str, str] | None = None,
+  ):
+    """What to send.
+
+    Args:
+      events: each item is one or more whole events.
+      stall_timeout_s: how long the client may take nothing.
+      stalled: called when it did; it ends the work.
+      close: called at the end, whatever that is.
+      headers: besides those of every stream.
+    """
+    super().__init__(
+      None, headers={"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **(headers or {})}
+    )
+    del self.headers["content-length"]
+    self._events = events
+    self._stall_timeout_s = stall_timeout_s
+    self._stalled = stalled
+    self._close = close
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    # Here and not in the iterator, which may be cancelled before it has begun.
+    try:
+      await unless_gone(receive, self._send_all(scope, send))
+    finally:
+      self._close()
+
+  async def _send_all(self, scope: Scope, send: Send) -> None:
+    first = True
+    try:
+      try:
+        async for part in self._events:
+          if first:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            first = False
+          await self._send(send, part)
+      except Exception as error:
+        if first or isinstance(error, _Stalled):
+          raise
+        said = make_error_answer(error)
+        scope["state"]["notes"]["stream_error"] = said.body["error"]["code"]
+        await self._send(send, encode_sse_event(said.body))
+      await self._send(send, b"", last=True)
+    except _Stalled:
+      # The system's buffer is full of what was never read: a polite close would wait for it.
+      scope["state"]["abort"]()
+      raise ClientGone from None
+    finally:
+      await self._events.aclose()
+
+  async def _send(self, send: Send, body: bytes, *, last: bool = False) -> None:
+    message = {"type": "http.response.body", "body": body, "more_body": not last}
+    try:
+      async with asyncio.timeout(self._stall_timeout_s):
+        await send(message)
+    except TimeoutError:
+      self._stalled()
+      raise _Stalled from None
+
+
+class _Stalled(Exception):
+  """The client takes nothing."""

@@ -1,0 +1,226 @@
+"""The HTTP application: which path is answered by what, and the guard around all of them. Knows no socket.
+
+The guard sees every request first and every error last: request ids, credentials, the Host header, the number of
+requests at once, header sizes; and whatever goes wrong leaves as OpenAI's error object, never as a Python text.
+"""
+
+from collections.abc import Sequence
+import email.utils
+import re
+import secrets
+import time
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.errors import Overloaded
+from server.generation.serving_state import ServingState
+from server.http.error_responses import ErrorAnswer, Refused, make_error_answer
+from server.http.http_options import HttpOptions
+from server.http.json_exchange import ClientGone
+from server.http.openai import openapi
+from server.http.openai.completions import CompletionEndpoints
+from server.http.openai.model_endpoints import ModelEndpoints
+from server.security.api_keys import ApiKeys
+from server.telemetry import tracing
+from server.telemetry.access_log import AccessLog
+from server.version import server_version
+
+# Answered without a key, for probes have none.
+PROBES = ("/health", "/ready")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# nginx's number for a client that did not wait for its answer; it only stands in the access log.
+_CLIENT_GONE = 499
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+
+
+def make_app(
+  state: ServingState,
+  options: HttpOptions | None = None,
+  *,
+  api_keys: ApiKeys | None = None,
+  access_log: AccessLog | None = None,
+  extra_routes: Sequence[BaseRoute] = (),
+  public_paths: Sequence[str] = (),
+) -> ASGIApp:
+  """The application.
+
+  Args:
+    state: what serves, or says why not; the gRPC side goes through the same.
+    options: limits; None takes the defaults.
+    api_keys: who may call; None lets everybody.
+    access_log: gets a line for each request but those of probes.
+    extra_routes: of other pages, behind the same guard.
+    public_paths: of those that are answered without a key, besides the probes.
+  """
+  options = options or HttpOptions()
+  endpoints, texts = CompletionEndpoints(state, options), ModelEndpoints(state, options)
+  routes = [
+    *_probes(state),
+    Route("/v1/models", texts.models),
+    Route("/v1/models/{model:path}", texts.model),
+    Route("/v1/completions", endpoints.completions, methods=["POST"]),
+    Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+    Route("/tokenize", texts.tokenize, methods=["POST"]),
+    Route("/tokenizer_info", texts.tokenizer_info),
+    Route("/detokenize", texts.detokenize, methods=["POST"]),
+    Route(openapi.PATH, _openapi),
+    *extra_routes,
+  ]
+  router = Router(routes, redirect_slashes=False)
+  return _Guard(router, options, api_keys, access_log, frozenset((*PROBES, openapi.PATH, *public_paths)))
+
+
+def make_probe_app(
+  state: ServingState,
+  options: HttpOptions,
+  *,
+  access_log: AccessLog | None = None,
+  extra_routes: Sequence[BaseRoute] = (),
+) -> ASGIApp:
+  """Probes and `extra_routes` alone, behind the same guard but for keys: nothing here may generate or tell of texts."""
+  router = Router([*_probes(state), *extra_routes], redirect_slashes=False)
+  return _Guard(router, options, None, access_log, frozenset(PROBES))
+
+
+def _probes(state: ServingState) -> list[Route]:
+  async def health(request: Request) -> Response:
+    """Alive: the process need not be killed. True while loading and draining, too."""
+    return JSONResponse({"status": "ok" if state.alive else "dead"}, 200 if state.alive else 503)
+
+  async def ready(request: Request) -> Response:
+    """Requests can be sent here."""
+    return JSONResponse({"ready": state.ready}, 200 if state.ready else 503)
+
+  async def version(request: Request) -> Response:
+    return JSONResponse({"version": server_version()})
+
+  return [Route("/health", health), Route("/ready", ready), Route("/version", version)]
+
+
+async def _openapi(request: Request) -> Response:
+  return JSONResponse(openapi.document(server_version()))
+
+
+class _Guard:
+  """ASGI middleware; see the module."""
+
+  def __init__(
+    self,
+    app: ASGIApp,
+    options: HttpOptions,
+    api_keys: ApiKeys | None,
+    access_log: AccessLog | None,
+    public_paths: frozenset[str],
+  ):
+    self._app = app
+    self._options = options
+    self._api_keys = api_keys
+    self._access_log = access_log
+    self._public_paths = public_paths
+    self._allowed_hosts = _allowed_hosts(options, api_keys)
+    self._num_requests = 0
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    assert scope["type"] == "http", "neither WebSocket nor lifespan is switched on"
+    headers = Headers(scope=scope)
+    request_id = headers.get("x-request-id", "")
+    if not _REQUEST_ID.fullmatch(request_id):
+      request_id = f"req-{secrets.token_hex(16)}"
+    state = scope.setdefault("state", {})
+    state.update(tenant="", notes={}, field_names={})
+    tracing.keep_trace_parent(
+      headers, tracing.CHAT if scope["path"] == "/v1/chat/completions" else tracing.TEXT_COMPLETION
+    )
+    started = time.monotonic()
+    status, code = 0, None
+
+    async def send_more(message: Message) -> None:
+      nonlocal status
+      if message["type"] == "http.response.start":
+        status = message["status"]
+        message["headers"] = [
+          *message.get("headers", ()),
+          (b"x-request-id", request_id.encode()),
+          (b"x-content-type-options", b"nosniff"),
+          (b"date", email.utils.formatdate(usegmt=True).encode()),
+        ]
+      await send(message)
+
+    scope["app"] = self  # has the router raise its 404 and 405 instead of answering them
+    is_probe = scope["path"] in PROBES
+    self._num_requests += not is_probe
+    try:
+      self._check(scope, headers)
+      await self._app(scope, receive, send_more)
+    except ClientGone:
+      status = _CLIENT_GONE
+    except Exception as error:
+      said = make_error_answer(error, state["field_names"])
+      code = said.body["error"]["code"]
+      if not status:
+        await _error_response(said)(scope, receive, send_more)
+      elif "abort" in state:
+        state["abort"]()  # half an answer must not look like a whole one
+    finally:
+      self._num_requests -= not is_probe
+      if self._access_log is not None and not is_probe:
+        self._access_log.write(
+          request_id=request_id,
+          method=f"{scope['method']} {scope['path']}",
+          peer=":".join(map(str, scope["client"] or ())),
+          tenant=state["tenant"] or None,
+          code=status or _CLIENT_GONE,
+          reason=code,
+          duration_s=round(time.monotonic() - started, 6),
+          **state["notes"],
+        )
+
+  def _check(self, scope: Scope, headers: Headers) -> None:
+    options = self._options
+    size = len(scope["raw_path"]) + len(scope["query_string"])
+    size += sum(len(name) + len(value) for name, value in headers.raw)
+    most = options.max_header_bytes
+    if size > most:
+      raise Refused(431, f"the request line and the headers have {size} bytes, the limit is {most}: send fewer")
+    if scope["http_version"] not in ("1.0", "1.1"):
+      raise Refused(505, "this is not a version of HTTP that is spoken here; send HTTP/1.1")
+    host, path = headers.get("host", ""), scope["path"]
+    if path in PROBES:
+      return
+    if self._allowed_hosts is not None and _host_name(host) not in self._allowed_hosts:
+      raise Refused(
+        403,
+        f"the Host header {host!r:.80} is not one of this server's names; call it as 127.0.0.1 or localhost, or name "
+        "the host in --http_allowed_hosts",
+        code="host_not_allowed",
+      )
+    if self._api_keys is not None and path not in self._public_paths:
+      scope["state"]["tenant"] = self._api_keys.check_credentials(
+        headers.get("authorization"), headers.get("x-api-key")
+      )
+    if self._num_requests > options.max_requests:
+      raise Overloaded(f"{options.max_requests} requests are in progress, which is the limit")
+
+
+def _error_response(said: ErrorAnswer) -> Response:
+  return JSONResponse(said.body, said.status, said.headers)
+
+
+def _allowed_hosts(options: HttpOptions, api_keys: ApiKeys | None) -> frozenset[str] | None:
+  """None is any."""
+  if "*" in options.allowed_hosts:
+    return None
+  if options.allowed_hosts:
+    return frozenset(host.lower() for host in options.allowed_hosts)
+  local = options.host in ("localhost", "::1") or options.host.startswith("127.")
+  return frozenset((*_LOCAL_HOSTS, options.host)) if local and api_keys is None else None
+
+
+def _host_name(host: str) -> str:
+  """Without the port."""
+  name, colon, port = host.rpartition(":")
+  return (name if colon and port.isdigit() else host).lower()

@@ -1,0 +1,264 @@
+"""From what a generation brings to OpenAI's choices, whole or in chunks. Knows no request, no socket.
+
+A `Choice` is fed everything once and in order, so its chunks concatenate to its whole.
+"""
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+import math
+from typing import Any
+
+from server.http.openai.tool_calls import CallFormat, CallScanner, ToolCall
+from server.proto import sluice_pb2 as pb
+from server.text.detokenizer import TokenPlaces
+from server.text.tokenizer import Tokenizer
+
+# JSON has no infinity; vLLM and others write this for a probability of 0.
+_ZERO_LOGPROB = -9999.0
+_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+def _finite(logprob: float) -> float:
+  return logprob if math.isfinite(logprob) else _ZERO_LOGPROB
+
+
+class TokenNames:
+  """How tokens are called in logprobs: their text, or "token_id:N" where that is asked for or there is no text."""
+
+  def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool):
+    self._tokenizer = None if as_ids else tokenizer
+
+  def bytes_of(self, token_id: int) -> bytes:
+    """The bytes that a token stands for."""
+    return self.name(token_id).encode() if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+
+  def name(self, token_id: int) -> str:
+    """Its text; bytes that are no whole characters are replaced."""
+    if self._tokenizer is None:
+      return f"token_id:{token_id}"
+    return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class Echo:
+  """A prompt that is sent back before its outputs; complete once its logprobs are, where they are wanted."""
+
+  def __init__(self, text: str, token_ids: Sequence[int], *, logprobs: bool, places: Sequence[int] = ()):
+    """Args: text, token_ids: of the prompt. logprobs: are wanted. places: where its tokens begin in the text."""
+    self.text = text
+    self.token_ids = token_ids
+    self.places = places
+    self.entries: list[pb.TokenLogprobs] = []
+    self._num_missing = len(token_ids) - 1 if logprobs else 0
+
+  def take_logprobs(self, entries: Iterable[pb.TokenLogprobs]) -> None:
+    """Adds the prompt's logprobs, which come with index 0 alone."""
+    self.entries.extend(entries)
+
+  @property
+  def complete(self) -> bool:
+    return len(self.entries) >= self._num_missing
+
+
+class Choice:
+  """One output of a response; a subclass says how it is written."""
+
+  def __init__(self, index: int, names: TokenNames, *, logprobs: bool, token_ids: bool):
+    """Args: index: in the response. names: of tokens. logprobs, token_ids: whether they are wanted."""
+    self.index = index
+    self.num_tokens = 0
+    self._names = names
+    self._wants_logprobs = logprobs
+    self._wants_token_ids = token_ids
+
+  def chunk(self, delta: pb.Delta | None, finished: pb.Finished | None) -> dict[str, Any] | None:
+    """A choice of a stream's chunk, or None where there is nothing to say yet."""
+    delta = delta or pb.Delta()
+    self.num_tokens += len(delta.token_ids)
+    body = self._body(delta, finished, whole=False)
+    return None if body is None else self._with_ending(body, delta, finished)
+
+  def whole(self, delta: pb.Delta, finished: pb.Finished) -> dict[str, Any]:
+    """The choice of a response that comes at once."""
+    body = self._body(delta, finished, whole=True)
+    assert body is not None, "a whole output says at least how it ended"
+    return self._with_ending(body, delta, finished)
+
+  def _body(self, delta: pb.Delta, finished: pb.Finished | None, *, whole: bool) -> dict[str, Any] | None:
+    raise NotImplementedError
+
+  def _with_ending(self, body: dict[str, Any], delta: pb.Delta, finished: pb.Finished | None) -> dict[str, Any]:
+    choice = {"index": self.index, **body, "finish_reason": None, "stop_reason": None}
+    if self._wants_token_ids:
+      choice["token_ids"] = list(delta.token_ids)
+    if finished is not None:
+      choice["finish_reason"] = self._reason(finished)
+      matched = finished.WhichOneof("matched")
+      choice["stop_reason"] = getattr(finished, matched) if matched else None
+    return choice
+
+  def _reason(self, finished: pb.Finished) -> str:
+    return _REASONS[finished.reason]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calls:
+  """Which calls of tools an answer may have.
+
+  Attributes:
+    form: how the model writes them.
+    names: of the tools.
+    parallel: several in one answer; else those after the first are left out.
+  """
+
+  form: CallFormat
+  names: Sequence[str]
+  parallel: bool
+
+
+class ChatChoice(Choice):
+  """As /v1/chat/completions has it. The role comes with the first text, so that no chunk looks like a first token."""
+
+  def __init__(self, index: int, names: TokenNames, *, logprobs: bool, token_ids: bool, calls: Calls | None):
+    """Args: calls: None leaves them in the text."""
+    super().__init__(index, names, logprobs=logprobs, token_ids=token_ids)
+    self._began = False
+    self._calls = calls
+    self._scanner = None if calls is None else CallScanner(calls.form, calls.names)
+    self._num_calls = 0
+
+  def _body(self, delta: pb.Delta, finished: pb.Finished | None, *, whole: bool) -> dict[str, Any] | None:
+    logprobs = {"content": [self._entry(entry) for entry in delta.logprobs]} if self._wants_logprobs else None
+    text, calls = self._parsed(delta.text, ended=finished is not None)
+    if whole:
+      message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+      return {"message": message | ({"tool_calls": calls} if calls else {}), "logprobs": logprobs}
+    if not (text or calls or delta.logprobs or finished is not None or (self._wants_token_ids and delta.token_ids)):
+      return None
+    message: dict[str, Any] = {}
+    if not self._began:
+      self._began = True
+      message["role"] = "assistant"
+      message["content"] = ""
+    if text:
+      message["content"] = text
+    if calls:
+      message["tool_calls"] = [{"index": self._num_calls - len(calls) + at, **call} for at, call in enumerate(calls)]
+    return {"delta": message, "logprobs": logprobs}
+
+  def _parsed(self, text: str, *, ended: bool) -> tuple[str, list[dict[str, Any]]]:
+    """The text and the calls that became certain."""
+    if self._calls is None or self._scanner is None:
+      return text, []
+    pieces = self._scanner.push(text)
+    if ended:
+      pieces += self._scanner.flush()
+    calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
+    if not self._calls.parallel:
+      calls = calls[: 1 - self._num_calls]
+    self._num_calls += len(calls)
+    written = [
+      {
+        "id": self._calls.form.new_id(),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+      }
+      for call in calls
+    ]
+    return "".join(piece for piece in pieces if isinstance(piece, str)), written
+
+  def _reason(self, finished: pb.Finished) -> str:
+    reason = super()._reason(finished)
+    return "tool_calls" if self._num_calls and reason == "stop" else reason
+
+  def _entry(self, entry: pb.TokenLogprobs) -> dict[str, Any]:
+    top = [self._one(top.token_id, top.logprob) for top in entry.top]
+    return {**self._one(entry.token_id, entry.logprob), "top_logprobs": top}
+
+  def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
+    return {
+      "token": self._names.name(token_id),
+      "logprob": _finite(logprob),
+      "bytes": list(self._names.bytes_of(token_id)),
+    }
+
+
+class TextChoice(Choice):
+  """As /v1/completions has it, perhaps after the prompt."""
+
+  def __init__(
+    self,
+    index: int,
+    names: TokenNames,
+    *,
+    logprobs: bool,
+    token_ids: bool,
+    places: TokenPlaces | None,
+    echo: Echo | None,
+    only_echo: bool,
+  ):
+    """What is sent.
+
+    Args:
+      index, names, logprobs, token_ids: see Choice.
+      places: of the output's tokens, without the echo; None: there is no text.
+      echo: the prompt to begin with, or None.
+      only_echo: the output itself is not wanted.
+    """
+    super().__init__(index, names, logprobs=logprobs, token_ids=token_ids)
+    self._echo = echo
+    self._only_echo = only_echo
+    self._places = places
+    self._start = 0 if echo is None else len(echo.text)
+    self._began = False
+
+  def _body(self, delta: pb.Delta, finished: pb.Finished | None, *, whole: bool) -> dict[str, Any] | None:
+    if self._only_echo:
+      delta.Clear()
+    text, tokens, places = "", [], []
+    if self._echo is not None and not self._began:
+      if not self._echo.complete:
+        assert not delta.logprobs and finished is None, "the prompt's logprobs come before the first token"
+        return None
+      text = self._echo.text
+      tokens = [(self._echo.token_ids[0], None), *((entry.token_id, entry) for entry in self._echo.entries)]
+      places = list(self._echo.places)
+    if not (whole or text or delta.text or delta.logprobs or finished is not None or self._wants_ids_of(delta)):
+      return None
+    self._began = True
+    logprobs = None
+    if self._wants_logprobs:
+      places += (self._start + self._place(entry.token_id) for entry in delta.logprobs)
+      logprobs = self._logprobs([*tokens, *((entry.token_id, entry) for entry in delta.logprobs)], places)
+    return {"text": text + delta.text, "logprobs": logprobs}
+
+  def _place(self, token_id: int) -> int:
+    return 0 if self._places is None else self._places.push(token_id)
+
+  def _wants_ids_of(self, delta: pb.Delta) -> bool:
+    return self._wants_token_ids and bool(delta.token_ids)
+
+  def _logprobs(self, tokens: Sequence[tuple[int, pb.TokenLogprobs | None]], places: list[int]) -> dict[str, Any]:
+    """Four lists of equal length. The prompt's first token has no probability."""
+    return {
+      "text_offset": places,
+      "token_logprobs": [None if entry is None else _finite(entry.logprob) for _, entry in tokens],
+      "tokens": [self._names.name(token_id) for token_id, _ in tokens],
+      "top_logprobs": [None if entry is None else self._top(entry) for _, entry in tokens],
+    }
+
+  def _top(self, entry: pb.TokenLogprobs) -> dict[str, float]:
+    """By name, most likely first; of several tokens with one name the most likely. The chosen one is always there."""
+    top: dict[str, float] = {}
+    for token_id, logprob in [*((top.token_id, top.logprob) for top in entry.top), (entry.token_id, entry.logprob)]:
+      top.setdefault(self._names.name(token_id), _finite(logprob))
+    return top
+
+
+def usage(num_prompt_tokens: int, num_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+  """OpenAI's usage object. Every prompt counts once, however many outputs it has."""
+  return {
+    "prompt_tokens": num_prompt_tokens,
+    "completion_tokens": num_tokens,
+    "total_tokens": num_prompt_tokens + num_tokens,
+    "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+  }

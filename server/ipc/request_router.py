@@ -1,0 +1,226 @@
+"""Whose requests are whose: from front ends in other processes to the engine in this one, and its events back to them.
+
+Names of live generations are kept here, and nowhere else, so that they are unique however connections fall on
+processes. Knows neither processes nor ports, and touches no text.
+"""
+
+import asyncio
+from collections.abc import Sequence
+import concurrent.futures
+import contextlib
+import dataclasses
+from typing import Any
+
+from engine.constraint import Constraint
+from engine.errors import DuplicateRequest
+from engine.request import FinishReason, TokenEvent, make_event
+from server.errors import AbortedByRequest
+from server.generation.engine_client import LocalEngine
+from server.ipc.frame_link import Link
+from server.ipc.messages import AbortElsewhere, NamedAborts, RequestAbort, StepEvents, Submission
+from server.text.constraint_compiler import ConstraintCompiler
+from server.text.tokenizer import Tokenizer
+
+
+class Peer:
+  """A front end, as the engine's side knows it.
+
+  Attributes:
+    link: to it.
+    ids: the engine's ids of its live requests, by its own.
+    compiling: its own ids of requests whose constraint is being compiled, and whether they were aborted since.
+    request_ids, token_ids, others: of the step whose events are being sorted, on the engine's thread.
+  """
+
+  def __init__(self) -> None:
+    self.link: Link
+    self.ids: dict[str, str] = {}
+    self.compiling: dict[str, bool] = {}
+    self.request_ids: list[str] = []
+    self.token_ids: list[int] = []
+    self.others: list[TokenEvent] = []
+
+
+@dataclasses.dataclass(slots=True)
+class _Claim:
+  """A live generation's owner and name.
+
+  Attributes:
+    peer: whose it is.
+    num_live: its requests that have not ended.
+    is_aborted: an Abort call has named it.
+  """
+
+  peer: Peer
+  num_live: int
+  is_aborted: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Route:
+  """Where the events of a request go: to a front end, which knows it by its own id; and its generation's claim."""
+
+  peer: Peer
+  request_id: str
+  claim: tuple[str, str]
+
+
+class Router:
+  """All methods but `emit` belong to one event loop.
+
+  Attributes:
+    num_started: generations so far.
+  """
+
+  def __init__(self) -> None:
+    """Must be made inside the running loop."""
+    self._loop = asyncio.get_running_loop()
+    self._engine: LocalEngine | None = None
+    self._compiler: ConstraintCompiler | None = None
+    self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
+    self._routes: dict[str, _Route] = {}
+    self._claims: dict[tuple[str, str], _Claim] = {}
+    self.num_started = 0
+
+  def open(self, engine: LocalEngine, tokenizer: Tokenizer | None) -> None:
+    """Begins to take requests. Args: engine: gets them. tokenizer: constraints are followed with."""
+    self._engine = engine
+    if tokenizer is not None:
+      self._compiler = ConstraintCompiler(tokenizer, engine.config.vocab_size, engine.config.eos_token_ids)
+
+  def close(self) -> None:
+    """Gives its thread back."""
+    self._pool.shutdown(wait=False, cancel_futures=True)
+
+  @property
+  def num_live(self) -> int:
+    """Generations."""
+    return len(self._claims)
+
+  def num_held(self) -> int:
+    """What must be gone when nothing is asked for."""
+    assert self._engine is not None, "nothing is held before anything runs"
+    return self._engine.num_held() + len(self._routes) + len(self._claims)
+
+  def emit(self, events: list[TokenEvent]) -> None:
+    """The engine's way out: one frame a step to each front end that has a request in it. On the engine's thread."""
+    routes, ended, touched = self._routes, [], set()
+    for event in events:
+      engine_id, token_ids, logprobs, prompt_logprobs, reason, _, _, _, _ = event
+      if reason is not None:
+        ended.append(engine_id)
+      route = routes.get(engine_id)
+      if route is None:
+        continue  # nobody waits for it any more
+      peer = route.peer
+      touched.add(peer)
+      if reason is None and not logprobs and not prompt_logprobs and len(token_ids) == 1:
+        peer.request_ids.append(route.request_id)
+        peer.token_ids.append(token_ids[0])
+      else:
+        peer.others.append(make_event(TokenEvent, (route.request_id, *event[1:])))
+    if ended:  # before a client can know it and use the name again
+      with contextlib.suppress(RuntimeError):  # the loop has ended
+        self._loop.call_soon_threadsafe(self._forget, ended)
+    for peer in touched:
+      peer.link.tell_peer(StepEvents(peer.request_ids, peer.token_ids, peer.others))
+      peer.request_ids, peer.token_ids, peer.others = [], [], []
+
+  def lost(self, peer: Peer) -> None:
+    """It has gone, and nobody waits for its requests."""
+    for engine_id in list(peer.ids.values()):
+      self._drop(engine_id, FinishReason.ABORT)
+    peer.ids.clear()
+
+  def submit(self, peer: Peer, asked: Submission) -> Any:
+    """Answers at once, or after a constraint was compiled."""
+    key = asked.owner, asked.name
+    if key in self._claims:
+      raise DuplicateRequest(f"request_id={asked.name} is in use by a live request; choose another, or leave it empty")
+    self._claims[key] = _Claim(peer, len(asked.outputs))
+    if asked.grammar is not None:
+      return self._compile_and_accept(peer, key, asked, asked.grammar)
+    self._accept(peer, key, asked, [None] * len(asked.outputs))
+    return None
+
+  async def _compile_and_accept(self, peer: Peer, key: tuple[str, str], asked: Submission, grammar: str) -> None:
+    request_ids = [request_id for request_id, _ in asked.outputs]
+    peer.compiling.update(dict.fromkeys(request_ids, False))
+    compiler = self._compiler
+    assert compiler is not None, "a front end without a tokenizer has no grammars"
+    try:
+      first = await self._loop.run_in_executor(self._pool, compiler.compile_source, grammar, asked.tenant)
+      if not peer.link.is_open or any(peer.compiling[request_id] for request_id in request_ids):
+        raise AbortedByRequest("the request was aborted")
+    except BaseException:
+      del self._claims[key]
+      raise
+    finally:
+      for request_id in request_ids:
+        del peer.compiling[request_id]
+    self._accept(peer, key, asked, [first, *(first.copy() for _ in request_ids[1:])])
+
+  def _accept(
+    self,
+    peer: Peer,
+    key: tuple[str, str],
+    asked: Submission,
+    constraints: Sequence[Constraint | None],
+  ) -> None:
+    engine, name = self._engine, asked.name
+    assert engine is not None, "front ends serve once there is one"
+    ids = [engine.new_id(name if index == 0 else f"{name}/{index}") for index in range(len(asked.outputs))]
+    for engine_id, (request_id, _) in zip(ids, asked.outputs, strict=True):
+      self._routes[engine_id] = _Route(peer, request_id, key)
+    try:
+      engine.submit_now(asked.make_requests(ids, constraints))
+    except Exception:
+      del self._claims[key]
+      for engine_id in ids:
+        del self._routes[engine_id]
+        engine.ended(engine_id)
+      raise
+    peer.ids.update((request_id, engine_id) for engine_id, (request_id, _) in zip(ids, asked.outputs, strict=True))
+    self.num_started += 1
+
+  def abort(self, peer: Peer, asked: RequestAbort) -> None:
+    """A front end wants no more of a request."""
+    engine_id = peer.ids.pop(asked.request_id, None)
+    if engine_id is not None:
+      self._drop(engine_id, asked.reason)
+    elif asked.request_id in peer.compiling:
+      peer.compiling[asked.request_id] = True
+
+  def abort_elsewhere(self, peer: Peer, asked: AbortElsewhere) -> list[bool]:
+    """See EngineClient, for this front end."""
+    found = []
+    for name in asked.names:
+      claim = self._claims.get((asked.owner, name))
+      found.append(claim is not None and claim.peer is not peer and not claim.is_aborted)
+      if claim is not None and found[-1]:
+        claim.is_aborted = True
+        claim.peer.link.tell_peer(NamedAborts(asked.owner, [name]))
+    return found
+
+  def _drop(self, engine_id: str, reason: FinishReason) -> None:
+    """Its events have nowhere to go from now on; its name is free."""
+    route = self._routes.pop(engine_id, None)
+    if route is not None and self._engine is not None:
+      self._unclaim(route.claim)
+      self._engine.abort(engine_id, reason)
+
+  def _forget(self, engine_ids: Sequence[str]) -> None:
+    """The engine has ended them."""
+    assert self._engine is not None, "nothing ends before anything runs"
+    for engine_id in engine_ids:
+      route = self._routes.pop(engine_id, None)
+      if route is not None:
+        route.peer.ids.pop(route.request_id, None)
+        self._unclaim(route.claim)
+      self._engine.ended(engine_id)
+
+  def _unclaim(self, key: tuple[str, str]) -> None:
+    claim = self._claims[key]
+    claim.num_live -= 1
+    if not claim.num_live:
+      del self._claims[key]

@@ -1,0 +1,307 @@
+"""The engine's process of a server with several: owns the engine, its front end processes and the public port.
+
+It has the same face as `server.lifecycle.host.Host`; requests and their events are `server.ipc.request_router`'s. No
+text, protobuf or HTTP is touched here.
+
+A front end that dies ends the server, as a crash of the whole would: what runs in it runs in the others, the port's
+group is closed, and a supervisor starts all anew from a known state. Its requests are aborted, all others are told.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import socket
+import subprocess
+
+from engine.errors import ConfigError, EngineError
+from engine.request import TokenEvent
+from server.errors import EngineDead
+from server.generation.engine_client import LocalEngine, Report
+from server.host_options import HostOptions
+from server.http.http_listener import open_listening_socket
+from server.ipc import front_end_spawn
+from server.ipc.frame_link import Link
+from server.ipc.messages import (
+  AbortElsewhere,
+  CensusQuestion,
+  CountsQuestion,
+  DrainOrder,
+  EngineDeath,
+  FrontEndSettings,
+  LinkMessage,
+  ReportQuestion,
+  RequestAbort,
+  ServedModel,
+  Submission,
+  TextOptions,
+)
+from server.ipc.request_router import Peer, Router
+from server.lifecycle import systemd_notify, watchdog
+from server.lifecycle.composition import Composition
+from server.lifecycle.lifetime import Lifetime, wait_first_of
+from server.lifecycle.process_counting import count_process
+from server.rpc.admin_service import AdminActions
+from server.rpc.grpc_server import ReservedPort
+from server.security.certificates import make_certificates
+from server.telemetry.call_log import CallLog
+from server.telemetry.process_counts import ProcessCounts
+from server.text.tokenizer import Tokenizer
+
+# Beyond what a front end takes by itself.
+_MARGIN_S = 3.0
+_HURRIED_S = 1.5
+_POLL_S = 0.01
+_COUNTS_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class _FrontEndPeer(Peer):
+  """One of the processes.
+
+  Attributes:
+    index, process: which.
+    counts: the latest known.
+  """
+
+  def __init__(self, index: int, process: subprocess.Popen):
+    super().__init__()
+    self.index = index
+    self.process = process
+    self.counts = ProcessCounts(pids=[process.pid])
+
+
+class FrontEndGroup(Lifetime):
+  """All methods but `emit` belong to one event loop, on the main thread.
+
+  Attributes:
+    http_port, metrics_port: see Host.
+  """
+
+  _parts = "the engine or a front end"
+
+  def __init__(
+    self,
+    count: int,
+    options: HostOptions,
+    texts: TextOptions,
+    admin: AdminActions | None = None,
+    *,
+    may_exit: bool = False,
+    composition: Composition | None = None,
+  ):
+    """Args:
+    count: processes, at least 1.
+    options, admin, may_exit, composition: see Host.
+    texts: for the front ends.
+    """
+    options.check_options()
+    if options.enable_channelz:
+      raise ConfigError(
+        "enable_channelz shows the connections of one process, and frontend_processes makes several; set one of them"
+      )
+    super().__init__(options, admin, may_exit=may_exit, composition=composition)
+    self._count = count
+    self._texts = texts
+    self._certificates = make_certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
+    self._calls = CallLog(options.access_log)
+    self.http_port = self.metrics_port = -1
+    self._reserved: ReservedPort | None = None
+    self._front_ends: list[_FrontEndPeer] = []
+    self._all_gone = asyncio.Event()
+    self._router = Router()
+    self._engine: LocalEngine | None = None
+    self._num_unhandled = 0
+    self._is_stopping = False
+    self._exit_code = 0
+
+  # Its life, as Host has it.
+
+  async def start_listening(self) -> int:
+    """Starts the front ends; returns when all of them listen and answer STARTING. Returns the port.
+
+    Raises:
+      ConfigError: an address cannot be bound, or a front end cannot start.
+    """
+    options = self._options
+    watchdog.watch_loop(self._loop, self.fail, self._count_unhandled)
+    reserved = self._reserved = ReservedPort(options.host, options.port)
+    listening: list[socket.socket | None] = []
+    try:
+      for flag, port in (("http_port", options.http_port), ("metrics_port", options.metrics_port)):
+        listening.append(None if port < 0 else open_listening_socket(options.http_host or options.host, port, flag))
+      self.http_port, self.metrics_port = [-1 if each is None else each.getsockname()[1] for each in listening]
+      lent = dataclasses.replace(
+        options.share(self._count),
+        **{"port": reserved.port, "http_port": self.http_port, "metrics_port": self.metrics_port},
+        **{"admin_port": -1, "admin_api_key_file": ""},
+      )
+      reserved.open()
+      for index in range(self._count):
+        self._front_ends.append(self._begin(index, listening))
+      await self._ask_all(FrontEndSettings(lent, self._texts))
+      reserved.shut()
+      if not reserved.is_shut:
+        _log.info(
+          "port %d is open to other programs of this user that ask to share it; an address in --host shuts it",
+          reserved.port,
+        )
+      await self._start_admin(self._sum, self._certificates, self._calls)
+    except BaseException:
+      await self._end_processes(0.0)
+      raise
+    finally:
+      for each in listening:
+        if each is not None:
+          each.close()
+    return reserved.port
+
+  def _begin(self, index: int, listening: Sequence[socket.socket | None]) -> _FrontEndPeer:
+    process, socket_ = front_end_spawn.spawn_front_end(self._composition.front_end_module, listening)
+    front_end = _FrontEndPeer(index, process)
+    handlers = {
+      Submission: self._router.submit,
+      RequestAbort: self._router.abort,
+      AbortElsewhere: self._router.abort_elsewhere,
+      ReportQuestion: self._report,
+      CensusQuestion: self._count_for,
+    }
+    front_end.link = Link(
+      socket_,
+      {kind: functools.partial(handler, front_end) for kind, handler in handlers.items()},
+      functools.partial(self._lost, front_end),
+    )
+    return front_end
+
+  async def _ask_all(self, question: LinkMessage) -> None:
+    """Asks every front end. Raises the error of one that cannot start; `_lost` ends the server where one has gone."""
+    with contextlib.suppress(EngineDead):
+      await asyncio.gather(*(front_end.link.ask_peer(question, None) for front_end in self._front_ends))
+
+  def _num_live(self) -> int:
+    return self._router.num_live
+
+  def emit(self, events: list[TokenEvent]) -> None:
+    """The engine's way out. On the engine's thread."""
+    self._router.emit(events)
+
+  async def serve(
+    self, engine: LocalEngine, *, model: str, tokenizer: Tokenizer | None, load_s: float, warmup_s: float
+  ) -> None:
+    """Starts the engine's thread, and returns when all front ends say ready.
+
+    Args:
+      engine: emits into `emit`.
+      model, load_s, warmup_s: see Backend.
+      tokenizer: of the model, which constraints are followed with.
+    """
+    self._engine = engine
+    self._router.open(engine, tokenizer)
+    self._composition.begin_serving(engine.inner, None, tokenizer, num_held=self._router.num_held, fail=self.fail)
+    self._start_engine(engine)
+    processes = [os.getpid(), *(front_end.process.pid for front_end in self._front_ends)]
+    await self._ask_all(ServedModel(model, engine.config, load_s, warmup_s, processes))
+    systemd_notify.notify_systemd("READY=1\nSTATUS=serving")
+
+  async def _drain(self) -> None:
+    """Front ends drain as a server of one process does, and end."""
+    options = self._options
+    self._is_stopping = True
+    self._tell_all(DrainOrder())
+    limit_s = options.drain_delay_s + options.drain_timeout_s + _MARGIN_S
+    await wait_first_of(self._all_gone.wait(), self._hurry.wait(), self._engine_ended.wait(), asyncio.sleep(limit_s))
+    if self._hurry.is_set() and not self._all_gone.is_set():
+      self._tell_all(DrainOrder())
+      await wait_first_of(self._all_gone.wait(), self._engine_ended.wait(), asyncio.sleep(_HURRIED_S))
+
+  async def _take_down(self) -> int:
+    await self._end_processes(0.0 if self._failure is None else min(_MARGIN_S, self._options.watchdog_grace_s / 2))
+    if self._admin_server is not None:
+      await self._admin_server.stop(None)
+    if self._thread is not None:
+      failed = self._failure is not None
+      await self._thread.stop_thread(
+        0.0 if failed else _MARGIN_S, _HURRIED_S if failed else self._options.watchdog_grace_s
+      )
+      if self._thread.is_alive:
+        _log.critical("the engine did not stop")
+        self._exit_code = watchdog.EXIT_CODE
+    if self._reserved is not None:
+      self._reserved.close()
+    self._router.close()
+    self._calls.close()
+    if self._engine is not None:
+      used = self._engine.report_now().stats.blocks_used
+      _log.info("stopped: %d requests served, %d KV blocks in use", self._router.num_started, used)
+    return self._exit_code
+
+  async def _take_down_dead(self, cause: BaseException) -> None:
+    self._is_stopping = True
+    self._tell_all(EngineDeath(str(cause) or type(cause).__name__))
+    await self._health.enter_graceful_shutdown()
+    await self._take_down()
+
+  def _tell_all(self, message: LinkMessage) -> None:
+    for front_end in self._front_ends:
+      front_end.link.tell_peer(message)
+
+  async def _end_processes(self, wait_s: float) -> None:
+    """Waits for them to end by themselves; then they are killed."""
+    self._is_stopping = True
+    processes = [front_end.process for front_end in self._front_ends]
+    # One that has closed its link is on its last lines.
+    deadline = self._loop.time() + max(wait_s, _HURRIED_S if self._all_gone.is_set() else 0.0)
+    while any(process.poll() is None for process in processes) and self._loop.time() < deadline:
+      await asyncio.sleep(_POLL_S)
+    for front_end in self._front_ends:
+      if front_end.process.poll() is None:
+        _log.warning("front end %d did not end and is killed", front_end.index)
+        front_end.process.kill()
+        front_end.process.wait()
+      if front_end.process.returncode:
+        _log.warning("front end %d ended with exit code %d", front_end.index, front_end.process.returncode)
+        self._exit_code = watchdog.EXIT_CODE
+      front_end.link.close()
+
+  # What front ends ask, and their ends.
+
+  def _lost(self, front_end: _FrontEndPeer, reason: str) -> None:
+    self._router.lost(front_end)
+    if not any(each.link.is_open for each in self._front_ends):
+      self._all_gone.set()
+    if not self._is_stopping:
+      text = f"front end {front_end.index} (process {front_end.process.pid}) has ended: {reason}"
+      _log.critical("%s", text)
+      self.fail(EngineDead(text))
+
+  def _report(self, front_end: _FrontEndPeer, asked: ReportQuestion) -> Report:
+    assert self._engine is not None, "front ends serve once there is one"
+    report = self._engine.report_now(asked.num_records, with_blocks=asked.with_blocks)
+    others = sum(front_end_spawn.peak_rss_bytes(each.process.pid) for each in self._front_ends)
+    return dataclasses.replace(report, peak_rss_bytes=report.peak_rss_bytes + others)
+
+  def _count_for(self, front_end: _FrontEndPeer, asked: CensusQuestion) -> Awaitable[ProcessCounts]:
+    return self._sum()
+
+  async def _sum(self) -> ProcessCounts:
+    """Of all processes; for one that does not answer soon, what it said the last time."""
+    total = ProcessCounts()
+    watch = self._thread.watchdog if self._thread is not None else None
+    total.add_process(count_process(self._calls, watch))
+    total.num_unhandled += self._num_unhandled
+    for counts in await asyncio.gather(*map(self._counts_of, self._front_ends)):
+      total.add_process(counts)
+    return total
+
+  async def _counts_of(self, front_end: _FrontEndPeer) -> ProcessCounts:
+    with contextlib.suppress(TimeoutError, EngineError):
+      async with asyncio.timeout(_COUNTS_S):
+        front_end.counts = await front_end.link.ask_peer(CountsQuestion(), ProcessCounts)
+    return front_end.counts
+
+  def _count_unhandled(self) -> None:
+    self._num_unhandled += 1

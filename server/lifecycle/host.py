@@ -1,0 +1,309 @@
+"""One server's life: bind, say STARTING, serve, watch the engine, drain, end. Knows no model and no flag."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+import dataclasses
+import logging
+import socket
+
+from grpc_health.v1 import health_pb2_grpc
+
+from engine.request import TokenEvent
+from server.errors import Draining, EngineDead
+from server.generation.engine_client import LocalEngine
+from server.generation.serving_state import Backend, ServingState
+from server.host_options import HostOptions
+from server.http.http_listener import Listener
+from server.http.http_options import HttpOptions
+from server.http.openai.app import make_app, make_probe_app
+from server.lifecycle import systemd_notify, watchdog
+from server.lifecycle.composition import Composition
+from server.lifecycle.lifetime import LIVENESS, NOT_SERVING, SERVING, Lifetime, wait_first_of
+from server.lifecycle.process_counting import count_front_end
+from server.page.live_feed import Feed
+from server.page.page_routes import PUBLIC_PATHS, make_metrics_route, make_page_routes
+from server.page.prometheus_metrics import Metrics
+from server.rpc import graceful_stop
+from server.rpc.admin_service import AdminActions
+from server.rpc.call_interceptor import HEALTH_METHODS, REFLECTION_METHODS, CallInterceptor
+from server.rpc.connection_watch import ConnectionWatch
+from server.rpc.grpc_server import add_reflection, bind_port, is_local, make_grpc_server
+from server.rpc.sluice_service import GENERATION_SERVICE, MODEL_SERVICE, SluiceService
+from server.rpc.vllm_service import VLLM_SERVICE, VllmEngineService
+from server.security.api_keys import ApiKeys
+from server.security.certificates import make_certificates
+from server.security.memory_limit import MemoryLimit
+from server.telemetry.call_log import CallLog
+from server.telemetry.process_counts import Census, ProcessCounts
+
+__all__ = ["Host", "HostOptions", "SharedPorts", "is_local"]
+
+_METRICS_CONNECTIONS = 64
+# Time for statuses to reach clients after the last generation has ended; and where somebody does not want to wait.
+_FAREWELL_S = 2.0
+_HURRIED_FAREWELL_S = 0.4
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedPorts:
+  """What one of several front end processes is lent.
+
+  Attributes:
+    http, metrics: listening sockets that all of them accept from; None where there is no such port.
+    census: what all of them have counted.
+    others: the ids of the server's other processes, once it serves.
+  """
+
+  http: socket.socket | None
+  metrics: socket.socket | None
+  census: Census
+  others: Callable[[], Sequence[int]]
+
+
+class Host(Lifetime):
+  """A gRPC server, an HTTP server and the thread of their engine. All methods but `emit` belong to one event loop.
+
+  Attributes:
+    http_port: where HTTP listens, once started; -1 is nowhere.
+    metrics_port: where metrics are, once started; -1 is nowhere but on the HTTP port.
+  """
+
+  def __init__(
+    self,
+    options: HostOptions,
+    admin: AdminActions | None = None,
+    *,
+    may_exit: bool = False,
+    shared: SharedPorts | None = None,
+    composition: Composition | None = None,
+  ):
+    """Must be made inside the running event loop.
+
+    Args:
+      options: flags' values.
+      admin: what the admin service may do; needed where it has a port.
+      may_exit: the process is the server's own, and may be ended where the server cannot end itself.
+      shared: of one of several front ends, whose port is reserved; None is the only one.
+      composition: of the program; None is the product's own.
+
+    Raises:
+      ConfigError: a file of keys or certificates cannot be used, the admin service would be open to others, or
+        step_timeout_s is too short.
+    """
+    options.check_options()
+    super().__init__(options, admin, may_exit=may_exit, composition=composition)
+    self._shared = shared
+    self._state = ServingState(MemoryLimit(options.max_resident_mb, shared.others if shared is not None else tuple))
+    self._service = SluiceService(
+      self._state,
+      stream_stall_timeout_s=options.stream_stall_timeout_s,
+      strict_requests=options.strict_requests,
+    )
+    self._keys = ApiKeys.load(options.api_key_file) if options.api_key_file else None
+    self._certificates = make_certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
+    self._access_log = CallLog(options.access_log)
+    self._census = shared.census if shared is not None else self._own_census
+    self._feed = Feed(self._state, self._census)
+    self._metrics = Metrics(self._state, self._census, vllm_names=options.vllm_metric_names)
+    open_methods = (HEALTH_METHODS, REFLECTION_METHODS) if options.open_reflection else (HEALTH_METHODS,)
+    certificates = self._certificates
+    self.connections = ConnectionWatch((lambda: certificates.num_handshakes) if certificates is not None else None)
+    self._calls = CallInterceptor(
+      keys=self._keys,
+      open_methods=open_methods,
+      max_concurrent_rpcs=options.max_concurrent_rpcs,
+      max_response_bytes=options.max_response_bytes,
+      access_log=self._access_log,
+      on_peer=self.connections.called,
+    )
+    self._server = make_grpc_server(options, self._calls, shares_port=shared is not None)
+    self._port = 0
+    self._http: Listener | None = None
+    self.http_port = -1
+    self._metrics_http: Listener | None = None
+    self.metrics_port = -1
+    self._backend: Backend | None = None
+
+  async def start_listening(self) -> int:
+    """Binds and answers STARTING; returns the port.
+
+    Raises:
+      ConfigError: the address cannot be bound.
+    """
+    options = self._options
+    watchdog.watch_loop(self._loop, self.fail, self._state.count_unhandled)
+    is_reserved = self._shared is not None
+    self._port = bind_port(self._server, options.host, options.port, self._certificates, is_reserved=is_reserved)
+    self.connections.start_counting()
+    self._service.register(self._server)
+    health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+    if options.enable_vllm_api:
+      VllmEngineService(self._state, self._service, self._census).register(self._server)
+    if options.enable_reflection:
+      add_reflection(self._server, *self._served)
+    await self._health.set(LIVENESS, SERVING)
+    await self._set_ready(False)
+    await self._start_http()
+    await self._start_metrics()
+    await self._start_admin(self._census, self._certificates, self._access_log)
+    await self._server.start()
+    self._reserve = graceful_stop.DescriptorReserve()
+    return self._port
+
+  def _num_live(self) -> int:
+    return len(self._backend.generations) if self._backend is not None else 0
+
+  async def _start_http(self) -> None:
+    options = self._options
+    if options.http_port < 0:
+      return
+    http_options = HttpOptions(
+      host=options.http_host or options.host,
+      port=options.http_port,
+      max_body_bytes=options.max_request_bytes,
+      max_requests=options.max_concurrent_rpcs,
+      max_connections=options.max_http_connections,
+      stream_stall_timeout_s=options.stream_stall_timeout_s,
+      allowed_hosts=tuple(options.http_allowed_hosts),
+      strict_requests=options.strict_requests,
+      tool_call_parser=options.tool_call_parser,
+    )
+    extra_routes = make_page_routes(
+      self._state, self._metrics, self._feed, stream_stall_timeout_s=options.stream_stall_timeout_s
+    )
+    app = make_app(
+      self._state,
+      http_options,
+      api_keys=self._keys,
+      access_log=self._access_log,
+      extra_routes=extra_routes,
+      public_paths=PUBLIC_PATHS,
+    )
+    self._http = Listener(app, http_options, self._certificates, None if self._shared is None else self._shared.http)
+    self.http_port = await self._http.start_listening()
+
+  async def _start_metrics(self) -> None:
+    """A port for scrapers and probes, which have neither keys nor certificates; it tells counts alone."""
+    options = self._options
+    if options.metrics_port < 0:
+      return
+    http_options = HttpOptions(
+      host=options.http_host or options.host,
+      port=options.metrics_port,
+      max_connections=_METRICS_CONNECTIONS,
+      allowed_hosts=tuple(options.http_allowed_hosts),
+    )
+    app = make_probe_app(
+      self._state,
+      http_options,
+      access_log=self._access_log,
+      extra_routes=[make_metrics_route(self._state, self._metrics)],
+    )
+    listening = None if self._shared is None else self._shared.metrics
+    self._metrics_http = Listener(app, http_options, None, listening, flag="metrics_port")
+    self.metrics_port = await self._metrics_http.start_listening()
+
+  def emit(self, events: list[TokenEvent]) -> None:
+    """The engine's way out: one wake of the loop a step. Called on the engine's thread."""
+    self._loop.call_soon_threadsafe(self._dispatch, events)
+
+  async def serve(self, backend: Backend) -> None:
+    """Starts the engine's thread and says ready."""
+    self._backend = backend
+    self._composition.begin_serving(
+      backend.engine.inner if isinstance(backend.engine, LocalEngine) else None,
+      backend.generations,
+      backend.tokenizer,
+      num_held=backend.engine.num_held,
+      fail=self.fail,
+    )
+    self._start_engine(backend.engine)
+    self._state.begin_serving(backend)
+    await self._set_ready(True)
+    systemd_notify.notify_systemd("READY=1\nSTATUS=serving")
+
+  def own_counts(self) -> ProcessCounts:
+    """What this process has counted."""
+    watched_by = self._thread.watchdog if self._thread is not None else None
+    return count_front_end(self._state, self._access_log, watched_by)
+
+  async def _own_census(self) -> ProcessCounts:
+    """Where there is one process."""
+    return self.own_counts()
+
+  async def _drain(self) -> None:
+    options, backend = self._options, self._backend
+    # Readiness only: a process that drains is alive, and must not be killed for it.
+    await self._set_ready(False)
+    if backend is None:
+      return
+    _log.info("draining: %d live requests, at most %g s", len(backend.generations), options.drain_timeout_s)
+    await wait_first_of(asyncio.sleep(options.drain_delay_s), self._hurry.wait(), self._engine_ended.wait())
+    self._state.refuse_work(Draining("the server is going down; send the request to another one"))
+    await wait_first_of(
+      self._state.wait_idle(),
+      asyncio.sleep(options.drain_timeout_s),
+      self._hurry.wait(),
+      self._engine_ended.wait(),
+    )
+    if len(backend.generations):
+      _log.warning("drain: ending %d requests that did not finish", len(backend.generations))
+    backend.generations.end_all(
+      Draining("the server went down before this request was finished; send it again, to another one")
+    )
+
+  async def _take_down(self) -> int:
+    self._feed.close()
+    self.connections.stop_counting()
+    farewell_s = _HURRIED_FAREWELL_S if self._hurry.is_set() else _FAREWELL_S
+    farewells = [graceful_stop.stop_grpc_server(self._server, self._port, self._calls, self._reserve, farewell_s)]
+    if self._http is not None:
+      farewells.append(self._http.stop_listening(farewell_s))
+    await asyncio.gather(*farewells)
+    if self._admin_server is not None:
+      await self._admin_server.stop(None)
+    if self._metrics_http is not None:
+      await self._metrics_http.stop_listening(farewell_s)
+    if self._thread is not None:
+      hurried = self._hurry.is_set() or self._failure is not None
+      await self._thread.stop_thread(
+        0.0 if self._failure is not None else farewell_s,
+        _HURRIED_FAREWELL_S if hurried else self._options.watchdog_grace_s,
+      )
+    self._state.end_threads()
+    self._access_log.close()
+    if self._thread is not None and self._thread.is_alive:
+      _log.critical("the engine did not stop")
+      return watchdog.EXIT_CODE
+    backend = self._backend
+    if backend is not None and self._shared is None:
+      used = (await backend.engine.report()).stats.blocks_used
+      _log.info("stopped: %d requests served, %d KV blocks in use", backend.generations.num_started, used)
+    return 0
+
+  async def _take_down_dead(self, cause: BaseException) -> None:
+    backend = self._backend
+    error = EngineDead("the engine has failed; send the request again, to another server")
+    self._state.refuse_work(error)
+    self._state.ready = self._state.alive = False
+    await self._health.enter_graceful_shutdown()
+    if backend is not None:
+      backend.generations.end_all(error)
+    await self._take_down()
+
+  def _dispatch(self, events: Sequence[TokenEvent]) -> None:
+    assert self._backend is not None, "no request can be submitted before serve()"
+    self._backend.generations.dispatch_events(events)
+
+  @property
+  def _served(self) -> tuple[str, ...]:
+    """Names of the services that generate and tell of the model."""
+    vllm = (VLLM_SERVICE,) if self._options.enable_vllm_api else ()
+    return GENERATION_SERVICE, MODEL_SERVICE, *vllm
+
+  async def _set_ready(self, ready: bool) -> None:
+    self._state.ready = ready
+    for name in self._served:
+      await self._health.set(name, SERVING if ready else NOT_SERVING)

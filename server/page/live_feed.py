@@ -1,0 +1,157 @@
+"""What the live page shows, as one JSON text a tick that all its readers share. Changes nothing, and knows no HTTP.
+
+Without readers nothing runs. A slow reader misses ticks; it never makes a queue.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+import json
+from typing import Any
+
+from engine.errors import Overloaded, Unavailable
+from server.generation.engine_client import Report
+from server.generation.serving_state import Backend, ServingState
+from server.telemetry.latency_histograms import percentiles
+from server.telemetry.process_counts import Census, ProcessCounts
+from server.version import server_version
+
+_TICK_S = 0.25
+# The map of the KV pool costs a look at every block.
+_MAP_TICKS = 4
+_MAP_CELLS = 1024
+_MAX_READERS = 16
+_MAX_STEPS = 64
+_SHARES = (0.5, 0.9, 0.99)
+
+
+class Feed:
+  """Ticks for the readers of one server's page. Belongs to one event loop."""
+
+  def __init__(self, state: ServingState, census: Census, *, tick_s: float = _TICK_S, max_readers: int = _MAX_READERS):
+    """Args:
+    state: what serves, or does not yet.
+    census: what its processes have counted.
+    tick_s: seconds between two messages.
+    max_readers: more are refused.
+    """
+    self._state = state
+    self._census = census
+    self._tick_s = tick_s
+    self._max_readers = max_readers
+    self._num_readers = 0
+    self._message = b""
+    self._news = asyncio.Event()
+    self._ticker: asyncio.Task | None = None
+    self._closed = False
+    self._num_ticks = 0
+    self._seen_until = 0.0
+
+  @property
+  def num_readers(self) -> int:
+    return self._num_readers
+
+  async def messages(self) -> AsyncGenerator[bytes]:
+    """A JSON object a tick, from now on until close(); what a reader did not take in time is left out.
+
+    Raises:
+      Overloaded: there are too many readers.
+    """
+    if self._num_readers >= self._max_readers:
+      raise Overloaded(f"{self._max_readers} pages are watching already, which is the limit", remedy=" or close one")
+    self._num_readers += 1
+    try:
+      if self._ticker is None:
+        self._num_ticks = 0
+        self._message = b""
+        self._ticker = asyncio.create_task(self._run())
+      while not self._closed:
+        news = self._news
+        if self._message:
+          yield self._message
+        await news.wait()
+    finally:
+      self._num_readers -= 1
+      if not self._num_readers and self._ticker is not None:
+        self._ticker.cancel()
+        self._ticker = None
+
+  def close(self) -> None:
+    """Ends every reader, so that a server that goes down need not wait for them."""
+    self._closed = True
+    self._news.set()
+
+  async def _run(self) -> None:
+    while not self._closed:
+      await self._tick()
+      await asyncio.sleep(self._tick_s)
+
+  async def _tick(self) -> None:
+    self._message = json.dumps(await self._snapshot(), separators=(",", ":")).encode()
+    self._num_ticks += 1
+    news, self._news = self._news, asyncio.Event()
+    news.set()
+
+  async def _snapshot(self) -> dict[str, Any]:
+    serving = self._state
+    try:
+      backend = serving.require_backend()
+    except Unavailable as error:
+      return {"state": error.reason.lower(), "version": server_version()}
+    state = "ready" if serving.ready else "draining" if serving.alive else "stuck"
+    return {"state": state, "version": server_version(), "interval_s": self._tick_s, **await self._of(backend)}
+
+  async def _of(self, backend: Backend) -> dict[str, Any]:
+    with_map = self._num_ticks % _MAP_TICKS == 0
+    report = await backend.engine.report(4 * _MAX_STEPS, with_blocks=with_map)
+    return self._show(backend, report, await self._census(), with_map=with_map)
+
+  def _show(self, backend: Backend, report: Report, counts: ProcessCounts, *, with_map: bool) -> dict[str, Any]:
+    config, stats, seen = backend.config, report.stats, counts.observations
+    steps = [step for step in stats.steps if step.time > self._seen_until][-_MAX_STEPS:]
+    if steps:
+      self._seen_until = steps[-1].time
+    empty = (0, 0, 0, 0, 0, 0.0, 0.0)
+    return {
+      "now_s": report.now_s,
+      "uptime_s": self._state.uptime_s,
+      "model": backend.model,
+      "batching": config.batching,
+      "text": backend.tokenizer is not None,
+      "chat": backend.tokenizer is not None and backend.tokenizer.has_chat_template,
+      "max_model_len": config.max_model_len,
+      "running": stats.num_running,
+      "running_limit": stats.max_num_seqs,
+      "waiting": max(0, stats.num_live - stats.num_running),
+      "waiting_tokens": stats.num_waiting_tokens,
+      "finished": {reason.value: count for reason, count in stats.finished.items()},
+      "output_tokens": stats.num_output_tokens,
+      "prefill_tokens": stats.num_prefill_tokens,
+      "cached_tokens": stats.num_cached_tokens,
+      "preemptions": stats.num_preemptions,
+      "compiles": report.compiles_after_ready,
+      "first_token_s": percentiles([(value, 1) for value in seen.recent_first], _SHARES),
+      "gap_s": percentiles(seen.recent_gaps, _SHARES),
+      "kv": {
+        "blocks": stats.num_blocks,
+        "block_size": config.block_size,
+        "used": stats.blocks_used,
+        "cached": stats.blocks_cached,
+        "map": _cells(report.blocks) if with_map else None,
+      },
+      # tokens, rows; steps, decode, prefill, padding tokens, idle slots, host and device seconds so far
+      "rungs": [
+        [shape.tokens, shape.rows, *(stats.rungs.get(shape.tokens) or empty)] for shape in config.ladder.rungs()
+      ],
+      # rung, decode, prefill, padding tokens, device seconds
+      "steps": [
+        [step.shape_tokens, step.decode_tokens, step.prefill_tokens, step.padding, round(step.device_s, 6)]
+        for step in steps
+      ],
+    }
+
+
+def _cells(states: bytes) -> list[list[int]]:
+  """(held, cached and not held, all) of each cell of the map; a cell is one block, or a few neighbours."""
+  size = -(-len(states) // _MAP_CELLS) or 1
+  cells = [states[start : start + size] for start in range(0, len(states), size)]
+  return [[cell.count(2), cell.count(1), len(cell)] for cell in cells]

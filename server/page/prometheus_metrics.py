@@ -1,0 +1,308 @@
+"""Prometheus' view of the server, made when it is asked for. Counts nothing itself: it reads what others have counted.
+
+Names follow Prometheus' rules: a prefix, base units, `_total` on counters, `_ratio` for shares. The three gauges that
+the model server protocol of Kubernetes' Gateway API Inference Extension asks for are `sluice_requests_waiting`
+(TotalQueuedRequests), `sluice_requests_running` (TotalRunningRequests) and `sluice_kv_cache_usage_ratio`
+(KVCacheUtilization); its endpoint picker takes their names by flag, or knows vLLM's, which are given on demand.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+from engine.recorder import EngineStats, RungTotals
+from server.generation.engine_client import Report
+from server.generation.serving_state import Backend, ServingState
+from server.telemetry.latency_histograms import Histogram, Observations
+from server.telemetry.process_counts import Census, ProcessCounts
+from server.version import server_version
+
+# vLLM's name -> ours, of everything that is the same thing.
+_VLLM_GAUGES = {
+  "vllm:num_requests_waiting": "sluice_requests_waiting",
+  "vllm:num_requests_running": "sluice_requests_running",
+  "vllm:kv_cache_usage_perc": "sluice_kv_cache_usage_ratio",
+}
+_VLLM_COUNTERS = {
+  "vllm:prompt_tokens": "sluice_prefill_tokens",
+  "vllm:generation_tokens": "sluice_output_tokens",
+  "vllm:num_preemptions": "sluice_preemptions",
+  "vllm:prefix_cache_queries": "sluice_prefix_cache_query_tokens",
+  "vllm:prefix_cache_hits": "sluice_prefix_cache_hit_tokens",
+}
+_VLLM_HISTOGRAMS = {
+  "vllm:time_to_first_token_seconds": "sluice_time_to_first_token_seconds",
+  "vllm:inter_token_latency_seconds": "sluice_inter_token_latency_seconds",
+  "vllm:request_time_per_output_token_seconds": "sluice_time_per_output_token_seconds",
+  "vllm:e2e_request_latency_seconds": "sluice_request_duration_seconds",
+  "vllm:request_queue_time_seconds": "sluice_request_queue_time_seconds",
+  "vllm:request_prompt_tokens": "sluice_request_prompt_tokens",
+  "vllm:request_generation_tokens": "sluice_request_output_tokens",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerLook:
+  """A server at one instant.
+
+  Attributes:
+    ready, alive: see ServingState.
+    counts: of all its processes.
+    backend, report: once it serves.
+  """
+
+  ready: bool
+  alive: bool
+  counts: ProcessCounts
+  backend: Backend | None
+  report: Report | None
+
+
+class Metrics:
+  """Of one server."""
+
+  def __init__(self, state: ServingState, census: Census, *, vllm_names: bool = False):
+    """Args:
+    state: what serves, or does not yet.
+    census: what its processes have counted.
+    vllm_names: also give vLLM's names, for what was made for vLLM.
+    """
+    self._state = state
+    self._census = census
+    self._vllm_names = vllm_names
+
+  async def look(self) -> ServerLook:
+    """At everything that an exposition shows; on the event loop's thread."""
+    state = self._state
+    backend = state.backend
+    report = await backend.engine.report() if backend is not None else None
+    return ServerLook(state.ready, state.alive, await self._census(), backend, report)
+
+  def exposition(self, look: ServerLook, accept: str = "") -> tuple[bytes, str]:
+    """All metrics; any thread.
+
+    Args:
+      look: what to show.
+      accept: the header of whoever asks.
+
+    Returns:
+      The text, in Prometheus' or OpenMetrics' format, and its content type.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Collector(look, self._vllm_names))
+    encode, content_type = choose_encoder(accept)
+    if content_type.startswith("application/openmetrics-text"):
+      # All names are plain, and need no escaping; prometheus_client's own would turn vLLM's colons into underscores.
+      return openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8), content_type
+    return encode(registry), content_type
+
+
+class _Collector(Collector):
+  def __init__(self, look: ServerLook, vllm_names: bool):
+    self._look = look
+    self._vllm_names = vllm_names
+
+  def describe(self) -> Iterable[Metric]:
+    """None: a registry that asks would have them all made at registration."""
+    return []
+
+  def collect(self) -> Iterator[Metric]:
+    """Everything, as of now."""
+    yield from self._of_server()
+    yield from _of_processes(self._look.counts.pids)
+    backend, report, counts = self._look.backend, self._look.report, self._look.counts
+    if backend is None or report is None:
+      return
+    stats = report.stats
+    families = [
+      *_gauges(backend, report, counts),
+      *_counters(report, counts),
+      *_rungs(backend, stats.rungs),
+      *_histograms(counts.observations, report.queue),
+    ]
+    yield from families
+    if self._vllm_names:
+      yield from _vllm(backend, stats, families)
+
+  def _of_server(self) -> Iterator[Metric]:
+    look, counts = self._look, self._look.counts
+    yield _gauge("sluice_ready", "Whether requests are taken: 0 while loading and draining.", int(look.ready))
+    yield _gauge("sluice_alive", "Whether the engine's loop turns.", int(look.alive))
+    yield _gauge(
+      "sluice_event_loop_lag_seconds", "What the slowest event loop took to answer its watchdog's look.", counts.lag_s
+    )
+    yield _gauge("sluice_processes", "Processes of this server.", len(counts.pids))
+    yield _counter(
+      "sluice_access_log_lost_lines", "Lines that the access log's disk did not take.", counts.num_lost_lines
+    )
+    yield _counter("sluice_unhandled_errors", "Errors in callbacks and tasks that nobody took.", counts.num_unhandled)
+    info = GaugeMetricFamily("sluice_build_info", "Of the running server; always 1.", labels=["version"])
+    info.add_metric([server_version()], 1)
+    yield info
+    calls = CounterMetricFamily(
+      "sluice_calls", "Calls that ended, by their status.", labels=["protocol", "method", "code"]
+    )
+    for labels, count in list(counts.calls.items()):
+      calls.add_metric(labels, count)
+    yield calls
+    failed = CounterMetricFamily(
+      "sluice_calls_failed", "Calls that were refused or failed, by the reason.", labels=["protocol", "reason"]
+    )
+    for labels, count in list(counts.failed.items()):
+      failed.add_metric(labels, count)
+    yield failed
+
+
+def _of_processes(pids: Sequence[int]) -> Iterator[Metric]:
+  """What the system knows of them, as prometheus_client names it; of several the sums."""
+  sums: dict[str, Metric] = {}
+  for pid in pids:
+    for family in ProcessCollector(pid=lambda pid=pid: pid, registry=None).collect():
+      known = sums.setdefault(family.name, family)
+      if known is not family:
+        value = family.samples[0].value
+        # When the first began, and the tightest limit.
+        least = family.name in ("process_start_time_seconds", "process_max_fds")
+        before = known.samples[0]
+        known.samples[0] = before._replace(value=min(before.value, value) if least else before.value + value)
+  yield from sums.values()
+
+
+def _gauges(backend: Backend, report: Report, counts: ProcessCounts) -> Iterator[Metric]:
+  config, stats = backend.config, report.stats
+  yield _gauge("sluice_requests_waiting", "Requests in the queue.", max(0, stats.num_live - stats.num_running))
+  yield _gauge("sluice_requests_running", "Requests in the batch.", stats.num_running)
+  yield _gauge("sluice_kv_cache_usage_ratio", "Share of KV blocks held, 0 to 1.", stats.blocks_used / stats.num_blocks)
+  yield _gauge("sluice_requests_waiting_prompt_tokens", "Prompt tokens in the queue.", stats.num_waiting_tokens)
+  yield _gauge("sluice_requests_running_limit", "Requests that fit into the batch.", stats.max_num_seqs)
+  yield _gauge("sluice_kv_blocks", "KV blocks of the pool.", stats.num_blocks)
+  yield _gauge("sluice_kv_blocks_used", "KV blocks that requests hold.", stats.blocks_used)
+  yield _gauge("sluice_kv_blocks_cached", "KV blocks in the prefix cache, held or not.", stats.blocks_cached)
+  yield _gauge("sluice_kv_block_size_tokens", "Tokens of a KV block.", config.block_size)
+  yield _gauge("sluice_generations_live", "Generations that a client waits for.", counts.num_live)
+  yield _gauge(
+    "sluice_engine_heartbeat_age_seconds",
+    "Since the engine's loop last turned.",
+    max(0.0, report.now_s - report.heartbeat_s),
+  )
+  yield _gauge("sluice_model_load_seconds", "What loading the weights took.", backend.load_s)
+  yield _gauge("sluice_warmup_seconds", "What compiling all steps took.", backend.warmup_s)
+  info = GaugeMetricFamily("sluice_model_info", "Of what is served; always 1.", labels=["model", "batching"])
+  info.add_metric([backend.model, config.batching], 1)
+  yield info
+
+
+def _counters(report: Report, counts: ProcessCounts) -> Iterator[Metric]:
+  stats = report.stats
+  yield _counter("sluice_compiles", "XLA compilations since ready; any is a mistake.", report.compiles_after_ready)
+  yield _counter("sluice_generations", "Generations that were accepted.", counts.num_started)
+  ended = CounterMetricFamily(
+    "sluice_generations_ended", "What became of them; all but the live ones.", labels=["outcome"]
+  )
+  for outcome, count in counts.num_ended.items():
+    ended.add_metric([outcome], count)
+  yield ended
+  yield _counter(
+    "sluice_numerical_errors", "Requests ended by NaN or infinite numbers of the model.", stats.num_numerical_errors
+  )
+  yield _counter("sluice_late_events", "Events that nobody waited for, dropped.", counts.num_late_events)
+  yield _counter("sluice_decode_tokens", "Tokens computed by rows that decode.", stats.num_decode_tokens)
+  yield _counter("sluice_prefill_tokens", "Prompt tokens computed, again after preemptions.", stats.num_prefill_tokens)
+  yield _counter("sluice_padding_tokens", "Tokens computed for nobody, to fill a shape.", stats.num_padding_tokens)
+  yield _counter("sluice_skipped_tokens", "Padding of shapes that kernels left out.", stats.num_skipped_tokens)
+  yield _counter("sluice_output_tokens", "Tokens that reached requests.", stats.num_output_tokens)
+  yield _counter(
+    "sluice_prefix_cache_query_tokens", "Prompt tokens looked up, of ended requests.", stats.num_queried_tokens
+  )
+  yield _counter(
+    "sluice_prefix_cache_hit_tokens", "Prompt tokens found there, of ended requests.", stats.num_cached_tokens
+  )
+  yield _counter("sluice_lost_tokens", "Tokens computed and lost to preemptions.", stats.num_lost_tokens)
+  yield _counter("sluice_preemptions", "Requests that had to begin anew.", stats.num_preemptions)
+  yield _counter("sluice_idle_slots", "Slots without a row while a request waited, summed.", stats.num_idle_slots)
+  finished = CounterMetricFamily("sluice_requests_finished", "Requests of the engine that ended.", labels=["reason"])
+  for reason, count in stats.finished.items():
+    finished.add_metric([reason.value], count)
+  yield finished
+
+
+def _rungs(backend: Backend, totals: dict[int, RungTotals]) -> Iterator[Metric]:
+  """By the shape of steps. Every rung of the ladder has its series from the start."""
+  steps = CounterMetricFamily("sluice_steps", "Steps by the token budget of their shape.", labels=["rung"])
+  tokens = CounterMetricFamily(
+    "sluice_step_tokens", "Tokens of the steps' shapes, by what became of them.", labels=["rung", "kind"]
+  )
+  host = CounterMetricFamily("sluice_step_host_seconds", "Planning, packing and dispatch.", labels=["rung"])
+  device = CounterMetricFamily("sluice_step_device_seconds", "From launch to the values.", labels=["rung"])
+  for shape in backend.config.ladder.rungs():
+    rung, total = str(shape.tokens), totals.get(shape.tokens, RungTotals())
+    steps.add_metric([rung], total.steps)
+    tokens.add_metric([rung, "decode"], total.decode_tokens)
+    tokens.add_metric([rung, "prefill"], total.prefill_tokens)
+    tokens.add_metric([rung, "padding"], total.padding)
+    tokens.add_metric([rung, "skipped"], total.skipped(shape.tokens))
+    host.add_metric([rung], total.host_s)
+    device.add_metric([rung], total.device_s)
+  yield from (steps, tokens, host, device)
+
+
+def _histograms(seen: Observations, queue: Histogram) -> Iterator[Metric]:
+  for name, text, histogram in (
+    ("sluice_time_to_first_token_seconds", "From submission to the first token.", seen.time_to_first_token),
+    ("sluice_inter_token_latency_seconds", "Between a request's tokens.", seen.inter_token),
+    ("sluice_time_per_output_token_seconds", "A request's mean after its first token.", seen.per_output_token),
+    ("sluice_request_duration_seconds", "From submission to the last token.", seen.end_to_end),
+    ("sluice_request_queue_time_seconds", "From submission to the first step, of ended requests.", queue),
+    ("sluice_request_prompt_tokens", "Lengths of prompts.", seen.prompt_tokens),
+    ("sluice_request_output_tokens", "Lengths of outputs.", seen.output_tokens),
+  ):
+    family = HistogramMetricFamily(name, text)
+    family.add_metric([], *_buckets(histogram))
+    yield family
+
+
+def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
+  counts, total = list(histogram.counts), histogram.total
+  buckets: list[tuple[str, float]] = []
+  below = 0
+  for bound, count in zip((*map(str, histogram.bounds), "+Inf"), counts, strict=True):
+    below += count
+    buckets.append((bound, below))
+  return buckets, total
+
+
+def _vllm(backend: Backend, stats: EngineStats, families: list[Metric]) -> Iterator[Metric]:
+  """The same samples under vLLM's names and labels."""
+  ours = {family.name: family for family in families}
+  labels = {"model_name": backend.model, "engine": "0"}
+  for names in (_VLLM_GAUGES, _VLLM_COUNTERS, _VLLM_HISTOGRAMS):
+    for name, of in names.items():
+      family = ours[of]
+      alias = Metric(name, f"vLLM's name of {of}.", family.type)
+      for sample in family.samples:
+        alias.add_sample(name + sample.name.removeprefix(of), labels | sample.labels, sample.value)
+      yield alias
+  success = CounterMetricFamily(
+    "vllm:request_success", "vLLM's name of sluice_requests_finished.", labels=[*labels, "finished_reason"]
+  )
+  for reason, count in stats.finished.items():
+    success.add_metric([*labels.values(), reason.value], count)
+  yield success
+  info = GaugeMetricFamily(
+    "vllm:cache_config_info", "Of the KV pool; always 1.", labels=["engine", "block_size", "num_gpu_blocks"]
+  )
+  info.add_metric(["0", str(backend.config.block_size), str(stats.num_blocks)], 1)
+  yield info
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+  return GaugeMetricFamily(name, text, value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+  return CounterMetricFamily(name, text, value)

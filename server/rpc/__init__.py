@@ -1,0 +1,1 @@
+"""gRPC: the services, what every call goes through, ports and their end."""

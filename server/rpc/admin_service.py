@@ -1,0 +1,68 @@
+"""sluice.admin.v1: what an operator may ask of a running server. Decides nothing; each method calls one action."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+
+import grpc
+from grpc_channelz.v1 import channelz
+
+from server.proto import admin_pb2 as pb
+from server.version import server_version
+
+ADMIN_SERVICE = "sluice.admin.v1.AdminService"
+CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
+
+
+@dataclasses.dataclass(frozen=True)
+class AdminActions:
+  """What the composition root lends. All are called on the event loop and return at once.
+
+  Attributes:
+    flags: the settings in force, one "--name=value" each.
+    set_trace: switches the step trace; returns its path, or raises NotConfigured or Unavailable.
+  """
+
+  flags: Callable[[], Sequence[str]]
+  set_trace: Callable[[bool], str]
+
+
+class AdminService:
+  """One object a server."""
+
+  def __init__(self, actions: AdminActions, drain: Callable[[], int]):
+    """Args:
+    actions: of the composition root.
+    drain: begins the drain; returns how many requests are live.
+    """
+    self._actions = actions
+    self._drain = drain
+
+  def register(self, server: grpc.aio.Server, *, enable_channelz: bool) -> None:
+    """Adds the service, and gRPC's channelz if wanted, to a server that has not started."""
+    methods = {
+      "GetConfig": (self._get_config, pb.GetConfigRequest, pb.GetConfigResponse),
+      "SetTrace": (self._set_trace, pb.SetTraceRequest, pb.SetTraceResponse),
+      "Drain": (self._drain_server, pb.DrainRequest, pb.DrainResponse),
+    }
+    server.add_generic_rpc_handlers(
+      (
+        grpc.method_handlers_generic_handler(
+          ADMIN_SERVICE,
+          {
+            name: grpc.unary_unary_rpc_method_handler(method, request.FromString, response.SerializeToString)
+            for name, (method, request, response) in methods.items()
+          },
+        ),
+      )
+    )
+    if enable_channelz:
+      channelz.add_channelz_servicer(server)
+
+  async def _get_config(self, request: pb.GetConfigRequest, context: grpc.aio.ServicerContext) -> pb.GetConfigResponse:
+    return pb.GetConfigResponse(server_version=server_version(), flags=self._actions.flags())
+
+  async def _set_trace(self, request: pb.SetTraceRequest, context: grpc.aio.ServicerContext) -> pb.SetTraceResponse:
+    return pb.SetTraceResponse(path=self._actions.set_trace(request.on))
+
+  async def _drain_server(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
+    return pb.DrainResponse(live_requests=self._drain())

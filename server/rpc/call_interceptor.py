@@ -1,0 +1,300 @@
+"""What every RPC goes through: key, limit, request id, opaque errors, access log. Knows no method of the services.
+
+A call that is refused here, and one whose handler fails before it has written, sends no header but a status alone, so
+that a client with a retry policy may try again.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import contextlib
+import contextvars
+import dataclasses
+import re
+import secrets
+import time
+from typing import Any
+
+import grpc
+from grpc._cython import cygrpc
+
+from engine.errors import EngineError, Overloaded
+from server.errors import AnswerTooLarge, DeadlineExceeded, MalformedRequest, UnknownMethod
+from server.rpc import grpc_status
+from server.security.api_keys import AdminKeys, ApiKeys
+from server.telemetry import tracing
+from server.telemetry.access_log import AccessLog
+
+REQUEST_ID = "x-request-id"
+HEALTH_METHODS = "/grpc.health.v1.Health/"
+REFLECTION_METHODS = "/grpc.reflection."
+_REQUEST_ID_VALUE = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_OVERLOAD_RETRY_S = 1.0
+# A call without its message holds a place among the concurrent ones.
+_MESSAGE_TIMEOUT_S = 60.0
+
+
+@dataclasses.dataclass(slots=True)
+class RpcCall:
+  """One RPC, as the access log and the handlers know it.
+
+  Attributes:
+    method: as on the wire, "/package.Service/Method".
+    metadata: that it came with, in lower case.
+    request_id: the client's `x-request-id`, or ours.
+    tenant: of its API key; None where no key was asked for.
+    notes: what a handler adds to the log line: names and counts.
+  """
+
+  method: str
+  metadata: Mapping[str, Any]
+  request_id: str
+  tenant: str | None = None
+  notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def trailers(self) -> tuple[tuple[str, str], ...]:
+    """Metadata that every answer ends with. A header would be a message of its own, before the first token."""
+    return ((REQUEST_ID, self.request_id),)
+
+
+_current: contextvars.ContextVar[RpcCall] = contextvars.ContextVar("call")
+
+
+def current_call() -> RpcCall:
+  """The RPC whose handler is running."""
+  return _current.get()
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+  """Stands before every handler of a server. All of it runs on the server's event loop."""
+
+  def __init__(
+    self,
+    *,
+    keys: ApiKeys | AdminKeys | None = None,
+    open_methods: tuple[str, ...] = (HEALTH_METHODS,),
+    max_concurrent_rpcs: int | None = None,
+    max_response_bytes: int | None = None,
+    access_log: AccessLog | None = None,
+    on_peer: Callable[[str], None] | None = None,
+  ):
+    """What to ask of calls.
+
+    Args:
+      keys: who may call; None: everybody.
+      open_methods: beginnings of methods that need no key.
+      max_concurrent_rpcs: more at a time are refused; probes of health do not count.
+      max_response_bytes: of one message; a larger one ends its call.
+      access_log: gets a line for each call but those of health; None: none is written.
+      on_peer: is told the peer of each call.
+    """
+    self._keys = keys
+    self._open_methods = open_methods
+    self._max_concurrent_rpcs = max_concurrent_rpcs
+    self._max_response_bytes = max_response_bytes
+    self._access_log = access_log
+    self._on_peer = on_peer
+    self._num_calls = 0
+    self._num_unanswered = 0
+    self._num_answered = 0
+
+  async def intercept_service(
+    self,
+    continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+    handler_call_details: grpc.HandlerCallDetails,
+  ) -> grpc.RpcMethodHandler:
+    """The handler, wrapped; or one that refuses."""
+    metadata = dict(handler_call_details.invocation_metadata or ())
+    request_id = metadata.get(REQUEST_ID)
+    if not isinstance(request_id, str) or not _REQUEST_ID_VALUE.fullmatch(request_id):
+      request_id = secrets.token_hex(16)
+    call = RpcCall(handler_call_details.method, metadata, request_id)
+    handler = await continuation(handler_call_details)
+    try:
+      self._check(call)
+      if handler is None:
+        raise UnknownMethod(f"method={call.method!r:.120} is not served here; reflection lists what is")
+    except EngineError as error:
+      return self._refusal(call, error)
+    return self._wrapped(call, handler)
+
+  async def wait_quiet(self, quiet_s: float) -> None:
+    """Returns when, for so many seconds, there was no call whose status was not yet sent. Probes do not count."""
+    seen = -1
+    while self._num_unanswered or seen != self._num_answered:
+      seen = self._num_answered
+      await asyncio.sleep(quiet_s)
+
+  def _answered(self, _: asyncio.Task) -> None:
+    self._num_unanswered -= 1
+    self._num_answered += 1
+
+  def _check(self, call: RpcCall) -> None:
+    if self._keys is not None and not call.method.startswith(self._open_methods):
+      call.tenant = self._keys.check_credentials(call.metadata.get("authorization"), call.metadata.get("x-api-key"))
+    limit = self._max_concurrent_rpcs
+    if limit is not None and self._num_calls >= limit and not call.method.startswith(HEALTH_METHODS):
+      raise Overloaded(f"{self._num_calls} calls are in progress, the limit is {limit}", _OVERLOAD_RETRY_S)
+
+  def _refusal(self, call: RpcCall, error: EngineError) -> grpc.RpcMethodHandler:
+    """Fits a method of any kind, for it reads no message."""
+
+    async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+      async with self._running(call, context):
+        raise error
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+  def _wrapped(self, call: RpcCall, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    """The handler behind one that reads bytes.
+
+    gRPC itself would answer what it cannot parse with an exception's text, and a call whose message never came, or only
+    half of it, not at all.
+    """
+    parse, serialize = handler.request_deserializer, self._serializer(handler)
+    # Any, since the stubs know handlers of the threaded server only.
+    behaviour: Any
+    if handler.request_streaming:
+      behaviour = handler.stream_stream
+      assert handler.response_streaming, "no method takes a stream and gives one message"
+
+      async def stream_stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async with self._running(call, context):
+          async for response in behaviour((_parsed(parse, raw) async for raw in requests), context):
+            yield response
+
+      return grpc.stream_stream_rpc_method_handler(stream_stream, None, serialize)
+    if handler.response_streaming:
+      behaviour = handler.unary_stream
+
+      async def unary_stream(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        async with self._running(call, context):
+          await behaviour(_parsed(parse, await _read(context)), context)
+
+      return grpc.stream_stream_rpc_method_handler(unary_stream, None, serialize)
+    behaviour = handler.unary_unary
+
+    async def unary_unary(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
+      async with self._running(call, context):
+        return serialize(await behaviour(_parsed(parse, await _read(context)), context))
+      raise AssertionError("not reached")
+
+    return grpc.stream_unary_rpc_method_handler(unary_unary)
+
+  def _serializer(self, handler: grpc.RpcMethodHandler) -> Callable[[Any], bytes]:
+    """The handler's, with an error of ours where gRPC would tear the call down."""
+    serialize, limit = handler.response_serializer, self._max_response_bytes
+    assert serialize is not None, "what is sent is bytes"
+    if limit is None:
+      return serialize
+
+    def checked(message: Any) -> bytes:
+      raw = serialize(message)
+      if len(raw) > limit:
+        raise AnswerTooLarge(
+          f"a message of {len(raw)} bytes cannot be sent, the limit is {limit}; ask for fewer tokens, outputs or log "
+          "probabilities, or for a stream"
+        )
+      return raw
+
+    return checked
+
+  @contextlib.asynccontextmanager
+  async def _running(self, call: RpcCall, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Around a handler: whatever goes wrong leaves as a status, and every call leaves a line."""
+    _current.set(call)
+    tracing.keep_trace_parent(call.metadata)
+    context.set_trailing_metadata(call.trailers)
+    is_probe = call.method.startswith(HEALTH_METHODS)
+    self._num_calls += not is_probe
+    task = asyncio.current_task()
+    if task is not None and not is_probe:  # gRPC's for this call, which goes on until the status is sent
+      self._num_unanswered += 1
+      task.add_done_callback(self._answered)
+    started, peer = time.monotonic(), context.peer()  # later it may be gone
+    if self._on_peer is not None:
+      self._on_peer(peer)
+    code, reason = "OK", None
+    try:
+      yield
+    except asyncio.CancelledError:
+      # How gRPC says that nobody waits any more. Swallowing it would leak the call.
+      code = "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
+      raise
+    except grpc.aio.AbortError:
+      code = "ABORTED_BY_HANDLER"
+      raise
+    except (grpc.aio.InternalError, cygrpc._ServerStoppedError):
+      # The connection went away under a write, or the server was stopped: no status can pass either.
+      code = "CANCELLED"
+      raise _gone() from None
+    except Exception as error:
+      answer = grpc_status.make_status_answer(error)
+      code, reason = answer.code.name, answer.reason
+      try:
+        await context.abort(answer.code, answer.message, answer.metadata + call.trailers)
+      except grpc.aio.InternalError:
+        # gRPC has ended the call with a status of its own, as one whose message is too large.
+        raise _gone() from None
+    finally:
+      self._num_calls -= not is_probe
+      if self._access_log is not None and not is_probe:
+        self._access_log.write(
+          request_id=call.request_id,
+          method=call.method,
+          peer=peer,
+          tenant=call.tenant,
+          code=code,
+          reason=reason,
+          duration_s=round(time.monotonic() - started, 6),
+          **call.notes,
+        )
+
+
+def _gone() -> asyncio.CancelledError:
+  """How a handler says that nobody waits any more. Of the error of its own gRPC logs a traceback, unless it has heard
+  by then that the call is over.
+  """
+  return asyncio.CancelledError()
+
+
+async def _read(context: Any) -> bytes:
+  """The one message of a call. The read is a task of its own, since it ends with the call and never by a timeout."""
+
+  async def read() -> Any:
+    try:
+      return await context.read()
+    except cygrpc._ServerStoppedError:
+      raise _gone() from None  # asyncio.run reports any other error of a task that it ends
+
+  reading = asyncio.ensure_future(read())
+  reading.add_done_callback(_heard)
+  try:
+    async with asyncio.timeout(_MESSAGE_TIMEOUT_S):
+      raw = await asyncio.shield(reading)
+  except TimeoutError:
+    raise DeadlineExceeded(
+      f"the request's message did not arrive within {_MESSAGE_TIMEOUT_S:g} s; send it with the call"
+    ) from None
+  if raw is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]  (missing in the stubs)
+    raise MalformedRequest("the call ended without a whole message; send one, framed as its length says")
+  return raw
+
+
+def _heard(reading: asyncio.Future[Any]) -> None:
+  """Takes the error of a read whose call is gone: asyncio would report one that nobody takes."""
+  if not reading.cancelled():
+    reading.exception()
+
+
+def _parsed(parse: Callable[[bytes], Any] | None, raw: bytes) -> Any:
+  if parse is None:
+    return raw
+  try:
+    return parse(raw)
+  except Exception:
+    kind = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
+    raise MalformedRequest(
+      f"the {len(raw)} bytes are no {kind.full_name if kind else 'request of this method'}; generate the client from "
+      "this server's proto (reflection has it)"
+    ) from None

@@ -1,0 +1,1 @@
+"""What a server records of itself: logs, counts, latencies and spans. Decides nothing."""

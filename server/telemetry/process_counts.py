@@ -1,0 +1,55 @@
+"""What the processes of a server have counted, and their sum: whoever asks any of them is told of all. Plain values."""
+
+from collections.abc import Awaitable, Callable
+import dataclasses
+
+from server.telemetry.latency_histograms import Observations
+
+
+@dataclasses.dataclass(slots=True)
+class ProcessCounts:
+  """Of one process, or of several together.
+
+  Attributes:
+    observations: latencies and lengths; but queue times, which the engine's side knows.
+    calls, failed: see CallLog.
+    num_started, num_live: generations.
+    num_ended: generations by their outcome.
+    num_unhandled: see Service.
+    num_lost_lines: of the access log, that could not be written.
+    num_late_events: see Generations.
+    lag_s: of the event loop; of several the longest.
+    num_tasks, num_threads, num_files, rss_bytes: what they hold of the system.
+    pids: of the processes.
+  """
+
+  observations: Observations = dataclasses.field(default_factory=Observations)
+  calls: dict[tuple[str, str, str], int] = dataclasses.field(default_factory=dict)
+  failed: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+  num_started: int = 0
+  num_live: int = 0
+  num_ended: dict[str, int] = dataclasses.field(default_factory=dict)
+  num_unhandled: int = 0
+  num_lost_lines: int = 0
+  num_late_events: int = 0
+  lag_s: float = 0.0
+  num_tasks: int = 0
+  num_threads: int = 0
+  num_files: int = 0
+  rss_bytes: int = 0
+  pids: list[int] = dataclasses.field(default_factory=list)
+
+  def add_process(self, other: "ProcessCounts") -> None:
+    """Takes another's into this one."""
+    self.observations.add_observations(other.observations)
+    self.lag_s = max(self.lag_s, other.lag_s)
+    for field in dataclasses.fields(self):
+      mine, more = getattr(self, field.name), getattr(other, field.name)
+      if isinstance(mine, dict):
+        mine |= {key: mine.get(key, 0) + count for key, count in more.items()}
+      elif isinstance(mine, int | list):
+        setattr(self, field.name, mine + more)
+
+
+# Of all processes of the server.
+Census = Callable[[], Awaitable[ProcessCounts]]

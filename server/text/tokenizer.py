@@ -1,0 +1,336 @@
+"""A model's own tokenizer: text and chats to ids, ids to bytes. May not know requests or gRPC.
+
+Text of a chat message is data: a special token spelled in it is encoded letter by letter. A raw text prompt is the
+caller's own, so special tokens in it count.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
+import functools
+import hashlib
+import json
+import pathlib
+import re
+from typing import Any
+
+import tokenizers
+
+from engine.errors import ConfigError, InvalidRequest
+from server.errors import NoChatTemplate
+from server.text.chat_template import ChatTemplate, Message
+from server.text.detokenizer import Detokenizer, TokenPlaces
+
+# A Unicode noncharacter: it is put inside special tokens that a message spells, so that they cannot be recognised.
+_MARK = "\ufdd0"
+# The largest known ones have 35 MB. The library holds the interpreter's lock while it reads, some 20 MB a second.
+_MAX_FILE_BYTES = 128 << 20
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+  """Encodes and decodes. All methods may be called from any thread.
+
+  Attributes:
+    folder: of the model.
+    digest: SHA-256 of the tokenizer.json that this one was made of.
+    special_tokens: names such as "bos_token" and their text, from tokenizer_config.json.
+    chat_template_error: why there is no chat template although the folder has one; empty where that is not so.
+  """
+
+  def __init__(self, folder: pathlib.Path, *, max_prompt_bytes: int = 1 << 20):
+    """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja (the last two need not exist).
+
+    Args:
+      folder: of the model.
+      max_prompt_bytes: longest text that is tokenized (some inputs take a tokenizer more than linear time).
+
+    Raises:
+      ConfigError: a file is missing, broken or of a kind that is not supported; but for the chat template, without
+        which all but chats can be served.
+    """
+    self.folder = folder
+    self._max_prompt_bytes = max_prompt_bytes
+    source = folder / "tokenizer.json"
+    try:
+      size = source.stat().st_size
+      if size > _MAX_FILE_BYTES:
+        raise ConfigError(f"{source} has {size} bytes, the limit is {_MAX_FILE_BYTES}; restore it from its source")
+      raw = source.read_bytes()
+      self.digest = hashlib.sha256(raw).digest()
+      text = raw.decode()
+      self._tokenizer = tokenizers.Tokenizer.from_str(text)
+      self._plain = tokenizers.Tokenizer.from_str(text)
+      decoder = json.loads(text).get("decoder")
+    except OSError as error:
+      raise ConfigError(
+        f"{source} cannot be read: {error.strerror}; restore it, or use a folder without a tokenizer "
+        "to serve token ids only"
+      ) from error
+    except ConfigError:
+      raise
+    except BaseException as error:  # the library raises bare Exception, and panics
+      if not isinstance(error, Exception) and not _is_panic(error):
+        raise
+      raise ConfigError(f"{source} is not a tokenizer: {str(error):.200}; restore it from its source") from error
+    for each in (self._tokenizer, self._plain):
+      each.no_truncation()
+      each.no_padding()
+    self._plain.encode_special_tokens = True
+    self._piece_bytes = _piece_bytes(decoder, source)
+    added = self._tokenizer.get_added_tokens_decoder()
+    self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+    self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+    special = sorted((added[token_id].content for token_id in self._special_ids), key=len, reverse=True)
+    self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+    self._marked = re.compile("|".join(re.escape(_mark(text)) for text in special) or r"(?!)")
+    self._text_bytes = functools.lru_cache(maxsize=None)(functools.partial(self._bytes_of, skip_special=True))
+    self._all_bytes = functools.lru_cache(maxsize=None)(functools.partial(self._bytes_of, skip_special=False))
+    self.special_tokens, source = _read_chat_template(folder)
+    self.chat_template_error = ""
+    self._chat: ChatTemplate | None = None
+    try:
+      text = source.read_text(encoding="utf-8") if isinstance(source, pathlib.Path) else source
+      if text is not None:
+        self._chat = ChatTemplate(text, self.special_tokens, 2 * max_prompt_bytes)
+    except (OSError, ValueError) as error:
+      self.chat_template_error = f"chat_template.jinja cannot be read: {str(error):.200}; restore it from its source"
+    except ConfigError as error:
+      self.chat_template_error = str(error)
+
+  @property
+  def vocab_size(self) -> int:
+    """Entries, added tokens included."""
+    return self._tokenizer.get_vocab_size()
+
+  @property
+  def num_token_ids(self) -> int:
+    """One more than the greatest id; ids may have holes."""
+    return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+  @property
+  def special_token_ids(self) -> frozenset[int]:
+    """Ids of tokens that are not text."""
+    return self._special_ids
+
+  @property
+  def has_chat_template(self) -> bool:
+    """Whether `encode_chat` can work."""
+    return self._chat is not None
+
+  @property
+  def chat_template(self) -> str | None:
+    """The template's source, or None."""
+    return None if self._chat is None else self._chat.source
+
+  @property
+  def knows_tools(self) -> bool:
+    """Whether the chat template tells the model of tools."""
+    return self._chat is not None and "tools" in self._chat.variables
+
+  def unread_variables(self, names: Iterable[str]) -> list[str]:
+    """Those of the names that the chat template does not read; without one, none of them."""
+    return [] if self._chat is None else self._chat.unread(names)
+
+  def is_special(self, text: str) -> bool:
+    """Whether a text is the name of a special token, which `skip_special_tokens` leaves out."""
+    return self._special.fullmatch(text) is not None
+
+  def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a raw text; special tokens spelled in it count.
+
+    Raises:
+      InvalidRequest: the text is longer than the limit, or one that the model's tokenizer cannot split.
+    """
+    self._check_size(len(text.encode()))
+    with _without_panics():
+      return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+  def places(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Where each token of `encode` begins in the text, in characters; one that is not in it begins where the next does.
+
+    Raises:
+      InvalidRequest: see `encode`.
+    """
+    self._check_size(len(text.encode()))
+    with _without_panics():
+      spans = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).offsets
+    places, seen = [], 0
+    for start, end in spans:
+      # Some tokenizers leave the space before a word out of its span: the word's token begins with it all the same.
+      places.append(min(start, seen) if end > start else seen)
+      seen = max(seen, end)
+    return places
+
+  def decoded_places(self, token_ids: Sequence[int], text: str, *, skip_special_tokens: bool = True) -> list[int]:
+    """The same for ids whose `decode` is `text`."""
+    places = self.token_places(skip_special_tokens=skip_special_tokens)
+    begins = [places.push(token_id) for token_id in token_ids]
+    # SentencePiece's decoder leaves the first space out.
+    missing = max(0, places.end - len(text))
+    return [max(0, begin - missing) for begin in begins]
+
+  def encode_plain(self, text: str) -> list[int]:
+    """Token ids of a text in which special tokens are letters. For our own texts: no limit is checked."""
+    return self._plain.encode(text, add_special_tokens=False).ids
+
+  def encode_chat(
+    self,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+  ) -> list[int]:
+    """Token ids of a chat through the model's template; the arguments are those of `ChatTemplate.render`.
+
+    Raises:
+      NoChatTemplate: the model has none.
+      InvalidRequest: the template refuses the messages, or they are too long.
+    """
+    if self.chat_template_error:
+      raise NoChatTemplate(f"{self.chat_template_error}; until then send the prompt as text")
+    if self._chat is None:
+      raise NoChatTemplate("the served model has no chat template; send the prompt as text")
+    sizes = [len(message.content.encode()) for message in messages]
+    sizes += [len(json.dumps(value)) for value in (tools, *(message.more for message in messages)) if value]
+    self._check_size(sum(sizes))
+    rendered = self._chat.render(
+      [Message(message.role, self._defused(message.content), self._defused(message.more)) for message in messages],
+      add_generation_prompt=add_generation_prompt,
+      tools=self._defused(tools),
+      variables=variables,
+    )
+    token_ids, at = [], 0
+    with _without_panics():
+      for found in self._marked.finditer(rendered):
+        token_ids += self._tokenizer.encode(rendered[at : found.start()], add_special_tokens=False).ids
+        token_ids += self._plain.encode(found[0].replace(_MARK, "", 1), add_special_tokens=False).ids
+        at = found.end()
+      return token_ids + self._tokenizer.encode(rendered[at:], add_special_tokens=False).ids
+
+  def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """The text of a whole sequence, as the tokenizer's own decoder has it. Ids must not be negative."""
+    return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+  def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+    """A fresh incremental decoder for one sequence."""
+    return Detokenizer(self._text_bytes if skip_special_tokens else self._all_bytes)
+
+  def token_places(self, *, skip_special_tokens: bool = True) -> TokenPlaces:
+    """Where the tokens of one sequence begin in the text that a `detokenizer` makes of them."""
+    return TokenPlaces(self._text_bytes if skip_special_tokens else self._all_bytes)
+
+  def token_bytes(self, token_id: int) -> bytes:
+    """What one token stands for, special ones included; perhaps only a part of a character."""
+    return self._all_bytes(token_id)
+
+  def _defused(self, value: Any) -> Any:
+    """A JSON value with a mark in every special token that its texts spell."""
+    if isinstance(value, str):
+      return self._special.sub(lambda found: _mark(found[0]), value)
+    if isinstance(value, Mapping):
+      return {self._defused(key): self._defused(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence):
+      return [self._defused(inner) for inner in value]
+    return value
+
+  def _bytes_of(self, token_id: int, *, skip_special: bool) -> bytes:
+    if skip_special and token_id in self._special_ids:
+      return b""
+    if token_id in self._added:
+      return self._added[token_id]
+    piece = self._tokenizer.id_to_token(token_id)
+    return b"" if piece is None else self._piece_bytes(piece)
+
+  def _check_size(self, size: int) -> None:
+    if size > self._max_prompt_bytes:
+      raise InvalidRequest(
+        f"has {size} bytes of text, the limit is {self._max_prompt_bytes}: shorten it, or raise --max_prompt_bytes",
+        field="prompt",
+      )
+
+
+def _is_panic(error: BaseException) -> bool:
+  """Whether it is a panic of Rust, which Python sees as an exception that is no Exception, of a type without a home."""
+  return type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def _without_panics() -> Iterator[None]:
+  """The library panics where a regular expression of the model's gives up on a text."""
+  try:
+    yield
+  except BaseException as error:
+    if not _is_panic(error):
+      raise
+    raise InvalidRequest(
+      "is a text that the model's tokenizer gave up on; change it, or send token ids", field="prompt"
+    ) from error
+
+
+def _mark(special: str) -> str:
+  return special[:1] + _MARK + special[1:]
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+  """Character -> byte, as GPT-2's encoder.py assigns them: printable bytes stand for themselves."""
+  alphabet = {chr(byte): byte for byte in range(256) if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255}
+  others = [byte for byte in range(256) if byte not in alphabet.values()]
+  alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+  return alphabet
+
+
+def _piece_bytes(decoder: dict | None, source: pathlib.Path) -> Callable[[str], bytes]:
+  """How this tokenizer's pieces spell bytes; raises ConfigError for a kind that is not known."""
+  parts = decoder.get("decoders", [decoder]) if decoder else []
+  kinds = [part["type"] for part in parts]
+  if "ByteLevel" in kinds:
+    alphabet = _byte_level_alphabet()
+
+    def byte_level(piece: str) -> bytes:
+      if all(char in alphabet for char in piece):
+        return bytes(alphabet[char] for char in piece)
+      return piece.encode()
+
+    return byte_level
+  if "ByteFallback" in kinds or "Metaspace" in kinds:
+
+    def sentencepiece(piece: str) -> bytes:
+      byte = _BYTE_PIECE.fullmatch(piece)
+      return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
+
+    return sentencepiece
+  raise ConfigError(
+    f"{source} has a decoder of kind {kinds or None}; byte-level BPE and SentencePiece are supported: "
+    "use a folder without a tokenizer to serve token ids only"
+  )
+
+
+def _read_chat_template(folder: pathlib.Path) -> tuple[dict[str, str], pathlib.Path | str | None]:
+  """Special tokens; and the file chat_template.jinja, else the template of tokenizer_config.json, else None."""
+  config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+  if config_file.exists():
+    try:
+      config = json.loads(config_file.read_text(encoding="utf-8"))
+      source = config.get("chat_template")
+      special = {
+        name: _token_text(config[name])
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        if config.get(name)
+      }
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+      raise ConfigError(f"{config_file} is broken: {str(error):.200}; restore it from its source") from error
+  else:
+    source, special = None, {}
+  if isinstance(source, list):  # several named ones
+    named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+    source = named.get("default")
+  if template_file.exists():
+    return special, template_file
+  if not isinstance(source, str | None):
+    raise ConfigError(f"{config_file}: chat_template must be text; restore the file from its source")
+  return special, source
+
+
+def _token_text(token: str | dict) -> str:
+  return token["content"] if isinstance(token, dict) else str(token)

@@ -1,0 +1,116 @@
+"""Which attention a device gets; what cannot run there is refused or replaced before anything compiles."""
+
+import os
+import pathlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+from jaxlib import xla_client
+import pytest
+
+from engine.device.build import build
+from engine.device.choices import attention_candidates
+from engine.device.options import BuildOptions
+from engine.errors import ConfigError
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5e")
+
+
+def gpu(capability: str, name: str = "NVIDIA A100") -> SimpleNamespace:
+  return SimpleNamespace(platform="gpu", device_kind=name, compute_capability=capability)
+
+
+@pytest.mark.parametrize(
+  ("requested", "device", "names"),
+  [
+    ("auto", CPU, ("cpu", "reference")),
+    ("cpu", CPU, ("cpu",)),
+    ("auto", TPU, ("tpu",)),
+    ("auto", gpu("9.0"), ("gpu",)),
+    ("gpu", gpu("9.0"), ("gpu",)),
+    ("reference", gpu("8.0"), ("reference",)),
+    ("reference", TPU, ("reference",)),
+  ],
+)
+def test_what_a_device_can_run(requested, device, names):
+  assert attention_candidates(requested, device) == (names, "")
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.9", "10.0", "12.0"])
+def test_another_gpu_gets_the_reference_and_the_reason(capability):
+  assert attention_candidates("auto", gpu(capability)) == (
+    ("reference",),
+    f"attention=reference: the GPU kernels need compute capability 9.0, and NVIDIA A100 has {capability}",
+  )
+  with pytest.raises(ConfigError, match=f"attention=gpu: .*{capability} is not supported; supported is 9.0 .*; set"):
+    attention_candidates("gpu", gpu(capability))
+
+
+@pytest.mark.parametrize(
+  ("requested", "device"), [("gpu", CPU), ("tpu", CPU), ("cpu", TPU), ("gpu", TPU), ("cpu", gpu("9.0"))]
+)
+def test_kernels_of_another_platform_are_refused(requested, device):
+  with pytest.raises(ConfigError) as refused:
+    attention_candidates(requested, device)
+  assert str(refused.value) == (
+    f"attention={requested} cannot run on this machine's device ({device.device_kind}, platform {device.platform}); "
+    "set --attention=auto, or --attention=reference, which runs anywhere, slowly"
+  )
+
+
+@pytest.mark.parametrize(
+  ("error", "why"),
+  [
+    (AssertionError(), "its plugin is missing or does not load"),
+    (RuntimeError("Unable to find:\n it (set JAX_PLATFORMS='' to choose)"), "Unable to find: it"),
+  ],
+)
+def test_a_missing_device_is_told_in_one_line(error, why, monkeypatch):
+  def devices():
+    raise error
+
+  monkeypatch.setattr(jax, "devices", devices)
+  with pytest.raises(ConfigError) as refused:
+    build(BuildOptions("any"), lambda *_: None, lambda events: None)
+  said = str(refused.value)
+  assert said.startswith("JAX_PLATFORMS=cpu: JAX finds no such device") and f"({why}); supported are cpu, cuda" in said
+  assert "unset JAX_PLATFORMS" in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+  ("chosen", "share"),
+  [({}, 0.95), ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, 0.5), ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, 0.6)],
+  ids=str,
+)
+def test_a_gpu_gives_its_memory_unless_the_user_says_otherwise(chosen, share, monkeypatch):
+  """As JAX's plugin reads it, when build() first asks for devices."""
+  for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+    monkeypatch.setenv(name, chosen.get(name, ""))
+  read = {}
+
+  def devices():
+    read.update(xla_client.generate_pjrt_gpu_plugin_options())
+    raise RuntimeError("no more than this")
+
+  monkeypatch.setattr(jax, "devices", devices)
+  with pytest.raises(ConfigError, match="no more than this"):
+    build(BuildOptions("any"), lambda *_: None, lambda events: None)
+  assert read["memory_fraction"] == share
+
+
+def test_a_server_for_a_device_that_is_not_there(tmp_path):
+  done = subprocess.run(
+    [sys.executable, "-m", "server.main", "--port=0", "--compile_cache_dir="],
+    cwd=ROOT,
+    env=os.environ | {"JAX_PLATFORMS": "rocm"},
+    stderr=subprocess.PIPE,
+    text=True,
+    timeout=300,
+    check=False,
+  )
+  assert done.returncode == 1 and "Traceback" not in done.stderr
+  assert done.stderr.splitlines()[-1].startswith("error: JAX_PLATFORMS=rocm: JAX finds no such device (")

@@ -1,0 +1,158 @@
+"""Linear layers: whatever holds the weight, the same work around the product gives the same result."""
+
+import pathlib
+import typing
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from engine.device.mesh import make_mesh
+from engine.device.weights import load_checkpoint, parameter_name
+from models.config import Activation
+from models.layers import RMSNorm
+from models.linear import Embedding, Linear, WeightForm, arranger, declare_vocabulary
+from pallas_kernels import native
+
+DEMO = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
+FORMS = {
+  "plain": WeightForm(),
+  "int8": WeightForm(quantization="int8"),
+  "packed": WeightForm(packed=True),
+  "ordered": WeightForm(packed=True, ordered=True),
+  "packed int8": WeightForm(packed=True, quantization="int8"),
+}
+# What int8 is off by, of outputs of about 1: half a step of 1/127 of the greatest weight, over 24 inputs.
+TOLERANCE = {name: 0.1 if "int8" in name else 1e-5 for name in FORMS}
+_D, _OUTPUTS = 24, (3, 2, 5)
+
+needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's matmul serves here")
+pytestmark = [needs_compiler, pytest.mark.usefixtures("quick_compilation")]
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+  return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def filled(layer: Linear, weight: np.ndarray) -> Linear:
+  """With the weight in the layer's own form; a bias is filled with numbers."""
+  model = nnx.Dict(it=layer)
+  for name, value in arranger(model)("it", weight).items():
+    parameter = getattr(layer.matrix, "array" if name == "it" else "scales")
+    assert parameter[...].shape == value.shape and parameter[...].dtype == value.dtype
+    parameter[...] = jnp.asarray(value)
+  if layer.bias is not None:
+    layer.bias[...] = jnp.asarray(numbers(*layer.bias[...].shape, seed=1))
+  return layer
+
+
+def norm(offset: float = 0.0, size: int = _D) -> RMSNorm:
+  made = RMSNorm(size, 1e-5, jnp.dtype(jnp.float32), offset=offset)
+  made.scale[...] = jnp.asarray(numbers(size, seed=2)) - offset
+  return made
+
+
+def by_hand(norm: RMSNorm, x: np.ndarray) -> np.ndarray:
+  scale = np.asarray(norm.scale[...]) + norm.offset
+  return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + norm.eps) * scale
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+@pytest.mark.parametrize("residual", ["none", "plain", "through a norm"])
+@pytest.mark.parametrize("multiplier", [1.0, 0.6])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_work_around_a_product(form, offset, residual, multiplier, bias):
+  """Each combination, fused or not, as numpy does it."""
+  made = Linear.declare((_D, 30), (None, None), jnp.dtype(jnp.float32), FORMS[form], bias=bias, multiplier=multiplier)
+  weight, x, added = numbers(_D, 30) * _D**-0.5, numbers(2, 7, _D), numbers(2, 7, 30, seed=3)
+  layer = filled(made, weight)
+  before, behind = None if offset is None else norm(offset), norm(1.0, 30) if residual == "through a norm" else None
+  stream = None if residual == "none" else jnp.asarray(added)
+  found = layer(jnp.asarray(x), norm=before, residual=stream, residual_norm=behind)
+  expected = (x if before is None else by_hand(before, x)) @ weight
+  expected = multiplier * (expected + (0 if layer.bias is None else np.asarray(layer.bias[...])))
+  expected = expected if behind is None else by_hand(behind, expected)
+  np.testing.assert_allclose(found, expected + (0 if residual == "none" else added), atol=TOLERANCE[form], rtol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", typing.get_args(Activation))
+def test_gates_go_through_their_activation(form: str, activation: Activation):
+  layer = filled(Linear.declare((_D, 6), (None, None), jnp.dtype(jnp.float32), FORMS[form]), numbers(_D, 6) * _D**-0.5)
+  x = numbers(5, 2, _D)
+  gates, values = x[:, 0], x[:, 1]
+  if activation == "silu":
+    gated = gates / (1 + np.exp(-gates))
+  else:
+    gated = 0.5 * gates * (1 + np.tanh((2 / np.pi) ** 0.5 * (gates + 0.044715 * gates**3)))
+  expected = gated * values @ (numbers(_D, 6) * _D**-0.5)
+  np.testing.assert_allclose(layer(jnp.asarray(x), activation=activation), expected, atol=TOLERANCE[form], rtol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_inputs", [1, 3])
+@pytest.mark.parametrize("split_behind", [False, True])
+def test_several_dimensions(form, num_inputs, split_behind):
+  """The input's, the output's, and the output's with a split one behind: whatever is merged, each number stays."""
+  shape = (_D, *_OUTPUTS) if num_inputs == 1 else (*_OUTPUTS, _D)
+  axes = (None,) * len(shape)
+  if split_behind and num_inputs == 1:
+    shape, axes = (_D, 2, 15), (None, None, "mlp")
+  weight, x = numbers(*shape) * 0.2, numbers(4, *shape[:num_inputs])
+  layer = filled(Linear.declare(shape, axes, jnp.dtype(jnp.float32), FORMS[form], num_inputs=num_inputs), weight)
+  found = layer(jnp.asarray(x))
+  assert found.shape == (4, *shape[num_inputs:])
+  np.testing.assert_allclose(found, np.tensordot(x, weight, num_inputs), atol=2 * TOLERANCE[form], rtol=0)
+
+
+@pytest.mark.parametrize("form", ["plain", "packed", "ordered"])
+def test_a_norm_with_an_offset_is_not_rounded(form):
+  """1 + scale is not made in bfloat16, in which it would lose most of the scale."""
+  dtype = jnp.dtype(jnp.bfloat16)
+  layer = filled(Linear.declare((_D, _D), (None, None), dtype, FORMS[form]), np.asarray(jnp.eye(_D, dtype=dtype)))
+  before = RMSNorm(_D, 1e-6, dtype, offset=1.0)
+  before.scale[...] = jnp.asarray(0.01 * numbers(_D), dtype)
+  x = jnp.asarray(numbers(9, _D), dtype)
+  np.testing.assert_array_equal(layer(x, norm=before), before(x))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_vocabulary(form, tied):
+  """Lines are those of the embedding, multiplied; the head's product is with its own weight or with the embedding's."""
+  embed, head = declare_vocabulary(
+    40, _D, jnp.dtype(jnp.float32), FORMS[form], tied=tied, multiplier=3.0, head_multiplier=0.5
+  )
+  model, table, weight = nnx.Dict(embed=embed, head=head), numbers(40, _D), numbers(_D, 40, seed=4)
+  arrange = arranger(model)
+  made = arrange("embed", table) | ({} if tied else arrange("head", weight))
+  graphdef, state = nnx.split(model)
+  leaves = {parameter_name(path): value for path, value in jax.tree.leaves_with_path(state)}
+  assert {name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()} == {
+    name: (value.shape, value.dtype) for name, value in made.items()
+  }
+  model = nnx.merge(graphdef, jax.tree.map_with_path(lambda path, _: jnp.asarray(made[parameter_name(path)]), state))
+  ids, x = np.array([[3, 39], [0, 33]], np.int32), numbers(5, _D) * _D**-0.5
+  assert isinstance(model.embed, Embedding) and isinstance(model.head, Linear)
+  np.testing.assert_array_equal(model.embed(jnp.asarray(ids)), table[ids] * np.float32(3.0))
+  expected = 0.5 * x @ (table.T if tied else weight)
+  np.testing.assert_allclose(model.head(jnp.asarray(x)), expected, atol=TOLERANCE[form], rtol=0)
+
+
+def test_stored_folders_keep_their_names():
+  """The demo model's folder was written before linear layers were modules of their own."""
+  loaded = load_checkpoint(str(DEMO), make_mesh(jax.devices()[:1]), "float32")  # refuses other names
+  names = [parameter_name(path) for path, _ in jax.tree.leaves_with_path(loaded.params)]
+  assert {"embed", "layers.0.attention.qkv", "layers.3.mlp.down", "final_norm.scale"} <= set(names)
+
+
+def test_what_the_host_holds_comes_out_in_memory_of_its_own():
+  """A weight may be a view of a file that is closed later."""
+  for form in FORMS.values():
+    embed, head = declare_vocabulary(40, _D, jnp.dtype(jnp.float32), form, tied=True)
+    table = numbers(40, _D)
+    for value in arranger(nnx.Dict(embed=embed, head=head))("embed", table).values():
+      assert not np.shares_memory(np.asarray(value), table)

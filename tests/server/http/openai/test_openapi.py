@@ -1,0 +1,105 @@
+"""The OpenAPI document: valid, public, true to the names that the endpoints read and to what they answer."""
+
+import httpx
+import jsonschema
+import pytest
+import schemathesis
+
+from server.http.json_fields import Fields
+from server.http.openai import openapi
+from server.lifecycle.host import HostOptions
+from tests.server.harness import running
+from tests.server.http.conftest import url_of
+
+CHAT = [{"role": "user", "content": "hi"}]
+BODIES = {
+  "/v1/completions": {"prompt": "the cat", "max_tokens": 3, "logprobs": 2, "echo": True, "return_token_ids": True},
+  "/v1/chat/completions": {"messages": CHAT, "max_tokens": 3, "logprobs": True, "top_logprobs": 2},
+  "/tokenize": {"messages": CHAT, "return_token_strs": True},
+  "/detokenize": {"tokens": [7, 8]},
+}
+# What a chat's prompt reads, which /tokenize shares, beside what that reads itself.
+OWN = {
+  "/v1/completions": "CompletionRequest",
+  "/v1/chat/completions": "ChatCompletionRequest",
+  "/tokenize": "TokenizeRequest",
+  "/detokenize": "DetokenizeRequest",
+}
+
+
+@pytest.fixture(scope="module")
+def document(http):
+  return http.get("/openapi.json").json()
+
+
+def resolved(document, schema) -> dict:
+  return {**schema, "components": document["components"]}
+
+
+def test_it_is_a_valid_document(document):
+  schemathesis.openapi.from_dict(document).validate()
+  for schema in document["components"]["schemas"].values():
+    jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_it_needs_no_key(tokenizer, tmp_path):
+  (tmp_path / "keys").write_text("rW5vJ8Jk2nq4uYt1sXzB8mE0\n")
+  (tmp_path / "keys").chmod(0o600)
+  host = HostOptions(http_port=0, api_key_file=str(tmp_path / "keys"))
+  with running(tokenizer, host=host) as server, httpx.Client(base_url=url_of(server)) as http:
+    assert http.get(openapi.PATH).json()["openapi"] == "3.1.0"
+    assert http.get("/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_its_names_are_those_that_are_read(http, document, monkeypatch, path):
+  """Each field of the body that the endpoint asks for, and no other."""
+  read = set()
+  take = Fields.take_value
+
+  def noted(self, name):
+    if self._where == "":
+      read.add(name)
+    return take(self, name)
+
+  monkeypatch.setattr(Fields, "take_value", noted)
+  assert http.post(path, json=BODIES[path]).status_code == 200
+  if path == "/tokenize":
+    assert http.post(path, json={"prompt": "a"}).status_code == 200
+  assert read == set(document["components"]["schemas"][OWN[path]]["properties"])
+
+
+def test_answers_are_as_it_says(http, document):
+  for path, methods in document["paths"].items():
+    for method, operation in methods.items():
+      real = path.replace("{model}", "tiny")
+      answer = http.get(real) if method == "get" else http.post(real, json=BODIES[path])
+      assert answer.status_code == 200, path
+      schema = operation["responses"]["200"]["content"]["application/json"]["schema"]
+      jsonschema.Draft202012Validator(resolved(document, schema)).validate(answer.json())
+      if method == "post":
+        jsonschema.Draft202012Validator(
+          resolved(document, operation["requestBody"]["content"]["application/json"]["schema"])
+        ).validate(BODIES[path])
+        refused = http.post(real, json={})
+        assert refused.status_code == 400
+        schema = operation["responses"]["default"]["content"]["application/json"]["schema"]
+        jsonschema.Draft202012Validator(resolved(document, schema)).validate(refused.json())
+
+
+def test_its_limits_are_those_of_the_server(http, document):
+  """The first value past each limit of a number or a list is refused."""
+  completion = document["components"]["schemas"]["CompletionRequest"]["properties"]
+  bad = []
+  for name, schema in completion.items():
+    if "number" in schema.get("type", ()):
+      bad.append({name: schema["maximum"] + 0.5})
+      bad.append({name: schema["minimum"] - 0.5 if "minimum" in schema else schema["exclusiveMinimum"]})
+    if "integer" in schema.get("type", ()):
+      bad += [{name: schema["maximum"] + 1}, {name: schema["minimum"] - 1}]
+    if "maxItems" in schema:
+      bad.append({name: [7] * (schema["maxItems"] + 1)})
+  assert len(bad) >= 30
+  for fields in bad:
+    answer = http.post("/v1/completions", json={"prompt": "a"} | fields)
+    assert answer.status_code == 400, fields

@@ -1,0 +1,119 @@
+"""OpenAI's response_format and vLLM's structured_outputs and guided_ fields: the outputs are what was asked for."""
+
+import json
+import re
+
+import pytest
+
+SCHEMA = {
+  "type": "object",
+  "properties": {"b": {"type": "boolean"}, "a": {"enum": ["x", "y"]}},
+  "required": ["b", "a"],
+  "additionalProperties": False,
+  "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def is_of_schema(text: str) -> bool:
+  value = json.loads(text)
+  # In the order of the schema, which the model was perhaps told.
+  return list(value) == ["b", "a"] and type(value["b"]) is bool and value["a"] in ("x", "y")
+
+
+def ask(http, **fields) -> list[str]:
+  answer = http.post("/v1/completions", json={"prompt": "the", "max_tokens": 60, "n": 8, "seed": 1} | fields)
+  assert answer.status_code == 200, answer.text
+  choices = answer.json()["choices"]
+  assert {choice["finish_reason"] for choice in choices} == {"stop"}
+  return [choice["text"] for choice in choices]
+
+
+def test_response_format_of_the_real_client(client):
+  answer = client.chat.completions.create(
+    model="tiny",
+    messages=[{"role": "user", "content": "the"}],
+    n=4,
+    response_format={"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": SCHEMA}},
+  )
+  assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 4
+  assert all(is_of_schema(choice.message.content) for choice in answer.choices)
+
+
+def test_a_stream_of_the_real_client(client):
+  stream = client.chat.completions.create(
+    model="tiny",
+    messages=[{"role": "user", "content": "the"}],
+    stream=True,
+    response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}},
+  )
+  chunks = [chunk for chunk in stream if chunk.choices]
+  assert is_of_schema("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+  assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_any_object(http):
+  body = {"prompt": "the", "max_tokens": 300, "n": 16, "seed": 1, "response_format": {"type": "json_object"}}
+  choices = http.post("/v1/completions", json=body).json()["choices"]
+  whole = [choice["text"] for choice in choices if choice["finish_reason"] == "stop"]
+  assert whole and all(isinstance(json.loads(text), dict) for text in whole)
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"guided_json": SCHEMA},
+    {"guided_json": json.dumps(SCHEMA)},
+    {"structured_outputs": {"json": SCHEMA}},
+    {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None, "disable_fallback": False}},
+    {"json_schema": SCHEMA},
+    {"json_schema": json.dumps(SCHEMA)},
+    {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}, "schema": None}},
+  ],
+  ids=str,
+)
+def test_json_by_the_names_of_vllm_llama_cpp_and_sglang(http, fields):
+  assert all(map(is_of_schema, ask(http, **fields)))
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"guided_regex": "[ab]{3}"},
+    {"structured_outputs": {"regex": "[ab]{3}"}},
+    {"guided_choice": ["aaa", "bab"]},
+    {"structured_outputs": {"choice": ["aaa", "bab"]}},
+    {"guided_grammar": "root ::= [ab] [ab] [ab]"},
+    {"structured_outputs": {"grammar": "start: /[ab]{3}/"}},
+    {"regex": "[ab]{3}"},
+    {"grammar": "root ::= [ab] [ab] [ab]"},
+    {"ebnf": 'root ::= x x x\nx ::= "a" | "b"'},
+  ],
+  ids=str,
+)
+def test_others_by_the_names_of_vllm_llama_cpp_and_sglang(http, fields):
+  assert all(re.fullmatch("[ab]{3}", text) for text in ask(http, **fields))
+
+
+def test_any_json_by_the_names_of_llama_cpp_and_sglang(http):
+  """An empty schema is any JSON; any object where that is asked for."""
+  for fields, kinds in (
+    ({"json_schema": {}}, object),
+    ({"response_format": {"type": "json_object", "schema": {}}}, dict),
+  ):
+    body = {"prompt": "the", "max_tokens": 300, "n": 16, "seed": 1} | fields
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    whole = [choice["text"] for choice in choices if choice["finish_reason"] == "stop"]
+    assert whole and all(isinstance(json.loads(text), kinds) for text in whole)
+
+
+def test_each_of_several_prompts(http):
+  texts = ask(http, prompt=["the", "cat"], guided_choice=["aaa", "bab"], n=3)
+  assert len(texts) == 6 and set(texts) <= {"aaa", "bab"}
+
+
+def test_what_asks_for_nothing(http):
+  for fields in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"guided_json": None}):
+    answer = http.post("/v1/completions", json={"prompt": "the", "max_tokens": 5, "ignore_eos": True} | fields)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["finish_reason"] == "length"

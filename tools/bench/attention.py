@@ -1,0 +1,308 @@
+"""Measures a layer's paged attention, and shows that its cost follows the batch: not the pool, not the block table.
+
+  python -m tools.bench.attention [--seconds=0.5]
+  python -m tools.bench.attention --share [--model=DIR] [--rows=32] [--context=256] [--seconds=60]
+
+The first prints milliseconds a layer (the best and the median of several calls of a program of four layers) for the
+batches of pallas_kernels/paged_attention/arg_specs.py, by the C++ kernel and by XLA's loops, beside two others: a naive
+version that gathers every row's whole block table, where that fits in 2 GiB, and the floor, the batch's keys and values
+over the read bandwidth of all cores measured in the same run.
+
+The second prints attention's share of a step of decodes, as a line of words and one of JSON. It times the engine's own
+step program, warm and through its runner, in three forms that take turns: with `context` positions a row; with one
+position a row, where there is next to nothing to walk over; and with a program without attention, in which the heads'
+outputs are the queries and nothing is stored. Without --model, a random Llama of 125M parameters is made.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.batch import Admission, Batch
+from engine.device.build import Built, build
+from engine.device.options import BuildOptions
+from engine.errors import ConfigError, EngineError
+from engine.sampling_params import SamplingParams
+from pallas_kernels.paged_attention import api, arg_specs
+from pallas_kernels.paged_attention.arg_specs import ArgSpec
+from tools.arguments import CommandParser, positive_float, positive_int
+from tools.bench.ceilings import read_bandwidth
+from tools.make_random_model import read_shape, write_model
+from tools.measure import best_and_median, machine
+
+_LAYERS = 4
+_NAIVE_LIMIT = 2**31  # bytes of gathered keys and values
+_POOL_BLOCKS = 4096
+
+
+def naive(q, kv, meta: api.RaggedMeta, *, scale: float):
+  """Paged attention by gathering all that the block tables could hold, for rows of one query in batch order.
+
+  Args:
+    kv: [P, page, 2, K, H].
+  """
+  rows = q.shape[0]
+  num_kv_heads = kv.shape[3]
+  both = kv[meta.block_tables].reshape(rows, -1, *kv.shape[2:])  # [S, B * page, 2, K, H]
+  grouped = q.reshape(rows, num_kv_heads, -1, q.shape[-1])
+  scores = jnp.einsum("skgh,slkh->skgl", grouped, both[:, :, 0]) * scale
+  seen = jnp.arange(both.shape[1], dtype=jnp.int32)[None] < meta.kv_lens[:, None]
+  scores = jnp.where(jnp.broadcast_to(seen[:, None, None], scores.shape), scores, -1e30)
+  out = jnp.einsum("skgl,slkh->skgh", jax.nn.softmax(scores, axis=-1), both[:, :, 1])
+  return out.reshape(q.shape)
+
+
+def layers(attention: Callable) -> Callable:
+  """A program of several layers: what a call costs without most of what a dispatch costs."""
+
+  @jax.jit
+  def program(q, kv, meta):
+    for _ in range(_LAYERS):
+      q = attention(q, kv, meta)
+    return q
+
+  return program
+
+
+def operands(spec: ArgSpec, num_blocks: int) -> tuple[jax.Array, api.RaggedMeta]:
+  """Queries and rows, the rows' blocks spread over a pool of at least `num_blocks`."""
+  used = arg_specs.make(dataclasses.replace(spec, spare_blocks=1)).num_blocks
+  arguments = arg_specs.make(dataclasses.replace(spec, spare_blocks=1 + max(0, num_blocks - used)))
+  meta = api.RaggedMeta(*map(jnp.asarray, (arguments.block_tables, arguments.kv_lens, arguments.query_starts)))
+  return jnp.asarray(np.nan_to_num(arguments.q)), meta
+
+
+def ours(name: str, spec: ArgSpec, num_blocks: int, seconds: float) -> tuple[float, float]:
+  """Milliseconds a layer of an implementation, best and median."""
+  q, meta = operands(spec, num_blocks)
+  num_blocks = max(num_blocks, int(meta.block_tables.max()) + 1)
+  kv = jnp.ones(api.kv_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, name))
+  program = layers(lambda q, kv, meta: api.ragged_paged_attention(q, kv, meta, scale=spec.scale, name=name))
+  best, median = best_and_median(lambda: program(q, kv, meta).block_until_ready(), seconds)
+  return best / _LAYERS, median / _LAYERS
+
+
+def naive_best(spec: ArgSpec, num_blocks: int, seconds: float) -> float | None:
+  """Milliseconds a layer of the naive version, or None where it is left out."""
+  q, meta = operands(spec, num_blocks)
+  num_blocks = max(num_blocks, int(meta.block_tables.max()) + 1)
+  page = 2 * spec.block_size * spec.num_kv_heads * spec.head_dim
+  gathered = 4 * page * spec.table_width * spec.num_rows
+  if {queries for queries, _ in spec.rows} != {1} or len(spec.rows) != spec.num_tokens or gathered > _NAIVE_LIMIT:
+    return None
+  kv = jnp.ones((num_blocks, spec.block_size, 2, spec.num_kv_heads, spec.head_dim))
+  program = layers(lambda q, kv, meta: naive(q, kv, meta, scale=spec.scale))
+  return best_and_median(lambda: program(q, kv, meta).block_until_ready(), seconds)[0] / _LAYERS
+
+
+def implementations() -> tuple[str, ...]:
+  """Those that run on a CPU: the C++ kernel, where it is built, and XLA's."""
+  spec = arg_specs.BENCHMARK[0]
+  try:
+    api.check_supported("cpu", spec.geometry, spec.dtype)
+  except NotImplementedError as error:
+    print(error, file=sys.stderr)
+    return ("reference",)
+  return ("cpu", "reference")
+
+
+def line(names: Sequence[str], title: str, spec: ArgSpec, num_blocks: int, seconds: float, bandwidth: float) -> str:
+  """A line of a table; the floor's factor is the first implementation's."""
+  times = [ours(name, spec, num_blocks, seconds) for name in names]
+  other = naive_best(spec, num_blocks, seconds)
+  held = sum(length for _, length in spec.rows) * 2 * spec.num_kv_heads * spec.head_dim * 4
+  floor = 1e3 * held / bandwidth
+  columns = "".join(f" {best:9.3f} {median:9.3f}" for best, median in times)
+  shown = "       -" if other is None else f"{other:8.2f}"
+  return f"{title:34s}{columns} {shown} {held / 1e6:8.2f} {floor:8.3f} {times[0][0] / floor:8.1f}"
+
+
+@contextlib.contextmanager
+def without_attention(name: str) -> Iterator[str]:
+  """Within, there is an implementation with the buffers of `name` that neither stores nor attends; gives its name.
+
+  A name of its own, so that nothing traced or compiled for the other is taken for it.
+  """
+  of = api.implementation(name)
+  nothing = SimpleNamespace(
+    kv_shape=of.kv_shape,
+    num_kv_heads=of.num_kv_heads,
+    write_kv=lambda kv, k, v, slot_mapping: kv,
+    ragged_paged_attention=lambda q, *rows, **static: q,
+  )
+  if hasattr(of, "attend"):  # which also rotates: that counts as attention's then
+
+    def attend(qkv, cos, sin, kv, *rows, **static):
+      return qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3]), kv
+
+    nothing.attend = attend
+  with (
+    mock.patch.dict(sys.modules, {f"{api.__package__}.nothing": nothing}),
+    mock.patch.object(api, "IMPLEMENTATIONS", (*api.IMPLEMENTATIONS, "nothing")),
+  ):
+    yield "nothing"
+
+
+def build_step(model_dir: str, rows: int, context: int, block_size: int, attention: str = "auto") -> Built:
+  """An engine with one rung, of `rows` tokens and rows, and a pool that holds them."""
+  options = BuildOptions(
+    model_dir=model_dir,
+    attention=attention,
+    num_blocks=rows * -(-context // block_size),
+    block_size=block_size,
+    token_budgets=(rows,),
+    max_num_seqs=rows,
+    prefill_chunk=rows,
+  )
+  return build(options, lambda *_: None, lambda _: None)
+
+
+def decodes(built: Built, rows: int, length: int) -> Batch:
+  """A greedy step in which each of `rows` rows adds position `length - 1`; its blocks lie anywhere in the pool."""
+  blocks = np.random.default_rng(0).permutation(np.arange(1, built.config.num_blocks + 1)).tolist()
+  each = built.config.num_blocks // rows
+  params = SamplingParams(temperature=0.0, max_tokens=1)
+  admissions = tuple(
+    Admission(row, [7] * length, length, tuple(blocks[row * each : (row + 1) * each]), params, 0) for row in range(rows)
+  )
+  (shape,) = built.runner.steps
+  return Batch(
+    step=0,
+    shape=shape,
+    request_ids=tuple(map(str, range(rows))),
+    slots=tuple(range(rows)),
+    starts=(length - 1,) * rows,
+    counts=(1,) * rows,
+    num_logits=(1,) * rows,
+    samples=(True,) * rows,
+    token_ids=((7,),) * rows,
+    admissions=admissions,
+  )
+
+
+def share(
+  model_dir: str, rows: int, context: int, block_size: int, seconds: float, attention: str = "auto"
+) -> dict[str, Any]:
+  """Attention's share of a step of `rows` decodes with `context` positions each.
+
+  Returns:
+    step_ms: the median step. attention_ms: what it takes over the step without attention. walk_ms: the part of it that
+    grows with the context, over a step of one position a row; the rest is work lists, stores and a loop's start.
+    share: attention_ms / step_ms. share_of_best: the same of the shortest steps, share_of_processor: of processor time,
+    which other work on the machine disturbs less, but which does not count what keeps only one core busy as double.
+    steps: of each form.
+  """
+  block_size = block_size or api.preferred_block_size(api.candidates(attention, jax.default_backend())[0])
+  real = build_step(model_dir, rows, context, block_size, attention)
+  if context > real.config.max_model_len:
+    raise ConfigError(f"context={context} exceeds the {real.config.max_model_len} positions of {real.model_name}")
+  with without_attention(real.attention) as nothing:
+    without = build_step(model_dir, rows, context, block_size, nothing)
+  forms = {
+    "step": (real, decodes(real, rows, context)),
+    "short": (real, decodes(real, rows, 1)),
+    "without": (without, decodes(without, rows, context)),
+  }
+  times: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
+  for built, batch in forms.values():
+    built.runner.launch(batch).result()
+  end = time.perf_counter() + seconds
+  while len(times["step"]) < 5 or time.perf_counter() < end:
+    for form, (built, batch) in forms.items():
+      batch = dataclasses.replace(batch, admissions=())
+      start = time.perf_counter(), time.process_time()
+      built.runner.launch(batch).result()
+      times[form].append((time.perf_counter() - start[0], time.process_time() - start[1]))
+  wall = {form: [1e3 * each for each, _ in values] for form, values in times.items()}
+  median = {form: statistics.median(values) for form, values in wall.items()}
+  processor = {form: statistics.median(each for _, each in values) for form, values in times.items()}
+  taken = median["step"] - median["without"]
+  return {
+    "model": real.model_name,
+    "attention": real.attention,
+    "rows": rows,
+    "context": context,
+    "block_size": block_size,
+    "steps": len(times["step"]),
+    "step_ms": round(median["step"], 2),
+    "attention_ms": round(taken, 2),
+    "walk_ms": round(median["step"] - median["short"], 2),
+    "share": round(taken / median["step"], 4),
+    "share_of_best": round(1 - min(wall["without"]) / min(wall["step"]), 4),
+    "share_of_processor": round(1 - processor["without"] / processor["step"], 4),
+    "machine": machine(),
+  }
+
+
+def print_share(args: Any) -> int:
+  """The form with --share; returns the exit code."""
+  with tempfile.TemporaryDirectory() as folder:
+    model_dir = args.model
+    if not model_dir:
+      model_dir = str(pathlib.Path(folder) / "random-llama-125m")
+      write_model(pathlib.Path(model_dir), read_shape("llama-125m"), seed=0)
+    try:
+      found = share(model_dir, args.rows, args.context, args.block_size, args.seconds)
+    except EngineError as error:
+      print(error, file=sys.stderr)
+      return 2
+  print(
+    f"{found['model']}, {found['rows']} rows of {found['context']} in blocks of {found['block_size']}: a step takes "
+    f"{found['step_ms']} ms, attention {found['attention_ms']} of them, {100 * found['share']:.1f} % "
+    f"({100 * found['share_of_best']:.1f} % of the shortest, {100 * found['share_of_processor']:.1f} % of processor "
+    f"time); walking over the keys alone {found['walk_ms']} ms"
+  )
+  print(json.dumps(found))
+  return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+  """The command line; returns the exit code."""
+  parser = CommandParser("python -m tools.bench.attention", "Measure a layer's paged attention.")
+  parser.add_argument("--seconds", type=positive_float, help="time for each number: 0.5, or 60 in all with --share")
+  parser.add_argument("--batches", type=positive_int, default=len(arg_specs.BENCHMARK), help="how many of the batches")
+  parser.add_argument("--share", action="store_true", help="measure attention's share of a step instead")
+  parser.add_argument("--model", help="for --share: a model folder; none: a random Llama of 125M parameters")
+  parser.add_argument("--rows", type=positive_int, default=32, help="for --share: sequences that decode at once")
+  parser.add_argument("--context", type=positive_int, default=256, help="for --share: positions of each")
+  parser.add_argument(
+    "--block_size", type=positive_int, default=0, help="for --share: tokens a KV block; 0: as the engine"
+  )
+  args = parser.parse_args(arguments)
+  args.seconds = args.seconds or (60.0 if args.share else 0.5)
+  if args.share:
+    return print_share(args)
+  names, bandwidth = implementations(), read_bandwidth(args.seconds)
+  print(f"12 query and 4 KV heads of 64, f32, blocks of 16; all cores read {bandwidth / 1e9:.1f} GB/s")
+  head = "".join(f" {name:>9s} {'median':>9s}" for name in names)
+  head += f" {'naive':>8s} {'KV MB':>8s} {'floor':>8s} {'x floor':>8s}"
+  print(f"\n{'batch (ms a layer, best)':34s}{head}")
+  for spec in arg_specs.BENCHMARK[: args.batches]:
+    print(line(names, spec.name, spec, _POOL_BLOCKS, args.seconds, bandwidth), flush=True)
+  rows = dataclasses.replace(arg_specs.BENCHMARK[1], name="")
+  print(f"\n{'8 rows, 128 long, by pool':34s}{head}")
+  for num_blocks in (128, 1024, 8192):
+    print(line(names, f"  {num_blocks} blocks", rows, num_blocks, args.seconds, bandwidth), flush=True)
+  print(f"\n{'8 rows, 128 long, by table width':34s}{head}")
+  for width in (8, 128, 1024):
+    spec = dataclasses.replace(rows, table_width=width)
+    title = f"  {width} blocks, {16 * width} tokens"
+    print(line(names, title, spec, _POOL_BLOCKS, args.seconds, bandwidth), flush=True)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,193 @@
+"""Measures the matmuls of a step on a CPU, each way the engine has, beside ceilings of the same run. Tunes nothing.
+
+  python -m tools.bench.matmul [--shapes=llama-125m,llama-15m] [--rows=1,2,...,256] [--output=FILE.json]
+
+A step's matrices are multiplied one after the other: those of every layer, each with weights of its own as in a model,
+and the head; what one makes is what the next takes. No attention, no norms. By XLA's dot, and by the packed kernel
+(pallas_kernels/packed_matmul) where it is built: in f32, in f32 in the order that --deterministic needs, and as int8.
+Each figure stands beside the ceilings just before and just after it (tools/bench/ceilings.py): `of rate` is operations
+a second over a square matmul's in f32, `of read` bytes of weights a second over what all cores read.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from engine.errors import ConfigError, EngineError
+from models.config import ModelConfig
+from models.quantize import quantize
+from models.registry import config_from_hf
+from pallas_kernels.packed_matmul import api
+from tools.arguments import CommandParser, output_file, positive_float, positive_ints
+from tools.bench.ceilings import Ceilings, CeilingWatch, in_words
+from tools.bench.engine import model_folder
+from tools.measure import best_and_median, commit, machine, show
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+  """A weight [inputs, outputs] that every token of a step is multiplied by."""
+
+  inputs: int
+  outputs: int
+
+
+def matrices(model: ModelConfig) -> list[Matrix]:
+  """Those of a step, in order; each makes at least as many numbers as the next takes."""
+  d, f, h = model.model_dim, model.hidden_dim, model.head_dim
+  heads = model.num_heads * h
+  layer = [Matrix(d, heads + 2 * model.num_kv_heads * h), Matrix(heads, d), Matrix(d, 2 * f), Matrix(f, d)]
+  return layer * model.num_layers + [Matrix(d, model.vocab_size)]
+
+
+def _packed(weight: np.ndarray) -> jax.Array:
+  return jax.device_put(api.pack(weight))
+
+
+def _int8(weight: np.ndarray) -> tuple[jax.Array, jax.Array]:
+  values, scales = quantize(jnp.asarray(weight), 1)
+  return _packed(np.asarray(values)), scales
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+  """How a weight [inputs, outputs] is held, in how many bytes a value, and how x is multiplied by what is held."""
+
+  hold: Callable[[np.ndarray], Any]
+  itemsize: int
+  multiply: Callable[[jax.Array, Any, int], jax.Array]
+
+
+WAYS = {
+  "xla": Way(jnp.asarray, 4, lambda x, weight, outputs: x @ weight),
+  "packed": Way(_packed, 4, api.matmul),
+  "ordered": Way(_packed, 4, functools.partial(api.matmul, ordered=True)),
+  "int8": Way(_int8, 1, lambda x, held, outputs: api.matmul(x, held[0], outputs, scales=held[1])),
+}
+
+
+def ways() -> tuple[str, ...]:
+  """Those that this machine has; says why one is left out."""
+  try:
+    api.check_supported(jnp.dtype("float32"))
+  except NotImplementedError as error:
+    print(error, file=sys.stderr)
+    return ("xla",)
+  return tuple(WAYS)
+
+
+def draw(held: Sequence[Matrix]) -> list[np.ndarray]:
+  """Weights that keep the variance of what they multiply, so nothing overflows."""
+  rng = np.random.default_rng(0)
+  return [rng.standard_normal((m.inputs, m.outputs), np.float32) * m.inputs**-0.5 for m in held]
+
+
+def step(way: str, held: Sequence[Matrix]) -> Callable[[jax.Array, list[Any]], jax.Array]:
+  """A program (x [rows, inputs of the first], weights) -> what the last makes."""
+  multiply = WAYS[way].multiply
+
+  @jax.jit
+  def program(x: jax.Array, weights: list[Any]) -> jax.Array:
+    for matrix, weight in zip(held, weights, strict=True):
+      x = multiply(x[:, : matrix.inputs], weight, matrix.outputs)
+    return x
+
+  return program
+
+
+def times(shape: str, rows: Sequence[int], seconds: float, watch: CeilingWatch) -> list[dict[str, Any]]:
+  """Milliseconds of a step of a model's matrices, best and median, by rows and way; each beside the ceilings around it.
+
+  Raises:
+    ConfigError: no shape is called so.
+  """
+  folder = pathlib.Path(model_folder(shape))
+  model = config_from_hf(json.loads((folder / "config.json").read_text("utf-8")))
+  held, found = matrices(model), []
+  drawn = draw(held)
+  laid_out = {way: [WAYS[way].hold(weight) for weight in drawn] for way in ways()}
+  programs = {way: step(way, held) for way in laid_out}
+  watch.around()  # what came between is no figure
+  for count in rows:
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((count, held[0].inputs), np.float32))
+    for way, weights in laid_out.items():
+      program = programs[way]
+      best, median = best_and_median(lambda p=program, w=weights, x=x: p(x, w).block_until_ready(), seconds)
+      of_step = {"shape": shape, "rows": count, "way": way, "best_ms": best, "median_ms": median}
+      found.append(of_step | beside_ceilings(of_step, held, watch.around()))
+      print(f"{shape}, {count} rows, {way}: {best:.3f} ms", file=sys.stderr, flush=True)
+  return found
+
+
+def beside_ceilings(row: dict[str, Any], held: Sequence[Matrix], ceilings: Ceilings) -> dict[str, Any]:
+  """By the median: rates, and their shares of the ceilings."""
+  weights = sum(matrix.inputs * matrix.outputs for matrix in held)
+  seconds, flops, num_bytes = row["median_ms"] / 1e3, 2 * row["rows"] * weights, WAYS[row["way"]].itemsize * weights
+  return {
+    "ceilings": dataclasses.asdict(ceilings),
+    "gflops": round(flops / seconds / 1e9, 2),
+    "gb_s": round(num_bytes / seconds / 1e9, 2),
+  } | ceilings.shares(num_bytes, flops, seconds)
+
+
+def measure(args: Any) -> dict[str, Any]:
+  """All shapes. Raises ConfigError."""
+  if jax.default_backend() != "cpu":
+    raise ConfigError(f"this measures kernels for CPUs, and jax's platform is {jax.default_backend()}; use a CPU's")
+  watch = CeilingWatch(jnp.float32, args.seconds)
+  return {
+    "steps": [row for shape in args.shapes for row in times(shape, args.rows, args.seconds, watch)],
+    "ceilings_seen": watch.range(),
+    "jax": jax.__version__,
+    "machine": machine(),
+    "commit": commit(),
+  }
+
+
+def table(result: dict[str, Any]) -> str:
+  """What a person reads: a table a shape."""
+  lines = [in_words(result["ceilings_seen"])]
+  names = list(dict.fromkeys(row["way"] for row in result["steps"]))
+  for shape in dict.fromkeys(row["shape"] for row in result["steps"]):
+    head = "".join(f"{f'{name} ms':>12}{'GFLOP/s':>9}{'of rate':>9}{'of read':>9}" for name in names)
+    lines.append(f"\n{shape:>10}, rows{head}")
+    of_shape = [row for row in result["steps"] if row["shape"] == shape]
+    for count in dict.fromkeys(row["rows"] for row in of_shape):
+      columns = "".join(
+        f"{row['median_ms']:12.3f}{row['gflops']:9.1f}{row['of_rate']:9.2f}{row['of_read']:9.2f}"
+        for row in of_shape
+        if row["rows"] == count
+      )
+      lines.append(f"{count:16}{columns}")
+  return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; exit code 2 with one line for what cannot be measured."""
+  parser = CommandParser("tools.bench.matmul", __doc__)
+  parser.add_argument("--shapes", default="llama-125m,llama-15m", help="folders of models/shapes, or demo")
+  parser.add_argument("--rows", type=positive_ints, default=ROWS, help="tokens in a step")
+  parser.add_argument("--seconds", type=positive_float, default=1.0, help="for each figure and each ceiling")
+  parser.add_argument("--output", type=output_file, default="", help="JSON file to write")
+  args = parser.parse_args(argv)
+  args.shapes = args.shapes.split(",")
+  try:
+    result = measure(args)
+  except EngineError as error:
+    return parser.failed(error)
+  show(result, table(result), args.output)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,277 @@
+"""Runs published clients, unchanged, against a real server on the demo model, and says which worked. Judges no figure.
+
+  python -m tools.clients [--python=.venv-clients/bin/python] [--only=openai,langchain]     # make clients
+
+openai: the official client, from Sluice's own environment. langchain: ChatOpenAI, streamed, in a schema, with tools.
+lm-eval: local-completions with its remote tokenizer, log likelihoods and generation, on tasks written here.
+inference-perf: Kubernetes' benchmark, completions and chats streamed at a constant rate. smg: the stubs of its router,
+over vllm.grpc.engine. They live in an environment of their own (tools/clients/requirements.txt). vllm: `vllm bench
+serve`, where make peers has made it an environment. Exit code 1 if one fails; what it said is in the folder that is
+printed.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+import urllib.request
+
+from engine.errors import EngineError
+from tools.arguments import CommandParser
+from tools.measure import ROOT
+from tools.peers.__main__ import ENVIRONMENTS
+from tools.server_process import RunningServer
+
+_DEMO = ROOT / "models" / "demo"
+_PATIENCE_S = 240.0
+# Its own command asks for a package called vllm, which builds for a CPU are not.
+_VLLM = ROOT / ENVIRONMENTS["vllm"] / "bin" / "python"
+_VLLM_BENCH = (
+  "from argparse import ArgumentParser; from vllm.benchmarks.serve import add_cli_args, main\n"
+  "parser = ArgumentParser(); add_cli_args(parser); main(parser.parse_args())\n"
+)
+# Nothing is to be asked of a hub, and no run told to anybody.
+_OFFLINE = {
+  "HF_HUB_OFFLINE": "1",
+  "HF_DATASETS_OFFLINE": "1",
+  "TRANSFORMERS_OFFLINE": "1",
+  "HF_DATASETS_DISABLE_TELEMETRY": "1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+  """Of the server: of HTTP, and as HOST:PORT of gRPC."""
+
+  url: str
+  target: str
+
+
+class Failed(Exception):
+  """A client did not do what its users expect; says where to look."""
+
+
+def run(command: Sequence[str], folder: pathlib.Path, name: str) -> str:
+  """Runs a client to its end; returns what it printed. Raises Failed."""
+  log = folder / f"{name}.log"
+  environment = {**os.environ, **_OFFLINE, "HF_HOME": str(folder / "hf")}
+  with open(log, "w", encoding="utf-8") as file:
+    try:
+      code = subprocess.run(
+        command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=_PATIENCE_S, check=False
+      ).returncode
+    except subprocess.TimeoutExpired:
+      raise Failed(f"did not end within {_PATIENCE_S:g} s; see {log}") from None
+  text = log.read_text("utf-8", errors="replace")
+  if code:
+    raise Failed(f"exit code {code}: {(text.strip().splitlines() or ['it said nothing'])[-1]}; see {log}")
+  return text
+
+
+def openai(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """Whole and streamed answers of the official client."""
+  del python
+  script = (
+    "import sys; from openai import OpenAI\n"
+    "client = OpenAI(base_url=sys.argv[1], api_key='unused'); model = sys.argv[2]\n"
+    "assert [each.id for each in client.models.list()] == [model]\n"
+    "ask = dict(model=model, messages=[{'role': 'user', 'content': '37 + 5 = ?'}], max_tokens=12, temperature=0)\n"
+    "whole = client.chat.completions.create(**ask).choices[0].message.content\n"
+    "pieces = [c.choices[0].delta.content or '' for c in client.chat.completions.create(**ask, stream=True)]\n"
+    "assert ''.join(pieces) == whole; print(repr(whole))\n"
+  )
+  return run([sys.executable, "-c", script, f"{at.url}/v1", model], folder, "openai").strip()
+
+
+def langchain(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """tools/clients/use_langchain.py."""
+  script = str(ROOT / "tools" / "clients" / "use_langchain.py")
+  return run([python, script, f"{at.url}/v1", model], folder, "langchain").strip().splitlines()[-1]
+
+
+def smg(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """tools/clients/use_smg.py."""
+  script = str(ROOT / "tools" / "clients" / "use_smg.py")
+  return run([python, script, at.target, at.url], folder, "smg").strip().splitlines()[-1]
+
+
+# What each lm-eval task asks for, and what it is judged by.
+_TASKS: dict[str, tuple[dict[str, Any], str]] = {
+  "sluice_choice": (
+    {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "gold"},
+    "acc",
+  ),
+  "sluice_generate": (
+    {
+      "output_type": "generate_until",
+      "doc_to_target": "answer",
+      "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "temperature": 0.0},
+    },
+    "exact_match",
+  ),
+}
+
+
+def _task(name: str, docs: pathlib.Path) -> str:
+  """A task's file: JSON, which is YAML too."""
+  asked, metric = _TASKS[name]
+  shared = {
+    "task": name,
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": str(docs)}},
+    "test_split": "test",
+    "doc_to_text": "{{question}}",
+    "metric_list": [{"metric": metric, "aggregation": "mean", "higher_is_better": True}],
+    "metadata": {"version": 1},
+  }
+  return json.dumps(shared | asked)
+
+
+def lm_eval(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """Two tasks of a few questions each: log likelihoods of choices, and generation until a newline."""
+  tasks, docs = folder / "tasks", folder / "docs.jsonl"
+  tasks.mkdir()
+  lines = [
+    {"question": f"{left} + {right} =", "choices": [f" {left + right}", " no"], "gold": 0, "answer": f"{left + right}"}
+    for left, right in ((1, 2), (3, 4), (12, 7), (30, 5))
+  ]
+  docs.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+  for name in _TASKS:
+    (tasks / f"{name}.yaml").write_text(_task(name, docs), "utf-8")
+  command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", ",".join(_TASKS)]
+  command += ["--include_path", str(tasks), "--output_path", str(folder / "lm_eval")]
+  command += [
+    "--model_args",
+    f"model={model},base_url={at.url}/v1/completions,tokenizer_backend=remote,num_concurrent=4",
+  ]
+  run(command, folder, "lm_eval")
+  found = sorted((folder / "lm_eval").rglob("results_*.json"))
+  if not found:
+    raise Failed("wrote no results")
+  results = json.loads(found[-1].read_text("utf-8"))["results"]
+  return f"acc {results['sluice_choice']['acc,none']:g}, exact {results['sluice_generate']['exact_match,none']:g}"
+
+
+def inference_perf(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """A few seconds of completions, then of chats, streamed; every request must succeed."""
+  said = []
+  for api in ("completion", "chat"):
+    reports = folder / f"inference_perf_{api}"
+    spread = {"min": 8, "max": 32, "mean": 16, "std_dev": 4, "total_count": 40}
+    data: dict[str, Any] = {"type": "random"} | {f"{way}put_distribution": spread for way in ("in", "out")}
+    if api == "chat":  # whose only source of texts without a download is this one
+      shared = {
+        "num_groups": 4,
+        "num_prompts_per_group": 10,
+        "system_prompt_len": 16,
+        "question_len": 8,
+        "output_len": 16,
+      }
+      data = {"type": "shared_prefix", "shared_prefix": shared}
+    config = {
+      "api": {"type": api, "streaming": True},
+      "data": data,
+      "load": {"type": "constant", "interval": 0.5, "num_workers": 1, "stages": [{"rate": 8, "duration": 4}]},
+      "server": {"type": "vllm", "model_name": model, "base_url": at.url, "ignore_eos": True},
+      "tokenizer": {"pretrained_model_name_or_path": str(_DEMO)},
+      "storage": {"local_storage": {"path": str(reports)}},
+    }
+    path = folder / f"inference_perf_{api}.json"  # JSON is YAML
+    path.write_text(json.dumps(config), "utf-8")
+    program = str(pathlib.Path(python).parent / "inference-perf")
+    run([program, "--config_file", str(path)], folder, f"inference_perf_{api}")
+    found = sorted(reports.rglob("*summary*.json"))
+    if not found:
+      raise Failed(f"{api}: wrote no summary into {reports}")
+    summary = json.loads(found[-1].read_text("utf-8"))
+    done, failed = summary["successes"]["count"], summary["failures"]["count"]
+    if failed or not done:
+      raise Failed(f"{api}: {done} requests succeeded and {failed} failed; see {reports}")
+    said.append(f"{done} {api}s")
+  return ", ".join(said)
+
+
+def vllm(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """Completions, then chats; every request must succeed, with all the tokens that it asked for."""
+  del python
+  said = []
+  for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
+    asked = {
+      "backend": backend,
+      "base-url": at.url,
+      "endpoint": path,
+      "model": model,
+      "tokenizer": str(_DEMO),
+      "dataset-name": "random",
+      "random-input-len": "20",
+      "random-output-len": "12",
+      "num-prompts": "16",
+      "result-dir": str(folder),
+      "result-filename": f"vllm_{backend}.json",
+    }
+    arguments = [part for name, value in asked.items() for part in (f"--{name}", value)]
+    run([str(_VLLM), "-c", _VLLM_BENCH, *arguments, "--ignore-eos", "--save-result"], folder, f"vllm_{backend}")
+    result = json.loads((folder / f"vllm_{backend}.json").read_text("utf-8"))
+    done, tokens = result["completed"], result["total_output_tokens"]
+    if (done, tokens) != (16, 16 * 12):
+      raise Failed(f"{backend}: {done} of 16 requests succeeded, with {tokens} of {16 * 12} tokens")
+    said.append(f"{done} by {backend}")
+  return ", ".join(said)
+
+
+CLIENTS: dict[str, Callable[[Address, str, str, pathlib.Path], str]] = {
+  "openai": openai,
+  "langchain": langchain,
+  "lm-eval": lm_eval,
+  "inference-perf": inference_perf,
+  "smg": smg,
+  "vllm": vllm,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command line; returns the exit code."""
+  parser = CommandParser("tools.clients", __doc__)
+  parser.add_argument("--python", default=str(ROOT / ".venv-clients" / "bin" / "python"), help="of the clients")
+  present = [name for name in CLIENTS if name != "vllm" or _VLLM.exists()]
+  parser.add_argument("--only", default=",".join(present), help="which, with commas between")
+  args = parser.parse_args(argv)
+  chosen = args.only.split(",")
+  if unknown := set(chosen) - CLIENTS.keys():
+    parser.error(f"--only: {', '.join(sorted(unknown))} is not one of {', '.join(CLIENTS)}")
+  if not pathlib.Path(args.python).exists() and set(chosen) - {"openai", "vllm"}:
+    parser.error(f"--python={args.python} does not exist; make clients sets it up")
+  if "vllm" in chosen and not _VLLM.exists():
+    parser.error(f"{_VLLM} does not exist; make peers sets it up")
+  folder = pathlib.Path(tempfile.mkdtemp(prefix="sluice-clients-"))
+  port_file = folder / "http_port"
+  flags = [f"--model={_DEMO}", "--http_port=0", f"--http_port_file={port_file}", "--strict_requests=false"]
+  flags.append("--enable_vllm_api")
+  failures = 0
+  try:
+    with RunningServer(flags, folder / "server.log") as server:
+      at = Address(f"http://127.0.0.1:{port_file.read_text('utf-8').strip()}", server.target)
+      with urllib.request.urlopen(f"{at.url}/v1/models", timeout=10) as answer:
+        model = json.load(answer)["data"][0]["id"]
+      for name in chosen:
+        started = time.monotonic()
+        try:
+          said = CLIENTS[name](at, model, str(pathlib.Path(args.python).absolute()), folder)
+        except Failed as error:
+          failures += 1
+          said = f"FAILED: {error}"
+        print(f"{name:16}{time.monotonic() - started:6.1f} s  {said}", flush=True)
+  except EngineError as error:
+    return parser.failed(error)
+  print(f"logs: {folder}")
+  return int(failures > 0)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,105 @@
+"""What a report shows of kept runs: which, at which load, with which figures. Draws and measures nothing."""
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+import math
+from typing import Any
+
+from engine.recorder import StepRecord
+from engine.settings import BATCHING
+from tools.report.latency import Objectives, summary
+from tools.report.run_file import RecordedRun
+
+MODES = ("static", "dynamic", "continuous", "chunked", "disaggregated")  # from the oldest idea to the newest
+assert set(MODES) == set(BATCHING)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+  """A run and what the report says of it.
+
+  Attributes:
+    run: as it was kept.
+    load: requests a second that were offered; infinite for a burst.
+    objectives: what counts as good in this report.
+    figures: of tools.report.latency.summary, with them.
+  """
+
+  run: RecordedRun
+  load: float
+  objectives: Objectives
+  figures: dict[str, Any]
+
+  @property
+  def label(self) -> str:
+    return self.run.label
+
+
+def offered_load(run: RecordedRun) -> float:
+  """Requests a second over the time in which they were to arrive; infinite if that is no time."""
+  times = [outcome.intended_s for outcome in run.outcomes]
+  span = max(times) - min(times)
+  return (len(times) - 1) / span if span > 0 else math.inf
+
+
+def nominal_load(run: RecordedRun) -> float:
+  """The rate that was asked for, where there was one; else what was offered."""
+  rate = (run.about.get("workload") or {}).get("rate")
+  return float(rate) if isinstance(rate, int | float) else offered_load(run)
+
+
+def objectives_of(run: RecordedRun, given: Objectives) -> Objectives:
+  """`given` where it limits anything, else the run's own."""
+  return given if given != Objectives() else Objectives(**(run.about.get("slo") or {}))
+
+
+def prepared(runs: Iterable[RecordedRun], given: Objectives) -> list[Shown]:
+  """Runs by label and load, with their figures."""
+  shown = []
+  for run in runs:
+    lens = zip(run.outcomes, run.prompt_lens, strict=True)
+    prompt_tokens = sum(length for outcome, length in lens if outcome.ok)
+    objectives = objectives_of(run, given)
+    shown.append(Shown(run, nominal_load(run), objectives, summary(run.outcomes, prompt_tokens, objectives)))
+  return sorted(shown, key=lambda one: (rank(one.label), one.label, one.load))
+
+
+def rank(label: str) -> int:
+  """Where a label stands among others: ways of batching in their order, then the rest."""
+  return MODES.index(label) if label in MODES else len(MODES)
+
+
+def side_by_side(shown: Sequence[Shown]) -> list[Shown]:
+  """One run a label, all at one load: of those that most labels share, where the best of them has most goodput.
+
+  Below it all do well, far above it none does.
+  """
+  by_load: dict[str, dict[str, Shown]] = {}
+  for one in shown:
+    by_load.setdefault(f"{one.load:.3g}", {})[one.label] = one
+
+  def merit(found: dict[str, Shown]) -> tuple[float, ...]:
+    goodput = max(one.figures["goodput_request_s"] or 0.0 for one in found.values())
+    return len(found), goodput, max(one.load for one in found.values())
+
+  return list(max(by_load.values(), key=merit, default={}).values())
+
+
+def padding_share(steps: Sequence[StepRecord]) -> float | None:
+  """Of all tokens that steps computed; None without steps."""
+  computed = sum(step.decode_tokens + step.prefill_tokens + step.padding for step in steps)
+  return sum(step.padding for step in steps) / computed if computed else None
+
+
+def likeness(beside: Sequence[Shown]) -> str:
+  """Whether runs that are put side by side had the same requests."""
+  offered = {
+    tuple(
+      (length, outcome.output_len, round(outcome.intended_s, 3))
+      for length, outcome in zip(one.run.prompt_lens, one.run.outcomes, strict=True)
+    )
+    for one in beside
+  }
+  if len(offered) == 1:
+    return "All had requests of the same lengths at the same times."
+  return "Their requests differ in length, number or time, so that the bars differ for that reason too."

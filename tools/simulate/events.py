@@ -1,0 +1,366 @@
+"""Discrete events around real engines: arrivals, routers, transfers of KV, virtual time. Imports no jax, knows no flag.
+
+The engines are tools.simulate.replica's: no decision is modelled, all are made by the code that makes them in
+production. Modelled are durations (tools.simulate.step_costs), and the rest of the world, here.
+
+Events are taken in the order of time. A replica's turn is one event at its beginning; what arrives while it lasts is
+seen by its next turn, as by a real engine's thread. A router knows how many requests each replica still has.
+
+Disaggregated serving is that of extensions/disaggregated between replicas: a prefill replica runs a request for one
+token; its KV then takes bytes / bandwidth, one transfer at a time leaving a replica; and a decode replica takes the
+request over as the engine there does, with its KV, when it has a slot and room.
+"""
+
+import bisect
+from collections import Counter
+from collections.abc import Sequence
+import dataclasses
+import heapq
+import itertools
+import math
+import operator
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineError, Overloaded
+from engine.request import FinishReason, TokenEvent
+from engine.validation import validate_request
+from tools.report.latency import Objectives, Outcome, percentile
+from tools.simulate.replica import Arrival, Replica, make_router
+from tools.simulate.step_costs import StepCosts
+
+# --- What came of it --------------------------------------------------------------------------------------------------
+
+
+class _Track:
+  """A request on its way: when its tokens came."""
+
+  __slots__ = ("arrival", "times", "missed")
+
+  def __init__(self, arrival: Arrival):
+    self.arrival = arrival
+    self.times: list[float] = []
+    self.missed = False
+
+
+class Collector:
+  """Latencies by the definitions of tools.report.latency, counted as requests end: memory does not grow with tokens."""
+
+  def __init__(self, objectives: Objectives, keep: bool = False):
+    """Args:
+    objectives: what goodput counts.
+    keep: also keep an Outcome of each request, in `outcomes`.
+    """
+    self.objectives, self.keep = objectives, keep
+    self.outcomes: list[Outcome] = []
+    self.errors: Counter[str] = Counter()
+    self.misses = 0
+    self.first_arrival, self.last_token = math.inf, -math.inf
+    self._gaps: Counter[float] = Counter()
+    self._stalls: list[float] = []
+    self._ttfts: list[float] = []
+    self._tpots: list[float] = []
+    self._e2es: list[float] = []
+    self._offered = self._prompt_tokens = self._output_tokens = 0
+
+  def offered(self, arrival: Arrival) -> None:
+    """A request arrives."""
+    self._offered += 1
+    self.first_arrival = min(self.first_arrival, arrival.arrival_s)
+
+  def first_token(self, track: _Track) -> None:
+    """A first token came: too late is a miss, whatever follows."""
+    if track.times[0] - track.arrival.arrival_s > self.objectives.ttft_s:
+      self._miss(track)
+
+  def ended(self, track: _Track, error: str | None) -> None:
+    """A request has its last event, or was refused."""
+    arrival, times = track.arrival, track.times
+    if times:
+      self.last_token = max(self.last_token, times[-1])
+    if error is None and len(times) != arrival.output_len:
+      error = "WRONG_LENGTH"
+    if self.keep:
+      chunks, tokens = tuple((time, 1) for time in times), (0,) * len(times)
+      sent = arrival.arrival_s
+      self.outcomes.append(Outcome(arrival.id, arrival.output_len, sent, sent, chunks, tokens, error))
+    if error is not None:
+      self.errors[error] += 1
+      self._miss(track)
+      return
+    self._prompt_tokens += len(arrival.prompt)
+    self._output_tokens += len(times)
+    self._ttfts.append(times[0] - arrival.arrival_s)
+    self._e2es.append(times[-1] - arrival.arrival_s)
+    if len(times) > 1:
+      tpot = (times[-1] - times[0]) / (len(times) - 1)
+      self._tpots.append(tpot)
+      if tpot > self.objectives.tpot_s:
+        self._miss(track)
+      gaps = list(map(operator.sub, times[1:], times))
+      self._gaps.update(gaps)
+      self._stalls.append(max(gaps))
+
+  def _miss(self, track: _Track) -> None:
+    self.misses += not track.missed
+    track.missed = True
+
+  def figures(self) -> dict[str, Any]:
+    """The figures of tools.report.latency.summary, under its names."""
+    wall_s = self.last_token - self.first_arrival
+    wall_s = wall_s if 0 < wall_s < math.inf else None
+    met, good = self._offered - self.misses, len(self._ttfts)
+
+    def rate(count: float) -> float | None:
+      return None if wall_s is None else round(count / wall_s, 3)
+
+    gaps = sorted(self._gaps.items())
+    return {
+      "wall_s": wall_s and round(wall_s, 4),
+      "output_tok_s": rate(self._output_tokens),
+      "total_tok_s": rate(self._output_tokens + self._prompt_tokens),
+      "request_s": rate(good),
+      "requests": self._offered,
+      "completed": good,
+      "failed": self._offered - good,
+      "output_tokens": self._output_tokens,
+      "prompt_tokens": self._prompt_tokens,
+      "goodput_request_s": rate(met),
+      "slo_attainment": round(met / self._offered, 4),
+      **_spread("ttft", self._ttfts),
+      **_spread("ttft_from_send", self._ttfts),
+      **_spread_counted("itl", gaps),
+      **_spread_counted("chunk_gap", gaps),
+      **_spread("tpot", self._tpots),
+      **_spread("e2e", self._e2es),
+      **_spread("stall", self._stalls),
+      "errors": dict(sorted(self.errors.items())),
+    }
+
+
+_PERCENTS = (50, 90, 99)
+
+
+def _milliseconds(name: str, figures: dict[str, float | None]) -> dict[str, float | None]:
+  return {f"{name}_{key}_ms": None if value is None else round(value * 1e3, 3) for key, value in figures.items()}
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
+  ordered = sorted(values)
+  figures = {"mean": math.fsum(ordered) / len(ordered) if ordered else None}
+  figures |= {f"p{percent}": percentile(ordered, percent) for percent in _PERCENTS}
+  return _milliseconds(name, figures | {"max": ordered[-1] if ordered else None})
+
+
+def _spread_counted(name: str, counted: Sequence[tuple[float, int]]) -> dict[str, float | None]:
+  """As _spread, of values in order with how often each occurs."""
+  ends = list(itertools.accumulate(count for _, count in counted))
+  if not ends:
+    return _spread(name, ())
+
+  def at(rank: int) -> float:
+    return counted[bisect.bisect_right(ends, rank)][0]
+
+  figures: dict[str, float | None] = {"mean": math.fsum(value * count for value, count in counted) / ends[-1]}
+  for percent in _PERCENTS:
+    position = (ends[-1] - 1) * percent / 100
+    low = math.floor(position)
+    below = at(low)
+    figures[f"p{percent}"] = below + (at(min(low + 1, ends[-1] - 1)) - below) * (position - low)
+  return _milliseconds(name, figures | {"max": counted[-1][0]})
+
+
+# --- The world --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Fleet:
+  """Who serves.
+
+  Attributes:
+    replicas: engines that do everything; 0 with disaggregated serving.
+    router: name in ROUTERS, for requests that arrive (and, disaggregated, for those whose KV does).
+    prefill_replicas, decode_replicas: engines that do one part each; both or neither.
+    transfer_bytes_s, transfer_latency_s: of KV from a prefill replica to a decode replica.
+    step_seed: of the draws of step times; another one is another day.
+  """
+
+  replicas: int = 1
+  router: str = "least_loaded"
+  prefill_replicas: int = 0
+  decode_replicas: int = 0
+  transfer_bytes_s: float = 50e9
+  transfer_latency_s: float = 0.0
+  step_seed: int = 0
+
+  def __post_init__(self):
+    split = (self.prefill_replicas, self.decode_replicas)
+    if min(split) < 0 or (max(split) > 0 and min(split) == 0):
+      raise ConfigError(
+        f"prefill_replicas={split[0]} and decode_replicas={split[1]} must be both 0, or both at least 1; "
+        "set --prefill_replicas and --decode_replicas"
+      )
+    if not self.is_split and self.replicas < 1:
+      raise ConfigError(f"replicas={self.replicas} must be at least 1; set --replicas")
+    if not (self.transfer_bytes_s > 0 and 0 <= self.transfer_latency_s < math.inf):
+      raise ConfigError(
+        f"transfer_bytes_s={self.transfer_bytes_s} must be above 0 and transfer_latency_s={self.transfer_latency_s} "
+        "0 or more; set --transfer_gb_s and --transfer_latency_ms"
+      )
+    make_router(self.router)
+
+  @property
+  def is_split(self) -> bool:
+    """Whether prefill and decode run on different engines."""
+    return self.prefill_replicas > 0
+
+
+class Simulation:
+  """Runs arrivals through a fleet, once."""
+
+  def __init__(self, config: EngineConfig, costs: StepCosts, fleet: Fleet, collector: Collector):
+    """Args:
+    config: of every engine.
+    costs: of every device.
+    """
+    costs.rung(config.token_budgets[-1])  # a ladder above the table is told before anything runs
+    if config.batching == "disaggregated" and not fleet.is_split:
+      raise ConfigError(
+        "batching='disaggregated' needs engines for both parts; set --prefill_replicas and --decode_replicas"
+      )
+    if fleet.is_split and not costs.kv_bytes_per_token:
+      raise ConfigError("the cost table has no kv_bytes_per_token, which transfers of KV need; measure again")
+    self.config, self.costs, self.fleet, self.collector = config, costs, fleet, collector
+    count = fleet.prefill_replicas + fleet.decode_replicas if fleet.is_split else fleet.replicas
+    self.replicas = [Replica(index, config, costs, self._take_events, fleet.step_seed) for index in range(count)]
+    self._front = self.replicas[: fleet.prefill_replicas] if fleet.is_split else self.replicas
+    self._decoders = self.replicas[fleet.prefill_replicas :] if fleet.is_split else []
+    self._router, self._decode_router = make_router(fleet.router), make_router(fleet.router)
+    self._tracks: dict[str, _Track] = {}
+    self._turns: list[tuple[float, int]] = []  # (when, replica)
+    self._endings: list[tuple[float, int]] = []  # (when, replica): what its router learns then
+    self._landings: list[tuple[float, int, Arrival, Replica]] = []  # (when, serial, what, where)
+    self._serials = itertools.count()
+
+  def run(self, arrivals: Sequence[Arrival], give_up_after: float = math.inf) -> bool:
+    """Runs to the end, or until more than `give_up_after` requests missed their objectives; returns whether to the end.
+
+    Args:
+      arrivals: in order of arrival_s, ids unique.
+    """
+    turns, landings, collector = self._turns, self._landings, self.collector
+    index, never, front_s = 0, (math.inf,), self.costs.host.front_s
+    while collector.misses <= give_up_after:
+      arrival_s = arrivals[index].arrival_s + front_s if index < len(arrivals) else math.inf
+      landing_s = (landings[0] if landings else never)[0]
+      turn_s = (turns[0] if turns else never)[0]
+      if turn_s < min(arrival_s, landing_s):
+        replica = self.replicas[heapq.heappop(turns)[1]]
+        replica.is_scheduled = replica.turn()
+        if replica.is_scheduled:
+          heapq.heappush(turns, (replica.clock.now, replica.index))
+      elif index < len(arrivals) and arrival_s <= landing_s:
+        self._arrive(arrivals[index], arrival_s)
+        index += 1
+      elif landings:
+        when, _, arrival, replica = heapq.heappop(landings)
+        first_token_s = self._tracks[str(arrival.id)].times[0]
+        replica.take_over(arrival, arrival.arrival_s + front_s, first_token_s, when)
+        self._wake(replica)
+      else:
+        return True
+    return False
+
+  def _arrive(self, arrival: Arrival, now: float) -> None:
+    while self._endings and self._endings[0][0] <= now:
+      self.replicas[heapq.heappop(self._endings)[1]].load -= 1
+    self.collector.offered(arrival)
+    track = _Track(arrival)
+    try:
+      if self.fleet.is_split:
+        self._check_decoders(arrival)
+      request = arrival.request(1 if self.fleet.is_split else arrival.output_len)
+      replica = self._router.choose(arrival, self._front)
+      replica.submit(request, now)
+    except EngineError as error:
+      self.collector.ended(track, error.reason)
+      return
+    self._tracks[request.id] = track
+    replica.load += 1
+    self._wake(replica)
+
+  def _wake(self, replica: Replica) -> None:
+    if not replica.is_scheduled:
+      replica.is_scheduled = True
+      heapq.heappush(self._turns, (replica.clock.now, replica.index))
+
+  def _take_events(self, replica: Replica, now: float, events: list[TokenEvent]) -> None:
+    tracks = self._tracks
+    for event in events:
+      track = tracks[event.request_id]
+      if event.token_ids:
+        times = track.times
+        times.append(now)
+        if len(times) == 1:
+          self.collector.first_token(track)
+      if event.finish_reason is not None:
+        heapq.heappush(self._endings, (now, replica.index))
+        self._ended(replica, track, event.finish_reason, now)
+
+  def _ended(self, replica: Replica, track: _Track, reason: FinishReason, now: float) -> None:
+    arrival = track.arrival
+    if reason is FinishReason.LENGTH and len(track.times) < arrival.output_len and self.fleet.is_split:
+      self._send_kv(replica, arrival, now)
+      return
+    del self._tracks[str(arrival.id)]
+    self.collector.ended(track, None if reason is FinishReason.LENGTH else reason.name)
+
+  # Disaggregated serving.
+
+  def _check_decoders(self, arrival: Arrival) -> None:
+    """Refuses what could not go on after its first token, as DisaggregatedEngine.submit does."""
+    validate_request(self.config, arrival.request(arrival.output_len))
+    count = len(self._decoders)
+    backlog = sum(replica.load for replica in self._decoders) - count * self.config.max_num_seqs
+    if backlog >= count * self.config.max_queued_requests:
+      raise Overloaded(f"{backlog} requests wait to be decoded; raise max_queued_requests", 1.0)
+
+  def _send_kv(self, replica: Replica, arrival: Arrival, now: float) -> None:
+    """The prompt's KV leaves a prefill replica, when its link is free."""
+    fleet, size = self.fleet, len(arrival.prompt) * self.costs.kv_bytes_per_token
+    replica.link_free_at = max(now, replica.link_free_at) + size / fleet.transfer_bytes_s
+    target = self._decode_router.choose(arrival, self._decoders)
+    target.load += 1
+    when = replica.link_free_at + fleet.transfer_latency_s
+    heapq.heappush(self._landings, (when, next(self._serials), arrival, target))
+
+  # Figures.
+
+  def figures(self) -> dict[str, Any]:
+    """The collector's, and what bench_serving and bench_offline tell of the engine, over all replicas."""
+    stats = [replica.engine.stats() for replica in self.replicas]
+    totals = {
+      name: sum(getattr(stat, f"num_{name}") for stat in stats)
+      for name in ("steps", "decode_tokens", "prefill_tokens", "padding_tokens", "preemptions", "cached_tokens")
+    }
+    skipped = sum(stat.num_skipped_tokens for stat in stats)
+    computed = totals["decode_tokens"] + totals["prefill_tokens"] + totals["padding_tokens"]
+    rungs: Counter[int] = Counter()
+    for stat in stats:
+      rungs.update(stat.steps_by_rung)
+    figures = self.collector.figures()
+    busy_s = sum(replica.runner.busy_s for replica in self.replicas)
+    ideal_s = sum(replica.runner.ideal_s for replica in self.replicas)
+    wall_s = figures["wall_s"]
+    return figures | {
+      "padding_share": round(totals["padding_tokens"] / computed, 5) if computed else None,
+      "skipped_tokens": skipped,
+      **{name: totals[name] for name in ("steps", "decode_tokens", "prefill_tokens", "preemptions")},
+      "prefix_hit_tokens": totals["cached_tokens"],
+      "batching": self.config.batching,
+      "steps_by_rung": dict(sorted(rungs.items())),
+      "replicas": len(self.replicas),
+      "device_busy_s": round(busy_s, 4),
+      "device_busy_share": round(busy_s / wall_s / len(self.replicas), 4) if wall_s else None,
+      "padded_over_ideal_time": round(busy_s / ideal_s, 4) if ideal_s else None,
+    }

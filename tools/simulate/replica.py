@@ -1,0 +1,275 @@
+"""The real Scheduler and Engine in virtual time, on a device that is a table of step times; and who gets a request.
+
+A replica is an Engine whose clock stands still unless work is charged to it: planning and dispatch when a step is
+launched, the device when its values are asked for, the taking in of values before events go out. A step's time is drawn
+from the table's spread; each replica draws by the run's seed and its number, so a run can be repeated. So a step is
+planned and launched before the values of the one before are there, as in a server. Sampled tokens are zeros; requests
+end by their length. What happens between replicas is tools.simulate.events's. Imports no jax, knows no flag.
+"""
+
+from collections.abc import Callable, Sequence
+import itertools
+import random
+from typing import NamedTuple, Protocol
+
+from engine.batch import Batch, StepResult
+from engine.block_pool import block_key, root_key
+from engine.config import EngineConfig
+from engine.engine import IDLE_WAIT_S, Engine
+from engine.errors import ConfigError
+from engine.request import Request, TokenEvent
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from tools.simulate.step_costs import Launch, StepCosts, Warmth, work_of
+
+_TICK_S = 1e-6  # least sleep of a replica that waits for a time
+
+
+class Arrival(NamedTuple):
+  """A request that will arrive.
+
+  Attributes:
+    id: unique.
+    arrival_s: virtual seconds.
+    prompt: token ids; `bytes` are cheap where their values do not matter.
+    output_len: exactly how many tokens it gets.
+    salt: requests share prefixes only within one.
+    tenant: whose share it counts to, under policy fair.
+  """
+
+  id: int | str
+  arrival_s: float
+  prompt: Sequence[int]
+  output_len: int
+  salt: bytes = b""
+  tenant: str = ""
+
+  def request(self, output_len: int) -> Request:
+    """What an engine is asked for."""
+    params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True, seed=0)
+    return Request(str(self.id), self.prompt, params, cache_salt=self.salt, tenant=self.tenant)
+
+
+def made_up(rows: Sequence[tuple[float, int, int]]) -> list[Arrival]:
+  """Requests of (arrival_s, prompt length, output length) rows, none of which shares a prefix with another."""
+  zeros = bytes(max((row[1] for row in rows), default=0))
+  return [
+    Arrival(index, arrival_s, zeros[:prompt_len], output_len, index.to_bytes(8, "little"))
+    for index, (arrival_s, prompt_len, output_len) in enumerate(rows)
+  ]
+
+
+# --- One replica ------------------------------------------------------------------------------------------------------
+
+
+class VirtualClock:
+  """Time of one replica: moves when told to."""
+
+  __slots__ = ("now",)
+
+  def __init__(self):
+    self.now = 0.0
+
+  def __call__(self) -> float:
+    return self.now
+
+
+class SimulatedRunner:
+  """A device that computes nothing and takes as long as the table says. Implements engine.batch.Runner."""
+
+  def __init__(self, costs: StepCosts, clock: VirtualClock, seed: int):
+    self._costs, self._clock = costs, clock
+    self._random = random.Random(seed).random
+    self._warmth = Warmth()
+    self._results: dict[int, StepResult] = {}
+    self._owed = 0.0  # host time for values that were read, not yet charged
+    self._free_at = 0.0
+    self.busy_s = 0.0
+    self.ideal_s = 0.0  # as busy_s, without padding
+    self.watch: Callable[[Batch, float], None] | None = None  # told every step and its device seconds
+
+  def launch(self, batch: Batch) -> "_Step":
+    """Charges the host, and queues the step on the device."""
+    costs, clock = self._costs, self._clock
+    rows = len(batch.slots)
+    work = work_of(batch.starts, batch.counts)
+    attention = costs.attention(work)
+    tokens, has_prompt = batch.shape.tokens, work.prefill_tokens > 0
+    since, after = self._warmth.step(clock.now, tokens, has_prompt)
+    factor = self._draw(costs.factors(tokens, after))
+    launch_factor = self._draw(costs.launch_factors(Launch.of(has_prompt, since, after)))
+    clock.now += costs.launch_seconds(rows, work.prefill_tokens, len(batch.admissions)) * launch_factor
+    cold = costs.cold(since)
+    used = work.decode_rows + work.prefill_tokens
+    charged = costs.charged(tokens, batch.computed_tokens)
+    seconds = (costs.rung(charged) + attention + cold) * factor
+    self._free_at = max(self._free_at, clock.now) + seconds
+    self._warmth.ended(self._free_at)
+    self.busy_s += seconds
+    self.ideal_s += (costs.rung(used) + attention + cold) * factor
+    if self.watch is not None:
+      self.watch(batch, seconds)
+    return _Step(self, self._free_at, rows)
+
+  def _draw(self, factors: Sequence[float]) -> float:
+    return factors[int(self._random() * len(factors))]
+
+  def wait(self, until: float, rows: int) -> StepResult:
+    """Values of a step that ends at `until`; what taking them in costs is charged by settle()."""
+    clock = self._clock
+    clock.now = max(clock.now, until)
+    self._owed += self._costs.commit_seconds(rows)
+    result = self._results.get(rows)
+    if result is None:
+      result = self._results[rows] = StepResult((0,) * rows)
+    return result
+
+  def settle(self) -> None:
+    """Charges the host for the values that were taken in."""
+    self._clock.now += self._owed
+    self._owed = 0.0
+
+
+class _Step(NamedTuple):
+  """A launched step; implements engine.batch.Launched."""
+
+  runner: SimulatedRunner
+  ends_at: float
+  rows: int
+
+  def result(self) -> StepResult:
+    return self.runner.wait(self.ends_at, self.rows)
+
+
+class Replica:
+  """One engine and its clock. `received` and `ended` are what its router is told."""
+
+  def __init__(self, index: int, config: EngineConfig, costs: StepCosts, emit: Callable[..., None], step_seed: int = 0):
+    """Args:
+    emit: called with this replica, the time and the events of a turn.
+    step_seed: of a run; with the index, that of this replica's draws.
+    """
+    self.index, self.config = index, config
+    self.clock = VirtualClock()
+    self.scheduler = Scheduler(config)
+    self.runner = SimulatedRunner(costs, self.clock, seed=(step_seed << 20) + index)
+    self._emit = emit
+    self.engine = Engine(self.scheduler, self.runner, self.clock, self._take_events)
+    self.is_scheduled = False  # a turn of it is among the events to come
+    self.load = 0  # requests sent and not ended, as the router knows it
+    self.link_free_at = 0.0
+
+  def _take_events(self, events: list[TokenEvent]) -> None:
+    self.runner.settle()
+    self._emit(self, self.clock.now, events)
+
+  def submit(self, request: Request, now: float) -> None:
+    """Posts a request at `now`, which may lie within the turn at hand. Raises EngineError, as the engine does."""
+    clock = self.clock
+    turn = clock.now
+    clock.now = now
+    try:
+      self.engine.submit(request)
+    finally:
+      clock.now = max(turn, now)
+
+  def take_over(self, arrival: Arrival, arrival_s: float, first_token_s: float, now: float) -> None:
+    """Posts at `now` a request that arrived at `arrival_s` and got its first token elsewhere, with its KV."""
+    request = arrival.request(arrival.output_len)
+    request.arrival_time, request.first_token_time = arrival_s, first_token_s
+    request.first_scheduled_time = first_token_s  # it waits in no queue that could time out
+    request.output_token_ids = [0]
+    request.num_transferred_tokens = request.num_prompt_tokens
+    self.engine.take_over(request)
+    self.clock.now = max(self.clock.now, now)
+
+  def turn(self) -> bool:
+    """One turn of the loop; returns whether there will be another without new requests."""
+    active = self.engine.step()
+    self.runner.settle()
+    if self.engine.dead is not None:
+      raise self.engine.dead
+    if active:
+      return True
+    if not self.engine.num_live:
+      return False
+    opens_at = self.scheduler.opens_at()
+    sleep = IDLE_WAIT_S if opens_at is None else min(IDLE_WAIT_S, opens_at - self.clock.now)
+    self.clock.now += max(sleep, _TICK_S)
+    return True
+
+
+# --- Routers ----------------------------------------------------------------------------------------------------------
+
+
+class Router(Protocol):
+  """Chooses a replica for a request; sees loads, and what it chose before."""
+
+  def choose(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
+    """The replica that gets it."""
+    ...
+
+
+class RoundRobin:
+  """One after the other."""
+
+  def __init__(self):
+    self._turns = itertools.count()
+
+  def choose(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
+    return replicas[next(self._turns) % len(replicas)]
+
+
+class LeastLoaded:
+  """The one with the fewest requests that have not ended; the first of equals."""
+
+  def choose(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
+    return min(replicas, key=lambda replica: replica.load)
+
+
+class PrefixAware:
+  """Where the longest known prefix went before, unless that replica is much busier than the least loaded one.
+
+  The router keeps its own map of block keys: like SGLang's cache-aware router it does not ask the replicas, so it does
+  not know what was evicted. A new prefix goes to the least loaded replica.
+  """
+
+  BUSIER_BY, BUSIER_TIMES = 8, 1.5  # requests, and factor, beyond which balance goes before locality
+
+  def __init__(self):
+    self._homes: dict[bytes, int] = {}
+
+  def choose(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
+    size, homes = replicas[0].config.block_size, self._homes
+    keys = _keys(arrival, arrival.prompt, (len(arrival.prompt) - 1) // size, size)
+    known = next((index for index, key in enumerate(keys) if key not in homes), len(keys))
+    chosen = min(replicas, key=lambda replica: replica.load)
+    if known:
+      preferred = replicas[homes[keys[known - 1]]]
+      if preferred.load <= max(chosen.load + self.BUSIER_BY, chosen.load * self.BUSIER_TIMES):
+        chosen = preferred
+    homes.update(dict.fromkeys(keys, chosen.index - replicas[0].index))
+    return chosen
+
+
+def _keys(arrival: Arrival, prompt: Sequence[int], num_blocks: int, block_size: int) -> list[bytes]:
+  """The keys of the first blocks of a prompt."""
+  parent, keys = root_key(arrival.salt), []
+  for start in range(0, num_blocks * block_size, block_size):
+    parent = block_key(parent, tuple(prompt[start : start + block_size]))
+    keys.append(parent)
+  return keys
+
+
+ROUTERS: dict[str, Callable[[], Router]] = {
+  "round_robin": RoundRobin,
+  "least_loaded": LeastLoaded,
+  "prefix_aware": PrefixAware,
+}
+
+
+def make_router(name: str) -> Router:
+  """The router of that name; raises ConfigError."""
+  if name not in ROUTERS:
+    raise ConfigError(f"router={name!r} is unknown; set --router to one of {', '.join(ROUTERS)}")
+  return ROUTERS[name]()
