@@ -41,33 +41,24 @@ class AdmissionControl:
     """
     config = self._config
     if config.max_queued_share_per_tenant < 1:
-      self._check_share(request, *of_tenant)
-    if num_requests >= config.max_queued_requests:
-      raise Overloaded(
-        f"{num_requests} requests are queued, the limit is {config.max_queued_requests}", self._interval()
-      )
-    if num_requests and num_tokens + request.num_prompt_tokens > config.max_queued_tokens:
-      raise PrefillBacklog(
-        f"{num_tokens} prompt tokens are queued and this request has {request.num_prompt_tokens}, the "
-        f"limit is {config.max_queued_tokens}",
-        self._interval(),
-      )
+      self._check_bounds(request, *of_tenant, config.max_queued_share_per_tenant)
+    self._check_bounds(request, num_requests, num_tokens, 1)
     if config.admission == "goodput":
       self._check_deadlines(request, num_requests, num_tokens, has_slot)
 
-  def _check_share(self, request: Request, num_requests: int, num_tokens: int) -> None:
+  def _check_bounds(self, request: Request, num_requests: int, num_tokens: int, share: float) -> None:
+    """`share` of what may wait: 1 for all requests together, less for those of a tenant."""
     config = self._config
-    share = config.max_queued_share_per_tenant
+    whose, limit = (" of this tenant", "its share of the queue") if share < 1 else ("", "the limit")
     max_requests, max_tokens = max(1, int(share * config.max_queued_requests)), int(share * config.max_queued_tokens)
     if num_requests >= max_requests:
-      raise TenantQuota(
-        f"{num_requests} requests of this tenant are queued, its share of the queue is {max_requests}",
-        self._interval(),
-      )
+      error = TenantQuota if share < 1 else Overloaded
+      raise error(f"{num_requests} requests{whose} are queued, {limit} is {max_requests}", self._interval())
     if num_requests and num_tokens + request.num_prompt_tokens > max_tokens:
-      raise TenantQuota(
-        f"{num_tokens} prompt tokens of this tenant are queued and this request has {request.num_prompt_tokens}, its "
-        f"share of the queue is {max_tokens}",
+      error = TenantQuota if share < 1 else PrefillBacklog
+      raise error(
+        f"{num_tokens} prompt tokens{whose} are queued and this request has {request.num_prompt_tokens}, {limit} is "
+        f"{max_tokens}",
         self._interval(),
       )
 

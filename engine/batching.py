@@ -13,55 +13,20 @@ Every step is selective batching (Orca, OSDI 2022): linear layers see packed tok
   disaggregated  chunked, but prompts and decodes run on different devices (extensions/disaggregated)
 """
 
-from typing import Protocol
-
 from engine.config import EngineConfig
 
 _ALL = 1 << 30
 
 
-class Batching(Protocol):
-  """What the Scheduler asks while it plans.
+class Batching:
+  """What the Scheduler asks while it plans; as it stands here, requests join and leave at every step.
 
   Attributes:
     reserves: a request takes blocks for its prompt and max_tokens when it joins, and is never preempted.
+    chunk_limit: most prompt tokens of a step.
     whole_prompts: a prompt joins only if all of it fits the step, unless the step has no other prompt.
     fills_padding: prompt tokens may take what a step has to be padded with.
-    chunk_limit: most prompt tokens of a step.
   """
-
-  reserves: bool
-  whole_prompts: bool
-  fills_padding: bool
-  chunk_limit: int
-
-  def places(self, num_running: int, num_waiting: int, oldest_arrival: float, now: float) -> int:
-    """How many waiting requests may join now. Asked before admissions of a step, when any wait."""
-    ...
-
-  def row_limit(self) -> int:
-    """Most prompt tokens that one row takes in a step."""
-    ...
-
-  def piece(self, wanted: int, left: int) -> int:
-    """How many of the `wanted` prompt tokens that a row lacks go into a step with room for `left`."""
-    ...
-
-  def step_tokens(self, num_tokens: int, longest_row: int, num_running: int) -> int:
-    """The tokens a step of `num_tokens` is padded to, before the ladder rounds it up. Asked once a step."""
-    ...
-
-  def opens_at(self, num_running: int, num_waiting: int, oldest_arrival: float) -> float | None:
-    """The time at which requests that wait may join, if nothing else happens before; None if time changes nothing."""
-    ...
-
-  def state(self) -> list[int]:
-    """What it remembers, for a trace; make_batching() takes it back."""
-    ...
-
-
-class Continuous:
-  """Iteration-level batching: requests join and leave at every step."""
 
   reserves = False
 
@@ -71,28 +36,34 @@ class Continuous:
     self.fills_padding = fills_padding
 
   def places(self, num_running: int, num_waiting: int, oldest_arrival: float, now: float) -> int:
+    """How many waiting requests may join now. Asked before admissions of a step, when any wait."""
     return _ALL
 
   def row_limit(self) -> int:
+    """Most prompt tokens that one row takes in a step."""
     return _ALL
 
   def piece(self, wanted: int, left: int) -> int:
+    """How many of the `wanted` prompt tokens that a row lacks go into a step with room for `left`."""
     if wanted <= left or self.fills_padding or self.whole_prompts:
       return min(wanted, left)
     num_steps = -(-wanted // self.chunk_limit)
     return min(-(-wanted // num_steps), left)
 
   def step_tokens(self, num_tokens: int, longest_row: int, num_running: int) -> int:
+    """The tokens a step of `num_tokens` is padded to, before the ladder rounds it up. Asked once a step."""
     return num_tokens
 
   def opens_at(self, num_running: int, num_waiting: int, oldest_arrival: float) -> float | None:
+    """The time at which requests that wait may join, if nothing else happens before; None if time changes nothing."""
     return None
 
   def state(self) -> list[int]:
+    """What it remembers, for a trace; make_batching() takes it back."""
     return []
 
 
-class Waves:
+class Waves(Batching):
   """Request-level batching: one batch at a time, padded, run to completion.
 
   A prompt as long as the longest of the wave is paid for in every row: rows take at most `_row_limit` tokens a step, so
@@ -100,18 +71,16 @@ class Waves:
   """
 
   reserves = True
-  whole_prompts = False
-  fills_padding = False
 
   def __init__(self, max_tokens: int, max_width: int, window_s: float, state: list[int]):
-    self.chunk_limit = self._max_tokens = max_tokens
+    super().__init__(max_tokens, whole_prompts=False, fills_padding=False)
     self._max_width, self._window_s = max_width, window_s
     self._width, self._row_limit = state or (0, 0)  # rows of the wave at its start, and tokens of one in a step
 
   def places(self, num_running: int, num_waiting: int, oldest_arrival: float, now: float) -> int:
     if num_running or (num_waiting < self._max_width and now < oldest_arrival + self._window_s):
       return 0
-    self._width, self._row_limit = 0, self._max_tokens // min(num_waiting, self._max_width)
+    self._width, self._row_limit = 0, self.chunk_limit // min(num_waiting, self._max_width)
     return self._max_width
 
   def row_limit(self) -> int:
@@ -136,9 +105,9 @@ def make_batching(config: EngineConfig, state: list[int] | None = None) -> Batch
   most = config.token_budgets[-1]
   match config.batching:
     case "chunked" | "disaggregated":
-      return Continuous(config.prefill_chunk, whole_prompts=False, fills_padding=config.computes_padding)
+      return Batching(config.prefill_chunk, whole_prompts=False, fills_padding=config.computes_padding)
     case "continuous":
-      return Continuous(most, whole_prompts=True, fills_padding=False)
+      return Batching(most, whole_prompts=True, fills_padding=False)
     case "dynamic":
       width = min(config.dynamic_max_batch, config.max_num_seqs)
       return Waves(most, width, config.dynamic_window_s, state or [])

@@ -46,12 +46,6 @@ class EngineConfig(SchedulingSettings):
       if getattr(self, name) < 1:
         raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; set --{name}")
     check_prefill_chunk(self.prefill_chunk, self.token_budgets[-1])
-    bad = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
-    if bad:
-      raise ConfigError(
-        f"eos token ids {bad} are outside the vocabulary 0..{self.vocab_size - 1}; "
-        "fix the model's generation_config.json"
-      )
 
   @property
   def ladder(self) -> ShapeLadder:
@@ -69,15 +63,12 @@ class EngineConfig(SchedulingSettings):
     return self.num_blocks * self.block_size
 
 
-def default_overlap(platform: str, weight_bytes: int) -> bool:
-  """Whether steps are launched ahead where nobody chose.
+def choose_overlap(setting: str, platform: str, weight_bytes: int) -> bool:
+  """Whether steps are launched ahead, by the setting's word: true, false or auto.
 
   Every step reads the weights. Where that alone takes a CPU long, hiding the host's part gains next to nothing, and who
   arrives would wait for one long step more.
   """
-  return platform != "cpu" or weight_bytes <= CPU_OVERLAP_BYTES
-
-
-def chosen_overlap(setting: str, default: bool) -> bool:
-  """Whether steps are launched ahead, by the setting's word: true, false or auto (`default`)."""
-  return {"auto": default, "true": True, "false": False}[setting]
+  if setting == "auto":
+    return platform != "cpu" or weight_bytes <= CPU_OVERLAP_BYTES
+  return setting == "true"

@@ -36,7 +36,7 @@ class Engine:
     self.config = scheduler.config
     self.recorder = Recorder()
     self.heartbeat = clock()  # of the latest turn of the loop; old means stuck
-    self.dead: BaseException | None = None
+    self.dead: Exception | None = None
     self.incident = secrets.token_hex(4)  # by which a failure is found in the log: clients are told no more of it
     self._scheduler = scheduler
     self._overlap = scheduler.config.overlap
@@ -45,7 +45,7 @@ class Engine:
     self._emit = emit
     self._lock = threading.Lock()
     self._wake = threading.Event()
-    self._inbox: list[Callable[[], list[TokenEvent]]] = []
+    self._inbox: list[Callable[[], list[TokenEvent] | None]] = []
     self._inbox_requests = 0
     self._inbox_tokens = 0
     self._inbox_of_tenant: dict[str, tuple[int, int]] = {}
@@ -117,11 +117,11 @@ class Engine:
   def start_trace(self, path: str) -> None:
     """Writes the step trace to `path` from the next step on. An unwritable path is told here, by OSError."""
     open(path, "w", encoding="utf-8").close()
-    self._post(lambda: self._start_trace(path))
+    self._post(lambda: self.recorder.start_trace(path, self._scheduler, self._in_flight and self._in_flight[0]))
 
   def stop_trace(self) -> None:
     """Ends the step trace."""
-    self._post(self._stop_trace)
+    self._post(self.recorder.stop_trace)
 
   def keep_all(self) -> None:
     """Keeps all records from now on; for runs that end. Before the first step."""
@@ -135,7 +135,7 @@ class Engine:
     """See BlockPool.block_states."""
     return self._scheduler.pool.block_states()
 
-  def _post(self, message: Callable[[], list[TokenEvent]]) -> None:
+  def _post(self, message: Callable[[], list[TokenEvent] | None]) -> None:
     with self._lock:
       self._inbox.append(message)
     self._wake.set()
@@ -217,28 +217,19 @@ class Engine:
       return events, False
     with self._lock:
       for message in self._inbox:
-        events += message()
+        events += message() or ()
       self._inbox.clear()
       self._inbox_requests = self._inbox_tokens = 0
       self._inbox_of_tenant.clear()
     return events, True
 
-  def _add(self, request: Request) -> list[TokenEvent]:
+  def _add(self, request: Request) -> None:
     self.recorder.trace_add(request)
     self._scheduler.add_request(request)
-    return []
 
   def _abort(self, request_id: str, reason: FinishReason, message: str) -> list[TokenEvent]:
     self.recorder.trace_abort(request_id, reason)
     return self._scheduler.abort_request(request_id, reason, message)
-
-  def _start_trace(self, path: str) -> list[TokenEvent]:
-    self.recorder.start_trace(path, self._scheduler, self._in_flight and self._in_flight[0])
-    return []
-
-  def _stop_trace(self) -> list[TokenEvent]:
-    self.recorder.stop_trace()
-    return []
 
   def _send(self, events: list[TokenEvent]) -> None:
     ended = [event.request_id for event in events if event.finish_reason is not None]
@@ -254,8 +245,11 @@ class Engine:
       self.dead = error
       self._in_flight = None
       live = sorted(self._live)
-    message = f"the engine has failed, incident {self.incident} in the server's log; send the request to another server"
-    ending = TokenEvent("", finish_reason=FinishReason.ERROR, message=message, error=ENGINE_FAILURE)
     # The front end may be what failed: then it has no use for the endings.
     with contextlib.suppress(Exception):
-      self._send([ending._replace(request_id=request_id) for request_id in live])
+      self._send([self.failure_event(request_id) for request_id in live])
+
+  def failure_event(self, request_id: str) -> TokenEvent:
+    """The ending of a request whose engine has failed."""
+    message = f"the engine has failed, incident {self.incident} in the server's log; send the request to another server"
+    return TokenEvent(request_id, finish_reason=FinishReason.ERROR, message=message, error=ENGINE_FAILURE)

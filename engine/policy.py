@@ -13,7 +13,6 @@ otherwise. To add a policy, add a class and its name in settings.POLICIES and ma
 
 from collections import deque
 from collections.abc import Iterator
-import dataclasses
 from typing import Any
 
 from engine.config import EngineConfig
@@ -21,11 +20,14 @@ from engine.request import Request
 
 
 class Policy:
-  """What the Scheduler asks; as it stands here, everything is strictly by rank and nobody has a share."""
+  """What the Scheduler asks; as it stands here (fcfs), everything is by arrival alone and nobody has a share."""
+
+  def __init__(self, config: EngineConfig):
+    """Args: config: the settings of all policies."""
 
   def rank(self, request: Request) -> tuple[float, ...]:
     """Lower goes first. The Scheduler adds the order of arrival to break ties. Asked once, on arrival."""
-    raise NotImplementedError
+    return (request.arrival_time,)
 
   def candidates(self, waiting: list[Request]) -> Iterator[Request]:
     """The waiting requests in the order in which they may join. `waiting` is sorted by rank, and loses who joined."""
@@ -66,14 +68,6 @@ class Policy:
     """Takes back what `state` gave."""
 
 
-class Fcfs(Policy):
-  """First come, first served; priority is ignored."""
-
-  def rank(self, request: Request) -> tuple[float, ...]:
-    return (request.arrival_time,)
-
-
-@dataclasses.dataclass(frozen=True)
 class Priority(Policy):
   """Lower priority number first; waiting `aging_s` seconds is worth one unit, so nobody starves.
 
@@ -81,24 +75,25 @@ class Priority(Policy):
   priority + arrival / aging_s and never changes: ageing costs nothing.
   """
 
-  aging_s: float
+  def __init__(self, config: EngineConfig):
+    self._aging_s = config.aging_s
 
   def rank(self, request: Request) -> tuple[float, ...]:
-    aged = request.arrival_time / self.aging_s if self.aging_s else 0.0
+    aged = request.arrival_time / self._aging_s if self._aging_s else 0.0
     return (request.priority + aged, request.arrival_time)
 
 
-@dataclasses.dataclass(frozen=True)
 class ShortestJobFirst(Policy):
-  """Fewest max_tokens first; a second of waiting is worth `aging_tokens_per_s` of them.
+  """Fewest max_tokens first; a second of waiting is worth `sjf_aging_tokens_per_s` of them.
 
-  A request for n tokens is overtaken only by what arrives within n / aging_tokens_per_s seconds after it.
+  A request for n tokens is overtaken only by what arrives within n / sjf_aging_tokens_per_s seconds after it.
   """
 
-  aging_tokens_per_s: float
+  def __init__(self, config: EngineConfig):
+    self._tokens_per_s = config.sjf_aging_tokens_per_s
 
   def rank(self, request: Request) -> tuple[float, ...]:
-    return (request.params.max_tokens + request.arrival_time * self.aging_tokens_per_s, request.arrival_time)
+    return (request.params.max_tokens + request.arrival_time * self._tokens_per_s, request.arrival_time)
 
 
 _GUESSED_TOKEN_S = 1e-3  # of a rung that was never measured
@@ -112,14 +107,11 @@ class Fair(Policy):
   back no poorer than the poorest of those that stayed: what it did not use is not saved up.
   """
 
-  def __init__(self):
+  def __init__(self, config: EngineConfig):
     self._used: dict[str, float] = {}  # seconds, by tenant
     self._live: dict[str, int] = {}  # requests, by tenant; those without are absent
     self._step_s: dict[int, float] = {}  # by rung
     self._per_token_s = _GUESSED_TOKEN_S  # of the latest step
-
-  def rank(self, request: Request) -> tuple[float, ...]:
-    return (request.arrival_time,)
 
   def candidates(self, waiting: list[Request]) -> Iterator[Request]:
     queues: dict[str, deque[Request]] = {}
@@ -246,16 +238,6 @@ def _is_batch(request: Request) -> bool:
 
 
 def make_policy(config: EngineConfig) -> Policy:
-  """What `config.policy` names; raises ConfigError."""
-  match config.policy:
-    case "fcfs":
-      return Fcfs()
-    case "priority":
-      return Priority(config.aging_s)
-    case "sjf":
-      return ShortestJobFirst(config.sjf_aging_tokens_per_s)
-    case "fair":
-      return Fair()
-    case "tiers":
-      return Tiers(config)
-  raise AssertionError(f"EngineConfig let policy={config.policy!r} through")
+  """What `config.policy` names."""
+  classes = {"fcfs": Policy, "priority": Priority, "sjf": ShortestJobFirst, "fair": Fair, "tiers": Tiers}
+  return classes[config.policy](config)

@@ -138,7 +138,7 @@ class EngineStats:
   Attributes:
     num_waiting, num_waiting_tokens, num_running, num_live: requests, prompt tokens; live also counts the inbox.
     max_num_seqs, num_blocks: limits to compare with.
-    blocks_used, blocks_free, blocks_cached: of the pool; free ones may still be cached.
+    blocks_used, blocks_cached: of the pool; cached ones may also be used.
     num_steps, num_decode_tokens, num_prefill_tokens, num_padding_tokens, num_preemptions: totals; padding as in
       StepRecord, computed for nobody.
     num_queried_tokens, num_cached_tokens: prompt tokens looked up in the prefix cache, and found there; of ended
@@ -160,7 +160,6 @@ class EngineStats:
   max_num_seqs: int
   num_blocks: int
   blocks_used: int
-  blocks_free: int
   blocks_cached: int
   num_steps: int
   num_decode_tokens: int
@@ -260,17 +259,9 @@ class Recorder:
     """Keeps a complete record."""
     self.steps.append(record)
     self.num_steps += 1
-    rung = self.rungs.get(record.shape_tokens)
-    steps, decodes, prefills, padding, idle, host_s, device_s = rung or (0, 0, 0, 0, 0, 0.0, 0.0)
-    self.rungs[record.shape_tokens] = RungTotals(
-      steps + 1,
-      decodes + record.decode_tokens,
-      prefills + record.prefill_tokens,
-      padding + record.padding,
-      idle + record.idle_slots,
-      host_s + record.host_s,
-      device_s + record.device_s,
-    )
+    counts = record.decode_tokens, record.prefill_tokens, record.padding, record.idle_slots
+    step = RungTotals(1, *counts, record.host_s, record.device_s)
+    self.rungs[record.shape_tokens] = step.plus(self.rungs.get(record.shape_tokens, RungTotals()))
 
   def count_events(self, events: list[TokenEvent]) -> None:
     """Counts tokens and endings."""
@@ -317,7 +308,6 @@ class Recorder:
       max_num_seqs=scheduler.config.max_num_seqs,
       num_blocks=pool.num_blocks,
       blocks_used=pool.num_used,
-      blocks_free=pool.num_free,
       blocks_cached=pool.num_cached,
       num_steps=total.steps,
       num_decode_tokens=total.decode_tokens,

@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import random
 from typing import Any, NamedTuple
+import zlib
 
 from engine.batch import TokenLogprobs
 from engine.constraint import Constraint, Recorded
@@ -27,6 +28,11 @@ class FinishReason(enum.Enum):
   ABORT = "abort"  # the client went away, or asked
   TIMEOUT = "timeout"  # a queue or total deadline passed
   ERROR = "error"  # its logits held NaN or Inf, its constraint could not go on, or the engine failed
+
+
+def fold_seed(seed: int) -> int:
+  """The 32 bits of a seed that reach the device: the seed itself if it has no more, else a checksum of its 64 bits."""
+  return seed if 0 <= seed < 2**32 else zlib.crc32((seed % 2**64).to_bytes(8, "little"))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -109,7 +115,7 @@ class Request:
   def __post_init__(self) -> None:
     seed = self.params.seed
     if isinstance(seed, int):  # anything else is refused later, in words
-      self.seed = (seed ^ (seed >> 32)) & 0xFFFFFFFF
+      self.seed = fold_seed(seed)
     elif self.seed < 0:
       self.seed = random.getrandbits(32)
 

@@ -41,8 +41,6 @@ from engine.waiting_queue import WaitingQueue, by_rank
 class _Plan:
   """A step while it is being planned: what is left to give, and the rows that take several tokens."""
 
-  __slots__ = ("tokens_left", "logits_left", "requests", "counts", "admissions", "new_blocks")
-
   def __init__(self, tokens_left: int, logits_left: int):
     self.tokens_left = tokens_left  # beyond one for each running request, which is set aside
     self.logits_left = logits_left  # likewise
@@ -54,6 +52,12 @@ class _Plan:
   def add_row(self, request: Request, count: int) -> None:
     self.requests.append(request)
     self.counts.append(count)
+
+
+def _earliest_deadline(request: Request) -> float:
+  """Of the deadlines that still hold; infinity where none does."""
+  queue = request.queue_deadline if request.first_scheduled_time is None else None
+  return min([each for each in (queue, request.deadline) if each is not None], default=float("inf"))
 
 
 class Scheduler:
@@ -165,9 +169,7 @@ class Scheduler:
       request.queue_deadline = request.arrival_time + config.queue_timeout_s
     if request.deadline is None and config.request_timeout_s:
       request.deadline = request.arrival_time + config.request_timeout_s
-    for deadline in (request.queue_deadline, request.deadline):
-      if deadline is not None:
-        self._next_deadline = min(self._next_deadline, deadline)
+    self._next_deadline = min(self._next_deadline, _earliest_deadline(request))
     self._requests[request.id] = request
     self._num_constrained += request.constraint is not None
     self._policy.note_arrival(request)
@@ -185,32 +187,14 @@ class Scheduler:
     if now < self._next_deadline:
       return []
     events = []
-    upcoming = float("inf")
-    for request in list(self._requests.values()):
+    for request in [each for each in self._requests.values() if now >= _earliest_deadline(each)]:
       waited = now - request.arrival_time
       if request.deadline is not None and now >= request.deadline:
-        events.append(
-          self._finish(
-            request,
-            FinishReason.TIMEOUT,
-            message=f"not finished after {waited:.1f} s, its deadline; ask for fewer tokens or allow more time",
-          )
-        )
-        continue
-      if request.first_scheduled_time is None and request.queue_deadline is not None:
-        if now >= request.queue_deadline:
-          events.append(
-            self._finish(
-              request,
-              FinishReason.TIMEOUT,
-              message=f"still queued after {waited:.1f} s, its queue deadline; try again when the server is less busy",
-            )
-          )
-          continue
-        upcoming = min(upcoming, request.queue_deadline)
-      if request.deadline is not None:
-        upcoming = min(upcoming, request.deadline)
-    self._next_deadline = upcoming
+        message = f"not finished after {waited:.1f} s, its deadline; ask for fewer tokens or allow more time"
+      else:
+        message = f"still queued after {waited:.1f} s, its queue deadline; try again when the server is less busy"
+      events.append(self._finish(request, FinishReason.TIMEOUT, message=message))
+    self._next_deadline = min(map(_earliest_deadline, self._requests.values()), default=float("inf"))
     return events
 
   # Planning: counts only.
@@ -294,9 +278,6 @@ class Scheduler:
   ) -> tuple[Batch, list[Request]]:
     """Freezes the plan: decodes first, then rows of several tokens. Returns the rows' requests too."""
     columns = self._steady.columns_of(decodes)
-    rows, request_ids, slots = columns.requests, columns.request_ids, columns.slots
-    counts = num_logits = columns.ones
-    samples, token_ids = columns.samples, columns.token_ids
     more_logits, more_samples, more_token_ids = [], [], []
     for request, count in zip(plan.requests, plan.counts, strict=True):
       start = request.num_computed_tokens
@@ -308,14 +289,8 @@ class Scheduler:
       more_token_ids.append(request.known_tokens(start, end))
       request.num_computed_tokens = end
       request.num_in_flight += reaches_end
-    if plan.requests:
-      rows = rows + plan.requests
-      request_ids += tuple([request.id for request in plan.requests])
-      slots += tuple([request.slot for request in plan.requests])
-      counts += tuple(plan.counts)
-      num_logits += tuple(more_logits)
-      samples += tuple(more_samples)
-      token_ids += tuple(more_token_ids)
+    rows = columns.requests + plan.requests if plan.requests else columns.requests  # the very list, for steady steps
+    samples = columns.samples + tuple(more_samples)
     masks: tuple[tuple[int, bytes], ...] = ()
     if self._num_constrained:
       masks = tuple(
@@ -335,13 +310,13 @@ class Scheduler:
     batch = Batch(
       step=step,
       shape=shape,
-      request_ids=request_ids,
-      slots=slots,
+      request_ids=columns.request_ids + tuple([request.id for request in plan.requests]),
+      slots=columns.slots + tuple([request.slot for request in plan.requests]),
       starts=all_starts,
-      counts=counts,
-      num_logits=num_logits,
+      counts=columns.ones + tuple(plan.counts),
+      num_logits=columns.ones + tuple(more_logits),
       samples=samples,
-      token_ids=token_ids,
+      token_ids=columns.token_ids + tuple(more_token_ids),
       admissions=tuple(plan.admissions),
       new_blocks=tuple(plan.new_blocks),
       masks=masks,

@@ -125,42 +125,24 @@ _LEAST_TOKENS_ELSEWHERE = 128
 
 @dataclasses.dataclass(frozen=True)
 class LadderChoice:
-  """The ladder of a server and what goes with it, and why it is this one.
+  """The ladder of a server and what goes with it.
 
   Attributes:
     token_budgets: of its rungs.
     max_num_seqs: rows of the largest rungs: sequences that run at once.
     prefill_chunk: most prompt tokens of a step, before it grows to the edge of its rung.
-    default: where those come from that nobody chose.
-    chosen: names of those that the user chose.
-    unreachable: token budgets that were left out, since no step can need them.
-    one_size: every step has the one rung.
+    reason: what was chosen and why, as one line for whoever starts the server.
   """
 
   token_budgets: tuple[int, ...]
   max_num_seqs: int
   prefill_chunk: int
-  default: LadderDefault
-  chosen: tuple[str, ...] = ()
-  unreachable: tuple[int, ...] = ()
-  one_size: bool = False
+  reason: str
 
   @property
   def ladder(self) -> ShapeLadder:
     """Its rungs."""
     return ShapeLadder(self.token_budgets, self.max_num_seqs)
-
-  @property
-  def reason(self) -> str:
-    """What was chosen and why, as one line for whoever starts the server."""
-    budgets = ",".join(map(str, self.token_budgets))
-    words = [f"token_budgets={budgets} max_num_seqs={self.max_num_seqs} prefill_chunk={self.prefill_chunk}"]
-    words.append(f"default of {self.default.of}" + (f"; set: {', '.join(self.chosen)}" if self.chosen else ""))
-    if self.unreachable:
-      words.append(f"left out, as no step needs it: {', '.join(map(str, self.unreachable))}")
-    if self.one_size:
-      words.append("one size for every step")
-    return f"ladder: {words[0]} ({'; '.join(words[1:])})"
 
 
 def choose_ladder(
@@ -203,8 +185,15 @@ def choose_ladder(
     least = max(rows, _LEAST_TOKENS.get(platform, _LEAST_TOKENS_ELSEWHERE))
     kept = (next((tokens for tokens in kept if tokens >= least), kept[-1]),)
     chunk = min(chunk, kept[-1])
-  chosen = tuple(name for name, value in named.items() if value is not None)
-  return LadderChoice(kept, rows, chunk, default, chosen, unreachable, one_size)
+  chosen = ", ".join(name for name, value in named.items() if value is not None)
+  why = [f"default of {default.of}" + (f"; set: {chosen}" if chosen else "")]
+  if unreachable:
+    why.append(f"left out, as no step needs it: {', '.join(map(str, unreachable))}")
+  if one_size:
+    why.append("one size for every step")
+  budgets = ",".join(map(str, kept))
+  reason = f"ladder: token_budgets={budgets} max_num_seqs={rows} prefill_chunk={chunk} ({'; '.join(why)})"
+  return LadderChoice(kept, rows, chunk, reason)
 
 
 def _default_of(platform: str, leaves_out_padding: bool, one_size: bool) -> LadderDefault:

@@ -37,21 +37,6 @@ class Columns:
     rows_ahead: rows by how far they are ahead of the first one, modulo block size.
   """
 
-  __slots__ = (
-    "requests",
-    "request_ids",
-    "slots",
-    "ones",
-    "samples",
-    "token_ids",
-    "ends",
-    "alone",
-    "tables",
-    "outputs",
-    "stop_ids",
-    "rows_ahead",
-  )
-
   def __init__(self, requests: list[Request]):
     num_rows = len(requests)
     self.requests = requests
@@ -98,16 +83,6 @@ class SteadyDecode:
     steps_left: how many more steps are these rows and no others if nobody joins, leaves or wants for a block; 0 unless
       the latest step was one of all running requests, which all decoded.
   """
-
-  __slots__ = (
-    "steps_left",
-    "_block_size",
-    "_reserves",
-    "_columns",
-    "_starts",
-    "_uncounted_steps",
-    "_uncounted_tokens",
-  )
 
   def __init__(self, block_size: int, reserves: bool):
     """Args: block_size: tokens a KV block. reserves: requests that run have all the blocks they will ever need."""

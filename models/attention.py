@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from models.config import LayerAttention
-from models.layers import rotate
-from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
+from pallas_kernels.paged_attention.reference import rotate
 
 # A step's attention of every group of layers, in the order of ModelConfig.groups.
 PagedGroups = tuple[tuple[LayerAttention, PagedAttention], ...]
@@ -27,7 +26,7 @@ class AttentionMeta:
 
   Attributes:
     ragged: the rows, with what the layers of each group share; in the order of the groups.
-    slot_mapping: int32[T], where each token's key and value are stored (see `api.write_kv`).
+    slot_mapping: int32[T], where each token's key and value are stored (see PagedAttention.attend).
   """
 
   ragged: tuple[RaggedMeta, ...]
@@ -41,23 +40,8 @@ def paged_attend(groups: PagedGroups) -> Callable:
 
   def attend(declared: LayerAttention, qkv, cos, sin, cache, meta: AttentionMeta):
     """qkv [T, K, G + 2, H] -> [T, N, H], cache."""
-    attention, ragged = groups[number[declared]][1], meta.ragged[number[declared]]
-    if attention.fused:
-      return attention.attend(qkv, cos, sin, cache, ragged, meta.slot_mapping)
-    q, k, v = rotate(qkv, cos, sin)
-    cache = api.write_kv(cache, k, v, meta.slot_mapping, attention.implementation)
-    invariant = {"invariant": True} if attention.geometry.invariant else {}
-    out = api.ragged_paged_attention(
-      q,
-      cache,
-      ragged,
-      scale=attention.scale,
-      sliding_window=attention.geometry.sliding_window,
-      soft_cap=attention.soft_cap,
-      name=attention.implementation,
-      **invariant,
-    )
-    return out, cache
+    index = number[declared]
+    return groups[index][1].attend(qkv, cos, sin, cache, meta.ragged[index], meta.slot_mapping)
 
   return attend
 

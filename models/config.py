@@ -32,7 +32,7 @@ class LayerAttention:
   Attributes:
     num_heads, num_kv_heads, head_dim: N, K, H.
     scale: what a score is multiplied by.
-    rope_theta: base of the rotary frequencies; None: positions are not rotated in.
+    rope_theta: base of the rotary frequencies.
     rope_scaling: of these frequencies.
     rotary_dim: how many of the head's dimensions, those in front, are rotated.
     window: how many tokens a query sees, itself among them; None: all up to itself.
@@ -44,7 +44,7 @@ class LayerAttention:
   num_kv_heads: int
   head_dim: int
   scale: float
-  rope_theta: float | None
+  rope_theta: float
   rope_scaling: RopeScaling | None
   rotary_dim: int
   window: int | None = None
@@ -57,7 +57,7 @@ class LayerAttention:
     return self.num_heads // self.num_kv_heads
 
   @property
-  def rope(self) -> tuple[float | None, RopeScaling | None, int, int]:
+  def rope(self) -> tuple[float, RopeScaling | None, int, int]:
     """What decides on the rotation; layers in which this is equal rotate alike."""
     return self.rope_theta, self.rope_scaling, self.rotary_dim, self.head_dim
 
@@ -114,7 +114,7 @@ class ModelConfig:
   logits_divisor: float = 1.0
   logits_soft_cap: float | None = None  # a logit x becomes cap * tanh(x / cap)
   activation: Activation = "silu"
-  norms: Literal["before", "after", "both"] = "before"  # attention and MLP: of what they get, of what they add
+  post_norms: bool = False  # of what attention and MLP add, besides those of what they get
   norm_offset: float = 0.0  # added to the scale of every norm
   layer_attention: tuple[LayerAttention, ...] = ()
 

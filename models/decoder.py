@@ -49,7 +49,7 @@ class Attention(nnx.Module):
   def __call__(
     self,
     x: jax.Array,
-    norm: RMSNorm | None,
+    norm: RMSNorm,
     post_norm: RMSNorm | None,
     rotation: tuple[jax.Array, jax.Array],
     cache: Any,
@@ -81,26 +81,23 @@ class GatedMLP(nnx.Module):
     self.down = Linear.declare((f, d), ("mlp", "embed"), dtype, form, multiplier=config.residual_multiplier)
     self.activation: Activation = config.activation
 
-  def __call__(
-    self, x: jax.Array, norm: RMSNorm | None, post_norm: RMSNorm | None, num_tokens: jax.Array | None
-  ) -> jax.Array:
+  def __call__(self, x: jax.Array, norm: RMSNorm, post_norm: RMSNorm | None, num_tokens: jax.Array | None) -> jax.Array:
     """[..., D] -> [..., D]: x and what the MLP adds to it."""
     both = self.gate_up(x, norm=norm, num_rows=num_tokens)
     return self.down(both, activation=self.activation, residual=x, residual_norm=post_norm, num_rows=num_tokens)
 
 
 class Block(nnx.Module):
-  """One layer: attention and MLP, each with a norm of what it gets, of what it adds, or both."""
+  """One layer: attention and MLP, each with a norm of what it gets and, in some families, of what it adds."""
 
   def __init__(self, config: ModelConfig, declared: LayerAttention, dtype: jnp.dtype, form: WeightForm):
-    before, after = config.norms != "after", config.norms != "before"
     norm = partial(_norm, config, config.model_dim, dtype, form)
-    self.attention_norm = norm() if before else None
+    self.attention_norm = norm()
     self.attention = Attention(config, declared, dtype, form)
-    self.attention_post_norm = norm() if after else None
-    self.mlp_norm = norm() if before else None
+    self.attention_post_norm = norm() if config.post_norms else None
+    self.mlp_norm = norm()
     self.mlp = GatedMLP(config, dtype, form)
-    self.mlp_post_norm = norm() if after else None
+    self.mlp_post_norm = norm() if config.post_norms else None
 
   def __call__(self, x, rotation, cache, meta, attend: Attend, num_tokens=None, wanted: Wanted | None = None):
     with jax.named_scope("attention"):

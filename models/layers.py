@@ -79,35 +79,6 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 def rotation(positions: jax.Array, attention: LayerAttention) -> tuple[jax.Array, jax.Array]:
   """cos and sin of the angles that a layer turns its queries and keys by, f32[..., H/2] for int32[...] positions."""
   shape = (*positions.shape, attention.head_dim // 2)
-  if attention.rope_theta is None:
-    return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
   frequencies = rope_frequencies(attention.head_dim, attention.rope_theta, attention.rope_scaling)
   angle = positions[..., None].astype(jnp.float32) * jnp.broadcast_to(frequencies, shape)
   return jnp.cos(angle), jnp.sin(angle)
-
-
-def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-  """Rotates pairs (i, i + H/2), in f32, as Hugging Face checkpoints expect.
-
-  Args:
-    x: [..., heads, H].
-    cos, sin: f32[..., H/2], one row a token.
-  """
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  cos, sin = cos[..., None, :], sin[..., None, :]
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
-
-
-def rotate(qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Splits a layer's projections and rotates queries and keys.
-
-  Args:
-    qkv: [..., K, G + 2, H]: of each KV head its queries, its key, its value.
-    cos, sin: f32[..., H/2], one row a token.
-
-  Returns:
-    q [..., N, H], k [..., K, H], v [..., K, H].
-  """
-  q = qkv[..., :-2, :]
-  q = q.reshape(*q.shape[:-3], -1, q.shape[-1])
-  return rope(q, cos, sin), rope(qkv[..., -2, :], cos, sin), qkv[..., -1, :]

@@ -1,9 +1,9 @@
 """Linear layers and embeddings, and how their weights are held. Pure; knows no decoder, and decides for none.
 
-A representation is one class here: what it declares, what it makes of a plain weight, its product, and which work
-around the product it takes along. `Linear` does the rest of that work itself, so a decoder asks for a norm, a gate or
-a residual and never for a representation. To add one: a class, and a line in `_REPRESENTATIONS`. Scales inside the sum
-are its own product's matter; a low-rank addition is one more term in `Linear.__call__`.
+A representation is one class here: what it declares, what it makes of a plain weight, and its product, with the norm or
+the gates before it and the residual behind, fused or not. A decoder asks for these and never for a representation. To
+add one: a class, and a line in `_MATRICES`. Scales inside the sum are its own product's matter; a low-rank addition is
+one more term in `Linear.__call__`, which then does the work around the products itself.
 
 Stored parameters have names of their own (`stored_name`): a layer's is its weight's, whatever the modules are called.
 """
@@ -11,7 +11,6 @@ Stored parameters have names of their own (`stored_name`): a layer's is its weig
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import Any, ClassVar
 
 from flax import nnx
 import jax
@@ -94,13 +93,10 @@ class Matrix(nnx.Module):
     array: the parameter that has the layer's stored name.
   """
 
-  # What `product` can take along, so that `Linear` need not do it: a norm before, a residual behind, and gates.
-  fuses_residual: ClassVar[bool] = False
-  fused_activations: ClassVar[tuple[Activation, ...]] = ()
-
   array: nnx.Param
 
-  def __init__(self, spec: MatrixSpec):
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    del form
     self.spec = spec
 
   def arrange(self, weight: Array) -> dict[str, Array]:
@@ -110,38 +106,36 @@ class Matrix(nnx.Module):
     """
     raise NotImplementedError
 
-  def fuses_norm(self, norm: RMSNorm, dtype: jnp.dtype) -> bool:
-    """Whether `product` can put x of `dtype` through the norm itself."""
-    del norm, dtype
-    return False
-
   def product(
-    self, x: jax.Array, *, dtype: jnp.dtype | None = None, num_rows: jax.Array | None = None, **fused: Any
+    self,
+    x: jax.Array,
+    *,
+    norm: RMSNorm | None = None,
+    activation: Activation | None = None,
+    residual: jax.Array | None = None,
+    num_rows: jax.Array | None = None,
+    dtype: jnp.dtype | None = None,
   ) -> jax.Array:
-    """x [..., *inputs] times the weight: [..., *outputs] of `dtype`, or x's.
-
-    Args:
-      num_rows: as in `Linear.__call__`.
-      fused: norm (RMSNorm), activation (Activation; x is then [..., 2, *inputs]), residual ([..., *outputs]): of
-        these, what the class says it can take along.
-    """
+    """x [..., *inputs] times the weight: [..., *outputs] of `dtype`, or x's. Arguments: those of `Linear.__call__`."""
     raise NotImplementedError
 
 
 class PlainMatrix(Matrix):
   """As the checkpoint has it, multiplied by XLA."""
 
-  def __init__(self, spec: MatrixSpec):
-    super().__init__(spec)
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    super().__init__(spec, form)
     self.array = param(spec.shape, spec.axes, spec.dtype)
 
   def arrange(self, weight: Array) -> dict[str, Array]:
     return {"array": _owned(weight)}
 
-  def product(self, x, *, dtype=None, num_rows=None, **fused):
+  def product(self, x, *, norm=None, activation=None, residual=None, num_rows=None, dtype=None):
     del num_rows
-    assert not fused, fused
-    return self._scaled(self._times(x, self.array[...], dtype))
+    x = x if norm is None else norm(x)
+    x = x if activation is None else _gate(x, activation)
+    y = self._scaled(self._times(x, self.array[...], dtype))
+    return y if residual is None else residual + y
 
   def _times(self, x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None) -> jax.Array:
     spec = self.spec
@@ -160,8 +154,8 @@ class PlainMatrix(Matrix):
 class Int8Matrix(PlainMatrix):
   """Whole numbers, and scales of the output's dimensions behind the sum. XLA converts on the way."""
 
-  def __init__(self, spec: MatrixSpec):
-    super().__init__(dataclasses.replace(spec, dtype=jnp.dtype(jnp.int8)))
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    super().__init__(dataclasses.replace(spec, dtype=jnp.dtype(jnp.int8)), form)
     self.scales = param(spec.outputs, spec.axes[spec.num_inputs :], jnp.dtype(jnp.float32))
 
   def arrange(self, weight: Array) -> dict[str, Array]:
@@ -179,23 +173,20 @@ class Int8Matrix(PlainMatrix):
 class PackedMatrix(Matrix):
   """In the layout of pallas_kernels/packed_matmul, as one matrix [inputs, outputs]."""
 
-  fuses_residual = True
-  fused_activations = ("silu",)
-
-  def __init__(self, spec: MatrixSpec, ordered: bool = False):
-    super().__init__(spec)
-    self.ordered = ordered
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    super().__init__(spec, form)
+    self.ordered = form.ordered
     shape = packed_matmul.packed_shape(math.prod(spec.inputs), math.prod(spec.outputs))
     self.array = param(shape, (None, None, None), spec.dtype)
 
   def arrange(self, weight: Array) -> dict[str, Array]:
     return {"array": packed_matmul.pack(np.asarray(weight).reshape(math.prod(self.spec.inputs), -1))}
 
-  def fuses_norm(self, norm: RMSNorm, dtype: jnp.dtype) -> bool:
-    # The kernel's scale has x's dtype: offset + scale would be rounded to it.
-    return not norm.offset or dtype == jnp.float32
-
-  def product(self, x, *, dtype=None, num_rows=None, norm=None, activation=None, residual=None):
+  def product(self, x, *, norm=None, activation=None, residual=None, num_rows=None, dtype=None):
+    if norm is not None and norm.offset and x.dtype != jnp.float32:
+      x, norm = norm(x), None  # the kernel's scale has x's dtype: offset + scale would be rounded to it
+    if activation is not None and activation != "silu":
+      x, activation = _gate(x, activation), None
     spec, gated = self.spec, activation is not None
     lead = x.shape[: x.ndim - spec.num_inputs - gated]
     outputs = math.prod(spec.outputs)
@@ -232,8 +223,8 @@ def _norm_scale(norm: RMSNorm) -> jax.Array:
 class PackedInt8Matrix(PackedMatrix):
   """Whole numbers in the packed layout, and f32[outputs] scales, which the kernel puts behind the sum."""
 
-  def __init__(self, spec: MatrixSpec, ordered: bool = False):
-    super().__init__(dataclasses.replace(spec, dtype=jnp.dtype(jnp.int8)), ordered)
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
+    super().__init__(dataclasses.replace(spec, dtype=jnp.dtype(jnp.int8)), form)
     self.scales = param((math.prod(spec.outputs),), (None,), jnp.dtype(jnp.float32))
 
   def arrange(self, weight: Array) -> dict[str, Array]:
@@ -244,58 +235,43 @@ class PackedInt8Matrix(PackedMatrix):
     return self.scales[...]
 
 
-class Table(Matrix):
+class Table(PlainMatrix):
   """An embedding as the checkpoint has it, [V, D]: for its lines, and where it is tied, for x [..., D] times [D, V]."""
 
-  def __init__(self, spec: MatrixSpec):
+  def __init__(self, spec: MatrixSpec, form: WeightForm):
     """Args: spec: of the matrix [D, V]."""
-    super().__init__(spec)
-    self.array = param(spec.shape[::-1], spec.axes[::-1], spec.dtype)
+    super().__init__(dataclasses.replace(spec, shape=spec.shape[::-1], axes=spec.axes[::-1]), form)
+    self.spec = spec
 
   def arrange_table(self, table: Array) -> dict[str, Array]:
     """As `arrange`, from [V, D]."""
-    return {"array": _owned(table)}
+    return self.arrange(table)
 
   def lines(self, indices: jax.Array) -> jax.Array:
     """int32[...] -> [..., D]."""
     return self.array[...][indices]
 
-  def product(self, x, *, dtype=None, num_rows=None, **fused):
-    del num_rows
-    assert not fused, fused
-    return jnp.einsum("...d,vd->...v", x, self.array[...], preferred_element_type=dtype)
+  def _times(self, x, weight, dtype):
+    return jnp.einsum("...d,vd->...v", x, weight, preferred_element_type=dtype)
 
 
 def _owned(weight: Array) -> Array:
   return packed_matmul.copied(weight) if isinstance(weight, np.ndarray) else weight
 
 
-@dataclasses.dataclass(frozen=True)
-class _Representation:
-  """How a form declares its weights.
-
-  Attributes:
-    matrix: of linear layers.
-    tied: of an embedding that is the head too; None: the head is a matrix of its own, made of the embedding.
-  """
-
-  matrix: Callable[[MatrixSpec, WeightForm], Matrix]
-  tied: Callable[[MatrixSpec, WeightForm], "Table | PackedMatrix"] | None = None
-
-
 # By packed and quantization.
-_REPRESENTATIONS: dict[tuple[bool, str], _Representation] = {
-  (False, "none"): _Representation(lambda spec, form: PlainMatrix(spec), lambda spec, form: Table(spec)),
-  (False, "int8"): _Representation(lambda spec, form: Int8Matrix(spec)),
-  (True, "none"): _Representation(
-    lambda spec, form: PackedMatrix(spec, form.ordered), lambda spec, form: PackedMatrix(spec, form.ordered)
-  ),
-  (True, "int8"): _Representation(lambda spec, form: PackedInt8Matrix(spec, form.ordered)),
+_MATRICES: dict[tuple[bool, str], type[Matrix]] = {
+  (False, "none"): PlainMatrix,
+  (False, "int8"): Int8Matrix,
+  (True, "none"): PackedMatrix,
+  (True, "int8"): PackedInt8Matrix,
 }
+# What serves as embedding and tied head both; else the head is a matrix of its own, made of the embedding.
+_TIED: dict[type[Matrix], type[Table | PackedMatrix]] = {PlainMatrix: Table, PackedMatrix: PackedMatrix}
 
 
-def _representation(form: WeightForm) -> _Representation:
-  return _REPRESENTATIONS[form.packed, form.quantization]
+def _matrix_type(form: WeightForm) -> type[Matrix]:
+  return _MATRICES[form.packed, form.quantization]
 
 
 # --- Layers -----------------------------------------------------------------------------------------------------------
@@ -327,7 +303,7 @@ class Linear(nnx.Module):
   ) -> "Linear":
     """A layer whose weight has `shape` in a checkpoint of `dtype`; see MatrixSpec."""
     spec = MatrixSpec(shape, axes, num_inputs, dtype)
-    matrix = _representation(form).matrix(spec, form)
+    matrix = _matrix_type(form)(spec, form)
     return cls(matrix, param(spec.outputs, axes[num_inputs:], dtype) if bias else None, multiplier)
 
   def __call__(
@@ -352,19 +328,17 @@ class Linear(nnx.Module):
       num_rows: int32[1], of x's rows how many are in use, those in front; None: all. Where a kernel can, it leaves the
         others out. What comes out for them means nothing.
     """
-    matrix, fused = self.matrix, {}
-    if norm is not None and matrix.fuses_norm(norm, x.dtype):
-      fused["norm"] = norm
-    elif norm is not None:
-      x = norm(x)
-    if activation in matrix.fused_activations:
-      fused["activation"] = activation
-    elif activation is not None:
-      x = _gate(x, activation)
     is_last = self.bias is None and self.multiplier == 1.0 and residual_norm is None
-    if is_last and matrix.fuses_residual and residual is not None:
-      fused["residual"], residual = residual, None
-    y = matrix.product(x, dtype=dtype, num_rows=num_rows, **fused)
+    y = self.matrix.product(
+      x,
+      norm=norm,
+      activation=activation,
+      residual=residual if is_last else None,
+      num_rows=num_rows,
+      dtype=dtype,
+    )
+    if is_last:
+      return y
     if self.bias is not None:
       y = y + jnp.broadcast_to(self.bias[...], y.shape)
     if self.multiplier != 1.0:
@@ -401,14 +375,12 @@ def declare_vocabulary(
 ) -> tuple[Embedding, Linear]:
   """The embedding and the head, [D, V]; tied, they are one weight in the checkpoint, and in memory where that works."""
   spec = MatrixSpec((model_dim, size), ("embed", "vocab"), 1, dtype)
-  shared = _representation(form).tied if tied else None
-  table = Table(spec) if shared is None else shared(spec, form)
-  if shared is not None:
-    head = Linear(table, multiplier=head_multiplier)
-  else:
-    kind = TiedHead if tied else Linear
-    head = kind(_representation(form).matrix(spec, form), multiplier=head_multiplier)
-  return Embedding(table, multiplier), head
+  kind = _matrix_type(form)
+  if tied and kind in _TIED:
+    table = _TIED[kind](spec, form)
+    return Embedding(table, multiplier), Linear(table, multiplier=head_multiplier)
+  head = (TiedHead if tied else Linear)(kind(spec, form), multiplier=head_multiplier)
+  return Embedding(Table(spec, form), multiplier), head
 
 
 # --- From a plain model's parameters to a form's ----------------------------------------------------------------------

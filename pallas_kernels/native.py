@@ -29,21 +29,14 @@ if TYPE_CHECKING:  # imported by what needs it: whoever builds or asks for a pat
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _BUILT = _ROOT / "pallas_kernels" / "built"
-SOURCES = {
-  "adjust": "pallas_kernels/adjust/cpu.cc",
-  "argmax": "pallas_kernels/argmax/cpu.cc",
-  "draw": "pallas_kernels/draw/cpu.cc",
-  "packed_matmul": "pallas_kernels/packed_matmul/cpu.cc",
-  "paged_attention": "pallas_kernels/paged_attention/cpu.cc",
-}
 IMPLEMENTATIONS = ("reference", "cpu")  # what `choose` chooses among
-# Of each library; also the names of the custom calls.
+# By kernel, whose folder has the source: the library's entry, also the name of the custom call.
 ENTRIES = {
-  "adjust": ("SluiceAdjust",),
-  "argmax": ("SluiceArgmax",),
-  "draw": ("SluiceDraw",),
-  "packed_matmul": ("SluicePackedMatmul",),
-  "paged_attention": ("SluicePagedAttention", "SluicePagedAttend"),
+  "adjust": "SluiceAdjust",
+  "argmax": "SluiceArgmax",
+  "draw": "SluiceDraw",
+  "packed_matmul": "SluicePackedMatmul",
+  "paged_attention": "SluicePagedAttend",
 }
 _HEADER = "pallas_kernels/native.h"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno")
@@ -80,24 +73,28 @@ def level() -> str:
   return next((name for name, needed in _LEVELS.items() if needed <= flags), "x86-64")
 
 
+def source(name: str) -> pathlib.Path:
+  """The C++ file of `name`, a key of ENTRIES."""
+  return _ROOT / "pallas_kernels" / name / "cpu.cc"
+
+
 def _flags(target: str) -> list[str]:
   return [*_FLAGS, f"-march={target}"] if target.startswith("x86-64") else list(_FLAGS)
 
 
 @functools.cache
 def path(name: str, target: str = "") -> pathlib.Path:
-  """Where the library of `name`, a key of SOURCES, is once it is built; for this machine, or the level `target`."""
+  """Where the library of `name`, a key of ENTRIES, is once it is built; for this machine, or the level `target`."""
   target = target or level()
   digest = hashlib.sha256(repr((_flags(target), importlib.metadata.version("jaxlib"))).encode())
-  source = _ROOT / SOURCES[name]
-  for file in (source, _ROOT / _HEADER, *sorted(source.parent.glob("*.h"))):
+  for file in (source(name), _ROOT / _HEADER, *sorted(source(name).parent.glob("*.h"))):
     digest.update(file.read_bytes())
   return _BUILT / f"{name}-{target}-{digest.hexdigest()[:16]}.so"
 
 
 def libraries() -> list[pathlib.Path]:
   """Those of these sources that are built, for any level."""
-  wanted = {path(name, target) for name in SOURCES for target in (level(), *_LEVELS)}
+  wanted = {path(name, target) for name in ENTRIES for target in (level(), *_LEVELS)}
   return sorted(file for file in wanted if file.exists())
 
 
@@ -110,7 +107,7 @@ def compiler() -> str | None:
 
 
 def compile_library(
-  source: pathlib.Path, library: pathlib.Path, more_flags: tuple[str, ...] = (), target: str = ""
+  file: pathlib.Path, library: pathlib.Path, more_flags: tuple[str, ...] = (), target: str = ""
 ) -> pathlib.Path:
   """Compiles a C++ file for this machine, or the level `target`, into `library`, and returns that.
 
@@ -120,17 +117,17 @@ def compile_library(
   chosen = compiler()
   if chosen is None:
     raise NativeMissing(
-      f"{source.parent.name}: no C++ compiler (CXX, c++, g++, clang++): install one, run make setup again"
+      f"{file.parent.name}: no C++ compiler (CXX, c++, g++, clang++): install one, run make setup again"
     )
   import jax.ffi
 
-  paths = [f"-I{jax.ffi.include_dir()}", f"-I{_ROOT}", str(source), "-o", str(library)]
+  paths = [f"-I{jax.ffi.include_dir()}", f"-I{_ROOT}", str(file), "-o", str(library)]
   done = subprocess.run(
     [chosen, *_flags(target or level()), *more_flags, *paths], cwd=_ROOT, capture_output=True, text=True
   )
   if done.returncode:
     first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:300])
-    raise NativeMissing(f"{source.parent.name}: {chosen} failed: {first}")
+    raise NativeMissing(f"{file.parent.name}: {chosen} failed: {first}")
   return library
 
 
@@ -146,7 +143,7 @@ def build(name: str, target: str = "") -> pathlib.Path:
     return wanted
   _BUILT.mkdir(exist_ok=True)
   with tempfile.TemporaryDirectory(dir=_BUILT) as folder:
-    part = compile_library(_ROOT / SOURCES[name], pathlib.Path(folder) / wanted.name, target=target)
+    part = compile_library(source(name), pathlib.Path(folder) / wanted.name, target=target)
     part.replace(wanted)  # whole or not at all
   for old in _BUILT.glob(f"{name}-{target}-*.so"):
     if old != wanted:
@@ -182,7 +179,7 @@ def choose(name: str, platform: str, num_devices: int = 1) -> str:
 
 
 def register(name: str) -> None:
-  """Tells XLA of the entries of the library of `name`, once; before an executable that calls them is loaded.
+  """Tells XLA of the entry of the library of `name`, once; before an executable that calls it is loaded.
 
   Raises:
     NativeMissing: see `load`.
@@ -192,19 +189,17 @@ def register(name: str) -> None:
   library = load(name)
   with _REGISTERING:  # programs are traced on several threads, and jax.ffi.pycapsule sets up what they would share
     if name not in _REGISTERED:
-      for entry in ENTRIES[name]:
-        jax.ffi.register_ffi_target(entry, jax.ffi.pycapsule(getattr(library, entry)), platform="cpu")
+      entry = ENTRIES[name]
+      jax.ffi.register_ffi_target(entry, jax.ffi.pycapsule(getattr(library, entry)), platform="cpu")
       _REGISTERED.add(name)
 
 
-def call(name: str, entry: str, result: Any, **options: Any) -> Callable[..., Any]:
-  """A function of arrays, and of attributes by name, that runs `entry` of the library of `name`.
+def call(name: str, result: Any, **options: Any) -> Callable[..., Any]:
+  """A function of arrays, and of attributes by name, that runs the library of `name`.
 
   Args:
-    name: a key of SOURCES.
-    entry: one of its ENTRIES.
-    result: shapes and dtypes, as of `jax.ffi.ffi_call`.
-    options: of that too.
+    name: a key of ENTRIES.
+    result, options: as of `jax.ffi.ffi_call`.
 
   Raises:
     NativeMissing: see `load`.
@@ -212,7 +207,7 @@ def call(name: str, entry: str, result: Any, **options: Any) -> Callable[..., An
   import jax.ffi
 
   register(name)
-  return jax.ffi.ffi_call(entry, result, **options)
+  return jax.ffi.ffi_call(ENTRIES[name], result, **options)
 
 
 def check_lines(name: str, x: "jax.Array", implementation: str) -> None:
@@ -259,7 +254,7 @@ def main(targets: Sequence[str] = ()) -> int:
     print(f"pallas_kernels.native: {unknown[0]!r} is not one of {', '.join(_LEVELS)}", file=sys.stderr)
     return 2
   for target in targets or ("",):
-    for name in SOURCES:
+    for name in ENTRIES:
       try:
         build(name, target)
       except NativeMissing as error:

@@ -3,7 +3,12 @@
 No gRPC here.
 """
 
+import logging
+import secrets
+
 from engine.errors import EngineError, InvalidRequest, Overloaded, Unavailable
+
+_log = logging.getLogger(__name__)
 
 # gRPC's details travel in trailers, of which clients take 8 KiB; grpc-message escapes a byte as three.
 _MAX_MESSAGE_BYTES = 1024
@@ -96,9 +101,13 @@ class GrammarLimit(GenerationFailed):
 
 
 class InternalError(GenerationFailed):
-  """Our own code failed on this request; the message has the number under which the log says how."""
+  """Our own code failed on this request; `incident` is the number under which the log says how."""
 
   reason = "INTERNAL"
+
+  def __init__(self, incident: str):
+    super().__init__(f"internal error, incident {incident} in the server's log")
+    self.incident = incident
 
 
 class SlowConsumer(EngineError):
@@ -141,6 +150,13 @@ class EngineDead(Unavailable):
   """The engine has failed; the process is about to exit."""
 
   reason = "ENGINE_DEAD"
+
+
+def log_incident(error: Exception, what: str) -> InternalError:
+  """Logs an error that no client should see, under a number; returns what the client gets instead."""
+  incident = secrets.token_hex(4)
+  _log.error("incident %s: %s", incident, what, exc_info=error)
+  return InternalError(incident)
 
 
 def seconds_to_retry(error: Exception) -> float | None:

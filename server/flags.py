@@ -267,7 +267,10 @@ def configuration_lines(served: EngineConfig | None = None) -> list[str]:
 def host_options() -> HostOptions:
   """The settings of the network side. Raises ConfigError."""
   program = read_settings(ProgramSettings)
-  return read_settings(HostOptions, http_port=_http_port(), tool_call_parser=program.tool_call_parser)
+  http_port = program.http_port
+  if http_port is None:  # where the system chooses the gRPC port, it chooses this one too
+    http_port = 0 if flags.FLAGS.port == 0 else DEFAULT_HTTP_PORT
+  return read_settings(HostOptions, http_port=http_port, tool_call_parser=program.tool_call_parser)
 
 
 def describe_exposure() -> str:
@@ -294,11 +297,3 @@ def describe_narrowness(max_num_seqs: int) -> str:
     f"one connection may have {streams} calls (--max_concurrent_streams), and {max_num_seqs} sequences run at once: "
     "clients need several connections to use them all"
   )
-
-
-def _http_port() -> int:
-  """The chosen HTTP port; where the system chooses the gRPC port, the default is a free one too."""
-  chosen = flags.FLAGS.http_port
-  if chosen is not None:
-    return chosen
-  return 0 if flags.FLAGS.port == 0 else DEFAULT_HTTP_PORT

@@ -9,6 +9,7 @@ flags.
 
 import asyncio
 from collections.abc import Callable, Sequence
+import concurrent.futures
 import gc
 import os
 import pathlib
@@ -23,6 +24,7 @@ import uvloop
 from engine.config import EngineConfig
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError, EngineError
+from extensions.vllm_api.composition import VllmComposition
 from server import flags
 from server.errors import NotConfigured, Starting
 from server.flags import ProgramSettings
@@ -100,23 +102,16 @@ class _Trace:
 
 def _start_thread(work: Callable[[], Any]) -> asyncio.Future:
   """Runs `work` in a daemon thread: unlike an executor's, it cannot keep a stopping process from ending."""
-  loop = asyncio.get_running_loop()
-  future = loop.create_future()
-
-  def settle(result: Any, error: BaseException | None) -> None:
-    if not future.done():
-      future.set_exception(error) if error is not None else future.set_result(result)
+  future = concurrent.futures.Future()
 
   def run() -> None:
-    result, failure = None, None
     try:
-      result = work()
+      future.set_result(work())
     except BaseException as error:
-      failure = error
-    loop.call_soon_threadsafe(settle, result, failure)
+      future.set_exception(error)
 
   threading.Thread(target=run, name="build", daemon=True).start()
-  return future
+  return asyncio.wrap_future(future)
 
 
 def _build(program: ProgramSettings, emit: Emit, composition: Composition):
@@ -308,7 +303,7 @@ def _write_whole(path: pathlib.Path, text: str) -> None:
   part.replace(path)
 
 
-def _main(argv: Sequence[str], compose: Callable[[], Composition] = Composition) -> int:
+def _main(argv: Sequence[str], compose: Callable[[], Composition] = VllmComposition) -> int:
   if len(argv) > 1:
     _say(f"error: unexpected argument {argv[1]!r}; flags are written --name=value, and --help lists them")
     return 2
@@ -337,11 +332,11 @@ def _main(argv: Sequence[str], compose: Callable[[], Composition] = Composition)
     threading.excepthook = threading.__excepthook__  # lets the host go, while it still can
 
 
-def main(compose: Callable[[], Composition] = Composition, program: str = "server.main") -> None:
+def main(compose: Callable[[], Composition] = VllmComposition, program: str = "server.main") -> None:
   """Entry point; ends the process.
 
   Args:
-    compose: what a program of its own adds to the server, made when the flags are read. May raise ConfigError.
+    compose: what is added to the core, made when the flags are read. May raise ConfigError.
     program: that program's module, for its help.
   """
   app.run(lambda argv: _main(argv, compose), flags_parser=lambda argv: _parse(argv, program))

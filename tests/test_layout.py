@@ -23,7 +23,7 @@ ROOMS = (
   ("extensions/", None),
   ("server/flags.py", {"absl", "engine", "server"}),
   ("server/page/", {"engine", "server", "prometheus_client", "starlette"}),
-  ("server/http/", {"engine", "server", "google", "h11", "starlette", "uvicorn"}),
+  ("server/http/", {"engine", "server", "google", "h11", "msgspec", "starlette", "uvicorn"}),
   (
     "server/",
     {
@@ -137,7 +137,7 @@ WALL_CLOCK = {
   "server/http/openai/completions.py",
   "server/http/openai/model_endpoints.py",
   "server/telemetry/tracing.py",
-  "server/rpc/vllm_service.py",
+  "extensions/vllm_api/service.py",
 }
 
 

@@ -14,7 +14,7 @@ import jax
 
 from engine.device import orbax_folder
 from engine.device.mesh import make_mesh
-from engine.device.weights import load_checkpoint, open_checkpoint, parameter_name
+from engine.device.weights import open_checkpoint, parameter_name
 from engine.errors import ConfigError
 from tools.arguments import parse_flags
 
@@ -47,7 +47,7 @@ def convert(source: pathlib.Path, output: pathlib.Path, dtype: str, name: str | 
     dtype: of the stored weights, bfloat16 or float32.
     name: of the model; none is the name it is loaded under.
   """
-  model = load_checkpoint(str(source), make_mesh(jax.devices("cpu")[:1]), dtype)
+  model = open_checkpoint(str(source), make_mesh(jax.devices("cpu")[:1]), dtype).load()
   params = {parameter_name(path): leaf for path, leaf in jax.tree.leaves_with_path(model.params)}
   companions = tuple(source / file for file in COMPANIONS if (source / file).is_file())
   orbax_folder.save(output, params, name or model.name, companions)

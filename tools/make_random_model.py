@@ -103,32 +103,45 @@ def write_model(
   (output / "config.json").write_text(json.dumps({**raw, "torch_dtype": dtype}, indent=1) + "\n", "utf-8")
 
 
+def family_config(family: str, sliding_window: int | None, **sizes: Any) -> dict[str, Any]:
+  """config.json of a family: `sizes` by their keys there, and a window in tokens or None, the family's own."""
+  config = {
+    "architectures": [FAMILIES[family].architecture],
+    "model_type": family,
+    **sizes,
+    "rope_scaling": None,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "gelu_pytorch_tanh" if family.startswith("gemma") else "silu",
+    "bos_token_id": None,
+    "eos_token_id": None,
+  }
+  # Null is no window, which some layers of a Gemma must have; without the key these have the family's own.
+  if sliding_window is not None or not family.startswith("gemma"):
+    config["sliding_window"] = sliding_window
+  if family.startswith("qwen"):
+    config["use_sliding_window"] = False
+  return config
+
+
 def main(argv: list[str]) -> None:
   """The command line."""
   if len(argv) > 1:
     sys.exit(f"unexpected argument {argv[1]!r}; flags are written --name=value")
   output, family = pathlib.Path(_OUTPUT.value), _FAMILY.value
-  raw = {
-    "architectures": [FAMILIES[family].architecture],
-    "model_type": family,
-    "vocab_size": _VOCAB_SIZE.value,
-    "hidden_size": _MODEL_DIM.value,
-    "intermediate_size": _HIDDEN_DIM.value,
-    "num_hidden_layers": _NUM_LAYERS.value,
-    "num_attention_heads": _NUM_HEADS.value,
-    "num_key_value_heads": _NUM_KV_HEADS.value,
-    "head_dim": _HEAD_DIM.value or _MODEL_DIM.value // _NUM_HEADS.value,
-    "max_position_embeddings": _MAX_POSITION.value,
-    "rope_theta": _ROPE_THETA.value,
-    "rope_scaling": None,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": _TIE_EMBEDDINGS.value,
-    "hidden_act": "gelu_pytorch_tanh" if family.startswith("gemma") else "silu",
-    "sliding_window": _SLIDING_WINDOW.value,
-    "use_sliding_window": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-  }
+  raw = family_config(
+    family,
+    _SLIDING_WINDOW.value,
+    vocab_size=_VOCAB_SIZE.value,
+    hidden_size=_MODEL_DIM.value,
+    intermediate_size=_HIDDEN_DIM.value,
+    num_hidden_layers=_NUM_LAYERS.value,
+    num_attention_heads=_NUM_HEADS.value,
+    num_key_value_heads=_NUM_KV_HEADS.value,
+    head_dim=_HEAD_DIM.value or _MODEL_DIM.value // _NUM_HEADS.value,
+    max_position_embeddings=_MAX_POSITION.value,
+    rope_theta=_ROPE_THETA.value,
+    tie_word_embeddings=_TIE_EMBEDDINGS.value,
+  )
   try:
     write_model(output, raw, _SEED.value, _DTYPE.value, _NUM_SHARDS.value)
   except (ConfigError, ValueError) as error:
@@ -156,5 +169,7 @@ if __name__ == "__main__":
   _MAX_POSITION = flags.DEFINE_integer("max_position", 4096, "longest sequence, tokens", lower_bound=1)
   _ROPE_THETA = flags.DEFINE_float("rope_theta", 10_000.0, "base of the rotary frequencies")
   _TIE_EMBEDDINGS = flags.DEFINE_bool("tie_embeddings", False, "whether the head is the embedding")
-  _SLIDING_WINDOW = flags.DEFINE_integer("sliding_window", None, "tokens a Mistral layer sees; none: all")
+  _SLIDING_WINDOW = flags.DEFINE_integer(
+    "sliding_window", None, "tokens that a layer with a window sees; none: the family's own"
+  )
   app.run(main, flags_parser=parse_flags)

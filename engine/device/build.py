@@ -4,7 +4,7 @@ Finds the memory for the KV pool (pool_size.py sizes it). Settings that contradi
 before memory is taken for them.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 import dataclasses
 import os
 import time
@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from engine.config import EngineConfig, chosen_overlap, default_overlap
+from engine.config import EngineConfig, choose_overlap
 from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
-from engine.device.choices import attention_candidates, choose_attention, choose_matmul, fit_to_attention
-from engine.device.fit import check_fits, step_bytes
+from engine.device.kernel_choice import attention_candidates, choose_attention, choose_matmul, fit_to_attention
+from engine.device.memory_check import check_fits, step_bytes
 from engine.device.options import BuildOptions
 from engine.device.pool_size import CPU_KV_BYTES, PoolSize, PoolSizer
-from engine.device.programs import Program, ProgramSpec, all_programs, compile_step
+from engine.device.programs import Program, ProgramSpec, all_programs, step_program
 from engine.device.runner import Making, ModelRunner, Progress
 from engine.device.weights import LoadedModel, open_checkpoint
 from engine.engine import Emit, Engine
@@ -89,7 +89,6 @@ class Built:
     model: numbers of the decoder.
     model_name: as the checkpoint calls it.
     config: the engine's settings.
-    tokenizer_dir: the folder of tokenizer.json, or None where the model has none.
     load_s, warmup_s: seconds for the weights, and for compiling and the first run of every program.
   """
 
@@ -103,7 +102,6 @@ class Built:
   model: ModelConfig
   model_name: str
   config: EngineConfig
-  tokenizer_dir: str | None
   load_s: float
   warmup_s: float
   deterministic: str = ""
@@ -122,6 +120,7 @@ class EngineSide:
   matmul: str
   fallbacks: tuple[str, ...]
   load_s: float
+  warmup_s: float
   trial: dict[int, bytes]
   lowered: str
   ladder: LadderChoice
@@ -152,36 +151,28 @@ def build(
     raise ConfigError(
       "batching=disaggregated needs two engines, and this program makes one; set --batching=chunked, or run server.main"
     )
-  started = begin_build(options)
-  side = build_side(options, started.devices, progress, source)
+  devices, cache_reason = begin_build(options)
+  side = build_side(options, devices, progress, source)
   engine = engine_class(side.scheduler, side.runner, clock, emit)
-  return finish_build(options, started, engine, side, source=source)
+  return finish_build(options, cache_reason, engine, side, source=source)
 
 
-@dataclasses.dataclass(frozen=True)
-class BuildStart:
-  """The devices and the compile cache of a build, and when it began.
+def begin_build(options: BuildOptions) -> tuple[list[Any], str]:
+  """Opens the compile cache and finds the devices.
 
-  Attributes:
-    devices: those to build on (jax.Device).
-    cache_reason: why compiled programs are not kept; "" where they are.
-    time: time.perf_counter().
+  Returns:
+    The devices to build on (jax.Device), and why compiled programs are not kept, "" where they are.
+
+  Raises:
+    ConfigError: there are not as many devices, or others may write to the cache.
   """
-
-  devices: list[Any]
-  cache_reason: str
-  time: float
-
-
-def begin_build(options: BuildOptions) -> BuildStart:
-  """Opens the compile cache and finds the devices. Raises ConfigError."""
   cache_reason = compile_cache.use(options.compile_cache_dir) if options.compile_cache_dir else ""
-  return BuildStart(find_devices(options.num_devices), cache_reason, time.perf_counter())
+  return find_devices(options.num_devices), cache_reason
 
 
 def finish_build(
   options: BuildOptions,
-  started: BuildStart,
+  cache_reason: str,
   engine: Engine,
   side: EngineSide,
   *others: EngineSide,
@@ -190,10 +181,8 @@ def finish_build(
   """Seals the runners and says what was made; `side` is the one that decodes."""
   for each in (*others, side):
     each.runner.seal()
-  load_s = sum(each.load_s for each in (side, *others))
-  warmup_s = time.perf_counter() - started.time - load_s
   source_note = source.finish(side.scheduler.config.num_blocks) if source is not None else ""
-  if options.compile_cache_dir and not started.cache_reason:
+  if options.compile_cache_dir and not cache_reason:
     compile_cache.look_through(options.compile_cache_dir)
   return Built(
     engine=engine,
@@ -201,14 +190,13 @@ def finish_build(
     attention=side.attention,
     matmul=side.matmul,
     quantization=options.quantization,
-    fallbacks=tuple(reason for reason in (*side.fallbacks, started.cache_reason, source_note) if reason),
+    fallbacks=tuple(reason for reason in (*side.fallbacks, cache_reason, source_note) if reason),
     ladder=side.ladder,
     model=side.loaded.config,
     model_name=side.loaded.name,
     config=side.scheduler.config,
-    tokenizer_dir=side.loaded.tokenizer_dir,
-    load_s=load_s,
-    warmup_s=warmup_s,
+    load_s=sum(each.load_s for each in (side, *others)),
+    warmup_s=sum(each.warmup_s for each in (side, *others)),
     deterministic=deterministic.cost(side.scheduler.ladder) if options.deterministic else "",
     lowered=next((each.lowered for each in (side, *others) if each.lowered), ""),
     warnings=side.loaded.warnings,
@@ -260,7 +248,6 @@ def build_side(
   step_for = f"{largest.tokens} tokens of {largest.rows} sequences"
   left = check_fits(options.model_dir, mesh, checkpoint.kept, kv_bytes, kv_for, step, step_for)
   weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in checkpoint.kept.values())
-  overlap = chosen_overlap(options.overlap, default_overlap(device.platform, weight_bytes))
   abstract, tree = jax.tree.flatten(declared.params)
 
   def spec(num_blocks: int, max_model_len: int) -> ProgramSpec:
@@ -301,8 +288,7 @@ def build_side(
     cpu_bytes = sizer.cpu_bytes((left - (num_sides - 1) * (weight_bytes + step * mesh.size)) // num_sides, weight_bytes)
   pool = _size_pool(options, sizer, spec, ladder, source, cpu_bytes)
   max_model_len = pool.max_model_len
-  lowered = _lowering(wished, max_model_len, [reason for reason in (length_reason, pool.reason) if reason])
-  eos_token_ids = declared.eos_token_ids
+  lowered = _describe_lowering(wished, max_model_len, [reason for reason in (length_reason, pool.reason) if reason])
   config = EngineConfig(
     vocab_size=model.vocab_size,
     max_model_len=max_model_len,
@@ -312,8 +298,8 @@ def build_side(
     max_num_seqs=choice.max_num_seqs,
     prefill_chunk=choice.prefill_chunk,
     computes_padding=computes_padding,
-    overlap=overlap,
-    eos_token_ids=eos_token_ids,
+    overlap=choose_overlap(options.overlap, device.platform, weight_bytes),
+    eos_token_ids=declared.eos_token_ids,
     **{declared.name: getattr(options, declared.name) for declared in declared_settings(SchedulingSettings)},
   )
   chosen, make = spec(pool.num_blocks, max_model_len), Program.compile
@@ -323,24 +309,32 @@ def build_side(
   with Making(all_programs(chosen, ladder.rungs()), make) as making:
     loaded, load_s = before or load()
     made = making.wait(progress)
-  runner = ModelRunner(chosen, tuple(jax.tree.leaves(loaded.params)), ladder, eos_token_ids, made)
+  runner = ModelRunner(chosen, tuple(jax.tree.leaves(loaded.params)), ladder, config.eos_token_ids, made)
   if device.platform == "cpu":
     host_memory.keep_freed()  # not before: what loading and compiling took may go back
   runner.warm_up(progress)
   trial = deterministic.try_out(runner, config, ladder) if options.deterministic else {}
   fallbacks = tuple(reason for reason in (capability_reason, attention_reason, matmul_reason) if reason)
-  return EngineSide(Scheduler(config), runner, loaded, attention, matmul, fallbacks, load_s, trial, lowered, choice)
+  warmup_s = time.perf_counter() - started - load_s
+  return EngineSide(
+    Scheduler(config), runner, loaded, attention, matmul, fallbacks, load_s, warmup_s, trial, lowered, choice
+  )
 
 
-def _share_gpu_memory(environment: MutableMapping[str, str]) -> None:
-  """Sets what part of a GPU JAX takes, unless the user has. JAX reads it when its backends start, for a GPU alone."""
-  if not any(environment.get(name) for name in _GPU_MEMORY_VARIABLES):
-    environment[_GPU_MEMORY_VARIABLES[0]] = _GPU_MEMORY_SHARE
+def _describe_lowering(wished: int, max_model_len: int, reasons: list[str]) -> str:
+  """The line that says that max_model_len is not the model's own, or ""."""
+  if not reasons:
+    return ""
+  return (
+    f"max_model_len is {max_model_len}, not the model's {wished}: {'; '.join(reasons)}; --max_model_len chooses a "
+    "length, --kv_cache_mb the memory"
+  )
 
 
 def find_devices(count: int) -> list[Any]:
   """The first `count` devices of this process (jax.Device), or all for 0. Raises ConfigError."""
-  _share_gpu_memory(os.environ)
+  if not any(os.environ.get(name) for name in _GPU_MEMORY_VARIABLES):
+    os.environ[_GPU_MEMORY_VARIABLES[0]] = _GPU_MEMORY_SHARE  # JAX reads it when its backends start, for a GPU alone
   try:
     found = jax.devices()
   # JAX raises AssertionError, without words, where the platform's plugin does not load.
@@ -365,16 +359,6 @@ def _smallest_pool(options: BuildOptions, sizer: PoolSizer) -> tuple[int, str]:
   if options.num_blocks:
     return (options.num_blocks + 1) * sizer.block_bytes, f"--num_blocks={options.num_blocks}"
   return sizer.bytes_for(sizer.least_length), f"one sequence of {sizer.least_length} tokens"
-
-
-def _lowering(wished: int, max_model_len: int, reasons: list[str]) -> str:
-  """The line that says that max_model_len is not the model's own, or ""."""
-  if not reasons:
-    return ""
-  return (
-    f"max_model_len is {max_model_len}, not the model's {wished}: {'; '.join(reasons)}; --max_model_len chooses a "
-    "length, --kv_cache_mb the memory"
-  )
 
 
 def _size_pool(
@@ -405,7 +389,7 @@ def _size_pool(
   if on_cpu:
     assert cpu_bytes is not None
     return sizer.size_by_memory(cpu_bytes, memory)
-  analysis = compile_step(trial, ladder.rungs()[-1]).memory_analysis()  # whatever the size of the pool
+  analysis = step_program(trial, ladder.rungs()[-1]).compile().memory_analysis()  # whatever the size of the pool
   step_bytes = analysis.temp_size_in_bytes if analysis else 0
   available = kv_cache.free_bytes(trial.mesh, trial.slot_bytes + step_bytes) or 0
   return sizer.size_by_memory(available, "left by weights and the largest step")

@@ -75,40 +75,30 @@ def refuse_writers(folder: pathlib.Path, files: Iterable[pathlib.Path], setting:
       )
 
 
-def look_through(folder: str) -> int:
-  """Removes entries that are not whole, of those written since this was last called; returns how many.
+def look_through(folder: str) -> None:
+  """Removes entries that are not whole, of those written since this was last called.
 
   A disk that takes nothing is no reason not to serve.
   """
-  path, removed = pathlib.Path(folder), 0
-  try:
+  path = pathlib.Path(folder)
+  with contextlib.suppress(OSError):
     stamp = path / _STAMP
     since = stamp.stat().st_mtime_ns if stamp.exists() else 0
     for entry in path.glob(f"*{_SUFFIX}"):
       if entry.stat().st_mtime_ns >= since and not _is_whole(entry.read_bytes()):
         entry.unlink()
-        removed += 1
     stamp.touch(mode=0o600)
-  except OSError:
-    pass
-  return removed
 
 
 def _is_whole(data: bytes) -> bool:
   """Whether a compressed entry ends where its end is."""
-  if data.startswith(_ZSTD):
-    try:
-      zstandard = importlib.import_module("zstandard")  # JAX takes it where it is installed, else zlib
-    except ImportError:
-      return True
-    try:
-      zstandard.ZstdDecompressor().decompress(data)
-    except zstandard.ZstdError:
-      return False
-    return True
   try:
-    stream = zlib.decompressobj()
-    stream.decompress(data)
-  except zlib.error:
+    if data.startswith(_ZSTD):
+      importlib.import_module("zstandard").ZstdDecompressor().decompress(data)
+    else:
+      zlib.decompress(data)
+  except ImportError:  # JAX takes zstandard where it is installed, else zlib
+    return True
+  except Exception:  # two libraries' own
     return False
-  return stream.eof
+  return True

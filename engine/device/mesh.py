@@ -22,12 +22,9 @@ AXIS = "model"
 RULES: dict[str, str | None] = {"vocab": AXIS, "embed": None, "mlp": AXIS, "kv_heads": AXIS}
 
 
-def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-  """A mesh of the one axis "model" over `devices` (jax.Device), or over all there are."""
-  chosen = list(jax.devices() if devices is None else devices)
-  if not chosen:
-    raise ConfigError("a mesh needs at least one device; set --num_devices to 1 or more")
-  return Mesh(np.array(chosen), (AXIS,))
+def make_mesh(devices: Sequence[Any]) -> Mesh:
+  """A mesh of the one axis "model" over `devices` (jax.Device)."""
+  return Mesh(np.array(devices), (AXIS,))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

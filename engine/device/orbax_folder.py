@@ -16,11 +16,10 @@ import os
 import pathlib
 import shutil
 import tempfile
-from typing import Any
 
 import jax
 
-from engine.device.sums import SUMS, read_sums, sha256, verify_sum
+from engine.device.file_checksums import SUMS, read_sums, sha256, verify_sum
 from engine.errors import CheckpointError, ConfigError
 
 MARKER = "sluice.json"
@@ -32,14 +31,11 @@ def is_one(folder: pathlib.Path) -> bool:
   return (folder / MARKER).exists() or (folder / _WEIGHTS).is_dir()
 
 
-def read_name_and_dtype(folder: pathlib.Path) -> tuple[str, str]:
-  """The model's name and its stored weights' dtype by its JAX name, from a verified folder."""
-  marker = _marker(folder)
-  return marker["name"], marker["dtype"]
-
-
-def verify(folder: pathlib.Path) -> None:
+def verify(folder: pathlib.Path) -> dict[str, str]:
   """Compares every file with its digest.
+
+  Returns:
+    "name": the model's; "dtype": its stored weights', by its JAX name.
 
   Raises:
     CheckpointError: names the first file that is missing, changed, or not accounted for.
@@ -50,12 +46,13 @@ def verify(folder: pathlib.Path) -> None:
       raise CheckpointError(f"{folder / file}: is not listed in {SUMS}; the folder is a mixture: make it again")
   for file, digest in sorted(sums.items()):
     verify_sum(folder, file, digest)
-  marker = _marker(folder)
+  marker = json.loads((folder / MARKER).read_text("utf-8"))
   if marker.get("format") != _FORMAT or not all(isinstance(marker.get(key), str) for key in ("name", "dtype")):
     raise CheckpointError(
       f"{folder / MARKER}: format={marker.get('format')!r} is not supported; supported is "
       f"{_FORMAT}: convert the model again with tools/convert_checkpoint.py"
     )
+  return marker
 
 
 def load(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -67,24 +64,17 @@ def load(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[
   limit = 1 + max(leaf.size * leaf.dtype.itemsize for leaf in wanted.values()) // 2**29
   with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as checkpointer:
     try:
-      stored = {key: tuple(entry.shape) for key, entry in checkpointer.metadata(directory).item_metadata.items()}
+      stored = {key: list(entry.shape) for key, entry in checkpointer.metadata(directory).item_metadata.items()}
     except Exception as error:  # Orbax's errors are of many types, none of them its own
       raise CheckpointError(
         f"{directory}: cannot be read as an Orbax checkpoint ({error}); convert the model again"
       ) from error
-    for key in sorted(wanted.keys() | stored.keys()):
-      if key not in stored:
+    shapes = {key: list(leaf.shape) for key, leaf in wanted.items()}
+    for key in sorted(shapes.keys() | stored.keys()):
+      if stored.get(key) != shapes.get(key):
         raise CheckpointError(
-          f"{directory}: tensor {key} is missing; config.json and the weights do not belong together"
-        )
-      if key not in wanted:
-        raise CheckpointError(
-          f"{directory}: tensor {key} is not part of the model; config.json and the weights do not belong together"
-        )
-      if stored[key] != wanted[key].shape:
-        raise CheckpointError(
-          f"{directory}: tensor {key} has shape {list(stored[key])}, but config.json asks for "
-          f"{list(wanted[key].shape)}; they do not belong together"
+          f"{directory}: tensor {key} has shape {stored.get(key, 'none')}, but config.json asks for "
+          f"{shapes.get(key, 'none')}; they do not belong together"
         )
     arguments = {
       key: ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype, global_shape=leaf.shape)
@@ -111,34 +101,24 @@ def save(folder: pathlib.Path, params: dict[str, jax.Array], model_name: str, fi
   needed, free = sum(value.nbytes for value in params.values()), shutil.disk_usage(folder.parent).free
   if needed > free:
     raise ConfigError(f"{folder}: needs {needed} bytes, and {free} are free; make room, or choose another folder")
-  try:
-    _write(folder, params, model_name, files)
-  except Exception as error:  # Orbax's errors are of many types, none of them its own
-    raise CheckpointError(f"{folder}: cannot be written ({' '.join(str(error).split())})") from error
-
-
-def _write(
-  folder: pathlib.Path, params: dict[str, jax.Array], model_name: str, files: tuple[pathlib.Path, ...]
-) -> None:
   import orbax.checkpoint as ocp
 
-  with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
-    draft = pathlib.Path(parent).resolve() / folder.name
-    draft.mkdir()
-    for file in files:
-      shutil.copyfile(file, draft / file.name)
-    with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-      checkpointer.save(draft / _WEIGHTS, args=ocp.args.PyTreeSave(params))
-    # Meant for object stores, which cannot rename, and made of a path of this machine. SHA256SUMS does its work.
-    (draft / _WEIGHTS / "commit_success.txt").unlink(missing_ok=True)
-    marker = {
-      "format": _FORMAT,
-      "name": model_name,
-      "dtype": str(next(iter(params.values())).dtype),
-    }
-    (draft / MARKER).write_text(json.dumps(marker, indent=1) + "\n", "utf-8")
-    (draft / SUMS).write_text("".join(f"{sha256(draft / file)}  {file}\n" for file in _covered(draft)), "ascii")
-    os.rename(draft, folder)
+  try:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as parent:
+      draft = pathlib.Path(parent).resolve() / folder.name
+      draft.mkdir()
+      for file in files:
+        shutil.copyfile(file, draft / file.name)
+      with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(draft / _WEIGHTS, args=ocp.args.PyTreeSave(params))
+      # Meant for object stores, which cannot rename, and made of a path of this machine. SHA256SUMS does its work.
+      (draft / _WEIGHTS / "commit_success.txt").unlink(missing_ok=True)
+      marker = {"format": _FORMAT, "name": model_name, "dtype": str(next(iter(params.values())).dtype)}
+      (draft / MARKER).write_text(json.dumps(marker, indent=1) + "\n", "utf-8")
+      (draft / SUMS).write_text("".join(f"{sha256(draft / file)}  {file}\n" for file in _covered(draft)), "ascii")
+      os.rename(draft, folder)
+  except Exception as error:  # Orbax's errors are of many types, none of them its own
+    raise CheckpointError(f"{folder}: cannot be written ({' '.join(str(error).split())})") from error
 
 
 def _covered(folder: pathlib.Path) -> list[str]:
@@ -158,7 +138,3 @@ def _quiet() -> Iterator[None]:
     yield
   finally:
     logger.setLevel(level)
-
-
-def _marker(folder: pathlib.Path) -> dict[str, Any]:
-  return json.loads((folder / MARKER).read_text("utf-8"))

@@ -92,9 +92,19 @@ class PoolSizer:
     return dataclasses.replace(size, num_blocks=min(fits, most_useful))
 
   def size_by_blocks(self, num_blocks: int, source: str) -> PoolSize:
-    """The pool of just so many blocks; source: who holds them, with the verb, for the reason."""
-    if self.is_chosen or num_blocks >= self._blocks_for(self.longest):
+    """The pool of just so many blocks; source: who holds them, with the verb, for the reason.
+
+    Raises:
+      ConfigError: they do not hold a sequence of the chosen length.
+    """
+    needed = self._blocks_for(self.longest)
+    if num_blocks >= needed:
       return PoolSize(num_blocks, self.longest)
+    if self.is_chosen:
+      raise ConfigError(
+        f"max_model_len={self.longest} needs {needed} blocks of {self.block_size}, and {source} {num_blocks}: "
+        f"lower --max_model_len to {num_blocks * self.block_size}, or raise --num_blocks"
+      )
     return PoolSize(num_blocks, num_blocks * self.block_size, f"{source} {num_blocks} KV blocks of {self.block_size}")
 
   def _blocks_for(self, tokens: int) -> int:

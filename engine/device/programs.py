@@ -1,8 +1,8 @@
 """The device programs: pure functions and their compilation ahead of time. No request, no slot table, no I/O.
 
-`step` runs one rung; `write_line` sets one slot's line of the sampler's history or bias, `write_masks` those of a few
-slots in its masks. Each is lowered from abstract arrays that carry their shardings, so what a program takes and returns
-always agrees, and nothing is resharded or compiled for a second time.
+`step` runs one rung; `write_lines` sets slots' lines of one of the sampler's tables. Each is lowered from abstract
+arrays that carry their shardings, so what a program takes and returns always agrees, and nothing is resharded or
+compiled for a second time.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,9 @@ from models.config import LayerAttention, ModelConfig
 from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.plan import Geometry, Plan
 
-MASK_LINES = 8  # of one call of `write_masks`
+# Lines of one call of `write_lines`, by table of SlotState. History and bias are written at an admission; a step has a
+# new mask for each of its constrained rows, and a call costs more than a mask.
+NUM_LINES = {"history": 1, "bias": 1, "mask": 8}
 # Options of XLA:GPU that leave a matmul one way to be done; where its sum is split, the shape alone says how.
 _ONE_MATMUL: dict[str, bool | int | str] = {
   "xla_gpu_cublas_fallback": False,
@@ -255,41 +257,27 @@ def step(
   return kv, last_tokens, slot_state, (output[:, :num_logits], top[:, :num_logits])
 
 
-def write_line(table: jax.Array, packed: jax.Array) -> jax.Array:
-  """Sets line packed[0] of `table` (int32 or f32[slots + 1, V], donated) to packed[1:], its bits."""
-  line = lax.bitcast_convert_type(packed[1:], table.dtype)
-  return lax.dynamic_update_slice(table, line[None, :], (packed[0], jnp.int32(0)))
+def write_lines(table: jax.Array, packed: jax.Array) -> jax.Array:
+  """Sets line packed[i, 0] of `table` (int32 or f32[slots + 1, W], donated) to packed[i, 1:], its bits, for each i."""
+  lines = lax.bitcast_convert_type(packed[:, 1:], table.dtype)
+  for index in range(lines.shape[0]):  # on a CPU half the time of a scatter
+    table = lax.dynamic_update_slice(table, lines[index : index + 1], (packed[index, 0], jnp.int32(0)))
+  return table
 
 
-def pack_line(slot: int, line: np.ndarray) -> np.ndarray:
-  """The argument of `write_line`: int32[1 + V]."""
-  packed = np.empty(line.size + 1, np.int32)
-  packed[0] = slot
-  packed[1:] = line.view(np.int32)
-  return packed
-
-
-def write_masks(table: jax.Array, packed: jax.Array) -> jax.Array:
-  """Sets line packed[i, 0] of `table` (int32[slots + 1, W], donated) to packed[i, 1:], for each i.
-
-  Several lines a call, for a step has a new one for each of its constrained rows, and a call costs more than a line.
-  """
-  return table.at[packed[:, 0]].set(packed[:, 1:])
-
-
-def pack_masks(lines: Sequence[tuple[int, bytes]], padding: int, width: int) -> np.ndarray:
-  """The argument of `write_masks`: int32[MASK_LINES, 1 + W].
+def pack_lines(table: str, lines: Sequence[tuple[int, np.ndarray]], width: int, padding: int) -> np.ndarray:
+  """The second argument of `write_lines`: int32[NUM_LINES[table], 1 + W].
 
   Args:
-    lines: (slot, little-endian words), at most MASK_LINES.
-    padding: the slot that nobody reads, for the rest.
+    lines: (slot, 32-bit values), at most NUM_LINES[table].
     width: W.
+    padding: the slot that nobody reads, for the rest.
   """
-  packed = np.zeros((MASK_LINES, 1 + width), np.int32)
+  packed = np.zeros((NUM_LINES[table], 1 + width), np.int32)
   packed[:, 0] = padding
-  for index, (slot, mask) in enumerate(lines):
+  for index, (slot, line) in enumerate(lines):
     packed[index, 0] = slot
-    packed[index, 1:] = np.frombuffer(mask, "<i4")
+    packed[index, 1:] = line.view(np.int32)
   return packed
 
 
@@ -330,18 +318,11 @@ def step_program(spec: ProgramSpec, shape: StepShape) -> Program:
   )
 
 
-def line_program(spec: ProgramSpec, table: str) -> Program:
-  """Sets one line of `table`, "history" or "bias" of the sampler's state: (table, packed) -> table."""
+def lines_program(spec: ProgramSpec, table: str) -> Program:
+  """Sets lines of a table of the sampler's state: (table, packed) -> table."""
   lines = getattr(spec.slot_state, table)
-  arguments = (lines, spec.whole((spec.model.vocab_size + 1,), jnp.int32))
-  return Program(f"line-{table}", write_line, arguments, lines, (0,), step_options(spec))
-
-
-def masks_program(spec: ProgramSpec) -> Program:
-  """Sets lines of the masks: (table, packed) -> table."""
-  table = spec.slot_state.mask
-  packed = spec.whole((MASK_LINES, 1 + table.shape[1]), jnp.int32)
-  return Program("masks", write_masks, (table, packed), table, (0,), step_options(spec))
+  packed = spec.whole((NUM_LINES[table], 1 + lines.shape[1]), jnp.int32)
+  return Program(f"lines-{table}", write_lines, (lines, packed), lines, (0,), step_options(spec))
 
 
 def zeros_program(spec: ProgramSpec, name: str, results: Any) -> Program:
@@ -359,14 +340,7 @@ def all_programs(spec: ProgramSpec, rungs: Sequence[StepShape]) -> dict[StepShap
   """Everything that a runner calls, the step of each rung by its shape; the largest first, which takes longest."""
   steps: dict[StepShape | str, Program] = {shape: step_program(spec, shape) for shape in reversed(rungs)}
   return steps | {
-    "history": line_program(spec, "history"),
-    "bias": line_program(spec, "bias"),
-    "masks": masks_program(spec),
+    **{table: lines_program(spec, table) for table in NUM_LINES},
     **{layer_key(buffer): zeros_program(spec, layer_key(buffer), buffer) for buffer in spec.kv},
     "slots": zeros_program(spec, "slots", spec.slot_state),
   }
-
-
-def compile_step(spec: ProgramSpec, shape: StepShape) -> jax.stages.Compiled:
-  """The executable of a rung; see `step_program`."""
-  return step_program(spec, shape).compile()

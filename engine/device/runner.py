@@ -8,8 +8,8 @@ former owner.
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 import dataclasses
+import itertools
 import os
-import threading
 from typing import Any
 
 import jax
@@ -32,7 +32,6 @@ ImportBlocks = Callable[[kv_cache.Buffers, Sequence[int], Any], kv_cache.Buffers
 # from a program to its executable
 Make = Callable[[Program], jax.stages.Compiled]
 
-_NO_ROWS: frozenset[int] = frozenset()
 # Tracing holds the interpreter, compiling does not; one compilation uses more than a core for a part of its time.
 _COMPILE_THREADS = max(2, min(8, (os.cpu_count() or 1) // 4))
 
@@ -65,37 +64,31 @@ class Making:
     self._threads.shutdown(cancel_futures=True)
 
 
-class _CompileCounter:
-  """Counts XLA compilations in this process, whoever asked for them."""
-
-  def __init__(self):
-    self._lock = threading.Lock()
-    self.count = 0
-    jax.monitoring.register_event_duration_secs_listener(self._on_event)
-
-  def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-    del duration_secs, kwargs
-    if event == "/jax/core/compile/backend_compile_duration":
-      with self._lock:
-        self.count += 1
+_compile_times: list[float] = []  # seconds of each XLA compilation in this process, whoever asked for it
 
 
-_compiles = _CompileCounter()
+def _note_compile(event: str, duration_secs: float, **kwargs: str | int) -> None:
+  if event == "/jax/core/compile/backend_compile_duration":
+    _compile_times.append(duration_secs)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note_compile)
 
 
 class LaunchedStep:
   """A step the device is working on; implements engine.batch.Launched."""
 
-  def __init__(self, output: jax.Array, top: jax.Array, rows: LogitRows, done: Callable[[], None]):
-    """Args: done: called once, when the step is, and then forgotten with all that it holds."""
+  def __init__(self, output: jax.Array, top: jax.Array, rows: LogitRows, away: bool, done: Callable[[], None]):
+    """Args:
+    away: the values are not in the host's memory; they are sent there as soon as they exist.
+    done: called once, when the step is, and then forgotten with all that it holds.
+    """
     self._output, self._top, self._rows = output, top, rows
     self._done: Callable[[], None] | None = done
-
-  def start_copies(self) -> None:
-    """Sends the values to the host as soon as they exist, rather than when they are asked for."""
-    self._output.copy_to_host_async()
-    if self._rows.wants_top:
-      self._top.copy_to_host_async()
+    if away:
+      output.copy_to_host_async()
+      if rows.wants_top:
+        top.copy_to_host_async()
 
   def wait(self) -> None:
     """Waits for the step, reading nothing; for measurements."""
@@ -111,7 +104,7 @@ class LaunchedStep:
     num_logits = len(rows.targets)
     # One call for both, and lists from here on: right after a step of the device, each kind of numpy call costs 20 us.
     drawn, bad = output[:2, :num_logits].tolist()
-    bad_rows = _NO_ROWS
+    bad_rows: frozenset[int] = frozenset()
     if any(bad):
       bad_rows = frozenset(np.searchsorted(rows.last, np.flatnonzero(bad)).tolist())
     tokens = drawn if rows.plain else output[0, rows.last].tolist()
@@ -167,8 +160,7 @@ class ModelRunner:
     self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids)
     self._compiles_at_seal: int | None = None
     self.steps = {shape: made[shape] for shape in ladder.rungs()}
-    self._write_history, self._write_bias, self._write_masks = made["history"], made["bias"], made["masks"]
-    self._new_slots = made["slots"]
+    self._write_lines = {table: made[table] for table in programs.NUM_LINES}
     self._layouts = {shape: spec.layout(shape) for shape in ladder.rungs()}
     self.calls = {
       shape: StepCall(compiled, self._layouts[shape].size, mesh_lib.replicated(spec.mesh))
@@ -176,27 +168,24 @@ class ModelRunner:
     }
     self.kv: kv_cache.Buffers = tuple(made[programs.layer_key(buffer)]() for buffer in spec.kv)
     self._last_tokens: jax.Array = jax.device_put(np.zeros(spec.last_tokens.shape, np.int32), spec.last_tokens.sharding)
-    self.slot_state: SlotState = self._new_slots()
+    self.slot_state: SlotState = made["slots"]()
 
   def warm_up(self, progress: Progress) -> None:
     """Runs every program once on padding, so that what a first call costs is paid before the server is ready."""
-    padding = self.spec.num_slots
     for index, shape in enumerate(self.steps):
       self.launch(Batch(-1, shape, (), (), (), (), (), (), ())).result()
       progress("warm up", index + 1, len(self.steps))
-    vocab = self.spec.model.vocab_size
-    self._set_history(padding, np.zeros(vocab, np.int32))
-    self._set_bias(padding, np.zeros(vocab, np.float32))
-    self._set_masks([])
+    for table in programs.NUM_LINES:
+      self._set_lines(table, [])
 
   def seal(self) -> None:
     """From here on a compilation is a mistake, and is counted."""
-    self._compiles_at_seal = _compiles.count
+    self._compiles_at_seal = len(_compile_times)
 
   @property
   def compiles_after_ready(self) -> int:
     """Compilations since `seal`, by anything in the process; 0 before."""
-    return 0 if self._compiles_at_seal is None else _compiles.count - self._compiles_at_seal
+    return 0 if self._compiles_at_seal is None else len(_compile_times) - self._compiles_at_seal
 
   def launch(self, batch: Batch) -> LaunchedStep:
     """Starts a step and returns at once; never compiles."""
@@ -206,18 +195,14 @@ class ModelRunner:
       raise ShapeNotOnLadder(f"{batch.shape} was never compiled; there are {tuple(self.steps)}")
     for admission in batch.admissions:
       self._admit(admission)
-    for first in range(0, len(batch.masks), programs.MASK_LINES):
-      lines = batch.masks[first : first + programs.MASK_LINES]
-      self._set_masks([(batch.slots[row], mask) for row, mask in lines])
+    for masks in itertools.batched(batch.masks, programs.NUM_LINES["mask"]):
+      self._set_lines("mask", [(batch.slots[row], np.frombuffer(mask, "<i4")) for row, mask in masks])
     packed = call.take()
     _, rows = self._packer.pack(batch, self._layouts[batch.shape], packed.values)
     donated = self.kv, self._last_tokens, self.slot_state
     self.kv, self._last_tokens, self.slot_state, (output, top) = call.execute(self._params, *donated, packed.argument)
     # What is left of the donated arrays goes when the step is done: it takes 15 us, and the device may be waiting now.
-    step = LaunchedStep(output, top, rows, lambda donated=donated: call.give_back(packed))
-    if self._away:
-      step.start_copies()
-    return step
+    return LaunchedStep(output, top, rows, self._away, lambda donated=donated: call.give_back(packed))
 
   def _admit(self, admission: Admission) -> None:
     self._packer.admit(admission)
@@ -226,21 +211,13 @@ class ModelRunner:
       self.kv = self.import_blocks(self.kv, admission.block_ids, admission.imported)
     flags, vocab = flags_of(admission.params), self.spec.model.vocab_size
     if Flag.PENALTY in flags:
-      self._set_history(admission.slot, sampler.history_row(admission.token_ids, admission.num_prompt_tokens, vocab))
+      history = sampler.history_row(admission.token_ids, admission.num_prompt_tokens, vocab)
+      self._set_lines("history", [(admission.slot, history)])
     if Flag.BIAS in flags:
-      self._set_bias(admission.slot, sampler.bias_row(admission.params, vocab))
+      self._set_lines("bias", [(admission.slot, sampler.bias_row(admission.params, vocab))])
 
-  def _set_history(self, slot: int, line: np.ndarray) -> None:
-    state = self.slot_state
-    history = self._write_history(state.history, programs.pack_line(slot, line))
-    self.slot_state = dataclasses.replace(state, history=history)
-
-  def _set_bias(self, slot: int, line: np.ndarray) -> None:
-    state = self.slot_state
-    self.slot_state = dataclasses.replace(state, bias=self._write_bias(state.bias, programs.pack_line(slot, line)))
-
-  def _set_masks(self, lines: Sequence[tuple[int, bytes]]) -> None:
-    """Of (slot, allowed tokens), at most programs.MASK_LINES."""
-    state = self.slot_state
-    packed = programs.pack_masks(lines, self.spec.num_slots, state.mask.shape[1])
-    self.slot_state = dataclasses.replace(state, mask=self._write_masks(state.mask, packed))
+  def _set_lines(self, table: str, lines: Sequence[tuple[int, np.ndarray]]) -> None:
+    """Of a table of the sampler's state, by slot; at most programs.NUM_LINES[table]."""
+    before = getattr(self.slot_state, table)
+    packed = programs.pack_lines(table, lines, before.shape[1], self.spec.num_slots)
+    self.slot_state = dataclasses.replace(self.slot_state, **{table: self._write_lines[table](before, packed)})

@@ -51,7 +51,8 @@ class StepCall:
     self._free: list[PackedArray] = []
     self.execute: Callable[..., Results] = compiled
     # Programs with effects (Pallas' interpreters call back) take tokens too, which only JAX's own call hands over.
-    if self._by_alias and not _has_effects(compiled):
+    private: Any = compiled
+    if self._by_alias and not private._executable.unsafe_call.ordered_effects:
       self.execute = _unchecked(compiled)
 
   def take(self) -> PackedArray:
@@ -73,12 +74,6 @@ class StepCall:
     argument = jax.device_put(values, self._sharding, may_alias=True)
     assert argument.unsafe_buffer_pointer() == values.ctypes.data, "JAX copied memory that it was to share"
     return PackedArray(values, argument)
-
-
-def _has_effects(compiled: stages.Compiled) -> bool:
-  """Whether its calls have an order of their own, which JAX hands on from call to call."""
-  executable: Any = compiled._executable
-  return bool(executable.unsafe_call.ordered_effects)
 
 
 def _unchecked(compiled: stages.Compiled) -> Callable[..., Results]:

@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 import numpy as np
 
 from engine.device import orbax_folder
+from engine.device.file_checksums import SUMS, read_sums, verify_sum
 from engine.device.mesh import shardings
 from engine.device.safetensors_file import StoredTensor, read_header
-from engine.device.sums import SUMS, read_sums, verify_sum
 from engine.errors import CheckpointError, ConfigError
 from engine.model_folder import leads_outside
 from models.config import ModelConfig
@@ -41,7 +41,6 @@ class LoadedModel:
   Attributes:
     params: every leaf is an array on its sharding.
     eos_token_ids: from generation_config.json, else config.json, else none.
-    tokenizer_dir: the folder, when it holds a tokenizer.json.
     warnings: what the user should know about the folder, a line each.
   """
 
@@ -49,7 +48,6 @@ class LoadedModel:
   graphdef: nnx.GraphDef
   params: nnx.State
   eos_token_ids: tuple[int, ...]
-  tokenizer_dir: str | None
   name: str
   warnings: tuple[str, ...] = ()
 
@@ -70,17 +68,6 @@ class Checkpoint:
   kept: dict[str, jax.ShapeDtypeStruct]
   stored_dtypes: tuple[str, ...]
   load: Callable[[], LoadedModel]
-
-
-def load_checkpoint(
-  path: str,
-  mesh: jax.sharding.Mesh,
-  dtype: DTypeLike,
-  form: WeightForm = PLAIN,
-  random_weights: bool = False,
-) -> LoadedModel:
-  """Opens and loads; see `open_checkpoint`."""
-  return open_checkpoint(path, mesh, dtype, form, random_weights).load()
 
 
 def open_checkpoint(
@@ -115,8 +102,7 @@ def open_checkpoint(
       "Hugging Face or Sluice model folder"
     )
   is_orbax = orbax_folder.is_one(folder) and not random_weights
-  if is_orbax:
-    orbax_folder.verify(folder)
+  marker = orbax_folder.verify(folder) if is_orbax else {}
   raw = _read_json(folder / "config.json")
   try:
     config = config_from_hf(raw)
@@ -130,12 +116,9 @@ def open_checkpoint(
     )
   eos_token_ids = _eos_token_ids(folder, raw, config.vocab_size)
   stored = {} if is_orbax or random_weights else _checked_tensors(folder, config)
-  model_name, stored_dtypes = folder.resolve().name, ()
-  if is_orbax:
-    model_name, *stored_dtypes = orbax_folder.read_name_and_dtype(folder)
-  elif stored:
-    used = {piece.name for pieces in tensors(config).values() for piece in pieces}
-    stored_dtypes = sorted({stored[name].numpy_dtype.name for name in used})
+  stored_dtypes = {marker["dtype"]} if is_orbax else set()
+  if stored:
+    stored_dtypes = {stored[piece.name].numpy_dtype.name for pieces in tensors(config).values() for piece in pieces}
   wanted = _declared(mesh, abstract(config, dtype)[1])
   graphdef, state = abstract(config, dtype, form)
   kept = _declared(mesh, state)
@@ -145,8 +128,7 @@ def open_checkpoint(
     graphdef=graphdef,
     params=jax.tree.unflatten(jax.tree.structure(state), list(kept.values())),
     eos_token_ids=eos_token_ids,
-    tokenizer_dir=str(folder) if (folder / "tokenizer.json").is_file() else None,
-    name=model_name,
+    name=marker["name"] if is_orbax else folder.resolve().name,
     warnings=_unknown_keys_warning(raw),
   )
 
@@ -164,7 +146,7 @@ def open_checkpoint(
     leaves = [held[name] for name in kept]
     return dataclasses.replace(declared, params=jax.tree.unflatten(jax.tree.structure(state), leaves))
 
-  return Checkpoint(declared, kept, tuple(stored_dtypes), load)
+  return Checkpoint(declared, kept, tuple(sorted(stored_dtypes)), load)
 
 
 def _declared(mesh: jax.sharding.Mesh, state: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:
@@ -258,13 +240,45 @@ def _normal(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shar
 
 
 def _checked_tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, StoredTensor]:
-  """Where every tensor that the model needs lies. No array is made before: a config may lie."""
+  """Where every tensor that the model needs lies. No array is made before: a config may lie.
+
+  Refuses missing, extra and misshapen tensors, and drops nothing but what is known to be redundant.
+  """
   if (folder / SUMS).exists():
     for file, digest in read_sums(folder):
       verify_sum(folder, file, digest)
   stored = _find_tensors(folder)
-  pieces = tensors(config)
-  _check_tensors(folder, config, stored, {piece.name: piece for parts in pieces.values() for piece in parts})
+  pieces = {piece.name: piece for parts in tensors(config).values() for piece in parts}
+  for name, piece in pieces.items():
+    if name not in stored:
+      raise CheckpointError(
+        f"{folder}: tensor {name} of shape {list(piece.shape)} is missing from the checkpoint; "
+        "config.json and the weights do not belong together, or a file was left out"
+      )
+    tensor = stored[name]
+    if tensor.shape != piece.shape:
+      raise CheckpointError(
+        f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for "
+        f"{list(piece.shape)}; they do not belong together"
+      )
+    tensor.check_dtype()
+  extra = sorted(set(stored) - set(pieces))
+  # Old checkpoints store rope's frequencies, which follow from config.json.
+  extra = [name for name in extra if not name.endswith(".rotary_emb.inv_freq")]
+  if config.tie_embeddings and "lm_head.weight" in extra:
+    head, embed = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
+    if head.shape != embed.shape or head.dtype != embed.dtype or not np.array_equal(head.map(), embed.map()):
+      raise CheckpointError(
+        f"{head.file}: tensor lm_head.weight differs from {embed.name}, but config.json says "
+        "tie_word_embeddings=true; correct one of them"
+      )
+    extra.remove("lm_head.weight")
+  if extra:
+    raise CheckpointError(
+      f"{stored[extra[0]].file}: tensor {extra[0]} is not part of a {config.family} model"
+      f"{f', nor are {len(extra) - 1} others' if len(extra) > 1 else ''}; config.json and the "
+      "weights do not belong together"
+    )
   return stored
 
 
@@ -332,42 +346,6 @@ def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
   return stored
 
 
-def _check_tensors(
-  folder: pathlib.Path, config: ModelConfig, stored: dict[str, StoredTensor], pieces: dict[str, Piece]
-) -> None:
-  """Refuses missing, extra and misshapen tensors, and drops nothing but what is known to be redundant."""
-  for name, piece in pieces.items():
-    if name not in stored:
-      raise CheckpointError(
-        f"{folder}: tensor {name} of shape {list(piece.shape)} is missing from the checkpoint; "
-        "config.json and the weights do not belong together, or a file was left out"
-      )
-    tensor = stored[name]
-    if tensor.shape != piece.shape:
-      raise CheckpointError(
-        f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for "
-        f"{list(piece.shape)}; they do not belong together"
-      )
-    tensor.check_dtype()
-  extra = sorted(set(stored) - set(pieces))
-  # Old checkpoints store rope's frequencies, which follow from config.json.
-  extra = [name for name in extra if not name.endswith(".rotary_emb.inv_freq")]
-  if config.tie_embeddings and "lm_head.weight" in extra:
-    head, embed = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
-    if head.shape != embed.shape or head.dtype != embed.dtype or not np.array_equal(head.map(), embed.map()):
-      raise CheckpointError(
-        f"{head.file}: tensor lm_head.weight differs from {embed.name}, but config.json says "
-        "tie_word_embeddings=true; correct one of them"
-      )
-    extra.remove("lm_head.weight")
-  if extra:
-    raise CheckpointError(
-      f"{stored[extra[0]].file}: tensor {extra[0]} is not part of a {config.family} model"
-      f"{f', nor are {len(extra) - 1} others' if len(extra) > 1 else ''}; config.json and the "
-      "weights do not belong together"
-    )
-
-
 def _assemble(
   pieces: tuple[Piece, ...],
   stored: dict[str, StoredTensor],
@@ -408,18 +386,16 @@ def _mapped(piece: Piece, stored: dict[str, StoredTensor]) -> np.ndarray:
 
 
 def _check_finite(values: np.ndarray, pieces: tuple[Piece, ...], stored: dict[str, StoredTensor]) -> None:
-  """Raises CheckpointError, with names, where `values`, contiguous and made of the pieces, hold NaN or Inf."""
-  if not _all_finite(values):
-    bad = [piece.name for piece in pieces if not np.isfinite(stored[piece.name].map().astype(np.float32)).all()]
-    raise CheckpointError(
-      f"{stored[pieces[0].name].file}: tensor {' and '.join(bad)} holds NaN or Inf; the file is corrupt: copy it again"
-    )
+  """Raises CheckpointError, with names, where `values`, contiguous and made of the pieces, hold NaN or Inf.
 
-
-def _all_finite(values: np.ndarray) -> bool:
-  """Whether no exponent is all ones; by bits, since ml_dtypes' own test of bfloat16 is many times slower."""
+  Such a number has an exponent of ones. By bits, since ml_dtypes' own test of bfloat16 is many times slower.
+  """
   kind, mask = (np.uint32, 0x7F80_0000) if values.dtype.itemsize == 4 else (np.uint16, 0x7F80)
   bits, chunk = values.reshape(-1).view(kind), 1 << 20
-  return not any(
-    ((bits[start : start + chunk] & kind(mask)) == kind(mask)).any() for start in range(0, bits.size, chunk)
-  )
+  for start in range(0, bits.size, chunk):
+    if ((bits[start : start + chunk] & kind(mask)) == kind(mask)).any():
+      bad = [piece.name for piece in pieces if not np.isfinite(stored[piece.name].map().astype(np.float32)).all()]
+      raise CheckpointError(
+        f"{stored[pieces[0].name].file}: tensor {' and '.join(bad)} holds NaN or Inf; the file is corrupt: copy it "
+        "again"
+      )

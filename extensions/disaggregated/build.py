@@ -25,8 +25,7 @@ def build_any(
   if options.batching != "disaggregated":
     return build(options, progress, emit, clock, engine_class, source)
   assert source is None, "two engines, and executables for one"
-  started = begin_build(options)
-  devices = started.devices
+  devices, cache_reason = begin_build(options)
   num_prefill = options.prefill_devices or len(devices) // 2
   num_decode = len(devices) - num_prefill
   if not 0 < num_prefill < len(devices):
@@ -51,4 +50,4 @@ def build_any(
   export = connect_runners(prefill.runner, decode.runner)
   sides = (prefill.scheduler, prefill.runner), (decode.scheduler, decode.runner)
   engine = DisaggregatedEngine(*sides, export, clock, emit, engine_class)
-  return finish_build(options, started, engine, decode, prefill)
+  return finish_build(options, cache_reason, engine, decode, prefill)

@@ -73,6 +73,7 @@ class DisaggregatedEngine(Engine):
     self.prefill = engine_class(*prefill, clock, self._on_prefill)
     self.decode = engine_class(*decode, clock, self._on_decode)
     self.prefill.recorder.side, self.decode.recorder.side = "prefill", "decode"
+    self.incident = self.prefill.incident = self.decode.incident  # a failure of one is a failure of both
     self._num_handed_over = 0
 
   # What an Engine has, on any thread.
@@ -83,14 +84,9 @@ class DisaggregatedEngine(Engine):
     return min(self.prefill.heartbeat, self.decode.heartbeat)
 
   @property
-  def dead(self) -> BaseException | None:
-    """Why either side failed; the other then ends too."""
+  def dead(self) -> Exception | None:
+    """Why the first side failed; the other then ends with the same cause."""
     return self.prefill.dead or self.decode.dead
-
-  @property
-  def incident(self) -> str:
-    """See Engine.incident; of the side that failed, as far as one can tell."""
-    return (self.prefill if self.prefill.dead is not None else self.decode).incident
 
   @property
   def recorder(self) -> Recorder:
@@ -193,7 +189,7 @@ class DisaggregatedEngine(Engine):
   def _run_side(self, side: Engine, stop_event: threading.Event) -> None:
     side.run(_Either(stop_event, lambda: self.dead is not None))
     if self.dead is not None and side.dead is None:
-      side.fail(RuntimeError("the other side of a disaggregated engine has failed"))
+      side.fail(self.dead)
 
   def step(self) -> bool:
     """One turn of each loop, on the caller's thread."""
@@ -231,7 +227,10 @@ class DisaggregatedEngine(Engine):
     rest.transfer = self._export(first.final_blocks)
     live.handed_over = True
     self._num_handed_over += 1
-    self.decode.take_over(rest)
+    try:
+      self.decode.take_over(rest)
+    except Unavailable:  # the decode side died before it knew of the request, and the prefill side has forgotten it
+      self._send([self.failure_event(request.id)])
 
   def _on_decode(self, events: list[TokenEvent]) -> None:
     with self._lock:

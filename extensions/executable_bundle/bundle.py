@@ -259,7 +259,7 @@ def made_for(spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> dict[str, Any]:
     "XLA flags": _xla_flags(),
     "JAX settings": {name: str(jax.config.values[name]) for name in _SETTINGS},
     "Sluice's programs": _sources(),
-    "kernel libraries": {name: _library(name) for name in native.SOURCES} if client.platform == "cpu" else {},
+    "kernel libraries": {name: _library(name) for name in native.ENTRIES} if client.platform == "cpu" else {},
     "model": _digest(repr(spec.model)),
     "parameters": _digest(repr(shapes)),
     "KV": ", ".join(f"{count} of {kind}" for kind, count in kinds.items()),
@@ -356,7 +356,7 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
 
 def _register_kernels() -> None:
   """Lets the backend find the C++ kernels: nothing is traced here, which is when they are registered otherwise."""
-  for name in native.SOURCES:
+  for name in native.ENTRIES:
     with contextlib.suppress(native.NativeMissing):
       native.register(name)
 

@@ -10,7 +10,7 @@ import pathlib
 import time
 from typing import Any
 
-from engine.config import EngineConfig, chosen_overlap
+from engine.config import EngineConfig, choose_overlap
 from engine.engine import Emit, Engine
 from engine.errors import CheckpointError, ConfigError
 from engine.scheduler import Scheduler
@@ -83,7 +83,7 @@ def build_fake(
   check_settings(DeviceSettings(**{name: value for name, value in settings.items() if name in devices}))
   names = {field.name for field in dataclasses.fields(EngineConfig)}
   chosen = {name: value for name, value in settings.items() if name in names}
-  chosen["overlap"] = chosen_overlap(settings.get("overlap", "auto"), default=True)
+  chosen["overlap"] = choose_overlap(settings.get("overlap", "auto"), "fake", 0)
   block_size = settings.get("block_size") or _BLOCK_SIZE
   ladder = choose_ladder(
     "cpu",

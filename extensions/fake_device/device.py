@@ -16,7 +16,7 @@ import time
 from engine.batch import Admission, Batch, StepResult, TokenLogprobs
 from engine.config import EngineConfig
 from engine.constraint import Constraint
-from engine.request import FinishReason
+from engine.request import FinishReason, fold_seed
 from engine.sampling_params import SamplingParams
 
 ROOT = 1  # of every sequence
@@ -138,11 +138,6 @@ def expected_tokens(
     raise ValueError(f"temperature={params.temperature:g} without a seed is not predictable; give a seed")
   tokens, reason = run_alone(prompt_token_ids, params, fold_seed(seed or 0), vocab_size, eos_token_ids)
   return tokens[:-1] if reason is FinishReason.STOP else tokens, reason
-
-
-def fold_seed(seed: int) -> int:
-  """The 32 bits of a seed that reach the device."""
-  return (seed ^ (seed >> 32)) & 0xFFFFFFFF
 
 
 def run_alone(

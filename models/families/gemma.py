@@ -117,7 +117,7 @@ def _read_shape(raw: Mapping[str, Any], family: str, *, reads: tuple[str, ...], 
     reads=(*_READS, *reads),
     attention_scale=read_positive(raw, "query_pre_attn_scalar", 256.0) ** -0.5,
     activation="gelu_tanh",
-    norms="both",
+    post_norms=True,
     norm_offset=1.0,
     **traits,
   )

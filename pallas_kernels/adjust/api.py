@@ -57,5 +57,5 @@ def adjust(
   num_rows = native.count("adjust", num_rows)
   if implementation == "reference":
     return reference.adjust(x, asked, stop_ids, memory)
-  call = native.call("adjust", "SluiceAdjust", jax.ShapeDtypeStruct(x.shape, x.dtype))
+  call = native.call("adjust", jax.ShapeDtypeStruct(x.shape, x.dtype))
   return call(x, native.bits(asked), stop_ids, *memory, num_rows)

@@ -41,5 +41,5 @@ def argmax(
   if implementation == "reference":
     return reference(x)
   result = tuple(jax.ShapeDtypeStruct(x.shape[:1], dtype) for dtype in (jnp.int32, jnp.bool_))
-  best, finite = native.call("argmax", "SluiceArgmax", result)(x, num_rows)
+  best, finite = native.call("argmax", result)(x, num_rows)
   return best, finite

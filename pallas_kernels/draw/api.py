@@ -48,6 +48,4 @@ def draw(
   num_rows = native.count("draw", num_rows)
   if implementation == "reference":
     return reference.draw(x, asked, wide)
-  return native.call("draw", "SluiceDraw", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(
-    x, native.bits(asked), num_rows
-  )
+  return native.call("draw", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x, native.bits(asked), num_rows)

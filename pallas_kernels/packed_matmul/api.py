@@ -123,7 +123,7 @@ def matmul(
     raise ValueError(f"packed matmul: {packed.dtype} with scales {scales if scales is None else scales.shape}")
   num_rows = native.count("packed matmul", num_rows)
   rows = math.prod(x.shape[:-1])
-  call = native.call("packed_matmul", "SluicePackedMatmul", jax.ShapeDtypeStruct((rows, outputs), dtype))
+  call = native.call("packed_matmul", jax.ShapeDtypeStruct((rows, outputs), dtype))
   residual = jnp.zeros((0, 0), dtype) if residual is None else residual.reshape(rows, outputs)
   scales = jnp.zeros(0, jnp.float32) if scales is None else scales
   x2 = x.reshape(rows, x.shape[-1])

@@ -248,16 +248,15 @@ struct Tile {
   int64_t cost;
 };
 
-// Q is where queries come from: query(token, head, g) gives H elements; E the pool's elements.
-template <typename Q, typename E>
+// E: the elements of a layer's projections, its pool and its output.
+template <typename E>
 struct Attention {
   const Sizes& size;
   const Rows& rows;
-  const Q* queries;
-  int64_t token_stride, head_stride;  // in elements
-  const float *cos, *sin;             // nullptr: no rotation
+  const E* qkv;  // [T, K, G + 2, H]
+  const float *cos, *sin;
   const E* pool;
-  Q* out;
+  E* out;
 
   std::vector<Tile> tiles() const {
     const int most = static_cast<int>(std::max<int64_t>(1, kMostQueries / size.group));
@@ -276,14 +275,10 @@ struct Attention {
     const int64_t H = size.head_dim, half = H / 2;
     for (int32_t token = tile.token; token < tile.token + tile.queries; ++token) {
       for (int64_t g = 0; g < size.group; ++g, to += H) {
-        const Q* from = queries + token * token_stride + head * head_stride + g * H;
-        if (cos == nullptr) {
-          for (int64_t h = 0; h < H; ++h) to[h] = value(from[h]) * size.scale;
-          continue;
-        }
+        const E* from = qkv + ((token * size.heads + head) * (size.group + 2) + g) * H;
         const float *c = cos + token * half, *d = sin + token * half;
         for (int64_t h = 0; h < half; ++h) {
-          Q first, second;  // rounded as the layer's dtype would round them
+          E first, second;  // rounded as the layer's dtype would round them
           assign(first, value(from[h]) * c[h] - value(from[h + half]) * d[h]);
           assign(second, value(from[h + half]) * c[h] + value(from[h]) * d[h]);
           to[h] = value(first) * size.scale;
@@ -313,7 +308,7 @@ struct Attention {
     const float* from = s.out;
     for (int32_t token = tile.token, m = 0; token < tile.token + tile.queries; ++token) {
       for (int64_t g = 0; g < size.group; ++g, ++m, from += size.width) {
-        Q* to = out + (token * size.heads * size.group + head * size.group + g) * H;
+        E* to = out + (token * size.heads * size.group + head * size.group + g) * H;
         const float total = s.total[m] == 0.0f ? 1.0f : s.total[m];
         for (int64_t h = 0; h < H; ++h) assign(to[h], from[h] / total);
       }
@@ -347,33 +342,30 @@ ffi::Error invalid(const std::string& what) {
 constexpr int64_t kWritten = 16;  // tokens of a piece of `write`
 
 // Stores the keys (rotated) and values of a piece of the tokens in use.
-template <typename Q, typename E>
-void write(const Sizes& size, const Q* qkv, const float* cos, const float* sin, const int32_t* slots, int64_t used,
+template <typename E>
+void write(const Sizes& size, const E* qkv, const float* cos, const float* sin, const int32_t* slots, int64_t used,
            int64_t piece, E* pool) {
   const int64_t H = size.head_dim, half = H / 2, page = size.page, wide = size.group + 2;
   for (int64_t token = piece * kWritten; token < std::min(used, (piece + 1) * kWritten); ++token) {
     const int64_t block = slots[token] / page, offset = slots[token] % page;
     const float *c = cos + token * half, *d = sin + token * half;
     for (int64_t head = 0; head < size.heads; ++head) {
-      const Q* key = qkv + ((token * size.heads + head) * wide + size.group) * H;
-      const Q* values = key + H;
+      const E* key = qkv + ((token * size.heads + head) * wide + size.group) * H;
+      const E* values = key + H;
       E* keys_to = pool + (block * size.heads + head) * 2 * page * H + offset;
       E* values_to = pool + ((block * size.heads + head) * 2 + 1) * page * H + offset * H;
       for (int64_t h = 0; h < half; ++h) {
-        Q first, second;
-        assign(first, value(key[h]) * c[h] - value(key[h + half]) * d[h]);
-        assign(second, value(key[h + half]) * c[h] + value(key[h]) * d[h]);
-        assign(keys_to[h * page], value(first));
-        assign(keys_to[(h + half) * page], value(second));
+        assign(keys_to[h * page], value(key[h]) * c[h] - value(key[h + half]) * d[h]);
+        assign(keys_to[(h + half) * page], value(key[h + half]) * c[h] + value(key[h]) * d[h]);
       }
-      for (int64_t h = 0; h < H; ++h) assign(values_to[h], value(values[h]));
+      std::copy(values, values + H, values_to);
     }
   }
 }
 
 // `firsts` pieces of work are done before, by all threads too.
-template <typename Q, typename E, typename First>
-ffi::Error attend(ffi::ThreadPool& threads, const Attention<Q, E>& attention, int64_t firsts, const First& first) {
+template <typename E, typename First>
+void attend(ffi::ThreadPool& threads, const Attention<E>& attention, int64_t firsts, const First& first) {
   const Sizes& size = attention.size;
   std::vector<Tile> tiles = attention.tiles();
   // The longest first, so that threads end at about the same time.
@@ -390,46 +382,7 @@ ffi::Error attend(ffi::ThreadPool& threads, const Attention<Q, E>& attention, in
   };
   spread(threads, firsts, first, pieces, work, worth_it);
   const int64_t width = size.heads * size.group * size.head_dim, used = attention.rows.starts[size.rows];
-  std::memset(static_cast<void*>(attention.out + used * width), 0, (size.tokens - used) * width * sizeof(Q));
-  return ffi::Error::Success();
-}
-
-// Calls f(Q{}, E{}) for the element types of two buffers.
-template <typename F>
-ffi::Error by_dtype(ffi::DataType q, ffi::DataType kv, const F& f) {
-  const bool q32 = q == ffi::F32, kv32 = kv == ffi::F32;
-  if ((!q32 && q != ffi::BF16) || (!kv32 && kv != ffi::BF16))
-    return ffi::Error(ffi::ErrorCode::kUnimplemented, "paged attention: float32 and bfloat16 only");
-  if (q32) return kv32 ? f(float{}, float{}) : f(float{}, Bf16{});
-  return kv32 ? f(Bf16{}, float{}) : f(Bf16{}, Bf16{});
-}
-
-// `heads`, `group`, `head_dim` are the queries'; the pool is [P, K, 2, page * H].
-Sizes sizes_of(int64_t tokens, int64_t heads, int64_t group, int64_t head_dim, const ffi::AnyBuffer& kv,
-               const ffi::Buffer<ffi::S32>& tables, float scale, float soft_cap, int64_t window) {
-  return {tokens, static_cast<int64_t>(tables.dimensions()[0]), static_cast<int64_t>(tables.dimensions()[1]), heads,
-          group, head_dim, (head_dim + kLanes - 1) / kLanes * kLanes,
-          static_cast<int64_t>(kv.dimensions()[3]) / head_dim,
-          static_cast<int64_t>(kv.dimensions()[0]), scale, soft_cap, window};
-}
-
-// q [T, N, H], kv, block_tables, kv_lens, query_starts -> out [T, N, H].
-ffi::Error attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer kv, ffi::Buffer<ffi::S32> tables,
-                     ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> starts, ffi::Result<ffi::AnyBuffer> out,
-                     float scale, float soft_cap, int64_t window) {
-  const int64_t heads = kv.dimensions()[1], group = q.dimensions()[1] / heads, head_dim = q.dimensions()[2];
-  const Sizes size = sizes_of(q.dimensions()[0], heads, group, head_dim, kv, tables, scale, soft_cap, window);
-  const Rows rows{tables.typed_data(), lengths.typed_data(), starts.typed_data()};
-  if (std::string fault = fault_of(size, rows); !fault.empty()) return invalid(fault);
-  return by_dtype(q.element_type(), kv.element_type(), [&](auto q_type, auto kv_type) {
-    using Q = decltype(q_type);
-    using E = decltype(kv_type);
-    return attend(threads, Attention<Q, E>{size, rows, static_cast<const Q*>(q.untyped_data()),
-                                           heads * group * head_dim, group * head_dim, nullptr, nullptr,
-                                           static_cast<const E*>(kv.untyped_data()),
-                                           static_cast<Q*>(out->untyped_data())},
-                  0, [](int64_t) {});
-  });
+  std::memset(static_cast<void*>(attention.out + used * width), 0, (size.tokens - used) * width * sizeof(E));
 }
 
 // qkv [T, K, G + 2, H], cos and sin [T, H / 2], kv, block_tables, kv_lens, query_starts, slots [T] -> out, kv (the same
@@ -438,8 +391,13 @@ ffi::Error fused(ffi::ThreadPool threads, ffi::AnyBuffer qkv, ffi::Buffer<ffi::F
                  ffi::AnyBuffer kv, ffi::Buffer<ffi::S32> tables, ffi::Buffer<ffi::S32> lengths,
                  ffi::Buffer<ffi::S32> starts, ffi::Buffer<ffi::S32> slots, ffi::Result<ffi::AnyBuffer> out,
                  ffi::Result<ffi::AnyBuffer> kv_out, float scale, float soft_cap, int64_t window) {
+  const auto dtype = qkv.element_type();
+  if ((dtype != ffi::F32 && dtype != ffi::BF16) || kv.element_type() != dtype)
+    return ffi::Error(ffi::ErrorCode::kUnimplemented, "paged attention: float32 or bfloat16, in all of them");
   const int64_t heads = qkv.dimensions()[1], group = qkv.dimensions()[2] - 2, head_dim = qkv.dimensions()[3];
-  const Sizes size = sizes_of(qkv.dimensions()[0], heads, group, head_dim, kv, tables, scale, soft_cap, window);
+  const Sizes size{qkv.dimensions()[0], tables.dimensions()[0], tables.dimensions()[1], heads, group, head_dim,
+                   (head_dim + kLanes - 1) / kLanes * kLanes, kv.dimensions()[3] / head_dim, kv.dimensions()[0],
+                   scale, soft_cap, window};
   const Rows rows{tables.typed_data(), lengths.typed_data(), starts.typed_data()};
   if (std::string fault = fault_of(size, rows); !fault.empty()) return invalid(fault);
   const int64_t used = rows.starts[size.rows];
@@ -450,35 +408,22 @@ ffi::Error fused(ffi::ThreadPool threads, ffi::AnyBuffer qkv, ffi::Buffer<ffi::F
   }
   if (kv_out->untyped_data() != kv.untyped_data())  // a caller that does not donate
     std::memcpy(kv_out->untyped_data(), kv.untyped_data(), kv.size_bytes());
-  return by_dtype(qkv.element_type(), kv.element_type(), [&](auto q_type, auto kv_type) {
-    using Q = decltype(q_type);
-    using E = decltype(kv_type);
-    const Q* from = static_cast<const Q*>(qkv.untyped_data());
+  const auto with = [&](auto element) {
+    using E = decltype(element);
+    const E* from = static_cast<const E*>(qkv.untyped_data());
     E* pool = static_cast<E*>(kv_out->untyped_data());
     const auto write_piece = [&](int64_t piece) {
       write(size, from, cos.typed_data(), sin.typed_data(), slots.typed_data(), used, piece, pool);
     };
-    return attend(threads, Attention<Q, E>{size, rows, from, heads * (group + 2) * head_dim, (group + 2) * head_dim,
-                                           cos.typed_data(), sin.typed_data(), pool,
-                                           static_cast<Q*>(out->untyped_data())},
-                  (used + kWritten - 1) / kWritten, write_piece);
-  });
+    attend(threads, Attention<E>{size, rows, from, cos.typed_data(), sin.typed_data(), pool,
+                                 static_cast<E*>(out->untyped_data())},
+           (used + kWritten - 1) / kWritten, write_piece);
+    return ffi::Error::Success();
+  };
+  return dtype == ffi::F32 ? with(float{}) : with(Bf16{});
 }
 
 }  // namespace
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePagedAttention, attention,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attr<float>("scale")
-                                  .Attr<float>("soft_cap")
-                                  .Attr<int64_t>("window"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SluicePagedAttend, fused,
                               ffi::Ffi::Bind()

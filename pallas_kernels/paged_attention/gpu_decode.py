@@ -420,7 +420,6 @@ def decode(
   *,
   plan: Plan,
   scale: float,
-  sliding_window: int | None,
   soft_cap: float | None,
   tuning: Tuning,
   interpret: Any = None,
@@ -433,26 +432,21 @@ def decode(
     block_tables, kv_lens, query_starts: see api.RaggedMeta.
     pieces: of `plan.split`.
     out: bf16[T, N, H]; written in place where the caller's jit has no other use for it.
-    plan, scale, sliding_window, soft_cap: see api; the scale is positive.
+    plan, scale, soft_cap: see api; the scale is positive.
     tuning: see tuning.py.
     interpret: None, or plgpu.InterpretGPUParams to run on a CPU.
 
   Returns:
     `out` with the tokens of those rows written, the others as they were.
-
-  Raises:
-    ValueError: the plan was made for another sliding window.
   """
   geometry = plan.geometry
-  if sliding_window != geometry.sliding_window:
-    raise ValueError(f"decode: sliding_window={sliding_window}, but the plan's is {geometry.sliding_window}")
   call = _Call(plan, scale, soft_cap, tuning, interpret is not None)
   split, heads, size = plan.max_splits > 1, geometry.num_kv_heads, geometry.head_dim
   pairs, stages = tuning.decode_ctas_per_sm, tuning.decode_ctas_per_sm * tuning.decode_stages
   smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)
   options = {
     "compiler_params": plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    **({} if interpret is None else {"interpret": interpret}),
+    "interpret": interpret,
   }
   staging, parts = [smem((pairs, _ROWS, size))], ()
   if split:

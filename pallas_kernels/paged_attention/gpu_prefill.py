@@ -35,27 +35,6 @@ def _tanh(x: jax.Array) -> jax.Array:
   return 1.0 - 2.0 * root * root
 
 
-def _check(q: jax.Array, kv: jax.Array, plan: Plan, scale: float, sliding_window: int | None, tuning: Tuning) -> None:
-  geometry, keys = plan.geometry, tuning.prefill_tile_keys
-  page, head_dim, group = geometry.block_size, geometry.head_dim, geometry.group
-  if q.dtype != jnp.bfloat16 or kv.dtype != jnp.bfloat16:
-    raise NotImplementedError(f"prefill on GPU: q is {q.dtype} and kv {kv.dtype}; both must be bfloat16")
-  if head_dim % _LANES or head_dim > 256:
-    raise NotImplementedError(f"prefill on GPU: head_dim={head_dim} must be 64, 128, 192 or 256")
-  if page % 8 or (keys % page and page % keys):
-    raise NotImplementedError(f"prefill on GPU: block_size={page} must be 8 or more, a power of two")
-  if keys % 64 or keys > 128 or tuning.prefill_stages < 1 or scale <= 0:
-    raise ValueError(
-      f"prefill on GPU: prefill_tile_keys={keys} must be 64 or 128, prefill_stages={tuning.prefill_stages} at least 1 "
-      f"and scale={scale} above 0"
-    )
-  shapes = (geometry.num_kv_heads, geometry.tokens * group, head_dim), (geometry.num_kv_heads, 2, page, head_dim)
-  if (q.shape, kv.shape[1:]) != shapes or sliding_window != geometry.sliding_window:
-    raise ValueError(
-      f"prefill on GPU: q {q.shape}, kv {kv.shape} and sliding_window={sliding_window} do not fit {geometry}"
-    )
-
-
 def prefill(
   q: jax.Array,
   kv: jax.Array,
@@ -66,7 +45,6 @@ def prefill(
   *,
   plan: Plan,
   scale: float,
-  sliding_window: int | None,
   soft_cap: float | None,
   tuning: Tuning,
   interpret: plgpu.InterpretGPUParams | None,
@@ -79,20 +57,16 @@ def prefill(
     block_tables, kv_lens, query_starts: see api.RaggedMeta.
     pieces: `plan.split` of the plan's array.
     plan: the layout of the work.
-    scale, sliding_window, soft_cap: see api.ragged_paged_attention; scale is above 0.
+    scale, soft_cap: see api.PagedAttention; scale is above 0.
     tuning: prefill_stages, prefill_tile_keys and lowering.
     interpret: how to run on a CPU; None compiles for the GPU.
 
   Returns:
     bf16[T, N, H] with the tokens of the prefilled rows and zeros at padding; other tokens are undefined.
-
-  Raises:
-    NotImplementedError: the dtype, head size, group or block size is not supported.
-    ValueError: arguments contradict each other.
   """
-  _check(q, kv, plan, scale, sliding_window, tuning)
   geometry = plan.geometry
   group, head_dim, page = geometry.group, geometry.head_dim, geometry.block_size
+  sliding_window = geometry.sliding_window
   keys, stages = tuning.prefill_tile_keys, tuning.prefill_stages
   num_blocks, num_kv_heads = kv.shape[:2]
   chunk = min(page, keys)  # keys that one copy brings: a page, or a tile of a larger one

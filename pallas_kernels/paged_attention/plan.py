@@ -52,7 +52,7 @@ class Geometry:
     tokens, rows, table_width: T, S, B of the rung.
     block_size: tokens a block of KV.
     num_heads, num_kv_heads, head_dim: N, K, H, on this device.
-    sliding_window: as in api.ragged_paged_attention.
+    sliding_window: a query sees its last `sliding_window` positions, itself included; None: all.
     invariant: a query must go through the same sums whether it is alone in its row or one of many.
   """
 
@@ -91,8 +91,8 @@ class Plan:
 
   Attributes:
     geometry: of the rung.
-    split_blocks: blocks of a part at least, but for the parts at a row's end. Shorter rows are not split.
-    decode_queries: rows of 1 to this many queries are decoded; those of more are prefilled. 0: all are.
+    split_blocks: blocks of a part at least, 1 or more, but for the parts at a row's end. Shorter rows are not split.
+    decode_queries: rows of 1 to this many queries, which fit a tile, are decoded; others are prefilled. 0: all are.
     num_sms: SMs that the decode kernel runs on.
   """
 
@@ -100,14 +100,6 @@ class Plan:
   split_blocks: int
   decode_queries: int = 4
   num_sms: int = 132
-
-  def __post_init__(self):
-    if self.split_blocks < 1 or self.num_sms < 1 or not 0 <= self.decode_queries <= _DECODE_ROWS // self.geometry.group:
-      raise ValueError(
-        f"split_blocks={self.split_blocks} and num_sms={self.num_sms} must be at least 1, and decode_queries="
-        f"{self.decode_queries} within 0..{_DECODE_ROWS // self.geometry.group} for groups of {self.geometry.group} "
-        "heads"
-      )
 
   @cached_property
   def max_splits(self) -> int:
@@ -310,9 +302,6 @@ def make_plan(geometry: Geometry, split_tokens: int, num_sms: int) -> Plan:
     split_tokens: positions that a part of a split row has at least, but for those at its end. A rung of few rows and KV
       heads, which all together give no SM twice as much to do, has shorter ones.
     num_sms: of the device, see tuning.count_sms.
-
-  Raises:
-    ValueError: a group has more than 64 query heads.
   """
   split_blocks = -(-split_tokens // geometry.block_size)
   split_blocks = max(1, min(split_blocks, -(-2 * split_blocks * geometry.rows * geometry.num_kv_heads // num_sms)))

@@ -14,6 +14,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
+
 _CHUNK = 64  # keys a pass, rounded to whole pages
 _DECODE_GROUP = 8  # tiles of one query a group; measured, as the others are: README.md
 _PREFILL_TILE = 32
@@ -27,13 +29,49 @@ def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int)
   return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
 
-def num_kv_heads(kv: jax.Array) -> int:
-  """K of a buffer."""
-  return kv.shape[2]
+def rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+  """Rotates pairs (i, i + H/2), in f32, as Hugging Face checkpoints expect.
+
+  Args:
+    x: [..., heads, H].
+    cos, sin: f32[..., H/2], one row a token.
+  """
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  cos, sin = cos[..., None, :], sin[..., None, :]
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def rotate(qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Splits a layer's projections and rotates queries and keys.
+
+  Args:
+    qkv: [..., K, G + 2, H]: of each KV head its queries, its key, its value.
+    cos, sin: f32[..., H/2], one row a token.
+
+  Returns:
+    q [..., N, H], k [..., K, H], v [..., K, H].
+  """
+  q = qkv[..., :-2, :]
+  q = q.reshape(*q.shape[:-3], -1, q.shape[-1])
+  return rope(q, cos, sin), rope(qkv[..., -2, :], cos, sin), qkv[..., -1, :]
+
+
+def attend(attention: PagedAttention, qkv, cos, sin, kv, meta: RaggedMeta, slot_mapping):
+  """See api.PagedAttention.attend."""
+  q, k, v = rotate(qkv, cos, sin)
+  kv = write_kv(kv, k, v, slot_mapping)
+  out = ragged_paged_attention(
+    *(q, kv, meta.block_tables, meta.kv_lens, meta.query_starts),
+    scale=attention.scale,
+    sliding_window=attention.geometry.sliding_window,
+    soft_cap=attention.soft_cap,
+    invariant=attention.geometry.invariant,
+  )
+  return out, kv
 
 
 def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-  """See api.write_kv."""
+  """Stores this step's keys and values, [T, K, H], cast to the buffer's dtype."""
   page = kv.shape[3]
   return kv.at[slot_mapping // page, :, :, slot_mapping % page].set(jnp.stack([k, v], axis=1).astype(kv.dtype))
 
@@ -132,14 +170,18 @@ def ragged_paged_attention(
   soft_cap: float | None,
   invariant: bool = False,
 ) -> jax.Array:
-  """See api.ragged_paged_attention.
+  """Causal attention of every packed token over its row's paged keys and values, which are stored already.
 
   Args:
+    q: [T, N, H].
     invariant: as in Geometry: every query is a tile of its own, a prompt's too.
+
+  Returns:
+    [T, N, H] of q's dtype; zeros at padding tokens.
   """
   num_tokens, num_heads, head_dim = q.shape
   num_rows, table_width = block_tables.shape
-  heads, page = num_kv_heads(kv), kv.shape[3]
+  heads, page = kv.shape[2:4]
   pages = min(max(1, _CHUNK // page), table_width)
   chunk = pages * page
   heads_a_group = num_heads // heads

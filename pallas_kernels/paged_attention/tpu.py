@@ -20,7 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
 from pallas_kernels.paged_attention.plan import Geometry
+from pallas_kernels.paged_attention.reference import rotate
 
 # None of these is measured: no TPU was at hand.
 PREFERRED_BLOCK_SIZE = 32  # half the copies and half the scalar memory of 16, where devices have few heads each
@@ -78,9 +80,17 @@ def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int)
   return (num_blocks, num_kv_heads, block_size, _lines(head_dim)[0])
 
 
-def num_kv_heads(kv: jax.Array) -> int:
-  """K of a buffer."""
-  return kv.shape[1]
+def attend(attention: PagedAttention, qkv, cos, sin, kv, meta: RaggedMeta, slot_mapping):
+  """See api.PagedAttention.attend; XLA rotates."""
+  q, k, v = rotate(qkv, cos, sin)
+  kv = write_kv(kv, k, v, slot_mapping)
+  out = ragged_paged_attention(
+    *(q, kv, meta.block_tables, meta.kv_lens, meta.query_starts),
+    scale=attention.scale,
+    sliding_window=attention.geometry.sliding_window,
+    soft_cap=attention.soft_cap,
+  )
+  return out, kv
 
 
 def _runs(slots: jax.Array, page: int, window: int, tokens: int) -> tuple[jax.Array, ...]:
@@ -163,7 +173,10 @@ def _write_kernel(begins, counts, slots, firsts, new, _, kv, windows, reads, wri
 
 
 def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-  """See api.write_kv. A block's tokens must be consecutive positions in order, as a row's are; padding is skipped."""
+  """Stores keys and values, [T, K, H].
+
+  A block's tokens must be consecutive positions in order, as a row's are; padding is skipped.
+  """
   _, heads, page, width = kv.shape
   head_dim, window = k.shape[2], _window(kv.dtype)
   tokens = min(_WRITE_TOKENS, -(-k.shape[0] // (2 * window)) * 2 * window)
@@ -426,7 +439,7 @@ def ragged_paged_attention(
   sliding_window: int | None,
   soft_cap: float | None,
 ) -> jax.Array:
-  """See api.ragged_paged_attention."""
+  """As reference.ragged_paged_attention."""
   num_tokens, num_heads, head_dim = q.shape
   _, heads, page, width = kv.shape
   group = num_heads // heads

@@ -59,14 +59,6 @@ _TABLE: dict[tuple[str | None, int, int | None], Tuning] = {
     prefill_tile_keys=128,
     write_tokens=8,
   ),
-  (None, 256, None): Tuning(
-    split_tokens=256,
-    decode_stages=2,
-    decode_ctas_per_sm=1,
-    prefill_stages=1,
-    prefill_tile_keys=64,
-    write_tokens=8,
-  ),
 }
 
 

@@ -6,7 +6,6 @@ Nothing here knows gRPC, HTTP or text. Events do not pass this way: an engine ha
 from collections.abc import Callable, Sequence
 import dataclasses
 import resource
-import threading
 from typing import Protocol
 
 from engine.config import EngineConfig
@@ -42,25 +41,9 @@ class Report:
 
 
 class EngineClient(Protocol):
-  """An engine as a front end sees it. All methods but `run` belong to the front end's event loop."""
+  """An engine as a front end sees it. All of it belongs to the front end's event loop."""
 
-  @property
-  def config(self) -> EngineConfig: ...
-
-  @property
-  def heartbeat(self) -> float:
-    """Of the loop's latest turn, as far as is known here."""
-    ...
-
-  @property
-  def dead(self) -> BaseException | None:
-    """Why it has failed."""
-    ...
-
-  @property
-  def num_live(self) -> int:
-    """Requests it still has, of which this front end would have to wait for the endings."""
-    ...
+  config: EngineConfig
 
   def now(self) -> float:
     """The clock that deadlines are on, seconds."""
@@ -99,58 +82,27 @@ class EngineClient(Protocol):
     """The engine now, with its latest `num_records` records of steps and requests."""
     ...
 
-  def run(self, stop_event: threading.Event) -> None:
-    """In a thread of its own: until `stop_event` is set or the engine has ended."""
-    ...
-
-  def wake(self) -> None:
-    """Lets run() see at once that its `stop_event` was set."""
-    ...
-
 
 class LocalEngine:
-  """An engine in this process. Implements EngineClient for one front end, and is what the others' requests come to."""
+  """An engine in this process. Implements EngineClient for one front end, and is what the others' requests come to.
+
+  Attributes:
+    inner: the engine itself, for who runs it or checks its books.
+  """
 
   def __init__(self, engine: Engine, compiles_after_ready: Callable[[], int] = lambda: 0):
     """Args: engine: gets the requests. compiles_after_ready: counts XLA compilations."""
-    self._engine = engine
+    self.inner = engine
+    self.config = engine.config
     self._compiles_after_ready = compiles_after_ready
     self._held: set[str] = set()
     self._observations = Observations()
     self._endings_to_look_up = 0
 
-  @property
-  def config(self) -> EngineConfig:
-    return self._engine.config
-
-  @property
-  def heartbeat(self) -> float:
-    return self._engine.heartbeat
-
-  @property
-  def dead(self) -> BaseException | None:
-    return self._engine.dead
-
-  @property
-  def num_live(self) -> int:
-    return self._engine.num_live
-
   def now(self) -> float:
-    """See EngineClient."""
-    return self._engine.now()
-
-  @property
-  def incident(self) -> str:
-    """See Engine.incident."""
-    return self._engine.incident
-
-  @property
-  def inner(self) -> Engine:
-    """The engine itself, for who checks its books."""
-    return self._engine
+    return self.inner.now()
 
   def num_held(self) -> int:
-    """See EngineClient."""
     return len(self._held)
 
   def new_id(self, name: str) -> str:
@@ -162,55 +114,36 @@ class LocalEngine:
     return request_id
 
   def ended(self, request_id: str) -> None:
-    """See EngineClient."""
     self._held.discard(request_id)
     self._endings_to_look_up += 1
     if self._endings_to_look_up >= _LOOK_UP_ENDINGS:
       self._look_up_endings()
 
   async def submit(self, owner: str, name: str, requests: Sequence[Request]) -> None:
-    """See EngineClient; names are told apart by the only front end there is."""
-    self._engine.submit_all(requests)
-
-  def submit_now(self, requests: Sequence[Request]) -> None:
-    """See Engine.submit_all."""
-    self._engine.submit_all(requests)
+    """Names are told apart by the only front end there is."""
+    self.inner.submit_all(requests)
 
   def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-    """See EngineClient."""
-    self._engine.abort(request_id, reason)
+    self.inner.abort(request_id, reason)
 
   async def abort_elsewhere(self, owner: str, names: Sequence[str]) -> list[bool]:
     """There is no other front end."""
     return [False] * len(names)
 
   async def report(self, num_records: int = 0, *, with_blocks: bool = False) -> Report:
-    """See EngineClient."""
-    return self.report_now(num_records, with_blocks=with_blocks)
-
-  def report_now(self, num_records: int = 0, *, with_blocks: bool = False) -> Report:
-    """See EngineClient."""
     self._look_up_endings()
     return Report(
-      stats=self._engine.stats(num_records),
-      now_s=self._engine.now(),
-      heartbeat_s=self._engine.heartbeat,
+      stats=self.inner.stats(num_records),
+      now_s=self.inner.now(),
+      heartbeat_s=self.inner.heartbeat,
       compiles_after_ready=self._compiles_after_ready(),
       # Linux counts in KiB.
       peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
       queue=self._observations.queue,
-      blocks=self._engine.block_states() if with_blocks else b"",
+      blocks=self.inner.block_states() if with_blocks else b"",
     )
-
-  def run(self, stop_event: threading.Event) -> None:
-    """See EngineClient."""
-    self._engine.run(stop_event)
-
-  def wake(self) -> None:
-    """See EngineClient."""
-    self._engine.wake()
 
   def _look_up_endings(self) -> None:
     """Queue times, which only the engine's own records tell."""
     self._endings_to_look_up = 0
-    self._observations.queued(self._engine.stats(RING_STEPS).requests)
+    self._observations.queued(self.inner.stats(RING_STEPS).requests)

@@ -6,7 +6,6 @@ tokens: each is put into a list, and text and messages are made of all that came
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-import logging
 import math
 import secrets
 
@@ -18,8 +17,8 @@ from server.errors import (
   EngineFailed,
   GenerationFailed,
   GrammarLimit,
-  InternalError,
   NumericalError,
+  log_incident,
 )
 from server.generation.engine_client import EngineClient
 from server.generation.request_validation import GenerationCall
@@ -34,8 +33,6 @@ _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FI
 _MAX_PENDING = 256
 _ERRORS = {NUMERICAL_ERROR: NumericalError, ENGINE_FAILURE: EngineFailed, GRAMMAR_LIMIT: GrammarLimit}
 
-_log = logging.getLogger(__name__)
-
 
 class _Output:
   """One index of a generation: from token events to the delta and the ending that are not yet sent.
@@ -43,7 +40,9 @@ class _Output:
   Attributes:
     pending: tokens that are not in the delta yet.
     is_eager: tokens are looked at as they come, for one may complete a stop string.
-    last_token_at: on the engine's clock, of the dispatch that brought it.
+    started, last_token_at: on the engine's clock; the second is of the dispatch that brought it.
+    first_token_s: seconds from the start to it.
+    num_cached_tokens: of the prompt, found in the prefix cache.
   """
 
   def __init__(
@@ -65,10 +64,11 @@ class _Output:
     self._call = call
     self._min_tokens = call.params[index].min_tokens
     self._clock = clock
-    self._started = clock()
+    self.started = clock()
     self.first_token_s: float | None = None
+    self.num_prompt_tokens = len(call.prompt_token_ids)
+    self.num_cached_tokens = 0
     self._num_tokens = 0
-    self._num_cached_tokens = 0
     wants_text = call.return_text or call.stop_strings
     self._detokenizer: Detokenizer | None = None
     if wants_text and tokenizer is not None:
@@ -76,16 +76,8 @@ class _Output:
     self._stops = StopStrings(call.stop_strings)
 
   @property
-  def num_prompt_tokens(self) -> int:
-    return len(self._call.prompt_token_ids)
-
-  @property
   def num_tokens(self) -> int:
     return self._num_tokens + len(self.pending)
-
-  @property
-  def num_cached_tokens(self) -> int:
-    return self._num_cached_tokens
 
   @property
   def delta(self) -> pb.Delta:
@@ -93,11 +85,6 @@ class _Output:
     if self.pending:
       self.flush()
     return self._delta
-
-  def has_first_token(self) -> float:
-    """Says that it has come; returns the seconds from submission."""
-    self.first_token_s = self._clock() - self._started
-    return self.first_token_s
 
   def add_to(self, message: pb.GenerateResponse) -> None:
     """Moves what was not sent into a message."""
@@ -122,7 +109,7 @@ class _Output:
     token_ids: Sequence[int] = event.token_ids
     if event.prompt_logprobs:
       self._delta.prompt_logprobs.extend(map(_logprobs, event.prompt_logprobs))
-    self._num_cached_tokens = max(self._num_cached_tokens, event.num_cached_tokens)
+    self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
     if event.stop_token_id is not None:
       self._num_tokens += 1
       token_ids = token_ids[:-1]
@@ -156,19 +143,18 @@ class _Output:
     return len(token_ids)
 
   def _finish(self, reason: FinishReason, *, stop_token_id: int | None = None, stop_string: str | None = None) -> None:
-    num_prompt_tokens = self.num_prompt_tokens
     self.finished = pb.Finished(
       index=self._delta.index,
       reason=_REASONS[reason],
       stop_token_id=stop_token_id,
       stop_string=stop_string,
       usage=pb.Usage(
-        prompt_tokens=num_prompt_tokens,
+        prompt_tokens=self.num_prompt_tokens,
         completion_tokens=self._num_tokens,
-        total_tokens=num_prompt_tokens + self._num_tokens,
-        cached_tokens=self._num_cached_tokens,
+        total_tokens=self.num_prompt_tokens + self._num_tokens,
+        cached_tokens=self.num_cached_tokens,
       ),
-      timing=pb.Timing(time_to_first_token_s=self.first_token_s or 0.0, total_s=self._clock() - self._started),
+      timing=pb.Timing(time_to_first_token_s=self.first_token_s or 0.0, total_s=self._clock() - self.started),
     )
 
 
@@ -384,7 +370,8 @@ class Generations:
   def _see_token(self, output: _Output, now: float) -> None:
     """The first, or one that the dispatch before has left out."""
     if output.last_token_at is None:
-      self.observations.first_token(output.has_first_token())
+      output.first_token_s = now - output.started
+      self.observations.first_token(output.first_token_s)
     else:
       self.observations.gap(now - output.last_token_at, 1)
     output.last_token_at = now
@@ -396,7 +383,13 @@ class Generations:
       return
     self._guarded(output, lambda: output.take_event(event))
     if output.finished is not None:
-      self._observe_finished(output.finished)
+      usage, timing = output.finished.usage, output.finished.timing
+      self.observations.finished(
+        seconds=timing.total_s,
+        first_token_s=timing.time_to_first_token_s,
+        num_prompt_tokens=usage.prompt_tokens,
+        num_tokens=usage.completion_tokens,
+      )
       if event.finish_reason is None:
         self._abort_output(output, FinishReason.STOP)
 
@@ -405,18 +398,8 @@ class Generations:
     try:
       work()
     except Exception as error:
-      incident = secrets.token_hex(4)
-      _log.error("incident %s: the text of a request failed in our own code", incident, exc_info=error)
-      self.fail_generation(output.generation, InternalError(f"internal error, incident {incident} in the server's log"))
-
-  def _observe_finished(self, finished: pb.Finished) -> None:
-    usage, timing = finished.usage, finished.timing
-    self.observations.finished(
-      seconds=timing.total_s,
-      first_token_s=timing.time_to_first_token_s,
-      num_prompt_tokens=usage.prompt_tokens,
-      num_tokens=usage.completion_tokens,
-    )
+      hidden = log_incident(error, "the text of a request failed in our own code")
+      self.fail_generation(output.generation, hidden)
 
   def abort_generation(self, request_id: str, owner: str = "") -> bool:
     """Ends a live generation of this owner as its wish; returns whether there was one."""

@@ -4,11 +4,10 @@ Sampling values and token ids are judged by the engine's own `SamplingParams.val
 only what the engine cannot know: names, ids, texts, stop strings and counts of the wire.
 """
 
+from collections.abc import Mapping
 import dataclasses
-import functools
 import re
 
-from google.protobuf import descriptor
 from google.protobuf import message as protobuf_message
 from google.protobuf import unknown_fields as protobuf_unknown
 
@@ -32,13 +31,8 @@ DEFAULT_MAX_TOKENS = 256
 NO_SEED = -1
 _MAX_SALT_BYTES = 128
 _MAX_TENANT_BYTES = 128
-# Fields that SamplingParams has by the same name, and with the same meaning.
-_SAME_IN_ENGINE = frozenset(
-  (
-    *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed"),
-    *("max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs"),
-  )
-)
+# Those that requests have by the same name have the same meaning.
+_ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 # Messages in which every field changes the output: served without one, a request gets another output than it asked for.
 _CHOICES = frozenset(
   message.DESCRIPTOR.full_name
@@ -83,16 +77,10 @@ def unknown_fields(message: protobuf_message.Message) -> list[str]:
     f"{message.DESCRIPTOR.full_name}.{field.field_number}" for field in protobuf_unknown.UnknownFieldSet(message)
   }
   for field, value in message.ListFields():
-    kind = field.message_type
-    if kind is not None and not _is_map_entry(kind):
+    if field.message_type is not None and not isinstance(value, Mapping):  # ours map numbers to numbers
       for each in value if field.is_repeated else (value,):
         found.update(unknown_fields(each))
   return sorted(found)
-
-
-@functools.cache  # options are parsed anew each time
-def _is_map_entry(kind: descriptor.Descriptor) -> bool:
-  return kind.GetOptions().map_entry
 
 
 def refuse_unknown_choices(unknown: list[str]) -> None:
@@ -132,11 +120,6 @@ def need_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
   return tokenizer
 
 
-def template_messages(chat: pb.ChatPrompt) -> list[Message]:
-  """The chat as the tokenizer takes it."""
-  return [Message(message.role, message.content) for message in chat.messages]
-
-
 def prompt_token_ids(request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer: Tokenizer | None) -> list[int]:
   """Token ids of a request's prompt. May take long for a long text: call it away from the event loop.
 
@@ -159,7 +142,7 @@ def prompt_token_ids(request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer
     return tokenizer.encode(request.text, add_special_tokens=add_special_tokens)
   chat = request.chat
   return tokenizer.encode_chat(
-    template_messages(chat),
+    [Message(message.role, message.content) for message in chat.messages],
     add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
   )
 
@@ -273,20 +256,17 @@ def _sampling_params(
     field.name: value
     for message in (request.sampling, request.stopping, request.output)
     for field, value in message.ListFields()
-    if field.name in _SAME_IN_ENGINE
+    if field.name in _ENGINE_FIELDS
   }
   if values.get("seed") == NO_SEED:
     del values["seed"]
   if not request.stopping.HasField("max_tokens"):
     values["max_tokens"] = default_max_tokens(defaults, DEFAULT_MAX_TOKENS, config.max_model_len - prompt_len)
-  sampling = request.sampling
-  if sampling.HasField("allowed_token_ids"):
-    values["allowed_token_ids"] = tuple(sampling.allowed_token_ids.ids)
-  return SamplingParams(
-    logit_bias=tuple(sorted(sampling.logit_bias.items())),
-    stop_token_ids=tuple(request.stopping.stop_token_ids),
-    **values,
-  )
+  if request.sampling.HasField("allowed_token_ids"):
+    values["allowed_token_ids"] = tuple(request.sampling.allowed_token_ids.ids)
+  values["logit_bias"] = tuple(sorted(request.sampling.logit_bias.items()))
+  values["stop_token_ids"] = tuple(request.stopping.stop_token_ids)
+  return SamplingParams(**values)
 
 
 def _for_index(params: SamplingParams, index: int) -> SamplingParams:

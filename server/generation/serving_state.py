@@ -59,7 +59,6 @@ class ServingState:
   Attributes:
     ready, alive: for probes and metrics. Not ready while draining or not alive; not alive when the engine stands or has
       failed.
-    num_unhandled: errors found that no call has taken.
   """
 
   def __init__(self, memory: MemoryLimit | None = None):
@@ -76,7 +75,6 @@ class ServingState:
     self._ready_at = 0.0
     self.ready = False
     self.alive = True
-    self.num_unhandled = 0
 
   def begin_serving(self, backend: Backend) -> None:
     """Lets work in from now on."""
@@ -90,10 +88,6 @@ class ServingState:
   def refuse_work(self, error: Unavailable) -> None:
     """Lets no new work in; `error` is what callers are told. Work inside goes on."""
     self._refusal = error
-
-  def count_unhandled(self) -> None:
-    """An error was found that no call has taken."""
-    self.num_unhandled += 1
 
   def end_threads(self) -> None:
     """Gives them back."""

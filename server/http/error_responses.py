@@ -7,9 +7,7 @@ As in `server.rpc.grpc_status`, what is not an EngineError becomes an opaque 500
 
 from collections.abc import Mapping
 import dataclasses
-import logging
 import math
-import secrets
 from types import MappingProxyType
 from typing import Any
 
@@ -19,8 +17,6 @@ from engine import errors as engine_errors
 from server import errors
 
 _INVALID = "invalid_request_error"
-
-_log = logging.getLogger(__name__)
 
 
 class Refused(engine_errors.EngineError):
@@ -93,27 +89,21 @@ def make_error_answer(error: Exception, names: Mapping[str, str] = MappingProxyT
   if isinstance(error, HTTPException):
     error = _of_starlette(error)
   if isinstance(error, Refused):
-    kind = _INVALID if error.status < 500 else "server_error"
-    return _answer(error.status, errors.shorten_message(str(error)), kind, error.code, error.headers, None)
-  for kind, (status, name, code) in _TABLE:
-    if isinstance(error, kind):
-      param = _name_of(error.field, names)
-      message = errors.shorten_message(error.message_about(param))
-      if not isinstance(error, engine_errors.InvalidRequest):
-        param = ""
-      return _answer(status, message, name, code, _headers(error, status), param or None)
-  incident = secrets.token_hex(4)
-  _log.error("incident %s: a request failed in our own code", incident, exc_info=error)
-  message = f"internal error, incident {incident} in the server's log"
-  return _answer(500, message, "server_error", "internal_error", {}, None)
-
-
-def _answer(
-  status: int, message: str, kind: str, code: str | None, headers: dict[str, str], param: str | None
-) -> ErrorAnswer:
+    status, name, code = error.status, _INVALID if error.status < 500 else "server_error", error.code
+    headers = error.headers
+  else:
+    row = next((row for kind, row in _TABLE if isinstance(error, kind)), None)
+    if row is None:
+      return make_error_answer(errors.log_incident(error, "a request failed in our own code"))
+    status, name, code = row
+    headers = _headers(error, status)
+  assert isinstance(error, engine_errors.EngineError), "the table has no others"
+  field = _name_of(error.field, names)
+  message = errors.shorten_message(error.message_about(field))
   if status in _NOT_WORTH_A_RETRY:
     headers = headers | {"x-should-retry": "false"}
-  return ErrorAnswer(status, {"error": {"message": message, "type": kind, "param": param, "code": code}}, headers)
+  body = {"message": message, "type": name, "param": field or None, "code": code}
+  return ErrorAnswer(status, {"error": body}, headers)
 
 
 def _name_of(field: str, names: Mapping[str, str]) -> str:

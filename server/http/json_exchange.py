@@ -2,9 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-import json
 from typing import Any
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,32 +13,30 @@ from starlette.types import Receive, Scope, Send
 from server.generation.serving_state import ServingState
 from server.http import json_fields
 from server.http.error_responses import Refused, make_error_answer
+from server.http.http_options import HttpOptions
 
 # Smaller bodies are parsed in the loop: handing them to a thread would take longer.
 _INLINE_BYTES = 16 << 10
-# Strict: what JSON cannot say is our mistake, not the client's puzzle.
-encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class ClientGone(Exception):
   """The client has closed its connection; there is nobody to answer."""
 
 
-async def read_json_object(
-  request: Request, state: ServingState, *, max_bytes: int, timeout_s: float
-) -> dict[str, Any]:
+async def read_json_object(request: Request, state: ServingState, options: HttpOptions) -> dict[str, Any]:
   """The JSON object that a request carries, read no further than the limits allow.
 
   Args:
     request: nothing of it read yet.
     state: lends its threads for a long body.
-    max_bytes, timeout_s: of the body.
+    options: its limits.
 
   Raises:
     Refused: 408, 413 or 415.
     InvalidRequest: it is no such object.
     ClientGone: it never came whole.
   """
+  max_bytes, timeout_s = options.max_body_bytes, options.body_timeout_s
   _check_headers(request.headers, max_bytes)
   body = bytearray()
   try:
@@ -106,18 +104,9 @@ async def _wait_gone(receive: Receive) -> None:
     pass
 
 
-class JSONAnswer(Response):
-  """A JSON body: a value, or the bytes that `encode` has made of one."""
-
-  media_type = "application/json"
-
-  def render(self, content: Any) -> bytes:
-    return content if isinstance(content, bytes) else encode_json(content).encode()
-
-
 def encode_sse_event(payload: dict[str, Any]) -> bytes:
   """One server-sent event (HTML standard, section 9.2)."""
-  return b"data: " + encode_json(payload).encode() + b"\n\n"
+  return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"

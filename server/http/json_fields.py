@@ -1,20 +1,37 @@
-"""JSON from strangers: parsed with limits, then read field by field, each with its type. Knows no endpoint.
+"""JSON from strangers: parsed with limits, then converted to the fields that a class declares. Knows no endpoint.
 
 Python's parser takes more than JSON (NaN, lone surrogates, the last of two equal keys, other encodings) and fails in
-more ways than one; here all of that is one error with a remedy. Values are named in errors, texts are not.
+more ways than one; here all of that is one error with a remedy, and so is what msgspec says of a field. Numbers are
+shown in errors, texts are not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 import re
-from typing import Any, NoReturn
+from typing import Any
+
+import msgspec
 
 from engine.errors import InvalidRequest
 
 MAX_DEPTH = 64
-INT32 = (-(2**31), 2**31 - 1)
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+_MAX_DIGITS = 30
+# msgspec's messages, and its names of types and limits in words.
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_OTHER_TYPE = re.compile(r"Expected `(.+)`, got `(\w+)`")
+_OTHER_LENGTH = re.compile(r"Expected `\w+` of length (\S+) (\d+)")
+_BEYOND_LIMIT = re.compile(r"Expected `(\w+)` (\S+) (\S+)")
+_BOUNDS = {"<=": "at most", ">=": "at least", ">": "more than"}
+_BITS = {str(bound): bits for bits in (32, 64) for bound in (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)}
+_WORDS = {
+  "null": "null",
+  "object": "an object",
+  "array": "a list",
+  "str": "a string",
+  "bool": "a boolean",
+  "int": "a whole number",
+  "float": "a number",
+}
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
@@ -24,126 +41,75 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     InvalidRequest: it is not UTF-8, not JSON, not an object, or too deep.
   """
   try:
-    text = body.decode()
-  except UnicodeDecodeError as error:
-    raise InvalidRequest(f"is not UTF-8 from byte {error.start} on; send JSON in UTF-8", field="body") from None
-  try:
-    value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)
-  except json.JSONDecodeError as error:
-    raise InvalidRequest(
-      f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; send one JSON object", field="body"
-    ) from None
+    # It refuses what Python's parser takes, but for keys that come twice.
+    msgspec.json.decode(body, type=dict[str, Any])
+    value = json.loads(body, object_pairs_hook=_object)
   except RecursionError:
     raise _too_deep() from None
-  except ValueError:
-    raise InvalidRequest("has a number of too many digits; send at most 4300", field="body") from None
-  if not isinstance(value, dict):
-    raise InvalidRequest(f"is {kind_of(value)}; send one JSON object", field="body")
+  except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    raise InvalidRequest(
+      f"is not JSON that can be taken: {error}; send one JSON object in UTF-8, with finite numbers", field="body"
+    ) from None
   _check_depth(value)
-  if _SURROGATE.search(text):
-    try:
-      json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-      raise InvalidRequest(
-        "has half of a surrogate pair (\\ud800 to \\udfff); send whole characters", field="body"
-      ) from None
   return value
 
 
-def kind_of(value: Any) -> str:
-  """What a JSON value is, in words."""
-  return "null" if value is None else _KINDS[type(value)]
+def convert_fields[T: msgspec.Struct](values: Mapping[str, Any], kind: type[T]) -> T:
+  """The fields that `kind` declares, without all others. A null counts as absent, and 2.0 is a whole number.
 
-
-class Fields:
-  """The fields of one JSON object. Each is taken once, by the name and type that somebody understands.
-
-  A field that is null counts as absent, as with OpenAI.
+  Raises:
+    InvalidRequest: a field is missing, of another type than is declared, or beyond its limits.
   """
-
-  def __init__(self, values: dict[str, Any], where: str = ""):
-    """Args: values: the object. where: its own name with a dot, for errors."""
-    self._values = {name: value for name, value in values.items() if value is not None}
-    self._where = where
-
-  def take_value(self, name: str) -> Any:
-    """The value, whatever it is, or None."""
-    return self._values.pop(name, None)
-
-  def unknown(self) -> list[str]:
-    """What nobody has taken."""
-    return list(self._values)
-
-  def text(self, name: str) -> str | None:
-    """A string, or None."""
-    value = self.take_value(name)
-    if value is not None and not isinstance(value, str):
-      self.wrong(name, value, "a string")
-    return value
-
-  def flag(self, name: str) -> bool | None:
-    """A boolean, or None."""
-    value = self.take_value(name)
-    if value is not None and not isinstance(value, bool):
-      self.wrong(name, value, "true or false")
-    return value
-
-  def whole(self, name: str, limits: tuple[int, int] = INT32) -> int | None:
-    """A whole number that the wire type of sluice.v1 can hold, or None. 2.0 is whole."""
-    value = self.take_value(name)
-    if isinstance(value, float) and value.is_integer():
-      value = int(value)
-    if value is None:
-      return None
-    if not isinstance(value, int) or isinstance(value, bool):
-      self.wrong(name, value, "a whole number")
-    if not limits[0] <= value <= limits[1]:
-      shown = str(value) if abs(value) < 10**30 else "of more than 30 digits"
-      bits = 1 + limits[1].bit_length()
-      raise InvalidRequest(
-        f"={shown} is not allowed: send a whole number that fits into {bits} bits", field=f"{self._where}{name}"
-      )
-    return value
-
-  def number(self, name: str) -> float | None:
-    """A number, or None."""
-    value = self.take_value(name)
-    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-      self.wrong(name, value, "a number")
-    return None if value is None else as_float(value)
-
-  def list_of(self, name: str, kind: type, what: str) -> list[Any] | None:
-    """A list with entries of one type, or None."""
-    value = self.take_value(name)
-    if value is None:
-      return None
-    if not isinstance(value, list):
-      self.wrong(name, value, f"a list of {what}")
-    for index, entry in enumerate(value):
-      if type(entry) is not kind:
-        self.wrong(f"{name}[{index}]", entry, f"a list of {what}")
-    return value
-
-  def inner(self, name: str) -> "Fields | None":
-    """An object, or None."""
-    value = self.take_value(name)
-    if value is None:
-      return None
-    if not isinstance(value, dict):
-      self.wrong(name, value, "an object")
-    return Fields(value, f"{self._where}{name}.")
-
-  def wrong(self, name: str, value: Any, wanted: str) -> NoReturn:
-    """Raises InvalidRequest for a value of another type than is wanted."""
-    raise InvalidRequest(f"is {kind_of(value)}: send {wanted}", field=f"{self._where}{name}")
-
-
-def as_float(value: float) -> float:
-  """A JSON number as a float; one that is too large for it is infinite, which its owner refuses."""
+  given = {
+    name: int(value) if isinstance(value, float) and value.is_integer() else value
+    for name, value in values.items()
+    if value is not None
+  }
   try:
-    return float(value)
-  except OverflowError:
-    return float("inf") if value > 0 else float("-inf")
+    return msgspec.convert(given, kind, str_keys=True)
+  except msgspec.ValidationError as error:
+    raise _refusal(str(error), given, getattr(kind, "remedies", {})) from None
+
+
+def show_number(value: object) -> str:
+  """ "=VALUE" for an error about a number or a boolean; nothing for a value with texts of the caller's."""
+  if not isinstance(value, int | float):
+    return ""
+  text = json.dumps(value)
+  return f"={text}" if len(text) <= _MAX_DIGITS else f"={text[:_MAX_DIGITS]}..."
+
+
+def _refusal(said: str, given: Mapping[str, Any], remedies: Mapping[str, str]) -> InvalidRequest:
+  """What msgspec says of a field, with the value, the limit and a remedy; `remedies` has better ones, by field."""
+  problem, _, place = said.partition(" - at ")
+  field = place.rpartition("$")[2].strip(".`")
+  if missing := _MISSING.match(problem):
+    field = f"{field}.{missing[1]}".lstrip(".")
+    return InvalidRequest(f"is missing: send {remedies.get(field, 'it as /openapi.json describes it')}", field=field)
+  # msgspec does not tell which of an object's entries it means.
+  subject = "has a key that " if "`key`" in place else "has an entry that " if field.endswith("[...]") else ""
+  field = field.removesuffix("[...]")
+  value = _value_at(given, field)
+  if other := _OTHER_TYPE.match(problem):
+    wanted = remedies.get(field) or " or ".join(_WORDS[name] for name in other[1].split(" | ") if name != "null")
+    return InvalidRequest(f"{subject}is {_WORDS[other[2]]}: send {wanted}", field=field)
+  if length := _OTHER_LENGTH.match(problem):
+    unit = "characters" if isinstance(value, str) else "entries"
+    return InvalidRequest(f"has {len(value)} {unit}: send {_BOUNDS[length[1]]} {length[2]}", field=field)
+  if limit := _BEYOND_LIMIT.match(problem):
+    bits = _BITS.get(limit[3])
+    bound = f"that fits into {bits} bits" if bits else f"of {_BOUNDS[limit[2]]} {limit[3]}"
+    problem = f"send {_WORDS[limit[1]]} {bound}"
+  else:
+    problem += "; see /openapi.json for what is"
+  return InvalidRequest(f"{subject or show_number(value) + ' '}is not allowed: {problem}", field=field)
+
+
+def _value_at(values: Any, path: str) -> Any:
+  """The value at "messages[0].content"."""
+  for name in re.findall(r"\w+", path):
+    values = values[int(name)] if isinstance(values, list) else values[name]
+  return values
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -151,10 +117,6 @@ def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
   if len(values) != len(pairs):
     raise InvalidRequest("has an object with the same key twice; send each key once", field="body")
   return values
-
-
-def _no_constant(name: str) -> NoReturn:
-  raise InvalidRequest(f"has {name}, which is not JSON; send a finite number, or leave the field out", field="body")
 
 
 def _check_depth(value: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import inspect
 import itertools
 import logging
-import secrets
 import socket
 import threading
 from typing import Any, Union
@@ -63,7 +62,11 @@ def pack_frame(serial: int, message: LinkMessage) -> bytes:
 
 
 class Link:
-  """One end of the socket. Belongs to an event loop, but for `tell_peer`, which any thread may call."""
+  """One end of the socket. Belongs to an event loop, but for `tell_peer`, which any thread may call.
+
+  Attributes:
+    is_open: whether messages can pass.
+  """
 
   def __init__(
     self,
@@ -89,7 +92,7 @@ class Link:
     self._arrived = memoryview(bytearray(_READ_BYTES))
     self._unread = bytearray()
     self._unsent = bytearray()
-    self._is_open = True
+    self.is_open = True
     self._serials = itertools.count(1)
     self._waiting: dict[int, tuple[asyncio.Future[Any], type]] = {}
     self._tasks: set[asyncio.Task] = set()
@@ -99,15 +102,11 @@ class Link:
         sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
     self._loop.add_reader(sock, self._read_socket)
 
-  @property
-  def is_open(self) -> bool:
-    return self._is_open
-
   def tell_peer(self, message: LinkMessage, serial: int = 0) -> None:
     """Sends a message, or keeps it until the other side reads; it never waits. What a closed link is told is lost."""
     frame = pack_frame(serial, message)
     with self._lock:
-      if not self._is_open:
+      if not self.is_open:
         return
       sent = 0
       if not self._unsent:
@@ -132,7 +131,7 @@ class Link:
       EngineError: the other side's.
       Unavailable: the link has closed, and nobody knows what came of it.
     """
-    if not self._is_open:
+    if not self.is_open:
       raise _gone()
     serial, answer = next(self._serials), self._loop.create_future()
     self._waiting[serial] = answer, answer_type
@@ -145,9 +144,9 @@ class Link:
   def close(self, reason: str = "") -> None:
     """Ends the link. With a reason, `closed` hears of it."""
     with self._lock:
-      if not self._is_open:
+      if not self.is_open:
         return
-      self._is_open = False
+      self.is_open = False
     self._loop.remove_reader(self._socket)
     self._loop.remove_writer(self._socket)
     self._socket.close()
@@ -164,7 +163,7 @@ class Link:
       self._loop.call_soon_threadsafe(work, *arguments)
 
   def _want_to_write(self) -> None:
-    if self._is_open:
+    if self.is_open:
       self._loop.add_writer(self._socket, self._write_socket)
 
   def _write_socket(self) -> None:
@@ -201,7 +200,7 @@ class Link:
 
   def _handle_frames(self) -> None:
     unread, at = self._unread, 0
-    while len(unread) - at >= _HEADER_BYTES and self._is_open:
+    while len(unread) - at >= _HEADER_BYTES and self.is_open:
       start = at + _HEADER_BYTES
       size = int.from_bytes(unread[at:start], "little")
       if size > MAX_FRAME_BYTES:
@@ -239,9 +238,7 @@ class Link:
     except EngineError as error:
       answer = encode_error(error)
     except Exception as error:  # of ours, but about this question alone
-      incident = secrets.token_hex(4)
-      _log.error("incident %s: a question was not answered", incident, exc_info=error)
-      answer = encode_error(errors.InternalError(f"internal error, incident {incident} in the server's log"))
+      answer = encode_error(errors.log_incident(error, "a question was not answered"))
     self.tell_peer(answer, serial)
 
 

@@ -29,16 +29,12 @@ class Peer:
     link: to it.
     ids: the engine's ids of its live requests, by its own.
     compiling: its own ids of requests whose constraint is being compiled, and whether they were aborted since.
-    request_ids, token_ids, others: of the step whose events are being sorted, on the engine's thread.
   """
 
   def __init__(self) -> None:
     self.link: Link
     self.ids: dict[str, str] = {}
     self.compiling: dict[str, bool] = {}
-    self.request_ids: list[str] = []
-    self.token_ids: list[int] = []
-    self.others: list[TokenEvent] = []
 
 
 @dataclasses.dataclass(slots=True)
@@ -104,7 +100,8 @@ class Router:
 
   def emit(self, events: list[TokenEvent]) -> None:
     """The engine's way out: one frame a step to each front end that has a request in it. On the engine's thread."""
-    routes, ended, touched = self._routes, [], set()
+    routes, ended = self._routes, []
+    steps: dict[Peer, StepEvents] = {}
     for event in events:
       engine_id, token_ids, logprobs, prompt_logprobs, reason, _, _, _, _ = event
       if reason is not None:
@@ -112,19 +109,19 @@ class Router:
       route = routes.get(engine_id)
       if route is None:
         continue  # nobody waits for it any more
-      peer = route.peer
-      touched.add(peer)
+      step = steps.get(route.peer)
+      if step is None:
+        step = steps[route.peer] = StepEvents([], [], [])
       if reason is None and not logprobs and not prompt_logprobs and len(token_ids) == 1:
-        peer.request_ids.append(route.request_id)
-        peer.token_ids.append(token_ids[0])
+        step.request_ids.append(route.request_id)
+        step.token_ids.append(token_ids[0])
       else:
-        peer.others.append(make_event(TokenEvent, (route.request_id, *event[1:])))
+        step.others.append(make_event(TokenEvent, (route.request_id, *event[1:])))
     if ended:  # before a client can know it and use the name again
       with contextlib.suppress(RuntimeError):  # the loop has ended
         self._loop.call_soon_threadsafe(self._forget, ended)
-    for peer in touched:
-      peer.link.tell_peer(StepEvents(peer.request_ids, peer.token_ids, peer.others))
-      peer.request_ids, peer.token_ids, peer.others = [], [], []
+    for peer, step in steps.items():
+      peer.link.tell_peer(step)
 
   def lost(self, peer: Peer) -> None:
     """It has gone, and nobody waits for its requests."""
@@ -173,7 +170,7 @@ class Router:
     for engine_id, (request_id, _) in zip(ids, asked.outputs, strict=True):
       self._routes[engine_id] = _Route(peer, request_id, key)
     try:
-      engine.submit_now(asked.make_requests(ids, constraints))
+      engine.inner.submit_all(asked.make_requests(ids, constraints))
     except Exception:
       del self._claims[key]
       for engine_id in ids:

@@ -43,11 +43,8 @@ from server.ipc.request_router import Peer, Router
 from server.lifecycle import systemd_notify, watchdog
 from server.lifecycle.composition import Composition
 from server.lifecycle.lifetime import Lifetime, wait_first_of
-from server.lifecycle.process_counting import count_process
 from server.rpc.admin_service import AdminActions
 from server.rpc.grpc_server import ReservedPort
-from server.security.certificates import make_certificates
-from server.telemetry.call_log import CallLog
 from server.telemetry.process_counts import ProcessCounts
 from server.text.tokenizer import Tokenizer
 
@@ -76,11 +73,7 @@ class _FrontEndPeer(Peer):
 
 
 class FrontEndGroup(Lifetime):
-  """All methods but `emit` belong to one event loop, on the main thread.
-
-  Attributes:
-    http_port, metrics_port: see Host.
-  """
+  """All methods but `emit` belong to one event loop, on the main thread."""
 
   _parts = "the engine or a front end"
 
@@ -99,7 +92,6 @@ class FrontEndGroup(Lifetime):
     options, admin, may_exit, composition: see Host.
     texts: for the front ends.
     """
-    options.check_options()
     if options.enable_channelz:
       raise ConfigError(
         "enable_channelz shows the connections of one process, and frontend_processes makes several; set one of them"
@@ -107,15 +99,11 @@ class FrontEndGroup(Lifetime):
     super().__init__(options, admin, may_exit=may_exit, composition=composition)
     self._count = count
     self._texts = texts
-    self._certificates = make_certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
-    self._calls = CallLog(options.access_log)
-    self.http_port = self.metrics_port = -1
     self._reserved: ReservedPort | None = None
     self._front_ends: list[_FrontEndPeer] = []
     self._all_gone = asyncio.Event()
     self._router = Router()
     self._engine: LocalEngine | None = None
-    self._num_unhandled = 0
     self._is_stopping = False
     self._exit_code = 0
 
@@ -128,7 +116,6 @@ class FrontEndGroup(Lifetime):
       ConfigError: an address cannot be bound, or a front end cannot start.
     """
     options = self._options
-    watchdog.watch_loop(self._loop, self.fail, self._count_unhandled)
     reserved = self._reserved = ReservedPort(options.host, options.port)
     listening: list[socket.socket | None] = []
     try:
@@ -150,7 +137,7 @@ class FrontEndGroup(Lifetime):
           "port %d is open to other programs of this user that ask to share it; an address in --host shuts it",
           reserved.port,
         )
-      await self._start_admin(self._sum, self._certificates, self._calls)
+      await self._start_admin(self._sum)
     except BaseException:
       await self._end_processes(0.0)
       raise
@@ -161,7 +148,7 @@ class FrontEndGroup(Lifetime):
     return reserved.port
 
   def _begin(self, index: int, listening: Sequence[socket.socket | None]) -> _FrontEndPeer:
-    process, socket_ = front_end_spawn.spawn_front_end(self._composition.front_end_module, listening)
+    process, socket_ = front_end_spawn.spawn_front_end(self._composition.front_end_module(self._options), listening)
     front_end = _FrontEndPeer(index, process)
     handlers = {
       Submission: self._router.submit,
@@ -202,7 +189,7 @@ class FrontEndGroup(Lifetime):
     self._engine = engine
     self._router.open(engine, tokenizer)
     self._composition.begin_serving(engine.inner, None, tokenizer, num_held=self._router.num_held, fail=self.fail)
-    self._start_engine(engine)
+    self._start_engine(engine.inner)
     processes = [os.getpid(), *(front_end.process.pid for front_end in self._front_ends)]
     await self._ask_all(ServedModel(model, engine.config, load_s, warmup_s, processes))
     systemd_notify.notify_systemd("READY=1\nSTATUS=serving")
@@ -220,24 +207,11 @@ class FrontEndGroup(Lifetime):
 
   async def _take_down(self) -> int:
     await self._end_processes(0.0 if self._failure is None else min(_MARGIN_S, self._options.watchdog_grace_s / 2))
-    if self._admin_server is not None:
-      await self._admin_server.stop(None)
-    if self._thread is not None:
-      failed = self._failure is not None
-      await self._thread.stop_thread(
-        0.0 if failed else _MARGIN_S, _HURRIED_S if failed else self._options.watchdog_grace_s
-      )
-      if self._thread.is_alive:
-        _log.critical("the engine did not stop")
-        self._exit_code = watchdog.EXIT_CODE
+    code = await self._stop_engine(self._router.num_started)
     if self._reserved is not None:
       self._reserved.close()
     self._router.close()
-    self._calls.close()
-    if self._engine is not None:
-      used = self._engine.report_now().stats.blocks_used
-      _log.info("stopped: %d requests served, %d KV blocks in use", self._router.num_started, used)
-    return self._exit_code
+    return code or self._exit_code
 
   async def _take_down_dead(self, cause: BaseException) -> None:
     self._is_stopping = True
@@ -278,9 +252,9 @@ class FrontEndGroup(Lifetime):
       _log.critical("%s", text)
       self.fail(EngineDead(text))
 
-  def _report(self, front_end: _FrontEndPeer, asked: ReportQuestion) -> Report:
+  async def _report(self, front_end: _FrontEndPeer, asked: ReportQuestion) -> Report:
     assert self._engine is not None, "front ends serve once there is one"
-    report = self._engine.report_now(asked.num_records, with_blocks=asked.with_blocks)
+    report = await self._engine.report(asked.num_records, with_blocks=asked.with_blocks)
     others = sum(front_end_spawn.peak_rss_bytes(each.process.pid) for each in self._front_ends)
     return dataclasses.replace(report, peak_rss_bytes=report.peak_rss_bytes + others)
 
@@ -290,9 +264,7 @@ class FrontEndGroup(Lifetime):
   async def _sum(self) -> ProcessCounts:
     """Of all processes; for one that does not answer soon, what it said the last time."""
     total = ProcessCounts()
-    watch = self._thread.watchdog if self._thread is not None else None
-    total.add_process(count_process(self._calls, watch))
-    total.num_unhandled += self._num_unhandled
+    total.add_process(self._count_process())
     for counts in await asyncio.gather(*map(self._counts_of, self._front_ends)):
       total.add_process(counts)
     return total
@@ -302,6 +274,3 @@ class FrontEndGroup(Lifetime):
       async with asyncio.timeout(_COUNTS_S):
         front_end.counts = await front_end.link.ask_peer(CountsQuestion(), ProcessCounts)
     return front_end.counts
-
-  def _count_unhandled(self) -> None:
-    self._num_unhandled += 1

@@ -41,8 +41,6 @@ from server.telemetry.process_counts import ProcessCounts
 from server.text.tokenizer import Tokenizer
 from server.version import server_version
 
-_EXIT_CODE = 1
-
 
 class _FrontEndProcess:
   """The process's one object. Belongs to its event loop."""
@@ -54,7 +52,7 @@ class _FrontEndProcess:
     self._shared = SharedPorts(http, metrics, self._fetch_census, lambda: self._others)
     self._others: list[int] = []
     self._host: Host | None = None
-    self._texts = TextOptions(model_dir="")
+    self._texts: TextOptions
     self._tokenizer: asyncio.Future[Tokenizer | None]
     self._tracer: tracing.Tracer | None = None
     self._generations: Generations | None = None
@@ -66,9 +64,7 @@ class _FrontEndProcess:
         ServedModel: self._begin_serving,
         StepEvents: self._dispatch_events,
         NamedAborts: self._abort_names,
-        CountsQuestion: lambda _: (
-          self._host.own_counts() if self._host is not None else ProcessCounts(pids=[os.getpid()])
-        ),
+        CountsQuestion: lambda _: self._host.own_counts() if self._host else ProcessCounts(pids=[os.getpid()]),
         DrainOrder: lambda _: self._host.request_stop() if self._host else None,
         EngineDeath: lambda message: self._die(message.reason),
       },
@@ -79,7 +75,7 @@ class _FrontEndProcess:
     """From the first message to the exit code."""
     await self._begun.wait()
     if self._host is None:
-      return _EXIT_CODE
+      return watchdog.EXIT_CODE
     code = await self._host.wait_stopped()
     if self._tracer is not None:
       self._tracer.shutdown()
@@ -143,20 +139,22 @@ def _load_tokenizer(model_dir: str, max_prompt_bytes: int) -> Tokenizer | None:
   return Tokenizer(folder, max_prompt_bytes=max_prompt_bytes)
 
 
-async def _run(composition: Composition, link: int, http: int, metrics: int) -> None:
-  """Ends the process from within: nothing that taking down the loop would wait for is of use to anybody any more."""
-  listening = [None if number < 0 else socket.socket(fileno=number) for number in (http, metrics)]
-  watchdog.exit_now(await _FrontEndProcess(composition, socket.socket(fileno=link), *listening).run_host())
-
-
 def main(compose: Callable[[], Composition] = Composition) -> None:
   """Entry point; ends the process. Args: see server.main.main."""
   # Whoever stops a server signals all of its processes, and the engine's knows how to stop.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
-  link, http, metrics = map(int, sys.argv[1:])
   memory_limit.limit_malloc_arenas()
-  asyncio.run(_run(compose(), link, http, metrics), loop_factory=uvloop.new_event_loop)
+  composition = compose()
+
+  async def run() -> None:
+    link, http, metrics = [None if int(number) < 0 else socket.socket(fileno=int(number)) for number in sys.argv[1:]]
+    assert link is not None, "whoever starts the process gives it a link"
+    code = await _FrontEndProcess(composition, link, http, metrics).run_host()
+    # From within: nothing that taking down the loop would wait for is of use to anybody any more.
+    watchdog.exit_now(code)
+
+  asyncio.run(run(), loop_factory=uvloop.new_event_loop)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,9 @@ from server.host_options import HostOptions
 from server.http.http_listener import Listener
 from server.http.http_options import HttpOptions
 from server.http.openai.app import make_app, make_probe_app
-from server.lifecycle import systemd_notify, watchdog
+from server.lifecycle import systemd_notify
 from server.lifecycle.composition import Composition
 from server.lifecycle.lifetime import LIVENESS, NOT_SERVING, SERVING, Lifetime, wait_first_of
-from server.lifecycle.process_counting import count_front_end
 from server.page.live_feed import Feed
 from server.page.page_routes import PUBLIC_PATHS, make_metrics_route, make_page_routes
 from server.page.prometheus_metrics import Metrics
@@ -27,21 +26,15 @@ from server.rpc import graceful_stop
 from server.rpc.admin_service import AdminActions
 from server.rpc.call_interceptor import HEALTH_METHODS, REFLECTION_METHODS, CallInterceptor
 from server.rpc.connection_watch import ConnectionWatch
-from server.rpc.grpc_server import add_reflection, bind_port, is_local, make_grpc_server
+from server.rpc.grpc_server import add_reflection, bind_port, make_grpc_server
 from server.rpc.sluice_service import GENERATION_SERVICE, MODEL_SERVICE, SluiceService
-from server.rpc.vllm_service import VLLM_SERVICE, VllmEngineService
 from server.security.api_keys import ApiKeys
-from server.security.certificates import make_certificates
 from server.security.memory_limit import MemoryLimit
-from server.telemetry.call_log import CallLog
 from server.telemetry.process_counts import Census, ProcessCounts
 
-__all__ = ["Host", "HostOptions", "SharedPorts", "is_local"]
+__all__ = ["Host", "HostOptions", "SharedPorts"]
 
 _METRICS_CONNECTIONS = 64
-# Time for statuses to reach clients after the last generation has ended; and where somebody does not want to wait.
-_FAREWELL_S = 2.0
-_HURRIED_FAREWELL_S = 0.4
 
 _log = logging.getLogger(__name__)
 
@@ -63,12 +56,7 @@ class SharedPorts:
 
 
 class Host(Lifetime):
-  """A gRPC server, an HTTP server and the thread of their engine. All methods but `emit` belong to one event loop.
-
-  Attributes:
-    http_port: where HTTP listens, once started; -1 is nowhere.
-    metrics_port: where metrics are, once started; -1 is nowhere but on the HTTP port.
-  """
+  """A gRPC server, an HTTP server and the thread of their engine. All methods but `emit` belong to one event loop."""
 
   def __init__(
     self,
@@ -92,7 +80,6 @@ class Host(Lifetime):
       ConfigError: a file of keys or certificates cannot be used, the admin service would be open to others, or
         step_timeout_s is too short.
     """
-    options.check_options()
     super().__init__(options, admin, may_exit=may_exit, composition=composition)
     self._shared = shared
     self._state = ServingState(MemoryLimit(options.max_resident_mb, shared.others if shared is not None else tuple))
@@ -101,9 +88,7 @@ class Host(Lifetime):
       stream_stall_timeout_s=options.stream_stall_timeout_s,
       strict_requests=options.strict_requests,
     )
-    self._keys = ApiKeys.load(options.api_key_file) if options.api_key_file else None
-    self._certificates = make_certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
-    self._access_log = CallLog(options.access_log)
+    self._keys = ApiKeys(options.api_key_file) if options.api_key_file else None
     self._census = shared.census if shared is not None else self._own_census
     self._feed = Feed(self._state, self._census)
     self._metrics = Metrics(self._state, self._census, vllm_names=options.vllm_metric_names)
@@ -111,19 +96,18 @@ class Host(Lifetime):
     certificates = self._certificates
     self.connections = ConnectionWatch((lambda: certificates.num_handshakes) if certificates is not None else None)
     self._calls = CallInterceptor(
+      self._access_log,
+      max_response_bytes=options.max_response_bytes,
       keys=self._keys,
       open_methods=open_methods,
       max_concurrent_rpcs=options.max_concurrent_rpcs,
-      max_response_bytes=options.max_response_bytes,
-      access_log=self._access_log,
       on_peer=self.connections.called,
     )
     self._server = make_grpc_server(options, self._calls, shares_port=shared is not None)
     self._port = 0
+    self._services = (GENERATION_SERVICE, MODEL_SERVICE)  # those that generate and tell of the model
     self._http: Listener | None = None
-    self.http_port = -1
     self._metrics_http: Listener | None = None
-    self.metrics_port = -1
     self._backend: Backend | None = None
 
   async def start_listening(self) -> int:
@@ -133,21 +117,19 @@ class Host(Lifetime):
       ConfigError: the address cannot be bound.
     """
     options = self._options
-    watchdog.watch_loop(self._loop, self.fail, self._state.count_unhandled)
     is_reserved = self._shared is not None
     self._port = bind_port(self._server, options.host, options.port, self._certificates, is_reserved=is_reserved)
     self.connections.start_counting()
     self._service.register(self._server)
     health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-    if options.enable_vllm_api:
-      VllmEngineService(self._state, self._service, self._census).register(self._server)
+    self._services += self._composition.add_services(self._server, options, self._state, self._service, self._census)
     if options.enable_reflection:
-      add_reflection(self._server, *self._served)
+      add_reflection(self._server, *self._services)
     await self._health.set(LIVENESS, SERVING)
     await self._set_ready(False)
     await self._start_http()
     await self._start_metrics()
-    await self._start_admin(self._census, self._certificates, self._access_log)
+    await self._start_admin(self._census)
     await self._server.start()
     self._reserve = graceful_stop.DescriptorReserve()
     return self._port
@@ -163,6 +145,7 @@ class Host(Lifetime):
       host=options.http_host or options.host,
       port=options.http_port,
       max_body_bytes=options.max_request_bytes,
+      max_header_bytes=options.max_metadata_bytes,
       max_requests=options.max_concurrent_rpcs,
       max_connections=options.max_http_connections,
       stream_stall_timeout_s=options.stream_stall_timeout_s,
@@ -212,22 +195,29 @@ class Host(Lifetime):
   async def serve(self, backend: Backend) -> None:
     """Starts the engine's thread and says ready."""
     self._backend = backend
+    engine = backend.engine.inner if isinstance(backend.engine, LocalEngine) else None
     self._composition.begin_serving(
-      backend.engine.inner if isinstance(backend.engine, LocalEngine) else None,
+      engine,
       backend.generations,
       backend.tokenizer,
       num_held=backend.engine.num_held,
       fail=self.fail,
     )
-    self._start_engine(backend.engine)
+    self._start_engine(engine)
     self._state.begin_serving(backend)
     await self._set_ready(True)
     systemd_notify.notify_systemd("READY=1\nSTATUS=serving")
 
   def own_counts(self) -> ProcessCounts:
-    """What this process has counted."""
-    watched_by = self._thread.watchdog if self._thread is not None else None
-    return count_front_end(self._state, self._access_log, watched_by)
+    """What this process has counted; it is read, never changed."""
+    counts = self._count_process()
+    if self._backend is not None:
+      generations = self._backend.generations
+      counts.observations = generations.observations
+      counts.num_started, counts.num_live = generations.num_started, len(generations)
+      counts.num_ended = generations.num_ended
+      counts.num_late_events = generations.num_late_events
+    return counts
 
   async def _own_census(self) -> ProcessCounts:
     """Where there is one process."""
@@ -257,31 +247,16 @@ class Host(Lifetime):
   async def _take_down(self) -> int:
     self._feed.close()
     self.connections.stop_counting()
-    farewell_s = _HURRIED_FAREWELL_S if self._hurry.is_set() else _FAREWELL_S
+    farewell_s = self._farewell_s
     farewells = [graceful_stop.stop_grpc_server(self._server, self._port, self._calls, self._reserve, farewell_s)]
     if self._http is not None:
       farewells.append(self._http.stop_listening(farewell_s))
     await asyncio.gather(*farewells)
-    if self._admin_server is not None:
-      await self._admin_server.stop(None)
     if self._metrics_http is not None:
       await self._metrics_http.stop_listening(farewell_s)
-    if self._thread is not None:
-      hurried = self._hurry.is_set() or self._failure is not None
-      await self._thread.stop_thread(
-        0.0 if self._failure is not None else farewell_s,
-        _HURRIED_FAREWELL_S if hurried else self._options.watchdog_grace_s,
-      )
+    code = await self._stop_engine(self._backend.generations.num_started if self._backend is not None else 0)
     self._state.end_threads()
-    self._access_log.close()
-    if self._thread is not None and self._thread.is_alive:
-      _log.critical("the engine did not stop")
-      return watchdog.EXIT_CODE
-    backend = self._backend
-    if backend is not None and self._shared is None:
-      used = (await backend.engine.report()).stats.blocks_used
-      _log.info("stopped: %d requests served, %d KV blocks in use", backend.generations.num_started, used)
-    return 0
+    return code
 
   async def _take_down_dead(self, cause: BaseException) -> None:
     backend = self._backend
@@ -297,13 +272,7 @@ class Host(Lifetime):
     assert self._backend is not None, "no request can be submitted before serve()"
     self._backend.generations.dispatch_events(events)
 
-  @property
-  def _served(self) -> tuple[str, ...]:
-    """Names of the services that generate and tell of the model."""
-    vllm = (VLLM_SERVICE,) if self._options.enable_vllm_api else ()
-    return GENERATION_SERVICE, MODEL_SERVICE, *vllm
-
   async def _set_ready(self, ready: bool) -> None:
     self._state.ready = ready
-    for name in self._served:
+    for name in self._services:
       await self._health.set(name, SERVING if ready else NOT_SERVING)

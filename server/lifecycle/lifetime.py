@@ -4,26 +4,31 @@ import abc
 import asyncio
 import contextlib
 import logging
+import threading
+import time
 
 import grpc
 from grpc_health.v1 import health_pb2
 
+from engine.engine import Engine
 from server.errors import EngineDead
-from server.generation.engine_client import EngineClient, LocalEngine
 from server.host_options import HostOptions
 from server.lifecycle import systemd_notify, watchdog
 from server.lifecycle.composition import Composition
-from server.lifecycle.engine_thread import EngineThread
 from server.rpc.admin_service import AdminActions, AdminService
 from server.rpc.grpc_server import Health, start_admin
-from server.security.certificates import Certificates
-from server.telemetry.call_log import CallLog
-from server.telemetry.process_counts import Census
+from server.security.certificates import make_certificates
+from server.telemetry.access_log import AccessLog
+from server.telemetry.process_counts import Census, ProcessCounts, count_process
 
 # A process has to be told apart from a machine: liveness is "", readiness is each service's name.
 LIVENESS = ""
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+# Time for statuses to reach clients after the last generation has ended; and where somebody does not want to wait.
+_FAREWELL_S = 2.0
+_HURRIED_FAREWELL_S = 0.4
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +37,8 @@ class Lifetime(abc.ABC):
   """What starts an engine's thread and ends with it. All methods but `fail` belong to one event loop.
 
   Attributes:
+    http_port: where HTTP listens, once started; -1 is nowhere.
+    metrics_port: where metrics are, once started; -1 is nowhere but on the HTTP port.
     admin_port: where the admin service listens, once started; -1 is nowhere.
   """
 
@@ -41,19 +48,27 @@ class Lifetime(abc.ABC):
     self, options: HostOptions, admin: AdminActions | None, *, may_exit: bool, composition: Composition | None
   ):
     """Must be made inside the running event loop. Args: see server.lifecycle.host.Host."""
+    options.check_options()
     self._options = options
     self._admin = admin
     self._may_exit = may_exit
     self._composition = composition or Composition()
     self._loop = asyncio.get_running_loop()
     self._health = Health()
+    self._certificates = make_certificates(options.tls_cert_file, options.tls_key_file, options.tls_client_ca_file)
+    self._access_log = AccessLog(options.access_log)
     self._admin_server: grpc.aio.Server | None = None
-    self.admin_port = -1
-    self._thread: EngineThread | None = None
+    self.http_port = self.metrics_port = self.admin_port = -1
+    self._inner: Engine | None = None  # which runs here
+    self._engine_stop = threading.Event()
+    self._engine_thread: threading.Thread | None = None
+    self._watchdog: watchdog.Watchdog | None = None
     self._stop = asyncio.Event()
     self._hurry = asyncio.Event()
     self._engine_ended = asyncio.Event()
     self._failure: BaseException | None = None
+    self._num_unhandled = 0
+    watchdog.watch_loop(self._loop, self.fail, self._count_unhandled)
 
   # What differs.
 
@@ -75,7 +90,7 @@ class Lifetime(abc.ABC):
 
   # What does not.
 
-  async def _start_admin(self, census: Census, certificates: Certificates | None, access_log: CallLog) -> None:
+  async def _start_admin(self, census: Census) -> None:
     if self._options.admin_port >= 0:
       assert self._admin is not None, "an admin port needs its actions"
       await self._health.set(LIVENESS, SERVING)
@@ -86,20 +101,75 @@ class Lifetime(abc.ABC):
         self._composition.add_admin_services(server, census)
 
       self._admin_server, self.admin_port = await start_admin(
-        self._options, add_services, self._health, certificates, access_log
+        self._options, add_services, self._health, self._certificates, self._access_log
       )
 
-  def _start_engine(self, engine: EngineClient) -> EngineThread:
-    self._thread = EngineThread(
-      engine,
-      self.fail,
-      self._engine_ended,
-      step_timeout_s=self._options.step_timeout_s,
-      grace_s=self._options.watchdog_grace_s,
-      may_exit=self._may_exit,
-    )
-    self._thread.start_thread()
-    return self._thread
+  def _count_process(self) -> ProcessCounts:
+    """What this process has counted, but for generations."""
+    counts = count_process(self._access_log, self._watchdog.lag_s if self._watchdog is not None else 0.0)
+    counts.num_unhandled = self._num_unhandled
+    return counts
+
+  def _count_unhandled(self) -> None:
+    self._num_unhandled += 1
+
+  def _start_engine(self, engine: Engine | None) -> None:
+    """Begins to run and watch it. One that has a process of its own is None here: there is the event loop to watch."""
+    options = self._options
+    if engine is not None:
+      self._inner = engine
+      self._engine_thread = threading.Thread(target=self._run_engine, args=(engine,), name="engine", daemon=True)
+      self._engine_thread.start()
+    if options.step_timeout_s:
+      self._watchdog = watchdog.Watchdog(
+        timeout_s=options.step_timeout_s,
+        grace_s=options.watchdog_grace_s,
+        heartbeat=time.monotonic if engine is None else lambda: engine.heartbeat,
+        on_stuck=lambda what: self.fail(EngineDead(what)),
+        may_exit=self._may_exit,
+      )
+      self._watchdog.start_watching()
+
+  def _run_engine(self, engine: Engine) -> None:
+    try:
+      engine.run(self._engine_stop)
+    except BaseException as error:
+      # Exceptions end the engine, which says so itself; whatever is not one of those ends the thread.
+      self.fail(error)
+    finally:
+      if not self._engine_stop.is_set():
+        self._loop.call_soon_threadsafe(self._engine_ended.set)
+
+  @property
+  def _farewell_s(self) -> float:
+    """How long the last statuses may take to reach clients, and the last aborts the engine."""
+    return _HURRIED_FAREWELL_S if self._hurry.is_set() else _FAREWELL_S
+
+  async def _stop_engine(self, num_served: int) -> int:
+    """Ends the admin service and the engine's thread; one that is stuck is left alone. Returns the exit code."""
+    if self._admin_server is not None:
+      await self._admin_server.stop(None)
+    failed = self._failure is not None
+    engine, thread = self._inner, self._engine_thread
+    if engine is not None and not failed:
+      with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(self._farewell_s):
+          while engine.num_live and engine.dead is None:
+            await asyncio.sleep(0.005)
+    if self._watchdog is not None:
+      self._watchdog.stop_watching()
+    self._access_log.close()
+    if engine is None or thread is None:
+      return 0
+    self._engine_stop.set()
+    engine.wake()
+    wait_s = _HURRIED_FAREWELL_S if failed or self._hurry.is_set() else self._options.watchdog_grace_s
+    await self._loop.run_in_executor(None, thread.join, wait_s)
+    if thread.is_alive():
+      _log.critical("the engine did not stop")
+      return watchdog.EXIT_CODE
+    _log.info("stopped: %d requests served, %d KV blocks in use", num_served, engine.stats().blocks_used)
+    return 0
 
   def fail(self, error: BaseException) -> None:
     """Ends the server as the engine's death does. Any thread; what comes first is what is told."""
@@ -116,11 +186,6 @@ class Lifetime(abc.ABC):
     if self._stop.is_set():
       self._hurry.set()
     self._stop.set()
-
-  @property
-  def failure(self) -> BaseException | None:
-    """What ended the server, if something has."""
-    return self._failure
 
   @property
   def stopping(self) -> bool:
@@ -144,15 +209,15 @@ class Lifetime(abc.ABC):
     if not self._engine_ended.is_set():
       systemd_notify.notify_systemd("STOPPING=1\nSTATUS=draining")
       await self._drain()
-    engine = self._thread.engine if self._thread is not None else None
+    engine = self._inner
     dead = engine.dead if engine is not None else None
     if not self._engine_ended.is_set() and dead is None:
       return await self._take_down()
     cause = self._failure = self._failure or dead or EngineDead("the engine's thread has ended")
-    incident = f"incident {engine.incident}: " if isinstance(engine, LocalEngine) else ""
+    incident = f"incident {engine.incident}: " if engine is not None else ""
     _log.critical("%s%s has failed, the server ends", incident, self._parts, exc_info=cause)
-    if self._thread is not None:
-      self._thread.stop_watching()
+    if self._watchdog is not None:
+      self._watchdog.stop_watching()
     if self._may_exit:
       watchdog.exit_soon(self._options.watchdog_grace_s)
     systemd_notify.notify_systemd("STOPPING=1\nSTATUS=failed")

@@ -1,6 +1,6 @@
 """Tells systemd how the server is (sd_notify(3)): one datagram a message. Without systemd it does nothing.
 
-The unit needs Type=notify; with WatchdogSec= systemd also wants to hear from time to time that all is well.
+The unit needs Type=notify; with WatchdogSec= systemd wants to hear WATCHDOG=1 now and then; else it ignores it.
 """
 
 import contextlib
@@ -18,9 +18,3 @@ def notify_systemd(state: str) -> None:
   with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
     sender.setblocking(False)
     sender.sendto(state.encode(), address)
-
-
-def notify_watchdog() -> None:
-  """All is well. Only where systemd wants to know."""
-  if os.environ.get("WATCHDOG_USEC"):
-    notify_systemd("WATCHDOG=1")

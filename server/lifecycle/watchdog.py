@@ -101,7 +101,7 @@ class Watchdog:
             return
         self._loop.call_soon_threadsafe(self._answer, now)
         self._set_timer()
-        systemd_notify.notify_watchdog()
+        systemd_notify.notify_systemd("WATCHDOG=1")
     except RuntimeError:
       if not self._loop.is_closed():
         raise

@@ -9,10 +9,9 @@ import json
 from typing import Any
 
 from engine.errors import Overloaded, Unavailable
-from server.generation.engine_client import Report
-from server.generation.serving_state import Backend, ServingState
+from server.generation.serving_state import ServingState
 from server.telemetry.latency_histograms import percentiles
-from server.telemetry.process_counts import Census, ProcessCounts
+from server.telemetry.process_counts import Census
 from server.version import server_version
 
 _TICK_S = 0.25
@@ -46,12 +45,8 @@ class Feed:
     self._num_ticks = 0
     self._seen_until = 0.0
 
-  @property
-  def num_readers(self) -> int:
-    return self._num_readers
-
   async def messages(self) -> AsyncGenerator[bytes]:
-    """A JSON object a tick, from now on until close(); what a reader did not take in time is left out.
+    """A server-sent event of JSON a tick, from now on until close(); what a reader did not take in time is left out.
 
     Raises:
       Overloaded: there are too many readers.
@@ -86,7 +81,8 @@ class Feed:
       await asyncio.sleep(self._tick_s)
 
   async def _tick(self) -> None:
-    self._message = json.dumps(await self._snapshot(), separators=(",", ":")).encode()
+    text = json.dumps(await self._snapshot(), separators=(",", ":"))
+    self._message = f"data: {text}\n\n".encode()
     self._num_ticks += 1
     news, self._news = self._news, asyncio.Event()
     news.set()
@@ -97,23 +93,18 @@ class Feed:
       backend = serving.require_backend()
     except Unavailable as error:
       return {"state": error.reason.lower(), "version": server_version()}
-    state = "ready" if serving.ready else "draining" if serving.alive else "stuck"
-    return {"state": state, "version": server_version(), "interval_s": self._tick_s, **await self._of(backend)}
-
-  async def _of(self, backend: Backend) -> dict[str, Any]:
     with_map = self._num_ticks % _MAP_TICKS == 0
     report = await backend.engine.report(4 * _MAX_STEPS, with_blocks=with_map)
-    return self._show(backend, report, await self._census(), with_map=with_map)
-
-  def _show(self, backend: Backend, report: Report, counts: ProcessCounts, *, with_map: bool) -> dict[str, Any]:
-    config, stats, seen = backend.config, report.stats, counts.observations
+    config, stats, seen = backend.config, report.stats, (await self._census()).observations
     steps = [step for step in stats.steps if step.time > self._seen_until][-_MAX_STEPS:]
     if steps:
       self._seen_until = steps[-1].time
     empty = (0, 0, 0, 0, 0, 0.0, 0.0)
     return {
+      "state": "ready" if serving.ready else "draining" if serving.alive else "stuck",
+      "version": server_version(),
       "now_s": report.now_s,
-      "uptime_s": self._state.uptime_s,
+      "uptime_s": serving.uptime_s,
       "model": backend.model,
       "batching": config.batching,
       "text": backend.tokenizer is not None,
@@ -132,10 +123,7 @@ class Feed:
       "first_token_s": percentiles([(value, 1) for value in seen.recent_first], _SHARES),
       "gap_s": percentiles(seen.recent_gaps, _SHARES),
       "kv": {
-        "blocks": stats.num_blocks,
         "block_size": config.block_size,
-        "used": stats.blocks_used,
-        "cached": stats.blocks_cached,
         "map": _cells(report.blocks) if with_map else None,
       },
       # tokens, rows; steps, decode, prefill, padding tokens, idle slots, host and device seconds so far

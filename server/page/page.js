@@ -171,42 +171,31 @@ const rows = new Map();
 
 function rungRow(tokens) {
   if (!rows.has(tokens)) {
-    const row = document.createElement("tr");
-    const cellsOf = Array.from({ length: 5 }, () => row.appendChild(document.createElement("td")));
-    cellsOf[1].className = "bar-cell";
-    const bar = cellsOf[1].appendChild(document.createElement("div"));
-    bar.className = "bar";
-    bar.setAttribute("role", "img");
-    const parts = ["decode", "prefill", "padding"].map((kind) => {
-      const part = bar.appendChild(document.createElement("span"));
-      part.className = kind;
-      return part;
-    });
-    const unit = document.createElement("span");
-    unit.className = "unit";
-    unit.textContent = " tokens";
-    cellsOf[0].append(grouped.format(tokens), unit);
+    const row = $("rung").content.firstElementChild.cloneNode(true);
+    row.querySelector(".budget").textContent = grouped.format(tokens);
     $("rungs").append(row);
-    rows.set(tokens, { row, bar, parts, useful: cellsOf[2], steps: cellsOf[3], device: cellsOf[4] });
+    rows.set(tokens, row);
   }
   return rows.get(tokens);
 }
 
-function showRungs(now, before, elapsed) {
+function showRungs(now, before) {
+  const elapsed = now.now_s - before.now_s;
   const known = new Map(before.rungs.map((rung) => [rung[0], rung]));
   for (const rung of now.rungs) {
     const old = known.get(rung[0]) ?? rung;
     const [numSteps, decode, prefill, padding] = [2, 3, 4, 5].map((place) => rung[place] - old[place]);
     const deviceS = rung[8] - old[8];
     const total = decode + prefill + padding;
-    const line = rungRow(rung[0]);
+    const row = rungRow(rung[0]);
+    const bar = row.querySelector(".bar");
     const shares = [decode, prefill, padding].map((tokens) => (total ? tokens / total : 0));
-    line.parts.forEach((part, place) => (part.style.width = `${100 * shares[place]}%`));
-    line.row.className = numSteps ? "" : "idle";
-    line.useful.textContent = total ? `${Math.round(100 * (shares[0] + shares[1]))} %` : "–";
-    line.steps.textContent = numSteps && elapsed > 0 ? `${rate(numSteps / elapsed)}/s` : "–";
-    line.device.textContent = numSteps ? seconds(deviceS / numSteps) : "–";
-    line.bar.setAttribute(
+    [...bar.children].forEach((part, place) => (part.style.width = `${100 * shares[place]}%`));
+    row.className = numSteps ? "" : "idle";
+    row.cells[2].textContent = total ? `${Math.round(100 * (shares[0] + shares[1]))} %` : "–";
+    row.cells[3].textContent = numSteps && elapsed > 0 ? `${rate(numSteps / elapsed)}/s` : "–";
+    row.cells[4].textContent = numSteps ? seconds(deviceS / numSteps) : "–";
+    bar.setAttribute(
       "aria-label",
       total ? `${Math.round(100 * shares[0])} % decode, ${Math.round(100 * shares[1])} % prefill` : "no step"
     );
@@ -214,8 +203,7 @@ function showRungs(now, before, elapsed) {
 }
 
 function since(tick, age) {
-  const first = ticks.find((other) => tick.now_s - other.now_s <= age);
-  return first ?? tick;
+  return ticks.find((other) => tick.now_s - other.now_s <= age) ?? tick;
 }
 
 function show(tick) {
@@ -229,8 +217,7 @@ function show(tick) {
   while (tick.now_s - ticks[0].now_s > CHART_S) ticks.shift();
   set("model", tick.model);
   $("model").title = `${tick.model}, ${tick.batching} batching, up ${duration(tick.uptime_s)}`;
-  const version = tick.version === "not installed" ? "From a checkout" : `Version ${tick.version}`;
-  set("version", `${version}, ${tick.batching} batching, up ${duration(tick.uptime_s)}`);
+  set("version", `Version ${tick.version}, ${tick.batching} batching, up ${duration(tick.uptime_s)}`);
   if (elapsed > 0) {
     set("output-rate", rate(tick.rate));
     set("prefill-rate", rate((tick.prefill_tokens - second.prefill_tokens) / elapsed));
@@ -250,7 +237,7 @@ function show(tick) {
   for (const element of $("ended").querySelectorAll("dd")) {
     element.textContent = count(tick.finished[element.dataset.reason] ?? 0);
   }
-  showRungs(tick, since(tick, WINDOW_S), tick.now_s - since(tick, WINDOW_S).now_s);
+  showRungs(tick, since(tick, WINDOW_S));
   steps = steps.concat(tick.steps).slice(-1000);
   if (tick.kv.map) {
     cells = tick.kv.map;
@@ -437,18 +424,14 @@ $("clear").addEventListener("click", () => {
 });
 $("mode").addEventListener("change", nameMode);
 
-readColors();
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  readColors();
-  redraw();
-});
-addEventListener("resize", redraw);
-
 function redraw() {
+  readColors();
   draw(canvases.output, paintOutput);
   draw(canvases.steps, paintSteps);
   draw(canvases.kv, paintMap);
 }
 
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+addEventListener("resize", redraw);
 redraw();
 watch();

@@ -3,7 +3,6 @@
 The page is three files of ours, and its policy lets the browser load nothing else.
 """
 
-from collections.abc import AsyncGenerator
 from importlib import resources
 
 from starlette.requests import Request
@@ -48,7 +47,9 @@ def make_page_routes(
   """
 
   async def live(request: Request) -> Response:
-    return EventStream(_events(feed), stall_timeout_s=stream_stall_timeout_s, stalled=lambda: None, close=lambda: None)
+    return EventStream(
+      feed.messages(), stall_timeout_s=stream_stall_timeout_s, stalled=lambda: None, close=lambda: None
+    )
 
   return [
     *(_static(path, name, kind) for path, (name, kind) in _FILES.items()),
@@ -62,21 +63,10 @@ def make_metrics_route(state: ServingState, metrics: Metrics) -> Route:
 
   async def show(request: Request) -> Response:
     look = await metrics.look()
-    text, content_type = await state.run_in_text_pool(
-      lambda: metrics.exposition(look, request.headers.get("accept", ""))
-    )
+    text, content_type = await state.run_in_text_pool(lambda: look.exposition(request.headers.get("accept", "")))
     return Response(text, headers={"content-type": content_type, "cache-control": "no-store"})
 
   return Route("/metrics", show)
-
-
-async def _events(feed: Feed) -> AsyncGenerator[bytes]:
-  messages = feed.messages()
-  try:
-    async for message in messages:
-      yield b"data: " + message + b"\n\n"
-  finally:
-    await messages.aclose()
 
 
 def _static(path: str, name: str, kind: str) -> Route:

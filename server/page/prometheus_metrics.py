@@ -6,10 +6,11 @@ the model server protocol of Kubernetes' Gateway API Inference Extension asks fo
 (KVCacheUtilization); its endpoint picker takes their names by flag, or knows vLLM's, which are given on demand.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
+import itertools
 
-from prometheus_client import CollectorRegistry, Metric, ProcessCollector
+from prometheus_client import Metric, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics import exposition as openmetrics
@@ -22,20 +23,17 @@ from server.telemetry.latency_histograms import Histogram, Observations
 from server.telemetry.process_counts import Census, ProcessCounts
 from server.version import server_version
 
+_counter, _gauge = CounterMetricFamily, GaugeMetricFamily
 # vLLM's name -> ours, of everything that is the same thing.
-_VLLM_GAUGES = {
+_VLLM_NAMES = {
   "vllm:num_requests_waiting": "sluice_requests_waiting",
   "vllm:num_requests_running": "sluice_requests_running",
   "vllm:kv_cache_usage_perc": "sluice_kv_cache_usage_ratio",
-}
-_VLLM_COUNTERS = {
   "vllm:prompt_tokens": "sluice_prefill_tokens",
   "vllm:generation_tokens": "sluice_output_tokens",
   "vllm:num_preemptions": "sluice_preemptions",
   "vllm:prefix_cache_queries": "sluice_prefix_cache_query_tokens",
   "vllm:prefix_cache_hits": "sluice_prefix_cache_hit_tokens",
-}
-_VLLM_HISTOGRAMS = {
   "vllm:time_to_first_token_seconds": "sluice_time_to_first_token_seconds",
   "vllm:inter_token_latency_seconds": "sluice_inter_token_latency_seconds",
   "vllm:request_time_per_output_token_seconds": "sluice_time_per_output_token_seconds",
@@ -44,23 +42,6 @@ _VLLM_HISTOGRAMS = {
   "vllm:request_prompt_tokens": "sluice_request_prompt_tokens",
   "vllm:request_generation_tokens": "sluice_request_output_tokens",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerLook:
-  """A server at one instant.
-
-  Attributes:
-    ready, alive: see ServingState.
-    counts: of all its processes.
-    backend, report: once it serves.
-  """
-
-  ready: bool
-  alive: bool
-  counts: ProcessCounts
-  backend: Backend | None
-  report: Report | None
 
 
 class Metrics:
@@ -76,46 +57,49 @@ class Metrics:
     self._census = census
     self._vllm_names = vllm_names
 
-  async def look(self) -> ServerLook:
+  async def look(self) -> "ServerLook":
     """At everything that an exposition shows; on the event loop's thread."""
     state = self._state
     backend = state.backend
     report = await backend.engine.report() if backend is not None else None
-    return ServerLook(state.ready, state.alive, await self._census(), backend, report)
+    return ServerLook(state.ready, state.alive, await self._census(), backend, report, self._vllm_names)
 
-  def exposition(self, look: ServerLook, accept: str = "") -> tuple[bytes, str]:
-    """All metrics; any thread.
+
+@dataclasses.dataclass(frozen=True)
+class ServerLook(Collector):
+  """A server at one instant.
+
+  Attributes:
+    ready, alive: see ServingState.
+    counts: of all its processes.
+    backend, report: once it serves.
+    vllm_names: whether vLLM's names are given, too.
+  """
+
+  ready: bool
+  alive: bool
+  counts: ProcessCounts
+  backend: Backend | None
+  report: Report | None
+  vllm_names: bool
+
+  def exposition(self, accept: str = "") -> tuple[bytes, str]:
+    """All metrics, in Prometheus' or OpenMetrics' format, and their content type; any thread.
 
     Args:
-      look: what to show.
       accept: the header of whoever asks.
-
-    Returns:
-      The text, in Prometheus' or OpenMetrics' format, and its content type.
     """
-    registry = CollectorRegistry()
-    registry.register(_Collector(look, self._vllm_names))
     encode, content_type = choose_encoder(accept)
     if content_type.startswith("application/openmetrics-text"):
       # All names are plain, and need no escaping; prometheus_client's own would turn vLLM's colons into underscores.
-      return openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8), content_type
-    return encode(registry), content_type
-
-
-class _Collector(Collector):
-  def __init__(self, look: ServerLook, vllm_names: bool):
-    self._look = look
-    self._vllm_names = vllm_names
-
-  def describe(self) -> Iterable[Metric]:
-    """None: a registry that asks would have them all made at registration."""
-    return []
+      return openmetrics.generate_latest(self, escaping=openmetrics.ALLOWUTF8), content_type
+    return encode(self), content_type
 
   def collect(self) -> Iterator[Metric]:
-    """Everything, as of now."""
+    """Everything, as of then."""
     yield from self._of_server()
-    yield from _of_processes(self._look.counts.pids)
-    backend, report, counts = self._look.backend, self._look.report, self._look.counts
+    yield from _of_processes(self.counts.pids)
+    backend, report, counts = self.backend, self.report, self.counts
     if backend is None or report is None:
       return
     stats = report.stats
@@ -126,13 +110,13 @@ class _Collector(Collector):
       *_histograms(counts.observations, report.queue),
     ]
     yield from families
-    if self._vllm_names:
+    if self.vllm_names:
       yield from _vllm(backend, stats, families)
 
   def _of_server(self) -> Iterator[Metric]:
-    look, counts = self._look, self._look.counts
-    yield _gauge("sluice_ready", "Whether requests are taken: 0 while loading and draining.", int(look.ready))
-    yield _gauge("sluice_alive", "Whether the engine's loop turns.", int(look.alive))
+    counts = self.counts
+    yield _gauge("sluice_ready", "Whether requests are taken: 0 while loading and draining.", int(self.ready))
+    yield _gauge("sluice_alive", "Whether the engine's loop turns.", int(self.alive))
     yield _gauge(
       "sluice_event_loop_lag_seconds", "What the slowest event loop took to answer its watchdog's look.", counts.lag_s
     )
@@ -141,16 +125,14 @@ class _Collector(Collector):
       "sluice_access_log_lost_lines", "Lines that the access log's disk did not take.", counts.num_lost_lines
     )
     yield _counter("sluice_unhandled_errors", "Errors in callbacks and tasks that nobody took.", counts.num_unhandled)
-    info = GaugeMetricFamily("sluice_build_info", "Of the running server; always 1.", labels=["version"])
+    info = _gauge("sluice_build_info", "Of the running server; always 1.", labels=["version"])
     info.add_metric([server_version()], 1)
     yield info
-    calls = CounterMetricFamily(
-      "sluice_calls", "Calls that ended, by their status.", labels=["protocol", "method", "code"]
-    )
+    calls = _counter("sluice_calls", "Calls that ended, by their status.", labels=["protocol", "method", "code"])
     for labels, count in list(counts.calls.items()):
       calls.add_metric(labels, count)
     yield calls
-    failed = CounterMetricFamily(
+    failed = _counter(
       "sluice_calls_failed", "Calls that were refused or failed, by the reason.", labels=["protocol", "reason"]
     )
     for labels, count in list(counts.failed.items()):
@@ -192,7 +174,7 @@ def _gauges(backend: Backend, report: Report, counts: ProcessCounts) -> Iterator
   )
   yield _gauge("sluice_model_load_seconds", "What loading the weights took.", backend.load_s)
   yield _gauge("sluice_warmup_seconds", "What compiling all steps took.", backend.warmup_s)
-  info = GaugeMetricFamily("sluice_model_info", "Of what is served; always 1.", labels=["model", "batching"])
+  info = _gauge("sluice_model_info", "Of what is served; always 1.", labels=["model", "batching"])
   info.add_metric([backend.model, config.batching], 1)
   yield info
 
@@ -201,9 +183,7 @@ def _counters(report: Report, counts: ProcessCounts) -> Iterator[Metric]:
   stats = report.stats
   yield _counter("sluice_compiles", "XLA compilations since ready; any is a mistake.", report.compiles_after_ready)
   yield _counter("sluice_generations", "Generations that were accepted.", counts.num_started)
-  ended = CounterMetricFamily(
-    "sluice_generations_ended", "What became of them; all but the live ones.", labels=["outcome"]
-  )
+  ended = _counter("sluice_generations_ended", "What became of them; all but the live ones.", labels=["outcome"])
   for outcome, count in counts.num_ended.items():
     ended.add_metric([outcome], count)
   yield ended
@@ -225,7 +205,7 @@ def _counters(report: Report, counts: ProcessCounts) -> Iterator[Metric]:
   yield _counter("sluice_lost_tokens", "Tokens computed and lost to preemptions.", stats.num_lost_tokens)
   yield _counter("sluice_preemptions", "Requests that had to begin anew.", stats.num_preemptions)
   yield _counter("sluice_idle_slots", "Slots without a row while a request waited, summed.", stats.num_idle_slots)
-  finished = CounterMetricFamily("sluice_requests_finished", "Requests of the engine that ended.", labels=["reason"])
+  finished = _counter("sluice_requests_finished", "Requests of the engine that ended.", labels=["reason"])
   for reason, count in stats.finished.items():
     finished.add_metric([reason.value], count)
   yield finished
@@ -233,12 +213,12 @@ def _counters(report: Report, counts: ProcessCounts) -> Iterator[Metric]:
 
 def _rungs(backend: Backend, totals: dict[int, RungTotals]) -> Iterator[Metric]:
   """By the shape of steps. Every rung of the ladder has its series from the start."""
-  steps = CounterMetricFamily("sluice_steps", "Steps by the token budget of their shape.", labels=["rung"])
-  tokens = CounterMetricFamily(
+  steps = _counter("sluice_steps", "Steps by the token budget of their shape.", labels=["rung"])
+  tokens = _counter(
     "sluice_step_tokens", "Tokens of the steps' shapes, by what became of them.", labels=["rung", "kind"]
   )
-  host = CounterMetricFamily("sluice_step_host_seconds", "Planning, packing and dispatch.", labels=["rung"])
-  device = CounterMetricFamily("sluice_step_device_seconds", "From launch to the values.", labels=["rung"])
+  host = _counter("sluice_step_host_seconds", "Planning, packing and dispatch.", labels=["rung"])
+  device = _counter("sluice_step_device_seconds", "From launch to the values.", labels=["rung"])
   for shape in backend.config.ladder.rungs():
     rung, total = str(shape.tokens), totals.get(shape.tokens, RungTotals())
     steps.add_metric([rung], total.steps)
@@ -261,48 +241,28 @@ def _histograms(seen: Observations, queue: Histogram) -> Iterator[Metric]:
     ("sluice_request_prompt_tokens", "Lengths of prompts.", seen.prompt_tokens),
     ("sluice_request_output_tokens", "Lengths of outputs.", seen.output_tokens),
   ):
-    family = HistogramMetricFamily(name, text)
-    family.add_metric([], *_buckets(histogram))
-    yield family
-
-
-def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
-  counts, total = list(histogram.counts), histogram.total
-  buckets: list[tuple[str, float]] = []
-  below = 0
-  for bound, count in zip((*map(str, histogram.bounds), "+Inf"), counts, strict=True):
-    below += count
-    buckets.append((bound, below))
-  return buckets, total
+    bounds, counts = (*map(str, histogram.bounds), "+Inf"), itertools.accumulate(histogram.counts)
+    yield HistogramMetricFamily(name, text, list(zip(bounds, counts, strict=True)), histogram.total)
 
 
 def _vllm(backend: Backend, stats: EngineStats, families: list[Metric]) -> Iterator[Metric]:
   """The same samples under vLLM's names and labels."""
   ours = {family.name: family for family in families}
   labels = {"model_name": backend.model, "engine": "0"}
-  for names in (_VLLM_GAUGES, _VLLM_COUNTERS, _VLLM_HISTOGRAMS):
-    for name, of in names.items():
-      family = ours[of]
-      alias = Metric(name, f"vLLM's name of {of}.", family.type)
-      for sample in family.samples:
-        alias.add_sample(name + sample.name.removeprefix(of), labels | sample.labels, sample.value)
-      yield alias
-  success = CounterMetricFamily(
+  for name, of in _VLLM_NAMES.items():
+    family = ours[of]
+    alias = Metric(name, f"vLLM's name of {of}.", family.type)
+    for sample in family.samples:
+      alias.add_sample(name + sample.name.removeprefix(of), labels | sample.labels, sample.value)
+    yield alias
+  success = _counter(
     "vllm:request_success", "vLLM's name of sluice_requests_finished.", labels=[*labels, "finished_reason"]
   )
   for reason, count in stats.finished.items():
     success.add_metric([*labels.values(), reason.value], count)
   yield success
-  info = GaugeMetricFamily(
+  info = _gauge(
     "vllm:cache_config_info", "Of the KV pool; always 1.", labels=["engine", "block_size", "num_gpu_blocks"]
   )
   info.add_metric(["0", str(backend.config.block_size), str(stats.num_blocks)], 1)
   yield info
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-  return GaugeMetricFamily(name, text, value)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-  return CounterMetricFamily(name, text, value)

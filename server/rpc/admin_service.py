@@ -7,6 +7,7 @@ import grpc
 from grpc_channelz.v1 import channelz
 
 from server.proto import admin_pb2 as pb
+from server.proto import admin_pb2_grpc
 from server.version import server_version
 
 ADMIN_SERVICE = "sluice.admin.v1.AdminService"
@@ -26,7 +27,7 @@ class AdminActions:
   set_trace: Callable[[bool], str]
 
 
-class AdminService:
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
   """One object a server."""
 
   def __init__(self, actions: AdminActions, drain: Callable[[], int]):
@@ -39,30 +40,15 @@ class AdminService:
 
   def register(self, server: grpc.aio.Server, *, enable_channelz: bool) -> None:
     """Adds the service, and gRPC's channelz if wanted, to a server that has not started."""
-    methods = {
-      "GetConfig": (self._get_config, pb.GetConfigRequest, pb.GetConfigResponse),
-      "SetTrace": (self._set_trace, pb.SetTraceRequest, pb.SetTraceResponse),
-      "Drain": (self._drain_server, pb.DrainRequest, pb.DrainResponse),
-    }
-    server.add_generic_rpc_handlers(
-      (
-        grpc.method_handlers_generic_handler(
-          ADMIN_SERVICE,
-          {
-            name: grpc.unary_unary_rpc_method_handler(method, request.FromString, response.SerializeToString)
-            for name, (method, request, response) in methods.items()
-          },
-        ),
-      )
-    )
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(self, server)
     if enable_channelz:
       channelz.add_channelz_servicer(server)
 
-  async def _get_config(self, request: pb.GetConfigRequest, context: grpc.aio.ServicerContext) -> pb.GetConfigResponse:
+  async def GetConfig(self, request: pb.GetConfigRequest, context: grpc.aio.ServicerContext) -> pb.GetConfigResponse:
     return pb.GetConfigResponse(server_version=server_version(), flags=self._actions.flags())
 
-  async def _set_trace(self, request: pb.SetTraceRequest, context: grpc.aio.ServicerContext) -> pb.SetTraceResponse:
+  async def SetTrace(self, request: pb.SetTraceRequest, context: grpc.aio.ServicerContext) -> pb.SetTraceResponse:
     return pb.SetTraceResponse(path=self._actions.set_trace(request.on))
 
-  async def _drain_server(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
+  async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
     return pb.DrainResponse(live_requests=self._drain())

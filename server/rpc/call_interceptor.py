@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 import contextlib
 import contextvars
 import dataclasses
-import re
 import secrets
 import time
 from typing import Any
@@ -19,6 +18,7 @@ from grpc._cython import cygrpc
 
 from engine.errors import EngineError, Overloaded
 from server.errors import AnswerTooLarge, DeadlineExceeded, MalformedRequest, UnknownMethod
+from server.generation import request_validation
 from server.rpc import grpc_status
 from server.security.api_keys import AdminKeys, ApiKeys
 from server.telemetry import tracing
@@ -27,7 +27,6 @@ from server.telemetry.access_log import AccessLog
 REQUEST_ID = "x-request-id"
 HEALTH_METHODS = "/grpc.health.v1.Health/"
 REFLECTION_METHODS = "/grpc.reflection."
-_REQUEST_ID_VALUE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _OVERLOAD_RETRY_S = 1.0
 # A call without its message holds a place among the concurrent ones.
 _MESSAGE_TIMEOUT_S = 60.0
@@ -70,22 +69,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
   def __init__(
     self,
+    access_log: AccessLog,
     *,
+    max_response_bytes: int,
     keys: ApiKeys | AdminKeys | None = None,
     open_methods: tuple[str, ...] = (HEALTH_METHODS,),
     max_concurrent_rpcs: int | None = None,
-    max_response_bytes: int | None = None,
-    access_log: AccessLog | None = None,
     on_peer: Callable[[str], None] | None = None,
   ):
     """What to ask of calls.
 
     Args:
+      access_log: gets a line for each call but those of health.
+      max_response_bytes: of one message; a larger one ends its call.
       keys: who may call; None: everybody.
       open_methods: beginnings of methods that need no key.
       max_concurrent_rpcs: more at a time are refused; probes of health do not count.
-      max_response_bytes: of one message; a larger one ends its call.
-      access_log: gets a line for each call but those of health; None: none is written.
       on_peer: is told the peer of each call.
     """
     self._keys = keys
@@ -106,7 +105,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """The handler, wrapped; or one that refuses."""
     metadata = dict(handler_call_details.invocation_metadata or ())
     request_id = metadata.get(REQUEST_ID)
-    if not isinstance(request_id, str) or not _REQUEST_ID_VALUE.fullmatch(request_id):
+    if not isinstance(request_id, str) or not request_validation.REQUEST_ID.fullmatch(request_id):
       request_id = secrets.token_hex(16)
     call = RpcCall(handler_call_details.method, metadata, request_id)
     handler = await continuation(handler_call_details)
@@ -153,26 +152,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """
     parse, serialize = handler.request_deserializer, self._serializer(handler)
     # Any, since the stubs know handlers of the threaded server only.
-    behaviour: Any
-    if handler.request_streaming:
-      behaviour = handler.stream_stream
-      assert handler.response_streaming, "no method takes a stream and gives one message"
-
-      async def stream_stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        async with self._running(call, context):
-          async for response in behaviour((_parsed(parse, raw) async for raw in requests), context):
-            yield response
-
-      return grpc.stream_stream_rpc_method_handler(stream_stream, None, serialize)
+    behaviour: Any = handler.stream_stream or handler.unary_stream or handler.unary_unary
+    assert behaviour is not None, "no method takes a stream and gives one message"
     if handler.response_streaming:
-      behaviour = handler.unary_stream
 
-      async def unary_stream(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+      async def stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         async with self._running(call, context):
-          await behaviour(_parsed(parse, await _read(context)), context)
+          if not handler.request_streaming:
+            await behaviour(_parsed(parse, await _read(context)), context)
+            return
+          async for response in behaviour((_parsed(parse, raw) async for raw in requests), context):
+            await context.write(response)
 
-      return grpc.stream_stream_rpc_method_handler(unary_stream, None, serialize)
-    behaviour = handler.unary_unary
+      return grpc.stream_stream_rpc_method_handler(stream, None, serialize)
 
     async def unary_unary(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
       async with self._running(call, context):
@@ -185,8 +177,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """The handler's, with an error of ours where gRPC would tear the call down."""
     serialize, limit = handler.response_serializer, self._max_response_bytes
     assert serialize is not None, "what is sent is bytes"
-    if limit is None:
-      return serialize
 
     def checked(message: Any) -> bytes:
       raw = serialize(message)
@@ -238,7 +228,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         raise _gone() from None
     finally:
       self._num_calls -= not is_probe
-      if self._access_log is not None and not is_probe:
+      if not is_probe:
         self._access_log.write(
           request_id=call.request_id,
           method=call.method,
@@ -268,7 +258,8 @@ async def _read(context: Any) -> bytes:
       raise _gone() from None  # asyncio.run reports any other error of a task that it ends
 
   reading = asyncio.ensure_future(read())
-  reading.add_done_callback(_heard)
+  # Takes the error of a read whose call is gone: asyncio would report one that nobody takes.
+  reading.add_done_callback(lambda read: read.cancelled() or read.exception())
   try:
     async with asyncio.timeout(_MESSAGE_TIMEOUT_S):
       raw = await asyncio.shield(reading)
@@ -279,12 +270,6 @@ async def _read(context: Any) -> bytes:
   if raw is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]  (missing in the stubs)
     raise MalformedRequest("the call ended without a whole message; send one, framed as its length says")
   return raw
-
-
-def _heard(reading: asyncio.Future[Any]) -> None:
-  """Takes the error of a read whose call is gone: asyncio would report one that nobody takes."""
-  if not reading.cancelled():
-    reading.exception()
 
 
 def _parsed(parse: Callable[[bytes], Any] | None, raw: bytes) -> Any:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 import json
 import logging
+import math
 
 import grpc
 from grpc._cython import cygrpc
@@ -35,27 +36,21 @@ class ConnectionWatch:
       plain text.
     """
     self._handshakes = handshakes
-    self._server_id: int | None = None
+    self._server_id: int | None = None  # while this gRPC can tell
     self._called: set[str] = set()
-    self._num_called = 0  # connections that called and have ended
-    self._num_told = 0
+    self._last = math.inf  # number of a connection; of later ones nothing is known yet
+    self._num_own = 0  # numbers that were taken in counting
+    self._num_settled = 0  # connections that have ended and were told, or had called
     self._watch: asyncio.Task | None = None
-
-  @property
-  def is_on(self) -> bool:
-    """Whether it has started, and this gRPC can tell."""
-    return self._server_id is not None
 
   def start_counting(self) -> None:
     """Begins to write lines, until stop(). The server, whose channelz is on, is bound, and no other one since."""
-    self._handshakes_before = self._handshakes() if self._handshakes is not None else 0
     try:
       servers = json.loads(cygrpc.channelz_get_servers(0))["server"]
+      self._num_settled = self._num_came()
       self._server_id = max(int(server["ref"]["serverId"]) for server in servers)
-      self._first = self._last = self._number()
-      self._num_own = 0  # numbers that were taken in counting since
-    except (AttributeError, KeyError, ValueError) as error:
-      self._off(error)
+    except (AttributeError, KeyError, ValueError) as error:  # counting is nothing to fail for
+      _log.info("connections without a call are not counted: this gRPC tells %s", error or type(error).__name__)
       return
     self._watch = asyncio.create_task(self._run())
 
@@ -74,42 +69,36 @@ class ConnectionWatch:
     if num := await self.ended_without_call():
       _log.warning(
         "gRPC port: %d connections ended without a call since this was last looked at, %g s ago at least: scanners, "
-        "probes of the port, HTTP/1.1, TLS where there is none or none where there is TLS; with GRPC_VERBOSITY=info in "
-        "its environment gRPC names each",
+        "probes of the port, HTTP/1.1, TLS where there is none or none where there is TLS; with GRPC_VERBOSITY=info "
+        "and GRPC_TRACE=http_keepalive in its environment gRPC names the peer of each connection",
         num,
         INTERVAL_S,
       )
 
   async def ended_without_call(self) -> int:
     """How many have ended without a call that was not told before."""
-    if not self.is_on:
+    if self._server_id is None:
       return 0
-    try:
-      called, num_came = frozenset(self._called), self._came()
-      is_open = await self.open_peers()
-    except (AttributeError, KeyError, ValueError) as error:
-      self._off(error)
-      return 0
+    called, num_came = frozenset(self._called), self._num_came()
+    is_open = await self.open_peers()
     gone = called.difference(is_open)
     self._called -= gone
-    self._num_called += len(gone)
-    num_open = sum(number < self._last or self._handshakes is not None for number in is_open.values())
-    num = num_came - num_open - self._num_called - self._num_told
-    self._num_told += max(num, 0)  # less than nothing: a connection came between two looks, and is in the next number
-    return max(num, 0)
+    self._num_settled += len(gone)
+    # Less than nothing: a connection came between two looks, and is in the next number.
+    num = max(0, num_came - sum(number < self._last for number in is_open.values()) - self._num_settled)
+    self._num_settled += num
+    return num
 
-  def _came(self) -> int:
-    """How many connections have come."""
-    self._last = self._number()
-    self._num_own += 1
+  def _num_came(self) -> int:
+    """How many connections have come, from an arbitrary number on."""
     if self._handshakes is not None:
-      return self._handshakes() - self._handshakes_before
-    return self._last - self._first - self._num_own
-
-  def _number(self) -> int:
-    """The number of what is made now, which is what tells how many were given away."""
+      return self._handshakes()
+    # What is made now has a number, which tells how many were given away.
     with grpc.insecure_channel(_OWN, options=(("grpc.enable_channelz", 1),)):
-      return max(int(each["ref"]["channelId"]) for each in json.loads(cygrpc.channelz_get_top_channels(0))["channel"])
+      channels = json.loads(cygrpc.channelz_get_top_channels(0))["channel"]
+    self._last = max(int(each["ref"]["channelId"]) for each in channels)
+    self._num_own += 1
+    return self._last - self._num_own
 
   async def open_peers(self) -> dict[str, int]:
     """Peers of the connections that are open, and their numbers."""
@@ -125,11 +114,6 @@ class ConnectionWatch:
       await asyncio.sleep(0)
 
   async def _run(self) -> None:
-    while self.is_on:
+    while True:
       await asyncio.sleep(INTERVAL_S)
       await self.tell_counts()
-
-  def _off(self, error: Exception) -> None:
-    """Counting is nothing to fail for."""
-    self._server_id = None
-    _log.info("connections without a call are not counted: this gRPC tells %s", error or type(error).__name__)

@@ -17,7 +17,7 @@ from server.rpc.awaited_operations import awaited_to_the_end
 from server.rpc.call_interceptor import CallInterceptor
 from server.security.api_keys import AdminKeys, ApiKeys
 from server.security.certificates import Certificates
-from server.telemetry.call_log import CallLog
+from server.telemetry.access_log import AccessLog
 
 # Of the admin service's server, beside which there are those of users.
 _ADMIN_CONNECTIONS = 64
@@ -44,13 +44,12 @@ class Health(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAcces
 class ReservedPort:
   """Holds a TCP port that several processes of one server will listen on, each by a socket of its own.
 
-  gRPC takes no listening socket from elsewhere, so that its servers can share a port by SO_REUSEPORT alone, which lets
-  any process of the same user join in silence. Hence: the port is taken exclusively at first, which fails if anybody
-  has it; then it is opened for the processes of this server; and when all of them listen, it is shut again: the system
-  wants the consent of every socket on an address, and this one withdraws its own. Linux has a short cut past that
-  question (inet_csk_get_port), which ends whenever a socket that does not share is bound to the port, if only on
-  another address: one of the loopback that nobody uses. Where a server listens on all addresses there is no other, and
-  programs of the same user that ask for sharing can still join.
+  gRPC takes no listening socket from elsewhere, so its servers can share a port by SO_REUSEPORT alone, which lets any
+  process of the same user join in silence. So the port is taken exclusively at first, which fails if anybody has it,
+  then opened for the processes of this server, and shut when all of them listen: every socket on an address must
+  consent, and this one withdraws. Linux has a short cut past that (inet_csk_get_port), which ends when a socket that
+  does not share is bound to the port on another address. A server on all addresses leaves no other, so that programs
+  of the same user that ask for sharing can still join.
 
   Attributes:
     port: its number.
@@ -118,7 +117,7 @@ async def start_admin(
   add_services: Callable[[grpc.aio.Server], None],
   health_servicer: health_pb2_grpc.HealthServicer,
   certificates: Certificates | None,
-  access_log: CallLog,
+  access_log: AccessLog,
 ) -> tuple[grpc.aio.Server, int]:
   """A server of its own: no key and no load of a user reaches it, and it answers until the end of a drain.
 
@@ -135,8 +134,8 @@ async def start_admin(
   Raises:
     ConfigError: the address cannot be bound, or others could reach it.
   """
-  users = ApiKeys.load(options.api_key_file) if options.api_key_file else None
-  keys = AdminKeys(ApiKeys.load(options.admin_api_key_file), users) if options.admin_api_key_file else None
+  users = ApiKeys(options.api_key_file) if options.api_key_file else None
+  keys = AdminKeys(ApiKeys(options.admin_api_key_file), users) if options.admin_api_key_file else None
   local = is_local(options.admin_host)
   if not local and (keys is None or certificates is None):
     raise ConfigError(
@@ -145,7 +144,7 @@ async def start_admin(
     )
   server = make_grpc_server(
     dataclasses.replace(options, max_grpc_connections=_ADMIN_CONNECTIONS),
-    CallInterceptor(keys=keys, access_log=access_log),
+    CallInterceptor(access_log, max_response_bytes=options.max_response_bytes, keys=keys),
     counts_connections=False,
   )
   port = bind_port(server, options.admin_host, options.admin_port, None if local else certificates, flag="admin_")

@@ -5,10 +5,8 @@ also in the log.
 """
 
 import dataclasses
-import logging
-import secrets
 
-from google.protobuf import any_pb2
+from google.protobuf import any as protobuf_any
 from google.rpc import error_details_pb2, status_pb2
 import grpc
 
@@ -18,8 +16,8 @@ from server import errors
 DOMAIN = "sluice.v1"
 _DETAILS_KEY = "grpc-status-details-bin"
 
-# From the most special class to the most general.
-_CODES: tuple[tuple[type[engine_errors.EngineError], grpc.StatusCode], ...] = (
+# Of each class and those that are special cases of it. Whatever else is raised, no client should see.
+_CODES = (
   (engine_errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
   (engine_errors.DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS),
   (engine_errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -37,13 +35,6 @@ _CODES: tuple[tuple[type[engine_errors.EngineError], grpc.StatusCode], ...] = (
   (errors.AnswerTooLarge, grpc.StatusCode.RESOURCE_EXHAUSTED),
   (errors.GenerationFailed, grpc.StatusCode.INTERNAL),
 )
-
-_log = logging.getLogger(__name__)
-
-
-def code_of(error: Exception) -> grpc.StatusCode:
-  """The status code of an error; INTERNAL for one that no client should see."""
-  return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,36 +55,27 @@ class StatusAnswer:
 
 def make_status_answer(error: Exception) -> StatusAnswer:
   """The status of an error. One that no client should see goes to the log, under a number that the client gets."""
-  code = code_of(error)
-  known = any(isinstance(error, kind) for kind, _ in _CODES)
   info = error_details_pb2.ErrorInfo(domain=DOMAIN)
-  if known and isinstance(error, engine_errors.EngineError):
+  code = next((code for kind, code in _CODES if isinstance(error, kind)), None)
+  if code is not None and isinstance(error, engine_errors.EngineError):
     message, info.reason = errors.shorten_message(str(error)), error.reason
   else:
-    incident = secrets.token_hex(4)
-    _log.error("incident %s: a request failed in our own code", incident, exc_info=error)
-    message, info.reason = f"internal error, incident {incident} in the server's log", "INTERNAL"
-    info.metadata["incident"] = incident
-  details = [_pack(info)]
+    code = grpc.StatusCode.INTERNAL
+    hidden = errors.log_incident(error, "a request failed in our own code")
+    message, info.reason = str(hidden), hidden.reason
+    info.metadata["incident"] = hidden.incident
+  details = [protobuf_any.pack(info)]
   metadata: list[tuple[str, str | bytes]] = []
-  if code is grpc.StatusCode.INVALID_ARGUMENT:
-    details.append(
-      _pack(
-        error_details_pb2.BadRequest(
-          field_violations=[
-            error_details_pb2.BadRequest.FieldViolation(
-              field=error.field if isinstance(error, engine_errors.EngineError) else "", description=message
-            )
-          ]
-        )
-      )
-    )
+  if isinstance(error, engine_errors.InvalidRequest):
+    bad = error_details_pb2.BadRequest()
+    bad.field_violations.add(field=error.field, description=message)
+    details.append(protobuf_any.pack(bad))
   retry_s = errors.seconds_to_retry(error)
   if retry_s is not None:
     retry_ms = round(1000 * retry_s)
     retry = error_details_pb2.RetryInfo()
     retry.retry_delay.FromMilliseconds(retry_ms)
-    details.append(_pack(retry))
+    details.append(protobuf_any.pack(retry))
     if isinstance(error, engine_errors.Overloaded | errors.Starting):
       # A6: a client with a retry policy waits this long, if no header was sent yet. Where the server goes down it need
       # not: another one may take the call at once.
@@ -101,9 +83,3 @@ def make_status_answer(error: Exception) -> StatusAnswer:
   status = status_pb2.Status(code=code.value[0], message=message, details=details)
   metadata.append((_DETAILS_KEY, status.SerializeToString()))
   return StatusAnswer(code, message, info.reason, tuple(metadata))
-
-
-def _pack(message) -> any_pb2.Any:
-  packed = any_pb2.Any()
-  packed.Pack(message)
-  return packed

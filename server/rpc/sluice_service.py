@@ -4,9 +4,8 @@ Keys, request ids and the way from an error to a status are the interceptor's, w
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import hashlib
-from typing import Any
 
 from google.protobuf import message as protobuf_message
 import grpc
@@ -18,6 +17,7 @@ from server.generation import request_validation
 from server.generation.generations import Generation
 from server.generation.serving_state import Backend, ServingState
 from server.proto import sluice_pb2 as pb
+from server.proto import sluice_pb2_grpc as pb_grpc
 from server.rpc import call_interceptor
 from server.security.api_keys import bind_tenant
 from server.telemetry import tracing
@@ -28,7 +28,7 @@ MODEL_SERVICE = "sluice.v1.ModelService"
 _MAX_IGNORED_CHARS = 1024
 
 
-class SluiceService:
+class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServicer):
   """GenerationService and ModelService of sluice.v1. One object a server."""
 
   def __init__(self, state: ServingState, *, stream_stall_timeout_s: float = 30.0, strict_requests: bool = False):
@@ -46,26 +46,12 @@ class SluiceService:
 
   def register(self, server: grpc.aio.Server) -> None:
     """Adds the services to a server that has not started."""
-    services = {
-      GENERATION_SERVICE: {
-        "Generate": _stream(pb.GenerateRequest, self._generate),
-        "GenerateUnary": _unary(pb.GenerateRequest, self._generate_unary),
-        "Abort": _unary(pb.AbortRequest, self._abort),
-        "Tokenize": _unary(pb.TokenizeRequest, self._tokenize),
-        "Detokenize": _unary(pb.DetokenizeRequest, self._detokenize),
-      },
-      MODEL_SERVICE: {
-        "GetModelInfo": _unary(pb.GetModelInfoRequest, self._get_model_info),
-        "GetLoad": _unary(pb.GetLoadRequest, self._get_load),
-      },
-    }
-    server.add_generic_rpc_handlers(
-      tuple(grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items())
-    )
+    pb_grpc.add_GenerationServiceServicer_to_server(self, server)
+    pb_grpc.add_ModelServiceServicer_to_server(self, server)
 
-  # The RPCs.
+  # The RPCs. Those of a stream write by themselves.
 
-  async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+  async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
     with self._state.admit() as backend:
       generation = await self.start_generation(backend, request, context)
     await self.stream_generation(backend, generation, context, lambda message: (message,))
@@ -112,7 +98,7 @@ class SluiceService:
     finally:
       backend.generations.close_generation(generation)
 
-  async def _generate_unary(
+  async def GenerateUnary(
     self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
   ) -> pb.GenerateUnaryResponse:
     with self._state.admit() as backend:
@@ -136,7 +122,7 @@ class SluiceService:
     _note_ended([completion.finished for completion in response.completions])
     return response
 
-  async def _abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
+  async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
     self._judge_unknown(request, context)
     return pb.AbortResponse(
       outcomes=[
@@ -167,15 +153,13 @@ class SluiceService:
     elsewhere = iter(await backend.engine.abort_elsewhere(owner, others))
     return [done or next(elsewhere) for done in aborted]
 
-  async def _tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+  async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
     backend = self._state.require_backend()
     self._judge_unknown(request, context)
     request_validation.check_model_name(request.model, backend.model)
     return pb.TokenizeResponse(token_ids=await self._state.tokenize_prompt(request, backend.tokenizer))
 
-  async def _detokenize(
-    self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
-  ) -> pb.DetokenizeResponse:
+  async def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
     backend = self._state.require_backend()
     self._judge_unknown(request, context)
     request_validation.check_model_name(request.model, backend.model)
@@ -187,7 +171,7 @@ class SluiceService:
     )
     return pb.DetokenizeResponse(text=text)
 
-  async def _get_model_info(
+  async def GetModelInfo(
     self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
   ) -> pb.GetModelInfoResponse:
     backend = self._state.require_backend()
@@ -210,7 +194,7 @@ class SluiceService:
       batching=config.batching,
     )
 
-  async def _get_load(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
+  async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
     backend = self._state.require_backend()
     wants_steps = request.HasField("steps_after_s")
     report = await backend.engine.report(RING_STEPS if wants_steps else 0)
@@ -309,23 +293,6 @@ def _note_ended(endings: Iterable[pb.Finished]) -> None:
   """For the access log: the tokens of outputs that came to their end."""
   notes = call_interceptor.current_call().notes
   notes["output_tokens"] = notes.get("output_tokens", 0) + sum(ended.usage.completion_tokens for ended in endings)
-
-
-def _unary(
-  kind: type[protobuf_message.Message], method: Callable[[Any, Any], Awaitable[protobuf_message.Message]]
-) -> grpc.RpcMethodHandler:
-  return grpc.unary_unary_rpc_method_handler(method, kind.FromString, _serialize)
-
-
-def _stream(
-  kind: type[protobuf_message.Message], method: Callable[[Any, Any], Awaitable[None]]
-) -> grpc.RpcMethodHandler:
-  """Of a method that writes by itself."""
-  return grpc.unary_stream_rpc_method_handler(method, kind.FromString, _serialize)
-
-
-def _serialize(message: protobuf_message.Message) -> bytes:
-  return message.SerializeToString()
 
 
 def _digest(request_id: str) -> str:

@@ -12,7 +12,6 @@ that the time taken says nothing about how much of a key was right. The admin se
 the one of users besides, to tell a user what is wrong.
 """
 
-import dataclasses
 import hashlib
 import hmac
 import logging
@@ -20,7 +19,6 @@ import os
 import pathlib
 import re
 import stat
-from typing import Self
 
 from engine.errors import ConfigError
 from server.errors import PermissionDenied, Unauthenticated
@@ -35,38 +33,22 @@ _SCHEME = "bearer "
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Loaded:
-  """The file as it was read: `signature` tells whether it has changed since."""
-
-  signature: tuple[int, ...]
-  tenants: tuple[tuple[bytes, str], ...]  # (digest of the key, tenant)
-
-
 class ApiKeys:
   """The keys of one file, read again when it changes. Threads may share it.
 
   A changed file that is refused, or that has vanished, leaves the keys as they were and is logged once.
   """
 
-  def __init__(self, path: pathlib.Path, loaded: _Loaded):
-    """Use `load`."""
-    self._path = path
-    self._loaded = loaded
-    self._refused: tuple[int, ...] | None = None
-
-  @classmethod
-  def load(cls, path: str | pathlib.Path) -> Self:
-    """Reads a key file.
+  def __init__(self, path: str | pathlib.Path):
+    """Reads the file.
 
     Raises:
       ConfigError: it cannot be read, others may read or write it, it has no key, or a line is not a key.
     """
-    path = pathlib.Path(path)
-    return cls(path, _read(path))
-
-  def __len__(self) -> int:
-    return len(self._loaded.tenants)
+    self._path = pathlib.Path(path)
+    # Of the file as it was read: what tells whether it has changed since, and the tenant of each key's digest.
+    self._signature, self._tenants = _read(self._path)
+    self._refused: tuple[int, ...] | None = None
 
   def accepts(self, header_value: str | None) -> str | None:
     """The tenant of a key, or None for a key that is not in the file.
@@ -84,7 +66,7 @@ class ApiKeys:
       header_value = header_value[len(_SCHEME) :]
     presented = _digest(header_value.strip())
     found = None
-    for digest, tenant in self._loaded.tenants:
+    for digest, tenant in self._tenants.items():
       if hmac.compare_digest(digest, presented):
         found = tenant
     return found
@@ -109,16 +91,16 @@ class ApiKeys:
       signature = _signature(os.stat(self._path))
     except OSError:
       signature = ()
-    if signature in (self._loaded.signature, self._refused):
+    if signature in (self._signature, self._refused):
       return
     try:
-      self._loaded = _read(self._path)
+      self._signature, self._tenants = _read(self._path)
     except ConfigError as error:
       self._refused = signature
       _log.error("API keys stay as they were: %s", error)
     else:
       self._refused = None
-      _log.info("API keys were read again: %d", len(self))
+      _log.info("API keys were read again: %d", len(self._tenants))
 
 
 class AdminKeys:
@@ -169,8 +151,8 @@ def bind_tenant(asked: str, of_key: str | None) -> str:
   return of_key
 
 
-def _read(path: pathlib.Path) -> _Loaded:
-  """Checks and parses; the descriptor that is checked is the one that is read."""
+def _read(path: pathlib.Path) -> tuple[tuple[int, ...], dict[bytes, str]]:
+  """Its signature, and the tenant of each key's digest; the descriptor that is checked is the one that is read."""
   try:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
       status = os.fstat(file.fileno())
@@ -205,7 +187,7 @@ def _read(path: pathlib.Path) -> _Loaded:
     tenants[digest] = words[1] if len(words) == 2 else f"key-{digest.hex()[:8]}"
   if not tenants:
     raise ConfigError(f"api_key_file={path} has no key, so nobody could call; write one key a line into it")
-  return _Loaded(_signature(status), tuple(tenants.items()))
+  return _signature(status), tenants
 
 
 def _signature(status: os.stat_result) -> tuple[int, ...]:

@@ -12,8 +12,6 @@ from engine.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-type _Signature = tuple[tuple[int, ...] | None, ...]
-
 
 class Certificates:
   """Certificate, key and, for mutual TLS, the authority that clients' certificates must come from.
@@ -41,7 +39,7 @@ class Certificates:
     self._key_file = pathlib.Path(key_file)
     self._client_ca_file = pathlib.Path(client_ca_file) if client_ca_file else None
     self.num_handshakes = 0
-    self._read()
+    self._load(_new_context())
 
   def credentials(self, *, counts: bool = False) -> grpc.ServerCredentials:
     """For one add_secure_port; each has its own view of what it has seen.
@@ -53,7 +51,7 @@ class Certificates:
       ConfigError: as at the start.
     """
     seen = self._signature()
-    initial = self._read()
+    initial = self._load(_new_context())
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
       """What to use from now on, or None for what was used before. Called on gRPC's threads."""
@@ -64,7 +62,7 @@ class Certificates:
         return None
       seen = signature
       try:
-        configuration = self._read()
+        configuration = self._load(_new_context())
       except ConfigError as error:
         _log.error("the certificate stays as it was: %s", error)
         return None
@@ -80,7 +78,7 @@ class Certificates:
   def context(self) -> ssl.SSLContext:
     """For asyncio; `renew` keeps it current."""
     self._context_seen = self._signature()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = _new_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     if self._client_ca_file is not None:
@@ -95,24 +93,17 @@ class Certificates:
       return
     self._context_seen = signature
     try:
-      self._read()
+      self._load(_new_context())  # a context in use must not keep half of a pair
       self._load(context)
     except ConfigError as error:
       _log.error("the certificate of the HTTP side stays as it was: %s", error)
 
-  def _load(self, context: ssl.SSLContext) -> None:
-    try:
-      context.load_cert_chain(self._cert_file, self._key_file, password=_no_passphrase)
-      if self._client_ca_file is not None:
-        context.load_verify_locations(self._client_ca_file)
-    except (ssl.SSLError, OSError, ValueError) as error:
-      raise ConfigError(f"tls_cert_file={self._cert_file} cannot be used ({_reason(error)})") from None
-
-  def _signature(self) -> _Signature:
+  def _signature(self) -> tuple[tuple[int, ...] | None, ...]:
     """Tells whether a file has changed, be it by a write or by another file in its place."""
     return tuple(_file_signature(path) for path in (self._cert_file, self._key_file, self._client_ca_file) if path)
 
-  def _read(self) -> grpc.ServerCertificateConfiguration:
+  def _load(self, context: ssl.SSLContext) -> grpc.ServerCertificateConfiguration:
+    """Reads the files, for asyncio and for gRPC, which would take anything here and fail each handshake."""
     certificate = _read_pem("tls_cert_file", self._cert_file)
     key = _read_pem("tls_key_file", self._key_file)
     mode = stat.S_IMODE(os.stat(self._key_file).st_mode)
@@ -121,8 +112,6 @@ class Certificates:
         f"tls_key_file={self._key_file} has mode {mode:04o}, which opens it to every user of this machine; chmod 600 "
         f"{self._key_file}"
       )
-    # gRPC would take anything here and fail each handshake; OpenSSL says what is wrong.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
       context.load_cert_chain(self._cert_file, self._key_file, password=_no_passphrase)
     except (ssl.SSLError, OSError, ValueError) as error:
@@ -171,6 +160,10 @@ def _file_signature(path: pathlib.Path) -> tuple[int, ...] | None:
   except OSError:
     return None
   return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _new_context() -> ssl.SSLContext:
+  return ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 
 
 def _no_passphrase() -> str:

@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 import contextlib
 import ctypes
 import os
-import pathlib
 import time
 
 from engine.errors import ConfigError
 from server.errors import MemoryPressure
 
-_STATM = pathlib.Path("/proc/self/statm")  # in pages: size, resident, ...
-_STATM_OF = "/proc/{}/statm"
+_STATM = "/proc/{}/statm"  # in pages: size, resident, ...
 _RETRY_S = 5.0
 _M_ARENA_MAX = -8  # of mallopt(3)
 _ARENAS = 2
@@ -30,12 +28,6 @@ def limit_malloc_arenas() -> None:
   if "MALLOC_ARENA_MAX" not in os.environ:
     with contextlib.suppress(OSError, AttributeError):
       ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
-
-
-def give_back_freed() -> None:
-  """Has glibc return what it keeps of freed memory; takes some 0.1 s a GiB, and other threads may wait for it."""
-  with contextlib.suppress(OSError, AttributeError):
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 class MemoryLimit:
@@ -54,9 +46,10 @@ class MemoryLimit:
     self._max_resident_mb = max_resident_mb
     self._others = others
     self._given_back = -_RETRY_S  # when this process last was asked to, by the monotonic clock
-    if max_resident_mb and not _STATM.is_file():
+    statm = _STATM.format("self")
+    if max_resident_mb and not os.path.isfile(statm):
       raise ConfigError(
-        f"max_resident_mb={max_resident_mb} needs {_STATM}, which this system has not; leave --max_resident_mb out"
+        f"max_resident_mb={max_resident_mb} needs {statm}, which this system has not; leave --max_resident_mb out"
       )
 
   def check_memory(self) -> None:
@@ -69,7 +62,9 @@ class MemoryLimit:
     resident_mb, now = self._resident_mb(), time.monotonic()
     if resident_mb >= self._max_resident_mb and now >= self._given_back + _RETRY_S:
       self._given_back = now
-      give_back_freed()
+      # glibc returns what it keeps of freed memory: some 0.1 s a GiB, and other threads may wait for it.
+      with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
       resident_mb = self._resident_mb()
     if resident_mb >= self._max_resident_mb:
       raise MemoryPressure(
@@ -79,12 +74,8 @@ class MemoryLimit:
       )
 
   def _resident_mb(self) -> int:
-    pages = _resident_pages(_STATM)
-    for pid in self._others():
-      with contextlib.suppress(OSError):  # it has ended
-        pages += _resident_pages(pathlib.Path(_STATM_OF.format(pid)))
+    pages = 0
+    for pid in ("self", *self._others()):
+      with contextlib.suppress(OSError), open(_STATM.format(pid), "rb") as statm:  # another may have ended
+        pages += int(statm.read().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") >> 20
-
-
-def _resident_pages(statm: pathlib.Path) -> int:
-  return int(statm.read_bytes().split()[1])

@@ -1,4 +1,7 @@
-"""One line of JSON a call, for whoever counts and searches calls. Never a prompt, an output, a key or an error text."""
+"""Where both fronts say that a call has ended: counted always, and one line of JSON each if there is a file for it.
+
+Never a prompt, an output, a key or an error text.
+"""
 
 import contextlib
 import datetime
@@ -10,57 +13,118 @@ from typing import Any
 
 from engine.errors import ConfigError
 
-STDERR = "-"
+_STDERR = "-"
 # Names and numbers only; what is longer was meant for something else.
 _MAX_VALUE_CHARS = 256
 
+_GRPC_METHODS = {
+  "sluice.v1.GenerationService": ("Generate", "GenerateUnary", "Abort", "Tokenize", "Detokenize"),
+  "sluice.v1.ModelService": ("GetModelInfo", "GetLoad"),
+  "grpc.reflection.v1.ServerReflection": ("ServerReflectionInfo",),
+  "grpc.reflection.v1alpha.ServerReflection": ("ServerReflectionInfo",),
+  "vllm.grpc.engine.VllmEngine": (
+    *("Generate", "Embed", "HealthCheck", "Abort", "GetModelInfo", "GetServerInfo", "GetLoads", "GetTokenizer"),
+  ),
+}
+# Whatever else is asked for is "other".
+_HTTP_PATHS = (
+  "/",
+  "/detokenize",
+  "/live",
+  "/metrics",
+  "/page.css",
+  "/page.js",
+  "/tokenize",
+  "/tokenizer_info",
+  "/v1/chat/completions",
+  "/v1/completions",
+  "/v1/models",
+  "/version",
+)
+_HTTP_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+
+_CLIENT_GONE = 499
+# Different endings that are told apart; all of ours are fewer.
+_MAX_SERIES = 256
+_OTHER = "other"
+
 
 class AccessLog:
-  """Appends lines to a file, which may be rotated by moving it away, or to standard error.
+  """Counts calls, and appends lines to a file, which may be rotated by moving it away, or to standard error.
 
   Attributes:
+    calls: ended calls by (protocol, method, code).
+    failed: those that ended with an error, by (protocol, the error's reason).
     num_lost: lines that could not be written.
   """
 
-  def __init__(self, path: str):
-    """Args: path: of the file, or "-".
+  def __init__(self, path: str = ""):
+    """Args: path: of the file, or "-"; empty: calls are only counted.
 
     Raises:
       ConfigError: it cannot be opened.
     """
+    self.calls: dict[tuple[str, str, str], int] = {}
+    self.failed: dict[tuple[str, str], int] = {}
     self.num_lost = 0
+    self._handler: logging.Handler | None = None
+    if not path:
+      return
     try:
-      self._handler = logging.StreamHandler(sys.stderr) if path == STDERR else _Watched(path, encoding="utf-8")
+      self._handler = (
+        logging.StreamHandler(sys.stderr) if path == _STDERR else handlers.WatchedFileHandler(path, encoding="utf-8")
+      )
     except OSError as error:
       raise ConfigError(f"access_log={path} cannot be opened: {error.strerror}; choose another file, or -") from None
-    self._handler.setFormatter(logging.Formatter("%(message)s"))
     self._handler.handleError = self._lose
 
-  def _lose(self, record: logging.LogRecord) -> None:
-    """No call may fail, nor standard error fill up, because a disk is full."""
-    self.num_lost += 1
-
   def write(self, **fields: Any) -> None:
-    """Adds a line with the time (UTC) and these fields; None is left out. Threads may share it."""
+    """Counts a call, and adds a line with the time (UTC) and these fields; None is left out. Threads may share it."""
+    code, reason = fields["code"], fields.get("reason")
+    protocol, method = _name(fields["method"])
+    # Whoever closes a page or a stream has refused nothing.
+    if reason is None and isinstance(code, int) and code >= 400 and code != _CLIENT_GONE:
+      reason = f"http_{code}"
+    _count(self.calls, (protocol, method, str(code)), (protocol, _OTHER, _OTHER))
+    if reason is not None:
+      _count(self.failed, (protocol, reason.lower()), (protocol, _OTHER))
+    if self._handler is None:
+      return
     line = {"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")}
     for name, value in fields.items():
       if value is not None:
         line[name] = value[:_MAX_VALUE_CHARS] if isinstance(value, str) else value
     # JSON escapes line ends and control characters, so that no value can forge a line.
-    text = json.dumps(line, separators=(",", ":"))
-    self._handler.handle(logging.LogRecord("access", logging.INFO, "", 0, text, None, None))
+    record = logging.makeLogRecord({"msg": json.dumps(line, separators=(",", ":"))})
+    try:
+      self._handler.handle(record)
+    except OSError:  # a directory that has gone away is the same as a full disk
+      self._lose(record)
+
+  def _lose(self, record: logging.LogRecord) -> None:
+    """No call may fail, nor standard error fill up, because a disk is full."""
+    self.num_lost += 1
 
   def close(self) -> None:
     """Lets go of the file."""
-    with contextlib.suppress(OSError):  # what a full disk did not take before, it does not take now
-      self._handler.close()
+    if self._handler is not None:
+      with contextlib.suppress(OSError):  # what a full disk did not take before, it does not take now
+        self._handler.close()
 
 
-class _Watched(handlers.WatchedFileHandler):
-  """Reopens a moved file; a directory that has gone away is the same as a full disk."""
+def _count[T](counts: dict[T, int], key: T, otherwise: T) -> None:
+  if key not in counts and len(counts) >= _MAX_SERIES:
+    key = otherwise
+  counts[key] = counts.get(key, 0) + 1
 
-  def emit(self, record: logging.LogRecord) -> None:
-    try:
-      super().emit(record)
-    except OSError:
-      self.handleError(record)
+
+def _name(method: str) -> tuple[str, str]:
+  """(protocol, method) in words of ours: what a client has made up must not become a series."""
+  if method.startswith("/"):
+    service, _, name = method[1:].partition("/")
+    known = name in _GRPC_METHODS.get(service, ())
+    return "grpc", method[1:] if known else _OTHER
+  verb, _, path = method.partition(" ")
+  if verb in _HTTP_METHODS and path in _HTTP_PATHS:
+    return "http", f"{verb} {path}"
+  return "http", _OTHER

@@ -7,6 +7,7 @@ reading and 256 comparisons, and a histogram is a list of counts.
 import bisect
 from collections.abc import Sequence
 import dataclasses
+import itertools
 
 from engine.recorder import RequestRecord
 
@@ -50,10 +51,6 @@ class Histogram:
     """Takes in all values of another with the same bounds."""
     self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
     self.total += other.total
-
-  @property
-  def num_values(self) -> int:
-    return sum(self.counts)
 
 
 def _histogram(bounds: tuple[float, ...]) -> Histogram:
@@ -136,15 +133,8 @@ def percentiles(values: Sequence[tuple[float, int]], wanted: Sequence[float]) ->
 
   Args:
     values: (value, how often).
-    wanted: ascending.
+    wanted: shares of all.
   """
   ordered = sorted(values)
-  total = sum(times for _, times in ordered)
-  found: list[float | None] = []
-  seen = place = 0
-  for share in wanted:
-    while place < len(ordered) and seen + ordered[place][1] < share * total:
-      seen += ordered[place][1]
-      place += 1
-    found.append(ordered[min(place, len(ordered) - 1)][0] if ordered else None)
-  return found
+  seen = list(itertools.accumulate(times for _, times in ordered))
+  return [ordered[bisect.bisect_left(seen, share * seen[-1])][0] if ordered else None for share in wanted]

@@ -1,8 +1,13 @@
-"""What the processes of a server have counted, and their sum: whoever asks any of them is told of all. Plain values."""
+"""What the processes of a server have counted, and their sum: whoever asks any of them is told of all."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
+import contextlib
 import dataclasses
+import os
+import threading
 
+from server.telemetry.access_log import AccessLog
 from server.telemetry.latency_histograms import Observations
 
 
@@ -12,10 +17,10 @@ class ProcessCounts:
 
   Attributes:
     observations: latencies and lengths; but queue times, which the engine's side knows.
-    calls, failed: see CallLog.
+    calls, failed: see AccessLog.
     num_started, num_live: generations.
     num_ended: generations by their outcome.
-    num_unhandled: see Service.
+    num_unhandled: errors of callbacks and tasks that nobody has taken.
     num_lost_lines: of the access log, that could not be written.
     num_late_events: see Generations.
     lag_s: of the event loop; of several the longest.
@@ -49,6 +54,26 @@ class ProcessCounts:
         mine |= {key: mine.get(key, 0) + count for key, count in more.items()}
       elif isinstance(mine, int | list):
         setattr(self, field.name, mine + more)
+
+
+def count_process(calls: AccessLog, lag_s: float) -> ProcessCounts:
+  """Of this process, but for generations; on its event loop, which has this lag."""
+  num_files = resident_pages = 0
+  with contextlib.suppress(OSError):
+    num_files = len(os.listdir("/proc/self/fd"))
+    with open("/proc/self/statm", encoding="ascii") as file:
+      resident_pages = int(file.read().split()[1])
+  return ProcessCounts(
+    calls=calls.calls,
+    failed=calls.failed,
+    num_lost_lines=calls.num_lost,
+    lag_s=lag_s,
+    num_tasks=len(asyncio.all_tasks()),
+    num_threads=threading.active_count(),
+    num_files=num_files,
+    rss_bytes=resident_pages * os.sysconf("SC_PAGE_SIZE"),
+    pids=[os.getpid()],
+  )
 
 
 # Of all processes of the server.

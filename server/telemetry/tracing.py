@@ -1,8 +1,7 @@
 """OpenTelemetry spans, one a generation, where they were asked for. Never a prompt, an output or a client's own words.
 
-The names are those of the GenAI semantic conventions, which may still change: they stand in one table here. The SDK is
-an extra of the package, so that nothing of it is imported before there is an endpoint to send to. A span is made when
-its generation ends, from numbers that were kept anyway, and a thread of the SDK sends it.
+Attributes are those of the GenAI semantic conventions, version 1.41 (status: development). The SDK is an extra of the
+package, so that nothing of it is imported before there is an endpoint to send to. A thread of the SDK sends the spans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,42 +11,22 @@ import importlib.util
 import os
 import threading
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 import urllib.parse
 
 from engine.errors import ConfigError, EngineError
 from engine.sampling_params import SamplingParams
 from server.proto import sluice_pb2 as pb
 
+if TYPE_CHECKING:
+  from opentelemetry.trace import Span as SdkSpan
+
 CHAT = "chat"
 TEXT_COMPLETION = "text_completion"
-_PROVIDER = "sluice"
 _FLUSH_S = 5.0
 # A header of a client's: longer ones than W3C allows are not worth parsing.
 _MAX_STATE_CHARS = 512
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
-
-# Semantic conventions, version 1.41 (status: development).
-_OPERATION = "gen_ai.operation.name"
-_PROVIDER_NAME = "gen_ai.provider.name"
-_REQUEST_MODEL = "gen_ai.request.model"
-_RESPONSE_MODEL = "gen_ai.response.model"
-_RESPONSE_ID = "gen_ai.response.id"
-_CHOICE_COUNT = "gen_ai.request.choice.count"
-_MAX_TOKENS = "gen_ai.request.max_tokens"
-_TEMPERATURE = "gen_ai.request.temperature"
-_TOP_P = "gen_ai.request.top_p"
-_TOP_K = "gen_ai.request.top_k"
-_SEED = "gen_ai.request.seed"
-_FREQUENCY_PENALTY = "gen_ai.request.frequency_penalty"
-_PRESENCE_PENALTY = "gen_ai.request.presence_penalty"
-_FINISH_REASONS = "gen_ai.response.finish_reasons"
-_TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
-_INPUT_TOKENS = "gen_ai.usage.input_tokens"
-_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
-_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
-_ERROR_TYPE = "error.type"
-_FIRST_TOKEN = "first_token"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +62,6 @@ class Output(Protocol):
   """What a span tells of one output of a generation."""
 
   @property
-  def num_prompt_tokens(self) -> int: ...
-  @property
   def num_tokens(self) -> int: ...
   @property
   def num_cached_tokens(self) -> int: ...
@@ -97,62 +74,30 @@ class Output(Protocol):
 class Span:
   """One generation's, from start_span() on. Belongs to one thread."""
 
-  def __init__(
-    self,
-    tracer: "Tracer",
-    request_id: str,
-    num_prompt_tokens: int,
-    params: Sequence[SamplingParams],
-    caller: _Caller,
-  ):
-    self._tracer = tracer
-    self._request_id = request_id
-    self._num_prompt_tokens = num_prompt_tokens
-    self._params = params
-    self._caller = caller
-    self._start_ns = time.time_ns()
+  def __init__(self, span: "SdkSpan", start_ns: int):
+    self._span = span
+    self._start_ns = start_ns
     self._started = time.monotonic_ns()  # the wall clock may be set; a span's length must not change by it
 
   def end(self, outputs: Sequence[Output], error: EngineError | None) -> None:
-    """Sends it; an output that is not finished belongs to a client that went away."""
-    self._tracer.send(
-      self._caller,
-      self._attributes(outputs, error),
-      self._start_ns,
-      self._start_ns + time.monotonic_ns() - self._started,
-      next((first for output in outputs if (first := output.first_token_s) is not None), None),
-    )
+    """Queues it, and drops it where the queue is full; an unfinished output belongs to a client that went away."""
+    from opentelemetry.trace import StatusCode
 
-  def _attributes(self, outputs: Sequence[Output], error: EngineError | None) -> dict[str, Any]:
-    params = self._params[0]
-    attributes: dict[str, Any] = {
-      _RESPONSE_ID: self._request_id,
-      _MAX_TOKENS: params.max_tokens,
-      _TEMPERATURE: params.temperature,
-      _TOP_P: params.top_p,
-      _INPUT_TOKENS: self._num_prompt_tokens,
-      _OUTPUT_TOKENS: sum(output.num_tokens for output in outputs),
-      _CACHED_TOKENS: outputs[0].num_cached_tokens if outputs else 0,
-    }
-    if params.top_k:
-      attributes[_TOP_K] = params.top_k
-    if params.seed is not None:
-      attributes[_SEED] = params.seed
-    if params.frequency_penalty:
-      attributes[_FREQUENCY_PENALTY] = params.frequency_penalty
-    if params.presence_penalty:
-      attributes[_PRESENCE_PENALTY] = params.presence_penalty
-    if len(self._params) > 1:
-      attributes[_CHOICE_COUNT] = len(self._params)
+    span = self._span
+    span.set_attribute("gen_ai.usage.output_tokens", sum(output.num_tokens for output in outputs))
+    span.set_attribute("gen_ai.usage.cache_read.input_tokens", outputs[0].num_cached_tokens if outputs else 0)
     endings = [output.finished for output in outputs]
-    if error is not None:
-      attributes[_ERROR_TYPE] = error.reason.lower()
-    elif not all(endings):
-      attributes[_ERROR_TYPE] = "cancelled"
     reasons = [_REASONS[ending.reason] for ending in endings if ending is not None]
     if reasons:
-      attributes[_FINISH_REASONS] = reasons
-    return attributes
+      span.set_attribute("gen_ai.response.finish_reasons", reasons)
+    if error is not None or not all(endings):
+      span.set_attribute("error.type", error.reason.lower() if error is not None else "cancelled")
+      span.set_status(StatusCode.ERROR)
+    first_token_s = next((first for output in outputs if (first := output.first_token_s) is not None), None)
+    if first_token_s is not None:
+      span.set_attribute("gen_ai.response.time_to_first_chunk", first_token_s)
+      span.add_event("first_token", timestamp=self._start_ns + round(1e9 * first_token_s))
+    span.end(self._start_ns + time.monotonic_ns() - self._started)
 
 
 class Tracer:
@@ -172,7 +117,6 @@ class Tracer:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.trace import SpanKind, Status, StatusCode
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     resource = {"service.version": version}
@@ -188,41 +132,44 @@ class Tracer:
     self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
     self._tracer = self._provider.get_tracer("sluice", version)
     self._propagator = TraceContextTextMapPropagator()
-    self._kind = SpanKind.SERVER
-    self._error = Status(StatusCode.ERROR)
     self._model = model
 
   def start_span(self, request_id: str, num_prompt_tokens: int, params: Sequence[SamplingParams]) -> Span:
     """A generation was accepted; the span begins now, under the trace of the call that is being handled."""
-    return Span(self, request_id, num_prompt_tokens, params, _caller.get(_UNKNOWN))
-
-  def send(
-    self, caller: _Caller, attributes: dict[str, Any], start_ns: int, end_ns: int, first_token_s: float | None
-  ) -> None:
-    """Queues a span; a full queue drops it rather than wait."""
     from opentelemetry.context import Context
+    from opentelemetry.trace import SpanKind
 
+    caller, first = _caller.get(_UNKNOWN), params[0]
+    attributes = {
+      "gen_ai.operation.name": caller.operation,
+      "gen_ai.provider.name": "sluice",
+      "gen_ai.request.model": self._model,
+      "gen_ai.response.model": self._model,
+      "gen_ai.response.id": request_id,
+      "gen_ai.request.max_tokens": first.max_tokens,
+      "gen_ai.request.temperature": first.temperature,
+      "gen_ai.request.top_p": first.top_p,
+      "gen_ai.usage.input_tokens": num_prompt_tokens,
+    }
+    unless_default = {
+      "gen_ai.request.top_k": first.top_k or None,
+      "gen_ai.request.seed": first.seed,
+      "gen_ai.request.frequency_penalty": first.frequency_penalty or None,
+      "gen_ai.request.presence_penalty": first.presence_penalty or None,
+      "gen_ai.request.choice.count": len(params) if len(params) > 1 else None,
+    }
+    attributes |= {name: value for name, value in unless_default.items() if value is not None}
     carrier = {"traceparent": caller.traceparent, "tracestate": caller.tracestate}
+    start_ns = time.time_ns()
     span = self._tracer.start_span(
       f"{caller.operation} {self._model}",
       # What is malformed is ignored by the propagator, as W3C wants.
       context=self._propagator.extract({key: value for key, value in carrier.items() if value}, Context()),
-      kind=self._kind,
-      attributes={
-        _OPERATION: caller.operation,
-        _PROVIDER_NAME: _PROVIDER,
-        _REQUEST_MODEL: self._model,
-        _RESPONSE_MODEL: self._model,
-        **attributes,
-      },
+      kind=SpanKind.SERVER,
+      attributes=attributes,
       start_time=start_ns,
     )
-    if first_token_s is not None:
-      span.set_attribute(_TIME_TO_FIRST_CHUNK, first_token_s)
-      span.add_event(_FIRST_TOKEN, timestamp=start_ns + round(1e9 * first_token_s))
-    if _ERROR_TYPE in attributes:
-      span.set_status(self._error)
-    span.end(end_ns)
+    return Span(span, start_ns)
 
   def shutdown(self) -> None:
     """Sends what is queued, for a few seconds at most."""

@@ -4,7 +4,7 @@ A template is a program. It comes from the model's folder, never from a request,
 weights; the sandbox keeps it from Python's internals, and the limits keep a mistake in it from taking the server down.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import datetime
 import json
@@ -152,10 +152,6 @@ class ChatTemplate:
         f"the chat template is not valid jinja2: {str(error):.200}; fix it, or remove it to serve without chat"
       ) from error
 
-  def unread(self, names: Iterable[str]) -> list[str]:
-    """Those of the names that the template does not read: as in transformers, their values change nothing."""
-    return [name for name in names if name not in self.variables]
-
   def render(
     self,
     messages: Sequence[Message],
@@ -170,7 +166,7 @@ class ChatTemplate:
       messages: the turns.
       add_generation_prompt: whether to open the assistant's turn.
       tools: that the model may call, as JSON values; None is none.
-      variables: values for names that the template may read; see `unread`. Its own names are not among them.
+      variables: values for names that the template may read. Its own names are not among them.
 
     Raises:
       InvalidRequest: the template refuses the messages, a variable would replace its own, or a limit is passed.

@@ -63,6 +63,10 @@ _LIMITS = llguidance.LLParserLimits(
 _COMPLETE = ("NoExtension", "EndOfSentence")
 
 
+class _Refused(Exception):
+  """What is wrong with a constraint, and the remedy; whoever knows its field tells the client."""
+
+
 class _Vocabulary:
   """The model's tokens as llguidance wants them: the very bytes that the detokenizer shows.
 
@@ -190,45 +194,36 @@ class ConstraintCompiler:
       raise InvalidRequest(
         "has no kind: send json_schema, json_object, regex, choice or grammar, or none", field="constraint"
       )
-    grammar = _GRAMMARS[kind](constraint)
-    kept = self._cache.get(tenant, grammar)
-    if kept is not None:
-      return kept
-    matcher = self._matcher(grammar)
-    if matcher.is_error():
-      raise InvalidRequest(
-        f"is not one that can be followed: {_reason(matcher.get_error())}", field=f"constraint.{kind}"
-      )
     try:
-      output = OutputGrammar(matcher, self._vocab_size, grammar)
-    except ConstraintFailed:
-      raise InvalidRequest(
-        "is not one that can be followed: it allows no output, or one that takes more work than is "
-        "allowed; simplify it",
-        field=f"constraint.{kind}",
-      ) from None
-    if output.is_done:
-      raise InvalidRequest(
-        "is not one that can be followed: it allows no token; leave it out", field=f"constraint.{kind}"
-      )
-    self._cache.keep(tenant, grammar, output)
-    return output
+      return self._make(_GRAMMARS[kind](constraint), tenant)
+    except _Refused as error:
+      raise InvalidRequest(str(error), field=f"constraint.{kind}") from None
 
   def compile_source(self, source: str, tenant: str) -> OutputGrammar:
     """Makes anew what compile() has made elsewhere, of its `source`. Raises InvalidRequest if that cannot be."""
+    try:
+      return self._make(source, tenant)
+    except _Refused as error:
+      raise InvalidRequest(str(error), field="constraint") from None
+
+  def _make(self, source: str, tenant: str) -> OutputGrammar:
     kept = self._cache.get(tenant, source)
     if kept is not None:
       return kept
+    self.num_compiled += 1
+    matcher = llguidance.LLMatcher(self._tokens(), source, log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+      raise _Refused(f"is not one that can be followed: {_reason(matcher.get_error())}")
     try:
-      output = OutputGrammar(self._matcher(source), self._vocab_size, source)
+      output = OutputGrammar(matcher, self._vocab_size, source)
     except ConstraintFailed:
-      raise InvalidRequest("is not one that can be followed; simplify it", field="constraint") from None
+      raise _Refused(
+        "is not one that can be followed: it allows no output, or one that takes more work than is allowed; simplify it"
+      ) from None
+    if output.is_done:
+      raise _Refused("is not one that can be followed: it allows no token; leave it out")
     self._cache.keep(tenant, source, output)
     return output
-
-  def _matcher(self, source: str) -> llguidance.LLMatcher:
-    self.num_compiled += 1
-    return llguidance.LLMatcher(self._tokens(), source, log_level=0, limits=_LIMITS)
 
   def _tokens(self) -> llguidance.LLTokenizer:
     """Of the model; made once, when first needed."""
@@ -249,66 +244,57 @@ def _reason(error: str) -> str:
   return f"{said.removeprefix('error:').strip()[:_MAX_REASON_CHARS] or 'it is too complex'}; correct or simplify it"
 
 
-def _check_size(name: str, text: str, limit: int) -> None:
+def _check_size(text: str, limit: int) -> None:
   size = len(text.encode())
   if not 1 <= size <= limit:
-    raise InvalidRequest(f"has {size} bytes, allowed are 1 to {limit}: send a shorter one", field=f"constraint.{name}")
+    raise _Refused(f"has {size} bytes, allowed are 1 to {limit}: send a shorter one")
 
 
-def _check_repeats(name: str, times: int, where: str = "") -> None:
+def _check_repeats(times: int, where: str = "") -> None:
   if times > MAX_REPEATS:
-    raise InvalidRequest(
-      f"has a count of {times}{where} (nested ones multiply), the limit is {MAX_REPEATS}: send a "
-      "smaller one, or none for any number",
-      field=f"constraint.{name}",
+    raise _Refused(
+      f"has a count of {times}{where} (nested ones multiply), the limit is {MAX_REPEATS}: send a smaller one, or none "
+      "for any number"
     )
 
 
 def _json_schema(constraint: pb.OutputConstraint) -> str:
   text = constraint.json_schema
-  _check_size("json_schema", text, MAX_SCHEMA_BYTES)
+  _check_size(text, MAX_SCHEMA_BYTES)
+  too_deep = f"is nested too deeply: it has more than {MAX_SCHEMA_DEPTH} levels; send a flatter schema"
   try:
     schema = json.loads(text, parse_constant=_no_constant)
   except json.JSONDecodeError as error:
-    raise InvalidRequest(
-      f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; send the text of a JSON schema",
-      field="constraint.json_schema",
+    raise _Refused(
+      f"is not JSON: {error.msg} at line {error.lineno}, column {error.colno}; send the text of a JSON schema"
     ) from None
   except RecursionError:
-    raise _too_deep(f"more than {MAX_SCHEMA_DEPTH} levels") from None
+    raise _Refused(too_deep) from None
   except ValueError:
-    raise InvalidRequest(
-      "is not JSON: it has NaN or too long a number; leave it out", field="constraint.json_schema"
-    ) from None
-  depth, references = _measure(schema)
+    raise _Refused("is not JSON: it has NaN or too long a number; leave it out") from None
+  depth, references, patterns, together, longest = _survey(schema)
   if depth > MAX_SCHEMA_DEPTH:
-    raise _too_deep(f"more than {MAX_SCHEMA_DEPTH} levels")
+    raise _Refused(too_deep)
   if (references + 1) * depth > MAX_SCHEMA_LEVELS:
-    raise _too_deep(
-      f"{references} references in {depth} levels, and the limit is {MAX_SCHEMA_LEVELS} for the product of both"
+    raise _Refused(
+      f"is nested too deeply: it has {references} references in {depth} levels, and the limit is {MAX_SCHEMA_LEVELS} "
+      "for the product of both; send a flatter schema"
     )
-  patterns, together, longest = _survey(schema)
   if longest > MAX_TEXT_BYTES:
-    raise InvalidRequest(
-      f"has a text of {longest} bytes, the limit for each is {MAX_TEXT_BYTES}: send shorter ones",
-      field="constraint.json_schema",
-    )
+    raise _Refused(f"has a text of {longest} bytes, the limit for each is {MAX_TEXT_BYTES}: send shorter ones")
   if together and patterns > MAX_PATTERNS_TOGETHER:
-    raise InvalidRequest(
-      f"has {patterns} patterns and an allOf, or a pattern beside a $ref, with which the limit "
-      f"is {MAX_PATTERNS_TOGETHER}: send fewer patterns, or none that must hold together",
-      field="constraint.json_schema",
+    raise _Refused(
+      f"has {patterns} patterns and an allOf, or a pattern beside a $ref, with which the limit is "
+      f"{MAX_PATTERNS_TOGETHER}: send fewer patterns, or none that must hold together"
     )
   for keyword, times in count_schema_repeats(schema):
-    _check_repeats("json_schema", times, f" in {keyword}")
+    _check_repeats(times, f" in {keyword}")
   return _from_schema(schema)
 
 
 def _json_object(constraint: pb.OutputConstraint) -> str:
   if not constraint.json_object:
-    raise InvalidRequest(
-      "=false is not allowed: send true, or leave the constraint out", field="constraint.json_object"
-    )
+    raise _Refused("=false is not allowed: send true, or leave the constraint out")
   return _from_schema({"type": "object"})
 
 
@@ -321,61 +307,48 @@ def _from_schema(schema: Any) -> str:
   try:
     return llguidance.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": _WHITESPACE})
   except ValueError:
-    raise InvalidRequest(
-      "is not one that can be followed: x-guidance has options that do not exist; leave it out",
-      field="constraint.json_schema",
-    ) from None
+    raise _Refused("is not one that can be followed: x-guidance has options that do not exist; leave it out") from None
 
 
 def _regex(constraint: pb.OutputConstraint) -> str:
-  _check_size("regex", constraint.regex, MAX_REGEX_BYTES)
-  _check_repeats("regex", count_pattern_repeats(constraint.regex))
+  _check_size(constraint.regex, MAX_REGEX_BYTES)
+  _check_repeats(count_pattern_repeats(constraint.regex))
   return llguidance.LLMatcher.grammar_from_regex(constraint.regex)
 
 
 def _choice(constraint: pb.OutputConstraint) -> str:
   choices = list(constraint.choice.values)
   if not 1 <= len(choices) <= MAX_CHOICES:
-    raise InvalidRequest(
-      f"has {len(choices)} strings, allowed are 1 to {MAX_CHOICES}: send so many", field="constraint.choice"
-    )
+    raise _Refused(f"has {len(choices)} strings, allowed are 1 to {MAX_CHOICES}: send so many")
   if not all(choices):
-    raise InvalidRequest("has an empty string: leave it out", field="constraint.choice")
-  longest = max(len(choice.encode()) for choice in choices)
-  if longest > MAX_TEXT_BYTES:
-    raise InvalidRequest(
-      f"has a string of {longest} bytes, the limit for each is {MAX_TEXT_BYTES}: send shorter ones",
-      field="constraint.choice",
-    )
-  size = sum(len(choice.encode()) for choice in choices)
-  if size > MAX_CHOICES_BYTES:
-    raise InvalidRequest(
-      f"has {size} bytes, the limit is {MAX_CHOICES_BYTES}: send shorter ones", field="constraint.choice"
-    )
+    raise _Refused("has an empty string: leave it out")
+  sizes = [len(choice.encode()) for choice in choices]
+  if max(sizes) > MAX_TEXT_BYTES:
+    raise _Refused(f"has a string of {max(sizes)} bytes, the limit for each is {MAX_TEXT_BYTES}: send shorter ones")
+  if sum(sizes) > MAX_CHOICES_BYTES:
+    raise _Refused(f"has {sum(sizes)} bytes, the limit is {MAX_CHOICES_BYTES}: send shorter ones")
   # Strings are spelled as in JSON.
   return llguidance.LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices)))
 
 
 def _grammar(constraint: pb.OutputConstraint) -> str:
   text = constraint.grammar
-  _check_size("grammar", text, MAX_GRAMMAR_BYTES)
+  _check_size(text, MAX_GRAMMAR_BYTES)
   colons = text.count(":")
   if colons > MAX_GRAMMAR_COLONS:
-    raise InvalidRequest(
-      f"has {colons} colons, by which its rules are counted, the limit is {MAX_GRAMMAR_COLONS}: send fewer rules",
-      field="constraint.grammar",
+    raise _Refused(
+      f"has {colons} colons, by which its rules are counted, the limit is {MAX_GRAMMAR_COLONS}: send fewer rules"
     )
   if "%json" in text:
-    raise InvalidRequest("has %json, which is not taken there: send json_schema instead", field="constraint.grammar")
+    raise _Refused("has %json, which is not taken there: send json_schema instead")
   try:
     lark = any_to_lark(text)
   except Exception as error:  # all that its parser raises, which is about the text alone
-    raise InvalidRequest(
+    raise _Refused(
       "is not one that can be followed: it has no line that begins with `start:`, as in Lark, and "
-      f"is not GBNF either: {_reason(str(error))}",
-      field="constraint.grammar",
+      f"is not GBNF either: {_reason(str(error))}"
     ) from None
-  _check_repeats("grammar", count_grammar_repeats(lark))
+  _check_repeats(count_grammar_repeats(lark))
   return llguidance.LLMatcher.grammar_from_lark(lark)
 
 
@@ -388,43 +361,29 @@ _GRAMMARS = {
 }
 
 
-def _measure(schema: Any) -> tuple[int, int]:
-  """Levels of a JSON value, and references in it; stops soon after MAX_SCHEMA_DEPTH levels."""
-  level, depth, references = [schema], 0, 0
+def _survey(schema: Any) -> tuple[int, int, int, bool, int]:
+  """Of a JSON schema: its levels, which are counted to soon after MAX_SCHEMA_DEPTH; references; patterns, and whether
+  some may have to hold for one text; and the bytes of its longest text.
+  """
+  depth, references, patterns, together, longest, level = 0, 0, 0, False, 0, [schema]
   while level and depth <= MAX_SCHEMA_DEPTH:
-    depth += 1
-    references += sum(name in value for value in level if isinstance(value, dict) for name in ("$ref", "$dynamicRef"))
-    level = [
-      inner
-      for value in level
-      if isinstance(value, dict | list)
-      for inner in (value.values() if isinstance(value, dict) else value)
-      if isinstance(inner, dict | list)
-    ]
-  return depth, references
-
-
-def _survey(schema: Any) -> tuple[int, bool, int]:
-  """Of a JSON schema: its patterns, whether some may have to hold for one text, and the bytes of its longest text."""
-  count, together, longest, left = 0, False, 0, [schema]
-  while left:
-    value = left.pop()
-    if isinstance(value, dict):
-      count += ("pattern" in value) + ("format" in value)
-      if isinstance(value.get("patternProperties"), dict):
-        count += len(value["patternProperties"])
-      together |= "allOf" in value or ("$ref" in value and "pattern" in value)
-      left += value.keys()
-      left += value.values()
-    elif isinstance(value, list):
-      left += value
-    elif isinstance(value, str):
-      longest = max(longest, len(value.encode("utf-8", "replace")))
-  return count, together, longest
-
-
-def _too_deep(said: str) -> InvalidRequest:
-  return InvalidRequest(f"is nested too deeply: it has {said}; send a flatter schema", field="constraint.json_schema")
+    depth += any(isinstance(value, dict | list) for value in level)
+    inner = []
+    for value in level:
+      if isinstance(value, dict):
+        references += ("$ref" in value) + ("$dynamicRef" in value)
+        patterns += ("pattern" in value) + ("format" in value)
+        if isinstance(value.get("patternProperties"), dict):
+          patterns += len(value["patternProperties"])
+        together |= "allOf" in value or ("$ref" in value and "pattern" in value)
+        inner += value.keys()
+        inner += value.values()
+      elif isinstance(value, list):
+        inner += value
+      elif isinstance(value, str):
+        longest = max(longest, len(value.encode("utf-8", "replace")))
+    level = inner
+  return depth, references, patterns, together, longest
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -33,6 +33,7 @@ class Tokenizer:
   Attributes:
     folder: of the model.
     digest: SHA-256 of the tokenizer.json that this one was made of.
+    special_token_ids: ids of tokens that are not text.
     special_tokens: names such as "bos_token" and their text, from tokenizer_config.json.
     chat_template_error: why there is no chat template although the folder has one; empty where that is not so.
   """
@@ -79,8 +80,8 @@ class Tokenizer:
     self._piece_bytes = _piece_bytes(decoder, source)
     added = self._tokenizer.get_added_tokens_decoder()
     self._added = {token_id: token.content.encode() for token_id, token in added.items()}
-    self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-    special = sorted((added[token_id].content for token_id in self._special_ids), key=len, reverse=True)
+    self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+    special = sorted((added[token_id].content for token_id in self.special_token_ids), key=len, reverse=True)
     self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
     self._marked = re.compile("|".join(re.escape(_mark(text)) for text in special) or r"(?!)")
     self._text_bytes = functools.lru_cache(maxsize=None)(functools.partial(self._bytes_of, skip_special=True))
@@ -108,11 +109,6 @@ class Tokenizer:
     return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
   @property
-  def special_token_ids(self) -> frozenset[int]:
-    """Ids of tokens that are not text."""
-    return self._special_ids
-
-  @property
   def has_chat_template(self) -> bool:
     """Whether `encode_chat` can work."""
     return self._chat is not None
@@ -128,8 +124,11 @@ class Tokenizer:
     return self._chat is not None and "tools" in self._chat.variables
 
   def unread_variables(self, names: Iterable[str]) -> list[str]:
-    """Those of the names that the chat template does not read; without one, none of them."""
-    return [] if self._chat is None else self._chat.unread(names)
+    """Those of the names that the chat template does not read, so that as in transformers their values change nothing.
+
+    Without a template, none of them.
+    """
+    return [] if self._chat is None else [name for name in names if name not in self._chat.variables]
 
   def is_special(self, text: str) -> bool:
     """Whether a text is the name of a special token, which `skip_special_tokens` leaves out."""
@@ -235,7 +234,7 @@ class Tokenizer:
     return value
 
   def _bytes_of(self, token_id: int, *, skip_special: bool) -> bytes:
-    if skip_special and token_id in self._special_ids:
+    if skip_special and token_id in self.special_token_ids:
       return b""
     if token_id in self._added:
       return self._added[token_id]
@@ -313,11 +312,8 @@ def _read_chat_template(folder: pathlib.Path) -> tuple[dict[str, str], pathlib.P
     try:
       config = json.loads(config_file.read_text(encoding="utf-8"))
       source = config.get("chat_template")
-      special = {
-        name: _token_text(config[name])
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
-        if config.get(name)
-      }
+      tokens = ((name, config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token"))
+      special = {name: token["content"] if isinstance(token, dict) else str(token) for name, token in tokens if token}
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
       raise ConfigError(f"{config_file} is broken: {str(error):.200}; restore it from its source") from error
   else:
@@ -330,7 +326,3 @@ def _read_chat_template(folder: pathlib.Path) -> tuple[dict[str, str], pathlib.P
   if not isinstance(source, str | None):
     raise ConfigError(f"{config_file}: chat_template must be text; restore the file from its source")
   return special, source
-
-
-def _token_text(token: str | dict) -> str:
-  return token["content"] if isinstance(token, dict) else str(token)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config import default_overlap
+from engine.config import choose_overlap
 from engine.device import kv_cache
 from engine.device.build import build
 from engine.device.options import BuildOptions
@@ -45,7 +45,7 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
   )
   assert [what for what, done, total in told if done == total] == ["load", "compile", "warm up"]
   assert built.config.vocab_size == RAW["vocab_size"] == built.model.vocab_size
-  assert built.config.max_model_len == 64 and built.tokenizer_dir is None and built.model_name == "tiny"
+  assert built.config.max_model_len == 64 and built.model_name == "tiny"
   block_bytes = 2 * 2 * 16 * RAW["num_key_value_heads"] * built.model.head_dim * 4
   assert built.config.num_blocks == min(2**20 // block_bytes - 1, 2 * 4 * 64 // 16)
   built.engine.submit(Request("a", [3, 4, 5], SamplingParams(max_tokens=5, ignore_eos=True)))
@@ -132,7 +132,7 @@ def test_kernels_are_the_best_there_are_and_what_is_not_there_is_said(folder, bu
   ("platform", "weight_bytes", "overlap"), [("cpu", 20_000_000, True), ("cpu", 500_000_000, False), ("gpu", 16e9, True)]
 )
 def test_a_cpu_with_long_steps_does_not_launch_ahead(platform, weight_bytes, overlap):
-  assert default_overlap(platform, int(weight_bytes)) is overlap
+  assert choose_overlap("auto", platform, int(weight_bytes)) is overlap
 
 
 def test_int8_without_the_kernel_works_and_says_what_it_costs(folder, monkeypatch):

@@ -134,13 +134,15 @@ def entry_of(shape: str) -> str:
 @pytest.mark.parametrize(
   "entry, said",
   [
-    (entry_of(",".join(["9" * 4000] * 2000)), "cannot lie in bytes 0 to 4"),
-    (entry_of(",".join(["1"] * 200_000)), "cannot lie in bytes 0 to 4"),
-    (entry_of("9" * 5000), "the header is corrupt"),
-    ("[" * 100_000, "the header is corrupt"),
-    (entry_of("").replace("[]", '""'), "cannot lie in bytes 0 to 4"),
+    (entry_of(",".join(["9" * 4000] * 2000)), "number out of range"),
+    (entry_of(",".join(["1"] * 200_000)), "tensor x has 200000 dimensions, at most 32 are read"),
+    (entry_of("9" * 5000), "number out of range"),
+    ("[" * 100_000, "recursion limit exceeded"),
+    (entry_of("").replace("[]", '""'), "expected a sequence"),
+    (entry_of("2"), "invalid shape"),
+    (f'{entry_of("1")},"x":{entry_of("1")}', "a name occurs twice"),
   ],
-  ids=["product", "dimensions", "number", "depth", "text"],
+  ids=["product", "dimensions", "number", "depth", "text", "size", "twice"],
 )
 def test_headers_that_would_take_for_ever(tmp_path, entry, said):
   file = tmp_path / "model.safetensors"
@@ -157,7 +159,7 @@ def test_a_header_that_is_too_long(tmp_path):
   with open(file, "wb") as stream:
     stream.write((30_000_000).to_bytes(8, "little"))
     stream.truncate(60_000_000)  # a hole, which takes no room
-  with pytest.raises(CheckpointError, match=r"header of 30000000 bytes that .* \(at most 25000000 are read\)"):
+  with pytest.raises(CheckpointError, match="a header of 30000000 bytes, and at most 25000000 are read"):
     read_header(file)
 
 
@@ -186,10 +188,10 @@ found = []
 sys.addaudithook(lambda event, arguments: found.append(arguments) if event == "pickle.find_class" else None)
 import jax
 from engine.device.mesh import make_mesh
-from engine.device.weights import load_checkpoint
+from engine.device.weights import open_checkpoint
 from server import main
 for path in sys.argv[1:]:
-  load_checkpoint(path, make_mesh(jax.devices()[:1]), "float32")
+  open_checkpoint(path, make_mesh(jax.devices()[:1]), "float32").load()
 import pickle
 assert not found, found
 pickle.loads(pickle.dumps(ValueError))
@@ -515,7 +517,8 @@ def test_cut_programs_are_compiled_again(keep_jax_settings, pristine, tmp_path):
   # What this process holds in memory it does not write again.
   assert {name for name in entries if name.startswith("jit_step")} <= healed.keys() <= entries.keys()
   assert all(compile_cache._is_whole(path.read_bytes()) for path in cache.glob("*-cache"))
-  assert compile_cache.look_through(str(cache)) == 0
+  compile_cache.look_through(str(cache))
+  assert {path.name for path in cache.glob("*-cache")} == healed.keys()
 
 
 @pytest.mark.catalogue("D14")

@@ -41,13 +41,8 @@ def test_what_does_not_divide_is_refused_with_value_and_remedy():
     mesh_lib.sharding_of(FakeMesh(5), "layers.0.mlp.down", (48, 32), ("mlp", "embed"))
 
 
-def test_no_device_is_refused():
-  with pytest.raises(ConfigError, match="at least one device"):
-    mesh_lib.make_mesh([])
-
-
 def test_a_mesh_is_one_axis():
-  mesh = mesh_lib.make_mesh()
+  mesh = mesh_lib.make_mesh(jax.devices())
   assert isinstance(mesh, Mesh) and mesh.axis_names == ("model",) and mesh.size == len(jax.devices())
 
 

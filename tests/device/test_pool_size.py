@@ -10,7 +10,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.device import build as build_lib
-from engine.device import fit, weights
+from engine.device import memory_check, weights
 from engine.device.options import BuildOptions
 from engine.device.pool_size import CPU_KV_BYTES, PoolSize, PoolSizer
 from engine.errors import ConfigError
@@ -32,7 +32,11 @@ def test_the_models_own_length_is_lowered_and_a_chosen_one_refused():
   lowered = SIZER.size_by_memory(100_999, "--kv_cache_mb=1")
   assert lowered == PoolSize(99, 99 * 16, "0 MiB (--kv_cache_mb=1) hold 99 KV blocks of 16")
   assert SIZER.size_by_blocks(99, "--num_blocks gives") == PoolSize(99, 1584, "--num_blocks gives 99 KV blocks of 16")
-  assert CHOSEN.size_by_blocks(99, "--num_blocks gives") == PoolSize(99, 1600)
+  assert CHOSEN.size_by_blocks(100, "--num_blocks gives") == PoolSize(100, 1600)
+  with pytest.raises(
+    ConfigError, match="1600 needs 100 blocks of 16, and --num_blocks gives 99: lower --max_model_len to"
+  ):
+    CHOSEN.size_by_blocks(99, "--num_blocks gives")
   assert CHOSEN.size_by_memory(101_000, "x") == PoolSize(100, 1600)
   with pytest.raises(ConfigError, match=r"hold 99 KV blocks, but one sequence of 1600 tokens needs 100 .*--max_model_"):
     CHOSEN.size_by_memory(100_999, "x")
@@ -77,15 +81,15 @@ def decide(monkeypatch):
     raise _DecidedError
 
   keep(build_lib, "EngineConfig")
-  keep(build_lib, "_lowering")
+  keep(build_lib, "_describe_lowering")
   monkeypatch.setattr(build_lib, "all_programs", stop)
   monkeypatch.setattr(weights, "_draw", lambda *_: pytest.fail("weights were allocated"))
 
   def decided(folder: pathlib.Path | str, free: int, **options) -> tuple[EngineConfig, str]:
-    monkeypatch.setattr(fit, "host_free_bytes", lambda: free)
+    monkeypatch.setattr(memory_check, "host_free_bytes", lambda: free)
     with pytest.raises(_DecidedError):
       build_any(BuildOptions(str(folder), random_weights=True, **options), lambda *_: None, lambda events: None)
-    return found["EngineConfig"], found["_lowering"]
+    return found["EngineConfig"], found["_describe_lowering"]
 
   return decided
 

@@ -282,7 +282,7 @@ def test_masks_of_more_rows_than_one_call_takes(runner):
   rng = np.random.default_rng(5)
   lines = [(slot, rng.integers(-(2**31), 2**31, words, dtype=np.int32)) for slot in (5, 0, 7)]
   before = np.asarray(runner.slot_state.mask).copy()
-  runner._set_masks([(slot, line.tobytes()) for slot, line in lines])
+  runner._set_lines("mask", lines)
   after = np.asarray(runner.slot_state.mask)
   for slot, line in lines:
     assert np.array_equal(after[slot], line)

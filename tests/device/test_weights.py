@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from engine.device.mesh import make_mesh
 from engine.device.safetensors_file import StoredTensor, read_header
-from engine.device.weights import _assemble, load_checkpoint, parameter_name
+from engine.device.weights import _assemble, open_checkpoint, parameter_name
 from engine.errors import CheckpointError, ConfigError
 from models.families.tensor_map import Piece
 from models.linear import PLAIN, WeightForm
@@ -31,7 +31,7 @@ BIASED = CASES["qwen2"][0] | {"num_hidden_layers": 2}
 
 
 def load(folder: pathlib.Path, dtype="float32"):
-  return load_checkpoint(str(folder), make_mesh(jax.devices()[:1]), dtype)
+  return open_checkpoint(str(folder), make_mesh(jax.devices()[:1]), dtype).load()
 
 
 def arrays(model) -> dict[str, np.ndarray]:
@@ -205,9 +205,7 @@ def test_what_comes_with_the_weights(pristine):
   for kind, name in (("hf", "hf"), ("orbax", "tiny")):
     model = load(pristine / kind)
     assert (model.name, model.eos_token_ids) == (name, (7, 9))
-    assert model.tokenizer_dir == str(pristine / kind)
   assert (pristine / "orbax" / "chat_template.jinja").read_text() == "{{ messages }}"
-  assert load(pristine / "shards").tokenizer_dir is None
   assert load(pristine / "shards").eos_token_ids == ()
 
 
@@ -249,10 +247,10 @@ def test_loading_over_two_devices_gives_the_same(pristine):
 import hashlib, sys
 import jax, numpy as np
 from engine.device.mesh import make_mesh
-from engine.device.weights import load_checkpoint
+from engine.device.weights import open_checkpoint
 assert len(jax.devices()) == 2
 for path in sys.argv[1:]:
-  leaves = jax.tree.leaves(load_checkpoint(path, make_mesh(), "bfloat16").params)
+  leaves = jax.tree.leaves(open_checkpoint(path, make_mesh(jax.devices()), "bfloat16").load().params)
   split = sum(leaf.addressable_shards[0].data.size < leaf.size for leaf in leaves)
   print(split, hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest())
 """
@@ -319,21 +317,16 @@ def test_weights_left_out(hf):
 
 @pytest.mark.catalogue("G1")
 def test_truncated_anywhere(hf):
-  """From nothing to all but a byte: the file is named always, the tensor that is cut once the header can be read."""
+  """From nothing to all but a byte, and one too many: the file is named always."""
   file = hf / "model.safetensors"
   whole = file.read_bytes()
   header = 8 + int.from_bytes(whole[:8], "little")
   for size in (0, 4, 8, header // 2, header, header + 1, len(whole) // 2, len(whole) - 1):
     file.write_bytes(whole[:size])
-    with pytest.raises(
-      CheckpointError,
-      match=r"model\.safetensors: .*tensor (lm_head|model\.).* is truncated"
-      if size >= header
-      else r"model\.safetensors: ",
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is truncated, corrupt or no safetensors file"):
       load(hf)
   file.write_bytes(whole + b"\0")
-  with pytest.raises(CheckpointError, match=r"model\.safetensors: 1 bytes follow"):
+  with pytest.raises(CheckpointError, match=r"model\.safetensors: is truncated, corrupt or .*not fully covered"):
     load(hf)
 
 
@@ -461,8 +454,8 @@ def resign(folder: pathlib.Path) -> None:
 
 def test_orbax_of_another_model(orbax):
   for change, said in (
-    ({"num_hidden_layers": 3}, r"tensor layers\.2\.attention\.k_norm\.scale is missing"),
-    ({"num_hidden_layers": 1}, r"tensor layers\.1\.attention\.k_norm\.scale is not part"),
+    ({"num_hidden_layers": 3}, r"tensor layers\.2\.attention\.k_norm\.scale has shape none, but"),
+    ({"num_hidden_layers": 1}, r"tensor layers\.1\.attention\.k_norm\.scale has shape .* asks for none"),
     ({"intermediate_size": 200}, r"layers\.0\.mlp\.down has shape \[208, 96\].*\[200, 96\]"),
   ):
     good = (orbax / "config.json").read_text()
@@ -549,7 +542,7 @@ def test_int8_is_a_quarter_of_f32_and_the_same_from_either_kind_of_folder(tied, 
   mesh = make_mesh(jax.devices()[:1])
 
   def loaded(folder: str, form: WeightForm) -> dict[str, np.ndarray]:
-    return arrays(load_checkpoint(str(tmp_path / folder), mesh, "float32", form))
+    return arrays(open_checkpoint(str(tmp_path / folder), mesh, "float32", form).load())
 
   plain, made = loaded("hf", PLAIN), loaded("hf", WeightForm(quantization="int8"))
   assert_same_bits(made, loaded("ours", WeightForm(quantization="int8")))
@@ -573,8 +566,8 @@ def test_packed_weights_are_the_plain_ones_and_leave_the_file(stored, tmp_path):
   """Each column of a block is a column of the plain matrix; what happens to the file later changes nothing."""
   write_model(tmp_path, RAW, seed=3, dtype=stored)
   mesh = make_mesh(jax.devices()[:1])
-  plain = arrays(load_checkpoint(str(tmp_path), mesh, "float32"))
-  packed = load_checkpoint(str(tmp_path), mesh, "float32", WeightForm(packed=True))
+  plain = arrays(open_checkpoint(str(tmp_path), mesh, "float32").load())
+  packed = open_checkpoint(str(tmp_path), mesh, "float32", WeightForm(packed=True)).load()
   file = tmp_path / "model.safetensors"
   with file.open("r+b") as stream:
     stream.write(b"\1" * file.stat().st_size)
@@ -594,7 +587,9 @@ def test_random_weights_need_no_file_but_the_config_and_are_always_the_same(tmp_
   (tmp_path / "config.json").write_text(json.dumps(RAW), "utf-8")
 
   def drawn(form: WeightForm = PLAIN) -> dict[str, np.ndarray]:
-    return arrays(load_checkpoint(str(tmp_path), make_mesh(jax.devices()[:1]), "float32", form, random_weights=True))
+    return arrays(
+      open_checkpoint(str(tmp_path), make_mesh(jax.devices()[:1]), "float32", form, random_weights=True).load()
+    )
 
   first, second, packed = drawn(), drawn(), drawn(WeightForm(packed=True))
   assert_same_bits(first, second)

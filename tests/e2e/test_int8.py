@@ -9,7 +9,7 @@ import numpy as np
 from engine.device.build import build
 from engine.device.mesh import make_mesh
 from engine.device.options import BuildOptions
-from engine.device.weights import load_checkpoint
+from engine.device.weights import open_checkpoint
 from models.linear import PLAIN, WeightForm
 from server.text.chat_template import Message
 from server.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ def test_logits_stay_near():
   mesh = make_mesh(jax.devices()[:1])
   models = []
   for form in (PLAIN, WeightForm(quantization="int8")):
-    loaded = load_checkpoint(str(DEMO), mesh, jnp.dtype("float32"), form)
+    loaded = open_checkpoint(str(DEMO), mesh, jnp.dtype("float32"), form).load()
     models.append((loaded.graphdef, loaded.params))
   errors, sizes = [], []
   for skill in SKILLS:

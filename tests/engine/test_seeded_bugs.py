@@ -164,15 +164,15 @@ BUGS = (
   Bug(
     "the total deadline is ignored",
     "scheduler",
-    "if request.deadline is not None and now >= request.deadline:",
-    "if False:",
+    "for each in (queue, request.deadline)",
+    "for each in (queue,)",
   ),
-  Bug("the queue deadline is ignored", "scheduler", "if now >= request.queue_deadline:", "if False:"),
+  Bug("the queue deadline is ignored", "scheduler", "queue = request.queue_deadline if", "queue = None if"),
   Bug(
     "a deadline holds for a second only",
     "scheduler",
-    "    self._next_deadline = upcoming\n",
-    "    self._next_deadline = float('inf')\n",
+    "    self._next_deadline = min(map(",
+    "    self._next_deadline = float('inf') or min(map(",
   ),
   Bug("a sibling starts before its leader is done", "scheduler", "if self._awaits_leader(request) or", "if"),
   Bug(
@@ -182,7 +182,7 @@ BUGS = (
     "      if not count:\n        continue\n      self._waiting.remove",
   ),
   Bug("what can never fit is accepted", "validation", "if total > config.pool_tokens:", "if False:"),
-  Bug("the queue is not bounded", "admission", "if num_requests >= config.max_queued_requests:", "if False:"),
+  Bug("the queue is not bounded", "admission", "if num_requests >= max_requests:", "if False:"),
   Bug(
     "batch work takes all slots", "policy", "self._slots_left = self._batch_slots - num_batch", "self._slots_left = 99"
   ),

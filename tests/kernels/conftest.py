@@ -41,9 +41,9 @@ def with_bug(
   """Has a C++ kernel called with a seeded bug, until the test ends."""
 
   def seed(kernel: str, bug: tuple[str, str]) -> None:
-    """Args: kernel: of native.SOURCES; bug: what is in its source once, and what takes its place."""
+    """Args: kernel: of native.ENTRIES; bug: what is in its source once, and what takes its place."""
     right, wrong = bug
-    source = native._ROOT / native.SOURCES[kernel]
+    source = native.source(kernel)
     text = source.read_text()
     for header in source.parent.glob("*.h"):
       line = f'#include "{header.relative_to(native._ROOT)}"\n'
@@ -52,14 +52,12 @@ def with_bug(
     assert text.count(right) == 1, f"{right!r} is not once in {source.name}"
     (tmp_path / "cpu.cc").write_text(text.replace(right, wrong))
     library = ctypes.CDLL(str(native.compile_library(tmp_path / "cpu.cc", tmp_path / "cpu.so", quick_cpp)))
-    for entry in native.ENTRIES[kernel]:
-      jax.ffi.register_ffi_target(
-        f"{tmp_path.name}_{entry}", jax.ffi.pycapsule(getattr(library, entry)), platform="cpu"
-      )
+    entry = jax.ffi.pycapsule(getattr(library, native.ENTRIES[kernel]))
+    jax.ffi.register_ffi_target(tmp_path.name, entry, platform="cpu")
 
-    def call(name: str, entry: str, result: Any, **options: Any) -> Callable[..., Any]:
+    def call(name: str, result: Any, **options: Any) -> Callable[..., Any]:
       assert name == kernel
-      return jax.ffi.ffi_call(f"{tmp_path.name}_{entry}", result, **options)
+      return jax.ffi.ffi_call(tmp_path.name, result, **options)
 
     monkeypatch.setattr(native, "call", call)
 

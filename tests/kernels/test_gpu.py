@@ -5,7 +5,6 @@ compile for a GPU, without copies, is checked elsewhere, with the whole step.
 """
 
 import dataclasses
-import functools
 import types
 
 import jax
@@ -14,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.layers import rotate
 from pallas_kernels.paged_attention import api, arg_specs, gpu, tuning
+from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
+from pallas_kernels.paged_attention.gpu_decode import decode
+from pallas_kernels.paged_attention.gpu_prefill import prefill
+from pallas_kernels.paged_attention.reference import rotate
 from pallas_kernels.paged_attention.tuning import Tuning, tuning_for
 from tests.kernels import conformance
 
@@ -48,19 +50,38 @@ def small_grids():
     yield
 
 
-def interpreted(races: bool = False) -> types.ModuleType:
-  """gpu.py, run by the interpreter."""
-  module = types.ModuleType("interpreted_gpu")
-  params = plgpu.InterpretGPUParams(detect_races=races)
-  for name in ("kv_shape", "num_kv_heads", "make_plan"):
-    setattr(module, name, getattr(gpu, name))
-  module.write_kv = jax.jit(gpu.write_kv)
-  for name in ("attend", "ragged_paged_attention"):
-    setattr(module, name, functools.partial(getattr(gpu, name), interpret=params))
-  return module
+def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
+  """Stores keys and values by XLA's scatter, where the kernels look for them."""
+  page = kv.shape[3]
+  return kv.at[slots // page, :, :, slots % page].set(jnp.stack([k, v], axis=2).astype(kv.dtype))
 
 
-INTERPRETED = interpreted()
+def attention_alone(
+  q, kv, block_tables, kv_lens, query_starts, *, scale, sliding_window, soft_cap, plan, work
+) -> jax.Array:
+  """The kernels that `attend` calls once keys and values are stored, on queries that are packed here."""
+  geometry = plan.geometry
+  assert sliding_window == geometry.sliding_window
+  q = q.reshape(geometry.tokens, geometry.num_kv_heads, -1, geometry.head_dim).swapaxes(0, 1)
+  rows = q.reshape(geometry.num_kv_heads, -1, geometry.head_dim), kv, block_tables, kv_lens, query_starts, work
+  static = {
+    "plan": plan,
+    "scale": scale,
+    "soft_cap": soft_cap,
+    "tuning": short_splits("", geometry.head_dim, geometry.block_size),
+    "interpret": plgpu.InterpretGPUParams(),
+  }
+  out = prefill(*rows, **static)
+  return decode(*rows, out, **static) if plan.decode_queries else out
+
+
+INTERPRETED = types.ModuleType("interpreted_gpu")
+INTERPRETED.__dict__.update(
+  kv_shape=gpu.kv_shape,
+  make_plan=gpu.make_plan,
+  write_kv=jax.jit(write_kv),
+  ragged_paged_attention=jax.jit(attention_alone, static_argnames=("scale", "sliding_window", "soft_cap", "plan")),
+)
 
 
 # A run in the interpreter takes seconds. These are parts of `mixed`, of the last spec here, of the kernels' own tests.
@@ -81,6 +102,8 @@ class TestGpu(conformance.Conformance):
   atol = ATOL
   draws = 2
   chunks = (64, 85, 1)
+  test_write_keeps_the_rest_and_padding_touches_block_0_only = None  # test_gpu_write.py
+  test_write_is_in_place_when_donated = None
 
   @pytest.mark.parametrize(
     "spec",
@@ -128,58 +151,37 @@ def test_a_layer_rotates_writes_and_attends(capfd: pytest.CaptureFixture[str]) -
       before[block, :, which, offset] = all_of_row[row][: length - queries]
       all_of_row[row][length - queries :] = new[tokens]
 
-  module = interpreted(races=True)
-  plan = gpu.make_plan(spec.geometry, "")
-  lens, starts, packed = conformance.rows_of(module, spec, arguments.kv_lens, arguments.query_starts)
-  out, kv = module.attend(
+  lens, starts, packed = conformance.rows_of(INTERPRETED, spec, arguments.kv_lens, arguments.query_starts)
+  attention = PagedAttention("gpu", spec.geometry, spec.scale)
+  out, kv = gpu.attend(
+    attention,
     qkv,
     cos,
     sin,
     jnp.asarray(before).astype(jnp.bfloat16),
-    jnp.asarray(arguments.block_tables),
-    lens,
-    starts,
+    attention.meta(jnp.asarray(arguments.block_tables), lens, starts, packed),
     jnp.asarray(slots),
-    plan.split(packed),
-    plan=plan,
-    scale=spec.scale,
-    sliding_window=None,
-    soft_cap=None,
-    device_kind="",
+    interpret=plgpu.InterpretGPUParams(detect_races=True),
   )
   assert "RACE" not in capfd.readouterr().out
   np.testing.assert_allclose(conformance.f32(out), conformance.oracle(spec, arguments), rtol=2.0**-8, atol=ATOL)
   assert not conformance.f32(out)[used:].any(), "padding tokens must give zeros"
   # Seldom a rotated value is rounded to the next number of bf16 (test_gpu_write.py).
-  want = conformance.f32(conformance.filled(module, spec, arguments))
+  want = conformance.f32(conformance.filled(INTERPRETED, spec, arguments))
   np.testing.assert_allclose(conformance.f32(kv)[1:], want[1:], rtol=2.0**-7, atol=1e-6)
 
 
 def test_kernels_are_lowered_once_a_program() -> None:
   """And not once a layer: compiling them takes seconds."""
   spec = ArgSpec("layers", (), 16, 8, 64, 4, 8, 2, 128)
-  geometry = spec.geometry
-  plan = gpu.make_plan(geometry, "")
-  assert plan.max_splits > 1, "so that there is a combine kernel"
+  attention = PagedAttention("gpu", spec.geometry, spec.scale)
+  plan = attention.plan
+  assert plan is not None and plan.max_splits > 1, "so that there is a combine kernel"
 
   def layers(qkv, angle, pools, tables, lens, starts, slots, packed):
+    meta = attention.meta(tables, lens, starts, packed)
     for number, kv in enumerate(pools):
-      out, pools[number] = gpu.attend(
-        qkv,
-        angle,
-        angle,
-        kv,
-        tables,
-        lens,
-        starts,
-        slots,
-        plan.split(packed),
-        plan=plan,
-        scale=spec.scale,
-        sliding_window=None,
-        soft_cap=None,
-        device_kind="",
-      )
+      out, pools[number] = attention.attend(qkv, angle, angle, kv, meta, slots)
       qkv = qkv + out.sum()
     return qkv, pools
 
@@ -269,7 +271,6 @@ def test_a_query_has_the_same_bits_in_a_chunk_and_alone(window: int | None) -> N
       scale=spec.scale,
       sliding_window=window,
       soft_cap=None,
-      device_kind="",
     )
     return conformance.f32(out)
 

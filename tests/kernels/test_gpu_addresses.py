@@ -79,7 +79,7 @@ def attention(kernel: str, head_dim: int, group: int, block_size: int, **tuned) 
   tuning = dataclasses.replace(tuning_for("", head_dim, block_size), **tuned)
   planned = plan.make_plan(spec.geometry, tuning.split_tokens, 132)
   assert planned.max_splits > 1
-  static = {"plan": planned, "scale": 0.1, "sliding_window": None, "soft_cap": None, "tuning": tuning}
+  static = {"plan": planned, "scale": 0.1, "soft_cap": None, "tuning": tuning}
 
   def program(q, kv, tables, lens, starts, packed, *out):
     pieces = planned.split(packed)

@@ -143,7 +143,6 @@ def program(case: Case, module=gpu_decode, interpret: plgpu.InterpretGPUParams |
       *args,
       plan=case.plan,
       scale=case.spec.scale,
-      sliding_window=case.spec.sliding_window,
       soft_cap=case.spec.soft_cap,
       tuning=tuning,
       interpret=interpret,
@@ -206,14 +205,6 @@ def test_a_row_depends_neither_on_neighbours_nor_on_its_place_nor_on_the_order_o
   assert np.isfinite(results[0]).all()
   for other in results[1:]:
     np.testing.assert_array_equal(other, results[0])
-
-
-def test_a_plan_for_another_window_is_refused() -> None:
-  case = _case("window", ((1, 9),), 64, 4)
-  given = operands(case, arg_specs.make(case.spec))
-  tuning = tuning_for("", 64, 64)
-  with pytest.raises(ValueError, match="sliding_window=5"):
-    gpu_decode.decode(*given, plan=case.plan, scale=1.0, sliding_window=5, soft_cap=None, tuning=tuning)
 
 
 def unaligned_copies(case: Case, monkeypatch: pytest.MonkeyPatch, module=gpu_decode) -> list[str]:

@@ -1,13 +1,9 @@
 """The plain jnp implementation: the conformance suite, what holds for it alone, and bugs that the suite must catch."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import api, arg_specs, reference
+from pallas_kernels.paged_attention import arg_specs, reference
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from tests.kernels import conformance
 
@@ -112,53 +108,3 @@ def test_seeded_bug_is_caught(name: str, bug, monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_a_bug_the_same_check_passes() -> None:
   _check_seeded()
-
-
-def _meta(rows: int = 2, **changes) -> api.RaggedMeta:
-  arrays = {
-    "block_tables": jnp.zeros((rows, 4), jnp.int32),
-    "kv_lens": jnp.ones(rows, jnp.int32),
-    "query_starts": jnp.arange(rows + 1, dtype=jnp.int32),
-  }
-  return api.RaggedMeta(**(arrays | changes))
-
-
-class TestApi:
-  def test_equals_the_implementation(self) -> None:
-    spec = ArgSpec("api", ((1, 20), (5, 9)), 8, 3)
-    arguments = arg_specs.make(spec)
-    q, kv, tables, lens, starts = conformance.operands(reference, spec, arguments)
-    call = jax.jit(functools.partial(api.ragged_paged_attention, scale=spec.scale))
-    out = call(q, kv, api.RaggedMeta(tables, lens, starts))
-    np.testing.assert_allclose(np.asarray(out), conformance.oracle(spec, arguments), rtol=0, atol=1e-5)
-
-  def test_meta_is_a_pytree(self) -> None:
-    assert len(jax.tree.leaves(_meta())) == 3
-
-  @pytest.mark.parametrize(
-    ("changes", "options", "words"),
-    [
-      ({}, {"sliding_window": 0}, "sliding_window=0"),
-      ({}, {"soft_cap": -1.0}, "soft_cap=-1.0"),
-      ({"query_starts": np.zeros(2, np.int32)}, {}, "query_starts"),
-      ({"kv_lens": np.ones(2, np.float32)}, {}, "must be int32"),
-    ],
-  )
-  def test_bad_arguments_are_named(self, changes: dict, options: dict, words: str) -> None:
-    q, kv = jnp.zeros((2, 4, 8)), jnp.zeros(api.kv_shape(4, 8, 2, 8))
-    with pytest.raises(ValueError, match=words):
-      api.ragged_paged_attention(q, kv, _meta(**changes), scale=1.0, **options)
-
-  def test_heads_that_do_not_divide_are_named(self) -> None:
-    q, kv = jnp.zeros((2, 5, 8)), jnp.zeros(api.kv_shape(4, 8, 2, 8))
-    with pytest.raises(ValueError, match="5 query heads"):
-      api.ragged_paged_attention(q, kv, _meta(), scale=1.0)
-
-  def test_bad_sizes_are_named(self) -> None:
-    with pytest.raises(ValueError, match="block_size=0"):
-      api.kv_shape(4, 0, 2, 8)
-
-  def test_bad_write_is_named(self) -> None:
-    kv, k = jnp.zeros(api.kv_shape(4, 8, 2, 8)), jnp.zeros((3, 2, 8))
-    with pytest.raises(ValueError, match="slot_mapping"):
-      api.write_kv(kv, k, k, jnp.zeros(2, jnp.int32))

@@ -9,9 +9,9 @@ import pytest
 
 from models.attention import AttentionMeta, PagedGroups, dense_causal_attend, paged_attend
 from models.config import LayerAttention
-from models.layers import rope
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
+from pallas_kernels.paged_attention.reference import rope
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.device.mesh import make_mesh
-from engine.device.weights import load_checkpoint, parameter_name
+from engine.device.weights import open_checkpoint, parameter_name
 from models.config import Activation
 from models.layers import RMSNorm
 from models.linear import Embedding, Linear, WeightForm, arranger, declare_vocabulary
@@ -144,7 +144,7 @@ def test_the_vocabulary(form, tied):
 
 def test_stored_folders_keep_their_names():
   """The demo model's folder was written before linear layers were modules of their own."""
-  loaded = load_checkpoint(str(DEMO), make_mesh(jax.devices()[:1]), "float32")  # refuses other names
+  loaded = open_checkpoint(str(DEMO), make_mesh(jax.devices()[:1]), "float32").load()  # refuses other names
   names = [parameter_name(path) for path, _ in jax.tree.leaves_with_path(loaded.params)]
   assert {"embed", "layers.0.attention.qkv", "layers.3.mlp.down", "final_norm.scale"} <= set(names)
 

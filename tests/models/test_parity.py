@@ -12,7 +12,7 @@ import pytest
 from engine.device.build import build
 from engine.device.mesh import make_mesh
 from engine.device.options import BuildOptions
-from engine.device.weights import load_checkpoint
+from engine.device.weights import open_checkpoint
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from models.attention import dense_causal_attend
@@ -33,7 +33,7 @@ def case(request, tmp_path_factory):
 
 def dense_logits(folder: pathlib.Path, golden: dict[str, np.ndarray], dtype) -> list[np.ndarray]:
   """f32[T, V] of every sequence, whole, without a cache. What pads the shorter one comes after it, so is not seen."""
-  loaded = load_checkpoint(str(folder), make_mesh(jax.devices()[:1]), dtype)
+  loaded = open_checkpoint(str(folder), make_mesh(jax.devices()[:1]), dtype).load()
   sequences = [golden[f"tokens_{number}"] for number in range(len(PROMPT_LENGTHS))]
   tokens = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
   for row, sequence in zip(tokens, sequences, strict=True):

@@ -4,9 +4,9 @@
   python -m tools.bench.attention --share [--model=DIR] [--rows=32] [--context=256] [--seconds=60]
 
 The first prints milliseconds a layer (the best and the median of several calls of a program of four layers) for the
-batches of pallas_kernels/paged_attention/arg_specs.py, by the C++ kernel and by XLA's loops, beside two others: a naive
-version that gathers every row's whole block table, where that fits in 2 GiB, and the floor, the batch's keys and values
-over the read bandwidth of all cores measured in the same run.
+batches of pallas_kernels/paged_attention/arg_specs.py, by the C++ kernel and by XLA's loops, with rotary embedding and
+KV write as in a step, beside two others without: a naive version that gathers every row's whole block table, where that
+fits in 2 GiB, and the floor, the batch's keys and values over the read bandwidth of all cores measured in the same run.
 
 The second prints attention's share of a step of decodes, as a line of words and one of JSON. It times the engine's own
 step program, warm and through its runner, in three forms that take turns: with `context` positions a row; with one
@@ -17,6 +17,7 @@ outputs are the queries and nothing is stored. Without --model, a random Llama o
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import statistics
@@ -81,17 +82,38 @@ def operands(spec: ArgSpec, num_blocks: int) -> tuple[jax.Array, api.RaggedMeta]
   """Queries and rows, the rows' blocks spread over a pool of at least `num_blocks`."""
   used = arg_specs.make(dataclasses.replace(spec, spare_blocks=1)).num_blocks
   arguments = arg_specs.make(dataclasses.replace(spec, spare_blocks=1 + max(0, num_blocks - used)))
-  meta = api.RaggedMeta(*map(jnp.asarray, (arguments.block_tables, arguments.kv_lens, arguments.query_starts)))
-  return jnp.asarray(np.nan_to_num(arguments.q)), meta
+  tables, lens, starts = map(jnp.asarray, (arguments.block_tables, arguments.kv_lens, arguments.query_starts))
+  return jnp.asarray(np.nan_to_num(arguments.q)), api.RaggedMeta(tables, lens, starts)
 
 
 def ours(name: str, spec: ArgSpec, num_blocks: int, seconds: float) -> tuple[float, float]:
-  """Milliseconds a layer of an implementation, best and median."""
+  """Milliseconds a layer of an implementation, best and median: rotary embedding, KV write and attention."""
   q, meta = operands(spec, num_blocks)
   num_blocks = max(num_blocks, int(meta.block_tables.max()) + 1)
+  attention = api.PagedAttention(name, spec.geometry, spec.scale)
+  q = q.reshape(spec.num_tokens, spec.num_kv_heads, -1, spec.head_dim)
+  cos, sin = (jnp.full((spec.num_tokens, spec.head_dim // 2), x, jnp.float32) for x in (0.6, 0.8))
+  slots = np.zeros(spec.num_tokens, np.int32)  # padding's
+  for row, (queries, length) in enumerate(spec.rows):
+    position = np.arange(length - queries, length)
+    blocks = np.asarray(meta.block_tables)[row, position // spec.block_size]
+    first = int(meta.query_starts[row])
+    slots[first : first + queries] = blocks * spec.block_size + position % spec.block_size
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def program(kv, q, cos, sin, meta, slots):
+    for _ in range(_LAYERS):
+      out, kv = attention.attend(jnp.concatenate([q, q[:, :, :2]], axis=2), cos, sin, kv, meta, slots)
+      q = out.reshape(q.shape)
+    return kv, q
+
   kv = jnp.ones(api.kv_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim, name))
-  program = layers(lambda q, kv, meta: api.ragged_paged_attention(q, kv, meta, scale=spec.scale, name=name))
-  best, median = best_and_median(lambda: program(q, kv, meta).block_until_ready(), seconds)
+
+  def run() -> None:
+    nonlocal kv
+    kv, _ = jax.block_until_ready(program(kv, q, cos, sin, meta, slots))
+
+  best, median = best_and_median(run, seconds)
   return best / _LAYERS, median / _LAYERS
 
 
@@ -132,23 +154,15 @@ def line(names: Sequence[str], title: str, spec: ArgSpec, num_blocks: int, secon
 
 @contextlib.contextmanager
 def without_attention(name: str) -> Iterator[str]:
-  """Within, there is an implementation with the buffers of `name` that neither stores nor attends; gives its name.
+  """Within, there is an implementation with the buffers of `name` that does not rotate, store or attend; its name.
 
   A name of its own, so that nothing traced or compiled for the other is taken for it.
   """
   of = api.implementation(name)
   nothing = SimpleNamespace(
     kv_shape=of.kv_shape,
-    num_kv_heads=of.num_kv_heads,
-    write_kv=lambda kv, k, v, slot_mapping: kv,
-    ragged_paged_attention=lambda q, *rows, **static: q,
+    attend=lambda attention, qkv, cos, sin, kv, *_: (qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3]), kv),
   )
-  if hasattr(of, "attend"):  # which also rotates: that counts as attention's then
-
-    def attend(qkv, cos, sin, kv, *rows, **static):
-      return qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[3]), kv
-
-    nothing.attend = attend
   with (
     mock.patch.dict(sys.modules, {f"{api.__package__}.nothing": nothing}),
     mock.patch.object(api, "IMPLEMENTATIONS", (*api.IMPLEMENTATIONS, "nothing")),

@@ -33,7 +33,7 @@ import sys
 from typing import Any
 
 from engine.errors import ConfigError, EngineError
-from engine.shapes import PADDED
+from engine.shapes import choose_ladder
 from tools.arguments import CommandParser, output_file, positive_float, positive_int, positive_ints
 from tools.bench.ceilings import Ceilings, CeilingWatch, in_words
 from tools.bench.device_idle import DeviceWatch, alone
@@ -197,15 +197,17 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
   if not args.model:
     args.model = model_folder(args.shape)
     args.random_weights = args.shape != "demo"
-  # What the sweeps need and the user did not say.
-  most = max(args.batches)
-  args.max_num_seqs = max(args.max_num_seqs or PADDED.max_num_seqs, most)
-  args.token_budgets = tuple(
-    sorted({*(args.token_budgets or PADDED.token_budgets), *args.batches, *args.prompts} - {1})
-  )
-  options = dataclasses.replace(build_options(args), all_rungs=True)
   import jax
 
+  from engine.device.build import find_devices
+
+  # What the sweeps need and the user did not say.
+  default, most = choose_ladder(find_devices(1)[0].platform, all_rungs=True), max(args.batches)
+  args.max_num_seqs = max(args.max_num_seqs or default.max_num_seqs, most)
+  args.token_budgets = tuple(
+    sorted({*(args.token_budgets or default.token_budgets), *args.batches, *args.prompts} - {1})
+  )
+  options = dataclasses.replace(build_options(args), all_rungs=True)
   source = None
   if args.executable_bundle:
     from extensions.executable_bundle.bundle import Bundle

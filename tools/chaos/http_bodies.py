@@ -28,8 +28,8 @@ import psutil
 import schemathesis
 from schemathesis.core import NotSet
 
-from server.http.json_fields import INT32
 from server.http.openai import openapi
+from server.http.openai.request_fields import INT32_MAX
 from tools.arguments import CommandParser, output_file, positive_float, positive_int
 from tools.measure import write_result
 from tools.server_process import RunningServer
@@ -202,26 +202,22 @@ def bodies(document: dict[str, Any], model: str, count: int, number: int) -> Ite
 def _narrowed(document: dict[str, Any], path: str, model: str, chance: random.Random) -> dict[str, Any]:
   """The document with a handful of the optional fields of one body, and values of which many can be served."""
   narrow = json.loads(json.dumps(document), object_hook=_small)
-  content = narrow["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-  schema = narrow["components"]["schemas"][content["$ref"].rpartition("/")[2]]
+  content = narrow["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+  # /tokenize takes a body of either of two kinds.
+  content["schema"] = chance.choice(content["schema"].get("anyOf", [content["schema"]]))
+  schema = narrow["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
   properties = schema["properties"]
   optional = [name for name in properties if name not in schema.get("required", ()) and name not in _CONSTRAINTS]
-  # /tokenize wants one of two fields, neither of which is required.
   keep = {*chance.sample(optional, min(6, len(optional))), *schema.get("required", ()), chance.choice(_CONSTRAINTS)}
   schema["properties"] = {name: value for name, value in properties.items() if name in keep}
   if "model" in keep:
     schema["properties"]["model"] = {"enum": [model, None]}
-  if path == "/tokenize":
-    schema["required"] = [chance.choice(["prompt", "messages"])]
-    schema["properties"] |= {
-      name: properties[name] | {"type": properties[name]["type"][0]} for name in schema["required"]
-    }
   return narrow
 
 
 def _small(schema: dict[str, Any]) -> dict[str, Any]:
   """Token ids that exist, lengths that fit."""
-  return schema | {"maximum": _SMALL} if schema.get("maximum") == INT32[1] else schema
+  return schema | {"maximum": _SMALL} if schema.get("maximum") == INT32_MAX else schema
 
 
 def _make(operation: Any, mode: schemathesis.GenerationMode, count: int, number: int) -> list[bytes]:

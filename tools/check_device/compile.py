@@ -26,7 +26,7 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
   before = set(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
   started, cpu_started = time.perf_counter(), time.process_time()
   with swizzles.watch_shared_transfers() as transfers:
-    compiled = device_programs.compile_step(spec, shape)
+    compiled = device_programs.step_program(spec, shape).compile()
   seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
   hlo, memory = compiled.as_text(), compiled.memory_analysis()
   assert hlo is not None and memory is not None, "compile-only devices say both"

@@ -23,11 +23,11 @@ import safetensors.numpy
 import tokenizers
 
 from engine.device.mesh import make_mesh
-from engine.device.weights import load_checkpoint, parameter_name
+from engine.device.weights import open_checkpoint, parameter_name
 from models.config import LayerAttention
 from models.decoder import Decoder
-from models.layers import rotate
 from models.registry import abstract, config_from_hf, tensors
+from pallas_kernels.paged_attention.reference import rotate
 from tools.arguments import parse_flags
 from tools.demo_model import corpus, skills
 
@@ -135,7 +135,7 @@ def decoder(params: Params) -> Decoder:
 
 def read_weights(folder: str) -> Params:
   """Float32 weights of a model folder (Hugging Face's or Sluice's) under their Hugging Face names; undoes `decoder`."""
-  loaded = load_checkpoint(folder, make_mesh(jax.devices()[:1]), jnp.dtype(jnp.float32))
+  loaded = open_checkpoint(folder, make_mesh(jax.devices()[:1]), jnp.dtype(jnp.float32)).load()
   if loaded.config != MODEL:
     raise ValueError(f"{folder} is {loaded.config}, but this script trains {MODEL}")
   params = {}

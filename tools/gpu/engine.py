@@ -19,7 +19,6 @@ import time
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.shapes import PADDED
 from tools.gpu.protocol import ENDING_S
 from tools.measure import ROOT
 from tools.peers.agreement import compare
@@ -33,6 +32,7 @@ BUFFERS = {
   "exclusive lock": "--xla_gpu_require_exclusive_lock=true",
   "none": "--xla_gpu_enable_command_buffer=",
 }
+_FEW_RUNGS = "8,16,32,64,128,256,384,512"
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # a hub that cannot be reached must not be waited for
 
 
@@ -88,13 +88,8 @@ class Sizes:
   device: str = "cuda"
   dtype: str = "bfloat16"
   engine: tuple[str, ...] = ("--max_model_len=2048",)  # a model may have 131,072, and a row's table as many blocks
-  # 64 rows of 1,024, and the ladder of steps with few rows: a GPU's own has more programs to compile.
-  pool: tuple[str, ...] = (
-    "--num_blocks=1100",
-    "--block_size=64",
-    f"--token_budgets={','.join(map(str, PADDED.token_budgets))}",
-    f"--max_num_seqs={PADDED.max_num_seqs}",
-  )
+  # 64 rows of 1,024, and fewer rungs than a GPU's own ladder, whose programs take minutes to compile.
+  pool: tuple[str, ...] = ("--num_blocks=1100", "--block_size=64", f"--token_budgets={_FEW_RUNGS}", "--max_num_seqs=64")
 
 
 TINY = Sizes(
@@ -206,9 +201,9 @@ STAGES = tuple(stages(pathlib.Path("/"), TINY))
 def compile_only(names: Sequence[str]) -> list[tuple[str, ...]]:
   """What `tools.check_device` is given to compile the steps of these stages for an H200 that is not there."""
   sizes, found = Sizes(), []
-  default, rows = ",".join(map(str, PADDED.token_budgets)), sizes.batches[1].split(",")[-1]
+  rows = sizes.batches[1].split(",")[-1]
   if {"decode", "start"} & set(names):
-    found.append((f"--model={BIG}", f"--token_budgets={default}"))
+    found.append((f"--model={BIG}", f"--token_budgets={_FEW_RUNGS}"))
   if "decode" in names:
     found.append((f"--model={SMALL}", f"--token_budgets=8,{rows}", f"--max_num_seqs={rows}"))
   if {"offline", "full", "overlap", "twin"} & set(names):

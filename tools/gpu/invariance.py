@@ -43,7 +43,7 @@ def prepare(setting) -> Prepared:
 
   def compile_it():
     if setting.mode == "compile":
-      return programs.compile_step(spec, ladder.rungs()[-1])
+      return programs.step_program(spec, ladder.rungs()[-1]).compile()
     weights = tuple(random_weight(leaf.shape, leaf.dtype, jax.random.key(i)) for i, leaf in enumerate(spec.params))
     with Making(programs.all_programs(spec, ladder.rungs())) as making:
       return ModelRunner(spec, weights, ladder, (0,), making.wait(lambda *_: None))

@@ -26,6 +26,7 @@ import numpy as np
 
 from pallas_kernels.paged_attention import arg_specs, gpu, gpu_decode, gpu_prefill, gpu_write
 from pallas_kernels.paged_attention import plan as plan_lib
+from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from pallas_kernels.paged_attention.tuning import Tuning, count_sms, tuning_for
 from tools.gpu import cases, timing
@@ -197,7 +198,6 @@ class _Kernels:
     return {
       "plan": self.plan,
       "scale": self.spec.scale,
-      "sliding_window": self.spec.sliding_window,
       "soft_cap": self.spec.soft_cap,
       "tuning": self.tuning,
       "interpret": self.setting.interpret,
@@ -234,24 +234,12 @@ class _Kernels:
 
   @functools.cached_property
   def attend(self) -> Callable:
+    spec = self.spec
+    attention = PagedAttention("gpu", spec.geometry, spec.scale, spec.soft_cap, self.setting.device.device_kind)
+
     def call(qkv, cos, sin, kv, tables, lens, starts, slots, work):
-      return gpu.attend(
-        qkv,
-        cos,
-        sin,
-        kv,
-        tables,
-        lens,
-        starts,
-        slots,
-        self.plan.split(work),
-        plan=self.plan,
-        scale=self.spec.scale,
-        sliding_window=self.spec.sliding_window,
-        soft_cap=self.spec.soft_cap,
-        device_kind=self.setting.device.device_kind,
-        interpret=self.setting.interpret,
-      )
+      meta = attention.meta(tables, lens, starts, work)
+      return gpu.attend(attention, qkv, cos, sin, kv, meta, slots, interpret=self.setting.interpret)
 
     return jax.jit(call)
 

@@ -48,7 +48,7 @@ def prepare(rows: int, context: int, setting) -> Prepared:
     return found | {"bytes": 2 * (weights + cached), "times": 1}
 
   def compile_it():
-    return programs.compile_step(spec, shape)
+    return programs.step_program(spec, shape).compile()
 
   return Prepared(compile_it, lambda compiled: {} if setting.mode == "compile" else run(compiled))
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from engine.batch import Batch
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
-from engine.shapes import PADDED, ShapeLadder
+from engine.shapes import ShapeLadder
 from tools.arguments import CommandParser, output_file, positive_float, positive_int
 from tools.report.latency import Objectives
 from tools.simulate.__main__ import add_engine_arguments, add_request_arguments, arrivals_from, engine_config
@@ -358,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with_chunk = bool(args.costs) and args.gap_factor < math.inf
     running = None
     if args.step_trace:
-      max_num_seqs = args.max_num_seqs or PADDED.max_num_seqs
+      max_num_seqs = args.max_num_seqs or EngineConfig.max_num_seqs
       steps = recorded_steps(args.step_trace, costs)
       largest = max(steps.useful)
       if largest > args.max_tokens:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import Overloaded
 from server.generation.serving_state import ServingState
-from server.http.error_responses import ErrorAnswer, Refused, make_error_answer
+from server.http.error_responses import Refused, make_error_answer
 from server.http.http_options import HttpOptions
 from server.http.json_exchange import ClientGone
 from server.http.openai import openapi
@@ -39,7 +39,7 @@ _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 def make_app(
   state: ServingState,
-  options: HttpOptions | None = None,
+  options: HttpOptions,
   *,
   api_keys: ApiKeys | None = None,
   access_log: AccessLog | None = None,
@@ -50,13 +50,12 @@ def make_app(
 
   Args:
     state: what serves, or says why not; the gRPC side goes through the same.
-    options: limits; None takes the defaults.
+    options: limits.
     api_keys: who may call; None lets everybody.
     access_log: gets a line for each request but those of probes.
     extra_routes: of other pages, behind the same guard.
     public_paths: of those that are answered without a key, besides the probes.
   """
-  options = options or HttpOptions()
   endpoints, texts = CompletionEndpoints(state, options), ModelEndpoints(state, options)
   routes = [
     *_probes(state),
@@ -162,7 +161,7 @@ class _Guard:
       said = make_error_answer(error, state["field_names"])
       code = said.body["error"]["code"]
       if not status:
-        await _error_response(said)(scope, receive, send_more)
+        await JSONResponse(said.body, said.status, said.headers)(scope, receive, send_more)
       elif "abort" in state:
         state["abort"]()  # half an answer must not look like a whole one
     finally:
@@ -204,10 +203,6 @@ class _Guard:
       )
     if self._num_requests > options.max_requests:
       raise Overloaded(f"{options.max_requests} requests are in progress, which is the limit")
-
-
-def _error_response(said: ErrorAnswer) -> Response:
-  return JSONResponse(said.body, said.status, said.headers)
 
 
 def _allowed_hosts(options: HttpOptions, api_keys: ApiKeys | None) -> frozenset[str] | None:

@@ -1,13 +1,14 @@
-"""From what a generation brings to OpenAI's choices, whole or in chunks. Knows no request, no socket.
+"""From what a generation brings to OpenAI's choices, whole or in chunks. Knows no socket.
 
 A `Choice` is fed everything once and in order, so its chunks concatenate to its whole.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
 
+from server.http.openai.request_fields import ChatCompletionRequest, CompletionRequest, GenerationFields
 from server.http.openai.tool_calls import CallFormat, CallScanner, ToolCall
 from server.proto import sluice_pb2 as pb
 from server.text.detokenizer import TokenPlaces
@@ -39,36 +40,32 @@ class TokenNames:
     return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
-class Echo:
-  """A prompt that is sent back before its outputs; complete once its logprobs are, where they are wanted."""
+class Prompt:
+  """One prompt of a request, which may be sent back before its outputs: once its logprobs are there, if it needs them.
 
-  def __init__(self, text: str, token_ids: Sequence[int], *, logprobs: bool, places: Sequence[int] = ()):
-    """Args: text, token_ids: of the prompt. logprobs: are wanted. places: where its tokens begin in the text."""
-    self.text = text
+  Attributes:
+    token_ids: at least one.
+    text: as it is echoed.
+    places: where tokens begin in the text, where that is asked for.
+    logprobs: of all tokens but the first. They come with index 0 alone, and only where they are wanted.
+  """
+
+  def __init__(self, token_ids: Sequence[int], text: str = "", places: Sequence[int] = ()):
     self.token_ids = token_ids
+    self.text = text
     self.places = places
-    self.entries: list[pb.TokenLogprobs] = []
-    self._num_missing = len(token_ids) - 1 if logprobs else 0
-
-  def take_logprobs(self, entries: Iterable[pb.TokenLogprobs]) -> None:
-    """Adds the prompt's logprobs, which come with index 0 alone."""
-    self.entries.extend(entries)
-
-  @property
-  def complete(self) -> bool:
-    return len(self.entries) >= self._num_missing
+    self.logprobs: list[pb.TokenLogprobs] = []
 
 
-class Choice:
+class Choice[T: GenerationFields]:
   """One output of a response; a subclass says how it is written."""
 
-  def __init__(self, index: int, names: TokenNames, *, logprobs: bool, token_ids: bool):
-    """Args: index: in the response. names: of tokens. logprobs, token_ids: whether they are wanted."""
+  def __init__(self, index: int, fields: T, names: TokenNames):
+    """Args: index: in the response. fields: of the request. names: of tokens."""
     self.index = index
     self.num_tokens = 0
+    self._fields = fields
     self._names = names
-    self._wants_logprobs = logprobs
-    self._wants_token_ids = token_ids
 
   def chunk(self, delta: pb.Delta | None, finished: pb.Finished | None) -> dict[str, Any] | None:
     """A choice of a stream's chunk, or None where there is nothing to say yet."""
@@ -88,13 +85,16 @@ class Choice:
 
   def _with_ending(self, body: dict[str, Any], delta: pb.Delta, finished: pb.Finished | None) -> dict[str, Any]:
     choice = {"index": self.index, **body, "finish_reason": None, "stop_reason": None}
-    if self._wants_token_ids:
+    if self._fields.return_token_ids:
       choice["token_ids"] = list(delta.token_ids)
     if finished is not None:
       choice["finish_reason"] = self._reason(finished)
       matched = finished.WhichOneof("matched")
       choice["stop_reason"] = getattr(finished, matched) if matched else None
     return choice
+
+  def _wants_ids_of(self, delta: pb.Delta) -> bool:
+    return bool(self._fields.return_token_ids and delta.token_ids)
 
   def _reason(self, finished: pb.Finished) -> str:
     return _REASONS[finished.reason]
@@ -115,24 +115,24 @@ class Calls:
   parallel: bool
 
 
-class ChatChoice(Choice):
+class ChatChoice(Choice[ChatCompletionRequest]):
   """As /v1/chat/completions has it. The role comes with the first text, so that no chunk looks like a first token."""
 
-  def __init__(self, index: int, names: TokenNames, *, logprobs: bool, token_ids: bool, calls: Calls | None):
-    """Args: calls: None leaves them in the text."""
-    super().__init__(index, names, logprobs=logprobs, token_ids=token_ids)
+  def __init__(self, index: int, fields: ChatCompletionRequest, names: TokenNames, calls: Calls | None):
+    """Args: index, fields, names: see Choice. calls: None leaves them in the text."""
+    super().__init__(index, fields, names)
     self._began = False
     self._calls = calls
     self._scanner = None if calls is None else CallScanner(calls.form, calls.names)
     self._num_calls = 0
 
   def _body(self, delta: pb.Delta, finished: pb.Finished | None, *, whole: bool) -> dict[str, Any] | None:
-    logprobs = {"content": [self._entry(entry) for entry in delta.logprobs]} if self._wants_logprobs else None
+    logprobs = {"content": [self._entry(entry) for entry in delta.logprobs]} if self._fields.logprobs else None
     text, calls = self._parsed(delta.text, ended=finished is not None)
     if whole:
       message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
       return {"message": message | ({"tool_calls": calls} if calls else {}), "logprobs": logprobs}
-    if not (text or calls or delta.logprobs or finished is not None or (self._wants_token_ids and delta.token_ids)):
+    if not (text or calls or delta.logprobs or finished is not None or self._wants_ids_of(delta)):
       return None
     message: dict[str, Any] = {}
     if not self._began:
@@ -182,60 +182,45 @@ class ChatChoice(Choice):
     }
 
 
-class TextChoice(Choice):
+class TextChoice(Choice[CompletionRequest]):
   """As /v1/completions has it, perhaps after the prompt."""
 
   def __init__(
-    self,
-    index: int,
-    names: TokenNames,
-    *,
-    logprobs: bool,
-    token_ids: bool,
-    places: TokenPlaces | None,
-    echo: Echo | None,
-    only_echo: bool,
+    self, index: int, fields: CompletionRequest, names: TokenNames, prompt: Prompt, places: TokenPlaces | None
   ):
-    """What is sent.
-
-    Args:
-      index, names, logprobs, token_ids: see Choice.
-      places: of the output's tokens, without the echo; None: there is no text.
-      echo: the prompt to begin with, or None.
-      only_echo: the output itself is not wanted.
+    """Args:
+    index, fields, names: see Choice.
+    prompt: to begin with, where that is asked for.
+    places: of the output's tokens, without the echo; None: there is no text.
     """
-    super().__init__(index, names, logprobs=logprobs, token_ids=token_ids)
-    self._echo = echo
-    self._only_echo = only_echo
+    super().__init__(index, fields, names)
+    self._echo = prompt if fields.echo else None
     self._places = places
-    self._start = 0 if echo is None else len(echo.text)
+    self._start = len(prompt.text) if fields.echo else 0
     self._began = False
 
   def _body(self, delta: pb.Delta, finished: pb.Finished | None, *, whole: bool) -> dict[str, Any] | None:
-    if self._only_echo:
+    if self._fields.only_echo:
       delta.Clear()
     text, tokens, places = "", [], []
     if self._echo is not None and not self._began:
-      if not self._echo.complete:
+      if self._fields.logprobs is not None and len(self._echo.logprobs) < len(self._echo.token_ids) - 1:
         assert not delta.logprobs and finished is None, "the prompt's logprobs come before the first token"
         return None
       text = self._echo.text
-      tokens = [(self._echo.token_ids[0], None), *((entry.token_id, entry) for entry in self._echo.entries)]
+      tokens = [(self._echo.token_ids[0], None), *((entry.token_id, entry) for entry in self._echo.logprobs)]
       places = list(self._echo.places)
     if not (whole or text or delta.text or delta.logprobs or finished is not None or self._wants_ids_of(delta)):
       return None
     self._began = True
     logprobs = None
-    if self._wants_logprobs:
+    if self._fields.logprobs is not None:
       places += (self._start + self._place(entry.token_id) for entry in delta.logprobs)
       logprobs = self._logprobs([*tokens, *((entry.token_id, entry) for entry in delta.logprobs)], places)
     return {"text": text + delta.text, "logprobs": logprobs}
 
   def _place(self, token_id: int) -> int:
     return 0 if self._places is None else self._places.push(token_id)
-
-  def _wants_ids_of(self, delta: pb.Delta) -> bool:
-    return self._wants_token_ids and bool(delta.token_ids)
 
   def _logprobs(self, tokens: Sequence[tuple[int, pb.TokenLogprobs | None]], places: list[int]) -> dict[str, Any]:
     """Four lists of equal length. The prompt's first token has no probability."""

@@ -8,12 +8,12 @@ away.
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 import contextlib
-import dataclasses
 import functools
 import secrets
 import time
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,43 +28,30 @@ from server.http.http_options import HttpOptions
 from server.http.json_exchange import (
   DONE,
   EventStream,
-  JSONAnswer,
-  encode_json,
   encode_sse_event,
   read_json_object,
   unless_gone,
 )
-from server.http.json_fields import Fields, kind_of
-from server.http.openai import shared_fields as common
 from server.http.openai.chat_messages import Chat, read_chat
-from server.http.openai.completion_replies import Calls, ChatChoice, Choice, Echo, TextChoice, TokenNames, usage
-from server.http.openai.shared_fields import CompletionRequest
+from server.http.openai.completion_replies import Calls, ChatChoice, Choice, Prompt, TextChoice, TokenNames, usage
+from server.http.openai.generate_request import AskedGeneration, judge_ignored, read_generation
+from server.http.openai.request_fields import PROMPT_REMEDY, ChatCompletionRequest, CompletionRequest
 from server.http.openai.tool_calls import find_format, forced_format
 from server.proto import sluice_pb2 as pb
 from server.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 256
-# OpenAI's default for completions, whatever the model's own is; a chat may use that, or all that is left of the model's
-# length.
+# Of the answer's id, and the answer's "object".
+_KINDS = {
+  CompletionRequest: ("cmpl", "text_completion"),
+  ChatCompletionRequest: ("chatcmpl", "chat.completion"),
+}
+# OpenAI's default for completions, with vLLM's rule that a model's own default only lowers it; a chat may use that, or
+# all that is left of the model's length.
 _DEFAULT_COMPLETION_TOKENS = 16
 # More than these are tokenized, and written, away from the loop.
 _INLINE_CHARS = 2048
 _INLINE_LOGPROBS = 256
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Prompt:
-  """One prompt of a request.
-
-  Attributes:
-    token_ids: at least one.
-    text: as it is echoed.
-    places: where tokens begin in the text, where that is asked for.
-  """
-
-  token_ids: Sequence[int]
-  text: str = ""
-  places: Sequence[int] = ()
 
 
 class _Running:
@@ -125,100 +112,75 @@ class CompletionEndpoints:
   async def completions(self, request: Request) -> Response:
     """POST /v1/completions."""
     with self._state.admit() as backend:
-      return await self._answer_completion(request, backend)
-
-  async def _answer_completion(self, request: Request, backend: Backend) -> Response:
-    fields = await self._read_fields(request)
-    asked = common.read_shared_fields(fields, request.state.tenant)
-    prompt = fields.take_value("prompt")
-    add_special_tokens = fields.flag("add_special_tokens")
-    echo = bool(fields.flag("echo"))
-    logprobs = fields.whole("logprobs")
-    if fields.text("suffix"):
-      raise UnsupportedField("is not supported: there is no infilling; leave it out", field="suffix")
-    best_of = fields.whole("best_of")
-    if best_of is not None and best_of != asked.n:
-      raise UnsupportedField(
-        f"={best_of} is not supported: send the same as n={asked.n}, or leave it out", field="best_of"
-      )
-    common.judge_other_fields(fields, asked, common.COMPLETION_UNSUPPORTED, strict=self._options.strict_requests)
-    stopping, output = asked.request.stopping, asked.request.output
-    only_echo = echo and stopping.max_tokens == 0 and stopping.HasField("max_tokens")
-    if only_echo:
-      # Scoring: the prompt's logprobs come with a first token, which is then left out.
-      stopping.max_tokens = 1
-    if logprobs is not None:
-      output.logprobs = logprobs
-      if echo:
-        output.prompt_logprobs = logprobs
-    prompts = await self._prompts(
-      backend, prompt, add_special_tokens, asked, echo=echo, places=echo and logprobs is not None
-    )
-    if not stopping.HasField("max_tokens"):
-      room = _room(backend.config, max(len(each.token_ids) for each in prompts))
-      stopping.max_tokens = min(_DEFAULT_COMPLETION_TOKENS, room)
-    names = TokenNames(backend.tokenizer, as_ids=asked.token_ids_as_names)
-    choices: list[Choice] = []
-    echoes: list[Echo | None] = []
-    tokenizer, skip = backend.tokenizer, output.skip_special_tokens
-    for place, each in enumerate(prompts):
-      echoed = Echo(each.text, each.token_ids, logprobs=logprobs is not None, places=each.places) if echo else None
-      echoes.append(echoed)
-      choices += (
+      values = await read_json_object(request, self._state, self._options)
+      asked = read_generation(values, CompletionRequest, request.state.tenant)
+      request.state.field_names |= asked.field_names | {"prompt.text": "prompt"}
+      fields, stopping, output = asked.fields, asked.request.stopping, asked.request.output
+      if fields.best_of is not None and fields.best_of != asked.n:
+        raise UnsupportedField(
+          f"={fields.best_of} is not supported: send the same as n={asked.n}, or leave it out", field="best_of"
+        )
+      if fields.only_echo:
+        # Scoring: the prompt's logprobs come with a first token, which is then left out.
+        stopping.max_tokens = 1
+      if fields.logprobs is not None:
+        output.logprobs = fields.logprobs
+        if fields.echo:
+          output.prompt_logprobs = fields.logprobs
+      prompts = await self._prompts(backend, fields)
+      if fields.max_tokens is None:
+        room = _room(backend.config, max(len(each.token_ids) for each in prompts))
+        room = min(room, _DEFAULT_COMPLETION_TOKENS)
+        stopping.max_tokens = request_validation.default_max_tokens(backend.defaults, room, room)
+      tokenizer, skip = backend.tokenizer, output.skip_special_tokens
+      names = TokenNames(tokenizer, as_ids=bool(fields.return_tokens_as_token_ids))
+      choices = [
         TextChoice(
           place * asked.n + index,
+          fields,
           names,
-          logprobs=logprobs is not None,
-          token_ids=asked.return_token_ids,
-          places=None if tokenizer is None else tokenizer.token_places(skip_special_tokens=skip),
-          echo=echoed,
-          only_echo=only_echo,
+          prompt,
+          None if tokenizer is None else tokenizer.token_places(skip_special_tokens=skip),
         )
+        for place, prompt in enumerate(prompts)
         for index in range(asked.n)
-      )
-    return await self._answer(
-      request, backend, asked, prompts, choices, echoes, "cmpl", "text_completion", only_echo=only_echo
-    )
+      ]
+      return await self._answer(request, backend, asked, prompts, choices)
 
   async def chat(self, request: Request) -> Response:
     """POST /v1/chat/completions."""
     with self._state.admit() as backend:
-      return await self._answer_chat(request, backend)
+      values = await read_json_object(request, self._state, self._options)
+      asked = read_generation(values, ChatCompletionRequest, request.state.tenant)
+      request.state.field_names |= asked.field_names
+      fields, stopping = asked.fields, asked.request.stopping
+      if fields.max_completion_tokens is not None:
+        # OpenAI's newer name wins over the older one.
+        stopping.max_tokens = fields.max_completion_tokens
+        request.state.field_names["max_tokens"] = "max_completion_tokens"
+      if fields.logprobs:
+        asked.request.output.logprobs = fields.top_logprobs or 0
+        request.state.field_names["logprobs"] = "top_logprobs"
+      elif fields.top_logprobs:
+        raise InvalidRequest(
+          f"={fields.top_logprobs} is allowed with logprobs=true alone: send both", field="top_logprobs"
+        )
+      chat = read_chat(values, fields)
+      request_validation.check_model_name(fields.model or "", backend.model)
+      tokenizer = request_validation.need_tokenizer(backend.tokenizer, "messages")
+      asked.ignored += chat.ignored(tokenizer)
+      if chat.forced:  # the schema of their calls is made of them
+        request.state.field_names["constraint.json_schema"] = "tools"
+      calls = await self._calls(chat, tokenizer, asked)
+      prompt = Prompt(await self._state.run_in_text_pool(lambda: chat.token_ids(tokenizer)))
+      if not stopping.HasField("max_tokens"):
+        room = _room(backend.config, len(prompt.token_ids))
+        stopping.max_tokens = request_validation.default_max_tokens(backend.defaults, room, room)
+      names = TokenNames(tokenizer, as_ids=bool(fields.return_tokens_as_token_ids))
+      choices = [ChatChoice(index, fields, names, calls) for index in range(asked.n)]
+      return await self._answer(request, backend, asked, [prompt], choices)
 
-  async def _answer_chat(self, request: Request, backend: Backend) -> Response:
-    fields = await self._read_fields(request)
-    # OpenAI's newer name wins over the older one.
-    newer = fields.whole("max_completion_tokens")
-    asked = common.read_shared_fields(fields, request.state.tenant)
-    stopping, output = asked.request.stopping, asked.request.output
-    if newer is not None:
-      stopping.max_tokens = newer
-      request.state.field_names["max_tokens"] = "max_completion_tokens"
-    logprobs, top = bool(fields.flag("logprobs")), fields.whole("top_logprobs")
-    if top and not logprobs:
-      raise InvalidRequest(f"={top} is allowed with logprobs=true alone: send both", field="top_logprobs")
-    if logprobs:
-      output.logprobs = top or 0
-    chat = read_chat(fields)
-    common.judge_other_fields(fields, asked, common.CHAT_UNSUPPORTED, strict=self._options.strict_requests)
-    request_validation.check_model_name(asked.model, backend.model)
-    tokenizer = request_validation.need_tokenizer(backend.tokenizer, "messages")
-    common.add_ignored(asked, chat.ignored(tokenizer), strict=self._options.strict_requests)
-    if chat.forced:  # the schema of their calls is made of them
-      request.state.field_names["constraint.json_schema"] = "tools"
-    calls = await self._calls(chat, tokenizer, asked)
-    prompts = [_Prompt(await self._state.run_in_text_pool(lambda: chat.token_ids(tokenizer)))]
-    if not stopping.HasField("max_tokens"):
-      room = _room(backend.config, len(prompts[0].token_ids))
-      stopping.max_tokens = request_validation.default_max_tokens(backend.defaults, room, room)
-    names = TokenNames(tokenizer, as_ids=asked.token_ids_as_names)
-    choices: list[Choice] = [
-      ChatChoice(index, names, logprobs=logprobs, token_ids=asked.return_token_ids, calls=calls)
-      for index in range(asked.n)
-    ]
-    return await self._answer(request, backend, asked, prompts, choices, [None], "chatcmpl", "chat.completion")
-
-  async def _calls(self, chat: Chat, tokenizer: Tokenizer, asked: CompletionRequest) -> Calls | None:
+  async def _calls(self, chat: Chat, tokenizer: Tokenizer, asked: AskedGeneration[Any]) -> Calls | None:
     """How to find calls of tools in the answer; sees to it that they come as text, and if they must, that they do."""
     form = find_format(self._options.tool_call_parser, tokenizer.chat_template)
     tools = chat.forced or chat.tools
@@ -237,48 +199,31 @@ class CompletionEndpoints:
       asked.request.output.skip_special_tokens = False
     return Calls(form, [tool["function"]["name"] for tool in tools], chat.parallel)
 
-  async def _read_fields(self, request: Request) -> Fields:
-    """The body's fields."""
-    options = self._options
-    values = await read_json_object(
-      request, self._state, max_bytes=options.max_body_bytes, timeout_s=options.body_timeout_s
-    )
-    return Fields(values)
+  async def _prompts(self, backend: Backend, fields: CompletionRequest) -> list[Prompt]:
+    """What was asked to be continued, as texts and as ids, and where the ids begin in the texts if that is needed."""
+    request_validation.check_model_name(fields.model or "", backend.model)
+    given = _given_prompts(fields.prompt)
+    tokenizer, skip = backend.tokenizer, fields.skip_special_tokens is not False
+    places = fields.echo and fields.logprobs is not None
 
-  async def _prompts(
-    self,
-    backend: Backend,
-    prompt: Any,
-    add_special_tokens: bool | None,
-    asked: CompletionRequest,
-    *,
-    echo: bool,
-    places: bool,
-  ) -> list[_Prompt]:
-    """What was asked to be continued. Args: echo: texts are needed. places: where tokens begin in them, too."""
-    request_validation.check_model_name(asked.model, backend.model)
-    given = _given_prompts(prompt)
-    skip = asked.request.output.skip_special_tokens
-    tokenizer = backend.tokenizer
-
-    def tokenize() -> list[_Prompt]:
+    def tokenize() -> list[Prompt]:
       prompts = []
       for each in given:
         if isinstance(each, str):
-          wanted = pb.TokenizeRequest(text=each, add_special_tokens=add_special_tokens)
+          wanted = pb.TokenizeRequest(text=each, add_special_tokens=fields.add_special_tokens)
           token_ids = request_validation.prompt_token_ids(wanted, tokenizer)
           at = ()
           if places and tokenizer is not None:
-            at = tokenizer.places(each, add_special_tokens=add_special_tokens is not False)
-          prompts.append(_Prompt(token_ids, each, at))
+            at = tokenizer.places(each, add_special_tokens=fields.add_special_tokens is not False)
+          prompts.append(Prompt(token_ids, each, at))
           continue
         text, at = "", [0] * len(each) if places else ()
-        if echo and tokenizer is not None:
+        if fields.echo and tokenizer is not None:
           request_validation.check_token_ids("prompt", each, backend.config.vocab_size)
           text = tokenizer.decode(each, skip_special_tokens=skip)
           if places:
             at = tokenizer.decoded_places(each, text, skip_special_tokens=skip)
-        prompts.append(_Prompt(each, text, at))
+        prompts.append(Prompt(each, text, at))
       return prompts
 
     if sum(map(len, given)) > _INLINE_CHARS:
@@ -289,28 +234,20 @@ class CompletionEndpoints:
     self,
     request: Request,
     backend: Backend,
-    asked: CompletionRequest,
-    prompts: Sequence[_Prompt],
-    choices: Sequence[Choice],
-    echoes: Sequence[Echo | None],
-    prefix: str,
-    kind: str,
-    *,
-    only_echo: bool = False,
+    asked: AskedGeneration[Any],
+    prompts: Sequence[Prompt],
+    choices: Sequence[Choice[Any]],
   ) -> Response:
     """Starts the generations and answers from them.
 
     Args:
       request: its body has been read.
       backend: what serves.
-      asked: the shared fields.
+      asked: what is wanted.
       prompts: one generation each.
       choices: asked.n for each prompt, in order.
-      echoes: one for each prompt.
-      prefix: of the answer's id.
-      kind: the answer's "object".
-      only_echo: outputs are not wanted.
     """
+    headers = judge_ignored(asked.ignored, strict=self._options.strict_requests)
     limit = backend.config.max_queued_requests
     if len(choices) > limit:
       raise InvalidRequest(
@@ -318,6 +255,7 @@ class CompletionEndpoints:
         "several requests, or raise --max_queued_requests",
         field="prompt",
       )
+    prefix, kind = _KINDS[type(asked.fields)]
     answer_id = f"{prefix}-{asked.request.request_id or secrets.token_hex(16)}"
     calls = []
     for place, prompt in enumerate(prompts):
@@ -330,22 +268,22 @@ class CompletionEndpoints:
       )
     calls = await self._state.add_constraints(asked.request, calls)
     frame = {"id": answer_id, "object": kind, "created": int(time.time()), "model": backend.model}
-    reply = _Reply(asked, prompts, choices, echoes, frame, only_echo=only_echo)
+    notes = request.state.notes
+    reply = _Reply(asked, prompts, choices, frame, notes)
     running = _Running(backend.generations, request.state.tenant)
     with contextlib.ExitStack() as cleanup:
       cleanup.callback(running.close)
       for call in calls:
         await running.start_generation(call)
-      notes = request.state.notes
       notes.update(generation_id=answer_id, prompt_tokens=reply.num_prompt_tokens)
-      reply.notes = notes
-      if not asked.stream:
+      if not asked.fields.stream:
         await unless_gone(request.receive, _wait_ended(running.live))
         generations = list(running.live)
         if _num_logprobs(generations) <= _INLINE_LOGPROBS:
-          return JSONAnswer(reply.whole(generations), headers=asked.headers)
-        body = await self._state.run_in_text_pool(lambda: reply.whole(generations))
-        return JSONAnswer(body, headers=asked.headers)
+          body = reply.whole(generations)
+        else:
+          body = await self._state.run_in_text_pool(lambda: reply.whole(generations))
+        return Response(body, media_type="application/json", headers=headers)
       # Nothing awaits between here and the response's own call, which closes.
       cleanup.pop_all()
     stall_s = self._options.stream_stall_timeout_s
@@ -354,7 +292,7 @@ class CompletionEndpoints:
       stall_timeout_s=stall_s,
       stalled=lambda: running.fail_slow(stall_s),
       close=running.close,
-      headers=asked.headers,
+      headers=headers,
     )
 
 
@@ -363,91 +301,87 @@ class _Reply:
 
   Attributes:
     num_prompt_tokens: of all prompts.
-    notes: for the access log; gets the tokens of outputs that came to their end.
   """
 
   def __init__(
     self,
-    asked: CompletionRequest,
-    prompts: Sequence[_Prompt],
-    choices: Sequence[Choice],
-    echoes: Sequence[Echo | None],
+    asked: AskedGeneration[Any],
+    prompts: Sequence[Prompt],
+    choices: Sequence[Choice[Any]],
     frame: dict[str, Any],
-    *,
-    only_echo: bool,
+    notes: dict[str, Any],
   ):
+    """Args:
+    asked: what is wanted.
+    prompts, choices: as for `_answer`.
+    frame: of each chunk, and of the whole.
+    notes: for the access log; gets the tokens of outputs that came to their end.
+    """
     self._asked = asked
     self._prompts = prompts
     self._choices = choices
-    self._echoes = echoes
     self._frame = frame
-    self._only_echo = only_echo
-    self._is_chat = isinstance(choices[0], ChatChoice)
+    self._notes = notes
+    self._is_chat = isinstance(asked.fields, ChatCompletionRequest)
     self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     self._num_tokens = 0
     self._num_cached_tokens = 0
-    self.notes: dict[str, Any] = {}
 
   def whole(self, generations: Sequence[Generation]) -> bytes:
     """The JSON of generations that have ended. Takes long where they have many logprobs."""
     n = self._asked.n
     written = []
     for place, generation in enumerate(generations):
-      self._take_echo(place, generation.outputs[0].delta)
+      self._prompts[place].logprobs.extend(generation.outputs[0].delta.prompt_logprobs)
       for index, output in enumerate(generation.outputs):
         assert output.finished is not None, "the generation has ended"
         self._count(output.finished)
         choice = self._choices[place * n + index].whole(output.delta, output.finished)
-        if self._asked.return_token_ids and not self._is_chat:
+        if self._asked.fields.return_token_ids and not self._is_chat:
           choice["prompt_token_ids"] = list(self._prompts[place].token_ids)
         # One at a time: the encoder lets no other thread run until it has finished.
-        written.append(encode_json(choice))
-    rest: dict[str, Any] = {"usage": self._usage()}
-    if self._asked.return_token_ids and self._is_chat:
-      rest["prompt_token_ids"] = list(self._prompts[0].token_ids)
-    return f'{encode_json(self._frame)[:-1]},"choices":[{",".join(written)}],{encode_json(rest)[1:]}'.encode()
+        written.append(msgspec.Raw(msgspec.json.encode(choice)))
+    answer = {**self._frame, "choices": written, "usage": self._usage()}
+    if self._asked.fields.return_token_ids and self._is_chat:
+      answer["prompt_token_ids"] = list(self._prompts[0].token_ids)
+    return msgspec.json.encode(answer)
 
   async def events(self, running: _Running) -> AsyncGenerator[bytes]:
     """The same as chunks: one event for each choice that has news, all of a step's in one item."""
-    asked = self._asked
+    fields, options = self._asked.fields, self._asked.stream_options
     frame = self._frame | ({"object": "chat.completion.chunk"} if self._is_chat else {})
-    if asked.include_usage:
+    if options.include_usage:
       frame["usage"] = None
     told_prompt: set[int] = set()
     async with contextlib.aclosing(running.messages()) as messages:
       async for place, message in messages:
         parts = []
         for index, delta, finished in _by_index(message):
-          if index == 0:
-            self._take_echo(place, delta)
-          at = place * asked.n + index
+          if delta is not None:
+            self._prompts[place].logprobs.extend(delta.prompt_logprobs)
+          at = place * self._asked.n + index
           choice = self._choices[at].chunk(delta, finished)
           if finished is not None:
             self._count(finished)
           if choice is None:
             continue
           chunk = {**frame, "choices": [choice]}
-          if asked.return_token_ids and at not in told_prompt:
+          if fields.return_token_ids and at not in told_prompt:
             told_prompt.add(at)
             (chunk if self._is_chat else choice)["prompt_token_ids"] = list(self._prompts[place].token_ids)
-          if asked.continuous_usage:
+          if options.continuous_usage_stats:
             chunk["usage"] = usage(len(self._prompts[place].token_ids), self._choices[at].num_tokens, 0)
           parts.append(encode_sse_event(chunk))
         if parts:
           yield b"".join(parts)
-    if asked.include_usage:
+    if options.include_usage:
       yield encode_sse_event({**frame, "choices": [], "usage": self._usage()})
     yield DONE
 
-  def _take_echo(self, place: int, delta: pb.Delta | None) -> None:
-    echo = self._echoes[place]
-    if echo is not None and delta is not None:
-      echo.take_logprobs(delta.prompt_logprobs)
-
   def _count(self, finished: pb.Finished) -> None:
-    if not self._only_echo:
+    if self._is_chat or not self._asked.fields.only_echo:
       self._num_tokens += finished.usage.completion_tokens
-      self.notes["output_tokens"] = self._num_tokens
+      self._notes["output_tokens"] = self._num_tokens
     if finished.index == 0:
       self._num_cached_tokens += finished.usage.cached_tokens
 
@@ -478,33 +412,22 @@ def _room(config: EngineConfig, num_prompt_tokens: int) -> int:
   return max(1, min(config.max_model_len, config.pool_tokens) - num_prompt_tokens)
 
 
-def _given_prompts(prompt: Any) -> list[str | list[int]]:
+def _given_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
   """One or several texts or lists of token ids.
 
   Raises:
-    InvalidRequest: none of these.
+    InvalidRequest: none, several kinds, or too many.
   """
-  wanted = "send a string, a list of strings, a list of token ids, or a list of lists of token ids"
-  if prompt is None:
-    raise InvalidRequest(f"is missing: {wanted}", field="prompt")
   if isinstance(prompt, str):
     return [prompt]
-  if not isinstance(prompt, list):
-    raise InvalidRequest(f"is {kind_of(prompt)}: {wanted}", field="prompt")
-  if not prompt:
-    raise InvalidRequest(f"is an empty list: {wanted}", field="prompt")
-  if _are_ids(prompt):
+  kinds = set(map(type, prompt))
+  if len(kinds) != 1:
+    what = "a list of several kinds" if kinds else "an empty list"
+    raise InvalidRequest(f"is {what}: send {PROMPT_REMEDY}", field="prompt")
+  if int in kinds:
     return [prompt]
-  if not all(isinstance(each, str) for each in prompt) and not all(
-    isinstance(each, list) and _are_ids(each) for each in prompt
-  ):
-    raise InvalidRequest(f"is a list of other things, or of several kinds: {wanted}", field="prompt")
   if len(prompt) > MAX_PROMPTS:
     raise InvalidRequest(
       f"has {len(prompt)} entries, the limit is {MAX_PROMPTS}: send several requests", field="prompt"
     )
   return prompt
-
-
-def _are_ids(values: list[Any]) -> bool:
-  return all(type(value) is int for value in values)

@@ -73,8 +73,6 @@ def test_tokens_and_endings_are_those_of_one_request_at_a_time(seed: int, overla
     )
     request = requests[f"r{number}"] = Request(f"r{number}", prompt, params)
     pair.engine.submit(request)
-    if params.seed is not None:
-      request.seed = (params.seed ^ (params.seed >> 32)) & 0xFFFFFFFF  # for the oracle
     for _ in range(rng.randint(0, 3)):
       pair.engine.step()
       pair.clock.advance(0.01)
@@ -178,10 +176,29 @@ def test_when_a_side_dies_everybody_is_told_and_both_loops_end(side: int):
   for number in range(5):
     pair.engine.submit(make(f"r{number}", 6, 9))
   pair.engine.run(threading.Event())
-  assert isinstance(pair.engine.dead, RuntimeError)
+  assert str(pair.engine.dead) == "device lost"
+  assert pair.engine.prefill.dead is pair.engine.decode.dead
   assert pair.front.endings() == {f"r{number}": [FinishReason.ERROR] for number in range(5)}
   with pytest.raises(Unavailable, match="the engine has failed; send the request to another server"):
     pair.engine.submit(make("late", 4, 4))
+
+
+def test_a_hand_over_to_a_side_that_died_keeps_the_cause_and_ends_the_request():
+  pair = Pair()
+
+  def fail(batch: Batch):
+    raise RuntimeError("device lost")
+
+  pair.runners[1].launch = fail
+  pair.engine.submit(make("first", 6, 9))
+  pair.engine.submit(make("late", 30, 9))  # its prompt takes several steps more
+  while pair.engine.dead is None:
+    pair.engine.step()
+  assert pair.engine.num_live == 1
+  for _ in range(8):
+    pair.engine.step()
+  assert str(pair.engine.dead) == "device lost" and pair.engine.prefill.dead is None
+  assert pair.front.endings() == {"first": [FinishReason.ERROR], "late": [FinishReason.ERROR]}
 
 
 def test_two_threads_serve_until_told_to_stop():

@@ -11,11 +11,11 @@ import pytest
 from engine.batch import Admission, Batch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.request import FinishReason
+from engine.request import FinishReason, fold_seed
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
 from extensions.fake_device.build import build_fake
-from extensions.fake_device.device import FakeDevice, expected_tokens, fold_seed, logprob
+from extensions.fake_device.device import FakeDevice, expected_tokens, logprob
 
 CONFIG = EngineConfig(
   vocab_size=1000,

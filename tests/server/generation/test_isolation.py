@@ -313,7 +313,7 @@ def test_processes_share_the_limits_of_a_server():
 
 @pytest.mark.catalogue("C8")
 def test_a_system_that_does_not_tell_is_said_at_the_start(monkeypatch, tmp_path):
-  monkeypatch.setattr(memory_limit, "_STATM", tmp_path / "none")
+  monkeypatch.setattr(memory_limit, "_STATM", str(tmp_path / "none"))
   MemoryLimit(0).check_memory()
   with pytest.raises(ConfigError, match="max_resident_mb=5 needs .*none, which this system has not; leave"):
     MemoryLimit(5)

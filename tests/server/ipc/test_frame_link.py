@@ -286,7 +286,7 @@ def test_settings_and_counts_come_back_as_they_were():
   again.add_process(over_the_wire(counts))
   assert again.calls == {("grpc", "m", "OK"): 4} and again.num_ended == {"failed": 2} and again.pids == [7, 7]
   assert again.failed == {("http", "r"): 2} and (again.num_started, again.num_live, again.num_tasks) == (10, 8, 6)
-  assert again.observations.inter_token.num_values == 6 and again.observations.recent_gaps == [(0.5, 3)] * 2
+  assert sum(again.observations.inter_token.counts) == 6 and again.observations.recent_gaps == [(0.5, 3)] * 2
   assert again.lag_s == 0.5, "the longest, not the sum"
 
 

@@ -22,10 +22,10 @@ import tokenizers
 
 from engine.sampling_params import SamplingParams
 from extensions.fake_device.device import expected_tokens
+from extensions.vllm_api.proto.smg_common_pb2 import GetTokenizerRequest
+from extensions.vllm_api.proto.vllm_engine_pb2_grpc import VllmEngineStub
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
-from server.proto.smg_common_pb2 import GetTokenizerRequest
-from server.proto.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.server.harness import detail_of, endings_of, reason_of, text_of, token_ids_of
 from tests.server.test_main import DEMO, start, wait_for_file
 

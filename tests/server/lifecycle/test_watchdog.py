@@ -63,7 +63,7 @@ def test_an_engine_that_stands_ends_the_server(tokenizer, capfd, caplog):
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
   assert re.search(r"the engine has stood still for \d", caplog.text)
   stacks = capfd.readouterr().err
-  assert "in run_until" in stacks and "engine_thread.py" in stacks
+  assert "in run_until" in stacks and "lifetime.py" in stacks
 
 
 def test_an_engine_that_dies_while_draining_is_no_success(tokenizer):
@@ -121,7 +121,7 @@ def test_what_fails_alone_is_counted(tokenizer, caplog):
     call = begin(served)
     for callback in (make_task, of_a_connection, lambda: int("a library's")):
       served.loop.call_soon_threadsafe(callback)
-    served.wait_until(lambda: served.host._state.num_unhandled == 3)
+    served.wait_until(lambda: served.host._num_unhandled == 3)
     assert endings_of(list(call))[0].usage.completion_tokens == 400
   assert served.exit_code == [0]
   assert caplog.text.count("unhandled: ") == 3

@@ -14,11 +14,11 @@ from engine.block_pool import BlockPool
 from engine.errors import Overloaded
 from server.generation.serving_state import ServingState
 from server.lifecycle.host import HostOptions
-from server.lifecycle.process_counting import count_front_end
 from server.page.live_feed import Feed, _cells
 from server.page.page_routes import PUBLIC_PATHS
 from server.proto import sluice_pb2 as pb
-from server.telemetry.call_log import CallLog
+from server.telemetry.access_log import AccessLog
+from server.telemetry.process_counts import count_process
 from tests.server.harness import Served, generate, running
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -95,7 +95,7 @@ def test_a_slow_reader_gets_the_newest_tick():
     state = ServingState()
 
     async def census():
-      return count_front_end(state, CallLog(), None)
+      return count_process(AccessLog(), 0.0)
 
     feed = Feed(state, census, tick_s=0.001, max_readers=1)
     reader = feed.messages()
@@ -108,7 +108,7 @@ def test_a_slow_reader_gets_the_newest_tick():
     await anext(reader)  # at once: there is news
     feed.close()
     assert [message async for message in reader] == []
-    assert feed.num_readers == 0
+    assert feed._num_readers == 0
 
   asyncio.run(run())
 

@@ -18,12 +18,12 @@ from engine.recorder import RequestRecord
 from server.errors import Starting
 from server.generation.serving_state import ServingState
 from server.lifecycle.host import HostOptions
-from server.lifecycle.process_counting import count_front_end
 from server.page.prometheus_metrics import Metrics
 from server.proto import sluice_pb2 as pb
-from server.telemetry.call_log import CallLog
+from server.telemetry.access_log import AccessLog
 from server.telemetry.latency_histograms import Histogram, Observations, percentiles
 from server.telemetry.log_lines import Lines
+from server.telemetry.process_counts import count_process
 from tests.server.harness import Served, generate, running, tiny_config
 
 CONFIG = tiny_config(max_model_len=64, num_blocks=64, max_num_seqs=4, max_queued_requests=1)
@@ -77,7 +77,7 @@ def test_promtool_finds_nothing(worked):
     pytest.skip("no promtool on the path (Debian's package prometheus has it)")
   # vLLM's names are not what Prometheus recommends, and are left out.
   metrics = Metrics(worked.host._state, worked.host._own_census)
-  text = metrics.exposition(asyncio.run(metrics.look()))[0]
+  text = asyncio.run(metrics.look()).exposition()[0]
   done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, timeout=60)
   assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
   # It does find what is wrong.
@@ -202,10 +202,10 @@ def test_no_vllm_names_unless_asked_and_a_server_that_loads():
   state.refuse_work(Starting("loading"))
 
   async def census():
-    return count_front_end(state, CallLog(), None)
+    return count_process(AccessLog(), 0.0)
 
   metrics = Metrics(state, census)
-  text, content_type = metrics.exposition(asyncio.run(metrics.look()))
+  text, content_type = asyncio.run(metrics.look()).exposition()
   assert content_type.startswith("text/plain")
   assert value(text.decode(), "sluice_ready") == 0 and value(text.decode(), "sluice_alive") == 1
   assert b"vllm" not in text and b"sluice_requests" not in text
@@ -214,7 +214,7 @@ def test_no_vllm_names_unless_asked_and_a_server_that_loads():
 
 @pytest.mark.catalogue("H8")
 def test_series_are_bounded():
-  log = CallLog()
+  log = AccessLog()
   for number in range(1000):
     log.write(method="POST /v1/completions", code=number + 500, reason=f"r{number}")
   assert len(log.calls) <= 257 and len(log.failed) <= 257
@@ -222,7 +222,7 @@ def test_series_are_bounded():
 
 
 def test_clients_that_leave_have_not_failed():
-  log = CallLog()
+  log = AccessLog()
   log.write(method="GET /live", code=499)
   log.write(method="/sluice.v1.GenerationService/Generate", code="CANCELLED")
   assert sum(log.calls.values()) == 2 and not log.failed
@@ -232,7 +232,7 @@ def test_histogram_counts_as_prometheus_defines_it():
   histogram = Histogram((1.0, 2.0))
   for number, times in ((0.5, 1), (1.0, 2), (1.5, 1), (2.5, 3)):
     histogram.observe(number, times)
-  assert histogram.counts == [3, 1, 3] and histogram.num_values == 7
+  assert histogram.counts == [3, 1, 3] and sum(histogram.counts) == 7
   assert histogram.total == 0.5 + 2.0 + 1.5 + 7.5
 
 
@@ -258,9 +258,9 @@ def test_queue_times_are_looked_up_once_each():
   seen.queued(records)
   records += [record("d", 13.0), record("d", 13.0, "decode")]
   seen.queued(records[2:])
-  assert (seen.queue.num_values, seen.queue.total) == (3, 1.0 + 2.0 + 3.0)
+  assert (sum(seen.queue.counts), seen.queue.total) == (3, 1.0 + 2.0 + 3.0)
   seen.queued([record("e", 14.0)])  # all that was known has left the ring
-  assert (seen.queue.num_values, seen.queue.total) == (4, 10.0)
+  assert (sum(seen.queue.counts), seen.queue.total) == (4, 10.0)
 
 
 def test_json_lines_of_the_program(capsys):

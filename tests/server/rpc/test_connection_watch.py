@@ -79,7 +79,7 @@ def fresh(tokenizer, monkeypatch):
   """A server that nobody has connected to, which says nothing unless asked."""
   monkeypatch.setattr(connection_watch, "INTERVAL_S", 3600.0)
   with running(tokenizer) as served:
-    assert served.host.connections.is_on
+    assert served.host.connections._server_id is not None
     counted(served)
     yield served
 
@@ -178,7 +178,7 @@ def test_a_grpc_that_does_not_tell(tokenizer, monkeypatch, caplog, answer):
   ):
     call(channel)
     send_junk(served, JUNK["bytes"], 3)
-    assert not served.host.connections.is_on
+    assert served.host.connections._server_id is None
     assert counted(served) == 0
   lines = [record.getMessage() for record in caplog.records if record.name == "server.rpc.connection_watch"]
   assert len(lines) == 1

@@ -114,7 +114,7 @@ def test_a_call_that_is_over_before_its_status_is_no_error(error, tmp_path):
   log = AccessLog(str(tmp_path / "log"))
 
   async def fail() -> None:
-    async with call_interceptor.CallInterceptor(access_log=log)._running(
+    async with call_interceptor.CallInterceptor(log, max_response_bytes=1)._running(
       call_interceptor.RpcCall("/x", {}, "id"), Over()
     ):
       raise error

@@ -37,16 +37,16 @@ def path(tmp_path):
 
 
 def test_each_key_has_its_tenant(path):
-  keys = ApiKeys.load(path)
-  assert len(keys) == 5
+  keys = ApiKeys(path)
+  assert len(keys._tenants) == 5
   assert [keys.accepts(KEYS[index]) for index in (0, 1, 4)] == ["team-a", "team-b", "team-a"]
   unnamed = [keys.accepts(KEYS[2]), keys.accepts(KEYS[3])]
   assert len(set(unnamed)) == 2 and all(name.startswith("key-") and len(name) == 12 for name in unnamed)
-  assert ApiKeys.load(str(path)).accepts(KEYS[2]) == unnamed[0], "the same after a restart"
+  assert ApiKeys(str(path)).accepts(KEYS[2]) == unnamed[0], "the same after a restart"
 
 
 def test_headers(path):
-  keys = ApiKeys.load(path)
+  keys = ApiKeys(path)
   for value in (f"Bearer {KEYS[0]}", f"bearer {KEYS[0]}", f"BEARER  {KEYS[0]} ", KEYS[0]):
     assert keys.accepts(value) == "team-a", value
   for value in (
@@ -78,7 +78,7 @@ def test_headers(path):
 @pytest.mark.catalogue("H5")
 @pytest.mark.parametrize("presented", [*KEYS, "wrong", KEYS[0][:-1]])
 def test_every_key_is_compared_whatever_was_presented(path, monkeypatch, presented):
-  keys = ApiKeys.load(path)
+  keys = ApiKeys(path)
   compared = []
   monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)
   keys.accepts(presented)
@@ -89,9 +89,7 @@ def test_every_key_is_compared_whatever_was_presented(path, monkeypatch, present
 @pytest.mark.catalogue("H5")
 @pytest.mark.parametrize("presented", ["wrong", KEYS[0][:-1], KEYS[0], ADMIN])
 def test_for_an_admin_every_key_of_both_files_is_compared(path, tmp_path, monkeypatch, presented):
-  keys = AdminKeys(
-    ApiKeys.load(write(tmp_path / "admin_keys", f"{ADMIN}\nanother-key-of-an-admin\n")), ApiKeys.load(path)
-  )
+  keys = AdminKeys(ApiKeys(write(tmp_path / "admin_keys", f"{ADMIN}\nanother-key-of-an-admin\n")), ApiKeys(path))
   compared = []
   monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)
   with contextlib.suppress(Unauthenticated, PermissionDenied):
@@ -131,8 +129,8 @@ def test_time_tells_nothing_about_how_much_of_a_key_is_right(path, tmp_path):
 
   A comparison that stops at the first wrong character is found so.
   """
-  keys = ApiKeys.load(path)
-  admins = AdminKeys(ApiKeys.load(write(tmp_path / "admin_keys", ADMIN)), keys)
+  keys = ApiKeys(path)
+  admins = AdminKeys(ApiKeys(write(tmp_path / "admin_keys", ADMIN)), keys)
 
   def stops_early(guess: str) -> bool:
     return all(given == wanted for given, wanted in zip(guess, KEYS[0], strict=True))
@@ -165,7 +163,7 @@ def test_a_bad_file_is_refused_in_one_line_that_tells_no_key(tmp_path, name):
   text, said = REFUSED[name]
   path = write(tmp_path / "keys", text)
   with pytest.raises(ConfigError) as caught:
-    ApiKeys.load(path)
+    ApiKeys(path)
   message = str(caught.value)
   assert said in message and message.startswith(f"api_key_file={path}") and len(message.splitlines()) == 1
   assert not any(key in message for key in (*KEYS, "hunter2"))
@@ -175,26 +173,26 @@ def test_a_bad_file_is_refused_in_one_line_that_tells_no_key(tmp_path, name):
 def test_a_file_open_to_every_user_is_refused(tmp_path, mode):
   path = write(tmp_path / "keys", KEYS[0], mode)
   with pytest.raises(ConfigError, match=f"has mode {mode:04o}, which opens it to every user .*; chmod 600"):
-    ApiKeys.load(path)
+    ApiKeys(path)
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o640])
 def test_owner_and_group_may_read(tmp_path, mode):
-  assert len(ApiKeys.load(write(tmp_path / "keys", KEYS[0], mode))) == 1
+  assert ApiKeys(write(tmp_path / "keys", KEYS[0], mode)).accepts(KEYS[0])
 
 
 def test_what_is_no_file_is_refused(tmp_path):
   for path, said in ((tmp_path / "none", "No such file"), (tmp_path, "not a regular file|Is a directory")):
     with pytest.raises(ConfigError, match=said):
-      ApiKeys.load(path)
+      ApiKeys(path)
   pipe = tmp_path / "pipe"
   os.mkfifo(pipe, 0o600)
   with pytest.raises(ConfigError, match="not a regular file"):
-    ApiKeys.load(pipe)  # and does not wait for a writer
+    ApiKeys(pipe)  # and does not wait for a writer
 
 
 def test_a_changed_file_is_read_again(path, caplog):
-  keys = ApiKeys.load(path)
+  keys = ApiKeys(path)
   write(path, f"{KEYS[1]} team-b\nthe-new-key-of-the-file team-c\n")
   assert keys.accepts("the-new-key-of-the-file") == "team-c"
   assert keys.accepts(KEYS[0]) is None, "a key that was taken out is out at once"
@@ -204,7 +202,7 @@ def test_a_changed_file_is_read_again(path, caplog):
 
 
 def test_a_bad_new_file_leaves_the_keys_as_they_were(path, caplog):
-  keys = ApiKeys.load(path)
+  keys = ApiKeys(path)
 
   def spoil():
     write(path, "short")
@@ -228,7 +226,7 @@ def test_a_bad_new_file_leaves_the_keys_as_they_were(path, caplog):
 
 @pytest.mark.catalogue("H6")
 def test_nothing_shows_a_key(path):
-  keys = ApiKeys.load(path)
+  keys = ApiKeys(path)
   shown = repr(keys) + repr(vars(keys))
   assert not any(key in shown for key in KEYS)
 

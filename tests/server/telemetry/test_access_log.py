@@ -100,25 +100,27 @@ def test_the_access_log_has_a_line_a_call_and_no_text(tokenizer, secrets, tmp_pa
 def test_the_access_log_cannot_be_forged_and_survives_its_file(tmp_path, capfd):
   path = tmp_path / "log"
   log = AccessLog(str(path))
-  log.write(method="/a\n{}\r\x1b[31m\u2028", reason=None, peer="x" * 10_000, count=3)
+  log.write(method="/a\n{}\r\x1b[31m\u2028", code="OK", reason=None, peer="x" * 10_000, count=3)
   path.rename(tmp_path / "rotated")
-  log.write(method="/b")
+  log.write(method="/b", code="OK")
   (line,) = (tmp_path / "rotated").read_text().splitlines()
   assert line.isascii() and line.isprintable()
   assert json.loads(line) | {"time": ""} == {
     "time": "",
     "method": "/a\n{}\r\x1b[31m\u2028",
+    "code": "OK",
     "peer": "x" * 256,
     "count": 3,
   }
   assert json.loads(path.read_text())["method"] == "/b"
   log.close()
   full = AccessLog("/dev/full")
-  full.write(method="/c")
+  full.write(method="/c", code="OK")
+  assert full.num_lost == 1
   full.close()
   assert capfd.readouterr().err == ""
   errors = AccessLog("-")
-  errors.write(method="/d")
+  errors.write(method="/d", code="OK")
   assert json.loads(capfd.readouterr().err)["method"] == "/d"
   with pytest.raises(ConfigError, match="access_log=/nowhere/log cannot be opened: No such file"):
     AccessLog("/nowhere/log")

@@ -11,7 +11,7 @@ import pytest
 
 from engine.device.build import Built
 from engine.errors import ConfigError
-from pallas_kernels.paged_attention import api, arg_specs
+from pallas_kernels.paged_attention import api, arg_specs, reference
 from tools.bench import attention as bench_attention
 from tools.make_random_model import read_shape, write_model
 
@@ -25,11 +25,14 @@ def test_naive_equals_ours() -> None:
   slots = jnp.arange(100 * spec.block_size, dtype=jnp.int32)
   k, v = (jnp.asarray(np.random.default_rng(seed).standard_normal((slots.size, 4, 64), np.float32)) for seed in (1, 2))
   theirs = jnp.stack([k, v], axis=1).reshape(100, spec.block_size, 2, 4, 64)
-  ours = jax.jit(api.write_kv)(jnp.zeros(shape), k, v, slots)
-  one, other = (
-    np.asarray(jax.jit(functools.partial(attend, scale=spec.scale))(q, kv, meta))
-    for attend, kv in ((api.ragged_paged_attention, ours), (bench_attention.naive, theirs))
-  )
+  ours = jax.jit(reference.write_kv)(jnp.zeros(shape), k, v, slots)
+
+  def attend(q, kv, meta):
+    rows = meta.block_tables, meta.kv_lens, meta.query_starts
+    return reference.ragged_paged_attention(q, kv, *rows, scale=spec.scale, sliding_window=None, soft_cap=None)
+
+  one = jax.jit(attend)(q, ours, meta)
+  other = jax.jit(functools.partial(bench_attention.naive, scale=spec.scale))(q, theirs, meta)
   np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 

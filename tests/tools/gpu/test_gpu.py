@@ -182,7 +182,7 @@ def _write(qkv, cos, sin, kv, slots, *, tuning, interpret, wrong=""):
   return turned[:, :, :-1].transpose(1, 0, 2, 3).reshape(heads, -1, size), kv
 
 
-def _prefill(q, kv, tables, lens, starts, work, *, plan, tuning, interpret, scale, sliding_window, soft_cap, wrong=""):
+def _prefill(q, kv, tables, lens, starts, work, *, plan, tuning, interpret, scale, soft_cap, wrong=""):
   del work, tuning, interpret, soft_cap
   geometry = plan.geometry
   heads, size = geometry.num_kv_heads, geometry.head_dim
@@ -196,8 +196,8 @@ def _prefill(q, kv, tables, lens, starts, work, *, plan, tuning, interpret, scal
   keys, values = pages.transpose(3, 2, 0, 1, 4, 5).reshape(2, heads, geometry.tokens, -1, size)
   at = jnp.arange(keys.shape[2], dtype=jnp.int32)[None]
   seen = at < position[:, None] if wrong == "mask" else at <= position[:, None]
-  if sliding_window is not None:
-    seen = seen & (at > position[:, None] - sliding_window)
+  if geometry.sliding_window is not None:
+    seen = seen & (at > position[:, None] - geometry.sliding_window)
   if wrong != "zeroing":
     values = jnp.where(jnp.broadcast_to(seen[None, :, :, None], values.shape), values, 0.0)
   scores = jnp.einsum("ktgh,ktlh->ktgl", grouped, keys) * scale

@@ -1,4 +1,4 @@
-"""What `python -m tools.chaos.server` adds to the server: faults at named points, and books that are checked."""
+"""What `python -m tools.chaos.server` adds to server.main: faults at named points, and books that are checked."""
 
 from collections.abc import Callable
 import logging
@@ -6,8 +6,9 @@ import logging
 import grpc
 
 from engine.engine import Engine
+from extensions.vllm_api.composition import VllmComposition
 from server.generation.generations import Generations
-from server.lifecycle.composition import Composition
+from server.host_options import HostOptions
 from server.telemetry.process_counts import Census
 from server.text.tokenizer import Tokenizer
 from tools.chaos.server.chaos_service import ChaosService
@@ -19,7 +20,7 @@ from tools.chaos.server.invariants import Invariants
 _log = logging.getLogger(__name__)
 
 
-class ChaosComposition(Composition):
+class ChaosComposition(VllmComposition):
   """Of one process of a server.
 
   Attributes:
@@ -36,7 +37,9 @@ class ChaosComposition(Composition):
     self.invariants: Invariants | None = None
     if checks:
       self.engine_class: type[Engine] = CheckedEngine
-      self.front_end_module = "tools.chaos.server.front_end_process"
+
+  def front_end_module(self, options: HostOptions) -> str:
+    return "tools.chaos.server.front_end_process" if self._checks else super().front_end_module(options)
 
   def add_admin_services(self, server: grpc.aio.Server, census: Census) -> None:
     ChaosService(self._injector, lambda: self.invariants, census).register(server)

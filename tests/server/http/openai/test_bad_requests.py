@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import Overloaded
 from server.http import error_responses
-from server.http.openai import shared_fields
+from server.http.openai import request_fields
 from server.lifecycle.host import HostOptions
 from server.rpc import grpc_status
 from server.text.tokenizer import Tokenizer
@@ -37,32 +37,36 @@ def message(**fields):
 # Name: (path, body), param, part of the message.
 BAD_BODIES = {
   # Prompts.
-  "no prompt": (("/v1/completions", {}), "prompt", "prompt is missing: send a string"),
-  "empty prompt": (completion(prompt=""), "prompt", "prompt is empty"),
-  "empty list": (completion(prompt=[]), "prompt", "prompt is an empty list"),
-  "list of an empty list": (completion(prompt=[[]]), "prompt", "prompt is empty"),
-  "prompt number": (completion(prompt=3), "prompt", "prompt is a number"),
+  "no prompt": (("/v1/completions", {}), "prompt", "prompt is missing: send a string, a list of strings"),
+  "empty prompt": (completion(prompt=""), "prompt", "prompt is empty: send at least one character"),
+  "empty list": (completion(prompt=[]), "prompt", "prompt is an empty list: send a string"),
+  "list of an empty list": (completion(prompt=[[]]), "prompt", "prompt is empty; send at least one token"),
+  "prompt number": (completion(prompt=3), "prompt", "prompt is a whole number: send a string, a list of"),
   "mixed prompts": (completion(prompt=["a", [7]]), "prompt", "of several kinds"),
-  "half an id": (completion(prompt=[7, 8.5]), "prompt", "other things"),
-  "an id of words": (completion(prompt=[[7, "a"]]), "prompt", "other things"),
-  "boolean ids": (completion(prompt=[True, False]), "prompt", "other things"),
+  "half an id": (completion(prompt=[7, 8.5]), "prompt[1]", "prompt[1] is a number: send a whole number or"),
+  "an id of words": (completion(prompt=[[7, "a"]]), "prompt[0][1]", "is a string: send a whole number"),
+  "boolean ids": (completion(prompt=[True, False]), "prompt[0]", "is a boolean: send a whole number"),
   "id outside": (completion(prompt=[400]), "prompt", "400 is not in the vocabulary"),
-  "negative id": (completion(prompt=[-1]), "prompt", "-1 is not in the vocabulary"),
-  "huge id": (completion(prompt=[10**30]), "prompt", "is not in the vocabulary"),
+  "negative id": (completion(prompt=[-1]), "prompt", "-1 is not in the vocabulary; ids of this model are 0 to"),
+  "huge id": (completion(prompt=[10**30]), "prompt[0]", "... is not allowed: send a whole number that fits into 32"),
   "id outside with echo": (completion(prompt=[400], echo=True), "prompt", "400"),
   "257 prompts": (completion(prompt=["a"] * 257), "prompt", "257 entries, the limit is 256"),
   "too long": (completion(prompt=[7] * 510, max_tokens=3), "prompt", "maximum context length is 512 tokens"),
   # Values.
-  "temperature": (completion(temperature=-1), "temperature", "from 0 to 100"),
-  "temperature huge": (completion(temperature=1e300), "temperature", "inf"),
+  "temperature": (
+    completion(temperature=-1),
+    "temperature",
+    "-1.0 is not allowed: send a finite number from 0 to 100",
+  ),
+  "temperature huge": (completion(temperature=1e300), "temperature", "=inf is not allowed: send a finite number from"),
   "temperature text": (completion(temperature="hot"), "temperature", "temperature is a string: send a number"),
   "temperature boolean": (completion(temperature=True), "temperature", "is a boolean"),
-  "top_p 0": (completion(top_p=0), "top_p", "above 0 to 1"),
+  "top_p 0": (completion(top_p=0), "top_p", "top_p=0.0 is not allowed: send a finite number above 0 to 1"),
   "top_k": (completion(top_k=-2), "top_k", "-2"),
   "top_k fraction": (completion(top_k=1.5), "top_k", "send a whole number"),
-  "n 0": (completion(n=0), "n", "1 to 16"),
+  "n 0": (completion(n=0), "n", "n=0 is not allowed: send a whole number from 1 to 16"),
   "n huge": (completion(n=2**40), "n", "n=1099511627776 is not allowed"),
-  "n of many digits": (completion(n=10**200), "n", "more than 30 digits"),
+  "n of many digits": (completion(n=10**200), "n", "n=100000000000000000000000000000... is not allowed: send a"),
   "max_tokens 0": (completion(max_tokens=0), "max_tokens", "from 1"),
   "max_tokens 0 in chat": (
     chat(max_completion_tokens=0),
@@ -73,29 +77,29 @@ BAD_BODIES = {
   "max_tokens list": (completion(max_tokens=[1]), "max_tokens", "is a list"),
   "min_tokens": (completion(max_tokens=4, min_tokens=5), "min_tokens", "from 0 to 4"),
   "seed": (completion(seed=2**63), "seed", "is not allowed"),
-  "stop number": (completion(stop=3), "stop", "send a string or a list of strings"),
-  "stop numbers": (completion(stop=["a", 3]), "stop", "send a string or a list of strings"),
+  "stop number": (completion(stop=3), "stop", "stop is a whole number: send a string or a list"),
+  "stop numbers": (completion(stop=["a", 3]), "stop[1]", "stop[1] is a whole number: send a string"),
   "empty stop": (completion(stop=[""]), "stop[0]", "0 bytes, allowed are 1 to 256"),
   "17 stops": (completion(stop=list("abcdefghijklmnopq")), "stop", "17 strings, the limit is 16"),
   "stop ids": (completion(stop_token_ids=[400]), "stop_token_ids", "0 to 399"),
-  "stop ids of 40 bits": (completion(stop_token_ids=[2**40]), "stop_token_ids", "32 bits"),
+  "stop ids of 40 bits": (completion(stop_token_ids=[2**40]), "stop_token_ids[0]", "that fits into 32 bits"),
   "logit_bias list": (completion(logit_bias=[1]), "logit_bias", "send an object"),
-  "logit_bias key": (completion(logit_bias={"a": 1}), "logit_bias", "a key that is not a token id"),
-  "logit_bias value": (completion(logit_bias={"7": "1"}), "logit_bias[7]", "send a number"),
+  "logit_bias key": (completion(logit_bias={"a": 1}), "logit_bias", "has a key that is a string: send a whole number"),
+  "logit_bias value": (completion(logit_bias={"7": "1"}), "logit_bias", "has an entry that is a string: send a number"),
   "logit_bias range": (completion(logit_bias={"7": 101}), "logit_bias[7]", "-100 to 100"),
   "logit_bias id": (completion(logit_bias={"400": 1}), "logit_bias", "0 to 399"),
   "no allowed ids": (completion(allowed_token_ids=[]), "allowed_token_ids", "at least one id"),
   "logprobs 21": (completion(logprobs=21), "logprobs", "from 0 to 20"),
-  "logprobs of chat": (chat(logprobs=3), "logprobs", "send true or false"),
-  "top_logprobs 21": (chat(logprobs=True, top_logprobs=21), "logprobs", "from 0 to 20"),
+  "logprobs of chat": (chat(logprobs=3), "logprobs", "send a boolean"),
+  "top_logprobs 21": (chat(logprobs=True, top_logprobs=21), "top_logprobs", "top_logprobs=21 is not allowed: send a"),
   "top_logprobs alone": (chat(top_logprobs=2), "top_logprobs", "with logprobs=true alone"),
-  "stream text": (completion(stream="yes"), "stream", "true or false"),
+  "stream text": (completion(stream="yes"), "stream", "stream is a string: send a boolean"),
   "stream_options alone": (completion(stream_options={"include_usage": True}), "stream_options", "stream=true"),
   "stream_options list": (completion(stream=True, stream_options=[]), "stream_options", "send an object"),
   "include_usage": (
     completion(stream=True, stream_options={"include_usage": 1}),
     "stream_options.include_usage",
-    "true or false",
+    "is a whole number: send a boolean",
   ),
   "request_id": (completion(request_id="a b"), "request_id", "1 to 128 of A-Z"),
   "cache_salt": (completion(cache_salt="s" * 129), "cache_salt", "129 bytes, the limit is 128"),
@@ -113,8 +117,8 @@ BAD_BODIES = {
   "response_format": (chat(response_format={"type": "xml"}), "response_format.type", "send text, json_object or"),
   "response_format text": (chat(response_format="text"), "response_format", "send an object"),
   "guided_regex": (completion(guided_regex=3), "guided_regex", "send a string"),
-  "guided_choice": (completion(guided_choice=["a", 3]), "guided_choice", "not a list of strings"),
-  "guided_json": (completion(guided_json=[]), "guided_json", "send a JSON schema"),
+  "guided_choice": (completion(guided_choice=["a", 3]), "guided_choice[1]", "is a whole number: send a string"),
+  "guided_json": (completion(guided_json=[]), "guided_json", "is a list: send a string or an object"),
   "guided_whitespace": (completion(guided_whitespace_pattern=" "), "guided_whitespace_pattern", "into the grammar"),
   "two constraints": (
     completion(guided_regex="a", structured_outputs={"json": {}}),
@@ -144,11 +148,11 @@ BAD_BODIES = {
   "a schema that is a list": (
     completion(response_format={"type": "json_object", "schema": [1]}),
     "response_format.schema",
-    "is a list: send a JSON schema",
+    "is a list: send a string or an object",
   ),
   "bare regex": (completion(regex="("), "regex", "unclosed group"),
   "bare grammar": (completion(grammar="what"), "grammar", "is not GBNF either"),
-  "bare grammar number": (completion(ebnf=3), "ebnf", "ebnf is a number: send a string"),
+  "bare grammar number": (completion(ebnf=3), "ebnf", "ebnf is a whole number: send a string"),
   "bare and format": (
     completion(json_schema={}, response_format={"type": "json_object"}),
     "response_format",
@@ -175,13 +179,20 @@ BAD_BODIES = {
   "echo of a chat": (chat(echo=True), "echo", "echo=true is not supported: send the prompt to /v1/completions"),
   "chat's max": (completion(max_completion_tokens=5), "max_completion_tokens", "send max_tokens"),
   "chat's tools": (completion(tools=[TOOL]), "tools", "send messages to /v1/chat/completions"),
-  "regex": (completion(guided_regex="("), "regex", "unclosed group"),
-  "lookaround": (completion(structured_outputs={"regex": "(?=a)b"}), "regex", "look-around"),
-  "long regex": (completion(guided_regex="a" * 8193), "regex", "8193 bytes, allowed are 1 to 8192"),
-  "schema": (chat(guided_json={"type": "objekt"}), "json_schema", "Invalid type: objekt"),
-  "schema text": (chat(guided_json="{"), "json_schema", "is not JSON"),
-  "grammar": (completion(guided_grammar="what"), "grammar", "is not GBNF either"),
-  "no choice": (completion(guided_choice=[]), "choice", "0 strings, allowed are 1 to 1024"),
+  "regex": (completion(guided_regex="("), "guided_regex", "unclosed group"),
+  "lookaround": (completion(structured_outputs={"regex": "(?=a)b"}), "structured_outputs.regex", "look-around"),
+  "long regex": (completion(guided_regex="a" * 8193), "guided_regex", "8193 bytes, allowed are 1 to 8192"),
+  "schema": (chat(guided_json={"type": "objekt"}), "guided_json", "Invalid type: objekt"),
+  "schema text": (chat(guided_json="{"), "guided_json", "is not JSON"),
+  "grammar": (completion(guided_grammar="what"), "guided_grammar", "is not GBNF either"),
+  "bad ebnf": (completion(ebnf="what"), "ebnf", "is not GBNF either"),
+  "schema of an object": (
+    chat(response_format={"type": "json_object", "schema": {"type": "objekt"}}),
+    "response_format.schema",
+    "Invalid type: objekt",
+  ),
+  "adapter": (completion(lora_request={"name": "a"}), "lora_request", "one model is served"),
+  "no choice": (completion(guided_choice=[]), "guided_choice", "0 strings, allowed are 1 to 1024"),
   "allowed ids": (
     completion(guided_choice=["a"], allowed_token_ids=[7]),
     "allowed_token_ids",
@@ -193,35 +204,47 @@ BAD_BODIES = {
     "chat_template_kwargs.messages",
     "is not a variable that a request may set",
   ),
-  "kwargs object": (chat(chat_template_kwargs={"a": {}}), "chat_template_kwargs", "numbers, or a word"),
+  "kwargs object": (
+    chat(chat_template_kwargs={"a": {}}),
+    "chat_template_kwargs",
+    "has an entry that is an object: send a boolean",
+  ),
   "tools": (chat(tools=[TOOL]), "tools", "template does not know them"),
   "forced tool": (chat(tool_choice="required"), "tool_choice", "there are no tools"),
-  "nameless tool": (chat(tools=[{"type": "function"}]), "tools[0]", "a function with a name"),
+  "nameless tool": (chat(tools=[{"type": "function"}]), "tools[0].function", "is missing: send it as"),
   "functions": (chat(functions=[]), "functions", "send tools"),
   "audio": (chat(modalities=["audio"]), "modalities", "the model writes text"),
   # Messages.
   "no messages": (("/v1/chat/completions", {}), "messages", "messages is missing"),
   "empty messages": (chat(messages=[]), "messages", "send at least one message"),
-  "messages text": (chat(messages="hi"), "messages", "a list of messages"),
-  "message text": (chat(messages=["hi"]), "messages[0]", "a list of messages"),
-  "no role": (message(content="a"), "messages[0].role", "send system, user or assistant"),
+  "messages text": (chat(messages="hi"), "messages", "is a string: send a list"),
+  "message text": (chat(messages=["hi"]), "messages[0]", "is a string: send an object"),
+  "no role": (message(content="a"), "messages[0].role", "is missing: send it as"),
   "role": (message(role="end|><|user", content="a"), "messages[0].role", "send one of system"),
   "no content": (message(role="user"), "messages[0].content", "send a string"),
-  "content number": (message(role="user", content=3), "messages[0].content", "list of text parts"),
+  "content number": (
+    message(role="user", content=3),
+    "messages[0].content",
+    "is a whole number: send a string or a list",
+  ),
   "image": (message(role="user", content=[{"type": "image_url"}]), "messages[0].content[0]", "of type text alone"),
   "part without text": (
     message(role="user", content=[{"type": "text"}]),
     "messages[0].content[0].text",
     "send a string",
   ),
-  "part text": (message(role="user", content=["a"]), "messages[0].content[0]", "send parts like"),
-  "calls": (message(role="assistant", tool_calls=[{"id": "1"}]), "messages[0].tool_calls", "a list of calls"),
+  "part text": (message(role="user", content=["a"]), "messages[0].content[0]", "is a string: send an object"),
+  "calls": (
+    message(role="assistant", tool_calls=[{"id": "1"}]),
+    "messages[0].tool_calls[0].function",
+    "is missing: send it as",
+  ),
   "refused by template": (message(role="user", content="refuse me"), "chat", "refuses these messages"),
   # The tokenizer.
   "tokenize nothing": (("/tokenize", {}), "messages", "messages is missing"),
   "tokenize number": (("/tokenize", {"prompt": 3}), "prompt", "send a string"),
   "detokenize nothing": (("/detokenize", {}), "tokens", "tokens is missing"),
-  "detokenize text": (("/detokenize", {"tokens": ["a"]}), "tokens[0]", "a list of token ids"),
+  "detokenize text": (("/detokenize", {"tokens": ["a"]}), "tokens[0]", "is a string: send a whole number"),
   "detokenize outside": (("/detokenize", {"tokens": [400]}), "tokens", "0 to 399"),
 }
 
@@ -245,23 +268,38 @@ DEEP = b'{"prompt":"a","metadata":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001
 # Name: body, headers, status, part of the message.
 BAD_BYTES = {
   "empty": (b"", JSON, 400, "the body is empty"),
-  "not JSON": (b"{", JSON, 400, "body is not JSON: .* at line 1, column 2"),
-  "a list": (b"[]", JSON, 400, "body is a list; send one JSON object"),
-  "null": (b"null", JSON, 400, "body is null"),
-  "two objects": (b"{}{}", JSON, 400, "not JSON"),
-  "not UTF-8": (b'{"prompt":"\xff"}', JSON, 400, "not UTF-8 from byte 11 on"),
-  "UTF-16": ('{"prompt":"a"}'.encode("utf-16"), JSON, 400, "not UTF-8"),
-  "BOM": (b'\xef\xbb\xbf{"prompt":"a"}', JSON, 400, "not JSON"),
-  "NaN": (b'{"prompt":"a","temperature":NaN}', JSON, 400, "body has NaN"),
-  "infinity": (b'{"prompt":"a","temperature":-Infinity}', JSON, 400, "body has -Infinity"),
-  "too large a number": (b'{"prompt":"a","temperature":1e999}', JSON, 400, "temperature=inf"),
-  "a million digits": (b'{"prompt":"a","n":' + b"1" * 1_000_000 + b"}", JSON, 400, "too many digits"),
+  "not JSON": (b"{", JSON, 400, "body is not JSON that can be taken: Input data was truncated; send one"),
+  "a list": (b"[]", JSON, 400, "got `array`; send one JSON object"),
+  "null": (b"null", JSON, 400, "got `null`; send"),
+  "two objects": (b"{}{}", JSON, 400, "is not JSON that can be taken: "),
+  "is not JSON that can be taken: .*; send one JSON object in UTF-8": (
+    b'{"prompt":"\xff"}',
+    JSON,
+    400,
+    "can't decode byte 0xff",
+  ),
+  "UTF-16": (
+    '{"prompt":"a"}'.encode("utf-16"),
+    JSON,
+    400,
+    "is not JSON that can be taken: .*; send one JSON object in UTF-8",
+  ),
+  "BOM": (b'\xef\xbb\xbf{"prompt":"a"}', JSON, 400, "is not JSON that can be taken: "),
+  "NaN": (b'{"prompt":"a","temperature":NaN}', JSON, 400, "invalid character .byte 28.; send .* with finite numbers"),
+  "infinity": (
+    b'{"prompt":"a","temperature":-Infinity}',
+    JSON,
+    400,
+    "invalid character .byte 29.; send .* with finite numbers",
+  ),
+  "too large a number": (b'{"prompt":"a","temperature":1e999}', JSON, 400, "Number out of range"),
+  "a million digits": (b'{"prompt":"a","n":' + b"1" * 1_000_000 + b"}", JSON, 400, "value out of range"),
   "a key twice": (b'{"prompt":"a","n":1,"n":2}', JSON, 400, "same key twice"),
-  "half a surrogate": (b'{"prompt":"\\ud800"}', JSON, 400, "half of a surrogate"),
-  "half a surrogate as key": (b'{"prompt":"a","\\uDFFF":1}', JSON, 400, "half of a surrogate"),
+  "half a surrogate": (b'{"prompt":"\\ud800"}', JSON, 400, "is not JSON that can be taken: "),
+  "half a surrogate as key": (b'{"prompt":"a","\\uDFFF":1}', JSON, 400, "surrogate pair"),
   "deep": (DEEP, JSON, 400, "nested too deeply, the limit is 64"),
   "65 levels": (b'{"prompt":"a","metadata":' + b"[" * 65 + b"]" * 65 + b"}", JSON, 400, "nested too deeply"),
-  "control character": (b'{"prompt":"a\nb"}', JSON, 400, "Invalid control character"),
+  "control character": (b'{"prompt":"a\nb"}', JSON, 400, "invalid character"),
   "no type": (b"{}", {"content-type": ""}, 415, "Content-Type: application/json"),
   "form": (b"a=b", {"content-type": "application/x-www-form-urlencoded"}, 415, "Content-Type: application/json"),
   "charset": (b"{}", {"content-type": "application/json; charset=latin-1"}, 415, "charset='latin-1'"),
@@ -315,7 +353,7 @@ def test_unknown_fields_are_named_in_a_header(http):
 @pytest.mark.catalogue("E7")
 def test_fields_of_other_servers_that_ask_for_nothing_are_taken(http):
   """What clients of vLLM, SGLang and llama.cpp send although it is off."""
-  for name, values, _ in (*shared_fields.UNSUPPORTED, *shared_fields.COMPLETION_UNSUPPORTED):
+  for name, (values, _) in request_fields.CompletionRequest.unsupported.items():
     for value in values:
       answer = http.post("/v1/completions", json={"prompt": IDS, "max_tokens": 1, name: value})
       assert answer.status_code == 200, (name, value, answer.text)
@@ -512,3 +550,10 @@ def test_two_requests_at_once_on_one_connection(server):
 def test_the_server_serves_after_all_that(server, http):
   answer = http.post("/v1/completions", json={"prompt": IDS, "max_tokens": 5, "ignore_eos": True})
   assert answer.json()["usage"]["completion_tokens"] == 5
+
+
+def test_the_limit_of_metadata_is_that_of_headers(tokenizer: Tokenizer):
+  with running(tokenizer, host=HostOptions(http_port=0, max_metadata_bytes=40_000)) as served:
+    url = f"{url_of(served)}/version"
+    assert httpx.get(url, headers={"x-long": "a" * 30_000}).status_code == 200
+    assert httpx.get(url, headers={"x-long": "a" * 41_000}).status_code == 431

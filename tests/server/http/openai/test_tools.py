@@ -263,7 +263,7 @@ BAD = {
   },
   "tool_choice is not one that exists": {"tools": TOOLS, "tool_choice": "sometimes"},
   "tools has two functions of one name": {"tools": [LOOK, LOOK]},
-  "parameters is a list: send a JSON schema": {
+  "parameters is a list: send an object": {
     "tools": [{"type": "function", "function": {"name": "a", "parameters": []}}],
   },
   "tools has 129 entries": {"tools": [LOOK] * 129},
@@ -280,7 +280,7 @@ BAD = {
     "tools": [{"type": "function", "function": {"name": "a", "parameters": {"enum": ["x" * 40000]}}}],
     "tool_choice": "required",
   },
-  "parallel_tool_calls is a number: send true or false": {"tools": TOOLS, "parallel_tool_calls": 1},
+  "parallel_tool_calls is a whole number: send a boolean": {"tools": TOOLS, "parallel_tool_calls": 1},
 }  # fmt: skip
 
 

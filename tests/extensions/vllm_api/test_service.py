@@ -12,11 +12,11 @@ import grpc
 import pytest
 import tokenizers
 
+from extensions.vllm_api.proto import smg_common_pb2 as smg_pb
+from extensions.vllm_api.proto import vllm_engine_pb2 as vllm_pb
+from extensions.vllm_api.proto import vllm_engine_pb2_grpc
 from server.lifecycle.host import HostOptions
 from server.proto import sluice_pb2 as pb
-from server.proto import smg_common_pb2 as smg_pb
-from server.proto import vllm_engine_pb2 as vllm_pb
-from server.proto import vllm_engine_pb2_grpc
 from server.text.tokenizer import Tokenizer
 from tests.server.harness import END, generate, reason_of, running, tiny_config, token_ids_of, write_tokenizer
 

@@ -11,7 +11,7 @@ from jaxlib import xla_client
 import pytest
 
 from engine.device.build import build
-from engine.device.choices import attention_candidates
+from engine.device.kernel_choice import attention_candidates
 from engine.device.options import BuildOptions
 from engine.errors import ConfigError
 

@@ -3,8 +3,8 @@
 import grpc
 import warnings
 
-from server.proto import smg_common_pb2 as server_dot_proto_dot_smg__common__pb2
-from server.proto import vllm_engine_pb2 as server_dot_proto_dot_vllm__engine__pb2
+from extensions.vllm_api.proto import smg_common_pb2 as extensions_dot_vllm__api_dot_proto_dot_smg__common__pb2
+from extensions.vllm_api.proto import vllm_engine_pb2 as extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -19,7 +19,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in server/proto/vllm_engine_pb2_grpc.py depends on'
+        + ' but the generated code in extensions/vllm_api/proto/vllm_engine_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,38 +37,38 @@ class VllmEngineStub:
         """
         self.Generate = channel.unary_stream(
                 '/vllm.grpc.engine.VllmEngine/Generate',
-                request_serializer=server_dot_proto_dot_vllm__engine__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=server_dot_proto_dot_vllm__engine__pb2.GenerateResponse.FromString,
+                request_serializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.HealthCheck = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/HealthCheck',
-                request_serializer=server_dot_proto_dot_vllm__engine__pb2.HealthCheckRequest.SerializeToString,
-                response_deserializer=server_dot_proto_dot_vllm__engine__pb2.HealthCheckResponse.FromString,
+                request_serializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.HealthCheckResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/Abort',
-                request_serializer=server_dot_proto_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
-                response_deserializer=server_dot_proto_dot_vllm__engine__pb2.AbortResponse.FromString,
+                request_serializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
+                response_deserializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.AbortResponse.FromString,
                 _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/GetModelInfo',
-                request_serializer=server_dot_proto_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
-                response_deserializer=server_dot_proto_dot_vllm__engine__pb2.GetModelInfoResponse.FromString,
+                request_serializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
+                response_deserializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/GetServerInfo',
-                request_serializer=server_dot_proto_dot_vllm__engine__pb2.GetServerInfoRequest.SerializeToString,
-                response_deserializer=server_dot_proto_dot_vllm__engine__pb2.GetServerInfoResponse.FromString,
+                request_serializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
         self.GetLoads = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/GetLoads',
-                request_serializer=server_dot_proto_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
-                response_deserializer=server_dot_proto_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
+                request_serializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
+                response_deserializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
         self.GetTokenizer = channel.unary_stream(
                 '/vllm.grpc.engine.VllmEngine/GetTokenizer',
-                request_serializer=server_dot_proto_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
-                response_deserializer=server_dot_proto_dot_smg__common__pb2.GetTokenizerChunk.FromString,
+                request_serializer=extensions_dot_vllm__api_dot_proto_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=extensions_dot_vllm__api_dot_proto_dot_smg__common__pb2.GetTokenizerChunk.FromString,
                 _registered_method=True)
 
 
@@ -124,38 +124,38 @@ def add_VllmEngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=server_dot_proto_dot_vllm__engine__pb2.GenerateRequest.FromString,
-                    response_serializer=server_dot_proto_dot_vllm__engine__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GenerateRequest.FromString,
+                    response_serializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GenerateResponse.SerializeToString,
             ),
             'HealthCheck': grpc.unary_unary_rpc_method_handler(
                     servicer.HealthCheck,
-                    request_deserializer=server_dot_proto_dot_vllm__engine__pb2.HealthCheckRequest.FromString,
-                    response_serializer=server_dot_proto_dot_vllm__engine__pb2.HealthCheckResponse.SerializeToString,
+                    request_deserializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.HealthCheckRequest.FromString,
+                    response_serializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.HealthCheckResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
-                    request_deserializer=server_dot_proto_dot_vllm__engine__pb2.AbortRequest.FromString,
-                    response_serializer=server_dot_proto_dot_vllm__engine__pb2.AbortResponse.SerializeToString,
+                    request_deserializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.AbortRequest.FromString,
+                    response_serializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.AbortResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
-                    request_deserializer=server_dot_proto_dot_vllm__engine__pb2.GetModelInfoRequest.FromString,
-                    response_serializer=server_dot_proto_dot_vllm__engine__pb2.GetModelInfoResponse.SerializeToString,
+                    request_deserializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetModelInfoRequest.FromString,
+                    response_serializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetModelInfoResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
-                    request_deserializer=server_dot_proto_dot_vllm__engine__pb2.GetServerInfoRequest.FromString,
-                    response_serializer=server_dot_proto_dot_vllm__engine__pb2.GetServerInfoResponse.SerializeToString,
+                    request_deserializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetServerInfoResponse.SerializeToString,
             ),
             'GetLoads': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoads,
-                    request_deserializer=server_dot_proto_dot_vllm__engine__pb2.GetLoadsRequest.FromString,
-                    response_serializer=server_dot_proto_dot_vllm__engine__pb2.GetLoadsResponse.SerializeToString,
+                    request_deserializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetLoadsRequest.FromString,
+                    response_serializer=extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetLoadsResponse.SerializeToString,
             ),
             'GetTokenizer': grpc.unary_stream_rpc_method_handler(
                     servicer.GetTokenizer,
-                    request_deserializer=server_dot_proto_dot_smg__common__pb2.GetTokenizerRequest.FromString,
-                    response_serializer=server_dot_proto_dot_smg__common__pb2.GetTokenizerChunk.SerializeToString,
+                    request_deserializer=extensions_dot_vllm__api_dot_proto_dot_smg__common__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=extensions_dot_vllm__api_dot_proto_dot_smg__common__pb2.GetTokenizerChunk.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -183,8 +183,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/Generate',
-            server_dot_proto_dot_vllm__engine__pb2.GenerateRequest.SerializeToString,
-            server_dot_proto_dot_vllm__engine__pb2.GenerateResponse.FromString,
+            extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GenerateRequest.SerializeToString,
+            extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -210,8 +210,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/HealthCheck',
-            server_dot_proto_dot_vllm__engine__pb2.HealthCheckRequest.SerializeToString,
-            server_dot_proto_dot_vllm__engine__pb2.HealthCheckResponse.FromString,
+            extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.HealthCheckRequest.SerializeToString,
+            extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.HealthCheckResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -237,8 +237,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/Abort',
-            server_dot_proto_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
-            server_dot_proto_dot_vllm__engine__pb2.AbortResponse.FromString,
+            extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.AbortRequest.SerializeToString,
+            extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -264,8 +264,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/GetModelInfo',
-            server_dot_proto_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
-            server_dot_proto_dot_vllm__engine__pb2.GetModelInfoResponse.FromString,
+            extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetModelInfoRequest.SerializeToString,
+            extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetModelInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -291,8 +291,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/GetServerInfo',
-            server_dot_proto_dot_vllm__engine__pb2.GetServerInfoRequest.SerializeToString,
-            server_dot_proto_dot_vllm__engine__pb2.GetServerInfoResponse.FromString,
+            extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetServerInfoRequest.SerializeToString,
+            extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -318,8 +318,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/GetLoads',
-            server_dot_proto_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
-            server_dot_proto_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
+            extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetLoadsRequest.SerializeToString,
+            extensions_dot_vllm__api_dot_proto_dot_vllm__engine__pb2.GetLoadsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -345,8 +345,8 @@ class VllmEngine:
             request,
             target,
             '/vllm.grpc.engine.VllmEngine/GetTokenizer',
-            server_dot_proto_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
-            server_dot_proto_dot_smg__common__pb2.GetTokenizerChunk.FromString,
+            extensions_dot_vllm__api_dot_proto_dot_smg__common__pb2.GetTokenizerRequest.SerializeToString,
+            extensions_dot_vllm__api_dot_proto_dot_smg__common__pb2.GetTokenizerChunk.FromString,
             options,
             channel_credentials,
             insecure,

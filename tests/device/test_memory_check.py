@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from engine.device import fit, kv_cache, weights
+from engine.device import kv_cache, memory_check, weights
 from engine.device.build import build
 from engine.device.options import BuildOptions
 from engine.errors import ConfigError
@@ -68,11 +68,11 @@ def test_a_step_that_does_not_fit_is_refused_first(tmp_path, nothing_is_read):
 def test_what_fits_is_not_refused():
   mesh = jax.sharding.Mesh(jax.devices()[:1], ("model",))
   leaf = jax.ShapeDtypeStruct((MIB,), "float32", sharding=jax.NamedSharding(mesh, jax.P()))
-  free = fit.host_free_bytes()
+  free = memory_check.host_free_bytes()
   assert free is not None and free > 16 * MIB
-  fit.check_fits("m", mesh, {"a": leaf}, 0, "nothing")
+  memory_check.check_fits("m", mesh, {"a": leaf}, 0, "nothing")
   with pytest.raises(ConfigError, match=re.escape("m needs 4 MiB for weights")):
-    fit.check_fits("m", mesh, {"a": leaf}, free + 2**34, "much")
+    memory_check.check_fits("m", mesh, {"a": leaf}, free + 2**34, "much")
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,6 @@ def test_what_fits_is_not_refused():
 def test_memory_of_the_machine_or_of_the_container(tmp_path, monkeypatch, files, free):
   for name, text in files.items():
     (tmp_path / name).write_text(text)
-  monkeypatch.setattr(fit, "_MEMINFO", tmp_path / "meminfo")
-  monkeypatch.setattr(fit, "_CGROUP", tmp_path)
-  assert fit.host_free_bytes() == free
+  monkeypatch.setattr(memory_check, "_MEMINFO", tmp_path / "meminfo")
+  monkeypatch.setattr(memory_check, "_CGROUP", tmp_path)
+  assert memory_check.host_free_bytes() == free

@@ -11,7 +11,7 @@ from engine.device.options import BuildOptions
 from engine.device.programs import ProgramSpec
 from engine.errors import ConfigError
 from engine.shapes import ShapeLadder
-from models.config import LayerAttention, ModelConfig
+from models.config import ModelConfig
 from pallas_kernels.packed_matmul import api as packed_matmul
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
@@ -58,8 +58,11 @@ def choose_attention(
   """The implementation, why it is not the best one ("" if it is), tokens a block, and the longest sequence."""
 
   def check(name: str) -> None:
-    for declared in model.groups:
-      api.check_supported(name, _geometry(declared, options.block_size, name), dtype)
+    # A token of a row of a block: there is no ladder yet.
+    block_size = options.block_size or api.preferred_block_size(name)
+    for each in model.groups:
+      geometry = Geometry(1, 1, 1, block_size, each.num_heads, each.num_kv_heads, each.head_dim, each.window)
+      api.check_supported(name, geometry, dtype)
 
   attention, reason = api.choose(candidates, check)
   max_model_len = options.max_model_len or model.max_position
@@ -89,20 +92,6 @@ def choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, st
   if requested == "packed":
     raise ConfigError(f"{reason}; set --matmul=xla")
   return "xla", reason if expected else ""
-
-
-def _geometry(declared: LayerAttention, block_size: int, attention: str) -> Geometry:
-  """What of a step's attention is known before there is a ladder."""
-  return Geometry(
-    tokens=1,
-    rows=1,
-    table_width=1,
-    block_size=block_size or api.preferred_block_size(attention),
-    num_heads=declared.num_heads,
-    num_kv_heads=declared.num_kv_heads,
-    head_dim=declared.head_dim,
-    sliding_window=declared.window,
-  )
 
 
 def fit_to_attention(

@@ -9,10 +9,10 @@ import zipfile
 
 import pytest
 
+from extensions.vllm_api import tokenizer_zip
+from extensions.vllm_api.tokenizer_zip import CHUNK_BYTES, TokenizerZip, make_zip
 from server.errors import NotConfigured
-from server.text import tokenizer_zip
 from server.text.tokenizer import Tokenizer
-from server.text.tokenizer_zip import CHUNK_BYTES, TokenizerZip, make_zip
 
 
 @pytest.fixture

@@ -11,16 +11,17 @@ import datetime
 import grpc
 
 from engine.errors import InvalidRequest
+from extensions.vllm_api.proto import smg_common_pb2 as smg_pb
+from extensions.vllm_api.proto import vllm_engine_pb2 as vllm_pb
+from extensions.vllm_api.proto import vllm_engine_pb2_grpc
+from extensions.vllm_api.tokenizer_zip import TokenizerZip, make_zip
 from server.errors import UnknownMethod
 from server.generation import request_validation
 from server.generation.serving_state import ServingState
 from server.proto import sluice_pb2 as pb
-from server.proto import smg_common_pb2 as smg_pb
-from server.proto import vllm_engine_pb2 as vllm_pb
 from server.rpc.sluice_service import SluiceService
 from server.telemetry.process_counts import Census
 from server.text.tokenizer import Tokenizer
-from server.text.tokenizer_zip import TokenizerZip, make_zip
 from server.version import server_version
 
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -38,7 +39,7 @@ _NOT_SERVED = {
 }
 
 
-class VllmEngineService:
+class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
   """One object a server."""
 
   def __init__(self, state: ServingState, service: SluiceService, census: Census):
@@ -51,27 +52,11 @@ class VllmEngineService:
 
   def register(self, server: grpc.aio.Server) -> None:
     """Adds the service to a server that has not started."""
-    methods = {
-      "HealthCheck": (self._health_check, vllm_pb.HealthCheckRequest, vllm_pb.HealthCheckResponse),
-      "Abort": (self._abort, vllm_pb.AbortRequest, vllm_pb.AbortResponse),
-      "GetModelInfo": (self._get_model_info, vllm_pb.GetModelInfoRequest, vllm_pb.GetModelInfoResponse),
-      "GetServerInfo": (self._get_server_info, vllm_pb.GetServerInfoRequest, vllm_pb.GetServerInfoResponse),
-      "GetLoads": (self._get_loads, vllm_pb.GetLoadsRequest, vllm_pb.GetLoadsResponse),
-    }
-    handlers = {
-      name: grpc.unary_unary_rpc_method_handler(method, request.FromString, response.SerializeToString)
-      for name, (method, request, response) in methods.items()
-    }
-    handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
-      self._generate, vllm_pb.GenerateRequest.FromString, vllm_pb.GenerateResponse.SerializeToString
-    )
-    handlers["GetTokenizer"] = grpc.unary_stream_rpc_method_handler(
-      self._get_tokenizer, smg_pb.GetTokenizerRequest.FromString, smg_pb.GetTokenizerChunk.SerializeToString
-    )
-    handlers |= {name: _not_served(name, instead) for name, instead in _NOT_SERVED.items()}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(VLLM_SERVICE, handlers),))
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
+    others = {name: _not_served(name, instead) for name, instead in _NOT_SERVED.items()}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(VLLM_SERVICE, others),))
 
-  async def _generate(self, request: vllm_pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+  async def Generate(self, request: vllm_pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
     with self._state.admit() as backend:
       request_validation.refuse_unknown_fields(request_validation.unknown_fields(request))
       if request.data_parallel_rank:
@@ -99,17 +84,17 @@ class VllmEngineService:
       generation = await self._service.start_generation(backend, asked, context)
     await self._service.stream_generation(backend, generation, context, translator.translate)
 
-  async def _health_check(
+  async def HealthCheck(
     self, request: vllm_pb.HealthCheckRequest, context: grpc.aio.ServicerContext
   ) -> vllm_pb.HealthCheckResponse:
     ready = self._state.ready
     return vllm_pb.HealthCheckResponse(healthy=ready, message="ready" if ready else "starting, draining or dead")
 
-  async def _abort(self, request: vllm_pb.AbortRequest, context: grpc.aio.ServicerContext) -> vllm_pb.AbortResponse:
+  async def Abort(self, request: vllm_pb.AbortRequest, context: grpc.aio.ServicerContext) -> vllm_pb.AbortResponse:
     await self._service.abort_generations(request.request_ids)
     return vllm_pb.AbortResponse()
 
-  async def _get_model_info(
+  async def GetModelInfo(
     self, request: vllm_pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
   ) -> vllm_pb.GetModelInfoResponse:
     backend = self._state.require_backend()
@@ -124,7 +109,7 @@ class VllmEngineService:
       max_req_input_len=config.max_model_len,
     )
 
-  async def _get_server_info(
+  async def GetServerInfo(
     self, request: vllm_pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
   ) -> vllm_pb.GetServerInfoResponse:
     backend = self._state.require_backend()
@@ -137,7 +122,7 @@ class VllmEngineService:
       max_num_seqs=backend.config.max_num_seqs,
     )
 
-  async def _get_loads(
+  async def GetLoads(
     self, request: vllm_pb.GetLoadsRequest, context: grpc.aio.ServicerContext
   ) -> vllm_pb.GetLoadsResponse:
     backend = self._state.require_backend()
@@ -161,7 +146,7 @@ class VllmEngineService:
       loads=[load],
     )
 
-  async def _get_tokenizer(self, request: smg_pb.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
+  async def GetTokenizer(self, request: smg_pb.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
     tokenizer = request_validation.need_tokenizer(self._state.require_backend().tokenizer, "GetTokenizer")
     for data, sha256 in (await self._zipped(tokenizer)).chunks():
       await context.write(smg_pb.GetTokenizerChunk(data=data, sha256=sha256))
