@@ -20,8 +20,8 @@ _MAX_DIGITS = 30
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _OTHER_TYPE = re.compile(r"Expected `(.+)`, got `(\w+)`")
 _OTHER_LENGTH = re.compile(r"Expected `\w+` of length (\S+) (\d+)")
-_BEYOND_LIMIT = re.compile(r"Expected `(\w+)` (\S+) (\S+)")
-_BOUNDS = {"<=": "at most", ">=": "at least", ">": "more than"}
+_BEYOND_LIMIT = re.compile(r"Expected `int` \S+ (\S+)")
+_BOUNDS = {"<=": "at most", ">=": "at least"}
 _BITS = {str(bound): bits for bits in (32, 64) for bound in (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)}
 _WORDS = {
   "null": "null",
@@ -96,10 +96,9 @@ def _refusal(said: str, given: Mapping[str, Any], remedies: Mapping[str, str]) -
   if length := _OTHER_LENGTH.match(problem):
     unit = "characters" if isinstance(value, str) else "entries"
     return InvalidRequest(f"has {len(value)} {unit}: send {_BOUNDS[length[1]]} {length[2]}", field=field)
-  if limit := _BEYOND_LIMIT.match(problem):
-    bits = _BITS.get(limit[3])
-    bound = f"that fits into {bits} bits" if bits else f"of {_BOUNDS[limit[2]]} {limit[3]}"
-    problem = f"send {_WORDS[limit[1]]} {bound}"
+  limit = _BEYOND_LIMIT.match(problem)
+  if limit and limit[1] in _BITS:
+    problem = f"send a whole number that fits into {_BITS[limit[1]]} bits"
   else:
     problem += "; see /openapi.json for what is"
   return InvalidRequest(f"{subject or show_number(value) + ' '}is not allowed: {problem}", field=field)
