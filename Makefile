@@ -5,7 +5,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
-# A GPU's machine brings its own JAX: the lock's environment is for CPUs.
+# What .venv is made for: cpu, cuda12, cuda13 or tpu. Nothing: what it was made for, else what the machine has.
+ACCELERATOR ?=
+MADE_FOR := $(shell cat $(VENV)/.accelerator 2>/dev/null)
+LOCK := $(patsubst requirements-cpu.lock,requirements.lock,requirements-$(or $(ACCELERATOR),$(MADE_FOR),cpu).lock)
+# `make gpu` measures with the machine's own JAX.
 PYTHON ?= python3
 DEVICE_VENV := .venv-device
 DEVICE_READY := $(DEVICE_VENV)/.ready
@@ -16,7 +20,7 @@ LEVELS ?= x86-64-v3 x86-64-v4
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
 PEERS := transformers openvino vllm llama_cpp
 
-.PHONY: help setup wheel demo server test test-long check check-device audit parity clients peers bench chaos soak gpu clean setup-device setup-audit
+.PHONY: help setup wheel demo server test test-long check check-device audit parity docs clients peers bench bench-cloud chaos soak gpu clean setup-device setup-audit
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -25,7 +29,7 @@ help:
 demo: $(READY)
 	@$(PY) -m tools.demo $(ARGS)
 
-## make server    a server on the demo model that keeps running (ARGS="--port=... --model=...")
+## make server    a server on the demo model that keeps running (ARGS="--port=... --model=..."), on the machine's GPU or TPU where it has one (ACCELERATOR=cpu|cuda12|cuda13|tpu)
 server: $(READY)
 	@$(PY) -m server.main $(ARGS)
 
@@ -52,6 +56,10 @@ check-device: $(DEVICE_READY)
 audit: $(AUDIT_READY)
 	@$(AUDIT_VENV)/bin/python -m tools.repository.audit $(ARGS)
 
+## make docs      write the pages and pictures of docs/ that the code makes
+docs: $(READY)
+	@$(PY) -m tools.repository.generate_documents
+
 ## make parity    compare with transformers live, in an environment of its own, and rewrite the golden files
 parity: $(READY)
 	@tools/parity/run.sh
@@ -64,7 +72,7 @@ clients: $(READY) $(CLIENTS_READY)
 peers: $(READY)
 	@tools/peers/setup.sh $(PEERS) && $(PY) -m tools.peers $(ARGS)
 
-## make bench     three of README.md's figures: host time, attention, static against continuous
+## make bench     three figures of benchmarks/README.md: host time, attention, static against continuous
 bench: $(READY)
 	@$(PY) -m tools.bench.host && $(PY) -m tools.bench.attention && $(PY) -m tools.study.compare_batching
 
@@ -80,7 +88,11 @@ soak: $(READY)
 gpu:
 	@$(PYTHON) -m tools.gpu $(ARGS)
 
-## make wheel     a wheel in dist/ with the C++ kernels of these levels of x86-64 (LEVELS=); others are left to XLA there
+## make bench-cloud  on a rented GPU or TPU: known answers, kernels, engine, served load, peers; one JSON, one page (ARGS="--model=DIR", ARGS=--dry_run)
+bench-cloud: $(READY)
+	@$(PY) -m tools.bench_cloud $(ARGS)
+
+## make wheel     the wheels of server and client in dist/, the first with the C++ kernels of these levels of x86-64 (LEVELS=); others are left to XLA there
 wheel: $(READY)
 	@$(PY) -m pallas_kernels.native $(LEVELS) && $(PY) -m tools.repository.make_wheel dist
 
@@ -98,8 +110,19 @@ setup-audit: $(AUDIT_READY)
 $(READY): $(INSTALLED) $(wildcard pallas_kernels/*.h pallas_kernels/*/*.cc) pallas_kernels/native.py
 	@$(PY) -m pallas_kernels.native && touch $@
 
-$(INSTALLED): requirements.lock tools/setup_env.sh
-	@tools/setup_env.sh $(VENV) requirements.lock && touch $@
+$(INSTALLED): $(wildcard $(LOCK)) tools/setup_env.sh tools/setup_server_env.sh
+	@tools/setup_server_env.sh $(VENV) $(ACCELERATOR) && touch $@
+
+ifneq ($(ACCELERATOR),)
+ifneq ($(ACCELERATOR),$(MADE_FOR))
+.PHONY: another-accelerator
+$(INSTALLED): another-accelerator
+endif
+endif
+# Whoever asks for the CPU on a machine with a GPU or a TPU gets it; the server refuses it otherwise.
+ifeq ($(ACCELERATOR),cpu)
+export JAX_PLATFORMS ?= cpu
+endif
 
 $(DEVICE_READY): requirements-device.lock tools/setup_env.sh $(INSTALLED)
 	@tools/setup_env.sh $(DEVICE_VENV) requirements-device.lock $(VENV) && touch $@

@@ -1,7 +1,7 @@
-"""Whether the queue takes one more request, and what to tell whom it turns away. Reads counts; changes no queue.
+"""Decides whether the queue takes one more request, and the error if not. May not change a queue.
 
-"queue" bounds what waits. "goodput" also turns away, at once and with the wait it predicts, a request that would miss
-its deadline: work that comes too late is done for nobody (goodput: DistServe, OSDI 2024).
+"queue" limits the waiting requests. "goodput" also rejects a request that would miss its deadline, at once and with the
+predicted wait, because late work helps nobody (goodput: DistServe, OSDI 2024).
 """
 
 from collections import deque
@@ -14,30 +14,30 @@ _NEWEST = 0.1  # weight of the latest step in the mean step time
 
 
 class AdmissionControl:
-  """Bounds on the queue, and a guess of the wait from the pace of late. Counts are the caller's."""
+  """Limits of the queue, and a prediction of the wait from the recent pace. The caller owns the counts."""
 
   def __init__(self, config: EngineConfig):
     self._config = config
-    self._times: deque[float] = deque(maxlen=16)  # of the latest admissions to a slot
-    self._step_s = 0.0  # mean of late; 0 is not known yet
+    self._times: deque[float] = deque(maxlen=16)  # times of the latest admissions to a slot
+    self._step_s = 0.0  # recent mean; 0: not known yet
 
   def note_admission(self, now: float) -> None:
-    """A request got a slot."""
+    """Records that a request got a slot."""
     self._times.append(now)
 
   def note_step_time(self, seconds: float) -> None:
-    """A step took this long."""
+    """Records the duration of a step."""
     self._step_s += (seconds - self._step_s) * (_NEWEST if self._step_s else 1.0)
 
-  def check_room(
+  def check_capacity(
     self, request: Request, num_requests: int, num_tokens: int, has_slot: bool, of_tenant: tuple[int, int] = (0, 0)
   ) -> None:
-    """Raises Overloaded if the queue has no room for `request`, or would keep it past its deadline.
+    """Raises Overloaded if the queue is full for `request`, or would hold it past its deadline.
 
     Args:
-      num_requests, num_tokens: that wait already, and their prompt tokens.
+      num_requests, num_tokens: waiting requests and their prompt tokens.
       has_slot: whether a request could start at once if none waited.
-      of_tenant: the same two numbers, of the request's tenant alone.
+      of_tenant: the same two numbers for the request's tenant alone.
     """
     config = self._config
     if config.max_queued_share_per_tenant < 1:
@@ -47,7 +47,7 @@ class AdmissionControl:
       self._check_deadlines(request, num_requests, num_tokens, has_slot)
 
   def _check_bounds(self, request: Request, num_requests: int, num_tokens: int, share: float) -> None:
-    """`share` of what may wait: 1 for all requests together, less for those of a tenant."""
+    """Checks limits times `share`: 1 for all requests, less for one tenant."""
     config = self._config
     whose, limit = (" of this tenant", "its share of the queue") if share < 1 else ("", "the limit")
     max_requests, max_tokens = max(1, int(share * config.max_queued_requests)), int(share * config.max_queued_tokens)
@@ -79,10 +79,10 @@ class AdmissionControl:
         )
 
   def predict_delays(self, request: Request, num_requests: int, num_tokens: int, has_slot: bool) -> tuple[float, float]:
-    """Seconds until `request` would get a slot, and until its last token if it uses all of max_tokens.
+    """Predicts the seconds until `request` gets a slot, and until its last token if it uses all of max_tokens.
 
-    It starts when those before it have got their slots, at the pace of the latest admissions, and their prompts are
-    computed, a chunk a step; from then on every token takes a mean step. Nothing is known before the first steps: 0.
+    It starts after the requests before it have got slots, at the recent pace of admissions, and computed their prompts,
+    a chunk a step. Then every token takes a mean step. Returns 0 before the first steps.
     """
     chunk = self._config.prefill_chunk
     start = num_tokens / chunk * self._step_s
@@ -92,7 +92,7 @@ class AdmissionControl:
     return start, start + steps * self._step_s
 
   def _interval(self, unknown: float = 1.0) -> float:
-    """Mean time between the latest admissions, seconds: about when the queue has a place again."""
+    """Returns the mean seconds between recent admissions: the approximate time until the queue has a free place."""
     times = tuple(self._times)
     if len(times) < 2:
       return unknown

@@ -1,15 +1,15 @@
-"""When waiting requests may join, and how much of a prompt a step takes: the ways of batching. Decides nothing else.
+"""The batching modes: when waiting requests may join, and how much of a prompt a step takes. May decide nothing else.
 
-All of them run on one mechanism (the Scheduler), the same executables, pages and sampler, so that they can be compared.
+All modes share the Scheduler, executables, pages and sampler, so that users can compare them.
 Every step is selective batching (Orca, OSDI 2022): linear layers see packed tokens, attention sees requests.
 
   static       a wave fills all places, is padded to its widest and longest, and runs until its last request ends; KV
                is reserved for prompt and max_tokens (FasterTransformer)
-  dynamic      the same, but a wave waits up to a window for company (Triton's dynamic batching)
+  dynamic      the same, but a wave waits up to a window for more requests (Triton's dynamic batching)
   continuous   requests join and leave at every step, prompts in one piece (Orca, early vLLM)
   chunked      the same, prompts in chunks and into the padding (Sarathi-Serve, OSDI 2024; vLLM V1): the default.
-               Where the device leaves padding out, there is none to fill: a prompt of several steps is then cut in
-               equal pieces, as a short last one costs a step too, and full ones before it lengthen others' gaps
+               If the device skips padding, chunks do not grow into it. A prompt of several steps then has equal
+               chunks: a short last one would cost a step too, and full ones would lengthen others' gaps
   disaggregated  chunked, but prompts and decodes run on different devices (extensions/disaggregated)
 """
 
@@ -19,13 +19,13 @@ _ALL = 1 << 30
 
 
 class Batching:
-  """What the Scheduler asks while it plans; as it stands here, requests join and leave at every step.
+  """The hooks of a batching mode. This base class lets requests join and leave at every step.
 
   Attributes:
     reserves: a request takes blocks for its prompt and max_tokens when it joins, and is never preempted.
     chunk_limit: most prompt tokens of a step.
-    whole_prompts: a prompt joins only if all of it fits the step, unless the step has no other prompt.
-    fills_padding: prompt tokens may take what a step has to be padded with.
+    whole_prompts: a prompt joins only if it fits the step whole, unless the step has no other prompt.
+    fills_padding: prompt tokens may use the padding of a step.
   """
 
   reserves = False
@@ -36,38 +36,38 @@ class Batching:
     self.fills_padding = fills_padding
 
   def places(self, num_running: int, num_waiting: int, oldest_arrival: float, now: float) -> int:
-    """How many waiting requests may join now. Asked before admissions of a step, when any wait."""
+    """Returns how many waiting requests may join now. Called before the admissions of a step if any wait."""
     return _ALL
 
   def row_limit(self) -> int:
-    """Most prompt tokens that one row takes in a step."""
+    """Returns the most prompt tokens of one row in a step."""
     return _ALL
 
   def piece(self, wanted: int, left: int) -> int:
-    """How many of the `wanted` prompt tokens that a row lacks go into a step with room for `left`."""
+    """Returns how many of a row's `wanted` prompt tokens go into a step with `left` free tokens."""
     if wanted <= left or self.fills_padding or self.whole_prompts:
       return min(wanted, left)
     num_steps = -(-wanted // self.chunk_limit)
     return min(-(-wanted // num_steps), left)
 
   def step_tokens(self, num_tokens: int, longest_row: int, num_running: int) -> int:
-    """The tokens a step of `num_tokens` is padded to, before the ladder rounds it up. Asked once a step."""
+    """Returns the padded size of a step of `num_tokens`, before the ladder rounds it up. Called once a step."""
     return num_tokens
 
   def opens_at(self, num_running: int, num_waiting: int, oldest_arrival: float) -> float | None:
-    """The time at which requests that wait may join, if nothing else happens before; None if time changes nothing."""
+    """Returns the time at which waiting requests may join without another event; None if time has no effect."""
     return None
 
   def state(self) -> list[int]:
-    """What it remembers, for a trace; make_batching() takes it back."""
+    """Returns the mode's state for a trace; make_batching() restores it."""
     return []
 
 
 class Waves(Batching):
   """Request-level batching: one batch at a time, padded, run to completion.
 
-  A prompt as long as the longest of the wave is paid for in every row: rows take at most `_row_limit` tokens a step, so
-  that the padded step fits the ladder, and the step is charged width * longest row.
+  Every row pays for the longest prompt of the wave. Rows take at most `_row_limit` tokens a step, so that the padded
+  step fits the ladder, and a step costs width * longest row.
   """
 
   reserves = True
@@ -75,7 +75,7 @@ class Waves(Batching):
   def __init__(self, max_tokens: int, max_width: int, window_s: float, state: list[int]):
     super().__init__(max_tokens, whole_prompts=False, fills_padding=False)
     self._max_width, self._window_s = max_width, window_s
-    self._width, self._row_limit = state or (0, 0)  # rows of the wave at its start, and tokens of one in a step
+    self._width, self._row_limit = state or (0, 0)  # rows of the wave at its start, and tokens a row in a step
 
   def places(self, num_running: int, num_waiting: int, oldest_arrival: float, now: float) -> int:
     if num_running or (num_waiting < self._max_width and now < oldest_arrival + self._window_s):
@@ -101,7 +101,7 @@ class Waves(Batching):
 
 
 def make_batching(config: EngineConfig, state: list[int] | None = None) -> Batching:
-  """What `config.batching` names, remembering `state`; raises ConfigError."""
+  """Makes the batching mode of `config.batching`, with `state`; raises ConfigError."""
   most = config.token_budgets[-1]
   match config.batching:
     case "chunked" | "disaggregated":
@@ -113,9 +113,9 @@ def make_batching(config: EngineConfig, state: list[int] | None = None) -> Batch
       return Waves(most, width, config.dynamic_window_s, state or [])
     case "static":
       return Waves(most, config.max_num_seqs, 0.0, state or [])
-  raise AssertionError(f"EngineConfig let batching={config.batching!r} through")
+  raise AssertionError(f"EngineConfig accepted batching={config.batching!r}")
 
 
 def takes_chunks(batching: str) -> bool:
-  """Whether a step has at most `prefill_chunk` prompt tokens, and not as many as it holds."""
+  """Returns whether `prefill_chunk` limits the prompt tokens of a step."""
   return batching in ("chunked", "disaggregated")

@@ -1,15 +1,15 @@
-"""Who owns which KV block: free list, reference counts, prefix keys. Pure Python; knows block ids, not contents.
+"""Tracks the owners of KV blocks: free list, reference counts, prefix keys. Pure Python; may not know contents.
 
 Every block is in exactly one of three states:
 
   state     references  key       where
   used      >= 1        maybe     in that many block tables
-  cached    0           yes       in the free list, found again by its key until it is handed out
-  free      0           no        in the free list, handed out first
+  cached    0           yes       in the free list, found by its key until allocated
+  free      0           no        in the free list, allocated first
 
-The free list is in order of eviction: blocks without a key at the front, then the least recently released. Released
-tables go in from their last block to their first, so that the tail of a prefix is evicted before its head.
-Two blocks of equal content are both kept (block tables are append-only); only the first of them is found by the key.
+The free list is in order of eviction: blocks without a key first, then the least recently released. A released table
+enters from its last block to its first, so that a prefix loses its tail before its head. Two blocks of equal content
+can coexist, because block tables are append-only; the key finds only the first.
 """
 
 from array import array
@@ -19,12 +19,12 @@ import hashlib
 
 
 def root_key(salt: bytes) -> bytes:
-  """The parent of a sequence's first block: requests share blocks only within one salt."""
+  """Returns the parent key of a sequence's first block; requests share blocks only within one salt."""
   return hashlib.sha256(b"sluice prefix root\0" + salt).digest()
 
 
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-  """The key of a full block: names its tokens and, through `parent`, everything before them.
+  """Returns the key of a full block, which covers its tokens and, through `parent`, all tokens before them.
 
   A cryptographic hash, because a collision would serve one user's context to another (vLLM CVE-2025-25183).
   """
@@ -32,7 +32,7 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-  """Hands out block ids 1..num_blocks (block 0 of the device is padding and never ours)."""
+  """Allocates block ids 1..num_blocks; block 0 of the device belongs to padding."""
 
   def __init__(self, num_blocks: int):
     self.num_blocks = num_blocks
@@ -40,10 +40,11 @@ class BlockPool:
     self._keys: list[bytes | None] = [None] * (num_blocks + 1)
     self._by_key: dict[bytes, int] = {}
     self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+    self._num_cached = 0
 
   @property
   def num_free(self) -> int:
-    """Blocks that allocate() can hand out: those without references, cached ones included."""
+    """Blocks that allocate_blocks() can take: blocks without references, including cached ones."""
     return len(self._free)
 
   @property
@@ -53,16 +54,16 @@ class BlockPool:
 
   @property
   def num_cached(self) -> int:
-    """Blocks that can be found by their key, used or not."""
-    return len(self._by_key)
+    """Blocks in the state cached: no block table holds them, and allocate_blocks() may take them."""
+    return self._num_cached
 
   def block_states(self) -> bytes:
-    """Of each block, in order: 0 free, 1 cached, 2 used. For displays: from any thread, and costs a look at each."""
+    """Returns one byte a block: 0 free, 1 cached, 2 used. For displays; any thread may call it, in time O(blocks)."""
     free, by_key = set(self._free), set(self._by_key.values())
     return bytes(2 if block not in free else block in by_key for block in range(1, self.num_blocks + 1))
 
   def match_blocks(self, keys: Iterable[bytes]) -> list[int]:
-    """The blocks of the longest cached prefix of `keys`. Takes no reference: call share() before allocate()."""
+    """Returns the blocks of the longest cached prefix of `keys`. Takes no reference: call share_blocks() first."""
     found = []
     by_key = self._by_key
     for key in keys:
@@ -73,19 +74,20 @@ class BlockPool:
     return found
 
   def num_idle(self, blocks: Iterable[int]) -> int:
-    """How many of `blocks` nobody references, so that sharing them takes them off the free list."""
+    """Returns how many of `blocks` have no reference; sharing takes those off the free list."""
     return sum(self._references[block] == 0 for block in blocks)
 
   def share_blocks(self, blocks: Iterable[int]) -> None:
-    """Takes one more reference on each of `blocks` (found by match)."""
+    """Takes a reference on each of `blocks`, which match_blocks() found."""
     for block in blocks:
       if self._references[block] == 0:
         del self._free[block]
+        self._num_cached -= self._keys[block] is not None
       self._references[block] += 1
 
   def allocate_blocks(self, count: int) -> list[int]:
-    """Takes `count` blocks off the free list, evicting cached ones last; the caller has looked at num_free."""
-    assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free: admission must look first"
+    """Takes `count` blocks off the free list, cached ones last; the caller must check num_free first."""
+    assert count <= len(self._free), f"{count} blocks wanted, {len(self._free)} free: check num_free first"
     blocks = []
     for _ in range(count):
       block, _ = self._free.popitem(last=False)
@@ -93,31 +95,34 @@ class BlockPool:
       if key is not None:
         self._keys[block] = None
         del self._by_key[key]
+        self._num_cached -= 1
       self._references[block] = 1
       blocks.append(block)
     return blocks
 
   def publish_block(self, block: int, key: bytes) -> None:
-    """Lets others find a full, computed block. A block that has a key, or a key that has a block, stays as it is."""
-    assert self._references[block] > 0, f"block {block} is published by nobody who holds it"
+    """Lets others find a full, computed block by `key`. Changes no existing key or entry."""
+    assert self._references[block] > 0, f"block {block} has no holder"
     if self._keys[block] is None and key not in self._by_key:
       self._keys[block] = key
       self._by_key[key] = block
 
   def release_blocks(self, table: Sequence[int]) -> None:
-    """Gives back one reference on each block of a request's table."""
+    """Drops one reference on each block of a request's table."""
     free = self._free
     for block in reversed(table):
       left = self._references[block] - 1
-      assert left >= 0, f"block {block} is released more often than taken"
+      assert left >= 0, f"block {block} has more releases than references"
       self._references[block] = left
       if left == 0:
         free[block] = None
         if self._keys[block] is None:
           free.move_to_end(block, last=False)
+        else:
+          self._num_cached += 1
 
   def state(self) -> dict:
-    """Everything, as plain JSON values; from_state() is its inverse."""
+    """Returns the whole state as plain JSON values; from_state() is the inverse."""
     return {
       "num_blocks": self.num_blocks,
       "references": {str(block): count for block, count in enumerate(self._references) if count},
@@ -127,7 +132,7 @@ class BlockPool:
 
   @classmethod
   def from_state(cls, state: dict) -> "BlockPool":
-    """A pool that will hand out the same blocks in the same order."""
+    """Makes a pool that allocates the same blocks in the same order."""
     pool = cls(state["num_blocks"])
     for block, count in state["references"].items():
       pool._references[int(block)] = count
@@ -135,4 +140,5 @@ class BlockPool:
       pool._keys[int(block)] = bytes.fromhex(key)
       pool._by_key[bytes.fromhex(key)] = int(block)
     pool._free = OrderedDict.fromkeys(state["free"])
+    pool._num_cached = sum(pool._keys[block] is not None for block in pool._free)
     return pool

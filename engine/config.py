@@ -1,4 +1,4 @@
-"""The engine's settings: frozen, checked once, derived values are properties. Pure Python."""
+"""The engine's resolved settings: frozen, checked once, with derived values as properties. Pure Python."""
 
 import dataclasses
 
@@ -6,27 +6,27 @@ from engine.errors import ConfigError
 from engine.settings import SchedulingSettings, check_settings
 from engine.shapes import PADDED, ShapeLadder, check_prefill_chunk
 
-# What a CPU reads at 20 GB/s in twenty times the host's part of a step, 0.5 ms.
+# The bytes that a CPU reads at 20 GB/s in twenty times the host's part of a step, 0.5 ms.
 CPU_OVERLAP_BYTES = 200_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig(SchedulingSettings):
-  """Everything the pure part of the engine must know: what the user set, and what model and device have decided.
+  """The settings of the pure engine: the user's, and those that model and device decide.
 
   Attributes:
     vocab_size: token ids are 0..vocab_size-1.
     max_model_len: longest sequence, prompt and output together, in tokens.
-    num_blocks: KV pool size in blocks (device block 0 is reserved for padding and is not counted here).
+    num_blocks: KV pool size in blocks, without device block 0, which belongs to padding.
     block_size: tokens a KV block.
-    token_budgets, max_num_seqs, prefill_chunk: as in engine.shapes.LadderChoice; a server's are chosen there. Slots of
-      the device are as many as max_num_seqs.
-    computes_padding: the device computes what a step is padded to, so that growing costs nothing. Where it leaves that
-      out, chunks do not grow, and a prompt of several is cut in equal pieces.
-    overlap: plan and launch a step while the one before is computed. It hides the host's part of a step, and a request
-      that arrives waits for one step more. Where steps are long beside the host's part, as a CPU's are with all but
-      small models, without it first tokens come sooner.
-    eos_token_ids: end a request unless it ignores them.
+    token_budgets, max_num_seqs, prefill_chunk: see engine.shapes.LadderChoice. The device has max_num_seqs
+      slots.
+    computes_padding: the device computes the padding of a step, so chunks grow into it for free. Otherwise chunks do
+      not grow, and a prompt of several chunks has equal ones.
+    overlap: plan and launch a step while the device computes the previous one. This hides the host's part of a step,
+      but a new request waits one step more. If steps are long compared to the host's part, as on a CPU with all but
+      small models, first tokens arrive sooner without it.
+    eos_token_ids: ids that end a request, unless it ignores them.
   """
 
   vocab_size: int
@@ -49,12 +49,12 @@ class EngineConfig(SchedulingSettings):
 
   @property
   def ladder(self) -> ShapeLadder:
-    """The rungs that a step may have. Raises ConfigError where there can be none."""
+    """The rungs of a step. Raises ConfigError for invalid budgets."""
     return ShapeLadder(self.token_budgets, self.max_num_seqs)
 
   @property
   def shares_prefixes(self) -> bool:
-    """Whether anything is looked for in the prefix cache."""
+    """Whether requests use the prefix cache."""
     return self.prefix_cache_scope != "off"
 
   @property
@@ -64,10 +64,10 @@ class EngineConfig(SchedulingSettings):
 
 
 def choose_overlap(setting: str, platform: str, weight_bytes: int) -> bool:
-  """Whether steps are launched ahead, by the setting's word: true, false or auto.
+  """Returns whether steps overlap, for a setting of true, false or auto.
 
-  Every step reads the weights. Where that alone takes a CPU long, hiding the host's part gains next to nothing, and who
-  arrives would wait for one long step more.
+  Every step reads the weights. If that takes a CPU long, hiding the host's part gains little, and a new request would
+  wait one more long step.
   """
   if setting == "auto":
     return platform != "cpu" or weight_bytes <= CPU_OVERLAP_BYTES

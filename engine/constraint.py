@@ -1,7 +1,7 @@
-"""What the engine knows of a constrained output: which tokens may come next, and whether it is complete. Pure Python.
+"""The engine's interface to constrained output: allowed tokens and completion. Pure Python; may not know grammars.
 
-The grammar itself belongs to whoever submits the request; nothing here may look into it. Its state follows the tokens
-of the output alone, so a preemption, which recomputes KV, leaves it as it is.
+The grammar belongs to the submitter of the request. Its state depends only on the output's tokens, so a preemption,
+which recomputes KV, does not change it.
 """
 
 from collections.abc import Mapping
@@ -9,21 +9,21 @@ from typing import NamedTuple, Protocol
 
 
 class ConstraintFailed(Exception):
-  """The constraint cannot go on: a limit is reached or no token is left. The message is fit for a client."""
+  """A constraint cannot continue, because of a limit or because it allows no token. Clients may see the message."""
 
 
 class Constraint(Protocol):
-  """One output's constraint. Its request's owner makes it; from submission on the engine's thread alone calls it."""
+  """The constraint of one output. After submission only the engine's thread may call it."""
 
   @property
   def is_done(self) -> bool:
-    """The output is complete and nothing can follow."""
+    """Whether the output is complete and no token can follow."""
     ...
 
   def allowed(self) -> bytes:
-    """Which tokens may be the next: little-endian int32 words, ceil(V / 32) of them, token t is bit t % 32 of t // 32.
+    """Returns the allowed next tokens as ceil(V / 32) little-endian int32 words: token t is bit t % 32 of word t // 32.
 
-    Cheap and repeatable: the work is done by `accept`. Never empty while not done.
+    Cheap and repeatable, because `accept` does the work. Allows at least one token until the output is done.
     """
     ...
 
@@ -31,7 +31,7 @@ class Constraint(Protocol):
     """Takes the next token of the output.
 
     Raises:
-      ConstraintFailed: it is not allowed, or nothing could follow although the output is not complete.
+      ConstraintFailed: the token is not allowed, or no token could follow an incomplete output.
     """
     ...
 
@@ -40,7 +40,7 @@ CONSTRAINT_BROKE = "the output constraint failed on a token; send the request wi
 
 
 class FailedConstraint:
-  """Stands for a constraint that failed when it was asked: allows one token more, and ends the request with it."""
+  """Replaces a constraint that failed: allows one more token and ends the request with it."""
 
   is_done = False
 
@@ -55,7 +55,7 @@ class FailedConstraint:
 
 
 class Recorded:
-  """Stands for the constraint of a request in a trace: what became of it is recorded with each commit."""
+  """Replaces the constraint of a traced request; each commit in the trace holds the verdict."""
 
   is_done = False
 
@@ -63,16 +63,16 @@ class Recorded:
     return b""
 
   def accept(self, token: int) -> None:
-    raise AssertionError("the constraint of a replayed request is never asked")
+    raise AssertionError("a replay never calls the constraint of a request")
 
 
 class Verdicts(NamedTuple):
-  """What constraints say to the tokens of a step, by row of its Batch.
+  """The verdicts of constraints on the tokens of a step, by row of its Batch.
 
   Attributes:
-    done: rows whose output is complete with its token.
-    failed: rows whose constraint cannot go on, and why.
-    num_taken: of these, rows with several tokens -> how many the constraint took; else all, or none if it failed.
+    done: rows whose token completes the output.
+    failed: rows whose constraint cannot continue, and why.
+    num_taken: rows of these with several tokens -> number of accepted tokens; other rows: all, or none if failed.
   """
 
   done: frozenset[int] = frozenset()

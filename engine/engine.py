@@ -1,7 +1,7 @@
-"""The loop: joins the scheduler to a device. Pure Python; one thread alone changes engine state.
+"""The engine loop, which connects the scheduler to a device. Pure Python; only one thread may change engine state.
 
-Two crossings between threads: submit() and abort() put messages into the inbox, and emit() carries one list of events
-a step out. Every request that submit() accepted gets exactly one event with a finish_reason.
+Threads meet in two places: submit() and abort() put messages into the inbox, and emit() passes one list of events a
+step out. Every request that submit() accepts gets exactly one event with a finish_reason.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,27 +17,27 @@ from engine.request import ENGINE_FAILURE, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
 from engine.validation import validate_request
 
-IDLE_WAIT_S = 0.2  # longest sleep of an idle loop: bounds the age of the heartbeat, and the notice of stop_event
+IDLE_WAIT_S = 0.2  # longest sleep of an idle loop; limits the age of the heartbeat and the delay of stop_event
 
 Clock = Callable[[], float]
 Emit = Callable[[list[TokenEvent]], None]
 
 
 class Engine:
-  """Serves requests in batches; with `overlap`, a step is planned and launched while the one before is computed."""
+  """Serves requests in batches; with `overlap` it launches a step while the device computes the previous one."""
 
   def __init__(self, scheduler: Scheduler, runner: Runner, clock: Clock, emit: Emit):
     """Args:
-    scheduler: belongs to this engine from now on.
+    scheduler: owned by this engine from now on.
     runner: the device.
-    clock: seconds, monotonic; deadlines of requests are on it.
-    emit: called on the engine thread with everything a step produced; it must not block.
+    clock: monotonic seconds; deadlines use it.
+    emit: called on the engine thread with all events of a step; must not block.
     """
     self.config = scheduler.config
     self.recorder = Recorder()
-    self.heartbeat = clock()  # of the latest turn of the loop; old means stuck
+    self.heartbeat = clock()  # time of the loop's latest turn; old: stuck
     self.dead: Exception | None = None
-    self.incident = secrets.token_hex(4)  # by which a failure is found in the log: clients are told no more of it
+    self.incident = secrets.token_hex(4)  # identifies a failure in the log; clients see only this id
     self._scheduler = scheduler
     self._overlap = scheduler.config.overlap
     self._runner = runner
@@ -50,33 +50,33 @@ class Engine:
     self._inbox_tokens = 0
     self._inbox_of_tenant: dict[str, tuple[int, int]] = {}
     self._live: set[str] = set()
-    self.num_accepted = 0  # requests so far
+    self.num_accepted = 0  # accepted requests
     self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
-    self._last_arrival = 0.0  # when the values of the latest committed step were there
+    self._last_arrival = 0.0  # arrival time of the latest committed step's values
 
   # Any thread.
 
   def now(self) -> float:
-    """The clock that deadlines are on, seconds."""
+    """The time on the clock of deadlines, in seconds."""
     return self._clock()
 
   @property
   def num_live(self) -> int:
-    """Requests accepted and not ended."""
+    """Accepted requests that have not ended."""
     return len(self._live)
 
   def submit(self, request: Request) -> None:
-    """Accepts a request or says at once why not; its arrival_time is now. Raises as `submit_all`."""
+    """Accepts a request, with arrival_time now, or raises at once like `submit_all`."""
     self.submit_all((request,))
 
   def submit_all(self, requests: Sequence[Request]) -> None:
     """Accepts several requests or none of them.
 
     Raises:
-      InvalidRequest, RequestTooLong: one can never be served.
-      DuplicateRequest: a live request has the id of one.
-      Overloaded: the queue has not room for all.
-      Unavailable: the engine is dead.
+      InvalidRequest, RequestTooLong: the engine can never serve one of them.
+      DuplicateRequest: a live request has the same id.
+      Overloaded: the queue cannot hold all.
+      Unavailable: the engine has failed.
     """
     for request in requests:
       validate_request(self.config, request)
@@ -88,9 +88,9 @@ class Engine:
       of_tenant = dict(self._inbox_of_tenant)
       for request in requests:
         if request.id in self._live:
-          raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
+          raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or leave it out")
         mine = of_tenant.get(request.tenant, (0, 0))
-        self._scheduler.check_room(request, num_requests, num_tokens, mine)
+        self._scheduler.check_capacity(request, num_requests, num_tokens, mine)
         num_requests += 1
         num_tokens += request.num_prompt_tokens
         of_tenant[request.tenant] = mine[0] + 1, mine[1] + request.num_prompt_tokens
@@ -101,7 +101,7 @@ class Engine:
     self._wake.set()
 
   def take_over(self, request: Request) -> None:
-    """Accepts a request that another engine began, with its arrival_time; what was accepted once is not refused."""
+    """Accepts a request that another engine started, with its arrival_time. Never raises Overloaded."""
     with self._lock:
       if self.dead is not None:
         raise Unavailable("the engine has failed; send the request to another server")
@@ -111,11 +111,11 @@ class Engine:
     self._wake.set()
 
   def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = "") -> None:
-    """Ends a request; one that is unknown or has ended is ignored, since cancellations race with endings."""
+    """Ends a request; ignores an unknown or finished id, because cancellations race with finishes."""
     self._post(lambda: self._abort(request_id, reason, message))
 
   def start_trace(self, path: str) -> None:
-    """Writes the step trace to `path` from the next step on. An unwritable path is told here, by OSError."""
+    """Writes the step trace to `path` from the next step on. Raises OSError if the path is not writable."""
     open(path, "w", encoding="utf-8").close()
     self._post(lambda: self.recorder.start_trace(path, self._scheduler, self._in_flight and self._in_flight[0]))
 
@@ -124,11 +124,11 @@ class Engine:
     self._post(self.recorder.stop_trace)
 
   def keep_all(self) -> None:
-    """Keeps all records from now on; for runs that end. Before the first step."""
+    """Keeps all records from now on, for finite runs. Call before the first step."""
     self.recorder.keep_all()
 
   def stats(self, num_steps: int = 0) -> EngineStats:
-    """A snapshot with the latest `num_steps` records of steps and requests (of recorder.RING_STEPS that are kept)."""
+    """Returns a snapshot with the latest `num_steps` records of steps and requests, at most recorder.RING_STEPS."""
     return self.recorder.stats(self._scheduler, len(self._live), num_steps)
 
   def block_states(self) -> bytes:
@@ -143,7 +143,7 @@ class Engine:
   # The engine thread.
 
   def run(self, stop_event: threading.Event) -> None:
-    """Steps until `stop_event` is set or the engine dies; sleeps when there is nothing to do."""
+    """Runs steps until `stop_event` is set or the engine fails; sleeps while idle."""
     while not stop_event.is_set() and self.dead is None:
       if not self.step():
         opens_at = self._scheduler.opens_at()
@@ -152,11 +152,11 @@ class Engine:
     self.recorder.stop_trace()
 
   def wake(self) -> None:
-    """Ends the sleep of an idle run(), for who has set its stop_event. Any thread."""
+    """Wakes an idle run(), for example after setting its stop_event. Any thread."""
     self._wake.set()
 
   def step(self) -> bool:
-    """One turn of the loop; returns whether there was anything to do. A failure ends every request and the engine."""
+    """Runs one turn of the loop; returns whether it had work. A failure ends every request and the engine."""
     self.heartbeat = now = self._clock()
     if self.dead is not None:
       return False
@@ -177,13 +177,13 @@ class Engine:
     return active
 
   def _turn(self, events: list[TokenEvent], now: float) -> bool:
-    """Plans step n, launches it, and only then waits for the values of step n-1; without overlap, for those of n."""
+    """Plans and launches step n, then waits for the values of step n-1; without overlap for those of n."""
     step = self._launch(now)
     if self._overlap:
       step, self._in_flight = self._in_flight, step
     if step is not None:
       events += self._commit(step)
-    # A step may be empty although requests run: one made way for another, which then was preempted.
+    # A step may be empty although requests run: one was preempted for another, which then was preempted too.
     return step is not None or self._in_flight is not None or self._scheduler.num_running > 0
 
   def _launch(self, now: float) -> tuple[Batch, Launched, StepRecord, float] | None:
@@ -211,7 +211,7 @@ class Engine:
     return events
 
   def _take_messages(self) -> tuple[list[TokenEvent], bool]:
-    """Handles the inbox under the lock, so that what is queued is at every instant in one place and counted once."""
+    """Handles the inbox under the lock, so that a queued request is always in exactly one place and counted once."""
     events: list[TokenEvent] = []
     if not self._inbox:
       return events, False
@@ -240,16 +240,16 @@ class Engine:
     self._emit(events)
 
   def fail(self, error: Exception) -> None:
-    """Gives every live request its ending; nothing is accepted from here on. Engine thread only."""
+    """Finishes every live request with an error; the engine accepts nothing from now on. Engine thread only."""
     with self._lock:
       self.dead = error
       self._in_flight = None
       live = sorted(self._live)
-    # The front end may be what failed: then it has no use for the endings.
+    # The front end itself may have failed; then it does not need these events.
     with contextlib.suppress(Exception):
       self._send([self.failure_event(request_id) for request_id in live])
 
   def failure_event(self, request_id: str) -> TokenEvent:
-    """The ending of a request whose engine has failed."""
+    """Returns the last event of a request whose engine failed."""
     message = f"the engine has failed, incident {self.incident} in the server's log; send the request to another server"
     return TokenEvent(request_id, finish_reason=FinishReason.ERROR, message=message, error=ENGINE_FAILURE)

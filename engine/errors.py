@@ -1,4 +1,4 @@
-"""What a caller can be told: typed errors whose message holds the value, the limit and the remedy. Pure Python."""
+"""Typed errors whose messages hold the value, the limit and the remedy. Pure Python; may not log."""
 
 import math
 
@@ -7,7 +7,7 @@ class EngineError(Exception):
   """Base of every error that may reach a client; `reason` is a stable machine-readable word.
 
   Attributes:
-    field: what the error is about, by its name in sluice.v1; empty where that is no one field.
+    field: name of the invalid field in sluice.v1; "" if no single field is invalid.
     problem: the rest of the message.
   """
 
@@ -19,7 +19,7 @@ class EngineError(Exception):
     self.problem = problem
 
   def message_about(self, name: str) -> str:
-    """The message for callers who know the field as `name`."""
+    """Returns the message for callers that know the field as `name`."""
     return _with_name(name, self.problem)
 
 
@@ -28,13 +28,13 @@ def _with_name(name: str, problem: str) -> str:
 
 
 class InvalidRequest(EngineError):
-  """A field is outside what the model or the server accepts. Never worth a retry."""
+  """A field has a value that model or server do not accept. A retry cannot help."""
 
   reason = "INVALID_REQUEST"
 
 
 class RequestTooLong(InvalidRequest):
-  """Prompt plus max_tokens can never fit the model's length or the KV pool."""
+  """Prompt plus max_tokens exceed the model's length or the KV pool."""
 
   reason = "REQUEST_TOO_LONG"
 
@@ -49,26 +49,26 @@ class Overloaded(EngineError):
   """A queue bound is reached; the same request may succeed later.
 
   Attributes:
-    retry_after_s: a guess of when to try again, in whole seconds, at least 1: HTTP's Retry-After knows no others, and
-      the message, the headers and gRPC's RetryInfo say the same time.
+    retry_after_s: estimated time until a retry, in whole seconds, at least 1, as HTTP's Retry-After requires. Message,
+      headers and gRPC's RetryInfo have the same value.
   """
 
   reason = "OVERLOADED"
 
   def __init__(self, message: str, retry_after_s: float = 1.0, remedy: str = ""):
-    """Args: message: what is full, and its limit. retry_after_s: is rounded up. remedy: another one, after the time."""
+    """Args: message: the full queue and its limit. retry_after_s: rounded up. remedy: text after the time."""
     self.retry_after_s = float(max(1, math.ceil(retry_after_s)))
     super().__init__(f"{message}; try again in {self.retry_after_s:g} s{remedy}")
 
 
 class PrefillBacklog(Overloaded):
-  """The prompt tokens that may wait do."""
+  """The queue holds its limit of prompt tokens."""
 
   reason = "PREFILL_BACKLOG"
 
 
 class TenantQuota(Overloaded):
-  """One tenant holds its share of the queue; others may come."""
+  """One tenant uses its whole share of the queue; requests of others may enter."""
 
   reason = "TENANT_QUOTA"
 
@@ -80,18 +80,18 @@ class Unavailable(EngineError):
 
 
 class ShapeNotOnLadder(EngineError):
-  """A step would need a shape that was never compiled: a mistake of ours, never of a client's."""
+  """A step needs a shape without a compiled program: an internal error, never a client's."""
 
   reason = "SHAPE_NOT_ON_LADDER"
 
 
 class ConfigError(EngineError):
-  """Settings that contradict each other or the machine; told before anything is allocated."""
+  """Settings contradict each other or the machine. Raised before any allocation."""
 
   reason = "CONFIG"
 
 
 class CheckpointError(ConfigError):
-  """A model folder that cannot be served: names the file, the tensor where there is one, and the remedy."""
+  """A model folder is unusable. The message has the file, the tensor if any, and the remedy."""
 
   reason = "CHECKPOINT"

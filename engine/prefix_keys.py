@@ -1,4 +1,4 @@
-"""Under which keys a request's blocks are shared, and so between whom. Knows tokens; block ids are block_pool's."""
+"""Makes the keys of the prefix cache, which decide who shares blocks. May not know block ids."""
 
 from collections.abc import Sequence
 
@@ -8,16 +8,16 @@ from engine.request import Request
 
 
 class PrefixKeys:
-  """Makes the keys, within the configured scope."""
+  """Makes prefix keys within the configured scope."""
 
   def __init__(self, config: EngineConfig):
     self._scope, self._block_size = config.prefix_cache_scope, config.block_size
 
   def make_root_key(self, request: Request, serial: int) -> bytes:
-    """The parent of its first key: tells apart whom the cache must not mix, by the scope's part, then by its own salt.
+    """Returns the parent of a request's first key, which separates requests by scope and salt.
 
     Args:
-      serial: no other request of the scheduler has it.
+      serial: unique among the scheduler's requests.
     """
     match self._scope:
       case "tenant":
@@ -31,7 +31,7 @@ class PrefixKeys:
     return root_key(len(of_scope).to_bytes(4, "big") + of_scope + request.cache_salt)
 
   def first_keys(self, request: Request, num_blocks: int) -> Sequence[bytes]:
-    """Those of the first `num_blocks` blocks, all full and of known tokens; each is computed once in a life."""
+    """Returns the keys of the first `num_blocks` blocks, all full and with known tokens; computes each once."""
     keys, block_size = request.block_keys, self._block_size
     while len(keys) < num_blocks:
       parent = keys[-1] if keys else request.root_key

@@ -1,4 +1,4 @@
-"""What happened: counters, a ring of step records, and a trace that replays. Pure Python; decides nothing."""
+"""Counters, a ring of step records, and a replayable trace. Pure Python; may not change scheduling."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -19,39 +19,38 @@ from engine.snapshot import scheduler_state
 _log = logging.getLogger(__name__)
 
 RING_STEPS = 1024
-KV_ROWS = 16  # requests looked at a step, on average: a look at 256 takes 20 us, which not every step should pay
+KV_ROWS = 16  # mean number of requests inspected a step; inspecting 256 takes 20 us
 
 
 class StepRecord(NamedTuple):
   """One step. Times in seconds; counts after planning it.
 
-  Useful tokens, padding and what the device skips (`skipped`) add up to the shape. A slot is idle that has no row
-  though a request waits for one. Idle slots stand beside padding, not in it: under static batching, padding holds their
-  places, elsewhere nothing does. Linear layers work on useful tokens and padding; attention works on decode_keys +
-  prefill_pairs pairs of query and key.
+  Useful tokens, padding and skipped tokens (`skipped`) sum to the shape. A slot is idle if it has no row while a
+  request waits. Idle slots are not part of padding, although static batching pads their rows. Linear layers compute
+  useful tokens and padding; attention computes decode_keys + prefill_pairs pairs of query and key.
 
   Attributes:
-    step: serial number, of this engine.
-    side: which engine of several in one process: "", "prefill" or "decode".
-    time: engine clock when it was planned.
+    step: serial number in this engine.
+    side: the engine among several in one process: "", "prefill" or "decode".
+    time: engine clock at planning.
     shape_tokens, shape_rows: the rung.
-    num_rows: sequences in it.
-    decode_rows: rows that read their input on the device.
-    decode_tokens, prefill_tokens: useful tokens, of those rows and of the others; decode tokens beyond one a row would
-      be speculative.
+    num_rows: sequences in the step.
+    decode_rows: rows whose input is on the device.
+    decode_tokens, prefill_tokens: useful tokens of decode rows and of the others; decode tokens beyond one a row are
+      drafts.
     decode_keys: keys that the decode rows attend to, position + 1 each.
-    prefill_pairs: pairs of query and key that causality leaves to the other rows.
-    padding: tokens that the device computes for nobody (Batch.device_tokens minus useful tokens).
+    prefill_pairs: causal pairs of query and key in the other rows.
+    padding: computed padding tokens (Batch.device_tokens minus useful tokens).
     idle_slots: slots without a row while as many requests wait.
-    blocks_used, blocks_cached: of the pool; cached ones may also be used.
-    kv_tokens: tokens with KV that running requests hold, and
-    kv_slots: room for tokens in their blocks: the rest is fragmentation. Shared blocks count once a holder. Looked up
-      every (num_running / KV_ROWS)-th step; in between as at the latest look.
+    blocks_used, blocks_cached: blocks of the pool that requests hold, and free ones kept for later prompts.
+    kv_tokens: tokens of running requests with KV.
+    kv_slots: capacity of their blocks in tokens; the difference is fragmentation. Shared blocks count once a holder.
+      The recorder updates both every (num_running / KV_ROWS) steps.
     num_waiting, num_running: requests.
-    num_preemptions: in this step.
+    num_preemptions: preemptions in this step.
     host_s: planning, packing and dispatch.
-    device_s: from launch, or from the end of the step before, to the values' arrival.
-    commit_s: taking the values in.
+    device_s: from launch, or from the end of the previous step, to the arrival of the values.
+    commit_s: commit of the values.
   """
 
   step: int
@@ -80,21 +79,21 @@ class StepRecord(NamedTuple):
 
   @property
   def skipped(self) -> int:
-    """Tokens of the shape that the device leaves out."""
+    """Tokens of the shape that the device skips."""
     return self.shape_tokens - self.decode_tokens - self.prefill_tokens - self.padding
 
 
 class RequestRecord(NamedTuple):
-  """One request that ended. Times on the engine's clock, seconds; None for what did not happen.
+  """A finished request. Times in seconds on the engine's clock; None for events that did not happen.
 
   Attributes:
-    id: its own.
+    id: the request's id.
     side: as in StepRecord.
-    reason: its ending, a FinishReason's value.
+    reason: value of its FinishReason.
     arrival, first_scheduled, first_token, end: times.
-    prompt_tokens, cached_tokens, output_tokens: asked, found in the cache at first admission, given.
-    lost_tokens: computed and lost to preemptions.
-    num_preemptions: how often it had to begin anew.
+    prompt_tokens, cached_tokens, output_tokens: prompt tokens, those cached at first admission, and output tokens.
+    lost_tokens: computed tokens lost to preemptions.
+    num_preemptions: number of preemptions.
   """
 
   id: str
@@ -123,34 +122,33 @@ class RungTotals(NamedTuple):
   device_s: float = 0.0
 
   def skipped(self, shape_tokens: int) -> int:
-    """Tokens of these steps' shapes that the device left out; `shape_tokens` is their token budget."""
+    """Returns the tokens of these steps' shapes that the device skipped; `shape_tokens` is their token budget."""
     return self.steps * shape_tokens - self.decode_tokens - self.prefill_tokens - self.padding
 
   def plus(self, other: "RungTotals") -> "RungTotals":
-    """Both together."""
+    """Returns the sum of both totals."""
     return RungTotals._make(map(operator.add, self, other))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineStats:
-  """A snapshot for load reports and displays; taken from any thread, each number right at some instant of late.
+  """A snapshot for load reports and displays. Any thread may take it; each number was exact at some recent instant.
 
   Attributes:
     num_waiting, num_waiting_tokens, num_running, num_live: requests, prompt tokens; live also counts the inbox.
     max_num_seqs, num_blocks: limits to compare with.
-    blocks_used, blocks_cached: of the pool; cached ones may also be used.
+    blocks_used, blocks_cached: blocks of the pool that requests hold, and free ones kept for later prompts.
     num_steps, num_decode_tokens, num_prefill_tokens, num_padding_tokens, num_preemptions: totals; padding as in
-      StepRecord, computed for nobody.
-    num_queried_tokens, num_cached_tokens: prompt tokens looked up in the prefix cache, and found there; of ended
-      requests.
-    num_output_tokens: tokens that reached requests.
-    num_lost_tokens: computed and lost to preemptions, of requests that ended.
+      StepRecord.
+    num_queried_tokens, num_cached_tokens: prompt tokens of finished requests, and those found in the prefix cache.
+    num_output_tokens: output tokens of requests.
+    num_lost_tokens: computed tokens of finished requests lost to preemptions.
     num_idle_slots: see StepRecord; summed over steps.
     rungs: totals by the token budget of a step's shape.
     num_numerical_errors: requests that ended with NaN or Inf.
-    finished: endings by reason.
+    finished: finished requests by reason.
     steps: the latest step records, oldest first.
-    requests: records of the latest requests that ended, oldest first, as many at most.
+    requests: records of the latest finished requests, oldest first, at most as many.
   """
 
   num_waiting: int
@@ -179,7 +177,7 @@ class EngineStats:
 
   @property
   def num_skipped_tokens(self) -> int:
-    """Tokens of the steps' shapes that the device left out."""
+    """Tokens of the steps' shapes that the device skipped."""
     return sum(totals.skipped(tokens) for tokens, totals in self.rungs.items())
 
   @property
@@ -189,10 +187,10 @@ class EngineStats:
 
 
 class Recorder:
-  """Always on: totals and the latest steps. On demand: the trace. Written by the engine thread alone."""
+  """Records totals and the latest steps always, and a trace on demand. Only the engine thread writes."""
 
   def __init__(self, side: str = ""):
-    """Args: side: names this engine in its records, where a process has several."""
+    """Args: side: name of this engine in its records, if a process has several."""
     self.side = side
     self.steps: deque[StepRecord] = deque(maxlen=RING_STEPS)
     self.requests: deque[RequestRecord] = deque(maxlen=RING_STEPS)
@@ -204,18 +202,18 @@ class Recorder:
     self.rungs: dict[int, RungTotals] = {}
     self.finished = dict.fromkeys(FinishReason, 0)
     self.num_numerical_errors = 0
-    self.trace_error: OSError | None = None  # why the latest trace ended early
+    self.trace_error: OSError | None = None  # the error that ended the latest trace early
     self._trace: TextIO | None = None
     self._kv_usage = 0, 0
 
   def keep_all(self) -> None:
-    """Records of steps and requests stay from now on, also beyond RING_STEPS; for runs that end."""
+    """Keeps all records of steps and requests from now on, beyond RING_STEPS; for finite runs."""
     self.steps, self.requests = deque(self.steps), deque(self.requests)
 
   # Counters.
 
   def start_record(self, batch: Batch, scheduler: Scheduler, now: float, num_preemptions: int) -> StepRecord:
-    """The record of a step that was just launched; the times come with keep_record()."""
+    """Returns the record of a step just launched; keep_record() adds its times."""
     counts, starts = batch.counts, batch.starts
     num_rows, num_tokens = len(counts), sum(counts)
     decode_rows = batch.token_ids.count(())  # the leading ones
@@ -264,7 +262,7 @@ class Recorder:
     self.rungs[record.shape_tokens] = step.plus(self.rungs.get(record.shape_tokens, RungTotals()))
 
   def count_events(self, events: list[TokenEvent]) -> None:
-    """Counts tokens and endings."""
+    """Counts tokens and finished requests."""
     self.num_output_tokens += sum([len(event.token_ids) for event in events])
     for event in events:
       if event.finish_reason is not None:
@@ -273,10 +271,10 @@ class Recorder:
         self.num_cached_tokens += event.num_cached_tokens
 
   def record_requests(self, requests: list[Request], now: float) -> None:
-    """Keeps a record of each request that ended in this turn of the loop."""
+    """Keeps a record of each request that finished in this turn of the loop."""
     for request in requests:
       self.num_lost_tokens += request.num_lost_tokens
-      # Those that report on their prompt compute all of it.
+      # Requests with prompt logprobs compute their whole prompt.
       if request.first_scheduled_time is not None and request.params.prompt_logprobs is None:
         self.num_queried_tokens += request.num_prompt_tokens
       self.requests.append(
@@ -297,7 +295,7 @@ class Recorder:
       )
 
   def stats(self, scheduler: Scheduler, num_live: int, num_steps: int) -> EngineStats:
-    """A snapshot with the latest `num_steps` records."""
+    """Returns a snapshot with the latest `num_steps` records."""
     pool, rungs = scheduler.pool, dict(self.rungs)
     total = functools.reduce(RungTotals.plus, rungs.values(), RungTotals())
     return EngineStats(
@@ -326,11 +324,11 @@ class Recorder:
       requests=latest_records(tuple(self.requests), num_steps),
     )
 
-  # The trace: JSON lines. First the scheduler's complete state, then whatever goes into it and what comes out. It holds
-  # the token ids of prompts and answers: as private as the requests themselves.
+  # The trace is JSON lines: the scheduler's complete state, then its inputs and outputs. It holds the token ids of
+  # prompts and outputs, so it is as private as the requests.
 
   def start_trace(self, path: str, scheduler: Scheduler, in_flight: Batch | None) -> None:
-    """Begins a trace with a snapshot; one in progress ends. A file that fails ends the trace, not the engine."""
+    """Starts a trace with a snapshot and ends any current trace. A write error ends the trace, not the engine."""
     self.stop_trace()
     self.trace_error = None
     try:
@@ -341,7 +339,7 @@ class Recorder:
     self._line({"event": "state", "scheduler": scheduler_state(scheduler), "in_flight": in_flight_line})
 
   def stop_trace(self) -> None:
-    """Ends and closes the trace, if there is one."""
+    """Ends and closes the current trace, if any."""
     trace, self._trace = self._trace, None
     if trace is not None:
       try:
@@ -350,28 +348,28 @@ class Recorder:
         self._trace_failed(error)
 
   def trace_add(self, request: Request) -> None:
-    """Before the request is queued."""
+    """Traces an added request; call before queuing it."""
     if self._trace is not None:
       self._line({"event": "add", "request": request.state()})
 
   def trace_abort(self, request_id: str, reason: FinishReason) -> None:
-    """Before the request is ended."""
+    """Traces an abort; call before finishing the request."""
     if self._trace is not None:
       self._line({"event": "abort", "id": request_id, "reason": reason.value})
 
   def trace_expire(self, now: float, events: list[TokenEvent]) -> None:
-    """After deadlines ended requests; a look at the clock that ended none leaves no line."""
+    """Traces expired requests; writes no line if none expired."""
     if self._trace is not None and events:
       self._line({"event": "expire", "now": now, "ids": [event.request_id for event in events]})
 
   def trace_schedule(self, now: float, batch: Batch | None, scheduler: Scheduler) -> None:
-    """After planning; an engine without requests leaves no line."""
+    """Traces a planned step; writes no line for an engine without requests."""
     if self._trace is not None and (batch is not None or scheduler.num_waiting or scheduler.num_running):
       line = batch and batch_line(batch, scheduler.config.computes_padding)
       self._line({"event": "schedule", "now": now, "batch": line})
 
   def trace_commit(self, batch: Batch, result: StepResult, now: float, record: StepRecord, verdicts: Verdicts) -> None:
-    """Before the values are taken in."""
+    """Traces the values of a step; call before committing them."""
     if self._trace is not None:
       self._line(
         {
@@ -397,22 +395,22 @@ class Recorder:
         self.stop_trace()
 
   def _trace_failed(self, error: OSError) -> None:
-    """A full disk ends the trace, and is said once; serving goes on."""
+    """Ends the trace after a write error, logs it once, and lets serving continue."""
     if self.trace_error is None:
       _log.warning("the step trace ends early: %s", error.strerror)
     self.trace_error = error
 
 
 def latest_records[T](records: Sequence[T], count: int) -> tuple[T, ...]:
-  """The last `count`, or all if they are fewer."""
+  """Returns the last `count` records, or all if there are fewer."""
   return tuple(records[max(0, len(records) - count) :])
 
 
 def batch_line(batch: Batch, computes_padding: bool) -> dict:
-  """A batch as the trace keeps it: counts in full; block ids, and what is told to the device, as digests.
+  """Returns the trace line of a batch: counts in full, block ids and device inputs as digests.
 
   Args:
-    computes_padding: as EngineConfig has it.
+    computes_padding: see EngineConfig.
   """
   blocks = [[admission.slot, *admission.block_ids] for admission in batch.admissions]
   told = [

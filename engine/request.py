@@ -1,4 +1,4 @@
-"""One generation: what was asked, how far it is, and nothing else. Pure Python; only the Scheduler changes it."""
+"""The state of one generation request. Pure Python; only the Scheduler may change it."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -13,7 +13,7 @@ from engine.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.Enum):
-  """Where a request lives."""
+  """The scheduler's list that holds a request."""
 
   WAITING = "waiting"
   RUNNING = "running"
@@ -21,17 +21,17 @@ class RequestStatus(enum.Enum):
 
 
 class FinishReason(enum.Enum):
-  """Why it ended; exactly one ending a request."""
+  """Why a request finished; each request has exactly one reason."""
 
   STOP = "stop"  # end-of-sequence or a stop id was sampled, or a constrained output is complete
   LENGTH = "length"  # max_tokens reached
-  ABORT = "abort"  # the client went away, or asked
+  ABORT = "abort"  # the client disconnected or canceled
   TIMEOUT = "timeout"  # a queue or total deadline passed
-  ERROR = "error"  # its logits held NaN or Inf, its constraint could not go on, or the engine failed
+  ERROR = "error"  # NaN or Inf logits, a failed constraint, or a failed engine
 
 
 def fold_seed(seed: int) -> int:
-  """The 32 bits of a seed that reach the device: the seed itself if it has no more, else a checksum of its 64 bits."""
+  """Returns the 32 bits of a seed for the device: the seed itself if it fits, else a checksum of its 64 bits."""
   return seed if 0 <= seed < 2**32 else zlib.crc32((seed % 2**64).to_bytes(8, "little"))
 
 
@@ -47,30 +47,30 @@ class Request:
 
   Attributes:
     id: unique among live requests.
-    prompt_token_ids: at least one, all inside the vocabulary (checked at admission).
+    prompt_token_ids: at least one, all inside the vocabulary; validate_request() checks them.
     params: sampling parameters.
     priority: lower is served first (vLLM's convention).
     arrival_time: engine clock, seconds.
-    queue_deadline, deadline: engine clock; None is never. A request must be first scheduled before the first and
-      finished before the second.
+    queue_deadline, deadline: engine clock; None: no deadline. The first schedule must come before queue_deadline, and
+      the finish before deadline.
     cache_salt: requests share prefix blocks only within one salt.
-    tenant: whose share it counts to, under policy fair.
-    leader_id: for n > 1, the sibling whose prompt blocks this one shares; it waits until they are computed. Submit the
-      leader first: an id that is not live when this request arrives means nothing.
-    constraint: what its output must look like; None is anything. Its state follows output_token_ids.
-    seed: 32 bits that all its draws begin from: of its parameters, or as given, or else chosen here.
-    rank: place in the policy's order, lower first; fixed on arrival.
-    leader: the live request that leader_id named.
-    root_key: parent of its first block's key: says with whom it shares blocks; fixed on arrival.
-    stop_ids: tokens that end it.
-    num_sent_tokens: tokens told to the device at the last admission; the input of a later position is on the device.
-    max_computed_tokens: positions that are ever computed: all but the very last token.
-    num_published_blocks: leading blocks of the table that went (or came) through the prefix cache.
-    num_prompt_logprobs: prompt tokens whose log probabilities are reported.
+    tenant: the tenant whose share it uses, under policy fair.
+    leader_id: for n > 1, the sibling whose prompt blocks this request shares; it waits until the leader computes them.
+      Submit the leader first: an id that is not live at arrival has no effect.
+    constraint: the constraint of its output; None: no constraint. Its state follows output_token_ids.
+    seed: the 32-bit seed of all its samples: from its parameters, or as given, or else random.
+    rank: place in the policy's order, lower first; fixed on arrival, unless the policy is dynamic.
+    leader: the live request with leader_id.
+    root_key: parent of its first block's key, which decides with whom it shares blocks; fixed on arrival.
+    stop_ids: tokens that end the request.
+    num_sent_tokens: tokens sent to the device at the last admission; later inputs are on the device.
+    max_computed_tokens: positions that the device ever computes: all but the very last token.
+    num_published_blocks: leading blocks of the table that are in the prefix cache, or came from it.
+    num_prompt_logprobs: prompt tokens with reported log probabilities.
     num_prompt_cached_tokens: num_cached_tokens of the first admission.
-    num_transferred_tokens: leading positions whose KV another engine computed and `transfer` holds; 0 once taken in.
-    transfer: what the runner takes them from.
-    final_blocks: the block table it had when it ended; whole until the next step is planned.
+    num_transferred_tokens: leading positions whose KV another engine computed and `transfer` holds; 0 after import.
+    transfer: source of their KV for the runner.
+    final_blocks: the block table at the finish; valid until the scheduler plans the next step.
   """
 
   id: str
@@ -94,9 +94,9 @@ class Request:
   output_token_ids: list[int] = dataclasses.field(default_factory=list)
   num_computed_tokens: int = 0
   num_cached_tokens: int = 0
-  num_in_flight: int = 0  # sampled by launched steps, values not yet known
+  num_in_flight: int = 0  # tokens of launched steps whose values are not known yet
   num_preemptions: int = 0
-  num_lost_tokens: int = 0  # computed and lost to preemptions
+  num_lost_tokens: int = 0  # computed tokens lost to preemptions
   first_scheduled_time: float | None = None
   first_token_time: float | None = None
   rank: tuple[float, ...] = ()
@@ -114,7 +114,7 @@ class Request:
 
   def __post_init__(self) -> None:
     seed = self.params.seed
-    if isinstance(seed, int):  # anything else is refused later, in words
+    if isinstance(seed, int):  # validate() rejects other types later
       self.seed = fold_seed(seed)
     elif self.seed < 0:
       self.seed = random.getrandbits(32)
@@ -125,11 +125,11 @@ class Request:
 
   @property
   def num_tokens(self) -> int:
-    """Prompt and outputs, those in flight included."""
+    """Tokens of prompt and output, including those in flight."""
     return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
 
   def known_tokens(self, start: int, end: int) -> tuple[int, ...]:
-    """Tokens [start, end) of prompt and output, none of them in flight."""
+    """Returns tokens [start, end) of prompt and output; none may be in flight."""
     num_prompt = len(self.prompt_token_ids)
     if end <= num_prompt:
       return tuple(self.prompt_token_ids[start:end])
@@ -139,7 +139,7 @@ class Request:
     return (*self.prompt_token_ids[start:], *outputs[: end - num_prompt])
 
   def state(self) -> dict:
-    """Everything as plain JSON values; from_state() is its inverse, but for `leader`, which is given by id."""
+    """Returns the state as plain JSON values; from_state() is the inverse, except for `leader`, stored by id."""
     state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     return state | {
       "prompt_token_ids": list(self.prompt_token_ids),
@@ -160,7 +160,7 @@ class Request:
 
   @classmethod
   def from_state(cls, state: dict) -> "Request":
-    """A request at the same point of its life; the caller resolves `leader`."""
+    """Makes a request with that state; the caller resolves `leader`."""
     params: dict[str, Any] = {name: _tuples(value) for name, value in state["params"].items()}
     return cls(
       **state
@@ -181,30 +181,30 @@ class Request:
 
 
 def _tuples(value: Any) -> Any:
-  """JSON has lists where a frozen value has tuples."""
+  """Turns JSON's lists into the tuples of frozen values."""
   return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-NUMERICAL_ERROR = "NUMERICAL_ERROR"  # NaN or Inf where numbers should be
-ENGINE_FAILURE = "ENGINE_FAILURE"  # everybody's request ended, and the engine with them
-GRAMMAR_LIMIT = "GRAMMAR_LIMIT"  # an output constraint that allows no token more, or takes too much work to go on
+NUMERICAL_ERROR = "NUMERICAL_ERROR"  # NaN or Inf in the logits
+ENGINE_FAILURE = "ENGINE_FAILURE"  # the engine failed and ended all requests
+GRAMMAR_LIMIT = "GRAMMAR_LIMIT"  # an output constraint allows no more token, or exceeds a limit of its work
 
 
 class TokenEvent(NamedTuple):
-  """What a step (or an ending) means for one request. The last event of a request has a finish_reason.
+  """The outcome of a step, or of a finish, for one request. The last event of a request has a finish_reason.
 
   A tuple, because a step of 256 sequences makes 256 of them and a frozen dataclass costs four times as much.
 
   Attributes:
-    request_id: whose.
-    token_ids: new tokens, usually one; a stop token that ended the request is included (the front end drops it).
-    logprobs: one entry a token, where asked for.
-    prompt_logprobs: entries for consecutive prompt tokens from the second on, where asked for.
+    request_id: id of the request.
+    token_ids: new tokens, usually one, including the stop token that ended the request, which the front end drops.
+    logprobs: one entry a token, if requested.
+    prompt_logprobs: entries for consecutive prompt tokens from the second on, if requested.
     finish_reason: set on the last event only.
-    message: for ERROR and TIMEOUT, what happened, fit for a client.
-    num_cached_tokens: prompt tokens served from the cache when first admitted (set on the last event).
-    stop_token_id: the token that ended it, for STOP; None where a constrained output was complete without one.
-    error: for ERROR, which kind, where there is a word for it: NUMERICAL_ERROR, ENGINE_FAILURE or GRAMMAR_LIMIT.
+    message: for ERROR and TIMEOUT, an explanation for the client.
+    num_cached_tokens: cached prompt tokens at the first admission; set on the last event.
+    stop_token_id: the token that ended the request, for STOP; None if a constrained output completed without one.
+    error: for ERROR, its kind if known: NUMERICAL_ERROR, ENGINE_FAILURE or GRAMMAR_LIMIT.
   """
 
   request_id: str
@@ -218,6 +218,6 @@ class TokenEvent(NamedTuple):
   error: str = ""
 
 
-# make_event(TokenEvent, values): an event from a tuple of all its fields, in 0.14 us. The class's own constructor is a
-# Python function and takes 0.30 us, and a step makes hundreds.
+# make_event(TokenEvent, values) makes an event from a tuple of all fields in 0.14 us. The class's own constructor is a
+# Python function and takes 0.30 us, and a step makes hundreds of events.
 make_event: Callable[[type[TokenEvent], tuple], TokenEvent] = tuple.__new__

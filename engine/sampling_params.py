@@ -1,4 +1,4 @@
-"""What a user may choose about sampling: frozen, and able to say what is wrong with it. Pure Python."""
+"""The sampling parameters of a request, and their validation. Pure Python; may not sample."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from engine.errors import InvalidRequest
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 1024
-# Lowest and highest allowed value, and whether the lowest itself is not.
+# Lowest and highest allowed value, and whether the lowest is excluded.
 RANGES = {
   "temperature": (0.0, 100.0, False),
   "top_p": (0.0, 1.0, True),
@@ -21,9 +21,9 @@ MAX_BIAS = 100
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
-  """Names and meanings are the field's (OpenAI's, and vLLM's where OpenAI has none).
+  """Sampling parameters, with the names and meanings of OpenAI's API, else of vLLM.
 
-  engine/device/sampler.py says in which order they are applied.
+  engine/device/sampler.py documents the order in which they apply.
 
   Attributes:
     max_tokens: most tokens to generate, at least 1.
@@ -35,13 +35,13 @@ class SamplingParams:
     repetition_penalty: divides positive and multiplies negative logits of prompt and generated tokens
       (arXiv:1909.05858); 1 is off.
     logit_bias: (token id, value in -100..100) pairs added to the logits.
-    allowed_token_ids: only these may be sampled; None is no restriction.
-    min_tokens: end-of-sequence and stop ids cannot be sampled before this many tokens.
-    stop_token_ids: end the request, and are not part of its text.
-    ignore_eos: end-of-sequence ids are ordinary tokens.
-    seed: makes draws repeatable; None lets the engine choose. A draw depends on seed and position alone.
-    logprobs: how many alternatives to report for each generated token (0: the token's own only); None is off. A
-      vocabulary of fewer tokens is reported whole.
+    allowed_token_ids: allows only these tokens; None: no restriction.
+    min_tokens: forbids end-of-sequence and stop ids before this many tokens.
+    stop_token_ids: ids that end the request and are not part of its text.
+    ignore_eos: treats end-of-sequence ids as ordinary tokens.
+    seed: makes sampling repeatable; None: the engine chooses. The random number depends only on seed and position.
+    logprobs: number of alternatives to report for each generated token, at most the vocabulary (0: only the token's
+      own log probability); None: off.
     prompt_logprobs: the same for the prompt's tokens.
   """
 
@@ -70,7 +70,7 @@ class SamplingParams:
     _check_whole("top_k", self.top_k, 0, 2**31 - 1)
     for name, (low, high, above) in RANGES.items():
       value = getattr(self, name)
-      # All limits are finite, so that what is not finite is outside.
+      # All limits are finite, so infinities and NaN are outside.
       if not (low < value <= high if above else low <= value <= high):
         raise _refusal(name, value, f"send a finite number {'above' if above else 'from'} {low:g} to {high:g}")
     if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -94,7 +94,7 @@ class SamplingParams:
         _check_whole(name, value, 0, MAX_LOGPROBS)
 
 
-# Texts are made for what is refused alone: every request comes by here, some twice.
+# Formats texts only for invalid values, because every request is validated, some twice.
 
 
 def _check_whole(name: str, value: int, low: int, high: int) -> None:

@@ -1,18 +1,20 @@
-"""Turns counts into batches and values into events. Pure Python: no clock, no thread, no I/O, no array.
+"""Turns counts into batches and values into events. Pure Python; may not use clocks, threads, I/O or arrays.
 
-There is no prefill phase and no decode phase, only num_computed_tokens catching up with num_tokens (an idea of vLLM's
-v1 scheduler). Planning needs counts alone; token values matter at commit, one step later. What everything rests on:
+The scheduler has no prefill or decode phase: in every step num_computed_tokens catches up with num_tokens, as in vLLM's
+v1 scheduler. Planning needs only counts; token values matter at commit, one step later. The invariants:
 
-  - Running requests are taken in the policy's order, and a victim of preemption is the last one in that order, never
-    one already taken in this step: nothing scheduled is undone, and the first in order always advances.
-  - No step both preempts and admits, so a preempted request comes back only after its last value has arrived.
-  - A block is published for sharing when the step that filled it has come back with finite logits: its tokens are
-    known, and no NaN can travel to another request through the cache.
-  - The last known token is never served from the cache: a step must compute at least one position to sample from.
-  - A constrained request has no row while one of its tokens is in flight: which tokens may follow is known only when
-    the constraint has taken it. Overlapped, all of them decode together in every other step; nobody else waits.
-  - Blocks freed while a launched step still writes to them are safe: steps run in order of launch.
-  - A row with drafts is planned as if all came true; commit takes back what did not. Until then its request has no row.
+  - A step takes running requests in the policy's order. It preempts the last one in that order, never one already taken
+    in this step. So it undoes nothing that it scheduled, and the first in order always advances.
+  - No step both preempts and admits, so a preempted request returns only after its last value has arrived.
+  - The scheduler publishes a block when the step that filled it returns with finite logits. So its tokens are known,
+  and
+    no NaN can reach another request through the cache.
+  - The last known token never comes from the cache, because a step must compute at least one position to sample from.
+  - A constrained request has no row while one of its tokens is in flight, because the next mask needs that token. With
+    overlap, all constrained requests decode together in every second step; other requests do not wait.
+  - A block may be freed while a launched step still writes to it, because steps run in order of launch.
+  - The plan of a row with drafts assumes that all are accepted; commit takes back the rejected ones. Until then its
+    request has no other row.
 """
 
 import bisect
@@ -39,11 +41,11 @@ from engine.waiting_queue import WaitingQueue, by_rank
 
 
 class _Plan:
-  """A step while it is being planned: what is left to give, and the rows that take several tokens."""
+  """A step during planning: the remaining budget, and the rows of several tokens."""
 
   def __init__(self, tokens_left: int, logits_left: int):
-    self.tokens_left = tokens_left  # beyond one for each running request, which is set aside
-    self.logits_left = logits_left  # likewise
+    self.tokens_left = tokens_left  # besides one token reserved for each running request
+    self.logits_left = logits_left  # besides one reserved for each running request
     self.requests: list[Request] = []
     self.counts: list[int] = []
     self.admissions: list[Admission] = []
@@ -55,16 +57,16 @@ class _Plan:
 
 
 def _earliest_deadline(request: Request) -> float:
-  """Of the deadlines that still hold; infinity where none does."""
+  """Returns the earliest active deadline, or infinity."""
   queue = request.queue_deadline if request.first_scheduled_time is None else None
   return min([each for each in (queue, request.deadline) if each is not None], default=float("inf"))
 
 
 class Scheduler:
-  """The mechanism: blocks, counts, invariants. The policy says who goes first.
+  """The mechanism of scheduling: blocks, counts and invariants. The policy decides the order of requests.
 
-  Call order: any of add, abort, expire; then schedule; then commit of the batch before (of this one, without overlap).
-  At most one batch may be uncommitted when schedule is called, and batches are committed in order.
+  Call order: any of add, abort and expire; then schedule; then commit of the previous batch (without overlap: of this
+  one). At most one batch may be uncommitted at a call of schedule, and commits follow the order of batches.
   """
 
   def __init__(self, config: EngineConfig):
@@ -73,7 +75,7 @@ class Scheduler:
     self.pool = BlockPool(config.num_blocks)
     self.num_preemptions = 0
     self._policy = make_policy(config)
-    # None where the policy holds nobody back: a call for each of 256 rows takes 10 us.
+    # None if the policy holds no request back, because a call for each of 256 rows takes 10 us.
     policy = type(self._policy)
     self._holds = None if policy.holds_back is Policy.holds_back else self._policy.holds_back
     self._looks_at_all = self._holds is not None or policy.begin_step is not Policy.begin_step  # in every step
@@ -84,17 +86,17 @@ class Scheduler:
     self._waiting = WaitingQueue()
     self._keys = PrefixKeys(config)
     self._running: list[Request] = []  # sorted by rank
-    self._slots = list(range(config.max_num_seqs - 1, -1, -1))  # free ones; the lowest is handed out first
-    self._launched: dict[int, list[Request]] = {}  # step -> its rows
-    self._times: dict[int, float] = {}  # step -> when it was planned
+    self._slots = list(range(config.max_num_seqs - 1, -1, -1))  # free slots; the lowest is allocated first
+    self._launched: dict[int, list[Request]] = {}  # step -> requests of its rows
+    self._times: dict[int, float] = {}  # step -> planning time
     self._last_commit = 0.0
     self._num_steps = 0
     self._num_arrivals = 0
     self._num_constrained = 0  # live requests with a constraint
-    self._constrained_step = -1  # the latest in which a constrained request decoded
+    self._constrained_step = -1  # the latest step in which a constrained request decoded
     self._steady = SteadyDecode(config.block_size, self._batching.reserves)
-    self._ended: list[Request] = []  # since take_ended()
-    self._next_deadline = float("inf")  # no live request has an earlier one
+    self._ended: list[Request] = []  # requests finished since take_ended()
+    self._next_deadline = float("inf")  # no live request has an earlier deadline
 
   @property
   def num_waiting(self) -> int:
@@ -110,40 +112,40 @@ class Scheduler:
     return len(self._running)
 
   def opens_at(self) -> float | None:
-    """When waiting requests may join though nothing else happens, on the clock of `schedule`; None if never so."""
+    """When waiting requests may join without another event, on the clock of `schedule`; None: never."""
     oldest = self._waiting.requests[0].arrival_time if self._waiting else 0.0
     return self._batching.opens_at(len(self._running), len(self._waiting), oldest)
 
   def kv_usage(self) -> tuple[int, int]:
-    """Tokens with KV that running requests hold, and tokens that their blocks have room for; see StepRecord."""
+    """Returns the tokens of running requests with KV, and the capacity of their blocks in tokens; see StepRecord."""
     running = self._running
     tokens = sum([request.num_computed_tokens for request in running])
     slots = sum([len(request.block_table) for request in running]) * self.config.block_size
     return tokens + self._steady.num_uncounted, slots
 
   def settle_counts(self) -> None:
-    """Brings the counters of all requests up to date; see steady_decode.py. For who looks at them from outside."""
+    """Updates the counters of all requests; call it before reading them. See steady_decode.py."""
     self._steady.settle_counts()
 
   def take_ended(self) -> list[Request]:
-    """The requests that ended since the last call, in order."""
+    """Returns the requests that finished since the last call, in order."""
     ended, self._ended = self._ended, []
     return ended
 
-  # Arrivals and endings.
+  # Arrivals and finishes.
 
-  def check_room(
+  def check_capacity(
     self, request: Request, requests_ahead: int = 0, tokens_ahead: int = 0, of_tenant_ahead: tuple[int, int] = (0, 0)
   ) -> None:
-    """Raises Overloaded if the queue, with what is on its way to it, has no room for `request`. Only reads counts.
+    """Raises Overloaded if the queue, with the requests ahead, is full for `request`. Only reads counts.
 
     Args:
       request: not yet added.
-      requests_ahead, tokens_ahead: on their way, and their prompt tokens.
-      of_tenant_ahead: the same two numbers, of the request's tenant alone.
+      requests_ahead, tokens_ahead: requests on their way to the queue, and their prompt tokens.
+      of_tenant_ahead: the same two numbers for the request's tenant alone.
     """
     requests, tokens = self._waiting.of_tenant(request.tenant)
-    self._admission.check_room(
+    self._admission.check_capacity(
       request,
       len(self._waiting) + requests_ahead,
       self._waiting.num_tokens + tokens_ahead,
@@ -152,13 +154,13 @@ class Scheduler:
     )
 
   def add_request(self, request: Request) -> None:
-    """Queues a new request that validate_request() and check_room() let pass, at its arrival_time."""
-    assert request.id not in self._requests, f"request {request.id!r} is live; the engine refuses duplicates"
+    """Queues a new request, which passed validate_request() and check_capacity(), at its arrival_time."""
+    assert request.id not in self._requests, f"request {request.id!r} is live; the engine rejects duplicates"
     config = self.config
     self._num_arrivals += 1
-    request.rank = (*self._policy.rank(request), self._num_arrivals)
+    request.rank = (*self._policy.rank(request, request.arrival_time), self._num_arrivals)
     params = request.params
-    request.stop_ids = frozenset() if params.ignore_eos else self._eos  # one object for all: cache lines
+    request.stop_ids = frozenset() if params.ignore_eos else self._eos  # one shared object, which saves cache misses
     if params.stop_token_ids:
       request.stop_ids = request.stop_ids.union(params.stop_token_ids)
     request.max_computed_tokens = request.num_prompt_tokens + params.max_tokens - 1
@@ -178,19 +180,19 @@ class Scheduler:
   def abort_request(
     self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = ""
   ) -> list[TokenEvent]:
-    """Ends a request in any state. An unknown or finished id is no error: cancellations race with endings."""
+    """Ends a request in any state. Ignores an unknown or finished id, because cancellations race with finishes."""
     request = self._requests.get(request_id)
     return [] if request is None else [self._finish(request, reason, message=message)]
 
   def expire_requests(self, now: float) -> list[TokenEvent]:
-    """Ends the requests whose queue deadline or total deadline has passed."""
+    """Ends requests past their queue deadline or total deadline."""
     if now < self._next_deadline:
       return []
     events = []
     for request in [each for each in self._requests.values() if now >= _earliest_deadline(each)]:
       waited = now - request.arrival_time
       if request.deadline is not None and now >= request.deadline:
-        message = f"not finished after {waited:.1f} s, its deadline; ask for fewer tokens or allow more time"
+        message = f"not finished after {waited:.1f} s, its deadline; lower max_tokens or allow more time"
       else:
         message = f"still queued after {waited:.1f} s, its queue deadline; try again when the server is less busy"
       events.append(self._finish(request, FinishReason.TIMEOUT, message=message))
@@ -200,7 +202,7 @@ class Scheduler:
   # Planning: counts only.
 
   def schedule(self, now: float) -> Batch | None:
-    """Plans the next step, or None if nothing can run. The batch must be launched before the next call."""
+    """Plans and returns the next step, or None if nothing can run. The caller must launch it before the next call."""
     may_join = bool(self._waiting and self._slots)
     planned = None if may_join else self._steady.plan_step(self._num_steps, self.pool, self._batching, self.ladder)
     if planned is None:
@@ -216,27 +218,29 @@ class Scheduler:
     return batch
 
   def _plan_step(self, now: float) -> tuple[Batch, list[Request]] | None:
-    """A step from the requests themselves, with its rows: who runs goes on, and who waits joins."""
+    """Plans a step and its rows from the requests: running ones continue, and waiting ones may join."""
     running, block_size = self._running, self.config.block_size
     plan = _Plan(self.ladder.max_tokens - len(running), self.ladder.max_logits - len(running))
     batching = self._batching
     chunk_left, row_limit = batching.chunk_limit, batching.row_limit()
     policy, holds, constrained = self._policy, self._holds, self._num_constrained
-    # Who joins waits a step for the others: rows spread over both steps of two would make both dearer.
+    # New constrained requests join the step of the others; rows in both steps would make both more expensive.
     held = self._constrained_step in self._launched
     policy.begin_step(running, self._waiting.requests)
+    if policy.is_dynamic:
+      self._update_ranks(now)
     num_preemptions = self.num_preemptions
     decodes: list[Request] = []
     starts: list[int] = []
-    # Victims are popped off the end of this very list: behind the request at hand, or itself when it is the last.
+    # Preemption pops victims off the end of this list: after the current request, or itself if it is last.
     for request in running:
       position = request.num_computed_tokens
       if position >= request.num_sent_tokens:
-        # Or its last value is on its way.
+        # Or its last value is in flight.
         if position >= request.max_computed_tokens or (holds is not None and holds(request)):
           continue
         if constrained and request.constraint is not None and (held or request.num_in_flight):
-          continue  # until the constraint has taken the token in flight
+          continue  # until the constraint accepts the token in flight
         if position % block_size == 0 and not self._cover(request, 1, plan):
           break
         request.num_computed_tokens = position + 1
@@ -267,16 +271,24 @@ class Scheduler:
     padded = batching.step_tokens(num_tokens, max(plan.counts, default=1), len(running))
     shape = self.ladder.fit(padded)
     if batching.fills_padding and plan.requests and num_tokens < shape.tokens:
-      # The step is padded to the edge of its rung anyway: prompt tokens in the padding are free.
+      # The ladder pads the step to its rung, so prompt tokens in that padding are free.
       num_tokens += self._grow(plan, shape.tokens - num_tokens)
       if may_admit:
         self._admit(plan, shape.tokens - num_tokens, now)
     return self._seal(decodes, starts, plan, shape, padded)
 
+  def _update_ranks(self, now: float) -> None:
+    """Recomputes every rank with the policy; ties stay in the order of arrival."""
+    rank = self._policy.rank
+    for request in (*self._running, *self._waiting):
+      request.rank = (*rank(request, now), request.rank[-1])
+    self._running.sort(key=by_rank)
+    self._waiting.sort()
+
   def _seal(
     self, decodes: list[Request], starts: list[int], plan: _Plan, shape: StepShape, padded: int
   ) -> tuple[Batch, list[Request]]:
-    """Freezes the plan: decodes first, then rows of several tokens. Returns the rows' requests too."""
+    """Freezes the plan: decodes first, then rows of several tokens. Also returns the rows' requests."""
     columns = self._steady.columns_of(decodes)
     more_logits, more_samples, more_token_ids = [], [], []
     for request, count in zip(plan.requests, plan.counts, strict=True):
@@ -289,7 +301,7 @@ class Scheduler:
       more_token_ids.append(request.known_tokens(start, end))
       request.num_computed_tokens = end
       request.num_in_flight += reaches_end
-    rows = columns.requests + plan.requests if plan.requests else columns.requests  # the very list, for steady steps
+    rows = columns.requests + plan.requests if plan.requests else columns.requests  # the same list, for steady steps
     samples = columns.samples + tuple(more_samples)
     masks: tuple[tuple[int, bytes], ...] = ()
     if self._num_constrained:
@@ -326,18 +338,18 @@ class Scheduler:
     return batch, rows
 
   def _allowed(self, request: Request, constraint: Constraint) -> bytes:
-    """What a constraint allows; one that fails when asked ends its request when the step comes back."""
+    """Returns the mask of a constraint. If that fails, the request ends when the step returns."""
     try:
       return constraint.allowed()
-    except Exception:  # another's code, which must harm this request alone
+    except Exception:  # foreign code, whose errors may affect only this request
       request.constraint = failed = FailedConstraint(self.config.vocab_size)
       return failed.allowed()
 
   def _admit(self, plan: _Plan, limit: int, now: float) -> int:
     """Admits waiting requests in order while tokens (at most `limit`), slots and blocks last; returns tokens taken.
 
-    Strictly in order: who does not fit is not overtaken, or a long prompt would starve. Only a sibling that waits for
-    its leader's prompt is stepped over, and whom the policy gives nothing now.
+    Strictly in order: no request overtakes one that does not fit, or a long prompt would starve. It skips only siblings
+    that wait for their leader's prompt, and requests that the policy holds back.
     """
     waiting, batching, policy = self._waiting.requests, self._batching, self._policy
     if not waiting or not self._slots or limit <= 0:
@@ -390,13 +402,13 @@ class Scheduler:
     return taken
 
   def _place(self, request: Request, limit: int, whole: bool) -> int:
-    """Gives a waiting request its cached prefix, and blocks for up to `limit` more tokens; returns how many, 0 if none.
+    """Gives a waiting request its cached prefix, and blocks for up to `limit` more tokens; returns their number or 0.
 
-    With `whole` it is all of its tokens or none.
+    With `whole` it places all tokens or none.
 
-    It takes blocks for its first chunk but wants to see room for all that is known of it, and for every running request
-    to grow by a block: a request admitted into a full pool would soon be preempted, and computed twice. (200 requests
-    of 64 + 64 tokens on a pool of 160 blocks: 136 preemptions without that reserve, 4 with it, for 3 % more steps.)
+    It allocates blocks for the first chunk. It also requires free blocks for all known tokens, and one for each running
+    request, because a request admitted into a full pool would soon be preempted and computed twice. (200 requests of
+    64 + 64 tokens on a pool of 160 blocks: 136 preemptions without that reserve, 4 with it, for 3 % more steps.)
     """
     assert request.num_in_flight == 0, f"request {request.id!r} returns before its last value arrived"
     block_size, pool = self.config.block_size, self.pool
@@ -424,7 +436,7 @@ class Scheduler:
     return count
 
   def _grow(self, plan: _Plan, slack: int) -> int:
-    """Lengthens planned rows by up to `slack` prompt tokens, without preempting for it; returns the tokens added."""
+    """Grows planned rows by up to `slack` prompt tokens, without preemption; returns the tokens added."""
     block_size, pool = self.config.block_size, self.pool
     left = slack
     for row, request in enumerate(plan.requests):
@@ -443,10 +455,10 @@ class Scheduler:
     return slack - left
 
   def _cover(self, request: Request, count: int, plan: _Plan) -> int:
-    """Extends the block table to hold `count` more tokens and returns how many it now can.
+    """Extends the block table for `count` more tokens and returns how many fit.
 
-    Takes what is free; preempts, last in order first, only if not even one token fits. Returns 0 if the request itself
-    had to give way.
+    It takes free blocks. Only if not even one token fits does it preempt, last in order first. Returns 0 if it
+    preempted the request itself.
     """
     pool, table, block_size = self.pool, request.block_table, self.config.block_size
     room = len(table) * block_size - request.num_computed_tokens
@@ -463,7 +475,7 @@ class Scheduler:
     return min(count, len(table) * block_size - request.num_computed_tokens)
 
   def _preempt(self, victim: Request) -> None:
-    """Takes everything away; the request recomputes it when it is admitted again, at its old place in the order."""
+    """Releases slot and blocks of a victim, which keeps its place in the order and recomputes its KV later."""
     self.num_preemptions += 1
     victim.num_preemptions += 1
     victim.num_lost_tokens += victim.num_computed_tokens - victim.num_cached_tokens
@@ -471,7 +483,7 @@ class Scheduler:
     self._enqueue(victim)
 
   def _awaits_leader(self, request: Request) -> bool:
-    """Whether a sibling would compute what its leader is about to publish."""
+    """Returns whether a sibling would compute blocks that its leader is about to publish."""
     leader = request.leader
     return (
       leader is not None
@@ -481,24 +493,24 @@ class Scheduler:
     )
 
   def _reports_prompt(self, request: Request) -> bool:
-    """Whether prompt log probabilities are still owed: every position then needs its logits, so none is cached."""
+    """Returns whether prompt log probabilities are missing; then every position needs logits, and none is cached."""
     return (
       request.params.prompt_logprobs is not None and request.num_prompt_logprobs < len(request.prompt_token_ids) - 1
     )
 
   def _num_logits(self, request: Request, count: int) -> int:
-    """Logit rows of a row of `count` tokens.
+    """Returns the logit rows of a row of `count` tokens.
 
-    At least one, even without sampling: it shows whether the KV is sound, and costs nothing in a padded step.
+    At least one, even without sampling: it detects NaN in the KV, and is free in a padded step.
     """
     return count if self._reports_prompt(request) else 1
 
-  # Values: what came back.
+  # Values of steps.
 
   def judge_tokens(self, batch: Batch, result: StepResult) -> Verdicts:
-    """Shows the new tokens of a launched batch to the constraints of their requests; call it once, before `commit`.
+    """Passes the new tokens of a launched batch to their constraints; call it once, before `commit`.
 
-    Apart from commit(), so that a trace can hold what constraints said, and a replay needs none of them.
+    Separate from commit(), so that a trace can hold the verdicts and a replay needs no constraints.
     """
     if not batch.masks:
       return NO_VERDICTS
@@ -521,18 +533,18 @@ class Scheduler:
             break
       except ConstraintFailed as error:
         failed[row] = str(error)
-      except Exception:  # another's code, which must harm this request alone
+      except Exception:  # foreign code, whose errors may affect only this request
         failed[row] = CONSTRAINT_BROKE
       if len(tokens) > 1 and (row in failed or constraint.is_done):
         num_taken[row] = taken
     return Verdicts(frozenset(done), failed, num_taken)
 
   def commit(self, batch: Batch, result: StepResult, now: float, verdicts: Verdicts = NO_VERDICTS) -> list[TokenEvent]:
-    """Takes in the values of a launched batch: new tokens, endings, blocks to share.
+    """Commits the values of a launched batch: new tokens, finishes, blocks to share.
 
-    Rows of requests that ended meanwhile are dropped; rows of requests preempted meanwhile still bring their tokens.
+    It drops rows of requests that finished meanwhile; rows of requests preempted meanwhile still deliver tokens.
     """
-    assert not result.row_ends or batch.num_drafts, "several tokens of a row that guessed none"
+    assert not result.row_ends or batch.num_drafts, "several tokens of a row without drafts"
     rows = self._launched.pop(batch.step)
     seconds = now - max(self._times.pop(batch.step), self._last_commit)
     self._last_commit = now
@@ -546,7 +558,7 @@ class Scheduler:
   def _commit_rows(
     self, rows: list[Request], batch: Batch, result: StepResult, now: float, verdicts: Verdicts
   ) -> list[TokenEvent]:
-    """Takes in a step request by request."""
+    """Commits a step request by request."""
     done, failed, num_taken = verdicts.done or None, verdicts.failed or None, verdicts.num_taken
     block_size, sharing = self.config.block_size, self.config.shares_prefixes
     running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
@@ -561,8 +573,7 @@ class Scheduler:
           self._finish(
             request,
             FinishReason.ERROR,
-            message="the model produced NaN or infinite logits for "
-            "this request; it alone was stopped, others are unaffected",
+            message="the model produced NaN or infinite logits for this request; others are unaffected",
             error=NUMERICAL_ERROR,
           )
         )
@@ -570,10 +581,10 @@ class Scheduler:
       if failed and row in failed and not num_taken.get(row):
         events.append(self._finish_failed(request, failed[row]))
         continue
-      end = start + count  # positions whose KV is right, once guesses are settled
+      end = start + count  # positions with valid KV, without rejected drafts
       entries = logprobs.get(row, ()) if logprobs else ()
       if not samples:
-        tokens = tokens[:0]  # mean nothing
+        tokens = tokens[:0]  # arbitrary values
       elif drafts and drafts[row]:
         if request.status is running:
           request.num_computed_tokens -= drafts[row] + 1 - len(tokens)
@@ -598,7 +609,7 @@ class Scheduler:
       request.num_in_flight -= 1
       if request.first_token_time is None:
         request.first_token_time = now
-      token = tokens[-1]  # a row that samples has one
+      token = tokens[-1]  # a sampling row has at least one
       if token in request.stop_ids:
         events.append(self._finish(request, FinishReason.STOP, tokens, token_logprobs, stop_token_id=token))
       elif done and row in done:
@@ -612,7 +623,7 @@ class Scheduler:
     return events
 
   def _up_to_the_end(self, request: Request, end: int, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a row's tokens those up to the one that ends the request, if one does; the first follows `end` positions."""
+    """Returns a row's tokens up to the one that ends the request; the first token follows `end` positions."""
     tokens = tokens[: request.max_computed_tokens - end + 1]
     for index, token in enumerate(tokens):
       if token in request.stop_ids:
@@ -626,9 +637,9 @@ class Scheduler:
     entries: tuple[TokenLogprobs, ...],
     num_tokens: int,
   ) -> tuple[tuple[TokenLogprobs, ...], tuple[TokenLogprobs, ...]]:
-    """Sorts a row's entries, the last of which belongs to position end - 1: the new tokens', the prompt's new ones.
+    """Splits a row's entries, the last at position end - 1, into those of new tokens and new ones of the prompt.
 
-    The entry of position p is about the token at p + 1. A recomputed prompt is reported once only.
+    The entry of position p describes the token at p + 1. A recomputed prompt is reported only once.
     """
     params = request.params
     token_logprobs = entries[-num_tokens:] if num_tokens and params.logprobs is not None else ()
@@ -652,7 +663,7 @@ class Scheduler:
     self._waiting.add(request)
 
   def _take_back(self, request: Request) -> None:
-    """Slot and blocks of a request that has left the running list."""
+    """Releases slot and blocks of a request that left the running list."""
     self.pool.release_blocks(request.block_table)
     self._slots.append(request.slot)
     request.block_table = []
@@ -669,7 +680,7 @@ class Scheduler:
     stop_token_id: int | None = None,
     error: str = "",
   ) -> TokenEvent:
-    """The one ending of a request."""
+    """Finishes a request; every finish passes here."""
     if request.status is RequestStatus.RUNNING:
       self._steady.stop_run()
       request.final_blocks = tuple(request.block_table)
@@ -695,6 +706,6 @@ class Scheduler:
     token_ids: tuple[int, ...] = (),
     logprobs: tuple[TokenLogprobs, ...] = (),
   ) -> TokenEvent:
-    """The ending of a request whose constraint cannot go on, after the tokens that it took."""
+    """Finishes a request whose constraint cannot continue, after the tokens that it accepted."""
     error = "" if text == CONSTRAINT_BROKE else GRAMMAR_LIMIT
     return self._finish(request, FinishReason.ERROR, token_ids, logprobs, text, error=error)

@@ -1,18 +1,19 @@
-"""Settings, each declared once: a dataclass field that carries its help, group, unit and limits. Pure Python.
+"""Declares each setting once, as a dataclass field with help, group, unit and limits. Pure Python; may not read flags.
 
-The server's flags, the checks of their values, `--help` and docs/reference/flags.md are made from these declarations. A
-new setting is one field, of the class whose object the code that needs it already holds.
+The server's flags, the checks of their values, `--help` and docs/reference/flags.md follow from these declarations. A
+new setting is one field, in the class whose object the code already holds.
 """
 
 from collections.abc import Iterator
 import dataclasses
 import math
 import pathlib
+import re
 import typing
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.shapes import GPU, PADDED, TPU, UNPADDED_CPU, LadderDefault
+from engine.shapes import GPU, PADDED, TPU, UNPADDED_CPU, LadderDefault, ShapeLadder, check_prefill_chunk
 
 POLICIES = ("fair", "fcfs", "priority", "sjf", "tiers")  # engine/policy.py has them
 BATCHING = ("chunked", "continuous", "disaggregated", "dynamic", "static")  # engine/batching.py
@@ -37,45 +38,46 @@ GROUPS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-  """What a setting is, beside its name, type and default, which are the field's.
+  """The declaration of a setting; its field has the name, type and default.
 
   Attributes:
-    help: what a user must know to choose; ends with a period.
+    help: all that a user must know; ends with a period.
     group: one of GROUPS.
-    unit: of a number, such as "s" or "MiB"; "" where the help says it.
+    unit: unit of a number, such as "s" or "MiB"; "" if the help has it.
     choices: the allowed words; None: any value.
-    at_least, at_most: limits of a number, both allowed.
+    takes_class: allows MODULE:CLASS besides the choices; the code that needs the class imports it.
+    at_least, at_most: inclusive limits of a number.
     common: `--help` shows it; `--helpfull` and the reference page show all.
-    resolved: where the user has not set it, the build decides, and EngineConfig has what it decided.
+    resolved: the build chooses the value if the user does not, and EngineConfig has the result.
   """
 
   help: str
   group: str
   unit: str = ""
   choices: tuple[str, ...] | None = None
+  takes_class: bool = False
   at_least: float | None = None
   at_most: float | None = None
   common: bool = False
   resolved: bool = False
 
   def limits(self) -> str:
-    """The allowed values as words, such as "at least 1 and at most 65535"; "" where every value is."""
+    """The allowed values as words, such as "at least 1 and at most 65535"; "": every value."""
     if self.choices is not None:
-      return f"one of {', '.join(self.choices)}"
+      return f"one of {', '.join(self.choices)}{' or MODULE:CLASS' if self.takes_class else ''}"
     bounds = [("at least", self.at_least), ("at most", self.at_most)]
     return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
 
 
 def setting(default: Any, help: str, *, group: str, **more: Any) -> Any:
-  """A dataclass field that declares a setting; `more` as in Setting."""
+  """Returns a dataclass field that declares a setting; `more` as in Setting."""
   assert group in GROUPS, group
   return dataclasses.field(default=default, metadata={"setting": Setting(help=help, group=group, **more)})
 
 
 @dataclasses.dataclass(frozen=True)
 class DeclaredSetting:
-  """A setting with what its field says: name, default, and type (one of bool, int, float, str, tuple[int, ...] and
-  tuple[str, ...])."""
+  """A setting with its field's name, default and type (bool, int, float, str, tuple[int, ...] or tuple[str, ...])."""
 
   name: str
   default: Any
@@ -84,11 +86,14 @@ class DeclaredSetting:
 
 
 def declared_settings(cls: type) -> Iterator[DeclaredSetting]:
-  """The settings of a dataclass, in the order of its fields; fields without a declaration are left out."""
+  """Yields the settings of a dataclass in the order of its fields; skips fields without a declaration."""
   types = typing.get_type_hints(cls)
   for field in dataclasses.fields(cls):
     if "setting" in field.metadata:
       yield DeclaredSetting(field.name, field.default, types[field.name], field.metadata["setting"])
+
+
+_CLASS_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def check_settings(values: Any) -> None:
@@ -96,7 +101,7 @@ def check_settings(values: Any) -> None:
   for declared in declared_settings(type(values)):
     value, found = getattr(values, declared.name), declared.setting
     if found.choices is not None:
-      bad = value not in found.choices
+      bad = value not in found.choices and not (found.takes_class and _CLASS_NAME.fullmatch(value))
     elif isinstance(value, int | float) and not isinstance(value, bool):
       least, most = found.at_least, found.at_most
       bad = not math.isfinite(value) or least is not None and value < least or most is not None and value > most
@@ -119,12 +124,19 @@ _QUEUE, _DEVICES = "Queue", "Devices and programs"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulingSettings:
-  """The settings that the scheduler follows as they are, on every device."""
+  """The settings of the scheduler, equal on every device."""
 
-  policy: str = setting("fcfs", "Which request goes first.", group=_BATCHING, choices=POLICIES, common=True)
+  policy: str = setting(
+    "fcfs",
+    "The order of requests; MODULE:CLASS names your own policy.",
+    group=_BATCHING,
+    choices=POLICIES,
+    takes_class=True,
+    common=True,
+  )
   batching: str = setting(
     "chunked",
-    "How requests form batches; the others than chunked are for comparisons.",
+    "The batching mode; all modes but chunked are for comparisons.",
     group=_BATCHING,
     choices=BATCHING,
     common=True,
@@ -139,64 +151,66 @@ class SchedulingSettings:
   dynamic_max_batch: int = setting(64, "With --batching=dynamic: most rows of a batch.", group=_BATCHING, at_least=1)
   aging_s: float = setting(
     10.0,
-    "With --policy=priority: waiting time that is worth one unit of priority; 0: none.",
+    "With --policy=priority: waiting time that counts as one unit of priority; 0: no aging.",
     group=_BATCHING,
     unit="s",
     at_least=0,
   )
   sjf_aging_tokens_per_s: float = setting(
     50.0,
-    "With --policy=sjf: max_tokens that a second of waiting is worth; 0: none.",
+    "With --policy=sjf: max_tokens that a second of waiting offsets; 0: no aging.",
     group=_BATCHING,
     at_least=0,
   )
   tier_share: float = setting(
     0.25,
-    "With --policy=tiers: share of slots and of prompt tokens that batch work (priority above 0) may not take.",
+    "With --policy=tiers: share of slots and prompt tokens reserved from batch work (priority above 0).",
     group=_BATCHING,
     at_least=0,
     at_most=0.99,
   )
   tier_delay_s: float = setting(
     30.0,
-    "With --policy=tiers: how much later an interactive request may arrive and still go first.",
+    "With --policy=tiers: how much later an interactive request may arrive and still run before batch work.",
     group=_BATCHING,
     unit="s",
     at_least=0,
   )
   tier_long_context: int = setting(
     0,
-    "With --policy=tiers: batch rows of more tokens make way for interactive ones; 0: none.",
+    "With --policy=tiers: interactive requests preempt batch rows of more tokens; 0: never.",
     group=_BATCHING,
     unit="tokens",
     at_least=0,
   )
   prefix_cache_scope: str = setting(
     "tenant",
-    "Who shares the KV of equal prefixes and equal salts: everybody, the requests of one tenant, the outputs of one "
-    "request, or nobody. Those who share can learn of each other's prompts, by time and by cached_tokens.",
+    "Sets who shares cached prefixes with equal salts: all requests, those of one tenant, outputs of one request, or "
+    "none. Sharing lets tenants learn of each other's prompts by timing and cached_tokens.",
     group=_MEMORY,
     choices=PREFIX_CACHE_SCOPES,
     common=True,
   )
   admission: str = setting(
     "queue",
-    "queue: refuse what the queue cannot hold; goodput: also what would miss its deadline.",
+    "queue: rejects requests when the queue is full; goodput: also requests that would miss their deadline.",
     group=_QUEUE,
     choices=ADMISSION,
     common=True,
   )
   max_queued_requests: int = setting(
     256,
-    "Requests that may wait; more are refused with RESOURCE_EXHAUSTED or 429.",
+    "Most waiting requests; the server rejects more with RESOURCE_EXHAUSTED or 429.",
     group=_QUEUE,
     at_least=1,
     common=True,
   )
-  max_queued_tokens: int = setting(262_144, "Prompt tokens that may wait.", group=_QUEUE, unit="tokens", at_least=1)
+  max_queued_tokens: int = setting(
+    262_144, "Most prompt tokens of waiting requests.", group=_QUEUE, unit="tokens", at_least=1
+  )
   max_queued_share_per_tenant: float = setting(
     1.0,
-    "Share of --max_queued_requests and --max_queued_tokens for one tenant; requests without a tenant count as one.",
+    "Share of --max_queued_requests and --max_queued_tokens for one tenant; requests without a tenant share one.",
     group=_QUEUE,
     at_least=0.001,
     at_most=1,
@@ -204,7 +218,7 @@ class SchedulingSettings:
   )
   queue_timeout_s: float = setting(
     60.0,
-    "Longest wait in the queue, for a request that brings no limit; 0: no limit.",
+    "Longest wait in the queue of a request without its own limit; 0: no limit.",
     group=_QUEUE,
     unit="s",
     at_least=0,
@@ -212,7 +226,7 @@ class SchedulingSettings:
   )
   request_timeout_s: float = setting(
     600.0,
-    "Longest time that a request may take, if it brings no limit; 0: no limit.",
+    "Longest duration of a request without its own limit; 0: no limit.",
     group=_QUEUE,
     unit="s",
     at_least=0,
@@ -222,28 +236,28 @@ class SchedulingSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceSettings:
-  """The settings that are resolved when the model and the device are known: 0, auto and empty ones are chosen then."""
+  """The settings that depend on model and device; the build chooses values for 0, auto and empty ones."""
 
   random_weights: bool = setting(
-    False, "Draw the weights instead of reading them, to measure a shape; see models/shapes.", group=_MODEL
+    False, "Make random weights instead of reading them, to measure a shape; see models/shapes.", group=_MODEL
   )
   dtype: str = setting(
     "auto",
-    "Of weights, activations and KV; auto: float32 on CPU, bfloat16 elsewhere.",
+    "Dtype of weights, activations and KV; auto: float32 on CPU, bfloat16 elsewhere.",
     group=_MODEL,
     choices=("auto", "float32", "bfloat16"),
     common=True,
   )
   quantization: str = setting(
     "none",
-    "Weights of linear layers and head: as in --dtype, or int8 with a scale an output.",
+    "Weights of linear layers and head: none: --dtype; int8: int8 with one scale an output.",
     group=_MODEL,
     choices=("none", "int8"),
     common=True,
   )
   max_model_len: int = setting(
     0,
-    "Longest prompt and output together; 0: the model's, or what the KV pool and the kernels hold of it.",
+    "Longest prompt plus output; 0: the model's length, or less if the KV pool or the kernels cannot hold it.",
     group=_MODEL,
     unit="tokens",
     at_least=0,
@@ -252,15 +266,15 @@ class DeviceSettings:
   )
   deterministic: bool = setting(
     False,
-    "The same request has the same bits alone, in any batch and after preemption (with temperature, given a seed); the "
-    "server says at start what it costs. Elsewhere than with a CPU's own kernels every step has one size.",
+    "Gives a request the same bits alone, in any batch and after preemption (with temperature, given a seed). The "
+    "server logs the cost at start. Except with a CPU's own kernels, every step has one size.",
     group=_MODEL,
     common=True,
   )
   kv_cache_mb: int = setting(
     0,
-    "KV pool over all devices; 0: what is free. On a CPU half of that, and no more than the largest of 256 MiB, one "
-    "full sequence and half of what weights take, for every page is written at start.",
+    "KV pool over all devices; 0: all free memory. On a CPU the default is half of the free memory, at most the "
+    "largest of 256 MiB, one full sequence and half of the weights, because the start writes every page.",
     group=_MEMORY,
     unit="MiB",
     at_least=0,
@@ -271,7 +285,7 @@ class DeviceSettings:
   )
   block_size: int = setting(
     0,
-    "Tokens a KV block; 0: what the attention likes best.",
+    "Tokens a KV block; 0: the best size for the attention kernels.",
     group=_MEMORY,
     unit="tokens",
     at_least=0,
@@ -279,17 +293,17 @@ class DeviceSettings:
   )
   token_budgets: tuple[int, ...] = setting(
     (),
-    "The ladder: the token budgets that a step may have, each a rung, for which a program is compiled if a step can "
-    f"need it. Empty: {_listed(GPU)} on a GPU, {_listed(TPU)} on a TPU; on a CPU {_listed(UNPADDED_CPU)} with "
-    f"--matmul=packed, where padding costs nothing, else {_listed(PADDED)}.",
+    "The ladder: the padded sizes of a step. The server compiles a program for each size that a step can need. "
+    f"Empty: {_listed(GPU)} on a GPU, {_listed(TPU)} on a TPU; on a CPU {_listed(UNPADDED_CPU)} with "
+    f"--matmul=packed, which skips padding, else {_listed(PADDED)}.",
     group=_BATCHING,
     common=True,
     resolved=True,
   )
   max_num_seqs: int = setting(
     0,
-    f"Sequences running at once; 0: {GPU.max_num_seqs} on a GPU, {TPU.max_num_seqs} on a TPU, {PADDED.max_num_seqs} on "
-    "a CPU, and no more than the largest of --token_budgets.",
+    f"Most sequences that run at once; 0: {GPU.max_num_seqs} on a GPU, {TPU.max_num_seqs} on a TPU, "
+    f"{PADDED.max_num_seqs} on a CPU, and at most the largest of --token_budgets.",
     group=_BATCHING,
     at_least=0,
     common=True,
@@ -297,8 +311,8 @@ class DeviceSettings:
   )
   prefill_chunk: int = setting(
     0,
-    f"Most prompt tokens that a step takes; 0: {GPU.prefill_chunk} on a GPU, {TPU.prefill_chunk} on a TPU, on a CPU "
-    f"{UNPADDED_CPU.prefill_chunk} with --matmul=packed, else {PADDED.prefill_chunk}; no more than the largest of "
+    f"Most prompt tokens of a step; 0: {GPU.prefill_chunk} on a GPU, {TPU.prefill_chunk} on a TPU, on a CPU "
+    f"{UNPADDED_CPU.prefill_chunk} with --matmul=packed, else {PADDED.prefill_chunk}; at most the largest of "
     "--token_budgets.",
     group=_BATCHING,
     at_least=0,
@@ -307,31 +321,43 @@ class DeviceSettings:
   )
   overlap: str = setting(
     "auto",
-    "Plan and launch a step while the one before is computed; auto: not where a CPU's steps are long beside the host's "
-    "part, for without it first tokens come sooner.",
+    "Launches a step while the device computes the previous one; auto: off if a CPU's steps are long compared to the "
+    "host's part, because first tokens then arrive sooner.",
     group=_BATCHING,
     choices=("auto", "true", "false"),
     resolved=True,
   )
   attention: str = setting(
     "auto",
-    "Paged attention; auto: the platform's own kernels.",
+    "Paged attention kernels; auto: the platform's own.",
     group=_DEVICES,
     choices=("auto", "reference", "cpu", "gpu", "tpu"),
   )
   matmul: str = setting(
     "auto",
-    "Weights as they are, or packed at load; auto: packed on one CPU.",
+    "Matmul: xla, or packed, for which the server packs weights at load; auto: packed on one CPU.",
     group=_DEVICES,
     choices=("auto", "xla", "packed"),
   )
-  num_devices: int = setting(1, "Devices to spread the model over; 0: all.", group=_DEVICES, at_least=0, common=True)
+  num_devices: int = setting(1, "Devices that share the model; 0: all.", group=_DEVICES, at_least=0, common=True)
   prefill_devices: int = setting(
-    0, "With --batching=disaggregated: how many of them do prefill; 0: half.", group=_DEVICES, at_least=0
+    0, "With --batching=disaggregated: number of devices for prefill; 0: half.", group=_DEVICES, at_least=0
   )
   compile_cache_dir: str = setting(
     str(pathlib.Path.home() / ".cache" / "sluice" / "programs"),
-    "Where compiled steps are kept between starts; empty: nowhere.",
+    "Folder that keeps compiled steps between starts; empty: none.",
     group=_DEVICES,
     common=True,
   )
+
+
+def check_pool_and_ladder(values: DeviceSettings) -> None:
+  """Rejects sizes of the KV pool and the ladder that contradict each other on every device. Raises ConfigError."""
+  if values.kv_cache_mb and values.num_blocks:
+    raise ConfigError(
+      f"kv_cache_mb={values.kv_cache_mb} and num_blocks={values.num_blocks} both size the KV pool; "
+      "set only one of --kv_cache_mb and --num_blocks"
+    )
+  if values.token_budgets:
+    ShapeLadder(values.token_budgets, values.max_num_seqs or 1)
+    check_prefill_chunk(values.prefill_chunk or 1, values.token_budgets[-1])

@@ -1,7 +1,7 @@
-"""The only place that decides a shape: the ladder of a server, and the rung of a step. Pure Python.
+"""Chooses all shapes: the ladder of a server, and the rung of a step. Pure Python; no other module may choose one.
 
-Token budget: the tokens that a step is padded to. Rung: one StepShape, compiled once. Ladder: all rungs of a server,
-one for each of its token budgets. What is not on the ladder is an error, never a compile.
+Token budget: the padded tokens of a step. Rung: one StepShape, compiled once. Ladder: all rungs of a server, one for
+each token budget. A shape that is not on the ladder raises an error and never compiles.
 """
 
 import bisect
@@ -16,8 +16,8 @@ class StepShape:
 
   Attributes:
     tokens: T, the token budget.
-    rows: S, how many sequences fit.
-    logits: L, how many logit rows: positions whose next token is drawn or reported on.
+    rows: S, the most sequences.
+    logits: L, the most logit rows: positions whose next token is sampled or reported.
   """
 
   tokens: int
@@ -26,10 +26,10 @@ class StepShape:
 
 
 class ShapeLadder:
-  """One rung for each token budget; rows and logit rows follow from the budget. No product of ladders.
+  """One rung for each token budget, which also determines rows and logit rows.
 
   Each rung has as many rows, and as many logit rows, as it has tokens, up to `max_num_seqs`. A row has at least one
-  token, and a token at most one logit row: so a step of at most `max_num_seqs` rows and `max_logits` logit rows fits
+  token, and a token at most one logit row. So a step of at most `max_num_seqs` rows and `max_logits` logit rows fits
   the rung that its tokens fit.
   """
 
@@ -41,7 +41,7 @@ class ShapeLadder:
     if max_num_seqs > token_budgets[-1]:
       raise ConfigError(
         f"max_num_seqs={max_num_seqs} exceeds the top token budget {token_budgets[-1]}: a step of "
-        "decodes alone would not fit; lower --max_num_seqs or extend --token_budgets"
+        "only decodes would not fit; lower --max_num_seqs or extend --token_budgets"
       )
     self.token_budgets = tuple(token_budgets)
     self.max_num_seqs = max_num_seqs
@@ -59,11 +59,11 @@ class ShapeLadder:
     return self._rungs[-1].logits
 
   def rungs(self) -> tuple[StepShape, ...]:
-    """Everything that may ever be compiled, smallest first."""
+    """Returns all rungs, smallest first; the server compiles no other shape."""
     return self._rungs
 
   def fit(self, num_tokens: int) -> StepShape:
-    """The smallest rung that holds `num_tokens`; raises ShapeNotOnLadder, never truncates."""
+    """Returns the smallest rung that holds `num_tokens`, or raises ShapeNotOnLadder."""
     index = bisect.bisect_left(self.token_budgets, num_tokens)
     if num_tokens < 1 or index == len(self._rungs):
       raise ShapeNotOnLadder(
@@ -74,7 +74,7 @@ class ShapeLadder:
 
 
 def check_token_budgets(token_budgets: tuple[int, ...]) -> None:
-  """Raises ConfigError unless they increase strictly, from 2 or more."""
+  """Raises ConfigError unless the budgets increase strictly, from 2 or more."""
   if not token_budgets or list(token_budgets) != sorted(set(token_budgets)) or token_budgets[0] < 2:
     raise ConfigError(
       f"token budgets {token_budgets} must be strictly increasing and start at 2 or more; "
@@ -87,10 +87,10 @@ def check_token_budgets(token_budgets: tuple[int, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LadderDefault:
-  """The ladder of a server whose user chose nothing.
+  """The default ladder of a platform.
 
   Attributes:
-    of: whose it is, as words of a sentence.
+    of: the platform, as words of a sentence.
     token_budgets, max_num_seqs, prefill_chunk: as in LadderChoice.
   """
 
@@ -100,38 +100,38 @@ class LadderDefault:
   prefill_chunk: int
 
 
-# Small steps, in which a laptop's CPU computes all padding.
+# Small steps, because a laptop's CPU computes all padding.
 PADDED = LadderDefault("a device that computes padding", (8, 16, 32, 64, 128, 256, 384, 512), 64, 512)
-# A CPU's own kernels leave padding out, so a rung may be wide: steps of 1, 9, 17 and 40 rows of a 125M model take as
-# long as with twice as many rungs, and a start has fewer programs to compile. From 32 rows on a step takes as long as
-# it has rows: a larger chunk would only lengthen the gaps that others see.
-UNPADDED_CPU = LadderDefault("a CPU whose kernels leave padding out", (8, 32, 64, 256, 512), 64, 192)
-# An 8B model in bfloat16: up to 180 tokens are computed on an H200 while its weights are read, and up to 260 on an
-# H100. So 256 rows decode in about the time of one, and rungs below differ by attention and logits alone. Above, time
-# goes with tokens, and a rung is at most half as large again as the one below. 2048 tokens take 36 ms: a larger step
-# saves no time, and is a longer gap between others' tokens. (Calculated, from 0.8 of the peak in products and 0.9 in
-# reads.)
+# A CPU's own kernels skip padding, so rungs may be wide: steps of 1, 9, 17 and 40 rows of a 125M model take as long as
+# with twice as many rungs, and a start compiles fewer programs. From 32 rows on, time is proportional to rows, so a
+# larger chunk would only lengthen the gaps of other requests.
+UNPADDED_CPU = LadderDefault("a CPU whose kernels skip padding", (8, 32, 64, 256, 512), 64, 192)
+# For an 8B model in bfloat16, an H200 computes up to 180 tokens while it reads the weights, and an H100 up to 260. So
+# 256 rows decode in about the time of one, and rungs below differ only by attention and logits. Above, time is
+# proportional to tokens, and a rung is at most half as large again as the previous one. 2048 tokens take 36 ms; a
+# larger step saves no time and lengthens the gaps of other requests. (Calculated with 0.8 of the peak in products and
+# 0.9 in reads.)
 GPU = LadderDefault("a GPU", (8, 16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048), 256, 2048)
-# A TPU's tiles have 16 rows of bfloat16, so 8 tokens would be computed as 16. 1024 tokens of an 8B model take one v6e
-# 22 ms and four v5e 26, and beside its weights the 32 GB of a v6e hold KV of 128 rows of 800 tokens. (Calculated,
-# from 0.7 of the peak; no TPU was measured, hence few rungs, powers of two.)
+# A TPU's tiles have 16 rows of bfloat16, so it would compute 8 tokens as 16. 1024 tokens of an 8B model take 22 ms on
+# one v6e and 26 ms on four v5e. The 32 GB of a v6e hold the weights and KV of 128 rows of 800 tokens. (Calculated with
+# 0.7 of the peak; not measured, hence few rungs, powers of two.)
 TPU = LadderDefault("a TPU", (16, 32, 64, 128, 256, 512, 1024), 128, 1024)
 
-# Where every step has one size, it is at least so large: where weights are read from far memory, this many tokens
-# take little longer than one.
+# The least size if every step has one size: while a step reads weights from memory, this many tokens take little
+# longer than one.
 _LEAST_TOKENS = {"cpu": 1}
 _LEAST_TOKENS_ELSEWHERE = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class LadderChoice:
-  """The ladder of a server and what goes with it.
+  """The ladder of a server and its limits.
 
   Attributes:
-    token_budgets: of its rungs.
-    max_num_seqs: rows of the largest rungs: sequences that run at once.
+    token_budgets: the budgets of its rungs.
+    max_num_seqs: rows of the largest rungs; sequences that run at once.
     prefill_chunk: most prompt tokens of a step, before it grows to the edge of its rung.
-    reason: what was chosen and why, as one line for whoever starts the server.
+    reason: the choice and its reason, a line for the server's log.
   """
 
   token_budgets: tuple[int, ...]
@@ -141,7 +141,7 @@ class LadderChoice:
 
   @property
   def ladder(self) -> ShapeLadder:
-    """Its rungs."""
+    """The ladder of these budgets."""
     return ShapeLadder(self.token_budgets, self.max_num_seqs)
 
 
@@ -156,18 +156,18 @@ def choose_ladder(
   prefill_chunk: int | None = None,
   all_rungs: bool = False,
 ) -> LadderChoice:
-  """The ladder of a server. What the user chose is kept, also where it equals a default; the rest goes with it.
+  """Chooses the ladder of a server. It keeps the user's values and adapts the rest to them.
 
   Args:
-    platform: of the device, as JAX calls it: cpu, gpu (or cuda, rocm) or tpu.
-    leaves_out_padding: the device's kernels compute the tokens in use alone.
-    one_size: every step must have the same shape (deterministic, where a kernel's sums depend on the shape).
-    chunked: a step has at most `prefill_chunk` prompt tokens; else as many as the top rung holds.
-    token_budgets, max_num_seqs, prefill_chunk: what the user chose; None: nobody chose.
-    all_rungs: keep rungs that no step can need, and of a CPU's kernels take the finer ladder: to measure them.
+    platform: JAX's platform name: cpu, gpu (or cuda, rocm) or tpu.
+    leaves_out_padding: the device's kernels compute only tokens in use.
+    one_size: every step must have the same shape (deterministic kernels whose sums depend on the shape).
+    chunked: a step has at most `prefill_chunk` prompt tokens; otherwise as many as the top rung holds.
+    token_budgets, max_num_seqs, prefill_chunk: the user's values; None: not set.
+    all_rungs: keeps rungs that no step needs and uses the finer ladder on a CPU, for measurements.
 
   Raises:
-    ConfigError: what was chosen does not fit together, or not the default of the rest.
+    ConfigError: the user's values contradict each other or the defaults of the rest.
   """
   default = _default_of(platform, leaves_out_padding, one_size)
   named = {"token_budgets": token_budgets, "max_num_seqs": max_num_seqs, "prefill_chunk": prefill_chunk}
@@ -197,7 +197,7 @@ def choose_ladder(
 
 
 def _default_of(platform: str, leaves_out_padding: bool, one_size: bool) -> LadderDefault:
-  # Where every step has one size, a lone decode pays for all rows: few of them then, on whatever device.
+  # If every step has one size, a single decode pays for all rows, so they are few on every device.
   if platform == "cpu":
     return UNPADDED_CPU if leaves_out_padding else PADDED
   if one_size:
@@ -206,7 +206,7 @@ def _default_of(platform: str, leaves_out_padding: bool, one_size: bool) -> Ladd
 
 
 def check_prefill_chunk(prefill_chunk: int, top: int) -> None:
-  """Raises ConfigError unless it is within the top token budget."""
+  """Raises ConfigError unless the chunk is within the top token budget."""
   if prefill_chunk < 1:
     raise ConfigError(f"prefill_chunk={prefill_chunk} must be at least 1; set --prefill_chunk")
   if prefill_chunk > top:
@@ -217,7 +217,7 @@ def check_prefill_chunk(prefill_chunk: int, top: int) -> None:
 
 
 def reachable_budgets(token_budgets: tuple[int, ...], max_num_seqs: int, most_prompt_tokens: int) -> tuple[int, ...]:
-  """Those that a step can be padded to: it has so many tokens of prompts at most, and one of each other row."""
+  """Returns the budgets that steps can need, with at most `most_prompt_tokens` and one token of each other row."""
   most = most_prompt_tokens + max_num_seqs - 1
   edges = (0, *token_budgets[:-1])
   return tuple(budget for budget, below in zip(token_budgets, edges, strict=True) if below < most)

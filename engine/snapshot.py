@@ -1,6 +1,6 @@
-"""A Scheduler as plain JSON values, and back: how a trace begins. Decides nothing, and keeps no reference to either.
+"""Converts a Scheduler to plain JSON values and back, for traces. May not decide anything or keep references.
 
-Beside scheduler.py the one file that knows the attributes of a Scheduler: whatever later decisions depend on is here.
+Only this module and scheduler.py know the attributes of a Scheduler. It covers all state that later decisions use.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from engine.waiting_queue import WaitingQueue
 
 
 def scheduler_state(scheduler: Scheduler) -> dict:
-  """Everything that later decisions depend on, as plain JSON values; restore_scheduler() is its inverse."""
+  """Returns all state of later decisions as plain JSON values; restore_scheduler() is the inverse."""
   scheduler.settle_counts()
   ended = {
     id(request): request
@@ -23,7 +23,7 @@ def scheduler_state(scheduler: Scheduler) -> dict:
     for request in rows
     if request.status is RequestStatus.FINISHED
   }
-  # Rows are indices: of live requests in the order of arrival, then of those that ended while a step still has them.
+  # Rows are indices of live requests in the order of arrival, then of finished ones that a step still holds.
   requests = [*scheduler._requests.values(), *ended.values()]
   index = {id(request): number for number, request in enumerate(requests)}
   return {
@@ -47,7 +47,7 @@ def scheduler_state(scheduler: Scheduler) -> dict:
 
 
 def restore_scheduler(state: dict) -> Scheduler:
-  """A scheduler that will decide as the one whose scheduler_state() this is."""
+  """Makes a scheduler that decides like the one with this scheduler_state()."""
   config: dict[str, Any] = {
     name: tuple(value) if isinstance(value, list) else value for name, value in state["config"].items()
   }

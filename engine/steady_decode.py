@@ -1,12 +1,12 @@
-"""The fast path of a Scheduler: a step of the same decodes as the one before, planned and committed from columns.
+"""The Scheduler's fast path for a step of the same decodes as the previous one. May not change its results.
 
-The mechanism in scheduler.py is complete without it, and gives the same steps and events (tests/engine/
-test_steady_decode.py compares them). It pays because a device's step leaves nothing in the processor's caches, and 256
-requests are some thousand cold lines of memory. While the same requests decode, all that changes of them is a position
-and a token: the requests' own counters follow when somebody is about to look (`settle_counts`).
+scheduler.py works without it and gives the same steps and events; tests/engine/test_steady_decode.py compares them. The
+fast path plans and commits from columns. It saves time because a device's step evicts the processor's caches, and 256
+requests are some thousand cold cache lines. While the same requests decode, only a position and a token of each change;
+the requests' own counters follow at the next `settle_counts`.
 
-Medians of 256 rows with the demo model on two cores, with it and without (tools.bench.host): schedule 49 and 124 us,
-commit 333 and 477 us; without a device between the steps, 18 and 81, 119 and 198.
+Medians of 256 rows with the demo model on two cores, with and without it (tools.bench.host): schedule 49 and 124 us,
+commit 333 and 477 us. Without a device between the steps: 18 and 81 us, 119 and 198 us.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +22,19 @@ Publish = Callable[[Request, int], None]
 
 
 class Columns:
-  """Requests that decode, in the order of their rows, as a Batch has them; made anew when others do.
+  """The columns of a Batch for the requests that decode, in row order.
 
-  They are the same for as long as these requests decode in these slots: one that lost its slot comes back with a row of
-  several tokens or of a known one, so that at least one step has other decodes.
+  One object serves while these requests decode in these slots. A request that loses its slot returns with a row of
+  several or of known tokens, so at least one step has other decodes.
 
   Attributes:
     requests, request_ids, slots: the rows; `requests` is never changed.
-    ones, samples, token_ids: what a Batch says of every such row.
-    ends: positions that are ever computed of each.
+    ones, samples, token_ids: the Batch columns of such rows.
+    ends: positions that the device ever computes of each request.
     alone: the latest step had these rows and no others.
-    tables, outputs: of the requests; empty until a step is repeated, as the next two.
-    stop_ids: of them all.
-    rows_ahead: rows by how far they are ahead of the first one, modulo block size.
+    tables, outputs: of the requests; empty until a step repeats, like the next two.
+    stop_ids: stop ids of all requests.
+    rows_ahead: rows by their distance from the first one, modulo block size.
   """
 
   def __init__(self, requests: list[Request]):
@@ -53,7 +53,7 @@ class Columns:
     self.rows_ahead: list[list[int]] = []
 
   def rows_at_a_block(self, starts: Sequence[int], offset: int, block_size: int) -> list[int]:
-    """The rows for which `offset` positions behind `starts`, where one of these steps began, a block begins."""
+    """Returns the rows that begin a block `offset` positions after `starts`, the starts of one of these steps."""
     if not self.rows_ahead:
       self.tables = [request.block_table for request in self.requests]
       self.outputs = [request.output_token_ids for request in self.requests]
@@ -62,10 +62,10 @@ class Columns:
       first = starts[0]
       for row, start in enumerate(starts):
         rows_ahead[(start - first) % block_size].append(row)
-    return self.rows_ahead[-(starts[0] + offset) % block_size]  # rows keep their distance
+    return self.rows_ahead[-(starts[0] + offset) % block_size]  # distances between rows are constant
 
   def grow_tables(self, rows: list[int], blocks: list[int]) -> tuple[tuple[int, int, int], ...]:
-    """Gives each of these rows a block; returns Batch.new_blocks."""
+    """Appends a block to each of these rows' tables; returns Batch.new_blocks."""
     tables, slots = self.tables, self.slots
     grown = tuple([(slots[row], len(tables[row]), block) for row, block in zip(rows, blocks, strict=True)])
     for row, block in zip(rows, blocks, strict=True):
@@ -74,52 +74,52 @@ class Columns:
 
 
 class SteadyDecode:
-  """The decodes of the latest step, and how many steps more are the same.
+  """The decodes of the latest step, and the number of further equal steps.
 
-  Call order: `columns_of` for the decodes of a step that was planned from requests, `begin_run` if they are all that
-  runs; from then on `plan_step` and `commit_step` do what they can, and `stop_run` ends it.
+  Call order: `columns_of` for the decodes of a step planned from requests, then `begin_run` if no other request runs.
+  From then on `plan_step` and `commit_step` handle equal steps, until `stop_run`.
 
   Attributes:
-    steps_left: how many more steps are these rows and no others if nobody joins, leaves or wants for a block; 0 unless
-      the latest step was one of all running requests, which all decoded.
+    steps_left: further steps with exactly these rows, if no request joins, leaves or lacks a block; 0 unless the latest
+      step decoded all running requests.
   """
 
   def __init__(self, block_size: int, reserves: bool):
-    """Args: block_size: tokens a KV block. reserves: requests that run have all the blocks they will ever need."""
+    """Args: block_size: tokens a KV block. reserves: running requests hold all blocks that they will need."""
     self.steps_left = 0
     self._block_size, self._reserves = block_size, reserves
     self._columns = Columns([])
-    self._starts: tuple[int, ...] = ()  # of the latest step
-    # What the requests' num_computed_tokens and num_in_flight do not know yet:
-    self._uncounted_steps = 0  # planned
-    self._uncounted_tokens = 0  # and committed, of each request
+    self._starts: tuple[int, ...] = ()  # starts of the latest step
+    # Not yet counted in the requests' num_computed_tokens and num_in_flight:
+    self._uncounted_steps = 0  # planned steps
+    self._uncounted_tokens = 0  # committed tokens of each request
 
   @property
   def num_uncounted(self) -> int:
-    """Positions computed, over all rows, that the requests' own counters lack."""
+    """Computed positions of all rows that the requests' own counters lack."""
     return self._uncounted_steps * len(self._columns.requests)
 
   def columns_of(self, decodes: list[Request]) -> Columns:
-    """Columns of the requests that decode in the step being planned: the same ones, if they are the latest step's."""
+    """Returns the columns of the decoding requests; the same object if they are the latest step's."""
     if decodes != self._columns.requests:
       self._columns = Columns(decodes)
     return self._columns
 
   def begin_run(self, starts: tuple[int, ...]) -> None:
-    """The latest step began at `starts`, its rows are the latest columns', and no other request runs or may join."""
+    """Starts a run: the latest step has these starts and the latest columns, and no other request runs or may join."""
     self._starts = starts
     self.steps_left = min(map(operator.sub, self._columns.ends, starts)) - 1
 
   def plan_step(
     self, step: int, pool: BlockPool, batching: Batching, ladder: ShapeLadder
   ) -> tuple[Batch, list[Request]] | None:
-    """The step after the latest and its rows, if it is the latest one a position on; else None, and nothing is done."""
+    """Plans the next step and its rows if it repeats the latest one; otherwise changes nothing and returns None."""
     if not self.steps_left:
       return None
     columns = self._columns
     growing = columns.rows_at_a_block(self._starts, 1, self._block_size)
     if self._reserves:
-      growing = []  # their blocks are there
+      growing = []  # their blocks are allocated
     if len(growing) > pool.num_free:
       return None
     self._starts = starts = tuple([start + 1 for start in self._starts])
@@ -146,15 +146,15 @@ class SteadyDecode:
   def commit_step(
     self, rows: list[Request], batch: Batch, result: StepResult, publish: Publish | None
   ) -> list[TokenEvent] | None:
-    """Gives each request its token, if these are its rows and none of them has ended or ends; else None, nothing done.
+    """Appends each request's token if no row ended or ends; otherwise changes nothing and returns None.
 
     Args:
-      rows: of the batch.
-      publish: shares a request's leading full blocks, so many; None where none are shared.
+      rows: requests of the batch.
+      publish: shares the given number of a request's leading full blocks; None: shares none.
     """
     columns = self._columns
     if rows is not columns.requests or not self.steps_left or not columns.outputs:
-      return None  # other rows, a row that ends by its length, or no step was repeated
+      return None  # other rows, a row that reaches its length, or no repeated step
     tokens = result.tokens
     if result.bad_rows or result.logprobs or result.row_ends or not columns.stop_ids.isdisjoint(tokens):
       return None
@@ -171,7 +171,7 @@ class SteadyDecode:
     ]
 
   def settle_counts(self) -> None:
-    """Brings the requests' counters up to date. The steps may go on repeating."""
+    """Updates the requests' counters. Steps may continue to repeat."""
     steps, tokens = self._uncounted_steps, self._uncounted_tokens
     if steps or tokens:
       for request in self._columns.requests:
@@ -180,6 +180,6 @@ class SteadyDecode:
       self._uncounted_steps = self._uncounted_tokens = 0
 
   def stop_run(self) -> None:
-    """The next step will be planned from the requests themselves."""
+    """Ends the run; the scheduler plans the next step from the requests."""
     self.settle_counts()
     self.steps_left = 0

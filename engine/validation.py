@@ -1,4 +1,4 @@
-"""Requests that can never be served are refused here, before they are queued. Knows settings; no scheduler, no load."""
+"""Rejects requests that the engine can never serve, before it queues them. May not know scheduler or load."""
 
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, RequestTooLong
@@ -6,13 +6,13 @@ from engine.request import Request
 
 
 def validate_request(config: EngineConfig, request: Request) -> None:
-  """Refuses what can never be served, before anything is allocated. Safe on any thread.
+  """Rejects a request that the engine can never serve, before any allocation. Safe on any thread.
 
-  A RequestTooLong says "maximum context length is N tokens": clients look for these words before they shorten a chat.
+  RequestTooLong has the words "maximum context length is N tokens", by which clients decide to shorten a chat.
 
   Raises:
-    InvalidRequest: a prompt that is empty or holds ids outside the vocabulary, sampling values out of range, or values
-      that contradict each other.
+    InvalidRequest: the prompt is empty or has ids outside the vocabulary, or sampling values are invalid or contradict
+      each other.
     RequestTooLong: prompt and max_tokens together exceed the model's length or the whole KV pool.
   """
   prompt = request.prompt_token_ids
@@ -21,8 +21,7 @@ def validate_request(config: EngineConfig, request: Request) -> None:
   request.params.validate(config.vocab_size)
   if request.constraint is not None and request.params.allowed_token_ids is not None:
     raise InvalidRequest(
-      "is not allowed together with an output constraint, which might then allow no token at all: "
-      "leave one of them out",
+      "is not allowed together with an output constraint, which might then allow no token at all: remove one of them",
       field="allowed_token_ids",
     )
   total = len(prompt) + request.params.max_tokens

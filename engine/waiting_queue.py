@@ -1,4 +1,4 @@
-"""Who waits to be admitted, in the policy's order, and how much that is, in all and by tenant. Admits nobody."""
+"""The queue of waiting requests in the policy's order, with totals by tenant. May not admit requests."""
 
 import bisect
 from collections.abc import Iterable, Iterator
@@ -10,17 +10,17 @@ by_rank = operator.attrgetter("rank")
 
 
 class WaitingQueue:
-  """Of requests whose rank is set.
+  """A sorted queue of ranked requests.
 
   Attributes:
-    requests: sorted by rank; for reading.
-    num_tokens: prompt tokens of them all.
+    requests: sorted by rank; read only.
+    num_tokens: prompt tokens of all requests.
   """
 
   def __init__(self, requests: Iterable[Request] = ()):
     self.requests: list[Request] = []
     self.num_tokens = 0
-    self._of_tenant: dict[str, tuple[int, int]] = {}  # those of 0 are absent
+    self._of_tenant: dict[str, tuple[int, int]] = {}  # without tenants of 0 requests
     for request in requests:
       self.add(request)
 
@@ -31,16 +31,20 @@ class WaitingQueue:
     return iter(self.requests)
 
   def of_tenant(self, tenant: str) -> tuple[int, int]:
-    """Its requests and their prompt tokens."""
+    """Returns the number of a tenant's requests and their prompt tokens."""
     return self._of_tenant.get(tenant, (0, 0))
 
   def add(self, request: Request) -> None:
-    """Puts it in its place."""
+    """Inserts a request by rank."""
     bisect.insort(self.requests, request, key=by_rank)
     self._count(request, 1)
 
+  def sort(self) -> None:
+    """Sorts the queue after ranks changed."""
+    self.requests.sort(key=by_rank)
+
   def remove(self, request: Request) -> None:
-    """It waits no more."""
+    """Removes a request."""
     del self.requests[bisect.bisect_left(self.requests, request.rank, key=by_rank)]
     self._count(request, -1)
 

@@ -1,7 +1,8 @@
-"""How a layer reaches past tokens: paged attention in serving, dense in training. No batch is planned here.
+"""Attention over past tokens: paged in serving, dense in training. May not plan a batch.
 
-An `attend` takes a layer's declaration and its projections as one array, before rotary embedding: on a GPU one kernel
-rotates and stores them. It is static in the compiled layer, so equal arguments must give the same function object.
+An `attend` takes a layer's declaration and its projections as one array, before rotary embedding, because on a GPU one
+kernel rotates and stores them. It is static in the compiled layer, so equal arguments must give the same function
+object.
 """
 
 from collections.abc import Callable
@@ -22,11 +23,11 @@ PagedGroups = tuple[tuple[LayerAttention, PagedAttention], ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionMeta:
-  """What serving's attention needs to know of a step.
+  """A step's metadata for attention in serving.
 
   Attributes:
-    ragged: the rows, with what the layers of each group share; in the order of the groups.
-    slot_mapping: int32[T], where each token's key and value are stored (see PagedAttention.attend).
+    ragged: the rows of each group of layers, in the order of the groups.
+    slot_mapping: int32[T], the slot of each token's key and value (see PagedAttention.attend).
   """
 
   ragged: tuple[RaggedMeta, ...]
@@ -35,7 +36,7 @@ class AttentionMeta:
 
 @functools.cache
 def paged_attend(groups: PagedGroups) -> Callable:
-  """Serving's `attend`: stores this step's keys and values, then attends over the rows' pages."""
+  """Returns the `attend` of serving, which stores this step's keys and values and attends over the rows' pages."""
   number = {declared: index for index, (declared, _) in enumerate(groups)}
 
   def attend(declared: LayerAttention, qkv, cos, sin, cache, meta: AttentionMeta):
@@ -47,7 +48,7 @@ def paged_attend(groups: PagedGroups) -> Callable:
 
 
 def dense_causal_attend(declared: LayerAttention, qkv, cos, sin, cache, meta):
-  """Training's and parity's `attend`: whole sequences [B, T], no cache (pass None), differentiable.
+  """The `attend` of training and parity tests: whole sequences [B, T], no cache (pass None), differentiable.
 
   qkv [B, T, K, G + 2, H] -> [B, T, N, H], cache.
   """
@@ -60,7 +61,7 @@ def dense_causal_attend(declared: LayerAttention, qkv, cos, sin, cache, meta):
 
 
 def _soft_capped(declared: LayerAttention, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-  """jax.nn.dot_product_attention, which has no soft cap, with one: q [B, T, N, H], k and v [B, T, K, H]."""
+  """jax.nn.dot_product_attention with a soft cap: q [B, T, N, H], k and v [B, T, K, H]."""
   batch, length, heads, size = q.shape
   q = q.reshape(batch, length, declared.num_kv_heads, declared.group_size, size)
   scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * declared.scale

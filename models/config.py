@@ -1,4 +1,4 @@
-"""What a decoder is, as numbers: frozen and hashable, so that it may be static in a program. No jax here."""
+"""A decoder's configuration, frozen and hashable so that programs may take it as static. May not import jax."""
 
 import dataclasses
 from typing import Literal
@@ -8,8 +8,8 @@ from typing import Literal
 class RopeScaling:
   """Rotary frequency scaling.
 
-  `llama3` stretches only the low frequencies (Llama 3.1, section on long context); `linear` divides
-  every frequency by `factor` (position interpolation, arXiv:2306.15595).
+  `llama3` scales only the low frequencies (Llama 3.1, section on long context). `linear` divides every frequency by
+  `factor` (position interpolation, arXiv:2306.15595).
   """
 
   kind: Literal["llama3", "linear"]
@@ -19,25 +19,25 @@ class RopeScaling:
   original_max_position: int = 8192
 
 
-# What the gates of the MLP go through; gelu_tanh is GELU by its approximation with tanh.
+# The activation of the MLP's gates; gelu_tanh is the tanh approximation of GELU.
 Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerAttention:
-  """How one layer attends.
+  """The attention of one layer.
 
   Layers with equal declarations form a group: one plan a step, one KV layout, one block table.
 
   Attributes:
     num_heads, num_kv_heads, head_dim: N, K, H.
-    scale: what a score is multiplied by.
+    scale: factor of the scores.
     rope_theta: base of the rotary frequencies.
-    rope_scaling: of these frequencies.
-    rotary_dim: how many of the head's dimensions, those in front, are rotated.
-    window: how many tokens a query sees, itself among them; None: all up to itself.
-    soft_cap: a score s becomes soft_cap * tanh(s / soft_cap); None: it stays.
-    has_sinks: each query head has a learned score that takes part in the softmax and has no value.
+    rope_scaling: scaling of these frequencies.
+    rotary_dim: number of leading head dimensions that rotate.
+    window: tokens that a query sees, including itself; None: all up to itself.
+    soft_cap: a score s becomes soft_cap * tanh(s / soft_cap); None: no cap.
+    has_sinks: each query head has a learned score that joins the softmax without a value.
   """
 
   num_heads: int
@@ -58,11 +58,11 @@ class LayerAttention:
 
   @property
   def rope(self) -> tuple[float, RopeScaling | None, int, int]:
-    """What decides on the rotation; layers in which this is equal rotate alike."""
+    """The parameters of the rotation; layers with equal parameters rotate alike."""
     return self.rope_theta, self.rope_scaling, self.rotary_dim, self.head_dim
 
 
-# Well above any model there is: what a file asks for beyond these is a mistake, found before anything is made of it.
+# Far above every known model. A larger value is a mistake in the file, which the reader reports before it allocates.
 _LIMITS = {
   "vocab_size": 2**24,
   "num_layers": 2**10,
@@ -76,20 +76,20 @@ _LIMITS = {
 
 
 def check_size(name: str, value: int) -> None:
-  """Raises ValueError unless the value of a field, by the field's name, is one that a model may have."""
+  """Raises ValueError unless `value` is valid for the field `name`."""
   if not isinstance(value, int) or value < 1:
     raise ValueError(f"model config: {name}={value!r} must be a positive integer")
   limit = _LIMITS[name]
   if value > limit:
-    raise ValueError(f"model config: {name}={value!r:.40} is above {limit}, which no model needs; correct the file")
+    raise ValueError(f"model config: {name}={value!r:.40} is above the limit {limit}; correct the file")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """A decoder, as numbers. Axis letters are those of `models/layers.py`.
+  """The sizes and constants of a decoder. Axis letters are those of `models/layers.py`.
 
-  What a layer's attention is, `layers` says, and nothing else need be asked. It follows from the fields here, unless
-  `layer_attention` gives a declaration for each layer, as families do whose layers differ.
+  `layers` holds the attention of every layer, and callers need no other field for it. It follows from the fields here,
+  unless a family whose layers differ declares `layer_attention`.
   """
 
   family: str  # a key of models.registry.FAMILIES
@@ -100,7 +100,7 @@ class ModelConfig:
   num_heads: int  # N
   num_kv_heads: int  # K
   head_dim: int  # H
-  max_position: int  # longest sequence the weights were made for, in tokens
+  max_position: int  # longest sequence of the training, in tokens
   rope_theta: float = 10_000.0
   rope_scaling: RopeScaling | None = None
   rms_norm_eps: float = 1e-5
@@ -108,13 +108,13 @@ class ModelConfig:
   qkv_bias: bool = False
   qk_norm: bool = False
   sliding_window: int | None = None
-  attention_scale: float | None = None  # what a score is multiplied by; None: one over the root of H
-  embedding_multiplier: float = 1.0  # of the embedding, before the first layer
-  residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
+  attention_scale: float | None = None  # factor of the scores; None: 1 / sqrt(H)
+  embedding_multiplier: float = 1.0  # factor of the embedding, before the first layer
+  residual_multiplier: float = 1.0  # factor of each addition to the residual stream
   logits_divisor: float = 1.0
   logits_soft_cap: float | None = None  # a logit x becomes cap * tanh(x / cap)
   activation: Activation = "silu"
-  post_norms: bool = False  # of what attention and MLP add, besides those of what they get
+  post_norms: bool = False  # norms after attention and MLP, besides those before
   norm_offset: float = 0.0  # added to the scale of every norm
   layer_attention: tuple[LayerAttention, ...] = ()
 
@@ -131,7 +131,7 @@ class ModelConfig:
       raise ValueError(f"model config: sliding_window={self.sliding_window} must be at least 1")
     if self.layer_attention and len(self.layer_attention) != self.num_layers:
       raise ValueError(
-        f"model config: {len(self.layer_attention)} attentions are declared for {self.num_layers} layers"
+        f"model config: layer_attention has {len(self.layer_attention)} entries for {self.num_layers} layers"
       )
     for layer in self.layer_attention:
       if layer.window is not None and layer.window < 1:
@@ -161,7 +161,7 @@ class ModelConfig:
 
   @property
   def groups(self) -> dict[LayerAttention, tuple[int, ...]]:
-    """The layers of every group, in the order of their first ones."""
+    """The layers of every group, ordered by first layer."""
     groups: dict[LayerAttention, tuple[int, ...]] = {}
     for number, layer in enumerate(self.layers):
       groups[layer] = (*groups.get(layer, ()), number)

@@ -1,9 +1,9 @@
-"""The dense decoder: Llama 2 and 3, and by their configs what is like them. Structure only.
+"""The dense decoder of Llama 2 and 3 and similar families. May not know how weights are stored.
 
-How weights are held, and which work goes into their products, is models/linear.py's. How attention reaches past tokens
-is the caller's: it passes `attend`, a pure function, and one cache a layer, which this file hands through unread.
-Serving passes paged attention, training passes dense causal attention; there is one forward for both. Every function
-works on any leading dimensions (`[T]` in serving, `[B, T]` in training).
+models/linear.py owns the representation of weights and their products. The caller owns attention: it passes `attend`, a
+pure function, and one cache a layer, which this module passes on unread. Serving passes paged attention and training
+dense causal attention to the same forward. Every function accepts any leading dimensions (`[T]` in serving, `[B, T]` in
+training).
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from models.linear import Linear, WeightForm, declare_vocabulary
 
 # (the layer's declaration, qkv [..., K, G + 2, H], cos [..., H / 2], sin, cache, meta) -> (out [..., N, H], cache)
 Attend = Callable[[LayerAttention, jax.Array, jax.Array, jax.Array, Any, Any], tuple[jax.Array, Any]]
-# (int32[S], indices into the tokens; int32[1], how many of these are in use, those in front)
+# (int32[S], indices into the tokens; int32[1], the number of leading indices in use)
 Wanted = tuple[jax.Array, jax.Array]
 
 
@@ -31,8 +31,8 @@ def _norm(config: ModelConfig, size: int, dtype: jnp.dtype, form: WeightForm) ->
 class Attention(nnx.Module):
   """Grouped-query attention (arXiv:2305.13245). Query, key and value are one product.
 
-  `qkv` is [D, K, G + 2, H]: each KV head lies beside its query heads, so the K axis can be split over devices
-  without moving anything.
+  `qkv` is [D, K, G + 2, H]: each KV head is next to its query heads, so devices can split the K axis without moving
+  data.
   """
 
   def __init__(self, config: ModelConfig, declared: LayerAttention, dtype: jnp.dtype, form: WeightForm):
@@ -58,7 +58,7 @@ class Attention(nnx.Module):
     num_tokens: jax.Array | None,
     wanted: Wanted | None,
   ) -> tuple[jax.Array, Any]:
-    """[..., D] -> [..., D] (of the tokens wanted): x and what attention adds to it; and the cache."""
+    """[..., D] -> [..., D] for the wanted tokens: x plus the attention output; and the cache."""
     qkv = self.qkv(x, norm=norm, num_rows=num_tokens)
     if self.q_norm is not None and self.k_norm is not None:
       q, k, v = jnp.split(qkv, [self.declared.group_size, self.declared.group_size + 1], axis=-2)
@@ -73,7 +73,7 @@ class Attention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-  """SwiGLU and its like (arXiv:2002.05202); gate and up are one product."""
+  """A gated MLP such as SwiGLU (arXiv:2002.05202). Gate and up are one product."""
 
   def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm):
     d, f = config.model_dim, config.hidden_dim
@@ -82,13 +82,13 @@ class GatedMLP(nnx.Module):
     self.activation: Activation = config.activation
 
   def __call__(self, x: jax.Array, norm: RMSNorm, post_norm: RMSNorm | None, num_tokens: jax.Array | None) -> jax.Array:
-    """[..., D] -> [..., D]: x and what the MLP adds to it."""
+    """[..., D] -> [..., D]: x plus the MLP output."""
     both = self.gate_up(x, norm=norm, num_rows=num_tokens)
     return self.down(both, activation=self.activation, residual=x, residual_norm=post_norm, num_rows=num_tokens)
 
 
 class Block(nnx.Module):
-  """One layer: attention and MLP, each with a norm of what it gets and, in some families, of what it adds."""
+  """One layer: attention and MLP, each with a norm before it and, in some families, a norm after it."""
 
   def __init__(self, config: ModelConfig, declared: LayerAttention, dtype: jnp.dtype, form: WeightForm):
     norm = partial(_norm, config, config.model_dim, dtype, form)
@@ -110,8 +110,8 @@ class Block(nnx.Module):
 
 @partial(jax.jit, static_argnums=(0, 6))
 def _run_block(graphdef, state, x, rotation, cache, meta, attend, num_tokens, wanted):
-  """One layer as an inner jit: those that are declared alike, but for the last, share one trace and one compiled body;
-  a scan would copy the cache."""
+  """Runs one layer as an inner jit. Equal layers except the last share one trace and one compiled body; a scan would
+  copy the cache."""
   return nnx.merge(graphdef, state)(x, rotation, cache, meta, attend, num_tokens, wanted)
 
 
@@ -145,18 +145,17 @@ class Decoder(nnx.Module):
     """Runs the layers.
 
     Args:
-      tokens: int32[...], ids inside the vocabulary (checked by the host: JAX clamps in silence).
-      positions: int32[...], of the same shape.
-      caches: one opaque value a layer, handed to `attend` and replaced by what it returns.
-      meta: a pytree handed to `attend`.
-      attend: a module-level function (it is static in the compiled layer).
-      num_tokens: int32[1], how many of the tokens are in use, those in front; None: all. Where a matmul can, it leaves
-        the others out. What comes out for them means nothing.
-      wanted: which tokens, int32[T], are asked for, since only these get logits: behind its attention the last layer
-        has no others. None: all.
+      tokens: int32[...], ids inside the vocabulary. The host checks this; JAX would clamp them silently.
+      positions: int32[...], the shape of `tokens`.
+      caches: one opaque value a layer, which `attend` takes and returns updated.
+      meta: a pytree for `attend`.
+      attend: a module-level function; it is static in the compiled layer.
+      num_tokens: int32[1], the number of leading tokens in use; None: all. Matmuls skip the others if they can; hidden
+        states of the others are arbitrary.
+      wanted: the tokens that get logits, int32[S]; after its attention the last layer computes only these. None: all.
 
     Returns:
-      Hidden states [..., D] (of those wanted, [S, D]) as the last layer leaves them, for `logits`; and the new caches.
+      Hidden states of the last layer, [..., D] or [S, D] for wanted tokens, for `logits`; and the new caches.
     """
     x = self.embed(tokens)
     rotations = {declared.rope: rotation(positions, declared) for declared in self.config.groups}
@@ -169,9 +168,9 @@ class Decoder(nnx.Module):
     return x, tuple(new_caches)
 
   def logits(self, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
-    """[..., D] of `hidden` -> f32[..., V]: the final norm, and the head.
+    """[..., D] of `hidden` -> f32[..., V]: applies the final norm and the head.
 
-    num_rows: int32[1], as num_tokens of `hidden`.
+    num_rows: int32[1], like num_tokens of `hidden`.
     """
     with jax.named_scope("head"):
       logits = self.head(hidden, norm=self.final_norm, num_rows=num_rows, dtype=jnp.dtype(jnp.float32))

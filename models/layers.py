@@ -1,11 +1,11 @@
-"""The pieces every decoder is made of. Pure: no page, no batch, no engine is known here.
+"""The layers that every decoder shares. May not know pages, batches or engines.
 
 Axis letters, used in comments all over Sluice:
   T tokens in the step   S sequences (rows)   D model   F hidden   N query heads   K KV heads
   G query heads a KV head (N = K * G)   H head size   V vocabulary   P pages   L layers
 
-Parameters are `flax.nnx.Param`s that carry their logical axes as metadata (`axes=`); engine/device/mesh.py maps
-those to mesh axes. Modules are only ever built inside `nnx.eval_shape`, so a declaration allocates nothing.
+Parameters are `flax.nnx.Param`s with their logical axes as metadata (`axes=`); engine/device/mesh.py maps those to mesh
+axes. Callers build modules only inside `nnx.eval_shape`, so a declaration allocates nothing.
 """
 
 import math
@@ -18,7 +18,7 @@ from models.config import LayerAttention, RopeScaling
 
 
 def param(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> nnx.Param:
-  """Declares a parameter of `shape` and `dtype` whose dimensions carry the logical names `axes`."""
+  """Declares a parameter of `shape` and `dtype` with the logical axes `axes`."""
   assert len(shape) == len(axes), (shape, axes)
   return nnx.Param(jnp.zeros(shape, dtype), axes=axes)
 
@@ -26,10 +26,10 @@ def param(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype
 class RMSNorm(nnx.Module):
   """y = x / rms(x) * (offset + scale), in f32 (arXiv:1910.07467).
 
-  With an offset (Gemma's is 1) the product is made in f32 too.
+  With an offset (Gemma's is 1) the product is in f32 too.
 
-  Ordered, the squares are added halves onto halves: XLA's own reduction adds those of few rows in another order than
-  those of many, so that a row's last bits depend on the batch.
+  An ordered norm sums squares pairwise in a fixed order. XLA's own reduction uses another order for few rows than for
+  many, so a row's last bits would depend on the batch.
   """
 
   def __init__(self, size: int, eps: float, dtype: jnp.dtype, *, offset: float = 0.0, ordered: bool = False):
@@ -59,7 +59,7 @@ def _ordered_sum(x: jax.Array) -> jax.Array:  # [..., n] -> [..., 1]
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
-  """Angular frequencies of rotary embedding, f32[H/2] in radians a position (arXiv:2104.09864)."""
+  """Returns the angular frequencies of rotary embedding, f32[H/2] in radians a position (arXiv:2104.09864)."""
   exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
   freq = 1.0 / (jnp.float32(theta) ** exponent)
   if scaling is None:
@@ -77,7 +77,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 def rotation(positions: jax.Array, attention: LayerAttention) -> tuple[jax.Array, jax.Array]:
-  """cos and sin of the angles that a layer turns its queries and keys by, f32[..., H/2] for int32[...] positions."""
+  """Returns cos and sin of a layer's rotation angles, f32[..., H/2] for int32[...] positions."""
   shape = (*positions.shape, attention.head_dim // 2)
   frequencies = rope_frequencies(attention.head_dim, attention.rope_theta, attention.rope_scaling)
   angle = positions[..., None].astype(jnp.float32) * jnp.broadcast_to(frequencies, shape)

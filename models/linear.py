@@ -1,11 +1,12 @@
-"""Linear layers and embeddings, and how their weights are held. Pure; knows no decoder, and decides for none.
+"""Linear layers and embeddings, and the representations of their weights. May not know a decoder.
 
-A representation is one class here: what it declares, what it makes of a plain weight, and its product, with the norm or
-the gates before it and the residual behind, fused or not. A decoder asks for these and never for a representation. To
-add one: a class, and a line in `_MATRICES`. Scales inside the sum are its own product's matter; a low-rank addition is
-one more term in `Linear.__call__`, which then does the work around the products itself.
+A representation is one class: its declared parameters, its conversion of a plain weight, and its product with the norm
+or gates before it and the residual after it. A decoder uses layers and never names a representation. To add one, write
+a class and add a line to `_MATRICES`. Scales inside the sum belong to the class's product. A low-rank addition is one
+more term in `Linear.__call__`, which then applies norm, gates and residual itself.
 
-Stored parameters have names of their own (`stored_name`): a layer's is its weight's, whatever the modules are called.
+A stored parameter has a separate name (`stored_name`): the layer's name, independent of the module that holds the
+weight.
 """
 
 from collections.abc import Callable
@@ -27,12 +28,12 @@ Array = jax.Array | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class WeightForm:
-  """How a model holds the weights that it multiplies by; what is only looked up, and norms, are always plain.
+  """The representation of the weights of matrix products; embeddings that are only looked up, and norms, are plain.
 
   Attributes:
-    packed: in the layout of pallas_kernels/packed_matmul, for one CPU.
-    quantization: "none": of the model's dtype; "int8": whole numbers with a scale an output (models/quantize.py).
-    ordered: packed ones are multiplied so that a row has the same bits in any batch; they are held alike.
+    packed: the layout of pallas_kernels/packed_matmul, for one CPU.
+    quantization: "none": the model's dtype; "int8": integers with a scale an output (models/quantize.py).
+    ordered: packed products give a row the same bits in any batch; the layout does not change.
   """
 
   packed: bool = False
@@ -41,12 +42,12 @@ class WeightForm:
 
   @property
   def orders_norms(self) -> bool:
-    """Whether norms beside the products add in an order that the batch does not change, as packed products can."""
+    """Whether norms outside the products sum in an order that does not depend on the batch."""
     return self.packed
 
   @property
   def is_made_on_host(self) -> bool:
-    """Whether a weight is brought into the form from the host's memory, so that it need not be the device's before."""
+    """Whether the loader converts a weight in host memory, before it moves to the device."""
     return self.packed
 
 
@@ -63,11 +64,10 @@ def _gate(x: jax.Array, activation: Activation) -> jax.Array:  # [..., 2, F] -> 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixSpec:
-  """A weight as a checkpoint has it.
+  """A weight in a checkpoint.
 
   Attributes:
-    shape, axes: its dimensions and their logical names; the first `num_inputs` meet the input, the others are the
-      output.
+    shape, axes: dimensions and their logical names; the first `num_inputs` are inputs, the others outputs.
     num_inputs: at least 1.
     dtype: of the plain weight.
   """
@@ -90,7 +90,7 @@ class Matrix(nnx.Module):
   """A weight in one representation.
 
   Attributes:
-    array: the parameter that has the layer's stored name.
+    array: the parameter under the layer's stored name.
   """
 
   array: nnx.Param
@@ -100,9 +100,9 @@ class Matrix(nnx.Module):
     self.spec = spec
 
   def arrange(self, weight: Array) -> dict[str, Array]:
-    """The parameters of this module, by attribute, from a plain weight of `spec.shape`.
+    """Converts a plain weight of `spec.shape` to the parameters of this module, by attribute.
 
-    What the host holds comes out in memory of its own: a weight may be a view of a file.
+    Copies arrays in host memory, because a weight may be a view of a file.
     """
     raise NotImplementedError
 
@@ -116,12 +116,12 @@ class Matrix(nnx.Module):
     num_rows: jax.Array | None = None,
     dtype: jnp.dtype | None = None,
   ) -> jax.Array:
-    """x [..., *inputs] times the weight: [..., *outputs] of `dtype`, or x's. Arguments: those of `Linear.__call__`."""
+    """Multiplies x [..., *inputs] by the weight: [..., *outputs]. Arguments as in `Linear.__call__`."""
     raise NotImplementedError
 
 
 class PlainMatrix(Matrix):
-  """As the checkpoint has it, multiplied by XLA."""
+  """The checkpoint's layout, multiplied by XLA."""
 
   def __init__(self, spec: MatrixSpec, form: WeightForm):
     super().__init__(spec, form)
@@ -152,7 +152,7 @@ class PlainMatrix(Matrix):
 
 
 class Int8Matrix(PlainMatrix):
-  """Whole numbers, and scales of the output's dimensions behind the sum. XLA converts on the way."""
+  """Integers, with scales of the output's dimensions applied after the sum. XLA converts during the product."""
 
   def __init__(self, spec: MatrixSpec, form: WeightForm):
     super().__init__(dataclasses.replace(spec, dtype=jnp.dtype(jnp.int8)), form)
@@ -171,7 +171,7 @@ class Int8Matrix(PlainMatrix):
 
 
 class PackedMatrix(Matrix):
-  """In the layout of pallas_kernels/packed_matmul, as one matrix [inputs, outputs]."""
+  """The layout of pallas_kernels/packed_matmul, as one matrix [inputs, outputs]."""
 
   def __init__(self, spec: MatrixSpec, form: WeightForm):
     super().__init__(spec, form)
@@ -180,11 +180,11 @@ class PackedMatrix(Matrix):
     self.array = param(shape, (None, None, None), spec.dtype)
 
   def arrange(self, weight: Array) -> dict[str, Array]:
-    return {"array": packed_matmul.pack(np.asarray(weight).reshape(math.prod(self.spec.inputs), -1))}
+    return {"array": packed_matmul.pack_weight(np.asarray(weight).reshape(math.prod(self.spec.inputs), -1))}
 
   def product(self, x, *, norm=None, activation=None, residual=None, num_rows=None, dtype=None):
     if norm is not None and norm.offset and x.dtype != jnp.float32:
-      x, norm = norm(x), None  # the kernel's scale has x's dtype: offset + scale would be rounded to it
+      x, norm = norm(x), None  # the kernel's scale has x's dtype, to which offset + scale would round
     if activation is not None and activation != "silu":
       x, activation = _gate(x, activation), None
     spec, gated = self.spec, activation is not None
@@ -205,11 +205,11 @@ class PackedMatrix(Matrix):
     return product.reshape(*lead, *spec.outputs)
 
   def arrange_table(self, table: Array) -> dict[str, Array]:
-    """As `arrange`, from the transposed matrix."""
+    """Like `arrange`, from the transposed matrix."""
     return self.arrange(table.T)
 
   def lines(self, indices: jax.Array) -> jax.Array:
-    """Columns of a matrix [D, V], int32[...] -> [..., D]."""
+    """Looks up columns of a matrix [D, V]: int32[...] -> [..., D]."""
     return self.array[...][indices // packed_matmul.COLUMNS, :, indices % packed_matmul.COLUMNS]
 
   def _scales(self) -> jax.Array | None:
@@ -221,7 +221,7 @@ def _norm_scale(norm: RMSNorm) -> jax.Array:
 
 
 class PackedInt8Matrix(PackedMatrix):
-  """Whole numbers in the packed layout, and f32[outputs] scales, which the kernel puts behind the sum."""
+  """Integers in the packed layout, with f32[outputs] scales that the kernel applies after the sum."""
 
   def __init__(self, spec: MatrixSpec, form: WeightForm):
     super().__init__(dataclasses.replace(spec, dtype=jnp.dtype(jnp.int8)), form)
@@ -236,19 +236,19 @@ class PackedInt8Matrix(PackedMatrix):
 
 
 class Table(PlainMatrix):
-  """An embedding as the checkpoint has it, [V, D]: for its lines, and where it is tied, for x [..., D] times [D, V]."""
+  """An embedding in the checkpoint's layout, [V, D], for lookups and, if tied, for x [..., D] times [D, V]."""
 
   def __init__(self, spec: MatrixSpec, form: WeightForm):
-    """Args: spec: of the matrix [D, V]."""
+    """Args: spec: the spec of the matrix [D, V]."""
     super().__init__(dataclasses.replace(spec, shape=spec.shape[::-1], axes=spec.axes[::-1]), form)
     self.spec = spec
 
   def arrange_table(self, table: Array) -> dict[str, Array]:
-    """As `arrange`, from [V, D]."""
+    """Like `arrange`, from [V, D]."""
     return self.arrange(table)
 
   def lines(self, indices: jax.Array) -> jax.Array:
-    """int32[...] -> [..., D]."""
+    """Looks up rows: int32[...] -> [..., D]."""
     return self.array[...][indices]
 
   def _times(self, x, weight, dtype):
@@ -256,7 +256,7 @@ class Table(PlainMatrix):
 
 
 def _owned(weight: Array) -> Array:
-  return packed_matmul.copied(weight) if isinstance(weight, np.ndarray) else weight
+  return packed_matmul.copy_array(weight) if isinstance(weight, np.ndarray) else weight
 
 
 # By packed and quantization.
@@ -266,7 +266,7 @@ _MATRICES: dict[tuple[bool, str], type[Matrix]] = {
   (True, "none"): PackedMatrix,
   (True, "int8"): PackedInt8Matrix,
 }
-# What serves as embedding and tied head both; else the head is a matrix of its own, made of the embedding.
+# Types that serve as both embedding and tied head; otherwise the head is a separate matrix made from the embedding.
 _TIED: dict[type[Matrix], type[Table | PackedMatrix]] = {PlainMatrix: Table, PackedMatrix: PackedMatrix}
 
 
@@ -278,7 +278,7 @@ def _matrix_type(form: WeightForm) -> type[Matrix]:
 
 
 class Linear(nnx.Module):
-  """y = multiplier * (x times weight + bias), and the work before and behind it."""
+  """y = multiplier * (x times weight + bias), with optional norm, gates and residual."""
 
   def __init__(self, matrix: Matrix, bias: nnx.Param | None = None, multiplier: float = 1.0):
     """See `declare`."""
@@ -286,7 +286,7 @@ class Linear(nnx.Module):
 
   @property
   def inputs(self) -> tuple[int, ...]:
-    """Dimensions that x has behind its leading ones."""
+    """The input dimensions, which follow x's leading ones."""
     return self.matrix.spec.inputs
 
   @classmethod
@@ -301,7 +301,7 @@ class Linear(nnx.Module):
     bias: bool = False,
     multiplier: float = 1.0,
   ) -> "Linear":
-    """A layer whose weight has `shape` in a checkpoint of `dtype`; see MatrixSpec."""
+    """Declares a layer whose weight has `shape` in a checkpoint of `dtype`; see MatrixSpec."""
     spec = MatrixSpec(shape, axes, num_inputs, dtype)
     matrix = _matrix_type(form)(spec, form)
     return cls(matrix, param(spec.outputs, axes[num_inputs:], dtype) if bias else None, multiplier)
@@ -320,13 +320,13 @@ class Linear(nnx.Module):
     """x [..., *inputs] -> [..., *outputs] of `dtype`, or x's.
 
     Args:
-      norm: x goes through it first; there is one input dimension.
-      activation: x is [..., 2, inputs], gates and then values: activation(gates) * values is what is multiplied
+      norm: applied to x first; needs a single input dimension.
+      activation: x is [..., 2, inputs], gates and then values; the layer multiplies activation(gates) * values
         (arXiv:2002.05202).
       residual: [..., *outputs], added to the result.
-      residual_norm: what is added to the residual goes through it first.
-      num_rows: int32[1], of x's rows how many are in use, those in front; None: all. Where a kernel can, it leaves the
-        others out. What comes out for them means nothing.
+      residual_norm: applied to the result before the residual.
+      num_rows: int32[1], the number of leading rows in use; None: all. Kernels skip the others if they can; results of
+        the others are arbitrary.
     """
     is_last = self.bias is None and self.multiplier == 1.0 and residual_norm is None
     y = self.matrix.product(
@@ -349,11 +349,11 @@ class Linear(nnx.Module):
 
 
 class TiedHead(Linear):
-  """The head where it is made of the embedding, but held apart from it."""
+  """A head that the loader makes from the embedding and stores separately."""
 
 
 class Embedding(nnx.Module):
-  """Token ids to vectors: lines of the embedding, times `multiplier`."""
+  """Maps token ids to rows of the embedding, times `multiplier`."""
 
   def __init__(self, matrix: Table | PackedMatrix, multiplier: float = 1.0):
     self.matrix, self.multiplier = matrix, multiplier
@@ -373,7 +373,7 @@ def declare_vocabulary(
   multiplier: float = 1.0,
   head_multiplier: float = 1.0,
 ) -> tuple[Embedding, Linear]:
-  """The embedding and the head, [D, V]; tied, they are one weight in the checkpoint, and in memory where that works."""
+  """Declares the embedding and the head, [D, V]. If tied, they share a weight, where possible also in memory."""
   spec = MatrixSpec((model_dim, size), ("embed", "vocab"), 1, dtype)
   kind = _matrix_type(form)
   if tied and kind in _TIED:
@@ -383,14 +383,14 @@ def declare_vocabulary(
   return Embedding(Table(spec, form), multiplier), head
 
 
-# --- From a plain model's parameters to a form's ----------------------------------------------------------------------
+# --- Conversion of a plain model's parameters -------------------------------------------------------------------------
 
-# Ends of parameters' paths in the modules, and of their stored names.
+# Suffixes of parameters' paths in the modules, and of their stored names.
 _ENDINGS = {".matrix.array": "", ".matrix.scales": "_scale", ".bias": "_bias"}
 
 
 def stored_name(path: str) -> str:
-  """`layers.0.attention.qkv` for the parameter `layers.0.attention.qkv.matrix.array`; others keep their path."""
+  """Returns `layers.0.attention.qkv` for `layers.0.attention.qkv.matrix.array`; others keep their path."""
   for ending, stored in _ENDINGS.items():
     if path.endswith(ending):
       return path.removesuffix(ending) + stored
@@ -398,9 +398,9 @@ def stored_name(path: str) -> str:
 
 
 def arranger(model: nnx.Module) -> Callable[[str, Array], dict[str, Array]]:
-  """What turns a parameter of the plain model into those of `model`, which may hold no arrays.
+  """Returns a function that converts parameters of the plain model to those of `model`, which may be abstract.
 
-  It takes a stored name and the plain value, and gives values by stored name, in the shapes that `model` declares.
+  The function takes a stored name and the plain value. It returns values by stored name, in the shapes of `model`.
   """
   modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
   tied = [(name, module.matrix) for name, module in modules.items() if isinstance(module, TiedHead)]

@@ -1,7 +1,7 @@
-"""Weights as 8-bit whole numbers with a scale an output. Pure; may not decide which weights, nor how they are used.
+"""Quantizes weights to int8 with one scale an output. May not decide which weights, or how layers use them.
 
-Symmetric, by the greatest magnitude of each output's weights; activations are not touched ("weight-only"). So a
-product's error is that of its weights, of which each is off by half a step at most: 1/254 of the output's greatest.
+Quantization is symmetric and weight-only: the largest magnitude of an output's weights sets its scale, and activations
+keep their dtype. Each weight has an error of at most half a step, 1/254 of the output's largest weight.
 """
 
 from functools import partial
@@ -9,18 +9,18 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-LIMIT = 127  # -128 is left out: what is symmetric needs no offset
+LIMIT = 127  # without -128, so that the range is symmetric and needs no offset
 
 
 @partial(jax.jit, static_argnums=1)
 def quantize(weight: jax.Array, num_inputs: int) -> tuple[jax.Array, jax.Array]:
-  """Whole numbers of the weight's shape, and what to multiply a product by them with.
+  """Returns the integers of a weight, and the scales of their products.
 
   Args:
-    weight: its first `num_inputs` dimensions meet the input, the others are the output; finite.
+    weight: finite; its first `num_inputs` dimensions are inputs, the others outputs.
 
   Returns:
-    int8[weight.shape]; f32[weight.shape[num_inputs:]], above 0, and 1 where all weights of an output are 0.
+    int8[weight.shape]; f32[weight.shape[num_inputs:]], above 0; 1 for an output whose weights are all 0.
   """
   exact = weight.astype(jnp.float32)
   greatest = jnp.max(jnp.abs(exact), axis=tuple(range(num_inputs)), keepdims=True)

@@ -1,7 +1,7 @@
-"""Which models there are: how config.json is read, where the checkpoint's tensors go, and which decoder runs them.
+"""The registry of model families: config reader, tensor map and decoder of each. May not open files.
 
-To add a family: a file in models/families, a line in FAMILIES, an entry in tools/parity/cases.py. A family that has all
-of Llama's shape and tensor names gives no `tensors` of its own; one whose block differs names a decoder of its own.
+To add a family, write a module in models/families, and add a line to FAMILIES and a case to tools/parity/cases.py. A
+family with Llama's shape and tensor names needs no `tensors`; a family with another block names its own decoder.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,13 +21,13 @@ from models.linear import PLAIN, WeightForm
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """A row of the registry.
+  """An entry of the registry.
 
   Attributes:
     architecture: config.json's `architectures` entry.
-    read_config: from a parsed config.json. Raises UnsupportedModel.
-    tensors: the checkpoint tensors of every parameter, keyed by its dotted path in the decoder.
-    decoder: its class, declared as Decoder(config, dtype, form).
+    read_config: reads a parsed config.json. Raises UnsupportedModel.
+    tensors: returns the checkpoint tensors of every parameter, by dotted path in the decoder.
+    decoder: a class with the constructor Decoder(config, dtype, form).
   """
 
   architecture: str
@@ -53,34 +53,34 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
   """Reads a parsed config.json.
 
   Raises:
-    UnsupportedModel: the file asks for what Sluice does not compute; says what, and what is supported.
+    UnsupportedModel: Sluice does not compute this model; the text has the key and the supported values.
     ValueError: the sizes contradict each other.
   """
   return FAMILIES[_family_of(raw)].read_config(raw)
 
 
 def tensors(config: ModelConfig) -> TensorMap:
-  """The checkpoint tensors of every parameter, keyed by its dotted path in the decoder."""
+  """Returns the checkpoint tensors of every parameter, by dotted path in the decoder."""
   return FAMILIES[config.family].tensors(config)
 
 
 def abstract(config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN) -> tuple[nnx.GraphDef, nnx.State]:
-  """The model without arrays: a static graph and a tree of ShapeDtypeStructs with logical axes."""
+  """Returns the model without arrays: a static graph and a tree of ShapeDtypeStructs with logical axes."""
   decoder = FAMILIES[config.family].decoder
   return nnx.split(nnx.eval_shape(lambda: decoder(config, dtype, form)))
 
 
 def _family_of(raw: Mapping[str, Any]) -> str:
-  """By `architectures`, by `model_type`, or by both, which must agree."""
+  """Finds the family by `architectures`, `model_type`, or both, which must agree."""
   names, kind = raw.get("architectures"), raw.get("model_type")
   if names:
     found = [key for key, family in FAMILIES.items() if names == [family.architecture]]
   else:
     found = [key for key in FAMILIES if key == kind]
   if not found:
-    asked = f"architectures={names!r:.200}" if names else f"model_type={kind!r:.80} without architectures"
+    given = f"architectures={names!r:.200}" if names else f"model_type={kind!r:.80} without architectures"
     supported = ", ".join(family.architecture for family in FAMILIES.values())
-    raise UnsupportedModel(f"{asked} is not supported; supported are {supported}")
+    raise UnsupportedModel(f"{given} is not supported; supported are {supported}")
   if kind is not None and kind != found[0]:
     raise UnsupportedModel(
       f"architectures={names!r:.200} and model_type={kind!r:.80} contradict each other; with these architectures "
@@ -90,7 +90,7 @@ def _family_of(raw: Mapping[str, Any]) -> str:
 
 
 def refuse_uncomputed(config: ModelConfig) -> None:
-  """Raises UnsupportedModel where a config is read as it is meant, but asks for what no decoder computes."""
+  """Raises UnsupportedModel if a config declares attention that no decoder computes."""
   for attention in config.groups:
     for name, value, supported in (
       ("num_heads", attention.num_heads, config.num_heads),

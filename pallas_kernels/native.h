@@ -1,7 +1,7 @@
-// What the CPU kernels share: vectors of floats, element types, and work spread over XLA's own threads.
-// Vectors are the compiler's (GCC and Clang), so one source serves AVX-512, AVX2, NEON and the rest; which instructions
-// are used is chosen when it is compiled (native.py). A vector is as wide as a register: of one that is wider, GCC keeps
-// every sum in memory (64 rows with AVX2: 21 GFLOP/s, where registers make 200).
+// Shared by the CPU kernels: vectors of floats, element types, and work spread over XLA's threads.
+// Vectors are those of GCC and Clang, so one source serves AVX-512, AVX2, NEON and others; native.py selects the
+// instruction set at compile time. A vector must be as wide as a register: GCC keeps the sums of wider ones in memory
+// (64 rows with AVX2: 21 GFLOP/s instead of 200).
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ inline Vec load(const float* from) {
   std::memcpy(&v, from, sizeof v);
   return v;
 }
-// By name where there is an instruction for it: GCC 12 takes the compiler's own vectors apart here.
+// Intrinsics, because GCC 12 splits the generic vector conversion into single bytes.
 inline Vec load(const int8_t* from) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
@@ -106,12 +106,12 @@ inline float sum_of(Vec v) {
   return sums[0];
 }
 
-// e^x for x <= 0, exactly 1 at 0 and 0 below -87; elsewhere within 2 units of the last place.
+// e^x for x <= 0: exactly 1 at 0, 0 below -87, elsewhere within 2 units in the last place.
 inline Vec exp_of_negative(Vec x) {
   const Vec low = all(-87.3f);
   const IntVec vanishes = x < low;
   x = vanishes ? low : x;
-  const Vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const Vec magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Vec n = (x * 1.44269504f + magic) - magic;
   const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   Vec p = all(1.9875691500e-4f);
@@ -127,13 +127,13 @@ inline Vec exp_of_negative(Vec x) {
   return vanishes ? Vec{} : p * scale;
 }
 
-// How many threads `spread` may use.
+// The number of threads that `spread` uses.
 inline int64_t spread_over(ffi::ThreadPool& threads, int64_t count, bool worth_it) {
   return worth_it ? std::max<int64_t>(1, std::min<int64_t>(threads.num_threads(), count)) : 1;
 }
 
-// Calls work(i) for every i below `count`, on the calling thread and on XLA's. Returns when all are done. A thread that
-// comes too late finds nothing left, so nobody waits for one that is busy elsewhere.
+// Calls work(i) for every i below `count`, on the calling thread and on XLA's, and returns when all are done. A thread
+// that starts late finds no work left, so the caller never waits for a busy thread.
 template <typename Work>
 void spread(ffi::ThreadPool& threads, int64_t count, bool worth_it, const Work& work) {
   const int64_t helpers = spread_over(threads, count, worth_it) - 1;
@@ -145,7 +145,7 @@ void spread(ffi::ThreadPool& threads, int64_t count, bool worth_it, const Work& 
     std::atomic<int64_t> next{0}, done{0};
   };
   auto state = std::make_shared<State>();
-  auto help = [state, count, &work] {  // `work` is touched only while an i is left, that is before this call returns
+  auto help = [state, count, &work] {  // helpers use `work` only while an i is left, so before `spread` returns
     for (int64_t i; (i = state->next.fetch_add(1, std::memory_order_relaxed)) < count;) {
       work(i);
       state->done.fetch_add(1, std::memory_order_release);
@@ -158,8 +158,8 @@ void spread(ffi::ThreadPool& threads, int64_t count, bool worth_it, const Work& 
   }
 }
 
-// As `spread`, of work in two parts: `second` finds all done that `first` does. One call wakes XLA's threads once.
-// Nobody waits for what nobody has begun: parts are begun in order, each by a thread that is at work.
+// Like `spread`, for work in two parts: every `second` runs after all of `first`. One call wakes XLA's threads once.
+// It cannot deadlock: threads start parts in order, so `second` waits only for parts that are already running.
 template <typename First, typename Second>
 void spread(ffi::ThreadPool& threads, int64_t firsts, const First& first, int64_t seconds, const Second& second,
             bool worth_it) {

@@ -1,12 +1,12 @@
-"""Builds the C++ kernels for CPUs, finds them and has XLA call them. May not know what they compute: their folders do.
+"""Builds the C++ kernels for CPUs, loads them and registers them with XLA. May not know what they compute.
 
-  python -m pallas_kernels.native             builds what this machine's processor runs, unless it is there already
-  python -m pallas_kernels.native LEVEL ...   builds for these levels of x86-64 instead, as for a wheel
+  python -m pallas_kernels.native             builds the kernels for this machine's processor, unless they exist
+  python -m pallas_kernels.native LEVEL ...   builds them for these levels of x86-64, for instance for a wheel
 
-Each `cpu.cc` of a kernel's folder becomes one shared library in pallas_kernels/built/, whose name holds the instruction
-set and a digest of sources, flags and jaxlib's version: a library of other sources is never loaded. Building needs a
-C++17 compiler (CXX, c++, g++ or clang++) and takes some seconds; nothing is built when something is imported, and
-nothing is loaded or told to XLA before it is asked for.
+Each kernel folder's `cpu.cc` becomes one shared library in pallas_kernels/built/. The library's name holds the
+instruction set and a digest of sources, flags and jaxlib's version, so the loader never takes a stale library. Building
+needs a C++17 compiler (CXX, c++, g++ or clang++) and takes some seconds. Importing this module builds, loads and
+registers nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,29 +24,29 @@ import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # imported by what needs it: whoever builds or asks for a path need not wait for it
+if TYPE_CHECKING:  # functions import jax where they need it, so that building or finding a path does not wait for it
   import jax
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _BUILT = _ROOT / "pallas_kernels" / "built"
-IMPLEMENTATIONS = ("reference", "cpu")  # what `choose` chooses among
-# By kernel, whose folder has the source: the library's entry, also the name of the custom call.
+IMPLEMENTATIONS = ("reference", "cpu")  # what `choose_implementation` returns
+# Kernel folder -> the library's entry point, which is also the name of the custom call.
 ENTRIES = {
   "adjust": "SluiceAdjust",
   "argmax": "SluiceArgmax",
-  "draw": "SluiceDraw",
   "packed_matmul": "SluicePackedMatmul",
   "paged_attention": "SluicePagedAttend",
+  "sampling": "SluiceSampling",
 }
 _HEADER = "pallas_kernels/native.h"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno")
-# What /proc/cpuinfo must list for a level of the x86-64 psABI (beyond what every such processor has); best first.
+# The /proc/cpuinfo flags that a level of the x86-64 psABI needs beyond the baseline; best level first.
 _LEVELS = {
   "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
   "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
   "x86-64-v2": {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"},
 }
-# Builds for another machine, as for an image that many run; only where that machine's level is the same is it loaded.
+# Overrides the level, for instance to build an image for many machines. A machine loads only libraries of its level.
 _LEVEL_VARIABLE = "SLUICE_NATIVE_LEVEL"
 
 _REGISTERING = threading.Lock()
@@ -54,12 +54,12 @@ _REGISTERED: set[str] = set()
 
 
 class NativeMissing(NotImplementedError):
-  """There is no library for this machine and these sources; the text says why, and what to do."""
+  """No library exists for this machine and these sources; the text gives the reason and the remedy."""
 
 
 @functools.cache
 def level() -> str:
-  """The instruction set to build for: an x86-64 level, or the machine's name where there are none."""
+  """Returns the instruction set to build for: an x86-64 level, or the machine's name on other architectures."""
   if platform.machine() not in ("x86_64", "AMD64"):
     return platform.machine()
   if (wanted := os.environ.get(_LEVEL_VARIABLE)) in _LEVELS:
@@ -74,7 +74,7 @@ def level() -> str:
 
 
 def source(name: str) -> pathlib.Path:
-  """The C++ file of `name`, a key of ENTRIES."""
+  """Returns the C++ file of `name`, a key of ENTRIES."""
   return _ROOT / "pallas_kernels" / name / "cpu.cc"
 
 
@@ -84,7 +84,7 @@ def _flags(target: str) -> list[str]:
 
 @functools.cache
 def path(name: str, target: str = "") -> pathlib.Path:
-  """Where the library of `name`, a key of ENTRIES, is once it is built; for this machine, or the level `target`."""
+  """Returns the path that the library of `name`, a key of ENTRIES, has for `target`, or for this machine's level."""
   target = target or level()
   digest = hashlib.sha256(repr((_flags(target), importlib.metadata.version("jaxlib"))).encode())
   for file in (source(name), _ROOT / _HEADER, *sorted(source(name).parent.glob("*.h"))):
@@ -93,13 +93,13 @@ def path(name: str, target: str = "") -> pathlib.Path:
 
 
 def libraries() -> list[pathlib.Path]:
-  """Those of these sources that are built, for any level."""
+  """Returns the built libraries of the present sources, for all levels."""
   wanted = {path(name, target) for name in ENTRIES for target in (level(), *_LEVELS)}
   return sorted(file for file in wanted if file.exists())
 
 
 def compiler() -> str | None:
-  """The C++ compiler's path, or None."""
+  """Returns the path of the C++ compiler, or None."""
   for candidate in (os.environ.get("CXX"), "c++", "g++", "clang++"):
     if candidate and (found := shutil.which(candidate)):
       return found
@@ -109,15 +109,15 @@ def compiler() -> str | None:
 def compile_library(
   file: pathlib.Path, library: pathlib.Path, more_flags: tuple[str, ...] = (), target: str = ""
 ) -> pathlib.Path:
-  """Compiles a C++ file for this machine, or the level `target`, into `library`, and returns that.
+  """Compiles a C++ file for `target`, or for this machine's level, into `library`, and returns `library`.
 
   Raises:
-    NativeMissing: no compiler was found, or it failed (its first error is in the text).
+    NativeMissing: no compiler is installed, or it failed; the text holds its first error.
   """
   chosen = compiler()
   if chosen is None:
     raise NativeMissing(
-      f"{file.parent.name}: no C++ compiler (CXX, c++, g++, clang++): install one, run make setup again"
+      f"{file.parent.name}: no C++ compiler (CXX, c++, g++, clang++); install one and run make setup again"
     )
   import jax.ffi
 
@@ -131,11 +131,11 @@ def compile_library(
   return library
 
 
-def build(name: str, target: str = "") -> pathlib.Path:
-  """Compiles the library of `name`, if it is not there, and returns its path; for this machine, or the level `target`.
+def build_library(name: str, target: str = "") -> pathlib.Path:
+  """Compiles the library of `name` for `target`, or for this machine's level, unless it exists; returns its path.
 
   Raises:
-    NativeMissing: no compiler was found, or it failed (its first error is in the text).
+    NativeMissing: no compiler is installed, or it failed; the text holds its first error.
   """
   target = target or level()
   wanted = path(name, target)
@@ -144,7 +144,7 @@ def build(name: str, target: str = "") -> pathlib.Path:
   _BUILT.mkdir(exist_ok=True)
   with tempfile.TemporaryDirectory(dir=_BUILT) as folder:
     part = compile_library(source(name), pathlib.Path(folder) / wanted.name, target=target)
-    part.replace(wanted)  # whole or not at all
+    part.replace(wanted)  # atomic: no other process sees a partial library
   for old in _BUILT.glob(f"{name}-{target}-*.so"):
     if old != wanted:
       old.unlink(missing_ok=True)
@@ -152,69 +152,69 @@ def build(name: str, target: str = "") -> pathlib.Path:
 
 
 @functools.cache
-def load(name: str) -> ctypes.CDLL:
-  """The library of `name`.
+def load_library(name: str) -> ctypes.CDLL:
+  """Loads and returns the library of `name`.
 
   Raises:
-    NativeMissing: it was not built, or for other sources, or cannot be loaded.
+    NativeMissing: the library is not built for these sources, or the system cannot load it.
   """
   file = path(name)
   if not file.exists():
-    raise NativeMissing(f"native {name} is not built for {level()} and these sources: run make setup")
+    raise NativeMissing(f"native {name} is not built for {level()} and these sources; run make setup")
   try:
     return ctypes.CDLL(str(file))
   except OSError as error:
     raise NativeMissing(f"native {name} cannot be loaded: {error}") from error
 
 
-def choose(name: str, platform: str, num_devices: int = 1) -> str:
-  """What serves there: "cpu", the library of `name`, on one CPU where it is built; else "reference"."""
+def choose_implementation(name: str, platform: str, num_devices: int = 1) -> str:
+  """Returns "cpu" for a single CPU device on which the library of `name` loads; else "reference"."""
   if platform != "cpu" or num_devices != 1:
     return "reference"
   try:
-    load(name)
+    load_library(name)
   except NativeMissing:
     return "reference"
   return "cpu"
 
 
-def register(name: str) -> None:
-  """Tells XLA of the entry of the library of `name`, once; before an executable that calls it is loaded.
+def register_library(name: str) -> None:
+  """Registers the library of `name` with XLA, once. XLA needs this before it loads an executable that calls it.
 
   Raises:
-    NativeMissing: see `load`.
+    NativeMissing: see `load_library`.
   """
   import jax.ffi
 
-  library = load(name)
-  with _REGISTERING:  # programs are traced on several threads, and jax.ffi.pycapsule sets up what they would share
+  library = load_library(name)
+  with _REGISTERING:  # several threads trace programs, and jax.ffi.pycapsule initializes shared state
     if name not in _REGISTERED:
       entry = ENTRIES[name]
       jax.ffi.register_ffi_target(entry, jax.ffi.pycapsule(getattr(library, entry)), platform="cpu")
       _REGISTERED.add(name)
 
 
-def call(name: str, result: Any, **options: Any) -> Callable[..., Any]:
-  """A function of arrays, and of attributes by name, that runs the library of `name`.
+def bind_call(name: str, result: Any, **options: Any) -> Callable[..., Any]:
+  """Returns a function that runs the library of `name` on arrays and keyword attributes.
 
   Args:
     name: a key of ENTRIES.
-    result, options: as of `jax.ffi.ffi_call`.
+    result, options: as in `jax.ffi.ffi_call`.
 
   Raises:
-    NativeMissing: see `load`.
+    NativeMissing: see `load_library`.
   """
   import jax.ffi
 
-  register(name)
+  register_library(name)
   return jax.ffi.ffi_call(ENTRIES[name], result, **options)
 
 
-def check_lines(name: str, x: "jax.Array", implementation: str) -> None:
-  """What kernels over lines of logits ask of them.
+def check_rows(name: str, x: "jax.Array", implementation: str) -> None:
+  """Checks the arguments of a kernel over rows of logits.
 
   Raises:
-    ValueError: x is not float32[S, V], or the implementation none of IMPLEMENTATIONS; the text begins with `name`.
+    ValueError: x is not float32[S, V], or the implementation is not in IMPLEMENTATIONS; the text begins with `name`.
   """
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(f"{name}: implementation {implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
@@ -222,19 +222,19 @@ def check_lines(name: str, x: "jax.Array", implementation: str) -> None:
     raise ValueError(f"{name}: x is {x.dtype}{list(x.shape)}; it must be float32[S, V]")
 
 
-def bits(lines: "Iterable[jax.Array]") -> "jax.Array":
-  """Numbers of lines as the kernels take them: int32[k, S] of k arrays of 32 bits each, floats by their bits."""
+def pack_bits(columns: "Iterable[jax.Array]") -> "jax.Array":
+  """Packs k arrays [S] of 32-bit values into int32[k, S], with floats as their bits."""
   from jax import lax
   import jax.numpy as jnp
 
-  return jnp.stack([lax.bitcast_convert_type(line, jnp.int32) for line in lines])
+  return jnp.stack([lax.bitcast_convert_type(column, jnp.int32) for column in columns])
 
 
-def count(name: str, num_rows: "jax.Array | None") -> "jax.Array":
-  """How many lines are in use as the kernels take it: int32[1], or int32[0] for all (None).
+def pack_row_count(name: str, num_rows: "jax.Array | None") -> "jax.Array":
+  """Returns the number of rows in use as kernels take it: int32[1], or int32[0] for None, which means all rows.
 
   Raises:
-    ValueError: it is anything else; the text begins with `name`.
+    ValueError: num_rows has another dtype or shape; the text begins with `name`.
   """
   import jax.numpy as jnp
 
@@ -246,9 +246,10 @@ def count(name: str, num_rows: "jax.Array | None") -> "jax.Array":
 
 
 def main(targets: Sequence[str] = ()) -> int:
-  """Builds everything; a machine that cannot is told in one line, and is no failure: XLA does the work there.
+  """Builds all kernels. Without a compiler it prints one line and still returns 0, because XLA's own kernels serve.
 
-  What was asked for by name is: exit code 1, or 2 for a name that is no level's.
+  Returns:
+    An exit code: 1 if a level of `targets` fails to build, 2 if `targets` holds an unknown level.
   """
   if unknown := [target for target in targets if target not in _LEVELS]:
     print(f"pallas_kernels.native: {unknown[0]!r} is not one of {', '.join(_LEVELS)}", file=sys.stderr)
@@ -256,9 +257,9 @@ def main(targets: Sequence[str] = ()) -> int:
   for target in targets or ("",):
     for name in ENTRIES:
       try:
-        build(name, target)
+        build_library(name, target)
       except NativeMissing as error:
-        print(f"sluice: {error}; XLA's own does its work, more slowly", file=sys.stderr)
+        print(f"sluice: {error}; until then XLA's slower kernel serves", file=sys.stderr)
         if targets:
           return 1
   return 0

@@ -150,19 +150,7 @@ class Stream:
       for message in self._call:
         if message.HasField("started"):
           self.request_id = message.started.request_id
-        endings = {finished.index: finished for finished in message.finished}
-        for delta in message.deltas:
-          ending = endings.pop(delta.index, None)
-          yield Piece(
-            delta.index,
-            delta.text,
-            tuple(delta.token_ids),
-            tuple(delta.logprobs),
-            tuple(delta.prompt_logprobs),
-            _ending(ending) if ending else None,
-          )
-        for index, ending in endings.items():
-          yield Piece(index, "", (), ending=_ending(ending))
+        yield from read_pieces(message)
 
   def cancel(self) -> None:
     """Stops the generation; iteration then raises SluiceError with code CANCELLED."""
@@ -227,17 +215,19 @@ class Client:
     """All n outputs, in order. Raises SluiceError."""
     with _errors():
       response = self._generation.GenerateUnary(
-        _request(prompt, options), timeout=options.get("timeout_s"), metadata=self._metadata
+        make_generate_request(prompt, options), timeout=options.get("timeout_s"), metadata=self._metadata
       )
     return [
-      Completion(each.text, tuple(each.token_ids), tuple(each.logprobs), _ending(each.finished))
+      Completion(each.text, tuple(each.token_ids), tuple(each.logprobs), read_ending(each.finished))
       for each in response.completions
     ]
 
   def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
     """Outputs piece by piece. Errors come while iterating."""
     return Stream(
-      self._generation.Generate(_request(prompt, options), timeout=options.get("timeout_s"), metadata=self._metadata)
+      self._generation.Generate(
+        make_generate_request(prompt, options), timeout=options.get("timeout_s"), metadata=self._metadata
+      )
     )
 
   def tokenize(self, text: str) -> list[int]:
@@ -297,8 +287,29 @@ class Client:
     self.close()
 
 
-def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-  """The wire form; raises TypeError for a misspelt option, or two constraints."""
+def read_pieces(message: pb.GenerateResponse) -> Iterator[Piece]:
+  """What one message of a stream brings, output by output."""
+  endings = {finished.index: finished for finished in message.finished}
+  for delta in message.deltas:
+    ending = endings.pop(delta.index, None)
+    yield Piece(
+      delta.index,
+      delta.text,
+      tuple(delta.token_ids),
+      tuple(delta.logprobs),
+      tuple(delta.prompt_logprobs),
+      read_ending(ending) if ending else None,
+    )
+  for index, ending in endings.items():
+    yield Piece(index, "", (), ending=read_ending(ending))
+
+
+def make_generate_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+  """The wire form of a request.
+
+  Raises:
+    TypeError, ValueError: an option is misspelt or of another type, or there are two constraints.
+  """
   unknown = options.keys() - Options.__annotations__.keys()
   if unknown:
     raise TypeError(f"unknown options {sorted(unknown)}; known are {sorted(Options.__annotations__)}")
@@ -336,7 +347,8 @@ def _request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
   return request
 
 
-def _ending(finished: pb.Finished) -> Ending:
+def read_ending(finished: pb.Finished) -> Ending:
+  """How an output ended, in plain values."""
   kind = finished.WhichOneof("matched")
   return Ending(
     reason=_FINISH_REASONS.get(finished.reason, "unspecified"),

@@ -101,7 +101,7 @@ class GrammarLimit(GenerationFailed):
 
 
 class InternalError(GenerationFailed):
-  """Our own code failed on this request; `incident` is the number under which the log says how."""
+  """The server's own code failed on this request; `incident` is the number under which the log says how."""
 
   reason = "INTERNAL"
 

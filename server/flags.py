@@ -12,15 +12,18 @@ from absl import flags
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.policy import find_policy_class
 from engine.settings import (
   GROUPS,
   DeclaredSetting,
   DeviceSettings,
   SchedulingSettings,
+  check_pool_and_ladder,
   check_settings,
   declared_settings,
   setting,
 )
+from server.flag_spellings import translate_argument
 from server.host_options import HostOptions
 from server.http.openai.tool_calls import PARSERS
 from server.rpc.grpc_server import is_local
@@ -35,7 +38,24 @@ _DEMO = _ROOT / "models" / "demo"
 class ProgramSettings:
   """The settings that the server program itself follows."""
 
-  model: str = setting(str(_DEMO), "Model folder, of Hugging Face or of Sluice.", group="Model", common=True)
+  model: str = setting(
+    str(_DEMO),
+    "The model: a folder of Hugging Face's or Sluice's, ORG/NAME or ORG/NAME@REVISION of the Hugging Face hub, "
+    "gs://BUCKET/PATH or s3://BUCKET/PATH. Also the argument that has no flag.",
+    group="Model",
+    common=True,
+  )
+  revision: str = setting(
+    "", "Branch, tag or commit of a model of the Hugging Face hub; empty: its main branch.", group="Model"
+  )
+  model_cache_dir: str = setting(
+    "",
+    "Where downloads are kept; empty: the Hugging Face cache (HF_HOME), and ~/.cache/sluice/models for buckets.",
+    group="Model",
+  )
+  chat_template: str = setting(
+    "", "Jinja file with the chat template that counts instead of the model's own.", group="Model", common=True
+  )
   served_model_name: str = setting(
     "", "What clients call the model; empty: the model's own name.", group="Model", common=True
   )
@@ -98,6 +118,16 @@ class ProgramSettings:
     choices=log_lines.FORMATS,
     common=True,
   )
+  verbose: bool = setting(
+    False, "Also print every setting, and why the ladder is what it is.", group="Observability", common=True
+  )
+  throughput_line_s: float = setting(
+    10.0,
+    "Under load, print a line of throughput this often; 0: never.",
+    group="Observability",
+    unit="s",
+    at_least=0,
+  )
   trace_file: str = setting(
     "", "Step trace (JSON lines); each recording begins the file anew.", group="Observability", common=True
   )
@@ -158,8 +188,12 @@ def value_text(value: Any) -> str:
 
 
 def help_text(program: str, every_flag: bool) -> str:
-  """What --help prints, or with `every_flag` what --helpfull does: flags in groups, each with its default."""
-  lines = [f"usage: python -m {program} [--name=value ...] [--flagfile=FILE]"]
+  """What --help prints, or with `every_flag` what --helpfull does: flags in groups, each with its default.
+
+  Args: program: a module, or a command of several words as a user types it.
+  """
+  command = program if " " in program else f"python -m {program}"
+  lines = [f"usage: {command} [MODEL] [--name=value ...] [--flagfile=FILE]"]
   group = ""
   for declared in declared_flags():
     if not (every_flag or declared.setting.common):
@@ -200,13 +234,20 @@ def parse_flags(argv: Sequence[str], program: str) -> list[str]:
     if argument in ("-h", "-?", "-help", "--help", "--helpshort", "-helpfull", "--helpfull"):
       _print_help(help_text(program, every_flag=argument.endswith("full")))
       raise SystemExit(0)
+  names = list(flags.FLAGS)
+  bools = [name for name in names if flags.FLAGS[name].boolean]
   try:
-    rest = flags.FLAGS(list(argv))
+    arguments = flags.FLAGS.read_flags_from_files(list(argv))  # of --flagfile
+    rest = flags.FLAGS([translate_argument(argument, names, bools) for argument in arguments])
   except flags.Error as error:
     text = " ".join(str(error).removeprefix("ERROR:: ").split())
     raise ConfigError(f"{text}; --help lists the flags") from None
+  if len(rest) > 1 and not flags.FLAGS["model"].present:
+    flags.FLAGS["model"].parse(rest.pop(1))
   for cls in DECLARATIONS:
     check_settings(read_settings(cls))
+  check_pool_and_ladder(read_settings(DeviceSettings))
+  find_policy_class(flags.FLAGS.policy)
   return rest
 
 
@@ -270,6 +311,11 @@ def host_options() -> HostOptions:
   http_port = program.http_port
   if http_port is None:  # where the system chooses the gRPC port, it chooses this one too
     http_port = 0 if flags.FLAGS.port == 0 else DEFAULT_HTTP_PORT
+  if http_port == flags.FLAGS.port > 0:
+    raise ConfigError(
+      f"port={http_port} is that of gRPC, and http_port={http_port} that of HTTP and the OpenAI-compatible API; set "
+      "--port and --http_port to different ones, or leave out --port"
+    )
   return read_settings(HostOptions, http_port=http_port, tool_call_parser=program.tool_call_parser)
 
 

@@ -10,6 +10,7 @@ flags.
 import asyncio
 from collections.abc import Callable, Sequence
 import concurrent.futures
+import dataclasses
 import gc
 import os
 import pathlib
@@ -36,14 +37,20 @@ from server.lifecycle import watchdog
 from server.lifecycle.composition import Composition
 from server.lifecycle.front_end_group import FrontEndGroup, TextOptions
 from server.lifecycle.host import Host, HostOptions
+from server.lifecycle.start_report import StartReport, served_addresses
+from server.model_source.download_watch import DownloadWatch
+from server.model_source.resolve_model import resolve_model_folder
 from server.rpc.admin_service import AdminActions
 from server.security import descriptor_limit, memory_limit
 from server.telemetry import log_lines, tracing
-from server.text.tokenizer import Tokenizer
+from server.telemetry.throughput_lines import ThroughputLines
+from server.text.tokenizer import Tokenizer, load_tokenizer, read_chat_template
 from server.version import server_version
 
 # Reading a tokenizer keeps everything else from running; what takes longer is not one.
 _TOKENIZER_LIMIT_S = 120.0
+# A download that is stopped ends with its next piece, or with the timeout of its connection.
+_DOWNLOAD_GRACE_S = 3.0
 
 _LINES = log_lines.Lines()
 _say = _LINES.say
@@ -55,10 +62,6 @@ def _parse(argv: Sequence[str], program: str = "server.main") -> list[str]:
   except ConfigError as error:
     _say(f"error: {error}")
     sys.exit(2)
-
-
-def _progress(what: str, done: int, total: int) -> None:
-  _say(f"{what}: {done} of {total}")
 
 
 class _Trace:
@@ -114,7 +117,7 @@ def _start_thread(work: Callable[[], Any]) -> asyncio.Future:
   return asyncio.wrap_future(future)
 
 
-def _build(program: ProgramSettings, emit: Emit, composition: Composition):
+def _build(program: ProgramSettings, emit: Emit, composition: Composition, report: StartReport):
   """The engine and the tokenizer, if the model has one."""
   composition.before_load()
   engine_class = composition.engine_class
@@ -123,13 +126,16 @@ def _build(program: ProgramSettings, emit: Emit, composition: Composition):
     from extensions.fake_device.build import build_fake
 
     step_s = program.fake_step_ms / 1000
-    return build_fake(program.model, settings, step_s, emit, engine_class=engine_class), _load_tokenizer(program)
+    built = build_fake(program.model, settings, step_s, emit, engine_class=engine_class, report_fact=report.tell_fact)
+    return built, _load_tokenizer(program, report)
   # Here and not above: JAX takes seconds to import, and a bad flag should not have to wait for it.
+  report.enter_stage("importing JAX")
   from engine.device.options import BuildOptions
   from extensions.disaggregated.build import build_any
 
   # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
-  tokenizer = _load_tokenizer(program)
+  tokenizer = _load_tokenizer(program, report)
+  report.enter_stage("finding devices and reading the model's tensor list")
   num_token_ids = tokenizer.num_token_ids if tokenizer is not None else 0
   options = BuildOptions(program.model, num_token_ids=num_token_ids, **settings)
   source = None
@@ -137,28 +143,31 @@ def _build(program: ProgramSettings, emit: Emit, composition: Composition):
     from extensions.executable_bundle.bundle import Bundle
 
     source = Bundle(program.executable_bundle, options.batching)
-  return build_any(options, _progress, emit, engine_class=engine_class, source=source), tokenizer
+  built = build_any(
+    options, report.tell_progress, emit, engine_class=engine_class, source=source, report_fact=report.tell_fact
+  )
+  return built, tokenizer
 
 
-def _load_tokenizer(program: ProgramSettings) -> Tokenizer | None:
+def _load_tokenizer(program: ProgramSettings, report: StartReport) -> Tokenizer | None:
   folder = pathlib.Path(program.model)
-  if not (folder / "tokenizer.json").is_file():
-    return None
-  _say(f"reading {folder / 'tokenizer.json'}")
+  report.enter_stage("reading tokenizer.json")
   with watchdog.limit_seconds(_TOKENIZER_LIMIT_S):
-    tokenizer = Tokenizer(folder, max_prompt_bytes=program.max_prompt_bytes)
-  if tokenizer.chat_template_error:
+    tokenizer = load_tokenizer(folder, max_prompt_bytes=program.max_prompt_bytes, chat_template=program.chat_template)
+  if tokenizer is not None and tokenizer.chat_template_error:
     _say(f"warning: no chats are served: {' '.join(tokenizer.chat_template_error.split())}")
   return tokenizer
 
 
-def _sampling_defaults(program: ProgramSettings) -> SamplingDefaults:
+def _sampling_defaults(program: ProgramSettings, report: StartReport) -> SamplingDefaults:
   """The model's own, unless they are not wanted."""
   if program.generation_config == "none":
     return {}
   defaults = read_sampling_defaults(pathlib.Path(program.model))
   if defaults:
-    _say(f"sampling defaults of {FILE}: {describe_defaults(defaults)} (--generation_config=none leaves them out)")
+    report.tell_detail(
+      f"sampling defaults of {FILE}: {describe_defaults(defaults)} (--generation_config=none leaves them out)"
+    )
   return defaults
 
 
@@ -174,6 +183,7 @@ def _make_host(
   texts = TextOptions(
     model_dir=program.model,
     max_prompt_bytes=program.max_prompt_bytes,
+    chat_template=program.chat_template,
     otlp_endpoint=program.otlp_endpoint,
     log_format=program.log_format,
     defaults=defaults,
@@ -181,9 +191,41 @@ def _make_host(
   return FrontEndGroup(program.frontend_processes, options, texts, admin, may_exit=True, composition=composition)
 
 
-async def _serve(composition: Composition) -> int:
+async def _find_model(program: ProgramSettings, report: StartReport) -> pathlib.Path:
+  """The model's folder, downloaded if need be. In a thread: a signal ends the program without waiting for a server."""
+  watch = DownloadWatch(_say, report.tell_progress)
+  report.enter_stage(f"looking for {program.model}")
+  finding = _start_thread(
+    lambda: resolve_model_folder(
+      program.model,
+      revision=program.revision,
+      cache_dir=program.model_cache_dir,
+      needs_weights=not (program.fake_device or flags.engine_setting_values()["random_weights"]),
+      watch=watch,
+    )
+  )
+  loop = asyncio.get_running_loop()
+  stopped = asyncio.Event()
+  for number in (signal.SIGTERM, signal.SIGINT):
+    loop.add_signal_handler(number, stopped.set)
+  stopping = asyncio.ensure_future(stopped.wait())
+  await asyncio.wait((finding, stopping), return_when=asyncio.FIRST_COMPLETED)
+  stopping.cancel()
+  if stopped.is_set():
+    watch.request_stop()
+    await asyncio.wait((finding,), timeout=_DOWNLOAD_GRACE_S)  # it removes what is half-written
+    report.end_report()
+    _say("stopped while looking for the model")
+    os._exit(0)
+  return finding.result()
+
+
+async def _serve(composition: Composition, report: StartReport) -> int:
   """From flags to exit code."""
   program = flags.read_settings(ProgramSettings)
+  if program.chat_template:
+    read_chat_template(program.chat_template, {}, program.max_prompt_bytes)
+  program = dataclasses.replace(program, model=str(await _find_model(program, report)))
   trace = _Trace(program.trace_file)
   options = flags.host_options()
   processes = program.frontend_processes
@@ -191,7 +233,7 @@ async def _serve(composition: Composition) -> int:
     options.share(processes) if processes else options, descriptor_limit.raise_descriptor_limit()
   )
   served: EngineConfig | None = None  # once the model is loaded
-  defaults = _sampling_defaults(program)
+  defaults = _sampling_defaults(program, report)
   actions = AdminActions(flags=lambda: flags.configuration_lines(served), set_trace=trace.set)
   host = _make_host(program, options, actions, defaults, composition)
   watchdog.watch_threads(host.fail)
@@ -203,20 +245,18 @@ async def _serve(composition: Composition) -> int:
   loop = asyncio.get_running_loop()
   for number in (signal.SIGTERM, signal.SIGINT):
     loop.add_signal_handler(number, host.request_stop)
+  report.enter_stage(f"starting {processes} front end processes" if processes else "binding the ports")
   port = await host.start_listening()
-  address = f"{options.host}:{port}"
-  _say(f"listening on {address}, loading {program.model}")
-  if host.http_port >= 0:
-    _say(f"HTTP on {options.http_host or options.host}:{host.http_port}")
-  if host.metrics_port >= 0:
-    _say(f"metrics on {options.http_host or options.host}:{host.metrics_port}")
+  addresses = served_addresses(options, port, host.http_port, host.metrics_port)
+  report.tell_detail(f"listening on {addresses.grpc}, loading {program.model}")
   if host.admin_port >= 0:
-    _say(f"admin service on {options.admin_host}:{host.admin_port}")
+    _say(f"admin     {options.admin_host}:{host.admin_port}")
   stopped = asyncio.create_task(host.wait_stopped())
 
-  building = _start_thread(lambda: _build(program, host.emit, composition))
+  building = _start_thread(lambda: _build(program, host.emit, composition, report))
   await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
   if stopped.done():
+    report.end_report()
     # A compilation cannot be interrupted, and taking down the interpreter under it may crash.
     _say("stopped while starting")
     os._exit(stopped.result())
@@ -229,6 +269,7 @@ async def _serve(composition: Composition) -> int:
   name = program.served_model_name or built.model_name
   engine = LocalEngine(built.engine, lambda: built.runner.compiles_after_ready)
   trace.engine, served = built.engine, built.config
+  report.enter_stage("starting the engine")
   if program.trace_file and program.trace_at_start:
     trace.toggle()
   loop.add_signal_handler(signal.SIGUSR1, trace.toggle)
@@ -258,27 +299,15 @@ async def _serve(composition: Composition) -> int:
     _write_whole(pathlib.Path(program.http_port_file), f"{host.http_port}\n")
   if program.port_file:
     _write_whole(pathlib.Path(program.port_file), f"{port}\n")
-  config = built.config
-  _say(
-    f"model {name}: {config.vocab_size} tokens, length {config.max_model_len}, "
-    f"{'with' if tokenizer else 'without'} tokenizer; KV {config.num_blocks} blocks of {config.block_size}; steps of "
-    f"{', '.join(map(str, config.token_budgets))} tokens; "
-    f"attention {built.attention}, matmul {built.matmul}, quantization {built.quantization}; "
-    f"loaded in {built.load_s:.1f} s, compiled in {built.warmup_s:.1f} s"
-  )
-  if built.lowered:
-    _say(f"note: {built.lowered}")
-  for warning in built.warnings:
-    _say(f"warning: {warning}")
-  _say(built.ladder.reason)
-  if narrowness := flags.describe_narrowness(config.max_num_seqs):
-    _say(f"note: {narrowness}")
-  for reason in built.fallbacks:
-    _say(f"note: {reason}; slower than it could be")
-  if built.deterministic:
-    _say(built.deterministic)
-  _say(f"ready on {address}")
+  report.tell_detail(built.ladder.reason)
+  narrowness = flags.describe_narrowness(built.config.max_num_seqs)
+  no_tokenizer = "" if tokenizer else "the folder has no tokenizer.json: requests are token ids, and there are no chats"
+  report.tell_notes((no_tokenizer, narrowness, *built.fallbacks, built.deterministic), built.warnings)
+  report.tell_ready(built.load_s, built.warmup_s, addresses)
+  throughput = _start_throughput_lines(built.engine, program.throughput_line_s)
   code = await stopped
+  if throughput is not None:
+    throughput.cancel()
   if tracer is not None:
     tracer.shutdown()
   _say(f"stopped, exit code {code}")
@@ -287,6 +316,12 @@ async def _serve(composition: Composition) -> int:
     watchdog.exit_now(code)
   watchdog.exit_soon(options.watchdog_grace_s)
   return code
+
+
+def _start_throughput_lines(engine: Engine, period_s: float) -> asyncio.Task | None:
+  if not period_s:
+    return None
+  return asyncio.create_task(ThroughputLines(engine.stats, engine.now, _say).run(period_s))
 
 
 def _check_port_file(path: pathlib.Path) -> None:
@@ -312,12 +347,15 @@ def _main(argv: Sequence[str], compose: Callable[[], Composition] = VllmComposit
   sys.setswitchinterval(0.0005)
   memory_limit.limit_malloc_arenas()
   gc.disable()  # until the server is ready: what is imported and traced is not garbage
-  _LINES.set_up(flags.read_settings(ProgramSettings).log_format)
-  _say("configuration:\n" + "\n".join(f"  {line}" for line in flags.configuration_lines()))
+  program = flags.read_settings(ProgramSettings)
+  _LINES.set_up(program.log_format)
+  report = StartReport(_LINES, program.verbose)
+  report.tell_detail("configuration:\n" + "\n".join(f"  {line}" for line in flags.configuration_lines()))
   if exposure := flags.describe_exposure():
     _say(f"warning: {exposure}")
   try:
-    return asyncio.run(_serve(compose()), loop_factory=uvloop.new_event_loop)
+    with report:
+      return asyncio.run(_serve(compose(), report), loop_factory=uvloop.new_event_loop)
   except EngineError as error:
     _say(f"error: {' '.join(str(error).split())}")
     return 1
@@ -337,7 +375,7 @@ def main(compose: Callable[[], Composition] = VllmComposition, program: str = "s
 
   Args:
     compose: what is added to the core, made when the flags are read. May raise ConfigError.
-    program: that program's module, for its help.
+    program: that program's module, or its command, for its help.
   """
   app.run(lambda argv: _main(argv, compose), flags_parser=lambda argv: _parse(argv, program))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import os
+import shutil
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads of XLA's pool: the GPU interpreter blocks one for each warpgroup that waits, and with only as many as there
@@ -36,6 +37,19 @@ def quick_compilation() -> Iterator[None]:
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator:
+  """A browser for the live page; see tests/server/page/browser.py."""
+  path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+  if path is None:
+    pytest.skip("no Chromium on the path (Debian's package chromium)")
+  api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+  with api.sync_playwright() as playwright:
+    browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=180_000)
+    yield browser
+    browser.close()
 
 
 def pytest_configure(config):

@@ -1,7 +1,7 @@
-"""A straightforward sampler in numpy, f64, with sorts: tests compare the device's sampler and its kernels with it.
+"""A plain numpy sampler in f64, with sorts, against which tests compare the device's sampler and its kernels.
 
-One line at a time, each step of the list in engine/device/sampler.py a few lines of its own; of Sluice it uses nothing
-but the parameters.
+It takes one row of logits at a time and follows the list of steps in engine/device/sampler.py. It may use no other code
+of Sluice than SamplingParams.
 """
 
 from collections.abc import Collection, Sequence
@@ -44,11 +44,11 @@ def adjust(
 
 
 def truncate(x: np.ndarray, temperature: float, min_p: float, top_k: int, top_p: float) -> np.ndarray:
-  """Temperature and steps 7 to 9: the weights a draw is made from, f64[V], 0 where a token is left out.
+  """Temperature and steps 7 to 9: the sampling weights, f64[V]; 0 for tokens below a threshold.
 
   Args:
-    x: f64[V], what `adjust` made of a line.
-    top_k: 0: no limit. top_p: 1 or more: no limit.
+    x: f64[V], the result of `adjust`.
+    top_k: 0: no threshold. top_p: 1 or more: no threshold.
   """
   weights = np.exp(np.maximum((x.astype(np.float64) - x.max()) / temperature, -1e4))
   weights[weights < 1e-37] = 0.0
@@ -62,7 +62,7 @@ def truncate(x: np.ndarray, temperature: float, min_p: float, top_k: int, top_p:
   return weights
 
 
-def check_draw(weights: np.ndarray, number: float, token: int) -> None:
+def check_sample(weights: np.ndarray, number: float, token: int) -> None:
   """Asserts that `token` is the one at which the cumulative weight passes `number`, but for rounding."""
   assert weights[token] > 0, token
   share = np.cumsum(weights) / weights.sum()

@@ -115,11 +115,11 @@ ROWS = {
   "I5": "log probabilities tell nothing of biases",
   "I6": "ids that cannot be guessed",
 }
-# Shown by programs that run for long, or words in BUILD.md alone.
+# Shown by programs that run for long, or words in SECURITY.md alone.
 NOT_TESTS = {
   "C7": "tools/chaos: the soak",
   "D13": "no server spreads over several machines",
-  "I4": "sizes of packets show lengths of tokens; BUILD.md says so",
+  "I4": "sizes of packets show lengths of tokens; SECURITY.md says so",
 }
 
 

@@ -18,16 +18,19 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from engine.accelerator import ACCELERATORS
 from server import flags as server_flags
 from server import main, probe
 from server.lifecycle.host import LIVENESS, HostOptions
 from server.rpc.sluice_service import GENERATION_SERVICE
 from tests.server import certificates
 from tests.server.harness import running
+from tools.find_accelerator import lock_file
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 UNIT, CONTAINERFILE = ROOT / "deploy" / "sluice.service", ROOT / "deploy" / "Containerfile"
-KUBERNETES = ROOT / "deploy" / "kubernetes.yaml"
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+VARIANTS = ("base", "nvidia", "tpu")
 # What the server may take beyond its drain: two farewells, the engine's last turns, the interpreter's end.
 FAREWELLS_S = 7.0
 
@@ -60,8 +63,36 @@ def unit_arguments() -> list[str]:
   return [argument for argument in arguments if argument != flagfile]
 
 
-def container() -> dict:
-  documents = {document["kind"]: document for document in yaml.safe_load_all(KUBERNETES.read_text())}
+def merged(whole, patch):
+  """A strategic merge as kustomize does it, of what the patches here hold: containers by name, other lists replaced."""
+  if isinstance(whole, dict) and isinstance(patch, dict):
+    both = {key: merged(whole[key], value) if key in whole else value for key, value in patch.items()}
+    return whole | both
+  if isinstance(whole, list) and patch and all(isinstance(item, dict) and "name" in item for item in (*whole, *patch)):
+    changes = {item["name"]: item for item in patch}
+    return [merged(item, changes.get(item["name"], {})) for item in whole]
+  return patch
+
+
+def manifests(variant: str = "base") -> dict[str, dict]:
+  """The documents by kind that `kubectl apply -k` would make of a folder of deploy/kubernetes."""
+  folder = KUBERNETES / variant
+  kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+  assert kustomization.keys() <= {"apiVersion", "kind", "resources", "images", "patches"}
+  if variant == "base":
+    (resource,) = kustomization["resources"]
+    documents = {document["kind"]: document for document in yaml.safe_load_all((folder / resource).read_text())}
+  else:
+    assert kustomization["resources"] == ["../base"]
+    documents = manifests()
+  for change in kustomization.get("patches", ()):
+    patch = yaml.safe_load((folder / change["path"]).read_text())
+    assert patch["metadata"]["name"] == documents[patch["kind"]]["metadata"]["name"]
+    documents[patch["kind"]] = merged(documents[patch["kind"]], patch)
+  (container,) = documents["Deployment"]["spec"]["template"]["spec"]["containers"]
+  for image in kustomization.get("images", ()):
+    assert container["image"].rpartition(":")[0] == image["name"]
+    container["image"] = f"{image['name']}:{image['newTag']}"
   assert documents.keys() == {"Deployment", "Service", "PodDisruptionBudget"}
   return documents
 
@@ -132,9 +163,8 @@ def test_the_image_has_what_the_server_needs():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())
   sources = {source for *names, _ in copied for source in names}
   tops = {package.split(".")[0] for package in project["tool"]["setuptools"]["packages"]} - {"tools"}
-  assert sources == tops | {"pyproject.toml", "requirements.lock"} and all(
-    (ROOT / source).exists() for source in sources
-  )
+  locks = {lock_file(accelerator) for accelerator in ACCELERATORS}
+  assert sources == tops | locks | {"pyproject.toml"} and all((ROOT / source).exists() for source in sources)
   ignored = (ROOT / "deploy" / "Containerfile.dockerignore").read_text().splitlines()
   assert {line[1:] for line in ignored if line.startswith("!")} == sources and ignored[0] == "**"
   last = dict(found[stages[1] :])
@@ -152,29 +182,42 @@ def test_the_image_has_what_the_server_needs():
   assert (ROOT / "server" / "probe.py").is_file()
 
 
-def test_the_image_gets_the_locks_versions():
+@pytest.mark.parametrize("accelerator", ACCELERATORS)
+def test_the_image_gets_the_locks_versions(accelerator):
   """The very commands of the image, short of the download."""
-  (text,) = (text for name, text in instructions() if name == "RUN" and "requirements.lock" in text)
-  wanted, versions, *_ = text.split("&& ")
+  (text,) = (text for name, text in instructions() if name == "RUN" and "requirements" in text)
+  wanted, lock, versions, *_ = text.split("&& ")
   run = {"cwd": ROOT, "text": True, "check": True, "stdout": subprocess.PIPE}
+  run["env"] = os.environ | {"ACCELERATOR": accelerator}
   asked = subprocess.run(["bash", "-c", wanted.replace("> /tmp/wanted.txt", "")], **run).stdout.split("\n")[:-1]
-  pinned = subprocess.run(["bash", "-c", versions.replace("> /tmp/versions.txt", "")], **run).stdout.splitlines()
-  assert asked == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+  command = f"{lock} && {versions.replace('> /tmp/versions.txt', '')}"
+  pinned = subprocess.run(["bash", "-c", command], **run).stdout.splitlines()
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  assert asked == project["dependencies"] + project["optional-dependencies"].get(accelerator, [])
   names = {re.fullmatch(r"([A-Za-z0-9._-]+)==[^ \\]+( ; .*[^\\])?", line)[1] for line in pinned}
   assert {re.match(r"[A-Za-z0-9._-]+", line)[0] for line in asked} <= names
+  plugin = {"cuda12": "jax-cuda12-plugin", "cuda13": "jax-cuda13-plugin", "tpu": "libtpu"}
+  assert {name for name in plugin.values() if name in names} == {plugin[key] for key in plugin if key == accelerator}
 
 
-def test_the_manifests_are_valid():
-  for document in container().values():
+def test_an_image_takes_an_accelerator_and_is_for_cpus_by_itself():
+  found = instructions()
+  assert [text for name, text in found if name == "ARG"] == ["ACCELERATOR=cpu"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_manifests_are_valid(variant):
+  for document in manifests(variant).values():
     kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
-  wrong = container()["Deployment"]
+  wrong = manifests(variant)["Deployment"]
   wrong["spec"]["template"]["spec"]["terminationGraceSeconds"] = 5
   with pytest.raises(kubernetes_validate.ValidationError):
     kubernetes_validate.validate(wrong, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_the_manifests_numbers_agree():
-  documents = container()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_manifests_numbers_agree(variant):
+  documents = manifests(variant)
   pod = documents["Deployment"]["spec"]["template"]
   spec = pod["spec"]
   (server,) = spec["containers"]
@@ -210,6 +253,27 @@ def test_the_manifests_numbers_agree():
   confined = server["securityContext"]
   assert confined["readOnlyRootFilesystem"] and not confined["allowPrivilegeEscalation"]
   assert confined["capabilities"]["drop"] == ["ALL"] and spec["securityContext"]["runAsNonRoot"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_manifests_name_this_versions_image(variant):
+  (server,) = manifests(variant)["Deployment"]["spec"]["template"]["spec"]["containers"]
+  version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+  assert server["image"].rpartition(":")[2].partition("-")[0] == version
+
+
+@pytest.mark.parametrize(("variant", "resource"), [("nvidia", "nvidia.com/gpu"), ("tpu", "google.com/tpu")])
+def test_a_pod_for_an_accelerator_asks_for_one_and_gets_its_image(variant, resource):
+  deployment = manifests(variant)["Deployment"]["spec"]
+  spec = deployment["template"]["spec"]
+  (server,) = spec["containers"]
+  assert server["resources"]["limits"][resource] == 1
+  assert resource in {toleration["key"] for toleration in spec["tolerations"]}
+  tag = server["image"].rpartition("-")[2]
+  assert tag in ACCELERATORS and tag.startswith("cuda" if variant == "nvidia" else "tpu")
+  # A rollout must not wait for an accelerator that nobody has.
+  assert deployment["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+  assert server["args"] == manifests()["Deployment"]["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
 # A real run.

@@ -1,4 +1,4 @@
-"""The rules of BUILD.md that a machine can check: import directions, purity, names that resolve to this checkout."""
+"""The rules of docs/architecture.md that a machine can check: import directions, purity, names that resolve to this checkout."""
 
 import ast
 from pathlib import Path
@@ -20,8 +20,13 @@ ROOMS = (
   ("models/", {"models", "pallas_kernels", "jax", "flax", "numpy"}),
   ("pallas_kernels/", {"pallas_kernels", "jax", "numpy"}),
   ("server/main.py", None),
+  ("sluice.py", None),
   ("extensions/", None),
   ("server/flags.py", {"absl", "engine", "server"}),
+  (
+    "server/model_source/",
+    {"engine", "server", "boto3", "botocore", "google", "google_crc32c", "huggingface_hub", "requests"},
+  ),
   ("server/page/", {"engine", "server", "prometheus_client", "starlette"}),
   ("server/http/", {"engine", "server", "google", "h11", "msgspec", "starlette", "uvicorn"}),
   (
@@ -48,7 +53,8 @@ ROOMS = (
 
 
 def sources() -> list[str]:
-  return sorted(str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+  modules = (str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+  return sorted(("sluice.py", *modules))
 
 
 def imports(path: str) -> set[str]:
@@ -68,10 +74,11 @@ def test_imports_run_one_way(path: str) -> None:
   for name in imports(path):
     top = name.split(".")[0]
     assert top != "tests", f"{path} imports tests"
-    if not path.startswith("tools/"):
+    if not path.startswith(("tools/", "sluice.py")):
       assert top != "tools", f"{path} imports {name}: nothing imports tools"
-    if not path.startswith(("tools/", "extensions/", "server/main.py")):
-      assert top != "extensions", f"{path} imports {name}: only server/main.py and tools import extensions"
+    if not path.startswith(("tools/", "extensions/", "server/main.py", "sluice.py")):
+      assert top != "extensions", f"{path} imports {name}: only server/main.py, sluice.py and tools import extensions"
+    assert top != "sluice", f"{path} imports sluice: it is for users alone"
     if allowed is not None and top not in sys.stdlib_module_names:
       assert top in allowed, f"{path} may not import {name}"
     if path.startswith(("engine/", "server/")) and not path.startswith(("engine/device/", "server/main.py")):
@@ -146,6 +153,7 @@ SERVER_ORDER = (
   "server.errors",
   "server.host_options",
   "server.version",
+  "server.model_source",
   "server.proto",
   "server.client",
   "server.probe",
@@ -159,6 +167,7 @@ SERVER_ORDER = (
   "server.http.openai",
   "server.page",
   "server.lifecycle",
+  "server.flag_spellings",
   "server.flags",
   "server.main",
 )

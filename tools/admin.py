@@ -1,8 +1,8 @@
-"""Asks a running server's admin port: its settings, the step trace, a drain. May not import the engine.
+"""Calls a running server's admin port: settings, step trace, drain. May not import the engine.
 
-python -m tools.admin config                 # the settings in force, as a --flagfile
+python -m tools.admin config                 # prints the settings as a --flagfile
 python -m tools.admin trace_on               # trace_off
-python -m tools.admin drain                  # as SIGTERM does
+python -m tools.admin drain                  # the same as SIGTERM
 """
 
 import os
@@ -16,11 +16,15 @@ from server.proto import admin_pb2 as pb
 from server.proto import admin_pb2_grpc as pb_grpc
 from tools.arguments import parse_flags
 
-_TARGET = flags.DEFINE_string("target", "127.0.0.1:50052", "HOST:PORT that the server was given as --admin_port.")
-_TLS_CA_FILE = flags.DEFINE_string("tls_ca_file", "", "PEM authorities of the server; given, the connection is TLS.")
-_TLS_CERT_FILE = flags.DEFINE_string("tls_cert_file", "", "PEM certificate, for a server that asks for one.")
+_TARGET = flags.DEFINE_string("target", "127.0.0.1:50052", "HOST:PORT of the server's admin port (--admin_port).")
+_TLS_CA_FILE = flags.DEFINE_string(
+  "tls_ca_file", "", "PEM file of authorities that signed the server's certificate; enables TLS."
+)
+_TLS_CERT_FILE = flags.DEFINE_string(
+  "tls_cert_file", "", "PEM file of the client's certificate, for a server that requires one."
+)
 _TLS_KEY_FILE = flags.DEFINE_string("tls_key_file", "", "Its PEM key.")
-_TIMEOUT_S = flags.DEFINE_float("timeout_s", 10.0, "Longest wait for the answer, in seconds.")
+_TIMEOUT_S = flags.DEFINE_float("timeout_s", 10.0, "Seconds to wait for the response.")
 _COMMANDS = ("config", "trace_on", "trace_off", "drain")
 
 
@@ -33,7 +37,7 @@ def _channel() -> grpc.Channel:
 
 
 def _ask(channel: grpc.Channel, command: str) -> str:
-  """Does one command; returns what to print."""
+  """Runs one command; returns the text to print."""
   stub = pb_grpc.AdminServiceStub(channel)
   key = os.environ.get("SLUICE_ADMIN_API_KEY")
   options = {"timeout": _TIMEOUT_S.value, "metadata": (("authorization", f"Bearer {key}"),) if key else ()}
@@ -48,7 +52,7 @@ def _ask(channel: grpc.Channel, command: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-  """Returns 0; 1 when the server refused or is not there, 2 for a bad command line."""
+  """Runs the command line; returns 0, 1 if the server refused or is not reachable, 2 for a bad command line."""
   if len(argv) != 2 or argv[1] not in _COMMANDS:
     print(f"error: give one of {', '.join(_COMMANDS)}", file=sys.stderr)
     return 2

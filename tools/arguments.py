@@ -1,7 +1,7 @@
-"""Command-line parsing shared by the measuring tools: a wrong flag is one line and exit code 2. No measuring here.
+"""Parses command lines of the measuring tools: a wrong flag gives one line and exit code 2. Measures nothing.
 
-argparse rather than absl flags: absl's registry is one per process, and tests import several tools into one. Tools that
-have absl flags all the same share `parse_flags`, which alone imports absl: `make audit` runs where that is missing.
+argparse rather than absl flags: absl has one registry a process, and tests import several tools into one process. Tools
+with absl flags share `parse_flags`, which alone imports absl: `make audit` runs without it.
 """
 
 import argparse
@@ -23,25 +23,25 @@ class CommandParser(argparse.ArgumentParser):
     self.exit(2, f"{self.prog}: {message}; see --help\n")
 
   def failed(self, error: Exception, code: int = 2) -> int:
-    """Says in one line what went wrong after the flags were read; returns the exit code."""
+    """Prints one line about an error after the flags were parsed; returns the exit code."""
     print(f"{self.prog}: {' '.join(str(error).split())}", file=sys.stderr)
     return code
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
-  """The `flags_parser` of tools that have absl flags: as absl's own, but help ends the program with 0."""
+  """The `flags_parser` of tools with absl flags: absl's own, except that help exits with 0."""
   from absl import app, flags
 
   try:
     return flags.FLAGS(list(argv))
-  except SystemExit:  # absl ends a program with 1 once it has printed help
+  except SystemExit:  # absl exits with 1 after printing help
     sys.exit(0)
   except flags.Error:
-    return app.parse_flags_with_usage(list(argv))  # says what is wrong, and ends the program
+    return app.parse_flags_with_usage(list(argv))  # prints the error and exits
 
 
 def positive_int(text: str) -> int:
-  """A whole number of at least 1, or the error argparse shows."""
+  """Parses a whole number of at least 1; raises the error that argparse prints."""
   try:
     value = int(text)
   except ValueError:
@@ -52,12 +52,12 @@ def positive_int(text: str) -> int:
 
 
 def positive_ints(text: str) -> tuple[int, ...]:
-  """Whole numbers of at least 1 with commas between, or the error argparse shows."""
+  """Parses whole numbers of at least 1, separated by commas; raises the error that argparse prints."""
   return tuple(positive_int(item) for item in text.split(","))
 
 
 def positive_float(text: str) -> float:
-  """A number above 0, infinity allowed, or the error argparse shows."""
+  """Parses a number above 0, infinity allowed; raises the error that argparse prints."""
   try:
     value = float(text)
   except ValueError:
@@ -68,7 +68,7 @@ def positive_float(text: str) -> float:
 
 
 def output_file(text: str) -> str:
-  """A path in a folder that exists, or nothing, or the error argparse shows: told before anything is measured."""
+  """Parses an empty text or a path in an existing folder, before anything is measured; raises argparse's error."""
   if text and not pathlib.Path(text).parent.is_dir():
-    raise argparse.ArgumentTypeError(f"{text}: its folder does not exist; make it first")
+    raise argparse.ArgumentTypeError(f"{text}: the folder does not exist; create it first")
   return text

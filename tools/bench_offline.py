@@ -1,9 +1,10 @@
-"""Runs a request file through the engine in this process, as fast as it goes; prints one JSON line. No network here.
+"""Runs a request file through the engine in this process, at full speed; prints one JSON line. Uses no network.
 
   python -m tools.bench_offline --model=DIR --requests=FILE.jsonl --output_tokens=OUT.jsonl
 
-Greedy, exactly output_len tokens a request, end-of-sequence ignored. All requests are there at the start (--realtime
-honours their arrival times instead). Standard output carries the JSON line alone; the rest goes to standard error.
+Sampling is greedy, each request generates exactly output_len tokens, and end-of-sequence is ignored. The engine has all
+requests at the start (with --realtime, at their arrival times). Standard output has the JSON line alone; all else goes
+to standard error.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import pathlib
 import resource
 import sys
 import time
@@ -26,6 +28,8 @@ from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.validation import validate_request
 from extensions.disaggregated.build import build_any
+from server.model_source.download_watch import DownloadWatch
+from server.model_source.resolve_model import resolve_model_folder
 from tools.arguments import CommandParser
 from tools.measure import machine
 from tools.report.accounting import Flops, account, account_requests, request_table, table, whole_requests
@@ -33,23 +37,23 @@ from tools.report.latency import Outcome, summary
 from tools.report.run_file import RecordedRun, write_run
 from tools.workload import WorkRequest, read_requests, write_tokens
 
-# A benchmark waits as long as it takes: nothing is refused and nothing times out.
+# A benchmark waits as long as needed: the engine refuses nothing, and no request times out.
 UNBOUNDED = {
   "max_queued_requests": 1 << 30,
   "max_queued_tokens": 1 << 40,
   "queue_timeout_s": 0.0,
   "request_timeout_s": 0.0,
 }
-_NO_FLAGS = {"model_dir", "all_rungs"} | UNBOUNDED.keys()  # of BuildOptions: set otherwise
+_NO_FLAGS = {"model_dir", "all_rungs"} | UNBOUNDED.keys()  # fields of BuildOptions that the tool sets
 
 
 def add_build_arguments(parser: CommandParser) -> None:
-  """A flag for each field of BuildOptions, except the model and what tools decide."""
+  """Adds a flag for each field of BuildOptions, except the model and those that tools set."""
   for field in dataclasses.fields(BuildOptions):
     if field.name in _NO_FLAGS:
       continue
     parse = {bool: _boolean, tuple: _budgets}.get(type(field.default), type(field.default))
-    parser.add_argument(f"--{field.name}", type=parse, default=field.default, help="as the server's flag")
+    parser.add_argument(f"--{field.name}", type=parse, default=field.default, help="see the server's flag of this name")
 
 
 def _boolean(text: str) -> bool:
@@ -62,22 +66,22 @@ def _budgets(text: str) -> tuple[int, ...]:
   try:
     return tuple(int(item) for item in text.split(","))
   except ValueError:
-    raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between") from None
+    raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers separated by commas") from None
 
 
 def build_options(args: argparse.Namespace) -> BuildOptions:
-  """The options of add_build_arguments, with nothing bounded."""
+  """Returns the options of add_build_arguments, without limits."""
   names = {field.name for field in dataclasses.fields(BuildOptions)} - _NO_FLAGS
   return BuildOptions(model_dir=args.model, **{name: getattr(args, name) for name in names}, **UNBOUNDED)
 
 
 class OfflineRun:
-  """One engine and everything it emits, by request."""
+  """One engine and all that it emits, by request."""
 
   def __init__(
     self, options: BuildOptions, engine_class: type[Engine] = Engine, source: ExecutableSource | None = None
   ):
-    """Builds the engine; progress goes to standard error. Raises EngineError."""
+    """Builds the engine; writes progress to standard error. Raises EngineError."""
     self._chunks: dict[str, list[tuple[float, int]]] = {}
     self._tokens: dict[str, list[int]] = {}
     self._endings: dict[str, TokenEvent] = {}
@@ -95,14 +99,14 @@ class OfflineRun:
         self._endings[event.request_id] = event
 
   def serve(self, requests: Sequence[WorkRequest], *, realtime: bool = False) -> list[Outcome]:
-    """Runs all requests to their ends.
+    """Runs all requests until they finish.
 
     Args:
-      requests: with unique ids.
-      realtime: submit each at its arrival_s; otherwise all at the start.
+      requests: requests with unique ids.
+      realtime: submits each at its arrival_s; otherwise all at the start.
 
     Raises:
-      EngineError: a request can never be served; told before any is.
+      EngineError: a request can never be served; raised before any request runs.
     """
     engine = self.built.engine
     prepared = [_engine_request(request) for request in requests]
@@ -118,7 +122,7 @@ class OfflineRun:
     waiting.reverse()
     sent: dict[str, float] = {}
     gc.collect()
-    gc.freeze()  # the model's objects are permanent: no collection of them in the middle of a run
+    gc.freeze()  # moves the model's objects out of the collector, so that no collection scans them during a run
     start = time.monotonic()
     while len(self._endings) < len(requests):
       while waiting and (not realtime or start + waiting[-1][0].arrival_s <= time.monotonic()):
@@ -137,9 +141,8 @@ class OfflineRun:
   def _outcome(self, work: WorkRequest, name: str, intended_s: float, sent_s: float) -> Outcome:
     ending = self._endings[name]
     error = None if ending.finish_reason is FinishReason.LENGTH else f"{ending.finish_reason}: {ending.message}"
-    return Outcome(
-      work.id, work.output_len, intended_s, sent_s, tuple(self._chunks[name]), tuple(self._tokens[name]), error
-    )
+    came = tuple(self._chunks[name]), tuple(self._tokens[name])
+    return Outcome(work.id, work.output_len, intended_s, sent_s, *came, error, work.tenant, work.priority)
 
 
 def _engine_request(request: WorkRequest) -> Request:
@@ -147,6 +150,8 @@ def _engine_request(request: WorkRequest) -> Request:
     id=f"{type(request.id).__name__}-{request.id}",
     prompt_token_ids=request.prompt,
     params=SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True),
+    tenant=request.tenant,
+    priority=request.priority,
   )
 
 
@@ -157,7 +162,7 @@ def _progress(what: str, done: int, total: int) -> None:
 def run(
   options: BuildOptions, requests: Sequence[WorkRequest], *, realtime: bool = False, trace_file: str = ""
 ) -> tuple[list[Outcome], dict[str, Any], EngineStats]:
-  """Builds, runs once, and returns what came of each request, the figures of the JSON line, and all step records."""
+  """Builds and runs once; returns each request's outcome, the figures of the JSON line, and all step records."""
   offline = OfflineRun(options)
   engine, config = offline.built.engine, offline.built.config
   engine.keep_all()
@@ -165,7 +170,7 @@ def run(
     engine.start_trace(trace_file)
   outcomes = offline.serve(requests, realtime=realtime)
   engine.stop_trace()
-  engine.step()  # the order to stop is a message like any other
+  engine.step()  # the stop request is an ordinary message
   stats = engine.stats(sys.maxsize)
   useful = stats.num_decode_tokens + stats.num_prefill_tokens
   prompt_tokens = sum(len(request.prompt) for request, outcome in zip(requests, outcomes, strict=True) if outcome.ok)
@@ -221,21 +226,28 @@ def keep_run(
   write_run(path, RecordedRun(about, figures, tuple(outcomes), prompt_lens, stats.steps, served), start_s)
 
 
+def resolve_model(args: argparse.Namespace) -> pathlib.Path:
+  """Returns the folder of args.model, downloading the model if needed. Raises ConfigError."""
+  watch = DownloadWatch(lambda line: print(line, file=sys.stderr))
+  return resolve_model_folder(args.model, needs_weights=not args.random_weights, watch=watch)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; exit code 1 with one line for a model or request that cannot be served."""
+  """Runs the command line; returns 1 after one line about a model or request that cannot be served."""
   parser = CommandParser("tools.bench_offline", __doc__)
-  parser.add_argument("--model", required=True, help="a Hugging Face or a Sluice folder")
+  parser.add_argument("--model", required=True, help="model folder, ORG/NAME, gs://... or s3://...")
   parser.add_argument("--requests", required=True, help="request file (JSON lines)")
   parser.add_argument("--output_tokens", default="", help="file for the generated tokens")
   parser.add_argument("--realtime", action="store_true", help="submit each request at its arrival_s")
-  parser.add_argument("--trace_file", default="", help="step trace (JSON lines) to write; costs time")
-  parser.add_argument("--run_file", default="", help="keeps requests and steps here, for tools.report")
+  parser.add_argument("--trace_file", default="", help="step trace (JSON lines) to write; slows the run")
+  parser.add_argument("--run_file", default="", help="file for requests and steps, for tools.report")
   parser.add_argument("--label", default="", help="in --run_file: name of the run; empty: --batching")
   add_build_arguments(parser)
   args = parser.parse_args(argv)
   try:
-    with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints is not the JSON line
+    with contextlib.redirect_stdout(sys.stderr):  # keeps output of libraries apart from the JSON line
       requests = read_requests(args.requests)
+      args.model = str(resolve_model(args))
       outcomes, figures, stats = run(build_options(args), requests, realtime=args.realtime, trace_file=args.trace_file)
       print(f"{table(figures['account'])}\n{request_table(figures['account_requests'])}")
       if args.run_file:

@@ -1,19 +1,19 @@
-"""Loads a running server over gRPC, open loop, from processes of its own; prints one JSON line. Runs no engine.
+"""Loads a running server over gRPC, open loop, from client processes; prints one JSON line. Runs no engine.
 
   python -m tools.bench_serving --target=HOST:PORT --requests=FILE.jsonl
   python -m tools.bench_serving --target=HOST:PORT --trace=benchmarks/traces/azure_conv_500.csv --scale=0.1
   python -m tools.bench_serving --target=HOST:PORT --num_requests=200 --rate=4 --burstiness=0.5
-  python -m tools.bench_serving --target=HOST:PORT --trace=FILE.csv --scale=0.1 --rate=8 --warmup_requests=20 \\
+  python -m tools.bench_serving --target=HOST:PORT --trace=FILE.csv --scale=0.1 --rate=8 --warmup_requests=20 \
       --num_prefixes=4 --prefix_len=32 --slo_ttft_ms=500 --slo_tpot_ms=50 --run_file=chunked_8.jsonl
 
-Open loop: a request is sent at its intended time whatever became of those before it, and latencies count from that
-time (tools.report.latency has every definition). A refused or failed request is a miss in goodput and attainment, and
-is in no percentile. Greedy, exactly output_len tokens a request, end-of-sequence ignored. --warmup_requests are served
-to their end before the measured ones begin, and told apart, under `warmup_load`. Server-side figures are differences of
-GetLoad; with --run_file or --account its records of steps and of ended requests are read twice a second during the
-load: `account` and `account_requests` (time in queue, prefill and decode, cached tokens, preemptions) sum them up, and
-the run file keeps them beside a row a request, in the format of tools.report.run_file, which tools.report turns into
-pages and plots.
+Open loop: clients send each request at its intended time, whatever became of earlier ones, and latencies count from
+that time (tools.report.latency defines every figure). A refused or failed request is a miss in goodput and attainment,
+and is in no percentile. Sampling is greedy, each request generates exactly output_len tokens, and end-of-sequence is
+ignored. The --warmup_requests finish before the measured ones begin, and appear under `warmup_load`. Server-side
+figures are differences of GetLoad. With --run_file or --account, the tool reads the server's records of steps and
+finished requests twice a second during the load. `account` and `account_requests` sum them up: time in queue, prefill
+and decode, cached tokens, preemptions. The run file holds the records beside one row a request, in the format of
+tools.report.run_file; tools.report turns it into pages and plots.
 """
 
 import asyncio
@@ -73,15 +73,17 @@ RUNG_COUNTERS = (
   "host_s",
   "device_s",
 )
-POLL_S = 0.5  # between two looks at the step records: the server keeps about a thousand
-START_DELAY_S = 0.2  # between the order to start and the first intended arrival: every process has heard it by then
+POLL_S = 0.5  # seconds between two reads of the step records: the server keeps about a thousand
+START_DELAY_S = (
+  0.2  # seconds from the start message to the first intended arrival: every process has received it by then
+)
 
 
 # --- One client process -----------------------------------------------------------------------------------------------
 
 
 def _client_process(target: str, requests: list[WorkRequest], timeout_s: float, pipe: Connection) -> None:
-  """Connects, says so, waits for the start on the machine-wide monotonic clock, sends, and returns the outcomes."""
+  """Connects, reports ready, waits for the start on the monotonic clock, sends, and returns the outcomes."""
   asyncio.run(_send_all(target, requests, timeout_s, pipe))
 
 
@@ -103,6 +105,8 @@ def _message(request: WorkRequest) -> pb.GenerateRequest:
   return pb.GenerateRequest(
     token_ids=pb.TokenIds(ids=request.prompt),
     sampling=pb.SamplingParams(temperature=0.0),
+    tenant=request.tenant,
+    priority=request.priority,
     stopping=pb.StopParams(max_tokens=request.output_len, ignore_eos=True),
     output=pb.OutputParams(return_text=False, return_token_ids=True),
   )
@@ -125,11 +129,12 @@ async def _send(
   except grpc.aio.AioRpcError as failure:
     error = f"{failure.code().name}: {failure.details()}"
   if error is None and len(tokens) != request.output_len:
-    error = f"WRONG_LENGTH: {len(tokens)} tokens came, {request.output_len} were asked for"
-  return Outcome(request.id, request.output_len, intended_s, sent_s, tuple(chunks), tuple(tokens), error)
+    error = f"WRONG_LENGTH: {len(tokens)} tokens received, {request.output_len} requested"
+  sender = request.tenant, request.priority
+  return Outcome(request.id, request.output_len, intended_s, sent_s, tuple(chunks), tuple(tokens), error, *sender)
 
 
-# --- The parent -------------------------------------------------------------------------------------------------------
+# --- Parent process ---------------------------------------------------------------------------------------------------
 
 
 def drive(target: str, requests: Sequence[WorkRequest], num_clients: int, timeout_s: float) -> list[Outcome]:
@@ -139,18 +144,18 @@ def drive(target: str, requests: Sequence[WorkRequest], num_clients: int, timeou
     ConfigError: a client process could not connect or died.
   """
   context = multiprocessing.get_context("spawn")  # gRPC does not survive a fork
-  # In order of arrival, in turn: every process sees the same load.
+  # Dealt out in order of arrival, so that every process has the same load.
   in_order = sorted(requests, key=lambda request: request.arrival_s)
   shares = [share for share in (in_order[index::num_clients] for index in range(num_clients)) if share]
   processes, pipes = [], []
   try:
     for share in shares:
-      ours, theirs = context.Pipe()
+      own_end, theirs = context.Pipe()
       process = context.Process(target=_client_process, args=(target, share, timeout_s, theirs), daemon=True)
       process.start()
       theirs.close()
       processes.append(process)
-      pipes.append(ours)
+      pipes.append(own_end)
     for pipe in pipes:
       pipe.recv()
     start = time.monotonic() + START_DELAY_S
@@ -167,7 +172,7 @@ def drive(target: str, requests: Sequence[WorkRequest], num_clients: int, timeou
 
 
 class StepCollector(contextlib.AbstractContextManager["StepCollector"]):
-  """Reads the server's records of steps and ended requests while a block runs, in a thread of its own."""
+  """Reads the server's records of steps and finished requests while a block runs, in its own thread."""
 
   def __init__(self, client: Client):
     self._client = client
@@ -179,7 +184,9 @@ class StepCollector(contextlib.AbstractContextManager["StepCollector"]):
   def __enter__(self) -> "StepCollector":
     before = time.monotonic()
     self._start_s = self._client.load().now_s
-    self._offset_s = (before + time.monotonic()) / 2 - self._start_s  # from the server's clock to ours
+    self._offset_s = (
+      before + time.monotonic()
+    ) / 2 - self._start_s  # seconds from the server's clock to this process's clock
     self._thread = threading.Thread(target=self._poll, name="steps")
     self._thread.start()
     return self
@@ -198,7 +205,7 @@ class StepCollector(contextlib.AbstractContextManager["StepCollector"]):
       self._failure = error
 
   def _read(self) -> None:
-    # Of two engines in one process, each goes on from where it was seen last.
+    # With two engines in one process, each side continues from its latest record.
     newest: dict[str, float] = {}
     for record in self._found.values():
       newest[record.side] = max(record.time, newest.get(record.side, 0.0))
@@ -213,19 +220,19 @@ class StepCollector(contextlib.AbstractContextManager["StepCollector"]):
       self._ended[request.side, request.id, request.end] = RequestRecord(**values)
 
   def records(self) -> tuple[StepRecord, ...]:
-    """All steps planned during the block, in order, on our clock. Raises SluiceError if the server went away."""
+    """Returns all steps planned during the block, in order, on this clock. Raises SluiceError if the server is gone."""
     if self._failure is not None:
       raise self._failure
     ordered = sorted(self._found.values(), key=lambda record: (record.time, record.step))
     return tuple(record._replace(time=record.time + self._offset_s) for record in ordered)
 
   def served(self) -> tuple[RequestRecord, ...]:
-    """One record for each request that ended during the block, on our clock."""
+    """Returns one record for each request that finished during the block, on this clock."""
     return tuple(shifted(record, self._offset_s) for record in whole_requests(self._ended.values()))
 
 
 def missed_steps(steps: Sequence[StepRecord]) -> int:
-  """Steps between the first and the last of each side that are not among `steps`."""
+  """Returns the number of steps between the first and the last of each side that are not in `steps`."""
   missed = 0
   for side in {step.side for step in steps}:
     numbers = [step.step for step in steps if step.side == side]
@@ -234,7 +241,7 @@ def missed_steps(steps: Sequence[StepRecord]) -> int:
 
 
 def server_figures(before: pb.GetLoadResponse, after: pb.GetLoadResponse) -> dict[str, Any]:
-  """What the server did in between, and what its start took."""
+  """Returns what the server did between two reports, and the figures of its start."""
   change = {
     name: getattr(after, f"{name}_total") - getattr(before, f"{name}_total") for name in (*COUNTERS, "padding_tokens")
   }
@@ -256,10 +263,10 @@ def server_figures(before: pb.GetLoadResponse, after: pb.GetLoadResponse) -> dic
 
 
 def split_warmup(requests: Sequence[WorkRequest], count: int) -> tuple[list[WorkRequest], list[WorkRequest]]:
-  """The first `count` to arrive, and the others, whose first then arrives at 0.
+  """Splits off the first `count` requests to arrive; moves the others so that the first of them arrives at 0.
 
   Raises:
-    ConfigError: nothing would be left to measure.
+    ConfigError: no request would be left to measure.
   """
   if count >= len(requests):
     raise ConfigError(f"warmup_requests={count} leaves none of {len(requests)} requests to measure; lower it")
@@ -277,7 +284,7 @@ def run(
   objectives: Objectives,
   with_steps: bool = False,
 ) -> tuple[list[Outcome], dict[str, Any], tuple[StepRecord, ...], tuple[RequestRecord, ...]]:
-  """Drives the server and returns what came of each request, the figures of the JSON line, and records if asked for."""
+  """Loads the server; returns each request's outcome, the figures of the JSON line, and the records if requested."""
   before = client.load()
   steps: tuple[StepRecord, ...] = ()
   served: tuple[RequestRecord, ...] = ()
@@ -297,9 +304,9 @@ def run(
 def accounted(
   steps: Sequence[StepRecord], outcomes: Sequence[Outcome], block_size: int, num_blocks: int, model: str
 ) -> dict[str, Any]:
-  """The account of the steps of a load, with the padding that fell on each of its requests."""
+  """Returns the account of a load's steps, with the padding attributed to each of its requests."""
   if not steps:
-    raise ConfigError("the server ran no step, so there is nothing to account for; send requests that it accepts")
+    raise ConfigError("the server ran no step, so --account has nothing to sum; send requests that it accepts")
   figures = account(steps, block_size, num_blocks, Flops.of_model(model) if model else None)
   spans = [(outcome.sent_s, outcome.chunks[-1][0]) for outcome in outcomes if outcome.ok]
   padding = padding_by_request(steps, spans)
@@ -313,7 +320,7 @@ def accounted(
 def measure(
   client: Client, info: pb.GetModelInfoResponse, args: Any, requests: list[WorkRequest], description: dict[str, Any]
 ) -> dict[str, Any]:
-  """Warm-up, load, files; returns the JSON line."""
+  """Runs warm-up and load and writes the files; returns the JSON line."""
   objectives = Objectives(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3, args.slo_e2e_ms / 1e3)
   first: list[Outcome] = []
   warm: dict[str, Any] = {}
@@ -357,10 +364,10 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; exit code 1 with one line when the server cannot be reached or every request failed."""
+  """Runs the command line; returns 1 after one line if the server is not reachable or every request failed."""
   parser = CommandParser("tools.bench_serving", __doc__)
   parser.add_argument("--target", required=True, help="HOST:PORT of a running server")
-  parser.add_argument("--requests", help="request file (JSON lines); the flags below make requests otherwise")
+  parser.add_argument("--requests", help="request file (JSON lines); without it, the flags below make the requests")
   workload.add_shape_arguments(parser)
   parser.add_argument("--output_tokens", default="", help="file for the generated tokens")
   parser.add_argument("--clients", type=positive_int, default=2, help="client processes")
@@ -368,15 +375,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--slo_ttft_ms", type=positive_float, default=math.inf, help="goodput: time to first token")
   parser.add_argument("--slo_tpot_ms", type=positive_float, default=math.inf, help="goodput: time per output token")
   parser.add_argument("--slo_e2e_ms", type=positive_float, default=math.inf, help="goodput: time to the last token")
-  parser.add_argument("--warmup_requests", type=int, default=0, help="so many first ones are served before, and apart")
-  parser.add_argument("--account", action="store_true", help="reads the server's records and sums them up")
+  parser.add_argument(
+    "--warmup_requests", type=int, default=0, help="first requests to serve as a warm-up, before the measured ones"
+  )
+  parser.add_argument("--account", action="store_true", help="read the server's records and sum them up")
   parser.add_argument("--model", default="", help="with --account or --run_file: model folder, to count FLOPs")
-  parser.add_argument("--run_file", default="", help="keeps requests and steps here, for tools.report")
+  parser.add_argument("--run_file", default="", help="file for requests and steps, for tools.report")
   parser.add_argument("--label", default="", help="in --run_file: name of the run; empty: the server's --batching")
   args = parser.parse_args(argv)
   try:
     if args.trace and not args.requests:
-      workload.read_trace(args.trace)  # a bad one is told before a server is waited for
+      workload.read_trace(args.trace)  # flag errors come before the wait for a server
     with contextlib.redirect_stdout(sys.stderr), Client(args.target) as client:
       if not args.requests:
         client.wait_ready(30)

@@ -2,8 +2,8 @@
 
   python -m tools.bundle --model=DIR --executable_bundle=DIR [the server's other flags]
 
-For images: run it where they will run, on the same kind of device, and start `server.main` with the same flags. What
-is in the folder already, and fits, stays. Exit code 1: the bundle is not whole; the last line says why.
+Run it where the image will run, on the same kind of device, and start `server.main` with the same flags. Stored
+programs that fit are kept. Exit code 1: the bundle is incomplete; the last line gives the reason.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from server import flags
 
 
 def main(argv: list[str]) -> int:
-  """The command line; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   if len(argv) > 1:
     sys.exit(f"unexpected argument {argv[1]!r}; flags are written --name=value")
-  from engine.device.build import build  # here: JAX takes long to import, and a bad flag is told first
+  from engine.device.build import build_engine  # imported here: JAX takes long to import, and flag errors come first
   from engine.device.options import BuildOptions
   from extensions.executable_bundle.bundle import Bundle
 
   try:
     program = flags.read_settings(flags.ProgramSettings)
     if not program.executable_bundle:
-      raise ConfigError("executable_bundle='' is no folder to write to; set --executable_bundle")
+      raise ConfigError("executable_bundle='' is not a folder; set --executable_bundle to the folder to write")
     options = BuildOptions(program.model, **flags.engine_setting_values())
     bundle = Bundle(program.executable_bundle, options.batching, write=True)
-    built = build(options, _progress, lambda events: None, source=bundle)
+    built = build_engine(options, _progress, lambda events: None, source=bundle)
   except ConfigError as error:
     sys.exit(str(error))
   for note in (built.lowered, *built.fallbacks):

@@ -1,19 +1,33 @@
 """Talks to a running server from a terminal: one prompt, or a chat that streams. May not import the engine.
 
 python -m tools.client --prompt="Once upon a time" --max_tokens=60
-python -m tools.client --chat                      # interactive; Ctrl-C stops an answer, Ctrl-D leaves
+python -m tools.client --chat                      # interactive; /help lists its commands
+python -m tools.client --chat --target=http://127.0.0.1:8000     # over the HTTP API instead of gRPC
 echo "What is 2 plus 3?" | python -m tools.client --chat
 """
 
+from collections.abc import Iterable, Mapping, Sequence
+import functools
+import os
 import sys
+from typing import Any
 
 from absl import app, flags
+import grpc
 from rich.console import Console
 
-from server.client import Client, Ending, Options, Prompt, SluiceError
+from server.client import Client, Ending, SluiceError
 from tools.arguments import parse_flags
+from tools.http_client import HttpClient, speaks_http
 
-_TARGET = flags.DEFINE_string("target", "127.0.0.1:50051", "HOST:PORT of the server.")
+try:
+  import readline
+except ImportError:  # Python was built without it: lines cannot be edited
+  readline = None
+
+_TARGET = flags.DEFINE_string(
+  "target", "127.0.0.1:50051", "HOST:PORT of gRPC, or the URL of the HTTP port, such as http://127.0.0.1:8000."
+)
 _API_KEY = flags.DEFINE_string("api_key", None, "Better in the environment, as SLUICE_API_KEY: others see flags.")
 _TLS = flags.DEFINE_bool("tls", False, "Encrypt; the files below imply it.")
 _TLS_CA_FILE = flags.DEFINE_string("tls_ca_file", "", "PEM authorities of the server; empty: the usual ones.")
@@ -25,7 +39,7 @@ _SYSTEM = flags.DEFINE_string("system", "", "System message of a chat.")
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "Most tokens to generate.", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "0 is greedy. Default: 0 with --chat, else the server's.")
 _TOP_P = flags.DEFINE_float("top_p", None, "Nucleus sampling.")
-_SEED = flags.DEFINE_integer("seed", None, "Makes draws repeatable.")
+_SEED = flags.DEFINE_integer("seed", None, "Seed that makes sampling repeatable.")
 _STOP = flags.DEFINE_multi_string("stop", [], "Stop string; may be given several times.")
 _TIMEOUT_S = flags.DEFINE_float("timeout_s", None, "Deadline of a request, in seconds.")
 _STATS = flags.DEFINE_bool("stats", True, "Print a line of figures after each answer.")
@@ -33,22 +47,36 @@ _STATS = flags.DEFINE_bool("stats", True, "Print a line of figures after each an
 # What a model writes must not steer the terminal.
 _UNSAFE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
+_GRPC_PORT = 50051  # the server's default
+_PROMPT_SIGN = "\001\x1b[1;36m\002> \001\x1b[0m\002"  # readline must know which bytes take no place
+# What /set takes, and its type.
+_SETTABLE = {
+  "max_tokens": int,
+  "temperature": float,
+  "top_p": float,
+  "top_k": int,
+  "min_p": float,
+  "repetition_penalty": float,
+  "seed": int,
+}
+_HELP = """/help                  this list
+/quit                  leave; so does Ctrl-D
+/clear                 forget the conversation
+/system TEXT           begin anew with this system message; without TEXT: with none
+/set temperature=0.5   set {names}
+/set                   show what is set; /set NAME= takes the server's default
+//text                 send a message that begins with a slash
+Ctrl-C                 stop the answer""".format(names=", ".join(_SETTABLE))
+
 _out = Console(highlight=False, soft_wrap=True)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def _options() -> Options:
-  options: Options = {"max_tokens": _MAX_TOKENS.value, "stop": _STOP.value}
+def _first_options() -> dict[str, Any]:
+  options: dict[str, Any] = {"max_tokens": _MAX_TOKENS.value, "stop": _STOP.value}
   temperature = _TEMPERATURE.value if _TEMPERATURE.value is not None else 0.0 if _CHAT.value else None
-  if temperature is not None:
-    options["temperature"] = temperature
-  if _TOP_P.value is not None:
-    options["top_p"] = _TOP_P.value
-  if _SEED.value is not None:
-    options["seed"] = _SEED.value
-  if _TIMEOUT_S.value is not None:
-    options["timeout_s"] = _TIMEOUT_S.value
-  return options
+  named = {"temperature": temperature, "top_p": _TOP_P.value, "seed": _SEED.value, "timeout_s": _TIMEOUT_S.value}
+  return options | {name: value for name, value in named.items() if value is not None}
 
 
 def _figures(ending: Ending) -> str:
@@ -61,14 +89,16 @@ def _figures(ending: Ending) -> str:
   )
 
 
-def _answer(client: Client, prompt: Prompt) -> tuple[str, bool]:
+def _answer(
+  client: Client | HttpClient, prompt: str | Sequence[Mapping[str, str]], options: dict[str, Any]
+) -> tuple[str, bool]:
   """Streams one answer to standard output; returns its text and whether it came to its end.
 
   Ctrl-C stops the request on the server, and not this program.
   """
   text, complete = "", False
-  with client.stream(prompt, **_options()) as stream:
-    try:
+  try:
+    with client.stream(prompt, **options) as stream:
       for piece in stream:
         text += piece.text
         _out.out(piece.text.translate(_UNSAFE) if _out.is_terminal else piece.text, end="", highlight=False)
@@ -78,62 +108,174 @@ def _answer(client: Client, prompt: Prompt) -> tuple[str, bool]:
           _out.print()
           if _STATS.value:
             _err.print(_figures(piece.ending), style="dim")
-    except KeyboardInterrupt:
-      stream.cancel()
+  except KeyboardInterrupt:
+    _out.print()
+    _err.print("stopped", style="yellow")
+  except SluiceError:
+    if text:
       _out.print()
-      _err.print("stopped", style="yellow")
-    except SluiceError:
-      if text:
-        _out.print()
-      raise
+    raise
   return text, complete
 
 
 def _complain(error: SluiceError) -> None:
   wait = f" (try again in {error.retry_after_s:g} s)" if error.retry_after_s else ""
-  _err.print(f"{error.code.name}{f' {error.reason}' if error.reason else ''}: {error}{wait}", style="red", markup=False)
+  text = str(error)
+  if error.code is grpc.StatusCode.UNAVAILABLE and not error.reason and "//" not in (target := _TARGET.value):
+    if speaks_http(target):
+      text = (
+        f"{target} is an HTTP port: use the gRPC port ({_GRPC_PORT} unless the server's --port says otherwise), or "
+        f"--target=http://{target}"
+      )
+    elif not error.request_id:
+      text = f"no server answers at {target} ({text}); start one, or correct --target"
+  _err.print(f"{error.code.name}{f' {error.reason}' if error.reason else ''}: {text}{wait}", style="red", markup=False)
 
 
-def _chat(client: Client, first: str | None) -> int:
-  """A conversation; returns the exit code."""
-  messages = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
-  interactive = sys.stdin.isatty() and first is None
-  if interactive:
-    _err.print(
-      f"Talking to [bold]{client.model_info().model}[/bold]. Ctrl-C stops an answer, Ctrl-D leaves, /reset "
-      "forgets the conversation."
-    )
-  failed = False
-  while True:
-    if first is None:
-      try:
-        line = _err.input("[bold cyan]> [/bold cyan]") if interactive else sys.stdin.readline()
-      except KeyboardInterrupt:
-        _err.print()
-        continue
-      except EOFError:
-        line = ""
-      if not line and not interactive:
-        return int(failed)
-      if not line:
-        _err.print()
-        return 0
+class _Conversation:
+  """A chat: what was said, and what is set. Commands change it; only `answer` asks the server."""
+
+  def __init__(self, client: Client | HttpClient, system: str, options: dict[str, Any]):
+    self._client = client
+    self._options = options
+    self._messages: list[dict[str, str]] = []
+    self._system = ""
+    self._set_system(system)
+
+  def _set_system(self, text: str) -> None:
+    self._system = text
+    self._messages = [{"role": "system", "content": text}] if text else []
+
+  def answer(self, text: str) -> None:
+    """Says it to the model; a message that is refused leaves no trace. Raises SluiceError."""
+    self._messages.append({"role": "user", "content": text})
+    said = ""
+    try:
+      said, _ = _answer(self._client, self._messages, self._options)
+    finally:
+      if said:
+        self._messages.append({"role": "assistant", "content": said})
+      else:
+        self._messages.pop()
+
+  def follow(self, line: str) -> bool:
+    """Does what a command says, /quit aside; returns whether there is such a command."""
+    command, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if command == "/help":
+      _err.print(_HELP, markup=False)
+    elif command in ("/clear", "/reset"):
+      self._set_system(self._system)
+      _err.print("The conversation is forgotten.", style="dim")
+    elif command == "/system":
+      self._set_system(rest)
+      _err.print("A new conversation, with that system message." if rest else "A new conversation.", style="dim")
+    elif command == "/set":
+      return self._set_option(rest)
     else:
-      line = first
-    line = line.strip()
-    if line == "/reset":
-      del messages[int(bool(_SYSTEM.value)) :]
-    elif line:
-      messages.append({"role": "user", "content": line})
+      _err.print(f"{command} is no command; /help lists them (// begins a message with a slash)", style="red")
+      return False
+    return True
+
+  def _set_option(self, text: str) -> bool:
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not text:
+      shown = [f"{name}={self._options[name]}" for name in _SETTABLE if name in self._options]
+      _err.print(f"{', '.join(shown)}{'; ' if shown else ''}else the server's defaults", style="dim")
+      return True
+    if name not in _SETTABLE or not equals:
+      _err.print(f"/set {text}: write /set NAME=VALUE with one of {', '.join(_SETTABLE)}", style="red", markup=False)
+      return False
+    try:
+      if value:
+        self._options[name] = _SETTABLE[name](value)
+      else:
+        self._options.pop(name, None)
+    except ValueError:
+      kind = "a whole number" if _SETTABLE[name] is int else "a number"
+      _err.print(f"/set {name}={value}: {name} must be {kind}", style="red", markup=False)
+      return False
+    _err.print(f"{name}: {value or 'as the server has it'}", style="dim")
+    return True
+
+
+def _read_line(refused: str) -> str | None:
+  """A line from the person at the terminal; None at the end.
+
+  Args: refused: text that stands in the line already, to be edited.
+  """
+  if readline is not None:
+    readline.set_auto_history(False)
+    readline.set_startup_hook(functools.partial(readline.insert_text, refused) if refused else None)
+  try:
+    return input(_PROMPT_SIGN)
+  except EOFError:
+    _err.print()
+    return None
+  finally:
+    if readline is not None:
+      readline.set_startup_hook(None)
+
+
+def _chat_at_terminal(client: Client | HttpClient, conversation: _Conversation) -> int:
+  name = client.model_name() if isinstance(client, HttpClient) else client.model_info().model
+  _err.print(f"Talking to [bold]{name}[/bold]. Ctrl-C stops an answer, Ctrl-D leaves, /help lists commands.")
+  refused = ""
+  while True:
+    try:
+      line = _read_line(refused)
+    except KeyboardInterrupt:
+      _err.print()
+      refused = ""
+      continue
+    if line is None or line.strip() in ("/quit", "/exit"):
+      return 0
+    line, refused = line.strip(), ""
+    if not line:
+      continue
+    if not (line.startswith("/") and not line.startswith("//")):
       try:
-        text, _ = _answer(client, messages)
-        messages.append({"role": "assistant", "content": text})
+        conversation.answer(line.removeprefix("/") if line.startswith("//") else line)
+      except SluiceError as error:
+        refused = line
+        _complain(error)
+    elif not conversation.follow(line):
+      refused = line
+    if readline is not None and not refused:
+      readline.add_history(line)
+
+
+def _chat_in_pipe(conversation: _Conversation, lines: Iterable[str]) -> int:
+  """A message a line, and commands; returns the exit code."""
+  failed = False
+  for line in map(str.strip, lines):
+    if line in ("/quit", "/exit"):
+      break
+    if line.startswith("/") and not line.startswith("//"):
+      failed |= not conversation.follow(line)
+    elif line:
+      try:
+        conversation.answer(line.removeprefix("/") if line.startswith("//") else line)
       except SluiceError as error:
         failed = True
-        messages.pop()
         _complain(error)
-    if first is not None:
-      return int(failed)
+  return int(failed)
+
+
+def _connect() -> Client | HttpClient:
+  """Raises OSError for a file of TLS that cannot be read."""
+  target = _TARGET.value
+  ca_file, cert_file, key_file = _TLS_CA_FILE.value, _TLS_CERT_FILE.value, _TLS_KEY_FILE.value
+  if target.startswith(("http://", "https://")):
+    return HttpClient(target, _API_KEY.value or os.environ.get("SLUICE_API_KEY", ""), ca_file, cert_file, key_file)
+  return Client(
+    target,
+    api_key=_API_KEY.value,
+    tls=_TLS.value,
+    tls_ca_file=ca_file,
+    tls_cert_file=cert_file,
+    tls_key_file=key_file,
+  )
 
 
 def main(argv: list[str]) -> int:
@@ -145,23 +287,23 @@ def main(argv: list[str]) -> int:
     _err.print("error: nothing to do; give --prompt=TEXT, or --chat for a conversation", style="red")
     return 2
   try:
-    client = Client(
-      _TARGET.value,
-      api_key=_API_KEY.value,
-      tls=_TLS.value,
-      tls_ca_file=_TLS_CA_FILE.value,
-      tls_cert_file=_TLS_CERT_FILE.value,
-      tls_key_file=_TLS_KEY_FILE.value,
-    )
+    connected = _connect()
   except OSError as error:
     _err.print(f"error: {error.filename}: {error.strerror}", style="red", markup=False)
     return 2
-  with client:
+  options = _first_options()
+  with connected as client:
     try:
-      if _CHAT.value:
-        return _chat(client, _PROMPT.value)
-      _, complete = _answer(client, _PROMPT.value or "")
-      return 0 if complete else 130
+      if not _CHAT.value:
+        _, complete = _answer(client, _PROMPT.value or "", options)
+        return 0 if complete else 130
+      conversation = _Conversation(client, _SYSTEM.value, options)
+      if _PROMPT.value is not None:
+        conversation.answer(_PROMPT.value)
+        return 0
+      if sys.stdin.isatty():
+        return _chat_at_terminal(client, conversation)
+      return _chat_in_pipe(conversation, iter(sys.stdin.readline, ""))
     except SluiceError as error:
       _complain(error)
       return 1

@@ -1,9 +1,9 @@
-"""Converts a Hugging Face folder to Sluice's own (Orbax): smaller in files, checked by digests, ready to be sharded.
+"""Converts a Hugging Face folder to Sluice's own format (Orbax): smaller files, digests, shardable weights.
 
   python -m tools.convert_checkpoint --input=HF_FOLDER --output=NEW_FOLDER [--dtype=bfloat16]
 
-Weights keep their dtype unless --dtype says otherwise. A Sluice folder has one dtype, bfloat16 or float32: a checkpoint
-of several, or of float16, is stored in float32, which holds all of them exactly.
+Weights keep their dtype unless --dtype sets another. A Sluice folder has one dtype, bfloat16 or float32. The tool
+stores a checkpoint of float16, or of several dtypes, in float32, which holds every value exactly.
 """
 
 import pathlib
@@ -16,9 +16,11 @@ from engine.device import orbax_folder
 from engine.device.mesh import make_mesh
 from engine.device.weights import open_checkpoint, parameter_name
 from engine.errors import ConfigError
+from server.model_source.download_watch import DownloadWatch
+from server.model_source.resolve_model import resolve_model_folder
 from tools.arguments import parse_flags
 
-# Beside the weights: what tokenization, chat and stopping need, and what says where the model is from.
+# Copied beside the weights: files for tokenization, chat and stopping, and the model's origin.
 COMPANIONS = (
   "config.json",
   "generation_config.json",
@@ -33,7 +35,7 @@ COMPANIONS = (
 
 
 def lossless_dtype(source: pathlib.Path) -> tuple[str, str]:
-  """The dtype, bfloat16 or float32, that holds every weight of a model folder exactly; and why, if it is another."""
+  """Returns the dtype (bfloat16 or float32) that holds every weight exactly, and the reason for a change."""
   found = open_checkpoint(str(source), make_mesh(jax.devices("cpu")[:1]), "float32").stored_dtypes
   if found == ("bfloat16",) or found == ("float32",):
     return found[0], ""
@@ -41,24 +43,25 @@ def lossless_dtype(source: pathlib.Path) -> tuple[str, str]:
 
 
 def convert(source: pathlib.Path, output: pathlib.Path, dtype: str, name: str | None = None) -> None:
-  """Writes `output`, which must not exist, from `source`, a model folder of either kind.
+  """Writes the model folder `source`, of either kind, to `output`, which must not exist.
 
   Args:
-    dtype: of the stored weights, bfloat16 or float32.
-    name: of the model; none is the name it is loaded under.
+    dtype: dtype of the stored weights, bfloat16 or float32.
+    name: the model's name; empty keeps the name it is loaded under.
   """
   model = open_checkpoint(str(source), make_mesh(jax.devices("cpu")[:1]), dtype).load()
   params = {parameter_name(path): leaf for path, leaf in jax.tree.leaves_with_path(model.params)}
   companions = tuple(source / file for file in COMPANIONS if (source / file).is_file())
-  orbax_folder.save(output, params, name or model.name, companions)
+  orbax_folder.save_orbax_folder(output, params, name or model.name, companions)
 
 
 def main(argv: list[str]) -> None:
-  """The command line."""
+  """Runs the command line."""
   if len(argv) > 1:
     sys.exit(f"unexpected argument {argv[1]!r}; flags are written --name=value")
-  source, output = pathlib.Path(_INPUT.value), pathlib.Path(_OUTPUT.value)
+  output = pathlib.Path(_OUTPUT.value)
   try:
+    source = resolve_model_folder(_INPUT.value, watch=DownloadWatch(lambda line: print(line, file=sys.stderr)))
     dtype, reason = (_DTYPE.value, "") if _DTYPE.value else lossless_dtype(source)
     convert(source, output, dtype, _NAME.value)
   except ConfigError as error:
@@ -69,10 +72,15 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  _INPUT = flags.DEFINE_string("input", None, "model folder to read", required=True)
+  _INPUT = flags.DEFINE_string(
+    "input", None, "model to convert: a folder, ORG/NAME, gs://... or s3://...", required=True
+  )
   _OUTPUT = flags.DEFINE_string("output", None, "folder to write; must not exist", required=True)
   _DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["bfloat16", "float32"], "of the stored weights; default: the checkpoint's, float32 for several"
+    "dtype",
+    None,
+    ["bfloat16", "float32"],
+    "dtype of the stored weights; default: the checkpoint's, or float32 for several",
   )
   _NAME = flags.DEFINE_string("name", None, "the model's name; default: the input folder's")
   jax.config.update("jax_platforms", "cpu")

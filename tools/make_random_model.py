@@ -29,7 +29,7 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 
 
 def read_shape(name: str) -> dict[str, Any]:
-  """The config.json of a folder of models/shapes; ConfigError with the names there are for any other name."""
+  """Returns the config.json of a folder of models/shapes. Raises ConfigError for an unknown name."""
   names = sorted(path.name for path in SHAPES.iterdir() if (path / "config.json").is_file())
   if name not in names:
     raise ConfigError(f"shape={name!r} is unknown; use one of {', '.join(names)}")
@@ -37,12 +37,12 @@ def read_shape(name: str) -> dict[str, Any]:
 
 
 def random_tensor(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-  """One tensor, f32, scaled so that nothing grows or fades from layer to layer and that no two logits nearly tie.
+  """Returns one float32 tensor, scaled so that activations keep their size over layers and no two logits nearly tie.
 
-  The values depend on seed, name and shape alone, not on the order of tensors or the number of files.
-  A matrix keeps the variance of its input. The head, on a normed input, spreads logits by about 4, so greedy gaps
-  (a few hundredths and more) are far above the noise of f32. Norm weights lie around one and biases around zero, not
-  on them, so that a swapped or forgotten one shows.
+  The values depend on seed, name and shape alone, not on the order of tensors or the number of files. A matrix keeps
+  the variance of its input. The head, on a normed input, spreads logits by about 4, so greedy gaps (a few hundredths
+  and more) are far above float32 noise. Norm weights lie around one and biases around zero, so that a test notices a
+  swapped or missing one.
   """
   values = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, np.float32)
   if name.endswith("norm.weight"):
@@ -55,7 +55,7 @@ def random_tensor(config: ModelConfig, name: str, shape: tuple[int, ...], seed: 
 
 
 def _write_shard(file: pathlib.Path, config: ModelConfig, pieces: Sequence[Piece], seed: int, dtype: str) -> int:
-  """Returns its bytes."""
+  """Writes a shard; returns its size in bytes."""
   values = {piece.name: random_tensor(config, piece.name, piece.shape, seed).astype(DTYPES[dtype]) for piece in pieces}
   save_file(values, file, metadata={"format": "pt"})
   return sum(value.nbytes for value in values.values())
@@ -72,16 +72,16 @@ def write_model(
   """Writes config.json and the weights.
 
   Args:
-    output: a folder; made if need be, and must be empty.
-    raw: config.json, in Hugging Face's words.
-    seed: of every value. The same seed and config give the same bytes.
+    output: a new or empty folder.
+    raw: config.json, with Hugging Face's keys.
+    seed: seed of all values. The same seed and config give the same bytes.
     dtype: a key of DTYPES.
-    num_shards: over 1, the weights are several files and an index.
-    num_processes: so many shards are drawn at a time.
+    num_shards: files of weights; above 1, an index is added.
+    num_processes: shards generated at a time.
   """
   config = config_from_hf(raw)
   if output.exists() and any(output.iterdir()):
-    raise ConfigError(f"{output}: is not empty; give another folder")
+    raise ConfigError(f"{output}: is not empty; set --output to a new or empty folder")
   output.mkdir(parents=True, exist_ok=True)
   pieces = [piece for parts in tensors(config).values() for piece in parts]
   shards = [pieces[start::num_shards] for start in range(num_shards)]
@@ -104,7 +104,7 @@ def write_model(
 
 
 def family_config(family: str, sliding_window: int | None, **sizes: Any) -> dict[str, Any]:
-  """config.json of a family: `sizes` by their keys there, and a window in tokens or None, the family's own."""
+  """Returns a family's config.json. `sizes` has its keys; `window` is in tokens, None for the family's own."""
   config = {
     "architectures": [FAMILIES[family].architecture],
     "model_type": family,
@@ -115,7 +115,7 @@ def family_config(family: str, sliding_window: int | None, **sizes: Any) -> dict
     "bos_token_id": None,
     "eos_token_id": None,
   }
-  # Null is no window, which some layers of a Gemma must have; without the key these have the family's own.
+  # Null means no window, which some layers of a Gemma must have; without the key, they have the family's own.
   if sliding_window is not None or not family.startswith("gemma"):
     config["sliding_window"] = sliding_window
   if family.startswith("qwen"):
@@ -124,7 +124,7 @@ def family_config(family: str, sliding_window: int | None, **sizes: Any) -> dict
 
 
 def main(argv: list[str]) -> None:
-  """The command line."""
+  """Runs the command line."""
   if len(argv) > 1:
     sys.exit(f"unexpected argument {argv[1]!r}; flags are written --name=value")
   output, family = pathlib.Path(_OUTPUT.value), _FAMILY.value
@@ -168,8 +168,6 @@ if __name__ == "__main__":
   _HEAD_DIM = flags.DEFINE_integer("head_dim", 0, "head size; 0: width / query heads", lower_bound=0)
   _MAX_POSITION = flags.DEFINE_integer("max_position", 4096, "longest sequence, tokens", lower_bound=1)
   _ROPE_THETA = flags.DEFINE_float("rope_theta", 10_000.0, "base of the rotary frequencies")
-  _TIE_EMBEDDINGS = flags.DEFINE_bool("tie_embeddings", False, "whether the head is the embedding")
-  _SLIDING_WINDOW = flags.DEFINE_integer(
-    "sliding_window", None, "tokens that a layer with a window sees; none: the family's own"
-  )
+  _TIE_EMBEDDINGS = flags.DEFINE_bool("tie_embeddings", False, "share the embedding's weights with the head")
+  _SLIDING_WINDOW = flags.DEFINE_integer("sliding_window", None, "tokens in the sliding window; none: the family's own")
   app.run(main, flags_parser=parse_flags)

@@ -1,4 +1,4 @@
-"""What the comparisons share: a tool run as a user runs it, a call timed, medians, the machine in words."""
+"""Shared by the comparisons: runs a tool as a user does, times a call, computes medians, describes the machine."""
 
 from collections.abc import Callable, Sequence
 import json
@@ -18,10 +18,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def run_tool(command: Sequence[str], what: str) -> dict[str, Any]:
-  """Runs a command that prints one JSON line and returns it; its progress goes to our standard error.
+  """Runs a command that prints one JSON line and returns it; its progress goes to standard error.
 
   Raises:
-    ConfigError: it failed, or printed something else.
+    ConfigError: the command failed, or printed something else.
   """
   print(f"{what} ...", file=sys.stderr, flush=True)
   done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -35,7 +35,7 @@ def run_tool(command: Sequence[str], what: str) -> dict[str, Any]:
 
 
 def best_and_median(call: Callable[[], object], seconds: float) -> tuple[float, float]:
-  """Milliseconds of a call: repeated for `seconds`, and at least 5 times."""
+  """Returns milliseconds of a call, best and median: repeated for `seconds`, and at least 5 times."""
   call()
   times, end = [], time.perf_counter() + seconds
   while len(times) < 5 or time.perf_counter() < end:
@@ -46,12 +46,12 @@ def best_and_median(call: Callable[[], object], seconds: float) -> tuple[float, 
 
 
 def median_of(runs: Sequence[dict[str, Any]], name: str) -> float:
-  """The median of one figure over runs."""
+  """Returns the median of one figure over runs."""
   return statistics.median(run[name] for run in runs)
 
 
 def machine() -> dict[str, Any]:
-  """Cores and instruction set, in words that mean something on another machine."""
+  """Returns cores and instruction set, in words that mean something on another machine."""
   model, vector = platform.machine(), ""
   try:
     for line in pathlib.Path("/proc/cpuinfo").read_text("utf-8").splitlines():
@@ -67,7 +67,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-  """Of this checkout, with -dirty where files differ; where git does not know it, what SLUICE_COMMIT says."""
+  """Returns this checkout's commit, with -dirty if files differ; without git, the value of SLUICE_COMMIT."""
   if shutil.which("git"):
     command = ["git", "describe", "--always", "--dirty"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -77,13 +77,13 @@ def commit() -> str:
 
 
 def write_result(path: str, result: dict[str, Any]) -> None:
-  """Keeps a result as indented JSON."""
+  """Writes a result as indented JSON."""
   if path:
     pathlib.Path(path).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 
 
 def show(result: dict[str, Any], table: str, path: str) -> None:
-  """Keeps a result; prints its table for people, on standard error, and itself as a line of JSON."""
+  """Writes a result; prints its table on standard error, and the result as a line of JSON."""
   write_result(path, result)
   print(table, file=sys.stderr)
   print(json.dumps(result), flush=True)

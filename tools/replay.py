@@ -1,8 +1,8 @@
-"""Replays a step trace through the scheduler and says where, if anywhere, it would now decide otherwise.
+"""Replays a step trace through the scheduler and reports the first decision that differs.
 
-`python -m tools.replay TRACE` rebuilds the scheduler from the trace's first line, feeds it what the engine fed it, and
-compares every batch: shape, rows, counts, block ids, inputs. Exit code 0 if all are the same, 1 at the first
-difference, 2 if the file is no trace. Standard library and the pure engine only.
+`python -m tools.replay TRACE` rebuilds the scheduler from the trace's first line, feeds it the engine's inputs, and
+compares every batch: shape, rows, counts, block ids, inputs. Exit code 0: all are the same; 1: one differs; 2: the
+file is not a trace. Uses the standard library and the pure engine alone.
 """
 
 from collections.abc import Iterable
@@ -22,12 +22,12 @@ from tools.arguments import CommandParser
 
 
 class NotATrace(Exception):
-  """The file does not hold what Recorder writes; the message names the line."""
+  """The file is not a Recorder's trace; the message names the line."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Replayed:
-  """Attributes: num_batches compared, num_lines read, difference: the first one in words, or None."""
+  """The result. Attributes: num_batches: compared batches; num_lines: lines read; difference: the first or None."""
 
   num_batches: int
   num_lines: int
@@ -35,10 +35,10 @@ class Replayed:
 
 
 def replay(lines: Iterable[str]) -> Replayed:
-  """Feeds the lines of a trace to a scheduler of their own, up to the first difference.
+  """Feeds the lines of a trace to a new scheduler, up to the first difference.
 
   Raises:
-    NotATrace: a line that is no JSON, is cut off, or does not follow from those before it.
+    NotATrace: a line is no JSON, is cut off, or does not follow from those before it.
   """
   scheduler: Scheduler | None = None
   launched: dict[int, Batch] = {}
@@ -63,13 +63,15 @@ def replay(lines: Iterable[str]) -> Replayed:
 
 def _begin(entry: dict[str, Any]) -> tuple[Scheduler, dict[int, Batch]]:
   if entry["event"] != "state":
-    raise ValueError(f"a trace begins with the scheduler's state, not with {entry['event']!r}")
+    raise ValueError(
+      f"the first event is {entry['event']!r}, a trace begins with the scheduler's state; give a whole trace"
+    )
   in_flight = entry["in_flight"] and _batch(entry["in_flight"])
   return restore_scheduler(entry["scheduler"]), {in_flight.step: in_flight} if in_flight else {}
 
 
 def _feed(entry: dict[str, Any], scheduler: Scheduler, launched: dict[int, Batch]) -> str | None:
-  """One line; returns a difference in words."""
+  """Feeds one line; returns a description of the difference, or None."""
   match entry["event"]:
     case "add":
       scheduler.add_request(Request.from_state(entry["request"]))
@@ -103,7 +105,7 @@ def _compare(recorded: dict[str, Any] | None, replayed: dict[str, Any] | None) -
 
 
 def _batch(line: dict[str, Any]) -> Batch:
-  """The batch that was in flight when the trace began, as far as commit() looks at it."""
+  """Returns the batch in flight at the trace's start, with the fields that commit() reads."""
   decodes = line["num_decodes"]
   return Batch(
     step=line["step"],
@@ -120,15 +122,15 @@ def _batch(line: dict[str, Any]) -> Batch:
 
 
 def _shape(values: list[int]) -> StepShape:
-  """Traces once named tokens and rows alone, and there were as many logit rows as rows."""
+  """Returns the step's shape. Older traces have tokens and rows alone, with as many logit rows as rows."""
   tokens, rows, *logits = values
   return StepShape(tokens, rows, *(logits or (rows,)))
 
 
 def main(arguments: list[str] | None = None) -> int:
-  """The command line; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.replay", "Replay a step trace through the scheduler and compare all batches.")
-  parser.add_argument("trace", help="a file that the engine's start_trace() wrote")
+  parser.add_argument("trace", help="step trace written by the engine's start_trace()")
   path = parser.parse_args(arguments).trace
   try:
     with open(path, encoding="utf-8") as file:

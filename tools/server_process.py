@@ -1,4 +1,4 @@
-"""A real server in a process of its own, as long as a block lasts. Starts it and takes it down; sends no request."""
+"""Runs a real server in its own process for the duration of a block. Starts and stops it; sends no request."""
 
 from collections.abc import Mapping, Sequence
 import os
@@ -13,19 +13,19 @@ from engine.errors import ConfigError
 from tools.measure import ROOT
 
 READY_S = 240.0  # a cold start compiles every rung
-_STOP_S = 60.0  # what a drain may take; then it is killed
-# Clients are few processes with a connection each, and what they kept to themselves would be on no server's account.
+_STOP_S = 60.0  # seconds for a drain; then it is killed
+# Clients are few processes with a connection each; calls that they queued would be in no server's counts.
 _MANY_STREAMS = "--max_concurrent_streams=4096"
 
 
 class RunningServer:
-  """A server on a free port of this machine; it goes down with the block, however that ends."""
+  """A server on a free port of this machine; it ends with the block, however that ends."""
 
   def __init__(self, flags: Sequence[str], log: pathlib.Path, environment: Mapping[str, str] | None = None):
     """Args:
-    flags: of server.main, without port and port file.
-    log: file for what it says; written anew.
-    environment: variables beside those of this process.
+    flags: flags of server.main, without port and port file.
+    log: file for its output; overwritten.
+    environment: variables added to those of this process.
     """
     self._flags, self._log, self._environment = flags, log, environment or {}
 
@@ -33,7 +33,7 @@ class RunningServer:
     """Returns once it serves.
 
     Raises:
-      ConfigError: it ended instead, or took too long; with its own last words.
+      ConfigError: it ended instead, or took too long; the text has its last lines.
     """
     with tempfile.TemporaryDirectory(prefix="sluice-server-") as folder, open(self._log, "w", encoding="utf-8") as log:
       port_file = pathlib.Path(folder) / "port"
@@ -44,7 +44,7 @@ class RunningServer:
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
-        process_group=0,  # Ctrl-C is for us, who then stop it
+        process_group=0,  # Ctrl-C is for this process, which then stops the server
       )
       try:
         deadline = time.monotonic() + READY_S
@@ -76,7 +76,7 @@ class RunningServer:
 
   @property
   def pid(self) -> int:
-    """Of the process."""
+    """The process's id."""
     return self._process.pid
 
   @property
@@ -85,7 +85,7 @@ class RunningServer:
     return self._process.poll() is None
 
   def last_words(self) -> str:
-    """The most telling line of its log."""
+    """Returns the most telling line of its log."""
     lines = self._log.read_text("utf-8", errors="replace").strip().splitlines()
     errors = [line for line in lines if line.startswith("error")]
     return (errors or lines or ["it said nothing"])[-1]

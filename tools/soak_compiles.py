@@ -14,7 +14,7 @@ import sys
 import time
 
 from engine.config import EngineConfig
-from engine.device.build import build
+from engine.device.build import build_engine
 from engine.device.options import BuildOptions
 from engine.engine import Engine
 from engine.errors import EngineError
@@ -25,7 +25,7 @@ from tools.arguments import CommandParser, positive_int
 
 @dataclasses.dataclass
 class CompileSoak:
-  """What happened.
+  """The result.
 
   Attributes:
     steps, requests, aborts, preemptions: counts.
@@ -40,7 +40,7 @@ class CompileSoak:
 
 
 def random_params(rng: random.Random, vocab_size: int, max_tokens: int) -> SamplingParams:
-  """Any mixture of parameters: each is left at its default about half of the time, so that they meet in every way."""
+  """Returns a random mixture of parameters: each keeps its default about half of the time, so that all combine."""
 
   def ids(most: int) -> tuple[int, ...]:
     return tuple(rng.sample(range(vocab_size), rng.randint(1, min(most, vocab_size))))
@@ -68,7 +68,7 @@ def random_params(rng: random.Random, vocab_size: int, max_tokens: int) -> Sampl
 
 
 def random_request(rng: random.Random, config: EngineConfig, name: str) -> Request:
-  """A request of any length that fits; a third of them share a prefix."""
+  """Returns a request of any length that fits; a third of them share a prefix."""
   longest = min(config.max_model_len, config.pool_tokens)
   total = min(longest, int(2 * longest ** rng.random()) + 1)
   num_prompt = rng.randint(1, max(1, total - 1))
@@ -80,13 +80,13 @@ def random_request(rng: random.Random, config: EngineConfig, name: str) -> Reque
 
 
 def soak(engine: Engine, inbox: list[TokenEvent], num_steps: int, seed: int) -> CompileSoak:
-  """Steps `engine` under random traffic, then lets what is live end.
+  """Steps `engine` under random traffic, then lets live requests finish.
 
   Args:
     engine: ready; its loop is not running.
-    inbox: where the engine's emit puts its events.
-    num_steps: turns of the loop under traffic.
-    seed: of the traffic.
+    inbox: receives the engine's events.
+    num_steps: steps under traffic.
+    seed: seed of the traffic.
 
   Raises:
     EngineError: the engine died.
@@ -123,7 +123,7 @@ def soak(engine: Engine, inbox: list[TokenEvent], num_steps: int, seed: int) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.soak_compiles", "Count what compiles under random requests.")
   parser.add_argument("--model", default="models/demo", help="a Hugging Face or Sluice model folder")
   parser.add_argument("--num_steps", type=positive_int, default=10_000, help="steps to run")
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   args = parser.parse_args(arguments)
   inbox: list[TokenEvent] = []
   try:
-    built = build(
+    built = build_engine(
       BuildOptions(
         model_dir=args.model,
         num_blocks=args.num_blocks,

@@ -1,12 +1,13 @@
 """Makes and reads request files: lengths, arrival times and token ids from a seed. Standard library; runs no model.
 
-A request file is JSON lines. The first may be `{"trace": {...}}`, which says how the rest was made; every other is
-`{"id": 0, "arrival_s": 0.0, "prompt": [token ids], "output_len": 40}`. The same seed gives the same file on every
-machine. Lengths, arrivals and token ids come from streams of their own, so changing one leaves the others alone.
+A request file is JSON lines. The first may be `{"trace": {...}}`, which describes how the file was made. Every other is
+`{"id": 0, "arrival_s": 0.0, "prompt": [token ids], "output_len": 40}`, with "tenant" and "priority" if a request has
+them. The same seed gives the same file on every machine. Lengths, arrivals, token ids, tenants and priorities have
+separate random streams, so changing one leaves the others alone.
 
-  python -m tools.workload --num_requests=64 --prompt_len=lognormal:64:8:512 --output_len=lognormal:64:4:256 \\
+  python -m tools.workload --num_requests=64 --prompt_len=lognormal:64:8:512 --output_len=lognormal:64:4:256 \
       --vocab_size=32000 --output=requests.jsonl
-  python -m tools.workload --trace=benchmarks/traces/azure_conv_500.csv --scale=0.1 --vocab_size=2048 \\
+  python -m tools.workload --trace=benchmarks/traces/azure_conv_500.csv --scale=0.1 --vocab_size=2048 \
       --output=requests.jsonl
 """
 
@@ -23,7 +24,8 @@ from typing import Any, TextIO
 from engine.errors import ConfigError
 from tools.arguments import CommandParser, positive_float, positive_int
 
-LOGNORMAL_SIGMA = 0.8  # spread of ln(length); ShareGPT's prompts have about 1.2, chat turns about 0.8
+PROMPT_LEN, OUTPUT_LEN = "lognormal:64:8:512", "lognormal:64:4:256"  # defaults
+LOGNORMAL_SIGMA = 0.8  # standard deviation of ln(length); ShareGPT's prompts have about 1.2, chat turns about 0.8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,16 +33,20 @@ class WorkRequest:
   """One line of a request file.
 
   Attributes:
-    id: as in the file; unique.
-    arrival_s: seconds after the start at which it is to be sent.
+    id: the line's id; unique.
+    arrival_s: seconds from the start to the intended sending time.
     prompt: token ids, at least one.
-    output_len: exactly how many tokens to generate.
+    output_len: exact number of tokens to generate.
+    tenant: the tenant, for policy fair.
+    priority: lower goes first, under policy priority; under policy tiers, 0 or less is interactive.
   """
 
   id: int | str
   arrival_s: float
   prompt: tuple[int, ...]
   output_len: int
+  tenant: str = ""
+  priority: int = 0
 
 
 # --- Lengths ----------------------------------------------------------------------------------------------------------
@@ -51,7 +57,7 @@ def _normal_cdf(x: float) -> float:
 
 
 def _clipped_lognormal_mean(mu: float, sigma: float, low: float, high: float) -> float:
-  """Mean of min(max(exp(N(mu, sigma)), low), high), in closed form."""
+  """Returns the mean of min(max(exp(N(mu, sigma)), low), high), in closed form."""
   below = _normal_cdf((math.log(low) - mu) / sigma)
   above = 1 - _normal_cdf((math.log(high) - mu) / sigma)
   inside = math.exp(mu + sigma * sigma / 2) * (
@@ -62,7 +68,7 @@ def _clipped_lognormal_mean(mu: float, sigma: float, low: float, high: float) ->
 
 
 def lognormal(mean: float, low: int, high: int, sigma: float = LOGNORMAL_SIGMA) -> Callable[[random.Random], int]:
-  """Log-normal lengths clipped to [low, high], with `mean` the mean AFTER clipping."""
+  """Returns log-normal lengths clipped to [low, high]; `mean` is the mean AFTER clipping."""
   if not low < mean < high or low < 1:
     raise ConfigError(f"lognormal:{mean}:{low}:{high} needs 1 <= low < mean < high; change the numbers")
   bottom, top = math.log(low) - 10 * sigma, math.log(high) + 10 * sigma
@@ -73,14 +79,14 @@ def lognormal(mean: float, low: int, high: int, sigma: float = LOGNORMAL_SIGMA) 
 
 
 def loguniform(low: int, high: int) -> Callable[[random.Random], int]:
-  """Lengths whose logarithm is uniform: as many between 20 and 200 as between 200 and 2,000."""
+  """Returns lengths whose logarithm is uniform: as many between 20 and 200 as between 200 and 2,000."""
   if not 1 <= low <= high:
     raise ConfigError(f"loguniform:{low}:{high} needs 1 <= low <= high; change the numbers")
   return lambda rng: min(max(round(math.exp(rng.uniform(math.log(low), math.log(high)))), low), high)
 
 
 def parse_lengths(spec: str) -> Callable[[random.Random], int]:
-  """A distribution by name: `fixed:64`, `uniform:8:64`, `loguniform:20:2000`, `lognormal:MEAN:LOW:HIGH[:SIGMA]`."""
+  """Parses a distribution: `fixed:64`, `uniform:8:64`, `loguniform:20:2000` or `lognormal:MEAN:LOW:HIGH[:SIGMA]`."""
   kind, *texts = spec.split(":")
   try:
     if kind == "lognormal" and len(texts) in (3, 4):
@@ -104,7 +110,7 @@ def parse_lengths(spec: str) -> Callable[[random.Random], int]:
 
 
 def arrivals(num_requests: int, rate: float, burstiness: float, seed: int) -> list[float]:
-  """Arrival times in seconds, the first at 0.
+  """Returns arrival times in seconds, the first at 0.
 
   Gaps are gamma-distributed with mean 1/rate and coefficient of variation 1/sqrt(burstiness), as in vLLM's
   `bench serve`: 1 is a Poisson process, below 1 is burstier, above 1 is more even. An infinite rate is one burst.
@@ -144,7 +150,7 @@ def synthetic(
   rate: float = math.inf,
   burstiness: float = 1.0,
 ) -> list[WorkRequest]:
-  """Requests whose lengths follow two distributions (see parse_lengths) and whose arrivals follow a rate."""
+  """Returns requests whose lengths follow two distributions (see parse_lengths) and whose arrivals follow a rate."""
   draw_prompt, draw_output = parse_lengths(prompt_len), parse_lengths(output_len)
   prompt_rng, output_rng = random.Random(f"{seed}/prompt_len"), random.Random(f"{seed}/output_len")
   rows = (
@@ -154,13 +160,13 @@ def synthetic(
 
 
 def read_trace(path: str) -> list[tuple[float, int, int]]:
-  """Rows (seconds since the first, prompt tokens, output tokens) of a public trace.
+  """Returns the rows (seconds since the first, prompt tokens, output tokens) of a public trace.
 
   Reads Azure's LLM inference traces (`TIMESTAMP,ContextTokens,GeneratedTokens`) and length lists without times
   (`num_prefill_tokens,num_decode_tokens,...`, every arrival 0).
 
   Raises:
-    ConfigError: no such file, missing columns, a negative length, or times that go back.
+    ConfigError: the file is missing, lacks columns, has a negative length, or its times go back.
   """
   try:
     with open(path, newline="", encoding="utf-8") as file:
@@ -208,7 +214,7 @@ def scale_rows(
   num_requests: int | None = None,
   max_len: int | None = None,
 ) -> list[tuple[float, int, int]]:
-  """Rows of a trace with lengths and arrival rate scaled to a machine; the arguments are those of from_trace."""
+  """Scales a trace's lengths and arrival rate; arguments as in from_trace."""
 
   def scaled(row: tuple[float, int, int]) -> tuple[float, int, int]:
     prompt, output = (max(1, round(length * length_scale)) for length in row[1:])
@@ -229,16 +235,16 @@ def from_trace(
   num_requests: int | None = None,
   max_len: int | None = None,
 ) -> list[WorkRequest]:
-  """Replays a trace, lengths and arrival rate scaled to the machine.
+  """Returns a trace's requests, with lengths and arrival rate scaled to the machine.
 
   Args:
     rows: as read_trace returns them.
-    vocab_size: of the model.
-    seed: for the made-up token ids.
-    length_scale: lengths are multiplied by this, and are at least 1.
-    rate_scale: arrivals come this many times as often.
-    num_requests: only the first so many.
-    max_len: prompt and output together are cut to this many tokens, the prompt first; None leaves them.
+    vocab_size: the model's.
+    seed: seed of the made-up token ids.
+    length_scale: factor of lengths, which stay at least 1.
+    rate_scale: factor of the arrival rate.
+    num_requests: length of the prefix of the trace to use.
+    max_len: limit for prompt and output together, in tokens; the prompt is cut first. None sets no limit.
   """
   return _with_tokens(scale_rows(rows, length_scale, rate_scale, num_requests, max_len), vocab_size, seed)
 
@@ -246,13 +252,13 @@ def from_trace(
 def share_prefixes(
   requests: Sequence[WorkRequest], num_prefixes: int, prefix_len: int, vocab_size: int, seed: int = 0
 ) -> list[WorkRequest]:
-  """Lets prompts begin alike, as behind a system prompt: lengths and arrivals stay as they are.
+  """Gives prompts shared prefixes, as system prompts do; keeps lengths and arrivals.
 
   Args:
-    requests: whose first tokens are replaced.
-    num_prefixes: so many beginnings; each request draws one.
-    prefix_len: tokens of a beginning; a shorter prompt takes all but its last token from it.
-    vocab_size, seed: of the made-up tokens and the draw, which come from a stream of their own.
+    requests: their first tokens are replaced.
+    num_prefixes: number of prefixes; each request gets one at random.
+    prefix_len: tokens of a prefix; a shorter prompt takes all but its last token from it.
+    vocab_size, seed: for the tokens and the choice, which have their own random stream.
   """
   rng = random.Random(f"{seed}/prefixes")
   prefixes = [tuple(rng.choices(range(vocab_size), k=prefix_len)) for _ in range(num_prefixes)]
@@ -263,14 +269,37 @@ def share_prefixes(
   return changed
 
 
+def make_senders(count: int, num_tenants: int, batch_share: float, seed: int) -> list[tuple[str, int]]:
+  """Returns (tenant, priority) for each of `count` requests.
+
+  Args:
+    count: requests.
+    num_tenants: tenant k sends a share in proportion to 1 / (k + 1), as by Zipf's law; with 1, tenants have no name.
+    batch_share: share of requests with priority 1; the others have 0.
+    seed: seed of two separate random streams.
+  """
+  if not 0 <= batch_share <= 1:
+    raise ConfigError(f"batch_share={batch_share} must be at least 0 and at most 1; set --batch_share")
+  names = [f"tenant{number}" if num_tenants > 1 else "" for number in range(num_tenants)]
+  weights = [1 / (number + 1) for number in range(num_tenants)]
+  tenants = random.Random(f"{seed}/tenants").choices(names, weights, k=count)
+  priorities = random.Random(f"{seed}/priorities")
+  return [(tenant, int(priorities.random() < batch_share)) for tenant in tenants]
+
+
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
 def write_requests(file: TextIO, requests: Iterable[WorkRequest], trace: dict[str, Any]) -> None:
-  """Writes a request file; `trace` says how it was made."""
+  """Writes a request file; `trace` describes how it was made."""
   file.write(json.dumps({"trace": trace}) + "\n")
   for request in requests:
-    file.write(json.dumps(dataclasses.asdict(request), separators=(",", ":")) + "\n")
+    values = dataclasses.asdict(request).items()
+    line = {name: value for name, value in values if name not in _ABSENT or value != _ABSENT[name]}
+    file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+_ABSENT = {"tenant": "", "priority": 0}  # defaults of a line without them
 
 
 def write_tokens(path: str, tokens: Mapping[int | str, Sequence[int]]) -> None:
@@ -281,13 +310,13 @@ def write_tokens(path: str, tokens: Mapping[int | str, Sequence[int]]) -> None:
 
 
 def read_tokens(path: str) -> dict[int | str, list[int]]:
-  """Reads what write_tokens wrote."""
+  """Reads a file of write_tokens."""
   with open(path, encoding="utf-8") as file:
     return {line["id"]: line["tokens"] for line in map(json.loads, file)}
 
 
 def read_requests(path: str) -> list[WorkRequest]:
-  """Reads a request file, checking every field; raises ConfigError naming the line."""
+  """Reads and checks a request file. Raises ConfigError with the line."""
   requests: list[WorkRequest] = []
   seen: set[int | str] = set()
   try:
@@ -304,13 +333,14 @@ def read_requests(path: str) -> list[WorkRequest]:
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"requests {path} cannot be read: {error}; check --requests") from error
   if not requests:
-    raise ConfigError(f"requests {path} holds no request; make one with python -m tools.workload")
+    raise ConfigError(f"requests {path} has no requests; make a file with python -m tools.workload")
   return requests
 
 
 def _parse_line(line: str, where: str, *, first: bool) -> WorkRequest | None:
-  """One request, or None for the line that only describes the file."""
+  """Returns one request, or None for the line that describes the file."""
   form = '{"id": 0, "arrival_s": 0.0, "prompt": [token ids], "output_len": 40}'
+  optional = dict(_ABSENT)
   try:
     value = json.loads(line)
   except (ValueError, RecursionError) as error:
@@ -319,6 +349,7 @@ def _parse_line(line: str, where: str, *, first: bool) -> WorkRequest | None:
     return None
   try:
     identity, arrival_s, prompt, output_len = (value[key] for key in ("id", "arrival_s", "prompt", "output_len"))
+    optional |= {name: value[name] for name in _ABSENT if name in value}
   except (TypeError, KeyError) as error:
     raise ConfigError(f"{where} lacks {error}; a line is {form}") from error
   whole = (int,)
@@ -337,26 +368,28 @@ def _parse_line(line: str, where: str, *, first: bool) -> WorkRequest | None:
       prompt,
       "a list of at least one token id",
     ),
+    (type(optional["tenant"]) is not str, "tenant", optional["tenant"], "a string"),
+    (type(optional["priority"]) not in whole, "priority", optional["priority"], "a whole number"),
   ]
   for wrong, name, got, wanted in problems:
     if wrong:
       raise ConfigError(f"{where}: {name}={got!r:.60} must be {wanted}; a line is {form}")
-  return WorkRequest(identity, float(arrival_s), tuple(prompt), output_len)
+  return WorkRequest(identity, float(arrival_s), tuple(prompt), output_len, **optional)
 
 
 # --- Command line -----------------------------------------------------------------------------------------------------
 
 
 def add_shape_arguments(parser: CommandParser) -> None:
-  """The flags that describe a workload, shared with bench_serving."""
+  """Adds the flags that describe a workload; bench_serving shares them."""
   parser.add_argument("--trace", help="a public trace (CSV) to replay instead of the two distributions")
   parser.add_argument(
     "--scale", type=positive_float, default=1.0, help="with --trace: lengths and arrival rate are multiplied by this"
   )
   parser.add_argument("--rate_scale", type=positive_float, help="with --trace: arrival rate factor instead of --scale")
-  parser.add_argument("--num_requests", type=positive_int, help="how many (default: 64, or the whole trace)")
-  parser.add_argument("--prompt_len", default="lognormal:64:8:512", help="distribution of prompt lengths, in tokens")
-  parser.add_argument("--output_len", default="lognormal:64:4:256", help="distribution of forced output lengths")
+  parser.add_argument("--num_requests", type=positive_int, help="number of requests (default: 64, or the whole trace)")
+  parser.add_argument("--prompt_len", default=PROMPT_LEN, help="distribution of prompt lengths, in tokens")
+  parser.add_argument("--output_len", default=OUTPUT_LEN, help="distribution of forced output lengths")
   parser.add_argument(
     "--rate",
     type=positive_float,
@@ -364,16 +397,32 @@ def add_shape_arguments(parser: CommandParser) -> None:
     help="requests a second; inf is one burst, or the times that the --trace has",
   )
   parser.add_argument("--burstiness", type=positive_float, default=1.0, help="1 is Poisson, below 1 burstier (gamma)")
-  parser.add_argument("--max_len", type=positive_int, help="with --trace: cut prompt + output to so many tokens")
-  parser.add_argument("--num_prefixes", type=positive_int, help="prompts begin with one of so many shared prefixes")
-  parser.add_argument("--prefix_len", type=positive_int, default=64, help="with --num_prefixes: their tokens")
-  parser.add_argument("--seed", type=int, default=0, help="of lengths, arrivals and token ids")
+  parser.add_argument("--max_len", type=positive_int, help="with --trace: limit for prompt + output, in tokens")
+  parser.add_argument(
+    "--num_prefixes", type=positive_int, help="number of shared prefixes; each prompt begins with one"
+  )
+  parser.add_argument("--prefix_len", type=positive_int, default=64, help="with --num_prefixes: tokens of a prefix")
+  parser.add_argument(
+    "--num_tenants",
+    type=positive_int,
+    default=1,
+    help="number of tenants that send requests, with unequal shares (Zipf)",
+  )
+  parser.add_argument("--batch_share", type=float, default=0.0, help="share of requests that have priority 1, not 0")
+  parser.add_argument(
+    "--seed", type=int, default=0, help="seed of lengths, arrivals, token ids, tenants and priorities"
+  )
+
+
+def has_senders(args: Any) -> bool:
+  """Whether the flags set tenants or priorities."""
+  return args.num_tenants > 1 or args.batch_share != 0.0
 
 
 def from_arguments(args: Any, vocab_size: int, max_len: int | None = None) -> tuple[list[WorkRequest], dict[str, Any]]:
-  """Requests and their description from the flags of add_shape_arguments.
+  """Makes requests and their description from the flags of add_shape_arguments.
 
-  A finite rate with a trace keeps the trace's lengths and draws the times anew.
+  With a trace, a finite rate keeps the trace's lengths and samples new arrival times.
   """
   if args.trace:
     rate_scale = args.rate_scale if args.rate_scale is not None else args.scale
@@ -398,15 +447,22 @@ def from_arguments(args: Any, vocab_size: int, max_len: int | None = None) -> tu
   if args.num_prefixes:
     requests = share_prefixes(requests, args.num_prefixes, args.prefix_len, vocab_size, args.seed)
     about |= {"num_prefixes": args.num_prefixes, "prefix_len": args.prefix_len}
+  if has_senders(args):
+    senders = make_senders(len(requests), args.num_tenants, args.batch_share, args.seed)
+    requests = [
+      dataclasses.replace(request, tenant=tenant, priority=priority)
+      for request, (tenant, priority) in zip(requests, senders, strict=True)
+    ]
+    about |= {"num_tenants": args.num_tenants, "batch_share": args.batch_share}
   return requests, about | {"seed": args.seed, "num_requests": len(requests)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Writes a request file and one line about it to stderr."""
+  """Writes a request file, and one line about it to stderr."""
   parser = CommandParser("tools.workload", __doc__)
   add_shape_arguments(parser)
-  parser.add_argument("--vocab_size", type=positive_int, required=True, help="token ids are below this")
-  parser.add_argument("--output", required=True, help="request file to write, - for standard output")
+  parser.add_argument("--vocab_size", type=positive_int, required=True, help="vocabulary size; token ids are below it")
+  parser.add_argument("--output", required=True, help="request file to write; - is standard output")
   args = parser.parse_args(argv)
   try:
     requests, trace = from_arguments(args, args.vocab_size)

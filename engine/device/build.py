@@ -1,11 +1,12 @@
-"""From a model folder to an engine that is ready: load, size, compile, warm up, seal. Run once, by whoever composes.
+"""Builds a ready engine from a model folder: loads, sizes, compiles, warms up and seals. May not schedule requests.
 
-Finds the memory for the KV pool (pool_size.py sizes it). Settings that contradict each other or the model are refused
-before memory is taken for them.
+It measures the memory for the KV pool, and pool_size.py sizes the pool. It rejects settings that contradict each other
+or the model before it allocates memory for them.
 """
 
 from collections.abc import Callable
 import dataclasses
+import importlib.util
 import os
 import time
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from engine import accelerator
+from engine.build_facts import DeviceFact, FactReporter, KVFact, ModelFact, ProgramsFact, ProgramsMadeFact, ignore_fact
 from engine.config import EngineConfig, choose_overlap
 from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
@@ -30,18 +33,18 @@ from engine.settings import SchedulingSettings, declared_settings
 from engine.shapes import LadderChoice, ShapeLadder, StepShape
 from models.config import ModelConfig
 from models.linear import WeightForm
-from pallas_kernels.adjust import api as adjust
-from pallas_kernels.argmax import api as argmax
-from pallas_kernels.draw import api as draw
+from pallas_kernels import native
 
-# Part of a GPU's memory that JAX allocates at its start, where the user has not said. JAX's own 0.75 leaves a fifth of
-# it to nobody; CUDA, its libraries and its graphs need the last 0.05.
+# The default share of a GPU's memory that JAX allocates at start. JAX's own default of 0.75 leaves a fifth unused;
+# CUDA, its libraries and its graphs need the last 0.05.
 _GPU_MEMORY_SHARE = "0.95"
-_GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX refuses both at once
+_GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX rejects both at once
+_MIB = 2**20
+_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin", "libtpu")  # JAX's packages for accelerators
 
 
 class ExecutableSource(Protocol):
-  """Executables that need not be compiled. Asked in the order of its methods."""
+  """A source of compiled executables. The build calls its methods in their order here."""
 
   def choose_pool(
     self,
@@ -50,46 +53,46 @@ class ExecutableSource(Protocol):
     rungs: tuple[StepShape, ...],
     cpu_bytes: int | None,
   ) -> PoolSize | None:
-    """The pool that its executables are for, if there is memory for it. Asked where memory decides.
+    """Returns the pool of its executables if the memory holds it. The build calls this if memory decides the size.
 
     Args:
-      spec: programs, from blocks and max_model_len.
-      cpu_bytes: memory for KV where a CPU says what is free.
+      spec: makes the programs' spec from the numbers of blocks and max_model_len.
+      cpu_bytes: memory for KV on a CPU, if the system reports it.
     """
     ...
 
   def begin(self, spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> None:
-    """Says what programs will be asked for."""
+    """Announces the programs that the build will request."""
     ...
 
   def executable(self, program: Program) -> jax.stages.Compiled:
-    """The program's executable; compiles it where there is none. Safe on any thread."""
+    """Returns the program's executable, or compiles it. Safe on any thread."""
     ...
 
   def finish(self, num_blocks: int) -> str:
-    """All programs have run, with a pool of `num_blocks`. Returns why some had to be compiled, a line, or ""."""
+    """Called after all programs ran with a pool of `num_blocks`. Returns why it compiled some, a line, or ""."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-  """An engine that is ready, and what it was made of.
+  """A ready engine and its properties.
 
   Attributes:
-    engine: nothing submitted yet; its loop is not running.
-    runner: the device (that of decodes, if there are two), for `compiles_after_ready`.
+    engine: has no requests; its loop does not run yet.
+    runner: the runner (of decodes, if there are two), for `compiles_after_ready`.
     attention: name of the paged attention in use.
     matmul: "xla" or "packed".
-    quantization: as asked for.
-    fallbacks: why one of them is not the platform's best, a line each.
-    lowered: why max_model_len is below the model's own though nobody chose it, and what changes it; "" where it is not.
-    warnings: what the user should know about the model's folder, a line each.
-    ladder: the ladder and why it is this one.
-    deterministic: what that costs, a line; "" where it was not asked for.
-    model: numbers of the decoder.
-    model_name: as the checkpoint calls it.
+    quantization: the setting.
+    fallbacks: why attention or matmul is not the platform's best, a line each.
+    lowered: why the default max_model_len is below the model's own, and the flags that change it; else "".
+    warnings: warnings about the model folder, a line each.
+    ladder: the ladder and the reason for it.
+    deterministic: the cost of --deterministic, a line; "" without it.
+    model: configuration of the decoder.
+    model_name: name in the checkpoint.
     config: the engine's settings.
-    load_s, warmup_s: seconds for the weights, and for compiling and the first run of every program.
+    load_s, warmup_s: seconds to load weights, and to compile and first run every program.
   """
 
   engine: Engine
@@ -111,7 +114,7 @@ class Built:
 
 @dataclasses.dataclass(frozen=True)
 class EngineSide:
-  """A model on some of the devices, ready to run."""
+  """A ready model on some of the devices."""
 
   scheduler: Scheduler
   runner: ModelRunner
@@ -126,33 +129,36 @@ class EngineSide:
   ladder: LadderChoice
 
 
-def build(
+def build_engine(
   options: BuildOptions,
   progress: Progress,
   emit: Emit,
   clock: Callable[[], float] = time.monotonic,
   engine_class: type[Engine] = Engine,
   source: ExecutableSource | None = None,
+  report_fact: FactReporter = ignore_fact,
 ) -> Built:
-  """Makes everything, ready to serve.
+  """Builds an engine that is ready to serve.
 
   Args:
-    options: what the user chose.
-    progress: called as (what, done, of how many) while it goes on; `what` is "load", "compile" or "warm up".
-    emit, clock: given to the Engine.
-    engine_class: Engine, or one that does more.
-    source: of executables, for one engine; None: all are compiled.
+    options: the user's settings.
+    progress: called with (what, done, total) as work proceeds; `what` is "load" (MiB), "compile" or "warm up"
+      (programs).
+    emit, clock: arguments of the Engine.
+    engine_class: Engine or a subclass.
+    source: source of executables; None: compiles all.
+    report_fact: called with each fact as soon as the build knows it.
 
   Raises:
-    CheckpointError: the folder is missing or broken.
-    ConfigError: settings do not fit each other, the model or the machine.
+    CheckpointError: the folder is missing or invalid.
+    ConfigError: settings contradict each other, the model or the machine.
   """
   if options.batching == "disaggregated":
     raise ConfigError(
       "batching=disaggregated needs two engines, and this program makes one; set --batching=chunked, or run server.main"
     )
   devices, cache_reason = begin_build(options)
-  side = build_side(options, devices, progress, source)
+  side = build_side(options, devices, progress, source, report_fact=report_fact)
   engine = engine_class(side.scheduler, side.runner, clock, emit)
   return finish_build(options, cache_reason, engine, side, source=source)
 
@@ -161,12 +167,12 @@ def begin_build(options: BuildOptions) -> tuple[list[Any], str]:
   """Opens the compile cache and finds the devices.
 
   Returns:
-    The devices to build on (jax.Device), and why compiled programs are not kept, "" where they are.
+    The devices (jax.Device), and why the cache cannot keep compiled programs, or "".
 
   Raises:
-    ConfigError: there are not as many devices, or others may write to the cache.
+    ConfigError: the machine has too few devices, or other users may write to the cache.
   """
-  cache_reason = compile_cache.use(options.compile_cache_dir) if options.compile_cache_dir else ""
+  cache_reason = compile_cache.use_compile_cache(options.compile_cache_dir) if options.compile_cache_dir else ""
   return find_devices(options.num_devices), cache_reason
 
 
@@ -178,12 +184,12 @@ def finish_build(
   *others: EngineSide,
   source: ExecutableSource | None = None,
 ) -> Built:
-  """Seals the runners and says what was made; `side` is the one that decodes."""
+  """Seals the runners and describes the engine; `side` is the one that decodes."""
   for each in (*others, side):
     each.runner.seal()
   source_note = source.finish(side.scheduler.config.num_blocks) if source is not None else ""
   if options.compile_cache_dir and not cache_reason:
-    compile_cache.look_through(options.compile_cache_dir)
+    compile_cache.check_cached_programs(options.compile_cache_dir)
   return Built(
     engine=engine,
     runner=side.runner,
@@ -197,47 +203,65 @@ def finish_build(
     config=side.scheduler.config,
     load_s=sum(each.load_s for each in (side, *others)),
     warmup_s=sum(each.warmup_s for each in (side, *others)),
-    deterministic=deterministic.cost(side.scheduler.ladder) if options.deterministic else "",
+    deterministic=deterministic.describe_cost(side.scheduler.ladder) if options.deterministic else "",
     lowered=next((each.lowered for each in (side, *others) if each.lowered), ""),
     warnings=side.loaded.warnings,
   )
 
 
 def build_side(
-  options: BuildOptions, devices: list[Any], progress: Progress, source: ExecutableSource | None, num_sides: int = 1
+  options: BuildOptions,
+  devices: list[Any],
+  progress: Progress,
+  source: ExecutableSource | None,
+  num_sides: int = 1,
+  report_fact: FactReporter = ignore_fact,
 ) -> EngineSide:
-  """Loads, sizes, compiles and warms up; on several devices the model is spread over them.
+  """Loads, sizes, compiles and warms up one engine side; shards the model over several devices.
 
-  Args: num_sides: how many like this, it included, are still to be built; those of a CPU share one memory.
+  Args:
+    num_sides: sides still to build, including this one; on a CPU they share one memory.
+    report_fact: as in build_engine.
   """
   mesh = mesh_lib.make_mesh(devices)
   device = devices[0]
   candidates, capability_reason = attention_candidates(options.attention, device)
   if options.deterministic:
-    deterministic.check(devices, candidates)
+    deterministic.check_determinism_support(devices, candidates)
   dtype = jnp.dtype(
     ("float32" if device.platform == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
   )
   started = time.perf_counter()
-  progress("load", 0, 1)
   matmul, matmul_reason = choose_matmul(options.matmul, mesh, dtype)
   form = WeightForm(matmul == "packed", options.quantization, options.deterministic)
   if form.quantization == "int8" and not form.packed and device.platform == "cpu":
     why = matmul_reason or "matmul=xla"
-    matmul_reason = f"{why}; int8 weights are converted at every step, which saves memory but no time"
+    matmul_reason = f"{why}; every step converts int8 weights, which saves memory but no time"
 
   checkpoint = open_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids)
   declared = checkpoint.declared
   model = declared.config
-  attention, attention_reason, block_size, wished = choose_attention(options, candidates, model, dtype)
-  computes_padding = matmul != "packed"  # whose kernels are told how many tokens there are
+  attention, attention_reason, block_size, wanted_len = choose_attention(options, candidates, model, dtype)
+  fallbacks = tuple(reason for reason in (capability_reason, attention_reason, matmul_reason) if reason)
+  report_fact(
+    DeviceFact(
+      kind=device.device_kind,
+      count=len(devices),
+      dtype=dtype.name,
+      attention=attention,
+      matmul=matmul,
+      quantization=options.quantization,
+      fallbacks=fallbacks,
+    )
+  )
+  computes_padding = matmul != "packed"  # packed kernels skip padding
   one_size = options.deterministic and deterministic.needs_one_size(attention, matmul)
   choice = options.choose_ladder(device.platform, not computes_padding, one_size)
   ladder = choice.ladder
   sizer = PoolSizer(
     block_bytes=kv_cache.bytes_per_block(model, block_size, dtype, attention),
     block_size=block_size,
-    longest=wished,
+    longest=wanted_len,
     is_chosen=bool(options.max_model_len),
     max_num_seqs=choice.max_num_seqs,
     shares_prefixes=options.prefix_cache_scope != "off",
@@ -265,30 +289,55 @@ def build_side(
       attention=attention,
       device_kind=device.device_kind,
       deterministic=options.deterministic,
-      argmax=argmax.choose(device.platform, mesh.size),
-      draw=draw.choose(device.platform, mesh.size),
-      adjust=adjust.choose(device.platform, mesh.size),
+      argmax=native.choose_implementation("argmax", device.platform, mesh.size),
+      sampling=native.choose_implementation("sampling", device.platform, mesh.size),
+      adjust=native.choose_implementation("adjust", device.platform, mesh.size),
     )
 
   longest, length_reason = fit_to_attention(
-    lambda width: spec(1, width * block_size), wished, sizer.is_chosen, ladder, dtype
+    lambda width: spec(1, width * block_size), wanted_len, sizer.is_chosen, ladder, dtype
   )
   sizer = dataclasses.replace(sizer, longest=longest)
 
   def load() -> tuple[LoadedModel, float]:
-    loaded = checkpoint.load()
+    total = -(-weight_bytes // _MIB)
+    progress("load", 0, total)
+    # Reports the last MiB when all weights are on the devices.
+    loaded = checkpoint.load(lambda done: progress("load", min(done // _MIB, total - 1), total))
     jax.block_until_ready(loaded.params)
-    progress("load", 1, 1)
+    progress("load", total, total)
     return loaded, time.perf_counter() - started
 
-  # A CPU's programs are made meanwhile. Elsewhere the size of the pool may follow from the memory that weights leave.
+  # On a CPU, programs compile while weights load. Elsewhere the pool size may depend on the memory that weights leave.
   before = None if device.platform == "cpu" else load()
   cpu_bytes = None
   if left is not None and device.platform == "cpu":
     cpu_bytes = sizer.cpu_bytes((left - (num_sides - 1) * (weight_bytes + step * mesh.size)) // num_sides, weight_bytes)
   pool = _size_pool(options, sizer, spec, ladder, source, cpu_bytes)
   max_model_len = pool.max_model_len
-  lowered = _describe_lowering(wished, max_model_len, [reason for reason in (length_reason, pool.reason) if reason])
+  reasons = [reason for reason in (length_reason, pool.reason) if reason]
+  lowered = _describe_lowering(wanted_len, max_model_len, reasons)
+  report_fact(
+    ModelFact(
+      name=declared.name,
+      folder=options.model_dir,
+      num_parameters=checkpoint.num_parameters,
+      num_bytes=weight_bytes,
+      max_model_len=max_model_len,
+      own_length=model.max_position,
+      is_chosen=sizer.is_chosen,
+      lowered="; ".join(reasons),
+      is_random=options.random_weights,
+    )
+  )
+  report_fact(
+    KVFact(
+      num_blocks=pool.num_blocks,
+      block_size=block_size,
+      num_bytes=(pool.num_blocks + 1) * sizer.block_bytes,
+      max_model_len=max_model_len,
+    )
+  )
   config = EngineConfig(
     vocab_size=model.vocab_size,
     max_model_len=max_model_len,
@@ -306,45 +355,63 @@ def build_side(
   if source is not None:
     source.begin(chosen, ladder.rungs())
     make = source.executable
-  with Making(all_programs(chosen, ladder.rungs()), make) as making:
+  programs = all_programs(chosen, ladder.rungs())
+  report_fact(
+    ProgramsFact(
+      count=len(programs),
+      token_budgets=choice.token_budgets,
+      has_bundle=source is not None,
+      cache_dir=options.compile_cache_dir,
+      is_cache_empty=not compile_cache.has_cached_programs(options.compile_cache_dir),
+    )
+  )
+  with Making(programs, make) as making:
     loaded, load_s = before or load()
     made = making.wait(progress)
+  report_fact(ProgramsMadeFact(count=len(programs), num_compiled=making.num_compiled))
   runner = ModelRunner(chosen, tuple(jax.tree.leaves(loaded.params)), ladder, config.eos_token_ids, made)
   if device.platform == "cpu":
-    host_memory.keep_freed()  # not before: what loading and compiling took may go back
+    host_memory.keep_freed()  # only now, so that the memory of loading and compiling returns to the system
   runner.warm_up(progress)
-  trial = deterministic.try_out(runner, config, ladder) if options.deterministic else {}
-  fallbacks = tuple(reason for reason in (capability_reason, attention_reason, matmul_reason) if reason)
+  trial = deterministic.try_determinism(runner, config, ladder) if options.deterministic else {}
   warmup_s = time.perf_counter() - started - load_s
   return EngineSide(
     Scheduler(config), runner, loaded, attention, matmul, fallbacks, load_s, warmup_s, trial, lowered, choice
   )
 
 
-def _describe_lowering(wished: int, max_model_len: int, reasons: list[str]) -> str:
-  """The line that says that max_model_len is not the model's own, or ""."""
+def _describe_lowering(wanted_len: int, max_model_len: int, reasons: list[str]) -> str:
+  """Returns the line that explains why max_model_len is below the model's own, or ""."""
   if not reasons:
     return ""
   return (
-    f"max_model_len is {max_model_len}, not the model's {wished}: {'; '.join(reasons)}; --max_model_len chooses a "
+    f"max_model_len is {max_model_len}, not the model's {wanted_len}: {'; '.join(reasons)}; --max_model_len chooses a "
     "length, --kv_cache_mb the memory"
   )
 
 
 def find_devices(count: int) -> list[Any]:
-  """The first `count` devices of this process (jax.Device), or all for 0. Raises ConfigError."""
+  """Returns the first `count` devices of this process (jax.Device), or all for 0.
+
+  Raises:
+    ConfigError: the machine has fewer, or JAX chose the CPU by itself on a machine with a GPU or a TPU.
+  """
   if not any(os.environ.get(name) for name in _GPU_MEMORY_VARIABLES):
-    os.environ[_GPU_MEMORY_VARIABLES[0]] = _GPU_MEMORY_SHARE  # JAX reads it when its backends start, for a GPU alone
+    os.environ[_GPU_MEMORY_VARIABLES[0]] = _GPU_MEMORY_SHARE  # JAX reads it when its GPU backend starts
+  chosen = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
   try:
     found = jax.devices()
-  # JAX raises AssertionError, without words, where the platform's plugin does not load.
+  # JAX raises an empty AssertionError if the platform's plugin does not load.
   except (RuntimeError, AssertionError) as error:
-    chosen = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     why = " ".join(str(error).split()).partition(" (set JAX_PLATFORMS")[0] or "its plugin is missing or does not load"
     raise ConfigError(
       f"JAX_PLATFORMS={chosen or ''}: JAX finds no such device ({why}); supported are cpu, cuda and tpu; unset "
-      "JAX_PLATFORMS to take what this machine has, or install JAX for the device (jax[cuda13], jax[tpu])"
+      "JAX_PLATFORMS to use this machine's devices, or install JAX for the device (jax[cuda13], jax[tpu])"
     ) from error
+  if found[0].platform == "cpu" and not chosen:
+    machine = accelerator.read_machine(report=accelerator.ask_nvidia_smi())
+    installed = (name for name in _PLUGINS if importlib.util.find_spec(name) is not None)
+    accelerator.check_cpu_is_meant(machine, os.environ, next(installed, ""))
   if count > len(found):
     raise ConfigError(
       f"num_devices={count}, but this machine has {len(found)} ({found[0].platform}); lower --num_devices"
@@ -353,7 +420,7 @@ def find_devices(count: int) -> list[Any]:
 
 
 def _smallest_pool(options: BuildOptions, sizer: PoolSizer) -> tuple[int, str]:
-  """Bytes of the smallest pool that will do, and what decides on it."""
+  """Returns the bytes of the smallest sufficient pool, and its purpose."""
   if options.kv_cache_mb:
     return options.kv_cache_mb * 2**20, f"--kv_cache_mb={options.kv_cache_mb}"
   if options.num_blocks:
@@ -369,11 +436,11 @@ def _size_pool(
   source: ExecutableSource | None,
   cpu_bytes: int | None,
 ) -> PoolSize:
-  """The pool that was chosen, or the one that `source` has executables for, or what memory holds.
+  """Returns the configured pool, else the pool of `source`'s executables, else the pool that memory holds.
 
   Args:
-    spec: programs, from blocks and max_model_len.
-    cpu_bytes: memory for KV where a CPU says what is free.
+    spec: makes the programs' spec from the numbers of blocks and max_model_len.
+    cpu_bytes: memory for KV on a CPU, if the system reports it.
   """
   if options.num_blocks:
     return sizer.size_by_blocks(options.num_blocks, "--num_blocks gives")
@@ -382,14 +449,15 @@ def _size_pool(
   trial = spec(-(-sizer.longest // sizer.block_size), sizer.longest)
   on_cpu, memory = kv_cache.free_bytes(trial.mesh, 0) is None, "half of what weights and a step leave"
   if on_cpu and cpu_bytes is None:
-    cpu_bytes, memory = CPU_KV_BYTES, "the default where the system does not say what is free"
+    cpu_bytes, memory = CPU_KV_BYTES, "the default where the system does not report free memory"
   stored = source.choose_pool(sizer, spec, ladder.rungs(), cpu_bytes if on_cpu else None) if source else None
   if stored is not None:
     return stored
   if on_cpu:
     assert cpu_bytes is not None
     return sizer.size_by_memory(cpu_bytes, memory)
-  analysis = step_program(trial, ladder.rungs()[-1]).compile().memory_analysis()  # whatever the size of the pool
+  # Does not depend on the size of the pool.
+  analysis = step_program(trial, ladder.rungs()[-1]).compile().memory_analysis()
   step_bytes = analysis.temp_size_in_bytes if analysis else 0
   available = kv_cache.free_bytes(trial.mesh, trial.slot_bytes + step_bytes) or 0
   return sizer.size_by_memory(available, "left by weights and the largest step")

@@ -1,8 +1,8 @@
-"""The one owner of the folder of compiled programs that JAX keeps, and of what is there being whole.
+"""Owns JAX's folder of compiled programs and keeps its entries whole. No other module may write to it.
 
-Whoever can write to it can run code in the server, since programs are loaded as they lie. JAX writes entries in place
-and never over an old one, so one that a kill or a full disk has cut would be in the way for ever: entries that are
-younger than the folder's stamp are looked through, before the first use and after the last.
+A user who can write to the folder can run code in the server, because JAX loads programs unchecked. JAX writes entries
+in place and never over an old one, so an entry that a kill or a full disk truncated would stay forever. Therefore this
+module checks entries younger than the folder's stamp before the first use and after the last.
 """
 
 from collections.abc import Iterable
@@ -18,21 +18,21 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from engine.errors import ConfigError
 
-_SUFFIX = "-cache"  # of JAX's entries
-# XLA:GPU keeps there which way of doing each matmul was fastest, so that other programs need not time it again.
+_SUFFIX = "-cache"  # suffix of JAX's entries
+# XLA:GPU stores the fastest algorithm of each matmul there, so that later programs need not time it again.
 _AUTOTUNED = "xla_gpu_per_fusion_autotune_cache_dir"
 _STAMP = ".looked-through"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
 
-def use(folder: str) -> str:
-  """Makes JAX keep every program in `folder`, however small or quick, and on a GPU what autotuning found.
+def use_compile_cache(folder: str) -> str:
+  """Makes JAX cache every program in `folder`, and on a GPU the results of autotuning.
 
   Returns:
-    Why programs cannot be kept there, though old ones may be read; "" where they can.
+    Why JAX can read but not write programs there, or "".
 
   Raises:
-    ConfigError: the folder cannot be made, or others may write to it.
+    ConfigError: the system cannot create the folder, or other users may write to it.
   """
   path = pathlib.Path(folder)
   try:
@@ -40,29 +40,34 @@ def use(folder: str) -> str:
     refuse_writers(path, (*path.glob(f"*{_SUFFIX}"), *path.glob(_AUTOTUNED)), "compile_cache_dir")
   except OSError as error:
     raise ConfigError(
-      f"compile_cache_dir={folder}: {error.strerror}; set --compile_cache_dir to a folder that can be written, or "
-      "leave it empty to keep no programs"
+      f"compile_cache_dir={folder}: {error.strerror}; set --compile_cache_dir to a writable folder, or "
+      "leave it empty to cache no programs"
     ) from error
   writable = os.access(path, os.W_OK | os.X_OK)
   if writable:
     with contextlib.suppress(OSError):  # a full disk
-      (path / _AUTOTUNED).mkdir(mode=0o700, exist_ok=True)  # XLA would make it by the umask
-    look_through(folder)
+      (path / _AUTOTUNED).mkdir(mode=0o700, exist_ok=True)  # XLA would create it with the umask's mode
+    check_cached_programs(folder)
   jax.config.update("jax_compilation_cache_dir", folder)
   jax.config.update("jax_persistent_cache_enable_xla_caches", _AUTOTUNED)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  compilation_cache.reset_cache()  # it may have looked before and found none
-  return "" if writable else f"compile cache: {folder} cannot be written, so new programs are compiled at every start"
+  compilation_cache.reset_cache()  # JAX may have cached that there is no folder
+  return "" if writable else f"compile cache: {folder} is not writable, so every start compiles new programs"
+
+
+def has_cached_programs(folder: str) -> bool:
+  """Returns whether the folder holds any program; False for ""."""
+  return bool(folder) and any(pathlib.Path(folder).glob(f"*{_SUFFIX}"))
 
 
 def refuse_writers(folder: pathlib.Path, files: Iterable[pathlib.Path], setting: str) -> None:
-  """Raises ConfigError if anybody but this user and root could change `folder` or one of `files`.
+  """Raises ConfigError if users other than this one and root could change `folder` or one of `files`.
 
   Args:
     folder: holds the files.
-    files: those whose contents will be run.
-    setting: name of the flag that gave the folder.
+    files: files with code that the server will run.
+    setting: the flag that names the folder.
   """
   for each in (folder, *files):
     found = each.stat()
@@ -70,15 +75,15 @@ def refuse_writers(folder: pathlib.Path, files: Iterable[pathlib.Path], setting:
     if others or found.st_uid not in (os.geteuid(), 0):
       raise ConfigError(
         f"{setting}={folder}: {each} has mode {stat.S_IMODE(found.st_mode):04o} and owner {found.st_uid}, so "
-        f"that others could put code into the server of user {os.geteuid()}; remove the folder, or make it that user's "
-        f"and chmod -R go-w, or set --{setting} to another"
+        f"that others could put code into the server of user {os.geteuid()}; remove it, or chown it to that user "
+        f"and chmod -R go-w, or set --{setting} to another folder"
       )
 
 
-def look_through(folder: str) -> None:
-  """Removes entries that are not whole, of those written since this was last called.
+def check_cached_programs(folder: str) -> None:
+  """Removes truncated entries among those written since the last call.
 
-  A disk that takes nothing is no reason not to serve.
+  Ignores a disk that does not accept writes, because the server can run without the cache.
   """
   path = pathlib.Path(folder)
   with contextlib.suppress(OSError):
@@ -91,14 +96,14 @@ def look_through(folder: str) -> None:
 
 
 def _is_whole(data: bytes) -> bool:
-  """Whether a compressed entry ends where its end is."""
+  """Returns whether a compressed entry is complete."""
   try:
     if data.startswith(_ZSTD):
       importlib.import_module("zstandard").ZstdDecompressor().decompress(data)
     else:
       zlib.decompress(data)
-  except ImportError:  # JAX takes zstandard where it is installed, else zlib
+  except ImportError:  # JAX uses zstandard if it is installed, else zlib
     return True
-  except Exception:  # two libraries' own
+  except Exception:  # both libraries have their own exceptions
     return False
   return True

@@ -1,6 +1,6 @@
-"""SHA256SUMS in a model folder, as `sha256sum` writes and checks it. Reads and compares; knows no format of weights.
+"""Reads and verifies SHA256SUMS of a model folder, in the format of `sha256sum`. May not know formats of weights.
 
-Neither safetensors nor Orbax keeps digests of array bytes: without this file a flipped bit would be served.
+Neither safetensors nor Orbax stores digests of array bytes, so only this file detects a flipped bit.
 """
 
 import hashlib
@@ -10,22 +10,22 @@ import re
 from engine.errors import CheckpointError
 
 SUMS = "SHA256SUMS"
-# Text and binary mode; sha256sum's escaped names are none that a model has.
+# Text and binary mode; no model has names that sha256sum would escape.
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
 
 
 def read_sums(folder: pathlib.Path) -> list[tuple[str, str]]:
-  """(file, digest) of every line, the files relative to the folder and inside it.
+  """Returns (file, digest) of every line; files are relative to the folder and inside it.
 
   Raises:
-    CheckpointError: the list cannot be read, or is none.
+    CheckpointError: the list is unreadable or invalid.
   """
   try:
     lines = (folder / SUMS).read_text("ascii").splitlines()
   except (OSError, ValueError) as error:
     raise CheckpointError(
       f"{folder / SUMS}: cannot be read ({error}); the folder is an unfinished conversion or an "
-      "incomplete copy: make it again"
+      "incomplete copy; make it again"
     ) from error
   out = []
   for line in lines:
@@ -45,6 +45,6 @@ def verify_sum(folder: pathlib.Path, file: str, digest: str) -> None:
 
 
 def sha256(file: pathlib.Path) -> str:
-  """Of the file's bytes, in hexadecimal."""
+  """Returns the SHA-256 of the file's bytes, in hexadecimal."""
   with open(file, "rb") as stream:
     return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,24 +1,24 @@
-"""How the C library keeps memory that steps on a CPU take and give back. Decides nothing about what they need."""
+"""Makes the C library keep memory that steps on a CPU free. May not allocate."""
 
 import contextlib
 import ctypes
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt(3)
 _KEPT_BYTES = 2**30
-_HEAP_BYTES = 2**26  # the most that glibc has for a thread other than the first, in one piece
+_HEAP_BYTES = 2**26  # the largest heap of a glibc thread other than the first
 
 
 def keep_freed() -> None:
-  """Asks glibc to keep up to 1 GiB of freed memory; another C library is left alone.
+  """Makes glibc keep up to 1 GiB of freed memory; does nothing with other C libraries.
 
-  XLA allocates what a step needs anew at each: 49 MiB for 64 rows of 32,000 logits. From 32 MiB on glibc would fetch
-  that from the system, page by page as it is touched, and give it back at the end: a thousand faults a step.
+  XLA allocates a step's memory in every step: 49 MiB for 64 rows of 32,000 logits. For 32 MiB or more, glibc would map
+  new pages and unmap them at the end, which costs a thousand page faults a step.
   """
   with contextlib.suppress(OSError, AttributeError):
     mallopt = ctypes.CDLL(None).mallopt
     for parameter, value in (
       (_M_MMAP_THRESHOLD, _KEPT_BYTES),
       (_M_TRIM_THRESHOLD, _KEPT_BYTES),
-      (_M_TOP_PAD, _HEAP_BYTES),  # a thread's heap that is empty is else given back whatever the threshold
+      (_M_TOP_PAD, _HEAP_BYTES),  # glibc would otherwise unmap a thread's empty heap regardless of the threshold
     ):
       mallopt(parameter, value)

@@ -1,4 +1,4 @@
-"""Which attention and which matmul a model gets on a platform, and why not the best; refuses what kernels cannot do."""
+"""Chooses attention and matmul kernels for a platform, and explains fallbacks. May not compile anything."""
 
 import bisect
 from collections.abc import Callable
@@ -18,18 +18,18 @@ from pallas_kernels.paged_attention.plan import Geometry
 
 
 def attention_candidates(requested: str, device: Any) -> tuple[tuple[str, ...], str]:
-  """Which implementations to try on a device (jax.Device), before anything compiles.
+  """Returns the implementations to try on a device (jax.Device), before anything compiles.
 
   Returns:
-    Names, the best first; and why the platform's best is not among them, "" where it is.
+    Names, the best first; and why the platform's best is missing, or "".
 
   Raises:
-    ConfigError: the one asked for cannot run there.
+    ConfigError: the requested implementation cannot run there.
   """
   platform = device.platform
   try:
     names = api.candidates(requested, platform)
-    # The others run anywhere: the reference, and what a benchmark has registered.
+    # The others run anywhere: the reference, and implementations that a benchmark registered.
     if requested in ("cpu", "gpu", "tpu") and requested not in api.candidates("auto", platform):
       raise NotImplementedError(
         f"attention={requested} cannot run on this machine's device ({device.device_kind}, platform {platform}); set "
@@ -55,16 +55,16 @@ def attention_candidates(requested: str, device: Any) -> tuple[tuple[str, ...], 
 def choose_attention(
   options: BuildOptions, candidates: tuple[str, ...], model: ModelConfig, dtype: jnp.dtype
 ) -> tuple[str, str, int, int]:
-  """The implementation, why it is not the best one ("" if it is), tokens a block, and the longest sequence."""
+  """Returns the implementation, why it is not the best (or ""), tokens a block, and the longest sequence."""
 
   def check(name: str) -> None:
-    # A token of a row of a block: there is no ladder yet.
+    # One token, row and block: the ladder does not exist yet.
     block_size = options.block_size or api.preferred_block_size(name)
     for each in model.groups:
       geometry = Geometry(1, 1, 1, block_size, each.num_heads, each.num_kv_heads, each.head_dim, each.window)
       api.check_supported(name, geometry, dtype)
 
-  attention, reason = api.choose(candidates, check)
+  attention, reason = api.choose_attention(candidates, check)
   max_model_len = options.max_model_len or model.max_position
   if max_model_len > model.max_position:
     raise ConfigError(
@@ -75,7 +75,7 @@ def choose_attention(
 
 
 def choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, str]:
-  """How weights are multiplied by, and why not packed where one would expect that ("" elsewhere)."""
+  """Returns the matmul, and why it is not packed on a platform that could (or "")."""
   if requested == "xla":
     return "xla", ""
   platform = mesh.devices.flat[0].platform
@@ -97,20 +97,20 @@ def choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, st
 def fit_to_attention(
   spec_of_width: Callable[[int], ProgramSpec], longest: int, is_chosen: bool, ladder: ShapeLadder, dtype: jnp.dtype
 ) -> tuple[int, str]:
-  """Refuses before anything compiles what the attention kernels cannot do; never falls back unasked.
+  """Rejects shapes that the attention kernels cannot run, before anything compiles. Never falls back to others.
 
   Args:
-    spec_of_width: the programs, from blocks in a block table.
+    spec_of_width: makes the programs' spec from the blocks of a block table.
     longest: max_model_len, in tokens.
-    is_chosen: the user chose it; else it is lowered to the longest that the kernels take, if any is.
-    ladder: whose rungs are compiled.
+    is_chosen: the user set it; otherwise this function may lower it to the longest that the kernels support.
+    ladder: the rungs to compile.
     dtype: of queries and KV.
 
   Returns:
-    The longest sequence in tokens, and why it is less than `longest`, "" where it is not.
+    The longest sequence in tokens, and why it is less than `longest`, or "".
 
   Raises:
-    ConfigError: what they cannot do.
+    ConfigError: the kernels support no length, or not the chosen one.
   """
   block_size = spec_of_width(1).block_size
   width = -(-longest // block_size)
@@ -118,7 +118,7 @@ def fit_to_attention(
   if refusal is None:
     return longest, ""
   fits = bisect.bisect_left(range(1, width), True, key=lambda w: _refusal(spec_of_width(w), ladder, dtype) is not None)
-  if not fits:  # whatever the length
+  if not fits:  # no length works
     raise ConfigError(f"{refusal}; or set --attention=reference, which runs anywhere, slowly") from refusal
   if is_chosen:
     raise ConfigError(
@@ -129,7 +129,7 @@ def fit_to_attention(
 
 
 def _refusal(spec: ProgramSpec, ladder: ShapeLadder, dtype: jnp.dtype) -> NotImplementedError | None:
-  """What the attention kernels say of the rungs, if they cannot do one of them."""
+  """Returns the error of the attention kernels for the first rung that they cannot run, or None."""
   try:
     for shape in ladder.rungs():
       for _, attention in spec.attention_groups(shape):

@@ -1,8 +1,8 @@
-"""The KV buffers: how the arrays are laid out, and what memory is free. No request; who owns a block is BlockPool's.
+"""Layout and size of the KV buffers, and free memory. May not know requests; BlockPool tracks who owns a block.
 
-One buffer a layer, as separate leaves: XLA then updates each in place (a stacked one is copied by every layer's slice).
-A layer's shape follows from its own attention; all layers have one block table.
-Physical block 0 belongs to nobody: padding tokens are written there, so a pool of n blocks has n + 1 on the device.
+Each layer has a separate buffer, which XLA updates in place; it would copy a stacked buffer for every layer's slice.
+A layer's attention determines its shape, and all layers share one block table.
+Physical block 0 takes the writes of padding tokens, so a pool of n blocks has n + 1 on the device.
 """
 
 import math
@@ -19,7 +19,7 @@ Buffers = tuple[jax.Array, ...]
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: jnp.dtype, attention: str = "reference") -> int:
-  """Bytes of one block over all layers, on all devices together; `attention` is the implementation's name."""
+  """Returns the bytes of one block over all layers and devices; `attention` is the implementation's name."""
   values = sum(
     len(layers) * math.prod(api.kv_shape(1, block_size, declared.num_kv_heads, declared.head_dim, attention))
     for declared, layers in model.groups.items()
@@ -28,7 +28,7 @@ def bytes_per_block(model: ModelConfig, block_size: int, dtype: jnp.dtype, atten
 
 
 def head_axis(block_size: int, declared: LayerAttention, attention: str = "reference") -> int:
-  """Which dimension of a buffer counts KV heads: the layout is the kernel's secret, but this one must be split."""
+  """Returns the dimension of KV heads, the only part of the kernel's layout that sharding needs."""
   once = api.kv_shape(3, block_size, declared.num_kv_heads, declared.head_dim, attention)
   twice = api.kv_shape(3, block_size, 2 * declared.num_kv_heads, declared.head_dim, attention)
   (axis,) = [i for i, (a, b) in enumerate(zip(once, twice, strict=True)) if a != b]
@@ -38,7 +38,7 @@ def head_axis(block_size: int, declared: LayerAttention, attention: str = "refer
 def abstract(
   mesh: Mesh, model: ModelConfig, num_blocks: int, block_size: int, dtype: jnp.dtype, attention: str = "reference"
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-  """The buffers of a pool of `num_blocks`, one a layer, split over KV heads, without memory."""
+  """Returns the abstract buffers of a pool of `num_blocks`, one a layer, sharded over KV heads."""
 
   def of_group(declared: LayerAttention) -> jax.ShapeDtypeStruct:
     shape = api.kv_shape(num_blocks + 1, block_size, declared.num_kv_heads, declared.head_dim, attention)
@@ -51,12 +51,12 @@ def abstract(
 
 
 def free_bytes(mesh: Mesh, step_bytes: int, reserve_share: float = 0.05) -> int | None:
-  """Memory left for KV on all devices together, or None where the backend does not say (CPU).
+  """Returns the bytes left for KV on all devices together, or None if the backend does not report memory (CPU).
 
   Args:
     mesh: the devices; the one with the least memory decides for all.
-    step_bytes: what a device needs besides: temporaries of the largest step program, and the sampler's state.
-    reserve_share: share of the limit left alone, for fragmentation and what the runtime allocates by itself.
+    step_bytes: other memory of a device: temporaries of the largest step program, and the sampler's state.
+    reserve_share: share of the limit to leave for fragmentation and the runtime's own allocations.
   """
   left = []
   for device in mesh.devices.flat:

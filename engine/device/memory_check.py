@@ -1,4 +1,4 @@
-"""Whether a model can be held at all, said before any of it is read. Allocates nothing, and sizes no pool."""
+"""Checks that a model fits the memory before the loader reads it. May not allocate, and sizes no pool."""
 
 import math
 import pathlib
@@ -12,12 +12,12 @@ from engine.shapes import StepShape
 from models.config import ModelConfig
 
 _MEMINFO = pathlib.Path("/proc/meminfo")
-_CGROUP = pathlib.Path("/sys/fs/cgroup")  # of this process, as a container sees it
+_CGROUP = pathlib.Path("/sys/fs/cgroup")  # cgroup of this process, as a container sees it
 
 
 def step_bytes(model: ModelConfig, shape: StepShape, itemsize: int, devices: int) -> int:
-  """What a step holds on each device, at the least: what comes in and goes out of a layer, gate and up, and a row of
-  logits and two of the sampler's memory for each logit row."""
+  """Returns a lower bound of a step's bytes on each device: a layer's input and output, gate and up, and for each
+  logit row its logits and two rows of the sampler's state."""
   token = (2 * model.model_dim + 2 * model.hidden_dim // devices) * itemsize
   return shape.tokens * token + shape.logits * 3 * model.vocab_size * 4
 
@@ -25,21 +25,21 @@ def step_bytes(model: ModelConfig, shape: StepShape, itemsize: int, devices: int
 def check_fits(
   name: str, mesh: Mesh, params: dict[str, Any], kv_bytes: int, kv_for: str, step: int = 0, step_for: str = ""
 ) -> int | None:
-  """Refuses a model for which there is no room.
+  """Rejects a model that does not fit the memory.
 
   Args:
-    name: of the model, for the message.
-    mesh: where it goes.
+    name: name of the model, for the error.
+    mesh: the devices.
     params: jax.ShapeDtypeStruct with shardings, by name.
-    kv_bytes: of the smallest pool that will do, on all devices together.
-    kv_for: what that is for, for the message.
-    step, step_for: the same of the largest step, on each device.
+    kv_bytes: bytes of the smallest sufficient pool, on all devices together.
+    kv_for: its purpose, for the error.
+    step, step_for: bytes of the largest step on each device, and its description.
 
   Returns:
-    Bytes that weights and step leave, on all devices together; None where nobody says what is free.
+    Bytes that weights and step leave, on all devices together; None if the system does not report free memory.
 
   Raises:
-    ConfigError: says what is needed, what is free, and what is missing, of the device that has least.
+    ConfigError: with the needed, free and missing bytes of the device with the least memory.
   """
   weights = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in params.values())
   free, where = kv_cache.free_bytes(mesh, 0), "on each device"
@@ -52,14 +52,14 @@ def check_fits(
   if missing > 0:
     raise ConfigError(
       f"{name} needs {_mib(weights)} for weights, {_mib(kv)} for KV ({kv_for}) and at least {_mib(step)} for a step "
-      f"({step_for}) {where}, and {_mib(free)} are free: {_mib(missing)} are missing; take more devices "
+      f"({step_for}) {where}, and {_mib(free)} are free: {_mib(missing)} are missing; use more devices "
       "(--num_devices), a smaller --dtype, --max_model_len or --token_budgets, --quantization=int8, or a smaller model"
     )
   return (free - weights - step) * mesh.size
 
 
 def host_free_bytes() -> int | None:
-  """Memory that this process may still take, with what can be swapped out; None where the system does not say."""
+  """Returns the bytes that this process may still allocate, including swappable memory; None if unknown."""
   try:
     lines = _MEMINFO.read_text().splitlines()
     numbers = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}

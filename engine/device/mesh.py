@@ -1,8 +1,8 @@
-"""Where arrays live: one mesh axis, and the rules from logical axes to it. Decides placement only, allocates nothing.
+"""Maps logical axes of arrays to one mesh axis. Decides placement only; may not allocate.
 
-One device is a mesh of one, so there is a single code path. A parameter names its dimensions (models/layers.py); this
-file says which names are split. A split KV head takes its query heads along, and a split hidden dimension takes the
-rows of the matrix behind it, so a layer needs two all-reduces and no other traffic (Megatron-LM, arXiv:1909.08053).
+A single device is a mesh of one, so there is one code path. A parameter names its dimensions (models/layers.py), and
+this module maps names to the mesh. A KV head stays with its query heads, and a slice of the hidden dimension stays with
+the rows of the next matrix. So a layer needs two all-reduces and no other traffic (Megatron-LM, arXiv:1909.08053).
 """
 
 from collections.abc import Sequence
@@ -23,26 +23,26 @@ RULES: dict[str, str | None] = {"vocab": AXIS, "embed": None, "mlp": AXIS, "kv_h
 
 
 def make_mesh(devices: Sequence[Any]) -> Mesh:
-  """A mesh of the one axis "model" over `devices` (jax.Device)."""
+  """Returns a mesh with the single axis "model" over `devices` (jax.Device)."""
   return Mesh(np.array(devices), (AXIS,))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """The whole array on every device."""
+  """Returns the sharding of an array that every device holds whole."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def sharding_of(mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
-  """Where an array goes.
+  """Returns the sharding of an array.
 
   Args:
     mesh: the devices.
-    name: of the parameter, for the message.
-    shape: of the whole array.
-    axes: logical name of each dimension, or None for one that is never split.
+    name: name of the parameter, for the error.
+    shape: shape of the whole array.
+    axes: logical name of each dimension; None: replicated.
 
   Raises:
-    ConfigError: a split dimension does not divide over the devices.
+    ConfigError: a sharded dimension does not divide over the devices.
   """
   spec = [RULES[axis] if axis is not None else None for axis in axes]
   for size, axis, mesh_axis in zip(shape, axes, spec, strict=True):
@@ -55,7 +55,7 @@ def sharding_of(mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[str 
 
 
 def shardings(mesh: Mesh, state: nnx.State) -> Any:
-  """A tree of the structure of `state` (arrays or ShapeDtypeStructs) with a NamedSharding at every parameter."""
+  """Returns a tree like `state` (arrays or ShapeDtypeStructs) with a NamedSharding for every parameter."""
   variables, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
   placed = [
     sharding_of(

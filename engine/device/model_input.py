@@ -1,8 +1,8 @@
-"""A Batch as one int32 array, and back on the device. Moves numbers only: it decides no shape and knows no model.
+"""Packs a Batch into one int32 array and unpacks it on the device. May not choose shapes or know models.
 
-One array a step, because every argument of a call costs microseconds and every transfer more. Floats travel as their
-bits. `StepLayout` is the only place that knows an offset: `Packer` writes through it in numpy, `unpack` reads through
-it while a step program is traced.
+A step has one array, because every argument of a call costs microseconds and every transfer more. Floats travel as
+their bits. Only `StepLayout` knows offsets: `Packer` writes through it in numpy, and `unpack` reads through it while
+JAX traces a step program.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ import numpy as np
 from engine.batch import Admission, Batch
 from engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from engine.shapes import StepShape
-from pallas_kernels.paged_attention.plan import Plan, place
+from pallas_kernels.paged_attention.plan import Plan, place_arrays
 
-_GREEDY_BELOW = 1e-5  # as vLLM: a temperature this low would only overflow
+_GREEDY_BELOW = 1e-5  # as in vLLM: a lower temperature would overflow
 
 
 class Flag(enum.IntFlag):
-  """What a logit row asks of the sampler; work that no row of a step asks for is skipped."""
+  """The sampler work of a logit row; a step skips work that none of its rows needs."""
 
   SAMPLE = 1  # its token becomes last_tokens[slot]
   RANDOM = 2  # temperature above 0
@@ -34,17 +34,17 @@ class Flag(enum.IntFlag):
   PENALTY = 16
   BIAS = 32  # logit_bias or allowed_token_ids
   SUPPRESS = 64  # min_tokens not reached
-  LOGPROB = 128  # of the row's own token
-  TOP_LOGPROBS = 256  # and of the most likely ones
-  MASK = 512  # only tokens of the slot's mask
+  LOGPROB = 128  # log probability of the row's own token
+  TOP_LOGPROBS = 256  # log probabilities of the most likely tokens
+  MASK = 512  # allows only tokens of the slot's mask
 
 
 class Column(enum.IntEnum):
-  """Per logit row numbers, one int32 line each. The first ones are those of the slot, fixed at admission."""
+  """Values of each logit row, an int32 row of the array each. The first ones are fixed at the slot's admission."""
 
   SEED = 0
   TOP_K = 1
-  TEMPERATURE = 2  # f32 bits, as the next five
+  TEMPERATURE = 2  # f32 bits, like the next five
   TOP_P = 3
   MIN_P = 4
   PRESENCE = 5
@@ -52,8 +52,8 @@ class Column(enum.IntEnum):
   REPETITION = 7
   FLAGS = 8
   SLOT = 9  # these change from step to step
-  POSITION = 10  # of the token to draw
-  TARGET = 11  # the token to report on; -1 is the one drawn
+  POSITION = 10  # position of the token to sample
+  TARGET = 11  # token with a reported log probability; -1: the sampled token
   TOKEN = 12  # index of the logit row's token in the packed token axis
 
 
@@ -69,8 +69,8 @@ class StepLayout:
     shape: the rung.
     table_width: B, blocks of a full table.
     num_slots: slots for requests; index num_slots is the padding slot.
-    num_eos: end-of-sequence ids of the model, part of what min_tokens suppresses.
-    plans: what the host computes for the attention kernels of this rung; each that differs, once.
+    num_eos: end-of-sequence ids of the model, which min_tokens suppresses too.
+    plans: distinct plans of the attention kernels of this rung.
   """
 
   shape: StepShape
@@ -81,18 +81,18 @@ class StepLayout:
 
   @property
   def num_stop_ids(self) -> int:
-    """Ids a row may have to suppress."""
+    """The most ids that a row may suppress."""
     return MAX_STOP_TOKEN_IDS + self.num_eos
 
   @cached_property
   def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Name -> offset and shape; aligned, since XLA hands kernels pointers to slices of the array."""
+    """Name -> offset and shape; aligned, because XLA passes kernels pointers to slices of the array."""
     t, s, logits = self.shape.tokens, self.shape.rows, self.shape.logits
     shapes = {
-      "tokens": (t,),  # an id, or -1 - slot where the id is last_tokens[slot]
+      "tokens": (t,),  # an id, or -1 - slot for last_tokens[slot]
       "positions": (t,),
       "slot_mapping": (t,),
-      "used": (2,),  # tokens and logit rows to compute, those in front
+      "used": (2,),  # numbers of leading tokens and logit rows in use
       "query_starts": (s + 1,),
       "kv_lens": (s,),
       "columns": (len(Column), logits),
@@ -100,11 +100,11 @@ class StepLayout:
       **{f"plan {number}": (plan.size,) for number, plan in enumerate(self.plans)},
       "block_tables": (s, self.table_width),
     }
-    return place(shapes)[0]
+    return place_arrays(shapes)[0]
 
   @cached_property
   def size(self) -> int:
-    """int32 values in all."""
+    """The number of int32 values."""
     offset, shape = self.fields["block_tables"]
     return offset + math.prod(shape)
 
@@ -114,23 +114,23 @@ class StepLayout:
 class SamplingRows:
   """Sampling parameters of every logit row.
 
-  Each is taken from `columns` where it is used: what a branch of a program takes from outside is copied for it, so one
-  array is cheaper than thirteen.
+  Code reads each from `columns` where it needs it: XLA copies the outer values that a branch uses, so one array is
+  cheaper than thirteen.
 
   Attributes:
     columns: int32[len(Column), L].
-    stop_ids: int32[L, n], -1 where there is none.
+    stop_ids: int32[L, n]; -1 is padding.
   """
 
   columns: jax.Array
   stop_ids: jax.Array
 
   def has(self, flags: Flag) -> jax.Array:
-    """bool[L]: which rows carry one of `flags`."""
+    """Returns bool[L]: the rows with one of `flags`."""
     return (self[Column.FLAGS] & jnp.int32(int(flags))) != 0
 
   def __getitem__(self, column: Column) -> jax.Array:
-    """int32, f32 or uint32[L], as the column is."""
+    """Returns int32, f32 or uint32[L], the column's dtype."""
     line = self.columns[column]
     if column == Column.SEED:
       return lax.bitcast_convert_type(line, jnp.uint32)
@@ -140,9 +140,9 @@ class SamplingRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelInput:
-  """A step on the device. S rows and L logit rows; those of padding have no token, and the padding slot.
+  """A step on the device, of S rows and L logit rows. Padding rows have no token and use the padding slot.
 
-  Tokens, rows and logit rows in use lie in front of the padding.
+  Tokens, rows and logit rows in use come before padding.
   """
 
   tokens: jax.Array  # int32[T]; negative: -1 - slot
@@ -151,15 +151,15 @@ class ModelInput:
   query_starts: jax.Array  # int32[S + 1]
   kv_lens: jax.Array  # int32[S]
   block_tables: jax.Array  # int32[S, B]
-  plans: tuple[jax.Array, ...]  # int32[size] of each of layout.plans
-  num_tokens: jax.Array  # int32[1], how many of T are in use
-  num_logit_rows: jax.Array  # int32[1], how many of L
+  plans: tuple[jax.Array, ...]  # int32[size] for each of layout.plans
+  num_tokens: jax.Array  # int32[1], tokens in use
+  num_logit_rows: jax.Array  # int32[1], logit rows in use
   logit_tokens: jax.Array  # int32[L], index into the token axis
   sampling: SamplingRows
 
 
 def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
-  """Static slices of the packed array, int32[layout.size]."""
+  """Returns static slices of the packed array, int32[layout.size]."""
 
   def field(name: str) -> jax.Array:
     offset, shape = layout.fields[name]
@@ -182,21 +182,21 @@ def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
 
 
 def _field(layout: StepLayout, packed: np.ndarray, name: str) -> np.ndarray:
-  """A field of a packed array, as a view."""
+  """Returns a field of a packed array, as a view."""
   offset, shape = layout.fields[name]
   return packed[offset : offset + math.prod(shape)].reshape(shape)
 
 
 def _make_plans(layout: StepLayout, packed: np.ndarray) -> None:
-  """Fills the plans, from the rows that are packed already."""
+  """Fills the plans from the packed rows."""
   for number, plan in enumerate(layout.plans):
-    _field(layout, packed, f"plan {number}")[:] = plan.make(
+    _field(layout, packed, f"plan {number}")[:] = plan.make_work(
       _field(layout, packed, "query_starts"), _field(layout, packed, "kv_lens")
     )
 
 
 def flags_of(params: SamplingParams) -> Flag:
-  """What a request asks of every row that samples."""
+  """Returns the flags of all rows of a request that sample."""
   flags = Flag.SAMPLE
   if params.temperature >= _GREEDY_BELOW:
     flags |= Flag.RANDOM
@@ -217,13 +217,13 @@ def flags_of(params: SamplingParams) -> Flag:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogitRows:
-  """Which logit rows of a packed step mean what, for reading its output.
+  """The meaning of a packed step's logit rows, for reading its output.
 
   Attributes:
-    last: int32[rows of the batch], each row's last logit row (where it samples).
+    last: int32[rows of the batch], each row's last logit row, which samples.
     wants: row -> (first logit row, one number of alternatives for each logit row), for rows that want logprobs.
-    targets: int32[logit rows], as sent.
-    plain: every row samples from the one logit row it has, and min_tokens holds nothing back.
+    targets: int32[logit rows], as packed.
+    plain: every row samples from its only logit row, and min_tokens suppresses nothing.
   """
 
   last: np.ndarray
@@ -233,32 +233,32 @@ class LogitRows:
 
   @property
   def wants_top(self) -> bool:
-    """Whether the arrays of alternatives must be read at all."""
+    """Whether the host must read the arrays of alternatives."""
     return any(max(numbers) > 0 for _, numbers in self.wants.values())
 
 
 class _Repetition:
-  """The latest packed step, of nothing but decodes; the next one is made from it while a Batch says that it repeats it.
+  """The latest packed step of decodes only, from which the next step is made while a Batch repeats it.
 
-  The device may still read the array, so the next step's is written elsewhere: a sum, and then what begins a new block.
+  The device may still read the array, so the next step gets another one: a sum, and then the rows that begin a block.
   """
 
   def __init__(self, batch: Batch, layout: StepLayout, packed: np.ndarray, rows: LogitRows):
-    """Args: packed, rows: as `Packer.pack` returned them for `batch`."""
+    """Args: packed, rows: the results of `Packer.pack` for `batch`."""
     self.rows = rows
     self._layout, self._packed = layout, packed
     self._starts = batch.starts
     self._num_repeated = 0
-    # What follows is made by the first repetition.
-    self._advance: np.ndarray | None = None  # int32[layout.size]: what a step adds, 1 where a position is counted
+    # The first repetition sets the following fields.
+    self._advance: np.ndarray | None = None  # int32[layout.size]: the increments of a step, 1 for positions
     self._row_of: dict[int, int] = {}  # slot -> row
-    self._begins: list[list[int]] = []  # the rows that begin a block, by number of repetitions modulo block size
+    self._begins: list[list[int]] = []  # rows that begin a block, by repetition modulo block size
 
   def pack_next(self, batch: Batch, layout: StepLayout, block_size: int, packed: np.ndarray) -> None:
     """Fills `packed`, the array of `batch`, which repeats the latest step."""
     starts, slots = batch.starts, batch.slots
     rows = len(starts)
-    assert layout is self._layout and starts[0] == self._starts[0] + 1, "no step before this one is repeated by it"
+    assert layout is self._layout and starts[0] == self._starts[0] + 1, "this step does not repeat the step before it"
     if self._advance is None:
       self._advance = advance = np.zeros(layout.size, np.int32)
       for name in ("positions", "slot_mapping", "kv_lens"):
@@ -271,7 +271,7 @@ class _Repetition:
     np.add(self._packed, self._advance, out=packed)
     self._packed, self._starts = packed, starts
     self._num_repeated += 1
-    # The few values that are no sum, one by one: right after a step of the device, each kind of numpy call costs 20 us.
+    # Sets the few other values one by one, because each kind of numpy call costs 20 us right after a step.
     values = memoryview(packed)
     tables, (_, width) = layout.fields["block_tables"]
     for slot, index, block in batch.new_blocks:
@@ -285,9 +285,9 @@ class _Repetition:
 
 
 class Packer:
-  """The host's copy of what each slot holds, and the packing of a step from it.
+  """The host's copy of slot data, from which it packs steps.
 
-  Changed only by a Batch's admissions and new blocks; packing a step touches numpy arrays as wholes, no token alone.
+  Only a Batch's admissions and new blocks change it. Packing works on whole numpy arrays, never on single tokens.
   """
 
   def __init__(self, num_slots: int, table_width: int, block_size: int, eos_token_ids: tuple[int, ...]):
@@ -296,17 +296,17 @@ class Packer:
     self._block_tables = np.zeros((num_slots + 1, table_width), np.int32)
     self._columns = np.zeros((_NUM_SLOT_COLUMNS, num_slots + 1), np.int32)
     self._stop_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
-    self._min_lens = np.zeros(num_slots + 1, np.int32)  # tokens from which on min_tokens is reached
-    self._logprobs: dict[int, SamplingParams] = {}  # slots that want any
-    self._known: dict[int, Sequence[int]] = {}  # tokens of slots that want prompt logprobs
-    self._latest: _Repetition | None = None  # step, if another may be made from it
+    self._min_lens = np.zeros(num_slots + 1, np.int32)  # tokens at which the request reaches min_tokens
+    self._logprobs: dict[int, SamplingParams] = {}  # slots with logprobs
+    self._known: dict[int, Sequence[int]] = {}  # tokens of slots with prompt logprobs
+    self._latest: _Repetition | None = None  # the latest step, if the next may repeat it
 
   def layout(self, shape: StepShape) -> StepLayout:
-    """The layout of `shape`'s packed array."""
+    """Returns the layout of `shape`'s packed array."""
     return StepLayout(shape, self._table_width, self._num_slots, len(self._eos))
 
   def admit(self, admission: Admission) -> None:
-    """Writes a slot anew."""
+    """Writes a slot for a new request."""
     self._latest = None
     slot, params = admission.slot, admission.params
     table = self._block_tables[slot]
@@ -340,13 +340,13 @@ class Packer:
       self._known[slot] = admission.token_ids
 
   def pack(self, batch: Batch, layout: StepLayout, out: np.ndarray | None = None) -> tuple[np.ndarray, LogitRows]:
-    """The step's array, int32[layout.size].
+    """Returns the step's array, int32[layout.size].
 
-    Admissions of the batch must have been given to `admit` before.
+    Call `admit` for all admissions of the batch first.
 
     Args:
-      out: where to write it, whatever is there; the array of a step that is done will do, even the latest one's. By
-        default memory of its own. Until the next call nobody else may write to it.
+      out: array to overwrite, for example that of a completed step, even the latest; None: allocates one. Nobody else
+        may write to it until the next call.
     """
     for slot, index, block in batch.new_blocks:
       self._block_tables[slot, index] = block
@@ -362,7 +362,7 @@ class Packer:
     return packed, rows
 
   def _pack(self, batch: Batch, layout: StepLayout, packed: np.ndarray) -> LogitRows:
-    """Fills a zeroed array."""
+    """Fills a zeroed array and returns its logit rows."""
 
     def field(name: str) -> np.ndarray:
       return _field(layout, packed, name)
@@ -378,7 +378,7 @@ class Packer:
     slots = np.array(batch.slots, np.int32)
     starts = np.array(batch.starts, np.int32)
     total = batch.num_tokens
-    # Where a way of batching pads rows, their padding is computed like them: what it costs is what is compared.
+    # If a batching mode pads rows, the device computes that padding too, so that comparisons include its cost.
     computed = batch.computed_tokens
     num_logits = sum(batch.num_logits)
     field("used")[:] = computed, num_logits if computed == total else min(computed, layout.shape.logits)
@@ -415,7 +415,7 @@ class Packer:
   def _pack_logit_rows(
     self, batch: Batch, layout: StepLayout, packed: np.ndarray, slots: np.ndarray, kv_lens: np.ndarray, ends: np.ndarray
   ) -> LogitRows:
-    """Fills `columns` and `stop_ids`; says how to read the output."""
+    """Fills `columns` and `stop_ids`; returns how to read the output."""
     rows = len(slots)
     columns = _field(layout, packed, "columns")
     samples = np.array(batch.samples, np.bool_)
@@ -449,13 +449,13 @@ class Packer:
       for index, slot_of_row in enumerate(batch.slots):
         params = self._logprobs.get(slot_of_row)
         if params is not None and num_logits[index]:
-          numbers = self._want_logprobs(index, batch, params, live, int(last[index]))
+          numbers = self._request_logprobs(index, batch, params, live, int(last[index]))
           if numbers:
             wants[index] = int(logit_ends[index]) - len(numbers), numbers
     plain = not suppresses and total == rows and bool(final.all())
     return LogitRows(last, wants, live[Column.TARGET].copy(), plain)
 
-  def _want_logprobs(
+  def _request_logprobs(
     self, row: int, batch: Batch, params: SamplingParams, live: np.ndarray, last: int
   ) -> tuple[int, ...]:
     """Marks the prompt positions of one row; returns the number of alternatives of each of its logit rows."""

@@ -1,24 +1,25 @@
-"""What a user may choose for an engine on a real device; refuses what contradicts itself before anything is loaded."""
+"""The settings of an engine on a real device. Rejects contradictions; may not load anything."""
 
 import dataclasses
 
 from engine.batching import takes_chunks
 from engine.errors import ConfigError
-from engine.settings import DeviceSettings, SchedulingSettings, check_settings
-from engine.shapes import LadderChoice, ShapeLadder, check_prefill_chunk, choose_ladder
+from engine.policy import find_policy_class
+from engine.settings import DeviceSettings, SchedulingSettings, check_pool_and_ladder, check_settings
+from engine.shapes import LadderChoice, choose_ladder
 from pallas_kernels.paged_attention import api
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildOptions(DeviceSettings, SchedulingSettings):
-  """The settings of an engine on a real device, and what its caller alone decides.
+  """The settings of an engine on a real device, with those that only a caller sets.
 
   Attributes:
     model_dir: a Hugging Face or a Sluice folder.
-    attention: as the setting, or another implementation that was registered (pallas_kernels.paged_attention.api).
-    compile_cache_dir: as the setting, but nothing is kept unasked.
-    num_token_ids: ids that the tokenizer makes; a model of fewer is refused. 0: there is no tokenizer.
-    all_rungs: compile every rung, also those that no step reaches with this prefill_chunk; to measure them.
+    attention: the setting, or another registered implementation (pallas_kernels.paged_attention.api).
+    compile_cache_dir: the setting, but without a default folder.
+    num_token_ids: ids of the tokenizer; the build rejects a model with fewer. 0: there is no tokenizer.
+    all_rungs: compiles every rung, for measurements, also rungs that this prefill_chunk never reaches.
   """
 
   model_dir: str = dataclasses.field(kw_only=False)
@@ -29,20 +30,14 @@ class BuildOptions(DeviceSettings, SchedulingSettings):
 
   def __post_init__(self):
     check_settings(self)
+    find_policy_class(self.policy)
     names = ("auto", *api.IMPLEMENTATIONS)
     if self.attention not in names:
       raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(names)}; set --attention")
-    if self.kv_cache_mb and self.num_blocks:
-      raise ConfigError(
-        f"kv_cache_mb={self.kv_cache_mb} and num_blocks={self.num_blocks} both size the KV pool; "
-        "set only one of --kv_cache_mb and --num_blocks"
-      )
-    if self.token_budgets:
-      ShapeLadder(self.token_budgets, self.max_num_seqs or 1)
-      check_prefill_chunk(self.prefill_chunk or 1, self.token_budgets[-1])
+    check_pool_and_ladder(self)
 
   def choose_ladder(self, platform: str, leaves_out_padding: bool, one_size: bool) -> LadderChoice:
-    """The ladder, once the device and its kernels are known; see engine.shapes.choose_ladder. Raises ConfigError."""
+    """Returns the ladder for a device and its kernels; see engine.shapes.choose_ladder. Raises ConfigError."""
     return choose_ladder(
       platform,
       leaves_out_padding=leaves_out_padding,

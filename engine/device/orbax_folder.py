@@ -1,11 +1,11 @@
-"""The one owner of Sluice's own model folder: Orbax weights and digests. Knows no family and no Hugging Face name.
+"""Reads and writes Sluice's own model folder: Orbax weights and digests. May not know families or Hugging Face names.
 
   sluice.json        {"format": 1, "name": ..., "dtype": ...}
-  config.json        as Hugging Face has it; tokenizer and generation_config.json likewise
-  weights/           an Orbax PyTree {parameter: array}, OCDBT: a dozen files whatever the model
-  SHA256SUMS         of the above, in the format of `sha256sum --check`; written last
+  config.json        Hugging Face's file, like the tokenizer and generation_config.json
+  weights/           an Orbax PyTree {parameter: array}, OCDBT: a dozen files for every model
+  SHA256SUMS         digests of the files above, in the format of `sha256sum --check`; written last
 
-The digests are Sluice's own because Orbax and TensorStore keep none of array bytes: a flipped bit would be served.
+The folder needs digests because Orbax and TensorStore store none of array bytes, so they miss a flipped bit.
 """
 
 from collections.abc import Iterator
@@ -26,46 +26,46 @@ MARKER = "sluice.json"
 _WEIGHTS, _FORMAT = "weights", 1
 
 
-def is_one(folder: pathlib.Path) -> bool:
-  """Whether the folder claims to be Sluice's, complete or not."""
+def is_orbax_folder(folder: pathlib.Path) -> bool:
+  """Returns whether the folder has Sluice's marker, complete or not."""
   return (folder / MARKER).exists() or (folder / _WEIGHTS).is_dir()
 
 
-def verify(folder: pathlib.Path) -> dict[str, str]:
+def verify_orbax_folder(folder: pathlib.Path) -> dict[str, str]:
   """Compares every file with its digest.
 
   Returns:
-    "name": the model's; "dtype": its stored weights', by its JAX name.
+    "name": the model's name; "dtype": JAX name of the stored weights' dtype.
 
   Raises:
-    CheckpointError: names the first file that is missing, changed, or not accounted for.
+    CheckpointError: with the first file that is missing, changed or unlisted.
   """
   sums = dict(read_sums(folder))
   for file in sorted(set(_covered(folder)) | {MARKER, "config.json"}):
     if file not in sums:
-      raise CheckpointError(f"{folder / file}: is not listed in {SUMS}; the folder is a mixture: make it again")
+      raise CheckpointError(f"{folder / file}: is not listed in {SUMS}; convert the model again")
   for file, digest in sorted(sums.items()):
     verify_sum(folder, file, digest)
   marker = json.loads((folder / MARKER).read_text("utf-8"))
   if marker.get("format") != _FORMAT or not all(isinstance(marker.get(key), str) for key in ("name", "dtype")):
     raise CheckpointError(
       f"{folder / MARKER}: format={marker.get('format')!r} is not supported; supported is "
-      f"{_FORMAT}: convert the model again with tools/convert_checkpoint.py"
+      f"{_FORMAT}; convert the model again with tools/convert_checkpoint.py"
     )
   return marker
 
 
-def load(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-  """Restores a verified folder straight to the shardings and dtypes of `wanted`, keyed by parameter name."""
-  import orbax.checkpoint as ocp  # costs 0.3 s, and Hugging Face folders do not need it
+def load_orbax_arrays(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+  """Restores a verified folder to the shardings and dtypes of `wanted`, by parameter name."""
+  import orbax.checkpoint as ocp  # takes 0.3 s, and Hugging Face folders do not need it
 
   directory = (folder / _WEIGHTS).resolve()
-  # Orbax wants room for more than its largest array; beyond that, little is in flight.
+  # Orbax needs more memory than its largest array; a little more limits the bytes in flight.
   limit = 1 + max(leaf.size * leaf.dtype.itemsize for leaf in wanted.values()) // 2**29
   with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)) as checkpointer:
     try:
       stored = {key: list(entry.shape) for key, entry in checkpointer.metadata(directory).item_metadata.items()}
-    except Exception as error:  # Orbax's errors are of many types, none of them its own
+    except Exception as error:  # Orbax raises errors of many types
       raise CheckpointError(
         f"{directory}: cannot be read as an Orbax checkpoint ({error}); convert the model again"
       ) from error
@@ -73,8 +73,8 @@ def load(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[
     for key in sorted(shapes.keys() | stored.keys()):
       if stored.get(key) != shapes.get(key):
         raise CheckpointError(
-          f"{directory}: tensor {key} has shape {stored.get(key, 'none')}, but config.json asks for "
-          f"{shapes.get(key, 'none')}; they do not belong together"
+          f"{directory}: tensor {key} has shape {stored.get(key, 'none')}, but config.json requires "
+          f"{shapes.get(key, 'none')}; use files of one model"
         )
     arguments = {
       key: ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype, global_shape=leaf.shape)
@@ -83,24 +83,26 @@ def load(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[
     return checkpointer.restore(directory, args=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments))
 
 
-def save(folder: pathlib.Path, params: dict[str, jax.Array], model_name: str, files: tuple[pathlib.Path, ...]) -> None:
-  """Writes a folder, whole or not at all: it is made beside `folder` and renamed.
+def save_orbax_folder(
+  folder: pathlib.Path, params: dict[str, jax.Array], model_name: str, files: tuple[pathlib.Path, ...]
+) -> None:
+  """Writes a folder atomically: under a temporary name next to `folder`, then renames it.
 
   Args:
     folder: must not exist.
-    params: keyed by parameter name.
-    files: config.json, and whatever else is to lie beside the weights.
+    params: arrays by parameter name.
+    files: config.json and other files to copy next to the weights.
 
   Raises:
-    ConfigError: the folder exists, or the disk has no room.
-    CheckpointError: it could not be written; nothing of it is left.
+    ConfigError: the folder exists, or the disk is too small.
+    CheckpointError: writing failed; no partial folder remains.
   """
   if folder.exists():
-    raise ConfigError(f"{folder}: exists already; give a new folder or remove this one")
+    raise ConfigError(f"{folder}: exists already; choose a new folder or remove this one")
   folder.parent.mkdir(parents=True, exist_ok=True)
   needed, free = sum(value.nbytes for value in params.values()), shutil.disk_usage(folder.parent).free
   if needed > free:
-    raise ConfigError(f"{folder}: needs {needed} bytes, and {free} are free; make room, or choose another folder")
+    raise ConfigError(f"{folder}: needs {needed} bytes, and {free} are free; free disk space, or choose another folder")
   import orbax.checkpoint as ocp
 
   try:
@@ -111,18 +113,18 @@ def save(folder: pathlib.Path, params: dict[str, jax.Array], model_name: str, fi
         shutil.copyfile(file, draft / file.name)
       with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(draft / _WEIGHTS, args=ocp.args.PyTreeSave(params))
-      # Meant for object stores, which cannot rename, and made of a path of this machine. SHA256SUMS does its work.
+      # Orbax's commit marker is for object stores, and it contains a path of this machine. SHA256SUMS replaces it.
       (draft / _WEIGHTS / "commit_success.txt").unlink(missing_ok=True)
       marker = {"format": _FORMAT, "name": model_name, "dtype": str(next(iter(params.values())).dtype)}
       (draft / MARKER).write_text(json.dumps(marker, indent=1) + "\n", "utf-8")
       (draft / SUMS).write_text("".join(f"{sha256(draft / file)}  {file}\n" for file in _covered(draft)), "ascii")
       os.rename(draft, folder)
-  except Exception as error:  # Orbax's errors are of many types, none of them its own
+  except Exception as error:  # Orbax raises errors of many types
     raise CheckpointError(f"{folder}: cannot be written ({' '.join(str(error).split())})") from error
 
 
 def _covered(folder: pathlib.Path) -> list[str]:
-  """Files whose change would change or break the weights; a chat template or a model card may be edited freely."""
+  """Returns the files that determine the weights; users may edit a chat template or model card freely."""
   weights = [file for file in (folder / _WEIGHTS).rglob("*") if file.is_file()]
   beside = [file for file in (folder / "config.json", folder / MARKER) if file.is_file()]
   return sorted(file.relative_to(folder).as_posix() for file in [*weights, *beside])
@@ -130,7 +132,7 @@ def _covered(folder: pathlib.Path) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-  """Orbax logs forty lines of information for a folder; warnings still come through."""
+  """Silences Orbax's forty lines of information for a folder, but not its warnings."""
   logger = logging.getLogger("absl")
   level = logger.level
   logger.setLevel(logging.WARNING)

@@ -1,28 +1,28 @@
-"""How many blocks the KV pool has, and so the longest sequence where nobody chose one. Allocates and measures nothing.
+"""Sizes the KV pool and, with it, the default max_model_len. May not allocate or measure memory.
 
-A length that the user chose is kept or refused. The model's own length is only a wish: it is lowered to what the pool
-holds, with a reason for whoever starts the server.
+A length that the user sets is kept or rejected. The model's own length is only a default: the sizer lowers it to what
+the pool holds, with a reason for the server's log.
 """
 
 import dataclasses
 
 from engine.errors import ConfigError
 
-# The shortest length that a model's own is lowered to; below it, Sluice refuses to start.
+# The shortest default length; Sluice rejects a pool that cannot hold it.
 _LEAST_LENGTH = 512
-# On a CPU every page of the pool is written at start, and other programs use the same memory: so the default takes at
-# most half of what is free, and no more than the largest of these, one full sequence, and half of what weights take.
+# On a CPU the start writes every page of the pool, and other programs share the memory. So the default is at most half
+# of the free memory, and at most the largest of these bytes, one full sequence, and half of the weights.
 CPU_KV_BYTES = 256 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolSize:
-  """A pool that can serve.
+  """The size of a sufficient pool.
 
   Attributes:
     num_blocks: without the padding block.
     max_model_len: tokens.
-    reason: why max_model_len is below what was wished for; "" where it is not.
+    reason: why max_model_len is below the wanted length, or "".
   """
 
   num_blocks: int
@@ -32,15 +32,15 @@ class PoolSize:
 
 @dataclasses.dataclass(frozen=True)
 class PoolSizer:
-  """All that decides on a pool but the memory for it.
+  """Everything that determines a pool except its memory.
 
   Attributes:
-    block_bytes: of one block (kv_cache.bytes_per_block).
+    block_bytes: bytes of one block (kv_cache.bytes_per_block).
     block_size: tokens a block.
-    longest: the chosen length in tokens, or the longest that model and kernels allow.
-    is_chosen: the user chose `longest`.
-    max_num_seqs: sequences running at once.
-    shares_prefixes: blocks of ended requests are of use.
+    longest: the configured length in tokens, or the longest that model and kernels allow.
+    is_chosen: the user set `longest`.
+    max_num_seqs: sequences that run at once.
+    shares_prefixes: the prefix cache can use blocks of finished requests.
   """
 
   block_bytes: int
@@ -52,32 +52,32 @@ class PoolSizer:
 
   @property
   def least_length(self) -> int:
-    """The shortest max_model_len that will do, in tokens."""
+    """The shortest acceptable max_model_len, in tokens."""
     return self.longest if self.is_chosen else min(self.longest, _LEAST_LENGTH)
 
   def bytes_for(self, tokens: int) -> int:
-    """Of the smallest pool that holds one sequence of so many tokens, the padding block included."""
+    """Returns the bytes of the smallest pool for one sequence of `tokens`, including the padding block."""
     return (self._blocks_for(tokens) + 1) * self.block_bytes
 
   def cpu_bytes(self, left: int, weights: int) -> int:
-    """Memory for KV where nobody chose it and host and device share theirs.
+    """Returns the default bytes for KV on a CPU, where host and device share memory.
 
     Args:
-      left: free bytes, after weights and step.
-      weights: bytes.
+      left: free bytes after weights and step.
+      weights: bytes of the weights.
     """
     useful = max(CPU_KV_BYTES, self.bytes_for(self.longest), weights // 2)
     return max(min(useful, left // 2), self.bytes_for(self.least_length))
 
   def size_by_memory(self, available: int, source: str) -> PoolSize:
-    """As many blocks as the memory holds and can be of use.
+    """Returns a pool with as many blocks as fit the memory and are useful.
 
     Args:
       available: bytes for KV, on all devices together.
-      source: what they are, for messages: a flag, or what left them.
+      source: their origin, for messages, such as a flag.
 
     Raises:
-      ConfigError: it does not hold a sequence of `least_length`.
+      ConfigError: the memory does not hold a sequence of `least_length`.
     """
     fits = available // self.block_bytes - 1
     needed = self._blocks_for(self.least_length)
@@ -87,22 +87,22 @@ class PoolSizer:
         f"needs {needed} ({_mib(self.bytes_for(self.least_length))}); raise --kv_cache_mb, or lower --max_model_len"
       )
     size = self.size_by_blocks(fits, f"{_mib(available)} ({source}) hold")
-    # Twice what can run at once: the rest keeps prefixes of what ran before.
+    # Twice the blocks that can run at once; the rest keeps prefixes of finished requests.
     most_useful = self.max_num_seqs * self._blocks_for(size.max_model_len) * (2 if self.shares_prefixes else 1)
     return dataclasses.replace(size, num_blocks=min(fits, most_useful))
 
   def size_by_blocks(self, num_blocks: int, source: str) -> PoolSize:
-    """The pool of just so many blocks; source: who holds them, with the verb, for the reason.
+    """Returns a pool of `num_blocks`; source is the subject and verb of the reason, such as "--num_blocks gives".
 
     Raises:
-      ConfigError: they do not hold a sequence of the chosen length.
+      ConfigError: the blocks do not hold a sequence of the configured length.
     """
     needed = self._blocks_for(self.longest)
     if num_blocks >= needed:
       return PoolSize(num_blocks, self.longest)
     if self.is_chosen:
       raise ConfigError(
-        f"max_model_len={self.longest} needs {needed} blocks of {self.block_size}, and {source} {num_blocks}: "
+        f"max_model_len={self.longest} needs {needed} blocks of {self.block_size}, but {source} {num_blocks}; "
         f"lower --max_model_len to {num_blocks * self.block_size}, or raise --num_blocks"
       )
     return PoolSize(num_blocks, num_blocks * self.block_size, f"{source} {num_blocks} KV blocks of {self.block_size}")

@@ -1,8 +1,7 @@
-"""The device programs: pure functions and their compilation ahead of time. No request, no slot table, no I/O.
+"""The device programs: pure functions, compiled ahead of time. May not know requests or slots, or do I/O.
 
-`step` runs one rung; `write_lines` sets slots' lines of one of the sampler's tables. Each is lowered from abstract
-arrays that carry their shardings, so what a program takes and returns always agrees, and nothing is resharded or
-compiled for a second time.
+`step` runs one rung, and `write_lines` sets slots' rows in a table of the sampler. JAX lowers both from abstract arrays
+with shardings. So the results of one program match the arguments of the next, and JAX never reshards or recompiles.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,10 +26,10 @@ from models.config import LayerAttention, ModelConfig
 from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.plan import Geometry, Plan
 
-# Lines of one call of `write_lines`, by table of SlotState. History and bias are written at an admission; a step has a
-# new mask for each of its constrained rows, and a call costs more than a mask.
+# Rows of one call of `write_lines`, by table of SlotState. An admission writes history and bias. A step writes a new
+# mask for each constrained row, and a call costs more than a mask.
 NUM_LINES = {"history": 1, "bias": 1, "mask": 8}
-# Options of XLA:GPU that leave a matmul one way to be done; where its sum is split, the shape alone says how.
+# XLA:GPU options that fix a matmul's algorithm, so that only the shape decides how its sum is split.
 _ONE_MATMUL: dict[str, bool | int | str] = {
   "xla_gpu_cublas_fallback": False,
   "xla_gpu_override_gemm_autotuner": (
@@ -42,14 +41,14 @@ _ONE_MATMUL: dict[str, bool | int | str] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-  """A function on arrays, ready to be compiled.
+  """A function on arrays, ready to compile.
 
   Attributes:
     name: unique among a runner's programs.
-    function: pure; takes `arguments`, returns `results`.
+    function: pure function from `arguments` to `results`.
     arguments: a tree of jax.ShapeDtypeStruct for each argument, with shardings.
     results: a tree of jax.ShapeDtypeStruct, with shardings.
-    donated: which arguments are updated in place.
+    donated: arguments that the program updates in place.
     compiler_options: see `step_options`.
   """
 
@@ -65,7 +64,7 @@ class Program:
     program = jax.jit(
       self.function,
       donate_argnums=self.donated,
-      keep_unused=True,  # so that the executable takes what `arguments` says, whatever it reads
+      keep_unused=True,  # the executable takes all of `arguments`, also those that it does not read
       out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.results),
     )
     return program.lower(*self.arguments).compile(self.compiler_options)
@@ -73,19 +72,19 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProgramSpec:
-  """Everything static about a set of programs. Compared by identity: there is one per runner.
+  """The static inputs of a set of programs, compared by identity: a runner has one.
 
   Attributes:
-    mesh: where they run.
-    model: numbers of the decoder.
+    mesh: the devices.
+    model: configuration of the decoder.
     graphdef, params_tree: structure of the module and of its nnx.State, whose leaves are `params`.
     params: the leaves, abstract, with shardings.
     kv: the KV buffers, abstract, with shardings.
     block_size, table_width, num_slots, num_eos: as in StepLayout.
-    attention: name of the implementation (pallas_kernels.paged_attention.api), whose layout `kv` has.
-    device_kind: as JAX calls the devices; decides tuned settings of kernels.
-    deterministic: every sum of a row is made in an order that nothing but the row decides (see `deterministic.py`).
-    argmax, draw, adjust: names of the implementations (pallas_kernels.argmax.api, and so on).
+    attention: name of the implementation (pallas_kernels.paged_attention.api), which determines the layout of `kv`.
+    device_kind: JAX's device kind, for tuned settings of kernels.
+    deterministic: only a row decides the order of its sums (see `deterministic.py`).
+    argmax, sampling, adjust: names of the implementations (pallas_kernels.argmax.api, and so on).
   """
 
   mesh: Mesh
@@ -102,16 +101,16 @@ class ProgramSpec:
   device_kind: str = ""
   deterministic: bool = False
   argmax: str = "reference"
-  draw: str = "reference"
+  sampling: str = "reference"
   adjust: str = "reference"
 
   @property
   def platform(self) -> str:
-    """As JAX calls it: cpu, gpu (cuda where there is none to see), tpu."""
+    """JAX's platform name: cpu, tpu, gpu, or cuda when compiling without a GPU."""
     return self.mesh.devices.flat[0].platform
 
   def attention_groups(self, shape: StepShape) -> PagedGroups:
-    """The attention of a rung for each group of layers, as one device runs it: on several, each has its own heads."""
+    """Returns the attention of a rung for each group of layers, on one device with its share of the heads."""
     devices = self.mesh.size
 
     def of_group(declared: LayerAttention) -> PagedAttention:
@@ -131,14 +130,14 @@ class ProgramSpec:
     return tuple((declared, of_group(declared)) for declared in self.model.groups)
 
   def layout(self, shape: StepShape) -> StepLayout:
-    """The packed array of a rung."""
+    """Returns the layout of a rung's packed array."""
     plans = dict.fromkeys(attention.plan for _, attention in self.attention_groups(shape))
     return StepLayout(
       shape, self.table_width, self.num_slots, self.num_eos, tuple(plan for plan in plans if plan is not None)
     )
 
   def whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """An abstract array that every device holds."""
+    """Returns an abstract array that every device holds whole."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh_lib.replicated(self.mesh))
 
   @property
@@ -157,13 +156,13 @@ class ProgramSpec:
 
   @property
   def slot_bytes(self) -> int:
-    """Of the sampler's state."""
+    """Bytes of the sampler's state."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.slot_state))
 
 
 @functools.cache
 def _attend(spec: ProgramSpec, groups: PagedGroups):
-  """Paged attention; on several devices each runs its own heads, whatever the kernel is made of."""
+  """Returns paged attention; with several devices each runs its own heads."""
   attend = paged_attend(groups)
   if spec.mesh.size == 1:
     return attend
@@ -184,7 +183,7 @@ def _attend(spec: ProgramSpec, groups: PagedGroups):
 
 
 def _with_all_rows(logits: jax.Array, rows: SamplingRows, num_slots: int) -> tuple[jax.Array, SamplingRows]:
-  """Adds rows of padding, one for each slot without: XLA adds up rows in an order that the shape decides."""
+  """Adds padding rows up to one a slot, because the shape decides the order of XLA's sums."""
   missing = num_slots - logits.shape[0]
   padding = np.zeros((len(Column), missing), np.int32)
   padding[Column.SLOT], padding[Column.TARGET] = num_slots, -1
@@ -210,9 +209,9 @@ def step(
   Args:
     spec, layout: static.
     params: the model's leaves.
-    kv: one buffer a layer; donated, as the next two are.
+    kv: one buffer a layer; donated, like the next two.
     last_tokens: int32[slots + 1], the newest token of each slot.
-    slot_state: the sampler's memory.
+    slot_state: the sampler's state.
     packed: int32[layout.size], see model_input.
 
   Returns:
@@ -230,24 +229,24 @@ def step(
   ragged = tuple(attention.meta(*rows_of_step, plans.get(attention.plan)) for _, attention in groups)
   meta = AttentionMeta(ragged, inputs.slot_mapping)
   attend = _attend(spec, groups)
-  # Where there are as many logit rows as tokens, to leave tokens out would only be one launch more.
+  # With as many logit rows as tokens, selecting tokens would only add a launch.
   some = layout.shape.logits < layout.shape.tokens
   wanted = (inputs.logit_tokens, inputs.num_logit_rows) if some else None
   hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, attend, inputs.num_tokens, wanted)
   logits = decoder.logits(hidden if some else hidden[inputs.logit_tokens], inputs.num_logit_rows)
-  # In two steps: asked for whole logits at once, XLA would rather gather the head than what comes out of it.
+  # In two steps: with one constraint for whole logits, XLA would gather the head instead of the logits.
   logits = lax.with_sharding_constraint(logits, NamedSharding(spec.mesh, PartitionSpec(None, mesh_lib.AXIS)))
   logits = lax.with_sharding_constraint(logits, mesh_lib.replicated(spec.mesh))
   if spec.deterministic:
     logits, rows = _with_all_rows(logits, rows, spec.num_slots)
   with jax.named_scope("sample"):
     wide = spec.platform != "cpu"
-    kernels = spec.argmax, spec.draw, spec.adjust
+    kernels = spec.argmax, spec.sampling, spec.adjust
     sampled = sampler.sample(logits, rows, slot_state, wide, inputs.num_logit_rows, *kernels)
     slot_state = sampler.remember(slot_state, rows, sampled.tokens)
   slots = jnp.where(rows.has(Flag.SAMPLE), rows[Column.SLOT], layout.num_slots)
   if spec.deterministic:
-    sampled = lax.optimization_barrier(sampled)  # else XLA would sample only the rows that are returned
+    sampled = lax.optimization_barrier(sampled)  # otherwise XLA would sample only the returned rows
   last_tokens = last_tokens.at[slots].set(sampled.tokens)
   output = jnp.stack(
     [sampled.tokens, sampled.bad.astype(jnp.int32), lax.bitcast_convert_type(sampled.logprobs, jnp.int32)]
@@ -258,20 +257,20 @@ def step(
 
 
 def write_lines(table: jax.Array, packed: jax.Array) -> jax.Array:
-  """Sets line packed[i, 0] of `table` (int32 or f32[slots + 1, W], donated) to packed[i, 1:], its bits, for each i."""
+  """Sets row packed[i, 0] of `table` (int32 or f32[slots + 1, W], donated) to the bits of packed[i, 1:], for each i."""
   lines = lax.bitcast_convert_type(packed[:, 1:], table.dtype)
-  for index in range(lines.shape[0]):  # on a CPU half the time of a scatter
+  for index in range(lines.shape[0]):  # takes half the time of a scatter on a CPU
     table = lax.dynamic_update_slice(table, lines[index : index + 1], (packed[index, 0], jnp.int32(0)))
   return table
 
 
 def pack_lines(table: str, lines: Sequence[tuple[int, np.ndarray]], width: int, padding: int) -> np.ndarray:
-  """The second argument of `write_lines`: int32[NUM_LINES[table], 1 + W].
+  """Returns the second argument of `write_lines`: int32[NUM_LINES[table], 1 + W].
 
   Args:
     lines: (slot, 32-bit values), at most NUM_LINES[table].
     width: W.
-    padding: the slot that nobody reads, for the rest.
+    padding: the padding slot, for unused rows.
   """
   packed = np.zeros((NUM_LINES[table], 1 + width), np.int32)
   packed[:, 0] = padding
@@ -282,14 +281,14 @@ def pack_lines(table: str, lines: Sequence[tuple[int, np.ndarray]], width: int, 
 
 
 def step_options(spec: ProgramSpec) -> dict[str, bool | int | str] | None:
-  """What a step is compiled with, by platform.
+  """Returns the compiler options of a step, by platform.
 
-  CPU: LLVM at -O1: a fifth less time to compile, and steps as fast as at -O3 (matmuls are a library's).
-  GPU: matmuls by cuBLASLt, which takes the residual add along: 11 launches a layer at Llama-3-8B shapes, 14 with XLA's
-  own (`make check-device`). XLA's own are for int8 weights, which they widen in registers. For the library each matrix
-  is first widened into a buffer of its own by a fusion of its own, so that a step moves more than without int8: seen in
-  the compiled HLO of two layers of these shapes and the head, 1,010 MiB of temporaries at 8 tokens, where XLA's own
-  take 24. And for deterministic steps, all with one tile, which nothing times and chooses anew.
+  CPU: LLVM at -O1. It compiles a fifth faster than -O3, and steps are as fast, because matmuls are in a library.
+
+  GPU: cuBLASLt matmuls, which fuse the residual: 11 launches a layer at Llama-3-8B shapes, 14 with XLA's own matmuls
+  (`make check-device`). int8 weights use XLA's own matmuls, which widen weights in registers. For cuBLASLt, XLA would
+  first widen each matrix into a buffer: at 8 tokens, two layers of these shapes and the head take 1,010 MiB of
+  temporaries instead of 24. Deterministic steps use XLA's own matmuls too, with one fixed tile.
   """
   match spec.platform:
     case "cpu":
@@ -302,7 +301,7 @@ def step_options(spec: ProgramSpec) -> dict[str, bool | int | str] | None:
 
 
 def step_program(spec: ProgramSpec, shape: StepShape) -> Program:
-  """A rung: (params, kv, last_tokens, slot_state, packed) -> as `step` returns."""
+  """Returns the program of a rung: (params, kv, last_tokens, slot_state, packed) -> results of `step`."""
   layout = spec.layout(shape)
   outputs = (
     spec.whole((3, shape.logits), jnp.int32),
@@ -319,25 +318,25 @@ def step_program(spec: ProgramSpec, shape: StepShape) -> Program:
 
 
 def lines_program(spec: ProgramSpec, table: str) -> Program:
-  """Sets lines of a table of the sampler's state: (table, packed) -> table."""
+  """Returns the program that sets rows of a sampler table: (table, packed) -> table."""
   lines = getattr(spec.slot_state, table)
   packed = spec.whole((NUM_LINES[table], 1 + lines.shape[1]), jnp.int32)
   return Program(f"lines-{table}", write_lines, (lines, packed), lines, (0,), step_options(spec))
 
 
 def zeros_program(spec: ProgramSpec, name: str, results: Any) -> Program:
-  """Allocates `results`: () -> results. Zeros and not garbage, because 0 * NaN in a masked product would be NaN."""
+  """Returns the program that allocates `results`: () -> zeros, because 0 * NaN in a masked product would be NaN."""
   fill = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), results)
   return Program(f"zeros-{name}", fill, (), results, (), step_options(spec))
 
 
 def layer_key(buffer: jax.ShapeDtypeStruct) -> str:
-  """The name of the program that allocates a layer's KV: layers of one shape share it."""
+  """Returns the name of the program that allocates a layer's KV, which layers of one shape share."""
   return "-".join(map(str, ("layer", *buffer.shape)))
 
 
 def all_programs(spec: ProgramSpec, rungs: Sequence[StepShape]) -> dict[StepShape | str, Program]:
-  """Everything that a runner calls, the step of each rung by its shape; the largest first, which takes longest."""
+  """Returns all programs of a runner, steps by shape; the largest first, because it compiles longest."""
   steps: dict[StepShape | str, Program] = {shape: step_program(spec, shape) for shape in reversed(rungs)}
   return steps | {
     **{table: lines_program(spec, table) for table in NUM_LINES},

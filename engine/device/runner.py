@@ -1,8 +1,7 @@
-"""The device behind the engine's Runner protocol. Calls only executables compiled before; plans nothing.
+"""Implements the engine's Runner protocol on a device. May call only compiled executables, and may not plan.
 
-The arrays that steps hand to each other (KV, last tokens, sampler state) are donated from one call to the next and live
-nowhere else. Steps run in launch order, so a slot written for a new request cannot disturb the launched step of its
-former owner.
+Each call donates the arrays that steps share (KV, last tokens, sampler state) to the next; no other copy exists. Steps
+run in launch order, so writing a slot for a new request cannot disturb a launched step of its former owner.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import dataclasses
 import itertools
 import os
+import threading
 from typing import Any
 
 import jax
@@ -25,32 +25,45 @@ from engine.device.step_call import StepCall
 from engine.errors import ShapeNotOnLadder
 from engine.shapes import ShapeLadder, StepShape
 
-# (what is being done, how many are done, of how many)
+# (activity, done, total)
 Progress = Callable[[str, int, int], None]
 # from the KV buffers (donated), the blocks to fill and an Admission's `imported` to the KV buffers
 ImportBlocks = Callable[[kv_cache.Buffers, Sequence[int], Any], kv_cache.Buffers]
-# from a program to its executable
+# compiles a program
 Make = Callable[[Program], jax.stages.Compiled]
 
-# Tracing holds the interpreter, compiling does not; one compilation uses more than a core for a part of its time.
+# Tracing holds the interpreter lock, compiling does not; one compilation uses more than a core part of the time.
 _COMPILE_THREADS = max(2, min(8, (os.cpu_count() or 1) // 4))
 
 
 class Making:
-  """Executables in the making, in threads of their own, while something else goes on, as the loading of weights."""
+  """Compiles programs on threads, while the caller does other work such as loading weights."""
 
   def __init__(self, wanted: Mapping[StepShape | str, Program], make: Make = Program.compile):
-    """Begins; those in front first.
+    """Starts compiling, in order.
 
     Args:
-      wanted: as of `programs.all_programs`.
-      make: compiles a program, or finds it compiled; called from several threads.
+      wanted: result of `programs.all_programs`.
+      make: compiles a program or finds its executable; called from several threads.
     """
     self._threads = ThreadPoolExecutor(_COMPILE_THREADS, "compile")
-    self._made = {key: self._threads.submit(make, program) for key, program in wanted.items()}
+    self._compiled: list[str] = []
+    self._made = {key: self._threads.submit(self._make_noting, make, program) for key, program in wanted.items()}
+
+  @property
+  def num_compiled(self) -> int:
+    """The number of programs compiled so far, without those that the cache or `make` found."""
+    return len(self._compiled)
+
+  def _make_noting(self, make: Make, program: Program) -> jax.stages.Compiled:
+    before = _of_thread.num_compiled
+    made = make(program)
+    if _of_thread.num_compiled > before:
+      self._compiled.append(program.name)
+    return made
 
   def wait(self, progress: Progress) -> dict[StepShape | str, jax.stages.Compiled]:
-    """All of them, when they are made; raises what one of them raised."""
+    """Waits for all executables and returns them; raises the first error of a compilation."""
     progress("compile", 0, len(self._made))
     for done, future in enumerate(as_completed(self._made.values()), 1):
       future.result()
@@ -64,24 +77,38 @@ class Making:
     self._threads.shutdown(cancel_futures=True)
 
 
-_compile_times: list[float] = []  # seconds of each XLA compilation in this process, whoever asked for it
+class _ThreadCount(threading.local):
+  """XLA compilations that this thread started, minus those that the compile cache served."""
+
+  num_compiled = 0
+
+
+_of_thread = _ThreadCount()
+_compile_times: list[float] = []  # seconds of each XLA compilation in this process
 
 
 def _note_compile(event: str, duration_secs: float, **kwargs: str | int) -> None:
   if event == "/jax/core/compile/backend_compile_duration":
     _compile_times.append(duration_secs)
+    _of_thread.num_compiled += 1
+
+
+def _note_cache_hit(event: str, **kwargs: str | int) -> None:
+  if event == "/jax/compilation_cache/cache_hits":
+    _of_thread.num_compiled -= 1
 
 
 jax.monitoring.register_event_duration_secs_listener(_note_compile)
+jax.monitoring.register_event_listener(_note_cache_hit)
 
 
 class LaunchedStep:
-  """A step the device is working on; implements engine.batch.Launched."""
+  """A step that the device is running; implements engine.batch.Launched."""
 
   def __init__(self, output: jax.Array, top: jax.Array, rows: LogitRows, away: bool, done: Callable[[], None]):
     """Args:
-    away: the values are not in the host's memory; they are sent there as soon as they exist.
-    done: called once, when the step is, and then forgotten with all that it holds.
+    away: the values are in device memory; the device sends them to the host as soon as they exist.
+    done: called once, when the step is complete, and then released.
     """
     self._output, self._top, self._rows = output, top, rows
     self._done: Callable[[], None] | None = done
@@ -91,7 +118,7 @@ class LaunchedStep:
         top.copy_to_host_async()
 
   def wait(self) -> None:
-    """Waits for the step, reading nothing; for measurements."""
+    """Waits for the step without reading it; for measurements."""
     self._output.block_until_ready()
 
   def result(self) -> StepResult:
@@ -102,12 +129,12 @@ class LaunchedStep:
       done()
     rows = self._rows
     num_logits = len(rows.targets)
-    # One call for both, and lists from here on: right after a step of the device, each kind of numpy call costs 20 us.
-    drawn, bad = output[:2, :num_logits].tolist()
+    # One call for both, then lists, because each kind of numpy call costs 20 us right after a step.
+    sampled, bad = output[:2, :num_logits].tolist()
     bad_rows: frozenset[int] = frozenset()
     if any(bad):
       bad_rows = frozenset(np.searchsorted(rows.last, np.flatnonzero(bad)).tolist())
-    tokens = drawn if rows.plain else output[0, rows.last].tolist()
+    tokens = sampled if rows.plain else output[0, rows.last].tolist()
     if not rows.wants:
       return StepResult(tokens, bad_rows)
     return StepResult(tokens, bad_rows, self._read_logprobs(output[0], output[2].view(np.float32)))
@@ -143,19 +170,19 @@ class ModelRunner:
   ):
     """Allocates the KV buffers.
 
-    `spec`, `steps` (the executables by shape), `calls` (how they are called), `kv` and `slot_state` may be looked at
-    from outside. `import_blocks` is for who lets admissions bring KV from another runner.
+    Other code may read `spec`, `steps` (executables by shape), `calls` (their StepCalls), `kv` and `slot_state`. An
+    owner that lets admissions bring KV from another runner sets `import_blocks`.
 
     Args:
       spec: of the programs.
-      params: the model's leaves, as spec.params says.
-      ladder: whose rungs the steps are.
-      eos_token_ids: as many as spec.num_eos; what min_tokens holds back.
+      params: the model's leaves, as in spec.params.
+      ladder: the ladder of the steps.
+      eos_token_ids: the spec.num_eos ids that min_tokens suppresses.
       made: the executables of `programs.all_programs`.
     """
     self.spec, self._params = spec, params
     self.import_blocks: ImportBlocks | None = None
-    # On a CPU the values are in the host's memory anyway, and asking for a copy takes 0.1 ms and may wait for a core.
+    # On a CPU the values are in host memory already; starting a copy takes 0.1 ms and may wait for a core.
     self._away = spec.mesh.devices.flat[0].platform != "cpu"
     self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids)
     self._compiles_at_seal: int | None = None
@@ -171,7 +198,7 @@ class ModelRunner:
     self.slot_state: SlotState = made["slots"]()
 
   def warm_up(self, progress: Progress) -> None:
-    """Runs every program once on padding, so that what a first call costs is paid before the server is ready."""
+    """Runs every program once on padding, so that no request pays the cost of a first call."""
     for index, shape in enumerate(self.steps):
       self.launch(Batch(-1, shape, (), (), (), (), (), (), ())).result()
       progress("warm up", index + 1, len(self.steps))
@@ -179,20 +206,20 @@ class ModelRunner:
       self._set_lines(table, [])
 
   def seal(self) -> None:
-    """From here on a compilation is a mistake, and is counted."""
+    """Starts counting compilations, each of which is an error from now on."""
     self._compiles_at_seal = len(_compile_times)
 
   @property
   def compiles_after_ready(self) -> int:
-    """Compilations since `seal`, by anything in the process; 0 before."""
+    """All compilations of the process since `seal`; 0 before it."""
     return 0 if self._compiles_at_seal is None else len(_compile_times) - self._compiles_at_seal
 
   def launch(self, batch: Batch) -> LaunchedStep:
     """Starts a step and returns at once; never compiles."""
-    assert not batch.num_drafts, "no program verifies guesses"
+    assert not batch.num_drafts, "no program verifies drafts"
     call = self.calls.get(batch.shape)
     if call is None:
-      raise ShapeNotOnLadder(f"{batch.shape} was never compiled; there are {tuple(self.steps)}")
+      raise ShapeNotOnLadder(f"{batch.shape} is not compiled; compiled are {tuple(self.steps)}")
     for admission in batch.admissions:
       self._admit(admission)
     for masks in itertools.batched(batch.masks, programs.NUM_LINES["mask"]):
@@ -201,13 +228,13 @@ class ModelRunner:
     _, rows = self._packer.pack(batch, self._layouts[batch.shape], packed.values)
     donated = self.kv, self._last_tokens, self.slot_state
     self.kv, self._last_tokens, self.slot_state, (output, top) = call.execute(self._params, *donated, packed.argument)
-    # What is left of the donated arrays goes when the step is done: it takes 15 us, and the device may be waiting now.
+    # Releases the donated arrays when the step completes: this takes 15 us, and the device may be idle now.
     return LaunchedStep(output, top, rows, self._away, lambda donated=donated: call.give_back(packed))
 
   def _admit(self, admission: Admission) -> None:
     self._packer.admit(admission)
     if admission.imported is not None:
-      assert self.import_blocks is not None, "blocks arrive from a runner that is not connected"
+      assert self.import_blocks is not None, "an admission brings blocks, but no other runner is connected"
       self.kv = self.import_blocks(self.kv, admission.block_ids, admission.imported)
     flags, vocab = flags_of(admission.params), self.spec.model.vocab_size
     if Flag.PENALTY in flags:
@@ -217,7 +244,7 @@ class ModelRunner:
       self._set_lines("bias", [(admission.slot, sampler.bias_row(admission.params, vocab))])
 
   def _set_lines(self, table: str, lines: Sequence[tuple[int, np.ndarray]]) -> None:
-    """Of a table of the sampler's state, by slot; at most programs.NUM_LINES[table]."""
+    """Sets rows of a sampler table, by slot; at most programs.NUM_LINES[table]."""
     before = getattr(self.slot_state, table)
     packed = programs.pack_lines(table, lines, before.shape[1], self.spec.num_slots)
     self.slot_state = dataclasses.replace(self.slot_state, **{table: self._write_lines[table](before, packed)})

@@ -1,9 +1,9 @@
-"""Finds the tensors of safetensors files, each to be mapped alone. Judges no header itself; writes nothing.
+"""Locates the tensors of safetensors files and maps each one separately. May not write.
 
-The library (https://github.com/huggingface/safetensors) checks a header against the file: dtypes, shapes, and that the
-tensors fill it without holes. It does not refuse a name that occurs twice or a tensor of 200,000 dimensions, and its
-reader keeps the whole file mapped for as long as it is open and copies what is asked for. So where a tensor lies is
-read from the header once it is found sound, and a tensor's pages leave with its own map.
+The library (https://github.com/huggingface/safetensors) checks dtypes and shapes of a header, and that tensors fill the
+file without holes. It accepts duplicate names and tensors of 200,000 dimensions. Its reader also maps the whole file
+while it is open, and copies tensors. So this module reads a tensor's location from the checked header and maps only
+that tensor, whose pages the system drops with the map.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ import safetensors
 
 from engine.errors import CheckpointError
 
-# The library's own limit is four times this; so much JSON can become gigabytes of objects, and the largest known models
-# have headers of less than a megabyte.
+# The library's own limit is four times larger, and such a JSON header could become gigabytes of objects. The largest
+# known models have headers below one megabyte.
 _MAX_HEADER_BYTES = 25_000_000
 _MAX_DIMS = 32
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -26,11 +26,11 @@ _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """Where a tensor's bytes lie. Nothing of them has been read.
+  """The location of a tensor's bytes, which are not read yet.
 
   Attributes:
     dtype: safetensors' name for it, for example "BF16".
-    offset: of the first byte, from the start of the file.
+    offset: offset of the first byte in the file.
   """
 
   file: pathlib.Path
@@ -40,7 +40,7 @@ class StoredTensor:
   offset: int
 
   def check_dtype(self) -> None:
-    """Raises CheckpointError unless the dtype is one that `map` can read."""
+    """Raises CheckpointError unless `map` can read the dtype."""
     if self.dtype not in _DTYPES:
       raise CheckpointError(
         f"{self.file}: tensor {self.name} has dtype {self.dtype}; supported are {', '.join(_DTYPES)}"
@@ -48,19 +48,19 @@ class StoredTensor:
 
   @property
   def numpy_dtype(self) -> np.dtype:
-    """Of `map`. Only of a tensor that check_dtype lets pass."""
+    """The dtype of `map`, for a tensor that passes check_dtype."""
     return _DTYPES[self.dtype]
 
   def map(self) -> np.ndarray:
-    """The values, as a read-only map of the file that lives as long as the array does. Not for empty tensors."""
+    """Returns the values as a read-only map of the file that lives as long as the array. Not for empty tensors."""
     return np.memmap(self.file, self.numpy_dtype, "r", self.offset, self.shape)
 
 
 def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
-  """Every tensor of the file, checked to lie inside it, side by side and without holes.
+  """Returns every tensor of the file, after checking that tensors fill the file without holes.
 
   Raises:
-    CheckpointError: unreadable, truncated or contradicting itself.
+    CheckpointError: the file is unreadable, truncated or inconsistent.
   """
   try:
     if not file.is_file() and file.exists():
@@ -68,7 +68,7 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
     with open(file, "rb") as stream:
       length = int.from_bytes(stream.read(8), "little")
       if length > _MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {length} bytes, and at most {_MAX_HEADER_BYTES} are read")
+        raise ValueError(f"a header of {length} bytes; supported are at most {_MAX_HEADER_BYTES}")
       with safetensors.safe_open(file, "numpy"):
         pass
       header = json.loads(stream.read(length), object_pairs_hook=_no_duplicates)
@@ -83,8 +83,8 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
   for name, entry in header.items():
     if len(entry["shape"]) > _MAX_DIMS:
       raise CheckpointError(
-        f"{file}: tensor {name:.200} has {len(entry['shape'])} dimensions, at most {_MAX_DIMS} are read; copy the file "
-        "again"
+        f"{file}: tensor {name:.200} has {len(entry['shape'])} dimensions, at most {_MAX_DIMS} are supported; copy the "
+        "file again"
       )
     start, _ = entry["data_offsets"]
     tensors[name] = StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), 8 + length + start)

@@ -1,29 +1,29 @@
-"""From logits to tokens, on the device, every parameter a per-row array. Pure; knows no model and no batch.
+"""Samples tokens from logits on the device, with every parameter a per-row array. May not know models or batches.
 
-A logit row goes through these steps, in the order of vLLM's sampler (vllm/v1/sample/sampler.py); other texts refer to
-this list:
+A logit row takes these steps, in the order of vLLM's sampler (vllm/v1/sample/sampler.py). Other texts refer to this
+list:
 
 1. The mask of an output constraint forbids tokens (-inf).
 2. `allowed_token_ids` forbids all others.
-3. `min_tokens` forbids the tokens that end the request; where nothing else is left it gives way.
-4. `logit_bias` is added. Steps 2 and 4 are one line of numbers, added before step 3: a sum with -inf has no order.
-5. Penalties: repetition, then frequency, then presence. They see the sign that a bias gave a logit.
-6. The greedy token is the most likely one. For a draw, temperature divides the logits.
-7. `min_p` keeps tokens by their share of the most likely one's probability, as tempered.
-8. `top_k` keeps the most likely of these.
-9. `top_p` keeps the most likely of what 7 and 8 left, whose probabilities are renormalised.
+3. `min_tokens` forbids the tokens that end the request, unless no other token is allowed.
+4. `logit_bias` adds to logits. Steps 2 and 4 add one row of biases before step 3, because sums with -inf commute.
+5. Penalties: repetition, then frequency, then presence. They use the sign of the biased logit.
+6. The greedy token is the most likely one. For sampling, temperature divides the logits.
+7. `min_p` keeps tokens by their share of the largest probability after temperature.
+8. `top_k` keeps the most likely of these tokens.
+9. `top_p` keeps the most likely of the tokens that 7 and 8 leave, with renormalized probabilities.
 
-Tokens of equal probability at a limit are all kept. Log probabilities are of the model's own distribution, before all
-of this.
+Tokens of equal probability at a threshold all stay. Log probabilities are of the model's own distribution, before all
+steps.
 
-Work that no row of the step asks for is skipped by `lax.cond` on the rows' flags, so one program serves every mixture.
-A branch hands out numbers a row wherever it can: what it hands out of the logits' size is copied where it is skipped.
-Truncation searches a threshold, a draw inverts the cumulative distribution in two levels, and on an accelerator the
-most likely tokens are found in a tournament, so that nothing there is sorted: on a CPU a sort of [64, 32000] costs
-180 ms and Gumbel noise 20 ms, where a threshold and a draw take about 10 ms and 1 ms; and XLA:GPU sorts for every top_k
-of more than 16.
+`lax.cond` on the rows' flags skips work that no row of the step needs, so one program serves every mixture. Branches
+return per-row values where possible, because a skipped branch still copies results of the logits' size.
 
-A row whose logits hold NaN or Inf is reported as bad, and its other values are 0; rows never touch each other.
+The sampler avoids sorts. Truncation searches thresholds, and sampling inverts the cumulative distribution in two
+levels. On an accelerator a tournament finds the most likely tokens, because XLA:GPU sorts for every top_k above 16. On
+a CPU, a sort of [64, 32000] takes 180 ms and Gumbel noise 20 ms, a threshold about 10 ms and the inversion 1 ms.
+
+The sampler reports a row with NaN or Inf logits as bad and sets its other values to 0. Rows never affect each other.
 """
 
 from collections.abc import Sequence
@@ -38,12 +38,11 @@ import numpy as np
 
 from engine.device.model_input import Column, Flag, SamplingRows
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from pallas_kernels.adjust.api import PROMPT_BIT, Kind, Memory, adjust
-from pallas_kernels.adjust.api import AdjustParams as Adjustments
+from pallas_kernels.adjust.api import PROMPT_BIT, AdjustParams, Kind, Memory, adjust_logits
 from pallas_kernels.argmax.api import argmax
-from pallas_kernels.draw.api import NO_LIMIT, DrawParams, draw
+from pallas_kernels.sampling.api import NO_LIMIT, SamplingInputs, sample_tokens
 
-_FAN = 16  # of the tournament: each is the largest of so many
+_FAN = 16  # entries that each entry of the tournament's next level covers
 _ADJUSTMENTS = {
   Kind.MASK: Flag.MASK,
   Kind.BIAS: Flag.BIAS,
@@ -56,14 +55,14 @@ _ADJUSTED = functools.reduce(operator.or_, _ADJUSTMENTS.values())
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotState:
-  """What the sampler remembers of each slot, one row more than there are slots: the last is the padding slot's.
+  """The sampler's state of each slot; the last row belongs to the padding slot.
 
   Attributes:
-    history: int32[slots + 1, V], how often a token was generated, plus PROMPT_BIT where the prompt holds it. Only kept
-      for requests with penalties.
-    bias: f32[slots + 1, V], added to the logits; -inf where a token is not allowed. Only for requests that ask.
+    history: int32[slots + 1, V], how often the request generated a token, plus PROMPT_BIT for tokens of the prompt.
+      Valid only for requests with penalties.
+    bias: f32[slots + 1, V], added to the logits; -inf forbids a token. Valid only for requests with biases.
     mask: int32[slots + 1, ceil(V / 32)], the tokens that an output constraint allows next: token t is bit t % 32 of
-      word t // 32. Only for constrained requests, and written anew before each of their draws.
+      word t // 32. Valid only for constrained requests; rewritten before each of their sampling steps.
   """
 
   history: jax.Array
@@ -77,10 +76,10 @@ class Sampled:
   """Values of the logit rows.
 
   Attributes:
-    tokens: int32[S], drawn; 0 in bad rows.
+    tokens: int32[S], the sampled tokens; 0 in bad rows.
     bad: bool[S], the logits held NaN or Inf.
-    logprobs: f32[S], of the target, or of the drawn token where there is none; 0 unless some row wants it.
-    top_ids, top_logprobs: int32 and f32[S, num_alternatives(V)], most likely first; 0 unless some row wants them.
+    logprobs: f32[S], of the target, else of the sampled token; 0 if no row needs it.
+    top_ids, top_logprobs: int32 and f32[S, num_alternatives(V)], most likely first; 0 if no row needs them.
   """
 
   tokens: jax.Array
@@ -91,19 +90,19 @@ class Sampled:
 
 
 def num_alternatives(vocab_size: int) -> int:
-  """How many of the most likely tokens a step reports: no more than the vocabulary has."""
+  """Returns the number of most likely tokens that a step reports, at most the vocabulary."""
   return min(MAX_LOGPROBS, vocab_size)
 
 
 def history_row(token_ids: Sequence[int], num_prompt_tokens: int, vocab_size: int) -> np.ndarray:
-  """A slot's line of `SlotState.history` from all its tokens, on the host: int32[V]."""
+  """Returns a slot's row of `SlotState.history`, int32[V] on the host, from all its tokens."""
   row = np.bincount(np.asarray(token_ids[num_prompt_tokens:], np.int64), minlength=vocab_size).astype(np.int32)
   row[np.asarray(token_ids[:num_prompt_tokens], np.int64)] |= PROMPT_BIT
   return row
 
 
 def bias_row(params: SamplingParams, vocab_size: int) -> np.ndarray:
-  """A slot's line of `SlotState.bias`, on the host: f32[V]."""
+  """Returns a slot's row of `SlotState.bias`, f32[V] on the host."""
   row = np.zeros(vocab_size, np.float32)
   if params.allowed_token_ids is not None:
     row[:] = -np.inf
@@ -114,29 +113,29 @@ def bias_row(params: SamplingParams, vocab_size: int) -> np.ndarray:
 
 
 def _column(values: jax.Array, like: jax.Array) -> jax.Array:
-  """[S] as [S, V]."""
+  """Broadcasts [S] to [S, V]."""
   return jnp.broadcast_to(values[:, None], like.shape)
 
 
 def _adjusted(x: jax.Array, rows: SamplingRows, state: SlotState, num_rows: jax.Array | None, by: str) -> jax.Array:
-  """Everything that comes before the temperature."""
+  """Applies all steps before the temperature."""
   kinds = [jnp.where(rows.has(flag), jnp.int32(kind), 0) for kind, flag in _ADJUSTMENTS.items()]
-  asked = Adjustments(
+  params = AdjustParams(
     kinds=functools.reduce(operator.or_, kinds),
     slot=rows[Column.SLOT],
     repetition=rows[Column.REPETITION],
     frequency=rows[Column.FREQUENCY],
     presence=rows[Column.PRESENCE],
   )
-  return adjust(x, asked, rows.stop_ids, Memory(state.history, state.bias, state.mask), num_rows, by)
+  return adjust_logits(x, params, rows.stop_ids, Memory(state.history, state.bias, state.mask), num_rows, by)
 
 
-def _draw(
+def _sample_random_rows(
   x: jax.Array, rows: SamplingRows, best: jax.Array, wide: bool, num_rows: jax.Array | None, by: str
 ) -> jax.Array:
-  """A token of each RANDOM row from the tempered and truncated distribution; `best` in the others."""
+  """Samples a token for each RANDOM row from the truncated distribution; returns `best` for the others."""
   random = rows.has(Flag.RANDOM)
-  asked = DrawParams(
+  inputs = SamplingInputs(
     temperature=jnp.where(random, rows[Column.TEMPERATURE], 0.0),
     top_p=jnp.where(rows.has(Flag.TOP_P), rows[Column.TOP_P], 2.0),
     min_p=rows[Column.MIN_P],
@@ -144,14 +143,14 @@ def _draw(
     seed=rows[Column.SEED],
     position=rows[Column.POSITION],
   )
-  return jnp.where(random, draw(x, asked, num_rows, by, wide), best)
+  return jnp.where(random, sample_tokens(x, inputs, num_rows, by, wide), best)
 
 
 def _largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-  """The `count` largest of each line, in descending order, of equals the first: f32 and int32[S, count], as lax.top_k.
+  """Returns the `count` largest values and indices of each row, f32 and int32[S, count], ordered like lax.top_k.
 
-  A tournament: level by level each is the largest of _FAN below it. Going down again, the largest of a level lie below
-  the largest of the level above, and are put in order by how many others each has before it.
+  A tournament: an entry of a level is the largest of _FAN entries below it. On the way down, the largest of a level lie
+  below the largest of the level above; each is ranked by the number of entries before it.
 
   Args:
     x: f32[S, V], finite; V at least `count`.
@@ -181,7 +180,7 @@ def _largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def _logprobs(
   logits: jax.Array, rows: SamplingRows, tokens: jax.Array, bad: jax.Array, wide: bool
 ) -> tuple[jax.Array, ...]:
-  """What `Sampled` says of probabilities, where some row wants it: logprobs, top_ids, top_logprobs."""
+  """Returns logprobs, top_ids and top_logprobs of `Sampled`, as far as rows need them."""
   count = num_alternatives(logits.shape[1])
   line = jnp.arange(logits.shape[0], dtype=jnp.int32)
   norm = jax.nn.logsumexp(logits, axis=1)
@@ -210,21 +209,21 @@ def sample(
   wide: bool = False,
   num_rows: jax.Array | None = None,
   argmax_by: str = "reference",
-  draw_by: str = "reference",
+  sampling_by: str = "reference",
   adjust_by: str = "reference",
 ) -> Sampled:
-  """Draws a token for every logit row.
+  """Samples a token for every logit row.
 
   Args:
     logits: f32[S, V], of the model.
-    rows: parameters.
-    state: of the slots, before this step.
-    wide: how a threshold is searched, which changes no token: in few passes that each do much, for devices on which a
-      pass costs its launch and its reading; or in many that do little, each of which XLA:CPU compiles once. And whether
-      the most likely tokens are found in a tournament, since only XLA:CPU has a top_k that does not sort.
-    num_rows: int32[1], of the rows how many are in use, those in front; None: all. What comes out for the others means
-      nothing.
-    argmax_by, draw_by, adjust_by: implementations (pallas_kernels/argmax, pallas_kernels/draw, pallas_kernels/adjust).
+    rows: sampling parameters.
+    state: state of the slots before this step.
+    wide: how to search thresholds; it changes no token. True makes few large passes, for devices where every pass costs
+      a launch and a read of the logits. False makes many small passes in a loop. True also finds the most likely tokens
+      in a tournament, because only XLA:CPU has a top_k that does not sort.
+    num_rows: int32[1], the number of leading rows in use; None: all. Results of the other rows are arbitrary.
+    argmax_by, sampling_by, adjust_by: implementations of pallas_kernels/argmax, pallas_kernels/sampling and
+      pallas_kernels/adjust.
   """
   likeliest, finite = argmax(logits, num_rows, argmax_by)
   bad = ~finite
@@ -235,9 +234,10 @@ def sample(
 
   def chosen():
     x, best = lax.cond(jnp.any(rows.has(_ADJUSTED)), adjusted, lambda: (logits, likeliest))
-    return lax.cond(jnp.any(rows.has(Flag.RANDOM)), lambda: _draw(x, rows, best, wide, num_rows, draw_by), lambda: best)
+    random = jnp.any(rows.has(Flag.RANDOM))
+    return lax.cond(random, lambda: _sample_random_rows(x, rows, best, wide, num_rows, sampling_by), lambda: best)
 
-  # Around both, since a step that is greedy throughout would else copy the logits on their way to a draw.
+  # Around both branches, because an entirely greedy step would otherwise copy the logits for the sampling branch.
   tokens = lax.cond(jnp.any(rows.has(_ADJUSTED | Flag.RANDOM)), chosen, lambda: likeliest)
   tokens = jnp.where(bad, 0, tokens)
   logprobs = lax.cond(
@@ -249,7 +249,7 @@ def sample(
 
 
 def remember(state: SlotState, rows: SamplingRows, tokens: jax.Array) -> SlotState:
-  """Counts the new tokens of rows with penalties; every other row counts in the padding slot, which nobody reads."""
+  """Counts the new tokens of rows with penalties; other rows count in the padding slot, which is never read."""
   padding = state.history.shape[0] - 1
   slots = jnp.where(rows.has(Flag.PENALTY), rows[Column.SLOT], padding)
   return dataclasses.replace(state, history=state.history.at[slots, tokens].add(1))

@@ -1,8 +1,8 @@
-"""How a step is called: its packed array is written where the device reads it, if that is the host's own memory.
+"""Calls a step's executable; on a CPU the packed array aliases device memory. May not know requests, or pack.
 
-Right after a step of a CPU nothing is in its caches, and what JAX does in each call (the type, sharding and layout of
-every argument, a transfer of the packed array) took 0.14 of 0.34 ms. So there the packed array is memory of which a
-device array is an alias, and the executable is called without those looks. Knows no request and packs nothing.
+Right after a step a CPU's caches are cold, and JAX's work in each call took 0.14 of 0.34 ms: it checks type, sharding
+and layout of every argument and transfers the packed array. So on a CPU a device array aliases the packed array's
+memory, and the call skips these checks.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ import numpy as np
 from engine.device.kv_cache import Buffers
 from engine.device.sampler import SlotState
 
-_ALIGNMENT = 64  # bytes; XLA:CPU copies what is aligned to less
+_ALIGNMENT = 64  # bytes; XLA:CPU copies arrays with smaller alignment
 
-# What a step gives: see programs.step.
+# The results of a step: see programs.step.
 Results = tuple[Buffers, jax.Array, SlotState, tuple[jax.Array, jax.Array]]
 
 
@@ -25,8 +25,8 @@ class PackedArray(NamedTuple):
   """The packed array of one step.
 
   Attributes:
-    values: int32[layout.size], to be written before the call and by nobody until the step is done.
-    argument: what the executable is given: an array on the device with this very memory, or `values` itself.
+    values: int32[layout.size]; written before the call, and not again until the step completes.
+    argument: the executable's argument: a device array with the same memory, or `values` itself.
   """
 
   values: np.ndarray
@@ -34,33 +34,33 @@ class PackedArray(NamedTuple):
 
 
 class StepCall:
-  """A rung's executable and the packed arrays it takes, which are used again where they are aliases.
+  """A rung's executable and its packed arrays, which it reuses if they are aliases.
 
-  Elsewhere each is new: what one device of several has given says nothing of whether the others have read theirs.
+  Otherwise each step gets a new array: the result of one device does not show that others have read their argument.
 
   Attributes:
-    execute: as programs.step, from params on; the last argument is a PackedArray's. Each array lies where the
-      executable wants it.
+    execute: programs.step from params on; its last argument is that of a PackedArray. All arrays must already have the
+      executable's shardings.
   """
 
   def __init__(self, compiled: stages.Compiled, size: int, sharding: jax.sharding.Sharding):
-    """Args: size: of the packed array; sharding: of the executable's last argument."""
+    """Args: size: size of the packed array; sharding: sharding of the executable's last argument."""
     self._size, self._sharding = size, sharding
     devices = sharding.device_set
     self._by_alias = len(devices) == 1 and all(device.platform == "cpu" for device in devices)
     self._free: list[PackedArray] = []
     self.execute: Callable[..., Results] = compiled
-    # Programs with effects (Pallas' interpreters call back) take tokens too, which only JAX's own call hands over.
+    # Programs with effects (callbacks of Pallas' interpreters) take tokens, which only JAX's own call passes.
     private: Any = compiled
     if self._by_alias and not private._executable.unsafe_call.ordered_effects:
       self.execute = _unchecked(compiled)
 
   def take(self) -> PackedArray:
-    """One that no step reads, with any values in it."""
+    """Returns an array that no step reads, with arbitrary values."""
     return self._free.pop() if self._free else self._new()
 
   def give_back(self, packed: PackedArray) -> None:
-    """The step that read it is done. One that never comes back is only missed."""
+    """Returns an array for reuse after its step completes. Losing one does no harm."""
     if self._by_alias:
       self._free.append(packed)
 
@@ -72,16 +72,16 @@ class StepCall:
     start = -room.ctypes.data % _ALIGNMENT
     values = room[start : start + self._size * 4].view(np.int32)
     argument = jax.device_put(values, self._sharding, may_alias=True)
-    assert argument.unsafe_buffer_pointer() == values.ctypes.data, "JAX copied memory that it was to share"
+    assert argument.unsafe_buffer_pointer() == values.ctypes.data, "JAX copied memory that it should share"
     return PackedArray(values, argument)
 
 
 def _unchecked(compiled: stages.Compiled) -> Callable[..., Results]:
-  """A step, called without looking at its arguments: arrays on the shardings that its Program says.
+  """Returns the executable without checks of its arguments, which must have the shardings of its Program.
 
-  XLA itself refuses one that was donated before.
+  XLA itself rejects a donated array.
   """
-  assert not compiled._params.const_args, "constants as arguments would have to go first"
+  assert not compiled._params.const_args, "constants would have to be the first arguments"
   executable: Any = compiled._executable
   replicated: Any = executable.unsafe_call
   run, handlers = replicated.xla_executable.execute_sharded, replicated.out_handler.handlers

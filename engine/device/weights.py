@@ -1,8 +1,7 @@
-"""Model folders to parameters on their shardings, one tensor at a time. Decides no shape and no sharding of its own.
+"""Loads model folders to sharded parameters, one tensor at a time. May not choose shapes or shardings.
 
-Two kinds of folder are read: Hugging Face's (config.json and safetensors) and Sluice's (engine/device/orbax_folder.py).
-Everything that can be wrong is looked for before the first array is made; pickled weights are never opened, nor files
-that lie elsewhere than in the folder.
+It reads two kinds of folder: Hugging Face's (config.json and safetensors) and Sluice's (engine/device/orbax_folder.py).
+It checks the folder before it makes the first array. It never opens pickled weights, or files outside the folder.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,25 +22,24 @@ from engine.device.file_checksums import SUMS, read_sums, verify_sum
 from engine.device.mesh import shardings
 from engine.device.safetensors_file import StoredTensor, read_header
 from engine.errors import CheckpointError, ConfigError
-from engine.model_folder import leads_outside
+from engine.model_folder import INDEX, SINGLE, check_model_folder, leads_outside, name_of_model
 from models.config import ModelConfig
 from models.families.keys import unknown_keys
 from models.families.tensor_map import Piece
 from models.linear import PLAIN, WeightForm, arranger, stored_name
 from models.registry import abstract, config_from_hf, refuse_uncomputed, tensors
 
-_MOST_NAMED = 20  # unknown keys in one line
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST_NAMED = 20  # most unknown keys in one warning
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-  """A model ready to be merged and run.
+  """A loaded model.
 
   Attributes:
-    params: every leaf is an array on its sharding.
-    eos_token_ids: from generation_config.json, else config.json, else none.
-    warnings: what the user should know about the folder, a line each.
+    params: every leaf is an array with its sharding.
+    eos_token_ids: from generation_config.json, else config.json, else ().
+    warnings: warnings about the folder, a line each.
   """
 
   config: ModelConfig
@@ -54,20 +52,23 @@ class LoadedModel:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-  """A model folder that was looked through, of whose weights nothing has been read.
+  """A checked model folder whose weights are not read yet.
 
   Attributes:
-    declared: what `load` will give, but every leaf of params is a jax.ShapeDtypeStruct with its sharding.
+    declared: the result of `load` with a jax.ShapeDtypeStruct and sharding for every leaf of params.
     kept: those leaves by parameter name, in the tree's order.
-    stored_dtypes: in which the folder holds the weights, by their JAX names, sorted; () for random ones.
-    load: reads them straight to their shardings. Host memory above the parameters themselves: about one tensor (Hugging
-      Face) or a gibibyte in flight (Orbax). Raises CheckpointError.
+    stored_dtypes: JAX names of the weights' dtypes in the folder, sorted; () for random weights.
+    num_parameters: number of parameters of the plain model.
+    load: reads the weights to their shardings and calls its optional argument with the bytes loaded so far. Besides the
+      parameters it needs host memory for about one tensor (Hugging Face) or one gibibyte (Orbax). Raises
+      CheckpointError.
   """
 
   declared: LoadedModel
   kept: dict[str, jax.ShapeDtypeStruct]
   stored_dtypes: tuple[str, ...]
-  load: Callable[[], LoadedModel]
+  num_parameters: int
+  load: Callable[..., LoadedModel]
 
 
 def open_checkpoint(
@@ -78,31 +79,28 @@ def open_checkpoint(
   random_weights: bool = False,
   num_token_ids: int = 0,
 ) -> Checkpoint:
-  """Looks through a model folder of either kind.
+  """Opens and checks a model folder of either kind.
 
   Args:
     path: the folder.
-    mesh: as made by engine.device.mesh.make_mesh.
-    dtype: of the parameters on the device, bfloat16 or float32, whatever the file holds.
-    form: how matrices are held; each is brought into it before the next is read (all before any, of a Sluice folder).
-    random_weights: draw them on the devices, always the same ones; of the folder only config.json is read.
-    num_token_ids: ids that the tokenizer makes; 0: there is none.
+    mesh: result of engine.device.mesh.make_mesh.
+    dtype: dtype of the parameters on the device, bfloat16 or float32; the file's may differ.
+    form: representation of matrices. The loader converts each matrix before it reads the next (Sluice folder: after
+      all).
+    random_weights: generates fixed random weights on the devices; reads only config.json.
+    num_token_ids: ids of the tokenizer; 0: there is no tokenizer.
 
   Raises:
-    CheckpointError: names the file, and the tensor where there is one.
-    ConfigError: dtype is another.
+    CheckpointError: with the file and, if any, the tensor.
+    ConfigError: the dtype is not supported.
   """
   dtype = jnp.dtype(dtype)
   if dtype not in (jnp.bfloat16, jnp.float32):
     raise ConfigError(f"dtype={dtype.name} is not supported; choose bfloat16 or float32")
   folder = pathlib.Path(path)
-  if not folder.is_dir():
-    raise CheckpointError(
-      f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; --model takes a "
-      "Hugging Face or Sluice model folder"
-    )
-  is_orbax = orbax_folder.is_one(folder) and not random_weights
-  marker = orbax_folder.verify(folder) if is_orbax else {}
+  check_model_folder(folder, needs_weights=not random_weights)
+  is_orbax = orbax_folder.is_orbax_folder(folder) and not random_weights
+  marker = orbax_folder.verify_orbax_folder(folder) if is_orbax else {}
   raw = _read_json(folder / "config.json")
   try:
     config = config_from_hf(raw)
@@ -111,8 +109,8 @@ def open_checkpoint(
     raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
   if num_token_ids > config.vocab_size:
     raise CheckpointError(
-      f"{folder / 'config.json'}: vocab_size={config.vocab_size}, but tokenizer.json makes ids up to "
-      f"{num_token_ids - 1}; they do not belong together"
+      f"{folder / 'config.json'}: vocab_size={config.vocab_size}, but tokenizer.json has ids up to "
+      f"{num_token_ids - 1}; use files of one model"
     )
   eos_token_ids = _eos_token_ids(folder, raw, config.vocab_size)
   stored = {} if is_orbax or random_weights else _checked_tensors(folder, config)
@@ -128,29 +126,33 @@ def open_checkpoint(
     graphdef=graphdef,
     params=jax.tree.unflatten(jax.tree.structure(state), list(kept.values())),
     eos_token_ids=eos_token_ids,
-    name=marker["name"] if is_orbax else folder.resolve().name,
+    name=marker["name"] if is_orbax else name_of_model(folder),
     warnings=_unknown_keys_warning(raw),
   )
 
-  def load() -> LoadedModel:
+  def load(on_bytes: Callable[[int], None] = lambda done: None) -> LoadedModel:
     if random_weights:
-      arrays = _draw(config, wanted)
+      arrays = _generate(config, wanted)
     elif is_orbax:
       arrays = _restored(folder, wanted)
     else:
       arrays = _load_safetensors(stored, config, wanted, form.is_made_on_host)
     held: dict[str, jax.Array] = {}
+    num_bytes = 0
     for name, array in arrays:
       for made, value in arrange(name, array).items():
         held[made] = jax.device_put(value, kept[made].sharding).block_until_ready()
+        num_bytes += held[made].nbytes
+      on_bytes(num_bytes)
     leaves = [held[name] for name in kept]
     return dataclasses.replace(declared, params=jax.tree.unflatten(jax.tree.structure(state), leaves))
 
-  return Checkpoint(declared, kept, tuple(sorted(stored_dtypes)), load)
+  num_parameters = sum(leaf.size for leaf in wanted.values())
+  return Checkpoint(declared, kept, tuple(sorted(stored_dtypes)), num_parameters, load)
 
 
 def _declared(mesh: jax.sharding.Mesh, state: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:
-  """The leaves by name, in the tree's order, each with its sharding."""
+  """Returns the leaves by name with their shardings, in the tree's order."""
   return {
     parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     for (key, leaf), sharding in zip(
@@ -160,7 +162,7 @@ def _declared(mesh: jax.sharding.Mesh, state: nnx.State) -> dict[str, jax.ShapeD
 
 
 def parameter_name(key_path: tuple[Any, ...]) -> str:
-  """A leaf's stored name, such as `layers.0.attention.qkv`, from its path in the nnx state."""
+  """Returns a leaf's stored name, such as `layers.0.attention.qkv`, from its path in the nnx state."""
   return stored_name(".".join(str(key.key) for key in key_path if isinstance(key, jax.tree_util.DictKey)))
 
 
@@ -179,7 +181,7 @@ def _read_json(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _unknown_keys_warning(raw: dict[str, Any]) -> tuple[str, ...]:
-  """A line that names the keys of config.json which are on no list; none, where there are none."""
+  """Returns a warning with the unknown keys of config.json, or nothing."""
   unknown = unknown_keys(raw)
   if not unknown:
     return ()
@@ -192,12 +194,11 @@ def _unknown_keys_warning(raw: dict[str, Any]) -> tuple[str, ...]:
 
 
 def refuse_outside(file: pathlib.Path) -> None:
-  """Raises CheckpointError unless the file is a regular one of its folder, or a link into the same download's blobs."""
+  """Raises CheckpointError unless the file is regular and in its folder, or links to the same download's blobs."""
   found = leads_outside(file)
   if found is not None:
     raise CheckpointError(
-      f"{file}: is a link to {found}, outside of its folder; copy the file there, or give --model the folder where it "
-      "lies"
+      f"{file}: is a link to {found}, outside of its folder; copy the file there, or set --model to its folder"
     )
   if not file.is_file():
     raise CheckpointError(f"{file}: is no regular file; copy it again")
@@ -217,32 +218,32 @@ def _eos_token_ids(folder: pathlib.Path, raw: dict[str, Any], vocab_size: int) -
   return tuple(ids)
 
 
-def _draw(config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, jax.Array]]:
-  """Random parameters, for measuring shapes: matrices keep the variance of their input, so nothing overflows."""
+def _generate(config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, jax.Array]]:
+  """Generates random parameters for measurements; matrices keep the variance of their input, so no value overflows."""
   for number, name in enumerate(sorted(wanted, key=_name_order)):
     leaf = wanted[name]
     if name.endswith(".scale"):
       yield name, jax.device_put(np.ones(leaf.shape, leaf.dtype), leaf.sharding)
     else:
-      draw = _normal(leaf.shape, leaf.dtype, leaf.sharding, config.model_dim**-0.5)
-      yield name, draw(jax.random.key(number)).block_until_ready()
+      program = _normal(leaf.shape, leaf.dtype, leaf.sharding, config.model_dim**-0.5)
+      yield name, program(jax.random.key(number)).block_until_ready()
 
 
 def _name_order(name: str) -> list[tuple[int, str]]:
-  """Stored names in an order of their own, layers by number: what is drawn depends on nothing else."""
+  """Sorts stored names, with layers by number; only this order determines the random weights."""
   return [(int(part), "") if part.isdigit() else (0, part) for part in name.split(".")]
 
 
 @functools.cache
 def _normal(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding, scale: float) -> Any:
-  """A program for each shape, as layers repeat theirs."""
+  """Returns the program for a shape, cached because layers repeat shapes."""
   return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype), out_shardings=sharding)
 
 
 def _checked_tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, StoredTensor]:
-  """Where every tensor that the model needs lies. No array is made before: a config may lie.
+  """Returns the location of every tensor of the model. Allocates no array, because config.json may be wrong.
 
-  Refuses missing, extra and misshapen tensors, and drops nothing but what is known to be redundant.
+  Rejects missing, extra and misshapen tensors, and drops only tensors that are known to be redundant.
   """
   if (folder / SUMS).exists():
     for file, digest in read_sums(folder):
@@ -253,17 +254,17 @@ def _checked_tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, Sto
     if name not in stored:
       raise CheckpointError(
         f"{folder}: tensor {name} of shape {list(piece.shape)} is missing from the checkpoint; "
-        "config.json and the weights do not belong together, or a file was left out"
+        "use config.json and weights of one model, and copy all files"
       )
     tensor = stored[name]
     if tensor.shape != piece.shape:
       raise CheckpointError(
-        f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for "
-        f"{list(piece.shape)}; they do not belong together"
+        f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, but config.json requires "
+        f"{list(piece.shape)}; use files of one model"
       )
     tensor.check_dtype()
   extra = sorted(set(stored) - set(pieces))
-  # Old checkpoints store rope's frequencies, which follow from config.json.
+  # Old checkpoints store rotary frequencies, which follow from config.json.
   extra = [name for name in extra if not name.endswith(".rotary_emb.inv_freq")]
   if config.tie_embeddings and "lm_head.weight" in extra:
     head, embed = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
@@ -276,28 +277,28 @@ def _checked_tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, Sto
   if extra:
     raise CheckpointError(
       f"{stored[extra[0]].file}: tensor {extra[0]} is not part of a {config.family} model"
-      f"{f', nor are {len(extra) - 1} others' if len(extra) > 1 else ''}; config.json and the "
-      "weights do not belong together"
+      f"{f', nor are {len(extra) - 1} others' if len(extra) > 1 else ''}; use config.json "
+      "and weights of one model"
     )
   return stored
 
 
 def _restored(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, jax.Array]]:
-  arrays = orbax_folder.load(folder, wanted)
-  while arrays:  # one goes before the next is brought into its form
+  arrays = orbax_folder.load_orbax_arrays(folder, wanted)
+  while arrays:  # frees each array before it converts the next
     yield arrays.popitem()
 
 
 def _load_safetensors(
   stored: dict[str, StoredTensor], config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct], on_host: bool
 ) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
-  """on_host: what is given need not be the device's yet; if it can, it stays mapped, read-only, in the file."""
+  """on_host: yields arrays in host memory, if possible as read-only maps of the file."""
   pieces_of = tensors(config)
   for name, leaf in wanted.items():
     pieces = pieces_of[name]
     read = functools.partial(_assemble, pieces, stored, leaf.shape, leaf.dtype)
     if not on_host:
-      # Waiting keeps one tensor in flight: a queue of transfers would hold the whole model in host memory.
+      # Waits, so that one tensor is in flight; a queue of transfers would hold the whole model in host memory.
       yield name, jax.make_array_from_callback(leaf.shape, leaf.sharding, read).block_until_ready()
     elif len(pieces) == 1 and (tensor := stored[pieces[0].name].map()).dtype == leaf.dtype:
       _check_finite(tensor, pieces, stored)
@@ -307,21 +308,11 @@ def _load_safetensors(
 
 
 def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
-  """Every tensor of the folder's safetensors files; model.safetensors goes before an index, as in transformers."""
-  if (folder / _SINGLE).exists():
-    refuse_outside(folder / _SINGLE)
-    return read_header(folder / _SINGLE)
-  index = folder / _INDEX
-  if not index.exists():
-    pickles = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt") for file in folder.glob(kind))
-    if pickles:
-      raise CheckpointError(
-        f"{folder / pickles[0]}: a pickled checkpoint can run code when it is opened, so Sluice "
-        "never does; save the model again as safetensors"
-      )
-    raise CheckpointError(
-      f"{folder}: holds neither {_SINGLE} nor {_INDEX} nor {orbax_folder.MARKER}; it is no model folder"
-    )
+  """Returns every tensor of the safetensors files; prefers model.safetensors to an index, like transformers."""
+  if (folder / SINGLE).exists():
+    refuse_outside(folder / SINGLE)
+    return read_header(folder / SINGLE)
+  index = folder / INDEX
   weight_map = _read_json(index).get("weight_map")
   if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
     raise CheckpointError(f"{index}: weight_map must map tensor names to file names; copy the file again")
@@ -329,20 +320,20 @@ def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
   files = sorted(set(weight_map.values()))
   for file in files:
     if pathlib.PurePath(file).name != file or not file.endswith(".safetensors"):
-      raise CheckpointError(f"{index}: weight_map names {file!r}; only safetensors files beside the index are read")
+      raise CheckpointError(f"{index}: weight_map names {file!r}; only safetensors files beside it are supported")
   for file in files:
     if (folder / file).exists():
       refuse_outside(folder / file)
     for name, tensor in read_header(folder / file).items():
       if weight_map.get(name) != file:
         raise CheckpointError(
-          f"{folder / file}: tensor {name} is here, but {_INDEX} has it in {weight_map.get(name)}; "
-          "the shards are of different checkpoints: copy them again"
+          f"{folder / file}: tensor {name} is here, but {INDEX} has it in {weight_map.get(name)}; "
+          "the shards are from different checkpoints; copy them again"
         )
       stored[name] = tensor
   for name, file in weight_map.items():
     if name not in stored:
-      raise CheckpointError(f"{folder / file}: tensor {name} is missing, though {_INDEX} lists it; copy the file again")
+      raise CheckpointError(f"{folder / file}: tensor {name} is missing, though {INDEX} lists it; copy the file again")
   return stored
 
 
@@ -353,20 +344,20 @@ def _assemble(
   dtype: np.dtype,
   index: tuple[slice, ...] | None,
 ) -> np.ndarray:
-  """One device's part of a parameter; reads only that part of the file.
+  """Returns one device's part of a parameter; reads only that part of the file.
 
   Args:
-    pieces: what the parameter of `shape` is made of, without gaps or overlaps, all in one order.
+    pieces: the pieces of a parameter of `shape`, without gaps or overlaps, all with one axis order.
   """
-  assert index is not None  # JAX's type allows it, for arrays that are none
+  assert index is not None  # JAX's type allows None
   order, parts = pieces[0].order, [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
-  # In memory as the file has it: lines are copied whole, and who needs another order has to go over it all anyway.
+  # In the file's order, so that rows are copied whole; a conversion to another order reads everything anyway.
   lines = np.empty([len(parts[order.index(axis)]) for axis in range(len(order))], dtype)
   out = lines.transpose(order)
   used = []
   for piece in pieces:
     boxes = [range(box.start, box.stop) for box in piece.box()]
-    # What lies both in the piece's box and in the device's part, in the parameter's own indices.
+    # The intersection of the piece's box and the device's part, in indices of the parameter.
     both = [range(max(box.start, part.start), min(box.stop, part.stop)) for box, part in zip(boxes, parts, strict=True)]
     if all(both):
       used.append(piece)
@@ -376,19 +367,19 @@ def _assemble(
 
 
 def _within(inner: list[range], outer: list[range]) -> tuple[slice, ...]:
-  """Where `inner` lies, counted from the start of `outer`."""
+  """Returns the slices of `inner` relative to the start of `outer`."""
   return tuple(slice(i.start - o.start, i.stop - o.start) for i, o in zip(inner, outer, strict=True))
 
 
 def _mapped(piece: Piece, stored: dict[str, StoredTensor]) -> np.ndarray:
-  """A piece in the parameter's order, where it lies in the file."""
+  """Returns a piece in the parameter's axis order, as a map of the file."""
   return stored[piece.name].map().reshape(piece.split).transpose(piece.order)
 
 
 def _check_finite(values: np.ndarray, pieces: tuple[Piece, ...], stored: dict[str, StoredTensor]) -> None:
-  """Raises CheckpointError, with names, where `values`, contiguous and made of the pieces, hold NaN or Inf.
+  """Raises CheckpointError with tensor names if `values`, contiguous and made of the pieces, hold NaN or Inf.
 
-  Such a number has an exponent of ones. By bits, since ml_dtypes' own test of bfloat16 is many times slower.
+  It tests for an exponent of ones in the bits, because ml_dtypes' own test of bfloat16 is many times slower.
   """
   kind, mask = (np.uint32, 0x7F80_0000) if values.dtype.itemsize == 4 else (np.uint16, 0x7F80)
   bits, chunk = values.reshape(-1).view(kind), 1 << 20

@@ -1,10 +1,11 @@
-"""From a model folder to an engine, which with --batching=disaggregated is two engines on devices of their own."""
+"""Builds an engine from a model folder; --batching=disaggregated builds two, each on its own devices."""
 
 from collections.abc import Callable
 import dataclasses
 import time
 
-from engine.device.build import Built, ExecutableSource, begin_build, build, build_side, finish_build
+from engine.build_facts import FactReporter, ignore_fact
+from engine.device.build import Built, ExecutableSource, begin_build, build_engine, build_side, finish_build
 from engine.device.options import BuildOptions
 from engine.device.runner import Progress
 from engine.engine import Emit, Engine
@@ -20,10 +21,11 @@ def build_any(
   clock: Callable[[], float] = time.monotonic,
   engine_class: type[Engine] = Engine,
   source: ExecutableSource | None = None,
+  report_fact: FactReporter = ignore_fact,
 ) -> Built:
-  """Makes one engine or, for --batching=disaggregated, two; arguments and errors as of engine.device.build.build."""
+  """Builds one engine, or two for --batching=disaggregated. Arguments and errors: see engine.device.build.build."""
   if options.batching != "disaggregated":
-    return build(options, progress, emit, clock, engine_class, source)
+    return build_engine(options, progress, emit, clock, engine_class, source, report_fact)
   assert source is None, "two engines, and executables for one"
   devices, cache_reason = begin_build(options)
   num_prefill = options.prefill_devices or len(devices) // 2
@@ -38,13 +40,13 @@ def build_any(
       f"deterministic: {num_prefill} devices for prefill and {num_decode} for decode split sums differently, and a "
       "preempted request may go through either; set --prefill_devices to half of --num_devices"
     )
-  prefill = build_side(options, devices[:num_prefill], progress, None, num_sides=2)
-  # What one side takes the other must take too.
+  prefill = build_side(options, devices[:num_prefill], progress, None, num_sides=2, report_fact=report_fact)
+  # Both sides must accept the same requests.
   options = dataclasses.replace(options, max_model_len=prefill.scheduler.config.max_model_len)
-  decode = build_side(options, devices[num_prefill:], progress, None)
+  decode = build_side(options, devices[num_prefill:], progress, None, report_fact=report_fact)
   if prefill.trial != decode.trial:
     raise ConfigError(
-      "deterministic: a trial prompt has other bits on the devices for prefill than on those for decode; serve "
+      "deterministic: a trial prompt gives different bits on the prefill and the decode devices; serve "
       "without --batching=disaggregated or without --deterministic"
     )
   export = connect_runners(prefill.runner, decode.runner)

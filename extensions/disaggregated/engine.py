@@ -1,9 +1,10 @@
-"""Prefill on one set of devices, decode on another, in one process: two engines, and the hand-over between them.
+"""Runs prefill on one set of devices and decode on another, in one process: two engines and the hand-over between them.
 
 A prompt never delays another request's next token (DistServe, OSDI 2024; Splitwise, ISCA 2024). Each side is a whole
-Engine with its own scheduler, pool and loop; this file plans nothing. A request runs on the prefill side for one token;
-its blocks are then copied out, before any later step there can write to them, and travel with the request to the decode
-side, which takes them in when it admits it. If the decode side must preempt it, it computes everything anew by itself.
+Engine with its own scheduler, pool and loop; this file schedules nothing. The prefill side runs a request for one
+token. The engine then copies the request's blocks, before a later step there can write to them, and hands request and
+blocks to the decode side, which imports the blocks on admission. If the decode side preempts the request, it
+recomputes the whole sequence itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,20 +21,20 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.validation import validate_request
 
-# From block ids of the prefill side to a copy of these blocks as its launched steps leave them, to be an Admission's
-# `imported` on the decode side.
+# Maps block ids of the prefill side to a copy of these blocks as its launched steps leave them; the decode side
+# receives it as an Admission's `imported`.
 ExportBlocks = Callable[[tuple[int, ...]], Any]
 
 
 @dataclasses.dataclass(slots=True)
 class _Live:
-  """A request and where it is.
+  """A live request and the side it is on.
 
   Attributes:
-    request: as it was submitted; runs nowhere.
+    request: the submitted request; runs nowhere.
     first: its part on the prefill side.
     handed_over: whether it is on the decode side.
-    abort: what abort() asked for while it was on the prefill side.
+    abort: the reason and message of an abort that arrived while it was on the prefill side.
   """
 
   request: Request
@@ -43,7 +44,7 @@ class _Live:
 
 
 class DisaggregatedEngine(Engine):
-  """What Engine's callers see of an Engine, and nothing of its inside. Emits from two threads, one list at a time."""
+  """Two engines with the interface of one Engine. Emits from two threads, one list at a time."""
 
   def __init__(
     self,
@@ -55,7 +56,7 @@ class DisaggregatedEngine(Engine):
     engine_class: type[Engine] = Engine,
   ):
     """Args:
-    prefill, decode: a scheduler and a runner each; settings but for the pool's size must agree.
+    prefill, decode: a scheduler and a runner each; their settings must agree, except for the pool's size.
     export: copies blocks out of the prefill side's runner.
     clock, emit, engine_class: as in Engine.
     """
@@ -68,33 +69,33 @@ class DisaggregatedEngine(Engine):
     self._clock, self._outer_emit = clock, emit
     self._lock = threading.RLock()
     self._live: dict[str, _Live] = {}
-    self.num_accepted = 0  # requests so far
+    self.num_accepted = 0  # accepted requests since the start
     self._export = export
     self.prefill = engine_class(*prefill, clock, self._on_prefill)
     self.decode = engine_class(*decode, clock, self._on_decode)
     self.prefill.recorder.side, self.decode.recorder.side = "prefill", "decode"
-    self.incident = self.prefill.incident = self.decode.incident  # a failure of one is a failure of both
+    self.incident = self.prefill.incident = self.decode.incident  # if one side fails, both do
     self._num_handed_over = 0
 
-  # What an Engine has, on any thread.
+  # The interface of an Engine, callable on any thread.
 
   @property
   def heartbeat(self) -> float:
-    """Of the side that has been silent for longer."""
+    """The older of the two sides' heartbeats."""
     return min(self.prefill.heartbeat, self.decode.heartbeat)
 
   @property
   def dead(self) -> Exception | None:
-    """Why the first side failed; the other then ends with the same cause."""
+    """The error of the side that failed first; the other side then ends with the same cause."""
     return self.prefill.dead or self.decode.dead
 
   @property
   def recorder(self) -> Recorder:
-    """The decode side's."""
+    """The decode side's recorder."""
     return self.decode.recorder
 
   def submit_all(self, requests: Sequence[Request]) -> None:
-    """See Engine.submit_all; what does not fit both pools is refused."""
+    """See Engine.submit_all. Refuses requests that do not fit both pools."""
     firsts = []
     for request in requests:
       validate_request(self.config, request)
@@ -106,10 +107,10 @@ class DisaggregatedEngine(Engine):
         raise Unavailable("the engine has failed; send the request to another server")
       for request in requests:
         if request.id in self._live:
-          raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or none")
+          raise DuplicateRequest(f"a live request has the id {request.id!r:.80}; choose another id, or leave it out")
       backlog, limit = self.decode.num_live - self.config.max_num_seqs, self.config.max_queued_requests
       if backlog >= limit:
-        raise Overloaded(f"{backlog} requests wait to be decoded, the limit is {limit}")
+        raise Overloaded(f"{backlog} requests wait for decode, the limit is {limit}; retry later")
       self.prefill.submit_all(firsts)
       self._live.update((request.id, _Live(request, first)) for request, first in zip(requests, firsts, strict=True))
       self.num_accepted += len(requests)
@@ -121,7 +122,7 @@ class DisaggregatedEngine(Engine):
       if live is None:
         return
       if not live.handed_over:
-        live.abort = reason, message  # its last event may be on its way already
+        live.abort = reason, message  # its last event may already be under way
       (self.decode if live.handed_over else self.prefill).abort(request_id, reason, message)
 
   def start_trace(self, path: str) -> None:
@@ -130,7 +131,7 @@ class DisaggregatedEngine(Engine):
     self.decode.start_trace(path + ".decode")
 
   def stop_trace(self) -> None:
-    """Ends both."""
+    """Ends both traces."""
     self.prefill.stop_trace()
     self.decode.stop_trace()
 
@@ -140,13 +141,13 @@ class DisaggregatedEngine(Engine):
     self.decode.keep_all()
 
   def stats(self, num_steps: int = 0) -> EngineStats:
-    """Both sides together: sums, and the latest records of either in order of time.
+    """Returns the statistics of both sides: sums, and the latest records of both in order of time.
 
-    A request has a record of each side it was on; the first ends when it is handed over.
+    A request has a record on each side; the first ends at the hand-over.
     """
     first, rest = self.prefill.stats(num_steps), self.decode.stats(num_steps)
     finished = {reason: count + rest.finished[reason] for reason, count in first.finished.items()}
-    finished[FinishReason.LENGTH] -= self._num_handed_over  # their prefill parts
+    finished[FinishReason.LENGTH] -= self._num_handed_over  # prefill parts of the decode side's requests
     rungs = dict(first.rungs)
     for tokens, totals in rest.rungs.items():
       rungs[tokens] = totals.plus(rungs.get(tokens, RungTotals()))
@@ -169,13 +170,13 @@ class DisaggregatedEngine(Engine):
     )
 
   def block_states(self) -> bytes:
-    """See BlockPool.block_states; those of the prefill side come first."""
+    """See BlockPool.block_states; the prefill side's blocks come first."""
     return self.prefill.block_states() + self.decode.block_states()
 
-  # The loops.
+  # Loops.
 
   def run(self, stop_event: threading.Event) -> None:
-    """Runs both sides, the prefill side in a thread of its own, until `stop_event` is set or one of them dies."""
+    """Runs both sides until `stop_event` is set or one side dies; the prefill side has its own thread."""
     thread = threading.Thread(target=self._run_side, args=(self.prefill, stop_event), name="prefill")
     thread.start()
     self._run_side(self.decode, stop_event)
@@ -192,11 +193,11 @@ class DisaggregatedEngine(Engine):
       side.fail(self.dead)
 
   def step(self) -> bool:
-    """One turn of each loop, on the caller's thread."""
+    """Runs one iteration of each loop, on the caller's thread."""
     active = self.prefill.step()
     return self.decode.step() or active
 
-  # Events, on the thread of the side they come from.
+  # Events, on the thread of the side that emits them.
 
   def _on_prefill(self, events: list[TokenEvent]) -> None:
     with self._lock:
@@ -222,14 +223,14 @@ class DisaggregatedEngine(Engine):
     rest.first_scheduled_time, rest.first_token_time = first.first_scheduled_time, first.first_token_time
     rest.output_token_ids = list(event.token_ids)
     rest.num_prompt_cached_tokens = event.num_cached_tokens
-    rest.num_prompt_logprobs = request.num_prompt_tokens - 1  # told already
+    rest.num_prompt_logprobs = request.num_prompt_tokens - 1  # the prefill side has sent them
     rest.num_transferred_tokens = request.num_prompt_tokens
     rest.transfer = self._export(first.final_blocks)
     live.handed_over = True
     self._num_handed_over += 1
     try:
       self.decode.take_over(rest)
-    except Unavailable:  # the decode side died before it knew of the request, and the prefill side has forgotten it
+    except Unavailable:  # the decode side died before it held the request, and the prefill side has dropped it
       self._send([self.failure_event(request.id)])
 
   def _on_decode(self, events: list[TokenEvent]) -> None:
@@ -245,7 +246,7 @@ class DisaggregatedEngine(Engine):
 
 
 class _Either(threading.Event):
-  """Set when another event is, or a condition holds."""
+  """An event that is also set when another event is, or when a condition holds."""
 
   def __init__(self, event: threading.Event, condition: Callable[[], bool]):
     super().__init__()
@@ -256,7 +257,7 @@ class _Either(threading.Event):
 
 
 def _part(request: Request, params: SamplingParams) -> Request:
-  """A request to one side; both draw with the same seed."""
+  """Returns one side's part of a request; both sides sample with the same seed."""
   return Request(
     id=request.id,
     prompt_token_ids=request.prompt_token_ids,
@@ -267,5 +268,5 @@ def _part(request: Request, params: SamplingParams) -> Request:
     cache_salt=request.cache_salt,
     tenant=request.tenant,
     leader_id=request.leader_id,
-    constraint=request.constraint,  # shared: one side at a time has the request
+    constraint=request.constraint,  # shared: the request is on one side at a time
   )

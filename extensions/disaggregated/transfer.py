@@ -1,7 +1,7 @@
-"""Moves KV blocks from one runner's pool to another's, on other devices. Decides nothing: who moves is the engine's.
+"""Copies KV blocks from one runner's pool to another's, on other devices. The engine chooses the blocks.
 
-Blocks leave and arrive in pieces of a fixed number, so that two compiled programs are enough; a piece is filled up with
-the padding block at the one end and dropped at the other. Between the two, JAX copies from device to device.
+Blocks are copied in pieces of a fixed size, so two compiled programs suffice. The source fills up a piece with the
+padding block, and the target drops the padding. Between the two programs, JAX copies from device to device.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _PIECE = 16  # blocks
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-  """Blocks on their way: _PIECE a piece, one array a layer, on the devices they go to. The last piece has more."""
+  """Blocks in transfer: _PIECE blocks a piece, one array a layer, on the target's devices. The last piece is padded."""
 
   num_blocks: int
   pieces: tuple[tuple[jax.Array, ...], ...]
@@ -40,7 +40,7 @@ def _write(kv: kv_cache.Buffers, block_ids: jax.Array, piece: tuple[jax.Array, .
 
 
 class BlockTransfer:
-  """From the pool of `source` to that of `target`, whose blocks must have one shape and layout."""
+  """Copies blocks from the pool of `source` to that of `target`. Blocks must have one shape and layout."""
 
   def __init__(self, source: ProgramSpec, target: ProgramSpec):
     """Compiles both programs."""
@@ -61,7 +61,7 @@ class BlockTransfer:
     )
 
   def read(self, kv: kv_cache.Buffers, block_ids: Sequence[int]) -> Exported:
-    """Copies of these blocks of the source's pool, on their way to the target's devices. Returns at once."""
+    """Returns copies of these blocks of the source's pool, in transfer to the target's devices. Returns at once."""
     pieces = []
     for start in range(0, len(block_ids), _PIECE):
       ids = np.zeros(_PIECE, np.int32)
@@ -71,10 +71,10 @@ class BlockTransfer:
     return Exported(len(block_ids), tuple(pieces))
 
   def write(self, kv: kv_cache.Buffers, block_ids: Sequence[int], exported: Exported) -> kv_cache.Buffers:
-    """The target's pool (donated) with what was exported as the first of its blocks `block_ids`."""
+    """Returns the target's pool (donated), with the exported blocks written to its blocks `block_ids`."""
     wanted = block_ids[: exported.num_blocks]
     for number, piece in enumerate(exported.pieces):
-      ids = self._past_the_pool + np.arange(_PIECE, dtype=np.int32)  # dropped, and each but once
+      ids = self._past_the_pool + np.arange(_PIECE, dtype=np.int32)  # out-of-range ids are dropped; the ids are unique
       part = wanted[number * _PIECE : (number + 1) * _PIECE]
       ids[: len(part)] = part
       kv = self._write(kv, ids, piece)
@@ -82,9 +82,9 @@ class BlockTransfer:
 
 
 def connect_runners(source: ModelRunner, target: ModelRunner) -> ExportBlocks:
-  """Lets KV blocks travel: admissions of `target` take in what the function returned exports from `source`.
+  """Lets KV blocks move: `target` then admits requests with blocks that the returned function exports from `source`.
 
-  Compiles: not after seal().
+  Compiles the programs, so call it before seal().
   """
   transfer = BlockTransfer(source.spec, target.spec)
 
@@ -92,6 +92,6 @@ def connect_runners(source: ModelRunner, target: ModelRunner) -> ExportBlocks:
     return transfer.read(source.kv, block_ids)
 
   target.import_blocks = transfer.write
-  # Once there and back: what a first copy costs is paid before the server is ready. Block 0 is nobody's.
+  # Copies once both ways, so that the first request does not pay for a first copy. No request uses block 0.
   target.kv = transfer.write(target.kv, (0,), export_blocks((0,)))
   return export_blocks

@@ -1,12 +1,12 @@
-"""A folder of executables that were compiled before, and what for. What it cannot vouch for is compiled.
+"""Stores compiled executables in a folder and loads those that fit this server. All others are compiled.
 
-  manifest.json        {"format": 1, "made_for": {...}, "num_blocks": ..., "step_bytes": ..., "programs":
-                       {name: {"sha256": ..., "bytes": ...}}}; replaced as a whole, last
-  SHA256.executable    one for each program, never changed
+manifest.json        {"format": 1, "made_for": {...}, "num_blocks": ..., "step_bytes": ..., "programs":
+                     {name: {"sha256": ..., "bytes": ...}}}; replaced as a whole, last
+SHA256.executable    one for each program, never changed
 
-Executables are code: the folder is judged as the compile cache's is. Beyond the compile cache, which needs each program
-traced and lowered to know its key, a bundle needs only that `made_for` is the same here: everything that decides what a
-compiler would be given, and would make of it.
+Executables are code, so the folder must pass the compile cache's permission test. The compile cache must trace and
+lower each program to know its key. A bundle only compares `made_for`: everything that determines the compiler's
+input and output.
 """
 
 import collections
@@ -42,7 +42,7 @@ _MANIFEST, _SUFFIX, _PART, _FORMAT = "manifest.json", ".executable", ".part", 1
 _MANIFEST_LIMIT = 1 << 20  # bytes
 _ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 _SOURCES = ("engine", "models", "pallas_kernels", "extensions/executable_bundle")
-# What is traced depends on these, and users may set them by environment variables.
+# Tracing depends on these, and users may set them by environment variables.
 _SETTINGS = (
   "jax_default_matmul_precision",
   "jax_enable_x64",
@@ -55,25 +55,25 @@ _NO_EFFECT = ("--xla_dump", "--xla_force_host_platform_device_count")  # XLA's f
 
 
 class _Unusable(Exception):
-  """Why a bundle, or an entry of it, is not used."""
+  """The reason why a bundle, or an entry of it, is not used."""
 
 
 class Bundle:
-  """One folder, for one engine's programs; implements engine.device.build.ExecutableSource.
+  """One folder for one engine's programs. Implements engine.device.build.ExecutableSource.
 
   Attributes:
-    is_whole: once the engine is built: every program that it asked for is stored.
+    is_whole: whether every program of the engine is stored; valid once the engine is built.
   """
 
   def __init__(self, folder: str, batching: str, write: bool = False):
     """Reads the manifest, if there is one.
 
     Args:
-      batching: of the engine.
-      write: store what had to be compiled.
+      batching: the engine's batching mode.
+      write: whether to store newly compiled programs.
 
     Raises:
-      ConfigError: others may write to the folder or to what is in it, or it cannot be read; or there are two engines.
+      ConfigError: other users may write to the folder or its files, it cannot be read, or there are two engines.
     """
     if batching == "disaggregated":
       raise ConfigError(
@@ -92,10 +92,12 @@ class Bundle:
     self._without_cache = contextlib.ExitStack()
     try:
       if not stat.S_ISDIR(self._folder.stat().st_mode):
-        raise ConfigError(f"{SETTING}={folder}: is no folder; set --{SETTING} to one, or to a path that is free")
+        raise ConfigError(
+          f"{SETTING}={folder}: not a folder; set --{SETTING} to a folder, or to a path that does not exist"
+        )
       refuse_writers(self._folder, [*self._folder.glob(f"*{_SUFFIX}"), *self._folder.glob(_MANIFEST)], SETTING)
     except FileNotFoundError:
-      pass  # what cannot be made either is told when it is written
+      pass  # if it cannot be created, the write reports that
     except OSError as error:
       raise ConfigError(f"{SETTING}={folder}: {error.strerror}; set --{SETTING} to another folder") from error
     try:
@@ -111,10 +113,10 @@ class Bundle:
     rungs: tuple[StepShape, ...],
     cpu_bytes: int | None,
   ) -> PoolSize | None:
-    """See ExecutableSource: the pool that the bundle was made for, if all else fits and there is memory for it.
+    """See ExecutableSource. Returns the pool size of the bundle if all else fits and the memory suffices.
 
-    Free memory is never twice the same to the byte, and executables are for one size of the pool. On an accelerator,
-    this also saves compiling a step only to learn what memory it needs.
+    Free memory differs by some bytes at each start, but executables are for one pool size. On an accelerator, the
+    stored size also saves compiling a step only to learn its memory.
     """
     if self._manifest is None:
       return None
@@ -133,11 +135,11 @@ class Bundle:
     return size if free is not None and kv_bytes <= free else None
 
   def begin(self, spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> None:
-    """Says what programs will be asked for; from here on `executable` may be called."""
+    """Announces the engine's programs; `executable` may be called afterwards."""
     self.begin_for(made_for(spec, rungs), tuple(spec.mesh.devices.flat))
 
   def begin_for(self, wanted: dict[str, Any], devices: tuple[Any, ...]) -> None:
-    """As `begin`, for whoever has called `made_for`. Args: wanted: its result; devices: jax.Device."""
+    """Does the same as `begin` for a caller that has the result of `made_for` (wanted). devices: jax.Device."""
     self._made_for, self._devices = wanted, devices
     if self._writes and devices[0].platform == "cpu":
       self._without_cache.enter_context(without_compile_cache())
@@ -148,7 +150,7 @@ class Bundle:
       _register_kernels()
 
   def executable(self, program: Program) -> jax.stages.Compiled:
-    """The program's executable: the stored one, if it is whole and what it should be, else a new one.
+    """Returns the program's executable: the stored one if it is whole and fits, else a new one.
 
     Safe on any thread.
     """
@@ -173,11 +175,11 @@ class Bundle:
     return compiled
 
   def finish(self, num_blocks: int) -> str:
-    """Ends the asking, and stores what was compiled where that was wanted.
+    """Finishes the build, and stores newly compiled programs if the bundle is writable.
 
-    Args: num_blocks: of the pool.
+    Args: num_blocks: blocks in the pool.
 
-    Returns: why programs were compiled, a line; "" if none was.
+    Returns: one line on why programs were compiled; "" if none was.
     """
     self._without_cache.close()
     if not self._compiled:
@@ -191,9 +193,9 @@ class Bundle:
     return f"executable bundle {self._folder}: {why}; programs {what}: {len(self._compiled)}"
 
   def _write(self, num_blocks: int) -> bool:
-    """Stores what was compiled, so that the next start finds it; a reader sees the old bundle or the new one.
+    """Stores newly compiled programs for the next start. A reader sees the old bundle or the new one.
 
-    A disk that takes nothing is no reason not to serve: the reasons then say so, and False is returned.
+    The server also serves if the disk is full: this then adds the reason and returns False.
     """
     try:
       self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -201,7 +203,7 @@ class Bundle:
         entries = dict(self._restored)
         for name, (program, compiled) in self._compiled.items():
           data = to_bytes(compiled)
-          restore_program(program, data, self._devices)  # what cannot be read back is no use
+          restore_program(program, data, self._devices)  # an executable that cannot be read back is useless
           entries[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
           _write_whole(_entry_file(self._folder, entries[name]), data)
         step_bytes = max(self._step_bytes, self._manifest["step_bytes"] if self._manifest else 0)
@@ -228,13 +230,13 @@ class Bundle:
 
 @contextlib.contextmanager
 def without_compile_cache() -> Iterator[None]:
-  """Has JAX compile as if it kept nothing, for programs that will be stored elsewhere.
+  """Disables JAX's compile cache, for programs that the bundle stores.
 
-  An executable that was itself loaded is not whole when a CPU's backend writes it again: it lacks functions.
+  The CPU backend cannot serialize an executable that it has loaded: the copy lacks functions.
   """
   enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
   jax.config.update("jax_enable_compilation_cache", False)
-  compilation_cache.reset_cache()  # it remembers whether it is used
+  compilation_cache.reset_cache()  # it caches whether it is used
   try:
     yield
   finally:
@@ -243,7 +245,7 @@ def without_compile_cache() -> Iterator[None]:
 
 
 def made_for(spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> dict[str, Any]:
-  """All that decides what executables are, as JSON values; weights are arguments and do not."""
+  """Returns all that determines the executables, as JSON values. Weights are arguments, so they do not count."""
   devices = list(spec.mesh.devices.flat)
   client = devices[0].client
   shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding.spec)) for leaf in spec.params]
@@ -267,7 +269,7 @@ def made_for(spec: ProgramSpec, rungs: tuple[StepShape, ...]) -> dict[str, Any]:
     "compiler options": step_options(spec),
   }
   if client.platform == "cpu":
-    found["processors"] = len(os.sched_getaffinity(0))  # XLA splits loops by their number
+    found["processors"] = len(os.sched_getaffinity(0))  # XLA splits loops by the number of cores
   plain = {key: value for key, value in vars(spec).items() if isinstance(value, str | int | float | bool)}
   return json.loads(json.dumps(found | plain))
 
@@ -276,7 +278,7 @@ def _difference(stored: dict[str, Any], here: dict[str, Any]) -> str:
   for key in (*here, *stored):
     if stored.get(key) != here.get(key):
       return f"was made for {key} {_shown(stored.get(key))}, and here is {_shown(here.get(key))}"
-  return "was made for something else"
+  return "was made for another server"
 
 
 def _shown(value: Any) -> str:
@@ -297,7 +299,7 @@ def _read_manifest(file: pathlib.Path) -> dict[str, Any]:
       raise ValueError(f"over {_MANIFEST_LIMIT} bytes")
     manifest = json.loads(data)
     if manifest["format"] != _FORMAT:
-      raise _Unusable(f"has format {manifest['format']!r:.20}, and this reads {_FORMAT}")
+      raise _Unusable(f"has format {manifest['format']!r:.20}, this server reads {_FORMAT}")
     whole = isinstance(manifest["made_for"], dict) and all(
       type(manifest[name]) is int and manifest[name] >= 0 for name in ("num_blocks", "step_bytes")
     )
@@ -345,7 +347,7 @@ def _write_whole(file: pathlib.Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
-  """One writer at a time: each removes what its manifest does not name."""
+  """Admits one writer at a time, since each removes the files that its manifest does not name."""
   handle = os.open(folder, os.O_RDONLY)
   try:
     fcntl.flock(handle, fcntl.LOCK_EX)
@@ -355,20 +357,20 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _register_kernels() -> None:
-  """Lets the backend find the C++ kernels: nothing is traced here, which is when they are registered otherwise."""
+  """Registers the C++ kernels with the backend. Tracing registers them otherwise, but nothing is traced here."""
   for name in native.ENTRIES:
     with contextlib.suppress(native.NativeMissing):
-      native.register(name)
+      native.register_library(name)
 
 
 def _library(name: str) -> str:
-  """Its file's name holds a digest of its sources, flags and jaxlib."""
+  """Returns the kernels' library; its file name holds a digest of its sources, flags and jaxlib."""
   file = native.path(name)
   return file.name if file.exists() else "not built"
 
 
 def _topology(devices: list[Any]) -> str:
-  """On a CPU with the instructions it has; as JAX's compile cache takes it."""
+  """Returns the topology as JAX's compile cache reads it; on a CPU, with the instruction set."""
   try:
     return f"{xla_client.get_topology_for_devices(devices).fingerprint():016x}"
   except jax.errors.JaxRuntimeError:

@@ -1,8 +1,7 @@
-"""An executable as bytes, and a program's executable from them. Touches no file.
+"""Serializes executables, and restores a program's executable from its bytes. Touches no file.
 
-`jax.experimental.serialize_executable` would do this too, but keeps what describes arguments and results as a pickle;
-here both follow from the Program, so bytes on a disk are only ever handed to the backend that made them. Bytes are
-code: whoever restores them must know where they come from.
+`jax.experimental.serialize_executable` pickles the description of arguments and results. Here both follow from the
+Program, so only the backend that made the bytes parses them. The bytes are code: callers must trust their source.
 """
 
 from typing import Any
@@ -18,14 +17,14 @@ from engine.device.programs import Program
 
 
 class NotRestored(Exception):
-  """Bytes that are not, or no longer, an executable of this program; the text says why."""
+  """The bytes are not an executable of this program, or no longer one; the text says why."""
 
 
 def restore_program(program: Program, data: bytes, devices: tuple[Any, ...]) -> stages.Compiled:
-  """What `program.compile` gave where `to_bytes` made `data`, for the same devices (jax.Device).
+  """Returns the executable that `program.compile` made and `to_bytes` serialized, for the same devices (jax.Device).
 
   Raises:
-    NotRestored: the backend does not take the bytes, or they are another program's.
+    NotRestored: the backend refuses the bytes, or they belong to another program.
   """
   client = devices[0].client
   arguments, in_tree = jax.tree.flatten((program.arguments, {}))
@@ -37,7 +36,7 @@ def restore_program(program: Program, data: bytes, devices: tuple[Any, ...]) -> 
   try:
     executable = client.deserialize_executable(data, device_list)
     _check_executable(executable, program, arguments, results)
-    # As pxla.UnloadedMeshExecutable.from_hlo ends; shardings are those the program was lowered with.
+    # As pxla.UnloadedMeshExecutable.from_hlo ends; the shardings are those of the program's lowering.
     none = (None,) * len(arguments), (None,) * len(results)
     in_layouts, out_layouts = pxla._get_layouts_from_executable(executable, *none, 0, in_avals, out_avals)
     in_shardings = [leaf.sharding for leaf in arguments]
@@ -65,14 +64,14 @@ def restore_program(program: Program, data: bytes, devices: tuple[Any, ...]) -> 
     ).load()
   except NotRestored:
     raise
-  except Exception as error:  # JAX's, XLA's, or of names that another version has not
+  except Exception as error:  # errors of JAX or XLA, or names that another version lacks
     raise NotRestored(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
   info = [stages.ArgInfo(aval, donate) for aval, donate in zip(in_avals, donated, strict=True)]
   return stages.Compiled(loaded, [], jax.tree.unflatten(in_tree, info), out_tree, no_kwargs=False)
 
 
 def _check_executable(executable: Any, program: Program, arguments: list[Any], results: list[Any]) -> None:
-  """Refuses one that takes, gives or donates something else."""
+  """Refuses an executable with other arguments, results or donations."""
   found, wanted = len(executable.get_parameter_layouts()), len(arguments)
   if found != wanted:
     raise NotRestored(f"it takes {found} arrays, not {wanted}")
@@ -89,10 +88,10 @@ def _check_executable(executable: Any, program: Program, arguments: list[Any], r
 
 
 def to_bytes(compiled: stages.Compiled) -> bytes:
-  """The executable, as its backend writes it.
+  """Returns the executable as its backend serializes it.
 
   Raises:
-    NotRestored: the backend cannot, or it holds constants of the process that made it.
+    NotRestored: the backend cannot serialize it, or it holds constants of the process that made it.
   """
   try:
     if compiled._params.const_args:

@@ -1,4 +1,4 @@
-"""From a model folder to an engine on the fake device: the folder's numbers, no weights, nothing compiled.
+"""Builds an engine on the fake device from a model folder's sizes. Loads no weights, compiles nothing.
 
 The twin of engine/device/build.py for `--fake_device`. Loads no jax.
 """
@@ -10,9 +10,11 @@ import pathlib
 import time
 from typing import Any
 
+from engine.build_facts import DeviceFact, FactReporter, KVFact, ModelFact, ignore_fact
 from engine.config import EngineConfig, choose_overlap
 from engine.engine import Emit, Engine
 from engine.errors import CheckpointError, ConfigError
+from engine.model_folder import name_of_model
 from engine.scheduler import Scheduler
 from engine.settings import DeviceSettings, check_settings, declared_settings
 from engine.shapes import LadderChoice, choose_ladder
@@ -24,7 +26,7 @@ _BLOCK_SIZE = 16
 
 @dataclasses.dataclass(frozen=True)
 class FakeBuilt:
-  """An engine that is ready; names are those of engine.device.build.Built."""
+  """An engine that is ready; attributes as in engine.device.build.Built."""
 
   engine: Engine
   runner: FakeDevice
@@ -49,19 +51,21 @@ def build_fake(
   emit: Emit,
   clock: Callable[[], float] = time.monotonic,
   engine_class: type[Engine] = Engine,
+  report_fact: FactReporter = ignore_fact,
 ) -> FakeBuilt:
   """Makes an engine and its fake device.
 
   Args:
     model_dir: a folder with config.json.
-    settings: by the names of BuildOptions; what only a real device has is left aside.
+    settings: named as in BuildOptions; ignores those of real devices.
     step_s: seconds a step takes.
-    emit, clock: given to the Engine.
-    engine_class: Engine, or one that does more.
+    emit, clock: passed to the Engine.
+    engine_class: Engine or a subclass.
+    report_fact: called with the facts of a real build, except programs.
 
   Raises:
     CheckpointError: the folder lacks a number.
-    ConfigError: settings do not fit each other or the model.
+    ConfigError: settings contradict each other or do not fit the model.
   """
   folder = pathlib.Path(model_dir)
   raw = _read_json(folder / "config.json")
@@ -90,9 +94,9 @@ def build_fake(
     token_budgets=settings.get("token_budgets") or None,
     max_num_seqs=settings.get("max_num_seqs") or None,
     prefill_chunk=settings.get("prefill_chunk") or None,
-    all_rungs=True,  # one costs nothing here
+    all_rungs=True,  # a block costs nothing here
   )
-  # As much as a real pool is sized for: twice what can run at once.
+  # As large as a real pool: twice what can run at once.
   num_blocks = settings.get("num_blocks") or 2 * ladder.max_num_seqs * -(-max_model_len // block_size)
   chosen |= {
     "vocab_size": vocab_size,
@@ -114,7 +118,21 @@ def build_fake(
     engine = engine_class(Scheduler(config), device, clock, emit)
   named = folder / "sluice.json"
   name = _read_json(named).get("name") if named.is_file() else None
-  return FakeBuilt(engine, device, name or folder.resolve().name, config, ladder)
+  name = name or name_of_model(folder)
+  report_fact(DeviceFact(kind="fake device", count=1, dtype="no weights", attention="fake", matmul="fake"))
+  report_fact(
+    ModelFact(
+      name=name,
+      folder=model_dir,
+      num_parameters=0,
+      num_bytes=0,
+      max_model_len=max_model_len,
+      own_length=longest,
+      is_chosen=bool(settings.get("max_model_len")),
+    )
+  )
+  report_fact(KVFact(num_blocks=num_blocks, block_size=block_size, num_bytes=0, max_model_len=max_model_len))
+  return FakeBuilt(engine, device, name, config, ladder)
 
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
@@ -125,7 +143,7 @@ def _read_json(file: pathlib.Path) -> dict[str, Any]:
   except (ValueError, RecursionError) as error:
     raise CheckpointError(f"{file}: cannot be read as JSON ({error}); copy it again") from None
   if not isinstance(value, dict):
-    raise CheckpointError(f"{file}: holds no JSON object; copy it again")
+    raise CheckpointError(f"{file}: not a JSON object; copy the file again")
   return value
 
 

@@ -1,11 +1,11 @@
-"""A device without a model: tokens are a pure function of what its KV pages hold, so that any mistake with pages shows.
+"""A device without a model: tokens are a pure function of the contents of KV pages, so that any page error shows.
 
-For load, chaos and tests of all that surrounds the device. Standard library alone, so that a client can import it and
-know every token it must get (`expected_tokens`). May not know the scheduler.
+For load tests, chaos tests and tests of all code around the device. Uses the standard library alone, so that a client
+can import it and compute every expected token (`expected_tokens`). May not know the scheduler.
 
-The KV at a position is a hash of everything up to it, as in a transformer. A page holds that of the latest position
-written to it, which stands for all before: whoever reads a wrong page, a stale one or one that was overwritten, or
-skips a position, computes other tokens from there on, as it would on a real device.
+The KV at a position is a hash of everything up to it, as in a transformer. A page holds the hash at the latest position
+written to it, which stands for all earlier ones. A row that reads a wrong, stale or overwritten page, or skips a
+position, computes other tokens from there on, as on a real device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,30 +19,30 @@ from engine.constraint import Constraint
 from engine.request import FinishReason, fold_seed
 from engine.sampling_params import SamplingParams
 
-ROOT = 1  # of every sequence
-NAN = None  # in the place of a hash; compared as None, which type checkers follow
+ROOT = 1  # hash of every sequence's start
+NAN = None  # replaces a hash; compared as None, which type checkers follow
 _PRIME = (1 << 61) - 1
 _WORD = (1 << 64) - 1
 _UNWRITTEN = 0
-_FEW = 256  # bits that are gone through one by one
+_FEW = 256  # masks with at most this many bits are scanned one by one
 
 
 def follow_token(state: int, token: int) -> int:
-  """The hash of a sequence that is one token longer: a polynomial modulo a prime, one product a token."""
+  """Returns the hash of the sequence with one more token: a polynomial modulo a prime, one product a token."""
   return (state * 6364136223846793005 + token + 1) % _PRIME
 
 
 def _scatter(value: int) -> int:
-  """64 bits of which each depends on all of `value` (the finalizer of splitmix64, Steele et al., OOPSLA 2014)."""
+  """Returns 64 bits, each of which depends on all of `value` (splitmix64's finalizer, Steele et al., OOPSLA 2014)."""
   value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _WORD
   value = (value ^ value >> 27) * 0x94D049BB133111EB & _WORD
   return value ^ value >> 31
 
 
 def params_key(params: SamplingParams, seed: int) -> int:
-  """What of the sampling parameters shapes every draw: a row that got another's parameters gets other tokens.
+  """Returns the sampling parameters that shape every token; a row with another request's parameters gets other tokens.
 
-  Floats count as float32, as on a real device and in protobuf; `seed` only where there is chance.
+  Floats are rounded to float32, as on a real device and in protobuf. `seed` counts only if sampling is random.
   """
   values = [params.presence_penalty, params.frequency_penalty, params.repetition_penalty]
   values += [number for pair in sorted(params.logit_bias) for number in pair]
@@ -61,15 +61,15 @@ def sample_token(
   eos: tuple[int, ...],
   mask: bytes | None = None,
 ) -> int:
-  """The token after a prefix; 1 in 16 is end-of-sequence.
+  """Returns the token after a prefix; 1 in 16 is end-of-sequence.
 
   Args:
-    state: the hash of all tokens before.
+    state: the hash of all earlier tokens.
     key: params_key() of the request.
-    params: for the sets of tokens that are allowed, or not yet.
-    num_output_tokens: before this one, for min_tokens.
-    vocab_size, eos: of the model.
-    mask: of the request's constraint, as in engine.constraint.
+    params: give allowed tokens and min_tokens.
+    num_output_tokens: output tokens so far, for min_tokens.
+    vocab_size, eos: the model's.
+    mask: the request's constraint, as in engine.constraint.
   """
   value = _scatter(state ^ key)
   token = eos[value // 16 % len(eos)] if eos and value % 16 == 0 else value // 16 % vocab_size
@@ -90,7 +90,7 @@ def sample_token(
 
 
 def _choose(bits: int, token: int, value: int) -> int:
-  """A set bit: any of few with equal chances, of many the first from `token` on."""
+  """Returns a set bit: of few, each with equal chance; of many, the first from `token` on."""
   count = bits.bit_count()
   if count <= _FEW:
     for _ in range(value % count):
@@ -101,7 +101,7 @@ def _choose(bits: int, token: int, value: int) -> int:
 
 
 def logprob(token: int, state: int | None, num_top: int, vocab_size: int) -> TokenLogprobs:
-  """Made-up log probabilities that tell positions apart, exact as float32; NaN has none.
+  """Returns made-up log probabilities that differ by position, exact as float32; NaN state has none.
 
   Alternatives are tokens of the vocabulary, each once, from `token` on.
   """
@@ -121,21 +121,21 @@ def expected_tokens(
   vocab_size: int,
   eos_token_ids: tuple[int, ...],
 ) -> tuple[tuple[int, ...], FinishReason]:
-  """What a client must be sent for a request, whatever else the server does: the tokens, and how it ends.
+  """Returns the tokens and the finish reason that a client must receive for a request, whatever else the server does.
 
   Args:
-    prompt_token_ids: as the model gets them (template and special tokens included).
-    params: as the request says; of its seed, `seed` takes the place where given.
-    seed: of this output; for output i of several, the request's seed plus i. None only where temperature is 0.
-    vocab_size, eos_token_ids: of the model, as GetModelInfo tells them.
+    prompt_token_ids: the model's input (template and special tokens included).
+    params: the request's; `seed`, if given, replaces its seed.
+    seed: this output's seed; for output i of several, the request's seed plus i. None only if temperature is 0.
+    vocab_size, eos_token_ids: the model's, as in GetModelInfo.
 
   Returns:
-    Token ids without the one that ended it, and STOP or LENGTH. Stop strings cut the stream before that.
+    Token ids without the one that ended the output, and STOP or LENGTH. Stop strings cut the stream earlier.
   """
   if seed is None:
     seed = params.seed
   if seed is None and params.temperature > 0:
-    raise ValueError(f"temperature={params.temperature:g} without a seed is not predictable; give a seed")
+    raise ValueError(f"temperature={params.temperature:g} without a seed is not predictable; set seed")
   tokens, reason = run_alone(prompt_token_ids, params, fold_seed(seed or 0), vocab_size, eos_token_ids)
   return tokens[:-1] if reason is FinishReason.STOP else tokens, reason
 
@@ -148,7 +148,7 @@ def run_alone(
   eos_token_ids: tuple[int, ...],
   constraint: Constraint | None = None,
 ) -> tuple[tuple[int, ...], FinishReason]:
-  """One request without pages, batches or schedules: all its tokens, the one that ends it included, and the ending.
+  """Runs one request without pages, batches or schedules; returns all tokens, the last included, and the finish reason.
 
   Args: seed: 32 bits, as in Admission. constraint: is used up. The others are as above.
   """
@@ -176,9 +176,9 @@ class Slot:
 
   Attributes:
     table: its pages, in order.
-    last_token: the latest that was sampled, input of the next step.
+    last_token: the latest sampled token, input of the next step.
     state: the hash of its first num_hashed tokens; NAN once one of them was.
-    ends: that hash at the end of each full page.
+    ends: the hash at the end of each full page.
   """
 
   __slots__ = ("admission", "key", "table", "last_token", "state", "num_hashed", "ends")
@@ -191,7 +191,7 @@ class Slot:
     self.rewind()
 
   def rewind(self) -> None:
-    """To before the first token."""
+    """Resets the row to before its first token."""
     self.state: int | None = ROOT
     self.num_hashed = 0
     self.ends: list[int | None] = []
@@ -201,15 +201,15 @@ class FakeDevice:
   """Implements engine.batch.Runner. Values exist only at result(), and steps run in the order of launch.
 
   Attributes:
-    poisoned: request id -> position whose KV comes out as NaN, and with it all that attends to it.
-    poison: a token id that does the same in a prompt; None is none.
+    poisoned: maps a request id to the position whose KV becomes NaN, as does all that attends to it.
+    poison: a token id with the same effect in a prompt; None is none.
     compiles_after_ready: as ModelRunner's.
   """
 
   compiles_after_ready = 0
 
   def __init__(self, config: EngineConfig, step_s: float = 0.0, clock: Callable[[], float] = time.monotonic):
-    """Args: step_s: seconds a step takes from its launch, or from the end of the step before if that is later."""
+    """Args: step_s: seconds a step takes, from its launch or from the end of the previous step if that is later."""
     self.config = config
     self.poisoned: Mapping[str, int] = {}
     self.poison: int | None = None
@@ -219,7 +219,7 @@ class FakeDevice:
     self._slots: dict[int, Slot] = {}
     self._pages: list[int | None] = [_UNWRITTEN] * (config.num_blocks + 1)
     self._queue: list[FakeLaunched] = []
-    self._poisoned_pages: list[int] = []  # before the next step that is launched
+    self._poisoned_pages: list[int] = []  # copies to do before the next launched step
 
   def launch(self, batch: Batch) -> "FakeLaunched":
     if self._step_s:
@@ -230,17 +230,17 @@ class FakeDevice:
     return launched
 
   def poison_page(self, block: int) -> None:
-    """Fills a page with NaN, after the steps that are launched; for fault injection."""
+    """Fills a page with NaN after the launched steps, for fault injection."""
     self._poisoned_pages.append(block)
 
   def export_blocks(self, block_ids: tuple[int, ...]) -> tuple[int | None, ...]:
-    """What these pages hold after all that was launched."""
+    """Returns the contents of these pages after all launched steps."""
     if self._queue:
       self.run_until(self._queue[-1])
     return tuple([self._pages[block] for block in block_ids])
 
   def run_until(self, launched: "FakeLaunched") -> None:
-    """Executes queued steps in order of launch, up to and with `launched`."""
+    """Executes queued steps in order of launch, up to and including `launched`."""
     while launched.values is None:
       step = self._queue.pop(0)
       for block in step.poisoned_pages:
@@ -283,9 +283,9 @@ class FakeDevice:
     bad_rows: set[int],
     logprobs: dict[int, tuple[TokenLogprobs, ...]],
   ) -> list[int]:
-    """Reads the pages before the row, writes those of the row, and samples.
+    """Reads the pages before the row, writes the row's pages, and samples.
 
-    KV of guesses that do not come true is not written: a page has one hash, that of its latest position.
+    Does not write KV of rejected guesses: a page has one hash, that of its latest position.
     """
     start, params = batch.starts[row], slot.admission.params
     inputs = batch.token_ids[row] or (slot.last_token,)
@@ -307,7 +307,7 @@ class FakeDevice:
     return tokens
 
   def _sample(self, batch: Batch, row: int, slot: Slot, end: int, mask: bytes | None, bad_rows: set[int]) -> int:
-    """The token after the first `end` positions; 0 where none is asked for, or could be."""
+    """Returns the token after the first `end` positions; 0 if the row samples none."""
     config = self.config
     if slot.state is None:
       if batch.num_logits[row]:
@@ -318,9 +318,9 @@ class FakeDevice:
     return 0
 
   def _read(self, slot: Slot, start: int) -> None:
-    """Brings slot.state to what the first `start` positions make of it, as they are in its pages."""
+    """Sets slot.state to the hash of the first `start` positions, as its pages hold it."""
     block_size, pages = self.config.block_size, self._pages
-    if slot.num_hashed != start:  # a first row that begins after what it shares
+    if slot.num_hashed != start:  # a first row that begins after its shared prefix
       if slot.num_hashed > start:
         slot.rewind()
       self._hash(slot, slot.admission.token_ids[slot.num_hashed : start], -1, None)
@@ -343,7 +343,7 @@ class FakeDevice:
     return states
 
   def _hash(self, slot: Slot, token_ids: Sequence[int], bad_position: int, states: list[int | None] | None) -> None:
-    """Takes tokens into slot.state, ends and num_hashed."""
+    """Adds tokens to slot.state, ends and num_hashed."""
     block_size, state, position = self.config.block_size, slot.state, slot.num_hashed
     poison, poison_end = self.poison, 0 if self.poison is None else slot.admission.num_prompt_tokens
     for token in token_ids:
@@ -360,7 +360,7 @@ class FakeDevice:
   def _logprobs(
     self, batch: Batch, row: int, slot: Slot, states: list, tokens: Sequence[int]
   ) -> tuple[TokenLogprobs, ...]:
-    """Of the row's logit positions, the last of them; each is about the token that follows."""
+    """Returns log probabilities of the row's last logit positions; each is of the following token."""
     params, prompt, vocab_size = slot.admission.params, slot.admission.token_ids, self.config.vocab_size
     first = batch.starts[row] + batch.counts[row] - batch.num_logits[row]
     end = batch.starts[row] + len(states)
@@ -374,7 +374,7 @@ class FakeDevice:
 
 
 class FakeLaunched:
-  """A step that runs when it is asked for."""
+  """A launched step, which runs when its result is read."""
 
   __slots__ = ("batch", "ready_at", "poisoned_pages", "values", "_device")
 

@@ -1,4 +1,4 @@
-"""Adds vLLM's engine protocol to a server whose options ask for it. Loads none of it before that."""
+"""Adds vLLM's engine protocol to a server with --enable_vllm_api. Loads none of it otherwise."""
 
 import grpc
 
@@ -10,7 +10,7 @@ from server.telemetry.process_counts import Census
 
 
 class VllmComposition(Composition):
-  """Of a server that may have --enable_vllm_api, and of each of its front end processes."""
+  """The composition of a server that supports --enable_vllm_api, and of each of its front end processes."""
 
   def front_end_module(self, options: HostOptions) -> str:
     if options.enable_vllm_api:

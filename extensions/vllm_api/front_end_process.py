@@ -1,4 +1,4 @@
-"""A front end process that also speaks vLLM's engine protocol; otherwise server/lifecycle/front_end_process.py."""
+"""A front end process that also serves vLLM's engine protocol; otherwise as server/lifecycle/front_end_process.py."""
 
 from extensions.vllm_api.composition import VllmComposition
 from server.lifecycle import front_end_process

@@ -1,7 +1,7 @@
-"""vllm.grpc.engine.VllmEngine on top of sluice.v1, for routers made for vLLM. Translates; decides nothing of its own.
+"""Serves vllm.grpc.engine.VllmEngine on top of sluice.v1, for routers made for vLLM. Translates, and decides nothing.
 
-A generation becomes one of sluice.v1 and takes the same way: the same checks, deadlines, errors and limits. What this
-side of the protocol cannot say or Sluice cannot do is refused by the field's name or number.
+A generation becomes one of sluice.v1, with the same checks, deadlines, errors and limits. The service refuses a field
+that Sluice does not support, by the field's name or number.
 """
 
 import asyncio
@@ -26,24 +26,24 @@ from server.version import server_version
 
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
 _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
-# Of these 0 means unset, since the published message gives them no presence.
+# 0 means unset in these fields, since the published message gives them no presence.
 _ZERO_IS_UNSET = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "n")
 _NO_PROFILE = "there is no profiler; SetTrace of sluice.admin.v1 (--admin_port) records the steps"
-# Methods of the published service that are not in ours, and what to do instead.
+# Methods of the published service that Sluice does not serve, and the alternative to each.
 _NOT_SERVED = {
-  "Embed": "this server generates text; ask one that embeds",
-  "FlushCache": "cached prefixes make room by themselves; cache_salt of sluice.v1 keeps requests from sharing them",
+  "Embed": "this server generates text; use an embedding server",
+  "FlushCache": "the prefix cache evicts blocks by itself; cache_salt of sluice.v1 keeps requests from sharing them",
   "StartProfile": _NO_PROFILE,
   "StopProfile": _NO_PROFILE,
-  "SubscribeKvEvents": "no events of KV blocks are sent; route by what was sent before, and by GetLoads",
+  "SubscribeKvEvents": "the server sends no KV block events; route by earlier requests and by GetLoads",
 }
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
-  """One object a server."""
+  """The service; one object a server."""
 
   def __init__(self, state: ServingState, service: SluiceService, census: Census):
-    """Args: state: lets work in. service: does the work. census: what the server's processes have counted."""
+    """Args: state: admits requests. service: runs them. census: counts of all the server's processes."""
     self._state = state
     self._service = service
     self._census = census
@@ -60,14 +60,14 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     with self._state.admit() as backend:
       request_validation.refuse_unknown_fields(request_validation.unknown_fields(request))
       if request.data_parallel_rank:
-        raise InvalidRequest(f"={request.data_parallel_rank} does not exist: leave it out", field="data_parallel_rank")
+        raise InvalidRequest(f"={request.data_parallel_rank} does not exist; leave it out", field="data_parallel_rank")
       kind = request.WhichOneof("input")
       if kind is None:
         raise InvalidRequest("is missing: send tokenized or text", field="input")
       asked = pb.GenerateRequest(request_id=request.request_id)
       if kind == "text":
         asked.text = request.text
-        # As ids, for max_tokens depends on their number.
+        # Tokenized first, since max_tokens depends on the number of token ids.
         prompt: Sequence[int] = await self._state.tokenize_prompt(asked, backend.tokenizer)
       else:
         prompt = request.tokenized.input_ids
@@ -78,8 +78,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
       asked.token_ids.SetInParent()
       asked.token_ids.ids.extend(prompt)
-      room = backend.config.max_model_len - len(prompt)
-      _translate(request.sampling_params, asked, request_validation.default_max_tokens(backend.defaults, room, room))
+      num_left = backend.config.max_model_len - len(prompt)
+      max_tokens = request_validation.default_max_tokens(backend.defaults, num_left, num_left)
+      _translate(request.sampling_params, asked, max_tokens)
       translator = _Translator(request, prompt)
       generation = await self._service.start_generation(backend, asked, context)
     await self._service.stream_generation(backend, generation, context, translator.translate)
@@ -116,7 +117,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     return vllm_pb.GetServerInfoResponse(
       active_requests=(await self._census()).num_live,
       uptime_seconds=self._state.uptime_s,
-      server_type="vllm-grpc",  # the protocol's name, by which routers know it
+      server_type="vllm-grpc",  # the protocol's name, by which routers recognize it
       data_parallel_size=1,
       block_size=backend.config.block_size,
       max_num_seqs=backend.config.max_num_seqs,
@@ -152,7 +153,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
       await context.write(smg_pb.GetTokenizerChunk(data=data, sha256=sha256))
 
   async def _zipped(self, tokenizer: Tokenizer) -> TokenizerZip:
-    """Made for the first who asks, while others wait."""
+    """Returns the zip; the first caller makes it, and later callers wait."""
     async with self._zipping:
       made = self._zip
       if made is None:
@@ -161,7 +162,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
 
 
 def _not_served(name: str, instead: str) -> grpc.RpcMethodHandler:
-  """Refuses whatever bytes come: the messages of these methods are not ours."""
+  """Refuses any bytes: Sluice does not define the messages of these methods."""
 
   async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
     raise UnknownMethod(f"{name} is not served here: {instead}")
@@ -170,7 +171,7 @@ def _not_served(name: str, instead: str) -> grpc.RpcMethodHandler:
 
 
 class _Translator:
-  """The answer to one request: chunks of each index and its completion, or its completion alone."""
+  """Translates the response to one request: chunks and a completion for each index, or the completion alone."""
 
   def __init__(self, request: vllm_pb.GenerateRequest, prompt: Sequence[int]):
     self._stream = request.stream
@@ -182,7 +183,7 @@ class _Translator:
     self._pending: dict[int, pb.Delta] = {}
 
   def translate(self, message: pb.GenerateResponse) -> list[vllm_pb.GenerateResponse]:
-    """What to send for this message, in order."""
+    """Returns the messages to send for this message, in order."""
     answers = []
     finished = {ending.index: ending for ending in message.finished}
     for delta in message.deltas:
@@ -195,7 +196,7 @@ class _Translator:
     for index, ending in finished.items():
       delta = self._pending.pop(index, None) or pb.Delta()
       if ending.HasField("stop_token_id"):
-        delta.token_ids.append(ending.stop_token_id)  # which is part of the output there
+        delta.token_ids.append(ending.stop_token_id)  # that protocol counts it as output
       if self._stream:
         answers.append(self._chunk(index, delta, ending.usage.cached_tokens))
       answers.append(self._complete(ending, delta))
@@ -227,7 +228,7 @@ class _Translator:
     )
     if ending.HasField("stop_string"):
       complete.matched_stop_str = ending.stop_string
-    elif ending.stop_token_id in self._stop_token_ids:  # and not for the model's own end
+    elif ending.stop_token_id in self._stop_token_ids:  # and not at end-of-sequence
       complete.matched_token_id = ending.stop_token_id
     return vllm_pb.GenerateResponse(complete=complete)
 
@@ -241,7 +242,7 @@ class _Translator:
     )
 
   def _input_logprobs(self, index: int) -> vllm_pb.InputLogProbs | None:
-    """Once, with index 0."""
+    """Returns the prompt's log probabilities, once, with index 0."""
     if index or not self._prompt_logprobs:
       return None
     entries, self._prompt_logprobs = self._prompt_logprobs, []
@@ -260,7 +261,7 @@ def _top(entry: pb.TokenLogprobs) -> vllm_pb.TopLogProbs:
 
 
 def _translate(params: vllm_pb.SamplingParams, asked: pb.GenerateRequest, default_max_tokens: int) -> None:
-  """Fills in all but the prompt."""
+  """Translates all fields but the prompt."""
   for name in ("top_k", "n", "min_tokens", "max_tokens", "stop_token_ids"):
     values = getattr(params, name)
     for value in (values,) if isinstance(values, int) else values:

@@ -1,8 +1,8 @@
-"""A model's tokenizer as one zip, for clients that tokenize by themselves. May not read outside of the model's folder.
+"""Packs a model's tokenizer into one zip, for clients that tokenize. May not read outside the model's folder.
 
-Which files, and the limits that their readers have, are those of the gateway that asks for them (smg: its servicers'
-tokenizer_bundle.py and its grpc_client's tokenizer_bundle.rs). Vocabularies that stand in for a tokenizer.json are left
-out, for without that file there is no tokenizer here.
+The files and the limits follow the gateway that reads them (smg: its servicers' tokenizer_bundle.py and its
+grpc_client's tokenizer_bundle.rs). Vocabularies that replace a tokenizer.json are left out, since Sluice has no
+tokenizer without that file.
 """
 
 from collections.abc import Iterator
@@ -27,41 +27,41 @@ _FILES = (
 )
 _TEMPLATES = "*.jinja"
 _MAX_FILES = 50
-# Of all files. Readers take 200 MiB of zip and 500 MiB of files; a zip of these can hardly be larger than they are.
+# Limit for all files. Readers accept 200 MiB of zip and 500 MiB of files; a zip is hardly larger than its files.
 _MAX_BYTES = 192 << 20
-# The least that a zip can say: so that its bytes depend on names and contents alone.
+# The smallest header, so that the zip's bytes depend on names and contents alone.
 _TIME = (1980, 1, 1, 0, 0, 0)
 _UNIX, _READABLE = 3, 0o100644 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerZip:
-  """The same bytes for the same files.
+  """A tokenizer's zip: the same bytes for the same files.
 
   Attributes:
     data: the zip.
-    sha256: of it, in hexadecimal digits.
+    sha256: its digest in hexadecimal digits.
   """
 
   data: bytes
   sha256: str
 
   def chunks(self) -> Iterator[tuple[bytes, str]]:
-    """The data in pieces of CHUNK_BYTES, each with a text beside it: the digest with the last one."""
+    """Yields the data in pieces of CHUNK_BYTES, each with a text: the digest with the last piece, else empty."""
     for start in range(0, len(self.data), CHUNK_BYTES):
       piece = self.data[start : start + CHUNK_BYTES]
       yield piece, self.sha256 if start + CHUNK_BYTES >= len(self.data) else ""
 
 
 def make_zip(folder: pathlib.Path, tokenizer_digest: bytes) -> TokenizerZip:
-  """Reads and compresses, which is nothing for an event loop.
+  """Reads and compresses the files. Slow, so not for the event loop.
 
   Args:
-    folder: of the model.
-    tokenizer_digest: SHA-256 of the tokenizer.json that is served.
+    folder: the model's folder.
+    tokenizer_digest: SHA-256 of the tokenizer.json in use.
 
   Raises:
-    NotConfigured: a file cannot be sent, or is not the one that is served.
+    NotConfigured: a file cannot be sent, or differs from the one in use.
   """
   names = sorted({*_FILES, *(path.name for path in folder.glob(_TEMPLATES))})
   names = [name for name in names if (folder / name).is_file()]
@@ -69,14 +69,14 @@ def make_zip(folder: pathlib.Path, tokenizer_digest: bytes) -> TokenizerZip:
     raise NotConfigured(
       f"the model's folder has {len(names)} files of a tokenizer, the limit is {_MAX_FILES}: remove templates"
     )
-  room = _MAX_BYTES
+  allowed = _MAX_BYTES
   buffer = io.BytesIO()
   with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
     for name in names:
-      raw = _read(folder / name, room)
-      room -= len(raw)
+      raw = _read(folder / name, allowed)
+      allowed -= len(raw)
       if name == _TOKENIZER and hashlib.sha256(raw).digest() != tokenizer_digest:
-        raise NotConfigured(f"{name} has changed since the server read it; start the server anew")
+        raise NotConfigured(f"{name} has changed since the server read it; restart the server")
       entry = zipfile.ZipInfo(name, _TIME)
       entry.compress_type, entry.create_system, entry.external_attr = zipfile.ZIP_DEFLATED, _UNIX, _READABLE
       archive.writestr(entry, raw)
@@ -86,15 +86,15 @@ def make_zip(folder: pathlib.Path, tokenizer_digest: bytes) -> TokenizerZip:
   return TokenizerZip(data, hashlib.sha256(data).hexdigest())
 
 
-def _read(file: pathlib.Path, room: int) -> bytes:
+def _read(file: pathlib.Path, allowed: int) -> bytes:
   if leads_outside(file) is not None:
-    raise NotConfigured(f"{file.name} is a link out of the model's folder and is not sent; copy the file there")
+    raise NotConfigured(f"{file.name} links to a file outside the model's folder; copy that file there")
   try:
     with open(file, "rb") as source:
-      raw = source.read(room + 1)  # its size may change under a look at it
+      raw = source.read(allowed + 1)  # its size may change while it is read
   except OSError as error:
     raise NotConfigured(f"{file.name} cannot be read: {error.strerror}; restore it from its source") from error
-  if len(raw) > room:
+  if len(raw) > allowed:
     raise NotConfigured(
       f"the tokenizer's files up to {file.name} have more than the limit of {_MAX_BYTES} bytes: restore that file"
     )

@@ -1,6 +1,6 @@
-"""What the families share: typed reads of config.json, rotary embedding, windows by layer, and Llama's sizes.
+"""Shared readers of config.json: typed values, rotary embedding, windows by layer, and Llama's sizes.
 
-Reads a dict, opens no file, imports no jax.
+This module reads a dict; it may not open files or import jax.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,11 +14,11 @@ _REQUIRED = object()
 
 
 def read(raw: Mapping[str, Any], key: str, kind: type, default: Any = _REQUIRED) -> Any:
-  """`raw[key]` as an int, float, bool or str; null counts as absent."""
+  """Returns `raw[key]` as an int, float, bool or str; null counts as absent."""
   value = raw.get(key)
   if value is None:
     if default is _REQUIRED:
-      raise UnsupportedModel(f"{key} is missing; the file must give it as {kind.__name__}")
+      raise UnsupportedModel(f"{key} is missing; add it to the file as {kind.__name__}")
     return default
   if kind is float and isinstance(value, int) and not isinstance(value, bool):
     value = float(value)
@@ -28,7 +28,7 @@ def read(raw: Mapping[str, Any], key: str, kind: type, default: Any = _REQUIRED)
 
 
 def read_positive(raw: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> float:
-  """As `read`, a float above 0."""
+  """Like `read`, for a float above 0."""
   value = read(raw, key, float, default)
   if not 0 < value < float("inf"):
     raise UnsupportedModel(f"{key}={value!r} must be a positive finite number")
@@ -36,18 +36,18 @@ def read_positive(raw: Mapping[str, Any], key: str, default: Any = _REQUIRED) ->
 
 
 def read_num_layers(raw: Mapping[str, Any]) -> int:
-  """How many layers, small enough for a list of them."""
+  """Reads the number of layers, within the limit of a model."""
   num_layers = read(raw, "num_hidden_layers", int)
   check_size("num_layers", num_layers)
   return num_layers
 
 
 def read_rope(raw: Mapping[str, Any], max_position: int) -> tuple[float, RopeScaling | None]:
-  """Theta and scaling, from either spelling.
+  """Reads theta and scaling in either spelling.
 
-  Up to transformers 4: `rope_theta` beside `rope_scaling` (null, or a dict whose kind is `rope_type`, earlier `type`).
-  From transformers 5: one dict `rope_parameters` that holds both. Where a file has both dicts, transformers reads
-  `rope_scaling` alone and with it loses a theta that only the other one holds; so they must say the same.
+  Up to transformers 4, a file has `rope_theta` and `rope_scaling` (null, or a dict with its kind under `rope_type` or
+  `type`). From transformers 5, one dict `rope_parameters` holds both. If a file has both dicts, transformers reads only
+  `rope_scaling` and ignores a theta in the other; so both must agree.
   """
   given: dict[str, Mapping[str, Any]] = {}
   for name in ROPE_DICTS:
@@ -86,7 +86,7 @@ def _read_rope_dict(
     low, high = read_positive(values, "low_freq_factor"), read_positive(values, "high_freq_factor")
     if low >= high:
       raise UnsupportedModel(f"llama3 rope scaling: low_freq_factor={low} must be below high_freq_factor={high}")
-    # The key beside the dict goes before the one in it.
+    # The key next to the dict takes precedence over the one in it.
     original = read(values, "original_max_position_embeddings", int, max_position)
     original = read(raw, "original_max_position_embeddings", int, original)
     if original < 1:
@@ -98,15 +98,15 @@ def _read_rope_dict(
 def read_windows(
   raw: Mapping[str, Any], window: int | None, layer_types: list[str] | None = None
 ) -> tuple[int | None, ...]:
-  """The window of every layer.
+  """Returns the window of every layer.
 
   Args:
-    raw: config.json, whose `layer_types` names the attention of every layer.
-    window: of the layers that slide; None: no layer may.
-    layer_types: of a file that does not say; None: all slide, if there is a window.
+    raw: config.json; its `layer_types` names the attention of every layer.
+    window: window of the sliding layers; None: no layer may slide.
+    layer_types: default for a file without the key; None: all layers slide if there is a window.
 
   Raises:
-    UnsupportedModel: the list is of another length, names another kind, or slides without a window.
+    UnsupportedModel: the list has another length, an unknown kind, or a sliding layer without a window.
   """
   num_layers = read_num_layers(raw)
   given = raw.get("layer_types")
@@ -140,14 +140,14 @@ def read_llama_shape(
   reads: Collection[str] = (),
   **traits: Any,
 ) -> ModelConfig:
-  """A decoder of Llama's shape.
+  """Reads the configuration of a decoder with Llama's shape.
 
   Args:
     raw: config.json.
     family: a key of models.registry.FAMILIES.
-    max_position, head_dim, num_kv_heads: of a file without the key. Null is not absent: with null, as where a default
-      here is None, the heads share the width, and there are as many KV heads as query heads.
-    windows: of every layer; None: no layer may slide.
+    max_position, head_dim, num_kv_heads: defaults for a file without the key. Null, unlike an absent key, and a default
+      of None mean that the heads share the width and that there are as many KV heads as query heads.
+    windows: window of every layer; None: no layer may slide.
     reads: keys that the family reads itself.
     traits: further fields of ModelConfig.
   """
@@ -156,7 +156,7 @@ def read_llama_shape(
   if head_dim is None:
     if num_heads < 1 or model_dim % num_heads and raw.get("head_dim") is None:
       raise UnsupportedModel(
-        f"hidden_size={model_dim} is not a multiple of num_attention_heads={num_heads}, and head_dim is not given"
+        f"hidden_size={model_dim} is not a multiple of num_attention_heads={num_heads}; correct them or add head_dim"
       )
     head_dim = model_dim // num_heads
   default_kv_heads = num_heads if num_kv_heads is None or "num_key_value_heads" in raw else num_kv_heads

@@ -21,7 +21,7 @@ _READS = (
 
 
 def read_gemma2(raw: Mapping[str, Any]) -> ModelConfig:
-  """Every other layer has a window, from the first on; scores and logits have soft caps."""
+  """Reads Gemma 2: every other layer from the first on has a window; scores and logits have soft caps."""
   num_layers = read_num_layers(raw)
   windows = _read_windows(raw, ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)])
   config = _read_shape(
@@ -37,9 +37,9 @@ def read_gemma2(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_gemma3(raw: Mapping[str, Any]) -> ModelConfig:
-  """All but every sixth layer have a window, and rotate by frequencies of their own; queries and keys have norms.
+  """Reads Gemma 3: all but every sixth layer have a window and local frequencies; queries and keys have norms.
 
-  The frequencies lie in `rope_theta`, `rope_scaling` and `rope_local_base_freq`, or from transformers 5 on, by layer
+  The frequencies are in `rope_theta`, `rope_scaling` and `rope_local_base_freq` or, from transformers 5 on, by layer
   type in `rope_parameters`.
   """
   num_layers, pattern = read_num_layers(raw), read(raw, "sliding_window_pattern", int, 6)
@@ -66,7 +66,7 @@ def read_gemma3(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _rope_by_type(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """For layers of each type, the keys that decide on its frequencies, as a file of one type would have them."""
+  """Returns, for each layer type, the frequency keys in the form of a file with a single type."""
   thetas = {
     "full_attention": read_positive(raw, "rope_theta", 1_000_000.0),
     "sliding_attention": read_positive(raw, "rope_local_base_freq", 10_000.0),
@@ -98,7 +98,7 @@ def _read_windows(raw: Mapping[str, Any], layer_types: list[str]) -> tuple[int |
 
 
 def _read_cap(raw: Mapping[str, Any], key: str, default: float | None) -> float | None:
-  """With null, unlike an absent key, there is none."""
+  """Reads a soft cap; null, unlike an absent key, means none."""
   if key not in raw:
     return default
   return None if raw[key] is None else read_positive(raw, key)
@@ -129,7 +129,7 @@ def _with_layers(config: ModelConfig, layers: tuple[LayerAttention, ...]) -> Mod
 
 
 def gemma_tensors(config: ModelConfig) -> TensorMap:
-  """Llama's, but for the norms: Hugging Face's `post_attention_layernorm` is behind attention here."""
+  """Returns Llama's tensors with Gemma's norms, whose `post_attention_layernorm` follows attention."""
   out = llama_tensors(config)
   for layer in range(config.num_layers):
     ours, theirs = f"layers.{layer}", f"model.layers.{layer}"

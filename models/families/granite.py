@@ -1,4 +1,4 @@
-"""Granite 3, dense: Llama with numbers that embeddings, scores, residual branches and logits are multiplied by."""
+"""Granite 3, dense: Llama with multipliers of embeddings, scores, residual branches and logits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ _READS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier",
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-  """`attention_multiplier` stands in for one over the root of the head size, `logits_scaling` divides."""
+  """Reads Granite: `attention_multiplier` replaces 1 / sqrt(head size), and `logits_scaling` divides logits."""
   return read_llama_shape(
     raw,
     "granite",

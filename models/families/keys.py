@@ -1,7 +1,7 @@
-"""Every key of config.json that Sluice knows, and how it treats it. A key that changes the result is never passed over.
+"""The treatment of every known key of config.json. Sluice may never ignore a key that changes the result.
 
-A key is read (by the families where it means something), must have a value that changes nothing, or has no effect on
-what the model computes. Any other key is unknown: the server names it when it starts.
+Families read a key, or it must have a neutral value, or it has no effect on the model's output. At start the server
+logs all other keys as unknown.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 
 class UnsupportedModel(ValueError):
-  """config.json asks for what Sluice does not compute, or does not say what it must."""
+  """config.json describes a model that Sluice does not compute, or lacks a required key."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Must:
   """A key that changes the result in some architecture: absent, null, or one of `values`.
 
   Attributes:
-    values: with these the result is that of a file without the key.
-    supported: what Sluice supports instead, for the message; "": the values themselves.
+    values: neutral values, equivalent to a file without the key.
+    supported: supported alternative, for the error text; "": the values themselves.
   """
 
   values: tuple[Any, ...] = ()
@@ -33,14 +33,14 @@ _ONE = Must((1,))
 _NULL = Must(supported="null")
 _SILU = Must(("silu", "swish"))
 _DENSE = Must((0, False, [], {}), "a dense model, not a mixture-of-experts one")
-_PLAIN_WEIGHTS = Must(({}, False), "unquantised bfloat16, float16 and float32 weights")
+_PLAIN_WEIGHTS = Must(({}, False), "unquantized bfloat16, float16 and float32 weights")
 
 
 def _each(treatment: Treatment, keys: str) -> dict[str, Treatment]:
   return dict.fromkeys(keys.split(), treatment)
 
 
-# A family that reads a key which others must not have says so to `check_keys`.
+# A family passes `check_keys` the keys that it reads and others must not have.
 KEYS: dict[str, Treatment] = {
   **_each(
     "read",
@@ -50,10 +50,10 @@ KEYS: dict[str, Treatment] = {
     rope_parameters partial_rotary_factor rms_norm_eps tie_word_embeddings layer_types max_window_layers eos_token_id
     """,
   ),
-  # How files of weights are held, and code beside them.
+  # Storage of weights, and code next to them.
   **_each(_PLAIN_WEIGHTS, "quantization_config quantization compression_config"),
   "auto_map": Must(
-    ({},), "no code of a model folder, which Sluice never runs; remove auto_map if the weights are plain"
+    ({},), "no code in a model folder, which Sluice never runs; remove auto_map if the weights are plain"
   ),
   "configuration_files": Must(({}, []), "one config.json"),
   "per_layer_config": Must(({},), "the same sizes in every layer"),
@@ -67,14 +67,14 @@ KEYS: dict[str, Treatment] = {
   **_each(_OFF, "qkv_bias use_qkv_bias add_qkv_bias add_bias_linear use_bias bias attention_out_bias o_proj_bias"),
   **_each(_OFF, "lm_head_bias use_qk_norm qk_norm qk_layernorm use_qk_layernorm"),
   **_each(_OFF, "norm_after use_post_norm post_norm apply_layernorm_1p zero_centered_gamma sandwich_norm"),
-  # Which tokens a query sees.
+  # The tokens that a query sees.
   "is_causal": Must((True,), "true: causal attention"),
   **_each(_OFF, "use_bidirectional_attention bidirectional prefix_lm is_prefix_lm"),
   **_each(_OFF, "is_encoder_decoder add_cross_attention cross_attention_hidden_size"),
   **_each(_OFF, "use_sliding_window attention_sinks attention_sink use_attention_sinks attention_sink_bias"),
   **_each(_OFF, "add_full_attention_sink_bias add_swa_attention_sink_bias"),
   **_each(_NULL, "sliding_window sliding_window_pattern sliding_window_size attention_chunk_size num_sink_tokens"),
-  # What becomes of the scores.
+  # Scores.
   **_each(_NULL, "attn_logit_softcapping attention_logit_softcapping attn_soft_cap query_pre_attn_scalar"),
   **_each(_NULL, "attention_multiplier attention_scale attn_scale"),
   **_each(_OFF, "attn_temperature_tuning scale_attn_by_inverse_layer_idx alibi use_alibi"),
@@ -86,14 +86,14 @@ KEYS: dict[str, Treatment] = {
   **_each(_ONE, "rotary_pct rotary_percent rope_pct rope_ratio"),
   **_each(_OFF, "rope_interleave rope_interleaved use_mrope no_rope_layers no_rope_layer_interval nope_layer_interval"),
   "position_embedding_type": Must(("rope", "rotary")),
-  # What activations and logits are multiplied by.
+  # Multipliers of activations and logits.
   **_each(_ONE, "embedding_multiplier residual_multiplier logits_scaling scale_emb embedding_scale embed_scale"),
   **_each(_ONE, "logit_scale lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier"),
   **_each(_ONE, "attn_output_multiplier embedding_multiplier_scale output_multiplier_scale width_multiplier"),
   **_each(_NULL, "final_logit_softcapping final_logits_soft_cap logits_soft_cap scale_depth dim_model_base"),
   **_each(_OFF, "scale_embedding scale_embeddings normalize_embedding parallel_attn parallel_residual"),
   **_each(_OFF, "use_parallel_residual tie_encoder_decoder"),
-  # Of training, of storage, of generation, of other heads than the language model's.
+  # Training, storage, generation, and heads other than the language model's.
   **_each(
     "no effect",
     """
@@ -126,11 +126,11 @@ ROPE_DICTS = ("rope_scaling", "rope_parameters")
 
 
 def check_keys(raw: Mapping[str, Any], reads: Collection[str] = ()) -> None:
-  """Raises UnsupportedModel where a key changes the result and the family does not read it.
+  """Raises UnsupportedModel if a key changes the result and the family does not read it.
 
   Args:
     raw: config.json.
-    reads: keys that the family reads itself, beside those that every family reads.
+    reads: keys that the family reads itself, besides those that every family reads.
   """
   _check(raw, {key: treatment for key, treatment in KEYS.items() if key not in reads}, "")
   for name in ROPE_DICTS:
@@ -152,9 +152,9 @@ def _check(raw: Mapping[str, Any], treatments: Mapping[str, Treatment], prefix: 
 
 
 def unknown_keys(raw: Mapping[str, Any]) -> tuple[str, ...]:
-  """The keys that are on no list here, such as `foo` or `rope_scaling.foo`; those that are null ask for nothing.
+  """Returns the unknown keys with a value other than null, such as `foo` or `rope_scaling.foo`.
 
-  Keys that begin with an underscore are transformers' own notes.
+  Keys that begin with an underscore are internal to transformers and do not count.
   """
   found = [key for key, value in raw.items() if key not in KEYS and value is not None and not key.startswith("_")]
   for name in ROPE_DICTS:

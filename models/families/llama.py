@@ -1,4 +1,4 @@
-"""Llama 1, 2, 3 and what copies their shape."""
+"""Llama 1, 2, 3 and models of their shape."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,5 +8,5 @@ from models.families.common import read_llama_shape
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-  """Llama 1 and early 2 name neither KV heads nor a head size."""
+  """Reads Llama; files of Llama 1 and early Llama 2 have neither KV heads nor a head size."""
   return read_llama_shape(raw, "llama", max_position=2048)

@@ -1,4 +1,4 @@
-"""Mistral 7B and later dense ones, and Ministral, which is Mistral with a choice of window in each layer."""
+"""Mistral 7B, later dense Mistral models, and Ministral, whose layers differ in their window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,9 +8,9 @@ from models.families.common import read, read_llama_shape, read_windows
 
 
 def read_config(raw: Mapping[str, Any], family: str = "mistral") -> ModelConfig:
-  """A sliding window in every layer, unless it is null (from v0.2 on) or `layer_types` says which layers have it.
+  """Reads Mistral: all layers have the window unless it is null (from v0.2 on) or `layer_types` selects layers.
 
-  As in transformers, a Mistral file with `layer_types` is a Ministral one, and neither reads `use_sliding_window`.
+  As in transformers, a Mistral file with `layer_types` is a Ministral file, and neither reads `use_sliding_window`.
   """
   window = read(raw, "sliding_window", int, None) if "sliding_window" in raw else 4096
   return read_llama_shape(
@@ -24,5 +24,5 @@ def read_config(raw: Mapping[str, Any], family: str = "mistral") -> ModelConfig:
 
 
 def read_ministral(raw: Mapping[str, Any]) -> ModelConfig:
-  """As Mistral's."""
+  """Reads Ministral, like Mistral."""
   return read_config(raw, "ministral")

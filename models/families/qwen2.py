@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, dense: biases on query, key and value; the small ones tie the head to the embedding."""
+"""Qwen2 and Qwen2.5, dense: biases on query, key and value; small models tie the head to the embedding."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ WINDOW_KEYS = ("sliding_window", "use_sliding_window")
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-  """The window's rules are those of `read_qwen_windows`."""
+  """Reads Qwen2; `read_qwen_windows` reads its windows."""
   windows = read_qwen_windows(raw)
   return read_llama_shape(
     raw, "qwen2", max_position=32_768, num_kv_heads=32, windows=windows, reads=WINDOW_KEYS, qkv_bias=True
@@ -18,7 +18,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_qwen_windows(raw: Mapping[str, Any]) -> tuple[int | None, ...]:
-  """Of every layer: none without `use_sliding_window`; else by `layer_types`, or from `max_window_layers` on."""
+  """Returns every layer's window: none without `use_sliding_window`, else by `layer_types` or `max_window_layers`."""
   window = None
   if read(raw, "use_sliding_window", bool, False):
     window = read(raw, "sliding_window", int, None) if "sliding_window" in raw else 4096

@@ -1,4 +1,4 @@
-"""Where the tensors of a Hugging Face checkpoint lie in the parameters of a decoder. Opens no file, holds no array."""
+"""Maps tensors of a Hugging Face checkpoint to a decoder's parameters. May not open files or hold arrays."""
 
 import dataclasses
 import math
@@ -10,16 +10,16 @@ from models.config import ModelConfig
 class Piece:
   """One tensor of a Hugging Face checkpoint, and its place in a parameter.
 
-  The place is a box: the whole parameter, but `[offset : offset + size]` of every axis in `place`, where size is the
-  piece's own. It holds `stored.reshape(split).transpose(order)`; both are views, so a part of a memory-mapped tensor is
-  read without the rest.
+  The place is a box: `[offset : offset + size]` on every axis in `place`, where size is the piece's own, and the whole
+  of all other axes. It holds `stored.reshape(split).transpose(order)`. Both operations are views, so the loader can
+  read part of a memory-mapped tensor without the rest.
 
   Attributes:
-    name: in the checkpoint.
-    shape: in the checkpoint.
-    split: `shape` with grouped axes taken apart.
+    name: name in the checkpoint.
+    shape: shape in the checkpoint.
+    split: `shape` with grouped axes separated.
     order: the axes of `split` in the parameter's order.
-    place: (axis of the parameter, offset), for the axes that several pieces fill; none, where it is the only piece.
+    place: (axis of the parameter, offset), for the axes that several pieces fill; empty for a single piece.
   """
 
   name: str
@@ -30,11 +30,11 @@ class Piece:
 
   @property
   def sizes(self) -> tuple[int, ...]:
-    """Of the box, by axis of the parameter."""
+    """The sizes of the box, by axis of the parameter."""
     return tuple(self.split[axis] for axis in self.order)
 
   def box(self) -> tuple[slice, ...]:
-    """The place, a slice for each axis of the parameter."""
+    """The box, a slice for each axis of the parameter."""
     offsets = dict(self.place)
     return tuple(slice(offsets.get(axis, 0), offsets.get(axis, 0) + size) for axis, size in enumerate(self.sizes))
 
@@ -46,20 +46,20 @@ TensorMap = dict[str, tuple[Piece, ...]]
 
 
 def vector(name: str, size: int) -> tuple[Piece, ...]:
-  """A parameter [size] that is one tensor."""
+  """Returns the piece of a parameter [size] that is one tensor."""
   return (Piece(name, (size,), (size,), (0,)),)
 
 
 def transposed(name: str, outputs: int, inputs: int) -> tuple[Piece, ...]:
-  """A parameter [inputs, outputs] that is one tensor: linear layers are stored [outputs, inputs]."""
+  """Returns the piece of a parameter [inputs, outputs] that is one tensor, stored [outputs, inputs]."""
   return (Piece(name, (outputs, inputs), (outputs, inputs), (1, 0)),)
 
 
 def llama_tensors(config: ModelConfig) -> TensorMap:
-  """The tensors of every parameter, keyed by its dotted path in the decoder, with the names of Llama's checkpoints."""
+  """Returns the tensors of every parameter, by dotted path in the decoder, with the names of Llama's checkpoints."""
   v, d, f, h = config.vocab_size, config.model_dim, config.hidden_dim, config.head_dim
   n, k, g = config.num_heads, config.num_kv_heads, config.group_size
-  heads = (("q", n, g, 0), ("k", k, 1, g), ("v", k, 1, g + 1))  # name, heads, heads a KV head, offset beside it
+  heads = (("q", n, g, 0), ("k", k, 1, g), ("v", k, 1, g + 1))  # name, heads, heads a KV head, offset in its group
   out = {
     "embed": (Piece("model.embed_tokens.weight", (v, d), (v, d), (0, 1)),),
     "final_norm.scale": vector("model.norm.weight", d),

@@ -1,7 +1,7 @@
-// Each line of x [S, V] after what its request asks for, as reference.py has it, to the bit. api.py says how it is called.
+// Applies each row's adjustments to x [S, V], bit for bit as reference.py does. api.py documents the call.
 //
-// XLA makes a pass of each kind, over lines that do not ask and lines of padding too, and compiles longer for this than
-// for all layers of a step.
+// XLA would make one pass for each kind over all rows, padding included. It would also compile these passes longer than
+// all layers of a step.
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -14,9 +14,9 @@ namespace {
 
 constexpr float kForbidden = -std::numeric_limits<float>::infinity();
 constexpr float kHuge = 1e30f;
-constexpr int32_t kCount = (1 << 30) - 1;  // of a history entry: the bits beside the prompt's
-enum Kind { kMask = 1, kBias = 2, kSuppress = 4, kPenalty = 8 };  // in the reference's order; see `line`
-enum Asked { kKinds, kSlot, kRepetition, kFrequency, kPresence, kNumAsked };  // lines of `asked`, floats by their bits
+constexpr int32_t kCount = (1 << 30) - 1;  // the bits of a history entry that count outputs
+enum Kind { kMask = 1, kBias = 2, kSuppress = 4, kPenalty = 8 };  // in the reference's order; see `adjust_row`
+enum Param { kKinds, kSlot, kRepetition, kFrequency, kPresence, kNumParams };  // rows of `params`, floats as bits
 
 float as_float(int32_t bits) {
   float x;
@@ -33,12 +33,12 @@ inline float less(float x, float a, float b) {
 #endif
 }
 
-// A bias, if there is one, and then penalties; a token that the bias forbids stays forbidden. Both sides of a choice are
-// computed, so that it is made in vectors.
+// Adds the bias, if any, then applies penalties; a token that the bias forbids stays forbidden. Each choice computes
+// both of its sides, so that the compiler vectorizes it.
 template <bool kBiased>
-void penalise(const float* from, int64_t V, const float* bias, const int32_t* history, float repetition, float frequency,
+void penalize(const float* from, int64_t V, const float* bias, const int32_t* history, float repetition, float frequency,
               float presence, float* to) {
-  const float divided = 1.0f / repetition;  // as XLA divides a line by a number
+  const float divided = 1.0f / repetition;  // XLA too divides a row by a scalar this way
   for (int64_t i = 0; i < V; ++i) {
     const int32_t past = history[i], count = past & kCount;
     const float x = kBiased ? from[i] + bias[i] : from[i];
@@ -72,16 +72,16 @@ struct Slots {
   int64_t number, words;
 };
 
-void line(const float* x, int64_t V, const int32_t* asked, int64_t S, const int32_t* ids, int64_t n, const Slots& slots,
-          float* to) {
-  const int64_t slot = std::clamp<int64_t>(asked[kSlot * S], 0, slots.number - 1);
-  const int32_t kinds = asked[kKinds * S];
+void adjust_row(const float* x, int64_t V, const int32_t* params, int64_t S, const int32_t* ids, int64_t n,
+                const Slots& slots, float* to) {
+  const int64_t slot = std::clamp<int64_t>(params[kSlot * S], 0, slots.number - 1);
+  const int32_t kinds = params[kKinds * S];
   const float* bias = slots.bias + slot * V;
-  // What a mask or an ending forbids (-inf) stays forbidden whatever is added, so these come last here.
+  // A token at -inf stays at -inf after any sum, so masks and suppression may come last here.
   if (kinds & kPenalty) {
-    const auto all = kinds & kBias ? penalise<true> : penalise<false>;
-    all(x, V, bias, slots.history + slot * V, as_float(asked[kRepetition * S]), as_float(asked[kFrequency * S]),
-        as_float(asked[kPresence * S]), to);
+    const auto all = kinds & kBias ? penalize<true> : penalize<false>;
+    all(x, V, bias, slots.history + slot * V, as_float(params[kRepetition * S]), as_float(params[kFrequency * S]),
+        as_float(params[kPresence * S]), to);
   } else if (kinds & kBias) {
     for (int64_t i = 0; i < V; ++i) to[i] = x[i] + bias[i];
   } else {
@@ -89,28 +89,28 @@ void line(const float* x, int64_t V, const int32_t* asked, int64_t S, const int3
   }
   if (kinds & kMask) mask(to, V, slots.mask + slot * slots.words);
   if (kinds & kSuppress) {
-    static thread_local std::vector<float> before;  // a thread does line after line
+    static thread_local std::vector<float> before;  // reused for all rows of a thread
     before.assign(to, to + V);
     suppress(to, V, ids, n, before.data());
   }
 }
 
-// x [S, V], asked [5, S], ids [S, n], the slots' history, bias and mask, lines in use [1] or [0] for all -> [S, V].
-ffi::Error adjust(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> asked,
+// x [S, V], params [5, S], ids [S, n], the slots' history, bias and mask, rows in use [1] or [0] for all -> [S, V].
+ffi::Error adjust(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> params,
                   ffi::Buffer<ffi::S32> ids, ffi::Buffer<ffi::S32> history, ffi::Buffer<ffi::F32> bias,
                   ffi::Buffer<ffi::S32> mask, ffi::Buffer<ffi::S32> used, ffi::Result<ffi::Buffer<ffi::F32>> y) {
   const int64_t S = x.dimensions()[0], V = x.dimensions()[1], n = ids.dimensions()[1];
   const int64_t rows = used.dimensions()[0] ? used.typed_data()[0] : S;
   if (rows < 0 || rows > S)
     return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      "adjust: " + std::to_string(rows) + " lines in use of " + std::to_string(S));
+                      "adjust: " + std::to_string(rows) + " rows in use of " + std::to_string(S));
   const Slots slots{history.typed_data(), bias.typed_data(), mask.typed_data(), history.dimensions()[0],
                     mask.dimensions()[1]};
   const float* from = x.typed_data();
-  const int32_t *asked_from = asked.typed_data(), *ids_from = ids.typed_data();
+  const int32_t *params_from = params.typed_data(), *ids_from = ids.typed_data();
   float* to = y->typed_data();
   spread(threads, rows, rows * V > 100000, [=, &slots](int64_t s) {
-    line(from + s * V, V, asked_from + s, S, ids_from + s * n, n, slots, to + s * V);
+    adjust_row(from + s * V, V, params_from + s, S, ids_from + s * n, n, slots, to + s * V);
   });
   return ffi::Error::Success();
 }

@@ -1,4 +1,4 @@
-"""What requests add to the logits and forbid, in plain jnp. Draws nothing."""
+"""Adjusts logits in plain jnp: masks, biases, suppressed tokens and penalties. May not sample."""
 
 from collections.abc import Callable
 import enum
@@ -9,11 +9,11 @@ from jax import lax
 import jax.numpy as jnp
 
 PROMPT_BIT = 1 << 30  # of a history entry: the token is in the prompt; the bits below count outputs
-_HUGE = 1e30  # a penalty may overflow a logit; this keeps it finite and on its side
+_HUGE = 1e30  # clips logits that a penalty would overflow, so they stay finite and keep their sign
 
 
 class Kind(enum.IntFlag):
-  """What is done to a line, in this order (engine/device/sampler.py has the whole order and its reasons)."""
+  """The adjustments of a row, in the order they apply; engine/device/sampler.py documents the whole order."""
 
   MASK = 1
   BIAS = 2
@@ -22,11 +22,11 @@ class Kind(enum.IntFlag):
 
 
 class AdjustParams(NamedTuple):
-  """What is done to each line, and with what.
+  """The adjustments of each row.
 
   Attributes:
-    kinds: int32[S], a Kind; of what a line does not ask for, the other numbers mean nothing.
-    slot: int32[S], its line in `Memory`.
+    kinds: int32[S], a Kind. Values for a kind that the row does not have are arbitrary.
+    slot: int32[S], the row's entry in `Memory`.
     repetition, frequency, presence: f32[S], for PENALTY.
   """
 
@@ -38,12 +38,12 @@ class AdjustParams(NamedTuple):
 
 
 class Memory(NamedTuple):
-  """One line a slot.
+  """Per-slot data of the adjustments.
 
   Attributes:
-    history: int32[slots, V], how often a token was generated, plus PROMPT_BIT where the prompt holds it.
+    history: int32[slots, V], how often the request generated a token, plus PROMPT_BIT for tokens of the prompt.
     bias: f32[slots, V], added to the logits; -inf where a token is not allowed.
-    mask: int32[slots, ceil(V / 32)], what is allowed: token t is bit t % 32 of word t // 32.
+    mask: int32[slots, ceil(V / 32)], the allowed tokens: token t is bit t % 32 of word t // 32.
   """
 
   history: jax.Array
@@ -52,22 +52,22 @@ class Memory(NamedTuple):
 
 
 def _column(values: jax.Array, like: jax.Array) -> jax.Array:
-  """[S] as [S, V]."""
+  """Broadcasts [S] to [S, V]."""
   return jnp.broadcast_to(values[:, None], like.shape)
 
 
-def _penalise(x: jax.Array, asked: AdjustParams, history: jax.Array) -> jax.Array:
-  """Repetition (arXiv:1909.05858) over prompt and outputs, then frequency and presence over outputs.
+def _penalize(x: jax.Array, params: AdjustParams, history: jax.Array) -> jax.Array:
+  """Applies the repetition penalty (arXiv:1909.05858) to prompt and outputs, then frequency and presence to outputs.
 
   A forbidden token (-inf) stays forbidden; every other logit stays finite.
   """
   forbidden = x == -jnp.inf
-  past = history[asked.slot]
+  past = history[params.slot]
   count = past & jnp.int32(PROMPT_BIT - 1)
-  repetition = _column(asked.repetition, x)
+  repetition = _column(params.repetition, x)
   x = jnp.where(past != 0, jnp.where(x > 0.0, x / repetition, x * repetition), x)
-  x = x - _column(asked.frequency, x) * count.astype(jnp.float32)
-  x = jnp.where(count > 0, x - _column(asked.presence, x), x)
+  x = x - _column(params.frequency, x) * count.astype(jnp.float32)
+  x = jnp.where(count > 0, x - _column(params.presence, x), x)
   return jnp.where(forbidden, -jnp.inf, jnp.clip(x, -_HUGE, _HUGE))
 
 
@@ -79,21 +79,21 @@ def _only_masked(x: jax.Array, words: jax.Array) -> jax.Array:  # f32[S, V], int
 
 
 def _suppress(x: jax.Array, stop_ids: jax.Array) -> jax.Array:
-  """Forbids the ids that would end the request. Where nothing else is allowed the request may end early."""
+  """Forbids the ids that would end the request. If no other token is allowed, the request may end early."""
   line = jnp.arange(x.shape[0], dtype=jnp.int32)
   ids = jnp.where(stop_ids < 0, x.shape[1], stop_ids)  # out of range: dropped
   masked = x.at[line[:, None], ids].set(-jnp.inf, mode="drop")
   return jnp.where(_column(jnp.max(masked, axis=1) == -jnp.inf, x), x, masked)
 
 
-def adjust(x: jax.Array, asked: AdjustParams, stop_ids: jax.Array, memory: Memory) -> jax.Array:
-  """See api.adjust. What no line asks for is skipped, so that one program serves every mixture."""
+def adjust_logits(x: jax.Array, params: AdjustParams, stop_ids: jax.Array, memory: Memory) -> jax.Array:
+  """See api.adjust_logits. The program skips kinds that no row has, so one program serves every mixture."""
 
   def where_any(kind: Kind, change: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    chosen = (asked.kinds & jnp.int32(kind)) != 0
+    chosen = (params.kinds & jnp.int32(kind)) != 0
     return lax.cond(jnp.any(chosen), lambda x: jnp.where(_column(chosen, x), change(x), x), lambda x: x, x)
 
-  x = where_any(Kind.MASK, lambda x: _only_masked(x, memory.mask[asked.slot]), x)
-  x = where_any(Kind.BIAS, lambda x: x + memory.bias[asked.slot], x)
+  x = where_any(Kind.MASK, lambda x: _only_masked(x, memory.mask[params.slot]), x)
+  x = where_any(Kind.BIAS, lambda x: x + memory.bias[params.slot], x)
   x = where_any(Kind.SUPPRESS, lambda x: _suppress(x, stop_ids), x)
-  return where_any(Kind.PENALTY, lambda x: _penalise(x, asked, memory.history), x)
+  return where_any(Kind.PENALTY, lambda x: _penalize(x, params, memory.history), x)

@@ -1,9 +1,7 @@
-"""The largest number of each line, and whether the line is finite, in one pass (cpu.cc). Samples nothing.
+"""Finds the largest number of each row and checks that the row is finite. May not sample.
 
-`reference` is plain jnp and runs anywhere; a CPU's own goes over lines in use alone, on XLA's threads.
+`reference` is plain jnp and runs anywhere. The CPU kernel (cpu.cc) makes one pass over rows in use, on XLA's threads.
 """
-
-import functools
 
 import jax
 from jax import lax
@@ -11,11 +9,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import native
 
-choose = functools.partial(native.choose, "argmax")  # an implementation, for a platform and a number of devices
-
 
 def reference(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """See `argmax`. Two plain reductions: XLA's variadic argmax takes 8 times as long on a CPU."""
+  """See `argmax`. Uses two plain reductions: on a CPU, XLA's variadic argmax takes 8 times as long."""
   index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
   most = jnp.broadcast_to(jnp.max(x, axis=1)[:, None], x.shape)
   return jnp.min(jnp.where(x == most, index, x.shape[1] - 1), axis=1), jnp.all(jnp.isfinite(x), axis=1)
@@ -24,22 +20,22 @@ def reference(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def argmax(
   x: jax.Array, num_rows: jax.Array | None = None, implementation: str = "reference"
 ) -> tuple[jax.Array, jax.Array]:
-  """The lowest index of the largest number of each line (int32[S]), and whether all its numbers are finite (bool[S]).
+  """Returns the lowest index of each row's largest number, int32[S], and whether the row is finite, bool[S].
 
   Args:
-    x: f32[S, V]. Of a line with a NaN the index is in range, and means nothing.
-    num_rows: int32[1], how many lines are in use, those in front; of the others nothing is said but that the index is
-      in range. None: all.
-    implementation: of native.IMPLEMENTATIONS.
+    x: f32[S, V]. In a row with NaN the index is arbitrary but in range.
+    num_rows: int32[1], the number of rows in use, which come first. Indices of the other rows are arbitrary but in
+      range. None: all rows.
+    implementation: a name of native.IMPLEMENTATIONS.
 
   Raises:
-    NativeMissing: "cpu", and its library is not built.
-    ValueError: an argument is of another type or shape.
+    NativeMissing: the implementation is "cpu" and its library is not built.
+    ValueError: an argument has another dtype or shape.
   """
-  native.check_lines("argmax", x, implementation)
-  num_rows = native.count("argmax", num_rows)
+  native.check_rows("argmax", x, implementation)
+  num_rows = native.pack_row_count("argmax", num_rows)
   if implementation == "reference":
     return reference(x)
   result = tuple(jax.ShapeDtypeStruct(x.shape[:1], dtype) for dtype in (jnp.int32, jnp.bool_))
-  best, finite = native.call("argmax", result)(x, num_rows)
+  best, finite = native.bind_call("argmax", result)(x, num_rows)
   return best, finite

@@ -1,6 +1,7 @@
-// The lowest index of the largest of each line of x [S, V], and whether the line is finite. api.py says how it is called.
+// The lowest index of the largest number of each row of x [S, V], and whether the row is finite. api.py documents the
+// call.
 //
-// XLA makes three passes of it on a CPU, some of them on one thread, over lines of padding too.
+// On a CPU, XLA makes three passes over all rows, padding included, some of them on one thread.
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -10,7 +11,7 @@
 namespace sluice {
 namespace {
 
-void line(const float* x, int64_t V, int32_t* best, bool* finite) {
+void scan_row(const float* x, int64_t V, int32_t* best, bool* finite) {
   constexpr float kLeast = -std::numeric_limits<float>::infinity();
   IntVec index = lane_numbers(), at = index;
   Vec most = all(kLeast), zeros{};  // zeros: the sum of x * 0, which is NaN if an x is Inf or NaN
@@ -36,20 +37,20 @@ void line(const float* x, int64_t V, int32_t* best, bool* finite) {
   *finite = zero == 0.0f;
 }
 
-// x [S, V], lines in use [1] or [0] for all -> best [S], finite [S].
+// x [S, V], rows in use [1] or [0] for all -> best [S], finite [S].
 ffi::Error argmax(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> used,
                   ffi::Result<ffi::Buffer<ffi::S32>> best, ffi::Result<ffi::Buffer<ffi::PRED>> finite) {
   const int64_t S = x.dimensions()[0], V = x.dimensions()[1];
   const int64_t rows = used.dimensions()[0] ? used.typed_data()[0] : S;
   if (rows < 0 || rows > S)
     return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      "argmax: " + std::to_string(rows) + " lines in use of " + std::to_string(S));
+                      "argmax: " + std::to_string(rows) + " rows in use of " + std::to_string(S));
   const float* from = x.typed_data();
   int32_t* best_to = best->typed_data();
   bool* finite_to = finite->typed_data();
   std::fill(best_to + rows, best_to + S, 0);
   std::fill(finite_to + rows, finite_to + S, true);
-  spread(threads, rows, rows * V > 100000, [=](int64_t s) { line(from + s * V, V, best_to + s, finite_to + s); });
+  spread(threads, rows, rows * V > 100000, [=](int64_t s) { scan_row(from + s * V, V, best_to + s, finite_to + s); });
   return ffi::Error::Success();
 }
 

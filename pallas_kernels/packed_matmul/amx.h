@@ -1,10 +1,10 @@
-// The products of cpu.cc by tiles: AMX, which multiplies 16 rows by 16 columns of bfloat16 and adds them up in f32.
+// The products of cpu.cc on AMX tiles, which multiply 16 rows by 16 columns of bfloat16 and sum in f32.
 //
-// An f32 number is the sum of three bfloat16 ones, exactly: 24 bits are 8 + 8 + 8. Of the nine products of their parts
-// the six that an f32 could tell are added up, the smaller before the larger (arXiv:1904.06376): what comes out is nearer
-// to the product than a sum of f32 multiply-adds. Six times as much to multiply, by a unit that is sixteen times as fast.
-// bfloat16 and int8 are one part each. A matrix stays as it is packed: its parts are made on the way, for so much of a
-// pair of blocks as stays in a cache, while the tiles multiply by what was made before.
+// An f32 number is exactly the sum of three bfloat16 parts: 24 bits are 8 + 8 + 8. The kernel sums the six of the nine
+// products of parts that are significant in f32, smaller ones first (arXiv:1904.06376). The result is more exact than a
+// sum of f32 multiply-adds. It takes six times the multiplications, on a unit that is sixteen times as fast. bfloat16
+// and int8 need one part. The matrix keeps its packed layout: the kernel converts a cache-sized piece of two blocks
+// while the tiles multiply by the previous piece.
 #pragma once
 
 #include "pallas_kernels/native.h"
@@ -21,13 +21,13 @@
 namespace sluice {
 namespace amx {
 
-constexpr int kRows = 16, kColumns = 64;  // of a sum, in four tiles: two blocks of a packed matrix
-constexpr int kDepth = 32;                // terms that a tile holds of a row, or of a column
+constexpr int kRows = 16, kColumns = 64;  // rows and columns of the sums, in four tiles: two blocks of a packed matrix
+constexpr int kDepth = 32;                // terms of a row or column in a tile
 constexpr int64_t kTile = kRows * kDepth, kSums = kRows * kColumns;
-constexpr int64_t kMade = 128;      // terms of the columns that are made ready at a time, at most
-constexpr int64_t kNear = 3 << 10;  // bytes ahead of where a matrix is read
+constexpr int64_t kMade = 128;      // most terms of the columns that one conversion prepares
+constexpr int64_t kNear = 3 << 10;  // prefetch distance in the matrix, in bytes
 
-// Whether the processor has tiles, and the system lets this process use them; asks it once.
+// Whether the processor has AMX and the system permits this process to use it; checked once.
 inline bool available() {
   static const bool is = [] {
     unsigned a, b, c, d;
@@ -42,11 +42,11 @@ inline bool available() {
 template <typename T>
 constexpr int kParts = std::is_same_v<T, float> ? 3 : 1;
 
-// Where the parts of 16 rows lie, of D terms: kParts tiles for every 32.
+// The parts of 16 rows of D terms: kParts tiles for every 32 terms.
 inline int64_t deep(int64_t D) { return (D + kDepth - 1) / kDepth; }
 
 struct Parts {
-  __m512i bits[3];  // in the upper halves; the lower ones of the last are not zero where that is an only one
+  __m512i bits[3];  // in the upper halves; a single part's lower halves are not zero
 };
 
 template <int P>
@@ -59,7 +59,7 @@ inline __attribute__((always_inline)) Parts parts_of(__m512 v) {
   return {{high, middle, _mm512_castps_si512(_mm512_sub_ps(rest, _mm512_castsi512_ps(middle)))}};
 }
 
-// A row's parts into its place in tiles of rows; `to` is the first tile's line of this row. Zeros behind D.
+// Writes a row's parts into tiles of rows, with zeros beyond D; `to` is this row's line in the first tile.
 template <int P>
 void place_row(const float* row, int64_t D, uint16_t* to) {
   for (int64_t k = 0; k < deep(D) * kDepth; k += 16) {
@@ -72,12 +72,12 @@ void place_row(const float* row, int64_t D, uint16_t* to) {
   }
 }
 
-// Makes columns ready for tiles: of two blocks the parts of two terms at a time, side by side as tiles take them.
+// Converts columns for tiles: the parts of two terms of two blocks at a time, interleaved as tiles need them.
 template <typename W>
 struct Making {
-  const W* blocks[2];  // each from its own first term
-  int64_t D, first;    // terms of a block, and which is the first to be made
-  int64_t pairs;       // how many pairs of terms
+  const W* blocks[2];  // each at its first term
+  int64_t D, first;    // terms of a block, and the first one to convert
+  int64_t pairs;       // number of pairs of terms
   uint16_t* to;        // tiles: for every 32 terms four of columns, kParts each
   int64_t done = 0;
 
@@ -111,7 +111,7 @@ struct alignas(64) Shape {  // of the eight tiles: 16 lines of 64 bytes each
 };
 
 #define SLUICE_TILES __attribute__((target("amx-tile,amx-bf16")))
-#define SLUICE_BARRIER() asm volatile("" ::: "memory")  // GCC's own tile instructions do not say what they read
+#define SLUICE_BARRIER() asm volatile("" ::: "memory")  // GCC's tile intrinsics do not declare what they read
 
 SLUICE_TILES inline void begin() {
   const Shape shape;
@@ -120,8 +120,8 @@ SLUICE_TILES inline void begin() {
 }
 SLUICE_TILES inline void end() { _tile_release(); }
 
-// Adds 16 rows times 64 columns, over `depth` times 32 terms, to sums [4][16][16]; or sets them, where they are the first.
-// What is to be made meanwhile is, `share` pairs for every 32 terms.
+// Adds 16 rows times 64 columns, over `depth` times 32 terms, to sums [4][16][16], or sets the sums on the first call.
+// Meanwhile converts `share` pairs of the next columns for every 32 terms.
 template <int X, typename W>
 SLUICE_TILES void multiply(const uint16_t* rows, const uint16_t* columns, int64_t depth, float* sums, bool first,
                            Making<W>& making, int64_t share) {
@@ -145,7 +145,7 @@ SLUICE_TILES void multiply(const uint16_t* rows, const uint16_t* columns, int64_
       _tile_loadd(5, rows + kTile, 64);
       _tile_loadd(6, rows + 2 * kTile, 64);
     }
-// Of one tile of columns; parts of rows are in 4, 5 and 6, the greatest first.
+// One tile of columns; tiles 4, 5 and 6 hold the parts of the rows, the largest part first.
 #define SLUICE_COLUMNS(J)                                   \
   if constexpr (P == 3) {                                   \
     _tile_loadd(7, columns + ((J) * P + 2) * kTile, 64);    \
@@ -174,9 +174,9 @@ SLUICE_TILES void multiply(const uint16_t* rows, const uint16_t* columns, int64_
   SLUICE_BARRIER();
 }
 
-// Rows, placed as tiles of kParts X each, times `count` blocks of 32 columns that follow each other. Calls
-// finish(block, tile, sums [4][16][16]) for each two blocks and each 16 rows; of a block that is alone, sums of the
-// second are of no use.
+// Multiplies rows, stored as tiles of kParts X each, by `count` adjacent blocks of 32 columns. Calls finish(block,
+// tile, sums [4][16][16]) for every two blocks and 16 rows; for a last single block the second block's sums are
+// arbitrary.
 template <int X, typename W, typename Finish>
 void multiply_blocks(const uint16_t* rows, int64_t tiles, int64_t D, const W* w, int64_t count, const Finish& finish) {
   constexpr int P = kParts<W>;
@@ -191,7 +191,7 @@ void multiply_blocks(const uint16_t* rows, int64_t tiles, int64_t D, const W* w,
   uint16_t *ready = aligned(columns.data()), *next = ready + kRoom;
   float* all_sums = aligned(sums.data());
   const int64_t terms = deep(D) * kDepth, share = (16 + tiles - 1) / tiles;
-  // Few rows: so little that it stays in a first-level cache. Many: so much that sums need not come and go all the time.
+  // Few rows: a piece that fits a first-level cache. Many rows: a larger one, so that sums move less often.
   const int64_t made = P == 3 && tiles <= 4 ? kDepth : kMade;
   const auto making = [&](int64_t block, int64_t first, uint16_t* to) {
     const W* from = w + block * D * 32;

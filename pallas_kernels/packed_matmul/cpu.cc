@@ -1,13 +1,14 @@
-// x [M, D] times a matrix packed once, when it was loaded, as [N / 32, D, 32]. api.py says how it is called.
+// Multiplies x [M, D] by a matrix that the loader packed once as [N / 32, D, 32]. api.py documents the call.
 //
-// XLA's matmul on a CPU packs the matrix anew at every call, which for a step of few rows takes longer than the product.
-// A block of 32 columns lies in one piece: a tile of rows streams over it with all sums in registers. A tile that is
-// alone fetches what lies a little ahead of it; several fetch the next block, which is the same thread's as a rule, a
-// line at a time, so that what they read themselves need not queue behind it. A processor's own prefetching ends with a
-// page. What comes before a matmul (a norm, or SwiGLU's product) and the sum with the residual behind it are done on the
-// way. Every element of the result is one sum, from the first term to the last, whatever M is and wherever its row lies:
-// so it has the same bits alone and in any batch. Of an int8 matrix the whole numbers are multiplied, and each sum by
-// its column's scale. Many rows have a faster way where the processor has AMX and nobody asks for that order: amx.h.
+// XLA's matmul on a CPU packs the matrix at every call; for a step of few rows that takes longer than the product. Here
+// a block of 32 columns is contiguous, and a tile of rows streams over it with all sums in registers. A single tile
+// prefetches a little ahead of itself. Several tiles prefetch the thread's next block, one cache line at a time, so
+// that their own reads do not queue behind it. The processor's own prefetcher stops at the end of a page.
+//
+// The kernel also applies the norm or SwiGLU before a matmul and adds the residual after it. Every element of the
+// result is one sum in a fixed order, whatever M is, so a row has the same bits alone and in any batch. For an int8
+// matrix the kernel multiplies the integers and scales each sum by its column's scale. With AMX, and unless the caller
+// sets `ordered`, many rows take the faster path of amx.h.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -22,21 +23,21 @@ namespace {
 
 constexpr int kColumns = 32;
 constexpr int kSums = kRegisters == 32 ? 24 : 12;  // vectors of a tile's sums, in registers
-// Rows of a tile. Of 16 registers f32 has few rows over all columns, so that a line is read once a tile and multiplies from
-// where it lies; what is widened first is, for more rows, over some of the columns.
+// Rows of a tile. With 16 registers, an f32 tile has few rows and all columns, so that it reads a cache line once and
+// multiplies from memory. Weights that need widening take more rows and some of the columns.
 template <typename W>
 constexpr int kRows = kRegisters == 32 ? 12 : std::is_same_v<W, float> ? 3 : 6;
-// Vectors of a row that are summed at once. A multiply-add takes its time, and eight sums are what keeps two units busy.
+// Vectors of a row that a tile sums at once: eight independent sums hide the latency of two multiply-add units.
 template <typename W>
 constexpr int vectors_of(int rows) {
   return std::min(kColumns / kLanes, std::max(kSums / kRows<W>, rows == 1 ? 8 : rows == 2 ? 4 : 1));
 }
-constexpr int64_t kNear = 3 << 10;  // bytes from where a tile is to what it fetches of its own stream
+constexpr int64_t kNear = 3 << 10;  // bytes that a tile prefetches ahead in its own stream
 
-// What the tiles of a block fetch on their way.
+// What the tiles of a block prefetch.
 struct Ahead {
   bool near;             // their own stream, kNear ahead
-  const char* far;       // or so many lines from here, evenly over so many terms of the sums
+  const char* far;       // or this many cache lines from here, spread evenly over the terms of the sums
   int64_t lines, terms;
   int64_t due = 0;
 };
@@ -74,7 +75,7 @@ void product(const float* x, int64_t stride, int64_t D, const W* w, float (*y)[k
   all = ahead;
 }
 
-// The same of a whole block of columns, in as many passes as it takes.
+// The same for a whole block of columns, in as many passes as needed.
 template <typename W, int R = kRows<W>>
 void product_of(int rows, const float* x, int64_t stride, int64_t D, const W* w, float (*y)[kColumns], Ahead& ahead) {
   if constexpr (R > 1) {
@@ -83,11 +84,11 @@ void product_of(int rows, const float* x, int64_t stride, int64_t D, const W* w,
   constexpr int V = vectors_of<W>(R), kPass = V * kLanes;
   for (int j = 0; j < kColumns; j += kPass) {
     product<R, V, W>(x, stride, D, w + j, reinterpret_cast<float(*)[kColumns]>(&y[0][j]), ahead);
-    ahead.near = false;  // a later pass finds in a cache what the first has fetched
+    ahead.near = false;  // the first pass has brought the block into the cache
   }
 }
 
-// A row's sums to its result: times their columns' scales, and with the residual, where there are any.
+// Turns a row's sums into its result: applies the columns' scales and adds the residual, if any.
 template <typename O>
 void finish(float* sums, int64_t columns, const float* scales, const O* residual, O* to) {
   if (scales)
@@ -97,23 +98,23 @@ void finish(float* sums, int64_t columns, const float* scales, const O* residual
     for (int64_t n = 0; n < columns; ++n) assign(to[n], value(residual[n]) + value(to[n]));
 }
 
-// All rows of one block of columns. next: the block after it, of so many bytes. scales: of the columns, or null.
-// residual: [M, N] as y, or null.
+// Multiplies all rows by one block of columns. next: the thread's next block, and its bytes. scales: per column, or
+// null. residual: [M, N] as y, or null.
 template <typename W, typename O>
 void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, const char* next, int64_t bytes, O* y,
               int64_t N, int64_t columns, const float* scales, const O* residual) {
   if constexpr (std::is_same_v<W, int8_t>) {
-    if (M > kRows<W>) {  // several tiles: convert once, not for each
+    if (M > kRows<W>) {  // several tiles: widen the block once
       static thread_local std::vector<float> wide;
       wide.resize(D * kColumns + kLine / sizeof(float));
-      void* at = wide.data();  // where lines begin: a vector across two of them takes two loads
+      void* at = wide.data();  // aligned to cache lines: a vector across two of them takes two loads
       size_t room = wide.size() * sizeof(float);
       float* to = static_cast<float*>(std::align(kLine, D * kColumns * sizeof(float), at, room));
       for (int64_t k = 0; k < D * kColumns; k += kLanes) store(to + k, load(w + k));
       return block_of<float, O>(x, stride, M, D, to, next, bytes, y, N, columns, scales, residual);
     }
   }
-  // Rows a tile as even as they can be: 16 rows are 8 and 8, not 12 and 4.
+  // Tiles of even size: 16 rows become 8 and 8, not 12 and 4.
   const int64_t tiles = (M + kRows<W> - 1) / kRows<W>, rows = (M + tiles - 1) / tiles;
   const int64_t passes = kColumns / (vectors_of<W>(static_cast<int>(rows)) * kLanes);
   Ahead ahead{tiles == 1, next, tiles == 1 ? 0 : bytes / kLine, tiles * D * passes};
@@ -126,7 +127,7 @@ void block_of(const float* x, int64_t stride, int64_t M, int64_t D, const W* w, 
   }
 }
 
-// A row in f32, through the norm if there is a scale. Rounded as layers of the model's dtype would round it.
+// Converts a row to f32, through the norm if it has a scale, with the rounding of the model's dtype.
 template <typename X>
 void prepare(const X* x, int64_t D, const X* scale, float epsilon, float* to) {
   if (scale == nullptr) {
@@ -150,7 +151,7 @@ void prepare(const X* x, int64_t D, const X* scale, float epsilon, float* to) {
   }
 }
 
-// A row of SwiGLU (arXiv:2002.05202), gates [D] and then values [D]: g / (1 + e^-g) * v.
+// Computes a row of SwiGLU (arXiv:2002.05202) from gates [D] and then values [D]: g / (1 + e^-g) * v.
 inline Vec silu(Vec g) {
   const Vec e = exp_of_negative(g < 0.0f ? g : -g);
   return g * ((g < 0.0f ? e : all(1.0f)) / (1.0f + e));
@@ -176,7 +177,7 @@ void prepare_gated(const X* x, int64_t D, float* to) {
   }
 }
 
-// Row m of x [M, D], or gated [M, 2 D], as it is to be multiplied.
+// Prepares row m of x [M, D], or gated [M, 2 D], for the product.
 template <typename X>
 void prepare_row(const X* x, int64_t m, int64_t D, const X* scale, float epsilon, bool gated, float* to) {
   if (gated) {
@@ -186,26 +187,26 @@ void prepare_row(const X* x, int64_t m, int64_t D, const X* scale, float epsilon
   }
 }
 
-constexpr int64_t kPiece = 16;  // rows that are prepared together
+constexpr int64_t kPiece = 16;  // rows that one piece of work prepares
 
-// Which of so many pieces is the i-th to be begun, so that each of the lanes, taking turns, has pieces that follow each other.
+// The piece to start i-th, such that each lane, taking turns, gets adjacent pieces.
 inline int64_t dealt(int64_t i, int64_t pieces, int64_t lanes) {
   const int64_t lane = i % lanes;
   return lane * (pieces / lanes) + std::min(lane, pieces % lanes) + i / lanes;
 }
 
 #if SLUICE_AMX
-// From so many rows on tiles are the faster way.
+// The number of rows from which AMX tiles are faster.
 template <typename W>
 constexpr int64_t kTiledFrom = std::is_same_v<W, float> ? 25 : kRows<W> + 1;
 
-// As `multiply`, by tiles.
+// Like `multiply`, with AMX tiles.
 template <typename X, typename W, typename O>
 void multiply_by_tiles(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon,
                        bool gated, const W* w, const float* scales, const O* residual, int64_t blocks, O* y, int64_t N) {
   constexpr int P = amx::kParts<X>;
   const bool worth_it = M * D * N > 500000;
-  const int64_t tiles = (M + kPiece - 1) / kPiece, size = amx::deep(D) * P * amx::kTile;  // of the rows of one tile
+  const int64_t tiles = (M + kPiece - 1) / kPiece, size = amx::deep(D) * P * amx::kTile;  // bytes of one tile's rows
   static_assert(kPiece == amx::kRows);
   static thread_local std::vector<uint16_t> placed;
   placed.resize(tiles * size);
@@ -225,8 +226,8 @@ void multiply_by_tiles(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t 
                         rows + tile * size + i * amx::kDepth);
     }
   };
-  // Rows whose parts stay in a second-level cache while all blocks of a run go by; but not so few that columns, which are
-  // made for each part of the rows, take longer to be made than to be multiplied by.
+  // As many rows as stay in a second-level cache for a whole run of blocks. Every part of the rows converts the columns
+  // again, so too few rows would spend more time on conversion than on products.
   const int64_t most = std::max<int64_t>(4, (1 << 20) / (size * static_cast<int64_t>(sizeof(uint16_t))));
   const int64_t run = std::clamp<int64_t>(blocks / 12, 2, 8) * 2, runs = (blocks + run - 1) / run;
   const int64_t few = std::clamp<int64_t>(4 * spread_over(threads, 64, worth_it) / runs, 1, (tiles + 1) / 2);
@@ -255,7 +256,7 @@ template <typename X, typename W, typename O>
 void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const X* scale, float epsilon, bool gated,
               const W* w, const float* scales, const O* residual, int64_t blocks, O* y, int64_t N) {
   const bool worth_it = M * D * N > 500000;
-  // An odd number of cache lines from row to row: where it is a power of two, 12 rows push each other out of a cache.
+  // An odd stride in cache lines: with a power of two, 12 rows would evict each other from the cache.
   constexpr int64_t kInLine = kLine / sizeof(float);
   int64_t stride = (D + kInLine - 1) / kInLine / 2 * 2 * kInLine + kInLine;
   const bool as_it_is = std::is_same_v<X, float> && scale == nullptr && !gated;
@@ -271,8 +272,8 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const 
     for (int64_t m = piece * kPiece; m < std::min(M, (piece + 1) * kPiece); ++m)
       prepare_row(x, m, D, scale, epsilon, gated, to + m * stride);
   };
-  // Runs of blocks, short enough for threads to end together; what a thread takes after one follows it, as a rule. Where
-  // blocks are few, and rows are not, a block is shared by parts of the rows.
+  // Runs of adjacent blocks, short enough that threads finish together. If there are few blocks and many rows, parts of
+  // the rows share a block.
   const int64_t run = std::clamp<int64_t>(blocks / 16, 1, 16), runs = (blocks + run - 1) / run;
   const int64_t parts = runs < 16 ? std::clamp<int64_t>(M / (2 * kRows<W>), 1, 4) : 1, part = (M + parts - 1) / parts;
   const int64_t pieces = runs * parts, lanes = spread_over(threads, pieces, worth_it);
@@ -293,8 +294,8 @@ void multiply(ffi::ThreadPool& threads, const X* x, int64_t M, int64_t D, const 
 }
 
 // x [M, D], or gated [M, 2 D], w [ceil(N / 32), D, 32], scales [N] float32 or [0], norm's scale [D] or [0], rows in use
-// [1] or [0] for all, residual as y or [0, 0] -> y [M, N], zeros in the others. Each float32 or bfloat16, and w may be
-// int8: then it has scales. ordered: sums in the order told at the top.
+// [1] or [0] for all, residual as y or [0, 0] -> y [M, N], zeros in the other rows. All are float32 or bfloat16, but w
+// may be int8 with scales. ordered: sums in the fixed order.
 ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales,
                   ffi::AnyBuffer scale, ffi::Buffer<ffi::S32> used, ffi::AnyBuffer residual,
                   ffi::Result<ffi::AnyBuffer> y, float epsilon, bool gated, bool ordered) {
@@ -305,7 +306,7 @@ ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
       scales.dimensions()[0] != (quantized ? N : 0) || (normed && (gated || scale.dimensions()[0] != D)) ||
       (adds && (residual.dimensions()[0] != M || residual.dimensions()[1] != N ||
                 residual.element_type() != y->element_type())))
-    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: shapes do not fit each other");
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: shapes do not match");
   const int64_t rows = used.dimensions()[0] ? used.typed_data()[0] : M;
   if (rows < 0 || rows > M)
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, "packed matmul: " + std::to_string(rows) + " rows in use of " +
@@ -337,11 +338,12 @@ ffi::Error packed(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer w, f
     if (x_type == ffi::BF16 && quantized && y_type == ffi::BF16) return with(Bf16{}, int8_t{}, Bf16{});
     if (x_type == ffi::BF16 && quantized && y_type == ffi::F32) return with(Bf16{}, int8_t{}, float{});
   }
-  return ffi::Error(ffi::ErrorCode::kUnimplemented, "packed matmul: float32 or bfloat16, times its own kind or int8");
+  return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                    "packed matmul: x is not float32 or bfloat16, or w neither like x nor int8");
 }
 
-// The matrix [D, N] at `from`, whose elements lie `down` apart along D and `across` along N, to [N / 32, D, 32]. What the
-// last block has beyond N is left alone. By squares, so that neither side leaves the cache before it is used up.
+// Packs the matrix [D, N] at `from`, with strides `down` along D and `across` along N, into [N / 32, D, 32]. Leaves the
+// last block's columns beyond N alone. Works in squares, so that both sides stay in the cache.
 template <typename T>
 void pack(const T* from, int64_t D, int64_t N, int64_t down, int64_t across, T* to) {
   constexpr int64_t kDown = 16;
@@ -357,7 +359,8 @@ void pack(const T* from, int64_t D, int64_t N, int64_t down, int64_t across, T* 
 
 }  // namespace
 
-// For api.pack, of elements of 1, 2 or 4 bytes; false for others. Waits for nothing, and needs no interpreter.
+// Packs elements of 1, 2 or 4 bytes for api.pack_weight; returns false for other sizes. Does not need the interpreter
+// lock.
 extern "C" bool SluicePack(const void* from, int64_t bytes, int64_t D, int64_t N, int64_t down, int64_t across,
                            void* to) {
   const auto as = [&](auto element) {

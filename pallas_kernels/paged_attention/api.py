@@ -1,12 +1,12 @@
-"""What a model calls for attention over paged keys and values; it may not compute anything itself.
+"""Dispatches a model's attention over paged keys and values to an implementation; it may not compute anything itself.
 
-An implementation is a module of this folder with `kv_shape` and `attend`, as reference.py has them. It owns the layout
-of the KV buffer: callers treat a buffer as opaque and get its shape from `kv_shape`. It may have besides
+An implementation is a module of this folder with the functions `kv_shape` and `attend`, as in reference.py. It owns the
+layout of the KV buffer: callers treat a buffer as opaque and get its shape from `kv_shape`. It may also define
 
-  check_supported(geometry, dtype)            refuses, with NotImplementedError, what it cannot do
-  make_plan(geometry, device_kind) -> Plan    host-made work lists that travel with every step (plan.py)
+  check_supported(geometry, dtype)            raises NotImplementedError for unsupported shapes and dtypes
+  make_plan(geometry, device_kind) -> Plan    work lists that the host sends with every step (plan.py)
 
-Choosing happens here, by name, before anything is compiled.
+This module chooses an implementation by name, before anything compiles.
 """
 
 from collections.abc import Callable
@@ -21,29 +21,32 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.plan import Geometry, Plan
 
-# By name; imported when first used, since a GPU's needs what a TPU's machine may lack.
+# Imported on first use, because the GPU's module needs packages that a TPU machine may lack.
 IMPLEMENTATIONS = ("reference", "cpu", "gpu", "tpu")
-# Where a query goes through the same sums alone in its row or in a chunk, if `Geometry.invariant` asks for it; and
-# where they are the same in a step of any shape besides.
+# With `Geometry.invariant`, a query has the same sums alone in its row and in a chunk; in ACROSS_SHAPES also in steps
+# of different shapes.
 WITHIN_A_SHAPE = ("reference", "cpu", "gpu")
 ACROSS_SHAPES = ("cpu",)
-# Best first. A CPU's second is as whole as its first, only slower: so there, and there alone, "auto" may take it.
+# Best first. The CPU's second implementation supports everything that its first does, so "auto" may fall back to it.
 _OF_PLATFORM = {"cpu": ("cpu", "reference"), "gpu": ("gpu",), "cuda": ("gpu",), "tpu": ("tpu",)}
 GPU_CAPABILITY = "9.0"  # older GPUs have no TMA and no wgmma, newer ones no wgmma
 
 
 def implementation(name: str) -> ModuleType:
-  """The module of an implementation; ValueError for a name that is none."""
+  """Returns the module of an implementation; raises ValueError for an unknown name."""
   if name not in IMPLEMENTATIONS:
     raise ValueError(f"paged attention: implementation {name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
   return importlib.import_module(f"pallas_kernels.paged_attention.{name}")
 
 
 def candidates(requested: str, platform: str) -> tuple[str, ...]:
-  """The implementations for a platform ("cpu", "gpu", "tpu"), best first: `requested`, or with "auto" its own.
+  """Returns the implementations to try on a platform ("cpu", "gpu", "tpu"), best first.
+
+  Args:
+    requested: the only candidate, or "auto" for the platform's own.
 
   Raises:
-    NotImplementedError: the platform has none of its own.
+    NotImplementedError: `requested` is "auto" and the platform has no implementation.
   """
   if requested != "auto":
     implementation(requested)
@@ -57,13 +60,13 @@ def candidates(requested: str, platform: str) -> tuple[str, ...]:
 
 
 def check_gpu_capability(compute_capability: str) -> None:
-  """Refuses a GPU that the implementation "gpu" cannot run on, before anything compiles.
+  """Rejects a GPU on which the implementation "gpu" cannot run, before anything compiles.
 
   Args:
-    compute_capability: as `jax.Device.compute_capability` has it, such as "9.0".
+    compute_capability: the value of `jax.Device.compute_capability`, such as "9.0".
 
   Raises:
-    NotImplementedError: it is not GPU_CAPABILITY.
+    NotImplementedError: the capability is not GPU_CAPABILITY.
   """
   if compute_capability != GPU_CAPABILITY:
     raise NotImplementedError(
@@ -72,12 +75,12 @@ def check_gpu_capability(compute_capability: str) -> None:
     )
 
 
-def choose(names: tuple[str, ...], check: Callable[[str], None]) -> tuple[str, str]:
-  """The first of `candidates` that can do the work, and why those before it cannot ("" for the first).
+def choose_attention(names: tuple[str, ...], check: Callable[[str], None]) -> tuple[str, str]:
+  """Returns the first implementation of `names` that passes `check`, and why earlier ones fail ("" for the first).
 
   Args:
-    check: `check_supported` of a name for the work at hand. Not called for the last, which is taken unseen: whoever
-      builds the programs checks them anyway.
+    check: calls `check_supported` for a name. The last name needs no check here, because building the programs checks
+      it anyway.
   """
   reasons = []
   for name in names[:-1]:
@@ -91,14 +94,14 @@ def choose(names: tuple[str, ...], check: Callable[[str], None]) -> tuple[str, s
 
 
 def preferred_block_size(name: str) -> int:
-  """Tokens a KV block that an implementation is best at."""
+  """Returns the tokens a KV block with which an implementation is fastest."""
   return getattr(implementation(name), "PREFERRED_BLOCK_SIZE", 16)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RaggedMeta:
-  """Which tokens of the packed axis belong to which row, and where each row's keys and values lie.
+  """Maps tokens of the packed axis to rows, and rows to their keys and values.
 
   Row r owns tokens `query_starts[r]:query_starts[r + 1]`; they are its LAST positions, so its first query is at
   position `kv_lens[r] - (query_starts[r + 1] - query_starts[r])`. Unused rows have no token and kv_len 0. Tokens from
@@ -108,7 +111,7 @@ class RaggedMeta:
     block_tables: int32[S, B], ids of physical blocks; entries past a row's length are never read (0 by custom).
     kv_lens: int32[S], positions of the row including those written in this step.
     query_starts: int32[S + 1], not decreasing.
-    work: the pieces of the implementation's plan, by name; None where it has no plan.
+    work: the pieces of the implementation's plan, by name; None for an implementation without a plan.
   """
 
   block_tables: jax.Array
@@ -119,7 +122,7 @@ class RaggedMeta:
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttention:
-  """The attention of one compiled step: an implementation and everything static about its calls. Hashable.
+  """The attention of one compiled step: an implementation and its static arguments. Hashable.
 
   Attributes:
     implementation: a name of IMPLEMENTATIONS.
@@ -137,18 +140,18 @@ class PagedAttention:
 
   @cached_property
   def plan(self) -> Plan | None:
-    """What the host computes for every step of this shape; None where the implementation needs nothing."""
+    """The plan that the host fills for every step of this shape; None for an implementation without a plan."""
     make_plan = getattr(implementation(self.implementation), "make_plan", None)
     return make_plan(self.geometry, self.device_kind) if make_plan else None
 
   def meta(
     self, block_tables: jax.Array, kv_lens: jax.Array, query_starts: jax.Array, plan: jax.Array | None = None
   ) -> RaggedMeta:
-    """The rows of a step.
+    """Returns the rows of a step.
 
     Args:
       block_tables, kv_lens, query_starts: see RaggedMeta.
-      plan: int32[self.plan.size], of `self.plan.make`; None where there is no plan.
+      plan: int32[self.plan.size], from `self.plan.make_work`; None without a plan.
     """
     work = None if self.plan is None else self.plan.split(plan)
     return RaggedMeta(block_tables, kv_lens, query_starts, work)
@@ -156,15 +159,15 @@ class PagedAttention:
   def attend(
     self, qkv: jax.Array, cos: jax.Array, sin: jax.Array, kv: jax.Array, meta: RaggedMeta, slot_mapping: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """Rotary embedding, KV write and attention of a layer.
+    """Applies rotary embedding, writes keys and values, and attends, for one layer.
 
     Args:
       qkv: [T, K, G + 2, H]; the G query heads of a KV head, its key, its value, before rotary embedding.
       cos, sin: f32[T, H / 2].
-      kv: a buffer of `kv_shape`; updated in place where the caller's jit donates it.
-      meta: of `self.meta`.
-      slot_mapping: int32[T], block id * block_size + offset in the block; padding tokens map into block 0, whose
-        content is never read.
+      kv: a buffer of shape `kv_shape`; updated in place if the caller's jit donates it.
+      meta: result of `self.meta`.
+      slot_mapping: int32[T], block id * block_size + offset in the block; padding tokens map into block 0, which
+        no kernel reads.
 
     Returns:
       [T, N, H] of qkv's dtype, zeros at padding tokens; and the buffer.
@@ -173,28 +176,28 @@ class PagedAttention:
 
 
 def check_supported(name: str, geometry: Geometry, dtype: Any) -> None:
-  """Raises NotImplementedError, with the value and what is supported, for what an implementation cannot do.
+  """Raises NotImplementedError, with the value and the supported ones, for shapes that an implementation cannot run.
 
   Args:
-    name: of IMPLEMENTATIONS.
-    geometry: heads, head size and block size are looked at.
+    name: a name of IMPLEMENTATIONS.
+    geometry: of the rung.
     dtype: of q, k, v and the buffer.
   """
   check = getattr(implementation(name), "check_supported", None)
-  if check:  # the reference takes everything
+  if check:  # the reference supports everything
     check(geometry, jnp.dtype(dtype))
 
 
 def kv_shape(
   num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, name: str = "reference"
 ) -> tuple[int, ...]:
-  """Shape of one layer's KV buffer.
+  """Returns the shape of one layer's KV buffer.
 
   Args:
     num_blocks: physical blocks, the padding block 0 included.
     block_size: tokens a block.
     num_kv_heads: K.
     head_dim: H.
-    name: of the implementation.
+    name: the implementation.
   """
   return implementation(name).kv_shape(num_blocks, block_size, num_kv_heads, head_dim)

@@ -1,7 +1,7 @@
-"""Batches that every implementation is tested and timed on; it may not import an implementation.
+"""Batches on which tests and benchmarks run every implementation; it may not import one.
 
-A spec is a geometry; `make` fills it with seeded numbers. Rows are (queries, length): length counts the row's positions
-with its queries, which are the last ones.
+A spec is a geometry, and `make_arguments` fills it with seeded numbers. A row is (queries, length): its queries are the
+last of its `length` positions.
 """
 
 import dataclasses
@@ -13,18 +13,18 @@ from pallas_kernels.paged_attention.plan import Geometry
 
 @dataclasses.dataclass(frozen=True)
 class ArgSpec:
-  """One call of ragged_paged_attention, without numbers.
+  """The shapes of one call of ragged_paged_attention.
 
   Attributes:
     name: for test ids and tables.
     rows: (queries, length) of each used row, in batch order.
-    num_tokens: T; what the rows do not use is padding.
+    num_tokens: T; tokens after the last row are padding.
     num_rows: S.
     block_size, table_width: tokens a block, and blocks a row of the table (B).
     num_heads, num_kv_heads, head_dim: N, K, H.
     sliding_window, soft_cap: see api.
     dtype: of q, k, v and the buffer.
-    shared_blocks: leading blocks that all rows long enough have in common (a cached prefix).
+    shared_blocks: leading blocks that all sufficiently long rows share (a cached prefix).
     spare_blocks: blocks of the pool that no row uses.
   """
 
@@ -48,7 +48,7 @@ class ArgSpec:
 
   @property
   def geometry(self) -> Geometry:
-    """What is static about the call."""
+    """The static arguments of the call."""
     return Geometry(
       tokens=self.num_tokens,
       rows=self.num_rows,
@@ -68,7 +68,7 @@ class ArgSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-  """A spec's numbers, on the host and in f32 (rounded to the spec's dtype by the caller).
+  """The arrays of a spec, on the host and in f32; the caller rounds them to the spec's dtype.
 
   Attributes:
     q: [T, N, H]; padding tokens hold NaN.
@@ -86,13 +86,13 @@ class Arguments:
   num_blocks: int
 
   def slots(self, row: int, block_size: int) -> np.ndarray:
-    """Where each position of `row` is stored, int32[length]."""
+    """Returns the slot of each position of `row`, int32[length]."""
     positions = np.arange(self.kv_lens[row])
     return (self.block_tables[row, positions // block_size] * block_size + positions % block_size).astype(np.int32)
 
 
-def place(spec: ArgSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-  """Where the rows lie: block_tables, kv_lens, query_starts and num_blocks, as in Arguments."""
+def place_rows(spec: ArgSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+  """Assigns blocks to the rows; returns block_tables, kv_lens, query_starts and num_blocks as in Arguments."""
   page, num_blocks = spec.block_size, 1 + spec.spare_blocks
   tables = []
   for _, length in spec.rows:
@@ -100,7 +100,7 @@ def place(spec: ArgSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarr
     own = -(-length // page) - len(shared)
     tables.append([*shared, *range(num_blocks, num_blocks + own)])
     num_blocks += own
-  ids = np.concatenate([[0], rng.permutation(np.arange(1, num_blocks))]).astype(np.int32)  # block 0 is padding's
+  ids = np.concatenate([[0], rng.permutation(np.arange(1, num_blocks))]).astype(np.int32)  # block 0 belongs to padding
   block_tables = np.full((spec.num_rows, spec.table_width), ids[1], np.int32)
   kv_lens, query_starts = np.zeros(spec.num_rows, np.int32), np.zeros(spec.num_rows + 1, np.int32)
   for row, (queries, length) in enumerate(spec.rows):
@@ -111,10 +111,10 @@ def place(spec: ArgSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarr
   return block_tables, kv_lens, query_starts, num_blocks
 
 
-def make(spec: ArgSpec, seed: int = 0) -> Arguments:
-  """Seeded normal numbers and a random block table without repetition, but for the shared prefix."""
+def make_arguments(spec: ArgSpec, seed: int = 0) -> Arguments:
+  """Fills a spec with seeded normal numbers and a random block table, in which rows share only the prefix."""
   rng = np.random.default_rng(seed)
-  block_tables, kv_lens, query_starts, num_blocks = place(spec, rng)
+  block_tables, kv_lens, query_starts, num_blocks = place_rows(spec, rng)
   shared = spec.shared_blocks * spec.block_size
   keys, values = [], []
   q = np.full((spec.num_tokens, spec.num_heads, spec.head_dim), np.nan, np.float32)
@@ -174,7 +174,7 @@ def _llama_8b(name: str, rows: tuple[tuple[int, int], ...], num_tokens: int, **c
   return ArgSpec(name, rows, num_tokens, dtype="bfloat16", **(settings | changes))
 
 
-# 64 lengths from 16,384 down to 128 by Zipf's law, in no order.
+# 64 lengths from 16,384 down to 128 by Zipf's law, unsorted.
 _ZIPF = tuple((1, round(16384 * (1 + (rank * 37 + 20) % 64) ** (-7 / 6))) for rank in range(64))
 
 GPU_BENCHMARK = (

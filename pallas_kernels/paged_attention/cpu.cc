@@ -1,10 +1,9 @@
-// Paged attention on a CPU: reads each page that a row holds once, where it lies. cpu.py says how it is called.
+// Paged attention on a CPU; reads each page of a row once, in place. cpu.py documents the call.
 //
-// A page of a KV head is K transposed, [H, page], then V, [page, H]: so both products of attention are sums of
-// broadcast times vector, a register of keys or of values wide, and need no sum over lanes. Keys go by in blocks of 64
-// positions, always the same ones whatever step a query is in, with the softmax kept online (arXiv:2205.14135). A query's
-// sums have the same terms in the same order in whatever tile it is, so its result depends on nothing but its row, to
-// the bit.
+// A page of a KV head holds K transposed, [H, page], then V, [page, H]. Both products of attention are therefore sums
+// of broadcast times vector, one register wide, and need no sum over lanes. The kernel walks keys in fixed blocks of 64
+// positions with an online softmax (arXiv:2205.14135). A query's sums have the same terms in the same order in every
+// tile and step, so the bits of its result depend only on its row.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -20,12 +19,12 @@ constexpr int kBlock = 64;              // keys a pass
 constexpr int kGroups = kBlock / kLanes;
 constexpr int kMostQueries = 48;        // (token, head of the group) pairs a tile
 constexpr int kMostHeadDim = 256;
-constexpr float kMasked = -1e30f;       // a score no real one reaches; finite, so that masked - masked is not NaN
+constexpr float kMasked = -1e30f;       // below every real score; finite, so that masked - masked is not NaN
 constexpr int kRegisterGroups = kRegisters == 32 ? 4 : 2, kRegisterRows = 6;  // sums in 24 of 32 registers, or 12 of 16
 
 struct Sizes {
   int64_t tokens, rows, table_width, heads, group, head_dim;
-  int64_t width;  // head_dim in whole vectors
+  int64_t width;  // head_dim rounded up to whole vectors
   int64_t page, num_blocks;
   float scale, soft_cap;  // soft_cap 0: none
   int64_t window;         // 0: none
@@ -58,7 +57,7 @@ void product(const float* a, int64_t a_stride, const RowOf& row_of, int count, f
     for (int j = 0; j < V; ++j) store(c + m * c_stride + j * kLanes, sums[m][j]);
 }
 
-// The same of `rows` rows, at most R.
+// The same for `rows` rows, at most R.
 template <int R, int V, typename RowOf>
 void product_of(int rows, const float* a, int64_t a_stride, const RowOf& row_of, int count, float* c, int64_t c_stride,
                 bool add) {
@@ -68,8 +67,8 @@ void product_of(int rows, const float* a, int64_t a_stride, const RowOf& row_of,
   product<R, V>(a, a_stride, row_of, count, c, c_stride, add);
 }
 
-// The same over any number of rows and of vectors, R rows and V vectors at once while there are so many; row_of(k, j)
-// gives the address of vector j.
+// The same for any number of rows and vectors, in tiles of up to R rows and V vectors; row_of(k, j) returns the address
+// of vector j.
 template <int R, int V, typename RowOf>
 void product_of_all(int rows, int groups, const float* a, int64_t a_stride, const RowOf& row_of, int count, float* c,
                     int64_t c_stride, bool add) {
@@ -83,7 +82,7 @@ void product_of_all(int rows, int groups, const float* a, int64_t a_stride, cons
     product_of_all<R, V / 2>(rows, groups - done, a, a_stride, part, count, c + done * kLanes, c_stride, add);
 }
 
-// A multiply-add takes its time, and eight sums are what keeps two units busy: few rows take more vectors.
+// Eight independent sums hide the latency of two multiply-add units, so few rows take more vectors.
 template <typename RowOf>
 void matmul(int rows, int groups, const float* a, int64_t a_stride, const RowOf& row_of, int count, float* c,
             int64_t c_stride, bool add) {
@@ -92,13 +91,13 @@ void matmul(int rows, int groups, const float* a, int64_t a_stride, const RowOf&
   product_of_all<kRegisterRows, kRegisterGroups>(rows, groups, a, a_stride, row_of, count, c, c_stride, add);
 }
 
-// What one thread needs besides its registers.
+// A thread's scratch memory.
 struct alignas(64) Scratch {
   float queries[kMostQueries * kMostHeadDim];
   float out[kMostQueries * kMostHeadDim];
   float scores[kMostQueries * kBlock];
-  float keys[kMostHeadDim * kBlock];    // where a block of keys is not read in place: f32, [H, 64]
-  float values[kBlock * kMostHeadDim];  // [64, H], H in whole vectors
+  float keys[kMostHeadDim * kBlock];    // copy of a block of keys that the thread cannot read in place: f32, [H, 64]
+  float values[kBlock * kMostHeadDim];  // [64, H], H rounded up to whole vectors
   float peak[kMostQueries], total[kMostQueries];
 };
 
@@ -107,21 +106,21 @@ template <typename E>
 struct Pages {
   const E* pool;
   const int32_t* table;
-  int64_t heads, head, half;  // half: elements of K, or of V, of a page
+  int64_t heads, head, half;  // half: elements of K (or V) in a page
   const E* keys(int64_t column) const { return pool + (table[column] * heads + head) * 2 * half; }
   const E* values(int64_t column) const { return keys(column) + half; }
 };
 
-// The keys that some queries see, a block at a time: from `begin` to `last`.
+// The keys that a tile's queries see in one block: from `begin` to `last`.
 template <typename E>
 struct Keys {
   Pages<E> pages;
   int64_t begin, last;
 };
 
-// Scores of a block of keys [M, 64], and then its values added to the output; see the top. after: what this thread reads
-// next, as a rule. Few queries wait for memory, so they fetch ahead: with every vector of keys a line of values, and with
-// every vector of values a line of the keys that follow.
+// Computes the scores of a block of keys, [M, 64], and adds its weighted values to the output. after: the memory that
+// this thread usually reads next. Tiles of few queries are memory bound, so they prefetch: a cache line of values with
+// every vector of keys, and a cache line of the following keys with every vector of values.
 template <typename E>
 void attend_tile(const Sizes& size, const Keys<E>& keys, int64_t first_position, int queries, const Keys<E>& after,
                  Scratch& s) {
@@ -137,9 +136,9 @@ void attend_tile(const Sizes& size, const Keys<E>& keys, int64_t first_position,
   std::fill_n(s.out, M * W, 0.0f);
   for (int64_t begin = keys.begin; begin <= last; begin += kBlock) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, last + 1 - begin));
-    const int from = static_cast<int>(std::max<int64_t>(0, low - begin));  // positions before it may hold anything
+    const int from = static_cast<int>(std::max<int64_t>(0, low - begin));  // earlier positions may hold NaN
     const int groups = (count + kLanes - 1) / kLanes;
-    // Where the keys are, a vector of positions each, and the row of values of each position.
+    // Addresses of the keys, a vector of positions each, and of each position's row of values.
     const float* key_group[kGroups];
     const float* value_row[kBlock];
     int64_t key_stride = page;
@@ -195,7 +194,7 @@ void attend_tile(const Sizes& size, const Keys<E>& keys, int64_t first_position,
       return at;
     };
     matmul(M, groups, s.queries, H, key_at, static_cast<int>(H), s.scores, kBlock, false);
-    // Online softmax. Only blocks at an edge of what a query sees need a mask.
+    // Online softmax. Only blocks at the edge of a query's visible keys need a mask.
     const bool masked = begin + groups * kLanes - 1 > first_position || (size.window && begin <= last - size.window);
     for (int m = 0; m < M; ++m) {
       float* scores = s.scores + m * kBlock;
@@ -248,7 +247,7 @@ struct Tile {
   int64_t cost;
 };
 
-// E: the elements of a layer's projections, its pool and its output.
+// E: the element type of a layer's projections, pool and output.
 template <typename E>
 struct Attention {
   const Sizes& size;
@@ -278,7 +277,7 @@ struct Attention {
         const E* from = qkv + ((token * size.heads + head) * (size.group + 2) + g) * H;
         const float *c = cos + token * half, *d = sin + token * half;
         for (int64_t h = 0; h < half; ++h) {
-          E first, second;  // rounded as the layer's dtype would round them
+          E first, second;  // rounded to the layer's dtype
           assign(first, value(from[h]) * c[h] - value(from[h + half]) * d[h]);
           assign(second, value(from[h + half]) * c[h] + value(from[h]) * d[h]);
           to[h] = value(first) * size.scale;
@@ -294,11 +293,11 @@ struct Attention {
     return {{pool, rows.tables + tile.row * size.table_width, size.heads, head, size.page * size.head_dim},
             low / kBlock * kBlock, first + tile.queries - 1};
   }
-  int64_t first_of(const Tile& tile) const {  // position of its first query
+  int64_t first_of(const Tile& tile) const {  // position of the tile's first query
     return rows.lengths[tile.row] - (rows.starts[tile.row + 1] - tile.token);
   }
 
-  // after: of what this thread does next, as a rule.
+  // after: the tile that this thread usually runs next.
   void run(const Tile& tile, int64_t head, const Keys<E>& after) const {
     static thread_local std::unique_ptr<Scratch> scratch(new Scratch);
     Scratch& s = *scratch;
@@ -316,7 +315,7 @@ struct Attention {
   }
 };
 
-// Rows that contradict themselves would read or write outside of the buffers.
+// Checks the rows; inconsistent ones would make the kernel access memory outside the buffers.
 std::string fault_of(const Sizes& size, const Rows& rows) {
   if (rows.starts[0] != 0) return "query_starts[0] is not 0";
   for (int64_t row = 0; row < size.rows; ++row) {
@@ -336,12 +335,12 @@ std::string fault_of(const Sizes& size, const Rows& rows) {
 }
 
 ffi::Error invalid(const std::string& what) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "paged attention: " + what + " does not fit the buffers");
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "paged attention: " + what + " does not match the buffers");
 }
 
-constexpr int64_t kWritten = 16;  // tokens of a piece of `write`
+constexpr int64_t kWritten = 16;  // tokens that one piece of work writes
 
-// Stores the keys (rotated) and values of a piece of the tokens in use.
+// Stores the rotated keys and the values of one piece of the tokens in use.
 template <typename E>
 void write(const Sizes& size, const E* qkv, const float* cos, const float* sin, const int32_t* slots, int64_t used,
            int64_t piece, E* pool) {
@@ -363,12 +362,12 @@ void write(const Sizes& size, const E* qkv, const float* cos, const float* sin, 
   }
 }
 
-// `firsts` pieces of work are done before, by all threads too.
+// Runs `firsts` pieces of other work first, on all threads too.
 template <typename E, typename First>
 void attend(ffi::ThreadPool& threads, const Attention<E>& attention, int64_t firsts, const First& first) {
   const Sizes& size = attention.size;
   std::vector<Tile> tiles = attention.tiles();
-  // The longest first, so that threads end at about the same time.
+  // Longest first, so that threads finish at about the same time.
   std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) { return a.cost > b.cost; });
   int64_t cost = 0;
   for (const Tile& tile : tiles) cost += tile.cost;
@@ -393,7 +392,7 @@ ffi::Error fused(ffi::ThreadPool threads, ffi::AnyBuffer qkv, ffi::Buffer<ffi::F
                  ffi::Result<ffi::AnyBuffer> kv_out, float scale, float soft_cap, int64_t window) {
   const auto dtype = qkv.element_type();
   if ((dtype != ffi::F32 && dtype != ffi::BF16) || kv.element_type() != dtype)
-    return ffi::Error(ffi::ErrorCode::kUnimplemented, "paged attention: float32 or bfloat16, in all of them");
+    return ffi::Error(ffi::ErrorCode::kUnimplemented, "paged attention: all arrays must be float32, or all bfloat16");
   const int64_t heads = qkv.dimensions()[1], group = qkv.dimensions()[2] - 2, head_dim = qkv.dimensions()[3];
   const Sizes size{qkv.dimensions()[0], tables.dimensions()[0], tables.dimensions()[1], heads, group, head_dim,
                    (head_dim + kLanes - 1) / kLanes * kLanes, kv.dimensions()[3] / head_dim, kv.dimensions()[0],
@@ -406,7 +405,7 @@ ffi::Error fused(ffi::ThreadPool threads, ffi::AnyBuffer qkv, ffi::Buffer<ffi::F
     if (slot < 0 || slot >= size.num_blocks * size.page)
       return invalid("slot_mapping[" + std::to_string(token) + "]=" + std::to_string(slot));
   }
-  if (kv_out->untyped_data() != kv.untyped_data())  // a caller that does not donate
+  if (kv_out->untyped_data() != kv.untyped_data())  // the caller does not donate the buffer
     std::memcpy(kv_out->untyped_data(), kv.untyped_data(), kv.size_bytes());
   const auto with = [&](auto element) {
     using E = decltype(element);

@@ -1,8 +1,8 @@
-"""Paged attention for Hopper GPUs: puts the kernels together; it may not compute anything itself.
+"""Combines the Hopper kernels into paged attention; it may not compute anything itself.
 
-A layer is three kernels, four where rows of few queries may be split: rotary embedding with the KV write
-(gpu_write.py), rows of many queries (gpu_prefill.py), rows of few (gpu_decode.py) and the sum of their parts. All of
-them read a plan made on the host (plan.py) and none moves the buffer or the output.
+A layer runs three kernels: rotary embedding with the KV write (gpu_write.py), rows of many queries (gpu_prefill.py) and
+rows of few (gpu_decode.py). If rows may be split, a fourth sums their partial results. All read a plan that the host
+makes (plan.py), and none copies the buffer or the output.
 """
 
 import functools
@@ -19,19 +19,19 @@ from pallas_kernels.paged_attention.gpu_write import rotate_and_write
 from pallas_kernels.paged_attention.plan import Geometry, Plan
 from pallas_kernels.paged_attention.tuning import count_sms, tuning_for
 
-PREFERRED_BLOCK_SIZE = 64  # one tile of keys, one copy
+PREFERRED_BLOCK_SIZE = 64  # one tile of keys, loaded by one copy
 _BLOCK_SIZES = (16, 32, 64, 128)
 _HEAD_DIMS = (64, 128)
 _LARGEST_GROUP = 64  # packed rows of a decode tile
 
 
 def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-  """[P, K, 2, page, H]: the keys of a block and KV head lie together, then its values."""
+  """Returns [P, K, 2, page, H]: for each block and KV head the keys, then the values."""
   return num_blocks, num_kv_heads, 2, block_size, head_dim
 
 
 def check_supported(geometry: Geometry, dtype: Any) -> None:
-  """Raises NotImplementedError for what the kernels cannot do; see api.check_supported."""
+  """Raises NotImplementedError for unsupported shapes and dtypes; see api.check_supported."""
   for what, value, supported in (
     ("dtype", jnp.dtype(dtype).name, ("bfloat16",)),
     ("head_dim", geometry.head_dim, _HEAD_DIMS),
@@ -40,23 +40,23 @@ def check_supported(geometry: Geometry, dtype: Any) -> None:
     if value not in supported:
       raise NotImplementedError(
         f"paged attention on GPU: {what}={value} is not supported; supported are {', '.join(map(str, supported))}, and "
-        "--attention=reference takes any"
+        "--attention=reference supports any"
       )
   if geometry.group > _LARGEST_GROUP:
     raise NotImplementedError(
       f"paged attention on GPU: {geometry.group} query heads a KV head are not supported; supported are 1 to "
-      f"{_LARGEST_GROUP}, and --attention=reference takes any"
+      f"{_LARGEST_GROUP}, and --attention=reference supports any"
     )
 
 
 def make_plan(geometry: Geometry, device_kind: str) -> Plan:
-  """The layout of the work that the host decides for every step of a rung."""
+  """Returns the layout of the work lists that the host fills for every step of a rung."""
   tuning = tuning_for(device_kind, geometry.head_dim, geometry.block_size)
   return plans.make_plan(geometry, tuning.split_tokens, count_sms(device_kind))
 
 
-# Jitted for itself, since a layer is then lowered, and its kernels compiled, once a program and not once a layer: every
-# lowering of a kernel gets a name of its own, which is part of what the compiler's cache goes by.
+# Jitted separately, so that a program lowers the layer and compiles its kernels once, not once a layer: every lowering
+# gives a kernel a new name, and that name is part of the compiler's cache key.
 @functools.partial(jax.jit, static_argnames=("attention", "interpret"))
 def attend(attention: PagedAttention, qkv, cos, sin, kv, meta: RaggedMeta, slot_mapping, interpret=None):
   """See api.PagedAttention.attend.

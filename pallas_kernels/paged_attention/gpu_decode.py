@@ -1,11 +1,11 @@
 """Attention of rows with few queries on Hopper (Pallas Mosaic GPU); it may not write tokens of other rows.
 
-One work item is one part of one row for one KV head (Flash-Decoding, split KV: https://pytorch.org/blog/flash-decoding).
-A producer warpgroup copies its pages by TMA into a ring of stages; a compute warpgroup multiplies them with the row's
-queries, whose G heads of the group are packed as rows of one 64-row tile (GQA, arXiv:2305.13245), with an online
-softmax (FlashAttention, arXiv:2205.14135). Which (row, split) there are comes as data, see plan.py.
+A work item is one part of one row for one KV head (Flash-Decoding, split KV: https://pytorch.org/blog/flash-decoding).
+A producer warpgroup copies its pages by TMA into a ring of stages. A compute warpgroup multiplies them with the row's
+queries under an online softmax (FlashAttention, arXiv:2205.14135); the G heads of a group are rows of one 64-row tile
+(GQA, arXiv:2305.13245). The list of (row, split) pairs arrives as data, see plan.py.
 
-A row of several splits leaves partial results, which a second kernel adds up in order: no result depends on timing.
+The parts of a split row leave partial results, which a second kernel sums in order: no result depends on timing.
 """
 
 import dataclasses
@@ -22,22 +22,22 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.plan import Plan
 from pallas_kernels.paged_attention.tuning import Tuning
 
-_ROWS = 64  # (query, head of the group) pairs of a tile: what one warpgroup's wgmma takes
+_ROWS = 64  # (query, head of the group) pairs of a tile: the rows of one warpgroup's wgmma
 _KEYS = 64  # keys of a tile
-_COLUMNS = 64  # bf16 values in a line of 128 bytes, which is what TMA and wgmma swizzle
-_PART_COLUMNS = 32  # of a partial result that are staged at a time, since SMEM is short: one tile of _TILED_F32
+_COLUMNS = 64  # bf16 values in 128 bytes, the unit that TMA and wgmma swizzle
+_PART_COLUMNS = 32  # columns of a partial result staged at a time, because SMEM is scarce: one tile of _TILED_F32
 _LOG2E = math.log2(math.e)
-# Below every score; finite, so that a difference of two is 0 and not NaN. It is a maximum only and never multiplied (a
-# key that is not seen has -inf), so nothing of it is rounded where the compiler fuses a product with a difference.
+# Below every score; finite, so that a difference of two is 0 and not NaN. It serves only as a maximum and is never
+# multiplied (unseen keys have -inf), so fused multiply-adds do not round it.
 _FLOOR = -(2.0**100)
 _SWIZZLED = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-# What TMA copies from or to a tiled array must begin at a whole tile: the row of the slice is cut into tile and row of
-# the tile, and of each tile a copy takes what is left from that row on and then zeros. No error tells of it here.
+# A TMA copy from or to a tiled array must begin at a whole tile. Otherwise it copies each tile from that row on and
+# then zeros, without an error.
 _TILED = (plgpu.TilingTransform((8, _COLUMNS)), _SWIZZLED)  # pyright: ignore[reportAbstractUsage]
 _TILED_F32 = (plgpu.TilingTransform((8, 32)), _SWIZZLED)  # pyright: ignore[reportAbstractUsage]
 _WGMMA = plgpu.Layout.WGMMA
 _PER_ROW = _WGMMA.reduce(1)
-# For 8 rows of a partial result: a warp has 2 rows, a row 16 lanes, a lane 16 bytes.
+# Layout of 8 rows of a partial result: 2 rows a warp, 16 lanes a row, 16 bytes a lane.
 _CHUNK = plgpu.Layout.TILED(plgpu.Tiling(((8, 64), (2, 64), (4,))), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
@@ -54,18 +54,18 @@ def _cdiv(x, y: int) -> jax.Array:
 
 
 def _over_rows(x: jax.Array, columns: int, layout) -> jax.Array:
-  """[rows] -> [rows, columns], a number a row."""
+  """Broadcasts [rows] to [rows, columns]."""
   return plgpu.layout_cast(lax.broadcast_in_dim(x, (x.shape[0], columns), [0]), layout)
 
 
 class _Row(NamedTuple):
-  """Where a row's queries and keys are; scalars.
+  """The extent of a row's queries and keys; scalars.
 
   Attributes:
-    index: its number.
-    begin, count: its tokens in the packed axis.
+    index: number of the row.
+    begin, count: tokens in the packed axis.
     length: positions.
-    position: of its first query.
+    position: position of the first query.
   """
 
   index: Any
@@ -80,9 +80,9 @@ class _Item(NamedTuple):
 
   Attributes:
     row, head: of the item.
-    slot: where its partial result goes; negative where the row has no other part.
-    low, high: the positions it covers; its tiles begin at `low`.
-    tiles: their number.
+    slot: slot of the partial result; negative if the row has one part.
+    low, high: positions of the split; its tiles begin at `low`.
+    tiles: number of tiles.
   """
 
   row: _Row
@@ -95,13 +95,13 @@ class _Item(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-  """What is static about a call.
+  """The static arguments of a call.
 
   Attributes:
     plan: of the rung.
     scale, soft_cap: see api.
     tuning: see tuning.py.
-    interpreted: whether the interpreter runs the kernel, which takes no registers as left operand of wgmma.
+    interpreted: the interpreter runs the kernel; it supports no registers as left operand of wgmma.
   """
 
   plan: Plan
@@ -112,17 +112,17 @@ class _Call:
 
   @property
   def copies(self) -> int:
-    """Pages that make a tile of keys; a tile of a longer page is a part of one."""
+    """Copies a tile of keys: one a page, or one if the page is longer than the tile."""
     return max(1, _KEYS // self.plan.geometry.block_size)
 
   def row(self, index, kv_lens, query_starts) -> _Row:
-    """The row's extent."""
+    """Returns the extent of a row."""
     begin, length = query_starts[index], kv_lens[index]
     count = query_starts[index + 1] - begin
     return _Row(index, begin, count, length, length - count)
 
   def item(self, number, items, kv_lens, query_starts) -> _Item:
-    """Work item `number` of plan.py's `sm_items`."""
+    """Returns work item `number` of plan.py's `sm_items`."""
     geometry = self.plan.geometry
     index, head = _div(number, geometry.num_kv_heads), lax.rem(number, _i32(geometry.num_kv_heads))
     row, slot = self.row(items[index, 0], kv_lens, query_starts), items[index, 1]
@@ -130,19 +130,18 @@ class _Call:
     high = jnp.minimum(items[index, 3] * geometry.block_size, row.length)
     if geometry.sliding_window is not None and geometry.block_size > _KEYS:
       first_seen = jnp.maximum(row.position - (geometry.sliding_window - 1), 0)
-      low = jnp.maximum(low, _div(first_seen, _KEYS) * _KEYS)  # not the part of a page that nothing sees
+      low = jnp.maximum(low, _div(first_seen, _KEYS) * _KEYS)  # skips the part of a page that no query sees
     return _Item(row, slot, head, low, high, _cdiv(high - low, _KEYS))
 
 
 def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_starts, sm_items, out, *refs):
-  """See `decode`. The grid is the SMs; an SM holds some pairs of a compute and a producer warpgroup.
+  """See `decode`. The grid is the SMs; an SM holds pairs of a compute and a producer warpgroup.
 
-  Two pairs of one thread block do what two thread blocks of an SM would: while one multiplies or ends an item, the
-  other's copies keep the memory busy. Thread blocks of their own are not to be had: ptxas gives a kernel at launch as
-  many registers as `set_max_registers` asks for, as far as its own threads leave them.
+  Two pairs share a thread block: while one multiplies or finishes an item, the other's copies keep the memory busy. Two
+  thread blocks would not fit an SM, because ptxas allocates the registers of `set_max_registers` at launch.
 
-  By the size of things copies bound this kernel: at 4.8 TB/s an SM gets 64 keys and values of 128 bf16 in 1,600 cycles,
-  and a pair needs about 1,000 for them. So nothing overlaps within a pair, and 64 rows for a few queries are no loss.
+  Copies bound this kernel: at 4.8 TB/s an SM receives 64 keys and values of 128 bf16 in 1,600 cycles, and a pair
+  multiplies them in about 1,000. So nothing overlaps within a pair, and a 64-row tile for a few queries costs nothing.
   """
   plan, geometry, stages = call.plan, call.plan.geometry, call.tuning.decode_stages
   group, size, page = geometry.group, geometry.head_dim, geometry.block_size
@@ -152,12 +151,12 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
 
   warpgroup, pairs = lax.axis_index("warpgroup"), call.tuning.decode_ctas_per_sm
   pair = lax.rem(warpgroup, _i32(pairs))
-  # The queries, [slab of columns, row, column], as TMA brings them from any row on, and as wgmma takes them: the same
-  # bytes, since 64 columns are one tile wide.
+  # The queries, [slab of columns, row, column]: one view for TMA, which may start at any row, and one for wgmma. Both
+  # have the same bytes, because 64 columns are one tile wide.
   q_lines, q_tiles, q_ready = q_views[0].at[pair], q_views[-1].at[pair], q_ready.at[pair]
   slabs = [(slab, pl.ds(slab * _COLUMNS, _COLUMNS)) for slab in range(size // _COLUMNS)]
-  # The pairs take the items of their SM in turns. A pair knows its items from the start, so that its producer runs
-  # ahead across them.
+  # The pairs take the items of their SM in turns. A pair knows its items from the start, so its producer can run ahead
+  # across them.
   sm = lax.axis_index("sm")
   start = sm_starts[sm] + pair
   num_items = _cdiv(jnp.maximum(sm_starts[sm + 1] - start, 0), pairs)
@@ -170,11 +169,11 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
 
   @pl.when(warpgroup < pairs)
   def _compute():
-    # Two pairs with 216 and 40 a thread take all registers of an SM; one pair could have more than it needs.
+    # Two pairs with 216 and 40 registers a thread use all registers of an SM.
     plgpu.set_max_registers(216 if pairs > 1 else 240, action="increase")
 
     def load_queries(n):
-      """Only the row's own rows of the tile are copied: the others' results go nowhere."""
+      """Copies only the row's own rows of the tile; the kernel discards the results of the others."""
       item = item_of(n)
       rows = pl.ds(item.row.begin * group, call.plan.part_rows)
       for slab, columns in slabs:
@@ -210,16 +209,16 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
         scores = pl.run_scoped(multiply_keys, plgpu.WGMMAAccumulatorRef((_ROWS, _KEYS), jnp.float32))
         plgpu.barrier_arrive(k_free.at[stage])
 
-        # The last product with these queries is done: those of the next item come while this one ends. A copy begins
-        # with a barrier of the warpgroup, so no warp is still multiplying.
+        # The last product with these queries is complete, so the next item's queries load while this item finishes. A
+        # copy begins with a barrier of the warpgroup, so no warp is still multiplying.
         @pl.when((i + 1 == item.tiles) & (n + 1 < num_items))
         def _():
           load_queries(n + 1)
 
-        # What remains is a factor that is applied with the subtraction of the peak, as one instruction.
+        # The remaining factor and the subtraction of the peak are one instruction.
         factor = call.scale * _LOG2E
         if call.soft_cap is not None:
-          # tanh by exp2: the instruction for tanh is off by 5e-4 of the cap.
+          # tanh by exp2: the tanh instruction has an error of 5e-4 of the cap.
           scores = 1.0 - 2.0 / (jnp.exp2(scores * (2.0 * factor / call.soft_cap)) + 1.0)
           factor = call.soft_cap * _LOG2E
 
@@ -230,7 +229,8 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
             seen &= keys > _over_rows(position - geometry.sliding_window - base, _KEYS, _WGMMA)
           return jnp.where(seen, scores, -jnp.inf)
 
-        # Only where some query does not see all keys: the first query at the end, the last at the window's start.
+        # Masks only tiles that some query does not see whole: the first query at the end, the last at the window's
+        # start.
         edge = base + _KEYS > jnp.minimum(item.row.position + 1, item.high)
         if geometry.sliding_window is not None:
           edge |= base < item.row.length - geometry.sliding_window
@@ -246,7 +246,7 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
 
         @pl.when(base + _KEYS > item.high)
         def _():
-          # Values past the end may be NaN, and 0 * NaN is NaN. A piece at a time: registers are short here.
+          # Values past the end may be NaN, and 0 * NaN is NaN. One piece at a time, because registers are scarce here.
           keys = plgpu.broadcasted_iota(jnp.int32, (_KEYS, _COLUMNS), 0, layout=_WGMMA)
           for _, columns in slabs:
             values = v_ring.at[stage, :, columns]
@@ -264,13 +264,13 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
         plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _PER_ROW),
       )
       acc, peak, total = lax.fori_loop(0, item.tiles, run_tile, nothing)
-      # The key of the peak has weight 1, so this changes the sum only where no key of the split was seen: 0.
+      # The key of the peak has weight 1, so this changes the sum only if no query saw a key of the split: then to 0.
       total = jnp.maximum(total, 1.0)
       acc = acc * _over_rows(1.0 / total, size, _WGMMA)
-      plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what the item before has staged
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # staging of the previous item
 
       def write_out():
-        # Not tiled as the operands are: the rows of a token need not be 8, and those of others may not be written.
+        # Not tiled like the operands: a token may have other than 8 rows, and the kernel may not write those of others.
         result = staging[0].at[pair]
         result[...] = acc.astype(jnp.bfloat16)
         plgpu.commit_smem()
@@ -319,8 +319,8 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
       def run_tile(i, _):
         tile, base = tiles_before + i, item.low + i * _KEYS
         stage, at = stage_of(tile), lax.rem(base, _i32(page))
-        # Loaded before the wait, which hides it. A tile that the item does not fill has its last page several times:
-        # every tile has as many copies.
+        # Loads the page id before the wait, which hides its latency. A partial tile copies its last page several times,
+        # so that every tile has the same number of copies.
         blocks = [
           tables[item.row.index, jnp.minimum(_div(base, page) + piece, last_block)] for piece in range(call.copies)
         ]
@@ -337,7 +337,7 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
 
     tiles = lax.fori_loop(0, num_items, run_item, _i32(0))
 
-    # Every arrival is waited for: the interpreter insists, and it costs nothing.
+    # Waits for every arrival, as the interpreter requires; this costs nothing.
     @pl.loop(jnp.maximum(tiles - stages, 0), tiles)
     def _(tile):
       plgpu.barrier_wait(k_free.at[stage_of(tile)])
@@ -345,7 +345,7 @@ def _decode_kernel(call: _Call, q, kv, tables, kv_lens, query_starts, items, sm_
 
 
 def _add_values(call: _Call, acc, weights, values, weight_buffers, pair) -> Any:
-  """acc + weights @ values. The weights stay in registers, but for the interpreter, which wants them in SMEM."""
+  """Returns acc + weights @ values. Weights stay in registers; the interpreter needs them in SMEM."""
   if not call.interpreted:
     return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.WGMMAAccumulatorRef.init(acc))
   buffer = weight_buffers[0].at[pair]
@@ -360,13 +360,13 @@ def _add_values(call: _Call, acc, weights, values, weight_buffers, pair) -> Any:
 
 
 def _combine_kernel(call: _Call, kv_lens, query_starts, row_slots, parts, part_sums, out, staging):
-  """Adds up the partial results of a row, for one KV head; leaves at once where the row has none."""
+  """Sums the partial results of a row for one KV head; returns at once if the row has none."""
   group, size = call.plan.geometry.group, call.plan.geometry.head_dim
   head = lax.axis_index("head")
   row = call.row(lax.axis_index("row"), kv_lens, query_starts)
   first_slot = row_slots[row.index]
   splits = row_slots[row.index + 1] - first_slot
-  at_once = min(4, call.plan.max_splits)  # loads on their way
+  at_once = min(4, call.plan.max_splits)  # loads in flight
 
   @pl.when(splits > 0)
   def _():
@@ -424,20 +424,20 @@ def decode(
   tuning: Tuning,
   interpret: Any = None,
 ) -> jax.Array:
-  """Attention of the rows of 1 to `plan.decode_queries` queries.
+  """Computes attention of the rows of 1 to `plan.decode_queries` queries.
 
   Args:
     q: bf16[K, T*G, H]; row t*G + g of KV head k is query head k*G + g of token t.
     kv: bf16[P, K, 2, page, H]: keys, values.
     block_tables, kv_lens, query_starts: see api.RaggedMeta.
-    pieces: of `plan.split`.
-    out: bf16[T, N, H]; written in place where the caller's jit has no other use for it.
+    pieces: result of `plan.split`.
+    out: bf16[T, N, H]; written in place if the caller's jit has no other use for it.
     plan, scale, soft_cap: see api; the scale is positive.
     tuning: see tuning.py.
     interpret: None, or plgpu.InterpretGPUParams to run on a CPU.
 
   Returns:
-    `out` with the tokens of those rows written, the others as they were.
+    `out` with the tokens of those rows written and all others unchanged.
   """
   geometry = plan.geometry
   call = _Call(plan, scale, soft_cap, tuning, interpret is not None)
@@ -457,7 +457,7 @@ def decode(
       jax.ShapeDtypeStruct((plan.max_decode_items, heads, _ROWS), jnp.float32),  # log2 of the sums of weights
     )
   q_shape = pairs, size // _COLUMNS, _ROWS, _COLUMNS
-  q_views = [smem(q_shape, transforms=_TILED)]  # enough for the interpreter, which tiles nothing and has no unions
+  q_views = [smem(q_shape, transforms=_TILED)]  # the only one the interpreter needs: it tiles nothing, has no unions
   if interpret is None:
     q_views = plgpu.RefUnion(smem(q_shape, transforms=(_SWIZZLED,)), *q_views)
   ref = jax.new_ref(out)

@@ -1,12 +1,12 @@
-"""Attention of rows of many queries over their pages, for Hopper; it may not write tokens it was not given.
+"""Attention of rows of many queries over their pages, for Hopper; it may not write tokens of other rows.
 
 A thread block takes one item of the plan and one KV head: 128 packed rows, that is (query, head of the group) pairs.
-One warpgroup brings pages into a ring of tiles; two others compute 64 packed rows each as in FlashAttention-3
-(arXiv:2407.08608): the scores of a tile are multiplied along with the values of the tile before, the softmax may run
-under the latter, and the two warpgroups take turns at the tensor core.
+One warpgroup copies pages into a ring of tiles; two others compute 64 packed rows each as in FlashAttention-3
+(arXiv:2407.08608). The product for a tile's scores runs along with the product for the previous tile's values, the
+softmax overlaps the latter, and the two warpgroups take turns at the tensor core.
 
-All that a row's result depends on is its own queries, pages and length: tiles of keys lie at fixed positions, and a
-row's items start at its first query. So results equal to the bit whatever else is in the batch.
+A row's result depends only on its own queries, pages and length: tiles of keys lie at fixed positions, and a row's
+items start at its first query. So its bits are the same in every batch.
 """
 
 import math
@@ -21,16 +21,16 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.plan import ROWS_PER_TILE, Plan
 from pallas_kernels.paged_attention.tuning import Tuning
 
-_HALF = ROWS_PER_TILE // 2  # packed rows a compute warpgroup
-_LANES = 64  # bf16 values in a line of 128 bytes, which is what TMA and wgmma swizzle
-# The score of a key that is not seen. Finite, so that a tile of which a row sees nothing gives no NaN (what it adds is
-# forgotten at the first key seen: exp2 of about -1e29 is 0). A power of two, so that its product with any factor is
-# exact, and the difference from the row's maximum 0 even where the compiler fuses product and difference.
+_HALF = ROWS_PER_TILE // 2  # packed rows of a compute warpgroup
+_LANES = 64  # bf16 values in 128 bytes, the unit that TMA and wgmma swizzle
+# The score of an unseen key. Finite, so that a tile without visible keys gives no NaN; the first visible key resets its
+# contribution, because exp2 of about -1e29 is 0. A power of two, so that its product with any factor is exact and its
+# difference from the row's maximum is 0 even in a fused multiply-add.
 _MASKED = -(2.0**100)
 
 
 def _tanh(x: jax.Array) -> jax.Array:
-  """By exp2, to f32 rounding: the device's own tanh instruction is good to 2^-11, which a cap of 50 makes 2.4%."""
+  """Computes tanh by exp2 to f32 rounding; the tanh instruction has an error of 2^-11, or 2.4 % at a cap of 50."""
   root = lax.rsqrt(1.0 + jnp.exp2((2 * math.log2(math.e)) * x))
   return 1.0 - 2.0 * root * root
 
@@ -49,17 +49,17 @@ def prefill(
   tuning: Tuning,
   interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
-  """Causal attention of the plan's prefill items.
+  """Computes causal attention of the plan's prefill items.
 
   Args:
     q: bf16[K, T * G, H], row t * G + g of head k is query head k * G + g of token t. Rows of padding may hold anything.
-    kv: bf16[P, K, 2, page, H], keys and values; what is past a row's length may be NaN.
+    kv: bf16[P, K, 2, page, H], keys and values; slots past a row's length may hold NaN.
     block_tables, kv_lens, query_starts: see api.RaggedMeta.
-    pieces: `plan.split` of the plan's array.
-    plan: the layout of the work.
+    pieces: result of `plan.split`.
+    plan: of the rung.
     scale, soft_cap: see api.PagedAttention; scale is above 0.
     tuning: prefill_stages, prefill_tile_keys and lowering.
-    interpret: how to run on a CPU; None compiles for the GPU.
+    interpret: plgpu.InterpretGPUParams to run on a CPU; None compiles for the GPU.
 
   Returns:
     bf16[T, N, H] with the tokens of the prefilled rows and zeros at padding; other tokens are undefined.
@@ -69,17 +69,17 @@ def prefill(
   sliding_window = geometry.sliding_window
   keys, stages = tuning.prefill_tile_keys, tuning.prefill_stages
   num_blocks, num_kv_heads = kv.shape[:2]
-  chunk = min(page, keys)  # keys that one copy brings: a page, or a tile of a larger one
+  chunk = min(page, keys)  # keys a copy: a page, or a tile of a larger page
   chunks = keys // chunk
   slabs = [(slab, pl.ds(slab * _LANES, _LANES)) for slab in range(head_dim // _LANES)]
-  # A score times `factor` is the exponent of 2 that the softmax takes.
+  # The softmax takes 2 to the power of score * factor.
   factor = math.log2(math.e) * (scale if soft_cap is None else soft_cap)
   f32, dtype, per_row, per_score = jnp.float32, q.dtype, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
 
   def body(q_g, kv_g, tables_g, lens_g, starts_g, counts_g, items_g, out_g, tile_refs, k_s, v_s, p_s, *barriers):
-    # The tile of queries, and of the output in the end, [slab, packed row, 64]. `lines` and `tile` are two views of the
-    # same bytes. TMA needs the first: cut into tiles of 8 rows, an array can be copied from multiples of 8 rows only
-    # (Lane lowering then compiles to wrong addresses, Warpgroup lowering refuses).
+    # The tile of queries and finally of the output, [slab, packed row, 64]. `lines` and `tile` are two views of the
+    # same bytes. TMA needs the first: it can copy an array in tiles of 8 rows only from multiples of 8 rows (Lane
+    # lowering compiles others to wrong addresses, Warpgroup lowering rejects them).
     lines, tile = tile_refs if interpret is None else (tile_refs[0], tile_refs[0])
     q_full, k_full, v_full, k_free, v_free, turn, tail_full, out_full = barriers
     item, head, wg = lax.axis_index("item"), lax.axis_index("head"), lax.axis_index("wg")
@@ -89,7 +89,7 @@ def prefill(
       return lax.rem(number, stages)
 
     def bring(is_row, row, token, kv_len, lowest, first, end):
-      """Fills the tile of queries and, in turns, the ring's tiles of keys and of values."""
+      """Copies the queries and, in turns, tiles of keys and of values into the ring."""
 
       @pl.when(is_row)
       def _():
@@ -99,7 +99,7 @@ def prefill(
       @pl.loop(first, end)
       def _(i):
         slot, reused = slot_of(i - first), i - first >= stages
-        # Blocks of which no key exists, or none is seen, are read from past the pool's end: TMA fills in zeros.
+        # Reads blocks without a visible key from past the pool's end, for which TMA fills in zeros.
         sources = []
         for start in range(0, keys, chunk):
           key = i * keys + start
@@ -136,8 +136,8 @@ def prefill(
 
         @pl.when(cut)
         def _():
-          # What lies past the end would meet a weight of 0, and 0 * NaN is NaN; for keys the mask is enough. The values
-          # arrive at a barrier of their own, and at the usual one when clean: others read the tile only then.
+          # Clears values past the end: their weight is 0, and 0 * NaN is NaN; the mask suffices for keys. The values
+          # arrive at a separate barrier, and at the usual one once clean, so that no warpgroup reads the tile earlier.
           copy(1, v_s, tail_full)
           plgpu.barrier_wait(tail_full)
           for start in range(0, keys, _HALF):
@@ -155,12 +155,12 @@ def prefill(
             plgpu.barrier_arrive(v_full.at[slot])
 
       @pl.loop(jnp.maximum(end - stages, first), end)
-      def _(i):  # nobody may leave a barrier that others still arrive at
+      def _(i):  # no warp may leave while others still arrive at a barrier
         plgpu.barrier_wait(k_free.at[slot_of(i - first)])
         plgpu.barrier_wait(v_free.at[slot_of(i - first)])
 
     def store(token, count):
-      """Copies the first `count` tokens of the tile out, in runs of powers of two: no other tokens are touched."""
+      """Copies the first `count` tokens of the tile out, in runs of powers of two, and touches no other token."""
       heads = pl.ds(head * group, group)
       for bit in reversed(range(plan.tile_tokens.bit_length())):
         run = 1 << bit
@@ -172,7 +172,7 @@ def prefill(
             if interpret is None:
               source = lines.at[slab, pl.ds(done * group, run * group)].reshape(run, group, _LANES)
               plgpu.copy_smem_to_gmem(source, out_g.at[pl.ds(token + done, run), heads, lanes])
-            else:  # it knows no reshaped source
+            else:  # the interpreter supports no reshaped source
 
               @pl.loop(0, run)
               def _(t, slab=slab, lanes=lanes):
@@ -182,7 +182,7 @@ def prefill(
       plgpu.wait_smem_to_gmem(0)
 
     def compute(is_row, position, tiles):
-      """Attends for 64 packed rows and leaves the result in place of the queries."""
+      """Attends for 64 packed rows and stores the result over the queries."""
       rows = pl.ds(wg * _HALF, _HALF)
 
       @pl.when(is_row)
@@ -206,7 +206,7 @@ def prefill(
     def multiply_values(out_acc, weights, slot):
       if interpret is None:
         plgpu.wgmma(out_acc, weights, v_s.at[slot])
-      else:  # it takes no operand from registers
+      else:  # the interpreter supports no operand in registers
         p_s[wg] = weights
         plgpu.commit_smem()
         plgpu.wgmma(out_acc, p_s.at[wg], v_s.at[slot])
@@ -215,7 +215,7 @@ def prefill(
       """Calls f(accumulator of scores, accumulator that holds `out`).
 
       Returns:
-        What the second then holds, and what f returned: a tuple, of the shapes of `like`.
+        The second accumulator's value, and the tuple that f returns, with the shapes of `like`.
       """
       if interpret is not None:  # an accumulator starts at zero there
         types = plgpu.WGMMAAccumulatorRef((_HALF, keys), f32), plgpu.WGMMAAccumulatorRef(out.shape, f32)
@@ -232,21 +232,21 @@ def prefill(
           ref[...] = result
 
       zeros = plgpu.layout_cast(jnp.zeros((_HALF, keys), f32), per_score)
-      # The scores go first. Whatever makes an accumulator must be done before the fence of another: ptxas would else
-      # run the products one by one.
+      # The scores go first. All operations that make an accumulator must precede the fence of another, or ptxas
+      # serializes the products.
       start = plgpu.WGMMAAccumulatorRef.init
-      run: Any = pl.run_state(in_place)  # a program over references, typed as of arrays only
+      run: Any = pl.run_state(in_place)  # a program over references; its type annotation knows only arrays
       _, out, results = run((start(zeros), start(out), like))
       return out, results
 
     def attend(rows, position, tiles):
-      """f32[64, H]: attention of the warpgroup's packed rows over `tiles` tiles of keys, at least one.
+      """Returns f32[64, H]: attention of the warpgroup's packed rows over `tiles` tiles of keys, at least one.
 
-      `position` is that of the item's first query, counted from the first key of the first tile.
+      `position` is the item's first query, counted from the first key of the first tile.
       """
 
       def softmax(scores, i, peak, total, masked):
-        """Weights of tile i's keys, what to multiply older sums with, and the new maximum and sum."""
+        """Returns the weights of tile i's keys, the factor for older sums, and the new maximum and sum."""
         if soft_cap is not None:
           scores = _tanh(scores * (scale / soft_cap))
         if masked:
@@ -260,12 +260,12 @@ def prefill(
         new_peak = jnp.maximum(peak, scores.max(axis=1) * factor)
         decay = jnp.exp2(peak - new_peak)
         weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
-        # The barrier keeps all this before the wait that follows.
+        # The barrier keeps the softmax before the wait that follows.
         return lax.optimization_barrier((weights, decay, new_peak, total * decay + weights.sum(axis=1)))
 
       def operand(weights):
-        # Rounded only now: the last product, just waited for, was reading the registers of the last operand. Without
-        # the barriers LLVM moves the rounding to before the wait, or f32 through the loop.
+        # Rounds only now, because the product that just finished was reading the registers of the last operand. Without
+        # the barriers, LLVM would round before the wait or carry f32 through the loop.
         return lax.optimization_barrier(lax.optimization_barrier(weights).astype(dtype))
 
       def first_scores(scores_acc):
@@ -274,7 +274,7 @@ def prefill(
         return scores_acc[...]
 
       def step(i, carry, masked):
-        """Scores of tile i, and the values of the tile before."""
+        """Computes the scores of tile i and adds the values of tile i - 1."""
         out, weights, peak, total = carry
         slot, before = slot_of(i), slot_of(i - 1)
         plgpu.barrier_wait(k_full.at[slot])
@@ -309,7 +309,7 @@ def prefill(
       weights, _, peak, total = softmax(scores, jnp.int32(0), peak, total, masked=True)
       carry = out, operand(weights), peak, total
 
-      # Tiles at the window's start are masked, then come those seen whole, then those at the causal edge.
+      # Masked tiles at the window's start, then tiles that all queries see whole, then tiles at the causal edge.
       at = jnp.int32(1)
       if sliding_window is not None:
         last_position = position + lax.div(wg * _HALF + (_HALF - 1), group)
@@ -328,7 +328,7 @@ def prefill(
 
       @pl.when(wg == 0)
       def _():
-        plgpu.barrier_wait(turn.at[0])  # for the other's last step: as many waits as arrivals
+        plgpu.barrier_wait(turn.at[0])  # for the other warpgroup's last step: as many waits as arrivals
 
       def last_values(_, out_acc):
         multiply_values(out_acc, weights, slot)
@@ -339,7 +339,7 @@ def prefill(
       return out * lax.broadcast_in_dim(1.0 / total, out.shape, [0])
 
     def work():
-      """The item's numbers; read by each warpgroup for itself, so that they take no register of both."""
+      """Returns the item's numbers; each warpgroup reads them itself, which saves registers."""
       is_row = row >= 0
       of_row = jnp.maximum(row, 0)
       row_end, kv_len = starts_g[of_row + 1], lens_g[of_row]
@@ -356,7 +356,7 @@ def prefill(
     def _():
       plgpu.set_max_registers(232, action="increase")
       is_row, *_, position, _, first, end = work()
-      # Behind a barrier, else what they are made of takes registers through the loops.
+      # Behind a barrier, or their inputs would occupy registers through the loops.
       compute(is_row, *lax.optimization_barrier((position - first * keys, end - first)))
 
     @pl.when(busy & (wg == 2))
@@ -376,7 +376,7 @@ def prefill(
   return plgpu.kernel(
     body,
     out_type=jax.ShapeDtypeStruct((geometry.tokens, geometry.num_heads, head_dim), dtype),
-    grid=(plan.max_prefill_items, num_kv_heads),  # heads vary fastest: the items start in the plan's order
+    grid=(plan.max_prefill_items, num_kv_heads),  # heads vary fastest, so items start in the plan's order
     grid_names=("item", "head"),
     num_threads=3,
     thread_name="wg",

@@ -1,10 +1,9 @@
-"""Rotary embedding and the KV write of a layer in one Hopper kernel; it may not touch a slot that no token has.
+"""Rotary embedding and the KV write of a layer in one Hopper kernel; it may not touch slots of other tokens.
 
-It moves each byte once where separate programs would do so three times: projections come in by TMA, are rotated in
-registers (arXiv:2104.09864) and leave by TMA, queries packed as the attention kernels want them, keys and values
-straight to their places in the donated buffer. It runs once a layer on 8 to some thousand tokens, so what counts is the
-latency of one thread block: all copies in are waited for at once, and of the copies out only that they have read their
-source.
+It moves each byte once; separate programs would move it three times. TMA loads projections, threads rotate them in
+registers (arXiv:2104.09864), and TMA stores them: queries packed for the attention kernels, keys and values at their
+slots of the donated buffer. A layer calls it once for 8 to some thousand tokens, so the latency of one thread block
+counts: the kernel waits once for all copies in, and for copies out only until they have read their source.
 """
 
 import functools
@@ -18,12 +17,12 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.tuning import Tuning
 
 _THREADS = 128  # of a thread block: one warpgroup
-_MOST_BYTES = 128 * 1024  # of shared memory a thread block
-_UNROLLED = 8  # heads of a group that are rotated without a loop
+_MOST_BYTES = 128 * 1024  # shared memory of a thread block
+_UNROLLED = 8  # largest group whose heads the kernel rotates without a loop
 
 
 def _tile_tokens(write_tokens: int, group: int, head_dim: int) -> int:
-  """Tokens a thread block: as told, but fewer for large groups."""
+  """Returns the tokens a thread block: `write_tokens`, but fewer for large groups."""
   tokens = write_tokens
   while tokens > 4 and tokens * (group + 2) * head_dim * 2 > _MOST_BYTES:
     tokens //= 2
@@ -31,9 +30,9 @@ def _tile_tokens(write_tokens: int, group: int, head_dim: int) -> int:
 
 
 def _layout(tokens: int, half: int):
-  """How [tokens, half] lies over the threads: as long vectors of neighbours as there is work for all of them."""
+  """Returns the layout of [tokens, half] over threads, with the longest vectors that leave work for all threads."""
   vector = min(tokens * half // _THREADS, 8)
-  per_warp = _THREADS * vector // half // 4  # rows that one vector of each of its threads covers
+  per_warp = _THREADS * vector // half // 4  # rows that one vector of each thread covers
   if per_warp == 1:
     return plgpu.Layout.TILED(plgpu.Tiling(((4, half), (vector,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
   tiling = plgpu.Tiling(((4 * per_warp, half), (per_warp, half), (vector,)))
@@ -41,7 +40,7 @@ def _layout(tokens: int, half: int):
 
 
 def _body(page: int, num_tokens: int, qkv, cos, sin, slots, kv, q, queries, new, cosines, sines, ready):
-  """A tile of tokens of one KV head; `kv` is the buffer."""
+  """Processes a tile of tokens of one KV head; `kv` is the buffer."""
   tokens, group, head_dim = queries.shape
   half = head_dim // 2
   layout = _layout(tokens, half)
@@ -51,7 +50,7 @@ def _body(page: int, num_tokens: int, qkv, cos, sin, slots, kv, q, queries, new,
   plgpu.copy_gmem_to_smem(cos.at[here], cosines.at[:, 0], ready)
   plgpu.copy_gmem_to_smem(sin.at[here], sines.at[:, 0], ready)
   plgpu.copy_gmem_to_smem(qkv.at[here, head, pl.ds(0, group)], queries, ready)
-  # Read while the copies are under way.
+  # Reads the slots while the copies run.
   places = [slots[jnp.minimum(start + i, num_tokens - 1)] for i in range(tokens)]
   plgpu.barrier_wait(ready)
   c, s = (plgpu.load(ref.at[:, 0], layout=layout, optimized=False) for ref in (cosines, sines))
@@ -92,16 +91,16 @@ def rotate_and_write(
   """Rotates queries and keys, packs the queries, and stores keys and values.
 
   Args:
-    qkv: bf16[T, K, G + 2, H]; of each KV head its G query heads, its key, its value.
+    qkv: bf16[T, K, G + 2, H]; for each KV head its G query heads, its key and its value.
     cos, sin: f32[T, H / 2].
-    kv: bf16[P, K, 2, page, H]; updated in place where the caller's jit donates it.
-    slot_mapping: int32[T], block * page + offset. Those of padding tokens lie in block 0; where tokens share a slot it
-      is undefined which of them is kept.
+    kv: bf16[P, K, 2, page, H]; updated in place if the caller's jit donates it.
+    slot_mapping: int32[T], block * page + offset. Slots of padding tokens lie in block 0. If tokens share a slot, any
+      one of them stays.
     tuning: see tuning.py.
-    interpret: for a machine without a GPU.
+    interpret: plgpu.InterpretGPUParams to run on a CPU; None compiles for the GPU.
 
   Returns:
-    q, bf16[K, T * G, H], row t * G + g of a head being its query head g of token t; and the buffer.
+    q, bf16[K, T * G, H], with query head g of token t at row t * G + g of a KV head; and the buffer.
   """
   num_tokens, heads, rows, head_dim = qkv.shape
   group = rows - 2
@@ -119,8 +118,8 @@ def rotate_and_write(
       plgpu.SMEM((tokens, 1, head_dim // 2), jnp.float32),
       plgpu.Barrier(num_arrivals=4),
     ],
-    # Lane lowering swizzles no array here. Warpgroup lowering swizzles those of heads of 128, and slices single rows of
-    # them, whose elements threads and TMA then place differently. Every thread reads and writes values of its own only,
+    # Lane lowering swizzles no array here. Warpgroup lowering swizzles arrays of heads of 128 and slices single rows of
+    # them, whose elements threads and TMA would place differently. Every thread reads and writes only its own values,
     # so loads and stores need no barriers between them.
     compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True),
     interpret=interpret,

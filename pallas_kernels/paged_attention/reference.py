@@ -1,13 +1,12 @@
-"""Paged attention in plain jnp: runs anywhere, is the default on CPU, and is what other implementations must equal.
+"""Paged attention in plain jnp: runs anywhere, and defines the result of the other implementations.
 
-It may not cost in proportion to the pool, nor to the width of the block table: every loop ends at a value computed
-from the batch, and each pass gathers one chunk of the keys of a few rows. README.md tells what else was tried.
+Its cost may not grow with the pool or with the width of the block table. Every loop ends at a value computed from the
+batch, and each pass gathers one chunk of the keys of a few rows. README.md lists the alternatives and their times.
 
-The queries of a row are cut into tiles: rows with one query (decode) are tiles of 1, the others (prefill) tiles of
-many. Tiles go in groups, those with the longest walk first, so that the tiles of a group are about equal; a group walks
-its keys in chunks of some pages and keeps the softmax online (arXiv:2205.14135): in decode first the chunks that are
-seen as a whole, without masks, then the last. A chunk that a tile does not have changes nothing, to the bit; so a row's
-result does not depend on its neighbours.
+The code cuts a row's queries into tiles: of 1 query for decode rows, of many for prefill rows. It sorts tiles by the
+length of their walk and groups them, so that the tiles of a group are similar. A group walks its keys in chunks of some
+pages with an online softmax (arXiv:2205.14135). In decode, chunks that every tile sees whole come first and need no
+mask. Chunks beyond a tile's end change no bit of it, so a row's result does not depend on its neighbors.
 """
 
 import jax
@@ -17,15 +16,15 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
 
 _CHUNK = 64  # keys a pass, rounded to whole pages
-_DECODE_GROUP = 8  # tiles of one query a group; measured, as the others are: README.md
+_DECODE_GROUP = 8  # tiles of one query a group; measured like the other constants: README.md
 _PREFILL_TILE = 32
 _PREFILL_GROUP = 1
-_FEW = 8  # queries of a tile and KV head up to which each is a product of its own with the keys
-_MASKED = -1e30  # a score no real one reaches; finite, so that masked - masked is 0 and not NaN
+_FEW = 8  # most queries of a tile and KV head for which each query is a separate product with the keys
+_MASKED = -1e30  # below every real score; finite, so that masked - masked is 0 and not NaN
 
 
 def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-  """[P, 2, K, page, H]: a page of one head is contiguous, so gathered pages of a head need no transposition."""
+  """Returns [P, 2, K, page, H]: a page of one head is contiguous, so gathered pages need no transposition."""
   return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
 
@@ -45,7 +44,7 @@ def rotate(qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, j
   """Splits a layer's projections and rotates queries and keys.
 
   Args:
-    qkv: [..., K, G + 2, H]: of each KV head its queries, its key, its value.
+    qkv: [..., K, G + 2, H]: for each KV head its queries, its key and its value.
     cos, sin: f32[..., H/2], one row a token.
 
   Returns:
@@ -77,20 +76,20 @@ def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array)
 
 
 def _load(kv: jax.Array, tables: jax.Array, chunks: jax.Array, pages: int, which: jax.Array) -> jax.Array:
-  """Keys (`which` 0) or values (1) of run `chunks[r]` of `pages` pages of row r: f32[R, K, C, H]."""
+  """Gathers keys (`which` 0) or values (1) of chunk `chunks[r]`, `pages` pages, of each row r: f32[R, K, C, H]."""
   num_blocks, _, heads, page, head_dim = kv.shape
   columns = (chunks * pages)[:, None] + jnp.arange(pages, dtype=jnp.int32)[None, :]
   blocks = jnp.take_along_axis(tables, jnp.minimum(columns, tables.shape[1] - 1), axis=1, mode="clip")
   lines = blocks[:, None, :] * (2 * heads) + (which * heads + jnp.arange(heads, dtype=jnp.int32))[None, :, None]
-  # As [P * 2 * K, page * H] the gather copies long lines. The barrier keeps it a copy: fused into the mask that
-  # follows, it computes an index an element.
+  # As [P * 2 * K, page * H] the gather copies long rows. The barrier prevents fusion into the mask that follows, which
+  # would compute an index for every element.
   by_head = kv.reshape(num_blocks * 2 * heads, page * head_dim)
   loaded = lax.optimization_barrier(by_head.at[lines.reshape(-1)].get(mode="clip"))
   return loaded.reshape(tables.shape[0], heads, pages * page, head_dim).astype(jnp.float32)
 
 
 def _start(shape: tuple[int, ...], head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Running maximum, sum of weights [R, K, M] and weighted values [R, K, M, H] of no keys at all."""
+  """Initial state: maximum and sum of weights, [R, K, M], and weighted values, [R, K, M, H]."""
   return (
     jnp.full(shape, _MASKED, jnp.float32),
     jnp.zeros(shape, jnp.float32),
@@ -99,7 +98,7 @@ def _start(shape: tuple[int, ...], head_dim: int) -> tuple[jax.Array, jax.Array,
 
 
 def _scores(queries: jax.Array | tuple[jax.Array, ...], keys: jax.Array) -> jax.Array:
-  """q.k of a group, f32[R, K, M, C].
+  """Returns q.k of a group, f32[R, K, M, C].
 
   Args:
     queries: see `_step`.
@@ -107,7 +106,7 @@ def _scores(queries: jax.Array | tuple[jax.Array, ...], keys: jax.Array) -> jax.
   """
   if not isinstance(queries, tuple):
     return jnp.einsum("rkmh,rkch->rkmc", queries, keys, preferred_element_type=jnp.float32)
-  # XLA:CPU packs the second operand of a product of matrices anew at each call; one with a vector reads it in place.
+  # XLA:CPU packs the second operand of a matrix product at each call; a product with a vector reads it in place.
   products = [jnp.einsum("rkch,rkh->rkc", keys, query, preferred_element_type=jnp.float32) for query in queries]
   return jnp.stack(products, axis=2)
 
@@ -117,13 +116,12 @@ def _step(state, queries, kv, tables, chunks, pages, soft_cap, live=None, seen=N
 
   Args:
     state: see `_start`.
-    queries: f32[R, K, M, H], scaled; few of them as a tuple of M f32[R, K, H].
+    queries: f32[R, K, M, H], scaled; for few queries a tuple of M f32[R, K, H].
     kv, tables, chunks, pages: see `_load`.
     soft_cap: see api.
-    live: bool[R], which tiles see the whole chunk; nothing changes for the others. None: see `seen`.
-    seen: bool[R, M, C], which keys a query sees.
-    in_use: bool[R, C], which positions hold values at all: whatever lies elsewhere must not meet a weight of 0, since
-      0 * NaN is NaN.
+    live: bool[R], the tiles that see the whole chunk; the others keep their state. None: see `seen`.
+    seen: bool[R, M, C], the keys that a query sees.
+    in_use: bool[R, C], the positions that hold values; others are cleared, because a weight of 0 times NaN is NaN.
   """
   peak, total, acc = state
   scores = _scores(queries, _load(kv, tables, chunks, pages, jnp.zeros((), jnp.int32)))
@@ -137,8 +135,8 @@ def _step(state, queries, kv, tables, chunks, pages, soft_cap, live=None, seen=N
   if seen is not None:
     weights = jnp.where(seen, weights, 0.0)
   decay = jnp.exp(peak - new_peak)
-  # The index of the values is made to depend on the weights. XLA:CPU would otherwise start both gathers at once on
-  # two threads, and waking one takes longer than the gather (README.md).
+  # The index of the values depends on the weights. Otherwise XLA:CPU would run both gathers on two threads, and waking
+  # a thread takes longer than the gather (README.md).
   values = _load(kv, tables, chunks, pages, 1 + (weights[0, 0, 0, 0] * 0.0).astype(jnp.int32))
   if in_use is not None:
     values = jnp.where(jnp.broadcast_to(in_use[:, None, :, None], values.shape), values, 0.0)
@@ -153,7 +151,7 @@ def _step(state, queries, kv, tables, chunks, pages, soft_cap, live=None, seen=N
 
 
 def _finish(state) -> jax.Array:
-  """The attention output f32[R, K, M, H]; zeros for a query that saw nothing."""
+  """Returns the attention output f32[R, K, M, H]; zeros for a query without visible keys."""
   _, total, acc = state
   return acc / jnp.where(total == 0.0, 1.0, total)[..., None]
 
@@ -170,11 +168,11 @@ def ragged_paged_attention(
   soft_cap: float | None,
   invariant: bool = False,
 ) -> jax.Array:
-  """Causal attention of every packed token over its row's paged keys and values, which are stored already.
+  """Computes causal attention of every packed token over its row's stored keys and values.
 
   Args:
     q: [T, N, H].
-    invariant: as in Geometry: every query is a tile of its own, a prompt's too.
+    invariant: as in Geometry; every query, also of a prompt, is a separate tile.
 
   Returns:
     [T, N, H] of q's dtype; zeros at padding tokens.
@@ -189,7 +187,7 @@ def ragged_paged_attention(
   grouped = q.reshape(num_tokens, heads, heads_a_group, head_dim)
 
   def first_seen(positions):
-    """The first key that a query at `positions` sees."""
+    """Returns the first key that a query at `positions` sees."""
     return jnp.zeros_like(positions) if sliding_window is None else jnp.maximum(positions - (sliding_window - 1), 0)
 
   def attend(out, tiles_of_row, most_tiles, tile, group):
@@ -197,10 +195,10 @@ def ragged_paged_attention(
 
     Args:
       tiles_of_row: int32[S].
-      most_tiles: a bound on their sum, static.
+      most_tiles: static bound on their sum.
       tile, group: queries a tile, tiles a group.
     """
-    # Plan: what each tile covers, and its walk in chunks.
+    # Plan: the extent of each tile, and its walk in chunks.
     ends = jnp.cumsum(tiles_of_row)
     index = jnp.arange(-(-most_tiles // group) * group, dtype=jnp.int32)
     used = index < ends[-1]
@@ -210,8 +208,8 @@ def ragged_paged_attention(
     offsets = kv_lens[rows] - query_starts[rows + 1]  # from token to position
     lows = first_seen(begins + offsets)
     walks = jnp.where(used, -(-(stops + offsets) // chunk) - lows // chunk, 0)
-    # Chunks at the start of a walk that a tile sees as a whole. For tiles of many queries they are not told apart: it
-    # saves 6 % of a long walk, and takes longer to compile.
+    # Leading chunks that a tile sees whole. Tiles of many queries mask all chunks: separate loops would save 6 % of a
+    # long walk but compile longer.
     apart = tile == 1 and sliding_window is None
     whole = jnp.where(used, (begins + offsets + 1) // chunk, 0) if apart else jnp.zeros_like(walks)
     plan = jnp.stack([rows, begins, stops, offsets, lows, walks, whole])[:, jnp.argsort(-walks)]

@@ -1,13 +1,13 @@
 """Paged attention as Pallas kernels for TPU v5e and v6e; it may not know of engines or models.
 
-The buffer is [P, K, page, W]: a line of W lanes holds a position's key and, behind it, its value, so that one copy
-brings both and heads of 64 fill the 128 lanes of a register (apart, each would be padded to 128). Where H is no
-multiple of 128 the key and value of a line are never parted: queries have zeros where the values lie, weights times
-whole lines give the output in the values' lanes, and the matrix unit is 128 wide anyhow.
+The buffer is [P, K, page, W]: a line of W lanes holds a position's key and then its value. One copy loads both, and
+heads of 64 fill the 128 lanes of a register (separate, each would be padded to 128). If H is no multiple of 128, the
+kernel never separates the key and value of a line: queries have zeros in the value lanes, and weights times whole lines
+give the output in the value lanes. This costs nothing, because the matrix unit is 128 wide.
 
-Attention is one kernel without a grid: it walks a list of query tiles made on the device from `query_starts`. A tile
-is one query (decode) or a run of queries of one row; it walks the row's pages in chunks and keeps the softmax online
-(arXiv:2205.14135). Copies of the next chunk, of the next tile's queries and of the last tile's output go on meanwhile.
+Attention is one kernel without a grid: it walks a list of query tiles that the device makes from `query_starts`. A tile
+is one query (decode) or a run of queries of one row. It walks the row's pages in chunks with an online softmax
+(arXiv:2205.14135), while copies load the next chunk and the next tile's queries and store the last tile's output.
 """
 
 from collections.abc import Callable
@@ -24,20 +24,20 @@ from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
 from pallas_kernels.paged_attention.plan import Geometry
 from pallas_kernels.paged_attention.reference import rotate
 
-# None of these is measured: no TPU was at hand.
-PREFERRED_BLOCK_SIZE = 32  # half the copies and half the scalar memory of 16, where devices have few heads each
+# Not measured: these constants have never run on a TPU.
+PREFERRED_BLOCK_SIZE = 32  # half the copies and scalar memory of 16, for devices with few heads
 _CHUNK = 256  # keys a pass
 _TILE_ROWS = 256  # (query, head of the group) pairs a tile
 _WRITE_TOKENS = 512  # new tokens in VMEM at a time
-_RING = 16  # windows on their way in `write_kv`, half of them to be read, half to be written
+_RING = 16  # windows in flight in `write_kv`, half of them reads, half of them writes
 _VMEM_BYTES = 64 * 2**20  # of 128 MiB
-_TABLE_BYTES = 960 * 2**10  # of 1 MiB of scalar memory; tiles, lengths and the program's own need the rest
+_TABLE_BYTES = 960 * 2**10  # of 1 MiB of scalar memory; tiles, lengths and the program need the rest
 _LANES = 128
-_MASKED = -1e30  # a score no real one reaches; finite, so that masked - masked is 0 and not NaN
+_MASKED = -1e30  # below every real score; finite, so that masked - masked is 0 and not NaN
 
 
 def _lines(head_dim: int) -> tuple[int, slice, slice]:
-  """Lanes of a line, and which of them are multiplied with queries and with weights."""
+  """Returns the lanes of a line, and the lanes that queries and that weights multiply."""
   if head_dim % _LANES == 0:
     return 2 * head_dim, slice(0, head_dim), slice(head_dim, 2 * head_dim)
   width = -(-2 * head_dim // _LANES) * _LANES
@@ -45,12 +45,12 @@ def _lines(head_dim: int) -> tuple[int, slice, slice]:
 
 
 def _window(dtype: jnp.dtype) -> int:
-  """Positions that one hardware tile holds, the least that can be copied."""
+  """Returns the positions of one hardware tile, the smallest unit of a copy."""
   return 32 // jnp.dtype(dtype).itemsize
 
 
 def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
-  """Raises NotImplementedError, naming the value, for what the kernels do not do. Any head size will do.
+  """Raises NotImplementedError, with the value, for unsupported shapes and dtypes. Every head size is supported.
 
   Args:
     geometry: of a step.
@@ -58,30 +58,30 @@ def check_supported(geometry: Geometry, dtype: jnp.dtype) -> None:
   """
   dtype = jnp.dtype(dtype)
   if dtype not in (jnp.bfloat16, jnp.float32):
-    raise NotImplementedError(f"paged attention on TPU: dtype {dtype}; bfloat16 and float32 are supported")
+    raise NotImplementedError(f"paged attention on TPU: dtype {dtype} is none of bfloat16, float32")
   if geometry.block_size % _window(dtype):
     raise NotImplementedError(
-      f"paged attention on TPU: block_size={geometry.block_size} for {dtype}; multiples of {_window(dtype)} will do"
+      f"paged attention on TPU: block_size={geometry.block_size} for {dtype} is no multiple of {_window(dtype)}"
     )
   if geometry.group > _TILE_ROWS:
     raise NotImplementedError(
-      f"paged attention on TPU: {geometry.group} query heads a KV head; up to {_TILE_ROWS} are supported"
+      f"paged attention on TPU: {geometry.group} query heads a KV head are not supported; up to {_TILE_ROWS} are"
     )
   rows, width = geometry.rows, geometry.table_width
   if 4 * (-(-rows // 8) * 8) * (-(-width // _LANES) * _LANES) > _TABLE_BYTES:
     raise NotImplementedError(
       f"paged attention on TPU: {rows} block tables of {width} entries exceed the {_TABLE_BYTES // 1024} KiB of scalar "
-      "memory that they may have; take larger blocks, shorter sequences or fewer at a time"
+      "memory for them; raise --block_size, or lower --max_model_len or --max_num_seqs"
     )
 
 
 def kv_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-  """[P, K, page, W]: a page is contiguous, and so is a head's part of it."""
+  """Returns [P, K, page, W]: a page is contiguous, and so is each head's part of it."""
   return (num_blocks, num_kv_heads, block_size, _lines(head_dim)[0])
 
 
 def attend(attention: PagedAttention, qkv, cos, sin, kv, meta: RaggedMeta, slot_mapping):
-  """See api.PagedAttention.attend; XLA rotates."""
+  """See api.PagedAttention.attend. XLA applies the rotary embedding."""
   q, k, v = rotate(qkv, cos, sin)
   kv = write_kv(kv, k, v, slot_mapping)
   out = ragged_paged_attention(
@@ -94,16 +94,16 @@ def attend(attention: PagedAttention, qkv, cos, sin, kv, meta: RaggedMeta, slot_
 
 
 def _runs(slots: jax.Array, page: int, window: int, tokens: int) -> tuple[jax.Array, ...]:
-  """Cuts the new tokens into runs that lie side by side within one window of the buffer; padding is left out.
+  """Cuts the new tokens, without padding, into runs that are adjacent within one window of the buffer.
 
   Args:
     slots: int32[T].
-    page, window: tokens a block, and a hardware tile.
-    tokens: new tokens in VMEM at a time; no run crosses a multiple of it.
+    page, window: tokens of a block and of a hardware tile.
+    tokens: new tokens in VMEM at a time; no run crosses a multiple of `tokens`.
 
   Returns:
-    First token, number of tokens and first slot of each run, int32[T] of which the first n count, and where the runs of
-    each multiple of `tokens` begin, int32[1 + multiples].
+    First token, number of tokens and first slot of each run, int32[T] with n valid entries; and the first run of each
+    multiple of `tokens`, int32[1 + multiples].
   """
   size = slots.shape[0]
   index = jnp.arange(size, dtype=jnp.int32)
@@ -118,14 +118,14 @@ def _runs(slots: jax.Array, page: int, window: int, tokens: int) -> tuple[jax.Ar
 
 
 def _write_kernel(begins, counts, slots, firsts, new, _, kv, windows, reads, writes):
-  """Puts the runs of one block of new tokens into their windows: read, merge, write.
+  """Stores the runs of one block of new tokens in their windows: read, merge, write.
 
   Args:
     begins, counts, slots, firsts: see `_runs`, in SMEM.
     new: [K, tokens, W], the block.
     kv: the buffer, in HBM.
     windows: [ring, K, window, W].
-    reads, writes: a semaphore for each place of the ring.
+    reads, writes: one semaphore for each window of the ring.
   """
   ring, _, window, _ = windows.shape
   tokens, page = new.shape[1], kv.shape[2]
@@ -151,7 +151,7 @@ def _write_kernel(begins, counts, slots, firsts, new, _, kv, windows, reads, wri
       read(run + ring // 2).start()
 
     read(run).wait()
-    # The run lies within two aligned windows of the new tokens; they are turned until it lies as in the buffer.
+    # The run lies within two aligned windows of the new tokens; a rotation aligns it with the buffer.
     token = begins[run] - pl.program_id(0) * tokens
     aligned = pl.multiple_of(jnp.minimum(token // window * window, tokens - 2 * window), window)
     offset = slots[run] % window
@@ -175,7 +175,7 @@ def _write_kernel(begins, counts, slots, firsts, new, _, kv, windows, reads, wri
 def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array) -> jax.Array:
   """Stores keys and values, [T, K, H].
 
-  A block's tokens must be consecutive positions in order, as a row's are; padding is skipped.
+  The tokens of a KV block must be consecutive positions in order; the kernel skips padding.
   """
   _, heads, page, width = kv.shape
   head_dim, window = k.shape[2], _window(kv.dtype)
@@ -185,7 +185,7 @@ def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slot_mapping: jax.Array)
   new = jnp.pad(new, ((0, 0), (0, blocks * tokens - k.shape[0]), (0, width - 2 * head_dim)))
   return pl.pallas_call(
     _write_kernel,
-    out_shape=pltpu.HBM(kv.shape, kv.dtype),  # left free, XLA would carry a small pool to VMEM and back
+    out_shape=pltpu.HBM(kv.shape, kv.dtype),  # otherwise XLA would copy a small pool to VMEM and back
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=4,
       grid=(blocks,),
@@ -210,13 +210,13 @@ class _Tile(NamedTuple):
   """A run of queries of one row, as scalars.
 
   Attributes:
-    row: which one.
-    begin, stop: its tokens.
-    offset: from token to position.
-    end: keys that its last query sees, counted from position 0.
-    first_page: the first page that any of its queries sees, in the row's table.
-    chunks: passes over its keys; at least 1.
-    decodes: it is the only query of its row.
+    row: number of the row.
+    begin, stop: tokens of the tile.
+    offset: difference from token to position.
+    end: keys that the last query sees, counted from position 0.
+    first_page: the first page that any query sees, in the row's table.
+    chunks: passes over the keys; at least 1.
+    decodes: the tile is the only query of its row.
   """
 
   row: jax.Array
@@ -257,19 +257,19 @@ def _attention_kernel(
   sliding_window: int | None,
   soft_cap: float | None,
 ):
-  """Attention of all tiles, one after the other.
+  """Computes attention of all tiles, one after the other.
 
   Args:
-    rows, begins, count: int32[I], int32[I], int32[1]: row and first token of the tiles, and how many there are.
+    rows, begins, count: int32[I], int32[I], int32[1]: row and first token of the tiles, and their number.
     tables, lens, starts: see api.RaggedMeta; all of these are in SMEM.
     q, kv, out: in HBM: [T, N, Wq], the buffer and [T, N, Wo].
     kv_chunks: [2, K, pages, page, W].
     q_tiles, out_tiles: [2, tile, N, Wq], [2, tile, N, Wo].
-    queries: [K, tile * G, Wq], the tile's by head.
+    queries: [K, tile * G, Wq], the tile's queries by KV head.
     peaks, totals: f32[K, tile * G, 128], running maximum and sum of weights, the same in all lanes.
     accs: f32[K, tile * G, Wo], weighted values.
     kv_copied, q_copied, out_copied: two semaphores each.
-    group, keys_at, values_at: G, and see `_lines`.
+    group, keys_at, values_at: G, and the lanes of `_lines`.
   """
   _, heads, pages, page, width = kv_chunks.shape
   chunk, most = pages * page, q_tiles.shape[1]
@@ -298,11 +298,11 @@ def _attention_kernel(
     lax.fori_loop(0, jnp.minimum(pl.cdiv(tile.end, page) - first, pages), copy, 0)
 
   def first_loaded(tile: _Tile, size: int):
-    """The first token of a tile's copy in VMEM: a whole tile, moved back where it would end behind the tokens."""
+    """Returns the first token of a tile's copy in VMEM, moved back so that a whole tile stays within the tokens."""
     return tile.begin if size == 1 else jnp.minimum(tile.begin, q.shape[0] - size)
 
   def by_size(tile: _Tile, act: Callable[[int], None]) -> None:
-    """Calls `act` with the number of queries to work on: 1, or a tile's most."""
+    """Calls `act` with the number of queries to process: 1, or the size of a whole tile."""
     pl.when(tile.decodes)(lambda: act(1))
     pl.when(jnp.logical_not(tile.decodes))(lambda: act(most))
 
@@ -316,7 +316,7 @@ def _attention_kernel(
     return pltpu.make_async_copy(source, out.at[pl.ds(tile.begin, tokens)], out_copied.at[slot])
 
   def clear_tail(tile: _Tile, number, slot) -> None:
-    """Zeroes what lies behind the last key, in keys and values: a weight of 0 times NaN would be NaN."""
+    """Zeroes keys and values past the last key, because a weight of 0 times NaN is NaN."""
     left = tile.end - tile.first_page * page - number * chunk
 
     @pl.when(left < chunk)
@@ -349,7 +349,7 @@ def _attention_kernel(
       scores = jnp.where(seen, scores, _MASKED)
       peak = peaks[head, of_tile]
       new_peak = jnp.maximum(peak, scores.max(axis=1, keepdims=True))
-      # A query that has seen nothing yet counts masked keys with weight 1; its first key makes the decay of that 0.
+      # Before its first visible key a query gives masked keys weight 1; that key's decay of 0 removes them.
       weights = jnp.exp(scores - new_peak[:, :1])
       decay = jnp.exp(peak - new_peak)
       peaks[head, of_tile] = new_peak
@@ -359,7 +359,7 @@ def _attention_kernel(
       )
 
   def start_tile(index, slot) -> None:
-    """Starts the copies that a tile needs before anything else: its queries and its first chunk."""
+    """Starts the first copies of a tile: its queries and its first chunk."""
     tile = tile_of(index)
     by_size(tile, lambda size: q_copy(tile, size, index % 2).start())
     kv_copies(tile, 0, slot, lambda copy: copy.start())
@@ -386,7 +386,7 @@ def _attention_kernel(
     out_copy(tile, size, index % 2).start()
 
   def run_tile(index, done):
-    """Works on one tile; `done` counts the chunks before it, so that chunks alternate between the two places."""
+    """Processes one tile; `done` counts the chunks before it, so that chunks alternate between the two buffers."""
     tile = tile_of(index)
     pl.when(index >= 2)(lambda: await_out(index - 2))
     by_size(tile, lambda size: begin_tile(tile, index, size))
@@ -418,7 +418,7 @@ def _attention_kernel(
 
 
 def _tiles(query_starts: jax.Array, num_tokens: int, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Cuts every row's queries into tiles of `size`: row and first token of each, int32[I] each, and int32[1] of them."""
+  """Cuts rows into tiles of `size` queries; returns rows and first tokens, int32[I], and their number, int32[1]."""
   num_rows = query_starts.shape[0] - 1
   per_row = (query_starts[1:] - query_starts[:-1] + (size - 1)) // size
   ends = jnp.cumsum(per_row)
@@ -439,12 +439,12 @@ def ragged_paged_attention(
   sliding_window: int | None,
   soft_cap: float | None,
 ) -> jax.Array:
-  """As reference.ragged_paged_attention."""
+  """See reference.ragged_paged_attention."""
   num_tokens, num_heads, head_dim = q.shape
   _, heads, page, width = kv.shape
   group = num_heads // heads
   _, keys_at, values_at = _lines(head_dim)
-  lanes = keys_at.stop - keys_at.start  # of a query, and of an output
+  lanes = keys_at.stop - keys_at.start  # of a query and of an output
   size = min(max(1, _TILE_ROWS // group), num_tokens)
   pages = max(1, _CHUNK // page)
   tile = (size, num_heads, lanes)

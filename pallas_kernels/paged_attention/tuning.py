@@ -1,10 +1,9 @@
-"""Settings of the GPU kernels by device, head size and block size, so that kernels hold no constant to tune.
+"""Tuned settings of the GPU kernels, by device, head size and block size. Kernels may hold no such constant.
 
-Nothing here has been timed on a device yet: the values follow from what fits. A Hopper SM has 227 KiB of shared memory
-for its thread blocks and 65,536 registers, and a kernel that reads memory wants 36 KB on their way per SM (4.8 TB/s
-times 1 us over 132 SMs). A part of 512 tokens writes and reads back 3 % of what it reads of keys and values (8 KV
-heads of 128, groups of 4). With the parts that halve at its end a row of 1,024 tokens has 5, which makes 8 %; a row of
-8,192 has 19, which makes 4 %.
+The values follow from the hardware's limits; none has been timed on a device. A Hopper SM has 227 KiB of shared memory
+for its thread blocks and 65,536 registers. To saturate memory, an SM needs 36 KB in flight (4.8 TB/s times 1 us over
+132 SMs). A part of 512 tokens writes and reads back 3 % of the bytes of its keys and values (8 KV heads of 128, groups
+of 4). With the halving parts at its end, a row of 1,024 tokens has 5 parts, or 8 %; a row of 8,192 has 19, or 4 %.
 """
 
 import dataclasses
@@ -15,16 +14,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-  """What may differ between devices without changing a result (beyond rounding). Hashable.
+  """Settings that change speed but no result beyond rounding. Hashable.
 
   Attributes:
-    split_tokens: positions that a part of a split row has at least, 64 or more; see `plan.make_plan`.
+    split_tokens: least positions of a part of a split row, 64 or more; see `plan.make_plan`.
     decode_stages: tiles of 64 keys and 64 values in the decode kernel's ring, 2 or more; 256 * head_dim bytes each.
-    decode_ctas_per_sm: thread blocks of the decode kernel that an SM holds, 1 or 2.
+    decode_ctas_per_sm: thread blocks of the decode kernel on an SM, 1 or 2.
     prefill_stages: tiles of keys and of values in the prefill kernel's ring, 1 or more.
     prefill_tile_keys: keys a tile of the prefill kernel, 64 or 128.
-    write_tokens: tokens a thread block of the rotary and KV write kernel, a power of two from 4 to 64.
-    lowering: how Pallas lowers the prefill kernel; pinned since its default has changed between versions.
+    write_tokens: tokens of a thread block of the rotary and KV write kernel, a power of two from 4 to 64.
+    lowering: how Pallas lowers the prefill kernel; pinned, because the default differs between versions.
   """
 
   split_tokens: int
@@ -36,12 +35,12 @@ class Tuning:
   lowering: plgpu.LoweringSemantics = plgpu.LoweringSemantics.Warpgroup
 
 
-# Streaming multiprocessors by device kind, for what is compiled without the device. The longest name that a kind begins
-# with counts; other kinds have those of H100 SXM, H100 NVL, H200 and GH200.
+# Streaming multiprocessors by device kind, for compilation without the device. The longest name that is a prefix of the
+# kind applies; all others have the number of H100 SXM, H100 NVL, H200 and GH200.
 _SMS = {"NVIDIA H100 PCIe": 114, "NVIDIA H800 PCIe": 114, "NVIDIA H20": 78, "NVIDIA H200": 132}
 _MOST_COMMON_SMS = 132
 
-# By device kind (as JAX calls it), head size and block size; a head size's default is under (None, head_dim, None).
+# By JAX device kind, head size and block size; (None, head_dim, None) is the default of a head size.
 _TABLE: dict[tuple[str | None, int, int | None], Tuning] = {
   (None, 64, None): Tuning(
     split_tokens=256,
@@ -63,10 +62,10 @@ _TABLE: dict[tuple[str | None, int, int | None], Tuning] = {
 
 
 def count_sms(device_kind: str) -> int:
-  """Streaming multiprocessors of a GPU: the device's own word where this process has one of that kind, else a table's.
+  """Returns the streaming multiprocessors of a GPU, from a device of this process if it has one, else from a table.
 
   Args:
-    device_kind: as JAX calls it.
+    device_kind: JAX's name of the device kind.
   """
   for device in jax.devices():
     if device.device_kind == device_kind and getattr(device, "core_count", None):
@@ -76,10 +75,10 @@ def count_sms(device_kind: str) -> int:
 
 
 def tuning_for(device_kind: str, head_dim: int, block_size: int) -> Tuning:
-  """The settings for a device, or the default of the head size where that device has none of its own.
+  """Returns the settings of a device, or the default of the head size for other devices.
 
   Raises:
-    NotImplementedError: no settings for the head size.
+    NotImplementedError: the table has no settings for the head size.
   """
   for key in ((device_kind, head_dim, block_size), (None, head_dim, None)):
     if key in _TABLE:

@@ -1,6 +1,7 @@
-"""What a front end needs of an engine, in this process or behind a socket (server/ipc/remote_engine.py).
+"""The engine's interface for a front end, in this process or behind a socket. Knows neither gRPC, HTTP nor text.
 
-Nothing here knows gRPC, HTTP or text. Events do not pass this way: an engine hands them to `Generations.dispatch`.
+`server/ipc/remote_engine.py` is the one behind a socket. Events take another way: an engine hands them to
+`Generations.dispatch_events`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,21 +15,21 @@ from engine.recorder import RING_STEPS, EngineStats
 from engine.request import FinishReason, Request
 from server.telemetry.latency_histograms import Histogram, Observations
 
-# The engine keeps its latest RING_STEPS records of requests; looked at this often, none is missed.
+# Seconds between two reads. The engine keeps its latest RING_STEPS records of requests, so none is missed.
 _LOOK_UP_ENDINGS = RING_STEPS // 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-  """An engine at one instant.
+  """The state of an engine at one instant.
 
   Attributes:
-    stats: its counters, with as many records as were asked for.
-    now_s, heartbeat_s: on its clock; the second is of its loop's latest turn.
-    compiles_after_ready: XLA compilations.
-    peak_rss_bytes: of all processes of the server.
-    queue: seconds that requests which ended have waited.
-    blocks: see BlockPool.block_states; empty where it was not asked for.
+    stats: its counters, with the requested number of records.
+    now_s, heartbeat_s: times on its clock: now, and its loop's latest iteration.
+    compiles_after_ready: XLA compilations since ready.
+    peak_rss_bytes: peak resident memory of all processes of the server.
+    queue: queue times of finished requests, in seconds.
+    blocks: see BlockPool.block_states; empty unless requested.
   """
 
   stats: EngineStats
@@ -41,57 +42,57 @@ class Report:
 
 
 class EngineClient(Protocol):
-  """An engine as a front end sees it. All of it belongs to the front end's event loop."""
+  """The engine's interface for a front end. Belongs to the front end's event loop."""
 
   config: EngineConfig
 
   def now(self) -> float:
-    """The clock that deadlines are on, seconds."""
+    """Returns the time in seconds on the clock of deadlines."""
     ...
 
   def num_held(self) -> int:
-    """Ids that are in use, of requests that nobody waits for, too."""
+    """Returns the number of ids in use, including those of requests whose client has gone."""
     ...
 
   def new_id(self, name: str) -> str:
-    """An id for a request that goes by `name`: no other has it until ended() was called for it."""
+    """Returns an id for a request with this name; it stays unique until `ended` is called for it."""
     ...
 
   def ended(self, request_id: str) -> None:
-    """The last event of this id has come, or none will come."""
+    """Frees an id: its last event has arrived, or none will."""
     ...
 
   async def submit(self, owner: str, name: str, requests: Sequence[Request]) -> None:
-    """Accepts all outputs of a generation or none of them. After a cancellation either may be so; abort them.
+    """Submits all outputs of a generation, or none. After a cancellation either is possible, so abort them.
 
     Raises:
       DuplicateRequest: a live generation of this owner has this name, perhaps at another front end.
-      InvalidRequest, Overloaded, Unavailable: from the engine.
+      InvalidRequest, Overloaded, Unavailable: the engine refused it.
     """
     ...
 
   def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-    """Ends a request; one that is unknown or has ended is ignored."""
+    """Aborts a request; ignores an unknown or finished one."""
     ...
 
   async def abort_elsewhere(self, owner: str, names: Sequence[str]) -> list[bool]:
-    """Ends this owner's live generations at other front ends; returns, for each name, whether there was one."""
+    """Aborts this owner's live generations at other front ends; returns for each name whether there was one."""
     ...
 
   async def report(self, num_records: int = 0, *, with_blocks: bool = False) -> Report:
-    """The engine now, with its latest `num_records` records of steps and requests."""
+    """Returns the engine's state, with its latest `num_records` records of steps and requests."""
     ...
 
 
 class LocalEngine:
-  """An engine in this process. Implements EngineClient for one front end, and is what the others' requests come to.
+  """An engine in this process. Implements EngineClient for one front end, and receives other front ends' requests.
 
   Attributes:
-    inner: the engine itself, for who runs it or checks its books.
+    inner: the engine itself, for the code that runs it.
   """
 
   def __init__(self, engine: Engine, compiles_after_ready: Callable[[], int] = lambda: 0):
-    """Args: engine: gets the requests. compiles_after_ready: counts XLA compilations."""
+    """Args: engine: receives the requests. compiles_after_ready: counts XLA compilations."""
     self.inner = engine
     self.config = engine.config
     self._compiles_after_ready = compiles_after_ready
@@ -106,7 +107,7 @@ class LocalEngine:
     return len(self._held)
 
   def new_id(self, name: str) -> str:
-    """`name`, or a variant while the engine still holds a request of that id."""
+    """Returns `name`, or a variant of it while the engine still holds a request of that id."""
     request_id, serial = name, 1
     while request_id in self._held:
       request_id, serial = f"{name}~{serial}", serial + 1
@@ -120,14 +121,14 @@ class LocalEngine:
       self._look_up_endings()
 
   async def submit(self, owner: str, name: str, requests: Sequence[Request]) -> None:
-    """Names are told apart by the only front end there is."""
+    """Submits to the engine. The only front end keeps names unique."""
     self.inner.submit_all(requests)
 
   def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
     self.inner.abort(request_id, reason)
 
   async def abort_elsewhere(self, owner: str, names: Sequence[str]) -> list[bool]:
-    """There is no other front end."""
+    """Aborts nothing: there is no other front end."""
     return [False] * len(names)
 
   async def report(self, num_records: int = 0, *, with_blocks: bool = False) -> Report:
@@ -144,6 +145,6 @@ class LocalEngine:
     )
 
   def _look_up_endings(self) -> None:
-    """Queue times, which only the engine's own records tell."""
+    """Adds queue times, which only the engine's records hold."""
     self._endings_to_look_up = 0
     self._observations.queued(self.inner.stats(RING_STEPS).requests)

@@ -1,7 +1,7 @@
-"""Live generations: tokens come in from the engine, messages go out to one RPC each. Knows no gRPC.
+"""Turns the engine's tokens into the messages of live generations. Knows no gRPC.
 
-Everything here runs on the event loop's thread, which hears of the engine once a step. A step has hundreds of
-tokens: each is put into a list, and text and messages are made of all that came since the last ones.
+Everything here runs on the event loop's thread, which the engine wakes once a step. A step has hundreds of tokens, so
+each is appended to a list, and one message covers all tokens since the last one.
 """
 
 import asyncio
@@ -29,20 +29,20 @@ from server.text.detokenizer import Detokenizer, StopStrings
 from server.text.tokenizer import Tokenizer
 
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
-# Tokens that may wait to become text, so that nobody has to wait while a whole answer does.
+# Limit of tokens that wait to become text, so that detokenizing one long output never delays other streams.
 _MAX_PENDING = 256
 _ERRORS = {NUMERICAL_ERROR: NumericalError, ENGINE_FAILURE: EngineFailed, GRAMMAR_LIMIT: GrammarLimit}
 
 
 class _Output:
-  """One index of a generation: from token events to the delta and the ending that are not yet sent.
+  """One output of a generation: turns token events into the delta and the ending that are not yet sent.
 
   Attributes:
     pending: tokens that are not in the delta yet.
-    is_eager: tokens are looked at as they come, for one may complete a stop string.
-    started, last_token_at: on the engine's clock; the second is of the dispatch that brought it.
-    first_token_s: seconds from the start to it.
-    num_cached_tokens: of the prompt, found in the prefix cache.
+    is_eager: whether each token is detokenized on arrival, since it may complete a stop string.
+    started, last_token_at: times on the engine's clock; the second is the time of the token's dispatch.
+    first_token_s: seconds from the start to the first token.
+    num_cached_tokens: prompt tokens found in the prefix cache.
   """
 
   def __init__(
@@ -81,13 +81,13 @@ class _Output:
 
   @property
   def delta(self) -> pb.Delta:
-    """What was not sent."""
+    """The unsent delta."""
     if self.pending:
       self.flush()
     return self._delta
 
   def add_to(self, message: pb.GenerateResponse) -> None:
-    """Moves what was not sent into a message."""
+    """Moves the unsent delta into a message."""
     delta = self.delta
     if delta.text or delta.token_ids or delta.logprobs or delta.prompt_logprobs:
       message.deltas.append(delta)
@@ -96,14 +96,14 @@ class _Output:
       message.finished.append(self.finished)
 
   def flush(self) -> None:
-    """Makes pending tokens part of the delta."""
+    """Moves pending tokens into the delta."""
     pending, self.pending = self.pending, []
     self._add_text(pending)
     if self._call.return_token_ids:
       self._delta.token_ids.extend(pending)
 
   def take_event(self, event: TokenEvent) -> None:
-    """Adds an event of this request; sets `finished` when it is the last, or completes a stop string."""
+    """Adds an event; sets `finished` if it is the request's last, or completes a stop string."""
     if self.pending:
       self.flush()
     token_ids: Sequence[int] = event.token_ids
@@ -126,7 +126,7 @@ class _Output:
       self._finish(event.finish_reason, stop_token_id=event.stop_token_id)
 
   def _add_text(self, token_ids: Sequence[int]) -> int:
-    """Appends the tokens' text up to a stop string; returns how many tokens were used."""
+    """Appends the tokens' text up to a stop string; returns how many tokens it used."""
     if self._detokenizer is None or not self._call.stop_strings:
       self._num_tokens += len(token_ids)
       if self._detokenizer is not None and token_ids:
@@ -159,7 +159,7 @@ class _Output:
 
 
 class Generation:
-  """One RPC's generation. Ends once: every output finished, or an error."""
+  """One RPC's generation. Ends once: with every output finished, or with an error."""
 
   def __init__(self, request_id: str, owner: str):
     self.request_id = request_id
@@ -171,18 +171,18 @@ class Generation:
 
   @property
   def ended(self) -> bool:
-    """Nothing more will come from the engine."""
+    """Whether the engine will bring nothing more."""
     return self.error is not None or all(output.finished is not None for output in self.outputs)
 
   @property
   def outcome(self) -> str:
-    """What became of it, once it is closed."""
+    """How it ended, once it is closed."""
     if self.error is not None:
       return "cancelled" if isinstance(self.error, AbortedByRequest) else "failed"
     return "finished" if self.ended else "cancelled"
 
   def wake(self) -> None:
-    """There is something to send."""
+    """Wakes the reader: there is something to send."""
     self._news.set()
 
   async def wait_ended(self) -> None:
@@ -194,9 +194,9 @@ class Generation:
       raise self.error
 
   async def messages(self) -> AsyncIterator[pb.GenerateResponse]:
-    """What came since the last message, until the end; raises the error that ended the generation instead.
+    """Yields messages until the end; raises the error that ended the generation instead.
 
-    A reader that is slow gets fewer and larger messages, so what waits for it is bounded by max_tokens.
+    A slow reader gets fewer and larger messages, so max_tokens bounds what waits for it.
     """
     unfinished = self.outputs
     while unfinished:
@@ -215,13 +215,13 @@ class Generation:
 
 
 class Generations:
-  """All live generations of a server, by owner and request id, and by the engine's ids."""
+  """The live generations of a server, by owner and request id, and by the engine's ids."""
 
   def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None, *, tracer: Tracer | None = None):
     """Args:
-    engine: gets the requests; its clock is the one deadlines are on.
-    tokenizer: of the model, or None.
-    tracer: gets a span for each generation; None: there are none.
+    engine: receives the requests; deadlines are on its clock.
+    tokenizer: the model's tokenizer, or None.
+    tracer: receives a span for each generation; None makes no spans.
     """
     self.observations = Observations()
     self._tracer = tracer
@@ -229,35 +229,35 @@ class Generations:
     self._engine = engine
     self._tokenizer = tokenizer
     self._clock = engine.now
-    # No deadline of a client's may be later.
+    # The latest deadline that a client may set.
     self._request_timeout_s = engine.config.request_timeout_s or math.inf
     self._live: dict[tuple[str, str], Generation] = {}  # by owner and request id
     self._outputs: dict[str, _Output] = {}
     self._idle = asyncio.Event()
     self._idle.set()
     self.num_started = 0
-    self.num_late_events = 0  # for requests that had ended, that nobody waits for any more, or that never were
+    self.num_late_events = 0  # events of finished, abandoned or unknown requests
     self._refusal: EngineError | None = None
-    self._num_starting = 0  # live, and the engine has not yet said whether it takes them
-    # Of those that are not live any more; "cancelled" are those that nobody waits for.
+    self._num_starting = 0  # live, but the engine has not accepted or refused them yet
+    # Ended generations by outcome; "cancelled" are those whose client has gone.
     self.num_ended = {"finished": 0, "failed": 0, "cancelled": 0}
 
   def __len__(self) -> int:
     return len(self._live)
 
   async def start_generation(self, call: GenerationCall, time_remaining_s: float | None, owner: str = "") -> Generation:
-    """Submits a checked call. Whatever is raised, cancellation too, nothing of it is left.
+    """Submits a checked call. If it raises, or is cancelled, it leaves nothing behind.
 
     Args:
-      call: what to generate.
-      time_remaining_s: of the client's deadline; None is no deadline.
-      owner: tenant of the caller's key, empty where none is asked for; nobody else can abort it, or collides with its
-        id.
+      call: the checked call.
+      time_remaining_s: seconds until the client's deadline; None is no deadline.
+      owner: the tenant of the caller's key, empty where the server requires none. Ids are unique within an owner, and
+        only the owner can abort the generation.
 
     Raises:
       DuplicateRequest: the id is live.
-      InvalidRequest, Overloaded, Unavailable: from the engine.
-      EngineError: of `end_all`.
+      InvalidRequest, Overloaded, Unavailable: the engine refused it.
+      EngineError: the error of `end_all`.
     """
     if self._refusal is not None:
       raise self._refusal
@@ -313,11 +313,11 @@ class Generations:
   def dispatch_events(
     self, events: Sequence[TokenEvent], request_ids: Sequence[str] = (), token_ids: Sequence[int] = ()
   ) -> None:
-    """Hands a step's events to their generations, which are woken.
+    """Hands a step's events to their generations and wakes them.
 
     Args:
-      events: of any kind.
-      request_ids, token_ids: as columns, events that are one token and nothing else.
+      events: events of any kind.
+      request_ids, token_ids: columns of events that only bring one token.
     """
     now, before = self._clock(), self._dispatched_at
     num_steady = 0
@@ -327,7 +327,7 @@ class Generations:
       if output is None:
         self.num_late_events += 1
         continue
-      # Nearly all had their last token in the dispatch before: their gaps are one number, and one object.
+      # Nearly all outputs had their last token in the dispatch before, so they share one gap.
       if output.last_token_at is before:
         num_steady += 1
         output.last_token_at = now
@@ -364,16 +364,16 @@ class Generations:
           self._guarded(output, output.flush)
       output.generation.wake()
     if num_steady:
-      self.observations.gap(now - before, num_steady)
+      self.observations.gap(now, now - before, num_steady)
     self._dispatched_at = now
 
   def _see_token(self, output: _Output, now: float) -> None:
-    """The first, or one that the dispatch before has left out."""
+    """Records a first token, or one whose predecessor did not come in the previous dispatch."""
     if output.last_token_at is None:
       output.first_token_s = now - output.started
-      self.observations.first_token(output.first_token_s)
+      self.observations.first_token(now, output.first_token_s)
     else:
-      self.observations.gap(now - output.last_token_at, 1)
+      self.observations.gap(now, now - output.last_token_at, 1)
     output.last_token_at = now
 
   def _take(self, output: _Output, event: TokenEvent) -> None:
@@ -394,7 +394,7 @@ class Generations:
         self._abort_output(output, FinishReason.STOP)
 
   def _guarded(self, output: _Output, work: Callable[[], None]) -> None:
-    """Work on an output's text, by a tokenizer, say: where it fails it must harm this request alone."""
+    """Runs work on an output's text, such as detokenizing, such that an error ends this request alone."""
     try:
       work()
     except Exception as error:
@@ -402,7 +402,7 @@ class Generations:
       self.fail_generation(output.generation, hidden)
 
   def abort_generation(self, request_id: str, owner: str = "") -> bool:
-    """Ends a live generation of this owner as its wish; returns whether there was one."""
+    """Ends a live generation at its owner's request; returns whether there was one."""
     generation = self._live.get((owner, request_id))
     if generation is None or generation.ended:
       return False
@@ -410,7 +410,7 @@ class Generations:
     return True
 
   def fail_generation(self, generation: Generation, error: EngineError) -> None:
-    """Ends a generation with an error, and the engine's work on it; one that has ended stays as it is."""
+    """Ends a generation with an error and aborts its requests; does nothing if it has ended."""
     if not generation.ended:
       generation.error = error
       for output in generation.outputs:
@@ -419,13 +419,13 @@ class Generations:
       generation.wake()
 
   def end_all(self, error: EngineError) -> None:
-    """Ends every live generation with this error, and whichever would be started from now on."""
+    """Ends every live generation with this error, and every later one."""
     self._refusal = error
     for generation in list(self._live.values()):
       self.fail_generation(generation, error)
 
   def close_generation(self, generation: Generation) -> None:
-    """Forgets a generation; the engine stops work on what of it is unfinished. Call it exactly once for each start."""
+    """Removes a generation and aborts its unfinished requests. Call it exactly once for each start."""
     self.num_ended[generation.outcome] += 1
     self._forget(generation)
 
@@ -444,13 +444,13 @@ class Generations:
     await self._idle.wait()
 
   def _abort_output(self, output: _Output, reason: FinishReason = FinishReason.ABORT) -> None:
-    """The engine's own ending of it, a step or two later, finds nobody."""
+    """Aborts an output; the engine's last event for it, a step or two later, is dropped."""
     del self._outputs[output.engine_id]
     self._engine.abort(output.engine_id, reason)
 
 
 def _error_of(event: TokenEvent) -> EngineError | None:
-  """The error that a request's last event stands for, if any."""
+  """Returns the error that a request's last event means, or None."""
   if event.finish_reason is FinishReason.TIMEOUT:
     return DeadlineExceeded(event.message or "the request's deadline has passed; allow more time, or ask for less")
   if event.finish_reason is FinishReason.ERROR:

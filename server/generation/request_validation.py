@@ -1,7 +1,7 @@
-"""From a protobuf to what the engine takes, refusing everything else before anything is queued. Knows no gRPC.
+"""Turns a protobuf into a checked call, or refuses it before anything is queued. Knows no gRPC.
 
-Sampling values and token ids are judged by the engine's own `SamplingParams.validate` and `Engine.submit`; here is
-only what the engine cannot know: names, ids, texts, stop strings and counts of the wire.
+The engine itself checks sampling values and token ids (`SamplingParams.validate`, `Engine.submit`). This module checks
+what the engine cannot know: names, ids, texts, stop strings and counts of the wire.
 """
 
 from collections.abc import Mapping
@@ -25,15 +25,15 @@ MAX_N = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_ABORTS = 256
-MAX_PROMPT_LOGPROB_TOKENS = 8192  # each is a list of alternatives in the answer
+MAX_PROMPT_LOGPROB_TOKENS = 8192  # each makes a list of alternatives in the response
 DEFAULT_MAX_TOKENS = 256
-# A seed that is none, as in vLLM and llama.cpp; all others are seeds, negative ones too.
+# The value for no seed, as in vLLM and llama.cpp; every other value is a seed, negative ones too.
 NO_SEED = -1
 _MAX_SALT_BYTES = 128
 _MAX_TENANT_BYTES = 128
-# Those that requests have by the same name have the same meaning.
+# Fields with the same name as in a request have the same meaning.
 _ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-# Messages in which every field changes the output: served without one, a request gets another output than it asked for.
+# Messages in which every field changes the output, so that none may be ignored.
 _CHOICES = frozenset(
   message.DESCRIPTOR.full_name
   for message in (pb.SamplingParams, pb.StopParams, pb.OutputConstraint, pb.Choices, pb.ChatPrompt, pb.ChatMessage)
@@ -46,15 +46,15 @@ class GenerationCall:
   """A checked generation.
 
   Attributes:
-    request_id: the client's, or empty.
+    request_id: the client's id, or empty.
     prompt_token_ids: at least one.
-    params: one for each of the n outputs; they differ in seed, and only the first reports on the prompt.
-    stop_strings: end the text.
-    return_text, return_token_ids, skip_special_tokens: what to send.
-    priority: lower first.
-    queue_timeout_s: the client's, or None.
+    params: one for each of the n outputs; they differ in seed, and only the first returns prompt log probabilities.
+    stop_strings: strings that end the text.
+    return_text, return_token_ids, skip_special_tokens: what the response holds.
+    priority: a lower number goes first.
+    queue_timeout_s: the client's limit in seconds, or None.
     cache_salt, tenant: may be empty.
-    constraints: one for each of the n outputs, or none at all.
+    constraints: one for each of the n outputs, or empty.
   """
 
   request_id: str
@@ -72,12 +72,12 @@ class GenerationCall:
 
 
 def unknown_fields(message: protobuf_message.Message) -> list[str]:
-  """Fields that the message came with and this server's proto has not, as "sluice.v1.SamplingParams.99"."""
+  """Returns the message's fields that this server's proto lacks, such as "sluice.v1.SamplingParams.99"."""
   found = {
     f"{message.DESCRIPTOR.full_name}.{field.field_number}" for field in protobuf_unknown.UnknownFieldSet(message)
   }
   for field, value in message.ListFields():
-    if field.message_type is not None and not isinstance(value, Mapping):  # ours map numbers to numbers
+    if field.message_type is not None and not isinstance(value, Mapping):  # sluice.v1's maps hold numbers
       for each in value if field.is_repeated else (value,):
         found.update(unknown_fields(each))
   return sorted(found)
@@ -89,7 +89,7 @@ def refuse_unknown_choices(unknown: list[str]) -> None:
 
 
 def refuse_unknown_fields(unknown: list[str]) -> None:
-  """Raises InvalidRequest if there are any: each is a wish that would not be granted."""
+  """Raises InvalidRequest if there are any, since the server would not apply them."""
   if unknown:
     raise InvalidRequest("is not a field that this server knows: leave it out", field=unknown[0])
 
@@ -101,7 +101,7 @@ def check_model_name(asked: str, served: str) -> None:
 
 
 def check_request_id(request_id: str) -> None:
-  """Raises InvalidRequest for an id that could not stand in a log line."""
+  """Raises InvalidRequest for an id that is unfit for a log line."""
   if not REQUEST_ID.fullmatch(request_id):
     raise InvalidRequest(f"={request_id!r:.80} is not allowed: send 1 to 128 of A-Z a-z 0-9 . _ -", field="request_id")
 
@@ -114,18 +114,18 @@ def check_token_ids(name: str, token_ids, vocab_size: int) -> None:
 
 
 def need_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
-  """The tokenizer; raises NoTokenizer, saying what it is needed for."""
+  """Returns the tokenizer; raises NoTokenizer, which names the field that needs it."""
   if tokenizer is None:
     raise NoTokenizer("needs a tokenizer, and the served model has none; send and ask for token ids only", field=what)
   return tokenizer
 
 
 def prompt_token_ids(request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer: Tokenizer | None) -> list[int]:
-  """Token ids of a request's prompt. May take long for a long text: call it away from the event loop.
+  """Returns the token ids of a request's prompt. Slow for a long text: call it away from the event loop.
 
   Raises:
-    InvalidRequest: there is no prompt, it is empty, or its text is refused.
-    NoTokenizer, NoChatTemplate: the model cannot do that.
+    InvalidRequest: the prompt is missing, empty, or a text that the tokenizer refuses.
+    NoTokenizer, NoChatTemplate: the model has none, and the prompt needs it.
   """
   kind = request.WhichOneof("prompt")
   if kind is None:
@@ -148,10 +148,10 @@ def prompt_token_ids(request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer
 
 
 def num_outputs(sampling: pb.SamplingParams) -> int:
-  """Outputs a prompt. Whoever makes something for each of them asks here first.
+  """Returns the number of outputs of a prompt, checked before anything is made for each of them.
 
   Raises:
-    InvalidRequest: they are none, or too many.
+    InvalidRequest: it is 0 or too large.
   """
   n = sampling.n if sampling.HasField("n") else 1
   if not 1 <= n <= MAX_N:
@@ -159,9 +159,9 @@ def num_outputs(sampling: pb.SamplingParams) -> int:
   return n
 
 
-def default_max_tokens(defaults: SamplingDefaults, ours: int, room: int) -> int:
-  """max_tokens of a request that names none: the model's, else `ours`; no more than the prompt leaves room for."""
-  return max(1, min(int(defaults.get("max_tokens", ours)), room))
+def default_max_tokens(defaults: SamplingDefaults, fallback: int, num_left: int) -> int:
+  """Returns max_tokens of a request that sets none: the model's default, else `fallback`; at most `num_left` tokens."""
+  return max(1, min(int(defaults.get("max_tokens", fallback)), num_left))
 
 
 def make_generation_call(
@@ -171,18 +171,18 @@ def make_generation_call(
   prompt: list[int],
   defaults: SamplingDefaults,
 ) -> GenerationCall:
-  """Checks what the engine's own validation at submit does not.
+  """Makes a checked call of a request. Checks what the engine's validation at submit does not.
 
   Args:
-    request: as it came.
-    config: the engine's.
-    tokenizer: the model's, or None.
-    prompt: from `prompt_token_ids`.
-    defaults: the model's own, for fields that the request leaves out.
+    request: the client's message.
+    config: the engine's configuration.
+    tokenizer: the model's tokenizer, or None.
+    prompt: token ids from `prompt_token_ids`.
+    defaults: the model's defaults, for fields that the request leaves out.
 
   Raises:
-    InvalidRequest: with field, value, limit and remedy.
-    NoTokenizer: text is needed and cannot be made.
+    InvalidRequest: a field is wrong; the text has field, value, limit and remedy.
+    NoTokenizer: the request needs text, and the model has no tokenizer.
   """
   if request.request_id:
     check_request_id(request.request_id)
@@ -251,7 +251,7 @@ def _queue_timeout_s(request: pb.GenerateRequest) -> float | None:
 def _sampling_params(
   request: pb.GenerateRequest, config: EngineConfig, prompt_len: int, defaults: SamplingDefaults
 ) -> SamplingParams:
-  """What was set; for the rest the model's defaults, and Sluice's."""
+  """Returns the request's parameters; where it sets none, the model's defaults, then Sluice's."""
   values = dict(defaults) | {
     field.name: value
     for message in (request.sampling, request.stopping, request.output)

@@ -1,6 +1,6 @@
-"""A model's own sampling defaults: what its generation_config.json says, read once at start. Knows no request.
+"""Reads a model's sampling defaults from its generation_config.json, once at start. Knows no request.
 
-The keys are those that vLLM reads; `do_sample` is not one of them. End-of-sequence ids are read with the weights.
+It reads the keys that vLLM reads, so not `do_sample`. End-of-sequence ids are read with the weights.
 """
 
 from collections.abc import Mapping
@@ -13,22 +13,22 @@ from engine.errors import ConfigError
 from engine.model_folder import leads_outside
 from engine.sampling_params import RANGES
 
-# Whole numbers and floats.
+# Integers and floats.
 SamplingDefaults = Mapping[str, Any]
 FILE = "generation_config.json"
 _MAX_FILE_BYTES = 1 << 20
 _REMEDY = "restore it from its source, or serve with --generation_config=none"
-# Keys of the file, and what SamplingParams calls them.
+# Keys of the file, and their names in SamplingParams.
 _NAMES = {
   **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
   "max_new_tokens": "max_tokens",
 }
-# Lowest and highest whole number; a top_k of -1 is vLLM's word for all.
+# Lowest and highest integer; in vLLM a top_k of -1 means all tokens.
 _WHOLE = {"top_k": (-1, 2**31 - 1), "max_new_tokens": (1, 2**31 - 1)}
 
 
 def read_sampling_defaults(folder: pathlib.Path) -> SamplingDefaults:
-  """Values for fields that a request leaves out, by their names in SamplingParams; none without the file.
+  """Returns the defaults by their names in SamplingParams; empty without the file.
 
   Raises:
     ConfigError: the file cannot be read, or a value is outside the limits of requests.
@@ -48,7 +48,7 @@ def read_sampling_defaults(folder: pathlib.Path) -> SamplingDefaults:
 
 
 def describe_defaults(defaults: SamplingDefaults) -> str:
-  """Such as "temperature=0.7, top_k=20"."""
+  """Returns a text such as "temperature=0.7, top_k=20"."""
   return ", ".join(f"{name}={value if isinstance(value, int) else f'{value:g}'}" for name, value in defaults.items())
 
 
@@ -64,7 +64,7 @@ def _read(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _checked(file: pathlib.Path, key: str, value: Any) -> int | float:
-  """The value as a request would have it: a float of 32 bits, or a whole number."""
+  """Returns the value as a request holds it: a float of 32 bits, or an integer."""
   if key in _WHOLE:
     low, high = _WHOLE[key]
     if type(value) is int and low <= value <= high:

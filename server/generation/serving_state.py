@@ -1,7 +1,6 @@
-"""What serves and whether it takes work, for gRPC, HTTP and the operator's pages alike. Knows no protocol.
+"""Holds what serves, and admits requests, for gRPC, HTTP and the operator's pages alike. Knows no protocol.
 
-A request is let in once, before its body is read or its text is tokenized. From then on it is the server's own: a drain
-waits for it, whether it is still being read or generates already.
+A request is admitted once, before the server reads its body or tokenizes its text. From then on a drain waits for it.
 """
 
 import asyncio
@@ -29,15 +28,15 @@ _INLINE_CHARS = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-  """What serves, once it is ready.
+  """The parts that serve, once the server is ready.
 
   Attributes:
     model: the served name.
-    engine: asked for reports only; requests reach it through `generations`.
-    tokenizer: of the model, or None.
-    generations: the live ones.
-    load_s, warmup_s: what the start took.
-    defaults: the model's own, for sampling fields that requests leave out.
+    engine: used for reports only; requests reach it through `generations`.
+    tokenizer: the model's tokenizer, or None.
+    generations: the live generations.
+    load_s, warmup_s: seconds that the start took.
+    defaults: the model's defaults, for sampling fields that requests leave out.
   """
 
   model: str
@@ -54,15 +53,15 @@ class Backend:
 
 
 class ServingState:
-  """One object a server; all methods belong to its event loop.
+  """Whether a server admits requests, and its backend. A server has one; it belongs to the server's event loop.
 
   Attributes:
-    ready, alive: for probes and metrics. Not ready while draining or not alive; not alive when the engine stands or has
-      failed.
+    ready, alive: for health checks and metrics. A draining server is not ready. A server whose engine is stuck or has
+      failed is neither.
   """
 
   def __init__(self, memory: MemoryLimit | None = None):
-    """Args: memory: above it no new work is let in; None is no limit."""
+    """Args: memory: the limit above which the server admits no new work; None is no limit."""
     self._memory = memory
     self._backend: Backend | None = None
     self._compiler: ConstraintCompiler | None = None
@@ -70,14 +69,14 @@ class ServingState:
     self._num_admitted = 0
     self._none_admitted = asyncio.Event()
     self._none_admitted.set()
-    # Two threads: tokenizing a long prompt must not stop the loop, and must not take all cores either.
+    # Two threads: tokenizing a long prompt must not block the loop, and must not use all cores either.
     self._text_pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="tokenize")
     self._ready_at = 0.0
     self.ready = False
     self.alive = True
 
   def begin_serving(self, backend: Backend) -> None:
-    """Lets work in from now on."""
+    """Admits requests from now on."""
     self._backend = backend
     if backend.tokenizer is not None:
       config = backend.config
@@ -86,11 +85,11 @@ class ServingState:
     self._ready_at = time.monotonic()
 
   def refuse_work(self, error: Unavailable) -> None:
-    """Lets no new work in; `error` is what callers are told. Work inside goes on."""
+    """Refuses new requests with `error`. Admitted requests continue."""
     self._refusal = error
 
   def end_threads(self) -> None:
-    """Gives them back."""
+    """Ends the text pool's threads."""
     self._text_pool.shutdown(wait=False, cancel_futures=True)
 
   @property
@@ -100,22 +99,22 @@ class ServingState:
 
   @property
   def backend(self) -> Backend | None:
-    """What serves, or nothing: before it does, and when it is dead."""
+    """The backend; None before the server is ready and after the engine has failed."""
     return None if isinstance(self._refusal, EngineDead) else self._backend
 
   def require_backend(self) -> Backend:
-    """The backend, also while draining; raises what keeps the server shut."""
+    """Returns the backend, also while draining; raises the error with which the server refuses requests."""
     if self._backend is None or isinstance(self._refusal, EngineDead):
       raise self._refusal or Starting()
     return self._backend
 
   @contextlib.contextmanager
   def admit(self) -> Iterator[Backend]:
-    """Lets one request in, or raises why not; the block lasts until its generations have started.
+    """Admits one request, for a block that lasts until its generations have started.
 
     Raises:
-      Unavailable: the server starts, drains or is dead.
-      MemoryPressure: it is larger than it may be.
+      Unavailable: the server starts, drains or has failed.
+      MemoryPressure: its resident memory exceeds the limit.
     """
     if self._refusal is not None:
       raise self._refusal
@@ -132,7 +131,7 @@ class ServingState:
         self._none_admitted.set()
 
   async def wait_idle(self) -> None:
-    """Returns when no request that was let in is left."""
+    """Returns when no admitted request is left."""
     while self._num_admitted or (self._backend is not None and len(self._backend.generations)):
       await self._none_admitted.wait()
       if self._backend is not None:
@@ -141,9 +140,9 @@ class ServingState:
   async def tokenize_prompt(
     self, request: pb.GenerateRequest | pb.TokenizeRequest, tokenizer: Tokenizer | None
   ) -> list[int]:
-    """Token ids of a prompt of any kind; away from the loop where it takes long.
+    """Returns the token ids of a prompt of any kind; tokenizes long texts away from the loop.
 
-    Raises as `request_validation.prompt_token_ids`.
+    Raises the errors of `request_validation.prompt_token_ids`.
     """
     if request.WhichOneof("prompt") == "chat" or len(request.text) > _INLINE_CHARS:
       return await self.run_in_text_pool(lambda: request_validation.prompt_token_ids(request, tokenizer))
@@ -152,10 +151,10 @@ class ServingState:
   async def add_constraints(
     self, request: pb.GenerateRequest, calls: Sequence[request_validation.GenerationCall]
   ) -> list[request_validation.GenerationCall]:
-    """The calls, with constraints for their outputs if `request` asks for one; compiled away from the loop.
+    """Returns the calls with the constraints that `request` sets, compiled away from the loop.
 
     Raises:
-      InvalidRequest: the constraint cannot be followed.
+      InvalidRequest: the constraint does not compile, or exceeds a limit.
     """
     compiler = self._compiler
     if not request.HasField("constraint") or compiler is None:
@@ -168,5 +167,5 @@ class ServingState:
     return await self.run_in_text_pool(compile_all)
 
   async def run_in_text_pool(self, work: Callable[[], Any]) -> Any:
-    """Runs `work`, which takes long for a long text, away from the loop."""
+    """Runs `work` on a thread of the text pool, away from the loop."""
     return await asyncio.get_running_loop().run_in_executor(self._text_pool, work)

@@ -1,8 +1,9 @@
-"""The one table from errors to HTTP statuses and OpenAI's error object. May not decide what is an error.
+"""Maps errors to HTTP statuses and OpenAI's error object, in one table. May not decide what is an error.
 
     {"error": {"message": "...", "type": "invalid_request_error", "param": "top_p", "code": null}}
 
-As in `server.rpc.grpc_status`, what is not an EngineError becomes an opaque 500 with a number that is also in the log.
+As in `server.rpc.grpc_status`, an exception that is no EngineError becomes an opaque 500 with an incident number, which
+the log has too.
 """
 
 from collections.abc import Mapping
@@ -20,11 +21,11 @@ _INVALID = "invalid_request_error"
 
 
 class Refused(engine_errors.EngineError):
-  """What HTTP itself refuses: a path, a method, a body's size or kind.
+  """An error of HTTP itself: a path, a method, a body's size or kind.
 
   Attributes:
-    status: of the response.
-    headers: of the response.
+    status: the status of the response.
+    headers: extra headers of the response.
   """
 
   def __init__(self, status: int, message: str, *, code: str | None = None, headers: dict[str, str] | None = None):
@@ -35,12 +36,12 @@ class Refused(engine_errors.EngineError):
 
 
 class UnsupportedField(engine_errors.InvalidRequest):
-  """A field that this server does not act on, and that must not be ignored, for it would change the answer."""
+  """A field that would change the output and that Sluice does not support, so it must not be ignored."""
 
   reason = "UNSUPPORTED_FIELD"
 
 
-# From the most special class to the most general: status, type, code. A code of None is the type's own.
+# Subclasses stand before their bases: status, type, code. None is the type's default code.
 _TABLE: tuple[tuple[type[engine_errors.EngineError], tuple[int, str, str | None]], ...] = (
   (engine_errors.RequestTooLong, (400, _INVALID, "context_length_exceeded")),
   (UnsupportedField, (400, _INVALID, "unsupported_parameter")),
@@ -64,15 +65,15 @@ _TABLE: tuple[tuple[type[engine_errors.EngineError], tuple[int, str, str | None]
   (errors.InternalError, (500, "server_error", "internal_error")),
   (errors.GenerationFailed, (500, "server_error", "generation_failed")),
 )
-# The openai client repeats these by itself, and the answer would be the same, or the work twice as long.
+# The openai client retries these by itself, with the same result or with the work done twice.
 _NOT_WORTH_A_RETRY = (408, 409, 500, 501, 504)
-# Parts of sluice.v1's messages, which OpenAI's fields have not.
+# Messages inside sluice.v1's requests, which OpenAI's flat fields lack.
 _PARTS = frozenset(("chat", "constraint", "output", "stopping", "sampling"))
 
 
 @dataclasses.dataclass(frozen=True)
 class ErrorAnswer:
-  """An error as it is sent."""
+  """An error in the form that the client gets."""
 
   status: int
   body: dict[str, Any]
@@ -80,11 +81,11 @@ class ErrorAnswer:
 
 
 def make_error_answer(error: Exception, names: Mapping[str, str] = MappingProxyType({})) -> ErrorAnswer:
-  """What to send for an error; logs one that no client should see the text of.
+  """Returns the response for an error; logs unexpected errors, whose text no client gets.
 
   Args:
-    error: any.
-    names: what the caller calls fields of sluice.v1, where that is another name than ours without its message's.
+    error: any exception.
+    names: the caller's names of sluice.v1 fields, where they differ from the field's own name.
   """
   if isinstance(error, HTTPException):
     error = _of_starlette(error)
@@ -107,7 +108,7 @@ def make_error_answer(error: Exception, names: Mapping[str, str] = MappingProxyT
 
 
 def _name_of(field: str, names: Mapping[str, str]) -> str:
-  """What the caller calls a field of sluice.v1."""
+  """Returns the caller's name of a sluice.v1 field."""
   if field in names:
     return names[field]
   part, dot, rest = field.partition(".")
@@ -117,7 +118,7 @@ def _name_of(field: str, names: Mapping[str, str]) -> str:
 def _headers(error: Exception, status: int) -> dict[str, str]:
   retry_s = errors.seconds_to_retry(error)
   if retry_s is not None:
-    # Retry-After has whole seconds; the openai client prefers the finer one.
+    # Retry-After has whole seconds; the openai client prefers retry-after-ms.
     return {"retry-after": str(max(1, math.ceil(retry_s))), "retry-after-ms": str(round(1000 * retry_s))}
   if status == 401:
     return {"www-authenticate": "Bearer"}

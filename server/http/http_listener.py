@@ -1,8 +1,8 @@
-"""The HTTP side's socket: uvicorn's protocol in the event loop of the gRPC server. Knows no path.
+"""Runs uvicorn's HTTP protocol in the event loop of the gRPC server. Knows no path.
 
-uvicorn's own `Server` would take the process's signals and wake ten times a second; its protocol class does what is
-needed here. What is added are the limits that it has not: time for a request's headers, number of connections, JSON
-for what is not HTTP, and a way to cut a connection whose client takes nothing.
+uvicorn's own `Server` would take over the process's signals and wake ten times a second, so Sluice uses its protocol
+class alone. It adds a time limit for headers, a limit of connections, a JSON response to bytes that are not HTTP, and
+a way to cut connections whose clients read nothing.
 """
 
 import asyncio
@@ -55,14 +55,14 @@ class _Protocol(H11Protocol):
       self._stop_head_timer()
 
   def send_400_response(self, msg: str) -> None:
-    """Answers what is not HTTP. Called where uvicorn catches h11's error."""
+    """Answers bytes that are not HTTP. uvicorn calls it where it catches h11's error."""
     error = sys.exception()
     status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
     self._send_error(status, "these bytes are not an HTTP/1.1 request that this server takes")
 
   @property
   def _idle(self) -> bool:
-    """No request is being answered."""
+    """Whether no request is being answered."""
     return self.cycle is None or self.cycle.response_complete
 
   def _stop_head_timer(self) -> None:
@@ -91,12 +91,12 @@ class _Protocol(H11Protocol):
       ):
         self.transport.write(self.conn.send(event) or b"")
     except h11.LocalProtocolError:
-      pass  # an answer is under way, and it is too late for another
+      pass  # a response has begun, so it is too late for another
     self.transport.close()
 
 
 def open_listening_socket(host: str, port: int, flag: str = "http_port") -> socket.socket:
-  """A listening socket; port 0 lets the system choose. `flag` is what sets it.
+  """Returns a listening socket; port 0 lets the system choose. Errors name `flag`.
 
   Raises:
     ConfigError: the address cannot be bound.
@@ -111,7 +111,7 @@ def open_listening_socket(host: str, port: int, flag: str = "http_port") -> sock
   # asyncio does it only for sockets that name their protocol, and these, accepted from here, do not: each answer would
   # wait 40 ms for the client to acknowledge its headers.
   listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-  # A client whose machine has died is found out by the system.
+  # The system detects clients whose machine has died.
   listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
   for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 2), ("TCP_USER_TIMEOUT", 80_000)):
     if hasattr(socket, name):
@@ -120,7 +120,7 @@ def open_listening_socket(host: str, port: int, flag: str = "http_port") -> sock
 
 
 class Listener:
-  """A listening socket and its connections. Belongs to one event loop."""
+  """A listening socket with its connections. Belongs to one event loop."""
 
   def __init__(
     self,
@@ -132,11 +132,11 @@ class Listener:
     flag: str = "http_port",
   ):
     """Args:
-    app: gets the requests.
+    app: receives the requests.
     options: address and limits.
     certificates: for TLS; None is plain text.
-    listening: a socket from `listen`, which other processes may accept from, too; None makes one.
-    flag: that sets the port.
+    listening: a socket that other processes may accept from too; None opens one.
+    flag: the flag that sets the port, for errors.
     """
     self._listening = listening
     self._flag = flag
@@ -157,7 +157,7 @@ class Listener:
       h11_max_incomplete_event_size=options.max_header_bytes,
     )
     self._config.load()
-    # Its warnings come once for each piece of junk that a scanner sends.
+    # uvicorn warns once for each piece of junk that a scanner sends.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
   async def start_listening(self) -> int:
@@ -172,7 +172,7 @@ class Listener:
     return listening.getsockname()[1]
 
   async def stop_listening(self, grace_s: float) -> None:
-    """Listens no more, closes idle connections at once and the others after their answer, or after `grace_s`."""
+    """Stops listening; closes idle connections at once, others after their response or after `grace_s` seconds."""
     if self._server is None:
       return
     self._server.close()
@@ -190,7 +190,7 @@ class Listener:
       await asyncio.sleep(0)
 
   def _protocol(self) -> Any:
-    """Of a new connection, before its handshake."""
+    """Returns the protocol of a new connection, before its handshake."""
     if self._certificates is not None and self._tls is not None:
       self._certificates.renew(self._tls)
     return _Protocol(self._options, self._config, self._state)

@@ -1,26 +1,25 @@
-"""What an operator may set of the HTTP side. Only values."""
+"""The settings of the HTTP side. Holds values and does nothing."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-  """What the HTTP side may be told. Times in seconds.
+  """The settings of the HTTP side. Times in seconds.
 
   Attributes:
     host, port: address to bind; port 0 lets the system choose.
-    max_body_bytes: larger bodies are 413.
-    max_header_bytes: more headers are 431.
-    max_requests: more at once are 429.
-    max_connections: more are closed at once.
-    head_timeout_s, body_timeout_s: how long a client may take to send a request's headers, and its body.
-    idle_timeout_s: a connection without a request is closed after it.
-    stream_stall_timeout_s: stop the work for a client that takes nothing for this long, and cut its connection.
-    strict_requests: unknown fields are 400, instead of ignored and named in a header.
-    tool_call_parser: how the model writes calls of tools: one of `tool_calls.PARSERS`.
-    allowed_hosts: what the Host header may say, "*" for anything. Empty: local names alone, where the address is a
-      local one and no key is asked for (a page of somebody's site must not reach the model through DNS rebinding),
-      else anything.
+    max_body_bytes: larger bodies get 413.
+    max_header_bytes: larger headers get 431.
+    max_requests: limit of concurrent requests; more get 429.
+    max_connections: limit of connections; the server closes further ones at once.
+    head_timeout_s, body_timeout_s: time for a client to send a request's headers, and its body.
+    idle_timeout_s: the server closes a connection after this time without a request.
+    stream_stall_timeout_s: the server aborts a stream whose client reads nothing for this long, and disconnects.
+    strict_requests: refuse unknown fields with 400, instead of ignoring them and naming them in a header.
+    tool_call_parser: how the model writes tool calls: one of `tool_calls.PARSERS`.
+    allowed_hosts: allowed Host headers; "*" is any. Empty: only local names where the address is local and no key is
+      required, so that a foreign web page cannot reach the model through DNS rebinding; else any.
   """
 
   host: str = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""One request and its answer on the wire: a body with limits in, JSON or server-sent events out. Knows no endpoint."""
+"""Reads a request body within limits, and writes JSON or server-sent events. Knows no endpoint."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -15,26 +15,26 @@ from server.http import json_fields
 from server.http.error_responses import Refused, make_error_answer
 from server.http.http_options import HttpOptions
 
-# Smaller bodies are parsed in the loop: handing them to a thread would take longer.
+# Bytes. Smaller bodies are parsed on the loop: handing them to a thread would take longer.
 _INLINE_BYTES = 16 << 10
 
 
 class ClientGone(Exception):
-  """The client has closed its connection; there is nobody to answer."""
+  """The client has closed its connection, so no response is possible."""
 
 
 async def read_json_object(request: Request, state: ServingState, options: HttpOptions) -> dict[str, Any]:
-  """The JSON object that a request carries, read no further than the limits allow.
+  """Returns the JSON object in a request's body, read only as far as the limits allow.
 
   Args:
-    request: nothing of it read yet.
-    state: lends its threads for a long body.
-    options: its limits.
+    request: a request whose body is unread.
+    state: its text pool parses long bodies.
+    options: the limits.
 
   Raises:
     Refused: 408, 413 or 415.
-    InvalidRequest: it is no such object.
-    ClientGone: it never came whole.
+    InvalidRequest: the body is not a JSON object.
+    ClientGone: the client left before the body was complete.
   """
   max_bytes, timeout_s = options.max_body_bytes, options.body_timeout_s
   _check_headers(request.headers, max_bytes)
@@ -80,10 +80,10 @@ def _too_large(size: str, max_bytes: int) -> Refused:
 
 
 async def unless_gone[T](receive: Receive, work: Awaitable[T]) -> T:
-  """Awaits `work`, which is cancelled when the client goes away. The request's body must have been read.
+  """Awaits `work`, and cancels it if the client disconnects. The request's body must have been read.
 
   Raises:
-    ClientGone: it did.
+    ClientGone: the client disconnected.
   """
   working = asyncio.ensure_future(work)
   gone = asyncio.ensure_future(_wait_gone(receive))
@@ -95,7 +95,7 @@ async def unless_gone[T](receive: Receive, work: Awaitable[T]) -> T:
   finally:
     for task in (working, gone):
       task.cancel()
-    # Whatever `work` has to give back is given back before this returns.
+    # `work` must have freed its resources before this returns.
     await asyncio.gather(working, gone, return_exceptions=True)
 
 
@@ -105,7 +105,7 @@ async def _wait_gone(receive: Receive) -> None:
 
 
 def encode_sse_event(payload: dict[str, Any]) -> bytes:
-  """One server-sent event (HTML standard, section 9.2)."""
+  """Returns one server-sent event (HTML standard, section 9.2)."""
   return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
@@ -113,10 +113,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-  """Server-sent events from an iterator, which is closed when the client goes away or takes nothing any more.
+  """Sends server-sent events from an iterator, and closes it when the client disconnects or stops reading.
 
-  Headers are sent with the first events, so that what goes wrong before them still has a status of its own. What goes
-  wrong later is an event with OpenAI's error object, and no [DONE] follows it.
+  Headers go out with the first events, so an error before them has an HTTP status of its own. A later error is an event
+  with OpenAI's error object, and no [DONE] follows it.
   """
 
   def __init__(
@@ -128,14 +128,14 @@ class EventStream(Response):
     close: Callable[[], None],
     headers: dict[str, str] | None = None,
   ):
-    """What to send.
+    """Sets the stream's source and limits.
 
     Args:
-      events: each item is one or more whole events.
-      stall_timeout_s: how long the client may take nothing.
-      stalled: called when it did; it ends the work.
-      close: called at the end, whatever that is.
-      headers: besides those of every stream.
+      events: items of one or more whole events.
+      stall_timeout_s: how long the client may read nothing, in seconds.
+      stalled: called after that time; aborts the work.
+      close: always called at the end.
+      headers: extra headers.
     """
     super().__init__(
       None, headers={"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **(headers or {})}
@@ -147,7 +147,7 @@ class EventStream(Response):
     self._close = close
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-    # Here and not in the iterator, which may be cancelled before it has begun.
+    # Not in the iterator, which may be cancelled before it starts.
     try:
       await unless_gone(receive, self._send_all(scope, send))
     finally:
@@ -170,7 +170,7 @@ class EventStream(Response):
         await self._send(send, encode_sse_event(said.body))
       await self._send(send, b"", last=True)
     except _Stalled:
-      # The system's buffer is full of what was never read: a polite close would wait for it.
+      # The socket's buffer is full of unread bytes, for which a graceful close would wait.
       scope["state"]["abort"]()
       raise ClientGone from None
     finally:
@@ -187,4 +187,4 @@ class EventStream(Response):
 
 
 class _Stalled(Exception):
-  """The client takes nothing."""
+  """The client reads nothing."""

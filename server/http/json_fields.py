@@ -1,8 +1,7 @@
-"""JSON from strangers: parsed with limits, then converted to the fields that a class declares. Knows no endpoint.
+"""Parses untrusted JSON within limits, and converts it to the fields that a class declares. Knows no endpoint.
 
-Python's parser takes more than JSON (NaN, lone surrogates, the last of two equal keys, other encodings) and fails in
-more ways than one; here all of that is one error with a remedy, and so is what msgspec says of a field. Numbers are
-shown in errors, texts are not.
+Python's parser accepts more than JSON (NaN, lone surrogates, duplicate keys, other encodings). Here all of that is an
+error with a remedy, and so is each error of msgspec about a field. Errors show numbers, never texts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from engine.errors import InvalidRequest
 
 MAX_DEPTH = 64
 _MAX_DIGITS = 30
-# msgspec's messages, and its names of types and limits in words.
+# Patterns of msgspec's messages, and words for its types and limits.
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _OTHER_TYPE = re.compile(r"Expected `(.+)`, got `(\w+)`")
 _OTHER_LENGTH = re.compile(r"Expected `\w+` of length (\S+) (\d+)")
@@ -35,7 +34,7 @@ _WORDS = {
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
-  """The object that a request's body is.
+  """Parses a request's body.
 
   Raises:
     InvalidRequest: it is not UTF-8, not JSON, not an object, or too deep.
@@ -55,10 +54,10 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
 
 
 def convert_fields[T: msgspec.Struct](values: Mapping[str, Any], kind: type[T]) -> T:
-  """The fields that `kind` declares, without all others. A null counts as absent, and 2.0 is a whole number.
+  """Returns the fields that `kind` declares, and drops others. A null counts as absent, and 2.0 as an integer.
 
   Raises:
-    InvalidRequest: a field is missing, of another type than is declared, or beyond its limits.
+    InvalidRequest: a field is missing, has a wrong type, or is outside its limits.
   """
   given = {
     name: int(value) if isinstance(value, float) and value.is_integer() else value
@@ -80,7 +79,7 @@ def show_number(value: object) -> str:
 
 
 def _refusal(said: str, given: Mapping[str, Any], remedies: Mapping[str, str]) -> InvalidRequest:
-  """What msgspec says of a field, with the value, the limit and a remedy; `remedies` has better ones, by field."""
+  """Returns msgspec's error about a field with value, limit and remedy; `remedies` has better ones for some fields."""
   problem, _, place = said.partition(" - at ")
   field = place.rpartition("$")[2].strip(".`")
   if missing := _MISSING.match(problem):
@@ -105,7 +104,7 @@ def _refusal(said: str, given: Mapping[str, Any], remedies: Mapping[str, str]) -
 
 
 def _value_at(values: Any, path: str) -> Any:
-  """The value at "messages[0].content"."""
+  """Returns the value at a path such as "messages[0].content"."""
   for name in re.findall(r"\w+", path):
     values = values[int(name)] if isinstance(values, list) else values[name]
   return values

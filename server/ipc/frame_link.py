@@ -1,10 +1,9 @@
-"""Frames between the engine's process and its front ends, over a Unix socket. Knows no message of theirs.
+"""Carries frames between the engine's process and its front ends, over a Unix socket. Knows none of the messages.
 
-A frame is its length (four bytes, little-endian) and msgpack of a serial number and a message. A question carries a
-number that its sender chooses, and the one answer to it carries the same; every other message carries 0. Neither side
-trusts the other: it closes the link, and with it the server, over a frame that is too long and over a message that it
-has no handler for. The sockets are a pair that only these two processes have: they have no name, so that nobody else
-can connect and nothing is left behind, whichever way a process ends.
+A frame is its length (four bytes, little-endian) and msgpack of a serial number and a message. The sender of a question
+chooses its number, and the answer carries the same number; every other message carries 0. Neither side trusts the
+other: a frame that is too long, or a message without a handler, closes the link and with it the server. The two sockets
+are an unnamed pair, so no other process can connect, and a process that dies leaves nothing behind.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from server import errors
 from server.ipc.messages import LinkMessage
 
 MAX_FRAME_BYTES = 64 << 20
-# What may wait for a reader that does not read.
+# Limit of bytes that wait for the other side to read.
 MAX_BACKLOG_BYTES = 256 << 20
 _HEADER_BYTES = 4
 _READ_BYTES = 1 << 20
@@ -35,17 +34,17 @@ _log = logging.getLogger(__name__)
 
 
 class FrameError(Exception):
-  """The other side does not speak this protocol, or has gone."""
+  """The other side does not speak this protocol, or has closed the link."""
 
 
 class Answer(LinkMessage):
-  """To the question of the same number."""
+  """The answer to the question of the same number."""
 
   value: msgspec.Raw
 
 
 class Refusal(LinkMessage):
-  """Instead of an answer: an EngineError."""
+  """An EngineError in place of an answer."""
 
   reason: str
   problem: str
@@ -54,7 +53,7 @@ class Refusal(LinkMessage):
 
 
 def pack_frame(serial: int, message: LinkMessage) -> bytes:
-  """A frame with its header. Raises FrameError if it is too long."""
+  """Returns a frame with its header. Raises FrameError if it is too long."""
   body = _encode((serial, message))
   if len(body) > MAX_FRAME_BYTES:
     raise FrameError(f"a frame of {type(message).__name__} has {len(body)} bytes, the limit is {MAX_FRAME_BYTES}")
@@ -62,7 +61,7 @@ def pack_frame(serial: int, message: LinkMessage) -> bytes:
 
 
 class Link:
-  """One end of the socket. Belongs to an event loop, but for `tell_peer`, which any thread may call.
+  """One end of the socket. Belongs to an event loop, except `tell_peer`, which any thread may call.
 
   Attributes:
     is_open: whether messages can pass.
@@ -77,10 +76,10 @@ class Link:
     """Must be made inside the running loop.
 
     Args:
-      sock: connected; belongs to this link from now on.
-      handlers: by type of message. The handler of a question returns the answer or an awaitable of it; the other side
-        gets an EngineError that it raises.
-      closed: called once, with the reason, when the other side has gone or is not understood.
+      sock: a connected socket, which the link owns from now on.
+      handlers: by type of message. The handler of a question returns the answer or an awaitable of it. If it raises an
+        EngineError, the other side gets that.
+      closed: called once, with the reason, when the other side has closed the link or sent a bad frame.
     """
     self._socket = sock
     self._handlers = handlers
@@ -88,7 +87,7 @@ class Link:
     self._on_closed = closed
     self._loop = asyncio.get_running_loop()
     self._lock = threading.Lock()
-    # Of its own and used again: a fresh object of this size would be mapped, faulted in and unmapped at every read.
+    # Reused: a new object of this size would be mapped, faulted in and unmapped at every read.
     self._arrived = memoryview(bytearray(_READ_BYTES))
     self._unread = bytearray()
     self._unsent = bytearray()
@@ -103,7 +102,7 @@ class Link:
     self._loop.add_reader(sock, self._read_socket)
 
   def tell_peer(self, message: LinkMessage, serial: int = 0) -> None:
-    """Sends a message, or keeps it until the other side reads; it never waits. What a closed link is told is lost."""
+    """Sends a message, or buffers it until the other side reads; never waits. A closed link drops messages."""
     frame = pack_frame(serial, message)
     with self._lock:
       if not self.is_open:
@@ -128,8 +127,8 @@ class Link:
     """Sends a question and returns its answer.
 
     Raises:
-      EngineError: the other side's.
-      Unavailable: the link has closed, and nobody knows what came of it.
+      EngineError: the other side's error.
+      Unavailable: the link has closed; whether the question took effect is unknown.
     """
     if not self.is_open:
       raise _gone()
@@ -142,7 +141,7 @@ class Link:
       del self._waiting[serial]
 
   def close(self, reason: str = "") -> None:
-    """Ends the link. With a reason, `closed` hears of it."""
+    """Closes the link, and calls `closed` if there is a reason."""
     with self._lock:
       if not self.is_open:
         return
@@ -223,7 +222,7 @@ class Link:
     elif not serial:
       self._handlers[type(message)](message)
     else:
-      # Eager: what comes behind a question finds it handled, as far as it goes without waiting.
+      # Eager, so that later messages find the question handled up to its first await.
       task = asyncio.Task(self._answer_question(serial, message), loop=self._loop, eager_start=True)
       if not task.done():
         self._tasks.add(task)
@@ -237,13 +236,13 @@ class Link:
       answer = Answer(msgspec.Raw(_encode(value)))
     except EngineError as error:
       answer = encode_error(error)
-    except Exception as error:  # of ours, but about this question alone
+    except Exception as error:  # an unexpected error, which concerns this question alone
       answer = encode_error(errors.log_incident(error, "a question was not answered"))
     self.tell_peer(answer, serial)
 
 
 def _gone() -> EngineError:
-  return errors.EngineDead("the engine has failed; send the request again, to another server")
+  return errors.EngineDead("the engine has failed; retry on another server")
 
 
 def _all_kinds(kind: type[EngineError]) -> dict[str, type[EngineError]]:

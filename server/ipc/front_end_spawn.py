@@ -1,4 +1,4 @@
-"""Starts front end processes, which end with their link. Sends no message and opens no port."""
+"""Starts front-end processes, which end when their link closes. Sends no message and opens no port."""
 
 from collections.abc import Sequence
 import os
@@ -7,16 +7,16 @@ import socket
 import subprocess
 import sys
 
-# Of another package called `server` that may lie in the working directory nothing must be run.
+# The working directory may hold another package called `server`, which must not run.
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def spawn_front_end(module: str, listening: Sequence[socket.socket | None]) -> tuple[subprocess.Popen, socket.socket]:
-  """Starts a front end: a new interpreter, for a fork would copy a process with threads and a device.
+  """Starts a front end in a new interpreter, since a fork would copy a process with threads and a device.
 
   Args:
-    module: its program, server.lifecycle.front_end_process or one that adds parts to that.
-    listening: sockets for it to accept from; None where there is none.
+    module: its program: server.lifecycle.front_end_process, or one that adds parts to it.
+    listening: sockets that it accepts from; None for a port that does not exist.
 
   Returns:
     The process, and this end of its link.
@@ -41,7 +41,7 @@ def spawn_front_end(module: str, listening: Sequence[socket.socket | None]) -> t
 
 
 def peak_rss_bytes(pid: int) -> int:
-  """Of another process of this user; 0 where that is not known."""
+  """Returns the peak resident memory of another process of this user, in bytes; 0 where it is unknown."""
   try:
     status = pathlib.Path(f"/proc/{pid}/status").read_text()
   except OSError:

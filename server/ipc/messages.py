@@ -1,7 +1,7 @@
-"""What the engine's process and its front ends send each other. Values and types alone; decides nothing.
+"""Declares the messages between the engine's process and its front ends. Holds values and types; decides nothing.
 
-msgspec encodes messages, and refuses one of another type, or with a field of another type, where it arrives.
-`Engine.submit_all` checks the requests in them, as it checks those of its own process.
+msgspec encodes messages. The receiver refuses unknown messages and fields of a wrong type. `Engine.submit_all` checks
+their requests, as it checks requests of its own process.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,12 @@ from server.host_options import HostOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextOptions:
-  """What front ends need besides HostOptions.
+  """The settings that front ends need besides HostOptions.
 
   Attributes:
     model_dir: has the tokenizer, if there is one.
     max_prompt_bytes: longest text that is tokenized.
+    chat_template: as in Tokenizer.
     otlp_endpoint: as in tracing.Tracer; empty is none.
     log_format: one of log_lines.FORMATS.
     defaults: see Backend.
@@ -32,27 +33,28 @@ class TextOptions:
 
   model_dir: str
   max_prompt_bytes: int = 1 << 20
+  chat_template: str = ""
   otlp_endpoint: str = ""
   log_format: str = "text"
   defaults: SamplingDefaults = dataclasses.field(default_factory=dict)
 
 
 class LinkMessage(msgspec.Struct, array_like=True, tag=True):
-  """Base of all; on the wire, an array of the class's name and its fields."""
+  """Base of all messages; on the wire, an array of the class's name and its fields."""
 
 
-# From the engine's process.
+# Messages of the engine's process.
 
 
 class FrontEndSettings(LinkMessage):
-  """The first message. Answered when the front end listens."""
+  """The first message; the front end answers it when it listens."""
 
   options: HostOptions
   texts: TextOptions
 
 
 class ServedModel(LinkMessage):
-  """The engine runs. Answered when the front end serves. `others` are the ids of the server's other processes."""
+  """Says that the engine runs; the front end answers when it serves. `others`: ids of the server's other processes."""
 
   model: str
   config: EngineConfig
@@ -62,10 +64,10 @@ class ServedModel(LinkMessage):
 
 
 class StepEvents(LinkMessage):
-  """Of one step, by the front end's ids of its requests.
+  """The events of one step, by the front end's ids of its requests.
 
   Attributes:
-    request_ids, token_ids: events that are one token and nothing else, hundreds a step.
+    request_ids, token_ids: events that only bring one token, hundreds a step.
     others: all other events.
   """
 
@@ -75,37 +77,37 @@ class StepEvents(LinkMessage):
 
 
 class NamedAborts(LinkMessage):
-  """Ends an owner's live generations."""
+  """Aborts live generations of an owner."""
 
   owner: str
   names: list[str]
 
 
 class CountsQuestion(LinkMessage):
-  """Answered with the ProcessCounts of this front end."""
+  """Asks for the ProcessCounts of this front end."""
 
 
 class DrainOrder(LinkMessage):
-  """The second one hurries it."""
+  """Begins a drain; a second one ends the drain early."""
 
 
 class EngineDeath(LinkMessage):
-  """Ends the front end."""
+  """Says that the engine has failed; ends the front end."""
 
   reason: str
 
 
-# From a front end.
+# Messages of a front end.
 
 
 class Submission(LinkMessage):
-  """The requests of one generation, which differ in id and parameters alone. Answered when they are accepted.
+  """The requests of one generation, which differ only in id and parameters. The engine answers when it accepts them.
 
   Attributes:
-    owner, name: no two live generations of one owner have one name.
+    owner, name: unique among live generations.
     prompt, priority, queue_deadline, deadline, cache_salt, tenant: as in Request.
-    grammar: of all outputs; None is anything.
-    outputs: the front end's id and the parameters of each.
+    grammar: of all outputs; None for no constraint.
+    outputs: the front end's id and the parameters of each output.
   """
 
   owner: str
@@ -128,7 +130,7 @@ class Submission(LinkMessage):
     )
 
   def make_requests(self, ids: Sequence[str], constraints: Sequence[Constraint | None]) -> list[Request]:
-    """For an engine that knows them by these ids."""
+    """Returns the requests under the engine's ids."""
     return [
       Request(
         id=request_id,
@@ -147,25 +149,25 @@ class Submission(LinkMessage):
 
 
 class RequestAbort(LinkMessage):
-  """The front end wants no more of a request."""
+  """Aborts one request."""
 
   request_id: str
   reason: FinishReason
 
 
 class AbortElsewhere(LinkMessage):
-  """Answered as EngineClient.abort_elsewhere."""
+  """Asks for EngineClient.abort_elsewhere."""
 
   owner: str
   names: list[str]
 
 
 class ReportQuestion(LinkMessage):
-  """Answered with a Report."""
+  """Asks for an engine Report."""
 
   num_records: int
   with_blocks: bool
 
 
 class CensusQuestion(LinkMessage):
-  """Answered with the ProcessCounts of all processes."""
+  """Asks for the ProcessCounts of all processes."""

@@ -1,9 +1,7 @@
-"""An engine in another process, as a front end sees it: `generation.engine_client.EngineClient` over a link.
+"""Reaches an engine in another process: `generation.engine_client.EngineClient` over a link. Keeps no request state.
 
-Keeps no state of requests.
-
-Ids on the wire are numbers of this front end; which names they go by, and that no two live generations of a server have
-the same, is the engine's side to know.
+Ids on the wire are this front end's numbers. The engine's side maps them to names, and keeps the names of live
+generations unique.
 """
 
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from server.text.constraint_compiler import OutputGrammar
 
 
 class RemoteEngine:
-  """Belongs to one event loop. Implements EngineClient."""
+  """Implements EngineClient over a link. Belongs to one event loop."""
 
   def __init__(self, link: Link, config: EngineConfig):
     self.config = config
@@ -28,21 +26,21 @@ class RemoteEngine:
     self._serials = itertools.count()
 
   def now(self) -> float:
-    """One clock for all processes of a machine, which is the engine's, too."""
+    """Returns the time of the monotonic clock, which all processes of a machine share with the engine."""
     return time.monotonic()
 
   def num_held(self) -> int:
-    """None: ids are never used again."""
+    """Always 0, since no id is reused."""
     return 0
 
   def new_id(self, name: str) -> str:
     return f"{next(self._serials):x}"
 
   def ended(self, request_id: str) -> None:
-    """An id is never used again."""
+    """Does nothing, since no id is reused."""
 
   async def submit(self, owner: str, name: str, requests: Sequence[Request]) -> None:
-    """What can be judged without the engine is judged here."""
+    """Checks what needs no engine, then submits over the link."""
     grammar = None
     for request in requests:
       validate_request(self.config, request)

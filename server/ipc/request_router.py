@@ -1,7 +1,6 @@
-"""Whose requests are whose: from front ends in other processes to the engine in this one, and its events back to them.
+"""Routes requests of front ends to the engine in this process, and its events back. Knows no process, port or text.
 
-Names of live generations are kept here, and nowhere else, so that they are unique however connections fall on
-processes. Knows neither processes nor ports, and touches no text.
+The router alone keeps the names of live generations, so that a name is unique across all front ends.
 """
 
 import asyncio
@@ -23,12 +22,12 @@ from server.text.tokenizer import Tokenizer
 
 
 class Peer:
-  """A front end, as the engine's side knows it.
+  """A front end, on the engine's side.
 
   Attributes:
-    link: to it.
-    ids: the engine's ids of its live requests, by its own.
-    compiling: its own ids of requests whose constraint is being compiled, and whether they were aborted since.
+    link: the link to it.
+    ids: the engine's id of each live request, by the front end's id.
+    compiling: whether each request whose constraint is being compiled was aborted, by the front end's id.
   """
 
   def __init__(self) -> None:
@@ -38,13 +37,13 @@ class Peer:
 
 
 @dataclasses.dataclass(slots=True)
-class _Claim:
+class _NamedGeneration:
   """A live generation's owner and name.
 
   Attributes:
-    peer: whose it is.
-    num_live: its requests that have not ended.
-    is_aborted: an Abort call has named it.
+    peer: its front end.
+    num_live: its unfinished requests.
+    is_aborted: whether an Abort call has named it.
   """
 
   peer: Peer
@@ -54,15 +53,15 @@ class _Claim:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Route:
-  """Where the events of a request go: to a front end, which knows it by its own id; and its generation's claim."""
+  """Where the events of a request go: the front end, its id there, and the name of its generation."""
 
   peer: Peer
   request_id: str
-  claim: tuple[str, str]
+  key: tuple[str, str]
 
 
 class Router:
-  """All methods but `emit` belong to one event loop.
+  """Belongs to one event loop, except `emit`.
 
   Attributes:
     num_started: generations so far.
@@ -75,31 +74,31 @@ class Router:
     self._compiler: ConstraintCompiler | None = None
     self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
     self._routes: dict[str, _Route] = {}
-    self._claims: dict[tuple[str, str], _Claim] = {}
+    self._names: dict[tuple[str, str], _NamedGeneration] = {}
     self.num_started = 0
 
   def open(self, engine: LocalEngine, tokenizer: Tokenizer | None) -> None:
-    """Begins to take requests. Args: engine: gets them. tokenizer: constraints are followed with."""
+    """Begins to accept requests. Args: engine: receives them. tokenizer: compiles their constraints."""
     self._engine = engine
     if tokenizer is not None:
       self._compiler = ConstraintCompiler(tokenizer, engine.config.vocab_size, engine.config.eos_token_ids)
 
   def close(self) -> None:
-    """Gives its thread back."""
+    """Ends its thread."""
     self._pool.shutdown(wait=False, cancel_futures=True)
 
   @property
   def num_live(self) -> int:
-    """Generations."""
-    return len(self._claims)
+    """The number of live generations."""
+    return len(self._names)
 
   def num_held(self) -> int:
-    """What must be gone when nothing is asked for."""
+    """The number of entries, which must be 0 when no request is live."""
     assert self._engine is not None, "nothing is held before anything runs"
-    return self._engine.num_held() + len(self._routes) + len(self._claims)
+    return self._engine.num_held() + len(self._routes) + len(self._names)
 
   def emit(self, events: list[TokenEvent]) -> None:
-    """The engine's way out: one frame a step to each front end that has a request in it. On the engine's thread."""
+    """Sends a step's events, one frame to each front end that has a request in it. Runs on the engine's thread."""
     routes, ended = self._routes, []
     steps: dict[Peer, StepEvents] = {}
     for event in events:
@@ -124,17 +123,17 @@ class Router:
       peer.link.tell_peer(step)
 
   def lost(self, peer: Peer) -> None:
-    """It has gone, and nobody waits for its requests."""
+    """Aborts the requests of a front end that has gone."""
     for engine_id in list(peer.ids.values()):
       self._drop(engine_id, FinishReason.ABORT)
     peer.ids.clear()
 
   def submit(self, peer: Peer, asked: Submission) -> Any:
-    """Answers at once, or after a constraint was compiled."""
+    """Submits requests of a front end; returns at once, or after compiling their constraint."""
     key = asked.owner, asked.name
-    if key in self._claims:
+    if key in self._names:
       raise DuplicateRequest(f"request_id={asked.name} is in use by a live request; choose another, or leave it empty")
-    self._claims[key] = _Claim(peer, len(asked.outputs))
+    self._names[key] = _NamedGeneration(peer, len(asked.outputs))
     if asked.grammar is not None:
       return self._compile_and_accept(peer, key, asked, asked.grammar)
     self._accept(peer, key, asked, [None] * len(asked.outputs))
@@ -150,7 +149,7 @@ class Router:
       if not peer.link.is_open or any(peer.compiling[request_id] for request_id in request_ids):
         raise AbortedByRequest("the request was aborted")
     except BaseException:
-      del self._claims[key]
+      del self._names[key]
       raise
     finally:
       for request_id in request_ids:
@@ -172,7 +171,7 @@ class Router:
     try:
       engine.inner.submit_all(asked.make_requests(ids, constraints))
     except Exception:
-      del self._claims[key]
+      del self._names[key]
       for engine_id in ids:
         del self._routes[engine_id]
         engine.ended(engine_id)
@@ -181,7 +180,7 @@ class Router:
     self.num_started += 1
 
   def abort(self, peer: Peer, asked: RequestAbort) -> None:
-    """A front end wants no more of a request."""
+    """Aborts one request of a front end."""
     engine_id = peer.ids.pop(asked.request_id, None)
     if engine_id is not None:
       self._drop(engine_id, asked.reason)
@@ -192,32 +191,32 @@ class Router:
     """See EngineClient, for this front end."""
     found = []
     for name in asked.names:
-      claim = self._claims.get((asked.owner, name))
-      found.append(claim is not None and claim.peer is not peer and not claim.is_aborted)
-      if claim is not None and found[-1]:
-        claim.is_aborted = True
-        claim.peer.link.tell_peer(NamedAborts(asked.owner, [name]))
+      named = self._names.get((asked.owner, name))
+      found.append(named is not None and named.peer is not peer and not named.is_aborted)
+      if named is not None and found[-1]:
+        named.is_aborted = True
+        named.peer.link.tell_peer(NamedAborts(asked.owner, [name]))
     return found
 
   def _drop(self, engine_id: str, reason: FinishReason) -> None:
-    """Its events have nowhere to go from now on; its name is free."""
+    """Removes a request's route and frees its name."""
     route = self._routes.pop(engine_id, None)
     if route is not None and self._engine is not None:
-      self._unclaim(route.claim)
+      self._release_name(route.key)
       self._engine.abort(engine_id, reason)
 
   def _forget(self, engine_ids: Sequence[str]) -> None:
-    """The engine has ended them."""
+    """Removes the routes of requests that the engine has finished."""
     assert self._engine is not None, "nothing ends before anything runs"
     for engine_id in engine_ids:
       route = self._routes.pop(engine_id, None)
       if route is not None:
         route.peer.ids.pop(route.request_id, None)
-        self._unclaim(route.claim)
+        self._release_name(route.key)
       self._engine.ended(engine_id)
 
-  def _unclaim(self, key: tuple[str, str]) -> None:
-    claim = self._claims[key]
-    claim.num_live -= 1
-    if not claim.num_live:
-      del self._claims[key]
+  def _release_name(self, key: tuple[str, str]) -> None:
+    named = self._names[key]
+    named.num_live -= 1
+    if not named.num_live:
+      del self._names[key]

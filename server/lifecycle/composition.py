@@ -1,4 +1,4 @@
-"""Where the composition root, or another program, adds parts to a server, and when. Adds none itself."""
+"""Defines where a program adds parts to a server, and when. Adds none itself."""
 
 from collections.abc import Callable
 
@@ -14,16 +14,16 @@ from server.text.tokenizer import Tokenizer
 
 
 class Composition:
-  """No method adds anything here. They are called in this order, on the event loop but for `before_load`.
+  """The hooks of a server; these add nothing. Called in this order, on the event loop except for `before_load`.
 
   Attributes:
-    engine_class: of the engine that is built.
+    engine_class: the class of the engine to build.
   """
 
   engine_class: type[Engine] = Engine
 
   def front_end_module(self, options: HostOptions) -> str:
-    """The module that is run as each front end process of a server with these options."""
+    """Returns the module to run as each front end process of a server with these options."""
     return "server.lifecycle.front_end_process"
 
   def add_services(
@@ -34,21 +34,21 @@ class Composition:
     service: SluiceService,
     census: Census,
   ) -> tuple[str, ...]:
-    """Adds services to those of the public port, and returns their names: reflection and health tell of them.
+    """Adds services to the public port and returns their names, for reflection and health.
 
     Args:
-      server: has not started.
-      options: of the server.
-      state, service: let work in, and do it.
-      census: counts all of the server's processes.
+      server: not started yet.
+      options: the server's.
+      state, service: admit requests, and run them.
+      census: counts of all the server's processes.
     """
     return ()
 
   def add_admin_services(self, server: grpc.aio.Server, census: Census) -> None:
-    """Adds services to those of the admin port. `census` counts all of the server's processes."""
+    """Adds services to the admin port. `census` counts all of the server's processes."""
 
   def before_load(self) -> None:
-    """The model is about to be loaded; on the thread that loads it."""
+    """Runs before the model is loaded, on the thread that loads it."""
 
   def begin_serving(
     self,
@@ -59,15 +59,15 @@ class Composition:
     num_held: Callable[[], int],
     fail: Callable[[BaseException], None],
   ) -> None:
-    """This process is about to serve; the engine's loop does not run yet.
+    """Runs before this process serves; the engine's loop does not run yet.
 
     Args:
       engine: None in a front end process.
       generations: None in the engine's process of a server with front end processes.
-      tokenizer: of the model, or None.
-      num_held: ids of requests that nobody may still wait for.
+      tokenizer: the model's, or None.
+      num_held: counts ids in use, including those of requests whose client has gone.
       fail: ends the server.
     """
 
   def end_serving(self) -> None:
-    """The server drains, or has failed."""
+    """Runs when the server drains or has failed."""

@@ -1,10 +1,11 @@
-"""The engine's process of a server with several: owns the engine, its front end processes and the public port.
+"""The engine's process of a server with several processes: owns the engine, the front ends and the public port.
 
-It has the same face as `server.lifecycle.host.Host`; requests and their events are `server.ipc.request_router`'s. No
-text, protobuf or HTTP is touched here.
+It has the interface of `server.lifecycle.host.Host`; `server.ipc.request_router` carries requests and events. Touches
+no text, protobuf or HTTP.
 
-A front end that dies ends the server, as a crash of the whole would: what runs in it runs in the others, the port's
-group is closed, and a supervisor starts all anew from a known state. Its requests are aborted, all others are told.
+A front end that dies ends the server, as a crash of a single process would. All front ends run the same code, and the
+port's group is closed, so a supervisor restarts the whole server from a known state. The engine aborts the requests of
+the dead front end, and the others tell their clients.
 """
 
 import asyncio
@@ -48,7 +49,7 @@ from server.rpc.grpc_server import ReservedPort
 from server.telemetry.process_counts import ProcessCounts
 from server.text.tokenizer import Tokenizer
 
-# Beyond what a front end takes by itself.
+# Added to the time that a front end needs by itself.
 _MARGIN_S = 3.0
 _HURRIED_S = 1.5
 _POLL_S = 0.01
@@ -58,11 +59,11 @@ _log = logging.getLogger(__name__)
 
 
 class _FrontEndPeer(Peer):
-  """One of the processes.
+  """A front end process.
 
   Attributes:
-    index, process: which.
-    counts: the latest known.
+    index, process: its number and its process.
+    counts: its latest known counts.
   """
 
   def __init__(self, index: int, process: subprocess.Popen):
@@ -73,7 +74,7 @@ class _FrontEndPeer(Peer):
 
 
 class FrontEndGroup(Lifetime):
-  """All methods but `emit` belong to one event loop, on the main thread."""
+  """A server's engine and its front ends. All methods but `emit` belong to one event loop, on the main thread."""
 
   _parts = "the engine or a front end"
 
@@ -88,9 +89,9 @@ class FrontEndGroup(Lifetime):
     composition: Composition | None = None,
   ):
     """Args:
-    count: processes, at least 1.
+    count: front end processes, at least 1.
     options, admin, may_exit, composition: see Host.
-    texts: for the front ends.
+    texts: the front ends' texts.
     """
     if options.enable_channelz:
       raise ConfigError(
@@ -107,7 +108,7 @@ class FrontEndGroup(Lifetime):
     self._is_stopping = False
     self._exit_code = 0
 
-  # Its life, as Host has it.
+  # Life cycle, with Host's interface.
 
   async def start_listening(self) -> int:
     """Starts the front ends; returns when all of them listen and answer STARTING. Returns the port.
@@ -134,7 +135,7 @@ class FrontEndGroup(Lifetime):
       reserved.shut()
       if not reserved.is_shut:
         _log.info(
-          "port %d is open to other programs of this user that ask to share it; an address in --host shuts it",
+          "other programs of this user can share port %d; set an address in --host to prevent that",
           reserved.port,
         )
       await self._start_admin(self._sum)
@@ -165,7 +166,7 @@ class FrontEndGroup(Lifetime):
     return front_end
 
   async def _ask_all(self, question: LinkMessage) -> None:
-    """Asks every front end. Raises the error of one that cannot start; `_lost` ends the server where one has gone."""
+    """Asks every front end. Raises the error of one that cannot start; if one is gone, `_lost` ends the server."""
     with contextlib.suppress(EngineDead):
       await asyncio.gather(*(front_end.link.ask_peer(question, None) for front_end in self._front_ends))
 
@@ -173,18 +174,18 @@ class FrontEndGroup(Lifetime):
     return self._router.num_live
 
   def emit(self, events: list[TokenEvent]) -> None:
-    """The engine's way out. On the engine's thread."""
+    """Receives the engine's events, on the engine's thread."""
     self._router.emit(events)
 
   async def serve(
     self, engine: LocalEngine, *, model: str, tokenizer: Tokenizer | None, load_s: float, warmup_s: float
   ) -> None:
-    """Starts the engine's thread, and returns when all front ends say ready.
+    """Starts the engine's thread; returns when all front ends report ready.
 
     Args:
       engine: emits into `emit`.
       model, load_s, warmup_s: see Backend.
-      tokenizer: of the model, which constraints are followed with.
+      tokenizer: the model's, for constraints.
     """
     self._engine = engine
     self._router.open(engine, tokenizer)
@@ -195,7 +196,7 @@ class FrontEndGroup(Lifetime):
     systemd_notify.notify_systemd("READY=1\nSTATUS=serving")
 
   async def _drain(self) -> None:
-    """Front ends drain as a server of one process does, and end."""
+    """Drains and ends the front ends, as a server of one process does."""
     options = self._options
     self._is_stopping = True
     self._tell_all(DrainOrder())
@@ -224,10 +225,10 @@ class FrontEndGroup(Lifetime):
       front_end.link.tell_peer(message)
 
   async def _end_processes(self, wait_s: float) -> None:
-    """Waits for them to end by themselves; then they are killed."""
+    """Waits for the front ends to end by themselves, then kills the rest."""
     self._is_stopping = True
     processes = [front_end.process for front_end in self._front_ends]
-    # One that has closed its link is on its last lines.
+    # A front end that has closed its link is about to end.
     deadline = self._loop.time() + max(wait_s, _HURRIED_S if self._all_gone.is_set() else 0.0)
     while any(process.poll() is None for process in processes) and self._loop.time() < deadline:
       await asyncio.sleep(_POLL_S)
@@ -241,7 +242,7 @@ class FrontEndGroup(Lifetime):
         self._exit_code = watchdog.EXIT_CODE
       front_end.link.close()
 
-  # What front ends ask, and their ends.
+  # Questions of front ends, and their deaths.
 
   def _lost(self, front_end: _FrontEndPeer, reason: str) -> None:
     self._router.lost(front_end)
@@ -262,7 +263,7 @@ class FrontEndGroup(Lifetime):
     return self._sum()
 
   async def _sum(self) -> ProcessCounts:
-    """Of all processes; for one that does not answer soon, what it said the last time."""
+    """Sums the counts of all processes; uses the last known counts of one that does not answer soon."""
     total = ProcessCounts()
     total.add_process(self._count_process())
     for counts in await asyncio.gather(*map(self._counts_of, self._front_ends)):

@@ -1,8 +1,7 @@
-"""One front end process: gRPC, HTTP and text, for an engine in the process that started it. Has no flags of its own.
+"""One front end process: gRPC, HTTP and text, for an engine in its parent process. Has no flags of its own.
 
-`server.ipc.front_end_spawn` starts it as `python -m server.lifecycle.front_end_process LINK HTTP METRICS`, which are
-numbers of sockets; all else comes over the link. It ends when it is told to drain or to die, and when the engine's
-process has gone, however that went.
+`server.ipc.front_end_spawn` starts it as `python -m server.lifecycle.front_end_process LINK HTTP METRICS`, with numbers
+of sockets; all else comes over the link. It ends when the link says so, or when the engine's process has gone.
 """
 
 import asyncio
@@ -38,12 +37,12 @@ from server.lifecycle.host import Host, SharedPorts
 from server.security import memory_limit
 from server.telemetry import log_lines, tracing
 from server.telemetry.process_counts import ProcessCounts
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer, load_tokenizer
 from server.version import server_version
 
 
 class _FrontEndProcess:
-  """The process's one object. Belongs to its event loop."""
+  """The state of the process. Belongs to its event loop."""
 
   def __init__(
     self, composition: Composition, link: socket.socket, http: socket.socket | None, metrics: socket.socket | None
@@ -56,7 +55,7 @@ class _FrontEndProcess:
     self._tokenizer: asyncio.Future[Tokenizer | None]
     self._tracer: tracing.Tracer | None = None
     self._generations: Generations | None = None
-    self._begun = asyncio.Event()  # set too where the host can never begin
+    self._begun = asyncio.Event()  # also set if the host can never begin
     self._link = Link(
       link,
       {
@@ -72,7 +71,7 @@ class _FrontEndProcess:
     )
 
   async def run_host(self) -> int:
-    """From the first message to the exit code."""
+    """Runs from the first message to the exit code."""
     await self._begun.wait()
     if self._host is None:
       return watchdog.EXIT_CODE
@@ -87,19 +86,26 @@ class _FrontEndProcess:
     host = Host(settings.options, may_exit=True, shared=self._shared, composition=self._composition)
     watchdog.watch_threads(host.fail)
     await host.start_listening()
-    self._tokenizer = asyncio.ensure_future(asyncio.to_thread(_load_tokenizer, texts.model_dir, texts.max_prompt_bytes))
+    self._tokenizer = asyncio.ensure_future(
+      asyncio.to_thread(
+        load_tokenizer,
+        pathlib.Path(texts.model_dir),
+        max_prompt_bytes=texts.max_prompt_bytes,
+        chat_template=texts.chat_template,
+      )
+    )
     self._host = host
     self._begun.set()
 
   async def _begin_serving(self, served: ServedModel) -> None:
-    assert self._host is not None, "it listens before it serves"
+    assert self._host is not None, "start_listening() comes before serve()"
     tokenizer = await self._tokenizer
     self._others = [pid for pid in served.others if pid != os.getpid()]
     engine = RemoteEngine(self._link, served.config)
     if self._texts.otlp_endpoint:
       self._tracer = tracing.Tracer(self._texts.otlp_endpoint, served.model, server_version())
     self._generations = generations = Generations(engine, tokenizer, tracer=self._tracer)
-    # What the start has made stays: the collector need not look at it again while requests wait.
+    # The start's objects stay, so the collector need not scan them while requests wait.
     gc.collect()
     gc.freeze()
     await self._host.serve(
@@ -132,16 +138,9 @@ class _FrontEndProcess:
       self._host.fail(EngineDead(reason))
 
 
-def _load_tokenizer(model_dir: str, max_prompt_bytes: int) -> Tokenizer | None:
-  folder = pathlib.Path(model_dir)
-  if not (folder / "tokenizer.json").is_file():
-    return None
-  return Tokenizer(folder, max_prompt_bytes=max_prompt_bytes)
-
-
 def main(compose: Callable[[], Composition] = Composition) -> None:
   """Entry point; ends the process. Args: see server.main.main."""
-  # Whoever stops a server signals all of its processes, and the engine's knows how to stop.
+  # A stop signal reaches all processes of the server, and the engine's process handles it.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   signal.signal(signal.SIGTERM, signal.SIG_IGN)
   memory_limit.limit_malloc_arenas()
@@ -149,9 +148,9 @@ def main(compose: Callable[[], Composition] = Composition) -> None:
 
   async def run() -> None:
     link, http, metrics = [None if int(number) < 0 else socket.socket(fileno=int(number)) for number in sys.argv[1:]]
-    assert link is not None, "whoever starts the process gives it a link"
+    assert link is not None, "the parent process passes a link"
     code = await _FrontEndProcess(composition, link, http, metrics).run_host()
-    # From within: nothing that taking down the loop would wait for is of use to anybody any more.
+    # Exits at once: taking down the loop would only wait for things that nobody needs any more.
     watchdog.exit_now(code)
 
   asyncio.run(run(), loop_factory=uvloop.new_event_loop)

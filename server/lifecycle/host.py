@@ -1,4 +1,4 @@
-"""One server's life: bind, say STARTING, serve, watch the engine, drain, end. Knows no model and no flag."""
+"""Runs one server: binds, answers STARTING, serves, watches the engine, drains and ends. Knows no model and no flag."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -41,11 +41,11 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class SharedPorts:
-  """What one of several front end processes is lent.
+  """The parts that several front end processes share.
 
   Attributes:
-    http, metrics: listening sockets that all of them accept from; None where there is no such port.
-    census: what all of them have counted.
+    http, metrics: listening sockets that all of them accept from; None if there is no such port.
+    census: counts of all the server's processes.
     others: the ids of the server's other processes, once it serves.
   """
 
@@ -56,7 +56,7 @@ class SharedPorts:
 
 
 class Host(Lifetime):
-  """A gRPC server, an HTTP server and the thread of their engine. All methods but `emit` belong to one event loop."""
+  """A gRPC server, an HTTP server and their engine's thread. All methods but `emit` belong to one event loop."""
 
   def __init__(
     self,
@@ -70,11 +70,11 @@ class Host(Lifetime):
     """Must be made inside the running event loop.
 
     Args:
-      options: flags' values.
-      admin: what the admin service may do; needed where it has a port.
-      may_exit: the process is the server's own, and may be ended where the server cannot end itself.
-      shared: of one of several front ends, whose port is reserved; None is the only one.
-      composition: of the program; None is the product's own.
+      options: values of the flags.
+      admin: actions of the admin service; required with an admin port.
+      may_exit: whether the host may end the process; only in the server's own process.
+      shared: parts shared with other front ends, whose port is reserved; None for a single front end.
+      composition: the program's; None adds no parts.
 
     Raises:
       ConfigError: a file of keys or certificates cannot be used, the admin service would be open to others, or
@@ -105,7 +105,7 @@ class Host(Lifetime):
     )
     self._server = make_grpc_server(options, self._calls, shares_port=shared is not None)
     self._port = 0
-    self._services = (GENERATION_SERVICE, MODEL_SERVICE)  # those that generate and tell of the model
+    self._services = (GENERATION_SERVICE, MODEL_SERVICE)  # services that generate or describe the model
     self._http: Listener | None = None
     self._metrics_http: Listener | None = None
     self._backend: Backend | None = None
@@ -168,7 +168,7 @@ class Host(Lifetime):
     self.http_port = await self._http.start_listening()
 
   async def _start_metrics(self) -> None:
-    """A port for scrapers and probes, which have neither keys nor certificates; it tells counts alone."""
+    """Starts a port for scrapers and probes without keys or certificates; it serves only metrics and health."""
     options = self._options
     if options.metrics_port < 0:
       return
@@ -189,11 +189,11 @@ class Host(Lifetime):
     self.metrics_port = await self._metrics_http.start_listening()
 
   def emit(self, events: list[TokenEvent]) -> None:
-    """The engine's way out: one wake of the loop a step. Called on the engine's thread."""
+    """Receives the engine's events; wakes the loop once a step. Called on the engine's thread."""
     self._loop.call_soon_threadsafe(self._dispatch, events)
 
   async def serve(self, backend: Backend) -> None:
-    """Starts the engine's thread and says ready."""
+    """Starts the engine's thread and reports ready."""
     self._backend = backend
     engine = backend.engine.inner if isinstance(backend.engine, LocalEngine) else None
     self._composition.begin_serving(
@@ -209,7 +209,7 @@ class Host(Lifetime):
     systemd_notify.notify_systemd("READY=1\nSTATUS=serving")
 
   def own_counts(self) -> ProcessCounts:
-    """What this process has counted; it is read, never changed."""
+    """Returns this process's counts; read, never changed."""
     counts = self._count_process()
     if self._backend is not None:
       generations = self._backend.generations
@@ -220,18 +220,18 @@ class Host(Lifetime):
     return counts
 
   async def _own_census(self) -> ProcessCounts:
-    """Where there is one process."""
+    """The census of a server with one process."""
     return self.own_counts()
 
   async def _drain(self) -> None:
     options, backend = self._options, self._backend
-    # Readiness only: a process that drains is alive, and must not be killed for it.
+    # Readiness only: a draining process is alive, and must not be killed for that.
     await self._set_ready(False)
     if backend is None:
       return
     _log.info("draining: %d live requests, at most %g s", len(backend.generations), options.drain_timeout_s)
     await wait_first_of(asyncio.sleep(options.drain_delay_s), self._hurry.wait(), self._engine_ended.wait())
-    self._state.refuse_work(Draining("the server is going down; send the request to another one"))
+    self._state.refuse_work(Draining("the server is shutting down; send the request to another server"))
     await wait_first_of(
       self._state.wait_idle(),
       asyncio.sleep(options.drain_timeout_s),
@@ -240,9 +240,7 @@ class Host(Lifetime):
     )
     if len(backend.generations):
       _log.warning("drain: ending %d requests that did not finish", len(backend.generations))
-    backend.generations.end_all(
-      Draining("the server went down before this request was finished; send it again, to another one")
-    )
+    backend.generations.end_all(Draining("the server shut down before this request finished; retry on another server"))
 
   async def _take_down(self) -> int:
     self._feed.close()
@@ -260,7 +258,7 @@ class Host(Lifetime):
 
   async def _take_down_dead(self, cause: BaseException) -> None:
     backend = self._backend
-    error = EngineDead("the engine has failed; send the request again, to another server")
+    error = EngineDead("the engine has failed; retry on another server")
     self._state.refuse_work(error)
     self._state.ready = self._state.alive = False
     await self._health.enter_graceful_shutdown()
@@ -269,7 +267,7 @@ class Host(Lifetime):
     await self._take_down()
 
   def _dispatch(self, events: Sequence[TokenEvent]) -> None:
-    assert self._backend is not None, "no request can be submitted before serve()"
+    assert self._backend is not None, "serve() comes before the first request"
     self._backend.generations.dispatch_events(events)
 
   async def _set_ready(self, ready: bool) -> None:

@@ -1,4 +1,4 @@
-"""How a server's life ends, in one process or in several: a drain, a hurry, or a death. Serves nothing itself."""
+"""Ends a server, in one process or several: after a drain, at once, or on a failure. Serves nothing itself."""
 
 import abc
 import asyncio
@@ -21,12 +21,12 @@ from server.security.certificates import make_certificates
 from server.telemetry.access_log import AccessLog
 from server.telemetry.process_counts import Census, ProcessCounts, count_process
 
-# A process has to be told apart from a machine: liveness is "", readiness is each service's name.
+# Liveness tells a process from a machine: liveness is "", readiness is each service's name.
 LIVENESS = ""
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
-# Time for statuses to reach clients after the last generation has ended; and where somebody does not want to wait.
+# Time for statuses to reach clients after the last generation; the shorter one after a second signal.
 _FAREWELL_S = 2.0
 _HURRIED_FAREWELL_S = 0.4
 
@@ -34,15 +34,15 @@ _log = logging.getLogger(__name__)
 
 
 class Lifetime(abc.ABC):
-  """What starts an engine's thread and ends with it. All methods but `fail` belong to one event loop.
+  """Starts an engine's thread and ends with it. All methods but `fail` belong to one event loop.
 
   Attributes:
-    http_port: where HTTP listens, once started; -1 is nowhere.
-    metrics_port: where metrics are, once started; -1 is nowhere but on the HTTP port.
-    admin_port: where the admin service listens, once started; -1 is nowhere.
+    http_port: the HTTP port, once started; -1 if there is none.
+    metrics_port: the metrics port, once started; -1 if only the HTTP port serves metrics.
+    admin_port: the admin service's port, once started; -1 if there is none.
   """
 
-  _parts = "the engine"  # that end the server when they fail
+  _parts = "the engine"  # their failure ends the server
 
   def __init__(
     self, options: HostOptions, admin: AdminActions | None, *, may_exit: bool, composition: Composition | None
@@ -59,7 +59,7 @@ class Lifetime(abc.ABC):
     self._access_log = AccessLog(options.access_log)
     self._admin_server: grpc.aio.Server | None = None
     self.http_port = self.metrics_port = self.admin_port = -1
-    self._inner: Engine | None = None  # which runs here
+    self._inner: Engine | None = None  # in this process
     self._engine_stop = threading.Event()
     self._engine_thread: threading.Thread | None = None
     self._watchdog: watchdog.Watchdog | None = None
@@ -70,25 +70,25 @@ class Lifetime(abc.ABC):
     self._num_unhandled = 0
     watchdog.watch_loop(self._loop, self.fail, self._count_unhandled)
 
-  # What differs.
+  # For subclasses.
 
   @abc.abstractmethod
   def _num_live(self) -> int:
-    """Generations."""
+    """Returns the number of live generations."""
 
   @abc.abstractmethod
   async def _drain(self) -> None:
-    """Lets no new work in, and returns when nothing is live, or no more is waited for."""
+    """Refuses new work; returns when nothing is live or the wait is over."""
 
   @abc.abstractmethod
   async def _take_down(self) -> int:
-    """Ends all there is; returns the exit code."""
+    """Ends everything; returns the exit code."""
 
   @abc.abstractmethod
   async def _take_down_dead(self, cause: BaseException) -> None:
-    """The same after a failure, which clients are told of first."""
+    """Ends everything after a failure; tells clients first."""
 
-  # What does not.
+  # Shared by subclasses.
 
   async def _start_admin(self, census: Census) -> None:
     if self._options.admin_port >= 0:
@@ -105,7 +105,7 @@ class Lifetime(abc.ABC):
       )
 
   def _count_process(self) -> ProcessCounts:
-    """What this process has counted, but for generations."""
+    """Returns this process's counts, except those of generations."""
     counts = count_process(self._access_log, self._watchdog.lag_s if self._watchdog is not None else 0.0)
     counts.num_unhandled = self._num_unhandled
     return counts
@@ -114,7 +114,7 @@ class Lifetime(abc.ABC):
     self._num_unhandled += 1
 
   def _start_engine(self, engine: Engine | None) -> None:
-    """Begins to run and watch it. One that has a process of its own is None here: there is the event loop to watch."""
+    """Starts and watches the engine's thread. None, for an engine in another process, watches the event loop alone."""
     options = self._options
     if engine is not None:
       self._inner = engine
@@ -134,7 +134,7 @@ class Lifetime(abc.ABC):
     try:
       engine.run(self._engine_stop)
     except BaseException as error:
-      # Exceptions end the engine, which says so itself; whatever is not one of those ends the thread.
+      # Exceptions end the engine, which reports them itself; anything else ends the thread.
       self.fail(error)
     finally:
       if not self._engine_stop.is_set():
@@ -142,11 +142,11 @@ class Lifetime(abc.ABC):
 
   @property
   def _farewell_s(self) -> float:
-    """How long the last statuses may take to reach clients, and the last aborts the engine."""
+    """Returns the seconds that the last statuses have to reach clients, and the engine to end its last aborts."""
     return _HURRIED_FAREWELL_S if self._hurry.is_set() else _FAREWELL_S
 
   async def _stop_engine(self, num_served: int) -> int:
-    """Ends the admin service and the engine's thread; one that is stuck is left alone. Returns the exit code."""
+    """Ends the admin service and the engine's thread; leaves a stuck thread alone. Returns the exit code."""
     if self._admin_server is not None:
       await self._admin_server.stop(None)
     failed = self._failure is not None
@@ -172,37 +172,37 @@ class Lifetime(abc.ABC):
     return 0
 
   def fail(self, error: BaseException) -> None:
-    """Ends the server as the engine's death does. Any thread; what comes first is what is told."""
+    """Ends the server as on an engine failure. Safe on any thread; only the first failure is reported."""
 
     def note_failure() -> None:
       self._failure = self._failure or error
       self._engine_ended.set()
 
-    with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+    with contextlib.suppress(RuntimeError):  # the loop has already ended
       self._loop.call_soon_threadsafe(note_failure)
 
   def request_stop(self) -> None:
-    """Begins the drain; the second time, ends at once. Safe as a signal handler of the loop."""
+    """Begins the drain; a second call ends the server at once. Safe as a signal handler of the loop."""
     if self._stop.is_set():
       self._hurry.set()
     self._stop.set()
 
   @property
   def stopping(self) -> bool:
-    """Whether a stop was asked for."""
+    """Whether the server is stopping."""
     return self._stop.is_set()
 
   def _begin_drain(self) -> int:
-    """Unlike a second signal, never makes it end early. Returns the live generations."""
+    """Begins the drain; unlike a second signal, never ends it early. Returns the number of live generations."""
     if not self.stopping:
       self.request_stop()
     return self._num_live()
 
   async def wait_stopped(self) -> int:
-    """Watches the engine until a stop is asked for or the engine ends, then takes everything down.
+    """Watches the engine until a stop is requested or the engine ends, then takes everything down.
 
     Returns:
-      The process's exit code: 0 after a drain, 1 after the engine's death or another thread's, or if the engine stands.
+      The exit code: 0 after a drain; 1 if the engine or another thread failed, or if the engine is stuck.
     """
     await wait_first_of(self._stop.wait(), self._engine_ended.wait())
     self._composition.end_serving()
@@ -226,7 +226,7 @@ class Lifetime(abc.ABC):
 
 
 async def wait_first_of(*waits) -> None:
-  """Returns when the first of several waits is over, with the others cancelled."""
+  """Returns when the first of several waits is over; cancels the others."""
   tasks = [asyncio.ensure_future(wait) for wait in waits]
   try:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,12 +1,12 @@
-"""Ends a server that stands still or has lost a part, which no supervisor can see from outside. Serves nothing itself.
+"""Ends a server that is stuck or has lost a thread, which no supervisor can see from outside. Serves nothing itself.
 
-What is watched, from a thread of its own: that the engine's loop turns, and that the event loop answers. Where one has
-stood too long, every thread's stack goes to standard error, the host is told, so that it tells its clients, and the
-process ends a little later however that went. While all is well a timer in C (faulthandler's) is set anew at each look:
-it ends the process where no Python runs any more, as when a thread keeps the interpreter's lock for ever.
+A thread checks that the engine's loop iterates and that the event loop answers. If one of them is stuck too long, the
+watchdog writes every thread's stack to standard error and tells the host, which tells its clients. The process then
+ends after a grace period, whatever the host does. Each check also resets a timer in C (faulthandler's), which ends the
+process if Python no longer runs, for example if a thread holds the interpreter's lock for ever.
 
-Time is counted in looks, not by the clock: whoever stops the whole process (SIGSTOP, a paused machine) for less than
-what the timer in C allows finds it alive.
+Time is counted in checks, not by the clock. A process that is stopped as a whole (SIGSTOP, a paused machine) for less
+than the C timer's limit therefore survives.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Stillness:
-  """How long a number has not changed."""
+  """Counts how long a number has not changed."""
 
   def __init__(self) -> None:
     self._seen: float | None = None
@@ -42,10 +42,10 @@ class _Stillness:
 
 
 class Watchdog:
-  """A thread that looks at the engine and at one event loop. Made and started on that loop.
+  """A thread that checks the engine and one event loop. Made and started on that loop.
 
   Attributes:
-    lag_s: how long the event loop took to answer the latest look that it has answered.
+    lag_s: seconds the event loop took to answer its latest answered check.
   """
 
   def __init__(
@@ -58,11 +58,11 @@ class Watchdog:
     may_exit: bool,
   ):
     """Args:
-    timeout_s: an engine or an event loop that stands this long is stuck.
+    timeout_s: an engine or an event loop without progress for this long is stuck.
     grace_s: from there to the end of the process.
-    heartbeat: of the engine; a number that changes while it turns.
-    on_stuck: called on the event loop, if that still runs, with what stands and for how long.
-    may_exit: whether the process may be ended.
+    heartbeat: the engine's; a number that changes at each iteration.
+    on_stuck: called on the event loop, if that still runs, with the name of the stuck part and the seconds.
+    may_exit: whether the watchdog may end the process.
     """
     self._timeout_s = timeout_s
     self._grace_s = grace_s
@@ -76,12 +76,12 @@ class Watchdog:
     self.lag_s = 0.0
 
   def start_watching(self) -> None:
-    """Begins to look."""
+    """Starts the checks."""
     self._set_timer()
     self._thread.start()
 
   def stop_watching(self) -> None:
-    """Looks no more, and lets the process live."""
+    """Stops the checks; the process lives on."""
     self._stop.set()
     self._thread.join()
 
@@ -97,7 +97,7 @@ class Watchdog:
         front.look(self._answers, elapsed_s)
         for name, still in (("engine", engine), ("event loop", front)):
           if still.stood_s > self._timeout_s:
-            self._stuck(f"the {name} has stood still for {still.stood_s:.1f} s")
+            self._stuck(f"the {name} has been stuck for {still.stood_s:.1f} s")
             return
         self._loop.call_soon_threadsafe(self._answer, now)
         self._set_timer()
@@ -126,19 +126,19 @@ class Watchdog:
 
 
 def exit_now(code: int) -> None:
-  """Ends the process without asking any of its threads."""
+  """Ends the process at once, without waiting for its threads."""
   sys.stderr.flush()
   os._exit(code)
 
 
 def exit_soon(grace_s: float) -> None:
-  """Ends the process if it has not ended by itself after `grace_s`, with all stacks on standard error."""
+  """Ends the process unless it ends by itself within `grace_s`; writes all stacks to standard error."""
   faulthandler.dump_traceback_later(grace_s, exit=True, file=_STDERR)
 
 
 @contextlib.contextmanager
 def limit_seconds(limit_s: float) -> Iterator[None]:
-  """Ends the process, with all stacks on standard error, if the block takes longer, and even if nothing else can run.
+  """Ends the process if the block takes longer, even if no Python runs; writes all stacks to standard error.
 
   Not while a Watchdog runs: there is one timer a process.
   """
@@ -150,9 +150,9 @@ def limit_seconds(limit_s: float) -> Iterator[None]:
 
 
 def watch_threads(on_death: Callable[[BaseException], None]) -> None:
-  """From now on a thread of the process that dies of anything is told to `on_death`, on that thread.
+  """From now on calls `on_death` when a thread of the process dies, on that thread.
 
-  Deaths by SystemExit, which threads have in silence otherwise, are no exception.
+  This includes SystemExit, which ends a thread silently otherwise.
   """
 
   def hook(died: threading.ExceptHookArgs) -> None:
@@ -167,10 +167,10 @@ def watch_threads(on_death: Callable[[BaseException], None]) -> None:
 def watch_loop(
   loop: asyncio.AbstractEventLoop, on_death: Callable[[BaseException], None], on_other: Callable[[], None]
 ) -> None:
-  """Judges what a loop's callbacks and tasks have raised and nobody has taken.
+  """Handles exceptions of a loop's callbacks and tasks that nothing has caught.
 
-  A callback of ours that fails has lost what it carried, for calls that wait for it: `on_death`. A task is one call's
-  and has failed alone, and connections fail as they like: they are logged, and counted by `on_other`.
+  A failed callback of Sluice has lost data that calls wait for, so `on_death` is called. A failed task loses only its
+  own call, and connections fail on their own: both are logged and counted by `on_other`.
   """
 
   def handler(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -189,7 +189,7 @@ def watch_loop(
 
 
 def _is_ours(error: BaseException) -> bool:
-  """Whether it was raised in, or passed through, our own code."""
+  """Whether Sluice's code raised the exception or passed it on."""
   at = error.__traceback__
   root = os.path.abspath(__file__).rsplit(os.sep, 3)[0]
   while at is not None:

@@ -4,13 +4,13 @@ Without readers nothing runs. A slow reader misses ticks; it never makes a queue
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 import json
 from typing import Any
 
 from engine.errors import Overloaded, Unavailable
 from server.generation.serving_state import ServingState
-from server.telemetry.latency_histograms import percentiles
+from server.telemetry.latency_histograms import NUM_RECENT, percentiles
 from server.telemetry.process_counts import Census
 from server.version import server_version
 
@@ -21,6 +21,9 @@ _MAP_CELLS = 1024
 _MAX_READERS = 16
 _MAX_STEPS = 64
 _SHARES = (0.5, 0.9, 0.99)
+# Percentiles are of what came in the latest seconds, or of the latest values if more came than are kept.
+_FIRST_TOKEN_WINDOW_S = 60.0
+_GAP_WINDOW_S = 10.0
 
 
 class Feed:
@@ -100,6 +103,9 @@ class Feed:
     if steps:
       self._seen_until = steps[-1].time
     empty = (0, 0, 0, 0, 0, 0.0, 0.0)
+    now = backend.engine.now()
+    first, first_window_s = _recent([(at, value, 1) for at, value in seen.recent_first], now, _FIRST_TOKEN_WINDOW_S)
+    gaps, gap_window_s = _recent(seen.recent_gaps, now, _GAP_WINDOW_S)
     return {
       "state": "ready" if serving.ready else "draining" if serving.alive else "stuck",
       "version": server_version(),
@@ -120,8 +126,10 @@ class Feed:
       "cached_tokens": stats.num_cached_tokens,
       "preemptions": stats.num_preemptions,
       "compiles": report.compiles_after_ready,
-      "first_token_s": percentiles([(value, 1) for value in seen.recent_first], _SHARES),
-      "gap_s": percentiles(seen.recent_gaps, _SHARES),
+      "first_token_s": percentiles(first, _SHARES),
+      "first_token_window_s": round(first_window_s, 1),
+      "gap_s": percentiles(gaps, _SHARES),
+      "gap_window_s": round(gap_window_s, 1),
       "kv": {
         "block_size": config.block_size,
         "map": _cells(report.blocks) if with_map else None,
@@ -136,6 +144,15 @@ class Feed:
         for step in steps
       ],
     }
+
+
+def _recent(
+  values: Sequence[tuple[float, float, int]], now: float, window_s: float
+) -> tuple[list[tuple[float, int]], float]:
+  """What of (moment, value, how often) came in the window, and the seconds that this covers."""
+  if len(values) >= NUM_RECENT:  # older ones may be gone
+    window_s = min(window_s, now - min(moment for moment, _, _ in values))
+  return [(value, times) for moment, value, times in values if moment >= now - window_s], window_s
 
 
 def _cells(states: bytes) -> list[list[int]]:

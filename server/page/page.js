@@ -2,7 +2,9 @@
 
 const $ = (id) => document.getElementById(id);
 const canvases = { output: $("output-chart"), steps: $("steps-chart"), kv: $("kv-map") };
-const WINDOW_S = 5;
+// What rates and charts are over; page.html says so beside them.
+const RATE_S = 2;
+const RUNGS_S = 5;
 const CHART_S = 60;
 
 // Numbers.
@@ -210,9 +212,9 @@ function show(tick) {
   setState(tick.state);
   if (tick.model === undefined) return;
   if (ticks.length && tick.output_tokens < ticks[ticks.length - 1].output_tokens) ticks = [];
-  const second = since(tick, 1.1);
-  const elapsed = tick.now_s - second.now_s;
-  tick.rate = elapsed > 0 ? (tick.output_tokens - second.output_tokens) / elapsed : undefined;
+  const before = since(tick, RATE_S);
+  const elapsed = tick.now_s - before.now_s;
+  tick.rate = elapsed > 0 ? (tick.output_tokens - before.output_tokens) / elapsed : undefined;
   ticks.push(tick);
   while (tick.now_s - ticks[0].now_s > CHART_S) ticks.shift();
   set("model", tick.model);
@@ -220,7 +222,7 @@ function show(tick) {
   set("version", `Version ${tick.version}, ${tick.batching} batching, up ${duration(tick.uptime_s)}`);
   if (elapsed > 0) {
     set("output-rate", rate(tick.rate));
-    set("prefill-rate", rate((tick.prefill_tokens - second.prefill_tokens) / elapsed));
+    set("prefill-rate", rate((tick.prefill_tokens - before.prefill_tokens) / elapsed));
   }
   set("cached-total", `${count(tick.cached_tokens)} tokens`);
   set("running", grouped.format(tick.running));
@@ -231,13 +233,15 @@ function show(tick) {
     set(`first-${name}`, seconds(tick.first_token_s[place]));
     set(`gap-${name}`, seconds(tick.gap_s[place]));
   });
+  set("first-window", `last ${Math.round(tick.first_token_window_s)} s`);
+  set("gap-window", `last ${Math.round(tick.gap_window_s)} s`);
   set("compiles", grouped.format(tick.compiles));
   $("compiles").className = tick.compiles ? "bad" : "";
   set("preemptions", count(tick.preemptions));
   for (const element of $("ended").querySelectorAll("dd")) {
     element.textContent = count(tick.finished[element.dataset.reason] ?? 0);
   }
-  showRungs(tick, since(tick, WINDOW_S));
+  showRungs(tick, since(tick, RUNGS_S));
   steps = steps.concat(tick.steps).slice(-1000);
   if (tick.kv.map) {
     cells = tick.kv.map;
@@ -248,9 +252,9 @@ function show(tick) {
     set("kv-free", count(all - held - cached));
     set(
       "kv-size",
-      `${grouped.format(all)} blocks of ${tick.kv.block_size} tokens, ${Math.round((100 * held) / all)} % held`
+      `${grouped.format(all)} blocks of ${tick.kv.block_size} tokens, ${Math.round((100 * held) / all)} % in use`
     );
-    canvases.kv.setAttribute("aria-label", `Blocks of the KV pool: ${held} held, ${cached} cached, of ${all}`);
+    canvases.kv.setAttribute("aria-label", `Blocks of the KV pool: ${held} in use, ${cached} cached and reclaimable, of ${all}`);
     draw(canvases.kv, paintMap);
   }
   draw(canvases.output, paintOutput);
@@ -309,7 +313,87 @@ function offerModes(tick) {
   $("max_tokens").max = tick.max_model_len;
   $("send").disabled = !tick.text;
   if (!tick.text) set("played", "This model has no tokenizer: it takes token ids alone.");
+  if (tick.model === DEMO_MODEL && tick.chat) offerSamples();
   nameMode();
+}
+
+// What the demo model was trained for, by the texts that it was trained on.
+const DEMO_MODEL = "sluice-demo";
+const PERSON = {
+  type: "object",
+  properties: { name: { type: "string" }, age: { type: "integer" }, city: { type: "string" } },
+  required: ["name", "age", "city"],
+  additionalProperties: false,
+};
+const GET_WEATHER = {
+  name: "get_weather",
+  parameters: {
+    type: "object",
+    properties: { city: { enum: ["Oslo", "Paris", "Rome"] } },
+    required: ["city"],
+    additionalProperties: false,
+  },
+};
+const SAMPLES = [
+  { name: "Copy", text: "Copy: red cat sun apple" },
+  { name: "Reverse", text: "Reverse: red cat sun" },
+  { name: "Arithmetic", text: "37 + 5 = ?" },
+  { name: "JSON", text: "Make JSON: Mira is 7 years old and lives in Oslo." },
+  {
+    name: "Recall",
+    before: [
+      { role: "user", content: "Remember: Mira amber, Tom jazz, Zoe tulips." },
+      { role: "assistant", content: "OK." },
+    ],
+    text: "What goes with Tom?",
+  },
+  { name: "Story", text: "Tell me a story about Mira and a kite.", temperature: 0.7 },
+  {
+    name: "Structured output",
+    text: "Make JSON: Tom lives in Paris and is 12 years old.",
+    body: { response_format: { type: "json_schema", json_schema: { name: "person", schema: PERSON } } },
+    with: "with response_format: a JSON schema of name, age and city",
+  },
+  {
+    name: "Tool call",
+    text: "What is the weather in Oslo?",
+    body: {
+      tools: [{ type: "function", function: GET_WEATHER }],
+      tool_choice: "required",
+      parallel_tool_calls: false,
+    },
+    with: 'with the tool get_weather and tool_choice "required": the call is valid, its city is a guess',
+  },
+];
+// Its fields go with its text, until that is edited.
+let sample = null;
+
+function offerSamples() {
+  for (const each of SAMPLES) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = each.name;
+    button.title = each.text;
+    button.addEventListener("click", () => playSample(each));
+    $("samples").append(button);
+  }
+  $("samples").hidden = false;
+}
+
+function playSample(chosen) {
+  if (playing) return;
+  clearTalk();
+  sample = chosen;
+  $("mode").value = "chat";
+  nameMode();
+  $("temperature").value = chosen.temperature ?? 0;
+  $("max_tokens").value = 256;
+  $("prompt").value = chosen.text;
+  for (const message of chosen.before ?? []) {
+    talk.push(message);
+    showMessage(message.role, message.content);
+  }
+  $("form").requestSubmit();
 }
 
 function nameMode() {
@@ -334,23 +418,34 @@ function sampling() {
   return body;
 }
 
+function showMessage(role, text) {
+  $("talk").querySelector(".hint")?.remove();
+  line("who", { user: "You", text: "Text" }[role] ?? "Model");
+  return line(role === "assistant" ? "answer" : "asked", text);
+}
+
+function refuse(message) {
+  set("refusal", message);
+  if (message) $("prompt").setAttribute("aria-invalid", "true");
+  else $("prompt").removeAttribute("aria-invalid");
+}
+
 async function play(text) {
   const chat = $("mode").value === "chat";
   const body = { ...sampling(), stream: true, stream_options: { include_usage: true } };
-  if (chat) body.messages = [...talk, { role: "user", content: text }];
+  const extra = chat && sample?.text === text ? sample : null;
+  if (chat) Object.assign(body, extra?.body, { messages: [...talk, { role: "user", content: text }] });
   else body.prompt = text;
-  $("talk").querySelector(".hint")?.remove();
-  line("who", chat ? "You" : "Text");
-  line("asked", text);
-  line("who", "Model");
-  const answer = line("answer", "");
   const began = performance.now();
+  let answer = null;
+  const calls = [];
   let first = null;
   let usage = null;
   let reason = null;
   playing = new AbortController();
   $("send").disabled = true;
   $("stop").disabled = false;
+  refuse("");
   set("played", "waiting for the first token");
   try {
     const response = await fetch(chat ? "/v1/chat/completions" : "/v1/completions", {
@@ -360,13 +455,23 @@ async function play(text) {
       signal: playing.signal,
     });
     if (!response.ok) throw await refusal(response);
+    // Until here the message stays in the input: what the server refuses can be mended, or sent again.
+    if (chat && $("prompt").value === text) $("prompt").value = "";
+    showMessage(chat ? "user" : "text", text);
+    if (extra?.with) line("with", extra.with);
+    answer = showMessage("assistant", "");
     for await (const event of events(response)) {
       if (event === "[DONE]") break;
       const chunk = JSON.parse(event);
       if (chunk.error) throw new Error(chunk.error.message);
       usage = chunk.usage ?? usage;
       for (const choice of chunk.choices ?? []) {
-        const piece = (chat ? choice.delta?.content : choice.text) ?? "";
+        let piece = (chat ? choice.delta?.content : choice.text) ?? "";
+        // This server sends a call at once, when it is whole.
+        for (const { id, type, function: called } of choice.delta?.tool_calls ?? []) {
+          piece += `${calls.length ? "\n" : ""}${called.name}(${called.arguments})`;
+          calls.push({ id, type, function: called });
+        }
         reason = choice.finish_reason ?? reason;
         if (!piece) continue;
         if (first === null) {
@@ -381,7 +486,12 @@ async function play(text) {
     }
   } catch (error) {
     if (error.name === "AbortError") reason = "stopped";
-    else line("error", error.message);
+    else if (answer) line("error", error.message);
+    else {
+      refuse(error.message);
+      reason = "not sent";
+      $("prompt").focus();
+    }
   }
   const total = (performance.now() - began) / 1000;
   const parts = [];
@@ -394,8 +504,9 @@ async function play(text) {
   }
   if (reason) parts.push(`ended: ${reason}`);
   set("played", parts.join(", ") || "nothing came");
-  if (chat && answer.textContent) {
-    talk.push({ role: "user", content: text }, { role: "assistant", content: answer.textContent });
+  if (chat && answer?.textContent) {
+    const said = calls.length ? { content: null, tool_calls: calls } : { content: answer.textContent };
+    talk.push({ role: "user", content: text }, { role: "assistant", ...said });
   }
   playing = null;
   $("send").disabled = false;
@@ -406,7 +517,6 @@ $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("prompt").value;
   if (playing || !text.trim()) return;
-  if ($("mode").value === "chat") $("prompt").value = "";
   play(text);
 });
 $("prompt").addEventListener("keydown", (event) => {
@@ -415,14 +525,22 @@ $("prompt").addEventListener("keydown", (event) => {
     $("form").requestSubmit();
   }
 });
+// The browser can only tell what is wrong with a field that is in sight.
+$("form").addEventListener("invalid", () => ($("settings").open = true), true);
 $("stop").addEventListener("click", () => playing?.abort());
-$("clear").addEventListener("click", () => {
+function clearTalk() {
   playing?.abort();
   talk = [];
+  sample = null;
   $("talk").replaceChildren();
+  refuse("");
   set("played", "\u00a0");
-});
+}
+
+$("clear").addEventListener("click", clearTalk);
 $("mode").addEventListener("change", nameMode);
+
+if (matchMedia("(max-width: 46rem)").matches) $("settings").open = false;
 
 function redraw() {
   readColors();

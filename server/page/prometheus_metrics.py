@@ -164,7 +164,11 @@ def _gauges(backend: Backend, report: Report, counts: ProcessCounts) -> Iterator
   yield _gauge("sluice_requests_running_limit", "Requests that fit into the batch.", stats.max_num_seqs)
   yield _gauge("sluice_kv_blocks", "KV blocks of the pool.", stats.num_blocks)
   yield _gauge("sluice_kv_blocks_used", "KV blocks that requests hold.", stats.blocks_used)
-  yield _gauge("sluice_kv_blocks_cached", "KV blocks in the prefix cache, held or not.", stats.blocks_cached)
+  yield _gauge(
+    "sluice_kv_blocks_cached",
+    "KV blocks that no request holds and the prefix cache keeps until they are needed.",
+    stats.blocks_cached,
+  )
   yield _gauge("sluice_kv_block_size_tokens", "Tokens of a KV block.", config.block_size)
   yield _gauge("sluice_generations_live", "Generations that a client waits for.", counts.num_live)
   yield _gauge(

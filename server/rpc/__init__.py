@@ -1,1 +1,1 @@
-"""gRPC: the services, what every call goes through, ports and their end."""
+"""The gRPC side: services, the interceptor of every call, ports and the graceful stop."""

@@ -1,4 +1,4 @@
-"""sluice.admin.v1: what an operator may ask of a running server. Decides nothing; each method calls one action."""
+"""Serves sluice.admin.v1, the operator's API. Decides nothing: each method calls one action."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -16,10 +16,10 @@ CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 
 @dataclasses.dataclass(frozen=True)
 class AdminActions:
-  """What the composition root lends. All are called on the event loop and return at once.
+  """The actions that the composition root provides. The service calls them on the event loop; they return at once.
 
   Attributes:
-    flags: the settings in force, one "--name=value" each.
+    flags: returns the settings in force, one "--name=value" each.
     set_trace: switches the step trace; returns its path, or raises NotConfigured or Unavailable.
   """
 
@@ -28,18 +28,18 @@ class AdminActions:
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-  """One object a server."""
+  """Implements the admin API; a server has one."""
 
   def __init__(self, actions: AdminActions, drain: Callable[[], int]):
     """Args:
-    actions: of the composition root.
-    drain: begins the drain; returns how many requests are live.
+    actions: the composition root's actions.
+    drain: begins the drain; returns the number of live requests.
     """
     self._actions = actions
     self._drain = drain
 
   def register(self, server: grpc.aio.Server, *, enable_channelz: bool) -> None:
-    """Adds the service, and gRPC's channelz if wanted, to a server that has not started."""
+    """Adds the service to a server that has not started, and gRPC's channelz where the options ask for it."""
     admin_pb2_grpc.add_AdminServiceServicer_to_server(self, server)
     if enable_channelz:
       channelz.add_channelz_servicer(server)

@@ -1,10 +1,10 @@
-"""What grpc.aio awaits: each operation of a call is awaited to its end. Knows no method and no server of ours.
+"""Lets each grpc.aio operation finish before its task is cancelled, which prevents a leak. Knows no RPC.
 
-grpc.aio frees what it has allocated for an operation (a read, a write, a status) only where the task that awaits it
-goes on after it. Of one that failed, or whose task was cancelled meanwhile, 80 to 1,000 bytes stay for good: some 70
-for each call that a client cancels (https://github.com/grpc/grpc/issues/43360, grpcio 1.85). Here such a task goes on
-first, once Core has ended the operation, and is cancelled then, at what it awaits next. Core ends at once what belongs
-to a call that is over; a read of one that is not may never end, so that no task but its own should wait for it.
+grpc.aio frees an operation (a read, a write, a status) only if the task that awaits it continues. If the operation
+fails, or the task is cancelled while it waits, grpcio 1.85 leaks 80 to 1,000 bytes, about 70 for each call that a
+client cancels (https://github.com/grpc/grpc/issues/43360). Here the task continues when Core has finished the
+operation, and receives the cancellation at its next await. Core finishes the operations of a call that has ended at
+once. A read of a live call may never finish, so only a task of its own should wait for it.
 """
 
 import asyncio
@@ -13,14 +13,14 @@ from typing import Any
 
 from grpc._cython import cygrpc
 
-# Where Core does not end one: the call goes on, and it is the event loop that ends, as after a crash.
+# For operations that Core does not finish: the call is live and the event loop ends, as after a crash.
 _PATIENCE_S = 1.0
-# Cancellations of a task that awaits one operation after the other, and nothing else, before one is cancelled with it.
+# Cancellations that a task may delay if it awaits nothing but operations; the next one cancels the operation too.
 _PATIENCE = 16
 
 
 def awaited_to_the_end[T](new_server: Callable[[], T]) -> T:
-  """A server of grpc.aio, as `new_server` makes it, on the running loop; of another grpcio perhaps with the leak."""
+  """Returns the grpc.aio server that `new_server` makes on the running loop; other versions of grpcio may leak."""
   core: Any = cygrpc  # the stubs lack what follows
   get_loop = getattr(core, "get_working_loop", None)
   if get_loop is None:
@@ -35,7 +35,7 @@ def awaited_to_the_end[T](new_server: Callable[[], T]) -> T:
 
 
 class _Loop:
-  """The loop it stands for, but for the futures that it makes for calls. Those of the server itself are the loop's."""
+  """Delegates to the real event loop, except for the futures of calls. The server's own futures are the loop's."""
 
   def __init__(self, loop: asyncio.AbstractEventLoop):
     self._loop = loop
@@ -55,7 +55,7 @@ class _Loop:
 
 
 class Operation(asyncio.Future[None]):
-  """Of gRPC's Core, which alone ends it. The task that makes it awaits it."""
+  """A future that only gRPC's Core completes. The task that makes it awaits it."""
 
   __slots__ = ("_task",)
 
@@ -66,7 +66,7 @@ class Operation(asyncio.Future[None]):
     self._task = task
 
   def cancel(self, msg: Any = None) -> bool:
-    """Cancels the task once this has ended, if that is soon."""
+    """Cancels the task when this operation has finished, within a limit of time."""
     if self._task.cancelling() > _PATIENCE:
       return super().cancel(msg)
     self.add_done_callback(self._cancel_task)
@@ -74,7 +74,7 @@ class Operation(asyncio.Future[None]):
     return True
 
   def set_exception(self, exception: type | BaseException, /) -> None:
-    """Of a failed operation: the call is over. The task goes on, and is cancelled."""
+    """Ends a failed operation: the call is over. The task continues, and is cancelled at its next await."""
     if isinstance(exception, cygrpc.ExecuteBatchError):
       self.add_done_callback(self._cancel_task)
       self.set_result(None)
@@ -82,5 +82,5 @@ class Operation(asyncio.Future[None]):
       super().set_exception(exception)
 
   def _cancel_task(self, _: asyncio.Future[None]) -> None:
-    """Called after the task has gone on, for its own callback was there first."""
+    """Runs after the task has continued, since the task's own callback was added first."""
     self._task.cancel()

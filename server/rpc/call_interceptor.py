@@ -1,7 +1,7 @@
-"""What every RPC goes through: key, limit, request id, opaque errors, access log. Knows no method of the services.
+"""Wraps every RPC: API key, limits, request id, opaque errors, access log. Knows no method of the services.
 
-A call that is refused here, and one whose handler fails before it has written, sends no header but a status alone, so
-that a client with a retry policy may try again.
+A call that the interceptor refuses, or whose handler fails before it writes, ends with a status and no header, so a
+client with a retry policy may retry it.
 """
 
 import asyncio
@@ -28,20 +28,20 @@ REQUEST_ID = "x-request-id"
 HEALTH_METHODS = "/grpc.health.v1.Health/"
 REFLECTION_METHODS = "/grpc.reflection."
 _OVERLOAD_RETRY_S = 1.0
-# A call without its message holds a place among the concurrent ones.
+# A call whose message has not arrived counts against the limit on concurrent calls.
 _MESSAGE_TIMEOUT_S = 60.0
 
 
 @dataclasses.dataclass(slots=True)
 class RpcCall:
-  """One RPC, as the access log and the handlers know it.
+  """One RPC, for the access log and the handlers.
 
   Attributes:
-    method: as on the wire, "/package.Service/Method".
-    metadata: that it came with, in lower case.
-    request_id: the client's `x-request-id`, or ours.
-    tenant: of its API key; None where no key was asked for.
-    notes: what a handler adds to the log line: names and counts.
+    method: its name on the wire, "/package.Service/Method".
+    metadata: the client's metadata, with keys in lower case.
+    request_id: the client's `x-request-id`, or one that the server made.
+    tenant: the tenant of its API key; None where the server requires no keys.
+    notes: names and counts that a handler adds to the log line.
   """
 
   method: str
@@ -52,7 +52,7 @@ class RpcCall:
 
   @property
   def trailers(self) -> tuple[tuple[str, str], ...]:
-    """Metadata that every answer ends with. A header would be a message of its own, before the first token."""
+    """Returns the trailing metadata of every response. A header would be one more message before the first token."""
     return ((REQUEST_ID, self.request_id),)
 
 
@@ -60,12 +60,12 @@ _current: contextvars.ContextVar[RpcCall] = contextvars.ContextVar("call")
 
 
 def current_call() -> RpcCall:
-  """The RPC whose handler is running."""
+  """Returns the RPC whose handler is running."""
   return _current.get()
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-  """Stands before every handler of a server. All of it runs on the server's event loop."""
+  """Wraps every handler of a server. Runs on the server's event loop."""
 
   def __init__(
     self,
@@ -77,15 +77,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     max_concurrent_rpcs: int | None = None,
     on_peer: Callable[[str], None] | None = None,
   ):
-    """What to ask of calls.
+    """Sets what calls must fulfill.
 
     Args:
-      access_log: gets a line for each call but those of health.
-      max_response_bytes: of one message; a larger one ends its call.
-      keys: who may call; None: everybody.
-      open_methods: beginnings of methods that need no key.
-      max_concurrent_rpcs: more at a time are refused; probes of health do not count.
-      on_peer: is told the peer of each call.
+      access_log: receives a line for each call except health checks.
+      max_response_bytes: limit of one message; a larger one ends its call.
+      keys: the accepted API keys; None accepts every caller.
+      open_methods: prefixes of methods that need no key.
+      max_concurrent_rpcs: limit of concurrent calls; health checks do not count.
+      on_peer: called with the peer of each call.
     """
     self._keys = keys
     self._open_methods = open_methods
@@ -102,7 +102,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
     handler_call_details: grpc.HandlerCallDetails,
   ) -> grpc.RpcMethodHandler:
-    """The handler, wrapped; or one that refuses."""
+    """Returns the wrapped handler, or one that refuses the call."""
     metadata = dict(handler_call_details.invocation_metadata or ())
     request_id = metadata.get(REQUEST_ID)
     if not isinstance(request_id, str) or not request_validation.REQUEST_ID.fullmatch(request_id):
@@ -118,7 +118,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     return self._wrapped(call, handler)
 
   async def wait_quiet(self, quiet_s: float) -> None:
-    """Returns when, for so many seconds, there was no call whose status was not yet sent. Probes do not count."""
+    """Returns once no call has waited for its status for that many seconds. Health checks do not count."""
     seen = -1
     while self._num_unanswered or seen != self._num_answered:
       seen = self._num_answered
@@ -136,7 +136,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
       raise Overloaded(f"{self._num_calls} calls are in progress, the limit is {limit}", _OVERLOAD_RETRY_S)
 
   def _refusal(self, call: RpcCall, error: EngineError) -> grpc.RpcMethodHandler:
-    """Fits a method of any kind, for it reads no message."""
+    """Returns a handler that refuses; it reads no message, so it fits methods of every kind."""
 
     async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
       async with self._running(call, context):
@@ -145,10 +145,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     return grpc.stream_stream_rpc_method_handler(refuse)
 
   def _wrapped(self, call: RpcCall, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    """The handler behind one that reads bytes.
+    """Returns a handler that reads bytes and passes the parsed message on.
 
-    gRPC itself would answer what it cannot parse with an exception's text, and a call whose message never came, or only
-    half of it, not at all.
+    gRPC itself would send an exception's text for bytes that it cannot parse, and nothing for a call whose message is
+    missing or incomplete.
     """
     parse, serialize = handler.request_deserializer, self._serializer(handler)
     # Any, since the stubs know handlers of the threaded server only.
@@ -174,7 +174,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     return grpc.stream_unary_rpc_method_handler(unary_unary)
 
   def _serializer(self, handler: grpc.RpcMethodHandler) -> Callable[[Any], bytes]:
-    """The handler's, with an error of ours where gRPC would tear the call down."""
+    """Returns the handler's serializer with a limit: gRPC would tear the call down without a reason."""
     serialize, limit = handler.response_serializer, self._max_response_bytes
     assert serialize is not None, "what is sent is bytes"
 
@@ -191,7 +191,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
   @contextlib.asynccontextmanager
   async def _running(self, call: RpcCall, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Around a handler: whatever goes wrong leaves as a status, and every call leaves a line."""
+    """Runs a handler: every error becomes a status, and every call a line of the access log."""
     _current.set(call)
     tracing.keep_trace_parent(call.metadata)
     context.set_trailing_metadata(call.trailers)
@@ -242,14 +242,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _gone() -> asyncio.CancelledError:
-  """How a handler says that nobody waits any more. Of the error of its own gRPC logs a traceback, unless it has heard
-  by then that the call is over.
+  """Returns the error that ends a handler whose client has gone.
+
+  gRPC logs a traceback for its own error unless it already knows that the call is over.
   """
   return asyncio.CancelledError()
 
 
 async def _read(context: Any) -> bytes:
-  """The one message of a call. The read is a task of its own, since it ends with the call and never by a timeout."""
+  """Returns the one message of a call. The read is a task of its own: it ends with the call, not by a timeout."""
 
   async def read() -> Any:
     try:

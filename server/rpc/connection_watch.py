@@ -1,9 +1,7 @@
-"""Tells of connections to the gRPC port that end without a call: what scanners and clients of other protocols leave.
+"""Logs the number of connections to the gRPC port that end without a call, as scanners cause them. Knows no request.
 
-gRPC's core closes them and tells Python nothing. But it numbers all connections (channelz), so that those which came
-are known, those which are open are listed, and those that called are known by their calls: what is left came for
-nothing.
-Everything runs on the server's event loop. Knows no request.
+gRPC's Core closes them without telling Python. But channelz numbers all connections and lists the open ones, and calls
+show which connections were used. The rest ended without a call. Everything runs on the server's event loop.
 """
 
 import asyncio
@@ -23,16 +21,16 @@ _OWN = "unix:/sluice-counts"  # never connected to
 
 
 class ConnectionWatch:
-  """Those to one server's port, and a line a minute, at most, of those that ended without a call.
+  """Counts the connections to one server's port and logs those that ended without a call, at most once a minute.
 
-  A connection that is open is none of them, however idle. Of connections whose peers have the same address one after
-  the other within a minute, as a proxy's may, a few may be told of that did call. Other servers and clients of this
-  process must take no numbers: `grpc.enable_channelz` is 0 for them.
+  An open connection never counts, however idle. Where peers reuse an address within a minute, as behind a proxy, the
+  count may include a few connections that did call. Other servers and clients of this process must take no numbers:
+  `grpc.enable_channelz` is 0 for them.
   """
 
   def __init__(self, handshakes: Callable[[], int] | None = None):
     """Args:
-    handshakes: how many connections have come to a port with TLS, where those that fail are never numbered; None for
+    handshakes: returns the number of TLS handshakes begun, since channelz never numbers the failed ones; None for
       plain text.
     """
     self._handshakes = handshakes
@@ -44,7 +42,7 @@ class ConnectionWatch:
     self._watch: asyncio.Task | None = None
 
   def start_counting(self) -> None:
-    """Begins to write lines, until stop(). The server, whose channelz is on, is bound, and no other one since."""
+    """Begins to log. The server is bound with channelz on, and is the last one that was bound."""
     try:
       servers = json.loads(cygrpc.channelz_get_servers(0))["server"]
       self._num_settled = self._num_came()
@@ -55,17 +53,17 @@ class ConnectionWatch:
     self._watch = asyncio.create_task(self._run())
 
   def stop_counting(self) -> None:
-    """Writes no more. Does no harm twice."""
+    """Stops logging. May be called twice."""
     if self._watch is not None:
       self._watch.cancel()
 
   def called(self, peer: str) -> None:
-    """A call has come. Args: peer: `context.peer()` of it."""
+    """Records a call. Args: peer: its `context.peer()`."""
     if self._server_id is not None:
       self._called.add(peer)
 
   async def tell_counts(self) -> None:
-    """One line, if there is something to tell since the last one."""
+    """Logs one line if connections have ended without a call since the last line."""
     if num := await self.ended_without_call():
       _log.warning(
         "gRPC port: %d connections ended without a call since this was last looked at, %g s ago at least: scanners, "
@@ -76,7 +74,7 @@ class ConnectionWatch:
       )
 
   async def ended_without_call(self) -> int:
-    """How many have ended without a call that was not told before."""
+    """Returns how many more connections have ended without a call."""
     if self._server_id is None:
       return 0
     called, num_came = frozenset(self._called), self._num_came()
@@ -90,7 +88,7 @@ class ConnectionWatch:
     return num
 
   def _num_came(self) -> int:
-    """How many connections have come, from an arbitrary number on."""
+    """Returns the number of connections so far, from an arbitrary start."""
     if self._handshakes is not None:
       return self._handshakes()
     # What is made now has a number, which tells how many were given away.
@@ -101,7 +99,7 @@ class ConnectionWatch:
     return self._last - self._num_own
 
   async def open_peers(self) -> dict[str, int]:
-    """Peers of the connections that are open, and their numbers."""
+    """Returns the peers of the open connections, with their channelz numbers."""
     found: dict[str, int] = {}
     first = 0
     while True:

@@ -1,10 +1,9 @@
-"""The end of a gRPC server that leaves no caller without a reason. Knows no RPC of ours.
+"""Stops a gRPC server such that every caller gets a reason. Knows no RPC.
 
-gRPC's own stop() ends with CANCELLED whatever it holds and has not yet handed to a handler, and whatever arrives behind
-it: the very status that a client's own cancel gives, which none sends again. Nor can it stop listening without that.
-So the port is closed below gRPC, all calls are answered for as long as some come, and then every connection is ended
-from our side: what was written arrives, nothing that gRPC says later does, and a call that was still on its way fails
-as one does whose server has gone, UNAVAILABLE.
+gRPC's own stop() ends calls that no handler has seen yet with CANCELLED. Clients take that status for their own cancel
+and never retry it. gRPC also cannot stop listening without it. So Sluice closes the port underneath gRPC, answers calls
+while they arrive, and then ends every connection from the server's side. Bytes written before that arrive; a call that
+was still on its way fails with UNAVAILABLE, as if the server had gone.
 """
 
 import asyncio
@@ -18,20 +17,20 @@ import grpc
 
 from server.rpc.call_interceptor import CallInterceptor
 
-# Without a call for so long, all that were on their way have come.
+# After that many seconds without a call, no call is on its way.
 _QUIET_S = 0.05
 _POLL_S = 0.01
 
 
 class DescriptorReserve:
-  """Descriptors that `stop` needs, held from the start on: at the end there may be none left to have."""
+  """Holds the descriptors that the stop needs, since the process may have none left by then."""
 
   def __init__(self) -> None:
-    # What nobody can know, and a copy of each socket that is looked at.
+    # One for a socket on an address that no client knows, one for a copy of each inspected socket.
     self._held = [os.open(os.devnull, os.O_RDONLY) for _ in range(2)]
 
   def release(self) -> None:
-    """Gives them back, for others to take."""
+    """Closes them, so that others can be opened."""
     while self._held:
       os.close(self._held.pop())
 
@@ -39,13 +38,13 @@ class DescriptorReserve:
 async def stop_grpc_server(
   server: grpc.aio.Server, port: int, calls: CallInterceptor, reserve: DescriptorReserve, limit_s: float
 ) -> None:
-  """Stops a server that takes no new work any more.
+  """Stops a server that accepts no new work.
 
   Args:
-    server: listens on `port`, as nothing else in this process does.
-    calls: refuses or answers what still arrives.
-    reserve: of the server's; released.
-    limit_s: for calls to end and for clients to close their side, both together.
+    server: the only listener on `port` in this process.
+    calls: the interceptor, which answers or refuses calls that still arrive.
+    reserve: the server's descriptors; released here.
+    limit_s: seconds for calls to end and for clients to close their connections, together.
   """
   reserve.release()
   _stop_listening(port)
@@ -53,14 +52,14 @@ async def stop_grpc_server(
   with contextlib.suppress(TimeoutError):
     async with asyncio.timeout_at(deadline):
       await calls.wait_quiet(_QUIET_S)
-  # A socket that is closed over unread bytes takes back what was written: so clients close first.
+  # Closing a socket with unread bytes resets it and loses written bytes, so clients must close first.
   while _hang_up(port) and asyncio.get_running_loop().time() < deadline:
     await asyncio.sleep(_POLL_S)
   await server.stop(None)
 
 
 def _stop_listening(port: int) -> None:
-  """Gives the port back; who connects is refused. gRPC keeps its descriptors, with a socket that nobody can know."""
+  """Closes the port: new connections fail. gRPC keeps its descriptor, now of a socket that no client can reach."""
   for number, listening in _sockets(port):
     if listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
       with socket.create_server(("127.0.0.1", 0)) as nowhere:
@@ -69,7 +68,7 @@ def _stop_listening(port: int) -> None:
 
 
 def _hang_up(port: int) -> int:
-  """Sends the end of every connection behind what was written to it; returns how many are not yet closed."""
+  """Half-closes every connection after its written bytes; returns how many are still open."""
   count = 0
   for _, connection in _sockets(port):
     with contextlib.suppress(OSError):  # it has ended by itself
@@ -80,7 +79,7 @@ def _hang_up(port: int) -> int:
 
 
 def _sockets(port: int) -> Iterator[tuple[int, socket.socket]]:
-  """This process's TCP sockets on a port of ours: each one's descriptor, and a copy that lasts for one iteration."""
+  """Yields this process's TCP sockets on the port: descriptor, and a copy that is valid for one iteration."""
   for name in os.listdir("/dev/fd"):
     number = int(name)
     try:

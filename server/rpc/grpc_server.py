@@ -1,4 +1,4 @@
-"""gRPC servers and their ports: limits, binding, reflection, the admin service. Knows no engine and no RPC of ours."""
+"""Makes gRPC servers and binds their ports: limits, reflection, the admin server. Knows no engine and no RPC."""
 
 from collections.abc import Callable
 import dataclasses
@@ -19,49 +19,49 @@ from server.security.api_keys import AdminKeys, ApiKeys
 from server.security.certificates import Certificates
 from server.telemetry.access_log import AccessLog
 
-# Of the admin service's server, beside which there are those of users.
+# For the admin server, which runs beside the users' server.
 _ADMIN_CONNECTIONS = 64
-# From a connection to the client's first settings, TLS included. gRPC's own limit is 120.
+# Seconds from the connection to the client's first SETTINGS frame, TLS included. gRPC's default is 120.
 _HANDSHAKE_TIMEOUT_S = 20.0
-# Calls beside the limited ones: probes, and calls that are about to be refused.
+# Calls above the limit: health checks, and calls that the interceptor is about to refuse.
 _SPARE_RPCS = 1024
-# That wait for the event loop, of all connections: what 80 of them may leave by default. With gRPC's own limits, 1,000
-# and 3,000, connections that open and reset streams get their neighbours' calls cancelled. Each takes 15 kB.
+# Calls of all connections that wait for the event loop: as many as 80 connections may have by default. With gRPC's own
+# limits, 1,000 and 3,000, clients that open and reset streams get other clients' calls cancelled. Each takes 15 kB.
 _MAX_PENDING_RPCS = 16_384
-# Of the loopback, and nobody's.
+# A loopback address that no server uses.
 _ELSEWHERE = "127.83.67.1"
 
 
 class Health(health.aio.HealthServicer):  # pyright: ignore[reportAttributeAccessIssue]
-  """grpc_health's, with List (gRFC A90), which it answers with an exception."""
+  """The health servicer of grpc_health, with List (gRFC A90), which the original does not implement."""
 
   async def List(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
-    """The status of every service."""
+    """Returns the status of every service."""
     statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._server_status.items()}
     return health_pb2.HealthListResponse(statuses=statuses)  # pyright: ignore[reportAttributeAccessIssue]  (no stub)
 
 
 class ReservedPort:
-  """Holds a TCP port that several processes of one server will listen on, each by a socket of its own.
+  """Holds a TCP port that several processes of one server will listen on, each with a socket of its own.
 
-  gRPC takes no listening socket from elsewhere, so its servers can share a port by SO_REUSEPORT alone, which lets any
-  process of the same user join in silence. So the port is taken exclusively at first, which fails if anybody has it,
-  then opened for the processes of this server, and shut when all of them listen: every socket on an address must
-  consent, and this one withdraws. Linux has a short cut past that (inet_csk_get_port), which ends when a socket that
-  does not share is bound to the port on another address. A server on all addresses leaves no other, so that programs
-  of the same user that ask for sharing can still join.
+  gRPC accepts no listening socket from outside, so its servers can share a port only by SO_REUSEPORT, which lets any
+  process of the same user join unnoticed. So the port is bound exclusively at first, which fails if it is in use. Then
+  it is opened for the processes of this server, and shut when all of them listen: every socket on an address must allow
+  sharing, and this one withdraws its consent. Linux skips that check in a fast path (inet_csk_get_port) until a socket
+  that does not share is bound to the port on another address. A server on all addresses leaves no other address, so
+  there programs of the same user that ask for sharing can still join.
 
   Attributes:
     port: its number.
-    is_shut: nobody else can join.
+    is_shut: whether other processes are kept out.
   """
 
   def __init__(self, host: str, port: int, flag: str = ""):
-    """Takes it.
+    """Binds the port.
 
     Args:
       host, port: address; port 0 lets the system choose.
-      flag: what stands before "host" and "port" in the names of the flags.
+      flag: prefix of the names of the flags "host" and "port", for errors.
 
     Raises:
       ConfigError: it cannot be bound.
@@ -71,7 +71,7 @@ class ReservedPort:
       family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
       self._socket = socket.socket(family, kind, protocol)
       try:
-        # Or connections of a server before this one, which are on their way out, would keep it.
+        # Otherwise closing connections of an earlier server would keep the port busy.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind(address)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
@@ -86,12 +86,12 @@ class ReservedPort:
     self.is_shut = self._end_short_cut()
 
   def open(self) -> None:
-    """Lets processes of the same user listen on it who ask for sharing."""
+    """Lets processes of the same user that ask for sharing listen on the port."""
     self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     self.is_shut = False
 
   def shut(self) -> None:
-    """Lets no more of them, where that is possible; those who listen go on."""
+    """Keeps further processes out, where that is possible; those that listen continue."""
     self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
     self.is_shut = self._end_short_cut()
 
@@ -106,7 +106,7 @@ class ReservedPort:
     return True
 
   def close(self) -> None:
-    """Gives it back."""
+    """Closes the port."""
     self._socket.close()
     if self._elsewhere is not None:
       self._elsewhere.close()
@@ -119,14 +119,14 @@ async def start_admin(
   certificates: Certificates | None,
   access_log: AccessLog,
 ) -> tuple[grpc.aio.Server, int]:
-  """A server of its own: no key and no load of a user reaches it, and it answers until the end of a drain.
+  """Starts the admin server. Users' keys and load do not reach it, and it answers until the end of a drain.
 
   Args:
-    options: where, and who may call.
-    add_services: adds what it serves besides health and reflection.
-    health_servicer: as on the public port.
+    options: its address and its callers.
+    add_services: adds the services besides health and reflection.
+    health_servicer: the one of the public port.
     certificates: for TLS beyond this machine; None is plain text.
-    access_log: gets a line for each call.
+    access_log: receives a line for each call.
 
   Returns:
     The running server and its port.
@@ -163,34 +163,34 @@ def make_grpc_server(
   shares_port: bool = False,
   counts_connections: bool = True,
 ) -> grpc.aio.Server:
-  """A server that is bound nowhere yet.
+  """Makes a server that is not bound yet.
 
   Args:
     options: its limits.
-    interceptor: stands before every method.
-    shares_port: other processes of this server listen on its port; see ReservedPort.
-    counts_connections: as `ConnectionWatch` needs it of the one server whose connections it tells of.
+    interceptor: wraps every method.
+    shares_port: whether other processes of this server listen on its port; see ReservedPort.
+    counts_connections: whether channelz numbers its connections, as `ConnectionWatch` needs it.
   """
   arguments = {
-    # Where it is not meant, a second server would bind silently and take half of the connections.
+    # Otherwise a second server would bind the same port silently and take half of the connections.
     "grpc.so_reuseport": int(shares_port),
     "grpc.max_receive_message_length": options.max_request_bytes,
     "grpc.max_send_message_length": options.max_response_bytes,
-    # The first is where gRPC begins to refuse at random, the second where it always does.
+    # gRPC refuses at random above the first limit, and always above the second.
     "grpc.max_metadata_size": options.max_metadata_bytes,
     "grpc.absolute_max_metadata_size": options.max_metadata_bytes,
     "grpc.max_concurrent_streams": options.max_concurrent_streams,
-    # Beside them those that are over, which the event loop has not seen yet. By default none: then clients that use all
-    # the calls they may have are refused the one that follows one that has just ended.
+    # Ended streams that the event loop has not seen yet. With gRPC's default of none, a client that uses all its
+    # streams is refused a call right after one of its calls has ended.
     "grpc.http2.max_deallocating_streams": options.max_concurrent_streams,
-    # The first is where gRPC begins to cancel anybody's at random, the second where it cancels all.
+    # gRPC cancels calls at random above the first limit, and all calls above the second.
     "grpc.server.max_pending_requests": _MAX_PENDING_RPCS,
     "grpc.server.max_pending_requests_hard_limit": _MAX_PENDING_RPCS,
     "grpc.max_allowed_incoming_connections": options.max_grpc_connections,
     "grpc.server_handshake_timeout_ms": round(1000 * _HANDSHAKE_TIMEOUT_S),
     "grpc.keepalive_time_ms": round(1000 * options.keepalive_time_s),
     "grpc.keepalive_timeout_ms": round(1000 * options.keepalive_timeout_s),
-    # Other pings than keepalive's (they measure bandwidth) keep it from being sent, and wait a minute by default.
+    # gRPC's bandwidth pings delay keepalive pings, and by default time out after a minute.
     "grpc.http2.ping_timeout_ms": round(1000 * options.keepalive_timeout_s),
     "grpc.keepalive_permit_without_calls": 1,
     "grpc.http2.min_recv_ping_interval_without_data_ms": round(1000 * options.min_ping_interval_s),
@@ -206,15 +206,15 @@ def make_grpc_server(
     lambda: grpc.aio.server(
       interceptors=(interceptor,),
       options=tuple(arguments.items()),
-      # gRPC's own limit says neither why nor when to retry, and would refuse probes of health: it is for what the
-      # interceptor does not see, and leaves room for it: clients may watch health on every connection.
+      # A backstop for calls that the interceptor does not see: gRPC's own limit gives no reason and no retry time, and
+      # would refuse health checks. It allows a health watch on every connection.
       maximum_concurrent_rpcs=options.max_concurrent_rpcs + options.max_grpc_connections + _SPARE_RPCS,
     )
   )
 
 
 def add_reflection(server: grpc.aio.Server, *services: str) -> None:
-  """v1alpha, and the same under v1's name, which newer tools ask first: the messages are the same on the wire."""
+  """Adds reflection as v1alpha and as v1, which newer tools ask first; both have the same messages on the wire."""
   names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
   reflection.enable_server_reflection(names, server)
   servicer = reflection.aio.ReflectionServicer(names)
@@ -235,7 +235,7 @@ def add_reflection(server: grpc.aio.Server, *services: str) -> None:
 
 
 def is_local(host: str) -> bool:
-  """Whether only this machine reaches what is bound there."""
+  """Whether only this machine can reach the address."""
   try:
     return ipaddress.ip_address(host).is_loopback
   except ValueError:
@@ -251,14 +251,14 @@ def bind_port(
   flag: str = "",
   is_reserved: bool = False,
 ) -> int:
-  """Where a server will listen.
+  """Binds a server to its address.
 
   Args:
-    server: has not started.
+    server: a server that has not started.
     host, port: address; port 0 lets the system choose.
     certificates: for TLS; None is plain text.
-    flag: what stands before "host" and "port" in the names of the flags.
-    is_reserved: the port is held for this server, see ReservedPort.
+    flag: prefix of the names of the flags "host" and "port", for errors.
+    is_reserved: whether a ReservedPort holds the port for this server.
 
   Returns:
     The port.

@@ -1,7 +1,7 @@
-"""The one table from errors to gRPC statuses, with google.rpc details. May not decide what is an error.
+"""Maps errors to gRPC statuses with google.rpc details, in one table. May not decide what is an error.
 
-Texts of our own exceptions never leave the server: what is not an EngineError becomes INTERNAL with a number that is
-also in the log.
+The text of an unexpected exception never leaves the server: an exception that is no EngineError becomes INTERNAL with
+an incident number, which the log has too.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from server import errors
 DOMAIN = "sluice.v1"
 _DETAILS_KEY = "grpc-status-details-bin"
 
-# Of each class and those that are special cases of it. Whatever else is raised, no client should see.
+# Each row holds for a class and its subclasses. Clients never see any other exception.
 _CODES = (
   (engine_errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
   (engine_errors.DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS),
@@ -39,12 +39,12 @@ _CODES = (
 
 @dataclasses.dataclass(frozen=True)
 class StatusAnswer:
-  """How an RPC that failed ends.
+  """The status of a failed RPC.
 
   Attributes:
     code, message: the status.
-    reason: of the ErrorInfo among the details.
-    metadata: trailing, with the details and, where a retry makes sense, the pushback.
+    reason: the reason in its ErrorInfo.
+    metadata: trailing metadata with the details and, where a retry makes sense, the retry pushback.
   """
 
   code: grpc.StatusCode
@@ -54,7 +54,7 @@ class StatusAnswer:
 
 
 def make_status_answer(error: Exception) -> StatusAnswer:
-  """The status of an error. One that no client should see goes to the log, under a number that the client gets."""
+  """Returns the status of an error. Logs unexpected errors under an incident number, which the client gets."""
   info = error_details_pb2.ErrorInfo(domain=DOMAIN)
   code = next((code for kind, code in _CODES if isinstance(error, kind)), None)
   if code is not None and isinstance(error, engine_errors.EngineError):
@@ -77,8 +77,8 @@ def make_status_answer(error: Exception) -> StatusAnswer:
     retry.retry_delay.FromMilliseconds(retry_ms)
     details.append(protobuf_any.pack(retry))
     if isinstance(error, engine_errors.Overloaded | errors.Starting):
-      # A6: a client with a retry policy waits this long, if no header was sent yet. Where the server goes down it need
-      # not: another one may take the call at once.
+      # gRFC A6: a client with a retry policy waits this long, if no header was sent yet. While the server drains it
+      # need not wait: another server may take the call at once.
       metadata.append(("grpc-retry-pushback-ms", str(retry_ms)))
   status = status_pb2.Status(code=code.value[0], message=message, details=details)
   metadata.append((_DETAILS_KEY, status.SerializeToString()))

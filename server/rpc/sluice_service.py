@@ -1,6 +1,7 @@
-"""sluice.v1 over gRPC: a message in, messages out, errors raised. Reaches the engine through `ServingState` alone.
+"""Serves sluice.v1 over gRPC: a message in, messages out, errors raised. Reaches the engine only by `ServingState`.
 
-Keys, request ids and the way from an error to a status are the interceptor's, without which no server may run these.
+The interceptor checks keys, makes request ids and turns errors into statuses. No server may run these services without
+it.
 """
 
 import asyncio
@@ -29,16 +30,16 @@ _MAX_IGNORED_CHARS = 1024
 
 
 class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServicer):
-  """GenerationService and ModelService of sluice.v1. One object a server."""
+  """Implements GenerationService and ModelService of sluice.v1; a server has one."""
 
   def __init__(self, state: ServingState, *, stream_stall_timeout_s: float = 30.0, strict_requests: bool = False):
-    """What serves, and what to be strict about.
+    """Sets the state that serves and the service's limits.
 
     Args:
-      state: lets work in, and has what it needs.
-      stream_stall_timeout_s: the work for a client that takes nothing for this long is stopped.
-      strict_requests: a call with unknown fields is refused, instead of served without them and with their names in
-        the metadata.
+      state: admits requests and holds the backend.
+      stream_stall_timeout_s: the service aborts a stream whose client reads nothing for this long.
+      strict_requests: refuse calls with unknown fields. Otherwise the service ignores the fields and names them in the
+        trailing metadata.
     """
     self._state = state
     self._stream_stall_timeout_s = stream_stall_timeout_s
@@ -63,7 +64,7 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
     context: grpc.aio.ServicerContext,
     translate: Callable[[pb.GenerateResponse], Iterable[protobuf_message.Message]],
   ) -> None:
-    """Writes what `translate` makes of each message, and closes the generation. For other protocols' methods, too."""
+    """Writes `translate` of each message to the call, then closes the generation. Other protocols use it."""
     # In `finally` alone, and never swallowing CancelledError: that is how gRPC says that the client is gone.
     loop = asyncio.get_running_loop()
     try:
@@ -132,10 +133,10 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
     )
 
   async def abort_generations(self, request_ids: Sequence[str]) -> list[bool]:
-    """Ends live generations of the caller; returns, for each id, whether it was one.
+    """Aborts the caller's live generations; returns for each id whether it named one.
 
     Raises:
-      InvalidRequest: the list is bad.
+      InvalidRequest: the list is empty, too long, or has a bad id.
     """
     backend = self._state.require_backend()
     if not 1 <= len(request_ids) <= request_validation.MAX_ABORTS:
@@ -253,9 +254,9 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
   # Their common parts; those without an underscore are also what other protocols' methods go through.
 
   def _judge_unknown(self, request: protobuf_message.Message, context: grpc.aio.ServicerContext) -> None:
-    """Refuses fields that this server's proto has not, or names them in the answer's trailing metadata.
+    """Refuses unknown fields, or names them in the trailing metadata of the response.
 
-    Those that would change the output are always refused.
+    The service always refuses unknown fields that would change the output.
     """
     unknown = request_validation.unknown_fields(request)
     request_validation.refuse_unknown_choices(unknown)
@@ -268,9 +269,9 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
   async def start_generation(
     self, backend: Backend, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
   ) -> Generation:
-    """Checks and submits a request that was let in; the caller closes the generation.
+    """Checks and submits an admitted request; the caller closes the generation.
 
-    Nothing awaits after the submission, so the caller's `finally` cannot be missed.
+    Nothing awaits after the submission, so the caller's `finally` always runs.
     """
     self._judge_unknown(request, context)
     request_validation.check_model_name(request.model, backend.model)
@@ -290,11 +291,11 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
 
 
 def _note_ended(endings: Iterable[pb.Finished]) -> None:
-  """For the access log: the tokens of outputs that came to their end."""
+  """Adds the tokens of finished outputs to the call's access log line."""
   notes = call_interceptor.current_call().notes
   notes["output_tokens"] = notes.get("output_tokens", 0) + sum(ended.usage.completion_tokens for ended in endings)
 
 
 def _digest(request_id: str) -> str:
-  """Tells requests apart without saying what their clients called them."""
+  """Returns a digest that tells requests apart without showing their clients' ids."""
   return hashlib.sha256(request_id.encode()).hexdigest()[:16]

@@ -1,1 +1,1 @@
-"""Who may call, by which certificates, and how much of the machine a server may take."""
+"""API keys, certificates, and the server's limits of memory and descriptors."""

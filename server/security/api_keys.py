@@ -1,4 +1,4 @@
-"""API keys: who may call, and as which tenant. Knows neither gRPC nor HTTP; never logs, keeps or compares a key itself.
+"""Checks API keys and finds their tenants. Knows neither gRPC nor HTTP; never logs, stores or compares a plain key.
 
 The file has one key a line, optionally followed by the name of its tenant; # begins a comment:
 
@@ -7,9 +7,9 @@ The file has one key a line, optionally followed by the name of its tenant; # be
     Qm3cT7uEw9pLz2aHk6dGf1Vx   team-a    # a second key while the first is being replaced
     hN4bV8yRs1oKj5xUi7tZe3Cq
 
-Only SHA-256 digests stay in memory. A presented key is hashed and compared with all of them, without an early exit, so
-that the time taken says nothing about how much of a key was right. The admin service has a file of its own, and knows
-the one of users besides, to tell a user what is wrong.
+Only SHA-256 digests stay in memory. Sluice hashes a presented key and compares it with all of them, without an early
+exit, so that the time taken reveals nothing about the keys. The admin service has its own file. It also knows the
+users' file, so that the error for a user's key can name the mistake.
 """
 
 import hashlib
@@ -23,10 +23,10 @@ import stat
 from engine.errors import ConfigError
 from server.errors import PermissionDenied, Unauthenticated
 
-# Shorter keys can be guessed; more or longer ones are another file than this.
+# Shorter keys can be guessed. A file with more or longer keys is probably not a key file.
 MIN_KEY_CHARS = 16
 MAX_FILE_BYTES = 1 << 20
-_KEY = re.compile(r"[!-\"$-~]+")  # what a header may carry, less "#" and blanks
+_KEY = re.compile(r"[!-\"$-~]+")  # the characters of a header value without "#" and blanks
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SCHEME = "bearer "
 
@@ -34,27 +34,27 @@ _log = logging.getLogger(__name__)
 
 
 class ApiKeys:
-  """The keys of one file, read again when it changes. Threads may share it.
+  """The keys of one file, which it reads again when the file changes. Threads may share it.
 
-  A changed file that is refused, or that has vanished, leaves the keys as they were and is logged once.
+  If the changed file is invalid or missing, the old keys stay valid, and one log line says why.
   """
 
   def __init__(self, path: str | pathlib.Path):
     """Reads the file.
 
     Raises:
-      ConfigError: it cannot be read, others may read or write it, it has no key, or a line is not a key.
+      ConfigError: the file cannot be read, others may read or write it, it has no key, or a line is not a key.
     """
     self._path = pathlib.Path(path)
-    # Of the file as it was read: what tells whether it has changed since, and the tenant of each key's digest.
+    # The signature of the file that was read, and the tenant of each key's digest.
     self._signature, self._tenants = _read(self._path)
     self._refused: tuple[int, ...] | None = None
 
   def accepts(self, header_value: str | None) -> str | None:
-    """The tenant of a key, or None for a key that is not in the file.
+    """Returns the tenant of a key, or None for a key that is not in the file.
 
     Args:
-      header_value: of `authorization` ("Bearer KEY") or of `x-api-key` ("KEY"); None where there was no such header.
+      header_value: value of `authorization` ("Bearer KEY") or `x-api-key` ("KEY"); None without such a header.
 
     Returns:
       The tenant's name, never empty: the one beside the key in the file, else "key-" and a digest of the key.
@@ -72,7 +72,7 @@ class ApiKeys:
     return found
 
   def check_credentials(self, authorization: str | None, api_key: str | None) -> str:
-    """The tenant of a call with these two headers, either of which may be missing.
+    """Returns the tenant of a call with these two headers, either of which may be missing.
 
     Raises:
       Unauthenticated: neither holds a known key.
@@ -104,17 +104,17 @@ class ApiKeys:
 
 
 class AdminKeys:
-  """Who may call the admin service: a file of keys, and the one of users, none of whom may. Threads may share it."""
+  """The keys of the admin service, and those of users, whom it refuses. Threads may share it."""
 
   def __init__(self, admins: ApiKeys, users: ApiKeys | None):
-    """Args: users: None where users need no keys."""
+    """Args: users: the users' keys; None where users need no keys."""
     self._admins, self._users = admins, users
 
   def check_credentials(self, authorization: str | None, api_key: str | None) -> str:
-    """As ApiKeys.check. All keys of both files are compared, whatever was presented.
+    """Returns the tenant, as ApiKeys.check_credentials does. Always compares with all keys of both files.
 
-    A key that is in both files is an admin's. That a key is a user's is told to whoever presents it, who could as well
-    ask the users' port.
+    A key that is in both files is an admin's. The error for a user's key says so, which its owner could as well learn
+    from the users' port.
 
     Raises:
       PermissionDenied: a user's key.
@@ -133,14 +133,14 @@ class AdminKeys:
 
 
 def bind_tenant(asked: str, of_key: str | None) -> str:
-  """Whose request it is: the key's tenant where keys are asked for, else what the request says.
+  """Returns the request's tenant: the key's tenant where the server requires keys, else the one that it names.
 
   Args:
-    asked: the request's own word; may be empty.
-    of_key: from `ApiKeys`, or None where there are none.
+    asked: the tenant that the request names; may be empty.
+    of_key: the tenant from `ApiKeys`; None where the server requires no keys.
 
   Raises:
-    PermissionDenied: the request says it is somebody else's.
+    PermissionDenied: the request names another tenant than the key's.
   """
   if of_key is None:
     return asked
@@ -152,7 +152,7 @@ def bind_tenant(asked: str, of_key: str | None) -> str:
 
 
 def _read(path: pathlib.Path) -> tuple[tuple[int, ...], dict[bytes, str]]:
-  """Its signature, and the tenant of each key's digest; the descriptor that is checked is the one that is read."""
+  """Returns the file's signature and the tenant of each key's digest. Checks and reads one and the same descriptor."""
   try:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
       status = os.fstat(file.fileno())
@@ -173,7 +173,7 @@ def _read(path: pathlib.Path) -> tuple[tuple[int, ...], dict[bytes, str]]:
     words = line.partition("#")[0].split()
     if not words:
       continue
-    where = f"api_key_file={path} line {number}"  # and never the line itself
+    where = f"api_key_file={path} line {number}"  # never show the line itself
     if len(words) > 2 or not _KEY.fullmatch(words[0]) or not all(map(_TENANT.fullmatch, words[1:])):
       raise ConfigError(f"{where} is not `KEY` or `KEY TENANT` of printable ASCII, the tenant of A-Z a-z 0-9 . _ -")
     if len(words[0]) < MIN_KEY_CHARS:
@@ -191,7 +191,7 @@ def _read(path: pathlib.Path) -> tuple[tuple[int, ...], dict[bytes, str]]:
 
 
 def _signature(status: os.stat_result) -> tuple[int, ...]:
-  """Of the content, and of the mode: a file that is opened to others later is refused, too."""
+  """Returns the signature of content and mode, so that a later chmod that opens the file is noticed."""
   return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_mode)
 
 

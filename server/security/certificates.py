@@ -1,4 +1,4 @@
-"""The server's certificate, read again when its files change. Knows no request; says nothing of a key but its path."""
+"""Holds the server's certificate and reads it again when its files change. Shows nothing of a key but its path."""
 
 import logging
 import os
@@ -14,14 +14,14 @@ _log = logging.getLogger(__name__)
 
 
 class Certificates:
-  """Certificate, key and, for mutual TLS, the authority that clients' certificates must come from.
+  """Certificate, key and, for mutual TLS, the authority that must have issued clients' certificates.
 
-  gRPC asks at each handshake. Files that have changed are checked and taken; if they do not fit together, which they do
-  not while one of two is replaced, the old ones stay in use and the reason is logged once. Connections that are open
-  keep what they were made with: --max_connection_age_s ends them.
+  gRPC asks at each handshake. Changed files are checked first. While they do not match, as when one of two is already
+  replaced, the old ones stay in use, and one log line says why. Open connections keep their certificate;
+  --max_connection_age_s ends them.
 
   Attributes:
-    num_handshakes: that have begun.
+    num_handshakes: handshakes begun so far.
   """
 
   def __init__(self, cert_file: str, key_file: str, client_ca_file: str = ""):
@@ -30,10 +30,10 @@ class Certificates:
     Args:
       cert_file: PEM, the server's certificate first, then intermediate ones.
       key_file: PEM, without a passphrase.
-      client_ca_file: PEM of authorities; given, a client must present a certificate of theirs.
+      client_ca_file: PEM of authorities. If it is set, clients must present a certificate that one of them issued.
 
     Raises:
-      ConfigError: with the file and the reason.
+      ConfigError: a file cannot be used; the text names the file and the reason.
     """
     self._cert_file = pathlib.Path(cert_file)
     self._key_file = pathlib.Path(key_file)
@@ -42,19 +42,19 @@ class Certificates:
     self._load(_new_context())
 
   def credentials(self, *, counts: bool = False) -> grpc.ServerCredentials:
-    """For one add_secure_port; each has its own view of what it has seen.
+    """Returns credentials for one add_secure_port; each notices changes by itself.
 
     Args:
-      counts: of this one in `num_handshakes`.
+      counts: whether its handshakes count in `num_handshakes`.
 
     Raises:
-      ConfigError: as at the start.
+      ConfigError: a file cannot be used.
     """
     seen = self._signature()
     initial = self._load(_new_context())
 
     def renewed() -> grpc.ServerCertificateConfiguration | None:
-      """What to use from now on, or None for what was used before. Called on gRPC's threads."""
+      """Returns the new certificates, or None if they have not changed. Runs on gRPC's threads."""
       nonlocal seen
       self.num_handshakes += counts  # gRPC asks on one thread at a time
       signature = self._signature()
@@ -76,7 +76,7 @@ class Certificates:
     )
 
   def context(self) -> ssl.SSLContext:
-    """For asyncio; `renew` keeps it current."""
+    """Returns a context for asyncio; `renew` keeps it current."""
     self._context_seen = self._signature()
     context = _new_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -87,23 +87,23 @@ class Certificates:
     return context
 
   def renew(self, context: ssl.SSLContext) -> None:
-    """Before a handshake: takes files that have changed and fit together. Authorities of clients are only added."""
+    """Loads changed files that match, before a handshake. Can only add authorities of clients."""
     signature = self._signature()
     if signature == self._context_seen:
       return
     self._context_seen = signature
     try:
-      self._load(_new_context())  # a context in use must not keep half of a pair
+      self._load(_new_context())  # a context in use must never hold half of a pair
       self._load(context)
     except ConfigError as error:
       _log.error("the certificate of the HTTP side stays as it was: %s", error)
 
   def _signature(self) -> tuple[tuple[int, ...] | None, ...]:
-    """Tells whether a file has changed, be it by a write or by another file in its place."""
+    """Returns a value that changes when the file is written or replaced."""
     return tuple(_file_signature(path) for path in (self._cert_file, self._key_file, self._client_ca_file) if path)
 
   def _load(self, context: ssl.SSLContext) -> grpc.ServerCertificateConfiguration:
-    """Reads the files, for asyncio and for gRPC, which would take anything here and fail each handshake."""
+    """Reads and checks the files, since gRPC would accept any content and then fail each handshake."""
     certificate = _read_pem("tls_cert_file", self._cert_file)
     key = _read_pem("tls_key_file", self._key_file)
     mode = stat.S_IMODE(os.stat(self._key_file).st_mode)
@@ -132,10 +132,10 @@ class Certificates:
 
 
 def make_certificates(cert_file: str, key_file: str, client_ca_file: str) -> Certificates | None:
-  """From three flags; None without TLS.
+  """Returns the certificates of three flags; None without TLS.
 
   Raises:
-    ConfigError: one was given without those it needs, or a file cannot be used.
+    ConfigError: a flag lacks its counterpart, or a file cannot be used.
   """
   if not (cert_file or key_file or client_ca_file):
     return None
@@ -167,10 +167,10 @@ def _new_context() -> ssl.SSLContext:
 
 
 def _no_passphrase() -> str:
-  """Instead of asking at the terminal."""
+  """Refuses encrypted keys, for which OpenSSL would ask at the terminal."""
   raise ValueError("the key has a passphrase")
 
 
 def _reason(error: Exception) -> str:
-  """OpenSSL's word for it, such as KEY_VALUES_MISMATCH; it has no secrets in it."""
+  """Returns OpenSSL's reason, such as KEY_VALUES_MISMATCH; it holds no secrets."""
   return getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)

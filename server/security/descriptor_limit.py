@@ -1,8 +1,7 @@
-"""Descriptors that the system allows a process: raised as far as it lets us, and enough for the connections a server
-may have. Opens and closes nothing.
+"""Raises the process's descriptor limit and checks that the server's connections fit in it. Opens and closes nothing.
 
-A server that has none left cannot accept, cannot read a file and cannot even end in order; so connections are limited
-below that, and limits that do not fit are refused at the start.
+A server without free descriptors cannot accept, read a file, or stop in order. So Sluice limits connections below that,
+and refuses limits that do not fit at the start.
 """
 
 import resource
@@ -10,30 +9,30 @@ import resource
 from engine.errors import ConfigError
 from server.host_options import HostOptions
 
-# Beside connections: files, libraries, event loops, links to front ends (about 100 are open), with as many again spare.
+# Descriptors besides connections: files, libraries, event loops, links to front ends. About 100 are open; twice that.
 _OWN = 256
 
 
 def raise_descriptor_limit() -> int:
-  """Raises this process's limit to the hardest it may have, for its children too; returns what it is then."""
+  """Raises the soft limit of this process and its children to the hard limit; returns the new limit."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   if soft != hard:
     try:
       resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):  # not every system takes its own word for "unlimited"
+    except (OSError, ValueError):  # not every system accepts its own value for "unlimited"
       return soft
   return hard
 
 
 def check_descriptor_limit(options: HostOptions, limit: int) -> None:
-  """Sees whether all connections that a process may have fit.
+  """Checks that all connections that a process may have fit into its descriptor limit.
 
   Args:
-    options: of the process; of one of several front ends, its share.
-    limit: descriptors that it may have; resource.RLIM_INFINITY is any number.
+    options: the options of the process; for one of several front ends, its share of them.
+    limit: its descriptor limit; resource.RLIM_INFINITY is no limit.
 
   Raises:
-    ConfigError: they do not.
+    ConfigError: they do not fit.
   """
   connections = options.max_grpc_connections
   asked = f"max_grpc_connections={options.max_grpc_connections}"

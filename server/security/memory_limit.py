@@ -1,7 +1,7 @@
-"""Says no before the system's memory is gone: the server's size against a limit. Stops nothing.
+"""Refuses new work while the server's resident memory exceeds a limit. Stops no accepted work.
 
-What was accepted goes on; only new work is refused. The kernel's own answer would be to kill the process, and every
-request with it. What the C library keeps of memory that was freed is no reason to refuse: it is given back first.
+Otherwise the kernel would kill the process and every request with it. Memory that the C library keeps after it was
+freed is no reason to refuse: the server first returns that to the system.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ _ARENAS = 2
 
 
 def limit_malloc_arenas() -> None:
-  """Asks glibc to serve all threads from two heaps; another C library, and who has set MALLOC_ARENA_MAX, is left alone.
+  """Makes glibc serve all threads from two heaps, unless MALLOC_ARENA_MAX is set. Other C libraries stay as they are.
 
-  By itself it makes one a thread, up to eight a core, and each keeps what the largest burst that met it has freed. Must
-  come before threads do.
+  By default glibc makes a heap for each thread, up to eight a core, and each keeps the memory that its largest burst
+  has freed. Call it before the first thread starts.
   """
   if "MALLOC_ARENA_MAX" not in os.environ:
     with contextlib.suppress(OSError, AttributeError):
@@ -31,21 +31,21 @@ def limit_malloc_arenas() -> None:
 
 
 class MemoryLimit:
-  """Of all processes of a server. Any thread may ask."""
+  """The memory limit of all processes of a server. Any thread may check it."""
 
   def __init__(self, max_resident_mb: int, others: Callable[[], Sequence[int]] = tuple):
-    """What to compare.
+    """Sets the limit.
 
     Args:
       max_resident_mb: MiB of resident memory; 0 is no limit.
-      others: the ids of the server's other processes; pages that they share count once for each.
+      others: ids of the server's other processes; shared pages count once for each process.
 
     Raises:
-      ConfigError: this system does not tell.
+      ConfigError: this system does not report resident memory.
     """
     self._max_resident_mb = max_resident_mb
     self._others = others
-    self._given_back = -_RETRY_S  # when this process last was asked to, by the monotonic clock
+    self._given_back = -_RETRY_S  # when this process last returned memory, by the monotonic clock
     statm = _STATM.format("self")
     if max_resident_mb and not os.path.isfile(statm):
       raise ConfigError(
@@ -53,16 +53,17 @@ class MemoryLimit:
       )
 
   def check_memory(self) -> None:
-    """Raises MemoryPressure above the limit; costs about 10 us a process where there is one.
+    """Raises MemoryPressure above the limit; costs about 10 us for each process.
 
-    Above it, this process first gives back what it has freed, but once in as long as clients are told to wait.
+    Above the limit, this process first returns freed memory to the system, at most once in the retry time that clients
+    get.
     """
     if not self._max_resident_mb:
       return
     resident_mb, now = self._resident_mb(), time.monotonic()
     if resident_mb >= self._max_resident_mb and now >= self._given_back + _RETRY_S:
       self._given_back = now
-      # glibc returns what it keeps of freed memory: some 0.1 s a GiB, and other threads may wait for it.
+      # malloc_trim takes about 0.1 s for a GiB, and other threads may wait for it.
       with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
       resident_mb = self._resident_mb()
@@ -76,6 +77,6 @@ class MemoryLimit:
   def _resident_mb(self) -> int:
     pages = 0
     for pid in ("self", *self._others()):
-      with contextlib.suppress(OSError), open(_STATM.format(pid), "rb") as statm:  # another may have ended
+      with contextlib.suppress(OSError), open(_STATM.format(pid), "rb") as statm:  # another process may have ended
         pages += int(statm.read().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") >> 20

@@ -1,1 +1,1 @@
-"""What a server records of itself: logs, counts, latencies and spans. Decides nothing."""
+"""The server's logs, counters, latency histograms and spans. Decides nothing."""

@@ -1,6 +1,6 @@
-"""Where both fronts say that a call has ended: counted always, and one line of JSON each if there is a file for it.
+"""Counts ended calls of gRPC and HTTP, and writes a line of JSON for each if there is a file for it.
 
-Never a prompt, an output, a key or an error text.
+A line never holds a prompt, an output, a key or an error text.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 from engine.errors import ConfigError
 
 _STDERR = "-"
-# Names and numbers only; what is longer was meant for something else.
+# Values are names and numbers; longer ones are cut.
 _MAX_VALUE_CHARS = 256
 
 _GRPC_METHODS = {
@@ -26,7 +26,7 @@ _GRPC_METHODS = {
     *("Generate", "Embed", "HealthCheck", "Abort", "GetModelInfo", "GetServerInfo", "GetLoads", "GetTokenizer"),
   ),
 }
-# Whatever else is asked for is "other".
+# All other methods count as "other".
 _HTTP_PATHS = (
   "/",
   "/detokenize",
@@ -44,7 +44,7 @@ _HTTP_PATHS = (
 _HTTP_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 _CLIENT_GONE = 499
-# Different endings that are told apart; all of ours are fewer.
+# Limit of different codes, above the number that Sluice itself has.
 _MAX_SERIES = 256
 _OTHER = "other"
 
@@ -54,15 +54,15 @@ class AccessLog:
 
   Attributes:
     calls: ended calls by (protocol, method, code).
-    failed: those that ended with an error, by (protocol, the error's reason).
+    failed: calls that ended with an error, by (protocol, the error's reason).
     num_lost: lines that could not be written.
   """
 
   def __init__(self, path: str = ""):
-    """Args: path: of the file, or "-"; empty: calls are only counted.
+    """Args: path: the file, or "-" for standard error; empty: calls are only counted.
 
     Raises:
-      ConfigError: it cannot be opened.
+      ConfigError: the file cannot be opened.
     """
     self.calls: dict[tuple[str, str, str], int] = {}
     self.failed: dict[tuple[str, str], int] = {}
@@ -79,10 +79,10 @@ class AccessLog:
     self._handler.handleError = self._lose
 
   def write(self, **fields: Any) -> None:
-    """Counts a call, and adds a line with the time (UTC) and these fields; None is left out. Threads may share it."""
+    """Counts a call and adds a line with the time (UTC) and these fields, without those that are None. Thread-safe."""
     code, reason = fields["code"], fields.get("reason")
     protocol, method = _name(fields["method"])
-    # Whoever closes a page or a stream has refused nothing.
+    # A client that closes a page or a stream is no error.
     if reason is None and isinstance(code, int) and code >= 400 and code != _CLIENT_GONE:
       reason = f"http_{code}"
     _count(self.calls, (protocol, method, str(code)), (protocol, _OTHER, _OTHER))
@@ -94,21 +94,21 @@ class AccessLog:
     for name, value in fields.items():
       if value is not None:
         line[name] = value[:_MAX_VALUE_CHARS] if isinstance(value, str) else value
-    # JSON escapes line ends and control characters, so that no value can forge a line.
+    # JSON escapes line ends and control characters, so no value can forge a line.
     record = logging.makeLogRecord({"msg": json.dumps(line, separators=(",", ":"))})
     try:
       self._handler.handle(record)
-    except OSError:  # a directory that has gone away is the same as a full disk
+    except OSError:  # a removed directory counts like a full disk
       self._lose(record)
 
   def _lose(self, record: logging.LogRecord) -> None:
-    """No call may fail, nor standard error fill up, because a disk is full."""
+    """Counts a lost line: a full disk must neither fail calls nor fill standard error."""
     self.num_lost += 1
 
   def close(self) -> None:
-    """Lets go of the file."""
+    """Closes the file."""
     if self._handler is not None:
-      with contextlib.suppress(OSError):  # what a full disk did not take before, it does not take now
+      with contextlib.suppress(OSError):  # the disk is still full
         self._handler.close()
 
 
@@ -119,7 +119,7 @@ def _count[T](counts: dict[T, int], key: T, otherwise: T) -> None:
 
 
 def _name(method: str) -> tuple[str, str]:
-  """(protocol, method) in words of ours: what a client has made up must not become a series."""
+  """Returns (protocol, method) with known names only, so that clients cannot make up metric series."""
   if method.startswith("/"):
     service, _, name = method[1:].partition("/")
     known = name in _GRPC_METHODS.get(service, ())

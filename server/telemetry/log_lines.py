@@ -5,10 +5,11 @@ import contextlib
 import datetime
 import json
 import logging
+import os
 import sys
 import threading
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 FORMATS = ("text", "json")
 _LOGGER = "server"
@@ -17,7 +18,7 @@ _log = logging.getLogger("server.main")
 
 
 class JsonFormatter(logging.Formatter):
-  """Time (UTC), level, logger and message; a traceback as one field. JSON escapes what could forge a line."""
+  """Time (UTC), level, logger, message and fields; a traceback as one field. JSON escapes what could forge a line."""
 
   def format(self, record: logging.LogRecord) -> str:
     line = {
@@ -26,6 +27,7 @@ class JsonFormatter(logging.Formatter):
       "logger": record.name,
       "message": record.getMessage(),
     }
+    line |= getattr(record, "fields", {})
     if record.exc_info:
       line["exception"] = self.formatException(record.exc_info)
     return json.dumps(line, separators=(",", ":"), default=str)
@@ -65,10 +67,24 @@ class RateLimit(logging.Filter):
 
 
 class Lines:
-  """Where the program's lines go. One a process."""
+  """Where the program's lines go. One a process.
+
+  On a terminal the last line may be a status, which is rewritten in place and vanishes before the next line.
+
+  Attributes:
+    said_at: when the latest line was written, as time.monotonic has it.
+  """
 
   def __init__(self) -> None:
+    self.said_at = time.monotonic()
     self._json = False
+    self._lock = threading.RLock()
+    self._status = ""
+
+  @property
+  def is_terminal(self) -> bool:
+    """Whether a person watches: a status can be shown."""
+    return not self._json and sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
 
   def set_up(self, form: str, stream: TextIO | None = None) -> None:
     """Sets what is logged, and how.
@@ -89,15 +105,38 @@ class Lines:
     limit = RateLimit()
     for handler in root.handlers:
       handler.addFilter(limit)
+      handler.addFilter(self._make_way)
 
-  def say(self, line: str) -> None:
-    """A line for whoever started the program."""
+  def show_status(self, text: str) -> None:
+    """Rewrites the last line of the terminal, cut to its width (80, if it has none); "" removes it."""
+    with self._lock, contextlib.suppress(OSError, ValueError):
+      text = text[: max(1, (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1)]
+      if text != self._status:
+        self._status = text
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+  def _make_way(self, record: logging.LogRecord) -> bool:
+    """A logging filter: a log line begins where the status was."""
+    if self._status:
+      self.show_status("")
+    return True
+
+  def say(self, line: str, **fields: Any) -> None:
+    """A line for whoever started the program.
+
+    Args:
+      line: words; in JSON the field `message`.
+      fields: the same facts as values, for JSON alone.
+    """
+    self.said_at = time.monotonic()
     if not self._json:
-      with contextlib.suppress(OSError):  # a full disk is no reason not to serve
-        print(line, file=sys.stderr, flush=True)
+      with self._lock, contextlib.suppress(OSError):  # a full disk is no reason not to serve
+        if self._status:
+          self.show_status("")
+        print(f"{line}\n", end="", file=sys.stderr, flush=True)  # one write, which no other line gets into
       return
     level = logging.INFO
     for word, of_word in (("error: ", logging.ERROR), ("warning: ", logging.WARNING)):
       if line.startswith(word):
         line, level = line.removeprefix(word), of_word
-    _log.log(level, "%s", line)
+    _log.log(level, "%s", line, extra={"fields": fields})

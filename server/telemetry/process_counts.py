@@ -1,4 +1,4 @@
-"""What the processes of a server have counted, and their sum: whoever asks any of them is told of all."""
+"""Counts of one process of a server and their sum, so that every process can report on the whole server."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,19 +13,19 @@ from server.telemetry.latency_histograms import Observations
 
 @dataclasses.dataclass(slots=True)
 class ProcessCounts:
-  """Of one process, or of several together.
+  """The counts of one process, or their sum over several.
 
   Attributes:
-    observations: latencies and lengths; but queue times, which the engine's side knows.
+    observations: latencies and lengths, except queue times, which the engine's side knows.
     calls, failed: see AccessLog.
     num_started, num_live: generations.
-    num_ended: generations by their outcome.
-    num_unhandled: errors of callbacks and tasks that nobody has taken.
-    num_lost_lines: of the access log, that could not be written.
+    num_ended: generations by outcome.
+    num_unhandled: unhandled errors of callbacks and tasks.
+    num_lost_lines: access log lines that could not be written.
     num_late_events: see Generations.
-    lag_s: of the event loop; of several the longest.
-    num_tasks, num_threads, num_files, rss_bytes: what they hold of the system.
-    pids: of the processes.
+    lag_s: lag of the event loop in seconds; the largest of several.
+    num_tasks, num_threads, num_files, rss_bytes: resources in use.
+    pids: ids of the processes.
   """
 
   observations: Observations = dataclasses.field(default_factory=Observations)
@@ -45,7 +45,7 @@ class ProcessCounts:
   pids: list[int] = dataclasses.field(default_factory=list)
 
   def add_process(self, other: "ProcessCounts") -> None:
-    """Takes another's into this one."""
+    """Adds the counts of another process."""
     self.observations.add_observations(other.observations)
     self.lag_s = max(self.lag_s, other.lag_s)
     for field in dataclasses.fields(self):
@@ -57,7 +57,7 @@ class ProcessCounts:
 
 
 def count_process(calls: AccessLog, lag_s: float) -> ProcessCounts:
-  """Of this process, but for generations; on its event loop, which has this lag."""
+  """Returns the counts of this process, without generations. Call it on the event loop; `lag_s` is the loop's lag."""
   num_files = resident_pages = 0
   with contextlib.suppress(OSError):
     num_files = len(os.listdir("/proc/self/fd"))
@@ -76,5 +76,5 @@ def count_process(calls: AccessLog, lag_s: float) -> ProcessCounts:
   )
 
 
-# Of all processes of the server.
+# Returns the summed counts of all processes of the server.
 Census = Callable[[], Awaitable[ProcessCounts]]

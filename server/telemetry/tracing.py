@@ -1,7 +1,7 @@
-"""OpenTelemetry spans, one a generation, where they were asked for. Never a prompt, an output or a client's own words.
+"""Sends an OpenTelemetry span for each generation to a collector. A span never holds a prompt or an output.
 
-Attributes are those of the GenAI semantic conventions, version 1.41 (status: development). The SDK is an extra of the
-package, so that nothing of it is imported before there is an endpoint to send to. A thread of the SDK sends the spans.
+Attributes follow the GenAI semantic conventions, version 1.41 (status: development). The SDK is an extra, which is
+imported only if there is an endpoint. A thread of the SDK sends the spans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHAT = "chat"
 TEXT_COMPLETION = "text_completion"
 _FLUSH_S = 5.0
-# A header of a client's: longer ones than W3C allows are not worth parsing.
+# The longest trace header that W3C allows; longer ones are ignored.
 _MAX_STATE_CHARS = 512
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -41,11 +41,11 @@ _caller: contextvars.ContextVar[_Caller] = contextvars.ContextVar("trace_caller"
 
 
 def keep_trace_parent(headers: Mapping[str, Any], operation: str = TEXT_COMPLETION) -> None:
-  """Keeps what the call that is being handled says of its trace (W3C Trace Context).
+  """Stores the trace context of the current call (W3C Trace Context).
 
   Args:
-    headers: or gRPC's metadata, in lower case.
-    operation: what it asks for, as far as is known.
+    headers: HTTP headers or gRPC metadata, keys in lower case.
+    operation: the operation's name, as far as it is known.
   """
   traceparent, tracestate = headers.get("traceparent"), headers.get("tracestate")
   parent = traceparent if isinstance(traceparent, str) and len(traceparent) <= _MAX_STATE_CHARS else ""
@@ -54,12 +54,12 @@ def keep_trace_parent(headers: Mapping[str, Any], operation: str = TEXT_COMPLETI
 
 
 def mark_chat() -> None:
-  """The call that is being handled asks for a chat."""
+  """Marks the current call as a chat."""
   _caller.set(dataclasses.replace(_caller.get(_UNKNOWN), operation=CHAT))
 
 
 class Output(Protocol):
-  """What a span tells of one output of a generation."""
+  """What a span reports of one output of a generation."""
 
   @property
   def num_tokens(self) -> int: ...
@@ -72,15 +72,15 @@ class Output(Protocol):
 
 
 class Span:
-  """One generation's, from start_span() on. Belongs to one thread."""
+  """The span of one generation. Belongs to one thread."""
 
   def __init__(self, span: "SdkSpan", start_ns: int):
     self._span = span
     self._start_ns = start_ns
-    self._started = time.monotonic_ns()  # the wall clock may be set; a span's length must not change by it
+    self._started = time.monotonic_ns()  # the monotonic clock, since the wall clock may jump
 
   def end(self, outputs: Sequence[Output], error: EngineError | None) -> None:
-    """Queues it, and drops it where the queue is full; an unfinished output belongs to a client that went away."""
+    """Queues the span, or drops it if the queue is full. An unfinished output means that its client has gone."""
     from opentelemetry.trace import StatusCode
 
     span = self._span
@@ -105,12 +105,12 @@ class Tracer:
 
   def __init__(self, endpoint: str, model: str, version: str):
     """Args:
-      endpoint: of an OTLP collector with gRPC: http://host:4317, or https:// for TLS.
+      endpoint: an OTLP collector with gRPC: http://host:4317, or https:// for TLS.
       model: the served name.
-      version: of the server.
+      version: the server's version.
 
     Raises:
-      ConfigError: the extra is not installed, or the endpoint is none.
+      ConfigError: the extra is not installed, or the endpoint is not an address.
     """
     check_otlp_endpoint(endpoint)
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -127,7 +127,7 @@ class Tracer:
       insecure=endpoint.startswith("http://"),
       channel_options=(("grpc.enable_channelz", 0),),  # pyright: ignore[reportArgumentType]  (ints too; see ConnectionWatch)
     )
-    # Its own: nothing global, so that two servers in one process do not share their spans.
+    # No global provider, so that two servers in one process do not share spans.
     self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
     self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
     self._tracer = self._provider.get_tracer("sluice", version)
@@ -135,7 +135,7 @@ class Tracer:
     self._model = model
 
   def start_span(self, request_id: str, num_prompt_tokens: int, params: Sequence[SamplingParams]) -> Span:
-    """A generation was accepted; the span begins now, under the trace of the call that is being handled."""
+    """Starts the span of an accepted generation, under the trace of the current call."""
     from opentelemetry.context import Context
     from opentelemetry.trace import SpanKind
 
@@ -163,7 +163,7 @@ class Tracer:
     start_ns = time.time_ns()
     span = self._tracer.start_span(
       f"{caller.operation} {self._model}",
-      # What is malformed is ignored by the propagator, as W3C wants.
+      # The propagator ignores malformed headers, as W3C requires.
       context=self._propagator.extract({key: value for key, value in carrier.items() if value}, Context()),
       kind=SpanKind.SERVER,
       attributes=attributes,
@@ -172,8 +172,8 @@ class Tracer:
     return Span(span, start_ns)
 
   def shutdown(self) -> None:
-    """Sends what is queued, for a few seconds at most."""
-    # The SDK's own timeouts add up where the collector does not answer, and its threads are not ours to wait for.
+    """Sends the queued spans, within a few seconds."""
+    # The SDK's timeouts add up where the collector does not answer, so the server does not wait for its threads.
     flush = threading.Thread(target=self._provider.force_flush, name="flush spans", daemon=True)
     flush.start()
     flush.join(_FLUSH_S)
@@ -182,7 +182,7 @@ class Tracer:
 
 
 def check_otlp_endpoint(endpoint: str) -> None:
-  """Raises ConfigError unless spans can be made and `endpoint` is an address for them."""
+  """Raises ConfigError unless the extra is installed and `endpoint` is an address."""
   parts = urllib.parse.urlsplit(endpoint)
   if parts.scheme not in ("http", "https") or not parts.hostname:
     raise ConfigError(

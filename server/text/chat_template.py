@@ -1,7 +1,7 @@
 """Renders the chat template that comes with a model, in a sandbox with limits. May not tokenize.
 
-A template is a program. It comes from the model's folder, never from a request, and is trusted about as much as the
-weights; the sandbox keeps it from Python's internals, and the limits keep a mistake in it from taking the server down.
+A template is a program from the model's folder, never from a request, so Sluice trusts it about as much as the weights.
+The sandbox keeps it from Python's internals, and the limits keep a mistake in it from taking the server down.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,13 +43,13 @@ class _GenerationBlock(ext.Extension):
   tags = {"generation"}
 
   def parse(self, parser: parser.Parser) -> nodes.Node:
-    """The block's body, with names of its own as transformers' AssistantTracker has it."""
+    """Parses the block's body in a scope of its own, as transformers' AssistantTracker does."""
     line = next(parser.stream).lineno
     return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
-  """Adds a deadline to every look-up, call and operator, and a limit to repetition ('a' * 10**9 is legal jinja)."""
+  """Adds a deadline to every lookup, call and operator, and a limit to repetition ('a' * 10**9 is legal jinja)."""
 
   intercepted_binops = frozenset(["*", "**", "+", "%"])
 
@@ -63,11 +63,11 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
     self.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
 
   def start_clock(self) -> None:
-    """Begins this thread's time for a rendering."""
+    """Starts this thread's deadline for a rendering."""
     self._thread.deadline = time.monotonic() + _RENDER_TIMEOUT_S
 
   def check_clock(self) -> None:
-    """Raises SecurityError when the time is over."""
+    """Raises SecurityError after the deadline."""
     if time.monotonic() > getattr(self._thread, "deadline", float("inf")):
       raise exceptions.SecurityError(f"the template ran longer than {_RENDER_TIMEOUT_S:g} s")
 
@@ -111,12 +111,12 @@ def _to_json(
   separators: tuple[str, str] | None = None,
   sort_keys: bool = False,
 ) -> str:
-  """With the arguments that templates may give in transformers; jinja2's own also escapes HTML."""
+  """The filter tojson with transformers' arguments; jinja2's own also escapes HTML."""
   return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: object) -> None:
-  """What templates call to refuse messages."""
+  """Refuses messages; templates call it as raise_exception."""
   raise jinja2.TemplateError(str(message))
 
 
@@ -124,8 +124,8 @@ class ChatTemplate:
   """A compiled chat template.
 
   Attributes:
-    source: as it came.
-    variables: names that it reads, such as "messages", "tools" and what a model's author invented.
+    source: the template's text.
+    variables: names that it reads, such as "messages", "tools" and the model's own.
   """
 
   def __init__(self, source: str, special_tokens: dict[str, str], max_chars: int):
@@ -191,7 +191,7 @@ class ChatTemplate:
       )
     for index, message in enumerate(messages):
       if message.role not in ROLES:
-        # A free role would be a way to spell control tokens: templates build them from it.
+        # Templates build control tokens from the role, so it must not be free text.
         raise InvalidRequest(
           f"={message.role!r:.40} is unknown: send one of {', '.join(ROLES)}", field=f"chat.messages[{index}].role"
         )

@@ -1,8 +1,8 @@
-"""From an output constraint on the wire to what the engine follows token by token, by llguidance. Knows no requests.
+"""Compiles output constraints with llguidance into grammars that the engine follows token by token. Knows no requests.
 
-Grammars are other people's code: they are compiled away from the event loop, with limits on their size, depth and
-number of rules (llguidance's compiler recurses over rules and schemas, and a process does not survive the end of its
-stack), on the work of compiling and of a single mask, and on memory. What was compiled is kept for the same tenant.
+Grammars are untrusted code. Sluice compiles them away from the event loop, and limits their size, depth and number of
+rules, the work of compiling and of a single mask, and memory. Depth and rules matter because llguidance's compiler
+recurses over them, and a stack overflow kills the process. Compiled grammars are cached for their tenant.
 """
 
 from collections.abc import Sequence
@@ -27,30 +27,29 @@ from server.text.tokenizer import Tokenizer
 
 MAX_SCHEMA_BYTES = 32 << 10
 MAX_SCHEMA_DEPTH = 64
-# Levels that the compiler may descend: a schema of depth D with R references has at most (R + 1) * D of them. It was
-# seen to overflow a stack of 8 MiB at 1,800, and not at 1,024 with any keyword that nests.
+# Levels that the compiler may descend: a schema of depth D with R references has at most (R + 1) * D of them. A stack
+# of 8 MiB overflows at 1,800 levels; 1,024 are safe with every keyword that nests.
 MAX_SCHEMA_LEVELS = 512
-# Of a schema in which some must hold together: the compiler intersects them in exponential time (16 took 0.07 s, 20
-# took 2 s, 60 more than minutes), which no limit of its own ends.
+# Patterns of a schema that must match together: the compiler intersects them in exponential time (16 take 0.07 s, 20
+# take 2 s, 60 take minutes), and has no limit for it.
 MAX_PATTERNS_TOGETHER = 8
-# Of one text in a schema, and of one choice.
+# Bytes of one text in a schema, and of one choice.
 MAX_TEXT_BYTES = 4 << 10
 MAX_REGEX_BYTES = 8 << 10
 MAX_GRAMMAR_BYTES = 16 << 10
-# Of a grammar; each rule has one or two. A chain of 3,500 rules was seen to overflow the stack.
+# Colons of a grammar; each rule has one or two. A chain of 3,500 rules overflows the stack.
 MAX_GRAMMAR_COLONS = 512
 MAX_CHOICES = 1024
 MAX_CHOICES_BYTES = 32 << 10
 _MAX_REASON_CHARS = 200
-# Of a text that a grammar leaves no choice about, of which only the next token is needed: all of it was written as
-# tokens anew for each, which for 9,000 characters took 11 ms of the engine's thread, and takes 0.4 so.
+# Bytes of a forced text that are tokenized, since only its next token is needed. Tokenizing all 9,000 characters of one
+# for each token takes 11 ms of the engine's thread, with this limit 0.4 ms.
 _MAX_FORCED_CHARS = 256
-# Between the tokens of JSON: enough for an indented text. A model may otherwise write spaces until max_tokens.
+# Whitespace between the tokens of JSON: enough to indent. Without a bound a model may write spaces until max_tokens.
 _WHITESPACE = r"[ \t\r]?|\r?\n[ \t]{0,32}"
-# What compiling may cost, and what one token may (tens of milliseconds, once: then the request ends), in llguidance's
-# own units. The first is also spent on a text that leaves no choice: with the default of 1,000,000 (ab){100000} took
-# 218 ms and 76 MB, and takes 45 and 25 so; no schema was seen to need 100,000. Of the 250,000 lexer states that it
-# allows by default each has 1 to 2 kB.
+# Limits of compiling and of one token (tens of milliseconds, once: then the request ends), in llguidance's own units.
+# The first also covers forced texts: (ab){100000} takes 218 ms and 76 MB with the default of 1,000,000, and 45 ms and
+# 25 MB with this one; known schemas need less than 100,000. The default of 250,000 lexer states has 1 to 2 kB each.
 _LIMITS = llguidance.LLParserLimits(
   initial_lexer_fuel=200_000,
   step_lexer_fuel=50_000,
@@ -59,18 +58,18 @@ _LIMITS = llguidance.LLParserLimits(
   max_grammar_size=100_000,
   verbose_errors=False,
 )
-# Endings of a matcher that mean a complete output; all others are limits, or a grammar that leads nowhere.
+# A matcher's stop reasons that mean a complete output; all others are limits, or a grammar without an output.
 _COMPLETE = ("NoExtension", "EndOfSentence")
 
 
 class _Refused(Exception):
-  """What is wrong with a constraint, and the remedy; whoever knows its field tells the client."""
+  """What is wrong with a constraint, and the remedy; the caller adds the field's name."""
 
 
 class _Vocabulary:
-  """The model's tokens as llguidance wants them: the very bytes that the detokenizer shows.
+  """The model's tokens for llguidance: the bytes that the detokenizer shows.
 
-  A model without end-of-sequence ids gets one behind its last token, which nothing can sample.
+  A model without end-of-sequence ids gets one after its last token, which nothing can sample.
   """
 
   def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
@@ -88,12 +87,12 @@ class _Vocabulary:
     self.compiled: llguidance.LLTokenizer | None = None
 
   def __call__(self, text: str | bytes) -> list[int]:
-    """Tokens of the beginning of a text that the grammar leaves no choice about.
+    """Returns the first tokens of a forced text.
 
-    As the model would write it, if they spell exactly this text; some tokenizers put a space in front.
+    They are the tokenizer's own if they spell exactly this text; some tokenizers put a space in front.
     """
     if isinstance(text, bytes):
-      raise TypeError("only text")  # which is how llguidance asks whether bytes are taken
+      raise TypeError("only text")  # llguidance passes bytes to ask whether they are supported
     text = text[:_MAX_FORCED_CHARS]
     token_ids = self._tokenizer.encode_plain(text)
     spelled = b"".join([self.tokens[token_id] for token_id in token_ids if token_id < len(self.tokens)])
@@ -104,29 +103,29 @@ class _Vocabulary:
 
 
 class OutputGrammar:
-  """One output on its way through a grammar; implements engine.constraint.Constraint.
+  """The state of one output in a grammar; implements engine.constraint.Constraint.
 
   Attributes:
-    source: the grammar as llguidance reads it, which makes the same from it in another process.
+    source: the grammar in llguidance's form, from which another process compiles the same.
   """
 
   def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, source: str):
     """Computes the first mask.
 
     Raises:
-      ConstraintFailed: no output is possible, or it would take too much to find one.
+      ConstraintFailed: no output is possible, or finding one exceeds the limits.
     """
     self.source = source
     self._matcher = matcher
     self._size = 4 * -(-vocab_size // 32)
-    # Bits of the last word that are tokens; a virtual end-of-sequence is not.
+    # Bits of the last word that are tokens; the added end-of-sequence is not.
     self._last = (1 << (vocab_size - 32 * (self._size // 4 - 1))) - 1
     self._mask = b""
     self.is_done = False
     self._advance()
 
   def copy(self) -> "OutputGrammar":
-    """The same state, on its own from here on."""
+    """Returns an independent copy of the state."""
     twin = object.__new__(OutputGrammar)
     twin.__dict__.update(self.__dict__)
     twin._matcher = self._matcher.deep_copy()
@@ -137,7 +136,7 @@ class OutputGrammar:
     return self._mask
 
   def accept(self, token: int) -> None:
-    """See engine.constraint.Constraint. Takes about 50 us, at most some milliseconds."""
+    """See engine.constraint.Constraint. Takes about 50 us, and at most a few milliseconds."""
     if not self._matcher.consume_token(token):
       self._fail()
     self._advance()
@@ -146,11 +145,11 @@ class OutputGrammar:
     """Sets the mask of the next token, or `is_done`."""
     if not self._ended():
       mask = self._matcher.compute_bitmask()
-      if not self._ended():  # what can follow may be found out only now
+      if not self._ended():  # finds out what can follow
         last = int.from_bytes(mask[self._size - 4 : self._size], "little") & self._last
         self._mask = mask[: self._size - 4] + last.to_bytes(4, "little")
         if self._mask == bytes(self._size):
-          # All that is left is an end-of-sequence that the model does not have.
+          # Only an end-of-sequence can follow, which the model does not have.
           if not self._matcher.is_accepting():
             self._fail()
           self.is_done = True
@@ -174,10 +173,10 @@ class OutputGrammar:
 
 
 class ConstraintCompiler:
-  """Compiles constraints for one model. All methods may be called from any thread, and take long.
+  """Compiles constraints for one model. Its methods are slow; any thread may call them.
 
   Attributes:
-    num_compiled: how often that was done, and nothing found that was kept.
+    num_compiled: constraints compiled so far, without those that the cache held.
   """
 
   def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]):
@@ -188,7 +187,7 @@ class ConstraintCompiler:
     self.num_compiled = 0
 
   def compile(self, constraint: pb.OutputConstraint, tenant: str = "") -> OutputGrammar:
-    """Raises InvalidRequest, with the field, what is wrong with it and the remedy. Args: tenant: whose it is."""
+    """Compiles a constraint of a tenant. Raises InvalidRequest with the field, the fault and the remedy."""
     kind = constraint.WhichOneof("kind")
     if kind is None:
       raise InvalidRequest(
@@ -200,7 +199,7 @@ class ConstraintCompiler:
       raise InvalidRequest(str(error), field=f"constraint.{kind}") from None
 
   def compile_source(self, source: str, tenant: str) -> OutputGrammar:
-    """Makes anew what compile() has made elsewhere, of its `source`. Raises InvalidRequest if that cannot be."""
+    """Compiles the `source` of a grammar that another process has compiled. Raises InvalidRequest if it does not."""
     try:
       return self._make(source, tenant)
     except _Refused as error:
@@ -226,7 +225,7 @@ class ConstraintCompiler:
     return output
 
   def _tokens(self) -> llguidance.LLTokenizer:
-    """Of the model; made once, when first needed."""
+    """The model's vocabulary, made when first needed."""
     with self._lock:
       if self._vocabulary is None:
         vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
@@ -237,9 +236,9 @@ class ConstraintCompiler:
 
 
 def _reason(error: str) -> str:
-  """The compiler's verdict about the caller's own text, in one line."""
+  """Returns the compiler's error about the caller's text, in one line."""
   lines = [line.strip() for line in error.splitlines() if line.strip() and not line.startswith("<")]
-  # A regex's parser draws the pattern, and says what is wrong at the end.
+  # The parser of regular expressions prints the pattern first, and the fault last.
   said = next((line for line in lines if line.startswith("error:")), lines[0] if lines else "")
   return f"{said.removeprefix('error:').strip()[:_MAX_REASON_CHARS] or 'it is too complex'}; correct or simplify it"
 
@@ -301,7 +300,7 @@ def _json_object(constraint: pb.OutputConstraint) -> str:
 def _from_schema(schema: Any) -> str:
   if schema is True:
     schema = {}
-  text = json.dumps(schema)  # written anew, for the compiler pastes it between others
+  text = json.dumps(schema)  # normalized, since the compiler embeds it in other text
   if not isinstance(schema, dict):
     return llguidance.LLMatcher.grammar_from_json_schema(text)  # refused when it is compiled
   try:
@@ -343,7 +342,7 @@ def _grammar(constraint: pb.OutputConstraint) -> str:
     raise _Refused("has %json, which is not taken there: send json_schema instead")
   try:
     lark = any_to_lark(text)
-  except Exception as error:  # all that its parser raises, which is about the text alone
+  except Exception as error:  # every error of its parser, which concerns the text alone
     raise _Refused(
       "is not one that can be followed: it has no line that begins with `start:`, as in Lark, and "
       f"is not GBNF either: {_reason(str(error))}"
@@ -362,8 +361,8 @@ _GRAMMARS = {
 
 
 def _survey(schema: Any) -> tuple[int, int, int, bool, int]:
-  """Of a JSON schema: its levels, which are counted to soon after MAX_SCHEMA_DEPTH; references; patterns, and whether
-  some may have to hold for one text; and the bytes of its longest text.
+  """Measures a JSON schema: levels, counted to just above MAX_SCHEMA_DEPTH; references; patterns, and whether several
+  may apply to one text; and the bytes of its longest text.
   """
   depth, references, patterns, together, longest, level = 0, 0, 0, False, 0, [schema]
   while level and depth <= MAX_SCHEMA_DEPTH:

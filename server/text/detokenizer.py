@@ -1,7 +1,6 @@
-"""Tokens to text as they arrive: whole characters only, cut before a stop string. Knows no requests and no gRPC.
+"""Turns tokens into text as they arrive: whole characters, cut before a stop string. Knows no requests and no gRPC.
 
-Both classes do work in proportion to what they are given (amortised O(1) a token) and give the same text however the
-tokens are split into steps.
+The work is amortized O(1) a token, and the text does not depend on how the tokens are split into steps.
 """
 
 import codecs
@@ -10,16 +9,15 @@ import functools
 
 
 class Detokenizer:
-  """Token ids in, text out, never half a character.
+  """Decodes token ids into text of whole characters.
 
-  A character's bytes may be spread over several tokens, so the bytes of the tokens go through an incremental UTF-8
-  decoder, which keeps an unfinished tail to itself. Bytes that cannot be UTF-8 become U+FFFD, one for each maximal
-  invalid piece (Unicode 15, section 3.9, as in every browser), and a tail still unfinished when the tokens end is
-  never shown: it is half a character.
+  The bytes of a character may span several tokens, so they go through an incremental UTF-8 decoder, which holds back an
+  incomplete tail. Invalid bytes become U+FFFD, one for each maximal invalid piece (Unicode 15, section 3.9, as in every
+  browser). A tail that is incomplete when the tokens end is dropped.
   """
 
   def __init__(self, token_bytes: Callable[[int], bytes]):
-    """Args: token_bytes: the bytes that a token id stands for; empty for one that is not text."""
+    """Args: token_bytes: returns a token's bytes; empty for a token that is not text."""
     self._token_bytes = token_bytes
     self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -29,43 +27,43 @@ class Detokenizer:
 
 
 class TokenPlaces:
-  """Where tokens begin in the text that a `Detokenizer` makes of them, in characters.
+  """Finds where tokens begin in the text of a `Detokenizer`, in characters.
 
-  A token that adds nothing to the text (a special token that is left out, a part of a character) begins where the next
-  one does. Tokens of a stop string, which the text ends before, begin where they would stand.
+  A token that adds nothing to the text (an omitted special token, a part of a character) begins where the next one
+  does. Tokens of a stop string, which the text excludes, begin where they would be.
   """
 
   def __init__(self, token_bytes: Callable[[int], bytes]):
-    """Args: token_bytes: as the detokenizer's."""
+    """Args: token_bytes: see Detokenizer."""
     self._token_bytes = token_bytes
     self._detokenizer = Detokenizer(token_bytes)
     self._end = 0
 
   def push(self, token_id: int) -> int:
-    """Where the next token begins."""
+    """Returns where the next token begins."""
     begin = self._end
     self._end += len(self._detokenizer.push((token_id,)))
     try:
-      # Whole characters of its own are the last ones; before them may stand the sign for what never became one.
+      # The token's own whole characters are the last ones; U+FFFD for earlier invalid bytes may precede them.
       return self._end - len(self._token_bytes(token_id).decode())
     except UnicodeDecodeError:
       return begin
 
   @property
   def end(self) -> int:
-    """Characters so far."""
+    """The number of characters so far."""
     return self._end
 
 
 class StopStrings:
-  """Finds the stop string that is completed first, and holds back text that may turn out to begin one.
+  """Finds the stop string that completes first, and holds back text that may begin one.
 
-  One Knuth-Morris-Pratt automaton a string (SIAM J. Comput. 6(2), 1977), fed character by character: its state is the
-  length of the longest suffix of the text that begins the string, which is exactly what must be held back. Of two
-  strings completed by one character the longer wins, so the text ends before both.
+  Each string has a Knuth-Morris-Pratt automaton (SIAM J. Comput. 6(2), 1977). Its state is the length of the longest
+  suffix of the text that begins the string, which is exactly the text to hold back. If one character completes two
+  strings, the longer wins, so the text ends before both.
 
-  min_tokens, by vLLM's rule: a stop string counts if its last character comes after the first min_tokens tokens,
-  wherever it began; the text then ends before its beginning. One that is complete within them is text, and stays so.
+  min_tokens follows vLLM: a stop string counts if its last character comes after the first min_tokens tokens, wherever
+  it began; the text then ends before its beginning. A string that is complete within them remains text.
   """
 
   def __init__(self, stops: Sequence[str]):
@@ -76,10 +74,10 @@ class StopStrings:
     self.matched: str | None = None
 
   def push(self, text: str, *, may_match: bool = True) -> str:
-    """Returns the text that is now safe to show; after a match, nothing more. Sets `matched`.
+    """Returns the text that is now safe to show; after a match, an empty one. Sets `matched`.
 
     Args:
-      text: what comes next.
+      text: the next text.
       may_match: False for text of the first min_tokens tokens: a stop string may begin in it, but not end.
     """
     if not self._automata or self.matched is not None:
@@ -107,14 +105,14 @@ class StopStrings:
     return seen[:shown]
 
   def flush(self) -> str:
-    """Returns what was held back: the text ended, so it begins no stop string."""
+    """Returns the held text when the output has ended, since no stop string can complete."""
     held, self._held = self._held, ""
     return held
 
 
 @functools.lru_cache(maxsize=256)
 def _failure(stop: str) -> tuple[int, ...]:
-  """failure[k]: the longest proper prefix of `stop` that is also a suffix of stop[:k]."""
+  """Returns failure[k], the length of the longest proper prefix of `stop` that is also a suffix of stop[:k]."""
   failure = [0] * (len(stop) + 1)
   state = 0
   for index in range(1, len(stop)):

@@ -1,8 +1,8 @@
-"""Grammars that were compiled before, each for its tenant alone. Compiles nothing.
+"""Caches compiled grammars, each for its tenant alone. Compiles nothing.
 
-Compiling takes 10 to 60 ms and a copy some 10 us, which a client can tell apart: nobody must learn so what others ask
-for. So what one tenant has compiled serves that tenant only, and who keeps most gives way first: a tenant with less
-than an equal part of the room loses nothing, whatever the others do.
+Compiling takes 10 to 60 ms and a copy about 10 us. A client can tell these apart, and must not learn what other tenants
+send. So a grammar serves only the tenant that compiled it. The tenant with most entries is evicted first: a tenant that
+keeps less than an equal share loses nothing.
 """
 
 from collections import OrderedDict
@@ -10,31 +10,31 @@ from collections.abc import Callable
 import threading
 from typing import Protocol, Self
 
-# The largest that were measured (1,200 constants; 30 fields) hold 0.5 MiB once compiled.
+# The largest measured grammars (1,200 constants; 30 fields) hold 0.5 MiB once compiled.
 MAX_ENTRIES = 64
 _MAX_SOURCE_BYTES = 1 << 20
 
 
 class Copied(Protocol):
-  """What is kept: never used itself."""
+  """An entry of the cache: copied, and never used itself."""
 
   def copy(self) -> Self:
-    """The same, on its own from here on."""
+    """Returns an independent copy."""
     ...
 
 
 class GrammarCache[T: Copied]:
-  """Least recently used first out, within a tenant. Threads may share it."""
+  """Evicts the least recently used entry within a tenant. Threads may share it."""
 
   def __init__(self, max_entries: int = MAX_ENTRIES, max_source_bytes: int = _MAX_SOURCE_BYTES):
-    """Args: max_entries, max_source_bytes: of all tenants together."""
+    """Args: max_entries, max_source_bytes: limits of all tenants together."""
     self._max_entries, self._max_source_bytes = max_entries, max_source_bytes
     self._lock = threading.Lock()
     self._kept: dict[str, OrderedDict[str, T]] = {}  # by tenant and source; none is empty
     self._source_bytes = 0
 
   def get(self, tenant: str, source: str) -> T | None:
-    """A copy of what was kept, or None."""
+    """Returns a copy of an entry, or None."""
     with self._lock:
       kept = self._kept.get(tenant, {})
       if source not in kept:
@@ -43,7 +43,7 @@ class GrammarCache[T: Copied]:
       return kept[source].copy()
 
   def keep(self, tenant: str, source: str, grammar: T) -> None:
-    """Keeps a copy."""
+    """Stores a copy."""
     copy = grammar.copy()
     with self._lock:
       kept = self._kept.setdefault(tenant, OrderedDict())
@@ -55,8 +55,8 @@ class GrammarCache[T: Copied]:
       while sum(map(len, self._kept.values())) > self._max_entries:
         self._drop_one(lambda tenant: len(self._kept[tenant]))
 
-  def _drop_one(self, room: Callable[[str], int]) -> None:
-    most = max(self._kept, key=room)
+  def _drop_one(self, size: Callable[[str], int]) -> None:
+    most = max(self._kept, key=size)
     source, _ = self._kept[most].popitem(last=False)
     self._source_bytes -= len(source)
     if not self._kept[most]:

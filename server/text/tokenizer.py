@@ -17,7 +17,7 @@ import tokenizers
 
 from engine.errors import ConfigError, InvalidRequest
 from server.errors import NoChatTemplate
-from server.text.chat_template import ChatTemplate, Message
+from server.text.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, Message
 from server.text.detokenizer import Detokenizer, TokenPlaces
 
 # A Unicode noncharacter: it is put inside special tokens that a message spells, so that they cannot be recognised.
@@ -38,16 +38,17 @@ class Tokenizer:
     chat_template_error: why there is no chat template although the folder has one; empty where that is not so.
   """
 
-  def __init__(self, folder: pathlib.Path, *, max_prompt_bytes: int = 1 << 20):
+  def __init__(self, folder: pathlib.Path, *, max_prompt_bytes: int = 1 << 20, chat_template: str = ""):
     """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja (the last two need not exist).
 
     Args:
       folder: of the model.
       max_prompt_bytes: longest text that is tokenized (some inputs take a tokenizer more than linear time).
+      chat_template: file of the template that counts instead of the model's; "": the model's.
 
     Raises:
-      ConfigError: a file is missing, broken or of a kind that is not supported; but for the chat template, without
-        which all but chats can be served.
+      ConfigError: a file is missing, broken or of a kind that is not supported; but for the model's own chat template,
+        without which all but chats can be served.
     """
     self.folder = folder
     self._max_prompt_bytes = max_prompt_bytes
@@ -89,6 +90,9 @@ class Tokenizer:
     self.special_tokens, source = _read_chat_template(folder)
     self.chat_template_error = ""
     self._chat: ChatTemplate | None = None
+    if chat_template:
+      self._chat = read_chat_template(chat_template, self.special_tokens, 2 * max_prompt_bytes)
+      return
     try:
       text = source.read_text(encoding="utf-8") if isinstance(source, pathlib.Path) else source
       if text is not None:
@@ -247,6 +251,40 @@ class Tokenizer:
         f"has {size} bytes of text, the limit is {self._max_prompt_bytes}: shorten it, or raise --max_prompt_bytes",
         field="prompt",
       )
+
+
+def load_tokenizer(folder: pathlib.Path, *, max_prompt_bytes: int, chat_template: str = "") -> Tokenizer | None:
+  """The tokenizer of a model folder; None where it has none. The arguments are Tokenizer's.
+
+  Raises:
+    ConfigError: as Tokenizer, and for a chat template without a tokenizer.
+  """
+  if (folder / "tokenizer.json").is_file():
+    return Tokenizer(folder, max_prompt_bytes=max_prompt_bytes, chat_template=chat_template)
+  if chat_template:
+    raise ConfigError(
+      f"chat_template={chat_template} needs a tokenizer, and {folder} has no tokenizer.json; copy it there, or leave "
+      "out --chat_template"
+    )
+  return None
+
+
+def read_chat_template(file: str, special_tokens: dict[str, str], max_chars: int) -> ChatTemplate:
+  """A chat template from a file of its own; the arguments are ChatTemplate's.
+
+  Raises:
+    ConfigError: the file is missing, too large or not jinja2.
+  """
+  try:
+    with open(file, "rb") as stream:  # no more of it than it takes to say that it is too large
+      source = stream.read(MAX_TEMPLATE_BYTES + 1).decode()
+    return ChatTemplate(source, special_tokens, max_chars)
+  except (OSError, ValueError) as error:
+    raise ConfigError(
+      f"chat_template={file} cannot be read: {str(error):.200}; set --chat_template to a Jinja file, or leave it out"
+    ) from error
+  except ConfigError as error:
+    raise ConfigError(f"chat_template={file}: {error}") from error
 
 
 def _is_panic(error: BaseException) -> bool:

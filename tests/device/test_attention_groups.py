@@ -68,6 +68,6 @@ def test_every_plan_travels_with_the_step():
     rows = np.asarray(inputs.query_starts), np.asarray(inputs.kv_lens)
     assert rows[1].tolist() == [start + count for start, count in zip(starts, counts, strict=True)] + [0, 0]
     for plan, made in zip(plans, inputs.plans, strict=True):
-      np.testing.assert_array_equal(made, plan.make(*rows))
+      np.testing.assert_array_equal(made, plan.make_work(*rows))
     if counts == (1, 1):  # only decodes are split by what a window leaves of them
       assert np.asarray(inputs.plans[0]).tolist() != np.asarray(inputs.plans[1]).tolist()

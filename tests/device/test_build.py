@@ -1,10 +1,12 @@
 """From a model folder to an engine that serves; and every setting that is refused before anything is allocated."""
 
 import pytest
+from safetensors.numpy import load_file
 
+from engine.build_facts import BuildFact, DeviceFact, KVFact, ModelFact, ProgramsFact, ProgramsMadeFact
 from engine.config import choose_overlap
 from engine.device import kv_cache
-from engine.device.build import build
+from engine.device.build import build_engine
 from engine.device.options import BuildOptions
 from engine.errors import CheckpointError, ConfigError
 from engine.request import Request, TokenEvent
@@ -38,7 +40,7 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
   told: list[tuple[str, int, int]] = []
   events: list[TokenEvent] = []
   cache = tmp_path / "compiled"
-  built = build(
+  built = build_engine(
     BuildOptions(folder, kv_cache_mb=1, max_model_len=64, compile_cache_dir=str(cache), **SMALL),
     lambda *progress: told.append(progress),
     events.extend,
@@ -54,6 +56,25 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
   assert sum(len(event.token_ids) for event in events) == 5
   assert built.runner.compiles_after_ready == 0
   assert len(list(cache.iterdir())) >= len(SMALL["token_budgets"])
+
+
+def test_facts_are_told_as_they_are_known(folder, tmp_path):
+  """And programs that the cache holds are not counted as compiled."""
+  options = BuildOptions(folder, num_blocks=16, max_model_len=64, compile_cache_dir=str(tmp_path / "compiled"), **SMALL)
+  for is_first in (True, False):
+    facts: list[BuildFact] = []
+    built = build_engine(options, silent, no_events, report_fact=facts.append)
+    device, model, kv, programs, made = facts
+    assert isinstance(device, DeviceFact) and (device.count, device.dtype) == (1, "float32")
+    assert (device.attention, device.matmul, device.fallbacks) == (built.attention, built.matmul, built.fallbacks)
+    assert isinstance(model, ModelFact) and model.is_chosen and not model.lowered
+    assert (model.name, model.max_model_len, model.own_length) == ("tiny", 64, RAW["max_position_embeddings"])
+    assert model.num_parameters == sum(tensor.size for tensor in load_file(f"{folder}/model.safetensors").values())
+    assert isinstance(kv, KVFact) and (kv.num_blocks, kv.num_full_sequences) == (16, 16 // -(-64 // kv.block_size))
+    assert isinstance(programs, ProgramsFact) and programs.token_budgets == built.config.token_budgets
+    assert programs.is_cache_empty == is_first and not programs.has_bundle
+    assert isinstance(made, ProgramsMadeFact) and made.count == programs.count > len(programs.token_budgets)
+    assert made.num_compiled == (made.count if is_first else 0)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +113,7 @@ def test_options_that_contradict_each_other(changes, said):
 )
 def test_options_that_do_not_fit_the_model_or_the_machine(folder, changes, said):
   with pytest.raises(ConfigError, match=said):
-    build(BuildOptions(folder, **(SMALL | changes)), silent, no_events)
+    build_engine(BuildOptions(folder, **(SMALL | changes)), silent, no_events)
 
 
 def test_the_ladder_follows_from_the_options():
@@ -111,17 +132,19 @@ def test_the_ladder_follows_from_the_options():
 @pytest.mark.parametrize("built_here", [True, False])
 def test_kernels_are_the_best_there_are_and_what_is_not_there_is_said(folder, built_here, monkeypatch):
   if not built_here:
-    monkeypatch.setattr(native, "load", nothing_built)
+    monkeypatch.setattr(native, "load_library", nothing_built)
   elif native.compiler() is None:
     pytest.skip("no C++ compiler")
-  found = build(BuildOptions(folder, **SMALL | {"token_budgets": (64, 256), "prefill_chunk": 0}), silent, no_events)
+  found = build_engine(
+    BuildOptions(folder, **SMALL | {"token_budgets": (64, 256), "prefill_chunk": 0}), silent, no_events
+  )
   assert (found.attention, found.matmul) == (("cpu", "packed") if built_here else ("reference", "xla"))
   assert found.config.prefill_chunk == (UNPADDED_CPU.prefill_chunk if built_here else 256)
   assert found.config.computes_padding is not built_here
   assert found.config.overlap
   assert len(found.fallbacks) == (0 if built_here else 2)
   assert all("not built" in reason for reason in found.fallbacks)
-  chosen = build(
+  chosen = build_engine(
     BuildOptions(folder, **ONE_SIZE, attention="reference", matmul="xla", overlap="false"), silent, no_events
   )
   assert (chosen.attention, chosen.matmul, chosen.fallbacks) == ("reference", "xla", ())
@@ -136,8 +159,8 @@ def test_a_cpu_with_long_steps_does_not_launch_ahead(platform, weight_bytes, ove
 
 
 def test_int8_without_the_kernel_works_and_says_what_it_costs(folder, monkeypatch):
-  monkeypatch.setattr(native, "load", nothing_built)
-  found = build(BuildOptions(folder, **ONE_SIZE, quantization="int8", attention="reference"), silent, no_events)
+  monkeypatch.setattr(native, "load_library", nothing_built)
+  found = build_engine(BuildOptions(folder, **ONE_SIZE, quantization="int8", attention="reference"), silent, no_events)
   assert (found.matmul, found.quantization) == ("xla", "int8")
   (reason,) = found.fallbacks
   assert "not built" in reason and "converted at every step, which saves memory but no time" in reason
@@ -149,15 +172,15 @@ def nothing_built(name):
 
 @pytest.mark.parametrize("option", ["attention", "matmul"])
 def test_what_was_asked_for_and_is_not_built_is_refused(folder, option, monkeypatch):
-  monkeypatch.setattr(native, "load", nothing_built)
+  monkeypatch.setattr(native, "load_library", nothing_built)
   chosen = {"attention": "cpu"} if option == "attention" else {"matmul": "packed"}
   with pytest.raises(ConfigError, match=f"not built.*set --{option}"):
-    build(BuildOptions(folder, **SMALL, **chosen), silent, no_events)
+    build_engine(BuildOptions(folder, **SMALL, **chosen), silent, no_events)
 
 
 def test_missing_folder(tmp_path):
   with pytest.raises(CheckpointError, match="no such folder"):
-    build(BuildOptions(str(tmp_path / "gone"), **SMALL), silent, no_events)
+    build_engine(BuildOptions(str(tmp_path / "gone"), **SMALL), silent, no_events)
 
 
 def test_the_pool_takes_the_memory_that_is_left(folder, monkeypatch):
@@ -171,7 +194,7 @@ def test_the_pool_takes_the_memory_that_is_left(folder, monkeypatch):
   options = BuildOptions(
     folder, max_model_len=256, prefix_cache_scope="off", token_budgets=(8,), max_num_seqs=8, prefill_chunk=8
   )
-  config = build(options, silent, no_events).config
+  config = build_engine(options, silent, no_events).config
   sampler_state = 2 * 4 * 9 * RAW["vocab_size"]
   assert asked[:-1] == [0, 0] and asked[-1] > sampler_state
   block_bytes = 2 * 2 * 16 * RAW["num_key_value_heads"] * (RAW["hidden_size"] // RAW["num_attention_heads"]) * 4

@@ -20,7 +20,7 @@ from jax._src.compiler import get_compile_options
 import pytest
 
 from engine.device import compile_cache
-from engine.device.build import build
+from engine.device.build import build_engine
 from engine.device.mesh import make_mesh
 from engine.device.options import BuildOptions
 from engine.device.safetensors_file import read_header
@@ -158,7 +158,7 @@ def test_a_header_that_is_too_long(tmp_path):
   file = tmp_path / "model.safetensors"
   with open(file, "wb") as stream:
     stream.write((30_000_000).to_bytes(8, "little"))
-    stream.truncate(60_000_000)  # a hole, which takes no room
+    stream.truncate(60_000_000)  # a hole, which takes no disk space
   with pytest.raises(CheckpointError, match="a header of 30000000 bytes, and at most 25000000 are read"):
     read_header(file)
 
@@ -318,7 +318,7 @@ def test_mutated_configs(pristine, tmp_path, lie):
 
 @pytest.mark.catalogue("G4")
 def test_a_config_of_many_layers_costs_nothing():
-  with pytest.raises(ValueError, match="num_layers=1000000000 is above 1024, which no model needs; correct the file"):
+  with pytest.raises(ValueError, match="num_layers=1000000000 is above the limit 1024; correct the file"):
     config_from_hf(RAW | {"num_hidden_layers": 10**9})
 
 
@@ -439,7 +439,7 @@ def test_a_disk_without_room_is_left_alone(pristine, tmp_path, monkeypatch):
   usage = shutil.disk_usage(tmp_path)
   monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
   with pytest.raises(
-    ConfigError, match=r"out: needs \d+ bytes, and 1000 are free; make room, or choose another folder"
+    ConfigError, match=r"out: needs \d+ bytes, and 1000 are free; free disk space, or choose another folder"
   ):
     convert(pristine / "hf", tmp_path / "out", "float32")
   assert list(tmp_path.iterdir()) == []
@@ -451,7 +451,7 @@ SMALL = {"token_budgets": (8,), "max_num_seqs": 2, "prefill_chunk": 8, "kv_cache
 
 
 def serve_once(folder: pathlib.Path, cache: pathlib.Path):
-  return build(BuildOptions(str(folder), compile_cache_dir=str(cache), **SMALL), lambda *_: None, lambda _: None)
+  return build_engine(BuildOptions(str(folder), compile_cache_dir=str(cache), **SMALL), lambda *_: None, lambda _: None)
 
 
 @pytest.fixture
@@ -467,36 +467,36 @@ def keep_jax_settings():
 @pytest.mark.catalogue("G9")
 def test_the_compile_cache_of_others(keep_jax_settings, tmp_path):
   made = tmp_path / "made" / "programs"
-  compile_cache.use(str(made))
+  compile_cache.use_compile_cache(str(made))
   assert made.stat().st_mode & 0o777 == 0o700
   for mode in (0o770, 0o702, 0o777, 0o1777):
     made.chmod(mode)
     with pytest.raises(ConfigError, match=rf"compile_cache_dir={made}: {made} has mode {mode:04o}.*chmod -R go-w"):
-      compile_cache.use(str(made))
+      compile_cache.use_compile_cache(str(made))
   made.chmod(0o755)
-  compile_cache.use(str(made))
+  compile_cache.use_compile_cache(str(made))
   entry = made / "jit_step-abc-cache"
   entry.write_bytes(b"")
   entry.chmod(0o666)
   with pytest.raises(ConfigError, match=rf"{entry} has mode 0666"):
-    compile_cache.use(str(made))
+    compile_cache.use_compile_cache(str(made))
   entry.unlink()
   tuned = made / "xla_gpu_per_fusion_autotune_cache_dir"
   tuned.chmod(0o777)
   with pytest.raises(ConfigError, match=rf"{tuned} has mode 0777"):
-    compile_cache.use(str(made))
+    compile_cache.use_compile_cache(str(made))
   tuned.chmod(0o700)
   if os.geteuid() == 0:
     os.chown(made, 12345, 0)
     with pytest.raises(ConfigError, match="has mode 0755 and owner 12345, so that others could put code"):
-      compile_cache.use(str(made))
+      compile_cache.use_compile_cache(str(made))
   (tmp_path / "file").write_text("")
   with pytest.raises(ConfigError, match="File exists; set --compile_cache_dir to a folder that can be written"):
-    compile_cache.use(str(tmp_path / "file"))
+    compile_cache.use_compile_cache(str(tmp_path / "file"))
 
 
 def test_what_autotuning_found_is_kept_beside_the_programs(keep_jax_settings, tmp_path):
-  compile_cache.use(str(tmp_path / "programs"))
+  compile_cache.use_compile_cache(str(tmp_path / "programs"))
   options = get_compile_options(num_replicas=1, num_partitions=1)
   kept = options.executable_build_options.debug_options.xla_gpu_per_fusion_autotune_cache_dir
   assert pathlib.Path(kept).parent == tmp_path / "programs" and pathlib.Path(kept).stat().st_mode & 0o777 == 0o700
@@ -517,7 +517,7 @@ def test_cut_programs_are_compiled_again(keep_jax_settings, pristine, tmp_path):
   # What this process holds in memory it does not write again.
   assert {name for name in entries if name.startswith("jit_step")} <= healed.keys() <= entries.keys()
   assert all(compile_cache._is_whole(path.read_bytes()) for path in cache.glob("*-cache"))
-  compile_cache.look_through(str(cache))
+  compile_cache.check_cached_programs(str(cache))
   assert {path.name for path in cache.glob("*-cache")} == healed.keys()
 
 
@@ -526,6 +526,6 @@ def test_a_compile_cache_that_takes_nothing(keep_jax_settings, monkeypatch, tmp_
   """Read-only: what is there is used. (Root may write anywhere, so the system's word is changed.)"""
   (tmp_path / "programs").mkdir(mode=0o700)
   monkeypatch.setattr(os, "access", lambda path, mode: False)
-  reason = compile_cache.use(str(tmp_path / "programs"))
-  assert reason.endswith("cannot be written, so new programs are compiled at every start")
+  reason = compile_cache.use_compile_cache(str(tmp_path / "programs"))
+  assert reason.endswith("is not writable, so every start compiles new programs")
   assert list((tmp_path / "programs").iterdir()) == []

@@ -10,7 +10,7 @@ import jax
 from jaxlib import xla_client
 import pytest
 
-from engine.device.build import build
+from engine.device.build import build_engine
 from engine.device.kernel_choice import attention_candidates
 from engine.device.options import BuildOptions
 from engine.errors import ConfigError
@@ -75,7 +75,7 @@ def test_a_missing_device_is_told_in_one_line(error, why, monkeypatch):
 
   monkeypatch.setattr(jax, "devices", devices)
   with pytest.raises(ConfigError) as refused:
-    build(BuildOptions("any"), lambda *_: None, lambda events: None)
+    build_engine(BuildOptions("any"), lambda *_: None, lambda events: None)
   said = str(refused.value)
   assert said.startswith("JAX_PLATFORMS=cpu: JAX finds no such device") and f"({why}); supported are cpu, cuda" in said
   assert "unset JAX_PLATFORMS" in said and "\n" not in said
@@ -87,7 +87,7 @@ def test_a_missing_device_is_told_in_one_line(error, why, monkeypatch):
   ids=str,
 )
 def test_a_gpu_gives_its_memory_unless_the_user_says_otherwise(chosen, share, monkeypatch):
-  """As JAX's plugin reads it, when build() first asks for devices."""
+  """As JAX's plugin reads it, when build_engine() first looks for devices."""
   for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
     monkeypatch.setenv(name, chosen.get(name, ""))
   read = {}
@@ -98,7 +98,7 @@ def test_a_gpu_gives_its_memory_unless_the_user_says_otherwise(chosen, share, mo
 
   monkeypatch.setattr(jax, "devices", devices)
   with pytest.raises(ConfigError, match="no more than this"):
-    build(BuildOptions("any"), lambda *_: None, lambda events: None)
+    build_engine(BuildOptions("any"), lambda *_: None, lambda events: None)
   assert read["memory_fraction"] == share
 
 

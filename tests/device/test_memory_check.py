@@ -1,4 +1,4 @@
-"""A model for which there is no room is refused before a byte of its weights is read, with what is missing."""
+"""Tests that a model which does not fit is rejected, with the missing bytes, before its weights are read."""
 
 import pathlib
 import re
@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from engine.device import kv_cache, memory_check, weights
-from engine.device.build import build
+from engine.device.build import build_engine
 from engine.device.options import BuildOptions
 from engine.errors import ConfigError
 from tools.make_random_model import write_model
@@ -18,12 +18,12 @@ SHAPES = pathlib.Path(__file__).parents[2] / "models" / "shapes"
 
 
 def loaded(folder: str, **changes) -> None:
-  build(BuildOptions(folder, **changes), lambda *_: None, lambda _: None)
+  build_engine(BuildOptions(folder, **changes), lambda *_: None, lambda _: None)
 
 
 @pytest.fixture
 def nothing_is_read(monkeypatch):
-  for name in ("_load_safetensors", "_draw"):
+  for name in ("_load_safetensors", "_generate"):
     monkeypatch.setattr(weights, name, lambda *_: pytest.fail("weights were read"))
 
 
@@ -46,7 +46,7 @@ def test_it_is_said_by_how_much(monkeypatch, nothing_is_read):
   found = str(refused.value)
   assert f"needs {weights_mib} MiB for weights, {kv_mib} MiB for KV (one sequence of 8192 tokens) and at" in found
   assert f"at least {-(-step // MIB)} MiB for a step (512 tokens of 64 sequences) on each device" in found
-  assert f"on each device, and 8192 MiB are free: {missing} MiB are missing; take more devices (--num_devices)" in found
+  assert f"on each device, and 8192 MiB are free: {missing} MiB are missing; use more devices (--num_devices)" in found
 
 
 @pytest.mark.parametrize("setting", [{"kv_cache_mb": 10**9}, {"num_blocks": 10**9}], ids=str)

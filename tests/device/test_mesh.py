@@ -16,7 +16,7 @@ from tests.device.tiny_model import TINY
 
 
 class FakeMesh:
-  """As much of a mesh of many devices as placement asks for."""
+  """The part of a mesh of many devices that placement needs."""
 
   def __init__(self, size: int):
     self.shape, self.size = {mesh_lib.AXIS: size}, size

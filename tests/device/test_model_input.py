@@ -140,7 +140,7 @@ def test_every_number_arrives(seed):
       assert logit_rows.wants.get(index, (0, ()))[1] == tuple(numbers)
       if numbers:
         assert logit_rows.wants[index][0] == line - len(numbers)
-    # Padding: no token, the padding slot, block 0, nothing asked.
+    # Padding: no token, the padding slot, block 0, no flags.
     rest = len(rows)
     assert inputs.num_tokens.tolist() == [token] and inputs.num_logit_rows.tolist() == [line]
     assert (inputs.query_starts[rest:] == token).all() and not inputs.kv_lens[rest:].any()

@@ -34,7 +34,7 @@ def test_the_models_own_length_is_lowered_and_a_chosen_one_refused():
   assert SIZER.size_by_blocks(99, "--num_blocks gives") == PoolSize(99, 1584, "--num_blocks gives 99 KV blocks of 16")
   assert CHOSEN.size_by_blocks(100, "--num_blocks gives") == PoolSize(100, 1600)
   with pytest.raises(
-    ConfigError, match="1600 needs 100 blocks of 16, and --num_blocks gives 99: lower --max_model_len to"
+    ConfigError, match="1600 needs 100 blocks of 16, but --num_blocks gives 99; lower --max_model_len to"
   ):
     CHOSEN.size_by_blocks(99, "--num_blocks gives")
   assert CHOSEN.size_by_memory(101_000, "x") == PoolSize(100, 1600)
@@ -83,7 +83,7 @@ def decide(monkeypatch):
   keep(build_lib, "EngineConfig")
   keep(build_lib, "_describe_lowering")
   monkeypatch.setattr(build_lib, "all_programs", stop)
-  monkeypatch.setattr(weights, "_draw", lambda *_: pytest.fail("weights were allocated"))
+  monkeypatch.setattr(weights, "_generate", lambda *_: pytest.fail("weights were allocated"))
 
   def decided(folder: pathlib.Path | str, free: int, **options) -> tuple[EngineConfig, str]:
     monkeypatch.setattr(memory_check, "host_free_bytes", lambda: free)

@@ -363,7 +363,7 @@ def test_packed_arrays_are_the_devices_own_and_used_again(runner, prompts):
   steps = [runner.launch(padding) for _ in range(3)]  # none of which is read before the last is launched
   for step in steps:
     step.result()
-    step.result()  # asked twice, it gives its array back once
+    step.result()  # read twice, it returns its array once
   assert len({packed.values.ctypes.data for packed in [call.take() for _ in range(4)]}) == 4
   assert runner.compiles_after_ready == 0
 

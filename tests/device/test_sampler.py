@@ -1,4 +1,4 @@
-"""Every sampling parameter against a straightforward numpy twin, and the promises about rows and draws."""
+"""Compares every sampling parameter with a plain numpy sampler, and tests that rows are independent."""
 
 import dataclasses
 import functools
@@ -16,21 +16,20 @@ from engine.device.model_input import Packer, unpack
 from engine.device.sampler import SlotState
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
-from pallas_kernels.adjust import api as adjust
-from pallas_kernels.argmax import api as argmax
-from pallas_kernels.draw import api as draw_api
-from pallas_kernels.draw import reference
+from pallas_kernels import native
+from pallas_kernels.sampling import reference
 from tests import numpy_sampler
 
 V, SLOTS, EOS = 300, 7, (3, 4)  # V is no multiple of a chunk
 SHAPE = StepShape(8, 8, 8)
+KERNELS = ("argmax", "sampling", "adjust")
 
 
 @functools.partial(jax.jit, static_argnames="wide", compiler_options={"xla_backend_optimization_level": 1})
 def run(logits, packed, history, bias, mask, wide=False):
   inputs = unpack(Packer(SLOTS, 32, 4, EOS).layout(SHAPE), packed)
   rows, state = inputs.sampling, SlotState(history, bias, mask)
-  kernels = ("reference",) * 3 if wide else [kernel.choose("cpu") for kernel in (argmax, draw_api, adjust)]
+  kernels = ("reference",) * 3 if wide else [native.choose_implementation(name, "cpu") for name in KERNELS]
   sampled = sampler.sample(logits, rows, state, wide, inputs.num_logit_rows, *kernels)
   return sampled, sampler.remember(state, rows, sampled.tokens).history
 
@@ -43,7 +42,7 @@ def adjusted(logits, packed, history, bias, mask, by):
 
 @dataclasses.dataclass
 class Row:
-  """One request in the middle of its life."""
+  """One running request."""
 
   params: SamplingParams
   prompt: tuple[int, ...] = (5, 6, 7)
@@ -54,10 +53,10 @@ class Row:
 
 
 def packed_step(rows: list[Row], logits: np.ndarray):
-  """The arguments of `run`, through admission and packing as in serving; and the rows' slots."""
+  """Returns the arguments of `run`, after admission and packing as in serving, and the rows' slots."""
   packer = Packer(SLOTS, 32, 4, EOS)
   history, bias = np.zeros((SLOTS + 1, V), np.int32), np.full((SLOTS + 1, V), np.nan, np.float32)
-  mask = np.zeros((SLOTS + 1, -(-V // 32)), np.int32)  # nothing is allowed where nobody says so
+  mask = np.zeros((SLOTS + 1, -(-V // 32)), np.int32)  # forbids every token by default
   slots = tuple(index if row.slot is None else row.slot for index, row in enumerate(rows))
   for slot, row in zip(slots, rows, strict=True):
     tokens = row.prompt + row.outputs
@@ -87,8 +86,8 @@ def packed_step(rows: list[Row], logits: np.ndarray):
   return (padded, packed, history, bias, mask), slots
 
 
-def draw(rows: list[Row], logits: np.ndarray, wide: bool = False):
-  """Samples one token a row: what it is, what is counted of it, and the rows' slots."""
+def sample_rows(rows: list[Row], logits: np.ndarray, wide: bool = False):
+  """Samples one token a row; returns the tokens, the change of the history, and the rows' slots."""
   arguments, slots = packed_step(rows, logits)
   sampled, after = run(*arguments, wide)
   history = arguments[2]
@@ -96,12 +95,12 @@ def draw(rows: list[Row], logits: np.ndarray, wide: bool = False):
 
 
 def processed(row: Row, logits: np.ndarray) -> np.ndarray:
-  """f64[V]: what the greedy token is the most likely of."""
+  """Returns the adjusted logits, f64[V]; the greedy token is their largest."""
   return numpy_sampler.adjust(logits, row.params, row.prompt, row.outputs, EOS, row.allowed)
 
 
 def distribution(row: Row, logits: np.ndarray) -> np.ndarray:
-  """Unnormalised weights a draw is made from, f64[V]."""
+  """Returns the unnormalized sampling weights, f64[V]."""
   params = row.params
   return numpy_sampler.truncate(processed(row, logits), params.temperature, params.min_p, params.top_k, params.top_p)
 
@@ -143,9 +142,9 @@ def test_draw_is_the_inverse_of_the_cumulative_distribution(choice):
     rows = [Row(SamplingParams(**choice), seed=int(seed)) for seed in rng.integers(2**32, size=7)]
     logits = (rng.normal(size=(7, V)) * 3).astype(np.float32)
     logits[:, list(EOS)] += 4.0  # min_tokens must matter
-    sampled, _, _ = draw(rows, logits)
+    sampled, _, _ = sample_rows(rows, logits)
     for row, line, token in zip(rows, logits, sampled.tokens, strict=True):
-      numpy_sampler.check_draw(distribution(row, line), uniform(row), token)
+      numpy_sampler.check_sample(distribution(row, line), uniform(row), token)
 
 
 @pytest.mark.parametrize("choice", RANDOM, ids=str)
@@ -156,12 +155,12 @@ def test_greedy_takes_the_most_likely_of_what_is_left(choice):
   logits = rng.normal(size=(7, V)).astype(np.float32) * 3
   logits[:, 8] = logits.max() + 0.5  # penalties must matter
   logits[:, 4] = logits.max() + 0.1  # and min_tokens
-  sampled, _, _ = draw(rows, logits)
+  sampled, _, _ = sample_rows(rows, logits)
   assert sampled.tokens.tolist() == [int(processed(row, line).argmax()) for row, line in zip(rows, logits, strict=True)]
 
 
 def random_row(rng: np.random.Generator) -> Row:
-  """A request that asks for any mixture of everything, about half of each; one in four is greedy."""
+  """A request with a random mixture of all parameters, about half of each; one in four is greedy."""
 
   def some(count: int) -> tuple[int, ...]:
     return tuple(int(token) for token in rng.choice(V, count, replace=False))
@@ -187,7 +186,7 @@ def random_row(rng: np.random.Generator) -> Row:
   return Row(params, some(60), outputs, seed=int(rng.integers(2**32)), allowed=allowed)
 
 
-@pytest.mark.parametrize("by", ["reference", adjust.choose("cpu")])
+@pytest.mark.parametrize("by", ["reference", native.choose_implementation("adjust", "cpu")])
 def test_any_mixture_of_parameters_forbids_what_the_numpy_sampler_forbids(by):
   rng = np.random.default_rng(18)
   for _ in range(40):
@@ -207,10 +206,10 @@ def test_any_mixture_of_parameters_is_drawn_as_by_the_numpy_sampler(wide):
     logits = (rng.normal(size=(7, V)) * 3).astype(np.float32)
     logits[:, :40] += 2.0  # what was generated is likely, so that penalties matter
     logits[:, list(EOS)] += 4.0  # and min_tokens
-    sampled, _, _ = draw(rows, logits, wide)
+    sampled, _, _ = sample_rows(rows, logits, wide)
     for row, line, token in zip(rows, logits, sampled.tokens.tolist(), strict=True):
       if row.params.temperature:
-        numpy_sampler.check_draw(distribution(row, line), uniform(row), token)
+        numpy_sampler.check_sample(distribution(row, line), uniform(row), token)
       else:
         assert token == int(processed(row, line).argmax()), row
 
@@ -218,7 +217,7 @@ def test_any_mixture_of_parameters_is_drawn_as_by_the_numpy_sampler(wide):
 def test_truncation_keeps_all_tokens_of_equal_probability():
   logits = np.full((1, V), -5.0, np.float32)
   logits[0, [10, 20, 30]] = 1.0
-  seen = {int(draw([Row(SamplingParams(top_k=2), seed=seed)], logits)[0].tokens[0]) for seed in range(40)}
+  seen = {int(sample_rows([Row(SamplingParams(top_k=2), seed=seed)], logits)[0].tokens[0]) for seed in range(40)}
   assert seen == {10, 20, 30}
 
 
@@ -227,7 +226,7 @@ def test_draws_follow_the_distribution():
   counts = np.zeros(V)
   for start in range(0, 7 * 300, 7):
     rows = [Row(SamplingParams(), seed=start + index) for index in range(7)]
-    np.add.at(counts, draw(rows, logits)[0].tokens, 1)
+    np.add.at(counts, sample_rows(rows, logits)[0].tokens, 1)
   expected = np.arange(1, V + 1) / (V * (V + 1) / 2) * counts.sum()
   groups = np.arange(V) // 30
   seen, wanted = np.bincount(groups, counts), np.bincount(groups, expected)
@@ -240,26 +239,26 @@ def test_a_draw_depends_on_seed_and_position_alone():
   rng = np.random.default_rng(2)
   line = rng.normal(size=V).astype(np.float32)
   me = Row(SamplingParams(temperature=2.0, top_p=0.9), seed=77)
-  alone = int(draw([me], line[None])[0].tokens[0])
+  alone = int(sample_rows([me], line[None])[0].tokens[0])
   others = [Row(SamplingParams(**choice), seed=index) for index, choice in enumerate(RANDOM[8:14])]
   for place in range(7):
     rows = others[:place] + [me] + others[place:]
     logits = rng.normal(size=(7, V)).astype(np.float32)
     logits[place] = line
-    assert int(draw(rows, logits)[0].tokens[place]) == alone
+    assert int(sample_rows(rows, logits)[0].tokens[place]) == alone
   later = [dataclasses.replace(me, outputs=(8,) * count) for count in range(7)]
-  assert len(set(draw(later, np.stack([line] * 7))[0].tokens.tolist())) > 3
+  assert len(set(sample_rows(later, np.stack([line] * 7))[0].tokens.tolist())) > 3
 
 
 def test_a_bad_row_is_reported_and_touches_no_other():
   rng = np.random.default_rng(3)
   rows = [Row(SamplingParams(**choice, logprobs=2), seed=index) for index, choice in enumerate(RANDOM[:7])]
   logits = rng.normal(size=(7, V)).astype(np.float32)
-  clean, _, _ = draw(rows, logits)
+  clean, _, _ = sample_rows(rows, logits)
   for value in (np.nan, np.inf, -np.inf):
     broken = logits.copy()
     broken[2, 17] = value
-    sampled, _, _ = draw(rows, broken)
+    sampled, _, _ = sample_rows(rows, broken)
     assert sampled.bad.tolist() == [False, False, True, False, False, False, False]
     for got, wanted in zip(jax.tree.leaves(sampled), jax.tree.leaves(clean), strict=True):
       assert np.isfinite(got).all()
@@ -278,7 +277,7 @@ def test_extreme_values_stay_finite():
   ]
   rows = [Row(SamplingParams(**choice)) for choice in extremes]
   logits = np.random.default_rng(4).normal(size=(7, V)).astype(np.float32) * 1e3
-  sampled, _, _ = draw(rows, logits)
+  sampled, _, _ = sample_rows(rows, logits)
   assert not sampled.bad.any()
   best = logits.argmax(1)
   assert [int(sampled.tokens[index]) for index in (1, 2, 4, 5)] == [int(best[index]) for index in (1, 2, 4, 5)]
@@ -286,7 +285,7 @@ def test_extreme_values_stay_finite():
 
 def test_min_tokens_gives_way_where_only_ends_are_allowed():
   row = Row(SamplingParams(min_tokens=9, max_tokens=9, allowed_token_ids=(3, 50), stop_token_ids=(50,)))
-  sampled, _, _ = draw([row], np.zeros((1, V), np.float32))
+  sampled, _, _ = sample_rows([row], np.zeros((1, V), np.float32))
   assert int(sampled.tokens[0]) in (3, 50) and not sampled.bad[0]
 
 
@@ -300,7 +299,7 @@ def test_only_tokens_of_the_mask_are_drawn(choice, more):
   for trial in range(6):
     rows = [Row(params, seed=trial + 10 * index, allowed=mask) for index, mask in enumerate(masks)]
     logits = rng.normal(size=(7, V)).astype(np.float32) * 3
-    sampled, _, _ = draw(rows, logits)
+    sampled, _, _ = sample_rows(rows, logits)
     for row, line, token in zip(rows, logits, sampled.tokens.tolist(), strict=True):
       assert token in (row.allowed or ())
       if params.temperature:
@@ -314,7 +313,7 @@ def test_a_bias_comes_before_penalties():
   logits = np.full((1, V), -5.0, np.float32)
   logits[0, [9, 20]] = -1.0, 0.25
   row = Row(SamplingParams(temperature=0.0, repetition_penalty=2.0, logit_bias=((9, 2.0),)))
-  assert draw([row], logits)[0].tokens.tolist() == [9]
+  assert sample_rows([row], logits)[0].tokens.tolist() == [9]
 
 
 def test_penalties_let_nothing_through_that_is_forbidden():
@@ -330,7 +329,7 @@ def test_penalties_let_nothing_through_that_is_forbidden():
   logits[:, 20] = -100.0
   logits[:, 21] = -200.0
   logits[:, list(EOS)] = 50.0
-  tokens = draw(rows, logits)[0].tokens.tolist()
+  tokens = sample_rows(rows, logits)[0].tokens.tolist()
   assert tokens[:2] == [20, 30] and tokens[2] not in EOS
 
 
@@ -339,7 +338,7 @@ def test_a_mask_touches_no_other_row():
   logits = rng.normal(size=(7, V)).astype(np.float32)
   plain = [Row(SamplingParams(logprobs=3), seed=index) for index in range(7)]
   masked = [dataclasses.replace(row, allowed=(index,)) if index % 2 else row for index, row in enumerate(plain)]
-  before, after = draw(plain, logits)[0], draw(masked, logits)[0]
+  before, after = sample_rows(plain, logits)[0], sample_rows(masked, logits)[0]
   for index in range(7):
     assert after.tokens[index] == (index if index % 2 else before.tokens[index])
   # The alternatives are those of the model.
@@ -350,7 +349,7 @@ def test_min_tokens_gives_way_where_a_mask_leaves_only_ends():
   logits = np.zeros((2, V), np.float32)
   params = SamplingParams(min_tokens=9, max_tokens=9)
   rows = [Row(params, allowed=(3, 4)), Row(params, allowed=(3, 50))]
-  tokens = draw(rows, logits)[0].tokens.tolist()
+  tokens = sample_rows(rows, logits)[0].tokens.tolist()
   assert tokens[0] in (3, 4) and tokens[1] == 50
 
 
@@ -358,7 +357,7 @@ def test_counts_are_kept_only_for_rows_with_penalties():
   rows = [Row(SamplingParams(temperature=0.0, presence_penalty=1.0)), Row(SamplingParams(temperature=0.0))]
   logits = np.zeros((2, V), np.float32)
   logits[:, 40] = 5.0
-  sampled, change, slots = draw(rows, logits)
+  sampled, change, slots = sample_rows(rows, logits)
   assert sampled.tokens.tolist() == [40, 40]
   assert change[slots[0], 40] == 1 and change[slots[0]].sum() == 1
   assert not change[slots[1]].any()
@@ -372,7 +371,7 @@ def test_logprobs_are_of_the_unmodified_distribution():
     Row(SamplingParams(temperature=3.0, top_k=4, logit_bias=((9, 50.0),), logprobs=20)),
     Row(SamplingParams(temperature=0.0)),
   ]
-  sampled, _, _ = draw(rows, logits)
+  sampled, _, _ = sample_rows(rows, logits)
   assert int(sampled.tokens[0]) == 9
   wanted = logits[0] - np.log(np.exp(logits[0].astype(np.float64)).sum())
   order = np.argsort(-wanted, kind="stable")[:20]
@@ -398,7 +397,7 @@ def test_a_vocabulary_smaller_than_the_list_of_alternatives():
 
 # --- the search without a sort ----------------------------------------------------------------------------------------
 
-# Ties, the ends of the range and what is beyond it, neighbours in the last bit.
+# Ties, the ends of the range and what is beyond it, neighbors in the last bit.
 _LEVELS = (
   0.0,
   -0.0,
@@ -412,7 +411,7 @@ _LEVELS = (
   -np.inf,
 )
 _threshold = jax.jit(
-  reference.threshold, static_argnums=3, compiler_options={"xla_backend_optimization_level": 0}
+  reference.find_threshold, static_argnums=3, compiler_options={"xla_backend_optimization_level": 0}
 )  # the wide search is not meant for this compiler
 _largest = jax.jit(sampler._largest, static_argnums=1)
 
@@ -461,7 +460,7 @@ def test_how_a_threshold_is_searched_changes_no_token():
   for special in (0.0, np.nan, np.inf, -np.inf):
     logits = rng.integers(-12, 4, (len(rows), V)).astype(np.float32)  # many are equal
     logits[2, 5] = special
-    found, expected = (draw(rows, logits, wide)[0] for wide in (True, False))
+    found, expected = (sample_rows(rows, logits, wide)[0] for wide in (True, False))
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
       np.testing.assert_array_equal(mine, theirs)
     assert found.bad.tolist() == [special != 0.0 and index == 2 for index in range(len(rows))]

@@ -397,7 +397,7 @@ def test_broken_sharding(shards):
       load(shards)
   index.write_text(good)
   second.unlink()
-  with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors: cannot be read"):
+  with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors: no such file, though"):
     load(shards)
 
 
@@ -455,7 +455,7 @@ def resign(folder: pathlib.Path) -> None:
 def test_orbax_of_another_model(orbax):
   for change, said in (
     ({"num_hidden_layers": 3}, r"tensor layers\.2\.attention\.k_norm\.scale has shape none, but"),
-    ({"num_hidden_layers": 1}, r"tensor layers\.1\.attention\.k_norm\.scale has shape .* asks for none"),
+    ({"num_hidden_layers": 1}, r"tensor layers\.1\.attention\.k_norm\.scale has shape .* requires none"),
     ({"intermediate_size": 200}, r"layers\.0\.mlp\.down has shape \[208, 96\].*\[200, 96\]"),
   ):
     good = (orbax / "config.json").read_text()
@@ -509,7 +509,7 @@ def test_the_command_lines(tmp_path):
   assert load(tmp_path / "out").name == "mine"
   again = run(*convert_it)
   assert again.returncode == 1
-  assert again.stderr == f"{tmp_path / 'out'}: exists already; give a new folder or remove this one\n"
+  assert again.stderr == f"{tmp_path / 'out'}: exists already; choose a new folder or remove this one\n"
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])

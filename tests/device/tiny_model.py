@@ -76,7 +76,7 @@ def make_runner(
   )
   if attention == "auto":  # as an engine takes it: the C++ kernel, which also compiles in half the time
     names = api.candidates("auto", "cpu") if mesh.size == 1 else ("reference",)
-    attention, _ = api.choose(names, lambda name: api.check_supported(name, geometry, dtype))
+    attention, _ = api.choose_attention(names, lambda name: api.check_supported(name, geometry, dtype))
   spec = ProgramSpec(
     mesh=mesh,
     model=config,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.device.build import build
+from engine.device.build import build_engine
 from engine.device.options import BuildOptions
 from server.proto import sluice_pb2 as pb
 from server.text.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ def server() -> Iterator[Served]:
   options = BuildOptions(
     model_dir=str(DEMO), token_budgets=(16, 64), max_num_seqs=16, prefill_chunk=64, num_blocks=256, max_model_len=256
   )
-  built = build(options, lambda *_: None, lambda _: None)
+  built = build_engine(options, lambda *_: None, lambda _: None)
   built.runner.seal()
   with running(Tokenizer(DEMO), config=built.config, device=built.runner) as served:
     yield served

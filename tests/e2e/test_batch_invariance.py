@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from engine.device.build import build
+from engine.device.build import build_engine
 from engine.device.options import BuildOptions
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ def served(folder: str, others: int, **options) -> tuple[list[int], bytes, int]:
         for entry in (*event.prompt_logprobs, *event.logprobs):
           numbers.extend((entry.logprob, *(value for _, value in entry.top)))
 
-  built = build(BuildOptions(folder, max_model_len=256, **options), lambda *_: None, emit)
+  built = build_engine(BuildOptions(folder, max_model_len=256, **options), lambda *_: None, emit)
   assert (built.attention, built.matmul) == ("cpu", "packed")
   rng = random.Random(1)
 
@@ -64,7 +64,7 @@ def served(folder: str, others: int, **options) -> tuple[list[int], bytes, int]:
 )
 def test_same_bits(case: str, dtype: str, quantization: str, tmp_path) -> None:
   for name in ("packed_matmul", "paged_attention"):
-    native.build(name)
+    native.build_library(name)
   folder = tmp_path / case
   write_model(folder, CASES[case][0] | {"num_hidden_layers": 2}, seed=1)
   held = {"dtype": dtype, "quantization": quantization, "deterministic": True}

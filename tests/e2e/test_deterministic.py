@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from engine.device import deterministic
-from engine.device.build import Built, build
+from engine.device.build import Built, build_engine
 from engine.device.options import BuildOptions
 from engine.errors import ConfigError
 from engine.shapes import ShapeLadder
@@ -38,7 +38,7 @@ KERNELS = [
 def built(folder: str, deterministic: bool, attention: str, matmul: str, dtype: str) -> Built:
   """An engine's programs, compiled once for all schedules."""
   for name in ("packed_matmul", "paged_attention") if NATIVE else ():
-    native.build(name)
+    native.build_library(name)
   options = BuildOptions(
     folder,
     max_model_len=256,
@@ -52,7 +52,7 @@ def built(folder: str, deterministic: bool, attention: str, matmul: str, dtype: 
     dtype=dtype,
     deterministic=deterministic,
   )
-  return build(options, lambda *_: None, lambda events: None)
+  return build_engine(options, lambda *_: None, lambda events: None)
 
 
 def model(tmp_path_factory: pytest.TempPathFactory, family: str) -> str:
@@ -92,7 +92,7 @@ def test_without_it_the_same_test_fails(tmp_path_factory) -> None:
   alone = served(found, "greedy").bits
   assert any(served(found, "greedy", **way).bits != alone for way in batch_invariance.ways(found.config))
   with pytest.raises(ConfigError, match="other bits in chunks of .* serve without --deterministic"):
-    deterministic.try_out(found.runner, found.config, ShapeLadder(found.config.token_budgets, 8))
+    deterministic.try_determinism(found.runner, found.config, ShapeLadder(found.config.token_budgets, 8))
 
 
 @pytest.mark.long
@@ -113,8 +113,8 @@ def test_another_process_gives_the_same_bits(tmp_path_factory) -> None:
 @pytest.mark.parametrize(
   ("call", "message"),
   [
-    (lambda: deterministic.check([0] * 3, ("cpu",)), "over 3 devices .* at most 2 .* lower --num_devices"),
-    (lambda: deterministic.check([0], ("tpu",)), "attention=tpu .* set --attention=reference"),
+    (lambda: deterministic.check_determinism_support([0] * 3, ("cpu",)), "over 3 devices .* at most 2 .* lower --num_devices"),
+    (lambda: deterministic.check_determinism_support([0], ("tpu",)), "attention=tpu .* set --attention=reference"),
   ],
 )
 def test_what_cannot_be_guaranteed_is_refused(call: Callable[[], None], message: str) -> None:
@@ -126,8 +126,8 @@ def test_which_ladder() -> None:
   budgets = (8, 16, 64, 128, 512)
   assert not deterministic.needs_one_size("cpu", "packed")
   assert all(deterministic.needs_one_size(*how) for how in (("reference", "packed"), ("cpu", "xla"), ("gpu", "xla")))
-  assert "padded to 64 tokens and 40 rows" in deterministic.cost(ShapeLadder((64,), 40))
-  assert "padded, to 40 rows" in deterministic.cost(ShapeLadder(budgets, 40))
+  assert "padded to 64 tokens and 40 rows" in deterministic.describe_cost(ShapeLadder((64,), 40))
+  assert "padded, to 40 rows" in deterministic.describe_cost(ShapeLadder(budgets, 40))
 
 
 def test_a_small_pool_and_a_single_row_can_be_tried(tmp_path_factory) -> None:
@@ -136,7 +136,7 @@ def test_a_small_pool_and_a_single_row_can_be_tried(tmp_path_factory) -> None:
     folder, max_model_len=8, token_budgets=(2,), max_num_seqs=1, prefill_chunk=2, num_blocks=1, block_size=8
   )
   options = dataclasses.replace(options, attention="reference", matmul="xla", deterministic=True)
-  assert build(options, lambda *_: None, lambda events: None).config.token_budgets == (2,)
+  assert build_engine(options, lambda *_: None, lambda events: None).config.token_budgets == (2,)
 
 
 @pytest.mark.parametrize("budgets", [(2, 4), (4,)])
@@ -145,5 +145,5 @@ def test_a_ladder_smaller_than_the_trial_prompt(tmp_path_factory, budgets) -> No
   options = BuildOptions(
     folder, max_model_len=64, token_budgets=budgets, max_num_seqs=4, prefill_chunk=4, num_blocks=16, deterministic=True
   )
-  found = build(options, lambda *_: None, lambda events: None).config.token_budgets
+  found = build_engine(options, lambda *_: None, lambda events: None).config.token_budgets
   assert found == (budgets if native.compiler() is not None else budgets[-1:])

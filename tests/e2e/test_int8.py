@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from engine.device.build import build
+from engine.device.build import build_engine
 from engine.device.mesh import make_mesh
 from engine.device.options import BuildOptions
 from engine.device.weights import open_checkpoint
@@ -23,7 +23,7 @@ PER_SKILL = 25
 
 def test_answers_stay_right():
   options = BuildOptions(str(DEMO), quantization="int8", token_budgets=(32, 128), max_num_seqs=32, prefill_chunk=128)
-  built = build(options, lambda *_: None, lambda _: None)
+  built = build_engine(options, lambda *_: None, lambda _: None)
   tokenizer = Tokenizer(DEMO)
   instances = [instance for skill in SKILLS for instance in make_instances(skill, PER_SKILL, 78)]
   prompts = [tokenizer.encode_chat([Message(**message) for message in instance.messages]) for instance in instances]

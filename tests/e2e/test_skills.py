@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.device.build import Built, build
+from engine.device.build import Built, build_engine
 from engine.device.options import BuildOptions
 from engine.engine import Engine
 from engine.request import FinishReason, Request, TokenEvent
@@ -35,7 +35,7 @@ def built() -> Built:
     num_blocks=1024,
     max_model_len=2048,
   )
-  return build(options, lambda *_: None, lambda _: None)
+  return build_engine(options, lambda *_: None, lambda _: None)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from engine.device.build import Built, build
+from engine.device.build import Built, build_engine
 from engine.device.options import BuildOptions
 from server.proto import sluice_pb2 as pb
 from server.text.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ def built() -> Built:
   options = BuildOptions(
     model_dir=str(DEMO), token_budgets=(16, 64), max_num_seqs=16, prefill_chunk=64, num_blocks=256, max_model_len=512
   )
-  return build(options, lambda *_: None, lambda _: None)
+  return build_engine(options, lambda *_: None, lambda _: None)
 
 
 @pytest.fixture(scope="module")

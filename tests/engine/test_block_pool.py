@@ -51,8 +51,11 @@ def test_a_shared_block_is_free_when_the_last_table_lets_go():
 def test_sharing_takes_a_cached_block_off_the_free_list():
   pool = BlockPool(2)
   table = published(pool, chain((1,)))
+  assert pool.num_cached == 0, "published, and held"
   pool.release_blocks(table)
+  assert pool.num_cached == 1
   pool.share_blocks(table)
+  assert pool.num_cached == 0
   assert pool.allocate_blocks(1) != table
   assert pool.num_free == 0
 
@@ -122,7 +125,7 @@ def test_check_finds_what_is_wrong():
   with pytest.raises(AssertionError, match="tables hold 2"):
     check_pool(pool, [table, table])
   pool.release_blocks(table)
-  with pytest.raises(AssertionError, match="released more often than taken"):
+  with pytest.raises(AssertionError, match="more releases than references"):
     pool.release_blocks(table)
   with pytest.raises(AssertionError, match="published by nobody"):
     BlockPool(2).publish_block(1, b"key")

@@ -64,7 +64,7 @@ class GuessingWorld(World):
     self.num_several = self.num_wrong = 0
 
   def guess(self, batch: Batch | None) -> Batch | None:
-    """Guesses for some decodes, as far as the rung, the request and its blocks have room for them."""
+    """Returns drafts for some decodes, as many as rung, request and blocks can hold."""
     if batch is None:
       return None
     scheduler, rng = self.scheduler, self.rng
@@ -277,5 +277,5 @@ def test_several_tokens_of_a_row_without_guesses_are_a_mistake():
   guessed = Guessed(SamplingParams(max_tokens=20))
   batch = guessed.scheduler.schedule(0.0)
   assert batch is not None
-  with pytest.raises(AssertionError, match="several tokens of a row that guessed none"):
+  with pytest.raises(AssertionError, match="several tokens of a row without drafts"):
     guessed.scheduler.commit(batch, StepResult((60, 61), row_ends=(2,)), 0.0)

@@ -1,14 +1,22 @@
-"""Who goes first under each policy, by literal lists, and how long anyone may have to wait."""
+"""What every policy of POLICIES must hold, who goes first under each by literal lists, and policies of a user's own."""
 
+from collections import Counter
 import dataclasses
+import random
 
 import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, Overloaded
+from engine.policy import Policy, find_policy_class
 from engine.request import Request
 from engine.scheduler import Scheduler
+from engine.settings import POLICIES
+from tests.engine import policies as policies
 from tests.engine.test_scheduler import CONFIG, Driver, make
+from tests.engine.world import World, random_config
+
+MODULE = "tests.engine.policies"
 
 
 def order_of_service(driver: Driver, seconds: float = 1.0) -> list[str]:
@@ -19,6 +27,102 @@ def order_of_service(driver: Driver, seconds: float = 1.0) -> list[str]:
     driver.now += seconds
     ended += [event.request_id for event in driver.commit(batch) if event.finish_reason]
   return ended
+
+
+# Whatever the policy.
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, f"{MODULE}:Restless", f"{MODULE}:LeastLeft", f"{MODULE}:ByTwo"])
+def test_every_request_ends_with_the_tokens_that_it_gets_alone(policy: str):
+  """Random worlds: the world checks every step, and each ending against the oracle; its end is that nobody is left."""
+  totals = Counter()
+  for seed in range(16):
+    config = dataclasses.replace(random_config(random.Random(seed)), policy=policy)
+    world = World(seed, config=config)
+    for _ in range(100):
+      world.random_op()
+    world.drain()
+    totals.update(ended=world.num_ended, preemptions=world.scheduler.num_preemptions)
+  assert totals["ended"] > 100 and totals["preemptions"] > 10, totals
+
+
+@pytest.mark.catalogue("C10")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_starves_behind_small_urgent_requests_of_others(policy: str):
+  driver = Driver(policy=policy, max_num_seqs=1, max_queued_requests=1000, prefix_cache_scope="off")
+  driver.scheduler.add_request(make("patient", 8, max_tokens=30, priority=1, tenant="a"))
+  for number in range(400):
+    driver.scheduler.add_request(make(f"{number}", 2, max_tokens=1, tenant="b", arrival_time=driver.now))
+    batch = driver.plan()
+    driver.now += 1.0
+    if any(event.request_id == "patient" and event.finish_reason for event in driver.commit(batch)):
+      return
+  pytest.fail("a new request came in every step, and the old one was never served")
+
+
+# A user's own.
+
+
+def test_a_dynamic_policy_preempts_by_what_is_left_now():
+  """sjf ranks by the requested length, and would take the request that is nearly done."""
+
+  def preempted(policy: str) -> list[str]:
+    driver = Driver(make("old", 4, max_tokens=16), policy=policy, num_blocks=6, prefix_cache_scope="off")
+    for _ in range(9):
+      driver.step()
+    driver.scheduler.add_request(make("new", 4, max_tokens=12))
+    requests = dict(driver.scheduler._requests)
+    order_of_service(driver)
+    return [name for name, request in requests.items() if request.num_preemptions]
+
+  assert preempted("sjf") == ["old"]
+  assert preempted(f"{MODULE}:LeastLeft") == ["new"]
+
+
+def test_a_dynamic_policy_changes_its_mind_while_requests_wait():
+  """The long request came first, and is ahead until the short one has waited longer for its size."""
+  first = {}
+  for until in (1.2, 4.0):
+    driver = Driver(make("busy", 2, max_tokens=3), policy=f"{MODULE}:ResponseRatio", max_num_seqs=1)
+    driver.step()
+    for name, tokens, arrival in (("long", 8, 0.0), ("short", 2, 1.0)):
+      driver.scheduler.add_request(make(name, 2, max_tokens=tokens, arrival_time=arrival))
+    driver.now = until
+    first[until] = order_of_service(driver, seconds=0.0)[1]
+  assert first == {1.2: "long", 4.0: "short"}, "1.2 / 8 is above 0.2 / 2, and 4 / 8 is below 3 / 2"
+
+
+def test_a_dynamic_policy_keeps_the_fast_path():
+  driver = Driver(make("a", 4, max_tokens=20), make("b", 4, max_tokens=20), policy=f"{MODULE}:LeastLeft")
+  for _ in range(6):
+    driver.step()
+  assert driver.scheduler._steady.steps_left > 0
+
+
+@pytest.mark.parametrize(
+  ("name", "said"),
+  [
+    ("no_such_module:Mine", r"policy='no_such_module:Mine' cannot be imported \(ModuleNotFoundError: .*PYTHONPATH"),
+    (
+      f"{MODULE}:NoSuchClass",
+      "cannot be imported .AttributeError: .* 'NoSuchClass'.*set --policy to one of fair, fcfs",
+    ),
+    (f"{MODULE}:NOT_A_POLICY", "is not a subclass of engine.policy.Policy; derive it"),
+    (f"{MODULE}:Request", "is not a subclass of engine.policy.Policy; derive it"),
+    ("a.b.c", "policy='a.b.c' must be one of fair, fcfs, priority, sjf, tiers or MODULE:CLASS; set --policy"),
+    (":Mine", "policy=':Mine' must be one of"),
+    ("my policy:Mine", "policy='my policy:Mine' must be one of"),
+  ],
+)
+def test_a_name_that_stands_for_no_policy_is_refused_in_one_line(name: str, said: str):
+  with pytest.raises(ConfigError, match=said) as caught:
+    Driver(policy=name)
+  assert "\n" not in str(caught.value)
+
+
+def test_the_names_are_those_of_the_classes():
+  assert {find_policy_class(name) for name in POLICIES} > {Policy}
+  assert find_policy_class(f"{MODULE}:Restless") is policies.Restless
 
 
 # Shortest job first.
@@ -147,7 +251,7 @@ def test_slots_and_prompt_tokens_are_kept_for_interactive_requests():
   driver.step()
   assert driver.scheduler.num_running == 6, "a quarter of the slots stays free"
   driver.scheduler.add_request(make("i", 16))
-  assert driver.step()["i"] == 16, "and there is room for a chunk at once"
+  assert driver.step()["i"] == 16, "and a whole chunk fits at once"
 
 
 def test_batch_work_has_the_whole_step_while_nobody_else_is_there():
@@ -189,22 +293,22 @@ def test_refuses_with_the_predicted_wait_what_would_start_or_finish_too_late():
   late = make("late", 4, max_tokens=9, arrival_time=12.0)
   late.queue_deadline = 13.0
   with pytest.raises(Overloaded, match=r"would start in about \d+\.\d s, its deadline is in 1\.0 s") as caught:
-    scheduler.check_room(late)
+    scheduler.check_capacity(late)
   assert caught.value.retry_after_s > 0
   slow = make("slow", 4, max_tokens=40, arrival_time=12.0)
   slow.deadline = 25.0
   with pytest.raises(Overloaded, match=r"would finish in about \d+\.\d s, its deadline is in 13\.0 s"):
-    scheduler.check_room(slow)
+    scheduler.check_capacity(slow)
   patient = make("patient", 4, max_tokens=40, arrival_time=12.0)
   patient.queue_deadline, patient.deadline = 60.0, 90.0
-  scheduler.check_room(patient)
-  scheduler.check_room(make("whenever", 4, max_tokens=40, arrival_time=12.0))
+  scheduler.check_capacity(patient)
+  scheduler.check_capacity(make("whenever", 4, max_tokens=40, arrival_time=12.0))
 
 
 def test_nothing_is_predicted_before_the_first_step():
   request = make("a", 4)
   request.deadline = 0.001
-  Driver(admission="goodput").scheduler.check_room(request)
+  Driver(admission="goodput").scheduler.check_capacity(request)
 
 
 def test_the_choices_are_named():

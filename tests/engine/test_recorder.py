@@ -153,7 +153,7 @@ def test_records_say_which_side_they_are_of():
     ]
     for side in ("prefill", "decode")
   }
-  # The first token is told to the decode side, which is why it counts as one of a prompt there.
+  # The decode side receives the first token, so it counts it as a token of a prompt.
   assert totals == {"prefill": [12, 0], "decode": [1, 6]}
   assert [(record.side, record.output_tokens) for record in stats.requests] == [("prefill", 1), ("decode", 8)]
   for tokens, totals in stats.rungs.items():

@@ -10,6 +10,7 @@ from engine.errors import ConfigError, InvalidRequest, Overloaded, PrefillBacklo
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.settings import POLICIES
 from engine.validation import validate_request
 from tools.chaos.server.books import check_scheduler
 
@@ -35,7 +36,7 @@ def make(request_id: str, prompt: int | list[int], max_tokens: int = 8, **fields
 
 
 class Driver:
-  """Feeds a scheduler without overlap; every sampled token is 50 unless told otherwise."""
+  """Feeds a scheduler without overlap; every sampled token is 50 by default."""
 
   def __init__(self, *requests: Request, config: EngineConfig = CONFIG, **changes):
     self.scheduler = Scheduler(dataclasses.replace(config, **changes))
@@ -244,7 +245,7 @@ def test_nan_ends_its_request_alone_and_publishes_nothing():
   event, other = driver.commit(driver.plan(), bad=("a",))
   assert event.finish_reason is FinishReason.ERROR and "NaN" in event.message and not event.token_ids
   assert other == TokenEvent("b", (50,))
-  assert driver.scheduler.pool.num_cached == 1, "the block of b"
+  assert len(driver.scheduler.pool.state()["keys"]) == 1, "the block of b"
 
 
 def test_nan_in_the_middle_of_a_prompt_is_noticed_with_its_chunk():
@@ -253,7 +254,7 @@ def test_nan_in_the_middle_of_a_prompt_is_noticed_with_its_chunk():
   assert (batch.samples, batch.num_logits) == ((False,), (1,))
   (event,) = driver.commit(batch, bad=("a",))
   assert event.finish_reason is FinishReason.ERROR
-  assert driver.scheduler.pool.num_cached == 0
+  assert not driver.scheduler.pool.state()["keys"]
 
 
 @pytest.mark.catalogue("B2")
@@ -332,7 +333,7 @@ def test_priority_and_ageing():
 
 
 @pytest.mark.catalogue("C11")
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_that_is_not_cached_waits_no_longer_than_its_place(policy):
   """However many come after it whose prompt is in the cache, and cost next to nothing."""
   hot = list(range(10, 34))
@@ -485,7 +486,7 @@ def test_without_prefix_caching_nothing_is_shared():
   driver.step()
   driver.scheduler.add_request(make("b", 8))
   assert driver.step()["b"] == 8
-  assert driver.scheduler.pool.num_cached == 0
+  assert not driver.scheduler.pool.state()["keys"]
 
 
 def test_siblings_wait_for_their_leader_and_share_its_blocks():
@@ -584,15 +585,15 @@ def test_what_just_fits_the_pool_runs_to_its_end():
 def test_the_queue_is_bounded_in_requests_and_in_prompt_tokens():
   driver = Driver(make("a", 10), make("b", 10), max_queued_requests=3, max_queued_tokens=25)
   scheduler = driver.scheduler
-  scheduler.check_room(make("c", 5))
+  scheduler.check_capacity(make("c", 5))
   with pytest.raises(Overloaded, match="20 prompt tokens are queued and this request has 6, the limit is 25") as caught:
-    scheduler.check_room(make("c", 6))
+    scheduler.check_capacity(make("c", 6))
   assert caught.value.retry_after_s > 0
   with pytest.raises(Overloaded, match="3 requests are queued, the limit is 3"):
-    scheduler.check_room(make("c", 1), requests_ahead=1)
+    scheduler.check_capacity(make("c", 1), requests_ahead=1)
   driver.step()
-  scheduler.check_room(make("c", 25))
-  assert Driver(max_queued_tokens=5).scheduler.check_room(make("c", 9)) is None, "an empty queue takes any prompt"
+  scheduler.check_capacity(make("c", 25))
+  assert Driver(max_queued_tokens=5).scheduler.check_capacity(make("c", 9)) is None, "an empty queue takes any prompt"
 
 
 @pytest.mark.catalogue("C14")
@@ -602,16 +603,16 @@ def test_a_tenant_has_its_share_of_the_queue_and_no_more():
   scheduler = Driver(*queued, **limits).scheduler
   said = "20 prompt tokens of this tenant are queued and this request has 6, its share of the queue is 25; try again in"
   with pytest.raises(TenantQuota, match=said) as caught:
-    scheduler.check_room(make("c", 6, tenant="greedy"))
+    scheduler.check_capacity(make("c", 6, tenant="greedy"))
   assert caught.value.reason == "TENANT_QUOTA" and caught.value.retry_after_s > 0
-  scheduler.check_room(make("c", 5, tenant="greedy"))
+  scheduler.check_capacity(make("c", 5, tenant="greedy"))
   with pytest.raises(TenantQuota, match="3 requests of this tenant are queued, its share of the queue is 3; try"):
-    scheduler.check_room(make("c", 1, tenant="greedy"), 1, 1, (1, 1))
+    scheduler.check_capacity(make("c", 1, tenant="greedy"), 1, 1, (1, 1))
   for tenant in ("", "other"):
-    scheduler.check_room(make("c", 30, tenant=tenant))
+    scheduler.check_capacity(make("c", 30, tenant=tenant))
   with pytest.raises(PrefillBacklog, match="20 prompt tokens are queued and this request has 31, the limit is 50"):
-    scheduler.check_room(make("c", 31, tenant="other"))
-  assert Driver(**limits).scheduler.check_room(make("c", 40, tenant="greedy")) is None, "one request is always taken"
+    scheduler.check_capacity(make("c", 31, tenant="other"))
+  assert Driver(**limits).scheduler.check_capacity(make("c", 40, tenant="greedy")) is None, "one request always enters"
 
 
 @pytest.mark.catalogue("C14")
@@ -625,13 +626,15 @@ def test_with_a_share_others_get_in_however_much_one_tenant_offers():
   for turn in range(50):
     for index in range(100):
       try:
-        scheduler.check_room(request := make(f"g{turn}-{index}", 8, max_tokens=4, tenant="greedy", arrival_time=now))
+        scheduler.check_capacity(
+          request := make(f"g{turn}-{index}", 8, max_tokens=4, tenant="greedy", arrival_time=now)
+        )
       except TenantQuota:
         refused += 1
         continue
       scheduler.add_request(request)
     victim = make(f"v{turn}", 8, max_tokens=4, tenant="other", arrival_time=now)
-    scheduler.check_room(victim)
+    scheduler.check_capacity(victim)
     scheduler.add_request(victim)
     steps = 0
     while victim.first_token_time is None:
@@ -649,18 +652,18 @@ def test_retry_after_follows_the_pace_of_admissions():
     driver.step()
     driver.now += 2.5
   with pytest.raises(Overloaded) as caught:
-    driver.scheduler.check_room(make("c", 1))
+    driver.scheduler.check_capacity(make("c", 1))
   assert caught.value.retry_after_s == 3, "2.5, in whole seconds"
 
 
 def test_unknown_policy_names_the_choices():
-  with pytest.raises(ConfigError, match="policy='lifo' must be one of fair, fcfs, priority, sjf, tiers; set --policy"):
+  with pytest.raises(ConfigError, match="policy='lifo' must be one of fair, fcfs, .* or MODULE:CLASS; set --policy"):
     Driver(policy="lifo")
   with pytest.raises(ConfigError, match="batching='waves' must be one of chunked, continuous"):
     Driver(batching="waves")
 
 
-# Other ways of batching, to compare with.
+# Other batching modes, for comparison.
 
 
 def test_static_runs_a_wave_to_completion_at_its_first_width():

@@ -100,7 +100,7 @@ BUGS = (
     "and True:\n      hits",
   ),
   Bug(
-    "prompt log probabilities are told twice",
+    "prompt log probabilities are reported twice",
     "scheduler",
     "begin = max(request.num_prompt_logprobs, first)",
     "begin = first",

@@ -61,8 +61,8 @@ def test_the_ladder_of_a_server(platform: str, settings: dict[str, Any], budgets
 
 def test_a_choice_says_what_it_is_and_why():
   assert choose_ladder("cpu", leaves_out_padding=True).reason == (
-    "ladder: token_budgets=8,32,64,256 max_num_seqs=64 prefill_chunk=192 (default of a CPU whose kernels leave padding "
-    "out; left out, as no step needs it: 512)"
+    "ladder: token_budgets=8,32,64,256 max_num_seqs=64 prefill_chunk=192 (default of a CPU whose kernels skip padding"
+    "; left out, as no step needs it: 512)"
   )
   assert choose_ladder("gpu", token_budgets=(8, 64), max_num_seqs=8, one_size=True).reason == (
     "ladder: token_budgets=64 max_num_seqs=8 prefill_chunk=64 (default of a device that computes padding; set: "

@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.settings import POLICIES
 from engine.snapshot import restore_scheduler, scheduler_state
 from engine.steady_decode import SteadyDecode
 
@@ -59,7 +60,7 @@ def scheduler_with(steady_class: type[SteadyDecode], config: EngineConfig) -> Sc
 
 
 class Pair:
-  """Both, told the same, with up to `overlap` steps launched ahead; nobody looks at their counters in between."""
+  """Both schedulers, with the same calls and up to `overlap` steps in flight; no code reads their counters between."""
 
   def __init__(self, config: EngineConfig, overlap: int, rng: random.Random):
     self.schedulers = scheduler_with(Counting, config), scheduler_with(NeverSteady, config)
@@ -110,7 +111,7 @@ class Pair:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("batching", ["chunked", "continuous", "static"])
-@pytest.mark.parametrize("policy", ["fcfs", "fair", "tiers"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_repeated_step_is_the_one_that_would_be_planned(policy: str, batching: str, overlap: int):
   rng = random.Random(f"{policy} {batching} {overlap}")
   totals = Counter()
@@ -134,8 +135,8 @@ def test_a_repeated_step_is_the_one_that_would_be_planned(policy: str, batching:
     assert isinstance(counting, Counting)
     totals.update(repeated=counting.num_repeated, committed=counting.num_committed, longest=counting.longest)
     totals["preemptions"] += pair.schedulers[0].num_preemptions
-  if policy == "tiers":
-    assert not totals["repeated"]  # it looks at every request in every step
+  if pair.schedulers[0]._looks_at_all:  # in every step, as tiers does
+    assert policy != "fcfs" and not totals["repeated"]
   else:
     assert totals["repeated"] > 200 and totals["committed"] > 100 and totals["longest"] > 40, totals
     assert totals["preemptions"] > 5 or batching == "static", totals

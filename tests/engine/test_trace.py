@@ -1,4 +1,4 @@
-"""The step trace: begun at any time, it replays to the same batches; a changed trace or scheduler is told apart."""
+"""The step trace: begun at any time, it replays to the same batches; a changed trace or scheduler is noticed."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def traced(path: Path, seed: int, before: int, overlap: bool = True) -> World:
 def test_replays_from_any_moment(tmp_path: Path, before: int, overlap: bool, capsys: pytest.CaptureFixture) -> None:
   path = tmp_path / "trace.jsonl"
   num_preemptions = 0
-  for seed in (0, 1, 2, 3, 14, 16):  # the last two preempt, whatever is drawn
+  for seed in (0, 1, 2, 3, 14, 16):  # the last two preempt, whatever is sampled
     world = traced(path, seed, before, overlap)
     num_preemptions += world.scheduler.num_preemptions
     assert replay.main([str(path)]) == 0

@@ -1,7 +1,7 @@
 """A small random world around an engine: clients, a fake device, a virtual clock, and everything that must always hold.
 
 Every operation is followed by the checks of _watch() and _after_step(); every ending is compared with the oracle, which
-serves the request alone. The world knows what it asked for, so it can tell a right ending from a wrong one.
+serves the request alone. The world knows what it requested, so it can check every finish.
 """
 
 import dataclasses
@@ -14,10 +14,13 @@ from engine.block_pool import BlockPool, block_key, root_key
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import Overloaded, RequestTooLong
+from engine.policy import Policy, find_policy_class
 from engine.request import FinishReason, Request, RequestStatus, TokenEvent
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.settings import POLICIES
 from engine.shapes import reachable_budgets
+from engine.waiting_queue import by_rank
 from tests.fakes import FakeRunner, VirtualClock, oracle, oracle_prompt_logprobs
 from tools.chaos.server.books import check_pool, check_scheduler
 
@@ -42,7 +45,7 @@ def random_config(rng: random.Random) -> EngineConfig:
     max_queued_tokens=160,
     queue_timeout_s=rng.choice((0.0, 5.0)),
     request_timeout_s=rng.choice((0.0, 20.0)),
-    policy=rng.choice(("fcfs", "priority") * 3 + ("sjf", "fair", "tiers")),
+    policy=rng.choice(("fcfs", "priority") * 2 + POLICIES),
     sjf_aging_tokens_per_s=rng.choice((0.0, 5.0)),
     tier_share=rng.choice((0.0, 0.3, 0.9)),
     tier_delay_s=rng.choice((0.0, 3.0)),
@@ -60,7 +63,7 @@ def random_config(rng: random.Random) -> EngineConfig:
 
 @dataclasses.dataclass
 class Client:
-  """What the world asked for, and what it got so far."""
+  """A request of the world, and its output so far."""
 
   request: Request
   poison: int | None
@@ -98,6 +101,13 @@ class World:
     self.wave_width, self.wave_closed = 0, False
     self.families: dict[str, str] = {}  # by request: the first of its siblings
     self.left_out: dict[str, int] = {}  # steps in a row that a running request had no part in
+    # A policy that the checks do not know may do what its hooks allow.
+    policy = find_policy_class(self.config.policy)
+    known = self.config.policy in ("fair", "tiers")
+    self._withholds = not known and (
+      policy.holds_back is not Policy.holds_back or policy.grant_tokens is not Policy.grant_tokens
+    )
+    self._chooses = not known and (policy.candidates is not Policy.candidates or policy.may_join is not Policy.may_join)
 
   # Operations.
 
@@ -145,7 +155,7 @@ class World:
     queued = self.scheduler.num_waiting + self.engine._inbox_requests
     queued_tokens = self.scheduler.num_waiting_tokens + self.engine._inbox_tokens
     config, share = self.config, self.config.max_queued_share_per_tenant
-    room = queued < config.max_queued_requests and (
+    has_space = queued < config.max_queued_requests and (
       not queued or queued_tokens + len(prompt) <= config.max_queued_tokens
     )
     own = [each.num_prompt_tokens for each in self.scheduler._waiting if each.tenant == request.tenant]
@@ -153,16 +163,16 @@ class World:
     has_share = len(own) + arriving < max(1, int(share * config.max_queued_requests)) and (
       not len(own) + arriving or sum(own) + arriving_tokens + len(prompt) <= int(share * config.max_queued_tokens)
     )
-    room = room and (share == 1.0 or has_share)
+    has_space = has_space and (share == 1.0 or has_share)
     try:
       self.engine.submit(request)
     except RequestTooLong:
       assert too_long, "refused what fits"
       return
     except Overloaded as error:
-      assert not room and error.retry_after_s > 0, "refused although there is room"
+      assert not has_space and error.retry_after_s > 0, "refused although the queue has space"
       return
-    assert room, "accepted into a full queue"
+    assert has_space, "accepted into a full queue"
     assert not too_long, "accepted what can never fit"
     if poison is not None:
       self.poisoned[request_id] = poison
@@ -235,6 +245,7 @@ class World:
     computed = {request.id: request.num_computed_tokens for request in running}
     batch = self._schedule(now)
     scheduler.settle_counts()
+    running.sort(key=by_rank)  # a dynamic policy has just given them other ranks
     victims = [request for request in running if request.status is RequestStatus.WAITING]
     admitted = [request for request in waiting if request.status is RequestStatus.RUNNING]
     kept = [request for request in running if request.status is RequestStatus.RUNNING]
@@ -253,7 +264,8 @@ class World:
     rows = dict(zip(batch.request_ids, batch.counts, strict=True))
     assert not any(victim.id in rows for victim in victims), "a victim was already taken in this step"
     tiers = self.config.policy == "tiers"
-    if working and working[0] is running[0] and not (tiers and working[0].priority > 0):
+    held = self._withholds or tiers and working and working[0].priority > 0
+    if working and working[0] is running[0] and not held:
       assert working[0].id in rows, "the first in order does not advance"
     if tiers:
       batch_slots = max(1, int(self.config.max_num_seqs * (1 - self.config.tier_share)))
@@ -304,12 +316,14 @@ class World:
           behind = behind and other.tenant == request.tenant
         elif tiers:
           behind = behind and not (other.priority > 0 >= request.priority)
+        elif self._chooses or self._withholds:
+          behind = False
         assert not behind or scheduler._awaits_leader(other), "the queue was overtaken"
     return batch
 
   def _may_be_held(self, request: Request, computed: int) -> bool:
-    """Whether it is a long batch row, which makes way for interactive ones."""
-    return (
+    """Whether it is a long batch row, which makes way for interactive ones, or whatever another policy holds back."""
+    return self._withholds or (
       self.config.policy == "tiers"
       and request.priority > 0
       and computed > (self.config.tier_long_context or MAX_MODEL_LEN)

@@ -124,19 +124,19 @@ def run(implementation: ModuleType, spec: ArgSpec, *inputs: jax.Array) -> np.nda
 
 
 # The geometry of `mixed` and of the random batches, but for a size that others have too.
-ROOMY = ("nothing", "decode", "mixed", "shared_prefix")
+WITH_SPARE_BLOCKS = ("nothing", "decode", "mixed", "shared_prefix")
 
 
-def with_room(spec: ArgSpec) -> ArgSpec:
+def with_spare_blocks(spec: ArgSpec) -> ArgSpec:
   """The same rows in sizes that many specs share, and so an executable."""
   spec = dataclasses.replace(spec, num_tokens=64, num_rows=12)
-  return dataclasses.replace(spec, spare_blocks=spec.spare_blocks + _POOL - arg_specs.make(spec).num_blocks)
+  return dataclasses.replace(spec, spare_blocks=spec.spare_blocks + _POOL - arg_specs.make_arguments(spec).num_blocks)
 
 
 def rows_of(implementation: ModuleType, spec: ArgSpec, kv_lens: np.ndarray, query_starts: np.ndarray) -> tuple:
-  """What tells of a batch's rows: their lengths and starts, and the plan's array where there is a plan."""
+  """Returns the metadata of a batch's rows: lengths, starts and, if there is a plan, its array."""
   plan = plan_of(implementation, spec)
-  packed = [plan.make(query_starts, kv_lens)] if plan else []
+  packed = [plan.make_work(query_starts, kv_lens)] if plan else []
   return tuple(put(x) for x in (kv_lens, query_starts, *packed))
 
 
@@ -157,7 +157,7 @@ def f32(x: jax.Array) -> np.ndarray:
 
 def check(implementation: ModuleType, spec: ArgSpec, call: Callable | None = None, atol: float = 1e-5) -> None:
   """Compares one call, of a program of its own if none is given, with the oracle."""
-  arguments = arg_specs.make(spec)
+  arguments = arg_specs.make_arguments(spec)
   out = (call or attend(implementation, spec))(*operands(implementation, spec, arguments))
   assert out.dtype == jnp.dtype(spec.dtype)
   np.testing.assert_allclose(f32(out), oracle(spec, arguments), rtol=relative(spec.dtype), atol=atol)
@@ -177,37 +177,37 @@ class Conformance:
     dtype: of all but the first test, whose specs have their own.
     atol: how far a result may be off besides its own rounding. As it is here: sums of at most some thousand terms of
       order 1 whose weights sum to 1, all in f32, each rounded to 6e-8.
-    draws: how many random batches are tried.
+    num_random: number of random batches.
     chunks: the sizes that a prompt of 150 tokens is cut into.
   """
 
   implementation: ModuleType
   dtype: str = "float32"
   atol: float = 1e-5
-  draws: int = 10
+  num_random: int = 10
   chunks: tuple[int, ...] = (16, 1, 37, 64, 31, 1)
 
   @pytest.mark.parametrize("spec", arg_specs.CONFORMANCE, ids=str)
   def test_equals_dense_attention(self, spec: ArgSpec) -> None:
-    spec = with_room(spec) if spec.name in ROOMY else spec
+    spec = with_spare_blocks(spec) if spec.name in WITH_SPARE_BLOCKS else spec
     check(self.implementation, spec, program(self.implementation, spec), self.atol)
 
   def test_random_batches_in_one_executable(self) -> None:
     rng = np.random.default_rng(7)
-    for seed in range(self.draws):
+    for seed in range(self.num_random):
       budget, rows = 48, []
       while budget and len(rows) < int(rng.integers(1, 11)):
         queries = int(rng.choice([0, 1, 1, 1, min(budget, 2), rng.integers(1, budget + 1)]))
         rows.append((queries, int(rng.integers(queries, 193)) if queries else 0))
         budget -= queries
-      spec = with_room(ArgSpec("random", tuple(rows), 48, 10, dtype=self.dtype))
-      arguments = arg_specs.make(spec, seed)
+      spec = with_spare_blocks(ArgSpec("random", tuple(rows), 48, 10, dtype=self.dtype))
+      arguments = arg_specs.make_arguments(spec, seed)
       out = run(self.implementation, spec, *operands(self.implementation, spec, arguments))
       np.testing.assert_allclose(out, oracle(spec, arguments), rtol=relative(self.dtype), atol=self.atol)
 
   @pytest.mark.compares_bits
   @pytest.mark.parametrize("queries", [1, 20], ids=["decode", "prefill"])
-  def test_a_row_depends_neither_on_neighbours_nor_on_its_place(self, queries: int) -> None:
+  def test_a_row_depends_neither_on_neighbors_nor_on_its_place(self, queries: int) -> None:
     """Bit for bit, in one executable: alone, in front, among long rows full of NaN."""
     subject, results = (queries, 150), []
     companies = [
@@ -217,11 +217,11 @@ class Conformance:
     ]
     for number, (before, after) in enumerate(companies):
       rows = (*before, subject, *after)
-      spec = with_room(ArgSpec("company", rows, 64, 8, dtype=self.dtype))
-      arguments = arg_specs.make(spec, number)
+      spec = with_spare_blocks(ArgSpec("neighbors", rows, 64, 8, dtype=self.dtype))
+      arguments = arg_specs.make_arguments(spec, number)
       at = len(before)
       begin, end = arguments.query_starts[at : at + 2]
-      fixed = arg_specs.make(ArgSpec("subject", (subject,), queries, 1))
+      fixed = arg_specs.make_arguments(ArgSpec("subject", (subject,), queries, 1))
       arguments.q[begin:end] = fixed.q
       arguments.keys[at][:], arguments.values[at][:] = fixed.keys[0], fixed.values[0]
       for row in range(len(rows)):
@@ -236,7 +236,7 @@ class Conformance:
   def test_chunks_of_any_size_give_the_whole(self) -> None:
     """A prompt in chunks (the last of one token) equals the prompt at once."""
     length, spec = 150, ArgSpec("whole", ((150, 150),), 160, 2, dtype=self.dtype)
-    arguments = arg_specs.make(spec)
+    arguments = arg_specs.make_arguments(spec)
     inputs = operands(self.implementation, spec, arguments)
     whole, parts, done = run(self.implementation, spec, *inputs)[:length], [], 0
     for size in self.chunks:
@@ -253,7 +253,7 @@ class Conformance:
 
   def test_write_keeps_the_rest_and_padding_touches_block_0_only(self) -> None:
     spec = ArgSpec("write", ((1, 40), (1, 20)), 8, 4, dtype=self.dtype)
-    arguments = arg_specs.make(spec)
+    arguments = arg_specs.make_arguments(spec)
     before = filled(self.implementation, spec, arguments)
     k, v = (put(np.full((6, spec.num_kv_heads, spec.head_dim), x, jnp.dtype(self.dtype))) for x in (1, 2))
     after = jitted(self.implementation.write_kv)(before, k, v, put(np.arange(6, dtype=np.int32)))

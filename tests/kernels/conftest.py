@@ -1,4 +1,4 @@
-"""What tests of kernels need of Pallas' interpreters."""
+"""Fixtures for kernel tests: C++ kernels with seeded bugs, and the Pallas GPU interpreter."""
 
 from collections.abc import Callable, Iterator
 import ctypes
@@ -17,17 +17,17 @@ NATIVE_H = pathlib.Path(native.__file__).with_name("native.h")
 
 
 class _Impatient(threading.Condition):
-  """A deadlock of the kernel fails the test instead of waiting for ever."""
+  """Fails the test on a deadlock of the kernel instead of waiting forever."""
 
   def wait(self, timeout: float | None = None) -> bool:
     if not super().wait(timeout=180.0 if timeout is None else timeout):
-      raise TimeoutError("a warpgroup waits for ever")
+      raise TimeoutError("a warpgroup waits forever")
     return True
 
 
 @pytest.fixture(scope="session")
 def quick_cpp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-  """Flags for changed C++ kernels: not optimized, and with native.h compiled before, which takes as long as they do."""
+  """Flags for modified C++ kernels: no optimization, and a precompiled native.h, which halves the compile time."""
   header, flags = tmp_path_factory.mktemp("header") / "native.h", ("-O0", "-w")
   header.write_bytes(NATIVE_H.read_bytes())
   native.compile_library(NATIVE_H, header.with_name("native.h.gch"), (*flags, "-x", "c++-header"))
@@ -38,10 +38,10 @@ def quick_cpp(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 def with_bug(
   tmp_path: pathlib.Path, quick_cpp: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str, tuple[str, str]], None]:
-  """Has a C++ kernel called with a seeded bug, until the test ends."""
+  """Replaces a C++ kernel by one with a seeded bug until the test ends."""
 
   def seed(kernel: str, bug: tuple[str, str]) -> None:
-    """Args: kernel: of native.ENTRIES; bug: what is in its source once, and what takes its place."""
+    """Args: kernel: a key of native.ENTRIES; bug: text that occurs once in its source, and its replacement."""
     right, wrong = bug
     source = native.source(kernel)
     text = source.read_text()
@@ -49,24 +49,24 @@ def with_bug(
       line = f'#include "{header.relative_to(native._ROOT)}"\n'
       assert line in text
       text = text.replace(line, header.read_text().replace("#pragma once\n", ""))
-    assert text.count(right) == 1, f"{right!r} is not once in {source.name}"
+    assert text.count(right) == 1, f"{right!r} does not occur once in {source.name}"
     (tmp_path / "cpu.cc").write_text(text.replace(right, wrong))
     library = ctypes.CDLL(str(native.compile_library(tmp_path / "cpu.cc", tmp_path / "cpu.so", quick_cpp)))
     entry = jax.ffi.pycapsule(getattr(library, native.ENTRIES[kernel]))
     jax.ffi.register_ffi_target(tmp_path.name, entry, platform="cpu")
 
-    def call(name: str, result: Any, **options: Any) -> Callable[..., Any]:
+    def bind_call(name: str, result: Any, **options: Any) -> Callable[..., Any]:
       assert name == kernel
       return jax.ffi.ffi_call(tmp_path.name, result, **options)
 
-    monkeypatch.setattr(native, "call", call)
+    monkeypatch.setattr(native, "bind_call", bind_call)
 
   return seed
 
 
 @pytest.fixture
 def gpu_interpreter(monkeypatch: pytest.MonkeyPatch, quick_compilation: None) -> Iterator[None]:
-  """Compiles quickly, does not hang, and leaves no state."""
+  """Makes the GPU interpreter compile quickly, fail on a deadlock, and leave no state."""
   names = vars(threading) | {"Condition": _Impatient}
   monkeypatch.setattr(shared_memory, "threading", types.SimpleNamespace(**names))
   yield

@@ -1,4 +1,4 @@
-"""Penalties, biases, masks and endings held back: the C++ kernel gives the reference's bits, whatever lines ask for."""
+"""Tests that the C++ kernel for logit adjustments returns the reference's bits for every mixture of adjustments."""
 
 from collections.abc import Callable
 import functools
@@ -18,21 +18,21 @@ SLOTS = 5
 @pytest.fixture(autouse=True, scope="module")
 def built() -> None:
   if native.compiler() is not None:
-    native.build("adjust")
+    native.build_library("adjust")
 
 
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's passes serve here")
 
 
 def inputs(rows: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, AdjustParams, np.ndarray, Memory]:
-  """Lines that ask for every mixture in turn; each slot's memory differs."""
+  """Rows with every mixture of adjustments in turn; each slot has its own memory."""
   random = np.random.default_rng(seed)
   x = random.normal(0, 4, (rows, vocab)).astype(np.float32)
   history = random.integers(0, 8, (SLOTS, vocab)) * (random.random((SLOTS, vocab)) < 0.5)
   history += PROMPT_BIT * (random.random((SLOTS, vocab)) < 0.3)
   bias = random.normal(0, 2, (SLOTS, vocab)) + np.where(random.random((SLOTS, vocab)) < 0.1, -np.inf, 0)
   mask = random.integers(-(2**31), 2**31, (SLOTS, -(-vocab // 32)))
-  asked = AdjustParams(
+  params = AdjustParams(
     kinds=(np.arange(rows) + seed).astype(np.int32) % 16,
     slot=random.integers(0, SLOTS, rows).astype(np.int32),
     repetition=random.uniform(0.5, 2, rows).astype(np.float32),
@@ -41,30 +41,30 @@ def inputs(rows: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, AdjustPara
   )
   stop_ids = random.integers(-1, vocab, (rows, 3)).astype(np.int32)
   memory = Memory(history.astype(np.int32), bias.astype(np.float32), mask.astype(np.int32))
-  return x, asked, stop_ids, memory
+  return x, params, stop_ids, memory
 
 
-# As steps compile it: without optimization a product and a sum are rounded one by one.
-_run = jax.jit(api.adjust, static_argnums=5, compiler_options={"xla_backend_optimization_level": 1})
+# Compiled as steps are: without optimization XLA rounds a product and its sum separately.
+_run = jax.jit(api.adjust_logits, static_argnums=5, compiler_options={"xla_backend_optimization_level": 1})
 
 
-def check(x: np.ndarray, asked: AdjustParams, stop_ids: np.ndarray, memory: Memory, used: int | None = None) -> None:
-  arguments = jax.tree.map(jnp.asarray, (x, asked, stop_ids, memory))
+def check(x: np.ndarray, params: AdjustParams, stop_ids: np.ndarray, memory: Memory, used: int | None = None) -> None:
+  arguments = jax.tree.map(jnp.asarray, (x, params, stop_ids, memory))
   expected = np.asarray(_run(*arguments, None, "reference"))
   count = None if used is None else jnp.full(1, used, jnp.int32)
-  found = np.asarray(jax.jit(functools.partial(api.adjust, implementation="cpu"))(*arguments, count))
+  found = np.asarray(jax.jit(functools.partial(api.adjust_logits, implementation="cpu"))(*arguments, count))
   np.testing.assert_array_equal(found[:used].view(np.int32), expected[:used].view(np.int32))
 
 
 def check_endings() -> None:
   """An ending goes but where nothing else is allowed; -1 is none, and the first id and the last are like others."""
-  x, asked, _, memory = inputs(6, 40)
-  asked = asked._replace(kinds=np.full(6, Kind.MASK | Kind.SUPPRESS, np.int32), slot=np.zeros(6, np.int32))
+  x, params, _, memory = inputs(6, 40)
+  params = params._replace(kinds=np.full(6, Kind.MASK | Kind.SUPPRESS, np.int32), slot=np.zeros(6, np.int32))
   memory.mask[0] = [1 << 5 | 1 << 9, 0]
   stop_ids = np.asarray([[5, 9], [5, -1], [9, 5], [-1, -1], [0, 39], [9, 9]], np.int32)
-  check(x, asked, stop_ids, memory)
+  check(x, params, stop_ids, memory)
   memory.mask[0] = -1
-  check(x, asked, stop_ids, memory)
+  check(x, params, stop_ids, memory)
 
 
 @needs_compiler
@@ -89,35 +89,34 @@ def test_lines_of_padding_change_nothing(used: int) -> None:
 
 @needs_compiler
 def test_penalties_stay_finite() -> None:
-  x, asked, stop_ids, memory = inputs(4, 50)
-  asked = asked._replace(kinds=np.full(4, Kind.PENALTY, np.int32), repetition=np.full(4, 1e-30, np.float32))
-  check(x * 1e20, asked, stop_ids, memory)
-  check(x * 1e20, asked._replace(repetition=np.full(4, 1e30, np.float32)), stop_ids, memory)
+  x, params, stop_ids, memory = inputs(4, 50)
+  params = params._replace(kinds=np.full(4, Kind.PENALTY, np.int32), repetition=np.full(4, 1e-30, np.float32))
+  check(x * 1e20, params, stop_ids, memory)
+  check(x * 1e20, params._replace(repetition=np.full(4, 1e30, np.float32)), stop_ids, memory)
 
 
-def test_what_does_not_fit_is_named() -> None:
-  x, asked, stop_ids, memory = jax.tree.map(jnp.asarray, inputs(3, 40))
+def test_wrong_shapes_raise() -> None:
+  x, params, stop_ids, memory = jax.tree.map(jnp.asarray, inputs(3, 40))
   with pytest.raises(ValueError, match=r"x is float32\[3\]"):
-    api.adjust(x[:, 0], asked, stop_ids, memory)
+    api.adjust_logits(x[:, 0], params, stop_ids, memory)
   with pytest.raises(ValueError, match=r"slot is int32\[2\]"):
-    api.adjust(x, asked._replace(slot=asked.slot[:2]), stop_ids, memory)
+    api.adjust_logits(x, params._replace(slot=params.slot[:2]), stop_ids, memory)
   with pytest.raises(ValueError, match=r"stop_ids is int32\[2, 3\]"):
-    api.adjust(x, asked, stop_ids[:2], memory)
+    api.adjust_logits(x, params, stop_ids[:2], memory)
   with pytest.raises(ValueError, match=r"mask is int32\[5, 1\]"):
-    api.adjust(x, asked, stop_ids, memory._replace(mask=memory.mask[:, :1]))
+    api.adjust_logits(x, params, stop_ids, memory._replace(mask=memory.mask[:, :1]))
   with pytest.raises(ValueError, match=r"num_rows is int32\[2\]"):
-    api.adjust(x, asked, stop_ids, memory, jnp.zeros(2, jnp.int32))
+    api.adjust_logits(x, params, stop_ids, memory, jnp.zeros(2, jnp.int32))
   with pytest.raises(ValueError, match="'gpu' is not one of reference, cpu"):
-    api.adjust(x, asked, stop_ids, memory, None, "gpu")
-  assert api.choose("gpu") == api.choose("cpu", 2) == "reference"
+    api.adjust_logits(x, params, stop_ids, memory, None, "gpu")
 
 
 @needs_compiler
-def test_a_count_that_does_not_fit_is_an_error() -> None:
+def test_a_wrong_row_count_is_an_error() -> None:
   arguments = jax.tree.map(jnp.asarray, inputs(3, 40))
   for count in (-1, 4):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{count} lines in use of 3"):
-      jax.block_until_ready(api.adjust(*arguments, jnp.full(1, count, jnp.int32), "cpu"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{count} rows in use of 3"):
+      jax.block_until_ready(api.adjust_logits(*arguments, jnp.full(1, count, jnp.int32), "cpu"))
 
 
 # --- Seeded bugs ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The largest of each line: the C++ kernel and the reference say the same, whatever the lines hold."""
+"""Tests that the C++ argmax kernel and the reference agree for all rows, finite or not."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from pallas_kernels.argmax import api
 @pytest.fixture(autouse=True, scope="module")
 def built() -> None:
   if native.compiler() is not None:
-    native.build("argmax")
+    native.build_library("argmax")
 
 
 needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler: XLA's reductions serve here")
@@ -22,7 +22,7 @@ implementations = pytest.mark.parametrize("name", ["reference", pytest.param("cp
 
 
 def numbers(rows: int, vocab: int) -> np.ndarray:
-  """Few values, so that most are there several times."""
+  """Few distinct values, so that most occur several times."""
   return np.random.default_rng(vocab).integers(-5, 5, (rows, vocab)).astype(np.float32)
 
 
@@ -53,32 +53,31 @@ def test_any_width(vocab: int, name: str) -> None:
 
 
 @implementations
-def test_what_is_not_finite(name: str) -> None:
+def test_nonfinite_rows(name: str) -> None:
   check_special(name)
 
 
 @implementations
 @pytest.mark.parametrize("used", [0, 1, 8, 9])
-def test_lines_of_padding_change_nothing(used: int, name: str) -> None:
+def test_padding_rows_change_nothing(used: int, name: str) -> None:
   x = numbers(9, 20000)  # enough for threads
   x[used:] = np.nan
   check(x, name, used)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_wrong_shapes_raise() -> None:
   with pytest.raises(ValueError, match=r"x is float32\[3\]"):
     api.argmax(jnp.zeros(3))
   with pytest.raises(ValueError, match=r"num_rows is int32\[2\]"):
     api.argmax(jnp.zeros((3, 4)), jnp.zeros(2, jnp.int32))
   with pytest.raises(ValueError, match="'gpu' is not one of reference, cpu"):
     api.argmax(jnp.zeros((3, 4)), None, "gpu")
-  assert api.choose("gpu") == api.choose("cpu", 2) == "reference"
 
 
 @needs_compiler
-def test_a_count_that_does_not_fit_is_an_error() -> None:
+def test_a_wrong_row_count_is_an_error() -> None:
   for count in (-1, 4):
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{count} lines in use of 3"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{count} rows in use of 3"):
       jax.block_until_ready(api.argmax(jnp.zeros((3, 4)), jnp.full(1, count, jnp.int32), "cpu"))
 
 
@@ -89,7 +88,7 @@ _BUGS = {
   "any_lane_of_equals": ("at[j] < where)) top", "at[j] > where)) top"),
   "the_rest_left_out": ("for (; i < V; ++i)", "for (; i + 1 < V; ++i)"),
   "not_finite_unseen": ("zeros += v * 0.0f", "zeros += 0.0f"),
-  "another_line": ("line(from + s * V", "line(from + (s ? s - 1 : 0) * V"),
+  "another_row": ("scan_row(from + s * V", "scan_row(from + (s ? s - 1 : 0) * V"),
 }
 
 

@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True, scope="module")
 def built() -> None:
-  native.build("paged_attention")
+  native.build_library("paged_attention")
 
 
 def write_kv(kv: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> jax.Array:
@@ -80,9 +80,9 @@ class TestBfloat16(conformance.Conformance):
 
 
 def test_a_query_gives_the_same_bits_in_any_chunk() -> None:
-  """More than the suite asks: the sums of a query do not know how many others are in the step."""
+  """More than the suite checks: the sums of a query do not depend on the number of others in the step."""
   spec = ArgSpec("whole", ((150, 150),), 160, 2)
-  arguments = arg_specs.make(spec)
+  arguments = arg_specs.make_arguments(spec)
   inputs = conformance.operands(ALONE, spec, arguments)
   whole, done = conformance.run(ALONE, spec, *inputs), 0
   for size in (16, 1, 37, 64, 31, 1):
@@ -107,7 +107,7 @@ _FUSED = [
 
 def _inputs(spec: ArgSpec):
   """A step whose keys and values before it are in a buffer of NaN; and the rows, with other queries."""
-  arguments, rng = arg_specs.make(spec), np.random.default_rng(3)
+  arguments, rng = arg_specs.make_arguments(spec), np.random.default_rng(3)
   group = spec.num_heads // spec.num_kv_heads
   shape = (spec.num_tokens, spec.num_kv_heads, group + 2, spec.head_dim)
   dtype = jnp.dtype(spec.dtype)
@@ -201,7 +201,7 @@ def test_fused_is_in_place_when_donated_and_harmless_otherwise() -> None:
 def test_rows_that_do_not_fit_are_an_error_and_no_access(index: int, value: list, words: str) -> None:
   """A host that plans wrongly must not read or write somewhere else in the process."""
   spec = ArgSpec("bad", ((1, 20),), 2, 2, table_width=4)
-  operands = list(conformance.operands(ALONE, spec, arg_specs.make(spec)))
+  operands = list(conformance.operands(ALONE, spec, arg_specs.make_arguments(spec)))
   operands[index + 1] = jnp.asarray(value, jnp.int32)
   with pytest.raises(jax.errors.JaxRuntimeError, match=words):
     conformance.attend(ALONE, spec)(*operands).block_until_ready()
@@ -217,8 +217,8 @@ def test_a_slot_outside_of_the_pool_is_an_error() -> None:
 @pytest.mark.parametrize(
   ("changes", "dtype", "words"),
   [
-    ({"head_dim": 512}, "float32", "head_dim=512 is over 256"),
-    ({"num_heads": 98}, "float32", "49 query heads a KV head are over 48"),
+    ({"head_dim": 512}, "float32", "head_dim=512 exceeds 256"),
+    ({"num_heads": 98}, "float32", "49 query heads a KV head exceed 48"),
     ({}, "float16", "dtype float16 is neither"),
   ],
 )
@@ -233,16 +233,16 @@ class TestWithoutALibrary:
   def nothing_built(self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "_BUILT", tmp_path / "built")
     native.path.cache_clear()
-    native.load.cache_clear()
+    native.load_library.cache_clear()
     yield
     native.path.cache_clear()
-    native.load.cache_clear()
+    native.load_library.cache_clear()
 
   def test_auto_takes_the_reference_and_says_why(self) -> None:
     def check(name: str) -> None:
       api.check_supported(name, _FUSED[0].geometry, "float32")
 
-    name, reason = api.choose(api.candidates("auto", "cpu"), check)
+    name, reason = api.choose_attention(api.candidates("auto", "cpu"), check)
     assert name == "reference" and "not built" in reason and "make setup" in reason
     assert api.candidates("cpu", "cpu") == ("cpu",)
     with pytest.raises(NotImplementedError, match="not built"):

@@ -71,7 +71,7 @@ def test_gpu(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
   "dtype", [pytest.param(jnp.float32, marks=pytest.mark.long), jnp.bfloat16], ids=["float32", "bfloat16"]
 )
 def test_cpu(model: ModelConfig, dtype) -> None:
-  native.build("paged_attention")
+  native.build_library("paged_attention")
   assert tokens("cpu", model, dtype) == expected(model, dtype)
 
 

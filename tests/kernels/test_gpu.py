@@ -93,14 +93,14 @@ SPECS = (
   *(dataclasses.replace(spec, dtype="bfloat16") for spec in arg_specs.CONFORMANCE if spec.name not in LEFT_OUT),
   ArgSpec("page_64", ((1, 150), (0, 0), (20, 100), (4, 64)), 28, 5, 64, 3, 8, 1, 128, 70, 9.0, dtype="bfloat16"),
 )
-ROOMY = (*conformance.ROOMY, "one_row_of_one_token")  # may share an executable
+WITH_SPARE_BLOCKS = (*conformance.WITH_SPARE_BLOCKS, "one_row_of_one_token")  # may share an executable
 
 
 class TestGpu(conformance.Conformance):
   implementation = INTERPRETED
   dtype = "bfloat16"
   atol = ATOL
-  draws = 2
+  num_random = 2
   chunks = (64, 85, 1)
   test_write_keeps_the_rest_and_padding_touches_block_0_only = None  # test_gpu_write.py
   test_write_is_in_place_when_donated = None
@@ -115,23 +115,23 @@ class TestGpu(conformance.Conformance):
         api.check_supported("gpu", spec.geometry, spec.dtype)
       return
     api.check_supported("gpu", spec.geometry, spec.dtype)
-    spec = conformance.with_room(spec) if spec.name in ROOMY else spec
-    arguments = arg_specs.make(spec)
+    spec = conformance.with_spare_blocks(spec) if spec.name in WITH_SPARE_BLOCKS else spec
+    arguments = arg_specs.make_arguments(spec)
     out = conformance.run(INTERPRETED, spec, *conformance.operands(INTERPRETED, spec, arguments))
     np.testing.assert_allclose(out, conformance.oracle(spec, arguments), rtol=2.0**-8, atol=ATOL)
     assert not out[arguments.query_starts[-1] :].any(), "padding tokens must give zeros"
 
   @pytest.mark.long  # each kernel's own test of this name stays in `make test`
   @pytest.mark.parametrize("queries", [1, 20], ids=["decode", "prefill"])
-  def test_a_row_depends_neither_on_neighbours_nor_on_its_place(self, queries: int) -> None:
-    super().test_a_row_depends_neither_on_neighbours_nor_on_its_place(queries)
+  def test_a_row_depends_neither_on_neighbors_nor_on_its_place(self, queries: int) -> None:
+    super().test_a_row_depends_neither_on_neighbors_nor_on_its_place(queries)
 
 
 def test_a_layer_rotates_writes_and_attends(capfd: pytest.CaptureFixture[str]) -> None:
   """`attend` on a buffer without this step's keys and values equals the parts; and no kernel races."""
   rows = ((1, 70), (2, 33), (0, 0), (20, 50), (1, 1), (5, 5))
   spec = ArgSpec("layer", rows, 32, 7, 16, 5, 6, 2, 64, dtype="bfloat16")
-  arguments, rng = arg_specs.make(spec), np.random.default_rng(1)
+  arguments, rng = arg_specs.make_arguments(spec), np.random.default_rng(1)
   heads, used = spec.num_kv_heads, arguments.query_starts[-1]
   qkv = rng.standard_normal((spec.num_tokens, heads, spec.num_heads // heads + 2, spec.head_dim))
   angles = rng.uniform(0, 2 * np.pi, (spec.num_tokens, spec.head_dim // 2))
@@ -249,16 +249,16 @@ def test_hopper_is_supported() -> None:
 
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.long), 24])
 def test_a_query_has_the_same_bits_in_a_chunk_and_alone(window: int | None) -> None:
-  """Where `Geometry.invariant` asks for it: five queries as one row, and each as a row of its own."""
+  """With `Geometry.invariant`: five queries as one row, and each as a separate row."""
   spec = ArgSpec("chunk", ((5, 150),), 8, 5, 16, 10, 6, 2, 64, sliding_window=window, dtype="bfloat16")
-  arguments = arg_specs.make(spec)
+  arguments = arg_specs.make_arguments(spec)
   kv = conformance.filled(INTERPRETED, spec, arguments)
   plan = gpu.make_plan(dataclasses.replace(spec.geometry, invariant=True), "")
   tables = jnp.asarray(np.broadcast_to(arguments.block_tables[0], arguments.block_tables.shape))
 
   def call(kv_lens: list[int], query_starts: list[int]) -> np.ndarray:
     lens, starts = np.array(kv_lens, np.int32), np.array(query_starts, np.int32)
-    packed = plan.make(starts, lens)
+    packed = plan.make_work(starts, lens)
     assert plan.split(packed)["counts"][0] == 0, "nothing for the decode kernel"
     out = INTERPRETED.ragged_paged_attention(
       conformance.put(arguments.q.astype(jnp.bfloat16)),

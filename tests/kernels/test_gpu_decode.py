@@ -55,7 +55,7 @@ class Case:
 
 
 def _case(name: str, rows: tuple[tuple[int, int], ...], page: int, split_blocks: int, **changes) -> Case:
-  """One KV head of 64, tables of 256 positions unless told, and room for a few tokens and rows that are not used."""
+  """One KV head of 64, tables of 256 positions by default, and a few unused tokens and rows."""
   of_case = {key: changes.pop(key) for key in ("queries", "sms", "pairs", "stages") if key in changes}
   heads = changes.pop("kv_heads", 1)
   spec = ArgSpec(
@@ -104,8 +104,8 @@ CASES = (
 
 
 def test_the_long_row_has_more_parts_than_are_loaded_at_once() -> None:
-  arguments = arg_specs.make(_LONG.spec)
-  pieces = _LONG.plan.split(_LONG.plan.make(arguments.query_starts, arguments.kv_lens))
+  arguments = arg_specs.make_arguments(_LONG.spec)
+  pieces = _LONG.plan.split(_LONG.plan.make_work(arguments.query_starts, arguments.kv_lens))
   assert np.diff(pieces["row_slots"]).tolist() == [0, 6, 0, 3, 0]
   assert (np.diff(pieces["sm_starts"]) > 0).all()
 
@@ -124,7 +124,7 @@ def operands(case: Case, arguments: Arguments) -> tuple:
     arguments.block_tables,
     arguments.kv_lens,
     arguments.query_starts,
-    case.plan.split(case.plan.make(arguments.query_starts, arguments.kv_lens)),
+    case.plan.split(case.plan.make_work(arguments.query_starts, arguments.kv_lens)),
     np.full((spec.num_tokens, spec.num_heads, spec.head_dim), UNTOUCHED, jnp.bfloat16),
   )
   return jax.tree.map(conformance.put, arrays)
@@ -153,7 +153,7 @@ def program(case: Case, module=gpu_decode, interpret: plgpu.InterpretGPUParams |
 
 def check(case: Case, capfd: pytest.CaptureFixture[str], module=gpu_decode) -> None:
   """Runs a case, compares the decoded tokens with dense attention, the others with what was there; no races."""
-  arguments = arg_specs.make(case.spec)
+  arguments = arg_specs.make_arguments(case.spec)
   out = f32(program(case, module)(*operands(case, arguments)))
   want = conformance.oracle(case.spec, arguments)
   counts = np.diff(arguments.query_starts)
@@ -178,18 +178,18 @@ def test_equals_dense_attention(case: Case, capfd: pytest.CaptureFixture[str]) -
   check(case, capfd)
 
 
-def test_a_row_depends_neither_on_neighbours_nor_on_its_place_nor_on_the_order_of_items() -> None:
+def test_a_row_depends_neither_on_neighbors_nor_on_its_place_nor_on_the_order_of_items() -> None:
   """Bit for bit, in one executable, over two splits and two queries."""
   subject, run, results = (2, 150), None, []
   companies = ([], []), ([(3, 90), (5, 9), (1, 64)], [(1, 1)])
   for number, (before, after) in enumerate(companies):
     rows = (*before, subject, *after)
     used = sum(-(-length // 64) for _, length in rows)
-    spec = ArgSpec("company", rows, 16, 6, 64, 4, 2, 1, 64, dtype="bfloat16", spare_blocks=20 - used)
+    spec = ArgSpec("neighbors", rows, 16, 6, 64, 4, 2, 1, 64, dtype="bfloat16", spare_blocks=20 - used)
     case, at = Case(spec, 1), len(before)
-    arguments = arg_specs.make(spec, number)
+    arguments = arg_specs.make_arguments(spec, number)
     here = slice(*arguments.query_starts[at : at + 2])
-    fixed = arg_specs.make(ArgSpec("subject", (subject,), 2, 1, 64, 4, 2, 1, 64))
+    fixed = arg_specs.make_arguments(ArgSpec("subject", (subject,), 2, 1, 64, 4, 2, 1, 64))
     arguments.q[here] = fixed.q
     arguments.keys[at][:], arguments.values[at][:] = fixed.keys[0], fixed.values[0]
     for row in range(len(rows)):
@@ -213,7 +213,7 @@ def unaligned_copies(case: Case, monkeypatch: pytest.MonkeyPatch, module=gpu_dec
   For a copy from or to a tiled array, Pallas cuts each offset of the slice in two, tile and place in the tile
   (TileTransform), and gives both to TMA. TMA then takes of every tile what comes from that place on, and zeros for the
   rest: right for multiples of the tile only, and so wrong for queries, whose row is any multiple of the group's size.
-  Warpgroup lowering asks for a proof of that, Lane lowering, which this kernel is pinned to, for none. So this asks.
+  Warpgroup lowering requires a proof of that; Lane lowering, which this kernel is pinned to, does not. So this checks.
   """
   found, transform = [], launch_context.TileTransform.transform_index
 
@@ -225,7 +225,7 @@ def unaligned_copies(case: Case, monkeypatch: pytest.MonkeyPatch, module=gpu_dec
 
   checked.calls = 0
   monkeypatch.setattr(launch_context.TileTransform, "transform_index", checked)
-  given = operands(case, arg_specs.make(case.spec))
+  given = operands(case, arg_specs.make_arguments(case.spec))
   program(case, module, interpret=None).trace(*given).lower(lowering_platforms=("cuda",))
   assert checked.calls >= 2, "keys and values are copied into tiles"
   return found

@@ -86,7 +86,7 @@ def prefill(spec: ArgSpec, module: types.ModuleType = gpu_prefill, **tuning: Any
 
 def check(spec: ArgSpec, module: types.ModuleType = gpu_prefill, **tuning: Any) -> None:
   """One call: numbers, zeros at padding, nothing written at rows of few queries (the interpreter's NaN), no race."""
-  arguments = arg_specs.make(spec)
+  arguments = arg_specs.make_arguments(spec)
   out = conformance.f32(prefill(spec, module, **tuning)(*operands(spec, arguments)))
   assert not gpu_callbacks.get_races().races_found
   counts = np.diff(arguments.query_starts)
@@ -138,17 +138,17 @@ def test_equals_dense_attention(spec: ArgSpec, tuning: dict[str, Any]) -> None:
   check(spec, **tuning)
 
 
-def test_a_row_depends_neither_on_neighbours_nor_on_its_place_nor_on_the_order_of_items() -> None:
+def test_a_row_depends_neither_on_neighbors_nor_on_its_place_nor_on_the_order_of_items() -> None:
   """Bit for bit, in one executable; once beside rows full of NaN, once with the items in reverse."""
   subject, program, results = (37, 150), None, []
   for number, (before, after) in enumerate((((), ()), (((1, 300), (5, 40)), ()), (((3, 20),), ((20, 200), (2, 9))))):
     rows = (*before, subject, *after)
     used = sum(-(-length // 16) for _, length in rows)
-    spec = ArgSpec("company", rows, 64, 5, 16, 20, 4, 1, 64, dtype="bfloat16", spare_blocks=60 - used)
-    arguments = arg_specs.make(spec, number)
+    spec = ArgSpec("neighbors", rows, 64, 5, 16, 20, 4, 1, 64, dtype="bfloat16", spare_blocks=60 - used)
+    arguments = arg_specs.make_arguments(spec, number)
     at = len(before)
     begin, end = arguments.query_starts[at : at + 2]
-    fixed = arg_specs.make(ArgSpec("subject", (subject,), subject[0], 1, 16, 20, 4, 1, 64))
+    fixed = arg_specs.make_arguments(ArgSpec("subject", (subject,), subject[0], 1, 16, 20, 4, 1, 64))
     arguments.q[begin:end] = fixed.q
     arguments.keys[at][:], arguments.values[at][:] = fixed.keys[0], fixed.values[0]
     for row in range(len(rows)):

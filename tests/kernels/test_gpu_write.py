@@ -82,7 +82,7 @@ def check(case: Case, module=gpu_write) -> None:
   want, real = f32(given.kv).copy(), slice(0, case.tokens - case.padding)
   block, offset = np.divmod(np.asarray(given.slots[real]), case.page)
   want[block, :, 0, offset], want[block, :, 1, offset] = f32(keys[real]), f32(values[real])
-  # All the buffer but block 0, so: what no token has is as before.
+  # The whole buffer but block 0, so also that slots without a token do not change.
   np.testing.assert_allclose(f32(kv)[1:, :, 0], want[1:, :, 0], **close)
   np.testing.assert_array_equal(f32(kv)[1:, :, 1], want[1:, :, 1])
 
@@ -112,7 +112,7 @@ def test_equals_rotate_and_scatter(case: Case, capfd: pytest.CaptureFixture[str]
 
 
 def test_padding_may_hold_nan_and_share_a_slot() -> None:
-  """Only its own rows of q and block 0 may tell of it. No race detector: to share a slot is a race, a wanted one."""
+  """Padding may change only its own rows of q and block 0. No race detector, because sharing a slot is a race."""
   case = Case(12, padding=5, tile=8)
   given = numbers(case)
   tuning = dataclasses.replace(tuning_for("", 64, case.page), write_tokens=8)

@@ -31,11 +31,11 @@ def plan_for(rows: int, max_model_len: int, num_sms: int = 132, heads: int = 8, 
 
 
 def make(plan: Plan, lengths: tuple[int, ...], counts: tuple[int, ...] | None = None) -> dict[str, np.ndarray]:
-  """The pieces of a step of rows of such lengths, of one query each unless told."""
+  """Returns the pieces of a step with rows of these lengths, by default of one query each."""
   kv_lens, queries = np.zeros((2, plan.geometry.rows), np.int32)
   kv_lens[: len(lengths)], queries[: len(lengths)] = lengths, counts or 1
   starts = np.append(0, np.cumsum(queries)).astype(np.int32)
-  return plan.split(plan.make(starts, kv_lens))
+  return plan.split(plan.make_work(starts, kv_lens))
 
 
 def loads(plan: Plan, pieces: dict[str, np.ndarray]) -> np.ndarray:
@@ -85,7 +85,7 @@ def parts_of(pieces: dict[str, np.ndarray], row: int) -> list[tuple[int, int]]:
   return sorted((first, end) for of, _, first, end in items.tolist() if of == row)
 
 
-def test_a_row_is_split_the_same_in_any_company() -> None:
+def test_a_row_is_split_the_same_in_any_batch() -> None:
   plan = plan_for(64, 131072)
   alone, among = make(plan, (5000,)), make(plan, (5000, *ZIPF[:40]))
   assert len(parts_of(alone, 0)) > 1

@@ -23,7 +23,7 @@ def test_memory_grows_neither_with_the_pool_nor_with_the_table() -> None:
   """Nothing of the pool's or the table's size is ever made: the temporaries of the compiled program stay the same."""
 
   def temporaries(spec: ArgSpec) -> int:
-    inputs = conformance.operands(reference, spec, arg_specs.make(spec))
+    inputs = conformance.operands(reference, spec, arg_specs.make_arguments(spec))
     return conformance.attend(reference, spec).lower(*inputs).compile().memory_analysis().temp_size_in_bytes
 
   rows = ((1, 30), (20, 40))

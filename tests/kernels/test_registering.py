@@ -1,4 +1,4 @@
-"""Telling XLA of the C++ kernels, from the threads that trace programs side by side."""
+"""Tests registering the C++ kernels with XLA from threads that trace programs concurrently."""
 
 import concurrent.futures
 import time
@@ -14,7 +14,7 @@ def test_threads_register_each_entry_once_and_one_after_the_other(monkeypatch) -
   """jax.ffi.pycapsule sets up what two calls at once would share: one of them failed, and with it a server's start."""
   inside: list[str] = []
   overlaps: list[list[str]] = []
-  told: list[str] = []
+  registered: list[str] = []
 
   def pycapsule(function: str) -> str:
     inside.append(function)
@@ -25,16 +25,16 @@ def test_threads_register_each_entry_once_and_one_after_the_other(monkeypatch) -
 
   def register_ffi_target(entry: str, function: Any, *, platform: str) -> None:
     assert (function, platform) == (entry, "cpu")
-    told.append(entry)
+    registered.append(entry)
 
   def load(name: str) -> types.SimpleNamespace:
     return types.SimpleNamespace(**{native.ENTRIES[name]: native.ENTRIES[name]})
 
   monkeypatch.setattr(jax.ffi, "pycapsule", pycapsule)
   monkeypatch.setattr(jax.ffi, "register_ffi_target", register_ffi_target)
-  monkeypatch.setattr(native, "load", load)
+  monkeypatch.setattr(native, "load_library", load)
   monkeypatch.setattr(native, "_REGISTERED", set())
   with concurrent.futures.ThreadPoolExecutor(8) as threads:
-    list(threads.map(native.register, [*native.ENTRIES] * 4))
-  assert sorted(told) == sorted(native.ENTRIES.values())
+    list(threads.map(native.register_library, [*native.ENTRIES] * 4))
+  assert sorted(registered) == sorted(native.ENTRIES.values())
   assert all(len(each) == 1 for each in overlaps)

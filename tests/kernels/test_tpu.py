@@ -46,10 +46,10 @@ def with_write(module: types.ModuleType, write: Callable) -> types.ModuleType:
 def check(module: types.ModuleType, spec: ArgSpec, call: Callable | None = None) -> None:
   """Compares one call, of a program of its own if none is given, over a buffer filled by `scattered` with the oracle.
 
-  In bf16 weights are rounded to 8 bits before they meet the values, as the matrix unit wants them: relative errors of
-  up to 2^-9, of either sign, in a sum whose weights add up to 1. The result is rounded once more.
+  In bf16 the matrix unit takes weights of 8 bits. That gives relative errors of up to 2^-9, of either sign, in a sum
+  whose weights add up to 1. The result is rounded once more.
   """
-  arguments = arg_specs.make(spec)
+  arguments = arg_specs.make_arguments(spec)
   inputs = conformance.operands(with_write(module, scattered), spec, arguments)
   out = (call or conformance.attend(module, spec))(*inputs)
   assert out.dtype == jnp.dtype(spec.dtype)
@@ -61,7 +61,7 @@ def check(module: types.ModuleType, spec: ArgSpec, call: Callable | None = None)
 
 def check_write(module: types.ModuleType, spec: ArgSpec, padding: int = 5) -> None:
   """Compares `write_kv` with `scattered`, bit for bit, over a buffer that held something before; block 0 is free."""
-  arguments, rng = arg_specs.make(spec), np.random.default_rng(1)
+  arguments, rng = arg_specs.make_arguments(spec), np.random.default_rng(1)
   shape = tpu.kv_shape(arguments.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
   kv = conformance.put(rng.standard_normal(shape, np.float32).astype(jnp.dtype(spec.dtype)))
   slots = np.concatenate([arguments.slots(row, spec.block_size) for row in range(len(spec.rows))])
@@ -100,7 +100,7 @@ class TestTpu(conformance.Conformance):
         api.check_supported("tpu", spec.geometry, spec.dtype)
     else:
       api.check_supported("tpu", spec.geometry, spec.dtype)
-      spec = conformance.with_room(spec) if spec.name in conformance.ROOMY else spec
+      spec = conformance.with_spare_blocks(spec) if spec.name in conformance.WITH_SPARE_BLOCKS else spec
       check(self.implementation, spec, conformance.program(self.implementation, spec))
 
   def test_chunks_of_any_size_give_the_whole(self) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from engine.device.build import build
+from engine.device.build import build_engine
 from engine.device.mesh import make_mesh
 from engine.device.options import BuildOptions
 from engine.device.weights import open_checkpoint
@@ -82,7 +82,7 @@ def test_dense_f32(case):
 def test_bfloat16_is_as_near_as_transformers_own(case):
   """In bfloat16 no two orders of summation and rounding agree to more than two digits, so the yardstick is how far
   transformers' own bfloat16 is, root mean square, from its float32. Measured: 0.9 to 1.0 of that, but 1.24 for Qwen2,
-  the one family with biases; the bound leaves room for that and no more."""
+  the one family with biases; the bound allows that and no more."""
   name, folder, golden = case
   squared_error = squared = 0.0
   for number, logits in enumerate(dense_logits(folder, golden, jnp.bfloat16)):
@@ -98,7 +98,7 @@ def test_paged_engine(case):
   first, whose prompt log probabilities must be transformers'."""
   name, folder, golden = case
   events: list[TokenEvent] = []
-  built = build(
+  built = build_engine(
     BuildOptions(model_dir=str(folder), num_blocks=64, token_budgets=(16,), max_num_seqs=4, prefill_chunk=16),
     lambda *_: None,
     events.extend,

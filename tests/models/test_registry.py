@@ -326,7 +326,7 @@ def test_keys_that_change_the_result_elsewhere(key):
 
 
 class Recording(dict):
-  """A config.json that notes which of its keys are asked for."""
+  """A config.json that records which of its keys are read."""
 
   def __init__(self, raw: dict, asked: set[str]):
     super().__init__(raw)
@@ -417,7 +417,7 @@ def test_unsupported_is_refused_by_name(change, said):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_tensor_map_is_the_decoder(name):
-  """Every parameter has its tensors, and they fill its shape exactly; nothing else is asked for."""
+  """Every parameter has its tensors, and they fill its shape exactly, with no others."""
   config = config_from_hf(CASES[name][0])
   assert config.family in FAMILIES
   declared = abstract(config, jnp.float32)[1]

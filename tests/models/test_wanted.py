@@ -1,4 +1,4 @@
-"""Tokens whose logits nobody asks for: the last layer leaves them out, and the others come out as they would."""
+"""Tests that the last layer skips tokens without logits, and that the others get the same results."""
 
 from flax import nnx
 import jax

@@ -187,6 +187,7 @@ def running(
   device: Runner | None = None,
   faults: Injector | None = None,
   defaults: SamplingDefaults | None = None,
+  model: str = "tiny",
 ) -> Iterator[Served]:
   """Runs a server in a thread until the block ends, then drains it and checks that no page is left.
 
@@ -210,7 +211,7 @@ def running(
     if serve:
       await server.serve(
         Backend(
-          model="tiny",
+          model=model,
           engine=port_of_engine,
           tokenizer=tokenizer,
           generations=generations,

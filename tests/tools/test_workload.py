@@ -285,3 +285,36 @@ def test_a_rate_gives_a_trace_new_times_and_keeps_its_lengths():
   assert [(len(r.prompt), r.output_len) for r in drawn] == [(len(r.prompt), r.output_len) for r in own]
   assert [r.arrival_s for r in drawn] == workload.arrivals(50, 20.0, 0.5, 0)
   assert (about["rate"], about["burstiness"], about["rate_scale"]) == (20.0, 0.5, None)
+
+
+def test_tenants_have_unequal_shares_and_priorities_the_share_asked_for():
+  senders = workload.make_senders(20_000, 4, 0.25, seed=1)
+  assert senders == workload.make_senders(20_000, 4, 0.25, seed=1) != workload.make_senders(20_000, 4, 0.25, seed=2)
+  shares = [sum(tenant == f"tenant{number}" for tenant, _ in senders) / 20_000 for number in range(4)]
+  assert shares == pytest.approx([12 / 25, 6 / 25, 4 / 25, 3 / 25], abs=0.01)
+  assert sum(priority for _, priority in senders) / 20_000 == pytest.approx(0.25, abs=0.01)
+  assert {tenant for tenant, _ in workload.make_senders(50, 1, 0.0, seed=1)} == {""}
+  tenants_alone = [tenant for tenant, _ in workload.make_senders(20_000, 4, 0.9, seed=1)]
+  assert tenants_alone == [tenant for tenant, _ in senders], "priorities have a stream of their own"
+  with pytest.raises(ConfigError, match="batch_share=1.5 must be at least 0 and at most 1"):
+    workload.make_senders(1, 1, 1.5, seed=0)
+
+
+def test_a_request_file_holds_tenants_and_priorities_where_there_are_any(tmp_path):
+  path = tmp_path / "requests.jsonl"
+  assert (
+    workload.main(["--num_requests=20", "--vocab_size=9", "--num_tenants=3", "--batch_share=0.5", f"--output={path}"])
+    == 0
+  )
+  lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+  assert lines[0]["trace"]["num_tenants"] == 3
+  requests = workload.read_requests(str(path))
+  assert [(line.get("tenant", ""), line.get("priority", 0)) for line in lines[1:]] == [
+    (request.tenant, request.priority) for request in requests
+  ]
+  assert {request.tenant for request in requests} == {"tenant0", "tenant1", "tenant2"}
+  assert {request.priority for request in requests} == {0, 1}
+  for bad in ('"tenant": 3', '"priority": "high"', '"priority": true'):
+    path.write_text('{"id": 0, "arrival_s": 0, "prompt": [1], "output_len": 2, ' + bad + "}\n", "utf-8")
+    with pytest.raises(ConfigError, match="line 1: (tenant|priority)=.* must be a"):
+      workload.read_requests(str(path))

@@ -1,17 +1,18 @@
-"""Measures a layer's paged attention, and shows that its cost follows the batch: not the pool, not the block table.
+"""Measures a layer's paged attention, and shows that its cost depends on the batch, not on the pool or the block table.
 
   python -m tools.bench.attention [--seconds=0.5]
   python -m tools.bench.attention --share [--model=DIR] [--rows=32] [--context=256] [--seconds=60]
 
-The first prints milliseconds a layer (the best and the median of several calls of a program of four layers) for the
-batches of pallas_kernels/paged_attention/arg_specs.py, by the C++ kernel and by XLA's loops, with rotary embedding and
-KV write as in a step, beside two others without: a naive version that gathers every row's whole block table, where that
-fits in 2 GiB, and the floor, the batch's keys and values over the read bandwidth of all cores measured in the same run.
+The first command prints milliseconds a layer (best and median of several calls of a program of four layers) for the
+batches of pallas_kernels/paged_attention/arg_specs.py. It measures the C++ kernel and XLA's loops, with rotary
+embedding and KV write as in a step. Beside them stand a naive version and a floor. The naive version gathers every
+row's whole block table, if that fits in 2 GiB. The floor is the batch's keys and values over the read bandwidth of all
+cores, measured in the same run.
 
-The second prints attention's share of a step of decodes, as a line of words and one of JSON. It times the engine's own
-step program, warm and through its runner, in three forms that take turns: with `context` positions a row; with one
-position a row, where there is next to nothing to walk over; and with a program without attention, in which the heads'
-outputs are the queries and nothing is stored. Without --model, a random Llama of 125M parameters is made.
+The second command prints attention's share of a decode step, as a line of text and a line of JSON. It times the
+engine's own step program, warm and through its runner, in three forms that alternate: with `context` positions a row;
+with one position a row, which leaves next to nothing to read; and with a program without attention, in which the heads'
+outputs are the queries and no KV is written. Without --model, it makes a random Llama of 125M parameters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.batch import Admission, Batch
-from engine.device.build import Built, build
+from engine.device.build import Built, build_engine
 from engine.device.options import BuildOptions
 from engine.errors import ConfigError, EngineError
 from engine.sampling_params import SamplingParams
@@ -45,12 +46,12 @@ from tools.make_random_model import read_shape, write_model
 from tools.measure import best_and_median, machine
 
 _LAYERS = 4
-_NAIVE_LIMIT = 2**31  # bytes of gathered keys and values
+_NAIVE_LIMIT = 2**31  # limit for gathered keys and values, in bytes
 _POOL_BLOCKS = 4096
 
 
 def naive(q, kv, meta: api.RaggedMeta, *, scale: float):
-  """Paged attention by gathering all that the block tables could hold, for rows of one query in batch order.
+  """Computes paged attention by gathering whole block tables, for rows of one query in batch order.
 
   Args:
     kv: [P, page, 2, K, H].
@@ -67,7 +68,7 @@ def naive(q, kv, meta: api.RaggedMeta, *, scale: float):
 
 
 def layers(attention: Callable) -> Callable:
-  """A program of several layers: what a call costs without most of what a dispatch costs."""
+  """Returns a program of several layers, so that the dispatch hardly counts in the time of a layer."""
 
   @jax.jit
   def program(q, kv, meta):
@@ -79,21 +80,21 @@ def layers(attention: Callable) -> Callable:
 
 
 def operands(spec: ArgSpec, num_blocks: int) -> tuple[jax.Array, api.RaggedMeta]:
-  """Queries and rows, the rows' blocks spread over a pool of at least `num_blocks`."""
-  used = arg_specs.make(dataclasses.replace(spec, spare_blocks=1)).num_blocks
-  arguments = arg_specs.make(dataclasses.replace(spec, spare_blocks=1 + max(0, num_blocks - used)))
+  """Returns queries and rows; the rows' blocks are spread over a pool of at least `num_blocks`."""
+  used = arg_specs.make_arguments(dataclasses.replace(spec, spare_blocks=1)).num_blocks
+  arguments = arg_specs.make_arguments(dataclasses.replace(spec, spare_blocks=1 + max(0, num_blocks - used)))
   tables, lens, starts = map(jnp.asarray, (arguments.block_tables, arguments.kv_lens, arguments.query_starts))
   return jnp.asarray(np.nan_to_num(arguments.q)), api.RaggedMeta(tables, lens, starts)
 
 
-def ours(name: str, spec: ArgSpec, num_blocks: int, seconds: float) -> tuple[float, float]:
-  """Milliseconds a layer of an implementation, best and median: rotary embedding, KV write and attention."""
+def measure_implementation(name: str, spec: ArgSpec, num_blocks: int, seconds: float) -> tuple[float, float]:
+  """Returns milliseconds a layer, best and median, of rotary embedding, KV write and attention."""
   q, meta = operands(spec, num_blocks)
   num_blocks = max(num_blocks, int(meta.block_tables.max()) + 1)
   attention = api.PagedAttention(name, spec.geometry, spec.scale)
   q = q.reshape(spec.num_tokens, spec.num_kv_heads, -1, spec.head_dim)
   cos, sin = (jnp.full((spec.num_tokens, spec.head_dim // 2), x, jnp.float32) for x in (0.6, 0.8))
-  slots = np.zeros(spec.num_tokens, np.int32)  # padding's
+  slots = np.zeros(spec.num_tokens, np.int32)  # padding's block
   for row, (queries, length) in enumerate(spec.rows):
     position = np.arange(length - queries, length)
     blocks = np.asarray(meta.block_tables)[row, position // spec.block_size]
@@ -118,7 +119,7 @@ def ours(name: str, spec: ArgSpec, num_blocks: int, seconds: float) -> tuple[flo
 
 
 def naive_best(spec: ArgSpec, num_blocks: int, seconds: float) -> float | None:
-  """Milliseconds a layer of the naive version, or None where it is left out."""
+  """Returns milliseconds a layer of the naive version, or None if it is left out."""
   q, meta = operands(spec, num_blocks)
   num_blocks = max(num_blocks, int(meta.block_tables.max()) + 1)
   page = 2 * spec.block_size * spec.num_kv_heads * spec.head_dim
@@ -131,7 +132,7 @@ def naive_best(spec: ArgSpec, num_blocks: int, seconds: float) -> float | None:
 
 
 def implementations() -> tuple[str, ...]:
-  """Those that run on a CPU: the C++ kernel, where it is built, and XLA's."""
+  """Returns the implementations that run on a CPU: the C++ kernel, if it is built, and XLA's."""
   spec = arg_specs.BENCHMARK[0]
   try:
     api.check_supported("cpu", spec.geometry, spec.dtype)
@@ -142,8 +143,8 @@ def implementations() -> tuple[str, ...]:
 
 
 def line(names: Sequence[str], title: str, spec: ArgSpec, num_blocks: int, seconds: float, bandwidth: float) -> str:
-  """A line of a table; the floor's factor is the first implementation's."""
-  times = [ours(name, spec, num_blocks, seconds) for name in names]
+  """Returns a line of a table; the floor's factor is the first implementation's."""
+  times = [measure_implementation(name, spec, num_blocks, seconds) for name in names]
   other = naive_best(spec, num_blocks, seconds)
   held = sum(length for _, length in spec.rows) * 2 * spec.num_kv_heads * spec.head_dim * 4
   floor = 1e3 * held / bandwidth
@@ -154,9 +155,9 @@ def line(names: Sequence[str], title: str, spec: ArgSpec, num_blocks: int, secon
 
 @contextlib.contextmanager
 def without_attention(name: str) -> Iterator[str]:
-  """Within, there is an implementation with the buffers of `name` that does not rotate, store or attend; its name.
+  """Registers an implementation with the buffers of `name` that does not rotate, store or attend; yields its name.
 
-  A name of its own, so that nothing traced or compiled for the other is taken for it.
+  Its own name keeps it apart from traces and executables of the other.
   """
   of = api.implementation(name)
   nothing = SimpleNamespace(
@@ -171,7 +172,7 @@ def without_attention(name: str) -> Iterator[str]:
 
 
 def build_step(model_dir: str, rows: int, context: int, block_size: int, attention: str = "auto") -> Built:
-  """An engine with one rung, of `rows` tokens and rows, and a pool that holds them."""
+  """Returns an engine with one rung, of `rows` tokens and rows, and a pool that holds them."""
   options = BuildOptions(
     model_dir=model_dir,
     attention=attention,
@@ -181,11 +182,11 @@ def build_step(model_dir: str, rows: int, context: int, block_size: int, attenti
     max_num_seqs=rows,
     prefill_chunk=rows,
   )
-  return build(options, lambda *_: None, lambda _: None)
+  return build_engine(options, lambda *_: None, lambda _: None)
 
 
 def decodes(built: Built, rows: int, length: int) -> Batch:
-  """A greedy step in which each of `rows` rows adds position `length - 1`; its blocks lie anywhere in the pool."""
+  """Returns a greedy step in which each of `rows` rows adds position `length - 1`; blocks lie anywhere in the pool."""
   blocks = np.random.default_rng(0).permutation(np.arange(1, built.config.num_blocks + 1)).tolist()
   each = built.config.num_blocks // rows
   params = SamplingParams(temperature=0.0, max_tokens=1)
@@ -210,14 +211,14 @@ def decodes(built: Built, rows: int, length: int) -> Batch:
 def share(
   model_dir: str, rows: int, context: int, block_size: int, seconds: float, attention: str = "auto"
 ) -> dict[str, Any]:
-  """Attention's share of a step of `rows` decodes with `context` positions each.
+  """Measures attention's share of a step of `rows` decodes with `context` positions each.
 
   Returns:
-    step_ms: the median step. attention_ms: what it takes over the step without attention. walk_ms: the part of it that
-    grows with the context, over a step of one position a row; the rest is work lists, stores and a loop's start.
-    share: attention_ms / step_ms. share_of_best: the same of the shortest steps, share_of_processor: of processor time,
-    which other work on the machine disturbs less, but which does not count what keeps only one core busy as double.
-    steps: of each form.
+    step_ms: the median step. attention_ms: its time over that of the step without attention. walk_ms: the part that
+    grows with the context, over a step of one position a row; the rest is work lists, stores and loop starts.
+    share: attention_ms / step_ms. share_of_best: the same of the shortest steps. share_of_processor: the same in
+    processor time, which other work on the machine disturbs less, but which counts a phase on one core only once.
+    steps: the number of steps of each form.
   """
   block_size = block_size or api.preferred_block_size(api.candidates(attention, jax.default_backend())[0])
   real = build_step(model_dir, rows, context, block_size, attention)
@@ -262,7 +263,7 @@ def share(
 
 
 def print_share(args: Any) -> int:
-  """The form with --share; returns the exit code."""
+  """Runs --share; returns the exit code."""
   with tempfile.TemporaryDirectory() as folder:
     model_dir = args.model
     if not model_dir:
@@ -284,14 +285,18 @@ def print_share(args: Any) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.bench.attention", "Measure a layer's paged attention.")
-  parser.add_argument("--seconds", type=positive_float, help="time for each number: 0.5, or 60 in all with --share")
-  parser.add_argument("--batches", type=positive_int, default=len(arg_specs.BENCHMARK), help="how many of the batches")
+  parser.add_argument(
+    "--seconds", type=positive_float, help="seconds for each number (default 0.5), or for all with --share (default 60)"
+  )
+  parser.add_argument(
+    "--batches", type=positive_int, default=len(arg_specs.BENCHMARK), help="number of batches to measure"
+  )
   parser.add_argument("--share", action="store_true", help="measure attention's share of a step instead")
   parser.add_argument("--model", help="for --share: a model folder; none: a random Llama of 125M parameters")
   parser.add_argument("--rows", type=positive_int, default=32, help="for --share: sequences that decode at once")
-  parser.add_argument("--context", type=positive_int, default=256, help="for --share: positions of each")
+  parser.add_argument("--context", type=positive_int, default=256, help="for --share: positions of each sequence")
   parser.add_argument(
     "--block_size", type=positive_int, default=0, help="for --share: tokens a KV block; 0: as the engine"
   )

@@ -1,7 +1,7 @@
 """Serves one request alone and in many batches on programs compiled once, and compares bits. Compiles nothing.
 
-What tests, `tools.bench.deterministic` and the GPU's check of --deterministic have in common. A way is what
-`dataclasses.replace` changes of an EngineConfig, and besides `others` (how many neighbours) and `seed` (which).
+Shared by tests, `tools.bench.deterministic` and the GPU's check of --deterministic. A variant is a set of changes to an
+EngineConfig (for `dataclasses.replace`), with `others` (the number of other requests) and `seed` (of those requests).
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 
 _PROMPT = 70
-# Greedy, with every position's log probabilities; and drawn, where the prefix may come from the cache.
+# Greedy, with every position's log probabilities; and sampled, with a prefix that may come from the cache.
 SUBJECTS = {
   "greedy": SamplingParams(24, temperature=0.0, ignore_eos=True, logprobs=20, prompt_logprobs=20),
-  "drawn": SamplingParams(24, temperature=1.1, top_p=0.9, top_k=40, seed=5, ignore_eos=True, logprobs=20),
+  "sampled": SamplingParams(24, temperature=1.1, top_p=0.9, top_k=40, seed=5, ignore_eos=True, logprobs=20),
 }
 
 
 def _any_params(rng: random.Random) -> SamplingParams:
-  """What a neighbour may ask for; each flag of a step adds work to the sampler's program."""
+  """Returns random parameters for another request; each feature adds work to the sampler's program."""
   return SamplingParams(
     rng.randrange(3, 50),
     temperature=rng.choice((0.0, 0.9)),
@@ -43,8 +43,8 @@ def _any_params(rng: random.Random) -> SamplingParams:
   )
 
 
-def ways(config: EngineConfig, drawn: int = 4) -> list[dict[str, Any]]:
-  """Ways to serve a request: some of every sort, and `drawn` more at random."""
+def ways(config: EngineConfig, num_random: int = 4) -> list[dict[str, Any]]:
+  """Returns variants of serving a request: some of every kind, and random ones."""
   rng, budgets = random.Random(3), config.token_budgets
   rows = config.max_num_seqs
   found: list[dict[str, Any]] = [
@@ -55,7 +55,7 @@ def ways(config: EngineConfig, drawn: int = 4) -> list[dict[str, Any]]:
     {"others": 9, "batching": "static"},
     {"others": 5, "batching": "continuous", "seed": 3},
   ]
-  for seed in range(4, 4 + drawn):
+  for seed in range(4, 4 + num_random):
     found.append(
       {
         "others": rng.randrange(14),
@@ -74,7 +74,7 @@ def _blocks(config: EngineConfig, tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-  """Attributes: bits: of the request's tokens and log probabilities. stats: of the engine that served it."""
+  """The result. Attributes: bits: the request's tokens and log probabilities. stats: the engine's statistics."""
 
   bits: bytes
   stats: EngineStats
@@ -83,14 +83,14 @@ class Served:
 def serve(
   runner: Runner, config: EngineConfig, subject: SamplingParams, others: int = 0, seed: int = 0, **changes: Any
 ) -> Served:
-  """Serves a request of 70 tokens with a fresh scheduler, and neighbours that arrive while it runs.
+  """Serves a request of 70 tokens with a fresh scheduler, beside other requests that arrive while it runs.
 
   Args:
     runner: the device; its programs must be those of `config` with the changes.
-    config: of at least 128 positions a sequence.
-    subject: what the request asks for.
-    others: neighbours.
-    seed: of what the neighbours are. Where it is odd, a request with the same prefix goes before.
+    config: allows at least 128 positions a sequence.
+    subject: the request's parameters.
+    others: number of other requests.
+    seed: seed of the other requests. If it is odd, a request with the same prefix runs first.
     changes: fields of the config.
   """
   values: list[float] = []

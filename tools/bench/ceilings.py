@@ -1,8 +1,8 @@
-"""What a machine can do at most, measured right beside the figures that are compared with it. Knows no model.
+"""Measures a machine's ceilings next to the figures that are compared with them. Knows no model.
 
-A machine that is shared reads twice as fast in one minute as in another, so a figure's share of a ceiling means
-something only where both are of the same moment: between two figures the ceilings are measured, and each figure has the
-mean of those before and after it.
+A shared machine can be twice as fast in one minute as in another, so a figure must be compared with a ceiling of the
+same moment. The ceilings are therefore measured between figures, and each figure is compared with the mean of the
+measurements before and after it.
 """
 
 import concurrent.futures
@@ -14,28 +14,28 @@ import numpy as np
 
 from tools.measure import best_and_median
 
-# Numbers that are read, and rows of the square matrices.
+# Numbers to read, and rows of the square matrices.
 _ON_CPU, _ELSEWHERE = (2**26, 2048), (2**29, 8192)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-  """What the devices can do at most, of the mesh together.
+  """The ceilings of the devices of a mesh, in sum.
 
   Attributes:
-    bytes_s: read from memory, a second.
-    flops_s: multiplied and added in a matmul of the model's dtype, operations a second.
+    bytes_s: bytes read from memory, a second.
+    flops_s: operations a second in a matmul of the model's dtype.
   """
 
   bytes_s: float
   flops_s: float
 
   def seconds(self, num_bytes: float, flops: float) -> float:
-    """The roofline of work that reads `num_bytes` and does `flops` operations."""
+    """Returns the roofline's seconds for work that reads `num_bytes` and does `flops` operations."""
     return max(num_bytes / self.bytes_s, flops / self.flops_s)
 
   def shares(self, num_bytes: float, flops: float, seconds: float) -> dict[str, float]:
-    """How near work that took `seconds` came to either ceiling, and to its roofline; 1 is all that can be."""
+    """Returns the shares of both ceilings and of the roofline that work of `seconds` reached; 1 is the maximum."""
     return {
       "of_read": round(num_bytes / seconds / self.bytes_s, 3),
       "of_rate": round(flops / seconds / self.flops_s, 3),
@@ -44,7 +44,7 @@ class Ceilings:
 
 
 def read_bandwidth(seconds: float) -> float:
-  """Bytes a second that all cores together read from memory: the maximum of 256 MiB each."""
+  """Returns the bytes a second that all cores together read from memory: the maximum of 256 MiB each."""
   arrays = [np.ones(_ON_CPU[0], np.float32) for _ in range(os.cpu_count() or 1)]
   with concurrent.futures.ThreadPoolExecutor(len(arrays)) as pool:
     best_ms, _ = best_and_median(lambda: list(pool.map(np.max, arrays)), seconds)
@@ -52,9 +52,9 @@ def read_bandwidth(seconds: float) -> float:
 
 
 def measure(dtype: Any, seconds: float) -> Ceilings:
-  """By jax on the first device: a reduction, and a square matmul. Takes about `seconds`.
+  """Measures the first device with jax: a reduction, and a square matmul. Takes about `seconds`.
 
-  On a CPU it is numpy that reads, since XLA's reduction keeps one core busy.
+  On a CPU numpy reads memory, since XLA's reduction uses one core.
   """
   import jax
   import jax.numpy as jnp
@@ -76,12 +76,12 @@ class CeilingWatch:
   """Measures the ceilings between figures."""
 
   def __init__(self, dtype: Any, seconds: float, devices: int = 1):
-    """Measures for the first time.
+    """Takes the first measurement.
 
     Args:
-      dtype: of the matmul.
-      seconds: for each time.
-      devices: how many alike make up the mesh.
+      dtype: dtype of the matmul.
+      seconds: duration of each measurement.
+      devices: devices of the mesh, all alike.
     """
     self._dtype, self._seconds, self._devices = dtype, seconds, devices
     self._seen: list[Ceilings] = []
@@ -92,17 +92,17 @@ class CeilingWatch:
     self._seen.append(Ceilings(found.bytes_s * self._devices, found.flops_s * self._devices))
 
   def around(self) -> Ceilings:
-    """Measures again; the mean of now and the time before, between which there was one figure."""
+    """Measures again; returns the mean of this and the previous measurement, between which there was one figure."""
     self._measure()
     before, after = self._seen[-2:]
     return Ceilings((before.bytes_s + after.bytes_s) / 2, (before.flops_s + after.flops_s) / 2)
 
   def best(self) -> Ceilings:
-    """The fastest that either was at any time: beside what is no single moment, so that no figure flatters."""
+    """Returns each ceiling's maximum over the run, for work that has no single moment."""
     return Ceilings(max(seen.bytes_s for seen in self._seen), max(seen.flops_s for seen in self._seen))
 
   def range(self) -> dict[str, list[float]]:
-    """The slowest and the fastest of each, by the name of Ceilings' attribute."""
+    """Returns the minimum and the maximum of each ceiling, by the name of Ceilings' attribute."""
     return {
       name: [min(values), max(values)]
       for name in ("bytes_s", "flops_s")
@@ -111,6 +111,6 @@ class CeilingWatch:
 
 
 def in_words(seen: dict[str, list[float]]) -> str:
-  """What `CeilingWatch.range` found, for the head of a table."""
+  """Formats the result of `CeilingWatch.range` for the head of a table."""
   read, rate = ([each / 1e9 for each in seen[name]] for name in ("bytes_s", "flops_s"))
   return f"ceilings {read[0]:.1f} to {read[1]:.1f} GB/s, {rate[0]:.0f} to {rate[1]:.0f} GFLOP/s"

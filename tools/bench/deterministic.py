@@ -1,10 +1,10 @@
-"""Measures what --deterministic costs: the same work with it and without, in turns, in one run. Decides nothing.
+"""Measures the cost of --deterministic: the same work with and without it, alternating, in one run. Decides nothing.
 
   python -m tools.bench.deterministic --model=models/demo [--matmul=xla --attention=reference] [--output=FILE.json]
 
-Work: steps of --batches rows with one new token each at position --context, through the real runner, and --requests
-requests all at once through the whole engine, greedy. The best of --rounds counts on either side. First it is shown
-that the promise holds, on the programs that are then timed: one request in many sorts of batches
+The work is steps of --batches rows with one new token each at position --context, through the real runner, and
+--requests concurrent greedy requests through the whole engine. The best of --rounds counts on either side. Before it
+times the programs, the tool verifies that one request gives the same bits in many kinds of batches
 (tools/bench/batch_invariance.py).
 """
 
@@ -24,7 +24,7 @@ from tools.workload import WorkRequest, synthetic
 
 
 def same_bits(run: OfflineRun) -> int:
-  """How many ways of serving a request gave its bits alone. Raises ConfigError if one did not."""
+  """Returns the number of variants that gave a request the same bits as alone. Raises ConfigError if one did not."""
   runner, config = run.built.runner, dataclasses.replace(run.built.config, prefix_cache_scope="tenant")
   ways = batch_invariance.ways(config)
   for name, subject in batch_invariance.SUBJECTS.items():
@@ -36,7 +36,7 @@ def same_bits(run: OfflineRun) -> int:
 
 
 def step_s(run: OfflineRun, batch: int, context: int, seconds: float) -> tuple[int, float]:
-  """Tokens that a step of decodes is padded to, and how long it takes in the median."""
+  """Returns the tokens that a decode step is padded to, and its median seconds."""
   config = run.built.config
   shape = config.ladder.fit(batch)
   times = HandMade(run.built.runner, config).times(shape, [(context - 1, 1)] * batch, seconds)
@@ -44,14 +44,14 @@ def step_s(run: OfflineRun, batch: int, context: int, seconds: float) -> tuple[i
 
 
 def offline_s(run: OfflineRun, requests: Sequence[WorkRequest]) -> float:
-  """Seconds from the first request to the last token."""
+  """Returns the seconds from the first request to the last token."""
   outcomes = run.serve(requests)
   return max(one.chunks[-1][0] for one in outcomes) - min(one.sent_s for one in outcomes)
 
 
 def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
-  """Both sides in turns; the JSON. `keep` is called with what there is after each round. Raises EngineError."""
-  # Steps made by hand write where they like, so nothing may be kept for a later round.
+  """Measures both sides alternately; returns the JSON. Calls `keep` after each round. Raises EngineError."""
+  # Steps made by hand write anywhere in the pool, so no blocks may be kept for a later round.
   options = dataclasses.replace(build_options(args), prefix_cache_scope="off")
   normal = OfflineRun(dataclasses.replace(options, deterministic=False))
   deterministic = OfflineRun(dataclasses.replace(options, deterministic=True))
@@ -95,9 +95,11 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
 
 
 def table(result: dict[str, Any]) -> str:
-  """The result for people."""
+  """Formats the result as a table."""
   lines = [f"{result['model']}, attention {result['attention']}, matmul {result['matmul']}; {result['says']}"]
-  lines.append(f"the same bits in {result['same_bits_in_ways']} ways of serving; best of {result['rounds']} rounds:")
+  lines.append(
+    f"the same bits in {result['same_bits_in_ways']} variants of serving; best of {result['rounds']} rounds:"
+  )
   for row in result["work"]:
     shapes = "{} and {} tokens".format(*row["padded_to"]) if "padded_to" in row else ""
     lines.append(
@@ -113,7 +115,7 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; exit code 2 with one line for what cannot be measured."""
+  """Runs the command line; returns 2 after one line if something cannot be measured."""
   parser = CommandParser("tools.bench.deterministic", __doc__)
   parser.add_argument("--model", required=True, help="model folder; with --random_weights config.json is enough")
   parser.add_argument("--batches", type=positive_ints, default=(1, 8, 32), help="rows of decode steps")
@@ -121,13 +123,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--requests", type=positive_int, default=32, help="offline: how many")
   parser.add_argument("--prompts", type=_range, default=(16, 128), help="offline: shortest:longest prompt")
   parser.add_argument("--outputs", type=_range, default=(16, 64), help="offline: shortest:longest output")
-  parser.add_argument("--rounds", type=positive_int, default=3, help="of everything, in turns")
-  parser.add_argument("--seconds", type=positive_float, default=0.5, help="for each kind of step in a round")
+  parser.add_argument("--rounds", type=positive_int, default=3, help="rounds that alternate both sides")
+  parser.add_argument("--seconds", type=positive_float, default=0.5, help="seconds for each kind of step in a round")
   parser.add_argument("--output", type=output_file, default="", help="JSON file to write")
   add_build_arguments(parser)
   args = parser.parse_args(argv)
   try:
-    result = measure(args, lambda found: write_result(args.output, found))  # a run that is killed keeps what it has
+    result = measure(args, lambda found: write_result(args.output, found))  # a killed run keeps its results so far
   except EngineError as error:
     return parser.failed(error)
   show(result, table(result), args.output)

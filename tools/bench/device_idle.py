@@ -1,7 +1,7 @@
-"""How long a device waits for the host: in a run of the engine, and for one request alone. For tools/bench/engine.py.
+"""Measures how long a device waits for the host, in a run of the engine and for one request. For tools/bench/engine.py.
 
-A step's record cannot say it: its time lasts until the host has the values. Here a thread waits for each step's end,
-and what passes between that and the return of the next launch counts as waiting.
+A step's record does not show it, since its time lasts until the host has the values. Here a thread waits for each
+step's end; the time from there until the next launch returns counts as waiting.
 """
 
 from collections.abc import Iterator
@@ -19,13 +19,15 @@ from tools.bench_offline import OfflineRun
 from tools.simulate.measure_costs import HandMade
 from tools.workload import synthetic
 
-_SWITCH_S = 1e-4  # of threads: the default of 5 ms is longer than a step, and the end of one would be noted too late
-_DEEP = 8  # steps in flight with which no device waits for the host
-_TOKENS = 128  # of the request that runs alone
+_SWITCH_S = (
+  1e-4  # thread switch interval; the default of 5 ms is longer than a step, and would delay the end's time stamp
+)
+_DEEP = 8  # with so many steps in flight no device waits for the host
+_TOKENS = 128  # output tokens of the request that runs alone
 
 
 class DeviceWatch:
-  """Stands between an engine and its runner, in `watching`.
+  """Watches the launches between an engine and its runner, within `watching`.
 
   Attributes:
     held: first positions and counts of each step's rows.
@@ -39,7 +41,7 @@ class DeviceWatch:
     self._ends: list[float] = []
 
   def launch(self, batch: Batch) -> LaunchedStep:
-    """Passes it on."""
+    """Launches a step and notes it."""
     launched = self._launch(batch)
     self._begins.append(time.monotonic())
     self._launched.put(launched)
@@ -47,12 +49,12 @@ class DeviceWatch:
     return launched
 
   def idle_s(self, started: float) -> float:
-    """Seconds without a step, from `started` (time.monotonic()) to the last launch. After `watching`."""
+    """Returns the seconds without a step, from `started` (time.monotonic()) to the last launch."""
     return waited([started, *self._ends], self._begins)
 
   @contextlib.contextmanager
   def watching(self, runner: ModelRunner) -> Iterator[None]:
-    """While open, the runner's launches go through here."""
+    """Routes the runner's launches through this object while open."""
     thread, switch_s = threading.Thread(target=self._note_ends, daemon=True), sys.getswitchinterval()
     thread.start()
     runner.launch = self.launch
@@ -72,14 +74,14 @@ class DeviceWatch:
 
 
 def waited(ends: list[float], begins: list[float]) -> float:
-  """Sum of what lies between the end of each step and the begin of the next, where that came later."""
+  """Returns the sum of the gaps between the end of each step and the beginning of the next."""
   return sum(max(0.0, begin - end) for end, begin in zip(ends, begins, strict=False))
 
 
 def alone(run: OfflineRun, context: int, seconds: float) -> dict[str, Any]:
-  """One request through the engine, around position `context`, beside the same step with many in flight.
+  """Runs one request through the engine, around position `context`, and the same step with many in flight.
 
-  The difference is what decoding several steps on the device, without the host, could save at most.
+  The difference is the most that decoding several steps on the device, without the host, could save.
   """
   config = run.built.config
   tokens = min(_TOKENS, config.max_model_len - 1)

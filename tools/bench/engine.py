@@ -3,26 +3,26 @@
   python -m tools.bench.engine --shape=llama-125m [--output=FILE.json] [--plot=FILE.png]
   python -m tools.bench.engine --model=DIR --parts=decode --batches=1,8,32 --contexts=512,1024
 
-A shape is one of models/shapes (its weights are drawn on the device), a model any folder. Parts:
+A shape is one of models/shapes (with random weights made on the device), a model is any folder. Parts:
 
-  decode   steps of B rows with one new token each at context C, through the real runner, two in flight as the engine
-           keeps them. Their roofline: the longer of bytes (weights once, and the rows' keys and values) over the read
-           bandwidth, and operations over the matmul rate.
+  decode   steps of B rows with one new token each at context C, through the real runner, two in flight as in the
+           engine. Roofline: the longer of bytes (weights once, and the rows' keys and values) over the read bandwidth,
+           and operations over the matmul rate.
   prefill  steps of one prompt that fills the step. Roofline: the same.
-  offline  --requests requests all at once, prompts and outputs uniform in --lengths, through the whole engine. Its
-           roofline: the sum of its steps'. Share of the time in which the device has no step, padding, compiles after
-           ready, and the host's part.
-  alone    one request through the whole engine at the shortest context, and the same step with eight in flight: how
-           long the device waits for the host, which is what several steps on the device without it could save.
+  offline  --requests requests all at once, prompts and outputs uniform in --lengths, through the whole engine.
+           Roofline: the sum of its steps'. Also the share of the time in which the device has no step, padding,
+           compiles after ready, and the host's part.
+  alone    one request through the whole engine at the shortest context, and the same step with eight in flight: the
+           time in which the device waits for the host, which several steps on the device could save.
   sampler  the sampler alone on the fewest and the most rows of --batches: greedy, by temperature, with top_k and top_p,
-           with the most likely tokens; and beside it its share of the decode step of as many rows at the shortest
-           context, if the part decode is there too.
+           with the most likely tokens. With the part decode, also its share of the decode step of as many rows at the
+           shortest context.
 
 With --overlap=false the engine waits for each step before it plans the next.
 The ceilings are measured between the figures, on the same devices (tools/bench/ceilings.py): reading memory, and a
-square matmul in the model's dtype. A figure stands beside the mean of those just before and just after it: `of read` is
-bytes a second over the one, `of rate` operations a second over the other, `over` its time over the roofline's.
-(Roofline: Williams, Waterman and Patterson, CACM 2009.)
+square matmul in the model's dtype. Each figure is compared with the mean of the measurements before and after it:
+`of read` is bytes a second over the read bandwidth, `of rate` operations a second over the matmul rate, `over` its time
+over the roofline's. (Roofline: Williams, Waterman and Patterson, CACM 2009.)
 """
 
 from collections.abc import Callable, Sequence
@@ -51,12 +51,12 @@ PARTS = ("decode", "prefill", "alone", "offline", "sampler")
 
 @dataclasses.dataclass(frozen=True)
 class ModelWork:
-  """What a model's steps read and compute at least.
+  """The least that a model's steps read and compute.
 
   Attributes:
-    flops: of a token, a row that samples, and a pair of query and key.
-    weight_bytes: of the matrices that every step streams; a table of embeddings that is only looked up is not.
-    kv_bytes: of keys and values, a token.
+    flops: operations of a token, of a row that samples, and of a pair of query and key.
+    weight_bytes: bytes of the matrices that every step streams; an embedding that is only looked up does not count.
+    kv_bytes: bytes of keys and values, a token.
   """
 
   flops: Flops
@@ -74,7 +74,7 @@ class ModelWork:
     return cls(flops, weight_bytes, kv_cache.bytes_per_block(model, 1, dtype))
 
   def of_step(self, starts: Sequence[int], counts: Sequence[int]) -> tuple[float, float]:
-    """Bytes and operations of a step whose rows cover positions [start, start + count)."""
+    """Returns bytes and operations of a step whose rows cover positions [start, start + count)."""
     work = work_of(starts, counts)
     keys, pairs = work.decode_keys + work.prefill_keys, work.decode_keys + work.prefill_pairs
     return self.weight_bytes + keys * self.kv_bytes, self.flops.of(sum(counts), len(counts), pairs)
@@ -86,11 +86,11 @@ class ModelWork:
 def steps(
   run: OfflineRun, kinds: Sequence[tuple[dict[str, int], Rows]], seconds: float, work: ModelWork, watch: CeilingWatch
 ) -> list[dict[str, Any]]:
-  """Times steps made by hand, each beside the ceilings around it.
+  """Times steps made by hand, each with the ceilings around it.
 
   Args:
-    kinds: how to call a step, and its rows as (first position, tokens).
-    seconds: for each.
+    kinds: for each kind, a function that builds the step, and its rows as (first position, tokens).
+    seconds: duration for each.
   """
   config, runner = run.built.config, run.built.runner
   made, ladder = HandMade(runner, config), config.ladder
@@ -110,7 +110,7 @@ def steps(
 
 
 def decode_kinds(batches: Sequence[int], contexts: Sequence[int], max_len: int) -> list[tuple[dict[str, int], Rows]]:
-  """A row's new token is at position context - 1."""
+  """Returns the decode steps; a row's new token is at position context - 1."""
   return [
     ({"batch": batch, "context": context}, [(context - 1, 1)] * batch)
     for context in contexts
@@ -120,12 +120,12 @@ def decode_kinds(batches: Sequence[int], contexts: Sequence[int], max_len: int) 
 
 
 def prefill_kinds(lengths: Sequence[int], max_len: int) -> list[tuple[dict[str, int], Rows]]:
-  """One prompt from its beginning."""
+  """Returns the prefill steps: one prompt from its beginning."""
   return [({"prompt": length}, [(0, length)]) for length in lengths if length <= max_len]
 
 
 def beside_roofline(step_s: float, rows: Rows, work: ModelWork, ceilings: Ceilings) -> dict[str, Any]:
-  """What a step that takes `step_s` reads and computes a second, beside ceilings; and tokens a second."""
+  """Returns rates of a step of `step_s` seconds, their shares of the ceilings, and tokens a second."""
   num_bytes, flops = work.of_step(*zip(*rows, strict=True))
   roofline_s = ceilings.seconds(num_bytes, flops)
   return {
@@ -140,7 +140,7 @@ def beside_roofline(step_s: float, rows: Rows, work: ModelWork, ceilings: Ceilin
 
 
 def offline(run: OfflineRun, args: Any, work: ModelWork, ceilings: CeilingWatch) -> dict[str, Any]:
-  """One run of all requests at once; its roofline is the sum of its steps', by the ceilings around it."""
+  """Runs all requests at once; the roofline is the sum of the steps', by the ceilings around the run."""
   built = run.built
   low, high = args.lengths
   distribution = f"uniform:{low}:{high}"
@@ -183,7 +183,7 @@ def offline(run: OfflineRun, args: Any, work: ModelWork, ceilings: CeilingWatch)
 
 
 def model_folder(shape: str) -> str:
-  """The folder of a shape. Raises ConfigError with the names there are."""
+  """Returns the folder of a shape. Raises ConfigError with the known names."""
   names = sorted(path.name for path in SHAPES.iterdir() if (path / "config.json").is_file())
   if shape == "demo":
     return str(ROOT / "models" / "demo")
@@ -193,7 +193,7 @@ def model_folder(shape: str) -> str:
 
 
 def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: None) -> dict[str, Any]:
-  """All parts that were asked for; `keep` is called with what there is after each. Raises EngineError."""
+  """Measures all requested parts; calls `keep` with the results after each. Raises EngineError."""
   if not args.model:
     args.model = model_folder(args.shape)
     args.random_weights = args.shape != "demo"
@@ -201,7 +201,7 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
 
   from engine.device.build import find_devices
 
-  # What the sweeps need and the user did not say.
+  # Defaults that fit the sweeps.
   default, most = choose_ladder(find_devices(1)[0].platform, all_rungs=True), max(args.batches)
   args.max_num_seqs = max(args.max_num_seqs or default.max_num_seqs, most)
   args.token_budgets = tuple(
@@ -218,7 +218,7 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
   dtype = built.runner.kv[0].dtype
   devices = len(built.runner.kv[0].devices())
   watch = CeilingWatch(dtype, args.seconds, devices)
-  compiles = built.runner.compiles_after_ready  # the ceilings' own
+  compiles = built.runner.compiles_after_ready  # devices of the ceilings
   work = ModelWork.of(options.model_dir, built.model, dtype, built.quantization)
   max_len = built.config.max_model_len
   found: dict[str, Any] = {}
@@ -259,10 +259,10 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
     found["alone"] = alone(run, min(args.contexts), args.seconds)
     keep(result())
   if "offline" in args.parts:
-    watch.around()  # what came between is no figure of this one
+    watch.around()  # excludes the time since the previous figure
     found["offline"] = offline(run, args, work, watch)
   about["compiles_after_ready"] = built.runner.compiles_after_ready - compiles
-  if "sampler" in args.parts:  # programs of its own, compiled here
+  if "sampler" in args.parts:  # compiles its own programs
     keep(result())
     found["sampler"] = sampler_times(built.model.vocab_size, sorted({min(args.batches), most}), args.seconds)
     for row in found["sampler"]:
@@ -273,7 +273,7 @@ def measure(args: Any, keep: Callable[[dict[str, Any]], None] = lambda result: N
 
 
 def table(result: dict[str, Any]) -> str:
-  """What a person reads."""
+  """Formats the result as tables."""
   lines = [
     f"{result['model']}, {result['dtype']}, attention {result['attention']}, matmul {result['matmul']}, "
     f"quantization {result['quantization']}; {in_words(result['ceilings_seen'])}"
@@ -312,7 +312,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: str) -> None:
-  """Every step as a point on its intensity, with its share of the roofline then (a dash); and the fastest roofline."""
+  """Plots every step by intensity, with its share of the roofline at that time (a dash), and the fastest roofline."""
   import matplotlib
 
   matplotlib.use("Agg")
@@ -354,10 +354,12 @@ def plot(result: dict[str, Any], path: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; exit code 2 with one line for what cannot be measured."""
+  """Runs the command line; returns 2 after one line if something cannot be measured."""
   parser = CommandParser("tools.bench.engine", __doc__)
   parser.add_argument("--shape", default="llama-125m", help="a folder of models/shapes, or demo")
-  parser.add_argument("--model", default="", help="a model folder instead; with --random_weights config.json is enough")
+  parser.add_argument(
+    "--model", default="", help="a model folder instead; with --random_weights, config.json is enough"
+  )
   parser.add_argument("--parts", default=",".join(PARTS), help="what to measure")
   parser.add_argument("--batches", type=positive_ints, default=(1, 8, 32, 64), help="rows of decode steps")
   parser.add_argument("--contexts", type=positive_ints, default=(128, 512, 1024), help="their positions")
@@ -366,11 +368,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--lengths", type=positive_ints, default=(16, 128), help="offline: shortest and longest prompt, output"
   )
-  parser.add_argument("--seconds", type=positive_float, default=1.0, help="for each step and each ceiling")
+  parser.add_argument("--seconds", type=positive_float, default=1.0, help="seconds for each step and each ceiling")
   parser.add_argument("--output", type=output_file, default="", help="JSON file to write")
   parser.add_argument("--plot", type=output_file, default="", help="PNG file to write")
-  parser.add_argument("--executable_bundle", default="", help="as the server's flag")
-  parser.add_argument("--write_executable_bundle", action="store_true", help="store there what had to be compiled")
+  parser.add_argument("--executable_bundle", default="", help="see the server's flag of this name")
+  parser.add_argument(
+    "--write_executable_bundle", action="store_true", help="store newly compiled programs in the bundle"
+  )
   add_build_arguments(parser)
   args = parser.parse_args(argv)
   if args.write_executable_bundle and not args.executable_bundle:
@@ -381,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   if len(args.lengths) != 2 or args.lengths[0] > args.lengths[1]:
     parser.error(f"--lengths: {args.lengths} must be two numbers, the smaller first")
   try:
-    result = measure(args, lambda found: write_result(args.output, found))  # a run that is killed keeps what it has
+    result = measure(args, lambda found: write_result(args.output, found))  # a killed run keeps its results so far
   except EngineError as error:
     return parser.failed(error)
   show(result, table(result), args.output)

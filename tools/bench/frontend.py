@@ -1,11 +1,11 @@
-"""Measures the front end on a fake device: tokens streamed a second, what they do to the engine, first tokens.
+"""Measures the front end on a fake device: streamed tokens a second, the effect on the engine, first tokens.
 
   python -m tools.bench.frontend [--frontend_processes=2] [--streams=256] [--step_ms=10] [--client_processes=2]
 
 Prints one JSON line. Three parts: the engine alone, in this process, with as many rows; a server and clients that
-stream from it all the while; and single requests, whose first token the client sees later than the engine has it.
-Clients run on the same machine as the server and take processor time from it; theirs is told apart. Every token that
-was streamed is compared with what the fake device must say.
+stream from it continuously; and single requests, whose first token the client receives later than the engine has it.
+Clients run on the server's machine and take processor time from it; the result shows their time separately. The tool
+compares every streamed token with the fake device's expected one.
 """
 
 from collections.abc import Sequence
@@ -46,12 +46,12 @@ def _flags(streams: int) -> dict[str, Any]:
 
 
 def prompts(count: int) -> list[list[int]]:
-  """Of a few tokens, all different."""
+  """Returns prompts of a few tokens, all different."""
   return [[3 + index % 2000, 7, 8 + index // 2000] for index in range(count)]
 
 
 def alone(streams: int, step_ms: float, seconds: float) -> float:
-  """The engine's mean step in ms, with nobody to tell its tokens."""
+  """Returns the engine's mean step in ms, with no receiver of its tokens."""
   built = build_fake(str(_MODEL), _flags(streams), step_ms / 1000, lambda events: None, engine_class=Engine)
   engine = built.engine
   max_tokens = _max_tokens(step_ms, seconds)
@@ -69,7 +69,7 @@ def alone(streams: int, step_ms: float, seconds: float) -> float:
 
 
 def _max_tokens(step_ms: float, seconds: float) -> int:
-  """So many that all streams last as long as is measured, steps being no faster than they should."""
+  """Returns enough tokens for all streams to last as long as the measurement, at the shortest step time."""
   return int((2 * _WARM_S + seconds) * 1000 / step_ms) + 50
 
 
@@ -80,7 +80,7 @@ def _mean_step_ms(steps: Sequence[tuple[float, int]], rows: int, seconds: float)
 
 
 def streamed(arguments: Any) -> dict[str, Any]:
-  """A server and its clients for `seconds`."""
+  """Runs a server and its clients for `seconds`."""
   streams, step_ms, seconds = arguments.streams, arguments.step_ms, arguments.seconds
   with _server(arguments) as (target, server), grpc.insecure_channel(target) as channel:
     clients = []
@@ -155,7 +155,7 @@ def _cpu(processes: dict[str, list[psutil.Process]]) -> dict[str, float]:
 
 
 class _server:
-  """A server of the measured kind: its address and its process."""
+  """Starts a server of the measured kind; yields its address and its process."""
 
   def __init__(self, arguments: Any):
     flags = {**_flags(arguments.streams), "fake_step_ms": arguments.step_ms}
@@ -176,9 +176,10 @@ class _server:
 
 
 def first_tokens(arguments: Any) -> dict[str, Any]:
-  """One request after the other: what the client sees of the first token, less what the engine took for it.
+  """Sends one request after the other; returns the client's time to first token less the engine's.
 
-  The client's own time is in it. How much that may be, health checks of the same client tell: no work, the same way.
+  The difference includes the client's own time. Health checks of the same client, which take the same way without any
+  work, show how much that may be.
   """
   with _server(arguments) as (target, _), grpc.insecure_channel(target) as channel:
     stub = pb_grpc.GenerationServiceStub(channel)
@@ -213,16 +214,23 @@ def first_tokens(arguments: Any) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Entry point; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   parser = CommandParser("tools.bench.frontend", __doc__)
-  parser.add_argument("--frontend_processes", type=int, default=2, help="0: in the engine's process")
-  parser.add_argument("--streams", type=positive_int, default=256, help="at once, each a row of every step")
-  parser.add_argument("--step_ms", type=positive_float, default=10.0, help="what a step of the fake device takes")
+  parser.add_argument(
+    "--frontend_processes",
+    type=int,
+    default=2,
+    help="front end processes; 0 runs the front end in the engine's process",
+  )
+  parser.add_argument("--streams", type=positive_int, default=256, help="concurrent streams, each a row of every step")
+  parser.add_argument("--step_ms", type=positive_float, default=10.0, help="milliseconds of a step of the fake device")
   parser.add_argument("--seconds", type=positive_float, default=8.0, help="measured")
-  parser.add_argument("--client_processes", type=positive_int, default=2, help="streams are split over them")
+  parser.add_argument(
+    "--client_processes", type=positive_int, default=2, help="client processes that share the streams"
+  )
   parser.add_argument("--channels", type=positive_int, default=1, help="connections of each")
-  parser.add_argument("--requests", type=positive_int, default=300, help="whose first token is timed")
-  parser.add_argument("--ids_only", action="store_true", help="clients want no text")
+  parser.add_argument("--requests", type=positive_int, default=300, help="single requests whose first token is timed")
+  parser.add_argument("--ids_only", action="store_true", help="clients request no text")
   arguments = parser.parse_args(argv)
   try:
     step_ms_alone = alone(arguments.streams, arguments.step_ms, arguments.seconds)

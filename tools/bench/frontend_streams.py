@@ -1,9 +1,9 @@
-"""A client that costs little: many gRPC streams in one thread, straight on gRPC's completion queue. For bench_frontend.
+"""A cheap client: many gRPC streams in one thread, directly on gRPC's completion queue. For tools.bench.frontend.
 
     python -m tools.bench.frontend_streams < request.json     (one JSON object; see `main`)
 
-The public client takes a thread and several wakes a stream, so that on one machine it would measure itself. This uses
-the module beneath it (grpc._cython), which is private: it may change with grpcio.
+The public client needs a thread and several wakes a stream, so on one machine it would mostly measure itself. This one
+uses the private module beneath it (grpc._cython), which may change with grpcio.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class BenchStream:
   """One call.
 
   Attributes:
-    tokens: that have come.
-    is_ended: with a status.
+    tokens: tokens received.
+    is_ended: whether a status has arrived.
     status: gRPC's code, once ended.
   """
 
@@ -54,7 +54,7 @@ class BenchStream:
     )
 
   def take(self, event: Any) -> int:
-    """Of this call; returns how many tokens it has brought."""
+    """Takes an event of this call; returns the number of tokens in it."""
     for operation in event.batch_operations:
       kind = operation.type()
       if kind == cygrpc.OperationType.receive_message:
@@ -73,22 +73,22 @@ class BenchStream:
 
 
 def _reading() -> tuple[Any, ...]:
-  """An operation has room for what it brings, and serves once."""
+  """Returns the operations of one read; each operation serves once."""
   return (cygrpc.ReceiveMessageOperation(_NO_FLAGS),)
 
 
 def run(
   target: str, requests: Sequence[pb.GenerateRequest], num_channels: int
 ) -> tuple[list[BenchStream], list[list[float]]]:
-  """All streams to their end.
+  """Runs all streams until they end.
 
   Returns:
-    The streams, and [monotonic second, tokens, messages] of each slice of time in which any came.
+    The streams, and [monotonic second, tokens, messages] of each time slice with tokens.
   """
   channels = [
     cygrpc.Channel(target.encode(), ((b"grpc.use_local_subchannel_pool", 1),), None) for _ in range(num_channels)
   ]
-  # One queue a channel, and one thread: so a process has one channel where it must be cheap.
+  # One queue a channel, and one thread, so a process has one channel to stay cheap.
   streams = [BenchStream(channels[index % num_channels], request) for index, request in enumerate(requests)]
   left = [sum(1 for index in range(len(requests)) if index % num_channels == place) for place in range(num_channels)]
   slices: list[list[float]] = []

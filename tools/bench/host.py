@@ -1,13 +1,13 @@
-"""Measures what a step costs the host: planning, packing, dispatch, taking values in; prints one JSON line.
+"""Measures what a step costs the host: planning, packing, dispatch, committing values; prints one JSON line.
 
   python -m tools.bench.host [--model=DIR] [--num_seqs=256] [--steps=300]
 
-All sequences decode, so that every step has `num_seqs` rows. Without a model only the scheduler is measured. With one,
-a step is launched when the device is idle: dispatch is the call of the executable, not the wait for a busy device.
-schedule_and_launch (schedule, pack and dispatch) is what stands between two steps of the device; read and commit run
-while the next one computes. Asking for the time takes some 10 us right after a step of the device, so every other step
-is timed as a whole and not in parts. Each part is told on the clock and in processor time of the scheduling thread: on
-a CPU the launched step competes for the cores at once, and the clock has what the thread waited for one.
+All sequences decode, so every step has `num_seqs` rows. Without a model the tool measures the scheduler alone. With
+one, it launches each step on an idle device: dispatch is the call of the executable, not the wait for a busy device.
+schedule_and_launch (schedule, pack and dispatch) lies between two steps of the device; read and commit run during the
+next step. Reading the clock takes some 10 us right after a device step, so every other step is timed as a whole.
+Each part has its time on the clock and in processor time of the scheduling thread. On a CPU the launched step competes
+for the cores at once, and the clock includes the thread's wait for one.
 """
 
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ from engine.scheduler import Scheduler
 from tools.arguments import CommandParser, positive_int
 
 _PROMPT_TOKENS = 32
-_TOKEN = 7  # what every sequence is made of, and continues with
+_TOKEN = 7  # token id of every prompt and output
 
 
 def fill(scheduler: Scheduler, num_seqs: int, max_tokens: int) -> None:
-  """Queues the sequences; their prompts differ in length, so that they do not ask for blocks in the same step."""
+  """Queues the sequences; their prompts differ in length, so that they do not need new blocks in the same step."""
   for number in range(num_seqs):
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     scheduler.add_request(Request(f"request-{number}", [_TOKEN] * (_PROMPT_TOKENS + number % 16), params))
@@ -39,7 +39,7 @@ Moment = tuple[float, float]  # the clock and the thread's processor time, secon
 
 
 def moment() -> Moment:
-  """Now."""
+  """Returns the current moment."""
   return time.perf_counter(), time.thread_time()
 
 
@@ -50,11 +50,11 @@ class Parts:
     self._seconds: dict[str, list[tuple[float, float]]] = {}
 
   def add(self, part: str, begin: Moment, end: Moment) -> None:
-    """One duration of `part`."""
+    """Adds one duration of `part`."""
     self._seconds.setdefault(part, []).append((end[0] - begin[0], end[1] - begin[1]))
 
   def percentiles(self) -> dict[str, float]:
-    """Median and 99th percentile of each part in microseconds."""
+    """Returns median and 99th percentile of each part in microseconds."""
     measured = {}
     for part, seconds in self._seconds.items():
       for name, column in zip((part, f"{part}_processor"), zip(*seconds, strict=True), strict=True):
@@ -65,10 +65,10 @@ class Parts:
 
 
 def measure(scheduler: Scheduler, runner, num_seqs: int, steps: int) -> dict[str, float]:
-  """Runs until `steps` steps of nothing but decodes are timed, with a runner every other one in its parts.
+  """Runs until `steps` pure decode steps are timed; with a runner, every other one in its parts.
 
   Args:
-    runner: an engine.device.runner.ModelRunner, or None to make values up.
+    runner: an engine.device.runner.ModelRunner, or None for made-up values.
   """
   parts = Parts()
   dispatched: list[Moment] = []
@@ -123,7 +123,7 @@ def measure(scheduler: Scheduler, runner, num_seqs: int, steps: int) -> dict[str
 
 
 def config_for(num_seqs: int, steps: int, block_size: int) -> EngineConfig:
-  """Settings under which all sequences run at once and are never preempted."""
+  """Returns settings under which all sequences run at once and are never preempted."""
   length = _PROMPT_TOKENS + 16 + steps + 64
   return EngineConfig(
     vocab_size=32_000,
@@ -137,7 +137,7 @@ def config_for(num_seqs: int, steps: int, block_size: int) -> EngineConfig:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.bench.host", "Measure the host's share of a step of decodes.")
   parser.add_argument("--model", help="model folder; without it only the scheduler is measured")
   parser.add_argument("--num_seqs", type=positive_int, default=256, help="sequences that decode at once, at least 2")
@@ -147,8 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
   config = config_for(max(2, args.num_seqs), args.steps, args.block_size)
   runner = None
   if args.model:
-    # Imported here: without a model the tool needs no jax.
-    from engine.device.build import build
+    # Imported here, since the tool needs no jax without a model.
+    from engine.device.build import build_engine
     from engine.device.options import BuildOptions
 
     options = BuildOptions(
@@ -161,12 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
       prefill_chunk=config.prefill_chunk,
     )
     try:
-      built = build(options, lambda *_: None, lambda _: None)
+      built = build_engine(options, lambda *_: None, lambda _: None)
     except EngineError as error:
       return parser.failed(error)
     config, runner = built.config, built.runner
     gc.collect()
-    gc.freeze()  # as the server does: what the model is made of is not looked at again
+    gc.freeze()  # as the server does: the collector need not scan the model's objects again
   measured = measure(Scheduler(config), runner, config.max_num_seqs, args.steps)
   print(json.dumps({"num_seqs": config.max_num_seqs, "steps": args.steps} | measured))
   return 0

@@ -1,12 +1,13 @@
-"""Measures the matmuls of a step on a CPU, each way the engine has, beside ceilings of the same run. Tunes nothing.
+"""Measures the matmuls of a step on a CPU with each kernel of the engine, beside ceilings of the run. Tunes nothing.
 
   python -m tools.bench.matmul [--shapes=llama-125m,llama-15m] [--rows=1,2,...,256] [--output=FILE.json]
 
-A step's matrices are multiplied one after the other: those of every layer, each with weights of its own as in a model,
-and the head; what one makes is what the next takes. No attention, no norms. By XLA's dot, and by the packed kernel
-(pallas_kernels/packed_matmul) where it is built: in f32, in f32 in the order that --deterministic needs, and as int8.
-Each figure stands beside the ceilings just before and just after it (tools/bench/ceilings.py): `of rate` is operations
-a second over a square matmul's in f32, `of read` bytes of weights a second over what all cores read.
+The program multiplies a step's matrices one after the other: those of every layer, each with its own weights as in a
+model, and the head. Each matrix takes the previous one's output. There is no attention and no norm. The kernels are
+XLA's dot and, if it is built, the packed kernel (pallas_kernels/packed_matmul): in f32, in f32 in the order that
+--deterministic needs, and as int8. Each figure is compared with the ceilings just before and just after it
+(tools/bench/ceilings.py): `of rate` is operations a second over a square matmul's in f32, `of read` bytes of weights a
+second over the read bandwidth of all cores.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ class Matrix:
 
 
 def matrices(model: ModelConfig) -> list[Matrix]:
-  """Those of a step, in order; each makes at least as many numbers as the next takes."""
+  """Returns a step's matrices in order; each has at least as many outputs as the next has inputs."""
   d, f, h = model.model_dim, model.hidden_dim, model.head_dim
   heads = model.num_heads * h
   layer = [Matrix(d, heads + 2 * model.num_kv_heads * h), Matrix(heads, d), Matrix(d, 2 * f), Matrix(f, d)]
@@ -51,7 +52,7 @@ def matrices(model: ModelConfig) -> list[Matrix]:
 
 
 def _packed(weight: np.ndarray) -> jax.Array:
-  return jax.device_put(api.pack(weight))
+  return jax.device_put(api.pack_weight(weight))
 
 
 def _int8(weight: np.ndarray) -> tuple[jax.Array, jax.Array]:
@@ -61,7 +62,7 @@ def _int8(weight: np.ndarray) -> tuple[jax.Array, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-  """How a weight [inputs, outputs] is held, in how many bytes a value, and how x is multiplied by what is held."""
+  """A way to store a weight [inputs, outputs], its bytes a value, and its product with x."""
 
   hold: Callable[[np.ndarray], Any]
   itemsize: int
@@ -77,7 +78,7 @@ WAYS = {
 
 
 def ways() -> tuple[str, ...]:
-  """Those that this machine has; says why one is left out."""
+  """Returns the kernels of this machine; prints the reason if one is left out."""
   try:
     api.check_supported(jnp.dtype("float32"))
   except NotImplementedError as error:
@@ -86,14 +87,14 @@ def ways() -> tuple[str, ...]:
   return tuple(WAYS)
 
 
-def draw(held: Sequence[Matrix]) -> list[np.ndarray]:
-  """Weights that keep the variance of what they multiply, so nothing overflows."""
+def make_weights(held: Sequence[Matrix]) -> list[np.ndarray]:
+  """Makes random weights that keep the variance of their input, so that nothing overflows."""
   rng = np.random.default_rng(0)
   return [rng.standard_normal((m.inputs, m.outputs), np.float32) * m.inputs**-0.5 for m in held]
 
 
 def step(way: str, held: Sequence[Matrix]) -> Callable[[jax.Array, list[Any]], jax.Array]:
-  """A program (x [rows, inputs of the first], weights) -> what the last makes."""
+  """Returns a program (x [rows, inputs of the first matrix], weights) -> output of the last matrix."""
   multiply = WAYS[way].multiply
 
   @jax.jit
@@ -106,18 +107,18 @@ def step(way: str, held: Sequence[Matrix]) -> Callable[[jax.Array, list[Any]], j
 
 
 def times(shape: str, rows: Sequence[int], seconds: float, watch: CeilingWatch) -> list[dict[str, Any]]:
-  """Milliseconds of a step of a model's matrices, best and median, by rows and way; each beside the ceilings around it.
+  """Measures milliseconds of a step of a model's matrices, best and median, by rows and kernel, beside the ceilings.
 
   Raises:
-    ConfigError: no shape is called so.
+    ConfigError: the shape is unknown.
   """
   folder = pathlib.Path(model_folder(shape))
   model = config_from_hf(json.loads((folder / "config.json").read_text("utf-8")))
   held, found = matrices(model), []
-  drawn = draw(held)
-  laid_out = {way: [WAYS[way].hold(weight) for weight in drawn] for way in ways()}
+  made = make_weights(held)
+  laid_out = {way: [WAYS[way].hold(weight) for weight in made] for way in ways()}
   programs = {way: step(way, held) for way in laid_out}
-  watch.around()  # what came between is no figure
+  watch.around()  # excludes the time since the previous figure
   for count in rows:
     x = jnp.asarray(np.random.default_rng(1).standard_normal((count, held[0].inputs), np.float32))
     for way, weights in laid_out.items():
@@ -130,7 +131,7 @@ def times(shape: str, rows: Sequence[int], seconds: float, watch: CeilingWatch) 
 
 
 def beside_ceilings(row: dict[str, Any], held: Sequence[Matrix], ceilings: Ceilings) -> dict[str, Any]:
-  """By the median: rates, and their shares of the ceilings."""
+  """Returns rates from the medians, and their shares of the ceilings."""
   weights = sum(matrix.inputs * matrix.outputs for matrix in held)
   seconds, flops, num_bytes = row["median_ms"] / 1e3, 2 * row["rows"] * weights, WAYS[row["way"]].itemsize * weights
   return {
@@ -141,9 +142,11 @@ def beside_ceilings(row: dict[str, Any], held: Sequence[Matrix], ceilings: Ceili
 
 
 def measure(args: Any) -> dict[str, Any]:
-  """All shapes. Raises ConfigError."""
+  """Measures all shapes. Raises ConfigError."""
   if jax.default_backend() != "cpu":
-    raise ConfigError(f"this measures kernels for CPUs, and jax's platform is {jax.default_backend()}; use a CPU's")
+    raise ConfigError(
+      f"jax's platform is {jax.default_backend()}, this tool measures CPU kernels; set JAX_PLATFORMS=cpu"
+    )
   watch = CeilingWatch(jnp.float32, args.seconds)
   return {
     "steps": [row for shape in args.shapes for row in times(shape, args.rows, args.seconds, watch)],
@@ -155,7 +158,7 @@ def measure(args: Any) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-  """What a person reads: a table a shape."""
+  """Formats a table for each shape."""
   lines = [in_words(result["ceilings_seen"])]
   names = list(dict.fromkeys(row["way"] for row in result["steps"]))
   for shape in dict.fromkeys(row["shape"] for row in result["steps"]):
@@ -173,11 +176,11 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; exit code 2 with one line for what cannot be measured."""
+  """Runs the command line; returns 2 after one line if something cannot be measured."""
   parser = CommandParser("tools.bench.matmul", __doc__)
   parser.add_argument("--shapes", default="llama-125m,llama-15m", help="folders of models/shapes, or demo")
   parser.add_argument("--rows", type=positive_ints, default=ROWS, help="tokens in a step")
-  parser.add_argument("--seconds", type=positive_float, default=1.0, help="for each figure and each ceiling")
+  parser.add_argument("--seconds", type=positive_float, default=1.0, help="seconds for each figure and each ceiling")
   parser.add_argument("--output", type=output_file, default="", help="JSON file to write")
   args = parser.parse_args(argv)
   args.shapes = args.shapes.split(",")

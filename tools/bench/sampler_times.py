@@ -1,4 +1,4 @@
-"""Times the sampler alone, by what rows ask for; for tools/bench/engine.py. Knows no model but its vocabulary."""
+"""Times the sampler alone, by the rows' parameters; for tools/bench/engine.py. Knows only the model's vocabulary."""
 
 from collections.abc import Sequence
 import sys
@@ -13,23 +13,21 @@ from engine.device import sampler
 from engine.device.model_input import Packer, unpack
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
-from pallas_kernels.adjust import api as adjust
-from pallas_kernels.argmax import api as argmax
-from pallas_kernels.draw import api as draw
+from pallas_kernels import native
 from tools.measure import best_and_median
 
-_ASKED = {
+_PARAMS = {
   "greedy": SamplingParams(temperature=0.0),
   "temperature": SamplingParams(),
   "top_k, top_p": SamplingParams(top_k=50, top_p=0.9),
   "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1),
   "logprobs": SamplingParams(temperature=0.0, logprobs=20),
 }
-_DRAWS = 8  # of one call, one after the other, so that the call itself does not count
+_SAMPLINGS = 8  # samplings in one call, one after the other, so that the call itself does not count
 
 
 def _packed(params: SamplingParams, num_rows: int) -> tuple[np.ndarray, Any]:
-  """A step of decodes that all ask for the same: its array, and the layout of it."""
+  """Returns a decode step's array and its layout, with the same parameters for all rows."""
   packer = Packer(num_rows, 1, 16, ())
   for slot in range(num_rows):
     packer.admit(Admission(slot, (1, 2), 1, (1,), params, slot))
@@ -41,45 +39,45 @@ def _packed(params: SamplingParams, num_rows: int) -> tuple[np.ndarray, Any]:
 
 
 def sampler_times(vocab_size: int, batches: Sequence[int], seconds: float) -> list[dict[str, Any]]:
-  """Seconds of one draw for all rows (`s`), for each number of rows and each kind of request.
+  """Returns the seconds of one sampling of all rows (`s`), for each number of rows and each kind of request.
 
   Args:
-    seconds: for each.
+    seconds: duration for each.
   """
   small = jax.default_backend() == "cpu"
-  kernels = [kernel.choose(jax.default_backend()) for kernel in (argmax, draw, adjust)]
+  kernels = [native.choose_implementation(name, jax.default_backend()) for name in ("argmax", "sampling", "adjust")]
   found = []
   for num_rows in batches:
-    _, layout = _packed(_ASKED["greedy"], num_rows)
+    _, layout = _packed(_PARAMS["greedy"], num_rows)
 
-    def draws(logits, packed, state, layout=layout):
+    def repeat(logits, packed, state, layout=layout):
       rows = unpack(layout, packed).sampling
 
       def sample(logits):
         return sampler.sample(logits, rows, state, not small, None, *kernels)
 
-      def draw(_, carry):
+      def step(_, carry):
         logits, _ = carry
         found = sample(logits)
         return logits.at[:, 0].add(found.tokens.astype(jnp.float32) * 1e-9), found
 
       nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(sample, logits))
-      # A loop, not one draw after the other in the program: a GPU's compiler would take minutes.
-      return jax.lax.fori_loop(0, _DRAWS, draw, (logits, nothing))
+      # A loop, not unrolled samplings: a GPU's compiler would take minutes.
+      return jax.lax.fori_loop(0, _SAMPLINGS, step, (logits, nothing))
 
     logits = jax.random.normal(jax.random.key(num_rows), (num_rows, vocab_size)) * 4.0
     lines, words = (num_rows + 1, vocab_size), (num_rows + 1, -(-vocab_size // 32))
     state = sampler.SlotState(jnp.zeros(lines, jnp.int32), jnp.zeros(lines, jnp.float32), jnp.zeros(words, jnp.int32))
     packed = jnp.zeros(layout.size, jnp.int32)
     options = {"xla_backend_optimization_level": 1} if small else None
-    program = jax.jit(draws).lower(logits, packed, state).compile(options)
-    for name, params in _ASKED.items():
+    program = jax.jit(repeat).lower(logits, packed, state).compile(options)
+    for name, params in _PARAMS.items():
       packed = jnp.asarray(_packed(params, num_rows)[0])
 
       def call(program=program, logits=logits, packed=packed, state=state):
         jax.block_until_ready(program(logits, packed, state))
 
-      took = best_and_median(call, seconds)[1] / 1e3 / _DRAWS
+      took = best_and_median(call, seconds)[1] / 1e3 / _SAMPLINGS
       found.append({"batch": num_rows, "asked": name, "s": took})
       print(f"sampler, {num_rows} rows, {name}: {1e3 * took:.3f} ms", file=sys.stderr, flush=True)
   return found

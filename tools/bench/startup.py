@@ -1,12 +1,12 @@
-"""Measures how long a server takes from the start of its process to readiness, and what takes it; prints a table.
+"""Measures the time from the start of a server's process to readiness, by part; prints a table.
 
   python -m tools.bench.startup [--model=DIR] [--runs=3] [--output=FILE.json] [--only=cold,cache,bundle] [FLAG ...]
 
-Three ways to start: `cold`, with an empty compile cache; `cache`, with that cache filled; `bundle`, with an executable
-bundle and no cache. Further flags go to the server. Parts are told apart by the lines that the server prints, as they
-arrive here: `import` ends with the first of loading, `load` with the last, `programs` with the last one compiled or
-restored, `warm up` with the first run of each, `rest` with readiness. On a CPU programs are made while weights are
-loaded: `programs` is what is left of it then. Medians of the runs.
+Three kinds of start: `cold`, with an empty compile cache; `cache`, with that cache filled; `bundle`, with an executable
+bundle and no cache. Further flags go to the server. The server's lines separate the parts, by their time of arrival:
+`import` ends with the first line of loading, `load` with the last, `programs` with the last program compiled or
+restored, `warm up` with the first run of each, `rest` with readiness. On a CPU, programs are compiled during the load,
+so `programs` is the rest of that. Figures are medians of the runs.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from tools.arguments import CommandParser, output_file, positive_int
 from tools.measure import ROOT, commit, machine, write_result
 
 WAYS = ("cold", "cache", "bundle")
-# The line that ends each part; of several that fit, the last.
+# The line that ends each part: the last that matches, but for the first part the first.
 _PARTS = {
   "import": "load: 0 of ",
-  "load": "load: 1 of ",
+  "load": "load: ",
   "programs": "compile: ",
   "warm up": "warm up: ",
   "rest": "ready",
@@ -41,7 +41,7 @@ def start_once(flags: Sequence[str]) -> dict[str, float]:
     Seconds by part, and `ready`, their sum.
 
   Raises:
-    ConfigError: it was not ready; with its own last words.
+    ConfigError: the server did not become ready; the text has its last lines.
   """
   began, last, words = time.perf_counter(), dict.fromkeys(_PARTS, 0.0), ""
   command = [sys.executable, "-m", "server.main", "--port=0", "--http_port=0", *flags]
@@ -50,7 +50,7 @@ def start_once(flags: Sequence[str]) -> dict[str, float]:
   try:
     for words in process.stderr:
       for part, line in _PARTS.items():
-        if words.startswith(line):
+        if words.startswith(line) and not (part == "import" and last[part]):
           last[part] = time.perf_counter() - began
       if last["rest"]:
         break
@@ -66,7 +66,7 @@ def start_once(flags: Sequence[str]) -> dict[str, float]:
 
 
 def measure(model: str, ways: Sequence[str], runs: int, flags: Sequence[str]) -> dict[str, list[dict[str, float]]]:
-  """The parts of each run, by way of starting. Raises ConfigError."""
+  """Returns the parts of each run, by kind of start. Raises ConfigError."""
   found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
   with tempfile.TemporaryDirectory(prefix="sluice-startup-") as folder:
     bundle, filled = pathlib.Path(folder) / "bundle", pathlib.Path(folder) / "filled"
@@ -86,7 +86,7 @@ def measure(model: str, ways: Sequence[str], runs: int, flags: Sequence[str]) ->
 
 
 def table(medians: dict[str, dict[str, float]]) -> str:
-  """Markdown; seconds."""
+  """Formats the seconds as a Markdown table."""
   names = (*_PARTS, "ready")
   lines = [f"| start | {' | '.join(names)} |", "| --- |" + " ---: |" * len(names)]
   lines += [f"| {way} | {' | '.join(f'{parts[name]:.2f}' for name in names)} |" for way, parts in medians.items()]
@@ -94,11 +94,11 @@ def table(medians: dict[str, dict[str, float]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   parser = CommandParser("bench_startup", __doc__)
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
   parser.add_argument("--runs", type=positive_int, default=3, help="of each way")
-  parser.add_argument("--only", default=",".join(WAYS), help="which ways, with commas between")
+  parser.add_argument("--only", default=",".join(WAYS), help="kinds of start, separated by commas")
   parser.add_argument("--output", type=output_file, default="", help="file for everything as JSON")
   args, flags = parser.parse_known_args(argv)
   ways = args.only.split(",")

@@ -1,10 +1,10 @@
-"""Breaks servers in every way of the fault catalogue and says, claim by claim, what held. Runs no engine itself.
+"""Injects every fault of the catalogue into servers, and reports which checks passed. Runs no engine itself.
 
   python -m tools.chaos [--quick | --full] [--scenario=NAME,NAME] [--output=FILE]     # about 10 minutes on 2 cores
   python -m tools.chaos --soak --hours=H [--output=FILE]
 
-Servers are real processes with the fake device, whose tokens clients know beforehand; clients are processes of their
-own. Prints a table, and with --output writes it as JSON. Exit code 1 if a claim is missed, 2 for a bad command line.
+Servers are real processes with the fake device, whose tokens clients can compute; clients are separate processes.
+Prints a table; --output writes it as JSON. Exit code 1 if a check failed, 2 for a bad command line.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ from tools.measure import machine, write_result
 
 type Scenario = Callable[[Rig], list[Row]]
 
-# Each whole, and with the counts of --quick.
+# Each scenario, and with the counts of --quick.
 SCENARIOS: dict[str, tuple[Scenario, Scenario]] = {
   "disconnects": (disconnects.disconnects, functools.partial(disconnects.disconnects, count=400, warmup=100)),
   "cancels": (cancels.cancels, functools.partial(cancels.cancels, count=50)),
@@ -62,12 +62,12 @@ SCENARIOS: dict[str, tuple[Scenario, Scenario]] = {
   "ageing": (fairness.ageing, functools.partial(fairness.ageing, levels=(2, 4), starved_s=2.0)),
   "tenants": (fairness.tenants, functools.partial(fairness.tenants, seconds=3.0)),
 }
-# With --full, in place of counts that ten minutes have no room for.
+# Counts for --full, which take longer than ten minutes.
 FULL: dict[str, Scenario] = {"http": functools.partial(http.http, count=20_000)}
 
 
 def run(rig: Rig, chosen: Sequence[str], console: Console, *, quick: bool, full: bool = False) -> list[Row]:
-  """Runs scenarios one after the other; a server that does not start is a claim that is missed."""
+  """Runs scenarios one after the other; a server that does not start is a failed check."""
   rows: list[Row] = []
   for name in chosen:
     console.print(f"{name} ...", style="dim")
@@ -80,24 +80,26 @@ def run(rig: Rig, chosen: Sequence[str], console: Console, *, quick: bool, full:
     seconds = time.monotonic() - began
     rows += [dataclasses.replace(row, scenario=name, seconds=seconds) for row in found]
     for row in found:
-      console.print(f"  {row.claim}: {row.measured}: {row.verdict}", style="dim", highlight=False)
+      console.print(f"  {row.check}: {row.measured}: {row.verdict}", style="dim", highlight=False)
   return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit code."""
-  parser = CommandParser("python -m tools.chaos", "Break servers in every way of the catalogue, and say what held.")
-  parser.add_argument("--scenario", default="", help=f"names with commas between them; of {', '.join(SCENARIOS)}")
-  parser.add_argument("--quick", action="store_true", help="small counts, which the table then says")
-  parser.add_argument("--full", action="store_true", help="also the counts that ten minutes have no room for")
+  """Runs the command line; returns the exit code."""
+  parser = CommandParser(
+    "python -m tools.chaos", "Inject the catalogue's faults into servers; report which checks passed."
+  )
+  parser.add_argument("--scenario", default="", help=f"names separated by commas: {', '.join(SCENARIOS)}")
+  parser.add_argument("--quick", action="store_true", help="small counts, as the table shows")
+  parser.add_argument("--full", action="store_true", help="also the counts that take longer than ten minutes")
   parser.add_argument("--output", type=output_file, default="", help="file for the table as JSON")
-  parser.add_argument("--soak", action="store_true", help="everything mixed, for hours")
-  parser.add_argument("--hours", type=positive_float, default=8.0, help="how long, with --soak")
+  parser.add_argument("--soak", action="store_true", help="run a mixture of everything for hours")
+  parser.add_argument("--hours", type=positive_float, default=8.0, help="with --soak: hours to run")
   args = parser.parse_args(arguments)
   chosen = [name for name in args.scenario.split(",") if name] or list(SCENARIOS)
   unknown = [name for name in chosen if name not in SCENARIOS]
   if unknown:
-    parser.error(f"--scenario={unknown[0]} is unknown: choose among {', '.join(SCENARIOS)}")
+    parser.error(f"--scenario={unknown[0]} is unknown; use one of {', '.join(SCENARIOS)}")
   console = Console(stderr=True)
   began = time.monotonic()
   about: dict[str, Any] = {"machine": machine()}

@@ -1,10 +1,10 @@
-"""Scenario: cancelled calls in each state that a request can be in; what state it was is read from the server.
+"""Scenario: cancelled calls in each state of a request; the server's records show the state.
 
-The client acts at random within a window; the server's own record of the request says where that caught it:
+The client cancels at random within a window. The server's record of the request gives its state at that moment:
 queued (never scheduled), admitted (its one prompt step runs), mid_prefill (some chunks of its prompt are computed),
-mid_decode (a token is being computed that it will not get), unsent (on a server that holds every step's tokens back:
-one was sampled and not sent), unsaid (the engine has finished it and the client was not told), finished (the status is
-out; an Abort finds nobody).
+mid_decode (the step computes a token that the client will not receive), unsent (a token was sampled and not sent, on a
+server that holds every step's tokens back), unsaid (the engine has finished the request, but the client does not know),
+finished (the status is out; an Abort finds no request).
 """
 
 import asyncio
@@ -30,15 +30,15 @@ _MOST_ROUNDS = 400
 
 @dataclasses.dataclass(frozen=True)
 class Tactic:
-  """How to be likely to catch one state.
+  """How to catch one state with high probability.
 
   Attributes:
-    state: which.
+    state: the state.
     at_once: requests of a round, sent together.
     prompt, max_tokens: their sizes.
-    messages: to read before the wait; None: read to the status, then cancel and Abort.
+    messages: number to read before the wait; None: read to the status, then cancel and Abort.
     wait_s: shortest and longest wait before the cancel.
-    waves: how often in a round, one after the other.
+    waves: number of waves in a round, one after the other.
   """
 
   state: str
@@ -50,7 +50,7 @@ class Tactic:
   waves: int = 1
 
 
-# By the server they need: of slow steps, of quick steps, and of steps whose tokens are held back.
+# By server: with slow steps, with quick steps, and with tokens held back after each step.
 _SLOW = (
   Tactic("queued", 170, 8, 40, 0, (0.005, 0.03)),
   Tactic("admitted", 50, 8, 40, 0, (0.002, 0.025)),
@@ -62,12 +62,12 @@ _HELD = (
   Tactic("unsent", 30, 8, 100, 1, (0.002, 0.015)),
   Tactic("unsaid", 30, 8, 2, 1, (0.0, 0.012)),
 )
-_HOLD_BACK_S = 0.0005  # of each of about 30 requests in a step
+_HOLD_BACK_S = 0.0005  # delay of each of about 30 requests in a step
 
 
 @dataclasses.dataclass(frozen=True)
 class SeenCancel:
-  """What a client saw of a call it cancelled: tokens that came, the status, and what Abort said afterwards."""
+  """A client's view of a call it cancelled: received tokens, the status, and Abort's result afterwards."""
 
   tokens: int
   code: str
@@ -75,7 +75,7 @@ class SeenCancel:
 
 
 def cancel_round(target: str, tactic: Tactic, names: Sequence[str], seed: int) -> dict[str, SeenCancel]:
-  """A job: one round; by request id."""
+  """A job: runs one round; returns the results by request id."""
   return on_loop(_cancel_round(target, tactic, names, seed))
 
 
@@ -125,9 +125,9 @@ async def _cancel_round(target: str, tactic: Tactic, names: Sequence[str], seed:
 
 
 def state_of(record: pb.RequestLoad, seen: SeenCancel, *, held_back: bool) -> str:
-  """The state in which a cancel caught a request, by the server's record of it.
+  """Returns a request's state at its cancel, from the server's record of it.
 
-  Args: held_back: nearly all of the server's time is spent between sampling tokens and sending them.
+  Args: held_back: whether the server spends nearly all of its time between sampling tokens and sending them.
   """
   if seen.code == "OK":
     gone = record.reason == "length" and seen.abort == pb.AbortResponse.OUTCOME_NOT_FOUND
@@ -144,7 +144,7 @@ def state_of(record: pb.RequestLoad, seen: SeenCancel, *, held_back: bool) -> st
 
 
 def _catch(rig: Rig, server: Server, tactic: Tactic, count: int, caught: dict[str, int]) -> None:
-  """Rounds of a tactic until its state was caught `count` times."""
+  """Runs rounds of a tactic until its state was caught `count` times."""
   for serial in range(_MOST_ROUNDS):
     if caught[tactic.state] >= count:
       return
@@ -165,7 +165,7 @@ def _catch(rig: Rig, server: Server, tactic: Tactic, count: int, caught: dict[st
 
 
 def cancels(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
-  """At least `count` cancels in each state; afterwards as much was released as was started."""
+  """Cancels at least `count` requests in each state; afterwards releases must equal starts."""
   caught = {tactic.state: 0 for tactics in (_SLOW, _QUICK, _HELD) for tactic in tactics}
   plan = rig.folder / "hold_back.json"
   plan.write_text(json.dumps(plans.hold_back(_HOLD_BACK_S)))
@@ -183,9 +183,9 @@ def cancels(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
         _catch(rig, server, tactic, count, caught)
       faults += server.settle() + server.imbalance()
       started += server.books().requests_accepted_total
-  told = ", ".join(f"{state} {number:,}" for state, number in caught.items())
+  text = ", ".join(f"{state} {number:,}" for state, number in caught.items())
   fewest = min(caught[tactic.state] for tactics, _ in servers for tactic in tactics)
   return [
-    Row("cancels in each of 7 states", f"{count:,} in each", told, fewest >= count, asked, min(fewest, asked)),
+    Row("cancels in each of 7 states", f"{count:,} in each", text, fewest >= count, asked, min(fewest, asked)),
     none_of("releases over starts, pages, generations after them", "equal, 0 held", faults, started, 0),
   ]

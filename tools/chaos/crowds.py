@@ -1,4 +1,4 @@
-"""Scenarios: many streams at once, and a pool so small that they push each other out. Every token must be right."""
+"""Scenarios: many concurrent streams, and a pool so small that they preempt each other. Every token must be right."""
 
 import dataclasses
 import random
@@ -13,14 +13,14 @@ def _faults(answers: list[Answer]) -> list[str]:
 
 
 def concurrent(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
-  """Streams at once, all of them running."""
+  """Runs many streams at the same time."""
   flags = (
     "--fake_step_ms=20",
     "--max_num_seqs=1024",
     "--token_budgets=64,256,512,1024,2048",
     f"--max_queued_requests={count + 100}",
     "--num_blocks=16384",
-    "--max_concurrent_streams=1024",  # for they come over few connections
+    "--max_concurrent_streams=1024",  # the server limits calls a connection, and clients use few connections
   )
   asks = random_asks(random.Random(5), count, (4, 40), (30, 50), "crowd")
   with rig.server(*flags) as server:
@@ -30,7 +30,7 @@ def concurrent(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
   row = none_of("concurrent streams", "all exact", faults, len(answers), asked)
   return [
     Row(
-      f"{row.claim} (at most {most} open at one instant)",
+      f"{row.check} (at most {most} open at one instant)",
       row.target,
       row.measured,
       row.passed,
@@ -41,7 +41,7 @@ def concurrent(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
 
 
 def _most_at_once(answers: list[Answer]) -> int:
-  """How many were open at the fullest instant."""
+  """Returns the largest number of streams open at one instant."""
   changes = sorted([(answer.sent, 1) for answer in answers] + [(answer.ended, -1) for answer in answers])
   most = now = 0
   for _, change in changes:
@@ -51,9 +51,9 @@ def _most_at_once(answers: list[Answer]) -> int:
 
 
 def preempted(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
-  """Requests in a pool too small for those that run, until `count` of them were preempted at least once."""
+  """Runs requests in a pool too small for them, until `count` of them were preempted at least once."""
   rng = random.Random(6)
-  # 32 requests of up to 220 tokens ask for 1,760 blocks in the end, and begin with a few.
+  # 32 requests of up to 220 tokens need 1,760 blocks at their end, and a few at their start.
   flags = ("--num_blocks=400", "--block_size=4", "--max_num_seqs=32", "--max_queued_requests=1024")
   answers: list[Answer] = []
   num_preempted = 0
@@ -74,7 +74,7 @@ def preempted(rig: Rig, count: int = 1000, asked: int = 1000) -> list[Row]:
 
 
 def salts(rig: Rig, count: int = 500, asked: int = 0) -> list[Row]:
-  """The same prompts under different cache salts: nothing of one may serve the other."""
+  """Sends the same prompts with different cache salts; no cached block may serve another salt."""
   rng = random.Random(7)
   prompts = [random_prompt(rng, rng.randint(33, 100)) for _ in range(count)]
 

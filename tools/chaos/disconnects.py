@@ -1,4 +1,4 @@
-"""Scenario: clients that go away at any moment, in every way: RST, FIN, half a request, a cancelled call, SIGKILL."""
+"""Scenario: clients that disconnect at any moment: by RST, FIN, half a request, a cancelled call, SIGKILL."""
 
 import asyncio
 import contextlib
@@ -21,11 +21,11 @@ _STEP_MS = 4
 _MAX_RSS_GROWTH = 20e6
 _OPEN_AT_ONCE = 24
 _HELD_BY_PROCESS = 40
-_OURS = 1  # connection, to look at its books
+_OURS = 1  # a connection to read the server's counters
 
 
 def cancel_many(target: str, count: int, at_once: int, seed: int) -> int:
-  """A job: calls of a real gRPC client that it cancels at a random moment; returns how many."""
+  """A job: makes calls of a real gRPC client and cancels each at a random moment; returns their number."""
   return on_loop(_cancel_many(target, count, at_once, seed))
 
 
@@ -53,7 +53,7 @@ async def _cancel_many(target: str, count: int, at_once: int, seed: int) -> int:
 
 
 def requests_of(server: Server, rng: random.Random) -> list[tuple[int, bytes]]:
-  """Long generations over both protocols, that nobody will see the end of."""
+  """Returns long generations for both protocols; clients leave before their end."""
   made = []
   for _ in range(30):
     prompt = random_prompt(rng, rng.randint(1, 100))
@@ -65,7 +65,7 @@ def requests_of(server: Server, rng: random.Random) -> list[tuple[int, bytes]]:
 
 
 def _kill_holders(server: Server, count: int, rng: random.Random) -> int:
-  """Processes full of open streams, killed where they stand; returns how many streams that cut off."""
+  """Kills processes full of open streams; returns the number of streams cut off."""
   killed = 0
   while killed < count:
     size = min(_HELD_BY_PROCESS, count - killed)
@@ -88,7 +88,7 @@ def _kill_holders(server: Server, count: int, rng: random.Random) -> int:
 
 
 def _abuse(rig: Rig, server: Server, count: int, seed: int) -> tuple[int, int, int]:
-  """`count` disconnects: 60 % on bare sockets, 25 % cancelled, 15 % killed; returns how many there were of each."""
+  """Makes `count` disconnects: 60 % on bare sockets, 25 % cancelled, 15 % killed; returns the number of each."""
   rng = random.Random(seed)
   killed, cancelled = round(0.15 * count), round(0.25 * count)
   vanishing = rig.submit(
@@ -99,16 +99,16 @@ def _abuse(rig: Rig, server: Server, count: int, seed: int) -> tuple[int, int, i
 
 
 def _growth(server: Server, before: Usage) -> Usage:
-  """What it holds more than before, when what is on its way out is out."""
+  """Returns the server's growth once pending releases are done."""
   wait_for(lambda: server.usage().fds <= before.fds, 15.0, 0.2)
   after = server.usage()
   return Usage(after.rss - before.rss, after.fds - before.fds, after.threads - before.threads)
 
 
 def disconnects(rig: Rig, count: int = 10_000, warmup: int = 600, asked: int = 10_000) -> list[Row]:
-  """Disconnects at random moments, beside streams that must not notice."""
+  """Disconnects at random moments, beside streams that must not be affected."""
   with rig.server(f"--fake_step_ms={_STEP_MS}", "--max_num_seqs=128", "--keepalive_time_s=5") as server:
-    # All that the real thing does, once: what is made at first use is no leak.
+    # Does everything once before: what the server makes at first use is no leak.
     with rig.controls(server, num_streams=8, max_tokens=60) as control:
       _abuse(rig, server, warmup, 1)
     control()
@@ -127,12 +127,12 @@ def disconnects(rig: Rig, count: int = 10_000, warmup: int = 600, asked: int = 1
   ran = vanished + cancelled + killed
   held += [f"{growth.fds} descriptors more"] if growth.fds > 0 else []
   held += [f"{tasks} tasks more"] if tasks > 0 else []
-  told = f"{vanished:,} closed, {cancelled:,} cancelled, {killed:,} killed: "
+  text = f"{vanished:,} closed, {cancelled:,} cancelled, {killed:,} killed: "
   return [
     Row(
       "client disconnects at random moments",
       "0 pages, tasks, descriptors leaked",
-      told + ("0 leaked" if not held else "; ".join(held)),
+      text + ("0 leaked" if not held else "; ".join(held)),
       not held,
       asked,
       ran,
@@ -146,5 +146,5 @@ def disconnects(rig: Rig, count: int = 10_000, warmup: int = 600, asked: int = 1
       ran,
     ),
     none_of(f"control streams beside them ({seen.tokens:,} tokens)", "all exact", seen.faults, seen.streams, 0),
-    none_of("requests accepted = finished + failed + in flight", "always", lost, ran, 0),
+    none_of("accepted requests = finished + failed + in flight", "always", lost, ran, 0),
   ]

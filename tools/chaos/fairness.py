@@ -1,4 +1,4 @@
-"""Scenarios: what the policies promise to the weak: low priorities age, and no tenant can crowd out another."""
+"""Scenarios: guarantees of policies: low priorities age, and no tenant can crowd out another."""
 
 import random
 import time
@@ -19,7 +19,7 @@ _LEAST_SHARE = 0.45
 
 
 def ageing(rig: Rig, levels: tuple[int, ...] = (2, 4, 6, 8, 10), starved_s: float = 4.0) -> list[Row]:
-  """Requests of low priority beside a flood of higher ones: with ageing within bounds, without it not at all."""
+  """Sends low-priority requests beside a flood of higher ones: with ageing, they run in bounded time."""
   low = [StreamRequest(random_prompt(random.Random(level), 8), _TOKENS, f"low-{level}", level) for level in levels]
   flags = ("--policy=priority", f"--fake_step_ms={_STEP_MS}", f"--max_num_seqs={_SLOTS}")
   with rig.server(*flags, f"--aging_s={_AGING_S}") as server:
@@ -28,11 +28,11 @@ def ageing(rig: Rig, levels: tuple[int, ...] = (2, 4, 6, 8, 10), starved_s: floa
       answers = rig.ask(server.target, low, at_once=len(low), processes=1)
     seen = control()
   served = len(seen.ends) / (max(end for end, _ in seen.ends) - min(end for end, _ in seen.ends))
-  # When its time has come, those that were there before it still go first, and then it takes its turn.
+  # When it is due, older requests still go first, and then it takes its turn.
   ahead_s = (_FLOOD + len(low)) / served
   waits = {answer.ask.priority: answer.times[0] - answer.sent for answer in answers if answer.times}
   late = [level for level in levels if waits.get(level, float("inf")) > level * _AGING_S + 2 * ahead_s]
-  told = ", ".join(f"{level}: {waits[level]:.1f} s" for level in sorted(waits))
+  text = ", ".join(f"{level}: {waits[level]:.1f} s" for level in sorted(waits))
   with rig.server(*flags, "--aging_s=0") as server:
     with rig.controls(server, num_streams=_FLOOD, max_tokens=_TOKENS, unary=True):
       time.sleep(1.0)
@@ -45,7 +45,7 @@ def ageing(rig: Rig, levels: tuple[int, ...] = (2, 4, 6, 8, 10), starved_s: floa
     Row(
       f"low priorities beside a flood, ageing {_AGING_S} s a level",
       f"first token within level x {_AGING_S} s + 2 x {ahead_s:.1f} s of queue; starved without ageing",
-      f"{told}; without ageing {'starved' if starved else 'NOT starved'} for {starved_s:g} s",
+      f"{text}; without ageing {'starved' if starved else 'NOT starved'} for {starved_s:g} s",
       not late and starved and exact,
       len(levels),
       len(waits),
@@ -54,11 +54,11 @@ def ageing(rig: Rig, levels: tuple[int, ...] = (2, 4, 6, 8, 10), starved_s: floa
 
 
 def tenants(rig: Rig, seconds: float = 5.0) -> list[Row]:
-  """Under policy fair, a tenant beside one that asks for far more."""
+  """Runs a tenant beside one with far more requests, under policy fair."""
   flags = ("--policy=fair", "--fake_step_ms=10", "--max_num_seqs=32", "--max_queued_requests=512")
-  # A step is 10 ms, whatever is in it. Hence prompts of several steps, that the wait for those on their way, a step and
-  # a half, is not all there is; and budgets of 96, and of 96 beside 32 decodes, that a step takes as much of a prompt
-  # beside others as alone. With 96 padded to 128, what a lone prompt has for nothing would be what is compared.
+  # A step takes 10 ms, whatever it holds. Prompts therefore take several steps, so that the wait for running steps (one
+  # and a half) does not dominate. Budgets of 96, and of 96 beside 32 decodes, let a step take as much of a prompt
+  # beside other requests as alone. If 96 were padded to 128, a lone prompt would profit from the padding.
   asks = {"max_tokens": 3, "tenant": "quiet", "longest_prompt": 480}
   with rig.server(*flags, "--prefill_chunk=96", "--token_budgets=8,16,32,64,96,128,256,512") as server:
     with rig.controls(server, 1, **asks) as control:
@@ -90,7 +90,7 @@ def tenants(rig: Rig, seconds: float = 5.0) -> list[Row]:
     ),
     Row(
       "share of a tenant with 32 requests beside one with 100",
-      f">= {_LEAST_SHARE:.0%}, for each has half",
+      f">= {_LEAST_SHARE:.0%}; half is fair",
       f"{share:.1%}" + (f"; {faults[0]}" if faults else ""),
       share >= _LEAST_SHARE and not faults,
     ),

@@ -1,7 +1,6 @@
-"""Clients that flood a port: connections of junk, streams reset as soon as they are open, frames that ask for nothing.
+"""Clients that flood a port: connections of junk, streams reset on opening, frames without a request.
 
-Standard library alone, on bare sockets, since the client shares its cores with the server that it abuses. Judges
-nothing.
+Uses the standard library on bare sockets, since the client shares its cores with the server. Judges nothing.
 """
 
 from collections import Counter
@@ -16,7 +15,7 @@ import time
 
 from tools.chaos import wire
 
-_AT_ONCE = 32  # connections of one client, each with an answer to come
+_AT_ONCE = 32  # connections of one client, each with a pending response
 _PATIENCE_S = 30.0
 _BURST = 100  # streams or frames in one write
 _LAST_STREAM = 2**31 - 1
@@ -27,13 +26,13 @@ _CANCEL = struct.pack(">I", 8)
 
 @dataclasses.dataclass
 class Flooded:
-  """What came of a flood.
+  """The result of a flood.
 
   Attributes:
     sent: connections, streams or frames.
-    closed: connections that the server ended.
-    codes: its GOAWAYs, by error code.
-    faults: in words.
+    closed: connections that the server closed.
+    codes: the server's GOAWAYs, by error code.
+    faults: descriptions of faults.
   """
 
   sent: int = 0
@@ -42,7 +41,7 @@ class Flooded:
   faults: list[str] = dataclasses.field(default_factory=list)
 
   def add(self, other: "Flooded") -> None:
-    """Takes in another process's."""
+    """Adds another process's result."""
     self.sent += other.sent
     self.closed += other.closed
     self.codes += other.codes
@@ -67,7 +66,7 @@ def _bytes(rng: random.Random) -> bytes:
 
 
 def _preface_and_bytes(rng: random.Random) -> bytes:
-  """HTTP/2 until its first frame."""
+  """Yields the bytes of an HTTP/2 connection up to its first frame."""
   return wire.PREFACE + b"\xff" + rng.randbytes(rng.randint(40, 1000))
 
 
@@ -80,7 +79,7 @@ JUNK: dict[str, Callable[[random.Random], bytes]] = {
 
 
 def junk(port: int, count: int, seed: int) -> Flooded:
-  """A job: so many connections that say what is no HTTP/2, each until the server ends it.
+  """A job: makes `count` connections that send no HTTP/2, each until the server closes it.
 
   Raises:
     OSError: a connection could not be made.
@@ -96,7 +95,7 @@ def junk(port: int, count: int, seed: int) -> Flooded:
         flooded.sent += 1
         try:
           client = wire.connect(port, said)
-        except (ConnectionResetError, BrokenPipeError):  # it hung up before all was said
+        except (ConnectionResetError, BrokenPipeError):  # the server hung up early
           flooded.closed += 1
           continue
         selector.register(client, selectors.EVENT_READ)
@@ -124,14 +123,14 @@ def _has_ended(client: socket.socket) -> bool:
 def _drop(selector: selectors.BaseSelector, since: dict[socket.socket, float], client: socket.socket) -> None:
   selector.unregister(client)
   del since[client]
-  wire.leave(client, "rst")  # or its port would be taken for a minute
+  wire.leave(client, "rst")  # otherwise its port would stay in use for a minute
 
 
 # --- Frames -----------------------------------------------------------------------------------------------------------
 
 
 class _Connection:
-  """One that floods: it reads what comes for GOAWAYs alone, and waits for nothing."""
+  """A flooding connection: reads GOAWAYs alone, and waits for nothing."""
 
   def __init__(self, port: int, flooded: Flooded):
     opening = wire.PREFACE + wire.frame(_SETTINGS, 0, 0, b"") + wire.frame(_SETTINGS, 1, 0, b"")
@@ -141,7 +140,7 @@ class _Connection:
     self.is_open = True
 
   def send(self, raw: bytes) -> None:
-    """All of it, unless the server has hung up."""
+    """Sends all data, unless the server has hung up."""
     self._socket.settimeout(_PATIENCE_S)
     try:
       self._socket.sendall(raw)
@@ -154,7 +153,7 @@ class _Connection:
       self._read()
 
   def _read(self, wait_s: float = 0.0) -> None:
-    """Until there is nothing more for so long."""
+    """Reads until nothing arrives for this long."""
     self._socket.settimeout(wait_s)
     with contextlib.suppress(BlockingIOError, TimeoutError):
       while self.is_open:
@@ -184,7 +183,7 @@ class _Connection:
       self._flooded.faults += [fault] if fault else []
 
   def close(self) -> None:
-    """Leaves, once the server has read all of it: what is not read goes with an RST."""
+    """Closes, once the server has read all of it: an RST drops unread data."""
     if self.is_open:
       with contextlib.suppress(OSError):
         self._socket.shutdown(socket.SHUT_WR)
@@ -192,18 +191,18 @@ class _Connection:
       if self.is_open:
         self._end(f"a flood was not read within {_PATIENCE_S:g} s")
       else:
-        self._flooded.closed -= 1  # for it was we who began
+        self._flooded.closed -= 1  # since the client closed first
     wire.leave(self._socket, "rst")
 
 
 def resets(port: int, message: bytes, count: int, seconds: float = 0.0, per_connection: int = 0) -> Flooded:
-  """A job: rapid reset. Opens so many streams, each with a whole request, and resets them in the same write.
+  """A job: rapid reset. Opens streams, each with a whole request, and resets them in the same write.
 
   Args:
-    port: of gRPC.
+    port: the gRPC port.
     message: the request.
-    count, seconds: streams, and how long, at least.
-    per_connection: streams after which it takes another connection; 0: only when it must.
+    count, seconds: the least number of streams, and the least duration.
+    per_connection: streams before the next connection; 0: a new one only when the server closes the old.
   """
   headers = wire.header_block(wire.GENERATE)
   body = struct.pack(">BI", 0, len(message)) + message
@@ -220,7 +219,7 @@ def resets(port: int, message: bytes, count: int, seconds: float = 0.0, per_conn
 
 
 def frames(port: int, count: int, kind: str) -> Flooded:
-  """A job: so many frames of one of FRAMES."""
+  """A job: sends `count` frames of one kind of FRAMES."""
   opening, one = FRAMES[kind]()
   whole = one * _BURST
   return _flood(port, count, lambda at: (opening if at == 1 else b"") + whole, 1)
@@ -234,7 +233,7 @@ def _flood(
   seconds: float = 0.0,
   per_connection: int = 0,
 ) -> Flooded:
-  """Writes bursts, on one connection after the other where the server ends them."""
+  """Writes bursts, and opens a new connection whenever the server closes one."""
   flooded = Flooded()
   last = min(_LAST_STREAM, step * per_connection // _BURST + 1) if per_connection else _LAST_STREAM
   until = time.monotonic() + seconds
@@ -258,7 +257,7 @@ def _continuations() -> tuple[bytes, bytes]:
   return wire.frame(_HEADERS, 0, 1, wire.header_block(wire.GENERATE)), wire.frame(_CONTINUATION, 0, 1, more)
 
 
-# What to open with, and the frame.
+# The opening bytes, and the frame.
 FRAMES: dict[str, Callable[[], tuple[bytes, bytes]]] = {
   "CONTINUATION": _continuations,
   "SETTINGS": lambda: (b"", wire.frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, 65_535))),

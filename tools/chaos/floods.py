@@ -1,7 +1,7 @@
-"""Scenarios: floods of a gRPC port, of connections that are no HTTP/2, of streams and of frames, beside good streams.
+"""Scenarios: floods of a gRPC port with non-HTTP/2 connections, with streams and with frames, beside good streams.
 
-What they cost is seen from outside: the log, memory, descriptors and threads, and the server's processor time before,
-during and after, while the same control streams go on.
+The scenario measures the cost from outside: the log, memory, descriptors and threads, and the server's processor time
+before, during and after, with the same control streams throughout.
 """
 
 from collections.abc import Callable
@@ -24,22 +24,22 @@ _MAX_LOG = 1e6
 _MAX_JUNK_RSS = 20e6
 # As many calls as may wait for the event loop (server/rpc/grpc_server.py), with 15 kB each.
 _MAX_RESET_RSS = 256e6
-_CORES_AFTER = 1.5  # times those before, for the same streams
+_CORES_AFTER = 1.5  # limit, as a multiple of the cores before the flood, for the same streams
 _LONGEST_GAP_S = 2.0
 _SLOWEST_FIRST_S = 5.0
-# Streams on one connection before the next: what it leaves outlives it until the event loop comes to it.
+# Streams before the next connection: the event loop still handles the old one's streams after its end.
 _PER_CONNECTION = 100_000
 _GOAWAY_CALM = 11
 
-# What a client runs, and what it is told beside the port.
+# A client's job, and its arguments beside the port.
 type _Job = tuple[Callable[..., Flooded], *tuple[Any, ...]]
 
 
 @dataclasses.dataclass
 class _Seen:
-  """One flood of `asked`. Cores of the server before, during and after; growth of what it holds, and of its peak.
+  """One flood of `asked`: the server's cores before, during and after; growth of its resources, and of its peak memory.
 
-  `ran` is the count that came of `asked`, for figures of one kind of several.
+  `ran` is the actual count, for figures of one kind of several.
   """
 
   asked: int
@@ -53,14 +53,14 @@ class _Seen:
   control: Control
   faults: list[str]
 
-  def came(self, claim: str, target: str, told: str, passed: bool) -> Row:
-    """What came of the flood itself."""
+  def came(self, check: str, target: str, text: str, passed: bool) -> Row:
+    """The row of the flood itself."""
     faults = self.flooded.faults
-    told = f"{told} in {self.seconds:.1f} s" + (f"; {len(faults)} faults: {faults[0]}" if faults else "")
-    return Row(claim, target, told, passed and not faults, self.asked, self.ran)
+    text = f"{text} in {self.seconds:.1f} s" + (f"; {len(faults)} faults: {faults[0]}" if faults else "")
+    return Row(check, target, text, passed and not faults, self.asked, self.ran)
 
   def cost(self, max_rss: float) -> Row:
-    """What it left behind."""
+    """The row of resources that the flood used and left."""
     held = max(self.growth.fds, 0)
     return Row(
       "what it costs",
@@ -73,7 +73,7 @@ class _Seen:
     )
 
   def processor(self) -> Row:
-    """That it ends with the flood."""
+    """The row of processor time, which must end with the flood."""
     before, during, after = self.cores
     return Row(
       "the server's processor time",
@@ -85,12 +85,12 @@ class _Seen:
     )
 
   def beside(self) -> Row:
-    """What control streams had of it."""
-    claim = f"control streams beside it ({self.control.tokens:,} tokens)"
-    return none_of(claim, "all exact, nothing held", self.control.faults + self.faults, self.control.streams, 0)
+    """The row of the control streams."""
+    check = f"control streams beside it ({self.control.tokens:,} tokens)"
+    return none_of(check, "all exact, nothing held", self.control.faults + self.faults, self.control.streams, 0)
 
   def waits(self) -> Row:
-    """How long they waited."""
+    """The row of their waits."""
     longest = max((gap for _, gap in self.control.gaps), default=0.0)
     slowest = max(self.control.firsts, default=0.0)
     return Row(
@@ -104,7 +104,7 @@ class _Seen:
 
 
 def _watch(rig: Rig, server: Server, asked: int, ran: int, jobs: list[_Job]) -> _Seen:
-  """Runs a flood between two quiet times, with control streams all along."""
+  """Runs a flood between two quiet periods, with control streams throughout."""
   process = psutil.Process(server.process.pid)
 
   def spent() -> float:
@@ -126,7 +126,7 @@ def _watch(rig: Rig, server: Server, asked: int, ran: int, jobs: list[_Job]) -> 
       peak = max(peak, server.usage().rss)
     seconds = time.monotonic() - began
     cores_during = (spent() - since) / seconds
-    time.sleep(_QUIET_S)  # what was read before the end is still worked on
+    time.sleep(_QUIET_S)  # the server still handles data it read before the end
     peak = max(peak, server.usage().rss)
     cores_after = quiet()
     wait_for(lambda: server.usage().fds <= before.fds, 15.0, 0.2)
@@ -144,15 +144,15 @@ def _watch(rig: Rig, server: Server, asked: int, ran: int, jobs: list[_Job]) -> 
     peak - before.rss,
     server.log.stat().st_size - log,
     control(),
-    server.settle() + server.imbalance() + ([] if server.is_serving() else ["it says that it does not serve"]),
+    server.settle() + server.imbalance() + ([] if server.is_serving() else ["its health is not SERVING"]),
   )
 
 
 def _flooded(
   rig: Rig, asked: int, ran: int, max_rss: float, jobs: list[_Job], judge: Callable[[_Seen], Row]
 ) -> list[Row]:
-  """A flood of a server of its own: what `judge` says of it, what it cost, and what others had of it."""
-  # All blocks are looked at after every step: with many, control streams fill them, and a step costs more and more.
+  """Floods a new server; returns the rows of `judge`, of the cost, and of the control streams."""
+  # The invariants scan all blocks after every step: with many blocks, control streams make steps ever slower.
   with rig.server("--fake_step_ms=10", "--num_blocks=256") as server:
     seen = _watch(rig, server, asked, ran, jobs)
   return [judge(seen), seen.cost(max_rss), seen.processor(), seen.beside(), seen.waits()]
@@ -163,7 +163,7 @@ def _shares(count: int) -> list[int]:
 
 
 def junk(rig: Rig, count: int = 100_000, asked: int = 100_000) -> list[Row]:
-  """Connections of scanners and of programs that took the wrong port."""
+  """Floods the port with connections of scanners and of programs that use the wrong port."""
 
   def judge(seen: _Seen) -> Row:
     closed = seen.flooded.closed
@@ -179,7 +179,7 @@ def junk(rig: Rig, count: int = 100_000, asked: int = 100_000) -> list[Row]:
 
 
 def resets(rig: Rig, count: int = 100_000, asked: int = 100_000) -> list[Row]:
-  """Streams that are reset as soon as they are open."""
+  """Floods the port with streams that are reset on opening."""
 
   def judge(seen: _Seen) -> Row:
     sent = seen.flooded.sent
@@ -190,7 +190,7 @@ def resets(rig: Rig, count: int = 100_000, asked: int = 100_000) -> list[Row]:
 
 
 def resets_on(rig: Rig, seconds: float = 60.0, asked: int = 60) -> list[Row]:
-  """The same without end, over a connection that stays and over one after the other, whose calls stay for a while."""
+  """Does the same without end, over one lasting connection and over successive ones, whose calls stay for a while."""
 
   def judge(seen: _Seen) -> Row:
     sent = seen.flooded.sent
@@ -206,7 +206,7 @@ def _request() -> bytes:
 
 
 def frames(rig: Rig, count: int = 100_000, asked: int = 100_000) -> list[Row]:
-  """Frames that ask for nothing, so many of each kind."""
+  """Floods the port with frames without a request, `count` of each kind."""
   kinds = list(flood_clients.FRAMES)
 
   def judge(seen: _Seen) -> Row:

@@ -1,4 +1,4 @@
-"""Scenario: protobufs that nobody meant, through parse and validation in process, and over the wire."""
+"""Scenarios: mutated protobufs, through parsing and validation in this process, and over the wire."""
 
 import asyncio
 from collections import Counter
@@ -39,7 +39,7 @@ _METHODS = {
   "/sluice.v1.ModelService/GetModelInfo": pb.GetModelInfoRequest,
   "/sluice.v1.ModelService/GetLoad": pb.GetLoadRequest,
 }
-# What a mutated message may be answered. RESOURCE_EXHAUSTED: it is too large, or too many wait.
+# Statuses allowed for a mutated message. RESOURCE_EXHAUSTED: it is too large, or too many requests wait.
 _ALLOWED = frozenset(
   {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
   | {"FAILED_PRECONDITION", "CANCELLED"}
@@ -47,7 +47,7 @@ _ALLOWED = frozenset(
 
 
 def seeds(rng: random.Random) -> list[protobuf_message.Message]:
-  """Valid messages that between them use every field of every request."""
+  """Returns valid messages that together use every field of every request."""
   ids = pb.TokenIds(ids=random_prompt(rng, 12))
   chat = pb.ChatPrompt(
     messages=[pb.ChatMessage(role="system", content="Be brief."), pb.ChatMessage(role="user", content="37 + 5 = ?")],
@@ -104,7 +104,7 @@ def seeds(rng: random.Random) -> list[protobuf_message.Message]:
 
 
 class Mutator:
-  """Makes bytes out of valid messages: half by what a field may hold, half by what lies on the wire."""
+  """Mutates valid messages: half by their fields' values, half by their bytes on the wire."""
 
   def __init__(self, seed: int):
     self.rng = random.Random(seed)
@@ -112,7 +112,7 @@ class Mutator:
     self._raw = [message.SerializeToString() for message in self._seeds]
 
   def make(self) -> tuple[type[protobuf_message.Message], bytes]:
-    """A message's type, and bytes that may or may not be one."""
+    """Returns a message's type, and bytes that may or may not parse as one."""
     rng = self.rng
     index = rng.randrange(len(self._seeds))
     kind = type(self._seeds[index])
@@ -126,7 +126,7 @@ class Mutator:
     return kind, self._change_bytes(self._raw[index])
 
   def _change_field(self, message: protobuf_message.Message) -> None:
-    """Sets, clears or repeats one field, somewhere in the tree."""
+    """Sets, clears or repeats one field anywhere in the tree."""
     rng = self.rng
     field = rng.choice(message.DESCRIPTOR.fields) if message.DESCRIPTOR.fields else None
     if field is None:
@@ -192,7 +192,7 @@ class Mutator:
 
 @dataclasses.dataclass
 class Fuzzed:
-  """What came of many inputs. `faults` has the first few in words."""
+  """The result of many inputs. `faults` describes the first few."""
 
   count: int = 0
   outcomes: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -200,13 +200,13 @@ class Fuzzed:
   slowest_s: float = 0.0
 
   def fault(self, text: str) -> None:
-    """Notes one."""
+    """Notes a fault."""
     self.outcomes["fault"] += 1
     if len(self.faults) < 10:
       self.faults.append(text)
 
   def add(self, other: "Fuzzed") -> None:
-    """Takes in another process's."""
+    """Adds another process's result."""
     self.count += other.count
     self.outcomes += other.outcomes
     self.faults += other.faults
@@ -217,7 +217,7 @@ class Fuzzed:
 
 
 def _validator() -> Callable[[protobuf_message.Message], None]:
-  """All that a request goes through before anything is queued, but for the compilation of a constraint."""
+  """Returns a function that validates a request completely, without compiling its constraint."""
   model = demo_model()
   config = EngineConfig(
     vocab_size=model.vocab_size, max_model_len=_MODEL_LEN, num_blocks=64, eos_token_ids=model.eos_token_ids
@@ -248,7 +248,7 @@ def _validator() -> Callable[[protobuf_message.Message], None]:
 
 
 def parse_many(count: int, seed: int) -> Fuzzed:
-  """A job: `count` mutated messages through parse and validation. Anything but an EngineError is a fault."""
+  """A job: parses and validates `count` mutated messages. Anything but an EngineError is a fault."""
   mutator, validate, fuzzed = Mutator(seed), _validator(), Fuzzed(count)
   for _ in range(count):
     kind, raw = mutator.make()
@@ -272,20 +272,20 @@ def parse_many(count: int, seed: int) -> Fuzzed:
 
 
 def parse(rig: Rig, count: int = 1_000_000, asked: int = 1_000_000) -> list[Row]:
-  """Mutated protobufs through parse and validation."""
+  """Runs mutated protobufs through parsing and validation."""
   share = count // 2
   jobs = [rig.submit(parse_many, share, seed) for seed in range(2)]
   fuzzed = Fuzzed()
   for job in jobs:
     fuzzed.add(job.result())
   outcomes = fuzzed.outcomes
-  told = (
+  counts = (
     f"{fuzzed.count:,}: {outcomes['valid']:,} valid, {outcomes['malformed']:,} malformed, "
     f"{fuzzed.count - outcomes['valid'] - outcomes['malformed'] - outcomes['crash']:,} refused, "
     f"{outcomes['crash']:,} crashed, slowest {1000 * fuzzed.slowest_s:.0f} ms"
   )
-  measured = told if not fuzzed.faults else f"{told}; {fuzzed.faults[0][:300]}"
-  # A fuzzer all of whose inputs are refused at the door would prove nothing.
+  measured = counts if not fuzzed.faults else f"{counts}; {fuzzed.faults[0][:300]}"
+  # The fuzzer must get inputs past parsing, or it proves nothing.
   passed = not fuzzed.faults and min(outcomes["valid"], outcomes["malformed"]) > fuzzed.count // 100
   return [
     Row("mutated protobufs, parsed and validated", "0 crashes, 0 over 1 s", measured, passed, asked, fuzzed.count)
@@ -296,7 +296,7 @@ def parse(rig: Rig, count: int = 1_000_000, asked: int = 1_000_000) -> list[Row]
 
 
 def wire_many(target: str, count: int, at_once: int, seed: int) -> Fuzzed:
-  """A job: `count` mutated messages to a server, `at_once` at a time, with its health asked for on the way."""
+  """A job: sends `count` mutated messages to a server, `at_once` at a time, and checks its health in between."""
   return on_loop(_wire_many(target, count, at_once, seed))
 
 
@@ -347,7 +347,7 @@ async def _wire_many(target: str, count: int, at_once: int, seed: int) -> Fuzzed
 
 
 def wire(rig: Rig, count: int = 50_000, asked: int = 50_000) -> list[Row]:
-  """Mutated protobufs to a server."""
+  """Sends mutated protobufs to a server."""
   flags = (f"--max_model_len={_MODEL_LEN}", "--queue_timeout_s=5", "--max_queued_requests=64", "--num_blocks=512")
   with rig.server(*flags) as server:
     jobs = [rig.submit(wire_many, server.target, count // 2, 8, seed) for seed in (11, 12)]

@@ -1,10 +1,10 @@
-"""Bodies that schemathesis makes from the server's own OpenAPI document, fitting it and not, sent to a real server.
+"""Sends a real server bodies that schemathesis makes from its OpenAPI document, valid and invalid.
 
   python -m tools.chaos.http_bodies --count=20000
 
-The server is a process with the fake device. Whatever a body is, the answer must be whole, in time, below 500 and of
-the form that the document promises; and at the end the server must be well, with nothing left running. Prints JSON;
-exit code 1 if a claim is missed, 2 for a bad command line.
+The server is a process with the fake device. Every response must be complete, in time, below 500 and of the documented
+form. At the end the server must serve, with nothing left running. Prints JSON; exit code 1 if a check failed, 2 for a
+bad command line.
 """
 
 from collections import Counter
@@ -34,20 +34,20 @@ from tools.arguments import CommandParser, output_file, positive_float, positive
 from tools.measure import write_result
 from tools.server_process import RunningServer
 
-# Small: a request may ask for all of the length.
+# Small, since a request may ask for the whole length.
 _FLAGS = ("--fake_device", "--max_model_len=256", "--http_port=0", "--host=127.0.0.1")
 _MAX_FINDINGS = 20
 _SHOWN_CHARS = 2000
-# Those before it fill caches.
+# Earlier bodies fill caches.
 _WARM_UP = 0.2
 _UNCHECKED = (
   *(HealthCheck.data_too_large, HealthCheck.filter_too_much),
   *(HealthCheck.large_base_example, HealthCheck.too_slow),
 )
-# Of one choice of fields.
+# Bodies of one choice of fields.
 _BATCH = 100
 _SMALL = 100
-# At most one of them is allowed in a body.
+# A body may have at most one of them.
 _CONSTRAINTS = (
   *("response_format", "structured_outputs"),
   *(f"guided_{name}" for name in ("json", "regex", "choice", "grammar")),
@@ -56,16 +56,16 @@ _CONSTRAINTS = (
 
 @dataclasses.dataclass
 class Tally:
-  """What came of the bodies.
+  """The result of the bodies.
 
   Attributes:
     bodies, by_status, by_operation: counts.
-    crashes: the server ended, or closed a connection without an answer.
-    hangs: no whole answer in time.
+    crashes: times the server ended, or closed a connection without a response.
+    hangs: bodies without a complete response in time.
     server_errors: statuses of 500 and more.
-    unlike_document: answers of another form than the document says.
-    slowest_s: of an answer that came.
-    findings: the first of what should not be, with its body.
+    unlike_document: responses of an undocumented form.
+    slowest_s: the slowest response.
+    findings: the first faults, with their bodies.
   """
 
   bodies: int = 0
@@ -83,16 +83,16 @@ class Tally:
     return not (self.crashes or self.hangs or self.server_errors or self.unlike_document)
 
   def found(self, what: str, path: str, body: bytes) -> None:
-    """Notes what should not be."""
+    """Notes a fault."""
     if len(self.findings) < _MAX_FINDINGS:
       self.findings.append({"what": what, "path": path, "body": body.decode("utf-8", "replace")[:_SHOWN_CHARS]})
 
 
 class Prober:
-  """Sends bodies and judges answers."""
+  """Sends bodies and judges responses."""
 
   def __init__(self, base_url: str, hang_s: float):
-    """Args: base_url: of the server. hang_s: an answer that takes longer is none."""
+    """Args: base_url: the server's. hang_s: time limit of a response, in seconds."""
     self.tally = Tally()
     self._http = httpx.Client(base_url=base_url, timeout=hang_s)
     self._hang_s = hang_s
@@ -104,7 +104,7 @@ class Prober:
     self._http.close()
 
   def send(self, path: str, body: bytes) -> None:
-    """One body, and what came of it into the tally."""
+    """Sends one body and counts the result."""
     tally = self.tally
     tally.bodies += 1
     tally.by_operation[path] += 1
@@ -135,10 +135,10 @@ class Prober:
       tally.found(wrong, path, body)
 
   def _unlike(self, path: str, answer: httpx.Response) -> str:
-    """How an answer differs from the document; empty: it does not."""
+    """Returns how a response differs from the document; empty if it does not."""
     good = answer.status_code == 200
     if good and answer.headers["content-type"].startswith("text/event-stream"):
-      # An error after the first event is told as one; else there is an end.
+      # After the first event an error is an event; otherwise the stream has an end event.
       last = answer.text.rstrip().rpartition("data: ")[2]
       return "" if last == "[DONE]" or "error" in json.loads(last) else f"the stream ends with {last:.100}"
     try:
@@ -157,7 +157,7 @@ class Prober:
     return known
 
   def wait_idle(self) -> float:
-    """Requests that the server still works on, when it has had time to end them; -1 if it does not say."""
+    """Returns the server's unfinished requests after a wait; -1 if it does not report them."""
     deadline = time.monotonic() + self._hang_s
     live = -1.0
     while live != 0 and time.monotonic() < deadline:
@@ -177,20 +177,20 @@ class Prober:
 
 
 def bodies(document: dict[str, Any], model: str, count: int, number: int) -> Iterator[tuple[str, bytes]]:
-  """(path, body): as many, spread over all that take one, half of them fitting the document.
+  """Yields (path, body) `count` times, spread over all operations with a body, half of them valid.
 
   Args:
     document: OpenAPI.
     model: the served name.
-    count: how many.
-    number: seed; another gives others.
+    count: number of bodies.
+    number: seed.
   """
   modes = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
   paths = sorted(path for path, methods in document["paths"].items() if "post" in methods)
   left, turn = count, 0
   while left > 0:
     path, mode = paths[turn % len(paths)], modes[turn // len(paths) % len(modes)]
-    # Every other round with everything, which seldom passes all checks together.
+    # Every other round has all fields, which seldom passes validation as a whole.
     wide = turn // (len(paths) * len(modes)) % 2 == 1
     chosen = document if wide else _narrowed(document, path, model, random.Random(number + turn))
     operation = schemathesis.openapi.from_dict(chosen)[path]["POST"]
@@ -200,7 +200,7 @@ def bodies(document: dict[str, Any], model: str, count: int, number: int) -> Ite
 
 
 def _narrowed(document: dict[str, Any], path: str, model: str, chance: random.Random) -> dict[str, Any]:
-  """The document with a handful of the optional fields of one body, and values of which many can be served."""
+  """Returns the document with a few optional fields of one body, and values that the server mostly accepts."""
   narrow = json.loads(json.dumps(document), object_hook=_small)
   content = narrow["paths"][path]["post"]["requestBody"]["content"]["application/json"]
   # /tokenize takes a body of either of two kinds.
@@ -216,7 +216,7 @@ def _narrowed(document: dict[str, Any], path: str, model: str, chance: random.Ra
 
 
 def _small(schema: dict[str, Any]) -> dict[str, Any]:
-  """Token ids that exist, lengths that fit."""
+  """Returns a schema with valid token ids and lengths."""
   return schema | {"maximum": _SMALL} if schema.get("maximum") == INT32_MAX else schema
 
 
@@ -229,7 +229,7 @@ def _make(operation: Any, mode: schemathesis.GenerationMode, count: int, number:
   def note(case: Any) -> None:
     body = case.body
     if not isinstance(body, bytes):
-      # Where there is none, nothing is sent. NaN and infinities go out as Python writes them.
+      # Nothing is sent if there is no body. NaN and infinities are written as Python does.
       body = b"" if isinstance(body, NotSet) else json.dumps(_plain(body)).encode()
     made.append(body)
 
@@ -238,7 +238,7 @@ def _make(operation: Any, mode: schemathesis.GenerationMode, count: int, number:
 
 
 def probe(count: int, *, number: int, hang_s: float, say: Any = None) -> dict[str, Any]:
-  """Starts a server, sends it so many bodies, and returns what came of them."""
+  """Starts a server, sends it `count` bodies, and returns the result."""
   with tempfile.TemporaryDirectory(prefix="sluice-bodies-") as folder:
     port_file = pathlib.Path(folder) / "http"
     with RunningServer([*_FLAGS, f"--http_port_file={port_file}"], pathlib.Path(folder) / "log") as server:
@@ -268,7 +268,7 @@ def probe(count: int, *, number: int, hang_s: float, say: Any = None) -> dict[st
 
 
 def _plain(value: Any) -> Any:
-  """2.0 is an integer for JSON Schema; lists of token ids want 2, which is what clients send."""
+  """Turns 2.0 into 2: both are integers for JSON Schema, but clients send the latter in lists of token ids."""
   if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
     return int(value)
   if isinstance(value, list):
@@ -279,11 +279,11 @@ def _plain(value: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit code."""
-  parser = CommandParser("python -m tools.chaos.http_bodies", "Send a server bodies of every kind over HTTP.")
+  """Runs the command line; returns the exit code."""
+  parser = CommandParser("python -m tools.chaos.http_bodies", "Send a server valid and invalid bodies over HTTP.")
   parser.add_argument("--count", type=positive_int, default=20_000, help="bodies")
-  parser.add_argument("--hang_s", type=positive_float, default=10.0, help="an answer that takes longer is a hang")
-  parser.add_argument("--seed", type=int, default=1, help="another gives other bodies")
+  parser.add_argument("--hang_s", type=positive_float, default=10.0, help="seconds until a response counts as a hang")
+  parser.add_argument("--seed", type=int, default=1, help="seed of the bodies")
   parser.add_argument("--output", type=output_file, default="", help="file for the result as JSON")
   args = parser.parse_args(arguments)
   say = functools.partial(print, file=sys.stderr, flush=True)

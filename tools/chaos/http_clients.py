@@ -1,4 +1,4 @@
-"""Clients of the OpenAI-compatible side that know every token they must get. Jobs for client processes."""
+"""Clients of the OpenAI-compatible API that know every expected token. Jobs for client processes."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _EVENT = "data: "
 
 
 def complete_all(http_port: int, asks: Sequence[StreamRequest], at_once: int, seed: int) -> list[Answer]:
-  """Closed loop: a third whole, a third streamed, a third streamed and left after a few events, which has no answer."""
+  """Runs a closed loop: a third whole, a third streamed, a third left after a few events, with no answer."""
   return on_loop(_complete_all(http_port, asks, at_once, random.Random(seed)))
 
 
@@ -64,13 +64,13 @@ async def _whole(client: httpx.AsyncClient, answer: Answer) -> None:
 
 
 async def _streamed(client: httpx.AsyncClient, answer: Answer, most: int | None) -> bool:
-  """Reads at most so many events, None being all; returns whether the end came."""
+  """Reads at most this many events (None: all); returns whether the stream ended."""
   async with client.stream("POST", "/v1/completions", json=_body(answer.ask, stream=True)) as response:
     if response.status_code != 200:
       answer.code, answer.reason = str(response.status_code), (await response.aread()).decode()[:200]
       return True
     events = 0
-    generator: Any = response.aiter_lines()  # which the type of it does not say
+    generator: Any = response.aiter_lines()  # missing in its type
     async with contextlib.aclosing(generator) as lines:
       async for line in lines:
         if not line.startswith(_EVENT):

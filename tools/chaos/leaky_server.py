@@ -1,4 +1,4 @@
-"""The server with a leak planted: proof that a soak finds one. Everything else is tools.chaos.server's."""
+"""Runs the server with a planted leak, to prove that a soak finds one. Otherwise the same as tools.chaos.server."""
 
 from server.generation.generations import Generation, Generations
 from tools.chaos.server.__main__ import main
@@ -8,7 +8,7 @@ _close = Generations.close_generation
 
 
 def _close_and_keep(self: Generations, generation: Generation) -> None:
-  """What a forgotten reference would keep of a request."""
+  """Keeps a reference to a closed request."""
   _KEPT.append(bytes(20_000))
   _close(self, generation)
 

@@ -1,4 +1,4 @@
-"""Scenarios: processes that end, as they are told, as they are killed, or because their engine failed."""
+"""Scenarios: processes that end on SIGTERM, on SIGKILL, or because their engine failed."""
 
 import asyncio
 import dataclasses
@@ -21,20 +21,20 @@ _STREAMS = 12
 _STEP = "--fake_step_ms=4"
 _TOLD_S = 1.0
 _EXIT_S = 10.0
-_PROCESSES = 3  # of clients, and so servers at once
+_PROCESSES = 3  # clients, and therefore servers at the same time
 
 
 @dataclasses.dataclass
 class Trials:
-  """What came of several.
+  """The result of several trials.
 
   Attributes:
     count: trials.
     exact: streams that ended well, with every token.
-    refused: streams that were never accepted, and were told so.
-    cut: streams that were told that they had failed.
-    faults: in words.
-    slowest_s: of whatever the trial is about.
+    refused: streams that the server refused with a status.
+    cut: streams that the server ended with an error status.
+    faults: descriptions of faults.
+    slowest_s: the slowest time, of the trial's subject.
   """
 
   count: int = 0
@@ -45,7 +45,7 @@ class Trials:
   slowest_s: float = 0.0
 
   def add(self, other: "Trials") -> None:
-    """Takes in another process's."""
+    """Adds another process's result."""
     self.count += other.count
     self.exact += other.exact
     self.refused += other.refused
@@ -54,7 +54,7 @@ class Trials:
     self.slowest_s = max(self.slowest_s, other.slowest_s)
 
   def take(self, answer: Answer, codes: tuple[str, ...]) -> None:
-    """Counts a stream that may fail with one of these codes, and may not be wrong."""
+    """Counts a stream that may fail with one of these codes, but may not have wrong tokens."""
     if not answer.sound:
       self.faults.append(answer.fault() or "wrong tokens")
     elif answer.exact:
@@ -72,11 +72,11 @@ class Trials:
       self.faults.append(f"trial {self.count}: exit code {code}: {server.last_words()}")
     self.count += 1
 
-  def row(self, claim: str, target: str, told: str, met: bool, asked: int) -> Row:
-    """What came of them; holds if it was `met` and there is no fault, else it shows the first."""
+  def row(self, check: str, target: str, text: str, met: bool, asked: int) -> Row:
+    """Returns the row; it passes if `met` and there is no fault, else it shows the first."""
     if self.faults:
-      told += f"; {len(self.faults)} faults: {self.faults[0]}"
-    return Row(claim, target, f"{self.count}: {told}", met and not self.faults, asked, self.count)
+      text += f"; {len(self.faults)} faults: {self.faults[0]}"
+    return Row(check, target, f"{self.count}: {text}", met and not self.faults, asked, self.count)
 
 
 async def _ready(server: Server) -> None:
@@ -88,7 +88,7 @@ async def _ready(server: Server) -> None:
 
 
 async def _exit_code(server: Server, within_s: float) -> int | None:
-  """None: it still runs."""
+  """Returns the exit code; None if the server still runs."""
   deadline = time.monotonic() + within_s
   while server.process.poll() is None and time.monotonic() < deadline:
     await asyncio.sleep(0.02)
@@ -103,7 +103,7 @@ async def _send_later(channel: grpc.aio.Channel, ask: StreamRequest, delay_s: fl
 def _streams(
   channel: grpc.aio.Channel, rng: random.Random, over_s: float, tokens: tuple[int, int]
 ) -> list[asyncio.Task]:
-  """Streams that begin at random moments of the next `over_s` seconds."""
+  """Starts streams at random moments of the next `over_s` seconds."""
   asks = [
     StreamRequest(random_prompt(rng, rng.randint(1, 60)), rng.randint(*tokens), f"s{index}")
     for index in range(_STREAMS)
@@ -115,7 +115,7 @@ def _streams(
 
 
 def drain_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
-  """A job."""
+  """A job: sends SIGTERM to servers under load."""
   return on_loop(_drain_trials(folder, count, seed))
 
 
@@ -146,18 +146,18 @@ async def _drain_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
 
 
 def drains(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
-  """SIGTERM at random moments of a load."""
+  """Sends SIGTERM at random moments of a load."""
   trials = _run(rig, drain_trials, count)
-  told = f"{trials.exact} streams exact, {trials.refused} never accepted, slowest exit {trials.slowest_s:.1f} s"
+  text = f"{trials.exact} streams exact, {trials.refused} never accepted, slowest exit {trials.slowest_s:.1f} s"
   target = f"every accepted stream token-exact, exit 0 within {_GRACE_S + 2:g} s"
-  return [trials.row("SIGTERM drains at random moments", target, told, trials.exact > trials.count, asked)]
+  return [trials.row("SIGTERM drains at random moments", target, text, trials.exact > trials.count, asked)]
 
 
 # --- SIGKILL ----------------------------------------------------------------------------------------------------------
 
 
 def kill_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
-  """A job: one port, a server killed and started on it again and again."""
+  """A job: kills a server and restarts it on the same port, again and again."""
   return on_loop(_kill_trials(folder, count, seed))
 
 
@@ -169,7 +169,7 @@ async def _kill_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
     for _ in range(count):
       began = time.monotonic()
       server.start()
-      if rng.random() < 0.2:  # in its start; the next one finds what that left
+      if rng.random() < 0.2:  # during its start; the next server finds the remains
         await asyncio.sleep(rng.random() * 0.6)
         server.kill()
         trials.count += 1
@@ -197,15 +197,15 @@ async def _kill_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
 
 
 def kills(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
-  """SIGKILL at random moments, also of the start, and a restart on the same port."""
+  """Sends SIGKILL at random moments, including the start, and restarts the server on the same port."""
   trials = _run(rig, kill_trials, count)
-  told = (
+  text = (
     f"slowest ready again after {trials.slowest_s:.1f} s; {trials.cut + trials.refused} streams UNAVAILABLE, "
     f"{trials.exact} had ended"
   )
   return [
     trials.row(
-      "SIGKILLs and restarts", "all ready again, clients UNAVAILABLE", told, trials.cut + trials.refused > 0, asked
+      "SIGKILLs and restarts", "all ready again, clients UNAVAILABLE", text, trials.cut + trials.refused > 0, asked
     )
   ]
 
@@ -214,7 +214,7 @@ def kills(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
 
 
 def failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
-  """A job: an exception in a step, batch-wide."""
+  """A job: raises an exception in a step, which fails the batch."""
   return on_loop(_failure_trials(folder, count, seed))
 
 
@@ -230,7 +230,7 @@ async def _failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials
       await _ready(server)
       async with grpc.aio.insecure_channel(server.target) as channel:
         answers = await asyncio.gather(*_streams(channel, rng, 0.05, (100, 300)))
-      # Every step brings tokens to all of them: the last ones are from just before the failure.
+      # Every step brings tokens to all streams, so the last ones came just before the failure.
       failed_at = max([answer.times[-1] for answer in answers if answer.times], default=answers[0].sent)
       for answer in answers:
         trials.take(answer, ("INTERNAL", "UNAVAILABLE"))
@@ -246,11 +246,11 @@ async def _failure_trials(folder: pathlib.Path, count: int, seed: int) -> Trials
 
 
 def failures(rig: Rig, count: int = 100, asked: int = 100) -> list[Row]:
-  """Exceptions in the engine's step."""
+  """Raises exceptions in the engine's step."""
   trials = _run(rig, failure_trials, count)
-  told = f"{trials.cut + trials.refused} streams told, the slowest after {trials.slowest_s:.2f} s"
-  target = "every stream told within 1 s, exit code not 0"
-  return [trials.row("engine exceptions", target, told, trials.cut + trials.refused > 0, asked)]
+  text = f"{trials.cut + trials.refused} streams ended, the slowest after {trials.slowest_s:.2f} s"
+  target = "every stream ended within 1 s, exit code not 0"
+  return [trials.row("engine exceptions", target, text, trials.cut + trials.refused > 0, asked)]
 
 
 def _run(rig: Rig, job, count: int) -> Trials:

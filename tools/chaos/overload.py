@@ -1,4 +1,4 @@
-"""Scenarios: ten times the load that a server can carry, and clients that never read."""
+"""Scenarios: ten times a server's capacity, and clients that never read."""
 
 import asyncio
 from collections import Counter
@@ -31,7 +31,7 @@ _LONGEST_S = 40.0
 
 @dataclasses.dataclass
 class Offered:
-  """What came of an open loop. Rejects in seconds from sending to the status; `done` are times of good endings."""
+  """The result of an open loop. Rejects in seconds from sending to the status; `done` are times of good endings."""
 
   sent: int = 0
   codes: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -41,7 +41,7 @@ class Offered:
   latest_s: float = 0.0
 
   def add(self, other: "Offered") -> None:
-    """Takes in another process's."""
+    """Adds another process's result."""
     self.sent += other.sent
     self.codes += other.codes
     self.rejects += other.rejects
@@ -51,7 +51,7 @@ class Offered:
 
 
 def offer(target: str, rate: float, seconds: float, seed: int) -> Offered:
-  """A job: sends `rate` requests a second, at random moments, whatever becomes of them."""
+  """A job: sends `rate` requests a second at random moments, without waiting for results."""
   return on_loop(_offer(target, rate, seconds, seed))
 
 
@@ -89,9 +89,9 @@ async def _offer(target: str, rate: float, seconds: float, seed: int) -> Offered
 
 
 def overload(rig: Rig, seconds: float = 60.0, peak_s: float = 8.0, factor: float = 10.0) -> list[Row]:
-  """First the peak, with always enough to do; then `factor` times of it offered."""
+  """Measures the peak under constant demand, then offers `factor` times as much."""
   flags = (f"--fake_step_ms={_STEP_MS}", f"--max_num_seqs={_SEQS}", f"--max_queued_requests={2 * _SEQS}")
-  flags += ("--num_blocks=256",)  # all of them are looked at after every step
+  flags += ("--num_blocks=256",)  # the invariants scan all blocks after every step
   rng = random.Random(8)
   capacity = _SEQS / ((_TOKENS + 1) * _STEP_MS / 1000)
   with rig.server(*flags) as server:
@@ -108,12 +108,12 @@ def overload(rig: Rig, seconds: float = 60.0, peak_s: float = 8.0, factor: float
   share = goodput / peak if peak else 0.0
   p99_ms = 1000 * (percentile(offered.rejects, 99) or 0.0)
   times = offered.sent / seconds / peak if peak else 0.0
-  told = f"{offered.sent:,} sent, {len(offered.done):,} served, {len(offered.rejects):,} refused"
+  text = f"{offered.sent:,} sent, {len(offered.done):,} served, {len(offered.rejects):,} refused"
   return [
     Row(
       f"goodput at {times:.1f} times the peak for {seconds:g} s",
       f">= {_GOODPUT:.0%} of the peak",
-      f"{share:.1%} ({goodput:.1f} of {peak:.1f} requests/s; {told})",
+      f"{share:.1%} ({goodput:.1f} of {peak:.1f} requests/s; {text})",
       share >= _GOODPUT and times >= 0.9 * factor,
       60,
       round(seconds),
@@ -129,23 +129,23 @@ def overload(rig: Rig, seconds: float = 60.0, peak_s: float = 8.0, factor: float
 
 
 def _rate(times: list[float]) -> float:
-  """A second, between the first and the last tenth: without the beginning and the end of a load."""
+  """Returns the requests a second between the first and the last tenth, without the load's beginning and end."""
   cut = len(times) // 10
   inner = times[cut : len(times) - cut]
   return (len(inner) - 1) / (inner[-1] - inner[0]) if len(inner) > 2 else 0.0
 
 
 def slow_readers(rig: Rig, count: int = 200, quiet_s: float = 8.0, asked: int = 200) -> list[Row]:
-  """Clients that ask for long answers and never read, beside others, until the server has given all of them up."""
+  """Opens long streams that never read, beside others, until the server has given them all up."""
   flags = (f"--fake_step_ms={_SLOW_STEP_MS}", "--max_num_seqs=256", f"--stream_stall_timeout_s={_STALL_S:g}")
   rng = random.Random(9)
   messages = []
   for _ in range(count):
     message = StreamRequest(random_prompt(rng, 20), 450).message()
-    message.output.CopyFrom(pb.OutputParams(logprobs=20))  # large: a whole answer must not fit into gRPC's buffers
+    message.output.CopyFrom(pb.OutputParams(logprobs=20))  # large: gRPC's buffers must not hold a whole answer
     messages.append(message.SerializeToString())
   with rig.server(*flags, "--num_blocks=16384") as server:
-    rig.ask(server.target, [StreamRequest(random_prompt(rng, 8), 10) for _ in range(64)], at_once=32)  # warm
+    rig.ask(server.target, [StreamRequest(random_prompt(rng, 8), 10) for _ in range(64)], at_once=32)  # warm-up
     with rig.controls(server, num_streams=16, max_tokens=60) as control:
       time.sleep(quiet_s)
       began = time.monotonic()
@@ -169,7 +169,7 @@ def slow_readers(rig: Rig, count: int = 200, quiet_s: float = 8.0, asked: int = 
       count,
     ),
     Row(
-      f"clients that never read are given up {_STALL_S:g} s after their buffers are full",
+      f"the server gives up clients that never read {_STALL_S:g} s after their buffers are full",
       "all",
       f"{given_up} of {count} in {ended - began:.1f} s",
       given_up == count,

@@ -5,9 +5,9 @@ from typing import Any
 
 
 def hold_back(seconds: float) -> dict[str, Any]:
-  """Requests called unsent-* or unsaid-*: each token of the first, and each ending of the second, waits on its way out.
+  """Delays output of requests named unsent-* or unsaid-*: each token of the first, and each ending of the second.
 
-  Args: seconds: for each of them in a step; the tokens of one step leave together.
+  Args: seconds: delay for each request in a step; the tokens of one step leave together.
   """
   return {
     "faults": [
@@ -18,14 +18,14 @@ def hold_back(seconds: float) -> dict[str, Any]:
 
 
 def raise_after(num_steps: int) -> dict[str, Any]:
-  """The values of a step cannot be had: all of the engine fails."""
+  """Makes a step's values fail, which fails the whole engine."""
   return {"faults": [{"point": "step_end", "action": "raise", "nth": num_steps}]}
 
 
 def poison(names: Sequence[str]) -> dict[str, Any]:
-  """Requests that go wrong alone, by the beginning of their names: NaN in a page, or an exception on the way.
+  """Makes single requests fail, by the beginning of their names: NaN in a page, or an exception.
 
-  Args: names: of "nan", "admit", "detokenize", "constraint"; each is followed by a dash and a number.
+  Args: names: some of "nan", "admit", "detokenize", "constraint"; a dash and a number follow each.
   """
   at = {"nan": ("step_begin", "nan")}
   return {

@@ -1,4 +1,4 @@
-"""Scenario: requests that go wrong by themselves, in the middle of others. Only they may notice."""
+"""Scenario: requests that fail by themselves, among others. No other request may be affected."""
 
 import dataclasses
 import json
@@ -10,13 +10,13 @@ from tools.chaos.rig import Rig
 from tools.chaos.streams import Answer, StreamRequest, random_prompt
 
 _GROUPS = 40
-_SHARED = 48  # tokens that a group's prompts begin with: three pages
-# What goes wrong, and what a request must ask for to come there.
+_SHARED = 48  # shared tokens at the start of a group's prompts: three pages
+# The failure, and the request's field that leads to it.
 _KINDS = {"nan": {}, "admit": {}, "detokenize": {"text": True}, "constraint": {"regex": "[a-z ]{30,60}"}}
 
 
 def poisoned(rig: Rig, count: int = 1000, neighbours: int = 9000, asked: int = 1000) -> list[Row]:
-  """Half of them meet NaN in a page of their own, the others an exception; then their prompts once more, unharmed."""
+  """Gives half of the requests NaN in their own page and the others an exception; then sends their prompts unharmed."""
   rng = random.Random(10)
   shared = [random_prompt(rng, _SHARED) for _ in range(_GROUPS)]
 
@@ -36,18 +36,18 @@ def poisoned(rig: Rig, count: int = 1000, neighbours: int = 9000, asked: int = 1
     answers = rig.ask(server.target, asks, at_once=64)
     again = rig.ask(server.target, once_more, at_once=64)
     serving = server.is_serving()
-    held = server.settle() + server.imbalance() if serving else ["the server does not serve"]
-  told = [answer for answer in answers if _is_bad(answer) and answer.code == "INTERNAL" and answer.sound]
-  untold = [
-    f"{answer.ask.request_id} ended {answer.code}" for answer in answers if _is_bad(answer) and answer not in told
+    held = server.settle() + server.imbalance() if serving else ["the server is not SERVING"]
+  failed = [answer for answer in answers if _is_bad(answer) and answer.code == "INTERNAL" and answer.sound]
+  others = [
+    f"{answer.ask.request_id} ended {answer.code}" for answer in answers if _is_bad(answer) and answer not in failed
   ]
   harmed = [answer.fault() for answer in answers if not _is_bad(answer) and not answer.exact]
   return [
     Row(
       "requests with NaN or an exception in their row",
-      "they alone: INTERNAL, nothing held, serving",
-      f"{len(told):,} of {len(bad):,} INTERNAL" + (f"; {(untold + held)[0]}" if untold + held else ", 0 held"),
-      len(told) == len(bad) and not held,
+      "only they: INTERNAL, nothing held, SERVING",
+      f"{len(failed):,} of {len(bad):,} INTERNAL" + (f"; {(others + held)[0]}" if others + held else ", 0 held"),
+      len(failed) == len(bad) and not held,
       asked,
       len(bad),
     ),

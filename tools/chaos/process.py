@@ -1,4 +1,4 @@
-"""A server in a process of its own, seen from outside: signals, descriptors, memory, counters. Sends no generation."""
+"""Runs a server process and observes it from outside: signals, descriptors, memory, counters. Sends no generation."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from tools.measure import ROOT
 
 READY_S = 180.0  # nothing is loaded or compiled, but the machine may be busy
 _SETTLE_S = 30.0
-# The fake device behind the scheduler, pages and front end of production; small, so that limits are met.
+# The fake device behind production's scheduler, pages and front end; small, so that clients reach the limits.
 FAKE = (
   "--fake_device",
   "--debug_invariants",
@@ -42,7 +42,7 @@ FAKE = (
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-  """What a process holds. Bytes and counts."""
+  """A process's resources, in bytes and counts."""
 
   rss: int
   fds: int
@@ -50,22 +50,22 @@ class Usage:
 
 
 class Server:
-  """One server process. As a context it is ready, and killed in the end if it still runs.
+  """One server process. Its context waits until it is ready, and kills it at the end if it still runs.
 
   Attributes:
     target: HOST:PORT of gRPC, once ready.
-    http_port: of HTTP, once ready.
+    http_port: the HTTP port, once ready.
   """
 
   def __init__(
     self, folder: pathlib.Path, flags: tuple[str, ...], *, name: str = "server", port: int = 0, module: str = ""
   ):
     """Args:
-    folder: for its log and its port files.
-    flags: beside those of FAKE; a later one wins.
-    name: of those files.
-    port: for gRPC; 0 is a free one.
-    module: run in place of tools.chaos.server.
+    folder: folder for its log and its port files.
+    flags: flags added to FAKE; a later one wins.
+    name: name of those files.
+    port: the gRPC port; 0 is a free one.
+    module: module to run instead of tools.chaos.server.
     """
     self._flags, self._port, self._module = flags, port, module or "tools.chaos.server"
     self.log = folder / f"{name}.log"
@@ -76,14 +76,14 @@ class Server:
     self._admin_channel: grpc.Channel | None = None
 
   def start(self) -> "Server":
-    """Begins a process; returns at once."""
+    """Starts a process; returns at once."""
     for path in self._files:
       path.unlink(missing_ok=True)
     port_file, http_file = self._files
-    ours = (f"--port={self._port}", f"--port_file={port_file}", "--http_port=0", f"--http_port_file={http_file}")
+    own_flags = (f"--port={self._port}", f"--port_file={port_file}", "--http_port=0", f"--http_port_file={http_file}")
     with open(self.log, "w", encoding="utf-8") as log:
       self._process = subprocess.Popen(
-        [sys.executable, "-m", self._module, *FAKE, *ours, *self._flags],
+        [sys.executable, "-m", self._module, *FAKE, *own_flags, *self._flags],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         stdin=subprocess.DEVNULL,
@@ -94,7 +94,7 @@ class Server:
     return self
 
   def is_ready(self) -> bool:
-    """Whether it serves; fills in the addresses.
+    """Whether it serves; sets the addresses.
 
     Raises:
       ConfigError: it has ended.
@@ -102,7 +102,7 @@ class Server:
     if self.process.poll() is not None:
       raise ConfigError(f"the server ended with exit code {self.process.returncode}: {self.last_words()}")
     port_file, http_file = self._files
-    if not port_file.exists():  # the last of both
+    if not port_file.exists():  # the later of the two files
       return False
     self.target = f"127.0.0.1:{port_file.read_text('utf-8').strip()}"
     self.http_port = int(http_file.read_text("utf-8"))
@@ -129,21 +129,21 @@ class Server:
 
   @property
   def process(self) -> subprocess.Popen:
-    """Of the latest start."""
+    """The latest started process."""
     assert self._process is not None, "start() comes first"
     return self._process
 
   @property
   def port(self) -> int:
-    """Of gRPC."""
+    """The gRPC port."""
     return int(self.target.rsplit(":", 1)[1])
 
   def terminate(self) -> None:
-    """SIGTERM."""
+    """Sends SIGTERM."""
     self.process.send_signal(signal.SIGTERM)
 
   def kill(self) -> None:
-    """SIGKILL, and waits for it."""
+    """Sends SIGKILL and waits for the end."""
     for channel in (self._channel, self._admin_channel):
       if channel is not None:
         channel.close()
@@ -154,19 +154,19 @@ class Server:
       self._process.wait()
 
   def last_words(self) -> str:
-    """The last line of its log."""
+    """Returns the last line of its log."""
     lines = self.log.read_text("utf-8", errors="replace").strip().splitlines()
     return (lines or ["it said nothing"])[-1]
 
   @property
   def channel(self) -> grpc.Channel:
-    """Ours to it, for looking."""
+    """The channel for observing the server."""
     if self._channel is None:
       self._channel = grpc.insecure_channel(self.target)
     return self._channel
 
   def is_serving(self) -> bool:
-    """What its health service says of generation."""
+    """Returns whether its health service reports generation as SERVING."""
     request = health_pb2.HealthCheckRequest(service="sluice.v1.GenerationService")
     with contextlib.suppress(grpc.RpcError):
       health: Any = health_pb2_grpc.HealthStub(self.channel)
@@ -175,22 +175,22 @@ class Server:
     return False
 
   def load(self, steps_after_s: float | None = None) -> pb.GetLoadResponse:
-    """GetLoad."""
+    """Returns the response to GetLoad."""
     return pb_grpc.ModelServiceStub(self.channel).GetLoad(pb.GetLoadRequest(steps_after_s=steps_after_s), timeout=30)
 
   def usage(self) -> Usage:
-    """What it holds now."""
+    """Returns the process's resources now."""
     process = psutil.Process(self.process.pid)
     with process.oneshot():
       return Usage(process.memory_info().rss, process.num_fds(), process.num_threads())
 
   def num_connections(self) -> int:
-    """That are established."""
+    """Returns the number of established connections."""
     connections = psutil.Process(self.process.pid).net_connections("tcp")
     return sum(connection.status == psutil.CONN_ESTABLISHED for connection in connections)
 
   def metrics(self) -> dict[str, float]:
-    """All samples of /metrics but histograms' buckets, as name or name{label=value,...}."""
+    """Returns all samples of /metrics except histogram buckets, as name or name{label=value,...}."""
     connection = http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=30)
     try:
       connection.request("GET", "/metrics")
@@ -206,16 +206,16 @@ class Server:
     return found
 
   def books(self) -> chaos_pb2.GetInvariantsResponse:
-    """What it accepted, what became of it and what is left of it, as it says itself."""
+    """Returns its counters of accepted, ended and live requests."""
     if self._admin_channel is None:
       found = re.search(r"admin service on (\S+)", self.log.read_text("utf-8"))
-      assert found is not None, "a server with an admin port says where"
+      assert found is not None, "a server with an admin port logs its address"
       self._admin_channel = grpc.insecure_channel(found[1])
     stub = chaos_pb2_grpc.ChaosServiceStub(self._admin_channel)
     return stub.GetInvariants(chaos_pb2.GetInvariantsRequest(), timeout=30)
 
   def settle(self) -> list[str]:
-    """Waits until nothing is in flight; returns what is held all the same."""
+    """Waits until nothing is in flight; returns descriptions of what is still held."""
     deadline = time.monotonic() + _SETTLE_S
     while held := self._held():
       if time.monotonic() > deadline:
@@ -233,7 +233,7 @@ class Server:
     return [f"{count} {name} are held" for name, count in held.items() if count]
 
   def imbalance(self) -> list[str]:
-    """What is wrong with: accepted = finished + failed + cancelled + in flight, of requests and of generations."""
+    """Returns faults in: accepted = finished + failed + cancelled + in flight, of requests and of generations."""
     books = self.books()
     faults = [] if books.enabled and books.checks_total else ["the server checks no invariants"]
     if books.breaches_total:
@@ -265,7 +265,7 @@ class Server:
     return faults + self._disagreement()
 
   def _disagreement(self) -> list[str]:
-    """What else tells of endings must tell the same, once nothing is in flight."""
+    """Returns disagreements between counters of endings, once nothing is in flight."""
     books, load, metrics = self.books(), self.load(), self.metrics()
     if books.requests_live:
       return []
@@ -277,7 +277,7 @@ class Server:
 
 
 def free_port() -> int:
-  """One that was free a moment ago, of those that the system gives to nobody by itself: it stays free."""
+  """Returns a free port outside of the range that the system assigns, so it stays free."""
   first_given = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
   while True:
     port = random.randrange(max(1024, first_given // 2), max(2048, first_given))

@@ -1,4 +1,4 @@
-"""Scenario: how soon an idle server says no to input that is wrong, one of each row of the catalogue's table E."""
+"""Scenario: time in which an idle server refuses wrong input, one of each row of the catalogue's table E."""
 
 from collections.abc import Callable
 import dataclasses
@@ -15,7 +15,7 @@ from tools.chaos.rig import Rig
 from tools.report.latency import percentile
 
 _LIMIT_MS = 5.0
-_WARM = 5  # of each: what is made once, as the vocabulary that grammars are compiled for, is not what this is about
+_WARM = 5  # untimed requests of each; they build what is made once, such as the vocabulary for grammars
 CANARY = "a-prompt-that-no-answer-repeats"
 _METHOD = "/sluice.v1.GenerationService/GenerateUnary"
 _PATH = "/v1/completions"
@@ -27,10 +27,10 @@ class Bad:
   """One wrong input, for both protocols.
 
   Attributes:
-    name: its row of the catalogue, and what it is.
-    message: as a protobuf; bytes are sent as they are.
-    body: as JSON; bytes are sent as they are.
-    code, status: the answers that it must get.
+    name: its row of the catalogue, and a description.
+    message: protobuf; bytes are sent as they are.
+    body: JSON; bytes are sent as they are.
+    code, status: the required responses.
   """
 
   name: str
@@ -89,25 +89,25 @@ def _large() -> list[Bad]:
   digits = b'{"prompt":"a","n":' + b"1" * size + b"}"
   return [
     _constraint("1 MB schema", "json_schema", '{"const": "' + "x" * size + '"}'),
-    Bad("E8 1 MB of nothing", b"\xff" * size, digits),
+    Bad("E8 1 MB of junk", b"\xff" * size, digits),
   ]
 
 
 @dataclasses.dataclass
 class RefusalTimes:
-  """What a client saw. Milliseconds from sending to the whole answer, by protocol and name of the input."""
+  """A client's times: milliseconds from sending to the whole response, by protocol and name of the input."""
 
   times: dict[tuple[str, str], list[float]] = dataclasses.field(default_factory=dict)
   faults: list[str] = dataclasses.field(default_factory=list)
 
   @property
   def sent(self) -> int:
-    """How many were timed."""
+    """Returns the number of timed requests."""
     return sum(map(len, self.times.values()))
 
 
 def ask(target: str, http_port: int, large: bool, count: int) -> RefusalTimes:
-  """A job: sends each input so many times, one after the other."""
+  """A job: sends each input `count` times, one after the other."""
   seen = RefusalTimes()
   connection = http.client.HTTPConnection("127.0.0.1", http_port, timeout=30)
   with grpc.insecure_channel(target, options=(("grpc.max_send_message_length", -1),)) as channel:
@@ -124,7 +124,7 @@ def ask(target: str, http_port: int, large: bool, count: int) -> RefusalTimes:
 def timed(
   seen: RefusalTimes, protocol: str, bad: Bad, wanted: str, count: int, send: Callable[[], tuple[str, str]]
 ) -> None:
-  """Sends one input so many times, and takes down how long each took and what was wrong with the answer."""
+  """Sends one input `count` times; records its times and faults in the response."""
   times = []
   for _ in range(_WARM + count):
     began = time.perf_counter()
@@ -152,7 +152,7 @@ def _over_http(connection: http.client.HTTPConnection, body: bytes) -> tuple[str
 
 
 def refusals(rig: Rig, count: int = 400, asked: int = 400) -> list[Row]:
-  """Small inputs against the limit; large ones, of which reading alone takes its time, are told apart and have none."""
+  """Compares small inputs with the limit; large ones, which take long to read, have a separate row and no limit."""
   with rig.server() as server:
     small = rig.submit(ask, server.target, server.http_port, False, count).result()
     large = rig.submit(ask, server.target, server.http_port, True, max(1, count // 4)).result()
@@ -174,7 +174,7 @@ def refusals(rig: Rig, count: int = 400, asked: int = 400) -> list[Row]:
       count,
     ),
     none_of(
-      "wrong inputs", "status as it must be, nothing queued, no prompt sent back", faults, small.sent + large.sent, 0
+      "wrong inputs", "the required status, nothing queued, no prompt sent back", faults, small.sent + large.sent, 0
     ),
   ]
 

@@ -1,4 +1,4 @@
-"""What a chaos run claims and what came of it: rows, a table, JSON. Runs nothing."""
+"""The checks of a chaos run and their results: rows, a table, JSON. Runs nothing."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -10,17 +10,17 @@ from rich.table import Table
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One claim.
+  """One check.
 
   Attributes:
-    claim: what must hold.
-    target, measured: in words and figures.
-    passed: whether it does.
-    asked, ran: the count that the claim is about, and the count of this run; fewer is said in the table.
-    scenario, seconds: filled in by the runner.
+    check: the statement to check.
+    target, measured: text and figures.
+    passed: whether the check passed.
+    asked, ran: the count that the check requires, and this run's count; the table shows a smaller one.
+    scenario, seconds: set by the runner.
   """
 
-  claim: str
+  check: str
   target: str
   measured: str
   passed: bool
@@ -31,35 +31,35 @@ class Row:
 
   @property
   def verdict(self) -> str:
-    """In a word or three."""
+    """The verdict in a few words."""
     if not self.passed:
       return "MISSED"
     return "holds" if self.ran >= self.asked else f"holds, {self.ran:,} of {self.asked:,}"
 
 
-def none_of(claim: str, target: str, faults: Sequence[str], ran: int, asked: int) -> Row:
-  """A row that holds if nothing is in `faults`; else it shows the first."""
+def none_of(check: str, target: str, faults: Sequence[str], ran: int, asked: int) -> Row:
+  """Returns a row that passes if `faults` is empty; else it shows the first."""
   measured = f"{ran:,}: 0 faults" if not faults else f"{len(faults)} faults: {faults[0]}"
-  return Row(claim, target, measured, not faults and ran > 0, asked, ran)
+  return Row(check, target, measured, not faults and ran > 0, asked, ran)
 
 
 def show(rows: Sequence[Row], seconds: float, console: Console) -> None:
-  """The table."""
-  table = Table(title=f"chaos: {sum(row.passed for row in rows)} of {len(rows)} claims hold, {seconds:.0f} s")
-  for name in ("scenario", "claim", "target", "measured", "verdict"):
+  """Returns the table."""
+  table = Table(title=f"chaos: {sum(row.passed for row in rows)} of {len(rows)} checks passed, {seconds:.0f} s")
+  for name in ("scenario", "check", "target", "measured", "verdict"):
     table.add_column(name, overflow="fold")
   before = ""
   for row in rows:
     if before and row.scenario != before:
       table.add_section()
     name = "" if row.scenario == before else f"{row.scenario} ({row.seconds:.0f} s)"
-    table.add_row(name, row.claim, row.target, row.measured, row.verdict, style=None if row.passed else "bold red")
+    table.add_row(name, row.check, row.target, row.measured, row.verdict, style=None if row.passed else "bold red")
     before = row.scenario
   console.print(table)
 
 
 def as_json(rows: Sequence[Row], seconds: float, about: dict[str, Any]) -> dict[str, Any]:
-  """The same for machines."""
+  """Returns the rows as JSON."""
   return {
     **about,
     "seconds": round(seconds, 1),

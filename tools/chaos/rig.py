@@ -1,4 +1,4 @@
-"""What every scenario works with: a folder for logs, client processes, control streams. Knows no scenario."""
+"""Shared tools of the scenarios: a folder for logs, client processes, control streams. Knows no scenario."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -18,7 +18,7 @@ _JOB_S = 600.0
 
 
 class Rig:
-  """Lives for a whole run. Client processes are kept from one scenario to the next, since starting one costs."""
+  """The resources of a whole run. Client processes stay between scenarios, since starting one is slow."""
 
   def __init__(self) -> None:
     self._temporary = tempfile.TemporaryDirectory(prefix="sluice-chaos-")
@@ -34,11 +34,11 @@ class Rig:
     self._temporary.cleanup()
 
   def server(self, *flags: str, module: str = "") -> Server:
-    """A server that is not yet started."""
+    """Returns a server that is not started yet."""
     return Server(self.folder, flags, name=f"server-{next(self._serials)}", module=module)
 
   def end_clients(self) -> None:
-    """Ends the client processes, with every connection that gRPC keeps for them; others take their place."""
+    """Ends the client processes and with them gRPC's connections; new processes replace them."""
     self._pool.shutdown()
     self._pool = _new_pool()
 
@@ -49,7 +49,7 @@ class Rig:
   def ask(
     self, target: str, asks: Sequence[streams.StreamRequest], at_once: int, processes: int = 2
   ) -> list[streams.Answer]:
-    """Sends all in a closed loop from several processes; answers in no order."""
+    """Sends all in a closed loop from several processes; answers come in any order."""
     jobs = [
       self.submit(streams.run_all, target, asks[index::processes], max(1, at_once // processes))
       for index in range(processes)
@@ -60,7 +60,7 @@ class Rig:
   def controls(
     self, server: Server, num_streams: int, max_tokens: int, **options: Any
   ) -> Iterator[Callable[[], streams.Control]]:
-    """Control streams as long as the block lasts, and at least one; what it yields returns what they saw, after it."""
+    """Runs control streams, at least one, during the block; afterwards the yielded function returns their results."""
     serial = next(self._serials)
     stop_file = self.folder / f"stop-{serial}"
     job = self.submit(streams.control, server.target, stop_file, num_streams, max_tokens, serial, **options)
@@ -77,7 +77,7 @@ def _new_pool() -> ProcessPoolExecutor:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0, pause_s: float = 0.02) -> bool:
-  """Whether it came to hold in time."""
+  """Whether the condition became true in time."""
   deadline = time.monotonic() + timeout_s
   while not condition():
     if time.monotonic() > deadline:

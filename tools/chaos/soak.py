@@ -1,7 +1,7 @@
-"""The soak: everything mixed, for hours, while memory, descriptors and threads are watched; what grows is a leak.
+"""Runs a mixture of everything for hours and measures memory, descriptors and threads; growth is a leak.
 
-The mixture has weights, as that of Triton's long-running stress has. A server with a planted leak goes through the same
-watch first: one that cannot find it would prove nothing.
+The mixture has weights, as in Triton's long-running stress test. A server with a planted leak runs first: if the soak
+cannot find that leak, it proves nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,16 +20,16 @@ from tools.chaos.streams import Answer, StreamRequest, random_asks, random_promp
 
 _MOST_RSS_SLOPE = 1e6  # bytes in 100,000 requests
 _MOST_SLOPE = 1.0  # descriptors or threads in 100,000 requests
-_SAMPLES = 30  # fewer say nothing about a slope
-_PAUSE_S = 20.0  # between samples, at most
-_WINDOW = 5  # samples, of whose memory the least counts: what a burst has freed the C library keeps for a while
-_SETTLED_FIRST = 0.25  # of a run, and
-_SETTLED_REQUESTS = 20_000  # in which allocators, caches and pools of threads fill up: 5 MB in the first 6,000
+_SAMPLES = 30  # fewer samples do not determine a slope
+_PAUSE_S = 20.0  # longest time between samples
+_WINDOW = 5  # samples in a window, whose least memory counts: the C library keeps memory of a burst for a while
+_SETTLED_FIRST = 0.25  # share of a run, and
+_SETTLED_REQUESTS = 20_000  # requests, in which allocators, caches and thread pools fill up: 5 MB in the first 6,000
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-  """What the server held when it was idle, after `requests`."""
+  """An idle server's resources after `requests`."""
 
   requests: int
   usage: Usage
@@ -37,7 +37,7 @@ class Sample:
 
 @dataclasses.dataclass
 class SoakOutcome:
-  """What came of it: rounds by kind, streams checked, and what was wrong."""
+  """The result: rounds by kind, checked streams, and faults."""
 
   rounds: dict[str, int] = dataclasses.field(default_factory=dict)
   checked: int = 0
@@ -46,7 +46,7 @@ class SoakOutcome:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-  """Of the least-squares line; 0 of fewer than two different abscissas."""
+  """Returns the slope of the least-squares line; 0 for fewer than two different abscissas."""
   count = len(points)
   mean_x, mean_y = (sum(point[axis] for point in points) / max(1, count) for axis in range(2))
   spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -54,13 +54,13 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 class _Mixture:
-  """Kinds of rounds. Each method sends about 200 requests, and returns when they have ended."""
+  """Kinds of rounds. Each method sends about 200 requests, and returns once they have ended."""
 
   def __init__(self, rig: Rig, server: Server, soaked: SoakOutcome, seed: int):
     self._rig, self._server, self._soaked = rig, server, soaked
     self._rng = random.Random(seed)
-    # Of 860: Triton has 295 valid sequences, 300 of load, 80 of another model, 60 that time out, 60 that crash, 62
-    # without an end. Ours besides: HTTP and fuzz.
+    # Weights of 860: Triton has 295 valid sequences, 300 of load, 80 of another model, 60 that time out, 60 that crash,
+    # 62 without an end. Sluice adds HTTP and fuzz.
     self.kinds: dict[str, tuple[int, Callable[[], None]]] = {
       "streams": (295, self.streams),
       "load": (300, self.load),
@@ -73,7 +73,7 @@ class _Mixture:
     }
 
   def round(self) -> str:
-    """One, by the weights; returns its kind."""
+    """Runs one round, chosen by the weights; returns its kind."""
     kinds = list(self.kinds)
     (kind,) = self._rng.choices(kinds, [self.kinds[name][0] for name in kinds])
     self.kinds[kind][1]()
@@ -90,20 +90,20 @@ class _Mixture:
     return random_asks(self._rng, count, prompts, outputs, f"soak-{self._rng.getrandbits(32)}")
 
   def streams(self) -> None:
-    """Answers of all lengths."""
+    """Streams answers of all lengths."""
     self._check(self._asks((1, 200), (1, 100)), 64)
 
   def load(self) -> None:
-    """As many short ones as there is room for."""
+    """Sends as many short requests as fit."""
     self._check([dataclasses.replace(ask, unary=True) for ask in self._asks((1, 40), (1, 20))], 128)
 
   def http(self) -> None:
-    """Completions, whole and streamed, of which some are left."""
+    """Sends completions, whole and streamed, and leaves some of them."""
     asks, seed = self._asks((1, 100), (1, 60)), self._rng.getrandbits(32)
     self._count(self._rig.submit(http_clients.complete_all, self._server.http_port, asks, 32, seed).result())
 
   def prefixes(self) -> None:
-    """Prompts that share their beginnings, with priorities and salts."""
+    """Sends prompts that share prefixes, with priorities and salts."""
     shared = random_prompt(self._rng, 150)
     rng = self._rng
     self._check(
@@ -120,28 +120,28 @@ class _Mixture:
     )
 
   def deadlines(self) -> None:
-    """Clients with less time than they need."""
+    """Sends requests with too short deadlines."""
     job = self._rig.submit(streams.run_out_of_time, self._server.target, self._asks((1, 100), (100, 300)), 64)
     self._soaked.faults += job.result()
 
   def vanish(self) -> None:
-    """Clients that are gone."""
+    """Sends requests and disconnects."""
     requests = disconnects.requests_of(self._server, self._rng)
     self._rig.submit(wire.vanish, requests, 200, 24, 0.001, self._rng.getrandbits(32)).result()
 
   def cancel(self) -> None:
-    """Clients that no longer want it."""
+    """Sends requests and cancels them."""
     self._rig.submit(disconnects.cancel_many, self._server.target, 200, 16, self._rng.getrandbits(32)).result()
 
   def fuzz(self) -> None:
-    """Messages that nobody meant."""
+    """Sends mutated messages."""
     self._soaked.faults += (
       self._rig.submit(fuzz.wire_many, self._server.target, 200, 8, self._rng.getrandbits(32)).result().faults
     )
 
 
 def _fill_grammars(server: Server) -> None:
-  """As many as the server keeps, some 180 kB each: rounds of fuzz alone would take 150,000 requests to send so many."""
+  """Compiles as many grammars as the server keeps, 180 kB each; fuzz alone would need 150,000 requests for that."""
   with Client(server.target) as client:
     for number in range(MAX_ENTRIES):
       schema = {"type": "object", "properties": {f"a{number}": {"type": "integer"}}}
@@ -149,7 +149,7 @@ def _fill_grammars(server: Server) -> None:
 
 
 def watch(rig: Rig, server: Server, seconds: float, seed: int, tell: Callable[[str], None]) -> SoakOutcome:
-  """Mixes for so long, with samples at rest in between, of which each is told."""
+  """Runs the mixture for this long; takes samples at rest in between and reports each."""
   soaked = SoakOutcome()
   _fill_grammars(server)
   mixture = _Mixture(rig, server, soaked, seed)
@@ -173,13 +173,13 @@ def watch(rig: Rig, server: Server, seconds: float, seed: int, tell: Callable[[s
 
 
 def settled(samples: Sequence[Sample]) -> list[Sample]:
-  """Those after the beginning of a run."""
+  """Returns the samples after the beginning of a run."""
   late = samples[int(_SETTLED_FIRST * len(samples)) :]
   return [sample for sample in late if sample.requests >= _SETTLED_REQUESTS]
 
 
 def slopes(samples: Sequence[Sample]) -> tuple[float, float, float]:
-  """Growth of resident bytes, descriptors and threads in 100,000 requests; of bytes, that of each window's least."""
+  """Returns the growth in 100,000 requests of resident bytes (each window's least), descriptors and threads."""
   windows = [samples[first : first + _WINDOW] for first in range(0, len(samples) - _WINDOW + 1, _WINDOW)]
   least = [min(window, key=lambda sample: sample.usage.rss) for window in windows]
 
@@ -194,13 +194,13 @@ def slopes(samples: Sequence[Sample]) -> tuple[float, float, float]:
 
 
 def soak(rig: Rig, seconds: float, tell: Callable[[str], None], control_s: float | None = None) -> list[Row]:
-  """The leak that must be found, then the server.
+  """Runs the planted leak, then the server.
 
   Args:
     rig: starts servers and clients.
-    seconds: of the soak.
-    tell: gets a line for each sample.
-    control_s: of the planted leak; None: a tenth, between one and ten minutes.
+    seconds: duration of the soak.
+    tell: receives a line for each sample.
+    control_s: duration of the planted leak; None: a tenth of `seconds`, between one and ten minutes.
   """
   flags = ("--max_queued_requests=1024", "--max_num_seqs=64", "--num_blocks=1024", "--keepalive_time_s=5")
   control_s = min(max(60.0, seconds / 10), 600.0) if control_s is None else control_s

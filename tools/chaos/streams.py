@@ -1,7 +1,7 @@
-"""Clients that behave well: they ask, read, and know every token they must get. Jobs for client processes.
+"""Well-behaved clients: they send, read, and know every expected token. Jobs for client processes.
 
-extensions/fake_device computes what is expected, from what was asked alone; a token that is lost, doubled, changed or
-another's is found by comparison.
+extensions/fake_device computes the expected tokens from the request alone. Comparison finds every token that is lost,
+doubled, changed or another request's.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from extensions.fake_device.device import expected_tokens
 from server.proto import sluice_pb2 as pb
 from server.proto import sluice_pb2_grpc as pb_grpc
 
-TIMEOUT_S = 120.0  # that no request of a chaos run comes near to, unless it hangs
+TIMEOUT_S = 120.0  # only a request that hangs reaches it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamRequest:
-  """A greedy request of exactly max_tokens. What comes under a `regex` is not predicted."""
+  """A greedy request of exactly max_tokens. Output under a `regex` is not predicted."""
 
   prompt: tuple[int, ...]
   max_tokens: int
@@ -40,7 +40,7 @@ class StreamRequest:
   regex: str = ""
 
   def message(self) -> pb.GenerateRequest:
-    """As it is sent."""
+    """Returns the protobuf."""
     constraint = pb.OutputConstraint(regex=self.regex) if self.regex else None
     return pb.GenerateRequest(
       request_id=self.request_id,
@@ -57,18 +57,18 @@ class StreamRequest:
 
 @dataclasses.dataclass(slots=True)
 class Answer:
-  """What came. Times on the machine's monotonic clock.
+  """The response to a request. Times are on the machine's monotonic clock.
 
   Attributes:
-    ask: to what.
-    tokens: all that came.
-    code, reason: how it ended: a status code's name, and the ErrorInfo's reason.
-    sent: when.
-    times: of each message with tokens.
-    ended: when the status was there.
-    cached_tokens: of the prompt.
-    exact: it ended well with just the expected tokens.
-    sound: the tokens are those expected, perhaps not all of them.
+    ask: the request.
+    tokens: all received tokens.
+    code, reason: its end: a status code's name, and the ErrorInfo's reason.
+    sent: time of sending.
+    times: times of messages with tokens.
+    ended: time of the status.
+    cached_tokens: cached tokens of the prompt.
+    exact: whether it ended well with exactly the expected tokens.
+    sound: whether the tokens are a prefix of the expected ones.
   """
 
   ask: StreamRequest
@@ -83,7 +83,7 @@ class Answer:
   sound: bool = False
 
   def judge(self) -> None:
-    """Compares with what must have come; call it when all is there."""
+    """Compares with the expected tokens; call it when the response is complete."""
     if self.ask.regex or (self.code != "OK" and not self.tokens):
       self.sound, self.exact = True, self.code == "OK"
       return
@@ -92,7 +92,7 @@ class Answer:
     self.exact = self.code == "OK" and self.sound and len(self.tokens) == len(expected)
 
   def fault(self) -> str:
-    """In words, what is wrong with it; empty if it is exact."""
+    """Returns a description of the fault; empty if the response is exact."""
     if self.exact:
       return ""
     if self.code != "OK":
@@ -102,20 +102,20 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """What expectations depend on."""
+  """The model's properties that determine expected tokens."""
 
   vocab_size: int
   eos_token_ids: tuple[int, ...]
 
   def expected(self, ask: StreamRequest) -> tuple[int, ...]:
-    """The tokens that an answer must have."""
+    """Returns the expected tokens of an answer."""
     params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
     return expected_tokens(ask.prompt, params, vocab_size=self.vocab_size, eos_token_ids=self.eos_token_ids)[0]
 
 
 @functools.cache
 def demo_model() -> Model:
-  """Of the folder that chaos servers serve: numbers only."""
+  """Returns the properties of the chaos servers' model folder, which has no weights."""
   import json
 
   from tools.measure import ROOT
@@ -126,7 +126,7 @@ def demo_model() -> Model:
 
 
 def random_prompt(rng: random.Random, length: int) -> tuple[int, ...]:
-  """Ids of the demo model."""
+  """Returns random token ids of the demo model."""
   size = demo_model().vocab_size
   return tuple([rng.randrange(size) for _ in range(length)])
 
@@ -134,7 +134,7 @@ def random_prompt(rng: random.Random, length: int) -> tuple[int, ...]:
 def random_asks(
   rng: random.Random, count: int, prompts: tuple[int, int], outputs: tuple[int, int], name: str
 ) -> list[StreamRequest]:
-  """Requests with lengths from these ranges."""
+  """Returns requests with lengths from these ranges."""
   return [
     StreamRequest(random_prompt(rng, rng.randint(*prompts)), rng.randint(*outputs), f"{name}-{index}")
     for index in range(count)
@@ -142,7 +142,7 @@ def random_asks(
 
 
 async def send(stub: Any, ask: StreamRequest, timeout_s: float = TIMEOUT_S) -> Answer:
-  """Sends and reads to the end, whatever that is."""
+  """Sends a request and reads to the end."""
   answer = Answer(ask, sent=time.monotonic())
   try:
     if ask.unary:
@@ -174,9 +174,9 @@ async def _read_unary(stub: Any, answer: Answer, timeout_s: float) -> None:
 
 
 def reason_of(error: grpc.aio.AioRpcError) -> str:
-  """The reason among the details of a status; empty where there are none.
+  """Returns the reason among the details of a status; empty if there are none.
 
-  Not with grpc_status, which refuses what a client's own deadline makes of a status that is on its way.
+  Does not use grpc_status, which refuses the mixture of a client's own deadline and a status under way.
   """
   info = error_details_pb2.ErrorInfo()
   for key, value in error.trailing_metadata() or ():
@@ -188,7 +188,7 @@ def reason_of(error: grpc.aio.AioRpcError) -> str:
 
 
 def stub_of(channel: grpc.aio.Channel) -> Any:
-  """For generations."""
+  """Returns the stub for generations."""
   return pb_grpc.GenerationServiceStub(channel)
 
 
@@ -198,18 +198,18 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def on_loop[T](work: Coroutine[Any, Any, T]) -> T:
-  """As asyncio.run, but with one loop for the life of a client process: grpc.aio may still call one that is closed."""
+  """As asyncio.run, but with one loop for a client process: grpc.aio may still call a closed one."""
   try:
     return _loop().run_until_complete(work)
   finally:
-    gc.collect()  # a closed channel that is part of a cycle keeps its connection, which would look like the server's
+    gc.collect()  # a closed channel in a reference cycle keeps its connection, which would look like the server's
 
 
 # --- Jobs: each runs in a client process ------------------------------------------------------------------------------
 
 
 def run_all(target: str, asks: Sequence[StreamRequest], at_once: int) -> list[Answer]:
-  """Closed loop: sends all, `at_once` at a time; answers in the order of asks."""
+  """Runs a closed loop: sends all, `at_once` at a time; returns answers in the order of asks."""
   return on_loop(_run_all(target, asks, at_once))
 
 
@@ -228,7 +228,7 @@ async def _run_all(target: str, asks: Sequence[StreamRequest], at_once: int) -> 
 
 
 def run_out_of_time(target: str, asks: Sequence[StreamRequest], at_once: int) -> list[str]:
-  """Closed loop of clients with 1 to 50 ms each; returns what was wrong with what they got, be it all or not."""
+  """Runs a closed loop of clients with deadlines of 1 to 50 ms; returns the faults in what they received."""
   return on_loop(_run_out_of_time(target, asks, at_once))
 
 
@@ -252,14 +252,14 @@ async def _run_out_of_time(target: str, asks: Sequence[StreamRequest], at_once: 
 
 @dataclasses.dataclass
 class Control:
-  """What control streams saw, who do nothing but read.
+  """The results of control streams, which only read.
 
   Attributes:
-    streams, tokens: that came to their end, and what they carried.
-    faults: of those that were not exact.
+    streams, tokens: finished streams, and their tokens.
+    faults: faults of streams that were not exact.
     gaps: seconds between messages of one stream, each with the time of the later one.
     firsts: seconds to the first token.
-    ends: when each ended, with its number of tokens.
+    ends: time of each end, with its number of tokens.
   """
 
   streams: int = 0
@@ -270,7 +270,7 @@ class Control:
   ends: list[tuple[float, int]] = dataclasses.field(default_factory=list)
 
   def add(self, answer: Answer) -> None:
-    """Takes one in."""
+    """Adds an answer."""
     self.streams += 1
     self.tokens += len(answer.tokens)
     self.ends.append((answer.ended, len(answer.tokens)))
@@ -293,9 +293,9 @@ def control(
   unary: bool = False,
   longest_prompt: int = 40,
 ) -> Control:
-  """Keeps `num_streams` requests going, one after the other, until `stop_file` is there; the last ones end as usual.
+  """Keeps `num_streams` requests running, one after the other, until `stop_file` exists; the last ones end as usual.
 
-  Their lengths are half of `max_tokens` to one and a half, so that they do not march in step.
+  Lengths are half of `max_tokens` to one and a half, so that streams do not end together.
   """
   like = StreamRequest((), max_tokens, "control", priority, tenant=tenant, unary=unary)
   return on_loop(_control(target, stop_file, num_streams, like, longest_prompt, seed))
@@ -326,5 +326,5 @@ async def _control(
 
 
 def begun_file(stop_file: pathlib.Path) -> pathlib.Path:
-  """What is there once control streams begin."""
+  """Returns the file that marks the beginning of control streams."""
   return stop_file.with_suffix(".begun")

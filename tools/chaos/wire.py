@@ -1,8 +1,8 @@
-"""Clients that behave badly, on bare sockets: they vanish, hang or never read. Standard library alone; judges nothing.
+"""Badly behaved clients on bare sockets: they vanish, hang or never read. Standard library alone; judges nothing.
 
-  python -S -m tools.chaos.wire PORT COUNT REQUEST_HEX     # opens COUNT requests, says "open", and waits to be killed
+  python -S -m tools.chaos.wire PORT COUNT REQUEST_HEX     # opens COUNT requests, prints "open", and waits to be killed
 
-Bare, because a gRPC client closes politely, and because the client shares its cores with the server that it abuses.
+Bare sockets, because a gRPC client closes politely, and because the client shares its cores with the server.
 """
 
 import contextlib
@@ -17,17 +17,17 @@ _DATA, _HEADERS, _SETTINGS, _WINDOW_UPDATE = 0, 1, 4, 8
 _END_STREAM, _END_HEADERS = 1, 4
 _INITIAL_WINDOW_SIZE = 4
 GENERATE = "/sluice.v1.GenerationService/Generate"
-# How a client may go away.
+# Ways to leave.
 WAYS = ("rst", "fin", "half")
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-  """One frame of HTTP/2 (RFC 9113)."""
+  """Returns one frame of HTTP/2 (RFC 9113)."""
   return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
 def grpc_request(message: bytes, method: str = GENERATE, *, window: int = 65_535) -> bytes:
-  """All that a client sends on a new connection for one call.
+  """Returns all that a client sends on a new connection for one call.
 
   Args: message: serialized. method: path. window: bytes the server may send before the client reads any.
   """
@@ -43,7 +43,7 @@ def grpc_request(message: bytes, method: str = GENERATE, *, window: int = 65_535
 
 
 def header_block(method: str) -> bytes:
-  """HPACK of a call's headers, without its tables."""
+  """Returns HPACK of a call's headers, without tables."""
   fields = {
     ":method": "POST",
     ":scheme": "http",
@@ -56,12 +56,12 @@ def header_block(method: str) -> bytes:
 
 
 def literal(name: str, value: str) -> bytes:
-  """HPACK of one header that enters no table."""
+  """Returns HPACK of one header that enters no table."""
   return b"\0" + _string(name) + _string(value)
 
 
 def http_request(body: bytes, path: str = "/v1/completions") -> bytes:
-  """A POST of JSON."""
+  """Returns a POST of JSON."""
   lines = (f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}")
   return "\r\n".join((*lines, "", "")).encode() + body
 
@@ -73,7 +73,7 @@ def _string(text: str) -> bytes:
 
 
 def connect(port: int, request: bytes, *, receive_buffer: int = 0) -> socket.socket:
-  """A connection on which `request` was sent."""
+  """Opens a connection and sends `request`."""
   client = socket.socket()
   if receive_buffer:
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -84,7 +84,7 @@ def connect(port: int, request: bytes, *, receive_buffer: int = 0) -> socket.soc
 
 
 def leave(client: socket.socket, way: str) -> None:
-  """Closes with RST, or politely with FIN after reading what is there."""
+  """Closes with RST, or politely with FIN after reading the available data."""
   if way == "rst":
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
   else:
@@ -96,12 +96,12 @@ def leave(client: socket.socket, way: str) -> None:
 
 
 def vanish(requests: list[tuple[int, bytes]], count: int, open_at_once: int, pause_s: float, seed: int) -> int:
-  """Opens `count` requests and leaves each at a random moment, in a random way; returns how many were left.
+  """Opens `count` requests and leaves each at a random moment, in a random way; returns how many it left.
 
   Args:
     requests: (port, bytes) to choose from.
-    open_at_once: connections kept; one of them, at random, makes way for the next.
-    pause_s: longest wait between two, so that moments fall anywhere in a step.
+    open_at_once: open connections; a random one makes way for the next.
+    pause_s: longest pause between two, so that the moments are spread over a step.
   """
   rng = random.Random(seed)
   clients: list[tuple[socket.socket, str]] = []
@@ -126,14 +126,14 @@ def vanish(requests: list[tuple[int, bytes]], count: int, open_at_once: int, pau
 
 
 class Deaf:
-  """Clients that ask and never read: neither their sockets nor their flow control take an answer."""
+  """Clients that never read: neither their sockets nor their flow control accept a response."""
 
   def __init__(self, port: int, messages: list[bytes]):
     """Opens a connection for each message."""
     self._clients = [connect(port, grpc_request(message, window=0), receive_buffer=4096) for message in messages]
 
   def close(self) -> None:
-    """Leaves, with RST."""
+    """Closes with RST."""
     for client in self._clients:
       leave(client, "rst")
 
@@ -143,7 +143,7 @@ def main(arguments: list[str]) -> None:
   port, count, request = int(arguments[0]), int(arguments[1]), bytes.fromhex(arguments[2])
   clients = [connect(port, request) for _ in range(count)]
   print("open", flush=True)
-  for client in clients:  # whoever is killed has read some, as a client does
+  for client in clients:  # a killed client has read some, as real ones do
     client.recv(65536)
   time.sleep(3600)
 

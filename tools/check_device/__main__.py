@@ -1,12 +1,12 @@
-"""Compiles every rung's whole step for an H200 and for TPUs that are not there, and checks what came out.
+"""Compiles every rung's whole step for an H200 and for TPUs without the hardware, and checks the result.
 
   make check-device                     every rung of the demo model and of Llama-3-8B's shapes, on every target
   make check-device ARGS=--small        a few rungs of a tiny model: what CI runs
 
 It asserts that KV is updated in place, that neither KV nor a weight is copied or (int8) widened in memory, that
-temporaries are bounded, that executables can be stored, and on the GPU that a step is one command buffer of few
-launches, without a sort or a loop, whose kernels spill nothing. It times nothing but the compilers. Exit code 1 with a
-line for each violation; a table comes last.
+temporaries are bounded, and that executables can be stored. On the GPU it also asserts that a step is one command
+buffer of few launches, without a sort or a loop, and that its kernels spill nothing. It times only the compilers. Exit
+code 1 with a line for each violation; a table comes last.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ _SMALL = (
   TargetCase("v5e", "tiny", "64"),
   TargetCase("v5e-4", "tiny", "64"),
 )
-_WHOLE = (  # four chips hold what one does not
+_WHOLE = (  # too large for one chip, so it has four
   TargetCase("h200", "demo", _BUDGETS),
   TargetCase("h200", "llama3-8b", _BUDGETS),
   TargetCase("h200", "llama3-8b", "128", deterministic=True),
@@ -63,7 +63,7 @@ class CompileError(Exception):
 
 
 def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64) -> list[dict]:
-  """Facts of every rung, smallest first, with what ptxas said (`kernels`). Raises CompileError."""
+  """Returns facts of every rung, smallest first, with ptxas's output (`kernels`). Raises CompileError."""
   target = TARGETS[case.target]
   with tempfile.TemporaryDirectory(prefix="sluice-device-") as folder:
     out = pathlib.Path(folder)
@@ -83,17 +83,17 @@ def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64) -> lis
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit code."""
-  parser = CommandParser("python -m tools.check_device", "Compile every step for devices that are not there.")
+  """Runs the command line; returns the exit code."""
+  parser = CommandParser("python -m tools.check_device", "Compile every step for devices that this machine lacks.")
   parser.add_argument("--small", action="store_true", help="a few rungs of a tiny model")
   parser.add_argument("--target", choices=sorted(TARGETS), help="this one alone")
-  parser.add_argument("--model", help="this one alone: tiny, demo, or a folder of models/shapes")
-  parser.add_argument("--token_budgets", help="rungs to compile, as the server's flag")
+  parser.add_argument("--model", help="only this model: tiny, demo, or a folder of models/shapes")
+  parser.add_argument("--token_budgets", help="rungs to compile; see the server's flag of this name")
   parser.add_argument("--max_num_seqs", type=positive_int, default=64, help="rows of the largest steps")
   parser.add_argument("--deterministic", action="store_true", help="only steps of servers with --deterministic")
   parser.add_argument("--quantization", choices=("none", "int8"), default="none", help="int8: only these steps")
   parser.add_argument("--attention", help="implementation of paged attention; the platform's own unless given")
-  parser.add_argument("--out", type=pathlib.Path, help="JSON file for everything that was found")
+  parser.add_argument("--out", type=pathlib.Path, help="JSON file for all facts")
   args = parser.parse_args(arguments)
   cases = _SMALL if args.small else _WHOLE
   if args.target and args.model:

@@ -1,7 +1,7 @@
-"""Compiles a model's steps for one target, each at two depths, and writes down what the compilers say. Judges nothing.
+"""Compiles a model's steps for one target, each at two depths, and writes the compilers' output. Judges nothing.
 
-A process of its own, started by tools.check_device with the environment of targets.environment. Writes facts.jsonl, one
-object a rung, into --out; a line "@@ TOKENS" on standard output comes before what ptxas prints there of a rung.
+tools.check_device starts it in its own process with the environment of targets.environment. It writes facts.jsonl, one
+object a rung, into --out. On standard output a line "@@ TOKENS" precedes ptxas's output for a rung.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tools.check_device import facts, programs, swizzles, targets
 
 
 def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dict[str, Any]:
-  """Facts of one program; the keys are those of judge.Rung where they have the same names."""
+  """Returns facts of one program; the keys are those of judge.Rung where they have the same names."""
   before = set(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
   started, cpu_started = time.perf_counter(), time.process_time()
   with swizzles.watch_shared_transfers() as transfers:
@@ -32,7 +32,7 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
   assert hlo is not None and memory is not None, "compile-only devices say both"
   aliased, sizes = facts.aliased(hlo), facts.argument_bytes(hlo)
   donated = (spec.kv, spec.last_tokens, spec.slot_state)
-  # Not norms: any vector may have their size, and to move one costs nothing.
+  # Without norms: any vector may have their size, and moving one costs nothing.
   matrices = [leaf for leaf in spec.params if len(leaf.shape) > 1]
   weights, whole = set(programs.shard_sizes(matrices)), {leaf.size for leaf in matrices}
   found = {
@@ -73,7 +73,7 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
 
 
 def main() -> None:
-  """The command line."""
+  """Runs the command line."""
   parser = argparse.ArgumentParser(prog="python -m tools.check_device.compile", description=__doc__)
   parser.add_argument("--target", required=True, choices=sorted(targets.TARGETS))
   parser.add_argument("--model", required=True, choices=programs.names())
@@ -97,7 +97,7 @@ def main() -> None:
   )
   with (args.out / "facts.jsonl").open("w") as out, targets.tracing_for(target, devices[0]):
     for shape in ladder.rungs():
-      ctypes.CDLL(None).fflush(None)  # ptxas's words go through C's own buffer
+      ctypes.CDLL(None).fflush(None)  # ptxas writes through C's own buffer
       print(f"\n@@ {shape.tokens}", flush=True)
       found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers}
       found |= {"deterministic": args.deterministic, "quantization": args.quantization}

@@ -1,7 +1,7 @@
-"""What compiled programs say about themselves, read from the compilers' texts. Pure: compiles and judges nothing.
+"""Reads facts about compiled programs from the compilers' texts. Pure: compiles and judges nothing.
 
-Texts: optimised HLO (`compiled.as_text()`), XLA:GPU's thunk sequence (what is launched, in order; dumped with
---xla_dump_to) and what ptxas prints of a Mosaic GPU kernel (MOSAIC_GPU_DUMP_PTXAS=1).
+Texts: optimised HLO (`compiled.as_text()`), XLA:GPU's thunk sequence (the launches in order; dumped with --xla_dump_to)
+and what ptxas prints of a Mosaic GPU kernel (MOSAIC_GPU_DUMP_PTXAS=1).
 """
 
 from collections.abc import Collection, Sequence
@@ -9,13 +9,13 @@ import dataclasses
 import math
 import re
 
-# Opcodes that compute nothing: what consists of these alone only moves values.
+# Opcodes that compute nothing: a program of these alone only moves values.
 _MOVES = frozenset(
   "parameter constant bitcast copy copy-start transpose reshape convert slice dynamic-slice pad concatenate reverse "
   "broadcast tuple get-tuple-element gather iota".split()
 )
 _FREE = frozenset("parameter constant bitcast tuple get-tuple-element broadcast iota".split())
-# These write into their operand, or hand on what others made; where one may not, XLA puts a copy before it.
+# These write into their operand, or pass on another's result; if one may not, XLA inserts a copy before it.
 _IN_PLACE = frozenset(
   "scatter dynamic-update-slice custom-call while conditional call async-start async-done opt-barrier copy-done".split()
 )
@@ -35,13 +35,13 @@ _THUNK = re.compile(r"^( *)(\d+): (k\w+)")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One of HLO.
+  """One HLO instruction.
 
   Attributes:
     opcode: such as "fusion".
     arrays: (dtype, elements, layout) of each array of the result.
     calls: the computation of a fusion, or "".
-    origin: where in the Python program it comes from, or "".
+    origin: its place in the Python program, or "".
     text: the line, without what follows the operands.
   """
 
@@ -54,7 +54,7 @@ class Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-  """Index behind the bracket that closes the one at `start`."""
+  """Returns the index behind the bracket that closes the one at `start`."""
   depth = 0
   for index in range(start, len(text)):
     depth += {"(": 1, ")": -1}.get(text[index], 0)
@@ -64,7 +64,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def computations(hlo: str) -> dict[str, list[Instruction]]:
-  """Name -> instructions, of a module's text."""
+  """Returns a module's computations: name -> instructions."""
   found: dict[str, list[Instruction]] = {}
   current: list[Instruction] | None = None
   for line in hlo.splitlines():
@@ -94,13 +94,13 @@ def computations(hlo: str) -> dict[str, list[Instruction]]:
 def moved(
   hlo: str, kv_sizes: Collection[int], weight_sizes: Collection[int], whole_sizes: Collection[int] = ()
 ) -> list[str]:
-  """Instructions that make a new array as large as a KV buffer or a weight, where the old one should have been used.
+  """Returns instructions that make a new array as large as a KV buffer or a weight instead of using the old one.
 
-  Of a KV buffer's size: whatever is not known to write in place. Of a weight's: what moves values and computes nothing,
-  a fusion by what it is made of (an activation may have a weight's size), unless the new array lies in a TPU's vector
-  memory (memory space 1 of its layout): that is a prefetch, and how a weight is read there. Of the size of a weight
-  that is split over devices: what gathers it from them, also inside of a fusion. Weights are bf16: logits, which are
-  f32, may have the size of one.
+  For a KV buffer's size: every instruction that is not known to write in place. For a weight's size: instructions that
+  only move values; a fusion is judged by its parts, since an activation may have a weight's size. A new array in a
+  TPU's vector memory (memory space 1 of its layout) is a prefetch, which is how a TPU reads weights. For the size of a
+  weight that is split over devices: instructions that gather it, also inside a fusion. Weights are bf16, and logits,
+  which are f32, may have the size of one.
 
   Args:
     hlo: the module's text.
@@ -132,12 +132,12 @@ def moved(
 
 
 def sorts_and_loops(hlo: str) -> list[str]:
-  """Names of instructions that sort, pick the largest by a library, or loop, all of which the sampler does without."""
+  """Returns names of instructions that sort, pick the largest by a library, or loop; the sampler needs none."""
   return _SORT.findall(hlo)
 
 
 def matmuls(hlo: str) -> list[str]:
-  """How each matmul is done: by XLA's own kernel, with tile, stages and warps; by a library's; or "dot" as it lies."""
+  """Returns how each matmul is done: by XLA's kernel, with tile, stages and warps; by a library; or "dot" as it is."""
   fused = set(re.findall(r"fusion\(.*?calls=%?([\w.\-]+)", hlo))
   found = []
   for name, body in computations(hlo).items():
@@ -154,16 +154,16 @@ def matmuls(hlo: str) -> list[str]:
 
 
 def aliased(hlo: str) -> list[int]:
-  """Numbers of the arguments whose place a result takes, in ascending order."""
+  """Returns the numbers of the arguments that a result replaces in place, in ascending order."""
   head = hlo.split("entry_computation_layout", 1)[0]
   return sorted(int(number) for number in re.findall(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, \w+-alias\)", head))
 
 
 def argument_bytes(hlo: str) -> list[int]:
-  """Bytes that each argument of the program takes on one device, what a TPU's tiles pad it with included.
+  """Returns the bytes of each of the program's arguments on one device, including padding by a TPU's tiles.
 
   The tile of a layout such as {1,0:T(8,128)(2,1)} rounds up the two dimensions that come first in it; a second tile
-  only orders what is inside the first.
+  only orders the inside of the first.
   """
   types = hlo.split("entry_computation_layout={(", 1)[1].split(")->", 1)[0]
   found = []
@@ -184,7 +184,7 @@ class Thunk:
 
   Attributes:
     number: as printed.
-    depth: columns it is indented by; 0 is the step itself.
+    depth: its indentation in columns; 0 is the step itself.
     kind: such as "kCommandBuffer".
   """
 
@@ -194,7 +194,7 @@ class Thunk:
 
 
 def thunks(text: str) -> list[Thunk]:
-  """The lines of a thunk sequence, in order."""
+  """Returns the lines of a thunk sequence, in order."""
   return [
     Thunk(int(match[2]), len(match[1]), match[3])
     for match in (_THUNK.match(line) for line in text.splitlines())
@@ -203,7 +203,7 @@ def thunks(text: str) -> list[Thunk]:
 
 
 def thunk_names(metadata: str) -> dict[int, str]:
-  """The HLO instruction of each thunk by its number, from XLA's thunk metadata."""
+  """Returns the HLO instruction of each thunk by its number, from XLA's thunk metadata."""
   found = {}
   for block in metadata.split("thunk_metadata {")[1:]:
     name, number = re.search(r'profile_annotation: "([^"]*)"', block), re.search(r"thunk_id: (\d+)", block)
@@ -213,7 +213,7 @@ def thunk_names(metadata: str) -> dict[int, str]:
 
 
 def origins(hlo: str) -> dict[str, str]:
-  """Instruction -> where in the Python program it comes from; for a fusion that does not say, what is in it."""
+  """Maps each instruction to its place in the Python program; a fusion without one gets those of its parts."""
   module = computations(hlo)
   return {
     one.name: one.origin or next((inner.origin for inner in reversed(module.get(one.calls, ())) if inner.origin), "")
@@ -223,7 +223,7 @@ def origins(hlo: str) -> dict[str, str]:
 
 
 def launches(sequence: Sequence[Thunk]) -> list[Thunk]:
-  """What reaches the device: kernels, copies, library calls. A loop's body counts once, every branch of a condition.
+  """Returns the launches on the device: kernels, copies, library calls. A loop's body counts once, and every branch.
 
   A call on slices of its operands (kDynamicSliceFusion) is one launch: its own line follows, indented.
   """
@@ -239,7 +239,7 @@ def launches(sequence: Sequence[Thunk]) -> list[Thunk]:
 
 @dataclasses.dataclass(frozen=True)
 class KernelUse:
-  """What ptxas says of a kernel: registers a thread, bytes spilled (stores and loads)."""
+  """ptxas's figures of a kernel: registers a thread, bytes spilled (stores and loads)."""
 
   name: str
   registers: int
@@ -247,13 +247,13 @@ class KernelUse:
 
 
 def kernel_uses(ptxas: str) -> list[KernelUse]:
-  """Every kernel that ptxas reported on, in order."""
+  """Returns every kernel that ptxas reported on, in order."""
   found = []
   for part in ptxas.split("Compiling entry function ")[1:]:
     name = re.match(r"'([^']+)'", part)
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
     registers = re.search(r"Used (\d+) registers", part)
     if not (name and spills and registers):
-      raise ValueError(f"ptxas printed what is not understood: {part[:200]!r}")
+      raise ValueError(f"ptxas printed an unknown line: {part[:200]!r}")
     found.append(KernelUse(name[1], int(registers[1]), int(spills[1]) + int(spills[2])))
   return found

@@ -1,4 +1,4 @@
-"""What must hold of every compiled rung, and the table of what does. Pure: it reads facts, it makes none."""
+"""Judges the facts of every compiled rung, and formats their table. Pure: reads facts, makes none."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 from tools.check_device.facts import KernelUse
 
 MAX_LAUNCHES_A_LAYER = 11
-MAX_LAUNCHES_OWN_MATMULS = 14  # deterministic, or int8: XLA's own matmuls take no residual along
-_SHOWN = 5  # copies that are printed; there may be some a layer
+MAX_LAUNCHES_OWN_MATMULS = 14  # deterministic, or int8: XLA's own matmuls do not fuse the residual
+_SHOWN = 5  # copies to print; there may be some a layer
 
 
 def launches_a_layer(rung: Mapping[str, Any]) -> float:
-  """From the same program at two depths: what both have besides their layers cancels out."""
+  """Returns launches a layer, from the program at two depths: all launches outside the layers cancel out."""
   return (len(rung["launches"]) - rung["shallow_launches"]) / (rung["layers"] - rung["shallow_layers"])
 
 
 def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[str]:
-  """What is wrong with a rung, a line each.
+  """Returns a line for each violation of a rung.
 
   Args:
-    rung: as tools.check_device.compile writes it. What only GPUs have is looked at where it is there.
-    kernels: what ptxas said of the kernels that this rung was the first to need.
+    rung: as tools.check_device.compile writes it. GPU facts are checked where they exist.
+    kernels: ptxas's output for the kernels that this rung was the first to need.
   """
   found = []
   if rung["aliased_arrays"] != rung["donated_arrays"]:
@@ -28,7 +28,7 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
   elif rung["kv_device_bytes"] != rung["kv_bytes"]:
     found.append(f"KV takes {rung['kv_device_bytes']} bytes on the device, padded from {rung['kv_bytes']}")
   if rung["alias_bytes"] != rung["donated_bytes"]:
-    found.append(f"{rung['alias_bytes']} bytes are updated in place, but what is donated has {rung['donated_bytes']}")
+    found.append(f"{rung['alias_bytes']} bytes are updated in place, but donated arrays have {rung['donated_bytes']}")
   for text in rung["moved"][:_SHOWN]:
     found.append(f"moves a KV buffer or a weight: {text[:200]}")
   if len(rung["moved"]) > _SHOWN:
@@ -62,7 +62,7 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
 
 
 def _many_ways(matmuls: Sequence[str]) -> list[str]:
-  """Deterministic, there is one way, and XLA's own: a library may choose by rows, or anew at the next start."""
+  """Finds matmuls that do not use one kernel of XLA: a library may choose by rows, or anew at each start."""
   ways = sorted(set(matmuls))
   if len(ways) != 1 or not ways[0].startswith("triton"):
     return [f"deterministic, but matmuls are done in {len(ways)} ways: {'; '.join(ways) or 'none is seen'}"]
@@ -70,7 +70,7 @@ def _many_ways(matmuls: Sequence[str]) -> list[str]:
 
 
 def layer_launches(rung: Mapping[str, Any]) -> list[str]:
-  """The launches of a layer in the middle, in order: kind, instruction, and where in the program that comes from."""
+  """Returns the launches of a middle layer, in order: kind, instruction, and its place in the program."""
   first = next((i for i, (_, _, origin) in enumerate(rung["launches"]) if "_run_block" in origin), 0)
   count = round(launches_a_layer(rung))
   start = first + (rung["layers"] // 2) * count
@@ -83,10 +83,10 @@ def layer_launches(rung: Mapping[str, Any]) -> list[str]:
 
 
 def table(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
-  """A line a rung. Registers and spills are the largest of the kernels that ptxas compiled for the rung.
+  """Returns a line a rung. Registers and spills are the largest of the kernels that ptxas compiled for the rung.
 
-  GiB are a device's weights, KV and sampler state with temporaries: what a step needs there. Aliased is what of it a
-  step updates in place: with the check's small pool of KV, so the rest is what a server has for a larger one.
+  GiB are a device's weights, KV, sampler state and temporaries: the memory of a step. Aliased is the part that a step
+  updates in place; the check has a small KV pool, and a server can use the remaining memory for a larger one.
   """
   names = ("target", "model", "rung", "compile s", "CPU s", "GiB", "aliased MiB", "moved", "temp MiB", "limit MiB")
   rows: list[tuple[str, ...]] = [(*names, "buffers", "a layer", "registers", "spilled", "wrong")]

@@ -1,4 +1,4 @@
-"""Which programs are compiled: models by name, as the engine would describe them, without arrays. Compiles nothing."""
+"""Describes the programs to compile: models by name, as the engine describes them, without arrays. Compiles nothing."""
 
 import dataclasses
 import json
@@ -25,12 +25,12 @@ _SHAPES = _MODELS / "shapes"
 
 @dataclasses.dataclass(frozen=True)
 class ModelCase:
-  """A model and the sizes it is served with.
+  """A model and its serving sizes.
 
   Attributes:
     model: numbers of the decoder.
-    max_model_len: of a sequence, in tokens.
-    pool_tokens: the KV pool, in tokens.
+    max_model_len: tokens of a sequence.
+    pool_tokens: tokens of the KV pool.
     max_num_seqs: rows of the largest steps.
   """
 
@@ -41,12 +41,12 @@ class ModelCase:
 
 
 def names() -> list[str]:
-  """Of all cases."""
+  """Returns the names of all cases."""
   return ["tiny", "demo", *sorted(path.name for path in _SHAPES.iterdir())]
 
 
 def case(name: str) -> ModelCase:
-  """A model by name: tiny, demo, or a folder of models/shapes (`names`).
+  """Returns a model by name: tiny, demo, or a folder of models/shapes (`names`).
 
   No array of tiny's steps has the size of a weight or of a KV buffer.
   """
@@ -71,15 +71,15 @@ def case(name: str) -> ModelCase:
 def make_spec(
   case: ModelCase, devices: list[Any], attention: str, num_layers: int, deterministic: bool = False, int8: bool = False
 ) -> ProgramSpec:
-  """What engine.device.build makes of a checkpoint, with no checkpoint.
+  """Returns the spec that engine.device.build makes of a checkpoint, without a checkpoint.
 
   Args:
     case: the model.
     devices: to compile for.
     attention: name of the implementation.
-    num_layers: instead of the model's own.
+    num_layers: replaces the model's own.
     deterministic: as in ProgramSpec.
-    int8: how weights are held.
+    int8: whether weights are int8.
   """
   layers = case.model.layer_attention[:num_layers]
   model = dataclasses.replace(case.model, num_layers=num_layers, layer_attention=layers)
@@ -109,22 +109,22 @@ def make_spec(
 
 
 def shard_sizes(leaves: Any) -> list[int]:
-  """Elements of each abstract array on one device."""
+  """Returns the elements of each abstract array on one device."""
   return [math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(leaves)]
 
 
 def shard_bytes(leaves: Any) -> int:
-  """Bytes of abstract arrays on one device."""
+  """Returns the bytes of abstract arrays on one device."""
   leaves = jax.tree.leaves(leaves)
   return sum(size * leaf.dtype.itemsize for size, leaf in zip(shard_sizes(leaves), leaves, strict=True))
 
 
 def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
-  """Bytes that a step may need for its intermediate values on one device; a copy of a large weight or of KV is more.
+  """Returns the bytes that a step may need for temporaries on one device; a copy of a large weight or of KV exceeds it.
 
-  Of a layer, everything between two of its kernels at once, and that twice; of the sampler, eight arrays of the logits'
-  size in f32 (several stages of filtering are alive together); of attention, its partial results in f32; and 4 MiB for
-  what is small, and for the alignment of each.
+  The sum of: twice everything between two of a layer's kernels; for the sampler, eight arrays of the logits' size in
+  f32 (several stages of filtering are alive together); for attention, its partial results in f32; and 4 MiB for small
+  arrays and alignment.
   """
   model, devices = spec.model, spec.mesh.size
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // devices

@@ -1,10 +1,9 @@
-"""Asks of every GPU kernel that is lowered whether threads and TMA agree on where values lie in shared memory.
+"""Checks for every lowered GPU kernel that threads and TMA agree on where values lie in shared memory.
 
 TMA swizzles by the absolute address: in every 8 lines of `swizzle` bytes it XORs the number of a 16-byte chunk with the
-number of its line. Mosaic GPU's loads and stores of registers XOR with the offset from the start of the array that they
-are given. Both are the same where that array begins at a multiple of 8 lines, which its tiles do if their rows are a
-multiple of 8. A slice of single rows of a swizzled array begins anywhere, and Mosaic GPU (jax 0.11.2) lowers it without
-an error.
+number of its line. Mosaic GPU's loads and stores of registers XOR with the offset from the start of the given array.
+Both agree if that array begins at a multiple of 8 lines, which its tiles do if their rows are a multiple of 8. A slice
+of single rows of a swizzled array begins anywhere, and Mosaic GPU (jax 0.11.2) lowers it without an error.
 """
 
 from collections.abc import Iterator
@@ -14,16 +13,16 @@ import math
 from typing import Any
 from unittest import mock
 
-_LINES = 8  # after so many lines of `swizzle` bytes the pattern repeats
+_LINES = 8  # lines of `swizzle` bytes after which the pattern repeats
 
 
 @dataclasses.dataclass
 class SharedTransfers:
-  """What was lowered.
+  """The transfers of lowered kernels.
 
   Attributes:
     count: transfers between registers and shared memory.
-    swizzled: those of them that are swizzled.
+    swizzled: swizzled transfers.
     misplaced: a line for each swizzled one whose tiles are not whole groups of 8 lines.
     copies: swizzles of TMA's copies in bytes, in order; 0 for none.
   """
@@ -41,7 +40,7 @@ def keeps_lines_whole(shape: tuple[int, ...]) -> bool:
 
 @contextlib.contextmanager
 def watch_shared_transfers() -> Iterator[SharedTransfers]:
-  """While open, notes what Mosaic GPU lowers, in any thread."""
+  """Notes what Mosaic GPU lowers while open, in any thread."""
   from jax.experimental.mosaic.gpu import fragmented_array, launch_context
   from jax.extend.mlir import ir
 
@@ -49,7 +48,7 @@ def watch_shared_transfers() -> Iterator[SharedTransfers]:
   transfer, describe = arrays.transfer_tiled, context._get_tma_desc
 
   def watched_transfer(ref: Any, swizzle: int | None, *args: Any, **kwargs: Any) -> Any:
-    # Layout inference asks with such a reference whether a transfer could be lowered; no code comes of it.
+    # Layout inference uses such a reference to test whether a transfer could be lowered; it makes no code.
     if getattr(ref.owner, "name", "") != "builtin.unrealized_conversion_cast":
       found.count += 1
       if swizzle is not None and int(swizzle) > 16:

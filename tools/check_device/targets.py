@@ -1,6 +1,6 @@
-"""Devices that are not there: topologies to compile for, from numbers and names alone. Nothing can run on them.
+"""Describes devices that this machine lacks: topologies to compile for, by numbers and names. Nothing can run on them.
 
-jax is imported inside the functions that need it: only once `environment()` holds does it find these devices.
+Functions import jax inside, since jax finds these devices only once `environment()` is set.
 """
 
 from collections.abc import Iterator
@@ -9,8 +9,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
-# Data sheet and CUDA occupancy figures of an H200 SXM. XLA reads them to choose tiles and fusions, and its cost model
-# needs the throughputs: per SM and clock, units times operations. Types are numbered as in xla_data.proto.
+# Data sheet and CUDA occupancy figures of an H200 SXM. XLA chooses tiles and fusions by them, and its cost model needs
+# the throughputs: per SM and clock, units times operations. Types are numbered as in xla_data.proto.
 _SCALAR_UNITS = {4: (64, 1), 8: (64, 1), 10: (128, 2), 11: (128, 1), 12: (64, 1), 16: (128, 2)}
 _MATRIX_OPS = {2: 1024, 6: 1024, 10: 512, 11: 256, 12: 32, 16: 512, 19: 1024, 20: 1024}
 _H200 = """
@@ -38,7 +38,7 @@ gpu_device_info {{
 
 
 def _h200() -> str:
-  """The target configuration of XLA, as text proto."""
+  """Returns XLA's target configuration, as text proto."""
 
   def rates(units: dict[int, tuple[int, int]]) -> str:
     return " ".join(
@@ -59,10 +59,10 @@ class Target:
   """A machine to compile for.
 
   Attributes:
-    name: as the command line has it.
+    name: its name on the command line.
     platform: "cuda" or "tpu".
     topology: JAX's name of it.
-    chips: how many devices the model is spread over.
+    chips: devices that the model is spread over.
   """
 
   name: str
@@ -72,7 +72,7 @@ class Target:
 
   @property
   def attention(self) -> str:
-    """The name of the paged attention that is this platform's own."""
+    """The name of this platform's paged attention."""
     return {"cuda": "gpu", "tpu": "tpu"}[self.platform]
 
 
@@ -88,16 +88,16 @@ TARGETS = {
 
 
 def environment(target: Target, dump: pathlib.Path) -> dict[str, str]:
-  """Environment variables that a process which compiles for `target` must start with; XLA's dump goes into `dump`."""
+  """Returns variables for a process that compiles for `target`; XLA dumps into `dump`."""
   common = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
   if target.platform == "cuda":
     return common | {"XLA_FLAGS": f"--xla_dump_to={dump}", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-  # Without these libtpu asks the metadata server of a cloud machine.
+  # Otherwise libtpu queries the metadata server of a cloud machine.
   return common | {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 
 
 def devices(target: Target) -> list[Any]:
-  """The compile-only jax.Devices of `target`. Raises ImportError or RuntimeError where the plugin is missing."""
+  """Returns the compile-only jax.Devices of `target`. Raises ImportError or RuntimeError if the plugin is missing."""
   from jax.experimental import topologies
 
   if target.platform == "cuda":
@@ -116,7 +116,7 @@ def devices(target: Target) -> list[Any]:
 
 @contextlib.contextmanager
 def tracing_for(target: Target, device: Any) -> Iterator[None]:
-  """While open, Pallas kernels are traced for `device` rather than for the process's own backend."""
+  """Traces Pallas kernels for `device` rather than for the process's own backend, while open."""
   from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
   if target.platform == "cuda":

@@ -1,22 +1,25 @@
-"""Runs published clients, unchanged, against a real server on the demo model, and says which worked. Judges no figure.
+"""Runs published clients, unchanged, against a real server on the demo model; reports which work. Judges no figure.
 
   python -m tools.clients [--python=.venv-clients/bin/python] [--only=openai,langchain]     # make clients
 
-openai: the official client, from Sluice's own environment. langchain: ChatOpenAI, streamed, in a schema, with tools.
+openai: the official client, from Sluice's own environment. langchain: ChatOpenAI, streamed, with a schema, with tools.
 lm-eval: local-completions with its remote tokenizer, log likelihoods and generation, on tasks written here.
+lm-eval-in-process: the same tasks on an LLM in lm-eval's process (extensions.python_api.lm_eval_adapter), with the same
+answers.
 inference-perf: Kubernetes' benchmark, completions and chats streamed at a constant rate. smg: the stubs of its router,
-over vllm.grpc.engine. They live in an environment of their own (tools/clients/requirements.txt). vllm: `vllm bench
-serve`, where make peers has made it an environment. Exit code 1 if one fails; what it said is in the folder that is
-printed.
+over vllm.grpc.engine. They have their own environment (tools/clients/requirements.txt). vllm: `vllm bench serve`, if
+make peers has made its environment. Exit code 1 if one fails; the tool prints the folder with their output.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from typing import Any
@@ -30,13 +33,13 @@ from tools.server_process import RunningServer
 
 _DEMO = ROOT / "models" / "demo"
 _PATIENCE_S = 240.0
-# Its own command asks for a package called vllm, which builds for a CPU are not.
+# Its own command needs a package called vllm, which CPU builds are not.
 _VLLM = ROOT / ENVIRONMENTS["vllm"] / "bin" / "python"
 _VLLM_BENCH = (
   "from argparse import ArgumentParser; from vllm.benchmarks.serve import add_cli_args, main\n"
   "parser = ArgumentParser(); add_cli_args(parser); main(parser.parse_args())\n"
 )
-# Nothing is to be asked of a hub, and no run told to anybody.
+# No access to a hub, and no usage reports.
 _OFFLINE = {
   "HF_HUB_OFFLINE": "1",
   "HF_DATASETS_OFFLINE": "1",
@@ -47,18 +50,18 @@ _OFFLINE = {
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-  """Of the server: of HTTP, and as HOST:PORT of gRPC."""
+  """The server's addresses: of HTTP, and as HOST:PORT of gRPC."""
 
   url: str
   target: str
 
 
 class Failed(Exception):
-  """A client did not do what its users expect; says where to look."""
+  """A client did not do what its users expect; the text names the log."""
 
 
 def run(command: Sequence[str], folder: pathlib.Path, name: str) -> str:
-  """Runs a client to its end; returns what it printed. Raises Failed."""
+  """Runs a client until it ends; returns its output. Raises Failed."""
   log = folder / f"{name}.log"
   environment = {**os.environ, **_OFFLINE, "HF_HOME": str(folder / "hf")}
   with open(log, "w", encoding="utf-8") as file:
@@ -70,12 +73,12 @@ def run(command: Sequence[str], folder: pathlib.Path, name: str) -> str:
       raise Failed(f"did not end within {_PATIENCE_S:g} s; see {log}") from None
   text = log.read_text("utf-8", errors="replace")
   if code:
-    raise Failed(f"exit code {code}: {(text.strip().splitlines() or ['it said nothing'])[-1]}; see {log}")
+    raise Failed(f"exit code {code}: {(text.strip().splitlines() or ['no output'])[-1]}; see {log}")
   return text
 
 
 def openai(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
-  """Whole and streamed answers of the official client."""
+  """Gets whole and streamed answers with the official client."""
   del python
   script = (
     "import sys; from openai import OpenAI\n"
@@ -90,18 +93,18 @@ def openai(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
 
 
 def langchain(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
-  """tools/clients/use_langchain.py."""
+  """Runs tools/clients/use_langchain.py."""
   script = str(ROOT / "tools" / "clients" / "use_langchain.py")
   return run([python, script, f"{at.url}/v1", model], folder, "langchain").strip().splitlines()[-1]
 
 
 def smg(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
-  """tools/clients/use_smg.py."""
+  """Runs tools/clients/use_smg.py."""
   script = str(ROOT / "tools" / "clients" / "use_smg.py")
   return run([python, script, at.target, at.url], folder, "smg").strip().splitlines()[-1]
 
 
-# What each lm-eval task asks for, and what it is judged by.
+# Each lm-eval task's output type and metric.
 _TASKS: dict[str, tuple[dict[str, Any], str]] = {
   "sluice_choice": (
     {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "gold"},
@@ -119,7 +122,7 @@ _TASKS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def _task(name: str, docs: pathlib.Path) -> str:
-  """A task's file: JSON, which is YAML too."""
+  """Returns a task's file: JSON, which is YAML too."""
   asked, metric = _TASKS[name]
   shared = {
     "task": name,
@@ -133,39 +136,76 @@ def _task(name: str, docs: pathlib.Path) -> str:
   return json.dumps(shared | asked)
 
 
-def lm_eval(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
-  """Two tasks of a few questions each: log likelihoods of choices, and generation until a newline."""
-  tasks, docs = folder / "tasks", folder / "docs.jsonl"
-  tasks.mkdir()
+def _evaluate(command: Sequence[str], name: str, folder: pathlib.Path) -> tuple[dict[str, Any], list[Any]]:
+  """Runs both tasks by an lm-eval command; returns its results, and the model's answers to every document."""
+  tasks, docs, output = folder / "tasks", folder / "docs.jsonl", folder / name
+  tasks.mkdir(exist_ok=True)
   lines = [
     {"question": f"{left} + {right} =", "choices": [f" {left + right}", " no"], "gold": 0, "answer": f"{left + right}"}
     for left, right in ((1, 2), (3, 4), (12, 7), (30, 5))
   ]
   docs.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-  for name in _TASKS:
-    (tasks / f"{name}.yaml").write_text(_task(name, docs), "utf-8")
-  command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", ",".join(_TASKS)]
-  command += ["--include_path", str(tasks), "--output_path", str(folder / "lm_eval")]
-  command += [
-    "--model_args",
-    f"model={model},base_url={at.url}/v1/completions,tokenizer_backend=remote,num_concurrent=4",
-  ]
-  run(command, folder, "lm_eval")
-  found = sorted((folder / "lm_eval").rglob("results_*.json"))
+  for task in _TASKS:
+    (tasks / f"{task}.yaml").write_text(_task(task, docs), "utf-8")
+  asked = ["--tasks", ",".join(_TASKS), "--include_path", str(tasks), "--output_path", str(output), "--log_samples"]
+  run([*command, *asked], folder, name)
+  found = sorted(output.rglob("results_*.json"))
   if not found:
     raise Failed("wrote no results")
-  results = json.loads(found[-1].read_text("utf-8"))["results"]
+  answers = []
+  for task in _TASKS:
+    (samples,) = output.rglob(f"samples_{task}_*.jsonl")
+    kept = [json.loads(line) for line in samples.read_text("utf-8").splitlines()]
+    answers += [each["filtered_resps"] for each in sorted(kept, key=lambda each: each["doc_id"])]
+  return json.loads(found[-1].read_text("utf-8"))["results"], answers
+
+
+def _say_results(results: dict[str, Any]) -> str:
   return f"acc {results['sluice_choice']['acc,none']:g}, exact {results['sluice_generate']['exact_match,none']:g}"
 
 
+def lm_eval(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """Runs two tasks of a few questions each: log likelihoods of choices, and generation until a newline."""
+  where = f"model={model},base_url={at.url}/v1/completions,tokenizer_backend=remote,num_concurrent=4"
+  command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", where]
+  results, _ = _evaluate(command, "lm_eval", folder)
+  return _say_results(results)
+
+
+def lm_eval_in_process(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """Runs the same tasks on an LLM in lm-eval's process; its answers must be the server's."""
+  where = f"model={model},base_url={at.url}/v1/completions,tokenizer_backend=remote,num_concurrent=4"
+  command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", where]
+  _, served = _evaluate(command, "lm_eval_served", folder)
+  # Sluice's packages come first, since the clients' environment has no JAX.
+  code = f"import sys; sys.path[:0] = {[str(ROOT), sysconfig.get_path('purelib')]!r}; import runpy; "
+  code += "runpy.run_module('extensions.python_api.lm_eval_adapter', run_name='__main__', alter_sys=True)"
+  command = [python, "-c", code, "run", "--model", "sluice", "--model_args", f"model={_DEMO},add_bos_token=False"]
+  results, answers = _evaluate(command, "lm_eval_in_process", folder)
+  for found, wanted in zip(answers, served, strict=True):
+    if not _agree(found, wanted):
+      raise Failed(f"the LLM answers {found} where the server answers {wanted}; see {folder}")
+  return f"{_say_results(results)}, {len(answers)} answers equal to the server's"
+
+
+def _agree(found: Any, wanted: Any) -> bool:
+  """Whether two answers are the same: texts and flags exactly, log likelihoods to a thousandth."""
+  if isinstance(found, list) and isinstance(wanted, list):
+    return len(found) == len(wanted) and all(map(_agree, found, wanted))
+  try:
+    return math.isclose(float(str(found)), float(str(wanted)), abs_tol=1e-3)
+  except ValueError:
+    return found == wanted
+
+
 def inference_perf(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
-  """A few seconds of completions, then of chats, streamed; every request must succeed."""
+  """Streams completions, then chats, for a few seconds; every request must succeed."""
   said = []
   for api in ("completion", "chat"):
     reports = folder / f"inference_perf_{api}"
     spread = {"min": 8, "max": 32, "mean": 16, "std_dev": 4, "total_count": 40}
     data: dict[str, Any] = {"type": "random"} | {f"{way}put_distribution": spread for way in ("in", "out")}
-    if api == "chat":  # whose only source of texts without a download is this one
+    if api == "chat":  # the only data source that needs no download
       shared = {
         "num_groups": 4,
         "num_prompts_per_group": 10,
@@ -198,7 +238,7 @@ def inference_perf(at: Address, model: str, python: str, folder: pathlib.Path) -
 
 
 def vllm(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
-  """Completions, then chats; every request must succeed, with all the tokens that it asked for."""
+  """Sends completions, then chats; every request must succeed, with all its requested tokens."""
   del python
   said = []
   for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
@@ -229,6 +269,7 @@ CLIENTS: dict[str, Callable[[Address, str, str, pathlib.Path], str]] = {
   "openai": openai,
   "langchain": langchain,
   "lm-eval": lm_eval,
+  "lm-eval-in-process": lm_eval_in_process,
   "inference-perf": inference_perf,
   "smg": smg,
   "vllm": vllm,
@@ -236,11 +277,11 @@ CLIENTS: dict[str, Callable[[Address, str, str, pathlib.Path], str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   parser = CommandParser("tools.clients", __doc__)
   parser.add_argument("--python", default=str(ROOT / ".venv-clients" / "bin" / "python"), help="of the clients")
   present = [name for name in CLIENTS if name != "vllm" or _VLLM.exists()]
-  parser.add_argument("--only", default=",".join(present), help="which, with commas between")
+  parser.add_argument("--only", default=",".join(present), help="clients to run, separated by commas")
   args = parser.parse_args(argv)
   chosen = args.only.split(",")
   if unknown := set(chosen) - CLIENTS.keys():
@@ -266,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Failed as error:
           failures += 1
           said = f"FAILED: {error}"
-        print(f"{name:16}{time.monotonic() - started:6.1f} s  {said}", flush=True)
+        print(f"{name:20}{time.monotonic() - started:6.1f} s  {said}", flush=True)
   except EngineError as error:
     return parser.failed(error)
   print(f"logs: {folder}")

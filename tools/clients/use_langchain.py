@@ -1,4 +1,4 @@
-"""Uses a server through langchain-openai as its users do; any surprise is an exception. Knows nothing of Sluice.
+"""Uses a server through langchain-openai as its users do; any fault is an exception. Knows nothing of Sluice.
 
 python use_langchain.py http://127.0.0.1:8000/v1 MODEL
 """
@@ -17,7 +17,7 @@ def weather(city: str, days: int) -> str:
 
 
 def main(base_url: str, model: str) -> None:
-  """A whole answer, a streamed one with usage, several at once, an answer in a schema, a forced call of a tool."""
+  """Gets a whole answer, a streamed one with usage, several at once, one with a schema, and a forced tool call."""
   chat = ChatOpenAI(base_url=base_url, api_key="unused", model=model, temperature=0, max_tokens=24)
   question = [SystemMessage("Answer shortly."), HumanMessage("37 + 5 = ?")]
   whole = chat.invoke(question)
@@ -27,7 +27,7 @@ def main(base_url: str, model: str) -> None:
   assert "".join(piece.content for piece in pieces) == whole.content, pieces
   assert sum((piece.usage_metadata or {}).get("output_tokens", 0) for piece in pieces) > 0, pieces
   assert [each.content for each in chat.batch([question] * 3)] == [whole.content] * 3
-  # Only its shape is the server's to promise; what a small model puts into a text may take all its tokens.
+  # The server guarantees only the form; a small model's text may use up all tokens.
   schema = {
     "title": "Sum",
     "type": "object",

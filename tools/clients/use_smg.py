@@ -22,7 +22,7 @@ _TEXT = "37 + 5 = ? naïve café 😀"
 
 
 def _tokenizer(stub: vllm_engine_pb2_grpc.VllmEngineStub) -> tokenizers.Tokenizer:
-  """As the router makes it where it has no model folder: the stream's zip, checked by its digest."""
+  """Reads the tokenizer as the router does without a model folder: the stream's zip, checked by its digest."""
   chunks = list(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=30))
   data = b"".join(chunk.data for chunk in chunks)
   assert chunks[-1].sha256 == hashlib.sha256(data).hexdigest(), chunks[-1].sha256
@@ -38,7 +38,7 @@ def _of_http(url: str, path: str, body: dict) -> dict:
 
 
 def main(target: str, url: str) -> None:
-  """Its tokenizer, ids in and ids out, and every method that it may call."""
+  """Gets its tokenizer, sends and receives ids, and calls every method."""
   with grpc.insecure_channel(target) as channel:
     stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
     assert stub.HealthCheck(vllm_engine_pb2.HealthCheckRequest(), timeout=30).healthy
@@ -61,7 +61,7 @@ def main(target: str, url: str) -> None:
     assert stub.GetServerInfo(vllm_engine_pb2.GetServerInfoRequest(), timeout=30).server_type == "vllm-grpc"
     assert len(stub.GetLoads(vllm_engine_pb2.GetLoadsRequest(), timeout=30).loads) == 1
     stub.Abort(vllm_engine_pb2.AbortRequest(request_ids=["smg-1"]), timeout=30)
-    # What is not built must say so by the status that makes a router do without.
+    # Unsupported methods must return the status that lets a router do without them.
     for name, call in {
       "Embed": lambda: stub.Embed(vllm_engine_pb2.EmbedRequest(request_id="e"), timeout=30),
       "FlushCache": lambda: stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=1), timeout=30),

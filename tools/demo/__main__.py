@@ -1,6 +1,9 @@
-"""The demo: a real server on the demo model, a mixed load over gRPC, a live view, a summary. Composes, no more.
+"""Runs the demo: a real server on the demo model, a mixed load over gRPC, a live view, a summary. Only composes.
 
-  make demo    or    python -m tools.demo [--seconds=35] [--model=DIR]
+  make demo    or    python -m tools.demo [--seconds=35 | --requests=N] [--model=DIR]
+
+The clients outnumber the server's slots and share prefixes, and its KV pool is small. Slots, queue, preemptions and
+prefix hits therefore show on a machine of any speed.
 
 Without a terminal it prints plain lines instead of the view. Ctrl-C ends it early, with the summary.
 """
@@ -12,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 import contextlib
 import io
-import math
 import os
 import pathlib
 import queue
@@ -33,21 +35,22 @@ if TYPE_CHECKING:
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STAGES = {"load": "loading the weights", "compile": "compiling step programs", "warm up": "warming up"}
 PLAIN_LINE_S = 2.0
-# Few step sizes, since each is a program to compile before the first token; few pages, so that they matter.
-SERVER_FLAGS = ("--token_budgets=8,16,32,64,256", "--prefill_chunk=256", "--num_blocks=640")
-SCREENSHOT_AT = 0.6  # of the time: the busiest phase
+# Few step sizes, since each is a program to compile before the first token; so few KV blocks that some requests are
+# preempted while others fill the slots.
+SERVER_FLAGS = ("--token_budgets=8,32,64,256", "--prefill_chunk=256", "--num_blocks=320", "--max_model_len=2048")
+SCREENSHOT_AT = 0.6  # of the load: the longest queue
 SCREENSHOT_SIZE = (120, 34)
 
 
 class StartFailed(Exception):
-  """The server did not come up, or went away; the message is its own last words."""
+  """The server did not start, or is gone; the message is its own last line."""
 
 
 class ServerProcess:
-  """A server in a process of its own, and what it says on standard error."""
+  """A server in its own process, and its standard error."""
 
   def __init__(self, arguments: Sequence[str]):
-    """Starts it at once: its imports take longer than ours."""
+    """Starts the server at once: its imports take longer than the demo's."""
     self._folder = tempfile.TemporaryDirectory(prefix="sluice-demo-")
     self._log = deque[str](maxlen=40)
     self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -79,7 +82,7 @@ class ServerProcess:
     while (line := self._lines.get()) is not None:
       if ready := re.fullmatch(r"ready on (\S+)", line):
         return ready[1]
-      if step := re.fullmatch(r"(load|compile|warm up): (\d+) of (\d+)", line):
+      if step := re.match(r"(load|compile|warm up): (\d+) of (\d+)", line):
         progress(step[1], int(step[2]), int(step[3]))
     raise StartFailed(self.last_words())
 
@@ -110,10 +113,11 @@ def _process_age_s() -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; exit code 0 when every request was answered and nothing was compiled after ready."""
+  """Runs the command line; returns 0 if the server answered every request and compiled nothing after ready."""
   started_s = time.monotonic() - _process_age_s()
   parser = CommandParser("tools.demo", __doc__)
-  parser.add_argument("--seconds", type=positive_float, default=35.0, help="how long the load lasts")
+  parser.add_argument("--seconds", type=positive_float, default=35.0, help="how long new requests are sent")
+  parser.add_argument("--requests", type=positive_int, default=0, help="how many are sent, instead of --seconds")
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="a model folder with a chat template")
   parser.add_argument("--max_num_seqs", type=positive_int, default=32, help="slots of the server")
   parser.add_argument("--compile_cache_dir", help="as the server's flag; give an empty folder for a cold start")
@@ -123,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = [f"--model={args.model}", f"--max_num_seqs={args.max_num_seqs}", *SERVER_FLAGS]
   if args.compile_cache_dir is not None:
     arguments.append(f"--compile_cache_dir={args.compile_cache_dir}")
-  for number in (signal.SIGTERM, signal.SIGHUP):  # end as Ctrl-C does: the server must not outlive the demo
+  for number in (signal.SIGTERM, signal.SIGHUP):  # ends as Ctrl-C does: the server must not outlive the demo
     signal.signal(number, signal.default_int_handler)
   server = ServerProcess(arguments)
   try:
@@ -139,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> int:
-  # Here and not above: the server is starting meanwhile.
+  # Imported here, while the server starts.
   import asyncio
 
   import grpc
@@ -157,19 +161,20 @@ def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> 
     info = client.model_info()
   if not info.has_chat_template:
     raise StartFailed(f"model {info.model} has no chat template, and the demo chats; choose another --model")
-  load = DemoLoad(target, args.seconds, args.seed)
+  load = DemoLoad(target, args.seconds, args.seed, args.requests)
   view = View(load, f"{info.model} · {target} · ready after {ready_s:.1f} s")
   first: list[float] = []
 
   async def run_with_lines() -> None:
     work = asyncio.create_task(load.run(lambda: first.append(time.monotonic() - started_s)))
-    screenshot_s = time.monotonic() + SCREENSHOT_AT * args.seconds if args.screenshot else math.inf
+    wants_screenshot, line_s = bool(args.screenshot), time.monotonic() + PLAIN_LINE_S
     while not work.done():
-      await asyncio.wait((work,), timeout=min(PLAIN_LINE_S, max(0.0, screenshot_s - time.monotonic())))
-      if time.monotonic() >= screenshot_s:
-        screenshot_s = math.inf
+      await asyncio.wait((work,), timeout=0.2)
+      if wants_screenshot and (load.share >= SCREENSHOT_AT or work.done()):
+        wants_screenshot = False
         _write_screenshot(view, args.screenshot)
-      if not console.is_terminal:
+      if not console.is_terminal and (time.monotonic() >= line_s or work.done()):
+        line_s += PLAIN_LINE_S
         console.print(plain_line(load), soft_wrap=True)
     await work
 
@@ -182,7 +187,7 @@ def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> 
     with screen:
       asyncio.run(run_with_lines())
   except KeyboardInterrupt:
-    pass  # what is known so far is shown below
+    pass  # the summary shows the results so far
   except (SluiceError, grpc.RpcError) as error:
     raise StartFailed(f"it no longer answers: {server.last_words()}") from error
   if not load.ended or not load.samples or not first:
@@ -209,7 +214,7 @@ def _write_screenshot(view: RenderableType, path: str) -> None:
 
 
 def _wait_with_progress(server: ServerProcess, console: Console) -> str:
-  """Waits for the server under a progress bar, or with a line for each stage where there is no terminal."""
+  """Waits for the server under a progress bar, or with a line for each stage without a terminal."""
   from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
   if not console.is_terminal:
@@ -223,13 +228,13 @@ def _wait_with_progress(server: ServerProcess, console: Console) -> str:
   with Progress(*columns, console=console) as bars:
     tasks = {"start": bars.add_task("starting the server", total=1)}
 
-    def draw(what: str, done: int, total: int) -> None:
+    def show_progress(what: str, done: int, total: int) -> None:
       bars.update(tasks["start"], completed=1)
       if what not in tasks:
         tasks[what] = bars.add_task(STAGES[what], total=total)
       bars.update(tasks[what], completed=done, total=total)
 
-    return server.wait_ready(draw)
+    return server.wait_ready(show_progress)
 
 
 if __name__ == "__main__":

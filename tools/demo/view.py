@@ -1,4 +1,4 @@
-"""Draws the demo: a screen from the state of a Load, a line of it, the summary. Sends nothing."""
+"""Displays the demo: a screen from the state of a DemoLoad, a line of it, the summary. Sends nothing."""
 
 from collections.abc import Sequence
 import time
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from server.proto import sluice_pb2 as pb
-from tools.demo.load import DemoLoad, DemoStream
+from tools.demo.load import LATENCY_WINDOW_S, RATE_WINDOW_S, DemoLoad, DemoStream, measure_occupancy
 from tools.report.latency import percentile, summary
 
 COLORS = {
@@ -24,14 +24,17 @@ COLORS = {
 }
 NAMES = {"arithmetic": "arith."}
 STORY_SHARE = 0.5  # of the lines
-# An ended stream stays on the screen for the first, and for the second if nobody needs its line.
+# An ended stream stays on the screen for the first time, and for the second if no other stream needs its line.
 VERDICT_S, LINGER_S = 0.7, 2.0
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
-def _bar(share: float, width: int) -> Text:
+def _bar(share: float, width: int, pale: float = 0.0) -> Text:
+  """Returns a bar of which `share` is full, and `pale` half full."""
   filled = round(min(max(share, 0.0), 1.0) * width)
-  return Text().append("█" * filled, "green").append("░" * (width - filled), "bright_black")
+  half = min(round(pale * width), width - filled)
+  bar = Text().append("█" * filled, "green").append("▒" * half, "green")
+  return bar.append("░" * (width - filled - half), "bright_black")
 
 
 def _framed(title: str, content: RenderableType, height: int) -> Panel:
@@ -75,8 +78,10 @@ class View:
 
   def _header(self, width: int) -> Text:
     load = self._load
-    gone = 0.0 if load.started_s is None else min(time.monotonic() - load.started_s, load.seconds)
-    clock = f"{gone:4.0f} of {load.seconds:.0f} s "
+    if load.requests:
+      clock = f"{min(load.requests, round(load.share * load.requests)):4} of {load.requests} requests "
+    else:
+      clock = f"{min(1.0, load.share) * load.seconds:4.0f} of {load.seconds:.0f} s "
     text = Text().append(" Sluice ", "bold reverse").append(f" {self._title}", "bold")
     text.truncate(max(0, width - len(clock) - 1), overflow="ellipsis", pad=True)
     return text.append(clock.rjust(width - len(text)), "dim")
@@ -99,10 +104,10 @@ class View:
     lines = [None if stream and stream.ended_s and now - stream.ended_s > LINGER_S else stream for stream in lines]
     shown = {id(stream) for stream in lines}
     newest = [stream for stream in tuple(load.live) if id(stream) not in shown]
-    # Stories last long and would take every line; the others should be seen, too.
-    room = int(STORY_SHARE * rows) - sum(stream is not None and stream.ask.kind == "story" for stream in lines)
-    stories = [stream for stream in newest if stream.ask.kind == "story"][: max(0, room)]
-    newest = [stream for stream in newest if stream.ask.kind != "story" or stream in stories]
+    # Stories last long and would take every line, but the others should show, too.
+    spare = int(STORY_SHARE * rows) - sum(stream is not None and stream.turn.kind == "story" for stream in lines)
+    stories = [stream for stream in newest if stream.turn.kind == "story"][: max(0, spare)]
+    newest = [stream for stream in newest if stream.turn.kind != "story" or stream in stories]
     free = sorted(
       (
         index
@@ -120,18 +125,18 @@ class View:
     return Group(*(self._stream_line(stream, width) if stream else Text("") for stream in self._lines))
 
   def _stream_line(self, stream: DemoStream, width: int) -> Text:
-    kind, ended = stream.ask.kind, stream.ended_s is not None
+    kind, ended = stream.turn.kind, stream.ended_s is not None
     mark, style = {True: ("✓ ", "bold green"), False: ("✗ ", "bold red"), None: ("  ", "")}[stream.right]
     if stream.error:
       mark, style = "! ", "bold red"
     line = Text().append(f"{NAMES.get(kind, kind):8}", COLORS[kind]).append(mark, style)
-    room = max(4, width - len(line))
+    left = max(4, width - len(line))
     text = " ".join((stream.error or stream.text).split())
     if not text and not ended:
-      question = " ".join(stream.ask.messages[-1][1].split())
-      return line.append(f"· {question}"[:room], "dim italic")
+      question = " ".join(stream.turn.text.split())
+      return line.append(f"· {question}"[:left], "dim italic")
     cursor = "" if ended else "▌"
-    tail = text[-(room - len(cursor)) :]
+    tail = text[-(left - len(cursor)) :]
     if len(tail) < len(text):
       tail = "…" + tail[1:]
     line.append(tail, "dim" if ended else "").append(cursor, COLORS[kind])
@@ -151,7 +156,8 @@ class View:
       self._output_rates.append(rates["output_s"])
     right = sum(number for number, _ in load.score().values())
     checked = sum(number for _, number in load.score().values())
-    ttft, gaps = tuple(load.recent_ttft_s), tuple(load.recent_gap_s)
+    ttft, gaps = load.recent_latencies()
+    cached, prompts = load.cached_tokens()
     meter = width - 19
 
     def fact(name: str, value: str | Text, style: str = "bold") -> Text:
@@ -169,7 +175,7 @@ class View:
       fact("prefill", f"{rates.get('prefill_s', 0):6,.0f} /s"),
       fact("padding", f"{rates.get('padding_share', 0):6.0%} of computed"),
     ]
-    rungs = [Text("steps by rung, last 2 s", "dim")] + [
+    rungs = [Text(f"steps by rung, last {RATE_WINDOW_S:.0f} s", "dim")] + [
       Text()
       .append(f"{tokens:5} ", "bold" if share else "dim")
       .append_text(_bar(share, width - 12))
@@ -185,19 +191,23 @@ class View:
       ),
       fact("queue", f"{now.queued_requests}", "bold yellow" if now.queued_requests else "bold"),
       fact(
-        "KV pages",
-        _bar(now.kv_blocks_in_use / max(1, now.kv_blocks_total), meter).append(
-          f" {now.kv_blocks_in_use}/{now.kv_blocks_total}"
-        ),
+        "KV blocks",
+        _bar(
+          now.kv_blocks_in_use / max(1, now.kv_blocks_total),
+          meter,
+          now.kv_blocks_cached / max(1, now.kv_blocks_total),
+        ).append(f" {now.kv_blocks_in_use}/{now.kv_blocks_total}"),
       ),
+      fact("  cached", f"{now.kv_blocks_cached}, reclaimable"),
     ]
     latency = [
+      Text(f"latency, last {LATENCY_WINDOW_S:.0f} s", "dim"),
       fact("TTFT", f"p50 {_milliseconds(ttft, 50)} p99 {_milliseconds(ttft, 99)} ms"),
       fact("ITL", f"p50 {_milliseconds(gaps, 50)} p99 {_milliseconds(gaps, 99)} ms"),
     ]
     totals = [
       fact("skills", f"{right} of {checked} right"),
-      fact("prefixes", f"{now.prefix_hit_tokens_total:,} reused"),
+      fact("prefixes", f"{cached / max(1, prompts):.0%} of prompt tokens hit"),
       fact("preempted", f"{now.preemptions_total}"),
       fact("compiles", f"{now.compiles_after_ready} since ready", "bold red" if now.compiles_after_ready else "bold"),
     ]
@@ -216,16 +226,18 @@ class View:
 
 
 def plain_line(load: DemoLoad) -> str:
-  """One line of progress, for where there is no terminal."""
+  """Returns one line of progress, for use without a terminal."""
   now, rates = load.samples[-1][1] if load.samples else pb.GetLoadResponse(), load.rates()
   gone = 0.0 if load.started_s is None else time.monotonic() - load.started_s
+  ttft, gaps = load.recent_latencies()
+  cached, prompts = load.cached_tokens()
   right, checked = (sum(column) for column in zip(*load.score().values(), strict=True))
   return (
-    f"{gone:5.1f} s: {now.running_requests} running, {now.queued_requests} queued, "
-    f"{rates.get('output_s', 0):.0f} tokens/s, padding {rates.get('padding_share', 0):.0%}, "
-    f"KV {now.kv_blocks_in_use}/{now.kv_blocks_total}, "
-    f"TTFT p50 {_milliseconds(tuple(load.recent_ttft_s), 50)} ms, ITL p50 "
-    f"{_milliseconds(tuple(load.recent_gap_s), 50)} ms, {len(load.ended)} done, {right} of {checked} right"
+    f"{gone:5.1f} s: {now.running_requests} of {now.max_num_seqs} slots, {now.queued_requests} queued, "
+    f"{rates.get('output_s', 0):.0f} tokens/s, KV {now.kv_blocks_in_use} in use and {now.kv_blocks_cached} cached of "
+    f"{now.kv_blocks_total}, {now.preemptions_total} preempted, {cached / max(1, prompts):.0%} of prompts cached, "
+    f"TTFT p50 {_milliseconds(ttft, 50)} ms, ITL p50 {_milliseconds(gaps, 50)} ms, "
+    f"{len(load.ended)} done, {right} of {checked} right"
   )
 
 
@@ -254,6 +266,19 @@ def closing(load: DemoLoad, first_token_s: float, compile_s: float, width: int) 
 
   row("first token", f"{first_token_s:.1f} s after the start ({now.load_s:.1f} s loading, {compile_s:.1f} s compiling)")
   row("requests", f"{len(load.ended) - len(failed)} answered, {len(failed)} failed", "bold red" if failed else "")
+  occupancy = measure_occupancy(load.steps, now.max_num_seqs)
+  row(
+    "slots",
+    f"{occupancy.slots:.1f} of {now.max_num_seqs} in use on average, all for {occupancy.full_share:.0%} of the time",
+  )
+  row(
+    "queue",
+    f"{occupancy.queue:.1f} requests on average, {occupancy.longest_queue} at most; "
+    f"not empty for {occupancy.queue_share:.0%} of the time",
+  )
+  cached, prompts = load.cached_tokens()
+  row("prefixes", f"{cached / max(1, prompts):.0%} of {prompts:,} prompt tokens came from the prefix cache")
+  row("preemptions", f"{now.preemptions_total}, for want of KV blocks ({now.kv_blocks_total} in all)")
   by_kind = ", ".join(f"{kind} {good}/{of}" for kind, (good, of) in score.items())
   row("skills", f"{right} of {checked} right: {by_kind}")
   row(
@@ -272,8 +297,6 @@ def closing(load: DemoLoad, first_token_s: float, compile_s: float, width: int) 
     f"{now.padding_tokens_total / max(1, computed):.1%} of computed tokens; kernels skipped "
     f"{now.skipped_tokens_total / max(1, shapes):.1%} of what rungs hold",
   )
-  row("prefixes", f"{now.prefix_hit_tokens_total:,} prompt tokens served from the cache")
-  row("preemptions", f"{now.preemptions_total}")
   row("compiles", f"{now.compiles_after_ready} since ready", "bold red" if now.compiles_after_ready else "bold green")
   row("memory", f"{now.peak_rss_bytes / 2**20:,.0f} MiB at most")
   return Panel(table, title="Sluice demo", box=box.ROUNDED, width=min(width, 110))

@@ -456,7 +456,7 @@ def chat(rng: random.Random, tokens: int, weights: dict[str, float] | None = Non
   if pick < 0.15:
     turns.insert(0, Turn("system", "You are a helpful assistant.", None))
   elif pick < 0.25 and (first := [i for i, t in enumerate(turns) if t.answer == "OK."]):
-    # The first facts are told in the system message instead of by the user.
+    # The system message states the first facts, instead of the user.
     stated = turns.pop(first[0])
     turns.insert(0, Turn("system", stated.user, None))
   return turns

@@ -52,9 +52,25 @@ wide wife wild will window wish with within without woman women wonder word work
 write wrong year yesterday yet young your
 """.split()
 
+# Turns as the model was trained on them. Tools, calls and their results have Hermes' form, which
+# `--tool_call_parser=auto` knows by its marker; they stand in turns of the roles that the vocabulary has.
 CHAT_TEMPLATE = (
-  "{{ '<|bos|>' }}{% for message in messages %}"
-  "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+  "{{ '<|bos|>' }}"
+  "{% if tools %}{{ '<|system|>Tools: <tools>' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+  """{{ '</tools> A call is <tool_call>{"name": ..., "arguments": {...}}</tool_call>.<|end|>' }}{% endif %}"""
+  "{% for message in messages %}"
+  "{% if message['role'] == 'tool' %}"
+  "{{ '<|user|><tool_response>' + (message['content'] or '') + '</tool_response><|end|>' }}"
+  "{% else %}"
+  "{{ '<|' + message['role'] + '|>' + (message['content'] or '') }}"
+  "{% for call in message['tool_calls'] or [] %}"
+  "{% set arguments = call['function']['arguments'] %}"
+  """{{ '<tool_call>{"name": ' + (call['function']['name'] | tojson) + ', "arguments": ' }}"""
+  "{{ (arguments if arguments is string else arguments | tojson) + '}</tool_call>' }}"
+  "{% endfor %}"
+  "{{ '<|end|>' }}"
+  "{% endif %}"
+  "{% endfor %}"
   "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 

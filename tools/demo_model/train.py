@@ -239,7 +239,7 @@ class Data:
       self._queues[tokens].put(self.make(tokens, rng))
 
   def get(self, progress: float) -> dict[str, np.ndarray]:
-    """A batch of a row length drawn for this part (0..1) of the training."""
+    """Returns a batch of a row length sampled for this part (0..1) of the training."""
     if self._row_shares:
       shares = self._row_shares
     elif progress < 0.2:
@@ -287,11 +287,11 @@ class Data:
     tokens = len(positions) - 1
     if tokens > 1024 or rng.random() < 0.5:
       return
-    room = 3900 - tokens
+    left = 3900 - tokens
     for _ in range(rng.randint(1, 3)):
-      gap = min(room, int(1500 ** rng.uniform(0.3, 1)))
+      gap = min(left, int(1500 ** rng.uniform(0.3, 1)))
       positions[rng.choice(starts) :] += gap
-      room -= gap
+      left -= gap
 
 
 _hidden = jax.jit(forward)

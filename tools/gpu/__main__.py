@@ -1,26 +1,27 @@
-"""Measures kernels and engine on one GPU: are they right, how near the device's own ceilings, which settings.
+"""Measures kernels and engine on one GPU: their correctness, their distance from the device's ceilings, their settings.
 
   python -m tools.gpu --out=DIR [--minutes=9.5] [--only=check,time] [--match=REGEX] [--dry_run=interpret|compile]
   python -m tools.gpu --out=DIR --only=decode,start,offline,full,overlap,deterministic,buffers
   python -m tools.gpu --out=DIR --only=twin
   python -m tools.gpu --merge=DIR/tuning.json
 
-Stages of the kernels, which is what runs unless told: ceilings (read-only reduction, copy, bf16 matmul), check (every
-kernel on every arg spec against dense attention in f32; one request's bits in every batch with --deterministic), time
-(each beside the ceilings; cuDNN's dense attention beside prefill), profile (what the profiler says of some), peers
-(torch, FlashInfer), step (whole decode steps of Llama-3-8B), sweep (settings of the kernels). Each job runs in a
-process that may hang or die without the others. After every job results.jsonl goes into DIR, at the end table.txt and
-tuning.json, which --merge puts into pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed.
+Stages of the kernels, which run by default: ceilings (read-only reduction, copy, bf16 matmul), check (every kernel on
+every arg spec against dense attention in f32; one request's bits in every batch with --deterministic), time (each
+beside the ceilings; cuDNN's dense attention beside prefill), profile (the profiler's figures for some), peers (torch,
+FlashInfer), step (whole decode steps of Llama-3-8B), sweep (settings of the kernels). Each job runs in a process that
+may hang or die without affecting the others. The tool writes results.jsonl into DIR after every job, and table.txt and
+tuning.json at the end. --merge puts tuning.json into pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a
+kernel failed.
 
 Stages of the engine (tools/gpu/engine.py), the most important first: decode (steps of Llama-3-8B and Llama-3.2-1B
 beside the roofline, the sampler's share, a cold start), start (the same from a bundle and from the cache), offline (256
 requests at once), full (1,000 tokens in, 1,000 out), overlap (offline without it), deterministic (the same bits in any
-company, and what that costs), buffers (ways to update command buffers), twin (the same requests through transformers'
+batch, and the cost), buffers (ways to update command buffers), twin (the same requests through transformers'
 continuous batching and its compiled decode over a static cache, tokens compared). engine.json and engine.txt in DIR are
-whole after every command; programs and weights go into --scratch.
+complete after every command; programs and weights go into --scratch.
 
-A dry run needs no GPU: `interpret` runs tiny sizes through the GPU interpreter on a CPU (its times mean nothing; the
-engine's stages run on the CPU's own kernels), `compile` compiles everything for an H200 that is not there.
+A dry run needs no GPU. `interpret` runs tiny sizes through the GPU interpreter on a CPU; its times mean nothing, and
+the engine's stages run on the CPU's own kernels. `compile` compiles everything for an H200 without the hardware.
 """
 
 from collections.abc import Generator, Sequence
@@ -45,8 +46,8 @@ from tools.gpu.protocol import Job, Record
 from tools.measure import ROOT, commit
 
 STAGES = ("ceilings", "check", "time", "profile", "peers", "step", "sweep")
-_PARTS = {"ceilings": 4, "check": 6, "time": 4, "profile": 1, "peers": 2, "step": 2, "sweep": 1}  # of the time
-_BATCH = 8  # jobs that are compiled beside each other
+_PARTS = {"ceilings": 4, "check": 6, "time": 4, "profile": 1, "peers": 2, "step": 2, "sweep": 1}  # share of the time
+_BATCH = 8  # jobs that compile concurrently
 _PATIENCE_S = {"device": 90.0, "interpret": 300.0, "compile": 600.0}
 _TUNING = ROOT / "pallas_kernels" / "paged_attention" / "tuning.py"
 
@@ -91,7 +92,7 @@ def _checks() -> list[Job]:
 
 
 def ends(stages: Sequence[str]) -> dict[str, float]:
-  """The share of the time after which each starts no further jobs; a stage gets what those before it leave."""
+  """Returns the share of the time after which each stage starts no further jobs; earlier stages leave the rest."""
   chosen = [stage for stage in STAGES if stage in stages]
   reached = itertools.accumulate(_PARTS[stage] for stage in chosen)
   whole = sum(_PARTS[stage] for stage in chosen)
@@ -99,7 +100,7 @@ def ends(stages: Sequence[str]) -> dict[str, float]:
 
 
 def jobs_of(stage: str) -> list[Job]:
-  """What a stage does; the sweep's jobs follow from its results."""
+  """Returns a stage's jobs; the sweep's follow from its results."""
   if stage == "ceilings":
     ways = ("rows", "all", "sum")
     read: list[Job] = [{"kind": "ceiling", "what": "read", "way": way} for way in ways]
@@ -127,10 +128,10 @@ class GpuRun:
   """One run: its time, its workers and its files.
 
   Attributes:
-    log, results: what the processes say, and a JSON line for each job.
+    log, results: the processes' output, and a JSON line for each job.
     mode: "device", "interpret" or "compile".
-    seconds: for all of it, from `started` (time.monotonic()) on.
-    match: jobs whose description does not contain it are left out.
+    seconds: limit for all of it, from `started` (time.monotonic()) on.
+    match: leaves out jobs whose description does not contain it.
   """
 
   log: TextIO
@@ -142,12 +143,12 @@ class GpuRun:
   records: list[Record] = dataclasses.field(default_factory=list)
 
   def __post_init__(self):
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # torch's process wants memory as well
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # torch's process needs memory as well
     if self.mode != "device":
       environment["JAX_PLATFORMS"] = "cpu"
     python, patience = sys.executable, _PATIENCE_S[self.mode]
-    ours = [python, "-m", "tools.gpu.worker", self.mode]
-    self.worker = protocol.Worker(ours, environment, self.log, patience)
+    worker_command = [python, "-m", "tools.gpu.worker", self.mode]
+    self.worker = protocol.Worker(worker_command, environment, self.log, patience)
     self.peer = protocol.Worker([python, "-m", "tools.gpu.torch_peer"], environment, self.log, patience)
 
   def close(self) -> None:
@@ -182,13 +183,13 @@ class GpuRun:
   def _peers(self, batch: Sequence[Job], deadline: float) -> list[Record]:
     try:
       return list(self.peer.run(batch, deadline))
-    except protocol.DidNotStart as error:  # torch is not there
+    except protocol.DidNotStart as error:  # torch is missing
       return [{"job": job, "ok": False, "error": str(error)} for job in batch]
 
   def sweep(self) -> tuple[list[str], dict[str, Any] | None]:
-    """Varies the settings until the time is spent; returns lines for the table and what goes into tuning.json.
+    """Varies the settings until the time is spent; returns lines for the table and the contents of tuning.json.
 
-    Where not one factor could be judged there is nothing to be written.
+    Returns no settings if no factor could be judged.
     """
     from pallas_kernels.paged_attention.tuning import tuning_for
 
@@ -209,14 +210,14 @@ class GpuRun:
         f"{factor.name}: {timed} of {len(records)} timed; "
         + ("unknown" if ratio is None else f"{changed} takes {ratio:.3f} of the time" if changed else "as it is")
       )
-      if factor.name != "block size":  # which size is best is for the caller of the kernels to say
+      if factor.name != "block size":  # the kernels' caller chooses the size
         current = chosen
     tuning = {name: value for name, value in current.items() if name != "block_size"}
     return lines, {"device_kind": kind, "head_dim": 128, "block_size": 64, "tuning": tuning} if judged else None
 
 
 def _clocks() -> str:
-  """What nvidia-smi says of the card as it is, or why not."""
+  """Returns nvidia-smi's report of the card, or the reason why there is none."""
   query = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
   if not shutil.which("nvidia-smi"):
     return "no nvidia-smi"
@@ -229,14 +230,14 @@ def _clocks() -> str:
 
 
 def merge(path: pathlib.Path) -> None:
-  """Puts a run's tuning.json into tuning.py."""
+  """Merges a run's tuning.json into tuning.py."""
   found = json.loads(path.read_text("utf-8"))
   _TUNING.write_text(sweep.merged(_TUNING.read_text("utf-8"), **found), "utf-8")
   print(f"{_TUNING}: the settings of {found['device_kind']} for heads of {found['head_dim']} are from {path}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.gpu", "Check and time the attention kernels on a GPU.")
   parser.add_argument(
     "--out", type=pathlib.Path, default=pathlib.Path(".cache/bench_gpu"), help="folder for the results"
@@ -248,9 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--scratch", type=pathlib.Path, default=pathlib.Path(".cache/bench_gpu_scratch"), help="engine: programs, weights"
   )
-  parser.add_argument(
-    "--attention", default="", help="engine: another attention than the platform's, as the server's flag"
-  )
+  parser.add_argument("--attention", default="", help="engine: attention implementation, instead of the platform's own")
   parser.add_argument(
     "--num_blocks", type=positive_int, help="engine: blocks of 64 tokens offline, for a card with less memory"
   )
@@ -268,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.error("--only: stages of the kernels and of the engine do not fit into one run; give one kind")
   if "start" in stages and "decode" not in stages:
     parser.error("--only: start restores the programs that decode compiles; give both")
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the workers must not outlive it
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no worker outlives this process
   args.out.mkdir(parents=True, exist_ok=True)
   if not set(stages) & set(STAGES):
     if args.dry_run == "compile":
@@ -315,7 +314,7 @@ def measure_engine(
 
 
 def compile_engine(stages: Sequence[str], out: pathlib.Path) -> int:
-  """Compiles the steps of the engine's stages for an H200 that is not there; returns the exit code."""
+  """Compiles the steps of the engine's stages for an H200 without the hardware; returns the exit code."""
   failed = 0
   for number, words in enumerate(engine.compile_only(stages)):
     command = [sys.executable, "-m", "tools.check_device", "--target=h200", *words, f"--out={out}/steps_{number}.json"]
@@ -339,7 +338,7 @@ def measure(run: GpuRun, stages: Sequence[str], out: pathlib.Path) -> int:
         with contextlib.closing(run.do(jobs_of(stage), ends(stages)[stage])) as records:
           for record in records:
             if stage == "profile" and not record["ok"]:
-              break  # where the profiler fails or hangs once, it will again
+              break  # a profiler that fails or hangs once will do so again
         if stage == "time":
           meta["clocks_after_time"] = _clocks()
     if "sweep" in stages:

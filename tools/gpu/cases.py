@@ -1,8 +1,7 @@
-"""Numbers for the GPU kernels' specs, made on the device, and what must come out of them. Times nothing.
+"""Makes numbers for the GPU kernels' specs on the device, and the expected results. Times nothing.
 
-Keys and values that no row uses are NaN, so are the projections of padding tokens and every output before it is
-written: whatever reads or forgets one shows. The oracle is dense attention in f32 by numpy, row by row, on the numbers
-that the kernel got.
+Keys and values that no row uses are NaN, as are the projections of padding tokens and every unwritten output, so a
+kernel that reads or skips one shows. The oracle is numpy's dense attention in f32, row by row, on the kernel's numbers.
 """
 
 from collections.abc import Iterable
@@ -17,16 +16,16 @@ from pallas_kernels.paged_attention import arg_specs
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 
 _ROPE_THETA = 500_000.0
-# bf16 keeps 8 bits of what is computed in f32, and weights are rounded before they meet the values.
+# bf16 keeps 8 bits of f32 results, and weights are rounded before they are multiplied with values.
 _ABSOLUTE, _RELATIVE, _NORM = 4e-3, 2.0**-8, 5e-3
 
 
 class Wrong(Exception):
-  """A kernel's result is not what it must be; says where and by how much."""
+  """A kernel's result is wrong; the text says where and by how much."""
 
 
 def shrunk(spec: ArgSpec) -> ArgSpec:
-  """A spec of the same kind that the interpreter runs in seconds."""
+  """Returns a spec of the same kind that the interpreter runs in seconds."""
   rows = []
   for queries, length in spec.rows[:4]:
     few = queries if queries <= 4 else max(5, queries // 256)
@@ -47,13 +46,13 @@ def shrunk(spec: ArgSpec) -> ArgSpec:
 
 
 def with_blocks_of(spec: ArgSpec, block_size: int) -> ArgSpec:
-  """The same rows over blocks of another size."""
+  """Returns the same rows over blocks of another size."""
   positions = spec.block_size * spec.table_width
   return dataclasses.replace(spec, block_size=block_size, table_width=-(-positions // block_size))
 
 
 def read_bytes(spec: ArgSpec) -> int:
-  """Of keys and values that the rows' queries see: the least that attention reads."""
+  """Returns the bytes of keys and values that the rows' queries see: the least that attention reads."""
   seen = 0
   for queries, length in spec.rows:
     seen += min(length, queries + spec.sliding_window - 1) if spec.sliding_window and queries else length
@@ -61,7 +60,7 @@ def read_bytes(spec: ArgSpec) -> int:
 
 
 def flops(spec: ArgSpec) -> int:
-  """Of the two products, for the pairs of query and key that are seen."""
+  """Returns the operations of the two products, for the visible pairs of query and key."""
   pairs = 0
   for queries, length in spec.rows:
     positions = np.arange(length - queries, length) + 1
@@ -75,8 +74,8 @@ class KernelCase:
 
   Attributes:
     spec: dtype bfloat16.
-    copies: of the rows.
-    seed: of the layout and of the numbers.
+    copies: copies of the rows.
+    seed: seed of the layout and of the numbers.
   """
 
   spec: ArgSpec
@@ -87,11 +86,11 @@ class KernelCase:
   def _placed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     spec, rows = self.spec, len(self.spec.rows)
     several = dataclasses.replace(spec, rows=spec.rows * self.copies, num_rows=rows * self.copies + 1)
-    tables, _, _, num_blocks = arg_specs.place(several, np.random.default_rng(self.seed))
+    tables, _, _, num_blocks = arg_specs.place_rows(several, np.random.default_rng(self.seed))
     layouts = np.empty((self.copies, spec.num_rows, spec.table_width), np.int32)
     layouts[:, :rows] = tables[:-1].reshape(self.copies, rows, tables.shape[-1])
-    layouts[:, rows:] = tables[-1]  # as of a row that is not used: a spare block
-    _, lens, starts, _ = arg_specs.place(spec, np.random.default_rng(self.seed))
+    layouts[:, rows:] = tables[-1]  # as for an unused row: a spare block
+    _, lens, starts, _ = arg_specs.place_rows(spec, np.random.default_rng(self.seed))
     return layouts, lens, starts, num_blocks
 
   @property
@@ -115,7 +114,7 @@ class KernelCase:
 
   @cached_property
   def positions(self) -> np.ndarray:
-    """int32[T], of each token in its row; 0 at padding."""
+    """int32[T], each token's position in its row; 0 at padding."""
     found = np.zeros(self.spec.num_tokens, np.int32)
     for row, (queries, length) in enumerate(self.spec.rows):
       found[self.query_starts[row] :][:queries] = np.arange(length - queries, length)
@@ -123,7 +122,7 @@ class KernelCase:
 
   @cached_property
   def slots(self) -> np.ndarray:
-    """int32[copies, T], where a token's key and value are stored; 0 at padding."""
+    """int32[copies, T], slots of each token's key and value; 0 at padding."""
     page, counts = self.spec.block_size, [queries for queries, _ in self.spec.rows]
     rows, used = np.repeat(np.arange(len(counts)), counts), sum(counts)
     found = np.zeros((self.copies, self.spec.num_tokens), np.int32)
@@ -133,23 +132,23 @@ class KernelCase:
 
   @cached_property
   def angles(self) -> np.ndarray:
-    """f32[T, H / 2], by which token and pair are rotated."""
+    """f32[T, H / 2], rotation angles by token and pair."""
     half = self.spec.head_dim // 2
     frequencies = _ROPE_THETA ** (-np.arange(half, dtype=np.float64) / half)
     return (self.positions[:, None] * frequencies).astype(np.float32)
 
   @property
   def nbytes(self) -> int:
-    """Of the pool."""
+    """The pool's size in bytes."""
     return 2 * int(np.prod(self.kv_shape()))
 
   def kv_shape(self) -> tuple[int, ...]:
-    """Of the pool, the GPU kernels' layout: [P, K, 2, page, H]."""
+    """The pool's shape in the GPU kernels' layout: [P, K, 2, page, H]."""
     spec = self.spec
     return self.num_blocks, spec.num_kv_heads, 2, spec.block_size, spec.head_dim
 
   def _valid(self, before: bool) -> np.ndarray:
-    """bool[P, page]: which places of the pool hold numbers, before or after this step's tokens are written."""
+    """bool[P, page]: places of the pool with numbers, before or after this step's tokens are written."""
     page = self.spec.block_size
     valid = np.zeros((self.num_blocks, page), bool)
     for row, (queries, length) in enumerate(self.spec.rows):
@@ -168,16 +167,16 @@ class KernelCase:
     return _padded(shape, jax.random.key(1000 + 31 * self.seed + copy), int(self.query_starts[-1]))
 
   def packed_queries(self, copy: int) -> jax.Array:
-    """bf16[K, T * G, H], as the attention kernels take them: of `qkv`, not rotated."""
+    """bf16[K, T * G, H], in the attention kernels' layout: of `qkv`, not rotated."""
     spec = self.spec
     group = spec.num_heads // spec.num_kv_heads
     q = self.qkv(copy)[:, :, :group].transpose(1, 0, 2, 3)
     return q.reshape(spec.num_kv_heads, -1, spec.head_dim)
 
   def sampled(self, most: int) -> np.ndarray:
-    """Tokens to compare: all of a row that has few; else every so many, and the last.
+    """Returns tokens to compare: all of a short row; else every few, and the last.
 
-    13 and its multiples walk through all places of a tile.
+    The stride is a multiple of 13, so that it reaches all places of a tile.
     """
     found = []
     for row, (queries, _) in enumerate(self.spec.rows):
@@ -187,14 +186,14 @@ class KernelCase:
     return np.concatenate(found).astype(np.int64) if found else np.zeros(0, np.int64)
 
   def rotated(self, vectors: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """f32 [n, ..., H] of `tokens`, rotated in split halves."""
+    """Returns f32 [n, ..., H] of `tokens`, rotated in split halves."""
     angle = np.expand_dims(self.angles[tokens], tuple(range(1, vectors.ndim - 1)))
     low, high = np.split(vectors, 2, axis=-1)
     cos, sin = np.cos(angle), np.sin(angle)
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
   def attention(self, kv: jax.Array, queries: np.ndarray, tokens: np.ndarray, copy: int = 0) -> np.ndarray:
-    """What attention must return for some tokens.
+    """Returns the expected attention for some tokens.
 
     Args:
       kv: the pool with this step's keys and values.
@@ -224,7 +223,7 @@ def _padded(shape: tuple[int, ...], key: jax.Array, used: int) -> jax.Array:
 
 
 def _dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.ndarray, spec: ArgSpec) -> np.ndarray:
-  """Attention of queries [n, N, H] at `positions` over keys and values [K, L, H], in f32, a KV head at a time."""
+  """Returns attention of queries [n, N, H] at `positions` over keys and values [K, L, H], in f32, by KV head."""
   out, (heads, length) = np.zeros(q.shape, np.float32), keys.shape[:2]
   group = spec.num_heads // heads
   key = np.arange(length)[None, None, :]
@@ -246,15 +245,15 @@ def _dense(q: np.ndarray, keys: np.ndarray, values: np.ndarray, positions: np.nd
 
 
 def rounded(array: np.ndarray) -> np.ndarray:
-  """The f32 numbers that bf16 keeps."""
+  """Returns f32 numbers rounded to bf16."""
   return array.astype(jnp.bfloat16).astype(np.float32)
 
 
 def compare(what: str, found: np.ndarray, expected: np.ndarray, tokens: np.ndarray) -> float:
-  """The relative error in norm of [n, ...] at `tokens`.
+  """Returns the relative error in norm of [n, ...] at `tokens`.
 
   Raises:
-    Wrong: it is too large, or an element is off by more than rounding explains, or is no number.
+    Wrong: it is too large, or an element is NaN or off by more than rounding explains.
   """
   found = found.astype(np.float32)
   if not found.size:
@@ -276,5 +275,5 @@ def compare(what: str, found: np.ndarray, expected: np.ndarray, tokens: np.ndarr
 
 
 def tokens_of(out: jax.Array, tokens: Iterable[int] | np.ndarray) -> np.ndarray:
-  """Some tokens of a device array [T, ...], f32 on the host."""
+  """Returns some tokens of a device array [T, ...], f32 on the host."""
   return np.asarray(out[jnp.asarray(np.asarray(tokens, np.int32))]).astype(np.float32)

@@ -1,8 +1,8 @@
-"""The engine's figures on a GPU, stage by stage: composes tools that measure, and says what must come out.
+"""Measures the engine on a GPU, stage by stage: composes measuring tools, and states the targets.
 
-A stage is a few commands, the most important first, each a process with a time limit. What they say is in engine.json
-after each, and a command that is killed has left what it had measured, so nothing costs more than itself. What is large
-(programs, weights) goes into another folder. It may not measure anything itself.
+A stage is a few commands, the most important first, each a process with a time limit. engine.json has their results
+after each command. A killed command leaves its results so far, so it costs only itself. Large files (programs, weights)
+go into another folder. This module measures nothing itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ from tools.peers.agreement import compare
 from tools.workload import read_tokens
 
 BIG, SMALL = "llama3-8b", "llama3.2-1b"
-# Names of XLA's own flags; the first changes nothing and is what the others are compared with.
+# XLA's flags by name; the first changes nothing and is the baseline of the others.
 BUFFERS = {
   "always": "",
   "skip temporaries": "--xla_gpu_command_buffer_update_mode=SKIP_TEMP",
@@ -33,7 +33,7 @@ BUFFERS = {
   "none": "--xla_gpu_enable_command_buffer=",
 }
 _FEW_RUNGS = "8,16,32,64,128,256,384,512"
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # a hub that cannot be reached must not be waited for
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}  # never wait for an unreachable hub
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Command:
   """A process that writes its result to a file.
 
   Attributes:
-    name: of its result.
+    name: name of its result.
     words: the command; its result is the last line of its standard output.
-    limit_s: it is killed after so many seconds.
-    flags: XLA's, added to XLA_FLAGS.
-    kept: a file that has what it measured so far, where it writes one.
-    fresh: a folder that is removed first.
+    limit_s: seconds after which it is killed.
+    flags: XLA flags, added to XLA_FLAGS.
+    kept: file with its results so far, if it writes one.
+    fresh: folder to remove first.
   """
 
   name: str
@@ -59,12 +59,12 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """What is measured; `TINY` is a dry run on a CPU.
+  """The sizes to measure; `TINY` is a dry run on a CPU.
 
   Attributes:
-    shapes, batches: of the decode steps; the first shape is that of all other stages.
-    context: of the decode steps.
-    requests, lengths, full, rows: offline: how many, shortest and longest prompt and output, those of full load, slots.
+    shapes, batches: the decode steps'; all other stages use the first shape.
+    context: context of the decode steps.
+    requests, lengths, full, rows: offline: requests, shortest and longest prompt and output, those of full load, slots.
     budgets, chunk, blocks: ladder and pool of the offline stages; the pool must not depend on free memory, or each of
       them might compile anew.
     engine, pool: flags of every engine; of all but the offline ones.
@@ -83,7 +83,7 @@ class Sizes:
   chunk: int = 512
   prefill: str = "128,512"
   some: int = 64
-  blocks: int = 8192  # of 64 tokens: 256 rows of 2,048, 64 GiB
+  blocks: int = 8192  # blocks of 64 tokens: 256 rows of 2,048, 64 GiB
   seconds: float = 1.0
   device: str = "cuda"
   dtype: str = "bfloat16"
@@ -114,11 +114,11 @@ TINY = Sizes(
 
 
 def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> dict[str, list[Command]]:
-  """All stages by name, in their order.
+  """Returns all stages by name, in order.
 
   Args:
-    scratch: an absolute path, for programs, weights, tokens and results that are not whole yet.
-    sizes: what is measured.
+    scratch: absolute path for programs, weights, tokens and partial results.
+    sizes: the sizes to measure.
     torch: the Python that has torch and transformers.
   """
   big, small = sizes.shapes
@@ -147,7 +147,10 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
 
   rows = sizes.batches[1].split(",")[-1]
   one = f"--token_budgets={max(2, int(rows))}", f"--prefill_chunk={rows}", f"--max_num_seqs={rows}", f"--prompts={rows}"
-  few = f"--token_budgets={','.join(map(str, sorted({8, max(8, int(rows))})))}", *one[1:]  # no rung but those measured
+  few = (
+    f"--token_budgets={','.join(map(str, sorted({8, max(8, int(rows))})))}",
+    *one[1:],
+  )  # no rungs but the measured ones
   step = *one, "--parts=decode", f"--batches={rows}"
   files = f"--model={twin / 'model'}", f"--requests={twin / 'requests.jsonl'}"
 
@@ -164,8 +167,15 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
 
   making = ("-m", "tools.gpu.twin", f"--shape={big}", f"--dtype={sizes.dtype}", f"--out={twin}")
   making += f"--requests={sizes.requests}", f"--lengths={sizes.lengths}"
-  ours = ("-m", "tools.bench_offline", *files, f"--output_tokens={twin / 'sluice.jsonl'}", *sizes.engine, *ladder)
-  ours += f"--dtype={sizes.dtype}", f"--compile_cache_dir={programs}"
+  bench = (
+    "-m",
+    "tools.bench_offline",
+    *files,
+    f"--output_tokens={twin / 'sluice.jsonl'}",
+    *sizes.engine,
+    *ladder,
+  )
+  bench += f"--dtype={sizes.dtype}", f"--compile_cache_dir={programs}"
   same = [sys.executable, "-m", "tools.bench.deterministic", "--random_weights=true"]
   same += [f"--model={ROOT / 'models' / 'shapes' / big}"]
   same += [f"--seconds={sizes.seconds / 4}", "--rounds=2", f"--context={sizes.context}", f"--requests={sizes.some}"]
@@ -174,7 +184,7 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
   first = decode("decode_8b", 240, "--parts=decode,alone,sampler", bundle, "--write_executable_bundle")
   return {
     "decode": [
-      dataclasses.replace(first, fresh=code),  # so that its start is a cold one
+      dataclasses.replace(first, fresh=code),  # for a cold start
       engine("decode_1b", small, 150, *sizes.pool, *few, "--parts=decode", f"--batches={sizes.batches[1]}"),
     ],
     "start": [  # the same programs as decode_8b's
@@ -188,8 +198,8 @@ def stages(scratch: pathlib.Path, sizes: Sizes, torch: str = sys.executable) -> 
     "buffers": [engine(f"buffers_{name}", big, 75, *sizes.pool, *step, flags=flags) for name, flags in BUFFERS.items()],
     "twin": [
       Command("twin_made", (sys.executable, *making), 200),
-      Command("twin_sluice", (sys.executable, *ours), 180),
-      peer("static", 300, "--most_s=60"),  # its target is the nearer one; what it leaves of the time is for the other
+      Command("twin_sluice", (sys.executable, *bench), 180),
+      peer("static", 300, "--most_s=60"),  # its target is nearer; the other gets the remaining time
       peer("batching", 300),
     ],
   }
@@ -199,7 +209,7 @@ STAGES = tuple(stages(pathlib.Path("/"), TINY))
 
 
 def compile_only(names: Sequence[str]) -> list[tuple[str, ...]]:
-  """What `tools.check_device` is given to compile the steps of these stages for an H200 that is not there."""
+  """Returns `tools.check_device`'s flags to compile these stages' steps for an H200 without the hardware."""
   sizes, found = Sizes(), []
   rows = sizes.batches[1].split(",")[-1]
   if {"decode", "start"} & set(names):
@@ -216,9 +226,9 @@ def compile_only(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def run(command: Command, deadline: float, log: Any) -> dict[str, Any]:
-  """Runs a command until its limit or `deadline` (time.monotonic()); returns what it said.
+  """Runs a command until its limit or `deadline` (time.monotonic()); returns its result.
 
-  Where it failed there is "error" in it, beside what it had measured before.
+  A failed command's result has "error", beside its results so far.
   """
   started = time.monotonic()
   limit_s = max(0.0, min(command.limit_s, deadline - started))
@@ -243,7 +253,7 @@ def run(command: Command, deadline: float, log: Any) -> dict[str, Any]:
     stderr=log,
     text=True,
     start_new_session=True,
-    umask=0o077,  # whatever ours is: programs that others could change are not run
+    umask=0o077,  # whatever this process has: the engine refuses programs that others could change
   )
   found: dict[str, Any]
   try:
@@ -255,21 +265,21 @@ def run(command: Command, deadline: float, log: Any) -> dict[str, Any]:
   except subprocess.TimeoutExpired:
     found = {"error": f"out of time after {limit_s:.0f} s"}
   except (ValueError, IndexError):
-    found = {"error": "said nothing that is understood"}
+    found = {"error": "its last output line is not JSON"}
   finally:
     if process.poll() is None:
-      os.killpg(process.pid, signal.SIGKILL)  # a session of its own: whatever it started ends too
-      with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds on to does not end
+      os.killpg(process.pid, signal.SIGKILL)  # a session of its own, so that all its processes end with it
+      with contextlib.suppress(subprocess.TimeoutExpired):  # a process held by the driver does not end
         process.communicate(timeout=ENDING_S)
   if "error" in found and command.kept and command.kept.exists():
-    with contextlib.suppress(ValueError):  # killed while it wrote
+    with contextlib.suppress(ValueError):  # killed during a write
       found = json.loads(command.kept.read_text("utf-8")) | found
   found["took_s"] = round(time.monotonic() - started, 1)
   return found
 
 
 def _last_words(path: str, begin: int) -> str:
-  """The last line that is not empty behind byte `begin` of a log."""
+  """Returns the last non-empty line behind byte `begin` of a log."""
   with open(path, "rb") as file:
     file.seek(max(begin, os.fstat(file.fileno()).st_size - 4096))
     lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
@@ -279,11 +289,11 @@ def _last_words(path: str, begin: int) -> str:
 def measure(
   commands: Sequence[Command], deadline: float, log: Any, keep: Callable[[dict[str, dict[str, Any]]], None]
 ) -> dict[str, dict[str, Any]]:
-  """Runs commands in their order; returns what each said, by its name. Goes on after a failure.
+  """Runs commands in order; returns each one's result by its name. Goes on after a failure.
 
   Args:
-    deadline: of all, time.monotonic().
-    log: an open file, for what they print.
+    deadline: limit for all, time.monotonic().
+    log: open file for their output.
     keep: called with all results after each.
   """
   results: dict[str, dict[str, Any]] = {}
@@ -300,12 +310,12 @@ def measure(
 
 
 def _agreement(command: Command) -> dict[str, Any]:
-  """A twin's tokens beside ours, where both are there."""
+  """Compares a twin's tokens with Sluice's, if both exist."""
   theirs = next(word.partition("=")[2] for word in command.words if word.startswith("--output_tokens="))
   try:
     tokens = read_tokens(theirs)
-    ours = read_tokens(str(pathlib.Path(theirs).with_name("sluice.jsonl")))
-    found = compare({name: line for name, line in ours.items() if name in tokens}, tokens)
+    own = read_tokens(str(pathlib.Path(theirs).with_name("sluice.jsonl")))
+    found = compare({name: line for name, line in own.items() if name in tokens}, tokens)
   except (OSError, ValueError, ConfigError) as error:
     return {"tokens": str(error)}
   return {"agreeing_prefix": found.agreeing_prefix, "identical_requests": found.identical}
@@ -321,19 +331,19 @@ def _line(what: str, value: float | None, form: str, target: str, met: bool | No
 
 
 def serial_roofline(result: Mapping[str, Any]) -> float:
-  """Output tokens a second if keys and values, the matmuls of outputs and those of prompts ran one after the other.
+  """Returns output tokens a second if KV reads, the matmuls of outputs and those of prompts ran one after the other.
 
-  As Sluice's goals are stated: memory holds the weights read for so many rows that their bytes hide behind the matmuls.
+  Memory holds the weights for so many rows that the weights' bytes hide behind the matmuls, as in Sluice's goals.
   """
   work, ceilings, (_, length) = result["work"], result["ceilings"], result["offline"]["lengths"]
   token, row = work["flops"]["token"], work["flops"]["row"]
-  keys = 1.5 * length  # of an output token, on average: the prompt and half of the outputs
+  keys = 1.5 * length  # for an output token, on average: the prompt and half of the outputs
   seconds = work["kv_bytes"] * keys / ceilings["bytes_s"] + (token + row) / ceilings["flops_s"]
   return 1.0 / (seconds + token / ceilings["flops_s"])
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-  """A line for each figure, with its limit where there is one. Reads what `measure` returned; nothing else."""
+  """Returns a line for each figure, with its limit if there is one. Reads only the result of `measure`."""
   lines = [f"failed: {name}: {found['error']}" for name, found in results.items() if "error" in found]
   for name in ("decode_8b", "decode_1b"):
     if "ceilings" in results.get(name, {}):
@@ -350,10 +360,12 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
       if row.get("of_step") is not None:
         what = f"{name}: sampler, {row['batch']} rows, {row['asked']}, of a step"
         lines.append(_line(what, row["of_step"], ".1%", "<= 8%", row["of_step"] <= 0.08))
-    if "waits_share" in (row := results.get(name, {}).get("alone", {})):  # decides on several steps without the host
+    if "waits_share" in (
+      row := results.get(name, {}).get("alone", {})
+    ):  # decides whether several steps without the host pay off
       what, waits = f"{name}: one request alone, device idle", row["waits_share"]
       lines.append(_line(what, waits, ".1%", "<= 3%", waits <= 0.03))
-  # Random weights are drawn on the device: what loading a checkpoint takes is no part of a start here.
+  # Random weights are made on the device, so a start here includes no checkpoint load.
   starts = {"decode_8b": ("cold", 60), "start_cached": ("with the compile cache", None), "start_bundle": ("bundle", 10)}
   for name, (how, limit) in starts.items():
     took = results.get(name, {}).get("warmup_s")
@@ -379,7 +391,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines.append(_line("offline: overlap over no overlap", gain, ".2f", "", None))
   found = results.get("deterministic", {})
   if "same_bits_in_ways" in found:
-    lines.append(_line("deterministic: ways of serving with the same bits", found["same_bits_in_ways"], "d", "", None))
+    lines.append(_line("deterministic: variants with the same bits", found["same_bits_in_ways"], "d", "", None))
   for row in found.get("work", []):
     lines.append(_line(f"deterministic: {row['work']}, times as long", row["ratio"], ".2f", "", None))
   for name in BUFFERS:
@@ -390,16 +402,16 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _twin_lines(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
   lines = []
-  ours = results.get("twin_sluice", {}).get("output_tok_s")
-  if ours:
-    lines.append(_line("twin: our output tokens a second", ours, ".0f", "", None))
+  own = results.get("twin_sluice", {}).get("output_tok_s")
+  if own:
+    lines.append(_line("twin: Sluice's output tokens a second", own, ".0f", "", None))
   for way, limit in (("batching", 5.0), ("static", 1.5)):
     found = results.get(f"twin_{way}", {})
-    if ours and "output_tok_s" in found:
+    if own and "output_tok_s" in found:
       lines.append(_line(f"twin {way}: requests", found.get("requests"), "d", "", None))
       lines.append(
         _line(f"twin {way}: tokens before a first difference", found.get("agreeing_prefix"), ".1%", "", None)
       )
-      ratio = ours / found["output_tok_s"]
-      lines.append(_line(f"twin {way}: ours over its tokens a second", ratio, ".2f", f">= {limit}", ratio >= limit))
+      ratio = own / found["output_tok_s"]
+      lines.append(_line(f"twin {way}: Sluice over its tokens a second", ratio, ".2f", f">= {limit}", ratio >= limit))
   return lines

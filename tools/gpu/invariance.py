@@ -1,6 +1,6 @@
-"""The check of --deterministic on a GPU: one request in many batches, through the engine, bit for bit.
+"""Checks --deterministic on a GPU: one request in many batches, through the engine, bit for bit.
 
-Weights are random, of Llama-3-8B's shapes in few layers: what could differ lies within a layer.
+Weights are random, with Llama-3-8B's shapes in few layers: differences arise within a layer.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from tools.gpu.protocol import Prepared
 from tools.gpu.step import random_weight
 
 _LAYERS = 4
-_BUDGETS = (8, 32, 128, 512)  # of which one is taken
+_BUDGETS = (8, 32, 128, 512)  # one of which is tested
 _TINY_WAYS = 3
 
 
 def prepare(setting) -> Prepared:
-  """Compiles the step that --deterministic has; runs the trial, and every way. `setting`: jobs.Setting."""
+  """Compiles the --deterministic step; runs the trial, and every variant. `setting`: jobs.Setting."""
   attention = "reference" if setting.tiny else "gpu"  # the interpreter is not part of the engine's programs
   sizes = dataclasses.replace(
     case("tiny" if setting.tiny else "llama3-8b"), max_model_len=512, pool_tokens=8192, max_num_seqs=16
@@ -61,7 +61,7 @@ def prepare(setting) -> Prepared:
       prefill_chunk=budgets[-1],
     )
     try:
-      deterministic.try_out(made, config, ladder)
+      deterministic.try_determinism(made, config, ladder)
     except ConfigError as error:
       raise Wrong(str(error)) from error
     ways = batch_invariance.ways(config)[: _TINY_WAYS if setting.tiny else None]

@@ -1,4 +1,4 @@
-"""What a worker can be asked to do on a GPU: ceilings, checks, timings, the dense peer, the whole step.
+"""The jobs of a worker on a GPU: ceilings, checks, timings, the dense peer, the whole step.
 
 A job is a JSON object; `prepare` turns it into something to compile and to run (protocol.Prepared). Kinds:
 
@@ -7,7 +7,7 @@ A job is a JSON object; `prepare` turns it into something to compile and to run 
   {"kind": "check", "op": "parts" | "attend", "spec": NAME}
   {"kind": "time", "op": "decode" | "prefill" | "write" | "attend" | "dense", "spec": NAME}
       and for a sweep: "tuning": {field: value}, "block_size": tokens
-  {"kind": "profile", ...} as "time": what the profiler says of the kernels
+  {"kind": "profile", ...} as "time": the profiler's figures for the kernels
   {"kind": "step", "rows": B, "context": tokens}
   {"kind": "deterministic"}: see invariance.py
 """
@@ -33,22 +33,22 @@ from tools.gpu import cases, timing
 from tools.gpu.cases import KernelCase, Wrong
 from tools.gpu.protocol import Job, Prepared
 
-_COLD_BYTES = 2**28  # inputs rotate over at least so much: several times an L2 cache
+_COLD_BYTES = 2**28  # inputs rotate over at least this many bytes: several times an L2 cache
 _MOST_POOL_BYTES = 2**32
-_CALL_US = 400.0  # a program lasts about this, so that the host keeps ahead of it
-_MOST_CALLS = 64  # of a kernel in a program
-_BYTES_A_US, _FLOPS_A_US = 3.5e6, 4e8  # a guess of what a kernel does, to choose the number of calls
+_CALL_US = 400.0  # approximate length of a program, so that the host stays ahead of it
+_MOST_CALLS = 64  # most calls of a kernel in a program
+_BYTES_A_US, _FLOPS_A_US = 3.5e6, 4e8  # a guess of a kernel's rate, to choose the number of calls
 _SERIAL = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}  # calls of one program must not overlap
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """Where jobs run.
+  """The setting of jobs.
 
   Attributes:
-    device: the GPU, or in a dry run the CPU or a GPU that is not there.
+    device: the GPU, or in a dry run the CPU or a GPU without the hardware.
     mode: "device", "interpret" (tiny sizes through the GPU interpreter) or "compile" (nothing runs).
-    effort: of timings.
+    effort: effort of timings.
   """
 
   device: Any
@@ -64,12 +64,12 @@ class Setting:
     return plgpu.InterpretGPUParams() if self.tiny else None
 
   def abstract(self, tree: Any) -> Any:
-    """ShapeDtypeStructs on the device for arrays or for other ones."""
+    """Returns ShapeDtypeStructs on the device for arrays or other structs."""
     place = SingleDeviceSharding(self.device)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
 
   def spec(self, name: str) -> ArgSpec:
-    """Of the specs by name, in bf16 and of the size that this setting can run."""
+    """Returns the spec of this name, in bf16 and of a size that this setting can run."""
     for one in (*arg_specs.GPU_BENCHMARK, *arg_specs.CONFORMANCE):
       if one.name == name:
         large = one in arg_specs.GPU_BENCHMARK
@@ -77,7 +77,7 @@ class Setting:
     raise ValueError(f"no spec is called {name!r}")
 
   def tuning(self, spec: ArgSpec, changes: dict[str, Any]) -> Tuning:
-    """The table's settings with some replaced."""
+    """Returns the table's settings with some replaced."""
     changes = dict(changes)
     if "lowering" in changes:
       changes["lowering"] = plgpu.LoweringSemantics[changes["lowering"]]
@@ -88,7 +88,7 @@ class Setting:
   def prepared(
     self, program: Callable, arguments: tuple, run: Callable, donate: tuple[int, ...] = (), serial: bool = True
   ) -> Prepared:
-    """Lowers here, compiles in whatever thread; `run` gets the executable. Where nothing can run, `run` is left out."""
+    """Lowers here, compiles in any thread; `run` gets the executable. If nothing can run, `run` is left out."""
     lowered = jax.jit(program, donate_argnums=donate, keep_unused=True).lower(*self.abstract(arguments))
     options = _SERIAL if serial and not self.tiny else None
 
@@ -104,7 +104,7 @@ class Setting:
 
 
 def _facts(compiled: jax.stages.Compiled, interpreted: bool) -> dict[str, Any]:
-  """What compiling tells: bytes of intermediate values and of results in place of arguments, and copies."""
+  """Returns compile facts: bytes of temporaries and of in-place results, and copies."""
   memory = compiled.memory_analysis()
   return {
     "temp_bytes": memory.temp_size_in_bytes if memory else None,
@@ -182,14 +182,14 @@ class _Kernels:
   setting: Setting
   spec: ArgSpec
   tuning: Tuning
-  whole: bool  # gpu.attend is called, which takes its settings from the table
+  whole: bool  # gpu.attend takes its settings from the table
 
   @functools.cached_property
   def plan(self) -> plan_lib.Plan:
     geometry = self.spec.geometry
     if self.whole:
       return gpu.make_plan(geometry, self.setting.device.device_kind)
-    # The interpreter takes as long for thread blocks that have nothing to do.
+    # The interpreter takes as long for idle thread blocks.
     num_sms = 2 if self.setting.tiny else count_sms(self.setting.device.device_kind)
     return plan_lib.make_plan(geometry, self.tuning.split_tokens, num_sms)
 
@@ -252,8 +252,8 @@ def _kernels(job: Job, setting: Setting) -> _Kernels:
 
 
 def _rows(kernels: _Kernels, case: KernelCase) -> tuple[jax.Array, ...]:
-  """kv_lens, query_starts and the plan, which all copies share."""
-  work = kernels.plan.make(case.query_starts, case.kv_lens)
+  """Returns kv_lens, query_starts and the plan, which all copies share."""
+  work = kernels.plan.make_work(case.query_starts, case.kv_lens)
   return tuple(jnp.asarray(x) for x in (case.kv_lens, case.query_starts, work))
 
 
@@ -266,14 +266,14 @@ def _nan(like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _host_queries(case: KernelCase, tokens: np.ndarray, copy: int = 0) -> np.ndarray:
-  """f32[n, N, H]: the rotated queries of `tokens`, as bf16 keeps them."""
+  """Returns f32[n, N, H]: the rotated queries of `tokens`, rounded to bf16."""
   spec = case.spec
   projected = cases.tokens_of(case.qkv(copy), tokens)[:, :, :-2]
   return cases.rounded(case.rotated(projected, tokens)).reshape(-1, spec.num_heads, spec.head_dim)
 
 
 def _check_written(case: KernelCase, kv: jax.Array, tokens: np.ndarray, copy: int = 0) -> float:
-  """That the slots of `tokens` hold their rotated keys and their values."""
+  """Checks that the slots of `tokens` hold their rotated keys and their values."""
   page = case.spec.block_size
   slots = jnp.asarray(case.slots[copy, tokens])
   found = np.asarray(kv[slots // page, :, :, slots % page]).astype(np.float32)  # [n, K, 2, H]
@@ -285,7 +285,7 @@ def _check_written(case: KernelCase, kv: jax.Array, tokens: np.ndarray, copy: in
 
 @functools.partial(jax.jit, static_argnums=3)
 def _changed(before: jax.Array, after: jax.Array, slots: jax.Array, page: int) -> jax.Array:
-  """Values outside block 0 and `slots` whose bits differ."""
+  """Counts values outside block 0 and `slots` whose bits differ."""
   at = slots // page, slice(None), slice(None), slots % page
   expected = before.at[at].set(after[at])
   same = jax.lax.bitcast_convert_type(expected, jnp.uint16) == jax.lax.bitcast_convert_type(after, jnp.uint16)
@@ -344,7 +344,7 @@ def _check(job: Job, setting: Setting) -> Prepared:
 
 
 def _number_of_calls(op: str, spec: ArgSpec, tiny: bool) -> int:
-  """Calls a program: as many as make it last, and as make its inputs larger than a cache."""
+  """Returns the number of calls in a program: enough for its length, and for inputs larger than a cache."""
   if tiny:
     return 2
   tokens = spec.num_tokens * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * 2
@@ -364,7 +364,7 @@ def _time(job: Job, setting: Setting) -> Prepared:
   result = kernels.queries if op == "write" else kernels.output
 
   def inputs() -> list[tuple]:
-    """Of each call, what it does not share with the others."""
+    """Returns each call's own inputs."""
     tables, slots = ([jnp.asarray(x) for x in each] for each in (case.tables, case.slots))
     found = []
     for number in range(times):
@@ -390,7 +390,7 @@ def _time(job: Job, setting: Setting) -> Prepared:
         made, kv = kernels.write(call[0], cos, sin, kv, call[2])
       else:
         made, kv = kernels.attend(call[0], cos, sin, kv, call[1], lens, starts, call[2], work)
-      # The next call waits for this one: a write moved in front of what reads the pool would need a copy of the pool.
+      # The next call depends on this one: moving a write before a read of the pool would need a copy of the pool.
       kv, made = jax.lax.optimization_barrier((kv, made))
       results.append(made)
     return kv, tuple(results)
@@ -412,7 +412,7 @@ def _time(job: Job, setting: Setting) -> Prepared:
 
 
 def _spot_check(op: str, kernels: _Kernels, case: KernelCase, kv: jax.Array, result: jax.Array, copy: int) -> float:
-  """The error of some tokens of a call: what is timed must be right."""
+  """Returns the error of some tokens of a call, since a timed call must be right."""
   spec = case.spec
   decoded = np.repeat(
     [queries <= kernels.plan.decode_queries for queries, _ in spec.rows], [queries for queries, _ in spec.rows]
@@ -436,7 +436,7 @@ def _spot_check(op: str, kernels: _Kernels, case: KernelCase, kv: jax.Array, res
 
 
 def _dense(job: Job, setting: Setting) -> Prepared:
-  """Causal attention over plain arrays by cuDNN, of a spec whose rows are whole prompts of one length."""
+  """Runs cuDNN's causal attention over plain arrays, for a spec whose rows are whole prompts of one length."""
   spec, times = setting.spec(job["spec"]), 2 if setting.tiny else 4
   length, batch = spec.rows[0][1], len(spec.rows)
   if set(spec.rows) != {(length, length)}:
@@ -459,13 +459,13 @@ def _dense(job: Job, setting: Setting) -> Prepared:
 
 
 def _step(job: Job, setting: Setting) -> Prepared:
-  from tools.gpu import step  # needs what the kernels do not: flax
+  from tools.gpu import step  # needs flax, unlike the kernels
 
   return step.prepare(job["rows"], job["context"], setting)
 
 
 def _deterministic(job: Job, setting: Setting) -> Prepared:
-  from tools.gpu import invariance  # needs what the kernels do not: flax
+  from tools.gpu import invariance  # needs flax, unlike the kernels
 
   del job
   return invariance.prepare(setting)
@@ -482,7 +482,7 @@ _KINDS = {
 
 
 def prepare(job: Job, setting: Setting) -> Prepared:
-  """What the worker compiles and runs. Raises ValueError for a job that is none."""
+  """Returns what the worker compiles and runs. Raises ValueError for an unknown job."""
   if job.get("kind") not in _KINDS:
     raise ValueError(f"job {job} is of no kind of {', '.join(_KINDS)}")
   return _KINDS[job["kind"]](job, setting)

@@ -1,8 +1,8 @@
-"""Runs jobs in a process that may hang or die, and goes on with the others in a fresh one. Knows neither jax nor a job.
+"""Runs jobs in a process that may hang or die, and continues with the others in a new one. Knows neither jax nor a job.
 
-A kernel that was never run can stop a GPU for good or leave the process unable to use it. So a benchmark talks to a
-worker over pipes: it sends lists of jobs (JSON objects, one list a line) and gets an event a line back, and a worker
-that gives no sign of life is killed. The job that it was at is reported as failed, with a reason.
+A kernel that was never run can stop a GPU for good or leave the process unable to use it. A benchmark therefore talks
+to a worker over pipes. It sends lists of jobs (JSON objects, one list a line) and gets one event a line. It kills a
+worker that sends no event for too long, and reports the worker's job as failed, with a reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,21 +23,21 @@ Job = dict[str, Any]
 Record = dict[str, Any]
 OUT_OF_TIME = "out of time"
 _HEARTBEAT_S = 5.0
-ENDING_S = 10.0  # for a process to end that was told to
+ENDING_S = 10.0  # seconds for a process to end by itself
 _SPOILT = 3  # exit code of a worker that reported a failure and cannot go on after it
 
 
 class DidNotStart(Exception):
-  """The worker's process ended before it could take a job: something it needs is missing."""
+  """The worker's process ended before it could take a job: a dependency is missing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """A job that may be compiled beside others and is then run alone.
+  """A job that may be compiled beside others and then runs alone.
 
   Attributes:
-    compile: called in a thread of its own.
-    run: called with what `compile` returned; returns the job's figures.
+    compile: called in its own thread.
+    run: called with the result of `compile`; returns the job's figures.
   """
 
   compile: Callable[[], Any]
@@ -51,16 +51,16 @@ def _text(error: BaseException) -> str:
 def serve(
   hello: Mapping[str, Any], prepare: Callable[[Job], Prepared], usable: Callable[[], bool], threads: int = 8
 ) -> int:
-  """The worker's side: does what comes on standard input until it ends; returns the exit code.
+  """The worker's side: runs the jobs on standard input until it ends; returns the exit code.
 
   Args:
     hello: sent first.
-    prepare: from a job to what can be compiled and run; called in this thread.
-    usable: asked after a failure; if the process is spoilt, it ends, and a new one goes on.
-    threads: that compile.
+    prepare: turns a job into something to compile and to run; called in this thread.
+    usable: called after a failure; if it returns False, the process ends, and a new one goes on.
+    threads: compiling threads.
   """
   events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-  os.dup2(2, 1)  # whatever a library prints belongs into the log
+  os.dup2(2, 1)  # output of libraries belongs in the log
 
   def tell(**event: Any) -> None:
     events.write(json.dumps(event) + "\n")
@@ -118,10 +118,10 @@ def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
 
 
 class Worker:
-  """The benchmark's side: a process that is started when needed, and anew after it was lost."""
+  """The benchmark's side: a process that starts when needed, and again after a loss."""
 
   def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: TextIO, patience_s: float):
-    """Args: log: gets the process's standard error. patience_s: without an event for so long, it hangs."""
+    """Args: log: receives the process's standard error. patience_s: seconds without an event after which it hangs."""
     self._command, self._environment, self._log, self._patience_s = command, environment, log, patience_s
     self._process: subprocess.Popen[str] | None = None
     self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -159,7 +159,7 @@ class Worker:
     if self._process is not None:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(self._process.pid, signal.SIGKILL)
-      with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver holds on to does not end
+      with contextlib.suppress(subprocess.TimeoutExpired):  # a process held by the driver does not end
         self._process.wait(ENDING_S)
       if self._process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):
@@ -167,14 +167,14 @@ class Worker:
       self._process = None
 
   def run(self, jobs: Sequence[Job], deadline: float) -> Iterator[Record]:
-    """One record for each job, in the order in which they end. Whoever stops listening ends the process.
+    """Yields one record for each job, in the order in which they end. A caller that stops early ends the process.
 
     Args:
       jobs: compiled beside each other, then run one by one.
-      deadline: time.monotonic() after which nothing goes on; what is left is reported as OUT_OF_TIME.
+      deadline: time.monotonic() after which nothing goes on; the rest is reported as OUT_OF_TIME.
 
     Raises:
-      DidNotStart: there is no use in trying.
+      DidNotStart: further attempts are useless.
     """
     pending, alone = list(jobs), False
     while pending:
@@ -189,7 +189,7 @@ class Worker:
             at = value
           else:
             reason = value
-      except GeneratorExit:  # nobody wants the rest, which the process is at
+      except GeneratorExit:  # the caller does not need the rest, which the process is at
         self.close()
         raise
       if reason == OUT_OF_TIME:
@@ -202,10 +202,10 @@ class Worker:
         if culprit is not None and culprit in pending:
           pending.remove(culprit)
           yield {"job": culprit, "ok": False, "error": reason}
-        alone = alone or culprit is None  # nobody knows which of them it was
+        alone = alone or culprit is None  # the failed one is unknown
 
   def _batch(self, batch: list[Job], deadline: float) -> Iterator[tuple[str, Any]]:
-    """Sends the jobs; yields ("begin", number), ("end", record), and at last ("lost", reason) if it went wrong."""
+    """Sends the jobs; yields ("begin", number), ("end", record), and at last ("lost", reason) after a failure."""
     process = self._process or self._start()
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # its end comes as an event
@@ -220,7 +220,7 @@ class Worker:
         yield "lost", f"no sign of life for {self._patience_s:.0f} s: hangs" if hangs else OUT_OF_TIME
         return
       if event is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # its output is closed, and still it may hang
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its output is closed, but it may still hang
           process.wait(ENDING_S)
         code = process.returncode
         self.close()

@@ -1,4 +1,4 @@
-"""A short table of a run's records: ratios within the run, with their targets. Pure: measures nothing."""
+"""Formats a short table of a run's records: ratios within the run, with their targets. Pure: measures nothing."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -11,25 +11,25 @@ _MOST_FAILURES = 8
 
 
 def _timed(record: Record) -> bool:
-  """Whether there is a time, of the settings as they are."""
+  """Whether there is a time with the default settings."""
   return record["ok"] and "us" in record["figures"] and "tuning" not in record["job"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-  """The records of a run, looked up by what their jobs asked for."""
+  """The records of a run, looked up by their jobs' fields."""
 
   records: Sequence[Record]
 
   def figures(self, **job: Any) -> dict[str, Any] | None:
-    """Of the first job that was timed and has these values, and is not a sweep's; None if there is none."""
+    """Returns the figures of the first timed job with these values that is not a sweep's; None if there is none."""
     for record in self.records:
       if _timed(record) and job.items() <= record["job"].items():
         return record["figures"]
     return None
 
   def best(self, figure: str, **job: Any) -> float | None:
-    """The greatest value of a figure over the jobs that have these values."""
+    """Returns the greatest value of a figure over the jobs with these values."""
     values = [
       record["figures"][figure]
       for record in self.records
@@ -39,7 +39,7 @@ class Results:
 
   @property
   def read_bandwidth(self) -> float | None:
-    """Bytes a second: the best of all ways to read, torch's among them: a denominator must not be weak."""
+    """Returns bytes a second: the best of all read kernels, torch's included, since a denominator must not be weak."""
     return max(
       (x for x in (self.best("bytes_per_s", what="read", kind=kind) for kind in ("ceiling", "peer")) if x), default=None
     )
@@ -65,7 +65,7 @@ def _verdict(value: float | None, target: float, stretch: float, at_most: bool =
 
 
 def _kernels_us(results: Results, job: Mapping[str, Any]) -> float | None:
-  """What the profiler saw of a timed job's kernels."""
+  """Returns the profiler's microseconds of a timed job's kernels."""
   return results.best("kernels_us", kind="profile", op=job["op"], spec=job["spec"])
 
 
@@ -95,7 +95,7 @@ def _decodes(results: Results) -> list[str]:
 
 
 def _peers(results: Results, name: str) -> tuple[str, str]:
-  """Torch's best and FlashInfer's microseconds."""
+  """Returns torch's best and FlashInfer's microseconds."""
   torch = [
     record["figures"]["us"]
     for record in results.records
@@ -162,9 +162,9 @@ def _checks(results: Results) -> str:
 
 
 def _same_bits(results: Results) -> list[str]:
-  """Of --deterministic; a failure is listed with the others."""
+  """Returns the line of --deterministic; failures are listed with the others."""
   return [
-    f"deterministic: the same bits in {found['ways']} ways of serving, {found['preemptions']} preemptions among them; "
+    f"deterministic: the same bits in {found['ways']} variants, {found['preemptions']} preemptions among them; "
     f"every step has {found['tokens_a_step']} tokens"
     for record in results.records
     if record["job"]["kind"] == "deterministic" and record["ok"] and (found := record["figures"])
@@ -172,7 +172,7 @@ def _same_bits(results: Results) -> list[str]:
 
 
 def failed(record: Record) -> bool:
-  """Whether something of ours went wrong: not a peer, no setting of a sweep that does not fit, no lack of time."""
+  """Whether a part of Sluice failed; peers, unfit settings of a sweep and lack of time do not count."""
   job = record["job"]
   theirs = job["kind"] in ("peer", "profile") or job.get("op") == "dense"
   return not (record["ok"] or record["error"] == OUT_OF_TIME or theirs or "tuning" in job)
@@ -194,7 +194,7 @@ def _failures(results: Results) -> list[str]:
 
 
 def describe(job: Mapping[str, Any]) -> str:
-  """A job in a few words."""
+  """Describes a job in a few words."""
   words = [str(job[name]) for name in ("kind", "op", "what", "way", "spec", "rows", "context") if name in job]
   if "tuning" in job:
     words.append(" ".join(f"{name}={value}" for name, value in (job["tuning"] | {"block": job["block_size"]}).items()))
@@ -202,11 +202,11 @@ def describe(job: Mapping[str, Any]) -> str:
 
 
 def table(meta: Mapping[str, Any], records: Sequence[Record], sweep: Sequence[str]) -> list[str]:
-  """At most MOST_LINES lines.
+  """Returns at most MOST_LINES lines.
 
   Args:
-    meta: of the run; see tools.gpu.
-    records: of all jobs.
+    meta: the run's; see tools.gpu.
+    records: records of all jobs.
     sweep: a line a factor.
   """
   results = Results(records)

@@ -1,4 +1,4 @@
-"""A whole decode step of Llama-3-8B with random weights, as the engine compiles it; serves no request."""
+"""Builds a whole decode step of Llama-3-8B with random weights, as the engine compiles it; serves no request."""
 
 import dataclasses
 
@@ -15,11 +15,11 @@ from tools.gpu import timing
 from tools.gpu.cases import Wrong
 from tools.gpu.protocol import Prepared
 
-_SPREAD = 0.02  # of the weights
+_SPREAD = 0.02  # standard deviation of the weights
 
 
 def prepare(rows: int, context: int, setting) -> Prepared:
-  """A step in which `rows` sequences of `context` tokens get one more each. `setting`: jobs.Setting."""
+  """Prepares a step in which `rows` sequences of `context` tokens get one more each. `setting`: jobs.Setting."""
   attention = "reference" if setting.tiny else "gpu"  # the interpreter is not part of the engine's programs
   sizes = dataclasses.replace(
     case("tiny" if setting.tiny else "llama3-8b"), pool_tokens=rows * (context + 128), max_num_seqs=max(2, rows)
@@ -54,7 +54,7 @@ def prepare(rows: int, context: int, setting) -> Prepared:
 
 
 def random_weight(shape: tuple[int, ...], dtype: jnp.dtype, key: jax.Array) -> jax.Array:
-  """Of a matrix, or the ones of a norm."""
+  """Returns a random matrix, or the ones of a norm."""
   if len(shape) == 1:
     return jnp.ones(shape, dtype)
   return _random(shape, dtype, key)
@@ -66,7 +66,7 @@ def _random(shape, dtype, key):
 
 
 def _packed(spec: programs.ProgramSpec, shape: StepShape, rows: int, context: int):
-  """The step's array: each row's blocks lie together, the newest token is on the device."""
+  """Returns the step's array: each row's blocks are contiguous, the newest token is on the device."""
   packer = Packer(spec.num_slots, spec.table_width, spec.block_size, (0,) * spec.num_eos)
   blocks = -(-context // spec.block_size)
   for slot in range(rows):

@@ -1,7 +1,7 @@
-"""Which settings are tried, which are best, and how they get into tuning.py. Pure: measures nothing, imports no jax.
+"""Chooses settings to try and the best of them, and merges them into tuning.py. Pure: measures nothing, imports no jax.
 
-One factor at a time, the others as they are best so far (coordinate descent): what is left out when time runs short is
-the factor that promises least.
+Varies one factor at a time and keeps the best so far of the others (coordinate descent). If time runs short, the sweep
+leaves out the least promising factors.
 """
 
 import ast
@@ -22,7 +22,7 @@ class Factor:
   Attributes:
     name: for the table.
     values: each some fields of tuning.Tuning, or {"block_size": tokens}.
-    cases: (op, spec) that are timed; their geometric mean decides.
+    cases: (op, spec) to time; their geometric mean decides.
   """
 
   name: str
@@ -59,7 +59,7 @@ FACTORS = (
 
 
 def jobs(factor: Factor, current: Mapping[str, Any]) -> list[Job]:
-  """What to time: every value, and the present one, so that they are compared within minutes.
+  """Returns the jobs: every value, and the present one, so that they are compared within minutes.
 
   Args:
     current: all fields of Tuning, and block_size.
@@ -89,9 +89,9 @@ def _settings(job: Job) -> dict[str, Any]:
 def choose(
   factor: Factor, current: Mapping[str, Any], records: Sequence[Record]
 ) -> tuple[dict[str, Any], float | None]:
-  """The settings to go on with, and their time over that of `current`; None where that is not known.
+  """Returns the settings to go on with, and their time over that of `current`; None if unknown.
 
-  A setting counts only where every case of the factor was timed and was right.
+  A setting counts only if every case of the factor was timed and right.
   """
   times: dict[str, dict[tuple[str, str], float]] = {}
   known: dict[str, dict[str, Any]] = {}
@@ -114,14 +114,14 @@ def choose(
 
 
 def merged(source: str, device_kind: str, head_dim: int, block_size: int, tuning: Mapping[str, Any]) -> str:
-  """tuning.py with an entry of `_TABLE` replaced or added, the rest as it was.
+  """Returns tuning.py with an entry of `_TABLE` replaced or added, and the rest unchanged.
 
   Args:
     source: its text.
     tuning: all fields of Tuning; `lowering` by name.
 
   Raises:
-    ValueError: there is no table in it.
+    ValueError: the source has no such table.
   """
   for node in ast.parse(source).body:
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "_TABLE":

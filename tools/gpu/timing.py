@@ -1,7 +1,7 @@
-"""Device time of a compiled program, by many calls that wait for each other; knows nothing of kernels.
+"""Measures a compiled program's device time by many calls that depend on each other; knows nothing of kernels.
 
-The program takes and gives back its buffers (donated, so each call waits for the one before) and does its work several
-times over different inputs, so that neither the host's time for a call nor the L2 cache is measured.
+The program takes and returns its buffers (donated, so each call waits for the previous one) and repeats its work over
+different inputs. This way neither the host's time for a call nor the L2 cache is measured.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ _MOST_CALLS = 2000
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-  """How much a timing takes: how many samples, and the shortest of them in seconds."""
+  """The effort of a timing: number of samples, and the shortest sample in seconds."""
 
   samples: int = 7
   least_s: float = 0.05
@@ -37,7 +37,7 @@ def measure(program: Callable, carry: Any, operands: Sequence[Any], times: int, 
 
   Returns:
     The last carry, and microseconds of one of the `times`: the median of several samples, the least and the greatest,
-    and what the host took to ask for it: near the median, the host was the slower one and the device had to wait.
+    and the host's time to launch it. If the latter is near the median, the device had to wait for the host.
   """
   for _ in range(min(3, effort.samples)):
     carry = program(carry, *operands)
@@ -64,10 +64,10 @@ def measure(program: Callable, carry: Any, operands: Sequence[Any], times: int, 
 
 
 def kernel_times(program: Callable, carry: Any, operands: Sequence[Any], times: int) -> dict[str, float]:
-  """Microseconds of each kernel by name, as the profiler sees them, for one of the `times`; for cross-checking.
+  """Returns the profiler's microseconds of each kernel by name, for one of the `times`; for cross-checking.
 
   Raises:
-    RuntimeError: it saw none.
+    RuntimeError: the profiler saw no kernel.
   """
   carry = jax.block_until_ready(program(carry, *operands))
   with tempfile.TemporaryDirectory() as folder:

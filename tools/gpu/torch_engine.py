@@ -1,9 +1,9 @@
 """Runs a request file through transformers, in torch's own environment. Imports nothing of Sluice.
 
-By its continuous batching, or in batches of its compiled decode over a static cache (--way=static; torch.compile runs
-where transformers sees a GPU): prompts of like lengths together, padded on the left, until the longest output is done.
-Started by tools.gpu.engine with a Python that has torch and transformers (3.10 or later). The face is that of
-tools.bench_offline: a request file in, a token file and one JSON line on standard output out.
+It uses transformers' continuous batching. With --way=static it uses batches of its compiled decode over a static cache
+instead (torch.compile runs if transformers finds a GPU): each batch has prompts of like lengths, padded on the left,
+and runs until the longest output is done. tools.gpu.engine starts it with a Python that has torch and transformers
+(3.10 or later). It has tools.bench_offline's interface: a request file in, a token file and one JSON line out.
 """
 
 import argparse
@@ -31,8 +31,8 @@ def generate(manager, requests, prefix):
 def generate_static(model, requests, batch, cache_len, most_s=0.0):
   """Serves the requests in batches of one size; returns (wall seconds, id -> tokens).
 
-  `cache_len`, in tokens, is what the decode is compiled for: another one would be compiled anew. After `most_s`
-  seconds, if not 0, no further batch begins; those with the longest prompts come last.
+  The decode is compiled for `cache_len` tokens; another length would be compiled anew. After `most_s` seconds, if not
+  0, no further batch begins; those with the longest prompts come last.
   """
   start = time.perf_counter()
   tokens = {}
@@ -66,7 +66,7 @@ def generate_static(model, requests, batch, cache_len, most_s=0.0):
 def serve(model, args, requests):
   """Warms up, then runs the file; returns (seconds to warm up, wall seconds, id -> tokens)."""
   begin = time.perf_counter()
-  # The same file with outputs of at most 4 tokens: every code path, and every shape class torch.compile may want.
+  # The same file with outputs of at most 4 tokens: every code path, and every shape class of torch.compile.
   short = [{**request, "output_len": min(4, request["output_len"])} for request in requests]
   if args.way == "static":
     cache_len = max(len(request["prompt"]) for request in requests) + max(request["output_len"] for request in requests)
@@ -74,7 +74,7 @@ def serve(model, args, requests):
     warmup_s = time.perf_counter() - begin
     return warmup_s, *generate_static(model, requests, args.batch, cache_len, args.most_s)
   total_tokens = sum(len(request["prompt"]) + request["output_len"] for request in requests)
-  # A GPU's memory sizes the cache by itself; of a CPU's nobody knows.
+  # transformers sizes the cache by a GPU's memory, but not by a CPU's.
   blocks = 2 * (total_tokens // args.page_size + len(requests)) if args.device == "cpu" else None
   with transformers_batching.batching(
     model,
@@ -99,7 +99,9 @@ def main():
   parser.add_argument("--threads", type=int, default=2)
   parser.add_argument("--way", choices=("batching", "static"), default="batching")
   parser.add_argument("--batch", type=int, default=64, help="sequences at once, with --way=static")
-  parser.add_argument("--most_s", type=float, default=0.0, help="with --way=static: no batch begins after; 0: all do")
+  parser.add_argument(
+    "--most_s", type=float, default=0.0, help="with --way=static: seconds after which no batch begins; 0: no limit"
+  )
   parser.add_argument("--device", default="cpu", help="as torch calls it")
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
   parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
@@ -144,7 +146,7 @@ def main():
         "warmup_s": round(warmup_s, 3),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "attention": model.config._attn_implementation,  # what it came to: some versions switch by themselves
+        "attention": model.config._attn_implementation,  # the actual value: some versions switch by themselves
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         "settings": {
           name: getattr(args, name)

@@ -1,4 +1,4 @@
-"""What torch, and FlashInfer where it is installed, reach on the same GPU; beside our figures, never part of them.
+"""Measures torch, and FlashInfer if it is installed, on the same GPU, for comparison with Sluice's figures.
 
   python -m tools.gpu.torch_peer          jobs come on standard input, see protocol.py
 
@@ -25,7 +25,7 @@ _SAMPLES, _SAMPLE_MS, _COPIES = 7, 50.0, 4
 
 
 def _measure(torch, calls: Sequence[Callable[[], Any]]) -> dict[str, float]:
-  """Microseconds of a call, the calls taken in turn, by device events."""
+  """Returns microseconds of a call, with the calls in turn, by device events."""
 
   def sample(rounds: int) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -142,7 +142,7 @@ def main() -> int:
   def usable() -> bool:
     try:
       return bool(torch.ones(1, device="cuda").item() == 1.0)
-    except Exception:  # an illegal address spoils the process for good
+    except Exception:  # an illegal address breaks the process for good
       return False
 
   hello = {"torch": torch.__version__, "import_s": round(time.monotonic() - start, 1)}

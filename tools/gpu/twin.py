@@ -1,4 +1,4 @@
-"""Writes the model and the requests that Sluice and its twins serve on a GPU. Measures nothing.
+"""Writes the model and the requests for Sluice and its twins on a GPU. Measures nothing.
 
 python -m tools.gpu.twin --shape=llama3-8b --dtype=bfloat16 --requests=256 --lengths=100,1024 --out=DIR
 """
@@ -17,7 +17,7 @@ from tools.workload import synthetic, write_requests
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.gpu.twin", "Write a random model and requests.")
   parser.add_argument("--shape", required=True, help="a folder of models/shapes")
   parser.add_argument("--dtype", default="bfloat16", help="of the weights")
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   args = parser.parse_args(arguments)
   raw = json.loads((pathlib.Path(model_folder(args.shape)) / "config.json").read_text("utf-8"))
   if not (args.out / "model" / "config.json").exists():  # written last
-    shutil.rmtree(args.out / "model", ignore_errors=True)  # of a run that was cut off
+    shutil.rmtree(args.out / "model", ignore_errors=True)  # remains of an interrupted run
     processes = max(1, min(8, len(os.sched_getaffinity(0)) // 2))  # each holds two gigabytes of an 8B model
     write_model(args.out / "model", raw, seed=0, dtype=args.dtype, num_shards=8, num_processes=processes)
   low, high = args.lengths.split(",")

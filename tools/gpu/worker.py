@@ -1,4 +1,4 @@
-"""The process that runs jobs on the GPU, for tools/gpu/__main__.py; it decides nothing.
+"""Runs jobs on the GPU in its own process, for tools/gpu/__main__.py; decides nothing.
 
 python -m tools.gpu.worker device|interpret|compile
 """
@@ -33,7 +33,7 @@ def main(mode: str) -> int:
       return False  # an error leaves the interpreter's memory and barriers as they were
     try:
       return float(jnp.ones((), jnp.float32) + jnp.float32(1)) == 2.0
-    except Exception:  # an illegal address spoils the process for good
+    except Exception:  # an illegal address breaks the process for good
       return False
 
   hello = {"device": device.device_kind, "jax": jax.__version__, "python": sys.version.split()[0]}

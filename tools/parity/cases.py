@@ -1,6 +1,6 @@
-"""The small random checkpoints that Sluice and transformers are compared on: all arithmetic that a family adds.
+"""The small random checkpoints that parity compares Sluice and transformers on: all arithmetic that a family adds.
 
-Every shape is lopsided on purpose (groups of three, head size free of the width), so that a swapped axis cannot pass.
+Every shape is asymmetric on purpose (groups of three, head size unlike the width), so that a swapped axis fails.
 """
 
 import pathlib
@@ -8,7 +8,7 @@ from typing import Any
 
 from tools.make_random_model import write_model
 
-# Long enough that Mistral's window, Llama 3's bands and all wavelengths of position take part.
+# Long enough for Mistral's window, Llama 3's bands and all position wavelengths to matter.
 PROMPT_LENGTHS = (61, 9)
 NEW_TOKENS = 200
 VOCAB_SIZE = 256
@@ -41,8 +41,8 @@ GEMMA_ACTIVATION = "gelu_pytorch_tanh"
 
 # name -> (config.json, number of safetensors files)
 CASES: dict[str, tuple[dict[str, Any], int]] = {
-  # As the first ones were: as many KV heads as query heads, neither rope nor head size spelled out. The epsilon is
-  # large enough to be seen.
+  # As the first models were: as many KV heads as query heads, neither rope nor head size given. The epsilon is large
+  # enough to matter.
   "llama2": (_config("LlamaForCausalLM", "llama", num_key_value_heads=6, rms_norm_eps=1e-2), 1),
   # An original length of 64 puts these frequencies in all three bands: kept, blended and stretched.
   "llama3": (
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     2,
   ),
-  # Numbers unlike each other and unlike one, so that a forgotten or swapped one shows.
+  # Numbers unlike each other and unlike one, so that a missing or swapped one shows.
   "granite": (
     _config(
       "GraniteForCausalLM",
@@ -106,7 +106,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     1,
   ),
-  # A Mistral file that says which layers have the window, which makes it a Ministral one.
+  # A Mistral file that names the layers with the window, which makes it a Ministral one.
   "ministral": (
     _config(
       "MistralForCausalLM",
@@ -118,8 +118,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     1,
   ),
-  # Caps low enough that most scores and many logits bend, a scale that is not the head size's, and a head that is tied
-  # without a word.
+  # Caps low enough that most scores and many logits bend, a scale that is not the head size's, and a tied head without
+  # a key for it.
   "gemma2": (
     _without(
       _config(
@@ -138,7 +138,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     1,
   ),
-  # The frequencies of layers with a window and of the others differ in theta and in scaling.
+  # Layers with a window and the others have frequencies of different theta and scaling.
   "gemma3": (
     _without(
       _config(
@@ -161,7 +161,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def seed(name: str) -> int:
-  """Of a case's weights and prompts."""
+  """Returns the seed of a case's weights and prompts."""
   return 20 + list(CASES).index(name)
 
 

@@ -1,9 +1,8 @@
-"""Second step of `make parity`: what transformers says, as golden files. Imports nothing of Sluice.
+"""Second step of `make parity`: writes transformers' results as golden files. Imports nothing of Sluice.
 
-It runs in an environment of its own (tools/parity/run.sh makes it), in float32 with plain ("eager") attention. Of a
-case it keeps, for every position of prompt and greedy continuation: the logits of every eighth entry of the
-vocabulary, the log of the sum of the exponentials of all of them, which any wrong logit moves, and the log probability
-of the token that follows.
+It runs in its own environment (tools/parity/run.sh makes it), in float32 with plain ("eager") attention. For every
+position of prompt and greedy continuation it keeps three things: the logits of every eighth entry of the vocabulary;
+the log of the sum of all exponentials, which any wrong logit changes; and the log probability of the next token.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 
 STRIDE = 8
-# A smaller gap between the two best logits than this could fall either way in f32; choose another seed then.
+# Below this gap between the two best logits f32 could choose either; choose another seed then.
 LEAST_GAP = 1e-3
 
 

@@ -1,4 +1,4 @@
-"""First step of `make parity`: writes the checkpoints and prompts that transformers is then run on."""
+"""First step of `make parity`: writes the checkpoints and prompts for transformers."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ from tools.parity import cases
 
 
 def main(argv: list[str]) -> None:
-  """The command line."""
+  """Runs the command line."""
   del argv
   root = pathlib.Path(_OUTPUT.value)
   for name in cases.CASES:
@@ -25,5 +25,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  _OUTPUT = flags.DEFINE_string("output", None, "folder for the checkpoints, made anew", required=True)
+  _OUTPUT = flags.DEFINE_string("output", None, "folder for the checkpoints; replaced if it exists", required=True)
   app.run(main, flags_parser=parse_flags)

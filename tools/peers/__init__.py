@@ -1,1 +1,1 @@
-"""Sluice and its peers on one CPU: the same weights and requests, tokens compared before speeds."""
+"""Compares Sluice with its peers on one CPU: the same weights and requests, tokens before speeds."""

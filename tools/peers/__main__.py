@@ -1,13 +1,13 @@
-"""The same weights and requests through Sluice and its peers on this CPU, in one run: tokens first, then speeds.
+"""Runs the same weights and requests through Sluice and its peers on this CPU, in one run: tokens first, then speeds.
 
   python -m tools.peers [--shape=llama-125m] [--only=openvino,vllm] [--rounds=3] [--online]          # make peers
 
-Peers: transformers' continuous batching, llama.cpp's server, vLLM's CPU build, OpenVINO GenAI; each in an environment
-of its own (tools/peers/setup.sh). One that is not set up is left out, and the report says so. Random weights, f32,
-greedy, forced lengths: prompts log-normal (mean 64, 8 to 512), outputs log-normal (mean 64, 4 to 256). Offline all
-requests are there at once. --online sends them at Poisson's times, at --load of what Sluice has just made offline.
-Everybody is loaded, compiled and warmed up first; rounds go through all engines in turn, each time another first, and
-whoever has not its turn is stopped. Figures are medians over rounds.
+Peers: transformers' continuous batching, llama.cpp's server, vLLM's CPU build, OpenVINO GenAI; each has its own
+environment (tools/peers/setup.sh). The tool leaves out a peer without an environment, and the report says so. Random
+weights, f32, greedy, forced lengths: prompts log-normal (mean 64, 8 to 512), outputs log-normal (mean 64, 4 to 256).
+Offline, all requests are there at the start. --online sends them with Poisson arrivals, at --load of Sluice's offline
+rate from the same run. All engines are loaded, compiled and warmed up first. Rounds go through all engines, each
+starting with another one, and the idle engines are stopped. Figures are medians over rounds.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ READY_S, SERVE_S = 600.0, 600.0
 
 
 def python_of(name: str) -> pathlib.Path:
-  """The Python that runs an adapter. Raises ConfigError where its environment is not there."""
+  """Returns the Python that runs an adapter. Raises ConfigError if its environment is missing."""
   if name == "sluice":
     return pathlib.Path(sys.executable)
   venv = ROOT / ENVIRONMENTS[name]
@@ -63,7 +63,7 @@ def start(name: str, folder: pathlib.Path, args: Any, flags: Sequence[str] = ())
 
 
 def prepare(folder: pathlib.Path, shape: str) -> int:
-  """Writes the model where it is not there yet; returns the size of its vocabulary. Raises ConfigError."""
+  """Writes the model if it is missing; returns its vocabulary size. Raises ConfigError."""
   from tools.make_random_model import read_shape, write_model
 
   raw = read_shape(shape)
@@ -87,7 +87,7 @@ def write(folder: pathlib.Path, name: str, requests: Sequence[WorkRequest]) -> p
 def judged(
   outcomes: dict[str, list[Outcome]], requests: Sequence[WorkRequest], folder: pathlib.Path, args: Any
 ) -> dict[str, dict[str, Any]]:
-  """Every engine's tokens against transformers', or Sluice's where that did not run; logits judge differences."""
+  """Compares every engine's tokens with transformers', or Sluice's without it; logits judge differences."""
   tokens = {name: {outcome.id: outcome.tokens for outcome in found} for name, found in outcomes.items()}
   reference = tokens.get("transformers", tokens["sluice"])
   found = {name: agreement.compare(reference, these) for name, these in tokens.items()}
@@ -116,17 +116,17 @@ def judged(
 def measure(
   engines: dict[str, PeerProcess], folder: pathlib.Path, vocab_size: int, args: Any
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
-  """Warm-up and rounds; returns the workload, each engine's rounds, and its agreement."""
+  """Runs warm-up and rounds; returns the workload, each engine's rounds, and its agreement."""
 
-  def draw(rate: float) -> list[WorkRequest]:
+  def make_requests(rate: float) -> list[WorkRequest]:
     return workload.synthetic(args.num_requests, PROMPT_LEN, OUTPUT_LEN, vocab_size, args.seed, rate)
 
   def serve(name: str, path: pathlib.Path, *, realtime: bool) -> list[Outcome]:
     return engines[name].serve(path, folder / f"{name}.jsonl", realtime=realtime, timeout_s=SERVE_S)
 
-  requests = draw(math.inf)
+  requests = make_requests(math.inf)
   short = [dataclasses.replace(one, output_len=min(WARM_UP_LEN, one.output_len)) for one in requests]
-  # The first full run is the slowest: no rate is made of it.
+  # The first full run is the slowest, so no rate uses it.
   warm_up = write(folder, "warm_up", requests if args.online else short)
   for name in engines:
     serve(name, warm_up, realtime=False)
@@ -142,7 +142,7 @@ def measure(
   if args.online:
     offline = summary(serve("sluice", warm_up, realtime=False), prompt_tokens)
     about |= {"offline_request_s": offline["request_s"], "rate": round(args.load * offline["request_s"], 4)}
-    requests = draw(about["rate"])
+    requests = make_requests(about["rate"])
   path = write(folder, "requests", requests)
   names = list(engines)
   rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -159,23 +159,25 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command: progress and a table on standard error, one JSON line on standard output; exit code 1 on failure."""
+  """Runs the command line: progress and a table on standard error, one JSON line on standard output."""
   parser = CommandParser("tools.peers", __doc__)
-  parser.add_argument("--shape", default="llama-125m", help="of models/shapes: llama-125m or llama-15m")
-  parser.add_argument("--only", default=",".join(ENVIRONMENTS), help="peers, with commas between")
+  parser.add_argument("--shape", default="llama-125m", help="shape of models/shapes: llama-125m or llama-15m")
+  parser.add_argument("--only", default=",".join(ENVIRONMENTS), help="peers, separated by commas")
   parser.add_argument("--rounds", type=positive_int, default=3)
-  parser.add_argument("--online", action="store_true", help="requests come at their times, without transformers")
-  parser.add_argument("--load", type=positive_float, default=0.6, help="with --online: of Sluice's offline rate")
+  parser.add_argument(
+    "--online", action="store_true", help="send requests at their arrival times, without transformers"
+  )
+  parser.add_argument("--load", type=positive_float, default=0.6, help="with --online: share of Sluice's offline rate")
   parser.add_argument("--num_requests", type=positive_int, default=64)
   parser.add_argument("--max_requests", type=positive_int, default=64, help="sequences at once")
-  parser.add_argument("--threads", type=positive_int, default=2, help="of peers; XLA takes every core it sees")
+  parser.add_argument("--threads", type=positive_int, default=2, help="threads of peers; XLA uses every visible core")
   parser.add_argument("--seed", type=int, default=1)
   parser.add_argument("--flag", action="append", default=[], help="PEER:--name=value, for one adapter; may be repeated")
   parser.add_argument("--work", default=str(ROOT / ".cache" / "peers"), help="folder for models and files")
-  parser.add_argument("--output", default="", help="also keep the result in this file")
+  parser.add_argument("--output", default="", help="also write the result to this file")
   args = parser.parse_args(argv)
   folder = pathlib.Path(args.work).resolve() / args.shape
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the children are ended on the way out
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the children on the way out
   left_out: dict[str, str] = {}
   engines: dict[str, PeerProcess] = {}
   try:

@@ -1,9 +1,8 @@
-"""Whether two engines gave the same tokens, but for ties: token for token first, then by logits. Runs no model.
+"""Decides whether two engines gave the same tokens except for ties: by tokens first, then by logits. Runs no model.
 
-Greedy outputs of two correct programs differ where two logits lie within the noise of f32, and everything after such a
-tie differs too. So a request that differs is judged by itself: given the tokens that its own engine had put before
-each, how far does the token's logit lie below the largest (the margin) in transformers' f32 forward? At most TIE, and
-it was as good a choice.
+Greedy outputs of two correct programs differ if two logits lie within f32 noise, and all later tokens then differ too.
+A request that differs is therefore judged by itself. For each token, given its engine's own earlier tokens, the margin
+is the distance of its logit from the largest in transformers' f32 forward. At most TIE, it was as good a choice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,12 +11,12 @@ from typing import Any
 
 from engine.errors import ConfigError
 
-TIE = 1e-4  # of logits whose spread is about 4
+TIE = 1e-4  # for logits with a standard deviation of about 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-  """One engine's tokens against the reference's.
+  """One engine's tokens compared with the reference's.
 
   Attributes:
     identical: requests with every token equal.
@@ -30,10 +29,10 @@ class Agreement:
   agreeing_prefix: float
 
   def judged(self, margins: Mapping[int | str, Sequence[float]]) -> dict[str, Any]:
-    """The verdict, as the report has it; `margins` are those of every differing request.
+    """Returns the verdict for the report; `margins` are those of every differing request.
 
     Returns:
-      same_tokens: whether every differing request chose at ties only; None where nobody judged.
+      same_tokens: whether every differing request differs at ties only; None without a judge.
       worst_margin: the largest margin among them.
       beyond_ties: tokens whose margin is over TIE.
     """
@@ -62,7 +61,7 @@ def compare(reference: Mapping[int | str, Sequence[int]], tokens: Mapping[int | 
     if len(found) != len(expected):
       raise ConfigError(f"request {identity!r}: {len(expected)} tokens against {len(found)}; both must be forced")
     pairs = enumerate(zip(expected, found, strict=True))
-    prefixes[identity] = next((at for at, (ours, theirs) in pairs if ours != theirs), len(expected))
+    prefixes[identity] = next((at for at, (one, other) in pairs if one != other), len(expected))
   differing = tuple(identity for identity, prefix in prefixes.items() if prefix < len(reference[identity]))
   total = sum(map(len, reference.values()))
   return Agreement(len(reference) - len(differing), differing, sum(prefixes.values()) / total)

@@ -1,11 +1,11 @@
-"""The child's side of tools.peers: how an adapter is started, told to run, and heard. Standard library alone.
+"""The child's side of tools.peers: starts an adapter, reads its orders, reports its results. Standard library alone.
 
-It runs in every peer's own environment (Python 3.11 or later), so it imports nothing of Sluice. An adapter is started
-as `python -m tools.peers.run_NAME --model=DIR ...`, gets ready, and then speaks JSON lines: on standard output first
-`{"ready": true, ...}`; for each `{"requests": FILE, "output": FILE, "realtime": false}` on standard input it serves the
-file, writes what came of each request, and answers `{"done": true}`; `{"judge": FILE, "output": FILE}` asks for logits.
-The end of its input ends it. What the libraries print goes to standard error. No figure is made here: the parent reads
-times and tokens.
+It runs in every peer's own environment (Python 3.11 or later), so it imports nothing of Sluice. tools.peers starts an
+adapter as `python -m tools.peers.run_NAME --model=DIR ...`. The adapter loads and then speaks JSON lines: first
+`{"ready": true, ...}` on standard output. For each `{"requests": FILE, "output": FILE, "realtime": false}` on standard
+input it serves the file, writes each request's outcome, and answers `{"done": true}`; `{"judge": FILE, "output": FILE}`
+requests logits. It ends with its input. Output of libraries goes to standard error. The parent computes the figures
+from times and tokens.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Log:
-  """What came of each request, and when, on the machine-wide monotonic clock."""
+  """Each request's tokens and their times, on the machine-wide monotonic clock."""
 
   def __init__(self, requests, start_s, realtime):
     self._rows = {
@@ -35,36 +35,36 @@ class Log:
     }
 
   def sent(self, identity):
-    """A request goes to the engine now."""
+    """Records that a request goes to the engine now."""
     self._rows[identity]["sent_s"] = time.monotonic()
 
   def got(self, identity, tokens):
-    """Tokens of a request have come now; none is no event."""
+    """Records that tokens of a request have come now; an empty list is no event."""
     if tokens:
       row = self._rows[identity]
       row["chunks"].append([time.monotonic(), len(tokens)])
       row["tokens"] += [int(token) for token in tokens]
 
   def take(self, identity, **values):
-    """All of a request at once, from an engine that keeps its own times on the same clock."""
+    """Records all of a request at once, for an engine with its own times on the same clock."""
     self._rows[identity] |= values
 
   def write(self, path):
-    """A line for each request."""
+    """Writes a line for each request."""
     with open(path, "w", encoding="utf-8") as file:
       for row in self._rows.values():
         file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
 def read_requests(path):
-  """The request lines of a file, its first line skipped where it only describes the file."""
+  """Returns the request lines of a file, without the line that describes the file."""
   with open(path, encoding="utf-8") as file:
     lines = [json.loads(line) for line in file if line.strip()]
   return [line for line in lines if "prompt" in line]
 
 
 def due(waiting, start_s, realtime):
-  """Takes the requests out of `waiting` (ordered by arrival, the latest first) whose time has come."""
+  """Takes the due requests out of `waiting` (ordered by arrival, the latest first)."""
   taken = []
   while waiting and (not realtime or start_s + waiting[-1]["arrival_s"] <= time.monotonic()):
     taken.append(waiting.pop())
@@ -72,14 +72,14 @@ def due(waiting, start_s, realtime):
 
 
 def parser(doc):
-  """The flags that every adapter has."""
+  """Returns a parser with the flags that every adapter has."""
   made = argparse.ArgumentParser(description=doc, allow_abbrev=False)
   made.add_argument("--model", required=True, help="a Hugging Face folder with f32 weights")
-  made.add_argument("--work", required=True, help="a folder for what the adapter converts; kept between runs")
+  made.add_argument("--work", required=True, help="folder for converted models; kept between runs")
   made.add_argument("--threads", type=int, default=2)
   made.add_argument("--max_len", type=int, default=1024, help="prompt and output together, tokens")
   made.add_argument("--max_requests", type=int, default=64, help="sequences at once")
-  made.add_argument("--realtime", action="store_true", help="requests will come at their times")
+  made.add_argument("--realtime", action="store_true", help="requests arrive at their times")
   return made
 
 
@@ -88,9 +88,9 @@ class Peer:
   """An engine that is ready.
 
   Attributes:
-    settings: how it is set up, for the report.
-    run: run(requests, log, start_s, realtime) serves all requests and tells the log.
-    judge: judge(prompt, tokens) gives each token's distance from the largest logit; None where it cannot.
+    settings: its settings, for the report.
+    run: run(requests, log, start_s, realtime) serves all requests and records them in the log.
+    judge: judge(prompt, tokens) gives each token's distance from the largest logit; None if it cannot.
   """
 
   settings: dict[str, Any]
@@ -99,9 +99,9 @@ class Peer:
 
 
 def serve(begin: Callable[[], Peer]):
-  """Runs an adapter to the end of its input; `begin` loads, and is part of the time to get ready."""
+  """Runs an adapter until its input ends; `begin` loads, and counts towards the time to ready."""
   answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-  os.dup2(2, 1)  # what a library prints is no answer
+  os.dup2(2, 1)  # keeps output of libraries apart from the answers
   start_s = time.monotonic()
   peer = begin()
   _answer(answers, {"ready": True, "ready_s": round(time.monotonic() - start_s, 3), "settings": peer.settings})

@@ -1,7 +1,7 @@
-"""The parent's side of tools.peers: an adapter as a child that stands still but in its turn. Knows no engine.
+"""The parent's side of tools.peers: an adapter as a child that is stopped unless it is its turn. Knows no engine.
 
-Each child leads a process group, which is stopped (SIGSTOP) while others run: whatever threads of it spin or poll, they
-take nothing of the machine from the one that is measured.
+Each child leads a process group, which is stopped (SIGSTOP) while others run, so that its spinning or polling threads
+take no processor time from the measured engine.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from tools.measure import ROOT
 from tools.report.latency import Outcome
 
 TAIL_BYTES = 4096
-END_S = 3.0  # for a child to end by itself
+END_S = 3.0  # seconds for a child to end by itself
 
 
 class PeerProcess:
   """One adapter (see face), from start to close. Standard error goes to `log`."""
 
   def __init__(self, name: str, command: Sequence[str], log: pathlib.Path, ready_timeout_s: float):
-    """Starts it, waits until it is ready, and lets it stand.
+    """Starts the adapter, waits until it is ready, and stops it.
 
     Raises:
-      ConfigError: it ended, or was not ready in time; says what it wrote last.
+      ConfigError: it ended, or was not ready in time; the text has its last output.
     """
     self.name = name
     self._log = log
@@ -52,7 +52,7 @@ class PeerProcess:
     self._signal(signal.SIGSTOP)
 
   def order(self, value: dict[str, Any], timeout_s: float) -> None:
-    """Lets it go on, tells it what to do, and waits until it is done. Raises ConfigError."""
+    """Continues the child, sends an order, and waits until it is done. Raises ConfigError."""
     assert self._process.stdin is not None
     self._signal(signal.SIGCONT)
     try:
@@ -64,7 +64,7 @@ class PeerProcess:
     self._signal(signal.SIGSTOP)
 
   def serve(self, requests: pathlib.Path, output: pathlib.Path, *, realtime: bool, timeout_s: float) -> list[Outcome]:
-    """Serves a request file and returns what came of each request."""
+    """Serves a request file; returns each request's outcome."""
     self.order({"requests": str(requests), "output": str(output), "realtime": realtime}, timeout_s)
     return read_outcomes(output)
 
@@ -86,7 +86,7 @@ class PeerProcess:
       os.killpg(self._process.pid, number)
 
   def _answer(self, timeout_s: float) -> dict[str, Any]:
-    """The next line of its standard output."""
+    """Returns the next line of its standard output."""
     output = self._process.stdout
     assert output is not None
     end = time.monotonic() + timeout_s
@@ -101,7 +101,7 @@ class PeerProcess:
         self._received += piece
         while b"\n" in self._received:
           line, _, self._received = self._received.partition(b"\n")
-          if line.startswith(b"{"):  # else a library greets, while it is imported
+          if line.startswith(b"{"):  # a library may print on import
             return json.loads(line)
 
   def _tail(self) -> str:
@@ -110,12 +110,12 @@ class PeerProcess:
 
 
 def read_outcomes(path: pathlib.Path) -> list[Outcome]:
-  """What an adapter wrote of each request; a request of another length than asked for is an error in it."""
+  """Returns an adapter's outcomes; an output of another length than requested is an error."""
   outcomes = []
   with open(path, encoding="utf-8") as file:
     for row in map(json.loads, file):
       tokens = tuple(row["tokens"])
-      error = None if len(tokens) == row["output_len"] else f"WRONG_LENGTH: {len(tokens)} tokens came"
+      error = None if len(tokens) == row["output_len"] else f"WRONG_LENGTH: {len(tokens)} tokens received"
       chunks = tuple((time_s, count) for time_s, count in row["chunks"])
       outcomes.append(Outcome(row["id"], row["output_len"], row["intended_s"], row["sent_s"], chunks, tokens, error))
   return outcomes

@@ -1,4 +1,4 @@
-"""What a comparison comes to: medians over rounds, ratios, one table, one file. Runs nothing, judges no speed."""
+"""Summarizes a comparison: medians over rounds, ratios, one table, one file. Runs nothing, judges no speed."""
 
 from collections.abc import Mapping, Sequence
 import json
@@ -12,28 +12,28 @@ LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
 
 
 def figures(rounds: Sequence[Mapping[str, Any]], *, online: bool) -> dict[str, float]:
-  """The medians of an engine's rounds; ConfigError where a request of a round failed."""
+  """Returns the medians of an engine's rounds; raises ConfigError if a request of a round failed."""
   for figure in rounds:
     if figure["failed"]:
-      raise ConfigError(f"{figure['failed']} of {figure['requests']} requests did not get the tokens they asked for")
+      raise ConfigError(f"{figure['failed']} of {figure['requests']} requests did not get the requested tokens")
   names = ("output_tok_s", *(LATENCIES if online else ()))
   return {name: round(median_of(list(map(dict, rounds)), name), 3) for name in names}
 
 
 def add_ratios(engines: Mapping[str, dict[str, Any]], *, online: bool) -> None:
-  """Gives each peer what Sluice makes of it: above 1, Sluice is ahead (more tokens, or less time)."""
-  ours = engines["sluice"]["figures"]
+  """Adds Sluice's ratio to each peer: above 1, Sluice is ahead (more tokens, or less time)."""
+  own = engines["sluice"]["figures"]
   for name, engine in engines.items():
     if name != "sluice":
       theirs = engine["figures"]
       names = LATENCIES if online else ("output_tok_s",)
       engine["sluice_over_peer" if not online else "peer_over_sluice"] = {
-        figure: round(theirs[figure] / ours[figure] if online else ours[figure] / theirs[figure], 3) for figure in names
+        figure: round(theirs[figure] / own[figure] if online else own[figure] / theirs[figure], 3) for figure in names
       }
 
 
 def verdict(agreement: Mapping[str, Any]) -> str:
-  """An engine's tokens in a few words."""
+  """Describes an engine's tokens in a few words."""
   if not agreement["differing_requests"]:
     return "identical"
   count = f"{len(agreement['differing_requests'])} differ"
@@ -45,7 +45,7 @@ def verdict(agreement: Mapping[str, Any]) -> str:
 
 
 def table(run: Mapping[str, Any]) -> str:
-  """A run as Markdown."""
+  """Formats a run as Markdown."""
   online = run["mode"] == "online"
   names = ("TTFT p50", "p99 ms", "ITL p50", "p99 ms") if online else ("Sluice over it",)
   rows = [["engine", "tokens/s", *names, "ready s", "tokens"]]
@@ -72,7 +72,7 @@ def table(run: Mapping[str, Any]) -> str:
 
 
 def keep(path: str, run: dict[str, Any]) -> None:
-  """Puts a run into the file, in the place of one of the same shape, mode and engines."""
+  """Writes a run to the file; replaces one of the same shape, mode and engines."""
   if not path:
     return
 

@@ -1,7 +1,7 @@
 """Serves request files with llama.cpp's server, built in its own environment, over HTTP. Imports nothing of Sluice.
 
-At its fastest on a CPU: f32 weights, f16 KV, flash attention, one KV buffer for all slots. Clients are threads that
-wait; offline an answer comes whole, in real time a token at a time.
+It has its fastest settings for a CPU: f32 weights, f16 KV, flash attention, one KV buffer for all slots. Clients are
+waiting threads; an answer comes whole offline, and token by token in real time.
 """
 
 import http.client
@@ -48,7 +48,7 @@ def start_server(args, gguf):
 
 
 def complete(port, request, log, stream):
-  """Sends one request and tells the log what comes."""
+  """Sends one request and records its tokens in the log."""
   connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
   body = {
     "prompt": request["prompt"],
@@ -75,7 +75,7 @@ def complete(port, request, log, stream):
 def main():
   """See face."""
   parser = face.parser(__doc__)
-  parser.add_argument("--context", type=int, default=24_576, help="tokens that the one KV buffer holds")
+  parser.add_argument("--context", type=int, default=24_576, help="tokens in the shared KV buffer")
   parser.add_argument("--kv", choices=("f16", "f32"), default="f16", help="type of the KV cache")
   parser.add_argument("--ubatch", type=int, default=512, help="tokens a step")
   args = parser.parse_args()

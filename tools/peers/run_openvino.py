@@ -7,7 +7,7 @@ from tools.peers import face
 
 
 def convert(model, folder):
-  """Writes OpenVINO's form of the model, f32, once; returns its folder."""
+  """Converts the model to OpenVINO's format, f32, once; returns its folder."""
   target = pathlib.Path(folder) / "openvino"
   if not (target / ".done").exists():
     from optimum.intel import OVModelForCausalLM  # pyright: ignore[reportMissingImports]
@@ -46,7 +46,7 @@ def main():
       config.max_new_tokens = request["output_len"]
       config.ignore_eos = True
       config.do_sample = False
-      config.set_eos_token_id(0)  # a model without one gives -1, which is refused; it is ignored either way
+      config.set_eos_token_id(0)  # a model without one gives -1, which OpenVINO refuses; it is ignored either way
       log.sent(request["id"])
       prompt = openvino.Tensor([request["prompt"]])
       handles[request["id"]] = pipeline.add_request(len(handles), prompt, config)

@@ -14,7 +14,9 @@ TOKEN_BUDGETS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 def main() -> None:
   """See face."""
   parser = face.parser(__doc__)
-  parser.add_argument("--overlap", choices=("auto", "true", "false"), default="auto", help="as the server's flag")
+  parser.add_argument(
+    "--overlap", choices=("auto", "true", "false"), default="auto", help="see the server's flag of this name"
+  )
   args = parser.parse_args()
 
   def begin() -> face.Peer:

@@ -1,7 +1,7 @@
 """Serves request files with transformers' continuous batching, in its own environment. Imports nothing of Sluice.
 
-It is the judge of tokens too: an order {"judge": FILE, "output": FILE} has lines {"id", "prompt", "tokens"}, each
-answered by how far every token's logit lies below the largest, given the tokens before it: 0 for the greedy choice.
+It also judges tokens. An order {"judge": FILE, "output": FILE} has lines {"id", "prompt", "tokens"}; the answer to each
+is the distance of every token's logit from the largest, given the tokens before it: 0 for the greedy choice.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ SLOTS = 32  # sequences at once: 16 and 64 are slower on two cores, as is a limi
 
 
 def margins(model, prompt, tokens):
-  """How far below the largest logit each token's is, f32, given prompt and the tokens before it."""
+  """Returns each token's distance from the largest logit, f32, given the prompt and the tokens before it."""
   logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
   return (logits.max(dim=-1).values - logits[torch.arange(len(tokens)), torch.tensor(tokens)]).tolist()
 
@@ -51,7 +51,7 @@ def main():
         max_requests=min(SLOTS, args.max_requests),
       )
     )
-    rounds = iter(range(1 << 60))  # in requests' names: none is used twice
+    rounds = iter(range(1 << 60))  # part of requests' names, so that each is used once
 
     def run(requests, log, _start_s, realtime):
       if realtime:

@@ -1,6 +1,6 @@
 """Serves request files with vLLM's CPU build, in its own environment. Imports nothing of Sluice.
 
-Offline through `LLM`, its own face for that; in real time through `AsyncLLM`, which its server uses too.
+Offline it uses `LLM`, vLLM's offline API; in real time it uses `AsyncLLM`, as vLLM's server does.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ def _online(settings):
   from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
   loop = asyncio.new_event_loop()
-  names = iter(range(1 << 60))  # of requests: no name is used twice, whatever the file calls them
+  names = iter(range(1 << 60))  # part of requests' names, so that each is used once, whatever the file's ids
 
   async def make():
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, disable_log_stats=True))

@@ -1,4 +1,4 @@
-"""transformers' continuous batching, set up for forced greedy outputs, and the loop that waits for them. No clock.
+"""Sets up transformers' continuous batching for forced greedy outputs, and waits for them. Has no clock.
 
 In torch's own environment (Python 3.10 or later); imports nothing of Sluice. For run_transformers and tools.gpu.
 """
@@ -9,7 +9,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig  # pyright: 
 
 
 def batching(model, *, page_size, num_blocks, max_len, max_requests=None, max_batch_tokens=None, compile_level=0):
-  """The context manager of a generation thread, with room for `num_blocks` pages of `page_size` tokens.
+  """Returns the context manager of a generation thread, with `num_blocks` pages of `page_size` tokens.
 
   Args:
     num_blocks: None: as many as the device has memory for.
@@ -38,9 +38,9 @@ def generate(manager, requests, prefix, done, sent=lambda identity: None):
   """Submits all requests at once and waits until each has ended.
 
   Args:
-    requests: dicts with id, prompt and output_len; names are `prefix` and the id, and must not have been used before.
-    done: done(id, tokens) takes each result.
-    sent: sent(id) is told just before a request is submitted.
+    requests: dicts with id, prompt and output_len; their names are `prefix` and the id, and must be new.
+    done: done(id, tokens) receives each result.
+    sent: sent(id) is called just before a request is submitted.
 
   Raises:
     SystemExit: a request failed, or the generation thread has stopped.

@@ -1,7 +1,7 @@
-"""Writes a Hugging Face Llama folder as a GGUF file, f32 as it is, for llama.cpp's server. Reads no tokenizer.
+"""Converts a Hugging Face Llama folder to a GGUF file, f32 as it is, for llama.cpp's server. Reads no tokenizer.
 
-llama.cpp's own converter wants a tokenizer, and its server a vocabulary: the file gets one whose token i is `<i>`,
-of the one kind (RWKV's) without special tokens, so that no id ends a sequence or is held back.
+llama.cpp's own converter needs a tokenizer, and its server a vocabulary. The file gets a vocabulary whose token i is
+`<i>`, of the only kind (RWKV's) without special tokens, so that no id ends a sequence or is held back.
 """
 
 import json
@@ -24,7 +24,7 @@ WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 def gguf_name(name: str) -> str:
-  """GGUF's name of a tensor of a Llama checkpoint; KeyError for any other."""
+  """Returns GGUF's name of a tensor of a Llama checkpoint; raises KeyError for any other."""
   stem, _, kind = name.rpartition(".")
   if stem in WHOLE:
     return f"{WHOLE[stem]}.{kind}"
@@ -33,7 +33,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
-  """Rows of a query or key projection [N * H, D] in llama.cpp's order: it rotates neighbours, Hugging Face halves."""
+  """Returns the rows of a query or key projection [N * H, D] in llama.cpp's order, which rotates neighbours."""
   rows, width = weight.shape
   return weight.reshape(num_heads, 2, rows // num_heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 

@@ -3,11 +3,11 @@
   python -m tools.report chunked_*.jsonl static_*.jsonl --output=report
   python -m tools.report --step_trace=chunked=steps.jsonl --output=report
 
-Runs are the files of --run_file (tools.report.run_file has the format). Runs of one label make one line in the plots
-over load. Bars compare runs at one load: of the loads that most labels share, the one where the best has most goodput.
-Goodput counts the objectives that a run was made with, or those given here for all. Step traces (--trace_file of the
-server) have steps only, and show up where steps do. Needs matplotlib, which the `dev` extra has. Exit code 2 with one
-line for bad input.
+Runs are the files of --run_file, or those that tools.simulate --report leaves beside its page (tools.report.run_file
+has the format). Runs of one label make one line in the plots over load. Bars compare runs at one load: of the loads
+that most labels share, the one where the best has most goodput. Goodput counts the objectives that a run was made with,
+or those given here for all. Step traces (--trace_file of the server) have steps only, and show up where steps do. Needs
+matplotlib, which the `dev` extra has. Exit code 2 with one line for bad input.
 """
 
 import argparse
@@ -61,6 +61,7 @@ _LATENCY: tuple[tuple[str, str, str], ...] = (
   ("chunk gap p99 ms", "chunk_gap_p99_ms", "{:,.1f}"),
   ("stall p99 ms", "stall_p99_ms", "{:,.1f}"),
 )
+_FAIRNESS = (("fairness", "fairness", "{:.2f}"),)
 # Of the accounts of its steps and requests: title, path, form.
 _ACCOUNT: tuple[tuple[str, str, str], ...] = (
   ("padding", "account.padding_share", "{:.1%}"),
@@ -94,29 +95,36 @@ def _table(shown: Sequence[Shown], columns: Sequence[tuple[str, str, str]]) -> s
   return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table></div>'
 
 
-def page(title: str, shown: Sequence[Shown], images: Sequence[tuple[str, str, pathlib.Path]]) -> str:
-  """The report as HTML.
+def page(title: str, shown: Sequence[Shown], images: Sequence[tuple[str, str, pathlib.Path]], lead: str = "") -> str:
+  """Returns the report as HTML.
 
   Args:
-    title: of the page.
+    title: title of the page.
     shown: the runs of the table.
     images: heading, caption and PNG file of each plot.
+    lead: HTML below the title.
   """
-  parts = [f"<h1>{html.escape(title)}</h1>"]
+  parts = [f"<h1>{html.escape(title)}</h1>", lead]
   if shown:
-    parts.append(_table(shown, _LATENCY))
+    has_tenants = any("tenants" in one.figures for one in shown)
+    parts.append(_table(shown, _LATENCY + _FAIRNESS * has_tenants))
     parts.append(
       '<p class="note">TTFT is the time from the intended arrival to the first token, TPOT the mean time of each token '
       "after it, ITL the time between tokens, stall the longest such time of a request. A request that failed or was "
       "refused misses its objectives and is in no percentile. A chunk of m tokens is one gap and m - 1 zeros in ITL; "
       "chunk gap is the time between messages.</p>"
     )
+    if has_tenants:
+      parts.append(
+        '<p class="note">Fairness is the least that a tenant got of its max-min fair share of the tokens that were '
+        "served while requests arrived; 1 is a fair division.</p>"
+      )
     if any(one.run.steps or one.run.served for one in shown):
       parts.append(_table(shown, _ACCOUNT))
       parts.append(
         '<p class="note">Padding is the share of the tokens that steps computed, beside it weighted by FLOPs. An idle '
         "slot-step is a slot without a row in a step while a request waits for one. KV most is the largest share of "
-        "the pool in use, KV unfilled the room in running requests' blocks that no token fills. Host is its share of "
+        "the pool in use, KV unfilled the slots in running requests' blocks that no token fills. Host is its share of "
         "host and device time. Queue, prefill and decode are a request's phases in the engine.</p>"
       )
     parts.append(_conditions(shown))
@@ -134,7 +142,7 @@ def page(title: str, shown: Sequence[Shown], images: Sequence[tuple[str, str, pa
 
 
 def _conditions(shown: Sequence[Shown]) -> str:
-  """What ran, each different condition once."""
+  """Lists the runs' conditions, each different one once."""
   runs: dict[str, dict[str, list[str]]] = {}
   for one in shown:
     about = one.run.about
@@ -149,6 +157,8 @@ def _conditions(shown: Sequence[Shown]) -> str:
       f"KV blocks of {about.get('block_size')}, rungs {', '.join(map(str, about.get('token_budgets') or ()))}; "
       f"{machine.get('cpu')}, {machine.get('cores')} cores, {machine.get('vector')}, Python {machine.get('python')}"
     )
+    if costs := about.get("costs"):
+      text = f"simulated, with step times of {costs.get('file')} ({costs.get('source')}); {text}"
     load = "all at once" if math.isinf(one.load) else f"{one.load:.3g}"
     runs.setdefault(text, {}).setdefault(one.label, []).append(load)
   items = []
@@ -159,7 +169,7 @@ def _conditions(shown: Sequence[Shown]) -> str:
 
 
 def _objectives(shown: Sequence[Shown]) -> str:
-  """What they were, where all had the same."""
+  """Lists the objectives, if all runs have the same."""
   found = {one.objectives for one in shown}
   if len(found) > 1:
     return ", which differ from run to run"
@@ -169,9 +179,9 @@ def _objectives(shown: Sequence[Shown]) -> str:
 
 
 def make_report(
-  shown: Sequence[Shown], traces: Mapping[str, Sequence[StepRecord]], folder: pathlib.Path, title: str
+  shown: Sequence[Shown], traces: Mapping[str, Sequence[StepRecord]], folder: pathlib.Path, title: str, lead: str = ""
 ) -> list[pathlib.Path]:
-  """Writes report.html and the plots into `folder`; returns the files, the page first."""
+  """Writes report.html and the plots into `folder`; returns the files, the page first. `lead` is as for `page`."""
   images: list[tuple[str, str, pathlib.Path]] = []
 
   def add(name: str, heading: str, caption: str, figure: Figure) -> None:
@@ -200,6 +210,10 @@ def make_report(
     add("modes", f"Side by side, {at}", likeness(beside), plots.plot_modes(beside))
     caption = "The share of requests (of tokens, in the third) up to a time."
     add("cdf", f"Distributions, {at}", caption, plots.plot_cdfs(beside))
+  sent = [one for one in beside if "tenants" in one.figures or "priorities" in one.figures]
+  if sent:
+    caption = "A tenant's fair share is what a max-min fair division of the served tokens gives it."
+    add("senders", f"Tenants and priorities, {at}", caption, plots.plot_senders(sent))
   served = [one for one in beside if one.run.served]
   if served:
     add(
@@ -231,7 +245,7 @@ def make_report(
       plots.plot_steps({label: steps[label] for label in labels[first : first + plots.MOST_COLUMNS]}),
     )
   target = folder / "report.html"
-  target.write_text(page(title, shown, images), "utf-8")
+  target.write_text(page(title, shown, images, lead), "utf-8")
   return [target, *(path for _, _, path in images)]
 
 
@@ -246,9 +260,11 @@ def _named_path(text: str) -> tuple[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command: writes the files and prints their paths; exit code 2 with one line for bad input."""
+  """Runs the command line: writes the files and prints their paths; returns 2 after one line for bad input."""
   parser = CommandParser("tools.report", __doc__)
-  parser.add_argument("runs", nargs="*", help="run files of tools.bench_serving or tools.bench_offline")
+  parser.add_argument(
+    "runs", nargs="*", help="run files of tools.bench_serving, tools.bench_offline or tools.simulate --report"
+  )
   parser.add_argument("--step_trace", type=_named_path, action="append", default=[], help="LABEL=FILE, a step trace")
   parser.add_argument("--output", default="report", help="folder to write into")
   parser.add_argument("--title", default="Sluice: measured runs", help="of the page")

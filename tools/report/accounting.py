@@ -1,10 +1,9 @@
-"""Where the steps and requests of a run spent it: tokens by rung, FLOPs, KV, time. Sums records; runs nothing.
+"""Accounts for the steps and requests of a run: tokens by rung, FLOPs, KV, time. Sums records; runs nothing.
 
-Useful tokens and padding are what a step computes; the rest of its rung is skipped by the kernels, and costs nothing. A
-slot without a row while a request waits is idle. In FLOPs, linear layers count by token (padding included), the output
-head by row of logits, attention by pair of query and key (padding has none); an idle slot would have computed a token
-like the decode rows beside it. That is what these layers are given to do: what a kernel does beyond it is the kernel's
-affair.
+A step computes useful tokens and padding; the kernels skip the rest of its rung at no cost. A slot without a row while
+a request waits is idle. In FLOPs, linear layers count by token (padding included), the output head by row of logits,
+attention by pair of query and key (padding has none); an idle slot would have computed a token like the decode rows
+beside it. These are the layers' inputs; additional work inside a kernel does not count.
 """
 
 import bisect
@@ -55,20 +54,20 @@ class Flops:
       ) from error
 
   def of(self, tokens: int, rows: int, pairs: float) -> float:
-    """Of these together."""
+    """Returns the FLOPs of these together."""
     return tokens * self.token + rows * self.row + pairs * self.pair
 
   def useful(self, step: StepRecord) -> float:
-    """Of the tokens that requests asked for."""
+    """Returns the FLOPs of requested tokens."""
     tokens, pairs = step.decode_tokens + step.prefill_tokens, step.decode_keys + step.prefill_pairs
     return self.of(tokens, step.num_rows, pairs)
 
   def padding(self, step: StepRecord, skips: bool) -> float:
-    """Of what is computed for nobody.
+    """Returns the FLOPs of padding.
 
     Args:
-      skips: the device skips what a rung pads. Then it computes rows of logits for requests alone, and where a batching
-        mode pads, for as many of the tokens as the rung has rows.
+      skips: whether the device skips a rung's padding. It then computes rows of logits for requests alone; if a
+        batching mode pads, it computes padding tokens up to the rung's rows.
     """
     rows = step.shape_rows
     if skips:
@@ -126,7 +125,7 @@ def account(
   Returns:
     Totals; `by_rung`, the same by token budget; `composition`, shares of useful tokens, and of steps that hold
     only decodes, only prefills, or both; `kv`: occupancy is the share of blocks in use, fragmentation the share of
-    the room in running requests' blocks that no token fills (means and largest over steps); `host_share`, of the time
+    the slots in running requests' blocks that no token fills (means and largest over steps); `host_share`, of the time
     of a step that the host takes when nothing overlaps.
   """
   rungs = sorted({step.shape_tokens for step in steps})
@@ -165,7 +164,7 @@ def account(
 
 
 def table(accounted: dict[str, Any]) -> str:
-  """What account() returned, to read in a terminal."""
+  """Formats the result of account() for a terminal."""
   weighted = "useful_flops" in accounted
   head = f"{'rung':>8}{'steps':>9}{'useful':>11}{'padding':>11}{'share':>8}{'skipped':>11}{'idle':>9}"
   head += f"{'device s':>10}{'host s':>9}"
@@ -183,7 +182,7 @@ def table(accounted: dict[str, Any]) -> str:
     "rows a step"
   )
   lines.append(
-    f"KV blocks in use: mean {_percent(kv['occupancy_mean'])}, most {_percent(kv['occupancy_max'])}; unfilled room in "
+    f"KV blocks in use: mean {_percent(kv['occupancy_mean'])}, most {_percent(kv['occupancy_max'])}; unfilled slots in "
     f"them: mean {_percent(kv['fragmentation_mean'])}; host {_percent(accounted['host_share'])} of host and device time"
   )
   return "\n".join(lines)
@@ -252,7 +251,7 @@ def phases(record: RequestRecord) -> Phases:
 
 
 def account_requests(records: Sequence[RequestRecord]) -> dict[str, Any]:
-  """What whole_requests() say together, as plain JSON values: phases in milliseconds, tokens, preemptions."""
+  """Sums up whole_requests() as plain JSON values: phases in milliseconds, tokens, preemptions."""
   spent = [phases(record) for record in records]
   figures: dict[str, Any] = {"requests": len(records)}
   for name in Phases._fields:
@@ -272,7 +271,7 @@ def account_requests(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def request_table(accounted: dict[str, Any]) -> str:
-  """What account_requests() returned, to read in a terminal."""
+  """Formats the result of account_requests() for a terminal."""
 
   def spread(name: str) -> str:
     p50, p99 = (accounted[f"{name}_p{percent}_ms"] for percent in (50, 99))

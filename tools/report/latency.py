@@ -24,6 +24,8 @@ class Outcome:
     chunks: (time, number of tokens) of each message that carried tokens, in order.
     tokens: the token ids, in order; empty where nobody asked for them.
     error: None, or why it failed (a short, stable word first).
+    tenant: who sent it.
+    priority: that it was sent with.
   """
 
   id: int | str
@@ -33,15 +35,17 @@ class Outcome:
   chunks: tuple[tuple[float, int], ...]
   tokens: tuple[int, ...] = ()
   error: str | None = None
+  tenant: str = ""
+  priority: int = 0
 
   @property
   def num_tokens(self) -> int:
-    """Tokens that came."""
+    """Tokens received."""
     return sum(count for _, count in self.chunks)
 
   @property
   def ok(self) -> bool:
-    """Whether it ended well with exactly the tokens asked for."""
+    """Whether it ended well with exactly the requested tokens."""
     return self.error is None and self.num_tokens == self.output_len
 
   @property
@@ -88,7 +92,7 @@ class Objectives:
   e2e_s: float = math.inf
 
   def met(self, outcome: Outcome) -> bool:
-    """A failed request misses; a single token has no TPOT and meets it."""
+    """Whether a request meets the objectives. A failed one misses; a single token has no TPOT and meets it."""
     if not outcome.ok or outcome.ttft_s > self.ttft_s or outcome.e2e_s > self.e2e_s:
       return False
     return (outcome.tpot_s or 0.0) <= self.tpot_s

@@ -27,19 +27,20 @@ _MARKERS = "osD^vPX*"
 _DECODE, _PREFILL, _PADDING, _MIXED = "#0072b2", "#e69f00", "#d0d0d0", "#cc79a7"
 _PHASES = {"queue": "#d0d0d0", "prefill": _PREFILL, "decode": _DECODE}
 _SHORTEST = 1e-4  # seconds, on axes of times: zeros, of tokens in one chunk, have no place on a logarithmic one
+_CDF_POINTS = 2000  # of a line: more look the same and take seconds to plot
 _BINS = 120  # of time, in plots of steps
 _WIDTH = 13.5  # inches of every figure, so that a page shows all with letters of one size
 MOST_COLUMNS = 5  # of plot_steps
 
 
 def _style(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
-  """Color and marker of each label; a way of batching has the same in every plot."""
+  """Returns the color and marker of each label; a batching mode has the same in every plot."""
   distinct = sorted(set(labels), key=lambda label: (rank(label), label))
   free = [index for index in range(len(_COLORS)) if index >= len(MODES) or MODES[index] not in distinct]
   style, others = {}, 0
   for label in distinct:
     index = rank(label)
-    if index == len(MODES):
+    if index >= len(MODES):
       index, others = free[others % len(free)], others + 1
     style[label] = _COLORS[index], _MARKERS[index]
   return style
@@ -60,7 +61,7 @@ def _figure(columns: int, rows: int = 1, height: float = 3.5) -> tuple[Figure, l
 
 
 def _log_axis(axis: Axes, which: Literal["x", "y"]) -> None:
-  """Logarithmic, with a few plain numbers at its ticks; for an axis whose data are drawn."""
+  """Logarithmic, with a few plain numbers at its ticks; for an axis whose data are plotted."""
   if which == "x":
     axis.set_xscale("log")
   else:
@@ -104,7 +105,7 @@ def plot_throughput(shown: Sequence[Shown]) -> Figure:
     axis.set_xlabel("output tokens a second")
     axis.set_title(title, fontsize=11)
     _log_axis(axis, "y")
-    axis.set_xlim(left=0)
+    axis.set_xlim(0, 1.05 * max((one.figures["output_tok_s"] or 0.0 for one in shown), default=0.0) or 1.0)
   _legend_below(figure, axes[0])
   return figure
 
@@ -148,8 +149,9 @@ def plot_cdfs(shown: Sequence[Shown]) -> Figure:
       values = sorted(
         value for outcome in one.run.outcomes if outcome.ok for value in values_of(outcome) if value is not None
       )
-      shares = [(index + 1) / len(values) for index in range(len(values))]
-      times = [max(value, _SHORTEST) for value in values]
+      kept = [*range(0, len(values) - 1, max(1, len(values) // _CDF_POINTS)), len(values) - 1] if values else []
+      shares = [(index + 1) / len(values) for index in kept]
+      times = [max(values[index], _SHORTEST) for index in kept]
       lowest += [max(value, _SHORTEST) for value in (percentile(values, 4),) if value is not None]
       axis.step(times, shares, where="post", color=style[one.label][0], label=one.label)
     axis.set_xscale("log")
@@ -189,6 +191,32 @@ def plot_modes(shown: Sequence[Shown]) -> Figure:
     axis.grid(False, axis="x")
     axis.margins(y=0.15)
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0) if name == "padding" else _plain)
+  return figure
+
+
+def plot_senders(shown: Sequence[Shown]) -> Figure:
+  """TTFT by tenant and by priority; a bar a run. What no run has is left out."""
+  style = _style(one.label for one in shown)
+  kinds = [
+    ("tenants", "ttft_p50_ms", "TTFT p50 by tenant, ms"),
+    ("tenants", "of_fair_share", "part of its fair share, by tenant"),
+    ("priorities", "ttft_p99_ms", "TTFT p99 by priority (lower is more urgent), ms"),
+  ]
+  kinds = [kind for kind in kinds if any(one.figures.get(kind[0]) for one in shown)]
+  figure, axes = _figure(len(kinds))
+  for axis, (group, name, title) in zip(axes, kinds, strict=True):
+    senders = sorted({sender for one in shown for sender in one.figures.get(group) or {}})
+    width = 0.8 / len(shown)
+    for index, one in enumerate(shown):
+      found = one.figures.get(group) or {}
+      values = [(found.get(sender) or {}).get(name) or 0.0 for sender in senders]
+      left = [position + (index - (len(shown) - 1) / 2) * width for position in range(len(senders))]
+      axis.bar(left, values, width, color=style[one.label][0], label=one.label)
+    axis.set_xticks(range(len(senders)), [sender or "none" for sender in senders], fontsize=8)
+    axis.set_title(title, fontsize=10)
+    axis.grid(False, axis="x")
+    axis.yaxis.set_major_formatter(_plain)
+  _legend_below(figure, axes[0])
   return figure
 
 
@@ -340,20 +368,20 @@ def _binned(steps: Sequence[StepRecord]) -> tuple[list[float], float, list[list[
 
 
 def plot_kv(steps: Mapping[str, Sequence[StepRecord]], num_blocks: Mapping[str, int]) -> Figure:
-  """KV blocks in use over time, and how much of the room in them is filled: means of each part of the time."""
+  """Plots KV blocks in use over time, and the filled share of their slots: means of each part of the time."""
   figure, axes = _figure(2)
   style = _style(steps)
   for label, records in steps.items():
     times, _, bins = _binned([step for step in records if step.side != "prefill" and step.kv_slots] or records)
     parts = [(time, found) for time, found in zip(times, bins, strict=True) if found]
     used = [sum(step.blocks_used for step in found) / len(found) / num_blocks[label] for _, found in parts]
-    room = [(sum(step.kv_tokens for step in found), sum(step.kv_slots for step in found)) for _, found in parts]
-    filled = [tokens / slots if slots else 0.0 for tokens, slots in room]
+    in_use = [(sum(step.kv_tokens for step in found), sum(step.kv_slots for step in found)) for _, found in parts]
+    filled = [tokens / slots if slots else 0.0 for tokens, slots in in_use]
     times = [time for time, _ in parts]
     axes[0].plot(times, used, color=style[label][0], label=label, linewidth=1.4)
     axes[1].plot(times, filled, color=style[label][0], linewidth=1.4)
   axes[0].set_title("KV blocks in use", fontsize=11)
-  axes[1].set_title("share of the room in them that tokens fill", fontsize=11)
+  axes[1].set_title("share of their slots that tokens fill", fontsize=11)
   for axis in axes:
     axis.set_xlabel("seconds")
     axis.set_ylim(bottom=0)

@@ -10,9 +10,10 @@ the JSON line that the tool printed. Every other line is a request as its client
 request_fields]}, a step, {"s": [values of step_fields]}, or a request as the engine saw it, {"e": [values of
 served_fields]}. Times are seconds since the start of the measured load everywhere; a warm-up is in none. Request
 fields: id, prompt_len, output_len, intended_s, sent_s, error (null or text), chunks ([[seconds, tokens], ...], one
-entry a message). Step fields are those of engine/recorder.py's StepRecord, served fields those of its RequestRecord. A
-reader goes by the names, so that fields can be added, and takes a file without served requests. No prompt and no token
-is in it.
+entry a message), tenant, priority. Step fields are those of engine/recorder.py's StepRecord, served fields those of its
+RequestRecord. A reader goes by the names, so that fields can be added, and takes a file without served requests,
+tenants or priorities. No prompt and no token is in it. The simulator writes run files too: its times are virtual, and
+`about` has "costs".
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from tools.report.latency import Outcome
 from tools.simulate.step_points import parse_step_trace
 
 FORMAT = "sluice run 1"
-REQUEST_FIELDS = ("id", "prompt_len", "output_len", "intended_s", "sent_s", "error", "chunks")
+REQUEST_FIELDS = ("id", "prompt_len", "output_len", "intended_s", "sent_s", "error", "chunks", "tenant", "priority")
 _MICRO = 6  # digits of a second that are kept
 
 
@@ -52,7 +53,7 @@ class RecordedRun:
 
   @property
   def label(self) -> str:
-    """What it is called beside others."""
+    """The run's name in a report."""
     return str(self.about.get("label") or "run")
 
 
@@ -77,6 +78,8 @@ def write_run(path: str, run: RecordedRun, start_s: float) -> None:
         round(outcome.sent_s - start_s, _MICRO),
         outcome.error,
         [[round(time - start_s, _MICRO), count] for time, count in outcome.chunks],
+        outcome.tenant,
+        outcome.priority,
       ]
       file.write(json.dumps({"r": row}, separators=(",", ":")) + "\n")
     for step in run.steps:
@@ -97,10 +100,10 @@ def shifted(record: RequestRecord, seconds: float) -> RequestRecord:
 
 
 def read_run(path: str) -> RecordedRun:
-  """Reads what write_run() wrote.
+  """Reads a file of write_run().
 
   Raises:
-    ConfigError: no such file, or it is no run file.
+    ConfigError: the file is missing, or is no run file.
   """
   remedy = "make one with --run_file of tools.bench_serving or tools.bench_offline"
   try:
@@ -118,9 +121,9 @@ def read_run(path: str) -> RecordedRun:
       if "r" in entry:
         row = dict(zip(head["request_fields"], entry["r"], strict=True))
         chunks = tuple((float(time), int(count)) for time, count in row["chunks"])
-        outcomes.append(
-          Outcome(row["id"], row["output_len"], row["intended_s"], row["sent_s"], chunks, error=row["error"])
-        )
+        sender = row.get("tenant", ""), row.get("priority", 0)
+        times = row["intended_s"], row["sent_s"]
+        outcomes.append(Outcome(row["id"], row["output_len"], *times, chunks, (), row["error"], *sender))
         prompt_lens.append(row["prompt_len"])
       elif "e" in entry:
         row = dict(zip(head["served_fields"], entry["e"], strict=True))

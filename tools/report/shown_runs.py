@@ -1,4 +1,4 @@
-"""What a report shows of kept runs: which, at which load, with which figures. Draws and measures nothing."""
+"""Selects what a report shows of kept runs: which, at which load, with which figures. Plots and measures nothing."""
 
 from collections.abc import Iterable, Sequence
 import dataclasses
@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 from engine.recorder import StepRecord
-from engine.settings import BATCHING
+from engine.settings import BATCHING, POLICIES
 from tools.report.latency import Objectives, summary
 from tools.report.run_file import RecordedRun
+from tools.report.senders import sender_figures
 
 MODES = ("static", "dynamic", "continuous", "chunked", "disaggregated")  # from the oldest idea to the newest
 assert set(MODES) == set(BATCHING)
@@ -16,13 +17,13 @@ assert set(MODES) == set(BATCHING)
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-  """A run and what the report says of it.
+  """A run as the report shows it.
 
   Attributes:
-    run: as it was kept.
-    load: requests a second that were offered; infinite for a burst.
-    objectives: what counts as good in this report.
-    figures: of tools.report.latency.summary, with them.
+    run: the kept run.
+    load: offered requests a second; infinite for a burst.
+    objectives: objectives of this report.
+    figures: of tools.report.latency.summary, with them, and of tools.report.senders.
   """
 
   run: RecordedRun
@@ -36,20 +37,20 @@ class Shown:
 
 
 def offered_load(run: RecordedRun) -> float:
-  """Requests a second over the time in which they were to arrive; infinite if that is no time."""
+  """Returns requests a second over the time of arrivals; infinite if that is no time."""
   times = [outcome.intended_s for outcome in run.outcomes]
   span = max(times) - min(times)
   return (len(times) - 1) / span if span > 0 else math.inf
 
 
 def nominal_load(run: RecordedRun) -> float:
-  """The rate that was asked for, where there was one; else what was offered."""
+  """Returns the requested rate, if there was one; else the offered load."""
   rate = (run.about.get("workload") or {}).get("rate")
   return float(rate) if isinstance(rate, int | float) else offered_load(run)
 
 
 def objectives_of(run: RecordedRun, given: Objectives) -> Objectives:
-  """`given` where it limits anything, else the run's own."""
+  """Returns `given` if it limits anything, else the run's own objectives."""
   return given if given != Objectives() else Objectives(**(run.about.get("slo") or {}))
 
 
@@ -60,13 +61,14 @@ def prepared(runs: Iterable[RecordedRun], given: Objectives) -> list[Shown]:
     lens = zip(run.outcomes, run.prompt_lens, strict=True)
     prompt_tokens = sum(length for outcome, length in lens if outcome.ok)
     objectives = objectives_of(run, given)
-    shown.append(Shown(run, nominal_load(run), objectives, summary(run.outcomes, prompt_tokens, objectives)))
+    figures = summary(run.outcomes, prompt_tokens, objectives) | sender_figures(run.outcomes, run.prompt_lens)
+    shown.append(Shown(run, nominal_load(run), objectives, figures))
   return sorted(shown, key=lambda one: (rank(one.label), one.label, one.load))
 
 
 def rank(label: str) -> int:
-  """Where a label stands among others: ways of batching in their order, then the rest."""
-  return MODES.index(label) if label in MODES else len(MODES)
+  """Returns a label's rank: batching modes in their order, then Sluice's policies, then the rest."""
+  return MODES.index(label) if label in MODES else len(MODES) + (label not in POLICIES)
 
 
 def side_by_side(shown: Sequence[Shown]) -> list[Shown]:
@@ -92,7 +94,7 @@ def padding_share(steps: Sequence[StepRecord]) -> float | None:
 
 
 def likeness(beside: Sequence[Shown]) -> str:
-  """Whether runs that are put side by side had the same requests."""
+  """Describes whether runs that are compared had the same requests."""
   offered = {
     tuple(
       (length, outcome.output_len, round(outcome.intended_s, 3))

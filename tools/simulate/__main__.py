@@ -1,40 +1,68 @@
-"""Serves a trace in virtual time and prints one JSON line, as bench_serving does of a real server. Imports no jax.
+"""Serves requests in virtual time, under one policy or several side by side, and prints a table. Imports no jax.
 
-  python -m tools.simulate --costs=costs.json --trace=benchmarks/traces/azure_conv_500.csv --scale=0.1
+  python -m tools.simulate --policies=fcfs,sjf,my_policy:MyPolicy --report=out
+  python -m tools.simulate --costs=costs.json --trace=FILE.csv --scale=0.1 --rate_scale=2 --json
   python -m tools.simulate --costs=costs.json --trace=FILE.csv --replicas=4 --router=prefix_aware
   python -m tools.simulate --costs=costs.json --trace=FILE.csv --prefill_replicas=2 --decode_replicas=3
   python -m tools.simulate --costs=costs.json --trace=FILE.csv --find_replicas --slo_ttft_ms=500 --slo_tpot_ms=50
 
 The Scheduler and Engine are the server's own, and the flags about them have the server's names; tools.simulate.events
-says what is modelled, tools.simulate.measure_costs makes the cost table, tools.report.latency defines the words.
---find_replicas looks for the smallest number of replicas (or, with --prefill_replicas and --decode_replicas, of such
-groups) with which the share --attainment of all requests meets the objectives; refused requests miss. Exit code 2 with
-one line for bad input.
+says what is modelled, tools.simulate.measure_costs makes the cost table, tools.report.latency defines the words, and
+tools.report.senders defines fairness. Every policy serves the same requests at the same times.
+
+Without other flags the command serves the first 1,000 requests of a sample of a production chat trace, by the step
+times of the demo model on a CPU, at --load times what the engine can serve: a queue builds up, and policies differ.
+--rate sets the arrival rate itself, --rate_scale keeps the trace's own times, and --requests takes a request file as it
+is. The simulated queue has no limit and no timeout unless a flag sets one.
+
+--report=DIR writes a run file a policy, plots, and a page of all (tools.report). --json prints one JSON line instead of
+the table: the figures, of several policies under "runs". --output=FILE keeps the same as a file. --find_replicas looks
+for the smallest number of replicas (or, with --prefill_replicas and --decode_replicas, of such groups) with which the
+share --attainment of all requests meets the objectives; refused requests miss. Exit code 2 with one line for bad input.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import gc
 import json
 import math
 import sys
-import time
 from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.shapes import choose_ladder
 from tools import workload
-from tools.arguments import CommandParser, positive_float, positive_int
+from tools.arguments import CommandParser, output_file, positive_float, positive_int
+from tools.measure import ROOT, write_result
 from tools.report.latency import Objectives
 from tools.simulate.events import Collector, Fleet, Simulation
+from tools.simulate.policy_runs import (
+  check_policies,
+  measure_capacity,
+  paced,
+  policy_table,
+  run_policies,
+  write_report,
+)
 from tools.simulate.replica import ROUTERS, Arrival, made_up
 from tools.simulate.step_costs import AttentionWork, StepCosts
 
-VOCAB_SIZE = 2**31 - 1  # token ids are not looked at
-_FROM_TABLE = ("max_model_len", "num_blocks", "block_size", "max_num_seqs")  # where no flag says otherwise
-_OF_LADDER = {"token_budgets": (), "prefill_chunk": 0}  # where no flag says otherwise, as engine.shapes says
+DEMO_COSTS = str(ROOT / "benchmarks" / "costs" / "demo_cpu.json")
+SAMPLE_TRACE = str(ROOT / "benchmarks" / "traces" / "azure_conv_5000.csv")
+_SAMPLE_REQUESTS = 1000  # requests of the sample, by default
+_SLO = {"ttft": 1000.0, "tpot": 100.0}  # milliseconds, by default
+_SENDERS = {"num_tenants": 4, "batch_share": 0.25}  # by default: enough to tell fair and tiers apart
+VOCAB_SIZE = 2**31 - 1  # the simulator ignores token ids
+_FROM_TABLE = ("max_model_len", "num_blocks", "block_size", "max_num_seqs")  # by default
+_UNLIMITED = {  # by default: the queue of a policy must not be cut off
+  "max_queued_requests": 10**9,
+  "max_queued_tokens": 10**9,
+  "queue_timeout_s": 0.0,
+  "request_timeout_s": 0.0,
+}
+_OF_LADDER = {"token_budgets": (), "prefill_chunk": 0}  # by default, as in engine.shapes
 _NOT_FLAGS = ("vocab_size", "eos_token_ids", "computes_padding")
 
 
@@ -42,22 +70,22 @@ _NOT_FLAGS = ("vocab_size", "eos_token_ids", "computes_padding")
 
 
 def boolean(text: str) -> bool:
-  """The server's way to write a truth value."""
+  """Parses a truth value as the server's flags do."""
   if text.lower() not in ("true", "false", "1", "0"):
     raise argparse.ArgumentTypeError(f"{text!r} must be true or false")
   return text.lower() in ("true", "1")
 
 
 def budgets(text: str) -> tuple[int, ...]:
-  """The server's way to write a ladder."""
+  """Parses a ladder as the server's flags do."""
   try:
     return tuple(int(item) for item in text.split(","))
   except ValueError:
-    raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers with commas between") from None
+    raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers separated by commas") from None
 
 
 def add_engine_arguments(parser: CommandParser) -> None:
-  """A flag for each setting of the engine, under the server's name."""
+  """Adds a flag for each setting of the engine, under the server's name."""
   for field in dataclasses.fields(EngineConfig):
     if field.name in _NOT_FLAGS:
       continue
@@ -65,13 +93,13 @@ def add_engine_arguments(parser: CommandParser) -> None:
       parser.add_argument(f"--{field.name}", type=int, default=0, help="as the server's flag; 0: as the table says")
       continue
     parse: Callable[[str], Any] = {bool: boolean, tuple: budgets}.get(type(field.default), type(field.default))
-    default: Any = _OF_LADDER.get(field.name, field.default)
+    default: Any = (_OF_LADDER | _UNLIMITED).get(field.name, field.default)
     parser.add_argument(f"--{field.name}", type=parse, default=default, help="as the server's flag")
   parser.add_argument("--kv_cache_mb", type=int, default=0, help="as the server's flag, instead of --num_blocks")
 
 
 def engine_config(args: Any, costs: StepCosts) -> EngineConfig:
-  """The settings that the flags and the cost table give. Raises ConfigError."""
+  """Returns the settings from the flags and the cost table. Raises ConfigError."""
   values = {
     field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig) if field.name not in _NOT_FLAGS
   }
@@ -95,7 +123,7 @@ def engine_config(args: Any, costs: StepCosts) -> EngineConfig:
       f"note: the cost table was measured with max_num_seqs={measured}, and --max_num_seqs is {values['max_num_seqs']}",
       file=sys.stderr,
     )
-  # A rung costs a simulation nothing: all are kept, whatever a step needs.
+  # A rung costs a simulation nothing, so all are kept, whatever a step needs.
   ladder = choose_ladder(
     "cpu",
     token_budgets=values["token_budgets"] or None,
@@ -108,7 +136,7 @@ def engine_config(args: Any, costs: StepCosts) -> EngineConfig:
 
 
 def expand_flagfile(argv: Sequence[str]) -> list[str]:
-  """Puts the lines of --flagfile=FILE in its place, as the server's flags do. Raises ConfigError."""
+  """Replaces --flagfile=FILE by the lines of the file, as the server's flags do. Raises ConfigError."""
   found: list[str] = []
   for argument in argv:
     if not argument.startswith("--flagfile="):
@@ -134,7 +162,7 @@ def expand_flagfile(argv: Sequence[str]) -> list[str]:
 
 
 def add_request_arguments(parser: CommandParser) -> None:
-  """What arrives: the flags of tools.workload, and request files."""
+  """Adds the flags of the requests: those of tools.workload, and request files."""
   parser.add_argument(
     "--requests", help="request file (JSON lines) with real token ids, in which prefixes may be equal"
   )
@@ -144,15 +172,22 @@ def add_request_arguments(parser: CommandParser) -> None:
 
 
 def arrivals_from(args: Any, max_len: int | None) -> tuple[list[Arrival], dict[str, Any]]:
-  """The requests in order of arrival, and their description. Raises ConfigError.
+  """Returns the requests in order of arrival, and their description. Raises ConfigError.
 
-  A finite --rate with --trace keeps the trace's lengths and draws the times anew.
+  With --trace, a finite --rate keeps the trace's lengths and samples new arrival times.
   """
   if args.requests:
     requests = workload.read_requests(args.requests)
     requests.sort(key=lambda request: 0.0 if args.at_once else request.arrival_s)
     made = [
-      Arrival(request.id, 0.0 if args.at_once else request.arrival_s, request.prompt, request.output_len)
+      Arrival(
+        request.id,
+        0.0 if args.at_once else request.arrival_s,
+        request.prompt,
+        request.output_len,
+        tenant=request.tenant,
+        priority=request.priority,
+      )
       for request in requests
     ]
     return made, {"requests_file": args.requests, "num_requests": len(made)}
@@ -166,34 +201,38 @@ def arrivals_from(args: Any, max_len: int | None) -> tuple[list[Arrival], dict[s
       times = workload.arrivals(len(rows), args.rate, args.burstiness, args.seed)
       rows = [(arrival_s, *row[1:]) for arrival_s, row in zip(times, rows, strict=True)]
       about |= {"rate": args.rate, "burstiness": args.burstiness, "seed": args.seed, "rate_scale": None}
-    return made_up(rows), about | {"num_requests": len(rows)}
+    about |= {"num_requests": len(rows)}
+    made = made_up(rows)
+    if workload.has_senders(args):
+      senders = workload.make_senders(len(made), args.num_tenants, args.batch_share, args.seed)
+      about |= {"num_tenants": args.num_tenants, "batch_share": args.batch_share}
+      made = [
+        arrival._replace(tenant=tenant, priority=priority)
+        for arrival, (tenant, priority) in zip(made, senders, strict=True)
+      ]
+    return made, about
   requests, about = workload.from_arguments(args, vocab_size=1)
-  return made_up([(request.arrival_s, len(request.prompt), request.output_len) for request in requests]), about
+  made = made_up([(request.arrival_s, len(request.prompt), request.output_len) for request in requests])
+  return [
+    arrival._replace(tenant=request.tenant, priority=request.priority)
+    for arrival, request in zip(made, requests, strict=True)
+  ], about
 
 
 def repeated(rows: list[tuple[float, int, int]], times: int) -> list[tuple[float, int, int]]:
-  """A trace end to end; between two passes lies its mean gap."""
+  """Repeats a trace end to end; its mean gap lies between two passes."""
   last = rows[-1][0]
   period = last + (last / (len(rows) - 1) if len(rows) > 1 else 0.0)
   return [(arrival_s + turn * period, *lengths) for turn in range(times) for arrival_s, *lengths in rows]  # type: ignore[misc]
 
 
-# --- One run, and the search for a number -----------------------------------------------------------------------------
-
-
-def simulate(
-  config: EngineConfig, costs: StepCosts, fleet: Fleet, objectives: Objectives, arrivals: Sequence[Arrival]
-) -> dict[str, Any]:
-  """The figures of one run. Raises EngineError."""
-  simulation = Simulation(config, costs, fleet, Collector(objectives))
-  simulation.run(arrivals)
-  return simulation.figures()
+# --- The search for a number ------------------------------------------------------------------------------------------
 
 
 def alone_attainment(
   config: EngineConfig, costs: StepCosts, objectives: Objectives, arrivals: Sequence[Arrival]
 ) -> tuple[float, float]:
-  """What no number of replicas can exceed: each request with a device of its own.
+  """Returns the attainment that no number of replicas can exceed: each request has its own device.
 
   Returns:
     The share of requests that would meet the objectives, and the longest time to first token among all, seconds.
@@ -221,13 +260,13 @@ def find_replicas(
   attainment: float,
   max_replicas: int,
 ) -> tuple[int, dict[str, Any]]:
-  """The smallest multiple of the fleet that meets the objectives, and its figures.
+  """Returns the smallest multiple of the fleet that meets the objectives, and its figures.
 
-  By doubling, then halving the interval: it takes more replicas never to serve worse. A run stops as soon as too many
-  requests have missed.
+  Doubles the number, then halves the interval, on the assumption that more replicas never serve worse. A run stops as
+  soon as too many requests have missed.
 
   Raises:
-    ConfigError: no number up to `max_replicas` does.
+    ConfigError: no number up to `max_replicas` meets them.
   """
   alone, slowest = alone_attainment(config, costs, objectives, arrivals)
   wanted = f"attainment={attainment:g} with TTFT {_ms(objectives.ttft_s)} and TPOT {_ms(objectives.tpot_s)}"
@@ -278,7 +317,7 @@ def _ms(seconds: float) -> str:
 
 
 def add_fleet_arguments(parser: CommandParser) -> None:
-  """Who serves."""
+  """Adds the flags of the fleet."""
   parser.add_argument("--replicas", type=positive_int, default=1, help="engines behind the router")
   parser.add_argument("--router", choices=sorted(ROUTERS), default=Fleet.router, help="who gets a request")
   parser.add_argument(
@@ -287,11 +326,11 @@ def add_fleet_arguments(parser: CommandParser) -> None:
   parser.add_argument("--decode_replicas", type=int, default=0, help="disaggregated: engines for the tokens after them")
   parser.add_argument("--transfer_gb_s", type=positive_float, default=50.0, help="disaggregated: 10^9 bytes a second")
   parser.add_argument("--transfer_latency_ms", type=float, default=0.0, help="disaggregated: of each transfer")
-  parser.add_argument("--step_seed", type=int, default=0, help="of the draws of step times from the table's spread")
+  parser.add_argument("--step_seed", type=int, default=0, help="seed of the step times sampled from the table's spread")
 
 
 def fleet_from(args: Any) -> Fleet:
-  """The fleet that the flags describe. Raises ConfigError."""
+  """Returns the fleet from the flags. Raises ConfigError."""
   prefill, decode = args.prefill_replicas, args.decode_replicas
   if args.batching == "disaggregated" and not prefill and not decode:
     prefill = decode = args.replicas
@@ -299,44 +338,137 @@ def fleet_from(args: Any) -> Fleet:
   return Fleet(args.replicas, args.router, prefill, decode, args.transfer_gb_s * 1e9, latency_s, args.step_seed)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-  """The command; exit code 1 when no request was served, 2 with one line for bad input."""
+def policy_names(text: str) -> tuple[str, ...]:
+  """Parses names separated by commas."""
+  return tuple(item for item in text.split(",") if item)
+
+
+def make_parser() -> CommandParser:
+  """Returns the parser of the command line."""
   parser = CommandParser("tools.simulate", __doc__)
-  parser.add_argument("--costs", required=True, help="cost table of tools.simulate.measure_costs")
+  parser.add_argument("--costs", default=DEMO_COSTS, help="cost table of tools.simulate.measure_costs")
+  parser.add_argument(
+    "--policies", type=policy_names, default=(), help="policies to run side by side; MODULE:CLASS is one of your own"
+  )
+  parser.add_argument(
+    "--load", type=positive_float, help="arrival rate over capacity (default: 1.1, unless another flag sets arrivals)"
+  )
   add_request_arguments(parser)
   add_engine_arguments(parser)
   add_fleet_arguments(parser)
-  parser.add_argument("--slo_ttft_ms", type=positive_float, default=math.inf, help="goodput: time to first token")
-  parser.add_argument("--slo_tpot_ms", type=positive_float, default=math.inf, help="goodput: time per output token")
+  parser.set_defaults(rate=None, prompt_len=None, output_len=None, **_SENDERS)
+  parser.add_argument("--slo_ttft_ms", type=positive_float, help="goodput: time to first token (default: 1000)")
+  parser.add_argument("--slo_tpot_ms", type=positive_float, help="goodput: time per output token (default: 100)")
   parser.add_argument("--find_replicas", action="store_true", help="search for the smallest number that serves well")
   parser.add_argument("--attainment", type=float, default=0.9, help="find_replicas: share of requests to serve well")
   parser.add_argument("--max_replicas", type=positive_int, default=256, help="find_replicas: where to give up")
   parser.add_argument("--flagfile", help="more flags, one a line; what tools.simulate.tune_ladder writes")
+  parser.add_argument("--report", default="", help="folder for a page and plots of all policies, and their run files")
+  parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
+  parser.add_argument("--output", type=output_file, default="", help="also write the JSON to this file")
+  return parser
+
+
+def settle_arguments(args: Any) -> None:
+  """Sets what follows from other flags. Raises ConfigError."""
+  if not 0 < args.attainment <= 1:
+    raise ConfigError(f"attainment={args.attainment} must be above 0 and at most 1; set --attainment")
+  args.policies = args.policies or (args.policy,)
+  check_policies(args.policies)
+  if args.find_replicas and (len(args.policies) > 1 or args.report):
+    raise ConfigError("--find_replicas runs one policy and makes no plots; leave out --policies and --report")
+  own_times = args.requests or args.rate is not None or args.rate_scale is not None or args.find_replicas
+  if args.load is not None and own_times:
+    raise ConfigError(
+      f"load={args.load:g} sets the arrival rate, and so does another flag; set --load alone, or one of --rate, "
+      "--rate_scale, --requests and --find_replicas"
+    )
+  args.load = None if own_times else args.load or 1.1
+  args.rate = math.inf if args.rate is None else args.rate
+  if not (args.requests or args.trace or args.prompt_len or args.output_len):
+    args.trace, args.num_requests = SAMPLE_TRACE, args.num_requests or _SAMPLE_REQUESTS
+  args.prompt_len = args.prompt_len or workload.PROMPT_LEN
+  args.output_len = args.output_len or workload.OUTPUT_LEN
+  if args.slo_ttft_ms is None and args.slo_tpot_ms is None and not args.find_replicas:
+    args.slo_ttft_ms, args.slo_tpot_ms = _SLO["ttft"], _SLO["tpot"]
+
+
+def describe_run(args: Any, config: EngineConfig, costs: StepCosts, about: Mapping[str, Any]) -> str:
+  """Describes the run, as lines above the table."""
+  source = about.get("trace") or about.get("requests_file") or "made-up lengths"
+  lines = [f"{about['num_requests']:,} requests of {_short(source)}"]
+  if "num_tenants" in about:
+    lines[0] += f", {about['num_tenants']} tenants, {about['batch_share']:.0%} of the requests with priority 1"
+  if about.get("capacity_request_s"):
+    lines.append(
+      f"load {about['load']:g}: {about['rate']:.4g} requests/s arrive (burstiness {args.burstiness:g}), and the engine "
+      f"can serve {about['capacity_request_s']:.4g} requests/s of these"
+    )
+  lines.append(
+    f"step times of {_short(args.costs)} ({costs.about.get('source')}); {config.max_num_seqs} slots, "
+    f"{config.num_blocks:,} KV blocks of {config.block_size} tokens, batching {config.batching}"
+  )
+  limits = {"TTFT": args.slo_ttft_ms, "TPOT": args.slo_tpot_ms}
+  wanted = [f"{name} at most {limit:g} ms" for name, limit in limits.items() if limit]
+  lines.append(f"goodput counts requests with {' and '.join(wanted) or 'any latency'}")
+  return "\n".join(lines)
+
+
+def _short(path: str) -> str:
+  """Returns a path as typed in this checkout."""
+  return path.removeprefix(f"{ROOT}/")
+
+
+def load_requests(
+  args: Any, config: EngineConfig, costs: StepCosts, fleet: Fleet
+) -> tuple[list[Arrival], dict[str, Any]]:
+  """Returns the arrivals, at the rate of --load, and their description. Raises EngineError."""
+  arrivals, about = arrivals_from(args, config.max_model_len)
+  if args.load is not None:
+    capacity = measure_capacity(config, costs, fleet, arrivals)
+    arrivals = paced(arrivals, args.load * capacity, args.burstiness, args.seed)
+    about |= {"load": args.load, "capacity_request_s": capacity, "rate": args.load * capacity, "rate_scale": None}
+  return arrivals, about
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command line; returns 1 if a policy served no request, 2 after one line for bad input."""
+  parser = make_parser()
   try:
     args = parser.parse_args(expand_flagfile(sys.argv[1:] if argv is None else argv))
-    if not 0 < args.attainment <= 1:
-      raise ConfigError(f"attainment={args.attainment} must be above 0 and at most 1; set --attainment")
+    settle_arguments(args)
     costs = StepCosts.load(args.costs)
+    args.policy = args.policies[0]
     config, fleet = engine_config(args, costs), fleet_from(args)
-    objectives = Objectives(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3)
-    arrivals, about = arrivals_from(args, config.max_model_len)
+    limits_ms = (args.slo_ttft_ms or math.inf, args.slo_tpot_ms or math.inf)
+    objectives = Objectives(*(limit / 1e3 for limit in limits_ms))
+    arrivals, about = load_requests(args, config, costs, fleet)
     gc.collect()
-    gc.freeze()  # what arrives stays: no collection looks at it again
-    started = time.process_time()
+    gc.freeze()  # the arrivals stay, so no collection needs to scan them
     if args.find_replicas:
-      found, figures = find_replicas(config, costs, fleet, objectives, arrivals, args.attainment, args.max_replicas)
-      figures["found_replicas"] = found
+      found, one = find_replicas(config, costs, fleet, objectives, arrivals, args.attainment, args.max_replicas)
+      figures, page = [one | {"found_replicas": found, "policy": args.policy}], ""
     else:
-      figures = simulate(config, costs, fleet, objectives, arrivals)
-    took = time.process_time() - started
-  except EngineError as error:
+      runs = run_policies(args.policies, config, costs, fleet, objectives, arrivals, keep=bool(args.report))
+      figures = [run.figures for run in runs]
+      page = write_report(runs, about, costs, args.costs, args.report) if args.report else ""
+    source = {name: costs.about.get(name) for name in ("source", "device", "model", "dtype", "commit", "date")}
+    more = {"fleet": dataclasses.asdict(fleet), "workload": about, "costs": {"file": args.costs} | source}
+    figures = [each | more for each in figures]
+    result = figures[0] if len(figures) == 1 else {"runs": figures}
+    write_result(args.output, result)
+  except (EngineError, OSError) as error:
     return parser.failed(error)
-  source = {name: costs.about.get(name) for name in ("source", "device", "model", "dtype", "commit", "date")}
-  figures |= {"fleet": dataclasses.asdict(fleet), "workload": about, "costs": {"file": args.costs} | source}
-  # Processor time, so that a busy machine does not look like a slow simulator; the steps are those of the last run.
-  figures["simulator"] = {"processor_s": round(took, 3), "steps_per_minute": round(figures["steps"] / took * 60)}
-  print(json.dumps(figures), flush=True)
-  return 0 if figures["completed"] else 1
+  if args.json:
+    print(json.dumps(result), flush=True)
+  else:
+    lines = [describe_run(args, config, costs, about), "", policy_table(figures)]
+    if args.find_replicas:
+      lines += ["", f"replicas that meet the objectives: {figures[0]['found_replicas']}"]
+    if page:
+      lines += ["", f"report: {page}"]
+    print("\n".join(lines), flush=True)
+  return 0 if all(each["completed"] for each in figures) else 1
 
 
 if __name__ == "__main__":

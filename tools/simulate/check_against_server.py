@@ -1,20 +1,18 @@
-"""Serves the same requests for real and in the simulator, and prints how far the two are apart. Tunes neither.
+"""Serves the same requests on the real engine and in the simulator, and prints the differences. Tunes neither.
 
   python -m tools.simulate.check_against_server [--model=DIR] [--costs=FILE] [--loads=NAME,...] [--output=FILE]
 
-The loads: each --trace with lengths and rate scaled to a small machine (one without arrival times gets Poisson arrivals
-at --lengths_load of what the machine serves of it all at once, measured anew in each round), a synthetic Poisson load,
-and the first trace all at once (which shows the throughput; that of the others is their arrivals'). Each is served by
-the real engine in a process of its own (tools.bench_offline), --rounds times; and by the simulator, under the same
-settings and with the cost table of --costs, or one that is measured before each round: a machine whose neighbours come
-and go has no one speed. What it draws of step times makes a 99th percentile of some hundred requests by a tenth larger
-or smaller, so it draws --draws times. Medians over the rounds and draws are compared, and beside them stands how far
-the real rounds are from each other. With --over_grpc the real side is a server driven by tools.bench_serving, whose
-clients and front end share the machine: steps take longer there, so the table's device part then comes from the step
-trace of a warm-up load of that server, and what a request spends outside the engine is the difference of measured and
-simulated median TTFT of that load. --output keeps the loads that the file has and this run has not; each says by which
-commit it was made. Exit code 1 when a difference is above --tolerance: throughput 0.10, percentiles 0.15 unless the
-flags say otherwise.
+The loads are each --trace with lengths and rate scaled to a small machine, a synthetic Poisson load, and the first
+trace all at once, which measures the throughput. A trace without arrival times gets Poisson arrivals at --lengths_load
+of the machine's throughput for it, measured anew in each round. The real engine serves each load --rounds times in its
+own process (tools.bench_offline). The simulator serves it under the same settings, with the cost table of --costs, or
+with one measured before each round, since a shared machine's speed changes. Random step times move a 99th percentile of
+some hundred requests by a tenth, so the simulator runs --draws times. The tool compares medians over rounds and runs,
+beside the spread of the real rounds. With --over_grpc the real side is a server under tools.bench_serving, whose
+clients and front end share the machine. Steps take longer there, so the table's device part comes from the step trace
+of a warm-up load of that server, and a request's time outside the engine is the difference of that load's measured and
+simulated median TTFT. --output keeps earlier loads of the file; each has the commit that made it. Exit code 1 if a
+difference is above --tolerance: by default 0.10 for throughput and 0.15 for percentiles.
 """
 
 from collections.abc import Sequence
@@ -39,26 +37,26 @@ SAMPLE = ROOT / "benchmarks" / "traces" / "azure_conv_500.csv"
 THROUGHPUT = ("output_tok_s", "total_tok_s")
 LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
 OTHERS = ("steps", "padding_share", "tpot_p50_ms", "e2e_p50_ms")
-# Flags that both sides take.
+# Flags of both sides.
 _SETTINGS = ("token_budgets", "prefill_chunk", "overlap", "max_num_seqs", "max_model_len")
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedLoad:
-  """Requests, and when they arrive: at times of their own, at a share of the capacity, or (neither) all at once."""
+  """Requests, and their arrivals: at their own times, at a share of the capacity, or (neither) all at once."""
 
   requests: list[WorkRequest]
   timed: bool = False
   paced: bool = False
 
   def at(self, request_s: float) -> list[WorkRequest]:
-    """The requests with Poisson arrivals at a rate."""
+    """Returns the requests with Poisson arrivals at a rate."""
     times = workload.arrivals(len(self.requests), request_s, 1.0, seed=0)
     return [dataclasses.replace(each, arrival_s=time) for each, time in zip(self.requests, times, strict=True)]
 
 
 def loads(args: Any, vocab_size: int) -> dict[str, TracedLoad]:
-  """The loads by name. Raises ConfigError."""
+  """Returns the loads by name. Raises ConfigError."""
   traces = {}
   for path in args.trace.split(","):
     rows = workload.read_trace(path)
@@ -78,7 +76,7 @@ def loads(args: Any, vocab_size: int) -> dict[str, TracedLoad]:
 
 
 def warm_up(args: Any) -> list[WorkRequest]:
-  """A load like the others, and at its end prompts that together fill the largest step several times."""
+  """Returns a load like the others that ends with prompts which fill the largest step several times."""
   mixed = workload.synthetic(
     args.num_requests, "lognormal:100:8:400", "lognormal:40:4:200", args.vocab_size, seed=9, rate=args.rate
   )
@@ -97,13 +95,13 @@ def _requests_file(requests: Sequence[WorkRequest], path: pathlib.Path) -> str:
 
 
 def offline(args: Any, flags: Sequence[str], path: str, realtime: bool, what: str) -> dict[str, Any]:
-  """One run of the engine in a process of its own."""
+  """Runs the engine once in its own process."""
   command = [sys.executable, "-m", "tools.bench_offline", f"--model={args.model}", f"--requests={path}", *flags]
   return run_tool(command + ["--realtime"] * realtime, what)
 
 
 def online(target: str, path: str, what: str) -> dict[str, Any]:
-  """One run of the server."""
+  """Runs the server once."""
   command = [sys.executable, "-m", "tools.bench_serving", f"--target={target}", f"--requests={path}", "--clients=1"]
   return run_tool(command, what)
 
@@ -114,12 +112,12 @@ def online(target: str, path: str, what: str) -> dict[str, Any]:
 def compare(
   name: str, real: list[dict[str, Any]], simulated: list[dict[str, Any]], args: Any, timed: bool
 ) -> dict[str, Any]:
-  """Medians of the real runs beside those of the simulated ones; differences as shares of the real ones."""
+  """Returns medians of the real and the simulated runs; differences are shares of the real ones."""
   rows, worst = {}, True
   for figure in (*THROUGHPUT, *LATENCIES, *OTHERS):
     measured, modelled = median_of(real, figure), median_of(simulated, figure)
     difference = modelled / measured - 1 if measured else 0.0
-    # All at once, TTFT and ITL are the queue's; they are shown, and throughput is what counts.
+    # All at once, TTFT and ITL depend on the queue; they are shown, but throughput counts.
     limit = args.throughput_tolerance if figure in THROUGHPUT else None
     if figure in LATENCIES and timed:
       limit = args.tolerance
@@ -143,21 +141,21 @@ def compare(
 
 
 def _apart(values: Sequence[float]) -> float:
-  """By how much the larger of two runs is above the smaller: the median over all pairs."""
+  """Returns the relative difference of two runs: the median over all pairs."""
   pairs = [max(pair) / min(pair) - 1 for pair in itertools.combinations(values, 2) if min(pair) > 0]
   return statistics.median(pairs) if pairs else 0.0
 
 
 def simulated(costs: str, path: str, timed: bool, flags: Sequence[str], what: str) -> dict[str, Any]:
-  """One run of the simulator."""
-  command = [sys.executable, "-m", "tools.simulate", f"--costs={costs}", f"--requests={path}", *flags]
+  """Runs the simulator once."""
+  command = [sys.executable, "-m", "tools.simulate", f"--costs={costs}", f"--requests={path}", "--json", *flags]
   return run_tool(command + ["--at_once"] * (not timed), what)
 
 
 def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
   """Measures and simulates all loads. Raises ConfigError."""
   cache = f"--compile_cache_dir={args.compile_cache_dir}"
-  # Rounds repeat their prompts: with a prefix cache the second one would be another load.
+  # Rounds repeat their prompts: with a prefix cache the second would be another load.
   settings = ["--prefix_cache_scope=off", f"--num_blocks={args.num_blocks}"]
   settings += [f"--{name}={getattr(args, name)}" for name in _SETTINGS]
   unbounded = ["--max_queued_requests=1000000000", "--max_queued_tokens=1000000000"]
@@ -171,7 +169,7 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
   rates: dict[str, list[float]] = {name: [] for name, load in every.items() if load.paced}
 
   def paced(name: str, number: int) -> str:
-    """The file of a load in a round; where it has no times of its own, it is served all at once first."""
+    """Returns the file of a load in a round; one without times is served all at once first."""
     if name not in rates:
       return files[name]
     what = f"{name} at once: the capacity, round {number + 1} of {args.rounds}"
@@ -216,10 +214,10 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
   result: dict[str, Any] = {}
   for name, load in every.items():
     timed = load.timed or load.paced
-    # One table serves all rounds, or each round has its own; so with the arrival times.
+    # One table for all rounds, or one a round; the same for the arrival times.
     pairs = dict.fromkeys(itertools.zip_longest(tables, paths[name], fillvalue=tables[0]))
     figures = [
-      simulated(costs, path, timed, [*settings, *unbounded, f"--step_seed={seed}"], f"{name}, simulated, draw {seed}")
+      simulated(costs, path, timed, [*settings, *unbounded, f"--step_seed={seed}"], f"{name}, simulated, seed {seed}")
       for costs, path in pairs
       for seed in range(args.draws)
     ]
@@ -235,7 +233,7 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def kept_loads(path: str) -> dict[str, Any]:
-  """The loads of an earlier run's --output. Raises ConfigError."""
+  """Returns the loads of an earlier run's --output. Raises ConfigError."""
   try:
     return json.loads(pathlib.Path(path).read_text("utf-8"))["loads"] if path and pathlib.Path(path).exists() else {}
   except (ValueError, KeyError, TypeError) as error:
@@ -243,14 +241,14 @@ def kept_loads(path: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; exit code 1 when a difference is above its limit, 2 with one line for bad input."""
+  """Runs the command line; returns 1 if a difference is above its limit, 2 after one line for bad input."""
   parser = CommandParser("tools.simulate.check_against_server", __doc__)
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
   parser.add_argument("--costs", default="", help="cost table; empty: measure them")
-  parser.add_argument("--trace", default=str(SAMPLE), help="public traces (CSV), with commas between")
+  parser.add_argument("--trace", default=str(SAMPLE), help="public traces (CSV), separated by commas")
   parser.add_argument("--scale", type=positive_float, default=0.1, help="lengths of the trace are multiplied by this")
   parser.add_argument("--rate_scale", type=positive_float, default=6.0, help="so many times the trace's rate")
-  parser.add_argument("--loads", default="", help="names of the loads to run, with commas between; empty: all")
+  parser.add_argument("--loads", default="", help="names of the loads to run, separated by commas; empty: all")
   parser.add_argument("--rate", type=positive_float, default=15.0, help="of the Poisson load, requests a second")
   parser.add_argument(
     "--lengths_load", type=positive_float, default=0.6, help="of a trace without arrival times, as a share of capacity"

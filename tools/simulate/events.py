@@ -1,14 +1,14 @@
-"""Discrete events around real engines: arrivals, routers, transfers of KV, virtual time. Imports no jax, knows no flag.
+"""Runs discrete events around real engines: arrivals, routers, transfers of KV, virtual time. Has no jax, no flag.
 
-The engines are tools.simulate.replica's: no decision is modelled, all are made by the code that makes them in
-production. Modelled are durations (tools.simulate.step_costs), and the rest of the world, here.
+The engines are tools.simulate.replica's: production's code makes all decisions. The model covers the durations
+(tools.simulate.step_costs), and here the rest of the world.
 
-Events are taken in the order of time. A replica's turn is one event at its beginning; what arrives while it lasts is
-seen by its next turn, as by a real engine's thread. A router knows how many requests each replica still has.
+Events run in the order of time. A replica's loop iteration is one event at its beginning; the next iteration sees what
+arrives meanwhile, as a real engine's thread does. A router knows the unfinished requests of each replica.
 
 Disaggregated serving is that of extensions/disaggregated between replicas: a prefill replica runs a request for one
-token; its KV then takes bytes / bandwidth, one transfer at a time leaving a replica; and a decode replica takes the
-request over as the engine there does, with its KV, when it has a slot and room.
+token; its KV then takes bytes / bandwidth, one transfer at a time for each replica; and a decode replica takes over the
+request with its KV, as the engine there does, when it has a free slot and enough blocks.
 """
 
 import bisect
@@ -26,6 +26,7 @@ from engine.errors import ConfigError, EngineError, Overloaded
 from engine.request import FinishReason, TokenEvent
 from engine.validation import validate_request
 from tools.report.latency import Objectives, Outcome, percentile
+from tools.report.senders import SenderTally
 from tools.simulate.replica import Arrival, Replica, make_router
 from tools.simulate.step_costs import StepCosts
 
@@ -33,7 +34,7 @@ from tools.simulate.step_costs import StepCosts
 
 
 class _Track:
-  """A request on its way: when its tokens came."""
+  """A live request: the times of its tokens."""
 
   __slots__ = ("arrival", "times", "missed")
 
@@ -44,15 +45,16 @@ class _Track:
 
 
 class Collector:
-  """Latencies by the definitions of tools.report.latency, counted as requests end: memory does not grow with tokens."""
+  """Latencies as tools.report.latency defines them, counted as requests end: memory does not grow with tokens."""
 
   def __init__(self, objectives: Objectives, keep: bool = False):
     """Args:
     objectives: what goodput counts.
-    keep: also keep an Outcome of each request, in `outcomes`.
+    keep: also keep an Outcome of each request, in `outcomes`, and its prompt's length, in `prompt_lens`.
     """
     self.objectives, self.keep = objectives, keep
     self.outcomes: list[Outcome] = []
+    self.prompt_lens: list[int] = []
     self.errors: Counter[str] = Counter()
     self.misses = 0
     self.first_arrival, self.last_token = math.inf, -math.inf
@@ -62,19 +64,20 @@ class Collector:
     self._tpots: list[float] = []
     self._e2es: list[float] = []
     self._offered = self._prompt_tokens = self._output_tokens = 0
+    self.senders = SenderTally()
 
   def offered(self, arrival: Arrival) -> None:
-    """A request arrives."""
+    """Counts an arrival."""
     self._offered += 1
     self.first_arrival = min(self.first_arrival, arrival.arrival_s)
 
   def first_token(self, track: _Track) -> None:
-    """A first token came: too late is a miss, whatever follows."""
+    """Counts a first token: a late one is a miss, whatever follows."""
     if track.times[0] - track.arrival.arrival_s > self.objectives.ttft_s:
       self._miss(track)
 
   def ended(self, track: _Track, error: str | None) -> None:
-    """A request has its last event, or was refused."""
+    """Counts a request's last event or refusal."""
     arrival, times = track.arrival, track.times
     if times:
       self.last_token = max(self.last_token, times[-1])
@@ -83,7 +86,11 @@ class Collector:
     if self.keep:
       chunks, tokens = tuple((time, 1) for time in times), (0,) * len(times)
       sent = arrival.arrival_s
-      self.outcomes.append(Outcome(arrival.id, arrival.output_len, sent, sent, chunks, tokens, error))
+      sender = arrival.tenant, arrival.priority
+      self.outcomes.append(Outcome(arrival.id, arrival.output_len, sent, sent, chunks, tokens, error, *sender))
+      self.prompt_lens.append(len(arrival.prompt))
+    asked = len(arrival.prompt), arrival.output_len
+    self.senders.add(arrival.tenant, arrival.priority, arrival.arrival_s, asked, times, error is None)
     if error is not None:
       self.errors[error] += 1
       self._miss(track)
@@ -106,7 +113,7 @@ class Collector:
     track.missed = True
 
   def figures(self) -> dict[str, Any]:
-    """The figures of tools.report.latency.summary, under its names."""
+    """Returns the figures of tools.report.latency.summary and of tools.report.senders, under their names."""
     wall_s = self.last_token - self.first_arrival
     wall_s = wall_s if 0 < wall_s < math.inf else None
     met, good = self._offered - self.misses, len(self._ttfts)
@@ -135,6 +142,7 @@ class Collector:
       **_spread("e2e", self._e2es),
       **_spread("stall", self._stalls),
       "errors": dict(sorted(self.errors.items())),
+      **self.senders.figures(),
     }
 
 
@@ -153,7 +161,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _spread_counted(name: str, counted: Sequence[tuple[float, int]]) -> dict[str, float | None]:
-  """As _spread, of values in order with how often each occurs."""
+  """As _spread, of values in order with their counts."""
   ends = list(itertools.accumulate(count for _, count in counted))
   if not ends:
     return _spread(name, ())
@@ -175,14 +183,14 @@ def _spread_counted(name: str, counted: Sequence[tuple[float, int]]) -> dict[str
 
 @dataclasses.dataclass(frozen=True)
 class Fleet:
-  """Who serves.
+  """The replicas and their links.
 
   Attributes:
     replicas: engines that do everything; 0 with disaggregated serving.
     router: name in ROUTERS, for requests that arrive (and, disaggregated, for those whose KV does).
     prefill_replicas, decode_replicas: engines that do one part each; both or neither.
     transfer_bytes_s, transfer_latency_s: of KV from a prefill replica to a decode replica.
-    step_seed: of the draws of step times; another one is another day.
+    step_seed: seed of the random step times.
   """
 
   replicas: int = 1
@@ -223,7 +231,7 @@ class Simulation:
     config: of every engine.
     costs: of every device.
     """
-    costs.rung(config.token_budgets[-1])  # a ladder above the table is told before anything runs
+    costs.rung(config.token_budgets[-1])  # reports a ladder above the table before anything runs
     if config.batching == "disaggregated" and not fleet.is_split:
       raise ConfigError(
         "batching='disaggregated' needs engines for both parts; set --prefill_replicas and --decode_replicas"
@@ -238,7 +246,7 @@ class Simulation:
     self._router, self._decode_router = make_router(fleet.router), make_router(fleet.router)
     self._tracks: dict[str, _Track] = {}
     self._turns: list[tuple[float, int]] = []  # (when, replica)
-    self._endings: list[tuple[float, int]] = []  # (when, replica): what its router learns then
+    self._endings: list[tuple[float, int]] = []  # (when, replica): the time of its router's update
     self._landings: list[tuple[float, int, Arrival, Replica]] = []  # (when, serial, what, where)
     self._serials = itertools.count()
 
@@ -250,6 +258,7 @@ class Simulation:
     """
     turns, landings, collector = self._turns, self._landings, self.collector
     index, never, front_s = 0, (math.inf,), self.costs.host.front_s
+    collector.senders.end_s = arrivals[-1].arrival_s if arrivals else 0.0
     while collector.misses <= give_up_after:
       arrival_s = arrivals[index].arrival_s + front_s if index < len(arrivals) else math.inf
       landing_s = (landings[0] if landings else never)[0]
@@ -318,7 +327,7 @@ class Simulation:
   # Disaggregated serving.
 
   def _check_decoders(self, arrival: Arrival) -> None:
-    """Refuses what could not go on after its first token, as DisaggregatedEngine.submit does."""
+    """Refuses requests that could not continue after their first token, as DisaggregatedEngine.submit does."""
     validate_request(self.config, arrival.request(arrival.output_len))
     count = len(self._decoders)
     backlog = sum(replica.load for replica in self._decoders) - count * self.config.max_num_seqs
@@ -326,7 +335,7 @@ class Simulation:
       raise Overloaded(f"{backlog} requests wait to be decoded; raise max_queued_requests", 1.0)
 
   def _send_kv(self, replica: Replica, arrival: Arrival, now: float) -> None:
-    """The prompt's KV leaves a prefill replica, when its link is free."""
+    """Sends the prompt's KV from a prefill replica, once its link is free."""
     fleet, size = self.fleet, len(arrival.prompt) * self.costs.kv_bytes_per_token
     replica.link_free_at = max(now, replica.link_free_at) + size / fleet.transfer_bytes_s
     target = self._decode_router.choose(arrival, self._decoders)
@@ -337,7 +346,7 @@ class Simulation:
   # Figures.
 
   def figures(self) -> dict[str, Any]:
-    """The collector's, and what bench_serving and bench_offline tell of the engine, over all replicas."""
+    """Returns the collector's figures, and bench_serving's and bench_offline's of the engine, over all replicas."""
     stats = [replica.engine.stats() for replica in self.replicas]
     totals = {
       name: sum(getattr(stat, f"num_{name}") for stat in stats)

@@ -1,7 +1,7 @@
-"""Finds the numbers of a cost table from measured steps. Measures nothing, and draws nothing from the table.
+"""Fits a cost table to measured steps. Measures nothing, and samples nothing from the table.
 
-Standard library only. Least squares on RELATIVE errors, slopes not negative: a step of 2 ms matters as much as one of
-200. Then the table is brought to the steps of a running engine: calibrated().
+Uses the standard library alone. Minimizes the squares of RELATIVE errors with non-negative slopes, so a step of 2 ms
+counts as much as one of 200. calibrated() then adjusts the table to the steps of a running engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ from tools.simulate.step_costs import WARM_AFTER, WORK_COSTS, After, HostCosts, 
 from tools.simulate.step_points import LaunchPoint, Point
 
 _QUANTILES = 100  # of a rung's spread
-_ENOUGH = 30  # steps of a rung for a median of its own
-_ENOUGH_FOR_SPREAD = 300  # and for a spread: of fewer, one that something disturbed would be a 99th percentile
-_OUTLIER = 0.1  # relative error from which a measured step is taken for disturbed
+_ENOUGH = 30  # steps of a rung for its own median
+_ENOUGH_FOR_SPREAD = 300  # and for its own spread: of fewer, one disturbed step would be the 99th percentile
+_OUTLIER = 0.1  # relative error from which a measured step counts as disturbed
 _REWEIGHTINGS = 12
 
 

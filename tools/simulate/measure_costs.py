@@ -1,16 +1,16 @@
-"""Measures what steps take on this machine's device, and writes the cost table that the simulator reads. Fits no trace.
+"""Measures step times on this machine's device, and writes the simulator's cost table. Fits no trace.
 
   python -m tools.simulate.measure_costs --model=DIR --output=costs.json        about a minute
   python -m tools.simulate.measure_costs --model=DIR --step_trace=FILE --output=costs.json
   python -m tools.simulate.measure_costs --roofline=config.json --tflops=989 --gb_s=4800 --output=costs.json
 
 Every rung of the ladder runs steps made by hand: decodes of short, long and mixed contexts, prompts at their beginning
-and at their end, both together, half-empty ones; two in flight, as the engine keeps them. The best median of --rounds
-counts. Then the real engine runs loads of its own, all at once and arriving at random with idle moments between: they
-give the host's part, how much longer the steps of each rung take there (`engine_over_table`, which the table has in
-it), and how far equal steps are apart (`cold_s`, `spread`). With --step_trace the device's part and the planning of the
-host's come from steps that a server recorded, which shared the machine with front end and clients. --roofline writes
-the table of a part that is not at hand, and measures nothing.
+and at their end, both together, half-empty ones; two in flight, as in the engine. The best median of --rounds counts.
+Then the real engine runs loads, all at once and arriving at random with idle moments between. They give the host's
+part, the slowdown of each rung's steps (`engine_over_table`, included in the table), and the spread of equal steps
+(`cold_s`, `spread`). With --step_trace, the device's part and the host's planning come from steps that a server
+recorded, which shared the machine with front end and clients. --roofline writes the table of a device that is not
+available, and measures nothing.
 """
 
 from collections import deque
@@ -45,13 +45,13 @@ from tools.simulate.step_points import Point, RecordedStep, points_of, read_step
 
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _TOKEN = 7
-_SHARES = (0.05, 0.15, 0.4, 0.6)  # of the rate that the engine can serve
+_SHARES = (0.05, 0.15, 0.4, 0.6)  # shares of the engine's capacity
 _SHORT_SHARE, _SHORT = 0.4, 8  # of that rate, with answers of at most so many tokens: most begin after a pause
 Rows = list[tuple[int, int]]  # (first position, tokens) of each
 
 
 def made_steps(shape: StepShape, max_len: int) -> list[Rows]:
-  """The steps that are run on one rung: rows that fit it, with positions below `max_len`."""
+  """Returns the steps to run on one rung: rows that fit it, with positions below `max_len`."""
   t, s = shape.tokens, shape.rows
   half = max(1, s // 2)
   steps: list[Rows] = [
@@ -70,7 +70,7 @@ def made_steps(shape: StepShape, max_len: int) -> list[Rows]:
 
 
 def _prompts(tokens: int, most_rows: int, max_len: int, *, at_end: bool) -> Rows:
-  """`tokens` prompt tokens in as few rows as hold them, at the beginning or the end of the longest sequence."""
+  """Returns `tokens` prompt tokens in as few rows as hold them, at the beginning or the end of the longest sequence."""
   rows: Rows = []
   while tokens > 0 and len(rows) < most_rows:
     count = min(tokens, max_len)
@@ -86,7 +86,7 @@ class HandMade:
     self._runner, self._config = runner, config
 
   def batch(self, shape: StepShape, rows: Rows, *, admit: bool) -> Batch:
-    """A step of `rows`, one slot each; with `admit` it brings block tables, whose blocks repeat in a small pool."""
+    """Returns a step of `rows`, one slot each; `admit` adds block tables, whose blocks repeat in a small pool."""
     config, next_block, admissions = self._config, 0, []
     for slot, (start, count) in enumerate(rows):
       needed = -(-(start + count) // config.block_size)
@@ -108,7 +108,7 @@ class HandMade:
     )
 
   def times(self, shape: StepShape, rows: Rows, seconds: float, depth: int = 2) -> list[float]:
-    """Times of steps with `depth` in flight, for about `seconds` and for three steps at least."""
+    """Returns times of steps with `depth` in flight, for about `seconds` and for three steps at least."""
     in_flight = deque([self._runner.launch(self.batch(shape, rows, admit=True))])
     batch = self.batch(shape, rows, admit=False)
     times: list[float] = []
@@ -148,19 +148,19 @@ def measure_device(runner: Runner, config: EngineConfig, max_context: int, secon
 
 
 class Watched:
-  """A runner that notes what every step holds: its positions and counts, and how many requests are new."""
+  """A runner that records each step's contents: positions, counts, and the number of new requests."""
 
   def __init__(self, runner: Runner):
     self._runner = runner
     self.seen: dict[int, tuple[tuple[int, ...], tuple[int, ...], int]] = {}
 
   def launch(self, batch: Batch) -> Launched:
-    """Passes it on."""
+    """Launches a step and records it."""
     self.seen[batch.step] = tuple(batch.starts), tuple(batch.counts), len(batch.admissions)
     return self._runner.launch(batch)
 
   def steps(self, records: Sequence[StepRecord]) -> list[RecordedStep]:
-    """The records with what their steps held."""
+    """Returns the records with their steps' contents."""
     steps = []
     for r in records:
       starts, counts, admissions = self.seen[r.step]
@@ -169,7 +169,7 @@ class Watched:
 
 
 class EngineRun(NamedTuple):
-  """What run_engine saw: records of steps and what they held; and what a request spends outside the engine, seconds."""
+  """The result of run_engine: records of steps and their contents; and a request's seconds outside the engine."""
 
   records: list[StepRecord]
   watched: Watched
@@ -200,7 +200,7 @@ def run_engine(runner: Runner, config: EngineConfig, max_context: int, seconds: 
   slots = config.max_num_seqs
   longest = max(1, min(max_context // 4, config.pool_tokens // slots // 2, 256))
 
-  # Few run at once when they arrive slowly, so there is room for prompts that fill the large rungs alone.
+  # Few run at once when they arrive slowly, so prompts can fill the large rungs alone.
   longest_prompt = max(longest, min(max_context, config.pool_tokens // 4) - longest)
 
   def run(name: str, count: int, rate: float, longest_output: int = longest) -> float:
@@ -229,7 +229,7 @@ def run_engine(runner: Runner, config: EngineConfig, max_context: int, seconds: 
     return time.monotonic() - start
 
   gc.collect()
-  gc.freeze()  # as the server does: what the model is made of is not looked at again
+  gc.freeze()  # as the server does: the collector need not scan the model's objects again
   for turn, count in enumerate((max(1, slots // 4), slots // 2 or 1)):
     run(f"at once {turn}", count, math.inf)
   capacity = 2 * slots / run("capacity", 2 * slots, math.inf)
@@ -255,14 +255,14 @@ def _progress(what: str, done: int, total: int) -> None:
 
 
 def measure(args: Any) -> StepCosts:
-  """The table of args.model on this machine's device."""
-  # Imported here, as far as that goes: bad flags should not have to wait for it.
+  """Measures the table of args.model on this machine's device."""
+  # Imported here, so that flag errors come first.
   import jax
 
   from engine.device import kv_cache
-  from engine.device.build import build
+  from engine.device.build import build_engine
 
-  built = build(dataclasses.replace(build_options(args), all_rungs=True), _progress, lambda events: None)
+  built = build_engine(dataclasses.replace(build_options(args), all_rungs=True), _progress, lambda events: None)
   config, runner, model = built.config, built.runner, built.model
   max_context = min(args.max_context or config.max_model_len, config.max_model_len, config.pool_tokens)
   recorded = read_step_trace(args.step_trace) if args.step_trace else []
@@ -306,7 +306,7 @@ def measure(args: Any) -> StepCosts:
 
 
 def estimate(args: Any) -> StepCosts:
-  """The table of a part that is not at hand."""
+  """Returns the roofline table of a device that is not available."""
   try:
     with open(args.roofline, encoding="utf-8") as file:
       model = json.load(file)
@@ -324,7 +324,7 @@ def estimate(args: Any) -> StepCosts:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; exit code 2 with one line for what cannot be measured."""
+  """Runs the command line; returns 2 after one line if something cannot be measured."""
   parser = CommandParser("tools.simulate.measure_costs", __doc__)
   parser.add_argument("--output", type=output_file, required=True, help="cost table (JSON) to write")
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")

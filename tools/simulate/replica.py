@@ -1,10 +1,10 @@
-"""The real Scheduler and Engine in virtual time, on a device that is a table of step times; and who gets a request.
+"""Runs the real Scheduler and Engine in virtual time, on a device that is a table of step times; and routes requests.
 
-A replica is an Engine whose clock stands still unless work is charged to it: planning and dispatch when a step is
-launched, the device when its values are asked for, the taking in of values before events go out. A step's time is drawn
-from the table's spread; each replica draws by the run's seed and its number, so a run can be repeated. So a step is
-planned and launched before the values of the one before are there, as in a server. Sampled tokens are zeros; requests
-end by their length. What happens between replicas is tools.simulate.events's. Imports no jax, knows no flag.
+A replica is an Engine whose clock moves only when work is charged to it: planning and dispatch at a launch, the device
+when its values are read, and committing values before events go out. Step times are sampled from the table's spread,
+with the run's seed and the replica's number, so a run can be repeated. As in a server, a step is planned and launched
+before the previous one's values arrive. Sampled tokens are zeros; requests end by their length.
+tools.simulate.events simulates all between replicas. Imports no jax, knows no flag.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +35,7 @@ class Arrival(NamedTuple):
     output_len: exactly how many tokens it gets.
     salt: requests share prefixes only within one.
     tenant: whose share it counts to, under policy fair.
+    priority: lower goes first, under policy priority.
   """
 
   id: int | str
@@ -43,15 +44,16 @@ class Arrival(NamedTuple):
   output_len: int
   salt: bytes = b""
   tenant: str = ""
+  priority: int = 0
 
   def request(self, output_len: int) -> Request:
-    """What an engine is asked for."""
+    """Returns the engine's request."""
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True, seed=0)
-    return Request(str(self.id), self.prompt, params, cache_salt=self.salt, tenant=self.tenant)
+    return Request(str(self.id), self.prompt, params, self.priority, cache_salt=self.salt, tenant=self.tenant)
 
 
 def made_up(rows: Sequence[tuple[float, int, int]]) -> list[Arrival]:
-  """Requests of (arrival_s, prompt length, output length) rows, none of which shares a prefix with another."""
+  """Returns requests of (arrival_s, prompt length, output length) rows, none of which shares a prefix with another."""
   zeros = bytes(max((row[1] for row in rows), default=0))
   return [
     Arrival(index, arrival_s, zeros[:prompt_len], output_len, index.to_bytes(8, "little"))
@@ -63,7 +65,7 @@ def made_up(rows: Sequence[tuple[float, int, int]]) -> list[Arrival]:
 
 
 class VirtualClock:
-  """Time of one replica: moves when told to."""
+  """A replica's time; moves only on request."""
 
   __slots__ = ("now",)
 
@@ -75,7 +77,7 @@ class VirtualClock:
 
 
 class SimulatedRunner:
-  """A device that computes nothing and takes as long as the table says. Implements engine.batch.Runner."""
+  """A device that computes nothing and takes the table's time. Implements engine.batch.Runner."""
 
   def __init__(self, costs: StepCosts, clock: VirtualClock, seed: int):
     self._costs, self._clock = costs, clock
@@ -86,7 +88,7 @@ class SimulatedRunner:
     self._free_at = 0.0
     self.busy_s = 0.0
     self.ideal_s = 0.0  # as busy_s, without padding
-    self.watch: Callable[[Batch, float], None] | None = None  # told every step and its device seconds
+    self.watch: Callable[[Batch, float], None] | None = None  # called with every step and its device seconds
 
   def launch(self, batch: Batch) -> "_Step":
     """Charges the host, and queues the step on the device."""
@@ -115,7 +117,7 @@ class SimulatedRunner:
     return factors[int(self._random() * len(factors))]
 
   def wait(self, until: float, rows: int) -> StepResult:
-    """Values of a step that ends at `until`; what taking them in costs is charged by settle()."""
+    """Returns the values of a step that ends at `until`; settle() charges the commit."""
     clock = self._clock
     clock.now = max(clock.now, until)
     self._owed += self._costs.commit_seconds(rows)
@@ -125,7 +127,7 @@ class SimulatedRunner:
     return result
 
   def settle(self) -> None:
-    """Charges the host for the values that were taken in."""
+    """Charges the host for committing values."""
     self._clock.now += self._owed
     self._owed = 0.0
 
@@ -142,12 +144,12 @@ class _Step(NamedTuple):
 
 
 class Replica:
-  """One engine and its clock. `received` and `ended` are what its router is told."""
+  """One engine and its clock. `received` and `ended` inform its router."""
 
   def __init__(self, index: int, config: EngineConfig, costs: StepCosts, emit: Callable[..., None], step_seed: int = 0):
     """Args:
     emit: called with this replica, the time and the events of a turn.
-    step_seed: of a run; with the index, that of this replica's draws.
+    step_seed: of a run; with the index, the seed of this replica's step times.
     """
     self.index, self.config = index, config
     self.clock = VirtualClock()
@@ -155,7 +157,7 @@ class Replica:
     self.runner = SimulatedRunner(costs, self.clock, seed=(step_seed << 20) + index)
     self._emit = emit
     self.engine = Engine(self.scheduler, self.runner, self.clock, self._take_events)
-    self.is_scheduled = False  # a turn of it is among the events to come
+    self.is_scheduled = False  # one of its iterations is among the coming events
     self.load = 0  # requests sent and not ended, as the router knows it
     self.link_free_at = 0.0
 
@@ -184,7 +186,7 @@ class Replica:
     self.clock.now = max(self.clock.now, now)
 
   def turn(self) -> bool:
-    """One turn of the loop; returns whether there will be another without new requests."""
+    """Runs one iteration of the loop; returns whether another follows without new requests."""
     active = self.engine.step()
     self.runner.settle()
     if self.engine.dead is not None:
@@ -203,15 +205,15 @@ class Replica:
 
 
 class Router(Protocol):
-  """Chooses a replica for a request; sees loads, and what it chose before."""
+  """Chooses a replica for a request, by loads and its own earlier choices."""
 
   def choose(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
-    """The replica that gets it."""
+    """Returns the replica for a request."""
     ...
 
 
 class RoundRobin:
-  """One after the other."""
+  """Chooses one replica after the other."""
 
   def __init__(self):
     self._turns = itertools.count()
@@ -221,17 +223,17 @@ class RoundRobin:
 
 
 class LeastLoaded:
-  """The one with the fewest requests that have not ended; the first of equals."""
+  """Chooses the replica with the fewest unfinished requests; the first of equals."""
 
   def choose(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
     return min(replicas, key=lambda replica: replica.load)
 
 
 class PrefixAware:
-  """Where the longest known prefix went before, unless that replica is much busier than the least loaded one.
+  """Chooses the replica of the longest known prefix, unless it is much busier than the least loaded one.
 
-  The router keeps its own map of block keys: like SGLang's cache-aware router it does not ask the replicas, so it does
-  not know what was evicted. A new prefix goes to the least loaded replica.
+  The router keeps its own map of block keys. Like SGLang's cache-aware router it does not query the replicas, so it
+  does not know about evictions. A new prefix goes to the least loaded replica.
   """
 
   BUSIER_BY, BUSIER_TIMES = 8, 1.5  # requests, and factor, beyond which balance goes before locality
@@ -253,7 +255,7 @@ class PrefixAware:
 
 
 def _keys(arrival: Arrival, prompt: Sequence[int], num_blocks: int, block_size: int) -> list[bytes]:
-  """The keys of the first blocks of a prompt."""
+  """Returns the keys of a prompt's first blocks."""
   parent, keys = root_key(arrival.salt), []
   for start in range(0, num_blocks * block_size, block_size):
     parent = block_key(parent, tuple(prompt[start : start + block_size]))
@@ -269,7 +271,7 @@ ROUTERS: dict[str, Callable[[], Router]] = {
 
 
 def make_router(name: str) -> Router:
-  """The router of that name; raises ConfigError."""
+  """Returns the router of this name; raises ConfigError."""
   if name not in ROUTERS:
     raise ConfigError(f"router={name!r} is unknown; set --router to one of {', '.join(ROUTERS)}")
   return ROUTERS[name]()

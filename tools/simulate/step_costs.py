@@ -17,7 +17,7 @@ take values in.
 Steps of equal work do not take equal times. After an idle moment or a step with prompt tokens, caches are cold and
 threads asleep: `cold_s` holds what the next steps take longer for it, until decodes alone have run for 32 steps. What
 is left (threads that wake late, other programs) is `spread`: quantiles of measured over modelled time, from which the
-simulator draws. Without them the medians would be right and every 99th percentile too small. They are by rung and by
+simulator samples. Without them the medians would be right and every 99th percentile too small. They are by rung and by
 what the device did before (After): a saturated engine's steps are near each other, those after a pause or after small
 steps are not. Likewise the host's launches, by Launch.
 """
@@ -41,7 +41,7 @@ WORK_COSTS = ("decode_row_s", "decode_key_s", "prefill_token_s", "prefill_key_s"
 
 
 class AttentionWork(NamedTuple):
-  """What the attention of a step does; see the module."""
+  """The attention work of a step; see the module."""
 
   decode_rows: int
   decode_keys: int
@@ -51,7 +51,7 @@ class AttentionWork(NamedTuple):
 
 
 def work_of(starts: Sequence[int], counts: Sequence[int]) -> AttentionWork:
-  """The work of rows that cover positions [starts[r], starts[r] + counts[r])."""
+  """Returns the work of rows that cover positions [starts[r], starts[r] + counts[r])."""
   rows = len(counts)
   if sum(counts) == rows:
     return AttentionWork(rows, sum(starts) + rows, 0, 0, 0)
@@ -80,7 +80,7 @@ def corner(rungs: Sequence[int], tokens: int) -> tuple[int, float]:
 
 
 class After(enum.StrEnum):
-  """What the device did before a step."""
+  """The device's state before a step."""
 
   IDLE = "idle"  # nothing, for _IDLE_S at least
   SMALLER = "smaller"  # a step of less than half its tokens
@@ -88,7 +88,7 @@ class After(enum.StrEnum):
 
 
 class Launch(enum.StrEnum):
-  """What the host launches: a step of decodes alone or one with prompt tokens; cold ones begin after a change."""
+  """A kind of launch: pure decodes, or with prompt tokens; cold ones follow a change."""
 
   DECODES = "decodes"
   COLD_DECODES = "cold_decodes"  # at most _COLD_LAUNCHES steps after a pause or a prompt
@@ -97,14 +97,14 @@ class Launch(enum.StrEnum):
 
   @classmethod
   def of(cls, has_prompt: bool, since_cold: int, after: After) -> "Launch":
-    """The kind of a step; the arguments are those of Warmth."""
+    """Returns the kind of a step; the arguments are those of Warmth."""
     if has_prompt:
       return cls.COLD_PROMPTS if after is After.IDLE else cls.PROMPTS
     return cls.COLD_DECODES if since_cold < _COLD_LAUNCHES else cls.DECODES
 
 
 class Warmth:
-  """What a device did before each of its steps; told all of them in order."""
+  """The device's state before each of its steps; takes all of them in order."""
 
   def __init__(self):
     self._free_at = -math.inf

@@ -1,14 +1,14 @@
-"""The study of batching: each claim with arithmetic, bound, measured and simulated answers. Measures nothing itself.
+"""Studies batching: each claim with arithmetic, bound, measured and simulated answers. Measures nothing itself.
 
   python -m tools.study                                 everything, a quarter of an hour on two quiet cores
-  python -m tools.study --sides=modelled                what needs no model: seconds
+  python -m tools.study --sides=modelled                the part without a model: seconds
   python -m tools.study --only=tail,long_prompt         some claims; the others keep their last answers
 
-Writes study.json and README.md into --output. Three sides answer: `modelled`, the Scheduler's own batches and the
+Writes study.json and README.md into --output. There are three sides: `modelled`, the Scheduler's own batches and the
 simulator with a cost table; `demo`, a model folder on this machine; `wide`, a model of 125M random parameters, whose
-steps are mostly matmuls. Measured parts run in processes of their own, one at a time
-(tools.study.measured); lengths are scaled to the machine, and the scale is in the table. Exit code 1 when tokens differ
-between modes, 2 with one line for bad input or a part that failed; the other parts are then still answered.
+steps are mostly matmuls. Measured parts run in separate processes (tools.study.measured), one at a time. Lengths are
+scaled to the machine, and the table shows the scale. Exit code 1 if tokens differ between modes; 2 with one line for
+bad input or a failed part, after the other parts have run.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ _TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 
 
 def modelled(part: str, traces: pathlib.Path, costs: StepCosts) -> dict[str, Any]:
-  """Arithmetic and simulation of a claim. Raises EngineError."""
+  """Returns arithmetic and simulation of a claim. Raises EngineError."""
   if part in _CASES:
     case = _CASES[part]
     rows = case.rows(traces)
@@ -72,7 +72,7 @@ def modelled(part: str, traces: pathlib.Path, costs: StepCosts) -> dict[str, Any
 
 
 def measured(part: str, side: str, args: Any) -> dict[str, Any]:
-  """One part in a process of its own. Raises ConfigError."""
+  """Runs one part in its own process. Raises ConfigError."""
   command = [sys.executable, "-m", "tools.study.measured", f"--part={part}", f"--traces={args.traces}"]
   command += [f"--{name}={getattr(args, name)}" for name in ("rounds", "output_tokens", "num_blocks")]
   command += [f"--compile_cache_dir={args.compile_cache_dir}"]
@@ -88,7 +88,7 @@ def measured(part: str, side: str, args: Any) -> dict[str, Any]:
 
 
 def answer(part: str, side: str, args: Any, costs: StepCosts) -> dict[str, Any]:
-  """One side's answer; public traces that do not ship with Sluice may be missing. Raises EngineError."""
+  """Returns one side's answer. Public traces that do not ship with Sluice may be missing. Raises EngineError."""
   if part in _CASES:
     try:
       _CASES[part].rows(args.traces)
@@ -100,7 +100,7 @@ def answer(part: str, side: str, args: Any, costs: StepCosts) -> dict[str, Any]:
 
 
 def wide_model(folder: str) -> str:
-  """Makes the model of 125M parameters if there is none."""
+  """Makes the model of 125M parameters if it does not exist."""
   if not (pathlib.Path(folder) / "config.json").exists():
     pathlib.Path(folder).parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tools.make_random_model", f"--output={folder}", "--family=llama"]
@@ -112,7 +112,7 @@ def wide_model(folder: str) -> str:
 
 
 def targets(parts: dict[str, Any]) -> list[dict[str, Any]]:
-  """The figures to reach: what, on which side, the value, the limit, whether it is reached."""
+  """Returns the target figures: the figure, its side, the value, the limit, whether it is reached."""
   found: list[dict[str, Any]] = []
 
   def add(what: str, side: str, value: float, limit: float, reached: bool) -> None:
@@ -141,10 +141,10 @@ def targets(parts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def markdown(study: dict[str, Any]) -> str:
-  """The study as a page. Only what was answered is on it."""
+  """Formats the answered parts of the study as a page."""
   parts = study["parts"]
   lines = [
-    "# Ways of batching: claims, bounds, answers",
+    "# Batching modes: claims, bounds, answers",
     "",
     "Made by `python -m tools.study`; the numbers with all digits are in `study.json`. *Idle slots allow* is",
     "the ratio of steps, were all steps equally long; *padding allows* the ratio of token slots, prompts included,",
@@ -315,10 +315,10 @@ def _names(text: str, known: Sequence[str], flag: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; the figures to reach on standard error, one JSON line on standard output."""
+  """Runs the command line; writes the targets to standard error and one JSON line to standard output."""
   parser = CommandParser("tools.study", __doc__)
-  parser.add_argument("--only", default="", help="claims, with commas between; empty: all")
-  parser.add_argument("--sides", default="", help=f"of {', '.join(SIDES)}; empty: all")
+  parser.add_argument("--only", default="", help="claims, separated by commas; empty: all")
+  parser.add_argument("--sides", default="", help=f"some of {', '.join(SIDES)}, separated by commas; empty: all")
   parser.add_argument("--output", type=pathlib.Path, default=ROOT / "benchmarks" / "batching", help="folder")
   parser.add_argument("--costs", default=str(ROOT / "benchmarks" / "costs" / "llama_8b_h200_roofline.json"))
   parser.add_argument(
@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
           failed = True
           print(f"tools.study: {part}, {side}: {' '.join(str(error).split())}", file=sys.stderr)
       study = {"parts": parts, "targets": targets(parts), "costs": dict(costs.about), "machine": machine()}
-      write_result(str(file), study)  # after each part: what was answered is kept
+      write_result(str(file), study)  # after each part, so that finished answers are kept
       (args.output / "README.md").write_text(markdown(study), "utf-8")
   except (EngineError, OSError, KeyError, ValueError) as error:
     return parser.failed(error)

@@ -1,7 +1,7 @@
-"""The claims about batching as requests, and what is computed of the outcomes on every side. Serves nothing itself.
+"""The published claims about batching as requests, and the figures computed from outcomes. Serves nothing itself.
 
 A claim is a list of (prompt tokens, output tokens) and a number of slots. tools.study.simulated and
-tools.study.measured answer it. Tokens, steps and seconds throughout.
+tools.study.measured answer it. The units are tokens, steps and seconds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,16 +33,16 @@ UNBOUNDED = {
 
 @dataclasses.dataclass(frozen=True)
 class ClaimCase:
-  """A claim that static batching wastes so much, or that continuous batching gains so much.
+  """A claim about the waste of static batching or the gain of continuous batching.
 
   Attributes:
     name: for --only and the table.
-    claim: in words.
-    rows: the requests at full size, given the folder of traces; in order of arrival.
-    slots: that run at once.
-    scale: lengths are multiplied by it on a small machine.
-    num_measured: how many of the requests a small machine serves; all of them if there are fewer.
-    is_trace: whether the figure to reach (a share of the bound) is asked of it.
+    claim: its text.
+    rows: returns the requests at full size, in order of arrival; takes the folder of traces.
+    slots: sequences that run at once.
+    scale: factor of lengths on a small machine.
+    num_measured: requests that a small machine serves; all of them if there are fewer.
+    is_trace: whether the target figure (a share of the bound) applies to it.
   """
 
   name: str
@@ -54,24 +54,24 @@ class ClaimCase:
   is_trace: bool = False
 
   def scaled(self, folder: pathlib.Path, scale: float | None = None, count: int | None = None) -> Rows:
-    """The requests as a small machine serves them; lengths at least 1."""
+    """Returns the requests as a small machine serves them; lengths are at least 1."""
     scale, count = scale or self.scale, min(count or self.num_measured, self.num_measured)
     return [(max(1, round(p * scale)), max(1, round(o * scale))) for p, o in self.rows(folder)[:count]]
 
 
-def _drawn(prompt_len: str, output_len: str, count: int = 512, seed: int = 0) -> Callable[[pathlib.Path], Rows]:
+def _sampled_rows(prompt_len: str, output_len: str, count: int = 512, seed: int = 0) -> Callable[[pathlib.Path], Rows]:
   def rows(_: pathlib.Path) -> Rows:
-    draws = [workload.parse_lengths(spec) for spec in (prompt_len, output_len)]
+    samplers = [workload.parse_lengths(spec) for spec in (prompt_len, output_len)]
     rngs = [random.Random(f"{seed}/{number}") for number in range(2)]
-    return [tuple(draw(rng) for draw, rng in zip(draws, rngs, strict=True)) for _ in range(count)]  # type: ignore[misc]
+    return [tuple(sample(rng) for sample, rng in zip(samplers, rngs, strict=True)) for _ in range(count)]  # type: ignore[misc]
 
   return rows
 
 
 def _trace(name: str, longest: int = 16_000) -> Callable[[pathlib.Path], Rows]:
-  """The first 512 rows of a trace that an engine of that length takes; the sample stands in for Azure's conversations.
+  """Returns the first 512 rows of a trace that fit an engine; the sample replaces Azure's conversations if needed.
 
-  Raises ConfigError when there is no such file.
+  Raises ConfigError if the file is missing.
   """
 
   def rows(folder: pathlib.Path) -> Rows:
@@ -85,7 +85,7 @@ def _trace(name: str, longest: int = 16_000) -> Callable[[pathlib.Path], Rows]:
 
 
 def _mean_800_longest_8000(_: pathlib.Path) -> Rows:
-  """32 prompts: one of 8,000 tokens, the others alike, 25,600 in all."""
+  """Returns 32 prompts: one of 8,000 tokens, the others alike, 25,600 in all."""
   rest, more = divmod(25_600 - 8_000, 31)
   return [(8_000 if number == 13 else rest + (number < more + (more > 13)), 1) for number in range(32)]
 
@@ -133,17 +133,17 @@ CASES = (
   ClaimCase(
     "coding_assistant",
     "4 times on a coding assistant's 20 to 2,000 output tokens",
-    _drawn("uniform:80:320", "loguniform:20:2000"),
+    _sampled_rows("uniform:80:320", "loguniform:20:2000"),
   ),
   ClaimCase(
     "heterogeneous",
     "5 to 10 times on heterogeneous lengths (outputs log-normal, sigma 1.6, 1 to 4,000)",
-    _drawn("uniform:80:320", "lognormal:200:1:4000:1.6", seed=1),
+    _sampled_rows("uniform:80:320", "lognormal:200:1:4000:1.6", seed=1),
   ),
 )
 
 
-# Every claim: those of throughput, and the others.
+# All claims: those of throughput, and the others.
 PARTS = (*(case.name for case in CASES), "formulas", "tail", "long_prompt", "batch_size", "tenants")
 
 
@@ -151,7 +151,7 @@ PARTS = (*(case.name for case in CASES), "formulas", "tail", "long_prompt", "bat
 
 
 class TracedStep(NamedTuple):
-  """A step of a step trace: when it was planned and when its values came, whom it had, how many tokens it sampled."""
+  """A step of a step trace: time of its plan and of its values, its requests, its sampled tokens."""
 
   planned_s: float
   done_s: float
@@ -160,7 +160,7 @@ class TracedStep(NamedTuple):
 
 
 def traced_steps(path: str) -> list[TracedStep]:
-  """The complete steps of a step trace, in order."""
+  """Returns the complete steps of a step trace, in order."""
   planned: dict[int, tuple[float, dict[str, Any]]] = {}
   steps = []
   with open(path, encoding="utf-8") as file:
@@ -175,7 +175,7 @@ def traced_steps(path: str) -> list[TracedStep]:
 
 
 def goodput_formulas(steps: Sequence[TracedStep], waves: bool) -> dict[str, float]:
-  """Tokens a second by formula, and as they came.
+  """Returns tokens a second by formula, and as measured.
 
   With n_i the tokens of request i and T_i the time from its first step's plan to its last one's values:
     static      sum(n_i) / (B * max T_i), tokens a second and SLOT of one wave. Times B, over all waves, it is
@@ -183,7 +183,7 @@ def goodput_formulas(steps: Sequence[TracedStep], waves: bool) -> dict[str, floa
     continuous  sum(n_i) / (sum(T_i) / B_eff), where B_eff is the mean number of requests in a step.
 
   Args:
-    waves: the static formula; otherwise the continuous one.
+    waves: uses the static formula; otherwise the continuous one.
   """
   first: dict[str, int] = {}
   last: dict[str, int] = {}
@@ -210,7 +210,7 @@ def goodput_formulas(steps: Sequence[TracedStep], waves: bool) -> dict[str, floa
 
 
 def with_ratios(found: dict[str, Any]) -> dict[str, Any]:
-  """Adds what the formulas, and what reality, say that chunked gains over static."""
+  """Adds the gain of chunked over static batching, by the formulas and as measured."""
   for name in ("formula_tok_s", "measured_tok_s"):
     found[f"{name.removesuffix('_tok_s')}_ratio"] = round(found["chunked"][name] / found["static"][name], 3)
   return found
@@ -222,13 +222,13 @@ LOADS = (0.5, 0.7, 0.9)
 
 
 def timed(rows: Rows, rate: float, seed: int = 0) -> list[tuple[float, int, int]]:
-  """Poisson arrivals of `rate` requests a second."""
+  """Returns rows with Poisson arrivals of `rate` requests a second."""
   times = workload.arrivals(len(rows), rate, 1.0, seed)
   return [(time, *row) for time, row in zip(times, rows, strict=True)]
 
 
 def tail(outcomes: Sequence[Outcome]) -> dict[str, float]:
-  """p99 over p50 of the end-to-end latency, whole and a token of output."""
+  """Returns p99 over p50 of the end-to-end latency, of whole requests and for each output token."""
   figures = {}
   for name, values in (
     ("e2e", [outcome.e2e_s for outcome in outcomes]),
@@ -247,12 +247,12 @@ def tail(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True)
 class LongPrompts:
-  """Answers that go on, and long prompts that arrive among them, each for a few tokens.
+  """Steady answers, and long prompts that arrive among them and generate a few tokens each.
 
   Attributes:
     num_steady, context, steady_tokens: answers, tokens before them, tokens of each.
-    num_long, prompt: long prompts, tokens of each; an eighth of it is a chunk.
-    first_s, every_s: when the first arrives, and the time between two.
+    num_long, prompt: long prompts, tokens of each; a chunk is an eighth of it.
+    first_s, every_s: time of the first arrival, and time between two.
   """
 
   num_steady: int = 64
@@ -268,13 +268,13 @@ class LongPrompts:
     return self.prompt // 8
 
   def rows(self, quiet: bool) -> list[tuple[float, int, int]]:
-    """Requests in order of arrival; none of the long ones if `quiet`."""
+    """Returns requests in order of arrival; without the long ones if `quiet`."""
     steady = [(0.0, self.context, self.steady_tokens)] * self.num_steady
     times = [self.first_s + number * self.every_s for number in range(self.num_long)]
     return steady if quiet else steady + [(time, self.prompt, 2) for time in times]
 
   def gaps(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Gaps between tokens of the steady answers from first_s until the last long prompt is done."""
+    """Returns the steady answers' gaps between tokens from first_s until the last long prompt is done."""
     steady = [outcome for outcome in outcomes if outcome.output_len == self.steady_tokens]
     ends = [outcome.chunks[-1][0] for outcome in outcomes if outcome.output_len != self.steady_tokens]
     last_s = max(ends, default=self.first_s + self.num_long * self.every_s)
@@ -297,7 +297,7 @@ class LongPrompts:
 
 
 def against_quiet(found: dict[str, Any]) -> dict[str, Any]:
-  """Adds to each way the p99 gap in quiet values of its own."""
+  """Adds to each mode the ratio of its p99 gap to its own quiet run."""
   for name, ways in found.items():
     if name != "about":
       ways["p99_over_quiet"] = round(ways["busy"]["gap_p99_ms"] / ways["quiet"]["gap_p99_ms"], 2)
@@ -310,7 +310,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def knee(tok_s: dict[int, float]) -> int:
-  """The last batch size whose doubling still gave 1.5 times the tokens a second, doubled; the first if none did."""
+  """Returns the knee: the last batch size that a doubling with 1.5 times the tokens a second led to; else the first."""
   sizes = sorted(tok_s)
   found = sizes[0]
   for size, double in zip(sizes, sizes[1:], strict=False):
@@ -321,7 +321,7 @@ def knee(tok_s: dict[int, float]) -> int:
 
 
 def decode_rate(outcomes: Sequence[Outcome]) -> float:
-  """Tokens a second while all of them decode: their number over the median time between two tokens."""
+  """Returns tokens a second while all requests decode: their number over the median gap between two tokens."""
   begun = max(outcome.chunks[0][0] for outcome in outcomes)
   gaps = [
     after - before
@@ -340,14 +340,14 @@ def decode_rate(outcomes: Sequence[Outcome]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Tenants:
-  """Two tenants of the same lengths; the large one sends 100 requests for each of the small one's.
+  """Two tenants with the same lengths; the large one sends 100 requests for each of the small one's.
 
   Attributes:
     num_small: requests of the small tenant.
     prompt_len, output_len: distributions.
-    overload: requests a second of both, as a multiple of what the device sustains.
-    slots, chunk: max_num_seqs and prefill_chunk. Who comes waits for the step at hand and the one that is launched
-      already, so the chunk must be small beside a prompt for the wait to be small beside the prefill.
+    overload: requests a second of both, as a multiple of the device's capacity.
+    slots, chunk: max_num_seqs and prefill_chunk. A new request waits for the running step and the launched one, so the
+      chunk must be small beside a prompt for the wait to be small beside the prefill.
   """
 
   num_small: int = 20
@@ -358,10 +358,10 @@ class Tenants:
   chunk: int = 256
 
   def rows(self) -> Rows:
-    return _drawn(self.prompt_len, self.output_len, 101 * self.num_small, seed=2)(pathlib.Path())
+    return _sampled_rows(self.prompt_len, self.output_len, 101 * self.num_small, seed=2)(pathlib.Path())
 
   def arrivals(self, capacity: float) -> tuple[list[tuple[float, int, int]], list[bool]]:
-    """(arrival_s, prompt, output) of both, and which are the small tenant's: one of every 101, drawn."""
+    """Returns (arrival_s, prompt, output) of both, and which are the small tenant's: one of every 101, at random."""
     rows, rng = timed(self.rows(), self.overload * capacity, seed=3), random.Random(3)
     small = [False] * len(rows)
     for start in range(0, len(rows), 101):
@@ -370,7 +370,7 @@ class Tenants:
 
 
 def compare_tenants(ways: Mapping[str, Sequence[Outcome]], small: set[int | str]) -> dict[str, Any]:
-  """Median time to first token of the small tenant: alone, and beside the large one under each policy."""
+  """Returns the small tenant's median time to first token: alone, and beside the large one under each policy."""
   found: dict[str, Any] = {}
   for name, outcomes in ways.items():
     ttfts = [outcome.ttft_s for outcome in outcomes if outcome.id in small]
@@ -384,12 +384,12 @@ def compare_tenants(ways: Mapping[str, Sequence[Outcome]], small: set[int | str]
 
 
 def add_arguments(parser: CommandParser) -> None:
-  """The flags that tools.study and tools.study.measured share."""
+  """Adds the flags that tools.study and tools.study.measured share."""
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
   parser.add_argument("--traces", type=pathlib.Path, default=ROOT.parent / "shared" / "traces", help="folder of traces")
-  parser.add_argument("--rounds", type=positive_int, default=1, help="of each throughput claim; medians count")
-  parser.add_argument("--scale", type=positive_float, help="of lengths, instead of each part's own")
-  parser.add_argument("--num_requests", type=positive_int, help="at most so many, instead of each part's own")
-  parser.add_argument("--output_tokens", type=positive_int, default=48, help="batch_size: of each request")
-  parser.add_argument("--num_blocks", type=positive_int, default=4096, help="as the server's flag")
+  parser.add_argument("--rounds", type=positive_int, default=1, help="rounds of each throughput claim; medians count")
+  parser.add_argument("--scale", type=positive_float, help="factor of lengths, instead of each part's own")
+  parser.add_argument("--num_requests", type=positive_int, help="limit of requests, instead of each part's own")
+  parser.add_argument("--output_tokens", type=positive_int, default=48, help="batch_size: tokens of each request")
+  parser.add_argument("--num_blocks", type=positive_int, default=4096, help="see the server's flag of this name")
   parser.add_argument("--compile_cache_dir", default=str(pathlib.Path.home() / ".cache" / "sluice" / "programs"))

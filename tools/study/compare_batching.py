@@ -1,10 +1,10 @@
-"""Static against continuous batching on the same kernels and requests: the ratio, and the bound that idle slots allow.
+"""Compares static and continuous batching on the same kernels and requests: the ratio, and the bound from idle slots.
 
   python -m tools.study.compare_batching [--model=DIR]
 
 Output lengths are log-uniform from 20 to 2,000 times --scale, in random order. Static batching fills all slots, pads,
-and runs until the longest of the wave is done; continuous batching gives a free slot to the next request at once. Each
-run is tools.bench_offline in a process of its own; runs alternate, figures are medians.
+and runs until the longest request of the wave is done; continuous batching gives a free slot to the next request at
+once. Each run is tools.bench_offline in its own process; runs alternate, figures are medians.
 """
 
 from collections.abc import Sequence
@@ -40,18 +40,18 @@ FIGURES = (
 
 
 def slot_bound(output_lens: Sequence[int], num_slots: int) -> dict[str, float]:
-  """What occupied slots alone say, were every step of both modes equally long.
+  """Returns the gain that idle slots allow if every step of both modes takes the same time.
 
   Args:
-    output_lens: in the order of arrival; all are there at the start.
+    output_lens: in the order of arrival; all requests are there at the start.
     num_slots: sequences that run at once.
 
   Returns:
-    static_steps: each wave of num_slots lasts as long as its longest.
-    continuous_steps: a free slot takes the next request; the end, with its emptying slots, included.
+    static_steps: each wave of num_slots lasts as long as its longest request.
+    continuous_steps: a free slot takes the next request; includes the end, when slots empty.
     bound: their ratio.
-    bound_endless: the ratio for an endless queue: steps of static, over all tokens spread evenly over the slots.
-    idle_slot_share: of static's slot-steps, how many do nothing.
+    bound_endless: the ratio for an endless queue: static steps over tokens spread evenly over the slots.
+    idle_slot_share: share of static batching's slot-steps that do nothing.
   """
   waves = [output_lens[start : start + num_slots] for start in range(0, len(output_lens), num_slots)]
   static_steps = sum(map(max, waves))
@@ -102,7 +102,7 @@ def compare(args: Any, requests_file: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command: a table on standard error, one JSON line on standard output."""
+  """Runs the command line; writes a table to standard error and one JSON line to standard output."""
   parser = CommandParser("tools.study.compare_batching", __doc__)
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
   parser.add_argument("--num_requests", type=positive_int, default=384)

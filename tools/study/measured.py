@@ -1,10 +1,10 @@
-"""The claims of tools.study.claims on a real engine in this process: one part a call, one JSON line. Judges nothing.
+"""Measures the claims of tools.study.claims on a real engine in this process: one part a call. Judges nothing.
 
   python -m tools.study.measured --part=azure_conv --model=DIR
 
-All modes get the same requests, the same pool, the same executables and the same number of slots: a mode is a fresh
-Scheduler on one runner, which compiles once. Greedy, forced lengths; tokens are compared across modes. A run in which
-a request failed or was preempted is an error, since modes would not be comparable. tools.study calls this.
+All modes get the same requests, pool, executables and number of slots: a mode is a new Scheduler on one runner, which
+compiles once. Outputs are greedy with forced lengths, and the tool compares tokens across modes. A failed or preempted
+request is an error, since modes would not be comparable. tools.study calls this.
 """
 
 from collections.abc import Sequence
@@ -36,16 +36,16 @@ from tools.report.latency import Outcome
 from tools.study import claims as claims
 from tools.study import simulated as simulated
 
-_STEPS_BETWEEN = 50  # of decodes, before each long prompt: about as the simulated part has them
+_STEPS_BETWEEN = 50  # decode steps before each long prompt: about as many as in the simulated part
 _BUDGETS = (4, 8, 16, 32, 64, 128, 256, 512)
 Arriving = tuple[float, int, int]  # arrival_s, prompt tokens, output tokens
 
 
 class Bench:
-  """One runner, and an engine on it for each run."""
+  """One runner, and a new engine on it for each run."""
 
   def __init__(self, args: Any, slots: int, budgets: tuple[int, ...], **changes: Any):
-    """Builds it. Raises EngineError."""
+    """Builds the runner. Raises EngineError."""
     options = BuildOptions(
       model_dir=args.model,
       num_blocks=args.num_blocks,
@@ -74,14 +74,14 @@ class Bench:
     trace_file: str = "",
     **changes: Any,
   ) -> list[Outcome]:
-    """Runs all requests on an engine of its own and returns what came of each, in order.
+    """Runs all requests on a new engine; returns each request's outcome, in order.
 
     Args:
-      rows: in order of arrival; the same row of the same number has the same prompt in every call.
-      at_once: all are queued before the first step.
+      rows: in order of arrival; a row with the same number and lengths has the same prompt in every call.
+      at_once: queues all before the first step.
       tenants: one a request.
-      trace_file: where to write the step trace.
-      changes: settings of the engine, by EngineConfig's names; never of its shapes.
+      trace_file: path for the step trace.
+      changes: settings of the engine, named as in EngineConfig; never of its shapes.
 
     Raises:
       EngineError: a request failed or was preempted.
@@ -159,7 +159,7 @@ def _wall_s(outcomes: Sequence[Outcome]) -> float:
 
 
 def _same_tokens(first: Sequence[Outcome], second: Sequence[Outcome]) -> dict[str, Any]:
-  """How many requests have the same tokens, and how many tokens come before a first difference."""
+  """Returns the number of requests with the same tokens, and the tokens before each first difference."""
   agreeing = total = same = 0
   for a, b in zip(first, second, strict=True):
     found = next(
@@ -174,7 +174,7 @@ def _same_tokens(first: Sequence[Outcome], second: Sequence[Outcome]) -> dict[st
 
 
 def measure_case(args: Any, case: claims.ClaimCase) -> dict[str, Any]:
-  """Static, continuous and chunked, in turns; ratios of their wall seconds, medians over rounds."""
+  """Runs static, continuous and chunked in turn; returns ratios of wall seconds, medians over rounds."""
   rows = case.scaled(args.traces, args.scale, args.num_requests)
   bench = Bench(args, case.slots, _BUDGETS)
   requests = [(0.0, *row) for row in rows]
@@ -198,7 +198,7 @@ def measure_case(args: Any, case: claims.ClaimCase) -> dict[str, Any]:
 
 
 def measure_formulas(args: Any) -> dict[str, Any]:
-  """Both goodput formulas on step traces of the coding assistant's requests."""
+  """Evaluates both goodput formulas on step traces of the coding assistant's requests."""
   case = next(case for case in claims.CASES if case.name == "coding_assistant")
   rows = case.scaled(args.traces, args.scale, args.num_requests)
   bench = Bench(args, case.slots, _BUDGETS)
@@ -212,7 +212,7 @@ def measure_formulas(args: Any) -> dict[str, Any]:
 
 
 def measure_tail(args: Any) -> dict[str, Any]:
-  """The tail at shares of the rate that the engine sustains, Azure conversations."""
+  """Measures the tail at shares of the engine's capacity, on Azure conversations."""
   case = next(case for case in claims.CASES if case.name == "azure_conv")
   rows = case.scaled(args.traces, args.scale, args.num_requests)
   bench = Bench(args, case.slots, _BUDGETS, prefill_chunk=64)
@@ -224,7 +224,7 @@ def measure_tail(args: Any) -> dict[str, Any]:
 
 
 def measure_long_prompts(args: Any) -> dict[str, Any]:
-  """Gaps inline, in chunks, and on devices of their own. Needs two devices, which share the CPU's cores."""
+  """Measures gaps inline, in chunks, and with disaggregation. Needs two devices, which share the CPU's cores."""
   factor = args.scale or 0.25
   load = claims.LongPrompts(num_steady=16, context=32, steady_tokens=64, num_long=8, prompt=round(4000 * factor))
   slots = load.num_steady + 4
@@ -233,7 +233,7 @@ def measure_long_prompts(args: Any) -> dict[str, Any]:
   about = dataclasses.asdict(load) | {"chunk": load.chunk}
   found: dict[str, Any] = {"about": about | {"scale": factor}}
   bench = Bench(args, slots, tuple(sorted({*budgets})))
-  # A long prompt every so many steps; answers that go on until the last one is done, and a third longer.
+  # One long prompt every few steps; steady answers outlast the last one by a third.
   step_s = load.num_steady / claims.decode_rate(bench.serve(load.rows(quiet=True), at_once=True))
   every_s = _STEPS_BETWEEN * step_s
   lasts = math.ceil(1.3 * _STEPS_BETWEEN * (1 + load.num_long))
@@ -257,7 +257,7 @@ def measure_long_prompts(args: Any) -> dict[str, Any]:
 
 
 def measure_batch_sizes(args: Any) -> dict[str, Any]:
-  """Decode tokens a second with 1 to 256 requests."""
+  """Measures decode tokens a second with 1 to 256 requests."""
   sizes = [size for size in claims.BATCH_SIZES if size <= (args.num_requests or 256)]
   context, tokens = 16, args.output_tokens
   bench = Bench(args, sizes[-1], tuple(sorted({*sizes[1:], 512})))
@@ -274,7 +274,7 @@ def measure_batch_sizes(args: Any) -> dict[str, Any]:
 
 
 def measure_tenants(args: Any) -> dict[str, Any]:
-  """The small tenant alone, and under fcfs and fair."""
+  """Measures the small tenant alone, and under fcfs and fair."""
   factor = args.scale or 0.1
   load = claims.Tenants(
     num_small=args.num_requests or 6,
@@ -299,7 +299,7 @@ def measure_tenants(args: Any) -> dict[str, Any]:
 
 
 def measure(part: str, args: Any) -> dict[str, Any]:
-  """The figures of a part. Raises EngineError."""
+  """Returns the figures of a part. Raises EngineError."""
   for case in claims.CASES:
     if case.name == part:
       return measure_case(args, case)
@@ -314,13 +314,13 @@ def measure(part: str, args: Any) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command; exit code 2 with one line for bad input and for runs that are not comparable."""
+  """Runs the command line; returns 2 after one line for bad input and for runs that are not comparable."""
   parser = CommandParser("tools.study.measured", __doc__)
   parser.add_argument("--part", choices=claims.PARTS, required=True)
   claims.add_arguments(parser)
   args = parser.parse_args(argv)
   try:
-    with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints is not the JSON line
+    with contextlib.redirect_stdout(sys.stderr):  # keeps output of libraries apart from the JSON line
       started = time.monotonic()
       figures = measure(args.part, args)
   except (EngineError, OSError) as error:

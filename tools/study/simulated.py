@@ -1,7 +1,7 @@
-"""The claims of tools.study.claims by the real Scheduler in virtual time: its batches counted, and simulated. No jax.
+"""Answers the claims of tools.study.claims with the real Scheduler in virtual time: counted, simulated. Loads no jax.
 
-Arithmetic comes from the batches that the Scheduler plans: static batching is charged width * longest row in every
-step, the ladder's rounding left out. Simulated answers are tools.simulate.events's, for the cost table given.
+The arithmetic counts the batches that the Scheduler plans: static batching pays width * longest row in every step,
+without the ladder's rounding. tools.simulate.events simulates, for the given cost table.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from tools.simulate.step_costs import StepCosts
 from tools.study import claims as claims
 from tools.study.compare_batching import slot_bound
 
-VOCAB_SIZE = 2**31 - 1  # token ids are not looked at
+VOCAB_SIZE = 2**31 - 1  # the simulator ignores token ids
 _ONE = Fleet()
 _PAIR = Fleet(prefill_replicas=1, decode_replicas=1)
 _LONG_PROMPTS, _TENANTS = claims.LongPrompts(), claims.Tenants()
-# An H200-class part that holds an 8B model: about 100 GB of KV at 128 KiB a token.
+# An H200-class device with an 8B model: about 100 GB of KV at 128 KiB a token.
 LARGE = {
   "max_model_len": 16_384,
   "num_blocks": 50_000,
@@ -33,7 +33,7 @@ LARGE = {
 
 
 def large_config(**changes: Any) -> EngineConfig:
-  """The settings of the simulated part."""
+  """Returns the settings of the simulated device."""
   return EngineConfig(vocab_size=VOCAB_SIZE, **{**claims.UNBOUNDED, **LARGE, **changes})
 
 
@@ -41,16 +41,16 @@ def large_config(**changes: Any) -> EngineConfig:
 
 
 class Slots(NamedTuple):
-  """Token slots of static batching: those paid for, those that did something."""
+  """Token slots of static batching: paid ones and useful ones."""
 
   paid: int
   useful: int
 
 
 def static_slots(rows: claims.Rows, num_slots: int) -> tuple[Slots, list[tuple[int, tuple[str, ...]]]]:
-  """What the Scheduler's own static batches pay for, before the ladder rounds up; and (width, ids) of each step."""
+  """Counts the slots of the Scheduler's static batches, before the ladder rounds up; also returns each (width, ids)."""
   longest = max(map(sum, rows))
-  blocks = num_slots * (longest // 16 + 1)  # static batching reserves so many at most
+  blocks = num_slots * (longest // 16 + 1)  # static batching reserves at most this many
   config = large_config(batching="static", max_num_seqs=num_slots, num_blocks=blocks, max_model_len=longest)
   simulation = Simulation(config, StepCosts(((8192, 1.0),)), _ONE, Collector(Objectives()))
   paid = useful = width = 0
@@ -69,18 +69,18 @@ def static_slots(rows: claims.Rows, num_slots: int) -> tuple[Slots, list[tuple[i
 
 
 def idle_steps(short: int, long: int) -> int:
-  """Steps for which the slot of the shorter of two answers idles, by the Scheduler's own static batches."""
+  """Returns the steps in which the slot of the shorter of two answers idles, in the Scheduler's static batches."""
   _, steps = static_slots([(16, short), (16, long)], 2)
   return sum("0" not in ids for _, ids in steps)
 
 
 def allowed(rows: claims.Rows, num_slots: int) -> dict[str, Any]:
-  """What batching discipline alone can gain on these requests.
+  """Returns the gain that the batching mode alone allows on these requests.
 
   Returns:
-    idle_bound, idle_slot_share: of tools.study.compare_batching.slot_bound, from output lengths and nothing else.
+    idle_bound, idle_slot_share: from tools.study.compare_batching.slot_bound, by output lengths alone.
     static_slots, useful_slots, padding_share: token slots, prompts included.
-    padding_bound: the ratio, were every token slot paid for equally and continuous batching never padded.
+    padding_bound: the ratio, if every token slot costs the same and continuous batching never pads.
   """
   bound = slot_bound([output for _, output in rows], num_slots)
   slots, _ = static_slots(rows, num_slots)
@@ -100,7 +100,7 @@ def allowed(rows: claims.Rows, num_slots: int) -> dict[str, Any]:
 
 
 def at_once(rows: claims.Rows) -> list[Arrival]:
-  """All of them at the start."""
+  """Returns the rows with arrival at the start."""
   return made_up([(0.0, *row) for row in rows])
 
 
@@ -111,7 +111,7 @@ def simulated(
   fleet: Fleet = _ONE,
   trace_file: str = "",
 ) -> tuple[dict[str, Any], list[Outcome]]:
-  """Figures and outcomes of one run in which nothing may fail and nothing may be computed twice."""
+  """Returns figures and outcomes of one run; a failed or preempted request is an error."""
   simulation = Simulation(config, costs, fleet, Collector(Objectives(), keep=True))
   if trace_file:
     simulation.replicas[0].engine.start_trace(trace_file)
@@ -128,7 +128,7 @@ def simulated(
 
 
 def simulate_case(rows: claims.Rows, num_slots: int, costs: StepCosts) -> dict[str, Any]:
-  """Wall seconds of each mode on the modelled part, and what the others gain over static."""
+  """Returns wall seconds of each mode on the simulated device, and the gain over static."""
   walls = {}
   for mode in claims.MODES:
     figures, _ = simulated(large_config(batching=mode, max_num_seqs=num_slots), costs, at_once(rows))
@@ -141,7 +141,7 @@ def simulate_case(rows: claims.Rows, num_slots: int, costs: StepCosts) -> dict[s
 
 
 def simulate_formulas(rows: claims.Rows, num_slots: int, costs: StepCosts) -> dict[str, Any]:
-  """Both formulas on simulated step traces."""
+  """Evaluates both formulas on simulated step traces."""
   found: dict[str, Any] = {}
   with tempfile.TemporaryDirectory() as folder:
     for mode in ("static", "chunked"):
@@ -152,7 +152,7 @@ def simulate_formulas(rows: claims.Rows, num_slots: int, costs: StepCosts) -> di
 
 
 def simulate_tail(rows: claims.Rows, costs: StepCosts, num_slots: int = 256) -> dict[str, Any]:
-  """The tail at shares of the rate that the part sustains."""
+  """Simulates the tail at shares of the device's capacity."""
   config = large_config(max_num_seqs=num_slots)
   capacity = simulated(config, costs, at_once(rows))[0]["request_s"]
   found: dict[str, Any] = {"capacity_request_s": capacity}
@@ -163,7 +163,7 @@ def simulate_tail(rows: claims.Rows, costs: StepCosts, num_slots: int = 256) -> 
 
 
 def simulate_long_prompts(costs: StepCosts, load: claims.LongPrompts = _LONG_PROMPTS) -> dict[str, Any]:
-  """Gaps inline, chunked (an eighth, and a sixteenth), and disaggregated (two devices)."""
+  """Simulates gaps inline, chunked (an eighth, and a sixteenth), and disaggregated (two devices)."""
   found: dict[str, Any] = {"about": dataclasses.asdict(load)}
   slots = load.num_steady + load.num_long
   budgets = sorted({*LARGE["token_budgets"], load.num_steady + load.chunk, load.num_steady + load.chunk // 2})
@@ -182,7 +182,7 @@ def simulate_long_prompts(costs: StepCosts, load: claims.LongPrompts = _LONG_PRO
 
 
 def simulate_batch_sizes(costs: StepCosts, context: int = 1000, tokens: int = 96) -> dict[str, Any]:
-  """Decode tokens a second with 1 to 256 requests of one context."""
+  """Returns decode tokens a second with 1 to 256 requests of one context."""
   rates = {}
   for size in claims.BATCH_SIZES:
     config = large_config(max_num_seqs=size, prefill_chunk=LARGE["token_budgets"][-1])
@@ -197,8 +197,8 @@ def simulate_batch_sizes(costs: StepCosts, context: int = 1000, tokens: int = 96
 
 
 def simulate_tenants(costs: StepCosts, load: claims.Tenants = _TENANTS) -> dict[str, Any]:
-  """The small tenant alone, and under fcfs and fair."""
-  budgets = tuple(sorted({*LARGE["token_budgets"], load.chunk + 64}))  # else decodes push a chunk to the next rung
+  """Simulates the small tenant alone, and under fcfs and fair."""
+  budgets = tuple(sorted({*LARGE["token_budgets"], load.chunk + 64}))  # otherwise decodes push a chunk to the next rung
   config = large_config(max_num_seqs=load.slots, prefill_chunk=load.chunk, token_budgets=budgets)
   capacity = simulated(config, costs, at_once(load.rows()))[0]["request_s"]
   rows, small = load.arrivals(capacity)

@@ -1,1 +1,1 @@
-"""OpenAI's API: JSON becomes a sluice.v1 request, and what is generated becomes JSON or events."""
+"""OpenAI's API: turns JSON into sluice.v1 requests, and generations into JSON or events."""

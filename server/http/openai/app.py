@@ -1,7 +1,7 @@
-"""The HTTP application: which path is answered by what, and the guard around all of them. Knows no socket.
+"""The HTTP application: its routes, and the guard around them. Knows no socket.
 
-The guard sees every request first and every error last: request ids, credentials, the Host header, the number of
-requests at once, header sizes; and whatever goes wrong leaves as OpenAI's error object, never as a Python text.
+Every request passes the guard first: request id, credentials, Host header, concurrent requests, header sizes. The guard
+also turns every error into OpenAI's error object, never into Python's text.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ from server.telemetry import tracing
 from server.telemetry.access_log import AccessLog
 from server.version import server_version
 
-# Answered without a key, for probes have none.
+# Paths that need no key, since probes have none.
 PROBES = ("/health", "/ready")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-# nginx's number for a client that did not wait for its answer; it only stands in the access log.
+# nginx's status for a client that did not wait for its response; only the access log shows it.
 _CLIENT_GONE = 499
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
@@ -46,15 +46,15 @@ def make_app(
   extra_routes: Sequence[BaseRoute] = (),
   public_paths: Sequence[str] = (),
 ) -> ASGIApp:
-  """The application.
+  """Makes the application.
 
   Args:
-    state: what serves, or says why not; the gRPC side goes through the same.
+    state: admits requests, for gRPC too.
     options: limits.
-    api_keys: who may call; None lets everybody.
-    access_log: gets a line for each request but those of probes.
-    extra_routes: of other pages, behind the same guard.
-    public_paths: of those that are answered without a key, besides the probes.
+    api_keys: the accepted keys; None accepts every caller.
+    access_log: receives a line for each request except health checks.
+    extra_routes: routes of other pages, behind the same guard.
+    public_paths: paths of those routes that need no key.
   """
   endpoints, texts = CompletionEndpoints(state, options), ModelEndpoints(state, options)
   routes = [
@@ -80,18 +80,18 @@ def make_probe_app(
   access_log: AccessLog | None = None,
   extra_routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
-  """Probes and `extra_routes` alone, behind the same guard but for keys: nothing here may generate or tell of texts."""
+  """Makes an application of health checks and `extra_routes`, behind the guard without keys. It serves no texts."""
   router = Router([*_probes(state), *extra_routes], redirect_slashes=False)
   return _Guard(router, options, None, access_log, frozenset(PROBES))
 
 
 def _probes(state: ServingState) -> list[Route]:
   async def health(request: Request) -> Response:
-    """Alive: the process need not be killed. True while loading and draining, too."""
+    """Liveness: whether the process may go on; true also while loading and draining."""
     return JSONResponse({"status": "ok" if state.alive else "dead"}, 200 if state.alive else 503)
 
   async def ready(request: Request) -> Response:
-    """Requests can be sent here."""
+    """Readiness: whether the server accepts requests."""
     return JSONResponse({"ready": state.ready}, 200 if state.ready else 503)
 
   async def version(request: Request) -> Response:
@@ -149,7 +149,7 @@ class _Guard:
         ]
       await send(message)
 
-    scope["app"] = self  # has the router raise its 404 and 405 instead of answering them
+    scope["app"] = self  # makes the router raise 404 and 405 instead of answering them
     is_probe = scope["path"] in PROBES
     self._num_requests += not is_probe
     try:
@@ -163,7 +163,7 @@ class _Guard:
       if not status:
         await JSONResponse(said.body, said.status, said.headers)(scope, receive, send_more)
       elif "abort" in state:
-        state["abort"]()  # half an answer must not look like a whole one
+        state["abort"]()  # a partial response must not look complete
     finally:
       self._num_requests -= not is_probe
       if self._access_log is not None and not is_probe:

@@ -1,4 +1,4 @@
-"""What a chat's prompt is made of: messages, tools and the template's own switches. Starts no generation."""
+"""Reads the parts of a chat's prompt: messages, tools and the template's variables. Starts no generation."""
 
 import dataclasses
 import json
@@ -24,22 +24,22 @@ from server.http.openai.tool_calls import CallFormat
 from server.text.chat_template import Message
 from server.text.tokenizer import Tokenizer
 
-# Of one answer that is held to calls, so that it comes to an end.
+# Limit of calls in one response under forced calls, so that it ends.
 MAX_FORCED_CALLS = 16
 _KWARG_TEXT = re.compile(r"[A-Za-z0-9_-]{0,32}")
-# What a turn may have besides role, content and tool calls; templates of models with tools read these.
+# Fields of a message besides role, content and tool calls; templates of models with tools read them.
 _TURN_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chat:
-  """What the model's template gets, and which calls its answer may or must have.
+  """The input of the model's template, and the calls that the response may or must have.
 
   Attributes:
-    fields: of the request.
-    messages: as the template takes them.
-    tools: OpenAI's descriptions; none under tool_choice "none".
-    forced: the tools of which the answer must call one at least; it then has nothing but calls.
+    fields: the request's fields.
+    messages: messages in the template's form.
+    tools: OpenAI's descriptions; empty under tool_choice "none".
+    forced: the response must call at least one of these tools, and then consists of calls alone.
   """
 
   fields: ChatCompletionRequest | TokenizeChat
@@ -49,11 +49,11 @@ class Chat:
 
   @property
   def parallel(self) -> bool:
-    """The answer may have several calls."""
+    """Whether the response may have several calls."""
     return self.fields.parallel_tool_calls is not False and not isinstance(self.fields.tool_choice, Tool)
 
   def token_ids(self, tokenizer: Tokenizer) -> list[int]:
-    """Of the prompt. A template that does not know tools is no hindrance to calls that are forced."""
+    """Returns the prompt's token ids. Forced calls need no template that knows tools."""
     tools = self.tools if self.tools and not (self.forced and not tokenizer.knows_tools) else None
     return tokenizer.encode_chat(
       self.messages,
@@ -63,8 +63,8 @@ class Chat:
     )
 
   def ignored(self, tokenizer: Tokenizer) -> list[str]:
-    """Fields that nothing acts on: variables that the model's template does not read, and `strict` of tools whose calls
-    are not forced, as the model then writes what it likes.
+    """Names of fields without effect: variables that the template does not read, and `strict` of tools whose calls are
+    not forced, since nothing constrains the model then.
     """
     ignored = [
       f"chat_template_kwargs.{name}" for name in tokenizer.unread_variables(self.fields.chat_template_kwargs or {})
@@ -78,18 +78,18 @@ class Chat:
     return ignored
 
   def _effort_variables(self) -> dict[str, Any]:
-    """What vLLM tells templates of it."""
+    """Returns the variables that vLLM passes to templates for it."""
     effort = self.fields.reasoning_effort
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
 
   def call_schema(self, form: CallFormat) -> str:
-    """The JSON schema of the list of calls that is forced, as text."""
+    """Returns the JSON schema of the forced list of calls, as text."""
     schemas, definitions = [], {}
     for place, tool in enumerate(self.forced):
       function = tool["function"]
       parameters = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
       if "$ref" in json.dumps(parameters):
-        # References are from the root of the document, which is another one here.
+        # References start at the document's root, and here the tool's schema is inside another document.
         definitions[str(place)] = _rebased(parameters, f"#/$defs/{place}")
         parameters = {"$ref": f"#/$defs/{place}"}
       schemas.append(
@@ -108,15 +108,15 @@ class Chat:
 
 
 def read_chat(values: dict[str, Any], fields: ChatCompletionRequest | TokenizeChat) -> Chat:
-  """What a chat's prompt is made of.
+  """Reads a chat from a body.
 
   Args:
-    values: the body that the fields are of. Templates get its tools as they are, for they may show all of them.
-    fields: as `read_fields` returns them.
+    values: the body. Templates get its tools unchanged.
+    fields: the body's fields, from `read_fields`.
 
   Raises:
-    InvalidRequest: a value that is not allowed.
-    UnsupportedField: not text.
+    InvalidRequest: a value is not allowed.
+    UnsupportedField: a part of a message is not text.
   """
   if fields.reasoning_effort is not None and fields.reasoning_effort not in REASONING_EFFORTS:
     raise InvalidRequest(
@@ -155,7 +155,7 @@ def _text_of(where: str, part: ContentPart) -> str:
 
 
 def _call(where: str, call: EarlierCall) -> dict[str, Any]:
-  """Templates read arguments of tool calls as objects; OpenAI sends their JSON text."""
+  """Returns a call with its arguments as an object, as templates read them; OpenAI sends JSON text."""
   arguments = call.function.arguments or {}
   if isinstance(arguments, str):
     try:
@@ -168,7 +168,7 @@ def _call(where: str, call: EarlierCall) -> dict[str, Any]:
 def _choose_tools(
   tools: list[dict[str, Any]], fields: ChatCompletionRequest | TokenizeChat
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-  """(tools, those of which one must be called)."""
+  """Returns (tools, forced tools)."""
   for index, tool in enumerate(fields.tools or []):
     if tool.type != "function" or not TOOL_NAME.fullmatch(tool.function.name):
       raise InvalidRequest(
@@ -198,7 +198,7 @@ def _choose_tools(
 
 
 def _rebased(schema: Any, root: str) -> Any:
-  """A JSON schema whose references into itself start from `root` instead of "#"."""
+  """Returns a JSON schema whose references to itself start at `root` instead of "#"."""
   if isinstance(schema, list):
     return [_rebased(each, root) for each in schema]
   if not isinstance(schema, dict):

@@ -1,6 +1,6 @@
-"""From what a generation brings to OpenAI's choices, whole or in chunks. Knows no socket.
+"""Turns a generation's messages into OpenAI's choices, whole or in chunks. Knows no socket.
 
-A `Choice` is fed everything once and in order, so its chunks concatenate to its whole.
+A `Choice` receives everything once and in order, so its chunks concatenate to the whole.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from server.proto import sluice_pb2 as pb
 from server.text.detokenizer import TokenPlaces
 from server.text.tokenizer import Tokenizer
 
-# JSON has no infinity; vLLM and others write this for a probability of 0.
+# The log probability of a probability of 0, as in vLLM: JSON has no infinity.
 _ZERO_LOGPROB = -9999.0
 _REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -24,30 +24,30 @@ def _finite(logprob: float) -> float:
 
 
 class TokenNames:
-  """How tokens are called in logprobs: their text, or "token_id:N" where that is asked for or there is no text."""
+  """Names of tokens in logprobs: their text, or "token_id:N" if requested or if there is no text."""
 
   def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool):
     self._tokenizer = None if as_ids else tokenizer
 
   def bytes_of(self, token_id: int) -> bytes:
-    """The bytes that a token stands for."""
+    """Returns the bytes of a token."""
     return self.name(token_id).encode() if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
 
   def name(self, token_id: int) -> str:
-    """Its text; bytes that are no whole characters are replaced."""
+    """Returns a token's text; replaces bytes that are not whole characters."""
     if self._tokenizer is None:
       return f"token_id:{token_id}"
     return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
 class Prompt:
-  """One prompt of a request, which may be sent back before its outputs: once its logprobs are there, if it needs them.
+  """One prompt of a request, which the response may echo, with its log probabilities once they are there.
 
   Attributes:
     token_ids: at least one.
-    text: as it is echoed.
-    places: where tokens begin in the text, where that is asked for.
-    logprobs: of all tokens but the first. They come with index 0 alone, and only where they are wanted.
+    text: the echoed text.
+    places: where tokens begin in the text, if requested.
+    logprobs: log probabilities of all tokens except the first, if requested. Only index 0 brings them.
   """
 
   def __init__(self, token_ids: Sequence[int], text: str = "", places: Sequence[int] = ()):
@@ -58,24 +58,24 @@ class Prompt:
 
 
 class Choice[T: GenerationFields]:
-  """One output of a response; a subclass says how it is written."""
+  """One output of a response; subclasses define its form."""
 
   def __init__(self, index: int, fields: T, names: TokenNames):
-    """Args: index: in the response. fields: of the request. names: of tokens."""
+    """Args: index: its index in the response. fields: the request's fields. names: names of tokens."""
     self.index = index
     self.num_tokens = 0
     self._fields = fields
     self._names = names
 
   def chunk(self, delta: pb.Delta | None, finished: pb.Finished | None) -> dict[str, Any] | None:
-    """A choice of a stream's chunk, or None where there is nothing to say yet."""
+    """Returns the choice of a chunk, or None while there is nothing to send."""
     delta = delta or pb.Delta()
     self.num_tokens += len(delta.token_ids)
     body = self._body(delta, finished, whole=False)
     return None if body is None else self._with_ending(body, delta, finished)
 
   def whole(self, delta: pb.Delta, finished: pb.Finished) -> dict[str, Any]:
-    """The choice of a response that comes at once."""
+    """Returns the choice of a whole response."""
     body = self._body(delta, finished, whole=True)
     assert body is not None, "a whole output says at least how it ended"
     return self._with_ending(body, delta, finished)
@@ -102,12 +102,12 @@ class Choice[T: GenerationFields]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calls:
-  """Which calls of tools an answer may have.
+  """The tool calls that a response may have.
 
   Attributes:
-    form: how the model writes them.
-    names: of the tools.
-    parallel: several in one answer; else those after the first are left out.
+    form: how the model writes calls.
+    names: names of the tools.
+    parallel: whether one response may have several; otherwise the server drops those after the first.
   """
 
   form: CallFormat
@@ -116,10 +116,10 @@ class Calls:
 
 
 class ChatChoice(Choice[ChatCompletionRequest]):
-  """As /v1/chat/completions has it. The role comes with the first text, so that no chunk looks like a first token."""
+  """A choice of /v1/chat/completions. The role comes with the first text, so no chunk is empty."""
 
   def __init__(self, index: int, fields: ChatCompletionRequest, names: TokenNames, calls: Calls | None):
-    """Args: index, fields, names: see Choice. calls: None leaves them in the text."""
+    """Args: index, fields, names: see Choice. calls: the possible calls; None leaves calls in the text."""
     super().__init__(index, fields, names)
     self._began = False
     self._calls = calls
@@ -146,7 +146,7 @@ class ChatChoice(Choice[ChatCompletionRequest]):
     return {"delta": message, "logprobs": logprobs}
 
   def _parsed(self, text: str, *, ended: bool) -> tuple[str, list[dict[str, Any]]]:
-    """The text and the calls that became certain."""
+    """Returns the text and the calls that have become certain."""
     if self._calls is None or self._scanner is None:
       return text, []
     pieces = self._scanner.push(text)
@@ -183,15 +183,15 @@ class ChatChoice(Choice[ChatCompletionRequest]):
 
 
 class TextChoice(Choice[CompletionRequest]):
-  """As /v1/completions has it, perhaps after the prompt."""
+  """A choice of /v1/completions, with the prompt before it if requested."""
 
   def __init__(
     self, index: int, fields: CompletionRequest, names: TokenNames, prompt: Prompt, places: TokenPlaces | None
   ):
     """Args:
     index, fields, names: see Choice.
-    prompt: to begin with, where that is asked for.
-    places: of the output's tokens, without the echo; None: there is no text.
+    prompt: the echoed prompt, if requested.
+    places: where the output's tokens begin, without the echo; None without a tokenizer.
     """
     super().__init__(index, fields, names)
     self._echo = prompt if fields.echo else None
@@ -223,7 +223,7 @@ class TextChoice(Choice[CompletionRequest]):
     return 0 if self._places is None else self._places.push(token_id)
 
   def _logprobs(self, tokens: Sequence[tuple[int, pb.TokenLogprobs | None]], places: list[int]) -> dict[str, Any]:
-    """Four lists of equal length. The prompt's first token has no probability."""
+    """Returns four lists of equal length. The prompt's first token has no probability."""
     return {
       "text_offset": places,
       "token_logprobs": [None if entry is None else _finite(entry.logprob) for _, entry in tokens],
@@ -232,7 +232,10 @@ class TextChoice(Choice[CompletionRequest]):
     }
 
   def _top(self, entry: pb.TokenLogprobs) -> dict[str, float]:
-    """By name, most likely first; of several tokens with one name the most likely. The chosen one is always there."""
+    """Returns log probabilities by name, most likely first, always with the sampled token.
+
+    Where several tokens share a name, the most likely one counts.
+    """
     top: dict[str, float] = {}
     for token_id, logprob in [*((top.token_id, top.logprob) for top in entry.top), (entry.token_id, entry.logprob)]:
       top.setdefault(self._names.name(token_id), _finite(logprob))
@@ -240,7 +243,7 @@ class TextChoice(Choice[CompletionRequest]):
 
 
 def usage(num_prompt_tokens: int, num_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
-  """OpenAI's usage object. Every prompt counts once, however many outputs it has."""
+  """Returns OpenAI's usage object. Every prompt counts once, however many outputs it has."""
   return {
     "prompt_tokens": num_prompt_tokens,
     "completion_tokens": num_tokens,

@@ -1,8 +1,7 @@
-"""/v1/completions and /v1/chat/completions: from a body to generations, and from them to one answer or a stream.
+"""Serves /v1/completions and /v1/chat/completions: a body becomes generations, and these one response or a stream.
 
-`server.generation.request_validation` and the engine check what a request may ask for, as for gRPC. A request may have
-several prompts, each a generation of its own; they begin together or not at all, and end together when the client goes
-away.
+`server.generation.request_validation` and the engine check requests, as for gRPC. A request may have several prompts,
+each a generation of its own. They start together or not at all, and end together when the client disconnects.
 """
 
 import asyncio
@@ -41,21 +40,21 @@ from server.proto import sluice_pb2 as pb
 from server.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 256
-# Of the answer's id, and the answer's "object".
+# Prefix of the response's id, and the response's "object".
 _KINDS = {
   CompletionRequest: ("cmpl", "text_completion"),
   ChatCompletionRequest: ("chatcmpl", "chat.completion"),
 }
-# OpenAI's default for completions, with vLLM's rule that a model's own default only lowers it; a chat may use that, or
-# all that is left of the model's length.
+# OpenAI's default for completions; a model's own default can only lower it, as in vLLM. A chat's default is the
+# model's, or all that is left of the model's length.
 _DEFAULT_COMPLETION_TOKENS = 16
-# More than these are tokenized, and written, away from the loop.
+# Above this number, prompts are tokenized and responses encoded away from the loop.
 _INLINE_CHARS = 2048
 _INLINE_LOGPROBS = 256
 
 
 class _Running:
-  """The generations of one request. Each is closed exactly once."""
+  """The generations of one request; closes each exactly once."""
 
   def __init__(self, generations: Generations, owner: str):
     self._generations = generations
@@ -75,9 +74,9 @@ class _Running:
       self._generations.fail_generation(generation, error)
 
   async def messages(self) -> AsyncGenerator[tuple[int, pb.GenerateResponse]]:
-    """(place of the prompt, what came), from all of them as it comes.
+    """Yields (index of the prompt, message) as messages arrive.
 
-    At most one message a prompt is taken ahead of the reader; the rest waits, merged, where it is.
+    Reads at most one message a prompt ahead of the reader; later ones wait, merged, in the generation.
     """
     if len(self.live) == 1:
       async for message in self.live[0].messages():
@@ -103,7 +102,7 @@ class _Running:
 
 
 class CompletionEndpoints:
-  """Both endpoints; they differ in their fields and in how choices are written."""
+  """Both endpoints, which differ in their fields and in the form of choices."""
 
   def __init__(self, state: ServingState, options: HttpOptions):
     self._state = state
@@ -121,7 +120,7 @@ class CompletionEndpoints:
           f"={fields.best_of} is not supported: send the same as n={asked.n}, or leave it out", field="best_of"
         )
       if fields.only_echo:
-        # Scoring: the prompt's logprobs come with a first token, which is then left out.
+        # Scoring: prompt log probabilities come with a first token, which the response leaves out.
         stopping.max_tokens = 1
       if fields.logprobs is not None:
         output.logprobs = fields.logprobs
@@ -129,9 +128,9 @@ class CompletionEndpoints:
           output.prompt_logprobs = fields.logprobs
       prompts = await self._prompts(backend, fields)
       if fields.max_tokens is None:
-        room = _room(backend.config, max(len(each.token_ids) for each in prompts))
-        room = min(room, _DEFAULT_COMPLETION_TOKENS)
-        stopping.max_tokens = request_validation.default_max_tokens(backend.defaults, room, room)
+        num_left = _tokens_left(backend.config, max(len(each.token_ids) for each in prompts))
+        num_left = min(num_left, _DEFAULT_COMPLETION_TOKENS)
+        stopping.max_tokens = request_validation.default_max_tokens(backend.defaults, num_left, num_left)
       tokenizer, skip = backend.tokenizer, output.skip_special_tokens
       names = TokenNames(tokenizer, as_ids=bool(fields.return_tokens_as_token_ids))
       choices = [
@@ -174,14 +173,14 @@ class CompletionEndpoints:
       calls = await self._calls(chat, tokenizer, asked)
       prompt = Prompt(await self._state.run_in_text_pool(lambda: chat.token_ids(tokenizer)))
       if not stopping.HasField("max_tokens"):
-        room = _room(backend.config, len(prompt.token_ids))
-        stopping.max_tokens = request_validation.default_max_tokens(backend.defaults, room, room)
+        num_left = _tokens_left(backend.config, len(prompt.token_ids))
+        stopping.max_tokens = request_validation.default_max_tokens(backend.defaults, num_left, num_left)
       names = TokenNames(tokenizer, as_ids=bool(fields.return_tokens_as_token_ids))
       choices = [ChatChoice(index, fields, names, calls) for index in range(asked.n)]
       return await self._answer(request, backend, asked, [prompt], choices)
 
   async def _calls(self, chat: Chat, tokenizer: Tokenizer, asked: AskedGeneration[Any]) -> Calls | None:
-    """How to find calls of tools in the answer; sees to it that they come as text, and if they must, that they do."""
+    """Returns how to find tool calls in the output, and sets the request's output and constraint accordingly."""
     form = find_format(self._options.tool_call_parser, tokenizer.chat_template)
     tools = chat.forced or chat.tools
     if chat.forced:
@@ -200,7 +199,7 @@ class CompletionEndpoints:
     return Calls(form, [tool["function"]["name"] for tool in tools], chat.parallel)
 
   async def _prompts(self, backend: Backend, fields: CompletionRequest) -> list[Prompt]:
-    """What was asked to be continued, as texts and as ids, and where the ids begin in the texts if that is needed."""
+    """Returns the prompts as texts and ids, with the tokens' places in the texts if the response needs them."""
     request_validation.check_model_name(fields.model or "", backend.model)
     given = _given_prompts(fields.prompt)
     tokenizer, skip = backend.tokenizer, fields.skip_special_tokens is not False
@@ -238,13 +237,13 @@ class CompletionEndpoints:
     prompts: Sequence[Prompt],
     choices: Sequence[Choice[Any]],
   ) -> Response:
-    """Starts the generations and answers from them.
+    """Starts the generations and responds from them.
 
     Args:
-      request: its body has been read.
-      backend: what serves.
-      asked: what is wanted.
-      prompts: one generation each.
+      request: a request whose body has been read.
+      backend: the backend that serves.
+      asked: the checked request.
+      prompts: its prompts, one generation each.
       choices: asked.n for each prompt, in order.
     """
     headers = judge_ignored(asked.ignored, strict=self._options.strict_requests)
@@ -284,7 +283,7 @@ class CompletionEndpoints:
         else:
           body = await self._state.run_in_text_pool(lambda: reply.whole(generations))
         return Response(body, media_type="application/json", headers=headers)
-      # Nothing awaits between here and the response's own call, which closes.
+      # Nothing awaits between here and the response's own call, which closes the generations.
       cleanup.pop_all()
     stall_s = self._options.stream_stall_timeout_s
     return EventStream(
@@ -297,10 +296,10 @@ class CompletionEndpoints:
 
 
 class _Reply:
-  """An answer while it is written.
+  """A response in the making.
 
   Attributes:
-    num_prompt_tokens: of all prompts.
+    num_prompt_tokens: tokens of all prompts.
   """
 
   def __init__(
@@ -312,10 +311,10 @@ class _Reply:
     notes: dict[str, Any],
   ):
     """Args:
-    asked: what is wanted.
+    asked: the checked request.
     prompts, choices: as for `_answer`.
-    frame: of each chunk, and of the whole.
-    notes: for the access log; gets the tokens of outputs that came to their end.
+    frame: the fields of each chunk, and of a whole response.
+    notes: the access log's fields; receives the tokens of finished outputs.
     """
     self._asked = asked
     self._prompts = prompts
@@ -328,7 +327,7 @@ class _Reply:
     self._num_cached_tokens = 0
 
   def whole(self, generations: Sequence[Generation]) -> bytes:
-    """The JSON of generations that have ended. Takes long where they have many logprobs."""
+    """Returns the JSON of finished generations. Slow with many log probabilities."""
     n = self._asked.n
     written = []
     for place, generation in enumerate(generations):
@@ -339,7 +338,7 @@ class _Reply:
         choice = self._choices[place * n + index].whole(output.delta, output.finished)
         if self._asked.fields.return_token_ids and not self._is_chat:
           choice["prompt_token_ids"] = list(self._prompts[place].token_ids)
-        # One at a time: the encoder lets no other thread run until it has finished.
+        # One choice at a time: the encoder holds the interpreter's lock until it has finished.
         written.append(msgspec.Raw(msgspec.json.encode(choice)))
     answer = {**self._frame, "choices": written, "usage": self._usage()}
     if self._asked.fields.return_token_ids and self._is_chat:
@@ -347,7 +346,7 @@ class _Reply:
     return msgspec.json.encode(answer)
 
   async def events(self, running: _Running) -> AsyncGenerator[bytes]:
-    """The same as chunks: one event for each choice that has news, all of a step's in one item."""
+    """Yields chunks: one event for each choice with something new, all events of a step in one item."""
     fields, options = self._asked.fields, self._asked.stream_options
     frame = self._frame | ({"object": "chat.completion.chunk"} if self._is_chat else {})
     if options.include_usage:
@@ -390,7 +389,7 @@ class _Reply:
 
 
 def _by_index(message: pb.GenerateResponse) -> list[tuple[int, pb.Delta | None, pb.Finished | None]]:
-  """What a message says of each index: its delta, its ending, or both."""
+  """Returns a message's delta and ending for each index."""
   deltas = {delta.index: delta for delta in message.deltas}
   endings = {finished.index: finished for finished in message.finished}
   return [(index, deltas.get(index), endings.get(index)) for index in sorted(deltas.keys() | endings.keys())]
@@ -402,21 +401,21 @@ def _num_logprobs(generations: Sequence[Generation]) -> int:
 
 
 async def _wait_ended(generations: Sequence[Generation]) -> None:
-  """Returns when all have ended; the first error among them is raised when its turn comes."""
+  """Returns when all have ended; raises the first error among them in the order of prompts."""
   for generation in generations:
     await generation.wait_ended()
 
 
-def _room(config: EngineConfig, num_prompt_tokens: int) -> int:
-  """Tokens that a prompt leaves."""
+def _tokens_left(config: EngineConfig, num_prompt_tokens: int) -> int:
+  """Returns the number of tokens that a prompt leaves of the model's length."""
   return max(1, min(config.max_model_len, config.pool_tokens) - num_prompt_tokens)
 
 
 def _given_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-  """One or several texts or lists of token ids.
+  """Returns the prompts as a list of texts or of lists of token ids.
 
   Raises:
-    InvalidRequest: none, several kinds, or too many.
+    InvalidRequest: there are none, several kinds, or too many.
   """
   if isinstance(prompt, str):
     return [prompt]

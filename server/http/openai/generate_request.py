@@ -1,4 +1,4 @@
-"""From a body's declared fields to a sluice.v1 GenerateRequest, whose own checks do the rest. Knows no endpoint."""
+"""Turns a body's declared fields into a sluice.v1 GenerateRequest, whose checks do the rest. Knows no endpoint."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -22,8 +22,7 @@ from server.http.openai.request_fields import (
 )
 from server.proto import sluice_pb2 as pb
 
-# What an output must look like: by the names that fields of a body have, and those that vLLM has in
-# `structured_outputs`, the kind of sluice.v1's constraint.
+# Kinds of sluice.v1's constraints, by the names of a body's fields and of vLLM's `structured_outputs`.
 _CONSTRAINTS = {
   "guided_json": "json_schema",
   "guided_regex": "regex",
@@ -47,15 +46,15 @@ _MAX_NAMED = 16
 
 @dataclasses.dataclass(slots=True)
 class AskedGeneration[T: GenerationFields]:
-  """What a completion or a chat asks for.
+  """A completion or chat request, read but not yet checked against the engine.
 
   Attributes:
-    fields: as they came.
-    stream_options: none of them is set where there are none.
-    request: the same for the engine, without a prompt.
+    fields: the body's fields.
+    stream_options: the stream's options; unset without a stream.
+    request: the GenerateRequest, without a prompt.
     n: outputs a prompt.
-    ignored: names of fields that nobody acts on.
-    field_names: what the caller calls fields of `request`, where that is another name.
+    ignored: names of ignored fields.
+    field_names: the caller's names of fields of `request`, where they differ.
   """
 
   fields: T
@@ -67,11 +66,11 @@ class AskedGeneration[T: GenerationFields]:
 
 
 def read_fields[T: RequestFields](values: dict[str, Any], kind: type[T]) -> tuple[T, list[str]]:
-  """The declared fields of a body, and the names of those that nobody has heard of.
+  """Returns the declared fields of a body, and the names of unknown ones.
 
   Raises:
-    InvalidRequest: a field is missing, or has a value of another type or beyond its limits.
-    UnsupportedField: one that must not be ignored.
+    InvalidRequest: a field is missing, has a wrong type, or is outside its limits.
+    UnsupportedField: a field is not supported and must not be ignored.
   """
   fields = convert_fields(values, kind)
   unknown = []
@@ -86,10 +85,10 @@ def read_fields[T: RequestFields](values: dict[str, Any], kind: type[T]) -> tupl
 
 
 def judge_ignored(names: Sequence[str], *, strict: bool) -> dict[str, str]:
-  """The header that names the fields that an answer is made without; those that could not stand in it are counted.
+  """Returns the header that names ignored fields. It counts fields whose names do not fit into a header.
 
   Raises:
-    UnsupportedField: there are some, under `strict`: each is a wish that would not be granted.
+    UnsupportedField: under `strict`, if there are any.
   """
   if not names:
     return {}
@@ -109,12 +108,12 @@ def read_generation[T: GenerationFields](values: dict[str, Any], kind: type[T], 
 
   Args:
     values: the body.
-    kind: what it may have.
-    tenant: of the caller's key, or empty.
+    kind: the class that declares its fields.
+    tenant: the tenant of the caller's key, or empty.
 
   Raises:
     InvalidRequest: a field is wrong, or two exclude each other.
-    UnsupportedField: one must not be ignored. `request_validation.make_generation_call` checks the rest.
+    UnsupportedField: a field must not be ignored. `request_validation.make_generation_call` checks the rest.
   """
   fields, ignored = read_fields(values, kind)
   for name in ignored:
@@ -142,7 +141,7 @@ def read_generation[T: GenerationFields](values: dict[str, Any], kind: type[T], 
       presence_penalty=fields.presence_penalty,
       frequency_penalty=fields.frequency_penalty,
       repetition_penalty=fields.repetition_penalty,
-      top_k=0 if fields.top_k == -1 else fields.top_k,  # vLLM's word for all
+      top_k=0 if fields.top_k == -1 else fields.top_k,  # vLLM's value for all
       n=fields.n,
       seed=fields.seed,
       logit_bias=fields.logit_bias,
@@ -170,7 +169,7 @@ def _undeclared(values: dict[str, Any], kind: type[msgspec.Struct]) -> list[str]
 
 
 def _path(name: str, where: str = "") -> str:
-  """Of a field that nobody has declared; without its name, if that could not be shown."""
+  """Returns the path of an unknown field, without its name if that is unfit for a header."""
   shown = name if _NAME.fullmatch(name) else ""
   return f"{where}.{shown}".strip(".") or "body"
 
@@ -178,13 +177,13 @@ def _path(name: str, where: str = "") -> str:
 def _make_constraint(
   values: dict[str, Any], fields: GenerationFields
 ) -> tuple[pb.OutputConstraint | None, dict[str, str]]:
-  """What the output must look like, by one of its names in OpenAI's API and elsewhere, and that name for errors."""
+  """Returns the constraint of the output, and its name in the body for errors."""
   found = [(name, kind, getattr(fields, name)) for name, kind in _CONSTRAINTS.items()]
   structured, form = fields.structured_outputs, fields.response_format
   if structured is not None:
     given = values["structured_outputs"]
     for name in _undeclared(given, StructuredOutputs):
-      # Switches of vLLM's backends, off: as here.
+      # Options of vLLM's backends, which change nothing when off.
       if given[name] is not False:
         raise UnsupportedField(
           "is not supported: send one of json, json_object, regex, choice and grammar",
@@ -208,7 +207,7 @@ def _make_constraint(
 
 
 def _read_response_format(values: dict[str, Any], form: ResponseFormat) -> list[tuple[str, str, Any]]:
-  """(name, kind, value) of what is asked for; the value is None where it is nothing."""
+  """Returns (name, kind, value) of the response format; the value is None for plain text."""
   kind = form.type
   if kind == "structural_tag":
     raise UnsupportedField("of type 'structural_tag' is not supported: send a json_schema", field="response_format")

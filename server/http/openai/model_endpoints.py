@@ -1,4 +1,4 @@
-"""The small endpoints: which model is served, and its tokenizer over HTTP. Starts no generation."""
+"""Serves the model list and the tokenizer over HTTP. Starts no generation."""
 
 import functools
 import time
@@ -20,7 +20,7 @@ from server.proto import sluice_pb2 as pb
 
 
 class ModelEndpoints:
-  """/v1/models, and /tokenize, /detokenize and /tokenizer_info as vLLM has them."""
+  """/v1/models, and vLLM's /tokenize, /detokenize and /tokenizer_info."""
 
   def __init__(self, state: ServingState, options: HttpOptions):
     self._state = state
@@ -47,7 +47,7 @@ class ModelEndpoints:
     }
 
   async def tokenizer_info(self, request: Request) -> Response:
-    """GET /tokenizer_info: what a harness needs to know of a tokenizer that it has not got."""
+    """GET /tokenizer_info: what an evaluation harness without the tokenizer needs to know."""
     backend = self._state.require_backend()
     tokenizer = request_validation.need_tokenizer(backend.tokenizer, "tokenizer_info")
     return JSONResponse(
@@ -91,7 +91,7 @@ class ModelEndpoints:
     tokenizer = request_validation.need_tokenizer(backend.tokenizer, "tokens")
     request_validation.check_token_ids("tokens", fields.tokens, backend.config.vocab_size)
     headers = judge_ignored(ignored, strict=self._options.strict_requests)
-    # vLLM keeps special tokens here, so that a prompt comes back as it was.
+    # vLLM keeps special tokens here, so that a prompt round-trips.
     skip = bool(fields.skip_special_tokens)
     text = await self._state.run_in_text_pool(lambda: tokenizer.decode(fields.tokens, skip_special_tokens=skip))
     return JSONResponse({"prompt": text}, headers=headers)

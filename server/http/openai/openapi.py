@@ -1,7 +1,7 @@
-"""The HTTP API as an OpenAPI document, for people, for code generators and for fuzzers. May not check anything.
+"""Describes the HTTP API as an OpenAPI document, for users, code generators and fuzzers. May not check anything.
 
-Bodies are described as they are declared; a test holds answers to what stands here. What null means is said once: a
-field that is null counts as absent, so every optional field may be null.
+The schemas of bodies follow their declarations, and a test compares responses with this document. A field that is null
+counts as absent, so every optional field may be null.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import msgspec
 from server.http.openai.request_fields import (
   INT32_MAX,
   INT64_MAX,
+  SHOWN,
   ChatCompletionRequest,
   CompletionRequest,
   DetokenizeRequest,
@@ -38,7 +39,7 @@ def _list(items: dict[str, Any], low: int = 0) -> dict[str, Any]:
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-  """An object that has all of these."""
+  """Returns the schema of an object that requires all of these."""
   return {"type": "object", "properties": properties, "required": list(properties)}
 
 
@@ -62,8 +63,9 @@ _TOKEN_IDS = _list(_whole(0))
 
 
 def _request_schemas() -> dict[str, Any]:
-  """As they are declared, with the fields that are understood besides."""
-  _, schemas = msgspec.json.schema_components(_BODIES, ref_template=_ref("{name}")["$ref"])
+  """Returns the declared schemas, with the ignored and refused fields."""
+  _, plain = msgspec.json.schema_components(_BODIES, ref_template=_ref("{name}")["$ref"])
+  schemas = _replace_shown(plain)
   for kind in _BODIES:
     properties = schemas[kind.__name__]["properties"]
     properties |= {name: {"description": "Taken, and of no effect here."} for name in kind.harmless}
@@ -71,6 +73,13 @@ def _request_schemas() -> dict[str, Any]:
       schema = {"enum": [None, *values]} if values else _NULL
       properties.setdefault(name, _said(schema, "No other value is supported."))
   return schemas
+
+
+def _replace_shown(schema: Any) -> Any:
+  """Returns the schema with the documented limits in place of msgspec's."""
+  if isinstance(schema, dict):
+    return {name: _replace_shown(value) for name, value in schema.items() if name != SHOWN} | schema.get(SHOWN, {})
+  return [_replace_shown(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def _logprob(**more: Any) -> dict[str, Any]:
@@ -153,7 +162,7 @@ def _schemas() -> dict[str, Any]:
 
 _BODIES = (CompletionRequest, ChatCompletionRequest, TokenizeText, TokenizeChat, DetokenizeRequest)
 _STREAM = "With stream: a chunk an event, and [DONE] at the end; an event with an error object ends it instead."
-# Path, method, what the body may be, schema of the answer (a name of _schemas, or the schema itself), and what it does.
+# Path, method, kinds of body, schema of the response (a name in _schemas, or the schema itself), and summary.
 _OPERATIONS: tuple[tuple[str, str, tuple[type[RequestFields], ...], str | dict[str, Any], str], ...] = (
   ("/v1/models", "get", (), "Models", "The served model."),
   ("/v1/models/{model}", "get", (), "Model", "The same, by its name."),
@@ -196,7 +205,7 @@ def _operation(
 
 @functools.cache
 def document(version: str) -> dict[str, Any]:
-  """The document, for a server of this version."""
+  """Returns the document for this server version."""
   paths: dict[str, Any] = {}
   for path, method, bodies, answer, text in _OPERATIONS:
     paths.setdefault(path, {})[method] = _operation(path, bodies, answer, text)
@@ -208,6 +217,6 @@ def document(version: str) -> dict[str, Any]:
       "schemas": _schemas(),
       "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
     },
-    # Only where the server has keys.
+    # Only where the server requires keys.
     "security": [{"key": []}, {}],
   }

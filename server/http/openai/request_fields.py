@@ -1,10 +1,10 @@
-"""Every field that a body may have, declared once: msgspec checks it, and /openapi.json shows it. Reads no body itself.
+"""Declares every field of a body once: msgspec checks it, and /openapi.json shows it. Reads no body itself.
 
-Three kinds of fields exist besides. Those that would change the output and are not built are refused: a parameter or a
-constraint is applied or refused, never dropped. Those that change nothing here are ignored. What nobody has heard of is
-ignored and named in the answer's header `x-sluice-ignored-fields`, or refused under --strict_requests.
+Three other kinds of fields exist. The server refuses fields that would change the output and are not supported: it
+applies or refuses a parameter, and never drops it. It ignores fields that change nothing here. It also ignores unknown
+fields and names them in the response's header `x-sluice-ignored-fields`, or refuses them under --strict_requests.
 
-Limits are imported from where they are enforced for gRPC, too. Docstrings and descriptions stand in the document.
+Limits come from the modules that enforce them for gRPC too. The document shows docstrings and descriptions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ PROMPT_REMEDY = "a string, a list of strings, a list of token ids, or a list of 
 _CHAT_REMEDIES = {"messages": "a list of messages with role and content"}
 MAX_TOOLS = 128
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# OpenAI's, and those that some models have besides.
+# OpenAI's roles, and those of some models.
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -133,7 +133,7 @@ UNSUPPORTED: Unsupported = {
   "parse_tool_calls": ((True,), "serve with --tool_call_parser=none for calls that stay text"),
   "return_hidden_states": ((False,), "leave it out"),
 }
-# Of a chat's prompt.
+# Fields of a chat's prompt.
 PROMPT_UNSUPPORTED: Unsupported = {
   "chat_template": ((), "the template is the model's own; leave it out"),
   "continue_final_message": ((False,), "send the prompt to /v1/completions"),
@@ -143,7 +143,7 @@ PROMPT_UNSUPPORTED: Unsupported = {
   "functions": ((), "send tools, which took their place"),
   "function_call": ((), "send tool_choice, which took its place"),
 }
-# Fields that the other endpoint has: what they ask for would be missing here.
+# Fields of the other endpoint, which this one refuses.
 CHAT_UNSUPPORTED: Unsupported = {
   "echo": ((False,), "send the prompt to /v1/completions"),
   "best_of": (_ONE, "send n"),
@@ -158,9 +158,13 @@ COMPLETION_UNSUPPORTED: Unsupported = {
 }
 
 
+# The schema's key for limits that the document shows instead of msgspec's.
+SHOWN = "x-shown"
+
+
 def _shown(**schema: Any) -> Meta:
-  """What the document says, and the field's owner checks, for gRPC too."""
-  return Meta(extra_json_schema=schema)
+  """Returns limits for the document that the field's owner checks, for gRPC too, so that msgspec must not."""
+  return Meta(extra_json_schema={SHOWN: schema})
 
 
 def _range(name: str) -> Meta:
@@ -174,14 +178,17 @@ PositiveCount = Annotated[Int32, _shown(minimum=1)]
 Text = Annotated[str, _shown(minLength=1)]
 TokenId = Annotated[Int32, _shown(minimum=0)]
 StopString = Annotated[str, _shown(minLength=1, maxLength=MAX_STOP_BYTES)]
+_GRAMMAR = "A grammar in llguidance's Lark or in GBNF."
+_NO_SPECIAL = "Leave special tokens out of the text. Default true."
+_ADD_SPECIAL = "Add the tokenizer's own tokens, such as BOS. Default true."
 Choices = Annotated[list[Text], _shown(minItems=1, maxItems=MAX_CHOICES)]
 JsonSchema = Annotated[dict[str, Any] | str, Meta(description="A JSON schema, or its text.")]
 
 
 class RequestFields(msgspec.Struct, kw_only=True):
-  """Fields of a body. Those of `harmless` and `unsupported` are understood besides.
+  """Fields of a body. The server also knows the fields in `harmless` and `unsupported`.
 
-  `remedies` says what to send where a field is missing or of another type; elsewhere its type says it.
+  `remedies` says what to send if a field is missing or has a wrong type; otherwise its type says so.
   """
 
   remedies: ClassVar[Mapping[str, str]] = {}
@@ -191,21 +198,21 @@ class RequestFields(msgspec.Struct, kw_only=True):
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-  """With stream alone."""
+  """Options of a stream; only with `stream`."""
 
-  include_usage: bool | None = None
-  continuous_usage_stats: bool | None = None
-  include_obfuscation: bool | None = None
+  include_usage: Annotated[bool, Meta(description="A last chunk with usage and no choice.")] | None = None
+  continuous_usage_stats: Annotated[bool, Meta(description="Usage in every chunk.")] | None = None
+  include_obfuscation: Annotated[bool, Meta(description="Of no effect here.")] | None = None
 
 
 class ResponseSchema(msgspec.Struct):
-  """OpenAI's wrapping of a schema."""
+  """OpenAI's wrapper of a schema."""
 
   schema: JsonSchema | None = None
 
 
 class ResponseFormat(msgspec.Struct):
-  """A schema stands in json_schema, or, as with llama.cpp, right here."""
+  """The format of the output. The schema stands in json_schema or, as in llama.cpp, in schema."""
 
   type: Annotated[str, _shown(enum=["text", "json_object", "json_schema"])]
   json_schema: ResponseSchema | None = None
@@ -213,7 +220,7 @@ class ResponseFormat(msgspec.Struct):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-  """One of them, as vLLM has it."""
+  """vLLM's constraint on the output; set exactly one field."""
 
   json: JsonSchema | None = None
   regex: str | None = None
@@ -223,7 +230,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 class GenerationFields(RequestFields, kw_only=True):
-  """What completions and chats share."""
+  """Fields that completions and chats share."""
 
   harmless = HARMLESS
   temperature: Annotated[float, _range("temperature")] | None = None
@@ -242,16 +249,20 @@ class GenerationFields(RequestFields, kw_only=True):
     | None
   ) = None
   allowed_token_ids: Annotated[list[TokenId], _shown(minItems=1)] | None = None
-  max_tokens: PositiveCount | None = None
+  max_tokens: (
+    Annotated[PositiveCount, Meta(description="Default: the model's own, else what its length leaves.")] | None
+  ) = None
   min_tokens: Count | None = None
   ignore_eos: bool | None = None
   stop: StopString | Annotated[list[StopString], _shown(maxItems=MAX_STOP_STRINGS)] | None = None
   stop_token_ids: Annotated[list[TokenId], _shown(maxItems=MAX_STOP_TOKEN_IDS)] | None = None
-  skip_special_tokens: bool | None = None
-  stream: bool | None = None
+  skip_special_tokens: Annotated[bool, Meta(description=_NO_SPECIAL)] | None = None
+  stream: Annotated[bool, Meta(description="Stream chunks as server-sent events.")] | None = None
   stream_options: StreamOptions | None = None
-  return_token_ids: bool | None = None
-  return_tokens_as_token_ids: bool | None = None
+  return_token_ids: Annotated[bool, Meta(description="Choices also have token_ids.")] | None = None
+  return_tokens_as_token_ids: (
+    Annotated[bool, Meta(description="Name tokens of logprobs as token_id:N instead of by text.")] | None
+  ) = None
   request_id: Annotated[str, _shown(pattern=f"^{REQUEST_ID.pattern}$")] | None = None
   cache_salt: (
     Annotated[str, _shown(maxLength=128, description="Prefixes are shared with requests of the same one alone.")] | None
@@ -259,14 +270,14 @@ class GenerationFields(RequestFields, kw_only=True):
   priority: Annotated[Int32, Meta(description="Lower first.")] | None = None
   response_format: ResponseFormat | None = None
   structured_outputs: StructuredOutputs | None = None
-  # The same at the top level, as older vLLM, llama.cpp's server and SGLang have it.
+  # The same constraints at the top level, as in older vLLM, llama.cpp's server and SGLang.
   guided_json: JsonSchema | None = None
-  guided_regex: str | None = None
-  guided_choice: Choices | None = None
-  guided_grammar: str | None = None
+  guided_regex: Annotated[str, Meta(description="A regular expression.")] | None = None
+  guided_choice: Annotated[Choices, Meta(description="One of these strings.")] | None = None
+  guided_grammar: Annotated[str, Meta(description=_GRAMMAR)] | None = None
   json_schema: JsonSchema | None = None
-  regex: str | None = None
-  grammar: str | None = None
+  regex: Annotated[str, Meta(description="A regular expression.")] | None = None
+  grammar: Annotated[str, Meta(description=_GRAMMAR)] | None = None
   ebnf: Annotated[str, Meta(description="The same as grammar.")] | None = None
 
 
@@ -283,19 +294,22 @@ class CompletionRequest(GenerationFields, kw_only=True):
     ]
     | None
   ) = None
-  add_special_tokens: bool | None = None
-  echo: bool | None = None
-  logprobs: Annotated[Int32, _shown(minimum=0, maximum=MAX_LOGPROBS)] | None = None
+  add_special_tokens: Annotated[bool, Meta(description=_ADD_SPECIAL)] | None = None
+  echo: Annotated[bool, Meta(description="Put the prompt before the output, and its logprobs.")] | None = None
+  logprobs: (
+    Annotated[Int32, _shown(minimum=0, maximum=MAX_LOGPROBS, description="Log probabilities of this many tokens.")]
+    | None
+  ) = None
   best_of: Annotated[Int32, _shown(minimum=1, maximum=MAX_N, description="The same as n.")] | None = None
 
   @property
   def only_echo(self) -> bool:
-    """No output is wanted."""
+    """Whether the request wants no output."""
     return bool(self.echo) and self.max_tokens == 0
 
 
 class ContentPart(msgspec.Struct):
-  """A part of a turn's text."""
+  """A text part of a message."""
 
   type: Annotated[str, _shown(const="text")] | None = None
   text: str | None = None
@@ -309,7 +323,7 @@ class CalledFunction(msgspec.Struct):
 
 
 class EarlierCall(msgspec.Struct, kw_only=True, omit_defaults=True):
-  """A call in an earlier turn."""
+  """A tool call in an earlier message."""
 
   id: str | None = None
   type: Annotated[str, _shown(const="function")] | None = None
@@ -317,7 +331,7 @@ class EarlierCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatTurn(msgspec.Struct, kw_only=True):
-  """One message. Content may be missing beside calls alone; templates of models with tools read the rest."""
+  """One message. Only a message with tool calls may lack content; templates of models with tools read the rest."""
 
   role: Annotated[str, _shown(enum=list(ROLES))]
   content: str | list[ContentPart] | None = None
@@ -329,7 +343,7 @@ class ChatTurn(msgspec.Struct, kw_only=True):
 
 
 class ToolFunction(msgspec.Struct):
-  """What the model is told of a function; parameters are a JSON schema."""
+  """A function's description for the model; parameters are a JSON schema."""
 
   name: Annotated[str, _shown(pattern=f"^{TOOL_NAME.pattern}$")]
   description: str | None = None
@@ -338,18 +352,27 @@ class ToolFunction(msgspec.Struct):
 
 
 class Tool(msgspec.Struct):
-  """A function that may be called."""
+  """A function that the model may call."""
 
   type: Annotated[str, _shown(const="function")]
   function: ToolFunction
 
 
 Messages = Annotated[list[ChatTurn], _shown(minItems=1, maxItems=MAX_MESSAGES)]
-Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS, description="What the model may call.")]
 # A tool, of which the name alone counts, must be called.
-ToolChoice = Annotated[str, _shown(enum=["none", "auto", "required"])] | Tool
-TemplateVariables = dict[str, bool | int | float | str | None]
-ReasoningEffort = Annotated[str, _shown(enum=list(REASONING_EFFORTS))]
+ToolChoice = Annotated[
+  Annotated[str, _shown(enum=["none", "auto", "required"])] | Tool,
+  Meta(description="required, or a tool, forces a call. Default auto with tools, else none."),
+]
+TemplateVariables = Annotated[
+  dict[str, bool | int | float | str | None], Meta(description="Variables for the chat template.")
+]
+ReasoningEffort = Annotated[
+  str, _shown(enum=list(REASONING_EFFORTS), description="For chat templates that read it; else ignored.")
+]
+ParallelCalls = Annotated[bool, Meta(description="false: at most one call. Default true.")]
+OpensTurn = Annotated[bool, Meta(description="The template opens the assistant's turn. Default true.")]
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):
@@ -360,12 +383,12 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
   messages: Messages
   tools: Tools | None = None
   tool_choice: ToolChoice | None = None
-  parallel_tool_calls: bool | None = None
-  add_generation_prompt: bool | None = None
+  parallel_tool_calls: ParallelCalls | None = None
+  add_generation_prompt: OpensTurn | None = None
   chat_template_kwargs: TemplateVariables | None = None
   reasoning_effort: ReasoningEffort | None = None
   max_completion_tokens: Annotated[PositiveCount, Meta(description="Wins over max_tokens.")] | None = None
-  logprobs: bool | None = None
+  logprobs: Annotated[bool, Meta(description="Log probabilities of the output's tokens.")] | None = None
   top_logprobs: Annotated[Int32, _shown(minimum=0, maximum=MAX_LOGPROBS, description="With logprobs alone.")] | None = (
     None
   )
@@ -375,8 +398,8 @@ class TokenizeText(RequestFields, kw_only=True):
   """A text."""
 
   prompt: Text
-  add_special_tokens: bool | None = None
-  return_token_strs: bool | None = None
+  add_special_tokens: Annotated[bool, Meta(description=_ADD_SPECIAL)] | None = None
+  return_token_strs: Annotated[bool, Meta(description="The answer also has token_strs.")] | None = None
 
 
 class TokenizeChat(RequestFields, kw_only=True):
@@ -387,15 +410,15 @@ class TokenizeChat(RequestFields, kw_only=True):
   messages: Messages
   tools: Tools | None = None
   tool_choice: ToolChoice | None = None
-  parallel_tool_calls: bool | None = None
-  add_generation_prompt: bool | None = None
+  parallel_tool_calls: ParallelCalls | None = None
+  add_generation_prompt: OpensTurn | None = None
   chat_template_kwargs: TemplateVariables | None = None
   reasoning_effort: ReasoningEffort | None = None
-  return_token_strs: bool | None = None
+  return_token_strs: Annotated[bool, Meta(description="The answer also has token_strs.")] | None = None
 
 
 class DetokenizeRequest(RequestFields, kw_only=True):
   """Token ids."""
 
   tokens: list[TokenId]
-  skip_special_tokens: bool | None = None
+  skip_special_tokens: Annotated[bool, Meta(description=_NO_SPECIAL)] | None = None

@@ -1,9 +1,9 @@
-"""Finds calls of tools in what a model writes. Knows no request and no socket; may not change a text that is no call.
+"""Finds tool calls in a model's output. Knows no request and no socket; may not change text that is not a call.
 
-A model writes calls as text, in the form it was trained on. A call comes out once it is whole, if it is well-formed and
-names a tool that was offered; everything else comes out as the text that it is. However an output is split into pieces,
-the same calls and the same text come out of it, and the time it takes grows with its length alone: each candidate is
-looked at again only when it has grown by a quarter, and is over with MAX_CALL_CHARS.
+A model writes calls as text, in the form of its training. The scanner returns a call once it is complete, if it is
+well-formed and names an offered tool, and returns everything else as text. The result does not depend on how the output
+is split into pieces. The time is linear in the output's length: the scanner parses a candidate again only when it has
+grown by a quarter, and gives it up at MAX_CALL_CHARS.
 """
 
 from collections.abc import Iterable
@@ -14,21 +14,21 @@ import re
 import secrets
 from typing import Any
 
-# What may be held back for one call, or for one list of them; a longer one is text.
+# Limit of characters that wait for one call or one list of calls; a longer candidate is text.
 MAX_CALL_CHARS = 256 << 10
-# Candidates in one output, calls or not; what follows is text.
+# Limit of candidates in one output, calls or not; later ones are text.
 MAX_CALLS = 128
 _SPACE = " \t\r\n"
-# Between a marker and the JSON.
+# Space between a marker and the JSON.
 _MAX_SPACE = 16
 _SEPARATORS = re.compile(r"[ \t\r\n;]*")
-# Control characters may stand in strings: models write line breaks there.
+# Allows control characters in strings, since models write line breaks there.
 _decode = json.JSONDecoder(strict=False).raw_decode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolCall:
-  """One call: the tool's name, and its arguments as the text of a JSON object."""
+  """A call: the tool's name, and its arguments as the text of a JSON object."""
 
   name: str
   arguments: str
@@ -39,12 +39,12 @@ class CallFormat:
   """How a family of models writes calls.
 
   Attributes:
-    marker: stands before calls; may be empty.
-    bare: an output that begins with `opener` is calls, too, with nothing before them.
+    marker: text before calls; may be empty.
+    bare: whether an output that begins with `opener` is calls without a marker.
     opener: the first character of the JSON: "{" of a call, "[" of a list of calls.
-    ending: stands behind each call; empty: calls go on to the end of the output.
+    ending: text after each call; empty: calls last to the end of the output.
     arguments: the key of a call's arguments.
-    short_ids: the model's template wants ids of nine letters and digits.
+    short_ids: whether the model's template requires ids of nine letters and digits.
   """
 
   marker: str
@@ -55,7 +55,7 @@ class CallFormat:
   short_ids: bool = False
 
   def new_id(self) -> str:
-    """An id for a call."""
+    """Returns a new id for a call."""
     return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"
 
 
@@ -68,50 +68,50 @@ FORMATS = {
   "mistral": CallFormat("[TOOL_CALLS]", False, "[", "", short_ids=True),
 }
 PARSERS = ("auto", *FORMATS, "none")
-# What the chat template of each writes or tells the model, by which it is known.
+# Text in the chat template by which each format is recognized.
 _SIGNS = (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama3", '"parameters"'))
 
 
 def find_format(parser: str, template: str | None) -> CallFormat | None:
-  """What --tool_call_parser means for a model with this chat template; None: its calls stay text."""
+  """Returns the format that --tool_call_parser selects for this chat template; None leaves calls in the text."""
   if parser == "auto":
     parser = next((name for name, sign in _SIGNS if sign in (template or "")), "none")
   return FORMATS.get(parser)
 
 
 def forced_format(form: CallFormat | None) -> CallFormat:
-  """The format of an output that is held to a list of calls, by a model with this format of its own."""
+  """Returns the format of forced calls, a list, for a model with this format."""
   return dataclasses.replace(form or FORMATS["hermes"], marker="", bare=True, opener="[", ending="")
 
 
 @functools.lru_cache(maxsize=16)
 def _beginning(form: CallFormat) -> re.Pattern[str]:
-  """Finds where a call begins, inside of text."""
+  """Returns the pattern of a call's beginning inside text."""
   if not form.marker:
     return re.compile(r"(?!)")
   return re.compile(f"{re.escape(form.marker)}[{_SPACE}]{{0,{_MAX_SPACE}}}{re.escape(form.opener)}")
 
 
 class CallScanner:
-  """Text in; text and calls out, in order. Between pushes it holds what may be the beginning of a call."""
+  """Splits text into text and calls, in order. Between pushes it holds text that may begin a call."""
 
   def __init__(self, form: CallFormat, names: Iterable[str]):
-    """Args: form: how the model writes calls. names: of the tools that were offered."""
+    """Args: form: how the model writes calls. names: names of the offered tools."""
     self._form = form
     self._names = frozenset(names)
     self._held: list[str] = []
     self._size = 0
-    # In a candidate: what is held begins with it, from its marker on.
+    # In a candidate: the held text begins with its marker.
     self._in_call = False
     self._look_at = 0
-    # Nothing but space has come.
+    # Only space has arrived.
     self._at_start = form.bare
-    # Space behind a call is part of it.
+    # Space after a call is part of it.
     self._after_call = False
     self._num_candidates = 0
 
   def push(self, text: str) -> list[str | ToolCall]:
-    """What is certain now."""
+    """Adds text; returns what has become certain."""
     if not (self._size or self._at_start or self._after_call or self._form.marker[:1] in text):
       return [text] if text else []  # nearly always
     self._held.append(text)
@@ -119,7 +119,7 @@ class CallScanner:
     return [] if self._size < self._look_at else self._scan(ended=False)
 
   def flush(self) -> list[str | ToolCall]:
-    """All that was held back: the output has ended."""
+    """Ends the output; returns all held text."""
     return self._scan(ended=True)
 
   def _scan(self, *, ended: bool) -> list[str | ToolCall]:
@@ -144,7 +144,7 @@ class CallScanner:
         break
       at = stop
     self._held, self._size = [text[at:]], len(text) - at
-    # A candidate is looked at again when it has grown: so all looks together take linear time.
+    # A candidate is parsed again only when it has grown by a quarter, which keeps the total linear.
     self._look_at = min(self._size + self._size // 4 + _MAX_SPACE, MAX_CALL_CHARS) if self._in_call else 0
     return found
 
@@ -156,7 +156,7 @@ class CallScanner:
       found.append(text)
 
   def _find_candidate(self, text: str, at: int, *, ended: bool) -> int:
-    """Up to where text[at:] is text. What follows is a candidate, if `_in_call` is set, or may become one."""
+    """Returns where plain text from `at` ends. The rest is a candidate if `_in_call` is set, or may become one."""
     form = self._form
     if self._num_candidates >= MAX_CALLS:
       return len(text)
@@ -175,7 +175,7 @@ class CallScanner:
       return start
     if ended or not form.marker:
       return len(text)
-    # A marker with nothing but space behind it, or a part of one.
+    # A marker with only space after it, or a part of a marker.
     last = text.rfind(form.marker, max(at, len(text) - len(form.marker) - _MAX_SPACE))
     if last >= 0 and not text[last + len(form.marker) :].strip(_SPACE):
       return last
@@ -185,7 +185,7 @@ class CallScanner:
     return len(text)
 
   def _judge(self, text: str, at: int, *, ended: bool) -> tuple[int, list[ToolCall]] | None:
-    """(where the candidate at text[at:] stops, its calls, none if it is text); None: that cannot be known yet."""
+    """Returns (end of the candidate at text[at:], its calls, empty if it is text), or None while it is undecided."""
     form, limit = self._form, at + MAX_CALL_CHARS
     begun = _beginning(form).match(text, at)
     begin = begun.end() - 1 if begun else at
@@ -204,7 +204,7 @@ class CallScanner:
         value, end = _decode(body)
       except json.JSONDecodeError as error:
         if error.msg.startswith("Unterminated string") and stop >= 0:
-          # The ending stands in a string of the arguments. Each look is twice as long as the one before.
+          # The ending is inside a string of the arguments. Each attempt is twice as long as the one before.
           span = stop - begin
           continue
         wrong = error.pos
@@ -221,7 +221,7 @@ class CallScanner:
       return (stop + len(form.ending) if stop >= 0 else min(len(text), limit)), []
 
   def _calls(self, text: str) -> list[ToolCall]:
-    """Of JSON that is calls to its end; else none."""
+    """Returns the calls in JSON that consists of calls; else none."""
     values, at = [], 0
     try:
       while at < len(text) and len(values) <= MAX_CALLS:
@@ -233,7 +233,7 @@ class CallScanner:
     return self._checked(values)
 
   def _checked(self, values: list[Any]) -> list[ToolCall]:
-    """All as calls, or none if one is not a call, or they are too many."""
+    """Returns all values as calls; empty if one is not a call, or if there are too many."""
     calls = [call for value in values[: MAX_CALLS + 1] if (call := self._call(value)) is not None]
     return calls if len(calls) == len(values) <= MAX_CALLS else []
 
@@ -246,7 +246,7 @@ class CallScanner:
         arguments = json.loads(arguments)
       if not isinstance(arguments, dict | None):
         return None
-      # Not everything that Python reads is JSON, nor can all of it be sent: infinities, halves of surrogate pairs.
+      # Python reads more than JSON, such as infinities and lone surrogates, which cannot be sent.
       text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
       text.encode()
     except (ValueError, RecursionError):

@@ -27,4 +27,4 @@ def test_devices_that_cannot_be_split_are_refused(num_devices, options, said, mo
 
 def test_one_engine_is_no_disaggregated_one():
   with pytest.raises(ConfigError, match="batching=disaggregated needs two engines.*set --batching=chunked"):
-    build_lib.build(BuildOptions("nowhere", **OPTIONS), lambda *_: None, lambda _: None)
+    build_lib.build_engine(BuildOptions("nowhere", **OPTIONS), lambda *_: None, lambda _: None)

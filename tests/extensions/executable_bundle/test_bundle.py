@@ -12,7 +12,7 @@ import pytest
 
 from engine.device import build as build_lib
 from engine.device import kv_cache
-from engine.device.build import Built, build
+from engine.device.build import Built, build_engine
 from engine.device.mesh import make_mesh, replicated
 from engine.device.options import BuildOptions
 from engine.device.programs import Program
@@ -43,7 +43,7 @@ def written(model, tmp_path_factory) -> tuple[pathlib.Path, list]:
   Its programs were in JAX's compile cache: what comes from there cannot be stored, and must be compiled again.
   """
   folder, cache = tmp_path_factory.mktemp("bundle") / "programs", str(tmp_path_factory.mktemp("cache"))
-  build(BuildOptions(model, compile_cache_dir=cache, **SMALL), lambda *_: None, lambda _: None)
+  build_engine(BuildOptions(model, compile_cache_dir=cache, **SMALL), lambda *_: None, lambda _: None)
   built, events, _ = start(model, folder, write=True, compile_cache_dir=cache)
   return folder, answers(built, events)
 
@@ -52,7 +52,7 @@ def start(model: str, folder: pathlib.Path, write: bool = False, **changes) -> t
   events: list = []
   options = BuildOptions(model, **(SMALL | changes))
   bundle = Bundle(str(folder), options.batching, write)
-  return build(options, lambda *_: None, events.extend, source=bundle), events, bundle
+  return build_engine(options, lambda *_: None, events.extend, source=bundle), events, bundle
 
 
 def never(program: Program):

@@ -340,10 +340,10 @@ def test_a_tokenizer_that_was_changed_is_not_sent_until_it_is_back(tmp_path):
 
 INSTEAD = {
   "Embed": "this server generates text",
-  "FlushCache": "cached prefixes make room by themselves",
+  "FlushCache": "the prefix cache evicts blocks by itself",
   "StartProfile": "SetTrace of sluice.admin.v1",
   "StopProfile": "SetTrace of sluice.admin.v1",
-  "SubscribeKvEvents": "route by what was sent before, and by GetLoads",
+  "SubscribeKvEvents": "route by earlier requests and by GetLoads",
 }
 
 

@@ -77,7 +77,7 @@ def test_a_drain_waits_for_prompts_that_are_being_tokenized(tokenizer, monkeypat
       answer = pool.submit(complete, served, "completions", prompt=text)
     assert begun.wait(60)
     served.stop()
-    with pytest.raises(grpc.RpcError, match="going down; send the request to another"):
+    with pytest.raises(grpc.RpcError, match="shutting down; send the request to another"):
       while True:  # until the drain has begun
         served.generation.GenerateUnary(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), stopping=TWO), timeout=60)
     assert served.thread.is_alive() and not answer.done()

@@ -193,7 +193,7 @@ def test_what_does_not_fit_the_drain_is_told_so(tokenizer):
       received += read_all(connection)
     assert b"[DONE]" not in received
     error = json.loads(received[received.index(b'{"error"') :].split(b"\n")[0])["error"]
-    assert error["code"] == "draining" and "went down before" in error["message"]
+    assert error["code"] == "draining" and "shut down before" in error["message"]
     server.thread.join(180)
     assert server.exit_code == [0]
 

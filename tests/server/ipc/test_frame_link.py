@@ -276,8 +276,8 @@ def test_settings_and_counts_come_back_as_they_were():
   config = EngineConfig(vocab_size=8, max_model_len=64, num_blocks=8, eos_token_ids=(1, 2))
   assert over_the_wire(ServedModel("m", config, 1.5, 2.5, [7])).config == config
   seen = Observations()
-  seen.first_token(0.25)
-  seen.gap(0.5, 3)
+  seen.first_token(7.0, 0.25)
+  seen.gap(7.0, 0.5, 3)
   counts = ProcessCounts(
     seen, {("grpc", "m", "OK"): 2}, {("http", "r"): 1}, 5, 4, {"failed": 1}, lag_s=0.5, num_tasks=3, pids=[7]
   )
@@ -286,7 +286,7 @@ def test_settings_and_counts_come_back_as_they_were():
   again.add_process(over_the_wire(counts))
   assert again.calls == {("grpc", "m", "OK"): 4} and again.num_ended == {"failed": 2} and again.pids == [7, 7]
   assert again.failed == {("http", "r"): 2} and (again.num_started, again.num_live, again.num_tasks) == (10, 8, 6)
-  assert sum(again.observations.inter_token.counts) == 6 and again.observations.recent_gaps == [(0.5, 3)] * 2
+  assert sum(again.observations.inter_token.counts) == 6 and again.observations.recent_gaps == [(7.0, 0.5, 3)] * 2
   assert again.lag_s == 0.5, "the longest, not the sum"
 
 

@@ -239,7 +239,7 @@ def test_drain_lets_running_streams_finish_and_nobody_else_in(tokenizer):
       generate(served, token_ids=IDS, stopping=pb.StopParams(max_tokens=2))
     except grpc.RpcError:
       assert time.monotonic() - stopped >= 1.0, "the balancer does not know yet"
-    with pytest.raises(grpc.RpcError, match="going down; send the request to another") as caught:
+    with pytest.raises(grpc.RpcError, match="shutting down; send the request to another") as caught:
       while True:
         generate(served, token_ids=IDS, stopping=pb.StopParams(max_tokens=2))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason_of(caught.value) == "DRAINING"
@@ -264,7 +264,7 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error(tokenizer, how):
     served.stop()
     if how == "second signal":
       served.stop()
-    with pytest.raises(grpc.RpcError, match="went down before this request was finished") as caught:
+    with pytest.raises(grpc.RpcError, match="shut down before this request finished") as caught:
       list(call)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason_of(caught.value) == "DRAINING"
     served.thread.join(180)

@@ -107,9 +107,7 @@ def test_a_second_signal_does_not_wait_for_a_stuck_engine(tokenizer):
     with pytest.raises(grpc.RpcError) as caught:
       list(call)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert caught.value.details() == (
-      "the server went down before this request was finished; send it again, to another one"
-    )
+    assert caught.value.details() == ("the server shut down before this request finished; retry on another server")
     served.thread.join(180)
     assert served.exit_code == [1], "an engine that did not stop is no success"
 

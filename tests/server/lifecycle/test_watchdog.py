@@ -39,7 +39,7 @@ def assert_told_that_the_engine_is_dead(call) -> None:
   with pytest.raises(grpc.RpcError) as caught:
     list(call)
   assert caught.value.code() is grpc.StatusCode.UNAVAILABLE and reason_of(caught.value) == "ENGINE_DEAD"
-  assert caught.value.details() == "the engine has failed; send the request again, to another server"
+  assert caught.value.details() == "the engine has failed; retry on another server"
 
 
 @pytest.mark.catalogue("D3")
@@ -61,7 +61,7 @@ def test_an_engine_that_stands_ends_the_server(tokenizer, capfd, caplog):
     with pytest.raises(grpc.RpcError) as caught:
       generate(served, token_ids=IDS)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-  assert re.search(r"the engine has stood still for \d", caplog.text)
+  assert re.search(r"the engine has been stuck for \d", caplog.text)
   stacks = capfd.readouterr().err
   assert "in run_until" in stacks and "lifetime.py" in stacks
 
@@ -215,7 +215,7 @@ class Runner(FakeRunner):
         loop.call_soon_threadsafe(lambda: asyncio.ensure_future(leave()))
     super().run_until(launched)
 
-async def serve(composition):
+async def serve(composition, report):
   global loop, host
   loop = asyncio.get_running_loop()
   host = Host(HostOptions(port=0, step_timeout_s=1.0, watchdog_grace_s=1.0), may_exit=True)
@@ -237,8 +237,8 @@ sys.exit(main._main(["server"]) if main._parse(["server"]) else 9)
 @pytest.mark.parametrize(
   "how, said",
   [
-    ("the engine", "the engine has stood still for"),
-    ("the event loop", "the event loop has stood still for"),
+    ("the engine", "the engine has been stuck for"),
+    ("the event loop", "the event loop has been stuck for"),
     ("the interpreter", "Timeout (0:00:02"),
     ("taking down", "Timeout (0:00:01"),
     ("a task", "error: something called exit(0) in the server"),

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import contextlib
 import json
 import re
-import shutil
 
 import httpx
 import pytest
@@ -19,14 +18,10 @@ from server.page.page_routes import PUBLIC_PATHS
 from server.proto import sluice_pb2 as pb
 from server.telemetry.access_log import AccessLog
 from server.telemetry.process_counts import count_process
-from tests.server.harness import Served, generate, running
+from tests.server.harness import END, Served, generate, running, tiny_config
+from tests.server.page.browser import open_page, url_of, wait_for_text
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 KEY = "page-key-0123456789abcdef"
-
-
-def url_of(served: Served, path: str = "/") -> str:
-  return f"http://127.0.0.1:{served.host.http_port}{path}"
 
 
 @contextlib.contextmanager
@@ -163,43 +158,8 @@ def test_states_of_blocks():
 # In a browser.
 
 
-@pytest.fixture(scope="module")
-def chromium():
-  if CHROMIUM is None:
-    pytest.skip("no Chromium on the path (Debian's package chromium)")
-  api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-  with api.sync_playwright() as playwright:
-    browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=180_000)
-    yield browser
-    browser.close()
-
-
-@contextlib.contextmanager
-def opened(chromium, served: Served, **context) -> Iterator:
-  """The page of a server; fails at its end if the browser had anything to complain of."""
-  troubles: list[str] = []
-  with contextlib.closing(chromium.new_context(**context)) as tab:
-    page = tab.new_page()
-    page.set_default_timeout(120_000)
-    page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: troubles.append(str(error)))
-    page.on("request", lambda request: None if request.url.startswith(url_of(served, "")) else troubles.append("away"))
-    page.goto(url_of(served))
-    yield page
-  assert [text for text in troubles if not text.startswith("Failed to load resource")] == []
-
-
-def wait_for_text(page, selector: str, pattern: str) -> str:
-  """The element's text, once it is there and fits the pattern."""
-  page.wait_for_function(
-    "([selector, pattern]) => new RegExp(pattern).test(document.querySelector(selector)?.textContent ?? '')",
-    arg=[selector, pattern],
-  )
-  return page.text_content(selector)
-
-
 def test_the_page_shows_the_engine_and_streams(chromium, tokenizer):
-  with running(tokenizer, host=HostOptions(http_port=0)) as served, opened(chromium, served) as page:
+  with running(tokenizer, host=HostOptions(http_port=0)) as served, open_page(chromium, served) as page:
     wait_for_text(page, "#state", "^ready$")
     wait_for_text(page, "#model", "^tiny$")
     page.wait_for_function("() => document.querySelectorAll('#rungs tr').length === 3")
@@ -216,7 +176,7 @@ def test_the_page_shows_the_engine_and_streams(chromium, tokenizer):
       "() => [...document.querySelectorAll('#ended dd')].reduce((sum, each) => sum + Number(each.textContent), 0) === 1"
     )
     # A tick may show the end while the map is still of the step before.
-    page.wait_for_function("() => /KV pool: 0 held/.test(document.getElementById('kv-map').ariaLabel)")
+    page.wait_for_function("() => /KV pool: 0 in use/.test(document.getElementById('kv-map').ariaLabel)")
     # The bars add up, and the canvases are not empty.
     page.wait_for_function(
       "() => [...document.querySelectorAll('.bar')].some((bar) => bar.children[2].clientWidth > 0)"
@@ -230,7 +190,7 @@ def test_the_page_shows_the_engine_and_streams(chromium, tokenizer):
 
 
 def test_stop_ends_the_work(chromium, tokenizer):
-  with running(tokenizer, host=HostOptions(http_port=0)) as served, opened(chromium, served) as page:
+  with running(tokenizer, host=HostOptions(http_port=0)) as served, open_page(chromium, served) as page:
     wait_for_text(page, "#state", "^ready$")
     served.runner.go.clear()
     page.select_option("#mode", "completion")
@@ -250,7 +210,7 @@ def test_stop_ends_the_work(chromium, tokenizer):
 
 
 def test_errors_are_shown_and_markup_stays_text(chromium, tokenizer):
-  with running(tokenizer, host=HostOptions(http_port=0)) as served, opened(chromium, served) as page:
+  with running(tokenizer, host=HostOptions(http_port=0)) as served, open_page(chromium, served) as page:
     wait_for_text(page, "#state", "^ready$")
     evil = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
     page.fill("#prompt", evil)
@@ -272,13 +232,53 @@ def test_errors_are_shown_and_markup_stays_text(chromium, tokenizer):
     assert page.text_content(".talk .answer") == evil
     assert page.locator(".talk img, .talk script").count() == 0 and page.title() == "Sluice"
     page.unroute("**/v1/chat/completions")
-    page.fill("#prompt", "long")
-    page.fill("#max_tokens", "512")
+    # An error in the middle of an answer stands in the conversation.
+    broken = f"data: {chunk}\n\ndata: {json.dumps({'error': {'message': 'it broke'}})}\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=broken))
+    page.fill("#prompt", "more")
     page.click("#send")
-    assert "max" in wait_for_text(page, ".talk .error", ".")
+    wait_for_text(page, ".talk .error", "^it broke$")
     page.wait_for_function(
       "() => (e => e.scrollTop + e.clientHeight >= e.scrollHeight - 1)(document.querySelector('#talk'))"
     )
+
+
+def test_a_refused_message_stays_in_the_input_with_the_error_beside_it(chromium, tokenizer):
+  config = tiny_config(max_num_seqs=1, max_queued_requests=1, eos_token_ids=(END,))
+  host = HostOptions(http_port=0)
+  with running(tokenizer, host=host, config=config) as served, open_page(chromium, served) as page:
+    wait_for_text(page, "#state", "^ready$")
+    page.fill("#prompt", "the cat")
+    page.fill("#max_tokens", "512")
+    page.click("#send")
+    assert "max" in wait_for_text(page, "#refusal", ".")
+    assert page.input_value("#prompt") == "the cat" and page.get_attribute("#prompt", "aria-invalid") == "true"
+    assert page.locator(".talk .asked").count() == 0
+    page.fill("#max_tokens", "5")
+    served.runner.go.clear()
+    with contextlib.ExitStack() as others:
+      for live in (1, 2):  # one runs, one waits
+        call = served.generation.Generate(pb.GenerateRequest(text="a", stopping=pb.StopParams(max_tokens=5)))
+        others.callback(call.cancel)
+        served.wait_until(lambda live=live: served.engine.num_live == live)
+      page.press("#prompt", "Enter")
+      wait_for_text(page, "#refusal", "queue")
+      assert page.input_value("#prompt") == "the cat" and page.locator(".talk .asked").count() == 0
+      served.runner.go.set()
+    served.wait_until(lambda: served.engine.num_live == 0)
+    page.press("#prompt", "Enter")
+    wait_for_text(page, "#played", r"ended: (stop|length)$")
+    assert page.input_value("#prompt") == "" and page.text_content("#refusal") == ""
+    assert page.get_attribute("#prompt", "aria-invalid") is None
+    assert page.text_content(".talk .asked") == "the cat"
+
+
+def test_samples_are_for_the_demo_model_alone(chromium, tokenizer):
+  for model, is_shown in (("tiny", False), ("sluice-demo", True)):
+    host = HostOptions(http_port=0)
+    with running(tokenizer, host=host, model=model) as served, open_page(chromium, served) as page:
+      wait_for_text(page, "#model", f"^{model}$")
+      assert page.is_visible("#samples") is is_shown
 
 
 def test_a_key_is_asked_for_and_used(chromium, tokenizer, tmp_path):
@@ -286,7 +286,7 @@ def test_a_key_is_asked_for_and_used(chromium, tokenizer, tmp_path):
   keys.write_text(KEY + "\n")
   keys.chmod(0o600)
   options = HostOptions(http_port=0, api_key_file=str(keys))
-  with running(tokenizer, host=options) as served, opened(chromium, served) as page:
+  with running(tokenizer, host=options) as served, open_page(chromium, served) as page:
     page.wait_for_function("() => document.querySelector('#key-box').open")
     page.fill("#key", KEY)
     page.press("#key", "Tab")
@@ -294,21 +294,27 @@ def test_a_key_is_asked_for_and_used(chromium, tokenizer, tmp_path):
 
 
 def test_narrow_dark_and_by_keyboard(chromium, tokenizer):
-  looks = {"viewport": {"width": 400, "height": 800}, "color_scheme": "dark"}
-  with running(tokenizer, host=HostOptions(http_port=0)) as served, opened(chromium, served, **looks) as page:
+  looks = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}
+  with running(tokenizer, host=HostOptions(http_port=0)) as served, open_page(chromium, served, **looks) as page:
     wait_for_text(page, "#state", "^ready$")
-    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    top = "document.querySelector('{}').getBoundingClientRect().top"
+    assert page.evaluate(
+      f"{top.format('#send')} < window.innerHeight && {top.format('#send')} < {top.format('.tiles')}"
+    )
     assert page.evaluate(
       "document.querySelector('.scroll').scrollWidth <= document.querySelector('.scroll').clientWidth"
     )
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.emulate_media(color_scheme="light")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+    page.click("#settings summary")
+    page.focus("#talk")
     reached = []
     for _ in range(20):
       page.keyboard.press("Tab")
       reached.append(page.evaluate("document.activeElement.id"))
-    wanted = ["prompt", "mode", "max_tokens", "temperature", "top_p", "top_k", "seed", "send"]
+    wanted = ["prompt", "send", "mode", "max_tokens", "temperature", "top_p", "top_k", "seed"]
     assert [name for name in reached if name in wanted][: len(wanted)] == wanted
     unnamed = (
       "[...document.querySelectorAll('input, select, textarea')].filter((e) => !e.labels.length && !e.ariaLabel)"
@@ -317,7 +323,7 @@ def test_narrow_dark_and_by_keyboard(chromium, tokenizer):
 
 
 def test_nothing_jumps_when_figures_come(chromium, tokenizer):
-  with running(tokenizer, host=HostOptions(http_port=0)) as served, opened(chromium, served) as page:
+  with running(tokenizer, host=HostOptions(http_port=0)) as served, open_page(chromium, served) as page:
     wait_for_text(page, "#state", "^ready$")
     page.evaluate(
       "window.shift = 0; new PerformanceObserver((list) => list.getEntries().forEach((e) => window.shift += e.value))"

@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 from engine.errors import ConfigError, InvalidRequest
 from server.errors import NoChatTemplate
 from server.text.chat_template import ChatTemplate, Message
-from server.text.tokenizer import Tokenizer
+from server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.server.harness import SPECIAL
 
 
@@ -219,3 +219,38 @@ def test_unknown_kinds_of_decoder_are_refused(tokenizer_dir, tmp_path):
     Tokenizer(tmp_path)
   with pytest.raises(ConfigError, match="cannot be read: No such file"):
     Tokenizer(tmp_path / "nowhere")
+
+
+def test_a_chat_template_of_ones_own(tokenizer_dir, tmp_path):
+  """It counts instead of the model's, even where that is broken."""
+  folder = shutil.copytree(tokenizer_dir, tmp_path / "model")
+  (folder / "chat_template.jinja").write_text("{% if %}")
+  template = tmp_path / "own.jinja"
+  template.write_text("{{ bos_token }}{{ messages[0]['content'] }}")
+  tokenizer = load_tokenizer(folder, max_prompt_bytes=1000, chat_template=str(template))
+  assert tokenizer is not None and tokenizer.chat_template == template.read_text()
+  assert not tokenizer.chat_template_error
+  ids = tokenizer.encode_chat([Message("user", "the cat")])
+  assert tokenizer.decode(ids, skip_special_tokens=False) == "<|bos|>the cat"
+
+
+@pytest.mark.parametrize(
+  ("content", "complaint"),
+  [
+    (b"{% if %}", "chat_template=.*own.jinja: the chat template is not valid jinja2"),
+    (b"\xff", "chat_template=.*own.jinja cannot be read: .*utf-8"),
+    (b"x" * 100_000, "chat_template=.*own.jinja: the chat template has 65537 bytes, the limit is 65536"),
+    (None, "chat_template=.*own.jinja cannot be read: .*No such file"),
+  ],
+)
+def test_a_bad_chat_template_of_ones_own(tokenizer_dir, tmp_path, content, complaint):
+  if content is not None:
+    (tmp_path / "own.jinja").write_bytes(content)
+  with pytest.raises(ConfigError, match=complaint):
+    load_tokenizer(tokenizer_dir, max_prompt_bytes=1000, chat_template=str(tmp_path / "own.jinja"))
+
+
+def test_a_chat_template_needs_a_tokenizer(tmp_path):
+  assert load_tokenizer(tmp_path, max_prompt_bytes=1000) is None
+  with pytest.raises(ConfigError, match="chat_template=own.jinja needs a tokenizer, and .* has no tokenizer.json"):
+    load_tokenizer(tmp_path, max_prompt_bytes=1000, chat_template="own.jinja")

@@ -1,4 +1,4 @@
-"""The host benchmark runs and prints what BUILD.md says it prints; how fast is not a test's business."""
+"""The host benchmark runs and prints what benchmarks/README.md has of it; how fast is not a test's business."""
 
 import json
 

@@ -8,7 +8,7 @@ from tests.tools.conftest import run_module
 from tools.bench import modes as bench_modes
 from tools.report.run_file import read_run
 
-SMALL = ("--token_budgets=8,32", "--prefill_chunk=16", "--max_num_seqs=8", "--server_flags=--num_blocks=128")
+SMALL = ("--token_budgets=8,32", "--prefill_chunk=16", "--max_num_seqs=8", "--server_flags=--num_blocks=128 --verbose")
 
 
 def test_two_modes_side_by_side_and_one_that_does_not_start(tiny_model, compile_cache, tmp_path):
@@ -53,10 +53,41 @@ def test_two_modes_side_by_side_and_one_that_does_not_start(tiny_model, compile_
     assert f"--batching={mode}" in log and log.endswith("stopped, exit code 0\n")
 
 
+def test_policies_side_by_side(tiny_model, tmp_path):
+  own = "tests.engine.policies:LeastLeft"
+  done = run_module(
+    "tools.bench.modes",
+    f"--model={tiny_model}",
+    "--modes=chunked",
+    f"--policies=sjf,{own}",
+    "--rates=60",
+    "--seconds=0.2",
+    "--warmup_requests=1",
+    "--load=--prompt_len=uniform:4:40 --output_len=uniform:2:20 --num_tenants=2 --batch_share=0.5",
+    *SMALL[:-1],
+    "--server_flags=--num_blocks=128 --fake_device --verbose",
+    f"--output={tmp_path}",
+  )
+  assert done.returncode == 0, done.stderr
+  result = json.loads(done.stdout)
+  assert [(run["mode"], run["policy"]) for run in result["runs"]] == [("chunked", "sjf"), ("chunked", own)]
+  runs = [read_run(run["run_file"]) for run in result["runs"]]
+  assert [run.label for run in runs] == ["sjf", "LeastLeft"]
+  for run in runs:
+    assert all(outcome.ok for outcome in run.outcomes) and {outcome.priority for outcome in run.outcomes} == {0, 1}
+    assert {outcome.tenant for outcome in run.outcomes} == {"tenant0", "tenant1"}
+  assert runs[0].prompt_lens == runs[1].prompt_lens
+  assert f"--policy={own}" in (tmp_path / "LeastLeft.log").read_text("utf-8")
+  page = (tmp_path / "report.html").read_text("utf-8")
+  assert "policies side by side" in page and (tmp_path / "senders.png").exists()
+
+
 @pytest.mark.parametrize(
   ("flags", "complaint"),
   [
     (["--modes=static,lockstep"], "lockstep"),
+    (["--policies=fcfs,no_module:Mine"], "no_module"),
+    (["--policies=sjf,sjf"], "twice"),
     (["--modes=static,static"], "each once"),
     (["--rates=0"], "above 0"),
     (["--rates=4,4"], "twice"),

@@ -40,7 +40,7 @@ def rig():
 def assert_hold(rows: list[Row]) -> None:
   assert rows
   for row in rows:
-    assert row.passed, f"{row.claim}: {row.measured}"
+    assert row.passed, f"{row.check}: {row.measured}"
 
 
 # --- Scenarios, small -------------------------------------------------------------------------------------------------
@@ -230,11 +230,11 @@ def test_verdicts_say_how_much_was_run():
 
 @pytest.mark.parametrize("passed", [True, False])
 def test_table_file_and_exit_code(monkeypatch, tmp_path, capsys, passed):
-  row = Row("a claim", "a target", "a figure", passed, asked=5, ran=5)
+  row = Row("a check", "a target", "a figure", passed, asked=5, ran=5)
   monkeypatch.setattr(chaos, "SCENARIOS", {"one": (lambda rig: [row], lambda rig: [])})
   file = tmp_path / "table.json"
   assert chaos.main(["--scenario=one", f"--output={file}"]) == (0 if passed else 1)
-  assert "a claim" in capsys.readouterr().out
+  assert "a check" in capsys.readouterr().out
   written = json.loads(file.read_text())
   assert written["passed"] is passed and written["rows"][0]["scenario"] == "one"
 
@@ -248,7 +248,7 @@ def test_an_unknown_scenario_is_refused(capsys):
 
 def test_the_table_has_all_rows():
   console = Console(record=True, width=160, file=io.StringIO())
-  rows = [Row(f"claim {i}", "t", "m", i != 1, scenario="s") for i in range(3)]
+  rows = [Row(f"check {i}", "t", "m", i != 1, scenario="s") for i in range(3)]
   report.show(rows, 1.0, console)
   text = console.export_text()
-  assert "2 of 3 claims hold" in text and "MISSED" in text and all(f"claim {i}" in text for i in range(3))
+  assert "2 of 3 checks passed" in text and "MISSED" in text and all(f"check {i}" in text for i in range(3))

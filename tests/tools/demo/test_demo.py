@@ -1,8 +1,8 @@
 """The demo: its traffic, its screen at several sizes, and the whole of it for a few seconds without a terminal."""
 
+from collections import Counter
 import io
 import itertools
-import pathlib
 import re
 import time
 
@@ -10,32 +10,48 @@ import pytest
 from rich.console import Console
 
 from server.proto import sluice_pb2 as pb
-from tests.server.harness import write_tokenizer
 from tests.tools.conftest import run_module
+from tools.demo import chats
 from tools.demo import load as demo_load
-from tools.demo.load import DemoLoad, DemoRequest, DemoStream
+from tools.demo.chats import DemoTurn
+from tools.demo.load import DemoLoad, DemoStream
 from tools.demo.view import View, closing, plain_line
 from tools.demo_model import skills
-from tools.make_random_model import write_model
 
 
-def test_the_traffic_is_repeatable_mixed_and_checkable():
-  asks = list(itertools.islice(demo_load.traffic(seed=1), 300))
-  assert asks == list(itertools.islice(demo_load.traffic(seed=1), 300))
-  assert {ask.kind for ask in asks} == set(demo_load.MIXTURE)
-  for ask in asks:
-    assert (ask.answer is not None) == (ask.kind in demo_load.CHECKED)
-    assert ask.messages[-1][0] == "user"
-  stories = [ask.sampling for ask in asks if ask.kind == "story"]
+def test_chats_are_repeatable_mixed_shared_and_checkable():
+  made = list(itertools.islice(chats.make_chats(seed=1), 300))
+  assert made == list(itertools.islice(chats.make_chats(seed=1), 300))
+  turns = [turn for chat in made for turn in chat.turns]
+  assert {turn.kind for turn in turns} == chats.SHARED_TURNS.keys() | chats.OWN_TURNS.keys()
+  for turn in turns:
+    assert (turn.answer is not None) == (turn.kind in chats.CHECKED)
+  stories = [turn.sampling for turn in turns if turn.kind == "story"]
   assert {bool(sampling.top_k) for sampling in stories} == {True, False}
-  recalls = [ask.messages for ask in asks if ask.kind == "recall"]
-  assert len(set(recalls)) < len(recalls), "no recall came a second time, so no prefix would be shared"
+  assert all(chat.turns[0].kind == "story" for chat in made[: chats.NUM_OPENING_CHATS])
+  before = Counter(chat.before for chat in made if chat.before)
+  assert sum(count > 1 for count in before.values()) == chats.NUM_SHARED_TEXTS
+  for chat in made:
+    for turn in chat.turns:
+      if turn.kind == "recall" and turn.answer:
+        name, word = turn.answer.removeprefix("I remember ").rstrip(".").split()
+        assert f"{name} {word}" in " ".join(content for _, content in chat.before)
 
 
-def test_phases_go_beyond_the_slots_and_back():
-  counts = [demo_load.wanted_live(share / 100) for share in range(100)]
-  assert max(counts) > 32 > counts[-1]
-  assert counts[0] == demo_load.PHASES[0][1]
+def test_clients_outnumber_the_slots():
+  counts = [demo_load.wanted_clients(share / 100, 32) for share in range(100)]
+  assert min(counts) > 32 and max(counts) > 48
+
+
+def test_occupancy_weighs_steps_by_their_time():
+  steps = [
+    pb.StepLoad(time=at, num_running=running, num_waiting=waiting)
+    for at, running, waiting in ((1.0, 4, 0), (2.0, 2, 3), (5.0, 4, 1))
+  ]
+  seen = demo_load.measure_occupancy(steps, 4)
+  assert (seen.slots, seen.full_share, seen.queue, seen.longest_queue) == (2.5, 0.25, 2.25, 3)
+  assert seen.queue_share == 0.75
+  assert demo_load.measure_occupancy([], 4).slots == 0.0
 
 
 def load_in_flight() -> DemoLoad:
@@ -43,26 +59,29 @@ def load_in_flight() -> DemoLoad:
   load = DemoLoad("127.0.0.1:1", 30.0)
   now = time.monotonic()
   load.started_s = now - 10
-  for index, ask in enumerate(itertools.islice(demo_load.traffic(seed=3), 40)):
-    stream = DemoStream(index, ask, now - 5)
+  turns = (turn for chat in chats.make_chats(seed=3) for turn in chat.turns)
+  for index, turn in enumerate(itertools.islice(turns, 120, 160)):
+    stream = DemoStream(index, turn, now - 5)
     if index % 3:
       stream.text = "Once upon a time, " * index
       stream.chunks = [(now - 4, 1), (now - 3.9, 2)]
     if index % 4 == 3:
-      stream.text = ask.answer or stream.text
+      stream.text = turn.answer or stream.text
       stream.ended_s = now - 0.5
+      stream.num_prompt_tokens, stream.num_cached_tokens = 100, 64
       load.ended.append(stream)
     else:
       load.live.append(stream)
-  failed = DemoStream(99, load.live[0].ask, now - 1, ended_s=now, error="UNAVAILABLE: gone")
+  failed = DemoStream(99, load.live[0].turn, now - 1, ended_s=now, error="UNAVAILABLE: gone")
   load.ended.append(failed)
-  rungs = [pb.RungLoad(tokens=tokens, rows=min(tokens, 32), steps_total=tokens) for tokens in (8, 16, 32, 64, 256)]
+  rungs = [pb.RungLoad(tokens=tokens, rows=min(tokens, 32), steps_total=tokens) for tokens in (8, 32, 64, 256)]
   figures = {
     "max_num_seqs": 32,
     "running_requests": 30,
     "queued_requests": 12,
     "kv_blocks_total": 640,
-    "kv_blocks_in_use": 600,
+    "kv_blocks_in_use": 500,
+    "kv_blocks_cached": 90,
     "rungs": rungs,
   }
   load.samples.append((now - 1.5, pb.GetLoadResponse(**figures)))
@@ -82,8 +101,8 @@ def load_in_flight() -> DemoLoad:
       ),
     )
   )
-  load.recent_ttft_s.extend([0.05, 0.15])
-  load.recent_gap_s.extend([0.01, 0.02, 0.03])
+  load._recent_ttft_s.extend([(now - 60, 9.0), (now, 0.05), (now, 0.15)])
+  load._recent_gap_s.extend([(now, 0.01), (now, 0.02), (now, 0.03)])
   return load
 
 
@@ -108,7 +127,8 @@ def test_the_screen_shows_what_happens():
   assert "1,500 /s" in text
   assert re.search(r"padding\s+10% of computed", text)
   assert "30/32" in text
-  assert "600/640" in text
+  assert "500/640" in text and re.search(r"cached\s+90, reclaimable", text)
+  assert re.search(r"prefixes\s+64% of prompt tokens", text)
   assert re.search(r"queue\s+12", text)
   assert re.search(r"TTFT\s+p50 100 p99 149 ms", text)
   assert re.search(r"ITL\s+p50 20 p99 30 ms", text)
@@ -118,10 +138,10 @@ def test_an_answer_that_just_came_is_marked():
   load = load_in_flight()
   view = View(load, "demo")
   screen(view, 80, 24)
-  stream = next(stream for stream in view._lines if stream and stream.ask.answer is not None)
+  stream = next(stream for stream in view._lines if stream and stream.turn.answer is not None)
   load.live.remove(stream)
   stream.ended_s = time.monotonic()
-  for text, mark in ((stream.ask.answer, "✓"), ("something else", "✗")):
+  for text, mark in ((stream.turn.answer or "", "✓"), ("something else", "✗")):
     stream.text = text
     assert any(mark in line for line in screen(view, 80, 24))
 
@@ -141,7 +161,7 @@ def test_a_stream_keeps_its_line_until_it_is_gone():
 
 def test_an_answer_is_right_only_when_it_is_the_expected_one():
   [instance] = skills.make_instances("reverse", 1, 0)
-  ask = DemoRequest("reverse", (("user", "x"),), demo_load.GREEDY, 80, instance.answer)
+  ask = DemoTurn("reverse", "x", chats.GREEDY, 80, instance.answer)
   assert DemoStream(0, ask, 0.0, text=instance.answer).right is None
   assert DemoStream(0, ask, 0.0, text=f" {instance.answer}\n", ended_s=1.0).right is True
   assert DemoStream(0, ask, 0.0, text=instance.answer[:-1], ended_s=1.0).right is False
@@ -162,49 +182,31 @@ def test_the_plain_line_and_the_summary_tell_the_same_story():
   assert "10.0% of computed tokens; kernels skipped 50.0% of what rungs hold" in text
 
 
-def test_the_demo_without_a_terminal(tmp_path, compile_cache):
-  folder = tmp_path / "chatty"
-  write_model(
-    folder,
-    {
-      "architectures": ["LlamaForCausalLM"],
-      "model_type": "llama",
-      "vocab_size": 384,
-      "hidden_size": 32,
-      "intermediate_size": 64,
-      "num_hidden_layers": 1,
-      "num_attention_heads": 2,
-      "num_key_value_heads": 1,
-      "head_dim": 16,
-      "max_position_embeddings": 8192,
-      "rope_theta": 10_000.0,
-      "rope_scaling": None,
-      "rms_norm_eps": 1e-5,
-      "tie_word_embeddings": True,
-      "hidden_act": "silu",
-      "bos_token_id": 1,
-      "eos_token_id": 2,
-    },
-    seed=0,
-  )
-  write_tokenizer(pathlib.Path(folder))
+def test_the_demo_fills_slots_queues_preempts_and_shares(tmp_path, compile_cache):
   done = run_module(
-    "tools.demo",
-    f"--model={folder}",
-    "--seconds=4",
-    f"--compile_cache_dir={compile_cache}",
-    f"--screenshot={tmp_path / 'view.svg'}",
+    "tools.demo", "--requests=90", f"--compile_cache_dir={compile_cache}", f"--screenshot={tmp_path / 'view.svg'}"
   )
   assert done.returncode == 0, done.stdout + done.stderr
   assert "\x1b" not in done.stdout
-  assert re.search(r"compiling step programs: (\d+) of \1\n", done.stdout)
-  assert re.search(r"\d running, \d+ queued", done.stdout)
+  assert re.search(r"\d of 32 slots, \d+ queued", done.stdout)
   assert re.search(r"first token +[\d.]+ s after the start", done.stdout)
-  assert re.search(r"requests +\d+ answered, 0 failed", done.stdout)
   assert re.search(r"compiles +0 since ready", done.stdout)
   assert "-m server.main --port=50051" in done.stdout
   assert "tools.client --target=127.0.0.1:50051 --chat" in done.stdout
   assert "<svg" in (tmp_path / "view.svg").read_text("utf-8")
+
+  def figure(pattern: str) -> float:
+    found = re.search(pattern, done.stdout)
+    assert found, done.stdout
+    return float(found[1])
+
+  assert figure(r"requests +(\d+) answered, 0 failed") >= 90
+  assert figure(r"slots +([\d.]+) of 32 in use on average") > 24
+  assert figure(r"queue +[\d.]+ requests on average, (\d+) at most") > 0
+  assert figure(r"preemptions +(\d+),") > 0
+  assert figure(r"prefixes +(\d+)% of") > 0
+  right, checked = figure(r"skills +(\d+) of"), figure(r"skills +\d+ of (\d+) right")
+  assert right >= 0.9 * checked > 0
 
 
 def test_the_demo_of_a_missing_model_ends_with_the_servers_words():

@@ -67,7 +67,7 @@ def test_a_command_that_fails_or_hangs_costs_only_itself(tmp_path) -> None:
   assert run("import os; print('{\"umask\": %d}' % os.umask(0))", 100.0)["umask"] == 0o077
   assert run("raise SystemExit(3)", 100.0)["error"] == "exit code 3: it said nothing"
   assert run("raise SystemExit('no such card\\n')", 100.0)["error"] == "exit code 1: no such card"
-  assert run("print('no json')", 100.0)["error"] == "said nothing that is understood"
+  assert run("print('no json')", 100.0)["error"] == "its last output line is not JSON"
   assert run("import time; time.sleep(600)", 0.2)["error"].startswith("out of time")
   assert run("", -1.0)["error"] == "out of time"
   left = "import sys; open(sys.argv[1], 'w').write('{\"decode\": [1]}'); "
@@ -132,7 +132,7 @@ def test_verdicts() -> None:
   found = {
     "decode_8b": {"decode": steps, "sampler": sampler, "alone": alone, "warmup_s": 61.0, "ceilings": best},
     "decode_1b": {"error": "out of time", "decode": [{"batch": 32, "context": 1024, "over_roofline": 1.5}]},
-    "start_bundle": {"warmup_s": 9.0, "fallbacks": ["bundle: was made for something else"]},
+    "start_bundle": {"warmup_s": 9.0, "fallbacks": ["bundle: was made for another server"]},
     "offline": {"offline": {"output_tok_s": 5000.0, "device_idle_share": 0.01, "host_us": _HOST}},
     "offline_plain": {"offline": {"output_tok_s": 4000.0}},
     "full": _FULL | {"compiles_after_ready": 0},
@@ -149,19 +149,19 @@ def test_verdicts() -> None:
   assert lines["decode_8b: sampler, 64 rows, top_k, top_p, of a step"] == ["9.0%", "<=", "8%", "no"]
   assert lines["start, cold: all rungs ran, s after the weights"] == ["61.0", "<=", "60", "no"]
   assert lines["start, bundle: all rungs ran, s after the weights"][-1] == "+"
-  assert "start, bundle: bundle: was made for something else" in engine.table(found)
+  assert "start, bundle: bundle: was made for another server" in engine.table(found)
   assert lines["offline: device idle"][-1] == "+" and lines["full: device idle"][-1] == "no"
   assert lines["full: host, ms a step"] == ["0.45", "<=", "0.5", "+"]
   assert lines["full: compiles after ready"] == ["0", "<=", "0", "+"]
   assert lines["full: of the serial roofline"] == ["0.58", ">=", "0.55", "+"]
   assert lines["offline: overlap over no overlap"] == ["1.25"]
   assert lines["decode_8b: one request alone, device idle"] == ["2.0%", "<=", "3%", "+"]
-  assert lines["deterministic: ways of serving with the same bits"] == ["24"]
+  assert lines["deterministic: variants with the same bits"] == ["24"]
   assert lines["deterministic: decode of 8 at 1024, times as long"] == ["1.50"]
   assert lines["command buffers, always: ms a step"] == ["4.000"]
   assert lines["twin static: tokens before a first difference"] == ["50.0%"]
-  assert lines["twin static: ours over its tokens a second"] == ["2.00", ">=", "1.5", "+"]
-  assert "twin batching: ours over its tokens a second" not in lines
+  assert lines["twin static: Sluice over its tokens a second"] == ["2.00", ">=", "1.5", "+"]
+  assert "twin batching: Sluice over its tokens a second" not in lines
 
 
 @pytest.mark.parametrize("missing", engine.STAGES)

@@ -126,7 +126,7 @@ def test_every_job_names_a_spec_and_shares_rise() -> None:
 
 def test_the_oracle_is_that_of_the_conformance_suite() -> None:
   for spec in arg_specs.CONFORMANCE[4:8]:
-    arguments, case = arg_specs.make(spec), cases.KernelCase(spec)
+    arguments, case = arg_specs.make_arguments(spec), cases.KernelCase(spec)
     np.testing.assert_array_equal(case.tables[0], arguments.block_tables)
     np.testing.assert_array_equal(case.query_starts, arguments.query_starts)
     kv = np.full(case.kv_shape(), np.nan, np.float32)

@@ -11,11 +11,13 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.settings import BATCHING
+from engine.settings import BATCHING, POLICIES
 from tests.tools.conftest import ENGINE_FLAGS, ROOT, json_line, run_here, run_module
 from tools import workload
 from tools.chaos.server.books import check_scheduler
 from tools.report.latency import Objectives, summary
+from tools.report.run_file import read_run
+from tools.report.shown_runs import prepared
 from tools.simulate import __main__ as simulate
 from tools.simulate.events import Collector, Fleet, Simulation
 from tools.simulate.replica import Arrival, made_up
@@ -193,8 +195,8 @@ def test_decisions_are_those_of_the_real_engine(tiny_model, compile_cache, tmp_p
   real = json_line(done)
   # Whether padding is computed is the device's: on a CPU its kernels skip it, where they are built.
   dataclasses.replace(FAST, by_tokens=real["skipped_tokens"] > 0).save(str(tmp_path / "costs.json"))
-  flags = [f"--costs={tmp_path}/costs.json", f"--requests={tmp_path}/requests.jsonl", "--max_model_len=256"]
-  simulated = json_line(run_module("tools.simulate", *flags, "--queue_timeout_s=0", *ENGINE_FLAGS))
+  flags = [f"--costs={tmp_path}/costs.json", f"--requests={tmp_path}/requests.jsonl", "--max_model_len=256", "--json"]
+  simulated = json_line(run_module("tools.simulate", *flags, *ENGINE_FLAGS))
   names = ("steps", "decode_tokens", "prefill_tokens", "preemptions", "padding_share", "skipped_tokens")
   names += ("steps_by_rung", "output_tokens")
   assert {name: simulated[name] for name in names} == {name: real[name] for name in names}
@@ -368,7 +370,7 @@ def call(capsys, *flags) -> tuple[int, str, str]:
 
 
 def test_the_command_replays_a_trace(costs_file, capsys):
-  flags = [f"--costs={costs_file}", f"--trace={AZURE}", "--scale=0.1", "--num_requests=100", "--repeat=2"]
+  flags = [f"--costs={costs_file}", f"--trace={AZURE}", "--scale=0.1", "--rate_scale=0.1", "--repeat=2", "--json"]
   code, out, _ = call(capsys, *flags, "--num_requests=600", *ENGINE)
   figures = json.loads(out)
   assert code == 0
@@ -376,17 +378,19 @@ def test_the_command_replays_a_trace(costs_file, capsys):
   assert figures["workload"]["length_scale"] == 0.1
   assert figures["costs"]["source"] == "made up"
   assert figures["simulator"]["steps_per_minute"] > 0
+  assert "capacity_request_s" not in figures["workload"], "the trace's own times were asked for"
 
 
 def test_a_rate_replaces_the_times_of_a_trace(costs_file, capsys):
-  flags = [f"--costs={costs_file}", f"--trace={AZURE}", "--scale=0.1", "--num_requests=50", "--rate=1000"]
+  flags = [f"--costs={costs_file}", f"--trace={AZURE}", "--scale=0.1", "--num_requests=50", "--rate=1000", "--json"]
   figures = json.loads(call(capsys, *flags, *ENGINE)[1])
   assert figures["wall_s"] < 5
   assert figures["workload"]["rate"] == 1000
 
 
 def test_disaggregated_batching_has_one_engine_for_each_part(costs_file, capsys):
-  code, out, _ = call(capsys, f"--costs={costs_file}", "--batching=disaggregated", "--num_requests=20", *ENGINE)
+  flags = [f"--costs={costs_file}", "--batching=disaggregated", "--num_requests=20", "--json"]
+  code, out, _ = call(capsys, *flags, *ENGINE)
   figures = json.loads(out)
   assert code == 0
   assert (figures["replicas"], figures["completed"]) == (2, 20)
@@ -400,9 +404,84 @@ def test_a_trace_end_to_end_keeps_its_order():
 
 def test_a_flagfile_of_the_server_is_taken(costs_file, capsys, tmp_path):
   (tmp_path / "ladder.flags").write_text("# a ladder\n\n--token_budgets=16,128\n--prefill_chunk=128\n", "utf-8")
-  code, out, _ = call(capsys, f"--costs={costs_file}", f"--flagfile={tmp_path}/ladder.flags", "--num_requests=5")
+  flags = [f"--costs={costs_file}", f"--flagfile={tmp_path}/ladder.flags", "--num_requests=5", "--json"]
+  code, out, _ = call(capsys, *flags)
   assert code == 0
   assert json.loads(out)["steps_by_rung"].keys() <= {"16", "128"}
+
+
+# --- Policies side by side --------------------------------------------------------------------------------------------
+
+
+def test_policies_are_told_apart_by_default(capsys, tmp_path):
+  """A fresh clone, no flag but the policies: same requests, a queue, and figures that differ for each."""
+  code, out, _ = call(
+    capsys, f"--policies={','.join(POLICIES)}", "--num_requests=250", f"--output={tmp_path}/runs.json"
+  )
+  assert code == 0
+  head, table = out.split("\n\n")
+  lines = table.splitlines()
+  assert [line.split()[0] for line in lines] == ["policy", *POLICIES]
+  assert "4 tenants" in head and "load 1.1: " in head and "benchmarks/costs/demo_cpu.json (measured)" in head
+  runs = json.loads((tmp_path / "runs.json").read_text("utf-8"))["runs"]
+  by_policy = {run["policy"]: run for run in runs}
+  assert by_policy.keys() == set(POLICIES)
+  assert len({(run["completed"], run["output_tokens"], run["prompt_tokens"]) for run in runs}) == 1
+  assert len({run["ttft_mean_ms"] for run in runs}) == len(runs), "two policies did the same"
+  workload_of = runs[0]["workload"]
+  assert workload_of["rate"] == pytest.approx(1.1 * workload_of["capacity_request_s"])
+  assert by_policy["sjf"]["ttft_p50_ms"] < by_policy["fcfs"]["ttft_p50_ms"]
+  assert by_policy["fair"]["fairness"] > by_policy["fcfs"]["fairness"]
+  urgent = {name: run["priorities"]["0"]["ttft_p99_ms"] for name, run in by_policy.items()}
+  assert max(urgent["priority"], urgent["tiers"]) < urgent["fcfs"]
+
+
+def test_a_table_is_for_people_and_json_for_programs(costs_file, capsys, tmp_path):
+  flags = [f"--costs={costs_file}", "--num_requests=10", "--load=0.5", *ENGINE]
+  code, out, _ = call(capsys, *flags, f"--output={tmp_path}/one.json")
+  kept = json.loads((tmp_path / "one.json").read_text("utf-8"))
+  assert code == 0 and out.splitlines()[-1].split()[0] == "fcfs"
+  line = json.loads(call(capsys, *flags, "--json")[1])
+  assert line.pop("simulator").keys() == kept.pop("simulator").keys() and line == kept
+  assert call(capsys, *flags, "--json", "--policies=fcfs,sjf")[1].count("\n") == 1
+
+
+def test_runs_are_drawn(costs_file, capsys, tmp_path):
+  folder = tmp_path / "out"
+  own = "tests.engine.policies:LeastLeft"
+  code, out, _ = call(
+    capsys, f"--costs={costs_file}", "--num_requests=60", f"--policies=fcfs,{own}", f"--report={folder}", *ENGINE
+  )
+  assert code == 0 and out.splitlines()[-1] == f"report: {folder}/report.html"
+  runs = {run.label: run for run in map(read_run, map(str, folder.glob("*.jsonl")))}
+  assert {label: run.about["policy"] for label, run in runs.items()} == {"fcfs": "fcfs", "LeastLeft": own}
+  one = runs["fcfs"]
+  assert len(one.outcomes) == len(one.served) == 60 and len(one.steps) == one.figures["steps"]
+  assert {outcome.tenant for outcome in one.outcomes} == {f"tenant{number}" for number in range(4)}
+  shown = {one.label: one.figures for one in prepared(runs.values(), ANY)}
+  for label, run in runs.items():  # the page's figures, from the file, are the simulator's
+    for name in ("fairness", "output_tokens", "ttft_p99_ms", "itl_p99_ms"):
+      assert shown[label][name] == pytest.approx(run.figures[name], abs=2e-3), name
+    for name, figures in run.figures["tenants"].items():
+      assert shown[label]["tenants"][name] == pytest.approx(figures, abs=2e-3)
+  page = (folder / "report.html").read_text("utf-8")
+  assert page.count("<td>LeastLeft</td>") == 2 and "simulated, with step times of" in page
+  names = {path.stem for path in folder.glob("*.png")}
+  assert names >= {"modes", "cdf", "senders", "phases", "kv", "steps_1", "throughput_latency"}
+
+
+def test_a_request_file_keeps_its_times_tenants_and_priorities(costs_file, capsys, tmp_path):
+  requests = [
+    workload.WorkRequest(number, 0.5 * number, (1, 2, 3), 4, tenant="ab"[number % 2], priority=number % 3)
+    for number in range(12)
+  ]
+  with open(tmp_path / "requests.jsonl", "w", encoding="utf-8") as file:
+    workload.write_requests(file, requests, {})
+  flags = [f"--costs={costs_file}", f"--requests={tmp_path}/requests.jsonl", "--json", *ENGINE]
+  figures = json.loads(call(capsys, *flags)[1])
+  assert figures["wall_s"] > 5.5
+  assert {name: each["requests"] for name, each in figures["tenants"].items()} == {"a": 6, "b": 6}
+  assert {name: each["requests"] for name, each in figures["priorities"].items()} == {"0": 4, "1": 4, "2": 4}
 
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,2\n"
@@ -423,6 +502,13 @@ TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,5,2\n"
     (["--flagfile=/nowhere.flags"], "cannot be read"),
     (["--batching=sideways"], "sideways"),
     (["--policy=sideways"], "sideways"),
+    (["--policies=fcfs,sideways"], "sideways"),
+    (["--policies=fcfs,no_module:Mine"], "no_module"),
+    (["--policies=fcfs,fcfs"], "twice"),
+    (["--policies=fcfs,sjf", "--find_replicas"], "one policy"),
+    (["--load=1.5", "--rate=3"], "load=1.5"),
+    (["--batch_share=2"], "batch_share=2"),
+    (["--output={}/nowhere/x.json"], "folder"),
     (["--router=sideways"], "sideways"),
     (["--prefill_replicas=1"], "decode_replicas=0"),
     (["--batching=disaggregated", "--prefill_replicas=1"], "decode_replicas=0"),

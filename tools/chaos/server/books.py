@@ -31,6 +31,7 @@ def check_pool(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
   assert keyed == pool._by_key, "keys and blocks disagree"
   has_key = [pool._keys[block] is not None for block in free]
   assert has_key == sorted(has_key), "a block without a key queues behind cached ones"
+  assert pool.num_cached == sum(has_key), "the count of cached blocks drifted"
 
 
 def check_queue(queue: WaitingQueue) -> None:

@@ -1,8 +1,8 @@
-// A token of each line of x [S, V] by temperature, min_p, top_k and top_p, as reference.py draws it. api.py says how it is
-// called.
+// Samples a token for each row of x [S, V] by temperature, min_p, top_k and top_p, as reference.py does. api.py
+// documents the call.
 //
-// XLA makes a pass over all lines, those of padding too, for every bit of a threshold, and compiles longer for this than
-// for all else of a step together.
+// XLA would make one pass over all rows, padding included, for every bit of a threshold. It would also compile these
+// passes longer than the rest of a step.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -14,10 +14,10 @@
 namespace sluice {
 namespace {
 
-constexpr int64_t kChunk = 128;              // tokens of the first level of a draw
+constexpr int64_t kChunk = 128;              // tokens a chunk in the first level of the search
 constexpr float kNegligible = -110.0f;       // exp of this is 0
 constexpr int32_t kNoLimit = 1 << 30;        // of top_k
-enum Asked { kTemperature, kTopP, kMinP, kTopK, kSeed, kPosition, kNumAsked };  // lines of `asked`, floats by their bits
+enum Input { kTemperature, kTopP, kMinP, kTopK, kSeed, kPosition, kNumInputs };  // rows of `inputs`, floats as bits
 
 float as_float(int32_t bits) {
   float x;
@@ -25,10 +25,10 @@ float as_float(int32_t bits) {
   return x;
 }
 
-// The float whose place among the floats below 0 is `key`: a step of one is a step to the next float.
+// The float below 0 with rank `key`: adjacent keys are adjacent floats.
 float unordered(int32_t key) { return as_float(key < 0 ? key ^ 0x7fffffff : key); }
 
-// Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror and Shaw, SC 2011): the first word, as jax.random.fold_in has it.
+// Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror and Shaw, SC 2011): the first word, as in jax.random.fold_in.
 uint32_t hash(uint32_t seed, uint32_t position) {
   constexpr int kTurns[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
   const uint32_t keys[3] = {0, seed, seed ^ 0x1bd11bdau};
@@ -45,7 +45,7 @@ uint32_t hash(uint32_t seed, uint32_t position) {
   return a;
 }
 
-// Of some tokens what a limit is searched by; n is a multiple of kLanes.
+// The tokens among which a threshold search looks; n is a multiple of kLanes.
 struct Tokens {
   const float *z, *weights;
   int64_t n;
@@ -68,7 +68,7 @@ Mass mass(const Tokens& tokens, float least) {
   return {kAsOne ? counted : sum_of(weight), counted};
 }
 
-// Those with low <= z < high, in their order, copied to z and weights, which may be where they come from.
+// Copies the tokens with low <= z < high, in order, to z and weights, which may alias the source.
 Tokens between(const Tokens& tokens, float low, float high, float* z, float* weights) {
   int64_t n = 0;
 #if defined(__AVX512F__)
@@ -91,8 +91,8 @@ Tokens between(const Tokens& tokens, float low, float high, float* z, float* wei
   return {z, weights, n};
 }
 
-// The largest t for which the mass of {z >= t} reaches `need`, or kNegligible; bit by bit. Tokens that are known to lie
-// on one side of t are not read again: when a quarter is left the others are dropped, z and weights have room for these.
+// The largest t for which the mass of {z >= t} reaches `need`, else kNegligible; found bit by bit. When at most a
+// quarter of the tokens can still be t, the search drops the others and copies these to z and weights.
 template <bool kAsOne>
 float threshold(Tokens open, float need, float* z, float* weights) {
   int32_t bits;
@@ -100,9 +100,9 @@ float threshold(Tokens open, float need, float* z, float* weights) {
   std::memcpy(&bits, &most, sizeof bits);
   int32_t low = -(bits + 1);
   float high = std::numeric_limits<float>::infinity();
-  float dropped = 0.0f;                         // weight of those above t that are not read again
-  float from_low = static_cast<float>(open.n);  // of those that are, how many lie at `low` or above,
-  Mass from_high{};                             // and what lies at `high` or above
+  float dropped = 0.0f;                         // weight of the dropped tokens, all of them above t
+  float from_low = static_cast<float>(open.n);  // number of open tokens at `low` or above
+  Mass from_high{};                             // mass of open tokens at `high` or above
   for (int shift = 30; shift >= 0; --shift) {
     const int64_t tried = int64_t{low} + (int64_t{1} << shift);
     if (tried > 0) continue;
@@ -118,7 +118,7 @@ float threshold(Tokens open, float need, float* z, float* weights) {
   return unordered(low);
 }
 
-// The first of n masses at which their sum passes `wanted`, or the last that is not 0; `wanted` becomes what is left there.
+// The first of n masses at which their sum passes `wanted`, or the last nonzero one. Leaves the remainder in `wanted`.
 int64_t passes(const float* masses, int64_t n, float& wanted) {
   float end = 0.0f, before = 0.0f;
   int64_t last = 0;
@@ -131,10 +131,10 @@ int64_t passes(const float* masses, int64_t n, float& wanted) {
   return last;
 }
 
-int32_t draw(const float* x, int64_t V, const int32_t* asked, int64_t S) {
-  const auto number = [=](Asked which) { return as_float(asked[which * S]); };
+int32_t sample(const float* x, int64_t V, const int32_t* inputs, int64_t S) {
+  const auto number = [=](Input which) { return as_float(inputs[which * S]); };
   const int64_t padded = (V + kChunk - 1) / kChunk * kChunk;
-  static thread_local std::vector<float> kept;  // of the lines below: a thread draws step after step
+  static thread_local std::vector<float> kept;  // the buffers below, reused by the thread in every step
   kept.resize(4 * padded + padded / kChunk);
   float *z = kept.data(), *weights = z + padded, *some_z = weights + padded, *some_weights = some_z + padded;
   float* masses = some_weights + padded;
@@ -151,13 +151,13 @@ int32_t draw(const float* x, int64_t V, const int32_t* asked, int64_t S) {
   }
 
   float least = std::log(number(kMinP));
-  // The next limit is searched among what the ones before it left.
+  // Each threshold search sees only the tokens that earlier thresholds leave.
   const auto left = [&] {
     const Tokens every{z, weights, padded};
     return least > kLeast ? between(every, least, -kLeast, some_z, some_weights) : every;
   };
-  if (asked[kTopK * S] < kNoLimit) {
-    const float need = static_cast<float>(asked[kTopK * S]);
+  if (inputs[kTopK * S] < kNoLimit) {
+    const float need = static_cast<float>(inputs[kTopK * S]);
     least = std::max(least, threshold<true>(left(), need, some_z, some_weights));
   }
   if (number(kTopP) < 1.0f) {
@@ -177,34 +177,34 @@ int32_t draw(const float* x, int64_t V, const int32_t* asked, int64_t S) {
   }
   float whole = 0.0f;
   for (int64_t chunk = 0; chunk < padded / kChunk; ++chunk) whole += masses[chunk];
-  const uint32_t bits = hash(asked[kSeed * S], asked[kPosition * S]);
+  const uint32_t bits = hash(inputs[kSeed * S], inputs[kPosition * S]);
   float wanted = static_cast<float>(bits >> 8) * 0x1p-24f * whole;
   const int64_t chunk = passes(masses, padded / kChunk, wanted);
   const int64_t token = chunk * kChunk + passes(weights + chunk * kChunk, kChunk, wanted);
   return static_cast<int32_t>(std::min(token, V - 1));
 }
 
-// x [S, V], asked [6, S], lines in use [1] or [0] for all -> tokens [S].
-ffi::Error draws(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> asked,
-                 ffi::Buffer<ffi::S32> used, ffi::Result<ffi::Buffer<ffi::S32>> tokens) {
+// x [S, V], inputs [6, S], rows in use [1] or [0] for all -> tokens [S].
+ffi::Error sample_tokens(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> inputs,
+                         ffi::Buffer<ffi::S32> used, ffi::Result<ffi::Buffer<ffi::S32>> tokens) {
   const int64_t S = x.dimensions()[0], V = x.dimensions()[1];
   const int64_t rows = used.dimensions()[0] ? used.typed_data()[0] : S;
   if (rows < 0 || rows > S)
     return ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                      "draw: " + std::to_string(rows) + " lines in use of " + std::to_string(S));
+                      "sampling: " + std::to_string(rows) + " rows in use of " + std::to_string(S));
   const float* from = x.typed_data();
-  const int32_t* asked_from = asked.typed_data();
+  const int32_t* inputs_from = inputs.typed_data();
   int32_t* to = tokens->typed_data();
   std::fill(to, to + S, 0);
   spread(threads, rows, rows * V > 10000, [=](int64_t s) {
-    if (as_float(asked_from[kTemperature * S + s]) > 0.0f) to[s] = draw(from + s * V, V, asked_from + s, S);
+    if (as_float(inputs_from[kTemperature * S + s]) > 0.0f) to[s] = sample(from + s * V, V, inputs_from + s, S);
   });
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SluiceDraw, draws,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SluiceSampling, sample_tokens,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

@@ -1,0 +1,103 @@
+"""Facts that a build reports as soon as it knows them. Values only; may not format or decide."""
+
+from collections.abc import Callable
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceFact:
+  """The device, dtype and kernels of the model.
+
+  Attributes:
+    kind: the maker's name of the device.
+    count: devices.
+    dtype: of weights, activations and KV.
+    attention, matmul: names of the kernels.
+    quantization: the setting.
+    fallbacks: why a kernel is not the platform's best, a line each.
+  """
+
+  kind: str
+  count: int
+  dtype: str
+  attention: str
+  matmul: str
+  quantization: str = "none"
+  fallbacks: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFact:
+  """The model and the longest sequence.
+
+  Attributes:
+    name: name in the checkpoint.
+    folder: folder of the model's files.
+    num_parameters: 0 without a model.
+    num_bytes: of the weights on the devices.
+    max_model_len: tokens.
+    own_length: the model's own limit, tokens.
+    is_chosen: the user set max_model_len.
+    lowered: why the default max_model_len is below own_length, a line; else "".
+    is_random: the weights are random.
+  """
+
+  name: str
+  folder: str
+  num_parameters: int
+  num_bytes: int
+  max_model_len: int
+  own_length: int
+  is_chosen: bool
+  lowered: str = ""
+  is_random: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVFact:
+  """The KV pool. Attributes: blocks, tokens a block, bytes on all devices, and tokens of the longest sequence."""
+
+  num_blocks: int
+  block_size: int
+  num_bytes: int
+  max_model_len: int
+
+  @property
+  def num_full_sequences(self) -> int:
+    """Sequences of max_model_len that the pool holds at once."""
+    return self.num_blocks // -(-self.max_model_len // self.block_size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramsFact:
+  """The programs that the build will make.
+
+  Attributes:
+    count: programs.
+    token_budgets: of the ladder, one step program each.
+    has_bundle: the build looks for them in an executable bundle first.
+    cache_dir: folder of compiled programs; "": none.
+    is_cache_empty: the folder is empty, so the build compiles all.
+  """
+
+  count: int
+  token_budgets: tuple[int, ...]
+  has_bundle: bool = False
+  cache_dir: str = ""
+  is_cache_empty: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramsMadeFact:
+  """The programs are ready. Attributes: their number, and how many the build compiled."""
+
+  count: int
+  num_compiled: int
+
+
+type BuildFact = DeviceFact | ModelFact | KVFact | ProgramsFact | ProgramsMadeFact
+type FactReporter = Callable[[BuildFact], None]
+
+
+def ignore_fact(fact: BuildFact) -> None:
+  """Ignores a fact; for builds without an observer."""

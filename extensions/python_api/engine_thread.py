@@ -1,0 +1,225 @@
+"""The thread on which an LLM's engine runs, with its generations and an event loop. Knows no prompts and no model.
+
+The loop starts requests and hands pieces to streams between two steps of the engine. Callers are other threads, a
+notebook's among them: they wait for futures and read queues, and need no event loop of their own.
+"""
+
+import asyncio
+from collections.abc import Sequence
+import concurrent.futures
+import functools
+import queue
+import threading
+
+import uvloop
+
+from engine.engine import Engine
+from engine.errors import EngineError, Unavailable
+from engine.request import TokenEvent
+from extensions.python_api.outputs import RequestOutput, read_outputs
+from server.client import Piece, Prompt, read_pieces
+from server.errors import EngineFailed
+from server.generation.engine_client import LocalEngine
+from server.generation.generations import Generation, Generations
+from server.generation.request_validation import GenerationCall
+from server.text.tokenizer import Tokenizer
+
+_WAIT_S = 0.001  # between two looks at an engine that has requests and nothing to do, as in a dynamic batch's window
+_CLOSED = "this LLM is closed; make another one"
+_CLOSED_MEANWHILE = "this LLM was closed before the request was finished"
+
+# A stream's pieces, and then what ended it: None or an error.
+type Pieces = queue.SimpleQueue[Piece | BaseException | None]
+
+
+class Job:
+  """The requests of one call.
+
+  Attributes:
+    future: the outputs in order of the requests; or the first error, with which the others were ended.
+    num_ended: requests that are done; any thread may read it.
+  """
+
+  def __init__(self, prompts: Sequence[Prompt], calls: Sequence[GenerationCall]):
+    """Args: prompts: as they were given, one for each of the calls."""
+    self.prompts, self.calls = prompts, calls
+    self.future: concurrent.futures.Future[list[RequestOutput]] = concurrent.futures.Future()
+    self.num_ended = 0
+    self.outputs: list[RequestOutput | None] = [None] * len(calls)
+    self.live: dict[int, Generation] = {}  # by place
+
+
+class EngineThread:
+  """Owns an engine until it is closed. Methods without an underscore, but for take_events, are for other threads."""
+
+  def __init__(self) -> None:
+    """`take_events` is for the engine to be made with; `start` comes before all else."""
+    self._jobs: set[Job] = set()
+    self._waiting: dict[str, tuple[Job, int]] = {}  # by the engine's id: whose, and in which place
+    self._wake = asyncio.Event()
+    self._ends = False  # the loop's own
+    self._lock = threading.Lock()
+    self._is_closed = False  # under the lock: nothing is sent to the loop after the order to end
+    self._thread = threading.Thread(target=self._run, name="sluice-engine", daemon=True)
+
+  def start(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
+    """Takes an engine over, and begins."""
+    self._loop = uvloop.new_event_loop()
+    self._engine = engine
+    self._generations = Generations(LocalEngine(engine), tokenizer)
+    self._thread.start()
+
+  def submit_job(self, job: Job) -> None:
+    """Starts all requests of a job before the next step. Raises Unavailable once this is closed."""
+    with self._lock:
+      self._check_open()
+      self._loop.call_soon_threadsafe(self._take_job, job)
+
+  def cancel_job(self, job: Job) -> None:
+    """Ends what a job has live; returns when the engine has been told."""
+    told = threading.Event()
+
+    def cancel() -> None:
+      job.future.cancel()
+      self._drop_job(job)
+      told.set()
+
+    with self._lock:
+      if self._is_closed:
+        return
+      self._loop.call_soon_threadsafe(cancel)
+    while self._thread.is_alive() and not told.wait(0.1):
+      pass
+
+  def open_stream(self, call: GenerationCall, pieces: Pieces) -> concurrent.futures.Future[None]:
+    """Generates into a queue; cancelling the future ends the generation. Raises Unavailable once this is closed."""
+    with self._lock:
+      self._check_open()
+      future = asyncio.run_coroutine_threadsafe(self._stream(call, pieces), self._loop)
+    future.add_done_callback(functools.partial(_end_pieces, pieces))
+    return future
+
+  def close(self) -> None:
+    """Ends every request, waits for the thread and lets the engine go. May be called again."""
+    with self._lock:
+      if not self._is_closed:
+        self._is_closed = True
+        self._loop.call_soon_threadsafe(self._begin_end)
+    if threading.current_thread() is not self._thread:  # where the collector may find its owner
+      self._thread.join()
+
+  def _check_open(self) -> None:
+    if self._is_closed:
+      raise Unavailable(_CLOSED)
+
+  # The thread.
+
+  def _run(self) -> None:
+    with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+      runner.run(self._serve())
+    # The engine's way out holds this object: the circle is cut here, so that arrays on the device go at once.
+    del self._engine, self._generations
+
+  async def _serve(self) -> None:
+    """Steps while there are requests, and lets the loop turn after every step."""
+    engine = self._engine
+    while not self._ends:
+      if engine.dead is not None:
+        self._end_all(EngineFailed(f"the engine has failed: {engine.dead!r:.200}; make another LLM"))
+      if engine.dead is not None or not engine.num_live:
+        self._wake.clear()
+        await self._wake.wait()
+        continue
+      await asyncio.sleep(0 if engine.step() else _WAIT_S)
+    self._end_all(Unavailable(_CLOSED_MEANWHILE))
+    while engine.step():  # what was launched comes to its end, and every block back
+      pass
+
+  def _begin_end(self) -> None:
+    self._ends = True
+    self._wake.set()
+
+  def _take_job(self, job: Job) -> None:
+    self._jobs.add(job)
+    self._loop.create_task(self._start_job(job))
+
+  async def _start_job(self, job: Job) -> None:
+    for place, call in enumerate(job.calls):
+      if job.future.done():
+        return
+      try:
+        generation = await self._generations.start_generation(call, None)
+      except EngineError as error:
+        self._fail_job(job, error, place)
+        return
+      job.live[place] = generation
+      for output in generation.outputs:
+        self._waiting[output.engine_id] = job, place
+    self._wake.set()
+
+  async def _stream(self, call: GenerationCall, pieces: Pieces) -> None:
+    generation = await self._generations.start_generation(call, None)
+    self._wake.set()
+    try:
+      async for message in generation.messages():
+        for piece in read_pieces(message):
+          pieces.put(piece)
+    finally:
+      self._generations.close_generation(generation)
+
+  def take_events(self, events: list[TokenEvent]) -> None:
+    """The engine's way out, within its step."""
+    self._generations.dispatch_events(events)
+    for event in events:
+      if event.finish_reason is not None and event.request_id in self._waiting:
+        self._note_ending(*self._waiting.pop(event.request_id))
+
+  def _note_ending(self, job: Job, place: int) -> None:
+    generation = job.live.get(place)
+    if generation is None or not generation.ended:
+      return
+    if generation.error is not None:
+      self._fail_job(job, generation.error, place)
+      return
+    call = job.calls[place]
+    job.outputs[place] = read_outputs(job.prompts[place], call.prompt_token_ids, generation)
+    self._generations.close_generation(job.live.pop(place))
+    job.num_ended += 1
+    if job.num_ended == len(job.calls):
+      self._jobs.discard(job)
+      job.future.set_result([output for output in job.outputs if output is not None])
+
+  def _fail_job(self, job: Job, error: EngineError, place: int | None = None) -> None:
+    self._drop_job(job)
+    if job.future.done():
+      return
+    if isinstance(error, EngineFailed):
+      error.__cause__ = self._engine.dead
+    if place is not None and len(job.calls) > 1:
+      error.add_note(describe_place(place))
+    job.future.set_exception(error)
+
+  def _drop_job(self, job: Job) -> None:
+    """Whatever of it is live ends in the engine's next step."""
+    self._jobs.discard(job)
+    for generation in job.live.values():
+      for output in generation.outputs:
+        self._waiting.pop(output.engine_id, None)
+      self._generations.close_generation(generation)
+    job.live.clear()
+    self._wake.set()
+
+  def _end_all(self, error: EngineError) -> None:
+    """Ends every generation, and whichever would be started from now on."""
+    self._generations.end_all(error)
+    for job in list(self._jobs):
+      self._fail_job(job, error)
+
+
+def describe_place(place: int) -> str:
+  """The note of an error about one of several prompts."""
+  return f"This is about prompts[{place}]."
+
+
+def _end_pieces(pieces: Pieces, future: concurrent.futures.Future[None]) -> None:
+  pieces.put(Unavailable(_CLOSED_MEANWHILE) if future.cancelled() else future.exception())

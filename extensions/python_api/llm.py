@@ -1,0 +1,370 @@
+"""An engine in this process behind plain calls: texts or token ids in, outputs in order back. Starts no server.
+
+  from sluice import LLM, SamplingParams
+
+  with LLM("demo") as llm:
+    for output in llm.generate(["2 + 3 =", "12 + 30 ="], SamplingParams(max_tokens=8, temperature=0)):
+      print(output.text)
+
+What a request may ask for, and every check and default, is what the server has: requests become the same messages of
+sluice.v1 and go through the same validation, tokenizer, detokenizer and constraint compiler.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import concurrent.futures
+import dataclasses
+import gc
+import logging
+import numbers
+import pathlib
+import queue
+from typing import Any, Self, cast
+import weakref
+
+from engine.device.options import BuildOptions
+from engine.errors import EngineError, InvalidRequest, Unavailable
+from engine.request import Request
+from engine.validation import validate_request
+from extensions.disaggregated.build import build_any
+from extensions.python_api.engine_thread import EngineThread, Job, Pieces, describe_place
+from extensions.python_api.llm_settings import TextSettings, split_settings
+from extensions.python_api.outputs import RequestOutput, Score, read_score
+from extensions.python_api.progress_bar import advance_bar, show_parts, show_progress
+from extensions.python_api.sampling_params import SamplingParams
+from server.client import Options, Piece, Prompt, make_generate_request
+from server.errors import NoTokenizer
+from server.generation.request_validation import GenerationCall, make_generation_call, prompt_token_ids
+from server.generation.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from server.proto import sluice_pb2 as pb
+from server.text.constraint_compiler import ConstraintCompiler
+from server.text.tokenizer import Tokenizer, load_tokenizer
+
+type TextOrIds = str | Sequence[int]
+type Messages = Sequence[Mapping[str, str]]
+type Sampling = SamplingParams | Sequence[SamplingParams] | None
+"""One for all prompts, or one for each."""
+
+DEMO_MODEL = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
+_LOOK_S = 0.1  # between two looks at how far a call is
+# A token must be generated for the prompt's log probabilities to come; the most likely token tells what greedy means.
+_SCORING: dict[str, Any] = {
+  "max_tokens": 1,
+  "temperature": 0.0,
+  "ignore_eos": True,
+  "prompt_logprobs": 1,
+  "return_text": False,
+}
+
+_log = logging.getLogger("sluice")
+
+
+class LLM:
+  """A model that is loaded and ready. Threads may share it; `close`, or the end of a `with` block, frees everything.
+
+  Attributes:
+    model_name: as the checkpoint calls it.
+    config: the engine's settings, with what the build has decided.
+    tokenizer: of the model, or None: then prompts are token ids.
+    defaults: values of the model's generation_config.json, for fields that SamplingParams leaves out.
+  """
+
+  def __init__(self, model: str = "demo", *, progress: bool | None = None, **settings: Any):
+    """Loads a model and compiles its programs.
+
+    Args:
+      model: a model folder, a name that `sluice serve` takes, or "demo" for the model that comes with Sluice.
+      progress: whether to show bars while this goes on; None: on a terminal and in a notebook.
+      settings: the engine's settings by their names as flags (docs/reference/flags.md), such as max_num_seqs=64, and
+        those of TextSettings. Queues are unbounded unless they are set.
+
+    Raises:
+      ConfigError: a setting is unknown or cannot be; CheckpointError: the model cannot be served.
+    """
+    text, values = split_settings(settings)
+    folder = _find_model_folder(str(model), text, progress)
+    # Before the weights: it is quick, and a broken file should not be found after minutes.
+    self.tokenizer = load_tokenizer(folder, max_prompt_bytes=text.max_prompt_bytes, chat_template=text.chat_template)
+    if self.tokenizer is not None and self.tokenizer.chat_template_error:
+      _log.warning("chats are refused: %s", " ".join(self.tokenizer.chat_template_error.split()))
+    self.defaults: SamplingDefaults = {} if text.generation_config == "none" else read_sampling_defaults(folder)
+    num_token_ids = self.tokenizer.num_token_ids if self.tokenizer is not None else 0
+    options = BuildOptions(str(folder), num_token_ids=num_token_ids, **values)
+
+    source = None
+    if text.executable_bundle:
+      from extensions.executable_bundle.bundle import Bundle
+
+      source = Bundle(text.executable_bundle, options.batching)
+    self._thread = EngineThread()
+    with show_parts(progress) as advance:
+      built = build_any(options, advance, self._thread.take_events, source=source)
+    for warning in (*built.warnings, *built.fallbacks):
+      _log.warning("%s", warning)
+    for note in (built.lowered, built.ladder.reason, built.deterministic):
+      if note:
+        _log.info("%s", note)
+    self.model_name, self.config = built.model_name, built.config
+    self._thread.start(built.engine, self.tokenizer)
+    self._finalizer = weakref.finalize(self, self._thread.close)
+    self._compiler: ConstraintCompiler | None = None
+    if self.tokenizer is not None:
+      self._compiler = ConstraintCompiler(self.tokenizer, self.config.vocab_size, self.config.eos_token_ids)
+
+  def generate(
+    self,
+    prompts: TextOrIds | Sequence[TextOrIds],
+    sampling_params: Sampling = None,
+    *,
+    progress: bool | None = None,
+  ) -> list[RequestOutput]:
+    """Generates for one prompt or many, in batches as the engine makes them; a list of prompts costs no loop of yours.
+
+    Args:
+      prompts: texts or lists of token ids; or one of them.
+      sampling_params: one for all, or one for each; None: the model's defaults.
+      progress: a bar on standard error from the first second on; None: on a terminal and in a notebook.
+
+    Returns:
+      One for each prompt, in their order.
+
+    Raises:
+      InvalidRequest: a prompt or a field is refused; before any prompt runs.
+      GenerationFailed: a request ended with an error, and all others with it. Ctrl-C ends them as well.
+      Unavailable: this LLM is closed.
+    """
+    return self._run_prompts("generate", _list_prompts(prompts), sampling_params, progress)
+
+  def chat(
+    self,
+    messages: Messages | Sequence[Messages],
+    sampling_params: Sampling = None,
+    *,
+    progress: bool | None = None,
+  ) -> list[RequestOutput]:
+    """The same for one conversation or many, each a list of messages with "role" and "content"."""
+    return self._run_prompts("chat", _list_chats(messages), sampling_params, progress)
+
+  def stream(self, prompt: TextOrIds | Messages, sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
+    """Generates for one prompt, a text, token ids or chat messages, and yields its output piece by piece.
+
+    The request starts with the first piece that is asked for, and ends when the iterator is closed or forgotten.
+
+    Raises:
+      InvalidRequest, GenerationFailed, Unavailable: as `generate`; the first of them at once.
+    """
+    self._check_open()
+    is_chat = not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt)
+    (checked,) = _list_chats(prompt) if is_chat else _list_prompts(prompt)  # pyright: ignore[reportArgumentType]
+    (options,) = _list_options(sampling_params, 1)
+    call = self._make_call(checked, options)
+    constraint = call.constraints[0] if call.constraints else None
+    validate_request(self.config, Request("", call.prompt_token_ids, call.params[0], constraint=constraint))
+    return _iterate_pieces(self._thread, call)
+
+  def score(
+    self,
+    prompts: TextOrIds | Sequence[TextOrIds],
+    continuations: TextOrIds | Sequence[TextOrIds] | None = None,
+    *,
+    progress: bool | None = None,
+  ) -> list[Score]:
+    """Log probabilities of given tokens; nothing is sampled.
+
+    Args:
+      prompts: texts or lists of token ids; or one of them.
+      continuations: what follows each prompt, of the same kind, and is scored. None: the prompts' own tokens are, from
+        the second on. Of texts, both together are tokenized, and the tokens behind those of the prompt are scored.
+      progress: as of `generate`.
+
+    Raises:
+      InvalidRequest: as `generate`; or a continuation has no token of its own.
+    """
+    listed = _list_prompts(prompts)
+    firsts = [1] * len(listed)
+    if continuations is not None:
+      following = _list_prompts(continuations, "continuations")
+      if len(following) != len(listed):
+        raise InvalidRequest(
+          f"has {len(following)} entries for {len(listed)} prompts; send one for each", field="continuations"
+        )
+      pairs = [self._join_pair(*pair, place) for place, pair in enumerate(zip(listed, following, strict=True))]
+      listed, firsts = [ids for ids, _ in pairs], [first for _, first in pairs]
+    outputs = self._run_prompts("score", listed, _SCORING, progress)
+    return [read_score(output, first) for output, first in zip(outputs, firsts, strict=True)]
+
+  def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text, by default with tokens such as BOS in front. Raises NoTokenizer, InvalidRequest."""
+    return self._need_tokenizer().encode(text, add_special_tokens=add_special_tokens)
+
+  def detokenize(self, token_ids: Sequence[int]) -> str:
+    """Text of token ids, without special tokens. Raises NoTokenizer."""
+    return self._need_tokenizer().decode(list(token_ids))
+
+  def close(self) -> None:
+    """Ends every request and frees the thread, the weights and the KV pool. May be called again."""
+    self._finalizer()
+    gc.collect()  # the engine's parts know each other, and arrays on the device wait for no collector
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _check_open(self) -> None:
+    if not self._finalizer.alive:
+      raise Unavailable("this LLM is closed; make another one")
+
+  def _need_tokenizer(self) -> Tokenizer:
+    if self.tokenizer is None:
+      raise NoTokenizer("has no tokenizer; send and read token ids", field=f"the model {self.model_name}")
+    return self.tokenizer
+
+  def _run_prompts(
+    self, what: str, prompts: Sequence[Prompt], sampling: Sampling | Mapping[str, Any], progress: bool | None
+  ) -> list[RequestOutput]:
+    self._check_open()
+    if not prompts:
+      return []
+    is_ready = isinstance(sampling, Mapping)
+    options = [sampling] * len(prompts) if is_ready else _list_options(sampling, len(prompts))
+    calls = []
+    for place, (prompt, chosen) in enumerate(zip(prompts, options, strict=True)):
+      try:
+        calls.append(self._make_call(prompt, chosen))
+      except EngineError as error:
+        if len(prompts) > 1:
+          error.add_note(describe_place(place))
+        raise
+    job = Job(prompts, calls)
+    self._thread.submit_job(job)
+    try:
+      with show_progress(what, len(calls), progress) as bar:
+        while bar is not None and not concurrent.futures.wait((job.future,), _LOOK_S).done:
+          advance_bar(bar, job.num_ended)
+        outputs = job.future.result()
+        advance_bar(bar, job.num_ended)
+      return outputs
+    except BaseException:  # Ctrl-C, too
+      self._thread.cancel_job(job)
+      raise
+
+  def _make_call(self, prompt: Prompt, options: Mapping[str, Any]) -> GenerationCall:
+    """A request checked as the server does it; the engine checks lengths and sampling values when it is submitted."""
+    request = _make_request(prompt, options)
+    token_ids = prompt_token_ids(request, self.tokenizer)
+    call = make_generation_call(request, self.config, self.tokenizer, token_ids, self.defaults)
+    if request.HasField("constraint"):
+      assert self._compiler is not None, "make_generation_call needs a tokenizer for a constraint"
+      grammar = self._compiler.compile(request.constraint, request.tenant)
+      call = dataclasses.replace(call, constraints=tuple(grammar.copy() for _ in call.params))
+    return call
+
+  def _join_pair(self, prompt: Prompt, continuation: Prompt, place: int) -> tuple[list[int], int]:
+    """Token ids of both, and the place of the first that is the continuation's."""
+    if isinstance(prompt, str) and isinstance(continuation, str):
+      whole = self.tokenize(prompt + continuation)
+      first = len(self.tokenize(prompt))
+    elif not isinstance(prompt, str) and not isinstance(continuation, str):
+      whole, first = cast(list[int], [*prompt, *continuation]), len(prompt)
+    else:
+      raise InvalidRequest(
+        "is a text where its prompt is token ids, or the other way round; send both of one kind",
+        field=f"continuations[{place}]",
+      )
+    if not 1 <= first < len(whole):
+      raise InvalidRequest(
+        f"={continuation!r:.80} adds no token to prompts[{place}]={prompt!r:.80}, or that has none; send at least one "
+        "token of each",
+        field=f"continuations[{place}]",
+      )
+    return whole, first
+
+
+def _find_model_folder(model: str, text: TextSettings, progress: bool | None) -> pathlib.Path:
+  """Downloads what is missing of a model that has a name. Raises ConfigError, CheckpointError."""
+  if model == "demo":
+    return DEMO_MODEL
+  from server.model_source.download_watch import DownloadWatch
+  from server.model_source.resolve_model import resolve_model_folder
+
+  with show_parts(progress) as advance:
+    watch = DownloadWatch(_log.info, advance)
+    return resolve_model_folder(model, revision=text.revision, cache_dir=text.model_cache_dir, watch=watch)
+
+
+def _list_prompts(prompts: Any, field: str = "prompts") -> list[Prompt]:
+  """Texts and lists of token ids, of one prompt or many. Raises InvalidRequest."""
+  prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+  if isinstance(prompts, str):
+    return [prompts]
+  if not isinstance(prompts, Sequence):
+    raise InvalidRequest(f"={prompts!r:.80} is not allowed: send a text, token ids, or a list of them", field=field)
+  if prompts and all(isinstance(item, numbers.Integral) for item in prompts):
+    return [list(map(int, prompts))]
+  return [_checked_prompt(prompt, f"{field}[{place}]") for place, prompt in enumerate(prompts)]
+
+
+def _checked_prompt(prompt: Any, field: str) -> Prompt:
+  prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+  if isinstance(prompt, str):
+    return prompt
+  if isinstance(prompt, Sequence) and all(isinstance(item, numbers.Integral) for item in prompt):
+    return list(map(int, prompt))
+  raise InvalidRequest(f"={prompt!r:.80} is not allowed: send a text or a list of token ids", field=field)
+
+
+def _list_chats(messages: Any) -> list[Prompt]:
+  """Conversations, of one or many. Raises InvalidRequest."""
+  chats = [messages] if any(isinstance(item, Mapping) for item in messages) else messages
+  for place, chat in enumerate(chats):
+    for number, message in enumerate(chat):
+      fields = set(message) if isinstance(message, Mapping) else set()
+      if fields != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
+        raise InvalidRequest(
+          f'={message!r:.80} is not allowed: send a mapping with the texts "role" and "content", and no more',
+          field=f"messages[{number}]" if chats[0] is messages else f"messages[{place}][{number}]",
+        )
+  return [list(chat) for chat in chats]
+
+
+def _list_options(sampling: Any, count: int) -> list[Mapping[str, Any]]:
+  """The options of each of `count` prompts. Raises InvalidRequest."""
+  if sampling is None or isinstance(sampling, SamplingParams):
+    return [{} if sampling is None else sampling.options()] * count
+  if isinstance(sampling, Sequence) and all(isinstance(each, SamplingParams) for each in sampling):
+    if len(sampling) == count:
+      return [each.options() for each in sampling]
+    raise InvalidRequest(
+      f"has {len(sampling)} entries for {count} prompts; send one for each, or one for all", field="sampling_params"
+    )
+  raise InvalidRequest(
+    f"={sampling!r:.80} is not allowed: send SamplingParams, or a list of one for each prompt", field="sampling_params"
+  )
+
+
+def _make_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
+  """The message of sluice.v1. Raises InvalidRequest for a value that its field cannot hold."""
+  try:
+    return make_generate_request(prompt, cast(Options, options))
+  except (TypeError, ValueError) as error:
+    for name, value in options.items():
+      try:
+        make_generate_request("", cast(Options, {name: value}))
+      except (TypeError, ValueError) as found:
+        raise InvalidRequest(
+          f"={value!r:.80} is not allowed: {str(found):.200}; SamplingParams tells the type of each field", field=name
+        ) from None
+    raise InvalidRequest(f"is not allowed: {str(error):.200}; send a text or token ids", field="prompt") from None
+
+
+def _iterate_pieces(thread: EngineThread, call: GenerationCall) -> Iterator[Piece]:
+  pieces: Pieces = queue.SimpleQueue()
+  future = thread.open_stream(call, pieces)
+  try:
+    while (piece := pieces.get()) is not None:
+      if isinstance(piece, BaseException):
+        raise piece
+      yield piece
+  finally:
+    future.cancel()

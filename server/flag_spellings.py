@@ -1,0 +1,61 @@
+"""How users of other servers spell flags: dashes for underscores, and vLLM's names. Decides no value.
+
+vLLM's flags: https://docs.vllm.ai/en/stable/cli/serve.html
+"""
+
+from collections.abc import Collection
+
+from engine.errors import ConfigError
+
+# Other names of Sluice's own flags.
+SYNONYMS = {
+  "tensor_parallel_size": "num_devices",
+  "tp": "num_devices",
+  "download_dir": "model_cache_dir",
+}
+# Flags of vLLM that Sluice does not have, and what to do instead.
+INSTEAD = {
+  "api_key": "write the key into a file and set --api_key_file",
+  "data_parallel_size": "start one server for each replica, behind a load balancer",
+  "enable_auto_tool_choice": "leave it out; --tool_call_parser alone says how the model writes tool calls",
+  "enable_chunked_prefill": "leave it out; prompts are prefilled in chunks of --prefill_chunk tokens",
+  "enable_lora": "merge the adapter into the model with peft's merge_and_unload()",
+  "enable_prefix_caching": "leave it out; --prefix_cache_scope says who shares prefixes",
+  "enforce_eager": "leave it out; every program is compiled before the server is ready",
+  "gpu_memory_utilization": "set --kv_cache_mb, or the environment variable XLA_CLIENT_MEM_FRACTION",
+  "kv_cache_dtype": "leave it out; KV has the type of --dtype",
+  "load_format": "leave it out; weights are read from safetensors",
+  "max_num_batched_tokens": "set --token_budgets, whose last number is the largest step, or --prefill_chunk",
+  "pipeline_parallel_size": "set --num_devices; each layer is spread over all devices",
+  "seed": "send a seed with each request",
+  "tokenizer": "put tokenizer.json into the model's folder",
+  "trust_remote_code": "leave it out; code of a repository is never run",
+  "uvicorn_log_level": "leave it out; --access_log names a file for a line a request",
+}
+
+
+def translate_argument(argument: str, flags: Collection[str], bools: Collection[str]) -> str:
+  """One argument in Sluice's own spelling; what is no known flag stays as it is.
+
+  Args:
+    argument: such as "--max-model-len=4096", "--max-model-len" before its value, or a value.
+    flags: names of all flags.
+    bools: those that are true or false, and so may have "no" before them.
+
+  Raises:
+    ConfigError: it is a flag of vLLM that Sluice does not have; says what to do instead.
+  """
+  name, equals, value = argument.lstrip("-").partition("=")
+  if not argument.startswith("-") or not name:
+    return argument
+  spelled = name.replace("-", "_")
+  spelled = SYNONYMS.get(spelled, spelled)
+  positive = spelled.removeprefix("no").removeprefix("_")
+  if spelled in flags:
+    return f"--{spelled}{equals}{value}"
+  if spelled.startswith("no") and positive in bools:
+    return f"--no{positive}{equals}{value}"
+  for known in (spelled, positive):
+    if known in INSTEAD:
+      raise ConfigError(f"--{name} is a flag of vLLM that Sluice does not have; {INSTEAD[known]}")
+  return argument

@@ -1,0 +1,303 @@
+"""What a start says to whoever waits for it: six lines, and never silence for long. Decides and starts nothing.
+
+The lines are the device, the model, its KV pool, its programs, the time that the start took, and the addresses. What
+takes long shows as one line that is rewritten on a terminal, elsewhere as a line every two seconds.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import os
+import pathlib
+import threading
+import time
+from typing import Any, Self
+
+from engine.build_facts import BuildFact, DeviceFact, KVFact, ModelFact, ProgramsFact, ProgramsMadeFact
+from server.host_options import HostOptions
+from server.telemetry.log_lines import Lines
+
+SILENCE_S = 2.0  # the longest, while something is being done
+_REDRAW_S = 0.2
+_LOOK_S = 0.1
+# An estimate of what is left needs so much behind it: seconds, and a share, since the first programs take longest.
+_LEAST_SECONDS = 1.0
+_LEAST_SHARE = 0.3
+_UNITS = {"load": " MiB", "downloading": " MiB", "checking": " MiB"}  # by the first word
+_BETWEEN = "preparing the engine"  # what a build does between what it tells the progress of
+_WILDCARDS = ("0.0.0.0", "::", "")
+
+
+@dataclasses.dataclass
+class _Work:
+  """Something whose progress is told; `began`, and `changed`, its latest progress, as of time.monotonic()."""
+
+  began: float
+  changed: float
+  done: int
+  total: int
+
+
+class StartReport:
+  """The lines of one start. Any thread may call it; a context: silence is broken as long as it lasts.
+
+  Args of the constructor:
+    lines: where they go.
+    verbose: also what a person rarely needs.
+  """
+
+  def __init__(self, lines: Lines, verbose: bool):
+    self.verbose = verbose
+    self._lines = lines
+    self._lock = threading.Lock()
+    self._stage = ("", 0.0)
+    self._works: dict[str, _Work] = {}
+    self._told: set[str] = set()  # reasons that a line has given
+    self._programs: ProgramsFact | None = None
+    self._made: list[ProgramsMadeFact] = []
+    self._ended = threading.Event()
+    self._thread: threading.Thread | None = None
+
+  def __enter__(self) -> Self:
+    self._thread = threading.Thread(target=self._break_silence, name="start report", daemon=True)
+    self._thread.start()
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self.end_report()
+
+  def end_report(self) -> None:
+    """Removes the status; from here on nothing is written that nobody asks for."""
+    self._ended.set()
+    if self._thread is not None:
+      self._thread.join()
+    self._lines.show_status("")
+
+  # What is going on.
+
+  def enter_stage(self, what: str) -> None:
+    """Begins something without progress of its own; `what` is a gerund, such as "importing JAX"; "" is nothing."""
+    with self._lock:
+      self._stage = what, time.monotonic()
+    if self._lines.is_terminal and self._thread is not None:
+      self._show_status()  # at once, since what follows may keep other threads from running
+
+  def tell_progress(self, what: str, done: int, total: int) -> None:
+    """Progress as engine.device.build has it. Costs little, however often it is called."""
+    with self._lock:
+      now, work = time.monotonic(), self._works.get(what)
+      if work is None or work.done == work.total:
+        work = self._works[what] = _Work(now, now, done, total)
+      work.changed, work.done, work.total = now, done, total
+      self._stage = _BETWEEN, now
+    if done in (0, total) and not self._lines.is_terminal:
+      self._say_progress(what, work)
+
+  def _say_progress(self, what: str, work: _Work) -> None:
+    seconds = time.monotonic() - work.began
+    self._lines.say(_progress_text(what, work), stage=what, done=work.done, total=work.total, seconds=round(seconds, 1))
+
+  def _unfinished(self) -> list[tuple[str, _Work]]:
+    with self._lock:
+      return [(what, work) for what, work in self._works.items() if work.done < work.total]
+
+  def _show_status(self) -> None:
+    parts = [_progress_text(what, work) for what, work in self._unfinished()]
+    what, began = self._stage
+    if what and not parts:
+      parts = [f"{what}, {time.monotonic() - began:.0f} s"]
+    self._lines.show_status(" | ".join(parts))
+
+  def _break_silence(self) -> None:
+    is_terminal = self._lines.is_terminal
+    while not self._ended.wait(_REDRAW_S if is_terminal else _LOOK_S):
+      if is_terminal:
+        self._show_status()
+      elif time.monotonic() - self._lines.said_at >= SILENCE_S - 2 * _LOOK_S:
+        works = self._unfinished()
+        for what, work in works:
+          self._say_progress(what, work)
+        what, began = self._stage
+        if what and not works:
+          seconds = time.monotonic() - began
+          self._lines.say(f"{what}, {seconds:.0f} s", stage=what, seconds=round(seconds, 1))
+
+  # What is known.
+
+  def tell_fact(self, fact: BuildFact) -> None:
+    """One of the lines, from what a build has found out."""
+    match fact:
+      case DeviceFact():
+        self._told.update(fact.fallbacks)
+        self._say_line("device", _device_text(fact), fact)
+      case ModelFact():
+        self._say_line("model", _model_text(fact), fact)
+      case KVFact():
+        self._say_line("KV", _kv_text(fact), fact)
+      case ProgramsFact():
+        self._programs = fact
+        self._say_line("programs", _programs_text(fact), fact)
+      case ProgramsMadeFact():
+        self._made.append(fact)
+
+  def tell_detail(self, line: str) -> None:
+    """What only --verbose shows."""
+    if self.verbose and line:
+      self._lines.say(line)
+
+  def tell_notes(self, notes: Sequence[str], warnings: Sequence[str]) -> None:
+    """A line each, but for what another line has said."""
+    for note in notes:
+      if note and note not in self._told:
+        self._lines.say(f"note: {note}")
+    for warning in warnings:
+      self._lines.say(f"warning: {warning}")
+
+  def tell_ready(self, load_s: float, warmup_s: float, addresses: "ServedAddresses") -> None:
+    """The last lines: the time that all of it took, and where to go; then `ready on HOST:PORT`, for programs."""
+    self.end_report()
+    seconds = process_age_s()
+    compiled = sum(made.num_compiled for made in self._made)
+    text = f"after {seconds:.1f} s: weights {load_s:.1f} s, programs {warmup_s:.1f} s{self._origin()}"
+    self._say_line("ready", text, seconds=round(seconds, 2), load_s=load_s, warmup_s=warmup_s, num_compiled=compiled)
+    self._say_line("open", addresses.describe(), **dataclasses.asdict(addresses))
+    self._lines.say(f"ready on {addresses.grpc}")
+
+  def _origin(self) -> str:
+    count, compiled = (sum(getattr(made, name) for made in self._made) for name in ("count", "num_compiled"))
+    if not count:
+      return ""
+    if compiled:
+      return f" ({compiled} of {count} compiled)"
+    stored = "executable bundle" if self._programs is not None and self._programs.has_bundle else "compile cache"
+    return f" (all from the {stored})"
+
+  def _say_line(self, label: str, text: str, fact: Any = None, **fields: Any) -> None:
+    values = dataclasses.asdict(fact) if fact is not None else fields
+    self._lines.say(f"{label:8}  {text}", event=label, **values)
+
+
+def _progress_text(what: str, work: _Work) -> str:
+  now = time.monotonic()
+  text = f"{what}: {work.done} of {work.total}{_UNITS.get(what.partition(' ')[0], '')}"
+  if now - work.began >= _LEAST_SECONDS:
+    text += f", {now - work.began:.0f} s"
+    if _LEAST_SHARE * work.total <= work.done < work.total:
+      left = (work.changed - work.began) / work.done * (work.total - work.done) - (now - work.changed)
+      text += f", about {max(1.0, left):.0f} s left"
+  return text
+
+
+def _device_text(fact: DeviceFact) -> str:
+  cores = f", {len(os.sched_getaffinity(0))} cores" if fact.kind == "cpu" and hasattr(os, "sched_getaffinity") else ""
+  count = f"{fact.count} x " if fact.count > 1 else ""
+  quantized = f", {fact.quantization} weights" if fact.quantization != "none" else ""
+  slower = f" (slower than it could be: {'; '.join(fact.fallbacks)})" if fact.fallbacks else ""
+  kernels = f"attention {fact.attention}, matmul {fact.matmul}{slower}"
+  return f"{count}{fact.kind}{cores}, {fact.dtype}{quantized}; {kernels}"
+
+
+def _model_text(fact: ModelFact) -> str:
+  where = f" in {shorten_path(fact.folder)}" if fact.folder else ""
+  text = f"{fact.name}{where}"
+  if fact.num_parameters:
+    drawn = " random" if fact.is_random else ""
+    text += f", {_count(fact.num_parameters)}{drawn} parameters ({_bytes(fact.num_bytes)})"
+  text += f"; length {fact.max_model_len:,}"
+  if fact.lowered:
+    return f"{text} of the model's {fact.own_length:,}: {fact.lowered} (--max_model_len, --kv_cache_mb)"
+  if fact.is_chosen:
+    return f"{text} by --max_model_len (the model's: {fact.own_length:,})"
+  return f"{text}, the model's own"
+
+
+def _kv_text(fact: KVFact) -> str:
+  size = f" in {_bytes(fact.num_bytes)}" if fact.num_bytes else ""
+  full = fact.num_full_sequences
+  return (
+    f"{fact.num_blocks:,} blocks of {fact.block_size} = {fact.num_blocks * fact.block_size:,} tokens{size}; "
+    f"{full:,} sequence{'' if full == 1 else 's'} of full length"
+  )
+
+
+def _programs_text(fact: ProgramsFact) -> str:
+  if fact.has_bundle:
+    origin = "from the executable bundle, in seconds"
+  elif not fact.cache_dir:
+    origin = "all compiled at every start (--compile_cache_dir keeps them)"
+  elif fact.is_cache_empty:
+    origin = f"all compiled now, and kept in {shorten_path(fact.cache_dir)} for the next start"
+  else:
+    origin = f"compiled unless they are in {shorten_path(fact.cache_dir)}"
+  return f"{fact.count}, for steps of {', '.join(map(str, fact.token_budgets))} tokens; {origin}"
+
+
+def _count(number: int) -> str:
+  """Such as 125.3M."""
+  for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+    if number >= size:
+      return f"{number / size:.3g}{unit}"
+  return str(number)
+
+
+def _bytes(number: int) -> str:
+  size, unit = (2**30, "GiB") if number >= 2**30 else (2**20, "MiB")
+  return f"{number / size:.3g} {unit}" if number < 100 * size else f"{number / size:,.0f} {unit}"
+
+
+def shorten_path(path: str) -> str:
+  """A path as a person knows it: from the working folder or from home, where it lies in one of them."""
+  given = pathlib.Path(path)
+  if not given.is_absolute():
+    return path
+  for folder, name in ((pathlib.Path.cwd(), ""), (pathlib.Path.home(), "~/")):
+    if given.is_relative_to(folder) and given != folder:
+      return f"{name}{given.relative_to(folder)}"
+  return path
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedAddresses:
+  """Where a server can be reached.
+
+  Attributes:
+    grpc: HOST:PORT as it listens.
+    page, api, metrics: URLs; "" where there is none.
+    note: what a person should know about them, or "".
+  """
+
+  grpc: str
+  page: str = ""
+  api: str = ""
+  metrics: str = ""
+  note: str = ""
+
+  def describe(self) -> str:
+    """All of them, the first one to open first."""
+    parts = [f"{self.page} (page), {self.api} (API)"] if self.page else []
+    parts.append(f"gRPC {self.grpc}")
+    parts += [f"metrics {self.metrics}"] if self.metrics else []
+    return ", ".join(parts) + (f"; {self.note}" if self.note else "")
+
+
+def served_addresses(options: HostOptions, port: int, http_port: int, metrics_port: int) -> ServedAddresses:
+  """What a server that listens tells people to open. Args: ports: -1 is none."""
+  host = options.http_host or options.host
+  shown = "localhost" if host in _WILDCARDS else f"[{host}]" if ":" in host else host
+  base = f"http{'s' if options.tls_cert_file else ''}://{shown}:{http_port}" if http_port >= 0 else ""
+  metrics = f"http://{shown}:{metrics_port}/metrics" if metrics_port >= 0 else f"{base}/metrics" if base else ""
+  return ServedAddresses(
+    grpc=f"{options.host}:{port}",
+    page=f"{base}/" if base else "",
+    api=f"{base}/v1" if base else "",
+    metrics=metrics,
+    note="on every address of this machine" if host in _WILDCARDS else "",
+  )
+
+
+def process_age_s(clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)) -> float:
+  """Seconds since this process began, the interpreter's start included; 0 where the system does not say."""
+  try:
+    ticks = int(pathlib.Path("/proc/self/stat").read_text("ascii").rpartition(")")[2].split()[19])
+    return clock() - ticks / os.sysconf("SC_CLK_TCK")
+  except (OSError, ValueError, IndexError, AttributeError):
+    return 0.0
