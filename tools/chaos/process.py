@@ -208,7 +208,7 @@ class Server:
   def books(self) -> chaos_pb2.GetInvariantsResponse:
     """Returns its counters of accepted, ended and live requests."""
     if self._admin_channel is None:
-      found = re.search(r"admin service on (\S+)", self.log.read_text("utf-8"))
+      found = re.search(r"\badmin +(\S+:\d+)", self.log.read_text("utf-8"))
       assert found is not None, "a server with an admin port logs its address"
       self._admin_channel = grpc.insecure_channel(found[1])
     stub = chaos_pb2_grpc.ChaosServiceStub(self._admin_channel)
