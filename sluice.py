@@ -127,7 +127,8 @@ def _chat(arguments: list[str]) -> None:
     url = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
     if url.scheme not in ("", "http", "https", "grpc", "grpcs") or not url.netloc:
       raise _UsageError(f"{address!r} is no address; give HOST:PORT, such as 127.0.0.1:50051")
-    arguments = [f"--target={url.netloc}", *(["--tls"] if url.scheme in ("https", "grpcs") else []), *arguments]
+    target = address if url.scheme in ("http", "https") else url.netloc
+    arguments = [f"--target={target}", *(["--tls"] if url.scheme == "grpcs" else []), *arguments]
   _run_module("tools.client", ["--chat", *arguments])
 
 

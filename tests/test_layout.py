@@ -1,4 +1,4 @@
-"""The rules of docs/architecture.md that a machine can check: import directions, purity, names that resolve to this checkout."""
+"""Rules of docs/architecture.md that a machine can check: import directions, purity, names inside this checkout."""
 
 import ast
 from pathlib import Path

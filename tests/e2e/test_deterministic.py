@@ -113,7 +113,10 @@ def test_another_process_gives_the_same_bits(tmp_path_factory) -> None:
 @pytest.mark.parametrize(
   ("call", "message"),
   [
-    (lambda: deterministic.check_determinism_support([0] * 3, ("cpu",)), "over 3 devices .* at most 2 .* lower --num_devices"),
+    (
+      lambda: deterministic.check_determinism_support([0] * 3, ("cpu",)),
+      "over 3 devices .* at most 2 .* lower --num_devices",
+    ),
     (lambda: deterministic.check_determinism_support([0], ("tpu",)), "attention=tpu .* set --attention=reference"),
   ],
 )

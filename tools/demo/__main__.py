@@ -170,9 +170,11 @@ def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> 
     wants_screenshot, line_s = bool(args.screenshot), time.monotonic() + PLAIN_LINE_S
     while not work.done():
       await asyncio.wait((work,), timeout=0.2)
-      if wants_screenshot and (load.share >= SCREENSHOT_AT or work.done()):
-        wants_screenshot = False
-        _write_screenshot(view, args.screenshot)
+      if wants_screenshot:
+        picture = _draw_view(view)  # at each turn: it shows a history, and streams keep their lines
+        if load.share >= SCREENSHOT_AT or work.done():
+          wants_screenshot = False
+          picture.save_svg(args.screenshot, title="make demo")
       if not console.is_terminal and (time.monotonic() >= line_s or work.done()):
         line_s += PLAIN_LINE_S
         console.print(plain_line(load), soft_wrap=True)
@@ -204,13 +206,14 @@ def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> 
   return 0 if not failed and not load.samples[-1][1].compiles_after_ready else 1
 
 
-def _write_screenshot(view: RenderableType, path: str) -> None:
+def _draw_view(view: RenderableType) -> Console:
+  """A console that has recorded the view, and nothing else."""
   from rich.console import Console
 
   width, height = SCREENSHOT_SIZE
   console = Console(record=True, file=io.StringIO(), width=width, height=height, force_terminal=True)
   console.print(view)
-  console.save_svg(path, title="make demo")
+  return console
 
 
 def _wait_with_progress(server: ServerProcess, console: Console) -> str:
@@ -218,9 +221,11 @@ def _wait_with_progress(server: ServerProcess, console: Console) -> str:
   from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
   if not console.is_terminal:
+    told: set[tuple[str, int]] = set()
 
     def tell(what: str, done: int, total: int) -> None:
-      if done in (0, total):
+      if done in (0, total) and (what, done) not in told:
+        told.add((what, done))
         console.print(f"{STAGES[what]}: {done} of {total}")
 
     return server.wait_ready(tell)

@@ -19,7 +19,7 @@ from tools.demo.chats import CHECKED, DemoChat, DemoTurn, make_chats
 from tools.report.latency import Outcome
 
 # (share of the load gone, clients for each slot): a few more than slots, then a long queue, then few again.
-PHASES = ((0.0, 1.2), (0.45, 1.8), (0.75, 1.1))
+PHASES = ((0.0, 1.25), (0.45, 1.8), (0.75, 1.25))
 POLL_S = 0.25
 RATE_WINDOW_S, LATENCY_WINDOW_S = 2.0, 10.0
 _MAX_RECENT = 20_000  # values for the view's percentiles

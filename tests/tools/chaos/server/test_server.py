@@ -14,9 +14,9 @@ SERVER = ("--fake_device", f"--model={DEMO}", "--port=0", "--admin_port=0", "--f
 
 
 def admin_address(process, log) -> str:
-  """Of the admin port, which the server says before it is ready."""
+  """The admin port's address, which the server logs before it is ready."""
   lines = log.read_text().splitlines()
-  return next(line.rpartition(" ")[2] for line in lines if "admin service on " in line)
+  return next(line.rpartition(" ")[2] for line in lines if line.startswith("admin "))
 
 
 @pytest.mark.parametrize(
