@@ -116,6 +116,7 @@ def _serve(arguments: list[str]) -> None:
   from server.main import main as serve
 
   sys.argv = ["sluice", *arguments]
+  sys.path.append(os.getcwd())  # for --policy=MODULE:CLASS; last, so that it shadows nothing
   serve(program="sluice serve")
 
 

@@ -178,7 +178,8 @@ class SchedulingSettings:
   )
   tier_long_context: int = setting(
     0,
-    "With --policy=tiers: interactive requests preempt batch rows of more tokens; 0: never.",
+    "With --policy=tiers: batch rows of more tokens run only in every fourth step while interactive requests run; 0: "
+    "never.",
     group=_BATCHING,
     unit="tokens",
     at_least=0,

@@ -90,7 +90,8 @@ def test_bench_offline_runs_through_the_command(tmp_path):
   [
     (["host:1"], ["--target=host:1"]),
     (["grpc://host:1"], ["--target=host:1"]),
-    (["https://host:1/"], ["--target=host:1", "--tls"]),
+    (["grpcs://host:1"], ["--target=host:1", "--tls"]),
+    (["https://host:1/"], ["--target=https://host:1/"]),
     ([], []),
   ],
 )

@@ -135,7 +135,7 @@ def entry_of(shape: str) -> str:
   "entry, said",
   [
     (entry_of(",".join(["9" * 4000] * 2000)), "number out of range"),
-    (entry_of(",".join(["1"] * 200_000)), "tensor x has 200000 dimensions, at most 32 are read"),
+    (entry_of(",".join(["1"] * 200_000)), "tensor x has 200000 dimensions, at most 32 are supported"),
     (entry_of("9" * 5000), "number out of range"),
     ("[" * 100_000, "recursion limit exceeded"),
     (entry_of("").replace("[]", '""'), "expected a sequence"),
@@ -159,7 +159,7 @@ def test_a_header_that_is_too_long(tmp_path):
   with open(file, "wb") as stream:
     stream.write((30_000_000).to_bytes(8, "little"))
     stream.truncate(60_000_000)  # a hole, which takes no disk space
-  with pytest.raises(CheckpointError, match="a header of 30000000 bytes, and at most 25000000 are read"):
+  with pytest.raises(CheckpointError, match="a header of 30000000 bytes; supported are at most 25000000"):
     read_header(file)
 
 
@@ -325,7 +325,7 @@ def test_a_config_of_many_layers_costs_nothing():
 @pytest.mark.catalogue("G4")
 def test_a_tokenizer_of_another_model(pristine):
   load(pristine / "hf", num_token_ids=256)
-  with pytest.raises(CheckpointError, match=r"vocab_size=256, but tokenizer\.json makes ids up to 256; they do not"):
+  with pytest.raises(CheckpointError, match=r"vocab_size=256, but tokenizer\.json has ids up to 256; use files of one model"):
     load(pristine / "hf", num_token_ids=257)
 
 
@@ -491,7 +491,7 @@ def test_the_compile_cache_of_others(keep_jax_settings, tmp_path):
     with pytest.raises(ConfigError, match="has mode 0755 and owner 12345, so that others could put code"):
       compile_cache.use_compile_cache(str(made))
   (tmp_path / "file").write_text("")
-  with pytest.raises(ConfigError, match="File exists; set --compile_cache_dir to a folder that can be written"):
+  with pytest.raises(ConfigError, match="File exists; set --compile_cache_dir to a writable folder"):
     compile_cache.use_compile_cache(str(tmp_path / "file"))
 
 
