@@ -1,5 +1,6 @@
 """From a model folder to an engine that serves; and every setting that is refused before anything is allocated."""
 
+import jax
 import pytest
 from safetensors.numpy import load_file
 
@@ -61,6 +62,7 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
 def test_facts_are_told_as_they_are_known(folder, tmp_path):
   """And programs that the cache holds are not counted as compiled."""
   options = BuildOptions(folder, num_blocks=16, max_model_len=64, compile_cache_dir=str(tmp_path / "compiled"), **SMALL)
+  jax.clear_caches()  # programs that other tests have compiled in this process
   for is_first in (True, False):
     facts: list[BuildFact] = []
     built = build_engine(options, silent, no_events, report_fact=facts.append)

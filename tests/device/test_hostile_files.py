@@ -325,7 +325,9 @@ def test_a_config_of_many_layers_costs_nothing():
 @pytest.mark.catalogue("G4")
 def test_a_tokenizer_of_another_model(pristine):
   load(pristine / "hf", num_token_ids=256)
-  with pytest.raises(CheckpointError, match=r"vocab_size=256, but tokenizer\.json has ids up to 256; use files of one model"):
+  with pytest.raises(
+    CheckpointError, match=r"vocab_size=256, but tokenizer\.json has ids up to 256; use files of one model"
+  ):
     load(pristine / "hf", num_token_ids=257)
 
 
