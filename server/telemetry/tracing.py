@@ -93,11 +93,13 @@ class Span:
     if error is not None or not all(endings):
       span.set_attribute("error.type", error.reason.lower() if error is not None else "cancelled")
       span.set_status(StatusCode.ERROR)
+    end_ns = self._start_ns + time.monotonic_ns() - self._started
+    # Seconds since the submission, shortly before the span's start.
     first_token_s = next((first for output in outputs if (first := output.first_token_s) is not None), None)
     if first_token_s is not None:
       span.set_attribute("gen_ai.response.time_to_first_chunk", first_token_s)
-      span.add_event("first_token", timestamp=self._start_ns + round(1e9 * first_token_s))
-    span.end(self._start_ns + time.monotonic_ns() - self._started)
+      span.add_event("first_token", timestamp=min(self._start_ns + round(1e9 * first_token_s), end_ns))
+    span.end(end_ns)
 
 
 class Tracer:

@@ -273,7 +273,7 @@ def forge(data: bytes):
     ),
     (edit(lambda manifest: manifest["programs"]["sum"].update(bytes=-1)), "manifest.json that is broken", 2),
     (edit(lambda manifest: manifest.update(programs=[])), "manifest.json that is broken", 2),
-    (edit(lambda manifest: manifest.update(format=2)), "has format 2, and this reads 1", 2),
+    (edit(lambda manifest: manifest.update(format=2)), "has format 2, this server reads 1", 2),
     (edit(lambda manifest: manifest["made_for"].update(jax="2")), "was made for jax 2, and here is 1", 2),
     (edit(lambda manifest: manifest["made_for"].pop("device")), "was made for device None, and here is toaster", 2),
     (edit(lambda manifest: manifest["made_for"].update(more=1)), "was made for more 1, and here is None", 2),
@@ -321,7 +321,7 @@ def test_a_folder_that_others_can_write_to_is_refused(small, what, mode):
 
 def test_paths_that_are_no_folder(tmp_path):
   (tmp_path / "file").write_text("")
-  with pytest.raises(ConfigError, match="is no folder"):
+  with pytest.raises(ConfigError, match="not a folder; set --executable_bundle"):
     Bundle(str(tmp_path / "file"), "chunked")
   with pytest.raises(ConfigError, match="Not a directory; set --executable_bundle"):
     Bundle(str(tmp_path / "file" / "below"), "chunked")

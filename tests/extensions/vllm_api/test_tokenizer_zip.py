@@ -65,7 +65,9 @@ def test_links_out_of_the_folder_are_not_followed(folder, name):
   outside = folder.parent / "outside"
   (folder / name).rename(outside) if (folder / name).exists() else outside.write_text("secret")
   (folder / name).symlink_to(outside)
-  with pytest.raises(NotConfigured, match=f"{name} is a link out of the model's folder and is not sent") as caught:
+  with pytest.raises(
+    NotConfigured, match=f"{name} links to a file outside the model's folder; copy that file there"
+  ) as caught:
     zipped(folder)
   assert str(folder.parent) not in str(caught.value)
 

@@ -192,7 +192,7 @@ def test_the_server_reads_them_at_start(folder, tmp_path, processes):
   said_at_start = "temperature=0, top_k=3, max_tokens=9 (--generation_config=none leaves them out)"
   line = f"sampling defaults of generation_config.json: {said_at_start}"
   for flag, length in (("auto", 9), ("none", 256)):
-    flags = (f"--generation_config={flag}", f"--frontend_processes={processes}")
+    flags = (f"--generation_config={flag}", f"--frontend_processes={processes}", "--verbose")
     with process(folder, tmp_path, *flags) as (client, said):
       answers = [tuple(client.generate("the cat", ignore_eos=True).token_ids) for _ in range(3)]
       assert {len(answer) for answer in answers} == {length}

@@ -28,7 +28,7 @@ def ports(model, tmp_path_factory):
   process.send_signal(signal.SIGTERM)
   _, said = process.communicate(timeout=180)
   assert process.returncode == 0, said
-  assert "HTTP on 127.0.0.1:" in said and "Traceback" not in said
+  assert "open      http://127.0.0.1:" in said and "Traceback" not in said
 
 
 @pytest.fixture
