@@ -65,7 +65,7 @@ def test_every_shape_is_a_model_of_the_registry():
     (["--shape=llama9"], "shape='llama9' is unknown; set --shape to one of demo, llama-125m"),
     (["--parts=decode,encode"], "encode is not one of decode, prefill, alone, offline"),
     (["--lengths=20,10"], "the smaller first"),
-    (["--output=/nowhere/x.json"], "its folder does not exist"),
+    (["--output=/nowhere/x.json"], "the folder does not exist"),
     (["--model=/nowhere"], "/nowhere: no such folder"),
     (["--write_executable_bundle"], "--write_executable_bundle needs a folder to write to; set --executable_bundle"),
   ],

@@ -243,7 +243,7 @@ def test_an_unknown_scenario_is_refused(capsys):
   with pytest.raises(SystemExit) as caught:
     chaos.main(["--scenario=tsunami"])
   assert caught.value.code == 2
-  assert "--scenario=tsunami is unknown: choose among disconnects" in capsys.readouterr().err
+  assert "--scenario=tsunami is unknown; use one of disconnects" in capsys.readouterr().err
 
 
 def test_the_table_has_all_rows():

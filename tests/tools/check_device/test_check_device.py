@@ -192,7 +192,7 @@ ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
 def test_registers_and_spills():
   assert facts.kernel_uses(PTXAS) == [KernelUse("write_kernel", 40, 0), KernelUse("prefill_kernel", 168, 160)]
   assert facts.kernel_uses("") == []
-  with pytest.raises(ValueError, match="not understood"):
+  with pytest.raises(ValueError, match="printed an unknown line"):
     facts.kernel_uses(PTXAS.replace("bytes spill loads", "bytes of something"))
 
 
