@@ -1,11 +1,11 @@
-# One command a wish; each does its own set-up, once. See BUILD.md.
+# One command for each task; each sets up its own environment, once. See BUILD.md.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV := .venv
 PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
-# What .venv is made for: cpu, cuda12, cuda13 or tpu. Nothing: what it was made for, else what the machine has.
+# Accelerator of .venv: cpu, cuda12, cuda13 or tpu. Empty: that of the existing .venv, else the machine's own.
 ACCELERATOR ?=
 MADE_FOR := $(shell cat $(VENV)/.accelerator 2>/dev/null)
 LOCK := $(patsubst requirements-cpu.lock,requirements.lock,requirements-$(or $(ACCELERATOR),$(MADE_FOR),cpu).lock)
@@ -29,70 +29,70 @@ help:
 demo: $(READY)
 	@$(PY) -m tools.demo $(ARGS)
 
-## make server    a server on the demo model that keeps running (ARGS="--port=... --model=..."), on the machine's GPU or TPU where it has one (ACCELERATOR=cpu|cuda12|cuda13|tpu)
+## make server    run a server on the demo model (ARGS="--port=... --model=..."), on the machine's GPU or TPU if it has one (ACCELERATOR=cpu|cuda12|cuda13|tpu)
 server: $(READY)
 	@$(PY) -m server.main $(ARGS)
 
-## make test      every check that a change must pass; types are checked beside the tests, and reported after them
+## make test      run every check that a change must pass; pyright runs beside the tests and reports after them
 test: $(READY)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; $(PY) -m pyright >"$$said" 2>&1 & pyright=$$!; \
 	env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -m "not long" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS); \
 	tests=$$?; wait $$pyright; types=$$?; echo "pyright:"; cat "$$said"; $(PY) -m tools.repository.check_protos && exit $$((tests | types))
 
-## make test-long the soak tests, minutes each, and hypothesis' own choice of examples
+## make test-long run the soak tests, minutes each, and property tests with random examples
 test-long: $(READY)
 	@$(PY) -m pytest -m "long or hypothesis" --hypothesis-profile=drawn $(ARGS)
 
-## make check     ruff, pyright, buf
+## make check     run ruff, pyright and buf
 check: $(READY)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m pyright && $(PY) -m tools.repository.check_protos
 
-## make check-device  compile every step for an H200 and for TPUs with none of them here, and check the outcome (ARGS=--small)
+## make check-device  compile every step for an H200 and for TPUs, without these devices, and check the executables (ARGS=--small)
 check-device: $(DEVICE_READY)
 	@$(DEVICE_VENV)/bin/python -m tools.check_device $(ARGS)
 
-## make audit     ask whether a package of requirements.lock has a known hole (ARGS=--service=osv)
+## make audit     check the packages of requirements.lock for known vulnerabilities (ARGS=--service=osv)
 audit: $(AUDIT_READY)
 	@$(AUDIT_VENV)/bin/python -m tools.repository.audit $(ARGS)
 
-## make docs      write the pages and pictures of docs/ that the code makes
+## make docs      write the generated pages and pictures of docs/
 docs: $(READY)
 	@$(PY) -m tools.repository.generate_documents
 
-## make parity    compare with transformers live, in an environment of its own, and rewrite the golden files
+## make parity    compare with transformers in a separate environment, and rewrite the golden files
 parity: $(READY)
 	@tools/parity/run.sh
 
-## make clients   published clients (openai, LangChain, lm-eval, inference-perf, smg's stubs) against a server, in an environment of theirs
+## make clients   test published clients (openai, LangChain, lm-eval, inference-perf, smg's stubs) against a server, in a separate environment
 clients: $(READY) $(CLIENTS_READY)
 	@$(PY) -m tools.clients $(ARGS)
 
-## make peers     the same requests through vLLM, OpenVINO GenAI, llama.cpp and transformers on this CPU (ARGS=--shape=llama-15m)
+## make peers     run the same requests on vLLM, OpenVINO GenAI, llama.cpp and transformers on this CPU (ARGS=--shape=llama-15m)
 peers: $(READY)
 	@tools/peers/setup.sh $(PEERS) && $(PY) -m tools.peers $(ARGS)
 
-## make bench     three figures of benchmarks/README.md: host time, attention, static against continuous
+## make bench     measure host time, attention, and static against continuous batching (benchmarks/README.md)
 bench: $(READY)
 	@$(PY) -m tools.bench.host && $(PY) -m tools.bench.attention && $(PY) -m tools.study.compare_batching
 
-## make chaos     clients that vanish, servers that die, faults, overload: ten minutes, a table at the end (ARGS=--scenario=...)
+## make chaos     test lost clients, killed servers, faults and overload for ten minutes; prints a table (ARGS=--scenario=...)
 chaos: $(READY)
 	@$(PY) -m tools.chaos $(ARGS)
 
-## make soak      the same mixed for hours, and what memory, threads and descriptors do (ARGS=--hours=8)
+## make soak      mix these scenarios for hours and watch memory, threads and descriptors (ARGS=--hours=8)
 soak: $(READY)
 	@$(PY) -m tools.chaos --soak $(ARGS)
 
-## make gpu       on a machine with a Hopper GPU: check, time and tune the attention kernels; ARGS=--only=decode and others: the engine (PYTHON=, ARGS=)
+## make gpu       check, time and tune the attention kernels on a Hopper GPU; ARGS=--only=decode and others: the engine (PYTHON=, ARGS=)
 gpu:
 	@$(PYTHON) -m tools.gpu $(ARGS)
 
-## make bench-cloud  on a rented GPU or TPU: known answers, kernels, engine, served load, peers; one JSON, one page (ARGS="--model=DIR", ARGS=--dry_run)
+## make bench-cloud  test answers and kernels and measure engine, server and peers on a rented GPU or TPU; writes one JSON file and one page (ARGS="--model=DIR", ARGS=--dry_run)
 bench-cloud: $(READY)
 	@$(PY) -m tools.bench_cloud $(ARGS)
 
-## make wheel     the wheels of server and client in dist/, the first with the C++ kernels of these levels of x86-64 (LEVELS=); others are left to XLA there
+## make wheel     build the wheels of server and client in dist/; the server's holds the C++ kernels of these x86-64 levels (LEVELS=), and other CPUs use XLA
 wheel: $(READY)
 	@$(PY) -m pallas_kernels.native $(LEVELS) && $(PY) -m tools.repository.make_wheel dist
 
@@ -106,7 +106,7 @@ setup-device: $(DEVICE_READY)
 
 setup-audit: $(AUDIT_READY)
 
-# The C++ kernels are built again when their sources change; a machine without a compiler is told, and goes on.
+# Rebuilds the C++ kernels when their sources change; without a compiler it prints a line and continues.
 $(READY): $(INSTALLED) $(wildcard pallas_kernels/*.h pallas_kernels/*/*.cc) pallas_kernels/native.py
 	@$(PY) -m pallas_kernels.native && touch $@
 
@@ -119,7 +119,7 @@ ifneq ($(ACCELERATOR),$(MADE_FOR))
 $(INSTALLED): another-accelerator
 endif
 endif
-# Whoever asks for the CPU on a machine with a GPU or a TPU gets it; the server refuses it otherwise.
+# ACCELERATOR=cpu selects the CPU on a machine with a GPU or TPU; the server does not fall back to the CPU by itself.
 ifeq ($(ACCELERATOR),cpu)
 export JAX_PLATFORMS ?= cpu
 endif

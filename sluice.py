@@ -1,10 +1,10 @@
-"""Sluice's front door: the names that a Python program imports, and the `sluice` command. Loads nothing before its use.
+"""Defines the names that a Python program imports and the `sluice` command. Loads nothing before its use.
 
   from sluice import LLM, SamplingParams, Client
 
   sluice serve [MODEL] [--flag=value ...]
 
-Each command hands over to the module that does the work and that `python -m` runs as well.
+Each command runs a module that `python -m` can run as well.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,11 @@ _NAMES = {
 }
 
 _COMMANDS = {
-  "serve": "serve a model over gRPC and HTTP; without MODEL the demo model",
+  "serve": "serve a model over gRPC and HTTP; the default MODEL is the demo model",
   "chat": "talk to a running server from the terminal",
   "bench": "measure a server, the engine, or a part of it",
-  "demo": "a server on the demo model under a mixed load, shown live",
-  "lm-eval": "EleutherAI's lm-eval with the model sluice, in one process",
+  "demo": "run a server on the demo model under a mixed load and show it live",
+  "lm-eval": "run EleutherAI's lm-eval with the model sluice, in one process",
 }
 
 _BENCHES = {
@@ -50,9 +50,9 @@ _BENCHES = {
   "python-api": ("tools.bench.python_api", "LLM.generate beside the bare engine"),
   "engine": ("tools.bench.engine", "the engine beside the machine's roofline"),
   "modes": ("tools.bench.modes", "every batching mode side by side, on real servers"),
-  "startup": ("tools.bench.startup", "from the start of a server's process to ready"),
+  "startup": ("tools.bench.startup", "the time from a server's process start to ready"),
   "frontend": ("tools.bench.frontend", "gRPC streams and their cost, on a fake device"),
-  "host": ("tools.bench.host", "the host's part of a step"),
+  "host": ("tools.bench.host", "the host time of a step"),
   "attention": ("tools.bench.attention", "one layer's paged attention"),
   "matmul": ("tools.bench.matmul", "the matmuls of a step on a CPU"),
   "deterministic": ("tools.bench.deterministic", "what --deterministic costs"),
@@ -62,12 +62,12 @@ _HELP = """usage: sluice COMMAND [ARGUMENT ...]
 
 {commands}
 
-sluice COMMAND --help tells what a command takes; sluice --version prints the version.
+sluice COMMAND --help lists a command's arguments; sluice --version prints the version.
 """
 
 _CHAT_HELP = """usage: sluice chat [HOST:PORT | URL] [--flag=value ...]
 
-Talks to a running server, on 127.0.0.1:50051 if no address is given. Flags are those of the client:
+Talks to a running server, by default on 127.0.0.1:50051. The flags are the client's:
 """
 
 
@@ -86,7 +86,7 @@ def __dir__() -> list[str]:
 
 
 class _UsageError(Exception):
-  """The command line cannot be followed; the message is for the user."""
+  """The command line is invalid; the message is for the user."""
 
 
 def _table(rows: dict[str, str]) -> str:
@@ -95,7 +95,7 @@ def _table(rows: dict[str, str]) -> str:
 
 
 def _find_named(name: str, known: Sequence[str], what: str, parent: str) -> str:
-  """`name`, if it is known. Raises _UsageError, with the nearest."""
+  """Returns `name` if it is known. Raises _UsageError with the closest known name."""
   if name in known:
     return name
   near = difflib.get_close_matches(name, known, 1)
@@ -112,11 +112,11 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def _serve(arguments: list[str]) -> None:
-  """Ends the process, as `python -m server.main` does."""
+  """Runs the server and ends the process, as `python -m server.main` does."""
   from server.main import main as serve
 
   sys.argv = ["sluice", *arguments]
-  sys.path.append(os.getcwd())  # for --policy=MODULE:CLASS; last, so that it shadows nothing
+  sys.path.append(os.getcwd())  # for --policy=MODULE:CLASS; last, so it shadows nothing
   serve(program="sluice serve")
 
 
@@ -136,14 +136,14 @@ def _chat(arguments: list[str]) -> None:
 def _bench(arguments: list[str]) -> None:
   if not arguments or _asks_for_help(arguments):
     table = _table({name: help for name, (_, help) in _BENCHES.items()})
-    print(f"usage: sluice bench NAME [--flag=value ...]\n\n{table}\n\nsluice bench NAME --help tells its flags.")
+    print(f"usage: sluice bench NAME [--flag=value ...]\n\n{table}\n\nsluice bench NAME --help lists its flags.")
     return
   module, _ = _BENCHES[_find_named(arguments[0], tuple(_BENCHES), "benchmark", "sluice bench")]
   _run_module(module, arguments[1:])
 
 
 def _run_module(module: str, arguments: list[str]) -> None:
-  """As `python -m module arguments`; usually ends the process."""
+  """Runs `python -m module arguments`; usually ends the process."""
   sys.argv = [module, *arguments]
   runpy.run_module(module, run_name="__main__", alter_sys=True)
 
@@ -171,7 +171,7 @@ def _run_command(arguments: list[str]) -> None:
 
 
 def main() -> int:
-  """The `sluice` command. Returns 0; 2 where the command line cannot be followed, 130 after Ctrl-C."""
+  """Runs the `sluice` command. Returns 0, 2 if the command line is invalid, or 130 after Ctrl-C."""
   try:
     _run_command(sys.argv[1:])
   except _UsageError as error:
@@ -179,7 +179,7 @@ def main() -> int:
     return 2
   except KeyboardInterrupt:
     return 130
-  except BrokenPipeError:  # of `sluice --help | head`; what Python would still write at its end goes nowhere
+  except BrokenPipeError:  # as in `sluice --help | head`; Python's last flush at exit must not fail
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
   return 0
 

@@ -83,8 +83,8 @@ def ask_nvidia_smi() -> DriverReport:
   if command is None:
     return DriverReport()
   try:
-    asked = [command, "--query-gpu=driver_version,compute_cap,name", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=_NVIDIA_SMI_S)
+    query = [command, "--query-gpu=driver_version,compute_cap,name", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=_NVIDIA_SMI_S)
   except (OSError, subprocess.TimeoutExpired):
     return DriverReport()
   rows = [[cell.strip() for cell in line.split(",", 2)] for line in done.stdout.splitlines() if line.count(",") >= 2]

@@ -20,6 +20,14 @@ BATCHING = ("chunked", "continuous", "disaggregated", "dynamic", "static")  # en
 ADMISSION = ("queue", "goodput")  # engine/admission.py
 PREFIX_CACHE_SCOPES = ("global", "tenant", "request", "off")
 
+# Values of SchedulingSettings for callers that wait as long as needed: nothing is refused, and nothing times out.
+UNBOUNDED_QUEUE = {
+  "max_queued_requests": 1 << 30,
+  "max_queued_tokens": 1 << 40,
+  "queue_timeout_s": 0.0,
+  "request_timeout_s": 0.0,
+}
+
 # In the order of --help.
 GROUPS = (
   "Model",

@@ -34,13 +34,13 @@ _FINISH_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "leng
 
 
 class SluiceError(Exception):
-  """An RPC that did not end OK.
+  """An RPC that failed.
 
   Attributes:
     code: the gRPC status code.
-    reason: a stable word, such as "INVALID_REQUEST", "OVERLOADED", "DRAINING"; empty if the server gave none.
-    retry_after_s: when to try again, if the server said so.
-    request_id: the call's name in the server's access log; empty if no server answered.
+    reason: a stable word, for example "INVALID_REQUEST", "OVERLOADED" or "DRAINING"; "" if the server sent none.
+    retry_after_s: seconds until a retry; None if the server sent no value.
+    request_id: the call's id in the server's access log; "" if no server answered.
   """
 
   def __init__(
@@ -59,7 +59,7 @@ class SluiceError(Exception):
 
 
 class Options(TypedDict, total=False):
-  """Keyword arguments of a generation; what is left out takes the server's default. See sluice.proto for each."""
+  """Keyword arguments of a generation; omitted ones take the server's default. sluice.proto describes each."""
 
   model: str
   request_id: str
@@ -98,7 +98,7 @@ class Options(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-  """How one output ended.
+  """The finish of one output.
 
   Attributes:
     reason: "stop" or "length".
@@ -118,7 +118,7 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-  """What is new of one output; `ending` is set on its last piece."""
+  """The new part of one output. Its last piece sets `ending`."""
 
   index: int
   text: str
@@ -130,7 +130,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """One whole output."""
+  """One complete output."""
 
   text: str
   token_ids: tuple[int, ...]
@@ -139,7 +139,7 @@ class Completion:
 
 
 class Stream:
-  """An iterator over pieces, as they are made. Leaving the `with` block, or `cancel`, stops the work on the server."""
+  """Iterates over pieces as the server sends them. `cancel`, or leaving the `with` block, aborts the request."""
 
   def __init__(self, call):
     self._call = call
@@ -153,7 +153,7 @@ class Stream:
         yield from read_pieces(message)
 
   def cancel(self) -> None:
-    """Stops the generation; iteration then raises SluiceError with code CANCELLED."""
+    """Aborts the request; iteration then raises SluiceError with code CANCELLED."""
     self._call.cancel()
 
   def __enter__(self) -> Self:
@@ -177,20 +177,20 @@ class Client:
     tls_cert_file: str = "",
     tls_key_file: str = "",
   ):
-    """Connects when first used.
+    """Creates the client, which connects on first use.
 
     Args:
       target: HOST:PORT.
-      max_message_bytes: of a response (log probabilities of a long prompt are large).
-      api_key: sent with every call; None takes the environment's SLUICE_API_KEY, if there is one.
-      tls: encrypt, and check the server against the authorities that gRPC ships; any of the files below implies it.
-      tls_ca_file: PEM authorities to check the server against instead.
-      tls_cert_file, tls_key_file: PEM certificate and key, for a server that wants to see one.
+      max_message_bytes: largest response message (log probabilities of a long prompt are large).
+      api_key: sent with every call; None takes SLUICE_API_KEY from the environment, if set.
+      tls: encrypt, and verify the server against the authorities that gRPC ships; any of the files below implies it.
+      tls_ca_file: PEM authorities to verify the server against instead.
+      tls_cert_file, tls_key_file: PEM certificate and key, for a server that requires a client certificate.
 
     Raises:
       OSError: a file cannot be read.
     """
-    # The second for a server in this process; see ConnectionWatch.
+    # The second option is for a server in this process; see ConnectionWatch.
     options = (("grpc.max_receive_message_length", max_message_bytes), ("grpc.enable_channelz", 0))
     api_key = os.environ.get("SLUICE_API_KEY") if api_key is None else api_key
     self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
@@ -204,15 +204,15 @@ class Client:
     self._health: Any = health_pb2_grpc.HealthStub(self._channel)
 
   def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-    """One output, whole. For n > 1 use `generate_all`.
+    """Returns one complete output. For n > 1 use `generate_all`.
 
     Raises:
-      SluiceError: with the server's reason.
+      SluiceError: the RPC failed.
     """
     return self.generate_all(prompt, **options)[0]
 
   def generate_all(self, prompt: Prompt, **options: Unpack[Options]) -> list[Completion]:
-    """All n outputs, in order. Raises SluiceError."""
+    """Returns all n outputs, in order. Raises SluiceError."""
     with _errors():
       response = self._generation.GenerateUnary(
         make_generate_request(prompt, options), timeout=options.get("timeout_s"), metadata=self._metadata
@@ -223,7 +223,7 @@ class Client:
     ]
 
   def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Stream:
-    """Outputs piece by piece. Errors come while iterating."""
+    """Returns a stream of the outputs' pieces. Iteration raises the errors."""
     return Stream(
       self._generation.Generate(
         make_generate_request(prompt, options), timeout=options.get("timeout_s"), metadata=self._metadata
@@ -231,33 +231,33 @@ class Client:
     )
 
   def tokenize(self, text: str) -> list[int]:
-    """Token ids of a text, with the tokenizer's own tokens such as BOS."""
+    """Returns the token ids of a text, with the tokenizer's own tokens, for example BOS."""
     with _errors():
       return list(self._generation.Tokenize(pb.TokenizeRequest(text=text), metadata=self._metadata).token_ids)
 
   def detokenize(self, token_ids: Sequence[int]) -> str:
-    """Text of token ids, without special tokens."""
+    """Returns the text of token ids, without special tokens."""
     with _errors():
       return self._generation.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), metadata=self._metadata).text
 
   def abort(self, *request_ids: str) -> list[bool]:
-    """Ends live generations; for each id whether it was live."""
+    """Aborts live requests; returns for each id whether it was live."""
     with _errors():
       outcomes = self._generation.Abort(pb.AbortRequest(request_ids=request_ids), metadata=self._metadata).outcomes
     return [outcome == pb.AbortResponse.OUTCOME_ABORTED for outcome in outcomes]
 
   def model_info(self) -> pb.GetModelInfoResponse:
-    """The served model and its limits."""
+    """Returns the served model and its limits."""
     with _errors():
       return self._model.GetModelInfo(pb.GetModelInfoRequest(), metadata=self._metadata)
 
   def load(self, steps_after_s: float | None = None) -> pb.GetLoadResponse:
-    """How busy the server is; given a time on the engine's clock, with steps planned and requests ended after it."""
+    """Returns the server's load; with a time on the engine's clock, also later steps and finished requests."""
     with _errors():
       return self._model.GetLoad(pb.GetLoadRequest(steps_after_s=steps_after_s), metadata=self._metadata)
 
   def wait_ready(self, timeout_s: float = 60.0) -> None:
-    """Returns when the server says SERVING. Raises SluiceError, code DEADLINE_EXCEEDED, when it takes too long."""
+    """Waits until the server reports SERVING. Raises SluiceError with code DEADLINE_EXCEEDED after the timeout."""
     deadline = time.monotonic() + timeout_s
     request = health_pb2.HealthCheckRequest(service="sluice.v1.GenerationService")
     while (remaining := deadline - time.monotonic()) > 0:
@@ -277,7 +277,7 @@ class Client:
     )
 
   def close(self) -> None:
-    """Ends the connection, and every RPC on it."""
+    """Closes the connection, and ends every RPC on it."""
     self._channel.close()
 
   def __enter__(self) -> Self:
@@ -288,7 +288,7 @@ class Client:
 
 
 def read_pieces(message: pb.GenerateResponse) -> Iterator[Piece]:
-  """What one message of a stream brings, output by output."""
+  """Yields the pieces in one message of a stream, output by output."""
   endings = {finished.index: finished for finished in message.finished}
   for delta in message.deltas:
     ending = endings.pop(delta.index, None)
@@ -305,10 +305,10 @@ def read_pieces(message: pb.GenerateResponse) -> Iterator[Piece]:
 
 
 def make_generate_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
-  """The wire form of a request.
+  """Returns a request's protobuf message.
 
   Raises:
-    TypeError, ValueError: an option is misspelt or of another type, or there are two constraints.
+    TypeError, ValueError: an option is misspelled or has the wrong type, or there are two constraints.
   """
   unknown = options.keys() - Options.__annotations__.keys()
   if unknown:
@@ -348,7 +348,7 @@ def make_generate_request(prompt: Prompt, options: Options) -> pb.GenerateReques
 
 
 def read_ending(finished: pb.Finished) -> Ending:
-  """How an output ended, in plain values."""
+  """Returns an output's finish as plain values."""
   kind = finished.WhichOneof("matched")
   return Ending(
     reason=_FINISH_REASONS.get(finished.reason, "unspecified"),
@@ -380,7 +380,7 @@ def _error_of(call: grpc.RpcError) -> SluiceError:
   reason, retry_after_s = "", None
   try:
     status = rpc_status.from_call(call)
-  except ValueError:  # gRPC put words of its own in the place of the server's, as when a deadline passes meanwhile
+  except ValueError:  # gRPC replaced the server's value with its own text, as when a deadline passes meanwhile
     status = None
   for detail in status.details if status else ():
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()

@@ -1,7 +1,4 @@
-"""Errors that only a server can have. `server.rpc.grpc_status` turns these and the engine's into gRPC statuses.
-
-No gRPC here.
-"""
+"""Errors of the server. `server.rpc.grpc_status` maps these and the engine's to gRPC statuses. Knows no gRPC."""
 
 import logging
 import secrets
@@ -10,98 +7,98 @@ from engine.errors import EngineError, InvalidRequest, Overloaded, Unavailable
 
 _log = logging.getLogger(__name__)
 
-# gRPC's details travel in trailers, of which clients take 8 KiB; grpc-message escapes a byte as three.
+# gRPC sends details in trailers, of which clients accept 8 KiB; grpc-message escapes one byte as three.
 _MAX_MESSAGE_BYTES = 1024
-# What a client of a server that goes down is told: by then another one should have taken its place.
+# Retry delay for clients of a server that shuts down; another server should have replaced it by then.
 _DOWN_RETRY_S = 5.0
 
 
 class MalformedRequest(InvalidRequest):
-  """The bytes are not the protobuf message that the method takes."""
+  """The bytes are not the method's protobuf message."""
 
   reason = "MALFORMED_REQUEST"
 
 
 class ModelNotFound(EngineError):
-  """Another model than the served one was asked for."""
+  """The request names a model that the server does not serve."""
 
   reason = "MODEL_NOT_FOUND"
 
 
 class NoTokenizer(EngineError):
-  """Text was sent or asked for, and the model's folder has no tokenizer."""
+  """The request sends or requests text, and the model's folder has no tokenizer."""
 
   reason = "NO_TOKENIZER"
 
 
 class NoChatTemplate(EngineError):
-  """A chat was sent, and the model has no chat template."""
+  """The request sends a chat, and the model has no chat template."""
 
   reason = "NO_CHAT_TEMPLATE"
 
 
 class UnknownMethod(EngineError):
-  """No such method here."""
+  """The server has no such method."""
 
   reason = "UNKNOWN_METHOD"
 
 
 class Unauthenticated(EngineError):
-  """No API key, or one that is not in the file."""
+  """The call has no API key, or one that is not in the file."""
 
   reason = "UNAUTHENTICATED"
 
 
 class PermissionDenied(EngineError):
-  """A known caller may not do this."""
+  """The authenticated caller may not do this."""
 
   reason = "PERMISSION_DENIED"
 
 
 class NotConfigured(EngineError):
-  """The server was started without what this needs."""
+  """The server was started without a setting that the call needs."""
 
   reason = "NOT_CONFIGURED"
 
 
 class DeadlineExceeded(EngineError):
-  """The client's deadline, the queue's or the server's has passed."""
+  """The deadline of the client, the queue or the server has passed."""
 
   reason = "DEADLINE_EXCEEDED"
 
 
 class AbortedByRequest(EngineError):
-  """Somebody called Abort."""
+  """A caller of Abort ended the request."""
 
   reason = "ABORTED_BY_REQUEST"
 
 
 class GenerationFailed(EngineError):
-  """The engine could not go on with this request."""
+  """The engine could not continue this request."""
 
   reason = "GENERATION_FAILED"
 
 
 class NumericalError(GenerationFailed):
-  """The model's numbers for this request were NaN or infinite."""
+  """The model's output for this request was NaN or infinite."""
 
   reason = "NUMERICAL_ERROR"
 
 
 class EngineFailed(GenerationFailed):
-  """The engine failed while it worked on this request, and on all others."""
+  """The engine failed while it ran this request, and so failed all requests."""
 
   reason = "ENGINE_FAILURE"
 
 
 class GrammarLimit(GenerationFailed):
-  """The output constraint allows no token more, or takes too much work to go on."""
+  """The output constraint allows no further token, or takes too much work to continue."""
 
   reason = "GRAMMAR_LIMIT"
 
 
 class InternalError(GenerationFailed):
-  """The server's own code failed on this request; `incident` is the number under which the log says how."""
+  """The server's own code failed on this request. The log has the cause under the number `incident`."""
 
   reason = "INTERNAL"
 
@@ -111,25 +108,25 @@ class InternalError(GenerationFailed):
 
 
 class SlowConsumer(EngineError):
-  """The client does not read its stream."""
+  """The client stopped reading its stream."""
 
   reason = "SLOW_CONSUMER"
 
 
 class AnswerTooLarge(EngineError):
-  """One message of the answer is larger than may be sent."""
+  """A response message exceeds the size limit."""
 
   reason = "ANSWER_TOO_LARGE"
 
 
 class MemoryPressure(Overloaded):
-  """The process is larger than it may be."""
+  """The process exceeds its memory limit."""
 
   reason = "MEMORY_PRESSURE"
 
 
 class Starting(Unavailable):
-  """The model is loading or compiling; `retry_after_s` is when asking again makes sense."""
+  """The model is loading or compiling. Clients may retry after `retry_after_s`."""
 
   reason = "STARTING"
   retry_after_s = 1.0
@@ -141,7 +138,7 @@ class Starting(Unavailable):
 
 
 class Draining(Unavailable):
-  """The server is going down."""
+  """The server is shutting down."""
 
   reason = "DRAINING"
 
@@ -153,21 +150,21 @@ class EngineDead(Unavailable):
 
 
 def log_incident(error: Exception, what: str) -> InternalError:
-  """Logs an error that no client should see, under a number; returns what the client gets instead."""
+  """Logs an error that no client should see, under a number; returns the error for the client."""
   incident = secrets.token_hex(4)
   _log.error("incident %s: %s", incident, what, exc_info=error)
   return InternalError(incident)
 
 
 def seconds_to_retry(error: Exception) -> float | None:
-  """When the same server, or one in its place, may take the request; None where sending it again is of no use."""
+  """Returns the seconds until this server or its replacement may accept the request; None if a retry cannot help."""
   if isinstance(error, Overloaded | Starting):
     return error.retry_after_s
   return _DOWN_RETRY_S if isinstance(error, Unavailable) else None
 
 
 def shorten_message(message: str) -> str:
-  """A message as long as clients can take."""
+  """Returns the message, cut to the length that clients accept."""
   raw = message.encode("utf-8", "replace")
   if len(raw) <= _MAX_MESSAGE_BYTES:
     return message

@@ -1,4 +1,4 @@
-"""How users of other servers spell flags: dashes for underscores, and vLLM's names. Decides no value.
+"""Accepts the flag spellings of other servers: dashes for underscores, and vLLM's names. Decides no value.
 
 vLLM's flags: https://docs.vllm.ai/en/stable/cli/serve.html
 """
@@ -7,13 +7,13 @@ from collections.abc import Collection
 
 from engine.errors import ConfigError
 
-# Other names of Sluice's own flags.
+# Synonyms of Sluice's own flags.
 SYNONYMS = {
   "tensor_parallel_size": "num_devices",
   "tp": "num_devices",
   "download_dir": "model_cache_dir",
 }
-# Flags of vLLM that Sluice does not have, and what to do instead.
+# vLLM's flags that Sluice does not have, and what to do instead.
 INSTEAD = {
   "api_key": "write the key into a file and set --api_key_file",
   "data_parallel_size": "start one server for each replica, behind a load balancer",
@@ -35,15 +35,15 @@ INSTEAD = {
 
 
 def translate_argument(argument: str, flags: Collection[str], bools: Collection[str]) -> str:
-  """One argument in Sluice's own spelling; what is no known flag stays as it is.
+  """Returns one argument in Sluice's own spelling; leaves unknown flags unchanged.
 
   Args:
-    argument: such as "--max-model-len=4096", "--max-model-len" before its value, or a value.
+    argument: for example "--max-model-len=4096", "--max-model-len" before its value, or a value.
     flags: names of all flags.
-    bools: those that are true or false, and so may have "no" before them.
+    bools: names of the boolean flags, which may have the prefix "no".
 
   Raises:
-    ConfigError: it is a flag of vLLM that Sluice does not have; says what to do instead.
+    ConfigError: Sluice lacks this flag of vLLM; the message says what to do instead.
   """
   name, equals, value = argument.lstrip("-").partition("=")
   if not argument.startswith("-") or not name:

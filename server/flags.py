@@ -1,4 +1,4 @@
-"""The server's flags, made from the declarations of settings; what is wrong with their values alone. Starts nothing."""
+"""Makes the server's flags from the declared settings, and checks their values. Starts nothing."""
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
@@ -26,6 +26,7 @@ from engine.settings import (
 from server.flag_spellings import translate_argument
 from server.host_options import HostOptions
 from server.http.openai.tool_calls import PARSERS
+from server.model_settings import ModelSettings
 from server.rpc.grpc_server import is_local
 from server.telemetry import log_lines
 
@@ -35,73 +36,44 @@ _DEMO = _ROOT / "models" / "demo"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramSettings:
-  """The settings that the server program itself follows."""
+class ProgramSettings(ModelSettings):
+  """The settings of the server program itself."""
 
   model: str = setting(
     str(_DEMO),
-    "The model: a folder of Hugging Face's or Sluice's, ORG/NAME or ORG/NAME@REVISION of the Hugging Face hub, "
-    "gs://BUCKET/PATH or s3://BUCKET/PATH. Also the argument that has no flag.",
+    "The model: a folder in Hugging Face's or Sluice's format, ORG/NAME or ORG/NAME@REVISION on the Hugging Face hub, "
+    "gs://BUCKET/PATH or s3://BUCKET/PATH. Also accepted as an argument without a flag.",
     group="Model",
     common=True,
-  )
-  revision: str = setting(
-    "", "Branch, tag or commit of a model of the Hugging Face hub; empty: its main branch.", group="Model"
-  )
-  model_cache_dir: str = setting(
-    "",
-    "Where downloads are kept; empty: the Hugging Face cache (HF_HOME), and ~/.cache/sluice/models for buckets.",
-    group="Model",
-  )
-  chat_template: str = setting(
-    "", "Jinja file with the chat template that counts instead of the model's own.", group="Model", common=True
   )
   served_model_name: str = setting(
-    "", "What clients call the model; empty: the model's own name.", group="Model", common=True
-  )
-  generation_config: str = setting(
-    "auto",
-    "Defaults of temperature, top_k, top_p, min_p, repetition_penalty and max_tokens (max_new_tokens) for requests "
-    "that leave them out; auto: those of the model's generation_config.json; none: Sluice's own.",
-    group="Model",
-    choices=("auto", "none"),
-    common=True,
+    "", "Name of the model in the APIs; empty: the model's own name.", group="Model", common=True
   )
   tool_call_parser: str = setting(
     "auto",
-    "How the model writes tool calls; auto: by its chat template; none: they stay text.",
+    "Format in which the model writes tool calls; auto: from its chat template; none: they stay text.",
     group="Model",
     choices=PARSERS,
     common=True,
   )
-  max_prompt_bytes: int = setting(
-    1 << 20, "Longest text that the server tokenizes.", group="Limits of clients", unit="bytes", at_least=1
-  )
   http_port: int | None = setting(
     None,
-    f"Port of the OpenAI-compatible HTTP side; 0: a free one; -1: no HTTP. Default {DEFAULT_HTTP_PORT}, or a free one "
+    f"Port of the OpenAI-compatible HTTP API; 0: a free one; -1: no HTTP. Default {DEFAULT_HTTP_PORT}, or a free one "
     "with --port=0.",
     group="Addresses",
     at_least=-1,
     at_most=65535,
     common=True,
   )
-  port_file: str = setting("", "File to write the gRPC port into, once ready.", group="Addresses")
-  http_port_file: str = setting("", "File to write the HTTP port into, once ready.", group="Addresses")
+  port_file: str = setting("", "File to write the gRPC port to when the server is ready.", group="Addresses")
+  http_port_file: str = setting("", "File to write the HTTP port to when the server is ready.", group="Addresses")
   frontend_processes: int = setting(
     0,
-    "Processes for gRPC, HTTP and text, which then take no time from the engine's; limits of calls, connections and "
-    "memory hold for each. 0: everything in one process.",
+    "Processes for gRPC, HTTP and text, which frees the engine's process from that work. Limits of calls, connections "
+    "and memory apply to each. 0: everything in one process.",
     group="Devices and programs",
     at_least=0,
     at_most=64,
-    common=True,
-  )
-  executable_bundle: str = setting(
-    "",
-    "Folder of executables, made by tools.bundle. Loaded instead of compiled, if they were made for just this model, "
-    "ladder, device and version; else compiled, with the reason.",
-    group="Devices and programs",
     common=True,
   )
   otlp_endpoint: str = setting(
@@ -119,27 +91,29 @@ class ProgramSettings:
     common=True,
   )
   verbose: bool = setting(
-    False, "Also print every setting, and why the ladder is what it is.", group="Observability", common=True
+    False, "Also print every setting, and the reasons for the ladder.", group="Observability", common=True
   )
   throughput_line_s: float = setting(
     10.0,
-    "Under load, print a line of throughput this often; 0: never.",
+    "Under load, print a throughput line this often; 0: never.",
     group="Observability",
     unit="s",
     at_least=0,
   )
   trace_file: str = setting(
-    "", "Step trace (JSON lines); each recording begins the file anew.", group="Observability", common=True
+    "", "File for the step trace (JSON lines); each recording overwrites it.", group="Observability", common=True
   )
-  trace_at_start: bool = setting(True, "Record from ready on; false: wait for SIGUSR1.", group="Observability")
+  trace_at_start: bool = setting(
+    True, "Start recording when the server is ready; false: wait for SIGUSR1.", group="Observability"
+  )
   fake_device: bool = setting(
     False,
-    "No model: tokens are a hash of the tokens before, seed and parameters (extensions/fake_device/device.py tells "
-    "clients which). Sluice reads only the configuration and the tokenizer of --model.",
+    "Run no model: each token is a hash of the previous tokens, the seed and the parameters "
+    "(extensions/fake_device/device.py defines it). Sluice reads only the configuration and the tokenizer of --model.",
     group="Tests",
     common=True,
   )
-  fake_step_ms: float = setting(0.0, "With --fake_device: how long a step takes.", group="Tests", unit="ms", at_least=0)
+  fake_step_ms: float = setting(0.0, "Duration of a step with --fake_device.", group="Tests", unit="ms", at_least=0)
 
 
 DECLARATIONS: list[type] = []
@@ -155,14 +129,14 @@ _DEFINE: dict[Any, Callable[..., Any]] = {
 
 
 def declared_flags() -> Iterator[DeclaredSetting]:
-  """Every flag of the server, group by group."""
+  """Yields every flag of the server, group by group."""
   found = [declared for cls in DECLARATIONS for declared in declared_settings(cls)]
   for group in GROUPS:
     yield from (declared for declared in found if declared.setting.group == group)
 
 
 def describe_setting(declared: DeclaredSetting) -> str:
-  """The help of a setting, with its choices or limits, unit and default."""
+  """Returns the help text of a setting, with its choices, unit and default."""
   found = declared.setting
   more = [found.limits()] if found.choices is not None else []
   more += [f"in {found.unit}"] if found.unit else []
@@ -171,13 +145,13 @@ def describe_setting(declared: DeclaredSetting) -> str:
 
 
 def default_text(declared: DeclaredSetting) -> str:
-  """A default as a user would type it, without the folders of this machine; "" where it is empty."""
+  """Returns a default as a user would type it, without this machine's folders; "" if it is empty."""
   home, checkout = str(pathlib.Path.home()), f"{_ROOT}/"
   return value_text(declared.default).replace(checkout, "").replace(home, "~")
 
 
 def value_text(value: Any) -> str:
-  """A value as a flag has it; "" for None."""
+  """Returns a value as the command line spells it; "" for None."""
   if isinstance(value, bool):
     return str(value).lower()
   if isinstance(value, tuple):
@@ -188,9 +162,11 @@ def value_text(value: Any) -> str:
 
 
 def help_text(program: str, every_flag: bool) -> str:
-  """What --help prints, or with `every_flag` what --helpfull does: flags in groups, each with its default.
+  """Returns the text of --help: the flags in groups, each with its default.
 
-  Args: program: a module, or a command of several words as a user types it.
+  Args:
+    program: a module, or a command of several words as a user types it.
+    every_flag: returns the text of --helpfull instead.
   """
   command = program if " " in program else f"python -m {program}"
   lines = [f"usage: {command} [MODEL] [--name=value ...] [--flagfile=FILE]"]
@@ -214,7 +190,7 @@ def help_text(program: str, every_flag: bool) -> str:
 
 
 def define_flags(cls: type) -> None:
-  """Makes flags of the settings that `cls` declares; a program that adds its own does so before it reads any."""
+  """Defines a flag for each setting of `cls`. A program that adds flags does so before it reads any."""
   DECLARATIONS.append(cls)
   for declared in declared_settings(cls):
     default = list(map(str, declared.default)) if isinstance(declared.default, tuple) else declared.default
@@ -226,9 +202,12 @@ for _cls in (ProgramSettings, DeviceSettings, SchedulingSettings, HostOptions):
 
 
 def parse_flags(argv: Sequence[str], program: str) -> list[str]:
-  """Takes the flags out of the program's arguments and checks their values; returns the rest.
+  """Parses the program's arguments and checks the flags' values; returns the remaining arguments.
 
-  --help and --helpfull print, and end the program with exit code 0. Raises ConfigError, in one line.
+  --help and --helpfull print their text and end the program with exit code 0.
+
+  Raises:
+    ConfigError: a flag is unknown or its value is not allowed; the message is one line.
   """
   for argument in argv[1:]:
     if argument in ("-h", "-?", "-help", "--help", "--helpshort", "-helpfull", "--helpfull"):
@@ -237,7 +216,7 @@ def parse_flags(argv: Sequence[str], program: str) -> list[str]:
   names = list(flags.FLAGS)
   bools = [name for name in names if flags.FLAGS[name].boolean]
   try:
-    arguments = flags.FLAGS.read_flags_from_files(list(argv))  # of --flagfile
+    arguments = flags.FLAGS.read_flags_from_files(list(argv))  # from --flagfile
     rest = flags.FLAGS([translate_argument(argument, names, bools) for argument in arguments])
   except flags.Error as error:
     text = " ".join(str(error).removeprefix("ERROR:: ").split())
@@ -254,22 +233,22 @@ def parse_flags(argv: Sequence[str], program: str) -> list[str]:
 def _print_help(text: str) -> None:
   try:
     print(text, flush=True)
-  except BrokenPipeError:  # of `--help | head`; what Python would still write at its end goes nowhere
+  except BrokenPipeError:  # as in `--help | head`; discards what Python flushes at exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_settings[T](cls: type[T], **more: Any) -> T:
-  """The values of the flags that `cls` declares, and `more`, as its object. Raises ConfigError."""
+  """Returns an object of `cls` with the values of its flags, and `more`. Raises ConfigError."""
   return cls(**setting_values(cls), **more)
 
 
 def setting_values(cls: type) -> dict[str, Any]:
-  """The values of the flags that `cls` declares, by name. Raises ConfigError for a list that does not hold numbers."""
+  """Returns the values of the flags of `cls`, by name. Raises ConfigError if a list of numbers holds another value."""
   return {declared.name: _flag_value(declared) for declared in declared_settings(cls)}
 
 
 def engine_setting_values() -> dict[str, Any]:
-  """The settings of BuildOptions that have flags, by name. Raises ConfigError."""
+  """Returns the settings of BuildOptions that have flags, by name. Raises ConfigError."""
   return setting_values(DeviceSettings) | setting_values(SchedulingSettings)
 
 
@@ -286,11 +265,11 @@ def _flag_value(declared: DeclaredSetting) -> Any:
 
 
 def configuration_lines(served: EngineConfig | None = None) -> list[str]:
-  """Lines that work as a --flagfile. No flag is a secret: keys are in files.
+  """Returns lines that work as a --flagfile. No flag is a secret: keys are in files.
 
   Args:
-    served: the engine's settings once it is built, with what the build has decided. Before, flags that the build
-      decides and the user has not set are left out.
+    served: the built engine's settings, with the values that the build decided. If None, the lines omit flags that
+      the build decides and the user has not set.
   """
   lines = []
   for declared in sorted(declared_flags(), key=lambda declared: declared.name):
@@ -306,10 +285,10 @@ def configuration_lines(served: EngineConfig | None = None) -> list[str]:
 
 
 def host_options() -> HostOptions:
-  """The settings of the network side. Raises ConfigError."""
+  """Returns the settings of the network side. Raises ConfigError."""
   program = read_settings(ProgramSettings)
   http_port = program.http_port
-  if http_port is None:  # where the system chooses the gRPC port, it chooses this one too
+  if http_port is None:  # if the system chooses the gRPC port, it chooses this one too
     http_port = 0 if flags.FLAGS.port == 0 else DEFAULT_HTTP_PORT
   if http_port == flags.FLAGS.port > 0:
     raise ConfigError(
@@ -320,7 +299,7 @@ def host_options() -> HostOptions:
 
 
 def describe_exposure() -> str:
-  """What is missing where others can reach the server; empty where nothing is."""
+  """Returns the protections that a server reachable from other machines lacks; "" if it lacks none."""
   options = host_options()
   hosts = [options.host, options.http_host] if options.http_host and options.http_port >= 0 else [options.host]
   exposed = [host for host in hosts if not is_local(host)]
@@ -335,7 +314,7 @@ def describe_exposure() -> str:
 
 
 def describe_narrowness(max_num_seqs: int) -> str:
-  """What clients with one connection cannot use of `max_num_seqs` rows; empty where they can use all."""
+  """Returns a warning if one connection cannot use all `max_num_seqs` rows; else ""."""
   streams = flags.FLAGS.max_concurrent_streams
   if streams >= max_num_seqs:
     return ""

@@ -1,11 +1,11 @@
-"""What an operator may set of the network side: declarations, and nothing that acts."""
+"""Declares the settings of the network side. Does nothing else."""
 
 import dataclasses
 
 from engine.errors import ConfigError
 from engine.settings import setting
 
-# An idle engine turns every 0.2 s, and a machine may be busy.
+# An idle engine's loop turns every 0.2 s; the rest is a margin for a busy machine.
 _SHORTEST_STEP_TIMEOUT_S = 0.5
 _ADDRESS, _LIMITS, _SECURITY = "Addresses", "Limits of clients", "Security"
 _OBSERVE, _LIFE = "Observability", "Life of the server"
@@ -13,13 +13,16 @@ _OBSERVE, _LIFE = "Observability", "Life of the server"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostOptions:
-  """The settings of the network side. Times in seconds."""
+  """The settings of the network side. Times are in seconds."""
 
   host: str = setting(
-    "127.0.0.1", "Address to bind. Beyond this machine, give it TLS and API keys.", group=_ADDRESS, common=True
+    "127.0.0.1",
+    "Address to bind. If other machines can reach it, also set up TLS and API keys.",
+    group=_ADDRESS,
+    common=True,
   )
   port: int = setting(50051, "gRPC's TCP port; 0: a free one.", group=_ADDRESS, at_least=0, at_most=65535, common=True)
-  http_host: str = setting("", "Address of the HTTP side; empty: that of --host.", group=_ADDRESS)
+  http_host: str = setting("", "Address of the HTTP API; empty: that of --host.", group=_ADDRESS)
   http_port: int = -1  # -1: no HTTP; server/flags.py declares the flag, whose default depends on --port
   metrics_port: int = setting(
     -1,
@@ -30,35 +33,46 @@ class HostOptions:
     common=True,
   )
   admin_host: str = setting(
-    "127.0.0.1", "Address of the admin service. Beyond this machine it uses the same TLS.", group=_ADDRESS
+    "127.0.0.1",
+    "Address of the admin service. If other machines can reach it, it uses the same TLS.",
+    group=_ADDRESS,
   )
   admin_port: int = setting(
     -1, "Port of the admin service; 0: a free one; -1: none.", group=_ADDRESS, at_least=-1, at_most=65535, common=True
   )
   max_request_bytes: int = setting(
-    4 << 20, "Largest message taken; a larger one is RESOURCE_EXHAUSTED or 413.", group=_LIMITS, at_least=1024
+    4 << 20,
+    "Largest request message; a larger one returns RESOURCE_EXHAUSTED or HTTP 413.",
+    group=_LIMITS,
+    at_least=1024,
   )
-  max_response_bytes: int = setting(64 << 20, "Largest message sent.", group=_LIMITS, at_least=1024)
+  max_response_bytes: int = setting(64 << 20, "Largest response message.", group=_LIMITS, at_least=1024)
   max_metadata_bytes: int = setting(16 << 10, "Largest metadata or headers of a call.", group=_LIMITS, at_least=1024)
   max_concurrent_rpcs: int = setting(
-    2048, "Calls at once; more are refused with RESOURCE_EXHAUSTED or 429.", group=_LIMITS, at_least=1
+    2048, "Calls at once; further ones return RESOURCE_EXHAUSTED or HTTP 429.", group=_LIMITS, at_least=1
   )
-  # As many again may be over without the event loop having seen it, and then it refuses more: floods come no further.
+  # The same number of calls may have ended unseen by the event loop; the server refuses more, which bounds a flood.
   max_concurrent_streams: int = setting(
     100,
-    "Calls at once on one gRPC connection; clients queue further ones. Raise it for routers that send everything over "
-    "one connection, where no stranger reaches the port: it bounds what a flood of resets does to others.",
+    "Calls at once on one gRPC connection; clients queue further ones. Raise it for routers that use one connection, "
+    "if only trusted clients reach the port: it bounds the effect of a flood of resets on other clients.",
     group=_LIMITS,
     at_least=1,
     common=True,
   )
-  max_grpc_connections: int = setting(4096, "More are closed at once.", group=_LIMITS, at_least=1)
-  max_http_connections: int = setting(4096, "More are closed at once.", group=_LIMITS, at_least=1)
+  max_grpc_connections: int = setting(
+    4096, "gRPC connections at once; the server closes further ones.", group=_LIMITS, at_least=1
+  )
+  max_http_connections: int = setting(
+    4096, "HTTP connections at once; the server closes further ones.", group=_LIMITS, at_least=1
+  )
   keepalive_time_s: float = setting(60.0, "Ping a silent client this often.", group=_LIMITS, unit="s", at_least=1)
-  keepalive_timeout_s: float = setting(20.0, "Longest wait for a ping's answer.", group=_LIMITS, unit="s", at_least=1)
+  keepalive_timeout_s: float = setting(
+    20.0, "Longest wait for the answer to a ping.", group=_LIMITS, unit="s", at_least=1
+  )
   min_ping_interval_s: float = setting(
     10.0,
-    "Clients may ping this often while nothing is sent; a long prefill sends nothing.",
+    "Shortest interval of clients' pings while no data flows, as during a long prefill.",
     group=_LIMITS,
     unit="s",
     at_least=0,
@@ -74,10 +88,10 @@ class HostOptions:
     at_least=0,
   )
   max_connection_age_grace_s: float = setting(
-    600.0, "How long the calls on such a connection may still take.", group=_LIMITS, unit="s", at_least=0
+    600.0, "Time for calls on a connection beyond that age to finish.", group=_LIMITS, unit="s", at_least=0
   )
   stream_stall_timeout_s: float = setting(
-    30.0, "Stop the work for a client that reads nothing for this long.", group=_LIMITS, unit="s", at_least=0.1
+    30.0, "Abort a request whose client reads nothing for this long.", group=_LIMITS, unit="s", at_least=0.1
   )
   strict_requests: bool = setting(
     False,
@@ -87,66 +101,71 @@ class HostOptions:
   )
   http_allowed_hosts: tuple[str, ...] = setting(
     (),
-    "Values that the Host header may have; * is anything. Empty: local names alone, if the address is local and there "
-    "are no API keys, so that no web page can reach the model through DNS; else anything.",
+    "Allowed values of the Host header; * allows any. Empty: only local names, if the address is local and there are "
+    "no API keys, so that no web page can reach the model through DNS; otherwise any.",
     group=_SECURITY,
   )
   api_key_file: str = setting(
     "",
-    "Keys, one a line with its tenant if it has one, # for comments; every call but health needs one. The server reads "
-    "the file again when it changes.",
+    "File of API keys, one a line with an optional tenant; # starts a comment. Every call except health checks needs a "
+    "key. The server reloads the file when it changes.",
     group=_SECURITY,
     common=True,
   )
   admin_api_key_file: str = setting(
-    "", "As --api_key_file, for the admin service, which refuses the keys of users.", group=_SECURITY
+    "", "File of API keys for the admin service, which refuses users' keys.", group=_SECURITY
   )
   tls_cert_file: str = setting(
-    "", "PEM certificate; the server reads it again when it changes.", group=_SECURITY, common=True
+    "", "PEM certificate; the server reloads it when it changes.", group=_SECURITY, common=True
   )
-  tls_key_file: str = setting("", "The PEM key of --tls_cert_file.", group=_SECURITY, common=True)
+  tls_key_file: str = setting("", "PEM key of --tls_cert_file.", group=_SECURITY, common=True)
   tls_client_ca_file: str = setting(
-    "", "PEM authorities; clients need a certificate of theirs.", group=_SECURITY, common=True
+    "", "PEM certificate authorities; clients need a certificate from one of them.", group=_SECURITY, common=True
   )
-  enable_reflection: bool = setting(True, "Answer grpcurl and the like.", group=_SECURITY)
-  open_reflection: bool = setting(False, "With API keys: reflection needs none.", group=_SECURITY)
+  enable_reflection: bool = setting(True, "Serve gRPC reflection, which grpcurl uses.", group=_SECURITY)
+  open_reflection: bool = setting(False, "Serve reflection without an API key.", group=_SECURITY)
   enable_vllm_api: bool = setting(
-    False, "Also answer vllm.grpc.engine.VllmEngine, for routers made for it.", group=_ADDRESS, common=True
+    False, "Also serve vllm.grpc.engine.VllmEngine, for routers made for it.", group=_ADDRESS, common=True
   )
   tool_call_parser: str = "auto"  # declared in server/flags.py, which knows the parsers
   access_log: str = setting(
     "",
-    "File for a line of JSON a call, without prompt or output; - is standard error; empty: none.",
+    "File for one JSON line a call, without prompt or output; -: standard error; empty: none.",
     group=_OBSERVE,
     common=True,
   )
   vllm_metric_names: bool = setting(
-    False, "/metrics also has vLLM's names, for dashboards made for vLLM.", group=_OBSERVE
+    False, "Also export metrics under vLLM's names, for dashboards made for vLLM.", group=_OBSERVE
   )
-  enable_channelz: bool = setting(False, "gRPC's own statistics, on the admin port.", group=_OBSERVE)
+  enable_channelz: bool = setting(False, "Serve gRPC's channelz statistics on the admin port.", group=_OBSERVE)
   drain_delay_s: float = setting(
     0.0,
-    "After SIGTERM, go on accepting this long while balancers learn that the server is not ready: about 15 behind one.",
+    "After SIGTERM, keep accepting requests this long, until load balancers see that the server is not ready; about 15 "
+    "behind a load balancer.",
     group=_LIFE,
     unit="s",
     at_least=0,
   )
   drain_timeout_s: float = setting(
-    30.0, "How long running requests may take to finish then.", group=_LIFE, unit="s", at_least=0, common=True
+    30.0, "Time for running requests to finish during a drain.", group=_LIFE, unit="s", at_least=0, common=True
   )
   step_timeout_s: float = setting(
     60.0,
-    "An engine or an event loop that stands still this long ends the server; 0: nothing is watched.",
+    "End the server if the engine or an event loop makes no progress for this long; 0: no watchdog.",
     group=_LIFE,
     unit="s",
     at_least=0,
   )
   watchdog_grace_s: float = setting(
-    5.0, "From there to the hard end of the process, for clients to be told.", group=_LIFE, unit="s", at_least=0.1
+    5.0,
+    "Time to send errors to clients before the watchdog kills the process.",
+    group=_LIFE,
+    unit="s",
+    at_least=0.1,
   )
   max_resident_mb: int = setting(
     0,
-    "Refuse new work while the server holds more memory, before the system kills it; 0: no limit.",
+    "Refuse new requests while the server holds more memory than this; 0: no limit.",
     group=_LIFE,
     unit="MiB",
     at_least=0,
@@ -154,7 +173,7 @@ class HostOptions:
   )
 
   def share(self, count: int) -> "HostOptions":
-    """For each of `count` processes that connections fall on by chance: together they let in no more than one would."""
+    """Returns the options of each of `count` processes, which together admit no more than one process would."""
     return dataclasses.replace(
       self,
       max_concurrent_rpcs=max(1, self.max_concurrent_rpcs // count),
@@ -163,7 +182,7 @@ class HostOptions:
     )
 
   def check_options(self) -> None:
-    """Raises ConfigError for what no server can be run with, beside the limits of single settings."""
+    """Raises ConfigError for values that no server can run with. Limits of single settings are checked elsewhere."""
     if 0 < self.step_timeout_s < _SHORTEST_STEP_TIMEOUT_S:
       raise ConfigError(
         f"step_timeout_s={self.step_timeout_s:g} is below {_SHORTEST_STEP_TIMEOUT_S:g}, within which a healthy "

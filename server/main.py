@@ -1,9 +1,9 @@
-"""The server program: the one place where all parts are put together. Holds no logic of its own.
+"""The server program: composes all parts. Holds no logic of its own.
 
     python -m server.main --model=DIR --port=50051
 
-Signals: SIGTERM and SIGINT drain (readiness goes first, what runs may finish), a second one ends at once; SIGUSR1
-switches the step trace on and off. Exit codes: 0 after a drain, 1 when the start failed or the engine died, 2 for bad
+SIGTERM and SIGINT drain: readiness ends first, then running requests finish; a second signal exits at once. SIGUSR1
+switches the step trace on and off. Exit codes: 0 after a drain, 1 if the start failed or the engine died, 2 for bad
 flags.
 """
 
@@ -47,9 +47,9 @@ from server.telemetry.throughput_lines import ThroughputLines
 from server.text.tokenizer import Tokenizer, load_tokenizer, read_chat_template
 from server.version import server_version
 
-# Reading a tokenizer keeps everything else from running; what takes longer is not one.
+# Reading a tokenizer blocks the interpreter; no real tokenizer takes longer.
 _TOKENIZER_LIMIT_S = 120.0
-# A download that is stopped ends with its next piece, or with the timeout of its connection.
+# A stopped download ends at its next piece, or at its connection's timeout.
 _DOWNLOAD_GRACE_S = 3.0
 
 _LINES = log_lines.Lines()
@@ -65,7 +65,7 @@ def _parse(argv: Sequence[str], program: str = "server.main") -> list[str]:
 
 
 class _Trace:
-  """The step trace's switch."""
+  """Switches the step trace on and off."""
 
   def __init__(self, path: str):
     self.engine: Engine | None = None
@@ -73,17 +73,17 @@ class _Trace:
     self._on = False
 
   def toggle(self) -> None:
-    """Starts or ends a recording, on a signal."""
+    """Starts or ends a recording; the signal handler."""
     try:
       self.set(not self._on)
     except EngineError as error:
       _say(f"SIGUSR1: {error}")
 
   def set(self, on: bool) -> str:
-    """Starts a recording anew, or ends it; returns the file's path.
+    """Starts a new recording, or ends it; returns the file's path.
 
     Raises:
-      NotConfigured: there is no file for it, or it cannot be written.
+      NotConfigured: --trace_file is not set, or cannot be written.
       Starting: there is no engine yet.
     """
     if not self._path:
@@ -104,7 +104,7 @@ class _Trace:
 
 
 def _start_thread(work: Callable[[], Any]) -> asyncio.Future:
-  """Runs `work` in a daemon thread: unlike an executor's, it cannot keep a stopping process from ending."""
+  """Runs `work` in a daemon thread, which, unlike an executor's, does not keep the process from exiting."""
   future = concurrent.futures.Future()
 
   def run() -> None:
@@ -118,7 +118,7 @@ def _start_thread(work: Callable[[], Any]) -> asyncio.Future:
 
 
 def _build(program: ProgramSettings, emit: Emit, composition: Composition, report: StartReport):
-  """The engine and the tokenizer, if the model has one."""
+  """Builds the engine; returns it and the model's tokenizer, or None."""
   composition.before_load()
   engine_class = composition.engine_class
   settings = flags.engine_setting_values()
@@ -128,12 +128,12 @@ def _build(program: ProgramSettings, emit: Emit, composition: Composition, repor
     step_s = program.fake_step_ms / 1000
     built = build_fake(program.model, settings, step_s, emit, engine_class=engine_class, report_fact=report.tell_fact)
     return built, _load_tokenizer(program, report)
-  # Here and not above: JAX takes seconds to import, and a bad flag should not have to wait for it.
+  # Imported here because JAX takes seconds to import, and a bad flag should fail at once.
   report.enter_stage("importing JAX")
   from engine.device.options import BuildOptions
   from extensions.disaggregated.build import build_any
 
-  # First, because it is quick: a broken tokenizer should not be found after minutes of compiling.
+  # First, because it is quick: a broken tokenizer should fail before minutes of compilation.
   tokenizer = _load_tokenizer(program, report)
   report.enter_stage("finding devices and reading the model's tensor list")
   num_token_ids = tokenizer.num_token_ids if tokenizer is not None else 0
@@ -152,6 +152,7 @@ def _build(program: ProgramSettings, emit: Emit, composition: Composition, repor
 def _load_tokenizer(program: ProgramSettings, report: StartReport) -> Tokenizer | None:
   folder = pathlib.Path(program.model)
   report.enter_stage("reading tokenizer.json")
+  report.tell_detail(f"reading {folder / 'tokenizer.json'}")
   with watchdog.limit_seconds(_TOKENIZER_LIMIT_S):
     tokenizer = load_tokenizer(folder, max_prompt_bytes=program.max_prompt_bytes, chat_template=program.chat_template)
   if tokenizer is not None and tokenizer.chat_template_error:
@@ -160,7 +161,7 @@ def _load_tokenizer(program: ProgramSettings, report: StartReport) -> Tokenizer 
 
 
 def _sampling_defaults(program: ProgramSettings, report: StartReport) -> SamplingDefaults:
-  """The model's own, unless they are not wanted."""
+  """Returns the model's own sampling defaults, unless --generation_config=none."""
   if program.generation_config == "none":
     return {}
   defaults = read_sampling_defaults(pathlib.Path(program.model))
@@ -192,7 +193,7 @@ def _make_host(
 
 
 async def _find_model(program: ProgramSettings, report: StartReport) -> pathlib.Path:
-  """The model's folder, downloaded if need be. In a thread: a signal ends the program without waiting for a server."""
+  """Returns the model's folder; downloads it if needed. Uses a thread, so that a signal need not wait for a server."""
   watch = DownloadWatch(_say, report.tell_progress)
   report.enter_stage(f"looking for {program.model}")
   finding = _start_thread(
@@ -213,7 +214,7 @@ async def _find_model(program: ProgramSettings, report: StartReport) -> pathlib.
   stopping.cancel()
   if stopped.is_set():
     watch.request_stop()
-    await asyncio.wait((finding,), timeout=_DOWNLOAD_GRACE_S)  # it removes what is half-written
+    await asyncio.wait((finding,), timeout=_DOWNLOAD_GRACE_S)  # time to clean up
     report.end_report()
     _say("stopped while looking for the model")
     os._exit(0)
@@ -221,7 +222,7 @@ async def _find_model(program: ProgramSettings, report: StartReport) -> pathlib.
 
 
 async def _serve(composition: Composition, report: StartReport) -> int:
-  """From flags to exit code."""
+  """Starts the server from the flags, and serves; returns the exit code."""
   program = flags.read_settings(ProgramSettings)
   if program.chat_template:
     read_chat_template(program.chat_template, {}, program.max_prompt_bytes)
@@ -232,7 +233,7 @@ async def _serve(composition: Composition, report: StartReport) -> int:
   descriptor_limit.check_descriptor_limit(
     options.share(processes) if processes else options, descriptor_limit.raise_descriptor_limit()
   )
-  served: EngineConfig | None = None  # once the model is loaded
+  served: EngineConfig | None = None  # set when the model is loaded
   defaults = _sampling_defaults(program, report)
   actions = AdminActions(flags=lambda: flags.configuration_lines(served), set_trace=trace.set)
   host = _make_host(program, options, actions, defaults, composition)
@@ -257,7 +258,7 @@ async def _serve(composition: Composition, report: StartReport) -> int:
   await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
   if stopped.done():
     report.end_report()
-    # A compilation cannot be interrupted, and taking down the interpreter under it may crash.
+    # A compilation cannot be interrupted, and finalizing the interpreter during one may crash.
     _say("stopped while starting")
     os._exit(stopped.result())
   try:
@@ -273,7 +274,7 @@ async def _serve(composition: Composition, report: StartReport) -> int:
   if program.trace_file and program.trace_at_start:
     trace.toggle()
   loop.add_signal_handler(signal.SIGUSR1, trace.toggle)
-  # What the start has made stays: the collector need not look at it again while requests wait.
+  # The start's objects live as long as the process; freezing them keeps collections short.
   gc.collect()
   gc.freeze()
   gc.enable()
@@ -312,7 +313,7 @@ async def _serve(composition: Composition, report: StartReport) -> int:
     tracer.shutdown()
   _say(f"stopped, exit code {code}")
   if code:
-    # What has failed may hold up whatever the interpreter does at its end.
+    # The failed part may block the interpreter's finalization.
     watchdog.exit_now(code)
   watchdog.exit_soon(options.watchdog_grace_s)
   return code
@@ -325,14 +326,14 @@ def _start_throughput_lines(engine: Engine, period_s: float) -> asyncio.Task | N
 
 
 def _check_port_file(path: pathlib.Path) -> None:
-  """Removes one that is stale; one that could not be written should not be found after minutes of loading."""
+  """Removes a stale port file. Raises ConfigError if the file cannot be written, before minutes of loading."""
   if not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
     raise ConfigError(f"{path} cannot be written; give --port_file and --http_port_file in a folder that can be")
   path.unlink(missing_ok=True)
 
 
 def _write_whole(path: pathlib.Path, text: str) -> None:
-  """A reader sees all of it or nothing."""
+  """Writes a file that a reader sees whole or not at all."""
   part = path.with_name(path.name + ".part")
   part.write_text(text)
   part.replace(path)
@@ -342,11 +343,11 @@ def _main(argv: Sequence[str], compose: Callable[[], Composition] = VllmComposit
   if len(argv) > 1:
     _say(f"error: unexpected argument {argv[1]!r}; flags are written --name=value, and --help lists them")
     return 2
-  # How long the engine's thread may wait for the interpreter while the loop's writes messages. The default, 5 ms, is
-  # more than a step of a small model takes; with 64 streams this gave about 10 % more tokens a second.
+  # The longest that the engine's thread waits for the interpreter while the event loop writes messages. The default
+  # of 5 ms exceeds a small model's step; at 64 streams, this value raises output tokens/s by about 10%.
   sys.setswitchinterval(0.0005)
   memory_limit.limit_malloc_arenas()
-  gc.disable()  # until the server is ready: what is imported and traced is not garbage
+  gc.disable()  # until the server is ready: imports and traces leave no garbage
   program = flags.read_settings(ProgramSettings)
   _LINES.set_up(program.log_format)
   report = StartReport(_LINES, program.verbose)
@@ -363,19 +364,19 @@ def _main(argv: Sequence[str], compose: Callable[[], Composition] = VllmComposit
     _say(f"error: {error.filename or ''}: {error.strerror or error}")
     return 1
   except SystemExit as error:
-    # A task's: nothing of ours ends the program this way.
+    # A task raised it: the server's own code never ends the program this way.
     _say(f"error: something called exit({error.code}) in the server")
     return 1
   finally:
-    threading.excepthook = threading.__excepthook__  # lets the host go, while it still can
+    threading.excepthook = threading.__excepthook__  # releases the host before finalization
 
 
 def main(compose: Callable[[], Composition] = VllmComposition, program: str = "server.main") -> None:
   """Entry point; ends the process.
 
   Args:
-    compose: what is added to the core, made when the flags are read. May raise ConfigError.
-    program: that program's module, or its command, for its help.
+    compose: makes the additions to the core when the flags are parsed. May raise ConfigError.
+    program: the program's module or command, for its help text.
   """
   app.run(lambda argv: _main(argv, compose), flags_parser=lambda argv: _parse(argv, program))
 

@@ -1,4 +1,4 @@
-"""Which Sluice this is."""
+"""Finds Sluice's version."""
 
 import functools
 from importlib import metadata
@@ -8,7 +8,7 @@ import tomllib
 
 @functools.cache
 def server_version() -> str:
-  """The version in this checkout's pyproject.toml; else that of the installed package."""
+  """Returns the version in this checkout's pyproject.toml, else that of the installed package."""
   project = pathlib.Path(__file__).resolve().parent.parent / "pyproject.toml"
   if project.is_file():
     return tomllib.loads(project.read_text("utf-8"))["project"]["version"]

@@ -168,6 +168,7 @@ SERVER_ORDER = (
   "server.page",
   "server.lifecycle",
   "server.flag_spellings",
+  "server.model_settings",
   "server.flags",
   "server.main",
 )

@@ -26,6 +26,7 @@ from engine.errors import ConfigError, EngineError
 from engine.recorder import EngineStats
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
+from engine.settings import UNBOUNDED_QUEUE
 from engine.validation import validate_request
 from extensions.disaggregated.build import build_any
 from server.model_source.download_watch import DownloadWatch
@@ -37,14 +38,7 @@ from tools.report.latency import Outcome, summary
 from tools.report.run_file import RecordedRun, write_run
 from tools.workload import WorkRequest, read_requests, write_tokens
 
-# A benchmark waits as long as needed: the engine refuses nothing, and no request times out.
-UNBOUNDED = {
-  "max_queued_requests": 1 << 30,
-  "max_queued_tokens": 1 << 40,
-  "queue_timeout_s": 0.0,
-  "request_timeout_s": 0.0,
-}
-_NO_FLAGS = {"model_dir", "all_rungs"} | UNBOUNDED.keys()  # fields of BuildOptions that the tool sets
+_NO_FLAGS = {"model_dir", "all_rungs"} | UNBOUNDED_QUEUE.keys()  # fields of BuildOptions that the tool sets
 
 
 def add_build_arguments(parser: CommandParser) -> None:
@@ -72,7 +66,7 @@ def _budgets(text: str) -> tuple[int, ...]:
 def build_options(args: argparse.Namespace) -> BuildOptions:
   """Returns the options of add_build_arguments, without limits."""
   names = {field.name for field in dataclasses.fields(BuildOptions)} - _NO_FLAGS
-  return BuildOptions(model_dir=args.model, **{name: getattr(args, name) for name in names}, **UNBOUNDED)
+  return BuildOptions(model_dir=args.model, **{name: getattr(args, name) for name in names}, **UNBOUNDED_QUEUE)
 
 
 class OfflineRun:

@@ -22,7 +22,7 @@ from tools.http_client import HttpClient, speaks_http
 
 try:
   import readline
-except ImportError:  # Python was built without it: lines cannot be edited
+except ImportError:  # Python was built without readline: the terminal edits no lines
   readline = None
 
 _TARGET = flags.DEFINE_string(
@@ -44,12 +44,12 @@ _STOP = flags.DEFINE_multi_string("stop", [], "Stop string; may be given several
 _TIMEOUT_S = flags.DEFINE_float("timeout_s", None, "Deadline of a request, in seconds.")
 _STATS = flags.DEFINE_bool("stats", True, "Print a line of figures after each answer.")
 
-# What a model writes must not steer the terminal.
+# A model's output must not control the terminal.
 _UNSAFE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 _GRPC_PORT = 50051  # the server's default
-_PROMPT_SIGN = "\001\x1b[1;36m\002> \001\x1b[0m\002"  # readline must know which bytes take no place
-# What /set takes, and its type.
+_PROMPT_SIGN = "\001\x1b[1;36m\002> \001\x1b[0m\002"  # readline must know which bytes have no width
+# Options of /set -> type.
 _SETTABLE = {
   "max_tokens": int,
   "temperature": float,
@@ -92,9 +92,9 @@ def _figures(ending: Ending) -> str:
 def _answer(
   client: Client | HttpClient, prompt: str | Sequence[Mapping[str, str]], options: dict[str, Any]
 ) -> tuple[str, bool]:
-  """Streams one answer to standard output; returns its text and whether it came to its end.
+  """Streams one answer to standard output; returns its text and whether it is complete.
 
-  Ctrl-C stops the request on the server, and not this program.
+  Ctrl-C stops the request on the server, but not this program.
   """
   text, complete = "", False
   try:
@@ -133,7 +133,7 @@ def _complain(error: SluiceError) -> None:
 
 
 class _Conversation:
-  """A chat: what was said, and what is set. Commands change it; only `answer` asks the server."""
+  """A chat: its messages and options. Commands change it; only `answer` calls the server."""
 
   def __init__(self, client: Client | HttpClient, system: str, options: dict[str, Any]):
     self._client = client
@@ -147,7 +147,7 @@ class _Conversation:
     self._messages = [{"role": "system", "content": text}] if text else []
 
   def answer(self, text: str) -> None:
-    """Says it to the model; a message that is refused leaves no trace. Raises SluiceError."""
+    """Sends a message to the model; the chat keeps no refused message. Raises SluiceError."""
     self._messages.append({"role": "user", "content": text})
     said = ""
     try:
@@ -159,7 +159,7 @@ class _Conversation:
         self._messages.pop()
 
   def follow(self, line: str) -> bool:
-    """Does what a command says, /quit aside; returns whether there is such a command."""
+    """Runs a command other than /quit; returns whether the command exists."""
     command, _, rest = line.partition(" ")
     rest = rest.strip()
     if command == "/help":
@@ -200,9 +200,9 @@ class _Conversation:
 
 
 def _read_line(refused: str) -> str | None:
-  """A line from the person at the terminal; None at the end.
+  """Reads a line from the terminal; returns None at the end of input.
 
-  Args: refused: text that stands in the line already, to be edited.
+  Args: refused: text that the line starts with, for the user to edit.
   """
   if readline is not None:
     readline.set_auto_history(False)
@@ -246,7 +246,7 @@ def _chat_at_terminal(client: Client | HttpClient, conversation: _Conversation) 
 
 
 def _chat_in_pipe(conversation: _Conversation, lines: Iterable[str]) -> int:
-  """A message a line, and commands; returns the exit code."""
+  """Reads one message or command a line; returns the exit code."""
   failed = False
   for line in map(str.strip, lines):
     if line in ("/quit", "/exit"):
@@ -263,7 +263,7 @@ def _chat_in_pipe(conversation: _Conversation, lines: Iterable[str]) -> int:
 
 
 def _connect() -> Client | HttpClient:
-  """Raises OSError for a file of TLS that cannot be read."""
+  """Returns a client. Raises OSError for a TLS file that cannot be read."""
   target = _TARGET.value
   ca_file, cert_file, key_file = _TLS_CA_FILE.value, _TLS_CERT_FILE.value, _TLS_KEY_FILE.value
   if target.startswith(("http://", "https://")):
@@ -279,7 +279,7 @@ def _connect() -> Client | HttpClient:
 
 
 def main(argv: list[str]) -> int:
-  """Returns 0; 1 when the server refused or failed, 2 for bad flags, 130 after Ctrl-C."""
+  """Runs the command line. Returns 0, 1 if the server refuses or fails, 2 for bad flags, or 130 after Ctrl-C."""
   if len(argv) > 1:
     _err.print(f"error: unexpected argument {argv[1]!r}; send the text as --prompt=TEXT", style="red", markup=False)
     return 2

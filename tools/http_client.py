@@ -1,6 +1,6 @@
-"""Streams generations from an OpenAI-compatible HTTP API, in the shape of server.client.Client. Prints nothing.
+"""Streams generations from an OpenAI-compatible HTTP API, with the interface of server.client.Client. Prints nothing.
 
-For a terminal that reaches only a server's HTTP port. Knows no flag, and of the API only what a chat needs.
+For terminals that reach only a server's HTTP port. Covers only the part of the API that a chat needs. Knows no flag.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ _PROBE_S = 2.0
 
 
 class HttpStream:
-  """One generation; a context that ends it, and an iterator of pieces. Raises SluiceError while it is read."""
+  """One generation: an iterator of pieces, and a context that ends it. Iteration may raise SluiceError."""
 
   def __init__(self, client: "HttpClient", path: str, body: Mapping[str, Any], timeout_s: float | None):
     self._client, self._path, self._body, self._timeout_s = client, path, body, timeout_s
@@ -42,7 +42,7 @@ class HttpStream:
     self.cancel()
 
   def cancel(self) -> None:
-    """Hangs up, and the server ends the generation."""
+    """Closes the connection, so the server ends the generation."""
     if self._connection is not None:
       self._connection.close()
 
@@ -65,12 +65,12 @@ class HttpStream:
 
 
 class HttpClient:
-  """One server.
+  """A client of one server.
 
   Args of the constructor:
-    url: of the server, such as http://127.0.0.1:8000; a path goes before /v1.
-    api_key: sent as a bearer token.
-    tls_ca_file, tls_cert_file, tls_key_file: PEM, for https. A file that cannot be read is an OSError.
+    url: the server's URL, such as http://127.0.0.1:8000; a path goes before /v1.
+    api_key: the bearer token.
+    tls_ca_file, tls_cert_file, tls_key_file: PEM files for https. An unreadable file raises OSError.
   """
 
   def __init__(
@@ -94,7 +94,7 @@ class HttpClient:
     pass
 
   def model_name(self) -> str:
-    """What the server calls its model. Raises SluiceError."""
+    """Returns the server's name for its model. Raises SluiceError."""
     if not self._model:
       connection, response = self.ask("GET", "/v1/models", None, _CONNECT_S)
       try:
@@ -106,7 +106,7 @@ class HttpClient:
     return self._model
 
   def stream(self, prompt: str | Sequence[Mapping[str, str]], **options: Any) -> HttpStream:
-    """A generation for raw text or chat messages; options as of server.client.Options, as far as the API has them."""
+    """Starts a generation for raw text or chat messages; options are those of server.client.Options in the API."""
     timeout_s = options.pop("timeout_s", None)
     body = {"model": self.model_name(), "stream": True, "stream_options": {"include_usage": True}, **options}
     if isinstance(prompt, str):
@@ -116,7 +116,7 @@ class HttpClient:
   def ask(
     self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
   ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-    """One call on a connection of its own. Raises SluiceError unless the answer is 200."""
+    """Makes one call on a new connection. Raises SluiceError unless the status is 200."""
     host, port = self._url.hostname or "", self._url.port
     if self._tls is not None:
       connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
@@ -151,7 +151,7 @@ class HttpClient:
 
 
 def _read_events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-  """The JSON objects of server-sent events. Raises SluiceError for a stream that is cut or is none."""
+  """Yields the JSON objects of server-sent events. Raises SluiceError for a truncated or invalid stream."""
   try:
     for line in response:
       text = line.decode("utf-8", "replace").strip()
@@ -172,7 +172,7 @@ def _error_message(text: str) -> str:
 
 
 def speaks_http(target: str) -> bool:
-  """Whether HOST:PORT answers a plain HTTP request, as no gRPC port does."""
+  """Returns whether HOST:PORT answers a plain HTTP request; a gRPC port does not."""
   try:
     url = urllib.parse.urlsplit(f"//{target}")
     connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=_PROBE_S)

@@ -6,7 +6,7 @@
 From an original with times (Azure's: TIMESTAMP,ContextTokens,GeneratedTokens) the tool copies consecutive rows, from
 --first on, so that bursts stay. From a list of lengths (num_prefill_tokens,num_decode_tokens) it takes rows at random,
 in the order of the file, and gives them Poisson arrivals at --rate. The same original, flags and seed give the same
-file, byte by byte. The file begins with the original's licence and SHA-256. benchmarks/traces/README.md lists the
+file, byte by byte. The file begins with the original's license and SHA-256. benchmarks/traces/README.md lists the
 originals. A trace has no tenants or priorities: --num_tenants and --batch_share of tools.workload and tools.simulate
 make them. Exit code 2 with one line for bad input.
 """

@@ -1,17 +1,17 @@
 #!/bin/sh
 # Makes the server's virtual environment for an accelerator. Usage: tools/setup_server_env.sh VENV [ACCELERATOR]
-# Without ACCELERATOR: for what VENV was made for before, else for what the machine has (tools.find_accelerator).
-# VENV/.accelerator keeps the name. For another one VENV is made anew: its packages would stay beside the new ones.
+# The default ACCELERATOR is VENV's last one, else the machine's own (tools.find_accelerator).
+# VENV/.accelerator keeps the name. A change of accelerator recreates VENV, since old packages would stay in it.
 set -eu
 venv=$1 accelerator=${2:-} held=
 [ ! -f "$venv/.accelerator" ] || held=$(cat "$venv/.accelerator")
 
 run_python() {
-  # Any Python will do that is not too old, other than for the server itself.
+  # Python 3.9 or later is enough here; the server needs a newer one.
   for name in python3.12 python3.13 python3.14 python3 python; do
     if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 9))' >/dev/null 2>&1; then "$name" "$@"; return; fi
   done
-  uv --version >/dev/null 2>&1 || { echo cpu; return; }  # tools/setup_env.sh says what is missing
+  uv --version >/dev/null 2>&1 || { echo cpu; return; }  # tools/setup_env.sh reports what is missing
   uv run --quiet --no-project --python 3.12 python "$@"
 }
 

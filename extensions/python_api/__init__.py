@@ -1,6 +1,5 @@
-"""Sluice as a library: an engine in the caller's own process, with the checks, texts and defaults of the server.
+"""Runs an engine in the caller's own process, with the server's validation, text processing and defaults.
 
-`llm` is the entry; `sampling_params` what a caller may ask for; `outputs` what comes back; `llm_settings` what an LLM
-is made with; `engine_thread` what runs it; `progress_bar` what it shows meanwhile; `lm_eval_adapter` a model for
-lm-eval.
+`llm` is the entry point, `sampling_params` and `outputs` are its input and output, and `llm_settings` holds its
+settings. `engine_thread` runs the engine, `progress_bar` shows progress, and `lm_eval_adapter` is a model for lm-eval.
 """

@@ -1,7 +1,7 @@
-"""The thread on which an LLM's engine runs, with its generations and an event loop. Knows no prompts and no model.
+"""Runs an LLM's engine, its generations and an event loop on one thread. Knows no prompts and no model.
 
-The loop starts requests and hands pieces to streams between two steps of the engine. Callers are other threads, a
-notebook's among them: they wait for futures and read queues, and need no event loop of their own.
+Between two engine steps the loop starts requests and passes pieces to streams. Callers are other threads, such as a
+notebook's. They wait for futures and read queues, so they need no event loop of their own.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from server.generation.generations import Generation, Generations
 from server.generation.request_validation import GenerationCall
 from server.text.tokenizer import Tokenizer
 
-_WAIT_S = 0.001  # between two looks at an engine that has requests and nothing to do, as in a dynamic batch's window
+_WAIT_S = 0.001  # between two polls of an engine that has requests and no work, as in the window of a dynamic batch
 _CLOSED = "this LLM is closed; make another one"
 _CLOSED_MEANWHILE = "this LLM was closed before the request was finished"
 
-# A stream's pieces, and then what ended it: None or an error.
+# A stream's pieces, then its end: None or an error.
 type Pieces = queue.SimpleQueue[Piece | BaseException | None]
 
 
@@ -36,47 +36,47 @@ class Job:
   """The requests of one call.
 
   Attributes:
-    future: the outputs in order of the requests; or the first error, with which the others were ended.
-    num_ended: requests that are done; any thread may read it.
+    future: the outputs in the order of the requests, or the first error. An error ends the other requests too.
+    num_ended: the number of finished requests; any thread may read it.
   """
 
   def __init__(self, prompts: Sequence[Prompt], calls: Sequence[GenerationCall]):
-    """Args: prompts: as they were given, one for each of the calls."""
+    """Args: prompts: the caller's prompts, one for each call."""
     self.prompts, self.calls = prompts, calls
     self.future: concurrent.futures.Future[list[RequestOutput]] = concurrent.futures.Future()
     self.num_ended = 0
     self.outputs: list[RequestOutput | None] = [None] * len(calls)
-    self.live: dict[int, Generation] = {}  # by place
+    self.live: dict[int, Generation] = {}  # by index in `calls`
 
 
 class EngineThread:
-  """Owns an engine until it is closed. Methods without an underscore, but for take_events, are for other threads."""
+  """Owns an engine until it is closed. Other threads call the public methods, except take_events."""
 
   def __init__(self) -> None:
-    """`take_events` is for the engine to be made with; `start` comes before all else."""
+    """The engine's constructor needs `take_events`. Call `start` before any other method."""
     self._jobs: set[Job] = set()
-    self._waiting: dict[str, tuple[Job, int]] = {}  # by the engine's id: whose, and in which place
+    self._waiting: dict[str, tuple[Job, int]] = {}  # engine id -> job, index in its calls
     self._wake = asyncio.Event()
-    self._ends = False  # the loop's own
+    self._ends = False  # only the loop uses it
     self._lock = threading.Lock()
-    self._is_closed = False  # under the lock: nothing is sent to the loop after the order to end
+    self._is_closed = False  # under the lock: no callback enters the loop after _begin_end
     self._thread = threading.Thread(target=self._run, name="sluice-engine", daemon=True)
 
   def start(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
-    """Takes an engine over, and begins."""
+    """Takes over an engine and starts the thread."""
     self._loop = uvloop.new_event_loop()
     self._engine = engine
     self._generations = Generations(LocalEngine(engine), tokenizer)
     self._thread.start()
 
   def submit_job(self, job: Job) -> None:
-    """Starts all requests of a job before the next step. Raises Unavailable once this is closed."""
+    """Starts all requests of a job before the next step. Raises Unavailable after `close`."""
     with self._lock:
       self._check_open()
       self._loop.call_soon_threadsafe(self._take_job, job)
 
   def cancel_job(self, job: Job) -> None:
-    """Ends what a job has live; returns when the engine has been told."""
+    """Cancels a job's live requests; returns when the engine has the cancellations."""
     told = threading.Event()
 
     def cancel() -> None:
@@ -92,7 +92,7 @@ class EngineThread:
       pass
 
   def open_stream(self, call: GenerationCall, pieces: Pieces) -> concurrent.futures.Future[None]:
-    """Generates into a queue; cancelling the future ends the generation. Raises Unavailable once this is closed."""
+    """Generates into a queue; cancelling the future ends the generation. Raises Unavailable after `close`."""
     with self._lock:
       self._check_open()
       future = asyncio.run_coroutine_threadsafe(self._stream(call, pieces), self._loop)
@@ -100,28 +100,28 @@ class EngineThread:
     return future
 
   def close(self) -> None:
-    """Ends every request, waits for the thread and lets the engine go. May be called again."""
+    """Ends every request, waits for the thread and releases the engine. May be called twice."""
     with self._lock:
       if not self._is_closed:
         self._is_closed = True
         self._loop.call_soon_threadsafe(self._begin_end)
-    if threading.current_thread() is not self._thread:  # where the collector may find its owner
+    if threading.current_thread() is not self._thread:  # the garbage collector may close the owner on this thread
       self._thread.join()
 
   def _check_open(self) -> None:
     if self._is_closed:
       raise Unavailable(_CLOSED)
 
-  # The thread.
+  # On the thread.
 
   def _run(self) -> None:
     with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
       runner.run(self._serve())
-    # The engine's way out holds this object: the circle is cut here, so that arrays on the device go at once.
+    # The engine's callback holds this object. Breaking the cycle here frees the device arrays at once.
     del self._engine, self._generations
 
   async def _serve(self) -> None:
-    """Steps while there are requests, and lets the loop turn after every step."""
+    """Steps while there are requests; other tasks of the loop run after every step."""
     engine = self._engine
     while not self._ends:
       if engine.dead is not None:
@@ -132,7 +132,7 @@ class EngineThread:
         continue
       await asyncio.sleep(0 if engine.step() else _WAIT_S)
     self._end_all(Unavailable(_CLOSED_MEANWHILE))
-    while engine.step():  # what was launched comes to its end, and every block back
+    while engine.step():  # launched steps finish, and every block returns to the pool
       pass
 
   def _begin_end(self) -> None:
@@ -168,7 +168,7 @@ class EngineThread:
       self._generations.close_generation(generation)
 
   def take_events(self, events: list[TokenEvent]) -> None:
-    """The engine's way out, within its step."""
+    """Receives the engine's events, inside its step."""
     self._generations.dispatch_events(events)
     for event in events:
       if event.finish_reason is not None and event.request_id in self._waiting:
@@ -200,7 +200,7 @@ class EngineThread:
     job.future.set_exception(error)
 
   def _drop_job(self, job: Job) -> None:
-    """Whatever of it is live ends in the engine's next step."""
+    """Cancels the job's live requests; they end in the engine's next step."""
     self._jobs.discard(job)
     for generation in job.live.values():
       for output in generation.outputs:
@@ -210,14 +210,14 @@ class EngineThread:
     self._wake.set()
 
   def _end_all(self, error: EngineError) -> None:
-    """Ends every generation, and whichever would be started from now on."""
+    """Ends every generation, and fails those that would start later."""
     self._generations.end_all(error)
     for job in list(self._jobs):
       self._fail_job(job, error)
 
 
 def describe_place(place: int) -> str:
-  """The note of an error about one of several prompts."""
+  """Returns the note for an error in one of several prompts."""
   return f"This is about prompts[{place}]."
 
 

@@ -1,4 +1,4 @@
-"""An engine in this process behind plain calls: texts or token ids in, outputs in order back. Starts no server.
+"""Runs an engine in this process behind plain calls: texts or token ids in, outputs in order out. Starts no server.
 
   from sluice import LLM, SamplingParams
 
@@ -6,8 +6,8 @@
     for output in llm.generate(["2 + 3 =", "12 + 30 ="], SamplingParams(max_tokens=8, temperature=0)):
       print(output.text)
 
-What a request may ask for, and every check and default, is what the server has: requests become the same messages of
-sluice.v1 and go through the same validation, tokenizer, detokenizer and constraint compiler.
+Parameters, validation and defaults are the server's: requests become the same sluice.v1 messages and pass through the
+same validation, tokenizer, detokenizer and constraint compiler.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from engine.request import Request
 from engine.validation import validate_request
 from extensions.disaggregated.build import build_any
 from extensions.python_api.engine_thread import EngineThread, Job, Pieces, describe_place
-from extensions.python_api.llm_settings import TextSettings, split_settings
+from extensions.python_api.llm_settings import split_settings
 from extensions.python_api.outputs import RequestOutput, Score, read_score
 from extensions.python_api.progress_bar import advance_bar, show_parts, show_progress
 from extensions.python_api.sampling_params import SamplingParams
@@ -35,6 +35,7 @@ from server.client import Options, Piece, Prompt, make_generate_request
 from server.errors import NoTokenizer
 from server.generation.request_validation import GenerationCall, make_generation_call, prompt_token_ids
 from server.generation.sampling_defaults import SamplingDefaults, read_sampling_defaults
+from server.model_settings import ModelSettings
 from server.proto import sluice_pb2 as pb
 from server.text.constraint_compiler import ConstraintCompiler
 from server.text.tokenizer import Tokenizer, load_tokenizer
@@ -45,8 +46,8 @@ type Sampling = SamplingParams | Sequence[SamplingParams] | None
 """One for all prompts, or one for each."""
 
 DEMO_MODEL = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
-_LOOK_S = 0.1  # between two looks at how far a call is
-# A token must be generated for the prompt's log probabilities to come; the most likely token tells what greedy means.
+_LOOK_S = 0.1  # between two updates of a call's progress
+# The engine returns prompt log probabilities only with a generated token; the most likely token decides is_greedy.
 _SCORING: dict[str, Any] = {
   "max_tokens": 1,
   "temperature": 0.0,
@@ -59,30 +60,31 @@ _log = logging.getLogger("sluice")
 
 
 class LLM:
-  """A model that is loaded and ready. Threads may share it; `close`, or the end of a `with` block, frees everything.
+  """A loaded model. Threads may share it; `close`, or the end of a `with` block, frees everything.
 
   Attributes:
-    model_name: as the checkpoint calls it.
-    config: the engine's settings, with what the build has decided.
-    tokenizer: of the model, or None: then prompts are token ids.
-    defaults: values of the model's generation_config.json, for fields that SamplingParams leaves out.
+    model_name: the checkpoint's name for the model.
+    config: the engine's settings, including those that the build determined.
+    tokenizer: the model's tokenizer; None if it has none, and prompts are token ids.
+    defaults: the values of the model's generation_config.json, for fields that SamplingParams leaves out.
   """
 
   def __init__(self, model: str = "demo", *, progress: bool | None = None, **settings: Any):
-    """Loads a model and compiles its programs.
+    """Loads a model and compiles its executables.
 
     Args:
-      model: a model folder, a name that `sluice serve` takes, or "demo" for the model that comes with Sluice.
-      progress: whether to show bars while this goes on; None: on a terminal and in a notebook.
-      settings: the engine's settings by their names as flags (docs/reference/flags.md), such as max_num_seqs=64, and
-        those of TextSettings. Queues are unbounded unless they are set.
+      model: a model folder, a name that `sluice serve` accepts, or "demo" for Sluice's demo model.
+      progress: whether to show progress bars; None: on a terminal and in a notebook.
+      settings: the engine's settings by flag name (docs/reference/flags.md), such as max_num_seqs=64, and those of
+        ModelSettings. Queues are unbounded by default.
 
     Raises:
-      ConfigError: a setting is unknown or cannot be; CheckpointError: the model cannot be served.
+      ConfigError: a setting is unknown or invalid.
+      CheckpointError: Sluice cannot serve the model.
     """
     text, values = split_settings(settings)
     folder = _find_model_folder(str(model), text, progress)
-    # Before the weights: it is quick, and a broken file should not be found after minutes.
+    # Before the weights, which take minutes: a broken file fails at once.
     self.tokenizer = load_tokenizer(folder, max_prompt_bytes=text.max_prompt_bytes, chat_template=text.chat_template)
     if self.tokenizer is not None and self.tokenizer.chat_template_error:
       _log.warning("chats are refused: %s", " ".join(self.tokenizer.chat_template_error.split()))
@@ -117,19 +119,19 @@ class LLM:
     *,
     progress: bool | None = None,
   ) -> list[RequestOutput]:
-    """Generates for one prompt or many, in batches as the engine makes them; a list of prompts costs no loop of yours.
+    """Generates for one prompt or many; the engine batches them.
 
     Args:
-      prompts: texts or lists of token ids; or one of them.
-      sampling_params: one for all, or one for each; None: the model's defaults.
-      progress: a bar on standard error from the first second on; None: on a terminal and in a notebook.
+      prompts: texts or lists of token ids, or a single one.
+      sampling_params: one for all prompts, or one for each; None: the model's defaults.
+      progress: whether to show a bar on standard error after the first second; None: on a terminal and in a notebook.
 
     Returns:
-      One for each prompt, in their order.
+      One output for each prompt, in order.
 
     Raises:
-      InvalidRequest: a prompt or a field is refused; before any prompt runs.
-      GenerationFailed: a request ended with an error, and all others with it. Ctrl-C ends them as well.
+      InvalidRequest: a prompt or a field is invalid. No prompt runs.
+      GenerationFailed: a request failed, which ends all others. Ctrl-C ends them as well.
       Unavailable: this LLM is closed.
     """
     return self._run_prompts("generate", _list_prompts(prompts), sampling_params, progress)
@@ -141,16 +143,16 @@ class LLM:
     *,
     progress: bool | None = None,
   ) -> list[RequestOutput]:
-    """The same for one conversation or many, each a list of messages with "role" and "content"."""
+    """Generates like `generate` for one conversation or many, each a list of messages with "role" and "content"."""
     return self._run_prompts("chat", _list_chats(messages), sampling_params, progress)
 
   def stream(self, prompt: TextOrIds | Messages, sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
-    """Generates for one prompt, a text, token ids or chat messages, and yields its output piece by piece.
+    """Generates for one prompt (a text, token ids or chat messages) and yields its output piece by piece.
 
-    The request starts with the first piece that is asked for, and ends when the iterator is closed or forgotten.
+    The request starts when the caller takes the first piece. It ends when the iterator is closed or garbage-collected.
 
     Raises:
-      InvalidRequest, GenerationFailed, Unavailable: as `generate`; the first of them at once.
+      InvalidRequest, GenerationFailed, Unavailable: see `generate`. InvalidRequest comes at once.
     """
     self._check_open()
     is_chat = not isinstance(prompt, str) and any(isinstance(item, Mapping) for item in prompt)
@@ -168,16 +170,17 @@ class LLM:
     *,
     progress: bool | None = None,
   ) -> list[Score]:
-    """Log probabilities of given tokens; nothing is sampled.
+    """Returns the log probabilities of given tokens; the result holds no sampled token.
 
     Args:
-      prompts: texts or lists of token ids; or one of them.
-      continuations: what follows each prompt, of the same kind, and is scored. None: the prompts' own tokens are, from
-        the second on. Of texts, both together are tokenized, and the tokens behind those of the prompt are scored.
-      progress: as of `generate`.
+      prompts: texts or lists of token ids, or a single one.
+      continuations: the scored text or token ids after each prompt. Prompt and continuation texts are tokenized
+        together, and the tokens after the prompt's are scored. None: the prompts' own tokens are scored, from the
+        second on.
+      progress: see `generate`.
 
     Raises:
-      InvalidRequest: as `generate`; or a continuation has no token of its own.
+      InvalidRequest: see `generate`; or a continuation has no token of its own.
     """
     listed = _list_prompts(prompts)
     firsts = [1] * len(listed)
@@ -193,17 +196,17 @@ class LLM:
     return [read_score(output, first) for output, first in zip(outputs, firsts, strict=True)]
 
   def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text, by default with tokens such as BOS in front. Raises NoTokenizer, InvalidRequest."""
+    """Returns a text's token ids, by default with tokens such as BOS in front. Raises NoTokenizer, InvalidRequest."""
     return self._need_tokenizer().encode(text, add_special_tokens=add_special_tokens)
 
   def detokenize(self, token_ids: Sequence[int]) -> str:
-    """Text of token ids, without special tokens. Raises NoTokenizer."""
+    """Returns the text of token ids, without special tokens. Raises NoTokenizer."""
     return self._need_tokenizer().decode(list(token_ids))
 
   def close(self) -> None:
-    """Ends every request and frees the thread, the weights and the KV pool. May be called again."""
+    """Ends every request and frees the thread, the weights and the KV pool. May be called twice."""
     self._finalizer()
-    gc.collect()  # the engine's parts know each other, and arrays on the device wait for no collector
+    gc.collect()  # the engine's parts form cycles; this frees the device arrays at once
 
   def __enter__(self) -> Self:
     return self
@@ -245,12 +248,12 @@ class LLM:
         outputs = job.future.result()
         advance_bar(bar, job.num_ended)
       return outputs
-    except BaseException:  # Ctrl-C, too
+    except BaseException:  # including Ctrl-C
       self._thread.cancel_job(job)
       raise
 
   def _make_call(self, prompt: Prompt, options: Mapping[str, Any]) -> GenerationCall:
-    """A request checked as the server does it; the engine checks lengths and sampling values when it is submitted."""
+    """Returns a request after the server's validation. The engine checks lengths and sampling values on submission."""
     request = _make_request(prompt, options)
     token_ids = prompt_token_ids(request, self.tokenizer)
     call = make_generation_call(request, self.config, self.tokenizer, token_ids, self.defaults)
@@ -261,7 +264,7 @@ class LLM:
     return call
 
   def _join_pair(self, prompt: Prompt, continuation: Prompt, place: int) -> tuple[list[int], int]:
-    """Token ids of both, and the place of the first that is the continuation's."""
+    """Returns the token ids of both, and the index of the continuation's first token."""
     if isinstance(prompt, str) and isinstance(continuation, str):
       whole = self.tokenize(prompt + continuation)
       first = len(self.tokenize(prompt))
@@ -281,8 +284,8 @@ class LLM:
     return whole, first
 
 
-def _find_model_folder(model: str, text: TextSettings, progress: bool | None) -> pathlib.Path:
-  """Downloads what is missing of a model that has a name. Raises ConfigError, CheckpointError."""
+def _find_model_folder(model: str, text: ModelSettings, progress: bool | None) -> pathlib.Path:
+  """Returns the model's folder; downloads missing files of a named model. Raises ConfigError, CheckpointError."""
   if model == "demo":
     return DEMO_MODEL
   from server.model_source.download_watch import DownloadWatch
@@ -294,7 +297,7 @@ def _find_model_folder(model: str, text: TextSettings, progress: bool | None) ->
 
 
 def _list_prompts(prompts: Any, field: str = "prompts") -> list[Prompt]:
-  """Texts and lists of token ids, of one prompt or many. Raises InvalidRequest."""
+  """Returns one prompt or many as a list. Raises InvalidRequest."""
   prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
   if isinstance(prompts, str):
     return [prompts]
@@ -315,7 +318,7 @@ def _checked_prompt(prompt: Any, field: str) -> Prompt:
 
 
 def _list_chats(messages: Any) -> list[Prompt]:
-  """Conversations, of one or many. Raises InvalidRequest."""
+  """Returns one conversation or many as a list. Raises InvalidRequest."""
   chats = [messages] if any(isinstance(item, Mapping) for item in messages) else messages
   for place, chat in enumerate(chats):
     for number, message in enumerate(chat):
@@ -329,7 +332,7 @@ def _list_chats(messages: Any) -> list[Prompt]:
 
 
 def _list_options(sampling: Any, count: int) -> list[Mapping[str, Any]]:
-  """The options of each of `count` prompts. Raises InvalidRequest."""
+  """Returns the options of each of `count` prompts. Raises InvalidRequest."""
   if sampling is None or isinstance(sampling, SamplingParams):
     return [{} if sampling is None else sampling.options()] * count
   if isinstance(sampling, Sequence) and all(isinstance(each, SamplingParams) for each in sampling):
@@ -344,7 +347,7 @@ def _list_options(sampling: Any, count: int) -> list[Mapping[str, Any]]:
 
 
 def _make_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequest:
-  """The message of sluice.v1. Raises InvalidRequest for a value that its field cannot hold."""
+  """Returns the sluice.v1 message. Raises InvalidRequest for a value that its field cannot hold."""
   try:
     return make_generate_request(prompt, cast(Options, options))
   except (TypeError, ValueError) as error:

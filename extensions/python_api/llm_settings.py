@@ -4,60 +4,30 @@ Light to import: no JAX.
 """
 
 from collections.abc import Mapping, Sequence
-import dataclasses
 import difflib
 import os
 from typing import Any
 
 from engine.errors import ConfigError
 from engine.settings import (
+  UNBOUNDED_QUEUE,
   DeclaredSetting,
   DeviceSettings,
   SchedulingSettings,
   check_settings,
   declared_settings,
-  setting,
 )
 from server.flag_spellings import INSTEAD, SYNONYMS
-
-# The caller waits as long as it takes: nothing is refused for its number, and nothing times out.
-_UNBOUNDED_QUEUE = {
-  "max_queued_requests": 1 << 30,
-  "max_queued_tokens": 1 << 40,
-  "queue_timeout_s": 0.0,
-  "request_timeout_s": 0.0,
-}
+from server.model_settings import ModelSettings
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TextSettings:
-  """The settings of an LLM beside the engine's; the server's flags of the same names mean the same."""
-
-  generation_config: str = setting(
-    "auto",
-    "Defaults of sampling fields that a request leaves out; auto: those of the model's generation_config.json; none: "
-    "Sluice's own.",
-    group="Model",
-    choices=("auto", "none"),
-  )
-  chat_template: str = setting("", "File of a chat template, instead of the model's own.", group="Model")
-  revision: str = setting("", "Of a model of the Hugging Face hub: branch, tag or commit.", group="Model")
-  model_cache_dir: str = setting("", "Where downloads are kept; empty: the hub's own cache.", group="Model")
-  max_prompt_bytes: int = setting(
-    1 << 20, "Longest text that is tokenized.", group="Limits of clients", unit="bytes", at_least=1
-  )
-  executable_bundle: str = setting(
-    "", "Folder of executables, made by tools.bundle, to load instead of compiling.", group="Devices and programs"
-  )
-
-
-def split_settings(given: Mapping[str, Any]) -> tuple[TextSettings, dict[str, Any]]:
+def split_settings(given: Mapping[str, Any]) -> tuple[ModelSettings, dict[str, Any]]:
   """The settings of text, checked, and the values of the engine's.
 
   Raises:
     ConfigError: a setting is unknown, or its value of another type or outside its limits.
   """
-  text = {declared.name: declared for declared in declared_settings(TextSettings)}
+  text = {declared.name: declared for declared in declared_settings(ModelSettings)}
   engine = {
     declared.name: declared for cls in (DeviceSettings, SchedulingSettings) for declared in declared_settings(cls)
   }
@@ -74,9 +44,9 @@ def split_settings(given: Mapping[str, Any]) -> tuple[TextSettings, dict[str, An
         f"{name}={value!r:.80} is not a setting of LLM; {remedy} (docs/reference/flags.md tells of all)"
       )
     values[name] = _checked_type(known[name], value)
-  chosen = TextSettings(**{name: value for name, value in values.items() if name in text})
+  chosen = ModelSettings(**{name: value for name, value in values.items() if name in text})
   check_settings(chosen)
-  defaults = {name: declared.default for name, declared in engine.items()} | _UNBOUNDED_QUEUE
+  defaults = {name: declared.default for name, declared in engine.items()} | UNBOUNDED_QUEUE
   return chosen, defaults | {name: value for name, value in values.items() if name in engine}
 
 

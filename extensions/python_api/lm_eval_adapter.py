@@ -1,9 +1,9 @@
-"""EleutherAI's lm-eval on an LLM in its own process: the model "sluice". Judges nothing; needs the package lm-eval.
+"""Defines "sluice", a model of EleutherAI's lm-eval that runs an LLM in lm-eval's process. Computes no metric.
 
   sluice lm-eval run --model sluice --model_args model=DIR --tasks TASK
 
-Everything behind `lm-eval` is lm-eval's own command line, which knows the model once this module is imported.
-`--model_args` are the arguments of LLM. Chat templates (`--apply_chat_template`) are not supported.
+lm-eval parses everything after `lm-eval`; importing this module registers the model. `--model_args` are the arguments
+of LLM. Needs the package lm-eval. Chat templates (`--apply_chat_template`) are not supported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from lm_eval.api.registry import register_model  # pyright: ignore[reportMissing
 from extensions.python_api.llm import LLM
 from extensions.python_api.sampling_params import SamplingParams
 
-_MAX_GEN_TOKS = 256  # of a task that names none, as in lm-eval's own models
+_MAX_GEN_TOKS = 256  # for tasks that set no limit; the default of lm-eval's own models
 
 
 @register_model("sluice")
 class SluiceLM(LM):
-  """What lm-eval asks of a model, answered by LLM.score and LLM.generate. Requests of a call run as one batch."""
+  """Implements lm-eval's model interface with LLM.score and LLM.generate, which get all requests of a call at once."""
 
   def __init__(
     self,
@@ -35,20 +35,20 @@ class SluiceLM(LM):
     """Makes the LLM.
 
     Args:
-      model, settings: of LLM.
-      add_bos_token: texts begin with what the model's tokenizer puts in front; lm-eval's own clients of a server leave
-        that out unless they are told.
-      batch_size, max_batch_size, device: what lm-eval sends to every model; the engine's settings decide instead.
+      model, settings: the arguments of LLM.
+      add_bos_token: whether texts begin with the tokenizer's leading special tokens. lm-eval's own API clients leave
+        them out by default.
+      batch_size, max_batch_size, device: ignored. lm-eval passes them to every model; the engine's settings decide.
     """
     super().__init__()
     self._llm = LLM(model, **settings)
     self._add_bos_token = add_bos_token
-    self.max_length = self._llm.config.max_model_len - 1  # tokens that can be scored: a request generates one
-    # What comes before a text that has no context.
+    self.max_length = self._llm.config.max_model_len - 1  # most scored tokens: a request also generates one
+    # The token before a text without context.
     self._prefix = self._llm.tokenize("")[:1] or list(self._llm.config.eos_token_ids[:1])
 
   def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-    """Of continuations, each after its context; a context that is too long loses its beginning."""
+    """Returns the log likelihoods of continuations after their contexts; truncates long contexts from the left."""
     pairs = []
     for context, continuation in (request.args for request in requests):
       whole = self._tokenize(context + continuation)
@@ -57,7 +57,7 @@ class SluiceLM(LM):
     return self._score(pairs, disable_tqdm)
 
   def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-    """Of whole texts, in windows where they are longer than the model."""
+    """Returns the log likelihoods of whole texts, in windows if they exceed the model's length."""
     windows, counts = [], []
     for (text,) in (request.args for request in requests):
       rolling = utils.get_rolling_token_windows(
@@ -73,7 +73,7 @@ class SluiceLM(LM):
     return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
   def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-    """Texts up to the task's stop strings; greedy unless the task samples."""
+    """Returns generated texts up to the task's stop strings; greedy unless the task samples."""
     prompts, params = [], []
     for context, wanted in (request.args for request in requests):
       params.append(_sampling_params(wanted))
@@ -93,7 +93,7 @@ class SluiceLM(LM):
 
 
 def _sampling_params(wanted: Mapping[str, Any]) -> SamplingParams:
-  """Of a task's generation_kwargs."""
+  """Returns the sampling parameters for a task's generation_kwargs."""
   until = wanted.get("until") or None
   samples = wanted.get("do_sample", wanted.get("temperature", 0.0) > 0)
   return SamplingParams(

@@ -1,4 +1,4 @@
-"""What an LLM returns, in plain values. Runs nothing."""
+"""Defines the results of LLM calls as plain values. Runs nothing."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -13,10 +13,10 @@ class RequestOutput:
   """All outputs of one prompt.
 
   Attributes:
-    prompt: as it was given: text, token ids or chat messages.
-    prompt_token_ids: what the model read.
-    outputs: one for each of n.
-    prompt_logprobs: where asked for, one entry for each token of the prompt from the second on.
+    prompt: the caller's text, token ids or chat messages.
+    prompt_token_ids: the prompt's token ids, as the model reads them.
+    outputs: the n outputs.
+    prompt_logprobs: one entry for each prompt token from the second on, if requested.
   """
 
   prompt: Prompt
@@ -26,33 +26,33 @@ class RequestOutput:
 
   @property
   def text(self) -> str:
-    """Of the first output."""
+    """The text of the first output."""
     return self.outputs[0].text
 
   @property
   def token_ids(self) -> tuple[int, ...]:
-    """Of the first output."""
+    """The token ids of the first output."""
     return self.outputs[0].token_ids
 
   @property
   def logprobs(self) -> tuple[pb.TokenLogprobs, ...]:
-    """Of the first output, an entry a token, where asked for."""
+    """The log probabilities of the first output, one entry for each token, if requested."""
     return self.outputs[0].logprobs
 
   @property
   def ending(self) -> Ending:
-    """Of the first output."""
+    """The ending of the first output."""
     return self.outputs[0].ending
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-  """How likely a model finds tokens, each after all before it.
+  """The model's log probabilities of given tokens, each after all tokens before it.
 
   Attributes:
-    token_ids: the tokens that are scored.
-    logprobs: natural logarithms, one a token.
-    is_greedy: each of them is the model's most likely token there.
+    token_ids: the scored tokens.
+    logprobs: natural log probabilities, one for each token.
+    is_greedy: whether each token is the model's most likely one at its position.
   """
 
   token_ids: tuple[int, ...]
@@ -61,12 +61,12 @@ class Score:
 
   @property
   def total(self) -> float:
-    """The log likelihood of all of them together."""
+    """The log likelihood of the whole sequence."""
     return sum(self.logprobs)
 
 
 def read_outputs(prompt: Prompt, prompt_token_ids: Sequence[int], generation: Generation) -> RequestOutput:
-  """Everything that a generation which has finished brought."""
+  """Returns all outputs of a finished generation."""
   deltas = [output.delta for output in generation.outputs]
   completions = []
   for output, delta in zip(generation.outputs, deltas, strict=True):
@@ -78,9 +78,9 @@ def read_outputs(prompt: Prompt, prompt_token_ids: Sequence[int], generation: Ge
 
 
 def read_score(output: RequestOutput, first: int) -> Score:
-  """Of the prompt's tokens from `first` on, which is at least 1: nothing comes before the first token.
+  """Returns the score of the prompt's tokens from `first` on; `first` is at least 1, since token 0 has no context.
 
-  The output must have been asked for with prompt_logprobs of at least 1.
+  The request must set prompt_logprobs to at least 1.
   """
   entries = output.prompt_logprobs[first - 1 :]
   return Score(

@@ -1,4 +1,4 @@
-"""A bar on standard error for what takes longer than a second; silent where nobody looks. Measures nothing."""
+"""Shows progress bars on standard error after one second, on a terminal or in a notebook. Measures nothing."""
 
 from collections.abc import Callable, Iterator
 import contextlib
@@ -7,23 +7,23 @@ import threading
 from typing import Any
 
 _DELAY_S = 1.0
-_UNITS = {"compile": "program", "warm up": "program"}  # of what the engine's build tells; all else is counted in MiB
+_UNITS = {"compile": "program", "warm up": "program"}  # of the engine's build; other parts count MiB
 
 
 def is_watched() -> bool:
-  """Whether standard error is a terminal, or the program a notebook."""
+  """Returns whether standard error is a terminal or the program runs in a notebook."""
   return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 @contextlib.contextmanager
 def show_progress(what: str, total: int, progress: bool | None, unit: str = "prompt") -> Iterator[Any]:
-  """A tqdm bar, or None where there is to be none.
+  """Yields a tqdm bar, or None for no bar.
 
   Args:
-    what: its title.
-    total: at which it is full.
-    progress: None: where somebody looks.
-    unit: what is counted.
+    what: the title.
+    total: the count at which the bar is full.
+    progress: whether to show a bar; None: if `is_watched`.
+    unit: the unit of the count.
   """
   if not (is_watched() if progress is None else progress):
     yield None
@@ -35,14 +35,14 @@ def show_progress(what: str, total: int, progress: bool | None, unit: str = "pro
 
 
 def advance_bar(bar: Any, done: int) -> None:
-  """Moves a bar to `done`."""
+  """Sets a bar to `done`."""
   if bar is not None and done > bar.n:
     bar.update(done - bar.n)
 
 
 @contextlib.contextmanager
 def show_parts(progress: bool | None) -> Iterator[Callable[[str, int, int], None]]:
-  """A bar for each part of a start, moved by calls as of engine.device.runner.Progress, from any thread."""
+  """Yields an engine.device.runner.Progress that shows a bar for each part of the start, from any thread."""
   lock = threading.Lock()
   with contextlib.ExitStack() as shown:
     what_now, bar = "", None

@@ -1,4 +1,4 @@
-"""What a caller of LLM asks of a generation, text included. Judges no value: the server's own checks do.
+"""Defines the parameters of an LLM's generations. Checks no value: the server's validation does.
 
 Light to import: neither JAX nor gRPC.
 """
@@ -15,26 +15,26 @@ _CONSTRAINTS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-  """Names, meanings and limits are those of sluice.v1 (server/proto/sluice.proto) and of the Python client.
+  """Parameters with the names, meanings and limits of sluice.v1 (server/proto/sluice.proto) and the Python client.
 
   None leaves a field out. It then has the default of the model's generation_config.json, or else Sluice's own.
 
   Attributes:
-    max_tokens: most tokens to generate; 256 by default, or what the prompt leaves of the model's length.
+    max_tokens: most tokens to generate; by default 256, or the rest of the model's length if that is less.
     temperature: 0 is greedy; 1 by default.
-    top_k, top_p, min_p: which tokens may be sampled.
-    presence_penalty, frequency_penalty, repetition_penalty: against repetition.
+    top_k, top_p, min_p: limits on the candidate tokens.
+    presence_penalty, frequency_penalty, repetition_penalty: penalties on repeated tokens.
     seed: makes sampling repeatable.
-    n: outputs a prompt, 1 to 16.
+    n: outputs for each prompt, 1 to 16.
     logit_bias: token id -> value from -100 to 100, added to the logits.
     allowed_token_ids: only these may be sampled.
-    min_tokens: no ending before this many tokens.
-    stop: a text or up to 16; the output ends before the first that is completed.
-    stop_token_ids: end the output and are not part of it.
-    ignore_eos: end-of-sequence tokens are ordinary tokens.
-    logprobs, prompt_logprobs: log probabilities of each token, and of this many (0 to 20) most likely ones.
-    skip_special_tokens: leave special tokens out of the text; true by default.
-    json_schema, json_object, regex, choice, grammar: what the output must look like; at most one of them. A schema is a
+    min_tokens: fewest tokens before the output may end.
+    stop: a stop string or up to 16; the output ends before the first match.
+    stop_token_ids: tokens that end the output and are not part of it.
+    ignore_eos: whether end-of-sequence tokens are ordinary tokens.
+    logprobs, prompt_logprobs: return the log probabilities of each token and of this many (0 to 20) most likely ones.
+    skip_special_tokens: whether to leave special tokens out of the text; true by default.
+    json_schema, json_object, regex, choice, grammar: the output's constraint; at most one of them. A schema is a
       mapping or its JSON text.
   """
 
@@ -64,7 +64,7 @@ class SamplingParams:
   grammar: str | None = None
 
   def __post_init__(self) -> None:
-    """Raises InvalidRequest where two constraints are given."""
+    """Raises InvalidRequest if two constraints are set."""
     constraints = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
     if len(constraints) > 1:
       raise InvalidRequest(
@@ -73,7 +73,7 @@ class SamplingParams:
       )
 
   def options(self) -> dict[str, Any]:
-    """The fields that are set, by their names in the Python client's Options."""
+    """Returns the fields that are set, by their names in the Python client's Options."""
     values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     values = {name: value for name, value in values.items() if value is not None}
     if isinstance(values.get("stop"), str):

@@ -1,7 +1,7 @@
-"""What a start says to whoever waits for it: six lines, and never silence for long. Decides and starts nothing.
+"""Reports a start to the operator: six lines, and progress in between. Decides and starts nothing.
 
-The lines are the device, the model, its KV pool, its programs, the time that the start took, and the addresses. What
-takes long shows as one line that is rewritten on a terminal, elsewhere as a line every two seconds.
+The lines give the device, the model, its KV pool, its programs, the start's duration, and the addresses. A terminal
+shows long work as one status line, rewritten in place. Other outputs get a line every two seconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,20 +16,20 @@ from engine.build_facts import BuildFact, DeviceFact, KVFact, ModelFact, Program
 from server.host_options import HostOptions
 from server.telemetry.log_lines import Lines
 
-SILENCE_S = 2.0  # the longest, while something is being done
+SILENCE_S = 2.0  # the longest time without a line while work goes on
 _REDRAW_S = 0.2
 _LOOK_S = 0.1
-# An estimate of what is left needs so much behind it: seconds, and a share, since the first programs take longest.
+# The least progress before an estimate of the time left: seconds, and a share, since the first programs take longest.
 _LEAST_SECONDS = 1.0
 _LEAST_SHARE = 0.3
-_UNITS = {"load": " MiB", "downloading": " MiB", "checking": " MiB"}  # by the first word
-_BETWEEN = "preparing the engine"  # what a build does between what it tells the progress of
+_UNITS = {"load": " MiB", "downloading": " MiB", "checking": " MiB"}  # by the first word of the work's name
+_BETWEEN = "preparing the engine"  # the stage between two works with progress
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
 @dataclasses.dataclass
 class _Work:
-  """Something whose progress is told; `began`, and `changed`, its latest progress, as of time.monotonic()."""
+  """Work with progress. `began` and `changed`, the time of its latest progress, are in time.monotonic() seconds."""
 
   began: float
   changed: float
@@ -38,11 +38,11 @@ class _Work:
 
 
 class StartReport:
-  """The lines of one start. Any thread may call it; a context: silence is broken as long as it lasts.
+  """Writes the lines of one start. Any thread may call it. Its context writes progress until it exits.
 
   Args of the constructor:
-    lines: where they go.
-    verbose: also what a person rarely needs.
+    lines: where the lines go.
+    verbose: also writes details that few operators need.
   """
 
   def __init__(self, lines: Lines, verbose: bool):
@@ -51,7 +51,7 @@ class StartReport:
     self._lock = threading.Lock()
     self._stage = ("", 0.0)
     self._works: dict[str, _Work] = {}
-    self._told: set[str] = set()  # reasons that a line has given
+    self._reported: set[str] = set()  # reasons that a line has given
     self._programs: ProgramsFact | None = None
     self._made: list[ProgramsMadeFact] = []
     self._ended = threading.Event()
@@ -66,23 +66,23 @@ class StartReport:
     self.end_report()
 
   def end_report(self) -> None:
-    """Removes the status; from here on nothing is written that nobody asks for."""
+    """Removes the status line and ends the progress lines."""
     self._ended.set()
     if self._thread is not None:
       self._thread.join()
     self._lines.show_status("")
 
-  # What is going on.
+  # Progress.
 
   def enter_stage(self, what: str) -> None:
-    """Begins something without progress of its own; `what` is a gerund, such as "importing JAX"; "" is nothing."""
+    """Begins a stage without progress. `what`: a gerund, for example "importing JAX"; "" ends the stage."""
     with self._lock:
       self._stage = what, time.monotonic()
     if self._lines.is_terminal and self._thread is not None:
-      self._show_status()  # at once, since what follows may keep other threads from running
+      self._show_status()  # at once, since the stage may block other threads
 
   def tell_progress(self, what: str, done: int, total: int) -> None:
-    """Progress as engine.device.build has it. Costs little, however often it is called."""
+    """Records progress; see engine.device.build. Cheap, so it may be called often."""
     with self._lock:
       now, work = time.monotonic(), self._works.get(what)
       if work is None or work.done == work.total:
@@ -121,13 +121,13 @@ class StartReport:
           seconds = time.monotonic() - began
           self._lines.say(f"{what}, {seconds:.0f} s", stage=what, seconds=round(seconds, 1))
 
-  # What is known.
+  # Facts.
 
   def tell_fact(self, fact: BuildFact) -> None:
-    """One of the lines, from what a build has found out."""
+    """Writes the line of a build's fact."""
     match fact:
       case DeviceFact():
-        self._told.update(fact.fallbacks)
+        self._reported.update(fact.fallbacks)
         self._say_line("device", _device_text(fact), fact)
       case ModelFact():
         self._say_line("model", _model_text(fact), fact)
@@ -140,20 +140,20 @@ class StartReport:
         self._made.append(fact)
 
   def tell_detail(self, line: str) -> None:
-    """What only --verbose shows."""
+    """Writes a line that only --verbose shows."""
     if self.verbose and line:
       self._lines.say(line)
 
   def tell_notes(self, notes: Sequence[str], warnings: Sequence[str]) -> None:
-    """A line each, but for what another line has said."""
+    """Writes one line for each, except notes that another line contains."""
     for note in notes:
-      if note and note not in self._told:
+      if note and note not in self._reported:
         self._lines.say(f"note: {note}")
     for warning in warnings:
       self._lines.say(f"warning: {warning}")
 
   def tell_ready(self, load_s: float, warmup_s: float, addresses: "ServedAddresses") -> None:
-    """The last lines: the time that all of it took, and where to go; then `ready on HOST:PORT`, for programs."""
+    """Writes the last lines: the start's duration, the addresses, and `ready on HOST:PORT` for programs."""
     self.end_report()
     seconds = process_age_s()
     compiled = sum(made.num_compiled for made in self._made)
@@ -200,8 +200,8 @@ def _model_text(fact: ModelFact) -> str:
   where = f" in {shorten_path(fact.folder)}" if fact.folder else ""
   text = f"{fact.name}{where}"
   if fact.num_parameters:
-    drawn = " random" if fact.is_random else ""
-    text += f", {_count(fact.num_parameters)}{drawn} parameters ({_bytes(fact.num_bytes)})"
+    random = " random" if fact.is_random else ""
+    text += f", {_count(fact.num_parameters)}{random} parameters ({_bytes(fact.num_bytes)})"
   text += f"; length {fact.max_model_len:,}"
   if fact.lowered:
     return f"{text} of the model's {fact.own_length:,}: {fact.lowered} (--max_model_len, --kv_cache_mb)"
@@ -232,7 +232,7 @@ def _programs_text(fact: ProgramsFact) -> str:
 
 
 def _count(number: int) -> str:
-  """Such as 125.3M."""
+  """Formats a count, for example 125M."""
   for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
     if number >= size:
       return f"{number / size:.3g}{unit}"
@@ -245,7 +245,7 @@ def _bytes(number: int) -> str:
 
 
 def shorten_path(path: str) -> str:
-  """A path as a person knows it: from the working folder or from home, where it lies in one of them."""
+  """Returns a path relative to the working folder, or with "~", if it lies below one of them."""
   given = pathlib.Path(path)
   if not given.is_absolute():
     return path
@@ -257,12 +257,12 @@ def shorten_path(path: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ServedAddresses:
-  """Where a server can be reached.
+  """The addresses of a server.
 
   Attributes:
-    grpc: HOST:PORT as it listens.
-    page, api, metrics: URLs; "" where there is none.
-    note: what a person should know about them, or "".
+    grpc: HOST:PORT of the listening socket.
+    page, api, metrics: URLs; "" if the server has none.
+    note: a remark for the operator, or "".
   """
 
   grpc: str
@@ -272,7 +272,7 @@ class ServedAddresses:
   note: str = ""
 
   def describe(self) -> str:
-    """All of them, the first one to open first."""
+    """Returns all addresses in one line, the page first."""
     parts = [f"{self.page} (page), {self.api} (API)"] if self.page else []
     parts.append(f"gRPC {self.grpc}")
     parts += [f"metrics {self.metrics}"] if self.metrics else []
@@ -280,7 +280,7 @@ class ServedAddresses:
 
 
 def served_addresses(options: HostOptions, port: int, http_port: int, metrics_port: int) -> ServedAddresses:
-  """What a server that listens tells people to open. Args: ports: -1 is none."""
+  """Returns the addresses of a listening server. A port of -1 means none."""
   host = options.http_host or options.host
   shown = "localhost" if host in _WILDCARDS else f"[{host}]" if ":" in host else host
   base = f"http{'s' if options.tls_cert_file else ''}://{shown}:{http_port}" if http_port >= 0 else ""
@@ -295,7 +295,7 @@ def served_addresses(options: HostOptions, port: int, http_port: int, metrics_po
 
 
 def process_age_s(clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)) -> float:
-  """Seconds since this process began, the interpreter's start included; 0 where the system does not say."""
+  """Returns the seconds since this process began, with the interpreter's start; 0 if the system has no value."""
   try:
     ticks = int(pathlib.Path("/proc/self/stat").read_text("ascii").rpartition(")")[2].split()[19])
     return clock() - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,10 +1,10 @@
-"""A model of a bucket as a folder of Sluice's cache, complete and checked. Knows no protocol; one module each does.
+"""Copies a model from a bucket into Sluice's cache, complete and verified. Each protocol has a module of its own.
 
-A copy is made in a folder of another name, and renamed once all of it is there and has its digests:
+A copy has a temporary folder, which is renamed when all files are there and match their digests:
 
-  gs--BUCKET--PATH--HASH/   one a model
-    LISTING.part/           being copied: FILE.partial grows, FILE is complete and checked
-    LISTING/NAME/           complete; LISTING is a digest of names, sizes and versions of what the bucket held
+  gs--BUCKET--PATH--HASH/   one for each model
+    LISTING.part/           the copy in progress: FILE.partial grows, FILE is complete and verified
+    LISTING/NAME/           the complete copy; LISTING is a digest of the objects' names, sizes and versions
     LISTING/objects.json    the sizes and versions of its files
     current                 the last LISTING, for starts that cannot reach the bucket
 """
@@ -32,6 +32,7 @@ from server.model_source.download_watch import (
   check_free_disk,
   describe_disk_error,
   make_cache_folder,
+  name_error,
 )
 from server.model_source.file_selection import select_model_files
 from server.model_source.model_name import ModelName
@@ -39,7 +40,7 @@ from server.model_source.model_name import ModelName
 _REMEDY = "--model_cache_dir"
 _OBJECTS, _CURRENT = "objects.json", "current"
 _NUM_STREAMS = 8
-# Attempts in a row that bring no byte, and the first pause between two.
+# The limit of successive attempts that receive no byte, and the first pause between two.
 _MAX_FRUITLESS, _PAUSE_S = 5, 0.25
 
 
@@ -48,9 +49,9 @@ class BucketObject:
   """One object of a bucket.
 
   Attributes:
-    name: relative to the model's folder.
-    size: bytes.
-    version: another one for every content: S3's ETag, or GCS's generation.
+    name: the path relative to the model's folder.
+    size: the size in bytes.
+    version: identifies the content: S3's ETag, or GCS's generation.
   """
 
   name: str
@@ -63,34 +64,34 @@ class ModelBucket(Protocol):
 
   @property
   def interruptions(self) -> tuple[type[Exception], ...]:
-    """Errors of the network, after which the same may work."""
+    """The network errors after which a retry may succeed."""
     ...
 
   def list_objects(self) -> list[BucketObject]:
-    """All objects below the path."""
+    """Returns all objects below the path."""
     ...
 
   def read_object(self, item: BucketObject, start: int) -> Iterator[bytes]:
-    """The object's bytes from `start` on; an error where its version is there no more."""
+    """Yields the object's bytes from `start`. Raises an error if the bucket no longer has this version."""
     ...
 
   def has_digest_of(self, item: BucketObject, file: pathlib.Path) -> bool:
-    """Whether a file has the digest that the bucket keeps of the object; true where it keeps none."""
+    """Whether a file has the object's digest; true if the bucket has no digest of it."""
     ...
 
   def describe_error(self, error: Exception) -> str | None:
-    """What was refused and what to do; None for an error that is not the protocol's."""
+    """Returns what the bucket refused and what to do; None if the error is not the protocol's."""
     ...
 
 
 def fetch_bucket_model(
   name: ModelName, bucket: ModelBucket, cache: pathlib.Path, *, needs_weights: bool, watch: DownloadWatch
 ) -> pathlib.Path:
-  """Copies a model into the cache, unless the cache has what the bucket holds; returns its folder.
+  """Copies a model into the cache, unless the cache has the bucket's objects; returns its folder.
 
   Raises:
-    ConfigError, CheckpointError: in one line, with the remedy.
-    DownloadStopped: see DownloadWatch.
+    ConfigError, CheckpointError: the copy failed; the message is one line with the remedy.
+    DownloadStopped: `watch` stopped the copy.
   """
   home = cache / _folder_name(name)
   place = f"{name.kind}://{name.place}/{name.path}"
@@ -101,7 +102,7 @@ def fetch_bucket_model(
       current = _find_current(home, name)
       if current is None:
         raise
-      watch.report_line(f"warning: {place} cannot be reached ({_name_error(error)}); the copy in {current} serves")
+      watch.report_line(f"warning: {place} cannot be reached ({name_error(error)}); the copy in {current} serves")
       return current
     if not listed:
       raise CheckpointError(f"{place}: holds no objects; check the bucket and the path")
@@ -112,13 +113,13 @@ def fetch_bucket_model(
     raise
   except bucket.interruptions as error:
     raise ConfigError(
-      f"{place} cannot be reached ({_name_error(error)}); check the network and start again: what was copied is kept"
+      f"{place} cannot be reached ({name_error(error)}); check the network and start again: what was copied is kept"
     ) from error
-  except Exception as error:  # the libraries' errors are of many types
+  except Exception as error:  # the libraries raise many types
     text = bucket.describe_error(error)
     if text is None and isinstance(error, OSError):
       text = describe_disk_error(error, home, _REMEDY)
-    raise ConfigError(f"{place}: {text or f'was not copied ({_name_error(error)}); start again'}") from error
+    raise ConfigError(f"{place}: {text or f'was not copied ({name_error(error)}); start again'}") from error
 
 
 def _copy_model(
@@ -130,7 +131,7 @@ def _copy_model(
   needs_weights: bool,
   watch: DownloadWatch,
 ) -> pathlib.Path:
-  """With the home locked."""
+  """Copies the model and returns its folder. The caller holds the lock of `home`."""
   content = sorted((item.name, item.size, item.version) for item in listed.values())
   listing = hashlib.sha256(json.dumps([needs_weights, content]).encode()).hexdigest()[:16]
   final, part = home / listing, home / f"{listing}.part"
@@ -158,7 +159,7 @@ def _copy_model(
 def _copy_objects(
   items: list[BucketObject], place: str, bucket: ModelBucket, folder: pathlib.Path, watch: DownloadWatch
 ) -> None:
-  """Copies what is not there; objects that are complete, or begun, go on where they are."""
+  """Copies the missing objects; skips complete ones, and continues partial ones."""
   left = [item for item in items if not (folder / item.name).exists()]
   begun = sum(_size_of(_partial_file(folder, item)) for item in left)
   total = sum(item.size for item in left) - begun
@@ -214,19 +215,19 @@ def _copy_object(
 
 
 def _take_unchanged(items: list[BucketObject], current: pathlib.Path | None, folder: pathlib.Path) -> None:
-  """Links files of the copy before whose objects have not changed."""
+  """Links files of the previous copy whose objects have not changed."""
   if current is None:
     return
   record = json.loads((current.parent / _OBJECTS).read_text("utf-8"))
   for item in items:
     if record.get(item.name) == [item.size, item.version] and not (folder / item.name).exists():
       (folder / item.name).parent.mkdir(parents=True, exist_ok=True)
-      with contextlib.suppress(OSError):  # of a disk that has no links: then it is copied from the bucket
+      with contextlib.suppress(OSError):  # the disk has no links; the object is copied instead
         os.link(current / item.name, folder / item.name)
 
 
 def _find_current(home: pathlib.Path, name: ModelName) -> pathlib.Path | None:
-  """The model's folder in the last complete copy, if there is one."""
+  """Returns the model's folder in the last complete copy, or None."""
   try:
     final = home / (home / _CURRENT).read_text("ascii")
   except (OSError, ValueError):
@@ -235,7 +236,7 @@ def _find_current(home: pathlib.Path, name: ModelName) -> pathlib.Path | None:
 
 
 def _is_complete(final: pathlib.Path, name: ModelName) -> bool:
-  """Whether every file of a copy is there, in its size; what changes a file later is no business of a download."""
+  """Whether every file of a copy exists with its size. Later changes of a file's content are not detected."""
   try:
     record = json.loads((final / _OBJECTS).read_text("utf-8"))
     return all((final / _model_folder_name(name) / file).stat().st_size == size for file, (size, _) in record.items())
@@ -245,7 +246,7 @@ def _is_complete(final: pathlib.Path, name: ModelName) -> bool:
 
 @contextlib.contextmanager
 def _lock_folder(home: pathlib.Path, place: str, watch: DownloadWatch) -> Iterator[None]:
-  """Keeps other processes from copying the same model; the lock goes with the process, however that ends."""
+  """Keeps other processes from copying the same model. The system releases the lock when the process ends."""
   with open(home / "lock", "w") as lock:
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -260,7 +261,7 @@ def _partial_file(folder: pathlib.Path, item: BucketObject) -> pathlib.Path:
 
 
 def _size_of(file: pathlib.Path) -> int:
-  """In bytes; 0 for a file that is not there."""
+  """Returns a file's size in bytes; 0 if it does not exist."""
   return file.stat().st_size if file.exists() else 0
 
 
@@ -272,7 +273,3 @@ def _folder_name(name: ModelName) -> str:
 
 def _model_folder_name(name: ModelName) -> str:
   return name.path.rsplit("/", 1)[-1]
-
-
-def _name_error(error: BaseException) -> str:
-  return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"

@@ -1,4 +1,4 @@
-"""Which files of a repository or bucket make the model. Decides by names; reads no weights."""
+"""Selects a model's files in a repository or bucket by their names. Reads no weights."""
 
 from collections.abc import Callable, Collection
 import json
@@ -8,23 +8,23 @@ from engine.errors import CheckpointError
 from engine.model_folder import CONFIG, INDEX, PICKLE_SUFFIXES, SINGLE, SLUICE_MARKER, describe_missing_weights
 
 _TEXT_FILES = ("tokenizer.model", "merges.txt", "vocab.txt")
-# Code and what can hold code: nobody downloads what nobody may run.
+# Code, and formats that can hold code or that Sluice does not read.
 _NEVER = (*PICKLE_SUFFIXES, ".py", ".pyc", ".so", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
 def select_model_files(
   names: Collection[str], read_index: Callable[[], bytes], place: str, *, needs_weights: bool = True
 ) -> list[str]:
-  """The files to download: configuration, tokenizer, chat template, license, and the safetensors that are loaded.
+  """Returns the files to download: configuration, tokenizer, chat template, license, and the loaded safetensors.
 
-  Of several copies of the weights, those are taken that the loader reads: model.safetensors, else what
-  model.safetensors.index.json lists. All of a Sluice folder is taken.
+  If there are several copies of the weights, it selects those that the loader reads: model.safetensors, else the files
+  in model.safetensors.index.json. It selects every file of a Sluice folder.
 
   Args:
-    names: of all files, relative to the model's folder.
-    read_index: the bytes of model.safetensors.index.json; called where it counts.
-    place: the repository or bucket, as the user knows it, for messages.
-    needs_weights: false: what belongs to the weights is left out.
+    names: the names of all files, relative to the model's folder.
+    read_index: returns the bytes of model.safetensors.index.json; called only if they are needed.
+    place: the repository or bucket in the user's spelling, for messages.
+    needs_weights: false: omits the files of the weights.
 
   Raises:
     CheckpointError: the place holds no model, or one in a format that Sluice does not read.

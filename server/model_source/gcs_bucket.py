@@ -1,6 +1,6 @@
-"""Objects of a Google Cloud Storage bucket through google-cloud-storage. Reads; writes and decides nothing.
+"""Reads objects of a Google Cloud Storage bucket through google-cloud-storage. Writes and decides nothing.
 
-The library's own sources of credentials and endpoint count: GOOGLE_APPLICATION_CREDENTIALS, a machine's service
+The library finds credentials and the endpoint in its own sources: GOOGLE_APPLICATION_CREDENTIALS, the machine's service
 account, `gcloud auth application-default login`, STORAGE_EMULATOR_HOST.
 """
 
@@ -18,7 +18,7 @@ import requests
 
 from server.model_source.bucket_copy import BucketObject
 
-_PIECE, _RANGE = 1 << 20, 8 << 20  # bytes read from a file, and asked for, at a time
+_PIECE, _RANGE = 1 << 20, 8 << 20  # bytes of one file read, and of one range request
 _TIMEOUT_S = 10
 _RETRY = DEFAULT_RETRY.with_timeout(5.0)
 
@@ -65,7 +65,7 @@ class GcsBucket:
       )
 
   def has_digest_of(self, item: BucketObject, file: pathlib.Path) -> bool:
-    """See ModelBucket. All objects have a CRC32C, those that were not composed an MD5 too."""
+    """See ModelBucket. Every object has a CRC32C; objects that were not composed also have an MD5."""
     blob = self._blobs[item.name]
     if blob.crc32c:
       digest, wanted = google_crc32c.Checksum(), blob.crc32c

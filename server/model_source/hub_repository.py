@@ -1,8 +1,7 @@
-"""A model of the Hugging Face hub as a folder of the hub's own cache, complete and checked. Knows no other place.
+"""Downloads a model from the Hugging Face hub into the hub's own cache, complete and verified.
 
-huggingface_hub downloads, goes on after a break, and keeps HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. This adds
-which files, whether the disk can take them, that each has the digest under which the hub lists it, and what to do about
-an error.
+huggingface_hub downloads, resumes, and follows HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. This module selects
+the files, checks the free disk, compares each file with the digest on the hub, and adds a remedy to each error.
 """
 
 from collections.abc import Sequence
@@ -37,6 +36,7 @@ from server.model_source.download_watch import (
   check_free_disk,
   describe_disk_error,
   make_cache_folder,
+  name_error,
 )
 from server.model_source.file_selection import select_model_files
 from server.model_source.model_name import ModelName
@@ -47,16 +47,16 @@ _PIECE = 1 << 20
 
 
 class _CountingBar(tqdm):
-  """What the library takes for a bar: shows nothing, counts the bytes that reach the disk."""
+  """Replaces the library's progress bar: shows nothing, and counts the bytes that reach the disk."""
 
   def __init__(self, progress: ByteProgress | None, **settings: Any):
-    # Of the library's three bars, one counts files and one the bytes on the wire, which may be fewer.
+    # The library has three bars. One counts files, and one counts bytes on the wire, which may be fewer.
     self._counts = settings.get("unit") == "B" and not str(settings.get("desc")).startswith("Downloading")
     self._progress = progress
     super().__init__(**settings | {"disable": True})
 
   def update(self, n: float | None = 1) -> None:
-    """Called by the library with what it has written."""
+    """Counts the bytes that the library has written; the library calls it."""
     if self._counts and self._progress is not None:
       self._progress.add_bytes(int(n or 0))
 
@@ -64,18 +64,18 @@ class _CountingBar(tqdm):
 def fetch_hub_model(
   name: ModelName, *, cache_dir: str, record_folder: pathlib.Path, needs_weights: bool, watch: DownloadWatch
 ) -> pathlib.Path:
-  """Downloads what is missing of a repository's files; returns the snapshot's folder.
+  """Downloads a repository's missing files; returns the snapshot's folder.
 
   Args:
-    name: of kind HUB.
-    cache_dir: where repositories are kept; "": the hub's own cache (HF_HOME, HF_HUB_CACHE).
-    record_folder: where it is noted which files have been checked.
-    needs_weights: false: configuration and tokenizer alone.
-    watch: is told of progress.
+    name: a name of kind HUB.
+    cache_dir: the folder of repositories; "": the hub's own cache (HF_HOME, HF_HUB_CACHE).
+    record_folder: the folder for records of the verified files.
+    needs_weights: false: only the configuration and the tokenizer.
+    watch: receives the progress, and can stop the download.
 
   Raises:
-    ConfigError, CheckpointError: in one line, with the remedy.
-    DownloadStopped: see DownloadWatch.
+    ConfigError, CheckpointError: the download failed; the message is one line with the remedy.
+    DownloadStopped: `watch` stopped the download.
   """
   cache = pathlib.Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
   remedy = "--model_cache_dir" if cache_dir else "HF_HOME or --model_cache_dir"
@@ -83,7 +83,7 @@ def fetch_hub_model(
     return _fetch_snapshot(name, cache, remedy, record_folder, needs_weights, watch)
   except (EngineError, DownloadStopped):
     raise
-  except Exception as error:  # the library's and those of the HTTP library under it, whose names change with it
+  except Exception as error:  # from the library or its HTTP library, which differs between versions
     raise ConfigError(_describe_error(error, name, cache, remedy)) from error
 
 
@@ -97,22 +97,22 @@ def _fetch_snapshot(
 ) -> pathlib.Path:
   about: dict[str, Any] = {"library_name": "sluice", "library_version": server_version()}
   offline = constants.is_offline_mode()
-  if not offline and not cache.is_dir():  # one that is there may be read-only, and have all
+  if not offline and not cache.is_dir():  # an existing cache may be read-only and complete
     make_cache_folder(cache, remedy)
-  # Where the hub cannot be asked, the commit that the cache has for the revision.
+  # If the hub cannot be reached, this is the cache's commit of the revision.
   commit = HfApi(**about).resolve_revision(
     name.place, revision=name.revision or None, cache_dir=cache, local_files_only=offline
   )
   download = functools.partial(
     snapshot_download, name.place, revision=commit, cache_dir=cache, local_files_only=offline, **about
   )
-  # The first call also lists the repository, once for each commit, and keeps the list in the cache.
+  # The first download also lists the repository, once for each commit, and stores the list in the cache.
   silent = functools.partial(_CountingBar, None)
   small = [CONFIG, INDEX, SLUICE_MARKER]
   folder = pathlib.Path(download(allow_patterns=small, tqdm_class=silent))  # pyright: ignore[reportArgumentType]
   try:
     sizes = {file.path: file.size for file in get_cached_repo_tree(name.place, revision=commit, cache_dir=cache)}
-  except CachedRepoTreeNotFoundError:  # a cache that an older library made, offline
+  except CachedRepoTreeNotFoundError:  # offline, with a cache from an older library
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
   wanted = select_model_files(
     sizes, (folder / INDEX).read_bytes, f"{name.place} of the Hugging Face hub", needs_weights=needs_weights
@@ -139,7 +139,7 @@ def _check_files(
   record_folder: pathlib.Path,
   watch: DownloadWatch,
 ) -> None:
-  """Compares every file with its size and with the digest that is its name in the cache, once for each content."""
+  """Compares each file with its size, and with the digest that is its name in the cache, once for each content."""
   found = {file: (folder / file).stat() for file in wanted}
   for file, status in found.items():
     if status.st_size != sizes[file]:
@@ -164,7 +164,7 @@ def _check_files(
     part = record.with_name(f"{record.name}.{os.getpid()}")
     part.write_text(json.dumps(state))
     part.replace(record)
-  except OSError:  # the files are checked anew at the next start
+  except OSError:  # the next start verifies the files again
     pass
 
 
@@ -176,9 +176,9 @@ def _read_record(record: pathlib.Path) -> Any:
 
 
 def _has_its_digest(file: pathlib.Path, size: int, progress: ByteProgress) -> bool:
-  """Whether a file's bytes are those of its name among the blobs: SHA-256 of large files, Git's SHA-1 of others.
+  """Whether a file's bytes match its blob's name: SHA-256 for large files, Git's SHA-1 for others.
 
-  True for a file without such a name: a cache without links, or a mirror with names of its own.
+  Also true if the file has no such name, as in a cache without links, or from a mirror with other names.
   """
   blob = os.path.basename(os.readlink(file)) if file.is_symlink() else ""
   if _SHA256.fullmatch(blob):
@@ -196,7 +196,7 @@ def _has_its_digest(file: pathlib.Path, size: int, progress: ByteProgress) -> bo
 
 
 def _remove_file(file: pathlib.Path) -> None:
-  """Removes a file of a snapshot, and each link on the way to its bytes, so that it is downloaded anew."""
+  """Removes a snapshot's file and each link to its bytes, so that the next start downloads it again."""
   while file.is_symlink():
     target = file.parent / os.readlink(file)
     file.unlink(missing_ok=True)
@@ -205,7 +205,7 @@ def _remove_file(file: pathlib.Path) -> None:
 
 
 def _describe_error(error: Exception, name: ModelName, cache: pathlib.Path, remedy: str) -> str:
-  """What went wrong and what to do, in one line."""
+  """Returns one line with the error and its remedy."""
   repository, page = name.place, f"{constants.ENDPOINT}/{name.place}"
   hub = f"the Hugging Face hub ({constants.ENDPOINT})"
   token = "with the token in use" if get_token() else "without a token"
@@ -236,15 +236,11 @@ def _describe_error(error: Exception, name: ModelName, cache: pathlib.Path, reme
         "without HF_HUB_OFFLINE, or copy the model here and give its folder"
       )
     return (
-      f"model={name.text!r} is no folder here, and {hub} cannot be reached ({_name_error(cause or error)}); check the "
+      f"model={name.text!r} is no folder here, and {hub} cannot be reached ({name_error(cause or error)}); check the "
       "network, HTTPS_PROXY and HF_ENDPOINT, or copy the model here and give its folder"
     )
   if isinstance(error, OSError) and (text := describe_disk_error(error, cache, remedy)):
     return f"{repository}: {text}"
   return (
-    f"{repository} was not downloaded from {hub} ({_name_error(error)}); start again: files that are complete are kept"
+    f"{repository} was not downloaded from {hub} ({name_error(error)}); start again: files that are complete are kept"
   )
-
-
-def _name_error(error: BaseException) -> str:
-  return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"

@@ -1,4 +1,4 @@
-"""What kind of place a model's name means. Looks whether a folder exists; asks no server."""
+"""Parses a model's name into the kind of place and its parts. Checks whether a folder exists; uses no network."""
 
 import dataclasses
 import pathlib
@@ -6,7 +6,7 @@ import re
 
 from engine.errors import ConfigError
 
-# Kinds of places.
+# The kinds of places.
 FOLDER, HUB, GCS, S3 = "folder", "hub", "gs", "s3"
 
 _HUB_PAGE = re.compile(r"https://(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/tree/([^?#]+?))?/?")
@@ -18,14 +18,14 @@ _ALLOWED = "--model takes a folder, ORG/NAME of the Hugging Face hub, gs://BUCKE
 
 @dataclasses.dataclass(frozen=True)
 class ModelName:
-  """A model's name, taken apart.
+  """A parsed model name.
 
   Attributes:
-    text: as the user wrote it.
+    text: the name as the user wrote it.
     kind: one of FOLDER, HUB, GCS and S3.
-    place: the folder; ORG/NAME; or the bucket.
-    path: in the bucket, without a slash at either end; "" elsewhere.
-    revision: of a hub's repository: branch, tag or commit; "" for its main branch, and elsewhere.
+    place: the folder, ORG/NAME, or the bucket.
+    path: the path in the bucket, without a slash at either end; "" for other kinds.
+    revision: the branch, tag or commit of a hub's repository; "" for its main branch and for other kinds.
   """
 
   text: str
@@ -36,15 +36,15 @@ class ModelName:
 
 
 def parse_model_name(text: str, revision: str = "") -> ModelName:
-  """Takes a model's name apart. A folder that exists goes before a repository of the same name.
+  """Parses a model's name. An existing folder takes precedence over a repository of the same name.
 
   Args:
     text: a path, ORG/NAME, ORG/NAME@REVISION, hf://ORG/NAME, the address of a repository's page, gs://BUCKET/PATH or
       s3://BUCKET/PATH.
-    revision: of a repository, where the text holds none.
+    revision: the revision of a repository, if the text has none.
 
   Raises:
-    ConfigError: the text is none of these, or there is a revision where nothing has revisions.
+    ConfigError: the text is none of these, or the place has no revisions and one is given.
   """
   name = _parse_place(text, revision)
   if revision and name.kind != HUB:

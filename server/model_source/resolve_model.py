@@ -1,6 +1,6 @@
-"""The one way from a model's name to its folder; each kind of place is read by a module of its own.
+"""Resolves a model's name to its folder. Each kind of place has a module of its own.
 
-A library is imported where a name asks for it: a server of a folder needs none of them, and JAX is not touched.
+Each kind's library is imported only for a name of that kind. A name of a folder needs none. Never imports JAX.
 """
 
 import os
@@ -21,23 +21,23 @@ def resolve_model_folder(
   needs_weights: bool = True,
   watch: DownloadWatch | None = None,
 ) -> pathlib.Path:
-  """Finds a model by its name, downloads what is missing of it, and looks whether it is one that can be loaded.
+  """Returns the folder of a model, and downloads its missing files.
 
-  What it returns is complete, as far as names and sizes tell, and a download has the digests of its source.
+  The folder is complete by names and sizes. Downloaded files match the digests of their source.
 
   Args:
-    name: a folder, ORG/NAME or hf://ORG/NAME of the Hugging Face hub (with @REVISION, if need be), gs://BUCKET/PATH or
+    name: a folder, ORG/NAME or hf://ORG/NAME on the Hugging Face hub (optionally with @REVISION), gs://BUCKET/PATH or
       s3://BUCKET/PATH.
-    revision: branch, tag or commit of a hub's repository.
-    cache_dir: where downloads are kept; "": the hub's own cache, and ~/.cache/sluice/models (XDG_CACHE_HOME) for
+    revision: the branch, tag or commit of a hub's repository.
+    cache_dir: the folder for downloads; "": the hub's own cache, and ~/.cache/sluice/models (XDG_CACHE_HOME) for
       buckets.
-    needs_weights: false: configuration and tokenizer are enough, and nothing else is downloaded.
-    watch: is told of progress, and can stop it; None: nobody is told.
+    needs_weights: false: downloads only the configuration and the tokenizer.
+    watch: receives the progress, and can stop the download; None: reports nothing.
 
   Raises:
-    ConfigError: the name, the network, the permission or the disk, in one line.
-    CheckpointError: there is something, and it is no model that can be loaded, in one line.
-    DownloadStopped: see DownloadWatch.
+    ConfigError: the name is wrong, or the network, the permissions or the disk failed; the message is one line.
+    CheckpointError: the place holds no model that Sluice can load; the message is one line.
+    DownloadStopped: `watch` stopped the download.
   """
   watch = watch or DownloadWatch()
   parsed = parse_model_name(name, revision)
@@ -76,7 +76,7 @@ def _open_bucket(name: ModelName) -> ModelBucket:
       f"model={name.text!r} needs a library that is not installed ({error.name}); install the extra {extra}: "
       f"pip install 'sluice-serve[{extra}]'"
     ) from error
-  except Exception as error:  # a profile that does not exist, an endpoint that is no address, and the like
+  except Exception as error:  # for example an unknown profile, or an invalid endpoint
     raise ConfigError(
       f"model={name.text!r} cannot be read: {' '.join(str(error).split()):.200}; correct the environment's settings of "
       f"{'Google Cloud' if name.kind == GCS else 'AWS'}"

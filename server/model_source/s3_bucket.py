@@ -1,6 +1,6 @@
-"""Objects of an S3 bucket, or of a server that speaks S3, through boto3. Reads; writes and decides nothing.
+"""Reads objects of an S3 bucket, or of an S3-compatible server, through boto3. Writes and decides nothing.
 
-boto3's own sources of credentials, region and endpoint count: AWS_PROFILE, AWS_ENDPOINT_URL, a machine's role.
+boto3 finds credentials, region and endpoint in its own sources: AWS_PROFILE, AWS_ENDPOINT_URL, the machine's role.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class S3Bucket:
       BucketObject(entry["Key"].removeprefix(self._prefix), entry["Size"], entry["ETag"])
       for page in pages
       for entry in page.get("Contents", ())
-      if not entry["Key"].endswith("/")  # what consoles make for a folder
+      if not entry["Key"].endswith("/")  # consoles make such a key for a folder
     ]
 
   def read_object(self, item: BucketObject, start: int) -> Iterator[bytes]:
@@ -54,7 +54,7 @@ class S3Bucket:
       yield from body.iter_chunks(_PIECE)
 
   def has_digest_of(self, item: BucketObject, file: pathlib.Path) -> bool:
-    """See ModelBucket. An ETag is the MD5, or that of the parts' MD5s, but where AWS KMS or a customer has the key."""
+    """See ModelBucket. The ETag is the MD5, or the MD5 of the parts' MD5s, unless AWS KMS or a customer has the key."""
     etag = _ETAG.fullmatch(item.version.strip('"'))
     if etag is None:
       return True
@@ -68,7 +68,7 @@ class S3Bucket:
     sizes = [min(size, item.size - start) for start in range(0, item.size, size)]
     if len(sizes) == num_parts and _joined_md5(file, sizes) == etag[1]:
       return True
-    # Parts of several sizes, which only some uploads have; a question for each.
+    # Only some uploads have parts of several sizes; each part takes one request.
     sizes = [
       self._client.head_object(**self._key(item), PartNumber=number)["ContentLength"]
       for number in range(1, num_parts + 1)
@@ -101,7 +101,7 @@ def _joined_md5(file: pathlib.Path, sizes: list[int]) -> str:
 
 
 def _md5_of_parts(file: pathlib.Path, sizes: list[int]) -> list[bytes]:
-  """The MD5 of each part of a file, the parts side by side from its start."""
+  """Returns the MD5 of each part of a file; the parts are adjacent and begin at its start."""
   digests = []
   with open(file, "rb") as stream:
     for size in sizes:

@@ -1,6 +1,6 @@
-"""What the live page shows, as one JSON text a tick that all its readers share. Changes nothing, and knows no HTTP.
+"""Makes the live page's data: one JSON text for each tick, shared by all readers. Changes nothing; knows no HTTP.
 
-Without readers nothing runs. A slow reader misses ticks; it never makes a queue.
+Nothing runs without readers. A slow reader misses ticks, so no queue grows.
 """
 
 import asyncio
@@ -15,26 +15,26 @@ from server.telemetry.process_counts import Census
 from server.version import server_version
 
 _TICK_S = 0.25
-# The map of the KV pool costs a look at every block.
+# The map of the KV pool reads every block, so only every fourth tick has it.
 _MAP_TICKS = 4
 _MAP_CELLS = 1024
 _MAX_READERS = 16
 _MAX_STEPS = 64
 _SHARES = (0.5, 0.9, 0.99)
-# Percentiles are of what came in the latest seconds, or of the latest values if more came than are kept.
+# Percentiles cover the values of these last seconds, or fewer seconds if more values came than are kept.
 _FIRST_TOKEN_WINDOW_S = 60.0
 _GAP_WINDOW_S = 10.0
 
 
 class Feed:
-  """Ticks for the readers of one server's page. Belongs to one event loop."""
+  """Sends ticks to the readers of one server's page. Belongs to one event loop."""
 
   def __init__(self, state: ServingState, census: Census, *, tick_s: float = _TICK_S, max_readers: int = _MAX_READERS):
     """Args:
-    state: what serves, or does not yet.
-    census: what its processes have counted.
+    state: the serving state.
+    census: the counts of the server's processes.
     tick_s: seconds between two messages.
-    max_readers: more are refused.
+    max_readers: the limit of readers; the feed refuses more.
     """
     self._state = state
     self._census = census
@@ -49,10 +49,10 @@ class Feed:
     self._seen_until = 0.0
 
   async def messages(self) -> AsyncGenerator[bytes]:
-    """A server-sent event of JSON a tick, from now on until close(); what a reader did not take in time is left out.
+    """Yields one server-sent event of JSON for each tick until close(); a slow reader misses events.
 
     Raises:
-      Overloaded: there are too many readers.
+      Overloaded: the feed has `max_readers` readers.
     """
     if self._num_readers >= self._max_readers:
       raise Overloaded(f"{self._max_readers} pages are watching already, which is the limit", remedy=" or close one")
@@ -74,7 +74,7 @@ class Feed:
         self._ticker = None
 
   def close(self) -> None:
-    """Ends every reader, so that a server that goes down need not wait for them."""
+    """Ends every reader's stream, so that a shutdown need not wait for them."""
     self._closed = True
     self._news.set()
 
@@ -149,14 +149,14 @@ class Feed:
 def _recent(
   values: Sequence[tuple[float, float, int]], now: float, window_s: float
 ) -> tuple[list[tuple[float, int]], float]:
-  """What of (moment, value, how often) came in the window, and the seconds that this covers."""
-  if len(values) >= NUM_RECENT:  # older ones may be gone
+  """Returns the (value, count) of the (time, value, count) in the window, and the seconds that they cover."""
+  if len(values) >= NUM_RECENT:  # older values may be dropped
     window_s = min(window_s, now - min(moment for moment, _, _ in values))
   return [(value, times) for moment, value, times in values if moment >= now - window_s], window_s
 
 
 def _cells(states: bytes) -> list[list[int]]:
-  """(held, cached and not held, all) of each cell of the map; a cell is one block, or a few neighbours."""
+  """Returns (held, cached and not held, all) of each cell of the map; a cell is one block or several adjacent ones."""
   size = -(-len(states) // _MAP_CELLS) or 1
   cells = [states[start : start + size] for start in range(0, len(states), size)]
   return [[cell.count(2), cell.count(1), len(cell)] for cell in cells]

@@ -1,8 +1,8 @@
-// The live page: draws what /live tells, and streams from the model. Text from the server is only ever set as text.
+// The live page: draws the data of /live, and streams from the model. Sets text from the server only as text nodes.
 
 const $ = (id) => document.getElementById(id);
 const canvases = { output: $("output-chart"), steps: $("steps-chart"), kv: $("kv-map") };
-// What rates and charts are over; page.html says so beside them.
+// The windows of rates and charts; page.html shows them.
 const RATE_S = 2;
 const RUNGS_S = 5;
 const CHART_S = 60;
@@ -41,7 +41,7 @@ function set(id, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Server-sent events over fetch: EventSource could carry no key.
+// Server-sent events over fetch, because EventSource cannot send an API key.
 
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -65,7 +65,7 @@ async function refusal(response) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // Not ours: a proxy's, perhaps.
+    // Not the server's response, but perhaps a proxy's.
   }
   if (response.status === 401) $("key-box").open = true;
   return new Error(message);
@@ -126,7 +126,7 @@ function paintSteps(pen, width, height) {
   pen.fillRect(0, height - 1, width, 1);
   const room = Math.floor(width / COLUMN);
   const shown = steps.slice(-room);
-  // The height of the largest bucket in sight, so that small ones can be read.
+  // The scale of the largest visible bucket, so that small ones stay readable.
   const top = Math.max(8, ...shown.map((step) => step[0]));
   set("top-rung", shown.length ? grouped.format(top) : "–");
   set("num-steps", String(shown.length));
@@ -146,7 +146,7 @@ let cells = [];
 
 function paintMap(pen, width, height) {
   if (!cells.length) return;
-  // Squares as large as fit.
+  // The largest squares that fit.
   let size = 28;
   while (size > 3 && Math.floor(width / size) * Math.floor(height / size) < cells.length) size -= 1;
   const columns = Math.floor(width / size);
@@ -260,7 +260,7 @@ function show(tick) {
   draw(canvases.output, paintOutput);
   draw(canvases.steps, paintSteps);
   offerModes(tick);
-  tick.steps = tick.kv = null; // drawn, and not needed any more
+  tick.steps = tick.kv = null; // already on the canvases
 }
 
 function setState(state) {
@@ -292,7 +292,7 @@ async function watch() {
   }
 }
 
-// A page that nobody sees costs the server nothing.
+// A hidden page sends no requests.
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) watching?.abort();
   else if (!watching) watch();
@@ -317,7 +317,7 @@ function offerModes(tick) {
   nameMode();
 }
 
-// What the demo model was trained for, by the texts that it was trained on.
+// Samples of the demo model's tasks, from its training texts.
 const DEMO_MODEL = "sluice-demo";
 const PERSON = {
   type: "object",
@@ -365,7 +365,7 @@ const SAMPLES = [
     with: 'with the tool get_weather and tool_choice "required": the call is valid, its city is a guess',
   },
 ];
-// Its fields go with its text, until that is edited.
+// The sample whose fields the request has, until its text is edited.
 let sample = null;
 
 function offerSamples() {
@@ -455,7 +455,7 @@ async function play(text) {
       signal: playing.signal,
     });
     if (!response.ok) throw await refusal(response);
-    // Until here the message stays in the input: what the server refuses can be mended, or sent again.
+    // Until here the message stays in the input, so the user can correct or resend a refused one.
     if (chat && $("prompt").value === text) $("prompt").value = "";
     showMessage(chat ? "user" : "text", text);
     if (extra?.with) line("with", extra.with);
@@ -467,7 +467,7 @@ async function play(text) {
       usage = chunk.usage ?? usage;
       for (const choice of chunk.choices ?? []) {
         let piece = (chat ? choice.delta?.content : choice.text) ?? "";
-        // This server sends a call at once, when it is whole.
+        // The server sends each tool call whole.
         for (const { id, type, function: called } of choice.delta?.tool_calls ?? []) {
           piece += `${calls.length ? "\n" : ""}${called.name}(${called.arguments})`;
           calls.push({ id, type, function: called });
@@ -499,7 +499,7 @@ async function play(text) {
   if (usage) {
     parts.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens in ${seconds(total)}`);
     const streamed = first === null ? 0 : (performance.now() - first) / 1000;
-    // A rate needs a while to be one.
+    // A shorter time gives no meaningful rate.
     if (streamed > 0.05) parts.push(`${rate((usage.completion_tokens - 1) / streamed)} tokens/s`);
   }
   if (reason) parts.push(`ended: ${reason}`);
@@ -525,7 +525,7 @@ $("prompt").addEventListener("keydown", (event) => {
     $("form").requestSubmit();
   }
 });
-// The browser can only tell what is wrong with a field that is in sight.
+// The browser shows a validation message only beside a visible field.
 $("form").addEventListener("invalid", () => ($("settings").open = true), true);
 $("stop").addEventListener("click", () => playing?.abort());
 function clearTalk() {

@@ -1,6 +1,6 @@
-"""The operator's paths of the HTTP side: the live page with its data, and the metrics. No state of their own.
+"""The operator's HTTP routes: the live page, its data, and the metrics. Holds no state.
 
-The page is three files of ours, and its policy lets the browser load nothing else.
+The page is three files of this package, and its content security policy lets the browser load nothing else.
 """
 
 from importlib import resources
@@ -19,7 +19,7 @@ _FILES = {
   "/page.css": ("page.css", "text/css; charset=utf-8"),
   "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-# The files tell nothing about the server; what they ask for needs a key, where there are keys.
+# The files hold no data of the server. Their requests for data need an API key, if the server has keys.
 PUBLIC_PATHS = tuple(_FILES)
 _HEADERS = {
   "content-security-policy": (
@@ -37,13 +37,13 @@ _HEADERS = {
 def make_page_routes(
   state: ServingState, metrics: Metrics, feed: Feed, *, stream_stall_timeout_s: float = 30.0
 ) -> list[Route]:
-  """What to mount.
+  """Returns the routes to mount.
 
   Args:
-    state: lends its threads.
-    metrics: what /metrics gives.
-    feed: what /live gives.
-    stream_stall_timeout_s: a reader of /live that takes nothing for this long is cut off.
+    state: the serving state, whose threads format the metrics.
+    metrics: the source of /metrics.
+    feed: the source of /live.
+    stream_stall_timeout_s: disconnects a reader of /live that reads nothing for this long.
   """
 
   async def live(request: Request) -> Response:
@@ -59,7 +59,7 @@ def make_page_routes(
 
 
 def make_metrics_route(state: ServingState, metrics: Metrics) -> Route:
-  """/metrics; the arguments are those of `routes`."""
+  """Returns the route of /metrics. The arguments are those of `make_page_routes`."""
 
   async def show(request: Request) -> Response:
     look = await metrics.look()

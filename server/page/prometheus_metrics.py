@@ -1,9 +1,9 @@
-"""Prometheus' view of the server, made when it is asked for. Counts nothing itself: it reads what others have counted.
+"""Makes the Prometheus metrics for each scrape. Counts nothing itself; it reads the counters of other modules.
 
-Names follow Prometheus' rules: a prefix, base units, `_total` on counters, `_ratio` for shares. The three gauges that
-the model server protocol of Kubernetes' Gateway API Inference Extension asks for are `sluice_requests_waiting`
+Names follow Prometheus' rules: a prefix, base units, `_total` on counters, `_ratio` for shares. The model server
+protocol of Kubernetes' Gateway API Inference Extension requires three gauges: `sluice_requests_waiting`
 (TotalQueuedRequests), `sluice_requests_running` (TotalRunningRequests) and `sluice_kv_cache_usage_ratio`
-(KVCacheUtilization); its endpoint picker takes their names by flag, or knows vLLM's, which are given on demand.
+(KVCacheUtilization). Its endpoint picker takes their names by flag, or knows vLLM's, which --vllm_metric_names adds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from server.telemetry.process_counts import Census, ProcessCounts
 from server.version import server_version
 
 _counter, _gauge = CounterMetricFamily, GaugeMetricFamily
-# vLLM's name -> ours, of everything that is the same thing.
+# vLLM's name -> Sluice's name, of every metric with the same meaning.
 _VLLM_NAMES = {
   "vllm:num_requests_waiting": "sluice_requests_waiting",
   "vllm:num_requests_running": "sluice_requests_running",
@@ -45,20 +45,20 @@ _VLLM_NAMES = {
 
 
 class Metrics:
-  """Of one server."""
+  """The metrics of one server."""
 
   def __init__(self, state: ServingState, census: Census, *, vllm_names: bool = False):
     """Args:
-    state: what serves, or does not yet.
-    census: what its processes have counted.
-    vllm_names: also give vLLM's names, for what was made for vLLM.
+    state: the serving state.
+    census: the counts of the server's processes.
+    vllm_names: also exports vLLM's names, for tools made for vLLM.
     """
     self._state = state
     self._census = census
     self._vllm_names = vllm_names
 
   async def look(self) -> "ServerLook":
-    """At everything that an exposition shows; on the event loop's thread."""
+    """Returns the values of an exposition. Runs on the event loop's thread."""
     state = self._state
     backend = state.backend
     report = await backend.engine.report() if backend is not None else None
@@ -67,13 +67,13 @@ class Metrics:
 
 @dataclasses.dataclass(frozen=True)
 class ServerLook(Collector):
-  """A server at one instant.
+  """A snapshot of the server.
 
   Attributes:
     ready, alive: see ServingState.
-    counts: of all its processes.
-    backend, report: once it serves.
-    vllm_names: whether vLLM's names are given, too.
+    counts: the counts of all processes.
+    backend, report: set when the server serves.
+    vllm_names: whether the exposition also has vLLM's names.
   """
 
   ready: bool
@@ -84,19 +84,19 @@ class ServerLook(Collector):
   vllm_names: bool
 
   def exposition(self, accept: str = "") -> tuple[bytes, str]:
-    """All metrics, in Prometheus' or OpenMetrics' format, and their content type; any thread.
+    """Returns all metrics in Prometheus' or OpenMetrics' format, and the content type. Any thread may call it.
 
     Args:
-      accept: the header of whoever asks.
+      accept: the request's Accept header.
     """
     encode, content_type = choose_encoder(accept)
     if content_type.startswith("application/openmetrics-text"):
-      # All names are plain, and need no escaping; prometheus_client's own would turn vLLM's colons into underscores.
+      # No name needs escaping, and prometheus_client's would turn vLLM's colons into underscores.
       return openmetrics.generate_latest(self, escaping=openmetrics.ALLOWUTF8), content_type
     return encode(self), content_type
 
   def collect(self) -> Iterator[Metric]:
-    """Everything, as of then."""
+    """Yields every metric of the snapshot."""
     yield from self._of_server()
     yield from _of_processes(self.counts.pids)
     backend, report, counts = self.backend, self.report, self.counts
@@ -141,14 +141,14 @@ class ServerLook(Collector):
 
 
 def _of_processes(pids: Sequence[int]) -> Iterator[Metric]:
-  """What the system knows of them, as prometheus_client names it; of several the sums."""
+  """Yields the operating system's metrics of the processes, summed, under prometheus_client's names."""
   sums: dict[str, Metric] = {}
   for pid in pids:
     for family in ProcessCollector(pid=lambda pid=pid: pid, registry=None).collect():
       known = sums.setdefault(family.name, family)
       if known is not family:
         value = family.samples[0].value
-        # When the first began, and the tightest limit.
+        # The minimum: the earliest start, and the lowest limit.
         least = family.name in ("process_start_time_seconds", "process_max_fds")
         before = known.samples[0]
         known.samples[0] = before._replace(value=min(before.value, value) if least else before.value + value)
@@ -216,7 +216,7 @@ def _counters(report: Report, counts: ProcessCounts) -> Iterator[Metric]:
 
 
 def _rungs(backend: Backend, totals: dict[int, RungTotals]) -> Iterator[Metric]:
-  """By the shape of steps. Every rung of the ladder has its series from the start."""
+  """Yields the metrics of each rung. Every rung of the ladder has its series from the start."""
   steps = _counter("sluice_steps", "Steps by the token budget of their shape.", labels=["rung"])
   tokens = _counter(
     "sluice_step_tokens", "Tokens of the steps' shapes, by what became of them.", labels=["rung", "kind"]
@@ -250,7 +250,7 @@ def _histograms(seen: Observations, queue: Histogram) -> Iterator[Metric]:
 
 
 def _vllm(backend: Backend, stats: EngineStats, families: list[Metric]) -> Iterator[Metric]:
-  """The same samples under vLLM's names and labels."""
+  """Yields the same samples under vLLM's names and labels."""
   ours = {family.name: family for family in families}
   labels = {"model_name": backend.model, "engine": "0"}
   for name, of in _VLLM_NAMES.items():

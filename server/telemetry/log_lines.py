@@ -1,4 +1,4 @@
-"""The program's own lines: text for people, or one JSON object a line for a collector. Never a prompt or an output."""
+"""The program's own log lines: text, or one JSON object a line for a collector. No prompts and no outputs."""
 
 from collections.abc import Callable
 import contextlib
@@ -18,7 +18,7 @@ _log = logging.getLogger("server.main")
 
 
 class JsonFormatter(logging.Formatter):
-  """Time (UTC), level, logger, message and fields; a traceback as one field. JSON escapes what could forge a line."""
+  """Formats time (UTC), level, logger, message, fields and traceback. JSON escapes prevent forged lines."""
 
   def format(self, record: logging.LogRecord) -> str:
     line = {
@@ -34,10 +34,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class RateLimit(logging.Filter):
-  """Lets at most BURST lines of one kind through in PERIOD_S; the first of the next period says how many were not.
+  """Passes at most BURST lines of one kind in PERIOD_S; the first line of the next period counts the omitted ones.
 
-  A kind is the place in the source, so that nothing a client sends makes another. What can be repeated by asking again
-  must not fill a disk.
+  A kind is a place in the source, so clients cannot create kinds. Repeated requests must not fill a disk.
   """
 
   BURST = 20
@@ -47,10 +46,10 @@ class RateLimit(logging.Filter):
     super().__init__()
     self._clock = clock
     self._lock = threading.Lock()
-    self._kinds: dict[tuple[str, int], tuple[float, int]] = {}  # when its period began, and lines since
+    self._kinds: dict[tuple[str, int], tuple[float, int]] = {}  # start of the period, and lines since
 
   def filter(self, record: logging.LogRecord) -> bool:
-    """Whether the line is written; those about the program itself, and of its end, always are."""
+    """Whether the line is written. Lines below WARNING, and CRITICAL ones, always are."""
     if not logging.WARNING <= record.levelno < logging.CRITICAL:
       return True
     kind, now = (record.pathname, record.lineno), self._clock()
@@ -67,12 +66,12 @@ class RateLimit(logging.Filter):
 
 
 class Lines:
-  """Where the program's lines go. One a process.
+  """Writes the program's lines. A process has one.
 
-  On a terminal the last line may be a status, which is rewritten in place and vanishes before the next line.
+  On a terminal the last line may be a status line, which is rewritten in place and removed before the next line.
 
   Attributes:
-    said_at: when the latest line was written, as time.monotonic has it.
+    said_at: the time.monotonic() of the latest line.
   """
 
   def __init__(self) -> None:
@@ -83,15 +82,15 @@ class Lines:
 
   @property
   def is_terminal(self) -> bool:
-    """Whether a person watches: a status can be shown."""
+    """Whether standard error is a terminal that can show a status line."""
     return not self._json and sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
 
   def set_up(self, form: str, stream: TextIO | None = None) -> None:
-    """Sets what is logged, and how.
+    """Configures the logging levels and format.
 
     Args:
       form: one of FORMATS.
-      stream: None is standard error.
+      stream: None: standard error.
     """
     self._json = form == "json"
     root = logging.getLogger()
@@ -100,7 +99,7 @@ class Lines:
     if self._json:
       handler = logging.StreamHandler(stream or sys.stderr)
       handler.setFormatter(JsonFormatter())
-      # absl's handler would write each line again, its own way.
+      # absl's handler would write each line a second time in its own format.
       root.handlers[:] = [handler]
     limit = RateLimit()
     for handler in root.handlers:
@@ -108,7 +107,7 @@ class Lines:
       handler.addFilter(self._make_way)
 
   def show_status(self, text: str) -> None:
-    """Rewrites the last line of the terminal, cut to its width (80, if it has none); "" removes it."""
+    """Rewrites the terminal's last line, cut to its width (80 if unknown); "" removes it."""
     with self._lock, contextlib.suppress(OSError, ValueError):
       text = text[: max(1, (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1)]
       if text != self._status:
@@ -116,24 +115,24 @@ class Lines:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
   def _make_way(self, record: logging.LogRecord) -> bool:
-    """A logging filter: a log line begins where the status was."""
+    """A logging filter that removes the status line before a log line."""
     if self._status:
       self.show_status("")
     return True
 
   def say(self, line: str, **fields: Any) -> None:
-    """A line for whoever started the program.
+    """Writes a line for the operator.
 
     Args:
-      line: words; in JSON the field `message`.
-      fields: the same facts as values, for JSON alone.
+      line: the text; the field `message` in JSON.
+      fields: the same facts as values, only for JSON.
     """
     self.said_at = time.monotonic()
     if not self._json:
-      with self._lock, contextlib.suppress(OSError):  # a full disk is no reason not to serve
+      with self._lock, contextlib.suppress(OSError):  # a full disk must not stop the server
         if self._status:
           self.show_status("")
-        print(f"{line}\n", end="", file=sys.stderr, flush=True)  # one write, which no other line gets into
+        print(f"{line}\n", end="", file=sys.stderr, flush=True)  # one write, so no other line interleaves
       return
     level = logging.INFO
     for word, of_word in (("error: ", logging.ERROR), ("warning: ", logging.WARNING)):

@@ -1,6 +1,6 @@
-"""One line every few seconds of what the engine does under load, from its counters. Silent while it is idle.
+"""Writes a throughput line from the engine's counters every few seconds. Writes nothing while the engine is idle.
 
-Runs on the server's loop, and costs the engine's thread nothing.
+Runs on the server's event loop, and costs the engine's thread nothing.
 """
 
 import asyncio
@@ -11,17 +11,17 @@ from engine.recorder import EngineStats
 
 
 class SayLine(Protocol):
-  """As server.telemetry.log_lines.Lines.say."""
+  """The signature of server.telemetry.log_lines.Lines.say."""
 
   def __call__(self, line: str, **fields: Any) -> None: ...
 
 
 class ThroughputLines:
-  """What changed between two looks at the counters, as a line.
+  """Writes the counters' changes between two readings as a line.
 
   Args of the constructor:
-    read_stats, clock: of the engine; the clock in seconds.
-    say: takes the lines.
+    read_stats, clock: the engine's counters, and its clock in seconds.
+    say: writes a line.
   """
 
   def __init__(self, read_stats: Callable[[], EngineStats], clock: Callable[[], float], say: SayLine):
@@ -29,13 +29,13 @@ class ThroughputLines:
     self._before, self._time = read_stats(), clock()
 
   async def run(self, period_s: float) -> None:
-    """Says a line every `period_s` seconds, until it is cancelled."""
+    """Writes a line every `period_s` seconds, until it is cancelled."""
     while True:
       await asyncio.sleep(period_s)
       self.say_line()
 
   def say_line(self) -> None:
-    """Says what happened since the last look; nothing, if the engine was idle all that time."""
+    """Writes the changes since the last reading; nothing if the engine was idle."""
     now, stats, before = self._clock(), self._read_stats(), self._before
     seconds, self._before, self._time = max(now - self._time, 1e-9), stats, now
     prompt = stats.num_prefill_tokens - before.num_prefill_tokens
@@ -46,7 +46,7 @@ class ThroughputLines:
     padding = stats.num_padding_tokens - before.num_padding_tokens
     queried = stats.num_queried_tokens - before.num_queried_tokens
     hits = stats.num_cached_tokens - before.num_cached_tokens
-    waiting = max(stats.num_waiting, stats.num_live - stats.num_running)  # what the inbox holds waits too
+    waiting = max(stats.num_waiting, stats.num_live - stats.num_running)  # requests in the inbox wait too
     fields = {
       "running": stats.num_running,
       "waiting": waiting,

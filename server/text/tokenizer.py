@@ -1,7 +1,7 @@
-"""A model's own tokenizer: text and chats to ids, ids to bytes. May not know requests or gRPC.
+"""The model's own tokenizer: encodes text and chats to ids, and decodes ids to bytes. May not know requests or gRPC.
 
-Text of a chat message is data: a special token spelled in it is encoded letter by letter. A raw text prompt is the
-caller's own, so special tokens in it count.
+The text of a chat message is data: a special token spelled in it is encoded letter by letter. A raw text prompt is the
+caller's own, so special tokens in it keep their meaning.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ from server.errors import NoChatTemplate
 from server.text.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, Message
 from server.text.detokenizer import Detokenizer, TokenPlaces
 
-# A Unicode noncharacter: it is put inside special tokens that a message spells, so that they cannot be recognised.
+# A Unicode noncharacter, inserted into special tokens that a message spells, so that the tokenizer does not match them.
 _MARK = "\ufdd0"
-# The largest known ones have 35 MB. The library holds the interpreter's lock while it reads, some 20 MB a second.
+# The largest known file has 35 MB. The library holds the interpreter's lock while it reads, at about 20 MB/s.
 _MAX_FILE_BYTES = 128 << 20
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -31,24 +31,24 @@ class Tokenizer:
   """Encodes and decodes. All methods may be called from any thread.
 
   Attributes:
-    folder: of the model.
-    digest: SHA-256 of the tokenizer.json that this one was made of.
-    special_token_ids: ids of tokens that are not text.
-    special_tokens: names such as "bos_token" and their text, from tokenizer_config.json.
-    chat_template_error: why there is no chat template although the folder has one; empty where that is not so.
+    folder: the model's folder.
+    digest: the SHA-256 of tokenizer.json.
+    special_token_ids: the ids of tokens that are not text.
+    special_tokens: names, for example "bos_token", and their text, from tokenizer_config.json.
+    chat_template_error: why the folder's chat template cannot be used; "" if it can, or if there is none.
   """
 
   def __init__(self, folder: pathlib.Path, *, max_prompt_bytes: int = 1 << 20, chat_template: str = ""):
     """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja (the last two need not exist).
 
     Args:
-      folder: of the model.
-      max_prompt_bytes: longest text that is tokenized (some inputs take a tokenizer more than linear time).
-      chat_template: file of the template that counts instead of the model's; "": the model's.
+      folder: the model's folder.
+      max_prompt_bytes: the longest text to tokenize (some inputs take more than linear time).
+      chat_template: the file of a template that replaces the model's; "": the model's.
 
     Raises:
-      ConfigError: a file is missing, broken or of a kind that is not supported; but for the model's own chat template,
-        without which all but chats can be served.
+      ConfigError: a file is missing, broken or of an unsupported kind. A broken chat template of the model only sets
+        `chat_template_error`, since all requests except chats work without it.
     """
     self.folder = folder
     self._max_prompt_bytes = max_prompt_bytes
@@ -104,17 +104,17 @@ class Tokenizer:
 
   @property
   def vocab_size(self) -> int:
-    """Entries, added tokens included."""
+    """The number of entries, with added tokens."""
     return self._tokenizer.get_vocab_size()
 
   @property
   def num_token_ids(self) -> int:
-    """One more than the greatest id; ids may have holes."""
+    """One more than the greatest id; some ids below it may be unused."""
     return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
   @property
   def has_chat_template(self) -> bool:
-    """Whether `encode_chat` can work."""
+    """Whether the tokenizer has a chat template, which `encode_chat` needs."""
     return self._chat is not None
 
   @property
@@ -124,32 +124,32 @@ class Tokenizer:
 
   @property
   def knows_tools(self) -> bool:
-    """Whether the chat template tells the model of tools."""
+    """Whether the chat template passes tools to the model."""
     return self._chat is not None and "tools" in self._chat.variables
 
   def unread_variables(self, names: Iterable[str]) -> list[str]:
-    """Those of the names that the chat template does not read, so that as in transformers their values change nothing.
+    """Returns the names that the chat template does not read; their values have no effect, as in transformers.
 
-    Without a template, none of them.
+    Returns no names if there is no template.
     """
     return [] if self._chat is None else [name for name in names if name not in self._chat.variables]
 
   def is_special(self, text: str) -> bool:
-    """Whether a text is the name of a special token, which `skip_special_tokens` leaves out."""
+    """Whether a text is the name of a special token, which `skip_special_tokens` omits."""
     return self._special.fullmatch(text) is not None
 
   def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a raw text; special tokens spelled in it count.
+    """Returns the token ids of a raw text, in which special tokens keep their meaning.
 
     Raises:
-      InvalidRequest: the text is longer than the limit, or one that the model's tokenizer cannot split.
+      InvalidRequest: the text exceeds the limit, or the model's tokenizer cannot split it.
     """
     self._check_size(len(text.encode()))
     with _without_panics():
       return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
   def places(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Where each token of `encode` begins in the text, in characters; one that is not in it begins where the next does.
+    """Returns the character at which each token of `encode` begins; a token outside the text begins with the next one.
 
     Raises:
       InvalidRequest: see `encode`.
@@ -159,21 +159,21 @@ class Tokenizer:
       spans = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).offsets
     places, seen = [], 0
     for start, end in spans:
-      # Some tokenizers leave the space before a word out of its span: the word's token begins with it all the same.
+      # Some tokenizers omit the space before a word from its span; the word's token begins at that space.
       places.append(min(start, seen) if end > start else seen)
       seen = max(seen, end)
     return places
 
   def decoded_places(self, token_ids: Sequence[int], text: str, *, skip_special_tokens: bool = True) -> list[int]:
-    """The same for ids whose `decode` is `text`."""
+    """Returns the same as `places`, for ids whose `decode` is `text`."""
     places = self.token_places(skip_special_tokens=skip_special_tokens)
     begins = [places.push(token_id) for token_id in token_ids]
-    # SentencePiece's decoder leaves the first space out.
+    # SentencePiece's decoder omits the first space.
     missing = max(0, places.end - len(text))
     return [max(0, begin - missing) for begin in begins]
 
   def encode_plain(self, text: str) -> list[int]:
-    """Token ids of a text in which special tokens are letters. For our own texts: no limit is checked."""
+    """Returns the token ids of a text in which special tokens are letters. Checks no limit; for the server's texts."""
     return self._plain.encode(text, add_special_tokens=False).ids
 
   def encode_chat(
@@ -184,10 +184,10 @@ class Tokenizer:
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
   ) -> list[int]:
-    """Token ids of a chat through the model's template; the arguments are those of `ChatTemplate.render`.
+    """Returns the token ids of a chat in the model's template. The arguments are those of `ChatTemplate.render`.
 
     Raises:
-      NoChatTemplate: the model has none.
+      NoChatTemplate: the model has no template.
       InvalidRequest: the template refuses the messages, or they are too long.
     """
     if self.chat_template_error:
@@ -212,23 +212,23 @@ class Tokenizer:
       return token_ids + self._tokenizer.encode(rendered[at:], add_special_tokens=False).ids
 
   def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-    """The text of a whole sequence, as the tokenizer's own decoder has it. Ids must not be negative."""
+    """Returns the text of a whole sequence from the tokenizer's own decoder. Ids must not be negative."""
     return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
   def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-    """A fresh incremental decoder for one sequence."""
+    """Returns a new incremental decoder for one sequence."""
     return Detokenizer(self._text_bytes if skip_special_tokens else self._all_bytes)
 
   def token_places(self, *, skip_special_tokens: bool = True) -> TokenPlaces:
-    """Where the tokens of one sequence begin in the text that a `detokenizer` makes of them."""
+    """Returns a new tracker of where one sequence's tokens begin in its `detokenizer`'s text."""
     return TokenPlaces(self._text_bytes if skip_special_tokens else self._all_bytes)
 
   def token_bytes(self, token_id: int) -> bytes:
-    """What one token stands for, special ones included; perhaps only a part of a character."""
+    """Returns the bytes of one token, special or not; they may be a part of a character."""
     return self._all_bytes(token_id)
 
   def _defused(self, value: Any) -> Any:
-    """A JSON value with a mark in every special token that its texts spell."""
+    """Returns a JSON value with a mark in every special token that its texts spell."""
     if isinstance(value, str):
       return self._special.sub(lambda found: _mark(found[0]), value)
     if isinstance(value, Mapping):
@@ -254,10 +254,10 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: pathlib.Path, *, max_prompt_bytes: int, chat_template: str = "") -> Tokenizer | None:
-  """The tokenizer of a model folder; None where it has none. The arguments are Tokenizer's.
+  """Returns the tokenizer of a model folder; None if it has none. The arguments are those of Tokenizer.
 
   Raises:
-    ConfigError: as Tokenizer, and for a chat template without a tokenizer.
+    ConfigError: Tokenizer raised it, or there is a chat template without a tokenizer.
   """
   if (folder / "tokenizer.json").is_file():
     return Tokenizer(folder, max_prompt_bytes=max_prompt_bytes, chat_template=chat_template)
@@ -270,13 +270,13 @@ def load_tokenizer(folder: pathlib.Path, *, max_prompt_bytes: int, chat_template
 
 
 def read_chat_template(file: str, special_tokens: dict[str, str], max_chars: int) -> ChatTemplate:
-  """A chat template from a file of its own; the arguments are ChatTemplate's.
+  """Reads a chat template from a file of its own. The arguments are those of ChatTemplate.
 
   Raises:
     ConfigError: the file is missing, too large or not jinja2.
   """
   try:
-    with open(file, "rb") as stream:  # no more of it than it takes to say that it is too large
+    with open(file, "rb") as stream:  # just enough to detect a file that is too large
       source = stream.read(MAX_TEMPLATE_BYTES + 1).decode()
     return ChatTemplate(source, special_tokens, max_chars)
   except (OSError, ValueError) as error:
@@ -288,13 +288,13 @@ def read_chat_template(file: str, special_tokens: dict[str, str], max_chars: int
 
 
 def _is_panic(error: BaseException) -> bool:
-  """Whether it is a panic of Rust, which Python sees as an exception that is no Exception, of a type without a home."""
+  """Whether an error is a Rust panic. Its type is not importable, and is a BaseException but no Exception."""
   return type(error).__name__ == "PanicException"
 
 
 @contextlib.contextmanager
 def _without_panics() -> Iterator[None]:
-  """The library panics where a regular expression of the model's gives up on a text."""
+  """Raises InvalidRequest if the library panics, as it does if the model's regular expression fails on a text."""
   try:
     yield
   except BaseException as error:
@@ -310,7 +310,7 @@ def _mark(special: str) -> str:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-  """Character -> byte, as GPT-2's encoder.py assigns them: printable bytes stand for themselves."""
+  """Returns GPT-2's map from characters to bytes (encoder.py): printable bytes map to themselves."""
   alphabet = {chr(byte): byte for byte in range(256) if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255}
   others = [byte for byte in range(256) if byte not in alphabet.values()]
   alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
@@ -318,7 +318,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 def _piece_bytes(decoder: dict | None, source: pathlib.Path) -> Callable[[str], bytes]:
-  """How this tokenizer's pieces spell bytes; raises ConfigError for a kind that is not known."""
+  """Returns the function from this tokenizer's pieces to bytes. Raises ConfigError for an unknown decoder."""
   parts = decoder.get("decoders", [decoder]) if decoder else []
   kinds = [part["type"] for part in parts]
   if "ByteLevel" in kinds:
@@ -344,7 +344,7 @@ def _piece_bytes(decoder: dict | None, source: pathlib.Path) -> Callable[[str], 
 
 
 def _read_chat_template(folder: pathlib.Path) -> tuple[dict[str, str], pathlib.Path | str | None]:
-  """Special tokens; and the file chat_template.jinja, else the template of tokenizer_config.json, else None."""
+  """Returns the special tokens, and chat_template.jinja, else the template of tokenizer_config.json, else None."""
   config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
   if config_file.exists():
     try:
@@ -356,7 +356,7 @@ def _read_chat_template(folder: pathlib.Path) -> tuple[dict[str, str], pathlib.P
       raise ConfigError(f"{config_file} is broken: {str(error):.200}; restore it from its source") from error
   else:
     source, special = None, {}
-  if isinstance(source, list):  # several named ones
+  if isinstance(source, list):  # several named templates
     named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
     source = named.get("default")
   if template_file.exists():

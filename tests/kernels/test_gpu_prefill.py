@@ -55,7 +55,7 @@ def operands(spec: ArgSpec, arguments: Arguments) -> tuple[jax.Array, ...]:
     block, offset = np.divmod(arguments.slots(row, page), page)
     kv[block, :, 0, offset], kv[block, :, 1, offset] = keys, values
   q = arguments.q.reshape(spec.num_tokens, heads, -1, spec.head_dim).swapaxes(0, 1).reshape(heads, -1, spec.head_dim)
-  plan = plan_of(spec).make(arguments.query_starts, arguments.kv_lens)
+  plan = plan_of(spec).make_work(arguments.query_starts, arguments.kv_lens)
   numbers = (x.astype(jnp.dtype(spec.dtype)) for x in (q, kv))
   integers = (arguments.block_tables, arguments.kv_lens, arguments.query_starts, plan)
   return tuple(map(conformance.put, (*numbers, *integers)))

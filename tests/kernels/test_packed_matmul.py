@@ -139,7 +139,7 @@ def test_any_view_is_packed(shape: tuple[int, int], kind: type) -> None:
   for view in (matrix, np.ascontiguousarray(matrix.T).T, more[3:, 1, 1:].T):
     np.testing.assert_array_equal(api.pack_weight(view), expected)
   assert api.pack_weight(matrix).dtype == kind
-  with pytest.raises(ValueError, match="8 bytes, not 1, 2 or 4"):
+  with pytest.raises(ValueError, match="has 8 bytes an element; supported are 1, 2 and 4"):
     api.pack_weight(matrix.astype(np.float64))
 
 
@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_named() -> None:
   packed = jnp.asarray(api.pack_weight(np.asarray(w)))
   with pytest.raises(ValueError, match="do not give 70 outputs"):
     api.matmul(x, packed, 70)
-  with pytest.raises(ValueError, match=r"scale \(5,\) does not fit"):
+  with pytest.raises(ValueError, match=r"scale \(5,\) does not match"):
     api.matmul(x, packed, 50, norm=(jnp.ones(5), 1e-5))
   with pytest.raises(ValueError, match=r"x \(2, 31\)"):
     api.matmul(x[:, :31], packed, 50)

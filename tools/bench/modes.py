@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--max_num_seqs", type=positive_int, default=32, help="as the server's flag")
   parser.add_argument("--token_budgets", default="8,16,32,64,128,256,384,512", help="as the server's flag")
   parser.add_argument("--prefill_chunk", type=positive_int, default=64, help="most prompt tokens a step, if chunked")
-  parser.add_argument("--num_devices", type=positive_int, default=2, help="of disaggregated serving")
+  parser.add_argument("--num_devices", type=positive_int, default=2, help="devices of disaggregated serving")
   parser.add_argument("--prefill_devices", type=positive_int, default=1, help="devices for prefill")
   parser.add_argument("--server_flags", type=_flags, default="", help="further flags of every server, in one text")
   parser.add_argument("--compile_cache_dir", default=str(pathlib.Path.home() / ".cache" / "sluice" / "programs"))

@@ -19,10 +19,11 @@ from typing import Any
 
 from engine.device.options import BuildOptions
 from engine.errors import EngineError
+from engine.settings import UNBOUNDED_QUEUE
 from extensions.python_api.llm import DEMO_MODEL, LLM
 from extensions.python_api.sampling_params import SamplingParams
 from tools.arguments import CommandParser, positive_int
-from tools.bench_offline import UNBOUNDED, OfflineRun
+from tools.bench_offline import OfflineRun
 from tools.measure import machine
 from tools.report.latency import summary
 from tools.workload import WorkRequest, synthetic
@@ -91,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   vocab_size = json.loads((pathlib.Path(args.model) / "config.json").read_text("utf-8"))["vocab_size"]
   requests = synthetic(args.num_requests, args.prompt_len, args.output_len, vocab_size, seed=0)
   try:
-    options = BuildOptions(args.model, prefix_cache_scope="off", **UNBOUNDED)
+    options = BuildOptions(args.model, prefix_cache_scope="off", **UNBOUNDED_QUEUE)
     found = measure_turns(options, requests, args.turns)
   except EngineError as error:
     return parser.failed(error, 1)

@@ -1,18 +1,18 @@
-"""Everything worth measuring on a rented GPU or TPU, in one command: one JSON file, one page.
+"""Runs all benchmarks for a rented GPU or TPU in one command; writes one JSON file and one page.
 
   python -m tools.bench_cloud [--out=DIR] [--minutes=30] [--model=DIR] [--only=answers,attention]    # make bench-cloud
-  python -m tools.bench_cloud --dry_run                       # tiny sizes on the CPU: shows that the path holds
+  python -m tools.bench_cloud --dry_run                       # tiny sizes on the CPU, to test the tool itself
 
-Parts, in their order, each a process of its own with a time limit; one that fails is reported, and the rest goes on:
+Each part runs in order, in a process of its own with a time limit. The page reports a failed part; the others continue:
 
-  answers    the demo model through the engine: answers that are known
-  attention  the device's attention through pages beside the reference, and its time
+  answers    the demo model's answers to questions with known answers
+  attention  the device's paged attention against the reference, and its time
   kernels    tools.gpu on a Hopper GPU: every kernel against dense attention, then its time beside the card's ceilings
   engine     tools.bench.engine on the largest shape of models/shapes that fits, with random weights
   served     a real server under tools.bench_serving: a burst, then 0.6 of the rate that it reached
-  peers      vLLM and SGLang where they are on PATH, and every --peer, over HTTP beside Sluice; needs --model
+  peers      vLLM and SGLang if they are on PATH, and every --peer, over HTTP beside Sluice; needs --model
 
-cloud.json and report.html in --out are whole after every part. The exit code is 1 if a part failed.
+cloud.json and report.html in --out are complete after every part. The exit code is 1 if a part failed.
 """
 
 import argparse
@@ -43,7 +43,7 @@ PARTS = ("answers", "attention", "kernels", "engine", "served", "peers")
 SHAPES = ((28.0, "llama3-8b"), (8.0, "llama3.2-1b"), (0.0, "llama-125m"))
 HOPPER = "9.0"
 OURS = "{python} -m server.main --model={model} --port=0 --http_port={port}"
-# What starts a peer, by the program that must be on PATH.
+# Program that must be on PATH -> the peer's command.
 KNOWN_PEERS = {
   "vllm": "vllm serve {model} --port={port} --served-model-name=model",
   "sglang": "sglang serve --model-path={model} --port={port} --served-model-name=model",
@@ -51,13 +51,13 @@ KNOWN_PEERS = {
 
 
 def choose_shape(facts: dict[str, Any]) -> str:
-  """The largest shape that fits one device."""
+  """Returns the largest shape that fits one device."""
   memory = facts["memory_bytes"] / 2**30
   return next(name for least, name in SHAPES if memory >= least)
 
 
 def plan_parts(facts: dict[str, Any], args: argparse.Namespace) -> dict[str, Command | str]:
-  """What to run for each part, or why it is left out."""
+  """Returns each part's command, or the reason to skip it."""
   python, out, tiny = sys.executable, args.out.absolute(), ["--tiny"] if args.dry_run else []
 
   def command(name: str, share: float, module: str, *words: str, kept: pathlib.Path | None = None) -> Command:
@@ -110,13 +110,13 @@ def plan_parts(facts: dict[str, Any], args: argparse.Namespace) -> dict[str, Com
 
 
 def run_files(found: dict[str, Any]) -> list[str]:
-  """The run files that a part, or one of its servers, left."""
+  """Returns the run files of a part, or of one of its servers."""
   own = found.get("run_files", [])
   return [*own, *(file for value in found.values() if isinstance(value, dict) for file in value.get("run_files", []))]
 
 
 def write_outcome(out: pathlib.Path, about: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
-  """Writes cloud.json and report.html, with the plots beside it."""
+  """Writes cloud.json, report.html and the plots."""
   (out / "cloud.json").write_text(json.dumps({"about": about, "parts": parts}, indent=1) + "\n", "utf-8")
   runs = [read_run(path) for found in parts.values() for path in run_files(found)]
   title = f"Sluice on {about.get('facts', {}).get('device', 'an unknown device')}"
@@ -124,7 +124,7 @@ def write_outcome(out: pathlib.Path, about: dict[str, Any], parts: dict[str, dic
 
 
 def measure(args: argparse.Namespace) -> int:
-  """Runs all parts, writes the files; returns the exit code."""
+  """Runs all parts and writes the files; returns the exit code."""
   started, parts = time.monotonic(), {}
   deadline = started + 60 * args.minutes
   about: dict[str, Any] = {
@@ -147,7 +147,7 @@ def measure(args: argparse.Namespace) -> int:
     if "error" not in facts:
       about["facts"] = facts
       plan = plan_parts(facts, args)
-    else:  # nothing can be planned for a device that nobody knows
+    else:  # the plan depends on the device's facts
       keep("device", facts)
       plan = dict.fromkeys(PARTS, "the device did not start")
     for name in PARTS:
@@ -159,12 +159,12 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.bench_cloud", __doc__)
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(".cache/bench_cloud"), help="folder to write to")
-  parser.add_argument("--minutes", type=positive_float, default=30.0, help="for everything")
-  parser.add_argument("--model", default="", help="model folder for engine, served and peers; none: random weights")
-  parser.add_argument("--only", default=",".join(PARTS), help="parts")
+  parser.add_argument("--minutes", type=positive_float, default=30.0, help="time limit of all parts together")
+  parser.add_argument("--model", default="", help="model folder for engine, served and peers; empty: random weights")
+  parser.add_argument("--only", default=",".join(PARTS), help="parts to run, separated by commas")
   parser.add_argument(
     "--peer", type=named_command, action="append", default=[], help="NAME=COMMAND with {model} and {port} in it"
   )

@@ -1,12 +1,12 @@
-"""What the device of a cloud machine is, and whether it computes what it must: a check a process. Compares no speeds.
+"""Identifies a cloud machine's device and checks its results, one check a process. Compares no speeds.
 
   python -m tools.bench_cloud.device_checks facts
   python -m tools.bench_cloud.device_checks answers [--tiny]
   python -m tools.bench_cloud.device_checks attention [--tiny]
 
-`facts` names the device, its memory and the versions. `answers` asks the demo model through the engine for answers that
-are known. `attention` runs the attention that the engine would take, through pages, beside the reference on the same
-device, and times it. Each prints one line of JSON; "error" in it says what is wrong.
+`facts` prints the device, its memory and the versions. `answers` runs the demo model in the engine on questions with
+known answers. `attention` compares the engine's paged attention with the reference on the same device, and times it.
+Each prints one line of JSON; its "error" describes a failure.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,28 +26,29 @@ from engine.device.build import find_devices
 from engine.device.kernel_choice import attention_candidates
 from engine.device.options import BuildOptions
 from engine.errors import EngineError
+from engine.settings import UNBOUNDED_QUEUE
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.arg_specs import ArgSpec
 from pallas_kernels.paged_attention.plan import Geometry
 from server.text.chat_template import Message
 from server.text.tokenizer import Tokenizer
 from tools.arguments import CommandParser
-from tools.bench_offline import UNBOUNDED, OfflineRun
+from tools.bench_offline import OfflineRun
 from tools.demo_model.skills import SKILLS, is_correct, make_instances
 from tools.measure import ROOT, best_and_median
 from tools.workload import WorkRequest
 
 DEMO = ROOT / "models" / "demo"
 _LONGEST_ANSWER = 48
-# Of a skill's answers; in bf16 a near tie may go the other way, while wrong attention gets next to none right.
+# Least share of right answers for each skill. In bf16 near ties may flip; wrong attention gets almost none right.
 _LEAST_RIGHT = 0.75
-# Largest share of the reference's norm that the difference may have. bf16 keeps 8 bits of keys, values and weights.
+# Largest norm of the difference over the reference's norm. bf16 keeps 8 bits of keys, values and weights.
 _NORM_ERROR = {"bfloat16": 2e-2, "float32": 1e-4}
-_CALLS = 8  # of attention in a timed program
+_CALLS = 8  # calls of attention in a timed program
 
 
 def read_facts(_tiny: bool) -> dict[str, Any]:
-  """The device, its memory in bytes, and the versions that its programs come from."""
+  """Returns the device, its memory in bytes, and the versions of its software."""
   devices = find_devices(0)
   first, versions = devices[0], {}
   for package in ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu"):
@@ -65,10 +66,15 @@ def read_facts(_tiny: bool) -> dict[str, Any]:
 
 
 def check_answers(tiny: bool) -> dict[str, Any]:
-  """The demo model's answers that are right, of each skill; all requests are in the engine at once."""
+  """Returns the demo model's right answers by skill; the engine runs all requests at once."""
   count = 2 if tiny else 8
   options = BuildOptions(
-    model_dir=str(DEMO), token_budgets=(8, 32, 128), max_num_seqs=32, prefill_chunk=128, max_model_len=2048, **UNBOUNDED
+    model_dir=str(DEMO),
+    token_budgets=(8, 32, 128),
+    max_num_seqs=32,
+    prefill_chunk=128,
+    max_model_len=2048,
+    **UNBOUNDED_QUEUE,
   )
   run, tokenizer = OfflineRun(options), Tokenizer(DEMO)
   asked = [(skill, instance) for skill in SKILLS for instance in make_instances(skill, count, 77)]
@@ -94,13 +100,13 @@ def check_answers(tiny: bool) -> dict[str, Any]:
   } | ({"error": "; ".join(wrong)} if wrong else {})
 
 
-# Prompts of these lengths are prefilled together; then each row decodes a token. Heads of Llama-3-8B and of -3.2-1B.
+# Prompts of these lengths prefill together; then each row decodes a token. Heads of Llama-3-8B and of -3.2-1B.
 _LENGTHS = (1, 17, 64, 500, 1024, 33)
 _HEADS = ((32, 8, 128, None), (32, 8, 64, None), (32, 8, 128, 256))
 
 
 def check_attention(tiny: bool) -> dict[str, Any]:
-  """The attention of this device against the reference; and its time for decodes of a full batch."""
+  """Compares this device's attention with the reference, and times decodes of a full batch."""
   device = find_devices(1)[0]
   names, reason = attention_candidates("auto", device)
   dtype = jnp.dtype("float32" if device.platform == "cpu" else "bfloat16")
@@ -129,7 +135,7 @@ def check_attention(tiny: bool) -> dict[str, Any]:
 
 
 def _place(lengths: Sequence[int], page: int) -> tuple[np.ndarray, int]:
-  """Block tables int32[rows, width] for rows that grow by a token, in no order; and the number of blocks."""
+  """Returns shuffled block tables int32[rows, width] for rows that grow by a token, and the number of blocks."""
   counts = [-(-(length + 1) // page) for length in lengths]
   ids = np.random.default_rng(0).permutation(np.arange(1, sum(counts) + 1)).astype(np.int32)
   tables, taken = np.zeros((len(lengths), max(counts)), np.int32), 0
@@ -142,7 +148,7 @@ def _place(lengths: Sequence[int], page: int) -> tuple[np.ndarray, int]:
 def _step(
   name: str, tables: np.ndarray, page: int, rows: Sequence[tuple[int, int]], shape: dict[str, Any]
 ) -> tuple[api.PagedAttention, api.RaggedMeta, jax.Array]:
-  """The attention of a step, its rows (queries, length), and where its tokens are stored."""
+  """Returns the attention of a step with rows (queries, length), and its tokens' cache slots."""
   queries = [count for count, _ in rows]
   spec = ArgSpec("", tuple(rows), sum(queries), len(rows), page, tables.shape[1], **shape)
   starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
@@ -163,7 +169,7 @@ def _step(
 
 
 def _angles(rows: Sequence[tuple[int, int]], head_dim: int) -> tuple[jax.Array, jax.Array]:
-  """cos and sin, f32[T, H / 2], of the tokens' positions."""
+  """Returns cos and sin, f32[T, H / 2], of the tokens' positions."""
   positions = np.concatenate([np.arange(length - count, length) for count, length in rows])
   angles = positions[:, None] * 10_000.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))
   return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
@@ -177,10 +183,10 @@ def _qkv(tokens: int, shape: dict[str, Any], dtype: jnp.dtype, seed: int) -> jax
 def compare_with_reference(
   name: str, lengths: Sequence[int], page: int, dtype: jnp.dtype, shape: dict[str, Any]
 ) -> float:
-  """A prefill step and a decode step through pages by `name`, and by the reference in f32 on the same numbers.
+  """Runs a prefill and a decode step with paged attention `name`, and with the reference in f32 on the same numbers.
 
   Returns:
-    The larger of the two steps' norms of the difference, over the reference's norm; NaN where an output is.
+    The larger of the two steps' norms of the difference over the reference's norm; NaN if an output is NaN.
   """
   tables, num_blocks = _place(lengths, page)
   steps = [[(length, length) for length in lengths], [(1, length + 1) for length in lengths]]
@@ -202,7 +208,7 @@ def compare_with_reference(
 def time_decode(
   name: str, rows: int, length: int, page: int, dtype: jnp.dtype, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> dict[str, Any]:
-  """Microseconds of one call of attention for `rows` decodes at `length`, and bytes of KV a second that it reads."""
+  """Returns the microseconds of one attention call for `rows` decodes at `length`, and the KV bytes/s that it reads."""
   shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "sliding_window": None}
   tables, num_blocks = _place([length - 1] * rows, page)
   steps = [(1, length)] * rows
@@ -211,7 +217,7 @@ def time_decode(
 
   @functools.partial(jax.jit, donate_argnums=0)
   def program(kv: jax.Array, qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    for _ in range(_CALLS):  # each call waits for the one before: its queries come from that one's output
+    for _ in range(_CALLS):  # each call's queries depend on the previous output, so calls cannot overlap
       out, kv = attention.attend(qkv, *angles, kv, meta, slots)
       qkv = qkv.at[:, :, :-2].set(out.reshape(qkv[:, :, :-2].shape))
     return kv, out
@@ -240,9 +246,9 @@ CHECKS: dict[str, Callable[[bool], dict[str, Any]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command; exit code 2 with one line where nothing can be checked."""
+  """Runs the command line; returns 2 after one line if the check cannot run."""
   parser = CommandParser("tools.bench_cloud.device_checks", __doc__)
-  parser.add_argument("check", choices=CHECKS, help="which")
+  parser.add_argument("check", choices=CHECKS, help="the check to run")
   parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
   args = parser.parse_args(arguments)
   try:

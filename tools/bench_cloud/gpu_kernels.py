@@ -14,19 +14,19 @@ from tools.arguments import CommandParser, positive_float
 from tools.gpu import __main__ as gpu_main
 
 _STAGES = "ceilings,check,time,peers"
-# A dry run interprets, which takes seconds a kernel: two specs show that the path holds.
+# A dry run interprets kernels, at seconds each, so it runs two specs.
 _DRY = ("--dry_run=interpret", "--only=check", "--match=^check parts (decode|one_row_of_one_token)$")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command; exit code 0 wherever tools.gpu left a table."""
+  """Runs the command line; returns 0 if tools.gpu wrote a table."""
   parser = CommandParser("tools.bench_cloud.gpu_kernels", __doc__)
   parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for the files of tools.gpu")
-  parser.add_argument("--minutes", type=positive_float, default=5.0, help="for everything")
+  parser.add_argument("--minutes", type=positive_float, default=5.0, help="time limit of the whole run")
   parser.add_argument("--dry_run", action="store_true", help="a few kernels through the interpreter, on the CPU")
   args = parser.parse_args(arguments)
   if args.dry_run:
-    os.environ.setdefault("NPROC", "8")  # the interpreter keeps a thread of XLA's pool for each warpgroup that waits
+    os.environ.setdefault("NPROC", "8")  # in the interpreter each waiting warpgroup holds a thread of XLA's pool
   words = _DRY if args.dry_run else (f"--only={_STAGES}",)
   with contextlib.redirect_stdout(sys.stderr):
     code = gpu_main.main([f"--out={args.out}", f"--minutes={args.minutes}", *words])

@@ -1,12 +1,12 @@
-"""Loads OpenAI-compatible servers over HTTP, each alone on the device: Sluice and peers, one client, same requests.
+"""Loads Sluice and peers over OpenAI-compatible HTTP with one client and the same requests, each alone on the device.
 
   python -m tools.bench_cloud.http_load --out=DIR --model=DIR --server="NAME=COMMAND" [--server=...]
 
-A COMMAND starts a server; {model}, {port} and {python} in it are replaced. Servers run one after the other, since each
-takes the whole device. Each gets two loads: all requests at once, then 0.6 of the requests a second that the first
-server reached. Prompts are token ids, answers greedy and of forced lengths. A message counts as its share of the tokens
-that the answer's `usage` names, since servers may send several at once. Prints one JSON line, {NAME: figures or
-{"error": ...}}; run files for tools.report go into --out.
+A COMMAND starts a server; the tool fills in {model}, {port} and {python}. Servers run one after the other, since each
+uses the whole device. Each gets two loads: all requests at once, then 0.6 of the requests a second that the first
+server reached. Prompts are token ids; answers are greedy, with forced lengths. Servers may send several tokens in one
+message, so each message counts an equal share of the tokens in `usage`. The tool prints one JSON line, {NAME: figures
+or {"error": ...}}, and writes run files for tools.report into --out.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _REQUEST_S = 600.0
 
 
 def free_port() -> int:
-  """A port of this machine that nothing listens on now."""
+  """Returns a free port of this machine."""
   with socket.socket() as listener:
     listener.bind(("127.0.0.1", 0))
     return listener.getsockname()[1]
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_server(command: Sequence[str], url: str, log: pathlib.Path, ready_s: float):
-  """Runs a server while the block lasts; returns once it lists its models. Raises ConfigError where it does not."""
+  """Runs a server; the block begins when the server lists its models. Raises ConfigError if it never does."""
   with open(log, "wb") as said:
     process = subprocess.Popen(
       command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
@@ -111,7 +111,7 @@ async def _send(client: httpx.AsyncClient, model: str, request: WorkRequest, sta
 
 
 async def send_all(url: str, requests: Sequence[WorkRequest]) -> list[Outcome]:
-  """Sends every request at its time, whatever became of those before it."""
+  """Sends every request at its arrival time, whether or not earlier ones have ended."""
   limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
   async with httpx.AsyncClient(base_url=url, timeout=_REQUEST_S, limits=limits) as client:
     model = (await client.get("/v1/models")).json()["data"][0]["id"]
@@ -120,7 +120,7 @@ async def send_all(url: str, requests: Sequence[WorkRequest]) -> list[Outcome]:
 
 
 def load_one(name: str, url: str, vocab_size: int, args: Any, rate: float) -> dict[str, Any]:
-  """Warms up, then runs both loads; returns their figures and run files."""
+  """Warms up and runs both loads; returns their figures and run files."""
   asyncio.run(send_all(url, synthetic(4, args.prompt_len, "fixed:4", vocab_size, seed=1)))
   found: dict[str, Any] = {"run_files": []}
   for load, at in (("burst", math.inf), ("steady", rate)):
@@ -154,15 +154,15 @@ def named_command(text: str) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command; a server that fails is in the JSON line, and the others go on."""
+  """Runs the command line. The JSON line reports a failed server; the others continue."""
   parser = CommandParser("tools.bench_cloud.http_load", __doc__)
   parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for logs and run files")
   parser.add_argument("--model", required=True, help="model folder, with its tokenizer")
   parser.add_argument("--server", type=named_command, action="append", required=True, help="NAME=COMMAND")
-  parser.add_argument("--num_requests", type=positive_int, default=200, help="of each load")
+  parser.add_argument("--num_requests", type=positive_int, default=200, help="requests of each load")
   parser.add_argument("--prompt_len", default="lognormal:256:16:1024", help="as tools.bench_serving's")
   parser.add_argument("--output_len", default="lognormal:128:8:512", help="as tools.bench_serving's")
-  parser.add_argument("--ready_s", type=positive_float, default=600.0, help="for a server to start")
+  parser.add_argument("--ready_s", type=positive_float, default=600.0, help="time limit for a server to start")
   args = parser.parse_args(arguments)
   args.out.mkdir(parents=True, exist_ok=True)
   found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The head of the cloud benchmark's page: what ran where, and each part's outcome, as HTML. Measures nothing."""
+"""Writes the head of the cloud benchmark's page as HTML: the machine and each part's outcome. Measures nothing."""
 
 from collections.abc import Mapping, Sequence
 import html
@@ -16,7 +16,7 @@ def _rows(cells: Sequence[Sequence[str]]) -> str:
 
 
 def describe_run(about: Mapping[str, Any]) -> list[tuple[str, str]]:
-  """The rows of the first table: device, driver, versions, commit, date."""
+  """Returns the rows of the first table: device, driver, versions, commit, date."""
   facts, machine = about.get("facts", {}), about["machine"]
   memory = facts.get("memory_bytes", 0)
   versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
@@ -35,7 +35,7 @@ def describe_run(about: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def describe_part(name: str, found: Mapping[str, Any]) -> str:
-  """What came of a part, in a few words."""
+  """Returns a part's outcome in a few words."""
   if "left_out" in found:
     return f"left out: {found['left_out']}"
   if "error" in found:
@@ -63,7 +63,7 @@ def describe_part(name: str, found: Mapping[str, Any]) -> str:
 
 
 def make_lead(about: Mapping[str, Any], parts: Mapping[str, Mapping[str, Any]]) -> str:
-  """The HTML that stands before the served runs' tables and plots."""
+  """Returns the HTML above the tables and plots of the served runs."""
   outcomes = [(name, describe_part(name, found), f"{found.get('took_s', 0):.0f} s") for name, found in parts.items()]
   pieces = [_STYLE]
   pieces.append(f'<table class="facts">\n{_rows(describe_run(about))}</table>')

@@ -1,8 +1,8 @@
-"""Starts a real server and loads it twice with tools.bench_serving: all at once, then at a rate that it can hold.
+"""Starts a real server and loads it twice with tools.bench_serving: a burst, then a rate below its capacity.
 
   python -m tools.bench_cloud.served_load --out=DIR [--num_requests=200] -- --model=DIR
 
-What follows `--` are the server's flags. Prints one JSON line; the run files go into --out, for tools.report.
+The server's flags follow `--`. Prints one JSON line and writes run files for tools.report into --out.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _SHARE = 0.6  # of the requests a second that the burst reached
 
 
 def load_server(target: str, out: pathlib.Path, num_requests: int, prompt_len: str, output_len: str) -> dict[str, Any]:
-  """The figures of both loads, and their run files."""
+  """Returns the figures of both loads, and their run files."""
   lengths = [f"--num_requests={num_requests}", f"--prompt_len={prompt_len}", f"--output_len={output_len}"]
   found: dict[str, Any] = {"run_files": []}
   rate = ""
@@ -35,10 +35,10 @@ def load_server(target: str, out: pathlib.Path, num_requests: int, prompt_len: s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command; exit code 1 with one line where there is no server or no figure."""
+  """Runs the command line; returns 1 after one line if the server or a load fails."""
   parser = CommandParser("tools.bench_cloud.served_load", __doc__)
   parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for log and run files")
-  parser.add_argument("--num_requests", type=positive_int, default=200, help="of each load")
+  parser.add_argument("--num_requests", type=positive_int, default=200, help="requests of each load")
   parser.add_argument("--prompt_len", default="lognormal:256:16:1024", help="as tools.bench_serving's")
   parser.add_argument("--output_len", default="lognormal:128:8:512", help="as tools.bench_serving's")
   parser.add_argument("flags", nargs="*", help="the server's flags, after --")

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 import contextlib
 import io
-import os
 import pathlib
 import queue
 import re
@@ -38,12 +37,12 @@ PLAIN_LINE_S = 2.0
 # Few step sizes, since each is a program to compile before the first token; so few KV blocks that some requests are
 # preempted while others fill the slots.
 SERVER_FLAGS = ("--token_budgets=8,32,64,256", "--prefill_chunk=256", "--num_blocks=320", "--max_model_len=2048")
-SCREENSHOT_AT = 0.6  # of the load: the longest queue
+SCREENSHOT_AT = 0.6  # share of the load; the queue is longest then
 SCREENSHOT_SIZE = (120, 34)
 
 
 class StartFailed(Exception):
-  """The server did not start, or is gone; the message is its own last line."""
+  """The server did not start, or has ended; the message is its own last line."""
 
 
 class ServerProcess:
@@ -54,7 +53,7 @@ class ServerProcess:
     self._folder = tempfile.TemporaryDirectory(prefix="sluice-demo-")
     self._log = deque[str](maxlen=40)
     self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    # Its own process group: Ctrl-C is for the demo, which then drains the server.
+    # Its own process group, so Ctrl-C reaches only the demo, which then drains the server.
     self._process = subprocess.Popen(
       [sys.executable, "-m", "server.main", "--port=0", f"--port_file={self._folder.name}/port", *arguments],
       cwd=ROOT,
@@ -77,7 +76,7 @@ class ServerProcess:
     """Passes progress on until the server is ready; returns HOST:PORT.
 
     Raises:
-      StartFailed: it ended instead.
+      StartFailed: the server ended instead.
     """
     while (line := self._lines.get()) is not None:
       if ready := re.fullmatch(r"ready on (\S+)", line):
@@ -87,12 +86,12 @@ class ServerProcess:
     raise StartFailed(self.last_words())
 
   def last_words(self) -> str:
-    """The most telling line of its log."""
+    """Returns the log line that best explains the server's end."""
     errors = [line for line in self._log if line.startswith("error")]
     return errors[-1] if errors else " | ".join(list(self._log)[-3:]) or "it said nothing"
 
   def stop(self) -> None:
-    """Drains it; kills what does not end."""
+    """Drains the server; kills it if it does not end."""
     if self._process.poll() is None:
       self._process.send_signal(signal.SIGTERM)
       with contextlib.suppress(subprocess.TimeoutExpired):
@@ -103,25 +102,15 @@ class ServerProcess:
     self._folder.cleanup()
 
 
-def _process_age_s() -> float:
-  """Seconds since this process began, interpreter start and imports included."""
-  try:
-    ticks = int(pathlib.Path("/proc/self/stat").read_text("ascii").rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-  except (OSError, ValueError, IndexError, AttributeError):
-    return 0.0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line; returns 0 if the server answered every request and compiled nothing after ready."""
-  started_s = time.monotonic() - _process_age_s()
   parser = CommandParser("tools.demo", __doc__)
-  parser.add_argument("--seconds", type=positive_float, default=35.0, help="how long new requests are sent")
-  parser.add_argument("--requests", type=positive_int, default=0, help="how many are sent, instead of --seconds")
+  parser.add_argument("--seconds", type=positive_float, default=35.0, help="seconds of new requests")
+  parser.add_argument("--requests", type=positive_int, default=0, help="number of requests, instead of --seconds")
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="a model folder with a chat template")
   parser.add_argument("--max_num_seqs", type=positive_int, default=32, help="slots of the server")
   parser.add_argument("--compile_cache_dir", help="as the server's flag; give an empty folder for a cold start")
-  parser.add_argument("--seed", type=int, default=0, help="of the requests")
+  parser.add_argument("--seed", type=int, default=0, help="seed of the requests")
   parser.add_argument("--screenshot", default="", help="write the view at its busiest to this SVG file")
   args = parser.parse_args(argv)
   arguments = [f"--model={args.model}", f"--max_num_seqs={args.max_num_seqs}", *SERVER_FLAGS]
@@ -131,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(number, signal.default_int_handler)
   server = ServerProcess(arguments)
   try:
-    return _show(server, args, started_s)
+    return _show(server, args)
   except StartFailed as error:
     print(f"tools.demo: the server failed: {error}", file=sys.stderr)
     return 1
@@ -142,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     server.stop()
 
 
-def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> int:
+def _show(server: ServerProcess, args: argparse.Namespace) -> int:
   # Imported here, while the server starts.
   import asyncio
 
@@ -151,9 +140,11 @@ def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> 
   from rich.live import Live
 
   from server.client import Client, SluiceError
+  from server.lifecycle.start_report import process_age_s
   from tools.demo.load import DemoLoad
   from tools.demo.view import View, closing, plain_line
 
+  started_s = time.monotonic() - process_age_s()
   console = Console(highlight=False)
   target = _wait_with_progress(server, console)
   ready_s = time.monotonic() - started_s
@@ -171,7 +162,7 @@ def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> 
     while not work.done():
       await asyncio.wait((work,), timeout=0.2)
       if wants_screenshot:
-        picture = _draw_view(view)  # at each turn: it shows a history, and streams keep their lines
+        picture = _draw_view(view)  # in every iteration: the view keeps a history, and streams keep their lines
         if load.share >= SCREENSHOT_AT or work.done():
           wants_screenshot = False
           picture.save_svg(args.screenshot, title="make demo")
@@ -207,7 +198,7 @@ def _show(server: ServerProcess, args: argparse.Namespace, started_s: float) -> 
 
 
 def _draw_view(view: RenderableType) -> Console:
-  """A console that has recorded the view, and nothing else."""
+  """Returns a console that has recorded only the view."""
   from rich.console import Console
 
   width, height = SCREENSHOT_SIZE

@@ -1,6 +1,6 @@
-"""The messages of the demo's users: chats of several turns, many about one of a few shared texts. Sends nothing.
+"""Makes the messages of the demo's users: multi-turn chats, many about one of a few shared texts. Sends nothing.
 
-Shared texts and earlier turns are prefixes that the cache serves; stories grow in the KV pool while they are generated.
+Shared texts and earlier turns hit the prefix cache; stories fill the KV pool during decode.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ OWN_TURNS = {"story": 0.44, "talk": 0.1, "copy": 0.1, "reverse": 0.1, "arithmeti
 CHATS = {"shared": 0.75, "own": 0.2, "long": 0.05}
 MAX_TURNS = 2
 NUM_SHARED_TEXTS = 4
-SHARED_TOKENS = (120, 240)  # of a shared text, at least and at most, approximately
+SHARED_TOKENS = (120, 240)  # approximate least and most tokens of a shared text
 LONG_DISTANCE = (150, 300)  # tokens between a fact and its question in a long chat
 STORY_TOKENS, ANSWER_TOKENS = 220, 80
 # The first chats, which clients begin at the same moment, open with a long story each: together they outgrow the KV
 # pool, and some are preempted.
 NUM_OPENING_CHATS = 64
 OPENING_MIN_TOKENS = 128
-# Every sampling parameter at work in one batch.
+# One batch covers every sampling parameter.
 STORY_SAMPLING = (
   pb.SamplingParams(temperature=0.7),
   pb.SamplingParams(temperature=1.0, top_p=0.9),
@@ -40,7 +40,7 @@ GREEDY = pb.SamplingParams(temperature=0.0)
 
 @dataclasses.dataclass(frozen=True)
 class DemoTurn:
-  """One user message; `answer` is the only right answer, None if there is nothing to check."""
+  """One user message; `answer` is the only right answer, or None if the demo checks none."""
 
   kind: str
   text: str
@@ -60,14 +60,14 @@ class DemoChat:
 
 @dataclasses.dataclass(frozen=True)
 class SharedText:
-  """Messages that many chats begin with, and facts (name, word) that stand in them."""
+  """The first messages of many chats, and the facts (name, word) in them."""
 
   messages: tuple[tuple[str, str], ...]
   facts: tuple[tuple[str, str], ...]
 
 
 def make_shared_text(rng: random.Random) -> SharedText:
-  """Facts first, then other turns up to a length within SHARED_TOKENS."""
+  """Makes facts first, then other turns up to a length within SHARED_TOKENS."""
   facts = tuple(corpus.facts(rng, 6))
   turns = [corpus.fact_turn(list(facts[:3])), corpus.fact_turn(list(facts[3:]))]
   wanted = rng.randint(*SHARED_TOKENS)
@@ -80,7 +80,7 @@ def make_shared_text(rng: random.Random) -> SharedText:
 
 
 def make_chats(seed: int) -> Iterator[DemoChat]:
-  """An endless mixture; the same seed gives the same chats."""
+  """Yields an endless mixture of chats; the same seed gives the same chats."""
   rng = random.Random(seed)
   texts = [make_shared_text(rng) for _ in range(NUM_SHARED_TEXTS)]
   samplings = itertools.cycle(STORY_SAMPLING)

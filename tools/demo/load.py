@@ -1,7 +1,7 @@
-"""Sends the demo's load: a population of clients over gRPC that is larger than the server's slots; keeps the results.
+"""Sends the demo's load over gRPC, from more clients than the server has slots, and keeps the results.
 
 Displays nothing. The load is closed: each client sends its next turn once it has the answer to the previous one. Slots,
-queue and preemptions therefore depend on the population and on the KV pool, and not on the machine's speed.
+queue and preemptions therefore depend on the population and the KV pool, not on the machine's speed.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from server.proto import sluice_pb2_grpc as pb_grpc
 from tools.demo.chats import CHECKED, DemoChat, DemoTurn, make_chats
 from tools.report.latency import Outcome
 
-# (share of the load gone, clients for each slot): a few more than slots, then a long queue, then few again.
+# (share of the load sent, clients for each slot): a few more than slots, then a long queue, then few again.
 PHASES = ((0.0, 1.25), (0.45, 1.8), (0.75, 1.25))
 POLL_S = 0.25
 RATE_WINDOW_S, LATENCY_WINDOW_S = 2.0, 10.0
@@ -85,15 +85,15 @@ def measure_occupancy(steps: list[pb.StepLoad], max_num_seqs: int) -> Occupancy:
 
 
 def wanted_clients(share: float, max_num_seqs: int) -> int:
-  """Returns the population when this share of the load has gone."""
+  """Returns the population at this share of the load."""
   return round(max_num_seqs * next(clients for start, clients in reversed(PHASES) if share >= start))
 
 
 class DemoLoad:
-  """Sends the load and remembers what came of it; the view reads it from another thread.
+  """Sends the load and keeps the results; the view reads them from another thread.
 
   Attributes:
-    seconds, requests: how long new turns are sent: a time, or a number of requests if that is not 0.
+    seconds, requests: the limit on new turns: a time, or a number of requests if that is not 0.
     samples: (time, the server's answer to GetLoad), without its steps.
     steps: the server's step records, from the first request on until the load was over.
   """
@@ -115,18 +115,18 @@ class DemoLoad:
 
   @property
   def share(self) -> float:
-    """The share of the load that was sent; 1 and more when it is over."""
+    """The share of the load that was sent; at least 1 at its end."""
     if self.started_s is None:
       return 0.0
     return self._num_sent / self.requests if self.requests else (time.monotonic() - self.started_s) / self.seconds
 
   @property
   def max_num_seqs(self) -> int:
-    """The server's slots; 0 before it was asked."""
+    """The server's slots; 0 before its first answer."""
     return self.samples[-1][1].max_num_seqs if self.samples else 0
 
   async def run(self, on_first_token: Callable[[], None]) -> None:
-    """Keeps as many clients as the phase wants; returns when the load is over and the last request has ended.
+    """Keeps the phase's number of clients; returns when the load is over and the last request has ended.
 
     Raises:
       grpc.aio.AioRpcError: the server no longer answers.
@@ -147,7 +147,7 @@ class DemoLoad:
             client.add_done_callback(clients.discard)
           await asyncio.sleep(0.02)
         poll.cancel()
-        await self._sample(model)  # the steps until now: those of the rest are of a load that ends
+        await self._sample(model)  # only steps under the full load; the rest belong to its tail
         await asyncio.gather(*clients)
         await asyncio.sleep(2 * POLL_S)
         await self._sample(model, with_steps=False)
@@ -206,7 +206,7 @@ class DemoLoad:
           stream.num_cached_tokens = finished.usage.cached_tokens
     except grpc.aio.AioRpcError as failure:
       stream.error = f"{failure.code().name}: {failure.details()}"
-    except asyncio.CancelledError:  # the demo was ended: neither an answer nor a failure
+    except asyncio.CancelledError:  # the demo ended early: neither an answer nor a failure
       self.live.remove(stream)
       raise
     stream.ended_s = time.monotonic()

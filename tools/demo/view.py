@@ -1,4 +1,4 @@
-"""Displays the demo: a screen from the state of a DemoLoad, a line of it, the summary. Sends nothing."""
+"""Displays the state of a DemoLoad as a screen or a line, and its summary. Sends nothing."""
 
 from collections.abc import Sequence
 import time
@@ -53,13 +53,13 @@ def _milliseconds(values: Sequence[float], percent: float) -> str:
 
 
 class View:
-  """The live screen; a rich renderable that fits whatever terminal it is in."""
+  """The live screen, a rich renderable that fits its terminal."""
 
   def __init__(self, load: DemoLoad, title: str):
-    """Args: load: read while others write it. title: model and address."""
+    """Args: load: the load, which other threads may change. title: model and address."""
     self._load = load
     self._title = title
-    self._lines: list[DemoStream | None] = []  # a stream keeps its line, so that the eye can follow it
+    self._lines: list[DemoStream | None] = []  # a stream keeps its line, so the reader can follow it
     self._output_rates: list[float] = []
     self._seen_sample = 0.0
 
@@ -97,14 +97,14 @@ class View:
   # Streams.
 
   def _place(self, rows: int) -> None:
-    """Gives new streams free lines, or those of streams that ended."""
+    """Gives new streams free lines, or those of ended streams."""
     now = time.monotonic()
     load = self._load
     lines = (self._lines + [None] * rows)[:rows]
     lines = [None if stream and stream.ended_s and now - stream.ended_s > LINGER_S else stream for stream in lines]
     shown = {id(stream) for stream in lines}
     newest = [stream for stream in tuple(load.live) if id(stream) not in shown]
-    # Stories last long and would take every line, but the others should show, too.
+    # Stories last long: without a limit they would fill every line and hide other requests.
     spare = int(STORY_SHARE * rows) - sum(stream is not None and stream.turn.kind == "story" for stream in lines)
     stories = [stream for stream in newest if stream.turn.kind == "story"][: max(0, spare)]
     newest = [stream for stream in newest if stream.turn.kind != "story" or stream in stories]
@@ -242,13 +242,13 @@ def plain_line(load: DemoLoad) -> str:
 
 
 def closing(load: DemoLoad, first_token_s: float, compile_s: float, width: int) -> RenderableType:
-  """The summary.
+  """Returns the summary.
 
   Args:
-    load: after its run.
-    first_token_s: from the start of the demo's process to the first streamed token.
-    compile_s: of it, what the server spent on compiling and warming up.
-    width: of the terminal.
+    load: the load after its run.
+    first_token_s: seconds from the start of the demo's process to the first streamed token.
+    compile_s: the part that the server spent on compilation and warm-up.
+    width: the terminal's width.
   """
   now = load.samples[-1][1]
   figures = summary(load.outcomes(), 0)

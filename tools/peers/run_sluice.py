@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.device.options import BuildOptions
-from tools.bench_offline import UNBOUNDED, OfflineRun
+from engine.settings import UNBOUNDED_QUEUE
+from tools.bench_offline import OfflineRun
 from tools.peers import face
 from tools.workload import WorkRequest
 
@@ -29,7 +30,7 @@ def main() -> None:
       overlap=args.overlap,
       prefix_cache_scope="off",  # every round serves the same prompts
       compile_cache_dir=f"{args.work}/programs",
-      **UNBOUNDED,
+      **UNBOUNDED_QUEUE,
     )
     engine = OfflineRun(options)
 

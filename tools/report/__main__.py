@@ -1,13 +1,13 @@
-"""Turns kept runs into one HTML page that needs nothing else, and the same plots as PNG. Measures nothing.
+"""Turns run files into one self-contained HTML page, and the same plots as PNG. Measures nothing.
 
   python -m tools.report chunked_*.jsonl static_*.jsonl --output=report
   python -m tools.report --step_trace=chunked=steps.jsonl --output=report
 
-Runs are the files of --run_file, or those that tools.simulate --report leaves beside its page (tools.report.run_file
-has the format). Runs of one label make one line in the plots over load. Bars compare runs at one load: of the loads
-that most labels share, the one where the best has most goodput. Goodput counts the objectives that a run was made with,
-or those given here for all. Step traces (--trace_file of the server) have steps only, and show up where steps do. Needs
-matplotlib, which the `dev` extra has. Exit code 2 with one line for bad input.
+Run files come from --run_file or from tools.simulate --report (tools.report.run_file defines the format). Runs of one
+label make one line in the plots over load. Bars compare runs at one load: of the loads that most labels share, the one
+where the best label has most goodput. Goodput uses each run's own objectives, unless the flags here set them for all.
+Step traces (the server's --trace_file) appear only in plots of steps. Needs matplotlib, which the `dev` extra has. Exit
+code 2 with one line for bad input.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tools.report.run_file import read_run, steps_of_trace
 from tools.report.shown_runs import Shown, likeness, prepared, side_by_side
 
 _DPI = 150
-_OF_A_RATE = ("rate", "seed", "num_requests")  # not among the conditions: the table has a row a rate
+_OF_A_RATE = ("rate", "seed", "num_requests")  # not a condition: the table has a row for each rate
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ th { white-space: normal; } tr.first td { border-top: 1px solid #888; }
 .wide { overflow-x: auto; } img { max-width: 100%; } .note { color: #555; max-width: 60em; }
 """
 
-# Of a run's figures: title, name, form.
+# A run's figures: title, name, format.
 _LATENCY: tuple[tuple[str, str, str], ...] = (
   ("ok", "completed", "{:,.0f}"),
   ("of", "requests", "{:,.0f}"),
@@ -62,7 +62,7 @@ _LATENCY: tuple[tuple[str, str, str], ...] = (
   ("stall p99 ms", "stall_p99_ms", "{:,.1f}"),
 )
 _FAIRNESS = (("fairness", "fairness", "{:.2f}"),)
-# Of the accounts of its steps and requests: title, path, form.
+# The accounts of a run's steps and requests: title, path, format.
 _ACCOUNT: tuple[tuple[str, str, str], ...] = (
   ("padding", "account.padding_share", "{:.1%}"),
   ("of FLOPs", "account.padding_flops_share", "{:.1%}"),
@@ -99,8 +99,8 @@ def page(title: str, shown: Sequence[Shown], images: Sequence[tuple[str, str, pa
   """Returns the report as HTML.
 
   Args:
-    title: title of the page.
-    shown: the runs of the table.
+    title: the page's title.
+    shown: the table's runs.
     images: heading, caption and PNG file of each plot.
     lead: HTML below the title.
   """
@@ -267,10 +267,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   parser.add_argument("--step_trace", type=_named_path, action="append", default=[], help="LABEL=FILE, a step trace")
   parser.add_argument("--output", default="report", help="folder to write into")
-  parser.add_argument("--title", default="Sluice: measured runs", help="of the page")
-  parser.add_argument("--slo_ttft_ms", type=positive_float, default=math.inf, help="instead of the runs' own")
-  parser.add_argument("--slo_tpot_ms", type=positive_float, default=math.inf, help="likewise")
-  parser.add_argument("--slo_e2e_ms", type=positive_float, default=math.inf, help="likewise")
+  parser.add_argument("--title", default="Sluice: measured runs", help="title of the page")
+  parser.add_argument("--slo_ttft_ms", type=positive_float, default=math.inf, help="TTFT objective of all runs")
+  parser.add_argument("--slo_tpot_ms", type=positive_float, default=math.inf, help="TPOT objective of all runs")
+  parser.add_argument("--slo_e2e_ms", type=positive_float, default=math.inf, help="latency objective of all runs")
   args = parser.parse_args(argv)
   try:
     if not args.runs and not args.step_trace:

@@ -1,9 +1,9 @@
 """Accounts for the steps and requests of a run: tokens by rung, FLOPs, KV, time. Sums records; runs nothing.
 
-A step computes useful tokens and padding; the kernels skip the rest of its rung at no cost. A slot without a row while
-a request waits is idle. In FLOPs, linear layers count by token (padding included), the output head by row of logits,
-attention by pair of query and key (padding has none); an idle slot would have computed a token like the decode rows
-beside it. These are the layers' inputs; additional work inside a kernel does not count.
+A step computes useful tokens and padding; the kernels skip the rest of its rung at no cost. A slot is idle if it has no
+row while a request waits. In FLOPs, linear layers count by token (including padding), the output head by row of logits,
+attention by pair of query and key (padding has none). An idle slot counts as one more decode token like those of the
+step's decode rows. The FLOPs follow from the layers' inputs; additional work inside a kernel does not count.
 """
 
 import bisect
@@ -21,11 +21,11 @@ from tools.report.latency import percentile
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-  """What a decoder computes, in floating-point operations; a multiply-add is two.
+  """A decoder's floating-point operations; a multiply-add is two.
 
   Attributes:
-    token: linear layers, for each token that a step computes.
-    row: the output head, for each row of logits that a step computes.
+    token: the linear layers, for each computed token.
+    row: the output head, for each computed row of logits.
     pair: attention, for each pair of query and key.
   """
 
@@ -35,10 +35,10 @@ class Flops:
 
   @classmethod
   def of_model(cls, folder: str) -> "Flops":
-    """From the config.json of a Llama-shaped model folder.
+    """Returns the FLOPs of a model folder, whose config.json has the fields of Llama.
 
     Raises:
-      ConfigError: there is none, or it lacks a field.
+      ConfigError: the file is missing, or lacks a field.
     """
     path = pathlib.Path(folder) / "config.json"
     try:
@@ -76,7 +76,7 @@ class Flops:
     return step.padding * self.token + (rows - step.num_rows) * self.row
 
   def idle(self, step: StepRecord) -> float:
-    """Of one more token in each idle slot, with the mean context of the step's decode rows."""
+    """Returns the FLOPs of one more token in each idle slot, with the mean context of the step's decode rows."""
     context = step.decode_keys / step.decode_rows if step.decode_rows else 1.0
     return step.idle_slots * (self.token + self.row + context * self.pair)
 
@@ -115,21 +115,21 @@ def _sums(steps: Sequence[StepRecord], flops: Flops | None, skips: bool) -> dict
 def account(
   steps: Sequence[StepRecord], block_size: int, num_blocks: int, flops: Flops | None = None
 ) -> dict[str, Any]:
-  """The account of a run as plain JSON values.
+  """Returns the account of a run as plain JSON values.
 
   Args:
-    steps: its records, at least one.
-    block_size, num_blocks: of the KV pool; of the decode side, where there are two.
-    flops: of the model; without it, no figure is weighted.
+    steps: the run's step records, at least one.
+    block_size, num_blocks: the dimensions of the KV pool, or of the decode side's if there are two.
+    flops: the model's FLOPs; None leaves out the weighted figures.
 
   Returns:
-    Totals; `by_rung`, the same by token budget; `composition`, shares of useful tokens, and of steps that hold
-    only decodes, only prefills, or both; `kv`: occupancy is the share of blocks in use, fragmentation the share of
-    the slots in running requests' blocks that no token fills (means and largest over steps); `host_share`, of the time
-    of a step that the host takes when nothing overlaps.
+    Totals; `by_rung`, the same by token budget; `composition`, the shares of useful tokens, and of steps with only
+    decodes, only prefills, or both; `kv`, the occupancy (share of blocks in use) and the fragmentation (share of empty
+    slots in running requests' blocks), each as mean and maximum over steps; `host_share`, the host's share of a step's
+    time without overlap.
   """
   rungs = sorted({step.shape_tokens for step in steps})
-  skips = any(step.skipped for step in steps)  # a device skips padding in every step, or in none
+  skips = any(step.skipped for step in steps)  # a device skips padding in all steps or in none
   totals = _sums(steps, flops, skips)
   decode_rows = sum(step.decode_rows for step in steps)
   decodes, prefills = (sum(getattr(step, name) for step in steps) for name in ("decode_tokens", "prefill_tokens"))
@@ -193,14 +193,14 @@ def _percent(share: float | None) -> str:
 
 
 def padding_by_request(steps: Iterable[StepRecord], spans: Sequence[tuple[float, float]]) -> list[float]:
-  """Tokens of padding that fall on each request, were a step's padding shared evenly by its rows.
+  """Returns each request's padding tokens, if the rows of a step share its padding evenly.
 
   Args:
-    steps: records of one engine.
-    spans: when each request was in the batch: first planned, ended; on the clock of the steps.
+    steps: the step records of one engine.
+    spans: when each request was in the batch: (first planned, ended), on the clock of the steps.
 
   Returns:
-    One number a span: the sum over the steps planned within it.
+    One number for each span: the sum over the steps planned within it.
   """
   ordered = sorted(steps, key=lambda step: step.time)
   times, sums = [step.time for step in ordered], [0.0]
@@ -213,7 +213,7 @@ def padding_by_request(steps: Iterable[StepRecord], spans: Sequence[tuple[float,
 
 
 def whole_requests(records: Iterable[RequestRecord]) -> list[RequestRecord]:
-  """One record a request, in the order of their ends: of two sides the later, with what both lost to preemptions."""
+  """Returns one record for each request, in order of finish: the later of two sides, with the preemptions of both."""
   found: dict[str, RequestRecord] = {}
   for record in sorted(records, key=lambda record: record.end):
     before = found.pop(record.id, None)
@@ -227,12 +227,12 @@ def whole_requests(records: Iterable[RequestRecord]) -> list[RequestRecord]:
 
 
 class Phases(NamedTuple):
-  """Seconds of a request in the engine; None for what did not happen.
+  """A request's seconds in the engine; None for a phase that it did not reach.
 
   Attributes:
-    queue: from its arrival to the step that it joined first.
-    prefill: from there to its first token.
-    decode: from there to its end.
+    queue: from arrival to its first step.
+    prefill: from its first step to its first token.
+    decode: from its first token to its end.
   """
 
   queue: float | None
@@ -241,7 +241,7 @@ class Phases(NamedTuple):
 
 
 def phases(record: RequestRecord) -> Phases:
-  """Where a request spent its time. A preempted one may queue again: that is part of where it was."""
+  """Returns a request's phases. After a preemption, queue time counts to the phase that it interrupts."""
   scheduled, first = record.first_scheduled, record.first_token
   return Phases(
     None if scheduled is None else scheduled - record.arrival,
@@ -251,7 +251,7 @@ def phases(record: RequestRecord) -> Phases:
 
 
 def account_requests(records: Sequence[RequestRecord]) -> dict[str, Any]:
-  """Sums up whole_requests() as plain JSON values: phases in milliseconds, tokens, preemptions."""
+  """Summarizes whole_requests() as plain JSON values: phases in milliseconds, tokens, preemptions."""
   spent = [phases(record) for record in records]
   figures: dict[str, Any] = {"requests": len(records)}
   for name in Phases._fields:

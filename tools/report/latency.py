@@ -1,9 +1,9 @@
-"""What the latency words mean, in one place: TTFT, ITL, TPOT, goodput from token times. Arithmetic only, no clock.
+"""Defines the latency metrics: TTFT, ITL, TPOT and goodput from token times. Arithmetic only, no clock.
 
-Names are vLLM's (`vllm bench serve`), with two choices stated here because engines differ in them:
-TTFT counts from the INTENDED arrival, so that a client that falls behind cannot hide a stall (coordinated omission),
-and is given from the moment of sending as well; ITL has one entry a token, so a chunk of m tokens is one real gap and
-m - 1 zeros, and the gaps between chunks are given beside it. TPOT is (last - first) / (n - 1), for n of at least 2.
+Names are vLLM's (`vllm bench serve`). Engines differ in two definitions. TTFT counts from the INTENDED arrival, so a
+late client cannot hide a stall (coordinated omission); TTFT from the time of sending is a separate figure. ITL has one
+entry for each token, so a chunk of m tokens is one real gap and m - 1 zeros; the gaps between chunks are a separate
+figure. TPOT is (last - first) / (n - 1), for n of at least 2.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,18 +14,18 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-  """What happened to one request. Times in seconds on one clock.
+  """The outcome of one request. Times are seconds on one clock.
 
   Attributes:
-    id: of the request.
-    output_len: tokens that were asked for.
-    intended_s: when it should have been sent.
-    sent_s: when it was sent.
-    chunks: (time, number of tokens) of each message that carried tokens, in order.
-    tokens: the token ids, in order; empty where nobody asked for them.
-    error: None, or why it failed (a short, stable word first).
-    tenant: who sent it.
-    priority: that it was sent with.
+    id: the request's id.
+    output_len: the number of requested tokens.
+    intended_s: the intended time of sending.
+    sent_s: the time of sending.
+    chunks: (time, number of tokens) of each message with tokens, in order.
+    tokens: the token ids, in order; empty unless requested.
+    error: None, or the failure, which starts with a short, stable word.
+    tenant: the sender.
+    priority: the request's priority.
   """
 
   id: int | str
@@ -40,7 +40,7 @@ class Outcome:
 
   @property
   def num_tokens(self) -> int:
-    """Tokens received."""
+    """The number of received tokens."""
     return sum(count for _, count in self.chunks)
 
   @property
@@ -50,33 +50,33 @@ class Outcome:
 
   @property
   def ttft_s(self) -> float:
-    """First token, from the intended arrival."""
+    """The time to the first token from the intended arrival."""
     return self.chunks[0][0] - self.intended_s
 
   @property
   def ttft_from_send_s(self) -> float:
-    """First token, from the moment of sending."""
+    """The time to the first token from sending."""
     return self.chunks[0][0] - self.sent_s
 
   @property
   def e2e_s(self) -> float:
-    """Last token, from the intended arrival."""
+    """The time to the last token from the intended arrival."""
     return self.chunks[-1][0] - self.intended_s
 
   @property
   def tpot_s(self) -> float | None:
-    """Mean time of each token after the first; None for a single token."""
+    """The mean time of each token after the first; None for a single token."""
     count = self.num_tokens
     return None if count < 2 else (self.chunks[-1][0] - self.chunks[0][0]) / (count - 1)
 
   @property
   def chunk_gaps_s(self) -> tuple[float, ...]:
-    """Time between messages."""
+    """The times between messages."""
     return tuple(after - before for (before, _), (after, _) in zip(self.chunks, self.chunks[1:], strict=False))
 
   @property
   def itl_s(self) -> tuple[float, ...]:
-    """Time between tokens: one entry for each token after the first."""
+    """The times between tokens, one entry for each token after the first."""
     gaps = [0.0] * (self.chunks[0][1] - 1)
     for gap, (_, count) in zip(self.chunk_gaps_s, self.chunks[1:], strict=True):
       gaps += [gap] + [0.0] * (count - 1)
@@ -85,21 +85,21 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Objectives:
-  """Latency a user would call good, in seconds; infinity does not count."""
+  """Latency objectives in seconds; infinity sets no limit."""
 
   ttft_s: float = math.inf
   tpot_s: float = math.inf
   e2e_s: float = math.inf
 
   def met(self, outcome: Outcome) -> bool:
-    """Whether a request meets the objectives. A failed one misses; a single token has no TPOT and meets it."""
+    """Returns whether a request meets the objectives. A failed one does not; a single token meets any TPOT."""
     if not outcome.ok or outcome.ttft_s > self.ttft_s or outcome.e2e_s > self.e2e_s:
       return False
     return (outcome.tpot_s or 0.0) <= self.tpot_s
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:
-  """Linear interpolation between closest ranks (numpy's default); None of nothing."""
+  """Returns a percentile by linear interpolation between closest ranks (numpy's default); None for no values."""
   ordered = sorted(values)
   if not ordered:
     return None
@@ -110,7 +110,7 @@ def percentile(values: Iterable[float], percent: float) -> float | None:
 
 
 def _spread(name: str, values: Iterable[float]) -> dict[str, float | None]:
-  """Mean and percentiles of seconds, named and in milliseconds."""
+  """Returns named mean and percentiles of seconds, in milliseconds."""
   ordered = sorted(values)
   figures = {"mean": math.fsum(ordered) / len(ordered) if ordered else None}
   figures |= {f"p{percent}": percentile(ordered, percent) for percent in (50, 90, 99)}
@@ -119,15 +119,15 @@ def _spread(name: str, values: Iterable[float]) -> dict[str, float | None]:
 
 
 def summary(outcomes: Sequence[Outcome], prompt_tokens: int, objectives: Objectives = Objectives()) -> dict[str, Any]:
-  """The figures of a run.
+  """Returns the figures of a run.
 
   Args:
-    outcomes: one for each request OFFERED; those that failed count in every share but in no latency percentile.
-    prompt_tokens: total over the requests that ended well.
-    objectives: what goodput counts.
+    outcomes: one for each request OFFERED; failed ones count in every share but in no latency percentile.
+    prompt_tokens: total over the successful requests.
+    objectives: the objectives of goodput.
   """
   good = [outcome for outcome in outcomes if outcome.ok]
-  # From the first intended arrival to the last token anyone received: a run that only failed lasted no time.
+  # From the first intended arrival to the last received token; 0 if every request failed.
   end = max((outcome.chunks[-1][0] for outcome in outcomes if outcome.chunks), default=math.nan)
   wall_s = end - min(outcome.intended_s for outcome in outcomes)
   wall_s = wall_s if wall_s > 0 else math.nan

@@ -1,4 +1,4 @@
-"""The plots of a report, as matplotlib figures, from runs and steps. Chooses no runs and writes no file."""
+"""Makes a report's plots of runs and steps as matplotlib figures. Chooses no runs and writes no file."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import math
@@ -26,10 +26,12 @@ _COLORS = (
 _MARKERS = "osD^vPX*"
 _DECODE, _PREFILL, _PADDING, _MIXED = "#0072b2", "#e69f00", "#d0d0d0", "#cc79a7"
 _PHASES = {"queue": "#d0d0d0", "prefill": _PREFILL, "decode": _DECODE}
-_SHORTEST = 1e-4  # seconds, on axes of times: zeros, of tokens in one chunk, have no place on a logarithmic one
-_CDF_POINTS = 2000  # of a line: more look the same and take seconds to plot
+_SHORTEST = (
+  1e-4  # least seconds on a time axis: tokens of one chunk have gaps of 0, which a logarithmic axis cannot show
+)
+_CDF_POINTS = 2000  # of a line; more look the same but take seconds to plot
 _BINS = 120  # of time, in plots of steps
-_WIDTH = 13.5  # inches of every figure, so that a page shows all with letters of one size
+_WIDTH = 13.5  # inches of every figure, so all have one font size on a page
 MOST_COLUMNS = 5  # of plot_steps
 
 
@@ -47,7 +49,7 @@ def _style(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def _figure(columns: int, rows: int = 1, height: float = 3.5) -> tuple[Figure, list[Axes]]:
-  """A figure with so many axes, row by row; the height is of a row, in inches."""
+  """Returns a figure with its axes, row by row; the height is that of a row, in inches."""
   figure = Figure(figsize=(_WIDTH, height * rows), layout="constrained")
   figure.get_layout_engine().set(h_pad=0.1, w_pad=0.08)  # type: ignore[union-attr]
   axes = figure.subplots(rows, columns, squeeze=False)
@@ -61,7 +63,7 @@ def _figure(columns: int, rows: int = 1, height: float = 3.5) -> tuple[Figure, l
 
 
 def _log_axis(axis: Axes, which: Literal["x", "y"]) -> None:
-  """Logarithmic, with a few plain numbers at its ticks; for an axis whose data are plotted."""
+  """Makes an axis logarithmic, with a few plain numbers at its ticks; its data are already plotted."""
   if which == "x":
     axis.set_xscale("log")
   else:
@@ -89,7 +91,7 @@ def _series(shown: Sequence[Shown], name: str) -> dict[str, list[tuple[Shown, fl
 
 
 def plot_throughput(shown: Sequence[Shown]) -> Figure:
-  """Latency over throughput; each point is a run, with the load that was offered."""
+  """Plots latency over throughput; each point is a run, with its offered load."""
   figure, axes = _figure(3)
   style = _style(one.label for one in shown)
   names = {
@@ -111,7 +113,7 @@ def plot_throughput(shown: Sequence[Shown]) -> Figure:
 
 
 def plot_goodput(shown: Sequence[Shown]) -> Figure:
-  """Requests that met their objectives, and their share, over the load offered."""
+  """Plots the requests that met their objectives, and their share, over the offered load."""
   figure, axes = _figure(2)
   finite = [one for one in shown if math.isfinite(offered_load(one.run))]
   style = _style(one.label for one in shown)
@@ -134,7 +136,7 @@ def plot_goodput(shown: Sequence[Shown]) -> Figure:
 
 
 def plot_cdfs(shown: Sequence[Shown]) -> Figure:
-  """What share of requests, or tokens, was at least so quick."""
+  """Plots the cumulative distributions of latencies over requests or tokens."""
   figure, axes = _figure(4)
   style = _style(one.label for one in shown)
   kinds: dict[str, Callable[[Outcome], Iterable[float | None]]] = {
@@ -144,7 +146,7 @@ def plot_cdfs(shown: Sequence[Shown]) -> Figure:
     "whole answer, s": lambda outcome: (outcome.e2e_s,),
   }
   for axis, (title, values_of) in zip(axes, kinds.items(), strict=True):
-    lowest: list[float] = []  # what nearly all exceed: single quick ones would stretch the axis
+    lowest: list[float] = []  # a low percentile, since a few fast values would stretch the axis
     for one in shown:
       values = sorted(
         value for outcome in one.run.outcomes if outcome.ok for value in values_of(outcome) if value is not None
@@ -166,7 +168,7 @@ def plot_cdfs(shown: Sequence[Shown]) -> Figure:
 
 
 def plot_modes(shown: Sequence[Shown]) -> Figure:
-  """One bar a run for each figure that matters."""
+  """Plots one bar for each run and main figure."""
   figure, axes = _figure(4, rows=2, height=2.7)
   style = _style(one.label for one in shown)
   names = {
@@ -195,7 +197,7 @@ def plot_modes(shown: Sequence[Shown]) -> Figure:
 
 
 def plot_senders(shown: Sequence[Shown]) -> Figure:
-  """TTFT by tenant and by priority; a bar a run. What no run has is left out."""
+  """Plots TTFT by tenant and by priority, one bar for each run; omits groups that no run has."""
   style = _style(one.label for one in shown)
   kinds = [
     ("tenants", "ttft_p50_ms", "TTFT p50 by tenant, ms"),
@@ -221,7 +223,7 @@ def plot_senders(shown: Sequence[Shown]) -> Figure:
 
 
 def plot_phases(shown: Sequence[Shown]) -> Figure:
-  """Where requests spent their time in the engine: the mean on the left, those who waited longest on the right."""
+  """Plots the phases of requests in the engine: the mean on the left, the slowest requests on the right."""
   figure, axes = _figure(2, height=1.2 + 0.36 * len(shown))
   titles = ("mean of all requests, s", "mean of the slowest tenth, s")
   for axis, title, share in zip(axes, titles, (1.0, 0.1), strict=True):
@@ -242,7 +244,7 @@ def plot_phases(shown: Sequence[Shown]) -> Figure:
 
 
 def _mean_phase(one: Shown, name: str, share: float) -> float:
-  """Mean seconds of a phase, of the share of its requests that were in the engine for longest."""
+  """Returns the mean seconds of a phase, over the share of requests with the longest time in the engine."""
   ordered = sorted(one.run.served, key=lambda record: record.arrival - record.end)
   found = [phases(record) for record in ordered[: max(1, round(share * len(ordered)))]]
   index = Phases._fields.index(name)
@@ -250,7 +252,7 @@ def _mean_phase(one: Shown, name: str, share: float) -> float:
 
 
 def plot_padding(steps: Mapping[str, Sequence[StepRecord]]) -> Figure:
-  """Tokens of all steps of a rung, by what they were; a panel a label, the same axis for all."""
+  """Plots the tokens of all steps by rung and kind; one panel for each label, with the same axis."""
   columns = len(steps) if len(steps) <= MOST_COLUMNS else 4
   rows = math.ceil(len(steps) / columns)
   figure, axes = _figure(columns, rows, height=3.0)
@@ -287,7 +289,7 @@ def plot_padding(steps: Mapping[str, Sequence[StepRecord]]) -> Figure:
 
 
 def plot_steps(steps: Mapping[str, Sequence[StepRecord]]) -> Figure:
-  """Runs over time, a column a label: how long steps took, what they held, and how full the engine was."""
+  """Plots runs over time, one column for each label: step durations, step contents, and occupancy of the engine."""
   columns = len(steps)
   figure, axes = _figure(columns, rows=3, height=2.5)
   rows = [axes[columns * row : columns * (row + 1)] for row in range(3)]
@@ -345,7 +347,7 @@ def _composition(axis: Axes, steps: Sequence[StepRecord]) -> None:
 
 
 def _fullness(axis: Axes, steps: Sequence[StepRecord]) -> None:
-  # As many slots idle as requests wait, often: the one line is seen beneath the other.
+  # Idle slots often equal waiting requests, so one line must show beneath the other.
   names = {"num_waiting": ("waiting", _PREFILL, 2.5), "idle_slots": ("idle slots", "#d55e00", 1.0)}
   names |= {"num_rows": ("rows of the step", _DECODE, 1.0)}
   for side in sorted({step.side for step in steps}):
@@ -358,7 +360,7 @@ def _fullness(axis: Axes, steps: Sequence[StepRecord]) -> None:
 
 
 def _binned(steps: Sequence[StepRecord]) -> tuple[list[float], float, list[list[StepRecord]]]:
-  """The time of a run in _BINS parts: their middles, their length, and the steps planned in each."""
+  """Divides a run's time into _BINS parts; returns their middles, their length, and the steps planned in each."""
   begin, end = min(step.time for step in steps), max(step.time for step in steps)
   width = max(end - begin, 1e-9) / _BINS
   bins: list[list[StepRecord]] = [[] for _ in range(_BINS)]
@@ -368,7 +370,7 @@ def _binned(steps: Sequence[StepRecord]) -> tuple[list[float], float, list[list[
 
 
 def plot_kv(steps: Mapping[str, Sequence[StepRecord]], num_blocks: Mapping[str, int]) -> Figure:
-  """Plots KV blocks in use over time, and the filled share of their slots: means of each part of the time."""
+  """Plots KV blocks in use over time, and the filled share of their slots, as means over parts of the time."""
   figure, axes = _figure(2)
   style = _style(steps)
   for label, records in steps.items():
@@ -392,12 +394,12 @@ def plot_kv(steps: Mapping[str, Sequence[StepRecord]], num_blocks: Mapping[str, 
 
 
 def _plain(value: float, _: float) -> str:
-  """A formatter of ticks."""
+  """Formats ticks as plain numbers."""
   return _number(value)
 
 
 def _number(value: float) -> str:
-  """Three digits that matter, and no exponent."""
+  """Returns a number with three significant digits and no exponent."""
   if value >= 1e6:
     return f"{value / 1e6:.3g}M"
   if value >= 1e4:

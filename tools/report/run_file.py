@@ -1,19 +1,19 @@
-"""Keeps a run for tools.report: figures, a row a request, a row a step. Reads and writes; measures nothing.
+"""Reads and writes run files for tools.report: figures, a row for each request, a row for each step. Measures nothing.
 
 A run file is JSON lines. The first is
 
   {"format": "sluice run 1", "about": {...}, "figures": {...}, "request_fields": [...], "step_fields": [...],
    "served_fields": [...]}
 
-where `about` says what ran (label, batching, workload, slots, block_size, num_blocks, SLOs, machine) and `figures` is
-the JSON line that the tool printed. Every other line is a request as its client saw it, {"r": [values of
+where `about` describes the run (label, batching, workload, slots, block_size, num_blocks, SLOs, machine) and `figures`
+is the JSON line that the tool printed. Every other line is a request as its client saw it, {"r": [values of
 request_fields]}, a step, {"s": [values of step_fields]}, or a request as the engine saw it, {"e": [values of
-served_fields]}. Times are seconds since the start of the measured load everywhere; a warm-up is in none. Request
-fields: id, prompt_len, output_len, intended_s, sent_s, error (null or text), chunks ([[seconds, tokens], ...], one
-entry a message), tenant, priority. Step fields are those of engine/recorder.py's StepRecord, served fields those of its
-RequestRecord. A reader goes by the names, so that fields can be added, and takes a file without served requests,
-tenants or priorities. No prompt and no token is in it. The simulator writes run files too: its times are virtual, and
-`about` has "costs".
+served_fields]}. All times are seconds since the start of the measured load; the file has no warm-up. Request fields:
+id, prompt_len, output_len, intended_s, sent_s, error (null or text), chunks ([[seconds, tokens], ...], one entry for
+each message), tenant, priority. Step fields are those of engine/recorder.py's StepRecord, served fields those of its
+RequestRecord. Readers look fields up by name, so new fields may follow, and accept files without served requests,
+tenants or priorities. A run file holds no prompts and no tokens. The simulator writes run files with virtual times and
+"costs" in `about`.
 """
 
 from collections.abc import Sequence
@@ -29,19 +29,19 @@ from tools.simulate.step_points import parse_step_trace
 
 FORMAT = "sluice run 1"
 REQUEST_FIELDS = ("id", "prompt_len", "output_len", "intended_s", "sent_s", "error", "chunks", "tenant", "priority")
-_MICRO = 6  # digits of a second that are kept
+_MICRO = 6  # decimal digits of a second
 
 
 @dataclasses.dataclass(frozen=True)
 class RecordedRun:
-  """A run as its file has it; see the module.
+  """The contents of a run file; see the module docstring.
 
   Attributes:
     about, figures: plain JSON values.
-    outcomes: of the measured requests, without token ids.
-    prompt_lens: of the same requests.
-    steps: records, possibly none.
-    served: what the engine says of the requests that it ended, possibly nothing.
+    outcomes: the outcomes of the measured requests, without token ids.
+    prompt_lens: the prompt lengths of the same requests.
+    steps: the step records, possibly none.
+    served: the engine's records of finished requests, possibly none.
   """
 
   about: dict[str, Any]
@@ -58,7 +58,7 @@ class RecordedRun:
 
 
 def write_run(path: str, run: RecordedRun, start_s: float) -> None:
-  """Writes a run whose times are on a clock that said `start_s` when the load began."""
+  """Writes a run; `start_s` is the start of the load on the clock of its times."""
   head = {
     "format": FORMAT,
     "about": run.about,
@@ -94,13 +94,13 @@ def _row(kind: str, record: Sequence[Any]) -> str:
 
 
 def shifted(record: RequestRecord, seconds: float) -> RequestRecord:
-  """The record on a clock that says `seconds` more."""
+  """Returns the record with `seconds` added to its times."""
   times = {name: getattr(record, name) for name in ("arrival", "first_scheduled", "first_token", "end")}
   return record._replace(**{name: time + seconds for name, time in times.items() if time is not None})
 
 
 def read_run(path: str) -> RecordedRun:
-  """Reads a file of write_run().
+  """Reads a file that write_run() wrote.
 
   Raises:
     ConfigError: the file is missing, or is no run file.
@@ -139,12 +139,12 @@ def read_run(path: str) -> RecordedRun:
 
 
 def steps_of_trace(path: str, side: str = "") -> tuple[StepRecord, ...]:
-  """The steps of a step trace (the engine's start_trace) as records.
+  """Returns the steps of a step trace (the engine's start_trace) as records.
 
-  What a trace does not hold is 0: idle slots, KV, queues, and the time of commits.
+  Fields that a trace lacks are 0: idle slots, KV, queues, and commit times.
 
   Raises:
-    ConfigError: no such file, or no step trace.
+    ConfigError: the file is missing, or is no step trace.
   """
   found = parse_step_trace(path, lambda batch, now: _record(batch, now, side))
   first = min(step.time for step in found)
@@ -168,7 +168,7 @@ def _record(batch: dict[str, Any], now: float, side: str) -> StepRecord:
     "prefill_tokens": sum(counts[decodes:]),
     "decode_keys": sum(pairs[:decodes]),
     "prefill_pairs": sum(pairs[decodes:]),
-    # A trace without "computed" is older than devices that skip padding.
+    # A trace without "computed" comes from a device that computes all padding.
     "padding": batch.get("computed", batch["shape"][0]) - sum(counts),
     "num_running": len(counts),
   }

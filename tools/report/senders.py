@@ -1,9 +1,9 @@
 """Computes shares of service: TTFT by tenant and by priority, and each tenant's part of a fair share. Arithmetic only.
 
-While requests arrive, the served tokens are compared with a max-min fair division of the same tokens: a tenant that
-requests less than an equal part gets its request, and the others divide the rest. Fairness is the smallest part of that
-share that any tenant got: 1 is a fair division, 0 means that one tenant got nothing. A prompt counts when its first
-token comes, and each output token when it comes.
+The module compares the tokens served while requests arrive with a max-min fair division of the same tokens: a tenant
+that requests less than an equal part gets all it requests, and the others divide the rest. Fairness is the smallest
+ratio of served tokens to that share among tenants: 1 is a fair division, 0 means that one tenant got nothing. A prompt
+counts at its first token's time, and each output token at its own.
 """
 
 import bisect
@@ -49,10 +49,10 @@ class SenderTally:
     """Counts a request.
 
     Args:
-      tenant, priority, arrival_s: of the request.
-      asked: prompt tokens and output tokens.
-      times: when each token came, in order.
-      ok: whether it ended well; else its TTFT does not count.
+      tenant, priority, arrival_s: the request's tenant, priority and arrival time.
+      asked: the number of requested tokens, prompt and output.
+      times: the arrival time of each token, in order.
+      ok: whether the request succeeded; otherwise its TTFT does not count.
     """
     num_prompt, num_output = asked
     served = bisect.bisect_right(times, self.end_s)
@@ -64,7 +64,7 @@ class SenderTally:
         sent.ttfts.append(times[0] - arrival_s)
 
   def figures(self) -> dict[str, Any]:
-    """`fairness` and `tenants` where there are several tenants, `priorities` where there are several."""
+    """Returns `fairness` and `tenants` if there are several tenants, and `priorities` if there are several."""
     found: dict[str, Any] = {}
     if len(self._tenants) > 1:
       served = {name: sent.served for name, sent in self._tenants.items()}
@@ -80,7 +80,7 @@ class SenderTally:
 
 
 def fair_shares(demands: Mapping[str, float], total: float) -> dict[str, float]:
-  """The max-min fair division of `total`, which is at most what all demand together."""
+  """Returns the max-min fair division of `total`, which is at most the sum of demands."""
   shares: dict[str, float] = {}
   for number, name in enumerate(sorted(demands, key=lambda name: demands[name])):
     shares[name] = min(demands[name], total / (len(demands) - number))
@@ -89,7 +89,7 @@ def fair_shares(demands: Mapping[str, float], total: float) -> dict[str, float]:
 
 
 def sender_figures(outcomes: Iterable[Outcome], prompt_lens: Iterable[int]) -> dict[str, Any]:
-  """What SenderTally.figures() gives of a kept run."""
+  """Returns SenderTally.figures() of a run file's run."""
   rows = list(zip(outcomes, prompt_lens, strict=True))
   tally = SenderTally(max((outcome.intended_s for outcome, _ in rows), default=0.0))
   for outcome, prompt_len in rows:

@@ -1,4 +1,4 @@
-"""Selects what a report shows of kept runs: which, at which load, with which figures. Plots and measures nothing."""
+"""Selects the runs, loads and figures that a report shows. Plots and measures nothing."""
 
 from collections.abc import Iterable, Sequence
 import dataclasses
@@ -20,10 +20,10 @@ class Shown:
   """A run as the report shows it.
 
   Attributes:
-    run: the kept run.
-    load: offered requests a second; infinite for a burst.
-    objectives: objectives of this report.
-    figures: of tools.report.latency.summary, with them, and of tools.report.senders.
+    run: the run file's contents.
+    load: the offered requests a second; infinite for a burst.
+    objectives: the report's objectives.
+    figures: the figures of tools.report.latency.summary for these objectives, and of tools.report.senders.
   """
 
   run: RecordedRun
@@ -37,7 +37,7 @@ class Shown:
 
 
 def offered_load(run: RecordedRun) -> float:
-  """Returns requests a second over the time of arrivals; infinite if that is no time."""
+  """Returns requests a second over the time of arrivals; infinite if that time is 0."""
   times = [outcome.intended_s for outcome in run.outcomes]
   span = max(times) - min(times)
   return (len(times) - 1) / span if span > 0 else math.inf
@@ -55,7 +55,7 @@ def objectives_of(run: RecordedRun, given: Objectives) -> Objectives:
 
 
 def prepared(runs: Iterable[RecordedRun], given: Objectives) -> list[Shown]:
-  """Runs by label and load, with their figures."""
+  """Returns the runs by label and load, with their figures."""
   shown = []
   for run in runs:
     lens = zip(run.outcomes, run.prompt_lens, strict=True)
@@ -72,9 +72,9 @@ def rank(label: str) -> int:
 
 
 def side_by_side(shown: Sequence[Shown]) -> list[Shown]:
-  """One run a label, all at one load: of those that most labels share, where the best of them has most goodput.
+  """Returns one run for each label at one load: of the loads that most labels share, the one with the most goodput.
 
-  Below it all do well, far above it none does.
+  Below that load all runs do well, and far above it none does.
   """
   by_load: dict[str, dict[str, Shown]] = {}
   for one in shown:
@@ -88,13 +88,13 @@ def side_by_side(shown: Sequence[Shown]) -> list[Shown]:
 
 
 def padding_share(steps: Sequence[StepRecord]) -> float | None:
-  """Of all tokens that steps computed; None without steps."""
+  """Returns the share of padding in all computed tokens; None without steps."""
   computed = sum(step.decode_tokens + step.prefill_tokens + step.padding for step in steps)
   return sum(step.padding for step in steps) / computed if computed else None
 
 
 def likeness(beside: Sequence[Shown]) -> str:
-  """Describes whether runs that are compared had the same requests."""
+  """Describes whether the compared runs had the same requests."""
   offered = {
     tuple(
       (length, outcome.output_len, round(outcome.intended_s, 3))

@@ -1,9 +1,9 @@
-"""Asks, by pip-audit, whether a locked package has a known hole; never says "none" where nobody answered.
+"""Checks the locked packages for known vulnerabilities with pip-audit; never reports "none" without an answer.
 
   make audit [ARGS="--service=osv"]      # in an environment of its own, without Sluice's packages
 
-Exit code 0: audited, none is vulnerable; or the service could not be reached, which is said, and nothing is known.
-Exit code 1: these are vulnerable. Exit code 2: pip-audit failed in another way, as over a package without a hash.
+Exit code 0: no package is vulnerable, or the service did not answer, which the output states. Exit code 1: the listed
+packages are vulnerable. Exit code 2: pip-audit failed in another way, for example on a package without a hash.
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from tools.arguments import CommandParser
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TOOL = ROOT / ".venv-audit" / "bin" / "pip-audit"
 _TIMEOUT_S = 5
-# What pip-audit's last line begins with when the service did not answer, or not as it should.
+# Beginnings of pip-audit's last line after a missing or invalid answer of the service.
 _NO_ANSWER = ("requests.exceptions.", "pip_audit._service.interface.", "ERROR:pip_audit._cli:Tip: your network")
 
 
 def verdict(report: dict[str, Any], service: str) -> tuple[int, list[str]]:
-  """The exit code for pip-audit's report, and what to say."""
+  """Returns the exit code for pip-audit's report, and the text to print."""
   found = report["dependencies"]
   skipped = [package for package in found if "skip_reason" in package]
   audited = [package for package in found if "skip_reason" not in package]
@@ -43,7 +43,7 @@ def verdict(report: dict[str, Any], service: str) -> tuple[int, list[str]]:
 
 
 def outcome(done: subprocess.CompletedProcess[str], service: str) -> tuple[int, list[str]]:
-  """The exit code for what pip-audit did, and what to say."""
+  """Returns the exit code for a run of pip-audit, and the text to print."""
   try:
     report = json.loads(done.stdout)
   except ValueError:
@@ -55,7 +55,7 @@ def outcome(done: subprocess.CompletedProcess[str], service: str) -> tuple[int, 
 
 
 def audit(lock: pathlib.Path, service: str, osv_url: str) -> subprocess.CompletedProcess[str]:
-  """Has pip-audit ask."""
+  """Runs pip-audit."""
   command = [str(TOOL), f"--requirement={lock}", "--require-hashes", "--disable-pip", "--progress-spinner=off"]
   command += ["--format=json", "--aliases=on", f"--vulnerability-service={service}", f"--timeout={_TIMEOUT_S}"]
   command += [f"--osv-url={osv_url}"] if osv_url else []
@@ -63,11 +63,11 @@ def audit(lock: pathlib.Path, service: str, osv_url: str) -> subprocess.Complete
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-  """The command line; returns the exit code."""
+  """Runs the command line; returns the exit code."""
   parser = CommandParser("python -m tools.repository.audit", "Ask whether a locked package has a known hole.")
-  parser.add_argument("--lock", type=pathlib.Path, default=ROOT / "requirements.lock", help="what to ask about")
-  parser.add_argument("--service", choices=("pypi", "osv"), default="pypi", help="whom to ask")
-  parser.add_argument("--osv_url", default="", help="where OSV is; empty: its own address")
+  parser.add_argument("--lock", type=pathlib.Path, default=ROOT / "requirements.lock", help="lock file to audit")
+  parser.add_argument("--service", choices=("pypi", "osv"), default="pypi", help="vulnerability service")
+  parser.add_argument("--osv_url", default="", help="URL of OSV; empty: pip-audit's default")
   args = parser.parse_args(arguments)
   if not TOOL.exists():
     parser.error(f"{TOOL} is not there: `make audit` installs it")

@@ -1,11 +1,11 @@
-"""Checks the protos with buf: its lint rules, and that no published field, number or method is gone. Writes nothing.
+"""Checks the protos with buf: lint rules, and that every published field, number and method remains. Writes nothing.
 
 python -m tools.repository.check_protos
-python -m tools.repository.check_protos --publish    # at a release: what is there now is promised from then on
+python -m tools.repository.check_protos --publish    # at a release: publishes the current protos
 
-What was promised is `server/proto/published.binpb`, a descriptor set, so that no git history and no network is needed.
-buf comes as a binary inside the package `buf-bin` (or npm's `@bufbuild/buf`); where there is none, this says so and
-passes, for the protos' own tests check the rest.
+The published API is `server/proto/published.binpb`, a descriptor set, so the check needs no git history and no network.
+The package `buf-bin` (or npm's `@bufbuild/buf`) holds buf. Without it the tool prints a line and passes, since the
+protos' own tests check the rest.
 """
 
 import argparse
@@ -19,12 +19,12 @@ PUBLISHED = "server/proto/published.binpb"
 
 
 def find_buf() -> str | None:
-  """Beside this Python, as pip installs it, or on PATH."""
+  """Returns the path of buf beside this Python, where pip installs it, or on PATH."""
   return shutil.which("buf", path=str(pathlib.Path(sys.executable).parent)) or shutil.which("buf")
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns buf's exit code; its complaints name file and line."""
+  """Runs the command line; returns buf's exit code. Its messages name file and line."""
   parser = argparse.ArgumentParser(description="Checks the protos with buf.")
   parser.add_argument("--publish", action="store_true", help=f"write {PUBLISHED} instead of comparing with it")
   publish = parser.parse_args(argv).publish

@@ -5,14 +5,14 @@
 
 from tools.repository.svg_canvas import Canvas, Theme
 
-# The rung that the pictures show, and the rows that fill it: (letter, tokens), and one token of padding.
+# The rung in the pictures, and its rows: (letter, tokens), and one token of padding.
 _ROWS = (("A", 1), ("B", 1), ("C", 5))
 _RUNG = 8
 _LADDER = (8, 32, 64, 256, 512)
 
 
 def draw_architecture(theme: Theme) -> str:
-  """Clients, the host process and the device, with one request's way through them, as SVG text."""
+  """Returns a picture of clients, host process and device with one request's path, as SVG text."""
   canvas = Canvas(
     960,
     412,
@@ -57,7 +57,7 @@ def draw_architecture(theme: Theme) -> str:
   _draw_blocks(canvas, 751, 258)
   canvas.add_card(740, 332, 194, 56, "Last token of each slot")
   _draw_slots(canvas, 751, 364)
-  # The way of a request.
+  # The path of a request.
   for y in (79, 151, 223):
     canvas.add_arrow(((136, y), (192, y)))
   canvas.add_arrow(((136, 295), (157, 295), (157, 348), (335, 348), (335, 158), (350, 158)))
@@ -79,7 +79,7 @@ def _colors(theme: Theme) -> dict[str, str]:
 
 
 def _draw_rows(canvas: Canvas, x: float, y: float) -> None:
-  """The rows of a step, as the scheduler counts them."""
+  """Draws the rows of a step, as the scheduler counts them."""
   colors = _colors(canvas.theme)
   for (name, tokens), what in zip(_ROWS, ("decode", "decode", "prefill chunk"), strict=True):
     for index in range(tokens):
@@ -89,7 +89,7 @@ def _draw_rows(canvas: Canvas, x: float, y: float) -> None:
 
 
 def _draw_ladder(canvas: Canvas, x: float, y: float) -> None:
-  """The rungs, the lowest filled with the rows."""
+  """Draws the rungs, the lowest filled with the rows."""
   colors, theme = _colors(canvas.theme), canvas.theme
   for index, tokens in enumerate(_LADDER):
     width = 8 * 15 + 1 + 23 * index
@@ -106,7 +106,7 @@ def _draw_ladder(canvas: Canvas, x: float, y: float) -> None:
 
 
 def _draw_blocks(canvas: Canvas, x: float, y: float) -> None:
-  """The block pool, each block in the color of the row that holds it."""
+  """Draws the block pool, each block in the color of its row."""
   colors = _colors(canvas.theme)
   held = "AACCCB.CAA.BBCC...AAB.CC.....CC.BB...A."
   for index, name in enumerate(held):
@@ -115,19 +115,19 @@ def _draw_blocks(canvas: Canvas, x: float, y: float) -> None:
 
 
 def _draw_slots(canvas: Canvas, x: float, y: float) -> None:
-  """A token a slot, some of them free."""
+  """Draws the slots with a token each; some are free."""
   colors = _colors(canvas.theme)
   for index, name in enumerate("ABC.........."):
     _draw_cell(canvas, x + 13 * index, y, colors.get(name))
 
 
 def _draw_cell(canvas: Canvas, x: float, y: float, color: str | None) -> None:
-  """A block or a slot, in the color of the row that holds it."""
+  """Draws a block or a slot in the color of its row."""
   canvas.add_box(x, y, 10, 13, fill=color or "none", stroke=color or canvas.theme.line, radius=2)
 
 
 def draw_request_path(theme: Theme) -> str:
-  """One request against time, in lanes: front end, engine thread, device; as SVG text."""
+  """Returns a picture of one request over time, with lanes for front end, engine thread and device, as SVG text."""
   canvas = Canvas(
     960,
     336,

@@ -17,7 +17,7 @@ _NAMES = {
 
 
 def read_ratios() -> tuple[list[tuple[str, float, float, float]], str]:
-  """(peer, ratio, Sluice's output tokens/s, the peer's) of each offline run, the largest ratio first; and the source.
+  """Returns (peer, ratio, Sluice's output tokens/s, the peer's) of each offline run by falling ratio; and the source.
 
   Raises:
     KeyError: the file holds no such run.
@@ -42,7 +42,7 @@ def _rate(run: dict[str, Any], engine: str) -> float:
 
 
 def draw_peer_chart(theme: Theme) -> str:
-  """A bar for each peer, as SVG text."""
+  """Returns a chart with a bar for each peer, as SVG text."""
   rows, source = read_ratios()
   canvas = Canvas(
     760,

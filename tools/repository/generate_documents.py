@@ -1,4 +1,4 @@
-"""Writes every page and picture of docs/ that the code makes. `make docs` runs it; a test compares the files.
+"""Writes every generated page and picture of docs/. `make docs` runs it; a test compares the files.
 
 python -m tools.repository.generate_documents
 """
@@ -41,7 +41,7 @@ DOCUMENTS: dict[pathlib.Path, Callable[[], str]] = {
 
 
 def main() -> None:
-  """The command."""
+  """Runs the command line."""
   for file, make in DOCUMENTS.items():
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(make(), "utf-8")

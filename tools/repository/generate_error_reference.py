@@ -38,12 +38,12 @@ HTTP itself also returns 400, 403, 404, 405, 411, 413, 415, 431 and 505 for a ba
 | 1 | the start failed, or the engine died |
 | 2 | a flag is wrong |
 """
-# They end a start, or an engine; no caller gets them by these names.
+# They end a start or an engine; callers never see these names.
 _NEVER_SENT = (ConfigError, ShapeNotOnLadder, Refused)
 
 
 def _kinds(base: type[EngineError]) -> list[type[EngineError]]:
-  """All subclasses that the table of statuses knows, the general ones first."""
+  """Returns all subclasses in the table of statuses, general ones first."""
   found = []
   for kind in base.__subclasses__():
     if not issubclass(kind, _NEVER_SENT) and kind.__module__ in (
@@ -69,7 +69,7 @@ def _retry(error: EngineError) -> str:
 
 
 def _http_cells(error: EngineError) -> tuple[str, str]:
-  """Status, and type with code; empty for an error that gRPC alone has."""
+  """Returns the HTTP status, and type with code; empty for an error of gRPC alone."""
   if not any(isinstance(error, kind) for kind, _ in error_responses._TABLE):
     return "", ""
   answer = make_error_answer(error)
@@ -78,7 +78,7 @@ def _http_cells(error: EngineError) -> tuple[str, str]:
 
 
 def error_reference() -> str:
-  """The page's text."""
+  """Returns the page's text."""
   rows = []
   for kind in _kinds(EngineError):
     error = _example(kind)
@@ -92,7 +92,7 @@ def error_reference() -> str:
 
 
 def main() -> None:
-  """The command."""
+  """Runs the command line."""
   PAGE.write_text(error_reference())
 
 

@@ -17,7 +17,7 @@ reads flags from a file, one a line.
 
 
 def flag_reference() -> str:
-  """The page's text."""
+  """Returns the page's text."""
   lines, group = [_HEAD], ""
   for declared in declared_flags():
     found = declared.setting
@@ -32,7 +32,7 @@ def flag_reference() -> str:
 
 
 def main() -> None:
-  """The command."""
+  """Runs the command line."""
   PAGE.parent.mkdir(parents=True, exist_ok=True)
   PAGE.write_text(flag_reference())
 

@@ -23,17 +23,17 @@ server also answers gRPC health checks, reflection and, with `--enable_channelz`
 """
 _Field = descriptor_pb2.FieldDescriptorProto
 _KINDS = {value: name.removeprefix("TYPE_").lower() for name, value in _Field.Type.items()}
-# Field numbers inside google.protobuf.FileDescriptorProto, of which comment paths are made.
+# Field numbers in google.protobuf.FileDescriptorProto; comment paths consist of them.
 _MESSAGE, _ENUM, _SERVICE, _SYNTAX = 4, 5, 6, 12
 _IN_MESSAGE_FIELD, _IN_MESSAGE_ENUM, _ENUM_VALUE, _METHOD = 2, 4, 2, 2
 
 
 @functools.cache
 def read_protos() -> tuple[descriptor_pb2.FileDescriptorProto, ...]:
-  """The descriptors of the published protos, with comments.
+  """Returns the descriptors of the published protos, with comments.
 
   Raises:
-    RuntimeError: protoc refused a file; its complaint is on standard error.
+    RuntimeError: protoc rejected a file; its message is on standard error.
   """
   from grpc_tools import protoc  # a development dependency: the server runs without it
 
@@ -48,7 +48,7 @@ def read_protos() -> tuple[descriptor_pb2.FileDescriptorProto, ...]:
 
 
 def field_comments(message: str) -> dict[str, str]:
-  """What the proto says of each field of a message of sluice.v1 that has a comment."""
+  """Returns the proto's comments by field, for a message of sluice.v1."""
   file = read_protos()[0]
   comments = _comments(file)
   index, found = next((index, found) for index, found in enumerate(file.message_type) if found.name == message)
@@ -57,7 +57,7 @@ def field_comments(message: str) -> dict[str, str]:
 
 
 def _comments(file: descriptor_pb2.FileDescriptorProto) -> dict[tuple[int, ...], str]:
-  """By the path of what they stand above."""
+  """Returns comments by the path of the element below them."""
   return {
     tuple(location.path): " ".join(location.leading_comments.split())
     for location in file.source_code_info.location
@@ -66,7 +66,7 @@ def _comments(file: descriptor_pb2.FileDescriptorProto) -> dict[tuple[int, ...],
 
 
 def grpc_reference() -> str:
-  """The page's text."""
+  """Returns the page's text."""
   return _HEAD + "".join(_show_file(file) for file in read_protos())
 
 
@@ -141,13 +141,13 @@ def _show_type(message: descriptor_pb2.DescriptorProto, field: _Field) -> str:
 
 
 def _link(type_name: str) -> str:
-  """A message or an enum of these pages; or the plain name of another package's."""
+  """Returns a link to a message or an enum on the page, or the plain name for one of another package."""
   name = type_name.rpartition(".")[2]
   return f"[{name}](#{name.lower()})" if type_name.startswith(".sluice.") else type_name.removeprefix(".")
 
 
 def main() -> None:
-  """The command."""
+  """Runs the command line."""
   PAGE.write_text(grpc_reference())
 
 

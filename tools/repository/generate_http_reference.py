@@ -2,7 +2,7 @@
 
 python -m tools.repository.generate_http_reference
 
-Fields that sluice.v1 has too are explained by the comments of its proto, unless their declaration says more.
+The proto's comments explain fields that sluice.v1 has too, unless their declaration has a description.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ _SHARED = ("SamplingParams", "StopParams", "GenerateRequest")
 
 
 def http_reference() -> str:
-  """The page's text."""
+  """Returns the page's text."""
   document = openapi.document("")
   schemas = document["components"]["schemas"]
   parts = [_HEAD, "## Endpoints\n", _endpoints(document), ""]
@@ -101,13 +101,13 @@ def _fields(
   names: Iterable[str] = (),
   meanings: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-  """A table of fields of an object.
+  """Returns a table of an object's fields.
 
   Args:
-    schema: of the object.
-    schemas: those that it refers to.
-    names: of the fields; empty: all.
-    meanings: what a field means whose declaration does not say it.
+    schema: the object's schema.
+    schemas: the schemas that it refers to.
+    names: the names of the fields; empty: all.
+    meanings: the meanings of fields whose declarations have no description.
   """
   properties, required = schema["properties"], schema.get("required", ())
   rows = []
@@ -125,7 +125,7 @@ def _answer_fields(schema: dict[str, Any]) -> str:
 
 
 def _flat(schema: dict[str, Any], prefix: str) -> list[tuple[str, dict[str, Any]]]:
-  """The fields of an object and of the objects in it, by their paths."""
+  """Returns the fields of an object and of its nested objects, by path."""
   found: list[tuple[str, dict[str, Any]]] = []
   for name, inner in schema["properties"].items():
     path = f"{prefix}{name}"
@@ -142,7 +142,7 @@ def _flat(schema: dict[str, Any], prefix: str) -> list[tuple[str, dict[str, Any]
 
 
 def _nested(schemas: dict[str, Any]) -> list[str]:
-  """Objects that bodies are made of."""
+  """Returns the names of the objects nested in bodies."""
   kinds = (CompletionRequest, ChatCompletionRequest, TokenizeText, TokenizeChat, DetokenizeRequest)
   names: list[str] = []
   queue = [kind.__name__ for kind in kinds]
@@ -162,14 +162,14 @@ def _references(schema: Any) -> list[str]:
 
 
 def _description(schema: dict[str, Any]) -> str:
-  """Of a field, wherever its declaration has it."""
+  """Returns a field's description, wherever its declaration has it."""
   if "description" in schema:
     return schema["description"]
   return " ".join(option["description"] for option in schema.get("anyOf", ()) if "description" in option)
 
 
 def _show(schema: dict[str, Any]) -> str:
-  """A schema in words."""
+  """Describes a schema in words."""
   if "$ref" in schema:
     name = schema["$ref"].rpartition("/")[2]
     return f"[{name}](#{name.lower()})"
@@ -203,7 +203,7 @@ def _limits(schema: dict[str, Any], low: str, high: str, unit: str) -> str:
   return " (not empty)" if least == 1 else f" (at least {least} {unit})" if least else ""
 
 
-# Bounds of the wire's integers, which tell a reader nothing.
+# Bounds of integer types, which readers do not need.
 _WIDE = {
   request_fields.INT32_MAX,
   -request_fields.INT32_MAX - 1,
@@ -219,7 +219,7 @@ def _numbers(schema: dict[str, Any]) -> str:
 
 
 def _unsupported() -> str:
-  """One row a field, with where it is refused if that is not everywhere."""
+  """Returns one row for each field, with the places that refuse it unless all do."""
   rows: list[Sequence[str]] = []
   groups: tuple[tuple[Unsupported, str], ...] = (
     (request_fields.UNSUPPORTED, ""),
@@ -237,7 +237,7 @@ def _unsupported() -> str:
 
 
 def main() -> None:
-  """The command."""
+  """Runs the command line."""
   PAGE.write_text(http_reference())
 
 

@@ -45,7 +45,7 @@ Sums over the processes of the server, from the system.
 
 
 def _all_metrics() -> list[Metric]:
-  """Those of a server that serves nothing, with one sample of every label."""
+  """Returns the metrics of an idle server, with one sample of every label."""
   config = EngineConfig(vocab_size=2, max_model_len=16, num_blocks=1)
   stats = dataclasses.replace(Recorder().stats(Scheduler(config), 0, 0), finished={FinishReason.STOP: 0})
   counts = ProcessCounts(
@@ -66,7 +66,7 @@ def _row(metric: Metric) -> tuple[str, str, str, str]:
 
 
 def metrics_reference() -> str:
-  """The page's text."""
+  """Returns the page's text."""
   metrics = _all_metrics()
   head = ("metric", "type", "labels", "")
   ours = [_row(metric) for metric in metrics if metric.name.startswith("sluice_")]
@@ -85,7 +85,7 @@ def metrics_reference() -> str:
 
 
 def main() -> None:
-  """The command."""
+  """Runs the command line."""
   PAGE.write_text(metrics_reference())
 
 

@@ -16,10 +16,10 @@ PROTOS = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (R
 def generate(out: pathlib.Path) -> list[pathlib.Path]:
   """Writes the generated modules below `out`, at their import paths; returns the files.
 
-  Paths inside the generated code follow the include root, so it must be the repository's.
+  Paths in the generated code follow the include root, so it must be the repository's.
 
   Raises:
-    RuntimeError: protoc refused the file (its complaint is on stderr).
+    RuntimeError: protoc rejected the file; its message is on standard error.
   """
   from grpc_tools import protoc  # a development dependency: the server runs without it
 
@@ -39,8 +39,8 @@ def generate(out: pathlib.Path) -> list[pathlib.Path]:
 
 
 def main() -> int:
-  """Writes into the repository."""
-  argparse.ArgumentParser(description="Regenerates the modules made of protos.").parse_args()
+  """Writes the modules into the repository."""
+  argparse.ArgumentParser(description="Regenerates the modules of the protos.").parse_args()
   for path in generate(ROOT):
     print(path.relative_to(ROOT))
   return 0

@@ -1,11 +1,11 @@
-"""Makes Sluice's wheels of this checkout: the server's, and the client's. May not build kernels, nor fetch.
+"""Builds the server's and the client's wheels from this checkout. Builds no kernels and downloads nothing.
 
   python -m tools.repository.make_wheel FOLDER
 
-sluice-serve holds the server, the tools, the demo model, and the C++ kernels that are built. It is for one platform if
-libraries are in it, and for any Python: they know XLA alone. pallas_kernels/native.py chooses the ones that a machine
-loads. sluice-client holds server/client.py and its messages as the package sluice_client, and needs no JAX. Each is
-made in a copy, so that nothing is left beside the sources.
+sluice-serve holds the server, the tools, the demo model, and the C++ kernels that are already built. With kernels it is
+for one platform, but for any Python, since they depend only on XLA. pallas_kernels/native.py chooses the kernels that a
+machine loads. sluice-client holds server/client.py and its messages as the package sluice_client, and needs no JAX.
+Each build runs in a copy, so it leaves nothing beside the sources.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ from setuptools.build_meta import build_wheel
 print(build_wheel(sys.argv[1], {"--build-option": sys.argv[2:]}))
 """
 
-# Files of the client's wheel, by their names in it.
+# Files of the client's wheel, by name in the wheel.
 _CLIENT_FILES = {
   "client.py": "server/client.py",
   "sluice_pb2.py": "server/proto/sluice_pb2.py",
   "sluice_pb2.pyi": "server/proto/sluice_pb2.pyi",
   "sluice_pb2_grpc.py": "server/proto/sluice_pb2_grpc.py",
 }
-# Modules that move, each in the ways that they are written. The proto's own name stays: one process may load both.
+# Modules that move, in each form of import. The proto keeps its name, since one process may load both packages.
 _RENAMED = (
   (r"\bfrom server\.proto import (sluice_pb2\w*)", r"from sluice_client import \1"),
   (r"\bfrom server\.client import", "from sluice_client import"),
@@ -85,7 +85,7 @@ sluice_client = ["py.typed", "*.pyi"]
 
 
 def make_wheel(folder: pathlib.Path) -> pathlib.Path:
-  """Writes the server's wheel into `folder`, which is made if need be; returns its path. Raises CalledProcessError."""
+  """Writes the server's wheel into `folder`, which may not exist yet; returns its path. Raises CalledProcessError."""
   options = []
   if any(native.libraries()):
     options = ["--plat-name", sysconfig.get_platform().replace("-", "_").replace(".", "_")]
@@ -98,12 +98,12 @@ def make_wheel(folder: pathlib.Path) -> pathlib.Path:
       shutil.copy(ROOT / file, copy)
     for library in pathlib.Path(copy, "pallas_kernels", "built").glob("*"):
       if library.name not in {each.name for each in native.libraries()}:
-        library.unlink()  # of other sources: never loaded
+        library.unlink()  # of other sources, so never loaded
     return _build_wheel(copy, folder, options)
 
 
 def make_client_wheel(folder: pathlib.Path) -> pathlib.Path:
-  """Writes the client's wheel into `folder`, which is made if need be; returns its path. Raises CalledProcessError."""
+  """Writes the client's wheel into `folder`, which may not exist yet; returns its path. Raises CalledProcessError."""
   project = _read_project()["project"]
   texts = {name: (ROOT / source).read_text("utf-8") for name, source in _CLIENT_FILES.items()}
   with tempfile.TemporaryDirectory() as copy:
@@ -132,7 +132,7 @@ def _read_project() -> dict:
 
 
 def _client_dependencies(texts: dict[str, str]) -> list[str]:
-  """gRPC and protobuf, which must not be older than what made the messages; and gRPC's own parts of both."""
+  """Returns gRPC and protobuf, at least in the versions that generated the messages, and gRPC's packages for both."""
   protobuf = re.search(r"^# Protobuf Python Version: ([\d.]+)$", texts["sluice_pb2.py"], re.MULTILINE)
   grpcio = re.search(r"^GRPC_GENERATED_VERSION = '([\d.]+)'$", texts["sluice_pb2_grpc.py"], re.MULTILINE)
   assert protobuf and grpcio, "the generated files say their versions"
@@ -144,7 +144,7 @@ def _client_dependencies(texts: dict[str, str]) -> list[str]:
 
 
 def _build_wheel(copy: str, folder: pathlib.Path, options: Sequence[str]) -> pathlib.Path:
-  """Builds what is in `copy`; `folder` gets the wheel."""
+  """Builds a wheel from `copy` into `folder`."""
   folder.mkdir(parents=True, exist_ok=True)
   command = [sys.executable, "-c", _BUILD, str(folder.resolve()), *options]
   done = subprocess.run(command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
@@ -152,7 +152,7 @@ def _build_wheel(copy: str, folder: pathlib.Path, options: Sequence[str]) -> pat
 
 
 def main(arguments: Sequence[str]) -> int:
-  """The command; prints the wheels' paths, a line each."""
+  """Runs the command line; prints the wheels' paths, one a line."""
   if len(arguments) != 1:
     print("tools.repository.make_wheel: give one folder to write the wheels to", file=sys.stderr)
     return 2

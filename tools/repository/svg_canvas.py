@@ -1,9 +1,9 @@
-"""A drawing as SVG text, in a light and a dark theme. Knows shapes, not what they mean; needs no library."""
+"""Writes drawings as SVG text, in a light and a dark theme. Knows shapes, not their meaning; needs no library."""
 
 import dataclasses
 from xml.sax.saxutils import escape
 
-# Fonts that a reader's system has: an image inside a page may load none.
+# System fonts: an image inside a page may load none.
 _FONT = "-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 _MONO = "ui-monospace, 'SF Mono', 'DejaVu Sans Mono', Menlo, monospace"
 
@@ -15,8 +15,8 @@ class Theme:
   Attributes:
     name: part of the file's name.
     ink, muted, line: text, secondary text, borders.
-    page, panel, card: from the back to the front.
-    accents: colours of different things, in a fixed order: blue, green, orange, purple.
+    page, panel, card: backgrounds, from back to front.
+    accents: colors of different items, in a fixed order: blue, green, orange, purple.
   """
 
   name: str
@@ -46,10 +46,10 @@ THEMES = (LIGHT, DARK)
 
 
 class Canvas:
-  """Collects shapes in the order in which they are drawn; coordinates are pixels from the upper left corner."""
+  """Collects shapes in drawing order; coordinates are pixels from the upper left corner."""
 
   def __init__(self, width: int, height: int, theme: Theme, title: str, description: str):
-    """Args: title, description: what screen readers say."""
+    """Args: title, description: the texts for screen readers."""
     self.theme = theme
     self._width, self._height = width, height
     self._markers: dict[str, str] = {}
@@ -70,7 +70,7 @@ class Canvas:
     opacity: float = 1,
     dashed: bool = False,
   ) -> None:
-    """A rectangle with round corners."""
+    """Adds a rectangle with round corners."""
     dash = ' stroke-dasharray="5 4"' if dashed else ""
     shade = f' fill-opacity="{opacity:g}"' if opacity != 1 else ""
     self._shapes.append(
@@ -90,7 +90,7 @@ class Canvas:
     weight: int = 400,
     mono: bool = False,
   ) -> None:
-    """A line of text; `y` is its base line, `anchor` is start, middle or end."""
+    """Adds a line of text; `y` is its baseline, `anchor` is start, middle or end."""
     font = f' font-family="{_MONO}"' if mono else ""
     bold = f' font-weight="{weight}"' if weight != 400 else ""
     place = f' text-anchor="{anchor}"' if anchor != "start" else ""
@@ -100,18 +100,18 @@ class Canvas:
     )
 
   def add_lines(self, x: float, y: float, lines: tuple[str, ...], *, step: float = 17, **style: object) -> None:
-    """Lines of text, one below the other; the rest is as in add_text."""
+    """Adds lines of text, one below the other; see add_text for the other arguments."""
     for index, line in enumerate(lines):
       self.add_text(x, y + step * index, line, **style)  # pyright: ignore[reportArgumentType]
 
   def add_card(self, x: float, y: float, width: float, height: float, head: str, lines: tuple[str, ...] = ()) -> None:
-    """A box with a heading and lines below it."""
+    """Adds a box with a heading and lines below it."""
     self.add_box(x, y, width, height, fill=self.theme.card, stroke=self.theme.line)
     self.add_text(x + 12, y + 22, head, weight=600)
     self.add_lines(x + 12, y + 41, lines, size=12, color=self.theme.muted)
 
   def add_arrow(self, points: tuple[tuple[float, float], ...], *, color: str | None = None, width: float = 1.6) -> None:
-    """A line through these points with a head at the last one."""
+    """Adds a line through these points with an arrowhead at the last one."""
     stroke = color or self.theme.muted
     marker = self._markers.setdefault(stroke, f"head{len(self._markers)}")
     path = "M" + " L".join(f"{x:g} {y:g}" for x, y in points)
@@ -123,14 +123,14 @@ class Canvas:
   def add_line(
     self, x1: float, y1: float, x2: float, y2: float, *, color: str | None = None, dashed: bool = False
   ) -> None:
-    """A thin line."""
+    """Adds a thin line."""
     dash = ' stroke-dasharray="4 4"' if dashed else ""
     self._shapes.append(
       f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color or self.theme.line}"{dash}/>'
     )
 
   def to_svg(self) -> str:
-    """The file's text."""
+    """Returns the file's text."""
     heads = "".join(
       f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
       f'<path d="M0 0.5 L7.5 4 L0 7.5 z" fill="{color}"/></marker>'

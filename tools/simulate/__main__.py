@@ -6,18 +6,18 @@
   python -m tools.simulate --costs=costs.json --trace=FILE.csv --prefill_replicas=2 --decode_replicas=3
   python -m tools.simulate --costs=costs.json --trace=FILE.csv --find_replicas --slo_ttft_ms=500 --slo_tpot_ms=50
 
-The Scheduler and Engine are the server's own, and the flags about them have the server's names; tools.simulate.events
-says what is modelled, tools.simulate.measure_costs makes the cost table, tools.report.latency defines the words, and
+The Scheduler and Engine are the server's own, and their flags have the server's names. tools.simulate.events describes
+the model, tools.simulate.measure_costs makes the cost table, tools.report.latency defines the latency metrics, and
 tools.report.senders defines fairness. Every policy serves the same requests at the same times.
 
 Without other flags the command serves the first 1,000 requests of a sample of a production chat trace, by the step
 times of the demo model on a CPU, at --load times what the engine can serve: a queue builds up, and policies differ.
---rate sets the arrival rate itself, --rate_scale keeps the trace's own times, and --requests takes a request file as it
-is. The simulated queue has no limit and no timeout unless a flag sets one.
+--rate sets the arrival rate itself, --rate_scale keeps the trace's own times, and --requests replays a request file
+unchanged. The simulated queue has no limit and no timeout unless a flag sets one.
 
---report=DIR writes a run file a policy, plots, and a page of all (tools.report). --json prints one JSON line instead of
-the table: the figures, of several policies under "runs". --output=FILE keeps the same as a file. --find_replicas looks
-for the smallest number of replicas (or, with --prefill_replicas and --decode_replicas, of such groups) with which the
+--report=DIR writes a run file for each policy, plots, and one page (tools.report). --json prints the figures as one
+JSON line instead of the table, with several policies under "runs". --output=FILE writes the same JSON. --find_replicas
+finds the smallest number of replicas (or, with --prefill_replicas and --decode_replicas, of such groups) at which the
 share --attainment of all requests meets the objectives; refused requests miss. Exit code 2 with one line for bad input.
 """
 
@@ -56,7 +56,7 @@ _SLO = {"ttft": 1000.0, "tpot": 100.0}  # milliseconds, by default
 _SENDERS = {"num_tenants": 4, "batch_share": 0.25}  # by default: enough to tell fair and tiers apart
 VOCAB_SIZE = 2**31 - 1  # the simulator ignores token ids
 _FROM_TABLE = ("max_model_len", "num_blocks", "block_size", "max_num_seqs")  # by default
-_UNLIMITED = {  # by default: the queue of a policy must not be cut off
+_UNLIMITED = {  # by default: a limit would truncate a policy's queue
   "max_queued_requests": 10**9,
   "max_queued_tokens": 10**9,
   "queue_timeout_s": 0.0,
@@ -123,7 +123,7 @@ def engine_config(args: Any, costs: StepCosts) -> EngineConfig:
       f"note: the cost table was measured with max_num_seqs={measured}, and --max_num_seqs is {values['max_num_seqs']}",
       file=sys.stderr,
     )
-  # A rung costs a simulation nothing, so all are kept, whatever a step needs.
+  # A rung costs a simulation nothing, so the ladder keeps all.
   ladder = choose_ladder(
     "cpu",
     token_budgets=values["token_budgets"] or None,
@@ -136,7 +136,7 @@ def engine_config(args: Any, costs: StepCosts) -> EngineConfig:
 
 
 def expand_flagfile(argv: Sequence[str]) -> list[str]:
-  """Replaces --flagfile=FILE by the lines of the file, as the server's flags do. Raises ConfigError."""
+  """Replaces --flagfile=FILE with the lines of the file, as the server's flags do. Raises ConfigError."""
   found: list[str] = []
   for argument in argv:
     if not argument.startswith("--flagfile="):
@@ -166,8 +166,8 @@ def add_request_arguments(parser: CommandParser) -> None:
   parser.add_argument(
     "--requests", help="request file (JSON lines) with real token ids, in which prefixes may be equal"
   )
-  parser.add_argument("--at_once", action="store_true", help="with --requests: all are there at the start")
-  parser.add_argument("--repeat", type=positive_int, default=1, help="with --trace: so many times, end to end")
+  parser.add_argument("--at_once", action="store_true", help="with --requests: all requests arrive at the start")
+  parser.add_argument("--repeat", type=positive_int, default=1, help="with --trace: number of passes, end to end")
   workload.add_shape_arguments(parser)
 
 
@@ -220,7 +220,7 @@ def arrivals_from(args: Any, max_len: int | None) -> tuple[list[Arrival], dict[s
 
 
 def repeated(rows: list[tuple[float, int, int]], times: int) -> list[tuple[float, int, int]]:
-  """Repeats a trace end to end; its mean gap lies between two passes."""
+  """Repeats a trace end to end, with its mean gap between two passes."""
   last = rows[-1][0]
   period = last + (last / (len(rows) - 1) if len(rows) > 1 else 0.0)
   return [(arrival_s + turn * period, *lengths) for turn in range(times) for arrival_s, *lengths in rows]  # type: ignore[misc]
@@ -319,13 +319,15 @@ def _ms(seconds: float) -> str:
 def add_fleet_arguments(parser: CommandParser) -> None:
   """Adds the flags of the fleet."""
   parser.add_argument("--replicas", type=positive_int, default=1, help="engines behind the router")
-  parser.add_argument("--router", choices=sorted(ROUTERS), default=Fleet.router, help="who gets a request")
+  parser.add_argument("--router", choices=sorted(ROUTERS), default=Fleet.router, help="router of the requests")
   parser.add_argument(
-    "--prefill_replicas", type=int, default=0, help="disaggregated: engines for prompts (0: --replicas)"
+    "--prefill_replicas", type=int, default=0, help="disaggregated: engines for prefill (0: --replicas)"
   )
-  parser.add_argument("--decode_replicas", type=int, default=0, help="disaggregated: engines for the tokens after them")
-  parser.add_argument("--transfer_gb_s", type=positive_float, default=50.0, help="disaggregated: 10^9 bytes a second")
-  parser.add_argument("--transfer_latency_ms", type=float, default=0.0, help="disaggregated: of each transfer")
+  parser.add_argument("--decode_replicas", type=int, default=0, help="disaggregated: engines for decode")
+  parser.add_argument(
+    "--transfer_gb_s", type=positive_float, default=50.0, help="disaggregated: KV transfer, 10^9 bytes/s"
+  )
+  parser.add_argument("--transfer_latency_ms", type=float, default=0.0, help="disaggregated: latency of a transfer")
   parser.add_argument("--step_seed", type=int, default=0, help="seed of the step times sampled from the table's spread")
 
 
@@ -359,10 +361,10 @@ def make_parser() -> CommandParser:
   parser.set_defaults(rate=None, prompt_len=None, output_len=None, **_SENDERS)
   parser.add_argument("--slo_ttft_ms", type=positive_float, help="goodput: time to first token (default: 1000)")
   parser.add_argument("--slo_tpot_ms", type=positive_float, help="goodput: time per output token (default: 100)")
-  parser.add_argument("--find_replicas", action="store_true", help="search for the smallest number that serves well")
-  parser.add_argument("--attainment", type=float, default=0.9, help="find_replicas: share of requests to serve well")
-  parser.add_argument("--max_replicas", type=positive_int, default=256, help="find_replicas: where to give up")
-  parser.add_argument("--flagfile", help="more flags, one a line; what tools.simulate.tune_ladder writes")
+  parser.add_argument("--find_replicas", action="store_true", help="find the smallest fleet that meets the objectives")
+  parser.add_argument("--attainment", type=float, default=0.9, help="find_replicas: share that meets objectives")
+  parser.add_argument("--max_replicas", type=positive_int, default=256, help="find_replicas: largest number to try")
+  parser.add_argument("--flagfile", help="more flags, one a line, as tools.simulate.tune_ladder writes them")
   parser.add_argument("--report", default="", help="folder for a page and plots of all policies, and their run files")
   parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
   parser.add_argument("--output", type=output_file, default="", help="also write the JSON to this file")
@@ -370,7 +372,7 @@ def make_parser() -> CommandParser:
 
 
 def settle_arguments(args: Any) -> None:
-  """Sets what follows from other flags. Raises ConfigError."""
+  """Sets the flags that depend on other flags. Raises ConfigError."""
   if not 0 < args.attainment <= 1:
     raise ConfigError(f"attainment={args.attainment} must be above 0 and at most 1; set --attainment")
   args.policies = args.policies or (args.policy,)

@@ -11,8 +11,8 @@ some hundred requests by a tenth, so the simulator runs --draws times. The tool 
 beside the spread of the real rounds. With --over_grpc the real side is a server under tools.bench_serving, whose
 clients and front end share the machine. Steps take longer there, so the table's device part comes from the step trace
 of a warm-up load of that server, and a request's time outside the engine is the difference of that load's measured and
-simulated median TTFT. --output keeps earlier loads of the file; each has the commit that made it. Exit code 1 if a
-difference is above --tolerance: by default 0.10 for throughput and 0.15 for percentiles.
+simulated median TTFT. --output keeps earlier loads of the file, each with its commit. Exit code 1 if a difference is
+above --throughput_tolerance or, for percentiles, --tolerance.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def loads(args: Any, vocab_size: int) -> dict[str, TracedLoad]:
 
 
 def warm_up(args: Any) -> list[WorkRequest]:
-  """Returns a load like the others that ends with prompts which fill the largest step several times."""
+  """Returns a load like the others whose last prompts fill the largest step several times."""
   mixed = workload.synthetic(
     args.num_requests, "lognormal:100:8:400", "lognormal:40:4:200", args.vocab_size, seed=9, rate=args.rate
   )
@@ -247,27 +247,29 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--costs", default="", help="cost table; empty: measure them")
   parser.add_argument("--trace", default=str(SAMPLE), help="public traces (CSV), separated by commas")
   parser.add_argument("--scale", type=positive_float, default=0.1, help="lengths of the trace are multiplied by this")
-  parser.add_argument("--rate_scale", type=positive_float, default=6.0, help="so many times the trace's rate")
+  parser.add_argument("--rate_scale", type=positive_float, default=6.0, help="multiplier of the trace's rate")
   parser.add_argument("--loads", default="", help="names of the loads to run, separated by commas; empty: all")
-  parser.add_argument("--rate", type=positive_float, default=15.0, help="of the Poisson load, requests a second")
+  parser.add_argument("--rate", type=positive_float, default=15.0, help="Poisson load: requests a second")
   parser.add_argument(
-    "--lengths_load", type=positive_float, default=0.6, help="of a trace without arrival times, as a share of capacity"
+    "--lengths_load", type=positive_float, default=0.6, help="trace without arrival times: rate as a share of capacity"
   )
-  parser.add_argument("--num_requests", type=positive_int, default=400, help="of each load")
-  parser.add_argument("--max_len", type=positive_int, default=1024, help="the trace is cut to so many tokens a request")
+  parser.add_argument("--num_requests", type=positive_int, default=400, help="requests of each load")
+  parser.add_argument(
+    "--max_len", type=positive_int, default=1024, help="most tokens of a request; the trace is cut to them"
+  )
   parser.add_argument("--rounds", type=positive_int, default=3, help="runs of each load; their medians count")
   parser.add_argument("--draws", type=positive_int, default=5, help="simulated runs of each round, by --step_seed")
   parser.add_argument("--over_grpc", action="store_true", help="the real side is a server and its clients")
   parser.add_argument("--throughput_tolerance", type=positive_float, default=0.10)
-  parser.add_argument("--tolerance", type=positive_float, default=0.15, help="of percentiles of TTFT and ITL")
+  parser.add_argument("--tolerance", type=positive_float, default=0.15, help="for percentiles of TTFT and ITL")
   parser.add_argument("--token_budgets", default="8,16,32,64,128,256,384,512", help="as the server's flag")
   parser.add_argument("--prefill_chunk", type=positive_int, default=512, help="as the server's flag")
   parser.add_argument("--overlap", choices=("true", "false"), default="true", help="as the server's flag")
   parser.add_argument("--max_num_seqs", type=positive_int, default=64, help="as the server's flag")
   parser.add_argument("--max_model_len", type=positive_int, default=2048, help="as the server's flag")
   parser.add_argument("--num_blocks", type=positive_int, default=4096, help="as the server's flag")
-  parser.add_argument("--max_context", type=positive_int, default=1024, help="longest context the table is made for")
-  parser.add_argument("--load_seconds", type=positive_float, default=10.0, help="of each load that makes a table")
+  parser.add_argument("--max_context", type=positive_int, default=1024, help="longest context of the cost table")
+  parser.add_argument("--load_seconds", type=positive_float, default=10.0, help="seconds of each load for a cost table")
   parser.add_argument("--vocab_size", type=positive_int, default=2048, help="token ids of prompts are below this")
   parser.add_argument("--compile_cache_dir", default=str(pathlib.Path.home() / ".cache" / "sluice" / "programs"))
   parser.add_argument("--output", type=output_file, default="", help="also write the result here")

@@ -1,14 +1,14 @@
-"""Runs discrete events around real engines: arrivals, routers, transfers of KV, virtual time. Has no jax, no flag.
+"""Runs discrete events around real engines: arrivals, routers, KV transfers, virtual time. Has no jax, no flag.
 
-The engines are tools.simulate.replica's: production's code makes all decisions. The model covers the durations
-(tools.simulate.step_costs), and here the rest of the world.
+The engines are tools.simulate.replica's: production code makes all decisions. tools.simulate.step_costs models the
+durations; this module models the rest.
 
-Events run in the order of time. A replica's loop iteration is one event at its beginning; the next iteration sees what
-arrives meanwhile, as a real engine's thread does. A router knows the unfinished requests of each replica.
+Events run in time order. A replica's loop iteration is one event at its beginning; the next iteration sees the requests
+that arrive meanwhile, as a real engine's thread does. A router knows the unfinished requests of each replica.
 
-Disaggregated serving is that of extensions/disaggregated between replicas: a prefill replica runs a request for one
-token; its KV then takes bytes / bandwidth, one transfer at a time for each replica; and a decode replica takes over the
-request with its KV, as the engine there does, when it has a free slot and enough blocks.
+Disaggregated serving follows extensions/disaggregated, between replicas. A prefill replica runs a request for one
+token. Its KV transfer takes bytes / bandwidth; each replica runs one transfer at a time. A decode replica takes over
+the request with its KV once it has a free slot and enough blocks, as its engine does.
 """
 
 import bisect
@@ -30,7 +30,7 @@ from tools.report.senders import SenderTally
 from tools.simulate.replica import Arrival, Replica, make_router
 from tools.simulate.step_costs import StepCosts
 
-# --- What came of it --------------------------------------------------------------------------------------------------
+# --- Results ----------------------------------------------------------------------------------------------------------
 
 
 class _Track:
@@ -45,12 +45,12 @@ class _Track:
 
 
 class Collector:
-  """Latencies as tools.report.latency defines them, counted as requests end: memory does not grow with tokens."""
+  """Latencies as tools.report.latency defines them, counted as requests end, so memory does not grow with tokens."""
 
   def __init__(self, objectives: Objectives, keep: bool = False):
     """Args:
-    objectives: what goodput counts.
-    keep: also keep an Outcome of each request, in `outcomes`, and its prompt's length, in `prompt_lens`.
+    objectives: the objectives of goodput.
+    keep: whether to keep each request's Outcome in `outcomes`, and its prompt's length in `prompt_lens`.
     """
     self.objectives, self.keep = objectives, keep
     self.outcomes: list[Outcome] = []
@@ -72,7 +72,7 @@ class Collector:
     self.first_arrival = min(self.first_arrival, arrival.arrival_s)
 
   def first_token(self, track: _Track) -> None:
-    """Counts a first token: a late one is a miss, whatever follows."""
+    """Counts a first token; after a late one the request misses its objectives."""
     if track.times[0] - track.arrival.arrival_s > self.objectives.ttft_s:
       self._miss(track)
 
@@ -161,7 +161,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _spread_counted(name: str, counted: Sequence[tuple[float, int]]) -> dict[str, float | None]:
-  """As _spread, of values in order with their counts."""
+  """Computes _spread of sorted values with their counts."""
   ends = list(itertools.accumulate(count for _, count in counted))
   if not ends:
     return _spread(name, ())
@@ -178,7 +178,7 @@ def _spread_counted(name: str, counted: Sequence[tuple[float, int]]) -> dict[str
   return _milliseconds(name, figures | {"max": counted[-1][0]})
 
 
-# --- The world --------------------------------------------------------------------------------------------------------
+# --- The fleet --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,11 +186,11 @@ class Fleet:
   """The replicas and their links.
 
   Attributes:
-    replicas: engines that do everything; 0 with disaggregated serving.
-    router: name in ROUTERS, for requests that arrive (and, disaggregated, for those whose KV does).
-    prefill_replicas, decode_replicas: engines that do one part each; both or neither.
-    transfer_bytes_s, transfer_latency_s: of KV from a prefill replica to a decode replica.
-    step_seed: seed of the random step times.
+    replicas: the number of engines that both prefill and decode; 0 with disaggregated serving.
+    router: the name in ROUTERS for arriving requests (and, disaggregated, for arriving KV).
+    prefill_replicas, decode_replicas: the numbers of engines for one phase each; both or neither.
+    transfer_bytes_s, transfer_latency_s: bandwidth and latency of KV transfers to a decode replica.
+    step_seed: the seed of the random step times.
   """
 
   replicas: int = 1
@@ -228,10 +228,10 @@ class Simulation:
 
   def __init__(self, config: EngineConfig, costs: StepCosts, fleet: Fleet, collector: Collector):
     """Args:
-    config: of every engine.
-    costs: of every device.
+    config: the settings of every engine.
+    costs: the cost table of every device.
     """
-    costs.rung(config.token_budgets[-1])  # reports a ladder above the table before anything runs
+    costs.rung(config.token_budgets[-1])  # rejects a ladder above the table before the run
     if config.batching == "disaggregated" and not fleet.is_split:
       raise ConfigError(
         "batching='disaggregated' needs engines for both parts; set --prefill_replicas and --decode_replicas"
@@ -245,16 +245,16 @@ class Simulation:
     self._decoders = self.replicas[fleet.prefill_replicas :] if fleet.is_split else []
     self._router, self._decode_router = make_router(fleet.router), make_router(fleet.router)
     self._tracks: dict[str, _Track] = {}
-    self._turns: list[tuple[float, int]] = []  # (when, replica)
-    self._endings: list[tuple[float, int]] = []  # (when, replica): the time of its router's update
+    self._turns: list[tuple[float, int]] = []  # (time, replica)
+    self._endings: list[tuple[float, int]] = []  # (time, replica), for the router's update
     self._landings: list[tuple[float, int, Arrival, Replica]] = []  # (when, serial, what, where)
     self._serials = itertools.count()
 
   def run(self, arrivals: Sequence[Arrival], give_up_after: float = math.inf) -> bool:
-    """Runs to the end, or until more than `give_up_after` requests missed their objectives; returns whether to the end.
+    """Runs until the end, or until over `give_up_after` requests missed their objectives; returns True at the end.
 
     Args:
-      arrivals: in order of arrival_s, ids unique.
+      arrivals: requests in order of arrival_s, with unique ids.
     """
     turns, landings, collector = self._turns, self._landings, self.collector
     index, never, front_s = 0, (math.inf,), self.costs.host.front_s
@@ -346,7 +346,7 @@ class Simulation:
   # Figures.
 
   def figures(self) -> dict[str, Any]:
-    """Returns the collector's figures, and bench_serving's and bench_offline's of the engine, over all replicas."""
+    """Returns the collector's figures, and the engine figures of bench_serving and bench_offline over all replicas."""
     stats = [replica.engine.stats() for replica in self.replicas]
     totals = {
       name: sum(getattr(stat, f"num_{name}") for stat in stats)

@@ -1,7 +1,7 @@
 """Fits a cost table to measured steps. Measures nothing, and samples nothing from the table.
 
-Uses the standard library alone. Minimizes the squares of RELATIVE errors with non-negative slopes, so a step of 2 ms
-counts as much as one of 200. calibrated() then adjusts the table to the steps of a running engine.
+Uses the standard library alone. Minimizes squared RELATIVE errors with non-negative slopes, so a step of 2 ms counts as
+much as one of 200 ms. calibrated() then adjusts the table to the steps of a running engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,23 +17,23 @@ from tools.simulate.step_points import LaunchPoint, Point
 
 _QUANTILES = 100  # of a rung's spread
 _ENOUGH = 30  # steps of a rung for its own median
-_ENOUGH_FOR_SPREAD = 300  # and for its own spread: of fewer, one disturbed step would be the 99th percentile
-_OUTLIER = 0.1  # relative error from which a measured step counts as disturbed
+_ENOUGH_FOR_SPREAD = 300  # steps for its own spread: with fewer, one disturbed step would set the 99th percentile
+_OUTLIER = 0.1  # relative error above which a step counts as disturbed
 _REWEIGHTINGS = 12
 
 
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-  """The x >= 0 for which value / (row . x) is near 1, not led astray by a few disturbed values.
+  """Returns the x >= 0 for which value / (row . x) is near 1, robust to a few disturbed values.
 
-  Errors are relative to what is modelled, which is found by repetition: relative to what was measured, a value that a
-  busy machine made twice as large would count for less than one half as large, and the result would be too small.
-  Errors above _OUTLIER count by their size rather than its square (Huber's loss, by reweighting). Columns that want to
-  be negative are dropped one by one. Normal equations with columns scaled to length 1, which is precise enough for a
-  dozen columns that are not parallel.
+  Errors are relative to the modeled value, so the fit iterates. Relative to the measured value, a time that a busy
+  machine doubled would weigh less than a halved one, and the result would be too small. Errors above _OUTLIER count
+  linearly rather than squared (Huber loss, by reweighting). The fit drops columns with negative coefficients one by
+  one. It solves normal equations with columns scaled to length 1, precise enough for a dozen columns that are not
+  parallel.
 
   Args:
-    rows: of equal length, no entry below 0.
-    values: one a row, all above 0.
+    rows: rows of equal length, without negative entries.
+    values: one positive value for each row.
   """
   floor = min(values) / 100
   modelled, weights = list(values), [1.0] * len(values)
@@ -49,7 +49,7 @@ def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> l
 
 
 def _nonnegative(rows: Sequence[Sequence[float]], targets: Sequence[float], weights: Sequence[float]) -> list[float]:
-  """The x >= 0 with a small sum of weight * (row . x - target)^2."""
+  """Returns an x >= 0 with a small sum of weight * (row . x - target)^2."""
   width = len(rows[0])
   norms = [math.sqrt(math.fsum(row[column] ** 2 for row in rows)) for column in range(width)]
   active = [column for column in range(width) if norms[column] > 0]
@@ -62,7 +62,7 @@ def _nonnegative(rows: Sequence[Sequence[float]], targets: Sequence[float], weig
       matrix.append(
         [math.fsum(p * line[b] for p, line in zip(products, lines, strict=True)) for b in range(len(active))]
       )
-      matrix[a][a] += 1e-9  # parallel columns share, rather than divide by zero
+      matrix[a][a] += 1e-9  # parallel columns share their coefficient; without this they would divide by zero
       matrix[a].append(math.fsum(p * target for p, target in zip(products, targets, strict=True)))
     solution = _solve(matrix)
     lowest = min(range(len(active)), key=lambda index: solution[index])
@@ -75,7 +75,7 @@ def _nonnegative(rows: Sequence[Sequence[float]], targets: Sequence[float], weig
 
 
 def _solve(matrix: list[list[float]]) -> list[float]:
-  """Gauss-Jordan elimination with row exchange on [A | b]; A is regular."""
+  """Solves [A | b] by Gauss-Jordan elimination with row exchange; A is regular."""
   size = len(matrix)
   for column in range(size):
     pivot = max(range(column, size), key=lambda row: abs(matrix[row][column]))
@@ -88,18 +88,18 @@ def _solve(matrix: list[list[float]]) -> list[float]:
 
 
 def fit(points: Sequence[Point], by_tokens: bool = False) -> tuple[dict[str, Any], dict[str, float]]:
-  """The device's part of a table from measured steps.
+  """Fits the device's part of a table to measured steps.
 
   Args:
-    by_tokens: as StepCosts has it: rungs are then the corners of a line through all numbers of tokens, and there is no
-      slope for tokens beside it.
+    by_tokens: StepCosts.by_tokens. Rungs are then the corners of a piecewise linear function of the token count, and
+      tokens have no slope of their own.
 
   Returns:
-    `rung_s` and the five slopes, as StepCosts takes them; and the error of the fit: `mean_error` and `worst_error`,
-    shares of the measured time.
+    `rung_s` and the five slopes of StepCosts; and the errors of the fit, `mean_error` and `worst_error`, as shares of
+    the measured time.
 
   Raises:
-    ConfigError: fewer steps than numbers to find.
+    ConfigError: there are fewer steps than parameters.
   """
   rungs = sorted({point.tokens for point in points})
   if len(points) < len(rungs) + len(WORK_COSTS):
@@ -119,24 +119,24 @@ def fit(points: Sequence[Point], by_tokens: bool = False) -> tuple[dict[str, Any
 
 
 def _shares(rungs: Sequence[int], tokens: int) -> list[float]:
-  """What each rung counts for in the time of so many tokens, as StepCosts.rung interpolates."""
+  """Returns each rung's weight in the time of so many tokens, as StepCosts.rung interpolates."""
   index, share = corner(rungs, tokens)
   shares = [0.0] * len(rungs)
-  shares[index - 1] = 1.0 - share  # of the smallest rung nothing is left for the one "below"
+  shares[index - 1] = 1.0 - share  # the smallest rung has none below it
   shares[index] = share
   return shares
 
 
 def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
-  """The table brought to the steps of a running engine: their `cold_s` and `spread`, and each rung's median.
+  """Adjusts a table to the steps of a running engine: `cold_s`, `spread` and each rung's median.
 
-  Cold steps are looked at on the smallest rung, where they show most. A rung's median is that of steps after ones
-  alike; what others take longer is in their spreads. Rungs with too few of these steps move by the median factor of
-  all, and share spreads.
+  `cold_s` comes from the smallest rung, where cold steps show most. A rung's median is that of steps after similar
+  steps; the spreads hold the extra time of others. Rungs with too few of these steps move by the median factor of all
+  rungs, and share spreads.
 
   Args:
-    costs: a table of the same rungs.
-    points: not empty.
+    costs: a table with the same rungs.
+    points: measured steps, at least one.
   """
   smallest = costs.rung_s[0][0]
   excess: list[list[float]] = [[] for _ in range(WARM_AFTER.bit_length() + 1)]
@@ -156,14 +156,14 @@ def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
   for tokens, seconds in costs.rung_s:
     alike = [point for point in by_rung[tokens] if point.after is After.ALIKE]
     seen = alike if len(alike) >= _ENOUGH else by_rung[tokens]
-    # By tokens the rung is the upper end of these steps, so what is found moves it by its share.
+    # By tokens the rung is the upper end of these steps, so it moves by its share of the factor.
     found = [
       (point.seconds - (attention := costs.attention(point.work)))
       * (seconds / (costs.seconds(tokens, point.work) - attention or 1.0) if costs.by_tokens else 1.0)
       for point in seen
     ]
     moved = statistics.median(found) if len(found) >= _ENOUGH else seconds * factor
-    rung_s.append((tokens, max(moved, seconds / 10)))  # attention's slopes are not the rung's to undo
+    rung_s.append((tokens, max(moved, seconds / 10)))  # the rung does not compensate errors of attention's slopes
   costs = dataclasses.replace(costs, rung_s=tuple(rung_s))
 
   groups: dict[After, dict[int, list[float]]] = {after: {tokens: [] for tokens in by_rung} for after in After}
@@ -176,10 +176,10 @@ def calibrated(costs: StepCosts, points: Sequence[Point]) -> StepCosts:
 
 
 def _spread(rungs: Mapping[int, list[float]], otherwise: list[float]) -> tuple[tuple[int, tuple[float, ...]], ...]:
-  """Quantiles of each rung; rungs with few values share their shape about medians of their own.
+  """Returns quantiles for each rung; rungs with few values share one shape around their own medians.
 
-  A median needs fewer values than a 99th percentile: those with too few even for that take the shape as it is, and if
-  all of them together are few, `otherwise`.
+  A median needs fewer values than a 99th percentile. Rungs with too few for a median take the shape unchanged, and
+  `otherwise` if even all of them together have few.
   """
   few = {tokens: values for tokens, values in rungs.items() if len(values) < _ENOUGH_FOR_SPREAD}
   medians = {tokens: statistics.median(values) for tokens, values in few.items() if len(values) >= _ENOUGH}
@@ -197,13 +197,13 @@ def _spread(rungs: Mapping[int, list[float]], otherwise: list[float]) -> tuple[t
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
-  """The middles of _QUANTILES equal parts of the values in order."""
+  """Returns the middles of _QUANTILES equal parts of the sorted values."""
   ordered = sorted(values)
   return tuple(round(ordered[int((part + 0.5) / _QUANTILES * len(ordered))], 4) for part in range(_QUANTILES))
 
 
 def with_launch_spread(costs: StepCosts, launches: Sequence[LaunchPoint]) -> StepCosts:
-  """The table with the spread of `launches`; a kind that is rare among them has none."""
+  """Returns the table with the spread of `launches`; rare kinds of launch get none."""
   left: dict[Launch, list[float]] = {kind: [] for kind in Launch}
   for rows, tokens, admissions, seconds, kind in launches:
     left[kind].append(seconds / costs.launch_seconds(rows, tokens, admissions))
@@ -212,11 +212,11 @@ def with_launch_spread(costs: StepCosts, launches: Sequence[LaunchPoint]) -> Ste
 
 
 def fit_host(launches: Sequence[LaunchPoint], commits: Sequence[tuple[int, float]]) -> HostCosts:
-  """The host's part from measured steps.
+  """Fits the host's part to measured steps.
 
   Args:
-    launches: not empty.
-    commits: rows, seconds of taking values in.
+    launches: measured launches, at least one.
+    commits: (rows, seconds) of commits.
   """
   launches, commits = _without_slowest(launches, 3), _without_slowest(commits, 1)
   rows = [(1.0, float(rows), float(tokens), float(new), float(tokens > 0)) for rows, tokens, new, *_ in launches]
@@ -226,6 +226,6 @@ def fit_host(launches: Sequence[LaunchPoint], commits: Sequence[tuple[int, float
 
 
 def _without_slowest[Entry: tuple[Any, ...]](entries: Sequence[Entry], column: int) -> Sequence[Entry]:
-  """All but the hundredth whose `column` is largest: no mean is to hold those."""
+  """Returns all rows but the 1% with the largest `column`, so that outliers do not affect means."""
   ordered = sorted(entries, key=operator.itemgetter(column))
   return ordered[: len(ordered) - len(ordered) // 100]

@@ -4,13 +4,12 @@
   python -m tools.simulate.measure_costs --model=DIR --step_trace=FILE --output=costs.json
   python -m tools.simulate.measure_costs --roofline=config.json --tflops=989 --gb_s=4800 --output=costs.json
 
-Every rung of the ladder runs steps made by hand: decodes of short, long and mixed contexts, prompts at their beginning
-and at their end, both together, half-empty ones; two in flight, as in the engine. The best median of --rounds counts.
-Then the real engine runs loads, all at once and arriving at random with idle moments between. They give the host's
-part, the slowdown of each rung's steps (`engine_over_table`, included in the table), and the spread of equal steps
-(`cold_s`, `spread`). With --step_trace, the device's part and the host's planning come from steps that a server
-recorded, which shared the machine with front end and clients. --roofline writes the table of a device that is not
-available, and measures nothing.
+Every rung of the ladder runs synthetic steps: decodes with short, long and mixed contexts, the beginnings and ends of
+prompts, both together, and half-empty steps; two in flight, as in the engine. The best median of --rounds counts. Then
+the real engine runs loads: a burst, and random arrivals with idle moments. They give the host's part, the slowdown of
+each rung's steps (`engine_over_table`, included in the table), and the spread of equal steps (`cold_s`, `spread`). With
+--step_trace, the device's part and the host's planning come from a server's recorded steps, which shared the machine
+with front end and clients. --roofline estimates the table of an unavailable device and measures nothing.
 """
 
 from collections import deque
@@ -46,7 +45,7 @@ from tools.simulate.step_points import Point, RecordedStep, points_of, read_step
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _TOKEN = 7
 _SHARES = (0.05, 0.15, 0.4, 0.6)  # shares of the engine's capacity
-_SHORT_SHARE, _SHORT = 0.4, 8  # of that rate, with answers of at most so many tokens: most begin after a pause
+_SHORT_SHARE, _SHORT = 0.4, 8  # share of that rate, most tokens of an answer: most requests begin after a pause
 Rows = list[tuple[int, int]]  # (first position, tokens) of each
 
 
@@ -70,7 +69,7 @@ def made_steps(shape: StepShape, max_len: int) -> list[Rows]:
 
 
 def _prompts(tokens: int, most_rows: int, max_len: int, *, at_end: bool) -> Rows:
-  """Returns `tokens` prompt tokens in as few rows as hold them, at the beginning or the end of the longest sequence."""
+  """Returns `tokens` prompt tokens in the fewest rows, at the beginning or the end of the longest sequence."""
   rows: Rows = []
   while tokens > 0 and len(rows) < most_rows:
     count = min(tokens, max_len)
@@ -80,13 +79,13 @@ def _prompts(tokens: int, most_rows: int, max_len: int, *, at_end: bool) -> Rows
 
 
 class HandMade:
-  """Launches steps that no scheduler planned."""
+  """Launches steps without a scheduler."""
 
   def __init__(self, runner: Runner, config: EngineConfig):
     self._runner, self._config = runner, config
 
   def batch(self, shape: StepShape, rows: Rows, *, admit: bool) -> Batch:
-    """Returns a step of `rows`, one slot each; `admit` adds block tables, whose blocks repeat in a small pool."""
+    """Returns a step of `rows`, one slot each; `admit` adds block tables, which share the blocks of a small pool."""
     config, next_block, admissions = self._config, 0, []
     for slot, (start, count) in enumerate(rows):
       needed = -(-(start + count) // config.block_size)
@@ -108,7 +107,7 @@ class HandMade:
     )
 
   def times(self, shape: StepShape, rows: Rows, seconds: float, depth: int = 2) -> list[float]:
-    """Returns times of steps with `depth` in flight, for about `seconds` and for three steps at least."""
+    """Returns times of steps with `depth` in flight, for about `seconds` and at least three steps."""
     in_flight = deque([self._runner.launch(self.batch(shape, rows, admit=True))])
     batch = self.batch(shape, rows, admit=False)
     times: list[float] = []
@@ -129,9 +128,9 @@ def measure_device(runner: Runner, config: EngineConfig, max_context: int, secon
   """Runs made_steps on every rung.
 
   Args:
-    max_context: positions stay below this.
-    seconds: for each kind of step in each round.
-    rounds: over all kinds. The best round counts, by its median: what disturbs a machine makes steps longer only.
+    max_context: the limit on positions.
+    seconds: the time for each kind of step in each round.
+    rounds: the number of rounds over all kinds. The round with the best median counts: disturbances only add time.
   """
   made = HandMade(runner, config)
   shapes = config.ladder.rungs()
@@ -169,7 +168,7 @@ class Watched:
 
 
 class EngineRun(NamedTuple):
-  """The result of run_engine: records of steps and their contents; and a request's seconds outside the engine."""
+  """The result of run_engine: step records, their contents, and a request's seconds outside the engine."""
 
   records: list[StepRecord]
   watched: Watched
@@ -179,13 +178,13 @@ class EngineRun(NamedTuple):
 def run_engine(runner: Runner, config: EngineConfig, max_context: int, seconds: float) -> EngineRun:
   """Runs the real engine on requests of many lengths.
 
-  First all at once, so that every number of rows up to all slots occurs; then arriving at random (Poisson), at shares
-  of the rate at which the first were served, for about `seconds` each; the last of them with short answers. A busy
-  engine's steps differ from those of one that starts from a pause again and again, and both are asked for.
+  The first load is a burst, so every number of rows up to all slots occurs. Poisson loads follow, for about `seconds`
+  each, at shares of the rate that the burst reached; the last one has short answers. Steps of a busy engine differ
+  from steps after a pause, and the table needs both.
   """
   watched = Watched(runner)
   live: set[str] = set()
-  woke: dict[str, float] = {}  # when requests were due for which the engine had slept
+  woke: dict[str, float] = {}  # arrival times of requests that found the engine asleep
   answered: dict[str, float] = {}
 
   def emit(events: list[TokenEvent]) -> None:
@@ -200,7 +199,7 @@ def run_engine(runner: Runner, config: EngineConfig, max_context: int, seconds: 
   slots = config.max_num_seqs
   longest = max(1, min(max_context // 4, config.pool_tokens // slots // 2, 256))
 
-  # Few run at once when they arrive slowly, so prompts can fill the large rungs alone.
+  # At low rates few requests run at once, so prompts alone can fill the large rungs.
   longest_prompt = max(longest, min(max_context, config.pool_tokens // 4) - longest)
 
   def run(name: str, count: int, rate: float, longest_output: int = longest) -> float:
@@ -229,14 +228,14 @@ def run_engine(runner: Runner, config: EngineConfig, max_context: int, seconds: 
     return time.monotonic() - start
 
   gc.collect()
-  gc.freeze()  # as the server does: the collector need not scan the model's objects again
+  gc.freeze()  # as the server does, so the garbage collector skips the model's objects
   for turn, count in enumerate((max(1, slots // 4), slots // 2 or 1)):
     run(f"at once {turn}", count, math.inf)
   capacity = 2 * slots / run("capacity", 2 * slots, math.inf)
   for share in _SHARES:
     run(f"share {share}", max(4, round(share * capacity * seconds)), share * capacity)
   run("short answers", max(4, round(_SHORT_SHARE * capacity * seconds)), _SHORT_SHARE * capacity, _SHORT)
-  # From being due to being planned, and from the values' arrival to the event: the engine's clock sees neither.
+  # The engine's clock covers neither arrival to plan nor values to event.
   outside = [
     request.first_scheduled - woke[request.id] + answered[request.id] - request.first_token
     for request in engine.recorder.requests
@@ -256,7 +255,7 @@ def _progress(what: str, done: int, total: int) -> None:
 
 def measure(args: Any) -> StepCosts:
   """Measures the table of args.model on this machine's device."""
-  # Imported here, so that flag errors come first.
+  # Imported here, so flag errors come first.
   import jax
 
   from engine.device import kv_cache
@@ -270,7 +269,7 @@ def measure(args: Any) -> StepCosts:
   by_tokens = not config.computes_padding
   table, error = fit(points, by_tokens)
   records, watched, front_s = run_engine(runner, config, max_context, args.load_seconds)
-  # A step trace has no commit times: they are always those of the engine's loads.
+  # A step trace has no commit times, so they always come from the engine's loads.
   running, launches = points_of(recorded or watched.steps(records))
   host = fit_host(launches, [(record.num_rows, record.commit_s) for record in records if record.commit_s > 0])
   host = dataclasses.replace(host, front_s=max(0.0, front_s - host.commit_s - host.commit_row_s))
@@ -296,9 +295,9 @@ def measure(args: Any) -> StepCosts:
     about["points"] = [[point.tokens, *point.work, round(point.seconds, 7)] for point in points]
   block_bytes = kv_cache.bytes_per_block(model, config.block_size, dtype, built.attention)
   costs = StepCosts(**table, by_tokens=by_tokens, host=host, kv_bytes_per_token=block_bytes // config.block_size)
-  # In the engine the host plans while the device works; where they share cores, both take longer for it.
+  # In the engine the host plans while the device works; if they share cores, both slow down.
   made, costs = costs, calibrated(with_launch_spread(costs, launches), running)
-  bases = {tokens: made.rung(tokens) for tokens, _ in costs.rung_s}  # 0 where a rung costs no more than what is in it
+  bases = {tokens: made.rung(tokens) for tokens, _ in costs.rung_s}  # 0 if a rung costs no more than its contents
   about["engine_over_table"] = {
     str(tokens): round(seconds / bases[tokens], 4) if bases[tokens] else None for tokens, seconds in costs.rung_s
   }
@@ -329,16 +328,18 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--output", type=output_file, required=True, help="cost table (JSON) to write")
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
   parser.add_argument("--max_context", type=positive_int, help="longest context that matters (default: the model's)")
-  parser.add_argument("--seconds", type=positive_float, default=0.2, help="for each kind of step in each round")
-  parser.add_argument("--rounds", type=positive_int, default=3, help="times that all kinds of steps are measured")
-  parser.add_argument("--load_seconds", type=positive_float, default=8.0, help="of each load that arrives at random")
-  parser.add_argument("--step_trace", default="", help="take the device's part from these recorded steps instead")
+  parser.add_argument("--seconds", type=positive_float, default=0.2, help="time of each kind of step in a round")
+  parser.add_argument("--rounds", type=positive_int, default=3, help="rounds over all steps")
+  parser.add_argument(
+    "--load_seconds", type=positive_float, default=8.0, help="seconds of each load with random arrivals"
+  )
+  parser.add_argument("--step_trace", default="", help="recorded steps for the device's part of the table")
   parser.add_argument("--roofline", default="", help="measure nothing: a Llama-shaped config.json, for the flags below")
   parser.add_argument("--tflops", type=positive_float, default=989.0, help="roofline: peak, 10^12 operations a second")
   parser.add_argument("--gb_s", type=positive_float, default=4800.0, help="roofline: peak, 10^9 bytes a second")
   parser.add_argument("--compute_efficiency", type=positive_float, default=0.7, help="roofline: share of --tflops")
   parser.add_argument("--bandwidth_efficiency", type=positive_float, default=0.9, help="roofline: share of --gb_s")
-  parser.add_argument("--overhead_ms", type=positive_float, default=0.5, help="roofline: of every step")
+  parser.add_argument("--overhead_ms", type=positive_float, default=0.5, help="roofline: fixed time of a step")
   parser.add_argument("--max_tokens", type=positive_int, default=8192, help="roofline: the largest rung")
   add_build_arguments(parser)
   args = parser.parse_args(argv)
@@ -353,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _short(costs: StepCosts) -> dict[str, Any]:
-  """What the printed line says of a table: milliseconds a rung, and how good the fit is."""
+  """Returns a table's summary: milliseconds by rung, and the quality of the fit."""
   about = {name: costs.about[name] for name in ("source", "device", "fit", "engine_over_table") if name in costs.about}
   return about | {"rung_ms": {tokens: round(seconds * 1e3, 3) for tokens, seconds in costs.rung_s}}
 

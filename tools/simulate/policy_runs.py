@@ -20,7 +20,7 @@ from tools.simulate.events import Collector, Fleet, Simulation
 from tools.simulate.replica import Arrival
 from tools.simulate.step_costs import StepCosts
 
-# Title, name among the figures, and form of each column; a column of which no run has a figure is left out.
+# Title, figure and format of each column; the table omits a column without figures.
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
   ("output tok/s", "output_tok_s", "{:,.0f}"),
   ("TTFT p50 ms", "ttft_p50_ms", "{:,.0f}"),
@@ -40,9 +40,9 @@ class PolicyRun:
   """One policy's run.
 
   Attributes:
-    policy: its name.
-    figures: of the simulation, plain JSON values.
-    simulation: as it ended.
+    policy: the policy's name.
+    figures: the simulation's figures as plain JSON values.
+    simulation: the simulation at its end.
   """
 
   policy: str
@@ -51,7 +51,7 @@ class PolicyRun:
 
 
 def check_policies(names: Sequence[str]) -> None:
-  """Raises ConfigError for the first name that is no policy, or that occurs twice."""
+  """Raises ConfigError for the first unknown or repeated name."""
   for name in names:
     find_policy_class(name)
     if names.count(name) > 1:
@@ -70,7 +70,7 @@ def run_policies(
   """Serves the same arrivals under each policy. Raises EngineError.
 
   Args:
-    keep: keep what write_report() needs: every request's token times and every step's record.
+    keep: whether to keep the input of write_report(): every request's token times and every step's record.
   """
   runs = []
   for policy in policies:
@@ -80,7 +80,7 @@ def run_policies(
         replica.engine.keep_all()
     started = time.process_time()
     simulation.run(arrivals)
-    # Processor time, so that a busy machine does not look like a slow simulator.
+    # Processor time, since other work on the machine affects it less.
     took = time.process_time() - started
     figures: dict[str, Any] = simulation.figures() | {"policy": policy}
     figures["simulator"] = {"processor_s": round(took, 3), "steps_per_minute": round(figures["steps"] / took * 60)}
@@ -88,14 +88,14 @@ def run_policies(
   return runs
 
 
-# --- A load that tells policies apart ---------------------------------------------------------------------------------
+# --- A load that separates policies -----------------------------------------------------------------------------------
 
 
 def measure_capacity(config: EngineConfig, costs: StepCosts, fleet: Fleet, arrivals: Sequence[Arrival]) -> float:
-  """Returns the fleet's requests a second if all are there at the start, first come first served.
+  """Returns the fleet's requests a second for a burst under policy fcfs.
 
   Raises:
-    ConfigError: it serves none of them.
+    ConfigError: the fleet serves none of them.
   """
   simulation = Simulation(dataclasses.replace(config, policy="fcfs"), costs, fleet, Collector(Objectives()))
   simulation.run([arrival._replace(arrival_s=0.0) for arrival in arrivals])
@@ -114,7 +114,7 @@ def paced(arrivals: Sequence[Arrival], rate: float, burstiness: float, seed: int
   return [arrival._replace(arrival_s=time) for arrival, time in zip(arrivals, times, strict=True)]
 
 
-# --- What is shown ----------------------------------------------------------------------------------------------------
+# --- Output -----------------------------------------------------------------------------------------------------------
 
 
 def policy_table(figures: Sequence[Mapping[str, Any]]) -> str:
@@ -134,16 +134,16 @@ def policy_table(figures: Sequence[Mapping[str, Any]]) -> str:
 def write_report(
   runs: Sequence[PolicyRun], workload_about: Mapping[str, Any], costs: StepCosts, costs_file: str, folder: str
 ) -> str:
-  """Writes a run file a policy, and the page and plots of tools.report, into `folder`; returns the page's path.
+  """Writes a run file for each policy, a page and plots (tools.report) into `folder`; returns the page's path.
 
-  Steps are kept of a fleet of one engine; of several, a page shows requests alone.
+  Only a fleet of one engine keeps steps; the page of a larger fleet shows requests alone.
 
   Raises:
     ConfigError: matplotlib is missing.
     OSError: a file cannot be written.
   """
   try:
-    from tools.report.__main__ import main as report  # needs matplotlib, which simulating does not
+    from tools.report.__main__ import main as report  # needs matplotlib; a simulation does not
   except ImportError as error:
     raise ConfigError(
       f"report={folder} needs matplotlib ({error}); install the extra dev, or leave --report out"

@@ -1,10 +1,10 @@
-"""Runs the real Scheduler and Engine in virtual time, on a device that is a table of step times; and routes requests.
+"""Runs the real Scheduler and Engine in virtual time on a device that is a table of step times, and routes requests.
 
-A replica is an Engine whose clock moves only when work is charged to it: planning and dispatch at a launch, the device
-when its values are read, and committing values before events go out. Step times are sampled from the table's spread,
-with the run's seed and the replica's number, so a run can be repeated. As in a server, a step is planned and launched
-before the previous one's values arrive. Sampled tokens are zeros; requests end by their length.
-tools.simulate.events simulates all between replicas. Imports no jax, knows no flag.
+A replica is an Engine with a clock that moves only when the replica charges work to it: planning and dispatch at a
+launch, device time when the engine reads values, and the commit before events go out. Step times are samples from the
+table's spread; the run's seed and the replica's index make a run repeatable. As in a server, the engine plans and
+launches a step before the previous one's values arrive. Sampled tokens are zeros; requests end by their length.
+tools.simulate.events simulates everything between replicas. Imports no jax, knows no flag.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,16 +26,16 @@ _TICK_S = 1e-6  # least sleep of a replica that waits for a time
 
 
 class Arrival(NamedTuple):
-  """A request that will arrive.
+  """A future request.
 
   Attributes:
-    id: unique.
-    arrival_s: virtual seconds.
-    prompt: token ids; `bytes` are cheap where their values do not matter.
-    output_len: exactly how many tokens it gets.
-    salt: requests share prefixes only within one.
-    tenant: whose share it counts to, under policy fair.
-    priority: lower goes first, under policy priority.
+    id: the unique id.
+    arrival_s: the arrival time in virtual seconds.
+    prompt: the token ids; `bytes` are cheap if their values do not matter.
+    output_len: the exact number of output tokens.
+    salt: the cache salt; only requests with the same salt share prefixes.
+    tenant: the tenant, under policy fair.
+    priority: the priority, under policy priority; lower goes first.
   """
 
   id: int | str
@@ -53,7 +53,7 @@ class Arrival(NamedTuple):
 
 
 def made_up(rows: Sequence[tuple[float, int, int]]) -> list[Arrival]:
-  """Returns requests of (arrival_s, prompt length, output length) rows, none of which shares a prefix with another."""
+  """Returns requests of (arrival_s, prompt length, output length) rows, without shared prefixes."""
   zeros = bytes(max((row[1] for row in rows), default=0))
   return [
     Arrival(index, arrival_s, zeros[:prompt_len], output_len, index.to_bytes(8, "little"))
@@ -77,14 +77,14 @@ class VirtualClock:
 
 
 class SimulatedRunner:
-  """A device that computes nothing and takes the table's time. Implements engine.batch.Runner."""
+  """A device that computes nothing and takes the table's times. Implements engine.batch.Runner."""
 
   def __init__(self, costs: StepCosts, clock: VirtualClock, seed: int):
     self._costs, self._clock = costs, clock
     self._random = random.Random(seed).random
     self._warmth = Warmth()
     self._results: dict[int, StepResult] = {}
-    self._owed = 0.0  # host time for values that were read, not yet charged
+    self._owed = 0.0  # host time of read values, not yet charged
     self._free_at = 0.0
     self.busy_s = 0.0
     self.ideal_s = 0.0  # as busy_s, without padding
@@ -148,8 +148,8 @@ class Replica:
 
   def __init__(self, index: int, config: EngineConfig, costs: StepCosts, emit: Callable[..., None], step_seed: int = 0):
     """Args:
-    emit: called with this replica, the time and the events of a turn.
-    step_seed: of a run; with the index, the seed of this replica's step times.
+    emit: receives this replica, the time and the events of a turn.
+    step_seed: the run's seed; with the index, it seeds this replica's step times.
     """
     self.index, self.config = index, config
     self.clock = VirtualClock()
@@ -157,8 +157,8 @@ class Replica:
     self.runner = SimulatedRunner(costs, self.clock, seed=(step_seed << 20) + index)
     self._emit = emit
     self.engine = Engine(self.scheduler, self.runner, self.clock, self._take_events)
-    self.is_scheduled = False  # one of its iterations is among the coming events
-    self.load = 0  # requests sent and not ended, as the router knows it
+    self.is_scheduled = False  # an iteration of its loop is among the pending events
+    self.load = 0  # unfinished requests, in the router's view
     self.link_free_at = 0.0
 
   def _take_events(self, events: list[TokenEvent]) -> None:
@@ -166,7 +166,7 @@ class Replica:
     self._emit(self, self.clock.now, events)
 
   def submit(self, request: Request, now: float) -> None:
-    """Posts a request at `now`, which may lie within the turn at hand. Raises EngineError, as the engine does."""
+    """Posts a request at `now`, which may lie within the current turn. Raises EngineError, as the engine does."""
     clock = self.clock
     turn = clock.now
     clock.now = now
@@ -179,7 +179,7 @@ class Replica:
     """Posts at `now` a request that arrived at `arrival_s` and got its first token elsewhere, with its KV."""
     request = arrival.request(arrival.output_len)
     request.arrival_time, request.first_token_time = arrival_s, first_token_s
-    request.first_scheduled_time = first_token_s  # it waits in no queue that could time out
+    request.first_scheduled_time = first_token_s  # it has already left the queue, so it cannot time out
     request.output_token_ids = [0]
     request.num_transferred_tokens = request.num_prompt_tokens
     self.engine.take_over(request)
@@ -236,7 +236,7 @@ class PrefixAware:
   does not know about evictions. A new prefix goes to the least loaded replica.
   """
 
-  BUSIER_BY, BUSIER_TIMES = 8, 1.5  # requests, and factor, beyond which balance goes before locality
+  BUSIER_BY, BUSIER_TIMES = 8, 1.5  # differences in requests, and factor, above which balance outweighs locality
 
   def __init__(self):
     self._homes: dict[bytes, int] = {}

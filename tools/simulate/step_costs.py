@@ -1,25 +1,25 @@
-"""The cost table: a step's time from five slopes. tools.simulate.fit_costs makes it, the simulator reads it.
+"""Defines the cost table: a step's time from five slopes. tools.simulate.fit_costs makes it; the simulator reads it.
 
 Standard library only. The time of a step on the device is
 
   rung_s[T]                      linear layers, logits and sampling of T padded tokens: a look-up, since shapes are few;
-                                 where the device leaves padding out (`by_tokens`), of T tokens in use
+                                 if the device skips padding (`by_tokens`), of T tokens in use
   + decode_row_s * rows          attention of rows with one token, and
-  + decode_key_s * keys          the keys they walk: position + 1 each
+  + decode_key_s * keys          the keys that they read: position + 1 each
   + prefill_token_s * tokens     attention of rows with several tokens,
-  + prefill_key_s * keys         the keys they read: start + n each, and
-  + prefill_pair_s * pairs       the (query, key) pairs that causality leaves: n * start + n * (n + 1) / 2
+  + prefill_key_s * keys         the keys that they read: start + n each, and
+  + prefill_pair_s * pairs       the (query, key) pairs under the causal mask: n * start + n * (n + 1) / 2
 
-and the host takes a constant, a slope a row, a slope a prefill token, a slope an admission and a constant for a step
-with prompt tokens (decodes that go on are packed once) to plan, pack and dispatch, and a constant and a slope a row to
-take values in.
+The host's time to plan, pack and dispatch has a constant, a slope for each row, prefill token and admission, and a
+constant for a step with prompt tokens (continuing decodes are packed once). Its time to commit values has a constant
+and a slope for each row.
 
 Steps of equal work do not take equal times. After an idle moment or a step with prompt tokens, caches are cold and
-threads asleep: `cold_s` holds what the next steps take longer for it, until decodes alone have run for 32 steps. What
-is left (threads that wake late, other programs) is `spread`: quantiles of measured over modelled time, from which the
-simulator samples. Without them the medians would be right and every 99th percentile too small. They are by rung and by
-what the device did before (After): a saturated engine's steps are near each other, those after a pause or after small
-steps are not. Likewise the host's launches, by Launch.
+threads asleep. `cold_s` holds the extra time of the next steps, until decodes alone have run for 32 steps. `spread`
+covers the rest (late threads, other programs): quantiles of measured over modeled time, which the simulator samples.
+Without them every 99th percentile would be too small. They depend on the rung and on the device's previous state
+(After): a saturated engine's steps vary little, steps after a pause or after small steps vary more. The host's launches
+have such quantiles by Launch.
 """
 
 import bisect
@@ -34,14 +34,14 @@ from typing import Any, NamedTuple
 from engine.errors import ConfigError
 
 FORMAT = "sluice step costs 1"
-_IDLE_S = 1e-3  # a device without work for longer was idle
-_COLD_LAUNCHES = 2  # of decodes alone, after a pause or a prompt
+_IDLE_S = 1e-3  # a device without work for longer counts as idle
+_COLD_LAUNCHES = 2  # most cold launches of decodes alone after a pause or a prompt
 WARM_AFTER = 32  # steps
 WORK_COSTS = ("decode_row_s", "decode_key_s", "prefill_token_s", "prefill_key_s", "prefill_pair_s")
 
 
 class AttentionWork(NamedTuple):
-  """The attention work of a step; see the module."""
+  """The attention work of a step; see the module docstring."""
 
   decode_rows: int
   decode_keys: int
@@ -68,10 +68,10 @@ def work_of(starts: Sequence[int], counts: Sequence[int]) -> AttentionWork:
 
 
 def corner(rungs: Sequence[int], tokens: int) -> tuple[int, float]:
-  """Where so many tokens lie between measured rungs: the index of the rung at or above, and its share of the time.
+  """Returns the index of the measured rung at or above a token count, and its weight in the interpolated time.
 
-  The rest is the share of the rung below. Fewer tokens than the smallest rung count as that rung, more than the
-  largest as the largest.
+  The rung below has the rest of the weight. Counts below the smallest rung use that rung; counts above the largest
+  use the largest.
   """
   index = min(bisect.bisect_left(rungs, tokens), len(rungs) - 1)
   if not index or tokens >= rungs[index]:
@@ -82,13 +82,13 @@ def corner(rungs: Sequence[int], tokens: int) -> tuple[int, float]:
 class After(enum.StrEnum):
   """The device's state before a step."""
 
-  IDLE = "idle"  # nothing, for _IDLE_S at least
+  IDLE = "idle"  # idle for at least _IDLE_S
   SMALLER = "smaller"  # a step of less than half its tokens
   ALIKE = "alike"  # a step of at least half its tokens
 
 
 class Launch(enum.StrEnum):
-  """A kind of launch: pure decodes, or with prompt tokens; cold ones follow a change."""
+  """A kind of launch: decodes alone, or with prompt tokens; cold ones follow a change."""
 
   DECODES = "decodes"
   COLD_DECODES = "cold_decodes"  # at most _COLD_LAUNCHES steps after a pause or a prompt
@@ -104,20 +104,20 @@ class Launch(enum.StrEnum):
 
 
 class Warmth:
-  """The device's state before each of its steps; takes all of them in order."""
+  """Tracks the device's state before each of its steps; receives all steps in order."""
 
   def __init__(self):
     self._free_at = -math.inf
     self._count = self._tokens = 0
 
   def step(self, planned_at: float, tokens: int, has_prompt: bool) -> tuple[int, After]:
-    """How many steps of decodes alone ran since the device was idle or had prompt tokens, and what was before.
+    """Returns the number of steps of decodes alone since a pause or prompt tokens, and the device's state before.
 
-    To be followed by ended().
+    Call ended() next.
 
     Args:
-      planned_at: when the host began with the step, seconds.
-      tokens: of its rung.
+      planned_at: when the host began the step, seconds.
+      tokens: the rung's tokens.
     """
     if planned_at - self._free_at > _IDLE_S:
       since, after = 0, After.IDLE
@@ -128,20 +128,20 @@ class Warmth:
     return since, after
 
   def ended(self, at: float) -> None:
-    """When the step leaves the device free, seconds."""
+    """Records when the step leaves the device free, seconds."""
     self._free_at = at
 
 
 @dataclasses.dataclass(frozen=True)
 class HostCosts:
-  """Seconds of the host's part of a step.
+  """The host's part of a step, in seconds.
 
   Attributes:
-    launch_s, launch_row_s, launch_token_s, launch_admission_s: plan, pack and dispatch: constant, a row, a prefill
-      token, an admitted request.
-    commit_s, commit_row_s: taking values in: constant, a row.
-    launch_prefill_s: as launch_s, more of it for a step with prompt tokens.
-    front_s: what a request spends outside the engine before its first token: client, network, front end.
+    launch_s, launch_row_s, launch_token_s, launch_admission_s: plan, pack and dispatch: a constant, and slopes for
+      each row, prefill token and admitted request.
+    commit_s, commit_row_s: commit of values: a constant, and a slope for each row.
+    launch_prefill_s: additional constant of a launch with prompt tokens.
+    front_s: a request's time outside the engine before its first token: client, network, front end.
   """
 
   launch_s: float = 0.0
@@ -159,15 +159,15 @@ class StepCosts:
   """The cost table of one model on one device.
 
   Attributes:
-    rung_s: (tokens, seconds) by increasing tokens; between two the time is interpolated.
-    decode_row_s, decode_key_s, prefill_token_s, prefill_key_s, prefill_pair_s: see the module.
+    rung_s: (tokens, seconds) by increasing tokens, with interpolation between them.
+    decode_row_s, decode_key_s, prefill_token_s, prefill_key_s, prefill_pair_s: slopes; see the module docstring.
     host: the host's part.
-    kv_bytes_per_token: of the whole model, for transfers of KV.
-    cold_s: what a step takes longer 0, 1, 2 to 3, 4 to 7, 8 to 15 and 16 to 31 steps after the device was cold.
-    spread: (tokens, quantiles) by increasing tokens, by what was before; see the module. Without: as the table says.
-    launch_spread: quantiles of the same kind, of launch_seconds.
-    by_tokens: the device leaves the ladder's padding out: a step's time is that of its tokens, whatever its rung.
-    about: device, model, dtype, versions, how it was measured, error of the fit; plain JSON values.
+    kv_bytes_per_token: KV bytes of a token in the whole model, for KV transfers.
+    cold_s: a step's extra time 0, 1, 2 to 3, 4 to 7, 8 to 15 and 16 to 31 steps after the device was cold.
+    spread: (tokens, quantiles) by increasing tokens for each After; empty: steps take exactly the modeled time.
+    launch_spread: quantiles of measured over modeled launch_seconds, for each Launch.
+    by_tokens: whether the device skips the ladder's padding, so a step's time depends on its tokens, not its rung.
+    about: device, model, dtype, versions, method, error of the fit; plain JSON values.
   """
 
   rung_s: tuple[tuple[int, float], ...]
@@ -200,10 +200,10 @@ class StepCosts:
     object.__setattr__(self, "_known", dict(self.rung_s))
 
   def rung(self, tokens: int) -> float:
-    """Seconds of a step padded to `tokens`, attention not included; a rung below the smallest costs what it costs.
+    """Returns the seconds of a step padded to `tokens`, without attention; smaller steps cost the smallest rung.
 
     Raises:
-      ConfigError: more tokens than were measured.
+      ConfigError: `tokens` exceeds the largest measured rung.
     """
     known: dict[int, float] = self._known  # type: ignore[attr-defined]
     found = known.get(tokens)
@@ -219,11 +219,11 @@ class StepCosts:
     return found
 
   def charged(self, rung: int, used: int) -> int:
-    """Of a step's tokens, how many its time is that of; `used` are all but the ladder's padding."""
+    """Returns the number of tokens that a step's time depends on; `used` excludes the ladder's padding."""
     return min(rung, used) if self.by_tokens else rung
 
   def attention(self, work: AttentionWork) -> float:
-    """Seconds of a step that depend on what is in it, not on its shape."""
+    """Returns the seconds of a step that depend on its contents, not its shape."""
     return (
       self.decode_row_s * work.decode_rows
       + self.decode_key_s * work.decode_keys
@@ -233,25 +233,25 @@ class StepCosts:
     )
 
   def seconds(self, tokens: int, work: AttentionWork) -> float:
-    """Seconds of a step on the device: `tokens` is the rung's budget."""
+    """Returns the seconds of a step on the device; `tokens` is the rung's token budget."""
     return self.rung(self.charged(tokens, work.decode_rows + work.prefill_tokens)) + self.attention(work)
 
   def cold(self, since_cold: int) -> float:
-    """Seconds to add to a step, so many steps after the device was cold."""
+    """Returns a step's extra seconds, so many steps after the device was cold."""
     index = since_cold.bit_length()
     return self.cold_s[index] if index < len(self.cold_s) else 0.0
 
   def factors(self, tokens: int, after: After) -> tuple[float, ...]:
-    """What to multiply a step's seconds by, each as likely as the others; a rung without any has the next one's."""
+    """Returns equally likely factors of a step's seconds; a rung without its own uses the next one's."""
     spread = self.spread.get(after)
     return spread[min(bisect.bisect_left(spread, (tokens,)), len(spread) - 1)][1] if spread else (1.0,)
 
   def launch_factors(self, kind: Launch) -> tuple[float, ...]:
-    """As factors(), of launch_seconds()."""
+    """Returns equally likely factors of launch_seconds()."""
     return self.launch_spread.get(kind, (1.0,))
 
   def launch_seconds(self, rows: int, prefill_tokens: int, admissions: int) -> float:
-    """Seconds of the host to plan, pack and dispatch a step."""
+    """Returns the host's seconds to plan, pack and dispatch a step."""
     host = self.host
     return (
       host.launch_s
@@ -262,11 +262,11 @@ class StepCosts:
     )
 
   def commit_seconds(self, rows: int) -> float:
-    """Seconds of the host to take in the values of a step."""
+    """Returns the host's seconds to commit the values of a step."""
     return self.host.commit_s + self.host.commit_row_s * rows
 
   def scaled(self, factor: float) -> "StepCosts":
-    """The table of a device that takes `factor` times as long; the host stays as it is."""
+    """Returns the table of a device that takes `factor` times as long, with the same host."""
     slopes = {name: getattr(self, name) * factor for name in WORK_COSTS}
     return dataclasses.replace(self, rung_s=tuple((tokens, s * factor) for tokens, s in self.rung_s), **slopes)
 
@@ -293,7 +293,7 @@ class StepCosts:
     """Reads what save() wrote.
 
     Raises:
-      ConfigError: no such file, or it is no cost table.
+      ConfigError: the file is missing, or is no cost table.
     """
     remedy = "make one with python -m tools.simulate.measure_costs --model=DIR --output=FILE"
     try:
@@ -341,17 +341,18 @@ def roofline(
   max_tokens: int,
   bytes_per_value: int = 2,
 ) -> StepCosts:
-  """A table from a model's shape and a device's peaks, for what nobody measured; it says so in `about`.
+  """Estimates a table from a model's shape and a device's peaks, and notes that in `about`.
 
-  A step streams all weights once and multiplies T tokens by them: the longer of the two, and a constant (launches,
-  sampling). Attention adds the keys and values it reads, or the products it makes. (Roofline: Williams et al., 2009.)
+  A step streams all weights once and multiplies T tokens by them. It takes the longer of the two times plus a constant
+  (launches, sampling). Attention adds the time to read keys and values, or to multiply them if that is longer.
+  (Roofline: Williams et al., 2009.)
 
   Args:
-    model: a Llama-shaped config.json of Hugging Face.
+    model: a Hugging Face config.json with the fields of Llama.
     tflops, gb_s: the device's peaks; the efficiencies are the shares of them that kernels reach.
-    overhead_s: of every step.
+    overhead_s: the constant of every step.
     max_tokens: the largest rung.
-    bytes_per_value: of weights and KV.
+    bytes_per_value: the size of a weight and of a KV value.
 
   Raises:
     ConfigError: the config lacks a field.

@@ -1,4 +1,4 @@
-"""Steps that an engine made, read from its step trace, and as points to fit a cost table to. Knows no fit.
+"""Reads an engine's steps from its step trace, and makes points for a cost table's fit. Fits nothing.
 
 Standard library only.
 """
@@ -13,7 +13,7 @@ from tools.simulate.step_costs import WARM_AFTER, After, AttentionWork, Launch, 
 
 
 class Point(NamedTuple):
-  """A measured step: the rung's tokens, its work, seconds on the device; and what Warmth says of it."""
+  """A measured step: the rung's tokens, its work, seconds on the device, and the device's state before it (Warmth)."""
 
   tokens: int
   work: AttentionWork
@@ -33,7 +33,7 @@ class LaunchPoint(NamedTuple):
 
 
 class RecordedStep(NamedTuple):
-  """A step of a step trace: when it was planned, and what it took; None for a step whose values never came."""
+  """A step of a step trace: its planning time and durations; None if its values never arrived."""
 
   step: int
   time: float
@@ -42,18 +42,18 @@ class RecordedStep(NamedTuple):
   counts: tuple[int, ...]
   host_s: float | None
   device_s: float | None
-  admissions: int = 0  # which a step trace does not tell
+  admissions: int = 0  # a step trace does not record them
 
 
 def parse_step_trace[Step](path: str, make: Callable[[dict[str, Any], float], Step]) -> list[Step]:
-  """The steps of a file that the engine's start_trace() wrote, in order.
+  """Returns the steps of a file from the engine's start_trace(), in order.
 
   Args:
-    make: a step of its batch, as engine.recorder.batch_line has it, and the time it was planned. What it makes has the
-      fields host_s and device_s, which are set where the step's values came.
+    make: makes a step from its batch (see engine.recorder.batch_line) and its planning time. The function sets the
+      step's fields host_s and device_s if its values arrived.
 
   Raises:
-    ConfigError: no such file, or no step trace.
+    ConfigError: the file is missing, or is no step trace.
   """
   steps: dict[int, Any] = {}
   number = 0
@@ -80,7 +80,7 @@ def parse_step_trace[Step](path: str, make: Callable[[dict[str, Any], float], St
 
 
 def read_step_trace(path: str) -> list[RecordedStep]:
-  """The steps of a step trace with what a cost depends on. Raises ConfigError, as parse_step_trace."""
+  """Returns the steps of a step trace with the inputs of the cost model. Raises ConfigError, as parse_step_trace."""
 
   def make(batch: dict[str, Any], now: float) -> RecordedStep:
     return RecordedStep(
@@ -91,7 +91,7 @@ def read_step_trace(path: str) -> list[RecordedStep]:
 
 
 def points_of(steps: Iterable[RecordedStep]) -> tuple[list[Point], list[LaunchPoint]]:
-  """One device's recorded steps, in order, as measured points; steps without a time are left out."""
+  """Returns one device's recorded steps, in order, as measured points; skips steps without a time."""
   warmth, points, launches = Warmth(), [], []
   last = -math.inf
   for step in steps:

@@ -4,23 +4,22 @@
   python -m tools.simulate.tune_ladder --costs=costs.json --step_trace=steps.jsonl --max_rungs=6 --output=ladder.flags
   python -m server.main --model=DIR --flagfile=ladder.flags
 
-What counts is how many useful tokens the steps have. A request trace is simulated with a fine ladder, whose padding is
-small, so the steps are those that the load asks for; a step trace (recorded by a server) has them as they were. Given
-that distribution, dynamic programming over (rungs used, last rung) finds the ladder with the least modelled time:
-every step pays its rung's time of the cost table (or, without one, its tokens), and attention is the same whatever the
-ladder. That is exact for a fixed distribution, but the ladder changes the distribution: a longer step lets more
-requests arrive before the next one. So a request trace is simulated again with the ladder found, the program is run on
-the steps of that simulation, and so on for --iterations. The ladder whose own simulation is nearest to its ideal (the
-same steps without padding) wins; powers of two of as many rungs are a candidate too. A step trace cannot be asked
-again: what is printed then is the approximation. Device seconds hardly tell ladders apart, since a device with anything
-to do is busy; mean TPOT does.
+The tool needs the distribution of useful tokens a step. It simulates a request trace with a fine ladder, which pads
+little; a server's step trace records the distribution directly. Dynamic programming over (rungs used, last rung) then
+finds the ladder with the least modeled time. Every step costs its rung's time in the cost table (or, without one, its
+tokens); attention does not depend on the ladder. The result is exact for a fixed distribution, but the ladder changes
+the distribution: more requests arrive during a longer step. So the tool simulates a request trace again with the ladder
+found, tunes on the steps of that simulation, and repeats this --iterations times. The ladder whose own simulation is
+closest to its ideal (the same steps without padding) wins; powers of two with as many rungs are a candidate too. The
+tool cannot simulate a step trace, so it prints the approximation. Compare ladders by mean TPOT: device seconds hardly
+differ, since a device with work is always busy.
 
-With a cost table the prefill chunk is chosen too: the largest that keeps a step of decodes and the end of the longest
-prompt within --gap_factor times a step of decodes alone, both with the running batch: as many decodes as a decoded
-token of the steps at hand has around it, on average. That is what a prompt's arrival does to the gap between other
-requests' tokens. Chunks grow to the edge of a rung, so the chunk follows from the largest rung that is quick enough,
-and of requests no larger step is simulated, unless all slots' decodes need one; --gap_factor=inf tunes for throughput
-alone, and the chunk is then the step's budget, --max_tokens.
+With a cost table the tool also chooses the prefill chunk. It takes the largest chunk for which a step of decodes and
+the end of the longest prompt stays within --gap_factor times a step of decodes alone. Both steps have the running
+batch: the average number of decodes in the step of a decoded token. The factor bounds how much an arriving prompt
+lengthens other requests' ITL. Chunks fill a rung, so the chunk follows from the largest rung that is fast enough. The
+tool then simulates requests without larger steps, unless the decodes of all slots need one. --gap_factor=inf tunes for
+throughput alone; the chunk is then the step's token budget, --max_tokens.
 """
 
 import bisect
@@ -47,12 +46,12 @@ from tools.simulate.step_points import read_step_trace
 
 
 class Running(NamedTuple):
-  """What a prompt meets when it arrives.
+  """The running batch that an arriving prompt finds.
 
   Attributes:
     rows: decodes of a step, the mean over decoded tokens: a step of twenty counts twenty times.
-    context: keys of each, the mean.
-    longest_prompt: tokens.
+    context: mean keys of each.
+    longest_prompt: tokens of the longest prompt.
   """
 
   rows: int
@@ -62,14 +61,14 @@ class Running(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-  """The steps of a run, as far as a ladder matters.
+  """The properties of a run's steps that matter to a ladder.
 
   Attributes:
-    useful: number of steps by their useful tokens.
-    attention_s: seconds of attention of all of them.
-    decodes: number of steps by their decode rows, those without left out.
-    decode_keys: of all decode rows together.
-    longest_prompt: tokens.
+    useful: number of steps by useful tokens.
+    attention_s: total seconds of attention.
+    decodes: number of steps by decode rows, without steps that have none.
+    decode_keys: keys of all decode rows together.
+    longest_prompt: tokens of the longest prompt.
   """
 
   useful: Mapping[int, int]
@@ -79,7 +78,7 @@ class Steps:
   longest_prompt: int = 0
 
   def running(self) -> Running | None:
-    """None where nothing was decoded, or there was no prompt."""
+    """The running batch; None without decodes or without prompts."""
     if not self.decodes or not self.longest_prompt:
       return None
     total = sum(rows * steps for rows, steps in self.decodes.items())
@@ -87,29 +86,29 @@ class Steps:
     return Running(round(squares / total), round(self.decode_keys / total), self.longest_prompt)
 
   def time(self, costs: StepCosts, ladder: Sequence[int]) -> float:
-    """Modelled device seconds, were these the steps of `ladder`, whose top holds them all."""
+    """Returns the modeled device seconds of these steps on `ladder`, whose top rung fits them all."""
     rung_s = [costs.rung(tokens) for tokens in ladder]
     linear = (count * rung_s[bisect.bisect_left(ladder, tokens)] for tokens, count in self.useful.items())
     return math.fsum(linear) + self.attention_s
 
   def ideal_time(self, costs: StepCosts) -> float:
-    """Modelled device seconds without padding."""
+    """Returns the modeled device seconds without padding."""
     return math.fsum(count * costs.rung(tokens) for tokens, count in self.useful.items()) + self.attention_s
 
   def padding(self, ladder: Sequence[int]) -> float:
-    """Padded over useful tokens."""
+    """Returns padded over useful tokens."""
     padded = sum(count * ladder[bisect.bisect_left(ladder, tokens)] for tokens, count in self.useful.items())
     return padded / sum(count * tokens for tokens, count in self.useful.items())
 
 
 def candidates(max_tokens: int, align: int) -> list[int]:
-  """The rungs a ladder may have: multiples of `align`, and powers of two, up to `max_tokens`; it is one itself."""
+  """Returns a ladder's possible rungs: multiples of `align` and powers of two up to `max_tokens`, and that itself."""
   powers = {1 << bit for bit in range(1, max_tokens.bit_length()) if 1 << bit <= max_tokens}
   return sorted({*range(align, max_tokens + 1, align), *powers, max_tokens} - {1})
 
 
 def powers_of_two(max_tokens: int, max_rungs: int) -> tuple[int, ...]:
-  """The ladder of `max_rungs` rungs (or as many as there are from 2 on), each half of the next, up to `max_tokens`."""
+  """Returns a ladder of at most `max_rungs` rungs from 2 up to `max_tokens`, each half of the next."""
   rungs = [max_tokens]
   while len(rungs) < max_rungs and rungs[-1] // 2 >= 2:
     rungs.append(rungs[-1] // 2)
@@ -117,14 +116,14 @@ def powers_of_two(max_tokens: int, max_rungs: int) -> tuple[int, ...]:
 
 
 def best_ladder(useful: Mapping[int, int], costs: StepCosts, max_rungs: int, rungs: Sequence[int]) -> tuple[int, ...]:
-  """The ladder of at most `max_rungs` of `rungs` under which the steps take the least modelled time.
+  """Returns the ladder of at most `max_rungs` of `rungs` with the least modeled time of the steps.
 
   Dynamic programming: best[k][j] = min over i < j of best[k-1][i] + (steps with rungs[i] < tokens <= rungs[j]) *
   time(rungs[j]). Work grows with max_rungs * len(rungs)^2.
 
   Args:
-    useful: steps by useful tokens, all at most rungs[-1].
-    rungs: the candidates, increasing; the last one is always taken, since a step may need it.
+    useful: number of steps by useful tokens, which are at most rungs[-1].
+    rungs: the candidates, increasing; the ladder always has the last one, since a step may need it.
   """
   counted = sorted(useful.items())
   below, total, index = [], 0, 0
@@ -137,7 +136,7 @@ def best_ladder(useful: Mapping[int, int], costs: StepCosts, max_rungs: int, run
   best = [count * seconds for count, seconds in zip(below, rung_s, strict=True)]
   choices: list[list[int]] = []
   for _ in range(1, min(max_rungs, len(rungs))):
-    found, choice = list(best), [-1] * len(rungs)  # -1: fewer rungs do as well
+    found, choice = list(best), [-1] * len(rungs)  # -1: fewer rungs suffice
     for last in range(1, len(rungs)):
       count, seconds = below[last], rung_s[last]
       value, at = min((best[i] + (count - below[i]) * seconds, i) for i in range(last))
@@ -154,12 +153,12 @@ def best_ladder(useful: Mapping[int, int], costs: StepCosts, max_rungs: int, run
 
 
 class Chunk(NamedTuple):
-  """A prefill chunk, and what a step with it takes.
+  """A prefill chunk, and the time of a step with it.
 
   Attributes:
-    tokens: the chunk.
-    step_tokens: the rung of a step of decodes and prompt.
-    step_s, decode_s: seconds of that step, and of one of decodes alone.
+    tokens: tokens of the chunk.
+    step_tokens: the rung of a step with decodes and prompt.
+    step_s, decode_s: seconds of that step, and of a step of decodes alone.
   """
 
   tokens: int
@@ -169,13 +168,13 @@ class Chunk(NamedTuple):
 
 
 def largest_chunk(costs: StepCosts, ladder: Sequence[int], running: Running, factor: float) -> Chunk:
-  """The largest chunk whose steps take at most `factor` times a step of decodes alone.
+  """Returns the largest chunk whose steps take at most `factor` times a step of decodes alone.
 
-  A step with a chunk is filled to the edge of its rung, whatever the chunk; so it is the largest rung that is looked
-  for, and the chunk is what the decodes leave of it. The prompt is at its end, where attention is dearest.
+  A chunk fills the step's rung, so the function finds the largest rung, and the chunk is what its decodes leave. The
+  chunk lies at the end of the prompt, where attention costs most.
 
   Raises:
-    ConfigError: none does.
+    ConfigError: no chunk is that fast.
   """
 
   def seconds(rung: int, prompt: int) -> float:
@@ -207,7 +206,7 @@ def largest_chunk(costs: StepCosts, ladder: Sequence[int], running: Running, fac
 
 
 def simulated_steps(config: EngineConfig, costs: StepCosts, arrivals: Sequence[Arrival]) -> tuple[Steps, float | None]:
-  """The steps of the trace under `config`, and the mean TPOT in milliseconds. Raises EngineError."""
+  """Returns the trace's steps under `config`, and the mean TPOT in milliseconds. Raises EngineError."""
   simulation = Simulation(config, costs, Fleet(), Collector(Objectives()))
   useful: Counter[int] = Counter()
   decodes: Counter[int] = Counter()
@@ -232,7 +231,7 @@ def simulated_steps(config: EngineConfig, costs: StepCosts, arrivals: Sequence[A
 
 
 def recorded_steps(path: str, costs: StepCosts) -> Steps:
-  """The steps of a step trace. Raises ConfigError."""
+  """Returns the steps of a step trace. Raises ConfigError."""
   steps = read_step_trace(path)
   useful = Counter(sum(step.counts) for step in steps)
   works = [work_of(step.starts, step.counts) for step in steps]
@@ -247,7 +246,7 @@ def recorded_steps(path: str, costs: StepCosts) -> Steps:
 
 
 def tokens_only(max_tokens: int) -> StepCosts:
-  """A cost table that says a step costs its tokens; the times printed are then tokens."""
+  """Returns a cost table in which a step costs its tokens; printed times are then tokens."""
   return StepCosts(((1, 1.0), (max_tokens, float(max_tokens))), about={"source": "tokens only"})
 
 
@@ -255,7 +254,7 @@ def tokens_only(max_tokens: int) -> StepCosts:
 
 
 def row(name: str, ladder: Sequence[int], steps: Steps, costs: StepCosts) -> dict[str, Any]:
-  """What is printed of a ladder, on the steps at hand."""
+  """Returns a ladder's printed figures on these steps."""
   time = steps.time(costs, ladder)
   return {
     "name": name,
@@ -275,7 +274,7 @@ def tune_simulated(
   rungs: Sequence[int],
   iterations: int,
 ) -> list[dict[str, Any]]:
-  """Ladders with the figures of their own simulations and, beside them, on the steps of the fine ladder; best first."""
+  """Returns ladders, best first, with figures of their own simulations and on the steps of the fine ladder."""
 
   def run(name: str, ladder: Sequence[int], asked: Steps | None) -> tuple[Steps, dict[str, Any]]:
     steps, tpot_ms = simulated_steps(dataclasses.replace(config, token_budgets=tuple(ladder)), costs, arrivals)
@@ -298,14 +297,14 @@ def tune_simulated(
 
 
 def limited(config: EngineConfig, chunk: Chunk, rungs: Sequence[int]) -> tuple[EngineConfig, list[int]]:
-  """Settings and candidates under which no step is larger than the chunk allows, or all slots' decodes need."""
+  """Returns settings and candidates that limit steps to what the chunk allows or the decodes of all slots need."""
   top = rungs[bisect.bisect_left(rungs, max(chunk.step_tokens, config.max_num_seqs))]
   kept = [rung for rung in rungs if rung <= top]
   return dataclasses.replace(config, token_budgets=tuple(kept), prefill_chunk=chunk.tokens), kept
 
 
 def tune_recorded(steps: Steps, costs: StepCosts, max_rungs: int, rungs: Sequence[int]) -> list[dict[str, Any]]:
-  """The best ladder for recorded steps, and powers of two on the same steps."""
+  """Returns the best ladder for recorded steps, and powers of two on the same steps."""
   ladder = best_ladder(steps.useful, costs, max_rungs, rungs)
   return [
     row("tuned", ladder, steps, costs),
@@ -314,7 +313,7 @@ def tune_recorded(steps: Steps, costs: StepCosts, max_rungs: int, rungs: Sequenc
 
 
 def write_flagfile(path: str, ladder: Sequence[int], prefill_chunk: int, max_num_seqs: int, about: str) -> None:
-  """Writes what the server and the simulator take as --flagfile."""
+  """Writes a --flagfile for the server and the simulator."""
   lines = [
     f"# {about}",
     f"--token_budgets={','.join(map(str, ladder))}",
@@ -326,21 +325,21 @@ def write_flagfile(path: str, ladder: Sequence[int], prefill_chunk: int, max_num
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """The command: a table on standard error, one JSON line on standard output; exit code 2 for bad input."""
+  """Runs the command line: a table on standard error, one JSON line on standard output. Returns 2 for bad input."""
   parser = CommandParser("tools.simulate.tune_ladder", __doc__)
   parser.add_argument(
     "--costs", default="", help="cost table of tools.simulate.measure_costs; empty: a step costs its tokens"
   )
-  parser.add_argument("--step_trace", default="", help="steps that a server recorded, instead of requests")
+  parser.add_argument("--step_trace", default="", help="a server's step trace, instead of requests")
   parser.add_argument("--max_rungs", type=positive_int, default=8, help="most executables")
-  parser.add_argument("--max_tokens", type=positive_int, default=2048, help="budget of a step, the top rung")
+  parser.add_argument("--max_tokens", type=positive_int, default=2048, help="token budget of a step, the top rung")
   parser.add_argument("--align", type=positive_int, default=8, help="rungs are multiples of this, or powers of two")
   parser.add_argument("--iterations", type=positive_int, default=3, help="with requests: simulations of tuned ladders")
   parser.add_argument(
     "--gap_factor",
     type=positive_float,
     default=3.0,
-    help="with --costs: most that a prompt may lengthen the step of the requests beside it; inf: no limit",
+    help="with --costs: largest factor by which a prompt may lengthen a step of decodes; inf: no limit",
   )
   parser.add_argument("--output", type=output_file, default="", help="flag file to write, for --flagfile of the server")
   add_request_arguments(parser)
@@ -403,7 +402,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_table(found: Sequence[Mapping[str, Any]]) -> None:
-  """Padding and time on the ladder's own steps, time on the steps of the fine ladder, TPOT."""
+  """Prints padding and time on the ladder's own steps, time on the steps of the fine ladder, and TPOT."""
   print(f"{'':22}{'padded/useful':>14}{'time/ideal':>12}{'as asked':>10}{'TPOT ms':>9}  token_budgets", file=sys.stderr)
   for entry in found:
     asked = entry.get("asked_time_over_ideal", entry["time_over_ideal"])

@@ -12,6 +12,7 @@ import random
 from typing import Any, NamedTuple
 
 from engine.errors import ConfigError
+from engine.settings import UNBOUNDED_QUEUE
 from tools import workload
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.measure import ROOT
@@ -21,13 +22,8 @@ Rows = list[tuple[int, int]]  # (prompt tokens, output tokens)
 
 MODES = ("static", "continuous", "chunked")
 SAMPLE = ROOT / "benchmarks" / "traces" / "azure_conv_500.csv"
-UNBOUNDED = {
-  "max_queued_requests": 1 << 30,
-  "max_queued_tokens": 1 << 40,
-  "queue_timeout_s": 0.0,
-  "request_timeout_s": 0.0,
-  "prefix_cache_scope": "off",
-}
+UNBOUNDED = {**UNBOUNDED_QUEUE, "prefix_cache_scope": "off"}
+
 # --- Claims of throughput ---------------------------------------------------------------------------------------------
 
 

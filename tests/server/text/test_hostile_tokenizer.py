@@ -101,10 +101,10 @@ import ctypes
 from server import main
 main._TOKENIZER_LIMIT_S = 0.5
 main.load_tokenizer = lambda *_, **__: ctypes.PyDLL(None).sleep(1000)
-main._main(main._parse(["server", "--port=0", "--fake_device", "--model={DEMO}"]))
+main._main(main._parse(["server", "--port=0", "--fake_device", "--verbose", "--model={DEMO}"]))
 """
   done = subprocess.run(
     [sys.executable, "-c", script], cwd=ROOT, text=True, capture_output=True, timeout=180, check=False, env=os.environ
   )
   assert done.returncode == 1
-  assert "Timeout (0:00:00.5" in done.stderr and "_load_tokenizer" in done.stderr
+  assert f"reading {DEMO / 'tokenizer.json'}\nTimeout (0:00:00.5" in done.stderr and "_load_tokenizer" in done.stderr
