@@ -1,1 +1,1 @@
-"""Parts that few servers need. server/main.py and tools import one where a flag asks for it."""
+"""Parts that few servers need. server/main.py and tools import one where a flag needs it."""

@@ -325,7 +325,7 @@ def make_generate_request(prompt: Prompt, options: Options) -> pb.GenerateReques
 
   constraint = chosen(pb.OutputConstraint)
   if len(constraint) > 1:
-    raise TypeError(f"{' and '.join(constraint)} cannot be asked for together")
+    raise TypeError(f"{' and '.join(constraint)} exclude each other; send one of them")
   request = pb.GenerateRequest(
     sampling=pb.SamplingParams(**chosen(pb.SamplingParams)),
     stopping=pb.StopParams(**chosen(pb.StopParams)),

@@ -36,7 +36,7 @@ def ask_health(target: str, service: str, timeout_s: float, credentials: grpc.Ch
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code."""
-  parser = argparse.ArgumentParser(prog="server.probe", description="Asks a server's gRPC health service.")
+  parser = argparse.ArgumentParser(prog="server.probe", description="Queries a server's gRPC health service.")
   parser.add_argument("--target", default="127.0.0.1:50051", help="host:port (default %(default)s)")
   parser.add_argument("--service", default="", help="empty: is it alive? sluice.v1.GenerationService: is it ready?")
   parser.add_argument("--timeout_s", type=float, default=2.0, help="for the whole check (default %(default)s)")

@@ -11,31 +11,24 @@ tests/tools/simulate/test_how_to.py runs those of policies and ladders.
 import os
 from pathlib import Path
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 
 from tests.documents import DOCUMENTS, ROOT, RUN_HERE, Block, code_blocks
-from tools.server_process import RunningServer
+from tools.server_process import RunningServer, find_free_port
 
 pytestmark = pytest.mark.long
 
 BLOCKS = [block for document in DOCUMENTS for block in code_blocks(document) if block.test in RUN_HERE]
 
 
-def free_port() -> int:
-  with socket.socket() as listener:
-    listener.bind(("127.0.0.1", 0))
-    return listener.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def ports(tmp_path_factory):
   """What stands in the documents, and the same of a running server."""
   folder = tmp_path_factory.mktemp("server")
-  http_port_file, admin_port = folder / "http_port", free_port()
+  http_port_file, admin_port = folder / "http_port", find_free_port()
   flags = ["--http_port=0", f"--http_port_file={http_port_file}", f"--admin_port={admin_port}"]
   with RunningServer(flags, folder / "log", {"JAX_PLATFORMS": "cpu"}) as server:
     http = f"localhost:{http_port_file.read_text().strip()}"

@@ -13,7 +13,7 @@ import tokenize
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("engine", "models", "pallas_kernels")
+PACKAGES = ("engine", "models", "pallas_kernels", "server", "extensions")
 MOST_WORDS = 35  # of a sentence in a docstring
 BANNED = {
   r"draws?|drawn|drew|drawing": "sample, sampled",

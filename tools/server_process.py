@@ -1,9 +1,12 @@
 """Runs a real server in its own process for the duration of a block. Starts and stops it; sends no request."""
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import os
 import pathlib
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -89,3 +92,13 @@ class RunningServer:
     lines = self._log.read_text("utf-8", errors="replace").strip().splitlines()
     errors = [line for line in lines if line.startswith("error")]
     return (errors or lines or ["it said nothing"])[-1]
+
+
+def find_free_port() -> int:
+  """Returns a free port outside of the range that the system assigns, so it stays free."""
+  first_given = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+  while True:
+    port = random.randrange(max(1024, first_given // 2), max(2048, first_given))
+    with socket.socket() as probe, contextlib.suppress(OSError):
+      probe.bind(("127.0.0.1", port))
+      return port

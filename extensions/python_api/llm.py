@@ -356,7 +356,7 @@ def _make_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateRequ
         make_generate_request("", cast(Options, {name: value}))
       except (TypeError, ValueError) as found:
         raise InvalidRequest(
-          f"={value!r:.80} is not allowed: {str(found):.200}; SamplingParams tells the type of each field", field=name
+          f"={value!r:.80} is not allowed: {str(found):.200}; SamplingParams has the type of each field", field=name
         ) from None
     raise InvalidRequest(f"is not allowed: {str(error):.200}; send a text or token ids", field="prompt") from None
 

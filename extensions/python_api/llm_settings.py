@@ -40,9 +40,7 @@ def split_settings(given: Mapping[str, Any]) -> tuple[ModelSettings, dict[str, A
     if name not in known:
       near = difflib.get_close_matches(name, known, 1)
       remedy = f"the nearest is {near[0]}" if near else f"known are {', '.join(sorted(known))}"
-      raise ConfigError(
-        f"{name}={value!r:.80} is not a setting of LLM; {remedy} (docs/reference/flags.md tells of all)"
-      )
+      raise ConfigError(f"{name}={value!r:.80} is not a setting of LLM; {remedy} (docs/reference/flags.md lists all)")
     values[name] = _checked_type(known[name], value)
   chosen = ModelSettings(**{name: value for name, value in values.items() if name in text})
   check_settings(chosen)

@@ -398,7 +398,7 @@ class Generations:
     try:
       work()
     except Exception as error:
-      hidden = log_incident(error, "the text of a request failed in our own code")
+      hidden = log_incident(error, "the text of a request failed in the server's own code")
       self.fail_generation(output.generation, hidden)
 
   def abort_generation(self, request_id: str, owner: str = "") -> bool:
@@ -452,7 +452,9 @@ class Generations:
 def _error_of(event: TokenEvent) -> EngineError | None:
   """Returns the error that a request's last event means, or None."""
   if event.finish_reason is FinishReason.TIMEOUT:
-    return DeadlineExceeded(event.message or "the request's deadline has passed; allow more time, or ask for less")
+    return DeadlineExceeded(
+      event.message or "the request's deadline has passed; allow more time, or request fewer tokens"
+    )
   if event.finish_reason is FinishReason.ERROR:
     kind = _ERRORS.get(event.error, GenerationFailed)
     return kind(event.message or "the model could not continue this request; it may succeed if sent again")

@@ -116,7 +116,7 @@ def check_token_ids(name: str, token_ids, vocab_size: int) -> None:
 def need_tokenizer(tokenizer: Tokenizer | None, what: str) -> Tokenizer:
   """Returns the tokenizer; raises NoTokenizer, which names the field that needs it."""
   if tokenizer is None:
-    raise NoTokenizer("needs a tokenizer, and the served model has none; send and ask for token ids only", field=what)
+    raise NoTokenizer("needs a tokenizer, and the served model has none; send and request token ids only", field=what)
   return tokenizer
 
 

@@ -95,7 +95,7 @@ def make_error_answer(error: Exception, names: Mapping[str, str] = MappingProxyT
   else:
     row = next((row for kind, row in _TABLE if isinstance(error, kind)), None)
     if row is None:
-      return make_error_answer(errors.log_incident(error, "a request failed in our own code"))
+      return make_error_answer(errors.log_incident(error, "a request failed in the server's own code"))
     status, name, code = row
     headers = _headers(error, status)
   assert isinstance(error, engine_errors.EngineError), "the table has no others"

@@ -85,7 +85,7 @@ def _refusal(said: str, given: Mapping[str, Any], remedies: Mapping[str, str]) -
   if missing := _MISSING.match(problem):
     field = f"{field}.{missing[1]}".lstrip(".")
     return InvalidRequest(f"is missing: send {remedies.get(field, 'it as /openapi.json describes it')}", field=field)
-  # msgspec does not tell which of an object's entries it means.
+  # msgspec does not name the entry of an object that it means.
   subject = "has a key that " if "`key`" in place else "has an entry that " if field.endswith("[...]") else ""
   field = field.removesuffix("[...]")
   value = _value_at(given, field)

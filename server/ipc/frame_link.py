@@ -214,7 +214,7 @@ class Link:
     if isinstance(message, Answer | Refusal):
       answer, answer_type = self._waiting.get(serial, (None, None))
       if answer is None or answer.done():
-        return  # whoever asked has left
+        return  # the caller has left
       if isinstance(message, Answer):
         answer.set_result(msgspec.msgpack.decode(message.value, type=answer_type))
       else:

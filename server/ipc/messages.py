@@ -84,7 +84,7 @@ class NamedAborts(LinkMessage):
 
 
 class CountsQuestion(LinkMessage):
-  """Asks for the ProcessCounts of this front end."""
+  """Requests the ProcessCounts of this front end."""
 
 
 class DrainOrder(LinkMessage):
@@ -156,18 +156,18 @@ class RequestAbort(LinkMessage):
 
 
 class AbortElsewhere(LinkMessage):
-  """Asks for EngineClient.abort_elsewhere."""
+  """Requests EngineClient.abort_elsewhere."""
 
   owner: str
   names: list[str]
 
 
 class ReportQuestion(LinkMessage):
-  """Asks for an engine Report."""
+  """Requests an engine Report."""
 
   num_records: int
   with_blocks: bool
 
 
 class CensusQuestion(LinkMessage):
-  """Asks for the ProcessCounts of all processes."""
+  """Requests the ProcessCounts of all processes."""

@@ -5,7 +5,7 @@ no text, protobuf or HTTP.
 
 A front end that dies ends the server, as a crash of a single process would. All front ends run the same code, and the
 port's group is closed, so a supervisor restarts the whole server from a known state. The engine aborts the requests of
-the dead front end, and the others tell their clients.
+the dead front end, and the others notify their clients.
 """
 
 import asyncio
@@ -166,7 +166,7 @@ class FrontEndGroup(Lifetime):
     return front_end
 
   async def _ask_all(self, question: LinkMessage) -> None:
-    """Asks every front end. Raises the error of one that cannot start; if one is gone, `_lost` ends the server."""
+    """Queries every front end. Raises the error of one that cannot start; if one is gone, `_lost` ends the server."""
     with contextlib.suppress(EngineDead):
       await asyncio.gather(*(front_end.link.ask_peer(question, None) for front_end in self._front_ends))
 

@@ -21,7 +21,7 @@ from server.security.certificates import make_certificates
 from server.telemetry.access_log import AccessLog
 from server.telemetry.process_counts import Census, ProcessCounts, count_process
 
-# Liveness tells a process from a machine: liveness is "", readiness is each service's name.
+# Liveness distinguishes a process from a machine: liveness is "", readiness is each service's name.
 LIVENESS = ""
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -86,7 +86,7 @@ class Lifetime(abc.ABC):
 
   @abc.abstractmethod
   async def _take_down_dead(self, cause: BaseException) -> None:
-    """Ends everything after a failure; tells clients first."""
+    """Ends everything after a failure; notifies clients first."""
 
   # Shared by subclasses.
 

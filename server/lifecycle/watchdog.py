@@ -1,7 +1,7 @@
 """Ends a server that is stuck or has lost a thread, which no supervisor can see from outside. Serves nothing itself.
 
 A thread checks that the engine's loop iterates and that the event loop answers. If one of them is stuck too long, the
-watchdog writes every thread's stack to standard error and tells the host, which tells its clients. The process then
+watchdog writes every thread's stack to standard error and notifies the host and so its clients. The process then
 ends after a grace period, whatever the host does. Each check also resets a timer in C (faulthandler's), which ends the
 process if Python no longer runs, for example if a thread holds the interpreter's lock for ever.
 

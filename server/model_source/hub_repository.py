@@ -225,7 +225,7 @@ def _describe_error(error: Exception, name: ModelName, cache: pathlib.Path, reme
   if status == 403:
     return f"{hub} forbids {repository} {token}; set HF_TOKEN to one that may read it ({page})"
   if status == 429:
-    return f"{hub} limits how often it is asked {token}; wait some minutes, or set HF_TOKEN"
+    return f"{hub} limits the number of requests {token}; wait some minutes, or set HF_TOKEN"
   if status:
     return f"{hub} answered {status} to {repository}; try again later, or set HF_ENDPOINT to a mirror"
   if isinstance(error, (LocalEntryNotFoundError, RevisionResolutionError, OfflineModeIsEnabled)):

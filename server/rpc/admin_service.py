@@ -39,7 +39,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     self._drain = drain
 
   def register(self, server: grpc.aio.Server, *, enable_channelz: bool) -> None:
-    """Adds the service to a server that has not started, and gRPC's channelz where the options ask for it."""
+    """Adds the service to a server that has not started, and gRPC's channelz where the options enable it."""
     admin_pb2_grpc.add_AdminServiceServicer_to_server(self, server)
     if enable_channelz:
       channelz.add_channelz_servicer(server)

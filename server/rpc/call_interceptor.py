@@ -182,7 +182,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
       raw = serialize(message)
       if len(raw) > limit:
         raise AnswerTooLarge(
-          f"a message of {len(raw)} bytes cannot be sent, the limit is {limit}; ask for fewer tokens, outputs or log "
+          f"a message of {len(raw)} bytes cannot be sent, the limit is {limit}; request fewer tokens, outputs or log "
           "probabilities, or for a stream"
         )
       return raw

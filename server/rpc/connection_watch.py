@@ -1,7 +1,7 @@
 """Logs the number of connections to the gRPC port that end without a call, as scanners cause them. Knows no request.
 
-gRPC's Core closes them without telling Python. But channelz numbers all connections and lists the open ones, and calls
-show which connections were used. The rest ended without a call. Everything runs on the server's event loop.
+gRPC's Core closes them without a sign to Python. But channelz numbers all connections and lists the open ones, and
+calls show which connections were used. The rest ended without a call. Everything runs on the server's event loop.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ class ConnectionWatch:
       plain text.
     """
     self._handshakes = handshakes
-    self._server_id: int | None = None  # while this gRPC can tell
+    self._server_id: int | None = None  # while this gRPC counts
     self._called: set[str] = set()
     self._last = math.inf  # number of a connection; of later ones nothing is known yet
     self._num_own = 0  # numbers that were taken in counting
-    self._num_settled = 0  # connections that have ended and were told, or had called
+    self._num_settled = 0  # ended connections that were logged or had called
     self._watch: asyncio.Task | None = None
 
   def start_counting(self) -> None:
@@ -48,7 +48,7 @@ class ConnectionWatch:
       self._num_settled = self._num_came()
       self._server_id = max(int(server["ref"]["serverId"]) for server in servers)
     except (AttributeError, KeyError, ValueError) as error:  # counting is nothing to fail for
-      _log.info("connections without a call are not counted: this gRPC tells %s", error or type(error).__name__)
+      _log.info("connections without a call are not counted: this gRPC reports %s", error or type(error).__name__)
       return
     self._watch = asyncio.create_task(self._run())
 
@@ -91,7 +91,7 @@ class ConnectionWatch:
     """Returns the number of connections so far, from an arbitrary start."""
     if self._handshakes is not None:
       return self._handshakes()
-    # What is made now has a number, which tells how many were given away.
+    # A new object's number shows how many numbers were used.
     with grpc.insecure_channel(_OWN, options=(("grpc.enable_channelz", 1),)):
       channels = json.loads(cygrpc.channelz_get_top_channels(0))["channel"]
     self._last = max(int(each["ref"]["channelId"]) for each in channels)

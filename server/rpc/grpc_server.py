@@ -49,7 +49,7 @@ class ReservedPort:
   it is opened for the processes of this server, and shut when all of them listen: every socket on an address must allow
   sharing, and this one withdraws its consent. Linux skips that check in a fast path (inet_csk_get_port) until a socket
   that does not share is bound to the port on another address. A server on all addresses leaves no other address, so
-  there programs of the same user that ask for sharing can still join.
+  there programs of the same user that request sharing can still join.
 
   Attributes:
     port: its number.
@@ -86,7 +86,7 @@ class ReservedPort:
     self.is_shut = self._end_short_cut()
 
   def open(self) -> None:
-    """Lets processes of the same user that ask for sharing listen on the port."""
+    """Lets processes of the same user that request sharing listen on the port."""
     self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     self.is_shut = False
 
@@ -214,7 +214,7 @@ def make_grpc_server(
 
 
 def add_reflection(server: grpc.aio.Server, *services: str) -> None:
-  """Adds reflection as v1alpha and as v1, which newer tools ask first; both have the same messages on the wire."""
+  """Adds reflection as v1alpha and as v1, which newer tools try first; both have the same messages on the wire."""
   names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
   reflection.enable_server_reflection(names, server)
   servicer = reflection.aio.ReflectionServicer(names)

@@ -61,7 +61,7 @@ def make_status_answer(error: Exception) -> StatusAnswer:
     message, info.reason = errors.shorten_message(str(error)), error.reason
   else:
     code = grpc.StatusCode.INTERNAL
-    hidden = errors.log_incident(error, "a request failed in our own code")
+    hidden = errors.log_incident(error, "a request failed in the server's own code")
     message, info.reason = str(hidden), hidden.reason
     info.metadata["incident"] = hidden.incident
   details = [protobuf_any.pack(info)]

@@ -297,5 +297,5 @@ def _note_ended(endings: Iterable[pb.Finished]) -> None:
 
 
 def _digest(request_id: str) -> str:
-  """Returns a digest that tells requests apart without showing their clients' ids."""
+  """Returns a digest that distinguishes requests without showing their clients' ids."""
   return hashlib.sha256(request_id.encode()).hexdigest()[:16]

@@ -132,21 +132,21 @@ class AdminKeys:
       raise
 
 
-def bind_tenant(asked: str, of_key: str | None) -> str:
+def bind_tenant(named: str, of_key: str | None) -> str:
   """Returns the request's tenant: the key's tenant where the server requires keys, else the one that it names.
 
   Args:
-    asked: the tenant that the request names; may be empty.
+    named: the tenant that the request names; may be empty.
     of_key: the tenant from `ApiKeys`; None where the server requires no keys.
 
   Raises:
     PermissionDenied: the request names another tenant than the key's.
   """
   if of_key is None:
-    return asked
-  if asked not in ("", of_key):
+    return named
+  if named not in ("", of_key):
     raise PermissionDenied(
-      f"tenant={asked!r:.80} is not that of this API key; leave it empty, the key says whose it is"
+      f"tenant={named!r:.80} is not that of this API key; leave it empty, the key says whose it is"
     )
   return of_key
 

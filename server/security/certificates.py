@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 class Certificates:
   """Certificate, key and, for mutual TLS, the authority that must have issued clients' certificates.
 
-  gRPC asks at each handshake. Changed files are checked first. While they do not match, as when one of two is already
+  gRPC calls at each handshake. Changed files are checked first. While they do not match, as when one of two is already
   replaced, the old ones stay in use, and one log line says why. Open connections keep their certificate;
   --max_connection_age_s ends them.
 
@@ -56,7 +56,7 @@ class Certificates:
     def renewed() -> grpc.ServerCertificateConfiguration | None:
       """Returns the new certificates, or None if they have not changed. Runs on gRPC's threads."""
       nonlocal seen
-      self.num_handshakes += counts  # gRPC asks on one thread at a time
+      self.num_handshakes += counts  # gRPC calls on one thread at a time
       signature = self._signature()
       if signature == seen:
         return None
@@ -167,7 +167,7 @@ def _new_context() -> ssl.SSLContext:
 
 
 def _no_passphrase() -> str:
-  """Refuses encrypted keys, for which OpenSSL would ask at the terminal."""
+  """Refuses encrypted keys, for which OpenSSL would prompt at the terminal."""
   raise ValueError("the key has a passphrase")
 
 

@@ -92,7 +92,7 @@ class _Vocabulary:
     They are the tokenizer's own if they spell exactly this text; some tokenizers put a space in front.
     """
     if isinstance(text, bytes):
-      raise TypeError("only text")  # llguidance passes bytes to ask whether they are supported
+      raise TypeError("only text")  # llguidance passes bytes to test whether they are supported
     text = text[:_MAX_FORCED_CHARS]
     token_ids = self._tokenizer.encode_plain(text)
     spelled = b"".join([self.tokens[token_id] for token_id in token_ids if token_id < len(self.tokens)])

@@ -1,8 +1,8 @@
 """Caches compiled grammars, each for its tenant alone. Compiles nothing.
 
-Compiling takes 10 to 60 ms and a copy about 10 us. A client can tell these apart, and must not learn what other tenants
-send. So a grammar serves only the tenant that compiled it. The tenant with most entries is evicted first: a tenant that
-keeps less than an equal share loses nothing.
+Compiling takes 10 to 60 ms and a copy about 10 us. A client can measure the difference, and must not learn what other
+tenants send. So a grammar serves only the tenant that compiled it. The tenant with most entries is evicted first: a
+tenant that keeps less than an equal share loses nothing.
 """
 
 from collections import OrderedDict

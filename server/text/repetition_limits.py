@@ -1,12 +1,12 @@
-"""How often a constraint asks for a part of itself to be repeated, read from its text. Compiles nothing.
+"""Counts how often a constraint repeats a part of itself, from its text. Compiles nothing.
 
 The compiler follows a count one state of its lexer after the other, and an output may use some ten thousand: an upper
 bound beyond MAX_REPEATS is never reached, and a lower one never fulfilled. Counts nested in a regular expression
 multiply. A schema's keywords for upper bounds may have any: programs write 2147483647 where they mean none, and it
 costs nothing.
 
-This tells a user early; it protects nothing. The compiler's own limits stop whatever count is overlooked here, as those
-between blanks and comments under the flag x.
+This gives users an early error; it protects nothing. The compiler's own limits stop counts that are missed here, such
+as those between blanks and comments under the flag x.
 """
 
 from collections.abc import Iterator

@@ -19,7 +19,6 @@ import os
 import pathlib
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,17 +32,11 @@ from tools.gpu.protocol import ENDING_S
 from tools.measure import ROOT, machine
 from tools.report.latency import Outcome, summary
 from tools.report.run_file import RecordedRun, write_run
+from tools.server_process import find_free_port
 from tools.workload import WorkRequest, synthetic
 
 _SHARE = 0.6
 _REQUEST_S = 600.0
-
-
-def free_port() -> int:
-  """Returns a free port of this machine."""
-  with socket.socket() as listener:
-    listener.bind(("127.0.0.1", 0))
-    return listener.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -173,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
   except (OSError, ValueError, KeyError) as error:
     return parser.failed(ConfigError(f"--model={args.model}: no vocab_size in its config.json ({error})"))
   for name, text in args.server:
-    port = free_port()
+    port = find_free_port()
     words = [word.format(model=args.model, port=port, python=sys.executable) for word in shlex.split(text)]
     url = f"http://127.0.0.1:{port}"
     print(f"{name}: {shlex.join(words)}", file=sys.stderr, flush=True)

@@ -11,10 +11,11 @@ import grpc
 
 from engine.errors import ConfigError
 from tools.chaos import plans
-from tools.chaos.process import READY_S, Server, free_port
+from tools.chaos.process import READY_S, Server
 from tools.chaos.report import Row
 from tools.chaos.rig import Rig
 from tools.chaos.streams import Answer, StreamRequest, on_loop, random_prompt, send, stub_of
+from tools.server_process import find_free_port
 
 _GRACE_S = 20.0
 _STREAMS = 12
@@ -164,7 +165,7 @@ def kill_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
 async def _kill_trials(folder: pathlib.Path, count: int, seed: int) -> Trials:
   rng = random.Random(seed)
   trials = Trials()
-  server = Server(folder, (_STEP,), name=f"kill-{seed}", port=free_port())
+  server = Server(folder, (_STEP,), name=f"kill-{seed}", port=find_free_port())
   try:
     for _ in range(count):
       began = time.monotonic()

@@ -5,10 +5,8 @@ import dataclasses
 import http.client
 import os
 import pathlib
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -274,13 +272,3 @@ class Server:
     if accepted == ended == load.requests_finished_total:
       return []
     return [f"{accepted} requests accepted, {ended:g} ended by the metrics, {load.requests_finished_total} by GetLoad"]
-
-
-def free_port() -> int:
-  """Returns a free port outside of the range that the system assigns, so it stays free."""
-  first_given = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-  while True:
-    port = random.randrange(max(1024, first_given // 2), max(2048, first_given))
-    with socket.socket() as probe, contextlib.suppress(OSError):
-      probe.bind(("127.0.0.1", port))
-      return port

@@ -33,7 +33,7 @@ from server.http.json_exchange import (
 )
 from server.http.openai.chat_messages import Chat, read_chat
 from server.http.openai.completion_replies import Calls, ChatChoice, Choice, Prompt, TextChoice, TokenNames, usage
-from server.http.openai.generate_request import AskedGeneration, judge_ignored, read_generation
+from server.http.openai.generate_request import RequestedGeneration, judge_ignored, read_generation
 from server.http.openai.request_fields import PROMPT_REMEDY, ChatCompletionRequest, CompletionRequest
 from server.http.openai.tool_calls import find_format, forced_format
 from server.proto import sluice_pb2 as pb
@@ -112,12 +112,12 @@ class CompletionEndpoints:
     """POST /v1/completions."""
     with self._state.admit() as backend:
       values = await read_json_object(request, self._state, self._options)
-      asked = read_generation(values, CompletionRequest, request.state.tenant)
-      request.state.field_names |= asked.field_names | {"prompt.text": "prompt"}
-      fields, stopping, output = asked.fields, asked.request.stopping, asked.request.output
-      if fields.best_of is not None and fields.best_of != asked.n:
+      requested = read_generation(values, CompletionRequest, request.state.tenant)
+      request.state.field_names |= requested.field_names | {"prompt.text": "prompt"}
+      fields, stopping, output = requested.fields, requested.request.stopping, requested.request.output
+      if fields.best_of is not None and fields.best_of != requested.n:
         raise UnsupportedField(
-          f"={fields.best_of} is not supported: send the same as n={asked.n}, or leave it out", field="best_of"
+          f"={fields.best_of} is not supported: send the same as n={requested.n}, or leave it out", field="best_of"
         )
       if fields.only_echo:
         # Scoring: prompt log probabilities come with a first token, which the response leaves out.
@@ -135,30 +135,30 @@ class CompletionEndpoints:
       names = TokenNames(tokenizer, as_ids=bool(fields.return_tokens_as_token_ids))
       choices = [
         TextChoice(
-          place * asked.n + index,
+          place * requested.n + index,
           fields,
           names,
           prompt,
           None if tokenizer is None else tokenizer.token_places(skip_special_tokens=skip),
         )
         for place, prompt in enumerate(prompts)
-        for index in range(asked.n)
+        for index in range(requested.n)
       ]
-      return await self._answer(request, backend, asked, prompts, choices)
+      return await self._answer(request, backend, requested, prompts, choices)
 
   async def chat(self, request: Request) -> Response:
     """POST /v1/chat/completions."""
     with self._state.admit() as backend:
       values = await read_json_object(request, self._state, self._options)
-      asked = read_generation(values, ChatCompletionRequest, request.state.tenant)
-      request.state.field_names |= asked.field_names
-      fields, stopping = asked.fields, asked.request.stopping
+      requested = read_generation(values, ChatCompletionRequest, request.state.tenant)
+      request.state.field_names |= requested.field_names
+      fields, stopping = requested.fields, requested.request.stopping
       if fields.max_completion_tokens is not None:
         # OpenAI's newer name wins over the older one.
         stopping.max_tokens = fields.max_completion_tokens
         request.state.field_names["max_tokens"] = "max_completion_tokens"
       if fields.logprobs:
-        asked.request.output.logprobs = fields.top_logprobs or 0
+        requested.request.output.logprobs = fields.top_logprobs or 0
         request.state.field_names["logprobs"] = "top_logprobs"
       elif fields.top_logprobs:
         raise InvalidRequest(
@@ -167,35 +167,35 @@ class CompletionEndpoints:
       chat = read_chat(values, fields)
       request_validation.check_model_name(fields.model or "", backend.model)
       tokenizer = request_validation.need_tokenizer(backend.tokenizer, "messages")
-      asked.ignored += chat.ignored(tokenizer)
+      requested.ignored += chat.ignored(tokenizer)
       if chat.forced:  # the schema of their calls is made of them
         request.state.field_names["constraint.json_schema"] = "tools"
-      calls = await self._calls(chat, tokenizer, asked)
+      calls = await self._calls(chat, tokenizer, requested)
       prompt = Prompt(await self._state.run_in_text_pool(lambda: chat.token_ids(tokenizer)))
       if not stopping.HasField("max_tokens"):
         num_left = _tokens_left(backend.config, len(prompt.token_ids))
         stopping.max_tokens = request_validation.default_max_tokens(backend.defaults, num_left, num_left)
       names = TokenNames(tokenizer, as_ids=bool(fields.return_tokens_as_token_ids))
-      choices = [ChatChoice(index, fields, names, calls) for index in range(asked.n)]
-      return await self._answer(request, backend, asked, [prompt], choices)
+      choices = [ChatChoice(index, fields, names, calls) for index in range(requested.n)]
+      return await self._answer(request, backend, requested, [prompt], choices)
 
-  async def _calls(self, chat: Chat, tokenizer: Tokenizer, asked: AskedGeneration[Any]) -> Calls | None:
+  async def _calls(self, chat: Chat, tokenizer: Tokenizer, requested: RequestedGeneration[Any]) -> Calls | None:
     """Returns how to find tool calls in the output, and sets the request's output and constraint accordingly."""
     form = find_format(self._options.tool_call_parser, tokenizer.chat_template)
     tools = chat.forced or chat.tools
     if chat.forced:
-      if asked.request.HasField("constraint"):
+      if requested.request.HasField("constraint"):
         raise InvalidRequest(
           "is not allowed to force calls beside another constraint: send one of them", field="tool_choice"
         )
       form = forced_format(form)
-      asked.request.constraint.json_schema = await self._state.run_in_text_pool(
+      requested.request.constraint.json_schema = await self._state.run_in_text_pool(
         functools.partial(chat.call_schema, form)
       )
     if form is None or not tools:
       return None
     if form.marker and tokenizer.is_special(form.marker):
-      asked.request.output.skip_special_tokens = False
+      requested.request.output.skip_special_tokens = False
     return Calls(form, [tool["function"]["name"] for tool in tools], chat.parallel)
 
   async def _prompts(self, backend: Backend, fields: CompletionRequest) -> list[Prompt]:
@@ -233,7 +233,7 @@ class CompletionEndpoints:
     self,
     request: Request,
     backend: Backend,
-    asked: AskedGeneration[Any],
+    requested: RequestedGeneration[Any],
     prompts: Sequence[Prompt],
     choices: Sequence[Choice[Any]],
   ) -> Response:
@@ -242,40 +242,40 @@ class CompletionEndpoints:
     Args:
       request: a request whose body has been read.
       backend: the backend that serves.
-      asked: the checked request.
+      requested: the checked request.
       prompts: its prompts, one generation each.
-      choices: asked.n for each prompt, in order.
+      choices: requested.n for each prompt, in order.
     """
-    headers = judge_ignored(asked.ignored, strict=self._options.strict_requests)
+    headers = judge_ignored(requested.ignored, strict=self._options.strict_requests)
     limit = backend.config.max_queued_requests
     if len(choices) > limit:
       raise InvalidRequest(
-        f"has {len(prompts)} entries of n={asked.n} outputs, but at most {limit} requests may wait here: send "
+        f"has {len(prompts)} entries of n={requested.n} outputs, but at most {limit} requests may wait here: send "
         "several requests, or raise --max_queued_requests",
         field="prompt",
       )
-    prefix, kind = _KINDS[type(asked.fields)]
-    answer_id = f"{prefix}-{asked.request.request_id or secrets.token_hex(16)}"
+    prefix, kind = _KINDS[type(requested.fields)]
+    answer_id = f"{prefix}-{requested.request.request_id or secrets.token_hex(16)}"
     calls = []
     for place, prompt in enumerate(prompts):
-      asked.request.request_id = answer_id if len(prompts) == 1 else f"{answer_id}-{place}"
+      requested.request.request_id = answer_id if len(prompts) == 1 else f"{answer_id}-{place}"
       token_ids = list(prompt.token_ids)
       calls.append(
         request_validation.make_generation_call(
-          asked.request, backend.config, backend.tokenizer, token_ids, backend.defaults
+          requested.request, backend.config, backend.tokenizer, token_ids, backend.defaults
         )
       )
-    calls = await self._state.add_constraints(asked.request, calls)
+    calls = await self._state.add_constraints(requested.request, calls)
     frame = {"id": answer_id, "object": kind, "created": int(time.time()), "model": backend.model}
     notes = request.state.notes
-    reply = _Reply(asked, prompts, choices, frame, notes)
+    reply = _Reply(requested, prompts, choices, frame, notes)
     running = _Running(backend.generations, request.state.tenant)
     with contextlib.ExitStack() as cleanup:
       cleanup.callback(running.close)
       for call in calls:
         await running.start_generation(call)
       notes.update(generation_id=answer_id, prompt_tokens=reply.num_prompt_tokens)
-      if not asked.fields.stream:
+      if not requested.fields.stream:
         await unless_gone(request.receive, _wait_ended(running.live))
         generations = list(running.live)
         if _num_logprobs(generations) <= _INLINE_LOGPROBS:
@@ -304,24 +304,24 @@ class _Reply:
 
   def __init__(
     self,
-    asked: AskedGeneration[Any],
+    requested: RequestedGeneration[Any],
     prompts: Sequence[Prompt],
     choices: Sequence[Choice[Any]],
     frame: dict[str, Any],
     notes: dict[str, Any],
   ):
     """Args:
-    asked: the checked request.
+    requested: the checked request.
     prompts, choices: as for `_answer`.
     frame: the fields of each chunk, and of a whole response.
     notes: the access log's fields; receives the tokens of finished outputs.
     """
-    self._asked = asked
+    self._asked = requested
     self._prompts = prompts
     self._choices = choices
     self._frame = frame
     self._notes = notes
-    self._is_chat = isinstance(asked.fields, ChatCompletionRequest)
+    self._is_chat = isinstance(requested.fields, ChatCompletionRequest)
     self.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     self._num_tokens = 0
     self._num_cached_tokens = 0

@@ -45,7 +45,7 @@ _MAX_NAMED = 16
 
 
 @dataclasses.dataclass(slots=True)
-class AskedGeneration[T: GenerationFields]:
+class RequestedGeneration[T: GenerationFields]:
   """A completion or chat request, read but not yet checked against the engine.
 
   Attributes:
@@ -103,7 +103,7 @@ def judge_ignored(names: Sequence[str], *, strict: bool) -> dict[str, str]:
   return {"x-sluice-ignored-fields": ", ".join([*named, *([f"and {more} more"] if more else [])])}
 
 
-def read_generation[T: GenerationFields](values: dict[str, Any], kind: type[T], tenant: str) -> AskedGeneration[T]:
+def read_generation[T: GenerationFields](values: dict[str, Any], kind: type[T], tenant: str) -> RequestedGeneration[T]:
   """Reads the body of a completion or a chat.
 
   Args:
@@ -161,7 +161,7 @@ def read_generation[T: GenerationFields](values: dict[str, Any], kind: type[T], 
     constraint=constraint,
   )
   n = request_validation.num_outputs(request.sampling)
-  return AskedGeneration(fields, options, request, n, ignored, field_names)
+  return RequestedGeneration(fields, options, request, n, ignored, field_names)
 
 
 def _undeclared(values: dict[str, Any], kind: type[msgspec.Struct]) -> list[str]:

@@ -188,7 +188,7 @@ def _operation(
   operation: dict[str, Any] = {
     "summary": text,
     "responses": {
-      "200": {"description": "As asked for.", "content": said},
+      "200": {"description": "The requested response.", "content": said},
       "default": {"description": "An error.", "content": {"application/json": {"schema": error}}},
     },
   }

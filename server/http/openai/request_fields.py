@@ -62,7 +62,7 @@ _SAMPLERS = "it is not built; use temperature, top_p, top_k and min_p"
 _NO_REASONING = "reasoning is not parsed, and stays in the text; leave it out"
 OTHER_CONSTRAINT = "send response_format, or one of json, regex, choice and grammar in structured_outputs"
 # By name, the values besides null that change nothing, and what to say about the others. What would change the output
-# is here, so that nobody gets another output than the one that was asked for: the fields of OpenAI, vLLM, SGLang and
+# is here, so that no request gets an output without its parameters: the fields of OpenAI, vLLM, SGLang and
 # llama.cpp's server.
 UNSUPPORTED: Unsupported = {
   "suffix": (("",), "there is no infilling; leave it out"),

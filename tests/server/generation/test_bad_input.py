@@ -321,7 +321,7 @@ def test_bad_tokenize_and_detokenize(server):
   ],
 )
 def test_a_model_without_a_tokenizer(textless, fields, said):
-  with pytest.raises(grpc.RpcError, match=said + ", and the served model has none; send and ask for") as caught:
+  with pytest.raises(grpc.RpcError, match=said + ", and the served model has none; send and request") as caught:
     generate(textless, **fields)
   assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
   assert reason_of(caught.value) == "NO_TOKENIZER"
