@@ -183,7 +183,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
       if len(raw) > limit:
         raise AnswerTooLarge(
           f"a message of {len(raw)} bytes cannot be sent, the limit is {limit}; request fewer tokens, outputs or log "
-          "probabilities, or for a stream"
+          "probabilities, or a stream"
         )
       return raw
 

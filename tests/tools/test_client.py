@@ -18,6 +18,13 @@ from tools.chaos.process import Server
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _LIMIT_S = 60.0
+# Makes standard input the controlling terminal, which sends Ctrl-C, and then becomes the client. A preexec_fn would need
+# os.fork(), which JAX in this process forbids.
+_TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "tools.client", *sys.argv[1:]])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +41,13 @@ class Terminal:
     self._master, slave = pty.openpty()
     self.shown = ""
     self._process = subprocess.Popen(
-      [sys.executable, "-m", "tools.client", "--chat", *arguments],
+      [sys.executable, "-c", _TAKE_TERMINAL, "--chat", *arguments],
       cwd=ROOT,
       stdin=slave,
       stdout=slave,
       stderr=slave,
       env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
       start_new_session=True,
-      preexec_fn=_take_terminal,
     )
     os.close(slave)
 
@@ -71,14 +77,6 @@ class Terminal:
     self._process.kill()
     self._process.wait()
     os.close(self._master)
-
-
-def _take_terminal() -> None:
-  """Makes the child's standard input its controlling terminal, from which Ctrl-C comes."""
-  import fcntl
-  import termios
-
-  fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 PROMPT = "> "

@@ -137,7 +137,7 @@ def test_an_answer_larger_than_allowed(tokenizer, method, caplog):
       stopping=pb.StopParams(max_tokens=20, ignore_eos=True),
     )
     with pytest.raises(
-      grpc.RpcError, match=r"message of \d+ bytes cannot be sent, the limit is 300; ask for"
+      grpc.RpcError, match=r"message of \d+ bytes cannot be sent, the limit is 300; request fewer tokens"
     ) as caught:
       answer = getattr(served.generation, method)(request)
       for _ in answer if method == "Generate" else ():
