@@ -18,8 +18,8 @@ from tools.chaos.process import Server
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 _LIMIT_S = 60.0
-# Makes standard input the controlling terminal, which sends Ctrl-C, and then becomes the client. A preexec_fn would need
-# os.fork(), which JAX in this process forbids.
+# Makes standard input the controlling terminal, which sends Ctrl-C, and then becomes the client. A hook of Popen would
+# fork this process, which JAX forbids.
 _TAKE_TERMINAL = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
