@@ -276,3 +276,8 @@ def _for_index(params: SamplingParams, index: int) -> SamplingParams:
   if seed is not None:
     seed = (seed + index + 2**63) % 2**64 - 2**63
   return dataclasses.replace(params, seed=seed, prompt_logprobs=None)
+
+
+def count_tokens_left(config: EngineConfig, num_prompt_tokens: int) -> int:
+  """Returns the number of tokens that a prompt leaves of the model's length, at least 1."""
+  return max(1, min(config.max_model_len, config.pool_tokens) - num_prompt_tokens)

@@ -10,6 +10,7 @@ import msgspec
 from engine.errors import InvalidRequest
 from server.http.error_responses import UnsupportedField
 from server.http.json_fields import parse_json_object
+from server.http.model_output.tool_calls import CallFormat
 from server.http.openai.request_fields import (
   REASONING_EFFORTS,
   TOOL_NAME,
@@ -20,7 +21,6 @@ from server.http.openai.request_fields import (
   TokenizeChat,
   Tool,
 )
-from server.http.openai.tool_calls import CallFormat
 from server.text.chat_template import Message
 from server.text.tokenizer import Tokenizer
 

@@ -4,12 +4,11 @@ A `Choice` receives everything once and in order, so its chunks concatenate to t
 """
 
 from collections.abc import Sequence
-import dataclasses
 import math
 from typing import Any
 
+from server.http.model_output.output_parser import CallPiece, OutputParser, TextPiece
 from server.http.openai.request_fields import ChatCompletionRequest, CompletionRequest, GenerationFields
-from server.http.openai.tool_calls import CallFormat, CallScanner, ToolCall
 from server.proto import sluice_pb2 as pb
 from server.text.detokenizer import TokenPlaces
 from server.text.tokenizer import Tokenizer
@@ -100,38 +99,23 @@ class Choice[T: GenerationFields]:
     return _REASONS[finished.reason]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Calls:
-  """The tool calls that a response may have.
-
-  Attributes:
-    form: how the model writes calls.
-    names: names of the tools.
-    parallel: whether one response may have several; otherwise the server drops those after the first.
-  """
-
-  form: CallFormat
-  names: Sequence[str]
-  parallel: bool
-
-
 class ChatChoice(Choice[ChatCompletionRequest]):
   """A choice of /v1/chat/completions. The role comes with the first text, so no chunk is empty."""
 
-  def __init__(self, index: int, fields: ChatCompletionRequest, names: TokenNames, calls: Calls | None):
-    """Args: index, fields, names: see Choice. calls: the possible calls; None leaves calls in the text."""
+  def __init__(self, index: int, fields: ChatCompletionRequest, names: TokenNames, parser: OutputParser):
+    """Args: index, fields, names: see Choice. parser: finds the calls in this output."""
     super().__init__(index, fields, names)
     self._began = False
-    self._calls = calls
-    self._scanner = None if calls is None else CallScanner(calls.form, calls.names)
-    self._num_calls = 0
+    self._parser = parser
 
   def _body(self, delta: pb.Delta, finished: pb.Finished | None, *, whole: bool) -> dict[str, Any] | None:
     logprobs = {"content": [self._entry(entry) for entry in delta.logprobs]} if self._fields.logprobs else None
-    text, calls = self._parsed(delta.text, ended=finished is not None)
+    pieces = self._parser.push_text(delta.text, ended=finished is not None)
+    text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+    calls = [piece for piece in pieces if isinstance(piece, CallPiece)]
     if whole:
       message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-      return {"message": message | ({"tool_calls": calls} if calls else {}), "logprobs": logprobs}
+      return {"message": message | ({"tool_calls": _whole_calls(calls)} if calls else {}), "logprobs": logprobs}
     if not (text or calls or delta.logprobs or finished is not None or self._wants_ids_of(delta)):
       return None
     message: dict[str, Any] = {}
@@ -142,33 +126,12 @@ class ChatChoice(Choice[ChatCompletionRequest]):
     if text:
       message["content"] = text
     if calls:
-      message["tool_calls"] = [{"index": self._num_calls - len(calls) + at, **call} for at, call in enumerate(calls)]
+      message["tool_calls"] = [_call_chunk(piece) for piece in calls]
     return {"delta": message, "logprobs": logprobs}
-
-  def _parsed(self, text: str, *, ended: bool) -> tuple[str, list[dict[str, Any]]]:
-    """Returns the text and the calls that have become certain."""
-    if self._calls is None or self._scanner is None:
-      return text, []
-    pieces = self._scanner.push(text)
-    if ended:
-      pieces += self._scanner.flush()
-    calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
-    if not self._calls.parallel:
-      calls = calls[: 1 - self._num_calls]
-    self._num_calls += len(calls)
-    written = [
-      {
-        "id": self._calls.form.new_id(),
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-      }
-      for call in calls
-    ]
-    return "".join(piece for piece in pieces if isinstance(piece, str)), written
 
   def _reason(self, finished: pb.Finished) -> str:
     reason = super()._reason(finished)
-    return "tool_calls" if self._num_calls and reason == "stop" else reason
+    return "tool_calls" if self._parser.num_calls and reason == "stop" else reason
 
   def _entry(self, entry: pb.TokenLogprobs) -> dict[str, Any]:
     top = [self._one(top.token_id, top.logprob) for top in entry.top]
@@ -180,6 +143,26 @@ class ChatChoice(Choice[ChatCompletionRequest]):
       "logprob": _finite(logprob),
       "bytes": list(self._names.bytes_of(token_id)),
     }
+
+
+def _call_chunk(piece: CallPiece) -> dict[str, Any]:
+  """Returns a part of a call, as a chunk has it."""
+  if piece.name is None:
+    return {"index": piece.index, "function": {"arguments": piece.arguments}}
+  function = {"name": piece.name, "arguments": piece.arguments}
+  return {"index": piece.index, "id": piece.call_id, "type": "function", "function": function}
+
+
+def _whole_calls(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
+  """Returns the calls of a whole output."""
+  calls: list[dict[str, Any]] = []
+  for piece in pieces:
+    if piece.name is None:
+      calls[-1]["function"]["arguments"] += piece.arguments
+    else:
+      function = {"name": piece.name, "arguments": piece.arguments}
+      calls.append({"id": piece.call_id, "type": "function", "function": function})
+  return calls
 
 
 class TextChoice(Choice[CompletionRequest]):

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
-from server.http.openai import tool_calls
-from server.http.openai.tool_calls import (
+from server.http.model_output import tool_calls
+from server.http.model_output.tool_calls import (
   FORMATS,
   MAX_CALL_CHARS,
   MAX_CALLS,

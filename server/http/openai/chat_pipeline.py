@@ -1,0 +1,109 @@
+"""Turns the body of a chat completion into a request, its prompt's tokens, and the parser of its output.
+
+Other chat APIs translate their bodies into such a body, and so share every check, limit and default.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from starlette.requests import Request
+
+from engine.errors import InvalidRequest
+from server.generation import request_validation
+from server.generation.serving_state import Backend, ServingState
+from server.http.http_options import HttpOptions
+from server.http.model_output.output_parser import Calls, OutputParser
+from server.http.model_output.tool_calls import find_format, forced_format
+from server.http.openai.chat_messages import Chat, read_chat
+from server.http.openai.completion_replies import Prompt
+from server.http.openai.generate_request import RequestedGeneration, read_generation
+from server.http.openai.request_fields import ChatCompletionRequest
+from server.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedChat:
+  """A checked chat.
+
+  Attributes:
+    requested: the request, complete but for its id.
+    prompt: the prompt's token ids.
+    tokenizer: the model's tokenizer.
+    calls: the tool calls that the output may have; None leaves calls in the text.
+  """
+
+  requested: RequestedGeneration[ChatCompletionRequest]
+  prompt: Prompt
+  tokenizer: Tokenizer
+  calls: Calls | None
+
+  def make_parser(self) -> OutputParser:
+    """Returns the parser of one output."""
+    return OutputParser(self.calls)
+
+
+class ChatPipeline:
+  """Prepares chats."""
+
+  def __init__(self, state: ServingState, options: HttpOptions):
+    self._state = state
+    self._options = options
+
+  async def prepare_chat(self, request: Request, backend: Backend, values: dict[str, Any]) -> PreparedChat:
+    """Checks a chat and tokenizes its prompt.
+
+    Args:
+      request: the HTTP request; its state receives the body's names of sluice.v1 fields.
+      backend: the backend that serves.
+      values: the body, in the form of /v1/chat/completions.
+
+    Raises:
+      InvalidRequest, UnsupportedField: a field is wrong.
+      ModelNotFound, NoTokenizer, NoChatTemplate: the model cannot serve this chat.
+    """
+    requested = read_generation(values, ChatCompletionRequest, request.state.tenant)
+    request.state.field_names |= requested.field_names
+    fields, stopping = requested.fields, requested.request.stopping
+    if fields.max_completion_tokens is not None:
+      # OpenAI's newer name wins over the older one.
+      stopping.max_tokens = fields.max_completion_tokens
+      request.state.field_names["max_tokens"] = "max_completion_tokens"
+    if fields.logprobs:
+      requested.request.output.logprobs = fields.top_logprobs or 0
+      request.state.field_names["logprobs"] = "top_logprobs"
+    elif fields.top_logprobs:
+      raise InvalidRequest(
+        f"={fields.top_logprobs} is allowed with logprobs=true alone: send both", field="top_logprobs"
+      )
+    chat = read_chat(values, fields)
+    request_validation.check_model_name(fields.model or "", backend.model)
+    tokenizer = request_validation.need_tokenizer(backend.tokenizer, "messages")
+    requested.ignored += chat.ignored(tokenizer)
+    if chat.forced:  # the schema of their calls is made of them
+      request.state.field_names["constraint.json_schema"] = "tools"
+    calls = await self._find_calls(chat, tokenizer, requested)
+    prompt = Prompt(await self._state.run_in_text_pool(lambda: chat.token_ids(tokenizer)))
+    if not stopping.HasField("max_tokens"):
+      num_left = request_validation.count_tokens_left(backend.config, len(prompt.token_ids))
+      stopping.max_tokens = request_validation.default_max_tokens(backend.defaults, num_left, num_left)
+    return PreparedChat(requested, prompt, tokenizer, calls)
+
+  async def _find_calls(self, chat: Chat, tokenizer: Tokenizer, requested: RequestedGeneration[Any]) -> Calls | None:
+    """Returns how to find tool calls in the output, and sets the request's output and constraint accordingly."""
+    form = find_format(self._options.tool_call_parser, tokenizer.chat_template)
+    tools = chat.forced or chat.tools
+    if chat.forced:
+      if requested.request.HasField("constraint"):
+        raise InvalidRequest(
+          "is not allowed to force calls beside another constraint: send one of them", field="tool_choice"
+        )
+      form = forced_format(form)
+      requested.request.constraint.json_schema = await self._state.run_in_text_pool(
+        functools.partial(chat.call_schema, form)
+      )
+    if form is None or not tools:
+      return None
+    if form.marker and tokenizer.is_special(form.marker):
+      requested.request.output.skip_special_tokens = False
+    return Calls(form, [tool["function"]["name"] for tool in tools], chat.parallel)
