@@ -88,7 +88,7 @@ class RunningServer:
     return self._process.poll() is None
 
   def last_words(self) -> str:
-    """Returns the most telling line of its log."""
+    """Returns the last error in its log, or else the last line."""
     lines = self._log.read_text("utf-8", errors="replace").strip().splitlines()
     errors = [line for line in lines if line.startswith("error")]
     return (errors or lines or ["it said nothing"])[-1]

@@ -1,7 +1,8 @@
 """Paged attention in plain jnp: runs anywhere, and defines the result of the other implementations.
 
 Its cost may not grow with the pool or with the width of the block table. Every loop ends at a value computed from the
-batch, and each pass gathers one chunk of the keys of a few rows. README.md lists the alternatives and their times.
+batch, and each pass gathers one chunk of the keys of a few rows. docs/decisions/paged-attention.md lists the
+alternatives and their times.
 
 The code cuts a row's queries into tiles: of 1 query for decode rows, of many for prefill rows. It sorts tiles by the
 length of their walk and groups them, so that the tiles of a group are similar. A group walks its keys in chunks of some
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.api import PagedAttention, RaggedMeta
 
 _CHUNK = 64  # keys a pass, rounded to whole pages
-_DECODE_GROUP = 8  # tiles of one query a group; measured like the other constants: README.md
+_DECODE_GROUP = 8  # tiles of one query a group; measured like the others: docs/decisions/paged-attention.md
 _PREFILL_TILE = 32
 _PREFILL_GROUP = 1
 _FEW = 8  # most queries of a tile and KV head for which each query is a separate product with the keys
@@ -136,7 +137,7 @@ def _step(state, queries, kv, tables, chunks, pages, soft_cap, live=None, seen=N
     weights = jnp.where(seen, weights, 0.0)
   decay = jnp.exp(peak - new_peak)
   # The index of the values depends on the weights. Otherwise XLA:CPU would run both gathers on two threads, and waking
-  # a thread takes longer than the gather (README.md).
+  # a thread takes longer than the gather (docs/decisions/paged-attention.md).
   values = _load(kv, tables, chunks, pages, 1 + (weights[0, 0, 0, 0] * 0.0).astype(jnp.int32))
   if in_use is not None:
     values = jnp.where(jnp.broadcast_to(in_use[:, None, :, None], values.shape), values, 0.0)

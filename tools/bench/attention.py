@@ -10,9 +10,10 @@ row's whole block table, if that fits in 2 GiB. The floor is the batch's keys an
 cores, measured in the same run.
 
 The second command prints attention's share of a decode step, as a line of text and a line of JSON. It times the
-engine's own step program, warm and through its runner, in three forms that alternate: with `context` positions a row;
-with one position a row, which leaves next to nothing to read; and with a program without attention, in which the heads'
-outputs are the queries and no KV is written. Without --model, it makes a random Llama of 125M parameters.
+engine's own step program, warm and through its runner, in three forms that alternate. The first form has `context`
+positions a row. The second has one position a row, which leaves next to nothing to read. The third has no attention:
+the heads' outputs are the queries, and the program writes no KV. Without --model, the command makes a random Llama of
+125M parameters.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -20,9 +20,9 @@ A shape is one of models/shapes (with random weights made on the device), a mode
 
 With --overlap=false the engine waits for each step before it plans the next.
 The ceilings are measured between the figures, on the same devices (tools/bench/ceilings.py): reading memory, and a
-square matmul in the model's dtype. Each figure is compared with the mean of the measurements before and after it:
-`of read` is bytes a second over the read bandwidth, `of rate` operations a second over the matmul rate, `over` its time
-over the roofline's. (Roofline: Williams, Waterman and Patterson, CACM 2009.)
+square matmul in the model's dtype. The tool compares each figure with the mean of the measurements before and after it.
+`of read` is bytes a second over the read bandwidth, `of rate` is operations a second over the matmul rate, and `over`
+is the figure's time over the roofline's. (Roofline: Williams, Waterman and Patterson, CACM 2009.)
 """
 
 from collections.abc import Callable, Sequence
@@ -305,7 +305,7 @@ def table(result: dict[str, Any]) -> str:
     lines.append(
       f"\noffline, {row['requests']} requests: {row['output_tok_s']:.0f} output tok/s, {row['total_tok_s']:.0f} in all;"
       f" {row['over_roofline']:.2f} of the roofline's time; device idle {row['device_idle_share']:.1%}, padding "
-      f"{row['padding_share']:.1%}, host {row['host_us']['host']:.0f} us a step before launch and "
+      f"{row['padding_share']:.1%}, host {row['host_us']['host']:.0f} us/step before launch and "
       f"{row['host_us']['commit']:.0f} after; {result['compiles_after_ready']} compiles after ready"
     )
   return "\n".join(lines)

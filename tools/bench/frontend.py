@@ -2,10 +2,10 @@
 
   python -m tools.bench.frontend [--frontend_processes=2] [--streams=256] [--step_ms=10] [--client_processes=2]
 
-Prints one JSON line. Three parts: the engine alone, in this process, with as many rows; a server and clients that
-stream from it continuously; and single requests, whose first token the client receives later than the engine has it.
-Clients run on the server's machine and take processor time from it; the result shows their time separately. The tool
-compares every streamed token with the fake device's expected one.
+The tool measures three parts and prints one JSON line. First, the engine runs alone in this process, with as many
+rows. Second, clients stream from a server continuously. Third, a client sends single requests; the figure is how much
+later than the engine it has the first token. Clients run on the server's machine and take processor time from it; the
+result shows their time separately. The tool compares every streamed token with the fake device's expected one.
 """
 
 from collections.abc import Sequence

@@ -5,9 +5,9 @@
 The program multiplies a step's matrices one after the other: those of every layer, each with its own weights as in a
 model, and the head. Each matrix takes the previous one's output. There is no attention and no norm. The kernels are
 XLA's dot and, if it is built, the packed kernel (pallas_kernels/packed_matmul): in f32, in f32 in the order that
---deterministic needs, and as int8. Each figure is compared with the ceilings just before and just after it
-(tools/bench/ceilings.py): `of rate` is operations a second over a square matmul's in f32, `of read` bytes of weights a
-second over the read bandwidth of all cores.
+--deterministic needs, and as int8. The tool compares each figure with the ceilings just before and just after it
+(tools/bench/ceilings.py). `of rate` is operations a second over a square matmul's in f32, and `of read` is bytes of
+weights a second over the read bandwidth of all cores.
 """
 
 from collections.abc import Callable, Sequence

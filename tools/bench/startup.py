@@ -3,10 +3,10 @@
   python -m tools.bench.startup [--model=DIR] [--runs=3] [--output=FILE.json] [--only=cold,cache,bundle] [FLAG ...]
 
 Three kinds of start: `cold`, with an empty compile cache; `cache`, with that cache filled; `bundle`, with an executable
-bundle and no cache. Further flags go to the server. The server's lines separate the parts, by their time of arrival:
-`import` ends with the first line of loading, `load` with the last, `programs` with the last program compiled or
-restored, `warm up` with the first run of each, `rest` with readiness. On a CPU, programs are compiled during the load,
-so `programs` is the rest of that. Figures are medians of the runs.
+bundle and no cache. Further flags go to the server. The tool separates the parts by the arrival times of the server's
+lines. `import` ends with the first line of loading, and `load` with the last. `programs` ends with the last program
+compiled or restored, `warm up` with the first run of each, and `rest` with readiness. On a CPU, the server compiles
+programs during the load, so `programs` is the rest of that. Figures are medians of the runs.
 """
 
 from collections.abc import Sequence

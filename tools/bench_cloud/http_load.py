@@ -97,7 +97,7 @@ async def _send(client: httpx.AsyncClient, model: str, request: WorkRequest, sta
   times = times[:total]
   counts = [total * (index + 1) // len(times) - total * index // len(times) for index in range(len(times))]
   if error is None and total != request.output_len:
-    error = f"WRONG_LENGTH: {total} tokens came, {request.output_len} were asked for"
+    error = f"WRONG_LENGTH: {total} tokens received, {request.output_len} requested"
   return Outcome(
     request.id, request.output_len, intended_s, sent_s, tuple(zip(times, counts, strict=True)), error=error
   )

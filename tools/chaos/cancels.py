@@ -1,10 +1,14 @@
 """Scenario: cancelled calls in each state of a request; the server's records show the state.
 
 The client cancels at random within a window. The server's record of the request gives its state at that moment:
-queued (never scheduled), admitted (its one prompt step runs), mid_prefill (some chunks of its prompt are computed),
-mid_decode (the step computes a token that the client will not receive), unsent (a token was sampled and not sent, on a
-server that holds every step's tokens back), unsaid (the engine has finished the request, but the client does not know),
-finished (the status is out; an Abort finds no request).
+
+  queued       The engine has never scheduled the request.
+  admitted     Its one prompt step runs.
+  mid_prefill  The engine has computed some chunks of its prompt.
+  mid_decode   The step computes a token that the client will not receive.
+  unsent       The server, which holds every step's tokens back, has sampled a token and not sent it.
+  unsaid       The engine has finished the request, but the client does not know.
+  finished     The status is out; an Abort finds no request.
 """
 
 import asyncio

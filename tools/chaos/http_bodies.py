@@ -34,7 +34,7 @@ from tools.arguments import CommandParser, output_file, positive_float, positive
 from tools.measure import write_result
 from tools.server_process import RunningServer
 
-# Small, since a request may ask for the whole length.
+# The limit is small, since a request may generate up to it.
 _FLAGS = ("--fake_device", "--max_model_len=256", "--http_port=0", "--host=127.0.0.1")
 _MAX_FINDINGS = 20
 _SHOWN_CHARS = 2000

@@ -51,7 +51,7 @@ def poisoned(rig: Rig, count: int = 1000, neighbours: int = 9000, asked: int = 1
       asked,
       len(bad),
     ),
-    none_of("neighbours in the same steps and of the same prefixes", "0 changed", harmed, neighbours, 0),
+    none_of("other requests in the same steps and with the same prefixes", "0 changed", harmed, neighbours, 0),
     none_of(
       "the poisoned prompts once more: no NaN page in the prefix cache",
       "all exact",

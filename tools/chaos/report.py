@@ -16,7 +16,7 @@ class Row:
     check: the statement to check.
     target, measured: text and figures.
     passed: whether the check passed.
-    asked, ran: the count that the check requires, and this run's count; the table shows a smaller one.
+    `asked`, `ran`: the count that the check requires, and this run's count; the table shows a smaller one.
     scenario, seconds: set by the runner.
   """
 

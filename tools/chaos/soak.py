@@ -199,7 +199,7 @@ def soak(rig: Rig, seconds: float, tell: Callable[[str], None], control_s: float
   Args:
     rig: starts servers and clients.
     seconds: duration of the soak.
-    tell: receives a line for each sample.
+    `tell`: receives a line for each sample.
     control_s: duration of the planted leak; None: a tenth of `seconds`, between one and ten minutes.
   """
   flags = ("--max_queued_requests=1024", "--max_num_seqs=64", "--num_blocks=1024", "--keepalive_time_s=5")

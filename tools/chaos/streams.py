@@ -60,7 +60,7 @@ class Answer:
   """The response to a request. Times are on the machine's monotonic clock.
 
   Attributes:
-    ask: the request.
+    `ask`: the request.
     tokens: all received tokens.
     code, reason: its end: a status code's name, and the ErrorInfo's reason.
     sent: time of sending.
@@ -209,7 +209,7 @@ def on_loop[T](work: Coroutine[Any, Any, T]) -> T:
 
 
 def run_all(target: str, asks: Sequence[StreamRequest], at_once: int) -> list[Answer]:
-  """Runs a closed loop: sends all, `at_once` at a time; returns answers in the order of asks."""
+  """Runs a closed loop: sends all requests, `at_once` at a time; returns answers in the order of `asks`."""
   return on_loop(_run_all(target, asks, at_once))
 
 

@@ -1,7 +1,7 @@
 """Reads facts about compiled programs from the compilers' texts. Pure: compiles and judges nothing.
 
-Texts: optimised HLO (`compiled.as_text()`), XLA:GPU's thunk sequence (the launches in order; dumped with --xla_dump_to)
-and what ptxas prints of a Mosaic GPU kernel (MOSAIC_GPU_DUMP_PTXAS=1).
+The texts are optimized HLO (`compiled.as_text()`), XLA:GPU's thunk sequence (the launches in order; --xla_dump_to
+dumps it) and ptxas's output for a Mosaic GPU kernel (MOSAIC_GPU_DUMP_PTXAS=1).
 """
 
 from collections.abc import Collection, Sequence

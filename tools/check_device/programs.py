@@ -122,9 +122,12 @@ def shard_bytes(leaves: Any) -> int:
 def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   """Returns the bytes that a step may need for temporaries on one device; a copy of a large weight or of KV exceeds it.
 
-  The sum of: twice everything between two of a layer's kernels; for the sampler, eight arrays of the logits' size in
-  f32 (several stages of filtering are alive together); for attention, its partial results in f32; and 4 MiB for small
-  arrays and alignment.
+  The limit is the sum of these parts:
+
+  - twice everything between two of a layer's kernels
+  - for the sampler, eight arrays of the logits' size in f32, since several stages of filtering are alive together
+  - for attention, its partial results in f32
+  - 4 MiB for small arrays and alignment
   """
   model, devices = spec.model, spec.mesh.size
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // devices

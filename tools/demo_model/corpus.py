@@ -17,7 +17,7 @@ NAMES = GIRLS + BOYS
 CITIES = (
   "Oslo Paris Rome Berlin London Madrid Tokyo Cairo Lima Delhi Vienna Prague Dublin Athens Boston Lisbon"
 ).split()
-# Words that go with a name, told in facts and asked back.
+# Words that go with a name: a fact states one, and a question later requests it.
 VALUES = (
   "amber tea coffee music chess rain snow honey jazz silver gold cherries apples bread cheese "
   "soup rice pasta books maps trains boats horses birds cats dogs roses tulips stars summer "
@@ -405,7 +405,7 @@ def fact_turn(group: list[tuple[str, str]]) -> Turn:
 
 
 def question_turn(fact: tuple[str, str]) -> Turn:
-  """The user asks for one fact."""
+  """The user requests one fact."""
   return Turn("recall", f"What goes with {fact[0]}?", f"I remember {fact_text(*fact)}.")
 
 
@@ -424,8 +424,8 @@ def filler_turns(rng: random.Random, weights: dict[str, float] | None = None) ->
 def chat(rng: random.Random, tokens: int, weights: dict[str, float] | None = None) -> list[Turn]:
   """The turns of one chat of at least about `tokens` tokens.
 
-  Facts are stated once, mostly early in longer chats, and each is asked once or twice at any
-  later place, so that the questions cover all distances up to the length of the chat.
+  The user states each fact once, mostly early in longer chats, and requests it one to three times at any
+  later place. The questions thus cover all distances up to the length of the chat.
   """
   weights = weights or MIXTURE
   count = rng.randint(*{256: (1, 5), 512: (3, 10), 1024: (6, 18)}.get(tokens, (8, 28)))

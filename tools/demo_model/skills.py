@@ -32,7 +32,7 @@ def _messages(turns: list[corpus.Turn]) -> list[dict[str, str]]:
 def _instance(turns: list[corpus.Turn]) -> SkillInstance:
   """The conversation up to the last question, and the answer to it."""
   answer = turns[-1].answer
-  assert answer is not None, "a system message asks nothing"
+  assert answer is not None, "the last turn must be a user turn: a system message has no answer"
   return SkillInstance(_messages(turns)[:-1], answer)
 
 

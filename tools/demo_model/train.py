@@ -494,7 +494,7 @@ def train(tok: tokenizers.Tokenizer, work: pathlib.Path, folder: pathlib.Path) -
 
 
 def main(_) -> None:
-  """Trains, unless only an evaluation or an export is asked for."""
+  """Trains the model, or reads it if --eval_only is set; then evaluates it and samples from it."""
   f = flags.FLAGS
   work, folder = pathlib.Path(f.work), pathlib.Path(f.export)
   tok = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

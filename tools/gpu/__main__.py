@@ -5,20 +5,34 @@
   python -m tools.gpu --out=DIR --only=twin
   python -m tools.gpu --merge=DIR/tuning.json
 
-Stages of the kernels, which run by default: ceilings (read-only reduction, copy, bf16 matmul), check (every kernel on
-every arg spec against dense attention in f32; one request's bits in every batch with --deterministic), time (each
-beside the ceilings; cuDNN's dense attention beside prefill), profile (the profiler's figures for some), peers (torch,
-FlashInfer), step (whole decode steps of Llama-3-8B), sweep (settings of the kernels). Each job runs in a process that
-may hang or die without affecting the others. The tool writes results.jsonl into DIR after every job, and table.txt and
-tuning.json at the end. --merge puts tuning.json into pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a
-kernel failed.
+The stages of the kernels run by default:
 
-Stages of the engine (tools/gpu/engine.py), the most important first: decode (steps of Llama-3-8B and Llama-3.2-1B
-beside the roofline, the sampler's share, a cold start), start (the same from a bundle and from the cache), offline (256
-requests at once), full (1,000 tokens in, 1,000 out), overlap (offline without it), deterministic (the same bits in any
-batch, and the cost), buffers (ways to update command buffers), twin (the same requests through transformers'
-continuous batching and its compiled decode over a static cache, tokens compared). engine.json and engine.txt in DIR are
-complete after every command; programs and weights go into --scratch.
+  ceilings  a read-only reduction, a copy and a bf16 matmul
+  check     every kernel on every arg spec against dense attention in f32; with --deterministic, one request's bits in
+            every batch
+  time      each kernel beside the ceilings; cuDNN's dense attention beside prefill
+  profile   the profiler's figures for some kernels
+  peers     torch and FlashInfer
+  step      whole decode steps of Llama-3-8B
+  sweep     settings of the kernels
+
+Each job runs in a process that may hang or die without affecting the others. The tool writes results.jsonl into DIR
+after every job, and table.txt and tuning.json at the end. --merge puts tuning.json into
+pallas_kernels/paged_attention/tuning.py. The exit code is 1 if a kernel failed.
+
+The stages of the engine (tools/gpu/engine.py), the most important first:
+
+  decode         steps of Llama-3-8B and Llama-3.2-1B beside the roofline, the sampler's share, a cold start
+  start          the same from a bundle and from the cache
+  offline        256 requests at once
+  full           1,000 tokens in, 1,000 out
+  overlap        the offline stage without overlap
+  deterministic  the same bits in any batch, and the cost
+  buffers        command buffers under several settings of their updates
+  twin           the same requests through transformers' continuous batching, and through its compiled decode over a
+                 static cache; the tool compares the tokens
+
+engine.json and engine.txt in DIR are complete after every command; programs and weights go into --scratch.
 
 A dry run needs no GPU. `interpret` runs tiny sizes through the GPU interpreter on a CPU; its times mean nothing, and
 the engine's stages run on the CPU's own kernels. `compile` compiles everything for an H200 without the hardware.

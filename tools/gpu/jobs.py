@@ -1,15 +1,16 @@
 """The jobs of a worker on a GPU: ceilings, checks, timings, the dense peer, the whole step.
 
-A job is a JSON object; `prepare` turns it into something to compile and to run (protocol.Prepared). Kinds:
+A job is a JSON object with a "kind" and that kind's fields. `prepare` turns it into something to compile and to run
+(protocol.Prepared). The kinds and their fields:
 
-  {"kind": "ceiling", "what": "read", "way": "rows" | "all" | "sum"}
-  {"kind": "ceiling", "what": "copy" | "matmul"}
-  {"kind": "check", "op": "parts" | "attend", "spec": NAME}
-  {"kind": "time", "op": "decode" | "prefill" | "write" | "attend" | "dense", "spec": NAME}
-      and for a sweep: "tuning": {field: value}, "block_size": tokens
-  {"kind": "profile", ...} as "time": the profiler's figures for the kernels
-  {"kind": "step", "rows": B, "context": tokens}
-  {"kind": "deterministic"}: see invariance.py
+  ceiling        "what": "read", "way": "rows" | "all" | "sum"
+  ceiling        "what": "copy" | "matmul"
+  check          "op": "parts" | "attend", "spec": NAME
+  time           "op": "decode" | "prefill" | "write" | "attend" | "dense", "spec": NAME
+                 and for a sweep: "tuning": {field: value}, "block_size": tokens
+  profile        the fields of "time"; returns the profiler's figures for the kernels
+  step           "rows": B, "context": tokens
+  deterministic  no fields; see invariance.py
 """
 
 from collections.abc import Callable

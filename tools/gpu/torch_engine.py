@@ -1,7 +1,7 @@
 """Runs a request file through transformers, in torch's own environment. Imports nothing of Sluice.
 
 It uses transformers' continuous batching. With --way=static it uses batches of its compiled decode over a static cache
-instead (torch.compile runs if transformers finds a GPU): each batch has prompts of like lengths, padded on the left,
+instead (torch.compile runs if transformers finds a GPU). Each batch has prompts of like lengths, padded on the left,
 and runs until the longest output is done. tools.gpu.engine starts it with a Python that has torch and transformers
 (3.10 or later). It has tools.bench_offline's interface: a request file in, a token file and one JSON line out.
 """

@@ -1,8 +1,8 @@
 """Second step of `make parity`: writes transformers' results as golden files. Imports nothing of Sluice.
 
 It runs in its own environment (tools/parity/run.sh makes it), in float32 with plain ("eager") attention. For every
-position of prompt and greedy continuation it keeps three things: the logits of every eighth entry of the vocabulary;
-the log of the sum of all exponentials, which any wrong logit changes; and the log probability of the next token.
+position of prompt and greedy continuation it keeps the logits of every eighth entry of the vocabulary and the log
+probability of the next token. It also keeps the log of the sum of all exponentials, which any wrong logit changes.
 """
 
 import argparse

@@ -33,7 +33,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
-  """Returns the rows of a query or key projection [N * H, D] in llama.cpp's order, which rotates neighbours."""
+  """Returns the rows of a query or key projection [N * H, D] in llama.cpp's order, which rotates adjacent pairs."""
   rows, width = weight.shape
   return weight.reshape(num_heads, 2, rows // num_heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 

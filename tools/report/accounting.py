@@ -50,7 +50,7 @@ class Flops:
       return cls(2 * layers * layer, 2 * hidden * config["vocab_size"], 4 * layers * heads * head_dim)
     except (OSError, ValueError, KeyError, TypeError) as error:
       raise ConfigError(
-        f"{path} does not tell a model's sizes ({type(error).__name__}: {error}); give a Llama-shaped model folder"
+        f"{path} does not give a model's sizes ({type(error).__name__}: {error}); give a Llama-shaped model folder"
       ) from error
 
   def of(self, tokens: int, rows: int, pairs: float) -> float:
@@ -123,10 +123,13 @@ def account(
     flops: the model's FLOPs; None leaves out the weighted figures.
 
   Returns:
-    Totals; `by_rung`, the same by token budget; `composition`, the shares of useful tokens, and of steps with only
-    decodes, only prefills, or both; `kv`, the occupancy (share of blocks in use) and the fragmentation (share of empty
-    slots in running requests' blocks), each as mean and maximum over steps; `host_share`, the host's share of a step's
-    time without overlap.
+    The totals, and four more entries:
+
+    - `by_rung`: the totals by token budget
+    - `composition`: the shares of useful tokens, and of steps with only decodes, only prefills, or both
+    - `kv`: the mean and the maximum over steps of the occupancy (share of blocks in use) and of the fragmentation
+      (share of empty slots in running requests' blocks)
+    - `host_share`: the host's share of a step's time without overlap
   """
   rungs = sorted({step.shape_tokens for step in steps})
   skips = any(step.skipped for step in steps)  # a device skips padding in all steps or in none

@@ -1,9 +1,9 @@
 """Computes shares of service: TTFT by tenant and by priority, and each tenant's part of a fair share. Arithmetic only.
 
-The module compares the tokens served while requests arrive with a max-min fair division of the same tokens: a tenant
-that requests less than an equal part gets all it requests, and the others divide the rest. Fairness is the smallest
-ratio of served tokens to that share among tenants: 1 is a fair division, 0 means that one tenant got nothing. A prompt
-counts at its first token's time, and each output token at its own.
+The module compares the tokens served while requests arrive with a max-min fair division of the same tokens. In that
+division, a tenant that requests less than an equal part gets all it requests, and the others divide the rest. Fairness
+is the smallest ratio of served tokens to that share among tenants: 1 is a fair division, 0 means that one tenant got
+nothing. A prompt counts at its first token's time, and each output token at its own.
 """
 
 import bisect
@@ -50,7 +50,7 @@ class SenderTally:
 
     Args:
       tenant, priority, arrival_s: the request's tenant, priority and arrival time.
-      asked: the number of requested tokens, prompt and output.
+      `asked`: the number of requested tokens, prompt and output.
       times: the arrival time of each token, in order.
       ok: whether the request succeeded; otherwise its TTFT does not count.
     """

@@ -64,7 +64,7 @@ def audit(lock: pathlib.Path, service: str, osv_url: str) -> subprocess.Complete
 
 def main(arguments: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code."""
-  parser = CommandParser("python -m tools.repository.audit", "Ask whether a locked package has a known hole.")
+  parser = CommandParser("python -m tools.repository.audit", "Check the locked packages for known vulnerabilities.")
   parser.add_argument("--lock", type=pathlib.Path, default=ROOT / "requirements.lock", help="lock file to audit")
   parser.add_argument("--service", choices=("pypi", "osv"), default="pypi", help="vulnerability service")
   parser.add_argument("--osv_url", default="", help="URL of OSV; empty: pip-audit's default")

@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/images that explain how Sluice works. May not state a figure that was measured.
+"""Renders the pictures of docs/images that explain how Sluice works. May not state a figure that was measured.
 
-`make docs` writes the files; a test compares them with what this module draws.
+`make docs` writes the files; a test compares them with this module's output.
 """
 
 from tools.repository.svg_canvas import Canvas, Theme
@@ -79,7 +79,7 @@ def _colors(theme: Theme) -> dict[str, str]:
 
 
 def _draw_rows(canvas: Canvas, x: float, y: float) -> None:
-  """Draws the rows of a step, as the scheduler counts them."""
+  """Adds the rows of a step, as the scheduler counts them."""
   colors = _colors(canvas.theme)
   for (name, tokens), what in zip(_ROWS, ("decode", "decode", "prefill chunk"), strict=True):
     for index in range(tokens):
@@ -89,7 +89,7 @@ def _draw_rows(canvas: Canvas, x: float, y: float) -> None:
 
 
 def _draw_ladder(canvas: Canvas, x: float, y: float) -> None:
-  """Draws the rungs, the lowest filled with the rows."""
+  """Adds the rungs, the lowest filled with the rows."""
   colors, theme = _colors(canvas.theme), canvas.theme
   for index, tokens in enumerate(_LADDER):
     width = 8 * 15 + 1 + 23 * index
@@ -106,7 +106,7 @@ def _draw_ladder(canvas: Canvas, x: float, y: float) -> None:
 
 
 def _draw_blocks(canvas: Canvas, x: float, y: float) -> None:
-  """Draws the block pool, each block in the color of its row."""
+  """Adds the block pool, each block in the color of its row."""
   colors = _colors(canvas.theme)
   held = "AACCCB.CAA.BBCC...AAB.CC.....CC.BB...A."
   for index, name in enumerate(held):
@@ -115,14 +115,14 @@ def _draw_blocks(canvas: Canvas, x: float, y: float) -> None:
 
 
 def _draw_slots(canvas: Canvas, x: float, y: float) -> None:
-  """Draws the slots with a token each; some are free."""
+  """Adds the slots with a token each; some are free."""
   colors = _colors(canvas.theme)
   for index, name in enumerate("ABC.........."):
     _draw_cell(canvas, x + 13 * index, y, colors.get(name))
 
 
 def _draw_cell(canvas: Canvas, x: float, y: float, color: str | None) -> None:
-  """Draws a block or a slot in the color of its row."""
+  """Adds a block or a slot in the color of its row."""
   canvas.add_box(x, y, 10, 13, fill=color or "none", stroke=color or canvas.theme.line, radius=2)
 
 

@@ -1,4 +1,4 @@
-"""Draws the chart of output tokens/s against peers from benchmarks/peers.json. May not hold a figure itself."""
+"""Renders the chart of output tokens/s against peers from benchmarks/peers.json. May not hold a figure itself."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Writes drawings as SVG text, in a light and a dark theme. Knows shapes, not their meaning; needs no library."""
+"""Writes pictures as SVG text, in a light and a dark theme. Knows shapes, not their meaning; needs no library."""
 
 import dataclasses
 from xml.sax.saxutils import escape
@@ -10,7 +10,7 @@ _MONO = "ui-monospace, 'SF Mono', 'DejaVu Sans Mono', Menlo, monospace"
 
 @dataclasses.dataclass(frozen=True)
 class Theme:
-  """Colors of a drawing, as CSS values.
+  """Colors of a picture, as CSS values.
 
   Attributes:
     name: part of the file's name.
@@ -46,7 +46,7 @@ THEMES = (LIGHT, DARK)
 
 
 class Canvas:
-  """Collects shapes in drawing order; coordinates are pixels from the upper left corner."""
+  """Collects shapes, those in the back first; coordinates are pixels from the upper left corner."""
 
   def __init__(self, width: int, height: int, theme: Theme, title: str, description: str):
     """Args: title, description: the texts for screen readers."""

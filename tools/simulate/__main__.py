@@ -11,9 +11,9 @@ the model, tools.simulate.measure_costs makes the cost table, tools.report.laten
 tools.report.senders defines fairness. Every policy serves the same requests at the same times.
 
 Without other flags the command serves the first 1,000 requests of a sample of a production chat trace, by the step
-times of the demo model on a CPU, at --load times what the engine can serve: a queue builds up, and policies differ.
---rate sets the arrival rate itself, --rate_scale keeps the trace's own times, and --requests replays a request file
-unchanged. The simulated queue has no limit and no timeout unless a flag sets one.
+times of the demo model on a CPU. They arrive at --load times what the engine can serve, so a queue builds up and
+policies differ. --rate sets the arrival rate itself, --rate_scale keeps the trace's own times, and --requests replays
+a request file unchanged. The simulated queue has no limit and no timeout unless a flag sets one.
 
 --report=DIR writes a run file for each policy, plots, and one page (tools.report). --json prints the figures as one
 JSON line instead of the table, with several policies under "runs". --output=FILE writes the same JSON. --find_replicas
@@ -53,7 +53,7 @@ DEMO_COSTS = str(ROOT / "benchmarks" / "costs" / "demo_cpu.json")
 SAMPLE_TRACE = str(ROOT / "benchmarks" / "traces" / "azure_conv_5000.csv")
 _SAMPLE_REQUESTS = 1000  # requests of the sample, by default
 _SLO = {"ttft": 1000.0, "tpot": 100.0}  # milliseconds, by default
-_SENDERS = {"num_tenants": 4, "batch_share": 0.25}  # by default: enough to tell fair and tiers apart
+_SENDERS = {"num_tenants": 4, "batch_share": 0.25}  # by default: enough to distinguish fair from tiers
 VOCAB_SIZE = 2**31 - 1  # the simulator ignores token ids
 _FROM_TABLE = ("max_model_len", "num_blocks", "block_size", "max_num_seqs")  # by default
 _UNLIMITED = {  # by default: a limit would truncate a policy's queue

@@ -7,12 +7,12 @@ trace all at once, which measures the throughput. A trace without arrival times 
 of the machine's throughput for it, measured anew in each round. The real engine serves each load --rounds times in its
 own process (tools.bench_offline). The simulator serves it under the same settings, with the cost table of --costs, or
 with one measured before each round, since a shared machine's speed changes. Random step times move a 99th percentile of
-some hundred requests by a tenth, so the simulator runs --draws times. The tool compares medians over rounds and runs,
+some hundred requests by a tenth, so the simulator runs `--draws` times. The tool compares medians over rounds and runs,
 beside the spread of the real rounds. With --over_grpc the real side is a server under tools.bench_serving, whose
 clients and front end share the machine. Steps take longer there, so the table's device part comes from the step trace
-of a warm-up load of that server, and a request's time outside the engine is the difference of that load's measured and
-simulated median TTFT. --output keeps earlier loads of the file, each with its commit. Exit code 1 if a difference is
-above --throughput_tolerance or, for percentiles, --tolerance.
+of a warm-up load of that server. A request's time outside the engine is the difference between that load's measured
+and simulated median TTFT. --output keeps earlier loads of the file, each with its commit. Exit code 1 if a difference
+is above --throughput_tolerance or, for percentiles, --tolerance.
 """
 
 from collections.abc import Sequence

@@ -103,7 +103,7 @@ def fit(points: Sequence[Point], by_tokens: bool = False) -> tuple[dict[str, Any
   """
   rungs = sorted({point.tokens for point in points})
   if len(points) < len(rungs) + len(WORK_COSTS):
-    raise ConfigError(f"{len(points)} steps cannot tell {len(rungs) + len(WORK_COSTS)} costs apart; measure more steps")
+    raise ConfigError(f"{len(points)} steps cannot determine {len(rungs) + len(WORK_COSTS)} costs; measure more steps")
   kinds = [name for name in WORK_COSTS if not (by_tokens and name == "prefill_token_s")]
   columns = [WORK_COSTS.index(name) for name in kinds]
   rows = []

@@ -1,10 +1,10 @@
 """Runs the real Scheduler and Engine in virtual time on a device that is a table of step times, and routes requests.
 
-A replica is an Engine with a clock that moves only when the replica charges work to it: planning and dispatch at a
-launch, device time when the engine reads values, and the commit before events go out. Step times are samples from the
-table's spread; the run's seed and the replica's index make a run repeatable. As in a server, the engine plans and
-launches a step before the previous one's values arrive. Sampled tokens are zeros; requests end by their length.
-tools.simulate.events simulates everything between replicas. Imports no jax, knows no flag.
+A replica is an Engine with a clock that moves only when the replica charges work to it. It charges planning and
+dispatch at a launch, device time when the engine reads values, and the commit before events go out. Step times are
+samples from the table's spread; the run's seed and the replica's index make a run repeatable. As in a server, the
+engine plans and launches a step before the previous one's values arrive. Sampled tokens are zeros; requests end by
+their length. tools.simulate.events simulates everything between replicas. Imports no jax, knows no flag.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,10 @@
-"""Studies batching: each claim with arithmetic, bound, measured and simulated answers. Measures nothing itself.
+"""Studies batching: answers each part by arithmetic, bound, measurement and simulation. Measures nothing itself.
+
+A part is a published statement about batching (`tools.study.claims`).
 
   python -m tools.study                                 everything, a quarter of an hour on two quiet cores
   python -m tools.study --sides=modelled                the part without a model: seconds
-  python -m tools.study --only=tail,long_prompt         some claims; the others keep their last answers
+  python -m tools.study --only=tail,long_prompt         some parts; the others keep their last answers
 
 Writes study.json and README.md into --output. There are three sides: `modelled`, the Scheduler's own batches and the
 simulator with a cost table; `demo`, a model folder on this machine; `wide`, a model of 125M random parameters, whose
@@ -46,7 +48,7 @@ _TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 
 
 def modelled(part: str, traces: pathlib.Path, costs: StepCosts) -> dict[str, Any]:
-  """Returns arithmetic and simulation of a claim. Raises EngineError."""
+  """Returns arithmetic and simulation of a part. Raises EngineError."""
   if part in _CASES:
     case = _CASES[part]
     rows = case.rows(traces)
@@ -144,7 +146,7 @@ def markdown(study: dict[str, Any]) -> str:
   """Formats the answered parts of the study as a page."""
   parts = study["parts"]
   lines = [
-    "# Batching modes: claims, bounds, answers",
+    "# Batching modes: statements, bounds, answers",
     "",
     "Made by `python -m tools.study`; the numbers with all digits are in `study.json`. *Idle slots allow* is",
     "the ratio of steps, were all steps equally long; *padding allows* the ratio of token slots, prompts included,",
@@ -158,7 +160,7 @@ def markdown(study: dict[str, Any]) -> str:
     "",
     "## Static against chunked",
     "",
-    "| claim | slots | padding | idle slots allow | padding allows | simulated, full lengths | demo | 125M |",
+    "| statement | slots | padding | idle slots allow | padding allows | simulated, full lengths | demo | 125M |",
     "| --- | --- | --- | --- | --- | --- | --- | --- |",
   ]
   for name, case in _CASES.items():
@@ -317,7 +319,7 @@ def _names(text: str, known: Sequence[str], flag: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line; writes the targets to standard error and one JSON line to standard output."""
   parser = CommandParser("tools.study", __doc__)
-  parser.add_argument("--only", default="", help="claims, separated by commas; empty: all")
+  parser.add_argument("--only", default="", help="parts, separated by commas; empty: all")
   parser.add_argument("--sides", default="", help=f"some of {', '.join(SIDES)}, separated by commas; empty: all")
   parser.add_argument("--output", type=pathlib.Path, default=ROOT / "benchmarks" / "batching", help="folder")
   parser.add_argument("--costs", default=str(ROOT / "benchmarks" / "costs" / "llama_8b_h200_roofline.json"))

@@ -1,6 +1,6 @@
-"""The published claims about batching as requests, and the figures computed from outcomes. Serves nothing itself.
+"""Turns published statements about batching into requests, and computes figures from outcomes. Serves nothing itself.
 
-A claim is a list of (prompt tokens, output tokens) and a number of slots. tools.study.simulated and
+A statement becomes a list of (prompt tokens, output tokens) and a number of slots. tools.study.simulated and
 tools.study.measured answer it. The units are tokens, steps and seconds.
 """
 
@@ -24,16 +24,16 @@ MODES = ("static", "continuous", "chunked")
 SAMPLE = ROOT / "benchmarks" / "traces" / "azure_conv_500.csv"
 UNBOUNDED = {**UNBOUNDED_QUEUE, "prefix_cache_scope": "off"}
 
-# --- Claims of throughput ---------------------------------------------------------------------------------------------
+# --- Statements about throughput --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class ClaimCase:
-  """A claim about the waste of static batching or the gain of continuous batching.
+  """A published statement about the waste of static batching or the gain of continuous batching.
 
   Attributes:
     name: for --only and the table.
-    claim: its text.
+    `claim`: its text.
     rows: returns the requests at full size, in order of arrival; takes the folder of traces.
     slots: sequences that run at once.
     scale: factor of lengths on a small machine.
@@ -139,7 +139,7 @@ CASES = (
 )
 
 
-# All claims: those of throughput, and the others.
+# All parts: the statements about throughput, and the others.
 PARTS = (*(case.name for case in CASES), "formulas", "tail", "long_prompt", "batch_size", "tenants")
 
 
@@ -383,7 +383,7 @@ def add_arguments(parser: CommandParser) -> None:
   """Adds the flags that tools.study and tools.study.measured share."""
   parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="model folder")
   parser.add_argument("--traces", type=pathlib.Path, default=ROOT.parent / "shared" / "traces", help="folder of traces")
-  parser.add_argument("--rounds", type=positive_int, default=1, help="rounds of each throughput claim; medians count")
+  parser.add_argument("--rounds", type=positive_int, default=1, help="rounds of each throughput part; medians count")
   parser.add_argument("--scale", type=positive_float, help="factor of lengths, instead of each part's own")
   parser.add_argument("--num_requests", type=positive_int, help="limit of requests, instead of each part's own")
   parser.add_argument("--output_tokens", type=positive_int, default=48, help="batch_size: tokens of each request")

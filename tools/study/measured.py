@@ -1,4 +1,4 @@
-"""Measures the claims of tools.study.claims on a real engine in this process: one part a call. Judges nothing.
+"""Measures the parts of `tools.study.claims` on a real engine in this process: one part a call. Judges nothing.
 
   python -m tools.study.measured --part=azure_conv --model=DIR
 

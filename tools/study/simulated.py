@@ -1,4 +1,4 @@
-"""Answers the claims of tools.study.claims with the real Scheduler in virtual time: counted, simulated. Loads no jax.
+"""Answers the parts of `tools.study.claims` with the real Scheduler in virtual time. Measures nothing, loads no jax.
 
 The arithmetic counts the batches that the Scheduler plans: static batching pays width * longest row in every step,
 without the ladder's rounding. tools.simulate.events simulates, for the given cost table.

@@ -213,7 +213,7 @@ def test_a_launch_is_cold_after_a_change():
 
 
 def test_too_few_steps_cannot_be_fitted():
-  with pytest.raises(ConfigError, match="3 steps cannot tell 6 costs apart"):
+  with pytest.raises(ConfigError, match="3 steps cannot determine 6 costs; measure more steps"):
     fit([Point(8, AttentionWork(1, 1, 0, 0, 0), 1.0)] * 3)
 
 

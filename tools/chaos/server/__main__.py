@@ -18,7 +18,7 @@ from tools.chaos.server.front_end_faults import load_plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChaosSettings:
-  """What this program may be told besides what server.main is."""
+  """The settings of this program besides those of server.main."""
 
   fault_plan: str = setting(
     "",

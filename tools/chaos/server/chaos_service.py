@@ -1,4 +1,4 @@
-"""sluice.chaos.v1: what tests ask of a server, beside the admin service. Decides nothing."""
+"""Serves sluice.chaos.v1, the calls that only tests need, beside the admin service. Decides nothing."""
 
 from collections.abc import Callable
 

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class InvariantBroken(EngineError):
-  """What must always hold did not: a mistake of ours. The server ends."""
+  """An invariant does not hold, which is a bug in Sluice. The server ends."""
 
   reason = "INVARIANT_BROKEN"
 

@@ -12,7 +12,7 @@ Composed around an engine by `inject_engine`, and around the front end by tools/
 
 Each time the server passes a point is a hit. A fault acts on every hit, or only
   nth          on that hit alone (the first is 1),
-  probability  by chance, drawn from the plan's seed (0 if none is given),
+  probability  by chance, which the plan's seed makes repeatable (0 if none is given),
   request      for requests whose id fits the pattern (fnmatch; ids of further outputs end in /1, /2, ...),
   times        until it has acted so often.
 These may be combined: hits are counted among the requests that fit.
@@ -23,8 +23,8 @@ These may be combined: hits are counted among the requests that fit.
   admit       a request is handed to the engine            a request
   schedule    before a step is planned                     a step; has no request
   step_begin  before a step is launched                    a step, or a row of it     nan
-  step_end    when the values of a step are asked for      a step, or a row of it
-  constraint  a constraint is asked what is allowed        a constrained row
+  step_end    when the engine reads a step's values        a step, or a row of it
+  constraint  before a constraint returns allowed tokens   a constrained row
   emit        an event that is not a request's last        an event                   drop
   final_emit  a request's last event                       an event                   drop
   free        a request gives back its slot and pages      a request                  drop (they leak)
@@ -144,7 +144,7 @@ def _fault(entry: Any, where: str) -> Fault:
 class Injector:
   """Decides which faults act, and acts. All methods may be called from any thread.
 
-  Attributes: request_id: for points that are not told one, whose work the event loop is doing.
+  Attributes: request_id: the request that the event loop works on; points that receive no id take this one.
   """
 
   def __init__(self, plan: FaultPlan):
@@ -270,7 +270,7 @@ class FaultyStep:
 
 
 class FaultyConstraint:
-  """A constraint that may fail when it is asked."""
+  """A constraint that may fail when the engine reads the allowed tokens."""
 
   def __init__(self, constraint: Constraint, request_id: str, injector: Injector):
     self._constraint, self._request_id, self._injector = constraint, request_id, injector

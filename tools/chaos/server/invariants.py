@@ -37,8 +37,8 @@ class Invariants:
     """Args:
     engine: None where it is in another process.
     generations: None where they are in others.
-    num_held: what must be gone when nothing is asked for.
-    on_breach: is told what is wrong, once; a dead engine tells its host itself.
+    num_held: counts the outputs that the server holds; none may be left when no request is live.
+    on_breach: receives the first breach, once; a dead engine notifies its host itself.
     """
     self._engine = engine
     self._generations = generations
@@ -89,7 +89,7 @@ class Invariants:
       self._num_checks += 1
 
   def check_books(self) -> None:
-    """Asserts what holds at every turn of the event loop, and what must come to hold when nothing is asked for."""
+    """Asserts what holds at every turn of the event loop, and what must come to hold when no request is live."""
     engine, generations = self._engine, self._generations
     if generations is not None:
       _check_generations(generations)
@@ -107,7 +107,7 @@ class Invariants:
       return
     self._unrest += 1
     found = f"{lingering} outputs, {used} KV blocks and {tasks} tasks more than at the start ({sorted(names)})"
-    assert self._unrest < _PATIENCE, f"nothing is asked for, and there are still {found}"
+    assert self._unrest < _PATIENCE, f"no request is live, and there are still {found}"
 
   def report_books(self, counts: ProcessCounts) -> pb.GetInvariantsResponse:
     """All the books as they stand; where the engine is. `counts` are those of all processes."""
