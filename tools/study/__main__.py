@@ -148,15 +148,20 @@ def markdown(study: dict[str, Any]) -> str:
   lines = [
     "# Batching modes: statements, bounds, answers",
     "",
-    "Made by `python -m tools.study`; the numbers with all digits are in `study.json`. *Idle slots allow* is",
-    "the ratio of steps, were all steps equally long; *padding allows* the ratio of token slots, prompts included,",
-    "were all equally dear. *Simulated* is the real scheduler in virtual time under a **modelled** table of step times",
-    f"({study['costs'].get('model')}, {study['costs'].get('source')}). *Demo* and *125M*"
-    " (`wide` further down) are runs on",
-    f"{study['machine']['cores']} cores ({study['machine']['cpu']}), with lengths scaled as stated, greedy and forced;",
-    "every mode has the same requests, pool, slots and executables. Commit: "
+    "`python -m tools.study` makes this page; `study.json` has the numbers with all digits. Every mode has the same"
+    " requests,",
+    "pool, slots and executables. Commit: "
     + ", ".join(sorted({answer.get("commit", "unknown") for part in parts.values() for answer in part.values()}))
     + ".",
+    "",
+    "| word | meaning |",
+    "| --- | --- |",
+    "| *idle slots allow* | the ratio of steps, if all steps took equal time |",
+    "| *padding allows* | the ratio of token slots, prompts included, if each cost the same |",
+    "| *simulated*, `modelled` | the real scheduler in virtual time under a **modeled** table of step times "
+    f"({study['costs'].get('model')}, {study['costs'].get('source')}) |",
+    f"| *demo*, *125M* (`wide` further down) | runs on {study['machine']['cores']} cores ({study['machine']['cpu']}), "
+    "with lengths scaled as stated, greedy and forced |",
     "",
     "## Static against chunked",
     "",
@@ -178,9 +183,11 @@ def markdown(study: dict[str, Any]) -> str:
       lines.append(_row(case.claim, *cells))
   lines += [
     "",
-    "Measured cells: ratio (idle slots allow, padding allows on those requests; scale of lengths). Idle slots count",
-    "steps of outputs alone, as if prompts took no time: where they take most of it, as in Azure's code trace at full",
-    "length, it is padding that bounds the gain.",
+    "A measured cell has the ratio, and in parentheses: idle slots allow, padding allows on those requests; scale of"
+    " lengths.",
+    "Idle slots count steps of outputs alone, as if prompts took no time. Where prompts take most of it, as in Azure's"
+    " code",
+    "trace at full length, padding bounds the gain.",
     "",
   ]
   for name in ("padding_4", "padding_4b", "padding_32"):
@@ -196,7 +203,7 @@ def markdown(study: dict[str, Any]) -> str:
   tokens = [answer["tokens"] for part in parts.values() for answer in part.values() if "tokens" in answer]
   if tokens:
     same, total = (sum(entry[key] for entry in tokens) for key in ("identical_requests", "requests"))
-    lines.append(f"- Tokens of static and chunked runs are identical for {same} of {total} requests.")
+    lines.append(f"- Static and chunked runs give identical tokens for {same} of {total} requests.")
   for part, section in (
     ("formulas", _formulas),
     ("tail", _tail),
@@ -210,6 +217,10 @@ def markdown(study: dict[str, Any]) -> str:
   lines += [
     "",
     "## Figures to reach",
+    "",
+    '"In shares of what idle slots allow" and "p99 gap in quiet ones" are ratios: of the speed-up over its bound, and'
+    " of the",
+    "busy p99 gap over the quiet one.",
     "",
     "| figure | side | value | limit | reached |",
     "| --- | --- | --- | --- | --- |",
@@ -237,9 +248,9 @@ def _ratio(answer: dict[str, Any] | None) -> str | None:
 
 def _formulas(answers: dict[str, Any]) -> list[str]:
   lines = [
-    "Static: sum(n) / (B max T), times B; continuous: sum(n) / (sum(T) / B_eff), with B_eff the mean requests a step.",
+    "Static: sum(n) / (B max T), times B. Continuous: sum(n) / (sum(T) / B_eff), where B_eff is the mean requests a step.",
     "",
-    "| side | mode | by formula, tokens/s | as it came | formula / measured |",
+    "| side | mode | by formula, tokens/s | measured, tokens/s | formula / measured |",
     "| --- | --- | --- | --- | --- |",
   ]
   for side, answer in answers.items():
@@ -252,9 +263,11 @@ def _formulas(answers: dict[str, Any]) -> list[str]:
 
 def _tail(answers: dict[str, Any]) -> list[str]:
   lines = [
-    "Azure conversations, Poisson arrivals at shares of the rate sustained with all requests there at once; p99 / p50.",
+    "Azure conversations with Poisson arrivals. The load is a share of the rate sustained with all requests there at"
+    " once.",
+    "Cells are p99 / p50.",
     "",
-    "| side | load | end to end, a token | end to end | TTFT | between tokens |",
+    "| side | load | end to end, a token | end to end | TTFT | ITL |",
     "| --- | --- | --- | --- | --- | --- |",
   ]
   for side, answer in answers.items():
@@ -267,8 +280,8 @@ def _tail(answers: dict[str, Any]) -> list[str]:
 
 def _long_prompt(answers: dict[str, Any]) -> list[str]:
   lines = [
-    "| side | steady answers, long prompt, chunk | way | quiet p99, ms | busy p99, ms | ratio | largest gap, ms | "
-    "TTFT of the long ones, ms |",
+    "| side | steady answers, long prompt, chunk | mode | quiet p99, ms | busy p99, ms | ratio | largest gap, ms | "
+    "TTFT of the long prompts, ms |",
     "| --- | --- | --- | --- | --- | --- | --- | --- |",
   ]
   for side, answer in answers.items():
@@ -288,18 +301,18 @@ def _batch_size(answers: dict[str, Any]) -> list[str]:
     rates = {int(size): rate for size, rate in answer["decode_tok_s"].items()}
     cells = [f"{rates[size]:,.0f}" if size in rates else "" for size in claims.BATCH_SIZES]
     lines.append(_row(side, *cells, answer["gain_at_64"], answer["knee"]))
-  return ["Decode tokens a second by requests at once; the knee is the last doubling that gave 1.5 times.", "", *lines]
+  return ["Decode tokens a second, by requests at once. The knee is the last doubling that gave 1.5 times.", "", *lines]
 
 
 def _tenants(answers: dict[str, Any]) -> list[str]:
-  lines = ["| side | way | TTFT p50, ms | p90, ms | p50 over alone |", "| --- | --- | --- | --- | --- |"]
+  lines = ["| side | policy | TTFT p50, ms | p90, ms | p50 over alone |", "| --- | --- | --- | --- | --- |"]
   for side, answer in answers.items():
     for way in ("alone", "fcfs", "fair"):
       row = answer[way]
       lines.append(_row(side, way, row["ttft_p50_ms"], row["ttft_p90_ms"], row.get("p50_over_alone")))
   about = next(iter(answers.values()))["about"]
   return [
-    f"Both offer {about['overload']} times what is sustained, 100 of 101 requests are the large one's.",
+    f"Both offer {about['overload']} times the sustained rate. 100 of 101 requests are the large one's.",
     "",
     *lines,
   ]
