@@ -25,7 +25,7 @@ from engine.settings import (
 )
 from server.flag_spellings import translate_argument
 from server.host_options import HostOptions
-from server.http.openai.tool_calls import PARSERS
+from server.http.model_output.tool_calls import PARSERS
 from server.model_settings import ModelSettings
 from server.rpc.grpc_server import is_local
 from server.telemetry import log_lines
