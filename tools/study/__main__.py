@@ -248,7 +248,8 @@ def _ratio(answer: dict[str, Any] | None) -> str | None:
 
 def _formulas(answers: dict[str, Any]) -> list[str]:
   lines = [
-    "Static: sum(n) / (B max T), times B. Continuous: sum(n) / (sum(T) / B_eff), where B_eff is the mean requests a step.",
+    "Static: sum(n) / (B max T), times B. Continuous: sum(n) / (sum(T) / B_eff), where B_eff is the mean requests a "
+    "step.",
     "",
     "| side | mode | by formula, tokens/s | measured, tokens/s | formula / measured |",
     "| --- | --- | --- | --- | --- |",
