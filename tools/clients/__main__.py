@@ -177,8 +177,10 @@ def lm_eval_in_process(at: Address, model: str, python: str, folder: pathlib.Pat
   where = f"model={model},base_url={at.url}/v1/completions,tokenizer_backend=remote,num_concurrent=4"
   command = [python, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", where]
   _, served = _evaluate(command, "lm_eval_served", folder)
-  # Sluice's packages come first, since the clients' environment has no JAX.
-  code = f"import sys; sys.path[:0] = {[str(ROOT), sysconfig.get_path('purelib')]!r}; import runpy; "
+  # Sluice's packages come last: they add JAX, and leave lm-eval its own versions of what both need, such as tokenizers.
+  code = (
+    f"import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.path.append({sysconfig.get_path('purelib')!r}); import runpy; "
+  )
   code += "runpy.run_module('extensions.python_api.lm_eval_adapter', run_name='__main__', alter_sys=True)"
   command = [python, "-c", code, "run", "--model", "sluice", "--model_args", f"model={_DEMO},add_bos_token=False"]
   results, answers = _evaluate(command, "lm_eval_in_process", folder)
