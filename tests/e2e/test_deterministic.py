@@ -103,11 +103,11 @@ def test_another_process_gives_the_same_bits(tmp_path_factory) -> None:
   program = (
     "from tests.e2e import test_deterministic as t\n"
     f"found = t.built({folder!r}, True, 'reference', 'xla', 'float32')\n"
-    f"print(t.served(found, 'drawn', **{way!r}).bits.hex())\n"
+    f"print(t.served(found, 'sampled', **{way!r}).bits.hex())\n"
   )
   done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr[-2000:]
-  assert done.stdout.strip() == served(found, "drawn").bits.hex()
+  assert done.stdout.strip() == served(found, "sampled").bits.hex()
 
 
 @pytest.mark.parametrize(
