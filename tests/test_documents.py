@@ -29,7 +29,7 @@ from tools.repository import generate_documents
 # Flags of other programs: uv, XLA, docker, lm-eval, and what make itself would take.
 FOREIGN = {"universal", "python-version", "generate-hashes", "extra", "group", "no-annotate", "no-header", "time"}
 FOREIGN |= {"xla_force_host_platform_device_count", "help", "helpfull", "flagfile", "model_args", "tasks"}
-FOREIGN_COMMANDS = ("docker ", "gcloud ", "nvidia-smi ")
+FOREIGN_COMMANDS = ("claude ", "docker ", "gcloud ", "nvidia-smi ")
 FLAG = r"(?<![\w-])--([a-zA-Z][\w-]*)"
 PATH = r"(?<![\w/.=-])((?:engine|models|pallas_kernels|server|tools|tests|benchmarks|deploy)/[\w./-]*\w)"
 MODULE = r"python3? -m ((?:tools|server|pallas_kernels)[\w.]*)"

@@ -6,7 +6,7 @@ As in `server.rpc.grpc_status`, an exception that is no EngineError becomes an o
 the log has too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import math
 from types import MappingProxyType
@@ -78,6 +78,24 @@ class ErrorAnswer:
   status: int
   body: dict[str, Any]
   headers: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorForm:
+  """How the clients of one API expect errors. The guard chooses it by path and keeps it in the request's state.
+
+  Attributes:
+    make_body: returns the JSON body of an error from (error, id of the request).
+    event: the event's name for an error inside a stream; empty: no name.
+    id_header: a further response header for the request's id; empty: none.
+  """
+
+  make_body: Callable[[ErrorAnswer, str], dict[str, Any]]
+  event: str = ""
+  id_header: bytes = b""
+
+
+OPENAI_ERRORS = ErrorForm(lambda answer, _: answer.body)
 
 
 def make_error_answer(error: Exception, names: Mapping[str, str] = MappingProxyType({})) -> ErrorAnswer:

@@ -104,9 +104,10 @@ async def _wait_gone(receive: Receive) -> None:
     pass
 
 
-def encode_sse_event(payload: dict[str, Any]) -> bytes:
-  """Returns one server-sent event (HTML standard, section 9.2)."""
-  return b"data: " + msgspec.json.encode(payload) + b"\n\n"
+def encode_sse_event(payload: dict[str, Any], name: str = "") -> bytes:
+  """Returns one server-sent event (HTML standard, section 9.2), with a name if there is one."""
+  head = f"event: {name}\n".encode() if name else b""
+  return head + b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"
@@ -115,8 +116,8 @@ DONE = b"data: [DONE]\n\n"
 class EventStream(Response):
   """Sends server-sent events from an iterator, and closes it when the client disconnects or stops reading.
 
-  Headers go out with the first events, so an error before them has an HTTP status of its own. A later error is an event
-  with OpenAI's error object, and no [DONE] follows it.
+  Headers go out with the first events, so an error before them has an HTTP status of its own. A later error is the last
+  event, in the form of the path's API.
   """
 
   def __init__(
@@ -165,9 +166,10 @@ class EventStream(Response):
       except Exception as error:
         if first or isinstance(error, _Stalled):
           raise
-        said = make_error_answer(error)
-        scope["state"]["notes"]["stream_error"] = said.body["error"]["code"]
-        await self._send(send, encode_sse_event(said.body))
+        state, said = scope["state"], make_error_answer(error)
+        state["notes"]["stream_error"] = said.body["error"]["code"]
+        form = state["error_form"]
+        await self._send(send, encode_sse_event(form.make_body(said, state["request_id"]), form.event))
       await self._send(send, b"", last=True)
     except _Stalled:
       # The socket's buffer is full of unread bytes, for which a graceful close would wait.

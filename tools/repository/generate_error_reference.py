@@ -21,6 +21,10 @@ given, what is allowed, and what to do.
   invalid request also carries `BadRequest` with the field; an error worth a retry carries `RetryInfo`.
 - **HTTP**: the body is OpenAI's error object with `message`, `type`, `param` and `code`. An error worth a retry has the
   headers `retry-after` and `retry-after-ms`. Others have `x-should-retry: false` where the openai client would repeat.
+- **HTTP under `/v1/messages`**: the body is Anthropic's error object, and the status gives the type. It is
+  `authentication_error` (401), `permission_error` (403), `not_found_error` (404), `request_too_large` (413),
+  `rate_limit_error` (429), `overloaded_error` (503) or `timeout_error` (504). Other statuses are `api_error` from 500
+  on and `invalid_request_error` below.
 - **In a stream**: an HTTP stream that fails later ends with an event that holds the error object. A gRPC stream ends
   with the status.
 - `INTERNAL` names an incident. The server's log explains it under that number.

@@ -10,6 +10,8 @@ import json
 from types import MappingProxyType
 from typing import Any
 
+from server.http.messages import message_fields
+from server.http.messages.message_fields import CountTokensRequest, MessageRequest
 from server.http.openai import openapi, request_fields
 from server.http.openai.request_fields import (
   ChatCompletionRequest,
@@ -28,8 +30,9 @@ PAGE = ROOT / "docs" / "reference" / "http-api.md"
 _HEAD = """# HTTP API
 
 `make docs` writes this page from the declarations that check every body; a test compares. A running server shows the
-same as an OpenAPI document at `/openapi.json`. The API is OpenAI's for text, with the extra fields of vLLM. A field
-that is `null` counts as absent. [errors.md](errors.md) lists every status and error object.
+same as an OpenAPI document at `/openapi.json`. The API is OpenAI's for text, with the extra fields of vLLM, and
+Anthropic's Messages API. A field that is `null` counts as absent. [errors.md](errors.md) lists every status and error
+object.
 
 - Send `Authorization: Bearer KEY` or `x-api-key: KEY` where the server has keys (`--api_key_file`). `/health`, `/ready`
   and `/openapi.json` need none.
@@ -37,13 +40,35 @@ that is `null` counts as absent. [errors.md](errors.md) lists every status and e
 - The header `x-sluice-ignored-fields` of an answer names fields that the server does not know. With
   `--strict_requests` such fields return 400.
 - With `stream: true` the answer is a stream of server-sent events: a chunk an event, and `[DONE]` at the end. An event
-  with an error object ends the stream instead.
+  with an error object ends the stream instead. `/v1/messages` has Anthropic's events and errors.
 """
 _PAGES = (
   ("/", "The live page with a playground."),
   ("/live", "A stream of events with what the live page shows."),
   ("/metrics", "Prometheus metrics: [metrics.md](metrics.md)."),
   ("/openapi.json", "This API as an OpenAPI document."),
+)
+_BODIES = (
+  CompletionRequest,
+  ChatCompletionRequest,
+  MessageRequest,
+  CountTokensRequest,
+  TokenizeText,
+  TokenizeChat,
+  DetokenizeRequest,
+)
+_ANSWERS = (
+  "Completion",
+  "ChatCompletion",
+  "Message",
+  "TokenCount",
+  "Models",
+  "Model",
+  "Tokens",
+  "Detokenized",
+  "TokenizerInfo",
+  "Error",
+  "MessageError",
 )
 _SHARED = ("SamplingParams", "StopParams", "GenerateRequest")
 
@@ -59,22 +84,22 @@ def http_reference() -> str:
     _fields(schemas["CompletionRequest"], schemas, shared, _meanings()),
     "",
   ]
-  for kind in (CompletionRequest, ChatCompletionRequest, TokenizeText, TokenizeChat, DetokenizeRequest):
+  for kind in _BODIES:
     names = [name for name in kind.__struct_fields__ if not (issubclass(kind, GenerationFields) and name in shared)]
     parts += [f"## {kind.__name__}\n", _fields(schemas[kind.__name__], schemas, names), ""]
   parts += ["## Parts of bodies\n"]
   for name in _nested(schemas):
     parts += [f"### {name}\n", schemas[name].get("description", ""), "", _fields(schemas[name], schemas), ""]
   parts += ["## Answers\n"]
-  for name in ("Completion", "ChatCompletion", "Models", "Model", "Tokens", "Detokenized", "TokenizerInfo", "Error"):
+  for name in _ANSWERS:
     parts += [f"### {name}\n", _answer_fields(schemas[name]), ""]
   parts += ["## Fields that return 400\n", _REFUSED, _unsupported(), ""]
   parts += ["## Fields without effect\n", _HARMLESS, ", ".join(f"`{name}`" for name in request_fields.HARMLESS) + "."]
   return "\n".join(parts) + "\n"
 
 
-_REFUSED = """These fields of OpenAI, vLLM, SGLang and llama.cpp would change the output, and Sluice does not support
-them. Any other value than the allowed ones returns 400 with the advice of this table.
+_REFUSED = """These fields of OpenAI, Anthropic, vLLM, SGLang and llama.cpp would change the output, and Sluice does not
+support them. Any other value than the allowed ones returns 400 with the advice of this table.
 """
 _HARMLESS = """Sluice takes these fields and does nothing with them, because they change no output here:
 """
@@ -143,9 +168,8 @@ def _flat(schema: dict[str, Any], prefix: str) -> list[tuple[str, dict[str, Any]
 
 def _nested(schemas: dict[str, Any]) -> list[str]:
   """Returns the names of the objects nested in bodies."""
-  kinds = (CompletionRequest, ChatCompletionRequest, TokenizeText, TokenizeChat, DetokenizeRequest)
   names: list[str] = []
-  queue = [kind.__name__ for kind in kinds]
+  queue = [kind.__name__ for kind in _BODIES]
   while queue:
     for name in _references(schemas[queue.pop(0)]):
       if name not in names:
@@ -226,6 +250,7 @@ def _unsupported() -> str:
     (request_fields.PROMPT_UNSUPPORTED, "chats"),
     (request_fields.CHAT_UNSUPPORTED, "chats"),
     (request_fields.COMPLETION_UNSUPPORTED, "completions"),
+    (message_fields.UNSUPPORTED, "messages"),
   )
   for fields, where in groups:
     for name, (values, remedy) in fields.items():

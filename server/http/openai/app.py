@@ -1,7 +1,7 @@
 """The HTTP application: its routes, and the guard around them. Knows no socket.
 
 Every request passes the guard first: request id, credentials, Host header, concurrent requests, header sizes. The guard
-also turns every error into OpenAI's error object, never into Python's text.
+also turns every error into the error object of the path's API, never into Python's text.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import Overloaded
 from server.generation.serving_state import ServingState
-from server.http.error_responses import Refused, make_error_answer
+from server.http.error_responses import OPENAI_ERRORS, Refused, make_error_answer
 from server.http.http_options import HttpOptions
 from server.http.json_exchange import ClientGone
+from server.http.messages.message_endpoints import MessageEndpoints
+from server.http.messages.message_errors import MESSAGES_ERRORS
 from server.http.openai import openapi
 from server.http.openai.completions import CompletionEndpoints
 from server.http.openai.model_endpoints import ModelEndpoints
@@ -34,6 +36,9 @@ PROBES = ("/health", "/ready")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # nginx's status for a client that did not wait for its response; only the access log shows it.
 _CLIENT_GONE = 499
+# By the beginning of a path; other paths have OpenAI's.
+_ERROR_FORMS = {"/v1/messages/": MESSAGES_ERRORS}
+_CHAT_PATHS = ("/v1/chat/completions", "/v1/messages")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -57,12 +62,15 @@ def make_app(
     public_paths: paths of those routes that need no key.
   """
   endpoints, texts = CompletionEndpoints(state, options), ModelEndpoints(state, options)
+  messages = MessageEndpoints(state, options)
   routes = [
     *_probes(state),
     Route("/v1/models", texts.models),
     Route("/v1/models/{model:path}", texts.model),
     Route("/v1/completions", endpoints.completions, methods=["POST"]),
     Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+    Route("/v1/messages", messages.create, methods=["POST"]),
+    Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/tokenize", texts.tokenize, methods=["POST"]),
     Route("/tokenizer_info", texts.tokenizer_info),
     Route("/detokenize", texts.detokenize, methods=["POST"]),
@@ -130,10 +138,9 @@ class _Guard:
     if not _REQUEST_ID.fullmatch(request_id):
       request_id = f"req-{secrets.token_hex(16)}"
     state = scope.setdefault("state", {})
-    state.update(tenant="", notes={}, field_names={})
-    tracing.keep_trace_parent(
-      headers, tracing.CHAT if scope["path"] == "/v1/chat/completions" else tracing.TEXT_COMPLETION
-    )
+    form = next((form for path, form in _ERROR_FORMS.items() if f"{scope['path']}/".startswith(path)), OPENAI_ERRORS)
+    state.update(tenant="", notes={}, field_names={}, request_id=request_id, error_form=form)
+    tracing.keep_trace_parent(headers, tracing.CHAT if scope["path"] in _CHAT_PATHS else tracing.TEXT_COMPLETION)
     started = time.monotonic()
     status, code = 0, None
 
@@ -144,6 +151,7 @@ class _Guard:
         message["headers"] = [
           *message.get("headers", ()),
           (b"x-request-id", request_id.encode()),
+          *(((form.id_header, request_id.encode()),) if form.id_header else ()),
           (b"x-content-type-options", b"nosniff"),
           (b"date", email.utils.formatdate(usegmt=True).encode()),
         ]
@@ -161,7 +169,7 @@ class _Guard:
       said = make_error_answer(error, state["field_names"])
       code = said.body["error"]["code"]
       if not status:
-        await JSONResponse(said.body, said.status, said.headers)(scope, receive, send_more)
+        await JSONResponse(form.make_body(said, request_id), said.status, said.headers)(scope, receive, send_more)
       elif "abort" in state:
         state["abort"]()  # a partial response must not look complete
     finally:

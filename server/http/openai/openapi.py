@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from server.http.messages.message_fields import CountTokensRequest, MessageRequest
 from server.http.openai.request_fields import (
   INT32_MAX,
   INT64_MAX,
@@ -24,7 +25,10 @@ from server.http.openai.request_fields import (
 )
 
 PATH = "/openapi.json"
-_ABOUT = "OpenAI's API for text, with vLLM's extra fields. A field that is null counts as absent."
+_ABOUT = (
+  "OpenAI's API for text, with vLLM's extra fields, and Anthropic's Messages API. "
+  "A field that is null counts as absent."
+)
 _NULL: dict[str, Any] = {"type": "null"}
 _TEXT: dict[str, Any] = {"type": "string"}
 _OBJECT: dict[str, Any] = {"type": "object"}
@@ -108,6 +112,34 @@ def _answer(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
   )
 
 
+def _message() -> dict[str, Any]:
+  """Returns the schema of Anthropic's message."""
+  block = _with_optional(
+    _object(type={"enum": ["text", "thinking", "tool_use"]}),
+    text=_TEXT,
+    thinking=_TEXT,
+    signature=_TEXT,
+    id=_TEXT,
+    name=_TEXT,
+    input=_OBJECT,
+  )
+  return _object(
+    id=_TEXT,
+    type={"const": "message"},
+    role={"const": "assistant"},
+    model=_TEXT,
+    content=_list(block),
+    stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+    stop_sequence={"type": ["string", "null"]},
+    usage=_object(
+      input_tokens=_said(_whole(0), "Without those from the prefix cache."),
+      cache_creation_input_tokens=_whole(0),
+      cache_read_input_tokens=_whole(0),
+      output_tokens=_whole(0),
+    ),
+  )
+
+
 def _schemas() -> dict[str, Any]:
   text_logprobs = _object(
     tokens=_list(_TEXT),
@@ -154,20 +186,36 @@ def _schemas() -> dict[str, Any]:
     "TokenizerInfo": _object(
       vocab_size=_whole(1), chat_template={"type": ["string", "null"]}, model_max_length=_whole(1)
     ),
+    "Message": _message(),
+    "TokenCount": _object(input_tokens=_whole(1)),
+    "MessageError": _object(
+      type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_said(_TEXT, "As x-request-id.")
+    ),
     "Error": _object(
       error=_object(message=_TEXT, type=_TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})
     ),
   }
 
 
-_BODIES = (CompletionRequest, ChatCompletionRequest, TokenizeText, TokenizeChat, DetokenizeRequest)
+_BODIES = (
+  CompletionRequest,
+  ChatCompletionRequest,
+  MessageRequest,
+  CountTokensRequest,
+  TokenizeText,
+  TokenizeChat,
+  DetokenizeRequest,
+)
 _STREAM = "With stream: a chunk an event, and [DONE] at the end; an event with an error object ends it instead."
+_MESSAGE_STREAM = "With stream: events from message_start to message_stop; an error event ends it instead."
 # Path, method, kinds of body, schema of the response (a name in _schemas, or the schema itself), and summary.
 _OPERATIONS: tuple[tuple[str, str, tuple[type[RequestFields], ...], str | dict[str, Any], str], ...] = (
   ("/v1/models", "get", (), "Models", "The served model."),
   ("/v1/models/{model}", "get", (), "Model", "The same, by its name."),
   ("/v1/completions", "post", (CompletionRequest,), "Completion", "Text after each prompt."),
   ("/v1/chat/completions", "post", (ChatCompletionRequest,), "ChatCompletion", "The next turn of a chat."),
+  ("/v1/messages", "post", (MessageRequest,), "Message", "The next turn of a chat, in Anthropic's form."),
+  ("/v1/messages/count_tokens", "post", (CountTokensRequest,), "TokenCount", "The tokens of its prompt."),
   ("/tokenize", "post", (TokenizeText, TokenizeChat), "Tokens", "Token ids of a text or a chat."),
   ("/detokenize", "post", (DetokenizeRequest,), "Detokenized", "The text of token ids."),
   ("/tokenizer_info", "get", (), "TokenizerInfo", "What a harness needs to know of the tokenizer."),
@@ -184,7 +232,11 @@ def _operation(
   said: dict[str, Any] = {"application/json": {"schema": schema}}
   if any(issubclass(body, GenerationFields) for body in bodies):
     said["text/event-stream"] = {"schema": _said(_TEXT, _STREAM)}
-  error = _OBJECT if path in ("/health", "/ready") else _ref("Error")
+  if MessageRequest in bodies:
+    said["text/event-stream"] = {"schema": _said(_TEXT, _MESSAGE_STREAM)}
+  error = _ref("MessageError" if path.startswith("/v1/messages") else "Error")
+  if path in ("/health", "/ready"):
+    error = _OBJECT
   operation: dict[str, Any] = {
     "summary": text,
     "responses": {
