@@ -25,7 +25,8 @@ from engine.settings import (
 )
 from server.flag_spellings import translate_argument
 from server.host_options import HostOptions
-from server.http.model_output.tool_calls import PARSERS
+from server.http.model_output.call_formats import PARSERS
+from server.http.model_output.reasoning import REASONING_PARSERS
 from server.model_settings import ModelSettings
 from server.rpc.grpc_server import is_local
 from server.telemetry import log_lines
@@ -54,6 +55,13 @@ class ProgramSettings(ModelSettings):
     "Format in which the model writes tool calls; auto: from its chat template; none: they stay text.",
     group="Model",
     choices=PARSERS,
+    common=True,
+  )
+  reasoning_parser: str = setting(
+    "auto",
+    "Format in which the model writes its reasoning; auto: from its chat template; none: it stays in the text.",
+    group="Model",
+    choices=REASONING_PARSERS,
     common=True,
   )
   http_port: int | None = setting(
@@ -295,7 +303,19 @@ def host_options() -> HostOptions:
       f"port={http_port} is that of gRPC, and http_port={http_port} that of HTTP and the OpenAI-compatible API; set "
       "--port and --http_port to different ones, or leave out --port"
     )
-  return read_settings(HostOptions, http_port=http_port, tool_call_parser=program.tool_call_parser)
+  if flags.FLAGS.batch_dir and (program.frontend_processes or http_port < 0):
+    processes = program.frontend_processes
+    other = f"frontend_processes={processes}" if processes else f"http_port={http_port}"
+    raise ConfigError(
+      f"batch_dir={flags.FLAGS.batch_dir} is not possible with {other}: one process with HTTP owns the folder; leave "
+      f"out --batch_dir or --{other.partition('=')[0]}"
+    )
+  return read_settings(
+    HostOptions,
+    http_port=http_port,
+    tool_call_parser=program.tool_call_parser,
+    reasoning_parser=program.reasoning_parser,
+  )
 
 
 def describe_exposure() -> str:

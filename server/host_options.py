@@ -93,11 +93,39 @@ class HostOptions:
   stream_stall_timeout_s: float = setting(
     30.0, "Abort a request whose client reads nothing for this long.", group=_LIMITS, unit="s", at_least=0.1
   )
+  batch_dir: str = setting(
+    "",
+    "Folder for the files and batches of /v1/files and /v1/batches, which survive restarts; empty: none are served. One "
+    "server a folder; not with --frontend_processes.",
+    group=_LIMITS,
+    common=True,
+  )
+  max_batch_file_bytes: int = setting(200 << 20, "Largest input file of a batch.", group=_LIMITS, at_least=1024)
+  max_batch_storage_mb: int = setting(
+    10240,
+    "Files in --batch_dir of one tenant together; further uploads return HTTP 413.",
+    group=_LIMITS,
+    unit="MiB",
+    at_least=1,
+  )
+  max_batch_lines_at_once: int = setting(
+    0,
+    "Lines of batches that run at once; 0: as many as leave an eighth of --max_num_seqs to other requests.",
+    group=_LIMITS,
+    at_least=0,
+  )
   strict_requests: bool = setting(
     False,
     "Refuse unknown fields with HTTP 400, instead of naming them in the header x-sluice-ignored-fields.",
     group=_LIMITS,
     common=True,
+  )
+  max_stored_responses: int = setting(
+    1024,
+    "Responses of /v1/responses that the server keeps in memory for later requests; the oldest leave first, also beyond "
+    "256 MiB. 0, or more than one front end process: none.",
+    group=_LIMITS,
+    at_least=0,
   )
   http_allowed_hosts: tuple[str, ...] = setting(
     (),
@@ -128,6 +156,7 @@ class HostOptions:
     False, "Also serve vllm.grpc.engine.VllmEngine, for routers made for it.", group=_ADDRESS, common=True
   )
   tool_call_parser: str = "auto"  # declared in server/flags.py, which knows the parsers
+  reasoning_parser: str = "auto"  # as above
   access_log: str = setting(
     "",
     "File for one JSON line a call, without prompt or output; -: standard error; empty: none.",
@@ -179,6 +208,8 @@ class HostOptions:
       max_concurrent_rpcs=max(1, self.max_concurrent_rpcs // count),
       max_grpc_connections=max(1, self.max_grpc_connections // count),
       max_http_connections=max(1, self.max_http_connections // count),
+      # A later request may reach another process, which does not know the response.
+      max_stored_responses=self.max_stored_responses if count == 1 else 0,
     )
 
   def check_options(self) -> None:

@@ -72,7 +72,9 @@ class _Output:
     wants_text = call.return_text or call.stop_strings
     self._detokenizer: Detokenizer | None = None
     if wants_text and tokenizer is not None:
-      self._detokenizer = tokenizer.detokenizer(skip_special_tokens=call.skip_special_tokens)
+      self._detokenizer = tokenizer.detokenizer(
+        skip_special_tokens=call.skip_special_tokens, shown_token_ids=call.shown_token_ids
+      )
     self._stops = StopStrings(call.stop_strings)
 
   @property

@@ -55,6 +55,7 @@ class GenerationCall:
     queue_timeout_s: the client's limit in seconds, or None.
     cache_salt, tenant: may be empty.
     constraints: one for each of the n outputs, or empty.
+    shown_token_ids: special tokens that the text has even under skip_special_tokens.
   """
 
   request_id: str
@@ -69,6 +70,7 @@ class GenerationCall:
   cache_salt: bytes
   tenant: str
   constraints: tuple[Constraint, ...] = ()
+  shown_token_ids: frozenset[int] = frozenset()
 
 
 def unknown_fields(message: protobuf_message.Message) -> list[str]:

@@ -17,7 +17,9 @@ class HttpOptions:
     idle_timeout_s: the server closes a connection after this time without a request.
     stream_stall_timeout_s: the server aborts a stream whose client reads nothing for this long, and disconnects.
     strict_requests: refuse unknown fields with 400, instead of ignoring them and naming them in a header.
-    tool_call_parser: how the model writes tool calls: one of `tool_calls.PARSERS`.
+    tool_call_parser: how the model writes tool calls: one of `call_formats.PARSERS`.
+    reasoning_parser: how the model writes reasoning: one of `reasoning.REASONING_PARSERS`.
+    max_stored_responses: limit of responses that the server keeps for later requests; 0 keeps none.
     allowed_hosts: allowed Host headers; "*" is any. Empty: only local names where the address is local and no key is
       required, so that a foreign web page cannot reach the model through DNS rebinding; else any.
   """
@@ -34,4 +36,6 @@ class HttpOptions:
   stream_stall_timeout_s: float = 30.0
   strict_requests: bool = False
   tool_call_parser: str = "auto"
+  reasoning_parser: str = "auto"
+  max_stored_responses: int = 1024
   allowed_hosts: tuple[str, ...] = ()

@@ -82,6 +82,7 @@ class Tokenizer:
     added = self._tokenizer.get_added_tokens_decoder()
     self._added = {token_id: token.content.encode() for token_id, token in added.items()}
     self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+    self._special_ids = {added[token_id].content: token_id for token_id in self.special_token_ids}
     special = sorted((added[token_id].content for token_id in self.special_token_ids), key=len, reverse=True)
     self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
     self._marked = re.compile("|".join(re.escape(_mark(text)) for text in special) or r"(?!)")
@@ -134,9 +135,9 @@ class Tokenizer:
     """
     return [] if self._chat is None else [name for name in names if name not in self._chat.variables]
 
-  def is_special(self, text: str) -> bool:
-    """Whether a text is the name of a special token, which `skip_special_tokens` omits."""
-    return self._special.fullmatch(text) is not None
+  def find_special_tokens(self, names: Iterable[str]) -> frozenset[int]:
+    """Returns the ids of the special tokens, which `skip_special_tokens` omits, among these names."""
+    return frozenset(self._special_ids[name] for name in names if name in self._special_ids)
 
   def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Returns the token ids of a raw text, in which special tokens keep their meaning.
@@ -215,9 +216,20 @@ class Tokenizer:
     """Returns the text of a whole sequence from the tokenizer's own decoder. Ids must not be negative."""
     return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-  def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-    """Returns a new incremental decoder for one sequence."""
-    return Detokenizer(self._text_bytes if skip_special_tokens else self._all_bytes)
+  def detokenizer(
+    self, *, skip_special_tokens: bool = True, shown_token_ids: frozenset[int] = frozenset()
+  ) -> Detokenizer:
+    """Returns a new incremental decoder for one sequence.
+
+    Args:
+      skip_special_tokens: whether the text omits special tokens.
+      shown_token_ids: special tokens that the text has in any case.
+    """
+    if not skip_special_tokens:
+      return Detokenizer(self._all_bytes)
+    if not shown_token_ids:
+      return Detokenizer(self._text_bytes)
+    return Detokenizer(lambda token: self._all_bytes(token) if token in shown_token_ids else self._text_bytes(token))
 
   def token_places(self, *, skip_special_tokens: bool = True) -> TokenPlaces:
     """Returns a new tracker of where one sequence's tokens begin in its `detokenizer`'s text."""

@@ -3,45 +3,17 @@
 Concatenated, the pieces of one kind do not depend on how the output was split into pushes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 import dataclasses
+from typing import Any
 
-from server.http.model_output.tool_calls import CallFormat, CallScanner, ToolCall
+from server.http.model_output.call_formats import CallFormat
+from server.http.model_output.channel_reader import ChannelReader
+from server.http.model_output.output_pieces import CallPart, CallPiece, OutputPiece, ReasoningPiece, TextPiece
+from server.http.model_output.reasoning import Reasoning, ReasoningSplitter
+from server.http.model_output.tool_calls import CallScanner
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TextPiece:
-  """Text of the answer."""
-
-  text: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReasoningPiece:
-  """Text of the model's reasoning, which comes before the answer."""
-
-  text: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallPiece:
-  """A part of a tool call.
-
-  Attributes:
-    index: the call's index in the output.
-    call_id, name: the call's id and tool in its first piece; None later.
-    arguments: more of the arguments' JSON text; the pieces of a call concatenate to the whole.
-    is_last: whether the call is complete.
-  """
-
-  index: int
-  call_id: str | None
-  name: str | None
-  arguments: str
-  is_last: bool
-
-
-type OutputPiece = TextPiece | ReasoningPiece | CallPiece
+__all__ = ["CallPiece", "Calls", "OutputParser", "OutputPiece", "ReasoningPiece", "TextPiece"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,12 +22,12 @@ class Calls:
 
   Attributes:
     form: how the model writes calls.
-    names: names of the tools.
+    tools: the tools' parameters, JSON schemas, by name. Calls of other names are calls, too.
     parallel: whether one output may have several; otherwise the parser drops those after the first.
   """
 
   form: CallFormat
-  names: Sequence[str]
+  tools: Mapping[str, Any]
   parallel: bool
 
 
@@ -66,24 +38,84 @@ class OutputParser:
     num_calls: calls found so far.
   """
 
-  def __init__(self, calls: Calls | None):
-    """Args: calls: the possible calls; None leaves calls in the text."""
+  def __init__(self, calls: Calls | None, reasoning: Reasoning | None = None):
+    """Args:
+    calls: the possible calls; None leaves calls in the text.
+    reasoning: the possible reasoning; None leaves reasoning in the text.
+    """
     self.num_calls = 0
     self._calls = calls
-    self._scanner = None if calls is None else CallScanner(calls.form, calls.names)
+    self._shows_reasoning = reasoning is None or reasoning.is_shown
+    self._channels: ChannelReader | None = None
+    self._splitter: ReasoningSplitter | None = None
+    self._scanner: CallScanner | None = None
+    has_calls_in_channels = calls is not None and calls.form.has_channels
+    if has_calls_in_channels or reasoning is not None and reasoning.form.has_channels:
+      self._channels = ChannelReader(finds_calls=has_calls_in_channels, splits_reasoning=reasoning is not None)
+    elif reasoning is not None:
+      self._splitter = ReasoningSplitter(reasoning.form, is_open=reasoning.is_open)
+    if calls is not None and not has_calls_in_channels:
+      self._scanner = CallScanner(calls.form, calls.tools)
+    # Whether the current call is dropped.
+    self._drops_call = False
 
   def push_text(self, text: str, *, ended: bool) -> list[OutputPiece]:
-    """Adds text; returns the pieces that have become certain. With `ended`, the output has no more text."""
-    if self._calls is None or self._scanner is None:
-      return [TextPiece(text)] if text else []
-    found = self._scanner.push(text)
-    if ended:
-      found += self._scanner.flush()
+    """Adds text; returns the pieces that have become certain. With `ended`, the output has no more text.
+
+    No two pieces of one text, or of one call, follow each other in what one push returns.
+    """
+    found: list[TextPiece | ReasoningPiece | CallPart]
+    if self._channels is not None:
+      found = self._channels.push(text, ended=ended)
+    elif self._splitter is not None:
+      found = list(self._splitter.push(text, ended=ended))
+    else:
+      found = [TextPiece(text)] if text else []
     pieces: list[OutputPiece] = []
     for each in found:
-      if not isinstance(each, ToolCall):
-        pieces.append(TextPiece(each))
-      elif self._calls.parallel or not self.num_calls:
-        pieces.append(CallPiece(self.num_calls, self._calls.form.new_id(), each.name, each.arguments, is_last=True))
-        self.num_calls += 1
+      if isinstance(each, CallPart):
+        pieces += self._number(each)
+      elif isinstance(each, ReasoningPiece):
+        pieces += [each] if self._shows_reasoning else []
+      elif self._scanner is None:
+        pieces.append(each)
+      else:
+        pieces += self._scan(self._scanner.push(each.text))
+    if ended and self._scanner is not None:
+      pieces += self._scan(self._scanner.flush())
+    return _merge_pieces(pieces)
+
+  def _scan(self, found: list[str | CallPart]) -> list[OutputPiece]:
+    pieces: list[OutputPiece] = []
+    for each in found:
+      pieces += [TextPiece(each)] if isinstance(each, str) else self._number(each)
     return pieces
+
+  def _number(self, part: CallPart) -> list[OutputPiece]:
+    """Returns a call's part with the call's index, and its id in the first part; nothing if the call is dropped."""
+    call_id = None
+    if part.name is not None:
+      assert self._calls is not None, "calls are found only where they are possible"
+      self._drops_call = bool(self.num_calls) and not self._calls.parallel
+      if not self._drops_call:
+        self.num_calls += 1
+        call_id = self._calls.form.new_id()
+    if self._drops_call:
+      return []
+    return [CallPiece(self.num_calls - 1, call_id, part.name, part.arguments, part.is_last)]
+
+
+def _merge_pieces(pieces: list[OutputPiece]) -> list[OutputPiece]:
+  merged: list[OutputPiece] = []
+  for piece in pieces:
+    match (merged[-1] if merged else None), piece:
+      case TextPiece(before), TextPiece(text):
+        merged[-1] = TextPiece(before + text)
+      case ReasoningPiece(before), ReasoningPiece(text):
+        merged[-1] = ReasoningPiece(before + text)
+      case CallPiece() as before, CallPiece() if before.index == piece.index:
+        arguments = before.arguments + piece.arguments
+        merged[-1] = dataclasses.replace(before, arguments=arguments, is_last=piece.is_last)
+      case _:
+        merged.append(piece)
+  return merged

@@ -1,254 +1,379 @@
 """Finds tool calls in a model's output. Knows no request and no socket; may not change text that is not a call.
 
-A model writes calls as text, in the form of its training. The scanner returns a call once it is complete, if it is
-well-formed and names an offered tool, and returns everything else as text. The result does not depend on how the output
-is split into pieces. The time is linear in the output's length: the scanner parses a candidate again only when it has
-grown by a quarter, and gives it up at MAX_CALL_CHARS.
+A model writes calls as text, in the form of its training. A call's parts come out as soon as its name is known and its
+arguments have begun; until then a malformed call comes out as the text it was. After that the arguments come out as the
+model wrote them: if they break off, the call ends there, and what follows is text. The result does not depend on how
+the output is split into pushes, and the time is linear in the output's length.
 """
 
-from collections.abc import Iterable
-import dataclasses
-import functools
+from collections.abc import Callable, Mapping, Sequence
 import json
-import re
-import secrets
 from typing import Any
 
-# Limit of characters that wait for one call or one list of calls; a longer candidate is text.
+from server.http.model_output.argument_types import types_of_argument, write_argument
+from server.http.model_output.call_formats import (
+  BracedArguments,
+  CallFormat,
+  CallHead,
+  CallObject,
+  KeywordArguments,
+  NoArguments,
+  TaggedArguments,
+)
+from server.http.model_output.output_pieces import CallPart
+from server.http.model_output.text_shapes import NAME, SPACE, Markers, Shape
+from server.http.model_output.value_translator import JSON, PYTHON, Status, ValueTranslator, quote_text
+
+# Limit of characters that wait for one call or one argument; a longer candidate is text.
 MAX_CALL_CHARS = 256 << 10
 # Limit of candidates in one output, calls or not; later ones are text.
 MAX_CALLS = 128
 _SPACE = " \t\r\n"
-# Space between a marker and the JSON.
-_MAX_SPACE = 16
-_SEPARATORS = re.compile(r"[ \t\r\n;]*")
-# Allows control characters in strings, since models write line breaks there.
-_decode = json.JSONDecoder(strict=False).raw_decode
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ToolCall:
-  """A call: the tool's name, and its arguments as the text of a JSON object."""
-
-  name: str
-  arguments: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallFormat:
-  """How a family of models writes calls.
-
-  Attributes:
-    marker: text before calls; may be empty.
-    bare: whether an output that begins with `opener` is calls without a marker.
-    opener: the first character of the JSON: "{" of a call, "[" of a list of calls.
-    ending: text after each call; empty: calls last to the end of the output.
-    arguments: the key of a call's arguments.
-    short_ids: whether the model's template requires ids of nine letters and digits.
-  """
-
-  marker: str
-  bare: bool
-  opener: str
-  ending: str
-  arguments: str = "arguments"
-  short_ids: bool = False
-
-  def new_id(self) -> str:
-    """Returns a new id for a call."""
-    return secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}"
-
-
-FORMATS = {
-  # Hermes, Qwen2.5, Qwen3: <tool_call>{"name": ..., "arguments": {...}}</tool_call>
-  "hermes": CallFormat("<tool_call>", False, "{", "</tool_call>"),
-  # Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}; several have semicolons between them.
-  "llama3": CallFormat("<|python_tag|>", True, "{", "", "parameters"),
-  # Mistral: [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]
-  "mistral": CallFormat("[TOOL_CALLS]", False, "[", "", short_ids=True),
-}
-PARSERS = ("auto", *FORMATS, "none")
-# Text in the chat template by which each format is recognized.
-_SIGNS = (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama3", '"parameters"'))
-
-
-def find_format(parser: str, template: str | None) -> CallFormat | None:
-  """Returns the format that --tool_call_parser selects for this chat template; None leaves calls in the text."""
-  if parser == "auto":
-    parser = next((name for name, sign in _SIGNS if sign in (template or "")), "none")
-  return FORMATS.get(parser)
-
-
-def forced_format(form: CallFormat | None) -> CallFormat:
-  """Returns the format of forced calls, a list, for a model with this format."""
-  return dataclasses.replace(form or FORMATS["hermes"], marker="", bare=True, opener="[", ending="")
-
-
-@functools.lru_cache(maxsize=16)
-def _beginning(form: CallFormat) -> re.Pattern[str]:
-  """Returns the pattern of a call's beginning inside text."""
-  if not form.marker:
-    return re.compile(r"(?!)")
-  return re.compile(f"{re.escape(form.marker)}[{_SPACE}]{{0,{_MAX_SPACE}}}{re.escape(form.opener)}")
+_MAX_SPACE = 64
+_OBJECT_HEADS = [
+  Shape("{", SPACE, '"name"', SPACE, ":", SPACE, '"', NAME, '"', SPACE, ",", SPACE, f'"{key}"', SPACE, ":", SPACE, "{")
+  for key in ("arguments", "parameters")
+]
+# The first keys of objects that may be calls, in another order or with other fields.
+_FIRST_KEYS = [Shape("{", SPACE, f'"{key}"') for key in ("name", "arguments", "parameters", "id", "type", "function")]
 
 
 class CallScanner:
-  """Splits text into text and calls, in order. Between pushes it holds text that may begin a call."""
+  """Splits text into text and parts of calls, in order. Between pushes it holds text that may begin a call."""
 
-  def __init__(self, form: CallFormat, names: Iterable[str]):
-    """Args: form: how the model writes calls. names: names of the offered tools."""
+  def __init__(self, form: CallFormat, tools: Mapping[str, Any]):
+    """Args: form: how the model writes calls. tools: the offered tools' parameters, JSON schemas, by name."""
     self._form = form
-    self._names = frozenset(names)
-    self._held: list[str] = []
-    self._size = 0
-    # In a candidate: the held text begins with its marker.
-    self._in_call = False
-    self._look_at = 0
-    # Only space has arrived.
-    self._at_start = form.bare
+    self._tools = tools
+    self._markers = Markers(form.markers)
+    self._text = ""
+    self._at = 0
+    self._ended = False
+    self._found: list[str | CallPart] = []
+    self._read: Callable[[], bool] = self._read_start if form.bare_heads else self._read_text
+    self._num_candidates = 0
     # Space after a call is part of it.
     self._after_call = False
-    self._num_candidates = 0
+    # What a candidate has consumed, in case it is text.
+    self._kept: list[str] = []
+    self._num_kept = 0
+    self._translator = ValueTranslator(JSON)
+    self._closers: Sequence[Shape] = ()
+    self._name = ""
+    self._tags: TaggedArguments | None = None
+    self._closer = Markers(())
+    self._types: frozenset[str] = frozenset()
+    self._num_arguments = 0
+    self._trims_line = False
 
-  def push(self, text: str) -> list[str | ToolCall]:
+  def push(self, text: str) -> list[str | CallPart]:
     """Adds text; returns what has become certain."""
-    if not (self._size or self._at_start or self._after_call or self._form.marker[:1] in text):
-      return [text] if text else []  # nearly always
-    self._held.append(text)
-    self._size += len(text)
-    return [] if self._size < self._look_at else self._scan(ended=False)
-
-  def flush(self) -> list[str | ToolCall]:
-    """Ends the output; returns all held text."""
-    return self._scan(ended=True)
-
-  def _scan(self, *, ended: bool) -> list[str | ToolCall]:
-    text, at = "".join(self._held), 0
-    found: list[str | ToolCall] = []
-    while at < len(text):
-      calls: list[ToolCall] = []
-      if self._in_call:
-        judged = self._judge(text, at, ended=ended)
-        if judged is None:
-          break
-        stop, calls = judged
-        self._in_call = False
-      else:
-        stop = self._find_candidate(text, at, ended=ended)
-      if calls:
-        found += calls
-        self._after_call = True
-      else:
-        self._show(found, text[at:stop])
-      if stop == at and not self._in_call:
-        break
-      at = stop
-    self._held, self._size = [text[at:]], len(text) - at
-    # A candidate is parsed again only when it has grown by a quarter, which keeps the total linear.
-    self._look_at = min(self._size + self._size // 4 + _MAX_SPACE, MAX_CALL_CHARS) if self._in_call else 0
+    self._text = self._text[self._at :] + text
+    self._at = 0
+    while self._at < len(self._text) and self._read():
+      pass
+    found, self._found = self._found, []
     return found
 
-  def _show(self, found: list[str | ToolCall], text: str) -> None:
+  def flush(self) -> list[str | CallPart]:
+    """Ends the output; returns all held text, and the last part of a call that is not complete."""
+    self._ended = True
+    while self._read():
+      pass
+    found, self._found = self._found, []
+    return found
+
+  # Each of the following methods reads from `_text` at `_at` and returns whether it got on; else it needs more text.
+
+  def _show(self, text: str) -> None:
     if self._after_call:
       text = text.lstrip(_SPACE)
     if text:
       self._after_call = False
-      found.append(text)
+      self._found.append(text)
 
-  def _find_candidate(self, text: str, at: int, *, ended: bool) -> int:
-    """Returns where plain text from `at` ends. The rest is a candidate if `_in_call` is set, or may become one."""
-    form = self._form
+  def _read_start(self) -> bool:
+    """Space, and a call without a marker if there is one."""
+    first = self._at + len(self._text[self._at :]) - len(self._text[self._at :].lstrip(_SPACE))
+    is_undecided = not self._ended and first - self._at <= _MAX_SPACE
+    if first == len(self._text) and is_undecided:
+      return False
+    if first < len(self._text) and first - self._at <= _MAX_SPACE:
+      began = self._begin_call(self._form.bare_heads, first)
+      if began is not False:
+        return began is True
+    self._read = self._read_text
+    return True
+
+  def _begin_call(self, heads: Sequence[CallHead], at: int) -> bool | None:
+    """Returns whether a call's head begins at `at`, and then goes on to its arguments; None while it is undecided."""
     if self._num_candidates >= MAX_CALLS:
-      return len(text)
-    start = -1
-    if self._at_start:
-      first = len(text) - len(text[at:].lstrip(_SPACE))
-      self._at_start = first == len(text)
-      if text.startswith(form.opener, first):
-        start = first
-    if start < 0:
-      begun = _beginning(form).search(text, at)
-      start = begun.start() if begun else -1
-    if start >= 0:
-      self._in_call = True
-      self._num_candidates += 1
-      return start
-    if ended or not form.marker:
-      return len(text)
-    # A marker with only space after it, or a part of a marker.
-    last = text.rfind(form.marker, max(at, len(text) - len(form.marker) - _MAX_SPACE))
-    if last >= 0 and not text[last + len(form.marker) :].strip(_SPACE):
-      return last
-    for size in range(min(len(form.marker) - 1, len(text) - at), 0, -1):
-      if text.endswith(form.marker[:size]):
-        return len(text) - size
-    return len(text)
-
-  def _judge(self, text: str, at: int, *, ended: bool) -> tuple[int, list[ToolCall]] | None:
-    """Returns (end of the candidate at text[at:], its calls, empty if it is text), or None while it is undecided."""
-    form, limit = self._form, at + MAX_CALL_CHARS
-    begun = _beginning(form).match(text, at)
-    begin = begun.end() - 1 if begun else at
-    is_long = len(text) >= limit
-    if not form.ending:
-      if is_long:
-        return limit, []
-      return (len(text), self._calls(text[begin:])) if ended else None
-    span = 0
-    while True:
-      stop = text.find(form.ending, begin + 2 * span, limit)
-      if stop < 0 and not (is_long or ended):
-        return None
-      body = text[begin : stop if stop >= 0 else min(len(text), limit)]
-      try:
-        value, end = _decode(body)
-      except json.JSONDecodeError as error:
-        if error.msg.startswith("Unterminated string") and stop >= 0:
-          # The ending is inside a string of the arguments. Each attempt is twice as long as the one before.
-          span = stop - begin
-          continue
-        wrong = error.pos
-      except (ValueError, RecursionError):
-        wrong = 0
-      else:
-        close = begin + end + len(body) - end - len(body[end:].lstrip(_SPACE))
-        if text.startswith(form.ending, close) and close + len(form.ending) <= limit:
-          return close + len(form.ending), self._checked([value])
-        if ended and not is_long and form.ending.startswith(text[close:]):
-          return len(text), self._checked([value])
-        wrong = end
-      stop = text.find(form.ending, begin + wrong, limit)
-      return (stop + len(form.ending) if stop >= 0 else min(len(text), limit)), []
-
-  def _calls(self, text: str) -> list[ToolCall]:
-    """Returns the calls in JSON that consists of calls; else none."""
-    values, at = [], 0
-    try:
-      while at < len(text) and len(values) <= MAX_CALLS:
-        value, at = _decode(text, at)
-        values += value if self._form.opener == "[" else [value]
-        at = _SEPARATORS.match(text, at).end()  # pyright: ignore[reportOptionalMemberAccess]  (it matches anything)
-    except (ValueError, RecursionError, TypeError):
-      return []
-    return self._checked(values)
-
-  def _checked(self, values: list[Any]) -> list[ToolCall]:
-    """Returns all values as calls; empty if one is not a call, or if there are too many."""
-    calls = [call for value in values[: MAX_CALLS + 1] if (call := self._call(value)) is not None]
-    return calls if len(calls) == len(values) <= MAX_CALLS else []
-
-  def _call(self, value: Any) -> ToolCall | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in self._names:
+      return False
+    for head in heads:
+      found = head.shape.match(self._text, at)
+      if found is not None:
+        self._num_candidates += 1
+        self._enter_call(head, found.groupdict().get("name"), self._text[self._at : found.end() - head.num_unread])
+        if isinstance(head.arguments, KeywordArguments):
+          self._at = found.start("first")
+        else:
+          self._at = found.end() - head.num_unread
+        return True
+    if not self._ended and any(head.shape.may_begin(self._text, at) for head in heads):
       return None
-    arguments = value.get("arguments", value.get("parameters"))
-    try:
-      if isinstance(arguments, str):
-        arguments = json.loads(arguments)
-      if not isinstance(arguments, dict | None):
-        return None
-      # Python reads more than JSON, such as infinities and lone surrogates, which cannot be sent.
-      text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
-      text.encode()
-    except (ValueError, RecursionError):
+    return False
+
+  def _enter_call(self, head: CallHead, name: str | None, text: str) -> None:
+    self._name = name or ""
+    match head.arguments:
+      case CallObject():
+        self._kept, self._num_kept = [text], len(text)
+        self._read = self._read_object_head
+      case BracedArguments(notation):
+        self._start_arguments(ValueTranslator(notation))
+        self._read = self._read_arguments
+      case KeywordArguments():
+        self._start_arguments(ValueTranslator(PYTHON, keywords=True))
+        self._read = self._read_arguments
+      case NoArguments():
+        self._found.append(CallPart(self._name, "{}", is_last=True))
+        self._end_call()
+      case TaggedArguments():
+        self._tags = head.arguments
+        self._num_arguments = 0
+        self._found.append(CallPart(self._name, "", is_last=False))
+        self._read = self._read_tags
+
+  def _start_arguments(self, translator: ValueTranslator) -> None:
+    self._translator = translator
+    self._found.append(CallPart(self._name, "", is_last=False))
+
+  def _end_call(self) -> None:
+    self._closers = self._form.closers
+    self._after_call = True
+    self._read = self._read_end
+
+  def _break_call(self) -> None:
+    """Ends a call whose arguments are malformed or incomplete. What follows is text."""
+    self._found.append(CallPart(None, "", is_last=True))
+    if self._ended:
+      self._at = len(self._text)
+    self._end_call()
+
+  def _read_text(self) -> bool:
+    """Text, up to a marker."""
+    text, at = self._text, self._at
+    if at == len(text):
+      return False
+    found = self._markers.find(text, at) if self._num_candidates < MAX_CALLS else None
+    if found is None:
+      self._at = len(text) if self._ended else self._markers.find_beginning(text, at)
+      self._show(text[at : self._at])
+      return False
+    self._show(text[at : found.start()])
+    self._at = found.start()
+    began = self._begin_call(self._form.heads, self._at)
+    if began is False:
+      self._show(found[0])
+      self._at = found.end()
+      return True
+    return began is True
+
+  def _read_object_head(self) -> bool:
+    """The beginning of a call object, up to its arguments."""
+    text, at = self._text, self._at
+    for shape in _OBJECT_HEADS:
+      if found := shape.match(text, at):
+        self._name = found["name"]
+        self._start_arguments(ValueTranslator(JSON))
+        self._at = found.end() - 1
+        self._read = self._read_object_arguments
+        return True
+    if not self._ended and any(shape.may_begin(text, at) for shape in _OBJECT_HEADS):
+      return False
+    if not any(shape.match(text, at) for shape in _FIRST_KEYS):
+      if not self._ended and any(shape.may_begin(text, at) for shape in _FIRST_KEYS):
+        return False
+      self._give_up()
+      return True
+    self._translator = ValueTranslator(JSON)
+    self._read = self._read_whole_object
+    return True
+
+  def _give_up(self) -> None:
+    """Turns a candidate into text, as far as it was read."""
+    self._show("".join(self._kept))
+    self._kept = []
+    self._read = self._read_text
+
+  def _read_whole_object(self) -> bool:
+    """An object with its keys in another order, or with arguments that are no object: held until it is complete."""
+    at, limit = self._at, self._at + MAX_CALL_CHARS - self._num_kept
+    is_long = len(self._text) > limit
+    text = self._text[:limit] if is_long else self._text
+    _, self._at, status = self._translator.feed(text, at, ended=self._ended)
+    self._kept.append(text[at : self._at])
+    self._num_kept += self._at - at
+    if status is Status.MORE and not is_long:
+      return False
+    head = self._kept[0]
+    call = (
+      _read_call("".join(self._kept[1:]), self._tools, is_marked=bool(head.strip(_SPACE)))
+      if (status is Status.DONE)
+      else None
+    )
+    if call is None:
+      self._give_up()
+      return True
+    self._kept = []
+    self._found.append(CallPart(call[0], call[1], is_last=True))
+    self._end_call()
+    return True
+
+  def _translate(self) -> Status:
+    written, self._at, status = self._translator.feed(self._text, self._at, ended=self._ended)
+    if written or status is Status.DONE:
+      self._found.append(CallPart(None, written, is_last=status is Status.DONE))
+    return status
+
+  def _read_arguments(self) -> bool:
+    status = self._translate()
+    if status is Status.DONE:
+      self._end_call()
+    elif status is Status.WRONG:
+      self._break_call()
+    return status is not Status.MORE
+
+  def _read_object_arguments(self) -> bool:
+    status = self._translate()
+    if status is Status.DONE:
+      # Reads the rest of the object as an object with a key already there.
+      self._translator = ValueTranslator(JSON)
+      self._translator.feed('{"":0 ', 0, ended=False)
+      self._read = self._read_object_rest
+    elif status is Status.WRONG:
+      self._break_call()
+    return status is not Status.MORE
+
+  def _read_object_rest(self) -> bool:
+    """What follows the arguments in a call object, such as the call's id. It is dropped."""
+    _, self._at, status = self._translator.feed(self._text, self._at, ended=self._ended)
+    if status is not Status.MORE:
+      if self._ended and status is Status.WRONG:
+        self._at = len(self._text)
+      self._end_call()
+    return status is not Status.MORE
+
+  def _read_end(self) -> bool:
+    """What may follow a call."""
+    began = self._begin_call(self._form.next_heads, self._at)
+    if began is not False:
+      return began is True
+    while self._closers:
+      closer, text = self._closers[0], self._text
+      if found := closer.match(text, self._at):
+        self._at = found.end()
+      elif closer.may_begin(text, self._at):
+        if not self._ended:
+          return False
+        self._at = len(text)
+      self._closers = self._closers[1:]
+    self._read = self._read_text
+    return True
+
+  def _read_tags(self) -> bool:
+    """The beginning of an argument, or the end of the call."""
+    tags, text, at = self._tags, self._text, self._at
+    assert tags is not None, "a call with tags has them"
+    for shape in tags.endings:
+      if found := shape.match(text, at):
+        self._at = found.end()
+        self._found.append(CallPart(None, "}" if self._num_arguments else "{}", is_last=True))
+        self._end_call()
+        return True
+    for shape in tags.openers:
+      if found := shape.match(text, at):
+        self._at = found.end()
+        self._begin_argument(tags, found.groupdict())
+        return True
+    if not self._ended and any(shape.may_begin(text, at) for shape in (*tags.endings, *tags.openers)):
+      return False
+    self._break_call()
+    return True
+
+  def _begin_argument(self, tags: TaggedArguments, groups: dict[str, str]) -> None:
+    ((kind, key),) = groups.items()
+    key = key.strip(_SPACE)
+    self._types = frozenset({"string"}) if kind == "string_key" else types_of_argument(self._tools.get(self._name), key)
+    if kind == "json_key":
+      self._types -= {"string"}
+    separator = ", " if self._num_arguments else "{"
+    self._num_arguments += 1
+    self._found.append(CallPart(None, f'{separator}"{quote_text(key)}": ', is_last=False))
+    self._trims_line = tags.trims_lines
+    self._closer = Markers([f"\n{tags.closer}", tags.closer] if tags.trims_lines else [tags.closer])
+    self._kept, self._num_kept = [], 0
+    if self._types == {"string"}:
+      self._found.append(CallPart(None, '"', is_last=False))
+    self._read = self._read_argument
+
+  def _read_argument(self) -> bool:
+    """The text of an argument: strings come out at once, other types once they are complete."""
+    text = self._text
+    if self._trims_line and self._at < len(text):
+      closer = self._closer.find(text, self._at)
+      if closer is None or closer.start() != self._at:
+        if closer is None and not self._ended and self._closer.find_beginning(text, self._at) == self._at:
+          return False
+        self._at += text.startswith("\n", self._at)
+      self._trims_line = False
+    found = self._closer.find(text, self._at)
+    end = found.start() if found else len(text) if self._ended else self._closer.find_beginning(text, self._at)
+    is_long = end - self._at + self._num_kept > MAX_CALL_CHARS and self._types != {"string"}
+    if is_long:
+      found, end = None, self._at + MAX_CALL_CHARS - self._num_kept
+    part = text[self._at : end]
+    self._at = end
+    if self._types == {"string"}:
+      if part or found:
+        self._found.append(CallPart(None, quote_text(part) + ('"' if found else ""), is_last=False))
+    else:
+      self._kept.append(part)
+      self._num_kept += len(part)
+      if found:
+        self._found.append(CallPart(None, write_argument("".join(self._kept), self._types), is_last=False))
+        self._kept = []
+    if found:
+      self._at = found.end()
+      self._read = self._read_tags
+      return True
+    if self._ended or is_long:
+      self._break_call()
+      return True
+    return False
+
+
+def _read_call(text: str, tools: Mapping[str, Any], *, is_marked: bool) -> tuple[str, str] | None:
+  """Returns the name and the arguments of a call object; None if it is not one.
+
+  An object without arguments, in an output without a marker, is a call only of an offered tool.
+  """
+  try:
+    value = json.loads(text, strict=False)
+    if isinstance(value.get("function"), dict):
+      value = value["function"]
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+    if not isinstance(name, str) or not name or len(name) > _MAX_SPACE * 2:
       return None
-    return ToolCall(value["name"], text)
+    if arguments is None and not is_marked and name not in tools:
+      return None
+    if isinstance(arguments, str):
+      arguments = json.loads(arguments, strict=False)
+    if not isinstance(arguments, dict | None):
+      return None
+    # Python reads more than JSON, such as infinities and lone surrogates, which cannot be sent.
+    written = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+    (written + name).encode()
+  except (ValueError, RecursionError):
+    return None
+  return name, written

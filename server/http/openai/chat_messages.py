@@ -10,7 +10,7 @@ import msgspec
 from engine.errors import InvalidRequest
 from server.http.error_responses import UnsupportedField
 from server.http.json_fields import parse_json_object
-from server.http.model_output.tool_calls import CallFormat
+from server.http.model_output.call_formats import CallFormat
 from server.http.openai.request_fields import (
   REASONING_EFFORTS,
   TOOL_NAME,

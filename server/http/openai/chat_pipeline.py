@@ -12,14 +12,20 @@ from starlette.requests import Request
 from engine.errors import InvalidRequest
 from server.generation import request_validation
 from server.generation.serving_state import Backend, ServingState
+from server.http.error_responses import UnsupportedField
 from server.http.http_options import HttpOptions
+from server.http.model_output.call_formats import find_format, forced_format
+from server.http.model_output.channel_reader import CHANNEL_MARKERS
 from server.http.model_output.output_parser import Calls, OutputParser
-from server.http.model_output.tool_calls import find_format, forced_format
+from server.http.model_output.reasoning import Reasoning, find_reasoning_format
 from server.http.openai.chat_messages import Chat, read_chat
 from server.http.openai.completion_replies import Prompt
 from server.http.openai.generate_request import RequestedGeneration, read_generation
-from server.http.openai.request_fields import ChatCompletionRequest
+from server.http.openai.request_fields import REASONING_PLACES, ChatCompletionRequest
 from server.text.tokenizer import Tokenizer
+
+# Tokens at the prompt's end that may spell an opened marker of reasoning.
+_TAIL_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,16 +37,18 @@ class PreparedChat:
     prompt: the prompt's token ids.
     tokenizer: the model's tokenizer.
     calls: the tool calls that the output may have; None leaves calls in the text.
+    reasoning: the reasoning that the output may have; None leaves reasoning in the text.
   """
 
   requested: RequestedGeneration[ChatCompletionRequest]
   prompt: Prompt
   tokenizer: Tokenizer
   calls: Calls | None
+  reasoning: Reasoning | None
 
   def make_parser(self) -> OutputParser:
     """Returns the parser of one output."""
-    return OutputParser(self.calls)
+    return OutputParser(self.calls, self.reasoning)
 
 
 class ChatPipeline:
@@ -59,7 +67,8 @@ class ChatPipeline:
       values: the body, in the form of /v1/chat/completions.
 
     Raises:
-      InvalidRequest, UnsupportedField: a field is wrong.
+      InvalidRequest, UnsupportedField: a field is wrong, or the request excludes reasoning that the server leaves in
+        the text.
       ModelNotFound, NoTokenizer, NoChatTemplate: the model cannot serve this chat.
     """
     requested = read_generation(values, ChatCompletionRequest, request.state.tenant)
@@ -87,10 +96,12 @@ class ChatPipeline:
     if not stopping.HasField("max_tokens"):
       num_left = request_validation.count_tokens_left(backend.config, len(prompt.token_ids))
       stopping.max_tokens = request_validation.default_max_tokens(backend.defaults, num_left, num_left)
-    return PreparedChat(requested, prompt, tokenizer, calls)
+    reasoning = self._find_reasoning(chat, tokenizer, requested, prompt)
+    requested.shown_token_ids = _shown_token_ids(calls, reasoning, tokenizer)
+    return PreparedChat(requested, prompt, tokenizer, calls, reasoning)
 
   async def _find_calls(self, chat: Chat, tokenizer: Tokenizer, requested: RequestedGeneration[Any]) -> Calls | None:
-    """Returns how to find tool calls in the output, and sets the request's output and constraint accordingly."""
+    """Returns how to find tool calls in the output, and sets the request's constraint accordingly."""
     form = find_format(self._options.tool_call_parser, tokenizer.chat_template)
     tools = chat.forced or chat.tools
     if chat.forced:
@@ -104,6 +115,50 @@ class ChatPipeline:
       )
     if form is None or not tools:
       return None
-    if form.marker and tokenizer.is_special(form.marker):
-      requested.request.output.skip_special_tokens = False
-    return Calls(form, [tool["function"]["name"] for tool in tools], chat.parallel)
+    return Calls(form, {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}, chat.parallel)
+
+  def _find_reasoning(
+    self, chat: Chat, tokenizer: Tokenizer, requested: RequestedGeneration[ChatCompletionRequest], prompt: Prompt
+  ) -> Reasoning | None:
+    """Returns how to find reasoning in the output.
+
+    Raises:
+      InvalidRequest: reasoning_format is unknown.
+      UnsupportedField: the request excludes reasoning from the response, but the server does not find it.
+    """
+    fields = requested.fields
+    if fields.reasoning_format is not None and fields.reasoning_format not in REASONING_PLACES:
+      raise InvalidRequest(
+        f"is not one that exists: send one of {', '.join(REASONING_PLACES)}", field="reasoning_format"
+      )
+    is_shown = fields.include_reasoning is not False
+    if fields.separate_reasoning is False or fields.reasoning_format == "none":
+      return None
+    form = find_reasoning_format(self._options.reasoning_parser, tokenizer.chat_template)
+    if form is None:
+      if self._options.reasoning_parser == "none" and not is_shown:
+        raise UnsupportedField(
+          "=false is not supported: reasoning stays in the text; serve with --reasoning_parser=auto, or leave it out",
+          field="include_reasoning",
+        )
+      return None
+    if chat.forced:  # the output is calls from its first token on
+      return None
+    # A constraint holds from the first token on, so that the output begins with the answer.
+    is_open = False
+    if form.opener and not requested.request.HasField("constraint"):
+      tail = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+      is_open = tail.rstrip().endswith(form.opener)
+    return Reasoning(form, is_open, is_shown)
+
+
+def _shown_token_ids(calls: Calls | None, reasoning: Reasoning | None, tokenizer: Tokenizer) -> frozenset[int]:
+  """Returns the special tokens that the parser must see, although the text omits special tokens."""
+  names: list[str] = []
+  if calls is not None:
+    names += (*calls.form.markers, *calls.form.special)
+  if reasoning is not None:
+    names += (reasoning.form.opener, reasoning.form.closer)
+  if (calls is not None and calls.form.has_channels) or (reasoning is not None and reasoning.form.has_channels):
+    names += CHANNEL_MARKERS
+  return tokenizer.find_special_tokens(names)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import math
 from typing import Any
 
-from server.http.model_output.output_parser import CallPiece, OutputParser, TextPiece
+from server.http.model_output.output_parser import CallPiece, OutputParser, ReasoningPiece, TextPiece
 from server.http.openai.request_fields import ChatCompletionRequest, CompletionRequest, GenerationFields
 from server.proto import sluice_pb2 as pb
 from server.text.detokenizer import TokenPlaces
@@ -37,6 +37,14 @@ class TokenNames:
     if self._tokenizer is None:
       return f"token_id:{token_id}"
     return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+  def describe_logprobs(self, entry: pb.TokenLogprobs) -> dict[str, Any]:
+    """Returns a token's log probabilities in the form of chats."""
+    top = [self._describe_token(top.token_id, top.logprob) for top in entry.top]
+    return {**self._describe_token(entry.token_id, entry.logprob), "top_logprobs": top}
+
+  def _describe_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    return {"token": self.name(token_id), "logprob": _finite(logprob), "bytes": list(self.bytes_of(token_id))}
 
 
 class Prompt:
@@ -109,14 +117,18 @@ class ChatChoice(Choice[ChatCompletionRequest]):
     self._parser = parser
 
   def _body(self, delta: pb.Delta, finished: pb.Finished | None, *, whole: bool) -> dict[str, Any] | None:
-    logprobs = {"content": [self._entry(entry) for entry in delta.logprobs]} if self._fields.logprobs else None
+    logprobs = None
+    if self._fields.logprobs:
+      logprobs = {"content": [self._names.describe_logprobs(entry) for entry in delta.logprobs]}
     pieces = self._parser.push_text(delta.text, ended=finished is not None)
     text = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
     calls = [piece for piece in pieces if isinstance(piece, CallPiece)]
     if whole:
-      message = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+      content = text if text or not (calls or reasoning) else None
+      message = {"role": "assistant", "content": content, "refusal": None, **_reasoning_fields(reasoning)}
       return {"message": message | ({"tool_calls": _whole_calls(calls)} if calls else {}), "logprobs": logprobs}
-    if not (text or calls or delta.logprobs or finished is not None or self._wants_ids_of(delta)):
+    if not (text or reasoning or calls or delta.logprobs or finished is not None or self._wants_ids_of(delta)):
       return None
     message: dict[str, Any] = {}
     if not self._began:
@@ -125,6 +137,7 @@ class ChatChoice(Choice[ChatCompletionRequest]):
       message["content"] = ""
     if text:
       message["content"] = text
+    message |= _reasoning_fields(reasoning)
     if calls:
       message["tool_calls"] = [_call_chunk(piece) for piece in calls]
     return {"delta": message, "logprobs": logprobs}
@@ -133,16 +146,10 @@ class ChatChoice(Choice[ChatCompletionRequest]):
     reason = super()._reason(finished)
     return "tool_calls" if self._parser.num_calls and reason == "stop" else reason
 
-  def _entry(self, entry: pb.TokenLogprobs) -> dict[str, Any]:
-    top = [self._one(top.token_id, top.logprob) for top in entry.top]
-    return {**self._one(entry.token_id, entry.logprob), "top_logprobs": top}
 
-  def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
-    return {
-      "token": self._names.name(token_id),
-      "logprob": _finite(logprob),
-      "bytes": list(self._names.bytes_of(token_id)),
-    }
+def _reasoning_fields(text: str) -> dict[str, str]:
+  """Returns reasoning under the name that most clients read, and under vLLM's newer one."""
+  return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _call_chunk(piece: CallPiece) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class RequestedGeneration[T: GenerationFields]:
     n: outputs a prompt.
     ignored: names of ignored fields.
     field_names: the caller's names of fields of `request`, where they differ.
+    shown_token_ids: special tokens that the text has even where it omits special tokens.
   """
 
   fields: T
@@ -63,6 +64,7 @@ class RequestedGeneration[T: GenerationFields]:
   n: int
   ignored: list[str]
   field_names: dict[str, str]
+  shown_token_ids: frozenset[int] = frozenset()
 
 
 def read_fields[T: RequestFields](values: dict[str, Any], kind: type[T]) -> tuple[T, list[str]]:

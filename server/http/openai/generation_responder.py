@@ -7,6 +7,7 @@ when the client disconnects. A `Reply` gives the response its form.
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 import contextlib
+import dataclasses
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -130,11 +131,10 @@ class GenerationResponder:
     for place, prompt in enumerate(prompts):
       requested.request.request_id = answer_id if len(prompts) == 1 else f"{answer_id}-{place}"
       token_ids = list(prompt.token_ids)
-      calls.append(
-        request_validation.make_generation_call(
-          requested.request, backend.config, backend.tokenizer, token_ids, backend.defaults
-        )
+      call = request_validation.make_generation_call(
+        requested.request, backend.config, backend.tokenizer, token_ids, backend.defaults
       )
+      calls.append(dataclasses.replace(call, shown_token_ids=requested.shown_token_ids))
     calls = await self._state.add_constraints(requested.request, calls)
     running = RunningGenerations(backend.generations, request.state.tenant)
     with contextlib.ExitStack() as cleanup:

@@ -24,6 +24,7 @@ _CHAT_REMEDIES = {"messages": "a list of messages with role and content"}
 MAX_TOOLS = 128
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # OpenAI's roles, and those of some models.
+REASONING_PLACES = ("none", "auto", "deepseek", "parsed")
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -59,7 +60,8 @@ _NOTHING: tuple[object, ...] = (False, [], {}, "")
 _OFF: tuple[object, ...] = (0,)
 _ONE: tuple[object, ...] = (1,)
 _SAMPLERS = "it is not built; use temperature, top_p, top_k and min_p"
-_NO_REASONING = "reasoning is not parsed, and stays in the text; leave it out"
+_NO_BUDGET = "reasoning has no budget of its own; send max_tokens, or reasoning_effort if the model reads it"
+_CHAT_REASONING = "reasoning stays in a completion's text; send messages to /v1/chat/completions"
 OTHER_CONSTRAINT = "send response_format, or one of json, regex, choice and grammar in structured_outputs"
 # By name, the values besides null that change nothing, and what to say about the others. What would change the output
 # is here, so that no request gets an output without its parameters: the fields of OpenAI, vLLM, SGLang and
@@ -123,12 +125,9 @@ UNSUPPORTED: Unsupported = {
   "samplers": ((), _SAMPLERS),
   "watermarking": ((False,), "leave it out"),
   "repetition_detection": ((), "send repetition_penalty, or max_tokens"),
-  "thinking_token_budget": ((-1,), _NO_REASONING),
-  "thinking_budget_tokens": ((-1,), _NO_REASONING),
-  "reasoning_budget": ((-1,), _NO_REASONING),
-  "include_reasoning": ((True,), _NO_REASONING),
-  "separate_reasoning": ((False,), _NO_REASONING),
-  "reasoning_format": (("none",), _NO_REASONING),
+  "thinking_token_budget": ((-1,), _NO_BUDGET),
+  "thinking_budget_tokens": ((-1,), _NO_BUDGET),
+  "reasoning_budget": ((-1,), _NO_BUDGET),
   "verbosity": (("medium",), "say in the messages how long the answer should be"),
   "parse_tool_calls": ((True,), "serve with --tool_call_parser=none for calls that stay text"),
   "return_hidden_states": ((False,), "leave it out"),
@@ -155,6 +154,9 @@ COMPLETION_UNSUPPORTED: Unsupported = {
   "tool_choice": (("none", "auto"), "send messages to /v1/chat/completions"),
   "chat_template_kwargs": (({},), "send messages to /v1/chat/completions"),
   "reasoning_effort": ((), "send messages to /v1/chat/completions"),
+  "include_reasoning": ((True,), _CHAT_REASONING),
+  "separate_reasoning": ((False,), _CHAT_REASONING),
+  "reasoning_format": (("none",), _CHAT_REASONING),
 }
 
 
@@ -229,10 +231,9 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
   json_object: bool | None = None
 
 
-class GenerationFields(RequestFields, kw_only=True):
-  """Fields that completions and chats share."""
+class SamplingFields(RequestFields, kw_only=True):
+  """Fields that every endpoint with an output shares."""
 
-  harmless = HARMLESS
   temperature: Annotated[float, _range("temperature")] | None = None
   top_p: Annotated[float, _range("top_p")] | None = None
   min_p: Annotated[float, _range("min_p")] | None = None
@@ -240,7 +241,6 @@ class GenerationFields(RequestFields, kw_only=True):
   frequency_penalty: Annotated[float, _range("frequency_penalty")] | None = None
   repetition_penalty: Annotated[float, _range("repetition_penalty")] | None = None
   top_k: Annotated[Int32, _shown(minimum=-1, description="0 and -1 are all.")] | None = None
-  n: Annotated[Int32, _shown(minimum=1, maximum=MAX_N)] | None = None
   seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX, description="-1 is none.")] | None = None
   logit_bias: (
     Annotated[
@@ -249,27 +249,34 @@ class GenerationFields(RequestFields, kw_only=True):
     | None
   ) = None
   allowed_token_ids: Annotated[list[TokenId], _shown(minItems=1)] | None = None
-  max_tokens: (
-    Annotated[PositiveCount, Meta(description="Default: the model's own, else what its length leaves.")] | None
-  ) = None
   min_tokens: Count | None = None
   ignore_eos: bool | None = None
   stop: StopString | Annotated[list[StopString], _shown(maxItems=MAX_STOP_STRINGS)] | None = None
   stop_token_ids: Annotated[list[TokenId], _shown(maxItems=MAX_STOP_TOKEN_IDS)] | None = None
   skip_special_tokens: Annotated[bool, Meta(description=_NO_SPECIAL)] | None = None
   stream: Annotated[bool, Meta(description="Stream chunks as server-sent events.")] | None = None
+  cache_salt: (
+    Annotated[str, _shown(maxLength=128, description="Prefixes are shared with requests of the same one alone.")] | None
+  ) = None
+  priority: Annotated[Int32, Meta(description="Lower first.")] | None = None
+  structured_outputs: StructuredOutputs | None = None
+
+
+class GenerationFields(SamplingFields, kw_only=True):
+  """Fields that completions and chats share."""
+
+  harmless = HARMLESS
+  n: Annotated[Int32, _shown(minimum=1, maximum=MAX_N)] | None = None
+  max_tokens: (
+    Annotated[PositiveCount, Meta(description="Default: the model's own, else what its length leaves.")] | None
+  ) = None
   stream_options: StreamOptions | None = None
   return_token_ids: Annotated[bool, Meta(description="Choices also have token_ids.")] | None = None
   return_tokens_as_token_ids: (
     Annotated[bool, Meta(description="Name tokens of logprobs as token_id:N instead of by text.")] | None
   ) = None
   request_id: Annotated[str, _shown(pattern=f"^{REQUEST_ID.pattern}$")] | None = None
-  cache_salt: (
-    Annotated[str, _shown(maxLength=128, description="Prefixes are shared with requests of the same one alone.")] | None
-  ) = None
-  priority: Annotated[Int32, Meta(description="Lower first.")] | None = None
   response_format: ResponseFormat | None = None
-  structured_outputs: StructuredOutputs | None = None
   # The same constraints at the top level, as in older vLLM, llama.cpp's server and SGLang.
   guided_json: JsonSchema | None = None
   guided_regex: Annotated[str, Meta(description="A regular expression.")] | None = None
@@ -387,6 +394,11 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
   add_generation_prompt: OpensTurn | None = None
   chat_template_kwargs: TemplateVariables | None = None
   reasoning_effort: ReasoningEffort | None = None
+  include_reasoning: Annotated[bool, Meta(description="false: the response lacks the reasoning.")] | None = None
+  separate_reasoning: Annotated[bool, Meta(description="false: the reasoning stays in the content.")] | None = None
+  reasoning_format: (
+    Annotated[str, _shown(enum=list(REASONING_PLACES), description="none: the reasoning stays in the content.")] | None
+  ) = None
   max_completion_tokens: Annotated[PositiveCount, Meta(description="Wins over max_tokens.")] | None = None
   logprobs: Annotated[bool, Meta(description="Log probabilities of the output's tokens.")] | None = None
   top_logprobs: Annotated[Int32, _shown(minimum=0, maximum=MAX_LOGPROBS, description="With logprobs alone.")] | None = (
