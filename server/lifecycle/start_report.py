@@ -23,7 +23,7 @@ _LOOK_S = 0.1
 _LEAST_SECONDS = 1.0
 _LEAST_SHARE = 0.3
 _UNITS = {"load": " MiB", "downloading": " MiB", "checking": " MiB"}  # by the first word of the work's name
-_BETWEEN = "preparing the engine"  # the stage between two works with progress
+_BETWEEN = "filling the KV pool"  # the stage between two works with progress
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
@@ -157,7 +157,7 @@ class StartReport:
     self.end_report()
     seconds = process_age_s()
     compiled = sum(made.num_compiled for made in self._made)
-    text = f"after {seconds:.1f} s: weights {load_s:.1f} s, programs {warmup_s:.1f} s{self._origin()}"
+    text = f"after {seconds:.1f} s: weights {load_s:.1f} s, programs and KV pool {warmup_s:.1f} s{self._origin()}"
     self._say_line("ready", text, seconds=round(seconds, 2), load_s=load_s, warmup_s=warmup_s, num_compiled=compiled)
     self._say_line("open", addresses.describe(), **dataclasses.asdict(addresses))
     self._lines.say(f"ready on {addresses.grpc}")

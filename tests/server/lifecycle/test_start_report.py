@@ -1,5 +1,6 @@
 """What a start prints: the lines' text, JSON's fields, and a status line that leaves nothing behind."""
 
+import contextlib
 import json
 import logging
 import os
@@ -96,7 +97,7 @@ def test_ready_says_what_took_the_time_and_ends_with_the_line_for_programs(capsy
   report.tell_fact(ProgramsMadeFact(count=9, num_compiled=compiled))
   report.tell_ready(1.25, 3.0, served_addresses(HostOptions(), 50051, 8000, -1))
   _, ready, where, last = said(capsys)
-  text = r"ready     after \d+\.\d s: weights 1\.2 s, programs 3\.0 s"
+  text = r"ready     after \d+\.\d s: weights 1\.2 s, programs and KV pool 3\.0 s"
   assert re.fullmatch(text + re.escape(origin), ready)
   assert where == (
     "open      http://127.0.0.1:8000/ (page), http://127.0.0.1:8000/v1 (API), gRPC 127.0.0.1:50051, metrics "
@@ -168,6 +169,15 @@ def test_an_estimate_needs_a_share_that_is_done(monkeypatch):
     assert start_report._progress_text("compile", work) == f"compile: {done} of {work.total}, 30 s{left}"
 
 
+def read_terminal(master: int) -> str:
+  """Returns all that came to a terminal whose other side is closed; a single read may return a part of it."""
+  shown = b""
+  with os.fdopen(master, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # EIO at the end
+    while piece := terminal.read(65536):
+      shown += piece
+  return shown.decode()
+
+
 def test_a_terminal_shows_one_line_that_is_rewritten(monkeypatch):
   master, slave = pty.openpty()
   with os.fdopen(slave, "w") as terminal:
@@ -181,8 +191,7 @@ def test_a_terminal_shows_one_line_that_is_rewritten(monkeypatch):
         report.tell_progress("compile", done, 3)
       report.tell_fact(KV)
       report.enter_stage("starting the engine")
-    shown = os.read(master, 65536).decode()
-  os.close(master)
+  shown = read_terminal(master)
   # What is left on the screen when every carriage return and erasure has done its work.
   left = [re.split(r"\r\x1b\[K", line)[-1].rstrip("\r") for line in shown.split("\n")]
   assert left == ["KV        100 blocks of 16 = 1,600 tokens in 1 GiB; 3 sequences of full length", ""]
