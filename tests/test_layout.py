@@ -143,6 +143,7 @@ WALL_CLOCK = {
   "server/text/chat_template.py",
   "server/http/openai/completions.py",
   "server/http/openai/model_endpoints.py",
+  "server/http/responses/response_reply.py",
   "server/telemetry/tracing.py",
   "extensions/vllm_api/service.py",
 }

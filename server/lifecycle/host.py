@@ -152,6 +152,7 @@ class Host(Lifetime):
       allowed_hosts=tuple(options.http_allowed_hosts),
       strict_requests=options.strict_requests,
       tool_call_parser=options.tool_call_parser,
+      max_stored_responses=options.max_stored_responses,
       reasoning_parser=options.reasoning_parser,
     )
     extra_routes = make_page_routes(

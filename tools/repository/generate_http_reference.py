@@ -22,6 +22,7 @@ from server.http.openai.request_fields import (
   TokenizeText,
   Unsupported,
 )
+from server.http.responses.response_fields import RESPONSE_UNSUPPORTED, InputTokensRequest, ResponseRequest
 from tools.measure import ROOT
 from tools.repository.generate_grpc_reference import field_comments
 from tools.repository.markdown import end_sentence, make_table
@@ -30,8 +31,8 @@ PAGE = ROOT / "docs" / "reference" / "http-api.md"
 _HEAD = """# HTTP API
 
 `make docs` writes this page from the declarations that check every body; a test compares. A running server shows the
-same as an OpenAPI document at `/openapi.json`. The API is OpenAI's for text, with the extra fields of vLLM, and
-Anthropic's Messages API. A field that is `null` counts as absent. [errors.md](errors.md) lists every status and error
+same as an OpenAPI document at `/openapi.json`. The API is OpenAI's for text, with the extra fields of vLLM and its
+Responses API, and Anthropic's Messages API. A field that is `null` counts as absent. [errors.md](errors.md) lists every status and error
 object.
 
 - Send `Authorization: Bearer KEY` or `x-api-key: KEY` where the server has keys (`--api_key_file`). `/health`, `/ready`
@@ -40,7 +41,8 @@ object.
 - The header `x-sluice-ignored-fields` of an answer names fields that the server does not know. With
   `--strict_requests` such fields return 400.
 - With `stream: true` the answer is a stream of server-sent events: a chunk an event, and `[DONE]` at the end. An event
-  with an error object ends the stream instead. `/v1/messages` has Anthropic's events and errors.
+  with an error object ends the stream instead. `/v1/messages` has Anthropic's events and errors,
+  and `/v1/responses` the typed events of OpenAI's Responses API.
 """
 _PAGES = (
   ("/", "The live page with a playground."),
@@ -53,6 +55,8 @@ _BODIES = (
   ChatCompletionRequest,
   MessageRequest,
   CountTokensRequest,
+  ResponseRequest,
+  InputTokensRequest,
   TokenizeText,
   TokenizeChat,
   DetokenizeRequest,
@@ -62,6 +66,10 @@ _ANSWERS = (
   "ChatCompletion",
   "Message",
   "TokenCount",
+  "Response",
+  "InputTokens",
+  "InputItems",
+  "DeletedResponse",
   "Models",
   "Model",
   "Tokens",
@@ -251,6 +259,7 @@ def _unsupported() -> str:
     (request_fields.CHAT_UNSUPPORTED, "chats"),
     (request_fields.COMPLETION_UNSUPPORTED, "completions"),
     (message_fields.UNSUPPORTED, "messages"),
+    (RESPONSE_UNSUPPORTED, "responses"),
   )
   for fields, where in groups:
     for name, (values, remedy) in fields.items():

@@ -26,6 +26,7 @@ from server.http.messages.message_errors import MESSAGES_ERRORS
 from server.http.openai import openapi
 from server.http.openai.completions import CompletionEndpoints
 from server.http.openai.model_endpoints import ModelEndpoints
+from server.http.responses.response_endpoints import ResponseEndpoints
 from server.security.api_keys import ApiKeys
 from server.telemetry import tracing
 from server.telemetry.access_log import AccessLog
@@ -38,7 +39,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _CLIENT_GONE = 499
 # By the beginning of a path; other paths have OpenAI's.
 _ERROR_FORMS = {"/v1/messages/": MESSAGES_ERRORS}
-_CHAT_PATHS = ("/v1/chat/completions", "/v1/messages")
+_CHAT_PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -62,7 +63,7 @@ def make_app(
     public_paths: paths of those routes that need no key.
   """
   endpoints, texts = CompletionEndpoints(state, options), ModelEndpoints(state, options)
-  messages = MessageEndpoints(state, options)
+  messages, responses = MessageEndpoints(state, options), ResponseEndpoints(state, options)
   routes = [
     *_probes(state),
     Route("/v1/models", texts.models),
@@ -71,6 +72,12 @@ def make_app(
     Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
     Route("/v1/messages", messages.create, methods=["POST"]),
     Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+    Route("/v1/responses", responses.create, methods=["POST"]),
+    Route("/v1/responses/input_tokens", responses.count_input_tokens, methods=["POST"]),
+    Route("/v1/responses/{response_id}", responses.retrieve),
+    Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
+    Route("/v1/responses/{response_id}/input_items", responses.list_input_items),
+    Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
     Route("/tokenize", texts.tokenize, methods=["POST"]),
     Route("/tokenizer_info", texts.tokenizer_info),
     Route("/detokenize", texts.detokenize, methods=["POST"]),

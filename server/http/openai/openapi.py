@@ -6,6 +6,7 @@ counts as absent, so every optional field may be null.
 
 from collections.abc import Sequence
 import functools
+import re
 from typing import Any
 
 import msgspec
@@ -23,10 +24,11 @@ from server.http.openai.request_fields import (
   TokenizeChat,
   TokenizeText,
 )
+from server.http.responses.response_fields import InputTokensRequest, ResponseRequest
 
 PATH = "/openapi.json"
 _ABOUT = (
-  "OpenAI's API for text, with vLLM's extra fields, and Anthropic's Messages API. "
+  "OpenAI's API for text, with vLLM's extra fields, its Responses API, and Anthropic's Messages API. "
   "A field that is null counts as absent."
 )
 _NULL: dict[str, Any] = {"type": "null"}
@@ -140,6 +142,54 @@ def _message() -> dict[str, Any]:
   )
 
 
+def _response() -> dict[str, Any]:
+  """Returns the schema of a response of the Responses API."""
+  part = _with_optional(
+    _object(type={"enum": ["output_text", "reasoning_text"]}, text=_TEXT),
+    annotations=_list(_OBJECT),
+    logprobs=_list(_logprob(top_logprobs=_list(_logprob()))),
+  )
+  item = _with_optional(
+    _object(type={"enum": ["message", "reasoning", "function_call"]}, id=_TEXT, status=_TEXT),
+    role={"const": "assistant"},
+    content=_list(part),
+    summary=_list(_OBJECT),
+    call_id=_TEXT,
+    name=_TEXT,
+    namespace=_TEXT,
+    arguments=_TEXT,
+  )
+  usage = _object(
+    input_tokens=_whole(0),
+    input_tokens_details=_object(cached_tokens=_whole(0), cache_write_tokens=_whole(0)),
+    output_tokens=_whole(0),
+    output_tokens_details=_object(reasoning_tokens=_whole(0)),
+    total_tokens=_whole(0),
+  )
+  return _object(
+    id=_TEXT,
+    object={"const": "response"},
+    created_at=_whole(0, INT64_MAX),
+    completed_at={"type": ["integer", "null"]},
+    model=_TEXT,
+    status={"enum": ["completed", "incomplete", "in_progress", "cancelled", "failed"]},
+    output=_list(item),
+    usage=_or_null(usage),
+    error=_or_null(_object(code={"type": ["string", "null"]}, message=_TEXT)),
+    incomplete_details=_or_null(_object(reason=_TEXT)),
+    instructions={"type": ["string", "null"]},
+    metadata=_OBJECT,
+    previous_response_id={"type": ["string", "null"]},
+    store={"type": "boolean"},
+    temperature={"type": "number"},
+    text=_OBJECT,
+    tool_choice={"type": ["string", "object"]},
+    tools=_list(_OBJECT),
+    top_p={"type": "number"},
+    truncation={"const": "disabled"},
+  )
+
+
 def _schemas() -> dict[str, Any]:
   text_logprobs = _object(
     tokens=_list(_TEXT),
@@ -188,6 +238,12 @@ def _schemas() -> dict[str, Any]:
     ),
     "Message": _message(),
     "TokenCount": _object(input_tokens=_whole(1)),
+    "Response": _response(),
+    "InputTokens": _object(object={"const": "response.input_tokens"}, input_tokens=_whole(1)),
+    "InputItems": _object(
+      object={"const": "list"}, data=_list(_OBJECT), first_id=_TEXT, last_id=_TEXT, has_more={"type": "boolean"}
+    ),
+    "DeletedResponse": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
     "MessageError": _object(
       type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_said(_TEXT, "As x-request-id.")
     ),
@@ -202,12 +258,15 @@ _BODIES = (
   ChatCompletionRequest,
   MessageRequest,
   CountTokensRequest,
+  ResponseRequest,
+  InputTokensRequest,
   TokenizeText,
   TokenizeChat,
   DetokenizeRequest,
 )
 _STREAM = "With stream: a chunk an event, and [DONE] at the end; an event with an error object ends it instead."
 _MESSAGE_STREAM = "With stream: events from message_start to message_stop; an error event ends it instead."
+_RESPONSE_STREAM = "With stream: typed events from response.created to response.completed, incomplete or failed."
 # Path, method, kinds of body, schema of the response (a name in _schemas, or the schema itself), and summary.
 _OPERATIONS: tuple[tuple[str, str, tuple[type[RequestFields], ...], str | dict[str, Any], str], ...] = (
   ("/v1/models", "get", (), "Models", "The served model."),
@@ -216,6 +275,12 @@ _OPERATIONS: tuple[tuple[str, str, tuple[type[RequestFields], ...], str | dict[s
   ("/v1/chat/completions", "post", (ChatCompletionRequest,), "ChatCompletion", "The next turn of a chat."),
   ("/v1/messages", "post", (MessageRequest,), "Message", "The next turn of a chat, in Anthropic's form."),
   ("/v1/messages/count_tokens", "post", (CountTokensRequest,), "TokenCount", "The tokens of its prompt."),
+  ("/v1/responses", "post", (ResponseRequest,), "Response", "The next turn of a chat, as items."),
+  ("/v1/responses/input_tokens", "post", (InputTokensRequest,), "InputTokens", "The tokens of its prompt."),
+  ("/v1/responses/{response_id}/cancel", "post", (), "Response", "Ends a response in the making."),
+  ("/v1/responses/{response_id}/input_items", "get", (), "InputItems", "The items of a stored response's prompt."),
+  ("/v1/responses/{response_id}", "get", (), "Response", "A stored response."),
+  ("/v1/responses/{response_id}", "delete", (), "DeletedResponse", "Forgets a stored response."),
   ("/tokenize", "post", (TokenizeText, TokenizeChat), "Tokens", "Token ids of a text or a chat."),
   ("/detokenize", "post", (DetokenizeRequest,), "Detokenized", "The text of token ids."),
   ("/tokenizer_info", "get", (), "TokenizerInfo", "What a harness needs to know of the tokenizer."),
@@ -234,6 +299,8 @@ def _operation(
     said["text/event-stream"] = {"schema": _said(_TEXT, _STREAM)}
   if MessageRequest in bodies:
     said["text/event-stream"] = {"schema": _said(_TEXT, _MESSAGE_STREAM)}
+  if ResponseRequest in bodies:
+    said["text/event-stream"] = {"schema": _said(_TEXT, _RESPONSE_STREAM)}
   error = _ref("MessageError" if path.startswith("/v1/messages") else "Error")
   if path in ("/health", "/ready"):
     error = _OBJECT
@@ -248,8 +315,8 @@ def _operation(
     refs = [_ref(body.__name__) for body in bodies]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-  if "{model}" in path:
-    operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": _TEXT}]
+  if names := re.findall(r"{(\w+)}", path):
+    operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
   if path in ("/health", "/ready"):
     operation["security"] = []
   return operation

@@ -16,15 +16,23 @@ COMMON = (
 CHAT = (
   "max_completion_tokens top_logprobs tools tool_choice chat_template_kwargs add_generation_prompt modalities".split()
 )
+RESPONSES = (
+  "input instructions previous_response_id tools tool_choice parallel_tool_calls reasoning text chat_template_kwargs "
+  "model metadata"
+).split()
 PATHS = {
   "/v1/completions": ("prompt", *COMMON),
   "/v1/chat/completions": ("messages", *COMMON, *CHAT),
+  "/v1/responses": (*RESPONSES, *COMMON, *"max_output_tokens include top_logprobs store".split()),
+  "/v1/responses/input_tokens": RESPONSES,
   "/tokenize": ("prompt", "messages", "add_special_tokens", "return_token_strs", "model"),
   "/detokenize": ("tokens", "skip_special_tokens", "model"),
 }
 GOOD = {
   "prompt": "the cat",
   "messages": [{"role": "user", "content": "hi"}],
+  "input": [{"role": "user", "content": "hi"}],
+  "max_output_tokens": 3,
   "tokens": [7, 8],
   "max_tokens": 3,
 }
