@@ -16,16 +16,18 @@ from server.http.openai.request_fields import (
   TOOL_NAME,
   ChatCompletionRequest,
   ChatTurn,
+  ChosenTools,
   ContentPart,
   EarlierCall,
   TokenizeChat,
-  Tool,
 )
 from server.text.chat_template import Message
 from server.text.tokenizer import Tokenizer
 
 # Limit of calls in one response under forced calls, so that it ends.
 MAX_FORCED_CALLS = 16
+# The key of an earlier call's arguments that are no JSON object.
+RAW_ARGUMENTS = "__raw"
 _KWARG_TEXT = re.compile(r"[A-Za-z0-9_-]{0,32}")
 # Fields of a message besides role, content and tool calls; templates of models with tools read them.
 _TURN_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
@@ -49,8 +51,8 @@ class Chat:
 
   @property
   def parallel(self) -> bool:
-    """Whether the response may have several calls."""
-    return self.fields.parallel_tool_calls is not False and not isinstance(self.fields.tool_choice, Tool)
+    """Whether the response may have several calls. Forced calls are one by default: a weak model would not stop."""
+    return bool(self.fields.parallel_tool_calls) if self.forced else self.fields.parallel_tool_calls is not False
 
   def token_ids(self, tokenizer: Tokenizer) -> list[int]:
     """Returns the prompt's token ids. Forced calls need no template that knows tools."""
@@ -138,11 +140,11 @@ def _message(where: str, turn: ChatTurn) -> Message:
   content = turn.content
   if isinstance(content, list):
     content = "\n".join(_text_of(f"{where}.content[{at}]", part) for at, part in enumerate(content))
-  if content is None and not turn.tool_calls:
+  if content is None and not turn.tool_calls and turn.role != "assistant":
     raise InvalidRequest("is missing: send a string", field=f"{where}.content")
   more = {name: value for name in _TURN_FIELDS if (value := getattr(turn, name)) is not None}
   if turn.tool_calls is not None:
-    more["tool_calls"] = [_call(f"{where}.tool_calls[{at}]", call) for at, call in enumerate(turn.tool_calls)]
+    more["tool_calls"] = [_call(call) for call in turn.tool_calls]
   return Message(turn.role, content or "", more)
 
 
@@ -154,14 +156,18 @@ def _text_of(where: str, part: ContentPart) -> str:
   return part.text
 
 
-def _call(where: str, call: EarlierCall) -> dict[str, Any]:
-  """Returns a call with its arguments as an object, as templates read them; OpenAI sends JSON text."""
+def _call(call: EarlierCall) -> dict[str, Any]:
+  """Returns a call with its arguments as an object, as templates read them; OpenAI sends JSON text.
+
+  A model may have written arguments that are no JSON object. Templates read the keys of an object, so that text becomes
+  the value of one key.
+  """
   arguments = call.function.arguments or {}
   if isinstance(arguments, str):
     try:
       arguments = parse_json_object(arguments.encode())
-    except InvalidRequest as error:
-      raise InvalidRequest(error.problem, field=f"{where}.function.arguments") from None
+    except InvalidRequest:
+      arguments = {RAW_ARGUMENTS: arguments}
   return msgspec.to_builtins(call) | {"function": {"name": call.function.name, "arguments": arguments}}
 
 
@@ -170,7 +176,12 @@ def _choose_tools(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
   """Returns (tools, forced tools)."""
   for index, tool in enumerate(fields.tools or []):
-    if tool.type != "function" or not TOOL_NAME.fullmatch(tool.function.name):
+    if tool.type == "custom":
+      raise UnsupportedField(
+        "of type custom is not supported: send a function with one parameter of type string, such as input",
+        field=f"tools[{index}]",
+      )
+    if tool.type != "function" or tool.function is None or not TOOL_NAME.fullmatch(tool.function.name):
       raise InvalidRequest(
         "is not a function with a name: send type function, and a function with a name of 1 to 64 of A-Z a-z 0-9 _ -",
         field=f"tools[{index}]",
@@ -187,14 +198,40 @@ def _choose_tools(
       if not tools:
         raise InvalidRequest("is required, but there are no tools: send tools, or leave it out", field="tool_choice")
       return tools, tools
-    case Tool(type="function", function=chosen):
+    case ChosenTools(type="function", function=chosen) if chosen is not None:
       if chosen.name not in names:
         raise InvalidRequest("is a function that is not among tools: name one of them", field="tool_choice")
       return tools, [tools[names.index(chosen.name)]]
+    case ChosenTools(type="allowed_tools") as chosen:
+      return _choose_allowed(tools, names, chosen)
+    case _:
+      pass
   raise InvalidRequest(
-    'is not one that exists: send none, auto, required, or {"type": "function", "function": {"name": ...}}',
+    'is not one that exists: send none, auto, required, {"type": "function", "function": {"name": ...}}, or '
+    '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}',
     field="tool_choice",
   )
+
+
+def _choose_allowed(
+  tools: list[dict[str, Any]], names: list[str], chosen: ChosenTools
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+  """Returns (allowed tools, forced tools). The template gets the allowed ones alone."""
+  nested = chosen.allowed_tools
+  mode, selected = (chosen.mode, chosen.tools) if nested is None else (nested.mode, nested.tools)
+  where = "tool_choice" if nested is None else "tool_choice.allowed_tools"
+  if mode not in ("auto", "required"):
+    raise InvalidRequest("is not one that exists: send auto or required", field=f"{where}.mode")
+  if not selected:
+    raise InvalidRequest("is empty: send at least one of tools", field=f"{where}.tools")
+  allowed: set[str] = set()
+  for at, each in enumerate(selected):
+    name = each.name if each.function is None else each.function.name
+    if name not in names:
+      raise InvalidRequest("is not among tools: name one of them", field=f"{where}.tools[{at}]")
+    allowed.add(name)
+  found = [tool for tool in tools if tool["function"]["name"] in allowed]
+  return found, found if mode == "required" else []
 
 
 def _rebased(schema: Any, root: str) -> Any:

@@ -338,7 +338,7 @@ class EarlierCall(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatTurn(msgspec.Struct, kw_only=True):
-  """One message. Only a message with tool calls may lack content; templates of models with tools read the rest."""
+  """One message. Only the assistant's messages may lack content; templates of models with tools read the rest."""
 
   role: Annotated[str, _shown(enum=list(ROLES))]
   content: str | list[ContentPart] | None = None
@@ -362,15 +362,48 @@ class Tool(msgspec.Struct):
   """A function that the model may call."""
 
   type: Annotated[str, _shown(const="function")]
-  function: ToolFunction
+  function: ToolFunction | None = None
+
+
+class SelectedFunction(msgspec.Struct):
+  """The name of a tool."""
+
+  name: str
+
+
+class SelectedTool(msgspec.Struct):
+  """A tool of the request by its name, in function or, as in the Responses API, beside the type."""
+
+  type: Annotated[str, _shown(const="function")]
+  function: SelectedFunction | None = None
+  name: str | None = None
+
+
+class AllowedTools(msgspec.Struct):
+  """The tools that the model may call, and whether it must call one."""
+
+  mode: Annotated[str, _shown(enum=["auto", "required"])]
+  tools: Annotated[list[SelectedTool], Meta(max_length=MAX_TOOLS)]
+
+
+class ChosenTools(msgspec.Struct):
+  """A tool that must be called, or the tools that may be called.
+
+  The tools stand in allowed_tools or, as in the Responses API, in mode and tools beside the type.
+  """
+
+  type: Annotated[str, _shown(enum=["function", "allowed_tools"])]
+  function: SelectedFunction | None = None
+  allowed_tools: AllowedTools | None = None
+  mode: Annotated[str, _shown(enum=["auto", "required"])] | None = None
+  tools: Annotated[list[SelectedTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 Messages = Annotated[list[ChatTurn], _shown(minItems=1, maxItems=MAX_MESSAGES)]
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS, description="What the model may call.")]
-# A tool, of which the name alone counts, must be called.
 ToolChoice = Annotated[
-  Annotated[str, _shown(enum=["none", "auto", "required"])] | Tool,
-  Meta(description="required, or a tool, forces a call. Default auto with tools, else none."),
+  Annotated[str, _shown(enum=["none", "auto", "required"])] | ChosenTools,
+  Meta(description="required, or a tool, forces a call. allowed_tools: a part of tools. Default auto with tools."),
 ]
 TemplateVariables = Annotated[
   dict[str, bool | int | float | str | None], Meta(description="Variables for the chat template.")

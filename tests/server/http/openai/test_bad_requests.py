@@ -173,7 +173,7 @@ BAD_BODIES = {
   "thinking": (
     chat(thinking_token_budget=10),
     "thinking_token_budget",
-    "=10 is not supported: reasoning is not parsed",
+    "=10 is not supported: reasoning has no budget",
   ),
   "effort": (chat(reasoning_effort="huge"), "reasoning_effort", "send one of none, minimal, low"),
   "echo of a chat": (chat(echo=True), "echo", "echo=true is not supported: send the prompt to /v1/completions"),
@@ -211,7 +211,7 @@ BAD_BODIES = {
   ),
   "tools": (chat(tools=[TOOL]), "tools", "template does not know them"),
   "forced tool": (chat(tool_choice="required"), "tool_choice", "there are no tools"),
-  "nameless tool": (chat(tools=[{"type": "function"}]), "tools[0].function", "is missing: send it as"),
+  "nameless tool": (chat(tools=[{"type": "function"}]), "tools[0]", "is not a function with a name"),
   "functions": (chat(functions=[]), "functions", "send tools"),
   "audio": (chat(modalities=["audio"]), "modalities", "the model writes text"),
   # Messages.
