@@ -1,11 +1,13 @@
 """Declares the settings of the network side. Does nothing else."""
 
 import dataclasses
+import re
 
 from engine.errors import ConfigError
 from engine.settings import setting
 
 # An idle engine's loop turns every 0.2 s; the rest is a margin for a busy machine.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9_.:\[\]-]+")  # as browsers write it
 _SHORTEST_STEP_TIMEOUT_S = 0.5
 _ADDRESS, _LIMITS, _SECURITY = "Addresses", "Limits of clients", "Security"
 _OBSERVE, _LIFE = "Observability", "Life of the server"
@@ -133,6 +135,12 @@ class HostOptions:
     "no API keys, so that no web page can reach the model through DNS; otherwise any.",
     group=_SECURITY,
   )
+  http_allowed_origins: tuple[str, ...] = setting(
+    (),
+    "Origins of web pages whose scripts may call the server, such as https://chat.example.com; * allows any. The "
+    "server's own page needs none.",
+    group=_SECURITY,
+  )
   api_key_file: str = setting(
     "",
     "File of API keys, one a line with an optional tenant; # starts a comment. Every call except health checks needs a "
@@ -214,6 +222,12 @@ class HostOptions:
 
   def check_options(self) -> None:
     """Raises ConfigError for values that no server can run with. Limits of single settings are checked elsewhere."""
+    for origin in self.http_allowed_origins:
+      if origin != "*" and not _ORIGIN.fullmatch(origin):
+        raise ConfigError(
+          f"http_allowed_origins={origin!r:.80} is not an origin; write SCHEME://HOST or SCHEME://HOST:PORT in lower "
+          "case and without a path, or *"
+        )
     if 0 < self.step_timeout_s < _SHORTEST_STEP_TIMEOUT_S:
       raise ConfigError(
         f"step_timeout_s={self.step_timeout_s:g} is below {_SHORTEST_STEP_TIMEOUT_S:g}, within which a healthy "

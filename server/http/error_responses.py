@@ -145,8 +145,6 @@ def _headers(error: Exception, status: int) -> dict[str, str]:
 
 def _of_starlette(error: HTTPException) -> Refused:
   headers = dict(error.headers or {})
-  if error.status_code == 404:
-    return Refused(404, "there is no such path here; the API is under /v1")
   if error.status_code == 405:
     allowed = headers.get("Allow", "")
     return Refused(405, f"this path does not take this method; send {allowed}", headers={"allow": allowed})

@@ -22,6 +22,7 @@ class HttpOptions:
     max_stored_responses: limit of responses that the server keeps for later requests; 0 keeps none.
     allowed_hosts: allowed Host headers; "*" is any. Empty: only local names where the address is local and no key is
       required, so that a foreign web page cannot reach the model through DNS rebinding; else any.
+    allowed_origins: origins of web pages whose scripts may call the server (CORS); "*" is any.
   """
 
   host: str = "127.0.0.1"
@@ -39,3 +40,4 @@ class HttpOptions:
   reasoning_parser: str = "auto"
   max_stored_responses: int = 1024
   allowed_hosts: tuple[str, ...] = ()
+  allowed_origins: tuple[str, ...] = ()

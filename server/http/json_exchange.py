@@ -17,6 +17,8 @@ from server.http.http_options import HttpOptions
 
 # Bytes. Smaller bodies are parsed on the loop: handing them to a thread would take longer.
 _INLINE_BYTES = 16 << 10
+# What curl sends with -d, and what clients without a content type send. The body is JSON all the same.
+_FROM_COMMANDS = ("application/x-www-form-urlencoded", "")
 
 
 class ClientGone(Exception):
@@ -62,7 +64,10 @@ async def read_json_object(request: Request, state: ServingState, options: HttpO
 def _check_headers(headers: Headers, max_bytes: int) -> None:
   kind, _, parameters = headers.get("content-type", "").partition(";")
   kind = kind.strip().lower()
-  if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+  # Any web page may send the kinds of forms here without a preflight, but never without these headers.
+  from_page = "origin" in headers or "sec-fetch-site" in headers
+  is_json = kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+  if not is_json and (from_page or kind not in _FROM_COMMANDS):
     raise Refused(415, f"content-type={kind!r:.80} is not taken here; send the header Content-Type: application/json")
   charset = parameters.partition("charset=")[2].strip().strip('"').lower()
   if charset not in ("", "utf-8", "utf8"):

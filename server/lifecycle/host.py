@@ -150,6 +150,7 @@ class Host(Lifetime):
       max_connections=options.max_http_connections,
       stream_stall_timeout_s=options.stream_stall_timeout_s,
       allowed_hosts=tuple(options.http_allowed_hosts),
+      allowed_origins=tuple(options.http_allowed_origins),
       strict_requests=options.strict_requests,
       tool_call_parser=options.tool_call_parser,
       max_stored_responses=options.max_stored_responses,

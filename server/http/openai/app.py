@@ -11,6 +11,7 @@ import secrets
 import time
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, Router
@@ -40,7 +41,11 @@ _CLIENT_GONE = 499
 # By the beginning of a path; other paths have OpenAI's.
 _ERROR_FORMS = {"/v1/messages/": MESSAGES_ERRORS}
 _CHAT_PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
-_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+# The last is this machine in containers; no public DNS server has names under .internal.
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "host.docker.internal")
+_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "POST")
+# Headers of responses that scripts of allowed origins may read.
+_EXPOSED = ("request-id", "retry-after", "retry-after-ms", "x-request-id", "x-should-retry", "x-sluice-ignored-fields")
 
 
 def make_app(
@@ -84,8 +89,19 @@ def make_app(
     Route(openapi.PATH, _openapi),
     *extra_routes,
   ]
-  router = Router(routes, redirect_slashes=False)
-  return _Guard(router, options, api_keys, access_log, frozenset((*PROBES, openapi.PATH, *public_paths)))
+  public = frozenset((*PROBES, openapi.PATH, *public_paths))
+  guard = _Guard(_make_router(routes), options, api_keys, access_log, public)
+  if not options.allowed_origins:
+    return guard
+  # Around the guard: a browser's preflight has no credentials, and errors need these headers too.
+  return CORSMiddleware(
+    guard,
+    allow_origins=options.allowed_origins,
+    allow_methods=_METHODS,
+    allow_headers=("*",),
+    allow_private_network=True,
+    expose_headers=_EXPOSED,
+  )
 
 
 def make_probe_app(
@@ -96,8 +112,17 @@ def make_probe_app(
   extra_routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
   """Makes an application of health checks and `extra_routes`, behind the guard without keys. It serves no texts."""
-  router = Router([*_probes(state), *extra_routes], redirect_slashes=False)
-  return _Guard(router, options, None, access_log, frozenset(PROBES))
+  return _Guard(_make_router([*_probes(state), *extra_routes]), options, None, access_log, frozenset(PROBES))
+
+
+def _make_router(routes: Sequence[BaseRoute]) -> Router:
+  """Returns the router, which names the served paths where there is no such path."""
+  served = sorted({route.path.replace(":path}", "}") for route in routes if isinstance(route, Route)})
+
+  async def refuse_path(scope: Scope, receive: Receive, send: Send) -> None:
+    raise Refused(404, f"there is no such path here; served are {', '.join(served)}")
+
+  return Router(routes, redirect_slashes=False, default=refuse_path)
 
 
 def _probes(state: ServingState) -> list[Route]:
@@ -141,6 +166,8 @@ class _Guard:
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     assert scope["type"] == "http", "neither WebSocket nor lifespan is switched on"
     headers = Headers(scope=scope)
+    if scope["path"] != "/":
+      scope["path"] = scope["path"].removesuffix("/")  # /v1/models/ is /v1/models
     request_id = headers.get("x-request-id", "")
     if not _REQUEST_ID.fullmatch(request_id):
       request_id = f"req-{secrets.token_hex(16)}"

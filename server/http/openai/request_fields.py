@@ -411,7 +411,9 @@ TemplateVariables = Annotated[
 ReasoningEffort = Annotated[
   str, _shown(enum=list(REASONING_EFFORTS), description="For chat templates that read it; else ignored.")
 ]
-ParallelCalls = Annotated[bool, Meta(description="false: at most one call. Default true.")]
+ParallelCalls = Annotated[
+  bool, Meta(description="false: at most one call. Default true, and false where tool_choice forces a call.")
+]
 OpensTurn = Annotated[bool, Meta(description="The template opens the assistant's turn. Default true.")]
 
 

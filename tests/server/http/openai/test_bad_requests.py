@@ -264,6 +264,7 @@ def test_bad_body(server, http, name):
 
 
 JSON = {"content-type": "application/json"}
+FORM = {"content-type": "application/x-www-form-urlencoded"}  # what curl sends with -d
 DEEP = b'{"prompt":"a","metadata":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001
 # Name: body, headers, status, part of the message.
 BAD_BYTES = {
@@ -300,8 +301,11 @@ BAD_BYTES = {
   "deep": (DEEP, JSON, 400, "nested too deeply, the limit is 64"),
   "65 levels": (b'{"prompt":"a","metadata":' + b"[" * 65 + b"]" * 65 + b"}", JSON, 400, "nested too deeply"),
   "control character": (b'{"prompt":"a\nb"}', JSON, 400, "invalid character"),
-  "no type": (b"{}", {"content-type": ""}, 415, "Content-Type: application/json"),
-  "form": (b"a=b", {"content-type": "application/x-www-form-urlencoded"}, 415, "Content-Type: application/json"),
+  "no type of a page": (b"{}", {"content-type": "", "origin": "null"}, 415, "Content-Type: application/json"),
+  "form of a page": (b"{}", FORM | {"origin": "http://localhost"}, 415, "Content-Type: application/json"),
+  "form of a site": (b"{}", FORM | {"sec-fetch-site": "cross-site"}, 415, "Content-Type: application/json"),
+  "form": (b"a=b", FORM, 400, "send one JSON object"),
+  "text": (b"{}", {"content-type": "text/plain"}, 415, "Content-Type: application/json"),
   "charset": (b"{}", {"content-type": "application/json; charset=latin-1"}, 415, "charset='latin-1'"),
   "gzip": (b"{}", JSON | {"content-encoding": "gzip"}, 415, "content-encoding='gzip'"),
   "5 MiB": (b" " * (5 << 20), JSON, 413, "5242880 bytes, the limit is 4194304"),
@@ -470,14 +474,39 @@ def test_an_overload_names_one_time_everywhere(wait_s, seconds):
 @pytest.mark.catalogue("H9")
 def test_paths_methods_and_hosts(http):
   missing = http.get("/v1/nothing")
-  assert missing.status_code == 404 and "no such path" in missing.json()["error"]["message"]
+  assert missing.status_code == 404
+  assert re.search("no such path here; served are .*/v1/chat/completions.*/v1/models/{model}", missing.text)
   wrong = http.get("/v1/completions")
   assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
   foreign = http.get("/v1/models", headers={"host": "evil.example"})
   assert foreign.status_code == 403 and foreign.json()["error"]["code"] == "host_not_allowed"
-  assert http.get("/v1/models", headers={"host": "LOCALHOST:80"}).status_code == 200
+  assert "--http_allowed_hosts" in foreign.json()["error"]["message"]
+  for local in ("LOCALHOST:80", "host.docker.internal:8000", "[::1]"):
+    assert http.get("/v1/models", headers={"host": local}).status_code == 200
   assert http.head("/health").status_code == 200
   assert "access-control-allow-origin" not in http.get("/v1/models", headers={"origin": "http://evil.example"}).headers
+
+
+def test_a_trailing_slash_changes_nothing(http):
+  for path in ("/v1/models", "/v1/models/tiny", "/health", "/version", "/metrics"):
+    assert http.get(f"{path}/").status_code == 200 == http.get(path).status_code
+  assert http.post("/v1/completions/", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+  assert http.post("/v1/messages/", json={}).json()["type"] == "error"
+
+
+@pytest.mark.parametrize("headers", [FORM, {"content-type": ""}], ids=["form", "none"])
+def test_json_without_its_content_type_is_json(http, headers):
+  answer = http.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
+  assert answer.status_code == 200, answer.text
+
+
+def test_keys_hold_with_a_trailing_slash(tokenizer, tmp_path):
+  (tmp_path / "keys").write_text("rW5vJ8Jk2nq4uYt1sXzB8mE0\n")
+  (tmp_path / "keys").chmod(0o600)
+  host = HostOptions(http_port=0, api_key_file=str(tmp_path / "keys"))
+  with running(tokenizer, host=host) as server, httpx.Client(base_url=url_of(server)) as http:
+    for path in ("/v1/models", "/v1/models/", "/v1/nothing"):
+      assert http.get(path).status_code == 401
 
 
 @pytest.mark.catalogue("H7")

@@ -274,6 +274,17 @@ def test_forced_calls(hermes, client, choice):
     assert reason == "length" or (not text and calls and reason == "tool_calls")
 
 
+@pytest.mark.parametrize("choice", FORCED[:2], ids=["required", "look"])
+@pytest.mark.parametrize("parallel", [None, False, True])
+def test_a_forced_call_is_one_unless_several_are_requested(client, choice, parallel):
+  asked = {"parallel_tool_calls": parallel} if parallel is not None else {}
+  answer = client.chat.completions.create(
+    model="tiny", messages=CHAT, tools=[LOOK], tool_choice=choice, max_tokens=400, n=8, seed=1, **asked
+  )
+  counts = [len(choice.message.tool_calls) for choice in answer.choices if choice.finish_reason == "tool_calls"]
+  assert counts and (max(counts) > 1) == bool(parallel)
+
+
 def test_a_forced_call_that_is_cut_off_is_text(hermes):
   [choice] = hermes.chat.completions.create(
     model="tiny", messages=CHAT, tools=TOOLS, tool_choice="required", max_tokens=5
