@@ -28,7 +28,7 @@ ROOMS = (
     {"engine", "server", "boto3", "botocore", "google", "google_crc32c", "huggingface_hub", "requests"},
   ),
   ("server/page/", {"engine", "server", "prometheus_client", "starlette"}),
-  ("server/http/", {"engine", "server", "google", "h11", "msgspec", "starlette", "uvicorn"}),
+  ("server/http/", {"engine", "server", "google", "h11", "msgspec", "python_multipart", "starlette", "uvicorn"}),
   (
     "server/",
     {
@@ -141,6 +141,7 @@ def test_no_init_under_tests_and_engine_init_is_empty() -> None:
 WALL_CLOCK = {
   "server/telemetry/access_log.py",
   "server/text/chat_template.py",
+  "server/http/batches/batch_store.py",
   "server/http/openai/completions.py",
   "server/http/openai/model_endpoints.py",
   "server/http/responses/response_reply.py",
@@ -168,6 +169,7 @@ SERVER_ORDER = (
   "server.http.openai",
   "server.http.messages",
   "server.http.responses",
+  "server.http.batches",
   "server.http.openai.openapi",
   "server.http.openai.app",
   "server.page",

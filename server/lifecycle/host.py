@@ -13,6 +13,8 @@ from server.errors import Draining, EngineDead
 from server.generation.engine_client import LocalEngine
 from server.generation.serving_state import Backend, ServingState
 from server.host_options import HostOptions
+from server.http.batches.batch_endpoints import BatchEndpoints, make_off_routes
+from server.http.batches.batch_store import BatchLimits
 from server.http.http_listener import Listener
 from server.http.http_options import HttpOptions
 from server.http.openai.app import make_app, make_probe_app
@@ -107,6 +109,7 @@ class Host(Lifetime):
     self._port = 0
     self._services = (GENERATION_SERVICE, MODEL_SERVICE)  # services that generate or describe the model
     self._http: Listener | None = None
+    self._batches: BatchEndpoints | None = None
     self._metrics_http: Listener | None = None
     self._backend: Backend | None = None
 
@@ -159,6 +162,14 @@ class Host(Lifetime):
     extra_routes = make_page_routes(
       self._state, self._metrics, self._feed, stream_stall_timeout_s=options.stream_stall_timeout_s
     )
+    if options.batch_dir:
+      limits = BatchLimits(
+        max_file_bytes=options.max_batch_file_bytes, max_tenant_bytes=options.max_batch_storage_mb << 20
+      )
+      self._batches = BatchEndpoints(
+        self._state, http_options, options.batch_dir, limits, max_lines_at_once=options.max_batch_lines_at_once
+      )
+    extra_routes += make_off_routes() if self._batches is None else self._batches.make_routes()
     app = make_app(
       self._state,
       http_options,
@@ -208,6 +219,8 @@ class Host(Lifetime):
     )
     self._start_engine(engine)
     self._state.begin_serving(backend)
+    if self._batches is not None:
+      await self._batches.start_running(backend)
     await self._set_ready(True)
     systemd_notify.notify_systemd("READY=1\nSTATUS=serving")
 
@@ -230,6 +243,8 @@ class Host(Lifetime):
     options, backend = self._options, self._backend
     # Readiness only: a draining process is alive, and must not be killed for that.
     await self._set_ready(False)
+    if self._batches is not None:
+      await self._batches.stop_running()
     if backend is None:
       return
     _log.info("draining: %d live requests, at most %g s", len(backend.generations), options.drain_timeout_s)
@@ -253,6 +268,8 @@ class Host(Lifetime):
     if self._http is not None:
       farewells.append(self._http.stop_listening(farewell_s))
     await asyncio.gather(*farewells)
+    if self._batches is not None:
+      await self._batches.close()
     if self._metrics_http is not None:
       await self._metrics_http.stop_listening(farewell_s)
     code = await self._stop_engine(self._backend.generations.num_started if self._backend is not None else 0)
@@ -267,6 +284,8 @@ class Host(Lifetime):
     await self._health.enter_graceful_shutdown()
     if backend is not None:
       backend.generations.end_all(error)
+    if self._batches is not None:
+      await self._batches.stop_running()
     await self._take_down()
 
   def _dispatch(self, events: Sequence[TokenEvent]) -> None:

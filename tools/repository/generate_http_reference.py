@@ -45,6 +45,8 @@ object.
   and `/v1/responses` the typed events of OpenAI's Responses API.
 """
 _PAGES = (
+  ("/v1/files", "With `--batch_dir`, OpenAI's files: [Run batches](../how-to/batches.md)."),
+  ("/v1/batches", "With `--batch_dir`, OpenAI's batches: the same page."),
   ("/", "The live page with a playground."),
   ("/live", "A stream of events with what the live page shows."),
   ("/metrics", "Prometheus metrics: [metrics.md](metrics.md)."),
