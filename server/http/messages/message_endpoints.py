@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.config import EngineConfig
-from engine.errors import RequestTooLong
+from engine.errors import EngineError, RequestTooLong
 from server.generation import request_validation
 from server.generation.serving_state import ServingState
 from server.http.http_options import HttpOptions
@@ -35,7 +35,11 @@ class MessageEndpoints:
       values = await read_json_object(request, self._state, self._options)
       translated = translate_message(values)
       request.state.field_names |= translated.field_names
-      chat = await self._pipeline.prepare_chat(request, backend, translated.body)
+      try:
+        chat = await self._pipeline.prepare_chat(request, backend, translated.body)
+      except EngineError as error:
+        error.field = translated.name_field(error.field)
+        raise
       request.state.field_names |= translated.name_constraint(request.state.field_names)
       requested, fields = chat.requested, translated.fields
       requested.ignored = translated.name_ignored(requested.ignored)

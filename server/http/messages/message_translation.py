@@ -55,14 +55,19 @@ class TranslatedMessage[T: CountTokensRequest]:
       elif name == "reasoning_effort":
         found.append("output_config.effort")
       else:
-        found.append(name.replace(".function.strict", ".strict"))
+        found.append(self.name_field(name))
     return found
+
+  def name_field(self, name: str) -> str:
+    """Returns the caller's name of a field of the body."""
+    config = self.fields.output_config
+    schema = "output_format.schema" if config is None or config.format is None else "output_config.format.schema"
+    name = name.replace("response_format.json_schema.schema", schema)
+    return name.replace(".function.parameters", ".input_schema").replace(".function.strict", ".strict")
 
   def name_constraint(self, names: Mapping[str, str]) -> dict[str, str]:
     """Returns the pipeline's names of fields, with the caller's name of the output's schema."""
-    config = self.fields.output_config
-    schema = "output_format.schema" if config is None or config.format is None else "output_config.format.schema"
-    return {name: schema if shown.startswith("response_format") else shown for name, shown in names.items()}
+    return {name: self.name_field(shown) for name, shown in names.items()}
 
 
 def translate_message(values: dict[str, Any]) -> TranslatedMessage[MessageRequest]:

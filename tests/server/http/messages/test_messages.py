@@ -198,6 +198,16 @@ def test_thinking_sets_the_templates_variable(tmp_path):
     assert count(client, output_config={"effort": "low"})[1] == "output_config.effort"
 
 
+def test_thinking_is_a_block_of_its_own(tmp_path):
+  """The prompt opens the reasoning, and the random model does not close it."""
+  with serving(tmp_path, THINKS) as (_, client):
+    for kind, shown in (("disabled", "text"), ("adaptive", "thinking")):
+      for message in both(client, thinking={"type": kind}):
+        assert [block.type for block in message.content] == [shown]
+    for message in both(client, thinking={"type": "adaptive", "display": "omitted"}):
+      assert [(block.type, block.thinking) for block in message.content] == [("thinking", "")]
+
+
 PIECES: list[OutputPiece] = [
   ReasoningPiece("I "),
   ReasoningPiece("think"),
