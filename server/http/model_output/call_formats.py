@@ -146,11 +146,22 @@ _DSML_TAGS = TaggedArguments(
   "</｜DSML｜parameter>",
   _closers("</｜DSML｜invoke>"),
 )
+_MINIMAX_TAGS = TaggedArguments(
+  (Shape(SPACE, '<parameter name="', KEY, '">'),), "</parameter>", _closers("</invoke>"), trims_lines=True
+)
 _DSML_MARKERS = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
 
 
 def _dsml_head(*begin: str | re.Pattern[str]) -> CallHead:
   return CallHead(Shape(*begin, SPACE, '<｜DSML｜invoke name="', NAME, '">'), _DSML_TAGS)
+
+
+def _kimi_heads(*begin: str | re.Pattern[str]) -> tuple[CallHead, ...]:
+  parts = (":", re.compile("[0-9]{1,6}"), SPACE, "<|tool_call_argument_begin|>", SPACE, "{")
+  return (
+    CallHead(Shape(*begin, "<|tool_call_begin|>", SPACE, "functions.", NAME, *parts), BracedArguments(), 1),
+    CallHead(Shape(*begin, "<|tool_call_begin|>", SPACE, NAME, *parts), BracedArguments(), 1),
+  )
 
 
 FORMATS = {
@@ -229,6 +240,20 @@ FORMATS = {
     closers=_closers("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
     special=("｜DSML｜",),
   ),
+  # <|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>, in a section
+  "kimi_k2": CallFormat(
+    ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+    (*_kimi_heads("<|tool_calls_section_begin|>", SPACE), *_kimi_heads()),
+    closers=_closers("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    special=("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>"),
+  ),
+  # <invoke name="..."><parameter name="...">value</parameter></invoke>, in a section
+  "minimax_m2": CallFormat(
+    ("<minimax:tool_call>",),
+    (CallHead(Shape("<minimax:tool_call>", SPACE, '<invoke name="', NAME, '">'), _MINIMAX_TAGS),),
+    next_heads=(CallHead(Shape(SPACE, '<invoke name="', NAME, '">'), _MINIMAX_TAGS),),
+    closers=_closers("</minimax:tool_call>"),
+  ),
   "harmony": CallFormat(has_channels=True),
   # ```tool_code and Python calls, or a list of Python calls
   "gemma": CallFormat(
@@ -276,6 +301,8 @@ _SIGNS: Sequence[tuple[str, str]] = (
   ("deepseek_v3", "<｜tool▁calls▁begin｜>"),
   ("qwen3_coder", "<function="),
   ("glm45", "<arg_key>"),
+  ("kimi_k2", "<|tool_call_begin|>"),
+  ("minimax_m2", "<minimax:tool_call>"),
   ("mistral", "[TOOL_CALLS]"),
   ("functiongemma", "<start_function_call>"),
   ("gemma4", "<|tool_call>"),

@@ -143,6 +143,9 @@ def _message(where: str, turn: ChatTurn) -> Message:
   if content is None and not turn.tool_calls and turn.role != "assistant":
     raise InvalidRequest("is missing: send a string", field=f"{where}.content")
   more = {name: value for name in _TURN_FIELDS if (value := getattr(turn, name)) is not None}
+  reasoning = turn.reasoning_content or turn.reasoning
+  if reasoning is not None:  # templates read one name or the other
+    more |= {"reasoning_content": reasoning, "reasoning": reasoning}
   if turn.tool_calls is not None:
     more["tool_calls"] = [_call(call) for call in turn.tool_calls]
   return Message(turn.role, content or "", more)

@@ -125,6 +125,20 @@ CALLS = [
                  '<｜DSML｜parameter name="b" string="false">[2.5, null]</｜DSML｜parameter>\n')
    + "</｜DSML｜function_calls>", ["ok\n\n", LOOK, ADD]),
   ("gemma", '```tool_code\nlook(at="the cat")\nadd_2(a=1, b=[2.5, None])\n```', [LOOK, ADD]),
+  (
+    "kimi_k2",
+    f"<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{LOOK[1]}"
+    f"<|tool_call_end|><|tool_call_begin|>add_2:1<|tool_call_argument_begin|> {ADD[1]}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    [LOOK, ADD],
+  ),
+  (
+    "minimax_m2",
+    '<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">the cat</parameter>\n</invoke>\n'
+    '<invoke name="add_2"><parameter name="a">1</parameter><parameter name="b">[2.5, null]</parameter></invoke>\n'
+    "</minimax:tool_call>",
+    [LOOK, ADD],
+  ),
   ("gemma", "[look(at='the cat'), now()]", [LOOK, NOW]),
   ("functiongemma", "<start_function_call>call:look{at:<escape>the cat<escape>}<end_function_call>"
    "<start_function_call>call:add_2{a:1,b:[2.5,null]}<end_function_call>", [LOOK, ADD]),

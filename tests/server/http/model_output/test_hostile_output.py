@@ -21,6 +21,8 @@ BEGINNINGS = {
   "glm45": "<tool_call>look<arg_key>a</arg_key><arg_value>",
   "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>",
   "deepseek_v32": '<｜DSML｜function_calls><｜DSML｜invoke name="look"><｜DSML｜parameter name="a" string="false">',
+  "kimi_k2": "<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>",
+  "minimax_m2": '<minimax:tool_call><invoke name="look"><parameter name="a">',
   "harmony": "<|channel|>commentary to=functions.look<|message|>",
   "gemma": "```tool_code look(a=",
   "functiongemma": "<start_function_call>call:look{a:",
