@@ -467,12 +467,17 @@ async function play(text) {
       usage = chunk.usage ?? usage;
       for (const choice of chunk.choices ?? []) {
         let piece = (chat ? choice.delta?.content : choice.text) ?? "";
-        // The server sends each tool call whole.
-        for (const { id, type, function: called } of choice.delta?.tool_calls ?? []) {
-          piece += `${calls.length ? "\n" : ""}${called.name}(${called.arguments})`;
-          calls.push({ id, type, function: called });
+        // A call's name comes first, and its arguments in pieces.
+        for (const { index, id, type, function: part } of choice.delta?.tool_calls ?? []) {
+          if (part.name) {
+            piece += `${calls.length ? ")\n" : ""}${part.name}(`;
+            calls.push({ id, type, function: { name: part.name, arguments: "" } });
+          }
+          calls[index].function.arguments += part.arguments;
+          piece += part.arguments;
         }
         reason = choice.finish_reason ?? reason;
+        if (choice.finish_reason && calls.length) piece += ")";
         if (!piece) continue;
         if (first === null) {
           first = performance.now();
