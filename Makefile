@@ -16,6 +16,7 @@ DEVICE_READY := $(DEVICE_VENV)/.ready
 AUDIT_VENV := .venv-audit
 AUDIT_READY := $(AUDIT_VENV)/.ready
 CLIENTS_VENV := .venv-clients
+NODE_CLIENTS := .node-clients
 LEVELS ?= x86-64-v3 x86-64-v4
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
 PEERS := transformers openvino vllm llama_cpp
@@ -64,8 +65,8 @@ docs: $(READY)
 parity: $(READY)
 	@tools/parity/run.sh
 
-## make clients   test published clients (openai, LangChain, lm-eval, inference-perf, smg's stubs) against a server, in a separate environment
-clients: $(READY) $(CLIENTS_READY)
+## make clients   test published clients (openai, LangChain, openai-agents, Codex, lm-eval, ...) against a server, in separate environments
+clients: $(READY) $(CLIENTS_READY) $(NODE_CLIENTS)/.ready
 	@$(PY) -m tools.clients $(ARGS)
 
 ## make peers     run the same requests on vLLM, OpenVINO GenAI, llama.cpp and transformers on this CPU (ARGS=--shape=llama-15m)
@@ -129,6 +130,13 @@ $(DEVICE_READY): requirements-device.lock tools/setup_env.sh $(INSTALLED)
 
 $(AUDIT_READY): requirements-audit.lock tools/setup_env.sh
 	@tools/setup_env.sh $(AUDIT_VENV) requirements-audit.lock && touch $@
+
+# Without npm the clients for Node are left out.
+$(NODE_CLIENTS)/.ready: tools/clients/package.json tools/clients/package-lock.json
+	@mkdir -p $(NODE_CLIENTS) && cp $^ $(NODE_CLIENTS)
+	@if npm --version >/dev/null 2>&1; then npm ci --silent --no-audit --no-fund --prefix $(NODE_CLIENTS); \
+	else echo "sluice: no npm, so openai-node and codex are left out"; fi
+	@touch $@
 
 $(CLIENTS_READY): tools/clients/requirements.txt tools/setup_env.sh
 	@tools/setup_env.sh $(CLIENTS_VENV) tools/clients/requirements.txt && touch $@

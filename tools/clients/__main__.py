@@ -2,16 +2,20 @@
 
   python -m tools.clients [--python=.venv-clients/bin/python] [--only=openai,langchain]     # make clients
 
-openai: the official client, from Sluice's own environment. langchain: ChatOpenAI, streamed, with a schema, with tools.
+openai: the official client, from Sluice's own environment. responses: the same, over the Responses API. langchain:
+ChatOpenAI, streamed, with a schema, with tools. openai-agents: an agent with a tool.
 lm-eval: local-completions with its remote tokenizer, log likelihoods and generation, on tasks written here.
 lm-eval-in-process: the same tasks on an LLM in lm-eval's process (extensions.python_api.lm_eval_adapter), with the same
 answers.
 inference-perf: Kubernetes' benchmark, completions and chats streamed at a constant rate. smg: the stubs of its router,
-over vllm.grpc.engine. They have their own environment (tools/clients/requirements.txt). vllm: `vllm bench serve`, if
-make peers has made its environment. Exit code 1 if one fails; the tool prints the folder with their output.
+over vllm.grpc.engine. They have their own environment (tools/clients/requirements.txt).
+openai-node: the official client for Node. codex: one turn of Codex CLI. Both come from tools/clients/package.json where
+there is npm.
+vllm: `vllm bench serve`, if make peers has made its environment. Exit code 1 if one fails; the tool prints the folder
+with their output.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import math
@@ -33,6 +37,8 @@ from tools.server_process import RunningServer
 
 _DEMO = ROOT / "models" / "demo"
 _PATIENCE_S = 240.0
+# Where make clients installs tools/clients/package.json.
+_NODE_MODULES = ROOT / ".node-clients" / "node_modules"
 # Its own command needs a package called vllm, which CPU builds are not.
 _VLLM = ROOT / ENVIRONMENTS["vllm"] / "bin" / "python"
 _VLLM_BENCH = (
@@ -60,14 +66,21 @@ class Failed(Exception):
   """A client did not do what its users expect; the text names the log."""
 
 
-def run(command: Sequence[str], folder: pathlib.Path, name: str) -> str:
-  """Runs a client until it ends; returns its output. Raises Failed."""
+def run(command: Sequence[str], folder: pathlib.Path, name: str, variables: Mapping[str, str] | None = None) -> str:
+  """Runs a client with extra environment variables until it ends; returns its output. Raises Failed."""
   log = folder / f"{name}.log"
-  environment = {**os.environ, **_OFFLINE, "HF_HOME": str(folder / "hf")}
+  environment = {**os.environ, **_OFFLINE, "HF_HOME": str(folder / "hf"), **(variables or {})}
   with open(log, "w", encoding="utf-8") as file:
     try:
       code = subprocess.run(
-        command, cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=_PATIENCE_S, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        timeout=_PATIENCE_S,
+        check=False,
       ).returncode
     except subprocess.TimeoutExpired:
       raise Failed(f"did not end within {_PATIENCE_S:g} s; see {log}") from None
@@ -90,6 +103,70 @@ def openai(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
     "assert ''.join(pieces) == whole; print(repr(whole))\n"
   )
   return run([sys.executable, "-c", script, f"{at.url}/v1", model], folder, "openai").strip()
+
+
+def responses(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """Runs tools/clients/use_responses.py with the official client."""
+  del python
+  script = str(ROOT / "tools" / "clients" / "use_responses.py")
+  return run([sys.executable, script, f"{at.url}/v1", model], folder, "responses").strip()
+
+
+def openai_agents(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """Runs tools/clients/use_agents.py."""
+  script = str(ROOT / "tools" / "clients" / "use_agents.py")
+  return run([python, script, f"{at.url}/v1", model], folder, "openai_agents").strip().splitlines()[-1]
+
+
+def openai_node(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """Runs tools/clients/use_openai_node.cjs."""
+  del python
+  script = str(ROOT / "tools" / "clients" / "use_openai_node.cjs")
+  variables = {"NODE_PATH": str(_NODE_MODULES)}
+  return run(["node", script, f"{at.url}/v1", model], folder, "openai_node", variables).strip()
+
+
+# Codex with all its tools and instructions sends more than the demo model's 4096 tokens.
+_CODEX = """model = "{model}"
+model_provider = "sluice"
+model_instructions_file = "{home}/instructions.md"
+web_search = "disabled"
+check_for_update_on_startup = false
+[analytics]
+enabled = false
+[agents]
+enabled = false
+[features]
+apps = false
+goals = false
+plugins = false
+unbounded_connection_retries = false
+view_image = false
+[skills]
+include_instructions = false
+[model_providers.sluice]
+name = "sluice"
+base_url = "{url}/v1"
+wire_api = "responses"
+"""
+
+
+def codex(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """Runs one turn of Codex CLI, which streams a response with tools."""
+  del python
+  home = folder / "codex"
+  home.mkdir()
+  (home / "instructions.md").write_text("Be brief.\n", "utf-8")
+  (home / "config.toml").write_text(_CODEX.format(model=model, home=home, url=at.url), "utf-8")
+  command = [str(_NODE_MODULES / ".bin" / "codex"), "exec", "--skip-git-repo-check", "--json", "37 + 5 = ?"]
+  lines = run(command, folder, "codex", {"CODEX_HOME": str(home)}).splitlines()
+  events = [json.loads(line) for line in lines if line.startswith("{")]
+  usage = [event["usage"] for event in events if event["type"] == "turn.completed"]
+  if not usage:
+    raise Failed(f"the turn did not end; see {folder / 'codex.log'}")
+  items = [event["item"] for event in events if event["type"] == "item.completed"]
+  said = [item["text"] for item in items if item["type"] == "agent_message"]
+  return f"{''.join(said)!r} after {usage[0]['input_tokens']} tokens"
 
 
 def langchain(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
@@ -269,11 +346,15 @@ def vllm(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
 
 CLIENTS: dict[str, Callable[[Address, str, str, pathlib.Path], str]] = {
   "openai": openai,
+  "responses": responses,
   "langchain": langchain,
   "lm-eval": lm_eval,
   "lm-eval-in-process": lm_eval_in_process,
   "inference-perf": inference_perf,
   "smg": smg,
+  "openai-agents": openai_agents,
+  "openai-node": openai_node,
+  "codex": codex,
   "vllm": vllm,
 }
 
@@ -282,16 +363,18 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code."""
   parser = CommandParser("tools.clients", __doc__)
   parser.add_argument("--python", default=str(ROOT / ".venv-clients" / "bin" / "python"), help="of the clients")
-  present = [name for name in CLIENTS if name != "vllm" or _VLLM.exists()]
+  needed = {"vllm": _VLLM, "openai-node": _NODE_MODULES, "codex": _NODE_MODULES}
+  present = [name for name in CLIENTS if name not in needed or needed[name].exists()]
   parser.add_argument("--only", default=",".join(present), help="clients to run, separated by commas")
   args = parser.parse_args(argv)
   chosen = args.only.split(",")
   if unknown := set(chosen) - CLIENTS.keys():
     parser.error(f"--only: {', '.join(sorted(unknown))} is not one of {', '.join(CLIENTS)}")
-  if not pathlib.Path(args.python).exists() and set(chosen) - {"openai", "vllm"}:
+  if not pathlib.Path(args.python).exists() and set(chosen) - {"openai", "responses", *needed}:
     parser.error(f"--python={args.python} does not exist; make clients sets it up")
-  if "vllm" in chosen and not _VLLM.exists():
-    parser.error(f"{_VLLM} does not exist; make peers sets it up")
+  for name in chosen:
+    if name in needed and not needed[name].exists():
+      parser.error(f"{needed[name]} does not exist; make {'peers' if name == 'vllm' else 'clients'} sets it up")
   folder = pathlib.Path(tempfile.mkdtemp(prefix="sluice-clients-"))
   port_file = folder / "http_port"
   flags = [f"--model={_DEMO}", "--http_port=0", f"--http_port_file={port_file}", "--strict_requests=false"]

@@ -7,9 +7,9 @@ from tools.clients import __main__ as check_clients
 
 
 def test_the_official_client_works_unchanged():
-  done = run_module("tools.clients", "--only=openai")
+  done = run_module("tools.clients", "--only=openai,responses")
   assert done.returncode == 0, done.stdout + done.stderr
-  assert done.stdout.startswith("openai")
+  assert [line.split()[0] for line in done.stdout.splitlines()] == ["openai", "responses", "logs:"]
   assert "FAILED" not in done.stdout
 
 
@@ -21,7 +21,7 @@ def test_a_client_that_fails_is_told_with_its_last_words(tmp_path):
 
 @pytest.mark.parametrize(
   ("flags", "complaint"),
-  [(["--only=curl"], "curl is not one of openai, langchain"), (["--python=/nowhere"], "/nowhere does not exist")],
+  [(["--only=curl"], "curl is not one of openai, responses"), (["--python=/nowhere"], "/nowhere does not exist")],
 )
 def test_bad_flags_are_one_line_and_exit_code_2(flags, complaint, capsys):
   with pytest.raises(SystemExit) as stop:
