@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable, Sequence
 import contextlib
 import json
 import logging
-import secrets
 import sqlite3
 from typing import Any
 
@@ -109,7 +108,7 @@ class BatchEndpoints:
     if self._num_uploads == _MAX_UPLOADS:
       raise Overloaded(f"{_MAX_UPLOADS} uploads are in progress, which is the limit")
     self._num_uploads += 1
-    file_id = f"file-{secrets.token_hex(12)}"
+    file_id = store.make_file_id()
     path = store.path_of(file_id)
     try:
       with _disk_errors():

@@ -118,7 +118,7 @@ class BatchRunner:
       batch = await self._patiently(lambda: self._store.run(self._store.batch_of, seq))
     if batch["status"] == "cancelling" and batch["in_progress_at"] is None:
       await self._drop_lines(seq)  # a part of the file, of which nothing ran
-    ids = (f"file-{secrets.token_hex(12)}", f"file-{secrets.token_hex(12)}")
+    ids = (self._store.make_file_id(), self._store.make_file_id())
     await self._patiently(lambda: self._write_outputs(seq, ids))
     await self._drop_lines(seq)
 
@@ -175,6 +175,7 @@ class BatchRunner:
     most = self._backend.config.max_num_seqs
     most -= max(1, most // 8)  # slots for interactive requests that come while lines run
     async with self._slot_lock:  # first come, first served
+      await asyncio.sleep(0)  # a line a turn of the loop: a flood of bad ones must not keep others waiting
       while self._num_running and (
         self._num_running >= (self._max_lines_at_once or most) or len(self._backend.generations) >= most
       ):

@@ -6,6 +6,7 @@ A line's result is stored only while the line has none and its batch is in progr
 """
 
 import asyncio
+import collections
 from collections.abc import Callable, Sequence
 import concurrent.futures
 import dataclasses
@@ -13,6 +14,7 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import secrets
 import sqlite3
 import time
@@ -56,6 +58,7 @@ CREATE TABLE lines (
 CREATE UNIQUE INDEX custom_ids ON lines (batch, custom_id);
 CREATE INDEX pending ON lines (batch, number) WHERE state = 0;
 """
+_FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 # States of a line. Refused lines go into the error file.
 _PENDING, _ANSWERED, _REFUSED = 0, 1, 2
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
@@ -111,7 +114,8 @@ class BatchStore:
     self._folder = pathlib.Path(folder)
     self._files = self._folder / "files"
     try:
-      self._files.mkdir(mode=0o700, parents=True, exist_ok=True)
+      self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+      self._files.mkdir(mode=0o700, exist_ok=True)
       self._lock = open(self._folder / "lock", "w")  # noqa: SIM115  (open as long as the store)
       fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -133,7 +137,9 @@ class BatchStore:
     )
 
   def _open_database(self, folder: str) -> None:
-    self._db = sqlite3.connect(self._folder / "batches.sqlite", check_same_thread=False, autocommit=True)
+    path = self._folder / "batches.sqlite"
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # prompts are nobody else's; SQLite's other files follow it
+    self._db = sqlite3.connect(path, check_same_thread=False, autocommit=True)
     self._db.row_factory = sqlite3.Row
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=1000"):
       self._db.execute(f"PRAGMA {pragma}")
@@ -148,7 +154,7 @@ class BatchStore:
     # Uploads and outputs that a crash cut have no row.
     known = {row["id"] for row in self._db.execute("SELECT id FROM files")}
     for path in self._files.iterdir():
-      if path.name not in known:
+      if _FILE_ID.fullmatch(path.name) and path.name not in known:
         path.unlink()
 
   async def run[**P, T](self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -174,6 +180,10 @@ class BatchStore:
     return self._files / file_id
 
   # Files.
+
+  def make_file_id(self) -> str:
+    """Returns the id of a new file."""
+    return f"file-{secrets.token_hex(12)}"
 
   def check_space(self, tenant: str, num_bytes: int) -> None:
     """Raises Refused if the tenant's files and `num_bytes` more exceed a limit."""
@@ -404,15 +414,17 @@ class BatchStore:
 
   def add_results(self, results: Sequence[LineResult]) -> None:
     """Stores results in one transaction, except of lines that have one or whose batch is no longer in progress."""
+    counts: collections.Counter[tuple[int, bool]] = collections.Counter()
     with self._transaction():
       for result in results:
-        added = self._db.execute(
+        counts[result.seq, result.is_error] += self._db.execute(
           "UPDATE lines SET state=?, result=? WHERE batch=? AND number=? AND state=0 "
           "AND EXISTS (SELECT 1 FROM batches WHERE seq=lines.batch AND status='in_progress')",
           (_REFUSED if result.is_error else _ANSWERED, result.text, result.seq, result.number),
         ).rowcount
-        column = "failed" if result.is_error else "completed"
-        self._db.execute(f"UPDATE batches SET {column}={column}+? WHERE seq=?", (added, result.seq))
+      for (seq, is_error), count in counts.items():
+        column = "failed" if is_error else "completed"
+        self._db.execute(f"UPDATE batches SET {column}={column}+? WHERE seq=?", (count, seq))
 
   def write_outputs(self, batch: sqlite3.Row, file_ids: tuple[str, str], after: int) -> int | None:
     """Appends the next lines of an ending batch to its output file and its error file.

@@ -6,12 +6,15 @@ import contextlib
 import pathlib
 from typing import Any
 
+from absl.testing import flagsaver
 import httpx
 import openai
 import pytest
 
 from engine.errors import ConfigError
+from server import flags
 from server.http.batches import batch_runner, batch_store
+from server.http.batches.batch_lines import BATCH_PRIORITY
 from server.lifecycle.host import HostOptions
 from tests.server.harness import Served, running, tiny_config
 from tests.server.http.batches.batch_client import BODY, CHAT, create, make_line, read, upload, wait
@@ -220,6 +223,15 @@ def sdk_folder(both) -> str:
   return both[0].host._options.batch_dir
 
 
+def test_a_start_removes_its_own_cut_files_alone(tokenizer, tmp_path):
+  (tmp_path / "files").mkdir()
+  (tmp_path / "files" / "thesis.txt").write_text("years of work")
+  (tmp_path / "files" / f"file-{'0' * 24}").write_text("half an upl")
+  with serving(tokenizer, tmp_path):
+    assert [path.name for path in (tmp_path / "files").iterdir()] == ["thesis.txt"]
+    assert {path.stat().st_mode & 0o077 for path in tmp_path.glob("batches.sqlite*")} == {0}
+
+
 def test_uploads_leave_nothing_that_has_no_row(both, sdk):
   files = {path.name for path in (pathlib.Path(sdk_folder(both)) / "files").iterdir()}
   assert files == {file.id for file in sdk.files.list()}
@@ -334,6 +346,25 @@ def test_interactive_requests_find_free_slots(tokenizer, tmp_path):
     assert 1 < most <= 7
     assert sdk.chat.completions.create(model="tiny", messages=BODY["messages"], max_tokens=3).choices
     assert wait(sdk, made.id).status == "completed"
+
+
+def test_lines_have_the_priority_of_batches_and_are_limited(tokenizer, tmp_path):
+  with serving(tokenizer, tmp_path, max_batch_lines_at_once=3) as (served, sdk):
+    served.runner.go.clear()
+    made = create(sdk, [make_line(str(number)) for number in range(20)])
+    served.wait_until(lambda: served.engine.num_live == 3)
+    live = [*served.engine._scheduler._running, *served.engine._scheduler._waiting]
+    assert {request.priority for request in live} <= {BATCH_PRIORITY} and len(served.generations) == 3
+    served.runner.go.set()
+    assert wait(sdk, made.id).status == "completed"
+
+
+@pytest.mark.parametrize("other", ["frontend_processes=2", "http_port=-1"])
+def test_one_process_with_http_owns_the_folder(tmp_path, other):
+  with flagsaver.flagsaver():
+    flags.parse_flags(["server", f"--batch_dir={tmp_path}", f"--{other}"], "server.main")
+    with pytest.raises(ConfigError, match=f"not possible with {other}"):
+      flags.host_options()
 
 
 def test_a_full_queue_delays_lines_and_fails_none(tokenizer, tmp_path):
