@@ -88,6 +88,10 @@ def check_events(events) -> Response:
       case "response.output_text.delta":
         texts[place] = texts.get(place, "") + event.delta
         logprobs[place] = logprobs.get(place, []) + [entry.token for entry in event.logprobs]
+      case "response.reasoning_text.delta":
+        texts[place] = texts.get(place, "") + event.delta
+      case "response.reasoning_text.done":
+        assert event.text == texts[place]
       case "response.output_text.done":
         assert event.text == texts.get(place, "")
         assert [entry.token for entry in event.logprobs] == logprobs.get(place, [])
@@ -210,6 +214,36 @@ def test_forced_calls(hermes, choice, names):
   )
   assert response.status == "incomplete" or {item.name for item in response.output} <= names
   assert response.model_dump(exclude_none=True)["tool_choice"] == choice
+
+
+THINK_TEMPLATE = (
+  "{% for message in messages %}<|{{ message.role }}|>"
+  "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+  "{{ message.content }}<|end|>{% endfor %}<|assistant|>{% if enable_thinking %}<think>\n{% endif %}"
+)
+THOUGHT = "<think>\nthe dog\n</think>\n\nthe cat"
+
+
+def test_reasoning_there_and_back(tmp_path):
+  write_tokenizer(tmp_path)
+  (tmp_path / "chat_template.jinja").write_text(THINK_TEMPLATE)
+  config = tiny_config(max_model_len=512, token_budgets=(8, 64, 128), eos_token_ids=(END,))
+  with (
+    running(Tokenizer(tmp_path), host=HostOptions(http_port=0), config=config) as server,
+    openai.OpenAI(base_url=f"{url_of(server)}/v1", api_key="x", max_retries=0, timeout=60) as client,
+  ):
+    whole = wrote(client, THOUGHT, tools=[])
+    last = check_events(list(wrote(client, THOUGHT, tools=[], stream=True)))
+    assert said(last.output) == said(whole.output) and last.usage == whole.usage
+    thought, message = whole.output
+    assert thought.type == "reasoning" and thought.content[0].text == "the dog\n" and thought.summary == []
+    assert message.content[0].text == whole.output_text == "the cat"
+    assert 0 < whole.usage.output_tokens_details.reasoning_tokens < whole.usage.output_tokens
+    question, more = {"role": "user", "content": "the cat"}, {"role": "user", "content": "and?"}
+    by_id = ask(client, input="and?", previous_response_id=whole.id)
+    by_items = ask(client, input=[question, thought.model_dump(), message.model_dump(), more])
+    without = ask(client, input=[question, message.model_dump(), more])
+    assert by_id.usage.input_tokens == by_items.usage.input_tokens > without.usage.input_tokens
 
 
 def test_functions_in_a_namespace(hermes):
