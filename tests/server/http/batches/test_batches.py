@@ -4,10 +4,13 @@ import asyncio
 from collections.abc import Iterator
 import contextlib
 import pathlib
+import socket
 from typing import Any
 
 from absl.testing import flagsaver
 import httpx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import openai
 import pytest
 
@@ -221,6 +224,45 @@ def test_bad_uploads_are_refused(both, sdk, sent, status, said):
 
 def sdk_folder(both) -> str:
   return both[0].host._options.batch_dir
+
+
+UPLOAD = (
+  b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+  b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{}\n\r\n--b--\r\n'
+)
+UPLOAD_HEADERS = {"content-type": "multipart/form-data; boundary=b"}
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=3), st.integers(0, 3)), max_size=4))
+def test_any_change_of_an_upload_is_served_or_refused(both, changes):
+  raw = bytearray(UPLOAD)
+  for at, new, num_cut in changes:
+    place = int(at * len(raw))
+    raw[place : place + num_cut] = new
+  answer = httpx.post(f"{url_of(both[0])}/v1/files", content=bytes(raw), headers=UPLOAD_HEADERS)
+  assert answer.status_code in (200, 400, 413), answer.text
+  if not changes:
+    assert answer.json()["bytes"] == 3 and answer.json()["filename"] == "a.jsonl"
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_an_upload_may_come_in_any_pieces(both, sdk, size):
+  pieces = (UPLOAD[at : at + size] for at in range(0, len(UPLOAD), size))
+  answer = httpx.post(f"{url_of(both[0])}/v1/files", content=pieces, headers=UPLOAD_HEADERS)
+  assert sdk.files.content(answer.json()["id"]).text == "{}\n"
+
+
+def test_a_client_that_leaves_in_an_upload_leaves_nothing(both, sdk):
+  served = both[0]
+  folder = pathlib.Path(sdk_folder(both)) / "files"
+  before = {path.name for path in folder.iterdir()}
+  head = "POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9999\r\n"
+  head += f"content-type: {UPLOAD_HEADERS['content-type']}\r\n\r\n"
+  with socket.create_connection(("127.0.0.1", served.host.http_port)) as client:
+    client.sendall(head.encode() + UPLOAD[:-9])
+    served.wait_until(lambda: {path.name for path in folder.iterdir()} > before)
+  served.wait_until(lambda: {path.name for path in folder.iterdir()} == before)
 
 
 def test_a_start_removes_its_own_cut_files_alone(tokenizer, tmp_path):
