@@ -135,7 +135,7 @@ $(AUDIT_READY): requirements-audit.lock tools/setup_env.sh
 $(NODE_CLIENTS)/.ready: tools/clients/package.json tools/clients/package-lock.json
 	@mkdir -p $(NODE_CLIENTS) && cp $^ $(NODE_CLIENTS)
 	@if npm --version >/dev/null 2>&1; then npm ci --silent --no-audit --no-fund --prefix $(NODE_CLIENTS); \
-	else echo "sluice: no npm, so openai-node and codex are left out"; fi
+	else echo "sluice: no npm, so the clients for Node are left out"; fi
 	@touch $@
 
 $(CLIENTS_READY): tools/clients/requirements.txt tools/setup_env.sh

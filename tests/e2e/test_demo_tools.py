@@ -17,6 +17,7 @@ from server.text.chat_template import Message
 from server.text.tokenizer import Tokenizer
 from tests.server.harness import Served, running
 from tests.server.page.browser import open_page, wait_for_text
+from tools.clients import use_anthropic
 from tools.demo_model import skills
 from tools.demo_model.tokenizer import CHAT_TEMPLATE
 
@@ -107,6 +108,11 @@ def test_a_forced_call_is_made_answered_and_followed_by_words(client: openai.Ope
     messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
   [second] = client.chat.completions.create(messages=messages, max_tokens=40, **asked).choices
   assert second.finish_reason in ("stop", "length")
+
+
+def test_anthropics_client_talks_and_has_a_tool_called(served: Served, capsys: pytest.CaptureFixture[str]):
+  use_anthropic.main(f"http://127.0.0.1:{served.host.http_port}", "sluice-demo")
+  assert capsys.readouterr().out.startswith("'42', get_weather(")
 
 
 def test_calls_and_results_are_rendered_in_turns_that_the_vocabulary_has(tokenizer: Tokenizer):

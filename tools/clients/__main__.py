@@ -9,8 +9,9 @@ lm-eval-in-process: the same tasks on an LLM in lm-eval's process (extensions.py
 answers.
 inference-perf: Kubernetes' benchmark, completions and chats streamed at a constant rate. smg: the stubs of its router,
 over vllm.grpc.engine. They have their own environment (tools/clients/requirements.txt).
-openai-node: the official client for Node. codex: one turn of Codex CLI. Both come from tools/clients/package.json where
-there is npm.
+anthropic: Anthropic's client, from Sluice's own environment: streams, counts tokens, has a tool called.
+openai-node, anthropic-node: the official clients for Node. codex, claude-code: one turn of Codex CLI, and of Claude
+Code. They come from tools/clients/package.json where there is npm.
 vllm: `vllm bench serve`, if make peers has made its environment. Exit code 1 if one fails; the tool prints the folder
 with their output.
 """
@@ -344,6 +345,44 @@ def vllm(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
   return ", ".join(said)
 
 
+def anthropic(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """Runs tools/clients/use_anthropic.py."""
+  del python
+  script = str(ROOT / "tools" / "clients" / "use_anthropic.py")
+  return run([sys.executable, script, at.url, model], folder, "anthropic").strip()
+
+
+def anthropic_node(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """Runs tools/clients/use_anthropic_node.cjs."""
+  del python
+  script = str(ROOT / "tools" / "clients" / "use_anthropic_node.cjs")
+  return run(["node", script, at.url, model], folder, "anthropic_node", {"NODE_PATH": str(_NODE_MODULES)}).strip()
+
+
+def claude_code(at: Address, model: str, python: str, folder: pathlib.Path) -> str:
+  """Runs one turn of Claude Code with one tool, since all its tools exceed the demo model's 4096 tokens."""
+  del python
+  home = folder / "claude"
+  home.mkdir()
+  variables = {
+    "HOME": str(home),
+    "CLAUDE_CONFIG_DIR": str(home / "config"),
+    "ANTHROPIC_BASE_URL": at.url,
+    "ANTHROPIC_API_KEY": "unused",
+    "ANTHROPIC_MODEL": model,
+    "ANTHROPIC_SMALL_FAST_MODEL": model,
+    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "64",
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+  }
+  program = str(_NODE_MODULES / ".bin" / "claude")
+  command = [program, "-p", "--output-format", "json", "--tools", "Read", "--system-prompt", "Be brief.", "37 + 5 = ?"]
+  turn = json.loads(run(command, folder, "claude_code", variables).strip().splitlines()[-1])
+  if turn["is_error"]:
+    raise Failed(f"{turn['result']}; see {folder / 'claude_code.log'}")
+  usage = turn["usage"]
+  return f"{turn['result']!r} after {usage['input_tokens'] + usage['cache_read_input_tokens']} tokens"
+
+
 CLIENTS: dict[str, Callable[[Address, str, str, pathlib.Path], str]] = {
   "openai": openai,
   "responses": responses,
@@ -355,6 +394,9 @@ CLIENTS: dict[str, Callable[[Address, str, str, pathlib.Path], str]] = {
   "openai-agents": openai_agents,
   "openai-node": openai_node,
   "codex": codex,
+  "anthropic": anthropic,
+  "anthropic-node": anthropic_node,
+  "claude-code": claude_code,
   "vllm": vllm,
 }
 
@@ -363,14 +405,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command line; returns the exit code."""
   parser = CommandParser("tools.clients", __doc__)
   parser.add_argument("--python", default=str(ROOT / ".venv-clients" / "bin" / "python"), help="of the clients")
-  needed = {"vllm": _VLLM, "openai-node": _NODE_MODULES, "codex": _NODE_MODULES}
+  needed = {"vllm": _VLLM} | dict.fromkeys(("openai-node", "codex", "anthropic-node", "claude-code"), _NODE_MODULES)
   present = [name for name in CLIENTS if name not in needed or needed[name].exists()]
   parser.add_argument("--only", default=",".join(present), help="clients to run, separated by commas")
   args = parser.parse_args(argv)
   chosen = args.only.split(",")
   if unknown := set(chosen) - CLIENTS.keys():
     parser.error(f"--only: {', '.join(sorted(unknown))} is not one of {', '.join(CLIENTS)}")
-  if not pathlib.Path(args.python).exists() and set(chosen) - {"openai", "responses", *needed}:
+  if not pathlib.Path(args.python).exists() and set(chosen) - {"openai", "responses", "anthropic", *needed}:
     parser.error(f"--python={args.python} does not exist; make clients sets it up")
   for name in chosen:
     if name in needed and not needed[name].exists():
