@@ -42,6 +42,7 @@ _NO_HOSTED_TOOLS = "the server runs no tools; send tools of type function, and c
 # Names of a chat's fields in a Responses body.
 _NAMES = {
   "chat": "input",
+  "chat.messages": "input",
   "messages": "input",
   "prompt": "input",
   "max_tokens": "max_output_tokens",
@@ -84,17 +85,12 @@ class TranslatedChat:
   tools: dict[str, ToolName]
   items: list[dict[str, Any]]
 
-  def rename_ignored(self, names: Sequence[str]) -> list[str]:
-    """Returns the caller's names of the chat's ignored fields, and those that the translation ignores."""
-    renamed: list[str] = []
-    for name in names:
-      tool = _TOOL_FIELD.match(name)
-      place = f"tools[{tool[1]}]" if tool else ""
-      if place in self.names:
-        renamed.append(f"{_dotted(self.names[place])}.{name[tool.end() if tool else 0 :]}")
-      else:
-        renamed.append(self.names.get(name, name))
-    return [*renamed, *self.ignored]
+  def name_field(self, name: str) -> str:
+    """Returns the caller's name of a field of the chat."""
+    tool = _TOOL_FIELD.match(name)
+    if tool and f"tools[{tool[1]}]" in self.names:
+      return f"{_dotted(self.names[f'tools[{tool[1]}]'])}.{name[tool.end() :]}"
+    return self.names.get(name, name)
 
 
 def translate_response(

@@ -148,11 +148,15 @@ class ResponseEndpoints:
     translated = translate_response(values, fields, earlier, functools.partial(self._store.find_item, owner))
     try:
       chat = await self._pipeline.prepare_chat(request, backend, translated.body)
+    except InvalidRequest as error:
+      if error.field not in translated.names:  # or the guard names it
+        error.field = translated.name_field(error.field)
+      raise
     finally:
       names = translated.names
       known_names = {name: names.get(own, own) for name, own in request.state.field_names.items()}
       request.state.field_names = names | known_names
-    chat.requested.ignored = ignored + translated.rename_ignored(chat.requested.ignored)
+    chat.requested.ignored = ignored + [*map(translated.name_field, chat.requested.ignored), *translated.ignored]
     return translated, chat
 
   def _keep(self, owner: str, translated: TranslatedChat, response: dict[str, Any]) -> None:

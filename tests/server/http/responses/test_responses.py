@@ -415,6 +415,10 @@ BAD = [
   ({"tools": [{"type": "web_search"}]}, "tools[0]"),
   ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0]"),
   ({"tools": [LOOK, {"type": "function", "name": "a b"}]}, "tools[1]"),
+  (
+    {"tools": [{"type": "web_search", "external_web_access": False}, {"type": "function", "name": ""}, LOOK]},
+    "tools[1]",
+  ),
   ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0]"),
   ({"tools": [LOOK, LOOK]}, "tools"),
   ({"tools": [LOOK], "tool_choice": "maybe"}, "tool_choice"),
@@ -444,7 +448,8 @@ BAD = [
   ({"n": 2}, "n"),
   ({"response_format": {"type": "json_object"}}, "response_format"),
   ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
-  ({"input": "a" * 6000}, None),
+  ({"input": "a" * 6000}, "input"),
+  ({"input": [{"role": "user", "content": "a"}] * 1025}, "input"),
 ]
 
 
