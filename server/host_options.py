@@ -129,6 +129,13 @@ class HostOptions:
     group=_LIMITS,
     at_least=0,
   )
+  json_schema_additional_properties: bool = setting(
+    False,
+    "Let objects of a JSON schema that list properties, or patterns of their names, and do not set "
+    "additionalProperties have others too, as the standard says. By default, and under strict, they have none: a model "
+    "that may add properties adds them until max_tokens.",
+    group=_LIMITS,
+  )
   http_allowed_hosts: tuple[str, ...] = setting(
     (),
     "Allowed values of the Host header; * allows any. Empty: only local names, if the address is local and there are "

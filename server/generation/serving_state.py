@@ -56,15 +56,22 @@ class ServingState:
   """Whether a server admits requests, and its backend. A server has one; it belongs to the server's event loop.
 
   Attributes:
+    closes_objects: whether objects of a JSON schema are closed by default.
     ready, alive: for health checks and metrics. A draining server is not ready. A server whose engine is stuck or has
       failed is neither.
   """
 
-  def __init__(self, memory: MemoryLimit | None = None):
-    """Args: memory: the limit above which the server admits no new work; None is no limit."""
+  def __init__(self, memory: MemoryLimit | None = None, *, closes_objects: bool = True):
+    """Makes the state of a server that starts.
+
+    Args:
+      memory: the limit above which the server admits no new work; None is no limit.
+      closes_objects: whether objects of a JSON schema are closed by default; see `prepare_schema`.
+    """
     self._memory = memory
     self._backend: Backend | None = None
     self._compiler: ConstraintCompiler | None = None
+    self.closes_objects = closes_objects
     self._refusal: Unavailable | None = Starting()
     self._num_admitted = 0
     self._none_admitted = asyncio.Event()
@@ -80,7 +87,9 @@ class ServingState:
     self._backend = backend
     if backend.tokenizer is not None:
       config = backend.config
-      self._compiler = ConstraintCompiler(backend.tokenizer, config.vocab_size, config.eos_token_ids)
+      self._compiler = ConstraintCompiler(
+        backend.tokenizer, config.vocab_size, config.eos_token_ids, closes_objects=self.closes_objects
+      )
     self._refusal = None
     self._ready_at = time.monotonic()
 

@@ -84,7 +84,10 @@ class Host(Lifetime):
     """
     super().__init__(options, admin, may_exit=may_exit, composition=composition)
     self._shared = shared
-    self._state = ServingState(MemoryLimit(options.max_resident_mb, shared.others if shared is not None else tuple))
+    self._state = ServingState(
+      MemoryLimit(options.max_resident_mb, shared.others if shared is not None else tuple),
+      closes_objects=not options.json_schema_additional_properties,
+    )
     self._service = SluiceService(
       self._state,
       stream_stall_timeout_s=options.stream_stall_timeout_s,
@@ -156,8 +159,8 @@ class Host(Lifetime):
       allowed_origins=tuple(options.http_allowed_origins),
       strict_requests=options.strict_requests,
       tool_call_parser=options.tool_call_parser,
-      max_stored_responses=options.max_stored_responses,
       reasoning_parser=options.reasoning_parser,
+      max_stored_responses=options.max_stored_responses,
     )
     extra_routes = make_page_routes(
       self._state, self._metrics, self._feed, stream_stall_timeout_s=options.stream_stall_timeout_s

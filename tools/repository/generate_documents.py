@@ -14,6 +14,7 @@ from tools.repository import (
   generate_grpc_reference,
   generate_http_reference,
   generate_metrics_reference,
+  generate_schema_reference,
 )
 from tools.repository.draw_architecture import draw_architecture, draw_request_path
 from tools.repository.draw_peer_chart import draw_peer_chart
@@ -31,6 +32,7 @@ DOCUMENTS: dict[pathlib.Path, Callable[[], str]] = {
   generate_grpc_reference.PAGE: generate_grpc_reference.grpc_reference,
   generate_metrics_reference.PAGE: generate_metrics_reference.metrics_reference,
   generate_error_reference.PAGE: generate_error_reference.error_reference,
+  generate_schema_reference.PAGE: generate_schema_reference.schema_reference,
   **{
     IMAGES / f"{name}-{theme.name}.svg": functools.partial(draw, theme)
     for name, draw in _PICTURES.items()

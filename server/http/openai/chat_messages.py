@@ -11,6 +11,7 @@ from engine.errors import InvalidRequest
 from server.http.error_responses import UnsupportedField
 from server.http.json_fields import parse_json_object
 from server.http.model_output.call_formats import CallFormat
+from server.http.openai.generate_request import relax_schema
 from server.http.openai.request_fields import (
   REASONING_EFFORTS,
   TOOL_NAME,
@@ -84,13 +85,30 @@ class Chat:
     effort = self.fields.reasoning_effort
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
 
-  def call_schema(self, form: CallFormat) -> str:
-    """Returns the JSON schema of the forced list of calls, as text."""
-    schemas, definitions = [], {}
+  def call_schema(self, form: CallFormat, *, closes: bool, strict: bool) -> tuple[str, list[str]]:
+    """Returns the JSON schema of the forced list of calls, as text, and names of its keywords that are not enforced.
+
+    Args:
+      form: the format of calls.
+      closes, strict: see `relax_schema`. A tool may also be strict itself.
+
+    Raises:
+      InvalidRequest: a tool's parameters are no schema, or exceed a limit.
+      UnsupportedField: a strict tool has a keyword that is not enforced.
+    """
+    schemas, definitions, ignored = [], {}, []
     for place, tool in enumerate(self.forced):
       function = tool["function"]
       parameters = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
-      if "$ref" in json.dumps(parameters):
+      text, names = relax_schema(
+        json.dumps(parameters),
+        f"tools.{self.tools.index(tool)}.function.parameters",
+        closes=closes,
+        strict=strict or bool(function.get("strict")),
+      )
+      parameters = json.loads(text)
+      ignored += names
+      if "$ref" in text:
         # References start at the document's root, and here the tool's schema is inside another document.
         definitions[str(place)] = _rebased(parameters, f"#/$defs/{place}")
         parameters = {"$ref": f"#/$defs/{place}"}
@@ -103,10 +121,8 @@ class Chat:
         }
       )
     most = MAX_FORCED_CALLS if self.parallel else 1
-    return json.dumps(
-      {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": schemas}, "$defs": definitions},
-      ensure_ascii=False,
-    )
+    whole = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": schemas}, "$defs": definitions}
+    return json.dumps(whole, ensure_ascii=False), ignored
 
 
 def read_chat(values: dict[str, Any], fields: ChatCompletionRequest | TokenizeChat) -> Chat:

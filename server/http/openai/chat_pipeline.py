@@ -110,9 +110,12 @@ class ChatPipeline:
           "is not allowed to force calls beside another constraint: send one of them", field="tool_choice"
         )
       form = forced_format(form)
-      requested.request.constraint.json_schema = await self._state.run_in_text_pool(
-        functools.partial(chat.call_schema, form)
+      requested.request.constraint.json_schema, ignored = await self._state.run_in_text_pool(
+        functools.partial(
+          chat.call_schema, form, closes=self._state.closes_objects, strict=self._options.strict_requests
+        )
       )
+      requested.ignored += ignored
     if form is None or not tools:
       return None
     return Calls(form, {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}, chat.parallel)

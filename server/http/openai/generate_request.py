@@ -21,6 +21,7 @@ from server.http.openai.request_fields import (
   StructuredOutputs,
 )
 from server.proto import sluice_pb2 as pb
+from server.text.constraint_compiler import describe_unenforced, prepare_schema_text
 
 # Kinds of sluice.v1's constraints, by the names of a body's fields and of vLLM's `structured_outputs`.
 _CONSTRAINTS = {
@@ -40,7 +41,7 @@ _STRUCTURED_OUTPUTS = {
   "grammar": "grammar",
   "json_object": "json_object",
 }
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.$-]{1,64}")
 _MAX_NAMED = 16
 
 
@@ -55,6 +56,7 @@ class RequestedGeneration[T: GenerationFields]:
     n: outputs a prompt.
     ignored: names of ignored fields.
     field_names: the caller's names of fields of `request`, where they differ.
+    strict_schema: whether to refuse keywords of the constraint's JSON schema that are not enforced.
     shown_token_ids: special tokens that the text has even where it omits special tokens.
   """
 
@@ -64,6 +66,7 @@ class RequestedGeneration[T: GenerationFields]:
   n: int
   ignored: list[str]
   field_names: dict[str, str]
+  strict_schema: bool = False
   shown_token_ids: frozenset[int] = frozenset()
 
 
@@ -103,6 +106,32 @@ def judge_ignored(names: Sequence[str], *, strict: bool) -> dict[str, str]:
   named = [name for name in names if _NAME.fullmatch(name)][:_MAX_NAMED]
   more = len(names) - len(named)
   return {"x-sluice-ignored-fields": ", ".join([*named, *([f"and {more} more"] if more else [])])}
+
+
+def relax_schema(text: str, field: str, *, closes: bool, strict: bool) -> tuple[str, list[str]]:
+  """Leaves keywords that are not enforced out of a JSON schema.
+
+  Args:
+    text: the schema's text.
+    field: its field in the body.
+    closes: whether objects have no properties but those that they list; `prepare_schema` has the rule.
+    strict: refuse such keywords instead, and close objects.
+
+  Returns:
+    The text without them, and their names for x-sluice-ignored-fields.
+
+  Raises:
+    InvalidRequest: the text is no schema, or exceeds a limit.
+    UnsupportedField: under `strict`, if there are any.
+  """
+  try:
+    text, unenforced = prepare_schema_text(text, closes=closes or strict)
+  except InvalidRequest as error:
+    raise InvalidRequest(error.problem, field=field) from None
+  if unenforced and strict:
+    problem = f"{describe_unenforced(unenforced[0])}, or send strict=false to have it ignored"
+    raise UnsupportedField(problem, field=_path(unenforced[0].keyword, field))
+  return text, list(dict.fromkeys(f"{field}.{keyword.keyword}" for keyword in unenforced))
 
 
 def read_generation[T: GenerationFields](values: dict[str, Any], kind: type[T], tenant: str) -> RequestedGeneration[T]:
@@ -163,7 +192,9 @@ def read_generation[T: GenerationFields](values: dict[str, Any], kind: type[T], 
     constraint=constraint,
   )
   n = request_validation.num_outputs(request.sampling)
-  return RequestedGeneration(fields, options, request, n, ignored, field_names)
+  form = fields.response_format
+  strict = form is not None and form.json_schema is not None and bool(form.json_schema.strict)
+  return RequestedGeneration(fields, options, request, n, ignored, field_names, strict_schema=strict)
 
 
 def _undeclared(values: dict[str, Any], kind: type[msgspec.Struct]) -> list[str]:

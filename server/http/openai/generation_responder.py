@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 import contextlib
 import dataclasses
+import functools
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -21,7 +22,7 @@ from server.generation.serving_state import Backend, ServingState
 from server.http.http_options import HttpOptions
 from server.http.json_exchange import EventStream, unless_gone
 from server.http.openai.completion_replies import Prompt
-from server.http.openai.generate_request import RequestedGeneration, judge_ignored
+from server.http.openai.generate_request import RequestedGeneration, judge_ignored, relax_schema
 from server.proto import sluice_pb2 as pb
 
 # Above this number of log probabilities, responses are encoded away from the loop.
@@ -47,6 +48,11 @@ class RunningGenerations:
     error = SlowConsumer(f"the client took nothing for {timeout_s:g} s; read the stream faster, or do not stream")
     for generation in self.live:
       self._generations.fail_generation(generation, error)
+
+  async def wait_ended(self) -> None:
+    """Returns when all have ended; raises the first error among them in the order of prompts."""
+    for generation in self.live:
+      await generation.wait_ended()
 
   async def messages(self) -> AsyncGenerator[tuple[int, pb.GenerateResponse]]:
     """Yields (index of the prompt, message) as messages arrive.
@@ -135,6 +141,9 @@ class GenerationResponder:
         requested.request, backend.config, backend.tokenizer, token_ids, backend.defaults
       )
       calls.append(dataclasses.replace(call, shown_token_ids=requested.shown_token_ids))
+    ignored = await self._relax_schema(request, requested)
+    if ignored:
+      headers = judge_ignored(requested.ignored + ignored, strict=False)
     calls = await self._state.add_constraints(requested.request, calls)
     running = RunningGenerations(backend.generations, request.state.tenant)
     with contextlib.ExitStack() as cleanup:
@@ -144,7 +153,7 @@ class GenerationResponder:
       num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
       request.state.notes.update(generation_id=answer_id, prompt_tokens=num_prompt_tokens)
       if not requested.fields.stream:
-        await unless_gone(request.receive, _wait_ended(running.live))
+        await unless_gone(request.receive, running.wait_ended())
         generations = list(running.live)
         if _num_logprobs(generations) <= _INLINE_LOGPROBS:
           body = reply.whole(generations)
@@ -163,12 +172,23 @@ class GenerationResponder:
     )
 
 
+  async def _relax_schema(self, request: Request, requested: RequestedGeneration[Any]) -> list[str]:
+    """Leaves keywords that are not enforced out of the request's JSON schema; returns their names."""
+    constraint = requested.request.constraint
+    if constraint.WhichOneof("kind") != "json_schema":
+      return []
+    constraint.json_schema, ignored = await self._state.run_in_text_pool(
+      functools.partial(
+        relax_schema,
+        constraint.json_schema,
+        request.state.field_names.get("constraint.json_schema", "constraint.json_schema"),
+        closes=self._state.closes_objects,
+        strict=requested.strict_schema or self._options.strict_requests,
+      )
+    )
+    return ignored
+
+
 def _num_logprobs(generations: Sequence[Generation]) -> int:
   deltas = [output.delta for generation in generations for output in generation.outputs]
   return sum(len(delta.logprobs) + len(delta.prompt_logprobs) for delta in deltas)
-
-
-async def _wait_ended(generations: Sequence[Generation]) -> None:
-  """Returns when all have ended; raises the first error among them in the order of prompts."""
-  for generation in generations:
-    await generation.wait_ended()

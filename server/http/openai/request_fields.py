@@ -211,6 +211,7 @@ class ResponseSchema(msgspec.Struct):
   """OpenAI's wrapper of a schema."""
 
   schema: JsonSchema | None = None
+  strict: Annotated[bool, Meta(description="Refuse keywords that are not enforced, and close objects.")] | None = None
 
 
 class ResponseFormat(msgspec.Struct):

@@ -3,7 +3,12 @@
 import json
 import re
 
+import httpx
 import pytest
+
+from server.host_options import HostOptions
+from tests.server.harness import running
+from tests.server.http.conftest import url_of
 
 SCHEMA = {
   "type": "object",
@@ -117,3 +122,73 @@ def test_what_asks_for_nothing(http):
   for fields in ({"response_format": {"type": "text"}}, {"structured_outputs": {}}, {"guided_json": None}):
     answer = http.post("/v1/completions", json={"prompt": "the", "max_tokens": 5, "ignore_eos": True} | fields)
     assert answer.status_code == 200 and answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+LOOSE = {
+  "type": "object",
+  "properties": {"b": {"type": "array", "items": {"enum": [1]}, "uniqueItems": True, "maxItems": 2}},
+  "required": ["b"],
+  "not": {"required": ["c"]},
+  "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def completion_with(http, schema, **wrapper):
+  form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema} | wrapper}
+  return http.post("/v1/completions", json={"prompt": "the", "max_tokens": 60, "n": 8, "response_format": form})
+
+
+def test_keywords_that_are_not_enforced_are_named_in_the_header(http):
+  answer = completion_with(http, LOOSE)
+  assert answer.status_code == 200, answer.text
+  field = "response_format.json_schema.schema"
+  assert answer.headers["x-sluice-ignored-fields"] == f"{field}.uniqueItems, {field}.not"
+  for choice in answer.json()["choices"]:
+    value = json.loads(choice["text"])
+    assert list(value) == ["b"] and set(value["b"]) <= {1} and len(value["b"]) <= 2
+  answer = http.post("/v1/completions", json={"prompt": "the", "max_tokens": 60, "guided_json": json.dumps(LOOSE)})
+  assert answer.headers["x-sluice-ignored-fields"] == "guided_json.uniqueItems, guided_json.not"
+  assert "x-sluice-ignored-fields" not in completion_with(http, SCHEMA).headers
+
+
+def test_strict_refuses_them_with_their_path(http):
+  answer = completion_with(http, LOOSE, strict=True)
+  error = answer.json()["error"]
+  assert answer.status_code == 400 and error["param"] == "response_format.json_schema.schema.uniqueItems"
+  assert "has uniqueItems at properties/b/uniqueItems, which cannot be enforced" in error["message"]
+  assert "strict=false" in error["message"]
+  assert completion_with(http, SCHEMA, strict=True).status_code == 200
+
+
+def test_objects_are_closed_by_default(http):
+  schema = {name: value for name, value in SCHEMA.items() if name != "additionalProperties"}
+  for wrapper in ({}, {"strict": True}, {"strict": False}):
+    choices = completion_with(http, schema, **wrapper).json()["choices"]
+    assert all(is_of_schema(choice["text"]) for choice in choices)
+
+
+def test_the_parameters_of_forced_calls_are_treated_alike(http):
+  body = {
+    "messages": [{"role": "user", "content": "the"}],
+    "tools": [{"type": "function", "function": {"name": "look", "parameters": LOOSE}}],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "max_tokens": 300,
+  }
+  answer = http.post("/v1/chat/completions", json=body)
+  assert answer.status_code == 200, answer.text
+  where = "tools.0.function.parameters"
+  assert answer.headers["x-sluice-ignored-fields"] == f"{where}.uniqueItems, {where}.not"
+  body["tools"][0]["function"]["strict"] = True
+  answer = http.post("/v1/chat/completions", json=body)
+  assert answer.status_code == 400 and answer.json()["error"]["param"] == f"{where}.uniqueItems"
+
+
+def test_a_setting_opens_objects_as_the_standard_says(tokenizer):
+  schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+  options = HostOptions(http_port=0, json_schema_additional_properties=True)
+  with running(tokenizer, host=options) as server, httpx.Client(base_url=url_of(server), timeout=30) as http:
+    texts = [choice["text"] for choice in completion_with(http, schema).json()["choices"]]
+    assert any(text.count(",") for text in texts)
+    texts = [choice["text"] for choice in completion_with(http, schema, strict=True).json()["choices"]]
+    assert all(json.loads(text) == {"a": 1} for text in texts)

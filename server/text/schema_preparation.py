@@ -1,0 +1,496 @@
+"""Rewrites a JSON schema into keywords that the compiler enforces, and names the others. Compiles nothing.
+
+A rewritten schema allows a part of what the original allows, but for the keywords named in the result. Objects that
+list properties, or patterns of their names, and do not say what else they may have are closed on request: a model that
+may add properties adds them until max_tokens.
+"""
+
+from collections.abc import Iterator
+import copy
+import dataclasses
+import math
+import re
+from typing import Any
+
+from server.text.schema_alternatives import SchemaAlternatives, find_pointer
+from server.text.schema_keywords import FORMATS, KEYWORDS, Handling
+
+# Levels of schemas that are rewritten; the compiler refuses deeper ones.
+_MAX_LEVELS = 80
+_LARGEST_INT64 = 2**63 - 1024  # that a double holds; the compiler's bounds are doubles
+_LARGEST_EXACT = 2**53
+_TYPES = ("null", "boolean", "number", "string", "array", "object")
+_SCHEMAS = ("items", "additionalItems", "additionalProperties")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+# What applies to the same value, and so may describe further properties or items of it.
+_IN_PLACE = (
+  *("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"),
+  *("if", "then", "else", "dependentSchemas"),
+)
+_OF_OBJECTS = (
+  *_IN_PLACE,
+  *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "required"),
+  *("propertyNames", "not", "dependencies"),
+)
+_ANNOTATIONS = frozenset(name for name, keyword in KEYWORDS.items() if keyword.handling is Handling.ANNOTATION)
+# What the compiler's regular expressions lack, but not within a class of characters.
+_NO_CLASS = re.compile(r"\\[^bBk1-9]|\[\^?\]?(?:\\.|[^\]\\])*+\]|(?P<lacking>\(\?<?[=!]|\\[bBk1-9])|.", re.DOTALL)
+
+
+class SchemaRefused(Exception):
+  """A value in the schema cannot be followed exactly, and leaving it out would not do. The text has the remedy."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UnenforcedKeyword:
+  """A keyword that was left out.
+
+  Attributes:
+    keyword: its name.
+    path: the names on the way to it, itself last.
+  """
+
+  keyword: str
+  path: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PreparedSchema:
+  """A rewritten schema.
+
+  Attributes:
+    schema: the schema; another object than the original.
+    unenforced: keywords that it lacks, in order.
+  """
+
+  schema: Any
+  unenforced: list[UnenforcedKeyword]
+
+
+def prepare_schema(schema: Any, *, closes: bool) -> PreparedSchema:
+  """Rewrites a schema. To rewrite it again changes nothing.
+
+  Args:
+    schema: a parsed JSON schema.
+    closes: whether objects with `properties` or `patternProperties`, and without additionalProperties, have no others.
+
+  Raises:
+    SchemaRefused: const or enum has a whole number beyond 2^53.
+  """
+  rewriter = _Rewriter(schema, closes=closes)
+  prepared = rewriter.rewrite(schema, (), 0)
+  choices = _ChoiceRewriter(prepared)
+  prepared = choices.rewrite(prepared, (), 0)
+  return PreparedSchema(prepared, rewriter.unenforced + choices.unenforced)
+
+
+class _Rewriter:
+  """Rewrites everything but oneOf."""
+
+  def __init__(self, root: Any, *, closes: bool):
+    self._root = root
+    self._closes = closes
+    self._composed = _find_composed(root) if closes else set[int]()
+    self._alternatives = SchemaAlternatives(root)
+    self._referenced = _referenced_names(root)
+    self.unenforced: list[UnenforcedKeyword] = []
+
+  def rewrite(self, schema: Any, path: tuple[str, ...], level: int) -> Any:
+    if not isinstance(schema, dict) or level > _MAX_LEVELS:
+      return schema
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+      if name in ("const", "enum"):
+        _check_exact(value, name)
+      if name == "$dynamicAnchor" and "$anchor" not in schema:
+        made["$anchor"] = value
+      elif name == "x-guidance" and not path:
+        made[name] = value
+      elif name not in KEYWORDS and name in self._referenced:
+        made[name] = self.rewrite(value, (*path, name), level + 1)
+      elif name in _ANNOTATIONS or name not in KEYWORDS:
+        continue  # beside a reference, the compiler would take it for a part of the schema
+      elif name in _MAPS and isinstance(value, dict):
+        made[name] = {key: self.rewrite(each, (*path, name, key), level + 1) for key, each in value.items()}
+      elif name in _LISTS and isinstance(value, list):
+        made[name] = [self.rewrite(each, (*path, name, str(at)), level + 1) for at, each in enumerate(value)]
+      elif name in _SCHEMAS:
+        made[name] = self.rewrite(value, (*path, name), level + 1)
+      elif name in _COUNTS and isinstance(value, float) and value.is_integer():
+        made[name] = int(value)
+      elif name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        made[name] = _bound_inward(value, up=name.endswith("inimum"))
+      else:
+        made[name] = value
+    self._rewrite_strings(schema, made, path)
+    self._rewrite_arrays(schema, made, path, level)
+    self._rewrite_objects(schema, made, path, level)
+    return self._rewrite_logic(schema, made, path, level)
+
+  def _leave_out(self, made: dict[str, Any], name: str, path: tuple[str, ...]) -> None:
+    del made[name]
+    self.unenforced.append(UnenforcedKeyword(name, (*path, name)))
+
+  def _rewrite_strings(self, schema: dict[str, Any], made: dict[str, Any], path: tuple[str, ...]) -> None:
+    if "format" in made and made["format"] not in FORMATS:
+      del made["format"]
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str) and _has_lookaround(pattern):
+      self._leave_out(made, "pattern", path)
+
+  def _rewrite_arrays(self, schema: dict[str, Any], made: dict[str, Any], path: tuple[str, ...], level: int) -> None:
+    if "uniqueItems" in made:
+      most = schema.get("maxItems")
+      if schema["uniqueItems"] is False or (isinstance(most, int | float) and most <= 1):
+        del made["uniqueItems"]
+      else:
+        self._leave_out(made, "uniqueItems", path)
+    if "contains" in made:
+      if schema.get("minContains") == 0 and "maxContains" not in schema:
+        del made["contains"]
+      else:
+        self._leave_out(made, "contains", path)
+    made.pop("minContains", None)
+    made.pop("maxContains", None)
+    if "unevaluatedItems" in made:
+      rest = schema["unevaluatedItems"]
+      if _is_any(rest):
+        del made["unevaluatedItems"]
+      elif "contains" in schema or any(name in schema for name in _IN_PLACE):
+        self._leave_out(made, "unevaluatedItems", path)
+      else:
+        del made["unevaluatedItems"]
+        name = "additionalItems" if isinstance(schema.get("items"), list) else "items"
+        if name not in schema:
+          made[name] = self.rewrite(rest, (*path, "unevaluatedItems"), level + 1)
+
+  def _rewrite_objects(self, schema: dict[str, Any], made: dict[str, Any], path: tuple[str, ...], level: int) -> None:
+    if "propertyNames" in made and not self._enforce_names(schema, made):
+      self._leave_out(made, "propertyNames", path)
+    for name in ("dependentRequired", "dependentSchemas", "dependencies"):
+      if schema.get(name) == {}:
+        del made[name]
+      elif name in made:
+        self._leave_out(made, name, path)
+    if "unevaluatedProperties" in made:
+      rest = schema["unevaluatedProperties"]
+      if _is_any(rest):
+        del made["unevaluatedProperties"]
+      elif not any(name in schema for name in _IN_PLACE):
+        del made["unevaluatedProperties"]
+        if "additionalProperties" not in schema:
+          made["additionalProperties"] = self.rewrite(rest, (*path, "unevaluatedProperties"), level + 1)
+      elif rest is False and not any(name in schema for name in _IN_PLACE if name not in ("allOf", "$ref")):
+        if self._close(schema, made):
+          del made["unevaluatedProperties"]
+        else:
+          self._leave_out(made, "unevaluatedProperties", path)
+      else:
+        self._leave_out(made, "unevaluatedProperties", path)
+    elif self._closes and id(schema) not in self._composed:
+      self._close(schema, made)
+    self._rewrite_counts(made, path)
+
+  def _enforce_names(self, schema: dict[str, Any], made: dict[str, Any]) -> bool:
+    """Enforces propertyNames with other keywords, and removes it; returns whether that is possible."""
+    names = self._alternatives.resolve_reference(schema["propertyNames"])
+    if isinstance(names, dict):
+      names = {name: value for name, value in names.items() if name in KEYWORDS and name not in _ANNOTATIONS}
+      if names.get("type") == "string":
+        del names["type"]
+    if _is_any(names):
+      del made["propertyNames"]
+      return True
+    if names is False:
+      names = {"enum": []}
+    values = [names["const"]] if set(names) == {"const"} else names.get("enum") if set(names) == {"enum"} else None
+    if "patternProperties" in schema:
+      return False
+    rest, properties = made.get("additionalProperties", True), made.get("properties", {})
+    if isinstance(values, list) and isinstance(properties, dict):
+      allowed = [value for value in values if isinstance(value, str)]
+      made["properties"] = {name: value if name in allowed else False for name, value in properties.items()} | {
+        name: copy.deepcopy(rest) for name in allowed if name not in properties
+      }
+    elif set(names) == {"pattern"} and not properties and not _has_lookaround(str(names["pattern"])):
+      made["patternProperties"] = {str(names["pattern"]): rest}
+    else:
+      return False
+    made["additionalProperties"] = False
+    del made["propertyNames"]
+    return True
+
+  def _close(self, schema: dict[str, Any], made: dict[str, Any]) -> bool:
+    """Lets an object have no properties but those that it or what applies to the same object lists.
+
+    Returns whether it could: no part says something of further properties.
+    """
+    kinds = schema.get("type", "object")
+    if "additionalProperties" in made or "object" not in kinds:
+      return False
+    if not any(name in schema for name in _IN_PLACE):
+      if "properties" not in made and "patternProperties" not in made:
+        return False
+    elif "patternProperties" in made:
+      return False
+    names: dict[str, None] = {}
+    has_properties = False
+    for part in self._parts(schema, set(), 0):
+      if not isinstance(part, dict):
+        continue
+      if part is not schema and not part.keys().isdisjoint(
+        ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "$dynamicRef")
+      ):
+        return False
+      properties, required = part.get("properties"), part.get("required")
+      has_properties |= isinstance(properties, dict) or "patternProperties" in part
+      names |= dict.fromkeys(properties if isinstance(properties, dict) else ())
+      names |= dict.fromkeys(name for name in required if isinstance(name, str)) if isinstance(required, list) else {}
+    if not has_properties or _is_one_part(schema):
+      return False
+    own = made.get("properties", {})
+    if names:
+      made["properties"] = {**own, **{name: True for name in names if name not in own}}
+    made["additionalProperties"] = False
+    return True
+
+  def _parts(self, schema: Any, seen: set[int], level: int) -> Iterator[Any]:
+    """Yields a schema and what applies to the same value."""
+    if id(schema) in seen or level > _MAX_LEVELS:
+      return
+    seen.add(id(schema))
+    yield schema
+    for part in _in_place(schema, self._root):
+      yield from self._parts(part, seen, level + 1)
+
+  def _rewrite_counts(self, made: dict[str, Any], path: tuple[str, ...]) -> None:
+    """Removes counts of properties that follow from others, or that the compiler cannot follow."""
+    properties, required = made.get("properties"), made.get("required")
+    listed = set(properties) if isinstance(properties, dict) else set()
+    needed = {str(name) for name in required} if isinstance(required, list) else set()
+    least, most = made.get("minProperties", 0), made.get("maxProperties")
+    if not isinstance(least, int) or not isinstance(most, int | None):
+      return
+    closed = made.get("additionalProperties") is False and not made.get("patternProperties")
+    if least <= len(needed):
+      made.pop("minProperties", None)
+      least = 0
+    if most is not None and closed and most >= len(listed):
+      del made["maxProperties"]
+      most = None
+    if not listed - needed or (not least and most is None):
+      return
+    if closed and least - len(needed) <= 1 and (most is None or most - len(needed) == 1):
+      return
+    for name in ("minProperties", "maxProperties"):
+      if name in made:
+        self._leave_out(made, name, path)
+
+  def _rewrite_logic(self, schema: dict[str, Any], made: dict[str, Any], path: tuple[str, ...], level: int) -> Any:
+    for name in ("$dynamicRef", "$recursiveRef"):
+      if name in made:
+        self._leave_out(made, name, path)
+    then, otherwise = made.pop("then", None), made.pop("else", None)
+    if "if" in made:
+      if isinstance(schema["if"], bool) or _is_any(schema["if"]):
+        taken = otherwise if schema["if"] is False else then
+        del made["if"]
+        if taken is not None:
+          part = self.rewrite(taken, (*path, "else" if schema["if"] is False else "then"), level + 1)
+          made["allOf"] = [*made.get("allOf", []), part]
+      elif then is None and otherwise is None:
+        del made["if"]
+      else:
+        self._leave_out(made, "if", path)
+    if "not" in made:
+      excluded = schema["not"]
+      if _is_any(excluded):
+        return False
+      types = _types_excluded(excluded)
+      if types is None:
+        self._leave_out(made, "not", path)
+      else:
+        del made["not"]
+        if types:
+          named = made.get("type", list(_TYPES))
+          left = [name for name in ([named] if isinstance(named, str) else named) if name not in types]
+          if not left:
+            return False
+          made["type"] = left
+    return made
+
+
+class _ChoiceRewriter:
+  """Turns oneOf into anyOf; changes the schema."""
+
+  def __init__(self, root: Any):
+    self._root = root
+    self._alternatives = SchemaAlternatives(root)
+    self.unenforced: list[UnenforcedKeyword] = []
+
+  def rewrite(self, schema: Any, path: tuple[str, ...], level: int) -> Any:
+    if not isinstance(schema, dict) or level > _MAX_LEVELS:
+      return schema
+    for name, value in schema.items():
+      if name in _MAPS and isinstance(value, dict):
+        for key, each in value.items():
+          value[key] = self.rewrite(each, (*path, name, key), level + 1)
+      elif name in _LISTS and isinstance(value, list):
+        value[:] = [self.rewrite(each, (*path, name, str(at)), level + 1) for at, each in enumerate(value)]
+      elif name in _SCHEMAS:
+        schema[name] = self.rewrite(value, (*path, name), level + 1)
+    if not isinstance(schema.get("oneOf"), list):
+      return schema
+    options = schema["oneOf"]
+    if not self._are_apart(options):
+      self.unenforced.append(UnenforcedKeyword("oneOf", (*path, "oneOf")))
+    if "anyOf" in schema:
+      del schema["oneOf"]
+      schema["allOf"] = [*schema.get("allOf", []), {"anyOf": options}]
+      return schema
+    return {"anyOf" if name == "oneOf" else name: value for name, value in schema.items()}
+
+  def _are_apart(self, options: list[Any]) -> bool:
+    """Returns whether no value is valid under two options.
+
+    A property by which they differ becomes required: pydantic refuses a value without its discriminator, also one that
+    has a default.
+    """
+    name = self._alternatives.find_discriminator(options)
+    targets = [self._target(option) for option in options]
+    if name is None or not all(targets):
+      pairs = ((one, other) for at, one in enumerate(options) for other in options[at + 1 :])
+      return all(self._alternatives.are_disjoint(one, other) for one, other in pairs)
+    for target in targets:
+      if name not in target.get("required", []):
+        target["required"] = [*target.get("required", []), name]
+    return True
+
+  def _target(self, option: Any) -> dict[str, Any]:
+    """Returns the schema itself that an option or its reference is; an empty one if there is none."""
+    for _ in range(16):
+      if not isinstance(option, dict) or "$ref" not in option:
+        break
+      option = find_pointer(self._root, option["$ref"]) if len(option) == 1 else None
+    return option if isinstance(option, dict) and option.get("type") == "object" else {}
+
+
+def _find_composed(root: Any) -> set[int]:
+  """Returns the ids of schemas that describe an object together with others, by which it has further properties."""
+  composed: list[Any] = []
+  inherits: dict[int, list[Any]] = {}  # by the id of a schema: what describes all that it describes
+  left, seen = [root], set[int]()
+  while left:
+    schema = left.pop()
+    if not isinstance(schema, dict) or id(schema) in seen:
+      continue
+    seen.add(id(schema))
+    parts = _in_place(schema, root)
+    inherits[id(schema)] = parts
+    if not _is_one_part(schema):
+      composed += parts
+    left += parts
+    for name in _SCHEMAS:
+      left.append(schema.get(name))
+    for name in (*_LISTS, *_MAPS):
+      value = schema.get(name)
+      left += value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+  found = set[int]()
+  while composed:
+    schema = composed.pop()
+    if id(schema) not in found:
+      found.add(id(schema))
+      composed += inherits.get(id(schema), ())
+  return found
+
+
+def _is_one_part(schema: dict[str, Any]) -> bool:
+  """Returns whether every object of this schema is described by one of its parts alone."""
+  names = [name for name in _OF_OBJECTS if name in schema]
+  return names in (["$ref"], ["anyOf"], ["oneOf"]) or (
+    names == ["allOf"] and isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1
+  )
+
+
+def _in_place(schema: Any, root: Any) -> list[Any]:
+  """Returns the schemas that apply to the same value."""
+  if not isinstance(schema, dict):
+    return []
+  parts = [part for name in ("allOf", "anyOf", "oneOf") for part in _list(schema.get(name))]
+  parts += (schema[name] for name in ("if", "then", "else") if name in schema)
+  if isinstance(schema.get("dependentSchemas"), dict):
+    parts += schema["dependentSchemas"].values()
+  if isinstance(schema.get("$ref"), str):
+    parts.append(find_pointer(root, schema["$ref"]))
+  return [part for part in parts if isinstance(part, dict)]
+
+
+def _referenced_names(root: Any) -> set[str]:
+  """Returns the names on the way to what references name."""
+  names, left = set[str](), [root]
+  while left:
+    value = left.pop()
+    if isinstance(value, list):
+      left += value
+    elif isinstance(value, dict):
+      if isinstance(value.get("$ref"), str):
+        names.update(part.replace("~1", "/").replace("~0", "~") for part in value["$ref"].split("/"))
+      left += value.values()
+  return names
+
+
+def _list(value: Any) -> list[Any]:
+  return value if isinstance(value, list) else []
+
+
+def _is_any(schema: Any) -> bool:
+  """Returns whether a schema certainly allows everything."""
+  return schema is True or (
+    isinstance(schema, dict) and all(name in _ANNOTATIONS or name not in KEYWORDS for name in schema)
+  )
+
+
+def _types_excluded(schema: Any) -> list[str] | None:
+  """Returns the types that `not` of a schema excludes; None if it says more."""
+  if schema is False:
+    return []
+  if not isinstance(schema, dict):
+    return None
+  if any(name in KEYWORDS and name != "type" and name not in _ANNOTATIONS for name in schema):
+    return None
+  types = [schema["type"]] if isinstance(schema["type"], str) else _list(schema["type"])
+  if "integer" in types and "number" not in types:
+    return None
+  return [*types, "integer"] if "number" in types else types
+
+
+def _has_lookaround(pattern: str) -> bool:
+  return any(piece["lacking"] for piece in _NO_CLASS.finditer(pattern))
+
+
+def _bound_inward(value: Any, *, up: bool) -> Any:
+  """Returns a bound that a double holds exactly, not outside of the given one, and within int64."""
+  if not isinstance(value, int) or abs(value) <= _LARGEST_EXACT:
+    return value
+  if (up and value < -_LARGEST_INT64) or (not up and value > _LARGEST_INT64):
+    return -_LARGEST_INT64 if up else _LARGEST_INT64
+  if abs(value) > _LARGEST_INT64:
+    return value
+  near = float(value)
+  if near < value if up else near > value:
+    near = math.nextafter(near, math.inf if up else -math.inf)
+  return int(near)
+
+
+def _check_exact(value: Any, name: str) -> None:
+  left = [value]
+  while left:
+    inner = left.pop()
+    if isinstance(inner, list):
+      left += inner
+    elif isinstance(inner, dict):
+      left += inner.values()
+    elif isinstance(inner, int) and abs(inner) > _LARGEST_EXACT:
+      raise SchemaRefused(f"has {inner} in {name}, allowed are whole numbers up to 2^53: send it as a string")

@@ -1,0 +1,359 @@
+"""JSON schemas as people write them: each keyword is enforced, of no effect, or named."""
+
+import json
+from typing import Any
+
+import llguidance
+import pytest
+
+from engine.errors import InvalidRequest
+from server.proto import sluice_pb2 as pb
+from server.text.constraint_compiler import ConstraintCompiler, prepare_schema_text
+from server.text.schema_keywords import KEYWORDS, Handling
+from server.text.schema_preparation import prepare_schema
+
+BYTES = llguidance.LLTokenizer("byte")
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "a": {}}, "required": ["kind"]}
+DOG = {"type": "object", "properties": {"kind": {"const": "dog"}, "a": {}}, "required": ["kind"]}
+# By keyword: (schema, valid values, invalid values, keywords that are left out). Objects stay open.
+CASES: dict[str, list[tuple[Any, list[Any], list[Any], list[str]]]] = {
+  "$ref": [({"$ref": "#/$defs/node", "$defs": {"node": NODE}}, [{}, {"next": {"next": {}}}], [{"next": 1}], [])],
+  "$defs": [({"$ref": "#/$defs/a", "$defs": {"a": {"type": "null"}}}, [None], [1], [])],
+  "definitions": [({"$ref": "#/definitions/a", "definitions": {"a": {"type": "null"}}}, [None], [1], [])],
+  "$anchor": [({"$ref": "#x", "$defs": {"a": {"$anchor": "x", "type": "null"}}}, [None], [1], [])],
+  "$id": [({"$id": "https://a.example/x", "type": "null"}, [None], [1], [])],
+  "id": [({"id": "https://a.example/x", "type": "null"}, [None], [1], [])],
+  "$schema": [({"$schema": f"https://{host}", "type": "null"}, [None], [1], []) for host in ("a.example", "b.example")],
+  "$vocabulary": [({"$vocabulary": {"https://a.example": True}, "type": "null"}, [None], [1], [])],
+  "$comment": [({"$comment": "x", "type": "null"}, [None], [1], [])],
+  "$dynamicRef": [({"$dynamicRef": "#x", "type": ["null", "object"]}, [None], [1], ["$dynamicRef"])],
+  "$dynamicAnchor": [({"$ref": "#x", "$defs": {"a": {"$dynamicAnchor": "x", "type": "null"}}}, [None], [1], [])],
+  "$recursiveRef": [({"$recursiveRef": "#", "type": "null"}, [None], [1], ["$recursiveRef"])],
+  "$recursiveAnchor": [({"$recursiveAnchor": True, "type": "null"}, [None], [1], [])],
+  "type": [({"type": ["string", "integer"]}, ["a", 1], [None, 1.5, []], [])],
+  "enum": [({"enum": ["a", 1, None, [1]]}, ["a", 1, None, [1]], ["b", 2, []], [])],
+  "const": [({"const": {"a": 1}}, [{"a": 1}], [{"a": 2}, {}, 1], [])],
+  "allOf": [({"allOf": [{"minimum": 3}, {"type": "integer"}]}, [3], [2, "a"], [])],
+  "anyOf": [({"anyOf": [{"type": "null"}, {"type": "integer"}]}, [3, None], ["a"], [])],
+  "oneOf": [
+    ({"oneOf": [CAT, DOG]}, [{"kind": "cat"}, {"kind": "dog", "a": 1}], [{"kind": "x"}, {}], []),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"enum": [1]}}}, [1, None], [2], []),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, [1, 3.5], [2.5], ["oneOf"]),
+  ],
+  "not": [
+    ({"not": {"type": ["object", "array"]}}, [1, "a", None], [{}, []], []),
+    ({"not": False, "type": "null"}, [None], [1], []),
+    ({"type": "string", "not": {"enum": ["a"]}}, ["b"], [1], ["not"]),
+  ],
+  "if": [
+    ({"if": {"type": "null"}, "then": True, "else": {"type": "integer"}}, [None, 1], [], ["if"]),
+    ({"if": {"type": "null"}, "type": "null"}, [None], [1], []),
+  ],
+  "then": [
+    ({"if": True, "then": {"type": "null"}}, [None], [1], []),
+    ({"then": False, "type": "null"}, [None], [], []),
+  ],
+  "else": [({"if": False, "else": {"type": "null"}}, [None], [1], [])],
+  "minimum": [
+    (
+      {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+      [0, 2**63 - 1024, -(2**60)],
+      [2**63, -(2**64)],
+      [],
+    ),
+    ({"type": "integer", "minimum": 2**53 + 1}, [2**53 + 2], [2**53], []),
+  ],
+  "maximum": [({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, 2**62], [-1, 2**64], [])],
+  "exclusiveMinimum": [
+    ({"type": "number", "exclusiveMinimum": 1}, [1.5, 2], [1, 0], []),
+    ({"type": "number", "minimum": 1, "exclusiveMinimum": True}, [2], [1], []),
+  ],
+  "exclusiveMaximum": [({"type": "integer", "exclusiveMaximum": 1}, [0, -5], [1], [])],
+  "multipleOf": [({"type": "number", "multipleOf": 0.25}, [0.25, 1.75], [0.3], [])],
+  "minLength": [({"type": "string", "minLength": 2.0}, ["ab"], ["a"], [])],
+  "maxLength": [({"type": "string", "maxLength": 2}, ["ab"], ["abc"], [])],
+  "pattern": [
+    ({"type": "string", "pattern": "^a+$"}, ["aa"], ["b"], []),
+    ({"type": "string", "pattern": r"^[(?=)]$"}, ["="], ["a"], []),
+    *(
+      ({"type": "string", "pattern": pattern}, ["ab", "b"], [1], ["pattern"])
+      for pattern in (r"(?=a)b", r"(?!a)b", r"(?<=a)b", r"(?<!a)b", r"\bb", r"(b)\1")
+    ),
+  ],
+  "format": [
+    ({"type": "string", "format": "date"}, ["2024-02-29"], ["2024-13-01", "x"], []),
+    ({"type": "string", "format": "password"}, ["x"], [1], []),
+  ],
+  "contentEncoding": [({"type": "string", "contentEncoding": "base64"}, ["x"], [1], [])],
+  "contentMediaType": [({"type": "string", "contentMediaType": "text/html"}, ["x"], [1], [])],
+  "contentSchema": [({"type": "string", "contentSchema": {"type": "null"}}, ["x"], [1], [])],
+  "items": [
+    ({"type": "array", "items": {"type": "null"}}, [[], [None]], [[1]], []),
+    ({"type": "array", "items": [{"type": "null"}]}, [[None, 1]], [[1]], []),
+  ],
+  "prefixItems": [
+    ({"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "integer"}}, [[None, 1]], [[1]], [])
+  ],
+  "additionalItems": [({"items": [{"type": "null"}], "additionalItems": False}, [[None]], [[None, 1]], [])],
+  "minItems": [({"type": "array", "minItems": 1}, [[1]], [[]], [])],
+  "maxItems": [({"type": "array", "maxItems": 1}, [[1]], [[1, 2]], [])],
+  "uniqueItems": [
+    ({"type": "array", "uniqueItems": True, "items": {"type": "integer"}}, [[1, 2]], [["a"]], ["uniqueItems"]),
+    ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[1]], [[1, 1]], []),
+    ({"type": "array", "uniqueItems": False}, [[1, 1]], [1], []),
+  ],
+  "contains": [
+    ({"type": "array", "contains": {"type": "null"}}, [[None]], [1], ["contains"]),
+    ({"type": "array", "contains": {"type": "null"}, "minContains": 0}, [[], [1]], [1], []),
+  ],
+  "minContains": [({"type": "array", "minContains": 2}, [[]], [1], [])],
+  "maxContains": [({"type": "array", "maxContains": 2}, [[]], [1], [])],
+  "unevaluatedItems": [
+    ({"type": "array", "prefixItems": [{"type": "null"}], "unevaluatedItems": False}, [[None]], [[None, 1]], []),
+    ({"type": "array", "anyOf": [True], "unevaluatedItems": False}, [[]], [1], ["unevaluatedItems"]),
+  ],
+  "properties": [({"type": "object", "properties": {"a": {"type": "null"}}}, [{"a": None}, {}], [{"a": 1}], [])],
+  "required": [({"type": "object", "required": ["a"]}, [{"a": None}], [{}], [])],
+  "additionalProperties": [
+    ({"type": "object", "additionalProperties": {"type": "null"}}, [{}, {"x": None}], [{"x": 1}], [])
+  ],
+  "patternProperties": [
+    (
+      {"type": "object", "patternProperties": {"^a": {"type": "null"}}, "additionalProperties": False},
+      [{"ab": None}],
+      [{"ab": 1}, {"b": None}],
+      [],
+    )
+  ],
+  "propertyNames": [
+    ({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "integer"}},)
+    + ([{}, {"a": 1, "b": 2}], [{"c": 1}, {"a": "x"}], []),
+    ({"type": "object", "propertyNames": {"pattern": "^x"}}, [{"xy": 1}], [{"a": 1}], []),
+    ({"type": "object", "propertyNames": {"type": "string"}}, [{"xy": 1}], [1], []),
+    ({"type": "object", "propertyNames": {"maxLength": 3}}, [{"xy": 1}], [1], ["propertyNames"]),
+  ],
+  "minProperties": [
+    ({"type": "object", "minProperties": 1}, [{"a": 1}], [{}], []),
+    ({"properties": {"a": {}}, "required": ["a"], "minProperties": 1, "type": "object"}, [{"a": 1}], [{}], []),
+    (
+      {"properties": {"a": {}, "b": {}}, "minProperties": 2, "type": "object"},
+      [{"a": 1, "b": 1}],
+      [1],
+      ["minProperties"],
+    ),
+  ],
+  "maxProperties": [
+    ({"type": "object", "maxProperties": 1}, [{"a": 1}], [{"a": 1, "b": 1}], []),
+    ({"properties": {"a": {}}, "maxProperties": 3, "additionalProperties": False}, [{"a": 1}, {}], [{"b": 1}], []),
+    ({"properties": {"a": {}}, "maxProperties": 3, "type": "object"}, [{"a": 1}, {}], [1], ["maxProperties"]),
+  ],
+  "dependentRequired": [
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, [{}], [1], ["dependentRequired"]),
+    ({"type": "object", "dependentRequired": {}}, [{}], [1], []),
+  ],
+  "dependentSchemas": [({"type": "object", "dependentSchemas": {"a": False}}, [{}], [1], ["dependentSchemas"])],
+  "dependencies": [({"type": "object", "dependencies": {"a": ["b"]}}, [{}], [1], ["dependencies"])],
+  "unevaluatedProperties": [
+    ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{"a": 1}], [{"b": 1}], []),
+    (
+      {"allOf": [{"properties": {"a": {}}}], "type": "object", "properties": {"b": {}}, "unevaluatedProperties": False},
+      [{"a": 1, "b": 2}, {"b": 1}],
+      [{"c": 1}],
+      [],
+    ),
+    (
+      {"type": "object", "anyOf": [CAT], "unevaluatedProperties": False},
+      [{"kind": "cat"}],
+      [{}],
+      ["unevaluatedProperties"],
+    ),
+  ],
+  **{
+    name: [({name: value, "type": "null"}, [None], [1], [])]
+    for name, value in (
+      ("title", "x"),
+      ("description", "x"),
+      ("default", 3),
+      ("examples", [1]),
+      ("deprecated", True),
+      ("readOnly", True),
+      ("writeOnly", True),
+    )
+  },
+}
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+  return ConstraintCompiler(tokenizer, 400, (2,), closes_objects=False)
+
+
+def accepts(source: str, value: Any) -> bool:
+  """Whether an output may be this value, with its properties in this or the reverse order."""
+  values = [value, dict(reversed(value.items()))] if isinstance(value, dict) else [value]
+  for each in values:
+    matcher = llguidance.LLMatcher(BYTES, source, log_level=0)
+    tokens = list(json.dumps(each).encode())
+    if matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting():
+      return True
+  return False
+
+
+def source_of(compiler: ConstraintCompiler, schema: Any) -> str:
+  return compiler.compile(pb.OutputConstraint(json_schema=json.dumps(schema))).source
+
+
+def test_every_row_of_the_table_has_a_case():
+  assert CASES.keys() == KEYWORDS.keys()
+  named = {name for cases in CASES.values() for case in cases for name in case[3]}
+  for name, keyword in KEYWORDS.items():
+    outcomes = [bool(case[3]) for case in CASES[name]]
+    if keyword.handling in (Handling.ENFORCED, Handling.ANNOTATION):
+      assert not any(outcomes) and name not in named, name
+  others = {name for name, keyword in KEYWORDS.items() if keyword.handling in (Handling.PARTLY, Handling.IGNORED)}
+  assert named <= others
+  # These follow from another keyword, which is named, or from the format's name.
+  assert others - named == {"then", "else", "minContains", "maxContains", "format"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_keyword_does_what_the_table_says(compiler, name):
+  for schema, valid, invalid, unenforced in CASES[name]:
+    text, found = prepare_schema_text(json.dumps(schema), closes=False)
+    assert [keyword.keyword for keyword in found] == unenforced, schema
+    assert all(keyword.path[-1] == keyword.keyword for keyword in found)
+    source = source_of(compiler, json.loads(text))
+    for value in valid:
+      assert accepts(source, value), (schema, value)
+    for value in invalid:
+      assert not accepts(source, value), (schema, value)
+    again = prepare_schema(json.loads(text), closes=False)
+    assert again.schema == json.loads(text) and not again.unenforced
+    if unenforced:
+      with pytest.raises(InvalidRequest, match=f"{unenforced[0].strip('$')} at .*cannot be enforced: leave it out"):
+        source_of(compiler, schema)
+
+
+PERSON = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OTHER = {"type": "object", "properties": {"b": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+  ("schema", "valid", "invalid"),
+  [
+    (PERSON, [{}, {"a": 1}], [{"a": 1, "x": 1}]),
+    (PERSON | {"additionalProperties": True}, [{"a": 1, "x": 1}], []),
+    (PERSON | {"additionalProperties": {"type": "null"}}, [{"a": 1, "x": None}], [{"x": 1}]),
+    ({"type": "object"}, [{"x": 1}], []),
+    ({"type": "object", "properties": {}}, [{}], [{"x": 1}]),
+    ({"type": "object", "patternProperties": {"^a": {"type": "integer"}}}, [{"ab": 1}], [{"ab": "x"}, {"x": 1}]),
+    (
+      {"$ref": "#/components/schemas/p", "components": {"schemas": {"p": PERSON | {"discriminator": 1}}}},
+      [{"a": 1}],
+      [{"a": 1, "x": 1}],
+    ),
+    ({"type": "array", "items": PERSON}, [[{"a": 1}]], [[{"x": 1}]]),
+    ({"$ref": "#/$defs/p", "$defs": {"p": PERSON}}, [{"a": 1}], [{"x": 1}]),
+    ({"allOf": [{"$ref": "#/$defs/p"}], "title": "x", "$defs": {"p": PERSON}}, [{"a": 1}], [{"x": 1}]),
+    ({"anyOf": [PERSON, {"type": "null"}]}, [{"a": 1}, None], [{"x": 1}]),
+    (PERSON | {"required": ["b"]}, [{"a": 1, "b": 2}, {"b": 0}], [{"a": 1}, {"b": 1, "x": 1}]),
+    # Together they describe one object.
+    ({"allOf": [PERSON, OTHER]}, [{"a": 1, "b": 1}], [{"a": "x"}, {"b": "x"}, {"x": 1}]),
+    (OTHER | {"allOf": [{"$ref": "#/$defs/p"}], "$defs": {"p": PERSON}}, [{"a": 1, "b": 1}], [{"a": "x"}, {"x": 1}]),
+    (
+      {"$ref": "#/$defs/p", "required": ["b"], "$defs": {"p": PERSON}},
+      [{"a": 1, "b": 1}],
+      [{"a": 1}, {"b": 1, "x": 1}],
+    ),
+    (OTHER | {"anyOf": [PERSON, {"required": ["c"]}]}, [{"a": 1, "b": 1}, {"b": 1, "c": 2}], [{"x": 1}]),
+    ({"allOf": [PERSON, {"additionalProperties": True}]}, [{"a": 1, "x": 1}], [{"a": "x"}]),
+    (
+      {"properties": {"p": {"$ref": "#/$defs/p"}}, "type": "object", "$defs": {"p": {"allOf": [PERSON, OTHER]}}},
+      [{"p": {"a": 1, "b": 1}}],
+      [{"p": {"x": 1}}, {"x": 1}],
+    ),
+  ],
+)
+def test_objects_are_closed_unless_they_say_otherwise(compiler, tokenizer, schema, valid, invalid):
+  prepared = prepare_schema(schema, closes=True)
+  assert not prepared.unenforced
+  assert prepare_schema(prepared.schema, closes=True).schema == prepared.schema
+  closed = source_of(ConstraintCompiler(tokenizer, 400, (2,)), schema)
+  opened = source_of(compiler, schema)
+  for value in valid:
+    assert accepts(closed, value) and accepts(opened, value), value
+  for value in invalid:
+    assert not accepts(closed, value), value
+
+
+def test_the_order_of_properties_stays_that_of_the_schema(tokenizer):
+  source = source_of(ConstraintCompiler(tokenizer, 400, (2,)), {"allOf": [PERSON], "properties": {"c": {}}} | OTHER)
+  matcher = llguidance.LLMatcher(BYTES, source, log_level=0)
+  assert matcher.try_consume_tokens(list(b'{"a":1,"b":2}')) == 13
+
+
+@pytest.mark.parametrize(
+  ("options", "apart"),
+  [
+    ([{"type": "string"}, {"type": ["integer", "null"]}], True),
+    ([{"type": "integer"}, {"type": "number"}], False),
+    ([{"enum": [1, 2]}, {"enum": [2.0]}], False),
+    ([{"enum": [1, 2]}, {"const": True}], True),
+    ([{"allOf": [{"const": 1}]}, {"anyOf": [{"const": 2}, {"type": "string"}]}], True),
+    ([CAT, DOG, {"type": "array"}], True),
+    ([CAT, CAT], False),
+    ([{"type": "object", "properties": {"k": {"const": word}}} for word in ("a", "b")], True),
+    ([{"properties": {"k": {"const": word}}} for word in ("a", "b")], False),
+    ([{"type": "object", "properties": {word: {}}, "required": [word]} for word in "ab"], False),
+    (
+      [{"type": "object", "properties": {w: {}}, "required": [w], "additionalProperties": False} for w in "ab"],
+      True,
+    ),
+    ([False, {}], True),
+    ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], True),
+    ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/missing"}], False),
+  ],
+)
+def test_one_of_several_is_enforced_where_they_are_apart(options, apart):
+  definitions = {"a": {"type": "object", "properties": {"k": {"const": 1}}}, "b": {"type": "string"}}
+  schema = {"oneOf": options, "$defs": definitions}
+  before = json.dumps(schema)
+  assert (not prepare_schema(schema, closes=False).unenforced) == apart
+  assert json.dumps(schema) == before, "the caller's schema is its own"
+
+
+def test_names_of_properties_are_no_keywords(compiler):
+  names = ["not", "if", "uniqueItems", "$ref", "oneOf", "pattern"]
+  schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}, "required": ["not"]}
+  schema["properties"]["c"] = {"const": {"uniqueItems": True, "not": {}}}
+  assert not prepare_schema(schema, closes=True).unenforced
+  assert accepts(source_of(compiler, schema), {"not": None, "c": {"uniqueItems": True, "not": {}}})
+
+
+@pytest.mark.parametrize(
+  ("schema", "said"),
+  [
+    ({"const": 2**53 + 1}, "has 9007199254740993 in const, allowed are whole numbers up to"),
+    ({"enum": [[{"a": -(2**60)}]]}, "in enum, allowed are whole numbers up to"),
+    ({"multipleOf": 1234567}, "the limit is 20000"),
+    ({"allOf": [{"multipleOf": 9973}, {"multipleOf": 0.9967}]}, "least common multiple"),
+    ({"$ref": "https://a.example/x"}, "is not one that can be followed"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "allows no output"),
+    ({"x-guidance": {"lenient": True}, "patternProperties": {"a": {}, "b": {}}}, "not disjoint"),
+  ],
+)
+def test_what_cannot_be_followed_is_refused(compiler, schema, said):
+  with pytest.raises(InvalidRequest, match=said):
+    source_of(compiler, schema)
+
+
+def test_many_alternatives_and_much_depth_end(tokenizer):
+  many = {"oneOf": [{"type": "object", "properties": {f"p{at}": {}}} for at in range(400)]}
+  assert prepare_schema(many, closes=True).unenforced
+  deep: Any = {"type": "null"}
+  for _ in range(5000):
+    deep = {"items": deep}
+  assert prepare_schema(deep, closes=True)
+  loop = {"allOf": [{"$ref": "#"}, {"$ref": "#/allOf/0"}], "oneOf": [{"$ref": "#"}, {"$ref": "#/oneOf/0"}]}
+  assert prepare_schema(loop, closes=True).unenforced
