@@ -235,6 +235,7 @@ def parse_flags(argv: Sequence[str], program: str) -> list[str]:
     check_settings(read_settings(cls))
   check_pool_and_ladder(read_settings(DeviceSettings))
   find_policy_class(flags.FLAGS.policy)
+  host_options()
   return rest
 
 

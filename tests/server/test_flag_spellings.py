@@ -76,9 +76,8 @@ def test_what_is_no_flag_stays():
 
 
 def test_one_port_for_two():
-  parse("--port=8000")
   with pytest.raises(ConfigError, match="port=8000 is that of gRPC, and http_port=8000 that of HTTP"):
-    flags.host_options()
+    parse("--port=8000")
   parse("--port=8000", "--http_port=-1")
   assert flags.host_options().port == 8000
 

@@ -403,10 +403,8 @@ def test_lines_have_the_priority_of_batches_and_are_limited(tokenizer, tmp_path)
 
 @pytest.mark.parametrize("other", ["frontend_processes=2", "http_port=-1"])
 def test_one_process_with_http_owns_the_folder(tmp_path, other):
-  with flagsaver.flagsaver():
+  with flagsaver.flagsaver(), pytest.raises(ConfigError, match=f"not possible with {other}"):
     flags.parse_flags(["server", f"--batch_dir={tmp_path}", f"--{other}"], "server.main")
-    with pytest.raises(ConfigError, match=f"not possible with {other}"):
-      flags.host_options()
 
 
 def test_a_full_queue_delays_lines_and_fails_none(tokenizer, tmp_path):
