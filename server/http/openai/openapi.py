@@ -205,12 +205,14 @@ def _schemas() -> dict[str, Any]:
   call = _object(
     id=_TEXT,
     type={"const": "function"},
-    function=_object(name=_TEXT, arguments=_said(_TEXT, "A JSON object's text.")),
+    function=_object(name=_TEXT, arguments=_said(_TEXT, "A JSON object's text; incomplete if the output ends inside.")),
   )
   chat_choice = _choice(
     message=_with_optional(
       _object(role={"const": "assistant"}, content={"type": ["string", "null"]}),
       refusal=_NULL,
+      reasoning_content=_said(_TEXT, "What the model thought before it answered."),
+      reasoning=_said(_TEXT, "The same, under vLLM's newer name."),
       tool_calls=_list(call, 1),
     ),
     logprobs=_or_null(_object(content=_list(_logprob(top_logprobs=_list(_logprob()))))),
