@@ -29,6 +29,12 @@ LOOK = {
   "strict": False,
 }
 STOP = {"type": "function", "name": "stop"}
+UNIQUE = {
+  "type": "function",
+  "name": "list",
+  "parameters": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+  "strict": True,
+}
 NAMESPACE = {"type": "namespace", "name": "eyes", "description": "Sees.", "tools": [LOOK]}
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "cat"}}</tool_call>'
 TEXT = f'well\n{CALL}<tool_call>{{"name": "stop"}}</tool_call>'
@@ -421,6 +427,7 @@ BAD = [
   ),
   ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools[0].tools[0]"),
   ({"tools": [LOOK, LOOK]}, "tools"),
+  ({"tools": [STOP, UNIQUE], "tool_choice": "required"}, "tools.1.parameters.uniqueItems"),
   ({"tools": [LOOK], "tool_choice": "maybe"}, "tool_choice"),
   ({"tools": [LOOK], "tool_choice": {"type": "function"}}, "tool_choice.name"),
   ({"tools": [LOOK], "tool_choice": {"type": "function", "name": "fly"}}, "tool_choice"),
