@@ -62,7 +62,6 @@ class ProgramSettings(ModelSettings):
     "Format in which the model writes its reasoning; auto: from its chat template; none: it stays in the text.",
     group="Model",
     choices=REASONING_PARSERS,
-    common=True,
   )
   http_port: int | None = setting(
     None,
