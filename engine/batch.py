@@ -123,12 +123,14 @@ class StepResult:
     logprobs: row -> one entry for each of its logit rows, for requests with logprobs. The last entries of a sampling
       row belong to its tokens; rejected drafts have no entry.
     row_ends: end of each row's tokens in `tokens`; () if every row has one token.
+    embeddings: row -> little-endian float32 values of its embedding, for requests with `embed`.
   """
 
   tokens: Sequence[int]
   bad_rows: frozenset[int] = frozenset()
   logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = dataclasses.field(default_factory=dict)
   row_ends: Sequence[int] = ()
+  embeddings: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
 
   def tokens_of(self, row: int) -> tuple[int, ...]:
     """Returns the tokens of a row, in order."""

@@ -205,6 +205,7 @@ class TokenEvent(NamedTuple):
     num_cached_tokens: cached prompt tokens at the first admission; set on the last event.
     stop_token_id: the token that ended the request, for STOP; None if a constrained output completed without one.
     error: for ERROR, its kind if known: NUMERICAL_ERROR, ENGINE_FAILURE or GRAMMAR_LIMIT.
+    embedding: little-endian float32 values of the prompt's embedding, if requested.
   """
 
   request_id: str
@@ -216,6 +217,7 @@ class TokenEvent(NamedTuple):
   num_cached_tokens: int = 0
   stop_token_id: int | None = None
   error: str = ""
+  embedding: bytes = b""
 
 
 # make_event(TokenEvent, values) makes an event from a tuple of all fields in 0.14 us. The class's own constructor is a

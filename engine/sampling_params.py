@@ -43,6 +43,7 @@ class SamplingParams:
     logprobs: number of alternatives to report for each generated token, at most the vocabulary (0: only the token's
       own log probability); None: off.
     prompt_logprobs: the same for the prompt's tokens.
+    embed: whether to report the final hidden state of the prompt's last position; needs max_tokens=1.
   """
 
   max_tokens: int = 256
@@ -61,6 +62,7 @@ class SamplingParams:
   seed: int | None = None
   logprobs: int | None = None
   prompt_logprobs: int | None = None
+  embed: bool = False
 
   def validate(self, vocab_size: int) -> None:
     """Raises InvalidRequest with the value, the limit and the remedy."""
@@ -88,6 +90,8 @@ class SamplingParams:
     _check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
     if self.seed is not None:
       _check_whole("seed", self.seed, -(2**63), 2**63 - 1)
+    if self.embed and self.max_tokens != 1:
+      raise _refusal("max_tokens", self.max_tokens, "send 1 with embed, since only the prompt has an embedding")
     for name in ("logprobs", "prompt_logprobs"):
       value = getattr(self, name)
       if value is not None:

@@ -563,6 +563,7 @@ class Scheduler:
     block_size, sharing = self.config.block_size, self.config.shares_prefixes
     running, finished = RequestStatus.RUNNING, RequestStatus.FINISHED
     bad_rows, logprobs, drafts = result.bad_rows, result.logprobs, batch.num_drafts
+    embeddings = result.embeddings or None
     events: list[TokenEvent] = []
     columns = zip(rows, batch.starts, batch.counts, batch.samples, batch.token_ids, result.tokens_by_row(), strict=True)
     for row, (request, start, count, samples, inputs, tokens) in enumerate(columns):
@@ -609,6 +610,8 @@ class Scheduler:
       request.num_in_flight -= 1
       if request.first_token_time is None:
         request.first_token_time = now
+      if embeddings and row in embeddings:
+        events.append(TokenEvent(request.id, embedding=embeddings[row]))
       token = tokens[-1]  # a sampling row has at least one
       if token in request.stop_ids:
         events.append(self._finish(request, FinishReason.STOP, tokens, token_logprobs, stop_token_id=token))
@@ -619,7 +622,7 @@ class Scheduler:
       elif end >= request.max_computed_tokens:
         events.append(self._finish(request, FinishReason.LENGTH, tokens, token_logprobs))
       else:
-        events.append(make_event(TokenEvent, (request.id, tokens, token_logprobs, (), None, "", 0, None, "")))
+        events.append(make_event(TokenEvent, (request.id, tokens, token_logprobs, (), None, "", 0, None, "", b"")))
     return events
 
   def _up_to_the_end(self, request: Request, end: int, tokens: tuple[int, ...]) -> tuple[int, ...]:

@@ -242,6 +242,13 @@ class SchedulingSettings:
     common=True,
   )
 
+  enable_embeddings: bool = setting(
+    False,
+    "Serves embeddings: every step also returns the final hidden state of each row. Not with --executable_bundle, "
+    "--batching=disaggregated or --fake_device.",
+    group=_DEVICES,
+  )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceSettings:

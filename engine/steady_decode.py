@@ -166,7 +166,7 @@ class SteadyDecode:
       for row in columns.rows_at_a_block(starts, 1, block_size):
         publish(rows[row], (starts[row] + 1) // block_size)
     return [
-      make_event(TokenEvent, (request_id, (token,), (), (), None, "", 0, None, ""))
+      make_event(TokenEvent, (request_id, (token,), (), (), None, "", 0, None, "", b""))
       for request_id, token in zip(batch.request_ids, tokens, strict=True)
     ]
 

@@ -19,6 +19,8 @@ def validate_request(config: EngineConfig, request: Request) -> None:
   if len(prompt) < 1:
     raise InvalidRequest("is empty; send at least one token", field="prompt")
   request.params.validate(config.vocab_size)
+  if request.params.embed and not config.enable_embeddings:
+    raise InvalidRequest("is not served here; serve with --enable_embeddings", field="embed")
   if request.constraint is not None and request.params.allowed_token_ids is not None:
     raise InvalidRequest(
       "is not allowed together with an output constraint, which might then allow no token at all: remove one of them",

@@ -100,7 +100,6 @@ class HostOptions:
     "Folder for the files and batches of /v1/files and /v1/batches, which survive restarts; empty: none are served. One "
     "server a folder; not with --frontend_processes.",
     group=_LIMITS,
-    common=True,
   )
   max_batch_file_bytes: int = setting(200 << 20, "Largest input file of a batch.", group=_LIMITS, at_least=1024)
   max_batch_storage_mb: int = setting(

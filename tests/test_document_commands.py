@@ -30,7 +30,7 @@ def ports(tmp_path_factory):
   folder = tmp_path_factory.mktemp("server")
   http_port_file, admin_port = folder / "http_port", find_free_port()
   flags = ["--http_port=0", f"--http_port_file={http_port_file}", f"--admin_port={admin_port}"]
-  flags.append(f"--batch_dir={folder}/batches")
+  flags += [f"--batch_dir={folder}/batches", "--enable_embeddings"]
   with RunningServer(flags, folder / "log", {"JAX_PLATFORMS": "cpu"}) as server:
     http = f"localhost:{http_port_file.read_text().strip()}"
     grpc = f"localhost:{server.target.rpartition(':')[2]}"

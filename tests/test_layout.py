@@ -139,6 +139,7 @@ def test_no_init_under_tests_and_engine_init_is_empty() -> None:
 # Where the wall clock may be read: times that are told to people or other systems. All else is on a monotonic clock,
 # or it would go wrong when the clock is set.
 WALL_CLOCK = {
+  "server/http/embeddings/embedding_endpoints.py",
   "server/telemetry/access_log.py",
   "server/text/chat_template.py",
   "server/http/batches/batch_store.py",
@@ -167,6 +168,7 @@ SERVER_ORDER = (
   "server.rpc",
   "server.http",
   "server.http.openai",
+  "server.http.embeddings",
   "server.http.messages",
   "server.http.responses",
   "server.http.batches",

@@ -23,6 +23,7 @@ from engine.device.kernel_choice import attention_candidates, choose_attention, 
 from engine.device.memory_check import check_fits, step_bytes
 from engine.device.options import BuildOptions
 from engine.device.pool_size import CPU_KV_BYTES, PoolSize, PoolSizer
+from engine.device.pooling import check_pooling
 from engine.device.programs import Program, ProgramSpec, all_programs, step_program
 from engine.device.runner import Making, ModelRunner, Progress
 from engine.device.weights import LoadedModel, open_checkpoint
@@ -238,6 +239,8 @@ def build_side(
     why = matmul_reason or "matmul=xla"
     matmul_reason = f"{why}; every step converts int8 weights, which saves memory but no time"
 
+  if options.enable_embeddings:
+    check_pooling(options.model_dir)
   checkpoint = open_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids)
   declared = checkpoint.declared
   model = declared.config
@@ -292,6 +295,7 @@ def build_side(
       argmax=native.choose_implementation("argmax", device.platform, mesh.size),
       sampling=native.choose_implementation("sampling", device.platform, mesh.size),
       adjust=native.choose_implementation("adjust", device.platform, mesh.size),
+      embeds=options.enable_embeddings,
     )
 
   longest, length_reason = fit_to_attention(
@@ -353,6 +357,11 @@ def build_side(
   )
   chosen, make = spec(pool.num_blocks, max_model_len), Program.compile
   if source is not None:
+    if options.enable_embeddings:
+      raise ConfigError(
+        "enable_embeddings: a bundle's programs return no embeddings; serve without --executable_bundle or without "
+        "--enable_embeddings"
+      )
     source.begin(chosen, ladder.rungs())
     make = source.executable
   programs = all_programs(chosen, ladder.rungs())

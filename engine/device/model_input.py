@@ -298,6 +298,7 @@ class Packer:
     self._stop_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
     self._min_lens = np.zeros(num_slots + 1, np.int32)  # tokens at which the request reaches min_tokens
     self._logprobs: dict[int, SamplingParams] = {}  # slots with logprobs
+    self._embedding_slots: set[int] = set()
     self._known: dict[int, Sequence[int]] = {}  # tokens of slots with prompt logprobs
     self._latest: _Repetition | None = None  # the latest step, if the next may repeat it
 
@@ -334,10 +335,18 @@ class Packer:
       self._stop_ids[slot, : len(ids)] = ids
     self._logprobs.pop(slot, None)
     self._known.pop(slot, None)
+    self._embedding_slots.discard(slot)
+    if params.embed:
+      self._embedding_slots.add(slot)
     if params.logprobs is not None or params.prompt_logprobs is not None:
       self._logprobs[slot] = params
     if params.prompt_logprobs is not None:
       self._known[slot] = admission.token_ids
+
+  def embedding_rows(self, batch: Batch) -> list[int]:
+    """Returns the rows of a step that yield embeddings."""
+    slots = self._embedding_slots
+    return [row for row, slot in enumerate(batch.slots) if slot in slots and batch.samples[row]] if slots else []
 
   def pack(self, batch: Batch, layout: StepLayout, out: np.ndarray | None = None) -> tuple[np.ndarray, LogitRows]:
     """Returns the step's array, int32[layout.size].

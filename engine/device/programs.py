@@ -85,6 +85,7 @@ class ProgramSpec:
     device_kind: JAX's device kind, for tuned settings of kernels.
     deterministic: only a row decides the order of its sums (see `deterministic.py`).
     argmax, sampling, adjust: names of the implementations (pallas_kernels.argmax.api, and so on).
+    embeds: a step also returns its rows' final hidden states.
   """
 
   mesh: Mesh
@@ -103,6 +104,7 @@ class ProgramSpec:
   argmax: str = "reference"
   sampling: str = "reference"
   adjust: str = "reference"
+  embeds: bool = False
 
   @property
   def platform(self) -> str:
@@ -215,8 +217,10 @@ def step(
     packed: int32[layout.size], see model_input.
 
   Returns:
-    kv, last_tokens and slot_state after the step, and the output: int32[3, L] (tokens, bad, bits of log probabilities)
-    and int32[2, L, sampler.num_alternatives(V)] (ids of the most likely tokens, bits of their log probabilities).
+    kv, last_tokens and slot_state after the step, and the output:
+    - int32[3, L]: tokens, bad, bits of log probabilities
+    - int32[2, L, sampler.num_alternatives(V)]: ids of the most likely tokens, bits of their log probabilities
+    - with spec.embeds, f32[L, D]: hidden states after the final norm
   """
   inputs = unpack(layout, packed)
   rows = inputs.sampling
@@ -233,7 +237,8 @@ def step(
   some = layout.shape.logits < layout.shape.tokens
   wanted = (inputs.logit_tokens, inputs.num_logit_rows) if some else None
   hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, attend, inputs.num_tokens, wanted)
-  logits = decoder.logits(hidden if some else hidden[inputs.logit_tokens], inputs.num_logit_rows)
+  hidden = hidden if some else hidden[inputs.logit_tokens]
+  logits = decoder.logits(hidden, inputs.num_logit_rows)
   # In two steps: with one constraint for whole logits, XLA would gather the head instead of the logits.
   logits = lax.with_sharding_constraint(logits, NamedSharding(spec.mesh, PartitionSpec(None, mesh_lib.AXIS)))
   logits = lax.with_sharding_constraint(logits, mesh_lib.replicated(spec.mesh))
@@ -253,7 +258,10 @@ def step(
   )
   top = jnp.stack([sampled.top_ids, lax.bitcast_convert_type(sampled.top_logprobs, jnp.int32)])
   num_logits = layout.shape.logits
-  return kv, last_tokens, slot_state, (output[:, :num_logits], top[:, :num_logits])
+  outputs = (output[:, :num_logits], top[:, :num_logits])
+  if spec.embeds:
+    outputs += (decoder.final_norm(hidden).astype(jnp.float32),)
+  return kv, last_tokens, slot_state, outputs
 
 
 def write_lines(table: jax.Array, packed: jax.Array) -> jax.Array:
@@ -307,6 +315,8 @@ def step_program(spec: ProgramSpec, shape: StepShape) -> Program:
     spec.whole((3, shape.logits), jnp.int32),
     spec.whole((2, shape.logits, sampler.num_alternatives(spec.model.vocab_size)), jnp.int32),
   )
+  if spec.embeds:
+    outputs += (spec.whole((shape.logits, spec.model.model_dim), jnp.float32),)
   return Program(
     name="-".join(map(str, ("step", *dataclasses.astuple(shape)))),
     function=functools.partial(step, spec, layout),

@@ -105,17 +105,30 @@ jax.monitoring.register_event_listener(_note_cache_hit)
 class LaunchedStep:
   """A step that the device is running; implements engine.batch.Launched."""
 
-  def __init__(self, output: jax.Array, top: jax.Array, rows: LogitRows, away: bool, done: Callable[[], None]):
+  def __init__(
+    self,
+    outputs: Sequence[jax.Array],
+    rows: LogitRows,
+    embedding_rows: Sequence[int],
+    away: bool,
+    done: Callable[[], None],
+  ):
     """Args:
+    outputs: the output of programs.step.
+    rows: the meaning of its logit rows.
+    embedding_rows: rows that yield embeddings.
     away: the values are in device memory; the device sends them to the host as soon as they exist.
     done: called once, when the step is complete, and then released.
     """
-    self._output, self._top, self._rows = output, top, rows
+    self._output, self._top, *self._states = outputs
+    self._rows, self._embedding_rows = rows, embedding_rows
     self._done: Callable[[], None] | None = done
     if away:
-      output.copy_to_host_async()
+      self._output.copy_to_host_async()
       if rows.wants_top:
-        top.copy_to_host_async()
+        self._top.copy_to_host_async()
+      if embedding_rows:
+        self._states[0].copy_to_host_async()
 
   def wait(self) -> None:
     """Waits for the step without reading it; for measurements."""
@@ -135,9 +148,14 @@ class LaunchedStep:
     if any(bad):
       bad_rows = frozenset(np.searchsorted(rows.last, np.flatnonzero(bad)).tolist())
     tokens = sampled if rows.plain else output[0, rows.last].tolist()
-    if not rows.wants:
-      return StepResult(tokens, bad_rows)
-    return StepResult(tokens, bad_rows, self._read_logprobs(output[0], output[2].view(np.float32)))
+    logprobs = self._read_logprobs(output[0], output[2].view(np.float32)) if rows.wants else {}
+    return StepResult(tokens, bad_rows, logprobs, embeddings=self._read_embeddings())
+
+  def _read_embeddings(self) -> dict[int, bytes]:
+    if not self._embedding_rows:
+      return {}
+    states = np.asarray(self._states[0]).astype("<f4", copy=False)
+    return {row: states[self._rows.last[row]].tobytes() for row in self._embedding_rows}
 
   def _read_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> dict[int, tuple[TokenLogprobs, ...]]:
     rows = self._rows
@@ -227,9 +245,10 @@ class ModelRunner:
     packed = call.take()
     _, rows = self._packer.pack(batch, self._layouts[batch.shape], packed.values)
     donated = self.kv, self._last_tokens, self.slot_state
-    self.kv, self._last_tokens, self.slot_state, (output, top) = call.execute(self._params, *donated, packed.argument)
+    self.kv, self._last_tokens, self.slot_state, outputs = call.execute(self._params, *donated, packed.argument)
     # Releases the donated arrays when the step completes: this takes 15 us, and the device may be idle now.
-    return LaunchedStep(output, top, rows, self._away, lambda donated=donated: call.give_back(packed))
+    embeds = self._packer.embedding_rows(batch)
+    return LaunchedStep(outputs, rows, embeds, self._away, lambda donated=donated: call.give_back(packed))
 
   def _admit(self, admission: Admission) -> None:
     self._packer.admit(admission)

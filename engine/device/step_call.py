@@ -18,7 +18,7 @@ from engine.device.sampler import SlotState
 _ALIGNMENT = 64  # bytes; XLA:CPU copies arrays with smaller alignment
 
 # The results of a step: see programs.step.
-Results = tuple[Buffers, jax.Array, SlotState, tuple[jax.Array, jax.Array]]
+Results = tuple[Buffers, jax.Array, SlotState, tuple[jax.Array, ...]]
 
 
 class PackedArray(NamedTuple):
@@ -92,7 +92,7 @@ def _unchecked(compiled: stages.Compiled) -> Callable[..., Results]:
     state = slot_state.history, slot_state.bias, slot_state.mask
     results = run([*params, *kv, last_tokens, *state, packed]).consume_with_handlers(handlers)
     layers = len(kv)
-    last_tokens, history, bias, mask, output, top = results[layers:]
-    return tuple(results[:layers]), last_tokens, SlotState(history, bias, mask), (output, top)
+    last_tokens, history, bias, mask, *outputs = results[layers:]
+    return tuple(results[:layers]), last_tokens, SlotState(history, bias, mask), tuple(outputs)
 
   return execute

@@ -27,6 +27,11 @@ def build_any(
   if options.batching != "disaggregated":
     return build_engine(options, progress, emit, clock, engine_class, source, report_fact)
   assert source is None, "two engines, and executables for one"
+  if options.enable_embeddings:
+    raise ConfigError(
+      "enable_embeddings: an embedding needs no decode; serve without --batching=disaggregated or without "
+      "--enable_embeddings"
+    )
   devices, cache_reason = begin_build(options)
   num_prefill = options.prefill_devices or len(devices) // 2
   num_decode = len(devices) - num_prefill

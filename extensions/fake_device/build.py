@@ -85,6 +85,8 @@ def build_fake(
     raise CheckpointError(f"{folder}: eos_token_id={eos!r} must be a token id or a list of them")
   devices = {declared.name for declared in declared_settings(DeviceSettings)}
   check_settings(DeviceSettings(**{name: value for name, value in settings.items() if name in devices}))
+  if settings.get("enable_embeddings"):
+    raise ConfigError("enable_embeddings: the fake device computes nothing; serve without --fake_device or without it")
   names = {field.name for field in dataclasses.fields(EngineConfig)}
   chosen = {name: value for name, value in settings.items() if name in names}
   chosen["overlap"] = choose_overlap(settings.get("overlap", "auto"), "fake", 0)

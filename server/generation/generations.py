@@ -43,6 +43,7 @@ class _Output:
     started, last_token_at: times on the engine's clock; the second is the time of the token's dispatch.
     first_token_s: seconds from the start to the first token.
     num_cached_tokens: prompt tokens found in the prefix cache.
+    embedding: see TokenEvent.
   """
 
   def __init__(
@@ -68,6 +69,7 @@ class _Output:
     self.first_token_s: float | None = None
     self.num_prompt_tokens = len(call.prompt_token_ids)
     self.num_cached_tokens = 0
+    self.embedding = b""
     self._num_tokens = 0
     wants_text = call.return_text or call.stop_strings
     self._detokenizer: Detokenizer | None = None
@@ -343,7 +345,7 @@ class Generations:
           self._guarded(output, output.flush)
       output.generation.wake()
     for event in events:
-      request_id, tokens, logprobs, prompt_logprobs, reason, _, _, _, _ = event
+      request_id, tokens, logprobs, prompt_logprobs, reason, _, _, _, _, embedding = event
       if reason is not None:
         self._engine.ended(request_id)
         output = outputs.pop(request_id, None)
@@ -352,6 +354,8 @@ class Generations:
       if output is None:
         self.num_late_events += 1
         continue
+      if embedding:
+        output.embedding = embedding
       if tokens:
         if output.last_token_at is before:
           num_steady += 1

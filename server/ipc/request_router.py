@@ -102,7 +102,7 @@ class Router:
     routes, ended = self._routes, []
     steps: dict[Peer, StepEvents] = {}
     for event in events:
-      engine_id, token_ids, logprobs, prompt_logprobs, reason, _, _, _, _ = event
+      engine_id, token_ids, logprobs, prompt_logprobs, reason, *_ = event
       if reason is not None:
         ended.append(engine_id)
       route = routes.get(engine_id)

@@ -10,6 +10,7 @@ import json
 from types import MappingProxyType
 from typing import Any
 
+from server.http.embeddings.embedding_fields import EmbeddingRequest, RerankRequest, ScoreRequest
 from server.http.messages import message_fields
 from server.http.messages.message_fields import CountTokensRequest, MessageRequest
 from server.http.openai import openapi, request_fields
@@ -59,6 +60,9 @@ _BODIES = (
   CountTokensRequest,
   ResponseRequest,
   InputTokensRequest,
+  EmbeddingRequest,
+  ScoreRequest,
+  RerankRequest,
   TokenizeText,
   TokenizeChat,
   DetokenizeRequest,
@@ -72,6 +76,9 @@ _ANSWERS = (
   "InputTokens",
   "InputItems",
   "DeletedResponse",
+  "Embeddings",
+  "Scores",
+  "Ranking",
   "Models",
   "Model",
   "Tokens",

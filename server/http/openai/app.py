@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import Overloaded
 from server.generation.serving_state import ServingState
+from server.http.embeddings.embedding_endpoints import EmbeddingEndpoints
 from server.http.error_responses import OPENAI_ERRORS, Refused, make_error_answer
 from server.http.http_options import HttpOptions
 from server.http.json_exchange import ClientGone
@@ -69,6 +70,7 @@ def make_app(
   """
   endpoints, texts = CompletionEndpoints(state, options), ModelEndpoints(state, options)
   messages, responses = MessageEndpoints(state, options), ResponseEndpoints(state, options)
+  embeddings = EmbeddingEndpoints(state, options)
   routes = [
     *_probes(state),
     Route("/v1/models", texts.models),
@@ -83,6 +85,9 @@ def make_app(
     Route("/v1/responses/{response_id}", responses.delete, methods=["DELETE"]),
     Route("/v1/responses/{response_id}/input_items", responses.list_input_items),
     Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
+    Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
+    *(Route(path, embeddings.score, methods=["POST"]) for path in ("/v1/score", "/score")),
+    *(Route(path, embeddings.rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     Route("/tokenize", texts.tokenize, methods=["POST"]),
     Route("/tokenizer_info", texts.tokenizer_info),
     Route("/detokenize", texts.detokenize, methods=["POST"]),

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from server.http.embeddings.embedding_fields import EmbeddingRequest, RerankRequest, ScoreRequest
 from server.http.messages.message_fields import CountTokensRequest, MessageRequest
 from server.http.openai.request_fields import (
   INT32_MAX,
@@ -246,6 +247,29 @@ def _schemas() -> dict[str, Any]:
       object={"const": "list"}, data=_list(_OBJECT), first_id=_TEXT, last_id=_TEXT, has_more={"type": "boolean"}
     ),
     "DeletedResponse": _object(id=_TEXT, object={"const": "response"}, deleted={"const": True}),
+    "Embeddings": _object(
+      object={"const": "list"},
+      data=_list(_object(object={"const": "embedding"}, index=_whole(0), embedding=_embedding()), 1),
+      model=_TEXT,
+      usage=_object(prompt_tokens=_whole(1), total_tokens=_whole(1)),
+    ),
+    "Scores": _object(
+      id=_TEXT,
+      object={"const": "list"},
+      created=_whole(0),
+      model=_TEXT,
+      data=_list(_object(index=_whole(0), object={"const": "score"}, score={"type": "number"}), 1),
+      usage=_object(prompt_tokens=_whole(1), total_tokens=_whole(1)),
+    ),
+    "Ranking": _object(
+      id=_TEXT,
+      model=_TEXT,
+      results=_list(
+        _with_optional(_object(index=_whole(0), relevance_score={"type": "number"}), document=_object(text=_TEXT)),
+        1,
+      ),
+      usage=_object(prompt_tokens=_whole(1), total_tokens=_whole(1)),
+    ),
     "MessageError": _object(
       type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_said(_TEXT, "As x-request-id.")
     ),
@@ -255,6 +279,10 @@ def _schemas() -> dict[str, Any]:
   }
 
 
+def _embedding() -> dict[str, Any]:
+  return {"anyOf": [_list({"type": "number"}, 1), _said(_TEXT, "base64 of little-endian float32.")]}
+
+
 _BODIES = (
   CompletionRequest,
   ChatCompletionRequest,
@@ -262,6 +290,9 @@ _BODIES = (
   CountTokensRequest,
   ResponseRequest,
   InputTokensRequest,
+  EmbeddingRequest,
+  ScoreRequest,
+  RerankRequest,
   TokenizeText,
   TokenizeChat,
   DetokenizeRequest,
@@ -283,6 +314,9 @@ _OPERATIONS: tuple[tuple[str, str, tuple[type[RequestFields], ...], str | dict[s
   ("/v1/responses/{response_id}/input_items", "get", (), "InputItems", "The items of a stored response's prompt."),
   ("/v1/responses/{response_id}", "get", (), "Response", "A stored response."),
   ("/v1/responses/{response_id}", "delete", (), "DeletedResponse", "Forgets a stored response."),
+  ("/v1/embeddings", "post", (EmbeddingRequest,), "Embeddings", "One embedding for each input."),
+  ("/v1/score", "post", (ScoreRequest,), "Scores", "Cosines of the embeddings of pairs of texts."),
+  ("/v1/rerank", "post", (RerankRequest,), "Ranking", "Documents by the cosine of their embedding with the query's."),
   ("/tokenize", "post", (TokenizeText, TokenizeChat), "Tokens", "Token ids of a text or a chat."),
   ("/detokenize", "post", (DetokenizeRequest,), "Detokenized", "The text of token ids."),
   ("/tokenizer_info", "get", (), "TokenizerInfo", "What a harness needs to know of the tokenizer."),

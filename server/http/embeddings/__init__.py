@@ -1,0 +1,1 @@
+"""Embeddings, and scores and rankings made of them, over prompts that need no decode."""
