@@ -97,8 +97,8 @@ class HostOptions:
   )
   batch_dir: str = setting(
     "",
-    "Folder for the files and batches of /v1/files and /v1/batches, which survive restarts; empty: none are served. One "
-    "server a folder; not with --frontend_processes.",
+    "Folder for the files and batches of /v1/files and /v1/batches, which survive restarts; empty: none are served. "
+    "One server a folder; not with --frontend_processes.",
     group=_LIMITS,
   )
   max_batch_file_bytes: int = setting(200 << 20, "Largest input file of a batch.", group=_LIMITS, at_least=1024)
@@ -123,8 +123,8 @@ class HostOptions:
   )
   max_stored_responses: int = setting(
     1024,
-    "Responses of /v1/responses that the server keeps in memory for later requests; the oldest leave first, also beyond "
-    "256 MiB. 0, or more than one front end process: none.",
+    "Responses of /v1/responses that the server keeps in memory for later requests; the oldest leave first, also "
+    "beyond 256 MiB. 0, or more than one front end process: none.",
     group=_LIMITS,
     at_least=0,
   )

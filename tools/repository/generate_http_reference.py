@@ -33,8 +33,8 @@ _HEAD = """# HTTP API
 
 `make docs` writes this page from the declarations that check every body; a test compares. A running server shows the
 same as an OpenAPI document at `/openapi.json`. The API is OpenAI's for text, with the extra fields of vLLM and its
-Responses API, and Anthropic's Messages API. A field that is `null` counts as absent. [errors.md](errors.md) lists every status and error
-object.
+Responses API, and Anthropic's Messages API. A field that is `null` counts as absent. [errors.md](errors.md) lists every
+status and error object.
 
 - Send `Authorization: Bearer KEY` or `x-api-key: KEY` where the server has keys (`--api_key_file`). `/health`, `/ready`
   and `/openapi.json` need none.

@@ -171,7 +171,6 @@ class GenerationResponder:
       headers=headers,
     )
 
-
   async def _relax_schema(self, request: Request, requested: RequestedGeneration[Any]) -> list[str]:
     """Leaves keywords that are not enforced out of the request's JSON schema; returns their names."""
     constraint = requested.request.constraint
