@@ -244,12 +244,24 @@ class _Guard:
         "the host in --http_allowed_hosts",
         code="host_not_allowed",
       )
+    if self._api_keys is None and headers.get("content-type", "").startswith("multipart/"):
+      self._check_origin(headers)
     if self._api_keys is not None and path not in self._public_paths:
       scope["state"]["tenant"] = self._api_keys.check_credentials(
         headers.get("authorization"), headers.get("x-api-key")
       )
     if self._num_requests > options.max_requests:
       raise Overloaded(f"{options.max_requests} requests are in progress, which is the limit")
+
+  def _check_origin(self, headers: Headers) -> None:
+    """Refuses a form with files from a web page of another origin, since browsers send it without a preflight."""
+    origin, allowed = headers.get("origin"), self._options.allowed_origins
+    if origin is not None and origin.partition("://")[2] != headers.get("host") and not {"*", origin} & {*allowed}:
+      raise Refused(
+        403,
+        "a web page of another origin sent this form; name its origin in --http_allowed_origins, or set --api_key_file",
+        code="origin_not_allowed",
+      )
 
 
 def _allowed_hosts(options: HttpOptions, api_keys: ApiKeys | None) -> frozenset[str] | None:

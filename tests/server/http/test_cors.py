@@ -53,6 +53,16 @@ def test_other_origins_are_refused(keyed, origin):
   assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
 
 
+def test_a_form_with_files_from_another_page_is_refused(tokenizer):
+  """Browsers send it without a preflight; commands send no origin."""
+  files = {"purpose": (None, "batch"), "file": ("a.jsonl", b"{}")}
+  with running(tokenizer, host=HostOptions(http_port=0, http_allowed_origins=(CHAT,))) as server:
+    for origin, refused in (("https://evil.example", True), ("null", True), (CHAT, False), (url_of(server), False)):
+      answer = httpx.post(f"{url_of(server)}/v1/files", files=files, headers={"origin": origin})
+      assert (answer.json()["error"]["code"] == "origin_not_allowed") == refused, origin
+    assert httpx.post(f"{url_of(server)}/v1/files", files=files).json()["error"]["code"] != "origin_not_allowed"
+
+
 def test_any_origin(tokenizer):
   with running(tokenizer, host=HostOptions(http_port=0, http_allowed_origins=("*",))) as server:
     body = {"prompt": "the cat", "max_tokens": 2, "stream": True}
