@@ -261,7 +261,7 @@ BAD = {
   "tool_choice.type=any forces a call, but there are no tools": {"tool_choice": {"type": "any"}},
   "tool_choice.name is not the name of one of tools": {"tools": [LOOK], "tool_choice": {"type": "tool", "name": "fly"}},
   "tool_choice.type is not one that exists": {"tools": [LOOK], "tool_choice": {"type": "required"}},
-  "tools has [0-9]+ bytes": {"tools": [LOOK | {"input_schema": {"enum": ["x" * 40000]}}],
+  "tools.0.input_schema has [0-9]+ bytes": {"tools": [LOOK | {"input_schema": {"enum": ["x" * 40000]}}],
     "tool_choice": {"type": "any"}},
   "thinking.type is not one that is served": {"thinking": {"type": "between_tools"}},
   "output_config.effort is not one that exists": {"output_config": {"effort": "none"}},
