@@ -155,7 +155,7 @@ def test_one_claim_end_to_end(tiny_model, compile_cache, tmp_path):
   assert study["parts"]["formulas"]["demo"]["requests"] == 8
   page = (tmp_path / "study" / "README.md").read_text("utf-8")
   assert "By the scheduler: 490 steps." in page
-  assert "identical for 8 of 8 requests" in page
+  assert "give identical tokens for 8 of 8 requests" in page
   assert VOCAB_SIZE < 2048  # else the demo model was served
 
 
