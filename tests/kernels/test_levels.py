@@ -14,17 +14,14 @@ _LOWER = _LEVELS[_LEVELS.index(native.level()) + 1 :] if native.level() in _LEVE
 _SUITES = ("packed_matmul", "cpu", "argmax", "sampling_kernel")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize(
-  ("level", "which"),
-  [(level, "int8") for level in _LOWER[:1]]
-  + [pytest.param(level, "not seeded", marks=pytest.mark.long) for level in _LOWER],
-)
-def test_kernels_of_a_lower_level_are_correct(level: str, which: str) -> None:
+@pytest.mark.parametrize("level", _LOWER)
+def test_kernels_of_a_lower_level_are_correct(level: str) -> None:
   assert native.main([level]) == 0
   suites = [f"tests/kernels/test_{name}.py" for name in _SUITES]
   done = subprocess.run(
-    [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suites, "-k", which],
+    [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suites, "-k", "not seeded"],
     cwd=native._ROOT,
     env=os.environ | {"SLUICE_NATIVE_LEVEL": level},
     capture_output=True,

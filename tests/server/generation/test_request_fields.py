@@ -397,11 +397,6 @@ CONSTRAINTS = {
     '{"type": "objekt"}',
     f"{FOLLOWED}: Invalid type: objekt; correct or simplify it",
   ),
-  "a keyword that is not built": (
-    "json_schema",
-    '{"uniqueItems": true}',
-    f'{FOLLOWED}: Unimplemented keys: ["uniqueItems"]; correct or simplify it',
-  ),
   "a reference to itself": ("json_schema", '{"$ref": "#"}', TOO_MUCH),
   "references in a circle": (
     "json_schema",

@@ -61,6 +61,7 @@ def loops(built: Built) -> int:
   return (program.as_text() or "").count(" while(")
 
 
+@pytest.mark.long
 def test_the_step_without_attention_has_none_and_the_other_has(tiny, monkeypatch) -> None:
   """Both are the engine's own step; what one holds less is the attention, and neither is taken for the other."""
   built, build_step = [], bench_attention.build_step

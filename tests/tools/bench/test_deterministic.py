@@ -8,6 +8,7 @@ from tests.tools.conftest import ENGINE_FLAGS
 from tools.bench import deterministic as bench_deterministic
 
 
+@pytest.mark.long
 def test_both_sides_on_a_tiny_model(tiny_model, compile_cache, tmp_path, capsys):
   output = tmp_path / "deterministic.json"
   code = bench_deterministic.main(

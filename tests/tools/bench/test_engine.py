@@ -82,6 +82,7 @@ def test_bad_flags_are_one_line_and_exit_code_2(flags, complaint, capsys):
 
 
 @pytest.mark.usefixtures("small_ceilings")
+@pytest.mark.long
 def test_all_parts_on_a_model_that_is_only_a_config(tiny_model, compile_cache, tmp_path):
   config = tmp_path / "model"
   config.mkdir()

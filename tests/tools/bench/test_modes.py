@@ -11,6 +11,7 @@ from tools.report.run_file import read_run
 SMALL = ("--token_budgets=8,32", "--prefill_chunk=16", "--max_num_seqs=8", "--server_flags=--num_blocks=128 --verbose")
 
 
+@pytest.mark.long
 def test_two_modes_side_by_side_and_one_that_does_not_start(tiny_model, compile_cache, tmp_path):
   done = run_module(
     "tools.bench.modes",

@@ -27,6 +27,7 @@ def test_equal_lengths_leave_nothing_to_gain():
   }
 
 
+@pytest.mark.long
 def test_static_batching_takes_the_steps_that_the_bound_says(tiny_model, compile_cache):
   done = run_module(
     "tools.study.compare_batching",
