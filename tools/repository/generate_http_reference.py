@@ -10,20 +10,13 @@ import json
 from types import MappingProxyType
 from typing import Any
 
-from server.http.embeddings.embedding_fields import EmbeddingRequest, RerankRequest, ScoreRequest
 from server.http.messages import message_fields
-from server.http.messages.message_fields import CountTokensRequest, MessageRequest
 from server.http.openai import openapi, request_fields
 from server.http.openai.request_fields import (
-  ChatCompletionRequest,
-  CompletionRequest,
-  DetokenizeRequest,
   GenerationFields,
-  TokenizeChat,
-  TokenizeText,
   Unsupported,
 )
-from server.http.responses.response_fields import RESPONSE_UNSUPPORTED, InputTokensRequest, ResponseRequest
+from server.http.responses.response_fields import RESPONSE_UNSUPPORTED
 from tools.measure import ROOT
 from tools.repository.generate_grpc_reference import field_comments
 from tools.repository.markdown import end_sentence, make_table
@@ -52,20 +45,6 @@ _PAGES = (
   ("/live", "A stream of events with what the live page shows."),
   ("/metrics", "Prometheus metrics: [metrics.md](metrics.md)."),
   ("/openapi.json", "This API as an OpenAPI document."),
-)
-_BODIES = (
-  CompletionRequest,
-  ChatCompletionRequest,
-  MessageRequest,
-  CountTokensRequest,
-  ResponseRequest,
-  InputTokensRequest,
-  EmbeddingRequest,
-  ScoreRequest,
-  RerankRequest,
-  TokenizeText,
-  TokenizeChat,
-  DetokenizeRequest,
 )
 _ANSWERS = (
   "Completion",
@@ -101,7 +80,7 @@ def http_reference() -> str:
     _fields(schemas["CompletionRequest"], schemas, shared, _meanings()),
     "",
   ]
-  for kind in _BODIES:
+  for kind in openapi.BODIES:
     names = [name for name in kind.__struct_fields__ if not (issubclass(kind, GenerationFields) and name in shared)]
     parts += [f"## {kind.__name__}\n", _fields(schemas[kind.__name__], schemas, names), ""]
   parts += ["## Parts of bodies\n"]
@@ -186,7 +165,7 @@ def _flat(schema: dict[str, Any], prefix: str) -> list[tuple[str, dict[str, Any]
 def _nested(schemas: dict[str, Any]) -> list[str]:
   """Returns the names of the objects nested in bodies."""
   names: list[str] = []
-  queue = [kind.__name__ for kind in _BODIES]
+  queue = [kind.__name__ for kind in openapi.BODIES]
   while queue:
     for name in _references(schemas[queue.pop(0)]):
       if name not in names:

@@ -71,9 +71,9 @@ _TOKEN_IDS = _list(_whole(0))
 
 def _request_schemas() -> dict[str, Any]:
   """Returns the declared schemas, with the ignored and refused fields."""
-  _, plain = msgspec.json.schema_components(_BODIES, ref_template=_ref("{name}")["$ref"])
+  _, plain = msgspec.json.schema_components(BODIES, ref_template=_ref("{name}")["$ref"])
   schemas = _replace_shown(plain)
-  for kind in _BODIES:
+  for kind in BODIES:
     properties = schemas[kind.__name__]["properties"]
     properties |= {name: {"description": "Taken, and of no effect here."} for name in kind.harmless}
     for name, (values, _) in kind.unsupported.items():
@@ -283,7 +283,8 @@ def _embedding() -> dict[str, Any]:
   return {"anyOf": [_list({"type": "number"}, 1), _said(_TEXT, "base64 of little-endian float32.")]}
 
 
-_BODIES = (
+# Kinds of bodies, in the order of the reference page.
+BODIES = (
   CompletionRequest,
   ChatCompletionRequest,
   MessageRequest,
