@@ -131,7 +131,7 @@ def test_the_ladder_follows_from_the_options():
   assert BuildOptions("any").choose_ladder("gpu", False, False).max_num_seqs == 256
 
 
-@pytest.mark.parametrize("built_here", [True, False])
+@pytest.mark.parametrize("built_here", [pytest.param(True, marks=pytest.mark.long), False])
 def test_kernels_are_the_best_there_are_and_what_is_not_there_is_said(folder, built_here, monkeypatch):
   if not built_here:
     monkeypatch.setattr(native, "load_library", nothing_built)

@@ -86,6 +86,7 @@ def test_same_bits_in_any_company(attention: str, matmul: str, family: str, dtyp
   assert found.runner.compiles_after_ready == 0
 
 
+@pytest.mark.long
 def test_without_it_the_same_test_fails(tmp_path_factory) -> None:
   """XLA's products add in an order that depends on their shape: the schedules above show it, and the trial too."""
   found = built(model(tmp_path_factory, "qwen3"), False, "reference", "xla", "float32")

@@ -36,6 +36,7 @@ def test_naive_equals_ours() -> None:
   np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_line_holds_our_time_and_the_floor() -> None:
   spec = arg_specs.BENCHMARK[1]
   title, *columns = bench_attention.line(("reference", "reference"), "name", spec, 100, 0.001, 1e10).split()

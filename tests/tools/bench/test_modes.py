@@ -54,6 +54,7 @@ def test_two_modes_side_by_side_and_one_that_does_not_start(tiny_model, compile_
     assert f"--batching={mode}" in log and log.endswith("stopped, exit code 0\n")
 
 
+@pytest.mark.long
 def test_policies_side_by_side(tiny_model, tmp_path):
   own = "tests.engine.policies:LeastLeft"
   done = run_module(

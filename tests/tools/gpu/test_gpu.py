@@ -226,7 +226,9 @@ def _job(monkeypatch, job: dict, wrong: str = "") -> dict:
 _CHECK = {"kind": "check", "op": "parts", "spec": "decode 63 x 1024 + prefill 449"}
 
 
-@pytest.mark.parametrize("name", ["decode 63 x 1024 + prefill 449", "decode 32 x 8192, window 4096"])
+@pytest.mark.parametrize(
+  "name", ["decode 63 x 1024 + prefill 449", pytest.param("decode 32 x 8192, window 4096", marks=pytest.mark.long)]
+)
 def test_right_kernels_pass(monkeypatch, name: str) -> None:
   figures = _job(monkeypatch, {**_CHECK, "spec": name})
   assert 0 < figures["error"] < 4e-3 and figures["tokens_compared"] >= 4
