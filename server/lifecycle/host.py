@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import logging
 import socket
+from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health_pb2_grpc
 
@@ -13,8 +14,7 @@ from server.errors import Draining, EngineDead
 from server.generation.engine_client import LocalEngine
 from server.generation.serving_state import Backend, ServingState
 from server.host_options import HostOptions
-from server.http.batches.batch_endpoints import BatchEndpoints, make_off_routes
-from server.http.batches.batch_store import BatchLimits
+from server.http.batches.batch_routes import make_refusing_routes
 from server.http.http_listener import Listener
 from server.http.http_options import HttpOptions
 from server.http.openai.app import make_app, make_probe_app
@@ -33,6 +33,9 @@ from server.rpc.sluice_service import GENERATION_SERVICE, MODEL_SERVICE, SluiceS
 from server.security.api_keys import ApiKeys
 from server.security.memory_limit import MemoryLimit
 from server.telemetry.process_counts import Census, ProcessCounts
+
+if TYPE_CHECKING:
+  from server.http.batches.batch_endpoints import BatchEndpoints
 
 __all__ = ["Host", "HostOptions", "SharedPorts"]
 
@@ -166,13 +169,17 @@ class Host(Lifetime):
       self._state, self._metrics, self._feed, stream_stall_timeout_s=options.stream_stall_timeout_s
     )
     if options.batch_dir:
+      # Imported here, because SQLite and the parser of uploads would slow every start.
+      from server.http.batches.batch_endpoints import BatchEndpoints
+      from server.http.batches.batch_store import BatchLimits
+
       limits = BatchLimits(
         max_file_bytes=options.max_batch_file_bytes, max_tenant_bytes=options.max_batch_storage_mb << 20
       )
       self._batches = BatchEndpoints(
         self._state, http_options, options.batch_dir, limits, max_lines_at_once=options.max_batch_lines_at_once
       )
-    extra_routes += make_off_routes() if self._batches is None else self._batches.make_routes()
+    extra_routes += make_refusing_routes() if self._batches is None else self._batches.make_routes()
     app = make_app(
       self._state,
       http_options,

@@ -1,7 +1,7 @@
 """Serves /v1/files and /v1/batches: reads requests, and gives files and batches OpenAI's form. Runs no batch."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import json
 import logging
@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from engine.errors import InvalidRequest, Overloaded
 from server.generation.serving_state import Backend, ServingState
+from server.http.batches.batch_routes import make_batch_routes
 from server.http.batches.batch_runner import BatchRunner
 from server.http.batches.batch_store import BatchLimits, BatchStore
 from server.http.batches.file_upload import receive_upload
@@ -31,7 +32,6 @@ _MAX_PAGE = {"files": 10_000, "batches": 100}
 _DEFAULT_PAGE = {"files": 10_000, "batches": 20}
 _MAX_METADATA = (16, 64, 512)  # pairs, characters of a key, characters of a value
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-_OFF = "batches are off here; start the server with --batch_dir=FOLDER"
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class BatchEndpoints:
 
   def make_routes(self) -> list[Route]:
     """Returns the routes of both APIs."""
-    return _make_routes(
+    return make_batch_routes(
       self.list_files,
       self.upload_file,
       self.retrieve_file,
@@ -201,30 +201,6 @@ class BatchEndpoints:
       row = await self._store.run(self._store.cancel_batch, request.path_params["id"], request.state.tenant)
     self._runner.cancel_batch(row)
     return JSONResponse(_show_batch(row))
-
-
-def make_off_routes() -> list[Route]:
-  """Returns routes that say how to switch batches on."""
-
-  async def refuse(request: Request) -> Response:
-    raise Refused(404, _OFF, code="batches_off")
-
-  return _make_routes(*[refuse] * 9)
-
-
-def _make_routes(*handlers: Callable[[Request], Awaitable[Response]]) -> list[Route]:
-  places = (
-    ("/v1/files", "GET"),
-    ("/v1/files", "POST"),
-    ("/v1/files/{id}", "GET"),
-    ("/v1/files/{id}", "DELETE"),
-    ("/v1/files/{id}/content", "GET"),
-    ("/v1/batches", "GET"),
-    ("/v1/batches", "POST"),
-    ("/v1/batches/{id}", "GET"),
-    ("/v1/batches/{id}/cancel", "POST"),
-  )
-  return [Route(path, handler, methods=[method]) for (path, method), handler in zip(places, handlers, strict=True)]
 
 
 class _FileContent(FileResponse):

@@ -12,7 +12,6 @@ import math
 import secrets
 import sys
 import time
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -34,9 +33,8 @@ from server.http.embeddings.embedding_fields import (
 )
 from server.http.http_options import HttpOptions
 from server.http.json_exchange import read_json_object, unless_gone
-from server.http.openai.generate_request import judge_ignored, read_fields
+from server.http.openai.generate_request import judge_ignored, list_prompts, read_fields
 from server.http.openai.generation_responder import RunningGenerations
-from server.http.openai.request_fields import PROMPT_REMEDY
 from server.proto import sluice_pb2 as pb
 
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, embed=True)
@@ -58,7 +56,7 @@ class EmbeddingEndpoints:
       if encoding not in ENCODINGS:
         raise InvalidRequest(f"is not one that exists: send {' or '.join(ENCODINGS)}", field="encoding_format")
       _check_count("dimensions", fields.dimensions)
-      inputs = _list_inputs(fields.input)
+      inputs = list_prompts(fields.input, "input")
       vectors, num_tokens = await self._embed(request, backend, inputs, fields, "input")
       size = len(vectors[0])
       if fields.dimensions is not None and fields.dimensions > size:
@@ -194,17 +192,6 @@ class EmbeddingEndpoints:
 def _check_count(name: str, value: int | None) -> None:
   if value is not None and value < 1:
     raise InvalidRequest(f"={value} is not allowed: send at least 1, or leave it out", field=name)
-
-
-def _list_inputs(given: str | list[Any]) -> list[str | list[int]]:
-  """Returns the inputs as a list of texts or of lists of token ids. Raises InvalidRequest."""
-  if isinstance(given, str):
-    return [given]
-  kinds = set(map(type, given))
-  if len(kinds) != 1:
-    what = "a list of several kinds" if kinds else "an empty list"
-    raise InvalidRequest(f"is {what}: send {PROMPT_REMEDY}", field="input")
-  return [given] if int in kinds else given
 
 
 def _tokenize(

@@ -4,6 +4,7 @@ Every function answers from the text so far alone, and an answer other than "wai
 """
 
 from collections.abc import Sequence
+import functools
 import re
 
 # Space between the parts of a header; more of it makes the header no header.
@@ -19,12 +20,20 @@ class Shape:
 
   def __init__(self, *parts: str | re.Pattern[str]):
     """Args: parts: a literal, or a pattern of one run of characters. The last one must be a literal."""
-    atoms: list[str] = []
+    self._atoms: list[str] = []
     for part in parts:
-      atoms += map(re.escape, part) if isinstance(part, str) else [part.pattern]
-    self._whole = re.compile("".join(atoms))
+      self._atoms += map(re.escape, part) if isinstance(part, str) else [part.pattern]
+
+  # Compiled at the first use: a server uses the shapes of one model's format, and all of them would take 20 ms of its
+  # start.
+  @functools.cached_property
+  def _whole(self) -> re.Pattern[str]:
+    return re.compile("".join(self._atoms))
+
+  @functools.cached_property
+  def _beginning(self) -> re.Pattern[str]:
     # Each further atom is optional, and the text must end where the atoms do.
-    self._beginning = re.compile("(?:".join(["", *atoms]) + ")?" * len(atoms) + r"\Z")
+    return re.compile("(?:".join(["", *self._atoms]) + ")?" * len(self._atoms) + r"\Z")
 
   def match(self, text: str, at: int) -> re.Match[str] | None:
     """Returns the match that begins at text[at], or None."""

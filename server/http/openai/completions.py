@@ -26,9 +26,9 @@ from server.http.json_exchange import (
 )
 from server.http.openai.chat_pipeline import ChatPipeline
 from server.http.openai.completion_replies import ChatChoice, Choice, Prompt, TextChoice, TokenNames, usage
-from server.http.openai.generate_request import RequestedGeneration, read_generation
+from server.http.openai.generate_request import RequestedGeneration, list_prompts, read_generation
 from server.http.openai.generation_responder import GenerationResponder, RunningGenerations
-from server.http.openai.request_fields import PROMPT_REMEDY, ChatCompletionRequest, CompletionRequest
+from server.http.openai.request_fields import ChatCompletionRequest, CompletionRequest
 from server.proto import sluice_pb2 as pb
 
 MAX_PROMPTS = 256
@@ -104,7 +104,11 @@ class CompletionEndpoints:
   async def _prompts(self, backend: Backend, fields: CompletionRequest) -> list[Prompt]:
     """Returns the prompts as texts and ids, with the tokens' places in the texts if the response needs them."""
     request_validation.check_model_name(fields.model or "", backend.model)
-    given = _given_prompts(fields.prompt)
+    given = list_prompts(fields.prompt, "prompt")
+    if len(given) > MAX_PROMPTS:
+      raise InvalidRequest(
+        f"has {len(given)} entries, the limit is {MAX_PROMPTS}: send several requests", field="prompt"
+      )
     tokenizer, skip = backend.tokenizer, fields.skip_special_tokens is not False
     places = fields.echo and fields.logprobs is not None
 
@@ -242,24 +246,3 @@ def _by_index(message: pb.GenerateResponse) -> list[tuple[int, pb.Delta | None, 
   deltas = {delta.index: delta for delta in message.deltas}
   endings = {finished.index: finished for finished in message.finished}
   return [(index, deltas.get(index), endings.get(index)) for index in sorted(deltas.keys() | endings.keys())]
-
-
-def _given_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-  """Returns the prompts as a list of texts or of lists of token ids.
-
-  Raises:
-    InvalidRequest: there are none, several kinds, or too many.
-  """
-  if isinstance(prompt, str):
-    return [prompt]
-  kinds = set(map(type, prompt))
-  if len(kinds) != 1:
-    what = "a list of several kinds" if kinds else "an empty list"
-    raise InvalidRequest(f"is {what}: send {PROMPT_REMEDY}", field="prompt")
-  if int in kinds:
-    return [prompt]
-  if len(prompt) > MAX_PROMPTS:
-    raise InvalidRequest(
-      f"has {len(prompt)} entries, the limit is {MAX_PROMPTS}: send several requests", field="prompt"
-    )
-  return prompt

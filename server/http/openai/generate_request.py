@@ -14,6 +14,7 @@ from server.http.error_responses import UnsupportedField
 from server.http.json_fields import convert_fields, show_number
 from server.http.openai.request_fields import (
   OTHER_CONSTRAINT,
+  PROMPT_REMEDY,
   GenerationFields,
   RequestFields,
   ResponseFormat,
@@ -195,6 +196,25 @@ def read_generation[T: GenerationFields](values: dict[str, Any], kind: type[T], 
   form = fields.response_format
   strict = form is not None and form.json_schema is not None and bool(form.json_schema.strict)
   return RequestedGeneration(fields, options, request, n, ignored, field_names, strict_schema=strict)
+
+
+def list_prompts(given: str | list[Any], field: str) -> list[str | list[int]]:
+  """Returns prompts as a list of texts or of lists of token ids.
+
+  Args:
+    given: a text, token ids, or a list of texts or of token ids.
+    field: its name in the body.
+
+  Raises:
+    InvalidRequest: there are none, or several kinds.
+  """
+  if isinstance(given, str):
+    return [given]
+  kinds = set(map(type, given))
+  if len(kinds) != 1:
+    what = "a list of several kinds" if kinds else "an empty list"
+    raise InvalidRequest(f"is {what}: send {PROMPT_REMEDY}", field=field)
+  return [given] if int in kinds else given
 
 
 def _undeclared(values: dict[str, Any], kind: type[msgspec.Struct]) -> list[str]:
