@@ -16,7 +16,7 @@ import dataclasses
 import os
 import pathlib
 import time
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, Unpack, cast
 
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
@@ -337,9 +337,9 @@ def make_generate_request(prompt: Prompt, options: Options) -> pb.GenerateReques
     request.queue_timeout.FromNanoseconds(round(1e9 * options["queue_timeout_s"]))
   if isinstance(prompt, str):
     request.text = prompt
-  elif all(isinstance(item, int) for item in prompt):
+  elif all(issubclass(kind, int) for kind in set(map(type, prompt))):
     request.token_ids.SetInParent()
-    request.token_ids.ids.extend(item for item in prompt if isinstance(item, int))
+    request.token_ids.ids.extend(cast(Sequence[int], prompt))
   else:
     request.chat.messages.extend(
       pb.ChatMessage(role=item["role"], content=item["content"]) for item in prompt if isinstance(item, Mapping)

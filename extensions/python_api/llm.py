@@ -303,7 +303,7 @@ def _list_prompts(prompts: Any, field: str = "prompts") -> list[Prompt]:
     return [prompts]
   if not isinstance(prompts, Sequence):
     raise InvalidRequest(f"={prompts!r:.80} is not allowed: send a text, token ids, or a list of them", field=field)
-  if prompts and all(isinstance(item, numbers.Integral) for item in prompts):
+  if prompts and _holds_integers(prompts):
     return [list(map(int, prompts))]
   return [_checked_prompt(prompt, f"{field}[{place}]") for place, prompt in enumerate(prompts)]
 
@@ -312,9 +312,13 @@ def _checked_prompt(prompt: Any, field: str) -> Prompt:
   prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
   if isinstance(prompt, str):
     return prompt
-  if isinstance(prompt, Sequence) and all(isinstance(item, numbers.Integral) for item in prompt):
+  if isinstance(prompt, Sequence) and _holds_integers(prompt):
     return list(map(int, prompt))
   raise InvalidRequest(f"={prompt!r:.80} is not allowed: send a text or a list of token ids", field=field)
+
+
+def _holds_integers(values: Sequence[Any]) -> bool:
+  return all(issubclass(kind, numbers.Integral) for kind in set(map(type, values)))
 
 
 def _list_chats(messages: Any) -> list[Prompt]:

@@ -163,7 +163,11 @@ class _Output:
 
 
 class Generation:
-  """One RPC's generation. Ends once: with every output finished, or with an error."""
+  """One RPC's generation. Ends once: with every output finished, or with an error.
+
+  Attributes:
+    has_news: whether its reader has been woken and has not looked yet, so that no token wakes it again.
+  """
 
   def __init__(self, request_id: str, owner: str):
     self.request_id = request_id
@@ -171,6 +175,7 @@ class Generation:
     self.outputs: list[_Output] = []
     self.error: EngineError | None = None
     self.span: Span | None = None
+    self.has_news = False
     self._news = asyncio.Event()
 
   @property
@@ -187,13 +192,18 @@ class Generation:
 
   def wake(self) -> None:
     """Wakes the reader: there is something to send."""
+    self.has_news = True
     self._news.set()
+
+  async def _wait_news(self) -> None:
+    await self._news.wait()
+    self._news.clear()
+    self.has_news = False
 
   async def wait_ended(self) -> None:
     """Returns when all outputs are finished; raises the error that ended the generation instead."""
     while not self.ended:
-      await self._news.wait()
-      self._news.clear()
+      await self._wait_news()
     if self.error is not None:
       raise self.error
 
@@ -204,8 +214,7 @@ class Generation:
     """
     unfinished = self.outputs
     while unfinished:
-      await self._news.wait()
-      self._news.clear()
+      await self._wait_news()
       message = pb.GenerateResponse()
       for output in unfinished:
         output.add_to(message)
@@ -343,7 +352,8 @@ class Generations:
         output.pending.append(token_id)
         if len(output.pending) >= _MAX_PENDING:
           self._guarded(output, output.flush)
-      output.generation.wake()
+      if not output.generation.has_news:
+        output.generation.wake()
     for event in events:
       request_id, tokens, logprobs, prompt_logprobs, reason, _, _, _, _, embedding = event
       if reason is not None:
@@ -368,7 +378,8 @@ class Generations:
         output.pending += tokens
         if len(output.pending) >= _MAX_PENDING:
           self._guarded(output, output.flush)
-      output.generation.wake()
+      if not output.generation.has_news:
+        output.generation.wake()
     if num_steady:
       self.observations.gap(now, now - before, num_steady)
     self._dispatched_at = now
