@@ -9,6 +9,7 @@ Each command runs a module that `python -m` can run as well.
 
 from collections.abc import Sequence
 import difflib
+import gc
 import importlib
 import importlib.util
 import os
@@ -113,6 +114,7 @@ def _asks_for_help(arguments: Sequence[str]) -> bool:
 
 def _serve(arguments: list[str]) -> None:
   """Runs the server and ends the process, as `python -m server.main` does."""
+  gc.disable()  # until the server is ready, as in server.main
   from server.main import main as serve
 
   sys.argv = ["sluice", *arguments]
