@@ -5,7 +5,7 @@ Pure Python. Columns instead of rows, so that a step of 256 sequences costs the 
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
@@ -25,6 +25,7 @@ class Admission:
     seed: resolved seed (never None), 0..2**32-1.
     constrained: each sampling row of the request has a mask.
     imported: KV of the first blocks of `block_ids`, from another runner's export_blocks(); None: no KV.
+    adapter_slot: slot of the request's LoRA adapter; 0: none.
   """
 
   slot: int
@@ -35,6 +36,7 @@ class Admission:
   seed: int
   constrained: bool = False
   imported: Any = None
+  adapter_slot: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,9 +47,9 @@ class Batch:
     step: serial number, from 0.
     shape: the rung; sum(counts) <= shape.tokens, len(slots) <= shape.rows, sum(num_logits) <= shape.logits.
     request_ids, slots, starts, counts: a column each, one entry a row.
-    num_logits: logit rows of each row: 1, or counts[r] (every position, for prompt logprobs). A chunk before the
-      end of a prompt has one too, which detects NaN in its KV; 0 is allowed, without that check. Logit rows belong to
-      the row's LAST num_logits positions.
+    num_logits: logit rows of each row: 1, or counts[r] (every position, for prompt logprobs and means). A chunk before
+      the end of a prompt has one too, which detects NaN in its KV; 0 is allowed, without that check. Logit rows belong
+      to the row's LAST num_logits positions.
     samples: whether the row's last position yields a new token.
     token_ids: the row's input tokens, or () if the single input token is last_tokens[slot] on the device.
     admissions: slots to (re)initialize before the step runs.
@@ -156,4 +158,17 @@ class Runner(Protocol):
 
   def launch(self, batch: Batch) -> Launched:
     """Starts a step and returns at once; never compiles."""
+    ...
+
+
+@runtime_checkable
+class AdapterWriter(Protocol):
+  """A Runner with slots for LoRA adapters."""
+
+  def write_adapter(self, slot: int, weights: Any) -> None:
+    """Writes an adapter's weights into a slot before the next step; steps already launched keep the former ones.
+
+    Raises:
+      ValueError: the weights are not those of this model; nothing changes.
+    """
     ...

@@ -27,6 +27,8 @@ class EngineConfig(SchedulingSettings):
       but a new request waits one step more. If steps are long compared to the host's part, as on a CPU with all but
       small models, first tokens arrive sooner without it.
     eos_token_ids: ids that end a request, unless it ignores them.
+    embedding_size: numbers of an embedding; 0 if the server serves none.
+    pooling: last or mean, of an embedding; auto without embeddings.
   """
 
   vocab_size: int
@@ -39,6 +41,8 @@ class EngineConfig(SchedulingSettings):
   computes_padding: bool = True
   overlap: bool = True
   eos_token_ids: tuple[int, ...] = ()
+  embedding_size: int = 0
+  pooling: str = "auto"
 
   def __post_init__(self):
     check_settings(self)

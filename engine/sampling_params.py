@@ -43,7 +43,7 @@ class SamplingParams:
     logprobs: number of alternatives to report for each generated token, at most the vocabulary (0: only the token's
       own log probability); None: off.
     prompt_logprobs: the same for the prompt's tokens.
-    embed: whether to report the final hidden state of the prompt's last position; needs max_tokens=1.
+    embed: whether to report an embedding of the prompt, as EngineConfig.pooling makes it; needs max_tokens=1.
   """
 
   max_tokens: int = 256

@@ -250,7 +250,7 @@ class Scheduler:
       else:
         count = batching.piece(request.num_sent_tokens - position, chunk_left)
         count = min(count, row_limit, plan.tokens_left + 1)
-        if self._reports_prompt(request):
+        if self._needs_every_position(request):
           count = min(count, plan.logits_left + 1)
         if count > 0:
           count = policy.grant_tokens(request, count)
@@ -365,7 +365,7 @@ class Scheduler:
         break
       if self._awaits_leader(request) or not policy.may_join(request):
         continue
-      if self._reports_prompt(request):
+      if self._needs_every_position(request):
         count = min(count, plan.logits_left)
       count = policy.grant_tokens(request, count)
       if not count:
@@ -392,6 +392,7 @@ class Scheduler:
           seed=request.seed,
           constrained=request.constraint is not None,
           imported=request.transfer,
+          adapter_slot=request.adapter_slot,
         )
       )
       request.num_transferred_tokens, request.transfer = 0, None
@@ -415,7 +416,7 @@ class Scheduler:
     known = request.num_tokens
     hits: list[int] = []
     transferred = request.num_transferred_tokens
-    if self.config.shares_prefixes and not transferred and not self._reports_prompt(request):
+    if self.config.shares_prefixes and not transferred and not self._needs_every_position(request):
       hits = pool.match_blocks(self._keys.first_keys(request, (known - 1) // block_size))
     cached = transferred or len(hits) * block_size
     count = self._batching.piece(known - cached, limit)
@@ -444,7 +445,7 @@ class Scheduler:
       end = request.num_computed_tokens + count
       room = (len(request.block_table) + pool.num_free) * block_size - end
       more = min(request.num_sent_tokens - end, left, plan.tokens_left, room)
-      if self._reports_prompt(request):
+      if self._needs_every_position(request):
         more = min(more, plan.logits_left)
       if more > 0:
         count = self._cover(request, count + more, plan)
@@ -492,18 +493,23 @@ class Scheduler:
       and not leader.output_token_ids
     )
 
-  def _reports_prompt(self, request: Request) -> bool:
-    """Returns whether prompt log probabilities are missing; then every position needs logits, and none is cached."""
-    return (
-      request.params.prompt_logprobs is not None and request.num_prompt_logprobs < len(request.prompt_token_ids) - 1
-    )
+  def _needs_every_position(self, request: Request) -> bool:
+    """Returns whether every position of the prompt needs a logit row, and none may come from the prefix cache.
+
+    So it is while prompt log probabilities are missing, and for a mean of hidden states, which each admission starts
+    anew.
+    """
+    params = request.params
+    if params.prompt_logprobs is not None and request.num_prompt_logprobs < len(request.prompt_token_ids) - 1:
+      return True
+    return params.embed and self.config.pooling == "mean"
 
   def _num_logits(self, request: Request, count: int) -> int:
     """Returns the logit rows of a row of `count` tokens.
 
     At least one, even without sampling: it detects NaN in the KV, and is free in a padded step.
     """
-    return count if self._reports_prompt(request) else 1
+    return count if self._needs_every_position(request) else 1
 
   # Values of steps.
 
@@ -603,7 +609,7 @@ class Scheduler:
         if prompt_logprobs:
           events.append(TokenEvent(request.id, prompt_logprobs=prompt_logprobs))
       if inputs:
-        if self._reports_prompt(request):
+        if self._needs_every_position(request):
           request.num_prompt_logprobs = max(request.num_prompt_logprobs, min(end, request.num_prompt_tokens - 1))
         if not samples:
           continue

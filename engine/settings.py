@@ -248,6 +248,22 @@ class SchedulingSettings:
     "--batching=disaggregated or --fake_device.",
     group=_DEVICES,
   )
+  enable_lora: bool = setting(
+    False,
+    "Serves LoRA adapters beside the model. On one device; not with --deterministic, --executable_bundle or "
+    "--batching=disaggregated.",
+    group=_DEVICES,
+  )
+  max_loras: int = setting(
+    8,
+    "With --enable_lora: most adapters that are loaded at once; memory for all of them is allocated at start.",
+    group=_DEVICES,
+    at_least=1,
+    at_most=256,
+  )
+  max_lora_rank: int = setting(
+    16, "With --enable_lora: the largest rank of an adapter.", group=_DEVICES, at_least=1, at_most=512
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -354,6 +370,14 @@ class DeviceSettings:
     "Matmul: xla, or packed, for which the server packs weights at load; auto: packed on one CPU.",
     group=_DEVICES,
     choices=("auto", "xla", "packed"),
+  )
+  pooling: str = setting(
+    "auto",
+    "What an embedding is made of: the hidden state of the last token, or the mean of all; auto: as the checkpoint's "
+    "1_Pooling/config.json says, else last.",
+    group=_DEVICES,
+    choices=("auto", "last", "mean"),
+    resolved=True,
   )
   num_devices: int = setting(1, "Devices that share the model; 0: all.", group=_DEVICES, at_least=0, common=True)
   prefill_devices: int = setting(

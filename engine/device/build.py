@@ -23,7 +23,7 @@ from engine.device.kernel_choice import attention_candidates, choose_attention, 
 from engine.device.memory_check import check_fits, step_bytes
 from engine.device.options import BuildOptions
 from engine.device.pool_size import CPU_KV_BYTES, PoolSize, PoolSizer
-from engine.device.pooling import check_pooling
+from engine.device.pooling import choose_pooling
 from engine.device.programs import Program, ProgramSpec, all_programs, step_program
 from engine.device.runner import Making, ModelRunner, Progress
 from engine.device.weights import LoadedModel, open_checkpoint
@@ -239,8 +239,7 @@ def build_side(
     why = matmul_reason or "matmul=xla"
     matmul_reason = f"{why}; every step converts int8 weights, which saves memory but no time"
 
-  if options.enable_embeddings:
-    check_pooling(options.model_dir)
+  pooling = choose_pooling(options)
   checkpoint = open_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids)
   declared = checkpoint.declared
   model = declared.config
@@ -353,6 +352,8 @@ def build_side(
     computes_padding=computes_padding,
     overlap=choose_overlap(options.overlap, device.platform, weight_bytes),
     eos_token_ids=declared.eos_token_ids,
+    embedding_size=model.model_dim if options.enable_embeddings else 0,
+    pooling=pooling,
     **{declared.name: getattr(options, declared.name) for declared in declared_settings(SchedulingSettings)},
   )
   chosen, make = spec(pool.num_blocks, max_model_len), Program.compile
@@ -378,7 +379,8 @@ def build_side(
     loaded, load_s = before or load()
     made = making.wait(progress)
   report_fact(ProgramsMadeFact(count=len(programs), num_compiled=making.num_compiled))
-  runner = ModelRunner(chosen, tuple(jax.tree.leaves(loaded.params)), ladder, config.eos_token_ids, made)
+  leaves = tuple(jax.tree.leaves(loaded.params))
+  runner = ModelRunner(chosen, leaves, ladder, config.eos_token_ids, made, config.pooling)
   if device.platform == "cpu":
     host_memory.keep_freed()  # only now, so that the memory of loading and compiling returns to the system
   runner.warm_up(progress)

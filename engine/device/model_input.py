@@ -10,6 +10,7 @@ import dataclasses
 import enum
 from functools import cached_property
 import math
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from engine.batch import Admission, Batch
+from engine.device.pooling import PooledStates
 from engine.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from engine.shapes import StepShape
 from pallas_kernels.paged_attention.plan import Plan, place_arrays
@@ -237,6 +239,22 @@ class LogitRows:
     return any(max(numbers) > 0 for _, numbers in self.wants.values())
 
 
+class EmbeddingRow(NamedTuple):
+  """A row of a batch whose hidden states belong to an embedding.
+
+  Attributes:
+    row: its index.
+    num_states: its last logit rows, one for each position.
+    pooled: takes their states.
+    is_last: whether the embedding is complete then.
+  """
+
+  row: int
+  num_states: int
+  pooled: PooledStates
+  is_last: bool
+
+
 class _Repetition:
   """The latest packed step of decodes only, from which the next step is made while a Batch repeats it.
 
@@ -290,7 +308,9 @@ class Packer:
   Only a Batch's admissions and new blocks change it. Packing works on whole numpy arrays, never on single tokens.
   """
 
-  def __init__(self, num_slots: int, table_width: int, block_size: int, eos_token_ids: tuple[int, ...]):
+  def __init__(
+    self, num_slots: int, table_width: int, block_size: int, eos_token_ids: tuple[int, ...], pooling: str = "last"
+  ):
     self._num_slots, self._table_width, self._block_size = num_slots, table_width, block_size
     self._eos = eos_token_ids
     self._block_tables = np.zeros((num_slots + 1, table_width), np.int32)
@@ -298,7 +318,8 @@ class Packer:
     self._stop_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
     self._min_lens = np.zeros(num_slots + 1, np.int32)  # tokens at which the request reaches min_tokens
     self._logprobs: dict[int, SamplingParams] = {}  # slots with logprobs
-    self._embedding_slots: set[int] = set()
+    self._pooling = pooling
+    self._pooled: dict[int, PooledStates] = {}  # of slots with embeddings
     self._known: dict[int, Sequence[int]] = {}  # tokens of slots with prompt logprobs
     self._latest: _Repetition | None = None  # the latest step, if the next may repeat it
 
@@ -335,18 +356,25 @@ class Packer:
       self._stop_ids[slot, : len(ids)] = ids
     self._logprobs.pop(slot, None)
     self._known.pop(slot, None)
-    self._embedding_slots.discard(slot)
+    self._pooled.pop(slot, None)
     if params.embed:
-      self._embedding_slots.add(slot)
+      self._pooled[slot] = PooledStates(self._pooling)  # a new one: steps on their way keep that of the last request
     if params.logprobs is not None or params.prompt_logprobs is not None:
       self._logprobs[slot] = params
     if params.prompt_logprobs is not None:
       self._known[slot] = admission.token_ids
 
-  def embedding_rows(self, batch: Batch) -> list[int]:
-    """Returns the rows of a step that yield embeddings."""
-    slots = self._embedding_slots
-    return [row for row, slot in enumerate(batch.slots) if slot in slots and batch.samples[row]] if slots else []
+  def embedding_rows(self, batch: Batch) -> list[EmbeddingRow]:
+    """Returns the rows of a step whose hidden states belong to an embedding."""
+    if not self._pooled:
+      return []
+    found = []
+    for row, slot in enumerate(batch.slots):
+      pooled = self._pooled.get(slot)
+      if pooled is not None and (batch.samples[row] or pooled.needs_every_state):
+        assert not pooled.needs_every_state or batch.num_logits[row] == batch.counts[row], "a mean needs every position"
+        found.append(EmbeddingRow(row, batch.num_logits[row], pooled, batch.samples[row]))
+    return found
 
   def pack(self, batch: Batch, layout: StepLayout, out: np.ndarray | None = None) -> tuple[np.ndarray, LogitRows]:
     """Returns the step's array, int32[layout.size].

@@ -18,7 +18,7 @@ import numpy as np
 from engine.batch import Admission, Batch, StepResult, TokenLogprobs
 from engine.device import kv_cache, programs, sampler
 from engine.device import mesh as mesh_lib
-from engine.device.model_input import Flag, LogitRows, Packer, flags_of
+from engine.device.model_input import EmbeddingRow, Flag, LogitRows, Packer, flags_of
 from engine.device.programs import Program, ProgramSpec
 from engine.device.sampler import SlotState
 from engine.device.step_call import StepCall
@@ -109,14 +109,14 @@ class LaunchedStep:
     self,
     outputs: Sequence[jax.Array],
     rows: LogitRows,
-    embedding_rows: Sequence[int],
+    embedding_rows: Sequence[EmbeddingRow],
     away: bool,
     done: Callable[[], None],
   ):
     """Args:
     outputs: the output of programs.step.
     rows: the meaning of its logit rows.
-    embedding_rows: rows that yield embeddings.
+    embedding_rows: rows whose hidden states are read.
     away: the values are in device memory; the device sends them to the host as soon as they exist.
     done: called once, when the step is complete, and then released.
     """
@@ -154,8 +154,14 @@ class LaunchedStep:
   def _read_embeddings(self) -> dict[int, bytes]:
     if not self._embedding_rows:
       return {}
-    states = np.asarray(self._states[0]).astype("<f4", copy=False)
-    return {row: states[self._rows.last[row]].tobytes() for row in self._embedding_rows}
+    states = np.asarray(self._states[0])
+    found = {}
+    for row, num_states, pooled, is_last in self._embedding_rows:
+      end = self._rows.last[row] + 1
+      pooled.add_states(states[end - num_states : end])
+      if is_last:
+        found[row] = pooled.make_embedding()
+    return found
 
   def _read_logprobs(self, tokens: np.ndarray, logprobs: np.ndarray) -> dict[int, tuple[TokenLogprobs, ...]]:
     rows = self._rows
@@ -185,6 +191,7 @@ class ModelRunner:
     ladder: ShapeLadder,
     eos_token_ids: tuple[int, ...],
     made: Mapping[StepShape | str, jax.stages.Compiled],
+    pooling: str = "last",
   ):
     """Allocates the KV buffers.
 
@@ -197,12 +204,13 @@ class ModelRunner:
       ladder: the ladder of the steps.
       eos_token_ids: the spec.num_eos ids that min_tokens suppresses.
       made: the executables of `programs.all_programs`.
+      pooling: of embeddings; see engine.device.pooling.
     """
     self.spec, self._params = spec, params
     self.import_blocks: ImportBlocks | None = None
     # On a CPU the values are in host memory already; starting a copy takes 0.1 ms and may wait for a core.
     self._away = spec.mesh.devices.flat[0].platform != "cpu"
-    self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids)
+    self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids, pooling)
     self._compiles_at_seal: int | None = None
     self.steps = {shape: made[shape] for shape in ladder.rungs()}
     self._write_lines = {table: made[table] for table in programs.NUM_LINES}

@@ -1,6 +1,8 @@
 """Embeddings on the demo model: the hidden states of the decoder run whole, in any batch, and only if they are on."""
 
 from collections.abc import Iterator, Sequence
+import contextlib
+import json
 from pathlib import Path
 import random
 
@@ -13,7 +15,7 @@ import pytest
 from engine.device.build import Built, build_engine
 from engine.device.mesh import make_mesh
 from engine.device.options import BuildOptions
-from engine.device.pooling import check_pooling
+from engine.device.pooling import choose_pooling
 from engine.device.weights import open_checkpoint
 from engine.errors import ConfigError, EngineError, InvalidRequest
 from engine.request import FinishReason, Request, TokenEvent
@@ -42,7 +44,7 @@ class EventLog:
     """Returns the embedding of each prompt; `others` requests generate meanwhile."""
     self.events.clear()
     for number in range(others):
-      params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=number % 3)
+      params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, logprobs=number % 3)
       built.engine.submit(Request(f"other-{number}", [5 + number, 9, 11], params))
     for number, prompt in enumerate(prompts):
       built.engine.submit(Request(f"prompt-{number}", list(prompt), EMBED))
@@ -69,7 +71,7 @@ def built(log) -> Iterator[Built]:
 
 
 def dense_states(prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-  """Hidden states after the final norm at the last position of each prompt, by the decoder alone, without a cache."""
+  """Hidden states after the final norm of each prompt, f32[length, D], by the decoder alone, without a cache."""
   loaded = open_checkpoint(str(DEMO), make_mesh(jax.devices()[:1]), jnp.float32).load()
 
   @jax.jit
@@ -84,14 +86,31 @@ def dense_states(prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
   for row, prompt in zip(padded, prompts, strict=True):
     row[: len(prompt)] = prompt
   return [
-    np.asarray(forward(loaded.params, row[None])[0, len(prompt) - 1])
-    for row, prompt in zip(padded, prompts, strict=True)
+    np.asarray(forward(loaded.params, row[None])[0, : len(prompt)]) for row, prompt in zip(padded, prompts, strict=True)
   ]
 
 
 def test_an_embedding_is_the_final_hidden_state_of_the_last_token(built, log):
-  for found, wanted in zip(log.embed(built, PROMPTS), dense_states(PROMPTS), strict=True):
-    assert np.max(np.abs(found - wanted)) < 2e-5 * np.max(np.abs(wanted))
+  for found, states in zip(log.embed(built, PROMPTS), dense_states(PROMPTS), strict=True):
+    assert np.max(np.abs(found - states[-1])) < 2e-5 * np.max(np.abs(states[-1]))
+
+
+@pytest.mark.parametrize(
+  "settings", [{}, {"num_blocks": 24, "max_model_len": 368}, {"prefix_cache_scope": "off", "overlap": "false"}]
+)
+def test_a_mean_is_that_of_the_hidden_states_of_all_tokens(settings):
+  """In chunks, twice, so that blocks of the prefix cache would serve; also with preemptions."""
+  log = EventLog()
+  built = build_engine(make_options(pooling="mean", **settings), lambda *_: None, log.events.extend)
+  assert built.config.pooling == "mean" and built.config.embedding_size == 256
+  wanted = [states.mean(axis=0, dtype=np.float64) for states in dense_states(PROMPTS)]
+  built.runner.seal()
+  for _ in range(2):
+    for found, mean in zip(log.embed(built, PROMPTS, others=7), wanted, strict=True):
+      assert np.max(np.abs(found - mean)) < 2e-5 * np.max(np.abs(mean))
+    assert not any(event.num_cached_tokens for event in log.events if event.request_id.startswith("prompt"))
+  assert built.runner.compiles_after_ready == 0
+  assert ("num_blocks" in settings) == bool(built.engine.stats().num_preemptions)
 
 
 def test_neither_neighbors_nor_cached_prefixes_nor_chunks_change_it_by_much(built, log):
@@ -117,14 +136,14 @@ def test_nothing_compiles_after_the_start(built, log):
 
 def test_requests_without_embeddings_get_the_same_tokens():
   found = []
-  for enabled in (True, False):
+  for settings in ({}, {"pooling": "mean"}, {"enable_embeddings": False}):
     log = EventLog()
-    built = build_engine(make_options(enable_embeddings=enabled), lambda *_: None, log.events.extend)
+    built = build_engine(make_options(**settings), lambda *_: None, log.events.extend)
     built.engine.submit(Request("a", PROMPTS[4], SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)))
     while built.engine.num_live:
       built.engine.step()
     found.append([token for event in log.events for token in event.token_ids])
-  assert len(found[0]) == 30 and found[0] == found[1]
+  assert len(found[0]) == 30 and found[0] == found[1] == found[2]
 
 
 def test_what_cannot_be_is_refused(built):
@@ -140,8 +159,10 @@ def test_what_cannot_be_is_refused(built):
 @pytest.mark.parametrize(
   ("text", "words"),
   [
-    ('{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": false}', "names pooling by mean_tokens, and"),
+    ('{"pooling_mode_cls_token": true, "pooling_mode_lasttoken": false}', "names pooling by cls_token, and"),
     ('{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": true}', "by lasttoken, mean_tokens, and"),
+    ('{"pooling_mode": "max"}', "names pooling by max, and .* choose one with --pooling=last"),
+    ('{"pooling_mode_mean_tokens": true, "include_prompt": false}', "include_prompt=false, and"),
     ("{", "download the file again"),
     ("[]", "download the file again"),
   ],
@@ -150,12 +171,39 @@ def test_another_pooling_is_refused(tmp_path, text, words):
   (tmp_path / "1_Pooling").mkdir()
   (tmp_path / "1_Pooling" / "config.json").write_text(text)
   with pytest.raises(EngineError, match=words):
-    check_pooling(str(tmp_path))
+    choose_pooling(BuildOptions(str(tmp_path), enable_embeddings=True))
+  assert choose_pooling(BuildOptions(str(tmp_path), enable_embeddings=True, pooling="mean")) == "mean"
 
 
-@pytest.mark.parametrize("text", ["{}", '{"pooling_mode_lasttoken": true, "word_embedding_dimension": 256}'])
-def test_last_token_pooling_is_accepted(tmp_path, text):
-  check_pooling(str(tmp_path))
+@pytest.mark.parametrize(
+  ("text", "pooling"),
+  [
+    ("{}", "last"),
+    ('{"pooling_mode_lasttoken": true, "word_embedding_dimension": 256}', "last"),
+    ('{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": false, "include_prompt": true}', "mean"),
+    ('{"pooling_mode": "mean"}', "mean"),
+  ],
+)
+def test_the_checkpoint_or_the_flag_chooses_the_pooling(tmp_path, text, pooling):
+  options = BuildOptions(str(tmp_path), enable_embeddings=True)
+  assert choose_pooling(options) == "last"
   (tmp_path / "1_Pooling").mkdir()
   (tmp_path / "1_Pooling" / "config.json").write_text(text)
-  check_pooling(str(tmp_path))
+  assert choose_pooling(options) == pooling
+  assert choose_pooling(BuildOptions(str(tmp_path))) == "auto"
+  with pytest.raises(ConfigError, match="pooling=mean: .* add --enable_embeddings"):
+    choose_pooling(BuildOptions(str(tmp_path), pooling="mean"))
+
+
+@pytest.mark.parametrize(
+  ("kinds", "words"),
+  [
+    (["sentence_transformers.models.Transformer", "sentence_transformers.models.Normalize"], ""),
+    (["sentence_transformers.models.Transformer", "sentence_transformers.models.Dense"], "has a module Dense, and"),
+    ([None], "no list of modules"),
+  ],
+)
+def test_modules_that_change_an_embedding_are_refused(tmp_path, kinds, words):
+  (tmp_path / "modules.json").write_text(json.dumps([{"type": kind} for kind in kinds]))
+  with pytest.raises(EngineError, match=words) if words else contextlib.nullcontext():
+    choose_pooling(BuildOptions(str(tmp_path), enable_embeddings=True))

@@ -96,7 +96,7 @@ BUGS = (
   Bug(
     "prompt log probabilities are read past the cache",
     "scheduler",
-    "and not self._reports_prompt(request):\n      hits",
+    "and not self._needs_every_position(request):\n      hits",
     "and True:\n      hits",
   ),
   Bug(
@@ -129,8 +129,8 @@ BUGS = (
   Bug(
     "NaN is published with a chunk",
     "scheduler",
-    "return count if self._reports_prompt(request) else 1",
-    "return count if self._reports_prompt(request) else int(request.num_computed_tokens + count == "
+    "return count if self._needs_every_position(request) else 1",
+    "return count if self._needs_every_position(request) else int(request.num_computed_tokens + count == "
     "request.num_sent_tokens)",
   ),
   Bug("NaN does not end the request", "scheduler", "if bad_rows and row in bad_rows:", "if False:"),

@@ -55,14 +55,9 @@ class EmbeddingEndpoints:
       encoding = fields.encoding_format or ENCODINGS[0]
       if encoding not in ENCODINGS:
         raise InvalidRequest(f"is not one that exists: send {' or '.join(ENCODINGS)}", field="encoding_format")
-      _check_count("dimensions", fields.dimensions)
+      check_dimensions(fields.dimensions, backend.config.embedding_size)
       inputs = list_prompts(fields.input, "input")
       vectors, num_tokens = await self._embed(request, backend, inputs, fields, "input")
-      size = len(vectors[0])
-      if fields.dimensions is not None and fields.dimensions > size:
-        raise InvalidRequest(
-          f"={fields.dimensions} is more than the model's {size}: send at most {size}", field="dimensions"
-        )
 
       def write() -> bytes:
         data = []
@@ -187,6 +182,13 @@ class EmbeddingEndpoints:
     num_tokens = sum(map(len, prompts))
     request.state.notes.update(prompt_tokens=num_tokens)
     return vectors, num_tokens
+
+
+def check_dimensions(dimensions: int | None, size: int) -> None:
+  """Raises InvalidRequest for a number of dimensions that no embedding of `size` numbers has."""
+  _check_count("dimensions", dimensions)
+  if dimensions is not None and dimensions > size:
+    raise InvalidRequest(f"={dimensions} is more than the model's {size}: send at most {size}", field="dimensions")
 
 
 def _check_count(name: str, value: int | None) -> None:

@@ -71,6 +71,21 @@ def test_shortened_vectors_are_the_first_numbers_scaled_again(client):
   assert max(abs(one - other / scale) for one, other in zip(short, whole[:16], strict=True)) < 1e-4
 
 
+def test_dimensions_beyond_the_model_are_refused_before_anything_runs(http):
+  def count_prompt_tokens() -> float:
+    (line,) = [
+      line for line in http.get("/metrics").text.splitlines() if line.startswith("sluice_prefill_tokens_total")
+    ]
+    return float(line.split()[-1])
+
+  before = count_prompt_tokens()
+  said = http.post("/v1/embeddings", json={"input": TEXTS, "dimensions": 257})
+  assert said.status_code == 400 and said.json()["error"]["param"] == "dimensions"
+  assert count_prompt_tokens() == before
+  http.post("/v1/embeddings", json={"input": TEXTS, "dimensions": 256})
+  assert count_prompt_tokens() > before
+
+
 def test_raw_vectors_are_not_scaled(http):
   body = {"input": "a dog", "normalize": False}
   vector = http.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
