@@ -12,11 +12,13 @@ import time
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.constraint import Constraint
 from engine.errors import Unavailable
 from server.errors import EngineDead, Starting
 from server.generation import request_validation
 from server.generation.engine_client import EngineClient
 from server.generation.generations import Generations
+from server.generation.reasoning_budget import ReasoningBudget, ReasoningLimit
 from server.generation.sampling_defaults import SamplingDefaults
 from server.proto import sluice_pb2 as pb
 from server.security.memory_limit import MemoryLimit
@@ -158,20 +160,39 @@ class ServingState:
     return request_validation.prompt_token_ids(request, tokenizer)
 
   async def add_constraints(
-    self, request: pb.GenerateRequest, calls: Sequence[request_validation.GenerationCall]
+    self,
+    request: pb.GenerateRequest,
+    calls: Sequence[request_validation.GenerationCall],
+    reasoning: ReasoningLimit | None = None,
   ) -> list[request_validation.GenerationCall]:
     """Returns the calls with the constraints that `request` sets, compiled away from the loop.
+
+    Args:
+      request: the request.
+      calls: its calls.
+      reasoning: the limit of the reasoning before each answer; None has no limit, and no reasoning before a constraint.
 
     Raises:
       InvalidRequest: the constraint does not compile, or exceeds a limit.
     """
-    compiler = self._compiler
-    if not request.HasField("constraint") or compiler is None:
+    compiler, backend = self._compiler, self._backend
+    is_constrained = request.HasField("constraint")
+    if compiler is None or backend is None or backend.tokenizer is None or not (is_constrained or reasoning):
       return list(calls)
+    token_bytes, config = backend.tokenizer.token_bytes, backend.config
 
     def compile_all() -> list[request_validation.GenerationCall]:
-      grammar = compiler.compile(request.constraint, request.tenant)
-      return [dataclasses.replace(call, constraints=tuple(grammar.copy() for _ in call.params)) for call in calls]
+      grammar = compiler.compile(request.constraint, request.tenant) if is_constrained else None
+
+      def make_constraints(number: int) -> Iterator[Constraint]:
+        for _ in range(number):
+          answer = None if grammar is None else grammar.copy()
+          if reasoning is not None:
+            yield ReasoningBudget(reasoning, answer, token_bytes, config)
+          elif answer is not None:
+            yield answer
+
+      return [dataclasses.replace(call, constraints=tuple(make_constraints(len(call.params)))) for call in calls]
 
     return await self.run_in_text_pool(compile_all)
 

@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.constraint import Constraint
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
+from server.generation.reasoning_budget import ReasoningLimit
 from server.generation.sampling_defaults import SamplingDefaults
 from server.host_options import HostOptions
 
@@ -107,6 +108,7 @@ class Submission(LinkMessage):
     owner, name: unique among live generations.
     prompt, priority, queue_deadline, deadline, cache_salt, tenant: as in Request.
     grammar: of all outputs; None for no constraint.
+    reasoning: the limit of the reasoning before each answer, or None.
     outputs: the front end's id and the parameters of each output.
   """
 
@@ -119,14 +121,22 @@ class Submission(LinkMessage):
   cache_salt: bytes
   tenant: str
   grammar: str | None
+  reasoning: ReasoningLimit | None
   outputs: Annotated[list[tuple[str, SamplingParams]], msgspec.Meta(min_length=1)]
 
   @classmethod
-  def of_requests(cls, owner: str, name: str, requests: Sequence[Request], grammar: str | None) -> "Submission":
+  def of_requests(
+    cls,
+    owner: str,
+    name: str,
+    requests: Sequence[Request],
+    grammar: str | None,
+    reasoning: ReasoningLimit | None = None,
+  ) -> "Submission":
     first = requests[0]
     return cls(
       *(owner, name, tuple(first.prompt_token_ids), first.priority, first.queue_deadline, first.deadline),
-      *(first.cache_salt, first.tenant, grammar, [(request.id, request.params) for request in requests]),
+      *(first.cache_salt, first.tenant, grammar, reasoning, [(request.id, request.params) for request in requests]),
     )
 
   def make_requests(self, ids: Sequence[str], constraints: Sequence[Constraint | None]) -> list[Request]:

@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.request import FinishReason, Request
 from engine.validation import validate_request
 from server.generation.engine_client import Report
+from server.generation.reasoning_budget import ReasoningBudget
 from server.ipc.frame_link import Link
 from server.ipc.messages import AbortElsewhere, ReportQuestion, RequestAbort, Submission
 from server.text.constraint_compiler import OutputGrammar
@@ -41,13 +42,17 @@ class RemoteEngine:
 
   async def submit(self, owner: str, name: str, requests: Sequence[Request]) -> None:
     """Checks what needs no engine, then submits over the link."""
-    grammar = None
     for request in requests:
       validate_request(self.config, request)
-      if request.constraint is not None:
-        assert isinstance(request.constraint, OutputGrammar), "only a text can travel"
-        grammar = request.constraint.source
-    await self._link.ask_peer(Submission.of_requests(owner, name, requests, grammar), None)
+    constraint = requests[0].constraint
+    reasoning = None
+    if isinstance(constraint, ReasoningBudget):
+      reasoning, constraint = constraint.limit, constraint.answer
+    grammar = None
+    if constraint is not None:
+      assert isinstance(constraint, OutputGrammar), "only a text can travel"
+      grammar = constraint.source
+    await self._link.ask_peer(Submission.of_requests(owner, name, requests, grammar, reasoning), None)
 
   def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
     self._link.tell_peer(RequestAbort(request_id, reason))

@@ -15,6 +15,7 @@ from engine.errors import DuplicateRequest
 from engine.request import FinishReason, TokenEvent, make_event
 from server.errors import AbortedByRequest
 from server.generation.engine_client import LocalEngine
+from server.generation.reasoning_budget import ReasoningBudget
 from server.ipc.frame_link import Link
 from server.ipc.messages import AbortElsewhere, NamedAborts, RequestAbort, StepEvents, Submission
 from server.text.constraint_compiler import ConstraintCompiler
@@ -72,6 +73,7 @@ class Router:
     self._loop = asyncio.get_running_loop()
     self._engine: LocalEngine | None = None
     self._compiler: ConstraintCompiler | None = None
+    self._tokenizer: Tokenizer | None = None
     self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="compile")
     self._routes: dict[str, _Route] = {}
     self._names: dict[tuple[str, str], _NamedGeneration] = {}
@@ -80,6 +82,7 @@ class Router:
   def open(self, engine: LocalEngine, tokenizer: Tokenizer | None) -> None:
     """Begins to accept requests. Args: engine: receives them. tokenizer: compiles their constraints."""
     self._engine = engine
+    self._tokenizer = tokenizer
     if tokenizer is not None:
       self._compiler = ConstraintCompiler(tokenizer, engine.config.vocab_size, engine.config.eos_token_ids)
 
@@ -165,6 +168,10 @@ class Router:
   ) -> None:
     engine, name = self._engine, asked.name
     assert engine is not None, "front ends serve once there is one"
+    if asked.reasoning is not None:
+      assert self._tokenizer is not None, "a front end without a tokenizer knows no reasoning"
+      token_bytes, limit = self._tokenizer.token_bytes, asked.reasoning
+      constraints = [ReasoningBudget(limit, answer, token_bytes, engine.config) for answer in constraints]
     ids = [engine.new_id(name if index == 0 else f"{name}/{index}") for index in range(len(asked.outputs))]
     for engine_id, (request_id, _) in zip(ids, asked.outputs, strict=True):
       self._routes[engine_id] = _Route(peer, request_id, key)

@@ -35,6 +35,8 @@ class MessageEndpoints:
       values = await read_json_object(request, self._state, self._options)
       translated = translate_message(values)
       request.state.field_names |= translated.field_names
+      if not self._pipeline.may_reason(backend) and translated.body.pop("thinking_token_budget", None) is not None:
+        translated.ignored.append("thinking.budget_tokens")
       try:
         chat = await self._pipeline.prepare_chat(request, backend, translated.body)
       except EngineError as error:

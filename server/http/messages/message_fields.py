@@ -94,7 +94,17 @@ class Thinking(msgspec.Struct, kw_only=True):
   """Sets the chat template's variable enable_thinking. The default is disabled."""
 
   type: Annotated[str, _shown(enum=["enabled", "adaptive", "disabled"])]
-  budget_tokens: Annotated[Int32, Meta(description="Ignored, and named in x-sluice-ignored-fields.")] | None = None
+  budget_tokens: (
+    Annotated[
+      Int32,
+      _shown(
+        minimum=0,
+        description="With enabled: at most so many tokens of reasoning, then the answer begins. Ignored, and named in "
+        "x-sluice-ignored-fields, if the chat template has no known form of reasoning.",
+      ),
+    ]
+    | None
+  ) = None
   display: Annotated[str, _shown(enum=["summarized", "omitted"], description="omitted: without the text.")] | None = (
     None
   )

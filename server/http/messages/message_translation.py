@@ -63,6 +63,7 @@ class TranslatedMessage[T: CountTokensRequest]:
     config = self.fields.output_config
     schema = "output_format.schema" if config is None or config.format is None else "output_config.format.schema"
     name = name.replace("response_format.json_schema.schema", schema)
+    name = name.replace("thinking_token_budget", "thinking.budget_tokens")
     return name.replace(".function.parameters", ".input_schema").replace(".function.strict", ".strict")
 
   def name_constraint(self, names: Mapping[str, str]) -> dict[str, str]:
@@ -89,6 +90,7 @@ def translate_message(values: dict[str, Any]) -> TranslatedMessage[MessageReques
     top_k=fields.top_k,
     stop=stops or None,
     stream=fields.stream,
+    thinking_token_budget=_budget(fields),
     response_format=_response_format(fields),
   )
   return translated
@@ -145,7 +147,7 @@ def _undeclared_of_parts(values: dict[str, Any], fields: CountTokensRequest) -> 
 
 
 def _enables_thinking(fields: CountTokensRequest, ignored: list[str]) -> bool:
-  """Returns whether the model should think; names the budget as ignored."""
+  """Returns whether the model should think; names a budget as ignored where it has no reasoning to limit."""
   thinking = fields.thinking
   if thinking is None:
     return False
@@ -153,9 +155,18 @@ def _enables_thinking(fields: CountTokensRequest, ignored: list[str]) -> bool:
     raise InvalidRequest(f"is not one that is served: send one of {', '.join(_THINKING)}", field="thinking.type")
   if thinking.display not in (None, "summarized", "omitted"):
     raise InvalidRequest("is not one that exists: send summarized or omitted", field="thinking.display")
-  if thinking.budget_tokens is not None:
+  if thinking.budget_tokens is not None and thinking.type != "enabled":
     ignored.append("thinking.budget_tokens")
   return thinking.type != "disabled"
+
+
+def _budget(fields: MessageRequest) -> int | None:
+  thinking = fields.thinking
+  if thinking is None or thinking.type != "enabled" or thinking.budget_tokens is None:
+    return None
+  if thinking.budget_tokens < 0:
+    raise InvalidRequest(f"={thinking.budget_tokens} is not allowed: send 0 or more", field="thinking.budget_tokens")
+  return thinking.budget_tokens
 
 
 def _response_format(fields: MessageRequest) -> dict[str, Any] | None:

@@ -20,12 +20,14 @@ class ReasoningFormat:
   """How a family of models writes reasoning.
 
   Attributes:
-    opener, closer: the markers around the reasoning; empty for channels.
-    has_channels: whether the output consists of Harmony's channels.
+    opener, closer: the markers around the reasoning.
+    answer: the header of the answer after it, or empty.
+    has_channels: whether the output consists of Harmony's channels, some of which are reasoning.
   """
 
   opener: str
   closer: str
+  answer: str = ""
   has_channels: bool = False
 
 
@@ -33,7 +35,12 @@ _THINK = ReasoningFormat("<think>", "</think>")
 REASONING_FORMATS = {
   "deepseek_r1": _THINK,
   "glm45": _THINK,
-  "gpt_oss": ReasoningFormat("", "", has_channels=True),
+  "gpt_oss": ReasoningFormat(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    answer="<|start|>assistant<|channel|>final<|message|>",
+    has_channels=True,
+  ),
   "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
   "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
   "qwen3": _THINK,

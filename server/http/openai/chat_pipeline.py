@@ -11,17 +11,18 @@ from starlette.requests import Request
 
 from engine.errors import InvalidRequest
 from server.generation import request_validation
+from server.generation.reasoning_budget import ReasoningLimit
 from server.generation.serving_state import Backend, ServingState
 from server.http.error_responses import UnsupportedField
 from server.http.http_options import HttpOptions
 from server.http.model_output.call_formats import find_format, forced_format
 from server.http.model_output.channel_reader import CHANNEL_MARKERS
 from server.http.model_output.output_parser import Calls, OutputParser
-from server.http.model_output.reasoning import Reasoning, find_reasoning_format
+from server.http.model_output.reasoning import Reasoning, ReasoningFormat, find_reasoning_format
 from server.http.openai.chat_messages import Chat, read_chat
 from server.http.openai.completion_replies import Prompt
 from server.http.openai.generate_request import RequestedGeneration, read_generation
-from server.http.openai.request_fields import REASONING_PLACES, ChatCompletionRequest
+from server.http.openai.request_fields import BUDGET_FIELDS, REASONING_PLACES, ChatCompletionRequest
 from server.text.tokenizer import Tokenizer
 
 # Tokens at the prompt's end that may spell an opened marker of reasoning.
@@ -57,6 +58,12 @@ class ChatPipeline:
   def __init__(self, state: ServingState, options: HttpOptions):
     self._state = state
     self._options = options
+
+  def may_reason(self, backend: Backend) -> bool:
+    """Returns whether the model may reason: its chat template has a known form of it, or --reasoning_parser is set."""
+    template = backend.tokenizer.chat_template if backend.tokenizer is not None else None
+    parser = self._options.reasoning_parser
+    return parser != "auto" or find_reasoning_format(parser, template) is not None
 
   async def prepare_chat(self, request: Request, backend: Backend, values: dict[str, Any]) -> PreparedChat:
     """Checks a chat and tokenizes its prompt.
@@ -96,7 +103,10 @@ class ChatPipeline:
     if not stopping.HasField("max_tokens"):
       num_left = request_validation.count_tokens_left(backend.config, len(prompt.token_ids))
       stopping.max_tokens = request_validation.default_max_tokens(backend.defaults, num_left, num_left)
-    reasoning = self._find_reasoning(chat, tokenizer, requested, prompt)
+    form = find_reasoning_format(self._options.reasoning_parser, tokenizer.chat_template)
+    is_open = form is not None and not form.has_channels and _opens_reasoning(form, tokenizer, prompt)
+    requested.reasoning = self._limit_reasoning(form, tokenizer, requested, is_open=is_open)
+    reasoning = self._find_reasoning(chat, form, requested, is_open=is_open)
     requested.shown_token_ids = _shown_token_ids(calls, reasoning, tokenizer)
     return PreparedChat(requested, prompt, tokenizer, calls, reasoning)
 
@@ -121,9 +131,14 @@ class ChatPipeline:
     return Calls(form, {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}, chat.parallel)
 
   def _find_reasoning(
-    self, chat: Chat, tokenizer: Tokenizer, requested: RequestedGeneration[ChatCompletionRequest], prompt: Prompt
+    self,
+    chat: Chat,
+    form: ReasoningFormat | None,
+    requested: RequestedGeneration[ChatCompletionRequest],
+    *,
+    is_open: bool,
   ) -> Reasoning | None:
-    """Returns how to find reasoning in the output.
+    """Returns how to find reasoning, in the model's form, in the output.
 
     Raises:
       InvalidRequest: reasoning_format is unknown.
@@ -137,7 +152,6 @@ class ChatPipeline:
     is_shown = fields.include_reasoning is not False
     if fields.separate_reasoning is False or fields.reasoning_format == "none":
       return None
-    form = find_reasoning_format(self._options.reasoning_parser, tokenizer.chat_template)
     if form is None:
       if self._options.reasoning_parser == "none" and not is_shown:
         raise UnsupportedField(
@@ -145,14 +159,58 @@ class ChatPipeline:
           field="include_reasoning",
         )
       return None
+    if requested.reasoning is not None:
+      return Reasoning(form, is_open, is_shown)
     if chat.forced:  # the output is calls from its first token on
       return None
     # A constraint holds from the first token on, so that the output begins with the answer.
-    is_open = False
-    if form.opener and not requested.request.HasField("constraint"):
-      tail = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-      is_open = tail.rstrip().endswith(form.opener)
-    return Reasoning(form, is_open, is_shown)
+    return Reasoning(form, is_open and not requested.request.HasField("constraint"), is_shown)
+
+  def _limit_reasoning(
+    self,
+    form: ReasoningFormat | None,
+    tokenizer: Tokenizer,
+    requested: RequestedGeneration[ChatCompletionRequest],
+    *,
+    is_open: bool,
+  ) -> ReasoningLimit | None:
+    """Returns the limit of the reasoning that the request sets.
+
+    Raises:
+      InvalidRequest: the limit is not allowed, or given twice.
+      UnsupportedField: the server does not know how the model ends its reasoning.
+    """
+    fields = requested.fields
+    given = {name: value for name in BUDGET_FIELDS if (value := getattr(fields, name)) is not None}
+    if not given:
+      return None
+    name, num_tokens = next(iter(given.items()))
+    if len(given) > 1:
+      raise InvalidRequest(f"is not allowed beside {name}: send one of them", field=list(given)[1])
+    if num_tokens < -1:
+      raise InvalidRequest(f"={num_tokens} is not allowed: send 0 or more, or -1 for no limit", field=name)
+    if num_tokens == -1:
+      return None
+    if form is None:
+      finds_none = self._options.reasoning_parser == "none"
+      why = "the server does not look for it" if finds_none else "the model's chat template has no form that it knows"
+      raise UnsupportedField(
+        f"={num_tokens} is not supported: the server finds no reasoning, since {why}; serve with another "
+        "--reasoning_parser, or leave it out",
+        field=name,
+      )
+    if fields.allowed_token_ids is not None:
+      raise InvalidRequest(f"is not allowed beside {name}: send one of them", field="allowed_token_ids")
+    opener_ids, closer_ids, answer_ids = (
+      tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (form.opener, form.closer, form.answer)
+    )
+    return ReasoningLimit(num_tokens, form.opener, form.closer, opener_ids, closer_ids, answer_ids, is_open)
+
+
+def _opens_reasoning(form: ReasoningFormat, tokenizer: Tokenizer, prompt: Prompt) -> bool:
+  """Returns whether the prompt ends inside the reasoning."""
+  tail = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+  return tail.rstrip().endswith(form.opener)
 
 
 def _shown_token_ids(calls: Calls | None, reasoning: Reasoning | None, tokenizer: Tokenizer) -> frozenset[int]:

@@ -10,6 +10,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from server.generation import request_validation
+from server.generation.reasoning_budget import ReasoningLimit
 from server.http.error_responses import UnsupportedField
 from server.http.json_fields import convert_fields, show_number
 from server.http.openai.request_fields import (
@@ -59,6 +60,7 @@ class RequestedGeneration[T: GenerationFields]:
     field_names: the caller's names of fields of `request`, where they differ.
     strict_schema: whether to refuse keywords of the constraint's JSON schema that are not enforced.
     shown_token_ids: special tokens that the text has even where it omits special tokens.
+    reasoning: the limit of the reasoning before the answer, or None.
   """
 
   fields: T
@@ -69,6 +71,7 @@ class RequestedGeneration[T: GenerationFields]:
   field_names: dict[str, str]
   strict_schema: bool = False
   shown_token_ids: frozenset[int] = frozenset()
+  reasoning: ReasoningLimit | None = None
 
 
 def read_fields[T: RequestFields](values: dict[str, Any], kind: type[T]) -> tuple[T, list[str]]:

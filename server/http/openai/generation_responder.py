@@ -144,7 +144,7 @@ class GenerationResponder:
     ignored = await self._relax_schema(request, requested)
     if ignored:
       headers = judge_ignored(requested.ignored + ignored, strict=False)
-    calls = await self._state.add_constraints(requested.request, calls)
+    calls = await self._state.add_constraints(requested.request, calls, requested.reasoning)
     running = RunningGenerations(backend.generations, request.state.tenant)
     with contextlib.ExitStack() as cleanup:
       cleanup.callback(running.close)

@@ -60,7 +60,9 @@ _NOTHING: tuple[object, ...] = (False, [], {}, "")
 _OFF: tuple[object, ...] = (0,)
 _ONE: tuple[object, ...] = (1,)
 _SAMPLERS = "it is not built; use temperature, top_p, top_k and min_p"
-_NO_BUDGET = "reasoning has no budget of its own; send max_tokens, or reasoning_effort if the model reads it"
+_CHAT_BUDGET = "reasoning has a budget in chats alone; send messages to /v1/chat/completions"
+# Names of one limit: those of vLLM, Qwen's and llama.cpp's servers.
+BUDGET_FIELDS = ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens", "reasoning_budget")
 _CHAT_REASONING = "reasoning stays in a completion's text; send messages to /v1/chat/completions"
 OTHER_CONSTRAINT = "send response_format, or one of json, regex, choice and grammar in structured_outputs"
 # By name, the values besides null that change nothing, and what to say about the others. What would change the output
@@ -125,9 +127,7 @@ UNSUPPORTED: Unsupported = {
   "samplers": ((), _SAMPLERS),
   "watermarking": ((False,), "leave it out"),
   "repetition_detection": ((), "send repetition_penalty, or max_tokens"),
-  "thinking_token_budget": ((-1,), _NO_BUDGET),
-  "thinking_budget_tokens": ((-1,), _NO_BUDGET),
-  "reasoning_budget": ((-1,), _NO_BUDGET),
+  **dict.fromkeys(BUDGET_FIELDS, ((-1,), _CHAT_BUDGET)),
   "verbosity": (("medium",), "say in the messages how long the answer should be"),
   "parse_tool_calls": ((True,), "serve with --tool_call_parser=none for calls that stay text"),
   "return_hidden_states": ((False,), "leave it out"),
@@ -181,6 +181,7 @@ Text = Annotated[str, _shown(minLength=1)]
 TokenId = Annotated[Int32, _shown(minimum=0)]
 StopString = Annotated[str, _shown(minLength=1, maxLength=MAX_STOP_BYTES)]
 _GRAMMAR = "A grammar in llguidance's Lark or in GBNF."
+_BUDGET = "At most this many tokens of reasoning; then the answer begins. -1: no limit."
 _NO_SPECIAL = "Leave special tokens out of the text. Default true."
 _ADD_SPECIAL = "Add the tokenizer's own tokens, such as BOS. Default true."
 Choices = Annotated[list[Text], _shown(minItems=1, maxItems=MAX_CHOICES)]
@@ -415,6 +416,7 @@ ReasoningEffort = Annotated[
 ParallelCalls = Annotated[
   bool, Meta(description="false: at most one call. Default true, and false where tool_choice forces a call.")
 ]
+SameBudget = Annotated[Int32, _shown(minimum=-1, description="The same as thinking_token_budget.")]
 OpensTurn = Annotated[bool, Meta(description="The template opens the assistant's turn. Default true.")]
 
 
@@ -435,6 +437,10 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
   reasoning_format: (
     Annotated[str, _shown(enum=list(REASONING_PLACES), description="none: the reasoning stays in the content.")] | None
   ) = None
+  thinking_token_budget: Annotated[Int32, _shown(minimum=-1, description=_BUDGET)] | None = None
+  thinking_budget: SameBudget | None = None
+  thinking_budget_tokens: SameBudget | None = None
+  reasoning_budget: SameBudget | None = None
   max_completion_tokens: Annotated[PositiveCount, Meta(description="Wins over max_tokens.")] | None = None
   logprobs: Annotated[bool, Meta(description="Log probabilities of the output's tokens.")] | None = None
   top_logprobs: Annotated[Int32, _shown(minimum=0, maximum=MAX_LOGPROBS, description="With logprobs alone.")] | None = (

@@ -51,7 +51,10 @@ _NAMES = {
   "response_format.json_schema.schema": "text.format.schema",
   "logprobs": "include",
   "reasoning_effort": "reasoning.effort",
+  "thinking_token_budget": "reasoning.max_tokens",
 }
+# Of `reasoning`; what else is in it is ignored.
+_APPLIED = ("effort", "max_tokens")
 
 
 def new_id(item_type: str) -> str:
@@ -189,8 +192,8 @@ def _translate_text(values: Any, text: TextSettings | None, chat: TranslatedChat
 def _translate_reasoning(values: Any, reasoning: ReasoningOptions | None, chat: TranslatedChat) -> None:
   if reasoning is None:
     return
-  chat.ignored += (f"reasoning.{name}" for name, value in values.items() if value is not None and name != "effort")
-  chat.body["reasoning_effort"] = reasoning.effort
+  chat.ignored += (f"reasoning.{name}" for name, value in values.items() if value is not None and name not in _APPLIED)
+  chat.body |= {"reasoning_effort": reasoning.effort, "thinking_token_budget": reasoning.max_tokens}
 
 
 # Tools.

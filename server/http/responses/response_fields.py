@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from engine.sampling_params import MAX_LOGPROBS
 from server.http.openai.request_fields import (
+  BUDGET_FIELDS,
   INT32_MAX,
   MAX_TOOLS,
   REASONING_EFFORTS,
@@ -61,6 +62,7 @@ RESPONSE_UNSUPPORTED: Unsupported = {
   "max_completion_tokens": ((), "send max_output_tokens, as /v1/responses calls it"),
   "response_format": ((), "send text.format, as /v1/responses calls it"),
   "reasoning_effort": ((), "send reasoning.effort, as /v1/responses calls it"),
+  **dict.fromkeys(BUDGET_FIELDS, ((-1,), "send reasoning.max_tokens, as /v1/responses calls it")),
   "logprobs": ((False,), f"send {LOGPROBS} in include"),
   "functions": ((), "send tools, which took their place"),
   "function_call": ((), "send tool_choice, which took its place"),
@@ -127,6 +129,9 @@ class ReasoningOptions(msgspec.Struct, kw_only=True):
       str, _shown(enum=list(REASONING_EFFORTS), description="For chat templates that read it; otherwise ignored.")
     ]
     | None
+  ) = None
+  max_tokens: (
+    Annotated[Int32, _shown(minimum=-1, description="At most this many tokens of reasoning. -1: no limit.")] | None
   ) = None
   summary: Annotated[str, Meta(description="Ignored: reasoning is returned whole.")] | None = None
   generate_summary: Annotated[str, Meta(description="The older name of summary.")] | None = None

@@ -18,6 +18,7 @@ from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from server.errors import Draining, InternalError, Starting
 from server.generation.engine_client import Report
+from server.generation.reasoning_budget import ReasoningLimit
 from server.host_options import HostOptions
 from server.ipc import frame_link
 from server.ipc.messages import (
@@ -240,7 +241,9 @@ def test_a_generation_comes_back_as_it_was():
   )
   first = Request("1", (5, 2**31), params, priority=-3, queue_deadline=1.5, cache_salt=b"\0s", tenant="t")
   second = dataclasses.replace(first, id="2", params=SamplingParams(seed=2**63 - 1), leader_id="1")
-  asked = over_the_wire(Submission.of_requests("owner", "name", [first, second], "grammar"))
+  limit = ReasoningLimit(5, "<think>", "</think>", (1, 2), (3,), (), is_open=True)
+  asked = over_the_wire(Submission.of_requests("owner", "name", [first, second], "grammar", limit))
+  assert asked.reasoning == limit
   assert asked.grammar == "grammar" and [request_id for request_id, _ in asked.outputs] == ["1", "2"]
   again = asked.make_requests(["1", "2"], [None, None])
   for before, after in zip((first, second), again, strict=True):

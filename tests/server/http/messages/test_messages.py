@@ -192,9 +192,10 @@ def test_thinking_sets_the_templates_variable(tmp_path):
     on, ignored = count(client, thinking={"type": "adaptive"})
     assert on > off and ignored is None
     budget = {"type": "enabled", "budget_tokens": 1024}
-    assert count(client, thinking=budget) == (on, "thinking.budget_tokens")
+    assert count(client, thinking=budget) == (on, None)
+    assert count(client, thinking=budget | {"type": "disabled"}) == (off, "thinking.budget_tokens")
   with serving(tmp_path, CHAT_TEMPLATE) as (_, client):
-    assert count(client, thinking=budget)[1] == "thinking.budget_tokens, thinking"
+    assert count(client, thinking=budget)[1] == "thinking"
     assert count(client, output_config={"effort": "low"})[1] == "output_config.effort"
 
 
@@ -206,6 +207,35 @@ def test_thinking_is_a_block_of_its_own(tmp_path):
         assert [block.type for block in message.content] == [shown]
     for message in both(client, thinking={"type": "adaptive", "display": "omitted"}):
       assert [(block.type, block.thinking) for block in message.content] == [("thinking", "")]
+
+
+def test_a_budget_of_thinking_ends_it(tmp_path):
+  """The random model does not end it by itself."""
+  for name, template in (("a", THINKS), ("b", CHAT_TEMPLATE)):
+    (tmp_path / name).mkdir()
+    with serving(tmp_path / name, template) as (_, client):
+      fields = {"model": "tiny", "messages": CHAT, "max_tokens": 40, "thinking": {"type": "enabled"}}
+      fields["thinking"]["budget_tokens"] = 5
+      fields["output_config"] = {"format": {"type": "json_schema", "schema": {"const": "yes"}}}
+      raw = client.messages.with_raw_response.create(**fields)
+      kinds, ignored = [block.type for block in raw.parse().content], raw.headers.get("x-sluice-ignored-fields")
+      if name == "a":
+        assert (kinds, ignored) == (["thinking", "text"], None)
+        for message in both(client, **fields):
+          assert message.content[1].text == '"yes"' and message.content[0].thinking
+        fields["thinking"]["budget_tokens"] = -1
+        with pytest.raises(anthropic.BadRequestError, match="thinking.budget_tokens=-1 is not allowed"):
+          client.messages.create(**fields)
+      else:
+        assert (kinds, ignored) == (["text"], "thinking.budget_tokens, thinking")
+
+
+def test_a_budget_needs_a_parser(tmp_path):
+  with (
+    serving(tmp_path, THINKS, reasoning_parser="none") as (_, client),
+    pytest.raises(anthropic.BadRequestError, match="thinking.budget_tokens=5 is not supported: the server finds no"),
+  ):
+    client.messages.create(model="tiny", messages=CHAT, max_tokens=9, thinking={"type": "enabled", "budget_tokens": 5})
 
 
 PIECES: list[OutputPiece] = [

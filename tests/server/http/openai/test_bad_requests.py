@@ -171,9 +171,9 @@ BAD_BODIES = {
   "stop_regex": (chat(stop_regex="a+"), "stop_regex", "send stop, with strings"),
   "lora": (chat(lora_path="x"), "lora_path", "without adapters"),
   "thinking": (
-    chat(thinking_token_budget=10),
+    completion(thinking_token_budget=10),
     "thinking_token_budget",
-    "=10 is not supported: reasoning has no budget",
+    "=10 is not supported: reasoning has a budget in chats alone",
   ),
   "effort": (chat(reasoning_effort="huge"), "reasoning_effort", "send one of none, minimal, low"),
   "echo of a chat": (chat(echo=True), "echo", "echo=true is not supported: send the prompt to /v1/completions"),

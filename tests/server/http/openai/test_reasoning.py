@@ -87,7 +87,9 @@ def test_forced_calls_and_constraints_begin_with_the_answer(thinker):
   "field, error",
   [
     ({"reasoning_format": "xml"}, "reasoning_format is not one that exists: send one of none"),
-    ({"thinking_token_budget": 9}, "thinking_token_budget=9 .*no budget of its own"),
+    ({"thinking_token_budget": -2}, "thinking_token_budget=-2 is not allowed: send 0 or more, or -1"),
+    ({"thinking_token_budget": 9, "thinking_budget": 9}, "thinking_budget is not allowed beside thinking_token_budget"),
+    ({"thinking_token_budget": 9, "allowed_token_ids": [9]}, "allowed_token_ids is not allowed beside thinking_token"),
   ],
 )
 def test_bad_fields(thinker, field, error):
@@ -118,3 +120,90 @@ def test_markers_that_are_special_tokens(tmp_path, monkeypatch):
       messages = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
       parts = [said(message) for message in messages]
       assert ["".join(part[at] or "" for part in parts) for at in (0, 1)] == ["the dog", "the cat"]
+
+
+def think(client, budget: int, *, name: str = "thinking_token_budget", stream: bool = False, **fields):
+  """Returns (reasoning, content, token ids) of a chat whose prompt opens the reasoning."""
+  body = {"chat_template_kwargs": {"enable_thinking": True}, name: budget, "return_token_ids": True, "ignore_eos": True}
+  body |= fields.pop("extra", {})
+  more = {"max_tokens": 40, "seed": 1, "temperature": 1.0} | fields
+  answer = client.chat.completions.create(model="tiny", messages=CHAT, stream=stream, extra_body=body, **more)
+  choices = [chunk.choices[0] for chunk in answer if chunk.choices] if stream else answer.choices
+  parts = [said(choice.delta if stream else choice.message) for choice in choices]
+  token_ids = [token for choice in choices for token in (choice.model_extra or {}).get("token_ids") or []]
+  return "".join(part[0] or "" for part in parts), "".join(part[1] or "" for part in parts), token_ids
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget", "thinking_budget_tokens"])
+def test_a_budget_ends_the_reasoning(thinker, tokenizer, name):
+  """The random model never ends it by itself."""
+  closer = tokenizer.encode("</think>", add_special_tokens=False)
+  for budget in (0, 1, 9):
+    whole = think(thinker, budget, name=name)
+    reasoning, content, token_ids = whole
+    assert token_ids[budget : budget + len(closer)] == closer and len(token_ids) == 40
+    assert bool(reasoning) == (budget > 0) and content and "</think>" not in content
+    assert think(thinker, budget, name=name, stream=True) == whole
+  reasoning, content, token_ids = think(thinker, -1, name=name)
+  assert reasoning and not content
+
+
+def test_max_tokens_bounds_reasoning_and_answer(thinker):
+  reasoning, content, token_ids = think(thinker, 9, max_tokens=6)
+  assert reasoning and not content and len(token_ids) == 6
+
+
+def test_a_constraint_and_a_forced_call_follow_the_reasoning(thinker):
+  reasoning, content, _ = think(thinker, 5, extra={"structured_outputs": {"choice": ["yes"]}})
+  assert reasoning and content == "yes"
+  for stream in (False, True):
+    answer = thinker.chat.completions.create(
+      model="tiny", messages=CHAT, tools=TOOLS, tool_choice="required", max_tokens=400, seed=1, stream=stream,
+      extra_body={"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 5},
+    )  # fmt: skip
+    messages = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+    assert "".join(said(message)[0] or "" for message in messages)
+    assert not any(said(message)[1] for message in messages)
+    assert sum(call.id is not None for message in messages for call in message.tool_calls or []) == 1
+
+
+def test_reasoning_in_the_content_has_the_budget_too(thinker):
+  reasoning, content, _ = think(thinker, 5, extra={"separate_reasoning": False})
+  assert not reasoning and "</think>" in content
+
+
+def test_every_output_has_a_budget_of_its_own(thinker):
+  answer = thinker.chat.completions.create(
+    model="tiny", messages=CHAT, max_tokens=40, n=3, seed=1,
+    extra_body={"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 5, "ignore_eos": True},
+  )  # fmt: skip
+  assert len({choice.message.content for choice in answer.choices}) == 3
+  assert all(all(said(choice.message)) for choice in answer.choices)
+
+
+def test_channels_have_a_budget(tmp_path, monkeypatch):
+  from server.http.model_output.channel_reader import CHANNEL_MARKERS
+  from tests.server import harness
+  from tests.server.http.openai import test_tools
+
+  special = list(dict.fromkeys([*harness.SPECIAL, *CHANNEL_MARKERS]))
+  monkeypatch.setattr(harness, "SPECIAL", special)
+  monkeypatch.setattr(test_tools, "END", special.index("<|return|>"))
+  with serving(tmp_path, "{% if false %}<|channel|>{% endif %}the cat") as (_, client):
+    answer = client.chat.completions.create(
+      model="tiny", messages=CHAT, max_tokens=100, n=16, seed=1,
+      extra_body={"thinking_token_budget": 5, "structured_outputs": {"choice": ["yes"]}},
+    )  # fmt: skip
+    assert {said(choice.message)[1] for choice in answer.choices} == {"yes"}
+    assert {bool(said(choice.message)[0]) for choice in answer.choices} == {True, False}
+
+
+def test_a_budget_needs_known_reasoning(tmp_path):
+  for name, template, parser in (("a", "the cat", "auto"), ("b", THINK_TEMPLATE, "none")):
+    (tmp_path / name).mkdir()
+    with serving(tmp_path / name, template, reasoning_parser=parser) as (_, client):
+      with pytest.raises(
+        openai.BadRequestError, match="thinking_budget=9 is not supported: the server finds no reason"
+      ):
+        think(client, 9, name="thinking_budget")
+      think(client, -1)

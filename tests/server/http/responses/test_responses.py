@@ -250,6 +250,15 @@ def test_reasoning_there_and_back(tmp_path):
     by_items = ask(client, input=[question, thought.model_dump(), message.model_dump(), more])
     without = ask(client, input=[question, message.model_dump(), more])
     assert by_id.usage.input_tokens == by_items.usage.input_tokens > without.usage.input_tokens
+    opened = {"chat_template_kwargs": {"enable_thinking": True}, "structured_outputs": {"choice": ["yes"]}}
+    budgeted = ask(client, input="the cat", extra_body=opened | {"reasoning": {"max_tokens": 5}}, max_output_tokens=60)
+    assert budgeted.output[0].content[0].text and budgeted.output_text == "yes"
+    with pytest.raises(openai.BadRequestError, match="reasoning.max_tokens=-2 is not allowed"):
+      ask(client, input="the cat", extra_body={"reasoning": {"max_tokens": -2}})
+    with pytest.raises(
+      openai.BadRequestError, match="thinking_token_budget=5 is not supported: send reasoning.max_tok"
+    ):
+      ask(client, input="the cat", extra_body={"thinking_token_budget": 5})
 
 
 def test_functions_in_a_namespace(hermes):
