@@ -240,6 +240,34 @@ class Client:
     with _errors():
       return self._generation.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), metadata=self._metadata).text
 
+  def embed(
+    self,
+    inputs: Sequence[str | Sequence[int]],
+    *,
+    dimensions: int | None = None,
+    normalize: bool = True,
+    timeout_s: float | None = None,
+  ) -> list[list[float]]:
+    """Returns the embedding of each text or list of token ids, from a server with --enable_embeddings.
+
+    Args:
+      inputs: at most 2,048.
+      dimensions: keep the first numbers; None: all.
+      normalize: scale each to length 1.
+      timeout_s: seconds for all of them.
+
+    Raises:
+      SluiceError: the RPC failed.
+    """
+    given = [
+      pb.EmbedInput(text=each) if isinstance(each, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=each))
+      for each in inputs
+    ]
+    request = pb.EmbedRequest(inputs=given, dimensions=dimensions, normalize=normalize)
+    with _errors():
+      response = self._generation.Embed(request, timeout=timeout_s, metadata=self._metadata)
+    return [list(each.values) for each in response.embeddings]
+
   def abort(self, *request_ids: str) -> list[bool]:
     """Aborts live requests; returns for each id whether it was live."""
     with _errors():

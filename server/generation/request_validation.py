@@ -36,7 +36,16 @@ _ENGINE_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingPa
 # Messages in which every field changes the output, so that none may be ignored.
 _CHOICES = frozenset(
   message.DESCRIPTOR.full_name
-  for message in (pb.SamplingParams, pb.StopParams, pb.OutputConstraint, pb.Choices, pb.ChatPrompt, pb.ChatMessage)
+  for message in (
+    pb.SamplingParams,
+    pb.StopParams,
+    pb.OutputConstraint,
+    pb.Choices,
+    pb.ChatPrompt,
+    pb.ChatMessage,
+    pb.EmbedRequest,
+    pb.EmbedInput,
+  )
 )
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -166,6 +175,13 @@ def default_max_tokens(defaults: SamplingDefaults, fallback: int, num_left: int)
   return max(1, min(int(defaults.get("max_tokens", fallback)), num_left))
 
 
+def check_tenant(tenant: str) -> None:
+  """Raises InvalidRequest if it is too long."""
+  size = len(tenant.encode())
+  if size > _MAX_TENANT_BYTES:
+    raise InvalidRequest(f"has {size} bytes, the limit is {_MAX_TENANT_BYTES}: shorten it", field="tenant")
+
+
 def make_generation_call(
   request: pb.GenerateRequest,
   config: EngineConfig,
@@ -191,10 +207,7 @@ def make_generation_call(
   salt = request.cache_salt.encode()
   if len(salt) > _MAX_SALT_BYTES:
     raise InvalidRequest(f"has {len(salt)} bytes, the limit is {_MAX_SALT_BYTES}: shorten it", field="cache_salt")
-  if len(request.tenant.encode()) > _MAX_TENANT_BYTES:
-    raise InvalidRequest(
-      f"has {len(request.tenant.encode())} bytes, the limit is {_MAX_TENANT_BYTES}: shorten it", field="tenant"
-    )
+  check_tenant(request.tenant)
   output = request.output
   if request.HasField("constraint"):
     need_tokenizer(tokenizer, "constraint")

@@ -60,6 +60,11 @@ class GenerationServiceStub:
                 request_serializer=server_dot_proto_dot_sluice__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_sluice__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/sluice.v1.GenerationService/Embed',
+                request_serializer=server_dot_proto_dot_sluice__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_sluice__pb2.EmbedResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -101,6 +106,13 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Embeddings of texts or token ids, where the server runs with --enable_embeddings; else INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +140,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=server_dot_proto_dot_sluice__pb2.DetokenizeRequest.FromString,
                     response_serializer=server_dot_proto_dot_sluice__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=server_dot_proto_dot_sluice__pb2.EmbedRequest.FromString,
+                    response_serializer=server_dot_proto_dot_sluice__pb2.EmbedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +283,33 @@ class GenerationService:
             '/sluice.v1.GenerationService/Detokenize',
             server_dot_proto_dot_sluice__pb2.DetokenizeRequest.SerializeToString,
             server_dot_proto_dot_sluice__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.GenerationService/Embed',
+            server_dot_proto_dot_sluice__pb2.EmbedRequest.SerializeToString,
+            server_dot_proto_dot_sluice__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,7 +14,7 @@ import grpc
 from engine.errors import InvalidRequest
 from engine.recorder import RING_STEPS, RungTotals
 from server.errors import DeadlineExceeded, SlowConsumer
-from server.generation import request_validation
+from server.generation import prompt_embedding, request_validation
 from server.generation.generations import Generation
 from server.generation.serving_state import Backend, ServingState
 from server.proto import sluice_pb2 as pb
@@ -172,6 +172,43 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
     )
     return pb.DetokenizeResponse(text=text)
 
+  async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
+    with self._state.admit() as backend:
+      self._judge_unknown(request, context)
+      prompt_embedding.check_embedding_model(request.model, backend)
+      if not request.inputs:
+        raise InvalidRequest("is an empty list: send at least one text or list of token ids", field="inputs")
+      prompt_embedding.check_num_inputs(len(request.inputs), "inputs")
+      dimensions = request.dimensions if request.HasField("dimensions") else None
+      prompt_embedding.check_dimensions(dimensions, backend)
+      inputs = [_read_input(each) for each in request.inputs]
+      add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else None
+      prompts = await self._state.run_in_text_pool(
+        lambda: prompt_embedding.tokenize_inputs(backend, inputs, add_special_tokens, "inputs")
+      )
+      caller = call_interceptor.current_call()
+      tenant = bind_tenant(request.tenant, caller.tenant)
+      request_validation.check_tenant(tenant)
+      caller.notes.update(prompt_tokens=sum(map(len, prompts)))
+      vectors = await prompt_embedding.embed_prompts(
+        backend,
+        prompts,
+        priority=request.priority,
+        tenant=tenant,
+        owner=caller.tenant or "",
+        time_remaining_s=lambda: _time_remaining(context),
+      )
+    normalize = request.normalize or not request.HasField("normalize")
+
+    def make_response() -> pb.EmbedResponse:
+      response = pb.EmbedResponse(model=backend.model)
+      for prompt, vector in zip(prompts, vectors, strict=True):
+        values = prompt_embedding.shorten_vector(vector, dimensions, normalize)
+        response.embeddings.add(values=values, num_tokens=len(prompt))
+      return response
+
+    return await self._state.run_in_text_pool(make_response)
+
   async def GetModelInfo(
     self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
   ) -> pb.GetModelInfoResponse:
@@ -282,12 +319,28 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
     request.tenant = bind_tenant(request.tenant, caller.tenant)
     call = request_validation.make_generation_call(request, backend.config, backend.tokenizer, prompt, backend.defaults)
     (call,) = await self._state.add_constraints(request, [call])
-    remaining = context.time_remaining()
-    if remaining is not None and remaining <= 0:
-      raise DeadlineExceeded("the deadline had passed before the request was queued; allow more time")
+    remaining = _time_remaining(context)
     generation = await backend.generations.start_generation(call, remaining, caller.tenant or "")
     caller.notes.update(generation_id=generation.request_id, prompt_tokens=len(prompt))
     return generation
+
+
+def _time_remaining(context: grpc.aio.ServicerContext) -> float | None:
+  """Returns the seconds until the client's deadline, or None. Raises DeadlineExceeded."""
+  remaining = context.time_remaining()
+  if remaining is not None and remaining <= 0:
+    raise DeadlineExceeded("the deadline had passed before the request was queued; allow more time")
+  return remaining
+
+
+def _read_input(given: pb.EmbedInput) -> str | list[int]:
+  """Returns a text or token ids. Raises InvalidRequest."""
+  match given.WhichOneof("input"):
+    case "text":
+      return given.text
+    case "token_ids":
+      return list(given.token_ids.ids)
+  raise InvalidRequest("has an entry with neither text nor token_ids: send one of them", field="inputs")
 
 
 def _note_ended(endings: Iterable[pb.Finished]) -> None:

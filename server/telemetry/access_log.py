@@ -18,7 +18,7 @@ _STDERR = "-"
 _MAX_VALUE_CHARS = 256
 
 _GRPC_METHODS = {
-  "sluice.v1.GenerationService": ("Generate", "GenerateUnary", "Abort", "Tokenize", "Detokenize"),
+  "sluice.v1.GenerationService": ("Generate", "GenerateUnary", "Abort", "Tokenize", "Detokenize", "Embed"),
   "sluice.v1.ModelService": ("GetModelInfo", "GetLoad"),
   "grpc.reflection.v1.ServerReflection": ("ServerReflectionInfo",),
   "grpc.reflection.v1alpha.ServerReflection": ("ServerReflectionInfo",),

@@ -15,7 +15,6 @@ from server.http.openai.request_fields import (
   Unsupported,
 )
 
-MAX_INPUTS = 2048  # OpenAI's limit
 ENCODINGS = ("float", "base64")
 _HARMLESS = ("user", "metadata", "service_tier", "input_type", "embedding_types", "truncation_side", "use_activation")
 _NO_IMAGES = "the model reads text; send texts"

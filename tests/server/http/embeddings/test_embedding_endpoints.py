@@ -144,7 +144,7 @@ def test_responses_are_as_the_document_says(http, path, body):
     ("/v1/embeddings", {"input": [[]]}, "empty"),
     ("/v1/embeddings", {"input": ["a"] * 2049}, "input has 2049 entries, the limit is 2048"),
     ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
-    ("/v1/embeddings", {"input": "a", "dimensions": 257}, "dimensions=257 is more than the model's 256"),
+    ("/v1/embeddings", {"input": "a", "dimensions": 257}, "dimensions=257 is not allowed: send 1 to the model's 256"),
     ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format is not one that exists"),
     ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 4}, "truncate_prompt_tokens"),
     ("/v1/embeddings", {"input": "a " * 2000}, "maximum context length is 512 tokens"),

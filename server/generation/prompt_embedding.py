@@ -1,0 +1,142 @@
+"""Computes embeddings of prompts, for every protocol. Knows no socket and no fields of a request.
+
+An input is a request of one token, whose sample no client sees, so it shares steps, prefixes and priorities with every
+other request.
+"""
+
+import array
+from collections.abc import Callable, Sequence
+import itertools
+import math
+import sys
+
+from engine.errors import InvalidRequest
+from engine.sampling_params import SamplingParams
+from server.generation import request_validation
+from server.generation.request_validation import GenerationCall
+from server.generation.serving_state import Backend
+from server.proto import sluice_pb2 as pb
+
+MAX_INPUTS = 2048  # OpenAI's limit
+_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, embed=True)
+type Vector = array.array[float]
+
+
+def check_embedding_model(name: str, backend: Backend) -> None:
+  """Raises ModelNotFound, or InvalidRequest if the model serves no embeddings."""
+  request_validation.check_model_name(name, backend.model)
+  if not backend.config.enable_embeddings:
+    raise InvalidRequest("is not served for embeddings: serve it with --enable_embeddings", field="model")
+
+
+def check_dimensions(dimensions: int | None, backend: Backend) -> None:
+  """Raises InvalidRequest for a number of dimensions that no embedding of the model has."""
+  size = backend.config.embedding_size
+  if dimensions is not None and not 1 <= dimensions <= size:
+    raise InvalidRequest(
+      f"={dimensions} is not allowed: send 1 to the model's {size}, or leave it out", field="dimensions"
+    )
+
+
+def check_num_inputs(num_inputs: int, field: str) -> None:
+  """Raises InvalidRequest for too many inputs. Args: field: their name, for the error."""
+  if num_inputs > MAX_INPUTS:
+    raise InvalidRequest(f"has {num_inputs} entries, the limit is {MAX_INPUTS}: send several requests", field=field)
+
+
+def tokenize_inputs(
+  backend: Backend, inputs: Sequence[str | Sequence[int]], add_special_tokens: bool | None, field: str
+) -> list[tuple[int, ...]]:
+  """Returns the token ids of each input. Slow for long texts: call it away from the event loop.
+
+  Args:
+    backend: the backend that serves.
+    inputs: texts, or token ids.
+    add_special_tokens: for texts, the tokenizer's own tokens, such as BOS; None is true.
+    field: the name of the inputs, for errors.
+
+  Raises:
+    InvalidRequest: an input is empty, or has ids outside the vocabulary.
+    NoTokenizer: the model has none.
+  """
+  prompts = []
+  for each in inputs:
+    if not each:
+      raise InvalidRequest("has an empty entry: send at least one character or token in each", field=field)
+    if isinstance(each, str):
+      wanted = pb.TokenizeRequest(text=each, add_special_tokens=add_special_tokens)
+      prompts.append(tuple(request_validation.prompt_token_ids(wanted, backend.tokenizer)))
+    else:
+      request_validation.check_token_ids(field, each, backend.config.vocab_size)
+      prompts.append(tuple(each))
+  return prompts
+
+
+async def embed_prompts(
+  backend: Backend,
+  prompts: Sequence[tuple[int, ...]],
+  *,
+  priority: int,
+  tenant: str,
+  owner: str,
+  time_remaining_s: Callable[[], float | None] = lambda: None,
+) -> list[Vector]:
+  """Returns the raw embedding of each prompt; ends what it started if it is cancelled.
+
+  Args:
+    backend: the backend that serves.
+    prompts: token ids.
+    priority: a lower number goes first.
+    tenant: whose share the prompts count to.
+    owner: the tenant of the caller's key, or "".
+    time_remaining_s: returns the seconds until the client's deadline, or None.
+
+  Raises:
+    EngineError: of the first prompt that fails.
+  """
+  config, generations = backend.config, backend.generations
+  vectors: list[Vector] = []
+  # In waves, because a client may send more inputs than the queue holds.
+  for wave in itertools.batched(prompts, max(1, min(2 * config.max_num_seqs, config.max_queued_requests // 2))):
+    live = []
+    try:
+      for prompt in wave:
+        call = _make_call(prompt, priority, tenant)
+        live.append(await generations.start_generation(call, time_remaining_s(), owner))
+      for generation in live:
+        await generation.wait_ended()
+      vectors += (_read_vector(generation.outputs[0].embedding) for generation in live)
+    finally:
+      for generation in live:
+        generations.close_generation(generation)
+  return vectors
+
+
+def shorten_vector(vector: Vector, dimensions: int | None, normalize: bool) -> Vector:
+  """Returns the first numbers of an embedding (None: all), scaled to length 1 if wanted."""
+  shown = vector[:dimensions]
+  length = math.sqrt(math.sumprod(shown, shown)) if normalize else 0.0
+  return array.array("f", (value / length for value in shown)) if length else shown
+
+
+def _make_call(prompt: tuple[int, ...], priority: int, tenant: str) -> GenerationCall:
+  return GenerationCall(
+    request_id="",
+    prompt_token_ids=prompt,
+    params=(_PARAMS,),
+    stop_strings=(),
+    return_text=False,
+    return_token_ids=False,
+    skip_special_tokens=True,
+    priority=priority,
+    queue_timeout_s=None,
+    cache_salt=b"",
+    tenant=tenant,
+  )
+
+
+def _read_vector(values: bytes) -> Vector:
+  vector = array.array("f", values)
+  if sys.byteorder == "big":
+    vector.byteswap()
+  return vector
