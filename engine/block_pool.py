@@ -23,6 +23,11 @@ def root_key(salt: bytes) -> bytes:
   return hashlib.sha256(b"sluice prefix root\0" + salt).digest()
 
 
+def adapter_root_key(root: bytes, serial: int) -> bytes:
+  """Returns the root key for one load of an adapter; neither the base model nor another load has it, in any scope."""
+  return hashlib.sha256(b"sluice adapter root\0" + serial.to_bytes(8, "big") + root).digest()
+
+
 def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
   """Returns the key of a full block, which covers its tokens and, through `parent`, all tokens before them.
 

@@ -5,13 +5,15 @@ step out. Every request that submit() accepts gets exactly one event with a fini
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 import contextlib
 import functools
 import secrets
 import threading
 
-from engine.batch import Batch, Launched, Runner
-from engine.errors import DuplicateRequest, Unavailable
+from engine.adapters import Adapter, AdapterInfo, AdapterTable, AdapterWeights
+from engine.batch import AdapterWriter, Batch, Launched, Runner
+from engine.errors import ConfigError, DuplicateRequest, Unavailable
 from engine.recorder import EngineStats, Recorder, StepRecord
 from engine.request import ENGINE_FAILURE, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
@@ -51,6 +53,12 @@ class Engine:
     self._inbox_of_tenant: dict[str, tuple[int, int]] = {}
     self._live: set[str] = set()
     self.num_accepted = 0  # accepted requests
+    self._adapters = AdapterTable(self.config.max_loras if self.config.enable_lora else 0)
+    self._adapter_of: dict[str, Adapter] = {}  # live requests with an adapter
+    # Loads and unloads that are not complete; the lock guards them.
+    self._loading: dict[Adapter, Future[None]] = {}
+    self._draining: dict[Adapter, list[Future[None]]] = {}
+    self._written: list[tuple[Future[None], ValueError | None]] = []  # to complete without the lock; engine thread only
     self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
     self._last_arrival = 0.0  # arrival time of the latest committed step's values
 
@@ -74,6 +82,7 @@ class Engine:
 
     Raises:
       InvalidRequest, RequestTooLong: the engine can never serve one of them.
+      AdapterNotLoaded: one of them names an adapter that is not loaded.
       DuplicateRequest: a live request has the same id.
       Overloaded: the queue cannot hold all.
       Unavailable: the engine has failed.
@@ -84,6 +93,7 @@ class Engine:
     with self._lock:
       if self.dead is not None:
         raise Unavailable("the engine has failed; send the request to another server")
+      adapters = {each.adapter: self._adapters.find_adapter(each.adapter) for each in requests if each.adapter}
       num_requests, num_tokens = self._inbox_requests, self._inbox_tokens
       of_tenant = dict(self._inbox_of_tenant)
       for request in requests:
@@ -94,6 +104,9 @@ class Engine:
         num_requests += 1
         num_tokens += request.num_prompt_tokens
         of_tenant[request.tenant] = mine[0] + 1, mine[1] + request.num_prompt_tokens
+      for request in requests if adapters else ():
+        if request.adapter:
+          self._use_adapter(request, adapters[request.adapter])
       self._live.update(request.id for request in requests)
       self.num_accepted += len(requests)
       self._inbox += (functools.partial(self._add, request) for request in requests)
@@ -113,6 +126,53 @@ class Engine:
   def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, message: str = "") -> None:
     """Ends a request; ignores an unknown or finished id, because cancellations race with finishes."""
     self._post(lambda: self._abort(request_id, reason, message))
+
+  def load_adapter(self, name: str, weights: AdapterWeights, replaces: bool = False) -> Future[None]:
+    """Loads a LoRA adapter between two steps; the result is complete when requests may name it.
+
+    Args:
+      name: what requests send as their model.
+      weights: from Built.read_adapter.
+      replaces: an adapter of this name without live requests gives its slot to this one.
+
+    Raises:
+      InvalidRequest: the name is invalid or in use, or no slot is free; at once.
+      Unavailable: the engine has failed.
+    """
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()  # nobody may cancel it
+    with self._lock:
+      if self.dead is not None:
+        raise Unavailable("the engine has failed; load the adapter on another server")
+      if not isinstance(self._runner, AdapterWriter):
+        raise ConfigError(f"lora_name={name!r:.80}: this device holds no adapters; serve with --enable_lora on another")
+      adapter = self._adapters.begin_load(name, weights, replaces)
+      self._loading[adapter] = future
+      self._inbox.append(functools.partial(self._write_adapter, self._runner, adapter, weights))
+    self._wake.set()
+    return future
+
+  def unload_adapter(self, name: str) -> Future[None]:
+    """Refuses new requests of an adapter at once; the result is complete when its last request has finished.
+
+    Raises:
+      AdapterNotLoaded: no such adapter is loaded; at once.
+    """
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    with self._lock:
+      adapter = self._adapters.begin_unload(name)
+      drains = adapter.num_live > 0 and self.dead is None
+      if drains:
+        self._draining.setdefault(adapter, []).append(future)
+    if not drains:
+      future.set_result(None)
+    return future
+
+  def adapters(self) -> list[AdapterInfo]:
+    """Returns a snapshot of the adapters, in order of load."""
+    with self._lock:
+      return self._adapters.infos()
 
   def start_trace(self, path: str) -> None:
     """Writes the step trace to `path` from the next step on. Raises OSError if the path is not writable."""
@@ -221,11 +281,43 @@ class Engine:
       self._inbox.clear()
       self._inbox_requests = self._inbox_tokens = 0
       self._inbox_of_tenant.clear()
+    while self._written:
+      future, error = self._written.pop()
+      if error is None:
+        future.set_result(None)
+      else:
+        future.set_exception(error)
     return events, True
 
   def _add(self, request: Request) -> None:
     self.recorder.trace_add(request)
     self._scheduler.add_request(request)
+
+  def _use_adapter(self, request: Request, adapter: Adapter) -> None:
+    """Counts an accepted request of an adapter; under the lock."""
+    request.adapter_slot, request.adapter_serial = adapter.slot, adapter.serial
+    self._adapters.add_request(adapter)
+    self._adapter_of[request.id] = adapter
+
+  def _leave_adapters(self, ended: list[str]) -> list[Future[None]]:
+    """Counts finished requests; returns the futures of unloads that are complete now. Under the lock."""
+    complete: list[Future[None]] = []
+    for request_id in ended:
+      adapter = self._adapter_of.pop(request_id, None)
+      if adapter is not None and self._adapters.end_request(adapter):
+        complete += self._draining.pop(adapter, [])
+    return complete
+
+  def _write_adapter(self, writer: AdapterWriter, adapter: Adapter, weights: AdapterWeights) -> None:
+    """Writes the slot of a load; weights of another shape fail this load alone. Under the lock of `_take_messages`."""
+    try:
+      writer.write_adapter(adapter.slot, weights)
+    except ValueError as error:
+      self._adapters.cancel_load(adapter)
+      self._written.append((self._loading.pop(adapter), error))
+      return
+    self._adapters.finish_load(adapter)
+    self._written.append((self._loading.pop(adapter), None))
 
   def _abort(self, request_id: str, reason: FinishReason, message: str) -> list[TokenEvent]:
     self.recorder.trace_abort(request_id, reason)
@@ -236,6 +328,9 @@ class Engine:
     if ended:
       with self._lock:
         self._live.difference_update(ended)
+        unloaded = self._leave_adapters(ended) if self._adapter_of else ()
+      for future in unloaded:
+        future.set_result(None)
     self.recorder.count_events(events)
     self._emit(events)
 
@@ -245,6 +340,11 @@ class Engine:
       self.dead = error
       self._in_flight = None
       live = sorted(self._live)
+      waiting = [*self._loading.values(), *(each for futures in self._draining.values() for each in futures)]
+      self._loading.clear()
+      self._draining.clear()
+    for future in waiting:
+      future.set_exception(Unavailable("the engine has failed; load the adapter on another server"))
     # The front end itself may have failed; then it does not need these events.
     with contextlib.suppress(Exception):
       self._send([self.failure_event(request_id) for request_id in live])

@@ -39,6 +39,15 @@ class RequestTooLong(InvalidRequest):
   reason = "REQUEST_TOO_LONG"
 
 
+class AdapterNotLoaded(InvalidRequest):
+  """A request or a call names an adapter that is not loaded, or not yet, or no longer."""
+
+  reason = "ADAPTER_NOT_LOADED"
+
+  def __init__(self, problem: str = "", *, field: str = "model"):
+    super().__init__(problem, field=field)
+
+
 class DuplicateRequest(EngineError):
   """A live request already has this id."""
 

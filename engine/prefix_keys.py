@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from engine.block_pool import block_key, root_key
+from engine.block_pool import adapter_root_key, block_key, root_key
 from engine.config import EngineConfig
 from engine.request import Request
 
@@ -14,7 +14,7 @@ class PrefixKeys:
     self._scope, self._block_size = config.prefix_cache_scope, config.block_size
 
   def make_root_key(self, request: Request, serial: int) -> bytes:
-    """Returns the parent of a request's first key, which separates requests by scope and salt.
+    """Returns the parent of a request's first key, which separates requests by scope, salt and load of an adapter.
 
     Args:
       serial: unique among the scheduler's requests.
@@ -23,12 +23,14 @@ class PrefixKeys:
       case "tenant":
         of_scope = request.tenant.encode()
       case "request":
-        if request.leader is not None:
+        if request.leader is not None and request.leader.adapter_serial == request.adapter_serial:
           return request.leader.root_key
         of_scope = str(serial).encode()
       case _:
-        return root_key(request.cache_salt)
-    return root_key(len(of_scope).to_bytes(4, "big") + of_scope + request.cache_salt)
+        of_scope = None
+    salt = request.cache_salt if of_scope is None else len(of_scope).to_bytes(4, "big") + of_scope + request.cache_salt
+    root = root_key(salt)
+    return adapter_root_key(root, request.adapter_serial) if request.adapter_serial else root
 
   def first_keys(self, request: Request, num_blocks: int) -> Sequence[bytes]:
     """Returns the keys of the first `num_blocks` blocks, all full and with known tokens; computes each once."""

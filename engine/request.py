@@ -58,6 +58,8 @@ class Request:
     leader_id: for n > 1, the sibling whose prompt blocks this request shares; it waits until the leader computes them.
       Submit the leader first: an id that is not live at arrival has no effect.
     constraint: the constraint of its output; None: no constraint. Its state follows output_token_ids.
+    adapter: name of its LoRA adapter; "": the base model.
+    adapter_slot, adapter_serial: slot and load of the adapter, which the engine sets at arrival; 0 without one.
     seed: the 32-bit seed of all its samples: from its parameters, or as given, or else random.
     rank: place in the policy's order, lower first; fixed on arrival, unless the policy is dynamic.
     leader: the live request with leader_id.
@@ -84,6 +86,9 @@ class Request:
   tenant: str = ""
   leader_id: str | None = None
   constraint: Constraint | None = None
+  adapter: str = ""
+  adapter_slot: int = 0
+  adapter_serial: int = 0
 
   status: RequestStatus = RequestStatus.WAITING
   finish_reason: FinishReason | None = None

@@ -188,7 +188,7 @@ class _CheckedSlot(Slot):
   def expected(self, position: int) -> int:
     """What `position` must hold; remembered, since the same positions are read at every step."""
     while len(self._chain) <= position:
-      before = self._chain[-1] if self._chain else ROOT
+      before = self._chain[-1] if self._chain else self.root
       self._chain.append(follow_token(before, self.token_ids[len(self._chain)]))
     return self._chain[position]
 

@@ -10,6 +10,7 @@ import pathlib
 import time
 from typing import Any
 
+from engine.adapters import AdapterWeights
 from engine.build_facts import DeviceFact, FactReporter, KVFact, ModelFact, ignore_fact
 from engine.config import EngineConfig, choose_overlap
 from engine.engine import Emit, Engine
@@ -42,6 +43,21 @@ class FakeBuilt:
   lowered: str = ""
   load_s: float = 0.0
   warmup_s: float = 0.0
+  read_adapter: Callable[[str], AdapterWeights] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeAdapter:
+  """An adapter of the fake device, which reads no more than its rank."""
+
+  rank: int
+  path: str
+
+
+def read_fake_adapter(path: str) -> FakeAdapter:
+  """Reads the rank of an adapter's folder. Raises CheckpointError."""
+  folder = pathlib.Path(path)
+  return FakeAdapter(_number(folder, _read_json(folder / "adapter_config.json"), "r"), path)
 
 
 def build_fake(
@@ -87,6 +103,10 @@ def build_fake(
   check_settings(DeviceSettings(**{name: value for name, value in settings.items() if name in devices}))
   if settings.get("enable_embeddings"):
     raise ConfigError("enable_embeddings: the fake device computes nothing; serve without --fake_device or without it")
+  if settings.get("enable_lora") and settings.get("batching") == "disaggregated":
+    raise ConfigError(
+      "enable_lora: two engines share no adapters; serve without --batching=disaggregated or without --enable_lora"
+    )
   names = {field.name for field in dataclasses.fields(EngineConfig)}
   chosen = {name: value for name, value in settings.items() if name in names}
   chosen["overlap"] = choose_overlap(settings.get("overlap", "auto"), "fake", 0)
@@ -134,7 +154,8 @@ def build_fake(
     )
   )
   report_fact(KVFact(num_blocks=num_blocks, block_size=block_size, num_bytes=0, max_model_len=max_model_len))
-  return FakeBuilt(engine, device, name, config, ladder)
+  reader = read_fake_adapter if config.enable_lora else None
+  return FakeBuilt(engine, device, name, config, ladder, read_adapter=reader)
 
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
@@ -152,5 +173,5 @@ def _read_json(file: pathlib.Path) -> dict[str, Any]:
 def _number(folder: pathlib.Path, raw: Mapping[str, Any], name: str) -> int:
   value = raw.get(name)
   if type(value) is not int or value < 1:
-    raise CheckpointError(f"{folder / 'config.json'}: {name}={value!r} must be a whole number of 1 or more")
+    raise CheckpointError(f"{folder}: {name}={value!r} must be a whole number of 1 or more")
   return value

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import hashlib
 import struct
 import time
+import zlib
 
+from engine.adapters import AdapterWeights
 from engine.batch import Admission, Batch, StepResult, TokenLogprobs
 from engine.config import EngineConfig
 from engine.constraint import Constraint
@@ -30,6 +32,11 @@ _FEW = 256  # masks with at most this many bits are scanned one by one
 def follow_token(state: int, token: int) -> int:
   """Returns the hash of the sequence with one more token: a polynomial modulo a prime, one product a token."""
   return (state * 6364136223846793005 + token + 1) % _PRIME
+
+
+def adapter_root(path: str) -> int:
+  """Returns the hash of every sequence's start under the adapter of a folder; "": without an adapter."""
+  return follow_token(ROOT, zlib.crc32(path.encode())) if path else ROOT
 
 
 def _scatter(value: int) -> int:
@@ -120,6 +127,7 @@ def expected_tokens(
   *,
   vocab_size: int,
   eos_token_ids: tuple[int, ...],
+  adapter_path: str = "",
 ) -> tuple[tuple[int, ...], FinishReason]:
   """Returns the tokens and the finish reason that a client must receive for a request, whatever else the server does.
 
@@ -128,6 +136,7 @@ def expected_tokens(
     params: the request's; `seed`, if given, replaces its seed.
     seed: this output's seed; for output i of several, the request's seed plus i. None only if temperature is 0.
     vocab_size, eos_token_ids: the model's, as in GetModelInfo.
+    adapter_path: folder of the request's adapter; "": none.
 
   Returns:
     Token ids without the one that ended the output, and STOP or LENGTH. Stop strings cut the stream earlier.
@@ -136,7 +145,8 @@ def expected_tokens(
     seed = params.seed
   if seed is None and params.temperature > 0:
     raise ValueError(f"temperature={params.temperature:g} without a seed is not predictable; set seed")
-  tokens, reason = run_alone(prompt_token_ids, params, fold_seed(seed or 0), vocab_size, eos_token_ids)
+  root = adapter_root(adapter_path)
+  tokens, reason = run_alone(prompt_token_ids, params, fold_seed(seed or 0), vocab_size, eos_token_ids, root=root)
   return tokens[:-1] if reason is FinishReason.STOP else tokens, reason
 
 
@@ -147,12 +157,13 @@ def run_alone(
   vocab_size: int,
   eos_token_ids: tuple[int, ...],
   constraint: Constraint | None = None,
+  root: int = ROOT,
 ) -> tuple[tuple[int, ...], FinishReason]:
   """Runs one request without pages, batches or schedules; returns all tokens, the last included, and the finish reason.
 
-  Args: seed: 32 bits, as in Admission. constraint: is used up. The others are as above.
+  Args: seed: 32 bits, as in Admission. constraint: is used up. root: of `adapter_root`. The others are as above.
   """
-  state = ROOT
+  state = root
   for token in prompt_token_ids:
     state = follow_token(state, token)
   key = params_key(params, seed)
@@ -179,20 +190,22 @@ class Slot:
     last_token: the latest sampled token, input of the next step.
     state: the hash of its first num_hashed tokens; NAN once one of them was.
     ends: the hash at the end of each full page.
+    root: the hash of no tokens, which each adapter has of its own.
   """
 
-  __slots__ = ("admission", "key", "table", "last_token", "state", "num_hashed", "ends")
+  __slots__ = ("admission", "key", "table", "last_token", "state", "num_hashed", "ends", "root")
 
   def __init__(self, admission: Admission):
     self.admission = admission
     self.key = params_key(admission.params, admission.seed)
     self.table = list(admission.block_ids)
     self.last_token = 0
+    self.root = ROOT
     self.rewind()
 
   def rewind(self) -> None:
     """Resets the row to before its first token."""
-    self.state: int | None = ROOT
+    self.state: int | None = self.root
     self.num_hashed = 0
     self.ends: list[int | None] = []
 
@@ -220,6 +233,7 @@ class FakeDevice:
     self._pages: list[int | None] = [_UNWRITTEN] * (config.num_blocks + 1)
     self._queue: list[FakeLaunched] = []
     self._poisoned_pages: list[int] = []  # copies to do before the next launched step
+    self._roots: dict[int, int] = {0: ROOT}  # adapter slot -> hash of no tokens
 
   def launch(self, batch: Batch) -> "FakeLaunched":
     if self._step_s:
@@ -228,6 +242,10 @@ class FakeDevice:
     self._poisoned_pages = []
     self._queue.append(launched)
     return launched
+
+  def write_adapter(self, slot: int, weights: AdapterWeights) -> None:
+    """Implements engine.batch.AdapterWriter: the adapter's folder decides its tokens."""
+    self._roots[slot] = adapter_root(weights.path)
 
   def poison_page(self, block: int) -> None:
     """Fills a page with NaN after the launched steps, for fault injection."""
@@ -265,7 +283,9 @@ class FakeDevice:
 
   def _admit(self, batch: Batch) -> None:
     for admission in batch.admissions:
-      self._slots[admission.slot] = self._make_slot(admission)
+      slot = self._slots[admission.slot] = self._make_slot(admission)
+      slot.root = self._roots[admission.adapter_slot]
+      slot.rewind()
       for block, content in zip(admission.block_ids, admission.imported or (), strict=False):
         self._pages[block] = content
     for slot, _, block in batch.new_blocks:
