@@ -124,17 +124,17 @@ def _undeclared_of_parts(values: dict[str, Any], fields: CountTokensRequest) -> 
   """Returns the paths of unknown fields inside blocks, tools and options."""
   parts: list[tuple[str, Any, type[msgspec.Struct]]] = []
   if isinstance(fields.system, list):
-    parts += ((f"system.{at}", part, Block) for at, part in enumerate(values["system"]))
+    parts += ((f"system[{at}]", part, Block) for at, part in enumerate(values["system"]))
   for at, turn in enumerate(values["messages"]):
-    parts.append((f"messages.{at}", turn, MessageTurn))
+    parts.append((f"messages[{at}]", turn, MessageTurn))
     if isinstance(turn["content"], list):
       for place, part in enumerate(turn["content"]):
-        where = f"messages.{at}.content.{place}"
+        where = f"messages[{at}].content[{place}]"
         parts.append((where, part, Block))
         if isinstance(part.get("content"), list):
-          parts += ((f"{where}.content.{inner}", each, Block) for inner, each in enumerate(part["content"]))
+          parts += ((f"{where}.content[{inner}]", each, Block) for inner, each in enumerate(part["content"]))
   if fields.tools is not None:
-    parts += ((f"tools.{at}", tool, ClientTool) for at, tool in enumerate(values["tools"]))
+    parts += ((f"tools[{at}]", tool, ClientTool) for at, tool in enumerate(values["tools"]))
   for name in ("tool_choice", "thinking", "output_config", "output_format"):
     if (part := getattr(fields, name)) is not None:
       parts.append((name, values[name], type(part)))

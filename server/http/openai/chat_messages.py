@@ -77,7 +77,7 @@ class Chat:
       ignored.append("reasoning_effort")
     if not self.forced:
       strict = (index for index, tool in enumerate(self.tools) if tool["function"].get("strict"))
-      ignored += (f"tools.{index}.function.strict" for index in strict)
+      ignored += (f"tools[{index}].function.strict" for index in strict)
     return ignored
 
   def _effort_variables(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Chat:
       parameters = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
       text, names = relax_schema(
         json.dumps(parameters),
-        f"tools.{self.tools.index(tool)}.function.parameters",
+        f"tools[{self.tools.index(tool)}].function.parameters",
         closes=closes,
         strict=strict or bool(function.get("strict")),
       )

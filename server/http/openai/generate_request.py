@@ -43,7 +43,7 @@ _STRUCTURED_OUTPUTS = {
   "grammar": "grammar",
   "json_object": "json_object",
 }
-_NAME = re.compile(r"[A-Za-z0-9_.$-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.$[\]-]{1,64}")
 _MAX_NAMED = 16
 
 

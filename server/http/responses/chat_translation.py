@@ -36,7 +36,7 @@ from server.http.responses.response_fields import (
 
 _SYSTEM_ROLES = ("system", "developer")
 _TEXT_PARTS = ("input_text", "output_text")
-_TOOL_FIELD = re.compile(r"tools\.(\d+)\.function\.")
+_TOOL_FIELD = re.compile(r"(tools\[\d+\])\.function\.")
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _NO_HOSTED_TOOLS = "the server runs no tools; send tools of type function, and call them yourself"
 # Names of a chat's fields in a Responses body.
@@ -91,8 +91,8 @@ class TranslatedChat:
   def name_field(self, name: str) -> str:
     """Returns the caller's name of a field of the chat."""
     tool = _TOOL_FIELD.match(name)
-    if tool and f"tools[{tool[1]}]" in self.names:
-      return f"{_dotted(self.names[f'tools[{tool[1]}]'])}.{name[tool.end() :]}"
+    if tool and tool[1] in self.names:
+      return f"{self.names[tool[1]]}.{name[tool.end() :]}"
     return self.names.get(name, name)
 
 
@@ -140,16 +140,12 @@ def translate_response(
   return chat
 
 
-def _dotted(path: str) -> str:
-  return re.sub(r"\[(\d+)\]", r".\1", path)
-
-
 def _translate_include(fields: ResponseRequest, chat: TranslatedChat) -> None:
   for index, name in enumerate(fields.include or []):
     if name not in INCLUDABLE:
       raise InvalidRequest(f"is not one that exists: send {LOGPROBS}, or leave it out", field=f"include[{index}]")
     if name == ENCRYPTED:
-      chat.ignored.append(f"include.{index}")
+      chat.ignored.append(f"include[{index}]")
   if LOGPROBS in (fields.include or []):
     chat.body |= {"logprobs": True, "top_logprobs": fields.top_logprobs}
   elif fields.top_logprobs:
@@ -215,7 +211,7 @@ def _translate_tools(
         found.append((f"{place}.tools[{at}]", ToolName(inner.name or "", tool.name), inner))
     elif tool.type == "web_search" and values["tools"][index].get("external_web_access") is False:
       # Codex sends it. Nobody can miss a search that may not reach the web.
-      chat.ignored.append(f"tools.{index}")
+      chat.ignored.append(f"tools[{index}]")
     else:
       raise _unsupported_tool(place)
   choice = fields.tool_choice
@@ -323,7 +319,7 @@ def _translate_items(
       if text:
         reasoning.append(text)
       elif place != "previous_response_id":
-        chat.ignored.append(_dotted(place))
+        chat.ignored.append(place)
       is_open = False
     elif item.type == "function_call":
       name, arguments, call_id = (_need(place, item, field) for field in ("name", "arguments", "call_id"))

@@ -128,7 +128,7 @@ def test_calls_that_the_model_writes(hermes):
 def test_strict_is_named_where_it_is_not_held(hermes):
   """A forced call conforms to the schema; of one that the model may write, nobody can be sure."""
   tools = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": {"type": "object"}}}]
-  for choice, ignored in (("auto", "tools.0.function.strict"), ("required", None), ("none", None)):
+  for choice, ignored in (("auto", "tools[0].function.strict"), ("required", None), ("none", None)):
     answer = hermes.chat.completions.with_raw_response.create(
       model="tiny", messages=CHAT, tools=tools, tool_choice=choice, max_tokens=3
     )
