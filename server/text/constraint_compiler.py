@@ -24,7 +24,7 @@ from server.text.repetition_limits import (
   count_pattern_repeats,
   count_schema_repeats,
 )
-from server.text.schema_preparation import SchemaRefused, UnenforcedKeyword, prepare_schema
+from server.text.schema_preparation import PreparedSchema, SchemaRefused, UnenforcedKeyword, prepare_schema
 from server.text.tokenizer import Tokenizer
 
 MAX_SCHEMA_BYTES = 32 << 10
@@ -278,17 +278,28 @@ def prepare_schema_text(text: str, *, closes: bool) -> tuple[str, list[Unenforce
     InvalidRequest: the text is no schema, has a value that cannot be followed, or exceeds a limit.
   """
   try:
-    prepared = prepare_schema(_read_schema(text), closes=closes)
-  except (_Refused, SchemaRefused) as error:
+    prepared = _prepare(text, closes)
+  except _Refused as error:
     raise InvalidRequest(str(error), field="constraint.json_schema") from None
   return json.dumps(prepared.schema), prepared.unenforced
 
 
-def _json_schema(text: str, closes: bool) -> str:
+def _prepare(text: str, closes: bool) -> PreparedSchema:
+  """Rewrites a schema; what is written for a keyword never exceeds a limit that the schema itself keeps."""
+  schema = _read_schema(text)
   try:
-    prepared = prepare_schema(_read_schema(text), closes=closes)
+    prepared = prepare_schema(schema, closes=closes)
+    try:
+      _read_schema(json.dumps(prepared.schema))
+    except _Refused:
+      prepared = prepare_schema(schema, closes=closes, expresses=False)
   except SchemaRefused as error:
     raise _Refused(str(error)) from None
+  return prepared
+
+
+def _json_schema(text: str, closes: bool) -> str:
+  prepared = _prepare(text, closes)
   if prepared.unenforced:
     raise _Refused(describe_unenforced(prepared.unenforced[0]))
   return _from_schema(prepared.schema)

@@ -49,7 +49,7 @@ class SchemaAlternatives:
       parts = first.get("allOf")
       if isinstance(parts, list) and any(self.are_disjoint(part, second, depth + 1) for part in parts):
         return True
-    values, others = _values(one), _values(other)
+    values, others = allowed_values(one), allowed_values(other)
     if values is not None and others is not None:
       return values.isdisjoint(others)
     if self._types(one) & self._types(other) != {"object"}:
@@ -67,7 +67,7 @@ class SchemaAlternatives:
     for name in found[0]["properties"]:
       seen: set[str] = set()
       for option in found:
-        values = _values(self.resolve_reference(option["properties"].get(name)))
+        values = allowed_values(self.resolve_reference(option["properties"].get(name)))
         if self._types(option) != {"object"} or not values or values & seen:
           break
         seen |= values
@@ -80,7 +80,7 @@ class SchemaAlternatives:
     named = schema.get("type", list(_TYPES))
     names = [named] if isinstance(named, str) else named if isinstance(named, list) else _TYPES
     types = frozenset("number" if name in _NUMBERS else str(name) for name in names)
-    values = _values(schema)
+    values = allowed_values(schema)
     return types if values is None else types & {_type_of(json.loads(value)) for value in values}
 
 
@@ -100,22 +100,28 @@ def find_pointer(root: Any, reference: str) -> Any:
   return found
 
 
-def _values(schema: Any) -> set[str] | None:
+def allowed_values(schema: Any) -> set[str] | None:
   """The values that const or enum allow, as text; None if there are others."""
   if not isinstance(schema, dict):
     return None
   if "const" in schema:
-    return {_text(schema["const"])}
+    return {value_text(schema["const"])}
   if isinstance(schema.get("enum"), list):
-    return {_text(value) for value in schema["enum"]}
+    return {value_text(value) for value in schema["enum"]}
   return None
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
   """A value as text; equal for equal values, of which 1 and 1.0 are."""
-  if isinstance(value, float) and value.is_integer():
-    value = int(value)
-  return json.dumps(value, sort_keys=True)
+  return json.dumps(_whole(value), sort_keys=True)
+
+
+def _whole(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {name: _whole(each) for name, each in value.items()}
+  if isinstance(value, list):
+    return [_whole(each) for each in value]
+  return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _type_of(value: Any) -> str:

@@ -46,7 +46,9 @@ KEYWORDS: dict[str, Keyword] = {
   "$schema": Keyword(_A, "Every schema is read alike, whatever its draft."),
   "$vocabulary": Keyword(_A),
   "$comment": Keyword(_A),
-  "$dynamicRef": Keyword(_I),
+  "$dynamicRef": Keyword(
+    _P, "Within a schema that has one `$dynamicAnchor` of this name at most, and no `$id` inside."
+  ),
   "$dynamicAnchor": Keyword(_A, "`$dynamicRef` is what would read it."),
   "$recursiveRef": Keyword(_I),
   "$recursiveAnchor": Keyword(_A, "`$recursiveRef` is what would read it."),
@@ -59,10 +61,20 @@ KEYWORDS: dict[str, Keyword] = {
   "oneOf": Keyword(
     _P,
     "Where Sluice finds that no value fits two of its schemas: by type, by const or enum, or by a required property; a "
-    "property that has one value in each becomes required. Elsewhere it counts as anyOf.",
+    "property that has one value in each becomes required. Also where every schema has a form that `not` enforces, up "
+    "to 8 of them. Elsewhere it counts as anyOf.",
   ),
-  "not": Keyword(_P, "`true`, `false`, `{}`, and a schema that has `type` alone."),
-  "if": Keyword(_P, "`true` and `false`."),
+  "not": Keyword(
+    _P,
+    "Of a schema with `type`, `const` and `enum` of simple values, bounds of numbers, lengths, `required`, "
+    "`properties`, `dependentRequired`, `prefixItems`, `contains`, `allOf`, `anyOf`, `not`, `if` and `$ref`. Not of "
+    "`type: integer` alone, nor of `pattern` and `format`.",
+  ),
+  "if": Keyword(
+    _P,
+    "A condition that `not` enforces. In `allOf`, any number of conditions on the value of one required property; "
+    "others multiply, up to 128 alternatives in one object.",
+  ),
   "then": Keyword(_P, "As `if`."),
   "else": Keyword(_P, "As `if`."),
   # Numbers
@@ -92,24 +104,28 @@ KEYWORDS: dict[str, Keyword] = {
   "additionalItems": Keyword(_E, "Beside a list in `items`; elsewhere it means nothing."),
   "minItems": Keyword(_E),
   "maxItems": Keyword(_E),
-  "uniqueItems": Keyword(_P, "Where `maxItems` is at most 1."),
-  "contains": Keyword(_I),
-  "minContains": Keyword(_I, "Of no effect without `contains`."),
-  "maxContains": Keyword(_I, "Of no effect without `contains`."),
+  "uniqueItems": Keyword(
+    _P, "Where `maxItems` is at most 1, or at most 64 arrays are possible: items with `enum`, `const` or Booleans."
+  ),
+  "contains": Keyword(_P, "The items that count are among the first 8. With `maxContains`, in the forms of `not`."),
+  "minContains": Keyword(_P, "Up to 8. Of no effect without `contains`."),
+  "maxContains": Keyword(_P, "As `contains`."),
   "unevaluatedItems": Keyword(_P, "Where nothing beside it applies to items but `prefixItems` and `items`."),
   # Objects
   "properties": Keyword(_E, "In the order of the schema."),
   "required": Keyword(_E),
   "additionalProperties": Keyword(_E, "See below for objects without it. A name may occur twice, as in any JSON."),
   "patternProperties": Keyword(_E, "Patterns that can match one name return 400, as do lookarounds."),
-  "propertyNames": Keyword(_P, "With `enum`, `const` or `pattern`, in an object without `patternProperties`."),
+  "propertyNames": Keyword(
+    _P, "With `enum`, `const`, `pattern`, or lengths, in an object without `patternProperties`."
+  ),
   "minProperties": Keyword(
     _P, "Where every property in `properties` is required, or the number of properties follows from the others."
   ),
   "maxProperties": Keyword(_P, "As `minProperties`."),
-  "dependentRequired": Keyword(_I),
-  "dependentSchemas": Keyword(_I),
-  "dependencies": Keyword(_I),
+  "dependentRequired": Keyword(_P, "Up to 7 properties; they multiply with the conditions of `if`."),
+  "dependentSchemas": Keyword(_P, "As `dependentRequired`."),
+  "dependencies": Keyword(_P, "As `dependentRequired`."),
   "unevaluatedProperties": Keyword(
     _P, "Where nothing beside it applies to properties but `properties` and `patternProperties`."
   ),

@@ -5,7 +5,7 @@ list properties, or patterns of their names, and do not say what else they may h
 may add properties adds them until max_tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import copy
 import dataclasses
 import math
@@ -13,8 +13,23 @@ import re
 from typing import Any
 
 from server.text.schema_alternatives import SchemaAlternatives, find_pointer
+from server.text.schema_conditions import (
+  MOST_CHARS,
+  count_alternatives,
+  express_condition,
+  express_contains,
+  express_dependencies,
+  express_unique,
+  find_discriminator,
+  schema_size,
+)
 from server.text.schema_keywords import FORMATS, KEYWORDS, Handling
+from server.text.schema_negation import combine, negate_schema
 
+# Alternatives that are written for one object, which multiply, and in a whole schema.
+_MOST_TOGETHER = 128
+_MOST_ALTERNATIVES = 512
+_MOST_OPTIONS = 8
 # Levels of schemas that are rewritten; the compiler refuses deeper ones.
 _MAX_LEVELS = 80
 _LARGEST_INT64 = 2**63 - 1024  # that a double holds; the compiler's bounds are doubles
@@ -27,15 +42,17 @@ _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "m
 # What applies to the same value, and so may describe further properties or items of it.
 _IN_PLACE = (
   *("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"),
-  *("if", "then", "else", "dependentSchemas"),
+  *("if", "then", "else", "dependentSchemas", "dependencies"),
 )
 _OF_OBJECTS = (
   *_IN_PLACE,
   *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "required"),
-  *("propertyNames", "not", "dependencies"),
+  *("propertyNames", "not", "dependentRequired"),
 )
 _ANNOTATIONS = frozenset(name for name, keyword in KEYWORDS.items() if keyword.handling is Handling.ANNOTATION)
 # What the compiler's regular expressions lack, but not within a class of characters.
+# Patterns that regular expressions of Python and of the compiler read alike.
+_PLAIN_PATTERN = re.compile(r"[a-zA-Z0-9_ ^$.*+?(){},|\[\]-]*+")
 _NO_CLASS = re.compile(r"\\[^bBk1-9]|\[\^?\]?(?:\\.|[^\]\\])*+\]|(?P<lacking>\(\?<?[=!]|\\[bBk1-9])|.", re.DOTALL)
 
 
@@ -69,19 +86,21 @@ class PreparedSchema:
   unenforced: list[UnenforcedKeyword]
 
 
-def prepare_schema(schema: Any, *, closes: bool) -> PreparedSchema:
+def prepare_schema(schema: Any, *, closes: bool, expresses: bool = True) -> PreparedSchema:
   """Rewrites a schema. To rewrite it again changes nothing.
 
   Args:
     schema: a parsed JSON schema.
     closes: whether objects with `properties` or `patternProperties`, and without additionalProperties, have no others.
+    expresses: whether to write conditions and the like as alternatives, which makes the schema larger.
 
   Raises:
     SchemaRefused: const or enum has a whole number beyond 2^53.
   """
-  rewriter = _Rewriter(schema, closes=closes)
+  expresses = expresses and not _has_resources(schema)
+  rewriter = _Rewriter(schema, closes=closes, expresses=expresses)
   prepared = rewriter.rewrite(schema, (), 0)
-  choices = _ChoiceRewriter(prepared)
+  choices = _ChoiceRewriter(prepared, expresses=expresses)
   prepared = choices.rewrite(prepared, (), 0)
   return PreparedSchema(prepared, rewriter.unenforced + choices.unenforced)
 
@@ -89,21 +108,26 @@ def prepare_schema(schema: Any, *, closes: bool) -> PreparedSchema:
 class _Rewriter:
   """Rewrites everything but oneOf."""
 
-  def __init__(self, root: Any, *, closes: bool):
+  def __init__(self, root: Any, *, closes: bool, expresses: bool):
     self._root = root
     self._closes = closes
+    self._left = _MOST_ALTERNATIVES if expresses else 0
     self._composed = _find_composed(root) if closes else set[int]()
     self._alternatives = SchemaAlternatives(root)
     self._referenced = _referenced_names(root)
+    self._anchors = _dynamic_anchors(root)
     self.unenforced: list[UnenforcedKeyword] = []
 
   def rewrite(self, schema: Any, path: tuple[str, ...], level: int) -> Any:
     if not isinstance(schema, dict) or level > _MAX_LEVELS:
       return schema
     made: dict[str, Any] = {}
+    expressed, parts, merged = self._express_keywords(schema)
     for name, value in schema.items():
       if name in ("const", "enum"):
         _check_exact(value, name)
+      if name in expressed:
+        continue
       if name == "$dynamicAnchor" and "$anchor" not in schema:
         made["$anchor"] = value
       elif name == "x-guidance" and not path:
@@ -115,7 +139,11 @@ class _Rewriter:
       elif name in _MAPS and isinstance(value, dict):
         made[name] = {key: self.rewrite(each, (*path, name, key), level + 1) for key, each in value.items()}
       elif name in _LISTS and isinstance(value, list):
-        made[name] = [self.rewrite(each, (*path, name, str(at)), level + 1) for at, each in enumerate(value)]
+        made[name] = [
+          self.rewrite(each, (*path, name, str(at)), level + 1)
+          for at, each in enumerate(value)
+          if not (name == "allOf" and at in merged)
+        ]
       elif name in _SCHEMAS:
         made[name] = self.rewrite(value, (*path, name), level + 1)
       elif name in _COUNTS and isinstance(value, float) and value.is_integer():
@@ -127,7 +155,61 @@ class _Rewriter:
     self._rewrite_strings(schema, made, path)
     self._rewrite_arrays(schema, made, path, level)
     self._rewrite_objects(schema, made, path, level)
-    return self._rewrite_logic(schema, made, path, level)
+    self._rewrite_logic(schema, made, path)
+    if parts:
+      written = [self.rewrite(part, (*path, "allOf"), level + 1) for part in parts]
+      if False in written:
+        return False
+      made["allOf"] = [*made.get("allOf", []), *written]
+    return made
+
+  def _express_keywords(self, schema: dict[str, Any]) -> tuple[set[str], list[Any], set[int]]:
+    """Writes keywords that the compiler lacks as alternatives.
+
+    Returns:
+      The keywords, what holds in place of them, and the indices of parts of allOf that are among the latter.
+    """
+    expressed, written, merged = set[str](), [], set[int]()
+    together = _MOST_TOGETHER
+
+    def add(parts: list[Any] | None) -> bool:
+      nonlocal together
+      if parts is None or None in parts:
+        return False
+      parts = [_drop_other_types(part, schema.get("type")) for part in parts]
+      counts = [count_alternatives(part) for part in parts]
+      if schema_size(parts) > MOST_CHARS:
+        return False
+      if math.prod(counts) > together or sum(counts) > self._left:
+        return False
+      together //= math.prod(counts)
+      self._left -= sum(count for count in counts if count > 1)
+      written.extend(part for part in parts if part is not True)
+      return True
+
+    if self._left <= 0:
+      return expressed, written, merged
+    conditions = {at: each for at, each in enumerate(_list(schema.get("allOf"))) if _is_condition(each)}
+    if "if" in schema:
+      conditions[-1] = schema
+    one = find_discriminator(list(conditions.values()), schema) is not None
+    for group in [conditions] if one else [{at: each} for at, each in conditions.items()]:
+      if add([express_condition(list(group.values()), self._root)]):
+        merged.update(group)
+        expressed.update(("if", "then", "else") if -1 in group else ())
+    if schema.get("uniqueItems") is True and add([express_unique(schema)]):
+      expressed.add("uniqueItems")
+    if "contains" in schema and add([express_contains(schema, self._root)]):
+      expressed.update(("contains", "minContains", "maxContains"))
+    for name in ("dependentRequired", "dependentSchemas", "dependencies"):
+      if schema.get(name) and add(express_dependencies(schema[name])):
+        expressed.add(name)
+    target = schema.get("$dynamicRef")
+    if str(target)[:1] == "#" and self._anchors.count(str(target)[1:]) <= 1 and add([{"$ref": target}]):
+      expressed.add("$dynamicRef")
+    if "not" in schema and add([negate_schema(schema["not"], self._root)]):
+      expressed.add("not")
+    return expressed, written, merged
 
   def _leave_out(self, made: dict[str, Any], name: str, path: tuple[str, ...]) -> None:
     del made[name]
@@ -167,8 +249,6 @@ class _Rewriter:
           made[name] = self.rewrite(rest, (*path, "unevaluatedItems"), level + 1)
 
   def _rewrite_objects(self, schema: dict[str, Any], made: dict[str, Any], path: tuple[str, ...], level: int) -> None:
-    if "propertyNames" in made and not self._enforce_names(schema, made):
-      self._leave_out(made, "propertyNames", path)
     for name in ("dependentRequired", "dependentSchemas", "dependencies"):
       if schema.get(name) == {}:
         del made[name]
@@ -183,13 +263,15 @@ class _Rewriter:
         if "additionalProperties" not in schema:
           made["additionalProperties"] = self.rewrite(rest, (*path, "unevaluatedProperties"), level + 1)
       elif rest is False and not any(name in schema for name in _IN_PLACE if name not in ("allOf", "$ref")):
-        if self._close(schema, made):
+        if self._close(schema, made, by_default=False):
           del made["unevaluatedProperties"]
         else:
           self._leave_out(made, "unevaluatedProperties", path)
       else:
         self._leave_out(made, "unevaluatedProperties", path)
-    elif self._closes and id(schema) not in self._composed:
+    if "propertyNames" in made and not self._enforce_names(schema, made):
+      self._leave_out(made, "propertyNames", path)
+    if self._closes and "unevaluatedProperties" not in schema and id(schema) not in self._composed:
       self._close(schema, made)
     self._rewrite_counts(made, path)
 
@@ -205,6 +287,11 @@ class _Rewriter:
       return True
     if names is False:
       names = {"enum": []}
+    if isinstance(names, dict) and names.keys() <= {"minLength", "maxLength"}:
+      least, most = names.get("minLength", 0), names.get("maxLength", "")
+      names = (
+        {"pattern": f"^(?s:.{{{least},{most}}})$"} if isinstance(least, int) and isinstance(most, int | str) else {}
+      )
     values = [names["const"]] if set(names) == {"const"} else names.get("enum") if set(names) == {"enum"} else None
     if "patternProperties" in schema:
       return False
@@ -214,7 +301,11 @@ class _Rewriter:
       made["properties"] = {name: value if name in allowed else False for name, value in properties.items()} | {
         name: copy.deepcopy(rest) for name in allowed if name not in properties
       }
-    elif set(names) == {"pattern"} and not properties and not _has_lookaround(str(names["pattern"])):
+    elif set(names) == {"pattern"} and not _has_lookaround(str(names["pattern"])):
+      matched = _match_names(str(names["pattern"]), properties)
+      if matched is None:
+        return False
+      made["properties"] = {name: value if name in matched else False for name, value in properties.items()}
       made["patternProperties"] = {str(names["pattern"]): rest}
     else:
       return False
@@ -222,10 +313,15 @@ class _Rewriter:
     del made["propertyNames"]
     return True
 
-  def _close(self, schema: dict[str, Any], made: dict[str, Any]) -> bool:
+  def _close(self, schema: dict[str, Any], made: dict[str, Any], *, by_default: bool = True) -> bool:
     """Lets an object have no properties but those that it or what applies to the same object lists.
 
     Returns whether it could: no part says something of further properties.
+
+    Args:
+      schema: the object's schema.
+      made: the rewritten schema, which is changed.
+      by_default: whether names that are required count as listed; for `unevaluatedProperties` they do not.
     """
     kinds = schema.get("type", "object")
     if "additionalProperties" in made or "object" not in kinds:
@@ -244,10 +340,11 @@ class _Rewriter:
         ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "$dynamicRef")
       ):
         return False
-      properties, required = part.get("properties"), part.get("required")
+      properties = part.get("properties")
       has_properties |= isinstance(properties, dict) or "patternProperties" in part
       names |= dict.fromkeys(properties if isinstance(properties, dict) else ())
-      names |= dict.fromkeys(name for name in required if isinstance(name, str)) if isinstance(required, list) else {}
+      if by_default:
+        names |= dict.fromkeys(_required_names(part))
     if not has_properties or _is_one_part(schema):
       return False
     own = made.get("properties", {})
@@ -288,45 +385,24 @@ class _Rewriter:
       if name in made:
         self._leave_out(made, name, path)
 
-  def _rewrite_logic(self, schema: dict[str, Any], made: dict[str, Any], path: tuple[str, ...], level: int) -> Any:
-    for name in ("$dynamicRef", "$recursiveRef"):
+  def _rewrite_logic(self, schema: dict[str, Any], made: dict[str, Any], path: tuple[str, ...]) -> None:
+    for name in ("$dynamicRef", "$recursiveRef", "not"):
       if name in made:
         self._leave_out(made, name, path)
     then, otherwise = made.pop("then", None), made.pop("else", None)
     if "if" in made:
-      if isinstance(schema["if"], bool) or _is_any(schema["if"]):
-        taken = otherwise if schema["if"] is False else then
-        del made["if"]
-        if taken is not None:
-          part = self.rewrite(taken, (*path, "else" if schema["if"] is False else "then"), level + 1)
-          made["allOf"] = [*made.get("allOf", []), part]
-      elif then is None and otherwise is None:
+      if then is None and otherwise is None:
         del made["if"]
       else:
         self._leave_out(made, "if", path)
-    if "not" in made:
-      excluded = schema["not"]
-      if _is_any(excluded):
-        return False
-      types = _types_excluded(excluded)
-      if types is None:
-        self._leave_out(made, "not", path)
-      else:
-        del made["not"]
-        if types:
-          named = made.get("type", list(_TYPES))
-          left = [name for name in ([named] if isinstance(named, str) else named) if name not in types]
-          if not left:
-            return False
-          made["type"] = left
-    return made
 
 
 class _ChoiceRewriter:
   """Turns oneOf into anyOf; changes the schema."""
 
-  def __init__(self, root: Any):
+  def __init__(self, root: Any, *, expresses: bool):
     self._root = root
+    self._expresses = expresses
     self._alternatives = SchemaAlternatives(root)
     self.unenforced: list[UnenforcedKeyword] = []
 
@@ -345,12 +421,32 @@ class _ChoiceRewriter:
       return schema
     options = schema["oneOf"]
     if not self._are_apart(options):
-      self.unenforced.append(UnenforcedKeyword("oneOf", (*path, "oneOf")))
+      options = self._exclude_others(options)
+      if options is None:
+        options = schema["oneOf"]
+        self.unenforced.append(UnenforcedKeyword("oneOf", (*path, "oneOf")))
     if "anyOf" in schema:
       del schema["oneOf"]
       schema["allOf"] = [*schema.get("allOf", []), {"anyOf": options}]
       return schema
-    return {"anyOf" if name == "oneOf" else name: value for name, value in schema.items()}
+    return {
+      "anyOf" if name == "oneOf" else name: options if name == "oneOf" else value for name, value in schema.items()
+    }
+
+  def _exclude_others(self, options: list[Any]) -> list[Any] | None:
+    """Returns options of which each refuses the values of those that it shares some with, None if that is too much."""
+    if not self._expresses or len(options) > _MOST_OPTIONS:
+      return None
+    apart, count = [], 0
+    for at, option in enumerate(options):
+      others = options[:at] + options[at + 1 :]
+      others = [each for each in others if not self._alternatives.are_disjoint(option, each)]
+      refused = [negate_schema(each, self._root) for each in others]
+      if None in refused:
+        return None
+      apart.append(combine("allOf", [option, *refused]))
+      count += math.prod(map(count_alternatives, refused))
+    return apart if count <= _MOST_TOGETHER else None
 
   def _are_apart(self, options: list[Any]) -> bool:
     """Returns whether no value is valid under two options.
@@ -420,8 +516,8 @@ def _in_place(schema: Any, root: Any) -> list[Any]:
     return []
   parts = [part for name in ("allOf", "anyOf", "oneOf") for part in _list(schema.get(name))]
   parts += (schema[name] for name in ("if", "then", "else") if name in schema)
-  if isinstance(schema.get("dependentSchemas"), dict):
-    parts += schema["dependentSchemas"].values()
+  for name in ("dependentSchemas", "dependencies"):
+    parts += schema[name].values() if isinstance(schema.get(name), dict) else ()
   if isinstance(schema.get("$ref"), str):
     parts.append(find_pointer(root, schema["$ref"]))
   return [part for part in parts if isinstance(part, dict)]
@@ -441,6 +537,14 @@ def _referenced_names(root: Any) -> set[str]:
   return names
 
 
+def _required_names(schema: dict[str, Any]) -> Iterator[str]:
+  """Yields the names that an object must have, always or beside others."""
+  lists = [schema.get("required")]
+  for keyword in ("dependentRequired", "dependencies"):
+    lists += schema[keyword].values() if isinstance(schema.get(keyword), dict) else ()
+  yield from (name for names in lists for name in _list(names) if isinstance(name, str))
+
+
 def _list(value: Any) -> list[Any]:
   return value if isinstance(value, list) else []
 
@@ -452,18 +556,65 @@ def _is_any(schema: Any) -> bool:
   )
 
 
-def _types_excluded(schema: Any) -> list[str] | None:
-  """Returns the types that `not` of a schema excludes; None if it says more."""
-  if schema is False:
-    return []
-  if not isinstance(schema, dict):
+def _is_condition(schema: Any) -> bool:
+  """Returns whether a schema says nothing but if, then and else."""
+  return (
+    isinstance(schema, dict)
+    and "if" in schema
+    and all(name in ("if", "then", "else") or name in _ANNOTATIONS or name not in KEYWORDS for name in schema)
+  )
+
+
+def _drop_other_types(part: Any, types: Any) -> Any:
+  """Returns a schema without its alternatives of other types."""
+  if not isinstance(part, dict) or not isinstance(part.get("anyOf"), list) or not isinstance(types, str | list):
+    return part
+  allowed = {"number" if name == "integer" else name for name in ([types] if isinstance(types, str) else types)}
+  options = []
+  for option in part["anyOf"]:
+    own = option.get("type") if isinstance(option, dict) else None
+    if own is None or not allowed.isdisjoint([own] if isinstance(own, str) else own):
+      options.append(option)
+  return combine("anyOf", options)
+
+
+def _match_names(pattern: str, names: Iterable[str]) -> set[str] | None:
+  """Returns the names that a pattern matches; None where Python may read pattern or names in another way."""
+  names = list(names)
+  if not names:
+    return set()
+  if not _PLAIN_PATTERN.fullmatch(pattern) or not all(name.isascii() and name.isprintable() for name in names):
     return None
-  if any(name in KEYWORDS and name != "type" and name not in _ANNOTATIONS for name in schema):
+  try:
+    return {name for name in names if re.search(pattern, name)}
+  except re.error:
     return None
-  types = [schema["type"]] if isinstance(schema["type"], str) else _list(schema["type"])
-  if "integer" in types and "number" not in types:
-    return None
-  return [*types, "integer"] if "number" in types else types
+
+
+def _dynamic_anchors(root: Any) -> list[str]:
+  anchors, left = [], [root]
+  while left:
+    value = left.pop()
+    if isinstance(value, dict):
+      anchors.append(str(value.get("$dynamicAnchor", "")))
+      left += value.values()
+    elif isinstance(value, list):
+      left += value
+  return anchors
+
+
+def _has_resources(root: Any) -> bool:
+  """Returns whether a schema has another within, with an $id of its own, by which references have other meanings."""
+  left = list(root.values()) if isinstance(root, dict) else []
+  while left:
+    value = left.pop()
+    if isinstance(value, dict):
+      if isinstance(value.get("$id"), str):
+        return True
+      left += value.values()
+    elif isinstance(value, list):
+      left += value
+  return False
 
 
 def _has_lookaround(pattern: str) -> bool:

@@ -1,8 +1,10 @@
 """JSON schemas as people write them: each keyword is enforced, of no effect, or named."""
 
 import json
+import random
 from typing import Any
 
+import jsonschema
 import llguidance
 import pytest
 
@@ -27,7 +29,11 @@ CASES: dict[str, list[tuple[Any, list[Any], list[Any], list[str]]]] = {
   "$schema": [({"$schema": f"https://{host}", "type": "null"}, [None], [1], []) for host in ("a.example", "b.example")],
   "$vocabulary": [({"$vocabulary": {"https://a.example": True}, "type": "null"}, [None], [1], [])],
   "$comment": [({"$comment": "x", "type": "null"}, [None], [1], [])],
-  "$dynamicRef": [({"$dynamicRef": "#x", "type": ["null", "object"]}, [None], [1], ["$dynamicRef"])],
+  "$dynamicRef": [
+    ({"$dynamicRef": "#x", "$defs": {"a": {"$dynamicAnchor": "x", "type": "null"}}}, [None], [1], []),
+    ({"$dynamicRef": "#x", "$defs": {name: {"$dynamicAnchor": "x"} for name in "ab"}}, [], [], ["$dynamicRef"]),
+    ({"$dynamicRef": "https://a.example/x", "type": ["null", "object"]}, [None], [1], ["$dynamicRef"]),
+  ],
   "$dynamicAnchor": [({"$ref": "#x", "$defs": {"a": {"$dynamicAnchor": "x", "type": "null"}}}, [None], [1], [])],
   "$recursiveRef": [({"$recursiveRef": "#", "type": "null"}, [None], [1], ["$recursiveRef"])],
   "$recursiveAnchor": [({"$recursiveAnchor": True, "type": "null"}, [None], [1], [])],
@@ -40,15 +46,91 @@ CASES: dict[str, list[tuple[Any, list[Any], list[Any], list[str]]]] = {
     ({"oneOf": [CAT, DOG]}, [{"kind": "cat"}, {"kind": "dog", "a": 1}], [{"kind": "x"}, {}], []),
     ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"enum": [1]}}}, [1, None], [2], []),
     ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, [1, 3.5], [2.5], ["oneOf"]),
+    (
+      {"type": "object", "oneOf": [{"required": [name]} for name in "abc"]},
+      [{"a": 1}, {"b": 1, "x": 1}, {"c": 1}],
+      [{}, {"a": 1, "b": 1}, {"b": 1, "c": 1}, {"x": 1}],
+      [],
+    ),
+    ({"oneOf": [{"type": "number"}, {"minimum": 3}, {"type": "string"}]}, [1, None], [3, "a"], []),
+    ({"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}, True]}, [4, "a"], [1, 2, 3], []),
+    ({"oneOf": [{"required": [str(at)]} for at in range(9)]}, [1], [], ["oneOf"]),
   ],
   "not": [
     ({"not": {"type": ["object", "array"]}}, [1, "a", None], [{}, []], []),
     ({"not": False, "type": "null"}, [None], [1], []),
-    ({"type": "string", "not": {"enum": ["a"]}}, ["b"], [1], ["not"]),
+    (
+      {"type": "string", "not": {"enum": ["a", "abc", "x", ""]}},
+      ["b", "ab", "abcd", "aa", "\n", "\u00e9", '"', "\\"],
+      [1, "a", "abc", "x", ""],
+      [],
+    ),
+    ({"not": {"const": ""}, "type": "string"}, ["a", "\n"], [""], []),
+    ({"not": {"enum": [3, -1.5, True, None]}}, [2, 3.5, -2, False, "3", [], {}], [3, -1.5, True, None], []),
+    ({"type": "integer", "not": {"const": 0}}, [1, -1], [0], []),
+    ({"type": "object", "not": {"required": ["a", "b"]}}, [{}, {"a": 1}, {"b": 1}, {"c": 1}], [{"a": 1, "b": 1}], []),
+    (
+      {"type": "object", "not": {"properties": {"a": {"const": "x"}}, "required": ["a"]}},
+      [{}, {"a": "y"}, {"a": 1}, {"b": "x"}],
+      [{"a": "x"}],
+      [],
+    ),
+    ({"not": {"anyOf": [{"type": "string"}, {"minimum": 3}]}}, [2, -0.5], ["a", 3, 4.5, None], []),
+    ({"not": {"allOf": [{"minLength": 2}, {"maxLength": 3}, {"type": "string"}]}}, [1, "a", "abcd"], ["ab", "abc"], []),
+    ({"not": {"not": {"type": "null"}}}, [None], [1], []),
+    ({"type": "array", "not": {"contains": {"type": "null"}}}, [[], [1]], [[None], [1, None]], []),
+    (
+      {"type": "array", "not": {"prefixItems": [{"const": 1}, {}], "minItems": 1}},
+      [[], [2], [2, 1]],
+      [[1], [1, 2]],
+      [],
+    ),
+    ({"type": "array", "not": {"items": False}}, [[1]], [[]], []),
+    ({"not": {"if": {"type": "null"}, "then": False, "else": {"type": "string"}}}, [None, 1], ["a"], []),
+    ({"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": ["null", "number"]}}}, ["a"], [1, None], []),
+    ({"type": ["string", "null"], "not": {"format": "x-unknown"}}, ["a"], [1], ["not"]),
+    ({"type": "number", "not": {"type": "integer"}}, [1.5], ["a"], ["not"]),
+    ({"type": "string", "not": {"pattern": "^a"}}, ["b"], [1], ["not"]),
+    ({"type": "string", "not": {"format": "date"}}, ["b"], [1], ["not"]),
+    ({"not": {"enum": [[1], {}]}}, [1], [], ["not"]),
   ],
   "if": [
-    ({"if": {"type": "null"}, "then": True, "else": {"type": "integer"}}, [None, 1], [], ["if"]),
+    ({"if": {"type": "null"}, "then": True, "else": {"type": "integer"}}, [None, 1], ["a", 1.5], []),
     ({"if": {"type": "null"}, "type": "null"}, [None], [1], []),
+    ({"if": {"pattern": "^a"}, "then": {"maxLength": 2}, "type": "string"}, ["a"], [1], ["if"]),
+    (
+      {"type": "object", "required": ["k"], "if": {"properties": {"k": {"const": "a"}}}}
+      | {"then": {"required": ["x"]}, "else": {"required": ["y"]}},
+      [{"k": "a", "x": 1}, {"k": "b", "y": 1}, {"k": 1, "y": 1}],
+      [{"k": "a", "y": 1}, {"k": "b", "x": 1}, {"k": "a"}],
+      [],
+    ),
+    (
+      {
+        "type": "object",
+        "required": ["k"],
+        "allOf": [
+          {"if": {"properties": {"k": {"const": key}}}, "then": {"required": [f"x{key}"]}, "else": {"maxProperties": 3}}
+          for key in range(7)
+        ],
+      },
+      [{"k": 0, "x0": 1}, {"k": 6, "x6": 1}, {"k": 7}, {"k": "a"}],
+      [{"k": 0}, {"k": 6, "x0": 1}, {}],
+      [],
+    ),
+    (
+      {
+        "type": "object",
+        "properties": {"k": {"type": "string"}},
+        "allOf": [
+          {"if": {"properties": {"k": {"enum": ["a", "b"]}}, "required": ["k"]}, "then": {"required": ["x"]}},
+          {"if": {"properties": {"k": {"enum": ["b", "c"]}}, "required": ["k"]}, "then": {"required": ["y"]}},
+        ],
+      },
+      [{}, {"k": "a", "x": 1}, {"k": "b", "x": 1, "y": 1}, {"k": "c", "y": 1}, {"k": "d"}],
+      [{"k": "a"}, {"k": "b", "x": 1}, {"k": "b", "y": 1}, {"k": "c"}, {"k": 1}],
+      [],
+    ),
   ],
   "then": [
     ({"if": True, "then": {"type": "null"}}, [None], [1], []),
@@ -102,13 +184,48 @@ CASES: dict[str, list[tuple[Any, list[Any], list[Any], list[str]]]] = {
     ({"type": "array", "uniqueItems": True, "items": {"type": "integer"}}, [[1, 2]], [["a"]], ["uniqueItems"]),
     ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[1]], [[1, 1]], []),
     ({"type": "array", "uniqueItems": False}, [[1, 1]], [1], []),
+    (
+      {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", "c"]}, "minItems": 1},
+      [["a"], ["c", "a"], ["b", "c", "a"]],
+      [[], ["a", "a"], ["a", "b", "a"], ["d"], ["a", "b", "c", "a"]],
+      [],
+    ),
+    ({"uniqueItems": True, "items": {"type": "boolean"}}, [1, [], [True, False]], [[True, True], [1]], []),
+    (
+      {"type": "array", "uniqueItems": True, "prefixItems": [{"enum": [1, 2]}, {"enum": [1.0, 3]}], "items": False},
+      [[1, 3], [2, 1], [2]],
+      [[1, 1], [1, 2]],
+      [],
+    ),
+    (
+      {"type": "array", "uniqueItems": True, "items": {"enum": list("abcdefg")}},
+      [["a", "b"]],
+      [["x"]],
+      ["uniqueItems"],
+    ),
   ],
   "contains": [
-    ({"type": "array", "contains": {"type": "null"}}, [[None]], [1], ["contains"]),
+    ({"type": "array", "contains": {"type": "null"}}, [[None], [1, None, 2]], [1, [], [1, 2]], []),
+    ({"contains": False}, [1, "a"], [[], [1]], []),
+    (
+      {"type": "array", "items": {"type": "integer"}, "contains": {"minimum": 5}, "maxItems": 3},
+      [[5], [1, 2, 6], [7, 7]],
+      [[1], [1, 2, 3], [1, 2, 3, 7], [7, "a"], [7.5]],
+      [],
+    ),
+    ({"type": "array", "contains": {"type": "null"}, "minContains": 9}, [[None]], [1], ["contains"]),
     ({"type": "array", "contains": {"type": "null"}, "minContains": 0}, [[], [1]], [1], []),
   ],
-  "minContains": [({"type": "array", "minContains": 2}, [[]], [1], [])],
-  "maxContains": [({"type": "array", "maxContains": 2}, [[]], [1], [])],
+  "minContains": [
+    ({"type": "array", "minContains": 2}, [[]], [1], []),
+    ({"contains": {"const": 1}, "minContains": 2}, [[1, 1], [1, 2, 1, 3], "a"], [[], [1], [1, 2]], []),
+  ],
+  "maxContains": [
+    ({"type": "array", "maxContains": 2}, [[]], [1], []),
+    ({"contains": {"const": 1}, "maxContains": 1}, [[1], [2, 1, 3]], [[], [2], [1, 1], [1, 2, 1]], []),
+    ({"contains": {"type": "null"}, "minContains": 0, "maxContains": 1}, [[], [1], [1, None]], [[None, None]], []),
+    ({"type": "array", "contains": {"pattern": "^a"}, "maxContains": 1}, [["a"]], [1], ["contains"]),
+  ],
   "unevaluatedItems": [
     ({"type": "array", "prefixItems": [{"type": "null"}], "unevaluatedItems": False}, [[None]], [[None, 1]], []),
     ({"type": "array", "anyOf": [True], "unevaluatedItems": False}, [[]], [1], ["unevaluatedItems"]),
@@ -131,7 +248,21 @@ CASES: dict[str, list[tuple[Any, list[Any], list[Any], list[str]]]] = {
     + ([{}, {"a": 1, "b": 2}], [{"c": 1}, {"a": "x"}], []),
     ({"type": "object", "propertyNames": {"pattern": "^x"}}, [{"xy": 1}], [{"a": 1}], []),
     ({"type": "object", "propertyNames": {"type": "string"}}, [{"xy": 1}], [1], []),
-    ({"type": "object", "propertyNames": {"maxLength": 3}}, [{"xy": 1}], [1], ["propertyNames"]),
+    ({"type": "object", "propertyNames": {"maxLength": 3}}, [{"xy": 1}, {"\u00e9": 1}], [{"abcd": 1}], []),
+    ({"type": "object", "propertyNames": {"minLength": 2, "maxLength": 3}}, [{"xy": 1}], [{"a": 1}, {"abcd": 1}], []),
+    (
+      {"type": "object", "propertyNames": {"pattern": "^[a-c]+$"}, "properties": {"ab": {"type": "null"}, "x": {}}},
+      [{"ab": None}, {"c": 1}, {}],
+      [{"ab": 1}, {"x": 1}, {"y": 1}],
+      [],
+    ),
+    (
+      {"type": "object", "propertyNames": {"maxLength": 2}, "unevaluatedProperties": {"type": "number"}},
+      [{"ab": 1}],
+      [{"ab": "x"}, {"abc": 1}],
+      [],
+    ),
+    ({"type": "object", "propertyNames": {"format": "date"}}, [{"xy": 1}], [1], ["propertyNames"]),
   ],
   "minProperties": [
     ({"type": "object", "minProperties": 1}, [{"a": 1}], [{}], []),
@@ -149,11 +280,45 @@ CASES: dict[str, list[tuple[Any, list[Any], list[Any], list[str]]]] = {
     ({"properties": {"a": {}}, "maxProperties": 3, "type": "object"}, [{"a": 1}, {}], [1], ["maxProperties"]),
   ],
   "dependentRequired": [
-    ({"type": "object", "dependentRequired": {"a": ["b"]}}, [{}], [1], ["dependentRequired"]),
+    (
+      {"type": "object", "dependentRequired": {"a": ["b", "c"], "d": ["a"]}},
+      [{}, {"b": 1}, {"a": 1, "b": 1, "c": 1}],
+      [{"a": 1}, {"a": 1, "c": 1}, {"d": 1}],
+      [],
+    ),
+    ({"dependentRequired": {"a": ["b"]}}, [1, {}, {"a": 1, "b": 1}], [{"a": 1}], []),
     ({"type": "object", "dependentRequired": {}}, [{}], [1], []),
+    (
+      {"type": "object", "dependentRequired": {f"a{at}": ["b"] for at in range(12)}},
+      [{}],
+      [1],
+      ["dependentRequired"],
+    ),
   ],
-  "dependentSchemas": [({"type": "object", "dependentSchemas": {"a": False}}, [{}], [1], ["dependentSchemas"])],
-  "dependencies": [({"type": "object", "dependencies": {"a": ["b"]}}, [{}], [1], ["dependencies"])],
+  "dependentSchemas": [
+    ({"type": "object", "dependentSchemas": {"a": False}}, [{}, {"b": 1}], [{"a": 1}], []),
+    (
+      {"dependentSchemas": {"a": {"properties": {"b": {"type": "null"}}, "minProperties": 2, "required": ["b"]}}},
+      [1, {"b": 1}, {"a": 1, "b": None}],
+      [{"a": 1}, {"a": 1, "b": 1}],
+      [],
+    ),
+    (
+      {"type": "object", "dependentSchemas": {f"a{at}": {"required": ["b"]} for at in range(12)}},
+      [{}],
+      [1],
+      ["dependentSchemas"],
+    ),
+  ],
+  "dependencies": [
+    (
+      {"type": "object", "dependencies": {"a": ["b"], "c": {"properties": {"a": {"type": "null"}}}}},
+      [{}, {"a": 1, "b": 1}, {"c": 1}],
+      [{"a": 1}, {"c": 1, "a": 1, "b": 1}],
+      [],
+    ),
+    ({"type": "object", "dependencies": {f"a{at}": ["b"] for at in range(12)}}, [{}], [1], ["dependencies"]),
+  ],
   "unevaluatedProperties": [
     ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, [{"a": 1}], [{"b": 1}], []),
     (
@@ -194,7 +359,7 @@ def accepts(source: str, value: Any) -> bool:
   values = [value, dict(reversed(value.items()))] if isinstance(value, dict) else [value]
   for each in values:
     matcher = llguidance.LLMatcher(BYTES, source, log_level=0)
-    tokens = list(json.dumps(each).encode())
+    tokens = list(json.dumps(each, ensure_ascii=False).encode())
     if matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting():
       return True
   return False
@@ -319,7 +484,7 @@ def test_one_of_several_is_enforced_where_they_are_apart(options, apart):
   definitions = {"a": {"type": "object", "properties": {"k": {"const": 1}}}, "b": {"type": "string"}}
   schema = {"oneOf": options, "$defs": definitions}
   before = json.dumps(schema)
-  assert (not prepare_schema(schema, closes=False).unenforced) == apart
+  assert (not prepare_schema(schema, closes=False, expresses=False).unenforced) == apart
   assert json.dumps(schema) == before, "the caller's schema is its own"
 
 
@@ -357,3 +522,83 @@ def test_many_alternatives_and_much_depth_end(tokenizer):
   assert prepare_schema(deep, closes=True)
   loop = {"allOf": [{"$ref": "#"}, {"$ref": "#/allOf/0"}], "oneOf": [{"$ref": "#"}, {"$ref": "#/oneOf/0"}]}
   assert prepare_schema(loop, closes=True).unenforced
+
+
+VALUES: list[Any] = [None, True, 0, 1, 2.5, "", "a", "ab", [], [1], ["a", 1], [1, 1], [None, "a", 1], {}]
+VALUES += [{"a": 1}, {"a": "a"}, {"b": 1}, {"a": 1, "b": "ab"}, {"a": "ab", "b": None}, {"b": [], "c": 1}]
+
+
+def make_condition(chance: random.Random, level: int = 0) -> Any:
+  """A random schema of keywords that are written as others."""
+
+  def inner() -> Any:
+    return make_condition(chance, level + 1)
+
+  made: dict[str, Any] = {}
+  for _ in range(chance.choice([1, 1, 2])):
+    name = chance.choice("a b c".split())
+    kinds = ["type", "const", "enum", "bound", "length", "required", "contains", "dependent", "unique"]
+    kinds += ["properties", "not", "if", "allOf", "anyOf", "oneOf", "dependents", "prefix"] if level < 3 else []
+    match chance.choice(kinds):
+      case "type":
+        made["type"] = chance.sample(["null", "boolean", "number", "string", "array", "object"], 4)
+      case "const":
+        made["const"] = chance.choice(["a", "ab", 1, 0, None, True])
+      case "enum":
+        made["enum"] = chance.sample(["a", "ab", "", 1, 2.5, None, True], 3)
+      case "bound":
+        made[chance.choice(["minimum", "exclusiveMaximum"])] = chance.choice([0, 1, 2.5])
+      case "length":
+        made[chance.choice(["minLength", "maxLength", "minItems", "maxItems"])] = chance.choice([1, 2])
+      case "required":
+        made["required"] = [name]
+      case "contains":
+        made |= {"contains": inner(), "minContains": chance.choice([0, 1, 2])}
+        made |= {"maxContains": 2} if chance.random() < 0.5 else {}
+      case "dependent":
+        made["dependentRequired"] = {name: [chance.choice("ab")]}
+      case "dependents":
+        made["dependentSchemas"] = {name: inner()}
+      case "properties":
+        made["properties"] = {name: inner()}
+      case "prefix":
+        made["prefixItems"] = [inner(), inner()]
+      case "unique":
+        made |= {"uniqueItems": True, "items": {"enum": [1, "a", None]}}
+      case "if":
+        made |= {"if": inner(), "then": inner()} | ({"else": inner()} if chance.random() < 0.5 else {})
+      case "not":
+        made["not"] = inner()
+      case kind:
+        made[kind] = [inner(), inner()]
+  return made
+
+
+def check_random_conditions(compiler: ConstraintCompiler, seeds: range) -> int:
+  """Compares what constraints accept with what the jsonschema package does; returns how many are enforced."""
+  enforced = 0
+  for seed in seeds:
+    schema = make_condition(random.Random(seed))
+    text, unenforced = prepare_schema_text(json.dumps(schema), closes=False)
+    assert prepare_schema(json.loads(text), closes=False).schema == json.loads(text), (seed, schema)
+    if unenforced:
+      continue
+    valid = [jsonschema.Draft202012Validator(schema).is_valid(value) for value in VALUES]
+    try:
+      source = source_of(compiler, json.loads(text))
+    except InvalidRequest as error:
+      assert not any(valid) or "too" in error.problem, (seed, schema, error)
+      continue
+    enforced += 1
+    for value, expected in zip(VALUES, valid, strict=True):
+      assert accepts(source, value) == expected, (seed, schema, value)
+  return enforced
+
+
+def test_random_conditions_accept_what_the_standard_does(compiler):
+  assert check_random_conditions(compiler, range(100)) > 50
+
+
+@pytest.mark.long
+def test_many_random_conditions_accept_what_the_standard_does(compiler):
+  assert check_random_conditions(compiler, range(1000, 6000)) > 2000
