@@ -6,7 +6,6 @@ other request.
 
 import array
 from collections.abc import Callable, Sequence
-import itertools
 import math
 import sys
 
@@ -79,6 +78,7 @@ async def embed_prompts(
   priority: int,
   tenant: str,
   owner: str,
+  takes_free_slots: bool = False,
   time_remaining_s: Callable[[], float | None] = lambda: None,
 ) -> list[Vector]:
   """Returns the raw embedding of each prompt; ends what it started if it is cancelled.
@@ -89,6 +89,7 @@ async def embed_prompts(
     priority: a lower number goes first.
     tenant: whose share the prompts count to.
     owner: the tenant of the caller's key, or "".
+    takes_free_slots: start further prompts only in slots that other requests leave free, as batches do.
     time_remaining_s: returns the seconds until the client's deadline, or None.
 
   Raises:
@@ -97,10 +98,13 @@ async def embed_prompts(
   config, generations = backend.config, backend.generations
   vectors: list[Vector] = []
   # In waves, because a client may send more inputs than the queue holds.
-  for wave in itertools.batched(prompts, max(1, min(2 * config.max_num_seqs, config.max_queued_requests // 2))):
+  largest = max(1, min(2 * config.max_num_seqs, config.max_queued_requests // 2))
+  while len(vectors) < len(prompts):
     live = []
     try:
-      for prompt in wave:
+      for prompt in prompts[len(vectors) : len(vectors) + largest]:
+        if live and takes_free_slots and len(generations) >= backend.most_background:
+          break
         call = _make_call(prompt, priority, tenant)
         live.append(await generations.start_generation(call, time_remaining_s(), owner))
       for generation in live:

@@ -53,6 +53,12 @@ class Backend:
   def config(self) -> EngineConfig:
     return self.engine.config
 
+  @property
+  def most_background(self) -> int:
+    """The number of live generations from which batches start no more: other requests that come find free slots."""
+    most = self.config.max_num_seqs
+    return most - max(1, most // 8)
+
 
 class ServingState:
   """Whether a server admits requests, and its backend. A server has one; it belongs to the server's event loop.

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 import contextlib
+import dataclasses
 import json
 import logging
 import sqlite3
@@ -20,12 +21,14 @@ from server.http.batches.batch_routes import make_batch_routes
 from server.http.batches.batch_runner import BatchRunner
 from server.http.batches.batch_store import BatchLimits, BatchStore
 from server.http.batches.file_upload import receive_upload
+from server.http.embeddings.embedding_endpoints import EmbeddingEndpoints
 from server.http.error_responses import Refused, UnsupportedField
 from server.http.http_options import HttpOptions
 from server.http.json_exchange import ClientGone, read_json_object
 from server.http.json_fields import convert_fields
 from server.http.openai.completions import CompletionEndpoints
 from server.http.openai.generate_request import judge_ignored
+from server.http.responses.response_endpoints import ResponseEndpoints
 
 _MAX_UPLOADS = 8  # at once; each may have the size of the largest file
 _MAX_PAGE = {"files": 10_000, "batches": 100}
@@ -66,7 +69,12 @@ class BatchEndpoints:
     completions = CompletionEndpoints(state, options)
     self._state = state
     self._options = options
-    self._endpoints = {"/v1/chat/completions": completions.chat, "/v1/completions": completions.completions}
+    self._endpoints = {
+      "/v1/chat/completions": completions.chat,
+      "/v1/completions": completions.completions,
+      "/v1/responses": ResponseEndpoints(state, dataclasses.replace(options, max_stored_responses=0)).create,
+      "/v1/embeddings": EmbeddingEndpoints(state, options).embeddings,
+    }
     self._store = BatchStore(folder, limits)
     self._runner = BatchRunner(
       self._store, self._endpoints, max_line_bytes=options.max_body_bytes, max_lines_at_once=max_lines_at_once

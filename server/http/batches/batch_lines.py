@@ -19,6 +19,17 @@ _MAX_BYTES = 1 << 20
 # Lower numbers go first, and requests have 0 unless they set another. No aging makes up for this number.
 BATCH_PRIORITY = 1_000_000_000
 _REMEDY = 'send one JSON object a line, with "custom_id", "method", "url" and "body"'
+# Fields that no line may have: endpoint ("": all), values that are allowed, and what is wrong with others.
+_REFUSED = {
+  "stream": ("", (b"false",), "is not allowed in a batch; leave it out"),
+  "priority": ("", (), "is not allowed in a batch, which sets its own; leave it out"),
+  "store": (
+    "/v1/responses",
+    (b"false",),
+    "is not allowed in a batch, whose output has the response; leave it out",
+  ),
+  "previous_response_id": ("/v1/responses", (), "is not allowed in a batch; send all items in input"),
+}
 
 
 class _InputLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -127,13 +138,13 @@ def make_request_body(raw: bytes) -> bytes:
   """Returns the body of a checked line, with the batch's priority.
 
   Raises:
-    UnsupportedField: the body sets what a batch sets itself, or requests a stream.
+    UnsupportedField: the body sets what a batch sets itself, requests a stream, or needs stored responses.
   """
-  values = msgspec.json.decode(msgspec.json.decode(raw, type=_InputLine).body, type=dict[str, msgspec.Raw])
-  if bytes(values.get("stream", b"false")).strip() not in (b"false", b"null"):
-    raise UnsupportedField("is not allowed in a batch; leave it out", field="stream")
-  if bytes(values.get("priority", b"null")).strip() != b"null":
-    raise UnsupportedField("is not allowed in a batch, which sets its own; leave it out", field="priority")
+  line = msgspec.json.decode(raw, type=_InputLine)
+  values = msgspec.json.decode(line.body, type=dict[str, msgspec.Raw])
+  for name, (endpoint, harmless, problem) in _REFUSED.items():
+    if endpoint in (line.url, "") and bytes(values.get(name, b"null")).strip() not in (*harmless, b"null"):
+      raise UnsupportedField(problem, field=name)
   return msgspec.json.encode(values | {"priority": BATCH_PRIORITY})
 
 

@@ -33,7 +33,7 @@ _QUEUE_RETRY_S = 0.2
 _DISK_RETRY_S = 2.0
 # A line whose time in the queue passed runs again; one that always takes longer than --request_timeout_s fails.
 _MAX_TIMEOUTS = 3
-_CHAT = "/v1/chat/completions"
+_CHATS = ("/v1/chat/completions", "/v1/responses")
 
 _log = logging.getLogger(__name__)
 
@@ -172,8 +172,7 @@ class BatchRunner:
 
   async def _take_slot(self) -> None:
     assert self._backend is not None, "start_running() comes first"
-    most = self._backend.config.max_num_seqs
-    most -= max(1, most // 8)  # slots for interactive requests that come while lines run
+    most = self._backend.most_background
     async with self._slot_lock:  # first come, first served
       await asyncio.sleep(0)  # a line a turn of the loop: a flood of bad ones must not keep others waiting
       while self._num_running and (
@@ -296,13 +295,14 @@ def _make_request(batch: sqlite3.Row, body: bytes, request_id: str) -> Request:
     raise AssertionError("nothing sets this event")
 
   headers = Headers({"content-type": "application/json"})
-  tracing.keep_trace_parent(headers, tracing.CHAT if batch["endpoint"] == _CHAT else tracing.TEXT_COMPLETION)
+  tracing.keep_trace_parent(headers, tracing.CHAT if batch["endpoint"] in _CHATS else tracing.TEXT_COMPLETION)
   state = {
     "tenant": batch["tenant"],
     "notes": {},
     "field_names": {},
     "request_id": request_id,
     "error_form": OPENAI_ERRORS,
+    "takes_free_slots": True,
   }
   scope = {
     "type": "http",

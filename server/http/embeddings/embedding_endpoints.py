@@ -145,7 +145,14 @@ class EmbeddingEndpoints:
     )
     request.state.field_names["prompt"] = field
     tenant = request.state.tenant
-    work = embed_prompts(backend, prompts, priority=fields.priority or 0, tenant=tenant, owner=tenant)
+    work = embed_prompts(
+      backend,
+      prompts,
+      priority=fields.priority or 0,
+      tenant=tenant,
+      owner=tenant,
+      takes_free_slots=getattr(request.state, "takes_free_slots", False),
+    )
     vectors = await unless_gone(request.receive, work)
     num_tokens = sum(map(len, prompts))
     request.state.notes.update(prompt_tokens=num_tokens)

@@ -19,6 +19,7 @@ from server import flags
 from server.http.batches import batch_runner, batch_store
 from server.http.batches.batch_lines import BATCH_PRIORITY
 from server.lifecycle.host import HostOptions
+from server.proto import sluice_pb2 as pb
 from tests.server.harness import Served, running, tiny_config
 from tests.server.http.batches.batch_client import BODY, CHAT, create, make_line, read, upload, wait
 from tests.server.http.conftest import url_of
@@ -73,6 +74,29 @@ def test_completions_are_served_too(sdk):
   batch = wait(sdk, create(sdk, lines, "/v1/completions").id)
   [answer] = read(sdk, batch.output_file_id)
   assert answer["response"]["body"]["object"] == "text_completion"
+
+
+def test_responses_are_served_too(sdk):
+  url = "/v1/responses"
+  bodies = {
+    "good": {"input": "the cat", "max_output_tokens": 4, "seed": 1},
+    "unstored": {"input": "the cat", "max_output_tokens": 4, "store": False},
+    "stored": {"input": "the cat", "store": True},
+    "later": {"input": "the cat", "previous_response_id": "resp_1"},
+    "stream": {"input": "the cat", "stream": True},
+  }
+  batch = wait(sdk, create(sdk, [make_line(name, body, url) for name, body in bodies.items()], url).id)
+  answers = {each["custom_id"]: each["response"]["body"] for each in read(sdk, batch.output_file_id)}
+  single = sdk.responses.create(model="tiny", input="the cat", max_output_tokens=4, extra_body={"seed": 1})
+  assert answers.keys() == {"good", "unstored"} and answers["good"]["object"] == "response"
+  assert answers["good"]["output"][0]["content"][0]["text"] == single.output_text
+  assert not answers["good"]["store"]
+  errors = {each["custom_id"]: each["response"]["body"]["error"] for each in read(sdk, batch.error_file_id)}
+  assert {name: error["param"] for name, error in errors.items()} == {
+    "stored": "store",
+    "later": "previous_response_id",
+    "stream": "stream",
+  }
 
 
 def test_refused_lines_go_into_the_error_file(sdk):
@@ -176,7 +200,7 @@ def test_batches_are_listed_in_pages(sdk):
 @pytest.mark.parametrize(
   "change, status, param",
   [
-    ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+    ({"endpoint": "/v1/images"}, 400, "endpoint"),
     ({"endpoint": None}, 400, "endpoint"),
     ({"completion_window": "1h"}, 400, "completion_window"),
     ({"input_file_id": "file-unknown"}, 404, None),
@@ -399,6 +423,30 @@ def test_lines_have_the_priority_of_batches_and_are_limited(tokenizer, tmp_path)
     assert {request.priority for request in live} <= {BATCH_PRIORITY} and len(served.generations) == 3
     served.runner.go.set()
     assert wait(sdk, made.id).status == "completed"
+
+
+def test_interactive_requests_are_served_before_a_flood_of_lines(tokenizer, tmp_path):
+  """By the order in which requests end; the device stands still until all have come."""
+  config = tiny_config(max_num_seqs=4, token_budgets=(8, 64))
+  with serving(tokenizer, tmp_path, config=config) as (served, sdk):
+    served.runner.go.clear()
+    made = create(sdk, [make_line(str(number), BODY | {"ignore_eos": True}) for number in range(200)])
+    served.wait_until(lambda: served.engine.num_live == 3)
+    stopping = pb.StopParams(max_tokens=2, ignore_eos=True)
+    calls = [
+      served.generation.GenerateUnary.future(
+        pb.GenerateRequest(request_id=f"me-{number}", token_ids=pb.TokenIds(ids=[7]), stopping=stopping)
+      )
+      for number in range(5)
+    ]
+    served.wait_until(lambda: served.engine.num_live == 3 + 5)
+    served.runner.go.set()
+    for call in calls:
+      call.result(timeout=60)
+    assert wait(sdk, made.id).request_counts.completed == 200
+    order = [record.id for record in served.engine.stats(1000).requests]
+    # Behind the lines that ran, and the one that runs even if no slot is free.
+    assert len(order) == 205 and max(order.index(f"me-{number}") for number in range(5)) <= 3 + 1 + 4
 
 
 @pytest.mark.parametrize("other", ["frontend_processes=2", "http_port=-1"])
