@@ -186,7 +186,11 @@ def bodies(document: dict[str, Any], model: str, count: int, number: int) -> Ite
     number: seed.
   """
   modes = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
-  paths = sorted(path for path, methods in document["paths"].items() if "requestBody" in methods.get("post", {}))
+  paths = sorted(
+    path
+    for path, methods in document["paths"].items()
+    if "application/json" in methods.get("post", {}).get("requestBody", {}).get("content", {})
+  )
   left, turn = count, 0
   while left > 0:
     path, mode = paths[turn % len(paths)], modes[turn // len(paths) % len(modes)]

@@ -39,8 +39,6 @@ status and error object.
   and `/v1/responses` the typed events of OpenAI's Responses API.
 """
 _PAGES = (
-  ("/v1/files", "With `--batch_dir`, OpenAI's files: [Run batches](../how-to/batches.md)."),
-  ("/v1/batches", "With `--batch_dir`, OpenAI's batches: the same page."),
   ("/", "The live page with a playground."),
   ("/live", "A stream of events with what the live page shows."),
   ("/metrics", "Prometheus metrics: [metrics.md](metrics.md)."),
@@ -58,6 +56,11 @@ _ANSWERS = (
   "Embeddings",
   "Scores",
   "Ranking",
+  "File",
+  "Files",
+  "DeletedFile",
+  "Batch",
+  "Batches",
   "Models",
   "Model",
   "Tokens",
@@ -83,6 +86,7 @@ def http_reference() -> str:
   for kind in openapi.BODIES:
     names = [name for name in kind.__struct_fields__ if not (issubclass(kind, GenerationFields) and name in shared)]
     parts += [f"## {kind.__name__}\n", _fields(schemas[kind.__name__], schemas, names), ""]
+  parts += ["## BatchRequest\n", _fields(schemas["BatchRequest"], schemas), ""]
   parts += ["## Parts of bodies\n"]
   for name in _nested(schemas):
     parts += [f"### {name}\n", schemas[name].get("description", ""), "", _fields(schemas[name], schemas), ""]
@@ -106,7 +110,7 @@ def _endpoints(document: dict[str, Any]) -> str:
   for path, methods in document["paths"].items():
     for method, operation in methods.items():
       body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
-      answer = operation["responses"]["200"]["content"]["application/json"]["schema"]
+      answer = next(iter(operation["responses"]["200"]["content"].values()))["schema"]
       rows.append((f"`{method.upper()} {path}`", _show(body) if body else "", _show(answer), operation["summary"]))
   rows += [(f"`GET {path}`", "", "", text) for path, text in _PAGES]
   return make_table(("endpoint", "body", "answer", ""), rows)

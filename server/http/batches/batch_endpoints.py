@@ -9,7 +9,6 @@ import logging
 import sqlite3
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -17,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from engine.errors import InvalidRequest, Overloaded
 from server.generation.serving_state import Backend, ServingState
+from server.http.batches.batch_fields import ENDPOINTS, WINDOW, BatchRequest
 from server.http.batches.batch_routes import make_batch_routes
 from server.http.batches.batch_runner import BatchRunner
 from server.http.batches.batch_store import BatchLimits, BatchStore
@@ -37,15 +37,6 @@ _MAX_METADATA = (16, 64, 512)  # pairs, characters of a key, characters of a val
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 _log = logging.getLogger(__name__)
-
-
-class _BatchRequest(msgspec.Struct, kw_only=True):
-  """The body of POST /v1/batches."""
-
-  input_file_id: str
-  endpoint: str
-  completion_window: str
-  metadata: dict[str, str] | None = None
 
 
 class BatchEndpoints:
@@ -69,12 +60,11 @@ class BatchEndpoints:
     completions = CompletionEndpoints(state, options)
     self._state = state
     self._options = options
-    self._endpoints = {
-      "/v1/chat/completions": completions.chat,
-      "/v1/completions": completions.completions,
-      "/v1/responses": ResponseEndpoints(state, dataclasses.replace(options, max_stored_responses=0)).create,
-      "/v1/embeddings": EmbeddingEndpoints(state, options).embeddings,
-    }
+    # Responses of batches are in their output files alone.
+    responses = ResponseEndpoints(state, dataclasses.replace(options, max_stored_responses=0))
+    embeddings = EmbeddingEndpoints(state, options)
+    handlers = (completions.chat, completions.completions, responses.create, embeddings.embeddings)
+    self._endpoints = dict(zip(ENDPOINTS, handlers, strict=True))
     self._store = BatchStore(folder, limits)
     self._runner = BatchRunner(
       self._store, self._endpoints, max_line_bytes=options.max_body_bytes, max_lines_at_once=max_lines_at_once
@@ -170,17 +160,17 @@ class BatchEndpoints:
   async def create_batch(self, request: Request) -> Response:
     """POST /v1/batches."""
     values = await read_json_object(request, self._state, self._options)
-    fields = convert_fields(values, _BatchRequest)
+    fields = convert_fields(values, BatchRequest)
     if fields.endpoint not in self._endpoints:
       raise InvalidRequest(f"is not served in batches: send one of {', '.join(self._endpoints)}", field="endpoint")
-    if fields.completion_window != "24h":
-      raise InvalidRequest("is not one that exists: send 24h", field="completion_window")
+    if fields.completion_window != WINDOW:
+      raise InvalidRequest(f"is not one that exists: send {WINDOW}", field="completion_window")
     if values.get("output_expires_after") is not None:
       raise UnsupportedField(
         "is not supported: files stay until they are deleted; leave it out", field="output_expires_after"
       )
     _check_metadata(fields.metadata or {})
-    known = _BatchRequest.__struct_fields__
+    known = BatchRequest.__struct_fields__
     ignored = [name for name, value in values.items() if value is not None and name not in known]
     headers = judge_ignored(ignored, strict=self._options.strict_requests)
     with _disk_errors():
@@ -310,7 +300,7 @@ def _show_batch(row: sqlite3.Row) -> dict[str, Any]:
     "endpoint": row["endpoint"],
     "errors": errors and {"object": "list", "data": json.loads(errors)},
     "input_file_id": row["input_file_id"],
-    "completion_window": "24h",
+    "completion_window": WINDOW,
     "status": row["status"],
     "output_file_id": row["output_file_id"],
     "error_file_id": row["error_file_id"],

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from server.http.batches.batch_fields import BatchRequest
 from server.http.embeddings.embedding_fields import EmbeddingRequest, RerankRequest, ScoreRequest
 from server.http.messages.message_fields import CountTokensRequest, MessageRequest
 from server.http.openai.request_fields import (
@@ -21,7 +22,6 @@ from server.http.openai.request_fields import (
   CompletionRequest,
   DetokenizeRequest,
   GenerationFields,
-  RequestFields,
   TokenizeChat,
   TokenizeText,
 )
@@ -29,7 +29,7 @@ from server.http.responses.response_fields import InputTokensRequest, ResponseRe
 
 PATH = "/openapi.json"
 _ABOUT = (
-  "OpenAI's API for text, with vLLM's extra fields, its Responses API, and Anthropic's Messages API. "
+  "OpenAI's API for text, with vLLM's extra fields, its Responses API and batches, and Anthropic's Messages API. "
   "A field that is null counts as absent."
 )
 _NULL: dict[str, Any] = {"type": "null"}
@@ -79,7 +79,8 @@ def _request_schemas() -> dict[str, Any]:
     for name, (values, _) in kind.unsupported.items():
       schema = {"enum": [None, *values]} if values else _NULL
       properties.setdefault(name, _said(schema, "No other value is supported."))
-  return schemas
+  _, batch = msgspec.json.schema_components((BatchRequest,), ref_template=_ref("{name}")["$ref"])
+  return schemas | batch
 
 
 def _replace_shown(schema: Any) -> Any:
@@ -151,7 +152,7 @@ def _response() -> dict[str, Any]:
     logprobs=_list(_logprob(top_logprobs=_list(_logprob()))),
   )
   item = _with_optional(
-    _object(type={"enum": ["message", "reasoning", "function_call"]}, id=_TEXT, status=_TEXT),
+    _object(type={"enum": ["message", "reasoning", "function_call", "custom_tool_call"]}, id=_TEXT, status=_TEXT),
     role={"const": "assistant"},
     content=_list(part),
     summary=_list(_OBJECT),
@@ -203,10 +204,10 @@ def _schemas() -> dict[str, Any]:
     logprobs=_or_null(text_logprobs),
     finish_reason={"enum": ["stop", "length", None]},
   )
-  call = _object(
-    id=_TEXT,
-    type={"const": "function"},
+  call = _with_optional(
+    _object(id=_TEXT, type={"enum": ["function", "custom"]}),
     function=_object(name=_TEXT, arguments=_said(_TEXT, "A JSON object's text; incomplete if the output ends inside.")),
+    custom=_object(name=_TEXT, input=_said(_TEXT, "The text; incomplete if the output ends inside.")),
   )
   chat_choice = _choice(
     message=_with_optional(
@@ -270,6 +271,11 @@ def _schemas() -> dict[str, Any]:
       ),
       usage=_object(prompt_tokens=_whole(1), total_tokens=_whole(1)),
     ),
+    "File": _file(),
+    "Files": _page(_file()),
+    "DeletedFile": _object(id=_TEXT, object={"const": "file"}, deleted={"const": True}),
+    "Batch": _batch(),
+    "Batches": _page(_batch()),
     "MessageError": _object(
       type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_said(_TEXT, "As x-request-id.")
     ),
@@ -277,6 +283,48 @@ def _schemas() -> dict[str, Any]:
       error=_object(message=_TEXT, type=_TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})
     ),
   }
+
+
+def _page(item: dict[str, Any]) -> dict[str, Any]:
+  ends = {"first_id": _or_null(_TEXT), "last_id": _or_null(_TEXT)}
+  return _object(object={"const": "list"}, data=_list(item), **ends, has_more={"type": "boolean"})
+
+
+def _file() -> dict[str, Any]:
+  return _object(
+    id=_TEXT,
+    object={"const": "file"},
+    bytes=_whole(0, INT64_MAX),
+    created_at=_whole(0, INT64_MAX),
+    expires_at=_NULL,
+    filename=_TEXT,
+    purpose={"enum": ["batch", "batch_output"]},
+    status={"const": "processed"},
+    status_details=_NULL,
+  )
+
+
+def _batch() -> dict[str, Any]:
+  time, text = _whole(0, INT64_MAX), _or_null(_TEXT)
+  problem = _object(code=_TEXT, message=_TEXT, param=text, line=_or_null(_whole(1)))
+  states = ("validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled")
+  times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+  return _object(
+    id=_TEXT,
+    object={"const": "batch"},
+    endpoint=_TEXT,
+    errors=_or_null(_object(object={"const": "list"}, data=_list(problem))),
+    input_file_id=_TEXT,
+    completion_window=_TEXT,
+    status={"enum": [*states]},
+    output_file_id=text,
+    error_file_id=text,
+    created_at=time,
+    expires_at=time,
+    **{f"{name}_at": _or_null(time) for name in times},
+    request_counts=_object(total=_whole(0), completed=_whole(0), failed=_whole(0)),
+    metadata=_or_null(_OBJECT),
+  )
 
 
 def _embedding() -> dict[str, Any]:
@@ -301,8 +349,16 @@ BODIES = (
 _STREAM = "With stream: a chunk an event, and [DONE] at the end; an event with an error object ends it instead."
 _MESSAGE_STREAM = "With stream: events from message_start to message_stop; an error event ends it instead."
 _RESPONSE_STREAM = "With stream: typed events from response.created to response.completed, incomplete or failed."
+_CONTENT = _said(_TEXT, "As it was stored.")
+_UPLOAD = _object(purpose={"const": "batch"}, file={"type": "string", "format": "binary"})
+_LIMITED: dict[str, Any] = {"after": _said(_TEXT, "The last id of the page before."), "limit": _whole(1, 10_000)}
+# Of GET.
+_QUERIES = {
+  "/v1/files": _LIMITED | {"purpose": _TEXT, "order": {"enum": ["asc", "desc"]}},
+  "/v1/batches": _LIMITED | {"limit": _whole(1, 100)},
+}
 # Path, method, kinds of body, schema of the response (a name in _schemas, or the schema itself), and summary.
-_OPERATIONS: tuple[tuple[str, str, tuple[type[RequestFields], ...], str | dict[str, Any], str], ...] = (
+_OPERATIONS: tuple[tuple[str, str, tuple[type[msgspec.Struct], ...], str | dict[str, Any], str], ...] = (
   ("/v1/models", "get", (), "Models", "The served model."),
   ("/v1/models/{model}", "get", (), "Model", "The same, by its name."),
   ("/v1/completions", "post", (CompletionRequest,), "Completion", "Text after each prompt."),
@@ -318,6 +374,15 @@ _OPERATIONS: tuple[tuple[str, str, tuple[type[RequestFields], ...], str | dict[s
   ("/v1/embeddings", "post", (EmbeddingRequest,), "Embeddings", "One embedding for each input."),
   ("/v1/score", "post", (ScoreRequest,), "Scores", "Cosines of the embeddings of pairs of texts."),
   ("/v1/rerank", "post", (RerankRequest,), "Ranking", "Documents by the cosine of their embedding with the query's."),
+  ("/v1/files", "get", (), "Files", "The caller's files. Files and batches need --batch_dir."),
+  ("/v1/files", "post", (), "File", "Stores a file of requests, sent as multipart/form-data."),
+  ("/v1/files/{id}", "get", (), "File", "A stored file."),
+  ("/v1/files/{id}", "delete", (), "DeletedFile", "Deletes a file."),
+  ("/v1/files/{id}/content", "get", (), _CONTENT, "A file's bytes."),
+  ("/v1/batches", "get", (), "Batches", "The caller's batches."),
+  ("/v1/batches", "post", (BatchRequest,), "Batch", "Starts to run a file of requests."),
+  ("/v1/batches/{id}", "get", (), "Batch", "A batch."),
+  ("/v1/batches/{id}/cancel", "post", (), "Batch", "Ends a batch, which keeps the results that it has."),
   ("/tokenize", "post", (TokenizeText, TokenizeChat), "Tokens", "Token ids of a text or a chat."),
   ("/detokenize", "post", (DetokenizeRequest,), "Detokenized", "The text of token ids."),
   ("/tokenizer_info", "get", (), "TokenizerInfo", "What a harness needs to know of the tokenizer."),
@@ -328,10 +393,10 @@ _OPERATIONS: tuple[tuple[str, str, tuple[type[RequestFields], ...], str | dict[s
 
 
 def _operation(
-  path: str, bodies: Sequence[type[RequestFields]], answer: str | dict[str, Any], text: str
+  path: str, method: str, bodies: Sequence[type[msgspec.Struct]], answer: str | dict[str, Any], text: str
 ) -> dict[str, Any]:
   schema = _ref(answer) if isinstance(answer, str) else answer
-  said: dict[str, Any] = {"application/json": {"schema": schema}}
+  said: dict[str, Any] = {"application/octet-stream" if answer is _CONTENT else "application/json": {"schema": schema}}
   if any(issubclass(body, GenerationFields) for body in bodies):
     said["text/event-stream"] = {"schema": _said(_TEXT, _STREAM)}
   if MessageRequest in bodies:
@@ -352,8 +417,14 @@ def _operation(
     refs = [_ref(body.__name__) for body in bodies]
     schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
     operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+  if (path, method) == ("/v1/files", "post"):
+    operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
   if names := re.findall(r"{(\w+)}", path):
     operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+  if method == "get" and path in _QUERIES:
+    operation["parameters"] = [
+      {"name": name, "in": "query", "required": False, "schema": schema} for name, schema in _QUERIES[path].items()
+    ]
   if path in ("/health", "/ready"):
     operation["security"] = []
   return operation
@@ -364,7 +435,7 @@ def document(version: str) -> dict[str, Any]:
   """Returns the document for this server version."""
   paths: dict[str, Any] = {}
   for path, method, bodies, answer, text in _OPERATIONS:
-    paths.setdefault(path, {})[method] = _operation(path, bodies, answer, text)
+    paths.setdefault(path, {})[method] = _operation(path, method, bodies, answer, text)
   return {
     "openapi": "3.1.0",
     "info": {"title": "Sluice", "version": version, "description": _ABOUT},

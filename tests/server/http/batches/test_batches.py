@@ -11,6 +11,7 @@ from absl.testing import flagsaver
 import httpx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import jsonschema
 import openai
 import pytest
 
@@ -307,6 +308,36 @@ def test_uploads_leave_nothing_that_has_no_row(both, sdk):
 def test_bad_pages_are_refused(both, query):
   answer = httpx.get(f"{url_of(both[0])}/v1/batches?{query}")
   assert answer.status_code == (404 if query.startswith("after") else 400), answer.text
+
+
+def test_answers_are_as_the_document_says(both, sdk):
+  bad, good = (wait(sdk, create(sdk, lines).id) for lines in (["{"], [make_line("a"), make_line("b", {})]))
+  with httpx.Client(base_url=url_of(both[0]), timeout=60) as http:
+    document = http.get("/openapi.json").json()
+
+    def check(method: str, path: str, its_id: str = "", status: int = 200, **sent: Any) -> Any:
+      answer = http.request(method, path.replace("{id}", its_id), **sent)
+      assert answer.status_code == status, answer.text
+      said = document["paths"][path][method]["responses"]["200" if status == 200 else "default"]["content"]
+      schema = said["application/json"]["schema"] | {"components": document["components"]}
+      jsonschema.Draft202012Validator(schema).validate(answer.json())
+      return answer.json()
+
+    file = check("post", "/v1/files", files={"file": ("a", b"x")}, data={"purpose": "batch"})
+    for its_id in (file["id"], good.output_file_id, good.error_file_id, bad.error_file_id):
+      check("get", "/v1/files/{id}", its_id)
+    check("get", "/v1/files", params={"purpose": "batch_output", "limit": 2})
+    check("get", "/v1/files/{id}", "file-unknown", 404)
+    body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+    schema = document["components"]["schemas"]["BatchRequest"]
+    jsonschema.Draft202012Validator(schema).validate(body)
+    assert schema["properties"]["endpoint"]["enum"] == [CHAT, "/v1/completions", "/v1/responses", "/v1/embeddings"]
+    wait(sdk, check("post", "/v1/batches", json=body)["id"])
+    for its_id in (good.id, bad.id):
+      check("get", "/v1/batches/{id}", its_id)
+    check("post", "/v1/batches/{id}/cancel", good.id, 409)
+    check("get", "/v1/batches", params={"limit": 3})
+    check("delete", "/v1/files/{id}", file["id"])
 
 
 def test_too_large_files_are_refused_before_they_are_stored(tokenizer, tmp_path):
