@@ -9,6 +9,7 @@ from typing import Any
 
 from server.http.model_output.call_formats import CallFormat
 from server.http.model_output.channel_reader import ChannelReader
+from server.http.model_output.custom_tools import InputReader
 from server.http.model_output.output_pieces import CallPart, CallPiece, OutputPiece, ReasoningPiece, TextPiece
 from server.http.model_output.reasoning import Reasoning, ReasoningSplitter
 from server.http.model_output.tool_calls import CallScanner
@@ -24,11 +25,15 @@ class Calls:
     form: how the model writes calls.
     tools: the tools' parameters, JSON schemas, by name. Calls of other names are calls, too.
     parallel: whether one output may have several; otherwise the parser drops those after the first.
+    custom: the names of custom tools among them.
+    whole: the custom tool whose input is the whole answer; empty: the model writes calls in its format.
   """
 
   form: CallFormat
   tools: Mapping[str, Any]
   parallel: bool
+  custom: frozenset[str] = frozenset()
+  whole: str = ""
 
 
 class OutputParser:
@@ -49,15 +54,17 @@ class OutputParser:
     self._channels: ChannelReader | None = None
     self._splitter: ReasoningSplitter | None = None
     self._scanner: CallScanner | None = None
-    has_calls_in_channels = calls is not None and calls.form.has_channels
+    has_calls_in_channels = calls is not None and calls.form.has_channels and not calls.whole
     if has_calls_in_channels or reasoning is not None and reasoning.form.has_channels:
       self._channels = ChannelReader(finds_calls=has_calls_in_channels, splits_reasoning=reasoning is not None)
     elif reasoning is not None:
       self._splitter = ReasoningSplitter(reasoning.form, is_open=reasoning.is_open)
-    if calls is not None and not has_calls_in_channels:
+    if calls is not None and not has_calls_in_channels and not calls.whole:
       self._scanner = CallScanner(calls.form, calls.tools)
     # Whether the current call is dropped.
     self._drops_call = False
+    # Reads the input of the current call, if it is of a custom tool.
+    self._input: InputReader | None = None
 
   def push_text(self, text: str, *, ended: bool) -> list[OutputPiece]:
     """Adds text; returns the pieces that have become certain. With `ended`, the output has no more text.
@@ -77,13 +84,24 @@ class OutputParser:
         pieces += self._number(each)
       elif isinstance(each, ReasoningPiece):
         pieces += [each] if self._shows_reasoning else []
+      elif self._calls is not None and self._calls.whole:
+        pieces.append(self._add_input(each.text, ended=False))
       elif self._scanner is None:
         pieces.append(each)
       else:
         pieces += self._scan(self._scanner.push(each.text))
     if ended and self._scanner is not None:
       pieces += self._scan(self._scanner.flush())
+    if ended and self._calls is not None and self._calls.whole:
+      pieces.append(self._add_input("", ended=True))
     return _merge_pieces(pieces)
+
+  def _add_input(self, text: str, *, ended: bool) -> CallPiece:
+    """Returns a part of the call whose input is the whole answer."""
+    assert self._calls is not None, "the answer is a call"
+    is_first, self.num_calls = not self.num_calls, 1
+    call_id, name = (self._calls.form.new_id(), self._calls.whole) if is_first else (None, None)
+    return CallPiece(0, call_id, name, text, is_last=ended, is_custom=True)
 
   def _scan(self, found: list[str | CallPart]) -> list[OutputPiece]:
     pieces: list[OutputPiece] = []
@@ -100,9 +118,12 @@ class OutputParser:
       if not self._drops_call:
         self.num_calls += 1
         call_id = self._calls.form.new_id()
+        self._input = InputReader() if part.name in self._calls.custom else None
     if self._drops_call:
       return []
-    return [CallPiece(self.num_calls - 1, call_id, part.name, part.arguments, part.is_last)]
+    is_custom = self._input is not None
+    arguments = part.arguments if self._input is None else self._input.push(part.arguments, ended=part.is_last)
+    return [CallPiece(self.num_calls - 1, call_id, part.name, arguments, part.is_last, is_custom)]
 
 
 def _merge_pieces(pieces: list[OutputPiece]) -> list[OutputPiece]:

@@ -24,8 +24,10 @@ class CallPiece:
   Attributes:
     index: the call's index in the output.
     call_id, name: the call's id and tool in its first piece; None later.
-    arguments: more of the arguments' JSON text, which may be empty; the pieces of a call concatenate to the whole.
+    arguments: more of the arguments' JSON text, which may be empty; the pieces of a call concatenate to the whole. Of a
+      custom tool, more of the input's text.
     is_last: whether this is the call's last piece.
+    is_custom: whether the call is of a custom tool.
   """
 
   index: int
@@ -33,6 +35,7 @@ class CallPiece:
   name: str | None
   arguments: str
   is_last: bool
+  is_custom: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,15 +11,19 @@ from engine.errors import InvalidRequest
 from server.http.error_responses import UnsupportedField
 from server.http.json_fields import parse_json_object
 from server.http.model_output.call_formats import CallFormat
+from server.http.model_output.custom_tools import INPUT, describe_custom_tool
 from server.http.openai.generate_request import relax_schema
 from server.http.openai.request_fields import (
   REASONING_EFFORTS,
+  SYNTAXES,
   TOOL_NAME,
   ChatCompletionRequest,
   ChatTurn,
   ChosenTools,
   ContentPart,
+  CustomTool,
   EarlierCall,
+  InputGrammar,
   TokenizeChat,
 )
 from server.text.chat_template import Message
@@ -43,12 +47,33 @@ class Chat:
     messages: messages in the template's form.
     tools: OpenAI's descriptions; empty under tool_choice "none".
     forced: the response must call at least one of these tools, and then consists of calls alone.
+    custom: the custom tools among them, by name; the model reads them as functions.
   """
 
   fields: ChatCompletionRequest | TokenizeChat
   messages: list[Message]
   tools: list[dict[str, Any]]
   forced: list[dict[str, Any]]
+  custom: dict[str, CustomTool]
+
+  @property
+  def forced_input(self) -> tuple[str, InputGrammar] | None:
+    """The one tool that is forced, if it is a custom tool with a grammar, and that grammar."""
+    if len(self.forced) != 1:
+      return None
+    name = self.forced[0]["function"]["name"]
+    grammar = self._grammar_of(name)
+    return None if grammar is None else (name, grammar)
+
+  def name_of_tool(self, name: str) -> str:
+    """Returns the path of a tool in the body."""
+    kind = "custom" if name in self.custom else "function"
+    place = next(place for place, tool in enumerate(self.tools) if tool["function"]["name"] == name)
+    return f"tools[{place}].{kind}"
+
+  def _grammar_of(self, name: str) -> InputGrammar | None:
+    tool = self.custom.get(name)
+    return None if tool is None or tool.format is None else tool.format.grammar
 
   @property
   def parallel(self) -> bool:
@@ -66,8 +91,8 @@ class Chat:
     )
 
   def ignored(self, tokenizer: Tokenizer) -> list[str]:
-    """Names of fields without effect: variables that the template does not read, and `strict` of tools whose calls are
-    not forced, since nothing constrains the model then.
+    """Names of fields without effect: variables that the template does not read, and what would constrain a call
+    where none is forced: `strict`, and a custom tool's grammar.
     """
     ignored = [
       f"chat_template_kwargs.{name}" for name in tokenizer.unread_variables(self.fields.chat_template_kwargs or {})
@@ -78,6 +103,8 @@ class Chat:
     if not self.forced:
       strict = (index for index, tool in enumerate(self.tools) if tool["function"].get("strict"))
       ignored += (f"tools[{index}].function.strict" for index in strict)
+      names = (tool["function"]["name"] for tool in self.tools)
+      ignored += (f"{self.name_of_tool(name)}.format" for name in names if self._grammar_of(name))
     return ignored
 
   def _effort_variables(self) -> dict[str, Any]:
@@ -99,6 +126,11 @@ class Chat:
     schemas, definitions, ignored = [], {}, []
     for place, tool in enumerate(self.forced):
       function = tool["function"]
+      if self._grammar_of(function["name"]) is not None:
+        raise UnsupportedField(
+          "is not supported where one of several tools is forced: name this tool in tool_choice, or send no grammar",
+          field=f"{self.name_of_tool(function['name'])}.format",
+        )
       parameters = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
       text, names = relax_schema(
         json.dumps(parameters),
@@ -147,9 +179,10 @@ def read_chat(values: dict[str, Any], fields: ChatCompletionRequest | TokenizeCh
         f"letters{f' for {name}' if name.isidentifier() and len(name) < 40 else ''}",
         field="chat_template_kwargs",
       )
-  tools, forced = _choose_tools(values.get("tools") or [], fields)
+  tools, forced = _choose_tools(_list_functions(values.get("tools") or [], fields), fields)
   messages = [_message(f"messages[{index}]", turn) for index, turn in enumerate(fields.messages)]
-  return Chat(fields, messages, tools, forced)
+  custom = {tool.custom.name: tool.custom for tool in fields.tools or [] if tool.custom is not None}
+  return Chat(fields, messages, tools, forced, custom)
 
 
 def _message(where: str, turn: ChatTurn) -> Message:
@@ -163,7 +196,7 @@ def _message(where: str, turn: ChatTurn) -> Message:
   if reasoning is not None:  # templates read one name or the other
     more |= {"reasoning_content": reasoning, "reasoning": reasoning}
   if turn.tool_calls is not None:
-    more["tool_calls"] = [_call(call) for call in turn.tool_calls]
+    more["tool_calls"] = [_call(f"{where}.tool_calls[{at}]", call) for at, call in enumerate(turn.tool_calls)]
   return Message(turn.role, content or "", more)
 
 
@@ -175,12 +208,17 @@ def _text_of(where: str, part: ContentPart) -> str:
   return part.text
 
 
-def _call(call: EarlierCall) -> dict[str, Any]:
+def _call(where: str, call: EarlierCall) -> dict[str, Any]:
   """Returns a call with its arguments as an object, as templates read them; OpenAI sends JSON text.
 
   A model may have written arguments that are no JSON object. Templates read the keys of an object, so that text becomes
   the value of one key.
   """
+  if call.custom is not None:
+    function = {"name": call.custom.name, "arguments": {INPUT: call.custom.input}}
+    return {"id": call.id, "type": "function", "function": function}
+  if call.function is None:
+    raise InvalidRequest("is missing: send a function with its name and arguments", field=f"{where}.function")
   arguments = call.function.arguments or {}
   if isinstance(arguments, str):
     try:
@@ -190,21 +228,47 @@ def _call(call: EarlierCall) -> dict[str, Any]:
   return msgspec.to_builtins(call) | {"function": {"name": call.function.name, "arguments": arguments}}
 
 
+def _list_functions(tools: list[dict[str, Any]], fields: ChatCompletionRequest | TokenizeChat) -> list[dict[str, Any]]:
+  """Returns the tools, each of which is a function; one stands for each custom tool."""
+  functions = []
+  for index, (tool, value) in enumerate(zip(fields.tools or [], tools, strict=True)):
+    place = f"tools[{index}]"
+    if tool.type == "custom":
+      functions.append(_describe_custom_tool(f"{place}.custom", tool.custom))
+      continue
+    if tool.type != "function" or tool.function is None or not TOOL_NAME.fullmatch(tool.function.name):
+      raise InvalidRequest(
+        "is not a function with a name: send type function, and a function with a name of 1 to 64 of A-Z a-z 0-9 _ -",
+        field=place,
+      )
+    functions.append(value)
+  return functions
+
+
+def _describe_custom_tool(where: str, tool: CustomTool | None) -> dict[str, Any]:
+  if tool is None or not TOOL_NAME.fullmatch(tool.name):
+    raise InvalidRequest(
+      "is not a custom tool with a name: send a name of 1 to 64 of A-Z a-z 0-9 _ -",
+      field=where if tool is None else f"{where}.name",
+    )
+  form, syntax, definition = tool.format, "", ""
+  if form is not None and form.type == "grammar":
+    if form.grammar is None:
+      raise InvalidRequest("is missing: send syntax and definition", field=f"{where}.format.grammar")
+    syntax, definition = form.grammar.syntax, form.grammar.definition
+    if syntax not in SYNTAXES:
+      raise InvalidRequest("is not one that exists: send lark or regex", field=f"{where}.format.grammar.syntax")
+    if not definition:
+      raise InvalidRequest("is empty: send a grammar", field=f"{where}.format.grammar.definition")
+  elif form is not None and (form.type != "text" or form.grammar is not None):
+    raise InvalidRequest("is not one that exists: send text, or grammar with a grammar", field=f"{where}.format.type")
+  return describe_custom_tool(tool.name, tool.description, syntax, definition)
+
+
 def _choose_tools(
   tools: list[dict[str, Any]], fields: ChatCompletionRequest | TokenizeChat
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
   """Returns (tools, forced tools)."""
-  for index, tool in enumerate(fields.tools or []):
-    if tool.type == "custom":
-      raise UnsupportedField(
-        "of type custom is not supported: send a function with one parameter of type string, such as input",
-        field=f"tools[{index}]",
-      )
-    if tool.type != "function" or tool.function is None or not TOOL_NAME.fullmatch(tool.function.name):
-      raise InvalidRequest(
-        "is not a function with a name: send type function, and a function with a name of 1 to 64 of A-Z a-z 0-9 _ -",
-        field=f"tools[{index}]",
-      )
   names = [tool["function"]["name"] for tool in tools]
   if len(set(names)) < len(names):
     raise InvalidRequest("has two functions of one name: send each name once", field="tools")
@@ -217,9 +281,9 @@ def _choose_tools(
       if not tools:
         raise InvalidRequest("is required, but there are no tools: send tools, or leave it out", field="tool_choice")
       return tools, tools
-    case ChosenTools(type="function", function=chosen) if chosen is not None:
+    case ChosenTools(type="function" | "custom" as kind) if chosen := getattr(fields.tool_choice, kind):
       if chosen.name not in names:
-        raise InvalidRequest("is a function that is not among tools: name one of them", field="tool_choice")
+        raise InvalidRequest("is a tool that is not among tools: name one of them", field="tool_choice")
       return tools, [tools[names.index(chosen.name)]]
     case ChosenTools(type="allowed_tools") as chosen:
       return _choose_allowed(tools, names, chosen)
@@ -245,7 +309,8 @@ def _choose_allowed(
     raise InvalidRequest("is empty: send at least one of tools", field=f"{where}.tools")
   allowed: set[str] = set()
   for at, each in enumerate(selected):
-    name = each.name if each.function is None else each.function.name
+    named = each.custom if each.type == "custom" else each.function
+    name = each.name if named is None else named.name
     if name not in names:
       raise InvalidRequest("is not among tools: name one of them", field=f"{where}.tools[{at}]")
     allowed.add(name)

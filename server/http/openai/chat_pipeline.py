@@ -99,6 +99,7 @@ class ChatPipeline:
     if chat.forced:  # the schema of their calls is made of them
       request.state.field_names["constraint.json_schema"] = "tools"
     calls = await self._find_calls(chat, tokenizer, requested)
+    request.state.field_names |= requested.field_names
     prompt = Prompt(await self._state.run_in_text_pool(lambda: chat.token_ids(tokenizer)))
     if not stopping.HasField("max_tokens"):
       num_left = request_validation.count_tokens_left(backend.config, len(prompt.token_ids))
@@ -120,6 +121,12 @@ class ChatPipeline:
           "is not allowed to force calls beside another constraint: send one of them", field="tool_choice"
         )
       form = forced_format(form)
+      if chat.forced_input is not None:
+        name, grammar = chat.forced_input
+        kind = "grammar" if grammar.syntax == "lark" else "regex"
+        setattr(requested.request.constraint, kind, grammar.definition)
+        requested.field_names[f"constraint.{kind}"] = f"{chat.name_of_tool(name)}.format.grammar.definition"
+        return Calls(form, {}, parallel=False, whole=name)
       requested.request.constraint.json_schema, ignored = await self._state.run_in_text_pool(
         functools.partial(
           chat.call_schema, form, closes=self._state.closes_objects, strict=self._options.strict_requests
@@ -128,7 +135,8 @@ class ChatPipeline:
       requested.ignored += ignored
     if form is None or not tools:
       return None
-    return Calls(form, {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}, chat.parallel)
+    parameters = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    return Calls(form, parameters, chat.parallel, frozenset(chat.custom))
 
   def _find_reasoning(
     self,

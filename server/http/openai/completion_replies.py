@@ -152,23 +152,32 @@ def _reasoning_fields(text: str) -> dict[str, str]:
   return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
+# The type of a call and the name of its text, by whether it is of a custom tool.
+_CALL_NAMES = (("function", "arguments"), ("custom", "input"))
+
+
 def _call_chunk(piece: CallPiece) -> dict[str, Any]:
   """Returns a part of a call, as a chunk has it."""
+  kind, content = _CALL_NAMES[piece.is_custom]
   if piece.name is None:
-    return {"index": piece.index, "function": {"arguments": piece.arguments}}
-  function = {"name": piece.name, "arguments": piece.arguments}
-  return {"index": piece.index, "id": piece.call_id, "type": "function", "function": function}
+    return {"index": piece.index, kind: {content: piece.arguments}}
+  return {
+    "index": piece.index,
+    "id": piece.call_id,
+    "type": kind,
+    kind: {"name": piece.name, content: piece.arguments},
+  }
 
 
 def _whole_calls(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
   """Returns the calls of a whole output."""
   calls: list[dict[str, Any]] = []
   for piece in pieces:
+    kind, content = _CALL_NAMES[piece.is_custom]
     if piece.name is None:
-      calls[-1]["function"]["arguments"] += piece.arguments
+      calls[-1][kind][content] += piece.arguments
     else:
-      function = {"name": piece.name, "arguments": piece.arguments}
-      calls.append({"id": piece.call_id, "type": "function", "function": function})
+      calls.append({"id": piece.call_id, "type": kind, kind: {"name": piece.name, content: piece.arguments}})
   return calls
 
 

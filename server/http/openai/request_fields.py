@@ -22,6 +22,9 @@ from server.text.constraint_compiler import MAX_CHOICES
 PROMPT_REMEDY = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 _CHAT_REMEDIES = {"messages": "a list of messages with role and content"}
 MAX_TOOLS = 128
+TOOL_TYPES = ("function", "custom")
+# Of a grammar of a custom tool's input.
+SYNTAXES = ("lark", "regex")
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # OpenAI's roles, and those of some models.
 REASONING_PLACES = ("none", "auto", "deepseek", "parsed")
@@ -331,12 +334,20 @@ class CalledFunction(msgspec.Struct):
   arguments: str | dict[str, Any] | None = None
 
 
+class CalledCustomTool(msgspec.Struct):
+  """A custom tool that the model has called, with its input."""
+
+  name: str
+  input: str
+
+
 class EarlierCall(msgspec.Struct, kw_only=True, omit_defaults=True):
-  """A tool call in an earlier message."""
+  """A tool call in an earlier message: of a function or of a custom tool."""
 
   id: str | None = None
-  type: Annotated[str, _shown(const="function")] | None = None
-  function: CalledFunction
+  type: Annotated[str, _shown(enum=list(TOOL_TYPES))] | None = None
+  function: CalledFunction | None = None
+  custom: CalledCustomTool | None = None
 
 
 class ChatTurn(msgspec.Struct, kw_only=True):
@@ -360,11 +371,34 @@ class ToolFunction(msgspec.Struct):
   strict: bool | None = None
 
 
-class Tool(msgspec.Struct):
-  """A function that the model may call."""
+class InputGrammar(msgspec.Struct):
+  """The grammar of a custom tool's input."""
 
-  type: Annotated[str, _shown(const="function")]
+  syntax: Annotated[str, _shown(enum=list(SYNTAXES))]
+  definition: Text
+
+
+class InputFormat(msgspec.Struct):
+  """The form of a custom tool's input. A grammar is enforced where the tool is forced, and nowhere else."""
+
+  type: Annotated[str, _shown(enum=["text", "grammar"])]
+  grammar: Annotated[InputGrammar, Meta(description="With grammar.")] | None = None
+
+
+class CustomTool(msgspec.Struct):
+  """A tool whose input is free text. The model reads it as a function with one string."""
+
+  name: Annotated[str, _shown(pattern=f"^{TOOL_NAME.pattern}$")]
+  description: str | None = None
+  format: InputFormat | None = None
+
+
+class Tool(msgspec.Struct):
+  """A function, or a custom tool, that the model may call."""
+
+  type: Annotated[str, _shown(enum=list(TOOL_TYPES))]
   function: ToolFunction | None = None
+  custom: CustomTool | None = None
 
 
 class SelectedFunction(msgspec.Struct):
@@ -376,8 +410,9 @@ class SelectedFunction(msgspec.Struct):
 class SelectedTool(msgspec.Struct):
   """A tool of the request by its name, in function or, as in the Responses API, beside the type."""
 
-  type: Annotated[str, _shown(const="function")]
+  type: Annotated[str, _shown(enum=list(TOOL_TYPES))]
   function: SelectedFunction | None = None
+  custom: SelectedFunction | None = None
   name: str | None = None
 
 
@@ -394,8 +429,9 @@ class ChosenTools(msgspec.Struct):
   The tools stand in allowed_tools or, as in the Responses API, in mode and tools beside the type.
   """
 
-  type: Annotated[str, _shown(enum=["function", "allowed_tools"])]
+  type: Annotated[str, _shown(enum=[*TOOL_TYPES, "allowed_tools"])]
   function: SelectedFunction | None = None
+  custom: SelectedFunction | None = None
   allowed_tools: AllowedTools | None = None
   mode: Annotated[str, _shown(enum=["auto", "required"])] | None = None
   tools: Annotated[list[SelectedTool], Meta(max_length=MAX_TOOLS)] | None = None

@@ -14,7 +14,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from server.http.error_responses import UnsupportedField
-from server.http.openai.request_fields import SamplingFields
+from server.http.openai.request_fields import TOOL_TYPES, SamplingFields
 from server.http.responses.response_fields import (
   ENCRYPTED,
   INCLUDABLE,
@@ -23,6 +23,7 @@ from server.http.responses.response_fields import (
   MAX_METADATA_CHARS,
   MAX_METADATA_NAME,
   MESSAGE_ROLES,
+  FlatInputFormat,
   FlatTool,
   FunctionSelection,
   InputItem,
@@ -36,9 +37,16 @@ from server.http.responses.response_fields import (
 
 _SYSTEM_ROLES = ("system", "developer")
 _TEXT_PARTS = ("input_text", "output_text")
-_TOOL_FIELD = re.compile(r"(tools\[\d+\])\.function\.")
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-_NO_HOSTED_TOOLS = "the server runs no tools; send tools of type function, and call them yourself"
+_TOOL_FIELD = re.compile(r"(tools\[\d+\])\.(?:function|custom)\.")
+_PREFIXES = {
+  "message": "msg",
+  "function_call": "fc",
+  "function_call_output": "fco",
+  "custom_tool_call": "ctc",
+  "custom_tool_call_output": "ctco",
+  "reasoning": "rs",
+}
+_NO_HOSTED_TOOLS = "the server runs no tools; send tools of type function or custom, and call them yourself"
 # Names of a chat's fields in a Responses body.
 _NAMES = {
   "chat": "input",
@@ -92,7 +100,7 @@ class TranslatedChat:
     """Returns the caller's name of a field of the chat."""
     tool = _TOOL_FIELD.match(name)
     if tool and tool[1] in self.names:
-      return f"{self.names[tool[1]]}.{name[tool.end() :]}"
+      return f"{self.names[tool[1]]}.{name[tool.end() :].replace('format.grammar.', 'format.')}"
     return self.names.get(name, name)
 
 
@@ -202,11 +210,11 @@ def _translate_tools(
   found: list[tuple[str, ToolName, FlatTool]] = []
   for index, tool in enumerate(fields.tools or []):
     place = f"tools[{index}]"
-    if tool.type == "function":
+    if tool.type in TOOL_TYPES:
       found.append((place, ToolName(tool.name or ""), tool))
     elif tool.type == "namespace":
       for at, inner in enumerate(tool.tools or []):
-        if inner.type != "function":
+        if inner.type not in TOOL_TYPES:
           raise _unsupported_tool(f"{place}.tools[{at}]")
         found.append((f"{place}.tools[{at}]", ToolName(inner.name or "", tool.name), inner))
     elif tool.type == "web_search" and values["tools"][index].get("external_web_access") is False:
@@ -226,7 +234,7 @@ def _translate_tools(
     chat.body["tool_choice"] = choice.mode
   elif isinstance(choice, FunctionSelection):
     name = _chat_name(_selected_name("tool_choice", choice))
-    chat.body["tool_choice"] = {"type": "function", "function": {"name": name}}
+    chat.body["tool_choice"] = {"type": choice.type, choice.type: {"name": name}}
   else:
     chat.body["tool_choice"] = choice
   tools: list[dict[str, Any]] = []
@@ -234,15 +242,22 @@ def _translate_tools(
     chat.names[f"tools[{len(tools)}]"] = place
     if choice != "none":
       chat.tools[_chat_name(name)] = name
-    function = {
-      "name": _chat_name(name),
-      "description": tool.description,
-      "parameters": tool.parameters,
-      "strict": tool.strict,
-    }
-    tools.append({"type": "function", "function": {key: value for key, value in function.items() if value is not None}})
+    content: dict[str, Any] = {"name": _chat_name(name), "description": tool.description}
+    if tool.type == "custom":
+      content["format"] = _input_format(tool.format)
+    else:
+      content |= {"parameters": tool.parameters, "strict": tool.strict}
+    tools.append({"type": tool.type, tool.type: {key: value for key, value in content.items() if value is not None}})
   if tools:
     chat.body["tools"] = tools
+
+
+def _input_format(form: FlatInputFormat | None) -> dict[str, Any] | None:
+  if form is None:
+    return None
+  if form.syntax is None and form.definition is None:
+    return {"type": form.type}
+  return {"type": form.type, "grammar": {"syntax": form.syntax or "", "definition": form.definition or ""}}
 
 
 def _unsupported_tool(place: str) -> UnsupportedField:
@@ -250,10 +265,10 @@ def _unsupported_tool(place: str) -> UnsupportedField:
 
 
 def _selected_name(place: str, choice: FunctionSelection) -> ToolName:
-  if choice.type != "function":
+  if choice.type not in TOOL_TYPES:
     raise UnsupportedField(f"has a type that is not supported: {_NO_HOSTED_TOOLS}", field=place)
   if choice.name is None:
-    raise InvalidRequest("is missing: send the function's name", field=f"{place}.name")
+    raise InvalidRequest("is missing: send the tool's name", field=f"{place}.name")
   return ToolName(choice.name, choice.namespace)
 
 
@@ -321,21 +336,23 @@ def _translate_items(
       elif place != "previous_response_id":
         chat.ignored.append(place)
       is_open = False
-    elif item.type == "function_call":
-      name, arguments, call_id = (_need(place, item, field) for field in ("name", "arguments", "call_id"))
+    elif item.type in ("function_call", "custom_tool_call"):
+      text_field = "arguments" if item.type == "function_call" else "input"
+      name, text, call_id = (_need(place, item, field) for field in ("name", text_field, "call_id"))
       if not is_open:
         add_message(place, {"role": "assistant", "content": "", **_take_reasoning(reasoning)})
         is_open = True
       turn = messages[-1].setdefault("tool_calls", [])
       chat.names[f"messages[{len(messages) - 1}].tool_calls[{len(turn)}].function.arguments"] = f"{place}.arguments"
-      function = {"name": _chat_name(ToolName(name, item.namespace)), "arguments": arguments}
-      turn.append({"id": call_id, "type": "function", "function": function})
+      kind = "function" if item.type == "function_call" else "custom"
+      called = {"name": _chat_name(ToolName(name, item.namespace)), text_field: text}
+      turn.append({"id": call_id, "type": kind, kind: called})
       calls.add(call_id)
-    elif item.type == "function_call_output":
+    elif item.type in ("function_call_output", "custom_tool_call_output"):
       call_id = _need(place, item, "call_id")
       if call_id not in calls:
         raise InvalidRequest(
-          "is of no call in the input: send its function_call before it, or previous_response_id",
+          "is of no call in the input: send the call before it, or previous_response_id",
           field=f"{place}.call_id",
         )
       if item.output is None:
@@ -362,7 +379,7 @@ def _translate_items(
           **(_take_reasoning(reasoning) if is_open else {}),
         },
       )
-    if item.type not in ("reasoning", "function_call") and not is_open:
+    if item.type not in ("reasoning", "function_call", "custom_tool_call") and not is_open:
       reasoning.clear()  # of a turn that never came
   if not messages:
     raise InvalidRequest("is empty: send at least one message", field="input")

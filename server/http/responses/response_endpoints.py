@@ -154,7 +154,7 @@ class ResponseEndpoints:
       raise
     finally:
       names = translated.names
-      known_names = {name: names.get(own, own) for name, own in request.state.field_names.items()}
+      known_names = {name: translated.name_field(own) for name, own in request.state.field_names.items()}
       request.state.field_names = names | known_names
     chat.requested.ignored = ignored + [*map(translated.name_field, chat.requested.ignored), *translated.ignored]
     return translated, chat

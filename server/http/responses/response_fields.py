@@ -12,7 +12,9 @@ from server.http.openai.request_fields import (
   MAX_TOOLS,
   REASONING_EFFORTS,
   SHOWN,
+  SYNTAXES,
   TOOL_NAME,
+  TOOL_TYPES,
   UNSUPPORTED,
   Int32,
   RequestFields,
@@ -24,7 +26,15 @@ from server.text.chat_template import MAX_MESSAGES
 
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_CHARS = 16, 64, 512
 MESSAGE_ROLES = ("user", "assistant", "system", "developer")
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+ITEM_TYPES = (
+  "message",
+  "function_call",
+  "function_call_output",
+  "custom_tool_call",
+  "custom_tool_call_output",
+  "reasoning",
+  "item_reference",
+)
 # The values of `include`. Only the log probabilities exist here; the second has a remedy of its own, and the others
 # name outputs of tools that OpenAI runs.
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -97,26 +107,36 @@ class InputItem(msgspec.Struct, kw_only=True):
   name: Annotated[str, Meta(description="Of a call.")] | None = None
   namespace: Annotated[str, Meta(description="Of a call of a tool in a namespace.")] | None = None
   arguments: Annotated[str, Meta(description="Of a call: a JSON object's text.")] | None = None
-  output: Annotated[str | list[InputPart], Meta(description="Of a function_call_output.")] | None = None
+  input: Annotated[str, Meta(description="Of a custom_tool_call: the text.")] | None = None
+  output: Annotated[str | list[InputPart], Meta(description="Of a call's output.")] | None = None
+
+
+class FlatInputFormat(msgspec.Struct, kw_only=True):
+  """The form of a custom tool's input. A grammar is enforced where the tool is forced, and nowhere else."""
+
+  type: Annotated[str, _shown(enum=["text", "grammar"])]
+  syntax: Annotated[str, _shown(enum=list(SYNTAXES), description="With grammar.")] | None = None
+  definition: Annotated[str, Meta(description="With grammar: its text.")] | None = None
 
 
 class FlatTool(msgspec.Struct, kw_only=True):
-  """A function that the model may call, or a namespace of them."""
+  """A function or a custom tool, whose input is free text, that the model may call, or a namespace of them."""
 
-  type: Annotated[str, _shown(enum=["function", "namespace"])]
+  type: Annotated[str, _shown(enum=[*TOOL_TYPES, "namespace"])]
   name: Annotated[str, _shown(pattern=f"^{TOOL_NAME.pattern}$")] | None = None
   description: str | None = None
   parameters: Annotated[dict[str, Any], Meta(description="A JSON schema.")] | None = None
   strict: Annotated[bool, Meta(description="Of effect where a call is forced.")] | None = None
-  tools: "Annotated[list[FlatTool], Meta(description='Of a namespace: its functions.')] | None" = None
+  format: Annotated[FlatInputFormat, Meta(description="Of a custom tool. Default text.")] | None = None
+  tools: "Annotated[list[FlatTool], Meta(description='Of a namespace: its tools.')] | None" = None
 
 
 class FunctionSelection(msgspec.Struct, kw_only=True):
-  """A function that must be called, or with allowed_tools the functions that may or must be."""
+  """A tool that must be called, or with allowed_tools the tools that may or must be."""
 
-  type: Annotated[str, _shown(enum=["function", "allowed_tools"])]
-  name: Annotated[str, Meta(description="Of the function.")] | None = None
-  namespace: Annotated[str, Meta(description="Of a function in a namespace.")] | None = None
+  type: Annotated[str, _shown(enum=[*TOOL_TYPES, "allowed_tools"])]
+  name: Annotated[str, Meta(description="Of the tool.")] | None = None
+  namespace: Annotated[str, Meta(description="Of a tool in a namespace.")] | None = None
   mode: Annotated[str, _shown(enum=["auto", "required"], description="With allowed_tools.")] | None = None
   tools: "Annotated[list[FunctionSelection], Meta(description='With allowed_tools.')] | None" = None
 

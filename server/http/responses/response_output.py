@@ -64,6 +64,8 @@ class ResponseOutput:
     if item["type"] == "function_call":
       done = {"arguments": item["arguments"], "name": item["name"]}
       yield self._event("response.function_call_arguments.done", **done)
+    elif item["type"] == "custom_tool_call":
+      yield self._event("response.custom_tool_call_input.done", input=item["input"])
     else:
       part = item["content"][0]
       more = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
@@ -99,18 +101,20 @@ class ResponseOutput:
       self._call_index = piece.index
       # A model may also call what nobody offered; the client must see it.
       tool = self._tools.get(piece.name or "", ToolName(piece.name or ""))
+      item_type = "custom_tool_call" if piece.is_custom else "function_call"
       item = {
-        "type": "function_call",
-        "id": new_id("function_call"),
+        "type": item_type,
+        "id": new_id(item_type),
         "call_id": piece.call_id,
         "name": tool.name,
-        "arguments": "",
+        "input" if piece.is_custom else "arguments": "",
         "status": "in_progress",
       }
       yield from self._open(item | ({"namespace": tool.namespace} if tool.namespace else {}))
-    self.items[-1]["arguments"] += piece.arguments
+    content, name = ("input", "custom_tool_call_input") if piece.is_custom else ("arguments", "function_call_arguments")
+    self.items[-1][content] += piece.arguments
     if piece.arguments:
-      yield self._event("response.function_call_arguments.delta", delta=piece.arguments)
+      yield self._event(f"response.{name}.delta", delta=piece.arguments)
     if piece.is_last:
       yield from self.close_item(is_cut=False)
 

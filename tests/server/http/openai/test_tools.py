@@ -343,13 +343,14 @@ def test_a_history_with_null_content_or_broken_arguments_is_served(tmp_path):
 
 BAD = {
   "tool_choice is required, but there are no tools": {"tool_choice": "required"},
-  "tool_choice is a function that is not among tools": {
+  "tool_choice is a tool that is not among tools": {
     "tools": TOOLS,
     "tool_choice": {"type": "function", "function": {"name": "fly"}},
   },
   "tool_choice is not one that exists": {"tools": TOOLS, "tool_choice": "sometimes"},
-  r"tools\[0\] of type custom is not supported: send a function": {
-    "tools": [{"type": "custom", "custom": {"name": "a"}}],
+  r"tools\[0\].custom is not a custom tool with a name": {"tools": [{"type": "custom"}]},
+  r"tools\[0\].custom.format.grammar is missing": {
+    "tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "grammar"}}}],
   },
   r"tool_choice.allowed_tools.tools\[0\] is not among tools": {"tools": TOOLS, "tool_choice": allow("auto", "fly")},
   "tool_choice.mode is not one that exists": {"tools": TOOLS, "tool_choice": allow("any", "look", flat=True)},

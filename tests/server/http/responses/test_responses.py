@@ -105,6 +105,10 @@ def check_events(events) -> Response:
         arguments[place] = arguments.get(place, "") + event.delta
       case "response.function_call_arguments.done":
         assert event.arguments == arguments[place]
+      case "response.custom_tool_call_input.delta":
+        arguments[place] = arguments.get(place, "") + event.delta
+      case "response.custom_tool_call_input.done":
+        assert event.input == arguments[place]
       case "response.output_item.done":
         items.append(event.item)
       case other:
@@ -259,6 +263,47 @@ def test_reasoning_there_and_back(tmp_path):
       openai.BadRequestError, match="thinking_token_budget=5 is not supported: send reasoning.max_tok"
     ):
       ask(client, input="the cat", extra_body={"thinking_token_budget": 5})
+
+
+PATCH = {
+  "type": "custom",
+  "name": "apply_patch",
+  "description": "Edits files.",
+  "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin" LF "\\"x" LF\nLF: /\\n/'},
+}
+PATCHED = '*** Begin\n"x\n'
+
+
+def test_a_custom_tool_there_and_back(hermes):
+  call = f'<tool_call>{{"name": "apply_patch", "arguments": {{"input": {json.dumps(PATCHED)}}}}}</tool_call>'
+  raw = hermes.responses.with_raw_response.create(
+    model="tiny", input="the cat", tools=[LOOK, PATCH], extra_body={"structured_outputs": {"choice": [call]}}
+  )
+  assert raw.headers["x-sluice-ignored-fields"] == "tools[1].format"
+  [item] = raw.parse().output
+  assert (item.type, item.name, item.input) == ("custom_tool_call", "apply_patch", PATCHED)
+  assert item.id.startswith("ctc_") and item.call_id.startswith("call_")
+  last = check_events(list(wrote(hermes, call, tools=[LOOK, PATCH], stream=True)))
+  assert said(last.output) == said([item])
+  done = {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "done"}
+  by_id = ask(hermes, input=[done], previous_response_id=raw.parse().id, tools=[PATCH])
+  question = {"role": "user", "content": "the cat"}
+  by_items = ask(hermes, input=[question, item.model_dump(), done], tools=[PATCH])
+  assert by_id.usage.input_tokens == by_items.usage.input_tokens
+
+
+def test_a_forced_custom_tool_follows_its_grammar(hermes):
+  forced = {"tools": [LOOK, PATCH], "tool_choice": {"type": "custom", "name": "apply_patch"}, "max_output_tokens": 60}
+  [item] = ask(hermes, **forced).output
+  assert (item.type, item.name, item.input) == ("custom_tool_call", "apply_patch", PATCHED)
+  assert said(check_events(list(ask(hermes, stream=True, **forced))).output) == said([item])
+  with pytest.raises(openai.BadRequestError, match=r"tools\[1\].format is not supported where one") as caught:
+    ask(hermes, **forced | {"tool_choice": "required"})
+  assert caught.value.param == "tools[1].format"
+  broken = PATCH | {"format": PATCH["format"] | {"definition": "start: FOO"}}
+  with pytest.raises(openai.BadRequestError, match="is not one that can be followed") as caught:
+    ask(hermes, **forced | {"tools": [LOOK, broken]})
+  assert caught.value.param == "tools[1].format.definition"
 
 
 def test_functions_in_a_namespace(hermes):
@@ -428,7 +473,12 @@ BAD = [
   ({"include": ["thoughts"]}, "include[0]"),
   ({"include": ["message.output_text.logprobs"], "tools": [LOOK]}, "include"),
   ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-  ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0]"),
+  ({"tools": [{"type": "custom", "name": "a b"}]}, "tools[0].name"),
+  ({"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]}, "tools[0].format.grammar"),
+  (
+    {"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar", "syntax": "abnf", "definition": "a"}}]},
+    "tools[0].format.syntax",
+  ),
   ({"tools": [LOOK, {"type": "function", "name": "a b"}]}, "tools[1]"),
   (
     {"tools": [{"type": "web_search", "external_web_access": False}, {"type": "function", "name": ""}, LOOK]},
