@@ -36,6 +36,8 @@ class Family:
   decoder: type[Decoder] = Decoder
 
 
+# Ends of architectures whose head is not one of tokens.
+_HEADS = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
 # Keyed by config.json's `model_type`, which is also ModelConfig.family.
 FAMILIES: dict[str, Family] = {
   "llama": Family("LlamaForCausalLM", llama.read_config),
@@ -80,6 +82,11 @@ def _family_of(raw: Mapping[str, Any]) -> str:
   if not found:
     given = f"architectures={names!r:.200}" if names else f"model_type={kind!r:.80} without architectures"
     supported = ", ".join(family.architecture for family in FAMILIES.values())
+    if any(str(name).endswith(_HEADS) for name in (names if isinstance(names, list) else ())):
+      raise UnsupportedModel(
+        f"{given} is not supported: its head gives scores of classes, and Sluice serves heads of tokens; serve a model "
+        f"with one of {supported}, whose embeddings --enable_embeddings scores and ranks"
+      )
     raise UnsupportedModel(f"{given} is not supported; supported are {supported}")
   if kind is not None and kind != found[0]:
     raise UnsupportedModel(

@@ -366,12 +366,17 @@ def test_unknown_keys_are_told():
   "change, said",
   [
     ({"architectures": ["GemmaForCausalLM"]}, r"GemmaForCausalLM.*LlamaForCausalLM, MistralForCausalLM, Ministral"),
-    ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     ({"architectures": None, "model_type": "mixtral"}, "mixtral"),
     ({"model_type": "mistral"}, r"\['LlamaForCausalLM'\] and model_type='mistral' contradict each other"),
     ({"model_type": ["llama"]}, "contradict each other"),
     ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM' is not supported"),
     ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "is not supported; supported are"),
+    (
+      {"architectures": ["LlamaForSequenceClassification"]},
+      r"architectures=\['LlamaForSequenceClassification'\] is not supported: its head gives scores of classes",
+    ),
+    ({"architectures": ["Qwen2ForProcessRewardModel"]}, "its head gives scores of classes"),
+    ({"architectures": 5}, "architectures=5 is not supported; supported are"),
     ({"is_causal": False}, "is_causal=False.*supported is true: causal attention"),
     ({"sliding_window": 4096}, "sliding_window=4096"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, r"rope_scaling.mrope_section=\[1\]"),
