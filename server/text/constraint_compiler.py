@@ -24,7 +24,13 @@ from server.text.repetition_limits import (
   count_pattern_repeats,
   count_schema_repeats,
 )
-from server.text.schema_preparation import PreparedSchema, SchemaRefused, UnenforcedKeyword, prepare_schema
+from server.text.schema_preparation import (
+  MAX_PATTERNS_TOGETHER,
+  PreparedSchema,
+  SchemaRefused,
+  UnenforcedKeyword,
+  prepare_schema,
+)
 from server.text.tokenizer import Tokenizer
 
 MAX_SCHEMA_BYTES = 32 << 10
@@ -32,9 +38,6 @@ MAX_SCHEMA_DEPTH = 64
 # Levels that the compiler may descend: a schema of depth D with R references has at most (R + 1) * D of them. A stack
 # of 8 MiB overflows at 1,800 levels; 1,024 are safe with every keyword that nests.
 MAX_SCHEMA_LEVELS = 512
-# Patterns of a schema that must match together: the compiler intersects them in exponential time (16 take 0.07 s, 20
-# take 2 s, 60 take minutes), and has no limit for it.
-MAX_PATTERNS_TOGETHER = 8
 # The least common multiple of every multipleOf, without powers of ten: the compiler makes as many states of it (20,000
 # take 0.1 s; 1,234,567 take 26 s and 700 MB), and has no limit for it.
 MAX_MULTIPLE = 20_000

@@ -73,7 +73,7 @@ KEYWORDS: dict[str, Keyword] = {
   "if": Keyword(
     _P,
     "A condition that `not` enforces. In `allOf`, any number of conditions on the value of one required property; "
-    "others multiply, up to 128 alternatives in one object.",
+    "others multiply, up to 64 alternatives in one object.",
   ),
   "then": Keyword(_P, "As `if`."),
   "else": Keyword(_P, "As `if`."),
@@ -123,7 +123,7 @@ KEYWORDS: dict[str, Keyword] = {
     _P, "Where every property in `properties` is required, or the number of properties follows from the others."
   ),
   "maxProperties": Keyword(_P, "As `minProperties`."),
-  "dependentRequired": Keyword(_P, "Up to 7 properties; they multiply with the conditions of `if`."),
+  "dependentRequired": Keyword(_P, "Up to 6 properties; they multiply with the conditions of `if`."),
   "dependentSchemas": Keyword(_P, "As `dependentRequired`."),
   "dependencies": Keyword(_P, "As `dependentRequired`."),
   "unevaluatedProperties": Keyword(

@@ -162,7 +162,7 @@ class _Negation:
     if not texts:
       yield {"type": "string"}
     else:
-      pattern = f"^(?:{_pattern_of_others(texts)})$"
+      pattern = f"^(?s:{_pattern_of_others(texts)})$"
       if len(pattern) > _MOST_PATTERN_CHARS:
         raise _NotNegatable
       yield {"type": "string", "pattern": pattern}
@@ -189,9 +189,9 @@ def _pattern_of_others(texts: list[str]) -> str:
   heads = sorted({text[0] for text in texts if text})
   options = [] if "" in texts else [""]
   if heads:
-    options.append(f"[^{''.join(map(_escape, heads))}](?s:.)*")
+    options.append(f"[^{''.join(map(_escape, heads))}].*")
   else:
-    options.append("(?s:.)+")
+    options.append(".+")
   for head in heads:
     options.append(f"{_escape(head)}(?:{_pattern_of_others([text[1:] for text in texts if text[:1] == head])})")
   return "|".join(options)

@@ -26,9 +26,13 @@ from server.text.schema_conditions import (
 from server.text.schema_keywords import FORMATS, KEYWORDS, Handling
 from server.text.schema_negation import combine, negate_schema
 
-# Alternatives that are written for one object, which multiply, and in a whole schema.
-_MOST_TOGETHER = 128
-_MOST_ALTERNATIVES = 512
+# Patterns of a schema that must match together: the compiler intersects them in exponential time (16 take 0.07 s, 20
+# take 2 s, 60 take minutes), and has no limit for it.
+MAX_PATTERNS_TOGETHER = 8
+# Alternatives that are written for one object, which multiply; and those of a whole schema, each times its properties:
+# 64 of 60 properties take 0.1 s to compile.
+_MOST_TOGETHER = 64
+_MOST_ALTERNATIVES = 5000
 _MOST_OPTIONS = 8
 # Levels of schemas that are rewritten; the compiler refuses deeper ones.
 _MAX_LEVELS = 80
@@ -112,6 +116,8 @@ class _Rewriter:
     self._root = root
     self._closes = closes
     self._left = _MOST_ALTERNATIVES if expresses else 0
+    self._together, self._width = 1, 1  # alternatives and properties of the object that is rewritten
+    self._patterns = _count_patterns(root)
     self._composed = _find_composed(root) if closes else set[int]()
     self._alternatives = SchemaAlternatives(root)
     self._referenced = _referenced_names(root)
@@ -119,9 +125,18 @@ class _Rewriter:
     self.unenforced: list[UnenforcedKeyword] = []
 
   def rewrite(self, schema: Any, path: tuple[str, ...], level: int) -> Any:
+    """Rewrites a schema of a value that nothing around it describes."""
+    outer, self._together, self._width = (self._together, self._width), 1, 1
+    made = self._rewrite_part(schema, path, level)
+    self._together, self._width = outer
+    return made
+
+  def _rewrite_part(self, schema: Any, path: tuple[str, ...], level: int) -> Any:
+    """Rewrites a schema that describes a value together with others."""
     if not isinstance(schema, dict) or level > _MAX_LEVELS:
       return schema
     made: dict[str, Any] = {}
+    self._width += len(schema["properties"]) if isinstance(schema.get("properties"), dict) else 0
     expressed, parts, merged = self._express_keywords(schema)
     for name, value in schema.items():
       if name in ("const", "enum"):
@@ -139,8 +154,9 @@ class _Rewriter:
       elif name in _MAPS and isinstance(value, dict):
         made[name] = {key: self.rewrite(each, (*path, name, key), level + 1) for key, each in value.items()}
       elif name in _LISTS and isinstance(value, list):
+        rewrite = self._rewrite_part if name in _IN_PLACE else self.rewrite
         made[name] = [
-          self.rewrite(each, (*path, name, str(at)), level + 1)
+          rewrite(each, (*path, name, str(at)), level + 1)
           for at, each in enumerate(value)
           if not (name == "allOf" and at in merged)
         ]
@@ -157,7 +173,7 @@ class _Rewriter:
     self._rewrite_objects(schema, made, path, level)
     self._rewrite_logic(schema, made, path)
     if parts:
-      written = [self.rewrite(part, (*path, "allOf"), level + 1) for part in parts]
+      written = [self._rewrite_part(part, (*path, "allOf"), level + 1) for part in parts]
       if False in written:
         return False
       made["allOf"] = [*made.get("allOf", []), *written]
@@ -170,20 +186,19 @@ class _Rewriter:
       The keywords, what holds in place of them, and the indices of parts of allOf that are among the latter.
     """
     expressed, written, merged = set[str](), [], set[int]()
-    together = _MOST_TOGETHER
 
     def add(parts: list[Any] | None) -> bool:
-      nonlocal together
       if parts is None or None in parts:
         return False
       parts = [_drop_other_types(part, schema.get("type")) for part in parts]
-      counts = [count_alternatives(part) for part in parts]
-      if schema_size(parts) > MOST_CHARS:
+      count, patterns = math.prod(map(count_alternatives, parts)), _count_patterns(parts)
+      together = self._together * count
+      work = together * self._width if count > 1 else 0
+      if together > _MOST_TOGETHER or work > self._left or schema_size(parts) > MOST_CHARS:
         return False
-      if math.prod(counts) > together or sum(counts) > self._left:
+      if patterns and self._patterns + patterns > MAX_PATTERNS_TOGETHER:
         return False
-      together //= math.prod(counts)
-      self._left -= sum(count for count in counts if count > 1)
+      self._together, self._left, self._patterns = together, self._left - work, self._patterns + patterns
       written.extend(part for part in parts if part is not True)
       return True
 
@@ -446,7 +461,7 @@ class _ChoiceRewriter:
         return None
       apart.append(combine("allOf", [option, *refused]))
       count += math.prod(map(count_alternatives, refused))
-    return apart if count <= _MOST_TOGETHER else None
+    return apart if count <= 4 * _MOST_TOGETHER else None
 
   def _are_apart(self, options: list[Any]) -> bool:
     """Returns whether no value is valid under two options.
@@ -589,6 +604,19 @@ def _match_names(pattern: str, names: Iterable[str]) -> set[str] | None:
     return {name for name in names if re.search(pattern, name)}
   except re.error:
     return None
+
+
+def _count_patterns(root: Any) -> int:
+  """Returns the number of patterns of texts in a schema."""
+  count, left = 0, [root]
+  while left:
+    value = left.pop()
+    if isinstance(value, dict):
+      count += ("pattern" in value) + ("format" in value)
+      left += value.values()
+    elif isinstance(value, list):
+      left += value
+  return count
 
 
 def _dynamic_anchors(root: Any) -> list[str]:

@@ -524,6 +524,31 @@ def test_many_alternatives_and_much_depth_end(tokenizer):
   assert prepare_schema(loop, closes=True).unenforced
 
 
+WIDE = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(60)}}
+
+
+@pytest.mark.parametrize(
+  "schema",
+  [
+    WIDE | {"allOf": [{"if": {"required": [f"p{at}"]}, "then": {"required": [f"p{at + 10}"]}} for at in range(12)]},
+    WIDE
+    | {"properties": {f"p{at}": WIDE | {"dependentRequired": {f"p{n}": ["p9"] for n in range(6)}} for at in range(12)}},
+    {
+      "type": "object",
+      "if": WIDE | {"required": ["a"]},
+      "then": {"dependentRequired": {f"p{at}": ["y"] for at in range(7)}},
+    },
+    WIDE | {"properties": {f"p{at}": {"type": "string", "not": {"const": "a"}} for at in range(12)}},
+    {"type": "array", "items": {"pattern": "^a"}, "contains": {"const": "a" * 999}, "minContains": 4, "maxContains": 4},
+    {"type": "array", "prefixItems": [{"format": "date"}] * 9, "contains": {"const": 1}},
+  ],
+)
+def test_what_is_too_much_to_write_is_named_and_the_rest_compiles(compiler, schema):
+  text, unenforced = prepare_schema_text(json.dumps(schema), closes=False)
+  assert unenforced
+  source_of(compiler, json.loads(text))
+
+
 VALUES: list[Any] = [None, True, 0, 1, 2.5, "", "a", "ab", [], [1], ["a", 1], [1, 1], [None, "a", 1], {}]
 VALUES += [{"a": 1}, {"a": "a"}, {"b": 1}, {"a": 1, "b": "ab"}, {"a": "ab", "b": None}, {"b": [], "c": 1}]
 
