@@ -14,6 +14,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from models.adapters import LayerAdapters
 from models.config import Activation, LayerAttention, ModelConfig
 from models.layers import RMSNorm, rotation
 from models.linear import Linear, WeightForm, declare_vocabulary
@@ -57,9 +58,11 @@ class Attention(nnx.Module):
     attend: Attend,
     num_tokens: jax.Array | None,
     wanted: Wanted | None,
+    adapters: LayerAdapters | None,
   ) -> tuple[jax.Array, Any]:
     """[..., D] -> [..., D] for the wanted tokens: x plus the attention output; and the cache."""
-    qkv = self.qkv(x, norm=norm, num_rows=num_tokens)
+    adapter = None if adapters is None else adapters.of_linear("attention.qkv")
+    qkv = self.qkv(x, norm=norm, num_rows=num_tokens, adapter=adapter)
     if self.q_norm is not None and self.k_norm is not None:
       q, k, v = jnp.split(qkv, [self.declared.group_size, self.declared.group_size + 1], axis=-2)
       qkv = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=-2)
@@ -68,8 +71,10 @@ class Attention(nnx.Module):
     if wanted is not None:
       tokens, num_tokens = wanted
       x, attended = x[tokens], attended[tokens]
+      adapters = None if adapters is None else adapters.of_tokens(tokens)
     attended = attended.reshape(*x.shape[:-1], *self.out.inputs)
-    return self.out(attended, residual=x, residual_norm=post_norm, num_rows=num_tokens), cache
+    adapter = None if adapters is None else adapters.of_linear("attention.out")
+    return self.out(attended, residual=x, residual_norm=post_norm, num_rows=num_tokens, adapter=adapter), cache
 
 
 class GatedMLP(nnx.Module):
@@ -81,10 +86,25 @@ class GatedMLP(nnx.Module):
     self.down = Linear.declare((f, d), ("mlp", "embed"), dtype, form, multiplier=config.residual_multiplier)
     self.activation: Activation = config.activation
 
-  def __call__(self, x: jax.Array, norm: RMSNorm, post_norm: RMSNorm | None, num_tokens: jax.Array | None) -> jax.Array:
+  def __call__(
+    self,
+    x: jax.Array,
+    norm: RMSNorm,
+    post_norm: RMSNorm | None,
+    num_tokens: jax.Array | None,
+    adapters: LayerAdapters | None,
+  ) -> jax.Array:
     """[..., D] -> [..., D]: x plus the MLP output."""
-    both = self.gate_up(x, norm=norm, num_rows=num_tokens)
-    return self.down(both, activation=self.activation, residual=x, residual_norm=post_norm, num_rows=num_tokens)
+    adapter = None if adapters is None else adapters.of_linear("mlp.gate_up")
+    both = self.gate_up(x, norm=norm, num_rows=num_tokens, adapter=adapter)
+    return self.down(
+      both,
+      activation=self.activation,
+      residual=x,
+      residual_norm=post_norm,
+      num_rows=num_tokens,
+      adapter=None if adapters is None else adapters.of_linear("mlp.down"),
+    )
 
 
 class Block(nnx.Module):
@@ -99,20 +119,33 @@ class Block(nnx.Module):
     self.mlp = GatedMLP(config, dtype, form)
     self.mlp_post_norm = norm() if config.post_norms else None
 
-  def __call__(self, x, rotation, cache, meta, attend: Attend, num_tokens=None, wanted: Wanted | None = None):
+  def __call__(
+    self,
+    x,
+    rotation,
+    cache,
+    meta,
+    attend: Attend,
+    num_tokens=None,
+    wanted: Wanted | None = None,
+    adapters: LayerAdapters | None = None,
+  ):
     with jax.named_scope("attention"):
       norms = self.attention_norm, self.attention_post_norm
-      x, cache = self.attention(x, *norms, rotation, cache, meta, attend, num_tokens, wanted)
+      x, cache = self.attention(x, *norms, rotation, cache, meta, attend, num_tokens, wanted, adapters)
     with jax.named_scope("mlp"):
       norms = self.mlp_norm, self.mlp_post_norm
-      return self.mlp(x, *norms, num_tokens if wanted is None else wanted[1]), cache
+      if wanted is not None:
+        tokens, num_tokens = wanted
+        adapters = None if adapters is None else adapters.of_tokens(tokens)
+      return self.mlp(x, *norms, num_tokens, adapters), cache
 
 
 @partial(jax.jit, static_argnums=(0, 6))
-def _run_block(graphdef, state, x, rotation, cache, meta, attend, num_tokens, wanted):
+def _run_block(graphdef, state, x, rotation, cache, meta, attend, num_tokens, wanted, adapters):
   """Runs one layer as an inner jit. Equal layers except the last share one trace and one compiled body; a scan would
   copy the cache."""
-  return nnx.merge(graphdef, state)(x, rotation, cache, meta, attend, num_tokens, wanted)
+  return nnx.merge(graphdef, state)(x, rotation, cache, meta, attend, num_tokens, wanted, adapters)
 
 
 class Decoder(nnx.Module):
@@ -141,6 +174,7 @@ class Decoder(nnx.Module):
     attend: Attend,
     num_tokens: jax.Array | None = None,
     wanted: Wanted | None = None,
+    adapters: tuple[LayerAdapters, ...] | None = None,
   ) -> tuple[jax.Array, tuple]:
     """Runs the layers.
 
@@ -153,6 +187,7 @@ class Decoder(nnx.Module):
       num_tokens: int32[1], the number of leading tokens in use; None: all. Matmuls skip the others if they can; hidden
         states of the others are arbitrary.
       wanted: the tokens that get logits, int32[S]; after its attention the last layer computes only these. None: all.
+      adapters: low-rank adapters of each layer, for tokens int32[T]; see models/adapters.py. None: none.
 
     Returns:
       Hidden states of the last layer, [..., D] or [S, D] for wanted tokens, for `logits`; and the new caches.
@@ -163,7 +198,8 @@ class Decoder(nnx.Module):
     for index, (layer, declared, cache) in enumerate(zip(self.layers, self.config.layers, caches, strict=True), 1):
       graphdef, state = nnx.split(layer)
       now = wanted if index == len(self.layers) else None
-      x, cache = _run_block(graphdef, state, x, rotations[declared.rope], cache, meta, attend, num_tokens, now)
+      own = None if adapters is None else adapters[index - 1]
+      x, cache = _run_block(graphdef, state, x, rotations[declared.rope], cache, meta, attend, num_tokens, now, own)
       new_caches.append(cache)
     return x, tuple(new_caches)
 

@@ -2,8 +2,8 @@
 
 A representation is one class: its declared parameters, its conversion of a plain weight, and its product with the norm
 or gates before it and the residual after it. A decoder uses layers and never names a representation. To add one, write
-a class and add a line to `_MATRICES`. Scales inside the sum belong to the class's product. A low-rank addition is one
-more term in `Linear.__call__`, which then applies norm, gates and residual itself.
+a class and add a line to `_MATRICES`. Scales inside the sum belong to the class's product. Low-rank adapters are one
+more term in `Linear.__call__`, from the input after norm or gates.
 
 A stored parameter has a separate name (`stored_name`): the layer's name, independent of the module that holds the
 weight.
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from models.adapters import LinearAdapter
 from models.config import Activation
 from models.layers import RMSNorm, param
 from models.quantize import quantize
@@ -316,6 +317,7 @@ class Linear(nnx.Module):
     residual_norm: RMSNorm | None = None,
     num_rows: jax.Array | None = None,
     dtype: jnp.dtype | None = None,
+    adapter: LinearAdapter | None = None,
   ) -> jax.Array:
     """x [..., *inputs] -> [..., *outputs] of `dtype`, or x's.
 
@@ -327,6 +329,7 @@ class Linear(nnx.Module):
       residual_norm: applied to the result before the residual.
       num_rows: int32[1], the number of leading rows in use; None: all. Kernels skip the others if they can; results of
         the others are arbitrary.
+      adapter: low-rank adapters to add to the product, for x [T, ...].
     """
     is_last = self.bias is None and self.multiplier == 1.0 and residual_norm is None
     y = self.matrix.product(
@@ -337,6 +340,9 @@ class Linear(nnx.Module):
       num_rows=num_rows,
       dtype=dtype,
     )
+    if adapter is not None:
+      x = x if norm is None else norm(x)
+      y = adapter.add_to(y, x if activation is None else _gate(x, activation))
     if is_last:
       return y
     if self.bias is not None:

@@ -6,6 +6,7 @@ or the model before it allocates memory for them.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import importlib.util
 import os
 import time
@@ -19,6 +20,8 @@ from engine.build_facts import DeviceFact, FactReporter, KVFact, ModelFact, Prog
 from engine.config import EngineConfig, choose_overlap
 from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
+from engine.device.adapter_folder import AdapterArrays, AdapterReader
+from engine.device.adapter_support import adapter_bytes, adapter_step_bytes, check_adapter_support
 from engine.device.kernel_choice import attention_candidates, choose_attention, choose_matmul, fit_to_attention
 from engine.device.memory_check import check_fits, step_bytes
 from engine.device.options import BuildOptions
@@ -88,6 +91,7 @@ class Built:
     fallbacks: why attention or matmul is not the platform's best, a line each.
     lowered: why the default max_model_len is below the model's own, and the flags that change it; else "".
     warnings: warnings about the model folder, a line each.
+    read_adapter: reads a LoRA adapter's folder for Engine.load_adapter, on any thread; None without --enable_lora.
     ladder: the ladder and the reason for it.
     deterministic: the cost of --deterministic, a line; "" without it.
     model: configuration of the decoder.
@@ -111,6 +115,7 @@ class Built:
   deterministic: str = ""
   lowered: str = ""
   warnings: tuple[str, ...] = ()
+  read_adapter: Callable[[str], AdapterArrays] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +212,16 @@ def finish_build(
     deterministic=deterministic.describe_cost(side.scheduler.ladder) if options.deterministic else "",
     lowered=next((each.lowered for each in (side, *others) if each.lowered), ""),
     warnings=side.loaded.warnings,
+    read_adapter=_make_reader(side),
   )
+
+
+def _make_reader(side: EngineSide) -> AdapterReader | None:
+  spec = side.runner.spec
+  if not spec.max_loras:
+    return None
+  place = functools.partial(jax.device_put, device=mesh_lib.replicated(spec.mesh))
+  return AdapterReader(side.loaded.config, spec.max_lora_rank, spec.adapters[0].dtype, place)
 
 
 def build_side(
@@ -227,6 +241,7 @@ def build_side(
   mesh = mesh_lib.make_mesh(devices)
   device = devices[0]
   candidates, capability_reason = attention_candidates(options.attention, device)
+  check_adapter_support(options, len(devices), source is not None)
   if options.deterministic:
     deterministic.check_determinism_support(devices, candidates)
   dtype = jnp.dtype(
@@ -270,7 +285,8 @@ def build_side(
   )
   kv_bytes, kv_for = _smallest_pool(options, sizer)
   largest = ladder.rungs()[-1]
-  step = step_bytes(model, largest, dtype.itemsize, mesh.size)
+  step = step_bytes(model, largest, dtype.itemsize, mesh.size) + adapter_step_bytes(options, model, largest.tokens)
+  step += adapter_bytes(options, model, dtype)
   step_for = f"{largest.tokens} tokens of {largest.rows} sequences"
   left = check_fits(options.model_dir, mesh, checkpoint.kept, kv_bytes, kv_for, step, step_for)
   weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in checkpoint.kept.values())
@@ -295,6 +311,9 @@ def build_side(
       sampling=native.choose_implementation("sampling", device.platform, mesh.size),
       adjust=native.choose_implementation("adjust", device.platform, mesh.size),
       embeds=options.enable_embeddings,
+      max_loras=options.max_loras if options.enable_lora else 0,
+      max_lora_rank=options.max_lora_rank if options.enable_lora else 0,
+      low_rank="reference",
     )
 
   longest, length_reason = fit_to_attention(
@@ -468,7 +487,7 @@ def _size_pool(
     assert cpu_bytes is not None
     return sizer.size_by_memory(cpu_bytes, memory)
   # Does not depend on the size of the pool.
-  analysis = step_program(trial, ladder.rungs()[-1]).compile().memory_analysis()
+  analysis = step_program(trial, ladder.rungs()[-1], bool(trial.max_loras)).compile().memory_analysis()
   step_bytes = analysis.temp_size_in_bytes if analysis else 0
   available = kv_cache.free_bytes(trial.mesh, trial.slot_bytes + step_bytes) or 0
   return sizer.size_by_memory(available, "left by weights and the largest step")

@@ -73,6 +73,7 @@ class StepLayout:
     num_slots: slots for requests; index num_slots is the padding slot.
     num_eos: end-of-sequence ids of the model, which min_tokens suppresses too.
     plans: distinct plans of the attention kernels of this rung.
+    has_adapters: the array holds each token's adapter slot.
   """
 
   shape: StepShape
@@ -80,6 +81,7 @@ class StepLayout:
   num_slots: int
   num_eos: int
   plans: tuple[Plan, ...] = ()
+  has_adapters: bool = False
 
   @property
   def num_stop_ids(self) -> int:
@@ -94,6 +96,7 @@ class StepLayout:
       "tokens": (t,),  # an id, or -1 - slot for last_tokens[slot]
       "positions": (t,),
       "slot_mapping": (t,),
+      **({"adapter_slots": (t,)} if self.has_adapters else {}),
       "used": (2,),  # numbers of leading tokens and logit rows in use
       "query_starts": (s + 1,),
       "kv_lens": (s,),
@@ -158,6 +161,7 @@ class ModelInput:
   num_logit_rows: jax.Array  # int32[1], logit rows in use
   logit_tokens: jax.Array  # int32[L], index into the token axis
   sampling: SamplingRows
+  adapter_slots: jax.Array | None  # int32[T]; 0 is none
 
 
 def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
@@ -180,6 +184,7 @@ def unpack(layout: StepLayout, packed: jax.Array) -> ModelInput:
     num_logit_rows=used[1:],
     logit_tokens=columns[Column.TOKEN],
     sampling=SamplingRows(columns, field("stop_ids")),
+    adapter_slots=field("adapter_slots") if layout.has_adapters else None,
   )
 
 
@@ -321,6 +326,8 @@ class Packer:
     self._pooling = pooling
     self._pooled: dict[int, PooledStates] = {}  # of slots with embeddings
     self._known: dict[int, Sequence[int]] = {}  # tokens of slots with prompt logprobs
+    self._adapter_slots = np.zeros(num_slots + 1, np.int32)
+    self._adapted: set[int] = set()  # slots with an adapter
     self._latest: _Repetition | None = None  # the latest step, if the next may repeat it
 
   def layout(self, shape: StepShape) -> StepLayout:
@@ -356,6 +363,10 @@ class Packer:
       self._stop_ids[slot, : len(ids)] = ids
     self._logprobs.pop(slot, None)
     self._known.pop(slot, None)
+    self._adapter_slots[slot] = admission.adapter_slot
+    self._adapted.discard(slot)
+    if admission.adapter_slot:
+      self._adapted.add(slot)
     self._pooled.pop(slot, None)
     if params.embed:
       self._pooled[slot] = PooledStates(self._pooling)  # a new one: steps on their way keep that of the last request
@@ -363,6 +374,10 @@ class Packer:
       self._logprobs[slot] = params
     if params.prompt_logprobs is not None:
       self._known[slot] = admission.token_ids
+
+  def has_adapters(self, batch: Batch) -> bool:
+    """Returns whether a row of the step has an adapter."""
+    return not self._adapted.isdisjoint(batch.slots)
 
   def embedding_rows(self, batch: Batch) -> list[EmbeddingRow]:
     """Returns the rows of a step whose hidden states belong to an embedding."""
@@ -446,6 +461,8 @@ class Packer:
     pages, offsets = np.divmod(positions, self._block_size)
     blocks = self._block_tables[slots[row_of_token], pages]
     field("slot_mapping")[:total] = blocks * self._block_size + offsets
+    if layout.has_adapters and self._adapted:
+      field("adapter_slots")[:total] = self._adapter_slots[slots[row_of_token]]
     _make_plans(layout, packed)
     return self._pack_logit_rows(batch, layout, packed, slots, kv_lens, ends)
 

@@ -21,10 +21,14 @@ from engine.device import mesh as mesh_lib
 from engine.device.model_input import Column, Flag, SamplingRows, StepLayout, unpack
 from engine.device.sampler import SlotState
 from engine.shapes import StepShape
+from models.adapters import declare_adapters, layer_adapters
 from models.attention import AttentionMeta, PagedGroups, paged_attend
 from models.config import LayerAttention, ModelConfig
 from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.plan import Geometry, Plan
+
+# (A, B) of each linear layer by name, for each layer; see models.adapters.declare_adapters.
+AdapterLayers = tuple[dict[str, tuple[Any, Any]], ...]
 
 # Rows of one call of `write_lines`, by table of SlotState. An admission writes history and bias. A step writes a new
 # mask for each constrained row, and a call costs more than a mask.
@@ -86,6 +90,9 @@ class ProgramSpec:
     deterministic: only a row decides the order of its sums (see `deterministic.py`).
     argmax, sampling, adjust: names of the implementations (pallas_kernels.argmax.api, and so on).
     embeds: a step also returns its rows' final hidden states.
+    max_loras: slots for adapters; 0: none.
+    max_lora_rank: rank of a slot.
+    low_rank: name of the implementation (pallas_kernels.low_rank.api).
   """
 
   mesh: Mesh
@@ -105,6 +112,9 @@ class ProgramSpec:
   sampling: str = "reference"
   adjust: str = "reference"
   embeds: bool = False
+  max_loras: int = 0
+  max_lora_rank: int = 0
+  low_rank: str = "reference"
 
   @property
   def platform(self) -> str:
@@ -135,7 +145,12 @@ class ProgramSpec:
     """Returns the layout of a rung's packed array."""
     plans = dict.fromkeys(attention.plan for _, attention in self.attention_groups(shape))
     return StepLayout(
-      shape, self.table_width, self.num_slots, self.num_eos, tuple(plan for plan in plans if plan is not None)
+      shape,
+      self.table_width,
+      self.num_slots,
+      self.num_eos,
+      tuple(plan for plan in plans if plan is not None),
+      self.max_loras > 0,
     )
 
   def whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -157,9 +172,22 @@ class ProgramSpec:
     )
 
   @property
+  def adapter_layers(self) -> AdapterLayers:
+    """Abstract arrays of all adapters by layer and name, with slot 0 for none; () without adapters."""
+    if not self.max_loras:
+      return ()
+    layers = declare_adapters(self.model, self.max_loras + 1, self.max_lora_rank, self.kv[0].dtype)
+    return jax.tree.map(lambda leaf: self.whole(leaf.shape, leaf.dtype), layers)
+
+  @property
+  def adapters(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The leaves of `adapter_layers`."""
+    return tuple(jax.tree.leaves(self.adapter_layers))
+
+  @property
   def slot_bytes(self) -> int:
-    """Bytes of the sampler's state."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.slot_state))
+    """Bytes of the sampler's state and the adapters."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((self.slot_state, self.adapters)))
 
 
 @functools.cache
@@ -205,6 +233,7 @@ def step(
   last_tokens: jax.Array,
   slot_state: SlotState,
   packed: jax.Array,
+  adapters: tuple[jax.Array, ...] = (),
 ):
   """One step of the engine on the device.
 
@@ -215,6 +244,7 @@ def step(
     last_tokens: int32[slots + 1], the newest token of each slot.
     slot_state: the sampler's state.
     packed: int32[layout.size], see model_input.
+    adapters: as spec.adapters; () for a step whose rows have none.
 
   Returns:
     kv, last_tokens and slot_state after the step, and the output:
@@ -236,7 +266,12 @@ def step(
   # With as many logit rows as tokens, selecting tokens would only add a launch.
   some = layout.shape.logits < layout.shape.tokens
   wanted = (inputs.logit_tokens, inputs.num_logit_rows) if some else None
-  hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, attend, inputs.num_tokens, wanted)
+  of_layers = None
+  if adapters:
+    assert inputs.adapter_slots is not None, "the layout has no adapter slots"
+    layers = jax.tree.unflatten(jax.tree.structure(spec.adapter_layers), adapters)
+    of_layers = layer_adapters(spec.model, layers, inputs.adapter_slots, spec.low_rank)
+  hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, attend, inputs.num_tokens, wanted, of_layers)
   hidden = hidden if some else hidden[inputs.logit_tokens]
   logits = decoder.logits(hidden, inputs.num_logit_rows)
   # In two steps: with one constraint for whole logits, XLA would gather the head instead of the logits.
@@ -308,8 +343,8 @@ def step_options(spec: ProgramSpec) -> dict[str, bool | int | str] | None:
   return None
 
 
-def step_program(spec: ProgramSpec, shape: StepShape) -> Program:
-  """Returns the program of a rung: (params, kv, last_tokens, slot_state, packed) -> results of `step`."""
+def step_program(spec: ProgramSpec, shape: StepShape, with_adapters: bool = False) -> Program:
+  """Returns the program of a rung: (params, kv, last_tokens, slot_state, packed[, adapters]) -> results of `step`."""
   layout = spec.layout(shape)
   outputs = (
     spec.whole((3, shape.logits), jnp.int32),
@@ -318,9 +353,16 @@ def step_program(spec: ProgramSpec, shape: StepShape) -> Program:
   if spec.embeds:
     outputs += (spec.whole((shape.logits, spec.model.model_dim), jnp.float32),)
   return Program(
-    name="-".join(map(str, ("step", *dataclasses.astuple(shape)))),
+    name="-".join(map(str, ("adapted" if with_adapters else "step", *dataclasses.astuple(shape)))),
     function=functools.partial(step, spec, layout),
-    arguments=(spec.params, spec.kv, spec.last_tokens, spec.slot_state, spec.whole((layout.size,), jnp.int32)),
+    arguments=(
+      spec.params,
+      spec.kv,
+      spec.last_tokens,
+      spec.slot_state,
+      spec.whole((layout.size,), jnp.int32),
+      *((spec.adapters,) if with_adapters else ()),
+    ),
     results=(spec.kv, spec.last_tokens, spec.slot_state, outputs),
     donated=(1, 2, 3),
     compiler_options=step_options(spec),
@@ -332,6 +374,27 @@ def lines_program(spec: ProgramSpec, table: str) -> Program:
   lines = getattr(spec.slot_state, table)
   packed = spec.whole((NUM_LINES[table], 1 + lines.shape[1]), jnp.int32)
   return Program(f"lines-{table}", write_lines, (lines, packed), lines, (0,), step_options(spec))
+
+
+def write_adapter(
+  adapters: tuple[jax.Array, ...], slot: jax.Array, weights: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+  """Sets a slot, int32[], of all adapter arrays (donated) to `weights`, which have no axis of slots."""
+  return tuple(
+    lax.dynamic_update_index_in_dim(array, own, slot, 0) for array, own in zip(adapters, weights, strict=True)
+  )
+
+
+def adapter_program(spec: ProgramSpec) -> Program:
+  """Returns the program that writes one adapter: (adapters, slot, weights) -> adapters."""
+  weights = tuple(spec.whole(leaf.shape[1:], leaf.dtype) for leaf in spec.adapters)
+  arguments = spec.adapters, spec.whole((), jnp.int32), weights
+  return Program("write-adapter", write_adapter, arguments, spec.adapters, (0,), step_options(spec))
+
+
+def adapted_key(shape: StepShape) -> str:
+  """Returns the key, among a runner's programs, of the step with adapters of a rung."""
+  return "-".join(map(str, ("adapted", *dataclasses.astuple(shape))))
 
 
 def zeros_program(spec: ProgramSpec, name: str, results: Any) -> Program:
@@ -348,6 +411,12 @@ def layer_key(buffer: jax.ShapeDtypeStruct) -> str:
 def all_programs(spec: ProgramSpec, rungs: Sequence[StepShape]) -> dict[StepShape | str, Program]:
   """Returns all programs of a runner, steps by shape; the largest first, because it compiles longest."""
   steps: dict[StepShape | str, Program] = {shape: step_program(spec, shape) for shape in reversed(rungs)}
+  if spec.max_loras:
+    steps |= {adapted_key(shape): step_program(spec, shape, with_adapters=True) for shape in reversed(rungs)}
+    steps |= {
+      "write-adapter": adapter_program(spec),
+      "adapters": zeros_program(spec, "adapters", spec.adapters),
+    }
   return steps | {
     **{table: lines_program(spec, table) for table in NUM_LINES},
     **{layer_key(buffer): zeros_program(spec, layer_key(buffer), buffer) for buffer in spec.kv},

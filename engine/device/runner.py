@@ -195,7 +195,8 @@ class ModelRunner:
   ):
     """Allocates the KV buffers.
 
-    Other code may read `spec`, `steps` (executables by shape), `calls` (their StepCalls), `kv` and `slot_state`. An
+    Other code may read `spec`, `steps` (executables by shape), `calls` (their StepCalls), `adapted_calls` (those of
+    steps with adapters), `kv` and `slot_state`. An
     owner that lets admissions bring KV from another runner sets `import_blocks`.
 
     Args:
@@ -213,12 +214,21 @@ class ModelRunner:
     self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids, pooling)
     self._compiles_at_seal: int | None = None
     self.steps = {shape: made[shape] for shape in ladder.rungs()}
+    self.adapted_calls: dict[StepShape, StepCall] = {}  # steps with adapters
+    self._adapters: tuple[jax.Array, ...] = ()
+    if spec.max_loras:
+      self._adapters, self._write_adapter = made["adapters"](), made["write-adapter"]
     self._write_lines = {table: made[table] for table in programs.NUM_LINES}
     self._layouts = {shape: spec.layout(shape) for shape in ladder.rungs()}
     self.calls = {
       shape: StepCall(compiled, self._layouts[shape].size, mesh_lib.replicated(spec.mesh))
       for shape, compiled in self.steps.items()
     }
+    if spec.max_loras:
+      self.adapted_calls = {
+        shape: StepCall(made[programs.adapted_key(shape)], layout.size, mesh_lib.replicated(spec.mesh))
+        for shape, layout in self._layouts.items()
+      }
     self.kv: kv_cache.Buffers = tuple(made[programs.layer_key(buffer)]() for buffer in spec.kv)
     self._last_tokens: jax.Array = jax.device_put(np.zeros(spec.last_tokens.shape, np.int32), spec.last_tokens.sharding)
     self.slot_state: SlotState = made["slots"]()
@@ -226,8 +236,13 @@ class ModelRunner:
   def warm_up(self, progress: Progress) -> None:
     """Runs every program once on padding, so that no request pays the cost of a first call."""
     for index, shape in enumerate(self.steps):
-      self.launch(Batch(-1, shape, (), (), (), (), (), (), ())).result()
+      empty = Batch(-1, shape, (), (), (), (), (), (), ())
+      self.launch(empty).result()
+      if self.adapted_calls:
+        self._launch(empty, self.adapted_calls[shape], self._adapters).result()
       progress("warm up", index + 1, len(self.steps))
+    if self._adapters:
+      self.write_leaves(0, [np.zeros(leaf.shape[1:], leaf.dtype) for leaf in self.spec.adapters])
     for table in programs.NUM_LINES:
       self._set_lines(table, [])
 
@@ -248,15 +263,34 @@ class ModelRunner:
       raise ShapeNotOnLadder(f"{batch.shape} is not compiled; compiled are {tuple(self.steps)}")
     for admission in batch.admissions:
       self._admit(admission)
+    if self.adapted_calls and self._packer.has_adapters(batch):
+      return self._launch(batch, self.adapted_calls[batch.shape], self._adapters)
+    return self._launch(batch, call)
+
+  def _launch(self, batch: Batch, call: StepCall, *adapters: tuple[jax.Array, ...]) -> LaunchedStep:
+    """Starts an admitted step by `call`, which takes `adapters` last."""
     for masks in itertools.batched(batch.masks, programs.NUM_LINES["mask"]):
       self._set_lines("mask", [(batch.slots[row], np.frombuffer(mask, "<i4")) for row, mask in masks])
     packed = call.take()
     _, rows = self._packer.pack(batch, self._layouts[batch.shape], packed.values)
     donated = self.kv, self._last_tokens, self.slot_state
-    self.kv, self._last_tokens, self.slot_state, outputs = call.execute(self._params, *donated, packed.argument)
+    results = call.execute(self._params, *donated, packed.argument, *adapters)
+    self.kv, self._last_tokens, self.slot_state, outputs = results
     # Releases the donated arrays when the step completes: this takes 15 us, and the device may be idle now.
     embeds = self._packer.embedding_rows(batch)
     return LaunchedStep(outputs, rows, embeds, self._away, lambda donated=donated: call.give_back(packed))
+
+  def write_adapter(self, slot: int, weights: Any) -> None:
+    """Implements engine.batch.AdapterWriter for `weights` of engine.device.adapter_folder; never compiles."""
+    leaves = weights.leaves
+    wanted = [(leaf.shape[1:], leaf.dtype) for leaf in self.spec.adapters]
+    if [(leaf.shape, leaf.dtype) for leaf in leaves] != wanted:
+      raise ValueError(f"adapter {weights.path}: its arrays have not the shapes of this engine's slots; read it again")
+    self.write_leaves(slot, leaves)
+
+  def write_leaves(self, slot: int, leaves: Sequence[Any]) -> None:
+    """Writes arrays of the shapes in spec.adapters, without the axis of slots, into a slot."""
+    self._adapters = self._write_adapter(self._adapters, np.int32(slot), tuple(leaves))
 
   def _admit(self, admission: Admission) -> None:
     self._packer.admit(admission)

@@ -87,10 +87,15 @@ def _unchecked(compiled: stages.Compiled) -> Callable[..., Results]:
   run, handlers = replicated.xla_executable.execute_sharded, replicated.out_handler.handlers
 
   def execute(
-    params: tuple[jax.Array, ...], kv: Buffers, last_tokens: jax.Array, slot_state: SlotState, packed: Any
+    params: tuple[jax.Array, ...],
+    kv: Buffers,
+    last_tokens: jax.Array,
+    slot_state: SlotState,
+    packed: Any,
+    adapters: tuple[jax.Array, ...] = (),
   ) -> Results:
     state = slot_state.history, slot_state.bias, slot_state.mask
-    results = run([*params, *kv, last_tokens, *state, packed]).consume_with_handlers(handlers)
+    results = run([*params, *kv, last_tokens, *state, packed, *adapters]).consume_with_handlers(handlers)
     layers = len(kv)
     last_tokens, history, bias, mask, *outputs = results[layers:]
     return tuple(results[:layers]), last_tokens, SlotState(history, bias, mask), tuple(outputs)

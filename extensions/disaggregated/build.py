@@ -32,6 +32,10 @@ def build_any(
       "enable_embeddings: an embedding needs no decode; serve without --batching=disaggregated or without "
       "--enable_embeddings"
     )
+  if options.enable_lora:
+    raise ConfigError(
+      "enable_lora: two engines share no adapters; serve without --batching=disaggregated or without --enable_lora"
+    )
   devices, cache_reason = begin_build(options)
   num_prefill = options.prefill_devices or len(devices) // 2
   num_decode = len(devices) - num_prefill

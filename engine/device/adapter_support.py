@@ -1,0 +1,46 @@
+"""Rejects settings that exclude LoRA adapters, and sizes their memory, before anything is allocated."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from engine.device.options import BuildOptions
+from engine.errors import ConfigError
+from models.adapters import declare_adapters
+from models.config import ModelConfig
+
+
+def check_adapter_support(options: BuildOptions, num_devices: int, has_bundle: bool) -> None:
+  """Raises ConfigError if a setting excludes --enable_lora."""
+  if not options.enable_lora:
+    return
+  if num_devices > 1:
+    raise ConfigError(
+      f"enable_lora: adapters are on one device, and this model uses {num_devices}; set --num_devices=1, or merge the "
+      "adapter into the model"
+    )
+  if has_bundle:
+    raise ConfigError(
+      "enable_lora: a bundle's programs take no adapters; serve without --executable_bundle or without --enable_lora"
+    )
+  if options.deterministic:
+    raise ConfigError(
+      "enable_lora: steps with and without adapters are two programs, which may round differently; serve without "
+      "--deterministic or without --enable_lora"
+    )
+
+
+def adapter_bytes(options: BuildOptions, model: ModelConfig, dtype: jnp.dtype) -> int:
+  """Returns the bytes of all adapter slots; 0 without adapters."""
+  if not options.enable_lora:
+    return 0
+  layers = declare_adapters(model, options.max_loras + 1, options.max_lora_rank, dtype)
+  return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
+
+
+def adapter_step_bytes(options: BuildOptions, model: ModelConfig, tokens: int) -> int:
+  """Returns the bytes of a step's largest temporary of the reference: f32[tokens, slots, parts * rank]."""
+  if not options.enable_lora:
+    return 0
+  return 4 * tokens * (options.max_loras + 1) * 3 * options.max_lora_rank

@@ -1,0 +1,57 @@
+"""Adds products with low-rank matrices that each token chooses (LoRA, arXiv:2106.09685). May not know adapters' names.
+
+`reference` (reference.py) is plain jnp and runs anywhere. The CPU kernel (cpu.cc) skips tokens of slot 0 and reads the
+matrices of the slots in use alone.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import native
+from pallas_kernels.low_rank.reference import reference
+
+
+def add_low_rank(
+  y: jax.Array,
+  x: jax.Array,
+  slots: jax.Array,
+  a: jax.Array,
+  b: jax.Array,
+  runs: tuple[int, ...],
+  repeats: int = 1,
+  implementation: str = "reference",
+) -> jax.Array:
+  """Returns y plus x times the matrices of each token's slot: y[t, n] + sum over r of b[s, r, n] h[t, part of n, r].
+
+  Here s = slots[t] and h[t, p, r] = sum over d of a[s, p * R + r, d] x[t, d]. A matrix of several parts is several
+  low-rank matrices of the same input whose outputs lie in turns.
+
+  Args:
+    y: [T, N], float32 or bfloat16.
+    x: [T, D] of y's dtype.
+    slots: int32[T], below S; slot 0 adds nothing.
+    a: [S, parts * R, D] of x's dtype. Zeros in slot 0.
+    b: [S, R, N] of x's dtype. Zeros in slot 0.
+    runs: for each part, the length of its run of outputs.
+    repeats: how often the runs follow each other in N.
+    implementation: a name of native.IMPLEMENTATIONS.
+
+  Raises:
+    NativeMissing: the implementation is "cpu" and its library is not built.
+    ValueError: an argument has another dtype or shape.
+  """
+  (tokens, inputs), (num_slots, rank, outputs) = x.shape, b.shape
+  shapes = (y.shape, slots.shape, a.shape)
+  if shapes != ((tokens, outputs), (tokens,), (num_slots, len(runs) * rank, inputs)) or sum(runs) * repeats != outputs:
+    raise ValueError(f"low rank: y, slots, a of shapes {shapes} do not match x {x.shape}, b {b.shape} and runs {runs}")
+  if not y.dtype == x.dtype == a.dtype == b.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
+    raise ValueError(f"low rank: {y.dtype}, {x.dtype}, {a.dtype} and {b.dtype} must all be float32 or all bfloat16")
+  if implementation not in native.IMPLEMENTATIONS:
+    raise ValueError(f"low rank: implementation {implementation!r} is not one of {', '.join(native.IMPLEMENTATIONS)}")
+  if implementation == "reference" or not math.prod(y.shape):
+    return reference(y, x, slots, a, b, runs, repeats)
+  call = native.bind_call("low_rank", jax.ShapeDtypeStruct(y.shape, y.dtype), input_output_aliases={0: 0})
+  return call(y, x, slots, a, b, runs=np.array(runs, np.int64), repeats=np.int64(repeats))
