@@ -24,6 +24,7 @@ from engine.settings import (
   setting,
 )
 from server.flag_spellings import translate_argument
+from server.generation.adapter_loader import parse_lora_modules
 from server.host_options import HostOptions
 from server.http.model_output.call_formats import PARSERS
 from server.http.model_output.reasoning import REASONING_PARSERS
@@ -62,6 +63,16 @@ class ProgramSettings(ModelSettings):
     "Format in which the model writes its reasoning; auto: from its chat template; none: it stays in the text.",
     group="Model",
     choices=REASONING_PARSERS,
+  )
+  lora_modules: tuple[str, ...] = setting(
+    (),
+    "With --enable_lora: adapters to load at the start, NAME=FOLDER each. Requests send the name as their model.",
+    group="Model",
+  )
+  lora_dir: str = setting(
+    "",
+    "With --enable_lora: folder below which administrators may load adapters while the server runs; empty: none.",
+    group="Model",
   )
   http_port: int | None = setting(
     None,
@@ -234,8 +245,24 @@ def parse_flags(argv: Sequence[str], program: str) -> list[str]:
     check_settings(read_settings(cls))
   check_pool_and_ladder(read_settings(DeviceSettings))
   find_policy_class(flags.FLAGS.policy)
+  _check_adapters(read_settings(ProgramSettings))
   host_options()
   return rest
+
+
+def _check_adapters(program: ProgramSettings) -> None:
+  """Raises ConfigError for adapters without --enable_lora, a bad list of them, or a folder that does not exist."""
+  for name in ("lora_modules", "lora_dir"):
+    if getattr(program, name) and not flags.FLAGS.enable_lora:
+      value = value_text(getattr(program, name))
+      raise ConfigError(f"{name}={value:.200} needs slots for adapters; set --enable_lora, or leave out --{name}")
+  num_modules = len(parse_lora_modules(program.lora_modules))
+  if num_modules > flags.FLAGS.max_loras:
+    raise ConfigError(
+      f"lora_modules has {num_modules} adapters, the limit is {flags.FLAGS.max_loras}; raise --max_loras"
+    )
+  if program.lora_dir and not pathlib.Path(program.lora_dir).is_dir():
+    raise ConfigError(f"lora_dir={program.lora_dir} is not a folder; make it, or leave out --lora_dir")
 
 
 def _print_help(text: str) -> None:

@@ -28,11 +28,12 @@ import uvloop
 
 from engine.config import EngineConfig
 from engine.engine import Emit, Engine
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError, EngineError, InvalidRequest
 from extensions.vllm_api.composition import VllmComposition
 from server import flags
 from server.errors import NotConfigured, Starting
 from server.flags import ProgramSettings
+from server.generation.adapter_loader import AdapterLoader, check_adapter_name, parse_lora_modules
 from server.generation.engine_client import LocalEngine
 from server.generation.generations import Generations
 from server.generation.sampling_defaults import FILE, SamplingDefaults, describe_defaults, read_sampling_defaults
@@ -131,6 +132,7 @@ def _build(program: ProgramSettings, emit: Emit, composition: Composition, repor
 
     step_s = program.fake_step_ms / 1000
     built = build_fake(program.model, settings, step_s, emit, engine_class=engine_class, report_fact=report.tell_fact)
+    _load_modules(program, built, report)
     return built, _load_tokenizer(program, report)
   # Imported here because JAX takes seconds to import, and a bad flag should fail at once.
   report.enter_stage("importing JAX")
@@ -151,7 +153,24 @@ def _build(program: ProgramSettings, emit: Emit, composition: Composition, repor
   built = build_any(
     options, report.tell_progress, emit, engine_class=engine_class, source=source, report_fact=report.tell_fact
   )
+  _load_modules(program, built, report)
   return built, tokenizer
+
+
+def _load_modules(program: ProgramSettings, built: Any, report: StartReport) -> None:
+  """Loads the adapters of --lora_modules into an engine whose thread has not started. Raises ConfigError."""
+  loads = []
+  for name, folder in parse_lora_modules(program.lora_modules):
+    report.enter_stage(f"loading the adapter {name}")
+    try:
+      check_adapter_name(name, program.served_model_name or built.model_name)
+      loads.append(built.engine.load_adapter(name, built.read_adapter(folder)))
+    except InvalidRequest as error:
+      raise ConfigError(f"lora_modules: {error}") from None
+  if loads:
+    built.engine.step()  # takes the loads from the inbox
+  for load in loads:
+    load.result(timeout=0)
 
 
 def _load_tokenizer(program: ProgramSettings, report: StartReport) -> Tokenizer | None:
@@ -273,7 +292,8 @@ async def _serve(composition: Composition, report: StartReport) -> int:
     await stopped
     raise
   name = program.served_model_name or built.model_name
-  engine = LocalEngine(built.engine, lambda: built.runner.compiles_after_ready)
+  loader = AdapterLoader(built.engine, getattr(built, "read_adapter", None), model=name, lora_dir=program.lora_dir)
+  engine = LocalEngine(built.engine, lambda: built.runner.compiles_after_ready, loader)
   trace.engine, served = built.engine, built.config
   report.enter_stage("starting the engine")
   if program.trace_file and program.trace_at_start:

@@ -146,6 +146,7 @@ WALL_CLOCK = {
   "server/http/openai/completions.py",
   "server/http/openai/model_endpoints.py",
   "server/http/responses/response_reply.py",
+  "server/page/prometheus_metrics.py",
   "server/telemetry/tracing.py",
   "extensions/vllm_api/service.py",
 }

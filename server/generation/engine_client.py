@@ -9,10 +9,12 @@ import dataclasses
 import resource
 from typing import Protocol
 
+from engine.adapters import AdapterInfo, AdapterState
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.recorder import RING_STEPS, EngineStats
 from engine.request import FinishReason, Request
+from server.generation.adapter_loader import AdapterLoader
 from server.telemetry.latency_histograms import Histogram, Observations
 
 # Seconds between two reads. The engine keeps its latest RING_STEPS records of requests, so none is missed.
@@ -30,6 +32,7 @@ class Report:
     peak_rss_bytes: peak resident memory of all processes of the server.
     queue: queue times of finished requests, in seconds.
     blocks: see BlockPool.block_states; empty unless requested.
+    adapters: the LoRA adapters that hold a slot.
   """
 
   stats: EngineStats
@@ -39,6 +42,7 @@ class Report:
   peak_rss_bytes: int
   queue: Histogram
   blocks: bytes = b""
+  adapters: tuple[AdapterInfo, ...] = ()
 
 
 class EngineClient(Protocol):
@@ -83,17 +87,40 @@ class EngineClient(Protocol):
     """Returns the engine's state, with its latest `num_records` records of steps and requests."""
     ...
 
+  def adapters(self) -> Sequence[AdapterInfo]:
+    """Returns the LoRA adapters that take requests."""
+    ...
+
+  async def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
+    """See AdapterLoader.load_adapter."""
+    ...
+
+  async def unload_adapter(self, name: str) -> int:
+    """See AdapterLoader.unload_adapter."""
+    ...
+
 
 class LocalEngine:
   """An engine in this process. Implements EngineClient for one front end, and receives other front ends' requests.
 
   Attributes:
     inner: the engine itself, for the code that runs it.
+    adapter_loader: loads LoRA adapters.
   """
 
-  def __init__(self, engine: Engine, compiles_after_ready: Callable[[], int] = lambda: 0):
-    """Args: engine: receives the requests. compiles_after_ready: counts XLA compilations."""
+  def __init__(
+    self,
+    engine: Engine,
+    compiles_after_ready: Callable[[], int] = lambda: 0,
+    adapter_loader: AdapterLoader | None = None,
+  ):
+    """Args:
+    engine: receives the requests.
+    compiles_after_ready: counts XLA compilations.
+    adapter_loader: for this engine; None loads no adapters.
+    """
     self.inner = engine
+    self.adapter_loader = adapter_loader or AdapterLoader(engine, None, model="")
     self.config = engine.config
     self._compiles_after_ready = compiles_after_ready
     self._held: set[str] = set()
@@ -142,7 +169,17 @@ class LocalEngine:
       peak_rss_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
       queue=self._observations.queue,
       blocks=self.inner.block_states() if with_blocks else b"",
+      adapters=tuple(self.inner.adapters()),
     )
+
+  def adapters(self) -> Sequence[AdapterInfo]:
+    return [adapter for adapter in self.inner.adapters() if adapter.state == AdapterState.LOADED.value]
+
+  async def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
+    await self.adapter_loader.load_adapter(name, path, replaces=replaces)
+
+  async def unload_adapter(self, name: str) -> int:
+    return await self.adapter_loader.unload_adapter(name)
 
   def _look_up_endings(self) -> None:
     """Adds queue times, which only the engine's records hold."""

@@ -166,12 +166,14 @@ class Generation:
   """One RPC's generation. Ends once: with every output finished, or with an error.
 
   Attributes:
+    adapter: name of its LoRA adapter; empty: the base model alone.
     has_news: whether its reader has been woken and has not looked yet, so that no token wakes it again.
   """
 
-  def __init__(self, request_id: str, owner: str):
+  def __init__(self, request_id: str, owner: str, adapter: str = ""):
     self.request_id = request_id
     self.owner = owner
+    self.adapter = adapter
     self.outputs: list[_Output] = []
     self.error: EngineError | None = None
     self.span: Span | None = None
@@ -279,7 +281,7 @@ class Generations:
       raise DuplicateRequest(f"request_id={request_id} is in use by a live request; choose another, or leave it empty")
     now = self._clock()
     limit_s = min(self._request_timeout_s, math.inf if time_remaining_s is None else time_remaining_s)
-    generation = Generation(request_id, owner)
+    generation = Generation(request_id, owner, call.adapter)
     self._live[owner, request_id] = generation
     self._idle.clear()
     self._num_starting += 1
@@ -304,6 +306,7 @@ class Generations:
             tenant=call.tenant,
             leader_id=None if index == 0 else ids[0],
             constraint=call.constraints[index] if call.constraints else None,
+            adapter=call.adapter,
           )
         )
       await self._engine.submit(owner, request_id, requests)
@@ -320,7 +323,9 @@ class Generations:
       self._num_starting -= 1
     self.num_started += 1
     if self._tracer is not None:
-      generation.span = self._tracer.start_span(request_id, len(call.prompt_token_ids), call.params)
+      generation.span = self._tracer.start_span(
+        request_id, len(call.prompt_token_ids), call.params, adapter=call.adapter
+      )
     return generation
 
   def dispatch_events(

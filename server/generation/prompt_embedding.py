@@ -21,11 +21,12 @@ _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, embed=T
 type Vector = array.array[float]
 
 
-def check_embedding_model(name: str, backend: Backend) -> None:
-  """Raises ModelNotFound, or InvalidRequest if the model serves no embeddings."""
-  request_validation.check_model_name(name, backend.model)
+def find_embedding_adapter(name: str | None, backend: Backend) -> str:
+  """Returns the adapter that a `model` names, or "". Raises ModelNotFound, or InvalidRequest without embeddings."""
+  adapter = backend.find_adapter(name)
   if not backend.config.enable_embeddings:
     raise InvalidRequest("is not served for embeddings: serve it with --enable_embeddings", field="model")
+  return adapter
 
 
 def check_dimensions(dimensions: int | None, backend: Backend) -> None:
@@ -79,6 +80,7 @@ async def embed_prompts(
   tenant: str,
   owner: str,
   takes_free_slots: bool = False,
+  adapter: str = "",
   time_remaining_s: Callable[[], float | None] = lambda: None,
 ) -> list[Vector]:
   """Returns the raw embedding of each prompt; ends what it started if it is cancelled.
@@ -90,6 +92,7 @@ async def embed_prompts(
     tenant: whose share the prompts count to.
     owner: the tenant of the caller's key, or "".
     takes_free_slots: start further prompts only in slots that other requests leave free, as batches do.
+    adapter: name of a LoRA adapter, or "".
     time_remaining_s: returns the seconds until the client's deadline, or None.
 
   Raises:
@@ -105,7 +108,7 @@ async def embed_prompts(
       for prompt in prompts[len(vectors) : len(vectors) + largest]:
         if live and takes_free_slots and len(generations) >= backend.most_background:
           break
-        call = _make_call(prompt, priority, tenant)
+        call = _make_call(prompt, priority, tenant, adapter)
         live.append(await generations.start_generation(call, time_remaining_s(), owner))
       for generation in live:
         await generation.wait_ended()
@@ -123,7 +126,7 @@ def shorten_vector(vector: Vector, dimensions: int | None, normalize: bool) -> V
   return array.array("f", (value / length for value in shown)) if length else shown
 
 
-def _make_call(prompt: tuple[int, ...], priority: int, tenant: str) -> GenerationCall:
+def _make_call(prompt: tuple[int, ...], priority: int, tenant: str, adapter: str) -> GenerationCall:
   return GenerationCall(
     request_id="",
     prompt_token_ids=prompt,
@@ -136,6 +139,7 @@ def _make_call(prompt: tuple[int, ...], priority: int, tenant: str) -> Generatio
     queue_timeout_s=None,
     cache_salt=b"",
     tenant=tenant,
+    adapter=adapter,
   )
 
 

@@ -4,7 +4,7 @@ The engine itself checks sampling values and token ids (`SamplingParams.validate
 what the engine cannot know: names, ids, texts, stop strings and counts of the wire.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import re
 
@@ -65,6 +65,7 @@ class GenerationCall:
     cache_salt, tenant: may be empty.
     constraints: one for each of the n outputs, or empty.
     shown_token_ids: special tokens that the text has even under skip_special_tokens.
+    adapter: name of the LoRA adapter; empty: the base model alone.
   """
 
   request_id: str
@@ -80,6 +81,7 @@ class GenerationCall:
   tenant: str
   constraints: tuple[Constraint, ...] = ()
   shown_token_ids: frozenset[int] = frozenset()
+  adapter: str = ""
 
 
 def unknown_fields(message: protobuf_message.Message) -> list[str]:
@@ -105,10 +107,23 @@ def refuse_unknown_fields(unknown: list[str]) -> None:
     raise InvalidRequest("is not a field that this server knows: leave it out", field=unknown[0])
 
 
-def check_model_name(asked: str, served: str) -> None:
-  """Raises ModelNotFound unless `asked` is empty or the served name."""
-  if asked and asked != served:
-    raise ModelNotFound(f"model={asked!r:.80} is not served here; send {served!r}, or leave it empty")
+def find_adapter(name: str, served: str, adapters: Sequence[str] = ()) -> str:
+  """Returns the LoRA adapter that a request's `model` names; "" if that is empty or the served model's name.
+
+  Args:
+    name: the request's `model`.
+    served: the served model's name.
+    adapters: names of the loaded adapters.
+
+  Raises:
+    ModelNotFound: nothing of that name is served.
+  """
+  if not name or name == served:
+    return ""
+  if name in adapters:
+    return name
+  names = f"one of {', '.join(map(repr, (served, *adapters)))}" if adapters else repr(served)
+  raise ModelNotFound(f"model={name!r:.80} is not served here; send {names}, or leave it empty")
 
 
 def check_request_id(request_id: str) -> None:
@@ -188,6 +203,7 @@ def make_generation_call(
   tokenizer: Tokenizer | None,
   prompt: list[int],
   defaults: SamplingDefaults,
+  adapter: str = "",
 ) -> GenerationCall:
   """Makes a checked call of a request. Checks what the engine's validation at submit does not.
 
@@ -197,6 +213,7 @@ def make_generation_call(
     tokenizer: the model's tokenizer, or None.
     prompt: token ids from `prompt_token_ids`.
     defaults: the model's defaults, for fields that the request leaves out.
+    adapter: name of a loaded adapter, from `find_adapter`.
 
   Raises:
     InvalidRequest: a field is wrong; the text has field, value, limit and remedy.
@@ -237,6 +254,7 @@ def make_generation_call(
     queue_timeout_s=_queue_timeout_s(request),
     cache_salt=salt,
     tenant=request.tenant,
+    adapter=adapter,
   )
 
 

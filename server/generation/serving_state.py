@@ -59,6 +59,11 @@ class Backend:
     most = self.config.max_num_seqs
     return most - max(1, most // 8)
 
+  def find_adapter(self, name: str | None) -> str:
+    """Returns the LoRA adapter that a request's `model` names, or ""; see `request_validation.find_adapter`."""
+    loaded = [adapter.name for adapter in self.engine.adapters()] if name else ()
+    return request_validation.find_adapter(name or "", self.model, loaded)
+
 
 class ServingState:
   """Whether a server admits requests, and its backend. A server has one; it belongs to the server's event loop.

@@ -43,6 +43,7 @@ class UnsupportedField(engine_errors.InvalidRequest):
 
 # Subclasses stand before their bases: status, type, code. None is the type's default code.
 _TABLE: tuple[tuple[type[engine_errors.EngineError], tuple[int, str, str | None]], ...] = (
+  (engine_errors.AdapterNotLoaded, (404, _INVALID, "model_not_found")),
   (engine_errors.RequestTooLong, (400, _INVALID, "context_length_exceeded")),
   (UnsupportedField, (400, _INVALID, "unsupported_parameter")),
   (engine_errors.InvalidRequest, (400, _INVALID, None)),
@@ -53,7 +54,9 @@ _TABLE: tuple[tuple[type[engine_errors.EngineError], tuple[int, str, str | None]
   (errors.EngineDead, (503, "server_error", "engine_dead")),
   (engine_errors.Unavailable, (503, "server_error", "unavailable")),
   (errors.Unauthenticated, (401, "authentication_error", "invalid_api_key")),
+  (errors.PermissionDenied, (403, "permission_error", "permission_denied")),
   (errors.ModelNotFound, (404, _INVALID, "model_not_found")),
+  (errors.NotConfigured, (400, _INVALID, "not_configured")),
   (errors.NoTokenizer, (400, _INVALID, "no_tokenizer")),
   (errors.NoChatTemplate, (400, _INVALID, "no_chat_template")),
   (errors.DeadlineExceeded, (504, "timeout", "deadline_exceeded")),

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from engine.adapters import AdapterInfo
 from engine.config import EngineConfig
 from engine.constraint import Constraint
 from engine.request import FinishReason, Request, TokenEvent
@@ -55,13 +56,26 @@ class FrontEndSettings(LinkMessage):
 
 
 class ServedModel(LinkMessage):
-  """Says that the engine runs; the front end answers when it serves. `others`: ids of the server's other processes."""
+  """Says that the engine runs; the front end answers when it serves.
+
+  Attributes:
+    model, config, load_s, warmup_s: see Backend.
+    adapters: as in ServedAdapters.
+    others: ids of the server's other processes.
+  """
 
   model: str
   config: EngineConfig
   load_s: float
   warmup_s: float
+  adapters: list[AdapterInfo]
   others: list[int]
+
+
+class ServedAdapters(LinkMessage):
+  """The LoRA adapters that take requests from now on; the front end answers when it knows them."""
+
+  adapters: list[AdapterInfo]
 
 
 class StepEvents(LinkMessage):
@@ -106,7 +120,7 @@ class Submission(LinkMessage):
 
   Attributes:
     owner, name: unique among live generations.
-    prompt, priority, queue_deadline, deadline, cache_salt, tenant: as in Request.
+    prompt, priority, queue_deadline, deadline, cache_salt, tenant, adapter: as in Request.
     grammar: of all outputs; None for no constraint.
     reasoning: the limit of the reasoning before each answer, or None.
     outputs: the front end's id and the parameters of each output.
@@ -120,6 +134,7 @@ class Submission(LinkMessage):
   deadline: float | None
   cache_salt: bytes
   tenant: str
+  adapter: str
   grammar: str | None
   reasoning: ReasoningLimit | None
   outputs: Annotated[list[tuple[str, SamplingParams]], msgspec.Meta(min_length=1)]
@@ -136,7 +151,8 @@ class Submission(LinkMessage):
     first = requests[0]
     return cls(
       *(owner, name, tuple(first.prompt_token_ids), first.priority, first.queue_deadline, first.deadline),
-      *(first.cache_salt, first.tenant, grammar, reasoning, [(request.id, request.params) for request in requests]),
+      *(first.cache_salt, first.tenant, first.adapter, grammar, reasoning),
+      [(request.id, request.params) for request in requests],
     )
 
   def make_requests(self, ids: Sequence[str], constraints: Sequence[Constraint | None]) -> list[Request]:
@@ -151,6 +167,7 @@ class Submission(LinkMessage):
         deadline=self.deadline,
         cache_salt=self.cache_salt,
         tenant=self.tenant,
+        adapter=self.adapter,
         leader_id=None if request_id == ids[0] else ids[0],
         constraint=constraint,
       )
@@ -170,6 +187,20 @@ class AbortElsewhere(LinkMessage):
 
   owner: str
   names: list[str]
+
+
+class AdapterLoad(LinkMessage):
+  """Requests EngineClient.load_adapter; the answer comes when every front end serves the adapter."""
+
+  name: str
+  path: str
+  replaces: bool
+
+
+class AdapterUnload(LinkMessage):
+  """Requests EngineClient.unload_adapter."""
+
+  name: str
 
 
 class ReportQuestion(LinkMessage):

@@ -8,22 +8,31 @@ from collections.abc import Sequence
 import itertools
 import time
 
+from engine.adapters import AdapterInfo
 from engine.config import EngineConfig
 from engine.request import FinishReason, Request
 from engine.validation import validate_request
 from server.generation.engine_client import Report
 from server.generation.reasoning_budget import ReasoningBudget
 from server.ipc.frame_link import Link
-from server.ipc.messages import AbortElsewhere, ReportQuestion, RequestAbort, Submission
+from server.ipc.messages import (
+  AbortElsewhere,
+  AdapterLoad,
+  AdapterUnload,
+  ReportQuestion,
+  RequestAbort,
+  Submission,
+)
 from server.text.constraint_compiler import OutputGrammar
 
 
 class RemoteEngine:
   """Implements EngineClient over a link. Belongs to one event loop."""
 
-  def __init__(self, link: Link, config: EngineConfig):
+  def __init__(self, link: Link, config: EngineConfig, adapters: Sequence[AdapterInfo]):
     self.config = config
     self._link = link
+    self._adapters = adapters
     self._serials = itertools.count()
 
   def now(self) -> float:
@@ -62,3 +71,17 @@ class RemoteEngine:
 
   async def report(self, num_records: int = 0, *, with_blocks: bool = False) -> Report:
     return await self._link.ask_peer(ReportQuestion(num_records, with_blocks), Report)
+
+  def adapters(self) -> Sequence[AdapterInfo]:
+    """Returns those of the latest `set_adapters`; the engine refuses a request for one that has left since."""
+    return self._adapters
+
+  def set_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
+    """Takes the engine's list of adapters that take requests."""
+    self._adapters = adapters
+
+  async def load_adapter(self, name: str, path: str, *, replaces: bool = False) -> None:
+    await self._link.ask_peer(AdapterLoad(name, path, replaces), None)
+
+  async def unload_adapter(self, name: str) -> int:
+    return await self._link.ask_peer(AdapterUnload(name), int)

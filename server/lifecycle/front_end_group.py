@@ -20,7 +20,7 @@ import subprocess
 
 from engine.errors import ConfigError, EngineError
 from engine.request import TokenEvent
-from server.errors import EngineDead
+from server.errors import EngineDead, Starting
 from server.generation.engine_client import LocalEngine, Report
 from server.host_options import HostOptions
 from server.http.http_listener import open_listening_socket
@@ -28,6 +28,8 @@ from server.ipc import front_end_spawn
 from server.ipc.frame_link import Link
 from server.ipc.messages import (
   AbortElsewhere,
+  AdapterLoad,
+  AdapterUnload,
   CensusQuestion,
   CountsQuestion,
   DrainOrder,
@@ -36,6 +38,7 @@ from server.ipc.messages import (
   LinkMessage,
   ReportQuestion,
   RequestAbort,
+  ServedAdapters,
   ServedModel,
   Submission,
   TextOptions,
@@ -126,7 +129,7 @@ class FrontEndGroup(Lifetime):
       lent = dataclasses.replace(
         options.share(self._count),
         **{"port": reserved.port, "http_port": self.http_port, "metrics_port": self.metrics_port},
-        **{"admin_port": -1, "admin_api_key_file": ""},
+        admin_port=-1,
       )
       reserved.open()
       for index in range(self._count):
@@ -155,6 +158,8 @@ class FrontEndGroup(Lifetime):
       Submission: self._router.submit,
       RequestAbort: self._router.abort,
       AbortElsewhere: self._router.abort_elsewhere,
+      AdapterLoad: self._load_adapter,
+      AdapterUnload: self._unload_adapter,
       ReportQuestion: self._report,
       CensusQuestion: self._count_for,
     }
@@ -172,6 +177,11 @@ class FrontEndGroup(Lifetime):
 
   def _num_live(self) -> int:
     return self._router.num_live
+
+  def _require_engine(self) -> LocalEngine:
+    if self._engine is None:
+      raise Starting()
+    return self._engine
 
   def emit(self, events: list[TokenEvent]) -> None:
     """Receives the engine's events, on the engine's thread."""
@@ -191,8 +201,9 @@ class FrontEndGroup(Lifetime):
     self._router.open(engine, tokenizer)
     self._composition.begin_serving(engine.inner, None, tokenizer, num_held=self._router.num_held, fail=self.fail)
     self._start_engine(engine.inner)
+    engine.adapter_loader.tell_change = self._tell_adapters
     processes = [os.getpid(), *(front_end.process.pid for front_end in self._front_ends)]
-    await self._ask_all(ServedModel(model, engine.config, load_s, warmup_s, processes))
+    await self._ask_all(ServedModel(model, engine.config, load_s, warmup_s, list(engine.adapters()), processes))
     systemd_notify.notify_systemd("READY=1\nSTATUS=serving")
 
   async def _drain(self) -> None:
@@ -252,6 +263,16 @@ class FrontEndGroup(Lifetime):
       text = f"front end {front_end.index} (process {front_end.process.pid}) has ended: {reason}"
       _log.critical("%s", text)
       self.fail(EngineDead(text))
+
+  async def _tell_adapters(self) -> None:
+    """Returns when every front end knows which adapters take requests."""
+    await self._ask_all(ServedAdapters(list(self._require_engine().adapters())))
+
+  async def _load_adapter(self, front_end: _FrontEndPeer, asked: AdapterLoad) -> None:
+    await self._require_engine().load_adapter(asked.name, asked.path, replaces=asked.replaces)
+
+  async def _unload_adapter(self, front_end: _FrontEndPeer, asked: AdapterUnload) -> int:
+    return await self._require_engine().unload_adapter(asked.name)
 
   async def _report(self, front_end: _FrontEndPeer, asked: ReportQuestion) -> Report:
     assert self._engine is not None, "front ends serve once there is one"

@@ -26,6 +26,7 @@ from server.ipc.messages import (
   EngineDeath,
   FrontEndSettings,
   NamedAborts,
+  ServedAdapters,
   ServedModel,
   StepEvents,
   TextOptions,
@@ -54,6 +55,7 @@ class _FrontEndProcess:
     self._texts: TextOptions
     self._tokenizer: asyncio.Future[Tokenizer | None]
     self._tracer: tracing.Tracer | None = None
+    self._engine: RemoteEngine | None = None
     self._generations: Generations | None = None
     self._begun = asyncio.Event()  # also set if the host can never begin
     self._link = Link(
@@ -61,6 +63,7 @@ class _FrontEndProcess:
       {
         FrontEndSettings: self._start_listening,
         ServedModel: self._begin_serving,
+        ServedAdapters: lambda served: self._engine.set_adapters(served.adapters) if self._engine else None,
         StepEvents: self._dispatch_events,
         NamedAborts: self._abort_names,
         CountsQuestion: lambda _: self._host.own_counts() if self._host else ProcessCounts(pids=[os.getpid()]),
@@ -99,9 +102,10 @@ class _FrontEndProcess:
 
   async def _begin_serving(self, served: ServedModel) -> None:
     assert self._host is not None, "start_listening() comes before serve()"
+    # Before anything awaits, so that no change of the adapters is missed.
+    engine = self._engine = RemoteEngine(self._link, served.config, served.adapters)
     tokenizer = await self._tokenizer
     self._others = [pid for pid in served.others if pid != os.getpid()]
-    engine = RemoteEngine(self._link, served.config)
     if self._texts.otlp_endpoint:
       self._tracer = tracing.Tracer(self._texts.otlp_endpoint, served.model, server_version())
     self._generations = generations = Generations(engine, tokenizer, tracer=self._tracer)

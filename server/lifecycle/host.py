@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from engine.request import TokenEvent
 from server.errors import Draining, EngineDead
-from server.generation.engine_client import LocalEngine
+from server.generation.engine_client import EngineClient, LocalEngine
 from server.generation.serving_state import Backend, ServingState
 from server.host_options import HostOptions
 from server.http.batches.batch_routes import make_refusing_routes
@@ -30,7 +30,7 @@ from server.rpc.call_interceptor import HEALTH_METHODS, REFLECTION_METHODS, Call
 from server.rpc.connection_watch import ConnectionWatch
 from server.rpc.grpc_server import add_reflection, bind_port, make_grpc_server
 from server.rpc.sluice_service import GENERATION_SERVICE, MODEL_SERVICE, SluiceService
-from server.security.api_keys import ApiKeys
+from server.security.api_keys import AdminKeys, ApiKeys
 from server.security.memory_limit import MemoryLimit
 from server.telemetry.process_counts import Census, ProcessCounts
 
@@ -97,6 +97,9 @@ class Host(Lifetime):
       strict_requests=options.strict_requests,
     )
     self._keys = ApiKeys(options.api_key_file) if options.api_key_file else None
+    self._admin_keys = (
+      AdminKeys(ApiKeys(options.admin_api_key_file), self._keys) if options.admin_api_key_file else None
+    )
     self._census = shared.census if shared is not None else self._own_census
     self._feed = Feed(self._state, self._census)
     self._metrics = Metrics(self._state, self._census, vllm_names=options.vllm_metric_names)
@@ -146,6 +149,9 @@ class Host(Lifetime):
   def _num_live(self) -> int:
     return len(self._backend.generations) if self._backend is not None else 0
 
+  def _require_engine(self) -> EngineClient:
+    return self._state.require_backend().engine
+
   async def _start_http(self) -> None:
     options = self._options
     if options.http_port < 0:
@@ -184,6 +190,7 @@ class Host(Lifetime):
       self._state,
       http_options,
       api_keys=self._keys,
+      admin_keys=self._admin_keys,
       access_log=self._access_log,
       extra_routes=extra_routes,
       public_paths=PUBLIC_PATHS,

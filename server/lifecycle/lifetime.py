@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2
 
 from engine.engine import Engine
 from server.errors import EngineDead
+from server.generation.engine_client import EngineClient
 from server.host_options import HostOptions
 from server.lifecycle import systemd_notify, watchdog
 from server.lifecycle.composition import Composition
@@ -77,6 +78,10 @@ class Lifetime(abc.ABC):
     """Returns the number of live generations."""
 
   @abc.abstractmethod
+  def _require_engine(self) -> EngineClient:
+    """Returns the engine; raises Unavailable unless it serves."""
+
+  @abc.abstractmethod
   async def _drain(self) -> None:
     """Refuses new work; returns when nothing is live or the wait is over."""
 
@@ -94,7 +99,7 @@ class Lifetime(abc.ABC):
     if self._options.admin_port >= 0:
       assert self._admin is not None, "an admin port needs its actions"
       await self._health.set(LIVENESS, SERVING)
-      service = AdminService(self._admin, self._begin_drain)
+      service = AdminService(self._admin, self._begin_drain, self._require_engine)
 
       def add_services(server: grpc.aio.Server) -> None:
         service.register(server, enable_channelz=self._options.enable_channelz)

@@ -9,6 +9,7 @@ protocol of Kubernetes' Gateway API Inference Extension requires three gauges: `
 from collections.abc import Iterator, Sequence
 import dataclasses
 import itertools
+import time
 
 from prometheus_client import Metric, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -16,7 +17,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from engine.recorder import EngineStats, RungTotals
+from engine.recorder import RungTotals
 from server.generation.engine_client import Report
 from server.generation.serving_state import Backend, ServingState
 from server.telemetry.latency_histograms import Histogram, Observations
@@ -111,7 +112,7 @@ class ServerLook(Collector):
     ]
     yield from families
     if self.vllm_names:
-      yield from _vllm(backend, stats, families)
+      yield from _vllm(backend, report, families)
 
   def _of_server(self) -> Iterator[Metric]:
     counts = self.counts
@@ -178,6 +179,13 @@ def _gauges(backend: Backend, report: Report, counts: ProcessCounts) -> Iterator
   )
   yield _gauge("sluice_model_load_seconds", "What loading the weights took.", backend.load_s)
   yield _gauge("sluice_warmup_seconds", "What compiling all steps took.", backend.warmup_s)
+  if config.enable_lora:
+    yield _gauge("sluice_adapters_loaded", "LoRA adapters that hold a slot.", len(report.adapters))
+    yield _gauge("sluice_adapters_limit", "Slots of LoRA adapters.", config.max_loras)
+    requests = _gauge("sluice_adapter_requests", "Live requests of each LoRA adapter.", labels=["adapter"])
+    for adapter in report.adapters:
+      requests.add_metric([adapter.name], adapter.num_live)
+    yield requests
   info = _gauge("sluice_model_info", "Of what is served; always 1.", labels=["model", "batching"])
   info.add_metric([backend.model, config.batching], 1)
   yield info
@@ -249,8 +257,9 @@ def _histograms(seen: Observations, queue: Histogram) -> Iterator[Metric]:
     yield HistogramMetricFamily(name, text, list(zip(bounds, counts, strict=True)), histogram.total)
 
 
-def _vllm(backend: Backend, stats: EngineStats, families: list[Metric]) -> Iterator[Metric]:
+def _vllm(backend: Backend, report: Report, families: list[Metric]) -> Iterator[Metric]:
   """Yields the same samples under vLLM's names and labels."""
+  stats, config = report.stats, backend.config
   ours = {family.name: family for family in families}
   labels = {"model_name": backend.model, "engine": "0"}
   for name, of in _VLLM_NAMES.items():
@@ -268,5 +277,12 @@ def _vllm(backend: Backend, stats: EngineStats, families: list[Metric]) -> Itera
   info = _gauge(
     "vllm:cache_config_info", "Of the KV pool; always 1.", labels=["engine", "block_size", "num_gpu_blocks"]
   )
-  info.add_metric(["0", str(backend.config.block_size), str(stats.num_blocks)], 1)
+  info.add_metric(["0", str(config.block_size), str(stats.num_blocks)], 1)
   yield info
+  if config.enable_lora:
+    # No request waits for a slot, since every loaded adapter has one.
+    names = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+    lora = _gauge("vllm:lora_requests_info", "LoRA adapters with requests; the time of the scrape.", labels=names)
+    running = ",".join(adapter.name for adapter in report.adapters if adapter.num_live)
+    lora.add_metric([str(config.max_loras), running, ""], time.time())
+    yield lora

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18server/proto/admin.proto\x12\x0fsluice.admin.v1\"\x12\n\x10GetConfigRequest\":\n\x11GetConfigResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\r\n\x05\x66lags\x18\x02 \x03(\t\"\x1d\n\x0fSetTraceRequest\x12\n\n\x02on\x18\x01 \x01(\x08\" \n\x10SetTraceResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05\x32\xfb\x01\n\x0c\x41\x64minService\x12R\n\tGetConfig\x12!.sluice.admin.v1.GetConfigRequest\x1a\".sluice.admin.v1.GetConfigResponse\x12O\n\x08SetTrace\x12 .sluice.admin.v1.SetTraceRequest\x1a!.sluice.admin.v1.SetTraceResponse\x12\x46\n\x05\x44rain\x12\x1d.sluice.admin.v1.DrainRequest\x1a\x1e.sluice.admin.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18server/proto/admin.proto\x12\x0fsluice.admin.v1\"\x12\n\x10GetConfigRequest\":\n\x11GetConfigResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\r\n\x05\x66lags\x18\x02 \x03(\t\"\x1d\n\x0fSetTraceRequest\x12\n\n\x02on\x18\x01 \x01(\x08\" \n\x10SetTraceResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05\"P\n\x12LoadAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\x12\x11\n\tlora_path\x18\x02 \x01(\t\x12\x14\n\x0cload_inplace\x18\x03 \x01(\x08\"\x15\n\x13LoadAdapterResponse\")\n\x14UnloadAdapterRequest\x12\x11\n\tlora_name\x18\x01 \x01(\t\".\n\x15UnloadAdapterResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\x05\"\x15\n\x13ListAdaptersRequest\"B\n\x14ListAdaptersResponse\x12*\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x18.sluice.admin.v1.Adapter\"\\\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x15\n\rlive_requests\x18\x04 \x01(\x05\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x32\x92\x04\n\x0c\x41\x64minService\x12R\n\tGetConfig\x12!.sluice.admin.v1.GetConfigRequest\x1a\".sluice.admin.v1.GetConfigResponse\x12O\n\x08SetTrace\x12 .sluice.admin.v1.SetTraceRequest\x1a!.sluice.admin.v1.SetTraceResponse\x12\x46\n\x05\x44rain\x12\x1d.sluice.admin.v1.DrainRequest\x1a\x1e.sluice.admin.v1.DrainResponse\x12X\n\x0bLoadAdapter\x12#.sluice.admin.v1.LoadAdapterRequest\x1a$.sluice.admin.v1.LoadAdapterResponse\x12^\n\rUnloadAdapter\x12%.sluice.admin.v1.UnloadAdapterRequest\x1a&.sluice.admin.v1.UnloadAdapterResponse\x12[\n\x0cListAdapters\x12$.sluice.admin.v1.ListAdaptersRequest\x1a%.sluice.admin.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,6 +43,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINREQUEST']._serialized_end=204
   _globals['_DRAINRESPONSE']._serialized_start=206
   _globals['_DRAINRESPONSE']._serialized_end=244
-  _globals['_ADMINSERVICE']._serialized_start=247
-  _globals['_ADMINSERVICE']._serialized_end=498
+  _globals['_LOADADAPTERREQUEST']._serialized_start=246
+  _globals['_LOADADAPTERREQUEST']._serialized_end=326
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=328
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=349
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=351
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=392
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=394
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=440
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=442
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=463
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=465
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=531
+  _globals['_ADAPTER']._serialized_start=533
+  _globals['_ADAPTER']._serialized_end=625
+  _globals['_ADMINSERVICE']._serialized_start=628
+  _globals['_ADMINSERVICE']._serialized_end=1158
 # @@protoc_insertion_point(module_scope)

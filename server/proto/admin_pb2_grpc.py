@@ -49,6 +49,21 @@ class AdminServiceStub:
                 request_serializer=server_dot_proto_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/sluice.admin.v1.AdminService/LoadAdapter',
+                request_serializer=server_dot_proto_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/sluice.admin.v1.AdminService/UnloadAdapter',
+                request_serializer=server_dot_proto_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/sluice.admin.v1.AdminService/ListAdapters',
+                request_serializer=server_dot_proto_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -76,6 +91,27 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter from a folder in PEFT's format. Needs --enable_lora, else FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Refuses new requests for an adapter at once. Its slot is free when its last request has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """The adapters that hold a slot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +129,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=server_dot_proto_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=server_dot_proto_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=server_dot_proto_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=server_dot_proto_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=server_dot_proto_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=server_dot_proto_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=server_dot_proto_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=server_dot_proto_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +227,87 @@ class AdminService:
             '/sluice.admin.v1.AdminService/Drain',
             server_dot_proto_dot_admin__pb2.DrainRequest.SerializeToString,
             server_dot_proto_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.admin.v1.AdminService/LoadAdapter',
+            server_dot_proto_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            server_dot_proto_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.admin.v1.AdminService/UnloadAdapter',
+            server_dot_proto_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            server_dot_proto_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.admin.v1.AdminService/ListAdapters',
+            server_dot_proto_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            server_dot_proto_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,6 +6,8 @@ import dataclasses
 import grpc
 from grpc_channelz.v1 import channelz
 
+from engine.adapters import AdapterState
+from server.generation.engine_client import EngineClient
 from server.proto import admin_pb2 as pb
 from server.proto import admin_pb2_grpc
 from server.version import server_version
@@ -30,13 +32,15 @@ class AdminActions:
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
   """Implements the admin API; a server has one."""
 
-  def __init__(self, actions: AdminActions, drain: Callable[[], int]):
+  def __init__(self, actions: AdminActions, drain: Callable[[], int], engine: Callable[[], EngineClient]):
     """Args:
     actions: the composition root's actions.
     drain: begins the drain; returns the number of live requests.
+    engine: returns the engine; raises Unavailable unless it serves.
     """
     self._actions = actions
     self._drain = drain
+    self._engine = engine
 
   def register(self, server: grpc.aio.Server, *, enable_channelz: bool) -> None:
     """Adds the service to a server that has not started, and gRPC's channelz where the options enable it."""
@@ -52,3 +56,31 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
   async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainResponse:
     return pb.DrainResponse(live_requests=self._drain())
+
+  async def LoadAdapter(
+    self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext
+  ) -> pb.LoadAdapterResponse:
+    await self._engine().load_adapter(request.lora_name, request.lora_path, replaces=request.load_inplace)
+    return pb.LoadAdapterResponse()
+
+  async def UnloadAdapter(
+    self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+  ) -> pb.UnloadAdapterResponse:
+    return pb.UnloadAdapterResponse(live_requests=await self._engine().unload_adapter(request.lora_name))
+
+  async def ListAdapters(
+    self, request: pb.ListAdaptersRequest, context: grpc.aio.ServicerContext
+  ) -> pb.ListAdaptersResponse:
+    report = await self._engine().report()
+    return pb.ListAdaptersResponse(
+      adapters=[
+        pb.Adapter(
+          name=adapter.name,
+          path=adapter.path,
+          rank=adapter.rank,
+          live_requests=adapter.num_live,
+          draining=adapter.state == AdapterState.DRAINING.value,
+        )
+        for adapter in report.adapters
+      ]
+    )

@@ -18,6 +18,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 # Each row holds for a class and its subclasses. Clients never see any other exception.
 _CODES = (
+  (engine_errors.AdapterNotLoaded, grpc.StatusCode.NOT_FOUND),
   (engine_errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
   (engine_errors.DuplicateRequest, grpc.StatusCode.ALREADY_EXISTS),
   (engine_errors.Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),

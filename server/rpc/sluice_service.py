@@ -75,7 +75,7 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
           message.started.CopyFrom(
             pb.Started(
               request_id=generation.request_id,
-              model=backend.model,
+              model=generation.adapter or backend.model,
               num_prompt_tokens=generation.outputs[0].num_prompt_tokens,
             )
           )
@@ -110,7 +110,7 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
       backend.generations.close_generation(generation)
     response = pb.GenerateUnaryResponse(
       request_id=generation.request_id,
-      model=backend.model,
+      model=generation.adapter or backend.model,
       num_prompt_tokens=generation.outputs[0].num_prompt_tokens,
       prompt_logprobs=generation.outputs[0].delta.prompt_logprobs,
     )
@@ -157,13 +157,13 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
   async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
     backend = self._state.require_backend()
     self._judge_unknown(request, context)
-    request_validation.check_model_name(request.model, backend.model)
+    backend.find_adapter(request.model)
     return pb.TokenizeResponse(token_ids=await self._state.tokenize_prompt(request, backend.tokenizer))
 
   async def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
     backend = self._state.require_backend()
     self._judge_unknown(request, context)
-    request_validation.check_model_name(request.model, backend.model)
+    backend.find_adapter(request.model)
     tokenizer = request_validation.need_tokenizer(backend.tokenizer, "Detokenize")
     request_validation.check_token_ids("token_ids", request.token_ids, backend.config.vocab_size)
     skip = request.skip_special_tokens or not request.HasField("skip_special_tokens")
@@ -175,7 +175,7 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
   async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
     with self._state.admit() as backend:
       self._judge_unknown(request, context)
-      prompt_embedding.check_embedding_model(request.model, backend)
+      adapter = prompt_embedding.find_embedding_adapter(request.model, backend)
       if not request.inputs:
         raise InvalidRequest("is an empty list: send at least one text or list of token ids", field="inputs")
       prompt_embedding.check_num_inputs(len(request.inputs), "inputs")
@@ -189,19 +189,20 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
       caller = call_interceptor.current_call()
       tenant = bind_tenant(request.tenant, caller.tenant)
       request_validation.check_tenant(tenant)
-      caller.notes.update(prompt_tokens=sum(map(len, prompts)))
+      caller.notes.update(prompt_tokens=sum(map(len, prompts)), adapter=adapter or None)
       vectors = await prompt_embedding.embed_prompts(
         backend,
         prompts,
         priority=request.priority,
         tenant=tenant,
         owner=caller.tenant or "",
+        adapter=adapter,
         time_remaining_s=lambda: _time_remaining(context),
       )
     normalize = request.normalize or not request.HasField("normalize")
 
     def make_response() -> pb.EmbedResponse:
-      response = pb.EmbedResponse(model=backend.model)
+      response = pb.EmbedResponse(model=adapter or backend.model)
       for prompt, vector in zip(prompts, vectors, strict=True):
         values = prompt_embedding.shorten_vector(vector, dimensions, normalize)
         response.embeddings.add(values=values, num_tokens=len(prompt))
@@ -230,6 +231,7 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
       num_blocks=config.num_blocks,
       server_version=server_version(),
       batching=config.batching,
+      adapters=[adapter.name for adapter in backend.engine.adapters()],
     )
 
   async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
@@ -311,17 +313,21 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
     Nothing awaits after the submission, so the caller's `finally` always runs.
     """
     self._judge_unknown(request, context)
-    request_validation.check_model_name(request.model, backend.model)
+    adapter = backend.find_adapter(request.model)
     prompt = await self._state.tokenize_prompt(request, backend.tokenizer)
     caller = call_interceptor.current_call()
     if request.WhichOneof("prompt") == "chat":
       tracing.mark_chat()
     request.tenant = bind_tenant(request.tenant, caller.tenant)
-    call = request_validation.make_generation_call(request, backend.config, backend.tokenizer, prompt, backend.defaults)
+    call = request_validation.make_generation_call(
+      request, backend.config, backend.tokenizer, prompt, backend.defaults, adapter
+    )
     (call,) = await self._state.add_constraints(request, [call])
     remaining = _time_remaining(context)
     generation = await backend.generations.start_generation(call, remaining, caller.tenant or "")
-    caller.notes.update(generation_id=generation.request_id, prompt_tokens=len(prompt))
+    caller.notes.update(
+      generation_id=generation.request_id, prompt_tokens=len(prompt), adapter=generation.adapter or None
+    )
     return generation
 
 

@@ -38,7 +38,9 @@ _HTTP_PATHS = (
   "/tokenizer_info",
   "/v1/chat/completions",
   "/v1/completions",
+  "/v1/load_lora_adapter",
   "/v1/models",
+  "/v1/unload_lora_adapter",
   "/version",
 )
 _HTTP_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")

@@ -136,17 +136,19 @@ class Tracer:
     self._propagator = TraceContextTextMapPropagator()
     self._model = model
 
-  def start_span(self, request_id: str, num_prompt_tokens: int, params: Sequence[SamplingParams]) -> Span:
-    """Starts the span of an accepted generation, under the trace of the current call."""
+  def start_span(
+    self, request_id: str, num_prompt_tokens: int, params: Sequence[SamplingParams], *, adapter: str = ""
+  ) -> Span:
+    """Starts the span of an accepted generation, under the trace of the current call. An adapter is its model."""
     from opentelemetry.context import Context
     from opentelemetry.trace import SpanKind
 
-    caller, first = _caller.get(_UNKNOWN), params[0]
+    caller, first, model = _caller.get(_UNKNOWN), params[0], adapter or self._model
     attributes = {
       "gen_ai.operation.name": caller.operation,
       "gen_ai.provider.name": "sluice",
-      "gen_ai.request.model": self._model,
-      "gen_ai.response.model": self._model,
+      "gen_ai.request.model": model,
+      "gen_ai.response.model": model,
       "gen_ai.response.id": request_id,
       "gen_ai.request.max_tokens": first.max_tokens,
       "gen_ai.request.temperature": first.temperature,
@@ -164,7 +166,7 @@ class Tracer:
     carrier = {"traceparent": caller.traceparent, "tracestate": caller.tracestate}
     start_ns = time.time_ns()
     span = self._tracer.start_span(
-      f"{caller.operation} {self._model}",
+      f"{caller.operation} {model}",
       # The propagator ignores malformed headers, as W3C requires.
       context=self._propagator.extract({key: value for key, value in carrier.items() if value}, Context()),
       kind=SpanKind.SERVER,

@@ -21,6 +21,8 @@ import uvloop
 from engine.batch import Runner
 from engine.config import EngineConfig
 from engine.scheduler import Scheduler
+from extensions.fake_device.build import read_fake_adapter
+from server.generation.adapter_loader import AdapterLoader
 from server.generation.engine_client import LocalEngine
 from server.generation.generations import Generations
 from server.generation.sampling_defaults import SamplingDefaults
@@ -188,10 +190,12 @@ def running(
   faults: Injector | None = None,
   defaults: SamplingDefaults | None = None,
   model: str = "tiny",
+  lora_dir: pathlib.Path | str = "",
 ) -> Iterator[Served]:
   """Runs a server in a thread until the block ends, then drains it and checks that no page is left.
 
-  With `device`, a real one that agrees with `config`, the fake one stands idle.
+  With `device`, a real one that agrees with `config`, the fake one stands idle. With config.enable_lora, adapters load
+  from below `lora_dir`.
   """
   config = config or tiny_config(token_budgets=(8, 64, 128), eos_token_ids=(END,))
   host = host or HostOptions()
@@ -206,7 +210,10 @@ def running(
     port = await server.start_listening()
     runner = SlowRunner(config, poison)
     engine = CheckedEngine(Scheduler(config), device or runner, time.monotonic, server.emit)
-    port_of_engine = LocalEngine(engine)
+    loader = AdapterLoader(
+      engine, read_fake_adapter if config.enable_lora else None, model=model, lora_dir=str(lora_dir)
+    )
+    port_of_engine = LocalEngine(engine, adapter_loader=loader)
     generations = Generations(port_of_engine, tokenizer)
     if serve:
       await server.serve(

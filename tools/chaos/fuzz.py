@@ -228,14 +228,14 @@ def _validator() -> Callable[[protobuf_message.Message], None]:
     match message:
       case pb.GenerateRequest():
         request_validation.unknown_fields(message)
-        request_validation.check_model_name(message.model, "sluice-demo")
+        request_validation.find_adapter(message.model, "sluice-demo")
         prompt = request_validation.prompt_token_ids(message, tokenizer)
         call = request_validation.make_generation_call(message, config, tokenizer, prompt, {})
         for params in call.params:
           request = Request("fuzz", call.prompt_token_ids, params, call.priority, cache_salt=call.cache_salt)
           validate_request(config, request)
       case pb.TokenizeRequest():
-        request_validation.check_model_name(message.model, "sluice-demo")
+        request_validation.find_adapter(message.model, "sluice-demo")
         request_validation.prompt_token_ids(message, tokenizer)
       case pb.DetokenizeRequest():
         request_validation.check_token_ids("token_ids", message.token_ids, config.vocab_size)

@@ -10,6 +10,7 @@ from typing import cast
 
 from prometheus_client import Metric
 
+from engine.adapters import AdapterInfo, AdapterState
 from engine.config import EngineConfig
 from engine.recorder import Recorder
 from engine.request import FinishReason
@@ -46,7 +47,7 @@ Sums over the processes of the server, from the system.
 
 def _all_metrics() -> list[Metric]:
   """Returns the metrics of an idle server, with one sample of every label."""
-  config = EngineConfig(vocab_size=2, max_model_len=16, num_blocks=1)
+  config = EngineConfig(vocab_size=2, max_model_len=16, num_blocks=1, enable_lora=True)
   stats = dataclasses.replace(Recorder().stats(Scheduler(config), 0, 0), finished={FinishReason.STOP: 0})
   counts = ProcessCounts(
     calls={("grpc", "Generate", "OK"): 0},
@@ -55,7 +56,8 @@ def _all_metrics() -> list[Metric]:
     pids=[os.getpid()],
   )
   backend = cast(Backend, types.SimpleNamespace(config=config, model="", load_s=0.0, warmup_s=0.0))
-  report = Report(stats, 0.0, 0.0, 0, 0, Observations().queue)
+  adapters = (AdapterInfo("", 0, "", 0, AdapterState.LOADED.value),)
+  report = Report(stats, 0.0, 0.0, 0, 0, Observations().queue, adapters=adapters)
   return list(ServerLook(True, True, counts, backend, report, vllm_names=True).collect())
 
 

@@ -16,9 +16,9 @@ from engine.errors import InvalidRequest
 from server.generation.prompt_embedding import (
   Vector,
   check_dimensions,
-  check_embedding_model,
   check_num_inputs,
   embed_prompts,
+  find_embedding_adapter,
   shorten_vector,
   tokenize_inputs,
 )
@@ -61,7 +61,9 @@ class EmbeddingEndpoints:
           value = base64.b64encode(_little_endian(shown)).decode() if encoding == "base64" else shown.tolist()
           data.append({"object": "embedding", "index": index, "embedding": value})
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return msgspec.json.encode({"object": "list", "data": data, "model": backend.model, "usage": usage})
+        return msgspec.json.encode(
+          {"object": "list", "data": data, "model": fields.model or backend.model, "usage": usage}
+        )
 
       return Response(await self._state.run_in_text_pool(write), media_type="application/json", headers=headers)
 
@@ -82,7 +84,7 @@ class EmbeddingEndpoints:
         "id": f"score-{secrets.token_hex(12)}",
         "object": "list",
         "created": int(time.time()),
-        "model": backend.model,
+        "model": fields.model or backend.model,
         "data": data,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
       }
@@ -107,7 +109,7 @@ class EmbeddingEndpoints:
       ]
       body = {
         "id": f"rerank-{secrets.token_hex(12)}",
-        "model": backend.model,
+        "model": fields.model or backend.model,
         "results": results,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
       }
@@ -119,7 +121,7 @@ class EmbeddingEndpoints:
     """Returns the body's fields, and the header of ignored ones."""
     values = await read_json_object(request, self._state, self._options)
     fields, ignored = read_fields(values, kind)
-    check_embedding_model(fields.model or "", backend)
+    request.state.notes.update(adapter=find_embedding_adapter(fields.model, backend) or None)
     return fields, judge_ignored(ignored, strict=self._options.strict_requests)
 
   async def _embed(
@@ -152,6 +154,7 @@ class EmbeddingEndpoints:
       tenant=tenant,
       owner=tenant,
       takes_free_slots=getattr(request.state, "takes_free_slots", False),
+      adapter=find_embedding_adapter(fields.model, backend),
     )
     vectors = await unless_gone(request.receive, work)
     num_tokens = sum(map(len, prompts))

@@ -50,7 +50,7 @@ class MessageEndpoints:
       answer_id = f"msg_{secrets.token_hex(12)}"
       reply = MessageReply(
         answer_id,
-        backend.model,
+        requested.adapter or backend.model,
         num_tokens,
         chat.make_parser(),
         request.state.notes,
@@ -66,7 +66,7 @@ class MessageEndpoints:
     request.state.field_names |= translated.field_names
     fields, _ = read_fields(translated.body, TokenizeChat)
     chat = read_chat(translated.body, fields)
-    request_validation.check_model_name(fields.model or "", backend.model)
+    backend.find_adapter(fields.model)
     tokenizer = request_validation.need_tokenizer(backend.tokenizer, "messages")
     ignored = translated.name_ignored(chat.ignored(tokenizer))
     headers = judge_ignored(ignored, strict=self._options.strict_requests)

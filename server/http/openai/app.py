@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import Overloaded
+from server.errors import PermissionDenied
 from server.generation.serving_state import ServingState
 from server.http.embeddings.embedding_endpoints import EmbeddingEndpoints
 from server.http.error_responses import OPENAI_ERRORS, Refused, make_error_answer
@@ -26,10 +27,11 @@ from server.http.json_exchange import ClientGone
 from server.http.messages.message_endpoints import MessageEndpoints
 from server.http.messages.message_errors import MESSAGES_ERRORS
 from server.http.openai import openapi
+from server.http.openai.adapter_endpoints import ADMIN_PATHS, AdapterEndpoints
 from server.http.openai.completions import CompletionEndpoints
 from server.http.openai.model_endpoints import ModelEndpoints
 from server.http.responses.response_endpoints import ResponseEndpoints
-from server.security.api_keys import ApiKeys
+from server.security.api_keys import AdminKeys, ApiKeys
 from server.telemetry import tracing
 from server.telemetry.access_log import AccessLog
 from server.version import server_version
@@ -54,6 +56,7 @@ def make_app(
   options: HttpOptions,
   *,
   api_keys: ApiKeys | None = None,
+  admin_keys: AdminKeys | None = None,
   access_log: AccessLog | None = None,
   extra_routes: Sequence[BaseRoute] = (),
   public_paths: Sequence[str] = (),
@@ -64,13 +67,14 @@ def make_app(
     state: admits requests, for gRPC too.
     options: limits.
     api_keys: the accepted keys; None accepts every caller.
+    admin_keys: the accepted keys of paths for administrators; None refuses every caller there.
     access_log: receives a line for each request except health checks.
     extra_routes: routes of other pages, behind the same guard.
     public_paths: paths of those routes that need no key.
   """
   endpoints, texts = CompletionEndpoints(state, options), ModelEndpoints(state, options)
   messages, responses = MessageEndpoints(state, options), ResponseEndpoints(state, options)
-  embeddings = EmbeddingEndpoints(state, options)
+  embeddings, adapters = EmbeddingEndpoints(state, options), AdapterEndpoints(state, options)
   routes = [
     *_probes(state),
     Route("/v1/models", texts.models),
@@ -88,6 +92,7 @@ def make_app(
     Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
     *(Route(path, embeddings.score, methods=["POST"]) for path in ("/v1/score", "/score")),
     *(Route(path, embeddings.rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+    *(Route(path, handler, methods=["POST"]) for path, handler in adapters.handlers().items()),
     Route("/tokenize", texts.tokenize, methods=["POST"]),
     Route("/tokenizer_info", texts.tokenizer_info),
     Route("/detokenize", texts.detokenize, methods=["POST"]),
@@ -95,7 +100,7 @@ def make_app(
     *extra_routes,
   ]
   public = frozenset((*PROBES, openapi.PATH, *public_paths))
-  guard = _Guard(_make_router(routes), options, api_keys, access_log, public)
+  guard = _Guard(_make_router(routes), options, api_keys, admin_keys, access_log, public)
   if not options.allowed_origins:
     return guard
   # Around the guard: a browser's preflight has no credentials, and errors need these headers too.
@@ -117,7 +122,7 @@ def make_probe_app(
   extra_routes: Sequence[BaseRoute] = (),
 ) -> ASGIApp:
   """Makes an application of health checks and `extra_routes`, behind the guard without keys. It serves no texts."""
-  return _Guard(_make_router([*_probes(state), *extra_routes]), options, None, access_log, frozenset(PROBES))
+  return _Guard(_make_router([*_probes(state), *extra_routes]), options, None, None, access_log, frozenset(PROBES))
 
 
 def _make_router(routes: Sequence[BaseRoute]) -> Router:
@@ -157,12 +162,14 @@ class _Guard:
     app: ASGIApp,
     options: HttpOptions,
     api_keys: ApiKeys | None,
+    admin_keys: AdminKeys | None,
     access_log: AccessLog | None,
     public_paths: frozenset[str],
   ):
     self._app = app
     self._options = options
     self._api_keys = api_keys
+    self._admin_keys = admin_keys
     self._access_log = access_log
     self._public_paths = public_paths
     self._allowed_hosts = _allowed_hosts(options, api_keys)
@@ -246,10 +253,13 @@ class _Guard:
       )
     if self._api_keys is None and headers.get("content-type", "").startswith("multipart/"):
       self._check_origin(headers)
-    if self._api_keys is not None and path not in self._public_paths:
-      scope["state"]["tenant"] = self._api_keys.check_credentials(
-        headers.get("authorization"), headers.get("x-api-key")
+    keys = self._admin_keys if path in ADMIN_PATHS else self._api_keys
+    if path in ADMIN_PATHS and keys is None:
+      raise PermissionDenied(
+        f"{path} is for administrators: serve with --enable_lora and --admin_api_key_file=FILE, and send a key of it"
       )
+    if keys is not None and path not in self._public_paths:
+      scope["state"]["tenant"] = keys.check_credentials(headers.get("authorization"), headers.get("x-api-key"))
     if self._num_requests > options.max_requests:
       raise Overloaded(f"{options.max_requests} requests are in progress, which is the limit")
 

@@ -71,6 +71,7 @@ class CompletionEndpoints:
         output.logprobs = fields.logprobs
         if fields.echo:
           output.prompt_logprobs = fields.logprobs
+      requested.adapter = backend.find_adapter(fields.model)
       prompts = await self._prompts(backend, fields)
       if fields.max_tokens is None:
         num_left = request_validation.count_tokens_left(backend.config, max(len(each.token_ids) for each in prompts))
@@ -103,7 +104,6 @@ class CompletionEndpoints:
 
   async def _prompts(self, backend: Backend, fields: CompletionRequest) -> list[Prompt]:
     """Returns the prompts as texts and ids, with the tokens' places in the texts if the response needs them."""
-    request_validation.check_model_name(fields.model or "", backend.model)
     given = list_prompts(fields.prompt, "prompt")
     if len(given) > MAX_PROMPTS:
       raise InvalidRequest(
@@ -146,7 +146,8 @@ class CompletionEndpoints:
   ) -> Response:
     prefix, kind = _KINDS[type(requested.fields)]
     answer_id = f"{prefix}-{requested.request.request_id or secrets.token_hex(16)}"
-    frame = {"id": answer_id, "object": kind, "created": int(time.time()), "model": backend.model}
+    model = requested.adapter or backend.model
+    frame = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
     reply = _CompletionReply(requested, prompts, choices, frame, request.state.notes)
     return await self._responder.respond(request, backend, requested, prompts, reply, answer_id)
 

@@ -61,6 +61,7 @@ class RequestedGeneration[T: GenerationFields]:
     strict_schema: whether to refuse keywords of the constraint's JSON schema that are not enforced.
     shown_token_ids: special tokens that the text has even where it omits special tokens.
     reasoning: the limit of the reasoning before the answer, or None.
+    adapter: name of the LoRA adapter; empty: the base model alone.
   """
 
   fields: T
@@ -72,6 +73,7 @@ class RequestedGeneration[T: GenerationFields]:
   strict_schema: bool = False
   shown_token_ids: frozenset[int] = frozenset()
   reasoning: ReasoningLimit | None = None
+  adapter: str = ""
 
 
 def read_fields[T: RequestFields](values: dict[str, Any], kind: type[T]) -> tuple[T, list[str]]:

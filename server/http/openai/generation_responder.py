@@ -138,7 +138,7 @@ class GenerationResponder:
       requested.request.request_id = answer_id if len(prompts) == 1 else f"{answer_id}-{place}"
       token_ids = list(prompt.token_ids)
       call = request_validation.make_generation_call(
-        requested.request, backend.config, backend.tokenizer, token_ids, backend.defaults
+        requested.request, backend.config, backend.tokenizer, token_ids, backend.defaults, requested.adapter
       )
       calls.append(dataclasses.replace(call, shown_token_ids=requested.shown_token_ids))
     ignored = await self._relax_schema(request, requested)
@@ -151,7 +151,9 @@ class GenerationResponder:
       for call in calls:
         await running.start_generation(call)
       num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-      request.state.notes.update(generation_id=answer_id, prompt_tokens=num_prompt_tokens)
+      request.state.notes.update(
+        generation_id=answer_id, prompt_tokens=num_prompt_tokens, adapter=requested.adapter or None
+      )
       if not requested.fields.stream:
         await unless_gone(request.receive, running.wait_ended())
         generations = list(running.live)

@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from engine.adapters import AdapterInfo
 from server.generation import request_validation
 from server.generation.serving_state import Backend, ServingState
 from server.http.http_options import HttpOptions
@@ -29,13 +30,16 @@ class ModelEndpoints:
 
   async def models(self, request: Request) -> Response:
     """GET /v1/models."""
-    return JSONResponse({"object": "list", "data": [self._model(self._state.require_backend())]})
+    backend = self._state.require_backend()
+    adapters = [self._adapter(backend, adapter) for adapter in backend.engine.adapters()]
+    return JSONResponse({"object": "list", "data": [self._model(backend), *adapters]})
 
   async def model(self, request: Request) -> Response:
     """GET /v1/models/NAME."""
     backend = self._state.require_backend()
-    request_validation.check_model_name(request.path_params["model"], backend.model)
-    return JSONResponse(self._model(backend))
+    name = backend.find_adapter(request.path_params["model"])
+    adapter = next((adapter for adapter in backend.engine.adapters() if adapter.name == name), None)
+    return JSONResponse(self._model(backend) if adapter is None else self._adapter(backend, adapter))
 
   def _model(self, backend: Backend) -> dict[str, Any]:
     return {
@@ -43,8 +47,13 @@ class ModelEndpoints:
       "object": "model",
       "created": self._created,
       "owned_by": "sluice",
+      "root": backend.model,
+      "parent": None,
       "max_model_len": backend.config.max_model_len,
     }
+
+  def _adapter(self, backend: Backend, adapter: AdapterInfo) -> dict[str, Any]:
+    return self._model(backend) | {"id": adapter.name, "root": adapter.path, "parent": backend.model}
 
   async def tokenizer_info(self, request: Request) -> Response:
     """GET /tokenizer_info: what an evaluation harness without the tokenizer needs to know."""
@@ -99,5 +108,5 @@ class ModelEndpoints:
   async def _begin(self, request: Request) -> tuple[Backend, dict[str, Any]]:
     backend = self._state.require_backend()
     values = await read_json_object(request, self._state, self._options)
-    request_validation.check_model_name(convert_fields(values, RequestFields).model or "", backend.model)
+    backend.find_adapter(convert_fields(values, RequestFields).model)
     return backend, values

@@ -22,8 +22,10 @@ from server.http.openai.request_fields import (
   CompletionRequest,
   DetokenizeRequest,
   GenerationFields,
+  LoadAdapterRequest,
   TokenizeChat,
   TokenizeText,
+  UnloadAdapterRequest,
 )
 from server.http.responses.response_fields import InputTokensRequest, ResponseRequest
 
@@ -225,6 +227,8 @@ def _schemas() -> dict[str, Any]:
     object={"const": "model"},
     created=_whole(0, INT64_MAX),
     owned_by=_TEXT,
+    root=_said(_TEXT, "Of an adapter: its folder."),
+    parent=_said({"type": ["string", "null"]}, "Of an adapter: the served model."),
     max_model_len=_whole(1),
   )
   return {
@@ -342,6 +346,8 @@ BODIES = (
   EmbeddingRequest,
   ScoreRequest,
   RerankRequest,
+  LoadAdapterRequest,
+  UnloadAdapterRequest,
   TokenizeText,
   TokenizeChat,
   DetokenizeRequest,
@@ -359,8 +365,8 @@ _QUERIES = {
 }
 # Path, method, kinds of body, schema of the response (a name in _schemas, or the schema itself), and summary.
 _OPERATIONS: tuple[tuple[str, str, tuple[type[msgspec.Struct], ...], str | dict[str, Any], str], ...] = (
-  ("/v1/models", "get", (), "Models", "The served model."),
-  ("/v1/models/{model}", "get", (), "Model", "The same, by its name."),
+  ("/v1/models", "get", (), "Models", "The served model and its LoRA adapters."),
+  ("/v1/models/{model}", "get", (), "Model", "One of them, by its name."),
   ("/v1/completions", "post", (CompletionRequest,), "Completion", "Text after each prompt."),
   ("/v1/chat/completions", "post", (ChatCompletionRequest,), "ChatCompletion", "The next turn of a chat."),
   ("/v1/messages", "post", (MessageRequest,), "Message", "The next turn of a chat, in Anthropic's form."),
@@ -383,6 +389,14 @@ _OPERATIONS: tuple[tuple[str, str, tuple[type[msgspec.Struct], ...], str | dict[
   ("/v1/batches", "post", (BatchRequest,), "Batch", "Starts to run a file of requests."),
   ("/v1/batches/{id}", "get", (), "Batch", "A batch."),
   ("/v1/batches/{id}/cancel", "post", (), "Batch", "Ends a batch, which keeps the results that it has."),
+  (
+    "/v1/load_lora_adapter",
+    "post",
+    (LoadAdapterRequest,),
+    _TEXT,
+    "Loads a LoRA adapter, with a key of an administrator.",
+  ),
+  ("/v1/unload_lora_adapter", "post", (UnloadAdapterRequest,), _TEXT, "Unloads one, with such a key."),
   ("/tokenize", "post", (TokenizeText, TokenizeChat), "Tokens", "Token ids of a text or a chat."),
   ("/detokenize", "post", (DetokenizeRequest,), "Detokenized", "The text of token ids."),
   ("/tokenizer_info", "get", (), "TokenizerInfo", "What a harness needs to know of the tokenizer."),

@@ -98,9 +98,9 @@ UNSUPPORTED: Unsupported = {
   "kv_transfer_params": (({},), "leave it out"),
   "ec_transfer_params": (({},), "leave it out"),
   "session_params": (_NOTHING, "there are no sessions; send the whole prompt"),
-  "lora": (_NOTHING, "one model is served, without adapters; leave it out"),
-  "lora_request": (_NOTHING, "one model is served, without adapters; leave it out"),
-  "lora_path": (_NOTHING, "one model is served, without adapters; leave it out"),
+  "lora": (_NOTHING, "send an adapter's name as model"),
+  "lora_request": (_NOTHING, "send an adapter's name as model"),
+  "lora_path": (_NOTHING, "send an adapter's name as model"),
   "guided_whitespace_pattern": ((), "put the whitespace into the grammar, or leave it out"),
   "guided_json_object": ((False,), 'send response_format {"type": "json_object"}'),
   "structural_tag": ((), OTHER_CONSTRAINT),
@@ -200,7 +200,7 @@ class RequestFields(msgspec.Struct, kw_only=True):
   remedies: ClassVar[Mapping[str, str]] = {}
   harmless: ClassVar[Sequence[str]] = ()
   unsupported: ClassVar[Unsupported] = {}
-  model: Annotated[str, Meta(description="The served name; absent: the same.")] | None = None
+  model: Annotated[str, Meta(description="The served name or a LoRA adapter's; absent: the served one.")] | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -482,6 +482,24 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
   top_logprobs: Annotated[Int32, _shown(minimum=0, maximum=MAX_LOGPROBS, description="With logprobs alone.")] | None = (
     None
   )
+
+
+class LoadAdapterRequest(RequestFields, kw_only=True):
+  """A LoRA adapter to load, in vLLM's form."""
+
+  unsupported = {"is_3d_lora_weight": ((False,), "adapters of experts are not served; leave it out")}
+  lora_name: Annotated[str, Meta(description="The name that requests send as `model`.")]
+  lora_path: Annotated[str, Meta(description="A folder in PEFT's format, below `--lora_dir`.")]
+  load_inplace: Annotated[bool, Meta(description="Replace the adapter of this name, if it has no requests.")] | None = (
+    None
+  )
+
+
+class UnloadAdapterRequest(RequestFields, kw_only=True):
+  """A LoRA adapter to unload, in vLLM's form."""
+
+  harmless = ("lora_int_id",)
+  lora_name: Annotated[str, Meta(description="Its name.")]
 
 
 class TokenizeText(RequestFields, kw_only=True):

@@ -48,8 +48,9 @@ class ResponseEndpoints:
       is_stored = fields.store is not False and self._store.max_responses > 0
       translated, chat = await self._prepare(request, backend, values, fields, ignored)
       response_id = f"resp_{secrets.token_hex(24)}"
+      model = chat.requested.adapter or backend.model
       reply = ResponseReply(
-        describe_request(response_id, backend.model, values, fields, backend.defaults, is_stored=is_stored),
+        describe_request(response_id, model, values, fields, backend.defaults, is_stored=is_stored),
         len(chat.prompt.token_ids),
         translated.tools,
         chat.make_parser(),

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.adapters import AdapterInfo
 from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
 from engine.errors import EngineError, InvalidRequest, Overloaded
@@ -277,7 +278,9 @@ def test_settings_and_counts_come_back_as_they_were():
   )
   assert over_the_wire(settings) == settings
   config = EngineConfig(vocab_size=8, max_model_len=64, num_blocks=8, eos_token_ids=(1, 2))
-  assert over_the_wire(ServedModel("m", config, 1.5, 2.5, [7])).config == config
+  adapters = [AdapterInfo("a", 8, "/adapters/a", 2, "loaded")]
+  served = over_the_wire(ServedModel("m", config, 1.5, 2.5, adapters, [7]))
+  assert (served.config, served.adapters) == (config, adapters)
   seen = Observations()
   seen.first_token(7.0, 0.25)
   seen.gap(7.0, 0.5, 3)
@@ -306,7 +309,8 @@ def test_a_report_comes_back_as_it_was():
   )
   queue = Observations().queue
   queue.observe(0.5, 3)
-  report = Report(stats, 1.5, 1.25, 2, 1 << 30, queue, b"\0\1")
+  adapters = (AdapterInfo("a", 8, "/adapters/a", 2, "draining"),)
+  report = Report(stats, 1.5, 1.25, 2, 1 << 30, queue, b"\0\1", adapters)
   assert over_the_wire(report) == report
 
 

@@ -82,7 +82,14 @@ def test_the_admin_command(tokenizer, secrets):
     for command, key, code, said in (
       ("config", ADMIN_KEY, 0, "--model=tiny\n--api_key_file=/etc/keys\n"),
       ("trace_on", ADMIN_KEY, 0, "step trace: recording to /tmp/trace\n"),
-      ("nonsense", ADMIN_KEY, 2, "error: give one of config, trace_on, trace_off, drain\n"),
+      (
+        "nonsense",
+        ADMIN_KEY,
+        2,
+        "error: give one of config, trace_on, trace_off, drain, load_adapter, unload_adapter, list_adapters, with its "
+        "arguments\n",
+      ),
+      ("list_adapters", ADMIN_KEY, 0, "\n"),
       (
         "drain",
         KEY,
