@@ -14,7 +14,20 @@ _OBSERVE, _LIFE = "Observability", "Life of the server"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HostOptions:
+class SchemaSettings:
+  """What a JSON schema means, in the server and in LLM."""
+
+  json_schema_additional_properties: bool = setting(
+    False,
+    "Let objects of a JSON schema that list properties, or patterns of their names, and do not set "
+    "additionalProperties have others too, as the standard says. By default, and under strict, they have none: a model "
+    "that may add properties adds them until max_tokens.",
+    group=_LIMITS,
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostOptions(SchemaSettings):
   """The settings of the network side. Times are in seconds."""
 
   host: str = setting(
@@ -124,16 +137,9 @@ class HostOptions:
   max_stored_responses: int = setting(
     1024,
     "Responses of /v1/responses that the server keeps in memory for later requests; the oldest leave first, also "
-    "beyond 256 MiB. 0, or more than one front end process: none.",
+    "beyond 256 MiB. All front end processes share them. 0: none.",
     group=_LIMITS,
     at_least=0,
-  )
-  json_schema_additional_properties: bool = setting(
-    False,
-    "Let objects of a JSON schema that list properties, or patterns of their names, and do not set "
-    "additionalProperties have others too, as the standard says. By default, and under strict, they have none: a model "
-    "that may add properties adds them until max_tokens.",
-    group=_LIMITS,
   )
   http_allowed_hosts: tuple[str, ...] = setting(
     (),
@@ -222,8 +228,6 @@ class HostOptions:
       max_concurrent_rpcs=max(1, self.max_concurrent_rpcs // count),
       max_grpc_connections=max(1, self.max_grpc_connections // count),
       max_http_connections=max(1, self.max_http_connections // count),
-      # A later request may reach another process, which does not know the response.
-      max_stored_responses=self.max_stored_responses if count == 1 else 0,
     )
 
   def check_options(self) -> None:

@@ -76,7 +76,7 @@ class LLM:
       model: a model folder, a name that `sluice serve` accepts, or "demo" for Sluice's demo model.
       progress: whether to show progress bars; None: on a terminal and in a notebook.
       settings: the engine's settings by flag name (docs/reference/flags.md), such as max_num_seqs=64, and those of
-        ModelSettings. Queues are unbounded by default.
+        TextSettings. Queues are unbounded by default.
 
     Raises:
       ConfigError: a setting is unknown or invalid.
@@ -110,7 +110,12 @@ class LLM:
     self._finalizer = weakref.finalize(self, self._thread.close)
     self._compiler: ConstraintCompiler | None = None
     if self.tokenizer is not None:
-      self._compiler = ConstraintCompiler(self.tokenizer, self.config.vocab_size, self.config.eos_token_ids)
+      self._compiler = ConstraintCompiler(
+        self.tokenizer,
+        self.config.vocab_size,
+        self.config.eos_token_ids,
+        closes_objects=not text.json_schema_additional_properties,
+      )
 
   def generate(
     self,

@@ -4,6 +4,7 @@ Light to import: no JAX.
 """
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import difflib
 import os
 from typing import Any
@@ -18,16 +19,22 @@ from engine.settings import (
   declared_settings,
 )
 from server.flag_spellings import INSTEAD, SYNONYMS
+from server.host_options import SchemaSettings
 from server.model_settings import ModelSettings
 
 
-def split_settings(given: Mapping[str, Any]) -> tuple[ModelSettings, dict[str, Any]]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextSettings(ModelSettings, SchemaSettings):
+  """The settings of model and text."""
+
+
+def split_settings(given: Mapping[str, Any]) -> tuple[TextSettings, dict[str, Any]]:
   """The settings of text, checked, and the values of the engine's.
 
   Raises:
     ConfigError: a setting is unknown, or its value of another type or outside its limits.
   """
-  text = {declared.name: declared for declared in declared_settings(ModelSettings)}
+  text = {declared.name: declared for declared in declared_settings(TextSettings)}
   engine = {
     declared.name: declared for cls in (DeviceSettings, SchedulingSettings) for declared in declared_settings(cls)
   }
@@ -42,7 +49,7 @@ def split_settings(given: Mapping[str, Any]) -> tuple[ModelSettings, dict[str, A
       remedy = f"the nearest is {near[0]}" if near else f"known are {', '.join(sorted(known))}"
       raise ConfigError(f"{name}={value!r:.80} is not a setting of LLM; {remedy} (docs/reference/flags.md lists all)")
     values[name] = _checked_type(known[name], value)
-  chosen = ModelSettings(**{name: value for name, value in values.items() if name in text})
+  chosen = TextSettings(**{name: value for name, value in values.items() if name in text})
   check_settings(chosen)
   defaults = {name: declared.default for name, declared in engine.items()} | UNBOUNDED_QUEUE
   return chosen, defaults | {name: value for name, value in values.items() if name in engine}

@@ -30,7 +30,7 @@ they list. What `allOf`, `anyOf` or `$ref` add to the same object counts as list
 object without such a list stays open.
 
 Set `"additionalProperties": true` to open one object. `--json_schema_additional_properties` restores the standard's
-meaning for the server, except under `strict`.
+meaning for the server, except under `strict`. `LLM(json_schema_additional_properties=True)` does so in Python.
 
 ## Keywords
 

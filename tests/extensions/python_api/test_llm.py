@@ -101,6 +101,19 @@ def test_constraints_hold(llm: LLM):
     SamplingParams(regex="a", choice=["b"])
 
 
+def test_a_setting_opens_objects_of_schemas(llm: LLM):
+  schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+  schema["x-guidance"] = {"whitespace_flexible": False}
+  params = SamplingParams(json_schema=schema, max_tokens=40, temperature=1.5, n=8, seed=1)
+  (closed,) = llm.generate(["The"], params)
+  assert {output.text for output in closed.outputs} == {'{"a":1}'}
+  with LLM("demo", json_schema_additional_properties=True, **ONE_RUNG) as opened:
+    (output,) = opened.generate(["The"], params)
+  assert any(each.text.startswith('{"a":1,"') for each in output.outputs)
+  with pytest.raises(ConfigError, match="json_schema_additional_properties='yes' is not allowed: it must be True or"):
+    LLM("demo", json_schema_additional_properties="yes")
+
+
 def test_a_chat_goes_through_the_template(llm: LLM):
   chat = [{"role": "user", "content": "37 + 5 = ?"}]
   (answer,) = llm.chat(chat, SamplingParams(max_tokens=12, temperature=0))

@@ -101,6 +101,50 @@ def test_others_by_the_names_of_vllm_llama_cpp_and_sglang(http, fields):
   assert all(re.fullmatch("[ab]{3}", text) for text in ask(http, **fields))
 
 
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"grammar": "root ::= [ab] [ab] [ab]"},
+    {"ebnf": 'root ::= x x x\nx ::= "a" | "b"'},
+    {"regex": "[ab]{3}"},
+    {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+    {"json_schema": SCHEMA},
+  ],
+  ids=str,
+)
+def test_chats_take_the_fields_of_llama_cpp_and_sglang_as_completions_do(http, fields):
+  body = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 60, "n": 8, "seed": 1} | fields
+  answer = http.post("/v1/chat/completions", json=body)
+  assert answer.status_code == 200, answer.text
+  texts = [choice["message"]["content"] for choice in answer.json()["choices"]]
+  follows = is_of_schema if "schema" in str(fields) else re.compile("[ab]{3}").fullmatch
+  assert texts and all(map(follows, texts))
+  assert "x-sluice-ignored-fields" not in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+  ("fields", "param", "said"),
+  [
+    ({"ebnf": "root ::= missing"}, "ebnf", "is not one that can be followed"),
+    ({"grammar": "no grammar"}, "grammar", "is not one that can be followed"),
+    ({"regex": "("}, "regex", "is not one that can be followed"),
+    ({"regex": "(?=a)b"}, "regex", "is not one that can be followed"),
+    ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf", "is not allowed beside regex"),
+    ({"grammar": 'root ::= "a"', "grammar_lazy": True}, "grammar_lazy", "a grammar holds from the first token"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "is not supported with type text"),
+    ({"response_format": {"type": "json_object", "schema": 3}}, "response_format.schema", "send"),
+  ],
+  ids=str,
+)
+def test_what_they_cannot_mean_is_refused_by_name(http, path, fields, param, said):
+  body = {"prompt": "the"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "the"}]}
+  answer = http.post(path, json=body | {"max_tokens": 8} | fields)
+  error = answer.json()["error"]
+  assert answer.status_code == 400 and error["param"] == param and said in error["message"], error
+
+
 def test_any_json_by_the_names_of_llama_cpp_and_sglang(http):
   """An empty schema is any JSON; any object where that is asked for."""
   for fields, kinds in (
