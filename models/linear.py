@@ -35,11 +35,14 @@ class WeightForm:
     packed: the layout of pallas_kernels/packed_matmul, for one CPU.
     quantization: "none": the model's dtype; "int8": integers with a scale an output (models/quantize.py).
     ordered: packed products give a row the same bits in any batch; the layout does not change.
+    flat: a plain matrix is stored as [inputs, outputs], because a TPU tiles the last two dimensions of an array. Of the
+      shape [D, K, G + 2, H] it copies the whole weight in every step.
   """
 
   packed: bool = False
   quantization: str = "none"
   ordered: bool = False
+  flat: bool = False
 
   @property
   def orders_norms(self) -> bool:
@@ -122,14 +125,17 @@ class Matrix(nnx.Module):
 
 
 class PlainMatrix(Matrix):
-  """The checkpoint's layout, multiplied by XLA."""
+  """The checkpoint's layout, multiplied by XLA; with `form.flat` one matrix unless devices split an inner dimension."""
 
   def __init__(self, spec: MatrixSpec, form: WeightForm):
     super().__init__(spec, form)
-    self.array = param(spec.shape, spec.axes, spec.dtype)
+    self.shape, axes, num_inputs = spec.shape, spec.axes, spec.num_inputs
+    if form.flat and not any(axes[1:num_inputs]) and not any(axes[num_inputs + 1 :]):
+      self.shape, axes = (math.prod(spec.inputs), math.prod(spec.outputs)), (axes[0], axes[num_inputs])
+    self.array = param(self.shape, axes, spec.dtype)
 
   def arrange(self, weight: Array) -> dict[str, Array]:
-    return {"array": _owned(weight)}
+    return {"array": _owned(weight).reshape(self.shape)}
 
   def product(self, x, *, norm=None, activation=None, residual=None, num_rows=None, dtype=None):
     del num_rows
@@ -161,7 +167,7 @@ class Int8Matrix(PlainMatrix):
 
   def arrange(self, weight: Array) -> dict[str, Array]:
     values, scales = quantize(jax.device_put(weight), self.spec.num_inputs)
-    return {"array": values, "scales": scales}
+    return {"array": values.reshape(self.shape), "scales": scales}
 
   def _times(self, x, weight, dtype):
     return super()._times(x, weight.astype(x.dtype), dtype)  # exact in any dtype of x

@@ -249,7 +249,7 @@ def build_side(
   )
   started = time.perf_counter()
   matmul, matmul_reason = choose_matmul(options.matmul, mesh, dtype)
-  form = WeightForm(matmul == "packed", options.quantization, options.deterministic)
+  form = WeightForm(matmul == "packed", options.quantization, options.deterministic, device.platform == "tpu")
   if form.quantization == "int8" and not form.packed and device.platform == "cpu":
     why = matmul_reason or "matmul=xla"
     matmul_reason = f"{why}; every step converts int8 weights, which saves memory but no time"

@@ -20,6 +20,8 @@ DEMO = pathlib.Path(__file__).resolve().parents[2] / "models" / "demo"
 FORMS = {
   "plain": WeightForm(),
   "int8": WeightForm(quantization="int8"),
+  "flat": WeightForm(flat=True),
+  "flat int8": WeightForm(quantization="int8", flat=True),
   "packed": WeightForm(packed=True),
   "ordered": WeightForm(packed=True, ordered=True),
   "packed int8": WeightForm(packed=True, quantization="int8"),

@@ -85,7 +85,8 @@ def make_spec(
   model = dataclasses.replace(case.model, num_layers=num_layers, layer_attention=layers)
   mesh = mesh_lib.make_mesh(devices)
   block_size = api.preferred_block_size(attention)
-  graphdef, state = abstract(model, DTYPE, WeightForm(quantization="int8" if int8 else "none"))
+  form = WeightForm(quantization="int8" if int8 else "none", flat=devices[0].platform == "tpu")
+  graphdef, state = abstract(model, DTYPE, form)
   leaves, tree = jax.tree.flatten(state)
   shardings = jax.tree.leaves(mesh_lib.shardings(mesh, state))
   return ProgramSpec(
