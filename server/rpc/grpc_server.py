@@ -6,6 +6,7 @@ import ipaddress
 import socket
 from typing import Any
 
+from google.protobuf import descriptor, descriptor_pool
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -213,11 +214,27 @@ def make_grpc_server(
   )
 
 
+class _Symbols:
+  """protobuf's pool of descriptors, whose search for a symbol also finds methods; its own finds none."""
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(descriptor_pool.Default(), name)
+
+  def FindFileContainingSymbol(self, symbol: str) -> descriptor.FileDescriptor:
+    """Returns the file that defines a symbol. Raises KeyError."""
+    pool = descriptor_pool.Default()
+    try:
+      return pool.FindFileContainingSymbol(symbol)
+    except KeyError:
+      return pool.FindMethodByName(symbol).containing_service.file
+
+
 def add_reflection(server: grpc.aio.Server, *services: str) -> None:
   """Adds reflection as v1alpha and as v1, which newer tools try first; both have the same messages on the wire."""
   names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-  reflection.enable_server_reflection(names, server)
-  servicer = reflection.aio.ReflectionServicer(names)
+  pool: Any = _Symbols()
+  reflection.enable_server_reflection(names, server, pool=pool)
+  servicer = reflection.aio.ReflectionServicer(names, pool=pool)
   server.add_generic_rpc_handlers(
     (
       grpc.method_handlers_generic_handler(

@@ -462,9 +462,18 @@ def test_reflection_speaks_both_versions(served):
       request_serializer=request.SerializeToString,
       response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
     )
-    services, symbol = call(
-      iter([request(list_services=""), request(file_containing_symbol="sluice.v1.GenerationService")])
+    services, symbol, method, nothing = call(
+      iter(
+        [
+          request(list_services=""),
+          request(file_containing_symbol="sluice.v1.GenerationService"),
+          request(file_containing_symbol="sluice.v1.GenerationService.Generate"),
+          request(file_containing_symbol="sluice.v1.GenerationService.Nothing"),
+        ]
+      )
     )
     names = {service.name for service in services.list_services_response.service}
     assert {"sluice.v1.GenerationService", "sluice.v1.ModelService", "grpc.health.v1.Health"} <= names
     assert symbol.file_descriptor_response.file_descriptor_proto
+    assert method.file_descriptor_response == symbol.file_descriptor_response
+    assert nothing.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
