@@ -15,6 +15,7 @@ from engine.engine import Engine
 from engine.recorder import RING_STEPS, EngineStats
 from engine.request import FinishReason, Request
 from server.generation.adapter_loader import AdapterLoader
+from server.generation.response_store import KeptResponses
 from server.telemetry.latency_histograms import Histogram, Observations
 
 # Seconds between two reads. The engine keeps its latest RING_STEPS records of requests, so none is missed.
@@ -46,9 +47,15 @@ class Report:
 
 
 class EngineClient(Protocol):
-  """The engine's interface for a front end. Belongs to the front end's event loop."""
+  """The engine's interface for a front end. Belongs to the front end's event loop.
+
+  Attributes:
+    config: the engine's.
+    responses: the stored responses that all front ends share; None: this process keeps its own.
+  """
 
   config: EngineConfig
+  responses: KeptResponses | None
 
   def now(self) -> float:
     """Returns the time in seconds on the clock of deadlines."""
@@ -122,6 +129,7 @@ class LocalEngine:
     self.inner = engine
     self.adapter_loader = adapter_loader or AdapterLoader(engine, None, model="")
     self.config = engine.config
+    self.responses: KeptResponses | None = None
     self._compiles_after_ready = compiles_after_ready
     self._held: set[str] = set()
     self._observations = Observations()

@@ -16,6 +16,7 @@ from engine.constraint import Constraint
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from server.generation.reasoning_budget import ReasoningLimit
+from server.generation.response_store import StoredResponse
 from server.generation.sampling_defaults import SamplingDefaults
 from server.host_options import HostOptions
 
@@ -187,6 +188,34 @@ class AbortElsewhere(LinkMessage):
 
   owner: str
   names: list[str]
+
+
+class ResponseToKeep(LinkMessage):
+  """Requests ResponseStore.put_response."""
+
+  owner: str
+  stored: StoredResponse
+
+
+class ResponseQuestion(LinkMessage):
+  """Requests ResponseStore.find_response."""
+
+  owner: str
+  response_id: str
+
+
+class ResponseRemoval(LinkMessage):
+  """Requests ResponseStore.remove_response."""
+
+  owner: str
+  response_id: str
+
+
+class ItemsQuestion(LinkMessage):
+  """Requests ResponseStore.find_items."""
+
+  owner: str
+  item_ids: list[str]
 
 
 class AdapterLoad(LinkMessage):

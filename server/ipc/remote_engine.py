@@ -4,6 +4,7 @@ Ids on the wire are this front end's numbers. The engine's side maps them to nam
 generations unique.
 """
 
+import asyncio
 from collections.abc import Sequence
 import itertools
 import time
@@ -14,13 +15,18 @@ from engine.request import FinishReason, Request
 from engine.validation import validate_request
 from server.generation.engine_client import Report
 from server.generation.reasoning_budget import ReasoningBudget
+from server.generation.response_store import MAX_RESPONSE_BYTES, KeptResponses, StoredResponse
 from server.ipc.frame_link import Link
 from server.ipc.messages import (
   AbortElsewhere,
   AdapterLoad,
   AdapterUnload,
+  ItemsQuestion,
   ReportQuestion,
   RequestAbort,
+  ResponseQuestion,
+  ResponseRemoval,
+  ResponseToKeep,
   Submission,
 )
 from server.text.constraint_compiler import OutputGrammar
@@ -31,6 +37,7 @@ class RemoteEngine:
 
   def __init__(self, link: Link, config: EngineConfig, adapters: Sequence[AdapterInfo]):
     self.config = config
+    self.responses: KeptResponses | None = RemoteResponses(link)
     self._link = link
     self._adapters = adapters
     self._serials = itertools.count()
@@ -85,3 +92,28 @@ class RemoteEngine:
 
   async def unload_adapter(self, name: str) -> int:
     return await self._link.ask_peer(AdapterUnload(name), int)
+
+
+class RemoteResponses:
+  """Stored responses in the engine's process; implements KeptResponses. One message at a time, since they are large."""
+
+  def __init__(self, link: Link):
+    self._link = link
+    self._lock = asyncio.Lock()
+
+  async def put_response(self, owner: str, stored: StoredResponse) -> None:
+    if stored.num_bytes <= MAX_RESPONSE_BYTES:
+      async with self._lock:
+        await self._link.ask_peer(ResponseToKeep(owner, stored), None)
+
+  async def find_response(self, owner: str, response_id: str) -> StoredResponse | None:
+    async with self._lock:
+      return await self._link.ask_peer(ResponseQuestion(owner, response_id), StoredResponse | None)
+
+  async def remove_response(self, owner: str, response_id: str) -> bool:
+    async with self._lock:
+      return await self._link.ask_peer(ResponseRemoval(owner, response_id), bool)
+
+  async def find_items(self, owner: str, item_ids: Sequence[str]) -> dict[str, bytes]:
+    async with self._lock:
+      return await self._link.ask_peer(ItemsQuestion(owner, list(item_ids)), dict[str, bytes])

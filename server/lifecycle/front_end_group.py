@@ -22,6 +22,7 @@ from engine.errors import ConfigError, EngineError
 from engine.request import TokenEvent
 from server.errors import EngineDead, Starting
 from server.generation.engine_client import LocalEngine, Report
+from server.generation.response_store import ResponseStore
 from server.host_options import HostOptions
 from server.http.http_listener import open_listening_socket
 from server.ipc import front_end_spawn
@@ -35,9 +36,13 @@ from server.ipc.messages import (
   DrainOrder,
   EngineDeath,
   FrontEndSettings,
+  ItemsQuestion,
   LinkMessage,
   ReportQuestion,
   RequestAbort,
+  ResponseQuestion,
+  ResponseRemoval,
+  ResponseToKeep,
   ServedAdapters,
   ServedModel,
   Submission,
@@ -107,6 +112,7 @@ class FrontEndGroup(Lifetime):
     self._front_ends: list[_FrontEndPeer] = []
     self._all_gone = asyncio.Event()
     self._router = Router()
+    self._responses = ResponseStore(options.max_stored_responses)
     self._engine: LocalEngine | None = None
     self._is_stopping = False
     self._exit_code = 0
@@ -162,6 +168,10 @@ class FrontEndGroup(Lifetime):
       AdapterUnload: self._unload_adapter,
       ReportQuestion: self._report,
       CensusQuestion: self._count_for,
+      ResponseToKeep: lambda _, asked: self._responses.put_response(asked.owner, asked.stored),
+      ResponseQuestion: lambda _, asked: self._responses.find_response(asked.owner, asked.response_id),
+      ResponseRemoval: lambda _, asked: self._responses.remove_response(asked.owner, asked.response_id),
+      ItemsQuestion: lambda _, asked: self._responses.find_items(asked.owner, asked.item_ids),
     }
     front_end.link = Link(
       socket_,

@@ -4,7 +4,7 @@ The texts of `instructions` and of leading system and developer messages become 
 templates take no second one. A reasoning item becomes the reasoning of the assistant's next turn.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import re
 import secrets
@@ -108,7 +108,7 @@ def translate_response(
   values: Mapping[str, Any],
   fields: ResponseRequest | InputTokensRequest,
   earlier: Sequence[dict[str, Any]],
-  find_item: Callable[[str], dict[str, Any] | None],
+  known: Mapping[str, dict[str, Any]],
 ) -> TranslatedChat:
   """Translates a body.
 
@@ -116,7 +116,7 @@ def translate_response(
     values: the body.
     fields: its fields.
     earlier: the items of the previous response.
-    find_item: returns a stored item by its id, or None.
+    known: the stored items that `list_references` names, by id, as far as they exist.
 
   Raises:
     InvalidRequest: a value is not allowed.
@@ -135,7 +135,7 @@ def translate_response(
   _translate_tools(values, fields, chat)
   _translate_text(values.get("text"), fields.text, chat)
   _translate_reasoning(values.get("reasoning"), fields.reasoning, chat)
-  own = _read_items(values, fields, find_item, chat)
+  own = _read_items(values, fields, known)
   chat.items = [*earlier, *(item for _, item in own)]
   _translate_items([*(("previous_response_id", item) for item in earlier), *own], fields.instructions, chat)
   if isinstance(fields, ResponseRequest) and chat.body.get("logprobs") and chat.tools:
@@ -279,11 +279,20 @@ def _chat_name(name: ToolName) -> str:
 # Items.
 
 
+def list_references(fields: ResponseRequest | InputTokensRequest) -> list[str]:
+  """Returns the ids of stored items to which the input refers."""
+  items = fields.input if isinstance(fields.input, list) else []
+  return [item.id for item in items if item.id and _kind_of(item) == "item_reference"]
+
+
+def _kind_of(item: InputItem) -> str:
+  return item.type or ("item_reference" if item.id and item.role is None else "message")
+
+
 def _read_items(
   values: Mapping[str, Any],
   fields: ResponseRequest | InputTokensRequest,
-  find_item: Callable[[str], dict[str, Any] | None],
-  chat: TranslatedChat,
+  known: Mapping[str, dict[str, Any]],
 ) -> list[tuple[str, dict[str, Any]]]:
   """Returns the path and the item of each item of the input, with references replaced by what they stand for."""
   if fields.input is None:
@@ -296,12 +305,12 @@ def _read_items(
   items: list[tuple[str, dict[str, Any]]] = []
   for index, (item, value) in enumerate(zip(fields.input, values["input"], strict=True)):
     place = f"input[{index}]"
-    kind = item.type or ("item_reference" if item.id and item.role is None else "message")
+    kind = _kind_of(item)
     if kind == "item_reference":
-      known = find_item(item.id or "")
-      if known is None:
+      stored = known.get(item.id or "")
+      if stored is None:
         raise InvalidRequest("is not the id of a stored item: send the item itself", field=f"{place}.id")
-      items.append((place, known))
+      items.append((place, stored))
       continue
     if kind not in ITEM_TYPES:
       raise UnsupportedField(

@@ -5,10 +5,12 @@ import secrets
 from typing import Any
 import weakref
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.errors import InvalidRequest
+from server.generation.response_store import KeptResponses, LocalResponses, ResponseStore, StoredResponse
 from server.generation.serving_state import Backend, ServingState
 from server.http.error_responses import Refused, UnsupportedField
 from server.http.http_options import HttpOptions
@@ -16,13 +18,12 @@ from server.http.json_exchange import read_json_object
 from server.http.openai.chat_pipeline import ChatPipeline, PreparedChat
 from server.http.openai.generate_request import judge_ignored, read_fields
 from server.http.openai.generation_responder import GenerationResponder
-from server.http.responses.chat_translation import TranslatedChat, translate_response
+from server.http.responses.chat_translation import TranslatedChat, list_references, translate_response
 from server.http.responses.response_fields import InputTokensRequest, ResponseRequest
 from server.http.responses.response_reply import ResponseReply, describe_request
-from server.http.responses.response_store import ResponseStore, StoredResponse
 
 _MAX_LISTED, _NUM_LISTED = 100, 20
-_NO_STORE = "this server stores no responses, by --max_stored_responses=0 or since it has several front end processes"
+_NO_STORE = "this server stores no responses, by --max_stored_responses=0"
 
 
 class ResponseEndpoints:
@@ -33,7 +34,8 @@ class ResponseEndpoints:
     self._options = options
     self._pipeline = ChatPipeline(state, options)
     self._responder = GenerationResponder(state, options)
-    self._store = ResponseStore(options.max_stored_responses)
+    self._max_stored = options.max_stored_responses
+    self._own = LocalResponses(ResponseStore(self._max_stored))
     # Responses in the making, by owner and id; one leaves when its request has ended.
     self._running: weakref.WeakValueDictionary[tuple[str, str], ResponseReply] = weakref.WeakValueDictionary()
 
@@ -43,9 +45,9 @@ class ResponseEndpoints:
     with self._state.admit() as backend:
       values = await read_json_object(request, self._state, self._options)
       fields, ignored = read_fields(values, ResponseRequest)
-      if fields.store and not self._store.max_responses:
+      if fields.store and not self._max_stored:
         raise UnsupportedField(f"=true is not supported: {_NO_STORE}; leave it out", field="store")
-      is_stored = fields.store is not False and self._store.max_responses > 0
+      is_stored = fields.store is not False and self._max_stored > 0
       translated, chat = await self._prepare(request, backend, values, fields, ignored)
       response_id = f"resp_{secrets.token_hex(24)}"
       model = chat.requested.adapter or backend.model
@@ -56,12 +58,12 @@ class ResponseEndpoints:
         chat.make_parser(),
         chat.tokenizer,
         request.state.notes,
-        functools.partial(self._keep, owner, translated),
+        functools.partial(self._keep, backend, owner, translated),
       )
       self._running[owner, response_id] = reply
       answer = await self._responder.respond(request, backend, chat.requested, [chat.prompt], reply, response_id)
       if not fields.stream:
-        self._keep(owner, translated, reply.response)
+        await self._keep(backend, owner, translated, reply.response)
       return answer
 
   async def count_input_tokens(self, request: Request) -> Response:
@@ -82,13 +84,14 @@ class ResponseEndpoints:
     running = self._running.get(_key_of(request))
     if running is not None and running.response["status"] == "in_progress" and running.response["store"]:
       return JSONResponse(running.response)
-    return Response(self._find(request).response, media_type="application/json")
+    stored = await self._find(request)
+    return Response(stored.response, media_type="application/json")
 
   async def delete(self, request: Request) -> Response:
     """DELETE /v1/responses/ID."""
     owner, response_id = _key_of(request)
-    self._find(request)
-    self._store.remove_response(owner, response_id)
+    await self._find(request)
+    await self._responses().remove_response(owner, response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
   async def list_input_items(self, request: Request) -> Response:
@@ -98,7 +101,7 @@ class ResponseEndpoints:
       raise InvalidRequest("is not one that exists: send asc or desc", field="order")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= _MAX_LISTED):
       raise InvalidRequest(f"is not allowed: send 1 to {_MAX_LISTED}", field="limit")
-    items = self._find(request).read_context()
+    items = (await self._find(request)).read_context()
     if order == "desc":
       items.reverse()
     after = request.query_params.get("after")
@@ -125,7 +128,10 @@ class ResponseEndpoints:
     backend = self._state.require_backend()
     if reply is not None and backend.generations.abort_generation(response_id, owner):
       return JSONResponse({**reply.response, "status": "cancelled"})
-    self._find(request)
+    [is_cancelled] = await backend.engine.abort_elsewhere(owner, [response_id])
+    if is_cancelled:  # the process that generates it has the rest
+      return JSONResponse({"id": response_id, "object": "response", "status": "cancelled", "output": []})
+    await self._find(request)
     raise Refused(400, "the response has ended, so it cannot be cancelled; leave it, or delete it")
 
   async def _prepare(
@@ -140,13 +146,15 @@ class ResponseEndpoints:
     owner = request.state.tenant
     earlier: list[dict[str, Any]] = []
     if fields.previous_response_id is not None:
-      previous = self._store.find_response(owner, fields.previous_response_id)
+      previous = await self._responses().find_response(owner, fields.previous_response_id)
       if previous is None:
-        known = self._store.max_responses
-        problem = "is not the id of a stored response" if known else f"is not supported, since {_NO_STORE}"
+        problem = "is not the id of a stored response" if self._max_stored else f"is not supported, since {_NO_STORE}"
         raise InvalidRequest(f"{problem}: send all items in input", field="previous_response_id")
       earlier = previous.read_context() + previous.read_response()["output"]
-    translated = translate_response(values, fields, earlier, functools.partial(self._store.find_item, owner))
+    wanted = list_references(fields)
+    known = await self._responses().find_items(owner, wanted) if wanted else {}
+    items = {item_id: msgspec.json.decode(item) for item_id, item in known.items()}
+    translated = translate_response(values, fields, earlier, items)
     try:
       chat = await self._pipeline.prepare_chat(request, backend, translated.body)
     except InvalidRequest as error:
@@ -160,18 +168,22 @@ class ResponseEndpoints:
     chat.requested.ignored = ignored + [*map(translated.name_field, chat.requested.ignored), *translated.ignored]
     return translated, chat
 
-  def _keep(self, owner: str, translated: TranslatedChat, response: dict[str, Any]) -> None:
-    if response["store"]:
-      self._store.put_response(owner, response, translated.items)
+  def _responses(self, backend: Backend | None = None) -> KeptResponses:
+    """Returns the stored responses: those of all front end processes, or this one's own."""
+    return (backend or self._state.require_backend()).engine.responses or self._own
 
-  def _find(self, request: Request) -> StoredResponse:
+  async def _keep(self, backend: Backend, owner: str, translated: TranslatedChat, response: dict[str, Any]) -> None:
+    if response["store"]:
+      await self._responses(backend).put_response(owner, StoredResponse.of_response(response, translated.items))
+
+  async def _find(self, request: Request) -> StoredResponse:
     owner, response_id = _key_of(request)
-    stored = self._store.find_response(owner, response_id)
+    stored = await self._responses().find_response(owner, response_id)
     if stored is None:
       raise Refused(
         404,
         "there is no stored response of this id"
-        + (f": {_NO_STORE}" if not self._store.max_responses else "; it may have been the oldest of too many"),
+        + (f": {_NO_STORE}" if not self._max_stored else "; it may have been the oldest of too many"),
         code="response_not_found",
       )
     return stored

@@ -4,7 +4,7 @@ event: response.output_text.delta
 data: {"type": "response.output_text.delta", "sequence_number": 4, "delta": "Hi", ...}
 """
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 import contextlib
 import time
 from typing import Any
@@ -88,7 +88,7 @@ class ResponseReply:
     parser: OutputParser,
     tokenizer: Tokenizer,
     notes: dict[str, Any],
-    keep: Callable[[dict[str, Any]], None],
+    keep: Callable[[dict[str, Any]], Awaitable[None]],
   ):
     """Args:
     described: what the response says of its request.
@@ -133,7 +133,7 @@ class ResponseReply:
           events = b"".join(map(self._encode, self._take(delta, finished)))
           if events:
             yield events
-      self._keep(self.response)
+      await self._keep(self.response)
       name = "incomplete" if self.response["status"] == "incomplete" else "completed"
     except Exception as error:
       said = make_error_answer(error).body["error"]
@@ -143,7 +143,7 @@ class ResponseReply:
         yield events
       self.response["error"] = {"code": said["code"], "message": said["message"]}
       self.response["status"] = "cancelled" if said["code"] == _ABORTED else "failed"
-      self._keep(self.response)
+      await self._keep(self.response)
       name = "failed"
     yield self._encode({"type": f"response.{name}", "response": self.response})
 

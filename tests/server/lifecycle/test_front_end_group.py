@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import json
 import operator
 import pathlib
 import signal
@@ -429,3 +430,38 @@ def test_a_bad_start_is_one_line(tmp_path, arguments, said):
   text = process.communicate(timeout=180)[1]
   errors = [line for line in text.splitlines() if line.startswith("error: ")]
   assert process.returncode == 1 and len(errors) == 1 and said in errors[0] and "Traceback" not in text, text
+
+
+def test_every_front_end_knows_every_stored_response(server):
+  url = f"http://127.0.0.1:{server.http_port}/v1/responses"
+  first = httpx.post(url, json={"input": "37 + 5 = ?", "max_output_tokens": 4}, timeout=60).json()
+  place, [message] = f"{url}/{first['id']}", first["output"]
+  question, more = ({"role": "user", "content": text} for text in ("37 + 5 = ?", "And?"))
+  counts = set()
+  for _ in range(10):  # each over a connection of its own, which any front end may accept
+    assert httpx.get(place, timeout=60).json() == first
+    assert httpx.get(f"{place}/input_items", timeout=60).json()["data"][0]["content"][0]["text"] == "37 + 5 = ?"
+    for body in (
+      {"input": "And?", "previous_response_id": first["id"]},
+      {"input": [question, {"id": message["id"]}, more]},
+    ):
+      counts.add(httpx.post(f"{url}/input_tokens", json=body, timeout=60).json()["input_tokens"])
+  assert len(counts) == 1
+  assert httpx.delete(place, timeout=60).json()["deleted"]
+  assert {httpx.get(place, timeout=60).status_code for _ in range(10)} == {404}
+
+
+def test_every_front_end_cancels_every_response(server):
+  url = f"http://127.0.0.1:{server.http_port}/v1/responses"
+  for _ in range(6):
+    body = {"input": "37 + 5 = ?", "max_output_tokens": 2000, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", url, json=body, timeout=60) as stream:
+      lines = stream.iter_lines()
+      response_id = next(json.loads(line[6:])["response"]["id"] for line in lines if line.startswith("data: "))
+      assert next(line for line in lines if "output_item.added" in line)
+      cancelled = httpx.post(f"{url}/{response_id}/cancel", timeout=60).json()
+      assert (cancelled["id"], cancelled["status"]) == (response_id, "cancelled")
+      last = [line for line in lines if line.startswith("data: ")][-1]
+      assert json.loads(last[6:])["response"]["status"] == "cancelled"
+    assert httpx.get(f"{url}/{response_id}", timeout=60).json()["status"] == "cancelled"
+    assert httpx.post(f"{url}/{response_id}/cancel", timeout=60).status_code == 400

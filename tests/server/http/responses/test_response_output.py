@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 import msgspec
 import pytest
 
+from server.generation.response_store import MAX_RESPONSE_BYTES, ResponseStore, StoredResponse
 from server.http.model_output.output_parser import CallPiece, ReasoningPiece, TextPiece
 from server.http.responses.chat_translation import ToolName
 from server.http.responses.response_output import ResponseOutput
-from server.http.responses.response_store import ResponseStore
 
 PIECES = [
   *(ReasoningPiece(text) for text in ("the ", "cat ", "sits")),
@@ -62,22 +62,26 @@ def response(number: int, size: int = 0) -> dict:
 def test_the_oldest_leave_first():
   store = ResponseStore(2)
   for number in range(3):
-    store.put_response("ann", response(number), [{"id": "msg_x"}])
+    store.put_response("ann", StoredResponse.of_response(response(number), [{"id": "msg_x"}]))
   assert len(store) == 2
-  assert store.find_response("ann", "resp_0") is None and store.find_item("ann", "msg_0") is None
-  assert store.find_item("ann", "msg_1") == {"id": "msg_1", "text": ""}
+  assert store.find_response("ann", "resp_0") is None and not store.find_items("ann", ["msg_0"])
+  items = store.find_items("ann", ["msg_1", "msg_0", "msg_2"])
+  assert {name: msgspec.json.decode(item) for name, item in items.items()} == {
+    "msg_1": {"id": "msg_1", "text": ""},
+    "msg_2": {"id": "msg_2", "text": ""},
+  }
   found = store.find_response("ann", "resp_2")
   assert found is not None and found.read_response() == response(2) and found.read_context() == [{"id": "msg_x"}]
-  assert store.find_response("bob", "resp_2") is None and store.find_item("bob", "msg_2") is None
+  assert store.find_response("bob", "resp_2") is None and not store.find_items("bob", ["msg_2"])
   assert not store.remove_response("bob", "resp_2") and store.remove_response("ann", "resp_2")
-  assert not store.remove_response("ann", "resp_2") and store.find_item("ann", "msg_2") is None
+  assert not store.remove_response("ann", "resp_2") and not store.find_items("ann", ["msg_2"])
 
 
 @pytest.mark.parametrize("size", [10, 400, 2000])
 def test_bytes_are_limited(size):
   store = ResponseStore(1000, max_bytes=1000)
   for number in range(50):
-    store.put_response("", response(number, size), [])
+    store.put_response("", StoredResponse.of_response(response(number, size), []))
     stored = [store.find_response("", f"resp_{each}") for each in range(number + 1)]
     assert sum(each.num_bytes for each in stored if each is not None) <= 1000
   assert (len(store) == 0) == (size == 2000)
@@ -85,5 +89,14 @@ def test_bytes_are_limited(size):
 
 def test_a_store_of_none():
   store = ResponseStore(0)
-  store.put_response("", response(1), [])
+  store.put_response("", StoredResponse.of_response(response(1), []))
   assert len(store) == 0
+
+
+def test_what_is_too_large_for_a_message_between_processes():
+  store = ResponseStore(10)
+  store.put_response("", StoredResponse.of_response(response(1, MAX_RESPONSE_BYTES), []))
+  assert len(store) == 0
+  for number in (2, 3):
+    store.put_response("", StoredResponse.of_response(response(number, MAX_RESPONSE_BYTES * 2 // 3), []))
+  assert len(store) == 2 and len(store.find_items("", ["msg_2", "msg_3"])) == 1
