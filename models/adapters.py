@@ -33,8 +33,8 @@ class AdapterSpec:
     return sum(self.runs) * self.repeats
 
   def shapes(self, num_slots: int, rank: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Returns the shapes of A [slots, parts * rank, inputs] and B [slots, rank, outputs]."""
-    return (num_slots, len(self.runs) * rank, self.inputs), (num_slots, rank, self.outputs)
+    """Returns the shapes of A [slots, inputs, parts * rank] and B [slots, rank, outputs]."""
+    return (num_slots, self.inputs, len(self.runs) * rank), (num_slots, rank, self.outputs)
 
 
 def adapter_specs(config: ModelConfig, declared: LayerAttention) -> dict[str, AdapterSpec]:
@@ -51,7 +51,7 @@ def adapter_specs(config: ModelConfig, declared: LayerAttention) -> dict[str, Ad
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearAdapter:
-  """The adapters of one linear layer, and each token's slot: A [S, parts * R, D], B [S, R, N], slots int32[T]."""
+  """The adapters of one linear layer, and each token's slot: A [S, D, parts * R], B [S, R, N], slots int32[T]."""
 
   a: jax.Array
   b: jax.Array

@@ -34,6 +34,7 @@ IMPLEMENTATIONS = ("reference", "cpu")  # what `choose_implementation` returns
 ENTRIES = {
   "adjust": "SluiceAdjust",
   "argmax": "SluiceArgmax",
+  "low_rank": "SluiceLowRank",
   "packed_matmul": "SluicePackedMatmul",
   "paged_attention": "SluicePagedAttend",
   "sampling": "SluiceSampling",

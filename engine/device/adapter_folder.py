@@ -64,16 +64,19 @@ class AdapterReader:
     self,
     config: ModelConfig,
     max_rank: int,
+    slot_rank: int,
     dtype: np.dtype,
     place: Callable[[np.ndarray], Any] = jax.device_put,
   ):
     """Args:
     config: of the decoder.
-    max_rank: rank of a slot; smaller adapters get zeros.
+    max_rank: the largest rank that it takes.
+    slot_rank: rank of a slot, at least that; adapters are padded with zeros.
     dtype: of the slots.
     place: moves an array to the device; may not compile.
     """
-    self._config, self._max_rank, self._dtype, self._place = config, max_rank, np.dtype(dtype), place
+    self._config, self._max_rank, self._slot_rank = config, max_rank, slot_rank
+    self._dtype, self._place = np.dtype(dtype), place
     pieces = tensors(config)
     # The checkpoint's matrices of each layer that takes adapters, in the order of its parts.
     self._parts: dict[tuple[int, str], tuple[AdapterSpec, tuple[Piece, ...]]] = {
@@ -154,9 +157,9 @@ class AdapterReader:
     stored: Mapping[str, tuple[StoredTensor, StoredTensor]],
     settings: "_LoraSettings",
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns A [parts * rank, inputs] and B [rank, outputs] of one linear layer, zeros where nothing is adapted."""
-    max_rank = self._max_rank
-    a = np.zeros((len(parts), max_rank, spec.inputs), self._dtype)
+    """Returns A [inputs, parts * rank] and B [rank, outputs] of one linear layer, zeros where nothing is adapted."""
+    max_rank = self._slot_rank
+    a = np.zeros((spec.inputs, len(parts), max_rank), self._dtype)
     axes = _output_axes(parts[0])
     sizes = [max(box[axis].stop for box in (piece.box() for piece in parts)) for axis in axes]
     b = np.zeros((*sizes, max_rank), self._dtype)
@@ -166,11 +169,11 @@ class AdapterReader:
         continue
       down, up = stored[module]
       rank = settings.ranks[module]
-      a[part, :rank] = _finite(down, down.map().astype(self._dtype))
+      a[:, part, :rank] = _finite(down, down.map().astype(self._dtype)).T
       values = _finite(up, (up.map().astype(np.float32) * np.float32(settings.scale_of(module))).astype(self._dtype))
       place = tuple(piece.box()[axis] for axis in axes)
       b[(*place, slice(rank))] = values.reshape(*[piece.sizes[axis] for axis in axes], rank)
-    return a.reshape(-1, spec.inputs), np.ascontiguousarray(b.reshape(spec.outputs, max_rank).T)
+    return a.reshape(spec.inputs, -1), np.ascontiguousarray(b.reshape(spec.outputs, max_rank).T)
 
 
 def _module_of(piece: Piece) -> str:

@@ -9,6 +9,7 @@ from engine.device.options import BuildOptions
 from engine.errors import ConfigError
 from models.adapters import declare_adapters
 from models.config import ModelConfig
+from pallas_kernels.low_rank.api import RANK_MULTIPLE
 
 
 def check_adapter_support(options: BuildOptions, num_devices: int, has_bundle: bool) -> None:
@@ -31,16 +32,20 @@ def check_adapter_support(options: BuildOptions, num_devices: int, has_bundle: b
     )
 
 
-def adapter_bytes(options: BuildOptions, model: ModelConfig, dtype: jnp.dtype) -> int:
+def slot_rank(options: BuildOptions, implementation: str) -> int:
+  """Returns the rank of a slot: the largest of an adapter, rounded up for the CPU kernel; 0 without adapters."""
+  multiple = RANK_MULTIPLE if implementation == "cpu" else 1
+  return -(-options.max_lora_rank // multiple) * multiple if options.enable_lora else 0
+
+
+def adapter_bytes(options: BuildOptions, model: ModelConfig, rank: int, dtype: jnp.dtype) -> int:
   """Returns the bytes of all adapter slots; 0 without adapters."""
   if not options.enable_lora:
     return 0
-  layers = declare_adapters(model, options.max_loras + 1, options.max_lora_rank, dtype)
+  layers = declare_adapters(model, options.max_loras + 1, rank, dtype)
   return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
 
 
-def adapter_step_bytes(options: BuildOptions, model: ModelConfig, tokens: int) -> int:
+def adapter_step_bytes(options: BuildOptions, rank: int, tokens: int) -> int:
   """Returns the bytes of a step's largest temporary of the reference: f32[tokens, slots, parts * rank]."""
-  if not options.enable_lora:
-    return 0
-  return 4 * tokens * (options.max_loras + 1) * 3 * options.max_lora_rank
+  return 4 * tokens * (options.max_loras + 1) * 3 * rank

@@ -21,7 +21,7 @@ from engine.config import EngineConfig, choose_overlap
 from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.adapter_folder import AdapterArrays, AdapterReader
-from engine.device.adapter_support import adapter_bytes, adapter_step_bytes, check_adapter_support
+from engine.device.adapter_support import adapter_bytes, adapter_step_bytes, check_adapter_support, slot_rank
 from engine.device.kernel_choice import attention_candidates, choose_attention, choose_matmul, fit_to_attention
 from engine.device.memory_check import check_fits, step_bytes
 from engine.device.options import BuildOptions
@@ -212,16 +212,16 @@ def finish_build(
     deterministic=deterministic.describe_cost(side.scheduler.ladder) if options.deterministic else "",
     lowered=next((each.lowered for each in (side, *others) if each.lowered), ""),
     warnings=side.loaded.warnings,
-    read_adapter=_make_reader(side),
+    read_adapter=_make_reader(side, options.max_lora_rank),
   )
 
 
-def _make_reader(side: EngineSide) -> AdapterReader | None:
+def _make_reader(side: EngineSide, max_rank: int) -> AdapterReader | None:
   spec = side.runner.spec
   if not spec.max_loras:
     return None
   place = functools.partial(jax.device_put, device=mesh_lib.replicated(spec.mesh))
-  return AdapterReader(side.loaded.config, spec.max_lora_rank, spec.adapters[0].dtype, place)
+  return AdapterReader(side.loaded.config, max_rank, spec.max_lora_rank, spec.adapters[0].dtype, place)
 
 
 def build_side(
@@ -285,8 +285,10 @@ def build_side(
   )
   kv_bytes, kv_for = _smallest_pool(options, sizer)
   largest = ladder.rungs()[-1]
-  step = step_bytes(model, largest, dtype.itemsize, mesh.size) + adapter_step_bytes(options, model, largest.tokens)
-  step += adapter_bytes(options, model, dtype)
+  step = step_bytes(model, largest, dtype.itemsize, mesh.size)
+  low_rank = native.choose_implementation("low_rank", device.platform, mesh.size)
+  rank = slot_rank(options, low_rank)
+  step += adapter_bytes(options, model, rank, dtype) + adapter_step_bytes(options, rank, largest.tokens)
   step_for = f"{largest.tokens} tokens of {largest.rows} sequences"
   left = check_fits(options.model_dir, mesh, checkpoint.kept, kv_bytes, kv_for, step, step_for)
   weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in checkpoint.kept.values())
@@ -312,8 +314,8 @@ def build_side(
       adjust=native.choose_implementation("adjust", device.platform, mesh.size),
       embeds=options.enable_embeddings,
       max_loras=options.max_loras if options.enable_lora else 0,
-      max_lora_rank=options.max_lora_rank if options.enable_lora else 0,
-      low_rank="reference",
+      max_lora_rank=rank,
+      low_rank=low_rank,
     )
 
   longest, length_reason = fit_to_attention(

@@ -13,6 +13,8 @@ import numpy as np
 from pallas_kernels import native
 from pallas_kernels.low_rank.reference import reference
 
+RANK_MULTIPLE = 16  # kRankMultiple
+
 
 def add_low_rank(
   y: jax.Array,
@@ -26,15 +28,15 @@ def add_low_rank(
 ) -> jax.Array:
   """Returns y plus x times the matrices of each token's slot: y[t, n] + sum over r of b[s, r, n] h[t, part of n, r].
 
-  Here s = slots[t] and h[t, p, r] = sum over d of a[s, p * R + r, d] x[t, d]. A matrix of several parts is several
+  Here s = slots[t] and h[t, p, r] = sum over d of a[s, d, p * R + r] x[t, d]. A matrix of several parts is several
   low-rank matrices of the same input whose outputs lie in turns.
 
   Args:
     y: [T, N], float32 or bfloat16.
     x: [T, D] of y's dtype.
     slots: int32[T], below S; slot 0 adds nothing.
-    a: [S, parts * R, D] of x's dtype. Zeros in slot 0.
-    b: [S, R, N] of x's dtype. Zeros in slot 0.
+    a: [S, D, parts * R] of x's dtype. Zeros in slot 0.
+    b: [S, R, N] of x's dtype. Zeros in slot 0. The CPU kernel needs a multiple of RANK_MULTIPLE for R.
     runs: for each part, the length of its run of outputs.
     repeats: how often the runs follow each other in N.
     implementation: a name of native.IMPLEMENTATIONS.
@@ -45,7 +47,7 @@ def add_low_rank(
   """
   (tokens, inputs), (num_slots, rank, outputs) = x.shape, b.shape
   shapes = (y.shape, slots.shape, a.shape)
-  if shapes != ((tokens, outputs), (tokens,), (num_slots, len(runs) * rank, inputs)) or sum(runs) * repeats != outputs:
+  if shapes != ((tokens, outputs), (tokens,), (num_slots, inputs, len(runs) * rank)) or sum(runs) * repeats != outputs:
     raise ValueError(f"low rank: y, slots, a of shapes {shapes} do not match x {x.shape}, b {b.shape} and runs {runs}")
   if not y.dtype == x.dtype == a.dtype == b.dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
     raise ValueError(f"low rank: {y.dtype}, {x.dtype}, {a.dtype} and {b.dtype} must all be float32 or all bfloat16")
@@ -53,5 +55,7 @@ def add_low_rank(
     raise ValueError(f"low rank: implementation {implementation!r} is not one of {', '.join(native.IMPLEMENTATIONS)}")
   if implementation == "reference" or not math.prod(y.shape):
     return reference(y, x, slots, a, b, runs, repeats)
+  if rank % RANK_MULTIPLE:
+    raise ValueError(f"low rank: the CPU kernel has rank {rank}, and needs a multiple of {RANK_MULTIPLE}")
   call = native.bind_call("low_rank", jax.ShapeDtypeStruct(y.shape, y.dtype), input_output_aliases={0: 0})
   return call(y, x, slots, a, b, runs=np.array(runs, np.int64), repeats=np.int64(repeats))

@@ -14,7 +14,7 @@ def reference(
   """See pallas_kernels.low_rank.api.add_low_rank. Needs zeros in slot 0."""
   num_slots, rank, outputs = b.shape
   parts, tokens = len(runs), x.shape[0]
-  h = jnp.einsum("td,spd->tsp", x, a, preferred_element_type=jnp.float32)
+  h = jnp.einsum("td,sdp->tsp", x, a, preferred_element_type=jnp.float32)
   own = slots[:, None] == jnp.arange(num_slots, dtype=slots.dtype)[None, :]
   h = jnp.where(own[:, :, None], h, jnp.float32(0)).astype(x.dtype).reshape(tokens, num_slots, parts, rank)
   columns = b.reshape(num_slots, rank, repeats, outputs // repeats)
