@@ -3,7 +3,8 @@
   python -m tools.chaos [--quick | --full] [--scenario=NAME,NAME] [--output=FILE]     # about 10 minutes on 2 cores
   python -m tools.chaos --soak --hours=H [--output=FILE]
 
-Servers are real processes with the fake device, whose tokens clients can compute; clients are separate processes.
+Servers are real processes with the fake device, whose tokens clients can compute; clients are separate processes. The
+scenario endpoints serves the demo model.
 Prints a table; --output writes it as JSON. Exit code 1 if a check failed, 2 for a bad command line.
 """
 
@@ -19,9 +20,11 @@ from rich.console import Console
 from engine.errors import ConfigError
 from tools.arguments import CommandParser, output_file, positive_float
 from tools.chaos import (
+  batches,
   cancels,
   crowds,
   disconnects,
+  endpoints,
   fairness,
   floods,
   fuzz,
@@ -60,6 +63,8 @@ SCENARIOS: dict[str, tuple[Scenario, Scenario]] = {
   "resets_on": (floods.resets_on, functools.partial(floods.resets_on, seconds=3.0)),
   "frames": (floods.frames, functools.partial(floods.frames, count=10_000)),
   "ageing": (fairness.ageing, functools.partial(fairness.ageing, levels=(2, 4), starved_s=2.0)),
+  "batches": (batches.batches, functools.partial(batches.batches, count=3)),
+  "endpoints": (endpoints.endpoints, endpoints.endpoints),
   "tenants": (fairness.tenants, functools.partial(fairness.tenants, seconds=3.0)),
 }
 # Counts for --full, which take longer than ten minutes.

@@ -12,9 +12,11 @@ from rich.console import Console
 
 from tools.chaos import __main__ as chaos
 from tools.chaos import (
+  batches,
   cancels,
   crowds,
   disconnects,
+  endpoints,
   flood_clients,
   floods,
   fuzz,
@@ -54,6 +56,28 @@ def test_cancels_in_every_state(rig):
   rows = cancels.cancels(rig, count=4)
   assert_hold(rows)
   assert rows[0].ran >= 4
+
+
+def test_batches_beside_kills(rig):
+  assert_hold(batches.batches(rig, count=1))
+
+
+def test_a_lost_line_and_a_line_in_the_wrong_file_are_found(rig, monkeypatch):
+  read_file = batches._read_file
+
+  def read_wrongly(client, file_id):
+    lines = read_file(client, file_id)
+    return [line for line in lines if line["custom_id"] != "7"] + [line for line in lines if line["custom_id"] == "10"]
+
+  monkeypatch.setattr(batches, "_read_file", read_wrongly)
+  monkeypatch.setattr(batches, "_ENDPOINTS", ("/v1/completions",))
+  [row] = batches.batches(rig, count=1)
+  assert not row.passed and "2 faults: line 7 is 0 times in output_file_id" in row.measured
+
+
+@pytest.mark.long
+def test_wrong_requests_and_lost_clients_at_every_endpoint(rig):
+  assert_hold(endpoints.endpoints(rig))
 
 
 @pytest.mark.parametrize("scenario", ["wire", "parse"])
