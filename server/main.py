@@ -292,7 +292,7 @@ async def _serve(composition: Composition, report: StartReport) -> int:
     await stopped
     raise
   name = program.served_model_name or built.model_name
-  loader = AdapterLoader(built.engine, getattr(built, "read_adapter", None), model=name, lora_dir=program.lora_dir)
+  loader = AdapterLoader(built.engine, built.read_adapter, model=name, lora_dir=program.lora_dir)
   engine = LocalEngine(built.engine, lambda: built.runner.compiles_after_ready, loader)
   trace.engine, served = built.engine, built.config
   report.enter_stage("starting the engine")

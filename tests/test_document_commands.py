@@ -17,6 +17,7 @@ import sys
 import pytest
 
 from tests.documents import DOCUMENTS, ROOT, RUN_HERE, Block, code_blocks
+from tools import make_random_adapter
 from tools.server_process import RunningServer, find_free_port
 
 pytestmark = pytest.mark.long
@@ -31,6 +32,10 @@ def ports(tmp_path_factory):
   http_port_file, admin_port = folder / "http_port", find_free_port()
   flags = ["--http_port=0", f"--http_port_file={http_port_file}", f"--admin_port={admin_port}"]
   flags += [f"--batch_dir={folder}/batches", "--enable_embeddings"]
+  adapters = folder / "adapters"
+  if make_random_adapter.main(["--model", str(ROOT / "models" / "demo"), "--output", str(adapters / "random")]):
+    raise AssertionError("no adapter was written")
+  flags += ["--enable_lora", f"--lora_dir={adapters}", f"--lora_modules=random={adapters / 'random'}"]
   with RunningServer(flags, folder / "log", {"JAX_PLATFORMS": "cpu"}) as server:
     http = f"localhost:{http_port_file.read_text().strip()}"
     grpc = f"localhost:{server.target.rpartition(':')[2]}"
