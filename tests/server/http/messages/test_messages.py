@@ -152,6 +152,15 @@ def test_a_call_that_the_model_makes_by_itself(tmp_path):
       assert json.loads(message.content[0].text) == call and message.stop_reason == "end_turn"
 
 
+def test_a_call_of_an_unknown_tool_is_a_call(tmp_path):
+  call = {"name": "fly", "parameters": {"at": "cat"}}
+  wanted = {"format": {"type": "json_schema", "schema": {"const": call}}}
+  with serving(tmp_path, LLAMA) as (_, client):
+    for message in both(client, tools=[LOOK], output_config=wanted, max_tokens=200):
+      [block] = message.content
+      assert (block.type, block.name, message.stop_reason) == ("tool_use", "fly", "tool_use")
+
+
 def test_a_conversation_with_tools_and_thinking_is_rendered(tmp_path):
   call = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": "cat"}}
   messages = [

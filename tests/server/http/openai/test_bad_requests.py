@@ -237,7 +237,7 @@ BAD_BODIES = {
   "calls": (
     message(role="assistant", tool_calls=[{"id": "1"}]),
     "messages[0].tool_calls[0].function",
-    "is missing: send it as",
+    "is missing: send a function",
   ),
   "refused by template": (message(role="user", content="refuse me"), "chat", "refuses these messages"),
   # The tokenizer.

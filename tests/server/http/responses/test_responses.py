@@ -265,6 +265,16 @@ def test_reasoning_there_and_back(tmp_path):
       ask(client, input="the cat", extra_body={"thinking_token_budget": 5})
 
 
+def test_a_call_of_an_unknown_tool_and_broken_arguments_come_back(hermes):
+  [call] = wrote(hermes, CALL.replace("look", "fly")).output
+  assert (call.type, call.name, call.arguments) == ("function_call", "fly", '{"at": "cat"}')
+  question = {"role": "user", "content": "the cat"}
+  for arguments in ('{"at": "the', "[1]", "the cat", ""):
+    item = call.model_dump() | {"arguments": arguments}
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "there is no such tool"}
+    assert ask(hermes, input=[question, item, output]).usage.output_tokens
+
+
 PATCH = {
   "type": "custom",
   "name": "apply_patch",
