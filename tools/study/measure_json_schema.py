@@ -10,6 +10,8 @@ written them, in every order of up to four properties. A schema is one of:
   ignored   a keyword is left out and named; under `strict` the schema is refused
   refused   the schema returns 400 with a reason
   wrong     an invalid value is accepted, and no keyword is named
+
+--strict measures what `strict` does: ignored keywords are refused, and objects that list properties are closed.
 """
 
 import collections
@@ -36,18 +38,21 @@ _MOST_ORDERED = 4
 class SchemaJudge:
   """Compiles schemas and reads values with them."""
 
-  def __init__(self, *, closes_objects: bool = False):
+  def __init__(self, *, strict: bool = False):
+    """Args: strict: whether to compile as under `strict`."""
     tokenizer = load_tokenizer(ROOT / "models" / "demo", max_prompt_bytes=1 << 20)
     if tokenizer is None:
       raise ConfigError("models/demo has no tokenizer; restore the folder from the repository")
-    self._closes = closes_objects
-    self._compiler = ConstraintCompiler(tokenizer, tokenizer.vocab_size, (), closes_objects=closes_objects)
+    self._strict = strict
+    self._compiler = ConstraintCompiler(tokenizer, tokenizer.vocab_size, (), closes_objects=strict)
     self._bytes = llguidance.LLTokenizer("byte")
 
   def judge_schema(self, schema: Any, tests: list[dict[str, Any]]) -> tuple[str, list[str], int]:
     """Returns the outcome, what it is about (keywords, a reason, or accepted values), and valid values rejected."""
     try:
-      text, unenforced = prepare_schema_text(json.dumps(schema), closes=self._closes)
+      text, unenforced = json.dumps(schema), []
+      if not self._strict:
+        text, unenforced = prepare_schema_text(text, closes=False)
       source = self._compiler.compile(pb.OutputConstraint(json_schema=text)).source
     except InvalidRequest as error:
       return "refused", [error.problem], 0
@@ -79,9 +84,11 @@ def _orders(value: Any) -> Iterator[Any]:
     yield value
 
 
-def measure_suite(suite: pathlib.Path) -> tuple[dict[str, collections.Counter[str]], list[str]]:
+def measure_suite(
+  suite: pathlib.Path, *, strict: bool = False
+) -> tuple[dict[str, collections.Counter[str]], list[str]]:
   """Returns the number of outcomes of each file of a suite, and a line for each schema that is not enforced."""
-  judge, counts, lines = SchemaJudge(), {}, []
+  judge, counts, lines = SchemaJudge(strict=strict), {}, []
   for file in sorted(suite.glob("*.json")):
     counter = counts[file.stem] = collections.Counter[str]()
     for case in json.loads(file.read_text()):
@@ -102,13 +109,9 @@ def _page(counts: dict[str, collections.Counter[str]]) -> str:
     f"{total[outcome]} {outcome} ({total[outcome] / schemas:.1%}; {total[f'{outcome} values']} of {values} values)"
     for outcome in OUTCOMES
   )
-  found, day = machine(), datetime.date.today().isoformat()
+  found = machine()
   lines = [
-    "# JSON Schema: what is enforced",
-    "",
-    f"`python -m tools.study.measure_json_schema` on {found['cores']} cores of an {found['cpu']}, {day}, commit",
-    f"{commit()}. The JSON-Schema-Test-Suite's draft 2020-12 without its optional part, from the sdist of jsonschema",
-    "4.26.0. Objects stay open, as the standard says. Under `strict`, Sluice refuses what is in the column `ignored`.",
+    f"On {found['cores']} cores of an {found['cpu']}, {datetime.date.today().isoformat()}, commit {commit()}.",
     "",
     f"Of {schemas} schemas: {shares}.",
     f"{total['narrower']} of those compiled also reject a value that is valid: the output is narrower than the schema.",
@@ -127,18 +130,15 @@ def main() -> None:
   """Runs the command line."""
   parser = CommandParser("tools.study.measure_json_schema", __doc__ or "")
   parser.add_argument("--suite", type=pathlib.Path, required=True, help="folder of a draft's tests")
-  parser.add_argument("--output", type=pathlib.Path, help="page to write")
+  parser.add_argument("--strict", action="store_true", help="compile as under strict")
   parser.add_argument("--lines", action="store_true", help="also print a line for each schema that is not enforced")
   arguments = parser.parse_args()
-  counts, lines = measure_suite(arguments.suite)
+  counts, lines = measure_suite(arguments.suite, strict=arguments.strict)
   if not counts:
     parser.error(f"--suite={arguments.suite} has no tests; name a folder such as tests/draft2020-12")
-  page = _page(counts)
   if arguments.lines:
     print("\n".join(lines))
-  print(page)
-  if arguments.output is not None:
-    arguments.output.write_text(page, "utf-8")
+  print(_page(counts))
 
 
 if __name__ == "__main__":
