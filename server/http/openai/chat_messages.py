@@ -48,6 +48,7 @@ class Chat:
     tools: OpenAI's descriptions; empty under tool_choice "none".
     forced: the response must call at least one of these tools, and then consists of calls alone.
     custom: the custom tools among them, by name; the model reads them as functions.
+    places: the place of each tool in the body, by name.
   """
 
   fields: ChatCompletionRequest | TokenizeChat
@@ -55,6 +56,7 @@ class Chat:
   tools: list[dict[str, Any]]
   forced: list[dict[str, Any]]
   custom: dict[str, CustomTool]
+  places: dict[str, int]
 
   @property
   def forced_input(self) -> tuple[str, InputGrammar] | None:
@@ -67,9 +69,7 @@ class Chat:
 
   def name_of_tool(self, name: str) -> str:
     """Returns the path of a tool in the body."""
-    kind = "custom" if name in self.custom else "function"
-    place = next(place for place, tool in enumerate(self.tools) if tool["function"]["name"] == name)
-    return f"tools[{place}].{kind}"
+    return f"tools[{self.places[name]}].{'custom' if name in self.custom else 'function'}"
 
   def _grammar_of(self, name: str) -> InputGrammar | None:
     tool = self.custom.get(name)
@@ -101,10 +101,12 @@ class Chat:
     if effort and len(tokenizer.unread_variables(effort)) == len(effort):
       ignored.append("reasoning_effort")
     if not self.forced:
-      strict = (index for index, tool in enumerate(self.tools) if tool["function"].get("strict"))
-      ignored += (f"tools[{index}].function.strict" for index in strict)
-      names = (tool["function"]["name"] for tool in self.tools)
-      ignored += (f"{self.name_of_tool(name)}.format" for name in names if self._grammar_of(name))
+      for tool in self.tools:
+        name = tool["function"]["name"]
+        if tool["function"].get("strict"):
+          ignored.append(f"{self.name_of_tool(name)}.strict")
+        if self._grammar_of(name) is not None:
+          ignored.append(f"{self.name_of_tool(name)}.format")
     return ignored
 
   def _effort_variables(self) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class Chat:
       parameters = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
       text, names = relax_schema(
         json.dumps(parameters),
-        f"tools[{self.tools.index(tool)}].function.parameters",
+        f"{self.name_of_tool(function['name'])}.parameters",
         closes=closes,
         strict=strict or bool(function.get("strict")),
       )
@@ -179,10 +181,12 @@ def read_chat(values: dict[str, Any], fields: ChatCompletionRequest | TokenizeCh
         f"letters{f' for {name}' if name.isidentifier() and len(name) < 40 else ''}",
         field="chat_template_kwargs",
       )
-  tools, forced = _choose_tools(_list_functions(values.get("tools") or [], fields), fields)
+  functions = _list_functions(values.get("tools") or [], fields)
+  places = {tool["function"]["name"]: place for place, tool in enumerate(functions)}
+  tools, forced = _choose_tools(functions, fields)
   messages = [_message(f"messages[{index}]", turn) for index, turn in enumerate(fields.messages)]
   custom = {tool.custom.name: tool.custom for tool in fields.tools or [] if tool.custom is not None}
-  return Chat(fields, messages, tools, forced, custom)
+  return Chat(fields, messages, tools, forced, custom, places)
 
 
 def _message(where: str, turn: ChatTurn) -> Message:

@@ -105,8 +105,12 @@ class ChatPipeline:
       num_left = request_validation.count_tokens_left(backend.config, len(prompt.token_ids))
       stopping.max_tokens = request_validation.default_max_tokens(backend.defaults, num_left, num_left)
     form = find_reasoning_format(self._options.reasoning_parser, tokenizer.chat_template)
-    is_open = form is not None and not form.has_channels and _opens_reasoning(form, tokenizer, prompt)
+    # A template may have opened the reasoning, or closed an empty one.
+    tail = "" if form is None or form.has_channels else _tail_of(prompt, tokenizer)
+    is_open = form is not None and tail.endswith(form.opener)
     requested.reasoning = self._limit_reasoning(form, tokenizer, requested, is_open=is_open)
+    if form is not None and tail.endswith(form.closer) and requested.request.HasField("constraint"):
+      requested.reasoning = None
     reasoning = self._find_reasoning(chat, form, requested, is_open=is_open)
     requested.shown_token_ids = _shown_token_ids(calls, reasoning, tokenizer)
     return PreparedChat(requested, prompt, tokenizer, calls, reasoning)
@@ -215,10 +219,9 @@ class ChatPipeline:
     return ReasoningLimit(num_tokens, form.opener, form.closer, opener_ids, closer_ids, answer_ids, is_open)
 
 
-def _opens_reasoning(form: ReasoningFormat, tokenizer: Tokenizer, prompt: Prompt) -> bool:
-  """Returns whether the prompt ends inside the reasoning."""
-  tail = tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
-  return tail.rstrip().endswith(form.opener)
+def _tail_of(prompt: Prompt, tokenizer: Tokenizer) -> str:
+  """Returns the end of the prompt's text, without space behind it."""
+  return tokenizer.decode(prompt.token_ids[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
 
 
 def _shown_token_ids(calls: Calls | None, reasoning: Reasoning | None, tokenizer: Tokenizer) -> frozenset[int]:

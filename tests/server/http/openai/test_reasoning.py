@@ -167,6 +167,20 @@ def test_a_constraint_and_a_forced_call_follow_the_reasoning(thinker):
     assert sum(call.id is not None for message in messages for call in message.tool_calls or []) == 1
 
 
+def test_a_constraint_holds_at_once_where_the_template_has_closed_the_reasoning(tmp_path):
+  template = "{% if enable_thinking %}<think>{% else %}<think>\n\n</think>\n\n{% endif %}"
+  with serving(tmp_path, template) as (_, client):
+    for thinks in (True, False):
+      answer = client.chat.completions.create(
+        model="tiny", messages=CHAT, n=16, max_tokens=60, seed=1,
+        extra_body={"chat_template_kwargs": {"enable_thinking": thinks}, "thinking_token_budget": 3,
+                    "structured_outputs": {"choice": ["yes"]}},
+      )  # fmt: skip
+      messages = [said(choice.message) for choice in answer.choices]
+      assert {content for _, content in messages} == {"yes"}
+      assert any(reasoning for reasoning, _ in messages) == thinks
+
+
 def test_reasoning_in_the_content_has_the_budget_too(thinker):
   reasoning, content, _ = think(thinker, 5, extra={"separate_reasoning": False})
   assert not reasoning and "</think>" in content

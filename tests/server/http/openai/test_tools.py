@@ -135,6 +135,14 @@ def test_strict_is_named_where_it_is_not_held(hermes):
     assert answer.headers.get("x-sluice-ignored-fields") == ignored, choice
 
 
+def test_a_field_of_an_allowed_tool_has_its_place_in_the_body(hermes):
+  tools = [STOP, LOOK | {"function": LOOK["function"] | {"strict": True}}]
+  answer = hermes.chat.completions.with_raw_response.create(
+    model="tiny", messages=CHAT, tools=tools, tool_choice=allow("auto", "look"), max_tokens=3
+  )
+  assert answer.headers["x-sluice-ignored-fields"] == "tools[1].function.strict"
+
+
 def test_one_call_alone_where_several_are_not_wanted(hermes):
   answer = wrote(hermes, TEXT, parallel_tool_calls=False)
   assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["look"]
