@@ -161,7 +161,9 @@ class HostOptions(SchemaSettings):
     common=True,
   )
   admin_api_key_file: str = setting(
-    "", "File of API keys for the admin service, which refuses users' keys.", group=_SECURITY
+    "",
+    "File of API keys for the admin service and for loading LoRA adapters over HTTP; both refuse users' keys.",
+    group=_SECURITY,
   )
   tls_cert_file: str = setting(
     "", "PEM certificate; the server reloads it when it changes.", group=_SECURITY, common=True

@@ -61,8 +61,9 @@ class Backend:
 
   def find_adapter(self, name: str | None) -> str:
     """Returns the LoRA adapter that a request's `model` names, or ""; see `request_validation.find_adapter`."""
-    loaded = [adapter.name for adapter in self.engine.adapters()] if name else ()
-    return request_validation.find_adapter(name or "", self.model, loaded)
+    if not name or name == self.model:
+      return ""
+    return request_validation.find_adapter(name, self.model, [adapter.name for adapter in self.engine.adapters()])
 
 
 class ServingState:

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import httpx
+import openai
 import pytest
 
 from server.lifecycle.host import HostOptions
@@ -144,6 +145,35 @@ def test_every_endpoint_takes_an_adapter_and_names_it(served, http, tmp_path):
   lines = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
   generating = [line for line in lines if "generation_id" in line]
   assert len(generating) == 12 and {line["adapter"] for line in generating} == {"a"}
+
+
+def test_lines_of_a_batch_name_adapters(tokenizer, folder, secrets, tmp_path):
+  host = HostOptions(http_port=0, batch_dir=str(tmp_path / "batches"), admin_api_key_file=str(secrets / "admin_keys"))
+  with running(tokenizer, host=host, config=CONFIG, lora_dir=folder) as served:
+    url = f"http://127.0.0.1:{served.host.http_port}"
+    with (
+      httpx.Client(base_url=url, timeout=60) as http,
+      openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+      load(http, "a", "a")
+      body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+      lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {**body, "model": name}}
+        for name in ("tiny", "a", "b")
+      ]
+      content = "\n".join(map(json.dumps, lines)).encode()
+      file = client.files.create(file=("in.jsonl", content), purpose="batch")
+      batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+      served.wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
+      batch = client.batches.retrieve(batch.id)
+      assert batch.output_file_id is not None and batch.error_file_id is not None
+      answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+      found = {answer["custom_id"]: answer["response"]["body"] for answer in answers}
+      assert {name: (body["model"], body["choices"][0]["text"]) for name, body in found.items()} == {
+        name: (name, text(http, name)) for name in ("tiny", "a")
+      }
+      (refused,) = client.files.content(batch.error_file_id).text.splitlines()
+      assert "model='b' is not served here" in refused
 
 
 def test_the_admin_service_does_the_same(served, http, operator):
