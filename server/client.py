@@ -244,16 +244,20 @@ class Client:
     self,
     inputs: Sequence[str | Sequence[int]],
     *,
+    model: str = "",
     dimensions: int | None = None,
     normalize: bool = True,
+    priority: int = 0,
     timeout_s: float | None = None,
   ) -> list[list[float]]:
     """Returns the embedding of each text or list of token ids, from a server with --enable_embeddings.
 
     Args:
       inputs: at most 2,048.
+      model: the served model, or one of its adapters; "": the served model.
       dimensions: keep the first numbers; None: all.
       normalize: scale each to length 1.
+      priority: lower first.
       timeout_s: seconds for all of them.
 
     Raises:
@@ -263,7 +267,7 @@ class Client:
       pb.EmbedInput(text=each) if isinstance(each, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=each))
       for each in inputs
     ]
-    request = pb.EmbedRequest(inputs=given, dimensions=dimensions, normalize=normalize)
+    request = pb.EmbedRequest(model=model, inputs=given, dimensions=dimensions, normalize=normalize, priority=priority)
     with _errors():
       response = self._generation.Embed(request, timeout=timeout_s, metadata=self._metadata)
     return [list(each.values) for each in response.embeddings]
