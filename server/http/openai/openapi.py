@@ -27,7 +27,7 @@ from server.http.openai.request_fields import (
   TokenizeText,
   UnloadAdapterRequest,
 )
-from server.http.responses.response_fields import InputTokensRequest, ResponseRequest
+from server.http.responses.response_fields import ResponseRequest
 
 PATH = "/openapi.json"
 _ABOUT = (
@@ -342,7 +342,6 @@ BODIES = (
   MessageRequest,
   CountTokensRequest,
   ResponseRequest,
-  InputTokensRequest,
   EmbeddingRequest,
   ScoreRequest,
   RerankRequest,
@@ -372,7 +371,7 @@ _OPERATIONS: tuple[tuple[str, str, tuple[type[msgspec.Struct], ...], str | dict[
   ("/v1/messages", "post", (MessageRequest,), "Message", "The next turn of a chat, in Anthropic's form."),
   ("/v1/messages/count_tokens", "post", (CountTokensRequest,), "TokenCount", "The tokens of its prompt."),
   ("/v1/responses", "post", (ResponseRequest,), "Response", "The next turn of a chat, as items."),
-  ("/v1/responses/input_tokens", "post", (InputTokensRequest,), "InputTokens", "The tokens of its prompt."),
+  ("/v1/responses/input_tokens", "post", (ResponseRequest,), "InputTokens", "The tokens of its prompt."),
   ("/v1/responses/{response_id}/cancel", "post", (), "Response", "Ends a response in the making."),
   ("/v1/responses/{response_id}/input_items", "get", (), "InputItems", "The items of a stored response's prompt."),
   ("/v1/responses/{response_id}", "get", (), "Response", "A stored response."),

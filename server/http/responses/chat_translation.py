@@ -28,7 +28,6 @@ from server.http.responses.response_fields import (
   FunctionSelection,
   InputItem,
   InputPart,
-  InputTokensRequest,
   ReasoningOptions,
   ResponseRequest,
   TextFormat,
@@ -106,7 +105,7 @@ class TranslatedChat:
 
 def translate_response(
   values: Mapping[str, Any],
-  fields: ResponseRequest | InputTokensRequest,
+  fields: ResponseRequest,
   earlier: Sequence[dict[str, Any]],
   known: Mapping[str, dict[str, Any]],
 ) -> TranslatedChat:
@@ -123,13 +122,10 @@ def translate_response(
     UnsupportedField: a tool, an item or an option is not supported.
   """
   chat = TranslatedChat({}, dict(_NAMES), [], {}, [])
-  if isinstance(fields, ResponseRequest):
-    chat.body |= {name: values.get(name) for name in SamplingFields.__struct_fields__}
-    chat.body["max_completion_tokens"] = fields.max_output_tokens
-    _translate_include(fields, chat)
-    _check_metadata(fields.metadata or {})
-  else:
-    chat.body |= {"model": fields.model, "max_completion_tokens": 1}
+  chat.body |= {name: values.get(name) for name in SamplingFields.__struct_fields__}
+  chat.body["max_completion_tokens"] = fields.max_output_tokens
+  _translate_include(fields, chat)
+  _check_metadata(fields.metadata or {})
   chat.body["chat_template_kwargs"] = fields.chat_template_kwargs
   chat.body["parallel_tool_calls"] = fields.parallel_tool_calls
   _translate_tools(values, fields, chat)
@@ -138,7 +134,7 @@ def translate_response(
   own = _read_items(values, fields, known)
   chat.items = [*earlier, *(item for _, item in own)]
   _translate_items([*(("previous_response_id", item) for item in earlier), *own], fields.instructions, chat)
-  if isinstance(fields, ResponseRequest) and chat.body.get("logprobs") and chat.tools:
+  if chat.body.get("logprobs") and chat.tools:
     raise UnsupportedField(
       f"with {LOGPROBS} is not supported beside tools, whose calls have no log probabilities: send tool_choice=none, "
       "or leave one of them out",
@@ -203,9 +199,7 @@ def _translate_reasoning(values: Any, reasoning: ReasoningOptions | None, chat: 
 # Tools.
 
 
-def _translate_tools(
-  values: Mapping[str, Any], fields: ResponseRequest | InputTokensRequest, chat: TranslatedChat
-) -> None:
+def _translate_tools(values: Mapping[str, Any], fields: ResponseRequest, chat: TranslatedChat) -> None:
   """Sets the chat's tools and its choice among them; a namespace's functions become functions of longer names."""
   found: list[tuple[str, ToolName, FlatTool]] = []
   for index, tool in enumerate(fields.tools or []):
@@ -279,7 +273,7 @@ def _chat_name(name: ToolName) -> str:
 # Items.
 
 
-def list_references(fields: ResponseRequest | InputTokensRequest) -> list[str]:
+def list_references(fields: ResponseRequest) -> list[str]:
   """Returns the ids of stored items to which the input refers."""
   items = fields.input if isinstance(fields.input, list) else []
   return [item.id for item in items if item.id and _kind_of(item) == "item_reference"]
@@ -291,7 +285,7 @@ def _kind_of(item: InputItem) -> str:
 
 def _read_items(
   values: Mapping[str, Any],
-  fields: ResponseRequest | InputTokensRequest,
+  fields: ResponseRequest,
   known: Mapping[str, dict[str, Any]],
 ) -> list[tuple[str, dict[str, Any]]]:
   """Returns the path and the item of each item of the input, with references replaced by what they stand for."""

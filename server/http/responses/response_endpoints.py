@@ -19,7 +19,7 @@ from server.http.openai.chat_pipeline import ChatPipeline, PreparedChat
 from server.http.openai.generate_request import judge_ignored, read_fields
 from server.http.openai.generation_responder import GenerationResponder
 from server.http.responses.chat_translation import TranslatedChat, list_references, translate_response
-from server.http.responses.response_fields import InputTokensRequest, ResponseRequest
+from server.http.responses.response_fields import ResponseRequest
 from server.http.responses.response_reply import ResponseReply, describe_request
 
 _MAX_LISTED, _NUM_LISTED = 100, 20
@@ -67,10 +67,11 @@ class ResponseEndpoints:
       return answer
 
   async def count_input_tokens(self, request: Request) -> Response:
-    """POST /v1/responses/input_tokens."""
+    """POST /v1/responses/input_tokens: the tokens of the same response's prompt, also of one that is too long."""
     with self._state.admit() as backend:
       values = await read_json_object(request, self._state, self._options)
-      fields, ignored = read_fields(values, InputTokensRequest)
+      fields, ignored = read_fields(values, ResponseRequest)
+      fields.max_output_tokens = 1
       _, chat = await self._prepare(request, backend, values, fields, ignored)
       headers = judge_ignored(chat.requested.ignored, strict=self._options.strict_requests)
       counted = {"object": "response.input_tokens", "input_tokens": len(chat.prompt.token_ids)}
@@ -139,7 +140,7 @@ class ResponseEndpoints:
     request: Request,
     backend: Backend,
     values: dict[str, Any],
-    fields: ResponseRequest | InputTokensRequest,
+    fields: ResponseRequest,
     ignored: list[str],
   ) -> tuple[TranslatedChat, PreparedChat]:
     """Translates a body and prepares its chat, whose errors then have the caller's names of fields."""

@@ -17,7 +17,6 @@ from server.http.openai.request_fields import (
   TOOL_TYPES,
   UNSUPPORTED,
   Int32,
-  RequestFields,
   SamplingFields,
   TemplateVariables,
   Unsupported,
@@ -188,30 +187,12 @@ FlatToolChoice = Annotated[
 ]
 OneCall = Annotated[bool, Meta(description="false: at most one call. Default true.")]
 EchoedText = Annotated[str, Meta(description="Of no effect but in the response.")]
-_REMEDIES = {"input": "a string or a list of items"}
-
-
-class InputTokensRequest(RequestFields, kw_only=True):
-  """The prompt of a response, which is counted."""
-
-  remedies = _REMEDIES
-  harmless = RESPONSE_HARMLESS
-  unsupported = {**UNSUPPORTED, **RESPONSE_UNSUPPORTED}
-  input: Input | None = None
-  instructions: Instructions | None = None
-  previous_response_id: PreviousId | None = None
-  tools: FlatTools | None = None
-  tool_choice: FlatToolChoice | None = None
-  parallel_tool_calls: OneCall | None = None
-  reasoning: ReasoningOptions | None = None
-  text: TextSettings | None = None
-  chat_template_kwargs: TemplateVariables | None = None
 
 
 class ResponseRequest(SamplingFields, kw_only=True):
   """Fields that are not listed are ignored and named in x-sluice-ignored-fields, or refused under --strict_requests."""
 
-  remedies = _REMEDIES
+  remedies = {"input": "a string or a list of items"}
   harmless = RESPONSE_HARMLESS
   unsupported = {**UNSUPPORTED, **RESPONSE_UNSUPPORTED}
   input: Input | None = None

@@ -30,7 +30,7 @@ KINDS = (
   ("/v1/messages", "MessageRequest"),
   ("/v1/messages/count_tokens", "CountTokensRequest"),
   ("/v1/responses", "ResponseRequest"),
-  ("/v1/responses/input_tokens", "InputTokensRequest"),
+  ("/v1/responses/input_tokens", "ResponseRequest"),
   ("/v1/embeddings", "EmbeddingRequest"),
   ("/v1/score", "ScoreRequest"),
   ("/v1/rerank", "RerankRequest"),
