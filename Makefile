@@ -19,6 +19,8 @@ CLIENTS_VENV := .venv-clients
 NODE_CLIENTS := .node-clients
 LEVELS ?= x86-64-v3 x86-64-v4
 CLIENTS_READY := $(CLIENTS_VENV)/.ready
+CLIENTS_OPENAI2_VENV := .venv-clients-openai2
+CLIENTS_OPENAI2_READY := $(CLIENTS_OPENAI2_VENV)/.ready
 PEERS := transformers openvino vllm llama_cpp
 
 .PHONY: help setup wheel demo server test test-long check check-device audit parity docs clients peers bench bench-cloud chaos soak gpu clean setup-device setup-audit
@@ -65,8 +67,8 @@ docs: $(READY)
 parity: $(READY)
 	@tools/parity/run.sh
 
-## make clients   test published clients (openai, LangChain, openai-agents, Codex, lm-eval, ...) against a server, in separate environments
-clients: $(READY) $(CLIENTS_READY) $(NODE_CLIENTS)/.ready
+## make clients   test published clients (openai, LangChain, LlamaIndex, AI SDK, Codex, lm-eval, gRPC in Go, ...) against a server, in separate environments (ARGS="--only=openai,llm")
+clients: $(READY) $(CLIENTS_READY) $(CLIENTS_OPENAI2_READY) $(NODE_CLIENTS)/.ready
 	@$(PY) -m tools.clients $(ARGS)
 
 ## make peers     run the same requests on vLLM, OpenVINO GenAI, llama.cpp and transformers on this CPU (ARGS=--shape=llama-15m)
@@ -99,7 +101,7 @@ wheel: $(READY)
 
 ## make clean     remove the virtual environments and caches
 clean:
-	rm -rf $(VENV) $(DEVICE_VENV) $(AUDIT_VENV) $(CLIENTS_VENV) .venv-peers-* .venv-parity pallas_kernels/built .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEVICE_VENV) $(AUDIT_VENV) $(CLIENTS_VENV) $(CLIENTS_OPENAI2_VENV) $(NODE_CLIENTS) .venv-peers-* .venv-parity pallas_kernels/built .cache .pytest_cache .ruff_cache .hypothesis
 
 setup: $(READY)
 
@@ -140,3 +142,6 @@ $(NODE_CLIENTS)/.ready: tools/clients/package.json tools/clients/package-lock.js
 
 $(CLIENTS_READY): tools/clients/requirements.txt tools/setup_env.sh
 	@tools/setup_env.sh $(CLIENTS_VENV) tools/clients/requirements.txt && touch $@
+
+$(CLIENTS_OPENAI2_READY): tools/clients/requirements-openai2.txt tools/setup_env.sh
+	@tools/setup_env.sh $(CLIENTS_OPENAI2_VENV) tools/clients/requirements-openai2.txt && touch $@

@@ -5,12 +5,14 @@ admin    the same, with its admin port
 python   in a process of its own
 offline  commands that need no server
 
+Blocks of programs that a machine may lack (grpcurl, Go, protoc) are skipped there.
 tests/tools/simulate/test_how_to.py runs those of policies and ladders.
 """
 
 import os
 from pathlib import Path
 import re
+import shutil
 import subprocess
 import sys
 
@@ -22,6 +24,9 @@ from tools.server_process import RunningServer, find_free_port
 
 pytestmark = pytest.mark.long
 
+# Neither `make setup` nor every machine has these.
+MAY_LACK = ("go", "grpcurl", "protoc")
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 BLOCKS = [block for document in DOCUMENTS for block in code_blocks(document) if block.test in RUN_HERE]
 
 
@@ -49,12 +54,11 @@ def ports(tmp_path_factory):
 def run_block(text: str, language: str) -> subprocess.CompletedProcess[str]:
   """As pasted into a shell, or into a file of its own."""
   command = [sys.executable, "-"] if language == "python" else ["bash", "-euo", "pipefail"]
-  path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
   return subprocess.run(
     command,
     input=text,
     cwd=ROOT,
-    env=os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "NO_COLOR": "1"},
+    env=os.environ | {"PATH": PATH, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "NO_COLOR": "1"},
     capture_output=True,
     text=True,
     timeout=400,
@@ -64,6 +68,11 @@ def run_block(text: str, language: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_runs(block: Block, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+  lacking = [
+    name for name in MAY_LACK if re.search(rf"(^|\s){name} ", block.text) and not shutil.which(name, path=PATH)
+  ]
+  if lacking:
+    pytest.skip(f"no {', '.join(lacking)} on PATH")
   text = block.text.replace("/tmp/sluice_", f"{tmp_path}/sluice_")
   if block.test in ("server", "admin"):
     for pattern, address in request.getfixturevalue("ports").items():

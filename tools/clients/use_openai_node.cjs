@@ -16,14 +16,19 @@ const tool = {
   strict: true,
 };
 
+// Yields the pieces of an answer's text. Leaving the loop early closes the connection, and the server ends the request.
+async function* streamChat(client, model, content) {
+  const messages = [{ role: "user", content }];
+  const stream = await client.chat.completions.create({ model, messages, max_tokens: 12, temperature: 0, stream: true });
+  for await (const chunk of stream) yield chunk.choices[0]?.delta.content ?? "";
+}
+
 async function main(baseURL, model) {
   const client = new OpenAI({ baseURL, apiKey: "unused" });
   const messages = [{ role: "user", content: "37 + 5 = ?" }];
   const chat = await client.chat.completions.create({ model, messages, max_tokens: 12, temperature: 0 });
   let said = "";
-  for await (const chunk of await client.chat.completions.create({
-    model, messages, max_tokens: 12, temperature: 0, stream: true,
-  })) said += chunk.choices[0].delta.content ?? "";
+  for await (const piece of streamChat(client, model, messages[0].content)) said += piece;
   assert.strictEqual(said, chat.choices[0].message.content);
   const body = { model, input: "37 + 5 = ?", max_output_tokens: 12, temperature: 0 };
   const whole = await client.responses.create(body);
