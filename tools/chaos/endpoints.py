@@ -26,12 +26,12 @@ _KEYS = {"a": "rW5vJ8Jk2nq4uYt1sXzB8mE0", "b": "Qm3cT7uEw9pLz2aHk6dGf1Vx"}
 _TIMEOUT_S = 60.0
 _BATCH = {"endpoint": "/v1/embeddings", "completion_window": "24h"}
 _CHAT = [{"role": "user", "content": "37 + 5 = ?"}]
-# A vector may differ in the last bits, by the company of its step.
+# A vector may differ in the last bits, by the other rows of its step.
 _CLOSE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
-class Wrong:
+class WrongRequest:
   """A request and its required status. Args of httpx are in `sent`."""
 
   method: str
@@ -40,11 +40,11 @@ class Wrong:
   sent: dict[str, Any]
 
 
-def _post(path: str, status: int, *bodies: dict[str, Any]) -> list[Wrong]:
-  return [Wrong("POST", path, status, {"json": body}) for body in bodies]
+def _post(path: str, status: int, *bodies: dict[str, Any]) -> list[WrongRequest]:
+  return [WrongRequest("POST", path, status, {"json": body}) for body in bodies]
 
 
-def wrong_requests() -> list[Wrong]:
+def wrong_requests() -> list[WrongRequest]:
   """Returns requests that must be refused, of every endpoint."""
   long = "word " * 2000
   form: dict[str, Any] = {"files": {"file": ("a", b"x")}}
@@ -58,29 +58,29 @@ def wrong_requests() -> list[Wrong]:
     *_post("/v1/embeddings", 404, {"input": "a", "model": "gpt"}),
     *_post("/v1/score", 400, {}, {"text_1": ["a", "b"], "text_2": ["a"]}, {"text_1": "a", "text_2": long}),
     *_post("/v1/rerank", 400, {}, {"query": "a", "documents": []}, {"query": "a", "documents": ["b"], "top_n": 0}),
-    Wrong("POST", "/v1/files", 400, form),
-    Wrong("POST", "/v1/files", 400, form | {"data": {"purpose": "assistants"}}),
-    Wrong("POST", "/v1/files", 415, {"json": {"purpose": "batch"}}),
-    Wrong("GET", "/v1/files", 400, {"params": {"limit": "0"}}),
+    WrongRequest("POST", "/v1/files", 400, form),
+    WrongRequest("POST", "/v1/files", 400, form | {"data": {"purpose": "assistants"}}),
+    WrongRequest("POST", "/v1/files", 415, {"json": {"purpose": "batch"}}),
+    WrongRequest("GET", "/v1/files", 400, {"params": {"limit": "0"}}),
     *_post("/v1/batches", 400, {}, _BATCH | {"input_file_id": 7}),
     *_post("/v1/batches", 404, _BATCH | {"input_file_id": "file-0"}),
   ]
 
 
-def unknown_ids(response: str = "resp_0", file: str = "file-0", batch: str = "batch_0") -> list[Wrong]:
+def unknown_ids(response: str = "resp_0", file: str = "file-0", batch: str = "batch_0") -> list[WrongRequest]:
   """Returns requests that name what does not exist, or belongs to another tenant."""
   return [
-    Wrong("GET", f"/v1/responses/{response}", 404, {}),
-    Wrong("GET", f"/v1/responses/{response}/input_items", 404, {}),
-    Wrong("POST", f"/v1/responses/{response}/cancel", 404, {}),
-    Wrong("DELETE", f"/v1/responses/{response}", 404, {}),
+    WrongRequest("GET", f"/v1/responses/{response}", 404, {}),
+    WrongRequest("GET", f"/v1/responses/{response}/input_items", 404, {}),
+    WrongRequest("POST", f"/v1/responses/{response}/cancel", 404, {}),
+    WrongRequest("DELETE", f"/v1/responses/{response}", 404, {}),
     *_post("/v1/responses", 400, {"input": "a", "previous_response_id": response}),
-    Wrong("GET", f"/v1/files/{file}", 404, {}),
-    Wrong("GET", f"/v1/files/{file}/content", 404, {}),
-    Wrong("DELETE", f"/v1/files/{file}", 404, {}),
+    WrongRequest("GET", f"/v1/files/{file}", 404, {}),
+    WrongRequest("GET", f"/v1/files/{file}/content", 404, {}),
+    WrongRequest("DELETE", f"/v1/files/{file}", 404, {}),
     *_post("/v1/batches", 404, _BATCH | {"input_file_id": file}),
-    Wrong("GET", f"/v1/batches/{batch}", 404, {}),
-    Wrong("POST", f"/v1/batches/{batch}/cancel", 404, {}),
+    WrongRequest("GET", f"/v1/batches/{batch}", 404, {}),
+    WrongRequest("POST", f"/v1/batches/{batch}/cancel", 404, {}),
   ]
 
 
@@ -98,7 +98,7 @@ class Tenant:
   def __exit__(self, *_: object) -> None:
     self.http.close()
 
-  def refused(self, requests: Sequence[Wrong]) -> list[str]:
+  def refused(self, requests: Sequence[WrongRequest]) -> list[str]:
     """Sends requests; returns what was wrong with their answers."""
     faults = []
     for each in requests:
