@@ -432,36 +432,58 @@ def test_a_bad_start_is_one_line(tmp_path, arguments, said):
   assert process.returncode == 1 and len(errors) == 1 and said in errors[0] and "Traceback" not in text, text
 
 
+@contextlib.contextmanager
+def responses_of(server) -> Iterator[httpx.Client]:
+  """A client with a connection for each request, which any front end may accept."""
+  url, limits = f"http://127.0.0.1:{server.http_port}/v1/responses", httpx.Limits(max_keepalive_connections=0)
+  with httpx.Client(base_url=url, limits=limits, timeout=60) as client:
+    yield client
+
+
 def test_every_front_end_knows_every_stored_response(server):
-  url = f"http://127.0.0.1:{server.http_port}/v1/responses"
-  first = httpx.post(url, json={"input": "37 + 5 = ?", "max_output_tokens": 4}, timeout=60).json()
-  place, [message] = f"{url}/{first['id']}", first["output"]
-  question, more = ({"role": "user", "content": text} for text in ("37 + 5 = ?", "And?"))
-  counts = set()
-  for _ in range(10):  # each over a connection of its own, which any front end may accept
-    assert httpx.get(place, timeout=60).json() == first
-    assert httpx.get(f"{place}/input_items", timeout=60).json()["data"][0]["content"][0]["text"] == "37 + 5 = ?"
-    for body in (
-      {"input": "And?", "previous_response_id": first["id"]},
-      {"input": [question, {"id": message["id"]}, more]},
-    ):
-      counts.add(httpx.post(f"{url}/input_tokens", json=body, timeout=60).json()["input_tokens"])
-  assert len(counts) == 1
-  assert httpx.delete(place, timeout=60).json()["deleted"]
-  assert {httpx.get(place, timeout=60).status_code for _ in range(10)} == {404}
+  with responses_of(server) as client:
+    first = client.post("", json={"input": "37 + 5 = ?", "max_output_tokens": 4}).json()
+    place, [message] = f"/{first['id']}", first["output"]
+    question, more = ({"role": "user", "content": text} for text in ("37 + 5 = ?", "And?"))
+    counts = set()
+    for _ in range(10):
+      assert client.get(place).json() == first
+      assert client.get(f"{place}/input_items").json()["data"][0]["content"][0]["text"] == "37 + 5 = ?"
+      for body in (
+        {"input": "And?", "previous_response_id": first["id"]},
+        {"input": [question, {"id": message["id"]}, more]},
+      ):
+        counts.add(client.post("/input_tokens", json=body).json()["input_tokens"])
+    assert len(counts) == 1
+    assert client.delete(place).json()["deleted"]
+    assert {client.get(place).status_code for _ in range(10)} == {404}
 
 
 def test_every_front_end_cancels_every_response(server):
-  url = f"http://127.0.0.1:{server.http_port}/v1/responses"
-  for _ in range(6):
-    body = {"input": "37 + 5 = ?", "max_output_tokens": 2000, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", url, json=body, timeout=60) as stream:
-      lines = stream.iter_lines()
-      response_id = next(json.loads(line[6:])["response"]["id"] for line in lines if line.startswith("data: "))
-      assert next(line for line in lines if "output_item.added" in line)
-      cancelled = httpx.post(f"{url}/{response_id}/cancel", timeout=60).json()
-      assert (cancelled["id"], cancelled["status"]) == (response_id, "cancelled")
-      last = [line for line in lines if line.startswith("data: ")][-1]
-      assert json.loads(last[6:])["response"]["status"] == "cancelled"
-    assert httpx.get(f"{url}/{response_id}", timeout=60).json()["status"] == "cancelled"
-    assert httpx.post(f"{url}/{response_id}/cancel", timeout=60).status_code == 400
+  body = {"input": "37 + 5 = ?", "max_output_tokens": 2000, "stream": True, "ignore_eos": True}
+  with responses_of(server) as client:
+    for _ in range(6):
+      with client.stream("POST", "", json=body) as stream:
+        lines = stream.iter_lines()
+        response_id = next(json.loads(line[6:])["response"]["id"] for line in lines if line.startswith("data: "))
+        assert next(line for line in lines if "output_item.added" in line)
+        cancelled = client.post(f"/{response_id}/cancel").json()
+        assert (cancelled["id"], cancelled["status"]) == (response_id, "cancelled")
+        last = [line for line in lines if line.startswith("data: ")][-1]
+        assert json.loads(last[6:])["response"]["status"] == "cancelled"
+      assert client.get(f"/{response_id}").json()["status"] == "cancelled"
+      assert client.post(f"/{response_id}/cancel").status_code == 400
+
+
+@pytest.mark.long
+def test_a_budget_of_reasoning_reaches_the_engine(tmp_path):
+  (tmp_path / "template").write_text("{% for message in messages %}{{ message.content }}{% endfor %}<think>")
+  with serving(tmp_path, 2, f"--chat_template={tmp_path / 'template'}") as server:
+    url = f"http://127.0.0.1:{server.http_port}/v1/chat/completions"
+    body = {"messages": [{"role": "user", "content": "37 + 5 = ?"}], "thinking_token_budget": 6, "n": 4, "seed": 1}
+    for more in ({"max_tokens": 40, "ignore_eos": True}, {"structured_outputs": {"choice": ["yes"]}}):
+      answer = httpx.post(url, json=body | more, timeout=60).json()
+      messages = [choice["message"] for choice in answer["choices"]]
+      assert len(messages) == 4 and all(message["content"] for message in messages)
+      assert any(message.get("reasoning") for message in messages)
+    assert {message["content"] for message in messages} == {"yes"}
