@@ -31,7 +31,7 @@ _ZERO_IS_UNSET = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_pena
 _NO_PROFILE = "there is no profiler; SetTrace of sluice.admin.v1 (--admin_port) records the steps"
 # Methods of the published service that Sluice does not serve, and the alternative to each.
 _NOT_SERVED = {
-  "Embed": "this server generates text; use an embedding server",
+  "Embed": "Embed of sluice.v1 and /v1/embeddings serve embeddings, with --enable_embeddings",
   "FlushCache": "the prefix cache evicts blocks by itself; cache_salt of sluice.v1 keeps requests from sharing them",
   "StartProfile": _NO_PROFILE,
   "StopProfile": _NO_PROFILE,

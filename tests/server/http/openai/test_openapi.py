@@ -109,6 +109,16 @@ def test_answers_are_as_it_says(http, document):
         jsonschema.Draft202012Validator(resolved(document, schema)).validate(refused.json())
 
 
+def test_metrics_count_its_paths_by_name(http, document):
+  """But for those with ids."""
+  own = [path for path in document["paths"] if "{" not in path and path not in ("/health", "/ready")]
+  for path in own:
+    http.request("HEAD", path)
+  counted = http.get("/metrics").text
+  assert len(own) > 15
+  assert not [path for path in own if f'method="HEAD {path}"' not in counted]
+
+
 def test_its_limits_are_those_of_the_server(http, document):
   """The first value past each limit of a number or a list is refused."""
   completion = document["components"]["schemas"]["CompletionRequest"]["properties"]
