@@ -339,7 +339,7 @@ def test_a_tokenizer_that_was_changed_is_not_sent_until_it_is_back(tmp_path):
 
 
 INSTEAD = {
-  "Embed": "this server generates text",
+  "Embed": "Embed of sluice.v1 and /v1/embeddings",
   "FlushCache": "the prefix cache evicts blocks by itself",
   "StartProfile": "SetTrace of sluice.admin.v1",
   "StopProfile": "SetTrace of sluice.admin.v1",
