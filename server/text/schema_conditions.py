@@ -4,11 +4,12 @@ Each function returns a schema to hold beside the others, or None where that can
 """
 
 from collections.abc import Iterator
+import dataclasses
 import itertools
 import json
 from typing import Any
 
-from server.text.schema_alternatives import allowed_values, value_text
+from server.text.schema_alternatives import allowed_values, find_pointer, value_text
 from server.text.schema_negation import TYPES, combine, negate_schema
 
 # Alternatives that a keyword may become.
@@ -158,6 +159,122 @@ def _few_values(schema: Any) -> list[Any] | None:
 
 def _holds(array: list[Any], value: Any) -> bool:
   return any(value_text(each) == value_text(value) for each in array)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Case:
+  """What a value evaluates if some schemas hold.
+
+  Attributes:
+    parts: the schemas.
+    names, patterns: the properties; every one if `all_names`.
+    items: the number of items at the beginning; every one if `all_items`, and all that one of `contained` allows.
+  """
+
+  parts: tuple[Any, ...] = ()
+  names: frozenset[str] = frozenset()
+  patterns: frozenset[str] = frozenset()
+  all_names: bool = False
+  items: int = 0
+  all_items: bool = False
+  contained: tuple[Any, ...] = ()
+
+  def join(self, other: "_Case") -> "_Case":
+    """Returns the case that both hold."""
+    return _Case(
+      self.parts + other.parts,
+      self.names | other.names,
+      self.patterns | other.patterns,
+      self.all_names or other.all_names,
+      max(self.items, other.items),
+      self.all_items or other.all_items,
+      self.contained + other.contained,
+    )
+
+
+class _Uncountable(Exception):
+  """There are too many cases, or one that cannot be told."""
+
+
+def express_unevaluated(schema: dict[str, Any], keyword: str, root: Any) -> Any:
+  """Writes unevaluatedProperties or unevaluatedItems, one alternative for each way in which the schema may hold."""
+  rest = schema[keyword]
+  try:
+    cases = _list_cases({name: value for name, value in schema.items() if name != keyword}, root, 0)
+  except _Uncountable:
+    return None
+  options = []
+  for case in cases:
+    closed: Any = True
+    if keyword == "unevaluatedItems":
+      if not case.all_items:
+        closed = {"prefixItems": [True] * case.items, "items": combine("anyOf", [*case.contained, rest])}
+    elif not case.all_names:
+      if len(case.patterns) > 1:
+        return None
+      closed = {"properties": dict.fromkeys(sorted(case.names), True), "additionalProperties": rest}
+      closed |= {"patternProperties": dict.fromkeys(case.patterns, True)} if case.patterns else {}
+    options.append(combine("allOf", [*case.parts, closed]))
+  return combine("anyOf", options)
+
+
+def _list_cases(schema: Any, root: Any, level: int) -> list[_Case]:
+  """Returns the cases of a schema that holds. Raises _Uncountable."""
+  if not isinstance(schema, dict):
+    return [_Case()]
+  if level > 8 or any(name in schema for name in ("$dynamicRef", "$recursiveRef", "dependencies")):
+    raise _Uncountable
+  prefix = schema.get("items") if isinstance(schema.get("items"), list) else schema.get("prefixItems", [])
+  own = _Case(
+    names=frozenset(schema.get("properties", ())),
+    patterns=frozenset(schema.get("patternProperties", ())),
+    all_names=any(name in schema for name in ("additionalProperties", "unevaluatedProperties")),
+    items=len(prefix) if isinstance(prefix, list) else 0,
+    all_items="unevaluatedItems" in schema
+    or isinstance(schema.get("items"), bool | dict)
+    or (isinstance(schema.get("items"), list) and "additionalItems" in schema),
+    contained=(schema["contains"],) if "contains" in schema else (),
+  )
+  groups = [[own]]
+  for part in schema.get("allOf", ()):
+    groups.append(_list_cases(part, root, level + 1))
+  if "$ref" in schema:
+    target = find_pointer(root, str(schema["$ref"]))
+    if target is None:
+      raise _Uncountable
+    groups.append(_list_cases(target, root, level + 1))
+  if isinstance(schema.get("oneOf"), list):
+    groups.append([case for option in schema["oneOf"] for case in _held(option, root, level)])
+  if isinstance(schema.get("anyOf"), list):
+    options = schema["anyOf"]
+    most = len(options) if len(options) <= 3 else 1
+    chosen = [each for count in range(1, most + 1) for each in itertools.combinations(options, count)]
+    groups.append([case for each in chosen for case in _join_cases([_held(option, root, level) for option in each])])
+  if "if" in schema:
+    unmet = negate_schema(schema["if"], root) if "else" in schema else True
+    if unmet is None:
+      raise _Uncountable
+    met = [_held(schema["if"], root, level), _held(schema.get("then", True), root, level)]
+    otherwise = [[_Case((unmet,))], _held(schema.get("else", True), root, level)]
+    groups.append(_join_cases(met) + _join_cases(otherwise))
+  for name, part in schema.get("dependentSchemas", {}).items():
+    absent = {"properties": {name: False}, "additionalProperties": True}
+    groups.append([_Case((absent,)), *_join_cases([[_Case(({"required": [name]},))], _held(part, root, level)])])
+  return _join_cases(groups)
+
+
+def _held(schema: Any, root: Any, level: int) -> list[_Case]:
+  return [_Case((schema,)).join(case) for case in _list_cases(schema, root, level + 1)]
+
+
+def _join_cases(groups: list[list[_Case]]) -> list[_Case]:
+  """Returns a case for each choice of one from every group."""
+  cases = [_Case()]
+  for group in groups:
+    cases = [case.join(other) for case in cases for other in group]
+    if len(cases) > MOST_ALTERNATIVES:
+      raise _Uncountable
+  return cases
 
 
 def count_alternatives(schema: Any) -> int:

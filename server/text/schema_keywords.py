@@ -68,12 +68,12 @@ KEYWORDS: dict[str, Keyword] = {
     _P,
     "Of a schema with `type`, `const` and `enum` of simple values, bounds of numbers, lengths, `required`, "
     "`properties`, `dependentRequired`, `prefixItems`, `contains`, `allOf`, `anyOf`, `not`, `if` and `$ref`. Not of "
-    "`type: integer` alone, nor of `pattern` and `format`.",
+    "`pattern` and `format`. A value that must be no integer is no number.",
   ),
   "if": Keyword(
     _P,
     "A condition that `not` enforces. In `allOf`, any number of conditions on the value of one required property; "
-    "others multiply, up to 64 alternatives in one object.",
+    "others multiply, up to 128 alternatives in one object.",
   ),
   "then": Keyword(_P, "As `if`."),
   "else": Keyword(_P, "As `if`."),
@@ -110,7 +110,10 @@ KEYWORDS: dict[str, Keyword] = {
   "contains": Keyword(_P, "The items that count are among the first 8. With `maxContains`, in the forms of `not`."),
   "minContains": Keyword(_P, "Up to 8. Of no effect without `contains`."),
   "maxContains": Keyword(_P, "As `contains`."),
-  "unevaluatedItems": Keyword(_P, "Where nothing beside it applies to items but `prefixItems` and `items`."),
+  "unevaluatedItems": Keyword(
+    _P,
+    "Beside `allOf`, `anyOf`, `oneOf`, `if`, `$ref`, `contains` and `dependentSchemas`, up to 64 cases of what holds.",
+  ),
   # Objects
   "properties": Keyword(_E, "In the order of the schema."),
   "required": Keyword(_E),
@@ -123,12 +126,10 @@ KEYWORDS: dict[str, Keyword] = {
     _P, "Where every property in `properties` is required, or the number of properties follows from the others."
   ),
   "maxProperties": Keyword(_P, "As `minProperties`."),
-  "dependentRequired": Keyword(_P, "Up to 6 properties; they multiply with the conditions of `if`."),
+  "dependentRequired": Keyword(_P, "Up to 7 properties; they multiply with the conditions of `if`."),
   "dependentSchemas": Keyword(_P, "As `dependentRequired`."),
   "dependencies": Keyword(_P, "As `dependentRequired`."),
-  "unevaluatedProperties": Keyword(
-    _P, "Where nothing beside it applies to properties but `properties` and `patternProperties`."
-  ),
+  "unevaluatedProperties": Keyword(_P, "As `unevaluatedItems`, with one pattern in `patternProperties` at most."),
   # For people and programs
   "title": Keyword(_A),
   "description": Keyword(_A),

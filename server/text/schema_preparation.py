@@ -19,6 +19,7 @@ from server.text.schema_conditions import (
   express_condition,
   express_contains,
   express_dependencies,
+  express_unevaluated,
   express_unique,
   find_discriminator,
   schema_size,
@@ -30,8 +31,8 @@ from server.text.schema_negation import combine, negate_schema
 # take 2 s, 60 take minutes), and has no limit for it.
 MAX_PATTERNS_TOGETHER = 8
 # Alternatives that are written for one object, which multiply; and those of a whole schema, each times its properties:
-# 64 of 60 properties take 0.1 s to compile.
-_MOST_TOGETHER = 64
+# 128 of 30 properties take 0.1 s to compile.
+_MOST_TOGETHER = 128
 _MOST_ALTERNATIVES = 5000
 _MOST_OPTIONS = 8
 # Levels of schemas that are rewritten; the compiler refuses deeper ones.
@@ -190,7 +191,9 @@ class _Rewriter:
     def add(parts: list[Any] | None) -> bool:
       if parts is None or None in parts:
         return False
-      parts = [_drop_other_types(part, schema.get("type")) for part in parts]
+      given, parts = parts, [_drop_other_types(part, schema.get("type")) for part in parts]
+      if False in parts and False not in given:
+        return False
       count, patterns = math.prod(map(count_alternatives, parts)), _count_patterns(parts)
       together = self._together * count
       work = together * self._width if count > 1 else 0
@@ -218,6 +221,10 @@ class _Rewriter:
       expressed.update(("contains", "minContains", "maxContains"))
     for name in ("dependentRequired", "dependentSchemas", "dependencies"):
       if schema.get(name) and add(express_dependencies(schema[name])):
+        expressed.add(name)
+    for name in ("unevaluatedProperties", "unevaluatedItems"):
+      has_parts = name in schema and any(each in schema for each in (*_IN_PLACE, "contains"))
+      if has_parts and not _is_any(schema[name]) and add([express_unevaluated(schema, name, self._root)]):
         expressed.add(name)
     target = schema.get("$dynamicRef")
     if str(target)[:1] == "#" and self._anchors.count(str(target)[1:]) <= 1 and add([{"$ref": target}]):
@@ -273,15 +280,11 @@ class _Rewriter:
       rest = schema["unevaluatedProperties"]
       if _is_any(rest):
         del made["unevaluatedProperties"]
+        made.setdefault("additionalProperties", True)
       elif not any(name in schema for name in _IN_PLACE):
         del made["unevaluatedProperties"]
         if "additionalProperties" not in schema:
           made["additionalProperties"] = self.rewrite(rest, (*path, "unevaluatedProperties"), level + 1)
-      elif rest is False and not any(name in schema for name in _IN_PLACE if name not in ("allOf", "$ref")):
-        if self._close(schema, made, by_default=False):
-          del made["unevaluatedProperties"]
-        else:
-          self._leave_out(made, "unevaluatedProperties", path)
       else:
         self._leave_out(made, "unevaluatedProperties", path)
     if "propertyNames" in made and not self._enforce_names(schema, made):
@@ -328,24 +331,19 @@ class _Rewriter:
     del made["propertyNames"]
     return True
 
-  def _close(self, schema: dict[str, Any], made: dict[str, Any], *, by_default: bool = True) -> bool:
+  def _close(self, schema: dict[str, Any], made: dict[str, Any]) -> None:
     """Lets an object have no properties but those that it or what applies to the same object lists.
 
-    Returns whether it could: no part says something of further properties.
-
-    Args:
-      schema: the object's schema.
-      made: the rewritten schema, which is changed.
-      by_default: whether names that are required count as listed; for `unevaluatedProperties` they do not.
+    Does nothing where a part says something of further properties.
     """
     kinds = schema.get("type", "object")
     if "additionalProperties" in made or "object" not in kinds:
-      return False
+      return
     if not any(name in schema for name in _IN_PLACE):
       if "properties" not in made and "patternProperties" not in made:
-        return False
+        return
     elif "patternProperties" in made:
-      return False
+      return
     names: dict[str, None] = {}
     has_properties = False
     for part in self._parts(schema, set(), 0):
@@ -354,19 +352,17 @@ class _Rewriter:
       if part is not schema and not part.keys().isdisjoint(
         ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "$dynamicRef")
       ):
-        return False
+        return
       properties = part.get("properties")
       has_properties |= isinstance(properties, dict) or "patternProperties" in part
       names |= dict.fromkeys(properties if isinstance(properties, dict) else ())
-      if by_default:
-        names |= dict.fromkeys(_required_names(part))
+      names |= dict.fromkeys(_required_names(part))
     if not has_properties or _is_one_part(schema):
-      return False
+      return
     own = made.get("properties", {})
     if names:
       made["properties"] = {**own, **{name: True for name in names if name not in own}}
     made["additionalProperties"] = False
-    return True
 
   def _parts(self, schema: Any, seen: set[int], level: int) -> Iterator[Any]:
     """Yields a schema and what applies to the same value."""
@@ -581,12 +577,13 @@ def _is_condition(schema: Any) -> bool:
 
 
 def _drop_other_types(part: Any, types: Any) -> Any:
-  """Returns a schema without its alternatives of other types."""
-  if not isinstance(part, dict) or not isinstance(part.get("anyOf"), list) or not isinstance(types, str | list):
+  """Returns a schema without its alternatives of other types; False if none is left."""
+  if not isinstance(part, dict) or not isinstance(types, str | list):
     return part
   allowed = {"number" if name == "integer" else name for name in ([types] if isinstance(types, str) else types)}
   options = []
-  for option in part["anyOf"]:
+  is_choice = part.keys() == {"anyOf", "additionalProperties"} and part["additionalProperties"] is True
+  for option in part["anyOf"] if is_choice else [part]:
     own = option.get("type") if isinstance(option, dict) else None
     if own is None or not allowed.isdisjoint([own] if isinstance(own, str) else own):
       options.append(option)

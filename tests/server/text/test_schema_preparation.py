@@ -45,7 +45,8 @@ CASES: dict[str, list[tuple[Any, list[Any], list[Any], list[str]]]] = {
   "oneOf": [
     ({"oneOf": [CAT, DOG]}, [{"kind": "cat"}, {"kind": "dog", "a": 1}], [{"kind": "x"}, {}], []),
     ({"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"enum": [1]}}}, [1, None], [2], []),
-    ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, [1, 3.5], [2.5], ["oneOf"]),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, [1, "a"], [2.5, 3], []),
+    ({"oneOf": [{"pattern": "^a"}, {"pattern": "b$"}], "type": "string"}, ["a"], ["c"], ["oneOf"]),
     (
       {"type": "object", "oneOf": [{"required": [name]} for name in "abc"]},
       [{"a": 1}, {"b": 1, "x": 1}, {"c": 1}],
@@ -89,6 +90,7 @@ CASES: dict[str, list[tuple[Any, list[Any], list[Any], list[str]]]] = {
     ({"not": {"if": {"type": "null"}, "then": False, "else": {"type": "string"}}}, [None, 1], ["a"], []),
     ({"not": {"$ref": "#/$defs/a"}, "$defs": {"a": {"type": ["null", "number"]}}}, ["a"], [1, None], []),
     ({"type": ["string", "null"], "not": {"format": "x-unknown"}}, ["a"], [1], ["not"]),
+    ({"not": {"type": "integer"}}, ["a", None], [1], []),
     ({"type": "number", "not": {"type": "integer"}}, [1.5], ["a"], ["not"]),
     ({"type": "string", "not": {"pattern": "^a"}}, ["b"], [1], ["not"]),
     ({"type": "string", "not": {"format": "date"}}, ["b"], [1], ["not"]),
@@ -135,6 +137,12 @@ CASES: dict[str, list[tuple[Any, list[Any], list[Any], list[str]]]] = {
   "then": [
     ({"if": True, "then": {"type": "null"}}, [None], [1], []),
     ({"then": False, "type": "null"}, [None], [], []),
+    (
+      {"type": "object", "if": True, "then": {"required": ["b"], "anyOf": [{"required": ["a"]}, {"type": "string"}]}},
+      [{"a": 1, "b": 1}],
+      [{"a": 1}, {"b": 1}],
+      [],
+    ),
   ],
   "else": [({"if": False, "else": {"type": "null"}}, [None], [1], [])],
   "minimum": [
@@ -228,7 +236,26 @@ CASES: dict[str, list[tuple[Any, list[Any], list[Any], list[str]]]] = {
   ],
   "unevaluatedItems": [
     ({"type": "array", "prefixItems": [{"type": "null"}], "unevaluatedItems": False}, [[None]], [[None, 1]], []),
-    ({"type": "array", "anyOf": [True], "unevaluatedItems": False}, [[]], [1], ["unevaluatedItems"]),
+    ({"type": "array", "anyOf": [True], "unevaluatedItems": False}, [[]], [1, [1]], []),
+    (
+      {"prefixItems": [{"const": 1}], "if": {"prefixItems": [True, {"const": 2}]}, "unevaluatedItems": False}
+      | {"then": {"prefixItems": [True, True, {"const": 3}]}, "else": {"prefixItems": [True, {"const": 4}]}},
+      [[1], [1, 2], [1, 2, 3], [1, 4], "a"],
+      [[1, 2, 4], [1, 5], [1, 4, 3]],
+      [],
+    ),
+    (
+      {"prefixItems": [True], "contains": {"type": "string"}, "unevaluatedItems": {"type": "null"}},
+      [["a"], [1, "a", None], [1, None, "a"]],
+      [[1], [1, 2, "a"], [1, "a", 2]],
+      [],
+    ),
+    (
+      {"type": "array", "if": {"items": {"format": "date"}}, "else": True, "unevaluatedItems": False},
+      [[]],
+      [1],
+      ["unevaluatedItems", "if"],
+    ),
   ],
   "properties": [({"type": "object", "properties": {"a": {"type": "null"}}}, [{"a": None}, {}], [{"a": 1}], [])],
   "required": [({"type": "object", "required": ["a"]}, [{"a": None}], [{}], [])],
@@ -328,9 +355,34 @@ CASES: dict[str, list[tuple[Any, list[Any], list[Any], list[str]]]] = {
       [],
     ),
     (
-      {"type": "object", "anyOf": [CAT], "unevaluatedProperties": False},
-      [{"kind": "cat"}],
-      [{}],
+      {"type": "object", "anyOf": [CAT, {"properties": {"b": {}}, "required": ["b"]}], "unevaluatedProperties": False},
+      [{"kind": "cat"}, {"kind": "cat", "a": 1}, {"b": 1}, {"kind": "cat", "a": 1, "b": 2}],
+      [{}, {"kind": "cat", "c": 1}, {"b": 1, "a": 1}, {"b": 1, "c": 1}],
+      [],
+    ),
+    (
+      {"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}
+      | {"dependentSchemas": {"a": {"properties": {"b": {"type": "null"}}}}},
+      [{}, {"a": 1}, {"a": 1, "b": None}],
+      [{"b": None}, {"a": 1, "b": 1}, {"a": 1, "c": 1}],
+      [],
+    ),
+    (
+      {
+        "type": "object",
+        "allOf": [{"properties": {"a": {}}}],
+        "required": ["x"],
+        "unevaluatedProperties": {"type": "null"},
+      },
+      [{"x": None}, {"a": 1, "x": None}],
+      [{}, {"x": 1}],
+      [],
+    ),
+    (
+      {"type": "object", "allOf": [{"patternProperties": {"^a": {}}}, {"patternProperties": {"^b": {}}}]}
+      | {"unevaluatedProperties": False},
+      [{"a": 1, "b": 1}],
+      [1],
       ["unevaluatedProperties"],
     ),
   ],
@@ -560,13 +612,15 @@ def make_condition(chance: random.Random, level: int = 0) -> Any:
     return make_condition(chance, level + 1)
 
   made: dict[str, Any] = {}
-  for _ in range(chance.choice([1, 1, 2])):
+  for _ in range(chance.choice([1, 1, 2, 3])):
     name = chance.choice("a b c".split())
-    kinds = ["type", "const", "enum", "bound", "length", "required", "contains", "dependent", "unique"]
+    kinds = ["type", "const", "enum", "bound", "length", "required", "contains", "dependent", "unique", "rest"]
     kinds += ["properties", "not", "if", "allOf", "anyOf", "oneOf", "dependents", "prefix"] if level < 3 else []
     match chance.choice(kinds):
       case "type":
-        made["type"] = chance.sample(["null", "boolean", "number", "string", "array", "object"], 4)
+        made["type"] = chance.sample(
+          ["null", "boolean", "number", "string", "array", "object"], chance.choice([1, 3, 4])
+        )
       case "const":
         made["const"] = chance.choice(["a", "ab", 1, 0, None, True])
       case "enum":
@@ -588,6 +642,8 @@ def make_condition(chance: random.Random, level: int = 0) -> Any:
         made["properties"] = {name: inner()}
       case "prefix":
         made["prefixItems"] = [inner(), inner()]
+      case "rest":
+        made[chance.choice(["unevaluatedItems", "unevaluatedProperties"])] = chance.choice([False, {"type": "number"}])
       case "unique":
         made |= {"uniqueItems": True, "items": {"enum": [1, "a", None]}}
       case "if":
