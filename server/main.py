@@ -170,7 +170,12 @@ def _load_modules(program: ProgramSettings, built: Any, report: StartReport) -> 
   if loads:
     built.engine.step()  # takes the loads from the inbox
   for load in loads:
-    load.result(timeout=0)
+    try:
+      load.result(timeout=0)
+    except ValueError as error:
+      raise ConfigError(f"lora_modules: an adapter does not fit the model: {error}") from None
+  if loads:
+    _say(f"adapters  {', '.join(adapter.name for adapter in built.engine.adapters())}")
 
 
 def _load_tokenizer(program: ProgramSettings, report: StartReport) -> Tokenizer | None:
