@@ -160,7 +160,10 @@ CLIENTS: dict[str, Client] = {
   "claude-code": Client("@anthropic-ai/claude-code", NODE, "one turn with one tool", programs.claude_code),
   "continue": Client("@continuedev/cli", NODE, "one turn", programs.continue_cli),
   "grpcio": Client(
-    "grpcio", PYTHON, "stream, unary, tokenize, cancel, deadline, error details", _over_grpc(PYTHON, "use_grpc.py")
+    "grpcio",
+    PYTHON,
+    "stream, unary, tokenize, embed, cancel, deadline, error details",
+    _over_grpc(PYTHON, "use_grpc.py"),
   ),
   "grpc-node": Client("@grpc/grpc-js", NODE, "stream, cancel, deadline, error", _over_grpc(NODE, "use_grpc_node.cjs")),
   "smg": Client("smg-grpc-proto", PYTHON, "every method of vllm.grpc.engine", _smg),

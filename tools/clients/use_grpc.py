@@ -22,7 +22,7 @@ def _make_stubs(proto: pathlib.Path, folder: str) -> None:
 
 
 def main(target: str, proto: str) -> None:
-  """Streams a generation, gets one whole, cancels one, meets a deadline and an error with its details."""
+  """Streams a generation, gets one whole, embeds, cancels one, meets a deadline and an error with its details."""
   with tempfile.TemporaryDirectory() as folder:
     _make_stubs(pathlib.Path(proto), folder)
     sys.path.insert(0, folder)
@@ -42,6 +42,9 @@ def main(target: str, proto: str) -> None:
     assert service.GenerateUnary(request, timeout=60).completions[0].text == text
     ids = service.Tokenize(pb.TokenizeRequest(text=text, add_special_tokens=False), timeout=30).token_ids
     assert service.Detokenize(pb.DetokenizeRequest(token_ids=ids), timeout=30).text == text, (ids, text)
+    inputs = [pb.EmbedInput(text=text), pb.EmbedInput(token_ids=pb.TokenIds(ids=ids))]
+    one, other = service.Embed(pb.EmbedRequest(inputs=inputs, add_special_tokens=False), timeout=30).embeddings
+    assert one.values == other.values and one.num_tokens == len(ids), (one, other)
 
     request.stopping.max_tokens = 2000
     cancelled = service.Generate(request)
