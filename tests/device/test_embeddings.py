@@ -120,9 +120,11 @@ def test_neither_neighbors_nor_cached_prefixes_nor_chunks_change_it_by_much(buil
   assert sum(event.num_cached_tokens for event in log.events) > 300, "the second run finds the first one's blocks"
 
 
-def test_deterministic_serving_gives_the_same_bits():
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_deterministic_serving_gives_the_same_bits(pooling):
   log = EventLog()
-  built = build_engine(make_options(deterministic=True, prefix_cache_scope="off"), lambda *_: None, log.events.extend)
+  options = make_options(deterministic=True, prefix_cache_scope="off", pooling=pooling)
+  built = build_engine(options, lambda *_: None, log.events.extend)
   alone = [log.embed(built, [prompt])[0] for prompt in PROMPTS[:5]]
   together = log.embed(built, PROMPTS[:5], others=5)
   assert all(np.array_equal(one, other) for one, other in zip(alone, together, strict=True))
