@@ -169,7 +169,7 @@ BAD_BODIES = {
     "=1.1 is not supported: send repetition_penalty",
   ),
   "stop_regex": (chat(stop_regex="a+"), "stop_regex", "send stop, with strings"),
-  "lora": (chat(lora_path="x"), "lora_path", "without adapters"),
+  "lora": (chat(lora_path="x"), "lora_path", "send an adapter's name as model"),
   "thinking": (
     completion(thinking_token_budget=10),
     "thinking_token_budget",
@@ -191,7 +191,7 @@ BAD_BODIES = {
     "response_format.schema",
     "Invalid type: objekt",
   ),
-  "adapter": (completion(lora_request={"name": "a"}), "lora_request", "one model is served"),
+  "adapter": (completion(lora_request={"name": "a"}), "lora_request", "send an adapter's name as model"),
   "no choice": (completion(guided_choice=[]), "guided_choice", "0 strings, allowed are 1 to 1024"),
   "allowed ids": (
     completion(guided_choice=["a"], allowed_token_ids=[7]),
