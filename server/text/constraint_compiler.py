@@ -24,6 +24,7 @@ from server.text.repetition_limits import (
   count_pattern_repeats,
   count_schema_repeats,
 )
+from server.text.schema_alternatives import walk_objects
 from server.text.schema_preparation import (
   MAX_PATTERNS_TOGETHER,
   PreparedSchema,
@@ -455,16 +456,10 @@ def _survey(schema: Any) -> tuple[int, int, int, bool, int]:
 
 def _multiples(schema: Any) -> Iterator[int]:
   """Yields the digits of every multipleOf in a schema, as whole numbers without the powers of ten in them."""
-  left = [schema]
-  while left:
-    value = left.pop()
-    if isinstance(value, list):
-      left += value
-    elif isinstance(value, dict):
-      number = value.get("multipleOf")
-      if isinstance(number, int | float) and 0 < number < math.inf:
-        yield int(repr(number).partition("e")[0].replace(".", "").strip("0"))
-      left += value.values()
+  for value in walk_objects(schema):
+    number = value.get("multipleOf")
+    if isinstance(number, int | float) and 0 < number < math.inf:
+      yield int(repr(number).partition("e")[0].replace(".", "").strip("0"))
 
 
 def _no_constant(name: str) -> NoReturn:

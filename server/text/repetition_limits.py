@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import re
 from typing import Any
 
+from server.text.schema_alternatives import walk_objects
+
 # More characters than outputs have.
 MAX_REPEATS = 100_000
 # Counting ends here.
@@ -76,18 +78,12 @@ def count_grammar_repeats(lark: str) -> int:
 
 def count_schema_repeats(schema: Any) -> Iterator[tuple[str, int]]:
   """The counts of a JSON schema: of its patterns, and those that are the least. Each with its keyword."""
-  left = [schema]
-  while left:
-    value = left.pop()
-    if isinstance(value, list):
-      left += value
-    elif isinstance(value, dict):
-      yield from ((name, int(min(value[name], _MOST))) for name in _LEAST if isinstance(value.get(name), int | float))
-      if isinstance(value.get("pattern"), str):
-        yield "pattern", count_pattern_repeats(value["pattern"])
-      if isinstance(value.get("patternProperties"), dict):
-        yield from (("patternProperties", count_pattern_repeats(name)) for name in value["patternProperties"])
-      left += (inner for name, inner in value.items() if name not in _VALUES)
+  for value in walk_objects(schema, skipped=_VALUES):
+    yield from ((name, int(min(value[name], _MOST))) for name in _LEAST if isinstance(value.get(name), int | float))
+    if isinstance(value.get("pattern"), str):
+      yield "pattern", count_pattern_repeats(value["pattern"])
+    if isinstance(value.get("patternProperties"), dict):
+      yield from (("patternProperties", count_pattern_repeats(name)) for name in value["patternProperties"])
 
 
 def _bound(*numbers: str | None) -> int:

@@ -1,5 +1,6 @@
 """Finds out whether a value can be valid under two JSON schemas. Changes no schema."""
 
+from collections.abc import Collection, Iterator
 import json
 from typing import Any
 
@@ -82,6 +83,23 @@ class SchemaAlternatives:
     types = frozenset("number" if name in _NUMBERS else str(name) for name in names)
     values = allowed_values(schema)
     return types if values is None else types & {_type_of(json.loads(value)) for value in values}
+
+
+def walk_objects(root: Any, skipped: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+  """Yields every object in a schema, since a reference may lead to any: also lists of properties, const and examples.
+
+  Args:
+    root: the schema.
+    skipped: names of what is left out.
+  """
+  left = [root]
+  while left:
+    value = left.pop()
+    if isinstance(value, dict):
+      yield value
+      left += (inner for name, inner in value.items() if name not in skipped) if skipped else value.values()
+    elif isinstance(value, list):
+      left += value
 
 
 def find_pointer(root: Any, reference: str) -> Any:

@@ -193,7 +193,7 @@ class _Case:
 
 
 class _Uncountable(Exception):
-  """There are too many cases, or one that cannot be told."""
+  """There are too many cases, or one that is not known."""
 
 
 def express_unevaluated(schema: dict[str, Any], keyword: str, root: Any) -> Any:

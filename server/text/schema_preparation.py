@@ -12,7 +12,7 @@ import math
 import re
 from typing import Any
 
-from server.text.schema_alternatives import SchemaAlternatives, find_pointer
+from server.text.schema_alternatives import SchemaAlternatives, find_pointer, walk_objects
 from server.text.schema_conditions import (
   MOST_CHARS,
   count_alternatives,
@@ -536,16 +536,8 @@ def _in_place(schema: Any, root: Any) -> list[Any]:
 
 def _referenced_names(root: Any) -> set[str]:
   """Returns the names on the way to what references name."""
-  names, left = set[str](), [root]
-  while left:
-    value = left.pop()
-    if isinstance(value, list):
-      left += value
-    elif isinstance(value, dict):
-      if isinstance(value.get("$ref"), str):
-        names.update(part.replace("~1", "/").replace("~0", "~") for part in value["$ref"].split("/"))
-      left += value.values()
-  return names
+  references = (value["$ref"] for value in walk_objects(root) if isinstance(value.get("$ref"), str))
+  return {part.replace("~1", "/").replace("~0", "~") for reference in references for part in reference.split("/")}
 
 
 def _required_names(schema: dict[str, Any]) -> Iterator[str]:
@@ -605,41 +597,16 @@ def _match_names(pattern: str, names: Iterable[str]) -> set[str] | None:
 
 def _count_patterns(root: Any) -> int:
   """Returns the number of patterns of texts in a schema."""
-  count, left = 0, [root]
-  while left:
-    value = left.pop()
-    if isinstance(value, dict):
-      count += ("pattern" in value) + ("format" in value)
-      left += value.values()
-    elif isinstance(value, list):
-      left += value
-  return count
+  return sum(("pattern" in value) + ("format" in value) for value in walk_objects(root))
 
 
 def _dynamic_anchors(root: Any) -> list[str]:
-  anchors, left = [], [root]
-  while left:
-    value = left.pop()
-    if isinstance(value, dict):
-      anchors.append(str(value.get("$dynamicAnchor", "")))
-      left += value.values()
-    elif isinstance(value, list):
-      left += value
-  return anchors
+  return [str(value["$dynamicAnchor"]) for value in walk_objects(root) if "$dynamicAnchor" in value]
 
 
 def _has_resources(root: Any) -> bool:
   """Returns whether a schema has another within, with an $id of its own, by which references have other meanings."""
-  left = list(root.values()) if isinstance(root, dict) else []
-  while left:
-    value = left.pop()
-    if isinstance(value, dict):
-      if isinstance(value.get("$id"), str):
-        return True
-      left += value.values()
-    elif isinstance(value, list):
-      left += value
-  return False
+  return any(value is not root and isinstance(value.get("$id"), str) for value in walk_objects(root))
 
 
 def _has_lookaround(pattern: str) -> bool:
