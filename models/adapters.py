@@ -59,18 +59,27 @@ class LinearAdapter:
   spec: AdapterSpec = dataclasses.field(metadata={"static": True})
   implementation: str = dataclasses.field(metadata={"static": True})
 
-  def add_to(self, y: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns y [T, ...] plus the adapters' outputs for x [T, ...]."""
+  @property
+  def prepares_inputs(self) -> bool:
+    """Whether `add_to` takes a norm or gates."""
+    return self.implementation == "cpu"
+
+  def add_to(
+    self, y: jax.Array, x: jax.Array, norm: tuple[jax.Array, float] | None = None, gated: bool = False
+  ) -> jax.Array:
+    """Returns y [T, ...] plus the adapters' outputs for x [T, ...]; norm, gated: as in pallas_kernels.low_rank.api."""
     tokens = self.slots.shape[0]
     sums = add_low_rank(
       y.reshape(tokens, self.spec.outputs),
-      x.reshape(tokens, self.spec.inputs),
+      x.reshape(tokens, self.spec.inputs * (2 if gated else 1)),
       self.slots,
       self.a,
       self.b,
       self.spec.runs,
       self.spec.repeats,
       self.implementation,
+      norm,
+      gated,
     )
     return sums.reshape(y.shape)
 

@@ -190,10 +190,7 @@ class PackedMatrix(Matrix):
     return {"array": packed_matmul.pack_weight(np.asarray(weight).reshape(math.prod(self.spec.inputs), -1))}
 
   def product(self, x, *, norm=None, activation=None, residual=None, num_rows=None, dtype=None):
-    if norm is not None and norm.offset and x.dtype != jnp.float32:
-      x, norm = norm(x), None  # the kernel's scale has x's dtype, to which offset + scale would round
-    if activation is not None and activation != "silu":
-      x, activation = _gate(x, activation), None
+    x, norm, activation = _prepared(x, norm, activation)
     spec, gated = self.spec, activation is not None
     lead = x.shape[: x.ndim - spec.num_inputs - gated]
     outputs = math.prod(spec.outputs)
@@ -221,6 +218,21 @@ class PackedMatrix(Matrix):
 
   def _scales(self) -> jax.Array | None:
     return None
+
+
+def _prepared(
+  x: jax.Array, norm: RMSNorm | None, activation: Activation | None, in_kernel: bool = True
+) -> tuple[jax.Array, RMSNorm | None, Activation | None]:
+  """Returns the arguments after applying the norm or the gates, unless a C++ kernel applies them.
+
+  Args: in_kernel: whether the kernel does so where it can.
+  """
+  # The kernels' scale has x's dtype, to which offset + scale would round.
+  if norm is not None and (not in_kernel or norm.offset and x.dtype != jnp.float32):
+    x, norm = norm(x), None
+  if activation is not None and (not in_kernel or activation != "silu"):
+    x, activation = _gate(x, activation), None
+  return x, norm, activation
 
 
 def _norm_scale(norm: RMSNorm) -> jax.Array:
@@ -347,8 +359,9 @@ class Linear(nnx.Module):
       dtype=dtype,
     )
     if adapter is not None:
-      x = x if norm is None else norm(x)
-      y = adapter.add_to(y, x if activation is None else _gate(x, activation))
+      x, norm, activation = _prepared(x, norm, activation, adapter.prepares_inputs)
+      scale = None if norm is None else (_norm_scale(norm), norm.eps)
+      y = adapter.add_to(y, x, scale, gated=activation is not None)
     if is_last:
       return y
     if self.bias is not None:

@@ -17,6 +17,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -39,7 +40,7 @@ ENTRIES = {
   "paged_attention": "SluicePagedAttend",
   "sampling": "SluiceSampling",
 }
-_HEADER = "pallas_kernels/native.h"
+_INCLUDE = re.compile(r'^#include "(pallas_kernels/[^"]+)"', re.MULTILINE)
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno")
 # The /proc/cpuinfo flags that a level of the x86-64 psABI needs beyond the baseline; best level first.
 _LEVELS = {
@@ -88,8 +89,10 @@ def path(name: str, target: str = "") -> pathlib.Path:
   """Returns the path that the library of `name`, a key of ENTRIES, has for `target`, or for this machine's level."""
   target = target or level()
   digest = hashlib.sha256(repr((_flags(target), importlib.metadata.version("jaxlib"))).encode())
-  for file in (source(name), _ROOT / _HEADER, *sorted(source(name).parent.glob("*.h"))):
-    digest.update(file.read_bytes())
+  text = source(name).read_text("utf-8")
+  digest.update(text.encode())
+  for header in _INCLUDE.findall(text):
+    digest.update((_ROOT / header).read_bytes())
   return _BUILT / f"{name}-{target}-{digest.hexdigest()[:16]}.so"
 
 

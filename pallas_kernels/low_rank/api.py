@@ -4,8 +4,6 @@
 matrices of the slots in use alone.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +23,8 @@ def add_low_rank(
   runs: tuple[int, ...],
   repeats: int = 1,
   implementation: str = "reference",
+  norm: tuple[jax.Array, float] | None = None,
+  gated: bool = False,
 ) -> jax.Array:
   """Returns y plus x times the matrices of each token's slot: y[t, n] + sum over r of b[s, r, n] h[t, part of n, r].
 
@@ -40,12 +40,19 @@ def add_low_rank(
     runs: for each part, the length of its run of outputs.
     repeats: how often the runs follow each other in N.
     implementation: a name of native.IMPLEMENTATIONS.
+    norm: for "cpu", scale [D] of x's dtype and epsilon of a root-mean-square norm, applied to x first.
+    gated: for "cpu", x is [T, 2 D], the gates and then the values of SwiGLU, which the kernel applies first. Excludes
+      `norm`.
 
   Raises:
     NativeMissing: the implementation is "cpu" and its library is not built.
     ValueError: an argument has another dtype or shape.
   """
   (tokens, inputs), (num_slots, rank, outputs) = x.shape, b.shape
+  if (norm is not None or gated) and (implementation != "cpu" or (norm is not None and gated) or inputs % (1 + gated)):
+    raise ValueError(f"low rank: {implementation} takes no norm or gates, or not both, for x {x.shape}")
+  inputs //= 1 + gated
+  scale, epsilon = (jnp.zeros(0, x.dtype), 0.0) if norm is None else norm
   shapes = (y.shape, slots.shape, a.shape)
   if shapes != ((tokens, outputs), (tokens,), (num_slots, inputs, len(runs) * rank)) or sum(runs) * repeats != outputs:
     raise ValueError(f"low rank: y, slots, a of shapes {shapes} do not match x {x.shape}, b {b.shape} and runs {runs}")
@@ -53,9 +60,10 @@ def add_low_rank(
     raise ValueError(f"low rank: {y.dtype}, {x.dtype}, {a.dtype} and {b.dtype} must all be float32 or all bfloat16")
   if implementation not in native.IMPLEMENTATIONS:
     raise ValueError(f"low rank: implementation {implementation!r} is not one of {', '.join(native.IMPLEMENTATIONS)}")
-  if implementation == "reference" or not math.prod(y.shape):
+  if implementation == "reference":
     return reference(y, x, slots, a, b, runs, repeats)
   if rank % RANK_MULTIPLE:
     raise ValueError(f"low rank: the CPU kernel has rank {rank}, and needs a multiple of {RANK_MULTIPLE}")
   call = native.bind_call("low_rank", jax.ShapeDtypeStruct(y.shape, y.dtype), input_output_aliases={0: 0})
-  return call(y, x, slots, a, b, runs=np.array(runs, np.int64), repeats=np.int64(repeats))
+  attributes = {"runs": np.array(runs, np.int64), "repeats": np.int64(repeats), "epsilon": np.float32(epsilon)}
+  return call(y, x, slots, a, b, scale, gated=gated, **attributes)

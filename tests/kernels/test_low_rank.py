@@ -106,3 +106,27 @@ def test_refuses_arguments_that_do_not_match():
     add_low_rank(y, x, slots, a, b, runs, repeats, "gpu")
   with pytest.raises(ValueError, match=f"has rank 8, and needs a multiple of {RANK_MULTIPLE}"):
     add_low_rank(y, x, slots, a[..., : 3 * 8], b[:, :8], runs, repeats, "cpu")
+  with pytest.raises(ValueError, match="reference takes no norm or gates"):
+    add_low_rank(y, x, slots, a, b, runs, repeats, "reference", gated=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_kernel_applies_the_norm_or_the_gates_first(dtype: str, gated: bool):
+  if not native.path("low_rank").exists():
+    pytest.skip("no C++ compiler")
+  inputs, runs, repeats, rank = SHAPES["odd"]
+  slots = SLOTS["all"]
+  y, x, a, b = arrays(inputs * (1 + gated), runs, repeats, rank, len(slots), dtype)
+  a = a[:, :inputs]
+  scale = jnp.linspace(0.5, 2.0, inputs).astype(dtype)
+  x32 = np.asarray(x, np.float32)
+  if gated:
+    prepared, norm = x32[:, :inputs] / (1 + np.exp(-x32[:, :inputs])) * x32[:, inputs:], None
+  else:
+    norm = scale, 1e-5
+    prepared = x32 / np.sqrt(np.square(x32).mean(axis=1, keepdims=True) + 1e-5) * np.asarray(scale, np.float32)
+  found = add_low_rank(y, x, jnp.array(slots, jnp.int32), a, b, runs, repeats, "cpu", norm, gated)
+  wanted = expected(y, prepared, slots, a, b, runs, repeats)
+  tolerance = 1e-4 if dtype == "float32" else 2**-6  # bfloat16 also rounds the prepared input, twice
+  assert np.abs(np.asarray(found, np.float64) - wanted).max() < tolerance * max(4, np.abs(wanted).max())
