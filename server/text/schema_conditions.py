@@ -120,7 +120,7 @@ def _place_items(length: int, least: int, most: int | None, wanted: Any, other: 
       yield {"type": "array"} | ({"prefixItems": prefix, "minItems": end} if prefix else {}) | {"items": other}
 
 
-def express_unique(schema: dict[str, Any]) -> Any:
+def express_unique(schema: dict[str, Any], root: Any) -> Any:
   """Writes uniqueItems as a list of all arrays, where they are few: items have few values, or there are few items."""
   prefix = schema.get("prefixItems", [])
   rest = schema.get("items", True)
@@ -134,7 +134,7 @@ def express_unique(schema: dict[str, Any]) -> Any:
     item = prefix[at] if at < len(prefix) else rest
     if not longest or (most is not None and at >= most) or item is False:
       break
-    values = _few_values(item)
+    values = _few_values(item, root)
     if values is None:
       return None
     longest = [[*array, value] for array in longest for value in values if not _holds(array, value)]
@@ -146,7 +146,7 @@ def express_unique(schema: dict[str, Any]) -> Any:
   return combine("anyOf", [{"enum": arrays}, {"type": [name for name in TYPES if name != "array"]}])
 
 
-def _few_values(schema: Any) -> list[Any] | None:
+def _few_values(schema: Any, root: Any, level: int = 0) -> list[Any] | None:
   """Returns a list that has every value of a schema."""
   if not isinstance(schema, dict):
     return None
@@ -154,6 +154,8 @@ def _few_values(schema: Any) -> list[Any] | None:
     return [schema["const"]]
   if isinstance(schema.get("enum"), list):
     return schema["enum"]
+  if "$ref" in schema and level < 8:
+    return _few_values(find_pointer(root, str(schema["$ref"])), root, level + 1)
   return {"boolean": [False, True], "null": [None]}.get(str(schema.get("type")))
 
 

@@ -215,7 +215,7 @@ class _Rewriter:
       if add([express_condition(list(group.values()), self._root)]):
         merged.update(group)
         expressed.update(("if", "then", "else") if -1 in group else ())
-    if schema.get("uniqueItems") is True and add([express_unique(schema)]):
+    if schema.get("uniqueItems") is True and add([express_unique(schema, self._root)]):
       expressed.add("uniqueItems")
     if "contains" in schema and add([express_contains(schema, self._root)]):
       expressed.update(("contains", "minContains", "maxContains"))

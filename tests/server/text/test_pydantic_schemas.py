@@ -241,11 +241,11 @@ TYPES: dict[str, Any] = {
   "union in a map": dict[str, Union[int, list[Color]]],  # noqa: UP007
 }
 # Keywords of theirs that are ignored, with the name in a header.
-IGNORED = {"set": "uniqueItems", "frozen set of an enum": "uniqueItems", "lookahead": "pattern"}
+IGNORED = {"set": "uniqueItems", "lookahead": "pattern"}
 IGNORED["map by date"] = "propertyNames"
 # Pydantic is narrower than its schema: February 29, years of more digits, durations, and what only its types say.
 LOOSER = {"map by date", "map by number", "moment", "time", "duration", "path", "base64", "json", "ipv6 network"}
-LOOSER |= {"int64", "url", "http url", "decimal", "bounded decimal", "uuid", "set", "frozen set of an enum", "bytes"}
+LOOSER |= {"int64", "url", "http url", "decimal", "bounded decimal", "uuid", "set", "bytes"}
 
 
 @pytest.fixture(scope="module")
