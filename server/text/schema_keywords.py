@@ -106,7 +106,8 @@ KEYWORDS: dict[str, Keyword] = {
   "maxItems": Keyword(_E),
   "uniqueItems": Keyword(
     _P,
-    "Where `maxItems` is at most 1, or at most 64 arrays are possible: items with `enum`, `const` or Booleans, also through `$ref`.",
+    "Where `maxItems` is at most 1, or at most 64 arrays are possible: items with `enum`, `const` or Booleans, also "
+    "through `$ref`.",
   ),
   "contains": Keyword(_P, "The items that count are among the first 8. With `maxContains`, in the forms of `not`."),
   "minContains": Keyword(_P, "Up to 8. Of no effect without `contains`."),
