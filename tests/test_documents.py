@@ -29,7 +29,8 @@ from tools.repository import generate_documents
 # Flags of other programs: uv, XLA, docker, lm-eval, and what make itself would take.
 FOREIGN = {"universal", "python-version", "generate-hashes", "extra", "group", "no-annotate", "no-header", "time"}
 FOREIGN |= {"xla_force_host_platform_device_count", "help", "helpfull", "flagfile", "model_args", "tasks"}
-FOREIGN |= {"http2-prior-knowledge", "schema", "call", "rps", "connections", "proto", "metadata", "concurrency", "duration"}
+FOREIGN |= {"http2-prior-knowledge", "schema", "call", "rps", "connections", "proto", "metadata", "concurrency"}
+FOREIGN |= {"duration"}
 FOREIGN_COMMANDS = ("buf ", "claude ", "docker ", "gcloud ", "ghz ", "nvidia-smi ", "protoc ")
 FLAG = r"(?<![\w-])--([a-zA-Z][\w-]*)"
 PATH = r"(?<![\w/.=-])((?:engine|models|pallas_kernels|server|tools|tests|benchmarks|deploy)/[\w./-]*\w)"

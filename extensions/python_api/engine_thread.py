@@ -128,7 +128,7 @@ class EngineThread:
     del self._engine, self._generations
 
   async def _serve(self) -> None:
-    """Steps while there are requests. After a step the loop turns only if a task or a call waits; a turn takes 30 us."""
+    """Steps while there are requests. After a step the loop turns, 30 us, only if a task or a call waits."""
     engine = self._engine
     while not self._ends:
       if engine.dead is not None:
