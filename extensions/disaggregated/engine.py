@@ -12,6 +12,7 @@ import dataclasses
 import threading
 from typing import Any
 
+from engine.adapters import AdapterInfo
 from engine.batch import Runner
 from engine.engine import Clock, Emit, Engine
 from engine.errors import ConfigError, DuplicateRequest, Overloaded, Unavailable
@@ -168,6 +169,10 @@ class DisaggregatedEngine(Engine):
         "requests": latest_records(sorted((*first.requests, *rest.requests), key=lambda record: record.end), num_steps),
       }
     )
+
+  def adapters(self) -> list[AdapterInfo]:
+    """Returns no adapters: --enable_lora excludes two sides."""
+    return []
 
   def block_states(self) -> bytes:
     """See BlockPool.block_states; the prefill side's blocks come first."""
