@@ -34,9 +34,11 @@ class TargetCase(NamedTuple):
   token_budgets: str
   deterministic: bool = False
   quantization: str = "none"
+  adapters: bool = False
 
   def __str__(self) -> str:
     how = ["deterministic"] * self.deterministic + [self.quantization] * (self.quantization != "none")
+    how += ["adapters"] * self.adapters
     return ", ".join((self.target, self.model, *how))
 
 
@@ -44,6 +46,7 @@ _SMALL = (
   TargetCase("h200", "tiny", "8,64,256"),
   TargetCase("h200", "tiny", "128", deterministic=True),
   TargetCase("h200", "tiny", "64", quantization="int8"),
+  TargetCase("h200", "tiny", "64", adapters=True),
   TargetCase("v5e", "tiny", "64"),
   TargetCase("v5e-4", "tiny", "64"),
 )
@@ -52,8 +55,10 @@ _WHOLE = (  # too large for one chip, so it has four
   TargetCase("h200", "llama3-8b", _BUDGETS),
   TargetCase("h200", "llama3-8b", "128", deterministic=True),
   TargetCase("h200", "llama3-8b", "8,64,512", quantization="int8"),
+  TargetCase("h200", "llama3-8b", "64", adapters=True),
   TargetCase("v6e", "demo", _BUDGETS),
   TargetCase("v6e", "llama3-8b", _BUDGETS),
+  TargetCase("v6e", "llama3-8b", "64", adapters=True),
   TargetCase("v5e-4", "llama3-8b", _BUDGETS),
 )
 
@@ -70,6 +75,7 @@ def compile_all(case: TargetCase, attention: str, max_num_seqs: int = 64) -> lis
     command = [sys.executable, "-m", "tools.check_device.compile", f"--target={target.name}", f"--model={case.model}"]
     command += [f"--attention={attention}", f"--token_budgets={case.token_budgets}", f"--max_num_seqs={max_num_seqs}"]
     command += [f"--quantization={case.quantization}", f"--out={out}", *["--deterministic"] * case.deterministic]
+    command += ["--adapters"] * case.adapters
     done = subprocess.run(
       command, env=os.environ | environment(target, out), capture_output=True, encoding="utf-8", errors="replace"
     )

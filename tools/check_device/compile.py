@@ -26,7 +26,7 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
   before = set(dump.glob("*thunk_sequence_after_thunk_passes.txt"))
   started, cpu_started = time.perf_counter(), time.process_time()
   with swizzles.watch_shared_transfers() as transfers:
-    compiled = device_programs.step_program(spec, shape).compile()
+    compiled = device_programs.step_program(spec, shape, with_adapters=spec.max_loras > 0).compile()
   seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
   hlo, memory = compiled.as_text(), compiled.memory_analysis()
   assert hlo is not None and memory is not None, "compile-only devices say both"
@@ -83,6 +83,7 @@ def main() -> None:
   parser.add_argument("--token_budgets", required=True)
   parser.add_argument("--deterministic", action="store_true")
   parser.add_argument("--quantization", default="none")
+  parser.add_argument("--adapters", action="store_true")
   parser.add_argument("--max_num_seqs", type=int, default=64)
   parser.add_argument("--out", required=True, type=pathlib.Path)
   args = parser.parse_args()
@@ -94,7 +95,9 @@ def main() -> None:
   budgets = tuple(int(budget) for budget in args.token_budgets.split(","))
   ladder = ShapeLadder(budgets, min(case.max_num_seqs, budgets[-1]))
   deep, shallow = (
-    programs.make_spec(case, devices, args.attention, count, args.deterministic, args.quantization == "int8")
+    programs.make_spec(
+      case, devices, args.attention, count, args.deterministic, args.quantization == "int8", args.adapters
+    )
     for count in (layers, few)
   )
   with (args.out / "facts.jsonl").open("w") as out, targets.tracing_for(target, devices[0]):
@@ -102,7 +105,7 @@ def main() -> None:
       ctypes.CDLL(None).fflush(None)  # ptxas writes through C's own buffer
       print(f"\n@@ {shape.tokens}", flush=True)
       found = {"tokens": shape.tokens, "rows": shape.rows, "layers": layers}
-      found |= {"deterministic": args.deterministic, "quantization": args.quantization}
+      found |= {"deterministic": args.deterministic, "quantization": args.quantization, "adapters": args.adapters}
       found |= compile_rung(deep, shape, args.out)
       if target.platform == "cuda":
         found["shallow_layers"] = few

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
+from engine.device.options import BuildOptions
 from engine.device.programs import ProgramSpec
 from engine.shapes import StepShape
 from models.config import ModelConfig
@@ -69,7 +70,13 @@ def case(name: str) -> ModelCase:
 
 
 def make_spec(
-  case: ModelCase, devices: list[Any], attention: str, num_layers: int, deterministic: bool = False, int8: bool = False
+  case: ModelCase,
+  devices: list[Any],
+  attention: str,
+  num_layers: int,
+  deterministic: bool = False,
+  int8: bool = False,
+  adapters: bool = False,
 ) -> ProgramSpec:
   """Returns the spec that engine.device.build makes of a checkpoint, without a checkpoint.
 
@@ -80,6 +87,7 @@ def make_spec(
     num_layers: replaces the model's own.
     deterministic: as in ProgramSpec.
     int8: whether weights are int8.
+    adapters: whether it has slots for LoRA adapters, as many as the settings' default.
   """
   layers = case.model.layer_attention[:num_layers]
   model = dataclasses.replace(case.model, num_layers=num_layers, layer_attention=layers)
@@ -106,6 +114,8 @@ def make_spec(
     attention=attention,
     device_kind=devices[0].device_kind,
     deterministic=deterministic,
+    max_loras=BuildOptions.max_loras if adapters else 0,
+    max_lora_rank=BuildOptions.max_lora_rank if adapters else 0,
   )
 
 

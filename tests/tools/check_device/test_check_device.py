@@ -210,6 +210,7 @@ def rung(**changes) -> dict:
     "cpu_seconds": 1.25,
     "layers": 4,
     "deterministic": False,
+    "adapters": False,
     "quantization": "none",
     "matmuls": ["__cublas$lt$matmul"],
     "kv_bytes": 1000,
@@ -256,6 +257,7 @@ def test_a_good_rung_has_no_violations():
   assert judge.violations(rung(), [KernelUse("write", 40, 0)]) == []
   assert judge.launches_a_layer(rung()) == 11
   assert judge.violations(rung(quantization="int8", shallow_launches=13), []) == []  # a launch more a layer
+  assert judge.violations(rung(adapters=True, shallow_launches=13), []) == []
   one_way = {"deterministic": True, "matmuls": ["triton 64x128, 4 stages, 4 warps"] * 3}
   assert judge.violations(rung(**one_way, shallow_launches=13), []) == []
   shown = judge.layer_launches(rung())
