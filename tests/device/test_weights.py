@@ -479,6 +479,7 @@ def test_conversion_never_overwrites_and_leaves_nothing_half_done(pristine, hf, 
   assert sorted(file.name for file in tmp_path.iterdir()) == ["hf"]
 
 
+@pytest.mark.long
 def test_the_command_lines(tmp_path):
   """As a user types them: a model, its conversion, and one line with exit code 1 where something is wrong."""
 

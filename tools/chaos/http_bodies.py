@@ -19,9 +19,11 @@ import sys
 import tempfile
 import time
 from typing import Any
+import warnings
 
 import httpx
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import HypothesisDeprecationWarning
 import jsonschema
 from prometheus_client.parser import text_string_to_metric_families
 import psutil
@@ -237,7 +239,10 @@ def _make(operation: Any, mode: schemathesis.GenerationMode, count: int, number:
       body = b"" if isinstance(body, NotSet) else json.dumps(_plain(body)).encode()
     made.append(body)
 
-  note()
+  with warnings.catch_warnings():
+    # Hypothesis blames the strategy for draws from `random` by any thread of the process.
+    warnings.filterwarnings("ignore", "Do not use the `random` module", HypothesisDeprecationWarning)
+    note()
   return made[:count]
 
 

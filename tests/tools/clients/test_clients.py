@@ -10,6 +10,7 @@ from tools.clients import __main__ as check_clients
 from tools.clients import environments, programs
 
 
+@pytest.mark.long
 def test_the_official_client_works_unchanged():
   done = run_module("tools.clients", "--only=openai,responses")
   assert done.returncode == 0, done.stdout + done.stderr

@@ -92,6 +92,7 @@ def check_claims(rows: dict[str, list[float]]) -> None:
   assert max(tokens.values()) < 1.02 * min(tokens.values())
 
 
+@pytest.mark.long
 def test_a_policy_is_written_simulated_drawn_and_served(folder):
   page = "write-a-policy.md"
   (code,) = blocks(page, "python")
