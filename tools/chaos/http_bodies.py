@@ -240,7 +240,7 @@ def _make(operation: Any, mode: schemathesis.GenerationMode, count: int, number:
     made.append(body)
 
   with warnings.catch_warnings():
-    # Hypothesis blames the strategy for draws from `random` by any thread of the process.
+    # Hypothesis warns when any thread of the process calls the module `random`.
     warnings.filterwarnings("ignore", "Do not use the `random` module", HypothesisDeprecationWarning)
     note()
   return made[:count]
