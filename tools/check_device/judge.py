@@ -7,7 +7,7 @@ from tools.check_device.facts import KernelUse
 
 MAX_LAUNCHES_A_LAYER = 11
 MAX_LAUNCHES_OWN_MATMULS = 14  # deterministic, or int8: XLA's own matmuls do not fuse the residual
-MAX_LAUNCHES_ADAPTERS = 38  # pallas_kernels/low_rank's reference, which also transposes A; not tuned for a GPU
+MAX_LAUNCHES_ADAPTERS = 39  # pallas_kernels/low_rank's reference, which also transposes A; not tuned for a GPU
 _SHOWN = 5  # copies to print; there may be some a layer
 
 
