@@ -496,8 +496,7 @@ class Scheduler:
   def _needs_every_position(self, request: Request) -> bool:
     """Returns whether every position of the prompt needs a logit row, and none may come from the prefix cache.
 
-    So it is while prompt log probabilities are missing, and for a mean of hidden states, which each admission starts
-    anew.
+    True while prompt log probabilities are missing, and for a mean of hidden states, which each admission starts anew.
     """
     params = request.params
     if params.prompt_logprobs is not None and request.num_prompt_logprobs < len(request.prompt_token_ids) - 1:

@@ -377,7 +377,7 @@ def _main(argv: Sequence[str], compose: Callable[[], Composition] = VllmComposit
   # of 5 ms exceeds a small model's step; at 64 streams, this value raises output tokens/s by about 10%.
   sys.setswitchinterval(0.0005)
   memory_limit.limit_malloc_arenas()
-  gc.disable()  # under any other program, such as `sluice serve`
+  gc.disable()  # a program that imports this module may not have done it
   program = flags.read_settings(ProgramSettings)
   _LINES.set_up(program.log_format)
   report = StartReport(_LINES, program.verbose)

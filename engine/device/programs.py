@@ -353,7 +353,7 @@ def step_program(spec: ProgramSpec, shape: StepShape, with_adapters: bool = Fals
   if spec.embeds:
     outputs += (spec.whole((shape.logits, spec.model.model_dim), jnp.float32),)
   return Program(
-    name="-".join(map(str, ("adapted" if with_adapters else "step", *dataclasses.astuple(shape)))),
+    name=adapted_key(shape) if with_adapters else "-".join(map(str, ("step", *dataclasses.astuple(shape)))),
     function=functools.partial(step, spec, layout),
     arguments=(
       spec.params,

@@ -216,8 +216,6 @@ class ModelRunner:
     self.steps = {shape: made[shape] for shape in ladder.rungs()}
     self.adapted_calls: dict[StepShape, StepCall] = {}  # steps with adapters
     self._adapters: tuple[jax.Array, ...] = ()
-    if spec.max_loras:
-      self._adapters, self._write_adapter = made["adapters"](), made["write-adapter"]
     self._write_lines = {table: made[table] for table in programs.NUM_LINES}
     self._layouts = {shape: spec.layout(shape) for shape in ladder.rungs()}
     self.calls = {
@@ -225,6 +223,7 @@ class ModelRunner:
       for shape, compiled in self.steps.items()
     }
     if spec.max_loras:
+      self._adapters, self._write_adapter = made["adapters"](), made["write-adapter"]
       self.adapted_calls = {
         shape: StepCall(made[programs.adapted_key(shape)], layout.size, mesh_lib.replicated(spec.mesh))
         for shape, layout in self._layouts.items()
@@ -285,7 +284,9 @@ class ModelRunner:
     leaves = weights.leaves
     wanted = [(leaf.shape[1:], leaf.dtype) for leaf in self.spec.adapters]
     if [(leaf.shape, leaf.dtype) for leaf in leaves] != wanted:
-      raise ValueError(f"adapter {weights.path}: its arrays have not the shapes of this engine's slots; read it again")
+      raise ValueError(
+        f"adapter {weights.path}: the shapes of its arrays are not the shapes of this engine's slots; read it again"
+      )
     self.write_leaves(slot, leaves)
 
   def write_leaves(self, slot: int, leaves: Sequence[Any]) -> None:

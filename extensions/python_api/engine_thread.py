@@ -152,7 +152,9 @@ class EngineThread:
 
   def _take_job(self, job: Job) -> None:
     self._jobs.add(job)
-    task = self._loop.create_task(self._start_job(job))
+    self._keep_task(self._loop.create_task(self._start_job(job)))
+
+  def _keep_task(self, task: asyncio.Task[None]) -> None:
     self._tasks.add(task)
     task.add_done_callback(self._tasks.discard)
 
@@ -173,8 +175,7 @@ class EngineThread:
   async def _stream(self, call: GenerationCall, pieces: Pieces) -> None:
     task = asyncio.current_task()
     assert task is not None, "a stream outside its task"
-    self._tasks.add(task)
-    task.add_done_callback(self._tasks.discard)
+    self._keep_task(task)
     generation = await self._generations.start_generation(call, None)
     self._wake.set()
     try:

@@ -35,7 +35,7 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
   # Without norms: any vector may have their size, and moving one costs nothing.
   matrices = [leaf for leaf in spec.params if len(leaf.shape) > 1]
   weights, whole = set(programs.shard_sizes(matrices)), {leaf.size for leaf in matrices}
-  on_tpu = spec.platform == "tpu"
+  is_tpu = spec.platform == "tpu"
   found = {
     "seconds": round(seconds, 2),
     "cpu_seconds": round(cpu_seconds, 2),
@@ -47,7 +47,7 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
     "alias_bytes": memory.alias_size_in_bytes,
     "argument_bytes": memory.argument_size_in_bytes,
     # A TPU's compiler counts code among the temporaries: both grow by the same 1.6 MB with each layer.
-    "temp_bytes": max(0, memory.temp_size_in_bytes - (memory.generated_code_size_in_bytes if on_tpu else 0)),
+    "temp_bytes": max(0, memory.temp_size_in_bytes - (memory.generated_code_size_in_bytes if is_tpu else 0)),
     "temp_limit": programs.temp_limit(spec, shape),
     "shared_transfers": transfers.count,
     "misplaced_transfers": transfers.misplaced,
