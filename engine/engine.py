@@ -33,7 +33,8 @@ class Engine:
     scheduler: owned by this engine from now on.
     runner: the device.
     clock: monotonic seconds; deadlines use it.
-    emit: called on the engine thread with all events of a step; must not block.
+    emit: called on the engine thread with all events of a step; must not block. Becomes an attribute, which may be
+      replaced while no request is live.
     """
     self.config = scheduler.config
     self.recorder = Recorder()
@@ -44,7 +45,7 @@ class Engine:
     self._overlap = scheduler.config.overlap
     self._runner = runner
     self._clock = clock
-    self._emit = emit
+    self.emit = emit
     self._lock = threading.Lock()
     self._wake = threading.Event()
     self._inbox: list[Callable[[], list[TokenEvent] | None]] = []
@@ -332,7 +333,7 @@ class Engine:
       for future in unloaded:
         future.set_result(None)
     self.recorder.count_events(events)
-    self._emit(events)
+    self.emit(events)
 
   def fail(self, error: Exception) -> None:
     """Finishes every live request with an error; the engine accepts nothing from now on. Engine thread only."""

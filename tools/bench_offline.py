@@ -69,21 +69,18 @@ def build_options(args: argparse.Namespace) -> BuildOptions:
   return BuildOptions(model_dir=args.model, **{name: getattr(args, name) for name in names}, **UNBOUNDED_QUEUE)
 
 
-class OfflineRun:
-  """One engine and all that it emits, by request."""
+class EngineLoop:
+  """The plain loop over `engine`, which its maker sets, and all that the engine emits, by request."""
 
-  def __init__(
-    self, options: BuildOptions, engine_class: type[Engine] = Engine, source: ExecutableSource | None = None
-  ):
-    """Builds the engine; writes progress to standard error. Raises EngineError."""
+  engine: Engine  # calls `take_events`
+
+  def __init__(self) -> None:
     self._chunks: dict[str, list[tuple[float, int]]] = {}
     self._tokens: dict[str, list[int]] = {}
     self._endings: dict[str, TokenEvent] = {}
-    self.built: Built = build_any(
-      options, progress=_progress, emit=self._emit, engine_class=engine_class, source=source
-    )
 
-  def _emit(self, events: list[TokenEvent]) -> None:
+  def take_events(self, events: list[TokenEvent]) -> None:
+    """Receives the engine's events."""
     now = time.monotonic()
     for event in events:
       if event.token_ids:
@@ -102,11 +99,11 @@ class OfflineRun:
     Raises:
       EngineError: a request can never be served; raised before any request runs.
     """
-    engine = self.built.engine
+    engine = self.engine
     prepared = [_engine_request(request) for request in requests]
     for work, request in zip(requests, prepared, strict=True):
       try:
-        validate_request(self.built.config, request)
+        validate_request(engine.config, request)
       except EngineError as error:
         raise ConfigError(f"request id {work.id!r}: {error}") from error
     self._chunks = {request.id: [] for request in prepared}
@@ -137,6 +134,24 @@ class OfflineRun:
     error = None if ending.finish_reason is FinishReason.LENGTH else f"{ending.finish_reason}: {ending.message}"
     came = tuple(self._chunks[name]), tuple(self._tokens[name])
     return Outcome(work.id, work.output_len, intended_s, sent_s, *came, error, work.tenant, work.priority)
+
+
+class OfflineRun(EngineLoop):
+  """The plain loop over an engine of its own.
+
+  Attributes:
+    built: the engine and its properties.
+  """
+
+  def __init__(
+    self, options: BuildOptions, engine_class: type[Engine] = Engine, source: ExecutableSource | None = None
+  ):
+    """Builds the engine; writes progress to standard error. Raises EngineError."""
+    super().__init__()
+    self.built: Built = build_any(
+      options, progress=_progress, emit=self.take_events, engine_class=engine_class, source=source
+    )
+    self.engine = self.built.engine
 
 
 def _engine_request(request: WorkRequest) -> Request:

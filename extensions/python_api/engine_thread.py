@@ -22,6 +22,7 @@ from server.errors import EngineFailed
 from server.generation.engine_client import LocalEngine
 from server.generation.generations import Generation, Generations
 from server.generation.request_validation import GenerationCall
+from server.telemetry.latency_histograms import NoObservations
 from server.text.tokenizer import Tokenizer
 
 _WAIT_S = 0.001  # between two polls of an engine that has requests and no work, as in the window of a dynamic batch
@@ -36,21 +37,34 @@ class Job:
   """The requests of one call.
 
   Attributes:
-    future: the outputs in the order of the requests, or the first error. An error ends the other requests too.
+    future: done when all requests are finished, or with the first error. An error ends the other requests too.
     num_ended: the number of finished requests; any thread may read it.
   """
 
   def __init__(self, prompts: Sequence[Prompt], calls: Sequence[GenerationCall]):
     """Args: prompts: the caller's prompts, one for each call."""
     self.prompts, self.calls = prompts, calls
-    self.future: concurrent.futures.Future[list[RequestOutput]] = concurrent.futures.Future()
+    self.future: concurrent.futures.Future[None] = concurrent.futures.Future()
     self.num_ended = 0
-    self.outputs: list[RequestOutput | None] = [None] * len(calls)
+    self.finished: dict[int, Generation] = {}  # by index in `calls`
     self.live: dict[int, Generation] = {}  # by index in `calls`
+
+  def read_outputs(self) -> list[RequestOutput]:
+    """Returns the outputs in the order of the requests, once all are finished.
+
+    The caller's thread makes the texts, after the last step: between two steps that work is several times slower, since
+    the steps leave none of its memory in the processor's caches.
+    """
+    triples = zip(self.prompts, self.calls, sorted(self.finished.items()), strict=True)
+    return [read_outputs(prompt, call.prompt_token_ids, each) for prompt, call, (_, each) in triples]
 
 
 class EngineThread:
-  """Owns an engine until it is closed. Other threads call the public methods, except take_events."""
+  """Owns an engine until it is closed. Other threads call the public methods, except take_events.
+
+  Attributes:
+    engine: the engine, until `close`.
+  """
 
   def __init__(self) -> None:
     """The engine's constructor needs `take_events`. Call `start` before any other method."""
@@ -67,8 +81,8 @@ class EngineThread:
   def start(self, engine: Engine, tokenizer: Tokenizer | None) -> None:
     """Takes over an engine and starts the thread."""
     self._loop = uvloop.new_event_loop()
-    self._engine = engine
-    self._generations = Generations(LocalEngine(engine), tokenizer)
+    self.engine = engine
+    self._generations = Generations(LocalEngine(engine), tokenizer, observations=NoObservations())
     self._thread.start()
 
   def submit_job(self, job: Job) -> None:
@@ -125,11 +139,11 @@ class EngineThread:
     with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
       runner.run(self._serve())
     # The engine's callback holds this object. Breaking the cycle here frees the device arrays at once.
-    del self._engine, self._generations
+    del self.engine, self._generations
 
   async def _serve(self) -> None:
     """Steps while there are requests. After a step the loop turns, 30 us, only if a task or a call waits."""
-    engine = self._engine
+    engine = self.engine
     while not self._ends:
       if engine.dead is not None:
         self._end_all(EngineFailed(f"the engine has failed: {engine.dead!r:.200}; make another LLM"))
@@ -187,7 +201,8 @@ class EngineThread:
 
   def take_events(self, events: list[TokenEvent]) -> None:
     """Receives the engine's events, inside its step."""
-    self._generations.dispatch_events(events)
+    if not self._generations.dispatch_events(events):
+      return
     for event in events:
       if event.finish_reason is not None and event.request_id in self._waiting:
         self._note_ending(*self._waiting.pop(event.request_id))
@@ -199,20 +214,19 @@ class EngineThread:
     if generation.error is not None:
       self._fail_job(job, generation.error, place)
       return
-    call = job.calls[place]
-    job.outputs[place] = read_outputs(job.prompts[place], call.prompt_token_ids, generation)
+    job.finished[place] = generation
     self._generations.close_generation(job.live.pop(place))
     job.num_ended += 1
     if job.num_ended == len(job.calls):
       self._jobs.discard(job)
-      job.future.set_result([output for output in job.outputs if output is not None])
+      job.future.set_result(None)
 
   def _fail_job(self, job: Job, error: EngineError, place: int | None = None) -> None:
     self._drop_job(job)
     if job.future.done():
       return
     if isinstance(error, EngineFailed):
-      error.__cause__ = self._engine.dead
+      error.__cause__ = self.engine.dead
     if place is not None and len(job.calls) > 1:
       error.add_note(describe_place(place))
     job.future.set_exception(error)

@@ -22,6 +22,7 @@ from typing import Any, Self, cast
 import weakref
 
 from engine.device.options import BuildOptions
+from engine.engine import Engine
 from engine.errors import EngineError, InvalidRequest, Unavailable
 from engine.request import Request
 from engine.validation import validate_request
@@ -208,6 +209,12 @@ class LLM:
     """Returns the text of token ids, without special tokens. Raises NoTokenizer."""
     return self._need_tokenizer().decode(list(token_ids))
 
+  @property
+  def engine(self) -> Engine:
+    """The engine, for its `stats`. Raises Unavailable after `close`."""
+    self._check_open()
+    return self._thread.engine
+
   def close(self) -> None:
     """Ends every request and frees the thread, the weights and the KV pool. May be called twice."""
     self._finalizer()
@@ -250,9 +257,9 @@ class LLM:
       with show_progress(what, len(calls), progress) as bar:
         while bar is not None and not concurrent.futures.wait((job.future,), _LOOK_S).done:
           advance_bar(bar, job.num_ended)
-        outputs = job.future.result()
+        job.future.result()
         advance_bar(bar, job.num_ended)
-      return outputs
+      return job.read_outputs()
     except BaseException:  # including Ctrl-C
       self._thread.cancel_job(job)
       raise

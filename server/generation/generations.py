@@ -108,8 +108,6 @@ class _Output:
 
   def take_event(self, event: TokenEvent) -> None:
     """Adds an event; sets `finished` if it is the request's last, or completes a stop string."""
-    if self.pending:
-      self.flush()
     token_ids: Sequence[int] = event.token_ids
     if event.prompt_logprobs:
       self._delta.prompt_logprobs.extend(map(_logprobs, event.prompt_logprobs))
@@ -117,11 +115,16 @@ class _Output:
     if event.stop_token_id is not None:
       self._num_tokens += 1
       token_ids = token_ids[:-1]
-    shown = self._add_text(token_ids)
-    if self._call.return_token_ids:
-      self._delta.token_ids.extend(token_ids[:shown])
+    if self.is_eager:
+      token_ids = token_ids[: self._add_text(token_ids)]
+      if self._call.return_token_ids:
+        self._delta.token_ids.extend(token_ids)
+    else:
+      self.pending += token_ids
+      if len(self.pending) >= _MAX_PENDING:
+        self.flush()
     if event.logprobs:
-      self._delta.logprobs.extend(map(_logprobs, event.logprobs[:shown]))
+      self._delta.logprobs.extend(map(_logprobs, event.logprobs[: len(token_ids)]))
     if self._stops.matched is not None:
       self._finish(FinishReason.STOP, stop_string=self._stops.matched)
     elif event.finish_reason is not None:
@@ -154,8 +157,8 @@ class _Output:
       stop_string=stop_string,
       usage=pb.Usage(
         prompt_tokens=self.num_prompt_tokens,
-        completion_tokens=self._num_tokens,
-        total_tokens=self.num_prompt_tokens + self._num_tokens,
+        completion_tokens=self.num_tokens,
+        total_tokens=self.num_prompt_tokens + self.num_tokens,
         cached_tokens=self.num_cached_tokens,
       ),
       timing=pb.Timing(time_to_first_token_s=self.first_token_s or 0.0, total_s=self._clock() - self.started),
@@ -232,13 +235,21 @@ class Generation:
 class Generations:
   """The live generations of a server, by owner and request id, and by the engine's ids."""
 
-  def __init__(self, engine: EngineClient, tokenizer: Tokenizer | None, *, tracer: Tracer | None = None):
+  def __init__(
+    self,
+    engine: EngineClient,
+    tokenizer: Tokenizer | None,
+    *,
+    tracer: Tracer | None = None,
+    observations: Observations | None = None,
+  ):
     """Args:
     engine: receives the requests; deadlines are on its clock.
     tokenizer: the model's tokenizer, or None.
     tracer: receives a span for each generation; None makes no spans.
+    observations: receives the latencies; None: a new one.
     """
-    self.observations = Observations()
+    self.observations = Observations() if observations is None else observations
     self._tracer = tracer
     self._dispatched_at = 0.0
     self._engine = engine
@@ -330,13 +341,14 @@ class Generations:
 
   def dispatch_events(
     self, events: Sequence[TokenEvent], request_ids: Sequence[str] = (), token_ids: Sequence[int] = ()
-  ) -> None:
-    """Hands a step's events to their generations and wakes them.
+  ) -> bool:
+    """Hands a step's events to their generations and wakes them; returns whether a request ended.
 
     Args:
       events: events of any kind.
       request_ids, token_ids: columns of events that only bring one token.
     """
+    has_ending = False
     now, before = self._clock(), self._dispatched_at
     num_steady = 0
     outputs = self._outputs
@@ -362,6 +374,7 @@ class Generations:
     for event in events:
       request_id, tokens, logprobs, prompt_logprobs, reason, _, _, _, _, embedding = event
       if reason is not None:
+        has_ending = True
         self._engine.ended(request_id)
         output = outputs.pop(request_id, None)
       else:
@@ -388,6 +401,7 @@ class Generations:
     if num_steady:
       self.observations.gap(now, now - before, num_steady)
     self._dispatched_at = now
+    return has_ending
 
   def _see_token(self, output: _Output, now: float) -> None:
     """Records a first token, or one whose predecessor did not come in the previous dispatch."""

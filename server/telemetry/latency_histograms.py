@@ -123,6 +123,19 @@ class Observations:
         self.queue.observe(max(0.0, record.first_scheduled - record.arrival))
 
 
+class NoObservations(Observations):
+  """Keeps nothing: for a program that shows no latencies."""
+
+  def first_token(self, now: float, seconds: float) -> None:
+    """Does nothing."""
+
+  def gap(self, now: float, seconds: float, times: int) -> None:
+    """Does nothing."""
+
+  def finished(self, *, seconds: float, first_token_s: float, num_prompt_tokens: int, num_tokens: int) -> None:
+    """Does nothing."""
+
+
 def _keep_recent[T](recent: list[T], value: T) -> None:
   recent.append(value)
   if len(recent) >= 2 * NUM_RECENT:  # rarely, since it moves all remaining values

@@ -2,8 +2,9 @@
 
   python -m tools.bench.python_api --model=DIR
 
-Two engines with the same settings in this process serve the same token ids alternately, greedily and to the same
-lengths; their tokens must agree. A turn's figure is output tokens over seconds. For the bare engine the seconds run
+One engine serves the same token ids alternately, through LLM.generate and in the bare loop of tools.bench_offline,
+greedily and to the same lengths; the tokens must agree. Two engines would not do: where their arrays lie in memory
+makes equal ones differ by up to 3 %. A turn's figure is output tokens over seconds. For the bare engine the seconds run
 from the first submission to the last token; for LLM.generate they cover the whole call, with its checks and texts.
 Prints one line of JSON: the medians over turns, and the median of each pair's ratio.
 """
@@ -17,13 +18,11 @@ import sys
 import time
 from typing import Any
 
-from engine.device.options import BuildOptions
 from engine.errors import EngineError
-from engine.settings import UNBOUNDED_QUEUE
 from extensions.python_api.llm import DEMO_MODEL, LLM
 from extensions.python_api.sampling_params import SamplingParams
 from tools.arguments import CommandParser, positive_int
-from tools.bench_offline import OfflineRun
+from tools.bench_offline import EngineLoop
 from tools.measure import machine
 from tools.report.latency import summary
 from tools.workload import WorkRequest, synthetic
@@ -44,18 +43,23 @@ class MeasuredCall:
   tokens: list[tuple[int, ...]]
 
 
-def measure_turns(options: BuildOptions, requests: Sequence[WorkRequest], turns: int) -> dict[str, list[MeasuredCall]]:
+def measure_turns(model_dir: str, requests: Sequence[WorkRequest], turns: int) -> dict[str, list[MeasuredCall]]:
   """Runs both sides in turn, and swaps their order after each pair. Raises EngineError if their tokens differ."""
   num_tokens = sum(request.output_len for request in requests)
   prompts = [list(request.prompt) for request in requests]
   params = [SamplingParams(max_tokens=request.output_len, temperature=0, ignore_eos=True) for request in requests]
-  offline = OfflineRun(options)
-  settings = {name: getattr(options, name) for name in ("prefix_cache_scope", "compile_cache_dir")}
-  with LLM(options.model_dir, **settings) as llm:
+  with LLM(model_dir, prefix_cache_scope="off") as llm:
+    offline = EngineLoop()
+    offline.engine = llm.engine
+    emit = llm.engine.emit
 
     def run_offline() -> MeasuredCall:
       cpu = time.process_time()
-      outcomes = offline.serve(requests)
+      llm.engine.emit = offline.take_events
+      try:
+        outcomes = offline.serve(requests)
+      finally:
+        llm.engine.emit = emit
       cpu_s = time.process_time() - cpu
       return MeasuredCall(summary(outcomes, 0)["output_tok_s"], cpu_s, [outcome.tokens for outcome in outcomes])
 
@@ -92,8 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   vocab_size = json.loads((pathlib.Path(args.model) / "config.json").read_text("utf-8"))["vocab_size"]
   requests = synthetic(args.num_requests, args.prompt_len, args.output_len, vocab_size, seed=0)
   try:
-    options = BuildOptions(args.model, prefix_cache_scope="off", **UNBOUNDED_QUEUE)
-    found = measure_turns(options, requests, args.turns)
+    found = measure_turns(args.model, requests, args.turns)
   except EngineError as error:
     return parser.failed(error, 1)
   figures: dict[str, Any] = {}

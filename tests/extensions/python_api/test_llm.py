@@ -32,12 +32,8 @@ def llm() -> Iterator[LLM]:
     yield made
 
 
-def engine_of(llm: LLM):
-  return llm._thread._engine
-
-
 def wait_idle(llm: LLM) -> None:
-  while engine_of(llm).num_live:
+  while llm.engine.num_live:
     time.sleep(0.001)
 
 
@@ -139,7 +135,7 @@ def test_a_stream_that_is_left_ends_its_request(llm: LLM):
   for _ in llm.stream("The cat", LONG):
     break
   wait_idle(llm)
-  assert engine_of(llm).stats().blocks_used == 0
+  assert llm.engine.stats().blocks_used == 0
 
 
 def test_a_score_is_what_generation_reports(llm: LLM):
@@ -175,12 +171,12 @@ def test_what_cannot_be_scored_is_told(llm: LLM):
   ],
 )
 def test_a_bad_field_is_told_before_anything_runs(llm: LLM, params, message):
-  before = engine_of(llm).stats().num_steps
+  before = llm.engine.stats().num_steps
   with pytest.raises(InvalidRequest, match=message) as caught:
     llm.generate(["fine", "bad"], [GREEDY, SamplingParams(**params)])
   assert caught.value.__notes__ == ["This is about prompts[1]."]
   wait_idle(llm)
-  assert engine_of(llm).stats().num_steps == before
+  assert llm.engine.stats().num_steps == before
 
 
 @pytest.mark.parametrize("prompt", [3, [1.5], ["a", 3], [[1, "b"]]])
@@ -211,7 +207,7 @@ def test_ctrl_c_ends_every_request_and_leaves_the_engine_usable(llm: LLM):
   expected = texts(llm.generate(PROMPTS, GREEDY))
 
   def interrupt() -> None:
-    while not engine_of(llm).stats().num_running:
+    while not llm.engine.stats().num_running:
       time.sleep(0.001)
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -221,7 +217,7 @@ def test_ctrl_c_ends_every_request_and_leaves_the_engine_usable(llm: LLM):
     llm.generate(PROMPTS * 20, LONG)
   thread.join()
   wait_idle(llm)
-  assert engine_of(llm).stats().blocks_used == 0 and not len(llm._thread._generations)
+  assert llm.engine.stats().blocks_used == 0 and not len(llm._thread._generations)
   assert texts(llm.generate(PROMPTS, GREEDY)) == expected
 
 
@@ -254,7 +250,7 @@ def test_closing_frees_everything_and_another_one_can_follow():
     llm = LLM("demo", **ONE_RUNG)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
       running = pool.submit(llm.generate, PROMPTS, LONG)
-      while not engine_of(llm).stats().num_running:
+      while not llm.engine.stats().num_running:
         time.sleep(0.001)
       found += texts(llm.generate("The cat", GREEDY))
       llm.close()
@@ -275,7 +271,7 @@ def test_an_engine_that_fails_is_told_with_its_cause():
     def launch(batch: object) -> Any:
       raise OSError("the device is gone")
 
-    engine_of(llm)._runner.launch = launch
+    llm.engine._runner.launch = launch
     with pytest.raises(EngineFailed) as caught:
       llm.generate(PROMPTS, GREEDY)
     assert "the device is gone" in str(caught.value.__cause__)
