@@ -32,6 +32,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
+from engine.routing import POLICIES
 from engine.shapes import choose_ladder
 from tools import workload
 from tools.arguments import CommandParser, output_file, positive_float, positive_int
@@ -46,7 +47,7 @@ from tools.simulate.policy_runs import (
   run_policies,
   write_report,
 )
-from tools.simulate.replica import ROUTERS, Arrival, made_up
+from tools.simulate.replica import Arrival, made_up
 from tools.simulate.step_costs import AttentionWork, StepCosts
 
 DEMO_COSTS = str(ROOT / "benchmarks" / "costs" / "demo_cpu.json")
@@ -319,7 +320,7 @@ def _ms(seconds: float) -> str:
 def add_fleet_arguments(parser: CommandParser) -> None:
   """Adds the flags of the fleet."""
   parser.add_argument("--replicas", type=positive_int, default=1, help="engines behind the router")
-  parser.add_argument("--router", choices=sorted(ROUTERS), default=Fleet.router, help="router of the requests")
+  parser.add_argument("--router", choices=sorted(POLICIES), default=Fleet.router, help="router of the requests")
   parser.add_argument(
     "--prefill_replicas", type=int, default=0, help="disaggregated: engines for prefill (0: --replicas)"
   )

@@ -27,7 +27,7 @@ from engine.request import FinishReason, TokenEvent
 from engine.validation import validate_request
 from tools.report.latency import Objectives, Outcome, percentile
 from tools.report.senders import SenderTally
-from tools.simulate.replica import Arrival, Replica, make_router
+from tools.simulate.replica import Arrival, Replica, SimulatedRouter
 from tools.simulate.step_costs import StepCosts
 
 # --- Results ----------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Fleet:
 
   Attributes:
     replicas: the number of engines that both prefill and decode; 0 with disaggregated serving.
-    router: the name in ROUTERS for arriving requests (and, disaggregated, for arriving KV).
+    router: the name in engine.routing.POLICIES for arriving requests (and, disaggregated, for arriving KV).
     prefill_replicas, decode_replicas: the numbers of engines for one phase each; both or neither.
     transfer_bytes_s, transfer_latency_s: bandwidth and latency of KV transfers to a decode replica.
     step_seed: the seed of the random step times.
@@ -215,7 +215,7 @@ class Fleet:
         f"transfer_bytes_s={self.transfer_bytes_s} must be above 0 and transfer_latency_s={self.transfer_latency_s} "
         "0 or more; set --transfer_gb_s and --transfer_latency_ms"
       )
-    make_router(self.router)
+    SimulatedRouter(self.router)  # raises for an unknown name
 
   @property
   def is_split(self) -> bool:
@@ -243,7 +243,7 @@ class Simulation:
     self.replicas = [Replica(index, config, costs, self._take_events, fleet.step_seed) for index in range(count)]
     self._front = self.replicas[: fleet.prefill_replicas] if fleet.is_split else self.replicas
     self._decoders = self.replicas[fleet.prefill_replicas :] if fleet.is_split else []
-    self._router, self._decode_router = make_router(fleet.router), make_router(fleet.router)
+    self._router, self._decode_router = SimulatedRouter(fleet.router), SimulatedRouter(fleet.router)
     self._tracks: dict[str, _Track] = {}
     self._turns: list[tuple[float, int]] = []  # (time, replica)
     self._endings: list[tuple[float, int]] = []  # (time, replica), for the router's update

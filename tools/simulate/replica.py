@@ -8,16 +8,15 @@ their length. tools.simulate.events simulates everything between replicas. Impor
 """
 
 from collections.abc import Callable, Sequence
-import itertools
 import random
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from engine.batch import Batch, StepResult
 from engine.block_pool import block_key, root_key
 from engine.config import EngineConfig
 from engine.engine import IDLE_WAIT_S, Engine
-from engine.errors import ConfigError
 from engine.request import Request, TokenEvent
+from engine.routing import make_routing_policy
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from tools.simulate.step_costs import Launch, StepCosts, Warmth, work_of
@@ -152,6 +151,7 @@ class Replica:
     step_seed: the run's seed; with the index, it seeds this replica's step times.
     """
     self.index, self.config = index, config
+    self.name = index  # for engine.routing
     self.clock = VirtualClock()
     self.scheduler = Scheduler(config)
     self.runner = SimulatedRunner(costs, self.clock, seed=(step_seed << 20) + index)
@@ -201,57 +201,27 @@ class Replica:
     return True
 
 
-# --- Routers ----------------------------------------------------------------------------------------------------------
+# --- The router -------------------------------------------------------------------------------------------------------
 
 
-class Router(Protocol):
-  """Chooses a replica for a request, by loads and its own earlier choices."""
+class SimulatedRouter:
+  """Chooses a replica for a request by a policy of engine.routing, as `python -m server.router` does.
+
+  It sees prompts as keys of whole blocks; the router, which has no tokenizer, as hashes of pieces of the body.
+  """
+
+  def __init__(self, policy: str):
+    """Args:
+    policy: a name in engine.routing.POLICIES; raises ConfigError for another.
+    """
+    self._policy = make_routing_policy(policy)
 
   def choose(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
     """Returns the replica for a request."""
-    ...
-
-
-class RoundRobin:
-  """Chooses one replica after the other."""
-
-  def __init__(self):
-    self._turns = itertools.count()
-
-  def choose(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
-    return replicas[next(self._turns) % len(replicas)]
-
-
-class LeastLoaded:
-  """Chooses the replica with the fewest unfinished requests; the first of equals."""
-
-  def choose(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
-    return min(replicas, key=lambda replica: replica.load)
-
-
-class PrefixAware:
-  """Chooses the replica of the longest known prefix, unless it is much busier than the least loaded one.
-
-  The router keeps its own map of block keys. Like SGLang's cache-aware router it does not query the replicas, so it
-  does not know about evictions. A new prefix goes to the least loaded replica.
-  """
-
-  BUSIER_BY, BUSIER_TIMES = 8, 1.5  # differences in requests, and factor, above which balance outweighs locality
-
-  def __init__(self):
-    self._homes: dict[bytes, int] = {}
-
-  def choose(self, arrival: Arrival, replicas: Sequence[Replica]) -> Replica:
-    size, homes = replicas[0].config.block_size, self._homes
-    keys = _keys(arrival, arrival.prompt, (len(arrival.prompt) - 1) // size, size)
-    known = next((index for index, key in enumerate(keys) if key not in homes), len(keys))
-    chosen = min(replicas, key=lambda replica: replica.load)
-    if known:
-      preferred = replicas[homes[keys[known - 1]]]
-      if preferred.load <= max(chosen.load + self.BUSIER_BY, chosen.load * self.BUSIER_TIMES):
-        chosen = preferred
-    homes.update(dict.fromkeys(keys, chosen.index - replicas[0].index))
-    return chosen
+    if not self._policy.uses_keys:
+      return self._policy.choose(replicas)
+    size = replicas[0].config.block_size
+    return self._policy.choose(replicas, _keys(arrival, arrival.prompt, (len(arrival.prompt) - 1) // size, size))
 
 
 def _keys(arrival: Arrival, prompt: Sequence[int], num_blocks: int, block_size: int) -> list[bytes]:
@@ -261,17 +231,3 @@ def _keys(arrival: Arrival, prompt: Sequence[int], num_blocks: int, block_size: 
     parent = block_key(parent, tuple(prompt[start : start + block_size]))
     keys.append(parent)
   return keys
-
-
-ROUTERS: dict[str, Callable[[], Router]] = {
-  "round_robin": RoundRobin,
-  "least_loaded": LeastLoaded,
-  "prefix_aware": PrefixAware,
-}
-
-
-def make_router(name: str) -> Router:
-  """Returns the router of this name; raises ConfigError."""
-  if name not in ROUTERS:
-    raise ConfigError(f"router={name!r} is unknown; set --router to one of {', '.join(ROUTERS)}")
-  return ROUTERS[name]()
