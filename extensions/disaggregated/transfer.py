@@ -1,42 +1,34 @@
 """Copies KV blocks from one runner's pool to another's, on other devices. The engine chooses the blocks.
 
-Blocks are copied in pieces of a fixed size, so two compiled programs suffice. The source fills up a piece with the
-padding block, and the target drops the padding. Between the two programs, JAX copies from device to device.
+A program of the source copies a piece of blocks out of its pool, JAX copies the piece from device to device, and a
+program of the target writes it into its pool (engine.device.block_transfer).
 """
 
 from collections.abc import Sequence
 import dataclasses
-import functools
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from engine.device import kv_cache
-from engine.device.mesh import replicated
+from engine.device.block_transfer import (
+  PIECE_BLOCKS,
+  BlockReader,
+  BlockWriter,
+  Piece,
+  read_program,
+  write_program,
+)
 from engine.device.programs import ProgramSpec
 from engine.device.runner import ModelRunner
 from extensions.disaggregated.engine import ExportBlocks
 
-_PIECE = 16  # blocks
-
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-  """Blocks in transfer: _PIECE blocks a piece, one array a layer, on the target's devices. The last piece is padded."""
+  """Blocks in transfer, on the target's devices. The last piece is padded."""
 
   num_blocks: int
-  pieces: tuple[tuple[jax.Array, ...], ...]
-
-
-def _read(kv: kv_cache.Buffers, block_ids: jax.Array) -> tuple[jax.Array, ...]:
-  return tuple(buffer[block_ids] for buffer in kv)
-
-
-def _write(kv: kv_cache.Buffers, block_ids: jax.Array, piece: tuple[jax.Array, ...]) -> kv_cache.Buffers:
-  return tuple(
-    buffer.at[block_ids].set(blocks, mode="drop", unique_indices=True) for buffer, blocks in zip(kv, piece, strict=True)
-  )
+  pieces: tuple[Piece, ...]
 
 
 class BlockTransfer:
@@ -45,39 +37,19 @@ class BlockTransfer:
   def __init__(self, source: ProgramSpec, target: ProgramSpec):
     """Compiles both programs."""
     self._target = tuple(buffer.sharding for buffer in target.kv)
-    self._past_the_pool = target.kv[0].shape[0]
-    pieces = tuple(
-      jax.ShapeDtypeStruct((_PIECE, *buffer.shape[1:]), buffer.dtype, sharding=buffer.sharding) for buffer in target.kv
-    )
-    ids = functools.partial(jax.ShapeDtypeStruct, (_PIECE,), jnp.int32)
-    shardings = tuple(buffer.sharding for buffer in source.kv)
-    self._read = (
-      jax.jit(_read, out_shardings=shardings).lower(source.kv, ids(sharding=replicated(source.mesh))).compile()
-    )
-    self._write = (
-      jax.jit(_write, donate_argnums=0, out_shardings=self._target)
-      .lower(target.kv, ids(sharding=replicated(target.mesh)), pieces)
-      .compile()
-    )
+    self._reader = BlockReader(read_program(source).compile())
+    self._writer = BlockWriter(target, write_program(target).compile())
 
   def read(self, kv: kv_cache.Buffers, block_ids: Sequence[int]) -> Exported:
     """Returns copies of these blocks of the source's pool, in transfer to the target's devices. Returns at once."""
-    pieces = []
-    for start in range(0, len(block_ids), _PIECE):
-      ids = np.zeros(_PIECE, np.int32)
-      part = block_ids[start : start + _PIECE]
-      ids[: len(part)] = part
-      pieces.append(jax.device_put(self._read(kv, ids), self._target))
+    pieces = [jax.device_put(piece, self._target) for piece in self._reader.read_blocks(kv, block_ids)]
     return Exported(len(block_ids), tuple(pieces))
 
   def write(self, kv: kv_cache.Buffers, block_ids: Sequence[int], exported: Exported) -> kv_cache.Buffers:
     """Returns the target's pool (donated), with the exported blocks written to its blocks `block_ids`."""
     wanted = block_ids[: exported.num_blocks]
     for number, piece in enumerate(exported.pieces):
-      ids = self._past_the_pool + np.arange(_PIECE, dtype=np.int32)  # out-of-range ids are dropped; the ids are unique
-      part = wanted[number * _PIECE : (number + 1) * _PIECE]
-      ids[: len(part)] = part
-      kv = self._write(kv, ids, piece)
+      kv = self._writer.write_piece(kv, wanted[number * PIECE_BLOCKS : (number + 1) * PIECE_BLOCKS], piece)
     return kv
 
 
