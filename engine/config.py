@@ -29,6 +29,10 @@ class EngineConfig(SchedulingSettings):
     eos_token_ids: ids that end a request, unless it ignores them.
     embedding_size: numbers of an embedding; 0 if the server serves none.
     pooling: last or mean, of an embedding; auto without embeddings.
+    headless: the architecture of a model without a head of tokens, such as LlamaModel, which generates nothing; "": it
+      generates.
+    labels: names of the classes whose scores take the place of embeddings; (): none.
+    class_activation, pair_activation, pad_token_id: as in models.config.ClassHead.
   """
 
   vocab_size: int
@@ -43,6 +47,11 @@ class EngineConfig(SchedulingSettings):
   eos_token_ids: tuple[int, ...] = ()
   embedding_size: int = 0
   pooling: str = "auto"
+  headless: str = ""
+  labels: tuple[str, ...] = ()
+  class_activation: str = "none"
+  pair_activation: str = "none"
+  pad_token_id: int = -1
 
   def __post_init__(self):
     check_settings(self)

@@ -5,6 +5,21 @@ from engine.errors import InvalidRequest, RequestTooLong
 from engine.request import Request
 
 
+def check_generates(config: EngineConfig) -> None:
+  """Raises InvalidRequest if the model has no head of tokens. Names what it serves."""
+  if not config.headless:
+    return
+  if not config.labels:
+    served = "embeddings: send texts to /v1/embeddings, /v1/score, /v1/rerank or Embed of gRPC"
+  elif len(config.labels) == 1:
+    served = "scores: send texts to /v1/score, /v1/rerank, /classify or Classify of gRPC"
+  else:
+    served = "classes: send texts to /classify or Classify of gRPC"
+  raise InvalidRequest(
+    f"generates no text, since {config.headless} has no head of tokens; it serves {served}", field="model"
+  )
+
+
 def validate_request(config: EngineConfig, request: Request) -> None:
   """Rejects a request that the engine can never serve, before any allocation. Safe on any thread.
 
@@ -19,7 +34,9 @@ def validate_request(config: EngineConfig, request: Request) -> None:
   if len(prompt) < 1:
     raise InvalidRequest("is empty; send at least one token", field="prompt")
   request.params.validate(config.vocab_size)
-  if request.params.embed and not config.enable_embeddings:
+  if not request.params.embed:
+    check_generates(config)
+  elif not config.enable_embeddings:
     raise InvalidRequest("is not served here; serve with --enable_embeddings", field="embed")
   if request.constraint is not None and request.params.allowed_token_ids is not None:
     raise InvalidRequest(

@@ -84,6 +84,27 @@ def check_size(name: str, value: int) -> None:
     raise ValueError(f"model config: {name}={value!r:.40} is above the limit {limit}; correct the file")
 
 
+# What an output of a head of classes becomes.
+ClassActivation = Literal["softmax", "sigmoid", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassHead:
+  """A head that scores classes from the hidden state of a text's last token; a product with a matrix [C, D].
+
+  Attributes:
+    labels: the name of each class.
+    activation: what makes probabilities of the C outputs.
+    pair_activation: the same for the score of a pair of texts, from a head with one class.
+    pad_token_id: a text ends before trailing tokens of this id, as in transformers; -1: there is none.
+  """
+
+  labels: tuple[str, ...]
+  activation: ClassActivation
+  pair_activation: ClassActivation
+  pad_token_id: int = -1
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """The sizes and constants of a decoder. Axis letters are those of `models/layers.py`.
@@ -117,6 +138,8 @@ class ModelConfig:
   post_norms: bool = False  # norms after attention and MLP, besides those before
   norm_offset: float = 0.0  # added to the scale of every norm
   layer_attention: tuple[LayerAttention, ...] = ()
+  has_token_head: bool = True  # logits of tokens; without, the model generates nothing
+  class_head: ClassHead | None = None
 
   def __post_init__(self):
     for name in _LIMITS:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from models.adapters import LayerAdapters
 from models.config import Activation, LayerAttention, ModelConfig
-from models.layers import RMSNorm, rotation
+from models.layers import ClassWeights, RMSNorm, rotation
 from models.linear import Linear, WeightForm, declare_vocabulary
 
 # (the layer's declaration, qkv [..., K, G + 2, H], cos [..., H / 2], sin, cache, meta) -> (out [..., N, H], cache)
@@ -149,7 +149,11 @@ def _run_block(graphdef, state, x, rotation, cache, meta, attend, num_tokens, wa
 
 
 class Decoder(nnx.Module):
-  """Embedding, layers, final norm and head."""
+  """Embedding, layers, final norm and head.
+
+  No program reads the weights of a head of classes: the host multiplies the few states that need it. A row's sum then
+  has one order in every batch, and steps are those of other models.
+  """
 
   def __init__(self, config: ModelConfig, dtype: jnp.dtype, form: WeightForm):
     self.config = config
@@ -159,11 +163,13 @@ class Decoder(nnx.Module):
       dtype,
       form,
       tied=config.tie_embeddings,
+      has_head=config.has_token_head,
       multiplier=config.embedding_multiplier,
       head_multiplier=1.0 / config.logits_divisor,
     )
     self.layers = nnx.List([Block(config, declared, dtype, form) for declared in config.layers])
     self.final_norm = _norm(config, config.model_dim, dtype, form)
+    self.score = None if config.class_head is None else ClassWeights(len(config.class_head.labels), config.model_dim)
 
   def hidden(
     self,
@@ -208,6 +214,7 @@ class Decoder(nnx.Module):
 
     num_rows: int32[1], like num_tokens of `hidden`.
     """
+    assert self.head is not None, "a model without a head of tokens has no logits"
     with jax.named_scope("head"):
       logits = self.head(hidden, norm=self.final_norm, num_rows=num_rows, dtype=jnp.dtype(jnp.float32))
       cap = self.config.logits_soft_cap

@@ -49,6 +49,13 @@ class RMSNorm(nnx.Module):
     return x32.astype(x.dtype) * jnp.broadcast_to(self.scale[...].astype(x.dtype), x.shape)
 
 
+class ClassWeights(nnx.Module):
+  """The weights of a head of classes, f32[C, D] whatever the model's dtype."""
+
+  def __init__(self, num_classes: int, size: int):
+    self.weight = param((num_classes, size), (None, None), jnp.dtype(jnp.float32))
+
+
 def _ordered_sum(x: jax.Array) -> jax.Array:  # [..., n] -> [..., 1]
   size = 1 << (x.shape[-1] - 1).bit_length()
   x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])

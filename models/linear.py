@@ -395,11 +395,14 @@ def declare_vocabulary(
   form: WeightForm,
   *,
   tied: bool,
+  has_head: bool = True,
   multiplier: float = 1.0,
   head_multiplier: float = 1.0,
-) -> tuple[Embedding, Linear]:
-  """Declares the embedding and the head, [D, V]. If tied, they share a weight, where possible also in memory."""
+) -> tuple[Embedding, Linear | None]:
+  """Declares the embedding and the head [D, V], if any. If tied, they share a weight, where possible also in memory."""
   spec = MatrixSpec((model_dim, size), ("embed", "vocab"), 1, dtype)
+  if not has_head:
+    return Embedding(Table(spec, form), multiplier), None
   kind = _matrix_type(form)
   if tied and kind in _TIED:
     table = _TIED[kind](spec, form)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.families import gemma, granite, llama, mistral, qwen2, qwen3
+from models.families.class_head import read_class_head
 from models.families.keys import UnsupportedModel
 from models.families.tensor_map import TensorMap, llama_tensors
 from models.linear import PLAIN, WeightForm
@@ -25,12 +26,16 @@ class Family:
 
   Attributes:
     architecture: config.json's `architectures` entry.
+    backbone: the entry of a checkpoint without a head, which gives hidden states alone.
+    classifier: the entry of one with a head of classes; "": transformers has none.
     read_config: reads a parsed config.json. Raises UnsupportedModel.
     tensors: returns the checkpoint tensors of every parameter, by dotted path in the decoder.
     decoder: a class with the constructor Decoder(config, dtype, form).
   """
 
   architecture: str
+  backbone: str
+  classifier: str
   read_config: Callable[[Mapping[str, Any]], ModelConfig]
   tensors: Callable[[ModelConfig], TensorMap] = llama_tensors
   decoder: type[Decoder] = Decoder
@@ -40,14 +45,24 @@ class Family:
 _HEADS = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
 # Keyed by config.json's `model_type`, which is also ModelConfig.family.
 FAMILIES: dict[str, Family] = {
-  "llama": Family("LlamaForCausalLM", llama.read_config),
-  "mistral": Family("MistralForCausalLM", mistral.read_config),
-  "ministral": Family("MinistralForCausalLM", mistral.read_ministral),
-  "qwen2": Family("Qwen2ForCausalLM", qwen2.read_config),
-  "qwen3": Family("Qwen3ForCausalLM", qwen3.read_config),
-  "granite": Family("GraniteForCausalLM", granite.read_config),
-  "gemma2": Family("Gemma2ForCausalLM", gemma.read_gemma2, gemma.gemma_tensors),
-  "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_gemma3, gemma.gemma_tensors),
+  "llama": Family("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification", llama.read_config),
+  "mistral": Family("MistralForCausalLM", "MistralModel", "MistralForSequenceClassification", mistral.read_config),
+  "ministral": Family(
+    "MinistralForCausalLM", "MinistralModel", "MinistralForSequenceClassification", mistral.read_ministral
+  ),
+  "qwen2": Family("Qwen2ForCausalLM", "Qwen2Model", "Qwen2ForSequenceClassification", qwen2.read_config),
+  "qwen3": Family("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification", qwen3.read_config),
+  "granite": Family("GraniteForCausalLM", "GraniteModel", "", granite.read_config),
+  "gemma2": Family(
+    "Gemma2ForCausalLM", "Gemma2Model", "Gemma2ForSequenceClassification", gemma.read_gemma2, gemma.gemma_tensors
+  ),
+  "gemma3_text": Family(
+    "Gemma3ForCausalLM",
+    "Gemma3TextModel",
+    "Gemma3TextForSequenceClassification",
+    gemma.read_gemma3,
+    gemma.gemma_tensors,
+  ),
 }
 
 
@@ -58,7 +73,19 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     UnsupportedModel: Sluice does not compute this model; the text has the key and the supported values.
     ValueError: the sizes contradict each other.
   """
-  return FAMILIES[_family_of(raw)].read_config(raw)
+  name, family = _family_of(raw)
+  config = family.read_config(raw)
+  if name == family.classifier:
+    return dataclasses.replace(config, has_token_head=False, class_head=read_class_head(raw, config))
+  return config if name == family.architecture else dataclasses.replace(config, has_token_head=False)
+
+
+def architecture_of(config: ModelConfig) -> str:
+  """Returns the `architectures` entry of a model of this configuration."""
+  family = FAMILIES[config.family]
+  if config.has_token_head:
+    return family.architecture
+  return family.backbone if config.class_head is None else family.classifier
 
 
 def tensors(config: ModelConfig) -> TensorMap:
@@ -72,28 +99,32 @@ def abstract(config: ModelConfig, dtype: jnp.dtype, form: WeightForm = PLAIN) ->
   return nnx.split(nnx.eval_shape(lambda: decoder(config, dtype, form)))
 
 
-def _family_of(raw: Mapping[str, Any]) -> str:
-  """Finds the family by `architectures`, `model_type`, or both, which must agree."""
+def _family_of(raw: Mapping[str, Any]) -> tuple[str, Family]:
+  """Finds the architecture by `architectures`, `model_type`, or both, which must agree."""
   names, kind = raw.get("architectures"), raw.get("model_type")
   if names:
-    found = [key for key, family in FAMILIES.items() if names == [family.architecture]]
+    found = [
+      (key, name)
+      for key, family in FAMILIES.items()
+      for name in (family.architecture, family.backbone, family.classifier)
+      if name and names == [name]
+    ]
   else:
-    found = [key for key in FAMILIES if key == kind]
+    found = [(key, family.architecture) for key, family in FAMILIES.items() if key == kind]
   if not found:
     given = f"architectures={names!r:.200}" if names else f"model_type={kind!r:.80} without architectures"
-    supported = ", ".join(family.architecture for family in FAMILIES.values())
     if any(str(name).endswith(_HEADS) for name in (names if isinstance(names, list) else ())):
-      raise UnsupportedModel(
-        f"{given} is not supported: its head gives scores of classes, and Sluice serves heads of tokens; serve a model "
-        f"with one of {supported}, whose embeddings --enable_embeddings scores and ranks"
-      )
+      supported = ", ".join(family.classifier for family in FAMILIES.values() if family.classifier)
+      raise UnsupportedModel(f"{given} is not supported; supported heads of classes are {supported}")
+    supported = ", ".join(family.architecture for family in FAMILIES.values())
     raise UnsupportedModel(f"{given} is not supported; supported are {supported}")
-  if kind is not None and kind != found[0]:
+  ((key, name),) = found
+  if kind is not None and kind != key:
     raise UnsupportedModel(
       f"architectures={names!r:.200} and model_type={kind!r:.80} contradict each other; with these architectures "
-      f"model_type is {found[0]!r}: correct the one that is wrong"
+      f"model_type is {key!r}: correct the one that is wrong"
     )
-  return found[0]
+  return name, FAMILIES[key]
 
 
 def refuse_uncomputed(config: ModelConfig) -> None:

@@ -272,6 +272,43 @@ class Client:
       response = self._generation.Embed(request, timeout=timeout_s, metadata=self._metadata)
     return [list(each.values) for each in response.embeddings]
 
+  def classify(
+    self,
+    inputs: Sequence[str | tuple[str, str] | Sequence[int]],
+    *,
+    model: str = "",
+    use_activation: bool = True,
+    priority: int = 0,
+    timeout_s: float | None = None,
+  ) -> list[dict[str, float]]:
+    """Returns the probability of each class, by its name, for each input, from a model with a head of classes.
+
+    Args:
+      inputs: texts, pairs of texts for a reranker, or lists of token ids; at most 2,048.
+      model: the served model, or one of its adapters; "": the served model.
+      use_activation: False: the head's numbers as they are.
+      priority: lower first.
+      timeout_s: seconds for all of them.
+
+    Raises:
+      SluiceError: the RPC failed.
+    """
+
+    def make_input(given: str | tuple[str, str] | Sequence[int]) -> pb.ClassifyInput:
+      match given:
+        case str():
+          return pb.ClassifyInput(text=given)
+        case (str() as first, str() as second):
+          return pb.ClassifyInput(pair=pb.TextPair(first=first, second=second))
+      return pb.ClassifyInput(token_ids=pb.TokenIds(ids=given))  # pyright: ignore[reportArgumentType]
+
+    request = pb.ClassifyRequest(
+      model=model, inputs=map(make_input, inputs), use_activation=use_activation, priority=priority
+    )
+    with _errors():
+      response = self._generation.Classify(request, timeout=timeout_s, metadata=self._metadata)
+    return [dict(zip(response.labels, each.probabilities, strict=True)) for each in response.classifications]
+
   def abort(self, *request_ids: str) -> list[bool]:
     """Aborts live requests; returns for each id whether it was live."""
     with _errors():

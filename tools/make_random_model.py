@@ -56,9 +56,18 @@ def random_tensor(config: ModelConfig, name: str, shape: tuple[int, ...], seed: 
 
 def _write_shard(file: pathlib.Path, config: ModelConfig, pieces: Sequence[Piece], seed: int, dtype: str) -> int:
   """Writes a shard; returns its size in bytes."""
-  values = {piece.name: random_tensor(config, piece.name, piece.shape, seed).astype(DTYPES[dtype]) for piece in pieces}
+  values = {
+    _stored_name(config, piece): random_tensor(config, piece.name, piece.shape, seed).astype(DTYPES[dtype])
+    for piece in pieces
+  }
   save_file(values, file, metadata={"format": "pt"})
   return sum(value.nbytes for value in values.values())
+
+
+def _stored_name(config: ModelConfig, piece: Piece) -> str:
+  """Returns a tensor's name in the file; transformers leaves out `model.` where there is no head."""
+  is_backbone = not config.has_token_head and config.class_head is None
+  return piece.name.removeprefix("model.") if is_backbone else piece.name
 
 
 def write_model(
@@ -96,7 +105,7 @@ def write_model(
       total = sum(pool.map(_write_shard, *zip(*write, strict=True)))
   else:
     total = sum(_write_shard(*each) for each in write)
-  weight_map = {piece.name: file for file, shard in zip(files, shards, strict=True) for piece in shard}
+  weight_map = {_stored_name(config, piece): file for file, shard in zip(files, shards, strict=True) for piece in shard}
   if num_shards > 1:
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (output / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", "utf-8")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from engine import accelerator
 from engine.build_facts import DeviceFact, FactReporter, KVFact, ModelFact, ProgramsFact, ProgramsMadeFact, ignore_fact
@@ -37,6 +38,7 @@ from engine.settings import SchedulingSettings, declared_settings
 from engine.shapes import LadderChoice, ShapeLadder, StepShape
 from models.config import ModelConfig
 from models.linear import WeightForm
+from models.registry import architecture_of
 from pallas_kernels import native
 
 # The default share of a GPU's memory that JAX allocates at start. JAX's own default of 0.75 leaves a fifth unused;
@@ -254,10 +256,17 @@ def build_side(
     why = matmul_reason or "matmul=xla"
     matmul_reason = f"{why}; every step converts int8 weights, which saves memory but no time"
 
-  pooling = choose_pooling(options)
   checkpoint = open_checkpoint(options.model_dir, mesh, dtype, form, options.random_weights, options.num_token_ids)
   declared = checkpoint.declared
   model = declared.config
+  if not model.has_token_head:
+    if options.batching == "disaggregated":
+      raise ConfigError(
+        f"batching=disaggregated: {architecture_of(model)} has no head of tokens, so it needs no decode; serve without "
+        "--batching=disaggregated"
+      )
+    options = dataclasses.replace(options, enable_embeddings=True)  # it serves nothing else
+  pooling = choose_pooling(options, model)
   attention, attention_reason, block_size, wanted_len = choose_attention(options, candidates, model, dtype)
   fallbacks = tuple(reason for reason in (capability_reason, attention_reason, matmul_reason) if reason)
   report_fact(
@@ -373,16 +382,17 @@ def build_side(
     computes_padding=computes_padding,
     overlap=choose_overlap(options.overlap, device.platform, weight_bytes),
     eos_token_ids=declared.eos_token_ids,
-    embedding_size=model.model_dim if options.enable_embeddings else 0,
+    embedding_size=model.model_dim if options.enable_embeddings and model.class_head is None else 0,
     pooling=pooling,
+    **_describe_head(model),
     **{declared.name: getattr(options, declared.name) for declared in declared_settings(SchedulingSettings)},
   )
   chosen, make = spec(pool.num_blocks, max_model_len), Program.compile
   if source is not None:
     if options.enable_embeddings:
       raise ConfigError(
-        "enable_embeddings: a bundle's programs return no embeddings; serve without --executable_bundle or without "
-        "--enable_embeddings"
+        f"{'enable_embeddings' if model.has_token_head else architecture_of(model)}: a bundle's programs return no "
+        "embeddings; serve without --executable_bundle"
       )
     source.begin(chosen, ladder.rungs())
     make = source.executable
@@ -401,7 +411,9 @@ def build_side(
     made = making.wait(progress)
   report_fact(ProgramsMadeFact(count=len(programs), num_compiled=making.num_compiled))
   leaves = tuple(jax.tree.leaves(loaded.params))
-  runner = ModelRunner(chosen, leaves, ladder, config.eos_token_ids, made, config.pooling)
+  weights = dict(zip(checkpoint.kept, leaves, strict=True)).get("score.weight")
+  class_weights = None if weights is None else np.asarray(weights, np.float64)
+  runner = ModelRunner(chosen, leaves, ladder, config.eos_token_ids, made, config.pooling, class_weights)
   if device.platform == "cpu":
     host_memory.keep_freed()  # only now, so that the memory of loading and compiling returns to the system
   runner.warm_up(progress)
@@ -410,6 +422,22 @@ def build_side(
   return EngineSide(
     Scheduler(config), runner, loaded, attention, matmul, fallbacks, load_s, warmup_s, trial, lowered, choice
   )
+
+
+def _describe_head(model: ModelConfig) -> dict[str, Any]:
+  """Returns EngineConfig's fields on what a model without a head of tokens serves."""
+  if model.has_token_head:
+    return {}
+  head = model.class_head
+  found: dict[str, Any] = {"headless": architecture_of(model)}
+  if head is not None:
+    found |= {
+      "labels": head.labels,
+      "class_activation": head.activation,
+      "pair_activation": head.pair_activation,
+      "pad_token_id": head.pad_token_id,
+    }
+  return found
 
 
 def _describe_lowering(wanted_len: int, max_model_len: int, reasons: list[str]) -> str:

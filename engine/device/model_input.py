@@ -314,7 +314,13 @@ class Packer:
   """
 
   def __init__(
-    self, num_slots: int, table_width: int, block_size: int, eos_token_ids: tuple[int, ...], pooling: str = "last"
+    self,
+    num_slots: int,
+    table_width: int,
+    block_size: int,
+    eos_token_ids: tuple[int, ...],
+    pooling: str = "last",
+    class_weights: np.ndarray | None = None,
   ):
     self._num_slots, self._table_width, self._block_size = num_slots, table_width, block_size
     self._eos = eos_token_ids
@@ -323,7 +329,7 @@ class Packer:
     self._stop_ids = np.full((num_slots + 1, MAX_STOP_TOKEN_IDS + len(eos_token_ids)), -1, np.int32)
     self._min_lens = np.zeros(num_slots + 1, np.int32)  # tokens at which the request reaches min_tokens
     self._logprobs: dict[int, SamplingParams] = {}  # slots with logprobs
-    self._pooling = pooling
+    self._pooling, self._class_weights = pooling, class_weights
     self._pooled: dict[int, PooledStates] = {}  # of slots with embeddings
     self._known: dict[int, Sequence[int]] = {}  # tokens of slots with prompt logprobs
     self._adapter_slots = np.zeros(num_slots + 1, np.int32)
@@ -369,7 +375,7 @@ class Packer:
       self._adapted.add(slot)
     self._pooled.pop(slot, None)
     if params.embed:
-      self._pooled[slot] = PooledStates(self._pooling)  # a new one: steps on their way keep that of the last request
+      self._pooled[slot] = PooledStates(self._pooling, self._class_weights)  # new: steps on their way keep the last one
     if params.logprobs is not None or params.prompt_logprobs is not None:
       self._logprobs[slot] = params
     if params.prompt_logprobs is not None:

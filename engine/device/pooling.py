@@ -7,6 +7,8 @@ import numpy as np
 
 from engine.device.options import BuildOptions
 from engine.errors import CheckpointError, ConfigError
+from models.config import ModelConfig
+from models.registry import architecture_of
 
 _FILE = "1_Pooling/config.json"  # of sentence-transformers
 _MODULES = "modules.json"
@@ -16,20 +18,30 @@ _KNOWN = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
-def choose_pooling(options: BuildOptions) -> str:
+def choose_pooling(options: BuildOptions, model: ModelConfig) -> str:
   """Returns last or mean: the setting, or for auto that of the checkpoint, or else last; auto without embeddings.
+
+  A head of classes takes the last token's state.
 
   Raises:
     ConfigError: the checkpoint names a pooling, or a module, that Sluice does not have, or there are no embeddings.
     CheckpointError: its files of pooling are broken.
   """
+  folder = pathlib.Path(options.model_dir)
+  if model.class_head is not None:
+    if options.pooling == "mean":
+      raise ConfigError(
+        f"pooling=mean: {architecture_of(model)} scores classes from the last token's state; leave --pooling out"
+      )
+    if options.pooling == "auto" and (modules := _read_json(folder / _MODULES)) is not None:
+      _check_modules(folder / _MODULES, modules)
+    return "last"
   if not options.enable_embeddings and options.pooling != "auto":
     raise ConfigError(
       f"pooling={options.pooling}: the server serves no embeddings; add --enable_embeddings, or leave --pooling out"
     )
   if not options.enable_embeddings or options.pooling != "auto":
     return options.pooling
-  folder = pathlib.Path(options.model_dir)
   modules = _read_json(folder / _MODULES)
   if modules is not None:
     _check_modules(folder / _MODULES, modules)
@@ -60,9 +72,13 @@ def choose_pooling(options: BuildOptions) -> str:
 class PooledStates:
   """Pools the hidden states of one prompt, which come from one step or several."""
 
-  def __init__(self, pooling: str):
-    """Args: pooling: last or mean."""
+  def __init__(self, pooling: str, class_weights: np.ndarray | None = None):
+    """Args:
+    pooling: last or mean.
+    class_weights: f64[C, D] of a head of classes, or None.
+    """
     self.needs_every_state = pooling == "mean"
+    self._class_weights = class_weights
     self._sum, self._num_states = np.zeros(1), 0
 
   def add_states(self, states: np.ndarray) -> None:
@@ -74,9 +90,14 @@ class PooledStates:
       self._sum = states[-1]
 
   def make_embedding(self) -> bytes:
-    """Returns the embedding as little-endian float32; not before add_states()."""
-    mean = self._sum / self._num_states if self.needs_every_state else self._sum
-    return mean.astype("<f4").tobytes()
+    """Returns the embedding, or the head's output for each class, as little-endian float32; not before add_states().
+
+    The head's sums are in float64, so no order of summation shows.
+    """
+    made = self._sum / self._num_states if self.needs_every_state else self._sum
+    if self._class_weights is not None:
+      made = self._class_weights @ made.astype(np.float64)
+    return made.astype("<f4").tobytes()
 
 
 def _read_json(path: pathlib.Path):

@@ -273,6 +273,9 @@ def step(
     of_layers = layer_adapters(spec.model, layers, inputs.adapter_slots, spec.low_rank)
   hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, attend, inputs.num_tokens, wanted, of_layers)
   hidden = hidden if some else hidden[inputs.logit_tokens]
+  if not spec.model.has_token_head:
+    states = decoder.final_norm(hidden).astype(jnp.float32)
+    return kv, last_tokens, slot_state, (*sampler.report_states(states, spec.model.vocab_size), states)
   logits = decoder.logits(hidden, inputs.num_logit_rows)
   # In two steps: with one constraint for whole logits, XLA would gather the head instead of the logits.
   logits = lax.with_sharding_constraint(logits, NamedSharding(spec.mesh, PartitionSpec(None, mesh_lib.AXIS)))
@@ -288,10 +291,7 @@ def step(
   if spec.deterministic:
     sampled = lax.optimization_barrier(sampled)  # otherwise XLA would sample only the returned rows
   last_tokens = last_tokens.at[slots].set(sampled.tokens)
-  output = jnp.stack(
-    [sampled.tokens, sampled.bad.astype(jnp.int32), lax.bitcast_convert_type(sampled.logprobs, jnp.int32)]
-  )
-  top = jnp.stack([sampled.top_ids, lax.bitcast_convert_type(sampled.top_logprobs, jnp.int32)])
+  output, top = sampled.pack()
   num_logits = layout.shape.logits
   outputs = (output[:, :num_logits], top[:, :num_logits])
   if spec.embeds:

@@ -192,6 +192,7 @@ class ModelRunner:
     eos_token_ids: tuple[int, ...],
     made: Mapping[StepShape | str, jax.stages.Compiled],
     pooling: str = "last",
+    class_weights: np.ndarray | None = None,
   ):
     """Allocates the KV buffers.
 
@@ -206,12 +207,13 @@ class ModelRunner:
       eos_token_ids: the spec.num_eos ids that min_tokens suppresses.
       made: the executables of `programs.all_programs`.
       pooling: of embeddings; see engine.device.pooling.
+      class_weights: f64[C, D] of a head of classes, whose outputs take the place of embeddings; None: there is none.
     """
     self.spec, self._params = spec, params
     self.import_blocks: ImportBlocks | None = None
     # On a CPU the values are in host memory already; starting a copy takes 0.1 ms and may wait for a core.
     self._away = spec.mesh.devices.flat[0].platform != "cpu"
-    self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids, pooling)
+    self._packer = Packer(spec.num_slots, spec.table_width, spec.block_size, eos_token_ids, pooling, class_weights)
     self._compiles_at_seal: int | None = None
     self.steps = {shape: made[shape] for shape in ladder.rungs()}
     self.adapted_calls: dict[StepShape, StepCall] = {}  # steps with adapters

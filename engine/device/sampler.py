@@ -88,6 +88,27 @@ class Sampled:
   top_ids: jax.Array
   top_logprobs: jax.Array
 
+  def pack(self) -> tuple[jax.Array, jax.Array]:
+    """Returns int32[3, S]: tokens, bad, bits of logprobs; and int32[2, S, n]: top_ids, bits of top_logprobs."""
+    logprobs, top_logprobs = (lax.bitcast_convert_type(each, jnp.int32) for each in (self.logprobs, self.top_logprobs))
+    return jnp.stack([self.tokens, self.bad.astype(jnp.int32), logprobs]), jnp.stack([self.top_ids, top_logprobs])
+
+
+def report_states(states: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+  """Returns the packed values of rows of a model without logits: token 0, and whether the state holds NaN or Inf.
+
+  The first numbers of a state are in place of log probabilities, for the trial of --deterministic.
+
+  Args:
+    states: f32[S, D], after the final norm.
+    vocab_size: decides the number of alternatives.
+  """
+  number = num_alternatives(vocab_size)
+  tokens = jnp.zeros(states.shape[:1], jnp.int32)
+  shown = jnp.pad(states[:, :number], ((0, 0), (0, max(0, number - states.shape[1]))))
+  bad = ~jnp.isfinite(states).all(axis=-1)
+  return Sampled(tokens, bad, shown[:, 0], jnp.zeros(shown.shape, jnp.int32), shown).pack()
+
 
 def num_alternatives(vocab_size: int) -> int:
   """Returns the number of most likely tokens that a step reports, at most the vocabulary."""

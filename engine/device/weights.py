@@ -30,6 +30,8 @@ from models.linear import PLAIN, WeightForm, arranger, stored_name
 from models.registry import abstract, config_from_hf, refuse_uncomputed, tensors
 
 _MOST_NAMED = 20  # most unknown keys in one warning
+_BACKBONE, _HEADS = "model.", ("lm_head.weight", "score.weight")  # names of tensors begin so, or are these
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +115,12 @@ def open_checkpoint(
       f"{num_token_ids - 1}; use files of one model"
     )
   eos_token_ids = _eos_token_ids(folder, raw, config.vocab_size)
-  stored = {} if is_orbax or random_weights else _checked_tensors(folder, config)
+  stored: dict[str, StoredTensor] = {}
+  if not is_orbax and not random_weights:
+    stored, is_backbone = _found_tensors(folder)
+    if is_backbone and not config.tie_embeddings and "lm_head.weight" not in stored:
+      config = dataclasses.replace(config, has_token_head=False)
+    _check_tensors(folder, stored, config)
   stored_dtypes = {marker["dtype"]} if is_orbax else set()
   if stored:
     stored_dtypes = {stored[piece.name].numpy_dtype.name for pieces in tensors(config).values() for piece in pieces}
@@ -240,15 +247,27 @@ def _normal(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Shar
   return jax.jit(lambda key: jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype), out_shardings=sharding)
 
 
-def _checked_tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, StoredTensor]:
-  """Returns the location of every tensor of the model. Allocates no array, because config.json may be wrong.
+def _found_tensors(folder: pathlib.Path) -> tuple[dict[str, StoredTensor], bool]:
+  """Returns the location of every stored tensor by the name that a whole model has, and whether it is a backbone.
 
-  Rejects missing, extra and misshapen tensors, and drops only tensors that are known to be redundant.
+  A backbone that was saved without its head, such as an embedding model, has names without `model.`, also where
+  config.json names a whole model.
   """
   if (folder / SUMS).exists():
     for file, digest in read_sums(folder):
       verify_sum(folder, file, digest)
   stored = _find_tensors(folder)
+  is_backbone = _EMBEDDING.removeprefix(_BACKBONE) in stored and _EMBEDDING not in stored
+  if is_backbone:
+    stored = {name if name in _HEADS else f"{_BACKBONE}{name}": tensor for name, tensor in stored.items()}
+  return stored, is_backbone
+
+
+def _check_tensors(folder: pathlib.Path, stored: dict[str, StoredTensor], config: ModelConfig) -> None:
+  """Rejects missing, extra and misshapen tensors. Allocates no array, because config.json may be wrong.
+
+  Ignores only tensors that are known to be redundant.
+  """
   pieces = {piece.name: piece for parts in tensors(config).values() for piece in parts}
   for name, piece in pieces.items():
     if name not in stored:
@@ -266,8 +285,10 @@ def _checked_tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, Sto
   extra = sorted(set(stored) - set(pieces))
   # Old checkpoints store rotary frequencies, which follow from config.json.
   extra = [name for name in extra if not name.endswith(".rotary_emb.inv_freq")]
-  if config.tie_embeddings and "lm_head.weight" in extra:
-    head, embed = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
+  if not config.has_token_head:
+    extra = [name for name in extra if name != "lm_head.weight"]
+  elif config.tie_embeddings and "lm_head.weight" in extra:
+    head, embed = stored["lm_head.weight"], stored[_EMBEDDING]
     if head.shape != embed.shape or head.dtype != embed.dtype or not np.array_equal(head.map(), embed.map()):
       raise CheckpointError(
         f"{head.file}: tensor lm_head.weight differs from {embed.name}, but config.json says "
@@ -280,7 +301,6 @@ def _checked_tensors(folder: pathlib.Path, config: ModelConfig) -> dict[str, Sto
       f"{f', nor are {len(extra) - 1} others' if len(extra) > 1 else ''}; use config.json "
       "and weights of one model"
     )
-  return stored
 
 
 def _restored(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, jax.Array]]:

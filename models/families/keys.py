@@ -104,8 +104,8 @@ KEYS: dict[str, Treatment] = {
     use_bfloat16 use_flash_attn use_flash_attention_2 attn_implementation tie_last_hidden_states gradient_checkpointing
     attn_dropout is_llama_config max_sequence_length transformers.js_config cache_implementation
     bos_token_id pad_token_id sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id
-    bos_token eos_token pad_token tokenizer_class model_max_length id2label label2id num_labels problem_type
-    finetuning_task task_specific_params prefix name_or_path unsloth_fixed unsloth_version license language tags
+    bos_token eos_token pad_token tokenizer_class model_max_length finetuning_task task_specific_params prefix
+    name_or_path unsloth_fixed unsloth_version license language tags
     assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty do_sample
     early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
     exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens
@@ -114,6 +114,9 @@ KEYS: dict[str, Treatment] = {
     top_p typical_p
     """,
   ),
+  # Read by models/families/class_head.py, and of no effect on other heads.
+  **_each("no effect", "id2label label2id num_labels problem_type sentence_transformers"),
+  **_each("no effect", "sbert_ce_default_activation_function"),
 }
 
 # The keys inside rope_scaling and rope_parameters.

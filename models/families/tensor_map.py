@@ -64,8 +64,11 @@ def llama_tensors(config: ModelConfig) -> TensorMap:
     "embed": (Piece("model.embed_tokens.weight", (v, d), (v, d), (0, 1)),),
     "final_norm.scale": vector("model.norm.weight", d),
   }
-  if not config.tie_embeddings:
+  if config.has_token_head and not config.tie_embeddings:
     out["head"] = transposed("lm_head.weight", v, d)
+  if config.class_head is not None:
+    shape = len(config.class_head.labels), d
+    out["score.weight"] = (Piece("score.weight", shape, shape, (0, 1)),)
   for layer in range(config.num_layers):
     ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
     out[f"{ours}.attention_norm.scale"] = vector(f"{theirs}.input_layernorm.weight", d)

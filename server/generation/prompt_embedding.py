@@ -24,6 +24,12 @@ type Vector = array.array[float]
 def find_embedding_adapter(name: str | None, backend: Backend) -> str:
   """Returns the adapter that a `model` names, or "". Raises ModelNotFound, or InvalidRequest without embeddings."""
   adapter = backend.find_adapter(name)
+  if backend.config.labels:
+    raise InvalidRequest(
+      f"has a head of classes ({backend.config.headless}) and gives no embeddings: send texts to /classify or Classify "
+      "of gRPC",
+      field="model",
+    )
   if not backend.config.enable_embeddings:
     raise InvalidRequest("is not served for embeddings: serve it with --enable_embeddings", field="model")
   return adapter
@@ -45,13 +51,13 @@ def check_num_inputs(num_inputs: int, field: str) -> None:
 
 
 def tokenize_inputs(
-  backend: Backend, inputs: Sequence[str | Sequence[int]], add_special_tokens: bool | None, field: str
+  backend: Backend, inputs: Sequence[str | tuple[str, str] | list[int]], add_special_tokens: bool | None, field: str
 ) -> list[tuple[int, ...]]:
   """Returns the token ids of each input. Slow for long texts: call it away from the event loop.
 
   Args:
     backend: the backend that serves.
-    inputs: texts, or token ids.
+    inputs: texts, pairs of texts, which the tokenizer joins in its own way, or token ids.
     add_special_tokens: for texts, the tokenizer's own tokens, such as BOS; None is true.
     field: the name of the inputs, for errors.
 
@@ -61,9 +67,12 @@ def tokenize_inputs(
   """
   prompts = []
   for each in inputs:
-    if not each:
+    if not each or isinstance(each, tuple) and not all(each):
       raise InvalidRequest("has an empty entry: send at least one character or token in each", field=field)
-    if isinstance(each, str):
+    if isinstance(each, tuple):
+      tokenizer = request_validation.need_tokenizer(backend.tokenizer, field)
+      prompts.append(tuple(tokenizer.encode_pair(*each, add_special_tokens=add_special_tokens is not False)))
+    elif isinstance(each, str):
       wanted = pb.TokenizeRequest(text=each, add_special_tokens=add_special_tokens)
       prompts.append(tuple(request_validation.prompt_token_ids(wanted, backend.tokenizer)))
     else:

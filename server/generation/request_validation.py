@@ -45,6 +45,9 @@ _CHOICES = frozenset(
     pb.ChatMessage,
     pb.EmbedRequest,
     pb.EmbedInput,
+    pb.ClassifyRequest,
+    pb.ClassifyInput,
+    pb.TextPair,
   )
 )
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")

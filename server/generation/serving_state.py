@@ -14,6 +14,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.constraint import Constraint
 from engine.errors import Unavailable
+from engine.validation import check_generates
 from server.errors import EngineDead, Starting
 from server.generation import request_validation
 from server.generation.engine_client import EngineClient
@@ -64,6 +65,12 @@ class Backend:
     if not name or name == self.model:
       return ""
     return request_validation.find_adapter(name, self.model, [adapter.name for adapter in self.engine.adapters()])
+
+  def find_generator(self, name: str | None) -> str:
+    """Returns the same for a request that generates. Raises InvalidRequest if the model has no head of tokens."""
+    adapter = self.find_adapter(name)
+    check_generates(self.config)
+    return adapter
 
 
 class ServingState:

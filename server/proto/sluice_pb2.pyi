@@ -364,12 +364,66 @@ class Embedding(_message.Message):
     num_tokens: int
     def __init__(self, values: _Optional[_Iterable[float]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
+class ClassifyRequest(_message.Message):
+    __slots__ = ("model", "inputs", "use_activation", "add_special_tokens", "priority", "tenant")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    inputs: _containers.RepeatedCompositeFieldContainer[ClassifyInput]
+    use_activation: bool
+    add_special_tokens: bool
+    priority: int
+    tenant: str
+    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[ClassifyInput, _Mapping]]] = ..., use_activation: _Optional[bool] = ..., add_special_tokens: _Optional[bool] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class ClassifyInput(_message.Message):
+    __slots__ = ("text", "token_ids", "pair")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PAIR_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    pair: TextPair
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., pair: _Optional[_Union[TextPair, _Mapping]] = ...) -> None: ...
+
+class TextPair(_message.Message):
+    __slots__ = ("first", "second")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    SECOND_FIELD_NUMBER: _ClassVar[int]
+    first: str
+    second: str
+    def __init__(self, first: _Optional[str] = ..., second: _Optional[str] = ...) -> None: ...
+
+class ClassifyResponse(_message.Message):
+    __slots__ = ("model", "labels", "classifications")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    CLASSIFICATIONS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    classifications: _containers.RepeatedCompositeFieldContainer[Classification]
+    def __init__(self, model: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ..., classifications: _Optional[_Iterable[_Union[Classification, _Mapping]]] = ...) -> None: ...
+
+class Classification(_message.Message):
+    __slots__ = ("label", "probabilities", "num_tokens")
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    label: str
+    probabilities: _containers.RepeatedScalarFieldContainer[float]
+    num_tokens: int
+    def __init__(self, label: _Optional[str] = ..., probabilities: _Optional[_Iterable[float]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("model", "vocab_size", "max_model_len", "eos_token_ids", "has_tokenizer", "has_chat_template", "token_budgets", "max_num_seqs", "block_size", "num_blocks", "server_version", "batching", "default_sampling", "default_stopping", "adapters")
+    __slots__ = ("model", "vocab_size", "max_model_len", "eos_token_ids", "has_tokenizer", "has_chat_template", "token_budgets", "max_num_seqs", "block_size", "num_blocks", "server_version", "batching", "default_sampling", "default_stopping", "adapters", "headless_architecture", "labels")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -385,6 +439,8 @@ class GetModelInfoResponse(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_STOPPING_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    HEADLESS_ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
     model: str
     vocab_size: int
     max_model_len: int
@@ -400,7 +456,9 @@ class GetModelInfoResponse(_message.Message):
     default_sampling: SamplingParams
     default_stopping: StopParams
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: _Optional[bool] = ..., has_chat_template: _Optional[bool] = ..., token_budgets: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., server_version: _Optional[str] = ..., batching: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., default_stopping: _Optional[_Union[StopParams, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    headless_architecture: str
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: _Optional[bool] = ..., has_chat_template: _Optional[bool] = ..., token_budgets: _Optional[_Iterable[int]] = ..., max_num_seqs: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., server_version: _Optional[str] = ..., batching: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., default_stopping: _Optional[_Union[StopParams, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., headless_architecture: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ("steps_after_s",)

@@ -65,6 +65,11 @@ class GenerationServiceStub:
                 request_serializer=server_dot_proto_dot_sluice__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_sluice__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.Classify = channel.unary_unary(
+                '/sluice.v1.GenerationService/Classify',
+                request_serializer=server_dot_proto_dot_sluice__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_sluice__pb2.ClassifyResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -113,6 +118,13 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Classify(self, request, context):
+        """Classes of texts, of pairs of texts or of token ids, where the model has a head of classes; else INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +157,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=server_dot_proto_dot_sluice__pb2.EmbedRequest.FromString,
                     response_serializer=server_dot_proto_dot_sluice__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Classify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Classify,
+                    request_deserializer=server_dot_proto_dot_sluice__pb2.ClassifyRequest.FromString,
+                    response_serializer=server_dot_proto_dot_sluice__pb2.ClassifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +327,33 @@ class GenerationService:
             '/sluice.v1.GenerationService/Embed',
             server_dot_proto_dot_sluice__pb2.EmbedRequest.SerializeToString,
             server_dot_proto_dot_sluice__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Classify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.GenerationService/Classify',
+            server_dot_proto_dot_sluice__pb2.ClassifyRequest.SerializeToString,
+            server_dot_proto_dot_sluice__pb2.ClassifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,7 +14,7 @@ import grpc
 from engine.errors import InvalidRequest
 from engine.recorder import RING_STEPS, RungTotals
 from server.errors import DeadlineExceeded, SlowConsumer
-from server.generation import prompt_embedding, request_validation
+from server.generation import prompt_classification, prompt_embedding, request_validation
 from server.generation.generations import Generation
 from server.generation.serving_state import Backend, ServingState
 from server.proto import sluice_pb2 as pb
@@ -176,29 +176,9 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
     with self._state.admit() as backend:
       self._judge_unknown(request, context)
       adapter = prompt_embedding.find_embedding_adapter(request.model, backend)
-      if not request.inputs:
-        raise InvalidRequest("is an empty list: send at least one text or list of token ids", field="inputs")
-      prompt_embedding.check_num_inputs(len(request.inputs), "inputs")
       dimensions = request.dimensions if request.HasField("dimensions") else None
       prompt_embedding.check_dimensions(dimensions, backend)
-      inputs = [_read_input(each) for each in request.inputs]
-      add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else None
-      prompts = await self._state.run_in_text_pool(
-        lambda: prompt_embedding.tokenize_inputs(backend, inputs, add_special_tokens, "inputs")
-      )
-      caller = call_interceptor.current_call()
-      tenant = bind_tenant(request.tenant, caller.tenant)
-      request_validation.check_tenant(tenant)
-      caller.notes.update(prompt_tokens=sum(map(len, prompts)), adapter=adapter or None)
-      vectors = await prompt_embedding.embed_prompts(
-        backend,
-        prompts,
-        priority=request.priority,
-        tenant=tenant,
-        owner=caller.tenant or "",
-        adapter=adapter,
-        time_remaining_s=lambda: _time_remaining(context),
-      )
+      prompts, vectors = await self._embed(backend, request, adapter, context)
     normalize = request.normalize or not request.HasField("normalize")
 
     def make_response() -> pb.EmbedResponse:
@@ -209,6 +189,58 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
       return response
 
     return await self._state.run_in_text_pool(make_response)
+
+  async def Classify(self, request: pb.ClassifyRequest, context: grpc.aio.ServicerContext) -> pb.ClassifyResponse:
+    with self._state.admit() as backend:
+      self._judge_unknown(request, context)
+      adapter = prompt_classification.find_classifier_adapter(request.model, backend)
+      prompts, vectors = await self._embed(backend, request, adapter, context)
+    config = backend.config
+    activates = request.use_activation or not request.HasField("use_activation")
+    activation = config.class_activation if activates else "none"
+
+    def make_response() -> pb.ClassifyResponse:
+      response = pb.ClassifyResponse(model=adapter or backend.model, labels=config.labels)
+      for prompt, vector in zip(prompts, vectors, strict=True):
+        numbers = prompt_classification.make_probabilities(vector, activation)
+        label = config.labels[max(range(len(numbers)), key=numbers.__getitem__)]
+        response.classifications.add(label=label, probabilities=numbers, num_tokens=len(prompt))
+      return response
+
+    return await self._state.run_in_text_pool(make_response)
+
+  async def _embed(
+    self,
+    backend: Backend,
+    request: pb.EmbedRequest | pb.ClassifyRequest,
+    adapter: str,
+    context: grpc.aio.ServicerContext,
+  ) -> tuple[list[tuple[int, ...]], list[prompt_embedding.Vector]]:
+    """Returns the token ids of each input, and its raw embedding or a head's numbers for it."""
+    if not request.inputs:
+      raise InvalidRequest("is an empty list: send at least one text or list of token ids", field="inputs")
+    prompt_embedding.check_num_inputs(len(request.inputs), "inputs")
+    inputs = [_read_input(each) for each in request.inputs]
+    add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else None
+    prompts: list[tuple[int, ...]] = await self._state.run_in_text_pool(
+      lambda: prompt_embedding.tokenize_inputs(backend, inputs, add_special_tokens, "inputs")
+    )
+    if backend.config.labels:
+      prompts = [prompt_classification.strip_padding(prompt, backend.config) for prompt in prompts]
+    caller = call_interceptor.current_call()
+    tenant = bind_tenant(request.tenant, caller.tenant)
+    request_validation.check_tenant(tenant)
+    caller.notes.update(prompt_tokens=sum(map(len, prompts)), adapter=adapter or None)
+    vectors = await prompt_embedding.embed_prompts(
+      backend,
+      prompts,
+      priority=request.priority,
+      tenant=tenant,
+      owner=caller.tenant or "",
+      adapter=adapter,
+      time_remaining_s=lambda: _time_remaining(context),
+    )
+    return prompts, vectors
 
   async def GetModelInfo(
     self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
@@ -232,6 +264,8 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
       server_version=server_version(),
       batching=config.batching,
       adapters=[adapter.name for adapter in backend.engine.adapters()],
+      headless_architecture=config.headless,
+      labels=config.labels,
     )
 
   async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
@@ -313,7 +347,7 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
     Nothing awaits after the submission, so the caller's `finally` always runs.
     """
     self._judge_unknown(request, context)
-    adapter = backend.find_adapter(request.model)
+    adapter = backend.find_generator(request.model)
     prompt = await self._state.tokenize_prompt(request, backend.tokenizer)
     caller = call_interceptor.current_call()
     if request.WhichOneof("prompt") == "chat":
@@ -339,13 +373,15 @@ def _time_remaining(context: grpc.aio.ServicerContext) -> float | None:
   return remaining
 
 
-def _read_input(given: pb.EmbedInput) -> str | list[int]:
-  """Returns a text or token ids. Raises InvalidRequest."""
+def _read_input(given: pb.EmbedInput | pb.ClassifyInput) -> str | tuple[str, str] | list[int]:
+  """Returns a text, a pair of texts or token ids. Raises InvalidRequest."""
   match given.WhichOneof("input"):
     case "text":
       return given.text
     case "token_ids":
       return list(given.token_ids.ids)
+    case "pair" if isinstance(given, pb.ClassifyInput):
+      return given.pair.first, given.pair.second
   raise InvalidRequest("has an entry with neither text nor token_ids: send one of them", field="inputs")
 
 

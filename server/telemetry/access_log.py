@@ -18,7 +18,7 @@ _STDERR = "-"
 _MAX_VALUE_CHARS = 256
 
 _GRPC_METHODS = {
-  "sluice.v1.GenerationService": ("Generate", "GenerateUnary", "Abort", "Tokenize", "Detokenize", "Embed"),
+  "sluice.v1.GenerationService": ("Generate", "GenerateUnary", "Abort", "Tokenize", "Detokenize", "Embed", "Classify"),
   "sluice.v1.ModelService": ("GetModelInfo", "GetLoad"),
   "grpc.reflection.v1.ServerReflection": ("ServerReflectionInfo",),
   "grpc.reflection.v1alpha.ServerReflection": ("ServerReflectionInfo",),
@@ -29,6 +29,7 @@ _GRPC_METHODS = {
 # All other methods count as "other".
 _HTTP_PATHS = (
   "/",
+  "/classify",
   "/detokenize",
   "/live",
   "/metrics",
@@ -40,6 +41,7 @@ _HTTP_PATHS = (
   "/tokenizer_info",
   "/v1/batches",
   "/v1/chat/completions",
+  "/v1/classify",
   "/v1/completions",
   "/v1/embeddings",
   "/v1/files",

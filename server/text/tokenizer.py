@@ -149,6 +149,16 @@ class Tokenizer:
     with _without_panics():
       return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+  def encode_pair(self, first: str, second: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Returns the token ids of two raw texts, joined as the tokenizer's own template says.
+
+    Raises:
+      InvalidRequest: see `encode`.
+    """
+    self._check_size(len(first.encode()) + len(second.encode()))
+    with _without_panics():
+      return self._tokenizer.encode(first, second, add_special_tokens=add_special_tokens).ids
+
   def places(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Returns the character at which each token of `encode` begins; a token outside the text begins with the next one.
 

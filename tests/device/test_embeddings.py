@@ -22,8 +22,10 @@ from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from extensions.disaggregated.build import build_any
 from models.attention import dense_causal_attend
+from models.registry import config_from_hf
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+MODEL = config_from_hf(json.loads((DEMO / "config.json").read_text()))
 EMBED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, embed=True)
 RNG = random.Random(3)
 PROMPTS = [[RNG.randrange(3, 2048) for _ in range(length)] for length in (1, 2, 15, 16, 17, 64, 200, 333)]
@@ -173,8 +175,8 @@ def test_another_pooling_is_refused(tmp_path, text, words):
   (tmp_path / "1_Pooling").mkdir()
   (tmp_path / "1_Pooling" / "config.json").write_text(text)
   with pytest.raises(EngineError, match=words):
-    choose_pooling(BuildOptions(str(tmp_path), enable_embeddings=True))
-  assert choose_pooling(BuildOptions(str(tmp_path), enable_embeddings=True, pooling="mean")) == "mean"
+    choose_pooling(BuildOptions(str(tmp_path), enable_embeddings=True), MODEL)
+  assert choose_pooling(BuildOptions(str(tmp_path), enable_embeddings=True, pooling="mean"), MODEL) == "mean"
 
 
 @pytest.mark.parametrize(
@@ -188,13 +190,13 @@ def test_another_pooling_is_refused(tmp_path, text, words):
 )
 def test_the_checkpoint_or_the_flag_chooses_the_pooling(tmp_path, text, pooling):
   options = BuildOptions(str(tmp_path), enable_embeddings=True)
-  assert choose_pooling(options) == "last"
+  assert choose_pooling(options, MODEL) == "last"
   (tmp_path / "1_Pooling").mkdir()
   (tmp_path / "1_Pooling" / "config.json").write_text(text)
-  assert choose_pooling(options) == pooling
-  assert choose_pooling(BuildOptions(str(tmp_path))) == "auto"
+  assert choose_pooling(options, MODEL) == pooling
+  assert choose_pooling(BuildOptions(str(tmp_path)), MODEL) == "auto"
   with pytest.raises(ConfigError, match="pooling=mean: .* add --enable_embeddings"):
-    choose_pooling(BuildOptions(str(tmp_path), pooling="mean"))
+    choose_pooling(BuildOptions(str(tmp_path), pooling="mean"), MODEL)
 
 
 @pytest.mark.parametrize(
@@ -208,4 +210,4 @@ def test_the_checkpoint_or_the_flag_chooses_the_pooling(tmp_path, text, pooling)
 def test_modules_that_change_an_embedding_are_refused(tmp_path, kinds, words):
   (tmp_path / "modules.json").write_text(json.dumps([{"type": kind} for kind in kinds]))
   with pytest.raises(EngineError, match=words) if words else contextlib.nullcontext():
-    choose_pooling(BuildOptions(str(tmp_path), enable_embeddings=True))
+    choose_pooling(BuildOptions(str(tmp_path), enable_embeddings=True), MODEL)

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from engine.device.weights import parameter_name
-from models.config import ModelConfig, RopeScaling
+from models.config import ClassHead, ModelConfig, RopeScaling
 from models.families.keys import KEYS, Must, UnsupportedModel, unknown_keys
-from models.registry import FAMILIES, abstract, config_from_hf, refuse_uncomputed, tensors
-from tools.parity.cases import CASES
+from models.registry import FAMILIES, abstract, architecture_of, config_from_hf, refuse_uncomputed, tensors
+from tools.parity.cases import CASES, HEAD_CASES
+
+IDENTITY = "torch.nn.modules.linear.Identity"
 
 # As published, what Sluice does not read left in.
 LLAMA_2_7B_EARLY = {
@@ -325,6 +327,46 @@ def test_keys_that_change_the_result_elsewhere(key):
       config_from_hf(LLAMA_3_1_8B | {key: value})
 
 
+CLASSES = {"architectures": ["LlamaForSequenceClassification"]}
+
+
+@pytest.mark.parametrize(
+  "change, labels, activation, pair_activation",
+  [
+    ({}, ("LABEL_0", "LABEL_1"), "softmax", "sigmoid"),
+    ({"num_labels": 1}, ("LABEL_0",), "sigmoid", "sigmoid"),
+    ({"id2label": {"1": "b", "0": "a"}, "num_labels": 2}, ("a", "b"), "softmax", "sigmoid"),
+    ({"num_labels": 1, "problem_type": "regression"}, ("LABEL_0",), "none", "sigmoid"),
+    ({"problem_type": "single_label_classification"}, ("LABEL_0", "LABEL_1"), "softmax", "sigmoid"),
+    ({"problem_type": "multi_label_classification"}, ("LABEL_0", "LABEL_1"), "sigmoid", "sigmoid"),
+    ({"sentence_transformers": {"activation_fn": IDENTITY}}, ("LABEL_0", "LABEL_1"), "softmax", "none"),
+    ({"sbert_ce_default_activation_function": IDENTITY}, ("LABEL_0", "LABEL_1"), "softmax", "none"),
+  ],
+)
+def test_heads_of_classes_are_read(change, labels, activation, pair_activation):
+  config = config_from_hf(LLAMA_3_1_8B | CLASSES | change)
+  assert config.class_head == ClassHead(labels, activation, pair_activation, -1)
+  assert not config.has_token_head and architecture_of(config) == "LlamaForSequenceClassification"
+  assert unknown_keys(LLAMA_3_1_8B | CLASSES | change) == ()
+  plain = dataclasses.replace(config, has_token_head=True, class_head=None)
+  assert plain == config_from_hf(LLAMA_3_1_8B | change)
+
+
+def test_padding_of_heads_of_classes_is_the_familys():
+  gemma = HEAD_CASES["gemma2_classes"][0]
+  for raw, pad in ((gemma, 0), (without(gemma, "pad_token_id"), 0), (gemma | {"pad_token_id": None}, -1)):
+    head = config_from_hf(raw).class_head
+    assert head is not None and head.pad_token_id == pad
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.backbone)
+def test_backbones_have_no_head(family):
+  raw, _ = next(raw for raw in HEAD_CASES.values() if raw[0]["architectures"] == [family.backbone])
+  config = config_from_hf(raw)
+  assert (config.has_token_head, config.class_head, architecture_of(config)) == (False, None, family.backbone)
+  assert "lm_head.weight" not in {piece.name for parts in tensors(config).values() for piece in parts}
+
+
 class Recording(dict):
   """A config.json that records which of its keys are read."""
 
@@ -357,7 +399,7 @@ def test_unknown_keys_are_told():
     MISTRAL_7B_V01,
     QWEN2_5_05B,
     QWEN3_06B,
-    *(raw for raw, _ in CASES.values()),
+    *(raw for raw, _ in (CASES | HEAD_CASES).values()),
   ):
     assert unknown_keys(raw) == ()
 
@@ -371,11 +413,24 @@ def test_unknown_keys_are_told():
     ({"model_type": ["llama"]}, "contradict each other"),
     ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM' is not supported"),
     ({"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "is not supported; supported are"),
-    (
-      {"architectures": ["LlamaForSequenceClassification"]},
-      r"architectures=\['LlamaForSequenceClassification'\] is not supported: its head gives scores of classes",
-    ),
-    ({"architectures": ["Qwen2ForProcessRewardModel"]}, "its head gives scores of classes"),
+    ({"architectures": ["BertForSequenceClassification"]}, "supported heads of classes are LlamaForSequenceClass"),
+    ({"architectures": ["GraniteForSequenceClassification"]}, "supported heads of classes are LlamaForSequenceClass"),
+    ({"architectures": ["LlamaForTokenClassification"]}, "supported heads of classes are LlamaForSequenceClass"),
+    ({"architectures": ["Qwen2ForProcessRewardModel"]}, "is not supported; supported heads of classes are Llama"),
+    ({"architectures": ["BertModel"]}, r"\['BertModel'\] is not supported; supported are LlamaForCausalLM"),
+    (CLASSES | {"id2label": []}, r"id2label=\[\] must be an object with 1 to 65536 labels"),
+    (CLASSES | {"id2label": {}}, "id2label={} must be an object"),
+    (CLASSES | {"id2label": {"1": "a"}}, "must map the keys 0 to 0 to texts"),
+    (CLASSES | {"id2label": {"0": 5}}, "must map the keys 0 to 0 to texts"),
+    (CLASSES | {"id2label": {"0": "a"}, "num_labels": 2}, "num_labels=2 and the 1 entries of id2label contradict"),
+    (CLASSES | {"num_labels": 0}, "num_labels=0 is not supported; supported are 1 to 65536"),
+    (CLASSES | {"num_labels": 10**9}, "num_labels=1000000000 is not supported"),
+    (CLASSES | {"problem_type": "ranking"}, "problem_type='ranking' is not supported; supported are regression"),
+    (CLASSES | {"pad_token_id": 32000}, "pad_token_id=32000 must be a token id from 0 to 31999"),
+    (CLASSES | {"pad_token_id": "<pad>"}, "pad_token_id='<pad>' must be a token id"),
+    (CLASSES | {"sentence_transformers": 5}, "sentence_transformers=5 must be an object"),
+    (CLASSES | {"sentence_transformers": {"activation_fn": "os.system"}}, "activation_fn='os.system' is not supported"),
+    (CLASSES | {"model_type": "mistral"}, "contradict each other; with these architectures model_type is 'llama'"),
     ({"architectures": 5}, "architectures=5 is not supported; supported are"),
     ({"is_causal": False}, "is_causal=False.*supported is true: causal attention"),
     ({"sliding_window": 4096}, "sliding_window=4096"),
@@ -420,10 +475,10 @@ def test_unsupported_is_refused_by_name(change, said):
     config_from_hf(LLAMA_2_7B_EARLY | change)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | HEAD_CASES)
 def test_the_tensor_map_is_the_decoder(name):
   """Every parameter has its tensors, and they fill its shape exactly, with no others."""
-  config = config_from_hf(CASES[name][0])
+  config = config_from_hf((CASES | HEAD_CASES)[name][0])
   assert config.family in FAMILIES
   declared = abstract(config, jnp.float32)[1]
   shapes = {parameter_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(declared)}

@@ -6,12 +6,15 @@ Every shape is asymmetric on purpose (groups of three, head size unlike the widt
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from tools.make_random_model import write_model
 
 # Long enough for Mistral's window, Llama 3's bands and all position wavelengths to matter.
 PROMPT_LENGTHS = (61, 9)
 NEW_TOKENS = 200
 VOCAB_SIZE = 256
+PAD_TOKEN_ID = 0
 
 _SHAPE = {
   "vocab_size": VOCAB_SIZE,
@@ -160,12 +163,61 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+def _head(name: str, architecture: str) -> dict[str, Any]:
+  return {"architectures": [architecture]} | ({"model_type": name} if name == "ministral" else {})
+
+
+# Checkpoints without a head of tokens: name -> (config.json, number of files). Heads of one class have no padding.
+HEAD_CASES: dict[str, tuple[dict[str, Any], int]] = {
+  **{
+    f"{name}_classes": (
+      CASES[name][0]
+      | _head(name, architecture)
+      | {"id2label": {str(index): f"class {index}" for index in range(number)}}
+      | ({"pad_token_id": PAD_TOKEN_ID} if number > 1 else {}),
+      CASES[name][1],
+    )
+    for name, architecture, number in (
+      ("llama3", "LlamaForSequenceClassification", 3),
+      ("mistral", "MistralForSequenceClassification", 5),
+      ("ministral", "MinistralForSequenceClassification", 1),
+      ("qwen2", "Qwen2ForSequenceClassification", 4),
+      ("qwen3", "Qwen3ForSequenceClassification", 1),
+      ("gemma2", "Gemma2ForSequenceClassification", 2),
+      ("gemma3", "Gemma3TextForSequenceClassification", 3),
+    )
+  },
+  **{
+    f"{name}_states": (CASES[name][0] | _head(name, architecture), CASES[name][1])
+    for name, architecture in (
+      ("llama3", "LlamaModel"),
+      ("mistral", "MistralModel"),
+      ("ministral", "MinistralModel"),
+      ("qwen2", "Qwen2Model"),
+      ("qwen3", "Qwen3Model"),
+      ("granite", "GraniteModel"),
+      ("gemma2", "Gemma2Model"),
+      ("gemma3", "Gemma3TextModel"),
+    )
+  },
+}
+
+
 def seed(name: str) -> int:
   """Returns the seed of a case's weights and prompts."""
+  if name in HEAD_CASES:
+    return 40 + list(HEAD_CASES).index(name)
   return 20 + list(CASES).index(name)
+
+
+def head_prompts(name: str) -> list[list[int]]:
+  """Returns the prompts of a case of HEAD_CASES; the second ends with padding, the third is nothing else."""
+  rng = np.random.default_rng(seed(name))
+  first, second = ([int(token) for token in rng.integers(1, VOCAB_SIZE, size=length)] for length in PROMPT_LENGTHS)
+  return [first, [*second, PAD_TOKEN_ID, PAD_TOKEN_ID], [PAD_TOKEN_ID, PAD_TOKEN_ID]]
 
 
 def write_case(name: str, output: pathlib.Path) -> None:
   """Writes the Hugging Face folder of a case, f32."""
-  raw, num_shards = CASES[name]
+  raw, num_shards = (CASES | HEAD_CASES)[name]
   write_model(output, raw, seed(name), num_shards=num_shards)

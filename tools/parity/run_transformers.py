@@ -68,6 +68,29 @@ def golden(folder: pathlib.Path) -> dict[str, np.ndarray]:
   return out
 
 
+def golden_heads(folders: list[pathlib.Path]) -> dict[str, np.ndarray]:
+  """Returns what checkpoints without a head of tokens give: of each, f32[prompts, C] or f32[prompts, D].
+
+  A head of classes decides itself which token is the last; of a backbone it is the very last one.
+  """
+  out = {"versions": np.array(f"torch {torch.__version__}, transformers {transformers.__version__}")}
+  for folder in folders:
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    kind = getattr(transformers, architecture)
+    model, info = kind.from_pretrained(
+      folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    model.eval()
+    found = []
+    for prompt in json.loads((folder / "inputs.json").read_text())["prompts"]:
+      output = model(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64))
+      found.append((output.logits if "logits" in output else output.last_hidden_state[:, -1])[0].numpy())
+    out[folder.name] = np.stack(found)
+    print(f"{folder.name}: {architecture}, {out[folder.name].shape}")
+  return out
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--checkpoints", type=pathlib.Path, required=True, help="as written by write_checkpoints")
@@ -78,6 +101,8 @@ def main() -> None:
   with torch.inference_mode():
     for folder in sorted(path.parent for path in options.checkpoints.glob("*/prompts.json")):
       np.savez_compressed(options.output / f"{folder.name}.npz", allow_pickle=False, **golden(folder))
+    folders = sorted(path.parent for path in options.checkpoints.glob("*/inputs.json"))
+    np.savez_compressed(options.output / "heads.npz", allow_pickle=False, **golden_heads(folders))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,11 @@ def main(argv: list[str]) -> None:
     prompts = [rng.integers(cases.VOCAB_SIZE, size=length).tolist() for length in cases.PROMPT_LENGTHS]
     (root / name / "prompts.json").write_text(json.dumps({"prompts": prompts, "new_tokens": cases.NEW_TOKENS}))
     print(f"wrote {root / name}")
+  for name in cases.HEAD_CASES:
+    shutil.rmtree(root / name, ignore_errors=True)
+    cases.write_case(name, root / name)
+    (root / name / "inputs.json").write_text(json.dumps({"prompts": cases.head_prompts(name)}))
+    print(f"wrote {root / name}")
 
 
 if __name__ == "__main__":

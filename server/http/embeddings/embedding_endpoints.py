@@ -1,4 +1,8 @@
-"""Serves embeddings, and scores and rankings that are cosines of embeddings, as of a bi-encoder. Knows no socket."""
+"""Serves embeddings and classes, and scores and rankings made of either. Knows no socket.
+
+A score is the cosine of two embeddings, as of a bi-encoder, or what a head of one class makes of both texts together,
+as of a cross-encoder.
+"""
 
 import base64
 from collections.abc import Sequence
@@ -13,6 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import InvalidRequest
+from server.generation.prompt_classification import (
+  check_scores_pairs,
+  find_classifier_adapter,
+  make_probabilities,
+  strip_padding,
+)
 from server.generation.prompt_embedding import (
   Vector,
   check_dimensions,
@@ -25,6 +35,8 @@ from server.generation.prompt_embedding import (
 from server.generation.serving_state import Backend, ServingState
 from server.http.embeddings.embedding_fields import (
   ENCODINGS,
+  ClassFields,
+  ClassifyRequest,
   EmbeddingFields,
   EmbeddingRequest,
   RankedDocument,
@@ -37,7 +49,7 @@ from server.http.openai.generate_request import judge_ignored, list_prompts, rea
 
 
 class EmbeddingEndpoints:
-  """The three endpoints."""
+  """The four endpoints."""
 
   def __init__(self, state: ServingState, options: HttpOptions):
     self._state = state
@@ -67,6 +79,33 @@ class EmbeddingEndpoints:
 
       return Response(await self._state.run_in_text_pool(write), media_type="application/json", headers=headers)
 
+  async def classify(self, request: Request) -> Response:
+    """POST /classify and /v1/classify, in vLLM's form."""
+    with self._state.admit() as backend:
+      fields, headers = await self._read(request, ClassifyRequest, backend)
+      inputs = list_prompts(fields.input, "input")
+      outputs, num_tokens = await self._embed(request, backend, inputs, fields, "input")
+      labels, activation = backend.config.labels, _activation_of(fields, backend.config.class_activation)
+
+      def write() -> bytes:
+        data = []
+        for index, output in enumerate(outputs):
+          probs = make_probabilities(output, activation)
+          label = labels[max(range(len(probs)), key=probs.__getitem__)]
+          data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
+        return msgspec.json.encode(
+          {
+            "id": f"classify-{secrets.token_hex(12)}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": fields.model or backend.model,
+            "data": data,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+          }
+        )
+
+      return Response(await self._state.run_in_text_pool(write), media_type="application/json", headers=headers)
+
   async def score(self, request: Request) -> Response:
     """POST /v1/score and /score, in vLLM's form."""
     with self._state.admit() as backend:
@@ -77,9 +116,8 @@ class EmbeddingEndpoints:
           f"has {len(second)} entries and text_1 has {len(first)}: send one text_1, or as many as text_2",
           field="text_2",
         )
-      vectors, num_tokens = await self._embed(request, backend, [*first, *second], fields, "text_1")
-      pairs = zip(itertools.cycle(vectors[: len(first)]), vectors[len(first) :], strict=False)
-      data = [{"index": index, "object": "score", "score": _cosine(*pair)} for index, pair in enumerate(pairs)]
+      scores, num_tokens = await self._score_texts(request, backend, first, second, fields, "text_1")
+      data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
       body = {
         "id": f"score-{secrets.token_hex(12)}",
         "object": "list",
@@ -99,8 +137,7 @@ class EmbeddingEndpoints:
         raise InvalidRequest(f"={fields.top_n} is not allowed: send at least 1, or leave it out", field="top_n")
       if not texts:
         raise InvalidRequest("is an empty list: send at least one document", field="documents")
-      vectors, num_tokens = await self._embed(request, backend, [fields.query, *texts], fields, "documents")
-      scores = [_cosine(vectors[0], vector) for vector in vectors[1:]]
+      scores, num_tokens = await self._score_texts(request, backend, [fields.query], texts, fields, "documents")
       best = sorted(range(len(texts)), key=lambda index: -scores[index])[: fields.top_n]
       shows = fields.return_documents is not False
       results = [
@@ -118,26 +155,54 @@ class EmbeddingEndpoints:
   async def _read[T: EmbeddingFields](
     self, request: Request, kind: type[T], backend: Backend
   ) -> tuple[T, dict[str, str]]:
-    """Returns the body's fields, and the header of ignored ones."""
+    """Returns the body's fields, and the header of ignored ones. Refuses a model that does not serve them."""
     values = await read_json_object(request, self._state, self._options)
     fields, ignored = read_fields(values, kind)
-    request.state.notes.update(adapter=find_embedding_adapter(fields.model, backend) or None)
+    request.state.notes.update(adapter=_find_adapter(fields, backend) or None)
     return fields, judge_ignored(ignored, strict=self._options.strict_requests)
+
+  async def _score_texts(
+    self,
+    request: Request,
+    backend: Backend,
+    first: Sequence[str],
+    second: Sequence[str],
+    fields: ClassFields,
+    field: str,
+  ) -> tuple[list[float], int]:
+    """Returns the score of each pair of texts, and the tokens of all.
+
+    Args:
+      request: a request whose body has been read.
+      backend: the backend that serves.
+      first: one text, or as many as `second`.
+      second: the other texts.
+      fields: the request's fields.
+      field: the name of the inputs, for errors.
+    """
+    if not backend.config.labels:
+      vectors, num_tokens = await self._embed(request, backend, [*first, *second], fields, field)
+      pairs = zip(itertools.cycle(vectors[: len(first)]), vectors[len(first) :], strict=False)
+      return [_cosine(*pair) for pair in pairs], num_tokens
+    texts = list(zip(itertools.cycle(first), second, strict=False))
+    outputs, num_tokens = await self._embed(request, backend, texts, fields, field)
+    activation = _activation_of(fields, backend.config.pair_activation)
+    return [make_probabilities(output, activation)[0] for output in outputs], num_tokens
 
   async def _embed(
     self,
     request: Request,
     backend: Backend,
-    inputs: Sequence[str | list[int]],
+    inputs: Sequence[str | tuple[str, str] | list[int]],
     fields: EmbeddingFields,
     field: str,
   ) -> tuple[list[Vector], int]:
-    """Returns the raw embedding of each input, and the tokens of all inputs.
+    """Returns the raw embedding of each input, or a head's outputs for it, and the tokens of all inputs.
 
     Args:
       request: a request whose body has been read.
       backend: the backend that serves.
-      inputs: texts, or token ids.
+      inputs: texts, pairs of texts, or token ids.
       fields: the request's fields.
       field: the name of the inputs, for errors.
     """
@@ -145,6 +210,8 @@ class EmbeddingEndpoints:
     prompts = await self._state.run_in_text_pool(
       lambda: tokenize_inputs(backend, inputs, fields.add_special_tokens, field)
     )
+    if backend.config.labels:
+      prompts = [strip_padding(prompt, backend.config) for prompt in prompts]
     request.state.field_names["prompt"] = field
     tenant = request.state.tenant
     work = embed_prompts(
@@ -154,12 +221,27 @@ class EmbeddingEndpoints:
       tenant=tenant,
       owner=tenant,
       takes_free_slots=getattr(request.state, "takes_free_slots", False),
-      adapter=find_embedding_adapter(fields.model, backend),
+      adapter=_find_adapter(fields, backend),
     )
     vectors = await unless_gone(request.receive, work)
     num_tokens = sum(map(len, prompts))
     request.state.notes.update(prompt_tokens=num_tokens)
     return vectors, num_tokens
+
+
+def _find_adapter(fields: EmbeddingFields, backend: Backend) -> str:
+  """Returns the adapter that a request names, or "". Raises InvalidRequest if the model does not serve the request."""
+  if isinstance(fields, ClassFields) and backend.config.labels:
+    if not isinstance(fields, ClassifyRequest):
+      check_scores_pairs(backend.config)
+    return backend.find_adapter(fields.model)
+  if isinstance(fields, ClassifyRequest):
+    return find_classifier_adapter(fields.model, backend)
+  return find_embedding_adapter(fields.model, backend)
+
+
+def _activation_of(fields: ClassFields, activation: str) -> str:
+  return "none" if fields.use_activation is False else activation
 
 
 def _little_endian(vector: Vector) -> bytes:

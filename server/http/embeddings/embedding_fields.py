@@ -1,4 +1,4 @@
-"""Declares the bodies of /v1/embeddings, /v1/score and /v1/rerank. Reads none itself."""
+"""Declares the bodies of /v1/embeddings, /v1/score, /v1/rerank and /classify. Reads none itself."""
 
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from server.http.openai.request_fields import (
 )
 
 ENCODINGS = ("float", "base64")
-_HARMLESS = ("user", "metadata", "service_tier", "input_type", "embedding_types", "truncation_side", "use_activation")
+_HARMLESS = ("user", "metadata", "service_tier", "input_type", "embedding_types", "truncation_side")
 _NO_IMAGES = "the model reads text; send texts"
 _UNSUPPORTED: Unsupported = {
   "truncate_prompt_tokens": ((), "inputs are never cut; shorten them"),
@@ -45,6 +45,7 @@ class EmbeddingFields(RequestFields, kw_only=True):
 class EmbeddingRequest(EmbeddingFields, kw_only=True):
   """Fields that are not listed are ignored and named in x-sluice-ignored-fields, or refused under --strict_requests."""
 
+  harmless = (*_HARMLESS, "use_activation")
   remedies = {"input": PROMPT_REMEDY}
   input: Text | list[Text | TokenId | list[TokenId]]
   encoding_format: Annotated[str, Meta(description="float (default) or base64 of little-endian float32.")] | None = None
@@ -54,7 +55,22 @@ class EmbeddingRequest(EmbeddingFields, kw_only=True):
   normalize: Annotated[bool, Meta(description="Scale to length 1. Default true.")] | None = None
 
 
-class ScoreRequest(EmbeddingFields, kw_only=True):
+class ClassFields(EmbeddingFields, kw_only=True):
+  """Fields of requests that a head of classes may answer."""
+
+  use_activation: (
+    Annotated[bool, Meta(description="false: the numbers of a head of classes as they are. Default true.")] | None
+  ) = None
+
+
+class ClassifyRequest(ClassFields, kw_only=True):
+  """Texts, or token ids, to classify by the model's head."""
+
+  remedies = {"input": PROMPT_REMEDY}
+  input: Text | list[Text | TokenId | list[TokenId]]
+
+
+class ScoreRequest(ClassFields, kw_only=True):
   """One text against one or many, or two lists of one length."""
 
   text_1: Texts
@@ -67,7 +83,7 @@ class RankedDocument(msgspec.Struct):
   text: Text
 
 
-class RerankRequest(EmbeddingFields, kw_only=True):
+class RerankRequest(ClassFields, kw_only=True):
   """A query and the documents to rank."""
 
   query: Text

@@ -90,6 +90,7 @@ def make_app(
     Route("/v1/responses/{response_id}/input_items", responses.list_input_items),
     Route("/v1/responses/{response_id}/cancel", responses.cancel, methods=["POST"]),
     Route("/v1/embeddings", embeddings.embeddings, methods=["POST"]),
+    *(Route(path, embeddings.classify, methods=["POST"]) for path in ("/v1/classify", "/classify")),
     *(Route(path, embeddings.score, methods=["POST"]) for path in ("/v1/score", "/score")),
     *(Route(path, embeddings.rerank, methods=["POST"]) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     *(Route(path, handler, methods=["POST"]) for path, handler in adapters.handlers().items()),

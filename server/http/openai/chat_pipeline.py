@@ -93,7 +93,7 @@ class ChatPipeline:
         f"={fields.top_logprobs} is allowed with logprobs=true alone: send both", field="top_logprobs"
       )
     chat = read_chat(values, fields)
-    requested.adapter = backend.find_adapter(fields.model)
+    requested.adapter = backend.find_generator(fields.model)
     tokenizer = request_validation.need_tokenizer(backend.tokenizer, "messages")
     requested.ignored += chat.ignored(tokenizer)
     if chat.forced:  # the schema of their calls is made of them

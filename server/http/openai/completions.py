@@ -71,7 +71,7 @@ class CompletionEndpoints:
         output.logprobs = fields.logprobs
         if fields.echo:
           output.prompt_logprobs = fields.logprobs
-      requested.adapter = backend.find_adapter(fields.model)
+      requested.adapter = backend.find_generator(fields.model)
       prompts = await self._prompts(backend, fields)
       if fields.max_tokens is None:
         num_left = request_validation.count_tokens_left(backend.config, max(len(each.token_ids) for each in prompts))

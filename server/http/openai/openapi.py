@@ -12,7 +12,12 @@ from typing import Any
 import msgspec
 
 from server.http.batches.batch_fields import BatchRequest
-from server.http.embeddings.embedding_fields import EmbeddingRequest, RerankRequest, ScoreRequest
+from server.http.embeddings.embedding_fields import (
+  ClassifyRequest,
+  EmbeddingRequest,
+  RerankRequest,
+  ScoreRequest,
+)
 from server.http.messages.message_fields import CountTokensRequest, MessageRequest
 from server.http.openai.request_fields import (
   INT32_MAX,
@@ -258,6 +263,14 @@ def _schemas() -> dict[str, Any]:
       model=_TEXT,
       usage=_object(prompt_tokens=_whole(1), total_tokens=_whole(1)),
     ),
+    "Classes": _object(
+      id=_TEXT,
+      object={"const": "list"},
+      created=_whole(0),
+      model=_TEXT,
+      data=_list(_object(index=_whole(0), label=_TEXT, probs=_list({"type": "number"}, 1), num_classes=_whole(1)), 1),
+      usage=_object(prompt_tokens=_whole(1), total_tokens=_whole(1)),
+    ),
     "Scores": _object(
       id=_TEXT,
       object={"const": "list"},
@@ -343,6 +356,7 @@ BODIES = (
   CountTokensRequest,
   ResponseRequest,
   EmbeddingRequest,
+  ClassifyRequest,
   ScoreRequest,
   RerankRequest,
   LoadAdapterRequest,
@@ -377,8 +391,9 @@ _OPERATIONS: tuple[tuple[str, str, tuple[type[msgspec.Struct], ...], str | dict[
   ("/v1/responses/{response_id}", "get", (), "Response", "A stored response."),
   ("/v1/responses/{response_id}", "delete", (), "DeletedResponse", "Forgets a stored response."),
   ("/v1/embeddings", "post", (EmbeddingRequest,), "Embeddings", "One embedding for each input."),
-  ("/v1/score", "post", (ScoreRequest,), "Scores", "Cosines of the embeddings of pairs of texts."),
-  ("/v1/rerank", "post", (RerankRequest,), "Ranking", "Documents by the cosine of their embedding with the query's."),
+  ("/classify", "post", (ClassifyRequest,), "Classes", "Classes of texts, by a model with a head of classes."),
+  ("/v1/score", "post", (ScoreRequest,), "Scores", "Scores of pairs of texts, by cosine or by a head of one class."),
+  ("/v1/rerank", "post", (RerankRequest,), "Ranking", "Documents by their score with the query."),
   ("/v1/files", "get", (), "Files", "The caller's files. Files and batches need --batch_dir."),
   ("/v1/files", "post", (), "File", "Stores a file of requests, sent as multipart/form-data."),
   ("/v1/files/{id}", "get", (), "File", "A stored file."),
