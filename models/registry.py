@@ -1,6 +1,6 @@
 """The registry of model families: config reader, tensor map and decoder of each. May not open files.
 
-To add a family, write a module in models/families, and add a line to FAMILIES and a case to tools/parity/cases.py. A
+To add a family, write a module in models/families, and add a line to FAMILIES and cases to tools/parity/cases.py. A
 family with Llama's shape and tensor names needs no `tensors`; a family with another block names its own decoder.
 """
 

@@ -188,7 +188,9 @@ def test_help_is_short_and_every_flag_has_one_place():
 
 def test_every_family_is_on_the_page_of_models() -> None:
   page = (ROOT / "docs" / "reference" / "models.md").read_text("utf-8")
-  assert set(re.findall(r"`(\w+ForCausalLM)`", page)) == {family.architecture for family in FAMILIES.values()}
+  named = set(re.findall(r"`(\w+(?:ForCausalLM|Model|ForSequenceClassification))`", page))
+  families = FAMILIES.values()
+  assert named == {name for each in families for name in (each.architecture, each.backbone, each.classifier) if name}
 
 
 # --- Links and blocks -------------------------------------------------------------------------------------------------

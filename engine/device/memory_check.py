@@ -16,8 +16,11 @@ _CGROUP = pathlib.Path("/sys/fs/cgroup")  # cgroup of this process, as a contain
 
 
 def step_bytes(model: ModelConfig, shape: StepShape, itemsize: int, devices: int) -> int:
-  """Returns a lower bound of a step's bytes on each device: a layer's input and output, gate and up, and for each
-  logit row its logits and two rows of the sampler's state, or its hidden state if the model has no logits."""
+  """Returns a lower bound of a step's bytes on each device.
+
+  It counts a layer's input and output, gate and up, and for each logit row its logits and two rows of the sampler's
+  state. A row of a model without logits has its hidden state.
+  """
   token = (2 * model.model_dim + 2 * model.hidden_dim // devices) * itemsize
   row = 3 * model.vocab_size if model.has_token_head else model.model_dim
   return shape.tokens * token + shape.logits * row * 4

@@ -54,6 +54,7 @@ _ANSWERS = (
   "InputItems",
   "DeletedResponse",
   "Embeddings",
+  "Classes",
   "Scores",
   "Ranking",
   "File",
