@@ -36,6 +36,7 @@ GROUPS = (
   "Queue",
   "Devices and programs",
   "Addresses",
+  "Prefill and decode servers",
   "Limits of clients",
   "Security",
   "Observability",

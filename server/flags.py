@@ -246,8 +246,55 @@ def parse_flags(argv: Sequence[str], program: str) -> list[str]:
   check_pool_and_ladder(read_settings(DeviceSettings))
   find_policy_class(flags.FLAGS.policy)
   _check_adapters(read_settings(ProgramSettings))
-  host_options()
+  _check_role(host_options(), read_settings(ProgramSettings))
   return rest
+
+
+_OF_ROLE = {
+  "prefill": ("max_lease_mb", "lease_timeout_s"),
+  "decode": (
+    "prefill_servers",
+    "transfer_ca_file",
+    "trust_prefill_header",
+    "min_remote_prefill_tokens",
+    "remote_prefill_timeout_s",
+  ),
+}
+
+
+def _check_role(options: HostOptions, program: ProgramSettings) -> None:
+  """Raises ConfigError if --role lacks what it needs, or comes with what it excludes."""
+  role = options.role
+  for of_role, names in _OF_ROLE.items():
+    for name in names:
+      if role != of_role and flags.FLAGS[name].present:
+        raise ConfigError(f"{name} needs --role={of_role}, and role is {role}; leave out --{name}")
+  if role == "both":
+    if options.transfer_secret_file:
+      raise ConfigError("transfer_secret_file needs --role=prefill or --role=decode; leave it out")
+    return
+  if not options.transfer_secret_file:
+    raise ConfigError(f"role={role} needs a secret that its peers share; set --transfer_secret_file")
+  excluded = {
+    "batching": flags.FLAGS.batching not in ("chunked", "continuous"),
+    "fake_device": program.fake_device,
+    "frontend_processes": program.frontend_processes > 0,
+    "enable_embeddings": role == "prefill" and flags.FLAGS.enable_embeddings,
+    "enable_lora": role == "prefill" and flags.FLAGS.enable_lora,
+    "prefix_cache_scope": role == "decode" and flags.FLAGS.prefix_cache_scope not in ("global", "tenant"),
+  }
+  for name, is_excluded in excluded.items():
+    if is_excluded:
+      value = value_text(flags.FLAGS[name].value)
+      raise ConfigError(f"role={role} does not go with --{name}={value}; leave out one of them")
+  if role == "decode" and not (options.prefill_servers or options.trust_prefill_header):
+    raise ConfigError(
+      "role=decode has no prefill server; set --prefill_servers=HOST:PORT, or --trust_prefill_header behind a router"
+    )
+  for address in options.prefill_servers:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+      raise ConfigError(f"prefill_servers={address!r:.80} is not HOST:PORT; write for example 10.0.0.7:50051")
 
 
 def _check_adapters(program: ProgramSettings) -> None:

@@ -11,6 +11,8 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9_.:\[\]-]+")  # as browsers wr
 _SHORTEST_STEP_TIMEOUT_S = 0.5
 _ADDRESS, _LIMITS, _SECURITY = "Addresses", "Limits of clients", "Security"
 _OBSERVE, _LIFE = "Observability", "Life of the server"
+_ROLE = "Prefill and decode servers"
+ROLES = ("both", "prefill", "decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,6 +178,64 @@ class HostOptions(SchemaSettings):
   open_reflection: bool = setting(False, "Serve reflection without an API key.", group=_SECURITY)
   enable_vllm_api: bool = setting(
     False, "Also serve vllm.grpc.engine.VllmEngine, for routers made for it.", group=_ADDRESS, common=True
+  )
+  role: str = setting(
+    "both",
+    "Which part of a request this server runs. prefill: prompts of decode servers, and no others. decode: everything, "
+    "but prefill servers compute long prompts. both: everything.",
+    group=_ROLE,
+    choices=ROLES,
+    common=True,
+  )
+  prefill_servers: tuple[str, ...] = setting(
+    (), "With --role=decode: HOST:PORT of the prefill servers' gRPC ports, separated by commas.", group=_ROLE
+  )
+  transfer_secret_file: str = setting(
+    "",
+    "With --role: file with one line of 16 to 256 printable characters, the same on all servers; without it a prefill "
+    "server refuses. Mode 0600 or 0640.",
+    group=_ROLE,
+  )
+  transfer_ca_file: str = setting(
+    "",
+    "With --role=decode: PEM certificate authorities of the prefill servers, which then are called over TLS, with "
+    "--tls_cert_file as the certificate of the client; empty: plain text.",
+    group=_ROLE,
+  )
+  trust_prefill_header: bool = setting(
+    False,
+    "With --role=decode: let the header x-prefiller-host-port name any prefill server, not only those of "
+    "--prefill_servers. Whoever can set it learns the secret and the prompts: only behind a router that sets it.",
+    group=_ROLE,
+  )
+  min_remote_prefill_tokens: int = setting(
+    256,
+    "With --role=decode: compute prompts here if fewer of their tokens are not cached.",
+    group=_ROLE,
+    unit="tokens",
+    at_least=1,
+  )
+  remote_prefill_timeout_s: float = setting(
+    30.0,
+    "With --role=decode: longest wait for a prefill server, with its queue and the transfer; then the prompt is "
+    "computed here.",
+    group=_ROLE,
+    unit="s",
+    at_least=0.1,
+  )
+  max_lease_mb: int = setting(
+    512,
+    "With --role=prefill: memory for KV that decode servers have yet to take; a prompt that finds it full is refused.",
+    group=_ROLE,
+    unit="MiB",
+    at_least=1,
+  )
+  lease_timeout_s: float = setting(
+    10.0,
+    "With --role=prefill: time until KV that no decode server took is dropped.",
+    group=_ROLE,
+    unit="s",
+    at_least=0.1,
   )
   tool_call_parser: str = "auto"  # declared in server/flags.py, which knows the parsers
   reasoning_parser: str = "auto"  # as above

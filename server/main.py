@@ -29,12 +29,11 @@ import uvloop
 from engine.config import EngineConfig
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError, EngineError, InvalidRequest
-from extensions.vllm_api.composition import VllmComposition
+from extensions.prefill_decode.composition import RoleComposition
 from server import flags
 from server.errors import NotConfigured, Starting
 from server.flags import ProgramSettings
 from server.generation.adapter_loader import AdapterLoader, check_adapter_name, parse_lora_modules
-from server.generation.engine_client import LocalEngine
 from server.generation.generations import Generations
 from server.generation.sampling_defaults import FILE, SamplingDefaults, describe_defaults, read_sampling_defaults
 from server.generation.serving_state import Backend
@@ -298,7 +297,7 @@ async def _serve(composition: Composition, report: StartReport) -> int:
     raise
   name = program.served_model_name or built.model_name
   loader = AdapterLoader(built.engine, built.read_adapter, model=name, lora_dir=program.lora_dir)
-  engine = LocalEngine(built.engine, lambda: built.runner.compiles_after_ready, loader)
+  engine = composition.make_client(built.engine, lambda: built.runner.compiles_after_ready, loader)
   trace.engine, served = built.engine, built.config
   report.enter_stage("starting the engine")
   if program.trace_file and program.trace_at_start:
@@ -369,7 +368,7 @@ def _write_whole(path: pathlib.Path, text: str) -> None:
   part.replace(path)
 
 
-def _main(argv: Sequence[str], compose: Callable[[], Composition] = VllmComposition) -> int:
+def _main(argv: Sequence[str], compose: Callable[[], Composition] = RoleComposition) -> int:
   if len(argv) > 1:
     _say(f"error: unexpected argument {argv[1]!r}; flags are written --name=value, and --help lists them")
     return 2
@@ -401,7 +400,7 @@ def _main(argv: Sequence[str], compose: Callable[[], Composition] = VllmComposit
     threading.excepthook = threading.__excepthook__  # releases the host before finalization
 
 
-def main(compose: Callable[[], Composition] = VllmComposition, program: str = "server.main") -> None:
+def main(compose: Callable[[], Composition] = RoleComposition, program: str = "server.main") -> None:
   """Entry point; ends the process.
 
   Args:

@@ -252,6 +252,11 @@ class ModelRunner:
     self._compiles_at_seal = len(_compile_times)
 
   @property
+  def params(self) -> tuple[jax.Array, ...]:
+    """The model's leaves, as in spec.params."""
+    return self._params
+
+  @property
   def compiles_after_ready(self) -> int:
     """All compilations of the process since `seal`; 0 before it."""
     return 0 if self._compiles_at_seal is None else len(_compile_times) - self._compiles_at_seal

@@ -1,10 +1,13 @@
 """Defines where a program adds parts to a server, and when. Adds none itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import grpc
 
 from engine.engine import Engine
+from server.generation.adapter_loader import AdapterLoader
+from server.generation.engine_client import LocalEngine
 from server.generation.generations import Generations
 from server.generation.serving_state import ServingState
 from server.host_options import HostOptions
@@ -25,6 +28,10 @@ class Composition:
   def front_end_module(self, options: HostOptions) -> str:
     """Returns the module to run as each front end process of a server with these options."""
     return "server.lifecycle.front_end_process"
+
+  def open_methods(self, options: HostOptions) -> tuple[str, ...]:
+    """Returns prefixes of methods on the public port that check their callers themselves and need no API key."""
+    return ()
 
   def add_services(
     self,
@@ -49,6 +56,16 @@ class Composition:
 
   def before_load(self) -> None:
     """Runs before the model is loaded, on the thread that loads it."""
+
+  def make_client(
+    self, engine: Engine, compiles_after_ready: Callable[[], int], adapter_loader: AdapterLoader
+  ) -> LocalEngine:
+    """Returns the engine for the front end. Arguments: see LocalEngine."""
+    return LocalEngine(engine, compiles_after_ready, adapter_loader)
+
+  def collect_metrics(self) -> Iterable[Any]:
+    """Returns more metrics (prometheus_client.Metric) of this process, for each scrape."""
+    return ()
 
   def begin_serving(
     self,

@@ -102,8 +102,11 @@ class Host(Lifetime):
     )
     self._census = shared.census if shared is not None else self._own_census
     self._feed = Feed(self._state, self._census)
-    self._metrics = Metrics(self._state, self._census, vllm_names=options.vllm_metric_names)
-    open_methods = (HEALTH_METHODS, REFLECTION_METHODS) if options.open_reflection else (HEALTH_METHODS,)
+    self._metrics = Metrics(
+      self._state, self._census, vllm_names=options.vllm_metric_names, more=self._composition.collect_metrics
+    )
+    open_methods = (HEALTH_METHODS, *self._composition.open_methods(options))
+    open_methods += (REFLECTION_METHODS,) if options.open_reflection else ()
     certificates = self._certificates
     self.connections = ConnectionWatch((lambda: certificates.num_handshakes) if certificates is not None else None)
     self._calls = CallInterceptor(

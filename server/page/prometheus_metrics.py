@@ -6,7 +6,7 @@ protocol of Kubernetes' Gateway API Inference Extension requires three gauges: `
 (KVCacheUtilization). Its endpoint picker takes their names by flag, or knows vLLM's, which --vllm_metric_names adds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 import itertools
 import time
@@ -48,12 +48,21 @@ _VLLM_NAMES = {
 class Metrics:
   """The metrics of one server."""
 
-  def __init__(self, state: ServingState, census: Census, *, vllm_names: bool = False):
+  def __init__(
+    self,
+    state: ServingState,
+    census: Census,
+    *,
+    vllm_names: bool = False,
+    more: Callable[[], Iterable[Metric]] = tuple,
+  ):
     """Args:
     state: the serving state.
     census: the counts of the server's processes.
     vllm_names: also exports vLLM's names, for tools made for vLLM.
+    more: returns metrics of parts that this module does not know.
     """
+    self._more = more
     self._state = state
     self._census = census
     self._vllm_names = vllm_names
@@ -63,7 +72,8 @@ class Metrics:
     state = self._state
     backend = state.backend
     report = await backend.engine.report() if backend is not None else None
-    return ServerLook(state.ready, state.alive, await self._census(), backend, report, self._vllm_names)
+    census = await self._census()
+    return ServerLook(state.ready, state.alive, census, backend, report, self._vllm_names, tuple(self._more()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +85,7 @@ class ServerLook(Collector):
     counts: the counts of all processes.
     backend, report: set when the server serves.
     vllm_names: whether the exposition also has vLLM's names.
+    more: metrics of other parts.
   """
 
   ready: bool
@@ -83,6 +94,7 @@ class ServerLook(Collector):
   backend: Backend | None
   report: Report | None
   vllm_names: bool
+  more: tuple[Metric, ...] = ()
 
   def exposition(self, accept: str = "") -> tuple[bytes, str]:
     """Returns all metrics in Prometheus' or OpenMetrics' format, and the content type. Any thread may call it.
@@ -100,6 +112,7 @@ class ServerLook(Collector):
     """Yields every metric of the snapshot."""
     yield from self._of_server()
     yield from _of_processes(self.counts.pids)
+    yield from self.more
     backend, report, counts = self.backend, self.report, self.counts
     if backend is None or report is None:
       return

@@ -19,6 +19,7 @@ from grpc._cython import cygrpc
 from engine.errors import EngineError, Overloaded
 from server.errors import AnswerTooLarge, DeadlineExceeded, MalformedRequest, UnknownMethod
 from server.generation import request_validation
+from server.generation.prefill_hint import keep_prefill_server
 from server.rpc import grpc_status
 from server.security.api_keys import AdminKeys, ApiKeys
 from server.telemetry import tracing
@@ -194,6 +195,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """Runs a handler: every error becomes a status, and every call a line of the access log."""
     _current.set(call)
     tracing.keep_trace_parent(call.metadata)
+    keep_prefill_server(call.metadata)
     context.set_trailing_metadata(call.trailers)
     is_probe = call.method.startswith(HEALTH_METHODS)
     self._num_calls += not is_probe

@@ -9,7 +9,7 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDERS = ("server/proto", "extensions/vllm_api/proto", "tools/chaos/proto")
+FOLDERS = ("server/proto", "extensions/vllm_api/proto", "extensions/prefill_decode/proto", "tools/chaos/proto")
 PROTOS = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).glob("*.proto"))
 
 

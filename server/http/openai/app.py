@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import Overloaded
 from server.errors import PermissionDenied
+from server.generation.prefill_hint import keep_prefill_server
 from server.generation.serving_state import ServingState
 from server.http.embeddings.embedding_endpoints import EmbeddingEndpoints
 from server.http.error_responses import OPENAI_ERRORS, Refused, make_error_answer
@@ -187,6 +188,7 @@ class _Guard:
     state = scope.setdefault("state", {})
     form = next((form for path, form in _ERROR_FORMS.items() if f"{scope['path']}/".startswith(path)), OPENAI_ERRORS)
     state.update(tenant="", notes={}, field_names={}, request_id=request_id, error_form=form)
+    keep_prefill_server(headers)
     tracing.keep_trace_parent(headers, tracing.CHAT if scope["path"] in _CHAT_PATHS else tracing.TEXT_COMPLETION)
     started = time.monotonic()
     status, code = 0, None

@@ -1,0 +1,91 @@
+"""A server whose transfers go wrong in the way of the variable FAULT; run with -m.
+
+FAULT=corrupt flips one bit of each leased piece after its digest, in shared memory; `remote` makes the server answer as
+if it were on another machine; `remote-corrupt` does both; `short` sends half a piece; `slow` leases after 60 s, `wedged` never answers health
+checks; `expired` ends each lease at once; `mismatch` has other weights.
+"""
+
+import asyncio
+import os
+
+from extensions.prefill_decode import prefill_engine, prefill_service
+from extensions.prefill_decode.pieces import PieceLayout
+from server import main
+
+FAULT = os.environ["FAULT"]
+
+
+def corrupt_pieces() -> None:
+  to_bytes = PieceLayout.to_bytes
+
+  def flip(self, piece, target):
+    digest = to_bytes(self, piece, target)
+    target[len(target) // 2] ^= 1
+    return digest
+
+  PieceLayout.to_bytes = flip
+
+
+def be_elsewhere() -> None:
+  prefill_service.machine_id = lambda: "another"
+
+
+def send_half() -> None:
+  be_elsewhere()
+  read = prefill_service.PieceMemory.slot
+  making = prefill_service.TransferService._make_offer
+
+  def make_offer(self, *arguments):
+    response = making(self, *arguments)
+    prefill_service.PieceMemory.slot = lambda memory, slot: read(memory, slot)[: memory._piece_bytes // 2]
+    return response
+
+  def copy(self, *arguments):
+    prefill_service.PieceMemory.slot = read
+    return copying(self, *arguments)
+
+  copying = prefill_service.TransferService._copy_pieces
+  prefill_service.TransferService._make_offer, prefill_service.TransferService._copy_pieces = make_offer, copy
+
+
+def be_slow() -> None:
+  prefill = prefill_service.TransferService.Prefill
+
+  async def late(self, request, context):
+    await asyncio.sleep(60)
+    return await prefill(self, request, context)
+
+  prefill_service.TransferService.Prefill = late
+
+
+def end_leases() -> None:
+  making = prefill_service.TransferService._make_offer
+
+  def make_offer(self, *arguments):
+    response = making(self, *arguments)
+    self._expire_lease(response.lease_id)
+    return response
+
+  be_elsewhere()
+  prefill_service.TransferService._make_offer = make_offer
+
+
+def have_other_weights() -> None:
+  describe = prefill_engine.describe_identity
+  prefill_engine.describe_identity = lambda runner: describe(runner).replace("weights=", "weights=0")
+
+
+FAULTS = {
+  "corrupt": (corrupt_pieces,),
+  "remote": (be_elsewhere,),
+  "remote-corrupt": (be_elsewhere, corrupt_pieces),
+  "short": (send_half,),
+  "slow": (be_slow,),
+  "expired": (end_leases,),
+  "mismatch": (have_other_weights,),
+}
+
+if __name__ == "__main__":
+  for fault in FAULTS[FAULT]:
+    fault()
+  main.main()
