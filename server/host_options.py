@@ -185,7 +185,6 @@ class HostOptions(SchemaSettings):
     "but prefill servers compute long prompts. both: everything.",
     group=_ROLE,
     choices=ROLES,
-    common=True,
   )
   prefill_servers: tuple[str, ...] = setting(
     (), "With --role=decode: HOST:PORT of the prefill servers' gRPC ports, separated by commas.", group=_ROLE

@@ -5,7 +5,7 @@ so a caller that is gone costs neither blocks nor memory for longer than the lea
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 import concurrent.futures
 import dataclasses
 import hmac
@@ -144,16 +144,14 @@ class TransferService(pb_grpc.TransferServiceServicer):
     response.num_cached_tokens = generation.outputs[0].num_cached_tokens
     return response
 
-  async def ReadPiece(
-    self, request: pb.ReadPieceRequest, context: grpc.aio.ServicerContext
-  ) -> AsyncIterator[pb.ReadPieceResponse]:
+  async def ReadPiece(self, request: pb.ReadPieceRequest, context: grpc.aio.ServicerContext) -> None:
     self._check_secret()
     lease, memory = self._leases.get(request.lease_id), self._memory
     if lease is None or memory is None or not 0 <= request.number < len(lease.slots):
       raise InvalidRequest("names no piece of a live lease; compute the prompt yourself", field="lease_id")
     data = bytes(memory.slot(lease.slots[request.number]))  # of this lease, even if it ends meanwhile
     for start in range(0, len(data), _CHUNK_BYTES):
-      yield pb.ReadPieceResponse(data=data[start : start + _CHUNK_BYTES])
+      await context.write(pb.ReadPieceResponse(data=data[start : start + _CHUNK_BYTES]))
 
   async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
     self._check_secret()

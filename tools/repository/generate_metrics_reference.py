@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.recorder import Recorder
 from engine.request import FinishReason
 from engine.scheduler import Scheduler
+from extensions.prefill_decode.transfer_counts import TransferCounts
 from server.generation.engine_client import Report
 from server.generation.serving_state import Backend
 from server.page.prometheus_metrics import ServerLook
@@ -31,7 +32,8 @@ the HTTP port, or on a port of its own without TLS and keys (`--metrics_port=909
 in `_total`, and shares in `_ratio`. `sluice_compiles_total` stays 0 after ready.
 
 The Gateway API Inference Extension of Kubernetes needs three gauges: `sluice_requests_waiting`,
-`sluice_requests_running` and `sluice_kv_cache_usage_ratio`.
+`sluice_requests_running` and `sluice_kv_cache_usage_ratio`. Servers with `--role=prefill` or `--role=decode` alone have
+`sluice_transfer_*`.
 """
 _VLLM = """
 ## vLLM's names
@@ -58,7 +60,8 @@ def _all_metrics() -> list[Metric]:
   backend = cast(Backend, types.SimpleNamespace(config=config, model="", load_s=0.0, warmup_s=0.0))
   adapters = (AdapterInfo("", 0, "", 0, AdapterState.LOADED.value),)
   report = Report(stats, 0.0, 0.0, 0, 0, Observations().queue, adapters=adapters)
-  return list(ServerLook(True, True, counts, backend, report, vllm_names=True).collect())
+  more = tuple(TransferCounts().collect_metrics())
+  return list(ServerLook(True, True, counts, backend, report, vllm_names=True, more=more).collect())
 
 
 def _row(metric: Metric) -> tuple[str, str, str, str]:

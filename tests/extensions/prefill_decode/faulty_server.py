@@ -1,14 +1,14 @@
 """A server whose transfers go wrong in the way of the variable FAULT; run with -m.
 
 FAULT=corrupt flips one bit of each leased piece after its digest, in shared memory; `remote` makes the server answer as
-if it were on another machine; `remote-corrupt` does both; `short` sends half a piece; `slow` leases after 60 s, `wedged` never answers health
-checks; `expired` ends each lease at once; `mismatch` has other weights.
+if it were on another machine; `remote-corrupt` does both; `short` sends half a piece; `slow` begins after 60 s;
+`expired` ends each lease at once; `mismatch` has other weights. A decode server with `keep` never releases a lease.
 """
 
 import asyncio
 import os
 
-from extensions.prefill_decode import prefill_engine, prefill_service
+from extensions.prefill_decode import prefill_engine, prefill_peer, prefill_service
 from extensions.prefill_decode.pieces import PieceLayout
 from server import main
 
@@ -75,7 +75,15 @@ def have_other_weights() -> None:
   prefill_engine.describe_identity = lambda runner: describe(runner).replace("weights=", "weights=0")
 
 
+def keep_leases() -> None:
+  async def release(self, offer):
+    pass
+
+  prefill_peer.PrefillPeer.release = release
+
+
 FAULTS = {
+  "keep": (keep_leases,),
   "corrupt": (corrupt_pieces,),
   "remote": (be_elsewhere,),
   "remote-corrupt": (be_elsewhere, corrupt_pieces),

@@ -6,6 +6,7 @@ import logging
 import grpc
 
 from engine.engine import Engine
+from engine.errors import ConfigError
 from extensions.vllm_api.composition import VllmComposition
 from server.generation.generations import Generations
 from server.host_options import HostOptions
@@ -37,6 +38,13 @@ class ChaosComposition(VllmComposition):
     self.invariants: Invariants | None = None
     if checks:
       self.engine_class: type[Engine] = CheckedEngine
+
+  def open_methods(self, options: HostOptions) -> tuple[str, ...]:
+    if options.role != "both":
+      raise ConfigError(
+        f"role={options.role} is not served by tools.chaos.server; run server.main, or leave out --role"
+      )
+    return super().open_methods(options)
 
   def front_end_module(self, options: HostOptions) -> str:
     return "tools.chaos.server.front_end_process" if self._checks else super().front_end_module(options)
