@@ -30,22 +30,24 @@ def be_elsewhere() -> None:
   prefill_service.machine_id = lambda: "another"
 
 
+class Halved:
+  """A call that sends half of each message."""
+
+  def __init__(self, context):
+    self._context = context
+
+  async def write(self, message):
+    await self._context.write(type(message)(data=message.data[: len(message.data) // 2]))
+
+
 def send_half() -> None:
   be_elsewhere()
-  read = prefill_service.PieceMemory.slot
-  making = prefill_service.TransferService._make_offer
+  read = prefill_service.TransferService.ReadPiece
 
-  def make_offer(self, *arguments):
-    response = making(self, *arguments)
-    prefill_service.PieceMemory.slot = lambda memory, slot: read(memory, slot)[: memory._piece_bytes // 2]
-    return response
+  async def read_half(self, request, context):
+    await read(self, request, Halved(context))
 
-  def copy(self, *arguments):
-    prefill_service.PieceMemory.slot = read
-    return copying(self, *arguments)
-
-  copying = prefill_service.TransferService._copy_pieces
-  prefill_service.TransferService._make_offer, prefill_service.TransferService._copy_pieces = make_offer, copy
+  prefill_service.TransferService.ReadPiece = read_half
 
 
 def be_slow() -> None:
