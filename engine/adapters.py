@@ -59,6 +59,7 @@ class Adapter:
   path: str
   state: AdapterState = AdapterState.LOADING
   num_live: int = 0
+  replaced: "Adapter | None" = None  # while it loads, the one whose slot it takes
 
 
 class AdapterTable:
@@ -96,11 +97,11 @@ class AdapterTable:
   def _loaded_names(self) -> Iterator[str]:
     return (each.name for each in self._by_name.values() if each.state is AdapterState.LOADED)
 
-  def begin_load(self, name: str, weights: AdapterWeights, replaces: bool = False) -> Adapter:
-    """Reserves a slot for a new load of `name`, until `finish_load` or `cancel_load`.
+  def check_load(self, name: str, replaces: bool = False) -> None:
+    """Refuses a load that `begin_load` would refuse now, before anybody reads its weights.
 
     Args:
-      replaces: an adapter of this name without live requests gives its slot to the new load.
+      replaces: as in `begin_load`.
 
     Raises:
       InvalidRequest: the name is invalid or in use, no slot is free, or the engine serves no adapters.
@@ -128,18 +129,34 @@ class AdapterTable:
         "unload one first, or serve with a larger --max_loras",
         field="lora_name",
       )
+
+  def begin_load(self, name: str, weights: AdapterWeights, replaces: bool = False) -> Adapter:
+    """Reserves a slot for a new load of `name`, until `finish_load` or `cancel_load`.
+
+    Args:
+      replaces: an adapter of this name without live requests gives its slot to the new load.
+
+    Raises:
+      InvalidRequest: see `check_load`.
+    """
+    self.check_load(name, replaces)
+    old = self._by_name.get(name)
     slot = old.slot if old is not None else self._slots.pop()
     self._num_loads += 1
-    adapter = self._by_name[name] = Adapter(name, slot, self._num_loads, weights.rank, weights.path)
+    adapter = Adapter(name, slot, self._num_loads, weights.rank, weights.path, replaced=old)
+    self._by_name[name] = adapter
     return adapter
 
   def finish_load(self, adapter: Adapter) -> None:
     """Opens an adapter for requests: its slot is written."""
-    adapter.state = AdapterState.LOADED
+    adapter.state, adapter.replaced = AdapterState.LOADED, None
 
   def cancel_load(self, adapter: Adapter) -> None:
-    """Takes a load back: its slot could not be written."""
-    self._remove(adapter)
+    """Takes a load back: nothing was written to its slot, so an adapter that it replaced serves again."""
+    if adapter.replaced is None:
+      self._remove(adapter)
+    else:
+      self._by_name[adapter.name] = adapter.replaced
 
   def add_request(self, adapter: Adapter) -> None:
     """Counts a new live request."""

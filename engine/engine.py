@@ -128,6 +128,12 @@ class Engine:
     """Ends a request; ignores an unknown or finished id, because cancellations race with finishes."""
     self._post(lambda: self._abort(request_id, reason, message))
 
+  def check_adapter_load(self, name: str, replaces: bool = False) -> None:
+    """Refuses what `load_adapter` would refuse now, so that nobody reads weights in vain. Raises as it does."""
+    with self._lock:
+      self._require_adapter_writer(name)
+      self._adapters.check_load(name, replaces)
+
   def load_adapter(self, name: str, weights: AdapterWeights, replaces: bool = False) -> Future[None]:
     """Loads a LoRA adapter between two steps; the result is complete when requests may name it.
 
@@ -143,15 +149,19 @@ class Engine:
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()  # nobody may cancel it
     with self._lock:
-      if self.dead is not None:
-        raise Unavailable("the engine has failed; load the adapter on another server")
-      if not isinstance(self._runner, AdapterWriter):
-        raise ConfigError(f"lora_name={name!r:.80}: this device holds no adapters; serve with --enable_lora on another")
+      writer = self._require_adapter_writer(name)
       adapter = self._adapters.begin_load(name, weights, replaces)
       self._loading[adapter] = future
-      self._inbox.append(functools.partial(self._write_adapter, self._runner, adapter, weights))
+      self._inbox.append(functools.partial(self._write_adapter, writer, adapter, weights))
     self._wake.set()
     return future
+
+  def _require_adapter_writer(self, name: str) -> AdapterWriter:
+    if self.dead is not None:
+      raise Unavailable("the engine has failed; load the adapter on another server")
+    if not isinstance(self._runner, AdapterWriter):
+      raise ConfigError(f"lora_name={name!r:.80}: this device holds no adapters; serve with --enable_lora on another")
+    return self._runner
 
   def unload_adapter(self, name: str) -> Future[None]:
     """Refuses new requests of an adapter at once; the result is complete when its last request has finished.

@@ -163,6 +163,7 @@ def _load_modules(program: ProgramSettings, built: Any, report: StartReport) -> 
     report.enter_stage(f"loading the adapter {name}")
     try:
       check_adapter_name(name, program.served_model_name or built.model_name)
+      built.engine.check_adapter_load(name)
       loads.append(built.engine.load_adapter(name, built.read_adapter(folder)))
     except InvalidRequest as error:
       raise ConfigError(f"lora_modules: {error}") from None

@@ -13,6 +13,7 @@ import threading
 
 import uvloop
 
+from engine.adapters import AdapterWeights
 from engine.engine import Engine
 from engine.errors import EngineError, Unavailable
 from engine.request import TokenEvent
@@ -116,6 +117,14 @@ class EngineThread:
     future.add_done_callback(functools.partial(_end_pieces, pieces))
     return future
 
+  def load_adapter(self, name: str, weights: AdapterWeights, replaces: bool) -> concurrent.futures.Future[None]:
+    """Loads an adapter before the next step; see Engine.load_adapter. Raises Unavailable after `close`."""
+    with self._lock:
+      self._check_open()
+      loaded = self.engine.load_adapter(name, weights, replaces)
+      self._call_loop(self._turn_engine)
+    return loaded
+
   def close(self) -> None:
     """Ends every request, waits for the thread and releases the engine. May be called twice."""
     with self._lock:
@@ -159,6 +168,10 @@ class EngineThread:
     self._end_all(Unavailable(_CLOSED_MEANWHILE))
     while engine.step():  # launched steps finish, and every block returns to the pool
       pass
+
+  def _turn_engine(self) -> None:
+    """Lets the engine take its messages, also if it has no requests."""
+    self.engine.step()
 
   def _begin_end(self) -> None:
     self._ends = True

@@ -73,6 +73,7 @@ class AdapterLoader:
     read = self._require_read()
     check_adapter_name(name, self._model)
     folder = self._find_folder(path)
+    self._engine.check_adapter_load(name, replaces)
     await self._finish(self._load(read, name, path, folder, replaces=replaces))
 
   async def unload_adapter(self, name: str) -> int:
@@ -90,6 +91,7 @@ class AdapterLoader:
   ) -> None:
     async with self._reading:
       started = time.monotonic()
+      self._engine.check_adapter_load(name, replaces)  # again: another load may have come first
       try:
         weights = await asyncio.to_thread(read, str(folder))
       except ConfigError as error:

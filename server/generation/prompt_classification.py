@@ -14,11 +14,16 @@ from server.generation.serving_state import Backend
 def find_classifier_adapter(name: str | None, backend: Backend) -> str:
   """Returns the adapter that a `model` names, or "". Raises ModelNotFound, or InvalidRequest without a class head."""
   adapter = backend.find_adapter(name)
-  if not backend.config.labels:
+  check_classifies(backend.config)
+  return adapter
+
+
+def check_classifies(config: EngineConfig) -> None:
+  """Raises InvalidRequest if a model has no head of classes."""
+  if not config.labels:
     raise InvalidRequest(
       "has no head of classes: serve a checkpoint with one, such as LlamaForSequenceClassification", field="model"
     )
-  return adapter
 
 
 def check_scores_pairs(config: EngineConfig) -> None:
@@ -28,17 +33,6 @@ def check_scores_pairs(config: EngineConfig) -> None:
       f"has a head of {len(config.labels)} classes, and a score needs a head of one: send the texts to /classify",
       field="model",
     )
-
-
-def strip_padding(token_ids: Sequence[int], config: EngineConfig) -> tuple[int, ...]:
-  """Returns token ids without the padding at their end, which a head of classes does not read. At least one stays.
-
-  This is how transformers finds the last token (GenericForSequenceClassification).
-  """
-  end = len(token_ids)
-  while end > 1 and token_ids[end - 1] == config.pad_token_id:
-    end -= 1
-  return tuple(token_ids[:end])
 
 
 def make_probabilities(outputs: Sequence[float], activation: str) -> list[float]:

@@ -9,38 +9,46 @@ from collections.abc import Callable, Sequence
 import math
 import sys
 
+from engine.config import EngineConfig
 from engine.errors import InvalidRequest
 from engine.sampling_params import SamplingParams
 from server.generation import request_validation
 from server.generation.request_validation import GenerationCall
 from server.generation.serving_state import Backend
 from server.proto import sluice_pb2 as pb
+from server.text.tokenizer import Tokenizer
 
 MAX_INPUTS = 2048  # OpenAI's limit
 _PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, embed=True)
 type Vector = array.array[float]
+type EmbeddingInput = str | tuple[str, str] | list[int]
+"""A text, a pair of texts, or token ids."""
 
 
 def find_embedding_adapter(name: str | None, backend: Backend) -> str:
   """Returns the adapter that a `model` names, or "". Raises ModelNotFound, or InvalidRequest without embeddings."""
   adapter = backend.find_adapter(name)
-  if backend.config.labels:
-    raise InvalidRequest(
-      f"has a head of classes ({backend.config.headless}) and gives no embeddings: send texts to /classify or Classify "
-      "of gRPC",
-      field="model",
-    )
-  if not backend.config.enable_embeddings:
-    raise InvalidRequest("is not served for embeddings: serve it with --enable_embeddings", field="model")
+  check_embeds(backend.config)
   return adapter
 
 
-def check_dimensions(dimensions: int | None, backend: Backend) -> None:
-  """Raises InvalidRequest for a number of dimensions that no embedding of the model has."""
-  size = backend.config.embedding_size
-  if dimensions is not None and not 1 <= dimensions <= size:
+def check_embeds(config: EngineConfig) -> None:
+  """Raises InvalidRequest if a server has no embeddings."""
+  if config.labels:
     raise InvalidRequest(
-      f"={dimensions} is not allowed: send 1 to the model's {size}, or leave it out", field="dimensions"
+      f"has a head of classes ({config.headless}) and gives no embeddings: send texts to /classify or Classify of gRPC",
+      field="model",
+    )
+  if not config.enable_embeddings:
+    raise InvalidRequest("is not served for embeddings: serve it with --enable_embeddings", field="model")
+
+
+def check_dimensions(dimensions: int | None, config: EngineConfig) -> None:
+  """Raises InvalidRequest for a number of dimensions that no embedding of the model has."""
+  if dimensions is not None and not 1 <= dimensions <= config.embedding_size:
+    raise InvalidRequest(
+      f"={dimensions} is not allowed: send 1 to the model's {config.embedding_size}, or leave it out",
+      field="dimensions",
     )
 
 
@@ -51,12 +59,19 @@ def check_num_inputs(num_inputs: int, field: str) -> None:
 
 
 def tokenize_inputs(
-  backend: Backend, inputs: Sequence[str | tuple[str, str] | list[int]], add_special_tokens: bool | None, field: str
+  tokenizer: Tokenizer | None,
+  config: EngineConfig,
+  inputs: Sequence[EmbeddingInput],
+  add_special_tokens: bool | None,
+  field: str,
 ) -> list[tuple[int, ...]]:
-  """Returns the token ids of each input. Slow for long texts: call it away from the event loop.
+  """Returns the token ids of each input, for a head of classes without padding at the end.
+
+  Slow for long texts: call it away from the event loop.
 
   Args:
-    backend: the backend that serves.
+    tokenizer: the model's tokenizer, or None.
+    config: the engine's.
     inputs: texts, pairs of texts, which the tokenizer joins in its own way, or token ids.
     add_special_tokens: for texts, the tokenizer's own tokens, such as BOS; None is true.
     field: the name of the inputs, for errors.
@@ -70,15 +85,15 @@ def tokenize_inputs(
     if not each or isinstance(each, tuple) and not all(each):
       raise InvalidRequest("has an empty entry: send at least one character or token in each", field=field)
     if isinstance(each, tuple):
-      tokenizer = request_validation.need_tokenizer(backend.tokenizer, field)
-      prompts.append(tuple(tokenizer.encode_pair(*each, add_special_tokens=add_special_tokens is not False)))
+      known = request_validation.need_tokenizer(tokenizer, field)
+      prompts.append(tuple(known.encode_pair(*each, add_special_tokens=add_special_tokens is not False)))
     elif isinstance(each, str):
       wanted = pb.TokenizeRequest(text=each, add_special_tokens=add_special_tokens)
-      prompts.append(tuple(request_validation.prompt_token_ids(wanted, backend.tokenizer)))
+      prompts.append(tuple(request_validation.prompt_token_ids(wanted, tokenizer)))
     else:
-      request_validation.check_token_ids(field, each, backend.config.vocab_size)
+      request_validation.check_token_ids(field, each, config.vocab_size)
       prompts.append(tuple(each))
-  return prompts
+  return [_strip_padding(prompt, config.pad_token_id) for prompt in prompts] if config.labels else prompts
 
 
 async def embed_prompts(
@@ -117,11 +132,11 @@ async def embed_prompts(
       for prompt in prompts[len(vectors) : len(vectors) + largest]:
         if live and takes_free_slots and len(generations) >= backend.most_background:
           break
-        call = _make_call(prompt, priority, tenant, adapter)
+        call = make_embedding_call(prompt, priority, tenant, adapter)
         live.append(await generations.start_generation(call, time_remaining_s(), owner))
       for generation in live:
         await generation.wait_ended()
-      vectors += (_read_vector(generation.outputs[0].embedding) for generation in live)
+      vectors += (read_vector(generation.outputs[0].embedding) for generation in live)
     finally:
       for generation in live:
         generations.close_generation(generation)
@@ -135,7 +150,21 @@ def shorten_vector(vector: Vector, dimensions: int | None, normalize: bool) -> V
   return array.array("f", (value / length for value in shown)) if length else shown
 
 
-def _make_call(prompt: tuple[int, ...], priority: int, tenant: str, adapter: str) -> GenerationCall:
+def _strip_padding(token_ids: tuple[int, ...], pad_token_id: int) -> tuple[int, ...]:
+  """Returns token ids without the padding at their end, which a head of classes does not read. At least one stays.
+
+  This is how transformers finds the last token (GenericForSequenceClassification).
+  """
+  end = len(token_ids)
+  while end > 1 and token_ids[end - 1] == pad_token_id:
+    end -= 1
+  return token_ids[:end]
+
+
+def make_embedding_call(
+  prompt: tuple[int, ...], priority: int = 0, tenant: str = "", adapter: str = ""
+) -> GenerationCall:
+  """Returns the request of one embedding, which is checked except for its length."""
   return GenerationCall(
     request_id="",
     prompt_token_ids=prompt,
@@ -152,7 +181,8 @@ def _make_call(prompt: tuple[int, ...], priority: int, tenant: str, adapter: str
   )
 
 
-def _read_vector(values: bytes) -> Vector:
+def read_vector(values: bytes) -> Vector:
+  """Returns the numbers of an embedding from their bytes."""
   vector = array.array("f", values)
   if sys.byteorder == "big":
     vector.byteswap()

@@ -177,7 +177,7 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
       self._judge_unknown(request, context)
       adapter = prompt_embedding.find_embedding_adapter(request.model, backend)
       dimensions = request.dimensions if request.HasField("dimensions") else None
-      prompt_embedding.check_dimensions(dimensions, backend)
+      prompt_embedding.check_dimensions(dimensions, backend.config)
       prompts, vectors = await self._embed(backend, request, adapter, context)
     normalize = request.normalize or not request.HasField("normalize")
 
@@ -223,10 +223,8 @@ class SluiceService(pb_grpc.GenerationServiceServicer, pb_grpc.ModelServiceServi
     inputs = [_read_input(each) for each in request.inputs]
     add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else None
     prompts: list[tuple[int, ...]] = await self._state.run_in_text_pool(
-      lambda: prompt_embedding.tokenize_inputs(backend, inputs, add_special_tokens, "inputs")
+      lambda: prompt_embedding.tokenize_inputs(backend.tokenizer, backend.config, inputs, add_special_tokens, "inputs")
     )
-    if backend.config.labels:
-      prompts = [prompt_classification.strip_padding(prompt, backend.config) for prompt in prompts]
     caller = call_interceptor.current_call()
     tenant = bind_tenant(request.tenant, caller.tenant)
     request_validation.check_tenant(tenant)
@@ -373,7 +371,7 @@ def _time_remaining(context: grpc.aio.ServicerContext) -> float | None:
   return remaining
 
 
-def _read_input(given: pb.EmbedInput | pb.ClassifyInput) -> str | tuple[str, str] | list[int]:
+def _read_input(given: pb.EmbedInput | pb.ClassifyInput) -> prompt_embedding.EmbeddingInput:
   """Returns a text, a pair of texts or token ids. Raises InvalidRequest."""
   match given.WhichOneof("input"):
     case "text":

@@ -13,6 +13,7 @@ from engine.scheduler import Scheduler
 from extensions.fake_device.build import FakeAdapter
 from extensions.fake_device.device import expected_tokens
 from tests.fakes import FakeRunner, VirtualClock, small_config
+from tools.chaos.server.faults import FaultPlan, Injector, inject_engine
 
 CONFIG = small_config(enable_lora=True, max_loras=2)
 PROMPT = tuple(range(1, 21))
@@ -194,6 +195,65 @@ def test_weights_that_do_not_fit_fail_their_load_alone():
   with pytest.raises(ValueError, match="of another model"):
     loaded.result(timeout=0)
   assert engine.adapters() == [] and front.tokens["other"] == expected("")
+
+
+def test_a_failed_replacement_leaves_the_old_adapter_serving():
+  """With its slot, its serial and so its cached prefixes, and with no slot lost."""
+
+  class RefusingOnce(FakeRunner):
+    refuses = False
+
+    def write_adapter(self, slot, weights):
+      if self.refuses:
+        raise ValueError("of another model")
+      super().write_adapter(slot, weights)
+
+  front, runner = Front(), RefusingOnce(CONFIG)
+  engine = Engine(Scheduler(CONFIG), runner, VirtualClock(), front)
+  load(engine, "a", "/adapters/old")
+  runner.refuses = True
+  failed = engine.load_adapter("a", FakeAdapter(8, "/adapters/new"), replaces=True)
+  with pytest.raises(AdapterNotLoaded, match="model='a' is loading"):
+    engine.submit(make_greedy("meanwhile", "a"))
+  finish(engine)
+  with pytest.raises(ValueError, match="of another model"):
+    failed.result(timeout=0)
+  assert [(each.name, each.path, each.state) for each in engine.adapters()] == [("a", "/adapters/old", "loaded")]
+  engine.submit(make_greedy("after", "a"))
+  finish(engine)
+  assert front.tokens["after"] == expected("/adapters/old")
+  runner.refuses = False
+  load(engine, "a", "/adapters/new", replaces=True)
+  load(engine, "b")
+  engine.submit(make_greedy("last", "a"))
+  finish(engine)
+  assert front.tokens["last"] == expected("/adapters/new")
+
+
+def test_a_load_that_cannot_be_is_refused_before_its_weights_are_read():
+  engine, _ = serve()
+  for name in ("a", "b"):
+    engine.check_adapter_load(name)
+    load(engine, name)
+  with pytest.raises(InvalidRequest, match="lora_name='a' is loaded already"):
+    engine.check_adapter_load("a")
+  engine.check_adapter_load("a", replaces=True)
+  with pytest.raises(InvalidRequest, match="lora_name='c' finds no free slot: 2 adapters are loaded"):
+    engine.check_adapter_load("c")
+  assert [each.name for each in engine.adapters()] == ["a", "b"]
+  without, _ = serve(enable_lora=False)
+  with pytest.raises(InvalidRequest, match="cannot be loaded; serve with --enable_lora"):
+    without.check_adapter_load("a")
+
+
+def test_an_engine_with_faults_takes_adapters():
+  """As servers of make chaos do: the engine looks for write_adapter on the runner that injects faults."""
+  engine, front = serve()
+  inject_engine(engine, Injector(FaultPlan.parse('{"faults": []}')))
+  load(engine, "a", "/adapters/a")
+  engine.submit(make_greedy("one", "a"))
+  finish(engine)
+  assert front.tokens["one"] == expected("/adapters/a")
 
 
 def test_failed_engine_completes_loads_and_unloads():

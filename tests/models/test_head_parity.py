@@ -10,7 +10,7 @@ from engine.device.options import BuildOptions
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
 from models.registry import FAMILIES
-from server.generation.prompt_classification import strip_padding
+from server.generation.prompt_embedding import tokenize_inputs
 from tools.parity.cases import HEAD_CASES, head_prompts, write_case
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
@@ -42,9 +42,9 @@ def test_engine(name, golden, tmp_path):
     lambda *_: None,
     events.extend,
   )
-  prompts = head_prompts(name)
+  prompts = tokenize_inputs(None, built.config, head_prompts(name), None, "inputs")
   for number, prompt in enumerate(prompts):
-    built.engine.submit(Request(str(number), strip_padding(prompt, built.config), EMBED))
+    built.engine.submit(Request(str(number), prompt, EMBED))
   while built.engine.num_live:
     assert built.engine.step()
   found = {event.request_id: np.frombuffer(event.embedding, "<f4") for event in events if event.embedding}

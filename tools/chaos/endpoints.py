@@ -56,6 +56,7 @@ def wrong_requests() -> list[WrongRequest]:
     *_post("/v1/embeddings", 400, {}, {"input": []}, {"input": [[]]}, {"input": ["a", 5]}, {"input": [[2**31 - 1]]}),
     *_post("/v1/embeddings", 400, {"input": "a", "dimensions": 257}, {"input": ["a"] * 2049}, {"input": long}),
     *_post("/v1/embeddings", 404, {"input": "a", "model": "gpt"}),
+    *_post("/classify", 400, {}, {"input": []}, {"input": "a"}, {"input": [[2**31 - 1]]}, {"input": ["a"] * 2049}),
     *_post("/v1/score", 400, {}, {"text_1": ["a", "b"], "text_2": ["a"]}, {"text_1": "a", "text_2": long}),
     *_post("/v1/rerank", 400, {}, {"query": "a", "documents": []}, {"query": "a", "documents": ["b"], "top_n": 0}),
     WrongRequest("POST", "/v1/files", 400, form),

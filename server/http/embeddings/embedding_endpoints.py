@@ -21,9 +21,9 @@ from server.generation.prompt_classification import (
   check_scores_pairs,
   find_classifier_adapter,
   make_probabilities,
-  strip_padding,
 )
 from server.generation.prompt_embedding import (
+  EmbeddingInput,
   Vector,
   check_dimensions,
   check_num_inputs,
@@ -62,7 +62,7 @@ class EmbeddingEndpoints:
       encoding = fields.encoding_format or ENCODINGS[0]
       if encoding not in ENCODINGS:
         raise InvalidRequest(f"is not one that exists: send {' or '.join(ENCODINGS)}", field="encoding_format")
-      check_dimensions(fields.dimensions, backend)
+      check_dimensions(fields.dimensions, backend.config)
       inputs = list_prompts(fields.input, "input")
       vectors, num_tokens = await self._embed(request, backend, inputs, fields, "input")
 
@@ -193,7 +193,7 @@ class EmbeddingEndpoints:
     self,
     request: Request,
     backend: Backend,
-    inputs: Sequence[str | tuple[str, str] | list[int]],
+    inputs: Sequence[EmbeddingInput],
     fields: EmbeddingFields,
     field: str,
   ) -> tuple[list[Vector], int]:
@@ -208,10 +208,8 @@ class EmbeddingEndpoints:
     """
     check_num_inputs(len(inputs), field)
     prompts = await self._state.run_in_text_pool(
-      lambda: tokenize_inputs(backend, inputs, fields.add_special_tokens, field)
+      lambda: tokenize_inputs(backend.tokenizer, backend.config, inputs, fields.add_special_tokens, field)
     )
-    if backend.config.labels:
-      prompts = [strip_padding(prompt, backend.config) for prompt in prompts]
     request.state.field_names["prompt"] = field
     tenant = request.state.tenant
     work = embed_prompts(

@@ -221,6 +221,10 @@ class FaultyRunner:
   def __getattr__(self, name: str) -> Any:
     return getattr(self._runner, name)
 
+  def write_adapter(self, slot: int, weights: Any) -> None:
+    """Implements AdapterWriter, which the engine does not see through __getattr__."""
+    self._runner.write_adapter(slot, weights)
+
   def launch(self, batch: Batch) -> Launched:
     injector = self._injector
     for admission in batch.admissions:
@@ -294,7 +298,7 @@ def inject_engine(engine: Engine, injector: Injector) -> None:
     engine._outer_emit = _faulty_emit(engine._outer_emit, injector)
   else:
     sides = [engine]
-    engine._emit = _faulty_emit(engine._emit, injector)
+    engine.emit = _faulty_emit(engine.emit, injector)
   for side in sides:
     _inject_side(side, injector)
   submit_all = engine.submit_all

@@ -225,6 +225,18 @@ def test_an_adapter_in_use_takes_no_new_requests_and_leaves_with_the_last_one(se
   assert text(http, "a") != expected
 
 
+def test_a_taken_name_or_a_full_table_is_refused_before_the_folder_is_read(served, http, folder):
+  """So that nobody waits for gigabytes in vain; the folder here could not even be read."""
+  for name in ("a", "b", "c"):
+    assert load(http, name, name).status_code == 200
+  (folder / "d" / "adapter_config.json").write_text("{")
+  for name, words in (("a", "is loaded already"), ("d", "finds no free slot: 3 adapters are loaded")):
+    answer = load(http, name, "d")
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+  assert unload(http, "c").status_code == 200
+  assert "cannot be read as JSON" in load(http, "d", "d").json()["error"]["message"]
+
+
 def test_load_inplace_replaces_an_idle_adapter(served, http):
   load(http, "a", "a")
   first = text(http, "a")
