@@ -25,7 +25,7 @@ from engine.settings import (
 )
 from server.flag_spellings import translate_argument
 from server.generation.adapter_loader import parse_lora_modules
-from server.host_options import HostOptions
+from server.host_options import ClusterSettings, HostOptions
 from server.http.model_output.call_formats import PARSERS
 from server.http.model_output.reasoning import REASONING_PARSERS
 from server.model_settings import ModelSettings
@@ -215,7 +215,7 @@ def define_flags(cls: type) -> None:
     _DEFINE[declared.type](declared.name, default, describe_setting(declared))
 
 
-for _cls in (ProgramSettings, DeviceSettings, SchedulingSettings, HostOptions):
+for _cls in (ProgramSettings, DeviceSettings, SchedulingSettings, HostOptions, ClusterSettings):
   define_flags(_cls)
 
 
@@ -247,6 +247,7 @@ def parse_flags(argv: Sequence[str], program: str) -> list[str]:
   find_policy_class(flags.FLAGS.policy)
   _check_adapters(read_settings(ProgramSettings))
   _check_role(host_options(), read_settings(ProgramSettings))
+  _check_cluster(read_settings(ClusterSettings))
   return rest
 
 
@@ -310,6 +311,27 @@ def _check_adapters(program: ProgramSettings) -> None:
     )
   if program.lora_dir and not pathlib.Path(program.lora_dir).is_dir():
     raise ConfigError(f"lora_dir={program.lora_dir} is not a folder; make it, or leave out --lora_dir")
+
+
+def _check_cluster(cluster: ClusterSettings) -> None:
+  """Raises ConfigError for settings of several hosts that contradict each other or the program's."""
+  cluster.check_cluster()
+  if not cluster.has_several_hosts:
+    return
+  values = flags.FLAGS
+  if values["num_devices"].present and values.num_devices:
+    raise ConfigError(
+      f"num_devices={values.num_devices}: several hosts share the model over all of their devices; leave out "
+      "--num_devices, or set --num_hosts=1"
+    )
+  for name in ("fake_device", "executable_bundle", "enable_lora"):
+    value = values[name].value
+    if value:
+      raise ConfigError(f"{name}={value_text(value)} works on one host only; leave out --{name}, or set --num_hosts=1")
+  if values.batching == "disaggregated":
+    raise ConfigError("batching=disaggregated copies KV within one host; set another --batching, or --num_hosts=1")
+  if values.role != "both":
+    raise ConfigError(f"role={values.role} works on one host only; leave out --role, or set --num_hosts=1")
 
 
 def _print_help(text: str) -> None:

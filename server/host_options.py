@@ -13,6 +13,7 @@ _ADDRESS, _LIMITS, _SECURITY = "Addresses", "Limits of clients", "Security"
 _OBSERVE, _LIFE = "Observability", "Life of the server"
 _ROLE = "Prefill and decode servers"
 ROLES = ("both", "prefill", "decode")
+_DEVICES = "Devices and programs"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -304,3 +305,93 @@ class HostOptions(SchemaSettings):
         f"step_timeout_s={self.step_timeout_s:g} is below {_SHORTEST_STEP_TIMEOUT_S:g}, within which a healthy "
         "engine may not turn; raise --step_timeout_s, or set it to 0 for no watchdog"
       )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+  """The settings of several hosts that compute one model together."""
+
+  num_hosts: int = setting(
+    1,
+    "Hosts that share the model, each with all of its devices; every host runs the same command. 0: as JAX finds them "
+    "on a TPU pod, in SLURM or in Kubernetes.",
+    group=_DEVICES,
+    at_least=0,
+    at_most=4096,
+  )
+  coordinator_address: str = setting(
+    "",
+    "With --num_hosts: HOST:PORT of host 0, equal on every host. JAX uses this port, and Sluice the next one; open "
+    "both between the hosts only. Empty: as JAX finds it.",
+    group=_DEVICES,
+  )
+  host_id: int = setting(
+    -1,
+    "With --num_hosts: the number of this host, from 0. Host 0 serves clients. -1: as JAX finds it.",
+    group=_DEVICES,
+    at_least=-1,
+  )
+  cluster_secret_file: str = setting(
+    "",
+    "With --num_hosts: file with at least 32 random bytes, equal on every host and readable by its owner (and group) "
+    "only. A peer without it cannot join, and cannot change a step unnoticed.",
+    group=_DEVICES,
+  )
+  host_timeout_s: float = setting(
+    4.0,
+    "With --num_hosts: longest silence of a host, and longest delay of its steps. Then all hosts end, so that a "
+    "supervisor can restart them.",
+    group=_DEVICES,
+    unit="s",
+    at_least=0.5,
+    at_most=60,
+  )
+  host_start_timeout_s: float = setting(
+    300.0,
+    "With --num_hosts: longest wait for all hosts at the start, and for each common part of it.",
+    group=_DEVICES,
+    unit="s",
+    at_least=1,
+  )
+
+  @property
+  def has_several_hosts(self) -> bool:
+    """Whether the model lies on several hosts."""
+    return self.num_hosts != 1
+
+  def check_cluster(self) -> None:
+    """Raises ConfigError for settings that contradict each other."""
+    if not self.has_several_hosts:
+      for name, value in (
+        ("coordinator_address", self.coordinator_address),
+        ("host_id", self.host_id),
+        ("cluster_secret_file", self.cluster_secret_file),
+      ):
+        if value not in ("", -1):
+          raise ConfigError(
+            f"{name}={value} is for several hosts, and num_hosts=1; set --num_hosts (0: as JAX finds it), or leave out "
+            f"--{name}"
+          )
+      return
+    if not self.cluster_secret_file:
+      raise ConfigError(
+        f"num_hosts={self.num_hosts} needs a secret that all hosts share; set --cluster_secret_file to a file with at "
+        "least 32 random bytes"
+      )
+    if self.num_hosts and self.host_id >= self.num_hosts:
+      raise ConfigError(
+        f"host_id={self.host_id} must be from 0 to {self.num_hosts - 1}, as num_hosts={self.num_hosts}; set --host_id"
+      )
+    if self.coordinator_address:
+      split_address(self.coordinator_address)
+
+
+def split_address(address: str) -> tuple[str, int]:
+  """Returns host and port of --coordinator_address. Raises ConfigError."""
+  host, _, port = address.rpartition(":")
+  host = host.strip("[]")
+  if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65535:
+    raise ConfigError(
+      f"coordinator_address={address:.200} must be HOST:PORT with a port from 1 to 65534; set --coordinator_address"
+    )
+  return host, int(port)

@@ -21,7 +21,7 @@ import pathlib
 import signal
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import app
 import uvloop
@@ -37,6 +37,7 @@ from server.generation.adapter_loader import AdapterLoader, check_adapter_name, 
 from server.generation.generations import Generations
 from server.generation.sampling_defaults import FILE, SamplingDefaults, describe_defaults, read_sampling_defaults
 from server.generation.serving_state import Backend
+from server.host_options import ClusterSettings
 from server.lifecycle import watchdog
 from server.lifecycle.composition import Composition
 from server.lifecycle.front_end_group import FrontEndGroup, TextOptions
@@ -50,6 +51,9 @@ from server.telemetry import log_lines, tracing
 from server.telemetry.throughput_lines import ThroughputLines
 from server.text.tokenizer import Tokenizer, load_tokenizer, read_chat_template
 from server.version import server_version
+
+if TYPE_CHECKING:
+  from extensions.multi_host.leader import Leader
 
 # Reading a tokenizer blocks the interpreter; no real tokenizer takes longer.
 _TOKENIZER_LIMIT_S = 120.0
@@ -121,7 +125,9 @@ def _start_thread(work: Callable[[], Any]) -> asyncio.Future:
   return asyncio.wrap_future(future)
 
 
-def _build(program: ProgramSettings, emit: Emit, composition: Composition, report: StartReport):
+def _build(
+  program: ProgramSettings, emit: Emit, composition: Composition, report: StartReport, leader: "Leader | None"
+):
   """Builds the engine; returns it and the model's tokenizer, or None."""
   composition.before_load()
   engine_class = composition.engine_class
@@ -133,6 +139,9 @@ def _build(program: ProgramSettings, emit: Emit, composition: Composition, repor
     built = build_fake(program.model, settings, step_s, emit, engine_class=engine_class, report_fact=report.tell_fact)
     _load_modules(program, built, report)
     return built, _load_tokenizer(program, report)
+  if leader is not None:
+    report.enter_stage("waiting for the other hosts")
+    leader.gather_hosts(settings)
   # Imported here because JAX takes seconds to import, and a bad flag should fail at once.
   report.enter_stage("importing JAX")
   from engine.device.options import BuildOptions
@@ -141,9 +150,21 @@ def _build(program: ProgramSettings, emit: Emit, composition: Composition, repor
   gc.freeze()  # the collection before ready, 190 ms over all objects, need not visit what the imports made
   # First, because it is quick: a broken tokenizer should fail before minutes of compilation.
   tokenizer = _load_tokenizer(program, report)
+  if leader is not None:
+    from extensions.multi_host.build import join_devices
+
+    report.enter_stage("connecting the hosts' devices")
+    join_devices(leader.place, leader.start_timeout_s)
   report.enter_stage("finding devices and reading the model's tensor list")
   num_token_ids = tokenizer.num_token_ids if tokenizer is not None else 0
   options = BuildOptions(program.model, num_token_ids=num_token_ids, **settings)
+  if leader is not None:
+    from extensions.multi_host.build import build_leader
+
+    built = build_leader(
+      options, leader, report.tell_progress, emit, engine_class=engine_class, report_fact=report.tell_fact
+    )
+    return built, tokenizer
   source = None
   if program.executable_bundle:
     from extensions.executable_bundle.bundle import Bundle
@@ -258,6 +279,16 @@ async def _serve(composition: Composition, report: StartReport) -> int:
   program = dataclasses.replace(program, model=str(await _find_model(program, report)))
   trace = _Trace(program.trace_file)
   options = flags.host_options()
+  cluster, place, leader = flags.read_settings(ClusterSettings), None, None
+  if cluster.has_several_hosts:
+    from extensions.multi_host.cluster_place import find_place
+
+    place = find_place(cluster)
+    if not place.is_leader:
+      from extensions.multi_host.follower_process import follow
+
+      code = await follow(program, options, cluster, place, _load_tokenizer(program, report), report, _say)
+      watchdog.exit_now(code)  # not finalized: JAX would wait for the other hosts
   processes = program.frontend_processes
   descriptor_limit.check_descriptor_limit(
     options.share(processes) if processes else options, descriptor_limit.raise_descriptor_limit()
@@ -267,6 +298,12 @@ async def _serve(composition: Composition, report: StartReport) -> int:
   actions = AdminActions(flags=lambda: flags.configuration_lines(served), set_trace=trace.set)
   host = _make_host(program, options, actions, defaults, composition)
   watchdog.watch_threads(host.fail)
+  if place is not None:
+    from extensions.multi_host.leader import make_leader
+
+    leader = make_leader(place, cluster, program.model, _say, host)
+    of_hosts, of_others = leader.collect_metrics, composition.collect_metrics
+    composition.collect_metrics = lambda: (*of_others(), *of_hosts())
   if program.otlp_endpoint:
     tracing.check_otlp_endpoint(program.otlp_endpoint)
   for port_file in (program.port_file, program.http_port_file):
@@ -283,18 +320,26 @@ async def _serve(composition: Composition, report: StartReport) -> int:
     _say(f"admin     {options.admin_host}:{host.admin_port}")
   stopped = asyncio.create_task(host.wait_stopped())
 
-  building = _start_thread(lambda: _build(program, host.emit, composition, report))
+  building = _start_thread(lambda: _build(program, host.emit, composition, report, leader))
   await asyncio.wait((building, stopped), return_when=asyncio.FIRST_COMPLETED)
   if stopped.done():
     report.end_report()
     # A compilation cannot be interrupted, and finalizing the interpreter during one may crash.
     _say("stopped while starting")
+    if leader is not None and not stopped.result():
+      leader.dismiss_hosts()
     os._exit(stopped.result())
   try:
     built, tokenizer = building.result()
-  except BaseException:
+  except BaseException as error:
+    if leader is not None:
+      leader.report_fault(str(error))
     host.request_stop()
     await stopped
+    if leader is not None and isinstance(error, EngineError):
+      report.end_report()
+      _say(f"error: {' '.join(str(error).split())}")
+      watchdog.exit_now(1)  # not finalized: JAX would wait for the other hosts
     raise
   name = program.served_model_name or built.model_name
   loader = AdapterLoader(built.engine, built.read_adapter, model=name, lora_dir=program.lora_dir)
@@ -341,9 +386,11 @@ async def _serve(composition: Composition, report: StartReport) -> int:
     throughput.cancel()
   if tracer is not None:
     tracer.shutdown()
+  if leader is not None and not code:
+    leader.dismiss_hosts()
   _say(f"stopped, exit code {code}")
-  if code:
-    # The failed part may block the interpreter's finalization.
+  if code or leader is not None:
+    # The failed part may block the interpreter's finalization, or JAX's wait for other hosts.
     watchdog.exit_now(code)
   watchdog.exit_soon(options.watchdog_grace_s)
   return code

@@ -233,12 +233,14 @@ def build_side(
   source: ExecutableSource | None,
   num_sides: int = 1,
   report_fact: FactReporter = ignore_fact,
+  agree_on_blocks: Callable[[int], int] | None = None,
 ) -> EngineSide:
   """Loads, sizes, compiles and warms up one engine side; shards the model over several devices.
 
   Args:
     num_sides: sides still to build, including this one; on a CPU they share one memory.
     report_fact: as in build_engine.
+    agree_on_blocks: maps the blocks that this host's memory holds to those that all hosts hold; None: one host.
   """
   mesh = mesh_lib.make_mesh(devices)
   device = devices[0]
@@ -347,6 +349,8 @@ def build_side(
   if left is not None and device.platform == "cpu":
     cpu_bytes = sizer.cpu_bytes((left - (num_sides - 1) * (weight_bytes + step * mesh.size)) // num_sides, weight_bytes)
   pool = _size_pool(options, sizer, spec, ladder, source, cpu_bytes)
+  if agree_on_blocks is not None:
+    pool = sizer.size_by_blocks(agree_on_blocks(pool.num_blocks), "the host with the least memory has")
   max_model_len = pool.max_model_len
   reasons = [reason for reason in (length_reason, pool.reason) if reason]
   lowered = _describe_lowering(wanted_len, max_model_len, reasons)

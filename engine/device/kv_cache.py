@@ -59,7 +59,7 @@ def free_bytes(mesh: Mesh, step_bytes: int, reserve_share: float = 0.05) -> int 
     reserve_share: share of the limit to leave for fragmentation and the runtime's own allocations.
   """
   left = []
-  for device in mesh.devices.flat:
+  for device in mesh.local_devices:  # another host knows its own devices
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
       return None

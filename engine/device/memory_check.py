@@ -48,9 +48,10 @@ def check_fits(
   weights = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in params.values())
   free, where = kv_cache.free_bytes(mesh, 0), "on each device"
   if free is None:
-    free, where = host_free_bytes(), "of this machine's memory for each device"
-  if free is None:
-    return None
+    own, where = host_free_bytes(), "of this machine's memory for each device"
+    if own is None:
+      return None
+    free = own // len(mesh.local_devices) * mesh.size
   free, kv = free // mesh.size, kv_bytes // mesh.size
   missing = weights + kv + step - free
   if missing > 0:

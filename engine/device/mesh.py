@@ -32,6 +32,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
+def place_array(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+  """Returns `value`, an array in host memory or on devices, with `sharding`.
+
+  Each host copies only what its own devices hold. jax.device_put would compare the whole array between all hosts.
+  """
+  is_spread = isinstance(value, jax.Array) and not value.is_fully_addressable
+  if is_spread or sharding.is_fully_addressable:
+    return jax.device_put(value, sharding)
+  held = np.asarray(value)
+  return jax.make_array_from_callback(held.shape, sharding, lambda index: held[index])
+
+
 def sharding_of(mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
   """Returns the sharding of an array.
 

@@ -231,7 +231,9 @@ class ModelRunner:
         for shape, layout in self._layouts.items()
       }
     self.kv: kv_cache.Buffers = tuple(made[programs.layer_key(buffer)]() for buffer in spec.kv)
-    self._last_tokens: jax.Array = jax.device_put(np.zeros(spec.last_tokens.shape, np.int32), spec.last_tokens.sharding)
+    self._last_tokens: jax.Array = mesh_lib.place_array(
+      np.zeros(spec.last_tokens.shape, np.int32), mesh_lib.replicated(spec.mesh)
+    )
     self.slot_state: SlotState = made["slots"]()
 
   def warm_up(self, progress: Progress) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from engine.device import orbax_folder
 from engine.device.file_checksums import SUMS, read_sums, verify_sum
-from engine.device.mesh import shardings
+from engine.device.mesh import place_array, shardings
 from engine.device.safetensors_file import StoredTensor, read_header
 from engine.errors import CheckpointError, ConfigError
 from engine.model_folder import INDEX, SINGLE, check_model_folder, leads_outside, name_of_model
@@ -148,7 +148,7 @@ def open_checkpoint(
     num_bytes = 0
     for name, array in arrays:
       for made, value in arrange(name, array).items():
-        held[made] = jax.device_put(value, kept[made].sharding).block_until_ready()
+        held[made] = place_array(value, kept[made].sharding).block_until_ready()
         num_bytes += held[made].nbytes
       on_bytes(num_bytes)
     leaves = [held[name] for name in kept]
@@ -230,7 +230,7 @@ def _generate(config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]) -> I
   for number, name in enumerate(sorted(wanted, key=_name_order)):
     leaf = wanted[name]
     if name.endswith(".scale"):
-      yield name, jax.device_put(np.ones(leaf.shape, leaf.dtype), leaf.sharding)
+      yield name, place_array(np.ones(leaf.shape, leaf.dtype), leaf.sharding)
     else:
       program = _normal(leaf.shape, leaf.dtype, leaf.sharding, config.model_dim**-0.5)
       yield name, program(jax.random.key(number)).block_until_ready()

@@ -103,7 +103,7 @@ class Host(Lifetime):
     self._census = shared.census if shared is not None else self._own_census
     self._feed = Feed(self._state, self._census)
     self._metrics = Metrics(
-      self._state, self._census, vllm_names=options.vllm_metric_names, more=self._composition.collect_metrics
+      self._state, self._census, vllm_names=options.vllm_metric_names, more=lambda: self._composition.collect_metrics()
     )
     open_methods = (HEALTH_METHODS, *self._composition.open_methods(options))
     open_methods += (REFLECTION_METHODS,) if options.open_reflection else ()
