@@ -42,6 +42,7 @@ class LoadedModel:
     params: every leaf is an array with its sharding.
     eos_token_ids: from generation_config.json, else config.json, else ().
     warnings: warnings about the folder, a line each.
+    num_bytes_read: bytes of tensors that this host read from safetensors files.
   """
 
   config: ModelConfig
@@ -50,6 +51,7 @@ class LoadedModel:
   eos_token_ids: tuple[int, ...]
   name: str
   warnings: tuple[str, ...] = ()
+  num_bytes_read: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +140,13 @@ def open_checkpoint(
   )
 
   def load(on_bytes: Callable[[int], None] = lambda done: None) -> LoadedModel:
+    read: list[int] = []  # bytes of each part
     if random_weights:
       arrays = _generate(config, wanted)
     elif is_orbax:
       arrays = _restored(folder, wanted)
     else:
-      arrays = _load_safetensors(stored, config, wanted, form.is_made_on_host)
+      arrays = _load_safetensors(stored, config, wanted, form.is_made_on_host, read.append)
     held: dict[str, jax.Array] = {}
     num_bytes = 0
     for name, array in arrays:
@@ -152,7 +155,8 @@ def open_checkpoint(
         num_bytes += held[made].nbytes
       on_bytes(num_bytes)
     leaves = [held[name] for name in kept]
-    return dataclasses.replace(declared, params=jax.tree.unflatten(jax.tree.structure(state), leaves))
+    params = jax.tree.unflatten(jax.tree.structure(state), leaves)
+    return dataclasses.replace(declared, params=params, num_bytes_read=sum(read))
 
   num_parameters = sum(leaf.size for leaf in wanted.values())
   return Checkpoint(declared, kept, tuple(sorted(stored_dtypes)), num_parameters, load)
@@ -310,18 +314,28 @@ def _restored(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> 
 
 
 def _load_safetensors(
-  stored: dict[str, StoredTensor], config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct], on_host: bool
+  stored: dict[str, StoredTensor],
+  config: ModelConfig,
+  wanted: dict[str, jax.ShapeDtypeStruct],
+  on_host: bool,
+  on_read: Callable[[int], None],
 ) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
-  """on_host: yields arrays in host memory, if possible as read-only maps of the file."""
+  """Yields a parameter and its name.
+
+  Args:
+    on_host: yields arrays in host memory, if possible as read-only maps of the file.
+    on_read: called with the bytes of each part of a file that this host reads.
+  """
   pieces_of = tensors(config)
   for name, leaf in wanted.items():
     pieces = pieces_of[name]
-    read = functools.partial(_assemble, pieces, stored, leaf.shape, leaf.dtype)
+    read = functools.partial(_assemble, pieces, stored, leaf.shape, leaf.dtype, on_read)
     if not on_host:
       # Waits, so that one tensor is in flight; a queue of transfers would hold the whole model in host memory.
       yield name, jax.make_array_from_callback(leaf.shape, leaf.sharding, read).block_until_ready()
     elif len(pieces) == 1 and (tensor := stored[pieces[0].name].map()).dtype == leaf.dtype:
       _check_finite(tensor, pieces, stored)
+      on_read(tensor.nbytes)
       yield name, _mapped(pieces[0], stored)
     else:
       yield name, read((slice(None),) * len(leaf.shape))
@@ -362,12 +376,15 @@ def _assemble(
   stored: dict[str, StoredTensor],
   shape: tuple[int, ...],
   dtype: np.dtype,
+  on_read: Callable[[int], None],
   index: tuple[slice, ...] | None,
 ) -> np.ndarray:
   """Returns one device's part of a parameter; reads only that part of the file.
 
   Args:
     pieces: the pieces of a parameter of `shape`, without gaps or overlaps, all with one axis order.
+    on_read: called with the bytes that are read.
+    index: the part.
   """
   assert index is not None  # JAX's type allows None
   order, parts = pieces[0].order, [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
@@ -381,7 +398,9 @@ def _assemble(
     both = [range(max(box.start, part.start), min(box.stop, part.stop)) for box, part in zip(boxes, parts, strict=True)]
     if all(both):
       used.append(piece)
-      out[_within(both, parts)] = _mapped(piece, stored)[_within(both, boxes)]
+      part = _mapped(piece, stored)[_within(both, boxes)]
+      out[_within(both, parts)] = part
+      on_read(part.nbytes)
   _check_finite(lines, tuple(used), stored)
   return out
 

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.device.build import Built, EngineSide, begin_build, build_side, finish_build
 from engine.device.options import BuildOptions
 from engine.device.programs import ProgramSpec
-from engine.device.runner import ModelRunner, Progress
+from engine.device.runner import Progress
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError
 from extensions.multi_host.cluster_place import ClusterPlace
@@ -44,6 +44,7 @@ def join_devices(place: ClusterPlace, limit_s: float) -> None:
     ConfigError: JAX cannot connect, or the hosts have different numbers of devices.
   """
   jax.config.update("jax_cpu_collectives_implementation", "gloo")  # on CPUs only
+  jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from the server
   local = place.host in ("127.0.0.1", "::1", "localhost")
   try:
     jax.distributed.initialize(
@@ -84,11 +85,11 @@ def build_leader(
 
 def build_follower(
   options: BuildOptions, follower: Agreement, progress: Progress, report_fact: FactReporter = ignore_fact
-) -> ModelRunner:
-  """Builds the runner of another host, sealed and ready for the leader's steps."""
+) -> EngineSide:
+  """Builds another host's part; its runner is sealed and ready for the leader's steps, its scheduler plans nothing."""
   side, _ = _build_share(options, follower, progress, report_fact)
   side.runner.seal()
-  return side.runner
+  return side
 
 
 def _build_share(

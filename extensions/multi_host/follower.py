@@ -1,7 +1,7 @@
 """A follower: a Runner behind a socket. It executes the leader's steps in their order and does nothing else.
 
-Its loop has a thread of its own, which blocks on the socket. It reads no values: the leader does. If anything fails, the
-process ends at once, because its part in a collective operation cannot be taken by anyone.
+Its loop has a thread of its own, which blocks on the socket. It reads no values: the leader does. If anything fails,
+the process ends at once, because no other host can take its part in a collective operation.
 """
 
 from collections import deque

@@ -75,7 +75,7 @@ async def follow(
     join_devices(place, cluster.host_start_timeout_s)
     num_token_ids = tokenizer.num_token_ids if tokenizer is not None else 0
     built = BuildOptions(program.model, num_token_ids=num_token_ids, **settings)
-    return build_follower(built, process.follower, report.tell_progress, report.tell_fact)
+    return build_follower(built, process.follower, report.tell_progress, report.tell_fact).runner
 
   def write_port(port: int) -> None:
     if program.http_port_file and port >= 0:

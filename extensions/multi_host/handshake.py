@@ -230,6 +230,8 @@ def join_leader(host: str, port: int, secret: bytes, host_id: int, limit_s: floa
         channels.append(greet_leader(sock, secret, host_id, use))
         break
       except (Refused, OSError, HostLost) as error:
+        for opened in (sock, *channels):
+          opened.close()
         raise ConfigError(f"the peer at {host}:{port} is no leader for this host: {error}") from None
   return channels[0], channels[1]
 

@@ -7,7 +7,6 @@ follower before it launches the step here.
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
-import functools
 import pathlib
 import threading
 import time
@@ -290,7 +289,10 @@ def make_leader(
       host.request_stop()
 
   secret = read_secret(settings.cluster_secret_file)
-  on_leave = functools.partial(loop.call_soon_threadsafe, drain)
+
+  def on_leave() -> None:
+    loop.call_soon_threadsafe(drain)
+
   return Leader(place, settings, secret, pathlib.Path(model), report, host.fail, on_leave)
 
 

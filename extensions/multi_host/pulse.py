@@ -86,18 +86,19 @@ class PulseThread:
         now = time.monotonic()
         if now >= next_beat:
           body = msgspec.json.encode(self._make_beat())
-          for host, channel in self._channels.items():
+          for each, channel in self._channels.items():
+            host = each
             channel.send_frame(Kind.PULSE, body)
           next_beat = now + min(_LONGEST_PAUSE_S, self.limit_s / _BEATS_PER_LIMIT)
         ready, _, _ = select.select(list(self._channels.values()), (), (), max(0.0, next_beat - time.monotonic()))
-        for host, channel in self._channels.items():
+        for each, channel in self._channels.items():
+          host = each
           if channel in ready:
             self._take(host, *channel.receive_frame())
             heard[host] = time.monotonic()
-          elif time.monotonic() - heard[host] > self.limit_s:
-            # This thread may be late itself, for example after its process was stopped: what has arrived counts.
-            if not select.select((channel,), (), (), 0)[0]:
-              raise HostLost(f"{channel.peer} has sent no heartbeat for {self.limit_s:g} s")
+          elif time.monotonic() - heard[host] > self.limit_s and not select.select((channel,), (), (), 0)[0]:
+            # It looks again, because this process may have been stopped itself between its looks.
+            raise HostLost(f"{channel.peer} has sent no heartbeat for {self.limit_s:g} s")
     except HostLost as error:
       if not self._ended.is_set():
         self._on_lost(host, str(error))
