@@ -138,6 +138,7 @@ class Follower:
       in_flight.append(runner.launch(batch))
       if len(in_flight) > _STEPS_IN_FLIGHT:
         in_flight.popleft().wait()
+      decoder.prepare_repetition()
 
   def request_stop(self) -> None:
     """Requests that the leader drains the cluster. Any thread."""

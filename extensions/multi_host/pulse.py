@@ -95,6 +95,8 @@ class PulseThread:
           host = each
           if channel in ready:
             self._take(host, *channel.receive_frame())
+            while channel.has_frame:
+              self._take(host, *channel.receive_frame())
             heard[host] = time.monotonic()
           elif time.monotonic() - heard[host] > self.limit_s and not select.select((channel,), (), (), 0)[0]:
             # It looks again, because this process may have been stopped itself between its looks.
