@@ -329,7 +329,7 @@ def _load_safetensors(
   pieces_of = tensors(config)
   for name, leaf in wanted.items():
     pieces = pieces_of[name]
-    read = functools.partial(_assemble, pieces, stored, leaf.shape, leaf.dtype, on_read)
+    read = functools.partial(_assemble, pieces, stored, leaf.shape, leaf.dtype, on_read=on_read)
     if not on_host:
       # Waits, so that one tensor is in flight; a queue of transfers would hold the whole model in host memory.
       yield name, jax.make_array_from_callback(leaf.shape, leaf.sharding, read).block_until_ready()
@@ -376,15 +376,15 @@ def _assemble(
   stored: dict[str, StoredTensor],
   shape: tuple[int, ...],
   dtype: np.dtype,
-  on_read: Callable[[int], None],
   index: tuple[slice, ...] | None,
+  on_read: Callable[[int], None] = lambda num_bytes: None,
 ) -> np.ndarray:
   """Returns one device's part of a parameter; reads only that part of the file.
 
   Args:
     pieces: the pieces of a parameter of `shape`, without gaps or overlaps, all with one axis order.
-    on_read: called with the bytes that are read.
     index: the part.
+    on_read: called with the bytes that are read.
   """
   assert index is not None  # JAX's type allows None
   order, parts = pieces[0].order, [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]

@@ -1,6 +1,6 @@
 """The life of a follower's process: health checks on its HTTP port, signals, and its exit code. Serves no API.
 
-A first SIGTERM or SIGINT asks the leader to drain the whole cluster, after which this process ends with 0. A second one
+After a first SIGTERM or SIGINT the leader drains the whole cluster, and then this process ends with 0. A second one
 ends it at once. Whatever else ends it is exit code 1, so that a supervisor restarts it.
 """
 

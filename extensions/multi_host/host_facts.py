@@ -13,7 +13,7 @@ from server.version import server_version
 
 # Files that decide what a model computes, besides its weights.
 _READ_WHOLE = ("config.json", "generation_config.json", "sluice.json", "tokenizer.json", "1_Pooling/config.json", INDEX)
-# Weights are too many to read whole on every host: their size and three samples tell models apart.
+# Weights are too many to read whole on every host: their size and three samples distinguish models.
 _SAMPLE_BYTES = 1 << 16
 _CODE = ("engine", "models", "pallas_kernels", "extensions/multi_host")
 _ROOT = pathlib.Path(__file__).resolve().parents[2]

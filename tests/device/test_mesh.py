@@ -77,10 +77,11 @@ class FakeDevice:
 
 def test_free_memory_is_of_the_fullest_device():
   mesh = FakeMesh(2)
-  mesh.devices = np.array(
-    [FakeDevice({"bytes_limit": 1000, "bytes_in_use": 100}), FakeDevice({"bytes_limit": 1000, "bytes_in_use": 300})]
-  )
+  mesh.local_devices = [
+    FakeDevice({"bytes_limit": 1000, "bytes_in_use": 100}),
+    FakeDevice({"bytes_limit": 1000, "bytes_in_use": 300}),
+  ]
   assert kv_cache.free_bytes(mesh, step_bytes=50, reserve_share=0.1) == 2 * (900 - 300 - 50)
   assert kv_cache.free_bytes(mesh, step_bytes=5000) == 0
-  mesh.devices = np.array([FakeDevice(None)])
+  mesh.local_devices = [FakeDevice(None)]
   assert kv_cache.free_bytes(mesh, step_bytes=50) is None
