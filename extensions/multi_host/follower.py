@@ -174,7 +174,7 @@ class Follower:
 
   def _lose(self, host: int, reason: str) -> None:
     if not self._ended.is_set():
-      self._ended.set()
+      self.report_fault(f"it has lost the leader: {reason}")
       self._on_lost(reason)
 
   def _describe_fault(self, kind: Kind, body: bytes) -> str:

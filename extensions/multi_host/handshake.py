@@ -17,7 +17,7 @@ import threading
 import time
 
 from engine.errors import ConfigError
-from extensions.multi_host.frame_channel import MAC_BYTES, FrameChannel, HostLost
+from extensions.multi_host.frame_channel import MAC_BYTES, FrameChannel
 
 _VERSION = 1
 _MAGIC = b"sluice-hosts"
@@ -46,7 +46,7 @@ def _read_exactly(sock: socket.socket, count: int) -> bytes:
   while len(found) < count:
     piece = sock.recv(count - len(found))
     if not piece:
-      raise Refused("it closed the connection during the handshake")
+      raise ConnectionAbortedError(0, "it closed the connection during the handshake")
     found += piece
   return found
 
@@ -214,25 +214,22 @@ def join_leader(host: str, port: int, secret: bytes, host_id: int, limit_s: floa
   """
   deadline = time.monotonic() + limit_s
   channels: list[FrameChannel] = []
-  for use in Purpose:
-    while True:
-      try:
-        sock = socket.create_connection((host, port), timeout=min(_PEER_S, limit_s))
-      except OSError as error:
-        if time.monotonic() > deadline:
-          raise ConfigError(
-            f"no leader (host 0) answers at {host}:{port} within {limit_s:g} s ({error.strerror or error}); start it "
-            "with the same --coordinator_address, or set --host_start_timeout_s"
-          ) from None
-        time.sleep(_RETRY_S)
-        continue
-      try:
-        channels.append(greet_leader(sock, secret, host_id, use))
-        break
-      except (Refused, OSError, HostLost) as error:
-        for opened in (sock, *channels):
-          opened.close()
+  while len(channels) < len(Purpose):
+    sock: socket.socket | None = None
+    try:
+      sock = socket.create_connection((host, port), timeout=min(_PEER_S, limit_s))
+      channels.append(greet_leader(sock, secret, host_id, Purpose(len(channels))))
+    except (OSError, Refused) as error:
+      for opened in channels if sock is None else (sock, *channels):
+        opened.close()
+      if isinstance(error, Refused):
         raise ConfigError(f"the peer at {host}:{port} is no leader for this host: {error}") from None
+      if channels or time.monotonic() > deadline:
+        raise ConfigError(
+          f"no leader (host 0) answers at {host}:{port} within {limit_s:g} s ({error.strerror or error}); start it "
+          "with the same --coordinator_address, or set --host_start_timeout_s"
+        ) from None
+      time.sleep(_RETRY_S)  # it has not started, or a proxy before it answers
   return channels[0], channels[1]
 
 
