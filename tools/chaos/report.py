@@ -43,9 +43,9 @@ def none_of(check: str, target: str, faults: Sequence[str], ran: int, asked: int
   return Row(check, target, measured, not faults and ran > 0, asked, ran)
 
 
-def show(rows: Sequence[Row], seconds: float, console: Console) -> None:
-  """Returns the table."""
-  table = Table(title=f"chaos: {sum(row.passed for row in rows)} of {len(rows)} checks passed, {seconds:.0f} s")
+def show(rows: Sequence[Row], seconds: float, console: Console, title: str = "chaos") -> None:
+  """Prints the table."""
+  table = Table(title=f"{title}: {sum(row.passed for row in rows)} of {len(rows)} checks passed, {seconds:.0f} s")
   for name in ("scenario", "check", "target", "measured", "verdict"):
     table.add_column(name, overflow="fold")
   before = ""

@@ -1,0 +1,1 @@
+"""Checks the Ray Serve application with real Ray on this machine: `make ray`."""

@@ -1,0 +1,118 @@
+"""Ray and the Sluice application on this machine, for the length of a block. Checks nothing itself.
+
+Runs in the environment of `make setup-ray`. Nothing else in tools imports Ray.
+"""
+
+import contextlib
+import pathlib
+import secrets
+import tempfile
+import time
+from typing import Any, Self
+
+import psutil
+import ray
+from ray import serve
+
+from deploy.ray.app import SluiceArguments, build_app
+from deploy.ray.grpc_relay import SERVICER_FUNCTIONS
+from tools.server_process import find_free_port
+
+_OBJECT_STORE_BYTES = 80 << 20
+APP = "sluice"
+
+
+class RayCluster:
+  """A Ray of its own, without a dashboard, with Serve's proxies on free ports of 127.0.0.1.
+
+  Attributes:
+    grpc_target: HOST:PORT of Serve's gRPC proxy.
+    http_url: URL of its HTTP proxy.
+    mark: served name of the model, by which the check finds its servers.
+  """
+
+  def __init__(self, num_devices: int = 4):
+    """Args:
+    num_devices: units of the custom resource "device" that the node offers.
+    """
+    self._num_devices = num_devices
+    self.mark = f"ray-check-{secrets.token_hex(4)}"
+    self._stack = contextlib.ExitStack()
+
+  def __enter__(self) -> Self:
+    with contextlib.ExitStack() as stack:
+      folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sray-", ignore_cleanup_errors=True))
+      ray.init(
+        num_cpus=2,
+        resources={"device": self._num_devices},
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        log_to_driver=False,
+        logging_level="warning",
+        _temp_dir=folder,  # pyright: ignore[reportCallIssue]
+      )
+      stack.callback(ray.shutdown)
+      http_port, grpc_port = find_free_port(), find_free_port()
+      serve.start(
+        http_options={"host": "127.0.0.1", "port": http_port},
+        grpc_options={"port": grpc_port, "grpc_servicer_functions": list(SERVICER_FUNCTIONS)},
+      )
+      stack.callback(serve.shutdown)
+      self.grpc_target, self.http_url = f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{http_port}"
+      self._logs = pathlib.Path(folder)
+      self._stack = stack.pop_all()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._stack.close()
+
+  def deploy(self, **arguments: Any) -> None:
+    """Deploys the application, in place of an earlier one; returns once it is ready.
+
+    Args:
+      **arguments: of SluiceArguments. The server's name is the check's own, by which it finds its processes.
+
+    Raises:
+      RuntimeError: a replica did not start.
+    """
+    flags = [*arguments.pop("server_flags", ()), f"--served_model_name={self.mark}"]
+    given = SluiceArguments(num_cpus=0.1, num_gpus=0, server_flags=flags, **arguments)
+    serve.run(build_app(given), name=APP, logging_config={"log_level": "WARNING"})
+
+  def count_replicas(self) -> int:
+    """Returns the replicas that run and are healthy."""
+    application = serve.status().applications[APP]
+    return sum(deployment.replica_states.get("RUNNING", 0) for deployment in application.deployments.values())
+
+  def find_servers(self) -> dict[int, int]:
+    """Returns the process id of each replica's server -> that of its replica."""
+    found = {}
+    for process in psutil.process_iter(("cmdline",)):
+      command = process.info["cmdline"] or ()
+      if "deploy.ray.guarded_server" in command and f"--served_model_name={self.mark}" in command:
+        with contextlib.suppress(psutil.NoSuchProcess):
+          found[process.pid] = process.ppid()
+    return found
+
+  def wait_for_replicas(self, count: int, timeout_s: float, replacing: frozenset[int] = frozenset()) -> float | None:
+    """Waits until exactly `count` replicas run, none with a server in `replacing`.
+
+    Returns:
+      The seconds it took; None if it did not happen in time.
+    """
+    began = time.monotonic()
+    while time.monotonic() - began < timeout_s:
+      servers = self.find_servers()
+      if self.count_replicas() == count == len(servers) and not replacing & servers.keys():
+        return time.monotonic() - began
+      time.sleep(0.2)
+    return None
+
+  def find_bundles(self) -> list[dict[str, float]]:
+    """Returns the resources of the bundles of every placement group that replicas hold."""
+    from ray.util import placement_group_table
+
+    table: dict[str, Any] = placement_group_table()
+    return [
+      dict(bundle) for group in table.values() if group["state"] == "CREATED" for bundle in group["bundles"].values()
+    ]
