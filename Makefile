@@ -13,6 +13,8 @@ LOCK := $(patsubst requirements-cpu.lock,requirements.lock,requirements-$(or $(A
 PYTHON ?= python3
 DEVICE_VENV := .venv-device
 DEVICE_READY := $(DEVICE_VENV)/.ready
+RAY_VENV := .venv-ray
+RAY_READY := $(RAY_VENV)/.ready
 AUDIT_VENV := .venv-audit
 AUDIT_READY := $(AUDIT_VENV)/.ready
 CLIENTS_VENV := .venv-clients
@@ -23,7 +25,7 @@ CLIENTS_OPENAI2_VENV := .venv-clients-openai2
 CLIENTS_OPENAI2_READY := $(CLIENTS_OPENAI2_VENV)/.ready
 PEERS := transformers openvino vllm llama_cpp
 
-.PHONY: help setup wheel demo server test test-long check check-device audit parity docs clients peers bench bench-cloud chaos soak gpu clean setup-device setup-audit
+.PHONY: help setup wheel demo server test test-long check check-device audit parity docs clients peers bench bench-cloud chaos ray soak gpu clean setup-device setup-audit setup-ray
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -83,6 +85,10 @@ bench: $(READY)
 chaos: $(READY)
 	@$(PY) -m tools.chaos $(ARGS)
 
+## make ray       run Ray on this machine, lose replicas and servers under load, scale up and down; prints a table (ARGS=--scenario=...)
+ray: $(RAY_READY)
+	@$(RAY_VENV)/bin/python -m tools.ray_check $(ARGS)
+
 ## make soak      mix these scenarios for hours and watch memory, threads and descriptors (ARGS=--hours=8)
 soak: $(READY)
 	@$(PY) -m tools.chaos --soak $(ARGS)
@@ -101,13 +107,15 @@ wheel: $(READY)
 
 ## make clean     remove the virtual environments and caches
 clean:
-	rm -rf $(VENV) $(DEVICE_VENV) $(AUDIT_VENV) $(CLIENTS_VENV) $(CLIENTS_OPENAI2_VENV) $(NODE_CLIENTS) .venv-peers-* .venv-parity pallas_kernels/built .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEVICE_VENV) $(RAY_VENV) $(AUDIT_VENV) $(CLIENTS_VENV) $(CLIENTS_OPENAI2_VENV) $(NODE_CLIENTS) .venv-peers-* .venv-parity pallas_kernels/built .cache .pytest_cache .ruff_cache .hypothesis
 
 setup: $(READY)
 
 setup-device: $(DEVICE_READY)
 
 setup-audit: $(AUDIT_READY)
+
+setup-ray: $(RAY_READY)
 
 # Rebuilds the C++ kernels when their sources change; without a compiler it prints a line and continues.
 $(READY): $(INSTALLED) $(wildcard pallas_kernels/*.h pallas_kernels/*/*.cc) pallas_kernels/native.py
@@ -129,6 +137,9 @@ endif
 
 $(DEVICE_READY): requirements-device.lock tools/setup_env.sh $(INSTALLED)
 	@tools/setup_env.sh $(DEVICE_VENV) requirements-device.lock $(VENV) && touch $@
+
+$(RAY_READY): requirements-ray.lock tools/setup_env.sh $(INSTALLED)
+	@tools/setup_env.sh $(RAY_VENV) requirements-ray.lock $(VENV) && touch $@
 
 $(AUDIT_READY): requirements-audit.lock tools/setup_env.sh
 	@tools/setup_env.sh $(AUDIT_VENV) requirements-audit.lock && touch $@

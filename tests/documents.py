@@ -21,7 +21,7 @@ DOCUMENTS = [
 # Those that README.md leads a user to.
 GUIDES = [file for file in DOCUMENTS if file.parent == ROOT or (ROOT / "docs") in file.parents]
 HOW_TO = sorted((ROOT / "docs" / "how-to").glob("*.md"))
-NEEDS = {"network", "model", "gpu", "tpu", "cloud", "time", "terminal", "certificate"}
+NEEDS = {"network", "model", "gpu", "tpu", "cloud", "time", "terminal", "certificate", "ray", "cluster"}
 # What tests/test_document_commands.py runs, and what other tests do.
 RUN_HERE = {"server", "admin", "python", "offline"}
 TESTS = RUN_HERE | {"policy", "ladder"}

@@ -87,6 +87,7 @@ class ChildServer:
     self._arguments = [*_FIXED, f"--drain_timeout_s={drain_timeout_s:g}", *arguments]
     self._drain_timeout_s = drain_timeout_s
     self._process: subprocess.Popen[bytes] | None = None
+    self._relay: threading.Thread | None = None
     self._last_line = "it said nothing"
     self.http_port = self.grpc_port = -1
 
@@ -108,7 +109,9 @@ class ChildServer:
         process_group=0,
       )
       # A thread, so that the server can write while this process's event loop is busy.
-      relay = threading.Thread(target=self._relay_lines, args=(process,), name="server's lines", daemon=True)
+      relay = self._relay = threading.Thread(
+        target=self._relay_lines, args=(process,), name="server's lines", daemon=True
+      )
       relay.start()
       while not port_file.exists():
         if not self.is_alive:
@@ -120,10 +123,11 @@ class ChildServer:
 
   def _relay_lines(self, process: subprocess.Popen[bytes]) -> None:
     assert process.stderr is not None, "the server's standard error is a pipe"
-    for line in process.stderr:
-      text = line.decode(errors="replace").rstrip()
-      self._last_line = text or self._last_line
-      print(text, file=sys.stderr, flush=True)
+    with process.stderr as lines:
+      for line in lines:
+        text = line.decode(errors="replace").rstrip()
+        self._last_line = text or self._last_line
+        print(text, file=sys.stderr, flush=True)
 
   @property
   def is_alive(self) -> bool:
@@ -162,3 +166,5 @@ class ChildServer:
         await self.wait_ended()
     process.kill()  # nothing, if it has ended
     process.wait()
+    if self._relay is not None:
+      self._relay.join(_POLL_S)

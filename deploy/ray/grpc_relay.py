@@ -79,7 +79,9 @@ class GrpcRelay:
     code, details = await call.code(), await call.details()
     trailing = _text_pairs(await call.trailing_metadata())
     if code is grpc.StatusCode.UNAVAILABLE and not self._is_alive():
-      answer = make_status_answer(EngineDead("this replica's server has ended; Serve replaces it, so send the call again"))
+      answer = make_status_answer(
+        EngineDead("this replica's server has ended; Serve replaces it, so send the call again")
+      )
       code, details, trailing = answer.code, answer.message, list(answer.metadata)
     context.set_code(code)
     context.set_details(details or code.name)

@@ -9,6 +9,7 @@ that Serve cuts the client's connection instead of ending the response as if it 
 import asyncio
 from collections.abc import Callable
 import json
+import socket
 from typing import Any
 import urllib.parse
 
@@ -18,9 +19,10 @@ from starlette.types import Receive, Scope, Send
 from server.errors import EngineDead
 from server.http.error_responses import make_error_answer
 
-# Of one connection only (RFC 9110, section 7.6.1), or written anew by Serve's proxy.
+# Of one connection only (RFC 9110, section 7.6.1).
 _NOT_RELAYED = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"te", b"transfer-encoding", b"upgrade"))
-_WRITTEN_BY_PROXY = frozenset((b"date", b"server", b"x-request-id"))
+# Serve's proxy gives each request its id, and writes it into the response itself.
+_WRITTEN_BY_PROXY = frozenset((b"x-request-id",))
 _READ_BYTES = 64 << 10
 
 
@@ -47,13 +49,17 @@ class HttpRelay:
       raise RelayBroken(f"Sluice speaks HTTP, not {scope['type']}; send a plain request")
 
   async def _relay_request(self, scope: Scope, receive: Receive, send: Send) -> None:
+    # A socket rather than a stream: asyncio's streams drop what they have received when a write fails.
+    connection = socket.socket()
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-      reader, writer = await asyncio.open_connection("127.0.0.1", self._find_port())
-    except OSError:
-      await _answer_dead(send)
-      return
-    exchange = _Exchange(scope, reader, writer)
-    try:
+      try:
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self._find_port()))
+      except OSError:
+        await _answer_dead(send)
+        return
+      exchange = _Exchange(scope, connection)
       upload = asyncio.ensure_future(exchange.send_request(receive))
       download = asyncio.ensure_future(exchange.relay_response(send))
       try:
@@ -67,14 +73,15 @@ class HttpRelay:
           task.cancel()
         await asyncio.gather(upload, download, return_exceptions=True)
     finally:
-      writer.transport.abort()
+      connection.close()
 
 
 class _Exchange:
   """One request and its response on one connection."""
 
-  def __init__(self, scope: Scope, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-    self._scope, self._reader, self._writer = scope, reader, writer
+  def __init__(self, scope: Scope, connection: socket.socket):
+    self._scope, self._connection = scope, connection
+    self._loop = asyncio.get_running_loop()
     self._http = h11.Connection(h11.CLIENT)
 
   async def send_request(self, receive: Receive) -> None:
@@ -98,8 +105,7 @@ class _Exchange:
         await self._write(h11.EndOfMessage())
 
   async def _write(self, event: Any) -> None:
-    self._writer.write(self._http.send(event) or b"")
-    await self._writer.drain()
+    await self._loop.sock_sendall(self._connection, self._http.send(event) or b"")
 
   async def relay_response(self, send: Send) -> None:
     """Relays the response as it comes. Raises RelayBroken if it breaks off."""
@@ -122,7 +128,7 @@ class _Exchange:
 
   async def _read_event(self) -> Any:
     while (event := self._http.next_event()) is h11.NEED_DATA:
-      self._http.receive_data(await self._reader.read(_READ_BYTES))
+      self._http.receive_data(await self._loop.sock_recv(self._connection, _READ_BYTES))
     return event
 
 
@@ -135,7 +141,9 @@ def _target(scope: Scope) -> bytes:
 
 
 async def _answer_dead(send: Send) -> None:
-  answer = make_error_answer(EngineDead("this replica's server has ended; Serve replaces it, so send the request again"))
+  answer = make_error_answer(
+    EngineDead("this replica's server has ended; Serve replaces it, so send the request again")
+  )
   headers = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
   headers.append((b"content-type", b"application/json"))
   await send({"type": "http.response.start", "status": answer.status, "headers": headers})

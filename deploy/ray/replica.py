@@ -115,9 +115,7 @@ class SluiceReplica:
     return await self._relay.relay_unary(method, request, grpc_context, pb.GenerateUnaryResponse())
 
   async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: Any) -> Any:
-    return await self._relay.relay_unary(
-      self._relay.generation.Tokenize, request, grpc_context, pb.TokenizeResponse()
-    )
+    return await self._relay.relay_unary(self._relay.generation.Tokenize, request, grpc_context, pb.TokenizeResponse())
 
   async def Detokenize(self, request: pb.DetokenizeRequest, grpc_context: Any) -> Any:
     method = self._relay.generation.Detokenize
@@ -125,6 +123,10 @@ class SluiceReplica:
 
   async def Embed(self, request: pb.EmbedRequest, grpc_context: Any) -> Any:
     return await self._relay.relay_unary(self._relay.generation.Embed, request, grpc_context, pb.EmbedResponse())
+
+  async def Classify(self, request: pb.ClassifyRequest, grpc_context: Any) -> Any:
+    method = self._relay.generation.Classify
+    return await self._relay.relay_unary(method, request, grpc_context, pb.ClassifyResponse())
 
   async def Abort(self, request: pb.AbortRequest, grpc_context: Any) -> Any:
     grpc_context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -1,7 +1,7 @@
 """A load of streams whose every output is known beforehand, over gRPC and HTTP. Starts no server and prints nothing.
 
-`learn_outputs` asks one plain server. A model with --deterministic gives the same tokens in any batch, so any other
-output under load is a fault. `StreamLoad` then keeps a number of streams going and judges how each one ends.
+`learn_outputs` requests them from one plain server. With --deterministic a model gives the same tokens in any batch, so
+any other output under load is a fault. `StreamLoad` then keeps a number of streams going and judges how each one ends.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Verdict(enum.Enum):
   ERROR = "error"  # a status or an error event, after a prefix of the expected output
   CANCELLED = "cancelled"  # by the client itself, after such a prefix
   WRONG = "wrong"  # other tokens than expected
-  CUT_SHORT = "cut short"  # told as complete, with a part of the output
+  CUT_SHORT = "cut short"  # ended as if complete, with a part of the output
   SILENT = "silent"  # nothing came for too long
 
 
@@ -206,7 +206,7 @@ class StreamLoad:
       while True:
         async with asyncio.timeout(self._silence_s):
           message = await call.read()
-        if message is grpc.aio.EOF:
+        if message is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]  (no stub)
           return judge(Verdict.FINISHED)
         heard = time.monotonic()
         for delta in message.deltas:
@@ -240,8 +240,9 @@ class StreamLoad:
         if response.status_code != 200:
           said = f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')}"[:200]
           return judge(Verdict.ERROR)
+        generator: Any = response.aiter_lines()
         # A generator that is left early must be closed here, not by the collector.
-        async with contextlib.aclosing(response.aiter_lines()) as lines:
+        async with contextlib.aclosing(generator) as lines:
           async for line in lines:
             heard = time.monotonic()
             if not line.startswith("data: "):

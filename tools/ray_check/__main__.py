@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
@@ -30,8 +30,10 @@ from tools.arguments import CommandParser, output_file, positive_int
 from tools.chaos.report import Row, as_json, none_of, show
 from tools.fleet.checked_streams import KnownRequest, StreamLoad, Verdict, learn_outputs
 from tools.measure import commit, machine, write_result
-from tools.ray_check.cluster import RayCluster
 from tools.server_process import RunningServer
+
+if TYPE_CHECKING:
+  from tools.ray_check.cluster import RayCluster
 
 _FLAGS = ("--deterministic", "--max_num_seqs=8")
 _TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
@@ -55,7 +57,7 @@ class Check:
     rows: results so far.
   """
 
-  cluster: RayCluster
+  cluster: "RayCluster"
   folder: pathlib.Path
   rounds: int
   rows: list[Row] = dataclasses.field(default_factory=list)
@@ -153,15 +155,17 @@ async def check_answers(check: Check) -> None:
   known = [KnownRequest("Once upon a time", 3000, (), "")]  # each client leaves after the first token
   load = check.load(known, cancelled_share=1.0)
   load.set_streams(16)
-  await _wait_until(lambda: len(load.ends) >= 100)
+  await _wait_for_ends(load, 100)
   await load.stop()
   leaks = await asyncio.to_thread(check.find_leaks)
-  check.rows.append(_no_faults("100 clients that leave end their requests", "no row, no block held", leaks, len(load.ends)))
+  check.rows.append(
+    _no_faults("100 clients that leave end their requests", "no row, no block held", leaks, len(load.ends))
+  )
 
 
 async def _ask(client: httpx.AsyncClient, method: str, url: str, body: Any) -> tuple[int, Any]:
   """Returns status and body without what is one answer's own."""
-  content = {"content": body} if isinstance(body, bytes) else {"json": body} if body is not None else {}
+  content: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {} if body is None else {"json": body}
   answer = await client.request(method, url, **content)
   said = answer.json()
   for key in _OWN_KEYS:
@@ -194,7 +198,7 @@ async def check_losses(check: Check) -> None:
     told_s, back_s, errors, since = 0.0, 0.0, 0, len(load.ends)
     lost: list[str] = []
     for _ in range(check.rounds):
-      await _wait_until(lambda seen=len(load.ends): len(load.ends) >= seen + 32)
+      await _wait_for_ends(load, 32)
       servers = check.cluster.find_servers()
       victim = rng.choice(sorted(servers))
       mark, began = len(load.ends), time.monotonic()
@@ -211,20 +215,20 @@ async def check_losses(check: Check) -> None:
       Row(f"{what}: clients learn of it", f"in {_TOLD_S:g} s", f"in {told_s:.1f} s", told_s <= _TOLD_S),
       dataclasses.replace(
         _no_faults(f"{what}: streams end with their tokens or an error", "0 wrong, cut or silent", faults, ended),
-        measured=f"{ended} ended, {errors} with an error"
-        if not faults
-        else f"{len(faults)} faults: {faults[0]}",
+        measured=f"{ended} ended, {errors} with an error" if not faults else f"{len(faults)} faults: {faults[0]}",
       ),
       Row(f"{what}: 2 replicas serve again", "without a hand", lost[0] if lost else f"in {back_s:.1f} s", not lost),
     ]
   since = len(load.ends)
-  await _wait_until(lambda: len(load.ends) >= since + 100)
+  await _wait_for_ends(load, 100)
   await load.stop()
   faults = load.find_faults(since, allow_errors=False)
   check.rows.append(_no_faults("afterwards all streams finish", "0 errors", faults, len(load.ends) - since))
   servers = check.cluster.find_servers()
   orphans = [f"server {server} of {parent}" for server, parent in servers.items() if parent == 1]
-  check.rows.append(_no_faults("no server outlives its replica", "2 servers", orphans + ["?"] * abs(len(servers) - 2), 1))
+  check.rows.append(
+    _no_faults("no server outlives its replica", "2 servers", orphans + ["?"] * abs(len(servers) - 2), 1)
+  )
   leaks = await asyncio.to_thread(check.find_leaks)
   check.rows.append(_no_faults("idle replicas hold nothing", "no row, block or compile", leaks, 24))
 
@@ -246,11 +250,12 @@ async def check_scaling(check: Check) -> None:
     took = await asyncio.to_thread(check.cluster.wait_for_replicas, replicas, _WAIT_S)
     measured = f"{await asyncio.to_thread(check.cluster.count_replicas)}" if took is None else f"after {took:.1f} s"
     check.rows.append(Row(f"{streams} streams: {replicas} replicas", "by itself", measured, took is not None))
-    seen = len(load.ends)
-    await _wait_until(lambda seen=seen: len(load.ends) >= seen + 30)
+    await _wait_for_ends(load, 30)
   await load.stop()
   faults = load.find_faults(allow_errors=False)
-  check.rows.append(_no_faults("all streams finish exactly, also on leaving replicas", "0 errors", faults, len(load.ends)))
+  check.rows.append(
+    _no_faults("all streams finish exactly, also on leaving replicas", "0 errors", faults, len(load.ends))
+  )
 
 
 async def check_devices(check: Check) -> None:
@@ -261,7 +266,7 @@ async def check_devices(check: Check) -> None:
   check.rows.append(Row("one placement group holds both devices", "[2.0]", f"{bundles}", bundles == [2.0]))
   load = check.load(known)
   load.set_streams(8)
-  await _wait_until(lambda: len(load.ends) >= 40)
+  await _wait_for_ends(load, 40)
   await load.stop()
   faults = load.find_faults(allow_errors=False)
   check.rows.append(_no_faults("outputs are a plain server's with two devices", "0 others", faults, len(load.ends)))
@@ -275,12 +280,12 @@ SCENARIOS: dict[str, Callable[[Check], Awaitable[None]]] = {
 }
 
 
-async def _wait_until(condition: Callable[[], bool], timeout_s: float = _WAIT_S) -> None:
-  """Returns when the condition holds. Raises ConfigError when it does not in time."""
-  deadline = time.monotonic() + timeout_s
-  while not condition():
+async def _wait_for_ends(load: StreamLoad, count: int) -> None:
+  """Returns when `count` more streams have ended. Raises ConfigError when they have not in time."""
+  wanted, deadline = len(load.ends) + count, time.monotonic() + _WAIT_S
+  while len(load.ends) < wanted:
     if time.monotonic() > deadline:
-      raise ConfigError(f"the load made no progress for {timeout_s:g} s; see Ray's logs")
+      raise ConfigError(f"{len(load.ends) - wanted + count} of {count} streams ended in {_WAIT_S:g} s; see Ray's logs")
     await asyncio.sleep(0.05)
 
 
@@ -310,6 +315,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
   unknown = [name for name in chosen if name not in SCENARIOS]
   if unknown:
     parser.error(f"--scenario={unknown[0]} is unknown; use one of {', '.join(SCENARIOS)}")
+  try:
+    from tools.ray_check.cluster import RayCluster  # here, since --help needs no Ray
+  except ModuleNotFoundError as error:
+    return parser.failed(ConfigError(f"{error}; run it as `make ray`, which sets up Ray's environment"))
   console = Console(stderr=True)
   began = time.monotonic()
   with contextlib.ExitStack() as stack:

@@ -11,10 +11,11 @@ import time
 from typing import Any, Self
 
 import psutil
-import ray
-from ray import serve
+import ray  # pyright: ignore[reportMissingImports]
+from ray import serve  # pyright: ignore[reportMissingImports]
 
-from deploy.ray.app import SluiceArguments, build_app
+from deploy.ray.app import build_app
+from deploy.ray.arguments import SluiceArguments
 from deploy.ray.grpc_relay import SERVICER_FUNCTIONS
 from tools.server_process import find_free_port
 
@@ -49,7 +50,7 @@ class RayCluster:
         object_store_memory=_OBJECT_STORE_BYTES,
         log_to_driver=False,
         logging_level="warning",
-        _temp_dir=folder,  # pyright: ignore[reportCallIssue]
+        _temp_dir=folder,
       )
       stack.callback(ray.shutdown)
       http_port, grpc_port = find_free_port(), find_free_port()
@@ -110,7 +111,7 @@ class RayCluster:
 
   def find_bundles(self) -> list[dict[str, float]]:
     """Returns the resources of the bundles of every placement group that replicas hold."""
-    from ray.util import placement_group_table
+    from ray.util import placement_group_table  # pyright: ignore[reportMissingImports]
 
     table: dict[str, Any] = placement_group_table()
     return [
