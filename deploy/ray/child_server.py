@@ -42,6 +42,7 @@ _REFUSED = {
   "http_port_file": "a replica writes its own",
   "max_stored_responses": "the next request may reach a replica that stored nothing",
   "batch_dir": "one server owns the folder; run a server of its own for batches",
+  "num_hosts": "a replica is one process on one host; use deploy/kubernetes/hosts without Ray",
   "drain_timeout_s": "Serve drains; set the application's drain_timeout_s",
   "drain_delay_s": "Serve takes a replica out of its routers first",
   "tls_cert_file": "Serve's proxies accept the connections; set TLS there",

@@ -210,6 +210,7 @@ def test_a_server_that_cannot_start_says_why():
     ("--port=1234", "free port"),
     ("--tls-cert-file=a", "Serve's proxies"),
     ("--batch_dir=/tmp", "a server of its own"),
+    ("--num_hosts=2", "one host"),
     ("--drain_timeout_s=3", "drain_timeout_s"),
     ("--max_num_seqs=-1", "max_num_seqs=-1"),
     ("--no_such_flag=1", "no_such_flag"),
