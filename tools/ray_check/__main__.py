@@ -66,10 +66,10 @@ class Check:
     """Returns a server without Ray, not started yet."""
     return RunningServer((*_FLAGS, *flags), self.folder / "plain.log", {**_CPU, **(environment or {})})
 
-  def deploy(self, environment: dict[str, str] | None = None, **arguments: Any) -> None:
-    """Deploys the application with the check's own flags."""
+  def deploy(self, *flags: str, environment: dict[str, str] | None = None, **arguments: Any) -> None:
+    """Deploys the application with the check's own flags, and these."""
     self.cluster.deploy(
-      server_flags=list(_FLAGS),
+      server_flags=[*_FLAGS, *flags],
       environment={**_CPU, **(environment or {})},
       server_timeout_s=_SERVER_TIMEOUT_S,
       health_check_period_s=1.0,
@@ -236,11 +236,13 @@ async def check_losses(check: Check) -> None:
 async def check_scaling(check: Check) -> None:
   """From 1 to 3 replicas and back under a changing load; a replica that leaves finishes its streams first."""
   known = await asyncio.to_thread(check.learn)
+  # Few rows, so that 40 streams need 3 replicas also on a busy machine, where many streams are between two requests.
   check.deploy(
+    "--max_num_seqs=4",
     min_replicas=1,
     max_replicas=3,
     upscale_delay_s=1.0,
-    downscale_delay_s=4.0,
+    downscale_delay_s=8.0,
     metrics_interval_s=0.5,
     look_back_period_s=2.0,
   )
