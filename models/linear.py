@@ -166,7 +166,7 @@ class Int8Matrix(PlainMatrix):
     self.scales = param(spec.outputs, spec.axes[spec.num_inputs :], jnp.dtype(jnp.float32))
 
   def arrange(self, weight: Array) -> dict[str, Array]:
-    values, scales = quantize(jax.device_put(weight), self.spec.num_inputs)
+    values, scales = quantize(jnp.asarray(weight), self.spec.num_inputs)
     return {"array": values.reshape(self.shape), "scales": scales}
 
   def _times(self, x, weight, dtype):
@@ -247,7 +247,7 @@ class PackedInt8Matrix(PackedMatrix):
     self.scales = param((math.prod(spec.outputs),), (None,), jnp.dtype(jnp.float32))
 
   def arrange(self, weight: Array) -> dict[str, Array]:
-    values, scales = quantize(jax.device_put(weight), self.spec.num_inputs)
+    values, scales = quantize(jnp.asarray(weight), self.spec.num_inputs)
     return super().arrange(values) | {"scales": scales.reshape(-1)}
 
   def _scales(self) -> jax.Array | None:

@@ -137,6 +137,27 @@ def test_four_devices_on_several_hosts_give_the_tokens_of_one(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"quantization": "int8"},
+    {"deterministic": True, "prefill_chunk": 8},
+    {"enable_embeddings": True},
+    {"num_blocks": 0},
+    {"random_weights": True},
+  ],
+  ids=lambda changes: next(iter(changes)),
+)
+def test_other_settings_give_the_tokens_of_one_device(tiny_model: pathlib.Path, changes: dict) -> None:
+  settings = {"token_budgets": [16], "max_num_seqs": 4, "num_blocks": 16, "block_size": 4, "max_model_len": 40}
+  settings |= {"attention": "reference", "matmul": "xla"} | changes
+  requests = make_requests(5, 24, 8)
+  one = serve_requests(tiny_model, settings, requests)
+  leader, follower = run_hosts(2, 1, tiny_model, settings, requests)
+  assert leader["tokens"] == one["tokens"] and leader["compiles"] == follower["compiles"] == 0
+
+
+@pytest.mark.long
 def test_the_demo_model_on_two_hosts_gives_the_tokens_of_one_device() -> None:
   settings = {"token_budgets": [8, 64], "max_num_seqs": 8, "num_blocks": 18, "max_model_len": 256}
   settings |= {"prefill_chunk": 48, "matmul": "xla"}
