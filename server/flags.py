@@ -268,7 +268,7 @@ def _check_role(options: HostOptions, program: ProgramSettings) -> None:
   role = options.role
   for of_role, names in _OF_ROLE.items():
     for name in names:
-      if role != of_role and flags.FLAGS[name].present:
+      if role != of_role and flags.FLAGS[name].value != flags.FLAGS[name].default:
         raise ConfigError(f"{name} needs --role={of_role}, and role is {role}; leave out --{name}")
   if role == "both":
     if options.transfer_secret_file:

@@ -142,7 +142,7 @@ def test_an_abort_that_crosses_the_hand_over():
     pair.engine.abort("a")
     inner(events)
 
-  pair.engine.prefill._emit = abort_first
+  pair.engine.prefill.emit = abort_first
   pair.drain()
   assert pair.front.endings() == {"a": [FinishReason.ABORT]}
   assert pair.schedulers[1].num_running == 0

@@ -17,7 +17,7 @@ def test_no_body_harms_a_real_server():
   paths = ("completions", "chat/completions", "embeddings", "score", "rerank", "batches")
   paths += ("messages", "messages/count_tokens", "responses", "responses/input_tokens")
   paths += ("load_lora_adapter", "unload_lora_adapter")
-  assert set(result["by_operation"]) == {"/tokenize", "/detokenize", *(f"/v1/{path}" for path in paths)}
+  assert set(result["by_operation"]) == {"/tokenize", "/detokenize", "/classify", *(f"/v1/{path}" for path in paths)}
   assert result["by_status"]["200"] > 5 and result["by_status"]["400"] > 5
 
 
