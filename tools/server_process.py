@@ -1,6 +1,6 @@
 """Runs a real server in its own process for the duration of a block. Starts and stops it; sends no request."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import contextlib
 import os
 import pathlib
@@ -24,13 +24,20 @@ _MANY_STREAMS = "--max_concurrent_streams=4096"
 class RunningServer:
   """A server on a free port of this machine; it ends with the block, however that ends."""
 
-  def __init__(self, flags: Sequence[str], log: pathlib.Path, environment: Mapping[str, str] | None = None):
+  def __init__(
+    self,
+    flags: Sequence[str],
+    log: pathlib.Path,
+    environment: Mapping[str, str] | None = None,
+    cores: Collection[int] = (),
+  ):
     """Args:
     flags: flags of server.main, without port and port file.
     log: file for its output; overwritten.
     environment: variables added to those of this process.
+    cores: the cores that all its threads may use; none: those of this process.
     """
-    self._flags, self._log, self._environment = flags, log, environment or {}
+    self._flags, self._log, self._environment, self._cores = flags, log, environment or {}, cores
 
   def __enter__(self) -> "RunningServer":
     """Returns once it serves.
@@ -40,6 +47,9 @@ class RunningServer:
     """
     with tempfile.TemporaryDirectory(prefix="sluice-server-") as folder, open(self._log, "w", encoding="utf-8") as log:
       port_file = pathlib.Path(folder) / "port"
+      own = os.sched_getaffinity(0)  # of this thread; a child inherits it
+      if self._cores:
+        os.sched_setaffinity(0, self._cores)
       self._process = subprocess.Popen(
         [sys.executable, "-m", "server.main", "--port=0", f"--port_file={port_file}", _MANY_STREAMS, *self._flags],
         cwd=ROOT,
@@ -49,6 +59,7 @@ class RunningServer:
         stderr=subprocess.STDOUT,
         process_group=0,  # Ctrl-C is for this process, which then stops the server
       )
+      os.sched_setaffinity(0, own)
       try:
         deadline = time.monotonic() + READY_S
         while not port_file.exists():
