@@ -8,8 +8,8 @@ Each setting is measured quiet, then with prompts, and the figure is the ratio o
   one server    chunked prefill, on all cores that this process may use
   two servers   the decode server on the first half of these cores, the prefill server on the second half
 
-It also measures the transfer: a piece goes from the leased memory of another process into memory of its own, with its
-digest, and a copy of as many bytes is the other side of the ratio. The result has the decode server's counters too.
+It also compares the transfer with a copy of as many bytes. A piece goes from the leased memory of another process into
+memory of its own, with its digest. The result has the decode server's counters too.
 """
 
 from collections.abc import Collection, Iterator, Sequence

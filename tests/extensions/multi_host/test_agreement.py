@@ -31,12 +31,18 @@ def hosts(tmp_path: pathlib.Path):
     for meeting in meetings:
       meeting.result()
     yield pool, leader, followers
+  leader._end()
+  for follower in followers:
+    _disconnect(follower)
   for channel in leader._gathering.found.values():
     channel.close()
-  for follower in followers:
-    follower._ended.set()
-    for channel in follower._channels or ():
-      channel.close()
+
+
+def _disconnect(follower: Follower) -> None:
+  follower._ended.set()
+  follower._pulse.stop_beating()
+  for channel in follower._channels or ():
+    channel.close()
 
 
 def test_the_host_with_the_least_memory_decides_the_pool(hosts):
@@ -66,8 +72,7 @@ def test_a_follower_that_fails_says_why(hosts):
   pool, leader, followers = hosts
   wait = pool.submit(leader.agree_on_blocks, 90)
   followers[1].report_fault("the disk is full")
-  for channel in followers[1]._channels:
-    channel.close()
+  _disconnect(followers[1])
   followers[0]._steps.send_frame(3, b"70")
   with pytest.raises(ConfigError, match="host 2 is lost: host 2 ends: the disk is full"):
     wait.result()
