@@ -37,6 +37,7 @@ GROUPS = (
   "Devices and programs",
   "Addresses",
   "Prefill and decode servers",
+  "Replicas",
   "Limits of clients",
   "Security",
   "Observability",

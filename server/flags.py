@@ -30,6 +30,7 @@ from server.http.model_output.call_formats import PARSERS
 from server.http.model_output.reasoning import REASONING_PARSERS
 from server.model_settings import ModelSettings
 from server.rpc.grpc_server import is_local
+from server.setting_text import describe_setting, value_text
 from server.telemetry import log_lines
 
 DEFAULT_HTTP_PORT = 8000
@@ -151,32 +152,6 @@ def declared_flags() -> Iterator[DeclaredSetting]:
   found = [declared for cls in DECLARATIONS for declared in declared_settings(cls)]
   for group in GROUPS:
     yield from (declared for declared in found if declared.setting.group == group)
-
-
-def describe_setting(declared: DeclaredSetting) -> str:
-  """Returns the help text of a setting, with its choices, unit and default."""
-  found = declared.setting
-  more = [found.limits()] if found.choices is not None else []
-  more += [f"in {found.unit}"] if found.unit else []
-  more += [f"default {text}"] if (text := default_text(declared)) else []
-  return f"{found.help} ({'; '.join(more)})" if more else found.help
-
-
-def default_text(declared: DeclaredSetting) -> str:
-  """Returns a default as a user would type it, without this machine's folders; "" if it is empty."""
-  home, checkout = str(pathlib.Path.home()), f"{_ROOT}/"
-  return value_text(declared.default).replace(checkout, "").replace(home, "~")
-
-
-def value_text(value: Any) -> str:
-  """Returns a value as the command line spells it; "" for None."""
-  if isinstance(value, bool):
-    return str(value).lower()
-  if isinstance(value, tuple):
-    return ",".join(map(str, value))
-  if isinstance(value, float):
-    return f"{value:g}"
-  return "" if value is None else str(value)
 
 
 def help_text(program: str, every_flag: bool) -> str:

@@ -3,7 +3,8 @@
 python -m tools.repository.generate_flag_reference
 """
 
-from server.flags import declared_flags, default_text
+from server.flags import declared_flags
+from server.setting_text import default_text
 from tools.measure import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "flags.md"

@@ -23,6 +23,7 @@ from server.generation.prefill_hint import keep_prefill_server
 from server.generation.serving_state import ServingState
 from server.http.embeddings.embedding_endpoints import EmbeddingEndpoints
 from server.http.error_responses import OPENAI_ERRORS, Refused, make_error_answer
+from server.http.host_names import find_allowed_hosts, read_host_name
 from server.http.http_options import HttpOptions
 from server.http.json_exchange import ClientGone
 from server.http.messages.message_endpoints import MessageEndpoints
@@ -45,8 +46,6 @@ _CLIENT_GONE = 499
 # By the beginning of a path; other paths have OpenAI's.
 _ERROR_FORMS = {"/v1/messages/": MESSAGES_ERRORS}
 _CHAT_PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
-# The last is this machine in containers; no public DNS server has names under .internal.
-_LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "host.docker.internal")
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "POST")
 # Headers of responses that scripts of allowed origins may read.
 _EXPOSED = ("request-id", "retry-after", "retry-after-ms", "x-request-id", "x-should-retry", "x-sluice-ignored-fields")
@@ -174,7 +173,7 @@ class _Guard:
     self._admin_keys = admin_keys
     self._access_log = access_log
     self._public_paths = public_paths
-    self._allowed_hosts = _allowed_hosts(options, api_keys)
+    self._allowed_hosts = find_allowed_hosts(options, has_keys=api_keys is not None)
     self._num_requests = 0
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -247,7 +246,7 @@ class _Guard:
     host, path = headers.get("host", ""), scope["path"]
     if path in PROBES:
       return
-    if self._allowed_hosts is not None and _host_name(host) not in self._allowed_hosts:
+    if self._allowed_hosts is not None and read_host_name(host) not in self._allowed_hosts:
       raise Refused(
         403,
         f"the Host header {host!r:.80} is not one of this server's names; call it as 127.0.0.1 or localhost, or name "
@@ -275,19 +274,3 @@ class _Guard:
         "a web page of another origin sent this form; name its origin in --http_allowed_origins, or set --api_key_file",
         code="origin_not_allowed",
       )
-
-
-def _allowed_hosts(options: HttpOptions, api_keys: ApiKeys | None) -> frozenset[str] | None:
-  """None is any."""
-  if "*" in options.allowed_hosts:
-    return None
-  if options.allowed_hosts:
-    return frozenset(host.lower() for host in options.allowed_hosts)
-  local = options.host in ("localhost", "::1") or options.host.startswith("127.")
-  return frozenset((*_LOCAL_HOSTS, options.host)) if local and api_keys is None else None
-
-
-def _host_name(host: str) -> str:
-  """Without the port."""
-  name, colon, port = host.rpartition(":")
-  return (name if colon and port.isdigit() else host).lower()
