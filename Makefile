@@ -38,6 +38,10 @@ demo: $(READY)
 server: $(READY)
 	@$(PY) -m server.main $(ARGS)
 
+## make router    run a router before several servers (ARGS="--replicas=HOST:PORT,HOST:PORT")
+router: $(READY)
+	@$(PY) -m server.router $(ARGS)
+
 ## make test      run every check that a change must pass; pyright runs beside the tests and reports after them
 test: $(READY)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .

@@ -20,6 +20,7 @@ import pytest
 from engine.settings import declared_settings
 from models.registry import FAMILIES
 from server.flags import declared_flags, help_text
+from server.router.router_settings import router_flags
 import sluice
 from tests.documents import DOCUMENTS, GUIDES, HOW_TO, LOG, NEEDS, ROOT, TESTS, Block, code_blocks
 from tests.readability import flesch_reading_ease, prose_sentences, words_of
@@ -82,6 +83,8 @@ def accepted(module: str) -> frozenset[str]:
   """The flags of a command; of argparse's those of its parser, of absl's those that its file defines."""
   file = source(module)
   text = file.read_text()
+  if module == "server.router":
+    return frozenset(flag.name for flag in router_flags())
   if module == "tools.chaos.server":
     return frozenset(server_flags() | chaos_flags() | {"flagfile", "helpfull"})
   if "absl" in text or module == "server.main":
@@ -147,7 +150,8 @@ def test_commands_and_their_flags_are_there(document: Path) -> None:
 @functools.cache
 def all_flags() -> frozenset[str]:
   files = (file for folder in ("server", "tools") for file in (ROOT / folder).rglob("*.py"))
-  return frozenset(flag for file in files for flag in defined(file)) | server_flags() | chaos_flags()
+  found = frozenset(flag for file in files for flag in defined(file))
+  return found | server_flags() | chaos_flags() | accepted("server.router")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))

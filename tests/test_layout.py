@@ -28,6 +28,10 @@ ROOMS = (
     {"engine", "server", "boto3", "botocore", "google", "google_crc32c", "huggingface_hub", "requests"},
   ),
   ("server/page/", {"engine", "server", "prometheus_client", "starlette"}),
+  (
+    "server/router/",
+    {"engine", "server", "grpc", "grpc_health", "h11", "msgspec", "prometheus_client", "starlette", "uvloop"},
+  ),
   ("server/http/", {"engine", "server", "google", "h11", "msgspec", "python_multipart", "starlette", "uvicorn"}),
   (
     "server/",
@@ -179,7 +183,9 @@ SERVER_ORDER = (
   "server.lifecycle",
   "server.flag_spellings",
   "server.model_settings",
+  "server.setting_text",
   "server.flags",
+  "server.router",
   "server.main",
 )
 MOST_MODULES = 12

@@ -15,20 +15,16 @@ import pathlib
 import signal
 import sys
 
-from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
 import uvloop
 
 from engine.errors import ConfigError
 from engine.routing import PrefixAware, RoutingPolicy, make_routing_policy
-from server.http.error_responses import Refused, make_error_answer
 from server.http.http_listener import Listener
 from server.http.http_options import HttpOptions
 from server.lifecycle import systemd_notify
 from server.router.replica_pool import ReplicaPool
 from server.router.replica_probes import ReplicaProbes
-from server.router.router_app import OWN_PATHS, RouterApp
+from server.router.router_app import OwnPagesApp, RouterApp
 from server.router.router_metrics import RouterMetrics
 from server.router.router_settings import RouterSettings, parse_router_flags
 from server.security.certificates import make_certificates
@@ -72,17 +68,9 @@ class RouterProgram:
     self._listeners = [Listener(self._app, options, certificates, flag="port")]
     if settings.metrics_port >= 0:
       of_metrics = HttpOptions(host=settings.host, port=settings.metrics_port)
-      self._listeners.append(Listener(self._answer_metrics_port, of_metrics, flag="metrics_port"))
+      self._listeners.append(Listener(OwnPagesApp(self._app), of_metrics, flag="metrics_port"))
     self._stop, self._hurry = asyncio.Event(), asyncio.Event()
     self.port = self.metrics_port = -1
-
-  async def _answer_metrics_port(self, scope: Scope, receive: Receive, send: Send) -> None:
-    path = scope["path"]
-    if path in OWN_PATHS:
-      await self._app.answer_own_page(path, Headers(scope=scope))(scope, receive, send)
-    else:
-      answer = make_error_answer(Refused(404, f"there is no such path here; served are {', '.join(OWN_PATHS)}"))
-      await JSONResponse(answer.body, answer.status)(scope, receive, send)
 
   async def start_router(self) -> None:
     """Binds the ports and begins to check replicas. Raises ConfigError."""

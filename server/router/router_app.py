@@ -493,6 +493,22 @@ class RouterApp:
       abort()
 
 
+class OwnPagesApp:
+  """The application of the metrics port: the router's own pages, and nothing else."""
+
+  def __init__(self, app: RouterApp):
+    self._app = app
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers one request; see the ASGI specification."""
+    if scope["path"] in OWN_PATHS:
+      answer = self._app.answer_own_page(scope["path"], Headers(scope=scope))
+    else:
+      error = make_error_answer(Refused(404, f"there is no such path here; served are {', '.join(OWN_PATHS)}"))
+      answer = JSONResponse(error.body, error.status)
+    await answer(scope, receive, send)
+
+
 def _without_hop_headers(
   headers: Sequence[tuple[bytes, bytes]], left_out: frozenset[bytes]
 ) -> list[tuple[bytes, bytes]]:

@@ -14,6 +14,7 @@ from tools.repository import (
   generate_grpc_reference,
   generate_http_reference,
   generate_metrics_reference,
+  generate_router_reference,
   generate_schema_reference,
 )
 from tools.repository.draw_architecture import draw_architecture, draw_request_path
@@ -32,6 +33,7 @@ DOCUMENTS: dict[pathlib.Path, Callable[[], str]] = {
   generate_grpc_reference.PAGE: generate_grpc_reference.grpc_reference,
   generate_metrics_reference.PAGE: generate_metrics_reference.metrics_reference,
   generate_error_reference.PAGE: generate_error_reference.error_reference,
+  generate_router_reference.PAGE: generate_router_reference.router_reference,
   generate_schema_reference.PAGE: generate_schema_reference.schema_reference,
   **{
     IMAGES / f"{name}-{theme.name}.svg": functools.partial(draw, theme)

@@ -156,7 +156,11 @@ class _Handler(BaseHTTPRequestHandler):
 
   def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
     self.send_response(status)
-    for name, value in {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}.items():
+    for name, value in {
+      "content-type": "application/json",
+      "content-length": str(len(body)),
+      **(headers or {}),
+    }.items():
       self.send_header(name, value)
     self.end_headers()
     self.wfile.write(body)

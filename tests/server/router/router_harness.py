@@ -40,7 +40,7 @@ class RoutedServer:
 
   def value(self, name: str, **labels: str) -> float:
     """Returns the value of a series of /metrics; 0.0 if there is none."""
-    want = {(key, value) for key, value in labels.items()}
+    want = set(labels.items())
     for line in self.http.get("/metrics").text.splitlines():
       match = re.fullmatch(rf"{name}(?:{{(.*)}})? (\S+)", line)
       if match and want <= set(re.findall(r'(\w+)="([^"]*)"', match[1] or "")):
