@@ -25,7 +25,7 @@ CLIENTS_OPENAI2_VENV := .venv-clients-openai2
 CLIENTS_OPENAI2_READY := $(CLIENTS_OPENAI2_VENV)/.ready
 PEERS := transformers openvino vllm llama_cpp
 
-.PHONY: help setup wheel demo server test test-long check check-device audit parity docs clients peers bench bench-cloud chaos ray soak gpu clean setup-device setup-audit setup-ray
+.PHONY: help setup wheel demo server router test test-long check check-device audit parity docs clients peers bench bench-cloud chaos ray soak gpu clean setup-device setup-audit setup-ray
 
 help:
 	@sed -n 's/^## //p' Makefile

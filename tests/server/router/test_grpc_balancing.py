@@ -15,9 +15,8 @@ PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "how-to" / "severa
 
 def test_the_pages_channel_balances_and_leaves_out_who_drains(tokenizer):
   [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-  # Nothing finishes within the delay, so calls that reached the draining server would be served there.
-  host = HostOptions(drain_delay_s=60.0)
-  with running(tokenizer, host=host) as first, running(tokenizer, host=host) as second:
+  # Calls that reached the draining server within its delay would be served there.
+  with running(tokenizer, host=HostOptions(drain_delay_s=60.0)) as first, running(tokenizer) as second:
     ports = [each.address.rpartition(":")[2] for each in (first, second)]
     scope: dict = {}
     exec(code.replace("50051", ports[0]).replace("50052", ports[1]), scope)
