@@ -127,6 +127,10 @@ class Warmth:
     self._tokens = tokens
     return since, after
 
+  def skip_decodes(self, count: int) -> None:
+    """Counts further steps like the latest one, of decodes alone; a negative count takes steps back."""
+    self._count += count
+
   def ended(self, at: float) -> None:
     """Records when the step leaves the device free, seconds."""
     self._free_at = at
