@@ -22,8 +22,9 @@ from engine.routing import PrefixAware, RoutingPolicy, make_routing_policy
 from server.http.http_listener import Listener
 from server.http.http_options import HttpOptions
 from server.lifecycle import systemd_notify
-from server.router.replica_pool import ReplicaPool
-from server.router.replica_probes import ReplicaProbes
+from server.router.replicas.prefill_servers import PrefillServers
+from server.router.replicas.replica_pool import ReplicaPool
+from server.router.replicas.replica_probes import ReplicaProbes
 from server.router.router_app import OwnPagesApp, RouterApp
 from server.router.router_metrics import RouterMetrics
 from server.router.router_settings import RouterSettings, parse_router_flags
@@ -53,11 +54,18 @@ class RouterProgram:
   def __init__(self, settings: RouterSettings):
     """Raises ConfigError for files that cannot be used. Needs a running event loop."""
     self._settings = settings
+    self._prefill = PrefillServers(
+      settings.prefill_servers,
+      make_policy(settings),
+      settings.prefill_ca_file,
+      settings.probe_period_s,
+      settings.probe_timeout_s,
+    )
     pool = ReplicaPool(settings.replicas, make_policy(settings))
-    metrics = RouterMetrics(pool)
+    metrics = RouterMetrics(pool, self._prefill)
     self._access_log = AccessLog(settings.access_log)
     self._probes = ReplicaProbes(pool, settings, metrics.count_probe)
-    self._app = RouterApp(pool, self._probes, metrics, settings, self._access_log)
+    self._app = RouterApp(pool, self._prefill, self._probes, metrics, settings, self._access_log)
     certificates = make_certificates(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
     options = HttpOptions(
       host=settings.host,
@@ -77,6 +85,7 @@ class RouterProgram:
     ports = [await listener.start_listening() for listener in self._listeners]
     self.port, self.metrics_port = ports[0], ports[1] if len(ports) > 1 else -1
     self._probes.start_probes()
+    self._prefill.start_checks()
 
   def request_stop(self) -> None:
     """Begins the drain; a second call ends it at once."""
@@ -96,6 +105,7 @@ class RouterProgram:
     for listener in self._listeners:
       await listener.stop_listening(0.0 if self._hurry.is_set() else 1.0)
     await self._probes.stop_probes()
+    await self._prefill.stop_checks()
     self._access_log.close()
 
   async def _wait_unless_hurried(self, seconds: float) -> None:

@@ -35,6 +35,16 @@ class PromptFields(msgspec.Struct):
   messages: msgspec.Raw = msgspec.Raw()
   previous_response_id: Any = None
 
+  @property
+  def parts(self) -> tuple[msgspec.Raw, ...]:
+    """The prompt's fields, in the order in which a chat template writes them."""
+    return (self.tools, self.system, self.instructions, self.prompt, self.input, self.messages)
+
+  @property
+  def num_bytes(self) -> int:
+    """Bytes of the prompt."""
+    return sum(len(memoryview(part)) for part in self.parts)
+
 
 _DECODER = msgspec.json.Decoder(PromptFields)
 
@@ -56,8 +66,7 @@ def make_prompt_keys(fields: PromptFields, piece_bytes: int, max_pieces: int) ->
     max_pieces: the most keys; the rest of the prompt is not looked at.
   """
   digest = hashlib.blake2b(bytes(fields.model) + b"\0" + bytes(fields.cache_salt), digest_size=_KEY_BYTES, key=_SECRET)
-  parts = (fields.tools, fields.system, fields.instructions, fields.prompt, fields.input, fields.messages)
-  text = b"".join(memoryview(part)[: piece_bytes * max_pieces] for part in parts)
+  text = b"".join(memoryview(part)[: piece_bytes * max_pieces] for part in fields.parts)
   keys = []
   for start in range(0, min(len(text) - piece_bytes + 1, piece_bytes * max_pieces), piece_bytes):
     digest.update(text[start : start + piece_bytes])

@@ -7,7 +7,7 @@ event of its API. Any other answer is cut off, so that it cannot look whole.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import re
 import secrets
@@ -30,10 +30,16 @@ from server.http.messages.message_errors import MESSAGES_ERRORS
 from server.router.event_relay import EventRelay, make_last_event
 from server.router.path_rules import Destination, PathRule, find_path_rule
 from server.router.prompt_keys import make_prompt_keys, read_prompt_fields
-from server.router.replica_exchange import ReplicaBroken, ReplicaExchange, ReplicaUnreachable, UnsendableRequest
-from server.router.replica_pool import ReplicaPool, RoutedReplica
-from server.router.replica_probes import ReplicaProbes
-from server.router.response_homes import ResponseHomes
+from server.router.replicas.prefill_servers import PrefillServer, PrefillServers
+from server.router.replicas.replica_exchange import (
+  ReplicaBroken,
+  ReplicaExchange,
+  ReplicaUnreachable,
+  UnsendableRequest,
+)
+from server.router.replicas.replica_pool import ReplicaPool, RoutedReplica
+from server.router.replicas.replica_probes import ReplicaProbes
+from server.router.replicas.response_homes import ResponseHomes
 from server.router.router_metrics import RouterMetrics
 from server.router.router_settings import RouterSettings
 from server.telemetry.access_log import AccessLog
@@ -62,6 +68,7 @@ class RoutedRequest:
     body: the whole body; None for an upload, which is streamed.
     content_length: the header's value for an upload; b"" if it has none.
     keys: keys of the prompt's pieces.
+    prefill: the server that may compute the prompt; None: the replica does.
     ready_s: time.perf_counter() when the request was complete.
     status: the status that the client got; 0 before that.
     replica: the replica that answered.
@@ -77,6 +84,7 @@ class RoutedRequest:
   body: bytes | None = b""
   content_length: bytes = b""
   keys: Sequence[bytes] = ()
+  prefill: PrefillServer | None = None
   ready_s: float = 0.0
   status: int = 0
   replica: str | None = None
@@ -100,12 +108,14 @@ class RouterApp:
   def __init__(
     self,
     pool: ReplicaPool,
+    prefill: PrefillServers,
     probes: ReplicaProbes,
     metrics: RouterMetrics,
     settings: RouterSettings,
     access_log: AccessLog,
   ):
     self._pool = pool
+    self._prefill = prefill
     self._probes = probes
     self._metrics = metrics
     self._settings = settings
@@ -241,6 +251,8 @@ class RouterApp:
       if self._pool.policy.uses_keys:
         settings = self._settings
         request.keys = make_prompt_keys(fields, settings.prefix_piece_bytes, settings.max_prefix_pieces)
+      if fields.num_bytes >= self._settings.min_prefill_bytes:
+        request.prefill = self._prefill.choose_server(request.keys)
     if response_id:
       home = await self._homes.find_home(response_id, request.headers)
       if home is not None:
@@ -397,13 +409,30 @@ class RouterApp:
     """
     request.num_tries += 1
     exchange, outcome = replica.begin_exchange(), "client_gone"
+    prefill = request.prefill
+    if prefill is not None:
+      prefill.num_waiting += 1
+
+    def end_prefill() -> None:
+      nonlocal prefill
+      if prefill is not None:
+        prefill.num_waiting -= 1
+        prefill = None
+
     try:
       await self._send_request_head(exchange, replica, request)
       if request.body:
         await exchange.send_data(request.body)
       await exchange.end_request()
       outcome = await self._relay_answer(
-        exchange, replica, request, scope, send, may_pass_on=may_pass_on, drops_success=drops_success
+        exchange,
+        replica,
+        request,
+        scope,
+        send,
+        may_pass_on=may_pass_on,
+        drops_success=drops_success,
+        note_first_byte=end_prefill,
       )
     except (ReplicaUnreachable, ReplicaBroken) as error:
       outcome = "unreachable" if isinstance(error, ReplicaUnreachable) else "broken"
@@ -414,6 +443,7 @@ class RouterApp:
       self._probes.report_failure(replica, "it returned 503")
       raise
     finally:
+      end_prefill()
       replica.end_exchange(exchange)
       self._metrics.requests.labels(replica.name, outcome).inc()
 
@@ -422,6 +452,8 @@ class RouterApp:
       raise ReplicaUnreachable("its name has no address")
     await exchange.connect(replica.family, replica.address, self._settings.connect_timeout_s)
     headers = [(b"host", replica.name.encode()), *request.headers]
+    if request.prefill is not None:
+      headers.append((PREFILL_HEADER.encode(), request.prefill.name.encode()))
     if request.body is None:
       headers.append(
         (b"content-length", request.content_length) if request.content_length else (b"transfer-encoding", b"chunked")
@@ -443,6 +475,7 @@ class RouterApp:
     *,
     may_pass_on: bool = False,
     drops_success: bool = False,
+    note_first_byte: Callable[[], None] = lambda: None,
   ) -> str:
     """Relays the answer as it comes; returns the outcome for the metrics. Raises as `_try_replica` does."""
     sent_s = time.perf_counter()
@@ -451,6 +484,7 @@ class RouterApp:
       raise _RefusedByReplica
     # With the first part of the body, which a replica sends along: until then the request can begin elsewhere.
     data = await exchange.read_data()
+    note_first_byte()
     outcome = f"{head.status_code // 100}xx"
     if drops_success and head.status_code < 300:
       return outcome

@@ -8,7 +8,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from engine.routing import PrefixAware
-from server.router.replica_pool import ReplicaPool
+from server.router.replicas.prefill_servers import PrefillServers
+from server.router.replicas.replica_pool import ReplicaPool
 
 _ADDED_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
@@ -16,8 +17,8 @@ _ADDED_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 class _ReplicaGauges(Collector):
   """The state of the replicas at the time of a scrape."""
 
-  def __init__(self, pool: ReplicaPool):
-    self._pool = pool
+  def __init__(self, pool: ReplicaPool, prefill: PrefillServers):
+    self._pool, self._prefill = pool, prefill
 
   def collect(self) -> Iterator[Metric]:
     """Yields a gauge for each part of the state; a value that a replica did not report has no series."""
@@ -37,6 +38,14 @@ class _ReplicaGauges(Collector):
         if (value := value_of(replica)) is not None:
           gauge.add_metric([replica.name], value)
       yield gauge
+    ready = GaugeMetricFamily("sluice_router_prefill_ready", "Whether the server gets prompts.", labels=["server"])
+    waiting = GaugeMetricFamily(
+      "sluice_router_prefill_waiting", "Requests that name it, without an answer yet.", labels=["server"]
+    )
+    for server in self._prefill.servers:
+      ready.add_metric([server.name], int(server.is_ready))
+      waiting.add_metric([server.name], server.num_waiting)
+    yield from (ready, waiting)
     policy = self._pool.policy
     if isinstance(policy, PrefixAware):
       yield GaugeMetricFamily("sluice_router_known_pieces", "Pieces of prompts that the policy knows.", len(policy))
@@ -56,7 +65,7 @@ class RouterMetrics:
     added_latency: seconds that the router itself adds before the first byte.
   """
 
-  def __init__(self, pool: ReplicaPool):
+  def __init__(self, pool: ReplicaPool, prefill: PrefillServers):
     self._registry = CollectorRegistry(auto_describe=False)
     self.requests = Counter(
       "sluice_router_requests", "Tries at replicas, by outcome.", ["replica", "outcome"], registry=self._registry
@@ -76,7 +85,7 @@ class RouterMetrics:
       buckets=_ADDED_S,
       registry=self._registry,
     )
-    self._registry.register(_ReplicaGauges(pool))
+    self._registry.register(_ReplicaGauges(pool, prefill))
     ProcessCollector(registry=self._registry)
 
   def count_probe(self, replica: str, answered: bool) -> None:

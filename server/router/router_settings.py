@@ -50,6 +50,24 @@ class RouterSettings:
     at_least=1024,
     at_most=1 << 24,
   )
+  prefill_servers: tuple[str, ...] = setting(
+    (),
+    "HOST:PORT of the prefill servers' gRPC ports, if the replicas have --role=decode. The router names one to the "
+    "replica in the header x-prefiller-host-port, chosen like a replica.",
+    group=_REPLICAS,
+    common=True,
+  )
+  prefill_ca_file: str = setting(
+    "",
+    "PEM certificate authorities of the prefill servers, whose health is then checked over TLS; empty: plain text.",
+    group=_REPLICAS,
+  )
+  min_prefill_bytes: int = setting(
+    1024,
+    "Name a prefill server for prompts of at least this many bytes of JSON; replicas compute others themselves.",
+    group=_REPLICAS,
+    at_least=0,
+  )
   max_retries: int = setting(
     2,
     "Further replicas that a request may try before the first byte of its answer.",
@@ -177,6 +195,11 @@ class RouterSettings:
     if len(self.replicas) > _MOST_REPLICAS:
       raise ConfigError(f"replicas has {len(self.replicas)} entries, the limit is {_MOST_REPLICAS}; list fewer")
     _check_addresses("replicas", self.replicas)
+    _check_addresses("prefill_servers", self.prefill_servers)
+    if self.prefill_ca_file and not self.prefill_servers:
+      raise ConfigError(
+        f"prefill_ca_file={self.prefill_ca_file:.200} needs --prefill_servers; set them, or leave it out"
+      )
     if self.batch_replica and self.batch_replica not in self.replicas:
       raise ConfigError(
         f"batch_replica={self.batch_replica!r:.80} is none of --replicas; write it as one of them is written"

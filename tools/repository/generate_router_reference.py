@@ -4,7 +4,8 @@ python -m tools.repository.generate_router_reference
 """
 
 from server.router.__main__ import make_policy
-from server.router.replica_pool import ReplicaPool
+from server.router.replicas.prefill_servers import PrefillServers
+from server.router.replicas.replica_pool import ReplicaPool
 from server.router.router_metrics import RouterMetrics
 from server.router.router_settings import RouterSettings, router_flags
 from server.setting_text import default_text
@@ -65,7 +66,8 @@ def router_reference() -> str:
     limits = f" Allowed: {found.limits()}." if found.limits() else ""
     lines.append(f"| `--{declared.name}` | {default}{unit} | {found.help}{limits} |")
   settings = RouterSettings(replicas=("127.0.0.1:8000",))
-  metrics = RouterMetrics(ReplicaPool(settings.replicas, make_policy(settings)))
+  pool = ReplicaPool(settings.replicas, make_policy(settings))
+  metrics = RouterMetrics(pool, PrefillServers((), make_policy(settings), "", 1.0, 1.0))
   families = [family for family in metrics.collect() if family.name.startswith("sluice")]
   rows = [
     (f"`{family.name}{'_total' if family.type == 'counter' else ''}`", family.type, family.documentation)

@@ -14,6 +14,7 @@ from extensions.prefill_decode.proto import transfer_pb2, transfer_pb2_grpc
 from server.client import Client, SluiceError, make_generate_request
 from server.proto import sluice_pb2 as pb
 from tests.extensions.prefill_decode.conftest import Server
+from tests.server.router.router_harness import running_router, wait_until
 
 _RANDOM = random.Random(7)
 _SHARED = [_RANDOM.randrange(3, 400) for _ in range(150)]
@@ -192,6 +193,15 @@ def test_a_router_names_the_prefill_server(folder, free_port):
     with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as response:
       assert json.loads(response.read())["usage"]["completion_tokens"] == 4
     assert server.counts()[name] == 1
+    if server is trusting:  # and so does Sluice's own
+      replica = url.partition("//")[2].partition("/")[0]
+      with running_router([replica], prefill_servers=(prefill.address,), min_prefill_bytes=100) as router:
+        router.wait_ready(1)
+        wait_until(lambda: router.value("sluice_router_prefill_ready") == 1)
+        for prompt in (_SHARED, [7]):
+          answer = router.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, "cache_salt": "other"})
+          assert answer.json()["usage"]["completion_tokens"] == 4
+      assert server.counts()[name] == 2
     server.stop()
-  assert prefill.counts()["leases"] == 1
+  assert prefill.counts()["leases"] == 2
   prefill.stop()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from server.router.prompt_keys import make_prompt_keys, read_prompt_fields
-from server.router.replica_probes import read_gauges
+from server.router.replicas.replica_probes import read_gauges
 from tests.server.router.replica_stub import running_stubs
 from tests.server.router.router_harness import running_router, wait_until
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import re
 import urllib.parse
 
-from server.router.replica_exchange import fetch_page
-from server.router.replica_pool import ReplicaPool, RoutedReplica
+from server.router.replicas.replica_exchange import fetch_page
+from server.router.replicas.replica_pool import ReplicaPool, RoutedReplica
 
 # Another id at the beginning of an answer is the request's own previous_response_id, under another name.
 _ID = re.compile(rb'"id":\s*"(resp_[0-9A-Za-z]{1,64})"')

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable, Sequence
 
 from engine.routing import RoutingPolicy
-from server.router.replica_exchange import ReplicaExchange
+from server.router.replicas.replica_exchange import ReplicaExchange
 from server.router.router_settings import split_replica_address
 
 

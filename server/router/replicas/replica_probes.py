@@ -9,8 +9,8 @@ import socket
 import time
 
 from engine.errors import ConfigError
-from server.router.replica_exchange import ReplicaBroken, ReplicaUnreachable, fetch_page
-from server.router.replica_pool import ReplicaPool, RoutedReplica
+from server.router.replicas.replica_exchange import ReplicaBroken, ReplicaUnreachable, fetch_page
+from server.router.replicas.replica_pool import ReplicaPool, RoutedReplica
 from server.router.router_settings import RouterSettings
 
 _MAX_READY_BYTES = 4 << 10
