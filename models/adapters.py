@@ -9,8 +9,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from models.config import LayerAttention, ModelConfig
+from models.split import ModelSplit
 from pallas_kernels.low_rank.api import add_low_rank
 
 
@@ -22,11 +24,13 @@ class AdapterSpec:
     inputs: numbers of one input.
     runs: for each part, the length of its run of outputs.
     repeats: how often the runs follow each other.
+    splits_inputs: devices that share the layer have a share of its inputs each; else of its outputs.
   """
 
   inputs: int
   runs: tuple[int, ...]
   repeats: int = 1
+  splits_inputs: bool = False
 
   @property
   def outputs(self) -> int:
@@ -36,16 +40,42 @@ class AdapterSpec:
     """Returns the shapes of A [slots, inputs, parts * rank] and B [slots, rank, outputs]."""
     return (num_slots, self.inputs, len(self.runs) * rank), (num_slots, rank, self.outputs)
 
+  @property
+  def axes(self) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:
+    """The logical names of the dimensions of A and B without their slots."""
+    return ("share", None) if self.splits_inputs else (None, None), (None, None if self.splits_inputs else "share")
+
 
 def adapter_specs(config: ModelConfig, declared: LayerAttention) -> dict[str, AdapterSpec]:
   """Returns the layers of a Block that take adapters, by stored name within it."""
   d, f, h = config.model_dim, config.hidden_dim, declared.head_dim
   return {
     "attention.qkv": AdapterSpec(d, (declared.group_size * h, h, h), declared.num_kv_heads),
-    "attention.out": AdapterSpec(declared.num_heads * h, (d,)),
+    "attention.out": AdapterSpec(declared.num_heads * h, (d,), splits_inputs=True),
     "mlp.gate_up": AdapterSpec(d, (f, f)),
-    "mlp.down": AdapterSpec(f, (d,)),
+    "mlp.down": AdapterSpec(f, (d,), splits_inputs=True),
   }
+
+
+def spread_adapter(
+  split: ModelSplit, layer: int, name: str, a: np.ndarray, b: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the shares of all devices together of A [inputs, parts * R] and B [R, outputs], one after the other."""
+  if split.num_devices == 1:
+    return a, b
+  declared, stored, last = split.model.layers[layer], f"layers.{layer}.{name}", (a.shape[1],)
+  k, g, h = declared.num_kv_heads, declared.group_size, declared.head_dim
+  match name:
+    case "attention.qkv":
+      b = split.spread(stored, b.reshape(-1, k, g + 2, h), (None, "kv_heads", None, None)).reshape(len(b), -1)
+    case "attention.out":
+      a = split.spread(stored, a.reshape(k, g, h, *last), ("kv_heads", None, None, None)).reshape(-1, *last)
+    case "mlp.gate_up":
+      b = split.spread(stored, b.reshape(len(b), 2, -1), (None, None, "mlp"))
+      b = b.reshape(len(b), 2, split.num_devices, -1).transpose(0, 2, 1, 3).reshape(len(b), -1)
+    case _:
+      a = split.spread(stored, a, ("mlp", None))
+  return a, b
 
 
 @jax.tree_util.register_dataclass
@@ -106,7 +136,7 @@ class LayerAdapters:
 def declare_adapters(
   config: ModelConfig, num_slots: int, rank: int, dtype: jnp.dtype
 ) -> tuple[dict[str, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]], ...]:
-  """Returns the abstract arrays of every layer, for `layer_adapters`."""
+  """Returns the abstract arrays of every layer, for `layer_adapters`; config: of one device's share."""
 
   def declare(spec: AdapterSpec) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     a, b = spec.shapes(num_slots, rank)

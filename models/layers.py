@@ -16,6 +16,27 @@ import jax.numpy as jnp
 
 from models.config import LayerAttention, RopeScaling
 
+# Logical axes that several devices split; `share` is that of arrays whose layout holds one device's share after the
+# other's. Devices hold all other axes whole.
+SPLIT_AXES = ("vocab", "mlp", "kv_heads", "share")
+
+
+def sum_over_devices(x: jax.Array, axis: str, ordered: bool = False) -> jax.Array:
+  """Returns the sum of all devices' `x`, on each of them.
+
+  Args:
+    axis: the mesh axis; "": there is one device.
+    ordered: adds in the devices' order. An all-reduce may order the sum of an element by its place in the array.
+  """
+  if not axis:
+    return x
+  if not ordered:
+    return jax.lax.psum(x, axis)
+  first, *others = jax.lax.all_gather(x, axis)
+  for other in others:
+    first = first + other
+  return first
+
 
 def param(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: jnp.dtype) -> nnx.Param:
   """Declares a parameter of `shape` and `dtype` with the logical axes `axes`."""

@@ -20,11 +20,12 @@ import numpy as np
 
 from models.adapters import LinearAdapter
 from models.config import Activation
-from models.layers import RMSNorm, param
+from models.layers import SPLIT_AXES, RMSNorm, param, sum_over_devices
 from models.quantize import quantize
 from pallas_kernels.packed_matmul import api as packed_matmul
 
 Array = jax.Array | np.ndarray
+Part = tuple[slice, ...]  # of an array, by dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +38,15 @@ class WeightForm:
     ordered: packed products give a row the same bits in any batch; the layout does not change.
     flat: a plain matrix is stored as [inputs, outputs], because a TPU tiles the last two dimensions of an array. Of the
       shape [D, K, G + 2, H] it copies the whole weight in every step.
+    axis: the mesh axis whose devices share the weights; a layer is then one device's share, and runs inside of a
+      shard_map over this axis. "": one device has the whole.
   """
 
   packed: bool = False
   quantization: str = "none"
   ordered: bool = False
   flat: bool = False
+  axis: str = ""
 
   @property
   def orders_norms(self) -> bool:
@@ -89,6 +93,15 @@ class MatrixSpec:
   def outputs(self) -> tuple[int, ...]:
     return self.shape[self.num_inputs :]
 
+  @property
+  def splits_inputs(self) -> bool:
+    """Whether each device has a share of the inputs, and so a part of every sum."""
+    return any(axis in SPLIT_AXES for axis in self.axes[: self.num_inputs])
+
+  @property
+  def splits_outputs(self) -> bool:
+    return any(axis in SPLIT_AXES for axis in self.axes[self.num_inputs :])
+
 
 class Matrix(nnx.Module):
   """A weight in one representation.
@@ -103,10 +116,14 @@ class Matrix(nnx.Module):
     del form
     self.spec = spec
 
-  def arrange(self, weight: Array) -> dict[str, Array]:
-    """Converts a plain weight of `spec.shape` to the parameters of this module, by attribute.
+  def arrange(self, weight: Array, part: Part | None = None) -> dict[str, Array]:
+    """Converts a plain weight to the parameters of this module, by attribute.
 
     Copies arrays in host memory, because a weight may be a view of a file.
+
+    Args:
+      weight: of `spec.shape`; with a part, of any shape.
+      part: the part of `weight` that has `spec.shape`. The rest decides scales with it. Only packed forms take one.
     """
     raise NotImplementedError
 
@@ -134,7 +151,8 @@ class PlainMatrix(Matrix):
       self.shape, axes = (math.prod(spec.inputs), math.prod(spec.outputs)), (axes[0], axes[num_inputs])
     self.array = param(self.shape, axes, spec.dtype)
 
-  def arrange(self, weight: Array) -> dict[str, Array]:
+  def arrange(self, weight: Array, part: Part | None = None) -> dict[str, Array]:
+    assert part is None, "only packed forms take a part"
     return {"array": _owned(weight).reshape(self.shape)}
 
   def product(self, x, *, norm=None, activation=None, residual=None, num_rows=None, dtype=None):
@@ -165,7 +183,8 @@ class Int8Matrix(PlainMatrix):
     super().__init__(dataclasses.replace(spec, dtype=jnp.dtype(jnp.int8)), form)
     self.scales = param(spec.outputs, spec.axes[spec.num_inputs :], jnp.dtype(jnp.float32))
 
-  def arrange(self, weight: Array) -> dict[str, Array]:
+  def arrange(self, weight: Array, part: Part | None = None) -> dict[str, Array]:
+    assert part is None, "only packed forms take a part"
     values, scales = quantize(jnp.asarray(weight), self.spec.num_inputs)
     return {"array": values.reshape(self.shape), "scales": scales}
 
@@ -184,9 +203,11 @@ class PackedMatrix(Matrix):
     super().__init__(spec, form)
     self.ordered = form.ordered
     shape = packed_matmul.packed_shape(math.prod(spec.inputs), math.prod(spec.outputs))
-    self.array = param(shape, (None, None, None), spec.dtype)
+    is_split = spec.splits_inputs or spec.splits_outputs
+    self.array = param(shape, ("share" if is_split else None, None, None), spec.dtype)
 
-  def arrange(self, weight: Array) -> dict[str, Array]:
+  def arrange(self, weight: Array, part: Part | None = None) -> dict[str, Array]:
+    weight = weight if part is None else weight[part]
     return {"array": packed_matmul.pack_weight(np.asarray(weight).reshape(math.prod(self.spec.inputs), -1))}
 
   def product(self, x, *, norm=None, activation=None, residual=None, num_rows=None, dtype=None):
@@ -208,9 +229,9 @@ class PackedMatrix(Matrix):
     )
     return product.reshape(*lead, *spec.outputs)
 
-  def arrange_table(self, table: Array) -> dict[str, Array]:
+  def arrange_table(self, table: Array, part: Part | None = None) -> dict[str, Array]:
     """Like `arrange`, from the transposed matrix."""
-    return self.arrange(table.T)
+    return self.arrange(table.T, None if part is None else part[::-1])
 
   def lines(self, indices: jax.Array) -> jax.Array:
     """Looks up columns of a matrix [D, V]: int32[...] -> [..., D]."""
@@ -244,11 +265,13 @@ class PackedInt8Matrix(PackedMatrix):
 
   def __init__(self, spec: MatrixSpec, form: WeightForm):
     super().__init__(dataclasses.replace(spec, dtype=jnp.dtype(jnp.int8)), form)
-    self.scales = param((math.prod(spec.outputs),), (None,), jnp.dtype(jnp.float32))
+    axes = ("share" if spec.splits_outputs else None,)
+    self.scales = param((math.prod(spec.outputs),), axes, jnp.dtype(jnp.float32))
 
-  def arrange(self, weight: Array) -> dict[str, Array]:
+  def arrange(self, weight: Array, part: Part | None = None) -> dict[str, Array]:
     values, scales = quantize(jnp.asarray(weight), self.spec.num_inputs)
-    return super().arrange(values) | {"scales": scales.reshape(-1)}
+    scales = scales if part is None else scales[part[self.spec.num_inputs :]]
+    return super().arrange(values, part) | {"scales": scales.reshape(-1)}
 
   def _scales(self) -> jax.Array | None:
     return self.scales[...]
@@ -262,9 +285,9 @@ class Table(PlainMatrix):
     super().__init__(dataclasses.replace(spec, shape=spec.shape[::-1], axes=spec.axes[::-1]), form)
     self.spec = spec
 
-  def arrange_table(self, table: Array) -> dict[str, Array]:
+  def arrange_table(self, table: Array, part: Part | None = None) -> dict[str, Array]:
     """Like `arrange`, from [V, D]."""
-    return self.arrange(table)
+    return self.arrange(table if part is None else table[part])
 
   def lines(self, indices: jax.Array) -> jax.Array:
     """Looks up rows: int32[...] -> [..., D]."""
@@ -297,11 +320,22 @@ def _matrix_type(form: WeightForm) -> type[Matrix]:
 
 
 class Linear(nnx.Module):
-  """y = multiplier * (x times weight + bias), with optional norm, gates and residual."""
+  """y = multiplier * (x times weight + bias), with optional norm, gates and residual.
 
-  def __init__(self, matrix: Matrix, bias: nnx.Param | None = None, multiplier: float = 1.0):
-    """See `declare`."""
+  If several devices have a share of the inputs each, x is a share and y the whole.
+  """
+
+  def __init__(
+    self,
+    matrix: Matrix,
+    bias: nnx.Param | None = None,
+    multiplier: float = 1.0,
+    sum_axis: str = "",
+    ordered: bool = False,
+  ):
+    """See `declare`; sum_axis, ordered: as in `sum_over_devices`."""
     self.matrix, self.bias, self.multiplier = matrix, bias, multiplier
+    self.sum_axis, self.ordered = sum_axis, ordered
 
   @property
   def inputs(self) -> tuple[int, ...]:
@@ -323,7 +357,8 @@ class Linear(nnx.Module):
     """Declares a layer whose weight has `shape` in a checkpoint of `dtype`; see MatrixSpec."""
     spec = MatrixSpec(shape, axes, num_inputs, dtype)
     matrix = _matrix_type(form)(spec, form)
-    return cls(matrix, param(spec.outputs, axes[num_inputs:], dtype) if bias else None, multiplier)
+    own = param(spec.outputs, axes[num_inputs:], dtype) if bias else None
+    return cls(matrix, own, multiplier, form.axis if spec.splits_inputs else "", form.ordered)
 
   def __call__(
     self,
@@ -349,7 +384,7 @@ class Linear(nnx.Module):
         the others are arbitrary.
       adapter: low-rank adapters to add to the product, for x [T, ...].
     """
-    is_last = self.bias is None and self.multiplier == 1.0 and residual_norm is None
+    is_last = self.bias is None and self.multiplier == 1.0 and residual_norm is None and not self.sum_axis
     y = self.matrix.product(
       x,
       norm=norm,
@@ -364,6 +399,7 @@ class Linear(nnx.Module):
       y = adapter.add_to(y, x, scale, gated=activation is not None)
     if is_last:
       return y
+    y = sum_over_devices(y, self.sum_axis, self.ordered)
     if self.bias is not None:
       y = y + jnp.broadcast_to(self.bias[...], y.shape)
     if self.multiplier != 1.0:
@@ -378,13 +414,24 @@ class TiedHead(Linear):
 
 
 class Embedding(nnx.Module):
-  """Maps token ids to rows of the embedding, times `multiplier`."""
+  """Maps token ids to rows of the embedding, times `multiplier`.
 
-  def __init__(self, matrix: Table | PackedMatrix, multiplier: float = 1.0):
-    self.matrix, self.multiplier = matrix, multiplier
+  With an `axis` each of its devices has a share of the rows, and the others' rows are zeros in the sum.
+  """
+
+  def __init__(self, matrix: Table | PackedMatrix, multiplier: float = 1.0, axis: str = ""):
+    self.matrix, self.multiplier, self.axis = matrix, multiplier, axis
 
   def __call__(self, tokens: jax.Array) -> jax.Array:  # int32[...] -> [..., D]
-    x = self.matrix.lines(tokens)
+    if self.axis:
+      (size,) = self.matrix.spec.outputs
+      tokens = tokens - jax.lax.axis_index(self.axis) * size
+      inside = (tokens >= 0) & (tokens < size)
+      x = self.matrix.lines(jnp.where(inside, tokens, 0))
+      x = jnp.where(jnp.broadcast_to(inside[..., None], x.shape), x, 0)
+      x = sum_over_devices(x, self.axis)  # of one number and zeros, so exact in any order
+    else:
+      x = self.matrix.lines(tokens)
     return x if self.multiplier == 1.0 else x * jnp.asarray(self.multiplier, x.dtype)
 
 
@@ -402,13 +449,13 @@ def declare_vocabulary(
   """Declares the embedding and the head [D, V], if any. If tied, they share a weight, where possible also in memory."""
   spec = MatrixSpec((model_dim, size), ("embed", "vocab"), 1, dtype)
   if not has_head:
-    return Embedding(Table(spec, form), multiplier), None
+    return Embedding(Table(spec, form), multiplier, form.axis), None
   kind = _matrix_type(form)
   if tied and kind in _TIED:
     table = _TIED[kind](spec, form)
-    return Embedding(table, multiplier), Linear(table, multiplier=head_multiplier)
+    return Embedding(table, multiplier, form.axis), Linear(table, multiplier=head_multiplier)
   head = (TiedHead if tied else Linear)(kind(spec, form), multiplier=head_multiplier)
-  return Embedding(Table(spec, form), multiplier), head
+  return Embedding(Table(spec, form), multiplier, form.axis), head
 
 
 # --- Conversion of a plain model's parameters -------------------------------------------------------------------------
@@ -425,24 +472,25 @@ def stored_name(path: str) -> str:
   return path
 
 
-def arranger(model: nnx.Module) -> Callable[[str, Array], dict[str, Array]]:
+def arranger(model: nnx.Module) -> Callable[..., dict[str, Array]]:
   """Returns a function that converts parameters of the plain model to those of `model`, which may be abstract.
 
-  The function takes a stored name and the plain value. It returns values by stored name, in the shapes of `model`.
+  The function takes a stored name, the plain value and, for a model that is one device's share, its part of the value
+  (Matrix.arrange). It returns values by stored name, in the shapes of `model`.
   """
   modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(model)}
   tied = [(name, module.matrix) for name, module in modules.items() if isinstance(module, TiedHead)]
 
-  def arrange(name: str, weight: Array) -> dict[str, Array]:
+  def arrange(name: str, weight: Array, part: Part | None = None) -> dict[str, Array]:
     made: dict[str, dict[str, Array]] = {}
     match modules.get(name):
       case Embedding(matrix=table):
-        made[name] = table.arrange_table(weight)
-        made |= {head: matrix.arrange(weight.T) for head, matrix in tied}
+        made[name] = table.arrange_table(weight, part)
+        made |= {head: matrix.arrange(weight.T, None if part is None else part[::-1]) for head, matrix in tied}
       case Linear(matrix=matrix):
-        made[name] = matrix.arrange(weight)
+        made[name] = matrix.arrange(weight, part)
       case _:
-        return {name: _owned(weight)}
+        return {name: _owned(weight if part is None else weight[part])}
     return {
       stored_name(f"{owner}.matrix.{part}"): value for owner, parts in made.items() for part, value in parts.items()
     }

@@ -171,9 +171,9 @@ def load_library(name: str) -> ctypes.CDLL:
     raise NativeMissing(f"native {name} cannot be loaded: {error}") from error
 
 
-def choose_implementation(name: str, platform: str, num_devices: int = 1) -> str:
-  """Returns "cpu" for a single CPU device on which the library of `name` loads; else "reference"."""
-  if platform != "cpu" or num_devices != 1:
+def choose_implementation(name: str, platform: str) -> str:
+  """Returns "cpu" for a CPU on which the library of `name` loads; else "reference"."""
+  if platform != "cpu":
     return "reference"
   try:
     load_library(name)

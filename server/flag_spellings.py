@@ -22,7 +22,7 @@ INSTEAD = {
   "enable_prefix_caching": "leave it out; --prefix_cache_scope says who shares prefixes",
   "enable_tower_connector_lora": "leave it out; adapters of the language model's linear layers are served",
   "enforce_eager": "leave it out; every program is compiled before the server is ready",
-  "fully_sharded_loras": "leave it out; adapters are served on one device",
+  "fully_sharded_loras": "leave it out; devices share adapters as they share the layers",
   "gpu_memory_utilization": "set --kv_cache_mb, or the environment variable XLA_CLIENT_MEM_FRACTION",
   "kv_cache_dtype": "leave it out; KV has the type of --dtype",
   "load_format": "leave it out; weights are read from safetensors",

@@ -18,10 +18,11 @@ import numpy as np
 from engine.device.safetensors_file import StoredTensor, read_header
 from engine.device.weights import refuse_outside
 from engine.errors import CheckpointError
-from models.adapters import AdapterSpec, adapter_specs
+from models.adapters import AdapterSpec, adapter_specs, spread_adapter
 from models.config import ModelConfig
 from models.families.tensor_map import Piece
 from models.registry import tensors
+from models.split import ModelSplit
 
 CONFIG, WEIGHTS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _PREFIX = "base_model.model."
@@ -66,15 +67,18 @@ class AdapterReader:
     max_rank: int,
     slot_rank: int,
     dtype: np.dtype,
-    place: Callable[[np.ndarray], Any] = jax.device_put,
+    place: Callable[[Sequence[np.ndarray]], Sequence[Any]] = jax.device_put,
+    num_devices: int = 1,
   ):
     """Args:
     config: of the decoder.
     max_rank: the largest rank that it takes.
     slot_rank: rank of a slot, at least that; adapters are padded with zeros.
     dtype: of the slots.
-    place: moves an array to the device; may not compile.
+    place: moves the arrays to the devices; may not compile.
+    num_devices: devices that share each layer.
     """
+    self._split = ModelSplit(config, num_devices)
     self._config, self._max_rank, self._slot_rank = config, max_rank, slot_rank
     self._dtype, self._place = np.dtype(dtype), place
     pieces = tensors(config)
@@ -111,8 +115,8 @@ class AdapterReader:
     stored = self._find_tensors(file, settings)
     layers: list[dict[str, tuple[Any, Any]]] = [{} for _ in self._config.layers]
     for (index, name), (spec, parts) in self._parts.items():
-      layers[index][name] = self._read_linear(spec, parts, stored, settings)
-    return AdapterArrays(settings.max_rank, path, tuple(self._place(leaf) for leaf in jax.tree.leaves(tuple(layers))))
+      layers[index][name] = spread_adapter(self._split, index, name, *self._read_linear(spec, parts, stored, settings))
+    return AdapterArrays(settings.max_rank, path, tuple(self._place(jax.tree.leaves(tuple(layers)))))
 
   def _find_tensors(
     self, file: pathlib.Path, settings: "_LoraSettings"

@@ -12,15 +12,10 @@ from models.config import ModelConfig
 from pallas_kernels.low_rank.api import RANK_MULTIPLE
 
 
-def check_adapter_support(options: BuildOptions, num_devices: int, has_bundle: bool) -> None:
+def check_adapter_support(options: BuildOptions, has_bundle: bool) -> None:
   """Raises ConfigError if a setting excludes --enable_lora."""
   if not options.enable_lora:
     return
-  if num_devices > 1:
-    raise ConfigError(
-      f"enable_lora: adapters are on one device, and this model uses {num_devices}; set --num_devices=1, or merge the "
-      "adapter into the model"
-    )
   if has_bundle:
     raise ConfigError(
       "enable_lora: a bundle's programs take no adapters; serve without --executable_bundle or without --enable_lora"
@@ -38,11 +33,11 @@ def slot_rank(options: BuildOptions, implementation: str) -> int:
   return -(-options.max_lora_rank // multiple) * multiple if options.enable_lora else 0
 
 
-def adapter_bytes(options: BuildOptions, model: ModelConfig, rank: int, dtype: jnp.dtype) -> int:
-  """Returns the bytes of all adapter slots; 0 without adapters."""
+def adapter_bytes(options: BuildOptions, share: ModelConfig, rank: int, dtype: jnp.dtype) -> int:
+  """Returns the bytes of all adapter slots on a device, which computes `share`; 0 without adapters."""
   if not options.enable_lora:
     return 0
-  layers = declare_adapters(model, options.max_loras + 1, rank, dtype)
+  layers = declare_adapters(share, options.max_loras + 1, rank, dtype)
   return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
 
 

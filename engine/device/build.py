@@ -28,7 +28,7 @@ from engine.device.memory_check import check_fits, step_bytes
 from engine.device.options import BuildOptions
 from engine.device.pool_size import CPU_KV_BYTES, PoolSize, PoolSizer
 from engine.device.pooling import choose_pooling
-from engine.device.programs import Program, ProgramSpec, all_programs, step_program
+from engine.device.programs import Program, ProgramSpec, adapter_shardings, all_programs, step_program
 from engine.device.runner import Making, ModelRunner, Progress
 from engine.device.weights import LoadedModel, open_checkpoint
 from engine.engine import Emit, Engine
@@ -39,6 +39,7 @@ from engine.shapes import LadderChoice, ShapeLadder, StepShape
 from models.config import ModelConfig
 from models.linear import WeightForm
 from models.registry import architecture_of
+from models.split import ModelSplit
 from pallas_kernels import native
 
 # The default share of a GPU's memory that JAX allocates at start. JAX's own default of 0.75 leaves a fifth unused;
@@ -222,8 +223,9 @@ def _make_reader(side: EngineSide, max_rank: int) -> AdapterReader | None:
   spec = side.runner.spec
   if not spec.max_loras:
     return None
-  place = functools.partial(jax.device_put, device=mesh_lib.replicated(spec.mesh))
-  return AdapterReader(side.loaded.config, max_rank, spec.max_lora_rank, spec.adapters[0].dtype, place)
+  place = functools.partial(jax.device_put, device=list(adapter_shardings(spec)))
+  dtype, num_devices = spec.adapters[0].dtype, spec.split.num_devices
+  return AdapterReader(side.loaded.config, max_rank, spec.max_lora_rank, dtype, place, num_devices)
 
 
 def build_side(
@@ -235,7 +237,7 @@ def build_side(
   report_fact: FactReporter = ignore_fact,
   agree_on_blocks: Callable[[int], int] | None = None,
 ) -> EngineSide:
-  """Loads, sizes, compiles and warms up one engine side; shards the model over several devices.
+  """Loads, sizes, compiles and warms up one engine side; several devices share each layer of the model.
 
   Args:
     num_sides: sides still to build, including this one; on a CPU they share one memory.
@@ -245,9 +247,9 @@ def build_side(
   mesh = mesh_lib.make_mesh(devices)
   device = devices[0]
   candidates, capability_reason = attention_candidates(options.attention, device)
-  check_adapter_support(options, len(devices), source is not None)
+  check_adapter_support(options, source is not None)
   if options.deterministic:
-    deterministic.check_determinism_support(devices, candidates)
+    deterministic.check_determinism_support(candidates)
   dtype = jnp.dtype(
     ("float32" if device.platform == "cpu" else "bfloat16") if options.dtype == "auto" else options.dtype
   )
@@ -269,7 +271,8 @@ def build_side(
       )
     options = dataclasses.replace(options, enable_embeddings=True)  # it serves nothing else
   pooling = choose_pooling(options, model)
-  attention, attention_reason, block_size, wanted_len = choose_attention(options, candidates, model, dtype)
+  share = ModelSplit(model, mesh_lib.num_shares(mesh)).share
+  attention, attention_reason, block_size, wanted_len = choose_attention(options, candidates, share, dtype)
   fallbacks = tuple(reason for reason in (capability_reason, attention_reason, matmul_reason) if reason)
   report_fact(
     DeviceFact(
@@ -287,7 +290,7 @@ def build_side(
   choice = options.choose_ladder(device.platform, not computes_padding, one_size)
   ladder = choice.ladder
   sizer = PoolSizer(
-    block_bytes=kv_cache.bytes_per_block(model, block_size, dtype, attention),
+    block_bytes=kv_cache.bytes_per_block(model, block_size, dtype, attention, mesh_lib.num_shares(mesh)),
     block_size=block_size,
     longest=wanted_len,
     is_chosen=bool(options.max_model_len),
@@ -296,10 +299,10 @@ def build_side(
   )
   kv_bytes, kv_for = _smallest_pool(options, sizer)
   largest = ladder.rungs()[-1]
-  step = step_bytes(model, largest, dtype.itemsize, mesh.size)
-  low_rank = native.choose_implementation("low_rank", device.platform, mesh.size)
+  step = step_bytes(share, largest, dtype.itemsize)
+  low_rank = native.choose_implementation("low_rank", device.platform)
   rank = slot_rank(options, low_rank)
-  step += adapter_bytes(options, model, rank, dtype) + adapter_step_bytes(options, rank, largest.tokens)
+  step += adapter_bytes(options, share, rank, dtype) + adapter_step_bytes(options, rank, largest.tokens)
   step_for = f"{largest.tokens} tokens of {largest.rows} sequences"
   left = check_fits(options.model_dir, mesh, checkpoint.kept, kv_bytes, kv_for, step, step_for)
   weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in checkpoint.kept.values())
@@ -320,9 +323,9 @@ def build_side(
       attention=attention,
       device_kind=device.device_kind,
       deterministic=options.deterministic,
-      argmax=native.choose_implementation("argmax", device.platform, mesh.size),
-      sampling=native.choose_implementation("sampling", device.platform, mesh.size),
-      adjust=native.choose_implementation("adjust", device.platform, mesh.size),
+      argmax=native.choose_implementation("argmax", device.platform),
+      sampling=native.choose_implementation("sampling", device.platform),
+      adjust=native.choose_implementation("adjust", device.platform),
       embeds=options.enable_embeddings,
       max_loras=options.max_loras if options.enable_lora else 0,
       max_lora_rank=rank,

@@ -1,12 +1,15 @@
 """Checks and trials for --deterministic. May not change arithmetic.
 
 With --deterministic, a request has the same bits alone, in any batch, in any chunks, with cached prefixes and after
-preemption. The bits are those of log probabilities, and so of tokens (with temperature, given a seed). Two things could
-change them:
+preemption. The bits are those of log probabilities, and so of tokens (with temperature, given a seed). Three things
+could change them:
 
   A library may sum in an order that depends on the step's shape. So all steps have one shape, unless every kernel's
   sums depend only on their row (api.ACROSS_SHAPES, and packed matmuls with WeightForm.ordered). Then the ladder stays,
   and only the sampler, which XLA compiles, has the shape of the largest step in every step (programs.py).
+
+  An all-reduce may order the sum of an element by its place in the array. So devices that share a layer gather each
+  other's parts and add them in their own order (models.layers.sum_over_devices).
 
   A prompt and a decode could use different kernels. So attention sends both through one (Geometry.invariant).
 
@@ -16,7 +19,6 @@ change them:
 from collections.abc import Sequence
 import random
 import struct
-from typing import Any
 
 from engine.batch import Admission, Batch, Runner, StepResult
 from engine.config import EngineConfig
@@ -25,26 +27,18 @@ from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from engine.shapes import ShapeLadder, StepShape
 from pallas_kernels.paged_attention import api
 
-# A sum of two parts has the same bits in either order; the bits of longer sums depend on a value's place in the buffer.
-_MOST_DEVICES = 2
 _TRIED_TOKENS = 8
 
 
-def check_determinism_support(devices: Sequence[Any], attention: Sequence[str]) -> None:
-  """Rejects devices and kernels that cannot be deterministic, before loading.
+def check_determinism_support(attention: Sequence[str]) -> None:
+  """Rejects kernels that cannot be deterministic, before loading.
 
   Args:
-    devices: the devices of one engine.
     attention: candidates, see api.candidates.
 
   Raises:
     ConfigError: with the value, the limit and the remedy.
   """
-  if len(devices) > _MOST_DEVICES:
-    raise ConfigError(
-      f"deterministic: over {len(devices)} devices the order of a sum depends on its place in the batch; "
-      f"supported are at most {_MOST_DEVICES} devices; lower --num_devices"
-    )
   for name in attention:
     if name not in api.WITHIN_A_SHAPE:
       raise ConfigError(

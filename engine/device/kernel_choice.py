@@ -55,7 +55,10 @@ def attention_candidates(requested: str, device: Any) -> tuple[tuple[str, ...], 
 def choose_attention(
   options: BuildOptions, candidates: tuple[str, ...], model: ModelConfig, dtype: jnp.dtype
 ) -> tuple[str, str, int, int]:
-  """Returns the implementation, why it is not the best (or ""), tokens a block, and the longest sequence."""
+  """Returns the implementation, why it is not the best (or ""), tokens a block, and the longest sequence.
+
+  Args: model: what one device computes (ModelSplit.share).
+  """
 
   def check(name: str) -> None:
     # One token, row and block: the ladder does not exist yet.
@@ -79,14 +82,14 @@ def choose_matmul(requested: str, mesh: Mesh, dtype: jnp.dtype) -> tuple[str, st
   if requested == "xla":
     return "xla", ""
   platform = mesh.devices.flat[0].platform
-  expected, reason = platform == "cpu" and mesh.size == 1, ""
+  expected, reason = platform == "cpu", ""
   if expected:
     try:
       packed_matmul.check_supported(dtype)
     except NotImplementedError as error:
       reason = str(error)
   else:
-    reason = f"packed matmul: only on one device of platform cpu, not on {mesh.size} of {platform}"
+    reason = f"packed matmul: only on platform cpu, not on {platform}"
   if not reason:
     return "packed", ""
   if requested == "packed":

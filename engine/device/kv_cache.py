@@ -13,18 +13,26 @@ from jax.sharding import Mesh
 
 from engine.device import mesh as mesh_lib
 from models.config import LayerAttention, ModelConfig
+from models.split import ModelSplit
 from pallas_kernels.paged_attention import api
 
 Buffers = tuple[jax.Array, ...]
 
 
-def bytes_per_block(model: ModelConfig, block_size: int, dtype: jnp.dtype, attention: str = "reference") -> int:
-  """Returns the bytes of one block over all layers and devices; `attention` is the implementation's name."""
+def bytes_per_block(
+  model: ModelConfig, block_size: int, dtype: jnp.dtype, attention: str = "reference", num_devices: int = 1
+) -> int:
+  """Returns the bytes of one block over all layers and devices.
+
+  Args:
+    attention: the implementation's name.
+    num_devices: devices that share each layer. A KV head may be on several of them.
+  """
   values = sum(
     len(layers) * math.prod(api.kv_shape(1, block_size, declared.num_kv_heads, declared.head_dim, attention))
-    for declared, layers in model.groups.items()
+    for declared, layers in ModelSplit(model, num_devices).share.groups.items()
   )
-  return values * jnp.dtype(dtype).itemsize
+  return values * num_devices * jnp.dtype(dtype).itemsize
 
 
 def head_axis(block_size: int, declared: LayerAttention, attention: str = "reference") -> int:
@@ -39,15 +47,15 @@ def abstract(
   mesh: Mesh, model: ModelConfig, num_blocks: int, block_size: int, dtype: jnp.dtype, attention: str = "reference"
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
   """Returns the abstract buffers of a pool of `num_blocks`, one a layer, sharded over KV heads."""
+  share = ModelSplit(model, mesh_lib.num_shares(mesh)).share
 
   def of_group(declared: LayerAttention) -> jax.ShapeDtypeStruct:
     shape = api.kv_shape(num_blocks + 1, block_size, declared.num_kv_heads, declared.head_dim, attention)
     axis = head_axis(block_size, declared, attention)
-    names = tuple("kv_heads" if i == axis else None for i in range(len(shape)))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=mesh_lib.sharding_of(mesh, "KV cache", shape, names))
+    return mesh_lib.spread(mesh, shape, dtype, tuple("kv_heads" if i == axis else None for i in range(len(shape))))
 
-  buffers = {declared: of_group(declared) for declared in model.groups}
-  return tuple(buffers[declared] for declared in model.layers)
+  buffers = {declared: of_group(declared) for declared in share.groups}
+  return tuple(buffers[declared] for declared in share.layers)
 
 
 def free_bytes(mesh: Mesh, step_bytes: int, reserve_share: float = 0.05) -> int | None:

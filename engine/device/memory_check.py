@@ -15,14 +15,14 @@ _MEMINFO = pathlib.Path("/proc/meminfo")
 _CGROUP = pathlib.Path("/sys/fs/cgroup")  # cgroup of this process, as a container sees it
 
 
-def step_bytes(model: ModelConfig, shape: StepShape, itemsize: int, devices: int) -> int:
-  """Returns a lower bound of a step's bytes on each device.
+def step_bytes(share: ModelConfig, shape: StepShape, itemsize: int) -> int:
+  """Returns a lower bound of a step's bytes on each device, which computes `share` (ModelSplit.share).
 
   It counts a layer's input and output, gate and up, and for each logit row its logits and two rows of the sampler's
   state. A row of a model without logits has its hidden state.
   """
-  token = (2 * model.model_dim + 2 * model.hidden_dim // devices) * itemsize
-  row = 3 * model.vocab_size if model.has_token_head else model.model_dim
+  token = (2 * share.model_dim + 2 * share.hidden_dim) * itemsize
+  row = 3 * share.vocab_size if share.has_token_head else share.model_dim
   return shape.tokens * token + shape.logits * row * 4
 
 

@@ -16,8 +16,10 @@ import os
 import pathlib
 import shutil
 import tempfile
+from typing import Any
 
 import jax
+import numpy as np
 
 from engine.device.file_checksums import SUMS, read_sums, sha256, verify_sum
 from engine.errors import CheckpointError, ConfigError
@@ -55,8 +57,13 @@ def verify_orbax_folder(folder: pathlib.Path) -> dict[str, str]:
   return marker
 
 
-def load_orbax_arrays(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-  """Restores a verified folder to the shardings and dtypes of `wanted`, by parameter name."""
+def load_orbax_arrays(
+  folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct], on_host: bool = False
+) -> dict[str, Any]:
+  """Restores a verified folder to the dtypes of `wanted`, by parameter name.
+
+  Args: on_host: as numpy arrays; else as jax.Arrays with the shardings of `wanted`.
+  """
   import orbax.checkpoint as ocp  # takes 0.3 s, and Hugging Face folders do not need it
 
   directory = (folder / _WEIGHTS).resolve()
@@ -77,7 +84,9 @@ def load_orbax_arrays(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStru
           f"{shapes.get(key, 'none')}; use files of one model"
         )
     arguments = {
-      key: ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype, global_shape=leaf.shape)
+      key: ocp.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+      if on_host
+      else ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype, global_shape=leaf.shape)
       for key, leaf in wanted.items()
     }
     return checkpointer.restore(directory, args=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments))

@@ -2,11 +2,13 @@
 
 `step` runs one rung, and `write_lines` sets slots' rows in a table of the sampler. JAX lowers both from abstract arrays
 with shardings. So the results of one program match the arguments of the next, and JAX never reshards or recompiles.
+On several devices each runs the function on its own parts of the arrays (engine/device/mesh.py).
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import math
 from typing import Any
 
 from flax import nnx
@@ -16,14 +18,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from engine.device import kv_cache, sampler
+from engine.device import kv_cache, sampler, split_sampler
 from engine.device import mesh as mesh_lib
 from engine.device.model_input import Column, Flag, SamplingRows, StepLayout, unpack
 from engine.device.sampler import SlotState
+from engine.device.split_sampler import VocabularySplit
 from engine.shapes import StepShape
-from models.adapters import declare_adapters, layer_adapters
+from models.adapters import adapter_specs, declare_adapters, layer_adapters
 from models.attention import AttentionMeta, PagedGroups, paged_attend
 from models.config import LayerAttention, ModelConfig
+from models.split import ModelSplit
 from pallas_kernels.paged_attention.api import PagedAttention
 from pallas_kernels.paged_attention.plan import Geometry, Plan
 
@@ -81,8 +85,8 @@ class ProgramSpec:
   Attributes:
     mesh: the devices.
     model: configuration of the decoder.
-    graphdef, params_tree: structure of the module and of its nnx.State, whose leaves are `params`.
-    params: the leaves, abstract, with shardings.
+    graphdef, params_tree: structure of one device's share of the module and of its nnx.State.
+    params: the leaves of the state, abstract, of all devices together, with shardings.
     kv: the KV buffers, abstract, with shardings.
     block_size, table_width, num_slots, num_eos: as in StepLayout.
     attention: name of the implementation (pallas_kernels.paged_attention.api), which determines the layout of `kv`.
@@ -121,9 +125,18 @@ class ProgramSpec:
     """JAX's platform name: cpu, tpu, gpu, or cuda when compiling without a GPU."""
     return self.mesh.devices.flat[0].platform
 
+  @functools.cached_property
+  def split(self) -> ModelSplit:
+    """The model on the devices that share each layer."""
+    return ModelSplit(self.model, mesh_lib.num_shares(self.mesh))
+
+  @property
+  def vocabulary(self) -> VocabularySplit:
+    """The share of the vocabulary that a device has in `step`."""
+    return VocabularySplit(mesh_lib.AXIS, self.split.num_devices, self.model.vocab_size, self.split.share.vocab_size)
+
   def attention_groups(self, shape: StepShape) -> PagedGroups:
     """Returns the attention of a rung for each group of layers, on one device with its share of the heads."""
-    devices = self.mesh.size
 
     def of_group(declared: LayerAttention) -> PagedAttention:
       geometry = Geometry(
@@ -131,15 +144,15 @@ class ProgramSpec:
         rows=shape.rows,
         table_width=self.table_width,
         block_size=self.block_size,
-        num_heads=declared.num_heads // devices,
-        num_kv_heads=declared.num_kv_heads // devices,
+        num_heads=declared.num_heads,
+        num_kv_heads=declared.num_kv_heads,
         head_dim=declared.head_dim,
         sliding_window=declared.window,
         invariant=self.deterministic,
       )
       return PagedAttention(self.attention, geometry, declared.scale, declared.soft_cap, self.device_kind)
 
-    return tuple((declared, of_group(declared)) for declared in self.model.groups)
+    return tuple((declared, of_group(declared)) for declared in self.split.share.groups)
 
   def layout(self, shape: StepShape) -> StepLayout:
     """Returns the layout of a rung's packed array."""
@@ -163,12 +176,14 @@ class ProgramSpec:
 
   @property
   def slot_state(self) -> SlotState:
-    """Abstract sampler state."""
-    lines, vocab = self.num_slots + 1, self.model.vocab_size
+    """Abstract sampler state; each device has the columns of its share of the vocabulary."""
+    lines, vocab = self.num_slots + 1, self.split.share.vocab_size
+
+    def table(width: int, dtype: Any) -> Any:
+      return mesh_lib.spread(self.mesh, (lines, width), dtype, (None, "vocab"))
+
     return SlotState(
-      history=self.whole((lines, vocab), jnp.int32),  # pyright: ignore
-      bias=self.whole((lines, vocab), jnp.float32),  # pyright: ignore
-      mask=self.whole((lines, -(-vocab // 32)), jnp.int32),  # pyright: ignore
+      history=table(vocab, jnp.int32), bias=table(vocab, jnp.float32), mask=table(-(-vocab // 32), jnp.int32)
     )
 
   @property
@@ -176,8 +191,17 @@ class ProgramSpec:
     """Abstract arrays of all adapters by layer and name, with slot 0 for none; () without adapters."""
     if not self.max_loras:
       return ()
-    layers = declare_adapters(self.model, self.max_loras + 1, self.max_lora_rank, self.kv[0].dtype)
-    return jax.tree.map(lambda leaf: self.whole(leaf.shape, leaf.dtype), layers)
+    share, num_slots, rank = self.split.share, self.max_loras + 1, self.max_lora_rank
+    layers = declare_adapters(share, num_slots, rank, self.kv[0].dtype)
+    specs = [adapter_specs(share, declared) for declared in share.layers]
+
+    def spread(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
+      return mesh_lib.spread(self.mesh, leaf.shape, leaf.dtype, (None, *axes))
+
+    return tuple(
+      {name: (spread(a, of_layer[name].axes[0]), spread(b, of_layer[name].axes[1])) for name, (a, b) in arrays.items()}
+      for arrays, of_layer in zip(layers, specs, strict=True)
+    )
 
   @property
   def adapters(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -186,30 +210,9 @@ class ProgramSpec:
 
   @property
   def slot_bytes(self) -> int:
-    """Bytes of the sampler's state and the adapters."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((self.slot_state, self.adapters)))
-
-
-@functools.cache
-def _attend(spec: ProgramSpec, groups: PagedGroups):
-  """Returns paged attention; with several devices each runs its own heads."""
-  attend = paged_attend(groups)
-  if spec.mesh.size == 1:
-    return attend
-  heads, whole = PartitionSpec(None, mesh_lib.AXIS), PartitionSpec()
-
-  def attend_on_each(declared: LayerAttention, *arrays):
-    buffer = spec.kv[spec.model.groups[declared][0]]
-    pages = buffer.sharding.spec  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-    return jax.shard_map(
-      functools.partial(attend, declared),
-      mesh=spec.mesh,
-      in_specs=(heads, whole, whole, pages, whole),
-      out_specs=(heads, pages),
-      check_vma=False,
-    )(*arrays)
-
-  return attend_on_each
+    """Bytes of the sampler's state and the adapters on each device."""
+    leaves = jax.tree.leaves((self.slot_state, self.adapters))
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _with_all_rows(logits: jax.Array, rows: SamplingRows, num_slots: int) -> tuple[jax.Array, SamplingRows]:
@@ -235,7 +238,7 @@ def step(
   packed: jax.Array,
   adapters: tuple[jax.Array, ...] = (),
 ):
-  """One step of the engine on the device.
+  """One step of the engine on a device. On several devices, arrays are this device's parts (see mesh.on_each_device).
 
   Args:
     spec, layout: static.
@@ -262,7 +265,7 @@ def step(
   rows_of_step = inputs.block_tables, inputs.kv_lens, inputs.query_starts
   ragged = tuple(attention.meta(*rows_of_step, plans.get(attention.plan)) for _, attention in groups)
   meta = AttentionMeta(ragged, inputs.slot_mapping)
-  attend = _attend(spec, groups)
+  attend = paged_attend(groups)
   # With as many logit rows as tokens, selecting tokens would only add a launch.
   some = layout.shape.logits < layout.shape.tokens
   wanted = (inputs.logit_tokens, inputs.num_logit_rows) if some else None
@@ -270,23 +273,25 @@ def step(
   if adapters:
     assert inputs.adapter_slots is not None, "the layout has no adapter slots"
     layers = jax.tree.unflatten(jax.tree.structure(spec.adapter_layers), adapters)
-    of_layers = layer_adapters(spec.model, layers, inputs.adapter_slots, spec.low_rank)
+    of_layers = layer_adapters(spec.split.share, layers, inputs.adapter_slots, spec.low_rank)
   hidden, kv = decoder.hidden(tokens, inputs.positions, kv, meta, attend, inputs.num_tokens, wanted, of_layers)
   hidden = hidden if some else hidden[inputs.logit_tokens]
   if not spec.model.has_token_head:
     states = decoder.final_norm(hidden).astype(jnp.float32)
     return kv, last_tokens, slot_state, (*sampler.report_states(states, spec.model.vocab_size), states)
   logits = decoder.logits(hidden, inputs.num_logit_rows)
-  # In two steps: with one constraint for whole logits, XLA would gather the head instead of the logits.
-  logits = lax.with_sharding_constraint(logits, NamedSharding(spec.mesh, PartitionSpec(None, mesh_lib.AXIS)))
-  logits = lax.with_sharding_constraint(logits, mesh_lib.replicated(spec.mesh))
   if spec.deterministic:
     logits, rows = _with_all_rows(logits, rows, spec.num_slots)
   with jax.named_scope("sample"):
     wide = spec.platform != "cpu"
     kernels = spec.argmax, spec.sampling, spec.adjust
-    sampled = sampler.sample(logits, rows, slot_state, wide, inputs.num_logit_rows, *kernels)
-    slot_state = sampler.remember(slot_state, rows, sampled.tokens)
+    if spec.split.num_devices == 1:
+      sampled = sampler.sample(logits, rows, slot_state, wide, inputs.num_logit_rows, *kernels)
+      slot_state = sampler.remember(slot_state, rows, sampled.tokens)
+    else:
+      split = spec.vocabulary
+      sampled = split_sampler.sample_split(logits, rows, slot_state, split, wide, inputs.num_logit_rows, *kernels)
+      slot_state = split_sampler.remember_split(slot_state, rows, sampled.tokens, split)
   slots = jnp.where(rows.has(Flag.SAMPLE), rows[Column.SLOT], layout.num_slots)
   if spec.deterministic:
     sampled = lax.optimization_barrier(sampled)  # otherwise XLA would sample only the returned rows
@@ -307,20 +312,25 @@ def write_lines(table: jax.Array, packed: jax.Array) -> jax.Array:
   return table
 
 
-def pack_lines(table: str, lines: Sequence[tuple[int, np.ndarray]], width: int, padding: int) -> np.ndarray:
-  """Returns the second argument of `write_lines`: int32[NUM_LINES[table], 1 + W].
+def pack_lines(
+  table: str, lines: Sequence[tuple[int, np.ndarray]], width: int, padding: int, num_devices: int = 1
+) -> np.ndarray:
+  """Returns the second argument of `write_lines`: int32[NUM_LINES[table], 1 + W] for each device, one after the other.
 
   Args:
-    lines: (slot, 32-bit values), at most NUM_LINES[table].
-    width: W.
+    lines: (slot, 32-bit values), at most NUM_LINES[table]. Values that are missing at the end are padding.
+    width: columns of the table on all devices together.
     padding: the padding slot, for unused rows.
+    num_devices: devices that share the columns.
   """
-  packed = np.zeros((NUM_LINES[table], 1 + width), np.int32)
-  packed[:, 0] = padding
+  packed = np.zeros((num_devices, NUM_LINES[table], 1 + width // num_devices), np.int32)
+  packed[:, :, 0] = padding
   for index, (slot, line) in enumerate(lines):
-    packed[index, 0] = slot
-    packed[index, 1:] = line.view(np.int32)
-  return packed
+    values = np.zeros(width, np.int32)
+    values[: len(line)] = line.view(np.int32)
+    packed[:, index, 0] = slot
+    packed[:, index, 1:] = values.reshape(num_devices, -1)
+  return packed.reshape(-1, packed.shape[2])
 
 
 def step_options(spec: ProgramSpec) -> dict[str, bool | int | str] | None:
@@ -352,18 +362,20 @@ def step_program(spec: ProgramSpec, shape: StepShape, with_adapters: bool = Fals
   )
   if spec.embeds:
     outputs += (spec.whole((shape.logits, spec.model.model_dim), jnp.float32),)
+  arguments = (
+    spec.params,
+    spec.kv,
+    spec.last_tokens,
+    spec.slot_state,
+    spec.whole((layout.size,), jnp.int32),
+    *((spec.adapters,) if with_adapters else ()),
+  )
+  results = spec.kv, spec.last_tokens, spec.slot_state, outputs
   return Program(
     name=adapted_key(shape) if with_adapters else "-".join(map(str, ("step", *dataclasses.astuple(shape)))),
-    function=functools.partial(step, spec, layout),
-    arguments=(
-      spec.params,
-      spec.kv,
-      spec.last_tokens,
-      spec.slot_state,
-      spec.whole((layout.size,), jnp.int32),
-      *((spec.adapters,) if with_adapters else ()),
-    ),
-    results=(spec.kv, spec.last_tokens, spec.slot_state, outputs),
+    function=mesh_lib.on_each_device(spec.mesh, functools.partial(step, spec, layout), arguments, results),
+    arguments=arguments,
+    results=results,
     donated=(1, 2, 3),
     compiler_options=step_options(spec),
   )
@@ -372,8 +384,10 @@ def step_program(spec: ProgramSpec, shape: StepShape, with_adapters: bool = Fals
 def lines_program(spec: ProgramSpec, table: str) -> Program:
   """Returns the program that sets rows of a sampler table: (table, packed) -> table."""
   lines = getattr(spec.slot_state, table)
-  packed = spec.whole((NUM_LINES[table], 1 + lines.shape[1]), jnp.int32)
-  return Program(f"lines-{table}", write_lines, (lines, packed), lines, (0,), step_options(spec))
+  own_width = lines.sharding.shard_shape(lines.shape)[1]
+  packed = mesh_lib.spread(spec.mesh, (NUM_LINES[table], 1 + own_width), jnp.int32, ("share", None))
+  function = mesh_lib.on_each_device(spec.mesh, write_lines, (lines, packed), lines)
+  return Program(f"lines-{table}", function, (lines, packed), lines, (0,), step_options(spec))
 
 
 def write_adapter(
@@ -387,9 +401,19 @@ def write_adapter(
 
 def adapter_program(spec: ProgramSpec) -> Program:
   """Returns the program that writes one adapter: (adapters, slot, weights) -> adapters."""
-  weights = tuple(spec.whole(leaf.shape[1:], leaf.dtype) for leaf in spec.adapters)
+  weights = tuple(
+    jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+    for leaf, sharding in zip(spec.adapters, adapter_shardings(spec), strict=True)
+  )
   arguments = spec.adapters, spec.whole((), jnp.int32), weights
-  return Program("write-adapter", write_adapter, arguments, spec.adapters, (0,), step_options(spec))
+  function = mesh_lib.on_each_device(spec.mesh, write_adapter, arguments, spec.adapters)
+  return Program("write-adapter", function, arguments, spec.adapters, (0,), step_options(spec))
+
+
+def adapter_shardings(spec: ProgramSpec) -> tuple[jax.sharding.Sharding, ...]:
+  """Returns the shardings of one adapter's arrays, in the order of spec.adapters."""
+  specs = (leaf.sharding.spec for leaf in spec.adapters)  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+  return tuple(NamedSharding(spec.mesh, PartitionSpec(*each[1:])) for each in specs)
 
 
 def adapted_key(shape: StepShape) -> str:

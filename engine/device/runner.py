@@ -317,5 +317,9 @@ class ModelRunner:
   def _set_lines(self, table: str, lines: Sequence[tuple[int, np.ndarray]]) -> None:
     """Sets rows of a sampler table, by slot; at most programs.NUM_LINES[table]."""
     before = getattr(self.slot_state, table)
-    packed = programs.pack_lines(table, lines, before.shape[1], self.spec.num_slots)
+    packed: Any = programs.pack_lines(
+      table, lines, before.shape[1], self.spec.num_slots, mesh_lib.num_shares(self.spec.mesh)
+    )
+    if self.spec.mesh.size > 1:
+      packed = mesh_lib.place_array(packed, mesh_lib.rows_by_share(self.spec.mesh))
     self.slot_state = dataclasses.replace(self.slot_state, **{table: self._write_lines[table](before, packed)})

@@ -49,7 +49,7 @@ _ADJUSTMENTS = {
   Kind.SUPPRESS: Flag.SUPPRESS,
   Kind.PENALTY: Flag.PENALTY,
 }
-_ADJUSTED = functools.reduce(operator.or_, _ADJUSTMENTS.values())
+ADJUSTED = functools.reduce(operator.or_, _ADJUSTMENTS.values())
 
 
 @jax.tree_util.register_dataclass
@@ -138,9 +138,20 @@ def _column(values: jax.Array, like: jax.Array) -> jax.Array:
   return jnp.broadcast_to(values[:, None], like.shape)
 
 
-def _adjusted(x: jax.Array, rows: SamplingRows, state: SlotState, num_rows: jax.Array | None, by: str) -> jax.Array:
-  """Applies all steps before the temperature."""
-  kinds = [jnp.where(rows.has(flag), jnp.int32(kind), 0) for kind, flag in _ADJUSTMENTS.items()]
+def adjust_rows(
+  x: jax.Array,
+  rows: SamplingRows,
+  state: SlotState,
+  num_rows: jax.Array | None,
+  by: str,
+  suppresses: bool = True,
+) -> jax.Array:
+  """Applies all steps before the temperature; without `suppresses`, not step 3."""
+  kinds = [
+    jnp.where(rows.has(flag), jnp.int32(kind), 0)
+    for kind, flag in _ADJUSTMENTS.items()
+    if suppresses or flag != Flag.SUPPRESS
+  ]
   params = AdjustParams(
     kinds=functools.reduce(operator.or_, kinds),
     slot=rows[Column.SLOT],
@@ -151,7 +162,7 @@ def _adjusted(x: jax.Array, rows: SamplingRows, state: SlotState, num_rows: jax.
   return adjust_logits(x, params, rows.stop_ids, Memory(state.history, state.bias, state.mask), num_rows, by)
 
 
-def _sample_random_rows(
+def sample_random_rows(
   x: jax.Array, rows: SamplingRows, best: jax.Array, wide: bool, num_rows: jax.Array | None, by: str
 ) -> jax.Array:
   """Samples a token for each RANDOM row from the truncated distribution; returns `best` for the others."""
@@ -167,7 +178,7 @@ def _sample_random_rows(
   return jnp.where(random, sample_tokens(x, inputs, num_rows, by, wide), best)
 
 
-def _largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   """Returns the `count` largest values and indices of each row, f32 and int32[S, count], ordered like lax.top_k.
 
   A tournament: an entry of a level is the largest of _FAN entries below it. On the way down, the largest of a level lie
@@ -208,17 +219,22 @@ def _logprobs(
   own = logits[line, jnp.where(rows[Column.TARGET] < 0, tokens, rows[Column.TARGET])] - norm
 
   def top():
-    values, ids = _largest(logits, count) if wide else lax.top_k(logits, count)
-    values = jnp.where(_column(bad, values), 0.0, values - _column(norm, values))
-    return jnp.where(_column(bad, ids), 0, ids), values
+    values, ids = largest(logits, count) if wide else lax.top_k(logits, count)
+    return finish_top(values, ids, norm, bad)
 
-  nothing = _no_logprobs(logits)
+  nothing = no_logprobs(*logits.shape)
   wanted = jnp.any(rows.has(Flag.TOP_LOGPROBS))
   return jnp.where(bad, 0.0, own), *lax.cond(wanted, top, lambda: nothing[1:])
 
 
-def _no_logprobs(logits: jax.Array) -> tuple[jax.Array, ...]:
-  num_rows, vocab_size = logits.shape
+def finish_top(values: jax.Array, ids: jax.Array, norm: jax.Array, bad: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns top_ids and top_logprobs of `Sampled` from the largest logits, f32[S, n]; norm, bad: f32 and bool[S]."""
+  values = jnp.where(_column(bad, values), 0.0, values - _column(norm, values))
+  return jnp.where(_column(bad, ids), 0, ids), values
+
+
+def no_logprobs(num_rows: int, vocab_size: int) -> tuple[jax.Array, ...]:
+  """Returns logprobs, top_ids and top_logprobs of `Sampled` where no row needs them."""
   shape = (num_rows, num_alternatives(vocab_size))
   return jnp.zeros(num_rows, jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
@@ -250,21 +266,21 @@ def sample(
   bad = ~finite
 
   def adjusted():
-    x = _adjusted(logits, rows, state, num_rows, adjust_by)
+    x = adjust_rows(logits, rows, state, num_rows, adjust_by)
     return x, argmax(x, num_rows, argmax_by)[0]
 
   def chosen():
-    x, best = lax.cond(jnp.any(rows.has(_ADJUSTED)), adjusted, lambda: (logits, likeliest))
+    x, best = lax.cond(jnp.any(rows.has(ADJUSTED)), adjusted, lambda: (logits, likeliest))
     random = jnp.any(rows.has(Flag.RANDOM))
-    return lax.cond(random, lambda: _sample_random_rows(x, rows, best, wide, num_rows, sampling_by), lambda: best)
+    return lax.cond(random, lambda: sample_random_rows(x, rows, best, wide, num_rows, sampling_by), lambda: best)
 
   # Around both branches, because an entirely greedy step would otherwise copy the logits for the sampling branch.
-  tokens = lax.cond(jnp.any(rows.has(_ADJUSTED | Flag.RANDOM)), chosen, lambda: likeliest)
+  tokens = lax.cond(jnp.any(rows.has(ADJUSTED | Flag.RANDOM)), chosen, lambda: likeliest)
   tokens = jnp.where(bad, 0, tokens)
   logprobs = lax.cond(
     jnp.any(rows.has(Flag.LOGPROB)),
     lambda: _logprobs(logits, rows, tokens, bad, wide),
-    lambda: _no_logprobs(logits),
+    lambda: no_logprobs(*logits.shape),
   )
   return Sampled(tokens, bad, *logprobs)
 

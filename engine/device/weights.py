@@ -19,8 +19,9 @@ import numpy as np
 
 from engine.device import orbax_folder
 from engine.device.file_checksums import SUMS, read_sums, verify_sum
-from engine.device.mesh import place_array, shardings
+from engine.device.mesh import AXIS, num_shares, place_array, spread_params
 from engine.device.safetensors_file import StoredTensor, read_header
+from engine.device.weight_shares import ShareReader, parameter_axes
 from engine.errors import CheckpointError, ConfigError
 from engine.model_folder import INDEX, SINGLE, check_model_folder, leads_outside, name_of_model
 from models.config import ModelConfig
@@ -28,6 +29,7 @@ from models.families.keys import unknown_keys
 from models.families.tensor_map import Piece
 from models.linear import PLAIN, WeightForm, arranger, stored_name
 from models.registry import abstract, config_from_hf, refuse_uncomputed, tensors
+from models.split import ModelSplit
 
 _MOST_NAMED = 20  # most unknown keys in one warning
 _BACKBONE, _HEADS = "model.", ("lm_head.weight", "score.weight")  # names of tensors begin so, or are these
@@ -126,10 +128,17 @@ def open_checkpoint(
   stored_dtypes = {marker["dtype"]} if is_orbax else set()
   if stored:
     stored_dtypes = {stored[piece.name].numpy_dtype.name for pieces in tensors(config).values() for piece in pieces}
-  wanted = _declared(mesh, abstract(config, dtype)[1])
-  graphdef, state = abstract(config, dtype, form)
+  split = ModelSplit(config, num_shares(mesh))
+  is_shared = split.num_devices > 1
+  form = dataclasses.replace(form, axis=AXIS if is_shared else "")
+  whole = abstract(config, dtype)[1]
+  plain = {parameter_name(key): leaf for key, leaf in jax.tree.leaves_with_path(whole)}
+  wanted = _declared(mesh, abstract(split.share, dtype)[1])
+  graphdef, state = abstract(split.share, dtype, form)
   kept = _declared(mesh, state)
-  arrange = arranger(nnx.merge(graphdef, state))
+  on_host = form.is_made_on_host
+  # A packed share is made of the device's part alone, other forms of the arrays on all devices.
+  arrange = arranger(nnx.merge(*((graphdef, state) if on_host else abstract(split.padded, dtype, form))))
   declared = LoadedModel(
     config=config,
     graphdef=graphdef,
@@ -140,36 +149,51 @@ def open_checkpoint(
   )
 
   def load(on_bytes: Callable[[int], None] = lambda done: None) -> LoadedModel:
-    read: list[int] = []  # bytes of each part
-    if random_weights:
-      arrays = _generate(config, wanted)
-    elif is_orbax:
-      arrays = _restored(folder, wanted)
+    num_read: list[int] = []  # bytes of each part
+    in_parts = is_shared and (on_host or not split.is_exact)
+
+    def arranged(arrays: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+      return (arrange(name, array) for name, array in arrays)
+
+    if stored and not (on_host and not is_shared):
+      read = functools.partial(_read_tensors, stored, config, plain, num_read.append)
+    elif is_orbax and in_parts:
+      restored = orbax_folder.load_orbax_arrays(folder, plain, on_host=True)
+      read = functools.partial(_part_of, restored.__getitem__)
+    elif random_weights and in_parts:
+      read = functools.partial(_part_of, functools.lru_cache(1)(functools.partial(_generate_on_host, config, plain)))
     else:
-      arrays = _load_safetensors(stored, config, wanted, form.is_made_on_host, read.append)
+      read = None
+    if read is not None:
+      reader = ShareReader(split, plain, parameter_axes(whole), read)
+      if on_host:
+        made = reader.load_arranged(wanted, kept, arrange, whole=form.quantization != "none")
+      else:
+        made = arranged(reader.load_plain(wanted))
+    elif random_weights:
+      made = arranged(_generate(config, wanted))
+    elif is_orbax:
+      made = arranged(_restored(folder, wanted))
+    else:
+      made = arranged(_map_safetensors(stored, config, wanted, num_read.append))
     held: dict[str, jax.Array] = {}
     num_bytes = 0
-    for name, array in arrays:
-      for made, value in arrange(name, array).items():
-        held[made] = place_array(value, kept[made].sharding).block_until_ready()
-        num_bytes += held[made].nbytes
+    for values in made:
+      for name, value in values.items():
+        held[name] = place_array(value, kept[name].sharding).block_until_ready()
+        num_bytes += held[name].nbytes
       on_bytes(num_bytes)
     leaves = [held[name] for name in kept]
     params = jax.tree.unflatten(jax.tree.structure(state), leaves)
-    return dataclasses.replace(declared, params=params, num_bytes_read=sum(read))
+    return dataclasses.replace(declared, params=params, num_bytes_read=sum(num_read))
 
-  num_parameters = sum(leaf.size for leaf in wanted.values())
+  num_parameters = sum(leaf.size for leaf in plain.values())
   return Checkpoint(declared, kept, tuple(sorted(stored_dtypes)), num_parameters, load)
 
 
 def _declared(mesh: jax.sharding.Mesh, state: nnx.State) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the leaves by name with their shardings, in the tree's order."""
-  return {
-    parameter_name(key): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    for (key, leaf), sharding in zip(
-      jax.tree.leaves_with_path(state), jax.tree.leaves(shardings(mesh, state)), strict=True
-    )
-  }
+  """Returns the leaves of all devices together by name, with their shardings, in the tree's order."""
+  return {parameter_name(key): leaf for key, leaf in jax.tree.leaves_with_path(spread_params(mesh, state))}
 
 
 def parameter_name(key_path: tuple[Any, ...]) -> str:
@@ -232,12 +256,22 @@ def _eos_token_ids(folder: pathlib.Path, raw: dict[str, Any], vocab_size: int) -
 def _generate(config: ModelConfig, wanted: dict[str, jax.ShapeDtypeStruct]) -> Iterator[tuple[str, jax.Array]]:
   """Generates random parameters for measurements; matrices keep the variance of their input, so no value overflows."""
   for number, name in enumerate(sorted(wanted, key=_name_order)):
-    leaf = wanted[name]
-    if name.endswith(".scale"):
-      yield name, place_array(np.ones(leaf.shape, leaf.dtype), leaf.sharding)
-    else:
-      program = _normal(leaf.shape, leaf.dtype, leaf.sharding, config.model_dim**-0.5)
-      yield name, program(jax.random.key(number)).block_until_ready()
+    yield name, _generate_one(config, number, name, wanted[name])
+
+
+def _generate_one(config: ModelConfig, number: int, name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+  if name.endswith(".scale"):
+    return place_array(np.ones(leaf.shape, leaf.dtype), leaf.sharding)
+  program = _normal(leaf.shape, leaf.dtype, leaf.sharding, config.model_dim**-0.5)
+  return program(jax.random.key(number)).block_until_ready()
+
+
+def _generate_on_host(config: ModelConfig, plain: dict[str, jax.ShapeDtypeStruct], name: str) -> np.ndarray:
+  """Returns a parameter of `_generate`, in host memory."""
+  device = jax.local_devices()[0]
+  leaf = plain[name]
+  alone = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+  return np.asarray(_generate_one(config, sorted(plain, key=_name_order).index(name), name, alone))
 
 
 def _name_order(name: str) -> list[tuple[int, str]]:
@@ -313,32 +347,43 @@ def _restored(folder: pathlib.Path, wanted: dict[str, jax.ShapeDtypeStruct]) -> 
     yield arrays.popitem()
 
 
-def _load_safetensors(
+def _read_tensors(
+  stored: dict[str, StoredTensor],
+  config: ModelConfig,
+  plain: dict[str, jax.ShapeDtypeStruct],
+  on_read: Callable[[int], None],
+  name: str,
+  part: tuple[slice, ...],
+) -> np.ndarray:
+  """Returns a part of a parameter; calls `on_read` with the bytes of each part of a file."""
+  leaf = plain[name]
+  return _assemble(tensors(config)[name], stored, leaf.shape, leaf.dtype, part, on_read)
+
+
+def _part_of(array_of: Callable[[str], np.ndarray], name: str, part: tuple[slice, ...]) -> np.ndarray:
+  return array_of(name)[part]
+
+
+def _map_safetensors(
   stored: dict[str, StoredTensor],
   config: ModelConfig,
   wanted: dict[str, jax.ShapeDtypeStruct],
-  on_host: bool,
   on_read: Callable[[int], None],
-) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
-  """Yields a parameter and its name.
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields a parameter and its name, in host memory; if possible a read-only map of the file.
 
-  Args:
-    on_host: yields arrays in host memory, if possible as read-only maps of the file.
-    on_read: called with the bytes of each part of a file that this host reads.
+  Args: on_read: called with the bytes of each part of a file that this host reads.
   """
   pieces_of = tensors(config)
   for name, leaf in wanted.items():
     pieces = pieces_of[name]
-    read = functools.partial(_assemble, pieces, stored, leaf.shape, leaf.dtype, on_read=on_read)
-    if not on_host:
-      # Waits, so that one tensor is in flight; a queue of transfers would hold the whole model in host memory.
-      yield name, jax.make_array_from_callback(leaf.shape, leaf.sharding, read).block_until_ready()
-    elif len(pieces) == 1 and (tensor := stored[pieces[0].name].map()).dtype == leaf.dtype:
+    if len(pieces) == 1 and (tensor := stored[pieces[0].name].map()).dtype == leaf.dtype:
       _check_finite(tensor, pieces, stored)
       on_read(tensor.nbytes)
       yield name, _mapped(pieces[0], stored)
     else:
-      yield name, read((slice(None),) * len(leaf.shape))
+      everything = (slice(None),) * len(leaf.shape)
+      yield name, _assemble(pieces, stored, leaf.shape, leaf.dtype, everything, on_read)
 
 
 def _find_tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:

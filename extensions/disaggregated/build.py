@@ -12,6 +12,7 @@ from engine.engine import Emit, Engine
 from engine.errors import ConfigError
 from extensions.disaggregated.engine import DisaggregatedEngine
 from extensions.disaggregated.transfer import connect_runners
+from models.split import ModelSplit
 
 
 def build_any(
@@ -50,6 +51,14 @@ def build_any(
       "preempted request may go through either; set --prefill_devices to half of --num_devices"
     )
   prefill = build_side(options, devices[:num_prefill], progress, None, num_sides=2, report_fact=report_fact)
+  model = prefill.loaded.config
+  heads = [ModelSplit(model, number).padded.num_kv_heads for number in (num_prefill, num_decode)]
+  if heads[0] != heads[1]:
+    raise ConfigError(
+      f"batching=disaggregated: {model.num_kv_heads} KV heads become {heads[0]} on {num_prefill} devices for prefill, "
+      f"and {heads[1]} on {num_decode} for decode; both sides need blocks of one shape, so set --prefill_devices to "
+      "half of --num_devices"
+    )
   # Both sides must accept the same requests.
   options = dataclasses.replace(options, max_model_len=prefill.scheduler.config.max_model_len)
   decode = build_side(options, devices[num_prefill:], progress, None, report_fact=report_fact)

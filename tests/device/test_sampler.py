@@ -37,7 +37,7 @@ def run(logits, packed, history, bias, mask, wide=False):
 @functools.partial(jax.jit, static_argnames="by", compiler_options={"xla_backend_optimization_level": 1})
 def adjusted(logits, packed, history, bias, mask, by):
   inputs = unpack(Packer(SLOTS, 32, 4, EOS).layout(SHAPE), packed)
-  return sampler._adjusted(logits, inputs.sampling, SlotState(history, bias, mask), inputs.num_logit_rows, by)
+  return sampler.adjust_rows(logits, inputs.sampling, SlotState(history, bias, mask), inputs.num_logit_rows, by)
 
 
 @dataclasses.dataclass
@@ -413,7 +413,7 @@ _LEVELS = (
 _threshold = jax.jit(
   reference.find_threshold, static_argnums=3, compiler_options={"xla_backend_optimization_level": 0}
 )  # the wide search is not meant for this compiler
-_largest = jax.jit(sampler._largest, static_argnums=1)
+_largest = jax.jit(sampler.largest, static_argnums=1)
 
 
 @st.composite

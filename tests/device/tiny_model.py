@@ -11,10 +11,14 @@ from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.programs import ProgramSpec, all_programs
 from engine.device.runner import Making, ModelRunner
+from engine.device.weight_shares import ShareReader, parameter_axes
+from engine.device.weights import parameter_name
 from engine.shapes import ShapeLadder
 from models.attention import dense_causal_attend
 from models.config import ModelConfig
+from models.linear import WeightForm
 from models.registry import abstract
+from models.split import ModelSplit
 from pallas_kernels.paged_attention import api
 from pallas_kernels.paged_attention.plan import Geometry
 
@@ -50,6 +54,20 @@ def random_params(config: ModelConfig, dtype: jnp.dtype, seed: int = 0) -> tuple
   return graphdef, state
 
 
+def share_params(
+  mesh: jax.sharding.Mesh, config: ModelConfig, dtype: jnp.dtype, model: tuple[nnx.GraphDef, nnx.State]
+) -> tuple[nnx.GraphDef, nnx.State]:
+  """The plain weights of a model, as each device's share of them."""
+  if mesh.size == 1:
+    return model[0], jax.device_put(model[1], mesh_lib.replicated(mesh))
+  split = ModelSplit(config, mesh_lib.num_shares(mesh))
+  graphdef, state = abstract(split.share, dtype, WeightForm(axis=mesh_lib.AXIS))
+  plain = {parameter_name(key): leaf for key, leaf in jax.tree.leaves_with_path(model[1])}
+  wanted = {parameter_name(key): leaf for key, leaf in jax.tree.leaves_with_path(mesh_lib.spread_params(mesh, state))}
+  reader = ShareReader(split, plain, parameter_axes(model[1]), lambda name, part: np.asarray(plain[name])[part])
+  return graphdef, jax.tree.unflatten(jax.tree.structure(state), [leaf for _, leaf in reader.load_plain(wanted)])
+
+
 def make_runner(
   config: ModelConfig = TINY,
   *,
@@ -68,15 +86,15 @@ def make_runner(
 ) -> ModelRunner:
   """A runner over random weights (or `model`), on one device unless `devices` says more. `ladder` outranks budgets."""
   mesh = mesh_lib.make_mesh(jax.devices()[:1] if devices is None else devices)
-  graphdef, state = model or random_params(config, dtype)
-  state = jax.device_put(state, mesh_lib.shardings(mesh, state))
+  graphdef, state = share_params(mesh, config, dtype, model or random_params(config, dtype))
   leaves, tree = jax.tree.flatten(state)
   geometry = Geometry(
     token_budgets[-1], max_num_seqs, 1, block_size, config.num_heads, config.num_kv_heads, config.head_dim
   )
   if attention == "auto":  # as an engine takes it: the C++ kernel, which also compiles in half the time
-    names = api.candidates("auto", "cpu") if mesh.size == 1 else ("reference",)
-    attention, _ = api.choose_attention(names, lambda name: api.check_supported(name, geometry, dtype))
+    attention, _ = api.choose_attention(
+      api.candidates("auto", "cpu"), lambda name: api.check_supported(name, geometry, dtype)
+    )
   spec = ProgramSpec(
     mesh=mesh,
     model=config,

@@ -4,7 +4,8 @@
   make check-device ARGS=--small        a few rungs of a tiny model: what CI runs
 
 It asserts that KV is updated in place, that neither KV nor a weight is copied or (int8) widened in memory, that
-temporaries are bounded, and that executables can be stored. On the GPU it also asserts that a step is one command
+temporaries are bounded, and that executables can be stored. Where devices share a model, a layer has two all-reduces,
+and no step gathers logits. On the GPU it also asserts that a step is one command
 buffer of few launches, without a sort or a loop, and that its kernels spill nothing. It times only the compilers. Exit
 code 1 with a line for each violation; a table comes last.
 """
@@ -60,6 +61,8 @@ _WHOLE = (  # too large for one chip, so it has four
   TargetCase("v6e", "llama3-8b", _BUDGETS),
   TargetCase("v6e", "llama3-8b", "64", adapters=True),
   TargetCase("v5e-4", "llama3-8b", _BUDGETS),
+  TargetCase("h200-8", "llama3-70b", "8,64,512"),
+  TargetCase("v5e-16", "llama3-70b", "8,64,512"),
 )
 
 

@@ -53,6 +53,9 @@ def compile_rung(spec: ProgramSpec, shape: StepShape, dump: pathlib.Path) -> dic
     "misplaced_transfers": transfers.misplaced,
     "sorts_and_loops": facts.sorts_and_loops(hlo),
     "matmuls": facts.matmuls(hlo),
+    "devices": spec.mesh.size,
+    "collectives": [dataclasses.asdict(each) for each in facts.collectives(hlo)],
+    "gather_limit": programs.gather_limit(spec, shape),
     "moved": facts.moved(hlo, set(programs.shard_sizes(spec.kv)), weights, whole),
   }
   try:

@@ -30,6 +30,10 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?")
 _SORT = re.compile(
   r'^\s+(?:ROOT )?%?([\w.\-]+) = .*(?: (?:sort|topk|while)\(|custom_call_target="[^"]*(?:TopK|[Ss]ort)[^"]*")', re.M
 )
+_BODY = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_ENTRY = re.compile(r"^ENTRY %?([\w.\-]+) ", re.MULTILINE)
+_COLLECTIVES = frozenset("all-reduce all-gather all-to-all reduce-scatter collective-permute".split())
 _THUNK = re.compile(r"^( *)(\d+): (k\w+)")
 
 
@@ -41,6 +45,7 @@ class Instruction:
     opcode: such as "fusion".
     arrays: (dtype, elements, layout) of each array of the result.
     calls: the computation of a fusion, or "".
+    bodies: all computations that it runs or reduces with.
     origin: its place in the Python program, or "".
     text: the line, without what follows the operands.
   """
@@ -49,6 +54,7 @@ class Instruction:
   opcode: str
   arrays: tuple[tuple[str, int, str], ...]
   calls: str
+  bodies: tuple[str, ...]
   origin: str
   text: str
 
@@ -83,10 +89,20 @@ def computations(hlo: str) -> dict[str, list[Instruction]]:
         for dtype, shape, layout in _ARRAY.findall(line[start:end])
       )
       calls = re.search(r"calls=%?([\w.\-]+)", line)
+      bodies = _BODY.findall(line, opcode.end())
+      bodies += [name for names in _BRANCHES.findall(line, opcode.end()) for name in re.findall(r"[\w.\-]+", names)]
       text = line[match.start(1) : _closing(line, opcode.end() - 1)]
       origin = re.search(r'metadata=\{[^}]*?op_name="([^"]*)"', line)
       current.append(
-        Instruction(match[1], opcode[1], arrays, calls[1] if calls else "", origin[1] if origin else "", text)
+        Instruction(
+          name=match[1],
+          opcode=opcode[1],
+          arrays=arrays,
+          calls=calls[1] if calls else "",
+          bodies=tuple(bodies),
+          origin=origin[1] if origin else "",
+          text=text,
+        )
       )
   return found
 
@@ -128,6 +144,40 @@ def moved(
         )
       ):
         found.append(one.text)
+  return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """An operation in which all devices take part.
+
+  Attributes:
+    opcode: such as "all-reduce".
+    elements: of the largest array of its result.
+    is_conditional: only some steps execute it.
+  """
+
+  opcode: str
+  elements: int
+  is_conditional: bool
+
+
+def collectives(hlo: str) -> list[Collective]:
+  """Returns the collective operations that one execution of a module may execute, calls of one computation each."""
+  module, entry = computations(hlo), _ENTRY.search(hlo)
+  assert entry is not None, "the text has no ENTRY"
+  found = []
+
+  def visit(name: str, is_conditional: bool) -> None:
+    for one in module.get(name, ()):
+      opcode = one.opcode.removesuffix("-start")
+      if opcode in _COLLECTIVES:
+        found.append(Collective(opcode, max((size for _, size, _ in one.arrays), default=0), is_conditional))
+      else:
+        for body in one.bodies:
+          visit(body, is_conditional or one.opcode == "conditional")
+
+  visit(entry[1], False)
   return found
 
 

@@ -8,6 +8,7 @@ from tools.check_device.facts import KernelUse
 MAX_LAUNCHES_A_LAYER = 11
 MAX_LAUNCHES_OWN_MATMULS = 14  # deterministic, or int8: XLA's own matmuls do not fuse the residual
 MAX_LAUNCHES_ADAPTERS = 39  # pallas_kernels/low_rank's reference, which also transposes A; not tuned for a GPU
+SUMS_A_LAYER = 2  # over the devices that share it: after attention, and after the MLP
 _SHOWN = 5  # copies to print; there may be some a layer
 
 
@@ -30,6 +31,7 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
     found.append(f"KV takes {rung['kv_device_bytes']} bytes on the device, padded from {rung['kv_bytes']}")
   if rung["alias_bytes"] != rung["donated_bytes"]:
     found.append(f"{rung['alias_bytes']} bytes are updated in place, but donated arrays have {rung['donated_bytes']}")
+  found += _collectives(rung)
   for text in rung["moved"][:_SHOWN]:
     found.append(f"moves a KV buffer or a weight: {text[:200]}")
   if len(rung["moved"]) > _SHOWN:
@@ -45,7 +47,8 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
   if "launches" in rung:
     if not rung["shared_transfers"]:
       found.append("no transfer between registers and shared memory was seen, so none was checked")
-    if rung["command_buffers"] != 1 or rung["outside"]:
+    # Sums over devices, and conditionals with them, are outside of command buffers.
+    if rung["devices"] == 1 and (rung["command_buffers"] != 1 or rung["outside"]):
       found.append(
         f"{rung['command_buffers']} command buffers instead of one, and outside of them: "
         f"{', '.join(sorted(set(rung['outside']))) or 'nothing'}"
@@ -53,6 +56,7 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
     own = rung["deterministic"] or rung["quantization"] != "none"
     most = MAX_LAUNCHES_OWN_MATMULS if own else MAX_LAUNCHES_A_LAYER
     most = MAX_LAUNCHES_ADAPTERS if rung["adapters"] else most
+    most += SUMS_A_LAYER if rung["devices"] > 1 else 0
     if launches_a_layer(rung) > most:
       found.append(f"{launches_a_layer(rung):g} launches a layer are over {most}")
     if rung["deterministic"]:
@@ -60,6 +64,27 @@ def violations(rung: Mapping[str, Any], kernels: Sequence[KernelUse]) -> list[st
   for kernel in kernels:
     if kernel.spill_bytes:
       found.append(f"kernel {kernel.name} spills {kernel.spill_bytes} bytes ({kernel.registers} registers)")
+  return found
+
+
+def sums_a_layer(rung: Mapping[str, Any]) -> float:
+  """Returns the all-reduces a layer of a step, apart from the one of the embedding."""
+  sums = [one for one in rung["collectives"] if one["opcode"] == "all-reduce" and not one["is_conditional"]]
+  return (len(sums) - 1) / rung["layers"]
+
+
+def _collectives(rung: Mapping[str, Any]) -> list[str]:
+  """Finds collective operations beyond two sums a layer, one for the embedding and small ones of the sampler."""
+  found = []
+  if rung["devices"] == 1:
+    return [f"one device, but {len(rung['collectives'])} collective operations"] if rung["collectives"] else []
+  if sums_a_layer(rung) != SUMS_A_LAYER:
+    found.append(f"{sums_a_layer(rung):g} all-reduces a layer instead of {SUMS_A_LAYER}")
+  for one in rung["collectives"]:
+    if one["opcode"] == "all-gather" and one["elements"] > rung["gather_limit"]:
+      found.append(f"gathers {one['elements']} numbers, over {rung['gather_limit']}")
+    elif one["opcode"] not in ("all-gather", "all-reduce") and not one["is_conditional"]:
+      found.append(f"{one['opcode']} of {one['elements']} numbers in every step")
   return found
 
 
@@ -90,7 +115,19 @@ def table(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
   GiB are a device's weights, KV, sampler state and temporaries: the memory of a step. Aliased is the part that a step
   updates in place; the check has a small KV pool, and a server can use the remaining memory for a larger one.
   """
-  names = ("target", "model", "rung", "compile s", "CPU s", "GiB", "aliased MiB", "moved", "temp MiB", "limit MiB")
+  names = (
+    "target",
+    "model",
+    "rung",
+    "compile s",
+    "CPU s",
+    "GiB",
+    "aliased MiB",
+    "moved",
+    "temp MiB",
+    "limit MiB",
+    "sums a layer",
+  )
   rows: list[tuple[str, ...]] = [(*names, "buffers", "a layer", "registers", "spilled", "wrong")]
   for rung in rungs:
     gpu, kernels = "launches" in rung, rung["kernels"]
@@ -106,6 +143,7 @@ def table(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
         str(len(rung["moved"])),
         f"{rung['temp_bytes'] / 2**20:.1f}",
         f"{rung['temp_limit'] / 2**20:.0f}",
+        f"{sums_a_layer(rung):g}" if rung["devices"] > 1 else "-",
         str(rung["command_buffers"]) if gpu else "-",
         f"{launches_a_layer(rung):g}" if gpu else "-",
         str(max((kernel["registers"] for kernel in kernels), default="-")),

@@ -13,10 +13,12 @@ from engine.device import kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.options import BuildOptions
 from engine.device.programs import ProgramSpec
+from engine.device.sampler import num_alternatives
 from engine.shapes import StepShape
 from models.config import ModelConfig
 from models.linear import WeightForm
 from models.registry import abstract, config_from_hf
+from models.split import ModelSplit
 from pallas_kernels.paged_attention import api
 
 DTYPE = jnp.dtype("bfloat16")
@@ -93,19 +95,18 @@ def make_spec(
   model = dataclasses.replace(case.model, num_layers=num_layers, layer_attention=layers)
   mesh = mesh_lib.make_mesh(devices)
   block_size = api.preferred_block_size(attention)
-  form = WeightForm(quantization="int8" if int8 else "none", flat=devices[0].platform == "tpu")
-  graphdef, state = abstract(model, DTYPE, form)
-  leaves, tree = jax.tree.flatten(state)
-  shardings = jax.tree.leaves(mesh_lib.shardings(mesh, state))
+  axis = mesh_lib.AXIS if len(devices) > 1 else ""
+  form = WeightForm(
+    quantization="int8" if int8 else "none", ordered=deterministic, flat=devices[0].platform == "tpu", axis=axis
+  )
+  graphdef, state = abstract(ModelSplit(model, len(devices)).share, DTYPE, form)
+  leaves, tree = jax.tree.flatten(mesh_lib.spread_params(mesh, state))
   return ProgramSpec(
     mesh=mesh,
     model=model,
     graphdef=graphdef,
     params_tree=tree,
-    params=tuple(
-      jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-      for leaf, sharding in zip(leaves, shardings, strict=True)
-    ),
+    params=tuple(leaves),
     kv=kv_cache.abstract(mesh, model, case.pool_tokens // block_size, block_size, DTYPE, attention),
     block_size=block_size,
     table_width=-(-case.max_model_len // block_size),
@@ -130,6 +131,14 @@ def shard_bytes(leaves: Any) -> int:
   return sum(size * leaf.dtype.itemsize for size, leaf in zip(shard_sizes(leaves), leaves, strict=True))
 
 
+def gather_limit(spec: ProgramSpec, shape: StepShape) -> int:
+  """Returns the most numbers that a step gathers from all devices: the most likely tokens and their logits.
+
+  It is far below the logits of one row.
+  """
+  return spec.mesh.size * 2 * num_alternatives(spec.model.vocab_size) * shape.logits
+
+
 def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   """Returns the bytes that a step may need for temporaries on one device; a copy of a large weight or of KV exceeds it.
 
@@ -140,9 +149,9 @@ def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   - for attention, its partial results in f32
   - 4 MiB for small arrays and alignment
   """
-  model, devices = spec.model, spec.mesh.size
-  heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // devices
-  layer = 2 * model.model_dim + heads + model.num_heads * model.head_dim // devices + 3 * model.hidden_dim // devices
+  share = spec.split.share
+  heads = (share.num_heads + 2 * share.num_kv_heads) * share.head_dim
+  layer = 2 * share.model_dim + heads + share.num_heads * share.head_dim + 3 * share.hidden_dim
   partials = max((plan.partial_bytes for plan in spec.layout(shape).plans), default=0)
-  logits = 8 * shape.logits * model.vocab_size * 4
+  logits = 8 * shape.logits * share.vocab_size * 4
   return 2 * shape.tokens * layer * DTYPE.itemsize + logits + partials + 4 * 2**20

@@ -80,8 +80,10 @@ TARGETS = {
   target.name: target
   for target in (
     Target("h200", "cuda", "1x1x1"),
+    Target("h200-8", "cuda", "1x1x8", chips=8),
     Target("v5e", "tpu", "v5e:2x2"),
     Target("v5e-4", "tpu", "v5e:2x2", chips=4),
+    Target("v5e-16", "tpu", "v5e:4x4", chips=16),
     Target("v6e", "tpu", "v6e:1x1"),
   )
 }

@@ -222,6 +222,9 @@ def rung(**changes) -> dict:
     "argument_bytes": 3 * 2**30,
     "temp_bytes": 500,
     "temp_limit": 500,
+    "devices": 1,
+    "collectives": [],
+    "gather_limit": 100,
     "moved": [],
     "shared_transfers": 40,
     "misplaced_transfers": [],
@@ -251,6 +254,69 @@ def test_how_matmuls_are_done_is_read():
     "dot",
     "triton 64x128, 4 stages, 4 warps",
   ]
+
+
+def collective(opcode: str, elements: int = 10, is_conditional: bool = False) -> dict:
+  return {"opcode": opcode, "elements": elements, "is_conditional": is_conditional}
+
+
+SUMS = [collective("all-reduce")] * 9  # of four layers and the embedding
+SHARED = {"devices": 8, "collectives": [*SUMS, collective("all-gather", 100), collective("all-to-all", 900, True)]}
+
+
+def test_collective_operations_of_a_good_rung_have_no_violations():
+  assert judge.violations(rung(**SHARED), []) == []
+  apart = {"command_buffers": 7, "outside": ["kAllReduce"], "shallow_launches": 10}  # 13 launches a layer
+  assert judge.violations(rung(**SHARED, **apart), []) == []
+  assert judge.violations(rung(**apart), []) != []
+
+
+@pytest.mark.parametrize(
+  ("changes", "words"),
+  [
+    ({"collectives": SUMS}, "one device, but 9 collective operations"),
+    ({"devices": 8, "collectives": [*SUMS, *SUMS[:4]]}, "3 all-reduces a layer instead of 2"),
+    ({"devices": 8, "collectives": SUMS[:5]}, "1 all-reduces a layer instead of 2"),
+    ({"devices": 8, "collectives": [*SUMS, collective("all-gather", 101)]}, "gathers 101 numbers, over 100"),
+    ({"devices": 8, "collectives": [*SUMS, collective("all-gather", 101, True)]}, "gathers 101 numbers, over 100"),
+    ({"devices": 8, "collectives": [*SUMS, collective("all-to-all")]}, "all-to-all of 10 numbers in every step"),
+  ],
+)
+def test_other_collective_operations_are_violations(changes: dict, words: str):
+  assert judge.violations(rung(**changes), []) == [words]
+
+
+def test_collective_operations_are_found_in_calls_and_branches():
+  text = """HloModule jit_step
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %s = f32[] add(%a, %a)
+}
+
+%layer (x: f32[8,16]) -> f32[8,16] {
+  %x = f32[8,16]{1,0} parameter(0)
+  ROOT %r = f32[8,16]{1,0} all-reduce(%x), replica_groups={}, to_apply=%add
+}
+
+%branch.1 (x: f32[8,16]) -> f32[8,64] {
+  %x = f32[8,16]{1,0} parameter(0)
+  ROOT %g = (f32[8,16]{1,0}, f32[8,64]{1,0}) all-gather-start(%x), dimensions={1}
+}
+
+%branch.2 (x: f32[8,16]) -> f32[8,64] {
+  ROOT %x = f32[8,64]{1,0} constant(0)
+}
+
+ENTRY %main (x: f32[8,16]) -> f32[8,64] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %one = f32[8,16]{1,0} call(%x), to_apply=%layer
+  %two = f32[8,16]{1,0} call(%one), to_apply=%layer
+  ROOT %c = f32[8,64]{1,0} conditional(%p, %two, %two), branch_computations={%branch.1, %branch.2}
+}
+"""
+  found = [(one.opcode, one.elements, one.is_conditional) for one in facts.collectives(text)]
+  assert found == [("all-reduce", 128, False), ("all-reduce", 128, False), ("all-gather", 512, True)]
 
 
 def test_a_good_rung_has_no_violations():
