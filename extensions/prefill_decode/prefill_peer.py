@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 import numpy as np
+import xxhash
 
 from engine.device.block_transfer import Piece
 from engine.request import Request
@@ -168,7 +169,7 @@ class PrefillPeer:
     return self._memory
 
   def _read_shared(self, memory: PeerMemory, piece: pb.Piece) -> Piece:
-    return self._layout.from_bytes(memory.read_piece(piece.offset, piece.crc32, self._layout.num_bytes))
+    return self._layout.from_bytes(memory.read_piece(piece.offset, piece.digest, self._layout.num_bytes))
 
   async def _read_remote(self, offer: Offer, number: int) -> list[bytes]:
     call = self._stub.ReadPiece(pb.ReadPieceRequest(lease_id=offer.lease_id, number=number), metadata=self._metadata)
@@ -178,11 +179,11 @@ class PrefillPeer:
     data = np.empty(self._layout.num_bytes, np.uint8)
     if sum(map(len, parts)) != len(data):
       raise CorruptPiece(f"a piece of KV has {sum(map(len, parts))} bytes instead of {len(data)}")
-    digest = start = 0
+    start, hasher = 0, xxhash.xxh3_64()
     for part in parts:
-      digest = copy_bytes(memoryview(part), memoryview(data)[start : start + len(part)], digest)
+      copy_bytes(memoryview(part), memoryview(data)[start : start + len(part)], hasher)
       start += len(part)
-    check_digest(digest, piece.crc32)
+    check_digest(hasher.intdigest(), piece.digest)
     return self._layout.from_bytes(data)
 
   async def _watched[T](self, call: Awaitable[T]) -> T:

@@ -186,7 +186,7 @@ class TransferService(pb_grpc.TransferServiceServicer):
     self._counts.num_leased_pieces += len(slots)
     response = pb.PrefillResponse(lease_id=lease_id, lease_s=lease_s)
     for slot, digest in zip(slots, digests, strict=True):
-      response.pieces.add(crc32=digest, offset=memory.offset(slot))
+      response.pieces.add(digest=digest, offset=memory.offset(slot))
     if request.machine == self._machine:
       response.shared_memory.CopyFrom(
         pb.SharedMemory(pid=os.getpid(), fd=memory.fd, nonce=memory.nonce, size=memory.size)

@@ -29,6 +29,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import xxhash
 
 from engine.errors import ConfigError
 from extensions.prefill_decode.pieces import PeerMemory, PieceMemory, copy_bytes
@@ -142,7 +143,9 @@ def measure_copies(piece_mib: float, num_pieces: int, seconds: float) -> dict[st
 
   def give() -> None:
     for slot in range(num_pieces):
-      digests[slot] = copy_bytes(memoryview(source[slot]), memory.slot(slot))
+      hasher = xxhash.xxh3_64()
+      copy_bytes(memoryview(source[slot]), memory.slot(slot), hasher)
+      digests[slot] = hasher.intdigest()
 
   def take() -> None:
     for slot in range(num_pieces):

@@ -37,12 +37,12 @@ class SharedMemory(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., fd: _Optional[int] = ..., nonce: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Piece(_message.Message):
-    __slots__ = ("crc32", "offset")
-    CRC32_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("digest", "offset")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
-    crc32: int
+    digest: int
     offset: int
-    def __init__(self, crc32: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    def __init__(self, digest: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("lease_id", "lease_s", "pieces", "shared_memory", "num_cached_tokens")
