@@ -1,7 +1,8 @@
-"""Runs a real server in its own process for the duration of a block. Starts and stops it; sends no request."""
+"""Runs a real server, or a router, in its own process for the duration of a block. Sends no request but checks."""
 
 from collections.abc import Collection, Mapping, Sequence
 import contextlib
+import json
 import os
 import pathlib
 import random
@@ -11,11 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 
 from engine.errors import ConfigError
 from tools.measure import ROOT
 
 READY_S = 240.0  # a cold start compiles every rung
+_ROUTER_READY_S = 60.0
 _STOP_S = 60.0  # seconds for a drain; then it is killed
 # Clients are few processes with a connection each; calls that they queued would be in no server's counts.
 _MANY_STREAMS = "--max_concurrent_streams=4096"
@@ -103,6 +107,77 @@ class RunningServer:
     lines = self._log.read_text("utf-8", errors="replace").strip().splitlines()
     errors = [line for line in lines if line.startswith("error")]
     return (errors or lines or ["it said nothing"])[-1]
+
+
+class RunningRouter:
+  """A router on a free port of this machine, in a process of its own; it ends with the block, however that ends."""
+
+  def __init__(self, replicas: Sequence[str], log: pathlib.Path, flags: Sequence[str] = ()):
+    """Args:
+    replicas: HOST:PORT of the replicas' HTTP ports.
+    log: file for its output; overwritten.
+    flags: further flags of server.router.
+    """
+    self._replicas, self._flags, self._log = replicas, flags, log
+
+  def __enter__(self) -> "RunningRouter":
+    """Returns once all replicas are in the rotation.
+
+    Raises:
+      ConfigError: the router ended instead, or took too long.
+    """
+    with tempfile.TemporaryDirectory(prefix="sluice-router-") as folder, open(self._log, "w", encoding="utf-8") as log:
+      port_file = pathlib.Path(folder) / "port"
+      flags = [f"--replicas={','.join(self._replicas)}", "--port=0", f"--port_file={port_file}", *self._flags]
+      self._process = subprocess.Popen(
+        [sys.executable, "-m", "server.router", *flags],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        process_group=0,
+      )
+      try:
+        deadline = time.monotonic() + _ROUTER_READY_S
+        while not (port_file.exists() and self._count_ready(port_file) == len(self._replicas)):
+          if self._process.poll() is not None or time.monotonic() > deadline:
+            last = (self._log.read_text("utf-8").strip().splitlines() or ["it said nothing"])[-1]
+            raise ConfigError(f"the router did not find its {len(self._replicas)} replicas: {last}")
+          time.sleep(0.05)
+      except BaseException:
+        self._stop()
+        raise
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._stop()
+
+  def _count_ready(self, port_file: pathlib.Path) -> int:
+    self.address = f"127.0.0.1:{port_file.read_text('utf-8').strip()}"
+    try:
+      with urllib.request.urlopen(f"http://{self.address}/ready", timeout=10) as response:
+        return json.load(response)["replicas_ready"]
+    except urllib.error.HTTPError as error:
+      return json.load(error)["replicas_ready"]
+
+  def _stop(self) -> None:
+    if self._process.poll() is None:
+      self._process.send_signal(signal.SIGTERM)
+    try:
+      self._process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+      self._process.kill()
+      self._process.wait()
+
+  @property
+  def pid(self) -> int:
+    """The process's id."""
+    return self._process.pid
+
+  def processor_s(self) -> float:
+    """Returns the processor time that the router has used, in seconds."""
+    fields = pathlib.Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def find_free_port() -> int:
