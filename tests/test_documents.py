@@ -31,7 +31,8 @@ from tools.repository import generate_documents
 FOREIGN = {"universal", "python-version", "generate-hashes", "extra", "group", "no-annotate", "no-header", "time"}
 FOREIGN |= {"xla_force_host_platform_device_count", "help", "helpfull", "flagfile", "model_args", "tasks"}
 FOREIGN |= {"http2-prior-knowledge", "schema", "call", "rps", "connections", "proto", "metadata", "concurrency"}
-FOREIGN |= {"duration"}
+FOREIGN |= {"duration", "total-queued-requests-metric", "total-running-requests-metric"}
+FOREIGN |= {"kv-cache-usage-percentage-metric", "lora-info-metric", "cache-info-metric"}
 FOREIGN_COMMANDS = ("buf ", "claude ", "docker ", "gcloud ", "ghz ", "nvidia-smi ", "protoc ")
 FLAG = r"(?<![\w-])--([a-zA-Z][\w-]*)"
 PATH = r"(?<![\w/.=-])((?:engine|models|pallas_kernels|server|tools|tests|benchmarks|deploy)/[\w./-]*\w)"
