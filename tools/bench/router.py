@@ -149,7 +149,7 @@ def measure_latency(args: Any, folder: pathlib.Path) -> dict[str, Any]:
           if place == "router":
             router_s.append((router.processor_s() - before) / num_tokens)
       found["output tokens/s, 64 streams"] = {place: statistics.median(each) for place, each in rates.items()}
-      found["router's processor us a token"] = 1e6 * statistics.median(router_s)
+      found["router's processor microseconds a token"] = 1e6 * statistics.median(router_s)
       page = httpx.get(f"http://{router.address}/metrics", timeout=60).text
       sums = [float(re.findall(rf"added_latency_seconds_{name} (\S+)", page)[0]) for name in ("sum", "count")]
       found["added latency ms, mean, as the router reports it"] = 1000 * sums[0] / sums[1]
