@@ -3,12 +3,14 @@
 Pure Python. Columns instead of rows, so that a step of 256 sequences costs the host little.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from engine.sampling_params import SamplingParams
 from engine.shapes import StepShape
+
+PIECE_BLOCKS = 16  # KV blocks that a copy between a pool and other memory moves at most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,4 +173,59 @@ class AdapterWriter(Protocol):
     Raises:
       ValueError: the weights are not those of this model; nothing changes.
     """
+    ...
+
+
+class BlockCopy(NamedTuple):
+  """A copy of a prefix block between the device and the host.
+
+  Attributes:
+    block: id in the device's pool.
+    slot: of the host's memory.
+    key: the block's prefix key, on which the digest depends.
+  """
+
+  block: int
+  slot: int
+  key: bytes
+
+
+class FinishedCopies(NamedTuple):
+  """Copies that are complete.
+
+  Attributes:
+    copies: as given to `save_blocks` or `fetch_blocks`.
+    is_save: from the device to the host.
+    num_good: leading copies that succeeded, with the digests of their contents.
+    piece: the contents, for `write_blocks`; None after a save.
+  """
+
+  copies: list[BlockCopy]
+  is_save: bool
+  num_good: int
+  piece: Any = None
+
+
+@runtime_checkable
+class BlockStore(Protocol):
+  """A Runner that keeps copies of KV blocks in memory of the host. Copies finish in the order in which they begin."""
+
+  def notify_copies(self, callback: Callable[[], None]) -> None:
+    """Sets what is called, on any thread, when copies finish."""
+    ...
+
+  def save_blocks(self, copies: list[BlockCopy]) -> None:
+    """Starts to copy blocks to the host as launched steps leave them. Returns at once."""
+    ...
+
+  def fetch_blocks(self, copies: list[BlockCopy]) -> None:
+    """Starts to verify at most PIECE_BLOCKS saved blocks and to bring them to the device. Returns at once."""
+    ...
+
+  def finished_copies(self) -> list[FinishedCopies]:
+    """Returns the copies finished since the last call, in order. Never waits."""
+    ...
+
+  def write_blocks(self, fetched: FinishedCopies, blocks: Sequence[int]) -> None:
+    """Writes the first fetched blocks into `blocks` of the pool, after launched steps and before the next one."""
     ...

@@ -10,12 +10,16 @@ Every block is in exactly one of three states:
 The free list is in order of eviction: blocks without a key first, then the least recently released. A released table
 enters from its last block to its first, so that a prefix loses its tail before its head. Two blocks of equal content
 can coexist, because block tables are append-only; the key finds only the first.
+
+A cached block becomes free when it is evicted. If evicted blocks are copied to the host, the pool evicts several at
+once, because a copy moves a fixed number of blocks.
 """
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 import hashlib
+import itertools
 
 
 def root_key(salt: bytes) -> bytes:
@@ -39,8 +43,11 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class BlockPool:
   """Allocates block ids 1..num_blocks; block 0 of the device belongs to padding."""
 
-  def __init__(self, num_blocks: int):
+  def __init__(self, num_blocks: int, evict_at_once: int = 0):
+    """Args: evict_at_once: blocks of an eviction, which take_evicted() returns; 0: evicts single blocks and forgets."""
     self.num_blocks = num_blocks
+    self._evict_at_once = evict_at_once
+    self._evicted: list[tuple[int, bytes]] = []
     self._references = [0] * (num_blocks + 1)
     self._keys: list[bytes | None] = [None] * (num_blocks + 1)
     self._by_key: dict[bytes, int] = {}
@@ -78,6 +85,10 @@ class BlockPool:
       found.append(block)
     return found
 
+  def has_key(self, key: bytes) -> bool:
+    """Returns whether match_blocks() finds a block by `key`."""
+    return key in self._by_key
+
   def num_idle(self, blocks: Iterable[int]) -> int:
     """Returns how many of `blocks` have no reference; sharing takes those off the free list."""
     return sum(self._references[block] == 0 for block in blocks)
@@ -98,12 +109,29 @@ class BlockPool:
       block, _ = self._free.popitem(last=False)
       key = self._keys[block]
       if key is not None:
-        self._keys[block] = None
-        del self._by_key[key]
-        self._num_cached -= 1
+        self._evict(block, key)
+        for more in list(itertools.islice(self._free, max(0, self._evict_at_once - 1))):  # all of them are cached
+          self._evict(more, self._keys[more])
       self._references[block] = 1
       blocks.append(block)
     return blocks
+
+  def _evict(self, block: int, key: bytes | None) -> None:
+    """Makes a cached block of the free list free."""
+    assert key is not None, f"block {block} is not cached"
+    self._keys[block] = None
+    del self._by_key[key]
+    self._num_cached -= 1
+    if self._evict_at_once:
+      self._evicted.append((block, key))
+
+  def take_evicted(self) -> list[tuple[int, bytes]]:
+    """Returns the blocks evicted since the last call, with their former keys.
+
+    Their contents are intact until the next step is launched.
+    """
+    evicted, self._evicted = self._evicted, []
+    return evicted
 
   def publish_block(self, block: int, key: bytes) -> None:
     """Lets others find a full, computed block by `key`. Changes no existing key or entry."""

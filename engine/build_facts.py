@@ -55,12 +55,22 @@ class ModelFact:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVFact:
-  """The KV pool. Attributes: blocks, tokens a block, bytes on all devices, and tokens of the longest sequence."""
+  """The KV pool.
+
+  Attributes:
+    num_blocks: blocks.
+    block_size: tokens a block.
+    num_bytes: on all devices.
+    max_model_len: tokens of the longest sequence.
+    num_host_blocks, num_host_bytes: evicted blocks that the host keeps, and their bytes; 0: none.
+  """
 
   num_blocks: int
   block_size: int
   num_bytes: int
   max_model_len: int
+  num_host_blocks: int = 0
+  num_host_bytes: int = 0
 
   @property
   def num_full_sequences(self) -> int:

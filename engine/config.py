@@ -19,6 +19,8 @@ class EngineConfig(SchedulingSettings):
     max_model_len: longest sequence, prompt and output together, in tokens.
     num_blocks: KV pool size in blocks, without device block 0, which belongs to padding.
     block_size: tokens a KV block.
+    block_bytes: bytes of a KV block over all layers and devices; 0: unknown.
+    num_host_blocks: evicted prefix blocks that the host's memory keeps; 0: none.
     token_budgets, max_num_seqs, prefill_chunk: see engine.shapes.LadderChoice. The device has max_num_seqs
       slots.
     computes_padding: the device computes the padding of a step, so chunks grow into it for free. Otherwise chunks do
@@ -39,6 +41,8 @@ class EngineConfig(SchedulingSettings):
   max_model_len: int
   num_blocks: int
   block_size: int = 16
+  block_bytes: int = 0
+  num_host_blocks: int = 0
   token_budgets: tuple[int, ...] = PADDED.token_budgets
   max_num_seqs: int = PADDED.max_num_seqs
   prefill_chunk: int = PADDED.prefill_chunk
@@ -59,6 +63,7 @@ class EngineConfig(SchedulingSettings):
       if getattr(self, name) < 1:
         raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; set --{name}")
     check_prefill_chunk(self.prefill_chunk, self.token_budgets[-1])
+    assert not self.num_host_blocks or self.shares_prefixes, "a host pool without a prefix cache"
 
   @property
   def ladder(self) -> ShapeLadder:

@@ -7,12 +7,14 @@ step out. Every request that submit() accepts gets exactly one event with a fini
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 import contextlib
+import errno
 import functools
+import os
 import secrets
 import threading
 
 from engine.adapters import Adapter, AdapterInfo, AdapterTable, AdapterWeights
-from engine.batch import AdapterWriter, Batch, Launched, Runner
+from engine.batch import AdapterWriter, Batch, BlockStore, Launched, Runner
 from engine.errors import ConfigError, DuplicateRequest, Unavailable
 from engine.recorder import EngineStats, Recorder, StepRecord
 from engine.request import ENGINE_FAILURE, FinishReason, Request, TokenEvent
@@ -44,6 +46,7 @@ class Engine:
     self._scheduler = scheduler
     self._overlap = scheduler.config.overlap
     self._runner = runner
+    self._store = self._find_block_store(runner) if self.config.num_host_blocks else None
     self._clock = clock
     self.emit = emit
     self._lock = threading.Lock()
@@ -62,6 +65,14 @@ class Engine:
     self._written: list[tuple[Future[None], ValueError | None]] = []  # to complete without the lock; engine thread only
     self._in_flight: tuple[Batch, Launched, StepRecord, float] | None = None
     self._last_arrival = 0.0  # arrival time of the latest committed step's values
+    if self._store is not None:
+      self._store.notify_copies(self.wake)
+
+  @staticmethod
+  def _find_block_store(runner: Runner) -> BlockStore:
+    if not isinstance(runner, BlockStore):
+      raise ConfigError("host_kv_mb: this device keeps no blocks on the host; leave out --host_kv_mb")
+    return runner
 
   # Any thread.
 
@@ -186,7 +197,10 @@ class Engine:
       return self._adapters.infos()
 
   def start_trace(self, path: str) -> None:
-    """Writes the step trace to `path` from the next step on. Raises OSError if the path is not writable."""
+    """Writes the step trace to `path` from the next step on. Raises OSError if it cannot be written."""
+    if self._store is not None:
+      reason = "a replay would not have the blocks of the host pool; serve without --host_kv_mb"
+      raise OSError(errno.EOPNOTSUPP, reason, os.fspath(path))
     open(path, "w", encoding="utf-8").close()
     self._post(lambda: self.recorder.start_trace(path, self._scheduler, self._in_flight and self._in_flight[0]))
 
@@ -236,6 +250,8 @@ class Engine:
       expired = self._scheduler.expire_requests(now)
       self.recorder.trace_expire(now, expired)
       events += expired
+      if self._store is not None:
+        self._take_copies(self._store)
       active = self._turn(events, now) or active or bool(events)
       if events:
         self._send(events)
@@ -261,6 +277,8 @@ class Engine:
     scheduler = self._scheduler
     num_preemptions = scheduler.num_preemptions
     batch = scheduler.schedule(now)
+    if self._store is not None:
+      self._start_copies(self._store)
     self.recorder.trace_schedule(now, batch, scheduler)
     if batch is None:
       return None
@@ -268,6 +286,28 @@ class Engine:
     launched = self._runner.launch(batch)
     launch_time = self._clock()
     return batch, launched, record._replace(host_s=launch_time - now), launch_time
+
+  def _take_copies(self, store: BlockStore) -> None:
+    """Takes the copies between device and host that are complete, and writes fetched blocks into the pool."""
+    loads = self._scheduler.loads
+    assert loads is not None
+    for finished in store.finished_copies():
+      if finished.is_save:
+        loads.finish_saves(finished.copies, finished.num_good)
+      else:
+        blocks = loads.finish_fetches(finished.copies, finished.num_good)
+        if blocks:
+          store.write_blocks(finished, blocks)
+
+  def _start_copies(self, store: BlockStore) -> None:
+    """Starts to copy the blocks that planning evicted, and the next pieces of the load."""
+    loads = self._scheduler.loads
+    assert loads is not None
+    saves = loads.take_saves()
+    if saves:
+      store.save_blocks(saves)
+    while fetches := loads.take_fetches():
+      store.fetch_blocks(fetches)
 
   def _commit(self, in_flight: tuple[Batch, Launched, StepRecord, float]) -> list[TokenEvent]:
     batch, launched, record, launch_time = in_flight

@@ -12,6 +12,7 @@ from typing import NamedTuple, TextIO
 
 from engine.batch import Batch, StepResult
 from engine.constraint import Verdicts
+from engine.host_pool import HostPoolCounts
 from engine.request import NUMERICAL_ERROR, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
 from engine.snapshot import scheduler_state
@@ -149,6 +150,7 @@ class EngineStats:
     finished: finished requests by reason.
     steps: the latest step records, oldest first.
     requests: records of the latest finished requests, oldest first, at most as many.
+    host_pool: what the host pool did; None without one.
   """
 
   num_waiting: int
@@ -174,6 +176,7 @@ class EngineStats:
   finished: dict[FinishReason, int]
   steps: tuple[StepRecord, ...]
   requests: tuple[RequestRecord, ...]
+  host_pool: HostPoolCounts | None = None
 
   @property
   def num_skipped_tokens(self) -> int:
@@ -322,6 +325,7 @@ class Recorder:
       finished=dict(self.finished),
       steps=latest_records(tuple(self.steps), num_steps),
       requests=latest_records(tuple(self.requests), num_steps),
+      host_pool=dataclasses.replace(scheduler.loads.host.counts) if scheduler.loads is not None else None,
     )
 
   # The trace is JSON lines: the scheduler's complete state, then its inputs and outputs. It holds the token ids of

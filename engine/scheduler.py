@@ -15,12 +15,13 @@ v1 scheduler. Planning needs only counts; token values matter at commit, one ste
   - A block may be freed while a launched step still writes to it, because steps run in order of launch.
   - The plan of a row with drafts assumes that all are accepted; commit takes back the rejected ones. Until then its
     request has no other row.
+  - Planning may evict cached blocks whose copies go to the host pool. Whoever launches the step starts them before it.
 """
 
 import bisect
 
 from engine.admission import AdmissionControl
-from engine.batch import Admission, Batch, StepResult, TokenLogprobs
+from engine.batch import PIECE_BLOCKS, Admission, Batch, StepResult, TokenLogprobs
 from engine.batching import make_batching
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
@@ -34,10 +35,13 @@ from engine.constraint import (
 )
 from engine.policy import Policy, make_policy
 from engine.prefix_keys import PrefixKeys
+from engine.prefix_loads import PrefixLoads
 from engine.request import GRAMMAR_LIMIT, NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent, make_event
 from engine.shapes import StepShape
 from engine.steady_decode import SteadyDecode
 from engine.waiting_queue import WaitingQueue, by_rank
+
+_EVICTED_SHARE = 8  # with a host pool, an eviction takes at most this part of a small pool
 
 
 class _Plan:
@@ -72,7 +76,9 @@ class Scheduler:
   def __init__(self, config: EngineConfig):
     self.config = config
     self.ladder = config.ladder
-    self.pool = BlockPool(config.num_blocks)
+    evict_at_once = min(PIECE_BLOCKS, -(-config.num_blocks // _EVICTED_SHARE)) if config.num_host_blocks else 0
+    self.pool = BlockPool(config.num_blocks, evict_at_once)
+    self.loads = PrefixLoads(self.pool, config.num_host_blocks) if config.num_host_blocks else None
     self.num_preemptions = 0
     self._policy = make_policy(config)
     # None if the policy holds no request back, because a call for each of 256 rows takes 10 us.
@@ -349,7 +355,8 @@ class Scheduler:
     """Admits waiting requests in order while tokens (at most `limit`), slots and blocks last; returns tokens taken.
 
     Strictly in order: no request overtakes one that does not fit, or a long prompt would starve. It skips only siblings
-    that wait for their leader's prompt, and requests that the policy holds back.
+    that wait for their leader's prompt, requests whose prefix comes from the host pool, and those that the policy holds
+    back.
     """
     waiting, batching, policy = self._waiting.requests, self._batching, self._policy
     if not waiting or not self._slots or limit <= 0:
@@ -363,7 +370,7 @@ class Scheduler:
       count = min(limit - taken, row_limit, plan.tokens_left)
       if count <= 0 or plan.logits_left <= 0 or not self._slots or not places:
         break
-      if self._awaits_leader(request) or not policy.may_join(request):
+      if self._awaits_leader(request) or self._awaits_load(request) or not policy.may_join(request):
         continue
       if self._needs_every_position(request):
         count = min(count, plan.logits_left)
@@ -422,19 +429,49 @@ class Scheduler:
     count = self._batching.piece(known - cached, limit)
     if whole and count < known - cached:
       return 0
-    if self._batching.reserves:
-      wanted = held = request.num_prompt_tokens + request.params.max_tokens
-      growth = 0
-    else:
-      wanted, held, growth = known, cached + count, len(self._running)
-    if -(-wanted // block_size) - len(hits) > pool.num_free - pool.num_idle(hits) - growth:
+    if not self._fits(request, hits):
       return 0
+    held = request.num_prompt_tokens + request.params.max_tokens if self._batching.reserves else cached + count
+    if self.loads is not None:
+      self.loads.forget_request(request.id)
     pool.share_blocks(hits)
     request.block_table = hits + pool.allocate_blocks(-(-held // block_size) - len(hits))
     request.num_sent_tokens = known
     request.num_cached_tokens = request.num_computed_tokens = cached
     request.num_published_blocks = len(hits)
     return count
+
+  def _fits(self, request: Request, hits: list[int]) -> bool:
+    """Returns whether the pool has the blocks that `_place` requires besides the cached ones."""
+    if self._batching.reserves:
+      wanted, growth = request.num_prompt_tokens + request.params.max_tokens, 0
+    else:
+      wanted, growth = request.num_tokens, len(self._running)
+    pool = self.pool
+    return -(-wanted // self.config.block_size) - len(hits) <= pool.num_free - pool.num_idle(hits) - growth
+
+  def _awaits_load(self, request: Request) -> bool:
+    """Returns whether the request's prefix is on its way from the host pool, or will be; starts a load if none runs.
+
+    A request that would not fit does not wait here: it keeps its place at the head of the queue.
+    """
+    loads = self.loads
+    if loads is None or not loads.may_load(request.id) or self._needs_every_position(request):
+      return False
+    if loads.awaits_turn(request.id):
+      return True
+    keys = self._keys.first_keys(request, (request.num_tokens - 1) // self.config.block_size)
+    hits = self.pool.match_blocks(keys)
+    num_kept = loads.host.count_kept(keys, len(hits))
+    if not num_kept:
+      return False
+    if loads.is_loading:
+      loads.await_turn(request.id, keys[len(hits)])
+      return True
+    if not self._fits(request, hits):
+      return False
+    loads.begin_load(request.id, keys[: len(hits) + num_kept], hits)
+    return True
 
   def _grow(self, plan: _Plan, slack: int) -> int:
     """Grows planned rows by up to `slack` prompt tokens, without preemption; returns the tokens added."""
@@ -458,14 +495,16 @@ class Scheduler:
   def _cover(self, request: Request, count: int, plan: _Plan) -> int:
     """Extends the block table for `count` more tokens and returns how many fit.
 
-    It takes free blocks. Only if not even one token fits does it preempt, last in order first. Returns 0 if it
-    preempted the request itself.
+    It takes free blocks. Only if not even one token fits does it end a load of prefix blocks, and then preempt, last in
+    order first. Returns 0 if it preempted the request itself.
     """
     pool, table, block_size = self.pool, request.block_table, self.config.block_size
     room = len(table) * block_size - request.num_computed_tokens
     if room >= count:
       return count
     while room == 0 and not pool.num_free:
+      if self.loads is not None and self.loads.end_load():
+        continue
       victim = self._running.pop()
       self._preempt(victim)
       if victim is request:
@@ -696,6 +735,8 @@ class Scheduler:
       self._take_back(request)
     else:
       self._waiting.remove(request)
+      if self.loads is not None:
+        self.loads.forget_request(request.id)
     request.status = RequestStatus.FINISHED
     self._policy.note_ending(request)
     request.finish_reason = reason

@@ -317,6 +317,15 @@ class DeviceSettings:
   num_blocks: int = setting(
     0, "Exact size of the KV pool, instead of --kv_cache_mb; 0: by memory.", group=_MEMORY, unit="blocks", at_least=0
   )
+  host_kv_mb: int = setting(
+    0,
+    "Memory of the host for prefix blocks that leave the KV pool; they come back when a prompt needs them. The start "
+    "allocates all of it; 0: none. Not with --prefix_cache_scope=off, --batching=disaggregated, --executable_bundle, "
+    "--role, --num_hosts, --trace_file or --fake_device.",
+    group=_MEMORY,
+    unit="MiB",
+    at_least=0,
+  )
   block_size: int = setting(
     0,
     "Tokens a KV block; 0: the best size for the attention kernels.",
@@ -391,6 +400,22 @@ class DeviceSettings:
     group=_DEVICES,
     common=True,
   )
+
+
+def check_host_pool(devices: DeviceSettings, scheduling: SchedulingSettings) -> None:
+  """Raises ConfigError if a setting excludes host_kv_mb."""
+  if not devices.host_kv_mb:
+    return
+  for name, excluded, remedy in (
+    ("prefix_cache_scope", scheduling.prefix_cache_scope == "off", "the host keeps blocks of the prefix cache"),
+    ("batching", scheduling.batching == "disaggregated", "two engines share no host pool"),
+  ):
+    if excluded:
+      value = getattr(scheduling, name)
+      raise ConfigError(
+        f"host_kv_mb={devices.host_kv_mb} does not go with {name}={value}: {remedy}; leave out --host_kv_mb, or set "
+        f"another --{name}"
+      )
 
 
 def check_pool_and_ladder(values: DeviceSettings) -> None:

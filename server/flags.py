@@ -18,6 +18,7 @@ from engine.settings import (
   DeclaredSetting,
   DeviceSettings,
   SchedulingSettings,
+  check_host_pool,
   check_pool_and_ladder,
   check_settings,
   declared_settings,
@@ -223,6 +224,7 @@ def parse_flags(argv: Sequence[str], program: str) -> list[str]:
   _check_adapters(read_settings(ProgramSettings))
   _check_role(host_options(), read_settings(ProgramSettings))
   _check_cluster(read_settings(ClusterSettings))
+  _check_host_pool()
   return rest
 
 
@@ -286,6 +288,26 @@ def _check_adapters(program: ProgramSettings) -> None:
     )
   if program.lora_dir and not pathlib.Path(program.lora_dir).is_dir():
     raise ConfigError(f"lora_dir={program.lora_dir} is not a folder; make it, or leave out --lora_dir")
+
+
+def _check_host_pool() -> None:
+  """Raises ConfigError if a flag excludes --host_kv_mb."""
+  values = flags.FLAGS
+  if not values.host_kv_mb:
+    return
+  check_host_pool(read_settings(DeviceSettings), read_settings(SchedulingSettings))
+  for name, is_excluded in (
+    ("fake_device", values.fake_device),
+    ("executable_bundle", bool(values.executable_bundle)),
+    ("role", values.role != "both"),
+    ("num_hosts", read_settings(ClusterSettings).has_several_hosts),
+    ("trace_file", bool(values.trace_file)),  # a replay would lack the blocks
+  ):
+    if is_excluded:
+      raise ConfigError(
+        f"host_kv_mb={values.host_kv_mb} does not go with --{name}={value_text(values[name].value):.200}; leave out "
+        "one of them"
+      )
 
 
 def _check_cluster(cluster: ClusterSettings) -> None:

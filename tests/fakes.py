@@ -4,11 +4,12 @@ The device itself is extensions/fake_device/device.py: there a wrong page change
 once.
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 import hashlib
 import itertools
 
-from engine.batch import Admission, Batch, TokenLogprobs
+from engine.batch import PIECE_BLOCKS, Admission, Batch, BlockCopy, FinishedCopies, TokenLogprobs
 from engine.config import EngineConfig
 from engine.constraint import ConstraintFailed
 from engine.request import FinishReason, Request
@@ -73,6 +74,10 @@ class FakeRunner(FakeDevice):
     self._writers: dict[tuple[int, int], int] = {}  # of the step that runs: (block, offset) -> row
     self._planted: set[int] = set()  # pages of NaN whose owner has not read them yet
     self._nan_slots: set[Slot] = set()  # those owners
+    self.host: dict[int, tuple[int | None, bytes]] = {}  # slot -> page and the key it was saved with
+    self.broken: set[int] = set()  # slots whose contents are no longer what was saved
+    self.copy_delay: Callable[[], int] = lambda: 0  # looks at the finished copies until one is finished
+    self._copies: deque[list] = deque()  # looks left, and what is finished then
 
   def launch(self, batch: Batch) -> FakeLaunched:
     assert batch.step == self.num_steps, f"step {batch.step} launched after {self.num_steps - 1}"
@@ -122,6 +127,47 @@ class FakeRunner(FakeDevice):
     assert rows == sorted(set(rows)), "masks are out of order, or twice"
     self._writers = {}
     super()._admit(batch)
+
+  # engine.batch.BlockStore. A slot changes when its copy finishes, as late as that may be.
+
+  def notify_copies(self, callback: Callable[[], None]) -> None:
+    pass
+
+  def save_blocks(self, copies: list[BlockCopy]) -> None:
+    pages = self.export_blocks(tuple(copy.block for copy in copies))
+    self._copies.append([self.copy_delay(), FinishedCopies(copies, True, len(copies), pages)])
+
+  def fetch_blocks(self, copies: list[BlockCopy]) -> None:
+    assert len(copies) <= PIECE_BLOCKS, "more than a piece"
+    self._copies.append([self.copy_delay(), FinishedCopies(copies, False, 0)])
+
+  def finished_copies(self) -> list[FinishedCopies]:
+    found = []
+    if self._copies:
+      self._copies[0][0] -= 1
+    while self._copies and self._copies[0][0] < 0:
+      found.append(self._finish(self._copies.popleft()[1]))
+    return found
+
+  def _finish(self, copying: FinishedCopies) -> FinishedCopies:
+    if copying.is_save:
+      for (_, slot, key), page in zip(copying.copies, copying.piece, strict=True):
+        self.host[slot] = page, key
+        self.broken.discard(slot)
+      return copying._replace(piece=None)
+    num_good = 0
+    for _, slot, key in copying.copies:
+      if slot in self.broken or self.host[slot][1] != key:
+        break
+      num_good += 1
+    pages = [12345 if slot in self.broken else self.host[slot][0] for _, slot, _ in copying.copies]
+    return copying._replace(num_good=num_good, piece=pages)
+
+  def write_blocks(self, fetched: FinishedCopies, blocks: Sequence[int]) -> None:
+    if self._queue:
+      self.run_until(self._queue[-1])
+    for block, page in zip(blocks, fetched.piece, strict=False):
+      self._pages[block] = page
 
   def poison_page(self, block: int) -> None:
     super().poison_page(block)

@@ -14,7 +14,19 @@ PACKAGES = ("engine", "models", "pallas_kernels", "server", "extensions", "tools
 ROOMS = (
   (
     "engine/device/",
-    {"engine", "models", "pallas_kernels", "jax", "jaxlib", "numpy", "flax", "orbax", "safetensors", "ml_dtypes"},
+    {
+      "engine",
+      "models",
+      "pallas_kernels",
+      "jax",
+      "jaxlib",
+      "numpy",
+      "flax",
+      "orbax",
+      "safetensors",
+      "ml_dtypes",
+      "xxhash",
+    },
   ),
   ("engine/", {"engine"}),
   ("models/", {"models", "pallas_kernels", "jax", "flax", "numpy"}),

@@ -23,8 +23,9 @@ from engine.device import compile_cache, deterministic, host_memory, kv_cache
 from engine.device import mesh as mesh_lib
 from engine.device.adapter_folder import AdapterArrays, AdapterReader
 from engine.device.adapter_support import adapter_bytes, adapter_step_bytes, check_adapter_support, slot_rank
+from engine.device.host_blocks import device_bytes
 from engine.device.kernel_choice import attention_candidates, choose_attention, choose_matmul, fit_to_attention
-from engine.device.memory_check import check_fits, step_bytes
+from engine.device.memory_check import check_fits, host_free_bytes, size_host_pool, step_bytes
 from engine.device.options import BuildOptions
 from engine.device.pool_size import CPU_KV_BYTES, PoolSize, PoolSizer
 from engine.device.pooling import choose_pooling
@@ -248,6 +249,11 @@ def build_side(
   device = devices[0]
   candidates, capability_reason = attention_candidates(options.attention, device)
   check_adapter_support(options, source is not None)
+  if options.host_kv_mb and source is not None:
+    raise ConfigError(
+      f"host_kv_mb={options.host_kv_mb}: a bundle has no programs that copy blocks; serve without --executable_bundle "
+      "or without --host_kv_mb"
+    )
   if options.deterministic:
     deterministic.check_determinism_support(candidates)
   dtype = jnp.dtype(
@@ -303,8 +309,17 @@ def build_side(
   low_rank = native.choose_implementation("low_rank", device.platform)
   rank = slot_rank(options, low_rank)
   step += adapter_bytes(options, share, rank, dtype) + adapter_step_bytes(options, rank, largest.tokens)
+  copying = device_bytes(sizer.block_bytes) // mesh.size if options.host_kv_mb else 0
+  step += copying
   step_for = f"{largest.tokens} tokens of {largest.rows} sequences"
   left = check_fits(options.model_dir, mesh, checkpoint.kept, kv_bytes, kv_for, step, step_for)
+  if device.platform == "cpu":
+    left_for_host, beside = None if left is None else left - kv_bytes, f" beside weights, a step and KV ({kv_for})"
+  else:
+    left_for_host, beside = host_free_bytes(), ""
+  num_host_blocks = size_host_pool(options.host_kv_mb, sizer.block_bytes, left_for_host, beside)
+  if left is not None and device.platform == "cpu":
+    left -= num_host_blocks * sizer.block_bytes
   weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in checkpoint.kept.values())
   abstract, tree = jax.tree.flatten(declared.params)
 
@@ -351,7 +366,7 @@ def build_side(
   cpu_bytes = None
   if left is not None and device.platform == "cpu":
     cpu_bytes = sizer.cpu_bytes((left - (num_sides - 1) * (weight_bytes + step * mesh.size)) // num_sides, weight_bytes)
-  pool = _size_pool(options, sizer, spec, ladder, source, cpu_bytes)
+  pool = _size_pool(options, sizer, spec, ladder, source, cpu_bytes, copying)
   if agree_on_blocks is not None:
     pool = sizer.size_by_blocks(agree_on_blocks(pool.num_blocks), "the host with the least memory has")
   max_model_len = pool.max_model_len
@@ -376,6 +391,8 @@ def build_side(
       block_size=block_size,
       num_bytes=(pool.num_blocks + 1) * sizer.block_bytes,
       max_model_len=max_model_len,
+      num_host_blocks=num_host_blocks,
+      num_host_bytes=num_host_blocks * sizer.block_bytes,
     )
   )
   config = EngineConfig(
@@ -383,6 +400,8 @@ def build_side(
     max_model_len=max_model_len,
     num_blocks=pool.num_blocks,
     block_size=block_size,
+    block_bytes=sizer.block_bytes,
+    num_host_blocks=num_host_blocks,
     token_budgets=choice.token_budgets,
     max_num_seqs=choice.max_num_seqs,
     prefill_chunk=choice.prefill_chunk,
@@ -420,7 +439,9 @@ def build_side(
   leaves = tuple(jax.tree.leaves(loaded.params))
   weights = dict(zip(checkpoint.kept, leaves, strict=True)).get("score.weight")
   class_weights = None if weights is None else np.asarray(weights, np.float64)
-  runner = ModelRunner(chosen, leaves, ladder, config.eos_token_ids, made, config.pooling, class_weights)
+  runner = ModelRunner(
+    chosen, leaves, ladder, config.eos_token_ids, made, config.pooling, class_weights, num_host_blocks
+  )
   if device.platform == "cpu":
     host_memory.keep_freed()  # only now, so that the memory of loading and compiling returns to the system
   runner.warm_up(progress)
@@ -502,12 +523,14 @@ def _size_pool(
   ladder: ShapeLadder,
   source: ExecutableSource | None,
   cpu_bytes: int | None,
+  copying: int,
 ) -> PoolSize:
   """Returns the configured pool, else the pool of `source`'s executables, else the pool that memory holds.
 
   Args:
     spec: makes the programs' spec from the numbers of blocks and max_model_len.
     cpu_bytes: memory for KV on a CPU, if the system reports it.
+    copying: bytes of each device that copies of blocks need.
   """
   if options.num_blocks:
     return sizer.size_by_blocks(options.num_blocks, "--num_blocks gives")
@@ -526,5 +549,5 @@ def _size_pool(
   # Does not depend on the size of the pool.
   analysis = step_program(trial, ladder.rungs()[-1], bool(trial.max_loras)).compile().memory_analysis()
   step_bytes = analysis.temp_size_in_bytes if analysis else 0
-  available = kv_cache.free_bytes(trial.mesh, trial.slot_bytes + step_bytes) or 0
+  available = kv_cache.free_bytes(trial.mesh, trial.slot_bytes + step_bytes + copying) or 0
   return sizer.size_by_memory(available, "left by weights and the largest step")

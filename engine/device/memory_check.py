@@ -63,6 +63,30 @@ def check_fits(
   return (free - weights - step) * mesh.size
 
 
+def size_host_pool(host_kv_mb: int, block_bytes: int, free: int | None, beside: str) -> int:
+  """Returns the KV blocks that `host_kv_mb` MiB of the host's memory hold.
+
+  Args:
+    block_bytes: bytes of a block over all layers and devices.
+    free: bytes that are left for it, if known.
+    beside: what else needs memory there, for the error.
+
+  Raises:
+    ConfigError: it holds no block, or the memory does not hold it.
+  """
+  wanted = host_kv_mb * 2**20
+  if wanted and wanted < block_bytes:
+    raise ConfigError(
+      f"host_kv_mb={host_kv_mb} holds no block of this model's KV, which has {_mib(block_bytes)}; raise --host_kv_mb"
+    )
+  if free is not None and wanted > free:
+    raise ConfigError(
+      f"host_kv_mb={host_kv_mb} needs {_mib(wanted)} of this machine's memory{beside}, and {_mib(max(0, free))} are "
+      "free; lower --host_kv_mb"
+    )
+  return wanted // block_bytes
+
+
 def host_free_bytes() -> int | None:
   """Returns the bytes that this process may still allocate, including swappable memory; None if unknown."""
   try:

@@ -5,7 +5,7 @@ import dataclasses
 from engine.batching import takes_chunks
 from engine.errors import ConfigError
 from engine.policy import find_policy_class
-from engine.settings import DeviceSettings, SchedulingSettings, check_pool_and_ladder, check_settings
+from engine.settings import DeviceSettings, SchedulingSettings, check_host_pool, check_pool_and_ladder, check_settings
 from engine.shapes import LadderChoice, choose_ladder
 from pallas_kernels.paged_attention import api
 
@@ -35,6 +35,7 @@ class BuildOptions(DeviceSettings, SchedulingSettings):
     if self.attention not in names:
       raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(names)}; set --attention")
     check_pool_and_ladder(self)
+    check_host_pool(self, self)
 
   def choose_ladder(self, platform: str, leaves_out_padding: bool, one_size: bool) -> LadderChoice:
     """Returns the ladder for a device and its kernels; see engine.shapes.choose_ladder. Raises ConfigError."""

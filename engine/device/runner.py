@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from engine.batch import Admission, Batch, StepResult, TokenLogprobs
+from engine.batch import Admission, Batch, BlockCopy, FinishedCopies, StepResult, TokenLogprobs
 from engine.device import kv_cache, programs, sampler
 from engine.device import mesh as mesh_lib
+from engine.device.host_blocks import HostBlocks
 from engine.device.model_input import EmbeddingRow, Flag, LogitRows, Packer, flags_of
 from engine.device.programs import Program, ProgramSpec
 from engine.device.sampler import SlotState
@@ -193,8 +194,9 @@ class ModelRunner:
     made: Mapping[StepShape | str, jax.stages.Compiled],
     pooling: str = "last",
     class_weights: np.ndarray | None = None,
+    num_host_blocks: int = 0,
   ):
-    """Allocates the KV buffers.
+    """Allocates the KV buffers, and memory of the host for blocks.
 
     Other code may read `spec`, `steps` (executables by shape), `calls` (their StepCalls), `adapted_calls` (those of
     steps with adapters), `kv` and `slot_state`. An
@@ -208,6 +210,7 @@ class ModelRunner:
       made: the executables of `programs.all_programs`.
       pooling: of embeddings; see engine.device.pooling.
       class_weights: f64[C, D] of a head of classes, whose outputs take the place of embeddings; None: there is none.
+      num_host_blocks: KV blocks that the host keeps; 0: none.
     """
     self.spec, self._params = spec, params
     self.import_blocks: ImportBlocks | None = None
@@ -235,6 +238,7 @@ class ModelRunner:
       np.zeros(spec.last_tokens.shape, np.int32), mesh_lib.replicated(spec.mesh)
     )
     self.slot_state: SlotState = made["slots"]()
+    self.host_blocks = HostBlocks(spec, num_host_blocks) if num_host_blocks else None
 
   def warm_up(self, progress: Progress) -> None:
     """Runs every program once on padding, so that no request pays the cost of a first call."""
@@ -248,6 +252,8 @@ class ModelRunner:
       self.write_leaves(0, [np.zeros(leaf.shape[1:], leaf.dtype) for leaf in self.spec.adapters])
     for table in programs.NUM_LINES:
       self._set_lines(table, [])
+    if self.host_blocks is not None:
+      self.kv = self.host_blocks.warm_up(self.kv)
 
   def seal(self) -> None:
     """Starts counting compilations, each of which is an error from now on."""
@@ -301,6 +307,32 @@ class ModelRunner:
   def write_leaves(self, slot: int, leaves: Sequence[Any]) -> None:
     """Writes arrays of the shapes in spec.adapters, without the axis of slots, into a slot."""
     self._adapters = self._write_adapter(self._adapters, np.int32(slot), tuple(leaves))
+
+  # engine.batch.BlockStore, for a runner with `host_blocks`.
+
+  def _require_host_blocks(self) -> HostBlocks:
+    assert self.host_blocks is not None, "this runner keeps no blocks on the host"
+    return self.host_blocks
+
+  def notify_copies(self, callback: Callable[[], None]) -> None:
+    """See engine.batch.BlockStore."""
+    self._require_host_blocks().on_finish = callback
+
+  def save_blocks(self, copies: list[BlockCopy]) -> None:
+    """See engine.batch.BlockStore."""
+    self._require_host_blocks().save_blocks(self.kv, copies)
+
+  def fetch_blocks(self, copies: list[BlockCopy]) -> None:
+    """See engine.batch.BlockStore."""
+    self._require_host_blocks().fetch_blocks(copies)
+
+  def finished_copies(self) -> list[FinishedCopies]:
+    """See engine.batch.BlockStore."""
+    return self._require_host_blocks().finished_copies()
+
+  def write_blocks(self, fetched: FinishedCopies, blocks: Sequence[int]) -> None:
+    """See engine.batch.BlockStore."""
+    self.kv = self._require_host_blocks().write_blocks(self.kv, fetched, blocks)
 
   def _admit(self, admission: Admission) -> None:
     self._packer.admit(admission)

@@ -103,6 +103,8 @@ def build_fake(
   check_settings(DeviceSettings(**{name: value for name, value in settings.items() if name in devices}))
   if settings.get("enable_embeddings"):
     raise ConfigError("enable_embeddings: the fake device computes nothing; serve without --fake_device or without it")
+  if settings.get("host_kv_mb"):
+    raise ConfigError("host_kv_mb: the fake device has no KV to keep; serve without --fake_device or without it")
   if settings.get("enable_lora") and settings.get("batching") == "disaggregated":
     raise ConfigError(
       "enable_lora: two engines share no adapters; serve without --batching=disaggregated or without --enable_lora"

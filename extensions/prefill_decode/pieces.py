@@ -2,8 +2,7 @@
 
 A prefill server copies leased pieces into slots of one memfd. Its kernel object has no name and dies with its last
 user, so a killed server leaves nothing behind. The file is sealed against shrinking, or a faulty writer could crash a
-reader. A reader copies a piece out before it checks the digest, because the writer may use the slot again. Digests are
-XXH3 of 64 bits (https://xxhash.com): they find accidents, not forgeries, at the speed of a copy.
+reader. A reader copies a piece out before it checks the digest, because the writer may use the slot again.
 """
 
 from collections.abc import Sequence
@@ -18,12 +17,11 @@ import jax
 import numpy as np
 import xxhash
 
-from engine.device.block_transfer import Piece
+from engine.device.block_transfer import Piece, copy_bytes
 from engine.errors import Overloaded
 
 _NONCE_BYTES = 32
 _HEADER_BYTES = mmap.PAGESIZE
-_CHUNK = 1 << 16  # bytes that stay in a core's cache between their copy and their digest
 _RETRY_S = 1.0
 
 
@@ -66,14 +64,6 @@ class PieceLayout:
       arrays.append(jax.device_put(data[start : start + size].view(dtype).reshape(shape), sharding))
       start += size
     return tuple(arrays)
-
-
-def copy_bytes(source: memoryview, target: memoryview, hasher: xxhash.xxh3_64) -> None:
-  """Copies bytes between buffers of equal size and adds them to `hasher`."""
-  for start in range(0, len(source), _CHUNK):
-    part = target[start : start + _CHUNK]
-    part[:] = source[start : start + _CHUNK]
-    hasher.update(part)
 
 
 class PieceMemory:

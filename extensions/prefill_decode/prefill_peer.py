@@ -13,9 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import numpy as np
 import xxhash
 
-from engine.device.block_transfer import Piece
+from engine.device.block_transfer import Piece, copy_bytes
 from engine.request import Request
-from extensions.prefill_decode.pieces import CorruptPiece, PeerMemory, PieceLayout, check_digest, copy_bytes, machine_id
+from extensions.prefill_decode.pieces import CorruptPiece, PeerMemory, PieceLayout, check_digest, machine_id
 from extensions.prefill_decode.prefill_service import SECRET_KEY
 from extensions.prefill_decode.proto import transfer_pb2 as pb
 from extensions.prefill_decode.proto import transfer_pb2_grpc as pb_grpc

@@ -213,10 +213,13 @@ def _model_text(fact: ModelFact) -> str:
 def _kv_text(fact: KVFact) -> str:
   size = f" in {_bytes(fact.num_bytes)}" if fact.num_bytes else ""
   full = fact.num_full_sequences
-  return (
+  text = (
     f"{fact.num_blocks:,} blocks of {fact.block_size} = {fact.num_blocks * fact.block_size:,} tokens{size}; "
     f"{full:,} sequence{'' if full == 1 else 's'} of full length"
   )
+  if fact.num_host_blocks:
+    text += f"; {fact.num_host_blocks:,} evicted blocks on the host in {_bytes(fact.num_host_bytes)}"
+  return text
 
 
 def _programs_text(fact: ProgramsFact) -> str:

@@ -199,6 +199,12 @@ def _gauges(backend: Backend, report: Report, counts: ProcessCounts) -> Iterator
     for adapter in report.adapters:
       requests.add_metric([adapter.name], adapter.num_live)
     yield requests
+  if stats.host_pool is not None:
+    yield _gauge("sluice_host_kv_blocks", "Evicted KV blocks that the host keeps.", stats.host_pool.num_kept)
+    yield _gauge("sluice_host_kv_blocks_limit", "Evicted KV blocks that the host can keep.", config.num_host_blocks)
+    yield _gauge(
+      "sluice_host_kv_bytes", "Bytes of KV blocks that the host keeps.", stats.host_pool.num_kept * config.block_bytes
+    )
   info = _gauge("sluice_model_info", "Of what is served; always 1.", labels=["model", "batching"])
   info.add_metric([backend.model, config.batching], 1)
   yield info
@@ -230,6 +236,18 @@ def _counters(report: Report, counts: ProcessCounts) -> Iterator[Metric]:
   yield _counter("sluice_lost_tokens", "Tokens computed and lost to preemptions.", stats.num_lost_tokens)
   yield _counter("sluice_preemptions", "Requests that had to begin anew.", stats.num_preemptions)
   yield _counter("sluice_idle_slots", "Slots without a row while a request waited, summed.", stats.num_idle_slots)
+  host = stats.host_pool
+  if host is not None:
+    yield _counter("sluice_host_kv_hits", "Requests whose prefix continued on the host.", host.num_hits)
+    yield _counter("sluice_host_kv_saved_blocks", "Evicted KV blocks copied to the host.", host.num_saved)
+    yield _counter(
+      "sluice_host_kv_skipped_blocks", "Evicted KV blocks not copied, for want of a free slot.", host.num_skipped
+    )
+    yield _counter("sluice_host_kv_loaded_blocks", "KV blocks copied back to the device.", host.num_loaded)
+    yield _counter(
+      "sluice_host_kv_failed_blocks", "KV blocks computed again because their copy was not intact.", host.num_failed
+    )
+    yield _counter("sluice_host_kv_evicted_blocks", "KV blocks that left the host for others.", host.num_evicted)
   finished = _counter("sluice_requests_finished", "Requests of the engine that ended.", labels=["reason"])
   for reason, count in stats.finished.items():
     finished.add_metric([reason.value], count)

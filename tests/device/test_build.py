@@ -42,7 +42,7 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
   events: list[TokenEvent] = []
   cache = tmp_path / "compiled"
   built = build_engine(
-    BuildOptions(folder, kv_cache_mb=1, max_model_len=64, compile_cache_dir=str(cache), **SMALL),
+    BuildOptions(folder, kv_cache_mb=1, host_kv_mb=2, max_model_len=64, compile_cache_dir=str(cache), **SMALL),
     lambda *progress: told.append(progress),
     events.extend,
   )
@@ -51,6 +51,9 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
   assert built.config.max_model_len == 64 and built.model_name == "tiny"
   block_bytes = 2 * 2 * 16 * RAW["num_key_value_heads"] * built.model.head_dim * 4
   assert built.config.num_blocks == min(2**20 // block_bytes - 1, 2 * 4 * 64 // 16)
+  assert built.runner.host_blocks is not None
+  assert built.config.num_host_blocks == 2**21 // block_bytes == len(built.runner.host_blocks.memory)
+  assert built.config.block_bytes == block_bytes == built.runner.host_blocks.memory.shape[1]
   built.engine.submit(Request("a", [3, 4, 5], SamplingParams(max_tokens=5, ignore_eos=True)))
   while built.engine.num_live:
     built.engine.step()
@@ -106,6 +109,11 @@ def test_options_that_contradict_each_other(changes, said):
 @pytest.mark.parametrize(
   ("changes", "said"),
   [
+    (
+      {"host_kv_mb": 10**9},
+      r"host_kv_mb=1000000000 needs 1000000000 MiB of this machine's memory beside weights, a step and KV \(one "
+      r"sequence of \d+ tokens\), and \d+ MiB are free; lower --host_kv_mb",
+    ),
     ({"max_model_len": 10**6}, "max_model_len=1000000 exceeds the .* positions of .*tiny"),
     ({"num_devices": 64}, "num_devices=64, but this machine has"),
     ({"kv_cache_mb": 1, "block_size": 8192}, r"1 MiB \(--kv_cache_mb=1\) hold 0 KV blocks, but one"),

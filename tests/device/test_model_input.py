@@ -232,7 +232,7 @@ class PackingRunner:
 
 def pack_a_world(seed: int, packer_class: type[Packer] = Packer) -> int:
   """A random life with preemptions, aborts and slots that change hands; returns how many steps were repeated."""
-  world = World(seed, overlap=True)
+  world = World(seed, overlap=True, host_pool=False)
   runner = world.engine._runner = PackingRunner(world.config, world.runner, packer_class)
   for _ in range(120):
     world.random_op()

@@ -83,6 +83,7 @@ def make_runner(
   model: tuple[nnx.GraphDef, nnx.State] | None = None,
   progress=lambda *_: None,
   ladder: ShapeLadder | None = None,
+  num_host_blocks: int = 0,
 ) -> ModelRunner:
   """A runner over random weights (or `model`), on one device unless `devices` says more. `ladder` outranks budgets."""
   mesh = mesh_lib.make_mesh(jax.devices()[:1] if devices is None else devices)
@@ -110,7 +111,7 @@ def make_runner(
   )
   ladder = ladder or ShapeLadder(token_budgets, max_num_seqs)
   with Making(all_programs(spec, ladder.rungs())) as making:
-    return ModelRunner(spec, tuple(leaves), ladder, eos, making.wait(progress))
+    return ModelRunner(spec, tuple(leaves), ladder, eos, making.wait(progress), num_host_blocks=num_host_blocks)
 
 
 @partial(jax.jit, static_argnums=0)

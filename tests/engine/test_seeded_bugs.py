@@ -62,9 +62,7 @@ BUGS = (
   ),
   Bug("a shared block stays in the free list", "block_pool", "        del self._free[block]\n", "        pass\n"),
   Bug("sharing does not count", "block_pool", "self._references[block] += 1", "self._references[block] = 1"),
-  Bug(
-    "a reused block is still found by its old key", "block_pool", "        del self._by_key[key]\n", "        pass\n"
-  ),
+  Bug("a reused block is still found by its old key", "block_pool", "    del self._by_key[key]\n", ""),
   Bug(
     "a block table grows one token late",
     "scheduler",
@@ -222,6 +220,43 @@ BUGS = (
   ),
   Bug("a block begins one token late", "steady_decode", "-(starts[0] + offset) %", "-(starts[0] + offset - 1) %"),
   Bug("a repeated step ends nobody", "steady_decode", " or not columns.stop_ids.isdisjoint(tokens)", ""),
+  Bug("copies are trusted without a digest", "prefix_loads", "good = copies[:num_good]", "good = copies"),
+  Bug(
+    "a block is published before it has arrived",
+    "prefix_loads",
+    "    self._fetching.append((load, copies))\n",
+    "    self._fetching.append((load, copies))\n    self._pool.publish_block(copies[0].block, keys[0])\n",
+  ),
+  Bug("blocks arrive for a load that is over", "prefix_loads", "    if load.is_over:\n      return []\n", ""),
+  Bug(
+    "a load begins at the wrong block",
+    "prefix_loads",
+    "PrefixLoad(request_id, keys, blocks, len(hits), len(hits))",
+    "PrefixLoad(request_id, keys, blocks, len(hits), max(0, len(hits) - 1))",
+  ),
+  Bug("a load keeps its blocks", "prefix_loads", "    self._pool.release_blocks(load.blocks)\n", ""),
+  Bug("a load lets go of its cached blocks while it runs", "prefix_loads", "    pool.share_blocks(hits)\n", ""),
+  Bug(
+    "the load of a request that ended goes on",
+    "scheduler",
+    "      self._waiting.remove(request)\n      if self.loads is not None:",
+    "      self._waiting.remove(request)\n      if False:",
+  ),
+  Bug("a slot is reused while a load reads it", "host_pool", "if key not in self._readers:", "if True:"),
+  Bug(
+    "a slot is found before its copy is complete",
+    "host_pool",
+    "        self._saving[key] = slot\n",
+    "        self._saving[key] = slot\n        self._kept[key] = slot\n",
+  ),
+  Bug("the slot of a broken copy leaks", "host_pool", "self._free.append(self._remove(bad))", "self._remove(bad)"),
+  Bug(
+    "a load takes blocks that requests need",
+    "scheduler",
+    "    if not self._fits(request, hits):\n      return False\n",
+    "",
+  ),
+  Bug("all evicted blocks have one key", "block_pool", "self._evict(more, self._keys[more])", "self._evict(more, key)"),
   Bug("tokens of repeated steps are not counted", "steady_decode", "    self._uncounted_tokens += 1\n", ""),
 )
 
@@ -230,6 +265,8 @@ def seeded(bug: Bug) -> tuple[type, Callable]:
   """The Scheduler class and validate_request, one of them with the bug in it."""
   modules = {}
   for name in (
+    "host_pool",
+    "prefix_loads",
     "block_pool",
     "batching",
     "policy",
@@ -249,6 +286,8 @@ def seeded(bug: Bug) -> tuple[type, Callable]:
   for user, module, name in (
     ("prefix_keys", "block_pool", "block_key"),
     ("prefix_keys", "block_pool", "root_key"),
+    ("prefix_loads", "host_pool", "HostPool"),
+    ("scheduler", "prefix_loads", "PrefixLoads"),
     ("scheduler", "block_pool", "BlockPool"),
     ("scheduler", "batching", "make_batching"),
     ("scheduler", "policy", "make_policy"),

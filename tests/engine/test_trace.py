@@ -12,7 +12,7 @@ from tools import replay
 
 def traced(path: Path, seed: int, before: int, overlap: bool = True) -> World:
   """A world whose trace begins after `before` operations."""
-  world = World(seed, overlap=overlap)
+  world = World(seed, overlap=overlap, host_pool=False)
   for _ in range(before):
     world.random_op()
   world.engine.start_trace(str(path))
@@ -103,7 +103,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, complaint: str, 
 
 
 def test_a_file_that_fails_ends_the_trace_not_the_engine(tmp_path: Path) -> None:
-  world = World(5, overlap=True)
+  world = World(5, overlap=True, host_pool=False)
   with pytest.raises(OSError):
     world.engine.start_trace(str(tmp_path / "no folder" / "trace"))
   world.engine.start_trace("/dev/full")

@@ -1,13 +1,15 @@
 """Any load at all: random worlds, hypothesis' own, and a soak of a million operations, all against the oracle."""
 
 from collections import Counter
+import dataclasses
+import random
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 import pytest
 
-from tests.engine.world import PoolWorld, World, run_world
+from tests.engine.world import PoolWorld, World, random_config, run_world, with_host_pool
 
 # The same examples every time: a failure is somebody's change, not luck. Bursts are long, so no deadline an example.
 HYPOTHESIS = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -27,6 +29,22 @@ def test_any_schedule_gives_the_tokens_of_one_request_at_a_time(first: int):
     totals["prompts cut where padding is left out"] += world.num_cut
   rare = {name: count for name, count in totals.items() if count < 5}
   assert not rare and len(totals) == 10, f"paths hardly taken: {rare}"
+
+
+@pytest.mark.catalogue("C4", "C6", "C11", "I2")
+def test_prefixes_come_back_from_the_host_or_are_computed():
+  """Half of the other worlds have a host pool, too; these live for longer, so that prefixes come back often."""
+  totals = Counter()
+  for seed in range(16):
+    world = World(seed, config=with_host_pool(random_config(random.Random(seed)), None))
+    for _ in range(400):
+      world.random_op()
+    world.drain()
+    if world.scheduler.loads is not None:
+      totals.update(dataclasses.asdict(world.scheduler.loads.host.counts))
+  del totals["num_skipped"]  # the host pool is large enough
+  rare = {name: count for name, count in totals.items() if count < 5}
+  assert not rare and len(totals) == 6, f"paths hardly taken: {rare}"
 
 
 class EngineMachine(RuleBasedStateMachine):

@@ -73,6 +73,15 @@ class Client:
   prompt_logprobs: list = dataclasses.field(default_factory=list)
 
 
+def with_host_pool(config: EngineConfig, rng: random.Random | None) -> EngineConfig:
+  """The settings with a pool that evicts much and a host pool, in half of the cases; without `rng` in all."""
+  if not config.shares_prefixes or rng and rng.random() < 0.5:
+    return config
+  num_blocks = -(-(MAX_MODEL_LEN - 8) // config.block_size)
+  num_host_blocks = rng.choice((3, num_blocks, 8 * num_blocks)) if rng else 6 * num_blocks
+  return dataclasses.replace(config, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+
+
 class World:
   """Attributes: num_ops, num_ended, and the totals that show that the rare paths were taken."""
 
@@ -82,13 +91,18 @@ class World:
     scheduler_class: type[Scheduler] = Scheduler,
     config: EngineConfig | None = None,
     overlap: bool | None = None,
+    host_pool: bool = True,
   ):
+    """Args: host_pool: half of the worlds without `config` have one."""
     self.rng = rng = random.Random(seed)
-    config = config or random_config(rng)
+    self.host_rng = host_rng = random.Random(~seed)  # apart, so that the rest of a world does not depend on it
+    config = config or (with_host_pool(random_config(rng), host_rng) if host_pool else random_config(rng))
     self.config = dataclasses.replace(config, overlap=rng.choice((True, False)) if overlap is None else overlap)
     self.clock = VirtualClock()
     self.poisoned: dict[str, int] = {}
     self.runner = FakeRunner(self.config, poisoned=self.poisoned)
+    longest = host_rng.choice((0, 2, 12))
+    self.runner.copy_delay = lambda: host_rng.randint(0, longest)
     self.scheduler = scheduler_class(self.config)
     self._schedule = self.scheduler.schedule
     self.scheduler.schedule = self._watch  # type: ignore[method-assign]
@@ -204,8 +218,15 @@ class World:
     self._after_step()
     return active
 
+  def break_slot(self) -> None:
+    """A byte flips in memory of the host that holds a block."""
+    if self.runner.host:
+      self.runner.broken.add(self.host_rng.choice(list(self.runner.host)))
+
   def random_op(self) -> None:
     """Any of them."""
+    if self.host_rng.random() < 0.1:
+      self.break_slot()
     draw = self.rng.random()
     if draw < 0.2:
       self.submit()
@@ -220,6 +241,8 @@ class World:
     """Runs until nothing is left, then looks for leaks."""
     for _ in range(4000):
       if not self.step():
+        if self._copies():
+          continue
         opens_at = self.scheduler.opens_at()
         if opens_at is None:
           break
@@ -231,10 +254,17 @@ class World:
     assert self.scheduler.pool.num_used == 0, "blocks leaked"
     assert self.scheduler.num_running == self.scheduler.num_waiting == len(self.scheduler._launched) == 0
     assert self.engine.num_live == 0
+    loads = self.scheduler.loads
+    assert loads is None or not (loads.is_loading or loads._tried or loads._next_keys), "a load is left"
     assert self.runner.shapes <= set(self.scheduler.ladder.rungs())
     config = self.config
     reachable = reachable_budgets(config.token_budgets, config.max_num_seqs, make_batching(config).chunk_limit)
     assert {shape.tokens for shape in self.runner.shapes} <= set(reachable)
+
+  def _copies(self) -> bool:
+    """Whether copies between device and host, or a load, have not come to their end."""
+    loads = self.scheduler.loads
+    return loads is not None and (loads.is_loading or loads.is_copying or bool(loads.host._saving))
 
   # What must hold.
 
@@ -243,13 +273,17 @@ class World:
     scheduler = self.scheduler
     running, waiting = list(scheduler._running), list(scheduler._waiting)
     computed = {request.id: request.num_computed_tokens for request in running}
+    loads = scheduler.loads
+    was_loading, num_loads = loads is not None and loads.is_loading, loads.host.counts.num_hits if loads else 0
     batch = self._schedule(now)
+    loading = was_loading or loads is not None and loads.host.counts.num_hits > num_loads
     scheduler.settle_counts()
     running.sort(key=by_rank)  # a dynamic policy has just given them other ranks
     victims = [request for request in running if request.status is RequestStatus.WAITING]
     admitted = [request for request in waiting if request.status is RequestStatus.RUNNING]
     kept = [request for request in running if request.status is RequestStatus.RUNNING]
     assert not (victims and admitted), "a step both preempts and admits"
+    assert not (victims and loads and loads.is_loading), "a request makes way for a load"
     assert all(victim.rank > request.rank for victim in victims for request in kept), "a victim was not the last"
     for request in (*kept, *admitted):
       last = request.num_prompt_tokens + request.params.max_tokens - 1
@@ -318,7 +352,7 @@ class World:
           behind = behind and not (other.priority > 0 >= request.priority)
         elif self._chooses or self._withholds:
           behind = False
-        assert not behind or scheduler._awaits_leader(other), "the queue was overtaken"
+        assert not behind or scheduler._awaits_leader(other) or loading, "the queue was overtaken"
     return batch
 
   def _may_be_held(self, request: Request, computed: int) -> bool:
@@ -416,7 +450,7 @@ class PoolWorld:
 
   def __init__(self, seed: int, num_blocks: int):
     self.rng = random.Random(seed)
-    self.pool = BlockPool(num_blocks)
+    self.pool = BlockPool(num_blocks, seed % 2 * 3)
     self.tables: list[tuple[list[int], list[bytes]]] = []  # blocks, and the keys that name their contents
     self.content: dict[int, bytes] = {}
 
@@ -433,6 +467,8 @@ class PoolWorld:
       return
     self.pool.share_blocks(found)
     fresh = self.pool.allocate_blocks(missing)
+    for block, key in self.pool.take_evicted():
+      assert self.content[block] == key and key not in keys[: len(found)], "evicted under another block's key"
     held = {block for table, _ in self.tables for block in table} | set(found)
     assert len(set(fresh)) == missing and not held & set(fresh), "handed out a block that is held"
     self.content.update(zip(fresh, keys[len(found) :], strict=True))

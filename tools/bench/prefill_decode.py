@@ -31,8 +31,9 @@ import httpx
 import numpy as np
 import xxhash
 
+from engine.device.block_transfer import copy_bytes
 from engine.errors import ConfigError
-from extensions.prefill_decode.pieces import PeerMemory, PieceMemory, copy_bytes
+from extensions.prefill_decode.pieces import PeerMemory, PieceMemory
 from server.client import Client
 from tools.arguments import CommandParser, positive_float, positive_int
 from tools.make_random_model import SHAPES, read_shape

@@ -50,7 +50,7 @@ Sums over the processes of the server, from the system.
 
 def _all_metrics() -> list[Metric]:
   """Returns the metrics of an idle server, with one sample of every label."""
-  config = EngineConfig(vocab_size=2, max_model_len=16, num_blocks=1, enable_lora=True)
+  config = EngineConfig(vocab_size=2, max_model_len=16, num_blocks=1, num_host_blocks=1, enable_lora=True)
   stats = dataclasses.replace(Recorder().stats(Scheduler(config), 0, 0), finished={FinishReason.STOP: 0})
   counts = ProcessCounts(
     calls={("grpc", "Generate", "OK"): 0},

@@ -63,6 +63,11 @@ def changed(fact, **changes):
       "blocks of 16 (--max_model_len, --kv_cache_mb)",
     ),
     (KV, "KV        100 blocks of 16 = 1,600 tokens in 1 GiB; 3 sequences of full length"),
+    (
+      changed(KV, num_host_blocks=2000, num_host_bytes=3 * 2**29),
+      "KV        100 blocks of 16 = 1,600 tokens in 1 GiB; 3 sequences of full length; 2,000 evicted blocks on the "
+      "host in 1.5 GiB",
+    ),
     (PROGRAMS, "programs  9, for steps of 8, 32 tokens; compiled unless they are in /cache"),
     (
       changed(PROGRAMS, is_cache_empty=True),

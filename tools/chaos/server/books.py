@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import itertools
 
 from engine.block_pool import BlockPool
+from engine.host_pool import HostPool
 from engine.request import RequestStatus
 from engine.scheduler import Scheduler
 from engine.waiting_queue import WaitingQueue
@@ -34,6 +35,15 @@ def check_pool(pool: BlockPool, tables: Iterable[Sequence[int]]) -> None:
   assert pool.num_cached == sum(has_key), "the count of cached blocks drifted"
 
 
+def check_host_pool(host: HostPool) -> None:
+  """Asserts that every slot is free, being saved or kept, and that loads read kept ones alone."""
+  slots = [*host._free, *host._saving.values(), *host._kept.values()]
+  assert sorted(slots) == list(range(host.num_slots)), "slots of the host pool were lost or shared"
+  assert not host._saving.keys() & host._kept.keys(), "a block is on the host twice"
+  assert host._readers.keys() <= host._kept.keys(), "a slot is reused while a load reads it"
+  assert host.counts.num_kept == len(host._kept), "the count of blocks on the host drifted"
+
+
 def check_queue(queue: WaitingQueue) -> None:
   """Asserts that counts and order are those of the requests."""
   fresh = WaitingQueue(queue.requests)
@@ -45,7 +55,12 @@ def check_queue(queue: WaitingQueue) -> None:
 def check_scheduler(scheduler: Scheduler) -> None:
   """Asserts the invariants between steps."""
   scheduler.settle_counts()
-  check_pool(scheduler.pool, [request.block_table for request in scheduler._running])
+  loads = scheduler.loads
+  held = [loads.held_blocks] if loads is not None else []
+  check_pool(scheduler.pool, [*(request.block_table for request in scheduler._running), *held])
+  if loads is not None:
+    check_host_pool(loads.host)
+    assert loads._tried <= {request.id for request in scheduler._waiting}, "a request that does not wait has a load"
   live = [*scheduler._waiting, *scheduler._running]
   assert {request.id: request for request in live} == scheduler._requests, "a live request is in no queue, or in two"
   assert len(live) == len(scheduler._requests), "a request is queued twice"

@@ -1,0 +1,200 @@
+"""Evicted prefix blocks go to the host and come back: the same tokens, whatever happens to them there."""
+
+from collections.abc import Iterator
+import time
+
+import numpy as np
+import pytest
+
+from engine.batch import PIECE_BLOCKS, BlockCopy, FinishedCopies
+from engine.device.memory_check import size_host_pool
+from engine.device.runner import ModelRunner
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.host_pool import HostPoolCounts
+from engine.request import FinishReason, Request
+from engine.sampling_params import SamplingParams
+from tests.device.serving import Served, make_engine
+from tests.device.tiny_model import make_runner
+
+NUM_BLOCKS, NUM_HOST_BLOCKS = 20, 64
+PROMPTS = [[(7 * talk + 3 * place) % 90 + 2 for place in range(45)] for talk in range(4)]  # 12 blocks of 4 each
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+  runner = make_runner(num_blocks=NUM_BLOCKS, token_budgets=(32,), num_host_blocks=NUM_HOST_BLOCKS)
+  runner.warm_up(lambda *_: None)
+  runner.seal()
+  return runner
+
+
+class Talks:
+  """An engine, and all that its requests got."""
+
+  def __init__(self, runner: ModelRunner, **changes):
+    self.served: dict[str, Served] = {}
+    settings = {"num_blocks": NUM_BLOCKS, "num_host_blocks": NUM_HOST_BLOCKS} | changes
+    self.engine: Engine = make_engine(runner, self._take, **settings)
+
+  def _take(self, events) -> None:
+    for event in events:
+      self.served[event.request_id].add(event)
+
+  def start(self, prompt: list[int], **fields) -> str:
+    request_id = str(len(self.served))
+    self.served[request_id] = Served()
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    self.engine.submit(Request(request_id, prompt, params, **fields))
+    return request_id
+
+  def finish(self) -> None:
+    """Steps until no request is live and no copy is under way."""
+    loads = self.engine._scheduler.loads
+    deadline = time.monotonic() + 60
+    while self.engine.num_live or loads is not None and (loads.is_copying or loads.host._saving):
+      self.engine.step()
+      assert self.engine.dead is None, self.engine.dead
+      assert time.monotonic() < deadline, "no end in sight"
+    assert self.engine._scheduler.pool.num_used == 0
+
+  def ask(self, prompt: list[int], **fields) -> list[int]:
+    """The tokens of a request alone."""
+    request_id = self.start(prompt, **fields)
+    self.finish()
+    return self.served[request_id].tokens
+
+  @property
+  def counts(self) -> HostPoolCounts:
+    found = self.engine.stats().host_pool
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(runner: ModelRunner) -> list[list[int]]:
+  talks = Talks(runner, num_host_blocks=0, prefix_cache_scope="off")
+  assert talks.engine.stats().host_pool is None
+  return [talks.ask(prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture
+def talks(runner: ModelRunner, expected: list[list[int]]) -> Iterator[Talks]:
+  """An engine whose first conversation is on the host alone."""
+  talks = Talks(runner)
+  assert [talks.ask(prompt) for prompt in PROMPTS] == expected
+  assert talks.counts.num_kept == talks.counts.num_saved >= 12 and not talks.counts.num_loaded
+  yield talks
+  talks.finish()
+  assert runner.compiles_after_ready == 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_blocks_come_back(runner: ModelRunner, expected, overlap: bool) -> None:
+  talks = Talks(runner, overlap=overlap)
+  for _ in range(3):
+    assert [talks.ask(prompt) for prompt in PROMPTS] == expected
+  counts = talks.counts
+  assert counts.num_loaded >= 2 * 4 * 8 and counts.num_hits >= 8 and counts.num_failed == 0
+  stats = talks.engine.stats()
+  assert stats.num_cached_tokens >= 4 * counts.num_loaded, "a client sees them as cached tokens"
+  assert runner.compiles_after_ready == 0
+
+
+def test_requests_of_one_prefix_share_a_load(talks: Talks, expected) -> None:
+  ids = [talks.start(PROMPTS[0]) for _ in range(3)]
+  talks.finish()
+  assert [talks.served[each].tokens for each in ids] == [expected[0]] * 3
+  assert talks.counts.num_hits == 1 and talks.counts.num_loaded <= 11
+
+
+def test_others_do_not_wait_for_a_load(talks: Talks, expected) -> None:
+  runner = talks.engine._runner
+  assert isinstance(runner, ModelRunner) and runner.host_blocks is not None
+  started = runner.host_blocks.finished_copies
+  runner.host_blocks.finished_copies = list  # the host is slow
+  slow, quick = talks.start(PROMPTS[0]), talks.start([5, 6, 7, 8, 9, 10])
+  for _ in range(20):
+    talks.engine.step()
+  assert talks.served[quick].finish_reason is FinishReason.LENGTH
+  assert talks.served[slow].finish_reason is None and not talks.served[slow].tokens
+  runner.host_blocks.finished_copies = started
+  talks.finish()
+  assert talks.served[slow].tokens == expected[0]
+
+
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_a_request_that_ends_while_it_waits_leaves_nothing(talks: Talks, expected, how: str) -> None:
+  engine = talks.engine
+  waiting = talks.start(PROMPTS[0], deadline=engine.now() + 1e-5 if how == "deadline" else None)
+  engine.step()
+  assert engine._scheduler.num_waiting == 1 and engine._scheduler.pool.num_used > 0
+  if how == "abort":
+    engine.abort(waiting)
+  for _ in range(20):
+    engine.step()
+    if not engine.num_live:
+      break
+  assert engine._scheduler.pool.num_used == 0, "the blocks of its load are still held"
+  assert talks.served[waiting].finish_reason in (FinishReason.ABORT, FinishReason.TIMEOUT)
+  talks.finish()
+  assert talks.ask(PROMPTS[0]) == expected[0]
+
+
+@pytest.mark.parametrize("place", [0, 1000, -1])
+def test_a_flipped_bit_is_found_and_computed_again(talks: Talks, expected, place: int) -> None:
+  runner = talks.engine._runner
+  assert isinstance(runner, ModelRunner) and runner.host_blocks is not None
+  first = next(iter(talks.engine._scheduler.loads.host._kept.values()))
+  runner.host_blocks.memory[first, place] ^= 1
+  runner.host_blocks.memory[3:5, place] ^= 0x80
+  assert [talks.ask(prompt) for prompt in PROMPTS] == expected
+  assert talks.counts.num_failed >= 1
+  failed = talks.counts.num_failed
+  assert [talks.ask(prompt) for prompt in PROMPTS] == expected
+  assert talks.counts.num_failed <= failed + 1, "a broken copy is used again"
+
+
+def test_contents_of_another_block_fail_the_digest(talks: Talks, expected) -> None:
+  runner = talks.engine._runner
+  assert isinstance(runner, ModelRunner) and runner.host_blocks is not None
+  host = runner.host_blocks
+  host.memory[:] = np.roll(host.memory, 1, axis=0)
+  host._digests = host._digests[-1:] + host._digests[:-1]  # each digest fits its contents, but not the key
+  assert [talks.ask(prompt) for prompt in PROMPTS] == expected
+  assert talks.counts.num_failed >= 1
+
+
+def test_a_copy_that_raises_costs_time_alone(talks: Talks, expected, monkeypatch, caplog) -> None:
+  runner = talks.engine._runner
+  assert isinstance(runner, ModelRunner) and runner.host_blocks is not None
+
+  def fail(copies: list[BlockCopy]) -> FinishedCopies:
+    raise MemoryError("no memory")
+
+  monkeypatch.setattr(runner.host_blocks, "_fetch_piece", fail)
+  assert [talks.ask(prompt) for prompt in PROMPTS] == expected
+  assert talks.counts.num_failed >= 1 and not talks.counts.num_loaded
+  assert sum("copy of KV blocks" in record.message for record in caplog.records) == 1
+
+
+def test_a_trace_is_refused(talks: Talks, tmp_path) -> None:
+  with pytest.raises(OSError, match="serve without --host_kv_mb"):
+    talks.engine.start_trace(str(tmp_path / "steps"))
+  assert not (tmp_path / "steps").exists()
+
+
+def test_sizes_are_checked_before_anything_is_allocated() -> None:
+  assert size_host_pool(0, 5000, None, "") == 0
+  assert size_host_pool(10, 2**20, 10 * 2**20, "") == 10
+  with pytest.raises(ConfigError, match="host_kv_mb=1 holds no block of this model's KV, which has 3 MiB; raise"):
+    size_host_pool(1, 3 * 2**20, None, "")
+  with pytest.raises(ConfigError, match="host_kv_mb=11 needs 11 MiB of this machine's memory beside X, and 10 MiB are"):
+    size_host_pool(11, 2**20, 10 * 2**20, " beside X")
+
+
+def test_a_piece_is_a_whole_number_of_blocks(runner: ModelRunner) -> None:
+  host = runner.host_blocks
+  assert host is not None
+  assert host.memory.shape == (NUM_HOST_BLOCKS, sum(leaf.nbytes for leaf in runner.kv) // (NUM_BLOCKS + 1))
+  assert PIECE_BLOCKS * host.memory.shape[1] == sum(PIECE_BLOCKS * leaf.nbytes // leaf.shape[0] for leaf in runner.kv)
