@@ -16,7 +16,7 @@ class ReplicaStub:
 
   Attributes:
     mode: what it does with a request: "json", "stream", "503", "close" (before an answer), "break" (a stream's second
-      event comes half), "break_json" or "hang".
+      event comes half, then a reset), "end" (the same, with the end of the connection), "break_json" or "hang".
     is_ready: what /ready says.
     frozen: cleared, requests of every kind wait, also checks.
     go: cleared, a stream waits after its first event.
@@ -123,9 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
     elif mode == "hang":
       stub.go.wait(60)
     else:
-      self._stream(breaks=mode == "break")
+      self._stream(mode)
 
-  def _stream(self, *, breaks: bool) -> None:
+  def _stream(self, mode: str) -> None:
     self.send_response(200)
     self.send_header("content-type", "text/event-stream; charset=utf-8")
     self.send_header("transfer-encoding", "chunked")
@@ -133,9 +133,11 @@ class _Handler(BaseHTTPRequestHandler):
     events = self.replica.events
     self._chunk(events[0])
     self._wait_for_go()
-    if breaks:
+    if mode in ("break", "end"):
       self._chunk(events[1][:9])
-      self._reset()
+      if mode == "break":
+        self._reset()
+      self.close_connection = True
       return
     for event in events[1:]:
       self._chunk(event)

@@ -105,10 +105,12 @@ def events_of(text: str) -> list[tuple[str, dict]]:
   return found
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/messages", "/v1/responses"])
-def test_a_stream_that_breaks_ends_with_an_error_event_of_its_api(two, path):
+@pytest.mark.parametrize(
+  ("path", "mode"), [(CHAT, "break"), ("/v1/completions", "end"), ("/v1/messages", "break"), ("/v1/responses", "end")]
+)
+def test_a_stream_that_breaks_ends_with_an_error_event_of_its_api(two, path, mode):
   first, second, router = two
-  first.mode = "break"
+  first.mode = mode
   first.events = [b'event: x\ndata: {"sequence_number": 6}\n\n', b'data: {"sequence_number": 7}\n\n']
   answer = router.http.post(path, json={"stream": True}, headers={"x-request-id": "mine"})
   whole, (name, last) = events_of(answer.text)
