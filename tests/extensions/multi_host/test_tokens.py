@@ -93,7 +93,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
       num_hidden_layers=1,
       hidden_size=32,
       num_attention_heads=4,
-      num_key_value_heads=4,
+      num_key_value_heads=2,
       intermediate_size=48,
       vocab_size=96,
       max_position_embeddings=128,
@@ -105,7 +105,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def test_two_hosts_give_the_tokens_of_one_device(tiny_model: pathlib.Path) -> None:
   settings = {"token_budgets": [16], "max_num_seqs": 4, "num_blocks": 10, "block_size": 4, "max_model_len": 40}
-  settings |= {"prefill_chunk": 12, "attention": "reference", "matmul": "xla", "overlap": "true"}
+  settings |= {"prefill_chunk": 12, "overlap": "true"}
   requests = make_requests(5, 24, 8)
   one = serve_requests(tiny_model, settings, requests)
   leader, follower = run_hosts(2, 1, tiny_model, settings, requests)
@@ -122,11 +122,12 @@ def test_two_hosts_give_the_tokens_of_one_device(tiny_model: pathlib.Path) -> No
 @pytest.mark.long
 @pytest.mark.parametrize(("num_hosts", "devices"), [(2, 2), (4, 1)])
 @pytest.mark.parametrize("overlap", ["true", "false"])
+@pytest.mark.parametrize("kernels", [{}, {"attention": "reference", "matmul": "xla"}], ids=["packed", "xla"])
 def test_four_devices_on_several_hosts_give_the_tokens_of_one(
-  tiny_model: pathlib.Path, num_hosts: int, devices: int, overlap: str
+  tiny_model: pathlib.Path, num_hosts: int, devices: int, overlap: str, kernels: dict
 ) -> None:
   settings = {"token_budgets": [8, 24], "max_num_seqs": 6, "num_blocks": 30, "block_size": 4, "max_model_len": 96}
-  settings |= {"prefill_chunk": 12, "attention": "reference", "matmul": "xla", "overlap": overlap}
+  settings |= {"prefill_chunk": 12, "overlap": overlap} | kernels
   requests = make_requests(15, 60, 20)
   one = serve_requests(tiny_model, settings, requests)
   leader, *followers = run_hosts(num_hosts, devices, tiny_model, settings, requests)
