@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from engine.build_facts import DeviceFact
-from engine.device.build import build_engine
+from engine.build_facts import DeviceFact, ProgramsMadeFact
 from engine.device.options import BuildOptions
 from engine.request import Request, TokenEvent
 from engine.sampling_params import SamplingParams
+from extensions.disaggregated.build import build_any
+from extensions.executable_bundle.bundle import Bundle
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHOICES: list[dict[str, Any]] = [
@@ -36,6 +37,7 @@ class Task:
   """Requests, and settings of the engines that serve them in turn.
 
   A request is a prompt and its parameters, with `is_constrained` and the name of an `adapter`, a folder of `adapters`.
+  Settings may have a `bundle`, its folder and whether to write it.
   """
 
   model: str
@@ -100,8 +102,11 @@ def serve_on_devices(
 def _serve(task: Task, settings: dict[str, Any]) -> dict[str, Any]:
   events: list[TokenEvent] = []
   facts: list[Any] = []
+  settings = dict(settings)
+  folder, writes = settings.pop("bundle", ("", False))
   options = BuildOptions(task.model, **{name: tuple(x) if isinstance(x, list) else x for name, x in settings.items()})
-  built = build_engine(options, lambda *_: None, events.extend, report_fact=facts.append)
+  bundle = Bundle(folder, options.batching, writes) if folder else None
+  built = build_any(options, lambda *_: None, events.extend, source=bundle, report_fact=facts.append)
   for name, folder in task.adapters.items():
     assert built.read_adapter is not None
     loaded = built.engine.load_adapter(name, built.read_adapter(folder))
@@ -128,13 +133,15 @@ def _serve(task: Task, settings: dict[str, Any]) -> dict[str, Any]:
       embeddings[event.request_id] = np.frombuffer(event.embedding, "<f4").tolist()
     for entry in (*event.prompt_logprobs, *event.logprobs):
       logprobs[int(event.request_id)].append([entry.token_id, entry.logprob, *map(list, entry.top)])
-  (device,) = [fact for fact in facts if isinstance(fact, DeviceFact)]
+  device = next(fact for fact in facts if isinstance(fact, DeviceFact))
+  made = next(fact for fact in facts if isinstance(fact, ProgramsMadeFact))
   spec = built.runner.spec
   state = built.runner.slot_state.history
   return {
     "tokens": tokens,
     "logprobs": logprobs,
     "embeddings": embeddings,
+    "compiles_before": made.num_compiled,
     "compiles": built.runner.compiles_after_ready,
     "preemptions": built.engine.stats().num_preemptions,
     "kernels": [device.attention, device.matmul, spec.sampling],

@@ -5,10 +5,17 @@ Each test runs a process of its own with eight CPU devices, since JAX counts the
 
 import json
 import pathlib
+import types
 
+import jax
 import numpy as np
 import pytest
 
+from engine.device.mesh import make_mesh
+from engine.device.options import BuildOptions
+from engine.device.weights import open_checkpoint
+from engine.errors import ConfigError
+from extensions.disaggregated import build
 from models.registry import config_from_hf
 from tests.device.several_devices import make_requests, serve_on_devices
 from tools.check_device.facts import collectives
@@ -141,3 +148,29 @@ def test_sluice_folders_and_random_weights_on_several_devices() -> None:
   for more in ({}, {"matmul": "xla"}, {"random_weights": True}, {"random_weights": True, "matmul": "xla"}):
     settings = [base | more | {"num_devices": devices} for devices in (1, 2, 4)]
     check_same(*serve_on_devices(DEMO, settings, make_requests(12, 120, 40)))
+
+
+@pytest.mark.long
+def test_a_bundle_and_two_sides_of_several_devices(tmp_path: pathlib.Path) -> None:
+  model = make_model(tmp_path / "model", "llama3", vocab_size=250, intermediate_size=203)
+  bundle = str(tmp_path / "bundle")
+  settings = [
+    SETTINGS,
+    SETTINGS | {"num_devices": 4, "bundle": [bundle, True]},
+    SETTINGS | {"num_devices": 4, "bundle": [bundle, False]},
+    SETTINGS | {"num_devices": 8, "batching": "disaggregated"},
+  ]
+  one, *shared, apart = serve_on_devices(model, settings, make_requests(14, 30, 10))
+  check_same(one, *shared)
+  assert [each["compiles_before"] for each in shared] == [shared[0]["compiles_before"], 0] != [0, 0]
+  assert apart["tokens"] == one["tokens"] and apart["compiles"] == 0
+
+
+def test_sides_with_other_shapes_of_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+  """One device for prefill has the demo model's 2 KV heads, and three for decode have one each."""
+  declared = open_checkpoint(str(DEMO), make_mesh(jax.devices()[:1]), "float32").declared
+  monkeypatch.setattr(build, "begin_build", lambda options: ([None] * 4, ""))
+  monkeypatch.setattr(build, "build_side", lambda *_, **more: types.SimpleNamespace(loaded=declared))
+  options = BuildOptions(str(DEMO), batching="disaggregated", num_devices=4, prefill_devices=1)
+  with pytest.raises(ConfigError, match="2 KV heads become 2 on 1 devices for prefill, and 3 on 3 for decode"):
+    build.build_any(options, lambda *_: None, lambda _: None)
