@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 import hashlib
 import itertools
 
+from engine.prefix_events import PrefixEventLog
+
 
 def root_key(salt: bytes) -> bytes:
   """Returns the parent key of a sequence's first block; requests share blocks only within one salt."""
@@ -41,11 +43,16 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-  """Allocates block ids 1..num_blocks; block 0 of the device belongs to padding."""
+  """Allocates block ids 1..num_blocks; block 0 of the device belongs to padding.
+
+  Attributes:
+    event_log: notes each key that is found from now on, or no more; None: nobody reads that.
+  """
 
   def __init__(self, num_blocks: int, evict_at_once: int = 0):
     """Args: evict_at_once: blocks of an eviction, which take_evicted() returns; 0: evicts single blocks and forgets."""
     self.num_blocks = num_blocks
+    self.event_log: PrefixEventLog | None = None
     self._evict_at_once = evict_at_once
     self._evicted: list[tuple[int, bytes]] = []
     self._references = [0] * (num_blocks + 1)
@@ -122,6 +129,8 @@ class BlockPool:
     self._keys[block] = None
     del self._by_key[key]
     self._num_cached -= 1
+    if self.event_log is not None:
+      self.event_log.note_removed(key)
     if self._evict_at_once:
       self._evicted.append((block, key))
 
@@ -139,6 +148,8 @@ class BlockPool:
     if self._keys[block] is None and key not in self._by_key:
       self._keys[block] = key
       self._by_key[key] = block
+      if self.event_log is not None:
+        self.event_log.note_stored(key)
 
   def release_blocks(self, table: Sequence[int]) -> None:
     """Drops one reference on each block of a request's table."""

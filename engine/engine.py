@@ -16,6 +16,7 @@ import threading
 from engine.adapters import Adapter, AdapterInfo, AdapterTable, AdapterWeights
 from engine.batch import AdapterWriter, Batch, BlockStore, Launched, Runner
 from engine.errors import ConfigError, DuplicateRequest, Unavailable
+from engine.prefix_events import PrefixEventLog
 from engine.recorder import EngineStats, Recorder, StepRecord
 from engine.request import ENGINE_FAILURE, FinishReason, Request, TokenEvent
 from engine.scheduler import Scheduler
@@ -215,6 +216,10 @@ class Engine:
   def stats(self, num_steps: int = 0) -> EngineStats:
     """Returns a snapshot with the latest `num_steps` records of steps and requests, at most recorder.RING_STEPS."""
     return self.recorder.stats(self._scheduler, len(self._live), num_steps)
+
+  def log_prefix_events(self, log: PrefixEventLog) -> None:
+    """Records the prefix cache's changes in `log`. Call it before the thread starts."""
+    self._scheduler.log_prefix_events(log)
 
   def block_states(self) -> bytes:
     """See BlockPool.block_states."""

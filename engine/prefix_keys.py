@@ -4,13 +4,19 @@ from collections.abc import Sequence
 
 from engine.block_pool import adapter_root_key, block_key, root_key
 from engine.config import EngineConfig
+from engine.prefix_events import PrefixEventLog
 from engine.request import Request
 
 
 class PrefixKeys:
-  """Makes prefix keys within the configured scope."""
+  """Makes prefix keys within the configured scope.
+
+  Attributes:
+    event_log: notes what each key stands for; None: nobody reads that.
+  """
 
   def __init__(self, config: EngineConfig):
+    self.event_log: PrefixEventLog | None = None
     self._scope, self._block_size = config.prefix_cache_scope, config.block_size
 
   def make_root_key(self, request: Request, serial: int) -> bytes:
@@ -38,5 +44,8 @@ class PrefixKeys:
     while len(keys) < num_blocks:
       parent = keys[-1] if keys else request.root_key
       start = len(keys) * block_size
-      keys.append(block_key(parent, request.known_tokens(start, start + block_size)))
+      token_ids = request.known_tokens(start, start + block_size)
+      keys.append(block_key(parent, token_ids))
+      if self.event_log is not None:
+        self.event_log.note_key(keys[-1], parent if start else None, token_ids, request.adapter)
     return keys if len(keys) == num_blocks else keys[:num_blocks]

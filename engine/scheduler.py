@@ -34,6 +34,7 @@ from engine.constraint import (
   Verdicts,
 )
 from engine.policy import Policy, make_policy
+from engine.prefix_events import PrefixEventLog
 from engine.prefix_keys import PrefixKeys
 from engine.prefix_loads import PrefixLoads
 from engine.request import GRAMMAR_LIMIT, NUMERICAL_ERROR, FinishReason, Request, RequestStatus, TokenEvent, make_event
@@ -103,6 +104,10 @@ class Scheduler:
     self._steady = SteadyDecode(config.block_size, self._batching.reserves)
     self._ended: list[Request] = []  # requests finished since take_ended()
     self._next_deadline = float("inf")  # no live request has an earlier deadline
+
+  def log_prefix_events(self, log: PrefixEventLog) -> None:
+    """Records the prefix cache's changes in `log` from now on. Call it before the first request."""
+    self.pool.event_log = self._keys.event_log = log
 
   @property
   def num_waiting(self) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import os
 import pathlib
+import re
 import sys
 import textwrap
 from typing import Any
@@ -102,6 +103,22 @@ class ProgramSettings(ModelSettings):
     "Needs the extra otel.",
     group="Observability",
     common=True,
+  )
+  kv_events_endpoint: str = setting(
+    "",
+    "Publish what the prefix cache stores and removes as vLLM's KV events, over ZeroMQ: tcp://*:PORT or ipc://PATH to "
+    "bind, tcp://HOST:PORT to connect. Whoever receives them learns the tokens of all prompts and outputs, of all "
+    "tenants; there is neither encryption nor a key. Needs the extra kv-events. Empty: none.",
+    group="Replicas",
+  )
+  kv_events_replay_endpoint: str = setting(
+    "",
+    "With --kv_events_endpoint: tcp://*:PORT or ipc://PATH to bind, where subscribers get batches that they missed; "
+    "empty: none.",
+    group="Replicas",
+  )
+  kv_events_topic: str = setting(
+    "", "With --kv_events_endpoint: topic of the messages; empty: kv@HOSTNAME@MODEL.", group="Replicas"
   )
   log_format: str = setting(
     "text",
@@ -225,7 +242,33 @@ def parse_flags(argv: Sequence[str], program: str) -> list[str]:
   _check_role(host_options(), read_settings(ProgramSettings))
   _check_cluster(read_settings(ClusterSettings))
   _check_host_pool()
+  _check_kv_events(read_settings(ProgramSettings))
   return rest
+
+
+_ENDPOINT = re.compile(r"tcp://(\*|[A-Za-z0-9_.-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}|ipc://.+")
+
+
+def _check_kv_events(program: ProgramSettings) -> None:
+  """Raises ConfigError for addresses that are none, and for KV events of a cache that has none."""
+  for name in ("kv_events_replay_endpoint", "kv_events_topic"):
+    if getattr(program, name) and not program.kv_events_endpoint:
+      raise ConfigError(f"{name}={getattr(program, name):.200} needs --kv_events_endpoint; set it, or leave this out")
+  if not program.kv_events_endpoint:
+    return
+  for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+    address = getattr(program, name)
+    if address and not _ENDPOINT.fullmatch(address):
+      raise ConfigError(f"{name}={address!r:.200} must be tcp://HOST:PORT, tcp://*:PORT or ipc://PATH; set --{name}")
+  values = flags.FLAGS
+  excluded = {
+    "prefix_cache_scope": values.prefix_cache_scope in ("request", "off"),
+    "batching": values.batching == "disaggregated",
+    "role": values.role == "decode",
+  }
+  for name, is_excluded in excluded.items():
+    if is_excluded:
+      raise ConfigError(f"kv_events_endpoint does not go with --{name}={values[name].value}; leave out one of them")
 
 
 _OF_ROLE = {

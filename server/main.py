@@ -19,6 +19,7 @@ import dataclasses
 import os
 import pathlib
 import signal
+import socket
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ import uvloop
 from engine.config import EngineConfig
 from engine.engine import Emit, Engine
 from engine.errors import ConfigError, EngineError, InvalidRequest
+from engine.prefix_events import PrefixEventLog
 from extensions.prefill_decode.composition import RoleComposition
 from server import flags
 from server.errors import NotConfigured, Starting
@@ -53,6 +55,7 @@ from server.text.tokenizer import Tokenizer, load_tokenizer, read_chat_template
 from server.version import server_version
 
 if TYPE_CHECKING:
+  from extensions.kv_events.event_publisher import EventPublisher
   from extensions.multi_host.leader import Leader
 
 # Reading a tokenizer blocks the interpreter; no real tokenizer takes longer.
@@ -306,6 +309,7 @@ async def _serve(composition: Composition, report: StartReport) -> int:
     composition.collect_metrics = lambda: (*of_others(), *of_hosts())
   if program.otlp_endpoint:
     tracing.check_otlp_endpoint(program.otlp_endpoint)
+  publisher = _open_kv_events(program, composition)
   for port_file in (program.port_file, program.http_port_file):
     if port_file:
       _check_port_file(pathlib.Path(port_file))
@@ -345,6 +349,8 @@ async def _serve(composition: Composition, report: StartReport) -> int:
   loader = AdapterLoader(built.engine, built.read_adapter, model=name, lora_dir=program.lora_dir)
   engine = composition.make_client(built.engine, lambda: built.runner.compiles_after_ready, loader)
   trace.engine, served = built.engine, built.config
+  if publisher is not None:
+    _start_kv_events(program, publisher, built, name)
   report.enter_stage("starting the engine")
   if program.trace_file and program.trace_at_start:
     trace.toggle()
@@ -384,6 +390,8 @@ async def _serve(composition: Composition, report: StartReport) -> int:
   code = await stopped
   if throughput is not None:
     throughput.cancel()
+  if publisher is not None:
+    publisher.stop_publishing()
   if tracer is not None:
     tracer.shutdown()
   if leader is not None and not code:
@@ -394,6 +402,26 @@ async def _serve(composition: Composition, report: StartReport) -> int:
     watchdog.exit_now(code)
   watchdog.exit_soon(options.watchdog_grace_s)
   return code
+
+
+def _open_kv_events(program: ProgramSettings, composition: Composition) -> "EventPublisher | None":
+  """Opens the sockets of --kv_events_endpoint; None without it. Raises ConfigError."""
+  if not program.kv_events_endpoint:
+    return None
+  from extensions.kv_events.event_publisher import EventPublisher
+
+  publisher = EventPublisher(program.kv_events_endpoint, program.kv_events_replay_endpoint)
+  of_others = composition.collect_metrics
+  composition.collect_metrics = lambda: (*of_others(), *publisher.collect_metrics())
+  return publisher
+
+
+def _start_kv_events(program: ProgramSettings, publisher: "EventPublisher", built: Any, name: str) -> None:
+  """Starts to publish the prefix cache's changes."""
+  log = PrefixEventLog(built.config.num_blocks)
+  built.engine.log_prefix_events(log)
+  topic = program.kv_events_topic or f"kv@{socket.gethostname()}@{name}"
+  publisher.start_publishing(log, built.config.block_size, topic)
 
 
 def _start_throughput_lines(engine: Engine, period_s: float) -> asyncio.Task | None:

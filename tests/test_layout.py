@@ -164,6 +164,7 @@ WALL_CLOCK = {
   "server/http/responses/response_reply.py",
   "server/page/prometheus_metrics.py",
   "server/telemetry/tracing.py",
+  "extensions/kv_events/event_publisher.py",
   "extensions/vllm_api/service.py",
 }
 

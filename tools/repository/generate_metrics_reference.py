@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.recorder import Recorder
 from engine.request import FinishReason
 from engine.scheduler import Scheduler
+from extensions.kv_events.event_publisher import make_event_metrics
 from extensions.multi_host.leader import make_metrics
 from extensions.prefill_decode.transfer_counts import TransferCounts
 from server.generation.engine_client import Report
@@ -61,7 +62,7 @@ def _all_metrics() -> list[Metric]:
   backend = cast(Backend, types.SimpleNamespace(config=config, model="", load_s=0.0, warmup_s=0.0))
   adapters = (AdapterInfo("", 0, "", 0, AdapterState.LOADED.value),)
   report = Report(stats, 0.0, 0.0, 0, 0, Observations().queue, adapters=adapters)
-  more = (*TransferCounts().collect_metrics(), *make_metrics(2, 0.0, 0, {1: 0.0}, {1: 0}))
+  more = (*TransferCounts().collect_metrics(), *make_metrics(2, 0.0, 0, {1: 0.0}, {1: 0}), *make_event_metrics(0, 0))
   return list(ServerLook(True, True, counts, backend, report, vllm_names=True, more=more).collect())
 
 
