@@ -63,6 +63,7 @@ class KVFact:
     num_bytes: on all devices.
     max_model_len: tokens of the longest sequence.
     num_host_blocks, num_host_bytes: evicted blocks that the host keeps, and their bytes; 0: none.
+    host_dir: folder of the file that has them; "": memory.
   """
 
   num_blocks: int
@@ -71,6 +72,7 @@ class KVFact:
   max_model_len: int
   num_host_blocks: int = 0
   num_host_bytes: int = 0
+  host_dir: str = ""
 
   @property
   def num_full_sequences(self) -> int:

@@ -326,6 +326,12 @@ class DeviceSettings:
     unit="MiB",
     at_least=0,
   )
+  host_kv_dir: str = setting(
+    "",
+    "Folder for the blocks of --host_kv_mb: in a file without a name, which the system caches in free memory and "
+    "which may be larger than it. Empty: the blocks are in memory.",
+    group=_MEMORY,
+  )
   block_size: int = setting(
     0,
     "Tokens a KV block; 0: the best size for the attention kernels.",
@@ -403,8 +409,13 @@ class DeviceSettings:
 
 
 def check_host_pool(devices: DeviceSettings, scheduling: SchedulingSettings) -> None:
-  """Raises ConfigError if a setting excludes host_kv_mb."""
+  """Raises ConfigError if a setting excludes host_kv_mb, or host_kv_dir is without it."""
   if not devices.host_kv_mb:
+    if devices.host_kv_dir:
+      raise ConfigError(
+        f"host_kv_dir={devices.host_kv_dir:.200} is for blocks that the host keeps; set --host_kv_mb, or leave out "
+        "--host_kv_dir"
+      )
     return
   for name, excluded, remedy in (
     ("prefix_cache_scope", scheduling.prefix_cache_scope == "off", "the host keeps blocks of the prefix cache"),

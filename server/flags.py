@@ -336,9 +336,9 @@ def _check_adapters(program: ProgramSettings) -> None:
 def _check_host_pool() -> None:
   """Raises ConfigError if a flag excludes --host_kv_mb."""
   values = flags.FLAGS
+  check_host_pool(read_settings(DeviceSettings), read_settings(SchedulingSettings))
   if not values.host_kv_mb:
     return
-  check_host_pool(read_settings(DeviceSettings), read_settings(SchedulingSettings))
   for name, is_excluded in (
     ("fake_device", values.fake_device),
     ("executable_bundle", bool(values.executable_bundle)),

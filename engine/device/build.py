@@ -317,8 +317,9 @@ def build_side(
     left_for_host, beside = None if left is None else left - kv_bytes, f" beside weights, a step and KV ({kv_for})"
   else:
     left_for_host, beside = host_free_bytes(), ""
-  num_host_blocks = size_host_pool(options.host_kv_mb, sizer.block_bytes, left_for_host, beside)
-  if left is not None and device.platform == "cpu":
+  host_dir = options.host_kv_dir
+  num_host_blocks = size_host_pool(options.host_kv_mb, sizer.block_bytes, left_for_host, beside, host_dir)
+  if left is not None and device.platform == "cpu" and not host_dir:
     left -= num_host_blocks * sizer.block_bytes
   weight_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in checkpoint.kept.values())
   abstract, tree = jax.tree.flatten(declared.params)
@@ -393,6 +394,7 @@ def build_side(
       max_model_len=max_model_len,
       num_host_blocks=num_host_blocks,
       num_host_bytes=num_host_blocks * sizer.block_bytes,
+      host_dir=host_dir,
     )
   )
   config = EngineConfig(
@@ -440,7 +442,7 @@ def build_side(
   weights = dict(zip(checkpoint.kept, leaves, strict=True)).get("score.weight")
   class_weights = None if weights is None else np.asarray(weights, np.float64)
   runner = ModelRunner(
-    chosen, leaves, ladder, config.eos_token_ids, made, config.pooling, class_weights, num_host_blocks
+    chosen, leaves, ladder, config.eos_token_ids, made, config.pooling, class_weights, num_host_blocks, host_dir
   )
   if device.platform == "cpu":
     host_memory.keep_freed()  # only now, so that the memory of loading and compiling returns to the system

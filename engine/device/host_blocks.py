@@ -1,4 +1,4 @@
-"""Keeps copies of KV blocks in memory of the host, with a digest each. May not choose blocks or slots.
+"""Keeps copies of KV blocks in memory of the host or in a file, with a digest each. May not choose blocks or slots.
 
 Blocks leave and enter the pool by two compiled programs of fixed shape (block_transfer.py). One thread copies bytes and
 computes digests beside the step loop, in order. A copy back carries the bytes out of the slot before it checks the
@@ -10,7 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import logging
+import os
+import tempfile
 import time
+import weakref
 
 import jax
 import numpy as np
@@ -29,6 +32,7 @@ from engine.device.block_transfer import (
   write_program,
 )
 from engine.device.programs import ProgramSpec
+from engine.errors import ConfigError
 from engine.host_pool import MOST_SAVING_PIECES
 from engine.prefix_loads import PIECES_AHEAD
 
@@ -40,22 +44,92 @@ def device_bytes(block_bytes: int) -> int:
   return (MOST_SAVING_PIECES + PIECES_AHEAD + 1) * PIECE_BLOCKS * block_bytes
 
 
-class HostBlocks:
-  """Slots for one block each. One thread calls it, except that the callback runs on another.
+class MemorySlots:
+  """Slots in memory of the host.
 
   Attributes:
-    memory: uint8[slots, bytes of a block], layer after layer.
+    memory: uint8[slots, bytes of a block].
+  """
+
+  def __init__(self, num_slots: int, block_bytes: int):
+    """Allocates all memory."""
+    self.memory = np.empty((num_slots, block_bytes), np.uint8)
+    self.memory.fill(0)  # the system gives the pages now, not while requests run
+
+  def read_slot(self, slot: int) -> memoryview:
+    """Returns the bytes of a slot."""
+    return memoryview(self.memory[slot])
+
+  def open_slot(self, slot: int) -> memoryview:
+    """Returns bytes to fill, for `write_slot`."""
+    return memoryview(self.memory[slot])
+
+  def write_slot(self, slot: int) -> None:
+    """Does nothing: the bytes are in the slot."""
+
+
+class FileSlots:
+  """Slots in a file without a name, which the system caches in free memory. Belongs to one thread.
+
+  Reads and writes leave the interpreter to other threads while they wait for the disk, unlike a mapped file.
+  """
+
+  def __init__(self, num_slots: int, block_bytes: int, folder: str):
+    """Reserves the space on the disk. Raises ConfigError."""
+    try:
+      with tempfile.TemporaryFile(dir=folder) as file:
+        self._fd = os.dup(file.fileno())
+      self._close = weakref.finalize(self, os.close, self._fd)
+      os.posix_fallocate(self._fd, 0, num_slots * block_bytes)
+    except OSError as error:
+      raise ConfigError(
+        f"host_kv_dir={folder:.200} takes no file of {num_slots * block_bytes} bytes: {error.strerror}; lower "
+        "--host_kv_mb, or set --host_kv_dir to another folder"
+      ) from None
+    self._row = memoryview(bytearray(block_bytes))
+
+  def read_slot(self, slot: int) -> memoryview:
+    """Returns the bytes of a slot, until the next call. Raises OSError."""
+    self._require_all(os.preadv(self._fd, [self._row], slot * len(self._row)))
+    return self._row
+
+  def open_slot(self, slot: int) -> memoryview:
+    """Returns bytes to fill, for `write_slot`."""
+    return self._row
+
+  def write_slot(self, slot: int) -> None:
+    """Writes the bytes of the latest `open_slot` into a slot. Raises OSError."""
+    self._require_all(os.pwritev(self._fd, [self._row], slot * len(self._row)))
+
+  def _require_all(self, count: int) -> None:
+    if count != len(self._row):
+      raise OSError(f"{count} of a block's {len(self._row)} bytes were transferred")
+
+
+class HostBlocks:
+  """Slots for one block each, layer after layer. One thread calls it; the callback runs on another.
+
+  Attributes:
+    slots: where the bytes are.
     on_finish: called, on another thread, when copies finish.
   """
 
-  def __init__(self, spec: ProgramSpec, num_slots: int):
-    """Compiles the programs and allocates all memory. Args: spec: of the device's pool."""
+  def __init__(self, spec: ProgramSpec, num_slots: int, folder: str = ""):
+    """Compiles the programs and allocates all memory.
+
+    Args:
+      spec: of the device's pool.
+      folder: where a file has the slots; "": they are in memory.
+    """
     self._reader = BlockReader(read_program(spec).compile())
     self._writer = BlockWriter(spec, write_program(spec).compile())
     self._leaves = tuple((leaf.shape, np.dtype(leaf.dtype), leaf.sharding) for leaf in piece_of(spec))
     self._sizes = tuple(leaf.size * np.dtype(leaf.dtype).itemsize // PIECE_BLOCKS for leaf in piece_of(spec))
-    self.memory = np.empty((num_slots, sum(self._sizes)), np.uint8)
-    self.memory.fill(0)  # the system gives the pages now, not while requests run
+    self.slots: MemorySlots | FileSlots
+    if folder:
+      self.slots = FileSlots(num_slots, sum(self._sizes), folder)
+    else:
+      self.slots = MemorySlots(num_slots, sum(self._sizes))
     self._digests = [0] * num_slots
     self.on_finish: Callable[[], None] = lambda: None
     self._finished: deque[FinishedCopies] = deque()
@@ -113,32 +187,32 @@ class HostBlocks:
     self.on_finish()
 
   def _save_piece(self, copies: list[BlockCopy], piece: Piece) -> tuple[int, None]:
-    hashers = [xxhash.xxh3_64(copy.key) for copy in copies]
-    start = 0
-    for leaf, size in zip(piece, self._sizes, strict=True):
-      rows = _rows_of(np.ascontiguousarray(leaf))
-      for copy, row, hasher in zip(copies, rows, hashers, strict=False):
-        copy_bytes(memoryview(row), memoryview(self.memory[copy.slot])[start : start + size], hasher)
-      start += size
+    rows = [_rows_of(np.ascontiguousarray(leaf)) for leaf in piece]
+    for number, (_, slot, key) in enumerate(copies):
+      hasher, start, target = xxhash.xxh3_64(key), 0, self.slots.open_slot(slot)
+      for of_layer, size in zip(rows, self._sizes, strict=True):
+        copy_bytes(memoryview(of_layer[number]), target[start : start + size], hasher)
+        start += size
+      self.slots.write_slot(slot)
+      self._digests[slot] = hasher.intdigest()
       time.sleep(0)  # lets the step loop have the interpreter
-    for copy, hasher in zip(copies, hashers, strict=True):
-      self._digests[copy.slot] = hasher.intdigest()
     return len(copies), None
 
   def _fetch_piece(self, copies: list[BlockCopy]) -> tuple[int, Piece]:
-    hashers = [xxhash.xxh3_64(copy.key) for copy in copies]
-    arrays, start = [], 0
-    for (shape, dtype, sharding), size in zip(self._leaves, self._sizes, strict=True):
-      array = np.empty(shape, dtype)
-      for copy, row, hasher in zip(copies, _rows_of(array), hashers, strict=False):
-        copy_bytes(memoryview(self.memory[copy.slot])[start : start + size], memoryview(row), hasher)
-      arrays.append(jax.device_put(array, sharding))  # may keep `array`, which nothing changes any more
-      start += size
-      time.sleep(0)
+    arrays = [np.empty(shape, dtype) for shape, dtype, _ in self._leaves]
+    rows = [_rows_of(array) for array in arrays]
     num_good = 0
-    while num_good < len(copies) and hashers[num_good].intdigest() == self._digests[copies[num_good].slot]:
+    for number, (_, slot, key) in enumerate(copies):
+      hasher, start, source = xxhash.xxh3_64(key), 0, self.slots.read_slot(slot)
+      for of_layer, size in zip(rows, self._sizes, strict=True):
+        copy_bytes(source[start : start + size], memoryview(of_layer[number]), hasher)
+        start += size
+      if hasher.intdigest() != self._digests[slot]:
+        break
       num_good += 1
-    return num_good, tuple(arrays)
+      time.sleep(0)
+    # May keep the arrays, which nothing changes any more.
+    return num_good, tuple(jax.device_put(array, of[2]) for array, of in zip(arrays, self._leaves, strict=True))
 
 
 def _rows_of(array: np.ndarray) -> np.ndarray:

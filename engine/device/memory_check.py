@@ -1,7 +1,9 @@
 """Checks that a model fits the memory before the loader reads it. May not allocate, and sizes no pool."""
 
 import math
+import os
 import pathlib
+import shutil
 from typing import Any
 
 from jax.sharding import Mesh
@@ -63,17 +65,26 @@ def check_fits(
   return (free - weights - step) * mesh.size
 
 
-def size_host_pool(host_kv_mb: int, block_bytes: int, free: int | None, beside: str) -> int:
-  """Returns the KV blocks that `host_kv_mb` MiB of the host's memory hold.
+def size_host_pool(host_kv_mb: int, block_bytes: int, free: int | None, beside: str, folder: str = "") -> int:
+  """Returns the KV blocks that `host_kv_mb` MiB of the host's memory, or of a folder's disk, hold.
 
   Args:
     block_bytes: bytes of a block over all layers and devices.
-    free: bytes that are left for it, if known.
+    free: bytes of memory that are left for it, if known.
     beside: what else needs memory there, for the error.
+    folder: where a file has the blocks; "": they are in memory.
 
   Raises:
-    ConfigError: it holds no block, or the memory does not hold it.
+    ConfigError: it holds no block, or the memory or the disk does not hold it.
   """
+  where = f"this machine's memory{beside}"
+  if folder and host_kv_mb:
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+      raise ConfigError(
+        f"host_kv_dir={folder:.200} is not a folder in which this user may write; make it, or set --host_kv_dir to "
+        "another"
+      )
+    free, where = shutil.disk_usage(folder).free, f"the disk of host_kv_dir={folder:.200}"
   wanted = host_kv_mb * 2**20
   if wanted and wanted < block_bytes:
     raise ConfigError(
@@ -81,8 +92,7 @@ def size_host_pool(host_kv_mb: int, block_bytes: int, free: int | None, beside: 
     )
   if free is not None and wanted > free:
     raise ConfigError(
-      f"host_kv_mb={host_kv_mb} needs {_mib(wanted)} of this machine's memory{beside}, and {_mib(max(0, free))} are "
-      "free; lower --host_kv_mb"
+      f"host_kv_mb={host_kv_mb} needs {_mib(wanted)} of {where}, and {_mib(max(0, free))} are free; lower --host_kv_mb"
     )
   return wanted // block_bytes
 

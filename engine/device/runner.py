@@ -195,6 +195,7 @@ class ModelRunner:
     pooling: str = "last",
     class_weights: np.ndarray | None = None,
     num_host_blocks: int = 0,
+    host_kv_dir: str = "",
   ):
     """Allocates the KV buffers, and memory of the host for blocks.
 
@@ -211,6 +212,7 @@ class ModelRunner:
       pooling: of embeddings; see engine.device.pooling.
       class_weights: f64[C, D] of a head of classes, whose outputs take the place of embeddings; None: there is none.
       num_host_blocks: KV blocks that the host keeps; 0: none.
+      host_kv_dir: folder of the file that has them; "": they are in memory.
     """
     self.spec, self._params = spec, params
     self.import_blocks: ImportBlocks | None = None
@@ -238,7 +240,7 @@ class ModelRunner:
       np.zeros(spec.last_tokens.shape, np.int32), mesh_lib.replicated(spec.mesh)
     )
     self.slot_state: SlotState = made["slots"]()
-    self.host_blocks = HostBlocks(spec, num_host_blocks) if num_host_blocks else None
+    self.host_blocks = HostBlocks(spec, num_host_blocks, host_kv_dir) if num_host_blocks else None
 
   def warm_up(self, progress: Progress) -> None:
     """Runs every program once on padding, so that no request pays the cost of a first call."""

@@ -218,7 +218,8 @@ def _kv_text(fact: KVFact) -> str:
     f"{full:,} sequence{'' if full == 1 else 's'} of full length"
   )
   if fact.num_host_blocks:
-    text += f"; {fact.num_host_blocks:,} evicted blocks on the host in {_bytes(fact.num_host_bytes)}"
+    where = f" of a file in {shorten_path(fact.host_dir)}" if fact.host_dir else ""
+    text += f"; {fact.num_host_blocks:,} evicted blocks on the host in {_bytes(fact.num_host_bytes)}{where}"
   return text
 
 

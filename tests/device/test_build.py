@@ -8,6 +8,7 @@ from engine.build_facts import BuildFact, DeviceFact, KVFact, ModelFact, Program
 from engine.config import choose_overlap
 from engine.device import kv_cache
 from engine.device.build import build_engine
+from engine.device.host_blocks import MemorySlots
 from engine.device.options import BuildOptions
 from engine.errors import CheckpointError, ConfigError
 from engine.request import Request, TokenEvent
@@ -51,9 +52,9 @@ def test_serves_and_keeps_compiled_programs(folder, tmp_path):
   assert built.config.max_model_len == 64 and built.model_name == "tiny"
   block_bytes = 2 * 2 * 16 * RAW["num_key_value_heads"] * built.model.head_dim * 4
   assert built.config.num_blocks == min(2**20 // block_bytes - 1, 2 * 4 * 64 // 16)
-  assert built.runner.host_blocks is not None
-  assert built.config.num_host_blocks == 2**21 // block_bytes == len(built.runner.host_blocks.memory)
-  assert built.config.block_bytes == block_bytes == built.runner.host_blocks.memory.shape[1]
+  assert built.runner.host_blocks is not None and isinstance(built.runner.host_blocks.slots, MemorySlots)
+  assert built.config.num_host_blocks == 2**21 // block_bytes == len(built.runner.host_blocks.slots.memory)
+  assert built.config.block_bytes == block_bytes == built.runner.host_blocks.slots.memory.shape[1]
   built.engine.submit(Request("a", [3, 4, 5], SamplingParams(max_tokens=5, ignore_eos=True)))
   while built.engine.num_live:
     built.engine.step()
@@ -114,6 +115,11 @@ def test_options_that_contradict_each_other(changes, said):
       r"host_kv_mb=1000000000 needs 1000000000 MiB of this machine's memory beside weights, a step and KV \(one "
       r"sequence of \d+ tokens\), and \d+ MiB are free; lower --host_kv_mb",
     ),
+    (
+      {"host_kv_mb": 10**9, "host_kv_dir": "/tmp"},
+      r"host_kv_mb=1000000000 needs 1000000000 MiB of the disk of host_kv_dir=/tmp, and \d+ MiB are free; lower",
+    ),
+    ({"host_kv_mb": 1, "host_kv_dir": "/nowhere"}, "host_kv_dir=/nowhere is not a folder in which this user may write"),
     ({"max_model_len": 10**6}, "max_model_len=1000000 exceeds the .* positions of .*tiny"),
     ({"num_devices": 64}, "num_devices=64, but this machine has"),
     ({"kv_cache_mb": 1, "block_size": 8192}, r"1 MiB \(--kv_cache_mb=1\) hold 0 KV blocks, but one"),

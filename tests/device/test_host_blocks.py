@@ -1,12 +1,13 @@
-"""Evicted prefix blocks go to the host and come back: the same tokens, whatever happens to them there."""
+"""Evicted prefix blocks go to memory or a file of the host and come back: the same tokens, whatever happens there."""
 
 from collections.abc import Iterator
+import os
 import time
 
-import numpy as np
 import pytest
 
-from engine.batch import PIECE_BLOCKS, BlockCopy, FinishedCopies
+from engine.batch import BlockCopy, FinishedCopies, Runner
+from engine.device.host_blocks import FileSlots, HostBlocks, MemorySlots
 from engine.device.memory_check import size_host_pool
 from engine.device.runner import ModelRunner
 from engine.engine import Engine
@@ -27,6 +28,23 @@ def runner() -> ModelRunner:
   runner.warm_up(lambda *_: None)
   runner.seal()
   return runner
+
+
+def host_of(runner: Runner) -> HostBlocks:
+  assert isinstance(runner, ModelRunner) and runner.host_blocks is not None
+  return runner.host_blocks
+
+
+def write_row(slots: MemorySlots | FileSlots, slot: int, row: bytes) -> None:
+  """Overwrites a slot. No copy may be under way."""
+  slots.open_slot(slot)[:] = row
+  slots.write_slot(slot)
+
+
+def flip_bit(slots: MemorySlots | FileSlots, slot: int, place: int) -> None:
+  row = bytearray(slots.read_slot(slot))
+  row[place] ^= 0x10
+  write_row(slots, slot, row)
 
 
 class Talks:
@@ -78,9 +96,12 @@ def expected(runner: ModelRunner) -> list[list[int]]:
   return [talks.ask(prompt) for prompt in PROMPTS]
 
 
-@pytest.fixture
-def talks(runner: ModelRunner, expected: list[list[int]]) -> Iterator[Talks]:
+@pytest.fixture(params=["memory", "file"])
+def talks(runner: ModelRunner, expected: list[list[int]], request, tmp_path, monkeypatch) -> Iterator[Talks]:
   """An engine whose first conversation is on the host alone."""
+  host = host_of(runner)
+  if request.param == "file":
+    monkeypatch.setattr(host, "slots", FileSlots(NUM_HOST_BLOCKS, len(host.slots.read_slot(0)), str(tmp_path)))
   talks = Talks(runner)
   assert [talks.ask(prompt) for prompt in PROMPTS] == expected
   assert talks.counts.num_kept == talks.counts.num_saved >= 12 and not talks.counts.num_loaded
@@ -109,16 +130,15 @@ def test_requests_of_one_prefix_share_a_load(talks: Talks, expected) -> None:
 
 
 def test_others_do_not_wait_for_a_load(talks: Talks, expected) -> None:
-  runner = talks.engine._runner
-  assert isinstance(runner, ModelRunner) and runner.host_blocks is not None
-  started = runner.host_blocks.finished_copies
-  runner.host_blocks.finished_copies = list  # the host is slow
+  host = host_of(talks.engine._runner)
+  started = host.finished_copies
+  host.finished_copies = list  # the host is slow
   slow, quick = talks.start(PROMPTS[0]), talks.start([5, 6, 7, 8, 9, 10])
   for _ in range(20):
     talks.engine.step()
   assert talks.served[quick].finish_reason is FinishReason.LENGTH
   assert talks.served[slow].finish_reason is None and not talks.served[slow].tokens
-  runner.host_blocks.finished_copies = started
+  host.finished_copies = started
   talks.finish()
   assert talks.served[slow].tokens == expected[0]
 
@@ -143,11 +163,10 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(talks: Talks, expecte
 
 @pytest.mark.parametrize("place", [0, 1000, -1])
 def test_a_flipped_bit_is_found_and_computed_again(talks: Talks, expected, place: int) -> None:
-  runner = talks.engine._runner
-  assert isinstance(runner, ModelRunner) and runner.host_blocks is not None
+  host = host_of(talks.engine._runner)
   first = next(iter(talks.engine._scheduler.loads.host._kept.values()))
-  runner.host_blocks.memory[first, place] ^= 1
-  runner.host_blocks.memory[3:5, place] ^= 0x80
+  for slot in {first, 3, 4}:
+    flip_bit(host.slots, slot, place)
   assert [talks.ask(prompt) for prompt in PROMPTS] == expected
   assert talks.counts.num_failed >= 1
   failed = talks.counts.num_failed
@@ -156,23 +175,23 @@ def test_a_flipped_bit_is_found_and_computed_again(talks: Talks, expected, place
 
 
 def test_contents_of_another_block_fail_the_digest(talks: Talks, expected) -> None:
-  runner = talks.engine._runner
-  assert isinstance(runner, ModelRunner) and runner.host_blocks is not None
-  host = runner.host_blocks
-  host.memory[:] = np.roll(host.memory, 1, axis=0)
+  host = host_of(talks.engine._runner)
+  rows = [bytes(host.slots.read_slot(slot)) for slot in range(NUM_HOST_BLOCKS)]
+  for slot in range(NUM_HOST_BLOCKS):
+    write_row(host.slots, slot, rows[slot - 1])
   host._digests = host._digests[-1:] + host._digests[:-1]  # each digest fits its contents, but not the key
   assert [talks.ask(prompt) for prompt in PROMPTS] == expected
   assert talks.counts.num_failed >= 1
 
 
 def test_a_copy_that_raises_costs_time_alone(talks: Talks, expected, monkeypatch, caplog) -> None:
-  runner = talks.engine._runner
-  assert isinstance(runner, ModelRunner) and runner.host_blocks is not None
+  host = host_of(talks.engine._runner)
 
   def fail(copies: list[BlockCopy]) -> FinishedCopies:
     raise MemoryError("no memory")
 
-  monkeypatch.setattr(runner.host_blocks, "_fetch_piece", fail)
+  monkeypatch.setattr(host, "_fetch_piece", fail)
+  monkeypatch.setattr(host, "_has_failed", False)
   assert [talks.ask(prompt) for prompt in PROMPTS] == expected
   assert talks.counts.num_failed >= 1 and not talks.counts.num_loaded
   assert sum("copy of KV blocks" in record.message for record in caplog.records) == 1
@@ -193,8 +212,28 @@ def test_sizes_are_checked_before_anything_is_allocated() -> None:
     size_host_pool(11, 2**20, 10 * 2**20, " beside X")
 
 
-def test_a_piece_is_a_whole_number_of_blocks(runner: ModelRunner) -> None:
-  host = runner.host_blocks
-  assert host is not None
-  assert host.memory.shape == (NUM_HOST_BLOCKS, sum(leaf.nbytes for leaf in runner.kv) // (NUM_BLOCKS + 1))
-  assert PIECE_BLOCKS * host.memory.shape[1] == sum(PIECE_BLOCKS * leaf.nbytes // leaf.shape[0] for leaf in runner.kv)
+def test_a_file_that_cannot_be_read_costs_time_alone(runner: ModelRunner, expected, tmp_path, monkeypatch) -> None:
+  host = host_of(runner)
+  slots = FileSlots(NUM_HOST_BLOCKS, len(host.slots.read_slot(0)), str(tmp_path))
+  assert not list(tmp_path.iterdir()), "the file has a name"
+  monkeypatch.setattr(host, "slots", slots)
+  talks = Talks(runner)
+  assert [talks.ask(prompt) for prompt in PROMPTS] == expected
+  os.ftruncate(slots._fd, 0)
+  assert [talks.ask(prompt) for prompt in PROMPTS] == expected
+  failed = talks.counts.num_failed
+  slots._close()
+  assert [talks.ask(prompt) for prompt in PROMPTS] == expected
+  assert talks.counts.num_failed > failed >= 1
+
+
+def test_a_file_that_does_not_fit_is_refused(tmp_path) -> None:
+  with pytest.raises(ConfigError, match=rf"host_kv_dir={tmp_path} takes no file of \d+ bytes: .*; lower --host_kv_mb"):
+    FileSlots(2**40, 2**20, str(tmp_path))
+  with pytest.raises(ConfigError, match="host_kv_dir=/nowhere takes no file of 8 bytes: No such file or directory"):
+    FileSlots(1, 8, "/nowhere")
+
+
+def test_a_slot_holds_a_block(runner: ModelRunner) -> None:
+  block_bytes = sum(leaf.nbytes for leaf in runner.kv) // (NUM_BLOCKS + 1)
+  assert len(host_of(runner).slots.read_slot(NUM_HOST_BLOCKS - 1)) == block_bytes

@@ -11,6 +11,7 @@ from server import flags
 @pytest.mark.parametrize(
   ("arguments", "said"),
   [
+    (["--host_kv_mb=0", "--host_kv_dir=/tmp"], "host_kv_dir=/tmp is for blocks that the host keeps; set --host_kv_mb"),
     (["--host_kv_mb=-1"], "host_kv_mb=-1 must be at least 0; set --host_kv_mb"),
     (["--fake_device"], "host_kv_mb=64 does not go with --fake_device=true; leave out one of them"),
     (["--executable_bundle=/tmp/bundle"], "does not go with --executable_bundle=/tmp/bundle; leave out one of them"),

@@ -68,6 +68,11 @@ def changed(fact, **changes):
       "KV        100 blocks of 16 = 1,600 tokens in 1 GiB; 3 sequences of full length; 2,000 evicted blocks on the "
       "host in 1.5 GiB",
     ),
+    (
+      changed(KV, num_host_blocks=2000, num_host_bytes=3 * 2**29, host_dir="/scratch"),
+      "KV        100 blocks of 16 = 1,600 tokens in 1 GiB; 3 sequences of full length; 2,000 evicted blocks on the "
+      "host in 1.5 GiB of a file in /scratch",
+    ),
     (PROGRAMS, "programs  9, for steps of 8, 32 tokens; compiled unless they are in /cache"),
     (
       changed(PROGRAMS, is_cache_empty=True),
