@@ -2,23 +2,22 @@
 
   python -m tools.bench.host_kv [--shape=llama-125m] [--tokens=1500] [--rounds=7] [--host_kv_mb=1024]
 
-Two engines of one model take turns, `on` with a host pool and `off` without. Their KV pool holds one conversation. In
-each round an engine computes the first turn of a new conversation, then another conversation that evicts it, and then
-the second turn: the first turn, its answer, and `more` tokens. The second turn's time to first token is compared, and
-its tokens must be equal. `evicting` compares the time of the conversation that evicts, whose steps copy blocks out.
-`decode` compares steps of `rows` sequences that evict nothing, in `turns` further turns; `least` is the fastest step of
-all. Each other ratio is the median over rounds of `on` to `off` (for the second turn `off` to `on`) in one round, so
-other programs on the machine disturb both alike.
+Three engines of one model take turns: `off` without a host pool, `on` with one in memory, `file` with one in a file of
+`--folder`. Their KV pool holds one conversation. In each round an engine computes the first turn of a new conversation,
+then another conversation that evicts it, and then the second turn: the first turn, its answer, and `more` tokens. The
+second turn's time to first token is compared, and its tokens must be equal. Before that turn, the system drops its copy
+of the file in memory, so the blocks come from the disk. `evicting` compares the time of the conversation that evicts,
+whose steps copy blocks out. `decode` compares steps of `rows` sequences that evict nothing, in `turns` further turns;
+`least` is the fastest step of all. `cpu` figures are of the process's CPU time, which other programs disturb less.
 
-`file_cold` and `file_cached` are the time to read the blocks of one first turn from a file in `--folder` and to check
-their digests: from the disk, after the system dropped its copy in memory, and from that copy.
+Each ratio is the median over rounds of an engine's time to that of `off` in one round, and the reverse for the second
+turn. So other programs on the machine disturb all alike.
 """
 
 from collections.abc import Sequence
 import dataclasses
 import itertools
 import json
-import os
 import pathlib
 import statistics
 import sys
@@ -26,9 +25,8 @@ import tempfile
 import threading
 import time
 
-import xxhash
-
 from engine.device.build import Built, build_engine
+from engine.device.host_blocks import FileSlots
 from engine.device.options import BuildOptions
 from engine.errors import EngineError
 from engine.request import Request, TokenEvent
@@ -87,6 +85,12 @@ class BenchedEngine:
       if event.finish_reason is not None:
         asked.done.set()
 
+  def drop_cached(self) -> None:
+    """Makes the system forget what it has in memory of the file, if the host pool is one."""
+    host = self.built.runner.host_blocks
+    if host is not None and isinstance(host.slots, FileSlots):
+      host.slots.drop_cached()
+
   def submit(self, prompt: list[int], max_tokens: int) -> _Asked:
     """Submits a greedy request of exactly `max_tokens`."""
     name = str(next(self._serial))
@@ -113,33 +117,6 @@ class BenchedEngine:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-def read_file_s(folder: str, num_blocks: int, block_bytes: int, rounds: int) -> dict[str, list[float]]:
-  """Returns the seconds to read and to verify blocks of a file, in each round: `file_cold` and `file_cached`.
-
-  Raises:
-    OSError: the folder takes no file of that size.
-  """
-  found: dict[str, list[float]] = {"file_cold": [], "file_cached": []}
-  target = bytearray(block_bytes)
-  with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:
-    digests = []
-    for _ in range(num_blocks):
-      content = os.urandom(block_bytes)
-      digests.append(xxhash.xxh3_64_intdigest(content))
-      file.write(content)
-    os.fsync(file.fileno())
-    for _ in range(rounds):
-      os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-      for seconds in found.values():  # the second time it is in memory
-        begin = time.perf_counter()
-        file.seek(0)
-        for digest in digests:
-          file.readinto(target)
-          assert xxhash.xxh3_64_intdigest(target) == digest
-        seconds.append(time.perf_counter() - begin)
-  return found
-
-
 def _prompt(seed: int, length: int) -> list[int]:
   return [3 + (seed * 7919 + place * 31 + place // 7) % 997 for place in range(length)]
 
@@ -160,13 +137,14 @@ def measure(
   engines = {
     "off": BenchedEngine(options),
     "on": BenchedEngine(dataclasses.replace(options, host_kv_mb=host_kv_mb)),
+    "file": BenchedEngine(dataclasses.replace(options, host_kv_mb=host_kv_mb, host_kv_dir=folder)),
   }
-  engines["off"].built.runner.seal()  # the second engine compiled after the first one was ready
   for engine in engines.values():
+    engine.built.runner.seal()  # the later engines compiled after the first one was ready
     engine.start()
   names = list(engines)
   found: dict[str, dict[str, list[float]]] = {
-    what: {name: [] for name in names} for what in ("second_turn", "evicting", "decode")
+    what: {name: [] for name in names} for what in ("second_turn", "evicting", "evicting_cpu", "decode", "decode_cpu")
   }
   for number in range(rounds + 1):
     first, other = _prompt(2 * number, tokens), _prompt(2 * number + 1, tokens)
@@ -174,35 +152,41 @@ def measure(
     for name in names if number % 2 else reversed(names):
       engine = engines[name]
       answer = engine.ask(first, _ANSWER_TOKENS)
+      cpu = time.process_time()
       evicting = engine.ask(other, _ANSWER_TOKENS)
+      cpu = time.process_time() - cpu
+      engine.drop_cached()
       second = engine.ask([*first, *answer.tokens, *_prompt(number, more)], _ANSWER_TOKENS)
       answers.append((answer.tokens, evicting.tokens, second.tokens))
       if number:  # the first round warms up
         found["second_turn"][name].append(second.first_token_s)
         found["evicting"][name].append(evicting.first_token_s)
-    assert answers[0] == answers[1], f"round {number}: the tokens differ"
+        found["evicting_cpu"][name].append(cpu)
+    assert answers.count(answers[0]) == len(answers), f"round {number}: the tokens differ"
   least = dict.fromkeys(names, float("inf"))
   for turn in range(turns + 1):
     for name in names if turn % 2 else reversed(names):
+      cpu = time.process_time()
       seconds = engines[name].decode_steps_s(rows, steps)
+      cpu = time.process_time() - cpu
       if turn:
+        found["decode_cpu"][name].append(cpu)
         found["decode"][name].append(statistics.median(seconds))
         least[name] = min(least[name], *seconds)
-  counts = engines["on"].built.engine.stats().host_pool
-  assert counts is not None
   result: dict[str, object] = {f"decode_{name}_least_ms": round(1e3 * least[name], 2) for name in names}
   for what, of_engines in found.items():
     for name in names:
       result[f"{what}_{name}_ms"] = round(1e3 * statistics.median(of_engines[name]), 2)
-    pairs = zip(of_engines["on"], of_engines["off"], strict=True)
-    ratios = sorted(off / on if what == "second_turn" else on / off for on, off in pairs)
-    result[f"{what}_ratio"] = round(statistics.median(ratios), 3)
-    result[f"{what}_ratio_least_and_most"] = [round(ratios[0], 3), round(ratios[-1], 3)]
-  block_bytes = engines["on"].built.config.block_bytes
-  for name, seconds in read_file_s(folder, tokens // _BLOCK, block_bytes, rounds).items():
-    result[f"{name}_ms"] = round(1e3 * statistics.median(seconds), 2)
-  result["block_mib"] = round(block_bytes / 2**20, 3)
-  result |= dataclasses.asdict(counts)
+    for name in names[1:]:
+      pairs = zip(of_engines[name], of_engines["off"], strict=True)
+      ratios = sorted(off / mine if what == "second_turn" else mine / off for mine, off in pairs)
+      result[f"{what}_{name}_ratio"] = round(statistics.median(ratios), 3)
+      result[f"{what}_{name}_ratio_range"] = [round(ratios[0], 3), round(ratios[-1], 3)]
+  for name in names[1:]:
+    counts = engines[name].built.engine.stats().host_pool
+    assert counts is not None
+    result[name] = dataclasses.asdict(counts)
+  result["block_mib"] = round(engines["on"].built.config.block_bytes / 2**20, 3)
   result["compiles_after_ready"] = sum(engine.built.runner.compiles_after_ready for engine in engines.values())
   for engine in engines.values():
     engine.close()
