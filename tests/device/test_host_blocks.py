@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 import os
+import pathlib
+import subprocess
+import sys
 import time
 
 import pytest
@@ -237,3 +240,32 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path) -> None:
 def test_a_slot_holds_a_block(runner: ModelRunner) -> None:
   block_bytes = sum(leaf.nbytes for leaf in runner.kv) // (NUM_BLOCKS + 1)
   assert len(host_of(runner).slots.read_slot(NUM_HOST_BLOCKS - 1)) == block_bytes
+
+
+TWO_DEVICES = """
+import jax
+from tests.device import test_host_blocks as cases
+from tests.device.tiny_model import make_runner
+
+sizes = {"num_blocks": cases.NUM_BLOCKS, "num_host_blocks": cases.NUM_HOST_BLOCKS}
+runner = make_runner(token_budgets=(32,), devices=jax.devices(), **sizes)
+runner.warm_up(lambda *_: None)
+runner.seal()
+plain = cases.Talks(runner, num_host_blocks=0, prefix_cache_scope="off")
+expected = [plain.ask(prompt) for prompt in cases.PROMPTS]
+talks = cases.Talks(runner)
+for _ in range(3):
+  assert [talks.ask(prompt) for prompt in cases.PROMPTS] == expected
+assert talks.counts.num_loaded > 50 and not talks.counts.num_failed and not runner.compiles_after_ready
+print(len(jax.devices()), "devices")
+"""
+
+
+@pytest.mark.long
+def test_blocks_of_two_devices_come_back() -> None:
+  environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+  root = pathlib.Path(__file__).parents[2]
+  done = subprocess.run(
+    [sys.executable, "-c", TWO_DEVICES], cwd=root, env=environment, capture_output=True, text=True, check=False
+  )
+  assert done.stdout.strip() == "2 devices", done.stderr

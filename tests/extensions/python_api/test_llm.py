@@ -103,7 +103,8 @@ def test_a_setting_opens_objects_of_schemas(llm: LLM):
   params = SamplingParams(json_schema=schema, max_tokens=40, temperature=1.5, n=8, seed=1)
   (closed,) = llm.generate(["The"], params)
   assert {output.text for output in closed.outputs} == {'{"a":1}'}
-  with LLM("demo", json_schema_additional_properties=True, **ONE_RUNG) as opened:
+  with LLM("demo", json_schema_additional_properties=True, host_kv_mb=8, **ONE_RUNG) as opened:
+    assert opened.config.num_host_blocks == 2**23 // opened.config.block_bytes > 0
     (output,) = opened.generate(["The"], params)
   assert any(each.text.startswith('{"a":1,"') for each in output.outputs)
   with pytest.raises(ConfigError, match="json_schema_additional_properties='yes' is not allowed: it must be True or"):
@@ -296,6 +297,7 @@ def test_a_forgotten_llm_ends_its_thread():
     ({"dtype": "float8"}, "dtype='float8' must be one of"),
     ({"generation_config": "mine"}, "generation_config='mine' must be one of auto, none"),
     ({"gpu_memory_utilization": 0.9}, "is a setting of vLLM that Sluice does not have; set --kv_cache_mb"),
+    ({"host_kv_mb": 8, "prefix_cache_scope": "off"}, "host_kv_mb=8 does not go with prefix_cache_scope=off"),
     ({"tensor_parallel_size": 99}, "num_devices=99, but this machine has"),
   ],
 )
