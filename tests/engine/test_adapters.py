@@ -266,3 +266,25 @@ def test_failed_engine_completes_loads_and_unloads():
   for future in (unloaded, loaded):
     with pytest.raises(Unavailable, match="the engine has failed"):
       future.result(timeout=0)
+
+
+@pytest.mark.catalogue("I2")
+def test_blocks_on_the_host_belong_to_one_load_of_an_adapter():
+  engine, front = serve(num_blocks=10, num_host_blocks=40)
+  load(engine, "a", "/adapters/first")
+
+  def ask(request_id: str, adapter: str, path: str) -> None:
+    engine.submit(make_greedy(request_id, adapter))
+    finish(engine)
+    assert front.tokens[request_id] == expected(path), request_id
+
+  for turn in range(3):  # a pool of 10 blocks keeps one of the two prompts at most
+    ask(f"a{turn}", "a", "/adapters/first")
+    ask(f"base{turn}", "", "")
+  loads = engine._scheduler.loads
+  assert loads is not None
+  num_hits = loads.host.counts.num_hits
+  assert num_hits >= 3 and loads.host.counts.num_loaded
+  load(engine, "a", "/adapters/second", replaces=True)
+  ask("replaced", "a", "/adapters/second")
+  assert loads.host.counts.num_hits == num_hits, "the host gave blocks of the adapter that was replaced"
