@@ -32,9 +32,6 @@ _OPENINGS = (
   "The sun was",
   "There was a big tree",
 )
-LONG_PROMPT_BYTES = 1600
-_WORDS = tuple(word for opening in _OPENINGS for word in opening.split())
-_WORD_BYTES = 5  # with its space
 _RETRY_S = 0.2  # after an error, as a polite client waits
 
 
@@ -74,7 +71,6 @@ class StreamEnd:
     said: the error's text; empty without one.
     ended: time of the end on the machine's monotonic clock.
     waited_s: seconds from the last message, or the request, to the end.
-    size: tokens that came; over HTTP, bytes of text.
   """
 
   verdict: Verdict
@@ -82,19 +78,15 @@ class StreamEnd:
   said: str
   ended: float
   waited_s: float
-  size: int = 0
 
 
-def learn_outputs(
-  target: str, *, count: int, max_tokens: tuple[int, int], num_long: int = 0, seed: int = 0
-) -> list[KnownRequest]:
+def learn_outputs(target: str, *, count: int, max_tokens: tuple[int, int], seed: int = 0) -> list[KnownRequest]:
   """Returns `count` requests with their outputs, from a server that serves nothing else.
 
   Args:
     target: HOST:PORT of its gRPC port.
     count: number of requests.
     max_tokens: fewest and most tokens of an output.
-    num_long: the first requests have a prompt of about LONG_PROMPT_BYTES; every second one begins as another does.
     seed: determines the requests.
   """
   rng = random.Random(seed)
@@ -102,9 +94,6 @@ def learn_outputs(
   with Client(target) as client:
     for index in range(count):
       prompt = f"{_OPENINGS[index % len(_OPENINGS)]} {index // len(_OPENINGS)} "
-      if index < num_long:
-        words = " ".join(random.Random(index // 2).choices(_WORDS, k=LONG_PROMPT_BYTES // _WORD_BYTES))
-        prompt = f"{words}. {prompt}"
       length = rng.randint(*max_tokens)
       output = client.generate(prompt, max_tokens=length, temperature=0.0)
       known.append(KnownRequest(prompt, length, output.token_ids, output.text))
@@ -211,7 +200,7 @@ class StreamLoad:
       elif told is Verdict.FINISHED and (not finished or len(tokens) < len(request.token_ids)):
         verdict = Verdict.CUT_SHORT
       now = time.monotonic()
-      return StreamEnd(verdict, "grpc", said, now, now - heard, len(tokens))
+      return StreamEnd(verdict, "grpc", said, now, now - heard)
 
     try:
       while True:
@@ -244,7 +233,7 @@ class StreamLoad:
       elif told is Verdict.FINISHED and (not is_done or text != request.text):
         verdict = Verdict.CUT_SHORT
       now = time.monotonic()
-      return StreamEnd(verdict, "http", said, now, now - heard, len(text.encode()))
+      return StreamEnd(verdict, "http", said, now, now - heard)
 
     try:
       async with self._http.stream("POST", "/v1/completions", json=body) as response:

@@ -112,9 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser.parse_args(argv)
   try:
     if args.find_cheapest:
-      result, text = _search(args)
+      result, text = search_plans(args)
     else:
-      result, text = _run_once(args)
+      result, text = run_plan(args)
     write_result(args.output, result)
   except (EngineError, OSError) as error:
     return parser.failed(error)
@@ -122,9 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   return 0 if result["completed"] else 1
 
 
-def _run_once(args: Any) -> tuple[dict[str, Any], str]:
-  objectives = (args.slo_ttft_p50_ms, args.slo_ttft_p99_ms, args.slo_gap_p99_ms)
-  if any(objectives) or args.ratios:
+def _limits(args: Any) -> tuple[float | None, ...]:
+  """Returns the objectives of the flags, in the order of FleetObjectives."""
+  return args.slo_ttft_p50_ms, args.slo_ttft_p99_ms, args.slo_gap_p99_ms, args.slo_tpot_p99_ms
+
+
+def run_plan(args: Any) -> tuple[dict[str, Any], str]:
+  """Serves the trace once; returns the figures, and the same as text. Raises EngineError."""
+  if any(_limits(args)) or args.ratios:
     raise ConfigError("objectives and --ratios are for the search; add --find_cheapest, or leave them out")
   if len(args.tp) > 1:
     raise ConfigError(f"tp={','.join(map(str, args.tp))} has several values; add --find_cheapest, or set one")
@@ -155,10 +160,9 @@ def _run_once(args: Any) -> tuple[dict[str, Any], str]:
   return result, "\n".join(lines)
 
 
-def _search(args: Any) -> tuple[dict[str, Any], str]:
-  objectives = FleetObjectives(
-    args.slo_ttft_p50_ms or math.inf, args.slo_ttft_p99_ms or math.inf, args.slo_gap_p99_ms or math.inf
-  )
+def search_plans(args: Any) -> tuple[dict[str, Any], str]:
+  """Finds the cheapest fleet; returns all kinds' figures, and the same as text. Raises EngineError."""
+  objectives = FleetObjectives(*(limit or math.inf for limit in _limits(args)))
   candidates = candidates_from(args)
   config = candidates[0].config
   trace = trace_from(args, config.block_size, config.max_model_len)

@@ -19,10 +19,13 @@ class FleetObjectives:
   ttft_p50_ms: float = math.inf
   ttft_p99_ms: float = math.inf
   itl_p99_ms: float = math.inf
+  tpot_p99_ms: float = math.inf
 
   def __post_init__(self):
     if min(dataclasses.astuple(self)) == math.inf:
-      raise ConfigError("the search has no objective; set --slo_ttft_p50_ms, --slo_ttft_p99_ms or --slo_gap_p99_ms")
+      raise ConfigError(
+        "the search has no objective; set --slo_ttft_p50_ms, --slo_ttft_p99_ms, --slo_gap_p99_ms or --slo_tpot_p99_ms"
+      )
 
   def margins(self, figures: dict[str, Any]) -> dict[str, float]:
     """Returns what is left of each limit as a share of it; below 0: missed."""

@@ -162,7 +162,9 @@ class CountedFleet:
     self._times = StepTimes(costs, config)
     self._front_s = costs.host.front_s
     self._events: list[tuple[float, int, int]] = []  # (time, replica, version)
-    self._landings: list[tuple[float, int, CountedRequest, CountedReplica, int]] = []  # the last is keys to load
+    self._landings: list[
+      tuple[float, int, CountedRequest, CountedReplica, bool]
+    ] = []  # the last: a load from a host pool
     self._serials = itertools.count()
     self.replicas: list[CountedReplica] = []
     self._link_free_s: list[float] = []
@@ -259,38 +261,26 @@ class CountedFleet:
       keys = request.keys[: (request.prompt - 1) // self.trace.key_tokens]
     replica = self._policy.choose(self._front, keys)
     replica.load += 1
-    if replica.pool.host_keys and request.keys and self._load_from_host(request, replica, now):
-      return
     self._submit(replica, request, now)
 
   def _submit(self, replica: CountedReplica, request: CountedRequest, now: float) -> None:
     version = replica.version
     replica.submit(request, now)
+    self._note_version(replica, version)
+
+  def _note_version(self, replica: CountedReplica, version: int) -> None:
     if replica.version != version:
       heapq.heappush(self._events, (replica.next_s, replica.name, replica.version))
 
-  def _load_from_host(self, request: CountedRequest, replica: CountedReplica, now: float) -> bool:
-    """Starts to load what the host pool has of a prompt; returns False if that is nothing."""
-    limit = (request.known - 1) // self.trace.key_tokens
-    first = replica.matched_keys(request)
-    count = replica.pool.match_host(request.keys, first, limit)
-    if not count:
-      return False
-    plan = self.plan
-    size = count * self.trace.key_tokens * self.costs.kv_bytes_per_token
-    link = self._link_free_s
-    link[replica.name] = max(now, link[replica.name]) + size / plan.host_bytes_s
-    when = link[replica.name] + plan.host_latency_s
-    heapq.heappush(self._landings, (when, next(self._serials), request, replica, first + count))
-    return True
-
-  def _land(self, when: float, _: int, request: CountedRequest, replica: CountedReplica, keys: int) -> None:
-    if keys and replica.name in self._alive_since:
-      self.host_tokens += replica.pool.load_from_host(request.keys[:keys]) * self.trace.key_tokens
-    if replica.name in self._alive_since:
+  def _land(self, when: float, _: int, request: CountedRequest, replica: CountedReplica, is_load: bool) -> None:
+    if replica.name not in self._alive_since:  # its requests went elsewhere when it was lost
+      return
+    if not is_load:
       self._submit(replica, request, when)
-    else:
-      self._retry(request, when)
+      return
+    version = replica.version
+    self.host_tokens += replica.finish_load(request, when) * self.trace.key_tokens
+    self._note_version(replica, version)
 
   # What replicas report.
 
@@ -313,6 +303,13 @@ class CountedFleet:
     if output > 1:
       self.tpots.append((now - request.first_s) / (output - 1))
 
+  def begin_load(self, replica: CountedReplica, request: CountedRequest, keys: int, now: float) -> None:
+    """Starts a load from a replica's host pool; one runs at a time."""
+    plan = self.plan
+    size = keys * self.trace.key_tokens * self.costs.kv_bytes_per_token
+    when = now + plan.host_latency_s + size / plan.host_bytes_s
+    heapq.heappush(self._landings, (when, next(self._serials), request, replica, True))
+
   def _send_kv(self, replica: CountedReplica, request: CountedRequest, output: int, now: float) -> None:
     """Sends a prompt's KV from a prefill replica, once its link is free."""
     plan, link = self.plan, self._link_free_s
@@ -325,7 +322,7 @@ class CountedFleet:
     target = self._decode_policy.choose(self._decoders)
     target.load += 1
     when = link[replica.name] + plan.transfer_latency_s
-    heapq.heappush(self._landings, (when, next(self._serials), moved, target, 0))
+    heapq.heappush(self._landings, (when, next(self._serials), moved, target, False))
 
   # Scaling and losses.
 

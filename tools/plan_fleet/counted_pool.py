@@ -124,21 +124,25 @@ class CountedPool:
       found += 1
     return found - first
 
-  def load_from_host(self, keys: Sequence[int]) -> int:
-    """Copies these keys into free blocks as cached entries, while free blocks last; returns their number."""
-    loaded = 0
-    for key in keys:
-      if key in self._host:
-        self._host.move_to_end(key)
-      if key in self._references or key in self._idle:
-        continue
-      if self.free < self._size:
-        break
-      self.take(self._size)
-      self._idle[key] = self._size
+  def begin_load(self, keys: Sequence[int], first: int) -> None:
+    """Holds the cached `keys[:first]`, and takes blocks for the rest, which the host pool has; the caller checks."""
+    for key in keys[first:]:
+      self._host.move_to_end(key)
+    self.share(keys[:first])
+    self.take(self._size * (len(keys) - first))
+
+  def end_load(self, keys: Sequence[int], first: int) -> int:
+    """Caches what begin_load() took, unless others cached it meanwhile; returns the number of new keys."""
+    new = 0
+    for key in reversed(keys[first:]):
       self.free += self._size
-      loaded += 1
-    return loaded
+      if key in self._references or key in self._idle:
+        self._plain += self._size
+      else:
+        self._idle[key] = self._size
+        new += 1
+    self.release(keys[:first], 0)
+    return new
 
   def _keep_on_host(self, key: int) -> None:
     host = self._host

@@ -9,7 +9,6 @@ blocks of outputs are never shared. A preempted request is the latest arrival.
 """
 
 from collections import deque
-from collections.abc import Callable
 import heapq
 import math
 from typing import NamedTuple, Protocol
@@ -58,6 +57,7 @@ class CountedRequest:
     "last_s",
     "preemptions",
     "kept",
+    "has_loaded",
   )
 
   def __init__(self, index: int, arrival_s: float, prompt: int, output: int, keys: tuple[int, ...] = ()):
@@ -69,6 +69,7 @@ class CountedRequest:
     self.first_s = self.last_s = -1.0
     self.preemptions = 0
     self.kept: tuple[int, int] = (0, 0)  # entry and number of its blocks that a preemption left in the pool
+    self.has_loaded = False  # since its arrival or preemption it had its load from the host pool
 
 
 class _CountedStep(NamedTuple):
@@ -90,6 +91,10 @@ class EndingSink(Protocol):
 
   def ended(self, replica: "CountedReplica", request: CountedRequest, now: float) -> None:
     """The last token of a request left the replica."""
+    ...
+
+  def begin_load(self, replica: "CountedReplica", request: CountedRequest, keys: int, now: float) -> None:
+    """A load of so many keys from the host pool began; CountedReplica.finish_load() ends it."""
     ...
 
 
@@ -166,6 +171,8 @@ class CountedReplica:
     self._batching: Batching = make_batching(config)
     self._max_tokens, self._max_rows = config.token_budgets[-1], config.max_num_seqs
     self.waiting: deque[CountedRequest] = deque()
+    self._awaiting: list[CountedRequest] = []  # their prefix is on its way from the host pool, or will be
+    self._load: tuple[CountedRequest, tuple[int, ...], int] | None = None  # with its keys, and how many were cached
     self._prefilling: list[CountedRequest] = []
     self._ends: list[tuple[int, int, CountedRequest]] = []  # decoding requests: (end step, index, request)
     self._decodes = 0
@@ -200,17 +207,28 @@ class CountedReplica:
   def submit(self, request: CountedRequest, now: float) -> None:
     """Queues a request at `now`."""
     self.waiting.append(request)
+    self._wake(now)
+
+  def finish_load(self, request: CountedRequest, now: float) -> int:
+    """Caches the keys that a request waited for, and queues it again; returns the number of new keys."""
+    if self._load is None or self._load[0] is not request:
+      return 0
+    _, keys, first = self._load
+    self._load = None
+    loaded = self.pool.end_load(keys, first)
+    request.has_loaded = True
+    self.waiting = deque(sorted((*self._awaiting, *self.waiting), key=_arrival_order))
+    self._awaiting.clear()
+    self._is_blocked = False
+    self._wake(now)
+    return loaded
+
+  def _wake(self, now: float) -> None:
     if self.next_s == NEVER:
       self.next_s = max(now, self._idle_since_s)
       self.version += 1
     elif self._run is not None and self._rows_held < self._max_rows and not self._is_blocked:
       self._shorten_run(now)
-
-  def matched_keys(self, request: CountedRequest) -> int:
-    """Returns how many of a request's keys the device's cache has now."""
-    if not self._key_tokens or not self._config.shares_prefixes:
-      return 0
-    return self.pool.match(request.keys, (request.known - 1) // self._key_tokens)[0]
 
   @property
   def kv_usage(self) -> float:
@@ -220,7 +238,7 @@ class CountedReplica:
   def take_requests(self) -> list[CountedRequest]:
     """Removes and returns all live requests, as of a replica that dies."""
     self._end_run()
-    live = [*self.waiting, *self._prefilling, *(entry[2] for entry in self._ends)]
+    live = [*self.waiting, *self._awaiting, *self._prefilling, *(entry[2] for entry in self._ends)]
     for step in (self._flight, self._committing):
       live += step.ends if step is not None else ()
     self.next_s, self._flight, self._committing = NEVER, None, None
@@ -273,7 +291,7 @@ class CountedReplica:
     if flight is not None:
       self._committing = flight
       self.next_s = max(now, self._device_free_s) + costs.commit_seconds(flight.rows)
-    elif self.waiting and self._rows_held == 0:
+    elif self.waiting and self._rows_held == 0 and self._load is None:
       raise AssertionError("a request that fits the empty replica was not admitted")
     elif self._rows_held or self._prefilling:  # every running request was preempted in this step, or waits for a commit
       self.next_s = now + 1e-6
@@ -482,7 +500,7 @@ class CountedReplica:
     used = decodes + sum(row[1] for row in rows)
     may_admit = self.num_preemptions == preemptions
     if may_admit:
-      admitted, tokens_left = self._admit(rows, chunk_left, tokens_left)
+      admitted, tokens_left = self._admit(rows, chunk_left, tokens_left, now)
       admissions += admitted
       used = decodes + sum(row[1] for row in rows)
     if not used:
@@ -500,7 +518,7 @@ class CountedReplica:
           left -= row[1] - count
           tokens_left -= row[1] - count
       if may_admit:
-        admissions += self._admit(rows, left, tokens_left)[0]
+        admissions += self._admit(rows, left, tokens_left, now)[0]
       used = decodes + sum(row[1] for row in rows)
     return self._launch(now, decodes, rows, used, admissions)
 
@@ -555,7 +573,7 @@ class CountedReplica:
     step = _CountedStep(decodes, num_rows, tuple(firsts), tuple(ends), tuple(computed))
     return step, launch_s, device_s
 
-  def _admit(self, rows: list[list], limit: int, tokens_left: int) -> tuple[int, int]:
+  def _admit(self, rows: list[list], limit: int, tokens_left: int, now: float) -> tuple[int, int]:
     """Admits waiting requests in order, as Scheduler._admit does; returns their number and the tokens left."""
     waiting, pool, size = self.waiting, self.pool, self._block_size
     admitted = 0
@@ -580,6 +598,8 @@ class CountedReplica:
         self._is_blocked = True
         break
       waiting.popleft()
+      if self.pool.host_keys and not request.has_loaded and self._awaits_load(request, hits, now):
+        continue
       held = list(request.keys[:hits])
       pool.share(held)
       if kept:
@@ -599,6 +619,22 @@ class CountedReplica:
       tokens_left -= count
       admitted += 1
     return admitted, tokens_left
+
+  def _awaits_load(self, request: CountedRequest, hits: int, now: float) -> bool:
+    """Returns whether the host pool has more of the prompt; starts a load if none runs. The request fits the pool."""
+    if not request.keys or request.transferred:
+      return False
+    limit = min(len(request.keys), (request.known - 1) // self._key_tokens)  # known may include an answer
+    more = self.pool.match_host(request.keys, hits, limit)
+    if not more:
+      return False
+    self._awaiting.append(request)
+    if self._load is None:
+      keys = request.keys[: hits + more]
+      self.pool.begin_load(keys, hits)
+      self._load = (request, keys, hits)
+      self._sink.begin_load(self, request, more, now)
+    return True
 
   def _cover(self, request: CountedRequest, count: int) -> int:
     """Takes blocks for `count` more tokens; returns how many fit, or 0 after it preempted the request itself."""
@@ -632,6 +668,7 @@ class CountedReplica:
     victim.known = victim.prompt + victim.sampled
     victim.computed, victim.begin_step = 0, -2
     victim.preemptions += 1
+    victim.has_loaded = False
     self.num_preemptions += 1
     self._release(victim)
     if self._config.shares_prefixes and full > 0:
@@ -682,9 +719,6 @@ class CountedReplica:
 
 def _arrival_order(request: CountedRequest) -> int:
   return request.index
-
-
-MakeReplica = Callable[[int], CountedReplica]
 
 
 def check_modelled(config: EngineConfig) -> None:

@@ -59,6 +59,10 @@ class FleetTrace:
     keys = self._keys[row]
     return tuple([key + turn * self._next_pass for key in keys]) if turn else keys
 
+  def with_columns(self, arrivals: array, prompts: array, outputs: array) -> "FleetTrace":
+    """Returns a trace of other columns, whose requests have this one's keys; beyond its end these repeat."""
+    return FleetTrace(arrivals, prompts, outputs, self._keys, self.key_tokens, self._period)
+
 
 def read_fleet_trace(path: str, block_size: int, key_tokens: int = MOONCAKE_KEY_TOKENS) -> FleetTrace:
   """Reads a trace of any of the forms.
@@ -195,7 +199,7 @@ def shape_trace(
       prompt = min(prompt, max_len - output)
     prompts.append(prompt)
     outputs.append(output)
-  return FleetTrace(times, prompts, outputs, trace._keys, trace.key_tokens, rows)
+  return trace.with_columns(times, prompts, outputs)
 
 
 def _follow_day(times: array, length_s: float, swing: float) -> None:

@@ -111,6 +111,7 @@ def add_search_flags(parser: CommandParser) -> None:
   group.add_argument("--slo_ttft_p50_ms", type=positive_float, help="objective: median time to first token")
   group.add_argument("--slo_ttft_p99_ms", type=positive_float, help="objective: 99th percentile of it")
   group.add_argument("--slo_gap_p99_ms", type=positive_float, help="objective: 99th percentile of gaps between tokens")
+  group.add_argument("--slo_tpot_p99_ms", type=positive_float, help="objective: 99th percentile of TPOT")
   group.add_argument("--ratios", type=parse_pairs, default=(), help="prefill:decode ratios to try, such as 1:1,1:2")
   group.add_argument("--max_replicas", type=positive_int, default=256, help="largest fleet to try")
   group.add_argument("--json", action="store_true", help="print one JSON line instead of tables")

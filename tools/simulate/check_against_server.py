@@ -1,6 +1,7 @@
 """Serves the same requests on the real engine and in the simulator, and prints the differences. Tunes neither.
 
   python -m tools.simulate.check_against_server [--model=DIR] [--costs=FILE] [--loads=NAME,...] [--output=FILE]
+  python -m tools.simulate.check_against_server --planner
 
 The loads are each --trace with lengths and rate scaled to a small machine, a synthetic Poisson load, and the first
 trace all at once, which measures the throughput. A trace without arrival times gets Poisson arrivals at --lengths_load
@@ -13,6 +14,8 @@ clients and front end share the machine. Steps take longer there, so the table's
 of a warm-up load of that server. A request's time outside the engine is the difference between that load's measured
 and simulated median TTFT. --output keeps earlier loads of the file, each with its commit. Exit code 1 if a difference
 is above --throughput_tolerance or, for percentiles, --tolerance.
+
+With --planner, tools.plan_fleet takes the simulator's place. It has no random step times, so it runs once.
 """
 
 from collections.abc import Sequence
@@ -115,6 +118,8 @@ def compare(
   """Returns medians of the real and the simulated runs; differences are shares of the real ones."""
   rows, worst = {}, True
   for figure in (*THROUGHPUT, *LATENCIES, *OTHERS):
+    if figure not in simulated[0]:
+      continue
     measured, modelled = median_of(real, figure), median_of(simulated, figure)
     difference = modelled / measured - 1 if measured else 0.0
     # All at once, TTFT and ITL depend on the queue; they are shown, but throughput counts.
@@ -149,6 +154,12 @@ def _apart(values: Sequence[float]) -> float:
 def simulated(costs: str, path: str, timed: bool, flags: Sequence[str], what: str) -> dict[str, Any]:
   """Runs the simulator once."""
   command = [sys.executable, "-m", "tools.simulate", f"--costs={costs}", f"--requests={path}", "--json", *flags]
+  return run_tool(command + ["--at_once"] * (not timed), what)
+
+
+def planned(costs: str, path: str, timed: bool, flags: Sequence[str], what: str) -> dict[str, Any]:
+  """Runs the fleet's planner once, with one replica."""
+  command = [sys.executable, "-m", "tools.plan_fleet", f"--costs={costs}", f"--trace={path}", "--json", *flags]
   return run_tool(command + ["--at_once"] * (not timed), what)
 
 
@@ -216,11 +227,14 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
     timed = load.timed or load.paced
     # One table for all rounds, or one a round; the same for the arrival times.
     pairs = dict.fromkeys(itertools.zip_longest(tables, paths[name], fillvalue=tables[0]))
-    figures = [
-      simulated(costs, path, timed, [*settings, *unbounded, f"--step_seed={seed}"], f"{name}, simulated, seed {seed}")
-      for costs, path in pairs
-      for seed in range(args.draws)
-    ]
+    if args.planner:
+      figures = [planned(costs, path, timed, settings, f"{name}, planned") for costs, path in pairs]
+    else:
+      figures = [
+        simulated(costs, path, timed, [*settings, *unbounded, f"--step_seed={seed}"], f"{name}, simulated, seed {seed}")
+        for costs, path in pairs
+        for seed in range(args.draws)
+      ]
     result[name] = compare(name, real[name], figures, args, timed)
     if load.paced:
       result[name] |= {"load": args.lengths_load, "requests_per_s": rates[name]}
@@ -228,7 +242,14 @@ def check(args: Any, folder: pathlib.Path) -> dict[str, Any]:
   for table in costs:
     for long in ("points", "spread", "launch_spread"):
       table.pop(long, None)
-  made = {"commit": commit(), "rounds": args.rounds, "over_grpc": args.over_grpc, "machine": machine(), "costs": costs}
+  made = {
+    "commit": commit(),
+    "rounds": args.rounds,
+    "over_grpc": args.over_grpc,
+    "planner": args.planner,
+    "machine": machine(),
+    "costs": costs,
+  }
   return {"loads": {name: load | made for name, load in result.items()}}
 
 
@@ -259,6 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   parser.add_argument("--rounds", type=positive_int, default=3, help="runs of each load; their medians count")
   parser.add_argument("--draws", type=positive_int, default=5, help="simulated runs of each round, by --step_seed")
+  parser.add_argument("--planner", action="store_true", help="compare tools.plan_fleet, not tools.simulate")
   parser.add_argument("--over_grpc", action="store_true", help="the real side is a server and its clients")
   parser.add_argument("--throughput_tolerance", type=positive_float, default=0.10)
   parser.add_argument("--tolerance", type=positive_float, default=0.15, help="for percentiles of TTFT and ITL")

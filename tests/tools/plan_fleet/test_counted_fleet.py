@@ -1,5 +1,6 @@
 """The counted fleet: time by hand, pools, host pools, scaling, lost replicas, disaggregated serving, bad input."""
 
+from array import array
 import dataclasses
 import random
 
@@ -9,6 +10,7 @@ from engine.errors import ConfigError
 from tests.tools.plan_fleet.conftest import FAST, columns, config, load, served, sessions
 from tools.plan_fleet.counted_fleet import CountedFleet, FleetPlan, ScalingRule
 from tools.plan_fleet.counted_pool import CountedPool
+from tools.plan_fleet.fleet_trace import FleetTrace
 from tools.plan_fleet.gap_counts import GapCounts
 from tools.report.latency import percentile
 from tools.simulate.step_costs import HostCosts, StepCosts
@@ -102,6 +104,20 @@ def test_a_host_pool_gives_back_what_the_device_evicted():
   assert without["host_hit_share"] == 0 and with_pool["host_hit_share"] > 0.02
   assert with_pool["cached_share"] > without["cached_share"] + 0.02
   assert slow["ttft_p99_ms"] > with_pool["ttft_p99_ms"] + 300
+
+
+def test_preempted_requests_load_what_the_host_has():
+  count, rng = 120, random.Random(3)
+  families = [rng.randrange(10) for _ in range(count)]
+  trace = FleetTrace(
+    array("d", (0.05 * number for number in range(count))),
+    array("q", [70] * count),
+    array("q", (rng.randint(100, 250) for _ in range(count))),
+    [tuple(range(10 * family, 10 * family + 4)) for family in families],
+    16,
+  )
+  figures = served(trace, FleetPlan(host_kv_bytes=1e8), config(num_blocks=60)).figures()
+  assert figures["preemptions"] > 0 and figures["host_hit_share"] > 0 and figures["completed"] == count
 
 
 # --- Scaling and losses -----------------------------------------------------------------------------------------------
