@@ -145,8 +145,9 @@ def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   The limit is the sum of these parts:
 
   - twice everything between two of a layer's kernels
-  - for the sampler, eight arrays of the logits' size in f32, since several stages of filtering are alive together; on
-    several devices as many of a share of the rows
+  - for the sampler, eight arrays of the logits' size in f32, since several stages of filtering are alive together
+  - on several devices, twelve arrays of a share of the rows with the whole vocabulary: eight as above, and four of the
+    exchange that makes them
   - for attention, its partial results in f32
   - 4 MiB for small arrays and alignment
   """
@@ -154,8 +155,7 @@ def temp_limit(spec: ProgramSpec, shape: StepShape) -> int:
   heads = (share.num_heads + 2 * share.num_kv_heads) * share.head_dim
   layer = 2 * share.model_dim + heads + share.num_heads * share.head_dim + 3 * share.hidden_dim
   partials = max((plan.partial_bytes for plan in spec.layout(shape).plans), default=0)
-  numbers = shape.logits * share.vocab_size
-  if spec.mesh.size > 1:  # the sampler's share of the rows, with the rows of a tile
-    numbers += -(-shape.logits // (8 * spec.mesh.size)) * 8 * spec.model.vocab_size
-  logits = 8 * numbers * 4
+  logits = 8 * shape.logits * share.vocab_size * 4
+  if spec.mesh.size > 1:  # the sampler's share of the rows, padded to the rows of a TPU's tile
+    logits += 12 * -(-shape.logits // (8 * spec.mesh.size)) * 8 * spec.model.vocab_size * 4
   return 2 * shape.tokens * layer * DTYPE.itemsize + logits + partials + 4 * 2**20
