@@ -218,13 +218,14 @@ class ProgramSpec:
 def _with_all_rows(logits: jax.Array, rows: SamplingRows, num_slots: int) -> tuple[jax.Array, SamplingRows]:
   """Adds padding rows up to one a slot, because the shape decides the order of XLA's sums."""
   missing = num_slots - logits.shape[0]
-  padding = np.zeros((len(Column), missing), np.int32)
-  padding[Column.SLOT], padding[Column.TARGET] = num_slots, -1
-  rows = SamplingRows(
-    columns=jnp.concatenate([rows.columns, padding], axis=1),
-    stop_ids=jnp.pad(rows.stop_ids, ((0, missing), (0, 0)), constant_values=-1),
-  )
-  logits = jnp.pad(logits, ((0, missing), (0, 0)))
+  if missing:  # XLA:CPU crashes on arrays without rows inside of a shard_map
+    padding = np.zeros((len(Column), missing), np.int32)
+    padding[Column.SLOT], padding[Column.TARGET] = num_slots, -1
+    rows = SamplingRows(
+      columns=jnp.concatenate([rows.columns, padding], axis=1),
+      stop_ids=jnp.pad(rows.stop_ids, ((0, missing), (0, 0)), constant_values=-1),
+    )
+    logits = jnp.pad(logits, ((0, missing), (0, 0)))
   return lax.optimization_barrier(logits), rows
 
 

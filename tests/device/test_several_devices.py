@@ -95,6 +95,18 @@ def test_every_family_gives_the_tokens_of_one_device(tmp_path: pathlib.Path, cas
 
 
 @pytest.mark.long
+def test_deterministic_steps_of_several_sizes_have_one_size_of_the_sampler(tmp_path: pathlib.Path) -> None:
+  """Small steps sample fewer rows than the server has, and several devices pad these too."""
+  model = make_model(tmp_path / "model", "llama3", vocab_size=250, intermediate_size=203)
+  base = SETTINGS | {"token_budgets": [2, 16], "prefill_chunk": 8, "deterministic": True}
+  one, *others = serve_on_devices(
+    model, [base | {"num_devices": devices} for devices in (1, 2, 4)], make_requests(7, 24, 8)
+  )
+  check_same(one, *others)
+  assert len(others[0]["programs"]) == 2
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kernels", ["packed", "xla"])
 @pytest.mark.parametrize("more", [{"quantization": "int8"}, {"deterministic": True, "prefill_chunk": 8}], ids=str)
 def test_other_settings_give_the_tokens_of_one_device(tmp_path: pathlib.Path, more: dict, kernels: str) -> None:
