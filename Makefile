@@ -25,7 +25,7 @@ CLIENTS_OPENAI2_VENV := .venv-clients-openai2
 CLIENTS_OPENAI2_READY := $(CLIENTS_OPENAI2_VENV)/.ready
 PEERS := transformers openvino vllm llama_cpp
 
-.PHONY: help setup wheel demo server router test test-long check check-device audit parity docs clients peers bench bench-cloud chaos ray soak gpu clean setup-device setup-audit setup-ray
+.PHONY: help setup wheel demo server router test test-long check check-device audit parity docs clients peers bench bench-cloud chaos ray fleet soak gpu clean setup-device setup-audit setup-ray
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -92,6 +92,10 @@ chaos: $(READY)
 ## make ray       run Ray on this machine, lose replicas and servers under load, scale up and down; prints a table (ARGS=--scenario=...)
 ray: $(RAY_READY)
 	@$(RAY_VENV)/bin/python -m tools.ray_check $(ARGS)
+
+## make fleet     run two Ray replicas, a router, a prefill and a decode server on this machine, and lose each under load
+fleet: $(READY) $(RAY_READY)
+	@$(RAY_VENV)/bin/python -m tools.fleet $(ARGS)
 
 ## make soak      mix these scenarios for hours and watch memory, threads and descriptors (ARGS=--hours=8)
 soak: $(READY)

@@ -24,7 +24,8 @@ class PathRule:
 
   Attributes:
     destination: where they go.
-    has_prompt: the body has a prompt, by which the policy may choose.
+    has_prompt: the body has a prompt that a replica computes, by which the policy may choose.
+    may_continue: the body may name a stored response that it continues.
     may_repeat: the request may begin again elsewhere after a replica has seen it, since it leaves nothing behind.
     is_upload: the body is streamed, and may be larger than others.
     response_id: the stored response that the path names; "" if there is none.
@@ -32,6 +33,7 @@ class PathRule:
 
   destination: Destination = Destination.ANY
   has_prompt: bool = False
+  may_continue: bool = False
   may_repeat: bool = True
   is_upload: bool = False
   response_id: str = ""
@@ -46,8 +48,8 @@ _RULES = {
   "/v1/messages": _PROMPT,
   "/v1/messages/count_tokens": PathRule(),
   # Sent again, it could leave two stored responses.
-  "/v1/responses": PathRule(has_prompt=True, may_repeat=False),
-  "/v1/responses/input_tokens": PathRule(),
+  "/v1/responses": PathRule(has_prompt=True, may_continue=True, may_repeat=False),
+  "/v1/responses/input_tokens": PathRule(may_continue=True),
   "/v1/load_lora_adapter": PathRule(Destination.EVERY, may_repeat=False),
   "/v1/unload_lora_adapter": PathRule(Destination.EVERY, may_repeat=False),
   # These show one server: the page's feed would change replicas with each connection.

@@ -243,11 +243,11 @@ class RouterApp:
     if rule.destination is Destination.EVERY:
       await self._serve_everywhere(request, scope, send)
       return
-    response_id = rule.response_id and urllib.parse.unquote(rule.response_id)
-    if rule.has_prompt and request.body and (fields := read_prompt_fields(request.body)) is not None:
-      previous = fields.previous_response_id
-      if request.path == "/v1/responses" and isinstance(previous, str):
-        response_id = previous
+    response_id = rule.response_id
+    fields = read_prompt_fields(request.body or b"") if rule.has_prompt or rule.may_continue else None
+    if fields is not None and rule.may_continue and isinstance(fields.previous_response_id, str):
+      response_id = fields.previous_response_id
+    if fields is not None and rule.has_prompt:
       if self._pool.policy.uses_keys:
         settings = self._settings
         request.keys = make_prompt_keys(fields, settings.prefix_piece_bytes, settings.max_prefix_pieces)

@@ -1,1 +1,1 @@
-"""Shared by checks of several servers at once: streams with known outputs under a changing load."""
+"""Runs a fleet of servers on this machine, loses processes under load, and checks every stream: `make fleet`."""

@@ -32,6 +32,9 @@ _OPENINGS = (
   "The sun was",
   "There was a big tree",
 )
+LONG_PROMPT_BYTES = 1600
+_WORDS = tuple(word for opening in _OPENINGS for word in opening.split())
+_WORD_BYTES = 5  # with its space
 _RETRY_S = 0.2  # after an error, as a polite client waits
 
 
@@ -53,12 +56,14 @@ class KnownRequest:
   Attributes:
     prompt, max_tokens: the request.
     token_ids, text: the whole output.
+    ignore_eos: see the API.
   """
 
   prompt: str
   max_tokens: int
   token_ids: tuple[int, ...]
   text: str
+  ignore_eos: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +76,7 @@ class StreamEnd:
     said: the error's text; empty without one.
     ended: time of the end on the machine's monotonic clock.
     waited_s: seconds from the last message, or the request, to the end.
+    size: tokens that came; over HTTP, bytes of text.
   """
 
   verdict: Verdict
@@ -78,15 +84,20 @@ class StreamEnd:
   said: str
   ended: float
   waited_s: float
+  size: int = 0
 
 
-def learn_outputs(target: str, *, count: int, max_tokens: tuple[int, int], seed: int = 0) -> list[KnownRequest]:
+def learn_outputs(
+  target: str, *, count: int, max_tokens: tuple[int, int], num_long: int = 0, ignore_eos: bool = False, seed: int = 0
+) -> list[KnownRequest]:
   """Returns `count` requests with their outputs, from a server that serves nothing else.
 
   Args:
     target: HOST:PORT of its gRPC port.
     count: number of requests.
     max_tokens: fewest and most tokens of an output.
+    num_long: the first requests have a prompt of about LONG_PROMPT_BYTES; every second one begins as another does.
+    ignore_eos: every output has as many tokens as its request allows.
     seed: determines the requests.
   """
   rng = random.Random(seed)
@@ -94,9 +105,12 @@ def learn_outputs(target: str, *, count: int, max_tokens: tuple[int, int], seed:
   with Client(target) as client:
     for index in range(count):
       prompt = f"{_OPENINGS[index % len(_OPENINGS)]} {index // len(_OPENINGS)} "
+      if index < num_long:
+        words = " ".join(random.Random(index // 2).choices(_WORDS, k=LONG_PROMPT_BYTES // _WORD_BYTES))
+        prompt = f"{words}. {prompt}"
       length = rng.randint(*max_tokens)
-      output = client.generate(prompt, max_tokens=length, temperature=0.0)
-      known.append(KnownRequest(prompt, length, output.token_ids, output.text))
+      output = client.generate(prompt, max_tokens=length, temperature=0.0, ignore_eos=ignore_eos)
+      known.append(KnownRequest(prompt, length, output.token_ids, output.text, ignore_eos))
   return known
 
 
@@ -144,6 +158,10 @@ class StreamLoad:
     while len(self._workers) < count:
       self._workers.append(asyncio.create_task(self._run_worker(len(self._workers))))
 
+  def set_requests(self, known: Sequence[KnownRequest]) -> None:
+    """Changes the requests that are sent from now on."""
+    self._known = known
+
   async def stop(self) -> None:
     """Lets every stream end, then closes the connections."""
     self.set_streams(0)
@@ -187,7 +205,7 @@ class StreamLoad:
       pb.GenerateRequest(
         text=request.prompt,
         sampling=pb.SamplingParams(temperature=0.0),
-        stopping=pb.StopParams(max_tokens=request.max_tokens),
+        stopping=pb.StopParams(max_tokens=request.max_tokens, ignore_eos=request.ignore_eos),
       )
     )
     tokens: list[int] = []
@@ -200,7 +218,7 @@ class StreamLoad:
       elif told is Verdict.FINISHED and (not finished or len(tokens) < len(request.token_ids)):
         verdict = Verdict.CUT_SHORT
       now = time.monotonic()
-      return StreamEnd(verdict, "grpc", said, now, now - heard)
+      return StreamEnd(verdict, "grpc", said, now, now - heard, len(tokens))
 
     try:
       while True:
@@ -224,6 +242,7 @@ class StreamLoad:
 
   async def _stream_http(self, request: KnownRequest, leaves: bool) -> StreamEnd:
     body = {"prompt": request.prompt, "max_tokens": request.max_tokens, "temperature": 0.0, "stream": True}
+    body["ignore_eos"] = request.ignore_eos
     text, heard, is_done, said = "", time.monotonic(), False, ""
 
     def judge(told: Verdict) -> StreamEnd:
@@ -233,7 +252,7 @@ class StreamLoad:
       elif told is Verdict.FINISHED and (not is_done or text != request.text):
         verdict = Verdict.CUT_SHORT
       now = time.monotonic()
-      return StreamEnd(verdict, "http", said, now, now - heard)
+      return StreamEnd(verdict, "http", said, now, now - heard, len(text.encode()))
 
     try:
       async with self._http.stream("POST", "/v1/completions", json=body) as response:
@@ -244,7 +263,6 @@ class StreamLoad:
         # A generator that is left early must be closed here, not by the collector.
         async with contextlib.aclosing(generator) as lines:
           async for line in lines:
-            heard = time.monotonic()
             if not line.startswith("data: "):
               continue
             if line == "data: [DONE]":
@@ -254,6 +272,7 @@ class StreamLoad:
             if "error" in event:
               said = str(event["error"])[:200]
               return judge(Verdict.ERROR)
+            heard = time.monotonic()
             text += event["choices"][0]["text"]
             if leaves and text:
               return judge(Verdict.CANCELLED)

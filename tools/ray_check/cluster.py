@@ -4,6 +4,7 @@ Runs in the environment of `make setup-ray`. Nothing else in tools imports Ray.
 """
 
 import contextlib
+import logging
 import pathlib
 import secrets
 import tempfile
@@ -53,6 +54,7 @@ class RayCluster:
         _temp_dir=folder,
       )
       stack.callback(ray.shutdown)
+      logging.getLogger("ray.serve").setLevel(logging.WARNING)
       http_port, grpc_port = find_free_port(), find_free_port()
       serve.start(
         http_options={"host": "127.0.0.1", "port": http_port},

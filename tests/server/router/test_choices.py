@@ -97,6 +97,9 @@ def test_a_stored_response_is_where_it_was_made(three):
     following = router.http.post("/v1/responses", json={"input": "hi", "previous_response_id": "resp_1"})
     assert following.json()["from"] == stubs[0].name
     assert router.http.get("/v1/responses/resp_1").json()["from"] == stubs[0].name
+    stubs[0].stored.add("input_tokens")  # the path's own name
+    counted = router.http.post("/v1/responses/input_tokens", json={"input": "hi", "previous_response_id": "resp_1"})
+    assert counted.json()["from"] == stubs[0].name
   assert router.http.delete("/v1/responses/resp_1").json()["from"] == stubs[0].name
   assert not stubs[1].seen and not stubs[2].seen
 
