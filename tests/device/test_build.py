@@ -145,7 +145,8 @@ def test_the_ladder_follows_from_the_options():
   assert BuildOptions("any").choose_ladder("gpu", False, False).max_num_seqs == 256
 
 
-@pytest.mark.parametrize("built_here", [pytest.param(True, marks=pytest.mark.long), False])
+@pytest.mark.long  # the step sizes of the default ladder, which take half a minute to compile
+@pytest.mark.parametrize("built_here", [True, False])
 def test_kernels_are_the_best_there_are_and_what_is_not_there_is_said(folder, built_here, monkeypatch):
   if not built_here:
     monkeypatch.setattr(native, "load_library", nothing_built)

@@ -95,7 +95,8 @@ def compare(wide: bool) -> None:
     assert not np.asarray(split_after)[:, V:].any()
 
 
-@pytest.mark.parametrize("wide", ["wide", pytest.param("narrow", marks=pytest.mark.long)])
+@pytest.mark.long  # tests of whole engines on several devices stay in `make test`
+@pytest.mark.parametrize("wide", ["wide", "narrow"])
 def test_four_devices_sample_what_one_does(wide: str) -> None:
   environment = os.environ | {
     "JAX_PLATFORMS": "cpu",

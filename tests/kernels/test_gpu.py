@@ -126,6 +126,10 @@ class TestGpu(conformance.Conformance):
   def test_a_row_depends_neither_on_neighbors_nor_on_its_place(self, queries: int) -> None:
     super().test_a_row_depends_neither_on_neighbors_nor_on_its_place(queries)
 
+  @pytest.mark.long  # the test of a query's bits in a chunk and alone stays
+  def test_chunks_of_any_size_give_the_whole(self) -> None:
+    super().test_chunks_of_any_size_give_the_whole()
+
 
 def test_a_layer_rotates_writes_and_attends(capfd: pytest.CaptureFixture[str]) -> None:
   """`attend` on a buffer without this step's keys and values equals the parts; and no kernel races."""

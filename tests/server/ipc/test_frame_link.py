@@ -14,6 +14,7 @@ from engine.adapters import AdapterInfo
 from engine.batch import TokenLogprobs
 from engine.config import EngineConfig
 from engine.errors import EngineError, InvalidRequest, Overloaded
+from engine.host_pool import HostPoolCounts
 from engine.recorder import EngineStats, RequestRecord, RungTotals, StepRecord
 from engine.request import FinishReason, Request, TokenEvent
 from engine.sampling_params import SamplingParams
@@ -301,6 +302,7 @@ def test_a_report_comes_back_as_it_was():
   stats = EngineStats(
     **numbers
     | {
+      "host_pool": HostPoolCounts(1, 2, 3),
       "rungs": {8: RungTotals(1, 2, 3, 4, 5, 0.5, 0.25)},
       "finished": dict.fromkeys(FinishReason, 2),
       "steps": (StepRecord(0, "prefill", *range(len(StepRecord._fields) - 2)),),  # pyright: ignore[reportArgumentType]

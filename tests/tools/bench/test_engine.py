@@ -53,7 +53,7 @@ def test_a_step_beside_ceilings():
 
 def test_every_shape_is_a_model_of_the_registry():
   names = sorted(path.name for path in SHAPES.iterdir())
-  assert names == ["llama-125m", "llama-15m", "llama3-8b", "llama3.2-1b", "qwen3-0.6b"]
+  assert names == ["llama-125m", "llama-15m", "llama3-70b", "llama3-8b", "llama3.2-1b", "qwen3-0.6b"]
   for name in names:
     assert shape(name).num_layers > 0
     assert bench_engine.model_folder(name) == str(SHAPES / name)
