@@ -103,7 +103,12 @@ def kv_bytes(folder: pathlib.Path, tokens: int, itemsize: int) -> int:
 @pytest.mark.parametrize(
   "settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}], ids=str
 )
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+  "shape",
+  # Deciding for the largest one takes seconds: its programs have 80 layers.
+  [pytest.param(path, marks=pytest.mark.long if "70b" in path.name else ()) for path in SHAPES],
+  ids=lambda path: path.name,
+)
 def test_every_known_shape_starts_on_a_cpu_where_its_weights_fit(shape, settings, free, decide):
   """By default: no pool beyond half of what is free, no length that the pool does not hold, and no silence about it."""
   own = json.loads((shape / "config.json").read_text())["max_position_embeddings"]
