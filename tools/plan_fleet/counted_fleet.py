@@ -20,6 +20,7 @@ from tools.plan_fleet.counted_replica import NEVER, CountedReplica, CountedReque
 from tools.plan_fleet.fleet_trace import FleetTrace
 from tools.plan_fleet.gap_counts import GapCounts
 from tools.report.latency import percentile
+from tools.simulate.events import check_replica_counts
 from tools.simulate.step_costs import StepCosts
 
 
@@ -95,18 +96,11 @@ class FleetPlan:
   losses: tuple[tuple[float, int], ...] = ()
 
   def __post_init__(self):
-    split = (self.prefill_replicas, self.decode_replicas)
-    if min(split) < 0 or (max(split) > 0 and min(split) == 0):
-      raise ConfigError(
-        f"prefill_replicas={split[0]} and decode_replicas={split[1]} must be both 0, or both at least 1; "
-        "set --prefill_replicas and --decode_replicas"
-      )
-    if not self.is_split and self.replicas < 1:
-      raise ConfigError(f"replicas={self.replicas} must be at least 1; set --replicas")
+    check_replica_counts(self.replicas, self.prefill_replicas, self.decode_replicas)
     if self.is_split and (self.scaling or self.losses):
       raise ConfigError(
-        f"prefill_replicas={split[0]}: autoscaling and lost replicas are modelled for one kind of replica only; "
-        "leave out --autoscale and --lose, or set --replicas"
+        f"prefill_replicas={self.prefill_replicas}: autoscaling and lost replicas are modelled for one kind of replica "
+        "only; leave out --autoscale and --lose, or set --replicas"
       )
     if self.devices_per_replica < 1:
       raise ConfigError(f"devices_per_replica={self.devices_per_replica} must be at least 1; set --tp")

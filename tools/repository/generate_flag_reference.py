@@ -3,6 +3,9 @@
 python -m tools.repository.generate_flag_reference
 """
 
+from collections.abc import Iterable
+
+from engine.settings import DeclaredSetting
 from server.flags import declared_flags
 from server.setting_text import default_text
 from tools.measure import ROOT
@@ -17,19 +20,31 @@ reads flags from a file, one a line.
 """
 
 
-def flag_reference() -> str:
-  """Returns the page's text."""
-  lines, group = [_HEAD], ""
-  for declared in declared_flags():
+def list_flags(flags: Iterable[DeclaredSetting], heading: str, marks_common: bool) -> list[str]:
+  """Returns the lines of the tables of flags, one table a group.
+
+  Args:
+    flags: group by group.
+    heading: the beginning of a group's heading, such as "##".
+    marks_common: a star after the name of a common flag.
+  """
+  lines, group = [], ""
+  for declared in flags:
     found = declared.setting
     if found.group != group:
       group = found.group
-      lines.append(f"\n## {group}\n\n| flag | default | meaning |\n| --- | --- | --- |")
+      lines.append(f"\n{heading} {group}\n\n| flag | default | meaning |\n| --- | --- | --- |")
     default = f"`{text}`" if (text := default_text(declared)) else ""
     unit = f" {found.unit}" if found.unit and default else ""
     limits = f" Allowed: {found.limits()}." if found.limits() else ""
-    lines.append(f"| `--{declared.name}`{' *' if found.common else ''} | {default}{unit} | {found.help}{limits} |")
-  return "\n".join(lines) + "\n"
+    star = " *" if found.common and marks_common else ""
+    lines.append(f"| `--{declared.name}`{star} | {default}{unit} | {found.help}{limits} |")
+  return lines
+
+
+def flag_reference() -> str:
+  """Returns the page's text."""
+  return "\n".join([_HEAD, *list_flags(declared_flags(), "##", marks_common=True)]) + "\n"
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from server.router.replicas.prefill_servers import PrefillServers
 from server.router.replicas.replica_pool import ReplicaPool
 from server.router.router_metrics import RouterMetrics
 from server.router.router_settings import RouterSettings, router_flags
-from server.setting_text import default_text
 from tools.measure import ROOT
+from tools.repository.generate_flag_reference import list_flags
 from tools.repository.markdown import make_table
 
 PAGE = ROOT / "docs" / "reference" / "router.md"
@@ -55,16 +55,7 @@ Errors that the router returns itself have the form of the path's API. All other
 
 def router_reference() -> str:
   """Returns the page's text."""
-  lines, group = [_HEAD.rstrip("\n")], ""
-  for declared in router_flags():
-    found = declared.setting
-    if found.group != group:
-      group = found.group
-      lines.append(f"\n### {group}\n\n| flag | default | meaning |\n| --- | --- | --- |")
-    default = f"`{text}`" if (text := default_text(declared)) else ""
-    unit = f" {found.unit}" if found.unit and default else ""
-    limits = f" Allowed: {found.limits()}." if found.limits() else ""
-    lines.append(f"| `--{declared.name}` | {default}{unit} | {found.help}{limits} |")
+  lines = [_HEAD.rstrip("\n"), *list_flags(router_flags(), "###", marks_common=False)]
   settings = RouterSettings(replicas=("127.0.0.1:8000",))
   pool = ReplicaPool(settings.replicas, make_policy(settings))
   metrics = RouterMetrics(pool, PrefillServers((), make_policy(settings), "", 1.0, 1.0))

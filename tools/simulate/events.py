@@ -181,6 +181,18 @@ def _spread_counted(name: str, counted: Sequence[tuple[float, int]]) -> dict[str
 # --- The fleet --------------------------------------------------------------------------------------------------------
 
 
+def check_replica_counts(replicas: int, prefill_replicas: int, decode_replicas: int) -> None:
+  """Raises ConfigError for numbers of replicas that make no fleet."""
+  split = (prefill_replicas, decode_replicas)
+  if min(split) < 0 or (max(split) > 0 and min(split) == 0):
+    raise ConfigError(
+      f"prefill_replicas={split[0]} and decode_replicas={split[1]} must be both 0, or both at least 1; "
+      "set --prefill_replicas and --decode_replicas"
+    )
+  if not prefill_replicas and replicas < 1:
+    raise ConfigError(f"replicas={replicas} must be at least 1; set --replicas")
+
+
 @dataclasses.dataclass(frozen=True)
 class Fleet:
   """The replicas and their links.
@@ -202,14 +214,7 @@ class Fleet:
   step_seed: int = 0
 
   def __post_init__(self):
-    split = (self.prefill_replicas, self.decode_replicas)
-    if min(split) < 0 or (max(split) > 0 and min(split) == 0):
-      raise ConfigError(
-        f"prefill_replicas={split[0]} and decode_replicas={split[1]} must be both 0, or both at least 1; "
-        "set --prefill_replicas and --decode_replicas"
-      )
-    if not self.is_split and self.replicas < 1:
-      raise ConfigError(f"replicas={self.replicas} must be at least 1; set --replicas")
+    check_replica_counts(self.replicas, self.prefill_replicas, self.decode_replicas)
     if not (self.transfer_bytes_s > 0 and 0 <= self.transfer_latency_s < math.inf):
       raise ConfigError(
         f"transfer_bytes_s={self.transfer_bytes_s} must be above 0 and transfer_latency_s={self.transfer_latency_s} "
