@@ -25,7 +25,7 @@ CLIENTS_OPENAI2_VENV := .venv-clients-openai2
 CLIENTS_OPENAI2_READY := $(CLIENTS_OPENAI2_VENV)/.ready
 PEERS := transformers openvino vllm llama_cpp
 
-.PHONY: help setup wheel demo server router test test-long check check-device audit parity docs clients peers bench bench-cloud chaos ray fleet soak gpu clean setup-device setup-audit setup-ray
+.PHONY: help setup wheel demo server router test test-long check check-device audit parity docs clients peers bench bench-cloud chaos ray fleet host-losses soak gpu clean setup-device setup-audit setup-ray
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -96,6 +96,10 @@ ray: $(RAY_READY)
 ## make fleet     run two Ray replicas, a router, a prefill and a decode server on this machine, and lose each under load
 fleet: $(READY) $(RAY_READY)
 	@$(RAY_VENV)/bin/python -m tools.fleet $(ARGS)
+
+## make host-losses  lose a host of two under load by kill, stop, changed bits and delay, and start again (ARGS="--rounds=100")
+host-losses: $(READY)
+	@$(PY) -m tools.host_losses $(ARGS)
 
 ## make soak      mix these scenarios for hours and watch memory, threads and descriptors (ARGS=--hours=8)
 soak: $(READY)

@@ -32,7 +32,9 @@ _CANCELLED_SHARE = 0.1
 _REFRESH_S = 0.2
 
 
-async def run_fleet(fleet: RunningFleet, faults: Sequence[LossKind], rounds: int, console: Console) -> list[Row]:
+async def run_fleet(
+  fleet: RunningFleet, faults: Sequence[LossKind], rounds: int, console: Console, together: bool = False
+) -> list[Row]:
   """Checks a fleet with a live view, or a line for each event where there is no terminal; returns the results."""
   load = StreamLoad(
     fleet.cluster.grpc_target, f"http://{fleet.router.address}", fleet.known, cancelled_share=_CANCELLED_SHARE
@@ -47,7 +49,7 @@ async def run_fleet(fleet: RunningFleet, faults: Sequence[LossKind], rounds: int
 
   check = FleetCheck(fleet, load, report)
   view = FleetView(fleet, load, check)
-  work = asyncio.create_task(check.check_all(faults, rounds))
+  work = asyncio.create_task(check.check_all(faults, rounds, together))
   screen = (
     Live(get_renderable=lambda: view, console=console, screen=True, refresh_per_second=5)
     if console.is_terminal
@@ -72,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser = CommandParser("python -m tools.fleet", __doc__)
   parser.add_argument("--faults", default="kill", help="how to lose a process: kill, stop, or both with a comma")
   parser.add_argument("--rounds", type=positive_int, default=1, help="times that each process is lost")
+  parser.add_argument(
+    "--together", action="store_true", help="a round loses every process within seconds, instead of one process"
+  )
   parser.add_argument("--output", type=output_file, default="", help="file for the table as JSON")
   args = parser.parse_args(arguments)
   names = {fault.value: fault for fault in LossKind}
@@ -95,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       fleet = stack.enter_context(RunningFleet(cluster, folder, report))
     except (ConfigError, RuntimeError) as error:
       return parser.failed(error, 1)
-    rows = asyncio.run(run_fleet(fleet, [names[name] for name in chosen], args.rounds, console))
+    rows = asyncio.run(run_fleet(fleet, [names[name] for name in chosen], args.rounds, console, args.together))
     report("stopping the fleet")
   seconds = time.monotonic() - began
   show(rows, seconds, Console(width=None if sys.stdout.isatty() else 160), "fleet")

@@ -140,7 +140,8 @@ class StreamLoad:
     cancelled_share: share of the streams that the client leaves early.
     seed: determines the order.
     """
-    self._channel = grpc.aio.insecure_channel(grpc_target)
+    # A lost server comes back within seconds; by default a client would then wait up to two minutes.
+    self._channel = grpc.aio.insecure_channel(grpc_target, [("grpc.max_reconnect_backoff_ms", 1000)])
     self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     self._http = httpx.AsyncClient(base_url=http_url, timeout=httpx.Timeout(silence_s), limits=limits, trust_env=False)

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 import dataclasses
+import random
 import time
 
 import httpx
@@ -19,6 +21,7 @@ _HEARD_WITHIN_S = 5.0
 _ENDS_BETWEEN = 24  # streams that end before the next loss
 _ENDS_WHOLE = 100  # streams that end while nothing is lost
 _WAIT_S = 180.0
+_TOGETHER_S = 3.0
 _DEEDS = {LossKind.KILL: "is killed", LossKind.STOP: "is stopped"}
 
 
@@ -48,19 +51,28 @@ class FleetCheck:
     doing: what it does now, for the view.
   """
 
-  def __init__(self, fleet: RunningFleet, load: StreamLoad, report: Callable[[str], None]):
+  def __init__(
+    self, fleet: RunningFleet, load: StreamLoad, report: Callable[[str], None], together_s: float = _TOGETHER_S
+  ):
     """Args:
     fleet: entered already.
     load: without streams.
     report: called with a line for each event.
+    together_s: seconds within which a round loses every process, with `together`.
     """
     self._fleet, self._load, self._report = fleet, load, report
     self.rows: list[Row] = []
     self.doing = "begins"
-    self._num_chosen = 0
+    self._num_chosen, self._together_s = 0, together_s
+    self._rng = random.Random(0)
 
-  async def check_all(self, faults: Sequence[LossKind], rounds: int) -> None:
+  async def check_all(self, faults: Sequence[LossKind], rounds: int, together: bool = False) -> None:
     """Checks the fleet whole, then each loss `rounds` times, then the fleet whole again.
+
+    Args:
+      faults: how processes are lost.
+      rounds: times that each process is lost.
+      together: a round loses every process, each at an instant of its own, instead of one process.
 
     Raises:
       ConfigError: a process did not come back, or no stream ends any more.
@@ -69,6 +81,9 @@ class FleetCheck:
     self._load.set_streams(STREAMS)
     await self._check_whole("before the losses")
     for fault in faults:
+      if together:
+        await self._check_losses(f"every process {_DEEDS[fault]}", True, rounds, self._lose_all(fault))
+        continue
       for what, can_fail, lose in self._list_losses(fault):
         await self._check_losses(f"{what} {_DEEDS[fault]}", can_fail, rounds, lose)
     self._choose_requests()
@@ -133,6 +148,25 @@ class FleetCheck:
       ("the router", fault is LossKind.KILL, lose_member(fleet.router)),
     ]
     return losses
+
+  def _lose_all(self, fault: LossKind) -> Callable[[int], tuple[float, float]]:
+    """Returns what loses every process, each at its own instant, and waits for all. Replicas lose worker or server."""
+
+    def lose(index: int) -> tuple[float, float]:
+      losses = [lose for _, _, lose in self._list_losses(fault)]
+      num_of_replica = len(losses) - len(self._fleet.members)
+      chosen = [losses[index % num_of_replica], *losses[num_of_replica:]]
+      waits = [self._rng.uniform(0, self._together_s) for _ in chosen]
+
+      def lose_later(lose: Callable[[int], tuple[float, float]], wait_s: float) -> float:
+        time.sleep(wait_s)
+        return lose(index // num_of_replica)[1]
+
+      began = time.monotonic()
+      with ThreadPoolExecutor(len(chosen)) as threads:
+        return began, max(threads.map(lose_later, chosen, waits))
+
+    return lose
 
   async def _check_losses(
     self, what: str, can_fail: bool, rounds: int, lose: Callable[[int], tuple[float, float]]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.extensions.multi_host.cluster import ROOT, Cluster, Proxy, Stream, wait_for
+from tools.host_losses.host_cluster import ROOT, Cluster, Proxy, Stream, wait_for
 from tools.server_process import RunningServer
 
 pytestmark = pytest.mark.long

@@ -14,7 +14,7 @@ from rich.console import Console
 from tools.fleet.__main__ import main
 from tools.fleet.checked_streams import StreamEnd, StreamLoad, Verdict
 from tools.fleet.fleet_check import FleetCheck
-from tools.fleet.fleet_members import FleetMember, MemberState
+from tools.fleet.fleet_members import FleetMember, LossKind, MemberState
 from tools.fleet.fleet_view import FleetView, list_new_ends
 from tools.server_process import RunningServer
 
@@ -92,3 +92,32 @@ def test_bad_flags_and_a_missing_ray_are_refused(capsys):
       main([f"--faults={faults}"])
     assert ended.value.code == 2 and "use kill, stop, or kill,stop" in capsys.readouterr().err
   assert main([]) == 2 and "make fleet" in capsys.readouterr().err
+
+
+def test_a_round_can_lose_every_process():
+  """Each round loses a replica's worker or its server, and every process beside Ray."""
+  lost: list[str] = []
+
+  class Member:
+    def __init__(self, name: str):
+      self.name = name
+
+    def lose(self, fault: LossKind) -> None:
+      lost.append(self.name)
+
+    def bring_back(self, fault: LossKind) -> float:
+      return 2.0
+
+  def lose_replica(fault: LossKind, index: int, is_server: bool) -> int:
+    lost.append(f"{'server' if is_server else 'worker'} {index}")
+    return 7
+
+  members = prefill, decode, router = Member("prefill"), Member("decode"), Member("router")
+  fleet: Any = types.SimpleNamespace(
+    prefill=prefill, decode=decode, router=router, members=members, lose_replica=lose_replica, await_replicas=float
+  )
+  for fault, of_replica in ((LossKind.KILL, ["worker 0", "server 0", "worker 1"]), (LossKind.STOP, ["server 0"])):
+    lose = FleetCheck(fleet, StreamLoad.__new__(StreamLoad), print, together_s=0.0)._lose_all(fault)
+    for index, replica in enumerate(of_replica):
+      lost.clear()
+      assert lose(index)[1] == 7.0 and sorted(lost) == sorted([replica, "prefill", "decode", "router"])

@@ -16,7 +16,7 @@ from typing import Self
 
 from tools.server_process import find_free_port
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[2]
 LIMIT_S = 120.0
 FAST = ("--token_budgets=8,64", "--max_num_seqs=8", "--num_blocks=300", "--max_model_len=1024")
 
@@ -42,7 +42,13 @@ class Cluster:
       process.wait()
 
   def start_host(self, host: int, *flags: str, port: int | None = None) -> None:
-    """Starts a host; `flags` outrank the usual ones, `port` is that of a proxy."""
+    """Starts a host.
+
+    Args:
+      host: its number.
+      flags: outrank the usual ones.
+      port: of a proxy before the coordinator; None: there is no proxy.
+    """
     self.port_file(host).unlink(missing_ok=True)
     command = [sys.executable, "-m", "server.main", f"--num_hosts={self.num_hosts}", f"--host_id={host}"]
     command += [f"--coordinator_address=127.0.0.1:{port or self.port}", f"--cluster_secret_file={self.secret}"]
@@ -179,6 +185,10 @@ class Proxy:
   def __exit__(self, *_: object) -> None:
     for sock in self._sockets:
       sock.close()
+
+  def forget_connections(self) -> None:
+    """Numbers connections from 0 again; call it before hosts start again."""
+    self._num_connections = 0
 
   def _accept(self, listener: socket.socket, target: int, is_leader: bool) -> None:
     while True:
